@@ -17,7 +17,7 @@ COMMANDS = (
     "benchmark.offline",
     "benchmark.widen",
 )
-REMOVED = {
+REMOVED = {  # removed command -> replacement
     "scaling": "use sweep --over width=1,2,4,8 --over context=128,2048",
     "offload": "use mtbench with --cpu-memory-limit or --gpu-memory-limit",
     "busy": "use sweep --over threads=1,2 beside the other process",
@@ -25,12 +25,10 @@ REMOVED = {
     "multi": "use mtbench with --devices or --tensor-parallel",
     "cluster": "use serve --sweep on the machines themselves",
 }
-"""Removed command -> replacement."""
 MOVED = {"exact": "verify", "calibrate": "tune"}  # names of commands of `sharesd` that remain here
 
 
 def make_parser(prog: str = PROG) -> Parser:
-    """Return the parser of all benchmarks."""
     return program(prog, "Measure ShareSD.", "BENCHMARK", COMMANDS)
 
 

@@ -17,10 +17,7 @@ def number(text: str) -> int:
 
 
 def each(name: str, text: str) -> tuple[str, ...]:
-    """Return the distinct parts of a comma-separated list.
-
-    Raises ValueError, with the option's name, for an empty part.
-    """
+    """Return distinct parts of a comma-separated list; ValueError for an empty part."""
     parts = [part.strip() for part in text.split(",")]
     if not all(parts):
         raise ValueError(f"{name} is {text!r}, which has an empty part; write the parts with ',' between")
@@ -37,7 +34,6 @@ def add_questions(group: Any, num_questions: int, max_new_tokens: int) -> None:
 
 
 def add_out_dir(group: Any, name: str) -> None:
-    """Add `--out-dir` for the files of the command `name`."""
     group.add_argument("--out-dir", metavar="DIR", help=f"where the files go (default: results/{name}-DATE-TIME)")
 
 
@@ -54,6 +50,5 @@ def add_removed(parser: argparse.ArgumentParser, **instead: str) -> None:
 
 
 def rotated(items: Sequence[_T], by: int) -> list[_T]:
-    """Return the items rotated left by `by`."""
     by %= len(items)
     return [*items[by:], *items[:by]]

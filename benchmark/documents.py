@@ -16,10 +16,7 @@ BLANK_LINE = "\n\n"
 
 
 class Documents:
-    """Documents made of texts.
-
-    Each prompt has the next texts. After the last text, the texts are shuffled.
-    """
+    """Documents made of texts, which are shuffled after the last one."""
 
     def __init__(self, tokenizer: Tokenizer, texts: Sequence[str]) -> None:
         """Raise ValueError for texts without a single token."""
@@ -30,10 +27,7 @@ class Documents:
         self._pieces = _endless(pieces)
 
     def prompt(self, question: Question, num_tokens: int) -> list[int]:
-        """Return a prompt of about `num_tokens`: a document and the first turn.
-
-        The document is left out if it would have fewer than `MIN_TOKENS` tokens.
-        """
+        """Return a prompt of about `num_tokens`; documents below `MIN_TOKENS` are left out."""
         room = num_tokens - len(self._ids(question, ""))
         if room < MIN_TOKENS:
             return prompt_ids(self._tokenizer, question, [])
@@ -48,10 +42,7 @@ class Documents:
 
 
 def filler_texts(path: str | Path | None) -> list[str]:
-    """Return the paragraphs of a text file; None: of Python's manual.
-
-    Raises ValueError if the file cannot be read or has no text.
-    """
+    """Return paragraphs of a file, by default Python's manual; ValueError without text."""
     if path is None:
         from pydoc_data.topics import topics
 

@@ -1,8 +1,7 @@
 """Comparison of modes with `naive`, interleaved round by round.
 
-`naive` has its own KV cache. Both engines decode the same rows, and the engine with fewer tokens decodes the next
-round, so that changes of the machine's speed affect both. With asynchronous scheduling, engines alternate by whole
-answers.
+The engine with fewer tokens decodes the next round, so that changes of the machine's speed affect both. With
+asynchronous scheduling, engines alternate by whole answers.
 """
 
 from __future__ import annotations
@@ -43,11 +42,7 @@ class Comparison:
 def compare_modes(
     naive: Engine, engines: Mapping[Mode, Engine], prompts: Sequence[list[int]], params: SamplingParams, *, runs: int
 ) -> dict[Mode, Comparison]:
-    """Compare every mode with `naive`.
-
-    Prompts are token ids; the KV caches have a row per prompt. Recycle tables are reset before each run, so that no run
-    drafts from an earlier run's answers.
-    """
+    """Compare modes with `naive`; recycle tables are reset before each run."""
     found: dict[Mode, Comparison] = {mode: Comparison() for mode in engines}
     tables: list[tuple[RecycleTable, ndarray]] = [
         (table, table.successors.copy())
@@ -71,10 +66,7 @@ def compare_modes(
 
 
 def _answers(engines: Sequence[Engine], prompts: Sequence[list[int]], params: SamplingParams) -> list[list[list[int]]]:
-    """Return the token ids of each engine's rows, decoded alternately.
-
-    Raises TimesDiffer if the engines' times differ from the wall time.
-    """
+    """Return token ids of each engine's rows, decoded alternately; raises TimesDiffer."""
     started = time.perf_counter()
     streams = [engine.stream(prompts, params, reuse=True) for engine in engines]
     answers: list[list[list[int]]] = [[[] for _ in prompts] for _ in engines]

@@ -1,7 +1,6 @@
 """`offline`: built-in prompts with plain, speculative and prompt-lookup decoding.
 
-All texts are written to one file. The three decodings share one target. `default` is mode naive. `speculative` is mode
-classic with a draft model, or mode share (the quantized target drafts) without one. `ngram` is prompt lookup.
+`default` is mode naive, `ngram` prompt lookup, `speculative` mode classic with a draft model, else mode share.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ NUM_DRAFT = 5
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the subcommand."""
     parser = subparsers.add_parser(
         "offline",
         help="built-in prompts: plain, speculative and prompt-lookup decoding side by side",
@@ -56,10 +54,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer all prompts with three decodings and save the results.
-
-    Returns 0 if the texts are equal, else 1.
-    """
+    """Answer prompts by three decodings; return 0 for equal texts, else 1."""
     speculative: Mode = "classic" if getattr(args, "draft", None) is not None else "share"
     modes: dict[str, Mode] = dict(zip(DECODINGS, ("naive", speculative, "ngram"), strict=True))
     config = options.engine_config(args, modes=("naive", "ngram", speculative))
@@ -101,11 +96,7 @@ def run(args: argparse.Namespace) -> int:
 def answer_all(
     engines: Mapping[str, Engine], texts: Sequence[str], prompts: Sequence[list[int]], params: SamplingParams
 ) -> dict[str, dict[str, Any]]:
-    """Return answers and totals by decoding.
-
-    All engines answer a prompt before the next prompt. `seconds` are those of decoding: they exclude `prefill_seconds`
-    and the first token.
-    """
+    """Return answers and totals by decoding; `seconds` exclude prefill and first token."""
     from benchmark.timed import generate
     from sharesd.engine.stats import Stats
 
@@ -155,7 +146,6 @@ def _section(found: Mapping[str, Mapping[str, Any]], title: str) -> Section:
 
 
 def _template(args: argparse.Namespace) -> str | None:
-    """Return the text of --template."""
     if args.template is None:
         return None
     if args.demo != "chat":

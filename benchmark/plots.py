@@ -17,10 +17,7 @@ Line = Sequence[tuple[Any, float | None]]  # points; those without a value are l
 
 
 def draw_plots(folder: Path, title: str, summary: Mapping[str, Any]) -> list[str]:
-    """Draw speed by category and acceptance by position; return file names.
-
-    A plot without figures is not drawn.
-    """
+    """Draw speed by category and acceptance by position; return file names."""
     modes = {mode: figures for mode, figures in summary["modes"].items() if figures["tokens_per_second"]}
     drawn = []
     if modes:
@@ -65,10 +62,7 @@ def _bars(
 
 
 def draw_lines(path: Path, title: str, panels: Mapping[str, Mapping[str, Line]], x_label: str) -> None:
-    """Draw a panel per quantity, with a line per name.
-
-    The x values have equal distances.
-    """
+    """Draw a panel per quantity, a line per name, x equally spaced."""
     columns = min(len(panels), 2)
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(7 if columns == 1 else 10, 4.5 if rows == 1 else 7), dpi=150, layout="constrained")

@@ -23,10 +23,7 @@ Turn = tuple[dict[str, Any], "Comparison"]  # questions and lengths of a group's
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """Figures of a mode at a point of the axes.
-
-    A turn is a group of rows that were decoded as one batch.
-    """
+    """Figures of a mode at a point of the axes."""
 
     values: dict[str, str]  # axis -> value
     mode: str
@@ -43,7 +40,6 @@ class Point:
 
 
 def point_of(values: dict[str, str], mode: str, turns: Sequence[Turn]) -> Point:
-    """Return the figures of a mode over the turns of a point."""
     from sharesd.engine.stats import Stats
 
     comparisons, total = [comparison for _, comparison in turns], Stats()
@@ -72,11 +68,7 @@ def point_of(values: dict[str, str], mode: str, turns: Sequence[Turn]) -> Point:
 
 
 def remarks_of(points: Sequence[Point]) -> list[str]:
-    """Return summary lines of a sweep.
-
-    They list points below `MIN_SPEEDUP`, points where a mode that mixes drafters is below `MIN_OF_BEST`, and points
-    whose texts differ from naive.
-    """
+    """Return remarks: points slower than limits, and texts that differ from naive."""
     known = [(point, point.speedup) for point in points if point.speedup is not None]
     lost = [_place(point) for point, speedup in known if speedup < MIN_SPEEDUP]
     lines = [f"{len(lost)} of {len(known)} points below {MIN_SPEEDUP}x{': ' if lost else ''}{'; '.join(lost)}"]

@@ -33,7 +33,6 @@ class Section:
     text: str = ""
 
     def table(self) -> Table:
-        """Return the section's table for the terminal."""
         from rich.table import Table
 
         table = Table(title=self.title or None, box=None, title_justify="left", header_style="")
@@ -44,7 +43,6 @@ class Section:
         return table
 
     def csv(self) -> str:
-        """Return the table as CSV."""
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows([self.head, *self.rows])
         return text.getvalue()
@@ -62,26 +60,19 @@ class Report:
     plots: Sequence[str] = ()  # names of pictures beside the report
 
     def markdown(self) -> str:
-        """Return the report as Markdown."""
         facts = {"settings": flat(self.settings), "environment": flat(self.environment)}
         text = _templates().get_template("report.md.jinja").render(report=self, **facts)
         return re.sub(r"\n{3,}", "\n\n", re.sub(r" +\n", "\n", text)).strip() + "\n"
 
     def html(self, folder: Path, **more: Any) -> str:
-        """Return the report as HTML with embedded plots.
-
-        `more`: further variables of the template.
-        """
+        """Return the report as HTML; `more` are further variables of the template."""
         plots = [(name, base64.b64encode((folder / name).read_bytes()).decode()) for name in self.plots]
         return _templates().get_template("report.html.jinja").render(report=self, plots=plots, **more)
 
     def publish(
         self, folder: Path | None, stem: str, *, shown: int = 1, remarks: Sequence[str] = (), **more: Any
     ) -> None:
-        """Print the first tables and the remarks, and write the files.
-
-        The files are `stem`.md, .html and .csv, the latter with the first table. None as `folder` writes no files.
-        """
+        """Print first tables and remarks; write `stem`.md, .html and .csv into `folder`."""
         from sharesd.cli.console import console
 
         for section in self.sections[:shown]:
@@ -149,10 +140,7 @@ def times(value: float | None) -> str:
 
 
 def percent(value: float | None) -> str:
-    """Return e.g. `97.5 %`; `-` for None.
-
-    Values below 1 are not rounded up to 100 %.
-    """
+    """Return e.g. `97.5 %`, never rounded up to 100; `-` for None."""
     if value is None:
         return ABSENT
     return "100 %" if value == 1 else f"{min(100 * value, 99.9):.1f} %"

@@ -1,8 +1,7 @@
 """Command `sweep`: speedup of modes over naive, along any axes.
 
-Axes are context, batch, width, temperature, and options of the engine. Each combination of batch, width and options has
-its own runtime. Questions are decoded in groups of the batch size, by every mode interleaved with `naive`
-(`benchmark.interleave`).
+Axes are context, batch, width, temperature, and options of the engine. Each combination of batch,
+width and options has its own runtime.
 """
 
 from __future__ import annotations
@@ -28,10 +27,7 @@ from sharesd.sampling_params import SamplingParams
 NUM_QUESTIONS, MAX_NEW_TOKENS, RUNS = 4, 64, 3
 CELL_AXES = ("context", "temperature")  # axes whose values share a runtime
 OPTION_OF = {"K": "num-speculative-tokens", "width": "num-speculative-tokens"}
-"""Axis -> the engine's option, if the names differ.
-
-A width is the number of tokens of a verify step: draft tokens + 1.
-"""
+"""Axis -> engine's option; a width is draft tokens + 1."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -99,11 +95,7 @@ def run_grid(args: argparse.Namespace) -> int:
 
 
 def measure_axes(args: argparse.Namespace, axes: Sequence[Axis], name: str) -> int:
-    """Measure all points, and write the files.
-
-    `name`.json is written after each point; .md, .html, .csv and .png at the end. Returns 1 if a text differs from
-    naive, else 0.
-    """
+    """Measure all points and write files; return 1 if a text differs."""
     modes = tuple(mode for mode in options.modes_of(args, default=registry.modes()) if mode != "naive")
     if not modes:
         raise ValueError("only naive is named, which is what the others are measured against; add another mode")
@@ -156,10 +148,7 @@ def measure_axes(args: argparse.Namespace, axes: Sequence[Axis], name: str) -> i
 def configs_of(
     args: argparse.Namespace, axes: Sequence[Axis], modes: Sequence[Mode]
 ) -> list[tuple[dict[str, str], EngineConfig]]:
-    """Return (axis values, config) of each runtime of a sweep.
-
-    Raises ValueError for invalid values.
-    """
+    """Return (axis values, config) of each runtime; ValueError for invalid values."""
     parser = options.Parser(prog=args.parser.prog)
     options.add_model_options(parser)
     found = []
@@ -187,11 +176,7 @@ def measure(
     *,
     runs: int,
 ) -> Iterator[list[Point]]:
-    """Load one runtime, and yield each cell's points, one per mode.
-
-    `prompts`: context -> token ids of a prompt per question. Context None has the prompts of all questions, without
-    documents: those after the measured questions are for warmup.
-    """
+    """Load one runtime, and yield each cell's points, one per mode."""
     from benchmark.interleave import compare_modes
     from sharesd.engine.warmup import warm_up
     from sharesd.runtime import Runtime  # torch takes seconds, mistakes should not
@@ -223,10 +208,7 @@ def measure(
 def _prompts(
     config: EngineConfig, questions: Sequence[Question], num: int, contexts: Sequence[int | None], filler: str | None
 ) -> dict[int | None, list[list[int]]]:
-    """Return context -> prompts of the first `num` questions, after documents.
-
-    Context None has the prompts of all questions, without documents.
-    """
+    """Return context -> prompts; None has all questions, without documents, for warmup."""
     from benchmark.documents import Documents, filler_texts
     from sharesd.cli.conversation import prompt_ids
     from sharesd.models.hub import resolve
@@ -245,7 +227,6 @@ def _combinations(axes: Sequence[Axis]) -> list[dict[str, str]]:
 
 
 def _axis(text: str) -> Axis:
-    """Return an axis (an argparse type)."""
     name, equals, values = text.partition("=")
     parts = tuple(part.strip() for part in values.split(";" if ";" in values else ","))
     if not equals or not name.strip("-") or not all(parts):

@@ -1,7 +1,4 @@
-"""Check of engines' reported times against the wall time.
-
-The check detects overlapping rounds that are counted twice.
-"""
+"""Check of engines' reported times, to detect rounds counted twice."""
 
 from __future__ import annotations
 
@@ -26,10 +23,7 @@ class TimesDiffer(ValueError):
 
 
 def generate(engine: Engine, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
-    """Return the answers of `engine.generate`, with its times checked.
-
-    Raises TimesDiffer if the reported times differ from the wall time.
-    """
+    """Return answers of `engine.generate`; TimesDiffer if times differ from the wall's."""
     started = time.perf_counter()
     done = engine.generate(prompts, params)
     check_times(engine.mode, [engine.stats], time.perf_counter() - started, on_gpu=is_on_gpu(engine))
@@ -37,15 +31,11 @@ def generate(engine: Engine, prompts: Sequence[Prompt], params: SamplingParams) 
 
 
 def is_on_gpu(engine: Engine) -> bool:
-    """Return True if an engine decodes on a GPU."""
     return engine.cache.lengths.device.type == "cuda"
 
 
 def check_times(what: str, counted: Iterable[Stats], wall_s: float, *, on_gpu: bool) -> None:
-    """Raise TimesDiffer if the stats' calls did not take about `wall_s`.
-
-    On a CPU the sum of the calls' times may be below `wall_s`.
-    """
+    """Raise TimesDiffer unless calls took about `wall_s`, on a CPU at most."""
     stats = list(counted)
     said_s = fsum(each.seconds for each in stats)
     slack_s = MAX_ERROR * wall_s + ROUND_S * sum(each.steps for each in stats)

@@ -1,8 +1,7 @@
 """Command `widen`: enlarge a model without changing its function.
 
 Weights become the first rows and columns of larger matrices. Added residual dimensions are exactly zero. Other added
-weights are noise without effect on the output. The result has the speed and memory of a model of its size, and
-generates the small model's text. Reports name it, e.g. "SmolLM2-135M-Instruct widened to 7B".
+weights are noise without effect on the output.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from sharesd.models.wide_shapes import SHAPES
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the subcommand."""
     parser = subparsers.add_parser(
         "widen",
         help="make a small model as large as wanted without changing what it says",
@@ -34,7 +32,6 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Widen the target; return the exit status."""
     from sharesd.models.hub import resolve
     from sharesd.models.names import model_name  # torch takes seconds, mistakes should not
     from sharesd.models.widening import widen

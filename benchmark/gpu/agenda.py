@@ -1,7 +1,4 @@
-"""Steps in order of priority, and their processes with time limits.
-
-The outcome of a step is recorded even if its process crashes.
-"""
+"""Steps in order of priority, and their processes with time limits."""
 
 from __future__ import annotations
 
@@ -54,10 +51,7 @@ STEPS = (
     Step("classic", 50, "widened:measure", "classic against naive, at 1B", ONE | {"modes": "naive,classic"}),
     Step("stages", 70, "widened:in_stages", "1B in two stages on the one GPU, beside it whole", ONE),
 )
-"""Steps in order of priority.
-
-The first six take ten minutes at most, and all steps take 29.
-"""
+"""Steps by priority: the first six within ten minutes, all within 29."""
 
 
 def named(names: Sequence[str]) -> tuple[Step, ...]:
@@ -69,11 +63,7 @@ def named(names: Sequence[str]) -> tuple[Step, ...]:
 
 
 def run_step(step: Step, command: Sequence[str], findings: Path, *, limit_s: float | None = None) -> dict[str, Any]:
-    """Run a step's process and return its outcome.
-
-    The process writes its findings to the file `findings`. The outcome includes them even if the process crashes or is
-    ended at the limit.
-    """
+    """Return a step's outcome, with findings even after a crash or limit."""
     limit_s = step.limit_s if limit_s is None else limit_s
     started = time.perf_counter()
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -107,16 +97,11 @@ def run_step(step: Step, command: Sequence[str], findings: Path, *, limit_s: flo
 
 
 def worker(step: Step, findings: Path, *options: str) -> list[str]:
-    """Return the command of a step's process."""
     program = [sys.executable, "-X", "faulthandler", "-m", "benchmark.gpu.worker", step.name]
     return [*program, "--findings", str(findings.absolute()), *options]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all processes of its group.
-
-    The process has LAST_WORDS_S to print its traceback.
-    """
     if process.poll() is None:
         process.send_signal(signal.SIGABRT)
         with suppress(subprocess.TimeoutExpired):

@@ -20,7 +20,6 @@ BUDGET_S = 1740.0
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the subcommand."""
     parser = subparsers.add_parser(
         "gpu",
         help="the whole agenda for a GPU in one go",
@@ -120,7 +119,6 @@ def markdown(values: Mapping[str, Any]) -> str:
 
 
 def _findings(title: str, found: Mapping[str, Any]) -> list[Section]:
-    """Return sections: a list of figures, then each table under its name."""
     tables = {name: value for name, value in found.items() if isinstance(value, list) and value}
     plain = [f"- {name.replace('_', ' ')}: {_shown(found[name])}" for name in found if name not in tables]
     sections = [Section(title, text="\n".join(plain))]

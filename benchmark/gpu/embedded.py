@@ -1,7 +1,4 @@
-"""Modes on the embedded model: texts, speed, captures, memory.
-
-At this size launches and captures take most of the time.
-"""
+"""Modes on the embedded model, where launches and captures take most time."""
 
 from __future__ import annotations
 
@@ -67,11 +64,7 @@ def _judge(job: Job) -> None:
 
 
 def _compare_joining(job: Job, runtime: Runtime, modes: Sequence[Mode], *, tokens: int) -> None:
-    """Record a row for each mode with requests that join a batch.
-
-    There are twice as many requests as batch rows, with changing sampling and length. Every text should be that of the
-    first mode for the request alone.
-    """
+    """Compare texts of joining requests with the first mode's requests alone."""
     count = 3 if job.tiny else 2 * runtime.cache.batch
     prompts, samplings = prompts_of(runtime, count), list(SAMPLINGS.values())
     lengths = [(8 if job.tiny else tokens) * (2 + i % 3) // 4 for i in range(count)]
@@ -93,10 +86,7 @@ def _compare_joining(job: Job, runtime: Runtime, modes: Sequence[Mode], *, token
 
 
 def _decode(engine: Engine, asked: Sequence[Asked]) -> tuple[list[list[int]], float]:
-    """Return token ids of the requests and seconds of the longest step.
-
-    One more request joins every STEPS_BETWEEN steps.
-    """
+    """Return token ids of the requests and seconds of the longest step."""
     engine.forget()
     texts: dict[Request, list[int]] = {}
     waiting, num_steps, longest_s = list(asked), 0, 0.0

@@ -1,7 +1,4 @@
-"""Tests marked cuda, run by pytest.
-
-Kernels that Triton's interpreter runs on a CPU are among the tested ones.
-"""
+"""Tests marked cuda, those of Triton's kernels included, run by pytest."""
 
 from __future__ import annotations
 
@@ -17,10 +14,7 @@ from benchmark.gpu.worker import Job, NotHere
 
 
 def measure(job: Job) -> None:
-    """Run the tests marked cuda; RuntimeError if one fails.
-
-    NotHere on a CPU or without the folder `tests`.
-    """
+    """Run tests marked cuda; RuntimeError for failures, NotHere without GPU or `tests`."""
     job.require_gpu("tests marked cuda")
     if not (ROOT / "tests").is_dir():
         raise NotHere("the tests are not installed: run this in a checkout")
@@ -28,10 +22,7 @@ def measure(job: Job) -> None:
 
 
 def run(job: Job, flags: Sequence[str]) -> None:
-    """Run pytest and record each outcome as it is printed.
-
-    The output of pytest is written to tests.txt. RuntimeError if its exit status is not 0.
-    """
+    """Run pytest and record outcomes as printed; RuntimeError if it fails."""
     # Not our settings, which are for CPUs. Missing packages must not keep other modules from being tested.
     options = ["-o", "addopts=--strict-markers", "-v", "--tb=short", "-rs", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", *options, "--continue-on-collection-errors", *flags]

@@ -28,10 +28,7 @@ SIZE, GROUP = "7b", 64
 
 
 def measure(job: Job) -> None:
-    """Choose the low-bit kernel, then time linears of 7B beside full weights.
-
-    Later programs on this device use the chosen kernel and the saved gemlite configurations.
-    """
+    """Choose this device's low-bit kernel for later programs, then time 7B's linears."""
     job.require_gpu("gemlite's kernels")
     if find_spec("gemlite") is None:
         raise NotHere("gemlite is not installed; drafts run on our own kernels")
@@ -65,7 +62,6 @@ def _weight(job: Job, name: str, random: torch.Generator) -> Tensor:
 def _product(
     job: Job, weight_NK: Tensor, bits: int, atomics: str, random: torch.Generator, full_s: float
 ) -> dict[str, Any]:
-    """Return solving time, errors and speed of one kind of low-bit linear."""
     K, device = weight_NK.shape[1], weight_NK.device
     started = time.perf_counter()
     solved = solve(weight_NK, bits, GROUP)

@@ -45,10 +45,7 @@ def _clocks() -> str:
 
 
 def starts(job: Job) -> None:
-    """Time `sharesd generate` with eight tokens of mode share.
-
-    The first process has the caches as they are, the second has warm ones, and the last has empty ones.
-    """
+    """Time `sharesd generate` with caches as they are, warm, then empty."""
     job.source()
     generate = [sys.executable, "-m", "sharesd", "generate", "Hello", "--max-new-tokens", "8", "--mode", "share"]
     command = [*generate, "--device", job.device, *(["--target", job.target] if job.target else [])]

@@ -1,8 +1,4 @@
-"""Step costs, and speedup at known acceptance, of models with random weights.
-
-The models have the sizes of real ones, and their weights are made from a seed on the device. Real drafters would never
-predict the texts of such a model, so that `Oracle` sets the draft tokens.
-"""
+"""Step costs, and speedup at known acceptance, of models with random weights."""
 
 from __future__ import annotations
 
@@ -39,21 +35,17 @@ from sharesd.speculation.draft_tree import DraftShape, DraftTree, chain
 MODES: tuple[Mode, ...] = ("naive", "share", "eagle")
 ALPHAS = (0.6, 0.7, 0.8, 0.9)
 WIDTHS = (2, 3, 5, 9)  # widths of verify steps that are reported
-SIZES = {
+SIZES = {  # name of a model, then its sizes in the order of FIELDS
     "tiny": ("a tiny Llama", 64, 128, 2, 4, 2, 16, 512),
     "1b": ("Llama-3.2-1B", 2048, 8192, 16, 32, 8, 64, 128_256),
     "7b": ("Llama-2-7B", 4096, 11_008, 32, 32, 32, 128, 32_000),
 }
-"""Name of a model, then its sizes in the order of FIELDS."""
 FIELDS = ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"]
 FIELDS += ["head_dim", "vocab_size"]
 
 
 def measure(job: Job, size: str) -> None:
-    """Time plain, draft and verify steps, then answers at known acceptance.
-
-    Plain steps are compared with the copy bandwidth. On a GPU, plain steps with torch's kernels come last.
-    """
+    """Time plain, draft and verify steps, then answers at known acceptance."""
     prompt = torch.randint(256, (128,), generator=torch.Generator().manual_seed(0)).tolist()
     params = SamplingParams(max_new_tokens=12 if job.tiny else 128, ignore_eos=True)
     with made_model(job, size, MODES) as runtime:
@@ -86,10 +78,6 @@ def _note_step(job: Job, runtime: Runtime, what: str, seconds: float) -> None:
 
 
 def _note_products(job: Job, runtime: Runtime) -> None:
-    """Time all products of a plain step, by our kernels and cuBLAS.
-
-    Nothing is recorded on a CPU.
-    """
     linears = [module for module in runtime.target.modules() if isinstance(module, RowLinear)]  # type: ignore[attr-defined]
     sizes = {linear.in_features for linear in linears}
     xs = {size: torch.randn(1, size, device=job.device).bfloat16() for size in sizes}
@@ -113,10 +101,7 @@ def _note_costs(job: Job, runtime: Runtime, engine: Engine, costs: Costs) -> Non
 def _note_gains(
     job: Job, engine: Engine, prompt: list[int], text: list[int], params: SamplingParams, speed: float
 ) -> None:
-    """Time answers at each acceptance in ALPHAS.
-
-    Each is timed with the best draft length by costs, then with the lengths of the draft policy.
-    """
+    """Time answers at each acceptance: best length by costs, then draft policy."""
     variant = engine.variant(params)
     policy, context, costs = variant.policy, variant.round().context, variant.policy.costs
     for alpha in ALPHAS[-1:] if job.tiny else ALPHAS:
@@ -136,17 +121,12 @@ def _note_gains(
 
 
 class Oracle:
-    """Drafter of chains with draft tokens from a known text.
+    """Drafter with draft tokens of a known text, right with probability `alpha`.
 
-    The oracle runs another drafter and then replaces the draft tokens by tokens of the text. Each position of the text
-    is drafted right or wrong by a fixed seed, so that rounds are the same in each run.
+    Real drafters would never predict the text of random weights. Right positions are seeded: each run has equal rounds.
     """
 
     def __init__(self, drafter: Drafter, lengths_B: Tensor, text: Sequence[int], alpha: float, vocab_size: int) -> None:
-        """Prepare draft tokens of `text` (prompt and answer).
-
-        Each token is right with probability `alpha`.
-        """
         right_S = torch.tensor(text)
         holds_S = torch.rand(len(text), generator=torch.Generator().manual_seed(0)) < alpha
         self._drafter, self._lengths_B = drafter, lengths_B
@@ -177,10 +157,7 @@ class Oracle:
 
 @contextmanager
 def knowing(engine: Engine, text: Sequence[int], alpha: float, context: DraftContext) -> Iterator[None]:
-    """Replace the drafter of an engine by an `Oracle`.
-
-    The engine must have one batch row, and its rounds with `context` must be warm.
-    """
+    """Replace an engine's drafter by an `Oracle`; needs one row, warm rounds."""
     drafter = engine.drafter
     assert drafter is not None and len(engine.cache.lengths) == 1
     oracle = Oracle(drafter, engine.cache.lengths, text, alpha, engine.target.vocab_size)
@@ -196,10 +173,7 @@ def knowing(engine: Engine, text: Sequence[int], alpha: float, context: DraftCon
 
 @contextmanager
 def made_model(job: Job, size: str, modes: tuple[Mode, ...], **options: Any) -> Iterator[Runtime]:
-    """Load a Llama with an EAGLE head and a byte tokenizer.
-
-    The model has the sizes of `size`, or tiny ones for a tiny job. The weights of the Llama and of the head are random.
-    """
+    """Load a Llama with an EAGLE head, random weights, and byte tokenizer."""
     name, *numbers = SIZES["tiny" if job.tiny else size]
     config: dict[str, Any] = dict(zip(FIELDS, numbers, strict=True)) | {
         "max_position_embeddings": 4096,
@@ -225,10 +199,7 @@ def made_model(job: Job, size: str, modes: tuple[Mode, ...], **options: Any) -> 
 
 
 def _tensors(config: dict[str, Any], device: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield all tensors of the target.
-
-    The scale of the weights keeps the norm of hidden states.
-    """
+    """Yield the target's tensors, scaled to keep the norm of hidden states."""
     random = torch.Generator(device).manual_seed(0)
     table = config["vocab_size"], config["hidden_size"]
     shapes = {"model.embed_tokens": table, "model.norm": table[1:], "lm_head": table}
@@ -239,10 +210,6 @@ def _tensors(config: dict[str, Any], device: str) -> Iterator[tuple[str, Tensor]
 
 
 def _head(config: dict[str, Any], device: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of an EAGLE head.
-
-    The block of the head has no norm before the attention.
-    """
     random = torch.Generator(device).manual_seed(1)
     yield "fc.weight", _noise((config["hidden_size"], 2 * config["hidden_size"]), random)
     for name, shape in _block(config):
@@ -267,7 +234,6 @@ def _block(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _noise(shape: tuple[int, ...], random: torch.Generator) -> Tensor:
-    """Return bfloat16 normal noise for a matrix, ones for a norm."""
     if len(shape) == 1:
         return torch.ones(shape, dtype=torch.bfloat16, device=random.device)
     noise = torch.empty(shape, dtype=torch.bfloat16, device=random.device)

@@ -58,10 +58,7 @@ class Answers:
 def loaded(
     job: Job, config: EngineConfig, modes: Sequence[Mode], tensors: Tensors | None = None, label: str = ""
 ) -> Iterator[Runtime]:
-    """Load a model and yield its runtime.
-
-    Unused memory is freed first. Load time, weight bytes and, on a GPU, peak memory are recorded at the end.
-    """
+    """Load a model, yield its runtime, and record load time and memory."""
     gc.collect()
     copy_bandwidth(job.device)  # takes memory that is not the model's
     if job.on_gpu:
@@ -93,8 +90,7 @@ def compare_modes(
 ) -> dict[tuple[str, str], Answers]:
     """Record a row for each mode and sampling; return all answers.
 
-    Ratios and texts are compared with the first mode. All modes of a sampling are warmed up before they are timed, so
-    that later captures and compilations should be 0.
+    All modes of a sampling are warmed up before they are timed, so that later captures and compilations should be 0.
     """
     asked = prompts_of(runtime, 1 if job.tiny else prompts)
     answers: dict[tuple[str, str], Answers] = {}
@@ -135,7 +131,6 @@ def answer(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams)
 def _figures(
     job: Job, engine: Engine, params: SamplingParams, found: Answers, base: Answers, weight_bytes: int
 ) -> dict[str, float | None]:
-    """Return speed, tokens per round, acceptance and relative step costs."""
     stats, costs = found.together, engine.variant(params).policy.costs
     speed, drafts = stats.tokens_per_second, engine.drafter is not None
     one, widest = costs.step.get(1), costs.step[max(costs.step)] if len(costs.step) > 1 else None

@@ -33,7 +33,6 @@ class Case:
 
     @property
     def label(self) -> str:
-        """Name of the case in the report."""
         drafts = "" if self.mode == "naive" else f", {self.bits} bits"
         return f"{self.mode}{drafts}, {'resident' if self.limit is None else f'{self.limit / GIB:.3g} GiB'}"
 
@@ -55,10 +54,7 @@ def measure(job: Job, size: str) -> None:
 
 
 def run(job: Job, size: str, cases: Sequence[Case], *, prompts: int, tokens: int) -> None:
-    """Measure each case.
-
-    Speed is compared with plain decoding under the same memory limit, and texts with the first case.
-    """
+    """Compare speeds at the same memory limit, and texts with the first."""
     params = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
     texts: list[list[int]] = []
     naive: dict[int | None, float] = {}
@@ -86,7 +82,6 @@ def run(job: Job, size: str, cases: Sequence[Case], *, prompts: int, tokens: int
 
 
 def _of_link(runtime: Runtime, found: Answers) -> dict[str, Any]:
-    """Return figures of the transfer; empty if no block is offloaded."""
     plan, stats = runtime.plan, found.together
     if plan is None or stats.traffic is None:
         return {}
@@ -99,10 +94,7 @@ def _of_link(runtime: Runtime, found: Answers) -> dict[str, Any]:
 
 
 def _peak_gb(job: Job) -> float:
-    """Return peak GPU memory since the last call, in GB.
-
-    0 on a CPU.
-    """
+    """Return peak GPU memory since the last call; 0 on a CPU."""
     if not job.on_gpu:
         return 0.0
     peak = torch.cuda.max_memory_reserved()

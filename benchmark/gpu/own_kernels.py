@@ -1,7 +1,4 @@
-"""Speed of our CUDA kernels: linears, low-bit linears, attention, dependent launch.
-
-The tests marked cuda check errors and bits of rows; step `tests` runs them.
-"""
+"""Speed of our CUDA kernels; tests marked cuda check their errors."""
 
 from __future__ import annotations
 
@@ -102,10 +99,7 @@ def _measure_low(job: Job, kernels: SimpleNamespace, bits: int, name: str, N: in
 
 
 def _measure_attention(job: Job, kernels: SimpleNamespace, slots: int, live: int) -> None:
-    """Time attention of widened 7B's heads with `live` filled KV slots.
-
-    The kinds are full attention, a sliding window, and the window of drafts.
-    """
+    """Time attention of widened 7B's heads with `live` filled KV slots."""
     H, K, d = (4, 2, 16) if job.tiny else (66, 22, 64)
     q, new, k, v = (_random(job, 1, *shape, d) for shape in ((MAX_ROWS, H), (MAX_ROWS, K), (K, slots), (K, slots)))
     lengths = torch.tensor([live], device=job.device)

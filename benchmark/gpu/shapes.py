@@ -38,10 +38,7 @@ class Model:
 
     @property
     def linears(self) -> dict[str, Linear]:
-        """Linears of a layer by name.
-
-        `qkv` and `gate_up` follow a norm, and `o` and `down` add a residual.
-        """
+        """Linears of a layer by name, with fused norms and residuals."""
         queries = self.heads * self.head_dim
         return {
             "qkv": Linear(queries + 2 * self.kv_heads * self.head_dim, self.hidden, norm=True),
@@ -67,10 +64,7 @@ VOCAB = 49_152  # of the embedded model, also when it is widened
 
 
 def linears(size: str) -> dict[str, tuple[int, int]]:
-    """Return (outputs, inputs) of the embedded model's linears and head.
-
-    Size `135m` is the model itself, and others are the model widened to that size.
-    """
+    """Return (outputs, inputs) of the embedded model's linears, widened to `size`."""
     model = MODELS[-1]
     if size != "135m":
         shape = SHAPES[size]
@@ -81,7 +75,6 @@ def linears(size: str) -> dict[str, tuple[int, int]]:
 
 
 def model_of(folder: Path) -> Model:
-    """Return the sizes of the checkpoint in a folder."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     kv_heads, head_dim = config.get("num_key_value_heads") or heads, config.get("head_dim") or hidden // heads
@@ -89,10 +82,7 @@ def model_of(folder: Path) -> Model:
 
 
 def copies_of(tensor: Tensor) -> list[Tensor]:
-    """Return a tensor and copies, together larger than the GPU's caches.
-
-    On a CPU the result is the tensor alone.
-    """
+    """Return a tensor and copies that together exceed the GPU's caches."""
     from compile.cuda.bench import num_weight_copies
 
     return [tensor, *(tensor.clone() for _ in range(num_weight_copies(tensor.nbytes, tensor.device) - 1))]
@@ -100,10 +90,7 @@ def copies_of(tensor: Tensor) -> list[Tensor]:
 
 @cache
 def copy_bandwidth(device: str) -> float:
-    """Return bytes read and written per second by a large copy.
-
-    The bandwidth is measured once per process and device.
-    """
+    """Return bytes read and written per second by a large copy, cached."""
     import torch
 
     from compile.cuda.bench import seconds_per_call

@@ -1,7 +1,4 @@
-"""Tuning of our matrix products: the fastest tile for each shape.
-
-Later steps use the tiles, which are also written to a file for the package.
-"""
+"""Tuning of our matrix products, for later steps and the package."""
 
 from __future__ import annotations
 
@@ -23,10 +20,7 @@ ONE_S = 20  # seconds that a shape may take: some ten kernels are compiled for i
 
 
 def measure(job: Job) -> None:
-    """Tune all shapes that have no measured tile yet.
-
-    A later run continues with the shapes that are left.
-    """
+    """Tune all shapes without a measured tile; a later run continues."""
     job.require_gpu("own kernels")
     tune = importlib.import_module("compile.cuda.autotune")  # imports Triton, which not every machine has
     named = [("tiny", (256, 192, 16, 0))] if job.tiny else _sizes(job.target)
@@ -34,10 +28,7 @@ def measure(job: Job) -> None:
 
 
 def run(job: Job, tune: Callable[..., dict], sizes: list[tuple[str, Any]], device: torch.device) -> None:
-    """Tune the shapes in turn, and write the file for the package.
-
-    The file has all tiles measured for this device, those of earlier runs included.
-    """
+    """Tune the shapes and write all measured tiles, earlier runs' included."""
     on = gemm_config.device(torch.cuda.current_device() if device.type == "cuda" else None)
     own = gemm_config.own_file(on.name)
     for name, shape in sizes:
@@ -61,11 +52,7 @@ def run(job: Job, tune: Callable[..., dict], sizes: list[tuple[str, Any]], devic
 
 
 def _sizes(target: str | None = None) -> list[tuple[str, tuple[int, int, int, int]]]:
-    """Return (name, (outputs, inputs, bits, group size)) of each shape.
-
-    Shapes of the target come first if `target` is a folder. Shapes of the steps' models follow, then those of common
-    models.
-    """
+    """Return (name, (outputs, inputs, bits, group size)) of each shape, target's first."""
     own = [shapes.model_of(Path(target))] if target is not None and Path(target).is_dir() else []
     named = [(model.name, model.sizes) for model in own]
     named += [(size, linears(size)) for size in MODELS]

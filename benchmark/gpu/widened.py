@@ -1,8 +1,4 @@
-"""Modes on the embedded model widened to 1B and 7B.
-
-Texts are those of the small model, at the step costs of a large one. The weights are made on the device and not
-written.
-"""
+"""Modes on the embedded model widened to 1B and 7B."""
 
 from __future__ import annotations
 
@@ -28,10 +24,7 @@ LONG, SHORT = 8192, 2048
 
 
 def measure(job: Job, size: str, modes: str) -> None:
-    """Compare modes prompt by prompt.
-
-    No mode should be slower than plain decoding on any prompt.
-    """
+    """Compare modes prompt by prompt; none should be slower than plain decoding."""
     known = (mode for mode in modes.split(",") if mode != "eagle" or not job.target)  # of others there is no head
     asked = cast("tuple[Mode, ...]", tuple(known))
     with job.part(modes), widened_model(job, size, asked) as runtime:
@@ -58,10 +51,7 @@ def measure_more(job: Job, size: str) -> None:
 
 
 def in_stages(job: Job, size: str) -> None:
-    """Compare two pipeline stages on one device with the whole model.
-
-    Texts should be equal, and speed nearly equal.
-    """
+    """Compare two pipeline stages on one device with the whole model."""
     split = PipelineConfig(devices=(job.device,) * 2)
     cases: dict[str, dict[str, Any]] = {"whole": {}, "2 stages": {"split": split, "device": "auto"}}
     found = {}
@@ -78,10 +68,7 @@ def in_stages(job: Job, size: str) -> None:
 def widened_model(
     job: Job, size: str, modes: tuple[Mode, ...], *, label: str = "", exact: bool = True, **options: Any
 ) -> Iterator[Runtime]:
-    """Load the embedded model, or the job's target, widened to this size.
-
-    A tiny job has the smallest shape that widening can make. `options` are fields of EngineConfig.
-    """
+    """Load the target widened to `size`; `options` are fields of EngineConfig."""
     source = job.source()
     shape = _next_larger(decoder_config(source)) if job.tiny else SHAPES[size]
     name = source.name if job.target else "SmolLM2-135M-Instruct"
@@ -100,7 +87,6 @@ def widened_model(
 
 
 def _next_larger(config: DecoderConfig) -> Shape:
-    """Return the smallest shape to which a model can be widened."""
     return Shape(
         hidden_size=config.hidden_size + GROUP,
         intermediate_size=config.intermediate_size + GROUP,

@@ -38,27 +38,19 @@ class Job:
         self._file, self._found = findings, dict[str, Any]()
 
     def put(self, **found: Any) -> None:
-        """Record figures or tables, which are on disk on return.
-
-        A table is a list of rows (name -> figure).
-        """
+        """Record figures or tables, lists of rows, on disk before returning."""
         self._found |= found
         write_json(self._file, self._found)
 
     def add(self, table: str, row: Mapping[str, Any]) -> None:
-        """Append a row to a table and record it."""
         self.put(**{table: [*self.table(table), dict(row)]})
 
     def table(self, name: str) -> list[dict[str, Any]]:
-        """Return the recorded rows of a table."""
         return self._found.get(name, [])
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Run a part of the step; record and print its failure.
-
-        NotHere and errors after which the GPU cannot be used are raised again.
-        """
+        """Run a part; record its failure, but raise NotHere and GPU errors."""
         try:
             yield
         except NotHere:
@@ -74,25 +66,17 @@ class Job:
 
     @property
     def seconds_left(self) -> float:
-        """Seconds until the time limit of this process."""
         return self._ends - time.perf_counter()
 
     def has_time(self, seconds: float) -> bool:
-        """Return True if the limit leaves time for a part.
-
-        `seconds` is the estimated time of the part. If the limit is too short, the findings record that
-        something was left out.
-        """
+        """Return True with `seconds` left; else record that something is left out."""
         fits = seconds < self.seconds_left
         if not fits:
             self.put(left_out="what did not fit into the time of this step")
         return fits
 
     def source(self) -> Path:
-        """Return the checkpoint to measure with.
-
-        NotHere if no target is set and the embedded model is not installed.
-        """
+        """Return the checkpoint; NotHere if the embedded model is not installed."""
         from sharesd.models.hub import resolve
 
         try:
@@ -109,10 +93,7 @@ class Job:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a step; return 1 if a part failed, else 0.
-
-    Errors outside of parts are raised.
-    """
+    """Run a step; return 1 if a part failed, else 0."""
     parser = argparse.ArgumentParser()
     for name in ("name", "--findings", "--device", "--target"):
         parser.add_argument(name)
@@ -138,10 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def the_only_gpu(device: str) -> str:
-    """Make GPU N of `cuda:N` the only visible one and return `cuda`.
-
-    Child processes see the same GPU. Other devices are returned as they are.
-    """
+    """Return `cuda`, with GPU N of `cuda:N` the only visible one."""
     kind, _, index = device.partition(":")
     if kind != "cuda" or not index:
         return device

@@ -1,4 +1,1 @@
-"""`sharesd bench peers`: comparison of ShareSD with other runtimes.
-
-All runtimes have the same prompts, token counts and clock.
-"""
+"""`sharesd bench peers`: ShareSD and other runtimes, with equal prompts and clock."""

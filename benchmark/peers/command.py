@@ -32,7 +32,6 @@ NOTES = """- Every runtime has a process of its own; they take turns after each 
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the subcommand."""
     text = "other runtimes beside ours: transformers, OpenVINO GenAI, llama.cpp"
     parser = subparsers.add_parser("peers", help=text, description=f"Measure greedy decoding and prefill by {text}.")
     parser.set_defaults(run=run, parser=parser)
@@ -54,10 +53,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print the table and write peers.json, .md, .html and .csv.
-
-    Returns 1 if all rows failed, else 0.
-    """
+    """Measure all rows and write the report; return 1 if all failed."""
     rows = [Row(name, variant, peer_class(name).missing()) for name, variant in variants_of(args.peers)]
     if args.max_new_tokens < 2:
         raise ValueError(f"--max-new-tokens is {args.max_new_tokens}; decoding can be timed from 2 on")
@@ -100,10 +96,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def variants_of(text: str) -> list[tuple[str, str]]:
-    """Return the (runtime, variant) pairs of a comma-separated list, each once.
-
-    ValueError for an unknown runtime or variant.
-    """
+    """Return distinct (runtime, variant) pairs of a list; ValueError for unknown ones."""
     found: list[tuple[str, str]] = []
     for part in text.split(","):
         name, _, variant = part.strip().partition(":")
@@ -117,7 +110,6 @@ def variants_of(text: str) -> list[tuple[str, str]]:
 
 
 def report_of(about: dict[str, Any], results: Iterable[dict[str, Any]]) -> Report:
-    """Return the report, with the table as first section."""
     rows = []
     for result in results:
         if found := result["figures"]:

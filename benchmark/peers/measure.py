@@ -36,13 +36,7 @@ def measure(
     open_worker: Callable[[str], Any],
     report: Callable[[str, int, int], None],
 ) -> None:
-    """Fill the rows with samples, prompt by prompt.
-
-    All rows are warmed up first. The order of rows rotates from prompt to prompt. A row that fails is not measured
-    again. Each runtime has one process, which is started at its first use and again after its death. `report` is
-    called before each measurement with its name, the number done and the number of all. `open_worker` returns a
-    `Worker`.
-    """
+    """Fill rows with samples, prompt by prompt; failed rows are not repeated."""
     steps: list[tuple[Row, Key | None]] = [(row, None) for row in rows]  # first all are warmed up
     for i, key in enumerate(product(range(repeats), range(len(prompts)))):
         steps += [(row, key) for row in rotated(rows, i)]
@@ -70,10 +64,7 @@ def measure(
 
 
 def figures(rows: Sequence[Row], plain: Callable[[str], str]) -> list[dict[str, Any] | None]:
-    """Return the figures of each row, None for a failed one.
-
-    `plain` returns the name of a runtime's plain variant.
-    """
+    """Return figures of each row, or None; `plain` names plain variants."""
     whole = {(row.runtime, row.variant): row for row in rows if row.failure is None}
     naive = whole.get(OURS)
     found: list[dict[str, Any] | None] = []

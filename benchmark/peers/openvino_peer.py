@@ -58,10 +58,7 @@ class OpenVino(Peer):
 
 
 def _converted(library: Any, source: Path) -> Path:
-    """Return the folder of a GGUF file in OpenVINO's format.
-
-    The file is converted if the cache does not have the result of this file and version.
-    """
+    """Return a GGUF file's folder in OpenVINO's format, converted once per version."""
     from sharesd_files import cache_root
 
     folder, about = cache_root() / "openvino", source.stat()

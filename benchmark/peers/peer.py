@@ -1,7 +1,4 @@
-"""Interface of a measured runtime.
-
-The module imports no runtime.
-"""
+"""Interface of a measured runtime; imports no runtime."""
 
 from __future__ import annotations
 
@@ -25,8 +22,6 @@ Deliver = Callable[[Sequence[int]], None]  # takes tokens as they come out
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """Settings of all runtimes."""
-
     config: EngineConfig
     num_tokens: int  # tokens per answer, whatever end tokens come up
     num_threads: int
@@ -38,10 +33,7 @@ class Settings:
         return "bfloat16" if self.config.dtype == "auto" else self.config.dtype
 
     def require_gguf(self, name: str) -> str:
-        """Return the GGUF file for the CPU runtime `name`.
-
-        ValueError if no file is set or the device is a GPU.
-        """
+        """Return the GGUF file; ValueError without one or on a GPU."""
         if self.config.device.startswith("cuda"):
             raise ValueError(f"{name} is measured on CPU only; compare it with --device cpu")
         if self.gguf is None:
@@ -50,10 +42,7 @@ class Settings:
 
 
 class Peer:
-    """Runtime with one or more variants of greedy decoding.
-
-    The constructor of a subclass imports the runtime's libraries.
-    """
+    """Runtime with variants of greedy decoding; constructors of subclasses import its libraries."""
 
     package: ClassVar[str]
     pip: ClassVar[str]  # name for pip install
@@ -64,10 +53,7 @@ class Peer:
         self.settings = settings
 
     def prepare(self, variant: str) -> None:
-        """Load the model, drafter or options of a variant.
-
-        Any error becomes the reason for the row's missing figures.
-        """
+        """Load a variant; any error becomes the reason for its missing figures."""
 
     def answer(self, variant: str, prompt: list[int], deliver: Deliver) -> None:
         """Deliver `num_tokens` tokens without reuse of earlier prompts."""
@@ -81,6 +67,5 @@ class Peer:
 
 
 def peer_class(name: str) -> type[Peer]:
-    """Return the class of a runtime."""
     module, _, attribute = PEERS[name].partition(":")
     return getattr(importlib.import_module(module), attribute)

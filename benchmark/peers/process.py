@@ -1,7 +1,4 @@
-"""Child process of a runtime, with requests and samples through a pipe.
-
-PeerError if the process ends, with the last line of output, or does not answer in time.
-"""
+"""Child process of a runtime; PeerError if it ends or is late."""
 
 from __future__ import annotations
 
@@ -66,7 +63,6 @@ class Worker:
         return self._ask(True, variant, prompt)
 
     def close(self) -> None:
-        """Kill the process and close its pipe and output file."""
         self._process.kill()  # it holds nothing that needs care, and may be busy
         self._process.join()
         self._pipe.close()
@@ -101,10 +97,7 @@ class Worker:
 
 
 def serve(pipe: Connection, name: str, settings: Settings, output: str) -> None:
-    """Load a runtime and answer requests until the pipe is closed.
-
-    This is the main function of the process. An answer is a sample, None after a warm-up, or the text of an error.
-    """
+    """Answer requests with a sample, None after warm-up, or an error's text."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[variable] = str(settings.num_threads)
@@ -135,10 +128,7 @@ def serve(pipe: Connection, name: str, settings: Settings, output: str) -> None:
 
 
 def timed(peer: Peer, variant: str, prompt: list[int]) -> Sample:
-    """Return the timed answer to a prompt.
-
-    ValueError if its length is not `num_tokens` or it comes in one delivery.
-    """
+    """Return the timed answer; ValueError for wrong length or a single delivery."""
     wanted, token_ids, times = peer.settings.num_tokens, list[int](), list[tuple[float, int]]()
     started = time.perf_counter()
 
@@ -158,10 +148,7 @@ def timed(peer: Peer, variant: str, prompt: list[int]) -> Sample:
 
 
 def describe(error: Exception) -> str:
-    """Return an error as one line of at most 300 characters.
-
-    The line begins with the type of the error, except for a ValueError with a text.
-    """
+    """Return an error as one line of at most 300 characters."""
     text = " ".join(str(error).split())
     name = "" if isinstance(error, ValueError) and text else f"{type(error).__name__}: "
     return f"{name}{text}"[:300]

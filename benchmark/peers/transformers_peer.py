@@ -68,10 +68,7 @@ class Transformers(Peer):
 
 
 class _Streamer:
-    """Streamer of `generate`, which delivers the tokens of each step.
-
-    The first call of `put` has the prompt, which is not delivered.
-    """
+    """Streamer of `generate` that delivers each step's tokens, without the prompt."""
 
     def __init__(self, deliver: Deliver) -> None:
         self._deliver, self._saw_prompt = deliver, False

@@ -24,7 +24,6 @@ HELP = {
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add a subcommand for each set of questions."""
     for name, text in HELP.items():
         parser = subparsers.add_parser(name, help=text, description=f"Measure decoding speed on {text}.")
         parser.set_defaults(run=run, parser=parser, benchmark=name)
@@ -51,10 +50,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure the missing turns, then write the report.
-
-    Returns the exit status: 130 after Ctrl-C or SIGTERM, else 0.
-    """
+    """Measure missing turns, write the report; return 130 if interrupted, else 0."""
     config = run_config(args)
     state = previous_state(config) if config.resume else None
     done: dict[str, dict[Key, TurnRecord]] = {

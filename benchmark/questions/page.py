@@ -22,10 +22,7 @@ DRAFTER_SHADES = ("#b9ddf5", "#b4e6d2", "#f0cde0", "#d9d2f3", "#d6e8a8", "#e3d5c
 
 
 def answers_of(questions: Sequence[Question], answers: Iterable[Answer], tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the template's variables for the answers.
-
-    Answers to a turn stay in the given order.
-    """
+    """Return the template's variables; answers to a turn keep their order."""
     by_turn: dict[tuple[str | int, int], list[Answer]] = {}
     names: dict[str, None] = {}
     for mode, record in answers:
@@ -88,10 +85,7 @@ def _answer(
 
 
 def _origins(classes: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """Return CSS class, background colour and meaning of every origin.
-
-    Accepted tokens have a class per drafter.
-    """
+    """Return CSS class, background colour and meaning of every origin."""
     meanings = {str(source): meaning for source, meaning in MEANINGS.items()}
     found = [(source[0], shade, meanings[source]) for source, shade in SHADES.items()]
     names = {css: f": {name}" for name, css in classes.items()} or {"a": ""}

@@ -53,27 +53,20 @@ class TurnRecord:
         return self.run, self.question_id, self.turn
 
     def line(self) -> str:
-        """Return the record as a line of JSON."""
         return json.dumps(asdict(self), ensure_ascii=False) + "\n"
 
 
 def answers_file(folder: Path, mode: str) -> Path:
-    """Return the path of a mode's answers."""
     return folder / f"answers-{mode}.jsonl"
 
 
 def append(folder: Path, mode: str, record: TurnRecord) -> None:
-    """Append a finished turn to the mode's file."""
     with answers_file(folder, mode).open("a", encoding="utf-8") as file:
         file.write(record.line())
 
 
 def read(folder: Path, mode: str) -> dict[Key, TurnRecord]:
-    """Return the finished turns of a mode.
-
-    An incomplete last line is removed from the file. Raises ValueError if any other line is not a record, or if a turn
-    occurs twice.
-    """
+    """Return finished turns and drop an incomplete last line; ValueError for damage."""
     path = answers_file(folder, mode)
     if not path.exists():
         return {}

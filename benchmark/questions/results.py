@@ -1,7 +1,4 @@
-"""Results of a measurement, as files and as a table.
-
-The files are summary.json, report.md, report.html, report.csv and plots.
-"""
+"""Results of a measurement, as files and as a table."""
 
 from __future__ import annotations
 
@@ -131,8 +128,7 @@ def headline(modes: Modes) -> Section:
 def tables_at_start(settings: Mapping[str, Any]) -> str:
     """Return a sentence on the drafters' tables before the first question.
 
-    It is empty if no mode has a table. Reports include it next to the figures, since tables of the embedded model's
-    answers raise the speed of this model only.
+    Reports include it next to the figures, since tables of the embedded model's answers raise the speed of it only.
     """
     used = (*settings["modes"], *(settings["hybrid_with"] if "hybrid" in settings["modes"] else ()))
     by_content: dict[str, list[str]] = {}
@@ -147,10 +143,7 @@ def tables_at_start(settings: Mapping[str, Any]) -> str:
 
 
 def drafters(modes: Modes) -> Section:
-    """Return the table of accepted tokens by drafter.
-
-    It has no rows if drafters were not recorded.
-    """
+    """Return the table of accepted tokens by drafter, empty if not recorded."""
     known = {mode: figures["accepted_by"] for mode, figures in modes.items() if figures.get("accepted_by")}
     names = list(dict.fromkeys(name for counts in known.values() for name in counts))
     rows = []

@@ -55,10 +55,7 @@ class RunConfig:
 
 
 def run_config(args: argparse.Namespace) -> RunConfig:
-    """Return the configuration of parsed arguments.
-
-    Raises ValueError for invalid arguments.
-    """
+    """Return the configuration of parsed arguments; ValueError for invalid ones."""
     modes = options.modes_of(args, default=registry.modes())
     config = options.engine_config(args, modes=modes)
     params = options.sampling_params(args)
@@ -106,10 +103,7 @@ def run_config(args: argparse.Namespace) -> RunConfig:
 
 
 def previous_state(run: RunConfig) -> dict[str, Any]:
-    """Return run.json of an interrupted measurement.
-
-    Raises ValueError if the settings differ.
-    """
+    """Return run.json of an interrupted measurement; ValueError if settings differ."""
     file = run.out_dir / RUN_FILE
     state = read_json(file)
     if {"settings", "environment", "sessions"} - state.keys():

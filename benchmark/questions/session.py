@@ -38,10 +38,7 @@ State = dict[str, Any]  # contents of run.json
 
 
 class Recorder:
-    """Files, log and progress bars of a measurement.
-
-    The bars are drawn between turns only, so that drawing is not timed.
-    """
+    """Files, log and progress bars of a measurement, drawn between turns only."""
 
     def __init__(self, run: RunConfig, done: Done) -> None:
         self._run, self._done = run, done
@@ -65,7 +62,6 @@ class Recorder:
         self._bars.stop()
 
     def add(self, mode: str, record: TurnRecord) -> None:
-        """Write a finished turn to file and log, and update its bar."""
         records.append(self._run.out_dir, mode, record)
         log.info(
             "%s run %d question %s turn %d: %d tokens, %d rounds, prefill %.3f s, decode %.3f s",
@@ -89,11 +85,7 @@ class Recorder:
 
 
 def measure_here(run: RunConfig, state: State | None, done: Done) -> tuple[State, bool]:
-    """Measure the turns missing in `done`, and add them.
-
-    `state` is None for a new measurement. Returns the new state, and True if interrupted. Files are written only after
-    loading and warmup.
-    """
+    """Measure turns missing in `done`; return the new state, True if interrupted."""
     announce(run)
     with loading_bars() as progress:
         runtime = Runtime(run.config, run.modes, progress=progress)
@@ -146,10 +138,7 @@ class Answered(NamedTuple):
 
 
 def measure_on_replicas(run: RunConfig, state: State | None, done: Done) -> tuple[State | None, bool]:
-    """Measure in replicas; otherwise as `measure_here`.
-
-    Each replica is a session. The returned state may be None if interrupted.
-    """
+    """Measure in replicas, each a session; state may be None if interrupted."""
     announce(run)
     questions, resumed, sessions = run.questions.questions, state, dict[int, dict[str, Any]]()
     asked = []
@@ -202,10 +191,7 @@ def measure_question(
     params: SamplingParams,
     done: Mapping[str, dict[Key, TurnRecord]],
 ) -> Iterator[tuple[Mode, TurnRecord]]:
-    """Measure a question's turns missing in `done`; add and yield each.
-
-    The first mode rotates from question to question. Prompts of later turns contain the same mode's earlier answers.
-    """
+    """Add and yield turns missing in `done`; the first mode rotates."""
     for mode in rotated(list(engines), index + run - 1):
         answers: list[str] = []
         for turn in range(1, len(question.turns) + 1):
@@ -220,7 +206,6 @@ def measure_question(
 def measure_turn(
     engine: Engine, prompt: list[int], params: SamplingParams, *, run: int, question: Question, turn: int
 ) -> TurnRecord:
-    """Decode one answer, and return its record."""
     [completion] = generate(engine, [prompt], params)
     stats = engine.stats
     accepted_by = Counter(name for name in completion.drafters if name is not None)
@@ -246,7 +231,6 @@ def measure_turn(
 
 
 def announce(run: RunConfig) -> None:
-    """Print model, modes and questions of the measurement."""
     asked, runs = run.settings["questions"], f", {run.runs} runs" if run.runs > 1 else ""
     which = f"the first {asked['num_questions']} of {asked['num_available']} ({asked['num_turns']} turns{runs})"
     line = f"{run.settings['model']} in {', '.join(run.modes)}: {asked['label']}, {which}; --num-questions takes others"
@@ -254,7 +238,6 @@ def announce(run: RunConfig) -> None:
 
 
 def _order(run: RunConfig) -> Iterator[tuple[int, int]]:
-    """Yield (run, index) of each question."""
     for number_ in range(1, run.runs + 1):
         for index in range(len(run.questions.questions)):
             yield number_, index

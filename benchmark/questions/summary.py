@@ -1,7 +1,4 @@
-"""Figures from the records of turns, as pure functions.
-
-Speeds are those of decoding: they exclude the prefill and the first token.
-"""
+"""Figures from records of turns; speeds exclude prefill and first token."""
 
 from __future__ import annotations
 
@@ -18,10 +15,7 @@ BASE = "naive"  # mode that speedups and identity are measured against
 
 
 def summarize(records: Mapping[str, Records], keys: Sequence[Key], *, num_draft: int) -> dict[str, dict[str, Any]]:
-    """Return the figures of every mode with at least one turn.
-
-    `keys`: turns of a complete measurement.
-    """
+    """Return figures of modes with turns; `keys` are a complete measurement's."""
     base = records.get(BASE) or None
     return {
         mode: _mode(found, base, keys, num_draft=0 if mode == BASE else num_draft)
@@ -68,10 +62,7 @@ def _mode(records: Records, base: Records | None, keys: Sequence[Key], *, num_dr
 
 
 def whole_runs(records: Records, keys: Sequence[Key]) -> dict[Key, TurnRecord]:
-    """Return the turns of complete runs.
-
-    If no run is complete, returns all turns.
-    """
+    """Return the turns of complete runs, or all if none is complete."""
     wanted: dict[int, set[Key]] = {}
     for key in keys:
         wanted.setdefault(key[0], set()).add(key)
@@ -87,10 +78,7 @@ def _by_run(turns: Iterable[TurnRecord]) -> list[list[TurnRecord]]:
 
 
 def tokens_per_second(turns: Iterable[TurnRecord]) -> float | None:
-    """Return decoded tokens per second of the rounds.
-
-    Returns None if nothing was decoded.
-    """
+    """Return decoded tokens per second of the rounds; None without any."""
     turns = list(turns)
     return _ratio(sum(r.decoded_tokens for r in turns), sum(r.decode_s for r in turns))
 
@@ -102,10 +90,7 @@ def tau(turns: Iterable[TurnRecord]) -> float | None:
 
 
 def alpha(turns: Iterable[TurnRecord]) -> float | None:
-    """Return the acceptance probability of a draft token.
-
-    It is conditional on acceptance of all earlier draft tokens. Returns None if no draft token was verified.
-    """
+    """Return a draft token's acceptance probability, given all earlier ones accepted."""
     turns = list(turns)
     accepted = sum(r.sources.get("accepted", 0) for r in turns)
     return _ratio(accepted, accepted + sum(r.sources.get("recovered", 0) for r in turns))
@@ -119,10 +104,7 @@ def acceptance_by_position(turns: Iterable[TurnRecord], num_draft: int) -> list[
 
 
 def accepted_positions(modes: Mapping[str, Any]) -> dict[str, list[float]]:
-    """Return `acceptance_by_position` of the modes that draft.
-
-    Lists end at the last position with an accepted token in any mode.
-    """
+    """Return `acceptance_by_position` of drafting modes, up to the last accepted position."""
     shares = {mode: figures["acceptance_by_position"] for mode, figures in modes.items()}
     reached = max((i + 1 for each in shares.values() for i, share in enumerate(each) if share), default=1)
     return {mode: each[:reached] for mode, each in shares.items() if each}
@@ -163,9 +145,8 @@ def _speedup(pairs: Iterable[tuple[TurnRecord, TurnRecord]]) -> float | None:
 def compare(records: Records, base: Records) -> dict[str, Any]:
     """Return the share of answers equal to the base's, and divergences.
 
-    Answers are equal if all token ids are. A turn after a different answer has another prompt, and counts as different.
-    The first divergence of each conversation is returned: `position` counts from 0, and a token is None after an
-    answer's end.
+    Answers are equal if all token ids are. A turn after a different answer counts as different. Of each conversation
+    the first divergence is returned: `position` counts from 0, and a token is None after an answer's end.
     """
     compared, identical = 0, 0
     diverged: set[tuple] = set()
@@ -187,18 +168,12 @@ def compare(records: Records, base: Records) -> dict[str, Any]:
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return the first position at which two sequences differ.
-
-    If there is none, returns the length of the shorter sequence.
-    """
+    """Return the first differing position, else the shorter sequence's length."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def identical_across_runs(records: Records) -> float | None:
-    """Return the share of later runs' turns equal to the first run's.
-
-    Turns are equal if all token ids are. Returns None for a single run.
-    """
+    """Return the share of later runs' turns with the first run's tokens."""
     later = [record for record in records.values() if (1, *record.key[1:]) in records and record.run > 1]
     same = sum(record.token_ids == records[(1, *record.key[1:])].token_ids for record in later)
     return _ratio(same, len(later))

@@ -1,4 +1,1 @@
-"""`sharesd bench serve`: latency and throughput of a server under load.
-
-The server may be any with OpenAI's protocol.
-"""
+"""`sharesd bench serve`: latency and throughput of any server with OpenAI's protocol."""

@@ -24,10 +24,7 @@ class Answer:
 
     sent_s: float = 0.0  # departure since the load began
     chunks_s: list[float] = field(default_factory=list)
-    """Seconds from sending the request to each chunk with choices.
-
-    A chunk may hold many tokens. A first chunk with the role alone is left out.
-    """
+    """Seconds from sending to each chunk with choices, role-only first chunks excluded."""
     text: str = ""
     num_ids: int = 0  # token ids that came along, if the server sends them
     prompt_tokens: int | None = None  # count of the server
@@ -37,7 +34,6 @@ class Answer:
 
     @property
     def ttft_s(self) -> float:
-        """Time to first token."""
         return self.chunks_s[0]
 
     @property
@@ -98,11 +94,7 @@ async def send_all(
     max_concurrency: int | None = None,
     done: Callable[[int], None] = lambda num: None,
 ) -> tuple[list[Answer], float]:
-    """Send requests at the times `due_s`.
-
-    Returns the answers in the order of the requests, and the seconds until the last answer. `body` returns the fields
-    of the i-th request beside prompt and length. `done` is called after each answer with the number of answers.
-    """
+    """Send requests at times `due_s`; return answers and seconds until the last."""
     places = asyncio.Semaphore(max_concurrency) if max_concurrency else nullcontext()
     answers = [Answer() for _ in requests]
     began, num_done = perf_counter(), 0
@@ -131,7 +123,6 @@ async def _ask(
     answer: Answer,
     timeout_s: float,
 ) -> None:
-    """Send a request, and fill in `answer` with its text or failure."""
     asked: dict[str, Any] = {"prompt": request.prompt, "max_tokens": request.output_len}
     if endpoint == "chat":
         messages = [{"role": "user", "content": request.prompt}]
@@ -159,10 +150,7 @@ async def _ask(
 
 
 async def _read(response: httpx.Response, answer: Answer, sent: float) -> None:
-    """Read a stream to its end; Failed if it is not whole.
-
-    The connection can be used again only after the end of the stream.
-    """
+    """Read a stream to its end; Failed if it is not whole."""
     finished = False
     async for data in events(response):
         now = perf_counter() - sent
@@ -181,10 +169,7 @@ async def _read(response: httpx.Response, answer: Answer, sent: float) -> None:
 
 
 async def events(response: httpx.Response) -> AsyncIterator[bytes]:
-    """Yield the data of server-sent events.
-
-    Lines are split at line feeds only: httpx's `aiter_lines` also splits at U+2028, which JSON may hold.
-    """
+    """Yield server-sent events, split at line feeds only: JSON may hold U+2028."""
     rest = b""
     async for piece in response.aiter_bytes():
         *lines, rest = (rest + piece).split(b"\n")

@@ -27,7 +27,6 @@ EXACT_RATE = 16.0  # requests per second of --exact by default
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the subcommand `serve`."""
     parser = subparsers.add_parser(
         "serve",
         help="load for a server that speaks OpenAI's protocol, and how fast it answers",
@@ -63,10 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
-    """Return the settings of a command line.
-
-    ValueError for options that exclude each other and files that cannot be read.
-    """
+    """Return the settings of a command line; ValueError for bad options."""
     from benchmark.serve import workload
     from benchmark.serve.load import Settings
 
@@ -107,10 +103,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 
 def _modes(args: argparse.Namespace) -> tuple[str, ...]:
-    """Return the modes of the servers to start, naive first.
-
-    The result is empty for a running server. ValueError for options that exclude each other.
-    """
+    """Return modes of servers to start, naive first; ValueError for conflicts."""
     if args.spawn is None:
         if args.exact:
             raise ValueError(f"--exact is {args.exact} and compares modes with naive; name them with --spawn")
@@ -126,11 +119,7 @@ def _modes(args: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _loads(args: argparse.Namespace, modes: Sequence[str], settings: Settings) -> Iterator[Load]:
-    """Yield the loads of all modes or of a running server.
-
-    There is one load at each rate. Loads of modes are compared with naive at the same rate. With several turns, yield
-    the medians of the turns.
-    """
+    """Yield loads by rate and mode, as medians of turns, against naive."""
     from benchmark.serve.load import compare, measure, median
     from benchmark.serve.spawn import spawned
 
@@ -168,10 +157,6 @@ def _loads(args: argparse.Namespace, modes: Sequence[str], settings: Settings) -
 
 
 def _exact(args: argparse.Namespace, modes: Sequence[str]) -> int:
-    """Run `--exact` and return the exit status.
-
-    Prints a row for each load, then all differences, failures and gauges that are not at 0.
-    """
     from benchmark.serve.exact import Outcome, alone, mixed, together
     from benchmark.serve.spawn import spawned
 
@@ -198,7 +183,6 @@ def _exact(args: argparse.Namespace, modes: Sequence[str]) -> int:
 
 
 def _write_load(out_dir: Path, load: Load, args: argparse.Namespace) -> None:
-    """Write a load's figures, the command and the client's environment to JSON."""
     from benchmark.serve.load import details
 
     more = details(load) if args.save_detailed else {}
@@ -207,10 +191,6 @@ def _write_load(out_dir: Path, load: Load, args: argparse.Namespace) -> None:
 
 
 def _finish(out_dir: Path | None, loads: Sequence[Load], args: argparse.Namespace) -> None:
-    """Print the tables, and write the report and plot.
-
-    The files are serve.md, .html, .csv and, for a sweep, latency.png. None is written if `out_dir` is None.
-    """
     tail = f"p{max(args.metric_percentiles):g}"
     columns = {
         "done": lambda r: f"{r['completed']}/{r['num_prompts']}",
@@ -265,10 +245,7 @@ def remarks_of(load: Load) -> list[str]:
 
 
 def draw(path: Path, model: str, loads: Sequence[Load], tail: str) -> None:
-    """Draw latencies and throughput against the request rate.
-
-    Each mode has a line of medians and, for latencies, one of percentile `tail`.
-    """
+    """Draw latencies and throughput by rate: medians, and percentile `tail`."""
     from benchmark.plots import Line, draw_lines
 
     panels: dict[str, dict[str, Line]] = {}

@@ -1,7 +1,4 @@
-"""`serve --exact`: test that concurrent requests do not change any text.
-
-Requests of all kinds arrive at random times, and some clients disconnect early.
-"""
+"""`serve --exact`: test that concurrent requests do not change any text."""
 
 from __future__ import annotations
 
@@ -54,21 +51,14 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mixed:
-    """Request without the fields `stream` and `speculate`.
-
-    Neither field may change the texts of the answer.
-    """
+    """Request without `stream` and `speculate`, which may not change its texts."""
 
     endpoint: Endpoint
     body: dict[str, Any]
 
 
 def mixed(num: int, seed: int, longest: int = LONGEST) -> list[Mixed]:
-    """Return `num` requests, the same ones for the same seed.
-
-    One text has `longest` words, and the others have at most a quarter of that. About a third of the prompts begin
-    with one shared text, as with a system prompt.
-    """
+    """Return seeded requests: one long text, about a third with shared prefix."""
     random = Random(seed)
     words = random_words(num + 1, longest // 8, 1, 0.96, seed)
     shared, *texts = [request.prompt for request in words]
@@ -104,10 +94,7 @@ def _request(text: str, random: Random) -> Mixed:
 
 
 async def alone(url: str, requests: Sequence[Mixed], timeout_s: float) -> list[list[Choice]]:
-    """Send requests one by one, and return the choices of each.
-
-    Failed if the server rejects a request.
-    """
+    """Return each request's choices, sent one by one; Failed if rejected."""
     async with http_client(url, {}, timeout_s) as http:
         return [await _ask(http, request, stream=False, speculate=False) for request in requests]
 
@@ -124,8 +111,7 @@ async def together(
 ) -> Outcome:
     """Send the requests concurrently, in the random order of seed `order`.
 
-    About half of the requests are streamed, and most use drafts. A share GIVEN_UP of the requests is sent once more by
-    a client that disconnects after 1 to 4 events.
+    A share GIVEN_UP is sent once more by clients that disconnect after 1 to 4 events.
     """
     random = Random(order)
     numbers = list(range(len(requests)))
@@ -160,10 +146,7 @@ async def together(
 async def _ask(
     http: httpx.AsyncClient, request: Mixed, *, stream: bool, speculate: bool, pieces: int | None = None
 ) -> list[Choice]:
-    """Return the choices of an answer.
-
-    If `pieces` is given, disconnect after so many events of the stream and return the texts so far.
-    """
+    """Return an answer's choices, or the texts after `pieces` events."""
     body = {**request.body, "stream": stream, "speculate": speculate}
     choices = [Choice() for _ in range(body["n"])]
     async with http.stream("POST", PATHS[request.endpoint], json=body) as response:

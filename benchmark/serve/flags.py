@@ -17,7 +17,6 @@ Convert = Callable[[str], float]
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add all options."""
     positive: Convert = lambda text: _float(text, "a number above 0", above=True)  # noqa: E731
     finite: Convert = lambda text: _float(text, "a number", minimum=-math.inf, above=True)  # noqa: E731
     not_negative: Convert = lambda text: _float(text, "a number from 0 on")  # noqa: E731

@@ -1,7 +1,4 @@
-"""Load on one server, from warm-up to figures.
-
-Figures have the names and definitions of `vllm bench serve`.
-"""
+"""Load on one server, with names and definitions of `vllm bench serve`."""
 
 from __future__ import annotations
 
@@ -57,12 +54,10 @@ class Load:
 
     @property
     def name(self) -> str:
-        """Name of the load in tables."""
         return f"{self.mode + ' ' if self.mode else ''}{self.rate:g}/s"
 
     @property
     def file(self) -> str:
-        """Name of the load's file."""
         return f"{self.mode + '-' if self.mode else ''}rate-{self.rate:g}.json"
 
 
@@ -76,9 +71,8 @@ async def measure(
     turn: int = 0,
     done: Callable[[int], None] = lambda num: None,
 ) -> Load:
-    """Send one load and return its results.
+    """Send one load and return its results; `step` and `turn` change prompts.
 
-    Each `step` of a sweep of rates and each `turn` has other random prompts. Warm-up requests are sent in turn 0 only.
     ValueError if the server cannot be reached, fails at a warm-up request, or sends no token counts.
     """
     seed, num = settings.seed + step, settings.num_prompts
@@ -125,10 +119,7 @@ async def measure(
 def figures(
     answers: Sequence[Answer], duration_s: float, *, goodput: Mapping[str, float], percentiles: Sequence[float]
 ) -> dict[str, Any]:
-    """Return the figures of a load: latencies in ms, throughput per second.
-
-    Statistics of a latency are None if no answer has one.
-    """
+    """Return latencies in ms, throughput per second; None without an answer."""
     whole = [answer for answer in answers if answer.failure is None]
     prompt_tokens = sum(answer.prompt_tokens or 0 for answer in whole)
     output_tokens = sum(answer.output_tokens or 0 for answer in whole)
@@ -159,18 +150,12 @@ def figures(
 
 
 def gaps_s(answer: Answer) -> list[float]:
-    """Return the seconds between consecutive chunks.
-
-    Accepted tokens of one round arrive in one chunk, so that they count as one gap.
-    """
+    """Return seconds between consecutive chunks; tokens of a round are one gap."""
     return [later - earlier for earlier, later in pairwise(answer.chunks_s)]
 
 
 def _took(answer: Answer) -> dict[str, float]:
-    """Return the latencies of an answer, in seconds.
-
-    Time per output token excludes the first token; it is 0 for fewer than two tokens.
-    """
+    """Return latencies in seconds; `tpot` excludes the first token, 0 below two."""
     tokens = answer.output_tokens or 0
     tpot_s = (answer.e2el_s - answer.ttft_s) / (tokens - 1) if tokens > 1 else 0.0
     return {"ttft": answer.ttft_s, "tpot": tpot_s, "e2el": answer.e2el_s}
@@ -189,10 +174,7 @@ async def _counters(http: httpx.AsyncClient) -> Counter[str] | None:
 
 
 def counters(text: str | None) -> Counter[str] | None:
-    """Return vLLM's draft counters in the text of /metrics.
-
-    Counters are summed over all labels but `position`. None if there are no such counters.
-    """
+    """Return vLLM's draft counters, summed over labels but `position`; None without any."""
     found: Counter[str] = Counter()
     try:
         for family in text_string_to_metric_families(text or ""):
@@ -206,10 +188,7 @@ def counters(text: str | None) -> Counter[str] | None:
 
 
 def speculation(before: Counter[str] | None, after: Counter[str] | None) -> dict[str, Any]:
-    """Return draft figures between two readings of the counters.
-
-    The names are vLLM's. The result is empty if nothing was drafted.
-    """
+    """Return draft figures between two readings, named as vLLM's; empty without drafts."""
     if after is None:
         return {}
     change = {name: value - (before or Counter())[name] for name, value in after.items()}
@@ -228,10 +207,7 @@ def speculation(before: Counter[str] | None, after: Counter[str] | None) -> dict
 
 
 def compare(load: Load, naive: Load) -> None:
-    """Add a load's ratios to `naive` and the number of equal texts.
-
-    Both loads must have the same requests.
-    """
+    """Add ratios to `naive` and equal texts; both have the same requests."""
     ours, theirs = load.result, naive.result
     keys = (*RATIOS, *(key for key in ours if key.startswith("p") and key.endswith("_itl_ms")))
     ours["ratio_to_naive"] = {
@@ -242,10 +218,7 @@ def compare(load: Load, naive: Load) -> None:
 
 
 def median(turns: Sequence[Load]) -> Load:
-    """Return the load of median throughput among the turns.
-
-    Ratios to naive are medians over the turns, and counts of equal texts are sums.
-    """
+    """Return the load of median throughput, with medians of ratios, summed counts."""
     chosen = sorted(turns, key=lambda load: load.result["output_throughput"])[(len(turns) - 1) // 2]
     found = [load.result for load in turns]
     result = {**chosen.result, "output_throughputs": [each["output_throughput"] for each in found]}

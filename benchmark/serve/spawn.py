@@ -17,19 +17,13 @@ import httpx
 
 COMMAND = (sys.executable, "-P", "-m", "serve")  # -P: a serve.py in the working directory is not it
 READY_S, STOP_S = 900.0, 30.0
-"""Max. seconds of a server's start and of its end.
-
-The start may convert weights and compile kernels.
-"""
+"""Max. seconds of start and end; a start may convert and compile."""
 URL = re.compile(r"http://[\w.\-]+:\d+")
 
 
 @contextmanager
 def spawned(mode: str, flags: Sequence[str]) -> Iterator[str]:
-    """Start a server in `mode`, yield its URL and stop it.
-
-    The URL is yielded once the server is ready. RuntimeError if the server ends or is not ready after READY_S.
-    """
+    """Yield a ready server's URL; RuntimeError if it ends or READY_S passes."""
     root = str(Path(__file__).parents[2])
     process = subprocess.Popen(
         [*COMMAND, "--mode", mode, "--port", "0", *flags],
@@ -83,10 +77,7 @@ class _Output(threading.Thread):
 
 
 def _ready_url(mode: str, process: subprocess.Popen[str], output: _Output) -> str:
-    """Return the server's URL once /health answers 200.
-
-    RuntimeError if the process ends or READY_S is over.
-    """
+    """Return the server's URL once /health answers 200; else RuntimeError."""
     limit = monotonic() + READY_S
     while monotonic() < limit:
         if process.poll() is not None:

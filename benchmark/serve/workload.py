@@ -27,7 +27,7 @@ Draw = Callable[[int, int], list[Request]]  # (how many, seed) -> requests; the 
 def random_words(num: int, input_len: int, output_len: int, range_ratio: float, seed: int) -> list[Request]:
     """Return requests with prompts of random words of about one token each.
 
-    Prompt and output lengths are uniform in [mean * (1 - range_ratio), mean * (1 + range_ratio)], and at least 1.
+    Lengths are uniform in [mean * (1 - range_ratio), mean * (1 + range_ratio)], and at least 1.
     """
     random = Random(seed)
     known = " ".join(turn for question in question_files.load("mtbench").questions for turn in question.turns)
@@ -44,19 +44,13 @@ def random_words(num: int, input_len: int, output_len: int, range_ratio: float, 
 
 
 def questions(path: str | None, output_len: int) -> list[Request]:
-    """Return the first turns of a question file in MT-Bench's layout.
-
-    If `path` is None, the questions are ShareSD's own.
-    """
+    """Return first turns of an MT-Bench-style file, by default the built-in ones."""
     found = question_files.first_turns(path).questions
     return [Request(prompt=question.turns[0], output_len=output_len) for question in found]
 
 
 def from_file(path: str, output_len: int) -> list[Request]:
-    """Return the requests of a JSON Lines file.
-
-    Each line has `prompt` (a text) and optionally `output_tokens`. ValueError for a bad line or an empty file.
-    """
+    """Return requests of JSON lines, `prompt` and optional `output_tokens`; ValueError if bad."""
     requests = []
     for row in question_files.json_rows(Path(path)):
         length = row.get("output_tokens")
@@ -74,11 +68,10 @@ def repeated(requests: list[Request]) -> Draw:
 
 
 def departures(num: int, rate: float, burstiness: float, seed: int) -> list[float]:
-    """Return the time to send each request, in ascending seconds.
+    """Return the seconds at which to send each request, ascending.
 
-    All times are 0 if `rate` is inf. Gaps are Gamma(burstiness, 1 / (rate * burstiness)), as in vLLM's client. A
-    burstiness of 1 is a Poisson process, one below 1 gives bursts, and inf gives equal gaps. Gaps are rescaled so that
-    the last request is sent at num / rate.
+    Gaps are Gamma(burstiness, 1 / (rate * burstiness)), equal for inf, as in vLLM's client. They are rescaled so that
+    the last request is sent at num / rate. All times are 0 if `rate` is inf.
     """
     if rate == math.inf:
         return [0.0] * num
