@@ -22,7 +22,7 @@ def upload(tensor: Tensor, numbers: Sequence) -> None:
 
 
 def reserve_pinned(num: int, device: torch.device) -> None:
-    """Pin memory for copies of up to `num` numbers of 8 bytes to a GPU.
+    """Pin memory for copies of `num` numbers to a GPU.
 
     torch keeps freed blocks by size, in powers of two, so later copies of any length allocate nothing.
     """

@@ -199,8 +199,8 @@ def test_texts_are_those_of_weights_that_stay_while_drafts_are_kept(
 
     def always(self: Prefetcher, *_: object) -> None:
         """Two pieces of other work before each block, however soon that is there."""
-        if self._meanwhile is not None and self._meanwhile():
-            self._meanwhile()
+        if self._overlap_work is not None and self._overlap_work():
+            self._overlap_work()
 
     monkeypatch.setattr(AsyncTreeDraft, "draft", noted)
     monkeypatch.setattr(Prefetcher, "_use_the_wait", always)

@@ -26,7 +26,7 @@ class Recorded:
         self.policy = Policy([FOUR], costs=costs)
         self.policy.gate.seconds = 0.05
         self.policy.next_shape = lambda *_, **__: self.shapes.pop(0)  # type: ignore[method-assign]
-        table: Any = SimpleNamespace(name="table", num_successors=0, proposal=self.proposal, extend=lambda *_: None)
+        table: Any = SimpleNamespace(name="table", num_successors=0, propose=self.propose, extend=lambda *_: None)
         model: Any = SimpleNamespace(
             shapes=(FOUR,), first_alphas=(0.5, 0.5), catch_up=lambda *_: None, draft=self.draft
         )
