@@ -8,6 +8,7 @@ from pathlib import Path
 from random import Random
 
 from sharesd.cli.conversation import prompt_ids
+from sharesd.data.json_lines import read_text
 from sharesd.data.questions import Question
 from sharesd.models.tokenizer import Tokenizer
 
@@ -47,11 +48,7 @@ def filler_texts(path: str | Path | None) -> list[str]:
         from pydoc_data.topics import topics
 
         return [paragraph for topic in topics.values() for paragraph in topic.split(BLANK_LINE)]
-    try:
-        parts = Path(path).read_text(encoding="utf-8").split(BLANK_LINE)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--filler {path} cannot be read as text ({error}); name a text file") from error
-    texts = [part.strip() for part in parts if part.strip()]
+    texts = [part.strip() for part in read_text(Path(path)).split(BLANK_LINE) if part.strip()]
     if not texts:
         raise ValueError(f"--filler {path} holds no text; name another file")
     return texts

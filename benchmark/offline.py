@@ -19,6 +19,7 @@ from sharesd.cli import options
 from sharesd.cli.console import console, err_console
 from sharesd.cli.environment import conditions
 from sharesd.config import Mode
+from sharesd.data.json_lines import read_text
 from sharesd.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -150,10 +151,7 @@ def _template(args: argparse.Namespace) -> str | None:
         return None
     if args.demo != "chat":
         raise ValueError(f"--template has no effect on demo {args.demo}; use --demo chat or drop --template")
-    try:
-        return Path(args.template).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--template {args.template} cannot be read ({error}); give a Jinja file") from error
+    return read_text(Path(args.template), "Jinja text")
 
 
 def _output_file(name: str) -> Path:

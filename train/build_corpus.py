@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import takewhile
@@ -12,6 +11,7 @@ from typing import Any
 
 from sharesd.cli import options
 from sharesd.cli.console import console, loading_bars
+from sharesd.data.json_lines import read_text, records
 from sharesd.data.prompt_files import read_prompts
 from sharesd.sampling_params import SamplingParams
 from train.data.target_answers import BATCH, add_prompt_options, answered, check
@@ -81,18 +81,13 @@ def _with_beginnings(found: list[tuple[list[int], list[int]]]) -> list[list[int]
 
 
 def _texts(path: Path) -> Iterator[str]:
-    try:
-        content = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"--texts {path} cannot be read ({reason}); give UTF-8 text or JSON Lines") from error
-    if path.suffix != ".jsonl":
-        yield content
+    if ".jsonl" not in path.suffixes:
+        yield read_text(path)
         return
-    for number, line in enumerate(content.splitlines(), 1):
+    for where, record in records(path):
         try:
-            text = json.loads(line)["text"] if line.strip() else ""
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}:{number} is no JSON record with a `text`; correct or drop it") from error
+            text = record["text"]
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{where} is no JSON record with a `text`; correct or drop it") from error
         if text:
             yield str(text)

@@ -26,7 +26,8 @@ from sharesd.cli.console import err_console, set_up_logging, warn
 from sharesd.cli.offline import answering
 from sharesd.cli.prompt_encoding import encode
 from sharesd.config import EngineConfig, Mode
-from sharesd.data.prompt_files import Message, conversation, records
+from sharesd.data.json_lines import records, text_lines
+from sharesd.data.prompt_files import Message, conversation
 from sharesd.engine.batch_runner import CHUNK, run_conversations
 from sharesd.models.checkpoint import Progress, silent
 from sharesd.sampling_params import SamplingParams
@@ -229,15 +230,7 @@ def read(path: Path, *, raw: bool) -> list[tuple[str, Prompt]]:
     Raises:
         ValueError: the file cannot be read or has no prompts, or a record is no prompt.
     """
-    if path.suffix == ".txt":
-        try:
-            lines = path.read_text(encoding="utf-8-sig").split("\n")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise ValueError(f"{path} cannot be read ({reason}); give a file of text, JSON or JSON Lines") from error
-        found: list[tuple[str, Any]] = [(f"{path}:{i}", line) for i, line in enumerate(lines, 1) if line.strip()]
-    else:
-        found = records(path)
+    found: Sequence[tuple[str, Any]] = text_lines(path) if path.suffix == ".txt" else records(path)
     if not found:
         raise ValueError(f"{path}: no prompts; give a file that holds some")
     return [(where, _prompt(where, record, raw)) for where, record in found]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from sharesd.data.json_lines import records
 
 TEXT_FIELDS = ("instruction", "prompt", "question")
 """Fields of the prompt; the first one present is used.
@@ -45,25 +46,6 @@ def read_prompts(files: Sequence[str], max_per_file: int | None = None, seed: in
     return prompts
 
 
-def records(path: Path) -> list[tuple[str, Any]]:
-    """Return place and value of each record of a file.
-
-    The file is JSON Lines or a JSON list.
-
-    Raises:
-        ValueError: the file cannot be read, or a line is not JSON.
-    """
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"{path} cannot be read ({reason}); give a file of JSON or JSON Lines") from error
-    if text.lstrip().startswith("["):
-        return [(f"{path}, record {i}", record) for i, record in enumerate(_parsed(str(path), text), 1)]
-    lines = enumerate(text.split("\n"), 1)  # splitlines would cut at U+2028 too, which JSON strings may hold
-    return [(f"{path}:{i}", _parsed(f"{path}:{i}", line)) for i, line in lines if line.strip()]
-
-
 def conversation(record: Any) -> list[Message]:
     """Return the messages of a record, answers included.
 
@@ -89,13 +71,6 @@ def conversation(record: Any) -> list[Message]:
     }
     said = [(role, text) for role, text in given.items() if isinstance(text, str) and text.strip()]
     return _encodable([{"role": role, "content": text} for role, text in said])
-
-
-def _parsed(where: str, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is not JSON ({error}); correct or drop it") from error
 
 
 def _message(turn: Any) -> Message:

@@ -1,24 +1,20 @@
 """Questions of MT-Bench, GSM8K and HumanEval.
 
-Sources are files in their published layouts, the hub, and ShareSD's own set. Files are JSON Lines in UTF-8, plain or
-gzipped. Unused fields are ignored. Any other mistake is a ValueError of one line with file:line, the fault and the
-remedy.
+Sources are files in their published layouts, the hub, and ShareSD's own set. Unused fields are ignored. Any other
+mistake is a ValueError of one line with file:line, the fault and the remedy.
 """
 
 from __future__ import annotations
 
-import codecs
-import gzip
-import json
-import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from sharesd.data.json_lines import records
+
 BUILTIN_FILE = Path(__file__).with_name("builtin_questions.jsonl")
 BUILTIN_LABEL = "ShareSD built-in questions"
-_GZIP_MAGIC = b"\x1f\x8b"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,27 +165,8 @@ def text_field(row: Row, field: str, value: object) -> str:
 
 
 def json_rows(path: Path) -> Iterable[Row]:
-    """Yield the lines of a JSON Lines file that are not blank."""
-    index = 0
-    # Bytes are split at newlines alone: str.splitlines would also cut at U+2028 inside a text.
-    for number, line in enumerate(_read(path).removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
-        where = f"{path}:{number}"
-        if not line.strip():
-            continue
-        try:
-            fields = json.loads(line.decode())
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"{where}: byte {error.start + 1} (0x{line[error.start]:02x}) is not UTF-8; save the file as UTF-8"
-            ) from error
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{where}: not JSON ({error.msg} at column {error.colno}); write one JSON object on each line"
-            ) from error
-        except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets without end
-            raise ValueError(f"{where}: not JSON that can be read ({error}); write plain fields") from error
-        yield Row(where=where, index=index, fields=fields)
-        index += 1
+    """Return the records of a file as rows."""
+    return [Row(where=where, index=i, fields=fields) for i, (where, fields) in enumerate(records(path))]
 
 
 def _kind(value: object) -> str:
@@ -236,17 +213,3 @@ def _questions(source: str, rows: Iterable[Row], to_question: Callable[[Row], Qu
     if not questions:
         raise ValueError(f"{source} holds no questions; write one JSON object on each line")
     return tuple(questions)
-
-
-def _read(path: Path) -> bytes:
-    """Return the bytes of a file, unpacked if it is gzipped."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise ValueError(f"cannot read questions from {path}: {error.strerror}; name a JSON Lines file") from error
-    if path.suffix != ".gz" and not data.startswith(_GZIP_MAGIC):
-        return data
-    try:
-        return gzip.decompress(data)
-    except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"{path}: not a whole gzip file ({error}); fetch it again or unpack it") from error

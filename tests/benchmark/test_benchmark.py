@@ -235,7 +235,7 @@ class TestCommand:
             (["--acceptance", "typical"], "argument --acceptance: invalid choice"),
             (["--stop", ""], "stop holds an empty string"),
             (["--target", "nowhere/to/be/found"], "nowhere/to/be/found does not exist"),
-            (["--questions", "none.jsonl"], "cannot read questions from none.jsonl"),
+            (["--questions", "none.jsonl"], "none.jsonl cannot be read (No such file"),
             (["--questions", "broken.jsonl"], "broken.jsonl:1: not JSON"),
             (["--out-dir", "questions.jsonl"], "--out-dir is questions.jsonl, but questions.jsonl is a file"),
             (["--log-dir", "questions.jsonl/x"], "is a file; name a folder"),

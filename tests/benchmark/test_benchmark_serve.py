@@ -434,7 +434,7 @@ def test_a_server_that_does_not_start(fake_spawn: Callable[..., int], capsys: py
         (["--num-prompts", "0"], "'0' is not a whole number from 1 on"),
         (["--vocab-size", "9"], "--vocab-size was removed; prompts are words"),
         (["--questions", "x.jsonl"], "add --dataset questions"),
-        (["--dataset", "no-such-file.jsonl"], "cannot read questions from no-such-file.jsonl"),
+        (["--dataset", "no-such-file.jsonl"], "no-such-file.jsonl cannot be read (No such file"),
         (["--spawn", "fast"], "mode is 'fast'"),
         (["--spawn", "naive", "--base-url", "http://x"], "drop one of the two"),
         (["--", "--max-batch", "8"], "'--max-batch' is for the server that --spawn starts"),

@@ -160,7 +160,7 @@ def test_template(run: Run, model: Path, plain: Path) -> None:
         (["--draft-model", "no/such/model"], "no/such/model does not exist"),
         (["--device", "tpu"], "device is 'tpu'"),
         (["--template", "empty.jinja"], "--template has no effect on demo te; use --demo chat"),
-        (["--demo", "chat", "--template", "none.jinja"], "--template none.jinja cannot be read ("),
+        (["--demo", "chat", "--template", "none.jinja"], "none.jinja cannot be read (No such file or directory)"),
         (["--demo", "chat", "--template", "empty.jinja"], "the chat template renders nothing"),
         (["--demo", "chat", "--template", "broken.jinja"], "the chat template does not take these messages"),
         (

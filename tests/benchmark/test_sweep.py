@@ -153,7 +153,7 @@ def test_verdicts() -> None:
         (("grid", "--temperatures", "-1"), "temperature is -1.0"),
         (("grid", "--batches", "0"), "axis batch holds '0'; give whole numbers from 1 on"),
         (("grid", "--num-questions", "40"), "40 questions are asked of the 40 of"),
-        (("grid", "--filler", "nowhere.txt"), "--filler nowhere.txt cannot be read"),
+        (("grid", "--filler", "nowhere.txt"), "nowhere.txt cannot be read (No such file or directory)"),
         (("grid", "--contexts", "100", "--max-context", "90"), "--max-context is 90 and"),
         (("grid", "--contexts", "9000", "--batches", "1"), "the model's context is 4096; lower the contexts"),
         (("grid", "--busy", "1"), "--busy was removed; keep cores busy by another process"),

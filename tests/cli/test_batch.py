@@ -196,7 +196,7 @@ def test_other_settings_are_refused(whole: Path, model: str, prompts: Path, caps
         (["--prompts", "none.txt", "--out", "b"], "none.txt cannot be read (No such file or directory)"),
         (["--prompts", "none.json", "--out", "b"], "none.json cannot be read (No such file or directory)"),
         (["--prompts", "/dev/null", "--out", "b"], "/dev/null: no prompts"),
-        (["--prompts", __file__, "--out", "b"], "is not JSON"),
+        (["--prompts", __file__, "--out", "b"], ":1: not JSON (Extra data at column 3)"),
         (["--prompts", "p.jsonl", "--out", "no/b"], "--out is no/b, but there is no folder no"),
         (["--prompts", "p.jsonl", "--out", "p.jsonl"], "--out is p.jsonl, which is there and has no p.j"),
         (["--prompts", "p.jsonl", "--out", "b", "--replicas", "0"], "--replicas is 0; it must be at least 1"),

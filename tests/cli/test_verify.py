@@ -127,7 +127,7 @@ def test_position_tokens_and_gaps_of_a_mismatch(tiny: Path, temperature: float) 
         (["--num-speculative-tokens", "0,1"], "num_draft is 0"),
         (["--temperatures=-1"], "temperature is -1"),
         (["--seeds=-1"], "seed is -1"),
-        (["--questions", "none.jsonl"], "cannot read questions from none.jsonl"),
+        (["--questions", "none.jsonl"], "none.jsonl cannot be read (No such file"),
         (["--out-dir", "taken/x"], "--out-dir taken/x cannot be made"),
     ],
 )

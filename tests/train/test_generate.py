@@ -17,7 +17,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from sharesd.config import EngineConfig
-from sharesd.data.prompt_files import conversation, read_prompts, records
+from sharesd.data.json_lines import records
+from sharesd.data.prompt_files import conversation, read_prompts
 from sharesd.models.tokenizer import load_tokenizer
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams

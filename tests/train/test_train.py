@@ -73,7 +73,7 @@ def test_a_filled_table_knows_what_the_model_says(
     ("args", "message"),
     [
         (["--prompts", "none.json", "--out", "x.npz"], "none.json cannot be read"),
-        (["--prompts", "bad.jsonl", "--out", "x.npz"], "bad.jsonl:2 is not JSON"),
+        (["--prompts", "bad.jsonl", "--out", "x.npz"], "bad.jsonl:2: not JSON (Expecting value at column 12)"),
         (["--prompts", "empty.jsonl", "--out", "x.npz"], "empty.jsonl:1 has none of instruction, prompt, question"),
         (["--prompts", "few.jsonl", "--out", "x.npz"], "the files hold 1 prompts; give at least 10"),
         (["--prompts", "few.jsonl", "--out", "x.txt"], "--out is x.txt; name a .npz file"),

@@ -22,7 +22,8 @@ from sharesd.cli import options
 from sharesd.cli.console import console, set_up_logging, warn
 from sharesd.cli.offline import answering
 from sharesd.config import EngineConfig, Mode
-from sharesd.data.prompt_files import Message, conversation, records
+from sharesd.data.json_lines import records
+from sharesd.data.prompt_files import Message, conversation
 from sharesd.drafters import registry
 from sharesd.engine.batch_runner import CHUNK, run_conversations
 from sharesd.models.checkpoint import Progress, silent

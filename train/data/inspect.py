@@ -9,7 +9,8 @@ from typing import Any
 from rich.text import Text
 
 from sharesd.cli.console import console
-from sharesd.data.prompt_files import conversation, records
+from sharesd.data.json_lines import records
+from sharesd.data.prompt_files import conversation
 from sharesd.models.tokenizer import Tokenizer
 from train.data.loss_mask import Example, masked
 from train.data.shards import SETTINGS, SHARDS, read_lines, settings_of

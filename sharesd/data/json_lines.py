@@ -1,0 +1,74 @@
+"""Texts and JSON records of users' files.
+
+Files are UTF-8, plain or gzipped, with or without a byte order mark. Records are JSON Lines or one JSON list. Any
+mistake is a ValueError of one line with file:line, the fault and the remedy.
+"""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_GZIP_MAGIC = b"\x1f\x8b"
+
+
+def records(path: Path) -> list[tuple[str, Any]]:
+    """Return place and value of each record of a file."""
+    text = read_text(path, "JSON Lines")
+    if text.lstrip().startswith("["):
+        return [(f"{path}, record {i}", record) for i, record in enumerate(_parsed(path, 1, text), 1)]
+    return [(f"{path}:{number}", _parsed(path, number, line)) for number, line in _lines(text)]
+
+
+def text_lines(path: Path) -> list[tuple[str, str]]:
+    """Return place and text of each line, blank ones left out."""
+    return [(f"{path}:{number}", line) for number, line in _lines(read_text(path))]
+
+
+def read_text(path: Path, kind: str = "text") -> str:
+    """Return the text of a file, with line ends as newlines.
+
+    `kind`: what the file should hold, for the message.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}); name a file of {kind}") from error
+    if path.suffix == ".gz" or data.startswith(_GZIP_MAGIC):
+        try:
+            data = gzip.decompress(data)
+        except (OSError, EOFError, zlib.error) as error:
+            raise ValueError(f"{path}: not a whole gzip file ({error}); fetch it again or unpack it") from error
+    data = data.removeprefix(codecs.BOM_UTF8)
+    try:
+        return data.decode().replace("\r\n", "\n").replace("\r", "\n")
+    except UnicodeDecodeError as error:
+        *lines, before = data[: error.start].split(b"\n")
+        raise ValueError(
+            f"{path}:{len(lines) + 1}: byte {len(before) + 1} (0x{data[error.start]:02x}) is not UTF-8; "
+            "save the file as UTF-8"
+        ) from error
+
+
+def _lines(text: str) -> Iterator[tuple[int, str]]:
+    """Yield number and text of each line, blank ones left out."""
+    # str.splitlines would also cut at U+2028, which texts and JSON strings may hold.
+    return ((number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip())
+
+
+def _parsed(path: Path, number: int, text: str) -> Any:
+    """Return the value of a JSON text, which begins at line `number`."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{path}:{number + error.lineno - 1}: not JSON ({error.msg} at column {error.colno}); "
+            "write one JSON object on each line, or one list of them"
+        ) from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets without end
+        raise ValueError(f"{path}:{number}: not JSON that can be read ({error}); write plain fields") from error
