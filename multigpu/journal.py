@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from operator import itemgetter
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Any, Self, TypeVar
 
 from sharesd_files import atomic_path, sync_folder
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Journal:
@@ -29,7 +35,10 @@ class Journal:
         try:
             lock(self._file, path, fcntl.LOCK_EX, flag)
             self._file.seek(0)
-            self._file.truncate(sum(len(line) for line in self._file if line.endswith(b"\n")))
+            whole = sum(len(line) for line in self._file if line.endswith(b"\n"))
+            if whole < self._file.tell():
+                log.warning("%s ends in the middle of a line, which is removed and made again", path)
+            self._file.truncate(whole)
             os.fsync(self._file.fileno())
             sync_folder(path.parent)
         except BaseException:
@@ -58,6 +67,32 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 return
             yield offset, line
             offset += len(line)
+
+
+def read_records(path: Path, flag: str, parse: Callable[[Any], T]) -> Iterator[tuple[int, T]]:
+    """Yield offset and parsed record of each complete line.
+
+    Raises ValueError, naming file:line and `flag`, if `parse` fails.
+    """
+    for number, (offset, line) in enumerate(read_lines(path), 1):
+        try:
+            record = parse(json.loads(line))
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ValueError(
+                f"{path}:{number} is no record ({error!r}); drop the line, or give another {flag}"
+            ) from error
+        yield offset, record
+
+
+def with_fields(*names: str) -> Callable[[Any], dict[str, Any]]:
+    """Return a `parse` of `read_records` that requires fields."""
+    take = itemgetter(*names)
+
+    def parse(record: Any) -> dict[str, Any]:
+        take(record)
+        return record
+
+    return parse
 
 
 def write_in_order(path: Path, journal: Path, num: int) -> None:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import logging
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmark.report import flat
-from sharesd_files import atomic_write
+from multigpu.journal import Journal, read_records
 
-log = logging.getLogger(__name__)
-
+FLAG = "--out-dir"
 Key = tuple[int, str | int, int]  # (run, question, turn)
 
 
@@ -52,36 +49,23 @@ class TurnRecord:
         """Identity of the turn within its mode."""
         return self.run, self.question_id, self.turn
 
-    def line(self) -> str:
-        return json.dumps(asdict(self), ensure_ascii=False) + "\n"
-
 
 def answers_file(folder: Path, mode: str) -> Path:
     return folder / f"answers-{mode}.jsonl"
 
 
-def append(folder: Path, mode: str, record: TurnRecord) -> None:
-    with answers_file(folder, mode).open("a", encoding="utf-8") as file:
-        file.write(record.line())
+def journal(folder: Path, mode: str) -> Journal:
+    """Open a mode's answers to append finished turns."""
+    return Journal(answers_file(folder, mode), FLAG)
 
 
 def read(folder: Path, mode: str) -> dict[Key, TurnRecord]:
-    """Return finished turns and drop an incomplete last line; ValueError for damage."""
-    path = answers_file(folder, mode)
-    if not path.exists():
-        return {}
-    whole, newline, torn = path.read_bytes().rpartition(b"\n")
-    if torn:
-        log.warning("%s ends in the middle of a line; that turn will be measured again", path)
-        atomic_write(path, (whole + newline).decode())
-    records: dict[Key, TurnRecord] = {}
-    for number, line in enumerate(whole.splitlines(), 1):
-        try:
-            record = TurnRecord(**json.loads(line))
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{path}:{number}: not a record of a turn ({error}); use another --out-dir") from error
+    """Return finished turns but an incomplete last line; ValueError for damage."""
+    path, records = answers_file(folder, mode), dict[Key, TurnRecord]()
+    found = read_records(path, FLAG, lambda fields: TurnRecord(**fields)) if path.exists() else ()
+    for number, (_, record) in enumerate(found, 1):
         if record.key in records:
-            raise ValueError(f"{path}:{number}: a turn comes twice; use another --out-dir")
+            raise ValueError(f"{path}:{number}: a turn comes twice; drop the line, or give another {FLAG}")
         records[record.key] = record
     return records
 

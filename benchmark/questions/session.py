@@ -6,7 +6,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import asdict, replace
 from datetime import datetime
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from benchmark.questions.run_config import RUN_FILE, RunConfig, require_same_mac
 from benchmark.report import number, write_json
 from benchmark.timed import generate
 from multigpu.data_parallel import Numbered, TaskQueue, run_tasks, start
+from multigpu.journal import Journal
 from sharesd.cli import environment
 from sharesd.cli.console import err_console, loading_bars, log_file, set_up_logging
 from sharesd.cli.conversation import prompt_format, prompt_ids, require_room
@@ -42,6 +43,7 @@ class Recorder:
 
     def __init__(self, run: RunConfig, done: Done) -> None:
         self._run, self._done = run, done
+        self._files, self._journals = ExitStack(), dict[str, Journal]()
         columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"))
         self._bars = Progress(
             TextColumn("[bold]{task.description}"),
@@ -60,9 +62,12 @@ class Recorder:
 
     def __exit__(self, *error: object) -> None:
         self._bars.stop()
+        self._files.close()
 
     def add(self, mode: str, record: TurnRecord) -> None:
-        records.append(self._run.out_dir, mode, record)
+        if mode not in self._journals:  # no file before the first turn
+            self._journals[mode] = self._files.enter_context(records.journal(self._run.out_dir, mode))
+        self._journals[mode].add(asdict(record))
         log.info(
             "%s run %d question %s turn %d: %d tokens, %d rounds, prefill %.3f s, decode %.3f s",
             *(mode, *record.key, record.new_tokens, record.rounds, record.prefill_s, record.decode_s),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from multigpu import launcher_replicas
 from multigpu.data_parallel import Numbered, Replica, TaskQueue, start
 from multigpu.device_assignment import environments
-from multigpu.journal import Journal, keep_settings, read_lines, write_in_order
+from multigpu.journal import Journal, keep_settings, read_records, with_fields, write_in_order
 from sharesd.cli import options
 from sharesd.cli.console import err_console, set_up_logging, warn
 from sharesd.cli.offline import answering
@@ -264,13 +263,7 @@ def _prompt(where: str, record: Any, raw: bool) -> Prompt:
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
-    for number, (_, line) in enumerate(read_lines(path), 1):
-        try:
-            record = json.loads(line)
-            record["index"], record["prompt"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}:{number} is no answer to a prompt; give another {FLAG}") from error
-        yield record
+    return (record for _, record in read_records(path, FLAG, with_fields("index", "prompt")))
 
 
 def _settings(args: argparse.Namespace, work: Work) -> dict[str, Any]:

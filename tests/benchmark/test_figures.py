@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -165,38 +167,49 @@ class TestSummary:
         assert figures["acceptance_by_position"] == [] and figures["identical_to_naive"] == 1
 
 
+def append(folder: Path, *turns: TurnRecord) -> None:
+    with records.journal(folder, "share") as journal:
+        for record in turns:
+            journal.add(asdict(record))
+
+
 class TestRecords:
     def test_written_is_read(self, tmp_path: Path) -> None:
-        for record in SHARE.values():
-            records.append(tmp_path, "share", record)
+        append(tmp_path, *SHARE.values())
         assert records.read(tmp_path, "share") == SHARE
         assert records.read(tmp_path, "naive") == {}
 
     def test_cut_off_line_is_dropped(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         first, second, _ = SHARE.values()
-        records.append(tmp_path, "share", first)
+        append(tmp_path, first)
         whole = records.answers_file(tmp_path, "share").read_text()
-        records.answers_file(tmp_path, "share").write_text(whole + second.line()[:40])
-        assert records.read(tmp_path, "share") == keyed(first)
-        assert "middle of a line" in caplog.text
-        records.append(tmp_path, "share", second)
+        records.answers_file(tmp_path, "share").write_text(whole + json.dumps(asdict(second))[:40])
+        assert records.read(tmp_path, "share") == keyed(first) and not caplog.text
+        append(tmp_path, second)
+        assert "answers-share.jsonl ends in the middle of a line" in caplog.text
         assert records.read(tmp_path, "share") == keyed(first, second)
 
     @pytest.mark.parametrize("line", ["{}", "[1]", "no json", '{"run": 1, "question": 2}'])
     def test_other_lines_are_refused(self, tmp_path: Path, line: str) -> None:
         records.answers_file(tmp_path, "share").write_text(line + "\n")
-        with pytest.raises(ValueError, match="answers-share.jsonl:1"):
+        with pytest.raises(ValueError, match="answers-share.jsonl:1 is no record .*; drop the line, or give another"):
             records.read(tmp_path, "share")
 
     def test_turn_that_comes_twice_is_refused(self, tmp_path: Path) -> None:
-        for _ in range(2):
-            records.append(tmp_path, "share", turn(1, decoded=1, decode_s=1.0))
+        append(tmp_path, *2 * [turn(1, decoded=1, decode_s=1.0)])
         with pytest.raises(ValueError, match="answers-share.jsonl:2: a turn comes twice"):
             records.read(tmp_path, "share")
 
+    def test_second_process_is_refused(self, tmp_path: Path) -> None:
+        with (
+            records.journal(tmp_path, "share"),
+            pytest.raises(ValueError, match="another process writes .*, or give another --out-dir"),
+        ):
+            append(tmp_path, *SHARE.values())
+
     def test_line_separators_in_texts(self, tmp_path: Path) -> None:
         record = turn(1, decoded=1, decode_s=1.0, text="a\u2028b\u0085c\nd \U0001f600")
-        records.append(tmp_path, "share", record)
+        append(tmp_path, record)
         assert records.read(tmp_path, "share") == keyed(record)
 
     def test_first_difference(self) -> None:

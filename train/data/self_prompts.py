@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from multigpu.journal import Journal, keep_settings, read_lines
+from multigpu.journal import Journal, keep_settings, read_lines, read_records, with_fields
 from sharesd.cli import options
 from sharesd.cli.console import console, loading_bars
 from sharesd.config import EngineConfig
@@ -88,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _sample_prompts(config: EngineConfig, params: SamplingParams, num: int, journal: Journal) -> None:
     """Sample the prompts missing in the journal, and append them."""
-    done = {json.loads(line)["index"] for _, line in read_lines(journal.path)}
+    done = {record["index"] for record in _said(journal.path)}
     left = iter([index for index in range(num) if index not in done])
     with loading_bars() as progress:
         from sharesd.runtime import Runtime  # torch takes seconds, mistakes should not
@@ -108,9 +109,13 @@ def _sample_prompts(config: EngineConfig, params: SamplingParams, num: int, jour
             progress("prompts", number, num)
 
 
+def _said(journal: Path) -> Iterator[dict[str, Any]]:
+    return (record for _, record in read_records(journal, FLAG, with_fields("index", "text", "ended")))
+
+
 def _write_kept(out: Path, journal: Path) -> None:
     """Write finished, distinct prompts of sufficient length, by number."""
-    said = sorted((json.loads(line) for _, line in read_lines(journal)), key=lambda one: one["index"])
+    said = sorted(_said(journal), key=lambda one: one["index"])
     kept = dict.fromkeys(text for one in said if one["ended"] and len(text := one["text"].strip()) >= SHORTEST)
     atomic_write(out, "".join(json.dumps({"prompt": text}) + "\n" for text in kept))
 

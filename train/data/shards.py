@@ -7,7 +7,6 @@ conversation is generated again.
 from __future__ import annotations
 
 import fcntl
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,13 +31,7 @@ def read_lines(shard: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
     Raises ValueError if a line is not a record.
     """
-    for number, (offset, line) in enumerate(journal.read_lines(shard), 1):
-        try:
-            record = json.loads(line)
-            record["index"], record["sample"], record["sequences"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{shard}:{number} is no record of `train generate`; drop the line") from error
-        yield offset, record
+    return journal.read_records(shard, FLAG, journal.with_fields("index", "sample", "sequences"))
 
 
 def answers_in(folder: Path) -> Iterator[tuple[Path, int, dict[str, Any]]]:
