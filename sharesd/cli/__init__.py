@@ -1,4 +1,1 @@
-"""Commands, options and console output.
-
-The package may import every other subpackage of `sharesd`. No other subpackage may import `sharesd.cli`.
-"""
+"""Commands, options and console output; no other subpackage imports them."""

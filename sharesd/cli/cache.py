@@ -1,8 +1,4 @@
-"""Commands `cache info` and `cache clear`.
-
-The cache holds only files that can be made again. The cache folder may hold other data of the user as well
-(SHARESD_CACHE_DIR). Only entries with names that ShareSD gives are counted and deleted.
-"""
+"""`cache info` and `cache clear`, which leave files of other programs alone."""
 
 from __future__ import annotations
 
@@ -19,10 +15,7 @@ from sharesd_files import SCRATCH, cache_root
 
 _KEY = "[0-9a-f]" * 16
 _LEFT_OVERS = (f"{SCRATCH}*", "partial-*", "tmp????????", f"hqq-{_KEY}*.tmp", f".*-{_KEY}.json.*")
-"""Patterns of files that killed processes leave in any part.
-
-All but the first are from earlier versions.
-"""
+"""Patterns of files that killed processes leave; most are from earlier versions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,9 +23,7 @@ class Part:
     """One folder of the cache."""
 
     holds: str
-    """Description of the contents, shown in tables."""
     names: tuple[str, ...]
-    """Glob patterns of the entries."""
 
 
 PARTS = {
@@ -50,23 +41,16 @@ PARTS = {
     "triton": Part(holds="kernels compiled by Triton", names=("*",)),
     "openvino": Part(holds="models for OpenVINO", names=(f"*-{_KEY}-*",)),
 }
-"""Folder name -> part."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contents:
-    """Present contents of a part."""
-
     part: str
-    """Key in PARTS."""
     entries: tuple[Path, ...]
-    """Files and folders of the part."""
     num_bytes: int
-    """Bytes of all files in the entries."""
 
 
 def add_parser(commands: Any) -> None:
-    """Add the subcommand with its two actions."""
     parser = commands.add_parser(
         "cache",
         help="show or delete what is kept on disk",
@@ -87,10 +71,6 @@ def add_parser(commands: Any) -> None:
 
 
 def contents(root: Path, part: str) -> Contents:
-    """Return the contents of a part.
-
-    If the folder is missing, there are no entries.
-    """
     entries = sorted({path for pattern in (*PARTS[part].names, *_LEFT_OVERS) for path in (root / part).glob(pattern)})
     return Contents(part=part, entries=tuple(entries), num_bytes=sum(map(_num_bytes, entries)))
 
@@ -104,13 +84,7 @@ def show_info() -> int:
 
 
 def clear_cache(part: str | None = None, *, yes: bool = False) -> int:
-    """List the entries of one part or of all, then delete them.
-
-    Unless `yes`, the user must confirm first. Returns the exit status: 0, or 1 if the answer was no.
-
-    Raises:
-        ValueError: confirmation is needed and stdin is no terminal.
-    """
+    """Delete entries after confirmation; ValueError if stdin is no terminal."""
     root = _root()
     found = [contents(root, name) for name in ([part] if part else PARTS)]
     found = [each for each in found if each.entries]
@@ -154,10 +128,7 @@ def _table(rows: list[Contents]) -> Table:
 
 
 def _num_bytes(entry: Path) -> int:
-    """Return the bytes of a file or of a folder's files.
-
-    A link counts with the size of the link itself.
-    """
+    """Return bytes of a file or folder; links count as themselves."""
     if entry.is_symlink() or not entry.is_dir():
         return entry.lstat().st_size
     return sum(path.lstat().st_size for path in entry.rglob("*") if path.is_symlink() or not path.is_dir())

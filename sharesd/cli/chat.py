@@ -1,8 +1,4 @@
-"""Chat on the terminal: `sharesd chat`.
-
-Answers go to stdout, all other output to stderr. Each turn prefills only new tokens: the KV of earlier turns stays in
-the cache.
-"""
+"""Chat on the terminal: `sharesd chat`; KV of earlier turns stays cached."""
 
 from __future__ import annotations
 
@@ -40,11 +36,6 @@ class Chat:
     def __init__(
         self, runtime: Runtime, mode: Mode, params: SamplingParams, *, system: str | None, verbose: bool
     ) -> None:
-        """Start the engine of the mode.
-
-        Raises:
-            ValueError: the checkpoint has no chat template.
-        """
         if not runtime.tokenizer.has_chat_template:
             raise ValueError(
                 "this checkpoint has no chat template; use `generate --raw`, or an instruction-tuned checkpoint"
@@ -111,13 +102,7 @@ class Chat:
         return True
 
     def _answer(self, message: str) -> None:
-        """Generate and print an answer; add both messages to the conversation.
-
-        If Ctrl-C stops the answer before any text, the conversation is unchanged.
-
-        Raises:
-            ValueError: the conversation does not fit into the context.
-        """
+        """Answer a message, unless stopped before text; ValueError beyond the context."""
         head = [] if self._system is None else [{"role": "system", "content": self._system}]
         asked = [*self._messages, {"role": "user", "content": message}]
         ids = self._runtime.tokenizer.chat([*head, *asked])
@@ -141,7 +126,6 @@ class Chat:
             note(one_line(engine.stats))
 
     def _tell_end(self, done: Completion, num_tokens: int) -> None:
-        """Print the reason if Ctrl-C or a limit ended the answer."""
         limit = self._engines[self._mode].max_context
         if done.finish_reason is None:
             note("stopped")
@@ -163,7 +147,6 @@ class Chat:
             note(f"mode {name}")
 
     def _switch(self, mode: Mode) -> None:
-        """Switch to the engine of a mode, which starts on first use."""
         if mode not in self._engines:
             self._engines[mode] = start_engine(self._runtime, mode, self._params)
         self._mode = mode
@@ -183,18 +166,11 @@ class Chat:
 
 
 def note(text: str) -> None:
-    """Print a line for the user on stderr."""
     err_console.print(Text(text, style="dim"), soft_wrap=True)
 
 
 def read_message() -> str:
-    """Read one message from the terminal or a pipe.
-
-    A line that ends with a backslash continues on the next line.
-
-    Raises:
-        EOFError: the input has ended.
-    """
+    """Read a message, whose lines continue after backslashes; EOFError at the end."""
     lines = [_read_line("> ")]
     while lines[-1].endswith("\\"):
         lines[-1] = lines[-1][:-1]

@@ -18,27 +18,17 @@ from sharesd.config import PlanOnly
 from sharesd.models.checkpoint import Progress
 
 PACKAGES = ("sharesd", "sharesd_files", "compile", "quant", "offload", "multigpu", "benchmark", "train", "serve")
-"""Loggers whose level is LOGLEVEL.
-
-Other libraries log errors only.
-"""
+"""Loggers whose level is LOGLEVEL; others log errors only."""
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 console = Console()
-"""Console for results, on stdout."""
 err_console = Console(stderr=True)
-"""Console for progress, log messages and errors, on stderr."""
 
 log = logging.getLogger(__name__)
 
 
 def main_guard(main: Callable[[], int | None]) -> int:
-    """Run a command and return its exit status; None counts as 0.
-
-    ValueError, OSError, RuntimeError, MemoryError and errors of Triton become one line on stderr and status 2. With
-    LOGLEVEL=DEBUG a traceback is printed as well. Ctrl-C becomes one line and status 130. If the reader of stdout has
-    closed the pipe, the status is 141. PlanOnly prints the plan, with status 0.
-    """
+    """Run a command; errors become one line on stderr and exit status."""
     try:
         set_up_logging(os.environ.get("LOGLEVEL", "WARNING"))
         return main() or 0
@@ -65,10 +55,7 @@ def _ended_by(error: BaseException) -> int:
 
 
 def describe(error: BaseException) -> str:
-    """Format an error as one line.
-
-    Out-of-memory errors include a remedy.
-    """
+    """Format an error as one line, with a remedy for missing memory."""
     message = " ".join(str(error).split())
     if message.startswith("CUDA out of memory"):  # which names other processes, and then goes on about torch
         needed = message.partition(" Of the allocated memory")[0].partition(" If reserved but")[0]
@@ -83,14 +70,7 @@ def describe(error: BaseException) -> str:
 
 
 def set_up_logging(level: str) -> None:
-    """Send log messages to stderr.
-
-    Loggers of this project log from `level` on. All other loggers log errors only. Python's warnings become log
-    messages of level WARNING.
-
-    Raises:
-        ValueError: the level does not exist.
-    """
+    """Send log messages and warnings to stderr; ValueError for an unknown level."""
     if level.upper() not in LEVELS:
         raise ValueError(f"LOGLEVEL is {level!r}; choose one of {', '.join(LEVELS)}")
     handler = _Lines(level.upper())
@@ -102,18 +82,12 @@ def set_up_logging(level: str) -> None:
 
 
 def warn(text: str) -> None:
-    """Log one warning line on stderr.
-
-    Warnings name options without effect, or with an effect that may be unexpected.
-    """
+    """Log one line on an option without effect, or with unexpected effect."""
     log.warning(text)
 
 
 class _Lines(logging.Handler):
-    """Log handler that prints each message as one line on stderr.
-
-    Lines appear above progress bars and are not wrapped.
-    """
+    """Log handler of unwrapped lines above progress bars on stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
         name = "" if record.levelno == logging.WARNING else f"{record.name}: "
@@ -123,10 +97,7 @@ class _Lines(logging.Handler):
 
 @contextmanager
 def log_file(path: Path) -> Iterator[None]:
-    """Copy log messages of this project to a file.
-
-    Messages from INFO on are copied. If the file's folder is missing, the folder is made.
-    """
+    """Copy this project's log messages from INFO on to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
@@ -146,10 +117,7 @@ def log_file(path: Path) -> Iterator[None]:
 
 @contextmanager
 def loading_bars(enabled: bool = True) -> Iterator[Progress]:
-    """Show progress bars for loading, converting and quantizing.
-
-    The bars are on stderr and are erased at the end. If stderr is no terminal, nothing is shown.
-    """
+    """Show progress bars on stderr if it is a terminal, erased after."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     show = enabled and err_console.is_terminal
     with Bars(*columns, console=err_console, transient=True, disable=not show) as bars:
@@ -164,7 +132,6 @@ def loading_bars(enabled: bool = True) -> Iterator[Progress]:
 
 
 def plan_table(lines: Sequence[tuple[str, str, str]]) -> Table:
-    """Return the plan as a table: item, choice and reason."""
     table = Table(title="plan", title_justify="left", box=None, show_header=False)
     for what, choice, why in lines:
         table.add_row(what, f"[bold]{choice}[/]", why)

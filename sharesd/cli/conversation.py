@@ -16,10 +16,7 @@ def prompt_format(tokenizer: Tokenizer) -> str:
 
 
 def prompt_ids(tokenizer: Tokenizer, question: Question, answers: Sequence[str]) -> list[int]:
-    """Return the prompt of the turn after `answers`, earlier messages included.
-
-    If there is no chat template, messages are `User: ...` and `Assistant: ...`, with blank lines between.
-    """
+    """Return the prompt of the turn after `answers`, earlier messages included."""
     messages = [{"role": "user", "content": question.turns[0]}]
     for answer, turn in zip(answers, question.turns[1:], strict=False):
         messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": turn}]
@@ -30,10 +27,7 @@ def prompt_ids(tokenizer: Tokenizer, question: Question, answers: Sequence[str])
 
 
 def require_room(tokenizer: Tokenizer, questions: Sequence[Question], *, max_new_tokens: int, max_context: int) -> None:
-    """Raise ValueError if `max_context` is too small for a question.
-
-    A question needs the tokens of all turns, and `max_new_tokens` for the answer of each turn.
-    """
+    """Raise ValueError if all turns of a question exceed `max_context`."""
     for question in questions:
         earlier = [""] * (len(question.turns) - 1)
         needed = len(prompt_ids(tokenizer, question, earlier)) + max_new_tokens * len(question.turns)

@@ -30,13 +30,9 @@ assert set(COLORS) == set(MEANINGS) == set(get_args(Source))
 
 
 class AnswerWriter:
-    """Writer of answers to stdout, one after the other.
-
-    With `by_source`, text is colored by token source if stdout shows colors.
-    """
+    """Writer of answers to stdout, one after the other, colored if `by_source`."""
 
     def __init__(self, tokenizer: Tokenizer, *, titles: Sequence[str], by_source: bool) -> None:
-        """`titles`: one title per answer, printed if there are several answers."""
         self._tokenizer, self._titles = tokenizer, titles
         self._colored = by_source and shows_colors()
         self._waiting: list[list[TokenChunk]] = [[] for _ in titles]  # of answers whose turn has not come
@@ -54,7 +50,6 @@ class AnswerWriter:
             self._write(self._waiting[self._row].pop(0))
 
     def end(self) -> None:
-        """End the line of an answer that was stopped."""
         if self._open:
             print(flush=True)
         self._open = False
@@ -80,8 +75,7 @@ class AnswerWriter:
 class SourcedText:
     """Splitter of one row's text by token source.
 
-    Text may be emitted later than its token (incomplete characters, possible stop strings). Text from a stop string on
-    is never emitted. A character made of several tokens belongs to the last of these tokens.
+    Text is emitted once its characters are complete and no stop string is possible.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -89,7 +83,6 @@ class SourcedText:
         self._waiting: deque[tuple[str, Source]] = deque()
 
     def take(self, chunk: TokenChunk) -> list[tuple[str, Source]]:
-        """Return the text of a chunk in pieces, each with its source."""
         for token, source in zip(chunk.token_ids, chunk.sources, strict=True):
             self._waiting.append((self._stream.push([token]), source))
         if chunk.finish_reason:
@@ -106,20 +99,15 @@ class SourcedText:
 
 
 def shows_colors() -> bool:
-    """Return True if stdout is a terminal that shows colors.
-
-    If NO_COLOR is set, the result is False.
-    """
+    """Return True if stdout is a colored terminal and NO_COLOR is unset."""
     return console.color_system is not None and not console.no_color
 
 
 def legend() -> Text:
-    """Return the legend of the colors."""
     return Text("  ").join(Text(f"■ {MEANINGS[source]}", style=color) for source, color in COLORS.items())
 
 
 def stats_table(columns: Mapping[str, Stats], report: LoadReport) -> Table:
-    """Return a table of round statistics, with one column per name."""
     table = Table(box=box.SIMPLE_HEAD, show_header=len(columns) > 1, header_style="none")
     table.add_column()
     for name in columns:
@@ -135,7 +123,6 @@ def stats_table(columns: Mapping[str, Stats], report: LoadReport) -> Table:
 
 
 def one_line(stats: Stats) -> str:
-    """Return the most important statistics as one line."""
     tau = f", {stats.tau:.2f} tokens per round" if stats.num_draft else ""
     return (
         f"{stats.new_tokens} tokens, {stats.tokens_per_second:.1f} tok/s{tau}, prompt read in {stats.prefill_s:.2f} s"
@@ -143,10 +130,7 @@ def one_line(stats: Stats) -> str:
 
 
 def stats_dict(stats: Stats, report: LoadReport) -> dict[str, Any]:
-    """Return the statistics for JSON.
-
-    `*_ms` are means over rounds.
-    """
+    """Return the statistics for JSON; `*_ms` are means over rounds."""
     draft, verify, overhead = _round_ms(stats)
     return {
         "prompt_tokens": stats.prompt_tokens,
@@ -195,11 +179,7 @@ def _shown(stats: Stats, report: LoadReport) -> dict[str, str]:
 
 
 def _moved(stats: Stats, report: LoadReport) -> dict[str, float]:
-    """Return the statistics of offloaded weights; empty without offloading.
-
-    The figures are the resident share of blocks, transferred bytes per token, the share of time in which the link is
-    busy, and tokens per second predicted by the plan.
-    """
+    """Return statistics of offloaded weights; empty without offloading."""
     if stats.traffic is None:
         return {}
     predicted = {} if report.predicted is None else {"predicted_tokens_per_second": report.predicted}
@@ -211,6 +191,5 @@ def _moved(stats: Stats, report: LoadReport) -> dict[str, float]:
 
 
 def _round_ms(stats: Stats) -> tuple[float, float, float]:
-    """Return mean milliseconds of draft, verify and overhead per round."""
     steps = max(1, stats.steps)
     return stats.draft_s / steps * 1e3, stats.verify_s / steps * 1e3, stats.overhead_s / steps * 1e3

@@ -1,7 +1,4 @@
-"""Conditions of a measurement, and the folder of its results.
-
-Conditions are machine, software, model and command.
-"""
+"""Machine, software, model and command of a measurement, and its results' folder."""
 
 from __future__ import annotations
 
@@ -29,10 +26,7 @@ IDENTITY = ("cpu", "cpu_capability", "num_threads", "gpu", "torch")
 
 
 def environment(device: str) -> dict[str, Any]:
-    """Return machine and software, for the comparison of measurements.
-
-    Imports torch.
-    """
+    """Return machine and software, for the comparison of measurements."""
     import psutil
     import torch
 
@@ -58,10 +52,7 @@ def environment(device: str) -> dict[str, Any]:
 
 
 def peak_memory(device: str) -> int:
-    """Return the peak memory of this process in bytes.
-
-    The measure is GPU memory on CUDA, else resident memory.
-    """
+    """Return peak bytes: of GPU memory on CUDA, else resident memory."""
     import torch
 
     if device.startswith("cuda"):
@@ -73,7 +64,6 @@ def peak_memory(device: str) -> int:
 
 
 def seconds_since_start() -> float:
-    """Return the age of this process in seconds."""
     import time
 
     import psutil
@@ -82,14 +72,12 @@ def seconds_since_start() -> float:
 
 
 def num_compiled_graphs() -> int:
-    """Return the number of graphs that torch.compile has made in this process."""
     from torch._dynamo.utils import counters
 
     return counters["stats"]["unique_graphs"]
 
 
 def version_of(package: str) -> str | None:
-    """Return the installed version of a package, or None."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -97,10 +85,7 @@ def version_of(package: str) -> str | None:
 
 
 def settings_of(config: EngineConfig, **more: Any) -> dict[str, Any]:
-    """Return command, model and engine options for a report.
-
-    `more`: further entries.
-    """
+    """Return command, model and engine options, and `more`, for a report."""
     return {
         "command": command(),
         "model": model_name(config.target),
@@ -118,10 +103,7 @@ def settings_of(config: EngineConfig, **more: Any) -> dict[str, Any]:
 
 
 def conditions(config: EngineConfig, **more: Any) -> dict[str, Any]:
-    """Return the entries `settings` and `environment` of a JSON report.
-
-    `more`: further entries of `settings`. Imports torch.
-    """
+    """Return `settings` (with `more`) and `environment` of a JSON report."""
     from sharesd.devices.selection import device_of
 
     device = str(device_of(config.device))
@@ -129,17 +111,12 @@ def conditions(config: EngineConfig, **more: Any) -> dict[str, Any]:
 
 
 def command() -> str:
-    """Return the command line, quoted for a shell."""
     console = Path(sys.argv[0]).stem in ("sharesd", "sharesd_command")
     return shlex.join([*(["sharesd"] if console else ["python", "-m", "benchmark"]), *sys.argv[1:]])
 
 
 def out_folder(text: str | None, name: str) -> Path:
-    """Make and return the folder for results.
-
-    Raises:
-        ValueError: the folder cannot be made.
-    """
+    """Make and return the folder for results; ValueError if impossible."""
     folder = Path(text) if text is not None else Path("results") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -149,7 +126,6 @@ def out_folder(text: str | None, name: str) -> Path:
 
 
 def write_results(path: Path, results: Mapping[str, Any]) -> None:
-    """Write results as JSON and print the path of the file."""
     from sharesd.cli.console import console
 
     path.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,8 +1,7 @@
 """Answers to the prompts of a file: `generate --prompts FILE --out OUT`.
 
-Any number of processes answers the prompts. Each answer is appended to OUT.part once it ends. When all prompts are
-done, the answers are written to OUT in the order of the prompts. With the same settings, an answer depends only on the
-prompt, its index and the seed. For this reason any number of processes writes the same file.
+Answers are appended to OUT.part as they end, then written to OUT in order. With the same settings, an answer depends
+only on prompt, index and seed, so any number of processes writes the same file.
 """
 
 from __future__ import annotations
@@ -38,20 +37,14 @@ if TYPE_CHECKING:
 
 FLAG = "--out"
 MAX_BATCH = 8
-"""Default number of prompts that a process decodes at once."""
 MAX_NAMED = 10
-"""Max failed prompts that are named on the terminal.
-
-The output file has all failed prompts.
-"""
+"""Max failed prompts named on the terminal; the file has all."""
 WORK = "sharesd.cli.generate_file:answer"
 
 Prompt = str | list[Message]
 
 
 class Work(NamedTuple):
-    """Settings of a process that answers prompts."""
-
     config: EngineConfig
     mode: Mode
     params: SamplingParams
@@ -60,7 +53,6 @@ class Work(NamedTuple):
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options for prompts in a file."""
     group = parser.add_argument_group("prompts in a file")
     group.add_argument(
         "--prompts",
@@ -81,13 +73,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Check the options for prompts in a file.
-
-    Options without effect log a warning.
-
-    Raises:
-        ValueError: options are missing or contradict each other, or `--max-batch` is below 1.
-    """
+    """Warn of options without effect; ValueError for missing or contradictory ones."""
     if args.file is None:
         if not args.prompts:
             raise ValueError("there is no prompt; give a text, - for stdin, or --prompts FILE --out FILE")
@@ -109,11 +95,7 @@ def check_options(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace, work: Work) -> int:
-    """Answer all prompts without an answer yet; return the exit status.
-
-    The status is 1 if prompts failed, else 0. If a launcher started this process as a rank above 0, the process works
-    for rank 0 instead.
-    """
+    """Answer prompts without an answer; return 1 if any failed, else 0."""
     work = work._replace(
         config=replace(work.config, max_batch=args.max_batch or MAX_BATCH, prefill_chunk=CHUNK),
     )
@@ -155,11 +137,7 @@ def run(args: argparse.Namespace, work: Work) -> int:
 
 
 def _answer(work: Work, left: Sequence[tuple[int, Prompt]], replicas: list[Replica] | None, journal: Journal) -> str:
-    """Answer prompts and write the answers to the journal.
-
-    `left`: prompts with their indices. `replicas`: processes that answer; None = this process. Returns a line with the
-    speed.
-    """
+    """Write answers of replicas or of this process; return their speed."""
     prompts, num_tokens = dict(left), 0
     with answering(WORK, work, left, replicas, max_assigned=work.config.max_batch) as results:
         started = time.perf_counter()
@@ -172,11 +150,7 @@ def _answer(work: Work, left: Sequence[tuple[int, Prompt]], replicas: list[Repli
 
 
 def answer(work: Work, tasks: TaskQueue, progress: Progress | None = None) -> Iterator[Numbered]:
-    """Load the engine and return an iterator over the answers.
-
-    If `progress` is None, this process is a replica and sets up its logging. If a prompt is rejected, its answer is an
-    error.
-    """
+    """Load the engine and return answers; `progress` is None in replicas."""
     if progress is None:
         set_up_logging(os.environ.get("LOGLEVEL", "WARNING"))
     from sharesd.runtime import Runtime  # torch takes seconds, mistakes should not
@@ -194,8 +168,6 @@ def answer(work: Work, tasks: TaskQueue, progress: Progress | None = None) -> It
 
 
 class _Question:
-    """One prompt and its answer."""
-
     goes_on = False
 
     def __init__(self, work: Work, index: int, prompt: Prompt) -> None:
@@ -212,23 +184,14 @@ class _Question:
         self._answer.add(chunk)
 
     def record(self) -> dict[str, Any]:
-        """Return the fields of the answer for the output file.
-
-        These fields depend only on the prompt and its seed, not on the decoding.
-        """
+        """Return the answer's fields, which depend only on prompt and seed."""
         found = self._answer
         record = {"text": found.text, "token_ids": found.token_ids, "finish_reason": found.finish_reason}
         return record if found.logprobs is None else {**record, "logprobs": found.logprobs}
 
 
 def read(path: Path, *, raw: bool) -> list[tuple[str, Prompt]]:
-    """Return the prompts of a file, each with its place.
-
-    The place is the file with a line or record number.
-
-    Raises:
-        ValueError: the file cannot be read or has no prompts, or a record is no prompt.
-    """
+    """Return prompts with their places; ValueError for a record without one."""
     found: Sequence[tuple[str, Any]] = text_lines(path) if path.suffix == ".txt" else records(path)
     if not found:
         raise ValueError(f"{path}: no prompts; give a file that holds some")
@@ -236,13 +199,7 @@ def read(path: Path, *, raw: bool) -> list[tuple[str, Prompt]]:
 
 
 def _prompt(where: str, record: Any, raw: bool) -> Prompt:
-    """Return the prompt of a record: a text or a conversation.
-
-    A conversation ends with the last user message. A conversation of one message becomes a text.
-
-    Raises:
-        ValueError: the record is no prompt, or `raw` is set for a conversation.
-    """
+    """Return a text or conversation, or raise ValueError with the place."""
     if isinstance(record, str):
         if not record.strip():
             raise ValueError(f"{where}: the prompt is empty; give it a text, or drop it")
@@ -267,7 +224,6 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _settings(args: argparse.Namespace, work: Work) -> dict[str, Any]:
-    """Return the settings on which the answers depend."""
     file, config = Path(args.file), work.config
     return {
         "prompts": [file.name, hashlib.sha256(file.read_bytes()).hexdigest()],

@@ -20,10 +20,7 @@ def answer(
     *,
     reuse: bool = False,
 ) -> list[Completion]:
-    """Decode prompts together and show every chunk.
-
-    After Ctrl-C, unfinished answers end early, with `finish_reason` None.
-    """
+    """Decode prompts together; Ctrl-C ends unfinished answers with `finish_reason` None."""
     answers = [Completion() for _ in prompts]
     chunks = engine.stream(prompts, params, reuse=reuse)
     with suppress(KeyboardInterrupt), ctrl_c_noted() as stopped, closing(chunks):  # type: ignore[type-var]
@@ -37,11 +34,7 @@ def answer(
 
 @contextmanager
 def ctrl_c_noted() -> Iterator[Callable[[], bool]]:
-    """Record Ctrl-C within the block instead of raising KeyboardInterrupt.
-
-    Yields a function that returns True after Ctrl-C. A second Ctrl-C raises KeyboardInterrupt, which also stops work
-    that does not call the function. The block must run in the main thread.
-    """
+    """Yield a check for Ctrl-C, whose second press raises KeyboardInterrupt."""
     noted = False
 
     def note(signum: int, frame: FrameType | None) -> None:

@@ -1,7 +1,4 @@
-"""Command line of `sharesd generate | chat | cache`.
-
-torch is imported only after all arguments are checked.
-"""
+"""Command line of `sharesd generate | chat | cache`; imports torch last."""
 
 from __future__ import annotations
 
@@ -35,11 +32,9 @@ from sharesd.drafters.spec import Need
 
 PROG = "python -m sharesd"
 INTERRUPTED = 130
-"""Exit status after Ctrl-C, by the convention of shells."""
 
 
 def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
-    """Run a command line; return the exit status."""
     return main_guard(lambda: _run(argv, prog))
 
 
@@ -49,10 +44,6 @@ def _run(argv: Sequence[str] | None, prog: str) -> int:
 
 
 def make_parser(prog: str = PROG) -> Parser:
-    """Return the parser.
-
-    `prog`: name of the program in messages.
-    """
     parser = Parser(prog=prog, description="Lossless speculative decoding with one shared model.")
     parser.add_argument("--version", action=_Version)
     commands = parser.add_subparsers(title="commands", dest="command", required=True)
@@ -99,8 +90,6 @@ def make_parser(prog: str = PROG) -> Parser:
 
 
 class _Version(argparse.Action):
-    """Action that prints versions and exits."""
-
     def __init__(self, option_strings: Sequence[str], dest: str) -> None:
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help="show versions, and exit")
 
@@ -110,7 +99,6 @@ class _Version(argparse.Action):
 
 
 def versions() -> str:
-    """Return the versions of ShareSD, torch and transformers."""
     from sharesd import __version__
 
     return f"sharesd {__version__}, torch {_installed('torch')}, transformers {_installed('transformers')}"
@@ -164,13 +152,7 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _read_prompts(given: Sequence[str]) -> list[str]:
-    """Return the prompts, with the text of stdin in place of `-`.
-
-    The last line end of stdin is removed.
-
-    Raises:
-        ValueError: `-` is given twice, or a prompt is empty.
-    """
+    """Return the prompts, with stdin for `-`; ValueError for an empty one."""
     if given.count("-") > 1:
         raise ValueError("the prompt - is given twice; stdin can be read once")
     prompts = [sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt for prompt in given]

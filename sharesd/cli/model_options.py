@@ -15,7 +15,6 @@ from sharesd.drafters import registry, selection
 from sharesd.drafters.spec import DrafterSpec, Flag, Need
 
 DEFAULTS = EngineConfig()
-"""Defaults of the flags."""
 
 
 def _modes_needing(need: Need) -> str:
@@ -186,14 +185,9 @@ OFFLOAD = {
     ),
 }
 ENGINE = MODEL | DRAFTING | DRAFTER_MODULES | DEVICE | SHARING
-"""Flags of fields of EngineConfig."""
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add all flags of the model, in groups.
-
-    `options.engine_config` reads the parsed flags.
-    """
     add_flags(parser.add_argument_group("model"), EngineConfig, MODEL)
     group = parser.add_argument_group("drafting")
     add_flags(group, EngineConfig, DRAFTING)
@@ -213,10 +207,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_drafters(parser: argparse.ArgumentParser) -> None:
-    """Add `--drafter-module` and the options of all drafters.
-
-    Drafters of the named modules are included.
-    """
+    """Add `--drafter-module` and the options of all drafters, named modules included."""
     group = parser.add_argument_group("options of drafters")
     add_flags(group, EngineConfig, DRAFTER_MODULES)
     shown: set[str] = set()
@@ -227,7 +218,6 @@ def _add_drafters(parser: argparse.ArgumentParser) -> None:
 
 
 def _load_named(add: Callable[[Iterable[DrafterSpec]], None], args: Sequence[str]) -> None:
-    """Register the drafters of `--drafter-module`, and add their flags."""
     flag = "--drafter-module"
     modules = [value for name, value in zip(args, args[1:], strict=False) if name == flag]
     modules += [arg.partition("=")[2] for arg in args if arg.startswith(f"{flag}=")]

@@ -14,11 +14,7 @@ from sharesd.cli.console import loading_bars
 def answering(
     work: str, settings: Any, tasks: Sequence[Numbered], replicas: Iterable[Replica] | None, *, max_assigned: int
 ) -> Iterator[Iterator[Numbered]]:
-    """Yield an iterator over the results of `work`.
-
-    `work`: name `module:function`. `replicas`: processes that run the function; None = this process. In this process
-    the function gets a `Progress` as well, and loads its models before the block begins.
-    """
+    """Yield results of `work` (`module:function`), by `replicas` or by this process."""
     with loading_bars() as progress:
         if replicas is None:
             results = function_of(work)(settings, LocalTaskQueue(tasks), progress)

@@ -1,7 +1,4 @@
-"""Modes and engine config from parsed flags.
-
-The module re-exports flags that several programs share.
-"""
+"""Modes and engine config from parsed flags that several programs share."""
 
 from __future__ import annotations
 
@@ -41,10 +38,7 @@ __all__ = [
 
 
 def add_mode_option(parser: argparse._ActionsContainer, *, several: bool) -> None:
-    """Add `--mode`, which `modes_of` reads.
-
-    `several`: the flag takes a list, by default all modes. Without `several`, the flag takes one mode.
-    """
+    """Add `--mode`, as a list (by default all modes) if `several`."""
     names = ", ".join(registry.modes())
     if several:
         parser.add_argument(
@@ -58,10 +52,6 @@ def add_mode_option(parser: argparse._ActionsContainer, *, several: bool) -> Non
 
 
 def add_replicas_option(parser: argparse._ActionsContainer) -> None:
-    """Add `--replicas`.
-
-    None = this process answers all prompts.
-    """
     parser.add_argument(
         "--replicas",
         type=whole,
@@ -71,10 +61,7 @@ def add_replicas_option(parser: argparse._ActionsContainer) -> None:
 
 
 def check_launched(args: argparse.Namespace, world: int) -> None:
-    """Raise ValueError for options that a launcher's processes cannot have.
-
-    If `world` is above 1, such options are `--replicas`, `--tensor-parallel` and a split over several devices.
-    """
+    """Raise ValueError for options of processes or devices that a launcher excludes."""
     config = EngineConfig(mode=registry.NAIVE, tensor_parallel=args.tensor_parallel, split=_pipeline_config(args))
     check(OPTIONS, Combination.of(config, replicas=args.replicas, launched=world))
 
@@ -86,11 +73,7 @@ def _pipeline_config(args: argparse.Namespace) -> PipelineConfig:
 def modes_of(args: argparse.Namespace, *, default: Sequence[str]) -> tuple[Mode, ...]:
     """Return the modes given by `--mode`, each once, in given order.
 
-    `all` stands for the modes of `default`, and is assumed without `--mode`. A mode with a trained head belongs to
-    `all` only if a head is given or ships with the embedded model.
-
-    Raises:
-        ValueError: a mode is unknown.
+    `all`, the default, has modes with a trained head only if one is given or shipped. ValueError for an unknown mode.
     """
     given, fitting = getattr(args, "mode", None), _modes_with_heads(args)
     offered = [mode for mode in default if mode not in registry.names("head") or mode in fitting]
@@ -106,15 +89,11 @@ def modes_of(args: argparse.Namespace, *, default: Sequence[str]) -> tuple[Mode,
 
 
 def modes_of_heads(args: argparse.Namespace) -> set[Mode]:
-    """Return the modes of the given heads."""
     return {selection.head_mode(head) for head in getattr(args, "heads", ())}
 
 
 def _modes_with_heads(args: argparse.Namespace) -> set[str]:
-    """Return the modes with a given or shipped head.
-
-    With tensor parallelism, only given heads count.
-    """
+    """Return modes with a given head, or shipped one without tensor parallelism."""
     config = EngineConfig(target=getattr(args, "target", None))
     alone = getattr(args, "tensor_parallel", 1) > 1
     shipped = set() if alone else {mode for mode in registry.names("head") if selection.head_of(config, mode)}
@@ -122,11 +101,7 @@ def _modes_with_heads(args: argparse.Namespace) -> set[str]:
 
 
 def mode_of(args: argparse.Namespace) -> Mode:
-    """Return the given mode, or the default mode.
-
-    Raises:
-        ValueError: several modes are given.
-    """
+    """Return the given mode or the default; ValueError for several."""
     modes = modes_of(args, default=registry.modes()) if hasattr(args, "mode") else (DEFAULTS.mode,)
     if len(modes) != 1:
         raise ValueError(f"--mode is {args.mode!r}; give one mode")
@@ -134,13 +109,9 @@ def mode_of(args: argparse.Namespace) -> Mode:
 
 
 def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode]) -> EngineConfig:
-    """Return the config of the parsed flags.
+    """Return the config of the last mode, or the first with `--draft-model`.
 
-    The config's mode is the last of `modes`. If `--draft-model` is given, the mode is the first of `modes` with a
-    second model. Flags without effect on any of the modes log a warning.
-
-    Raises:
-        ValueError: a given drafter belongs to no mode, or values do not fit together.
+    Flags without effect log a warning. ValueError for an unused drafter or values that do not fit together.
     """
     draft, heads = getattr(args, "draft", None), tuple(getattr(args, "heads", ()))
     known = EngineConfig(
@@ -212,7 +183,6 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode]) -> EngineC
 
 
 def _warn_of_idle(args: argparse.Namespace, drafting: set[str], modes: set[str]) -> None:
-    """Warn of given flags that no active drafter uses."""
     second = selection.needing(Need.SECOND_MODEL)
     quantized = (*selection.needing(Need.QUANTIZED_TARGET), *(() if hasattr(args, "draft") else second))
     mixes, heads = registry.names("mix"), registry.names("head")

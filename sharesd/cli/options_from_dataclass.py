@@ -1,7 +1,4 @@
-"""Command-line flags from dataclass fields.
-
-The module replaces tyro. The import of tyro would slow every start, and tyro's help shows second names of flags.
-"""
+"""Flags from dataclass fields; tyro would slow starts and show second names."""
 
 from __future__ import annotations
 
@@ -18,11 +15,6 @@ from sharesd.drafters.spec import Flag
 
 def add_flags(group: argparse._ActionsContainer, options: type, flags: Mapping[str, Flag] | None = None) -> None:
     """Add flags of a dataclass, with its defaults, types and choices.
-
-    Args:
-        group: group or parser that gets the flags.
-        options: the dataclass.
-        flags: field -> flag, in order; default: the metadata of the fields (`sharesd.drafters.spec.option`).
 
     A flag whose field is None by default is absent from the parsed arguments unless it is given.
     """
@@ -43,15 +35,11 @@ def add_flags(group: argparse._ActionsContainer, options: type, flags: Mapping[s
 
 
 def flags_of(options: type) -> dict[str, Flag]:
-    """Return the flags in the metadata of a dataclass's fields."""
     return {field.name: field.metadata["flag"] for field in fields(options) if "flag" in field.metadata}
 
 
 def values_of(args: argparse.Namespace, options: type, flags: Mapping[str, Flag] | None = None) -> dict[str, Any]:
-    """Return the fields whose parsed values differ from their defaults.
-
-    Values of repeatable flags are tuples.
-    """
+    """Return fields that differ from their defaults; repeatable flags are tuples."""
     found: dict[str, Any] = {}
     known: dict[str, Field[Any]] = {field.name: field for field in fields(options)}
     for name, flag in (flags_of(options) if flags is None else flags).items():
@@ -77,10 +65,6 @@ def _name(field: str, flag: Flag) -> str:
 
 
 def _reader(kind: Any, flag: Flag) -> Callable[[str], Any]:
-    """Return the parser of a flag's text.
-
-    A flag's own parser comes first, then a parser by the field's type. A union with int is parsed as int, else a union
-    with float as float, else the text is the value.
-    """
+    """Return the flag's own parser, else one by the field's type."""
     kinds = (kind, *get_args(kind))
     return shown(flag.parse) if flag.parse is not None else whole if int in kinds else number if float in kinds else str

@@ -28,14 +28,10 @@ __all__ = [
 
 _T = TypeVar("_T")
 SIZES = "G and GiB are 2^30 bytes, GB is 10^9; so are M, T and K"
-"""Units of `size`, for help texts."""
 
 
 def size(text: str) -> int:
-    """Return the bytes of a size such as 2G, 2GiB or 512M.
-
-    G and GiB are 2^30 bytes, GB is 10^9 bytes. Lower case is accepted.
-    """
+    """Return the bytes of a size such as 2G, 2GiB or 512m."""
     parts = re.fullmatch(r"(\d+(?:\.\d+)?)(?:([KMGT])(I?B)?|B)", text.upper())
     if not parts:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write for example 512M, 8GB or 8GiB")
@@ -55,17 +51,14 @@ def sizes_of_gpus(text: str) -> tuple[tuple[int, int], ...]:
 
 
 def whole(text: str) -> int:
-    """Parse a whole number."""
     return int(_checked(int, text, "a whole number"))
 
 
 def number(text: str) -> float:
-    """Parse a finite number."""
     return _checked(float, text, "a number")
 
 
 def whole_or_auto(text: str) -> int | str:
-    """Parse a whole number, or `auto`."""
     return text if text == "auto" else whole(text)
 
 
@@ -82,7 +75,6 @@ def shown(convert: Callable[[str], _T]) -> Callable[[str], _T]:
 
 
 def distinct_names(text: str) -> tuple[str, ...]:
-    """Return comma-separated names, each once."""
     return tuple(dict.fromkeys(name for name in names(text) if name))
 
 

@@ -1,7 +1,4 @@
-"""Argument parser of all commands.
-
-An error is one line. Flags may have second names. A program may have subcommands from several modules.
-"""
+"""Argument parser of all commands: errors of one line, second names, subcommands."""
 
 from __future__ import annotations
 
@@ -33,29 +30,19 @@ SECOND_NAMES = {
     "--temperatures": ("--temps",),
     "--tensor-parallel": ("--tensor-parallel-size",),
 }
-"""Flag -> second names, accepted by every command with this flag.
-
-Help and messages do not show second names.
-"""
+"""Flag -> second names, accepted everywhere but not shown."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Argument parser that prints one line for an error.
-
-    The line goes to stderr, and the exit status is 2. Flags cannot be abbreviated.
-    """
+    """Parser with unabbreviated flags; an error is one line and status 2."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("formatter_class", _HelpFormatter)
         super().__init__(*args, **{**kwargs, "allow_abbrev": False})
         self.before_parsing: list[Callable[[Sequence[str]], None]] = []
-        """Functions that get the arguments before parsing.
-
-        A function may add flags, and raises ValueError for invalid arguments.
-        """
+        """Functions of the arguments that may add flags or raise ValueError."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Parse as argparse does, with SECOND_NAMES added."""
         try:
             for prepare in self.before_parsing:
                 prepare(sys.argv[1:] if args is None else args)
@@ -81,19 +68,13 @@ class Switch(argparse.BooleanOptionalAction):
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Help formatter without the defaults None, False, [] and the empty string."""
-
     def _get_help_string(self, action: argparse.Action) -> str | None:
         idle = action.default is None or action.default is False or action.default in ([], "")
         return action.help if idle else super()._get_help_string(action)
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line.
-
-    An unknown argument is an error. A subcommand that sets the default `parser` to its own parser reports the error by
-    that parser.
-    """
+    """Parse the command line; a subcommand reports its own unknown arguments."""
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         getattr(args, "parser", parser).error(f"unknown argument {unknown[0]!r}")
@@ -103,9 +84,8 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) ->
 def program(prog: str, description: str, kind: str, modules: Sequence[str] | Mapping[str, str]) -> Parser:
     """Return the parser of a program with subcommands.
 
-    Each module has `add_parser(subparsers)`, which adds one or more subcommands and sets their defaults `run` (args ->
-    exit status) and `parser`. If `modules` is a mapping, each module has one subcommand, and the mapping gives its
-    name.
+    Modules have `add_parser(subparsers)`, which sets defaults `run` (args -> exit status) and `parser`. If `modules` is
+    a mapping, it gives the name of each module's subcommand.
     """
     parser = Parser(prog=prog, description=description)
     subparsers = parser.add_subparsers(metavar=kind, required=True)
@@ -116,6 +96,5 @@ def program(prog: str, description: str, kind: str, modules: Sequence[str] | Map
 
 
 def run_command(parser: Parser, argv: Sequence[str] | None) -> int:
-    """Run a subcommand of a `program`; return the exit status."""
     args = parse(parser, argv)
     return main_guard(lambda: args.run(args))

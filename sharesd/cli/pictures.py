@@ -6,10 +6,7 @@ from sharesd.cli.console import err_console
 
 
 def can_draw(*names: str) -> bool:
-    """Return True if matplotlib is installed.
-
-    Otherwise print one line on stderr with the names of the pictures and the command that installs matplotlib.
-    """
+    """Return True if matplotlib is installed, else print its installation command."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:

@@ -11,13 +11,9 @@ if TYPE_CHECKING:
 
 
 def encode(tokenizer: Tokenizer, prompt: str | list[Message], *, raw: bool, system: str | None) -> list[int]:
-    """Return the token ids of a text or a conversation.
+    """Return token ids, through the chat template unless `raw` is set.
 
-    A text goes through the chat template if there is one, unless `raw`. A conversation always goes through the
-    template. `system` is the system prompt, unless the conversation begins with its own.
-
-    Raises:
-        ValueError: no template applies, and `system` or a conversation is given.
+    `system` yields to a conversation's own system prompt. ValueError if a conversation or `system` lacks a template.
     """
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if isinstance(prompt, str) and (raw or not tokenizer.has_chat_template):

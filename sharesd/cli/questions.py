@@ -12,7 +12,6 @@ from sharesd.models.tokenizer import Tokenizer
 
 
 def add_question_options(group: Any, name: str, *, num_questions: int, max_new_tokens: int) -> None:
-    """Add the options for questions, and `--out-dir` of the command `name`."""
     group.add_argument("--questions", metavar="FILE", help="JSON Lines, perhaps gzipped (default: ShareSD's own)")
     group.add_argument("--num-questions", type=whole, default=num_questions, metavar="N", help="first N questions")
     group.add_argument(
@@ -24,12 +23,6 @@ def add_question_options(group: Any, name: str, *, num_questions: int, max_new_t
 def prompts_of(
     tokenizer: Tokenizer, questions: Sequence[Question], *, max_new_tokens: int, max_context: int
 ) -> dict[str | int, list[int]]:
-    """Return the prompt of each question's first turn as token ids.
-
-    The keys are question ids.
-
-    Raises:
-        ValueError: `max_context` is too small for answers of `max_new_tokens` tokens.
-    """
+    """Return first turns by question id; ValueError if they exceed `max_context`."""
     require_room(tokenizer, questions, max_new_tokens=max_new_tokens, max_context=max_context)
     return {question.id: prompt_ids(tokenizer, question, []) for question in questions}

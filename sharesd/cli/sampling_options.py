@@ -26,11 +26,9 @@ SAMPLING = {
     "stop": Flag("end before this text (repeatable)", metavar="TEXT", is_list=True, is_absent=True),
     "max_new_tokens": Flag("tokens per answer at most", metavar="N"),
 }
-"""Flags of fields of SamplingParams."""
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, *, max_new_tokens: int = 128) -> None:
-    """Add the flags of sampling and of stopping."""
     group = parser.add_argument_group("sampling")
     add_flags(group, SamplingParams, SAMPLING)
     group.add_argument("--do-sample", action="store_true", help=argparse.SUPPRESS)  # temperature 1, if none is given
@@ -38,13 +36,7 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_new_tokens: int
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
-    """Return the sampling flags as parameters.
-
-    Flags without effect on greedy decoding log a warning.
-
-    Raises:
-        ValueError: `--do-sample` and `--temperature 0` contradict each other.
-    """
+    """Return sampling flags as parameters; ValueError if they contradict each other."""
     given = values_of(args, SamplingParams, SAMPLING)
     if args.do_sample and getattr(args, "temperature", None) == 0:
         raise ValueError("--do-sample and --temperature 0 contradict each other; drop one of the two")

@@ -22,14 +22,7 @@ def follows() -> bool:
 
 
 def load_runtime(config: EngineConfig, modes: Sequence[Mode]) -> Runtime:
-    """Load the models that modes need.
-
-    The offload plan is printed before loading. With tensor parallelism, a process that torchrun started as a rank other
-    than 0 works for rank 0 and exits.
-
-    Raises:
-        ValueError: an option cannot be applied.
-    """
+    """Load models that modes need; ranks above 0 work and then exit."""
     if config.tensor_parallel > 1 and follows():
         from sharesd.cli.tp_worker import follow
 
@@ -47,10 +40,7 @@ def load_runtime(config: EngineConfig, modes: Sequence[Mode]) -> Runtime:
 
 
 def _chosen(runtime: Runtime) -> str:
-    """Return a line on chosen drafters and context, with reasons.
-
-    The line is empty if the mode was given and the context is the model's own.
-    """
+    """Return chosen drafters and context with reasons; "" if as given."""
     parts = [] if runtime.auto is None else [str(runtime.auto)]
     if runtime.config.max_context == "auto" and (parts or runtime.max_context < runtime.target.max_context):
         parts.append(f"context of {runtime.max_context:,} tokens: {runtime.context_reason}")
@@ -58,6 +48,5 @@ def _chosen(runtime: Runtime) -> str:
 
 
 def start_engine(runtime: Runtime, mode: Mode, params: SamplingParams, *, each_kind: bool = False) -> Engine:
-    """Return the engine of a mode, compiled and warmed up (`Runtime.engine`)."""
     with err_console.status(f"compiling mode {mode}"):
         return runtime.engine(mode, warm=params, each_kind=each_kind)

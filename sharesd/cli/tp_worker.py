@@ -15,10 +15,7 @@ from sharesd.loading.tp_worker import run_tp_worker
 
 
 def follow(device: str) -> int:
-    """Join the launched group, run rank 0's steps, return an exit status.
-
-    Rank 0 reports errors of other ranks. Rank 1 reports that rank 0 ended unexpectedly.
-    """
+    """Join the launched group, run rank 0's steps, return an exit status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0
     logging.disable(logging.WARNING)  # rank 0 says the same
     own = local_device(device_of(device), 1)

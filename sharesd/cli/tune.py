@@ -1,13 +1,10 @@
 """Search for the fastest quantization for `share`: `sharesd tune`.
 
-For each setting c, v and alpha are measured. c is the time of a draft step over that of a plain step. v is the time of
-a verify step over that of a plain step. alpha is the acceptance probability on real texts with a fixed draft length.
 The best draft length K has the highest expected speedup (Leviathan et al. 2022):
 
     (1 - alpha^(K + 1)) / ((1 - alpha) * (K c + v))
 
-Decoding with this K gives the measured speedup. The setting with the highest measured speedup is saved for
-`--draft-quant auto`.
+The setting with the highest measured speedup at its K is saved for `--draft-quant auto`.
 """
 
 from __future__ import annotations
@@ -42,28 +39,16 @@ TEACHER_DRAFT = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """Measured figures of one setting."""
-
     quant: str
-    """Canonical form of the setting."""
     quantized_bytes: int
-    """Bytes of the quantized weights."""
     c: float
     """Time of a draft step over that of a plain step."""
     v: float
-    """Time of a verify step over that of a plain step.
-
-    The verify step has 1 + `num_draft` rows.
-    """
+    """Time of a verify step (1 + `num_draft` rows) per plain step."""
     alpha: float
-    """Probability that a draft token is accepted.
-
-    The condition is that all earlier draft tokens of the round were accepted.
-    """
+    """Acceptance probability of a draft token after accepted ones, on real texts."""
     num_draft: int
-    """Draft length with the highest expected speedup."""
     expected: float
-    """Expected speedup at `num_draft`, by the formula."""
     speedup: float
     """Measured speedup at `num_draft`: tokens/s of `share` over `naive`."""
     naive_tokens_per_second: float
@@ -75,7 +60,6 @@ class Measured:
 
 
 def add_parser(subparsers: Any, name: str = "tune") -> None:
-    """Add the subcommand."""
     parser = subparsers.add_parser(
         name,
         help="which quantization makes mode share fastest here?",
@@ -100,10 +84,7 @@ def add_parser(subparsers: Any, name: str = "tune") -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure all settings and save the best; return the exit status.
-
-    Prints the table and writes tune.json.
-    """
+    """Measure all settings and save the best; return the exit status."""
     given = options.engine_config(args, modes=("share",))
     if given.explicit_tree is not None:
         raise ValueError("--tree does not belong here, tune measures chains; drop it")
@@ -133,10 +114,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def settings_of(quants: str, keep: str, base: QuantConfig, skips: Sequence[str] = ()) -> list[QuantConfig]:
-    """Return the settings to measure, each once.
-
-    The listed settings come first. Then come variants of `base`, each with one projection at full precision.
-    """
+    """Return listed settings, then variants of `base` with one projection in full."""
     listed = [QuantConfig.parse(text.replace("+", ","), skips) for text in _parts("--quants", quants)]
     kept = [] if keep == NONE else [_without(base, projection) for projection in _parts("--keep", keep)]
     return list(dict.fromkeys((*listed, *kept)))
@@ -164,10 +142,7 @@ def measure(
     teacher_draft: int,
     progress: Progress = silent,
 ) -> Measured:
-    """Load and measure one setting.
-
-    The model is freed on return.
-    """
+    """Load, measure and free one setting."""
     from sharesd.engine.cost_profiler import measure_costs
     from sharesd.engine.stats import Stats
     from sharesd.runtime import Runtime  # torch takes seconds, mistakes should not
@@ -209,30 +184,20 @@ def measure(
 
 
 def expected_speedup(alpha: float, num_draft: int, costs: Costs) -> float:
-    """Return the expected tokens per round over the cost per round.
-
-    The unit of cost is a plain step.
-    """
+    """Return expected tokens per round over its cost in plain steps."""
     tokens = num_draft + 1 if alpha == 1 else (1 - alpha ** (num_draft + 1)) / (1 - alpha)
     return tokens * costs.of_step(1) / (num_draft * costs.draft + costs.draft_begin + costs.of_step(1 + num_draft))
 
 
 def best_length(alpha: float, costs: Costs, max_length: int) -> int:
-    """Return the draft length with the highest expected speedup.
-
-    The length is between 1 and `max_length`.
-    """
+    """Return the length in 1..`max_length` with the highest expected speedup."""
     return max(range(1, max_length + 1), key=lambda num: expected_speedup(alpha, num, costs))
 
 
 def take_turns(
     engines: dict[str, Engine], prompts: Sequence[list[int]], params: SamplingParams
 ) -> tuple[dict[str, Stats], int]:
-    """Answer each question with both modes.
-
-    The mode that comes first alternates between questions. Returns the stats by mode, and the number of questions with
-    equal answers.
-    """
+    """Return stats by mode, alternating the order, and the equal answers' number."""
     from sharesd.engine.stats import Stats
 
     stats = {mode: Stats() for mode in engines}

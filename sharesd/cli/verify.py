@@ -1,9 +1,7 @@
 """Compare every mode's tokens with naive decoding: `sharesd verify`.
 
-The comparison covers every draft length. `naive` and each other mode answer the first turn of each question, at each
-temperature and seed. If an answer differs, the report has the gap between the target's two largest logits at the first
-difference. A gap of a few units in the last place suggests rounding that depends on the shape of a step. A large gap
-suggests a bug.
+A difference is reported with the gap between the target's two largest logits: a few units in the last place suggest
+rounding by the shape of a step, a large gap suggests a bug.
 """
 
 from __future__ import annotations
@@ -36,64 +34,46 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mismatch:
-    """First difference between an answer and naive decoding.
-
-    A token id is None if the answer ends before this position.
-    """
+    """First difference from naive decoding; token ids are None after the end."""
 
     question_id: str | int
     position: int
-    """Index of the token in the answer, from 0."""
     naive_token: int | None
     token: int | None
     naive_text: str
     text: str
     logit_gap: float
-    """Gap between the target's two largest logits at this position.
-
-    The logits come from a plain forward pass over the prompt and the answer up to this position.
-    """
+    """Gap between the target's two largest logits, by a plain forward pass."""
     score_gap: float
-    """Gap between the two largest scores at this position.
-
-    The token with the largest score is chosen. Scores are logits if greedy, else logits / temperature + Gumbel noise.
-    """
+    """Gap between scores: logits / temperature + Gumbel noise; greedy: logits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """Comparison for one mode, draft length and sampling setting."""
-
     mode: str
     num_draft: int | None
     """Draft tokens per round; None = chosen for each round."""
     temperature: float
     seed: int
     verify_width: int
-    """Max rows of a verify step."""
     num_turns: int
     num_tokens: int
-    """Number of tokens of naive decoding."""
     mismatches: tuple[Mismatch, ...]
 
     @property
     def num_identical(self) -> int:
-        """Number of turns with the same tokens."""
         return self.num_turns - len(self.mismatches)
 
     @property
     def row(self) -> tuple[str, str, str]:
-        """Mode, draft length and verify width for tables."""
         return self.mode, AUTO if self.num_draft is None else str(self.num_draft), str(self.verify_width)
 
     @property
     def sampling(self) -> str:
-        """Sampling setting for tables."""
         return f"T={self.temperature:g} seed {self.seed}" if self.temperature else "greedy"
 
 
 def add_parser(subparsers: Any, name: str = "verify") -> None:
-    """Add the subcommand."""
     parser = subparsers.add_parser(
         name,
         help="does every mode give the tokens of naive decoding?",
@@ -121,13 +101,7 @@ def add_parser(subparsers: Any, name: str = "verify") -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare all modes; return 0 if all tokens are identical, else 1.
-
-    Prints the tables and writes verify.json.
-
-    Raises:
-        ValueError: `naive` is the only mode.
-    """
+    """Compare all modes; return 0 if all tokens are identical, else 1."""
     modes = options.modes_of(args, default=registry.modes())
     modes = ("naive", *(mode for mode in modes if mode != "naive"))
     if len(modes) == 1:
@@ -164,11 +138,7 @@ def compare_answers(
     num_draft: int | None,
     tick: Callable[[], None] = lambda: None,
 ) -> list[Case]:
-    """Return a case for each engine but `naive`.
-
-    `prompts`: token ids by question id. `tick` is called after every answer. The engines share one target and have a
-    batch size of 1.
-    """
+    """Return a case for each engine but `naive`, at batch size 1."""
     naive = engines["naive"]
     found: dict[Mode, list[Mismatch]] = {mode: [] for mode in engines if mode != "naive"}
     num_tokens = 0
@@ -211,10 +181,7 @@ def _compare(
     done: int,
     total: int,
 ) -> list[Case]:
-    """Return the cases of one draft length.
-
-    The models are freed on return.
-    """
+    """Return the cases of one draft length, then free the models."""
     from sharesd.runtime import Runtime  # torch takes seconds, mistakes should not
 
     runtime = Runtime(config, modes, progress=progress)
@@ -259,10 +226,7 @@ def _mismatch(
 
 
 def _gaps(engine: Engine, tokens: list[int], params: SamplingParams) -> tuple[float, float]:
-    """Return the logit gap and the score gap after `tokens`.
-
-    Each gap is the difference between the two largest values.
-    """
+    """Return the logit gap and the score gap after `tokens`."""
     import torch
 
     from sharesd import sampling
@@ -284,7 +248,6 @@ def _gaps(engine: Engine, tokens: list[int], params: SamplingParams) -> tuple[fl
 
 
 def _show(cases: Sequence[Case]) -> None:
-    """Print the share of identical turns, then the differences."""
     samplings = list(dict.fromkeys(case.sampling for case in cases))
     by_row: dict[tuple[str, str, str], dict[str, str]] = {}
     for case in cases:
@@ -318,8 +281,6 @@ def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Ta
 
 
 def _list_of(convert: Callable[[str], _T]) -> Callable[[str], tuple[_T, ...]]:
-    """Return an argparse type: comma-separated values, each once."""
-
     def values(text: str) -> tuple[_T, ...]:
         try:
             return tuple(dict.fromkeys(map(convert, text.split(","))))

@@ -1,4 +1,1 @@
-"""Prompt files, chat messages and grammars as text.
-
-Imports no other package of ShareSD.
-"""
+"""Prompt files, chat messages and grammars as text."""

@@ -12,10 +12,8 @@ EXAMPLE = '[{"role": "user", "content": "..."}]'
 def for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return messages in the form that chat templates read.
 
-    Each content is one text, and tool arguments are objects. The role `developer` becomes `system`.
-
-    Raises:
-        ValueError: the list is empty, an item is no message, or a content is not text.
+    Contents are one text, tool arguments objects, and `developer` is `system`. ValueError for an empty list, an item
+    that is no message, or a content that is not text.
     """
     if not messages:
         raise ValueError(f"messages is empty; give at least one, as {EXAMPLE}")
@@ -36,7 +34,6 @@ def _message(place: int, message: Any) -> dict[str, Any]:
 
 
 def _text(place: int, content: Any) -> str:
-    """Return the content as one text; parts become lines."""
     if content is None:
         return ""
     if isinstance(content, str):

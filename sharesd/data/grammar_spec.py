@@ -1,7 +1,4 @@
-"""Grammars of answers, from schemas and patterns; imports no torch.
-
-The form is that of llguidance: JSON `{"grammars": [...]}`.
-"""
+"""Grammars as llguidance's JSON `{"grammars": [...]}`, without torch."""
 
 from __future__ import annotations
 
@@ -10,38 +7,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 WHITE_SPACE = r" |\n {0,24}"
-"""Pattern of white space between the parts of JSON.
-
-It is bounded, since a model may repeat unbounded white space without end.
-"""
+"""White space of JSON, bounded since a model may repeat it endlessly."""
 
 
 def from_json_schema(schema: Mapping[str, Any]) -> str:
-    """Return the grammar of JSON of this schema.
-
-    `x-guidance` in the schema has options of llguidance, which may replace the white space.
-
-    Raises:
-        ValueError: `x-guidance` is no object.
-    """
+    """Return a schema's grammar; ValueError if `x-guidance`, llguidance's options, is no object."""
     return json.dumps({"grammars": [{"json_schema": _with_options(schema)}]})
 
 
 def json_in_lark(schema: Mapping[str, Any]) -> str:
-    """Return JSON of this schema as a part of a Lark grammar.
-
-    Raises ValueError as `from_json_schema`.
-    """
+    """Return JSON of this schema as a part of a Lark grammar."""
     return f"%json {json.dumps(_with_options(schema))}"
 
 
 def from_lark(text: str) -> str:
-    """Return a grammar in llguidance's dialect of Lark."""
     return json.dumps({"grammars": [{"lark_grammar": text}]})
 
 
 def from_regex(pattern: str) -> str:
-    """Return a grammar of the texts that a Rust regular expression matches."""
     return llguidance().LLMatcher.grammar_from_regex(pattern)
 
 
@@ -60,7 +43,6 @@ def _with_options(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def llguidance() -> Any:
-    """Import and return the package; ValueError if it is missing."""
     try:
         import llguidance
     except ImportError as error:

@@ -1,8 +1,4 @@
-"""Texts and JSON records of users' files.
-
-Files are UTF-8, plain or gzipped, with or without a byte order mark. Records are JSON Lines or one JSON list. Any
-mistake is a ValueError of one line with file:line, the fault and the remedy.
-"""
+"""Texts and records of users' UTF-8 files, plain or gzipped; one-line ValueErrors."""
 
 from __future__ import annotations
 
@@ -18,7 +14,6 @@ _GZIP_MAGIC = b"\x1f\x8b"
 
 
 def records(path: Path) -> list[tuple[str, Any]]:
-    """Return place and value of each record of a file."""
     text = read_text(path, "JSON Lines")
     if text.lstrip().startswith("["):
         return [(f"{path}, record {i}", record) for i, record in enumerate(_parsed(path, 1, text), 1)]
@@ -26,15 +21,11 @@ def records(path: Path) -> list[tuple[str, Any]]:
 
 
 def text_lines(path: Path) -> list[tuple[str, str]]:
-    """Return place and text of each line, blank ones left out."""
     return [(f"{path}:{number}", line) for number, line in _lines(read_text(path))]
 
 
 def read_text(path: Path, kind: str = "text") -> str:
-    """Return the text of a file, with line ends as newlines.
-
-    `kind`: what the file should hold, for the message.
-    """
+    """Return a file's text with plain newlines; `kind` is for messages."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -56,13 +47,11 @@ def read_text(path: Path, kind: str = "text") -> str:
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """Yield number and text of each line, blank ones left out."""
     # str.splitlines would also cut at U+2028, which texts and JSON strings may hold.
     return ((number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip())
 
 
 def _parsed(path: Path, number: int, text: str) -> Any:
-    """Return the value of a JSON text, which begins at line `number`."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:

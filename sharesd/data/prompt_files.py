@@ -10,10 +10,7 @@ from typing import Any
 from sharesd.data.json_lines import records
 
 TEXT_FIELDS = ("instruction", "prompt", "question")
-"""Fields of the prompt; the first one present is used.
-
-An `input` of the record or of its first instance is appended.
-"""
+"""Fields of the prompt: the first present, with an appended `input`."""
 ANSWER_FIELDS = ("output", "response", "answer", "completion")
 TALK_FIELDS = ("messages", "conversations", "conversation")
 """Lists of turns: `role` and `content`, or ShareGPT's `from` and `value`."""
@@ -24,17 +21,10 @@ ROLES = {
 }
 
 Message = dict[str, str]
-"""`role` (system, user or assistant) and `content`."""
 
 
 def read_prompts(files: Sequence[str], max_per_file: int | None = None, seed: int = 0) -> list[str]:
-    """Return the prompts of all files in random order, each once.
-
-    `max_per_file`: maximum prompts from each file. The prompt of a conversation is its first user turn.
-
-    Raises:
-        ValueError: a file or record cannot be read.
-    """
+    """Return prompts of files, each once, in random order; ValueError if unreadable."""
     dice = random.Random(seed)
     drawn: dict[str, None] = {}
     for name in files:
@@ -47,11 +37,7 @@ def read_prompts(files: Sequence[str], max_per_file: int | None = None, seed: in
 
 
 def conversation(record: Any) -> list[Message]:
-    """Return the messages of a record, answers included.
-
-    Raises:
-        ValueError: the record has no messages; the message has the reason.
-    """
+    """Return a record's messages, answers included, or raise ValueError with a reason."""
     if not isinstance(record, Mapping):
         raise ValueError(f"is no JSON object; a record has one of {', '.join((*TEXT_FIELDS, *TALK_FIELDS))}")
     talk = next((record[name] for name in TALK_FIELDS if isinstance(record.get(name), list)), None)

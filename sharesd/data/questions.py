@@ -1,8 +1,4 @@
-"""Questions of MT-Bench, GSM8K and HumanEval.
-
-Sources are files in their published layouts, the hub, and ShareSD's own set. Unused fields are ignored. Any other
-mistake is a ValueError of one line with file:line, the fault and the remedy.
-"""
+"""Questions of MT-Bench, GSM8K and HumanEval; mistakes are one-line ValueErrors."""
 
 from __future__ import annotations
 
@@ -29,15 +25,9 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuestionSet:
-    """Questions of one source, in order."""
-
     name: str
     """`builtin`, `mtbench`, `gsm8k` or `humaneval`."""
     label: str
-    """Name in reports.
-
-    It is the built-in label, the file's name, or the hub's data set.
-    """
     source: str
     """`built-in`, the path as given, or `hub:OWNER/NAME/FILE`."""
     questions: tuple[Question, ...]
@@ -45,33 +35,25 @@ class QuestionSet:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """A line of a file or a row of a table."""
-
     where: str
-    """file:line."""
     index: int
     """Number among the questions of the file, from 0."""
     fields: object
     """Parsed content; a mapping if the line is valid."""
 
     def get(self, field: str) -> object:
-        """Return the value of a field; None if absent or null."""
         if not isinstance(self.fields, Mapping):
             raise ValueError(f"{self.where}: found {_kind(self.fields)}; a question is an object, {{...}}")
         return self.fields.get(field)
 
     def need(self, field: str, layout: str) -> object:
-        """Return the value of a required field.
-
-        `layout`: text with all required fields, for the message.
-        """
+        """Return a required field; `layout` is for messages."""
         value = self.get(field)
         if value is None:
             raise ValueError(f"{self.where}: field {field!r} is missing; a question needs {layout}")
         return value
 
     def text(self, field: str, layout: str) -> str:
-        """Return a required text."""
         return text_field(self, field, self.need(field, layout))
 
 
@@ -117,10 +99,9 @@ LAYOUTS = {
 
 
 def load(benchmark: str, path: str | Path | None = None, num_questions: int | None = None) -> QuestionSet:
-    """Return the first `num_questions` questions; None: all.
+    """Return the first questions of a file, built-in set or the hub.
 
-    Without a file they are those of the built-in set or of the hub. The built-in file alternates between its eight
-    categories, so its first questions are spread evenly over them.
+    The built-in file alternates between its eight categories.
     """
     if benchmark not in LAYOUTS:
         raise ValueError(f"benchmark is {benchmark!r}; choose one of {', '.join(LAYOUTS)}")
@@ -141,17 +122,12 @@ def load(benchmark: str, path: str | Path | None = None, num_questions: int | No
 
 
 def first_turns(path: str | Path | None, num_questions: int | None = None) -> QuestionSet:
-    """Return questions in MT-Bench's layout without their later turns."""
     found = load("mtbench", path, num_questions)
     return replace(found, questions=tuple(replace(each, turns=each.turns[:1]) for each in found.questions))
 
 
 def text_field(row: Row, field: str, value: object) -> str:
-    """Return a value that is a text.
-
-    Raises:
-        ValueError: the value is no text, is blank, or has half of a character.
-    """
+    """Return a text; ValueError if blank or with half a character."""
     if not isinstance(value, str):
         raise ValueError(f"{row.where}: field {field!r} holds {_kind(value)}; write a text")
     if not value.strip():
@@ -165,12 +141,10 @@ def text_field(row: Row, field: str, value: object) -> str:
 
 
 def json_rows(path: Path) -> Iterable[Row]:
-    """Return the records of a file as rows."""
     return [Row(where=where, index=i, fields=fields) for i, (where, fields) in enumerate(records(path))]
 
 
 def _kind(value: object) -> str:
-    """Return JSON's name of a value's type."""
     kinds = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
     return kinds.get(type(value), "a number")
 
@@ -195,11 +169,7 @@ def _hub_rows(repo: str, file: str, source: str) -> Iterable[Row]:
 
 
 def _questions(source: str, rows: Iterable[Row], to_question: Callable[[Row], Question]) -> tuple[Question, ...]:
-    """Return all questions of a source.
-
-    Raises:
-        ValueError: there are no questions, or an id occurs twice.
-    """
+    """Return questions; ValueError if there are none, or an id repeats."""
     questions: list[Question] = []
     seen: dict[str | int, str] = {}
     for row in rows:

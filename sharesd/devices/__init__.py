@@ -1,4 +1,1 @@
-"""Device choice, host memory, pinned buffers and copies between devices.
-
-Imports only the config.
-"""
+"""Device choice, host memory, pinned buffers and copies between devices."""

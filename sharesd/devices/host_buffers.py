@@ -9,23 +9,18 @@ from torch import Tensor
 
 
 def to_device(numbers: Sequence, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Return numbers as a tensor on a device."""
     if device.type != "cuda":
         return torch.tensor(numbers, dtype=dtype, device=device)
     return torch.tensor(numbers, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
 def upload(tensor: Tensor, numbers: Sequence) -> None:
-    """Copy numbers into a tensor."""
     source = torch.tensor(numbers, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
     tensor.copy_(source, non_blocking=True)
 
 
 def reserve_pinned(num: int, device: torch.device) -> None:
-    """Pin memory for copies of `num` numbers to a GPU.
-
-    torch keeps freed blocks by size, in powers of two, so later copies of any length allocate nothing.
-    """
+    """Pin powers of two up to `num` numbers: later copies allocate nothing."""
     if device.type == "cuda":
         sizes = [2**power for power in range(num.bit_length() + 1)]
         blocks = [torch.empty(size, dtype=torch.int64, pin_memory=True) for size in (*sizes, *sizes)]
@@ -33,10 +28,7 @@ def reserve_pinned(num: int, device: torch.device) -> None:
 
 
 class PinnedBuffers:
-    """Host buffers by name; pinned for tensors of a GPU.
-
-    Each holds two copies, since the copy of the round before may not have been read yet.
-    """
+    """Host buffers by name, in two copies since one may be unread."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
@@ -48,10 +40,7 @@ class PinnedBuffers:
         self._turn = 1 - self._turn
 
     def copy(self, name: str, tensor: Tensor, times: int = 1) -> Tensor:
-        """Copy a tensor to a named buffer, without a wait.
-
-        There is one buffer for each name. Its size is `times` the size of the first tensor of this name.
-        """
+        """Copy to a named buffer of `times` the first size, without waiting."""
         key = name, tensor.shape
         if key not in self._views:
             num, buffer = tensor.numel(), self._buffers.get(name)

@@ -13,22 +13,15 @@ import torch
 log = logging.getLogger(__name__)
 
 CUBLAS_WITHOUT_SPLITS = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
-"""Workspaces too small for split sums.
-
-These are eight buffers of 16 KiB, and one of 1 KiB.
-"""
+"""Workspaces too small for split sums: 16 KiB buffers, and 1 KiB."""
 
 GPU_TESTED = False
-"""True once docs/results has a run on a GPU.
-
-Until then a warning is shown.
-"""
+"""True once docs/results has a run on a GPU."""
 UNTESTED = 'the CUDA path has not run on a card yet; --device cpu (in Python: device="cpu") is the way out'
 _warned = False
 
 
 def warn_untested(device: torch.device) -> None:
-    """Warn, once in a process, that the GPU path is untested."""
     global _warned
     if device.type == "cuda" and not GPU_TESTED and not _warned:
         _warned = True
@@ -42,11 +35,7 @@ def use(device: torch.device) -> None:
 
 
 def device_of(name: str) -> torch.device:
-    """Return the device of a name, with the GPU's number.
-
-    Raises:
-        ValueError: there is no such device.
-    """
+    """Return the device of a name, numbered; ValueError if not there."""
     if name == "auto":
         if _auto is None and torch.version.hip is None and why_no_gpu() is None:
             return _current_gpu()
@@ -71,7 +60,6 @@ def device_of(name: str) -> torch.device:
 
 ROCM = "this torch is built for ROCm, for which there are no kernels"
 _auto: torch.device | None = None
-"""Device of `auto`, once it is chosen."""
 
 
 NONE_THERE = ("Torch not compiled with CUDA", "Found no NVIDIA driver", "No CUDA GPUs")
@@ -92,13 +80,7 @@ def why_no_gpu() -> str | None:
 
 
 def open_device(device: torch.device, *, auto: bool) -> torch.device:
-    """Return a device that works: the named one, or one for `auto`.
-
-    `auto` takes the GPU with the most free memory, else the CPU with a warning, and stays the same in this process.
-
-    Raises:
-        ValueError: the device was named, and does not work.
-    """
+    """Return a working device; ValueError if a named one does not work."""
     global _auto
     if device.type == "cpu":
         if auto and _auto is None:
@@ -125,7 +107,6 @@ def open_device(device: torch.device, *, auto: bool) -> torch.device:
 
 
 def fall_back_to_cpu(reason: str) -> torch.device:
-    """Make the CPU the device of `auto`, with a warning."""
     global _auto
     log.warning("the CPU is used, not a GPU: %s", reason)
     _auto = torch.device("cpu")
@@ -133,7 +114,6 @@ def fall_back_to_cpu(reason: str) -> torch.device:
 
 
 def _current_gpu() -> torch.device:
-    """Return the GPU of a name without a number."""
     return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_initialized() else 0)
 
 
@@ -149,10 +129,7 @@ def _candidates(current: torch.device) -> list[torch.device]:
 
 
 def _free_by_uuid() -> dict[str, float]:
-    """Return free MiB by GPU from nvidia-smi; {} if it fails.
-
-    CUDA's own query would take memory on each GPU.
-    """
+    """Return free MiB by GPU from nvidia-smi; CUDA would take memory itself."""
     query = ("nvidia-smi", "--query-gpu=uuid,memory.free", "--format=csv,noheader,nounits")
     try:
         lines = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()
@@ -163,7 +140,6 @@ def _free_by_uuid() -> dict[str, float]:
 
 
 def _problem(device: torch.device) -> str | None:
-    """Return the reason why a GPU cannot be used, if any."""
     try:
         capability = torch.cuda.get_device_capability(device)
         if not _built_for(capability, torch.cuda.get_arch_list()):
@@ -187,13 +163,7 @@ def _built_for(capability: tuple[int, int], architectures: Sequence[str]) -> boo
 
 
 def dtype_of(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of a name.
-
-    `auto` is bfloat16, and float16 with a warning on GPUs without it.
-
-    Raises:
-        ValueError: the GPU has no bfloat16.
-    """
+    """Return the dtype; ValueError on a GPU without bfloat16, unless `auto`."""
     old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
     if old and name == "bfloat16":
         raise ValueError(f"dtype is 'bfloat16', which {device} does not have; use --dtype float16")
@@ -209,7 +179,6 @@ _warned_dtypes: set[torch.device] = set()
 
 
 def first_line(error: object) -> str:
-    """Return the first line of an error's message."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
@@ -222,11 +191,7 @@ def prepare_cuda(*, steady: bool) -> None:
 
 
 def steady_cublas() -> bool:
-    """Keep cuBLAS from splitting sums, for batch invariance.
-
-    Returns:
-        True if in force; False if cuBLAS may have read its environment before.
-    """
+    """Keep cuBLAS from splitting sums; False if possibly initialized before."""
     in_time = CUBLAS_WITHOUT_SPLITS.keys() <= os.environ.keys() or not torch.cuda.is_initialized()
     for name, value in CUBLAS_WITHOUT_SPLITS.items():
         os.environ.setdefault(name, value)

@@ -15,14 +15,10 @@ from sharesd.devices.selection import use
 def copy_to_device(
     device: torch.device, *tensors: Tensor, onto: Sequence[tuple[Tensor, Tensor]] = (), seconds: float = 0.0
 ) -> list[Tensor]:
-    """Continue on a device, with copies of tensors there.
+    """Copy tensors to a device, where captures continue in another graph.
 
-    A capture continues in another graph.
-
-    Args:
-        tensors: copied even if they are on this device: stages share no memory.
-        onto: pairs (copy, tensor) of copies that have memory already.
-        seconds: delay, to simulate slower links.
+    `tensors` are copied even on the same device: stages share no memory. `onto`: pairs (copy, tensor) of existing
+    copies. `seconds`: delay, to simulate slower links.
     """
     copies: list[Tensor] = []
 

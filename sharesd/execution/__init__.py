@@ -1,4 +1,1 @@
-"""Compiled steps, their widths, batch invariance, and kernel choice.
-
-Imports weights and lower packages.
-"""
+"""Compiled steps, their widths, batch invariance, and kernel choice."""

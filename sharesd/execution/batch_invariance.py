@@ -1,7 +1,4 @@
-"""Self-check of batch invariance: bits of rows in steps of any shape.
-
-Legend: B rows of the batch, T tokens of a step, V vocabulary.
-"""
+"""Self-check: bits of rows (B rows, T tokens of steps, V vocabulary)."""
 
 from __future__ import annotations
 
@@ -20,40 +17,27 @@ from sharesd.models.base import CausalModel
 WIDTHS = (1, 2, 5, 8)
 """Step widths that are compared if any width is allowed."""
 LENGTH = 126
-"""Live slots before the compared rows.
-
-Some of these rows are in the next chunk. A second comparison has nearly all slots live.
-"""
+"""Live slots before compared rows, some of them in the next chunk."""
 NOISE_SLOTS = 96
 """Period of the noise that fills the cache, in slots."""
 
 
 class RowBits(NamedTuple):
-    """Rows with the bits of plain steps."""
-
     chains: bool
     """Rows of a chain, at any of the widths."""
     trees: bool
     """Rows of a tree with any paths; False if chains differ."""
     batches: bool = False
-    """Rows of chains and trees, at any of the batch sizes.
-
-    False if chains differ.
-    """
+    """Rows in any of the batch sizes; False if chains differ."""
 
 
 @torch.inference_mode()
 def check_rows(
     model: CausalModel, cache: StaticKVCache, widths: Sequence[int], *, trees: bool, batches: Sequence[int] = ()
 ) -> RowBits:
-    """Compare logits of random rows in steps of several widths and batches.
+    """Compare random rows' logits; the cache is overwritten and left empty.
 
-    Overwrites the cache, and leaves it empty. Takes a few dozen steps: milliseconds for a block or two.
-
-    Args:
-        widths: step widths; the narrowest is that of plain steps.
-        trees: also compare rows of trees.
-        batches: numbers of the cache's first rows.
+    The narrowest of `widths` is that of plain steps. `batches`: numbers of the cache's first rows.
     """
     _fill(cache)
     check = _Check(model, cache, min(widths))
@@ -72,12 +56,9 @@ def check_rows(
 
 @torch.inference_mode()
 def check_compiled(compiled: CausalModel, model: CausalModel, cache: StaticKVCache, width: int) -> None:
-    """Compare several compiled steps in a row with the model's own.
+    """Compare consecutive compiled and plain steps; ValueError if bits differ.
 
-    Overwrites the cache, and leaves it empty.
-
-    Raises:
-        ValueError: they compute something else, or bits of a row depend on its place in the step.
+    The cache is overwritten and left empty.
     """
     _fill(cache)
     dice = torch.Generator().manual_seed(0)
@@ -85,7 +66,6 @@ def check_compiled(compiled: CausalModel, model: CausalModel, cache: StaticKVCac
     parts = tokens_BT.split(width, 1)
 
     def logits_of(steps: CausalModel) -> Tensor:
-        """Return logits [B, T, V] of consecutive steps."""
         cache.lengths.zero_()
         logits = []
         for tokens_BW in parts:
@@ -119,7 +99,6 @@ class _Check:
         return True
 
     def trees_agree(self, length: int, width: int) -> bool:
-        """Compare two chains from the root with alternating rows of a tree."""
         tokens_BT, row_T = self._tokens(width), torch.arange(width)
         self._cache.lengths.fill_(length)
         rows_BTV = self._model.forward(tokens_BT, self._cache, tree_mask=self._branches(*tokens_BT.shape))
@@ -153,7 +132,6 @@ class _Check:
         return torch.randint(self._model.vocab_size, size, generator=self._dice).to(self._cache.lengths.device)
 
     def _plainly(self, tokens_BT: Tensor, length: int) -> Tensor:
-        """Return logits [B, T, V] of tokens read one per step."""
         self._cache.lengths.fill_(length)
         rows = []
         for token_B1 in tokens_BT.split(1, 1):
@@ -164,7 +142,6 @@ class _Check:
 
 
 def _fill(cache: StaticKVCache) -> None:
-    """Fill the cache with noise, so that slots differ."""
     dice = torch.Generator().manual_seed(1)
     for k, v, size in zip(cache.k, cache.v, cache.sizes, strict=True):
         noise = torch.randn(2, 1, k.shape[1], NOISE_SLOTS, size, generator=dice).to(k.device, k.dtype)

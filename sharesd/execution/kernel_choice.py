@@ -20,21 +20,13 @@ NO_TRITON = "Triton is not installed"
 
 
 class KernelChoice(NamedTuple):
-    """Kernels of this process."""
-
     kernels: Kernels
     triton: bool
     """True if Triton compiles, which Inductor needs too."""
 
 
 def choose_kernels(asked: Kernels, device: torch.device, dtype: torch.dtype) -> KernelChoice:
-    """Choose and switch on the kernels of this process.
-
-    `auto` tries Triton kernels, and warns with the reason if they do not run.
-
-    Raises:
-        ValueError: Triton kernels were named, and do not run.
-    """
+    """Switch on kernels; ValueError if named Triton kernels do not run."""
     wanted = os.environ.get(VARIABLE) or "auto" if asked == "auto" else asked
     if wanted not in get_args(Kernels):
         raise ValueError(f"{VARIABLE} is {wanted!r}; choose one of {', '.join(get_args(Kernels))}")
@@ -54,7 +46,6 @@ def choose_kernels(asked: Kernels, device: torch.device, dtype: torch.dtype) -> 
 
 
 def problem(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return the reason against Triton kernels on a GPU, if any."""
     if not HAS_TRITON:
         return NO_TRITON
     from compile.cuda.trial import try_kernels  # imports Triton

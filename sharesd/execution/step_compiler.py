@@ -27,13 +27,8 @@ log = logging.getLogger(__name__)
 
 
 class StepCompiler:
-    """Compiles the steps of all models of a runtime alike."""
-
     def __init__(self, how: CompileMode, *, given: CompileMode, switch: Switch, group: Group | None) -> None:
-        """`how`: resolved compile mode; `given`: as in the options.
-
-        A mode that was given by name must do. `switch` selects quantized weights. `group`: ranks that share the target.
-        """
+        """`how`: resolved `given`, which must do if named. `group`: the target's ranks."""
         self.how = how
         self._by_name = given == how
         self._group = group
@@ -44,13 +39,8 @@ class StepCompiler:
     ) -> CausalModel:
         """Return a packed model with its steps of these widths compiled.
 
-        Args:
-            new_cache: makes a cache in which steps of transformers' models are tried.
-            draft_widths: widths of draft steps, for transformers' models.
-
-        Raises:
-            KernelUnsupported: the C++ kernel was named, and does not support the model.
-            ValueError: the kernel of ranks does not support the model.
+        `new_cache` and `draft_widths` are for transformers' models. KernelUnsupported if the named C++ kernel does not
+        support the model, and ValueError if the kernel of ranks does not.
         """
         if isinstance(model, Decoder) and model.part != UNSHARDED:
             self.attach_tp(model)
@@ -95,11 +85,7 @@ class StepCompiler:
         )
 
     def prepare(self, head: Head) -> None:
-        """Compile the steps of a packed head.
-
-        Raises:
-            KernelUnsupported: the C++ kernel was named, and does not support the head.
-        """
+        """Compile the steps of a packed head, or raise KernelUnsupported."""
         if self.how in ("regional", "full") and head.place["device"].type == "cuda":
             head.compiled = CompiledMethods(head)
         if self.how != "native" or len(head.blocks) != 1:
@@ -112,7 +98,6 @@ class StepCompiler:
             log.warning("%s; the head runs without it, which is slower", reason)
 
     def noise(self, on_cpu: bool) -> Callable[..., Tensor]:
-        """Return the function that makes the noise of sampling."""
         if on_cpu:
             return sampling.native_gumbel
         return sampling.gumbel if self.how == "off" else CompiledForms(sampling.gumbel)
@@ -142,10 +127,7 @@ class StepCompiler:
     def _compile_hf(
         self, model: CausalModel, widths: set[int], new_cache: Callable[[], StaticKVCache], draft_widths: set[int]
     ) -> CausalModel:
-        """Compile whole steps of a transformers model; a warning if that fails.
-
-        Decided once for all modes, by steps of each width with the weights now in use.
-        """
+        """Compile a transformers model for all modes, or warn of the failure."""
         if self.how == "native":
             return model
         from torch._dynamo.exc import TorchDynamoException  # a second to import

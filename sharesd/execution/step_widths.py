@@ -16,41 +16,23 @@ from sharesd.weights.offloaded_decoder import HeadInPieces, full_head
 log = logging.getLogger(__name__)
 
 EXACT_WIDTHS = {"cpu": (9, 16), "cuda": (16,)}
-"""Single widths of steps by device.
-
-One is used if a row's bits depend on the width: the first that suffices.
-"""
+"""Single widths by device, if bits depend on width: the first sufficient."""
 
 
 def fixed_width(device: str, max_draft_tokens: int) -> int:
-    """Return the rows of every step, for kernels with a single number.
-
-    It changes with the length of drafts only beyond the usual lengths.
-    """
+    """Return rows of every step; only unusually long drafts change it."""
     rows = 1 + max_draft_tokens
     return next((width for width in EXACT_WIDTHS[device] if width >= rows), rows)
 
 
 @dataclass(frozen=True, slots=True)
 class StepWidths:
-    """Steps that are allowed."""
-
     step: CausalModel
-    """The target, as it runs."""
     widths: tuple[int, ...] | None
-    """Numbers of rows that steps may have; None = any.
-
-    It is a single number if a row's bits depend on it.
-    """
+    """Allowed rows of steps: None = any; one if bits require it."""
     depends_on_width: bool
-    """True if bits of a row depend on the width.
-
-    All steps have one width then.
-    """
     trees: bool
-    """True if drafts may be trees."""
     buckets: bool
-    """True if rounds may have any of the checked batch sizes."""
 
 
 def choose_step_widths(
@@ -68,11 +50,8 @@ def choose_step_widths(
 
     Args:
         fixed: width if there must be a single one.
-        most: width of the longest drafts.
         exact: bits of a row must be the same in all modes.
         compiles: each width is compiled, at a price.
-        step_of: compiles the target for some widths.
-        bits_of: checks the rows of a native target.
     """
     widths: tuple[int, ...] | None = (1, max_width) if compiles else None
     bits, depends = RowBits(False, False), False
@@ -107,10 +86,7 @@ def choose_step_widths(
 
 
 def first_block_view(model: Decoder) -> Decoder:
-    """Return a view of a model's first block, without `run_stack`.
-
-    Offloaded weights of that block stay in place from step to step.
-    """
+    """Return the first block alone, whose offloaded weights stay in place."""
     twin = copy.copy(model)
     twin._modules = {**model._modules, "blocks": model.blocks[:1]}  # type: ignore[dict-item]
     twin.config = replace(model.config, layer_types=model.config.layer_types[:1])

@@ -1,4 +1,1 @@
-"""Pipeline stages and tensor parallelism inside one runtime.
-
-Imports weights and lower packages.
-"""
+"""Pipeline stages and tensor parallelism inside one runtime."""

@@ -29,11 +29,7 @@ log = logging.getLogger(__name__)
 
 
 def plan_pipeline(config: EngineConfig, modes: Sequence[Mode], folder: Path, dtype: torch.dtype) -> PipelinePlan | None:
-    """Plan the target's pipeline stages; None without options of stages.
-
-    Raises:
-        ValueError: devices that are not there, and limits that no plan stays within.
-    """
+    """Plan given stages, or return None; ValueError for missing devices, small limits."""
     wanted = config.split
     if not wanted.enabled:
         return None
@@ -60,7 +56,6 @@ def _devices(names: Sequence[str]) -> list[torch.device]:
 
 
 def _all_gpus(config: EngineConfig) -> list[str]:
-    """Return all GPUs, or those of `max_memory`."""
     found = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
     if not found:
         raise ValueError("the devices are to be found out, and torch finds no GPU; name them (--devices)")
@@ -79,7 +74,6 @@ def _read_map(file: Path) -> dict[str, str | int]:
 
 
 def _limits(config: EngineConfig, devices: Sequence[torch.device]) -> list[float]:
-    """Return the bytes of each stage: as given, else free memory."""
     given, on_cpu = dict(config.split.max_memory), devices[0].type == "cpu"
     if on_cpu and not given:
         return [math.inf] * len(devices)  # all of them have the host's memory
@@ -102,7 +96,6 @@ def _limits(config: EngineConfig, devices: Sequence[torch.device]) -> list[float
 def _sizes(
     decoder: Decoder, config: EngineConfig, modes: Sequence[Mode], devices: Sequence[torch.device]
 ) -> PipelineSizes:
-    """Return the bytes of a decoder's parts, on the meta device."""
     drafters = selection.active_drafters(config, *modes)
     balance_blocks = bool(registry.those(drafters, Need.QUANTIZED_TARGET))
     has_second = bool(registry.those(drafters, Need.SECOND_MODEL))

@@ -1,7 +1,4 @@
-"""Hidden states between the pipeline stages of a decoder.
-
-Stages also get copies of lengths and of the paths of trees. The host reads nothing.
-"""
+"""Hidden states, lengths and tree paths between stages, unread by the host."""
 
 from __future__ import annotations
 
@@ -28,7 +25,6 @@ class StagedBlocks:
         )
 
     def ranges(self) -> Sequence[BlockRange]:
-        """See `compile.block_ranges`."""
         return self._ranges
 
     def _move_inputs(

@@ -1,6 +1,4 @@
-"""Broadcast of steps from rank 0 to the ranks of a model.
-
-All decisions are made once, on rank 0. Other ranks run its commands in order, so all ranks stay consistent.
+"""Broadcast of steps from rank 0, which decides, to a model's ranks.
 
 Legend: B rows, T new tokens, R kept rows, P slots of a path.
 """
@@ -22,7 +20,6 @@ from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.base import CausalModel
 
 WORDS = 12
-"""Numbers of a command: its kind, and arguments."""
 
 
 class _Command(IntEnum):
@@ -37,7 +34,6 @@ class RankZeroModel:
     """Causal model of rank 0; each step runs on all ranks."""
 
     def __init__(self, model: CausalModel, switch: Switch, group: Group) -> None:
-        """`model`: rank 0's part, with whole logits. `switch`: selects quantized weights."""
         self._model, self._switch, self._group = model, switch, group
         self._num_caches, self._midway = 0, False
 
@@ -87,13 +83,11 @@ class BroadcastingKVCache(StaticKVCache):
     """Rank 0's part of a KV cache, with moves of rows broadcast."""
 
     def __init__(self, own: StaticKVCache, number: int, together: Callable[..., Any]) -> None:
-        """Take the attributes of the new cache `own`."""
         vars(self).update(vars(own))
         self._number, self._first, self._together = number, 0, together
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """Number of the cache, its first row, and its end."""
         return self._number, self._first, self._first + self.batch
 
     def rows(self, first: int, end: int) -> StaticKVCache:
@@ -162,7 +156,6 @@ def _step(
 
 
 def _received(group: Group, cache: StaticKVCache, *shapes: tuple[int, ...]) -> list[Tensor]:
-    """Return the tensors of a command, each with its own storage."""
     sizes = [torch.Size(shape).numel() for shape in shapes]
     together = torch.empty(sum(sizes), dtype=torch.int64, device=cache.lengths.device)
     group.broadcast(together)

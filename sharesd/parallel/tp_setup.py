@@ -22,10 +22,7 @@ from sharesd.models.weight_mapping import check_tensor_parallel
 log = logging.getLogger(__name__)
 
 EAGER_TILE = 64
-"""Outputs of gate per indivisible group, for eager activations on a CPU.
-
-Torch rounds whole vectors and the remainder after them differently.
-"""
+"""Outputs of gate per indivisible group: torch rounds remainders of vectors otherwise."""
 
 
 def init_tp(
@@ -39,17 +36,9 @@ def init_tp(
 ) -> tuple[Group, Shard, torch.device]:
     """Start or join the ranks that share the target in a folder.
 
-    Rank 0 broadcasts its config and modes.
-
-    Args:
-        group: the ranks, if they exist; None = start processes, or join those of torchrun.
-
-    Returns:
-        The group, this rank's part of each linear, and this rank's device.
-
-    Raises:
-        ValueError: the target cannot be divided among so many ranks, or another number of ranks was started.
-        RankLost: a rank does not join.
+    Rank 0 broadcasts its config and modes. Returns the group, this rank's part of each linear, and its device.
+    `group`: None = start processes, or join those of torchrun. ValueError for a number of ranks that differs or does
+    not divide the target, RankLost if a rank does not join.
     """
     size = config.tensor_parallel
     eager_on_cpu = compile == "off" and device.type == "cpu"
@@ -85,6 +74,5 @@ def _new_group(size: int, device: torch.device) -> Group:
 
 
 def shutdown_tp(group: Group) -> None:
-    """End the other ranks."""
     atexit.unregister(group.close)
     group.close()

@@ -1,4 +1,1 @@
-"""Quantization, packing and offloading of weights, and memory estimates.
-
-Imports engine and lower packages.
-"""
+"""Quantization, packing and offloading of weights, and memory estimates."""

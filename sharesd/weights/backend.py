@@ -1,7 +1,6 @@
 """Backends of weights: layout of linears, memory, and links for offloading.
 
-On a CPU, records are packed for the kernels and kept on a disk, with slots in host memory. For a GPU they are in pinned
-host memory, with slots on the device.
+Records are on a disk with slots in host memory (CPU), or in pinned host memory with slots on the device (GPU).
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from sharesd.weights.packing import pack_for_cpu, packer_for_cuda
 OWN_CONTEXT = 2 * 10**9
 """Upper bound of this process's GPU bytes outside of torch's allocator."""
 SWEEPS = 4
-"""Number of times that each call is timed on a CPU."""
 
 
 class WeightBackend(Protocol):
@@ -40,17 +38,11 @@ class WeightBackend(Protocol):
     device: torch.device
 
     def pack(self, linear: nn.Linear) -> nn.Module:
-        """Return a linear with its `weight` in the device's layout.
-
-        Meta tensors stay meta.
-        """
+        """Return a linear in the device's layout; meta tensors stay meta."""
         ...
 
     def quantized_linear(self, weight: QuantizedWeight, form: QuantFormat) -> nn.Module:
-        """Return a linear of quantized weights, without a bias.
-
-        `form`: a format with a solver.
-        """
+        """Return a linear without a bias; `form` has a solver."""
         ...
 
     def pack_model(self, model: nn.Module) -> None:
@@ -79,8 +71,6 @@ class WeightBackend(Protocol):
 
 
 class CpuBackend:
-    """Weights on a CPU, packed for its kernels."""
-
     device = torch.device("cpu")
 
     def pack(self, linear: nn.Linear) -> nn.Module:
@@ -105,11 +95,7 @@ class CpuBackend:
         return host_slots(num_bytes, count)
 
     def time_calls(self, calls: Sequence[Callable[[], object]]) -> float:
-        """Return the mean seconds of calls, each at its fastest.
-
-        Calls are timed with all threads and with one, unless the number of threads is fixed. The faster number counts,
-        as in steps on busy machines.
-        """
+        """Return mean seconds at the fastest, by all threads or by one."""
         sizes = {STEP_THREADS.size} if STEP_THREADS.fixed else {STEP_THREADS.size, 1}
         best = [math.inf] * len(calls)  # of each: beside other programs, hardly a sweep over all is undisturbed
         try:
@@ -124,18 +110,11 @@ class CpuBackend:
 
 
 class CudaBackend:
-    """Weights on a GPU, in their own layout.
-
-    Triton kernels of this project run the linears if available.
-    """
+    """Weights on a GPU, with this project's Triton kernels if available."""
 
     def __init__(
         self, device: torch.device, dtype: torch.dtype, max_rows: int, batch: int, *, cuda: Any = torch.cuda
     ) -> None:
-        """Use the current device.
-
-        Steps have at most `max_rows` rows of each of `batch` sequences.
-        """
         self.device, self._dtype, self._max_rows, self._batch, self._cuda = device, dtype, max_rows, batch, cuda
 
     def pack(self, linear: nn.Linear) -> nn.Module:
@@ -176,33 +155,24 @@ class CudaBackend:
         return seconds_per_call(calls)
 
     def free_memory(self) -> int:
-        """Return the free bytes of the device."""
         return int(self._cuda.mem_get_info(self.device)[0])
 
     def used_by_others(self) -> str:
-        """Return a remark on other processes' memory; "" if there is little."""
         free, total = self._cuda.mem_get_info(self.device)
         own = torch.cuda.memory_reserved(self.device) if torch.cuda.is_initialized() else 0
         others = total - free - own
         return f" ({show_bytes(others)} of {show_bytes(total)} are held by others)" if others > OWN_CONTEXT else ""
 
     def pinned(self, num_bytes: int) -> PinnedMemory:
-        """Return pinned host memory.
-
-        Raises:
-            ValueError: no more memory can be pinned.
-        """
+        """Return pinned host memory; ValueError if no more can be pinned."""
         return PinnedMemory(num_bytes, cuda=self._cuda)
 
     def link(self, records: Mapping[int, PinnedMemory]) -> Link:
-        """Return the link of these records."""
         return CudaLink(records, cuda=self._cuda)
 
     def link_rate(self) -> float:
-        """Measure the bytes per second of the link."""
         return link_rate(self.device, cuda=self._cuda)
 
 
 def backend_for(device: torch.device, dtype: torch.dtype, max_rows: int, batch: int) -> WeightBackend:
-    """Return the backend of a device, see `CudaBackend`."""
     return CudaBackend(device, dtype, max_rows, batch) if device.type == "cuda" else CpuBackend()

@@ -26,10 +26,7 @@ class BlockStorage(Protocol):
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None: ...
 
     def staging_buffer(self, block: int) -> Tensor:
-        """Return host memory, uint8 [record bytes], for an offloaded block's record.
-
-        The next call may return the same memory.
-        """
+        """Return host memory, uint8 [record bytes], which the next call may reuse."""
         ...
 
     def commit(self, block: int, record: Tensor) -> None:
@@ -37,10 +34,7 @@ class BlockStorage(Protocol):
         ...
 
     def stream(self, plan: Plan, rate: float | None) -> Prefetcher:
-        """Return the prefetcher of offloaded blocks, once all are committed.
-
-        `rate`: bytes per second to which the link is slowed down.
-        """
+        """Return the prefetcher of committed blocks; `rate`: simulated bytes per second."""
         ...
 
 
@@ -48,11 +42,6 @@ class DiskBlockStorage:
     """File with all blocks, written once."""
 
     def __init__(self, offloading: Offloading, backend: WeightBackend, progress: Progress) -> None:
-        """Open or create the file.
-
-        Raises:
-            StoreError: the file is unusable, or the disk is full.
-        """
         self._content, self._backend, self._progress = offloading.content, backend, progress
         self._open = ExitStack()
         self._store: Store | None = open_store(offloading.folder, offloading.content)
@@ -104,7 +93,6 @@ class PinnedBlockStorage:
                 record.close()
 
     def staging_buffer(self, block: int) -> Tensor:
-        """Return pinned memory; ValueError if no more can be pinned."""
         self._records[block] = self._backend.pinned(self._record_bytes)
         return self._records[block].tensor
 
@@ -117,7 +105,6 @@ class PinnedBlockStorage:
 
 
 def block_storage_for(offloading: Offloading, backend: WeightBackend, progress: Progress) -> BlockStorage:
-    """Return the storage for a backend."""
     if isinstance(backend, CudaBackend):
         return PinnedBlockStorage(offloading, backend)
     return DiskBlockStorage(offloading, backend, progress)

@@ -1,7 +1,4 @@
-"""Trained heads of a runtime's modes.
-
-Their folders are found before weights are read. Heads are loaded once the target is in memory.
-"""
+"""Trained heads: found before weights are read, loaded after the target."""
 
 from __future__ import annotations
 
@@ -34,16 +31,10 @@ class DraftHeads:
     """Heads by mode."""
 
     def __init__(self, config: EngineConfig, modes: Collection[str], progress: Progress) -> None:
-        """Find the folders.
-
-        Raises:
-            ValueError: a mode has no head.
-        """
         self._quant = config.head_quant
         heads = {mode: selection.require_head(config, mode) for mode in registry.names("head") if mode in modes}
         self._folders = {mode: resolve(head, progress=progress) for mode, head in heads.items()}
         self.by_mode: dict[str, Head] = {}
-        """Loaded heads."""
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -51,13 +42,7 @@ class DraftHeads:
         return next((head.config.taps for head in self.by_mode.values() if head.config.taps), ())
 
     def load(self, target: CausalModel, quantizing: ModelQuantizer, device: torch.device) -> dict[str, QuantReport]:
-        """Load the heads; return reports of their quantization by mode.
-
-        The target must still have its plain linears.
-
-        Raises:
-            ValueError: heads do not fit the target, their mode or each other.
-        """
+        """Load heads while the target has plain linears; ValueError if unfit."""
         reports = {}
         for mode, folder in self._folders.items():
             head = self.by_mode[mode] = _load(mode, folder, target)

@@ -1,7 +1,4 @@
-"""KV slots of a batch row.
-
-These are slots of the context, and slots that rounds write after it.
-"""
+"""KV slots of a row: the context, and rounds' writes after it."""
 
 from __future__ import annotations
 
@@ -14,7 +11,6 @@ from sharesd.models.prefill import slots_for
 from sharesd.speculation.draft_tree import async_tree_slots
 
 WIDEST_STEP = 16
-"""Maximum rows of a step for short drafts; see `sharesd.execution.step_widths`."""
 
 
 def kv_slots(
@@ -28,11 +24,9 @@ def kv_slots(
 ) -> int:
     """Return the KV slots of a row that holds `context` tokens.
 
-    A round of several tokens may end after the context, and a finished row takes part in steps of other rows.
+    A round may end after the context, and a finished row takes part in steps of other rows.
 
     Args:
-        context: maximum tokens of prompt and answer.
-        step_width: rows of the widest step.
         tree: children of a node, and depth, of draft trees of models.
         ahead: rounds are launched early, so that a finished row may run in one more.
         prefetches: trees grow while they are verified.
@@ -46,10 +40,7 @@ def kv_slots(
 
 
 def kv_bytes(decoder: Decoder, config: EngineConfig, slots: int) -> list[int]:
-    """Return the bytes of keys and values by layer, for all rows.
-
-    Each row has `slots` slots.
-    """
+    """Return bytes of keys and values by layer, with `slots` per row."""
     c, dtype = decoder.config, decoder.embed.weight.dtype
     few = new_kv(1, c.num_key_value_heads, 1, c.head_dim, dtype, torch.device("cpu"))
     per_slot = sum(tensor.nbytes for tensor in few) // round_slots(1)

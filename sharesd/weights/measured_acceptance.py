@@ -16,10 +16,7 @@ MAX_TRIES = 2000.0
 
 
 def load_acceptance(folder: Path, mode: str, quant: QuantConfig, top: int) -> tuple[float, float]:
-    """Return the numbers of verified and of accepted draft tokens.
-
-    They count tokens of chains (`top` 0), or levels of trees with `top` parents per level. Zeros without measurements.
-    """
+    """Return numbers of verified and accepted tokens, or levels of trees (`top`)."""
     return _read(_cache(folder, mode, quant, top))
 
 

@@ -1,7 +1,4 @@
-"""Estimate of a decoder's memory and times, before any weights are read.
-
-Sizes come from a decoder on the meta device, times from products of matrices as large as caches.
-"""
+"""Memory and times of a decoder, estimated before any weights are read."""
 
 from __future__ import annotations
 
@@ -34,45 +31,30 @@ from sharesd.weights.quantized_sizes import quantized_bytes, quantizer_for
 from sharesd.weights.step_timer import StepTimer
 
 LINEARS = ("attn.qkv", "attn.o", "mlp.gate_up", "mlp.down")
-"""Linears of a block, nearly all of its weights."""
 TREE_TOPS = (2, 4)
-"""Branchings of draft trees that a plan may choose.
-
-Each is the number of children of a node, and of parents per level.
-"""
+"""Branchings of draft trees: children of a node, and parents per level."""
 PRIOR_TOKENS = 100
-"""Weight of the prior acceptance, in draft tokens.
-
-One short answer is little evidence.
-"""
+"""Weight of the prior acceptance, in draft tokens: one answer says little."""
 PRIOR_ACCEPTANCE, PRIOR_LOOKUP_ACCEPTANCE = 0.6, 0.2
 """Prior acceptance of heads and other models, and of lookup tables.
 
 Measured for tables: 1.1 tokens a round in the first hundred tokens, and 1.9 in eighty answers.
 """
 TIMED_ROWS = (1, 9, 1 + DEPTHS[-1])
-"""Rows of steps that are timed."""
 RUNTIME_BYTES = 64 * 10**6
 """Bytes that Python, torch and the tokenizer allocate after the estimate."""
 DEVICE_BYTES = 512 * 10**6
-"""Bytes of libraries on a GPU besides the context.
-
-These are workspaces, graph pools and gaps.
-"""
+"""Bytes of libraries on a GPU: workspaces, graph pools and gaps."""
 SOLVING_BYTES = 8 * 4 * 2**24
 """Bytes of solving a part of a linear on a GPU."""
 
 
 class MemoryEstimate:
-    """Memory and times of a decoder.
-
-    The decoder's tensors are on the meta device.
-    """
+    """Memory and times of a decoder on the meta device."""
 
     def __init__(
         self, decoder: Decoder, config: EngineConfig, modes: Sequence[Mode], folder: Path | None, backend: WeightBackend
     ) -> None:
-        """Estimate for a backend. `folder`: None if no files have the weights."""
         self.decoder, self.config, self._folder, self._backend = decoder, config, folder, backend
         self._on_gpu = isinstance(backend, CudaBackend)
         self._needs = {*selection.active_drafters(config, *modes)}
@@ -89,10 +71,7 @@ class MemoryEstimate:
         self.num_records = self.num_blocks + self._pieces
 
     def _head_pieces(self) -> tuple[int, int]:
-        """Return the number of the head's records, and the rows in each.
-
-        There are none on a GPU, and none if drafts read the whole head or full-precision linears of blocks.
-        """
+        """Return number and rows of the head's records; none on a GPU."""
         record = self.layout(None)
         if self._on_gpu:  # a head that is tied is the embedding, which is needed there
             return 0, 0
@@ -105,7 +84,6 @@ class MemoryEstimate:
         return (self.decoder.config.vocab_size - 1) // rows if rows else 0, rows
 
     def _choices(self) -> list[QuantConfig | None]:
-        """Return the quantizations that a plan may choose; None: nothing is quantized."""
         quant = self.config.quant
         if not self._shares and not self._copies:
             return [None]
@@ -115,17 +93,13 @@ class MemoryEstimate:
         return [replace(quant, bits=bits, head_bits=quant.head_bits and bits) for bits in planned]
 
     def layout(self, quant: QuantConfig | None) -> Layout:
-        """Return the layout of a block's record.
-
-        It has the weights that drafts do not read at full precision.
-        """
+        """Return a record's layout: weights that drafts do not read in full."""
         shares = quant is not None and self._shares
         skipped = () if quant is None or not shares else self._skipped(quant)
         tensors = {f"{path}.weight": self._packed(self._linear(0, path)) for path in LINEARS if path not in skipped}
         return Layout.of(tensors)
 
     def content(self, quant: QuantConfig | None) -> Content:
-        """Return the content of records."""
         what = {"dtype": str(self._dtype), "order": "as it is"}
         if not self._on_gpu:
             assert self._folder is not None
@@ -133,7 +107,6 @@ class MemoryEstimate:
         return Content(what=what, layout=self.layout(quant), num_blocks=self.num_records)
 
     def sizes(self) -> Sizes:
-        """Return the sizes that are the same for all drafters."""
         host = own_memory() + RUNTIME_BYTES
         fixed = self._small() + self._tail + max(self._decoding(), self._loading())
         return Sizes(
@@ -144,10 +117,7 @@ class MemoryEstimate:
         )
 
     def _small(self) -> int:
-        """Return the bytes of all weights but the linears, and of tables.
-
-        On a CPU the embedding may stay in its file; a packed tied head is not the embedding.
-        """
+        """Return bytes besides linears and tables; a CPU may map the embedding."""
         decoder, tie_word_embeddings = self.decoder, self.decoder.config.tie_word_embeddings
         linears = {id(self._linear(i, path).weight) for i in range(self.num_blocks) for path in LINEARS}
         small = sum(p.nbytes for p in decoder.parameters() if id(p) not in {*linears, id(decoder.head.weight)})
@@ -158,7 +128,6 @@ class MemoryEstimate:
         return small + sum(buffer.nbytes for buffer in decoder.buffers())
 
     def _decoding(self) -> int:
-        """Return the bytes of decoding: KV, logits, activations of a prompt."""
         c = self.decoder.config
         rows = self.config.max_batch * (1 + max(self.config.max_draft_tokens, DEPTHS[-1]))
         logits = rows * c.vocab_size * (2 * self._dtype.itemsize + 3 * 4)
@@ -168,10 +137,7 @@ class MemoryEstimate:
         return self._kv() + logits + activations + self._masked(read)
 
     def _masked(self, read: int) -> int:
-        """Return the bytes of a prompt's attention scores or mask.
-
-        0 on a CPU and with flash attention. Otherwise these are scores or a mask, each in two copies.
-        """
+        """Return bytes of two scores or masks; 0 with flash attention."""
         c = self.decoder.config
         if not self._on_gpu or supports_flash(self._backend.device, self._dtype, c.head_dim, c.attn_logit_softcapping):
             return 0
@@ -181,10 +147,7 @@ class MemoryEstimate:
         return (1 + self._dtype.itemsize) * rows // c.num_key_value_heads * slots
 
     def _loading(self) -> int:
-        """Return the bytes of loading.
-
-        These are a block in both forms, or codes of the head. Solving on a GPU is added.
-        """
+        """Return bytes of loading a block or the head, plus solving."""
         c, block = self.decoder.config, self.layout(None).record_bytes
         codes = 0 if self.quants == [None] else c.vocab_size * c.hidden_size
         if self._on_gpu:
@@ -193,14 +156,12 @@ class MemoryEstimate:
 
     @property
     def _tail(self) -> int:
-        """Return the bytes of the head's resident part."""
         weight = self._packed(self.decoder.head)
         if not self._pieces:
             return weight.nbytes
         return weight.nbytes - self._pieces * self._piece_rows * weight[0].nbytes // weight.shape[2]
 
     def _packed(self, linear: nn.Linear) -> Tensor:
-        """Return a linear's weight in the device's layout."""
         weight = self._backend.pack(linear).weight
         assert isinstance(weight, Tensor)
         return weight
@@ -225,25 +186,17 @@ class MemoryEstimate:
 
     @property
     def may_draft_trees(self) -> bool:
-        """True if a plan may choose trees.
-
-        Only quantized weights and tables may draft. False on a GPU: its rows of trees are compared with those of chains
-        only after loading.
-        """
+        """True if quantized weights or tables draft trees; False on a GPU."""
         quantized = self._shares or self._copies
         others = self._needs.intersection(self._heads) or (self._has_second and not self._copies)
         return quantized and not others and not self._on_gpu
 
     @property
     def tables_alone(self) -> bool:
-        """True if only tables draft."""
         return {*selection.active_drafters(self.config, self.config.mode)} <= {*registry.names("table")}
 
     def drafter(self, quant: QuantConfig | None, top: int) -> Drafter:
-        """Return a drafter for the plan.
-
-        It drafts trees with `top` parents per level, or chains if `top` is 0.
-        """
+        """Return a drafter of trees (`top` parents per level) or chains (0)."""
         trees, mode, bits = top > 0, self.config.mode, None if quant is None else quant.bits
         cumulative_acceptance, step, seen = (
             constant_acceptance(PRIOR_LOOKUP_ACCEPTANCE if self.tables_alone else PRIOR_ACCEPTANCE),
@@ -270,11 +223,7 @@ class MemoryEstimate:
         )
 
     def _acceptance(self, mode: str, quant: QuantConfig, top: int) -> tuple[float, int]:
-        """Return the acceptance of a token or level, and its evidence.
-
-        The evidence is the number of tokens measured with this shape. The prior is averaged with measurements of this
-        shape, or of another shape if there are none.
-        """
+        """Return the acceptance of a token or level, and its measurements' number."""
         misses, missed, count = quant.format.tree_misses[quant.bits], 1 - quant.format.acceptance[quant.bits], 0
         widest = misses[max(misses)]
         for shape in (top, *misses):
@@ -289,7 +238,6 @@ class MemoryEstimate:
         return max(0.0, 1 - misses.get(top, widest) * missed), count
 
     def rates(self, disk: float, link: float) -> Rates:
-        """Return the rates of this machine."""
         per_byte = dict(zip(TIMED_ROWS, self._timer.full(TIMED_ROWS), strict=True))
         block = self.layout(None).record_bytes
         return Rates(
@@ -300,16 +248,12 @@ class MemoryEstimate:
         )
 
     def step_seconds(self, quant: QuantConfig, rows: int) -> tuple[float, float, float]:
-        """Return seconds of a plain, a wider and a draft step.
-
-        Their products are timed. The wider step has `rows` rows.
-        """
+        """Return measured seconds of plain, wider (`rows`) and draft steps."""
         num_bytes = self.num_blocks * self.layout(None).record_bytes + self._packed(self.decoder.head).nbytes
         plain, several = (seconds * num_bytes for seconds in self._timer.full((1, rows)))
         return plain, max(plain, several), self._draft_seconds(quant, rows=1)
 
     def _draft_seconds(self, quant: QuantConfig, rows: int) -> float:
-        """Return the seconds of a draft step's products."""
         total = 0.0
         sizes = self._quantized_bytes(quant)
         for bits, num_bytes in sizes.items():
@@ -319,14 +263,12 @@ class MemoryEstimate:
         return total
 
     def _quantized_bytes(self, quant: QuantConfig) -> dict[int, int]:
-        """Return the bytes of all quantized linears by bits."""
         found: dict[int, int] = {}
         for task in self._quantizer(quant).tasks:
             found[task.bits] = found.get(task.bits, 0) + quantized_bytes(self.decoder, task, quant)
         return found
 
     def _skipped(self, quant: QuantConfig) -> set[str]:
-        """Return the linears that drafts read at full precision in every block."""
         paths = [task.path.split(".", 2) for task in self._quantizer(quant).tasks if task.layer is not None]
         return set(LINEARS) - {path for _, _, path in paths}
 

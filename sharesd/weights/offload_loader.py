@@ -1,7 +1,4 @@
-"""Loading of a checkpoint block by block, within the limits of memory.
-
-read -> quantize -> pack -> resident memory or offload storage -> drop
-"""
+"""Loading of a checkpoint block by block, within the limits of memory."""
 
 from __future__ import annotations
 
@@ -31,27 +28,21 @@ class StreamingQuantizer:
         self._quantizer: LinearQuantizer | None = None
 
     def __call__(self, decoder: Decoder, number: int) -> None:
-        """Quantize a block, see `sharesd.models.loader.BlockCallback`."""
         self._quantizer = self._quantizer or self._make(decoder)
         self._quantizer.quantize(number)
 
     def report(self) -> QuantReport:
-        """Return the report so far."""
         assert self._quantizer is not None, "no block was read"
         return self._quantizer.report()
 
     def finish(self) -> QuantReport:
-        """Quantize the head, if configured, and return the report."""
         assert self._quantizer is not None, "no block was read"
         self._quantizer.quantize(None)
         return self._quantizer.report()
 
 
 class OffloadLoader:
-    """Executor of an offload plan, which stores blocks as resident or offloaded.
-
-    It is a context manager around reading the checkpoint. Call it for each block, then call `load_head`.
-    """
+    """Context manager around reading a checkpoint: call for blocks, then `load_head`."""
 
     def __init__(
         self,
@@ -60,11 +51,7 @@ class OffloadLoader:
         quantize: StreamingQuantizer | None = None,
         progress: Progress = silent,
     ) -> None:
-        """Open the offload storage.
-
-        Raises:
-            StoreError: the file of a CPU is unusable, or its disk is full.
-        """
+        """Open the offload storage; StoreError if unusable or full."""
         self._offloading, self._backend, self._quantize = offloading, backend, quantize
         self._layout: Layout = offloading.content.layout
         self._resident = set(offloading.plan.resident)
@@ -89,10 +76,7 @@ class OffloadLoader:
         self._backend.release_freed()
 
     def load_head(self, decoder: Decoder) -> None:
-        """Pack the head after its quantization.
-
-        Pieces of it that fill a record are stored as blocks are.
-        """
+        """Pack the head after its quantization, and store pieces that fill records."""
         num_blocks, head = len(decoder.blocks), decoder.get_submodule("head")
         num_pieces = self._offloading.content.num_blocks - num_blocks
         pieces: list[PackedLinear] = []
@@ -114,10 +98,7 @@ class OffloadLoader:
         self._backend.release_freed()
 
     def _place(self, number: int, layout: Layout, owners: Mapping[str, Any]) -> None:
-        """Store weights of linears in one record.
-
-        If it is not resident, the linears keep meta tensors.
-        """
+        """Store a record; linears of an offloaded one keep meta tensors."""
         stays, size = number in self._resident, self._layout.record_bytes
         whole = self._backend.allocate(size) if stays else self._storage.staging_buffer(number)
         record = whole[: layout.record_bytes]
@@ -128,14 +109,10 @@ class OffloadLoader:
             use_tensor(owners[name], "weight", view if stays else view.to("meta"))
 
     def stream(self, decoder: Decoder) -> tuple[Prefetcher, Layout]:
-        """Return the prefetcher and the layout of offloaded blocks.
-
-        The whole checkpoint must have been read.
-        """
+        """Return prefetcher and layout once the whole checkpoint is read."""
         return self._storage.stream(self._offloading.plan, self._offloading.config.offload.rate), self._layout
 
 
 def _owner(block: nn.Module, name: str) -> nn.Module:
-    """Return the linear that owns a tensor of the record."""
     linear = block.get_submodule(name.removesuffix(".weight"))
     return linear.full if isinstance(linear, SwitchLinear) else linear

@@ -1,7 +1,4 @@
-"""Offload plans from a config and a checkpoint's header, for `offload.planner`.
-
-No weights are read: a decoder on the meta device gives the sizes.
-"""
+"""Offload plans from a config and a checkpoint's header, without reading weights."""
 
 from __future__ import annotations
 
@@ -42,18 +39,11 @@ LEFT_FREE = 0.05
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Offloading:
-    """Offload plan with its config and the content of records."""
-
     plan: Plan
     config: EngineConfig
-    """Config with the plan's bits and maximum draft length.
-
-    Values given in the options are unchanged.
-    """
+    """Config with the plan's bits and draft length; given options stay."""
     content: Content
-    """Content of records, and on a CPU of the file."""
     folder: Path
-    """Folder of offload files."""
 
 
 def plan_for(
@@ -64,17 +54,10 @@ def plan_for(
     in_memory: bool = False,
     obstacle: str | None = None,
 ) -> Offloading | None:
-    """Plan offloading of a model that does not fit in memory.
+    """Plan offloading of a model that does not fit; None without need.
 
-    Returns None if offloading is off, and, without a limit, if all weights fit or the model cannot be offloaded. Warns
-    of limits without effect.
-
-    Args:
-        in_memory: the caller makes the weights; the folder has none.
-        obstacle: reason against offloading, which is an error if a limit is given.
-
-    Raises:
-        ValueError: an obstacle, or limits that no plan stays within.
+    `in_memory`: the caller makes the weights. `obstacle`: reason against offloading. ValueError for an obstacle despite
+    limits, or limits that no plan stays within.
     """
     found = _plan_for(config, modes, progress, in_memory, obstacle)
     if config.offload.folder is not None and (found is None or not found.plan.offloads):
@@ -160,7 +143,6 @@ def _plan_for(
 
 
 def _bytes_of_all(model: MemoryEstimate) -> int:
-    """Return the bytes of a resident model, with the smallest drafter."""
     sizes = model.sizes()
     return sizes.fixed + min(model.resident(quant) for quant in model.quants) + sizes.num_blocks * sizes.block
 
@@ -186,11 +168,7 @@ def _would_stay(
 
 
 def _limits(config: EngineConfig, backend: WeightBackend) -> Limits:
-    """Return the limits as configured, else from free memory.
-
-    Raises:
-        ValueError: the GPU has less free memory than the configured limit.
-    """
+    """Return limits as given or from free memory; ValueError above free memory."""
     wanted = config.offload
     host = float(wanted.host_memory if wanted.host_memory is not None else (1 - LEFT_FREE) * free_memory())
     if not isinstance(backend, CudaBackend):
@@ -210,10 +188,7 @@ def _limits(config: EngineConfig, backend: WeightBackend) -> Limits:
 
 
 def _plainly_fits(folder: Path, shape: DecoderConfig, config: EngineConfig, limit: float) -> bool:
-    """True if memory is certainly sufficient.
-
-    An estimate, which takes time, is not needed then.
-    """
+    """True if memory is certainly sufficient, without a slow estimate."""
     weights = sum(file.stat().st_size for file in weight_files(folder))
     kv = (
         shape.num_hidden_layers
@@ -228,10 +203,7 @@ def _plainly_fits(folder: Path, shape: DecoderConfig, config: EngineConfig, limi
 
 
 def _disk_rate(folder: Path, place: Path, contents: Sequence[Content], limit: float | None) -> float:
-    """Return the read rate of the offload file, else of the checkpoint.
-
-    In bytes per second, at most `limit`.
-    """
+    """Return bytes per second of the offload file, else of the checkpoint."""
     stores = [content.path(place) for content in contents if content.path(place).exists()]
     file = stores[0] if stores else max(weight_files(folder), key=lambda path: path.stat().st_size)
     found: list[float] = []

@@ -1,8 +1,4 @@
-"""Decoder with offloaded weights, in slots of a prefetcher while used.
-
-Offloaded are full-precision weights of blocks, and pieces of the LM head that fill a record. Quantized weights are
-resident, so draft steps never wait.
-"""
+"""Decoder with full-precision blocks and head pieces in a prefetcher's slots."""
 
 from __future__ import annotations
 
@@ -23,7 +19,6 @@ from sharesd.models.decoder import Decoder
 
 
 def rows_of_piece(inputs: int, dtype: torch.dtype, record_bytes: int) -> int:
-    """Return the rows of a packed LM head that fill a record."""
     lanes, pair = LAYOUT[dtype]
     return record_bytes // (lanes * -(-inputs // pair) * pair * dtype.itemsize) * lanes
 
@@ -34,10 +29,7 @@ class HeadInPieces(nn.Module):
     def __init__(
         self, weight_VD: Tensor, rows: int, num_pieces: int, pack: Callable[[int, Tensor], PackedLinear]
     ) -> None:
-        """Split the head into `num_pieces` pieces of `rows` rows, and a tail.
-
-        `pack` returns the packed linear of a piece, by its number and weight.
-        """
+        """Split into packed pieces of `rows` rows, and a tail."""
         super().__init__()
         first, tail = weight_VD.split([num_pieces * rows, len(weight_VD) - num_pieces * rows])
         self.pieces = [pack(i, part) for i, part in enumerate(first.split(rows))]
@@ -62,13 +54,9 @@ class OffloadedBlocks:
     def __init__(
         self, decoder: Decoder, stream: Prefetcher, layout: Layout, low: Callable[[], bool] | None = None
     ) -> None:
-        """Point linears of the blocks of `stream` to its slots.
+        """Point linears to slots of `stream`; ValueError if quantized steps need them.
 
-        Their tensors of `layout` are dropped. Numbers after those of blocks are pieces of a head. `low` returns True if
-        quantized weights are in use.
-
-        Raises:
-            ValueError: quantized steps need an offloaded tensor.
+        Numbers after those of blocks are pieces of a head. `low` returns True if quantized weights are in use.
         """
         self.stream = stream
         self._low = low or (lambda: False)
@@ -116,16 +104,13 @@ class OffloadedBlocks:
 
     @property
     def linears(self) -> set[Any]:
-        """Linears with offloaded weights."""
         return {linear for owners in self._owners.values() for _, linear, _ in owners}
 
     @property
     def resident_share(self) -> float:
-        """Share of the records that are resident."""
         return 1 - len(self.stream.blocks) / self._num_records
 
     def ranges(self) -> Sequence[BlockRange]:
-        """Ranges in which the blocks run, see `compile.block_ranges`."""
         return self._together if self._low() else self._apart
 
     def _cut(self, blocks: range) -> tuple[BlockRange, ...]:
@@ -159,16 +144,12 @@ def use_tensor(linear: nn.Module, part: str, tensor: Tensor) -> None:
 
 
 def full_head(decoder: Decoder) -> nn.Module:
-    """Return the LM head at full precision."""
     head = decoder.get_submodule("head")
     return head.full if isinstance(head, SwitchLinear) else head
 
 
 def _owners(block: Any, layout: Layout) -> dict[str, tuple[bool, Any, str]]:
-    """Return the owner of each offloaded tensor by name.
-
-    Values are: True if the linear has quantized weights too, the full-precision linear, and the attribute's name.
-    """
+    """Return owners by name: True if quantized too, linear, attribute."""
     found = {}
     for place in layout.places:
         path, _, part = place.name.rpartition(".")

@@ -18,11 +18,7 @@ from sharesd_files import JsonCache
 
 
 def pack_for_cpu(weight: QuantizedWeight, bias: Tensor | None) -> QuantizedPackedLinear:
-    """Pack for the CPU kernel.
-
-    Raises:
-        ValueError: the kernel does not support the number of inputs.
-    """
+    """Pack for the CPU kernel; ValueError for an unsupported number of inputs."""
     N, K = weight.q.shape
     if K % QUANTIZED_INPUT_MULTIPLE:
         raise ValueError(
@@ -33,10 +29,7 @@ def pack_for_cpu(weight: QuantizedWeight, bias: Tensor | None) -> QuantizedPacke
 
 
 def packer_for_cuda(device: torch.device, dtype: torch.dtype, max_rows: int, batch: int = 1) -> PackFn | None:
-    """Return the packer for the Triton kernel, or for gemlite's.
-
-    Gemlite's is used if it was measured faster. None if the Triton kernel does not support the dtype.
-    """
+    """Return the faster measured packer; None if Triton's lacks the dtype."""
     from compile.cuda.linear import DTYPES  # on GPUs only
 
     if dtype not in DTYPES:
@@ -52,17 +45,13 @@ def packer_for_cuda(device: torch.device, dtype: torch.dtype, max_rows: int, bat
 
 
 def has_quantized_kernels(device: torch.device) -> bool:
-    """True if a GPU can run quantized linears.
-
-    The kernel is this project's or gemlite's.
-    """
+    """True if this project's or gemlite's quantized linears can run."""
     return runs_triton(device) or (HAS_TRITON and find_spec("gemlite") is not None)
 
 
 def pack_for_cuda(
     weight: QuantizedWeight, bias: Tensor | None, *, dtype: torch.dtype, max_rows: int, batch: int = 1
 ) -> nn.Module:
-    """Pack for the Triton kernel."""
     from compile.cuda.lowbit import QuantizedRowLinear
 
     codes_NK, offset_NG, bits = centred(weight)
@@ -70,10 +59,7 @@ def pack_for_cuda(
 
 
 def choose_cuda_kernel(weight: QuantizedWeight, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """Time both kernels on one row, and cache the faster one's name.
-
-    Later starts use the faster kernel. Returns the seconds of each.
-    """
+    """Time both kernels on one row, cache the faster one, return seconds."""
     from compile.cuda.bench import num_weight_copies, seconds_per_call
 
     builders: dict[str, Callable[..., nn.Module]] = {
@@ -90,18 +76,14 @@ def choose_cuda_kernel(weight: QuantizedWeight, device: torch.device, dtype: tor
 
 
 def _kernel_choice(device: torch.device) -> JsonCache:
-    """Return the cache of the faster kernel's name.
-
-    It is in `tiles`, since the bits of sums depend on the kernel.
-    """
+    """Return the choice, cached in `tiles`: bits of sums depend on it."""
     return JsonCache("tiles", "low-bits", torch.cuda.get_device_name(device))
 
 
 def centred(weight: QuantizedWeight) -> tuple[Tensor, Tensor, int]:
-    """Return codes, offsets and stored bits, which are 4 or 8.
+    """Return codes, offsets and stored bits (4 or 8).
 
-    Weights are (code - middle) * scale + offset; the middle is 8 for 4 stored bits, and 128 for 8. Codes of 3 and 2
-    bits are stored in 4.
+    Weights are (code - middle) * scale + offset, with middle 8 for 4 bits and 128 for 8. Codes of 3 and 2 bits have 4.
     """
     container, middle = (8 if weight.bits == 8 else 4), 2 ** (weight.bits - 1)
     shift = 2 ** (container - 1) - middle

@@ -1,7 +1,4 @@
-"""Cache of the best quantization measured for a model on this machine.
-
-`sharesd tune` writes, `--draft-quant auto` reads.
-"""
+"""Best quantization measured by `sharesd tune`, for `--draft-quant auto`."""
 
 from __future__ import annotations
 
@@ -22,28 +19,19 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TuningKey:
-    """Everything that a measured setting depends on."""
-
     model: str
-    """Absolute path of the checkpoint folder."""
     dtype: str
     device: str
     processor: str
-    """Names of the CPU and, if used, of the GPU."""
     version: str
-    """Version of ShareSD."""
 
     @property
     def cache(self) -> JsonCache:
-        """Cache of the setting."""
         return JsonCache("settings", "quant", self)
 
 
 def tuning_key(config: EngineConfig) -> TuningKey:
-    """Return the key of a config.
-
-    Imports torch, and downloads or converts the target if necessary.
-    """
+    """Return a config's key; the target may be downloaded or converted."""
     import torch
 
     from sharesd.devices.selection import device_of, dtype_of
@@ -62,10 +50,7 @@ def tuning_key(config: EngineConfig) -> TuningKey:
 
 
 def save_tuned(key: TuningKey, quant: QuantConfig, facts: Mapping[str, Any]) -> Path:
-    """Save a setting in place of an earlier one; return the file.
-
-    `facts` document the setting in the file, and are not loaded.
-    """
+    """Save a setting and informative `facts` in place of earlier ones."""
     return key.cache.save({"quant": quant.spec, "skips": list(quant.skips), "facts": dict(facts)})
 
 
@@ -89,7 +74,6 @@ def best_quant(config: EngineConfig) -> QuantConfig:
 
 
 def cpu_name() -> str:
-    """Return the processor's name."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text(encoding="utf-8", errors="replace").splitlines():

@@ -43,11 +43,7 @@ class ModelQuantizer:
         build: Callable[[], PackFn | None],
         progress: Progress,
     ) -> None:
-        """Quantize by `config`.
-
-        `folder`: checkpoint; None: tensors in memory, whose solutions are not cached. `build` returns the packer, if it
-        is not the choice of `quant`.
-        """
+        """`folder`: checkpoint; None: uncached tensors in memory. `build`: another packer."""
         self._config, self._device, self._folder = config, device, folder
         self._build, self._progress = build, progress
 
@@ -56,17 +52,13 @@ class ModelQuantizer:
         return LinearQuantizer(model, self._config, switch, **self._of_model(model), device=self._device)
 
     def whole(self, model: CausalModel, switch: Switch | None = None) -> QuantReport:
-        """Quantize each linear in place.
-
-        With a switch, the full-precision linears are kept as well.
-        """
+        """Quantize in place; a switch keeps full-precision linears as well."""
         assert isinstance(model, nn.Module)
         if switch is None:
             return replace_with_quantized(model, self._config, **self._of_model(model))
         return quantize_linears(model, self._config, switch, **self._of_model(model))
 
     def head(self, head: Head, config: QuantConfig, folder: Path) -> QuantReport:
-        """Quantize each linear of a trained head in place."""
         options = self._options(config, solver_config(self._device, folder))
         return replace_with_quantized(head, config, **options, head_name="lm_head", layer_of=lambda _: 0)
 
@@ -88,11 +80,7 @@ class ModelQuantizer:
 
 
 def solver_config(device: torch.device, folder: Path | None, part: Shard = UNSHARDED) -> SolverConfig:
-    """Return the solver for a part of the checkpoint in a folder.
-
-    `folder`: None for tensors in memory, whose solutions are not cached. On a GPU nothing is cached, since solving
-    takes less time than reading cached codes.
-    """
+    """Return the solver; solutions are cached only for checkpoints on a CPU."""
     if device.type != "cpu":
         return SolverConfig()
     if folder is None:
@@ -102,7 +90,6 @@ def solver_config(device: torch.device, folder: Path | None, part: Shard = UNSHA
 
 
 def solve_on_cpu(weight_NK: Tensor, bits: int, group_size: int) -> QuantizedWeight:
-    """Solve HQQ by the CPU kernel."""
     q, scale, zero = solve_hqq(weight_NK, bits, group_size)
     return QuantizedWeight(q=q, scale=scale, zero=zero, bits=bits, group_size=group_size)
 
@@ -117,7 +104,6 @@ def layer_of(path: str) -> int | None:
 
 
 def head_name(model: nn.Module) -> str:
-    """Return the path of the LM head."""
     if isinstance(model, Decoder):
         return "head"
     head = model.model.get_output_embeddings()  # type: ignore[union-attr, operator]

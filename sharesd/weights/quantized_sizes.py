@@ -12,7 +12,6 @@ from sharesd.weights.packing import pack_for_cpu
 
 
 def quantizer_for(decoder: Decoder, quant: QuantConfig, solver_config: SolverConfig | None = None) -> LinearQuantizer:
-    """Return the quantizer of a decoder on the meta device."""
     return LinearQuantizer(
         decoder,
         quant,
@@ -25,7 +24,6 @@ def quantizer_for(decoder: Decoder, quant: QuantConfig, solver_config: SolverCon
 
 
 def quantized_bytes(decoder: Decoder, task: QuantTask, quant: QuantConfig) -> int:
-    """Return the bytes of a quantized linear."""
     full = decoder.get_submodule(task.path)
     assert isinstance(full, nn.Linear)
     N, K = full.weight.shape

@@ -14,10 +14,7 @@ from quant.quantized_weight import QuantizedWeight
 from sharesd.weights.backend import WeightBackend
 
 PROBE_BYTES, PROBED_BYTES = 2**25, 2**27
-"""Bytes of a timed matrix, and of all its copies.
-
-The copies exceed caches.
-"""
+"""Bytes of a timed matrix, and of its copies, which exceed caches."""
 
 
 class StepTimer:
@@ -37,7 +34,6 @@ class StepTimer:
         return [self._seconds_per_byte(packed, num) for num in rows]
 
     def quantized(self, quant: QuantConfig, bits: int, rows: int) -> float:
-        """Return the seconds per byte of a linear of `bits`."""
         return self._seconds_per_byte(self._quantized_linear(quant, bits), rows)
 
     def _quantized_linear(self, quant: QuantConfig, bits: int) -> nn.Module:
