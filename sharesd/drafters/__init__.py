@@ -1,4 +1,1 @@
-"""Drafters, a folder each, and shared parts of heads and tables.
-
-Imports sampling and lower packages.
-"""
+"""Drafters, a folder each, and shared parts of heads and tables."""

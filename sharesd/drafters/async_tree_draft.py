@@ -1,7 +1,7 @@
 """Trees that grow during verification, while offloaded weights are transferred.
 
-If the accepted path ends at a node with children by then, the nodes below that node are the next draft, which costs no
-time. The target writes its KV above the KV of these nodes, which is moved down with the new root.
+If the accepted path ends at a node with children by then, the nodes below that node are the next draft. The target
+writes its KV above the KV of these nodes, which is moved down with the new root.
 
 Legend: C nodes that can be found, D levels, k nodes of a level that are expanded, and children of each; one row.
 """
@@ -21,10 +21,7 @@ from sharesd.drafters.tree_draft import TreeDraft
 from sharesd.speculation.draft_tree import DraftShape, DraftTree, VerifyResult, async_tree_slots
 
 SHARE = 2
-"""Share of the requested levels that a continuation must have.
-
-It is the next draft if it has at least one in SHARE of them.
-"""
+"""Continuations must have at least one in SHARE of the requested levels."""
 
 
 class _Continuation(NamedTuple):
@@ -43,10 +40,7 @@ class AsyncTreeDraft(TreeDraft):
     """Trees expanded during verification, if there is one row."""
 
     def __init__(self, stepper: ModelStepper, context: DraftContext, *, branching: int, max_depth: int) -> None:
-        """Set up trees as `TreeDraft`.
-
-        The cache needs `async_tree_slots`, and the slots of a verify step, above its lengths.
-        """
+        """The cache needs `async_tree_slots` and a verify step above its lengths."""
         super().__init__(stepper, context, branching=branching, max_depth=2 * max_depth + 1)
         self._model, self._asked = stepper, max_depth
         self._kept: _Continuation | None = None
@@ -112,11 +106,7 @@ class AsyncTreeDraft(TreeDraft):
 
 
 def replant(nodes: Nodes, frontier: Frontier, draft_probs_BC: Tensor, branching: int, level: int, root: int) -> None:
-    """Make node `root` of this level (from 0) the root, in place.
-
-    Nodes that do not descend from it are removed, and the others move up by `level` + 1 levels. `branching` is k;
-    `draft_probs_BC` is moved with the nodes. For one row.
-    """
+    """Make node `root` of this level (from 0) the root, in place."""
     C, D = nodes.ancestors_BCD.shape[1:]
     tokens_C, scores_C, paths_CD, places_C, said_C = (part[0] for part in (*nodes, draft_probs_BC))
     node_C, up, nowhere = torch.arange(C), level + 1, (D - 1) * branching

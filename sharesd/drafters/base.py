@@ -26,22 +26,15 @@ NOTHING: Mapping[int, int] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class DraftContext:
-    """Context of a draft: one way of sampling and neighbouring rows.
-
-    The context, and the drafters' graphs for it, live as long as the engine keeps it.
-    """
+    """Context of a draft: one way of sampling and neighbouring rows."""
 
     first: int
-    """The first of the rows."""
     end: int
-    """After the last."""
     sampler: Sampler
     root_B: Tensor
     """The last token of each row, in its place."""
     buffers: DraftBuffers
-    """Buffers in which model drafters write drafts."""
     policy: Policy
-    """Model of the cost of rounds."""
     graphs: Graphs | None
     """None = nothing is replayed."""
     generators: dict[object, Any] = field(default_factory=dict)
@@ -52,11 +45,9 @@ class Drafter:
     """Base of drafters, which propose tokens to the target.
 
     Calls for each row: begin and read; then in each round catch_up, draft and commit, unless the round is a plain step.
-    Rows come and go, each with its own text, and a draft is for some of them. Everything in draft and commit stays on
-    the device; state is in tensors that keep their addresses. If rounds are replayed, commit is called during capture,
-    and its work is repeated in every round, be it a plain step or another drafter's.
-
-    Defaults suit a drafter without state of its own.
+    Everything in draft and commit stays on the device; state is in tensors that keep their addresses. If rounds are
+    replayed, commit is called during capture, and its work is repeated in every round, be it a plain step or another
+    drafter's. Defaults suit a drafter without state of its own.
     """
 
     name: str
@@ -67,10 +58,7 @@ class Drafter:
     needs_catch_up = False
     """True if the drafter needs rounds to read tokens missed while idle."""
     supports_async = False
-    """True if drafting can start before the host reads the last round.
-
-    Not if there is something to catch up with.
-    """
+    """True if drafting can start before the host reads the last round."""
     commits_plain_rounds = False
     """`commit` is called in plain rounds, too."""
     first_alphas: tuple[float, float] = FIRST_ALPHAS
@@ -78,35 +66,20 @@ class Drafter:
     single_pass = False
     """True if drafts take one pass, whatever their depth."""
     runs_on_host = False
-    """True if it drafts on the host, from tokens of the host.
-
-    The drafter chooses the number of nodes.
-    """
+    """True if it drafts from host tokens, and chooses the nodes' number."""
 
     def begin(self, row: int, tokens: list[int], reuse: bool) -> None:
-        """Start a new text of this row with these tokens.
-
-        `reuse`: cached tokens need not be read again.
-        """
+        """Start a row's new text; `reuse`: cached tokens need no new reading."""
 
     def read(self, row: int, tokens: list[int]) -> None:
-        """Read the row's text up to here.
-
-        Long texts come in pieces, each from the beginning and longer than the last.
-        """
+        """Read the row's text up to here; pieces all begin at 0."""
 
     def num_unread_tokens(self, texts: Mapping[int, list[int]]) -> int:
-        """Return the number of tokens to read before a draft.
-
-        Tokens that the draft's first step reads are not counted.
-        """
+        """Return tokens to read before a draft's first step."""
         return 0
 
     def time_catch_up(self, context: DraftContext, num: int) -> bool:
-        """Read `num` tokens after the first row's text, for timing.
-
-        The text is unchanged. Returns False if nothing is read.
-        """
+        """Time reading of `num` tokens; return False if nothing is read."""
         return False
 
     def catch_up(
@@ -118,28 +91,20 @@ class Drafter:
     ) -> None:
         """Process newly decoded tokens, before a draft.
 
-        Args:
-            texts: tokens of each row of the round, up to its root.
-            idle: there were rounds without this drafter.
-            plain: those of the rows that take no drafts.
-            coming: maximum tokens that an earlier launched round, which the host has not read, adds to these rows. (Not
-                if it is `idle` and `needs_catch_up`.)
+        `texts`: tokens of each row, up to its root. `idle`: there were rounds without this drafter. `plain`: rows that
+        take no drafts. `coming`: maximum tokens that a launched round, which the host has not read, adds to these rows.
         """
 
     def draft(self, context: DraftContext, shape: DraftShape) -> DraftTree:
-        """Return a draft of this shape after each row's root.
-
-        A drafter on the host may return fewer nodes. Rows without `catch_up` get any tokens.
-        """
+        """Return a draft after each row's root; on the host perhaps smaller."""
         raise NotImplementedError
 
     def commit(
         self, context: DraftContext, tree: DraftTree, verified: VerifyResult, logits_BTV: Tensor
     ) -> Tensor | None:
-        """Apply the target's `VerifyResult` on the draft.
+        """Apply the target's `VerifyResult`; return int64 [B, X] for `on_host_result`.
 
         Its `num_new` is 0 for idle rows. `logits` are those of root and nodes; later calls overwrite them.
-        Returns the rows for `on_host_result`, int64 [B, X].
         """
         return None
 
@@ -165,7 +130,6 @@ class BuildInputs:
     config: EngineConfig
     target: CausalModel
     cache: StaticKVCache
-    """Cache of the target."""
     slots: int
     """Slots of each row of the target's cache."""
     max_context: int
@@ -177,10 +141,7 @@ class BuildInputs:
     tree: tuple[int, int, int] | None
     """Draft trees of models: expanded nodes per level, depth, nodes."""
     offloads: bool
-    """True if weights of the target are offloaded.
-
-    Few lengths of chains are worth considering then.
-    """
+    """True if weights of the target are offloaded."""
     continues_trees: bool
     """Trees are expanded while the target waits for its weights."""
     switch: Switch
@@ -190,10 +151,7 @@ class BuildInputs:
     quantized_step: Callable[[], CausalModel]
     """Return the target as its quantized copies draft."""
     second_model: Callable[[], tuple[CausalModel, int, Graphs | None]]
-    """Load the second model.
-
-    Returns the compiled step, bytes of its weights, and graphs if its steps may be captured.
-    """
+    """Load the second model: compiled step, bytes of weights, graphs if capturable."""
     heads: Mapping[str, nn.Module]
     """Trained heads, by mode."""
 
@@ -204,11 +162,7 @@ class BuildInputs:
 
     @cached_property
     def shapes(self) -> Sequence[DraftShape]:
-        """Drafts that a model may be requested to make, the largest last.
-
-        Raises:
-            ValueError: trees were requested, and the target cannot verify them.
-        """
+        """Draft shapes, the largest last; raises ValueError for unverifiable trees."""
         if self.config.explicit_tree is not None and not self.takes_trees:
             if self.target.takes_trees:
                 raise ValueError(

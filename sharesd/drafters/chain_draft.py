@@ -14,10 +14,7 @@ from sharesd.speculation.draft_tree import DraftTree
 
 
 class ChainDraft:
-    """Chains drafted token by token.
-
-    Steps after the first repeat the same work on the same tensors, and can be replayed.
-    """
+    """Chains drafted token by token, in steps that can be replayed."""
 
     def __init__(self, stepper: DraftStepper, context: DraftContext) -> None:
         self._stepper, self._context = stepper, context
@@ -28,10 +25,7 @@ class ChainDraft:
         self._next = Replayed(self._step, context.graphs)
 
     def draft(self, length: int) -> DraftTree:
-        """Return a chain of at most `length` tokens, in the buffers.
-
-        It is shorter if the policy ends it early.
-        """
+        """Return a chain of at most `length` tokens, in the buffers."""
         buffers, sampler, policy = self._context.buffers, self._context.sampler, self._context.policy
         self._scorer = None if sampler.needs_draft_probs else policy.scorer
         self._first()

@@ -17,10 +17,7 @@ from sharesd.models.base import CausalModel
 
 
 class DraftStepper(Protocol):
-    """Stepper that reads each row's root, then drafts step by step.
-
-    Its tensors keep their addresses, so that steps can be replayed.
-    """
+    """Stepper that drafts after roots; tensors keep addresses, for replay."""
 
     root_pos_B: Tensor  # int64: position of each root
     next_pos_B: Tensor  # int64: position of a chain's next token; of trees, of the first level
@@ -30,10 +27,7 @@ class DraftStepper(Protocol):
     )  # of a target with rounded weights, see `confidence.quantization_logit_noise`; None: another model
 
     def start(self) -> Tensor:
-        """Read the root and unread tokens before it.
-
-        Returns the logits [B, 1, V] of the first draft token.
-        """
+        """Read unread tokens and the root; return first logits [B, 1, V]."""
         ...
 
     def step(self, tokens_BF: Tensor, tree_mask: TreeAttentionMask | None = None) -> Tensor:
@@ -45,10 +39,7 @@ class DraftStepper(Protocol):
 
 
 class ModelStepper:
-    """Stepper of a causal language model over a KV cache.
-
-    Draft tokens are written above the cache's lengths.
-    """
+    """Stepper of a language model; drafts lie above the cache's lengths."""
 
     def __init__(
         self,
@@ -59,11 +50,7 @@ class ModelStepper:
         recent: int = 0,
         logit_noise: float | None = None,
     ) -> None:
-        """Create a view of the cache for drafts.
-
-        `lead` returns the tokens [B, T] of the first step, the last of which is the root, at the cache's length.
-        `recent`: number of last tokens that steps attend to, 0 = all. `logit_noise`: see `Sampler.draft`.
-        """
+        """`lead` returns first tokens [B, T]; `recent`: tokens attended to, 0: all."""
         self._model, self._lead, self._ahead = model, lead, cache.draft_view(recent)
         self.ids: Tensor | None = None
         self.logit_noise = logit_noise
@@ -85,15 +72,7 @@ class ModelStepper:
         return logits_BFV
 
     def move(self, root: int, first: int, num: int) -> None:
-        """Move KV of accepted draft tokens to the new root.
-
-        For one row. The root's position is already in `root_pos_B`.
-
-        Args:
-            root: slot of the new root, counted from the last root's.
-            first: first slot of the tokens after it, counted likewise.
-            num: number of these slots.
-        """
+        """Move one row's accepted draft KV; slots count from the last root's."""
         places_T = torch.tensor([root, *range(first, first + num)], device=self.root_pos_B.device)
         path_BT = places_T + (self.next_pos_B - self.root_pos_B)[:, None]
         self.next_pos_B.copy_(self.root_pos_B)

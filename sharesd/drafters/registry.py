@@ -1,7 +1,4 @@
-"""Registry of drafters: the `SPEC` of each folder; imports no torch.
-
-Modules named by `--drafter-module` add theirs.
-"""
+"""Registry of drafters: the `SPEC` of each folder; imports no torch."""
 
 from __future__ import annotations
 
@@ -37,11 +34,7 @@ def _shipped() -> dict[str, DrafterSpec]:
 
 
 def load_modules(modules: Iterable[str]) -> None:
-    """Register drafters of files or importable modules that define `SPEC`.
-
-    Raises:
-        ValueError: a module is not found, has no SPEC, or its drafter's name is taken.
-    """
+    """Register drafters of files or modules; raise ValueError for wrong ones."""
     for name in modules:
         if all(name != module for module, _ in _added.values()):
             spec = getattr(_import(name), "SPEC", None)
@@ -83,7 +76,6 @@ def specs(*kinds: str) -> tuple[DrafterSpec, ...]:
 
 
 def names(*kinds: str) -> tuple[str, ...]:
-    """Names of all drafters, or of those of some kinds."""
     return tuple(spec.name for spec in specs(*kinds))
 
 
@@ -93,11 +85,7 @@ def modes() -> tuple[str, ...]:
 
 
 def spec_of(name: str) -> DrafterSpec:
-    """Return a drafter's spec.
-
-    Raises:
-        ValueError: there is no drafter of this name.
-    """
+    """Return a drafter's spec; raise ValueError for an unknown name."""
     for spec in specs():
         if name == spec.name:
             return spec
@@ -122,7 +110,6 @@ def lacking(drafters: Iterable[str], support: Support) -> tuple[str, ...]:
 
 
 def head_specs() -> tuple[HeadSpec, ...]:
-    """Layouts of trained heads."""
     return tuple(head for spec in specs("head") for head in spec.heads)
 
 
@@ -132,7 +119,6 @@ def colour_of(mode: str) -> str:
 
 
 def hatch_of(mode: str) -> str | None:
-    """Return a mode's pattern in plots."""
     return next((spec.hatch for spec in specs() if spec.name == mode and spec.hatch), None)
 
 

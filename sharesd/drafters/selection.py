@@ -1,7 +1,4 @@
-"""Selection of drafters in a config; imports no torch.
-
-Active drafters with their options, head or second model.
-"""
+"""Selection of drafters in a config; imports no torch."""
 
 from __future__ import annotations
 
@@ -15,10 +12,7 @@ from sharesd.drafters import registry
 from sharesd.drafters.spec import Need
 
 EMBEDDED = Path(__file__).parent / "heads" / "smollm2-135m-instruct"
-"""Folders of the embedded model's heads, by mode.
-
-That of a second model holds a small decoder.
-"""
+"""Folders of the embedded model's heads, or second model, by mode."""
 
 
 def active_drafters(config: EngineConfig, *modes: str) -> tuple[str, ...]:
@@ -44,10 +38,7 @@ def option_fields() -> dict[str, str]:
 
 
 def head_mode(head: str) -> str:
-    """Return the mode of a head, by the architecture in its config.json.
-
-    Folders of public hubs name architectures of many kinds; without a known one a head is of the first head drafter.
-    """
+    """Return the mode of a head's architecture; unknown: the first head drafter."""
     config = Path(head) / "config.json"
     text = config.read_text("utf-8") if config.is_file() else ""
     specs = registry.specs("head")
@@ -56,19 +47,12 @@ def head_mode(head: str) -> str:
 
 
 def head_of(config: EngineConfig, mode: str) -> str | None:
-    """Return the head of a mode; None = none.
-
-    One of `heads`, or the one that ships with the embedded model.
-    """
+    """Return a mode's head, given or shipped with the embedded model."""
     return next((head for head in config.heads if head_mode(head) == mode), None) or _shipped(config, mode)
 
 
 def require_head(config: EngineConfig, mode: str) -> str:
-    """Return the head of a mode.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the head of a mode; raise ValueError if there is none."""
     head = head_of(config, mode)
     if head is not None:
         return head
@@ -79,34 +63,24 @@ def require_head(config: EngineConfig, mode: str) -> str:
 
 
 def second_model(config: EngineConfig) -> str | None:
-    """Return the second model.
-
-    None = a quantized copy of the target.
-    """
+    """Return the second model; None: a quantized copy of the target."""
     if config.draft != SMALL:
         return config.draft
     return next(filter(None, (_shipped(config, name) for name in needing(Need.SECOND_MODEL))), None)
 
 
 def needing(need: Need) -> tuple[str, ...]:
-    """Return all drafters with this need."""
     return registry.those(registry.names(), need)
 
 
 def _shipped(config: EngineConfig, mode: str) -> str | None:
-    """Return the embedded model's folder for a mode.
-
-    None if another model is the target.
-    """
+    """Return the embedded model's folder for a mode."""
     folder = EMBEDDED / mode
     return str(folder) if config.target is None and folder.is_dir() else None
 
 
 def file_of(config: EngineConfig, table: str) -> Path | None:
-    """Return the file of a table; None = empty.
-
-    As given, or the one that ships with the embedded model.
-    """
+    """Return a table's file, given or shipped; None: empty."""
     spec = registry.spec_of(table)
     name = getattr(options_of(config, table), spec.file)
     if name is None:
@@ -121,11 +95,7 @@ def files_shown(config: EngineConfig) -> dict[str, str]:
 
 
 def check_drafters(config: EngineConfig, *modes: str) -> None:
-    """Check names and options of drafters, of a config and some modes.
-
-    Raises:
-        ValueError: unknown drafters and options, with the remedy.
-    """
+    """Raise ValueError for unknown drafters and options, with the remedy."""
     registry.load_modules(config.drafter_modules)
     for mode in (config.mode, *modes):
         if mode not in registry.modes():

@@ -1,7 +1,4 @@
-"""Description of a drafter: the `SPEC` in its folder's `__init__.py`.
-
-Neither this module nor a drafter's `__init__.py` imports torch.
-"""
+"""Description of a drafter: its folder's `SPEC`; neither imports torch."""
 
 from __future__ import annotations
 
@@ -12,11 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 DrafterKind = Literal["model", "self", "head", "table", "mix"]
-"""Kind of drafter.
-
-`model`: a second model. `self`: the target itself. `head`: a trained head. `table`: a lookup. `mix`: the best of
-several in each round.
-"""
+"""Second model, target itself, trained head, lookup table, or a mix."""
 KINDS: tuple[str, ...] = get_args(DrafterKind)
 MODEL_KINDS = ("model", "self", "head")
 """Kinds whose drafts take time on the device."""
@@ -28,10 +21,7 @@ class Need(Enum):
     QUANTIZED_TARGET = auto()
     """Quantized copies of the target's linears, which share its KV cache."""
     SECOND_MODEL = auto()
-    """Second model with a KV cache of its own.
-
-    `EngineConfig.draft`, or a quantized copy of the target.
-    """
+    """Second model with KV: `EngineConfig.draft`, or a quantized target."""
     HIDDEN_STATES = auto()
     """Hidden states of the target, kept beside its KV."""
     TARGET_KV = auto()
@@ -56,10 +46,7 @@ class NoOptions:
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """Command-line flag of a dataclass field.
-
-    Type, choices and default are the field's.
-    """
+    """Command-line flag of a dataclass field, with its type and default."""
 
     help: str
     metavar: str | None = None
@@ -78,10 +65,7 @@ class Flag:
 
 
 def option(default: Any, help: str, **flag: Any) -> Any:
-    """Return a dataclass field that is also a flag.
-
-    `flag` are the other fields of `Flag`.
-    """
+    """Return a dataclass field that is also a flag."""
     return field(default=default, metadata={"flag": Flag(help, **flag)})
 
 
@@ -96,15 +80,11 @@ class HeadSpec:
     marks: frozenset[str] = frozenset()
     """Tensors that each identify such heads, whatever config.json names."""
     is_public: bool = True
-    """True if public folders of such heads name other architectures, too.
-
-    Only tensors identify the kind then.
-    """
+    """True if public folders of such heads name other architectures, too."""
     max_layers: int = 1
     build: str
     """`module:Class` of the head."""
     help: str
-    """Help of its training command."""
     training: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of flags of its training command."""
 
@@ -117,17 +97,10 @@ class DrafterSpec:
     """Name of the mode in which it drafts alone."""
     kind: DrafterKind
     help: str
-    """One line."""
     build: str = ""
-    """Builder `module:function` from `BuildInputs` to a Drafter, imported on use.
-
-    Kind `table`: to a Table. Mixes have none.
-    """
+    """Builder `module:function` from `BuildInputs` to a Drafter or Table."""
     order: int = 100
-    """Place among drafters of its kind; the smallest comes first.
-
-    Used in lists, and in the choice of mode `auto`.
-    """
+    """Place among drafters of its kind; the smallest comes first."""
     options: type[Any] = NoOptions
     """Dataclass of `option`s: flags of the command line and values of `EngineConfig.drafter_options`."""
     needs: frozenset[Need] = frozenset()
@@ -139,21 +112,14 @@ class DrafterSpec:
     members: str = ""
     """`module:function` from an EngineConfig to the names of its drafters (kind `mix`)."""
     auto_beside: frozenset[str] = frozenset()
-    """Kinds of drafters that mode `auto` combines with this one.
-
-    "" = no other drafter. For kind `table`.
-    """
+    """Kinds that `auto` combines with this table; "": no other."""
     file: str = ""
-    """Option that names a file of it (kind `table`).
-
-    Without a value, the file of the embedded model.
-    """
+    """Option that names a table's file; no value: the embedded model's."""
     embedded: Path | None = None
     """File of the embedded model."""
     aliases: tuple[str, ...] = ()
     """Second names of the mode, which no help shows."""
     colour: str = "#CC79A7"
-    """Colour in plots."""
     hatch: str = ""
     """Pattern in plots, to distinguish similar greys."""
 

@@ -1,8 +1,7 @@
 """Trees and chains of draft tokens from a model or head.
 
-Trees follow EAGLE-2 (Li et al. 2024, arXiv 2406.16858). Each step expands the likeliest nodes of the last level; of all
-nodes ever found the likeliest are verified. A node is as likely as its whole path, so parents come before their
-children, and the best n nodes are a tree for every n.
+Trees follow EAGLE-2 (Li et al. 2024, arXiv 2406.16858). Each step expands the likeliest nodes of the last level. A node
+is as likely as its whole path, so the best n nodes are a tree for every n.
 
 Legend: B rows, F nodes of a level that are expanded, k children of each, C nodes that can be found, D levels, T rows of
 a verify step, V vocabulary.
@@ -29,10 +28,7 @@ from sharesd.speculation.draft_tree import DraftShape, DraftTree
 
 
 class DraftGenerator:
-    """Drafts of a model for one kind of sampling.
-
-    Chains, and trees if there are any.
-    """
+    """Chains, and trees if there are any, for one kind of sampling."""
 
     def __init__(
         self,
@@ -43,20 +39,11 @@ class DraftGenerator:
         branching: int,
         tree_cls: Callable[..., TreeDraft] | None = None,
     ) -> None:
-        """Set up a generator.
-
-        Args:
-            stepper: the model or head.
-            context: sampling and buffers.
-            shapes: drafts that may be requested, the largest last.
-            branching: nodes of a level that trees expand, and children of each.
-            tree_cls: class of trees, if not TreeDraft.
-        """
+        """`branching`: expanded nodes of a tree level, and children of each."""
         self._stepper, self._context, self._tree_cls = stepper, context, tree_cls or TreeDraft
         self._branching, self._max_depth = branching, shapes[-1].depth
 
     def draft(self, shape: DraftShape) -> DraftTree:
-        """Return a draft of this shape, in the buffers."""
         return self.tree.draft(shape) if shape.is_tree else self._chain.draft(shape.depth)
 
     @cached_property
@@ -65,22 +52,14 @@ class DraftGenerator:
 
     @cached_property
     def tree(self) -> TreeDraft:
-        """Trees of this context."""
         return self._tree_cls(self._stepper, self._context, branching=self._branching, max_depth=self._max_depth)
 
 
 class TreeDraft:
-    """Trees expanded level by level.
-
-    Levels after the first repeat the same work on the same tensors. KV is written above the cache's lengths: of the
-    root, then of `branching` nodes per level.
-    """
+    """Trees expanded level by level, with KV above the cache's lengths."""
 
     def __init__(self, stepper: DraftStepper, context: DraftContext, *, branching: int, max_depth: int) -> None:
-        """Set up trees of at most `max_depth` levels.
-
-        `branching`: see `DraftGenerator`.
-        """
+        """`branching`: see `DraftGenerator`."""
         self._stepper, self._context = stepper, context
         self._branching, self._max_depth = branching, max_depth
         B, device = len(stepper.root_pos_B), stepper.root_pos_B.device
@@ -105,10 +84,7 @@ class TreeDraft:
         self._last = Replayed(self._choose, context.graphs)
 
     def draft(self, shape: DraftShape) -> DraftTree:
-        """Return the best nodes of this many levels, in the buffers.
-
-        There are fewer levels and nodes if the policy stops early.
-        """
+        """Return the best nodes of this many levels, in the buffers."""
         self._scorer = self._context.policy.scorer
         depth, found = self._grow(shape.depth)
         num = min(shape.nodes, found)
@@ -139,10 +115,7 @@ class TreeDraft:
         return levels, self._branching + (levels - 1) * self._branching**2
 
     def _frontier_acceptance(self) -> float:
-        """Return the probability that a frontier node is accepted.
-
-        It is the mean of the counted rows.
-        """
+        """Return a frontier node's acceptance probability, mean of counted rows."""
         scores = self._frontier.scores_Bk.tolist()
         accept_probs = [sum(map(exp, scores[row])) for row in self._counted_rows]
         return sum(accept_probs) / len(accept_probs)
@@ -204,10 +177,7 @@ class TreeDraft:
 
 
 def _seen(paths_BFD: Tensor | None, level_B: Tensor, tokens_BC: Tensor) -> Tensor:
-    """Return a mask [B, F, C] of the nodes on each path.
-
-    For None, no nodes: the root's path is empty.
-    """
+    """Return a mask [B, F, C] of the nodes on each path."""
     B, C = tokens_BC.shape
     if paths_BFD is None:
         return torch.zeros(B, 1, C, dtype=torch.bool, device=tokens_BC.device)

@@ -1,4 +1,1 @@
-"""Decoding loop: requests, prefill, rounds, outputs and statistics.
-
-Imports drafters and lower packages.
-"""
+"""Decoding loop: requests, prefill, rounds, outputs and statistics."""

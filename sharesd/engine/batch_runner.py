@@ -11,20 +11,14 @@ if TYPE_CHECKING:
     from sharesd.engine.request import Request
 
 CHUNK = 512
-"""Prompt tokens per prefill chunk offline.
-
-With the small chunks of a server, eight conversations of 64 new tokens took a sixth more processor time.
-"""
+"""Prompt tokens per prefill chunk offline; small chunks took a sixth longer."""
 
 
 class Conversation(Protocol):
     """A conversation to run, and the sink of its answers."""
 
     def ask(self, engine: Engine) -> Request:
-        """Add the next prompt to the engine.
-
-        Raises ValueError if the engine rejects the prompt.
-        """
+        """Add the next prompt to the engine; raise ValueError if rejected."""
         ...
 
     def take(self, chunk: TokenChunk) -> None:
@@ -43,11 +37,10 @@ _T = TypeVar("_T", bound=Conversation)
 def run_conversations(
     engine: Engine, next_conversation: Callable[[bool], tuple[int, _T] | None]
 ) -> Iterator[tuple[int, _T, ValueError | None]]:
-    """Run conversations in one batch; yield (index, conversation, error) as each finishes.
+    """Run conversations together; yield (index, conversation, error) as each finishes.
 
-    `next_conversation(wait)` returns the next conversation; None if there is none at the moment or, with `wait`, if
-    none is left. A conversation whose first prompt is rejected is yielded with the error; a later rejected prompt ends
-    the conversation.
+    `next_conversation(wait)` returns None if there is none at the moment or, with `wait`, if none is left. A rejected
+    first prompt is yielded with its error; a later one ends the conversation.
     """
     asked: dict[Request, tuple[int, _T]] = {}
     while True:

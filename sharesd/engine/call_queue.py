@@ -1,7 +1,6 @@
 """Calls of several threads that share the engines of a runtime.
 
-A thread that waits for tokens steps the engine for all. Calls of one mode run at a time; others wait in order of
-arrival, as do calls whose acceptance rule does not go with the running ones.
+A waiting thread steps the engine for all; calls of other modes or acceptance rules wait in order of arrival.
 """
 
 from __future__ import annotations
@@ -19,16 +18,10 @@ from sharesd.engine.request import Request
 from sharesd.sampling_params import SamplingParams
 
 POLL_SECONDS = 1.0
-"""Seconds after which a waiting thread checks again.
-
-A second Ctrl-C may swallow the notification.
-"""
+"""Seconds between a waiting thread's checks: Ctrl-C may swallow a notification."""
 
 _STEP_LOCK = Lock()
-"""Lock of steps in the process.
-
-A step uses all cores and adapts their number.
-"""
+"""Lock of steps, which use all cores and adapt their number."""
 
 
 class Call:
@@ -37,10 +30,7 @@ class Call:
     def __init__(
         self, mode: str, prompts: Sequence[tuple[list[int], SamplingParams, int]], *, collected_at_end: bool
     ) -> None:
-        """`prompts`: token ids, parameters and index of each, as for `Engine.add`.
-
-        `collected_at_end`: nothing is delivered before all prompts have finished.
-        """
+        """Prompts are token ids, parameters and index, as for `Engine.add`."""
         self.mode, self.prompts, self.collected_at_end = mode, prompts, collected_at_end
         self.uses_match = all(params.acceptance == "match" for _, params, _ in prompts)
         """Acceptance by rule `match`, with which rows may be sampled differently."""
@@ -52,7 +42,6 @@ class Call:
         """Prompts whose answers have not finished."""
         self.error: BaseException | None = None
         self.closed = False
-        """True once the caller has closed its iterator."""
 
     @property
     def ready(self) -> bool:
@@ -66,10 +55,7 @@ class Call:
 
 
 class CallQueue:
-    """Queue of calls on engines that share a KV cache.
-
-    All methods may be called from any thread.
-    """
+    """Queue of calls on engines that share a KV cache. Thread-safe."""
 
     def __init__(self, engines: Mapping[Mode, Engine]) -> None:
         """`engines`, by mode, must not be used otherwise from now on."""
@@ -82,9 +68,7 @@ class CallQueue:
         self._closed: BaseException | None = None
 
     def run(self, call: Call) -> Generator[TokenChunk, None, None]:
-        """Yield chunks of a call.
-
-        Closing the iterator cancels the rest of the call before the next step.
+        """Yield chunks of a call; closing the iterator cancels the rest.
 
         Raises the errors of `Engine.add` before any work; RuntimeError if another call broke off in the middle of a
         step.
@@ -101,10 +85,7 @@ class CallQueue:
             call.closed = True  # no more: this may run anywhere, where an iterator is collected
 
     def close(self, reason: BaseException) -> None:
-        """End all calls with this error and drop the engines.
-
-        Waits for the end of a running step. Later calls raise the error too.
-        """
+        """End all calls with this error, after a running step."""
         self._closed = self._closed or reason
         with self._changed:
             while self._leader is not None:
@@ -116,10 +97,7 @@ class CallQueue:
             self._changed.notify_all()
 
     def _wait(self, call: Call) -> None:
-        """Wait for output of this call.
-
-        Steps the engine if no other thread does.
-        """
+        """Step the engine, unless another thread does, until output arrives."""
         try:
             with self._changed:
                 while self._leader is not None and not call.ready:
@@ -158,7 +136,6 @@ class CallQueue:
                 self._changed.notify_all()
 
     def _drop_finished(self) -> None:
-        """Cancel requests of closed and finished calls."""
         for call in [call for call in self._running if call.closed or not call.num_unfinished]:
             for request in call.requests:
                 if self._owners.pop(request, None) is not None:
@@ -193,10 +170,7 @@ class CallQueue:
         return True
 
     def _fill_rows(self, engine: Engine) -> None:
-        """Give free rows to prompts of the calls in turn.
-
-        A long list of prompts thus delays no other call.
-        """
+        """Give free rows to prompts of the calls in turn."""
         num_free = engine.cache.batch - engine.num_running - engine.num_waiting
         for _ in range(min(num_free, sum(call.num_unqueued for call in self._running))):
             while not self._running[0].num_unqueued:
@@ -215,10 +189,7 @@ class CallQueue:
             call.num_unfinished -= 1
 
     def _fail_all(self, leader: Call, error: BaseException) -> None:
-        """End all running calls.
-
-        The device may be ahead of the delivered tokens.
-        """
+        """End all running calls: the device may be ahead of delivered tokens."""
         for call in self._running:
             if call is not leader:
                 call.error = RuntimeError(f"another call was broken off in the middle of a step ({error!r}); ask again")

@@ -18,31 +18,18 @@ from sharesd.speculation.draft_tree import DraftShape, DraftTree, chain
 from sharesd_files import JsonCache
 
 SWEEPS, SECONDS = (3, 12), 0.5
-"""Least and most repeats of all rounds, and a time limit.
-
-No repeat starts after this limit, in seconds, if times agree.
-"""
+"""Fewest and most repeats; seconds after which none starts if times agree."""
 MAX_EXTENSION = 3
-"""Factor by which repeats are extended while times disagree.
-
-Times that still disagree are not kept.
-"""
+"""Factor by which repeats are extended; disagreeing times are not kept."""
 AGREE = 1.25
 """Largest ratio of quartiles, relative to a plain step, of agreeing repeats."""
 STARTS = 3
-"""Number of starts at which costs are measured.
-
-The machine may be slow during one of them.
-"""
+"""Starts at which costs are measured, as the machine may be slow."""
 BRIEFLY = 1
-"""Least repeats for more rows than the fewest, whose rounds are slow."""
 SLOWER = 1.3
 """Slowdown of kept plain steps, over new ones, that voids kept costs."""
 SHARE_OF_LONGEST = 4
-"""Ratio of the longest to the shortest timed draft if offloaded.
-
-Only these two are timed, at one context: a pass may take a second and hardly depends on its width.
-"""
+"""Ratio of the longest to the shortest timed draft if offloaded."""
 MISSED = 64
 """Tokens that a drafter reads together while catching up is timed."""
 FAR = 2048
@@ -50,21 +37,14 @@ FAR = 2048
 
 
 def profile_costs(engine: Engine, params: SamplingParams, kept: JsonCache | None) -> dict[int, Costs]:
-    """Return costs by number of rows.
-
-    `kept`: cache of costs measured before under the same conditions. Those of the first few starts are joined; later
-    starts time nothing but a plain step, to ignore costs from a moment when the machine was slow.
-    """
+    """Return costs by number of rows, joined with those of earlier starts."""
     fewest, *more = engine.batch_sizes
     sweeps = {fewest: BRIEFLY if engine.offloaded else SWEEPS[0], **dict.fromkeys(more, BRIEFLY)}
     return {rows: _costs_of_rows(engine, params, rows, kept, sweeps[rows]) for rows in sweeps}
 
 
 def _costs_of_rows(engine: Engine, params: SamplingParams, rows: int, kept: JsonCache | None, sweeps: int) -> Costs:
-    """Return costs of rounds over `rows` rows.
-
-    They are those of earlier starts. If there were too few starts, rounds are timed now.
-    """
+    """Return kept costs, or time rounds if there were too few starts."""
     if kept and rows < engine.cache.batch:
         kept = kept.with_key(rows)
     earlier = load_costs(kept) if kept else []
@@ -83,20 +63,7 @@ def _costs_of_rows(engine: Engine, params: SamplingParams, rows: int, kept: Json
 def measure_costs(
     engine: Engine, params: SamplingParams, rows: int | None = None, sweeps: int = SWEEPS[0]
 ) -> tuple[Costs, bool]:
-    """Time steps and draft steps after the text decoded last.
-
-    The text stays unchanged. Each round is compared with the plain steps around it, at two contexts, so that a slow
-    machine slows both alike.
-
-    Args:
-        engine: an idle engine.
-        params: kind of sampling.
-        rows: time rounds over the first `rows` rows; None: all.
-        sweeps: number of repeats, at least.
-
-    Returns:
-        The costs, and True if repeats agree so that the costs can be kept.
-    """
+    """Time rounds beside plain steps at two contexts; True if repeats agree."""
     rows = rows or engine.cache.batch
     model = model_drafter_of(engine)
     for cache in engine.caches:
@@ -139,10 +106,7 @@ def measure_costs(
 
 
 def _timers(engine: Engine, params: SamplingParams, rows: int) -> dict[tuple[str, int], Callable[[], float]]:
-    """Return timers of all rounds compared with a plain step.
-
-    Keys are kind, and width or depth; each timer returns seconds.
-    """
+    """Return timers, in seconds, by kind and width or depth."""
     model, context = model_drafter_of(engine), engine.variant(params).round(0, rows).context
     timers: dict[tuple[str, int], Callable[[], float]] = {}
     longest = engine.num_draft
@@ -168,10 +132,7 @@ def model_drafter_of(engine: Engine) -> Drafter | None:
 
 
 def _step(engine: Engine, params: SamplingParams, num_nodes: int, rows: int) -> Callable[[], object]:
-    """Return a round of idle rows with `num_nodes` draft tokens.
-
-    The round changes nothing.
-    """
+    """Return a round of idle rows, which changes nothing."""
     engine.deactivate_rows()
     round_ = engine.variant(params).round(0, rows)
     tree = DraftTree(torch.zeros(rows, num_nodes, dtype=torch.int64))
@@ -184,7 +145,6 @@ def _step(engine: Engine, params: SamplingParams, num_nodes: int, rows: int) -> 
 
 
 def _draft_seconds(drafter: Drafter, context: DraftContext, shape: DraftShape, depth: int) -> float:
-    """Time a draft of this kind with `depth` levels and fewest nodes."""
     nodes = min(shape.nodes, depth + 1) if shape.is_tree else depth
     return _timed(lambda: drafter.draft(context, shape._replace(depth=depth, nodes=nodes)).tokens.tolist())
 
@@ -196,15 +156,11 @@ def _timed(function) -> float:
 
 
 def _spread(times: list[float]) -> float:
-    """Return the ratio of the upper to the lower quartile."""
     low, _, high = quantiles(times, n=4) if len(times) > 1 else (times[0],) * 3
     return high / low
 
 
 def _lengths(max_length: int) -> list[int]:
-    """Return 0, 1, 2, 4 ... and `max_length`.
-
-    Costs are nearly linear between these numbers.
-    """
+    """Return 0, 1, 2, 4 ... and `max_length`; costs are nearly linear."""
     powers_of_two = [2**i for i in range(max_length.bit_length()) if 2**i < max_length]
     return [0, *powers_of_two, max_length]

@@ -1,7 +1,4 @@
-"""Decode variants: rounds and draft policy of one kind of sampling.
-
-Variants are kept, since their rounds may be captured in graphs and their policies learn.
-"""
+"""Decode variants: captured rounds and learned policy of one kind of sampling."""
 
 from __future__ import annotations
 
@@ -22,10 +19,7 @@ from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape, chain
 from sharesd.speculation.policy_config import FIRST_ALPHAS
 
 Drafts = dict[tuple[SamplingKind, int, int], tuple[DraftBuffers, dict[object, Any]]]
-"""Draft buffers and draft generators by kind of drafts and rows.
-
-Replayed variants share them.
-"""
+"""Draft buffers and generators by kind and rows; replayed variants share them."""
 MAX_VARIANTS = 24
 """Variants that are kept; the least recently used one is dropped first."""
 
@@ -47,7 +41,6 @@ class DecodeVariant:
         async_scheduling: bool,
         drafts: Drafts,
     ) -> None:
-        """As `Engine` has them; `drafts` are those of all variants."""
         self._drafts = drafts if options.graphs is not None else {}
         self._kind, self._target, self._cache, self._drafter = kind, target, cache, drafter
         self._sampling, self._state, self._options = row_sampling, state, options
@@ -101,10 +94,7 @@ class DecodeVariant:
         )
 
     def shape(self, num_idle: int) -> DraftShape:
-        """Return the draft shape of the coming round.
-
-        For drafters on the host, a chain of the most nodes allowed. `num_idle`: rounds since the drafter took part.
-        """
+        """Return the coming draft's shape; `num_idle`: rounds without the drafter."""
         drafter = self._drafter
         if drafter is None:
             return NO_DRAFT
@@ -127,7 +117,6 @@ class DecodeVariants:
         options: EngineOptions,
         async_scheduling: bool,
     ) -> None:
-        """As `Engine` has them."""
         self._parts = target, cache, drafter, row_sampling, state
         self._sampling, self._options, self._async_scheduling = row_sampling, options, async_scheduling
         self.auto_length = options.auto_length and drafter is not None
@@ -140,7 +129,6 @@ class DecodeVariants:
         return len(self._variants)
 
     def clear(self) -> None:
-        """Drop all variants."""
         self._variants.clear()
         self._drafts.clear()
 
@@ -149,10 +137,7 @@ class DecodeVariants:
         return self.of(self._sampling.kind(rows))
 
     def of(self, kind: SamplingKind) -> DecodeVariant:
-        """Return the variant of a sampling kind.
-
-        A new variant starts with costs of another one, if any has been measured.
-        """
+        """Return the variant of a kind, begun with another's measured costs."""
         variant = self._variants.pop(kind, None)
         if variant is None:
             variant = DecodeVariant(

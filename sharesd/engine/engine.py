@@ -1,9 +1,6 @@
 """The engine: requests join, are prefilled and decoded together, and leave.
 
-A round is draft, verify, accept, commit, with one host synchronisation. KV invariant: slots below a row's length hold
-the target's KV of every emitted token but the last one, the root.
-
-Legend: B rows, V vocabulary.
+A round is draft, verify, accept, commit, with one host synchronisation. Legend: B rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -92,7 +89,6 @@ class Engine:
 
     @property
     def drafter(self) -> Drafter | None:
-        """The drafter; None: plain decoding."""
         return self._scheduler.drafter
 
     @drafter.setter
@@ -106,7 +102,6 @@ class Engine:
 
     @property
     def grammars(self) -> Grammars:
-        """Compiled grammars of requests."""
         return self._scheduler.grammars
 
     @property
@@ -121,12 +116,10 @@ class Engine:
 
     @property
     def num_running(self) -> int:
-        """Number of requests that have a row."""
         return len(self._scheduler.rows.used)
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests in the queue."""
         return len(self._scheduler.waiting)
 
     def forget(self) -> None:
@@ -142,17 +135,9 @@ class Engine:
     def add(self, prompt: Prompt, params: SamplingParams | None = None, index: int = 0) -> Request:
         """Append a request to the queue; `step` decodes it.
 
-        Args:
-            prompt: a text or token ids.
-            params: sampling parameters; None: the defaults.
-            index: number among the prompts of one call or choices of one request, each of which has noise of its own
-                (`sharesd.sampling.seeds_of_prompts`).
-
-        Raises:
-            ValueError: the prompt is empty, too long or has ids outside the vocabulary, or parameters are not
-                supported.
-            QueueFull: a ValueError; too many requests wait.
-            RuntimeError: another engine has used the cache while requests of this one run.
+        `index`: number among the prompts of one call or choices of one request, each of which has noise of its own.
+        Raises ValueError for an unsupported prompt or parameters, its subclass QueueFull if too many requests wait, and
+        RuntimeError if another engine has used the cache while requests of this one run.
         """
         params, scheduler = params or SamplingParams(), self._scheduler
         scheduler.check_queue()
@@ -166,10 +151,8 @@ class Engine:
     def step(self) -> list[TokenChunk]:
         """Prefill a waiting prompt's chunk; run a round of decoding requests.
 
-        Returns the new tokens; [] if none came out. Chunks are large while no request is being decoded.
-
-        Raises RuntimeError if another engine has used the cache. Any error cancels all requests: the device may be
-        ahead of the tokens that were returned.
+        Returns the new tokens. Raises RuntimeError if another engine has used the cache. Any error cancels all
+        requests: the device may be ahead of the tokens that were returned.
         """
         if not self._scheduler.is_busy:
             return []
@@ -207,16 +190,9 @@ class Engine:
     ) -> Generator[TokenChunk, None, None]:
         """Decode prompts, as many together as cache rows; yield chunks.
 
-        Earlier calls end. Each prompt has noise of its own, by its index in the call.
-
-        Args:
-            prompts: texts or lists of token ids.
-            sampling: parameters of all prompts; None: the defaults.
-            reuse: KV of the longest prefix that a prompt shares with a row is not recomputed (chat turns).
-
-        Raises:
-            ValueError: as `add`.
-            RuntimeError: requests of `add` run, or another call has used the cache since the last chunk.
+        Earlier calls end. Each prompt has noise of its own, by its index in the call. `reuse`: KV of the longest prefix
+        that a prompt shares with a row is not recomputed (chat turns). Raises ValueError as `add`; RuntimeError if
+        requests of `add` run, or another call has used the cache since the last chunk.
         """
         if isinstance(prompts, str):
             raise ValueError("prompts is one string; give a list of prompts")
@@ -325,14 +301,12 @@ class Engine:
         return self._outputs.collect(in_flight, self._launch_early)
 
     def _launch_early(self) -> bool:
-        """Launch the next round early if rounds may overlap with host work."""
         if not self.options.async_scheduling or self._in_flight is not None:
             return False
         self._in_flight = self._launcher.launch()
         return True
 
     def _span(self, rows: Sequence[int]) -> tuple[int, int]:
-        """Return the first and the end row of a round over rows."""
         if self.compact_batch:
             return min(rows), max(rows) + 1
         return 0, next(size for size in self.batch_sizes if size > max(rows))

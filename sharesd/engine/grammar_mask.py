@@ -20,8 +20,7 @@ def compute_grammar_mask(
 ) -> tuple[Tensor, list[tuple[int, int]]]:
     """Return bits [B, T, W] int32 of allowed tokens, and unacceptable nodes.
 
-    Unacceptable nodes, as (line, number), must not be accepted. Rows without a grammar allow all tokens. `tree` is on
-    the host; its first line belongs to row `first`. `pinned`: allocate the bits for a copy to a GPU.
+    Unacceptable nodes are (line, number). `tree` is on the host; its first line belongs to row `first`.
     """
     B, N = tree.tokens.shape
     grammar_mask_BTW = torch.full((B, 1 + N, num_words(vocab_size)), -1, dtype=torch.int32, pin_memory=pinned)

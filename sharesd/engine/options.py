@@ -21,25 +21,17 @@ class EngineOptions:
     max_context: int
     """Most tokens of prompt and answer.
 
-    The cache needs slots for them and two verify steps more, three with `async_scheduling`: finished rows rest after
-    the context, and rounds of other rows compute them too.
+    The cache needs two verify steps more, three with `async_scheduling`: finished rows rest after the context.
     """
     auto_length: bool = False
-    """Choice of each draft's shape by a policy.
-
-    Otherwise the drafter's largest shape is used.
-    """
+    """Choice of each draft's shape by a policy, instead of the largest."""
     widths: Sequence[int] | None = None
-    """Allowed numbers of tokens of a step; None: any number.
+    """Allowed tokens of a step, padded to the next; None: any.
 
-    Steps are padded to the next width. A single width, equal in all modes, if the target's bits of a row depend on the
-    width.
+    A single width, equal in all modes, if the target's bits of a row depend on the width.
     """
     recompute_decoded_kv: bool = False
-    """Reuse of KV in whole prefill chunks only.
-
-    Needed if prefill and decode steps write different bits.
-    """
+    """Reuse whole prefill chunks only: prefill and decode bits differ."""
     graphs: Graphs | None = None
     """Captures rounds, which are replayed then; None: rounds run eagerly."""
     buckets: bool = False
@@ -52,15 +44,9 @@ class EngineOptions:
     max_queue: int | None = None
     """Waiting requests; None: no limit."""
     prefill_chunk: int | None = None
-    """Prompt tokens per round while other requests are decoded.
-
-    None: 512; on a CPU few enough not to delay rounds. Numbers are for CPUs only.
-    """
+    """Prompt tokens per round beside decoding; None: 512, less on a CPU."""
     async_scheduling: bool = False
-    """Launch each round before the host reads the last one.
-
-    A round whose draft needs the host is launched right after that read.
-    """
+    """Launch each round before the host reads the last one."""
     transfer_stats: Callable[[], TransferStats] | None = None
     """Total transfers of offloaded weights, if there are any."""
     overlap_hook: OverlapHook | None = None

@@ -25,14 +25,10 @@ class TokenChunk:
     token_ids: list[int]
     """Tokens in order; an end-of-sequence token is included."""
     sources: list[Source]
-    """Source of each token."""
     drafters: list[str | None]
     """Drafter of each token; None: the target's own."""
     text: str
-    """Final text.
-
-    May lag the tokens: incomplete characters and possible stop strings are held back.
-    """
+    """Final text; incomplete characters and possible stop strings are held back."""
     logprobs: list[float] | None = None
     """Log-probability of each token under the target, if requested."""
     top_logprobs: list[list[tuple[int, float]]] | None = None
@@ -56,7 +52,6 @@ class Completion:
     token_ids: list[int] = field(default_factory=list)
     sources: list[Source] = field(default_factory=list)
     drafters: list[str | None] = field(default_factory=list)
-    """Drafter of each token; None: the target's own."""
     text: str = ""
     logprobs: list[float] | None = None
     top_logprobs: list[list[tuple[int, float]]] | None = None
@@ -68,7 +63,6 @@ class Completion:
     """Counts and times of the request; None before the first chunk."""
 
     def add(self, chunk: TokenChunk) -> None:
-        """Append a chunk of this prompt."""
         self.token_ids += chunk.token_ids
         self.sources += chunk.sources
         self.drafters += chunk.drafters

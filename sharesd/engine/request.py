@@ -22,10 +22,7 @@ class QueueFull(ValueError):
 
 
 class Request:
-    """Prompt and its answer.
-
-    A request waits, then has a row until it finishes or is cancelled.
-    """
+    """Prompt and its answer, with a row while it is decoded."""
 
     def __init__(
         self,
@@ -39,10 +36,7 @@ class Request:
         reuse: bool = True,
         call: object | None = None,
     ) -> None:
-        """Build request number `index` of its `call`, None for `Engine.add`.
-
-        `matcher`: state of the grammar. `reuse`: cached KV of the prompt need not be recomputed.
-        """
+        """Request number `index` of its `call`, None for `Engine.add`."""
         self.prompt_ids, self.params, self.index, self.matcher = prompt_ids, params, index, matcher
         self.reuse, self.call = reuse, call
         self.tokens = list(prompt_ids)
@@ -67,7 +61,6 @@ class Request:
 
     @property
     def num_emitted(self) -> int:
-        """Number of tokens of the answer so far."""
         return len(self.tokens) - len(self.prompt_ids)
 
     def take(self, ids: list[int]) -> tuple[int, str]:
@@ -81,8 +74,7 @@ class Request:
 def counted_requests(live: Sequence[Request], is_last_call: bool) -> list[Request]:
     """Return the requests whose tokens count in the coming round.
 
-    All of them; but if `is_last_call` (all are prompts of one call and none waits), those that have emitted the fewest
-    tokens or little more, since they determine the duration of the call.
+    If `is_last_call`, those that emitted the fewest tokens or little more: they determine the call's duration.
     """
     if not is_last_call:
         return list(live)
@@ -91,21 +83,14 @@ def counted_requests(live: Sequence[Request], is_last_call: bool) -> list[Reques
 
 
 def max_round_cost(live: Sequence[Request], prefilled: bool) -> float:
-    """Return the plain rounds that the coming round may take.
-
-    A draft delays the other requests of its round, and if one was `prefilled`, they have waited for its chunk already.
-    """
+    """Return plain rounds that a round may take; `prefilled`: requests have waited."""
     if live[0].call is not None or (len(live) == 1 and not prefilled):
         return inf
     return 1.0 if prefilled else MAX_SHARED_ROUND
 
 
 def mean_progress(live: Sequence[Request], before: Sequence[int], is_last_call: bool) -> float:
-    """Return the mean progress, in tokens, of requests since `before`.
-
-    `before`: tokens emitted earlier by each request. If `is_last_call`: progress of the last one among unfinished
-    requests.
-    """
+    """Return the mean progress in tokens; if `is_last_call`, the last one's."""
     after = [request.num_emitted for request in live]
     if not is_last_call:
         return (sum(after) - sum(before)) / len(live)

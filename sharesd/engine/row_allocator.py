@@ -24,10 +24,7 @@ class RowAllocator:
         recompute_decoded_kv: bool,
         span: Callable[[Sequence[int]], tuple[int, int]],
     ) -> None:
-        """`recompute_decoded_kv`: only KV of whole prefill chunks is reused.
-
-        `span`: first and end row of a round over rows; allocation keeps it short.
-        """
+        """`span`: first and end row of a round, which allocation keeps short."""
         self._cache, self._recompute_decoded_kv, self.span = cache, recompute_decoded_kv, span
         self.requests: list[Request | None] = [None] * cache.batch
         self._last_used = [0] * cache.batch  # when a row was taken last
@@ -35,19 +32,14 @@ class RowAllocator:
 
     @property
     def free(self) -> list[int]:
-        """Rows without a request."""
         return [row for row, request in enumerate(self.requests) if request is None]
 
     @property
     def used(self) -> list[int]:
-        """Rows with a request."""
         return [row for row, request in enumerate(self.requests) if request is not None]
 
     def allocate(self, request: Request) -> int:
-        """Return a free row with KV of the longest shared prompt prefix.
-
-        KV of a free row is moved, of a used row copied; the least recently used row is overwritten.
-        """
+        """Return a free row with KV of the longest shared prompt prefix."""
         cache, free = self._cache, self.free
         usable = self._usable(request)
         source = oldest = min(free, key=lambda row: self._last_used[row])
@@ -72,13 +64,11 @@ class RowAllocator:
         return row
 
     def release(self, request: Request) -> None:
-        """Free the row of a request."""
         assert request.row is not None
         self.requests[request.row] = None
         request.row = None
 
     def clear(self) -> None:
-        """Free all rows."""
         for row in self.used:
             self.release(self.requests[row])  # type: ignore[arg-type]
 

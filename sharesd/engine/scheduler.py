@@ -37,12 +37,7 @@ class Scheduler:
         options: EngineOptions,
         span: Callable[[Sequence[int]], tuple[int, int]],
     ) -> None:
-        """Build a scheduler over the target's and a model drafter's `caches`.
-
-        `span`: first and end row of a round over rows.
-
-        Raises ValueError for a `prefill_chunk` that the target does not support.
-        """
+        """Raise ValueError for a `prefill_chunk` that the target does not support."""
         self._target, self._tokenizer, self._caches, self._options = target, tokenizer, caches, options
         self._sampling = row_sampling
         self.drafter = drafter
@@ -65,7 +60,6 @@ class Scheduler:
 
     @property
     def requests(self) -> list[Request]:
-        """All requests that run or wait."""
         return [*self.waiting, *(request for request in self.rows.requests if request is not None)]
 
     @property
@@ -76,7 +70,6 @@ class Scheduler:
 
     @property
     def is_busy(self) -> bool:
-        """True if any request runs or waits."""
         return bool(self.waiting or self.rows.used)
 
     @property
@@ -85,19 +78,13 @@ class Scheduler:
         return bool(self.prefill.request or (self.waiting and self.rows.free))
 
     def check(self, prompt: Prompt, params: SamplingParams) -> list[int]:
-        """Return token ids of a prompt.
-
-        Raises ValueError if the prompt cannot be decoded with these parameters.
-        """
+        """Return prompt token ids; raise ValueError if they cannot be decoded."""
         ids = self.tokenize(prompt)
         self.check_params(params)
         return ids
 
     def tokenize(self, prompt: Prompt) -> list[int]:
-        """Return token ids of a text or list of ids.
-
-        Raises ValueError if empty, too long or outside the vocabulary.
-        """
+        """Return token ids; raise ValueError if empty, too long or unknown."""
         ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:
             raise ValueError("a prompt is empty; give at least one token")
@@ -162,7 +149,6 @@ class Scheduler:
         return request
 
     def cancel(self, request: Request) -> None:
-        """End a request without a finish reason; free its row at once."""
         if request in self.waiting:
             self.waiting.remove(request)
         elif request.row is not None and self.rows.requests[request.row] is request:
@@ -172,10 +158,7 @@ class Scheduler:
         request.cancelled = request.finish_reason is None
 
     def release(self, request: Request) -> None:
-        """Free the row of a request.
-
-        Parks the row, unless another owner of the cache may have given it away.
-        """
+        """Free a request's row; park it unless the cache has another owner."""
         assert request.row is not None
         row = request.row
         self._sampling.release(row)
@@ -188,10 +171,7 @@ class Scheduler:
         self.num_changes += 1
 
     def acquire_cache(self) -> object:
-        """Drop all requests and park all rows; return the new ownership mark.
-
-        This engine becomes the cache's owner.
-        """
+        """Drop all requests, park all rows; return the new ownership mark."""
         for row in self.rows.used:
             self._sampling.release(row)
         self.rows.clear()

@@ -13,8 +13,7 @@ from offload.prefetcher import TransferStats
 class Stats:
     """Counters over rounds of calls or of one request.
 
-    Times are seconds of wall clock. Times of a request include whole rounds shared with other rows, so times of
-    requests decoded together add up to more than the elapsed time.
+    Times are seconds of wall clock; those of a request include whole rounds shared with other rows.
     """
 
     num_draft: int = 0
@@ -42,23 +41,16 @@ class Stats:
     prefill_s: float = 0.0
     """Prefill, up to and including the first token."""
     draft_s: float = 0.0
-    """Drafting."""
     verify_s: float = 0.0
     """Verify, accept and commit."""
     overhead_s: float = 0.0
-    """Rest of the rounds: synchronisation, stop rules, text.
-
-    Negative if it overlaps with other rounds.
-    """
+    """Rest of the rounds; negative if it overlaps with other rounds."""
     traffic: TransferStats | None = None
     """Transfers of offloaded weights during the call; None without offloading."""
 
     @property
     def decode_s(self) -> float:
-        """Time of all rounds.
-
-        Each counts from its launch, or the end of the round before, to its end.
-        """
+        """Time of rounds, each from launch or the last one's end."""
         return self.draft_s + self.verify_s + self.overhead_s
 
     @property
@@ -83,10 +75,7 @@ class Stats:
 
     @property
     def alpha(self) -> float:
-        """Acceptance of a draft token, given that those before it were accepted.
-
-        Every accepted token and every miss counts as a try.
-        """
+        """Acceptance of a draft token, given that those before it were accepted."""
         accepted = self.sources["accepted"]
         tries = accepted + self.sources["recovered"]
         return accepted / tries if tries else 0.0
@@ -108,13 +97,11 @@ class Stats:
         self.overhead_s += overhead_s
 
     def record_tokens(self, sources: Sequence[str]) -> None:
-        """Count emitted tokens by source."""
         self.new_tokens += len(sources)
         for source in sources:  # Counter.update takes three times as long
             self.sources[source] += 1
 
     def merge(self, other: Stats) -> None:
-        """Add the counts of another call."""
         self.num_draft = max(self.num_draft, other.num_draft)
         counts = ("prompt_tokens", "new_tokens", "decoded_tokens", "rounds", "drafted_tokens", "draft_steps", "steps")
         for name in (*counts, "prefill_s", "draft_s", "verify_s", "overhead_s"):

@@ -22,10 +22,7 @@ class StopChecker:
         self._unsent = ""  # final text that may be the beginning of a stop string
 
     def push(self, ids: list[int], num_legal: int | None = None) -> tuple[int, str, FinishReason | None]:
-        """Process a round's tokens; return their number, text, and finish reason.
-
-        `num_legal`: tokens that the grammar allows, if there is one; the next one ends the text.
-        """
+        """Process new tokens; return their number within the text, text, and reason."""
         num_legal_tokens = len(ids) if num_legal is None else num_legal
         goes_on = num_legal_tokens == len(ids) < self._num_left and self._end_ids.isdisjoint(ids)
         if goes_on and not self._stops:  # together: decoding takes time

@@ -20,11 +20,7 @@ from sharesd_files import JsonCache
 
 
 def warm_up(engine: Engine, params: SamplingParams, costs: JsonCache | None = None) -> None:
-    """Compile the rounds of one kind of sampling.
-
-    If the shapes of its drafts depend on costs, rounds are timed, too. `costs`: cache of costs
-    measured by earlier starts under the same conditions, see `profile_costs`.
-    """
+    """Compile the rounds of one kind of sampling; time them if needed."""
     policy = engine.variant(params).policy
     short = replace(params, ignore_eos=True, stop=(), stop_token_ids=(), grammar=None)
     shapes = _shapes(engine, params)
@@ -47,11 +43,7 @@ def warm_up(engine: Engine, params: SamplingParams, costs: JsonCache | None = No
 
 
 def warm_up_all_variants(engine: Engine) -> None:
-    """Run rounds of all variants that requests may need together.
-
-    No request then waits for a capture. Left out are grammars, which are rare, and acceptance rules other than `match`.
-    Costs are not measured again.
-    """
+    """Run rounds of variants that requests may need together, except grammars."""
     if engine.graphs is None:
         _run_all_samplers(engine)
         return
@@ -63,10 +55,7 @@ def warm_up_all_variants(engine: Engine) -> None:
 
 
 def _run_all_samplers(engine: Engine) -> None:
-    """Sample in all ways to build or compile kernels, without captures.
-
-    Left out if offloaded: passes take long.
-    """
+    """Sample in all ways to build or compile kernels, without captures."""
     if engine.offloaded:
         return
     for temperature in (0.0, 1.0):
@@ -79,11 +68,7 @@ def _run_all_samplers(engine: Engine) -> None:
 
 @torch.inference_mode()
 def _capture(engine: Engine, params: SamplingParams) -> None:
-    """Run every form of a round with idle rows until replayed.
-
-    Idle rows change nothing. If offloaded, only drafts are captured. The largest number of rows comes first: others
-    reuse its memory.
-    """
+    """Replay every form with idle rows; largest first, for memory reuse."""
     engine.deactivate_rows()
     model, variant = model_drafter_of(engine), engine.variant(params)
     shapes = variant.policy.shapes if model is not None else ()
@@ -106,10 +91,7 @@ def _capture(engine: Engine, params: SamplingParams) -> None:
 
 
 def _capture_catch_up(model: Drafter) -> None:
-    """Run a drafter's prefill of missed tokens until replayed.
-
-    Each row's prefill follows its cached text.
-    """
+    """Run a drafter's prefill of missed tokens until replayed."""
     for _, cache in model.prompt_readers():
         cached_ids, lengths_B = list(cache.cached_ids), cache.lengths.clone()
         for row, _ in product(range(cache.batch), range(1 + WARM_CALLS)):
@@ -121,10 +103,7 @@ def _capture_catch_up(model: Drafter) -> None:
 
 @torch.inference_mode()
 def _verify_tree(engine: Engine, params: SamplingParams) -> None:
-    """Verify a tree, if the target supports trees.
-
-    Tables may not have drafted one so far.
-    """
+    """Verify a tree, as tables may not have drafted one so far."""
     if not engine.target.takes_trees or params.acceptance != "match" or engine.num_draft < 2:
         return
     engine.deactivate_rows()

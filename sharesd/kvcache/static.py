@@ -1,8 +1,7 @@
 """Static KV cache. Rollback moves lengths; nothing is zeroed, cropped or copied.
 
 Slots below a row's length hold verified KV of every emitted token but the last one (the root). Slots above are scratch:
-drafts write there, verify steps overwrite them, masks hide the rest. For trained heads, the target's hidden states of
-each token are kept beside its KV.
+drafts write there, verify steps overwrite them, masks hide the rest.
 """
 
 from __future__ import annotations
@@ -23,9 +22,8 @@ from sharesd.devices.transfer import copy_to_device
 class StaticKVCache:
     """Keys and values of each layer, and live slots of each row.
 
-    Layout as in `compile.kv_layout`, or `plain`, [B, K, S, d], for other attention.
-
-    Legend: B rows, K key/value heads, S slots, d head size, T tokens of a step, D hidden size, F features of a token.
+    Layout of `compile.kv_layout`, or `plain`, [B, K, S, d]. Legend: B rows, K key/value heads, S slots, d head size, T
+    tokens of a step, D hidden size, F features of a token.
     """
 
     def __init__(
@@ -42,12 +40,10 @@ class StaticKVCache:
         split: PipelinePlan | None = None,
         whole_rows: bool = False,
     ) -> None:
-        """Allocate the cache.
+        """`shapes`: (key/value heads, head size) of every layer.
 
-        `shapes`: (key/value heads, head size) of every layer. `taps`: depths whose hidden states, of `hidden_size`, are
-        kept: numbers of blocks, and one more for the output of the last norm. `split`: keys and values are on the
-        devices of the layers, the rest at home. `whole_rows`: attention reads live slots alone, however many slots it
-        gets.
+        `taps`: depths whose hidden states are kept: numbers of blocks, and one more for the output of the last norm.
+        `whole_rows`: attention reads live slots alone, however many slots it gets.
         """
         self.slots = round_slots(slots)
         device = torch.device(device) if split is None else split.output_device
@@ -62,12 +58,8 @@ class StaticKVCache:
             both = zeros_like([*self.k, *self.v])
             self.k, self.v = both[: len(pairs)], both[len(pairs) :]
         self.taps = tuple(taps)
-        """Depths of the features."""
         self.features: Tensor | None = None
-        """Hidden states of each slot's token, of all depths, [B, S, F].
-
-        None without taps.
-        """
+        """Hidden states of each slot's token, of all depths, [B, S, F]."""
         if taps:
             on = "meta" if device.type == "cpu" else device
             self.features = torch.zeros(batch, self.slots, len(taps) * hidden_size, dtype=dtype, device=on)
@@ -76,40 +68,24 @@ class StaticKVCache:
         self._split, self._whole_rows = split, whole_rows
         self._compact_kv: Callable[[Tensor, Tensor, Tensor], None] | None = None
         self.sizes = [size for _, size in shapes]
-        """Head size of every layer."""
         self.recent = 0
-        """Last slots that steps attend to, besides the first few.
-
-        See `compile.attention.attend`; 0: all.
-        """
+        """Last slots that steps attend to, besides the first few; 0: all."""
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
         self.known_length: int | None = None
-        """Length of all rows, if available on the host.
-
-        No pipeline stage then waits for another.
-        """
+        """Length of all rows, if on the host: stages need not wait."""
         self.cached_ids: list[list[int]] = [[] for _ in range(batch)]
-        """Tokens whose KV each row holds.
-
-        Engines of several modes may share them.
-        """
+        """Tokens whose KV each row holds; engines of several modes may share."""
         self.num_prefilled = [0] * batch
         """Number of these tokens, from the first, that whole prefill chunks wrote."""
         self.parked_length: int | None = None
-        """Negative length of rows without a request; None: lengths stay.
-
-        Kernels skip such rows.
-        """
+        """Negative length of rows without a request, which kernels skip; None: unchanged."""
         self.owner: object | None = None
         """The caller that uses the cache; others must acquire it first."""
         self._views: dict[tuple[int, int], StaticKVCache] = {}
         self._on_stages: dict[int, StaticKVCache] = {}
 
     def acquire(self, owner: object) -> object:
-        """Make `owner` the cache's only user, and return it.
-
-        Earlier users must not touch rows any more.
-        """
+        """Make `owner` the only user, and return it; earlier ones must stop."""
         self.owner = owner
         self.lengths.clamp_(min=1)  # drafters' steps may read the token before
         return owner
@@ -119,10 +95,7 @@ class StaticKVCache:
         self.cached_ids[:], self.num_prefilled[:] = [[] for _ in range(self.batch)], [0] * self.batch
 
     def rows(self, first: int, end: int) -> StaticKVCache:
-        """Return rows `first` to before `end` as a view.
-
-        Each view is made once, since kernels remember views.
-        """
+        """Return a view of rows, made once, since kernels remember views."""
         if (first, end) == (0, self.batch):
             return self
         if (first, end) not in self._views:
@@ -143,16 +116,12 @@ class StaticKVCache:
         return view
 
     def _view(self) -> StaticKVCache:
-        """Return a copy of this object over the same tensors."""
         view = copy.copy(self)
         view._views, view._on_stages = {}, {}
         return view
 
     def on_stage(self, stage: int) -> StaticKVCache:
-        """Return the cache with its own lengths on a pipeline stage's device.
-
-        Lengths are to be copied there. The view is made once, since kernels remember views.
-        """
+        """Return the cache with own, uncopied lengths on a stage's device."""
         assert self._split is not None
         view = self._on_stages.get(stage)
         if view is None:
@@ -162,7 +131,6 @@ class StaticKVCache:
 
     @property
     def entry(self) -> torch.device:
-        """Device where tokens are read first."""
         return self.lengths.device if self._split is None else self._split.stages[0].device
 
     def shared_prefix_lengths(self, tokens: Sequence[int]) -> list[int]:
@@ -170,10 +138,7 @@ class StaticKVCache:
         return [_common(tokens, cached_ids) for cached_ids in self.cached_ids]
 
     def begin_row(self, row: int, tokens: Sequence[int], source: int, num_prefilled: int = 0) -> None:
-        """Set a row's tokens, whose KV is in row `source`.
-
-        The first `settled` tokens come from whole prefill chunks.
-        """
+        """Set a row's tokens, whose KV is in row `source`."""
         if source != row:
             self.copy_row(source, row, len(tokens))
         self.cached_ids[row], self.num_prefilled[row] = list(tokens), num_prefilled
@@ -185,12 +150,10 @@ class StaticKVCache:
             self.lengths[first:end].fill_(self.parked_length)
 
     def unpark(self) -> None:
-        """Let all rows take part again."""
         if self.parked_length is not None:
             self.lengths.copy_(torch.tensor([max(1, len(cached_ids)) for cached_ids in self.cached_ids]))
 
     def swap_rows(self, a: int, b: int) -> None:
-        """Exchange two rows without requests."""
         self.swap_kv(a, b, max(len(self.cached_ids[a]), len(self.cached_ids[b])))
         for values in (self.cached_ids, self.num_prefilled):
             values[a], values[b] = values[b], values[a]  # type: ignore[index, assignment]
@@ -200,10 +163,6 @@ class StaticKVCache:
         other.copy_(before)
 
     def swap_kv(self, a: int, b: int, num_tokens: int) -> None:
-        """Exchange KV of the first tokens of two rows.
-
-        Moves whole blocks of slots if the layout has them.
-        """
         for tensor in (*self.k, *self.v) if num_tokens else ():
             num = self._num_blocks(tensor, num_tokens)
             before = tensor[a, :, :num].clone()
@@ -214,10 +173,6 @@ class StaticKVCache:
             self.features[a, :num_tokens], self.features[b, :num_tokens] = both
 
     def copy_row(self, source: int, row: int, num_tokens: int) -> None:
-        """Copy KV of the first tokens from row to row.
-
-        Copies whole blocks of slots if the layout has them.
-        """
         for tensor in (*self.k, *self.v):
             num = self._num_blocks(tensor, num_tokens)
             tensor[row, :, :num].copy_(tensor[source, :, :num])
@@ -225,24 +180,17 @@ class StaticKVCache:
             self.features[row, :num_tokens].copy_(self.features[source, :num_tokens])
 
     def kv(self, layer: int, num_slots: int) -> tuple[Tensor, Tensor]:
-        """Return a layer's first keys and values, [B, K, num_slots, d].
-
-        These are copies if the layout differs.
-        """
+        """Return a layer's first keys and values, [B, K, num_slots, d]."""
         k, v = self.k[layer], self.v[layer]
         if k.ndim > 4:
             k, v = unpack_kv(k, v, self.sizes[layer])
         return k[:, :, :num_slots], v[:, :, :num_slots]
 
     def _num_blocks(self, tensor: Tensor, num_tokens: int) -> int:
-        """Return the blocks of slots that hold the tokens."""
         return -(-num_tokens * tensor.shape[2] // self.slots)
 
     def draft_view(self, recent: int = 0) -> StaticKVCache:
-        """Return a twin cache for drafts: shared KV, own lengths.
-
-        Steps attend to the last `recent` slots (0: all).
-        """
+        """Return a twin cache for drafts: shared KV, own lengths."""
         twin = self._view()
         twin.lengths, twin.recent = torch.zeros_like(self.lengths), recent
         twin.taps, twin.features = (), None
@@ -263,21 +211,13 @@ class StaticKVCache:
             copy_to_device(split.device_of(depth - 1))
 
     def _new_slots(self, num: int) -> tuple[Tensor, Tensor]:
-        """Return indices of slots after the lengths: [B, 1], [B, num].
-
-        The first are row indices, the second those of the first `num` slots.
-        """
+        """Return indices of slots after the lengths: [B, 1] and [B, num]."""
         device = self.lengths.device
         slots_BT = self.lengths[:, None] + torch.arange(num, device=device)
         return torch.arange(self.batch, device=device)[:, None], slots_BT
 
     def compact(self, path_BT: Tensor, num_B: Tensor, kv_offset: int = 0) -> None:
-        """Move the KV of accepted verify rows to slots after the lengths.
-
-        The rows are an ascending path, which fills the first `num` slots.
-
-        `kv_offset`: the path's KV was written so many slots higher.
-        """
+        """Move KV of an ascending path, written `kv_offset` higher, after the lengths."""
         if self._compact_kv is None:
             self._compact_kv = self._kv_compactor()
         self._compact_kv(self.lengths, path_BT + kv_offset if kv_offset else path_BT, num_B)
@@ -285,7 +225,6 @@ class StaticKVCache:
             compact_slots(self.features, self.lengths, path_BT, num_B)
 
     def _kv_compactor(self) -> Callable[[Tensor, Tensor, Tensor], None]:
-        """Return `compile.kv_compact.kv_compactor`, one per pipeline stage, which gets copies of its arguments."""
         split = self._split
         if split is None:
             return kv_compactor(self.k, self.v, self.sizes)
@@ -311,7 +250,6 @@ class StaticKVCache:
 
     @property
     def batch(self) -> int:
-        """Rows of the cache."""
         return self.lengths.shape[0]
 
     @property
@@ -321,7 +259,6 @@ class StaticKVCache:
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return the length of the common prefix."""
     both = min(len(a), len(b))
     if a[:both] == b[:both]:  # in a tenth of the time
         return both

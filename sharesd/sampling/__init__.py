@@ -1,7 +1,4 @@
-"""Sampling: noise, logits processing, choice and acceptance of drafts.
-
-Imports models and lower rooms.
-"""
+"""Sampling: noise, logits processing, choice and acceptance of drafts."""
 
 from sharesd.sampling.batch_params import RowSampling, SamplingKind, TokenCounts, check_alike, check_bias
 from sharesd.sampling.logits_processors import choose, logprobs_of, probs_of, process, top_logprobs_of

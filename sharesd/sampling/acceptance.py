@@ -1,8 +1,8 @@
 """Acceptance of draft tokens. Branch-free tensor functions; noise is an input.
 
-`accept_match` emits the target's own choices, and so the text of plain decoding. `accept_rejection` and `accept_block`
-emit another text of the same distribution; they need three independent noises: the draft's samples, `u_BN` and
-`noise_BV` (`sampling.Stream`), new in every round (`sampling.fork`). If a draft ends early, tokens of -1 follow.
+`accept_match` emits the text of plain decoding. `accept_rejection` and `accept_block` emit another text of the same
+distribution; they need three independent noises: the draft's samples, `u_BN` (uniform in (0, 1)) and `noise_BV`
+(Gumbel), new in every round (`sampling.fork`). If a draft ends early, tokens of -1 follow.
 
 Legend: B rows of the batch, N >= 1 draft tokens, T = N + 1 verify rows (row t predicts the token after t drafts), V
 vocabulary; p is the target's distribution, q the draft's.
@@ -20,10 +20,7 @@ from sharesd.speculation.draft_tree import DraftTree, VerifyResult
 
 
 def accept_match(draft_BN: Tensor, target_tokens_BT: Tensor) -> VerifyResult:
-    """Keep draft tokens up to the first miss; add the target's choice.
-
-    A miss is a draft token that differs from the target's choice.
-    """
+    """Keep draft tokens up to the first miss; add the target's choice."""
     if has_accept_kernel(target_tokens_BT.device, chains=True):
         num_new_B, tokens_BT, path_BT = accept_path(draft_BN, None, target_tokens_BT)
         return VerifyResult(tokens_BT, num_new_B, path_BT)
@@ -32,11 +29,7 @@ def accept_match(draft_BN: Tensor, target_tokens_BT: Tensor) -> VerifyResult:
 
 
 def accept_tree(tree: DraftTree, target_tokens_BT: Tensor) -> VerifyResult:
-    """Walk from the root through children that equal the target's choices.
-
-    Then add the target's token. Children of a node differ, so at most one is kept, and a path's rows ascend since
-    parents come before children.
-    """
+    """Walk from the root through children that equal the target's choices."""
     assert tree.tree_mask is not None
     if has_accept_kernel(target_tokens_BT.device):
         num_new_B, tokens_BT, path_BT = accept_path(tree.tokens, tree.tree_mask, target_tokens_BT)
@@ -62,10 +55,8 @@ def accept_tree_reference(tree: DraftTree, tree_mask: TreeAttentionMask, target_
 def accept_rejection(tree: DraftTree, target_probs_BTV: Tensor, u_BN: Tensor, noise_BV: Tensor) -> VerifyResult:
     """Keep a draft token with probability min(1, p/q).
 
-    Speculative sampling (Leviathan et al. 2022; Chen et al. 2023).
-
-    After the first miss one token is recovered from the normalised max(0, p - q); after none a bonus is drawn from p.
-    `u_BN` is uniform in (0, 1), `noise_BV` Gumbel.
+    Speculative sampling (Leviathan et al. 2022; Chen et al. 2023). After the first miss one token is recovered from the
+    normalised max(0, p - q); after none a bonus is drawn from p.
     """
     p_BN, q_BN = _chain_probs(tree, target_probs_BTV)
     num_accepted_B = ((u_BN * q_BN < p_BN) & (tree.tokens >= 0)).cumprod(-1).sum(-1)
@@ -76,13 +67,10 @@ def accept_rejection(tree: DraftTree, target_probs_BTV: Tensor, u_BN: Tensor, no
 def accept_block(tree: DraftTree, target_probs_BTV: Tensor, u_BN: Tensor, noise_BV: Tensor) -> VerifyResult:
     """Keep the longest prefix that a joint test allows.
 
-    Block verification (Sun et al. 2024, arXiv 2403.10444).
-
-    Never shorter than `accept_rejection` on average. With w_0 = 1 and w_i = min(1, w_{i-1} p(x_i)/q(x_i)), the rule is
-    built so that at least i tokens are kept with probability w_i given x_1..x_i. What the next token takes of that is
-    sum_x min(w_i p(x), q(x)) = w_i - r_i with r_i = sum_x max(0, w_i p(x) - q(x)); so stopping at i must have
-    probability r_i, which the test u < h_i = r_i / (r_i + 1 - w_i) gives (h_N = w_N). The token after a stop comes from
-    the normalised max(0, w_i p - q), after full acceptance from p.
+    Block verification (Sun et al. 2024, arXiv 2403.10444), never shorter than `accept_rejection` on average. With w_0 =
+    1 and w_i = min(1, w_{i-1} p(x_i)/q(x_i)), at least i tokens are kept with probability w_i given x_1..x_i. Stopping
+    at i must have probability r_i = sum_x max(0, w_i p(x) - q(x)), which the test u < h_i = r_i / (r_i + 1 - w_i) gives
+    (h_N = w_N). The token after a stop comes from the normalised max(0, w_i p - q).
     """
     p_BN, q_BN = _chain_probs(tree, target_probs_BTV)
     # log w_i = S_i - max_{j<=i} S_j where S sums log p/q: clipping at 1 restarts the product.
@@ -128,10 +116,7 @@ def _num_drafted(tree: DraftTree) -> Tensor:
 def _finish(
     tree: DraftTree, target_probs_BTV: Tensor, num_accepted_B: Tensor, weight_B: Tensor, noise_BV: Tensor
 ) -> Tensor:
-    """Return tokens [B, T] of drafts, then a recovered or bonus token.
-
-    The added token is at index `num_accepted`.
-    """
+    """Return tokens [B, T]: drafts, then a recovered or bonus token."""
     (B, N), device = tree.tokens.shape, tree.tokens.device
     rows_B, at_B = torch.arange(B, device=device), num_accepted_B.clamp(max=N - 1)
     p_BV = target_probs_BTV[rows_B, num_accepted_B]

@@ -1,7 +1,5 @@
 """Sampling parameters of each row in persistent tensors.
 
-Requests change, and rounds stay unchanged.
-
 Legend: B rows of the batch, T logit rows, N draft tokens, V vocabulary, M new tokens at most, F numbers of a row.
 """
 
@@ -32,10 +30,7 @@ CostlyParam = Literal[
 
 
 class SamplingKind(NamedTuple):
-    """Features of a round.
-
-    A row's result is equal in every kind that has the features of its request.
-    """
+    """Features of a round, which change no result of other requests."""
 
     sampled: bool = False
     """Noise and temperature; otherwise all rows are greedy."""
@@ -44,10 +39,8 @@ class SamplingKind(NamedTuple):
     penalized: bool = False
     biased: bool = False
     constrained: bool = False
-    """Grammars."""
     logprobs: bool = False
     top_logprobs: int = 0
-    """Number of alternatives."""
     acceptance: Acceptance = "match"
 
     @staticmethod
@@ -79,11 +72,7 @@ class SamplingKind(NamedTuple):
         )
 
     def rounded(self) -> SamplingKind:
-        """Return one of few kinds with at least these features.
-
-        Rounds of these kinds are captured in advance. Grammars are kept apart: rounds without them wait for no masks.
-        With `match`, adjusted kinds are sampled too.
-        """
+        """Return one of few kinds with these features, captured in advance."""
         adjusted = self.penalized or self.biased
         num_top = MAX_TOP_LOGPROBS if self.logprobs else 0
         sampled, constrained = self.sampled or (adjusted and self.acceptance == "match"), self.constrained
@@ -95,10 +84,7 @@ class SamplingKind(NamedTuple):
 
 
 class TokenCounts:
-    """Tokens that each row has seen, for penalties.
-
-    Two persistent tensors, changed in place: `prompt_mask` [B, V] bool and `output_counts` [B, V] int32.
-    """
+    """Tokens that each row has seen, for penalties; persistent tensors."""
 
     def __init__(self, prompt_mask: Tensor, output_counts: Tensor) -> None:
         self.prompt_mask, self.output_counts = prompt_mask, output_counts
@@ -117,8 +103,6 @@ class TokenCounts:
 
     def after_drafts(self, draft_BN: Tensor, num_rows: int, seen_BTN: Tensor | None = None) -> Tensor:
         """Return output counts [B, T, V] of T = `num_rows` logit rows.
-
-        The last row comes after all draft tokens.
 
         In a verify step (T = N + 1) row t sees the t drafts before it; a draft step (T = 1) sees all N. `seen_BTN`:
         drafts that each row sees, for trees. Drafts of -1 are no tokens.
@@ -141,17 +125,10 @@ def check_bias(params: SamplingParams, vocab_size: int) -> None:
 
 
 class RowSampling:
-    """Sampling parameters of each row; rows begin as greedy.
-
-    Bias and counts are allocated when first used. The numbers of a row lie together, so that a new request takes one
-    copy to the device.
-    """
+    """Sampling parameters of each row; rows begin as greedy."""
 
     def __init__(self, *, batch: int, vocab_size: int, device: torch.device | str, replayed: bool = False) -> None:
-        """Build rows of greedy requests.
-
-        `replayed`: captured rounds serve other requests too, so host-side data of requests must not shape them.
-        """
+        """`replayed`: host-side data must not shape rounds, which serve other requests."""
         self.batch, self.vocab_size, self.device, self.replayed = batch, vocab_size, torch.device(device), replayed
         self._host_BF = torch.zeros(batch, len(NUMBERS), dtype=torch.float64)
         if self.device.type == "cuda":
@@ -168,10 +145,7 @@ class RowSampling:
             self._place_numbers(row, SamplingParams(), 0)
 
     def place(self, row: int, params: SamplingParams, index: int, prompt: Sequence[int]) -> None:
-        """Assign a row to request number `index` of its call.
-
-        Counts are those of the prompt. Raises ValueError as `check_bias`.
-        """
+        """Assign a row to a request; raise ValueError as `check_bias`."""
         check_bias(params, self.vocab_size)
         self._params[row], self._kinds[row] = params, SamplingKind.of(params)
         self._place_numbers(row, params, index)
@@ -192,10 +166,7 @@ class RowSampling:
         self._set_costly_params(row, frozenset())
 
     def kind(self, rows: Sequence[int]) -> SamplingKind:
-        """Return the kind of a round over these rows.
-
-        Rounded up if rounds are replayed. Raises ValueError as `check_alike`.
-        """
+        """Return the rounds' kind, rounded up if replayed. Raises as `check_alike`."""
         kinds = [self._kinds[row] for row in rows]
         check_alike([self._params[row] for row in rows])
         kind = reduce(SamplingKind.joined, kinds, kinds[0] if kinds else SamplingKind())
@@ -241,7 +212,6 @@ class RowSampling:
 
     @property
     def seeds_B(self) -> Tensor:
-        """Seeds [B] int64 of the rows' noise: a view."""
         return self.numbers_BF.view(torch.int64)[:, self._seed_column]
 
     @cached_property
@@ -284,8 +254,6 @@ class RowSampling:
 
 
 class _RowSpan(RowSampling):
-    """View of neighbouring rows."""
-
     def __init__(self, rows: RowSampling, first: int, end: int) -> None:
         self._rows, self._first, self._end = rows, first, end
         self.batch, self.vocab_size, self.device = end - first, rows.vocab_size, rows.device
@@ -342,7 +310,6 @@ def _costly_params(params: SamplingParams, vocab_size: int) -> frozenset[CostlyP
 
 
 def _decision_params(params: SamplingParams) -> tuple:
-    """Return all parameters that decide a token, without the seed."""
     return (
         *(params.temperature, params.top_k, params.top_p, params.min_p),
         *(params.repetition_penalty, params.presence_penalty, params.frequency_penalty),

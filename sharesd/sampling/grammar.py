@@ -1,7 +1,5 @@
 """Grammars: tokens allowed after a text and after each draft node.
 
-Masks come from the package llguidance; `sharesd/data/grammar_spec.py` writes the grammars.
-
 Legend: T = N + 1 positions of a round (the root and N nodes), V vocabulary, W words of 32 tokens each.
 """
 
@@ -24,10 +22,7 @@ if TYPE_CHECKING:
 MAX_COMPILED = 64
 """Number of kept compiled grammars; the least recently used is dropped first."""
 MAX_LEXER_STATES = 20_000
-"""Most lexer states of a grammar, of one or two kilobytes each.
-
-Other limits are llguidance's own.
-"""
+"""Most lexer states of a grammar, of one or two kilobytes each."""
 _SHOWN = 300
 """Characters of llguidance's reason that an error repeats."""
 
@@ -36,10 +31,7 @@ class Grammars:
     """Grammars for one tokenizer, compiled once each. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, eos_ids: Sequence[int]) -> None:
-        """Prepare grammars for a model of `vocab_size` tokens.
-
-        `vocab_size` may exceed the tokenizer's; a text ends with any of `eos_ids`.
-        """
+        """`vocab_size` may exceed the tokenizer's; any of `eos_ids` ends a text."""
         self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, list(dict.fromkeys(eos_ids))
         self._lock = threading.Lock()
         self._vocabulary: LLTokenizer | None = None
@@ -101,8 +93,7 @@ class Matcher:
         """Write the tokens allowed after the text and each draft node.
 
         `grammar_mask_TW`: bits of int32 [T, W] on the host. `tokens` and `parents` are the nodes' (-1: no node; the
-        root). Nodes that the grammar forbids, and later ones on their paths, are skipped, since they are never
-        accepted. Returns nodes at which a limit of the package was reached; these must not be accepted.
+        root). Returns nodes at which a limit of the package was reached; these must not be accepted.
         """
         self._ahead, self._children = {-1: self._state}, {}
         _write(self._state, grammar_mask_TW[0])
@@ -123,10 +114,7 @@ class Matcher:
         return lost
 
     def advance(self, tokens: Sequence[int]) -> int:
-        """Append tokens; return the number of allowed ones.
-
-        Nothing may follow after fewer than all.
-        """
+        """Append tokens up to the first forbidden one; return their number."""
         node: int | None = -1
         for count, token in enumerate(tokens):
             child = self._children.get((node, token)) if node is not None else None
@@ -147,10 +135,7 @@ def apply_grammar_mask(logits_BTV: Tensor, grammar_mask_BTW: Tensor) -> Tensor:
 
 
 def _takes(state: LLMatcher, token: int) -> bool:
-    """Append a token if the grammar allows it.
-
-    At the grammar's end only an end token is consumed.
-    """
+    """Append a token if allowed; after the grammar's end only end tokens."""
     if state.is_stopped():
         return state.is_accepting() and not state.is_error() and state.consume_token(token)
     return state.try_consume_tokens([token]) == 1

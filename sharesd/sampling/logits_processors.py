@@ -1,11 +1,10 @@
 """Logits processing and choice: from target logits to one token per row.
 
-All functions are tensor arithmetic without host synchronisation; noise is an input. Results are per row: T rows at once
-give the same bits as one by one, so that a verify step decides as plain decoding.
+Results are per row: T rows at once give the same bits as one by one, so that a verify step decides as plain decoding.
 
 Processing order: grammar, logit bias, repetition, frequency and presence penalty, temperature, top-k, top-p, min-p.
-This is the order of transformers (whose processors have no frequency and presence penalty; those follow vLLM). vLLM
-applies min-p before top-k and top-p, which differs only in that top-p then measures a smaller total.
+This is the order of transformers; vLLM applies min-p before top-k and top-p, which differs only in that top-p then
+measures a smaller total.
 
 Legend: B rows of the batch, R some of them, T logit rows (verify: the root and N drafts), N draft tokens, V vocabulary,
 K likeliest tokens, W words of 32 bits.
@@ -40,16 +39,12 @@ def process(
     seen_BTN: Tensor | None = None,
     grammar_mask_BTW: Tensor | None = None,
 ) -> Tensor:
-    """Return processed logits [B, T, V], excluded tokens at -inf.
+    """Return processed float32 logits [B, T, V], excluded tokens at -inf.
 
-    Logits are float32; float64 stays.
-
-    Each row gets the processing that its request uses and `kind` has. `rows.counts` hold the prompt and the output up
-    to the root; `draft_BN` the draft tokens after it and `seen_BTN` the rows that see them
-    (`TokenCounts.after_drafts`). `grammar_mask_BTW`: bits of allowed tokens; None for drafts. Greedy rows stop after
-    the penalties; a greedy kind without grammar, bias and penalties returns the logits unchanged. Ties: top-k keeps
-    every token that equals the k-th (as transformers), top-p keeps or drops equal tokens together (transformers picks
-    by sort order), so no result depends on a sort.
+    `rows.counts` hold the prompt and the output up to the root; `draft_BN` the draft tokens after it and `seen_BTN` the
+    rows that see them (`TokenCounts.after_drafts`). `grammar_mask_BTW`: bits of allowed tokens; None for drafts. Ties:
+    top-k keeps every token that equals the k-th (as transformers), top-p keeps or drops equal tokens together
+    (transformers picks by sort order), so no result depends on a sort.
     """
     if grammar_mask_BTW is not None:
         logits_BTV = _of_rows(logits_BTV, rows.rows_using("grammar"), apply_grammar_mask, grammar_mask_BTW)
@@ -87,18 +82,12 @@ def process(
 
 
 def choose(logits_BTV: Tensor, noise_BTV: Tensor | None = None) -> Tensor:
-    """Return tokens [B, T]: argmax of logits plus noise.
-
-    The lowest id wins ties. Gumbel noise samples the softmax.
-    """
+    """Return tokens [B, T]: argmax of logits plus noise; lowest id wins."""
     return arg_max(logits_BTV if noise_BTV is None else logits_BTV + noise_BTV)
 
 
 def probs_of(logits_BTV: Tensor, kind: SamplingKind) -> Tensor:
-    """Return the distribution [B, T, V] of processed logits; greedy: one-hot.
-
-    All rows must be sampled alike.
-    """
+    """Return the distribution [B, T, V] of processed logits; greedy: one-hot."""
     if not kind.sampled:
         return F.one_hot(logits_BTV.argmax(-1), logits_BTV.shape[-1]).to(torch.float32)
     return logits_BTV.softmax(-1)
@@ -111,19 +100,13 @@ def logprobs_of(logits_BTV: Tensor, tokens_BT: Tensor) -> Tensor:
 
 
 def top_logprobs_of(logits_BTV: Tensor, num: int) -> tuple[Tensor, Tensor]:
-    """Return the likeliest tokens [B, T, num] and their float32 log-probabilities.
-
-    Tokens are int64, ranked under raw logits.
-
-    The likeliest comes first; among equals on a CPU the lower id.
-    """
+    """Return the likeliest tokens [B, T, num] and their float32 log-probabilities."""
     x_BTV = logits_BTV if logits_BTV.dtype == torch.float64 else logits_BTV.float()
     tokens_BTk = top_k(logits_BTV.flatten(0, 1), num).view(*logits_BTV.shape[:2], num)
     return tokens_BTk, (x_BTV.gather(-1, tokens_BTk) - x_BTV.logsumexp(-1, keepdim=True)).float()
 
 
 def _of_rows(x_BTV: Tensor, rows: Sequence[int], change: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
-    """Apply `change` to some rows of logits and other tensors [B, ...]."""
     if len(rows) == len(x_BTV):
         return change(x_BTV, *tensors)
     if not rows:
@@ -134,7 +117,6 @@ def _of_rows(x_BTV: Tensor, rows: Sequence[int], change: Callable[..., Tensor], 
 
 
 def _column(rows: RowSampling, name: str, dtype: torch.dtype) -> Tensor:
-    """Return a number [B, 1, 1] of each row."""
     return rows.column(name).to(dtype)[:, None, None]
 
 
@@ -148,11 +130,7 @@ def _penalize(
     frequency_R11: Tensor | None,
     presence_R11: Tensor | None,
 ) -> Tensor:
-    """Apply repetition, frequency and presence penalties.
-
-    The repetition penalty affects tokens of prompt and output, the others those of the output. Penalties of None are
-    not used.
-    """
+    """Apply repetition, frequency and presence penalties; None: not used."""
     output_RTV = counts_RV[:, None]
     if draft_RN is not None:
         output_RTV = TokenCounts(prompt_mask_RV, counts_RV).after_drafts(draft_RN, x_RTV.shape[1], seen_RTN)
@@ -167,11 +145,7 @@ def _penalize(
 
 
 def _heat(x_BTV: Tensor, rows: RowSampling) -> Tensor:
-    """Divide logits by the temperature; below MIN_HEAT after subtracting each row's largest.
-
-    The largest is then 0 and others may become -inf: nothing overflows upwards, and large quotients do not swallow the
-    noise.
-    """
+    """Divide logits by the temperature, without overflow below MIN_HEAT."""
     limits = torch.finfo(x_BTV.dtype)
     if rows.rows_using("cold"):
         cold_B11 = rows.column("temperature")[:, None, None] < MIN_HEAT
@@ -200,10 +174,7 @@ def _min_p(x_RTV: Tensor, log_min_p_R11: Tensor) -> Tensor:
 
 
 def _top_k(x_RTV: Tensor, k_R11: Tensor, top_p_R11: Tensor | None, *, max_k: int) -> Tensor:
-    """Keep the k likeliest, of at most `max_k`; then apply top-p.
-
-    Top-p, if used, takes them by their order.
-    """
+    """Keep the k likeliest, of at most `max_k`; then apply top-p."""
     ranked_RTK = x_RTV.topk(max_k).values
     last_RT1 = ranked_RTK.gather(-1, (k_R11 - 1).expand(-1, x_RTV.shape[1], 1))
     kept_RTV = x_RTV.masked_fill(x_RTV < last_RT1, -math.inf)
@@ -222,10 +193,7 @@ def _top_k(x_RTV: Tensor, k_R11: Tensor, top_p_R11: Tensor | None, *, max_k: int
 
 
 def _top_p(x_RTV: Tensor, top_p_R11: Tensor) -> Tensor:
-    """Keep a token while likelier ones hold less than top-p mass.
-
-    Masses are integers, so that sums do not depend on the order of addition.
-    """
+    """Keep a token while likelier ones hold less than top-p mass."""
     if x_RTV.device.type == "cpu":
         top_p_RT = top_p_R11[..., 0].expand(-1, x_RTV.shape[1]).contiguous()
         return top_p(x_RTV.flatten(0, 1), top_p_RT.flatten()).view(x_RTV.shape)
@@ -255,10 +223,7 @@ def _search(depth_BTV: Tensor, mass_BTV: Tensor, need_BT1: Tensor) -> Tensor:
 
 
 def _mass(depth: Tensor) -> Tensor:
-    """Return probabilities relative to the likeliest token, in fixed point.
-
-    Computed from the distance of logits.
-    """
+    """Return probabilities relative to the likeliest token, in fixed point."""
     return (torch.exp(-depth) * _FIXED_POINT_ONE).to(torch.int64)
 
 

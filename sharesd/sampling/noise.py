@@ -1,9 +1,8 @@
 """Noise as a function of seed and position.
 
-A 32-bit integer hash of (seed, stream, absolute position, token id) in int64 arithmetic that never overflows: the same
-bits on every device, eager or compiled. Only the logarithm of Gumbel noise may differ, by units in the last place,
-between devices and between eager and compiled code; so a round draws a position's noise once, or always through the
-same compiled function.
+A 32-bit integer hash of (seed, stream, absolute position, token id) in int64 arithmetic: the same bits on every device,
+eager or compiled. Only the logarithm of Gumbel noise may differ, by units in the last place; so a round draws a
+position's noise once, or always through the same compiled function.
 
 Legend: B rows of the batch, T logit rows, V vocabulary.
 """
@@ -31,10 +30,7 @@ _HASH = Hash(_MULTIPLIERS, _SALTS, _TOKEN_ROUNDS)
 
 
 class Stream(IntEnum):
-    """Independent noises of one position.
-
-    `rejection` and `block` would be biased if two of their parts shared one.
-    """
+    """Independent noises of one position; sharing would bias `rejection` and `block`."""
 
     TARGET = 0  # match: the target's choice, and the drafter's guess of it
     DRAFT = 1  # rejection, block: the draft's own sample
@@ -52,12 +48,10 @@ def gumbel(
     stream: Stream = Stream.TARGET,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return Gumbel noise [B, T, V], a function of its arguments alone.
-
-    Finite; depends on (seed, stream, position, token id).
+    """Return finite Gumbel noise [B, T, V], a function of its arguments.
 
     `seeds_B` int64 in 0..2^63-1, `positions_BT` int64 in 0..2^29-1. The noise of a token is -log(-log(1 - w)) with w in
-    (0, 1) of 32 bits, fine near 0, where the likely winners are: rare tokens keep their true probability down to 2^-32.
+    (0, 1) of 32 bits, fine near 0: rare tokens keep their true probability down to 2^-32.
     """
     low_BT1, high_BT1 = (word_BT[..., None] for word_BT in _keys(seeds_B, positions_BT, stream))
     token_V = torch.arange(vocab_size, device=positions_BT.device)
@@ -73,10 +67,9 @@ def native_gumbel(
     stream: Stream = Stream.TARGET,
     ids_K: Tensor | None = None,
 ) -> Tensor:
-    """Return `gumbel` in float32 by the CPU kernel.
+    """Return `gumbel` in float32, for tokens `ids`, by the CPU kernel.
 
-    Noise is [B, T, K] for the tokens `ids` if given. It takes a tenth of the time, and is equal but for units in the
-    last place.
+    Takes a tenth of the time; equal but for units in the last place.
     """
     noise_RV = hashed_gumbel(*_rows(seeds_B, positions_BT, stream), vocab_size, _HASH, ids_K)
     return noise_RV.view(*positions_BT.shape, -1)
@@ -93,8 +86,6 @@ def native_choice(
 ) -> Tensor:
     """Return indices [B, T] of the largest noisy logits by CPU kernel.
 
-    Maximizes logits over the temperature plus noise.
-
     Equals `choose` with the target's noise of `native_gumbel`, if `noise` is not 0. Logits are for the tokens `ids`
     (None: all); temperatures and noise are float64.
     """
@@ -106,7 +97,6 @@ def native_choice(
 
 
 def _rows(seeds_B: Tensor, positions_BT: Tensor, stream: Stream) -> tuple[Tensor, Tensor]:
-    """Return seed and position of each row [B * T]."""
     seeds_R = seeds_B[:, None].expand_as(positions_BT).flatten().contiguous()
     return seeds_R, _places(positions_BT, stream).flatten().contiguous()
 
@@ -114,10 +104,7 @@ def _rows(seeds_B: Tensor, positions_BT: Tensor, stream: Stream) -> tuple[Tensor
 def uniform(
     seeds_B: Tensor, positions_BT: Tensor, *, stream: Stream = Stream.ACCEPT, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Return uniform noise [B, T] in (0, 1), both ends excluded.
-
-    All devices return equal bits.
-    """
+    """Return uniform noise [B, T] in (0, 1), both ends excluded."""
     low_BT, high_BT = _keys(seeds_B, positions_BT, stream)
     return _unit(low_BT ^ high_BT, dtype)
 
@@ -125,21 +112,14 @@ def uniform(
 def fork(seeds_B: Tensor, positions_B: Tensor, *, stream: Stream = Stream.FORK) -> Tensor:
     """Return new seeds [B] for the round with roots at these positions.
 
-    Needed by `block`.
-
-    Block verification looks at the whole draft to decide how much to keep, so dropped tokens carry information about
-    the noise of their positions, and the next round must draw anew.
+    Dropped tokens of `block` carry information about the noise of their positions.
     """
     low_B1, high_B1 = _keys(seeds_B, positions_B[:, None], stream)
     return (((low_B1 >> 1) << 32) | high_B1)[:, 0]
 
 
 def seeds_of_prompts(seed: int, indices_B: Tensor) -> Tensor:
-    """Return seeds [B] of the prompts with these indices.
-
-    Indices are int64, from 0; the first has the call's seed. Equal prompts of one call thus have noises, and texts, of
-    their own.
-    """
+    """Return seeds [B] of int64 prompt indices; 0 has the call's seed."""
     seeds_B = torch.full_like(indices_B, seed)
     return torch.where(indices_B == 0, seeds_B, fork(seeds_B, indices_B, stream=Stream.PROMPT))
 
@@ -147,11 +127,9 @@ def seeds_of_prompts(seed: int, indices_B: Tensor) -> Tensor:
 def _scramble(x: Tensor, keys: Sequence[Tensor]) -> Tensor:
     """Return a 32-bit hash of x and the keys.
 
-    Each key takes the middle word of a 63-bit product.
-
     Five rounds pass the chi-square tests of test_sampling.py at a hundred times their sample; three do not. A round
-    uses its argument once, on purpose: Inductor writes out `x ^ (x >> 16)`, the step of the usual hashes, 2^n times
-    after n of them, and then compiles for most of a minute.
+    uses its argument once: Inductor writes out `x ^ (x >> 16)`, the step of the usual hashes, 2^n times after n of
+    them.
     """
     for key, multiplier in zip(keys, _MULTIPLIERS, strict=False):
         x = (((x ^ key) * multiplier) >> 16) & _WORD
@@ -171,8 +149,5 @@ def _places(positions_BT: Tensor, stream: Stream) -> Tensor:
 
 
 def _unit(word: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return (word + 1/2) / 2^32 of a 32-bit word, below 1.
-
-    Rounded to `dtype`.
-    """
+    """Return (word + 1/2) / 2^32 of a 32-bit word, below 1."""
     return ((word.to(dtype) + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)

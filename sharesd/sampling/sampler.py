@@ -1,7 +1,5 @@
 """Sampler of a round: draft and accept decisions.
 
-Decisions follow from requests' parameters and noise.
-
 Absolute positions count from the start of the prompt. The root of a round is at position n (the cache length); row t of
 the verify step, and draft step t, choose the token at position n + t + 1.
 
@@ -33,19 +31,12 @@ class DraftSample(NamedTuple):
 
 
 class Sampler:
-    """Sampling of rounds of one kind.
-
-    No host synchronisation; tensors are persistent between requests.
-    """
+    """Sampling of rounds of one kind, without host synchronisation."""
 
     def __init__(
         self, kind: SamplingKind, rows: RowSampling, *, gumbel: Callable[..., Tensor] = sampling.gumbel
     ) -> None:
-        """Build a sampler with `gumbel`, equal in all modes.
-
-        `gumbel` may be a compiled form of `sampling.gumbel`. With the CPU kernel's noise, choices are the kernel's,
-        too.
-        """
+        """`gumbel` is equal in all modes; may be a compiled form."""
         self.kind, self.rows, self.vocab_size = kind, rows, rows.vocab_size
         self._gumbel, self._by_kernel = gumbel, gumbel is sampling.native_gumbel
         self._one_B = torch.ones(rows.batch, dtype=torch.int64, device=rows.device)
@@ -58,10 +49,7 @@ class Sampler:
             assert rows.counts is not None
 
     def first(self, logits_BV: Tensor, lengths_B: Tensor, grammar_mask_B1W: Tensor | None = None) -> Tensor:
-        """Return first tokens [B] after prompts, at positions `lengths`.
-
-        Tokens are among those that grammars allow.
-        """
+        """Return first tokens [B] after prompts, at positions `lengths`."""
         return self._choose(logits_BV[:, None], lengths_B, grammar_mask_BTW=grammar_mask_B1W)[:, 0]
 
     @property
@@ -81,12 +69,10 @@ class Sampler:
     ) -> DraftSample:
         """Return a draft model's token for these positions.
 
-        The token comes after root and `drafted` (-1: none yet).
-
-        Logits are for the tokens `ids` (None: all). `with_confidence` (for `match`): also return the token's
-        probability, given the noise; if the logits are the target's with errors of scale `logit_noise`, the probability
-        that errors do not make the second best the largest. With `match` it uses the target's noise of that position,
-        so that both choose alike.
+        The token comes after root and `drafted` (-1: none yet); logits are for the tokens `ids` (None: all). With
+        `match` it uses the target's noise of that position, so that both choose alike. `with_confidence` (for `match`):
+        also return the token's probability; if the logits are the target's with errors of scale `logit_noise`, the
+        probability that errors do not change the choice.
         """
         kind, logits_B1V = self.kind, logits_BV[:, None]
         if kind.acceptance == "match" and with_confidence:
@@ -114,10 +100,8 @@ class Sampler:
     ) -> tuple[Tensor, Tensor]:
         """Return the likeliest tokens [B, F, num] after F nodes, with log-probabilities.
 
-        Tokens are for these positions.
-
         Scores include the target's noise of the position. `nodes_BC`: all nodes so far (-1: none yet), `seen_BFC`:
-        those on the path of each (for penalties). Logits are for the tokens `ids` (None: all).
+        those on the path of each (for penalties).
         """
         logits_BFV, ids_V = self._narrow(logits_BFV, ids_V)
         logits_BFV = self._process(logits_BFV, nodes_BC, seen_BFC)
@@ -179,13 +163,7 @@ class Sampler:
         ids_V: Tensor | None = None,
         **context: Tensor | None,
     ) -> Tensor:
-        """Return choices of the target, or its draft, as indices [B, T].
-
-        Positions start from `at` + `first`.
-
-        In a tree, positions follow the depths in `tree_mask`, at most `deepest`; equal positions share their noise.
-        Logits are for the tokens `ids` (None: all).
-        """
+        """Return choices as indices [B, T]; equal tree positions share noise."""
         (B, T), kind, rows = logits_BTV.shape[:2], self.kind, self.rows
         if kind.sampled and self._by_kernel:
             ahead_BT = torch.arange(T) if tree_mask is None else tree_mask.depth_BT
@@ -226,10 +204,7 @@ class Sampler:
         )
 
     def _narrow(self, logits_BTK: Tensor, ids_K: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return logits for the tokens `ids`, or for all if needed.
-
-        All are needed if parameters name tokens or need all probabilities; others are at -inf.
-        """
+        """Return logits for tokens `ids`, or all if needed, others at -inf."""
         kind = self.kind
         if ids_K is None or not (kind.biased or kind.penalized or kind.truncated or self.needs_draft_probs):
             return logits_BTK, ids_K
@@ -237,10 +212,7 @@ class Sampler:
         return wide_BTV.index_copy_(2, ids_K, logits_BTK), None
 
     def _target_noise(self, positions_BD: Tensor, ids_V: Tensor | None = None) -> Tensor:
-        """Return the target's noise [B, D, V]; 0 for greedy rows.
-
-        Noise is of these positions, for tokens `ids` (None: all).
-        """
+        """Return the target's noise [B, D, V]; 0 for greedy rows."""
         if self._by_kernel:
             noise_BDV = self._gumbel(self.rows.seeds_B, positions_BD, self.vocab_size, ids_K=ids_V)
         else:
@@ -253,16 +225,12 @@ class Sampler:
         )
 
     def _draw(self, positions_BD: Tensor, stream: Stream, fork_at_B: Tensor | None = None) -> Tensor:
-        """Return Gumbel noise [B, D, V], in every mode by one function.
-
-        Every mode thus gets equal bits.
-        """
+        """Return Gumbel noise [B, D, V], in every mode by one function."""
         seeds_B = self.rows.seeds_B if fork_at_B is None else sampling.fork(self.rows.seeds_B, fork_at_B)
         return self._gumbel(seeds_B, positions_BD, self.vocab_size, stream=stream)
 
 
 def _named(index: Tensor, ids_V: Tensor | None) -> Tensor:
-    """Return token ids of indices into the logits."""
     return index if ids_V is None else ids_V.index_select(0, index.flatten()).view(index.shape)
 
 

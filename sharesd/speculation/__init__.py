@@ -1,4 +1,1 @@
-"""Draft trees, the draft policy, acceptance statistics and costs.
-
-Imports kvcache and lower packages.
-"""
+"""Draft trees, the draft policy, acceptance statistics and costs."""

@@ -1,7 +1,4 @@
-"""Running statistics of drafts: acceptance, calibration of tables, and the budget.
-
-Evidence decays.
-"""
+"""Running, decaying statistics of drafts: acceptance, calibration of tables, and budget."""
 
 from __future__ import annotations
 
@@ -16,11 +13,7 @@ POOLED = 8
 PROMISES = 8
 """Predicted and accepted tokens assumed before evidence about a table."""
 ALLOWANCE, CREDIT, NEW_CREDIT, MAX_CREDIT, ENOUGH = 0.008, 2.0, (0.5, 6.0), 12.0, 0.5
-"""Budget in plain steps: income, first, new-text, largest and resuming balance.
-
-In order: income of a round; balance at first; its least and most when a text begins; its most; balance from which
-drafting resumes.
-"""
+"""Budget in plain steps: income, first, new-text, largest and resuming balance."""
 
 
 class SpeculationBudget:
@@ -62,7 +55,6 @@ class AcceptanceEstimator:
         self._drafts, self._nodes = 0.0, 0.0  # decayed
 
     def fade(self, share: float) -> None:
-        """Reduce the weight of the evidence."""
         self._tried = [share * count for count in self._tried]
         self._kept = [share * count for count in self._kept]
         self._asked = [share * count for count in self._asked]
@@ -70,10 +62,7 @@ class AcceptanceEstimator:
         self._drafts, self._nodes = share * self._drafts, share * self._nodes
 
     def record(self, accepted: int, depth: int, asked: int = 0, nodes: int = 0) -> None:
-        """Count a draft of `depth` levels and `nodes` tokens.
-
-        `accepted` of its tokens were accepted. The third argument is the maximum depth that the draft might have had.
-        """
+        """Count a draft: accepted tokens, levels, most possible levels, and nodes."""
         self._drafts, self._nodes = self._drafts + 1, self._nodes + nodes
         keep, asked = 1 - (1 - DECAY) / 10, max(asked, depth)
         for k in range(min(accepted + 1, asked)):
@@ -99,7 +88,6 @@ class AcceptanceEstimator:
 
 
 def _chained(tried: Sequence[float], kept: Sequence[float], pool: tuple[float, float]) -> list[float]:
-    """Return products of the kept shares up to each position."""
     usual = pool[1] / pool[0]
     each = [(hits + POOLED * usual) / (tries + POOLED) for hits, tries in zip(kept, tried, strict=True)]
     return list(accumulate(each, lambda a, b: a * b))
@@ -111,26 +99,19 @@ class DraftEstimate(NamedTuple):
     cumulative_acceptance: list[float]
     """Probability, at each position, that the draft is accepted up to it."""
     continue_probs: list[float]
-    """Probability, at each position, that the draft reaches it.
-
-    Empty if drafts never end early.
-    """
+    """Probability of reaching each position; empty if drafts never end early."""
     nodes: float
     """Mean nodes of drafts that end early."""
 
 
 class LookupCalibration:
-    """Accepted over predicted tokens of tables, in rounds of one kind.
-
-    The best of many estimates is likely too high; this corrects it.
-    """
+    """Accepted over predicted tokens of tables, as the best estimate is high."""
 
     def __init__(self) -> None:
         self._rounds, self._nodes, self._predicted, self._accepted = 0.0, 0.0, 0.0, 0.0  # decayed
         self._pool = (0.0, 0.0)  # promised and held, forgotten ten times as slowly
 
     def fade(self, share: float) -> None:
-        """Let the evidence count less."""
         self._rounds, self._nodes = share * self._rounds, share * self._nodes
         self._predicted, self._accepted = share * self._predicted, share * self._accepted
 
@@ -145,7 +126,6 @@ class LookupCalibration:
 
     @property
     def calibration_ratio(self) -> float:
-        """Accepted tokens per predicted one."""
         usual = (self._pool[1] + PROMISES) / (self._pool[0] + PROMISES)
         return (self._accepted + PROMISES * usual) / (self._predicted + PROMISES)
 

@@ -1,8 +1,4 @@
-"""Calibration of draft models' probabilities.
-
-The target agrees less often than a draft model predicts, and with noise both choose alike less often than either is
-likely to; so acceptance is counted by ranges of the model's probability.
-"""
+"""Calibration of draft models' probabilities, which are higher than the target's agreement."""
 
 from __future__ import annotations
 
@@ -24,8 +20,7 @@ def quantization_logit_noise(quant: QuantConfig) -> float:
     """Return the scale of the logit error that quantized weights cause.
 
     With a gap between the two likeliest tokens, the target agrees with probability 1 / (1 + exp(-gap / noise)).
-    Measured for SmolLM2-135M: 0.7 to 1 with 4 bits, 0.1 with 8, the floor of bfloat16 logits. Other models differ,
-    which calibration corrects.
+    Measured for SmolLM2-135M: 0.7 to 1 with 4 bits, 0.1 with 8, the floor of bfloat16 logits.
     """
     return quant.format.logit_noise(quant.bits)
 
@@ -37,10 +32,7 @@ class ProbabilityCalibration:
         self._tries = [PRIOR] * RANGES
         self._hits = [PRIOR * (number + 0.5) / RANGES for number in range(RANGES)]
         self.calibrated_probs = np.array([0.0, *self._hits], dtype=np.float32)
-        """Calibrated values of probability 0 and of each range's middle.
-
-        `compile.tree_rescore` reads them.
-        """
+        """Calibrated values of probability 0 and of each range's middle."""
         self.calibrated_probs /= PRIOR
 
     def calibrated(self, draft_probs: float) -> float:

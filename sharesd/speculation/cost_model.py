@@ -1,8 +1,7 @@
 """Costs of rounds: a table measured at start, corrected by every round.
 
-Steps take longer with more tokens and with longer contexts; both are lines over the context, one for each measured
-number of tokens. Times are compared with each other, never over time: a common factor (drift) follows the machine
-quickly, single entries change slowly.
+Times are lines over the context, one for each measured number of tokens. They are compared with each other, never over
+time: a common factor (drift) follows the machine quickly, single entries change slowly.
 """
 
 from __future__ import annotations
@@ -17,22 +16,12 @@ from compile.kv_layout import SINKS
 from sharesd.speculation.draft_tree import DraftShape
 
 SETTLING, TRIED, KNOWN = 5, 6, 8
-"""Rounds before corrections; corrections of a reliable and of a drift-moving entry.
-
-In order: rounds before entries are corrected; corrections that make an entry reliable; corrections before it moves the
-drift.
-"""
+"""Rounds before corrections; corrections of a reliable and of a drift-moving entry."""
 ANCHORED = 32
-"""Rounds after a plain one in which entries are corrected.
-
-Later a slower machine cannot be distinguished from a slower draft.
-"""
+"""Rounds after a plain one in which a slow draft is distinguishable."""
 
 OTHER_CONTEXT, OTHER_MOOD, SURPRISE = 1.5, 1.1, 1.15
-"""Factors of context, drift and last plain step that renew plain timings.
-
-The context counts with some slots added.
-"""
+"""Factors of context, drift and last plain step that renew plain timings."""
 SOME_SLOTS = 512
 
 
@@ -41,19 +30,13 @@ class Costs:
     """Seconds of rounds per machine, model, number of rows and sampling kind."""
 
     step: dict[int, float] = field(default_factory=dict)
-    """Seconds of a target step by tokens per row, sampling included.
-
-    Linear between entries.
-    """
+    """Seconds of a target step by tokens per row, sampling included."""
     draft: float = 0.0
     """Seconds of a draft step; 0 if tables draft."""
     level: float = 0.0
     """Seconds of a level of a draft tree."""
     step_slot: dict[int, float] = field(default_factory=dict)
-    """Seconds that each live slot adds to an entry of `step`.
-
-    Slots are the mean of the rows.
-    """
+    """Seconds that each live slot, mean of rows, adds to a step."""
     draft_slot: float = 0.0
     """Seconds that each live slot adds to a draft step."""
     level_slot: float = 0.0
@@ -63,18 +46,12 @@ class Costs:
     single_pass: bool = False
     """Drafts take one step or level whatever their depth."""
     draft_begin: float = 0.0
-    """Seconds that the first draft step takes longer.
-
-    A small drafter's weights come from memory only then.
-    """
+    """Seconds that the first draft step takes longer, to load small weights."""
     level_begin: float = 0.0
     """Seconds that the first level takes longer."""
 
     def of_step(self, width: float, context: float = 0.0) -> float:
-        """Return seconds of a step of `width` tokens per row.
-
-        `context`: live slots before the step. Asserts that at least one width has been measured.
-        """
+        """Return seconds of a step of `width` tokens per row."""
         if width in self.step:
             return self._entry(width, context)  # type: ignore[arg-type]
         entries = self.interpolation(width)
@@ -114,7 +91,6 @@ class Costs:
         return [(low, 1 - share), (high, share)]
 
     def scale_step(self, entry: int, factor: float) -> None:
-        """Multiply the seconds of an entry."""
         self.step[entry] *= factor
         if entry in self.step_slot:
             self.step_slot[entry] *= factor
@@ -141,7 +117,6 @@ class LiveCosts:
         """Costs for the present numbers of threads and rows."""
         self.measured = measured or {}
         self.context = 0.0
-        """Mean live slots of the rows."""
         self.drift = 1.0
         """Factor by which the machine is slower than the table."""
         self._timed: Counter[object] = Counter()  # rounds, and how often entries of the table have been corrected
@@ -153,10 +128,7 @@ class LiveCosts:
         self._others: dict[tuple[int, int], tuple[Costs, float, Counter[object], _Plain | None]] = {}
 
     def at(self, context: float, threads: int, rows: int = 1) -> None:
-        """Set the circumstances of the coming round.
-
-        Each number of threads and of rows has a table of its own, which starts as a copy, or as measured.
-        """
+        """Set the circumstances of the coming round: slots, threads, rows."""
         self.context = context
         rows = next((num for num in sorted(self.measured) if num >= rows), 0)
         place = threads, rows
@@ -177,7 +149,6 @@ class LiveCosts:
 
     @property
     def is_measured(self) -> bool:
-        """True if any step has been measured."""
         return bool(self.table.step)
 
     @property
@@ -187,10 +158,7 @@ class LiveCosts:
 
     @property
     def is_doubtful(self) -> bool:
-        """True if a plain step must be timed again.
-
-        Context or drift changed since the last one, or its time was unexpected.
-        """
+        """True if a plain step must be timed again."""
         if self._plain_at is None:
             return True
         context, drift, ratio = self._plain_at
@@ -210,11 +178,7 @@ class LiveCosts:
         return self.table.of_draft(shape, self.context)
 
     def plain_steps(self, shape: DraftShape, width: int) -> float:
-        """Return the time of a round in plain steps.
-
-        The round has a draft of this shape and a step of this width. Uses costs of the start: a shape that a stall made
-        look slow would never be measured again.
-        """
+        """Return a round's plain steps by start costs, which stalls cannot change."""
         costs, context = self._at_start if self._at_start.step else self.table, self.context
         return (costs.of_draft(shape, context) + costs.of_step(width, context)) / costs.of_step(1, context)
 
@@ -223,10 +187,7 @@ class LiveCosts:
         return self._timed["level" if shape.is_tree else "draft"] >= TRIED
 
     def record(self, shape: DraftShape, width: int, draft_s: float, step_s: float) -> None:
-        """Correct costs by a round: seconds of drafting, and of the rest.
-
-        A shape of 0 nodes: no model drafted.
-        """
+        """Correct costs by a round: seconds of drafting, and of the rest."""
         costs, timed = self.table, self._timed
         if width > max(costs.step, default=0):
             costs.step[width] = step_s / self.drift
@@ -257,10 +218,7 @@ class LiveCosts:
             costs.scale_draft(shape.is_tree, 1 + self._trust("level" if shape.is_tree else "draft", 0.05) * error)
 
     def _keep_pace(self, factor: float) -> None:
-        """Scale recently corrected entries by a change of the drift.
-
-        Their predicted times are unchanged by this.
-        """
+        """Scale corrected entries by a drift change; predicted times stay."""
         for entry, times in self._used.items():
             if times < 2:
                 continue
@@ -271,19 +229,13 @@ class LiveCosts:
         self._used.clear()
 
     def _trust(self, entry: object, min_trust: float) -> float:
-        """Return the weight of a round in an entry.
-
-        A running mean at first, in which the table has the weight of one round.
-        """
+        """Return a round's weight in an entry: first a running mean."""
         self._timed[entry] += 1
         return max(min_trust, 1 / (1 + self._timed[entry]))
 
 
 def _clip(ratio: float) -> float:
-    """Limit a ratio.
-
-    One slow round is little evidence; a fast one shows the machine's speed.
-    """
+    """Limit a ratio: a fast round shows more than a slow one."""
     return min(1.5, max(0.1, ratio))
 
 

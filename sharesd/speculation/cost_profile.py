@@ -1,7 +1,4 @@
-"""Costs from timed rounds.
-
-They are fitted, joined over several starts, and cached.
-"""
+"""Costs from timed rounds, fitted, joined over several starts, and cached."""
 
 from __future__ import annotations
 
@@ -27,12 +24,8 @@ def fit_costs(
 ) -> Costs:
     """Fit lines through times at two contexts, not falling with width.
 
-    Args:
-        ratios: times over those of plain steps, by kind, width or depth, and whether the context was far.
-        bases: seconds of plain steps at the near and the far context.
-        near: live slots of the near context.
-        far: those of the far one; None if it was not measured.
-        single_pass: drafts take one step whatever their depth.
+    `ratios`: times over those of plain steps, by kind, width or depth, and True if far. `bases`: seconds of plain
+    steps. `near`, `far`: live slots of the contexts; None if far was not measured.
     """
     plain = {is_far: min(times) for is_far, times in bases.items() if times}
 
@@ -64,10 +57,7 @@ def fit_costs(
 
 
 def typical(measured: Sequence[Costs]) -> Costs:
-    """Return medians of several measurements relative to a plain step.
-
-    They are scaled to the fastest plain step.
-    """
+    """Return medians relative to a plain step, scaled to the fastest one."""
     plain = min(costs.step[1] for costs in measured)
 
     def middle(of: Callable[[Costs], float]) -> float:
@@ -81,10 +71,7 @@ def typical(measured: Sequence[Costs]) -> Costs:
 
 
 def load_costs(kept: JsonCache) -> list[Costs]:
-    """Return costs measured by earlier starts; [] if there are none.
-
-    Warns if the cache is unreadable.
-    """
+    """Return costs of earlier starts; warn if the cache is unreadable."""
     return kept.load(lambda found: [_checked(each) for each in found]) or []
 
 
@@ -99,5 +86,4 @@ def _checked(found: dict[str, Any]) -> Costs:
 
 
 def save_costs(kept: JsonCache, measured: Sequence[Costs]) -> None:
-    """Write costs of several starts."""
     kept.save([asdict(costs) for costs in measured])

@@ -26,8 +26,8 @@ def num_words(vocab_size: int) -> int:
 class DraftBuffers:
     """Draft of at most N nodes for each row; -1: no node.
 
-    Model drafters write into the buffers; drafts of tables are copied. tokens [B, N], depth [B, T], path [B, T, T] (see
-    `TreeAttentionMask`), all int64, lie in one array: one copy from the host.
+    tokens [B, N], depth [B, T], path [B, T, T] (see `TreeAttentionMask`), all int64, lie in one array: one copy from
+    the host.
     """
 
     def __init__(self, batch: int, max_nodes: int, vocab_size: int, device: torch.device) -> None:

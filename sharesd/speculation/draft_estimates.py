@@ -23,19 +23,13 @@ class DraftEstimates:
         config: PolicyConfig,
         can_stop_early: bool,
     ) -> None:
-        """Build estimates; `first_alphas`: acceptance of chains and trees before evidence.
-
-        `can_stop_early`: drafts end if unsure.
-        """
+        """`first_alphas`: acceptance of chains and trees before evidence."""
         self._live, self._max_nodes, self._first_alphas = live, max_nodes, first_alphas
         self._config, self._can_stop_early = config, can_stop_early
         self.num_unread_tokens = 0
         """Tokens that a model must read before the coming draft."""
         self.tables_match = False
-        """True if tables predict the coming tokens.
-
-        Models are right more often there.
-        """
+        """True if tables predict the coming tokens: models are right more often."""
         self.tables, self.beside = LookupCalibration(), LookupCalibration()
         """Calibration of tables alone, and beside a model's draft."""
         self._estimators: dict[object, AcceptanceEstimator] = {}  # by `tables_match` and kind of draft
@@ -43,16 +37,12 @@ class DraftEstimates:
         self._has_drafted = False
 
     def rate(self, gain: float, num_nodes: float, draft_s: float = 0.0) -> float:
-        """Return tokens per second of rounds with this gain and draft.
-
-        A round emits 1 + `gain` tokens out of `num_nodes` draft tokens.
-        """
+        """Return tokens per second of rounds that emit 1 + `gain` tokens."""
         if not self._live.is_measured:  # a round is a round
             return 1 + gain
         return (1 + gain) / (draft_s + self._live.step(1 + num_nodes))
 
     def shape_rate(self, shape: DraftShape) -> float:
-        """Return tokens per second of rounds with this model draft shape."""
         return self.rate_of(shape, self.of(shape))
 
     def rate_of(self, shape: DraftShape, estimate: DraftEstimate) -> float:
@@ -63,26 +53,19 @@ class DraftEstimates:
         return self.rate(self._gain(shape, estimate.cumulative_acceptance) + extra, nodes + more, draft_s)
 
     def optimistic_tree_rate(self, tree: DraftShape, chain: DraftShape) -> float:
-        """Return the optimistic tokens per second of trees, predicted from chains.
-
-        The best depth is taken. Misses of levels are assumed to be half as frequent as those of tokens of such chains.
-        """
+        """Return tokens per second of trees, optimistically predicted from chains."""
         num_unread_tokens = [1 - survived for survived in self._estimator(chain).cumulative_acceptance()]
         gains = accumulate((1 - miss / 2 for miss in num_unread_tokens[: tree.depth]), initial=0.0)
         rounds = ((gain, DraftShape(depth, depth + 1, tree.window)) for depth, gain in enumerate(gains) if depth)
         return max(self.rate(gain, shape.nodes, self._live.draft(shape)) for gain, shape in rounds)
 
     def optimistic_gain(self, shape: DraftShape, num_rows: int) -> float:
-        """Return the optimistic gain of a trial of this chain or tree.
-
-        In draft tokens, by an optimistic acceptance, which is lower for the mean of more rows.
-        """
+        """Return the optimistic gain of a trial, in draft tokens."""
         usual, best = self._first_alphas[shape.is_tree], self._config.optimistic_alphas[shape.is_tree]
         alpha = usual + (best - usual) / num_rows**0.5  # means of many rows are near the usual
         return sum(alpha**depth for depth in range(1, shape.depth + 1))
 
     def of(self, shape: DraftShape) -> DraftEstimate:
-        """Return the estimate for drafts of this kind."""
         if not shape.nodes:
             return DraftEstimate([], [], 0.0)
         estimator, stops = self._estimator(shape), self._can_stop_early
@@ -120,14 +103,7 @@ class DraftEstimates:
     def record_draft(
         self, shape: DraftShape, paths: Sequence[Sequence[int]], max_depth: int, scorer: DraftScorer | None
     ) -> None:
-        """Count which nodes of a model's draft were accepted.
-
-        Args:
-            shape: of the model's part of the draft.
-            paths: accepted verify rows, from 1, of each counted row.
-            max_depth: depth that the draft might have had.
-            scorer: of a draft that may end early.
-        """
+        """Count accepted nodes; `paths`: verify rows, from 1, per counted row."""
         self._has_drafted |= shape.nodes > 0
         for path in paths if shape.nodes else ():
             accepted = sum(node <= shape.nodes for node in path)
@@ -149,10 +125,7 @@ class DraftEstimates:
         paths: Sequence[Sequence[int]],
         progress: float,
     ) -> None:
-        """Count the accepted table nodes of a round.
-
-        The nodes were beside a model's draft of this shape or alone. `gains`: predicted tokens by number of nodes.
-        """
+        """Count the accepted table nodes, beside a model's draft or alone."""
         calibration, accepted = self.tables, progress - 1
         if shape.nodes:
             calibration = self.beside
@@ -161,7 +134,6 @@ class DraftEstimates:
         calibration.record(num_nodes, predicted, accepted)
 
     def fade(self, share: float) -> None:
-        """Let the evidence count less."""
         self.tables.fade(share)
         if self._has_drafted:
             self.beside.fade(share)

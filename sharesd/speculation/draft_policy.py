@@ -1,11 +1,8 @@
 """Draft policy: each round's draft shape, by measured costs and acceptance.
 
 A round that drafts a chain of K tokens emits 1 + s_1 + ... + s_K tokens on average, where s_k is the probability that
-the first k are accepted, and takes `draft * K + step(1 + K)` seconds (`cost_model.py`). A tree of K levels and N nodes
-has acceptance rates of its own, slower levels, and a step of 1 + N tokens. The policy takes the shape of the best rate.
-
-On a CPU a draft ends if another step does not pay by the model's own probabilities (`should_continue`). Budgets, filled
-by plain rounds and by drafts that pay, limit what trials cost: a hundredth of the time, and a few steps.
+the first k are accepted, and takes `draft * K + step(1 + K)` seconds. The policy takes the shape of the best rate.
+Budgets, filled by plain rounds and by drafts that pay, limit what trials cost.
 """
 
 from __future__ import annotations
@@ -52,9 +49,8 @@ class Policy:
     ) -> None:
         """Choose among `shapes` and no draft, or always take `pinned`.
 
-        `pinned` may be NO_DRAFT. `costs` of None: nothing is drafted yet. `measured`: costs by number
-        of rows. `probes_plain`: time plain steps now and then; not needed if offloaded, as steps of all widths take
-        about as long. `first_alphas`: acceptance before evidence. `can_stop_early`: drafts call `should_continue`; of
+        `costs` of None: nothing is drafted yet. `measured`: costs by number of rows. `probes_plain`: time plain steps
+        now and then. `first_alphas`: acceptance before evidence. `can_stop_early`: drafts call `should_continue`; of
         trees only the largest is chosen.
         """
         self._config, self._first_alphas, self._probes_plain = config, first_alphas, probes_plain
@@ -96,7 +92,6 @@ class Policy:
 
     @property
     def num_unread_tokens(self) -> int:
-        """Tokens that a model must read before the coming draft."""
         return self._estimates.num_unread_tokens
 
     @num_unread_tokens.setter
@@ -105,7 +100,6 @@ class Policy:
 
     @property
     def tables_match(self) -> bool:
-        """Tables predict the coming tokens; models are right more often there."""
         return self._estimates.tables_match
 
     @tables_match.setter
@@ -121,11 +115,7 @@ class Policy:
         self.gate.begin()
 
     def next_shape(self, may_explore: bool = True, beside: float | None = None) -> DraftShape:
-        """Return the shape that a model drafts in the coming round.
-
-        `may_explore`: allow trials of drafts with a predicted loss. `beside`: tokens per second that tables predict
-        for this round; a model's draft must beat it.
-        """
+        """Return a model's coming shape, which must beat `beside` tokens per second."""
         config, explorer = self._config, self._explorer
         if self.pinned is not None:
             pinned = self._pinned_shape()
@@ -161,8 +151,7 @@ class Policy:
     def should_continue(self, depth: int, accept_probs: float | None = None) -> bool:
         """Return True if a draft step after `depth` others pays.
 
-        It must pay for itself and one more row of the verify step. `accept_probs`: probability that one of its parents
-        is accepted, mean of the counted rows; None: of a chain's last token.
+        `accept_probs`: probability that a parent is accepted, mean of the counted rows; None: of a chain's last token.
         """
         requested, scorer = self._requested, self.scorer
         assert scorer is not None
@@ -193,7 +182,6 @@ class Policy:
         return self.pinned._replace(window=max(windows))
 
     def _is_short(self, window: int) -> bool:
-        """Return True if the context is too short for windowed drafts."""
         return self.live.context < self._config.window_contexts * window
 
     def expected(self, tree: DraftTree) -> float:
@@ -266,21 +254,15 @@ class Policy:
         return self.live.plain_steps(shape, 1 + shape.nodes + num_table_nodes) <= self.max_round_cost
 
     def shape_rate(self, shape: DraftShape) -> float:
-        """Return the predicted tokens per second of a model's draft rounds."""
         return self._estimates.shape_rate(shape)
 
     def node_accept_probs(self, shape: DraftShape) -> list[float]:
-        """Return the acceptance probability of each model draft node, best first."""
         return self._estimates.node_accept_probs(shape, self.scorer)
 
     def num_table_nodes_worth(
         self, scores: Sequence[Sequence[float]], beside: DraftShape = NO_DRAFT
     ) -> tuple[int, float]:
-        """Return the number of table nodes worth verifying, and tokens per second.
-
-        `scores`: acceptance probabilities of each counted row's nodes, in descending order. `beside`: shape of a
-        model's draft that the nodes are added to.
-        """
+        """Return table nodes worth verifying, and tokens per second, by descending scores."""
         estimates = self._estimates
         longest = min(max(map(len, scores), default=0), self.max_nodes() - beside.nodes)
         ratio = (estimates.beside if beside.nodes else estimates.tables).calibration_ratio
@@ -306,7 +288,6 @@ class Policy:
         return 0, rates[0]
 
     def max_nodes(self) -> int:
-        """Return the largest number of nodes of a draft."""
         return self._largest if self.pinned is None else self.pinned.nodes
 
     def decision(self) -> Decision:
@@ -322,8 +303,7 @@ class Policy:
     ) -> None:
         """Learn from a finished round.
 
-        `paths`: accepted verify rows, from 1, of each counted row. `step_s`: seconds of all but drafting. `progress`:
-        tokens by which the rows moved on together (`request.mean_progress`).
+        `paths`: accepted verify rows, from 1, of each counted row. `step_s`: seconds of all but drafting.
         """
         estimates, live = self._estimates, self.live
         estimates.fade(DECAY)  # in plain rounds too: old evidence says little

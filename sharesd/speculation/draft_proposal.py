@@ -7,25 +7,16 @@ from typing import NamedTuple
 
 
 class Proposal(NamedTuple):
-    """Draft tree, best node first.
-
-    Its first n nodes are a valid tree of the n best nodes. All lists have one entry per node. Siblings have distinct
-    tokens.
-    """
+    """Draft tree, best node first: its first n nodes are a tree."""
 
     tokens: list[int]
-    """Token ids."""
     parents: list[int]
-    """Index of each node's parent, smaller than the node's own.
-
-    -1: the root (the last emitted token).
-    """
+    """Index of each node's parent, smaller than its own; -1: the root."""
     scores: list[float]
     """Probability that the target emits the node's whole path; non-increasing."""
 
 
 def empty_proposal() -> Proposal:
-    """Return an empty draft tree."""
     return Proposal([], [], [])
 
 
@@ -47,10 +38,7 @@ def best_chain(proposal: Proposal) -> Proposal:
 
 
 def merge(proposals: Sequence[Proposal]) -> Proposal:
-    """Return one tree of all nodes, best first.
-
-    A node in several trees keeps its best score.
-    """
+    """Return one tree of all nodes, best first, with best scores."""
     if len(proposals) == 1:
         return proposals[0]
     scores: dict[tuple[int, ...], float] = {}
@@ -68,10 +56,9 @@ def merge(proposals: Sequence[Proposal]) -> Proposal:
 
 
 def fill_up(model: Proposal, added: Iterable[tuple[int, Proposal]]) -> Proposal:
-    """Return a model's draft with added table nodes, best first.
+    """Return a model's draft with table nodes after its nodes (-1: root).
 
-    `added`: a `Proposal` after each of some nodes of the model (-1: the root). Its scores apply if the text reaches the
-    node, and continues with none of the node's children.
+    Added scores apply if the text reaches the node, and continues with none of the node's children.
     """
     paths: list[tuple[int, ...]] = []
     for token, parent in zip(model.tokens, model.parents, strict=True):

@@ -27,7 +27,6 @@ class DraftScorer:
         self.begin(0)
 
     def begin(self, num_rows: int) -> None:
-        """Start a draft of `num_rows` rows."""
         self._draft_probs: list[list[float]] = [[] for _ in range(num_rows)]
         self._parents: list[list[int]] = [[] for _ in range(num_rows)]
         self.accept_probs: list[Sequence[float]] = []
@@ -45,10 +44,7 @@ class DraftScorer:
         return [sum(accept_probs) / len(accept_probs) for accept_probs in self.accept_probs]
 
     def gain(self, depth: int, accept_probs: float) -> float:
-        """Return the expected accepted tokens of a step after `depth` others.
-
-        `accept_probs`: acceptance probability of the step's parents.
-        """
+        """Return the expected accepted tokens of a step after `depth` others."""
         promised, expected_kept = self._growth[depth]
         return accept_probs * expected_kept / promised
 
@@ -68,10 +64,7 @@ class DraftScorer:
     def set_tree(
         self, draft_probs: list[list[float]], parents: list[list[int]], accept_probs: Sequence[Sequence[float]]
     ) -> None:
-        """Set the nodes of a tree that are verified, best first.
-
-        `draft_probs` and `parents` (as in a `Proposal`) are by row, `accept_probs` by node and row.
-        """
+        """Set verified nodes, best first: by row, `accept_probs` by node and row."""
         self._draft_probs, self._parents, self.accept_probs = draft_probs, parents, list(accept_probs)
 
     def record(self, accepted: Sequence[AbstractSet[int]]) -> list[tuple[int, int]]:

@@ -28,10 +28,7 @@ class DraftShape(NamedTuple):
     nodes: int
     """Tokens in all; equal to `depth` for a chain."""
     window: int = 0
-    """Last tokens that draft steps attend to.
-
-    The first few tokens are added; 0: all.
-    """
+    """Last tokens that draft steps attend to; 0: all."""
 
     @property
     def is_tree(self) -> bool:
@@ -39,11 +36,9 @@ class DraftShape(NamedTuple):
 
 
 NO_DRAFT = DraftShape(0, 0)
-"""Shape of a plain round."""
 
 
 def chain(length: int) -> DraftShape:
-    """Return the shape of a chain."""
     return DraftShape(length, length)
 
 
@@ -53,19 +48,12 @@ def chains(max_depth: int) -> tuple[DraftShape, ...]:
 
 
 def coarse_chains(max_depth: int) -> tuple[DraftShape, ...]:
-    """Return chains of a few lengths up to `max_depth`, for slow passes.
-
-    In slow passes one token more hardly matters.
-    """
+    """Return chains of a few lengths up to `max_depth`, for slow passes."""
     return tuple(map(chain, (*(depth for depth in DEPTHS if depth < max_depth), max_depth)))
 
 
 def shapes_of(top: int, depth: int, budget: int) -> tuple[DraftShape, ...]:
-    """Return chains of at most `budget` tokens, and trees.
-
-    Trees have `budget` tokens or half of it, the largest last, and up to `depth` levels; the `top` best nodes of each
-    level have as many children.
-    """
+    """Return chains of at most `budget` tokens, and trees, the largest last."""
     full = [top + level * top**2 for level in range(depth)]  # nodes of so many levels
     sizes = product(range(1, depth + 1), (budget // 2, budget))
     shapes = {DraftShape(level, min(size, full[level - 1])) for level, size in sizes}
@@ -73,10 +61,7 @@ def shapes_of(top: int, depth: int, budget: int) -> tuple[DraftShape, ...]:
 
 
 def async_tree_slots(top: int, depth: int) -> int:
-    """Return KV slots, from the root's, of a growing tree.
-
-    The tree grows by as many levels during its verify step.
-    """
+    """Return KV slots, from the root's, of a tree growing during verification."""
     return 1 + top * (2 * depth + 1)
 
 
@@ -86,10 +71,7 @@ def with_windows(shapes: Sequence[DraftShape], windows: Sequence[int]) -> tuple[
 
 
 class DraftTree(NamedTuple):
-    """Draft tokens of each row.
-
-    In a chain, the parent of each node is the node before.
-    """
+    """Draft tokens of each row; a chain's parents are the nodes before."""
 
     tokens: Tensor  # [B, N] int64; -1 = no node
     tree_mask: TreeAttentionMask | None = None  # of root and nodes; None = chain
@@ -144,10 +126,7 @@ class VerifyResult(NamedTuple):
 
 
 def pack(proposals: Sequence[Proposal], num_nodes: int, drafter: str) -> DraftTree:
-    """Return the first `num_nodes` nodes of each row's `Proposal`, on the host.
-
-    Missing nodes are never accepted.
-    """
+    """Return each row's first `num_nodes` nodes; missing ones are never accepted."""
     B, T = len(proposals), num_nodes + 1
     parents = [proposal.parents[:num_nodes] for proposal in proposals]
     tokens = [(proposal.tokens + [-1] * num_nodes)[:num_nodes] for proposal in proposals]

@@ -21,7 +21,6 @@ class Explorer:
         self._plain_rounds = 0
         self._trial_rounds_left = self._until_check = 0
         self.since_plain = 0
-        """Rounds since the last plain one."""
 
     def begin(self) -> None:
         """Start a new text: the coming round computes the best shape."""
@@ -49,19 +48,13 @@ class Explorer:
         self._until_check = self._config.check_period - 1
 
     def count_trial(self) -> None:
-        """Count a round of a trial.
-
-        After the last round, the next trial comes later.
-        """
+        """Count a trial's round; after the last, the next trial comes later."""
         self._trial_rounds_left = (self._trial_rounds_left or self._config.trial_rounds) - 1
         if not self._trial_rounds_left:
             self._plain_rounds, self.patience = 0, min(self._config.trial_periods[1], 2 * self.patience)
 
     def must_probe(self, promise: float) -> bool:
-        """Return True if a plain step must be timed.
-
-        `promise`: predicted rate of the draft over a plain step.
-        """
+        """Return True if plain timing is due; `promise`: rate over plain."""
         if not self._probes_plain:
             return False
         if_doubtful, if_thin, otherwise = self._config.probe_periods
@@ -69,15 +62,11 @@ class Explorer:
         return self.since_plain >= due
 
     def record(self, is_plain: bool) -> None:
-        """Count a round."""
         self.since_plain = 0 if is_plain else self.since_plain + 1
 
 
 class ChainTreeChooser:
-    """Replacement of chains by trees now and then.
-
-    Chains predict the acceptance of trees only roughly.
-    """
+    """Replacement of chains, which predict trees only roughly, now and then."""
 
     def __init__(self, tree: DraftShape, config: PolicyConfig) -> None:
         """`tree`: the largest draft tree; NO_DRAFT if there is none."""

@@ -47,16 +47,12 @@ class LookupGate:
         self._gain += (max(0.0, gain) - self._gain) / self._config.max_lookup_samples
 
     def record_seconds(self, seconds: float) -> None:
-        """Count the time of a query."""
         self._num_queries = min(self._config.max_lookup_samples, self._num_queries + 1)
         self.seconds += (seconds - self.seconds) / self._num_queries
 
     @property
     def early_draft(self) -> DraftShape:
-        """The model draft to launch before tables are queried: the last one.
-
-        NO_DRAFT if tables win so often that dropped drafts take longer than the queries.
-        """
+        """Model draft to launch early; NO_DRAFT if tables win too often."""
         last, live = self._last, self._live
         if not (last.nodes and live.is_measured):
             return NO_DRAFT

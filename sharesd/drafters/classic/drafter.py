@@ -1,7 +1,4 @@
-"""Drafting with a second model, or a quantized copy of the target.
-
-Leviathan et al. 2022; Chen et al. 2023.
-"""
+"""Second-model drafting (Leviathan et al. 2022; Chen et al. 2023)."""
 
 from __future__ import annotations
 
@@ -29,9 +26,8 @@ from sharesd.speculation.policy_config import FIRST_ALPHAS, HEAD_ALPHAS
 class ClassicDrafter(Drafter):
     """A model with its own KV cache.
 
-    It may never have read the last token that was accepted, a leaf of its draft. Instead of tracking that, the first
-    step of every draft reads two tokens, the one before the root and the root: of fixed shape, and exact either way.
-    What its cache `cached_ids` leaves that token out.
+    It may never have read the last accepted token, a leaf of its draft, which `cached_ids` omits. So the first step of
+    every draft reads two tokens, the one before the root and the root: of fixed shape, and exact.
     """
 
     name = "classic"
@@ -50,13 +46,7 @@ class ClassicDrafter(Drafter):
         logit_noise: float | None = None,
         graphs: Graphs | None = None,
     ) -> None:
-        """Set up a drafter.
-
-        Args:
-            branching: nodes expanded on each level, and children of each.
-            logit_noise: see `Sampler.draft`.
-            graphs: capture the reading of missed tokens.
-        """
+        """`graphs`: capture the reading of missed tokens. `logit_noise`: see `Sampler.draft`."""
         self.model, self.shapes, self._branching, self._weight_bytes = model, shapes, branching, weight_bytes
         self._logit_noise = logit_noise
         self.first_alphas = HEAD_ALPHAS if logit_noise is None else FIRST_ALPHAS
@@ -160,7 +150,6 @@ class ClassicDrafter(Drafter):
 
 
 def build(inputs: BuildInputs) -> ClassicDrafter:
-    """Build the drafter of mode classic."""
     model, weight_bytes, graphs = inputs.second_model()
     config = inputs.config
     return ClassicDrafter(

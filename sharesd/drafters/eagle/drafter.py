@@ -1,12 +1,11 @@
 """Drafter of EAGLE, EAGLE-2 and EAGLE-3, with a trained head.
 
-The head reads the hidden states that the target keeps beside its KV. Slot t of the head's cache holds the KV of the
-target's features of token t and of the token after it. KV of committed tokens always comes from target features; KV
-written while drafting is overwritten by the first step of the next draft. So the cache needs no rollback, and nothing
-moves with an accepted path.
+Slot t of the head's cache holds the KV of the target's features of token t and of the token after it. KV of committed
+tokens always comes from target features; KV written while drafting is overwritten by the first step of the next draft.
+So the cache needs no rollback, and nothing moves with an accepted path.
 
-Legend: B rows, R places of a draft's first step, S slots, F features, P states from which drafts may continue, D
-hidden size, V vocabulary.
+Legend: B rows, R places of a draft's first step, S slots, F features, P states from which drafts may continue, D hidden
+size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -31,10 +30,7 @@ from sharesd.speculation.policy_config import HEAD_ALPHAS
 
 
 class EagleDrafter(Drafter):
-    """Drafter of a head with a KV cache of its own.
-
-    Of the tokens in `cached_ids` of its cache, all places but the last are read.
-    """
+    """Drafter of a head, whose cache has read all `cached_ids` but one."""
 
     name = "eagle"
     supports_async = True
@@ -44,23 +40,12 @@ class EagleDrafter(Drafter):
     def __init__(
         self, head: Any, target: StaticKVCache, *, shapes: Sequence[DraftShape], weight_bytes: int, branching: int = 1
     ) -> None:
-        """Allocate the head's cache.
-
-        Args:
-            head: the trained head.
-            target: the target's cache, with the features that the head reads.
-            shapes: drafts that may be requested, the largest last.
-            weight_bytes: bytes of the head's weights.
-            branching: nodes of a level that trees expand, and children of each.
-        """
+        """`target`: the target's cache, with the features that the head reads."""
         self.head, self.shapes, self._branching, self._weight_bytes = head, shapes, branching, weight_bytes
         self.trees = shapes[-1].is_tree
         self.cache, self._target = head.new_cache(target.batch, target.slots), target
         self._tokens_BS = torch.zeros(target.batch, target.slots, dtype=torch.int64, device=target.lengths.device)
-        """Text of each row by slot.
-
-        Prompts are written by the host, emitted tokens on the device.
-        """
+        """Text by slot: prompts from the host, emitted tokens from the device."""
         self._new: set[int] = set()  # rows of whose text the host has written the prompt alone
         self._in_flight: set[int] = set()  # rows that the last draft has read further than the host knew
         self._max_lead = 1 + max(shape.nodes for shape in shapes)
@@ -123,7 +108,6 @@ class EagleDrafter(Drafter):
         self._in_flight = set(coming)
 
     def _note(self, row: int, first: int, tokens: list[int]) -> None:
-        """Upload the tokens of a row's text, from `first` on."""
         upload(self._tokens_BS[row, first : len(tokens)], tokens[first:])
 
     def draft(self, context: DraftContext, shape: DraftShape) -> DraftTree:
@@ -172,7 +156,6 @@ class HeadStepper:
         self.root_pos_B, self.next_pos_B = target.lengths, torch.zeros_like(target.lengths)
 
     def _news(self) -> tuple[Tensor, Tensor, int, StaticKVCache, Tensor]:
-        """Return the arguments of `FeatureHead.read`."""
         num = self._begin()
         assert self._target.features is not None
         return self._tokens_BS, self._target.features, num, self._ahead, self.root_pos_B
@@ -187,19 +170,13 @@ class HeadStepper:
 
 
 class _FeatureStepper(HeadStepper):
-    """Stepper of heads that continue from their own states.
-
-    They start above the target's last features.
-    """
+    """Stepper of heads that continue from their own states."""
 
     def __init__(self, head: FeatureHead, *reading: Any, num_states: int) -> None:
         super().__init__(head, *reading)
         self._head, D = head.steps, head.config.block.hidden_size
         self._states_BPD = torch.zeros(len(self.root_pos_B), num_states, D, **head.place)
-        """State of the root, or of a chain's last draft token.
-
-        Those of tree nodes follow, in the order of their slots.
-        """
+        """State of the root or chain's last token, then of tree nodes."""
 
     def start(self) -> Tensor:
         logits_B1K = self._head.read(*self._news(), self._states_BPD)
@@ -216,7 +193,6 @@ class _FeatureStepper(HeadStepper):
 
 
 def build(inputs: BuildInputs) -> EagleDrafter:
-    """Build the drafter of mode eagle."""
     return build_head_drafter(EagleDrafter, inputs)
 
 

@@ -19,10 +19,7 @@ from sharesd.models.decoder_config import DecoderConfig
 
 
 class Eagle(FeatureHead):
-    """Head of one block over fc([embedding; state]).
-
-    There is no norm in front of its attention.
-    """
+    """Head of one block over fc([embedding; state]), without attention norm."""
 
     OPTIONS = frozenset({"own_lm_head", "fc_bias"})
     HAS_TARGET_WIDTH = True

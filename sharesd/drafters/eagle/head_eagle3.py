@@ -1,7 +1,4 @@
-"""EAGLE-3 (Li et al. 2025, arXiv 2503.01840).
-
-Hidden states of several depths are fused, and draft tokens are predicted directly.
-"""
+"""EAGLE-3 (Li et al. 2025, arXiv 2503.01840): fused states of several depths."""
 
 from __future__ import annotations
 
@@ -18,10 +15,7 @@ from sharesd.models.decoder_config import DecoderConfig
 
 
 class Eagle3(FeatureHead):
-    """Head of one block with queries over [norm(embedding); norm(state)].
-
-    It has a norm and an LM head of its own.
-    """
+    """Head of one block with queries over [norm(embedding); norm(state)]."""
 
     OPTIONS = frozenset({"fc_bias"})
     BLOCK_NAME = "midlayer"

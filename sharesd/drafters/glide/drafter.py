@@ -1,9 +1,7 @@
 """Drafter of GLIDE: a trained head that attends to the target's KV.
 
-The head's own cache holds KV of tokens, in the slots that `EagleDrafter` uses. Instead of the paper's candidates for
-unsure tokens (CaPE) it drafts trees, whose nodes are the likeliest of all.
-
-Legend: B rows, S slots, F tokens that are read in one step.
+Instead of the paper's candidates for unsure tokens (CaPE) it drafts trees. Legend: B rows, S slots, F tokens that are
+read in one step.
 """
 
 from __future__ import annotations
@@ -53,5 +51,4 @@ class _CrossAttentionStepper(HeadStepper):
 
 
 def build(inputs: BuildInputs) -> EagleDrafter:
-    """Build the drafter of mode glide."""
     return build_head_drafter(GlideDrafter, inputs)

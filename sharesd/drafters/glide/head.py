@@ -1,8 +1,8 @@
 """GLIDE (Du et al. 2024, arXiv 2402.02082): cross-attention into the target's KV.
 
-The head reads tokens only: its own keys and values are those of embeddings. At every place of a draft, the target's
-tokens below the draft's root are visible. Training unrolls this: each step hides one more of the target's tokens from
-each place (the paper's block-wise mask, for all lengths at once).
+The head's own keys and values are those of embeddings. At every place of a draft, the target's tokens below the draft's
+root are visible. Training unrolls this: each step hides one more of the target's tokens from each place (the paper's
+block-wise mask, for all lengths at once).
 
 Legend: as `head.py`, and H query heads, K key/value heads, d head size of the target; S its tokens.
 """
@@ -32,8 +32,8 @@ GLIDE, GLIDE_LAYERS = "glide_config", "target_layer_ids"
 class CrossAttention(nn.Module):
     """Cross-attention into one layer of the target, at own positions.
 
-    Keys are masked as for the layer's own queries. A key of zeros is added, so that a place may attend to nothing: a
-    step writes it after the target's length, in slots that drafts may overwrite.
+    A key of zeros is added, so that a place may attend to nothing: a step writes it after the target's length, in slots
+    that drafts may overwrite.
     """
 
     def __init__(self, config: HeadConfig, target: Decoder, layer: int, **place) -> None:
@@ -52,7 +52,7 @@ class CrossAttention(nn.Module):
     ) -> Tensor:
         """Return attention [B, T, H, d] over the target below its lengths.
 
-        `first_B` is the position of the first place, or of tree nodes without nodes above them.
+        `first_B`: position of the first place, or of the first tree level.
         """
         q_BTHd = self._queries(x_BTD, first_B, tree_mask)
         (B, T, _, d), at = q_BTHd.shape, self.layer
@@ -71,10 +71,7 @@ class CrossAttention(nn.Module):
         )
 
     def unrolled(self, x_BTD: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, steps: int) -> Iterator[Tensor]:
-        """Yield attention [B, T, H, d] over whole texts, for each step.
-
-        Each place sees one token less of the target's in each further step.
-        """
+        """Yield attention [B, T, H, d] over one token less per step."""
         place_T = torch.arange(x_BTD.shape[1], device=x_BTD.device)
         first_B = torch.ones(1, dtype=torch.int64, device=x_BTD.device)
         q_BHTd = self._queries(x_BTD, first_B, None).transpose(1, 2)
@@ -113,10 +110,7 @@ class GlideBlock(nn.Module):
 
 
 class Glide(Head):
-    """GLIDE head, with keys and values of target layers as features.
-
-    Features are [K * d] keys, then values, of each of its target layers.
-    """
+    """GLIDE head: features are keys and values of target layers."""
 
     OPTIONS = frozenset({"own_lm_head"})
     HAS_TARGET_WIDTH = True
@@ -174,21 +168,14 @@ class Glide(Head):
     def step(
         self, tokens_BF: Tensor, cache: StaticKVCache, target: StaticKVCache, tree_mask: TreeAttentionMask | None = None
     ) -> Tensor:
-        """Read a chain's next draft token (F = 1), or tree nodes.
-
-        They are in slots lengths..lengths+F-1 of the head's own cache, or as `tree_mask` gives them. Returns the logits
-        [B, F, K] of the draft tokens after them.
-        """
+        """Return logits [B, F, K] after a draft token or tree nodes."""
         if self.native is not None:
             return self.native.step_tokens(tokens_BF, cache, target, tree_mask)
         x_BFD = self._remember(tokens_BF, cache, tree_mask)
         return self.draft_logits(self._look(x_BFD, target, cache.lengths + 1, tree_mask))
 
     def _remember(self, tokens_BT: Tensor, cache: StaticKVCache, tree_mask: TreeAttentionMask | None = None) -> Tensor:
-        """Read tokens into the head's own cache; return input of `_look`.
-
-        The result is [B, T, D].
-        """
+        """Read tokens into the head's cache; return `_look`'s input [B, T, D]."""
         x_BTD, block = self._embed(tokens_BT), self.block
         tensors = (self.get_buffer("cos"), self.get_buffer("sin"), cache.k[0], cache.v[0], cache.lengths)
         return block.attn(x_BTD, *tensors, *(tree_mask or ()), norm=block.attn_norm, residual=x_BTD)
@@ -196,10 +183,7 @@ class Glide(Head):
     def _look(
         self, x_BTD: Tensor, target: StaticKVCache, first_B: Tensor, tree_mask: TreeAttentionMask | None = None
     ) -> Tensor:
-        """Return states [B, T, D] with cross-attention below the target's lengths.
-
-        Tokens are at positions `first_B` + 0, 1, ..., or at `first_B` plus the depth in `tree_mask`.
-        """
+        """Return states [B, T, D] with cross-attention below the target's lengths."""
         block = self.block
         looks_BTD = block.cross_norm(x_BTD)
         for cross in block.cross:
@@ -234,11 +218,7 @@ class Glide(Head):
 
 
 def _target_layers(raw: Mapping[str, Any], target: DecoderConfig) -> tuple[int, ...]:
-    """Return the target layers of a GLIDE head's cross-attention.
-
-    Raises:
-        ValueError: the head's sizes or layers do not fit the target, or the target caps attention scores.
-    """
+    """Return the attended target layers; raise ValueError if they do not fit."""
     given = raw.get(GLIDE) or {}
     for name, size in _sizes(target).items():
         if given.get(name) != size:
@@ -265,7 +245,6 @@ def _target_layers(raw: Mapping[str, Any], target: DecoderConfig) -> tuple[int, 
 
 
 def _sizes(target: DecoderConfig) -> dict[str, int]:
-    """Return the sizes of the target that a GLIDE head depends on."""
     return {
         "target_num_hidden_layers": target.num_hidden_layers,
         "target_num_attention_heads": target.num_attention_heads,

@@ -1,7 +1,4 @@
-"""Checkpoint folders of trained heads, in the layouts of serving engines.
-
-There are no public layouts of parallel heads and GLIDE; docs/reference/training.md has those of ShareSD.
-"""
+"""Checkpoint folders of trained heads, in the layouts of serving engines."""
 
 from __future__ import annotations
 
@@ -25,12 +22,10 @@ from sharesd.models.weight_mapping import block_tensors, copy_tensors
 
 @torch.no_grad()
 def load_head(folder: Path, target: Decoder) -> Head:
-    """Return a head for this target, on its device.
+    """Return a head on its target's device, in its dtype.
 
-    Its dtype is the target's. Call it while the target has its plain linears.
-
-    Raises:
-        ValueError: tensors or fields are missing, unknown, wrongly shaped, or for another target.
+    Call it while the target has its plain linears. Raises ValueError if tensors or fields are missing, unknown, wrongly
+    shaped, or for another target.
     """
     raw = checkpoint.read_config(folder)
     if "quantization_config" in raw:
@@ -68,10 +63,7 @@ def new_head(
     own_lm_head: bool = False,
     fc_bias: bool | None = None,
 ) -> Head:
-    """Return a head without values.
-
-    Options that heads of its kind do not take are ignored.
-    """
+    """Return a head without values; ignore options its kind lacks."""
     if ids_K is not None:
         ids_K = ids_K.to(target.get_buffer("cos_0").device)
     cls = head_class(config.kind)
@@ -81,10 +73,7 @@ def new_head(
 
 
 def save_head(head: Head, folder: Path) -> None:
-    """Write config.json and model.safetensors of a head.
-
-    `load_head` reads them; vLLM and SGLang read those of EAGLE's kinds.
-    """
+    """Write config.json and model.safetensors, also for vLLM and SGLang if EAGLE."""
     vocab_size = head.config.block.vocab_size
     tensors = {}
     for name, slot in _slots(head):
@@ -100,13 +89,7 @@ def save_head(head: Head, folder: Path) -> None:
 
 
 def _kind(raw: Mapping[str, Any], tensors: Mapping[str, tuple[str, Tensor]]) -> Kind:
-    """Return the kind of head with tensors of these names.
-
-    Architectures named in public folders say less.
-
-    Raises:
-        ValueError: no kind is known.
-    """
+    """Return the kind of head with these tensors; raise ValueError if unknown."""
     layouts = registry.head_specs()
     for layout in layouts:
         if not layout.is_public and raw.get("architectures") == [layout.architecture]:
@@ -117,13 +100,7 @@ def _kind(raw: Mapping[str, Any], tensors: Mapping[str, tuple[str, Tensor]]) -> 
 
 
 def _draft_ids(tensors: dict[str, tuple[str, Tensor]], config: HeadConfig) -> Tensor | None:
-    """Return the target's ids of the draft tokens; None = all.
-
-    From d2t (offset of each draft token's id) and t2d (mask of tokens that have one); both are removed from `tensors`.
-
-    Raises:
-        ValueError: they do not fit each other or the config.
-    """
+    """Take ids of the draft tokens from d2t and t2d; None: all."""
     (_, d2t_K), (_, t2d_V) = (tensors.pop(name, ("", None)) for name in ("d2t", "t2d"))
     num, vocab_size = config.draft_vocab_size, config.block.vocab_size
     if d2t_K is None:
@@ -142,7 +119,6 @@ def _draft_ids(tensors: dict[str, tuple[str, Tensor]], config: HeadConfig) -> Te
 
 
 def _slots(head: Head) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensor names with views of the parameters."""
     if head.embed is not None:
         yield "embed_tokens.weight", head.embed.weight.data
     for number, block in enumerate(head.blocks):

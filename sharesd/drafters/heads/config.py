@@ -14,15 +14,11 @@ from sharesd.models.decoder_config import DecoderConfig
 Kind = str
 """Name of a layout of heads, `HeadSpec.layout`."""
 ARCHITECTURES: dict[str, str] = {head.layout: head.architecture for head in registry.head_specs()}
-"""Architecture names in config.json, by kind of head.
-
-Serving engines find heads by them; kinds that engines lack have our names.
-"""
+"""Architecture names in config.json, by which serving engines find heads."""
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 def spec_of(kind: Kind) -> HeadSpec:
-    """Return the spec of a layout."""
     return next(head for head in registry.head_specs() if head.layout == kind)
 
 
@@ -32,7 +28,6 @@ def head_class(kind: Kind) -> Any:
 
 
 def mode_of(kind: Kind) -> Mode:
-    """Return the mode in which heads of a kind draft."""
     return next(spec.name for spec in registry.specs("head") for head in spec.heads if head.layout == kind)
 
 
@@ -41,17 +36,11 @@ class HeadConfig:
     """Sizes and switches of one head."""
 
     kind: Kind
-    """Kind of head.
-
-    `eagle`: EAGLE-1 and 2. `eagle3`: EAGLE-3. `parallel`: all tokens in one pass. `glide`: GLIDE.
-    """
+    """`eagle` (1 and 2), `eagle3`, `parallel` (one pass) or `glide`."""
     block: DecoderConfig
     """Config of its blocks, which differ only in the first one's inputs."""
     taps: tuple[int, ...]
-    """Depths of the target whose hidden states are read.
-
-    In blocks; one more than there are stands for the depth after the last norm.
-    """
+    """Depths whose hidden states are read, in blocks; last: after the norm."""
     target_layers: tuple[int, ...]
     """GLIDE: target layers whose keys and values are read, from 0."""
     target_hidden_size: int
@@ -67,11 +56,7 @@ class HeadConfig:
 
     @classmethod
     def of(cls, raw: Mapping[str, Any], kind: Kind, target: DecoderConfig) -> HeadConfig:
-        """Read a config.json.
-
-        Raises:
-            ValueError: a field does not fit the target, or is not known.
-        """
+        """Read a config.json; raise ValueError for unknown or unfitting fields."""
         flat = {"model_type": "llama", **raw.get("transformer_layer_config", {}), **raw}
         block = DecoderConfig.from_hf(flat)
         max_layers = spec_of(kind).max_layers
@@ -110,10 +95,7 @@ class HeadConfig:
     def new(
         cls, kind: Kind, target_raw: Mapping[str, Any], *, draft_vocab_size: int | None = None, **changes: Any
     ) -> HeadConfig:
-        """Return the config of a new head for this target.
-
-        The target is given by its config.json; the head's block has its sizes, except for `changes`.
-        """
+        """Return a new head's config, with the target's sizes but for `changes`."""
         target = DecoderConfig.from_hf(target_raw)
         kept = {k: v for k, v in target_raw.items() if k not in ("layer_types", "max_window_layers", "auto_map")}
         raw = kept | {
@@ -136,10 +118,7 @@ def taps_of(raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     """Return the depths that an EAGLE-3 head reads, ascending.
 
     At the top of a config they count the blocks before, as vLLM reads them; in `eagle_config` they name the block whose
-    output is meant, as SGLang reads it.
-
-    Raises:
-        ValueError: both disagree, or the target has no such depths.
+    output is meant, as SGLang reads it. Raises ValueError if both disagree, or the target has no such depths.
     """
     outer = raw.get(LAYER_IDS)
     inner = (raw.get("eagle_config") or {}).get(LAYER_IDS)

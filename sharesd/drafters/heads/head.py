@@ -1,7 +1,7 @@
 """Trained heads: a decoder block over features of the target.
 
 At each place a head reads features that the target has made of a token, and the embedding of the next token. It
-predicts the token after that from its own **state**.
+predicts the token after that from its own state.
 
 Legend: B rows, T places, R kept places, F features (hidden states of all depths that are read, or keys and values), D
 hidden size, E inputs of the queries, K draft tokens, V vocabulary, P positions, r rotated half of a head.
@@ -48,10 +48,7 @@ class HeadBlock(nn.Module):
 
 
 class Head(nn.Module):
-    """Head for one target.
-
-    Uses the target's embedding and LM head if it has none of its own.
-    """
+    """Head for one target, whose embedding and LM head it may use."""
 
     OPTIONS: ClassVar[frozenset[str]] = frozenset()
     """Arguments of the constructor besides `ids_K` and `own_embed`."""
@@ -63,10 +60,7 @@ class Head(nn.Module):
     lm_head: nn.Linear | None
     """None: the target's."""
     own_lm_head = True
-    """True if the LM head is trained and saved with the head.
-
-    Else it holds the target's rows for the draft tokens.
-    """
+    """True if trained and saved with the head; else the target's rows."""
     ids: Tensor | None
     native: NativeHead | None = None
     """Steps as one call of a CPU kernel each, set by compilation."""
@@ -74,10 +68,7 @@ class Head(nn.Module):
     """Methods compiled by Inductor, set by compilation."""
 
     def __init__(self, config: HeadConfig, target: Decoder, *, ids_K: Tensor | None, own_embed: bool) -> None:
-        """Allocate a head without values.
-
-        `ids_K`: the target's ids of the draft tokens; None = all.
-        """
+        """`ids_K`: the target's ids of the draft tokens; None: all."""
         super().__init__()
         self.config = config
         self._target = (target,)  # in a tuple, since it is no part of this module
@@ -93,13 +84,7 @@ class Head(nn.Module):
 
     @classmethod
     def config_fields(cls, raw: Mapping[str, Any], target: DecoderConfig) -> dict[str, Any]:
-        """Return fields of HeadConfig that this class reads from config.json.
-
-        `taps`, `target_layers`, ...
-
-        Raises:
-            ValueError: they do not fit the target.
-        """
+        """Return fields of HeadConfig from config.json; raise ValueError if unfitting."""
         return {}
 
     @classmethod
@@ -108,17 +93,11 @@ class Head(nn.Module):
         return {}
 
     def own_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield names in files with views of further parameters.
-
-        Those of blocks, embedding and LM head are not among them.
-        """
+        """Yield names in files with views of parameters besides common ones."""
         yield from ()
 
     def add_lm_head(self, own: bool) -> None:
-        """Add an LM head of its own, or use the target's.
-
-        If there are draft tokens, the target's rows for them are copied.
-        """
+        """Add an LM head of its own, or copy the target's rows."""
         self.lm_head, self.own_lm_head = None, own
         if own or self.ids is not None:
             self.lm_head = empty_linear(
@@ -135,12 +114,9 @@ class Head(nn.Module):
     def unroll(self, tokens_BT: Tensor, features_BTF: Tensor, steps: int = 1) -> list[Tensor]:
         """Return states [B, T, D] of whole texts, for each step.
 
-        States of the first draft token after each place, then of further ones in a chain of `steps`. Plain operations,
-        without a cache, through which gradients flow.
-
-        Place t has the target's features of token t, and `tokens_BT[:, t]` is token t + 1. State t of step s belongs to
-        a chain whose first s tokens were guessed and equal those of the text; the first s places of step s are
-        undefined.
+        States of the first draft token after each place, then of further ones in a chain of `steps`. Place t has the
+        target's features of token t, and `tokens_BT[:, t]` is token t + 1. State t of step s belongs to a chain whose
+        first s tokens were guessed and equal those of the text; the first s places of step s are undefined.
         """
         raise NotImplementedError
 
@@ -150,15 +126,11 @@ class Head(nn.Module):
 
     @property
     def steps(self) -> Any:
-        """Module whose methods are called in each draft.
-
-        Reading of texts, of any length, calls the head's own methods.
-        """
+        """Module whose methods are called in each draft."""
         return self.compiled or self
 
     @property
     def blocks(self) -> list[Any]:
-        """All blocks; only the first has inputs beside the residual stream."""
         return [self.block]
 
     def new_cache(self, batch: int, slots: int) -> StaticKVCache:
@@ -189,10 +161,7 @@ class Head(nn.Module):
 
 
 class FeatureHead(Head):
-    """Head whose features are hidden states of the target.
-
-    In a chain of draft tokens, the head's own state replaces the features of places that the target has not read.
-    """
+    """Head over the target's hidden states, or its own where unread."""
 
     fc: nn.Linear
     block: HeadBlock
@@ -213,10 +182,7 @@ class FeatureHead(Head):
         raise NotImplementedError
 
     def mix(self, states_BTD: Tensor, embeds_BTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the initial residual stream and the inputs of the queries.
-
-        Shapes [B, T, D] and [B, T, E].
-        """
+        """Return residual stream [B, T, D] and query inputs [B, T, E]."""
         raise NotImplementedError
 
     # ---- what does not
@@ -234,10 +200,7 @@ class FeatureHead(Head):
     def run(
         self, x_BTD: Tensor, inputs_BTE: Tensor, cache: StaticKVCache, tree_mask: TreeAttentionMask | None = None
     ) -> Tensor:
-        """Return states [B, T, D] from the result of `mix`.
-
-        See `forward`.
-        """
+        """Return states [B, T, D] from the result of `mix`."""
         first, *upper = self.blocks
         tables = (self.get_buffer("cos"), self.get_buffer("sin"))
         places = (cache.lengths, *(tree_mask or ()))
@@ -274,10 +237,7 @@ class FeatureHead(Head):
     def new_places(
         self, tokens_BS: Tensor, features_BSF: Tensor, num: int, cache: StaticKVCache
     ) -> tuple[Tensor, Tensor]:
-        """Return next tokens and fused states of `num` places of texts.
-
-        The places start at `cache.lengths`.
-        """
+        """Return next tokens and fused states of places from `cache.lengths` on."""
         kv_slots_BT = cache.lengths[:, None] + torch.arange(num, device=tokens_BS.device)
         features_BTF = features_BSF.gather(1, each(kv_slots_BT, features_BSF))
         return tokens_BS.gather(1, kv_slots_BT + 1), self.fuse(features_BTF)
@@ -287,9 +247,8 @@ class FeatureHead(Head):
     ) -> Tensor:
         """Read a chain's next draft token (F = 1), or tree nodes.
 
-        Returns the logits [B, F, K] of the draft tokens after them. `states_BPD` holds the states from which drafts
-        continue, and is updated: first that of the root or of a chain's last draft token, then those of tree nodes by
-        slot, counted from the length.
+        Returns the logits [B, F, K] of the draft tokens after them. `states_BPD` is updated: first the state of the
+        root or of a chain's last draft token, then those of tree nodes by slot, counted from the length.
         """
         if self.native is not None:
             return self.native.step(tokens_BF, states_BPD, cache, tree_mask)
@@ -309,10 +268,7 @@ class FeatureHead(Head):
         return self.unroll_texts(tokens_BT, features_BTF, steps, (tokens_BT.shape[1],))
 
     def unroll_texts(self, tokens_BT: Tensor, features_BTF: Tensor, steps: int, lengths: Sequence[int]) -> list[Tensor]:
-        """Return the states of `unroll` for concatenated texts of these lengths.
-
-        Texts do not attend to one another.
-        """
+        """Return states of `unroll` for concatenated texts, separate in attention."""
         embeds_BTD, states_BTD = self._embed(tokens_BT), self.fuse(features_BTF)
         place_T = torch.cat([torch.arange(length, device=tokens_BT.device) for length in lengths])
         keys, values, unrolled = [], [], []
@@ -330,15 +286,11 @@ class FeatureHead(Head):
 
 
 def each(index_BX: Tensor, values_BYZ: Tensor) -> Tensor:
-    """Return indices [B, X, Z] of whole entries."""
     return index_BX[..., None].expand(-1, -1, values_BYZ.shape[2])
 
 
 def qkv(attn: Attention, inputs_BTE: Tensor, cos_BTr: Tensor, sin_BTr: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values [B, heads, T, d].
-
-    Plain operations, through which gradients flow.
-    """
+    """Return queries, keys and values [B, heads, T, d], with gradients."""
     heads = attn.qkv(inputs_BTE).unflatten(-1, (-1, attn.head_dim))
     q_BTHd, k_BTKd, v_BTKd = heads.split(
         (attn.num_attention_heads, attn.num_key_value_heads, attn.num_key_value_heads), dim=2

@@ -7,10 +7,7 @@ from sharesd.drafters.heads.head import Head
 
 
 def native_head(head: Head) -> NativeHead:
-    """Return a head's steps in the CPU kernel.
-
-    Linears of the head and of the target must be packed. Raises KernelUnsupported.
-    """
+    """Return steps in the CPU kernel, of packed linears; raise KernelUnsupported."""
     return NativeHead(
         head.block,
         tables=(head.get_buffer("cos"), head.get_buffer("sin")),

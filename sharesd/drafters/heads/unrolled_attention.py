@@ -1,9 +1,8 @@
 """Attention of chains of draft tokens that begin at every place.
 
 Training unrolls them at once (training-time test, EAGLE-3). In step s of a chain, place t sees the text up to t - s,
-the start of its chain, and of each step e since then the one place t - s + e. As one product over all of them with a
-mask, s of every s + 1 keys would be computed to be hidden. So the text is attended causally by the fused kernel, and
-the later steps are merged into its softmax.
+the start of its chain, and of each step e since then the one place t - s + e. The text is attended causally by the
+fused kernel, and the later steps are merged into its softmax.
 
 Legend: B texts, H query heads, K key/value heads, T places, d head size.
 """
@@ -21,10 +20,7 @@ from torch.nn import functional as F
 def attend_chains_of_texts(
     q_BHTd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float, lengths: Sequence[int]
 ) -> Tensor:
-    """Return `attend_chains` of concatenated texts of these lengths.
-
-    Texts do not attend to one another.
-    """
+    """Return `attend_chains` of concatenated texts, separate in attention."""
     texts = zip(*(x.split(list(lengths), 2) for x in (q_BHTd, *keys, *values)), strict=True)
     num = len(keys)
     return torch.cat([attend_chains(q, known[:num], known[num:], scale) for q, *known in texts], 2)
@@ -60,11 +56,7 @@ def attend_chains(q_BHTd: Tensor, keys: Sequence[Tensor], values: Sequence[Tenso
 
 
 class _Merged(torch.autograd.Function):
-    """Causal attention over step 0, merged with later steps.
-
-    Of each later step a query sees one place. Inputs are q, then keys, then values [B, H, T, d]; those of later steps
-    are shifted to the places that see them.
-    """
+    """Causal attention over step 0, merged with later steps."""
 
     @staticmethod
     def forward(ctx: Any, scale: float, q: Tensor, *known: Tensor) -> Tensor:  # type: ignore[override]

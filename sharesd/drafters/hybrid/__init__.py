@@ -4,10 +4,7 @@ from sharesd.config import EngineConfig
 from sharesd.drafters.spec import DrafterSpec, Support
 
 PREFERRED = ("eagle", "share", "suffix")
-"""Drafters without `--hybrid-drafters`.
-
-The first if there is a head for it, else the second; and the third.
-"""
+"""Default drafters: first if a head exists, else second; and third."""
 
 
 def members(config: EngineConfig) -> tuple[str, ...]:

@@ -1,9 +1,4 @@
-"""Mix of drafters: each round takes the draft with best throughput.
-
-Lookups take little time, so tables are queried unless even this time exceeds their gain; their trees are merged into
-one. A model drafter takes more time, so it drafts only if its running acceptance gives a higher rate than the tables'
-scores. Then nodes of the tables are added to its draft, as branches and after its end.
-"""
+"""Mix of drafters: each round takes the draft with best throughput."""
 
 from __future__ import annotations
 
@@ -42,12 +37,7 @@ class HybridDrafter(Drafter):
     def __init__(
         self, name: str, tables: Sequence[Table], model: Drafter | None = None, *, num_nodes: int, trees: bool
     ) -> None:
-        """Set up a mix.
-
-        Args:
-            num_nodes: maximum nodes of a draft without a model.
-            trees: the target can verify trees; else the best chain is drafted.
-        """
+        """`num_nodes`: most without a model. Without `trees`, the best chain is drafted."""
         self.name, self.trees = name, trees
         self.shapes = model.shapes if model else chains(num_nodes)
         self.first_alphas = model.first_alphas if model else FIRST_ALPHAS
@@ -127,17 +117,13 @@ class HybridDrafter(Drafter):
         return pack([_of(proposals, row) for row in rows], num_nodes, self._names)
 
     def _model_draft(self, context: DraftContext, shape: DraftShape) -> DraftTree:
-        """Return a draft of the model alone."""
         assert self.model_drafter is not None
         self.model_drafter.catch_up(self._texts, self._idle > 0 or self._woven)
         self._idle, self._woven = 0, False
         return self.model_drafter.draft(context, shape)
 
     def _fill_up(self, context: DraftContext, draft: DraftTree, proposals: Mapping[int, Proposal]) -> DraftTree:
-        """Return a model's draft filled up with table nodes.
-
-        They are added after the root and after the draft's best chain, if that pays.
-        """
+        """Return a model's draft with table nodes added if they pay."""
         policy, shape = context.policy, model_shape(draft)
         room = policy.max_nodes() - shape.nodes
         if room <= 0 or not self.tables or not self.trees:
@@ -165,7 +151,6 @@ class HybridDrafter(Drafter):
         )
 
     def _read(self) -> None:
-        """Pass emitted tokens and logits to the tables."""
         for seen in self._seen:
             numbers_RX = np.array(seen).reshape(-1, 1 + self._num_successors)
             numbers_RX = numbers_RX[numbers_RX[:, 0] >= 0]  # rows without a node

@@ -7,8 +7,6 @@ from sharesd.drafters.spec import DrafterSpec, option
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Options of mode ngram."""
-
     ngram_min: int = option(1, "mode ngram: shortest match", metavar="N")
     ngram_max: int = option(4, "mode ngram: longest match", metavar="N")
     ngram_recent: bool = option(False, "mode ngram: the most recent match, not the first")

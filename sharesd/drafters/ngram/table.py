@@ -1,7 +1,4 @@
-"""Prompt lookup: continuations of earlier occurrences of the last tokens.
-
-Saxena 2023; the rules of vLLM.
-"""
+"""Prompt lookup (Saxena 2023; rules of vLLM): continuations of earlier occurrences."""
 
 from __future__ import annotations
 
@@ -18,29 +15,19 @@ from sharesd.speculation.draft_proposal import Proposal, empty_proposal
 class _Row:
     text: list[int] = field(default_factory=list)
     after: dict[tuple[int, ...], int] = field(default_factory=dict)
-    """n-gram -> index of the token after it.
-
-    The n-grams at the end of the text have none yet.
-    """
+    """n-gram -> index of the token after it."""
     last: Proposal = field(default_factory=empty_proposal)
     matched: int = 0
     """Length of the match of the last draft."""
 
 
 class NgramTable(Table):
-    """Chains copied from an earlier occurrence of the longest suffix.
-
-    The index grows with the text, n-gram by n-gram: a round costs a few dictionary look-ups at any length of text.
-    """
+    """Chains copied from an earlier occurrence of the longest suffix."""
 
     name = "ngram"
 
     def __init__(self, num_draft: int, ngram_min: int, ngram_max: int, most_recent: bool = False) -> None:
-        """Draft `num_draft` tokens after matches of `ngram_min` to `ngram_max` tokens.
-
-        `num_draft` is a maximum. Of several matches of the greatest length the earliest counts (as in vLLM), or the
-        most recent one.
-        """
+        """Draft after the earliest longest match (as vLLM), or the most recent."""
         if num_draft < 1:
             raise ValueError(f"num_draft is {num_draft}; it must be at least 1")
         if not 1 <= ngram_min <= ngram_max:
@@ -48,10 +35,7 @@ class NgramTable(Table):
         self.num_draft, self.ngram_min, self.ngram_max = num_draft, ngram_min, ngram_max
         self.most_recent = most_recent
         self.rates = HitRates([0.5] * (ngram_max + 1))
-        """Probability that a copied token is right, by match length.
-
-        The length counts the matching tokens before it, at most ngram_max.
-        """
+        """Probability that a copied token is right, by match length."""
         self._rows: dict[int, _Row] = {}
 
     def begin(self, row: int, tokens: Sequence[int]) -> None:
@@ -98,7 +82,6 @@ class NgramTable(Table):
 
 
 def build(inputs: BuildInputs) -> NgramTable:
-    """Build the table of mode ngram."""
     options = options_of(inputs.config, "ngram")
     return NgramTable(
         inputs.config.max_draft_tokens, options.ngram_min, options.ngram_max, most_recent=options.ngram_recent

@@ -1,9 +1,7 @@
 """Drafter of parallel heads: all tokens in one pass.
 
-Each token is independent of the tokens before. The cache is that of `EagleDrafter`. KV of masks is written after the
-root's slot, where the next draft overwrites it.
-
-Legend: B rows, K tokens of a draft, N tokens of the draft vocabulary, F nodes of a level.
+KV of masks is written after the root's slot, where the next draft overwrites it. Legend: B rows, K tokens of a draft, N
+tokens of the draft vocabulary, F nodes of a level.
 """
 
 from __future__ import annotations
@@ -70,11 +68,7 @@ class _ParallelStepper(HeadStepper):
 
 
 def build(inputs: BuildInputs) -> EagleDrafter:
-    """Build the drafter of mode parallel.
-
-    Raises:
-        ValueError: drafts of more tokens than the head predicts were requested.
-    """
+    """Build the drafter; raise ValueError for drafts longer than the head's."""
     head, config = inputs.heads[ParallelDrafter.name], inputs.config
     assert isinstance(head, Parallel)
     max_depth = head.config.draft_length

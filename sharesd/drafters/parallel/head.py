@@ -1,9 +1,8 @@
 """Parallel heads: all tokens of a draft in one pass.
 
-Masks after the text are predicted together (in the spirit of P-EAGLE and DFlash). The head reads a text as EAGLE-3
-does, and predicts the next token there. Masks, places with unknown tokens, follow the root's place. A mask's input is
-that of the root's place plus a learned vector for its distance; it sees the text and the masks before it. So the
-prediction of a mask does not depend on other predicted tokens.
+Masks after the text are predicted together (in the spirit of P-EAGLE and DFlash). Masks, places with unknown tokens,
+follow the root's place. A mask's input is that of the root's place plus a learned vector for its distance; it sees the
+text and the masks before it.
 """
 
 from __future__ import annotations
@@ -27,10 +26,7 @@ ANCHORS = 64
 
 
 KeysAndValues = list[list[Tensor]]
-"""(Keys, values) [B, heads, places, d] of parts of texts.
-
-In the order of the attention mask's columns.
-"""
+"""(Keys, values) [B, heads, places, d] of parts, in the mask's order."""
 
 
 class Parallel(Eagle3):
@@ -79,7 +75,6 @@ class Parallel(Eagle3):
         """Read `num` places of texts and the masks after them.
 
         The last place is before `ends_B`. Returns the logits [B, depth, N] of `depth` places over the draft tokens.
-        See `FeatureHead.read`.
         """
         if self.native is not None:
             return self.native.propose(tokens_BS, features_BSF, num, cache, ends_B, depth)
@@ -98,17 +93,14 @@ class Parallel(Eagle3):
         """Return states [B, T, D] of new places, masks among them.
 
         `ahead_BT` is the distance of each mask from the root's place, whose token and fused features it has (0: no
-        mask). See `forward`.
+        mask).
         """
         embeds_BTD = self._embed(tokens_BT) + F.pad(self.mask_embeds, (0, 0, 1, 0))[ahead_BT]
         states_BTD = states_BTD + F.pad(self.mask_states, (0, 0, 1, 0))[ahead_BT]
         return self.run(*self.mix(states_BTD, embeds_BTD), cache)
 
     def unroll(self, tokens_BT: Tensor, features_BTF: Tensor, steps: int = 1) -> list[Tensor]:
-        """Return states in the places of `Head.unroll`.
-
-        State t of step s is that of mask s of the place t - s.
-        """
+        """Return states as `Head.unroll`: mask s of place t - s."""
         T = tokens_BT.shape[1]
         states_BTD, masks_BAMD = self.foresee(
             tokens_BT, features_BTF, torch.arange(T, device=tokens_BT.device), steps - 1
@@ -119,12 +111,10 @@ class Parallel(Eagle3):
     def foresee(
         self, tokens_BT: Tensor, features_BTF: Tensor, anchors_A: Tensor, num_masks: int
     ) -> tuple[Tensor, Tensor]:
-        """Return states of whole texts, and of masks after each anchor.
+        """Return states [B, T, D] and mask states [B, A, M, D].
 
-        Shapes [B, T, D] and [B, A, M, D], with `num_masks` masks, which see the text up to the anchor and one another.
-        Plain operations, without a cache, through which gradients flow.
-
-        Place t has the target's features of token t, and `tokens_BT[:, t]` is token t + 1.
+        Masks see the text up to their anchor and one another. Place t has the target's features of token t, and
+        `tokens_BT[:, t]` is token t + 1.
         """
         B, T = tokens_BT.shape
         place_T = torch.arange(T, device=tokens_BT.device)
@@ -157,11 +147,7 @@ class Parallel(Eagle3):
         known: list[KeysAndValues],
         seen_TS: Tensor,
     ) -> Tensor:
-        """Return the residual stream after all blocks.
-
-        Keys and values of these places are added to those `known` to each block; `seen_TS` is the mask over all S
-        places.
-        """
+        """Return the residual stream after all blocks; append to `known`."""
         x_BTD, inputs_BTE = self.mix(states_BTD, embeds_BTD)
         for block, before in zip(self.blocks, known, strict=True):
             inputs_BTE = block.attn_norm(x_BTD) if block is not self.block else inputs_BTE

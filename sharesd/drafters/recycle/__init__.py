@@ -6,16 +6,11 @@ from pathlib import Path
 from sharesd.drafters.spec import DrafterSpec, Need, option
 
 EMBEDDED_TABLE = Path(__file__).parents[1] / "tables" / "smollm2-135m-instruct.npz"
-"""Successors in answers of the embedded model to training prompts.
-
-Made by `sharesd train table`.
-"""
+"""Successors in the embedded model's answers, of `sharesd train table`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Options of mode recycle."""
-
     recycle_table: str | None = option(
         None,
         "mode recycle: table to start from, or `empty` (default: the one of the embedded model, for that model)",

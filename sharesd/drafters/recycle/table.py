@@ -30,11 +30,7 @@ _State = tuple[int, int, int]  # token, its rate's cell, its level (0 = the root
 
 
 class RecycleTable(Table):
-    """Likeliest successors of every token: an adjacency matrix for all rows.
-
-    Successors are sorted, best first. The tree under the root is grown over it. The probability that the r-th successor
-    is right, at each level, is learnt from hits: one per (level, rank), the same for all tokens.
-    """
+    """Likeliest successors of every token: an adjacency matrix for all rows."""
 
     name = "recycle"
 
@@ -44,16 +40,10 @@ class RecycleTable(Table):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
         self.successors = np.full((vocab_size, num_successors), -1, dtype=np.int32)
-        """Token ids [V, k], likeliest first.
-
-        -1 = unknown, and so are all after it.
-        """
+        """Token ids [V, k], likeliest first; -1: unknown, as all after it."""
         priors = [FIRST_PRIOR * RANK_FALLS**rank for rank in range(num_successors)]
         self.rates = HitRates(priors * DEPTHS, weight=PRIOR_TRIES)
-        """Rates of cells level * k + rank.
-
-        Level 0 holds the children of the root.
-        """
+        """Rates of cells level * k + rank; level 0: root's children."""
         self._last_token: dict[int, int] = {}
         self._last: dict[int, tuple[Proposal, list[_State]]] = {}
 
@@ -67,7 +57,6 @@ class RecycleTable(Table):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the matrix."""
         return self.successors.nbytes
 
     def begin(self, row: int, tokens: Sequence[int]) -> None:
@@ -106,8 +95,8 @@ class RecycleTable(Table):
     def learn(self, row_tokens: np.ndarray, successors: np.ndarray) -> None:
         """Replace rows by the target's likeliest tokens.
 
-        row_tokens [R]: the tokens that the target read, emitted or not. successors [R, k]: the k likeliest tokens after
-        each, likeliest first. If a token occurs twice, the later row counts.
+        row_tokens [R]: the tokens that the target read. successors [R, k]: likeliest first. If a token occurs twice,
+        the later row counts.
         """
         k = self.num_successors
         assert successors.shape == (len(row_tokens), k), (
@@ -122,11 +111,7 @@ class RecycleTable(Table):
             np.savez_compressed(stream, format=np.array(FORMAT), successors=self.successors, rates=rates)
 
     def load(self, path: str | Path) -> None:
-        """Load a file of `save`.
-
-        Raises:
-            ValueError: the file is damaged or has other sizes.
-        """
+        """Load a file of `save`; raise ValueError if damaged or another size."""
         successors, rates = _read(Path(path))
         if successors.shape != self.successors.shape:
             (V, k), (vocab_size, num_successors) = successors.shape, self.successors.shape
@@ -139,11 +124,7 @@ class RecycleTable(Table):
 
     @classmethod
     def filled(cls, path: str | Path) -> Self:
-        """Return a table from a file of `save`, with its sizes.
-
-        Raises:
-            ValueError: the file is damaged.
-        """
+        """Return a table from a file of `save`; raise ValueError if damaged."""
         successors, rates = _read(Path(path))
         table = cls(*successors.shape)
         table.successors = successors
@@ -151,7 +132,6 @@ class RecycleTable(Table):
         return table
 
     def _to_front(self, token: int, successor: int) -> None:
-        """Record that the target emitted `successor` after `token`."""
         row = self.successors[token]
         known: list[int] = row.tolist()
         if known[0] != successor:
@@ -172,13 +152,7 @@ class RecycleTable(Table):
 
 
 def _read(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Return successors [V, k] and rates of a file.
-
-    The rates are hits and tries [2, DEPTHS * k].
-
-    Raises:
-        ValueError: the file is damaged.
-    """
+    """Return successors [V, k], and hits and tries [2, DEPTHS * k]."""
     damaged = f"{path} is not a token recycling table, or it is damaged; delete it and save one again"
     try:
         with np.load(path) as stored:
@@ -200,11 +174,7 @@ def _read(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def build(inputs: BuildInputs) -> RecycleTable:
-    """Build the table of mode recycle.
-
-    Raises:
-        ValueError: its file is for another vocabulary.
-    """
+    """Build the table; raise ValueError if its file has another vocabulary."""
     table, file = RecycleTable(inputs.target.vocab_size), file_of(inputs.config, "recycle")
     if file is not None:
         table.load(file)

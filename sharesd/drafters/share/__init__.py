@@ -18,8 +18,6 @@ def window(text: str) -> int | str:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Options of mode share."""
-
     draft_window: int | Literal["auto", "off"] = option(
         "auto",
         "mode share: draft steps look at the last N tokens and the first few; auto: in long contexts; off: at all",

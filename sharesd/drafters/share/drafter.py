@@ -1,11 +1,9 @@
 """Self-drafting: the target with quantized linears, over its own KV cache.
 
 The draft reads the target's verified KV of older tokens and writes its own into the slots above, which the verify step
-overwrites. Needs no KV of its own and no catching up.
-
-In long contexts a draft step would take longer for the KV than for its weights. So it may read recent tokens and the
-first few only, like StreamingLLM (Xiao et al. 2023, arXiv 2309.17453); the verify step, which reads everything,
-corrects wrong draft tokens (TriForce, Sun et al. 2024, arXiv 2404.11912; MagicDec, Chen et al. 2024, arXiv 2408.11049).
+overwrites. In long contexts it may read recent tokens and the first few only, like StreamingLLM (Xiao et al. 2023,
+arXiv 2309.17453); the verify step corrects wrong draft tokens (TriForce, Sun et al. 2024, arXiv 2404.11912; MagicDec,
+Chen et al. 2024, arXiv 2408.11049).
 """
 
 from __future__ import annotations
@@ -30,10 +28,7 @@ from sharesd.speculation.draft_tree import DraftShape, DraftTree, VerifyResult, 
 from sharesd.speculation.policy_config import PolicyConfig
 
 DRAFT_WINDOW = 256
-"""Recent tokens that draft steps may read instead of all.
-
-Used if the policy finds that this pays.
-"""
+"""Recent tokens that draft steps may read instead of all."""
 
 
 class ShareDrafter(Drafter):
@@ -54,13 +49,7 @@ class ShareDrafter(Drafter):
         logit_noise: float | None = None,
         continues_trees: bool = False,
     ) -> None:
-        """Set up a drafter.
-
-        Args:
-            branching: nodes expanded on each level, and children of each.
-            logit_noise: see `Sampler.draft`.
-            continues_trees: trees grow while the target waits for its weights.
-        """
+        """`continues_trees`: trees grow while the target waits for its weights."""
         self.model, self.cache, self.switch = model, cache, switch
         self.shapes, self._branching, self._quantized_bytes = shapes, branching, quantized_bytes
         self._logit_noise, self._continues_trees = logit_noise, continues_trees
@@ -102,7 +91,6 @@ class ShareDrafter(Drafter):
 
 
 def build(inputs: BuildInputs) -> ShareDrafter:
-    """Build the drafter of mode share."""
     return ShareDrafter(
         inputs.quantized_step(),
         inputs.cache,

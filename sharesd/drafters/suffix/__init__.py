@@ -6,16 +6,11 @@ from pathlib import Path
 from sharesd.drafters.spec import DrafterSpec, option
 
 EMBEDDED_CORPUS = Path(__file__).parents[1] / "tables" / "smollm2-135m-instruct.npy"
-"""Answers of the embedded model to training prompts.
-
-Made by `sharesd train corpus`.
-"""
+"""Embedded model's answers to training prompts, by `sharesd train corpus`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Options of mode suffix."""
-
     corpus: str | None = option(
         None,
         "mode suffix: datastore of texts to look into as well, or `empty` (`sharesd train corpus` makes one; "

@@ -1,7 +1,4 @@
-"""Datastore of a corpus for suffix lookup, mapped into memory.
-
-Holds the tokens, and their positions sorted by context.
-"""
+"""Datastore of a corpus for suffix lookup, mapped into memory."""
 
 from __future__ import annotations
 
@@ -26,20 +23,13 @@ FORMAT = 1
 class Datastore:
     """Corpus with its positions sorted by the context before them.
 
-    Sorted by contexts read backwards, all places that share the last n tokens with a text are neighbours. The longest
-    match is next to the text's own place in this order, so one binary search finds it. Tokens are kept big-endian, so
-    that contexts compare as bytes; the arrays may be memory-mapped and are only read. `largest` is the largest
+    Sorted by contexts read backwards, all places that share the last n tokens with a text are neighbours, so one binary
+    search finds the longest match. Tokens are big-endian, so that contexts compare as bytes. `largest` is the largest
     token id: compare it with the target's vocabulary.
     """
 
     def __init__(self, backward: np.ndarray, order: np.ndarray, largest: int) -> None:
-        """Wrap arrays of >i4.
-
-        Args:
-            backward: [N] the corpus from its end to its beginning.
-            order: [N] starts of the suffixes of `backward`, sorted.
-            largest: the largest token id.
-        """
+        """Wrap arrays of >i4: `backward` [N], and sorted suffix starts `order` [N]."""
         self.num_tokens, self.largest = len(backward), largest
         self.nbytes = backward.nbytes + order.nbytes
         self._backward = memoryview(backward.view(np.uint8))  # type: ignore[arg-type]
@@ -49,11 +39,7 @@ class Datastore:
     def places(self, text: Sequence[int]) -> tuple[list[int], int]:
         """Return places after the longest match, and the match's length.
 
-        The match is of the text's end. At most SAMPLES places, spread evenly; a place is the index in `backward` of the
-        token that comes next, -1 at the end of the corpus.
-
-        Raises:
-            ValueError: the order has an index outside the corpus.
+        At most SAMPLES indices in `backward` of the next tokens, -1: the corpus ends. Raises ValueError if damaged.
         """
         matched, starts = self._find(text[: -CONTEXT - 1 : -1])
         if matched < 0:
@@ -73,10 +59,7 @@ class Datastore:
         return found
 
     def seems_sorted(self) -> bool:
-        """Check a few neighbours; return False if one is wrong.
-
-        Out of order, or outside the corpus.
-        """
+        """Check a few neighbours; return False if one is wrong."""
         ranks = np.arange(0, self.num_tokens - 1, max(1, self.num_tokens // 64))
         starts = [int(start) for start in self._order[[*ranks, *(ranks + 1), self.num_tokens - 1]]]
         if max(starts) >= self.num_tokens or min(starts) < 0:
@@ -89,10 +72,7 @@ def build_datastore(tokens: Sequence[int] | np.ndarray, path: str | Path) -> Non
     """Sort a corpus and write it to a .npy file, atomically.
 
     The array is `>i4` [2, N + 1]: first the backward tokens and the format, then their order and the largest token id.
-    Takes some 40 bytes of memory per token.
-
-    Raises:
-        ValueError: there are no tokens, or one is not between 0 and 2^31 - 1.
+    Takes some 40 bytes of memory per token. Raises ValueError for no tokens, or one not between 0 and 2^31 - 1.
     """
     given = np.asarray(tokens)
     if given.ndim != 1 or given.size == 0 or given.dtype.kind not in "iu":
@@ -109,13 +89,7 @@ def build_datastore(tokens: Sequence[int] | np.ndarray, path: str | Path) -> Non
 
 
 def open_datastore(path: str | Path) -> Datastore:
-    """Map a file of `build_datastore` into memory.
-
-    Only a few samples are read now; look-ups read the rest on demand.
-
-    Raises:
-        ValueError: the file is missing or damaged.
-    """
+    """Map a file of `build_datastore`; raise ValueError if missing or damaged."""
     damaged = f"{path} is not a datastore, or it is damaged; build it again"
     try:
         stored = np.load(path, mmap_mode="r")
@@ -134,11 +108,7 @@ def open_datastore(path: str | Path) -> Datastore:
 
 
 def _suffix_order(tokens: np.ndarray) -> np.ndarray:
-    """Return sorted starts [N] of the suffixes of int64 tokens [N].
-
-    By their first CONTEXT tokens; ties by start. Prefix doubling (Manber and Myers 1993): ranks by 2n tokens are pairs
-    of ranks by n.
-    """
+    """Return suffix starts sorted by CONTEXT tokens (Manber and Myers 1993)."""
     N = len(tokens)
     _, ranks = np.unique(tokens, return_inverse=True)
     span = 1

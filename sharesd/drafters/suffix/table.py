@@ -1,9 +1,8 @@
 """Trees of continuations of the longest repeated suffix of the text.
 
-An online suffix automaton holds the text, beside a corpus. The automaton is that of Blumer et al. 1985 (The smallest
-automaton recognizing the subwords of a text). Probabilities are blended over ever shorter suffixes as in PPM (Cleary
-and Witten 1984; Witten and Bell 1991). The corpus follows REST (He et al. 2023, arXiv 2311.08252), with one suffix
-array over the contexts of all its positions.
+An online suffix automaton (Blumer et al. 1985) holds the text, beside a corpus as in REST (He et al. 2023, arXiv
+2311.08252). Probabilities are blended over ever shorter suffixes as in PPM (Cleary and Witten 1984; Witten and Bell
+1991).
 """
 
 from __future__ import annotations
@@ -22,30 +21,20 @@ ORDERS = 3
 SIBLINGS = 8
 """Maximum children per state: those that were used last."""
 ESCAPE = 1.5
-"""Weight of each distinct continuation as evidence for an unseen one.
-
-In occurrences (Witten and Bell: 1).
-"""
+"""Occurrences that each distinct continuation adds for unseen ones (Witten-Bell: 1)."""
 COUNTED = 32
 """States whose counts are brought up to date per token."""
 BUCKETS = 12
-"""Number of match-length ranges with own calibration.
-
-1 to 8, then by powers of two.
-"""
+"""Match-length ranges with own calibration: 1 to 8, then powers of two."""
 SETTLED = 0.21
-"""Remaining probability below which shorter suffixes are skipped.
-
-Two states with one continuation each leave 0.18.
-"""
+"""Remaining probability below which shorter suffixes are skipped."""
 
 
 class SuffixAutomaton:
     """Substrings of a text, one state per set of end places.
 
     Grows by a token in amortised O(1). State 0 is the empty string. The longest suffix of the text that occurred before
-    is `link[last]`: a suffix is outside the state of the whole text exactly when it also ends elsewhere. Nothing else
-    needs to be tracked.
+    is `link[last]`: a suffix is outside the state of the whole text exactly when it also ends elsewhere.
     """
 
     def __init__(self) -> None:
@@ -62,10 +51,10 @@ class SuffixAutomaton:
     def append(self, token: int) -> None:
         """Append a token of the text.
 
-        A new end belongs to the new state and to all states along its links. To keep counts exact, all would have to be
-        raised, and in periodic text there are as many as periods. Only COUNTED of them are raised: counts of the
-        longest suffixes, which drafts read first, stay exact, and only short ones that end a long chain of longer ones
-        are too low. A clone starts with the count of the state it is taken from, as their ends were the same until now.
+        A new end belongs to the new state and to all states along its links, in periodic text as many as periods. Only
+        COUNTED are raised: counts of the longest suffixes stay exact, and only short ones that end a long chain of
+        longer ones are too low. A clone starts with the count of the state it is taken from, as their ends were the
+        same until now.
         """
         next_, link, length, count = self.next, self.link, self.length, self.count
         state = len(next_)
@@ -107,10 +96,7 @@ class SuffixAutomaton:
             at = link[at]
 
     def match(self, ahead: Sequence[int] = ()) -> tuple[int, int]:
-        """Return state and length of the longest suffix that occurred before.
-
-        The suffix is that of the text and the tokens `ahead`.
-        """
+        """Return the longest earlier suffix's state and length, with tokens `ahead`."""
         state = max(0, self.link[self.last])
         length = self.length[state]
         for token in ahead:
@@ -123,11 +109,7 @@ class SuffixAutomaton:
 
 
 _Node = tuple[int, int, float, list[int], int]
-"""Node of the draft tree, a plain tuple as there are hundreds.
-
-State in the automaton (0 = none), match length there, probability before calibration, places in the corpus at the
-path's end, match length there.
-"""
+"""State (0: none), match length, raw probability, corpus places, match length there."""
 UNKNOWN = (0, 0)
 
 
@@ -140,11 +122,7 @@ class _Row:
 
 
 class SuffixTable(Table):
-    """Frequency-weighted trees of continuations, as deep as the evidence is good.
-
-    A child's probability: its share of the continuations of the longest repeated suffix, the rest given to the next
-    shorter suffixes, times a factor per match length. The factor, hits over expected hits, is learnt from the outcomes.
-    """
+    """Frequency-weighted trees of continuations, as deep as the evidence is good."""
 
     name = "suffix"
 
@@ -157,7 +135,6 @@ class SuffixTable(Table):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the corpus, which is mapped into memory."""
         return self.corpus.nbytes if self.corpus else 0
 
     def begin(self, row: int, tokens: Sequence[int]) -> None:
@@ -200,11 +177,7 @@ class SuffixTable(Table):
     def _children(
         self, automaton: SuffixAutomaton, node: _Node, min_prob: float, factors: Sequence[float]
     ) -> list[tuple[float, int, _Node]]:
-        """Return the children of a node: (probability, token, node).
-
-        Longer suffixes are blended first, and leave the probability of unseen tokens to shorter ones. Children whose
-        probability before calibration is `min_prob` or lower are left out; `factors` are the calibration.
-        """
+        """Return children (probability, token, node) above `min_prob` before calibration."""
         if min_prob >= 1:
             return []
         next_, link, length, count = automaton.next, automaton.link, automaton.length, automaton.count
@@ -246,10 +219,7 @@ class SuffixTable(Table):
 
 
 def _blend_corpus(probs: dict[int, float], corpus: dict[int, list[int]], left: float) -> float:
-    """Add the corpus's share of the remaining probability.
-
-    Returns the probability that remains.
-    """
+    """Add the corpus's share; return the probability that remains."""
     escape = ESCAPE * len(corpus)
     share = left / (sum(map(len, corpus.values())) + escape)
     for token, places in corpus.items():
@@ -258,19 +228,12 @@ def _blend_corpus(probs: dict[int, float], corpus: dict[int, list[int]], left: f
 
 
 def _bucket(matched: int) -> int:
-    """Return the calibration range of a child's match length.
-
-    Ranges are 1 to 8, then 9-16, 17-32, 33-64 and more.
-    """
+    """Return the calibration range: 1 to 8, 9-16, 17-32, 33-64 and more."""
     return matched - 1 if matched <= 8 else min(BUCKETS - 1, (matched - 1).bit_length() + 4)
 
 
 def build(inputs: BuildInputs) -> SuffixTable:
-    """Build the table of mode suffix.
-
-    Raises:
-        ValueError: its file is for another vocabulary.
-    """
+    """Build the table; raise ValueError if its file has another vocabulary."""
     vocab_size = inputs.target.vocab_size
     path = file_of(inputs.config, "suffix")
     if path is None:

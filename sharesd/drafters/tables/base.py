@@ -1,7 +1,4 @@
-"""Base class and shared parts of lookup tables.
-
-Growing trees, running hit rates, files.
-"""
+"""Lookup tables: base class, growing trees, running hit rates, files."""
 
 from __future__ import annotations
 
@@ -19,19 +16,15 @@ State = TypeVar("State")
 class Table:
     """Base of lookup tables.
 
-    Calls for each row: begin; then guess and extend, once per round. Rows of a batch have their own texts. Hit rates
-    are shared by all rows and outlive their texts: they change scores, never the stored content of a row. A row that is
-    used before its `begin` is an error of the caller.
+    Calls for each row: begin; then propose and extend, once per round. Hit rates are shared by all rows and outlive
+    their texts: they change scores, never the stored content of a row.
     """
 
     name: str
 
     @property
     def num_successors(self) -> int:
-        """Number of likeliest tokens per token that `learn` takes.
-
-        0 = the table learns from texts alone.
-        """
+        """Likeliest tokens per token that `learn` takes; 0: texts alone."""
         return 0
 
     @property
@@ -40,18 +33,10 @@ class Table:
         return 0
 
     def learn(self, row_tokens: np.ndarray, successors: np.ndarray) -> None:
-        """Learn from the target's likeliest tokens.
-
-        Args:
-            row_tokens: [R] tokens that the target read.
-            successors: [R, num_successors] likeliest tokens after each, likeliest first.
-        """
+        """Learn likeliest `successors` [R, num_successors], best first, of read tokens [R]."""
 
     def begin(self, row: int, tokens: Sequence[int]) -> None:
-        """Start a new text of this row, ending in the root.
-
-        Cheap if it continues the row's old text.
-        """
+        """Start a row's text, ending in the root; cheap if it continues."""
         raise NotImplementedError
 
     def extend(self, row: int, tokens: Sequence[int]) -> None:
@@ -59,32 +44,19 @@ class Table:
         raise NotImplementedError
 
     def propose(self, row: int, budget: int, ahead: Sequence[int] = ()) -> Proposal:
-        """Return at most `budget` nodes after the row's last token.
-
-        With `ahead`, after these tokens, which follow the last one; nothing is learnt from the outcome of such drafts.
-        """
+        """Return at most `budget` nodes; with `ahead`, outcomes are not learnt."""
         raise NotImplementedError
 
 
 SMALLEST = 1e-3
-"""Minimum hit rate.
-
-At 0 a cell would not be tried again, and could not recover.
-"""
+"""Minimum hit rate, since a cell at 0 could not recover."""
 
 
 class HitRates:
-    """Running ratios of hits to tries, one per cell.
-
-    There is a prior, and evidence fades with the number of tries. A try may weigh less than 1: learning with the
-    *expected* hits as tries gives the factor by which expectations err.
-    """
+    """Running ratios of hits to tries, or expected hits, per cell."""
 
     def __init__(self, priors: Iterable[float], *, weight: float = 2.0, memory: float = 256.0) -> None:
-        """Start from priors that count as `weight` tries.
-
-        A try weighs 1/e after `memory` further ones. Priors of 1/2 and weight 2: Laplace.
-        """
+        """Start from priors of `weight` tries; tries fade over `memory` further ones."""
         self.hits = [weight * prior for prior in priors]
         self.tries = [weight] * len(self.hits)
         self._keep = 1 - 1 / memory
@@ -93,12 +65,10 @@ class HitRates:
         return max(SMALLEST, self.hits[cell] / self.tries[cell])
 
     def of(self, cells: slice) -> list[float]:
-        """Return the rates of several cells."""
         hits_and_tries = zip(self.hits[cells], self.tries[cells], strict=True)
         return [max(SMALLEST, hits / tries) for hits, tries in hits_and_tries]
 
     def learn(self, cell: int, hit: bool, expected: float = 1.0) -> None:
-        """Record one try."""
         keep = 1 - (1 - self._keep) * expected
         self.tries[cell] = self.tries[cell] * keep + expected
         self.hits[cell] = self.hits[cell] * keep + hit
@@ -110,9 +80,7 @@ def grow(
     """Return the `budget` most probable nodes of a tree, and their states.
 
     `children(state, least)` gives (probability given the parent, token, state) of each child, with distinct tokens; it
-    may leave out children of at most `least`, which have no chance. Best first: a node is taken when it has the highest
-    score of all nodes whose parents were taken, so no node that is left out beats one that is in the tree. Ties go to
-    the node found first.
+    may leave out children of at most `least`. Ties go to the node found first.
     """
     tokens: list[int] = []
     parents: list[int] = []
@@ -141,11 +109,7 @@ def grow(
 
 
 def outcomes(proposal: Proposal, emitted: Sequence[int]) -> Iterator[tuple[int, bool]]:
-    """Yield (node, hit) of every node that the target has decided.
-
-    These are nodes whose parents it has emitted. The caller may have verified only the first nodes: then the emitted
-    tokens end before the others are decided.
-    """
+    """Yield (node, hit) of every node that the target has decided."""
     below: dict[int, list[int]] = {}
     for node, parent in enumerate(proposal.parents):
         below.setdefault(parent, []).append(node)
