@@ -28,6 +28,8 @@ REMEDIES = {
     "logit_bias": "give up to 1,024 token ids with numbers from -100 to 100",
 }
 """Parameter -> remedy in messages, if the type is not enough."""
+NAME = 'give 1 to 64 of the letters A-Z and a-z, digits, "_", "-" and "."'
+"""Remedy for names of functions."""
 
 
 class ApiError(Exception):
@@ -112,12 +114,17 @@ def of_schema(error: ValidationError) -> ApiError:
         return invalid(f"{param} is missing", param)
     shown = _beginning(first["input"])
     shown = shown if len(shown) <= MAX_SHOWN else shown[: MAX_SHOWN - 2] + " …"
+    if first["type"] == "string_pattern_mismatch" and place[-1] == "name":
+        return invalid(f"{param} is {shown}; {NAME}", param.partition(".")[0])
+    other = _other_part(first["input"]) if name == "content" else None
+    if other is not None:
+        return invalid(f"{param} has a part of type {other}, and this model takes text alone; {REMEDIES[name]}", param)
     if name:
         return invalid(f"{param} is {shown}; {REMEDIES[name]}", param.partition(".")[0])
     return invalid(f"{param} is {shown}; {_reason(first['msg'])}", param)
 
 
-KIND = re.compile(r"str|int|float|bool|constrained-\w+|(list|dict)\[.*\]|\[key\]")
+KIND = re.compile(r"str|int|float|bool|constrained-\w+|(list|dict|literal)\[.*\]|\[key\]|[A-Z]\w+")
 """Names of union members and keys in pydantic's error locations."""
 
 
@@ -125,6 +132,13 @@ def _beginning(value: Any) -> str:
     """Return a value as JSON, cut to what a message shows."""
     parts = json.JSONEncoder(ensure_ascii=False, default=str).iterencode(value)
     return "".join(islice(parts, MAX_SHOWN + 1))
+
+
+def _other_part(content: Any) -> str | None:
+    """Return the type of the first part that is not text."""
+    parts = content if isinstance(content, list) else ()
+    types = [part.get("type") for part in parts if isinstance(part, Mapping)]
+    return next((kind[:MAX_SHOWN] for kind in types if isinstance(kind, str) and kind != "text"), None)
 
 
 def _reason(message: str) -> str:

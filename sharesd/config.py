@@ -140,6 +140,8 @@ class EngineConfig:
 
     target: str | None = None
     """Checkpoint folder, .gguf file or hub id; None = the embedded SmolLM2-135M-Instruct."""
+    lora: str | None = None
+    """Folder of a LoRA adapter that is merged into the target."""
     mode: Mode = "auto"
     """Name of the drafter, `naive` or `auto`.
 

@@ -11,6 +11,7 @@ from sharesd.cli.console import err_console
 from sharesd.cli.display import AnswerWriter, legend, one_line, shows_colors, stats_table
 from sharesd.cli.interactive import answer
 from sharesd.cli.startup import start_engine
+from sharesd.cli.utf8 import read_line, require_utf8
 from sharesd.config import Mode
 from sharesd.drafters import registry
 from sharesd.engine.engine import Engine
@@ -48,28 +49,35 @@ class Chat:
         self._switch(mode)
 
     def run(self) -> int:
-        """Read and answer messages until the user exits; return the exit status."""
+        """Read and answer messages until the user exits; return the exit status.
+
+        The status is 2 if a line of a pipe was not UTF-8, else 0.
+        """
         note(f"mode {self._mode}; /help lists the commands, Ctrl-D leaves")
         if self._verbose and shows_colors():
             err_console.print(legend())
-        leaving = False
+        leaving, status = False, 0
         while True:
             try:
                 line = read_message()
             except EOFError:
                 if sys.stdin.isatty():
                     note("")
-                return 0
+                return status
             except KeyboardInterrupt:
                 if leaving:
                     return 0
                 leaving = True
                 note("\nCtrl-C again leaves, and so does Ctrl-D")
                 continue
+            except ValueError as error:
+                status = 0 if sys.stdin.isatty() else 2
+                note(str(error))
+                continue
             leaving = False
             try:
                 if not self._handle(line):
-                    return 0
+                    return status
             except KeyboardInterrupt:
                 note("\nstopped")
             except ValueError as error:
@@ -185,8 +193,8 @@ def _read_line(prompt: str) -> str:
     if sys.stdin.isatty():
         with suppress(ImportError):  # Windows has its own line editing
             import readline  # noqa: F401 (input() uses it)
-        return input(prompt)
-    line = sys.stdin.readline()
+        return require_utf8(input(prompt), "the line")
+    line = read_line(sys.stdin, "the line")
     if not line:
         raise EOFError
     return line.removesuffix("\n")

@@ -27,6 +27,7 @@ from sharesd.cli.options import (
     sampling_params,
 )
 from sharesd.cli.prompt_encoding import encode
+from sharesd.cli.utf8 import read_text, require_utf8
 from sharesd.drafters import registry, selection
 from sharesd.drafters.spec import Need
 
@@ -113,7 +114,9 @@ def _installed(name: str) -> str:
 
 def _generate(args: argparse.Namespace) -> int:
     mode = mode_of(args)
-    system = getattr(args, "system", None)
+    system = _system(args)
+    for prompt in args.prompts:
+        require_utf8(prompt, "the prompt")
     if args.raw and system is not None:
         raise ValueError("--system is not heeded with --raw, which takes no template; drop one of the two")
     generate_file.check_options(args)
@@ -151,11 +154,17 @@ def _generate(args: argparse.Namespace) -> int:
     return 0 if all(done.finish_reason for done in answers) else INTERRUPTED
 
 
+def _system(args: argparse.Namespace) -> str | None:
+    """Return the system prompt of `--system`, or None."""
+    system = getattr(args, "system", None)
+    return None if system is None else require_utf8(system, "--system")
+
+
 def _read_prompts(given: Sequence[str]) -> list[str]:
     """Return the prompts, with stdin for `-`; ValueError for an empty one."""
     if given.count("-") > 1:
         raise ValueError("the prompt - is given twice; stdin can be read once")
-    prompts = [sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt for prompt in given]
+    prompts = [read_text(sys.stdin, "stdin").removesuffix("\n") if prompt == "-" else prompt for prompt in given]
     empty = next((given[i] for i, prompt in enumerate(prompts) if not prompt.strip()), None)
     if empty is not None:
         raise ValueError("stdin is empty; pipe a prompt into it" if empty == "-" else f"the prompt {empty!r} is empty")
@@ -164,7 +173,7 @@ def _read_prompts(given: Sequence[str]) -> list[str]:
 
 def _chat(args: argparse.Namespace) -> int:
     mode = mode_of(args)
-    params = sampling_params(args)
+    params, system = sampling_params(args), _system(args)
     # Whatever needs weights besides the target's is loaded only where it is asked for.
     asked = {mode, *modes_of_heads(args), *(selection.needing(Need.SECOND_MODEL) if hasattr(args, "draft") else ())}
     asked |= {registry.NAIVE, *registry.names("table")}
@@ -177,4 +186,4 @@ def _chat(args: argparse.Namespace) -> int:
 
     from sharesd.cli.chat import Chat
 
-    return Chat(runtime, mode, params, system=getattr(args, "system", None), verbose=args.verbose).run()
+    return Chat(runtime, mode, params, system=system, verbose=args.verbose).run()

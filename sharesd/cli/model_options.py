@@ -27,6 +27,7 @@ MODEL = {
         "SmolLM2-135M-Instruct)",
         metavar="MODEL",
     ),
+    "lora": Flag("folder of a LoRA adapter as PEFT saves it, merged into the target when it is loaded", metavar="DIR"),
     "dtype": Flag(f"{', '.join(get_args(DType))}, or {', '.join(parse_types.DTYPES)}", parse=parse_types.dtype),
     "max_context": Flag(
         "tokens of prompt and answer that the KV cache holds for each sequence; auto: the model's own length, or what "

@@ -6,6 +6,7 @@ import argparse
 
 from sharesd.cli.console import warn
 from sharesd.cli.options_from_dataclass import add_flags, values_of
+from sharesd.cli.utf8 import require_utf8
 from sharesd.drafters.spec import Flag
 from sharesd.sampling_params import SamplingParams
 
@@ -40,6 +41,8 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
     given = values_of(args, SamplingParams, SAMPLING)
     if args.do_sample and getattr(args, "temperature", None) == 0:
         raise ValueError("--do-sample and --temperature 0 contradict each other; drop one of the two")
+    for text in given.get("stop", ()):
+        require_utf8(text, "--stop")
     given["temperature"] = getattr(args, "temperature", 1.0 if args.do_sample else 0.0)
     noise = [name for name in ("top_p", "top_k", "min_p", "seed") if name in given]
     if noise and given["temperature"] == 0:

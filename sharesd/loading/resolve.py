@@ -198,7 +198,7 @@ class _Resolver:
         dtype = dtype_of(self._config.dtype, self.device)
         kernels = choose_kernels(self._config.kernels, self.device, dtype)
         config, auto = replace(self._config, kernels=kernels.kernels), None
-        folder = hub.resolve(config.target, progress=self._progress)
+        folder = hub.resolve_target(config, progress=self._progress)
         self._check_target(folder)
 
         def choose(offloads: bool) -> AutoDrafters:

@@ -114,8 +114,8 @@ class Architecture:
     """`model_type` of checkpoints with further towers, whose `text_config` is of this family."""
     block_names: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: BLOCK_NAMES)
     """Module of a block -> modules of a checkpoint's layer, see BLOCK_NAMES."""
-    ignored_prefixes: tuple[str, ...] = ("vision_tower.", "multi_modal_projector.")
-    """Prefixes of unused tensors, with or without `model.` before them."""
+    ignored_prefixes: tuple[str, ...] = ()
+    """Prefixes of further unused tensors, with or without `model.` before them."""
     gguf: GGUFLayout | None = None
     """None if files of the family are converted by transformers."""
 
@@ -157,6 +157,7 @@ def llama_like(
         "tie_word_embeddings": config.get("tie_word_embeddings", False),
         "attention_multiplier": head_dim**-0.5,
         "eos_ids": token_ids(config.get("eos_token_id")),
+        "num_mtp_layers": config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0,
     }
     if "layer_types" not in fields:
         values["layer_types"] = (LayerType(0, 0),) * config.require("num_hidden_layers")

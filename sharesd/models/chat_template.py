@@ -13,6 +13,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from sharesd.models.checkpoint import read_json
+
 _ERRORS = (TemplateError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 """Errors that templates raise for messages they refuse."""
 
@@ -20,12 +22,15 @@ _ERRORS = (TemplateError, TypeError, LookupError, AttributeError, ArithmeticErro
 def read_template(folder: Path, config: Mapping[str, Any], name: str) -> str | None:
     """Return the template of this name, or None.
 
-    From its own file, else from tokenizer_config.json, which holds a list or a single default.
+    From its own file, else from tokenizer_config.json, which holds a list or a single default, else from the
+    chat_template.json of older multimodal folders.
     """
     file = folder / ("chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja")
     if file.exists():
         return file.read_text(encoding="utf-8")
     stored = config.get("chat_template")
+    if stored is None and (folder / "chat_template.json").exists():
+        stored = read_json(folder / "chat_template.json").get("chat_template")
     if isinstance(stored, list):
         return next((entry["template"] for entry in stored if entry["name"] == name), None)
     return stored if name == "default" else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+ADAPTER = "lora_adapter"
+"""Folder of a LoRA adapter within a checkpoint folder that `sharesd.models.lora` made."""
+ADAPTER_CONFIG = "adapter_config.json"
+SECTION = "_config"
+"""End of the names of sections in config.json."""
 
 Progress = Callable[[str, int, int], None]
 """Progress callback: (name of the job, steps done, steps in all)."""
@@ -40,12 +45,32 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return config.json; ValueError if the folder is no checkpoint."""
+    """Return config.json without sections of null.
+
+    Raises:
+        ValueError: the folder is no checkpoint.
+    """
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; give a checkpoint folder, a .gguf file or a hub id")
+    if not (folder / "config.json").exists() and (folder / ADAPTER_CONFIG).exists():
+        base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path") or "its base model"
+        raise ValueError(f"{folder} is a LoRA adapter; give {base} as --target, and this folder as --lora")
     if not (folder / "config.json").exists():
         raise ValueError(f"{folder} has no config.json; give the folder that holds config.json and the weights")
-    return read_json(folder / "config.json")
+    raw = read_json(folder / "config.json")
+    return {name: value for name, value in raw.items() if value is not None or not name.endswith(SECTION)}
+
+
+def refuse_quantized(raw: Mapping[str, Any], folder: Path, wanted: str) -> None:
+    """Raise ValueError if a config.json is of quantized weights.
+
+    `wanted`: what to give instead, in the message.
+    """
+    for part in (raw, raw.get("text_config") or {}):
+        for name in ("quantization_config", "compression_config"):
+            if part.get(name) is not None:
+                method = part[name].get("quant_method", "unknown method")
+                raise ValueError(f"{folder} is already quantized ({method}); give the full-precision {wanted}")
 
 
 def eos_ids(folder: Path) -> tuple[int, ...]:
@@ -54,7 +79,10 @@ def eos_ids(folder: Path) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
         if (folder / name).exists():
             config = read_json(folder / name)
-            ids += token_ids(config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id")))
+            for part in (config, config.get("text_config") or {}):
+                if part.get("eos_token_id") is not None:
+                    ids += token_ids(part["eos_token_id"])
+                    break
     return tuple(dict.fromkeys(ids))
 
 
@@ -85,6 +113,26 @@ def weight_files(folder: Path) -> list[Path]:
     raise ValueError(f"{folder} has no weights; expected {' or '.join(WEIGHT_FILES)} (or their index of shards)")
 
 
+def adapter_files(adapter: Path) -> list[Path]:
+    """Return config and weight file of a LoRA adapter.
+
+    Raises:
+        ValueError: there are no weights.
+    """
+    for name in ("adapter_model.safetensors", "adapter_model.bin"):
+        if (adapter / name).is_file():
+            return [adapter / ADAPTER_CONFIG, adapter / name]
+    raise ValueError(f"{adapter} has no adapter_model.safetensors; give --lora the whole folder of a LoRA adapter")
+
+
+def has_weights(folder: Path) -> bool:
+    """Return True if all weight files are there."""
+    try:
+        return bool(weight_files(folder))
+    except ValueError:
+        return False
+
+
 def stamp(file: Path) -> list[int]:
     """Return size and modification time (ns), which change with the content."""
     status = file.stat()
@@ -93,7 +141,8 @@ def stamp(file: Path) -> list[int]:
 
 def identity(folder: Path) -> str:
     """Return a key of the checkpoint's present weights, without reading them."""
-    files = [file.resolve() for file in (folder / "config.json", *weight_files(folder))]
+    adapter = adapter_files(folder / ADAPTER) if (folder / ADAPTER).is_dir() else []
+    files = [file.resolve() for file in (folder / "config.json", *weight_files(folder), *adapter)]
     return repr([(str(file), *stamp(file)) for file in files])
 
 

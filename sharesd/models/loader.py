@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import cache
 from itertools import chain
 from pathlib import Path
 
@@ -13,12 +15,13 @@ from torch import Tensor, nn
 
 from multigpu.pipeline_parallel import PipelinePlan
 from multigpu.tensor_parallel import UNSHARDED, Shard
-from sharesd.models import checkpoint
+from sharesd.models import checkpoint, lora
 from sharesd.models.base import CausalModel
 from sharesd.models.checkpoint import Progress, silent
 from sharesd.models.decoder import Block, Decoder
 from sharesd.models.decoder_config import DecoderConfig, UnsupportedArchitecture
 from sharesd.models.hub import resolve
+from sharesd.models.unused_tensors import report_unused
 from sharesd.models.weight_mapping import (
     EMBEDDING,
     HEAD,
@@ -73,6 +76,7 @@ def load_model(
             raise
         from sharesd.models.hf import load_hf
 
+        lora.refuse_adapter(checkpoint.read_config(folder), folder)
         log.info("%s; using the transformers fallback", reason)
         return load_hf(folder, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
     log.info("%s: native decoder", config.model_type)
@@ -87,6 +91,12 @@ def load_model(
         part=part,
         split=split,
     )
+
+
+def stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and tensors of a folder, its adapter merged."""
+    stored = chain.from_iterable(map(checkpoint.read_tensors, checkpoint.weight_files(folder)))
+    return lora.merged(folder, stored)
 
 
 def embedding_dtype(folder: Path) -> torch.dtype | None:
@@ -105,10 +115,29 @@ def decoder_config(folder: Path) -> DecoderConfig:
     Raises UnsupportedArchitecture, or ValueError if config.json is damaged.
     """
     raw = checkpoint.read_config(folder)
-    if "quantization_config" in raw:
-        method = raw["quantization_config"].get("quant_method", "unknown method")
-        raise ValueError(f"{folder} is already quantized ({method}); give the full-precision checkpoint")
-    return DecoderConfig.from_hf(raw)
+    checkpoint.refuse_quantized(raw, folder, "checkpoint")
+    config = DecoderConfig.from_hf(raw, refuses_unread=True)
+    if (
+        config.tie_word_embeddings
+        and checkpoint.has_weights(folder)
+        and _has_other_head(folder, checkpoint.identity(folder))
+    ):
+        log.warning("%s: tie_word_embeddings is true, and another lm_head is stored, which is used", folder)
+        return replace(config, tie_word_embeddings=False)
+    return config
+
+
+@cache
+def _has_other_head(folder: Path, identity: str) -> bool:
+    """Return True if the stored LM head is not the embedding."""
+    found = {text_name(name): tensor for name, tensor in stored_tensors(folder) if text_name(name) in (EMBEDDING, HEAD)}
+    if len(found) < 2:
+        return False
+    embedding_VD, head_VD = found[EMBEDDING], found[HEAD]
+    if embedding_VD.shape != head_VD.shape:
+        return True
+    pieces = zip(embedding_VD.split(4096), head_VD.split(4096), strict=True)
+    return any(not torch.equal(a, b.to(a.dtype)) for a, b in pieces)
 
 
 def load_decoder(
@@ -134,10 +163,7 @@ def load_decoder(
     """
     config = decoder_config(folder)
     check_tensor_parallel(config, part.size)
-    if tensors is not None:
-        stored = tensors()
-    else:
-        stored = chain.from_iterable(map(checkpoint.read_tensors, checkpoint.weight_files(folder)))
+    stored = stored_tensors(folder) if tensors is None else tensors()
     decoder = Decoder(config, dtype=dtype, device=device, block_device="meta", part=part, split=split)
     decoder.eval().requires_grad_(False)
     decoder.eos_ids = checkpoint.eos_ids(folder)
@@ -165,8 +191,10 @@ def load_decoder(
             if on_block_loaded is not None:
                 on_block_loaded(decoder, index)
 
-    named = split_tensors(rename_tensors(stored, config), config, part)
+    unused: list[str] = []
+    named = split_tensors(rename_tensors(stored, config, unused), config, part)
     copy_tensors(dict(decoder_tensors(decoder)), named, folder, f"architecture {config.model_type!r}", progress, put)
+    report_unused(folder, unused)
     if config.tie_word_embeddings and decoder.head.weight.device != decoder.embed.weight.device:
         decoder.head.weight.data.copy_(decoder.embed.weight)
     return decoder

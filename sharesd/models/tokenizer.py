@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken
 
 from sharesd.models import chat_template
-from sharesd.models.checkpoint import eos_ids, read_json
+from sharesd.models.checkpoint import eos_ids
+from sharesd.models.special_tokens import add_missing_tokens, read_tokenizer_config, roles_of
 
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|end_of_text|>", "<|endoftext|>")
 """Tokens that end an answer.
@@ -80,7 +80,19 @@ class Tokenizer:
         return self.chat_template is not None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return token ids of a text; special tokens in it are recognised."""
+        """Return token ids of a text; special tokens in it are recognised.
+
+        Raises:
+            ValueError: the text has half a character, as bytes do that are not UTF-8.
+        """
+        try:
+            return self._encode(text, add_special_tokens)
+        except TypeError as error:  # of the package, for text that it cannot write as UTF-8
+            if not isinstance(text, str):
+                raise
+            raise ValueError("the text has half a character (a lone surrogate); give text that is UTF-8") from error
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         if len(text) < LONG:
             return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         # `encode` keeps the interpreter to itself, for seconds with megabytes; batches let go of it.
@@ -172,14 +184,14 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     Raises:
         ValueError: it is missing or damaged.
     """
-    config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").exists() else {}
-    special = _special_tokens(config)
+    config = read_tokenizer_config(folder)
+    special = roles_of(config)
     if (folder / "tokenizer.json").exists():
         try:
             backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
         except Exception as error:  # the package raises nothing narrower
             raise ValueError(f"{folder / 'tokenizer.json'} is damaged ({error}); download it again") from error
-        _add_missing_tokens(backend, config, special)
+        add_missing_tokens(backend, config)
     else:
         backend, special = _convert(folder)
     backend = _with_tool_marks_as_text(backend)
@@ -247,27 +259,6 @@ class TextStream:
             if token is not None and not (self._skip and i in self._tokenizer.special_ids):
                 return _BYTE_TOKEN.fullmatch(token) is not None
         return False
-
-
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return role -> token of tokenizer_config.json.
-
-    A token is a string or an object with `content`.
-    """
-    values = {k: v.get("content") if isinstance(v, dict) else v for k, v in config.items() if k.endswith("_token")}
-    return {k: v for k, v in values.items() if isinstance(v, str)}
-
-
-def _add_missing_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
-    """Add special tokens that only tokenizer_config.json lists."""
-    known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    flags = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
-    for _, entry in sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
-        if entry["content"] not in known:
-            backend.add_tokens([AddedToken(**{k: entry[k] for k in flags if k in entry})])
-            known.add(entry["content"])
-    missing = [token for token in dict.fromkeys(special.values()) if token not in known]
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in missing])
 
 
 def _convert(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:

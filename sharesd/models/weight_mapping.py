@@ -16,6 +16,7 @@ from sharesd.models.architectures import architecture_of
 from sharesd.models.checkpoint import Progress, silent
 from sharesd.models.decoder import Decoder
 from sharesd.models.decoder_config import DecoderConfig
+from sharesd.models.unused_tensors import unused_part
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 LAYERS = "model.layers."
@@ -54,17 +55,24 @@ def _rows(block: nn.Module, path: str, names: tuple[str, ...], parameter: Tensor
     return [len(parameter) // len(names)] * len(names)
 
 
-def rename_tensors(stored: Iterable[tuple[str, Tensor]], config: DecoderConfig) -> Iterator[tuple[str, str, Tensor]]:
+def rename_tensors(
+    stored: Iterable[tuple[str, Tensor]], config: DecoderConfig, unused: list[str] | None = None
+) -> Iterator[tuple[str, str, Tensor]]:
     """Yield the tensors that the decoder needs, renamed.
 
-    Each is (name in the file, name as in `decoder_tensors`, values).
+    Each is (name in the file, name as in `decoder_tensors`, values). `unused` gets the part of each tensor left out.
     """
     ignored = architecture_of(config.model_type).ignored_prefixes
     for stored_name, tensor in stored:
         name = text_name(stored_name)
-        if stored_name.removeprefix("model.").startswith(ignored) or (config.tie_word_embeddings and name == HEAD):
+        part = unused_part(stored_name, config.num_hidden_layers, config.num_mtp_layers)
+        if part is None and stored_name.removeprefix("model.").startswith(ignored):
+            part = stored_name.removeprefix("model.").partition(".")[0]
+        if part is not None:
+            if unused is not None:
+                unused.append(part)
             continue
-        if name.endswith("rotary_emb.inv_freq"):  # old files store what is computed
+        if config.tie_word_embeddings and name == HEAD:
             continue
         if config.gemma_norm and name.endswith("norm.weight"):
             tensor = tensor.double() + 1.0  # stored minus one

@@ -23,7 +23,7 @@ from sharesd.drafters.selection import active_drafters
 from sharesd.models.checkpoint import Progress, silent, weight_files
 from sharesd.models.decoder import Decoder
 from sharesd.models.decoder_config import DecoderConfig, UnsupportedArchitecture
-from sharesd.models.hub import resolve
+from sharesd.models.hub import resolve_target
 from sharesd.models.loader import decoder_config
 from sharesd.weights.backend import CudaBackend, WeightBackend, backend_for
 from sharesd.weights.memory_estimate import TREE_TOPS, MemoryEstimate
@@ -79,7 +79,7 @@ def _plan_for(
     device = device_of(config.device)
     dtype = dtype_of(config.dtype, device)
     backend = backend_for(device, dtype, 1 + max(DEPTHS[-1], config.max_draft_tokens), config.max_batch)
-    folder = resolve(config.target, progress=progress)
+    folder = resolve_target(config, progress=progress)
     try:
         shape = decoder_config(folder)
     except UnsupportedArchitecture as reason:

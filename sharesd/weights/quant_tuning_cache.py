@@ -35,13 +35,13 @@ def tuning_key(config: EngineConfig) -> TuningKey:
     import torch
 
     from sharesd.devices.selection import device_of, dtype_of
-    from sharesd.models.hub import resolve
+    from sharesd.models.hub import resolve_target
 
     device = device_of(config.device)
     on_gpu = device.type == "cuda"
     names = [cpu_name(), *([torch.cuda.get_device_name(device)] if on_gpu else [])]
     return TuningKey(
-        model=str(resolve(config.target).resolve()),
+        model=str(resolve_target(config).resolve()),
         dtype=str(dtype_of(config.dtype, device)).removeprefix("torch."),
         device=str(device),
         processor=" + ".join(names),

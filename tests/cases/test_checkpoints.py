@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from sharesd import LLM, SamplingParams
 from sharesd.drafters.heads.checkpoint import load_head
-from sharesd.models.loader import decoder_config, load_decoder
+from sharesd.models.loader import decoder_config, load_decoder, load_model
 from sharesd.models.tokenizer import load_tokenizer
 from tests.cases.inputs import BEGIN, CLOSE, PAD, PLAIN, backend, config_of, llama, save, weights
 from tests.cases.test_gguf import WRONG_TODAY, right, tokens_of
@@ -63,7 +66,7 @@ def test_a_draft_model_may_have_other_padding(vocab: int, seed: int, tmp_path: P
     assert done.token_ids == expected
 
 
-@pytest.mark.parametrize("same", [True, pytest.param(False, marks=WRONG_TODAY)])
+@pytest.mark.parametrize("same", [True, False])
 def test_a_stored_head_of_a_tied_model_is_used_or_refused(same: bool, tmp_path: Path) -> None:
     tensors = weights(vocab=384, seed=41)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight" if same else "lm_head.weight"].roll(
@@ -84,7 +87,6 @@ ENTRY = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": F
 NOTES = "the old<|note|> tree<|left|> sings"
 
 
-@WRONG_TODAY
 def test_roles_may_stand_in_the_map_alone(tmp_path: Path) -> None:
     tensors = weights(vocab=384, seed=71)
     config = {k: v for k, v in config_of("llama", tensors).items() if k not in ("eos_token_id", "bos_token_id")}
@@ -98,7 +100,6 @@ def test_roles_may_stand_in_the_map_alone(tmp_path: Path) -> None:
     assert shown == f"{BEGIN}{BEGIN}user: the moon{CLOSE}{BEGIN}assistant: {PAD}"
 
 
-@WRONG_TODAY
 def test_added_tokens_may_stand_in_a_file_of_their_own(tmp_path: Path) -> None:
     folder, num = llama(tmp_path / "x", seed=72), backend().get_vocab_size()
     (folder / "added_tokens.json").write_text(json.dumps({"<|note|>": num, "<|/note|>": num + 1}))
@@ -106,7 +107,6 @@ def test_added_tokens_may_stand_in_a_file_of_their_own(tmp_path: Path) -> None:
     assert load_tokenizer(folder).encode(NOTES, False) == expected
 
 
-@WRONG_TODAY
 @pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
 def test_additional_special_tokens_are_special(file: str, tmp_path: Path) -> None:
     folder = llama(tmp_path / "x", seed=73)
@@ -119,10 +119,64 @@ def test_additional_special_tokens_are_special(file: str, tmp_path: Path) -> Non
 # Sections of config.json
 
 
-@WRONG_TODAY
 def test_a_quantization_section_of_null_says_nothing(tmp_path: Path) -> None:
     folder = llama(tmp_path / "x", seed=101, quantization_config=None)
     assert len(tokens_of(folder, "the moon", 4)) == 4
+
+
+NULLS = ("quantization_config", "compression_config", "text_config", "vision_config", "rope_scaling")
+NULLS += ("rope_parameters", "layer_types", "head_dim", "attention_bias")
+
+
+@pytest.mark.parametrize("name", NULLS)
+def test_null_is_as_if_it_were_not_there(name: str, tmp_path: Path) -> None:
+    plain = decoder_config(llama(tmp_path / "x", seed=101))
+    assert decoder_config(edited(tmp_path / "x", **{name: None})) == plain
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("logits_scaling", 8), ("attn_logit_softcapping", 50.0), ("clip_qkv", 8.0), ("embedding_multiplier", 12)]
+    + [("rope_scaling", {"rope_type": "linear", "factor": 2.0, "alpha": 1000})],
+)
+def test_fields_that_this_family_does_not_compute_are_refused(name: str, value: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="alpha" if name == "rope_scaling" else name):
+        decoder_config(llama(tmp_path / "x", seed=101, **{name: value}))
+
+
+def with_tensors(folder: Path, **more: Tensor) -> Path:
+    stored = load_file(folder / "model.safetensors")
+    save_file(stored | more, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_towers_and_unused_layers_are_left_out_with_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    expected = tokens_of(llama(tmp_path / "plain", seed=101), "the moon", 4)
+    folder = llama(tmp_path / "x", seed=101, num_nextn_predict_layers=1)
+    names = ["visual.blocks.0.weight", "model.vision_tower.a.weight", "mtp.fc.weight", "model.layers.2.eh_proj.weight"]
+    names += ["model.layers.0.self_attn.rotary_emb.inv_freq", "audio_tower.conv.weight"]
+    with_tensors(folder, **{name: torch.ones(2) for name in names})
+    assert tokens_of(folder, "the moon", 4) == expected
+    [line] = [record.message for record in caplog.records if "left out" in record.message]
+    for part in ("visual (1 tensors)", "vision_tower", "mtp", "layers.2", "rotary_emb.inv_freq", "audio_tower"):
+        assert part in line
+
+
+@pytest.mark.parametrize("name", ["model.layers.2.eh_proj.weight", "model.layers.0.mlp.extra.weight", "adapter.weight"])
+def test_other_tensors_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    folder = with_tensors(llama(tmp_path / "x", seed=101), **{name: torch.ones(2)})
+    with pytest.raises(ValueError, match=f"unexpected {name}"):
+        load_decoder(folder, dtype=torch.float32)
+
+
+def test_so_they_are_by_the_fallback(tmp_path: Path) -> None:
+    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 32, "vocab_size": 99, "n_positions": 64}
+    AutoModelForCausalLM.from_config(GPT2Config(**sizes)).save_pretrained(tmp_path)
+    with_tensors(tmp_path, **{"visual.weight": torch.ones(2)})
+    load_model(tmp_path, dtype=torch.float32, device="cpu")
+    with_tensors(tmp_path, **{"transformer.h.0.gate.weight": torch.ones(2)})
+    with pytest.raises(ValueError, match="transformer.h.0.gate.weight"):
+        load_model(tmp_path, dtype=torch.float32, device="cpu")
 
 
 def edited(folder: Path, **changes: Any) -> Path:
@@ -131,14 +185,12 @@ def edited(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-@WRONG_TODAY
 def test_a_quantization_section_of_null_in_a_head_says_nothing(tmp_path: Path) -> None:
     target = llama(tmp_path / "target", seed=160)
     head = make_head(tmp_path / "head", decoder_config(target), "eagle")
     load_head(edited(head, quantization_config=None), load_decoder(target, dtype=torch.float32))
 
 
-@WRONG_TODAY
 def test_a_head_that_hands_on_its_normed_output_is_refused_by_name(tmp_path: Path) -> None:
     """Or honoured: then compare the second step's logits with those of an engine that has the switch."""
     target = load_decoder(llama(tmp_path / "target", seed=160), dtype=torch.float32)

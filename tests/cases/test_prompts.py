@@ -12,6 +12,7 @@ import pytest
 
 from sharesd.cli.main import main
 from sharesd.data.prompt_files import read_prompts
+from sharesd.models.tokenizer import load_tokenizer
 from tests.cases.inputs import llama
 from tests.cases.test_gguf import WRONG_TODAY
 
@@ -30,7 +31,6 @@ def generate(target: str, *more: str) -> int:
     return main(["generate", "--mode", "naive", "--target", target, *sizes, *more])
 
 
-@WRONG_TODAY
 @pytest.mark.parametrize(
     "arguments",
     [("--raw", AS_ARGUMENT), ("--system", AS_ARGUMENT, "the moon"), ("--stop", AS_ARGUMENT, "the moon")],
@@ -43,14 +43,38 @@ def test_bytes_that_are_no_utf8_are_refused(
     assert "UTF-8" in capsys.readouterr().err
 
 
-@WRONG_TODAY
+@pytest.mark.parametrize("errors", ["surrogateescape", "strict"])
 @pytest.mark.parametrize("text", [LATIN1, "the old tree".encode("utf-16")], ids=["latin-1", "utf-16"])
 def test_so_are_those_of_standard_input(
-    target: str, text: bytes, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    target: str, text: bytes, errors: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text), "utf-8", errors="surrogateescape"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text), "utf-8", errors=errors))
     assert generate(target, "-") == 2
-    assert "UTF-8" in capsys.readouterr().err
+    [line] = [line for line in capsys.readouterr().err.splitlines() if "UTF-8" in line]
+    assert line.startswith("error: stdin is not UTF-8 (byte 0x")
+
+
+@pytest.mark.parametrize("errors", ["surrogateescape", "strict"])
+def test_a_chat_goes_on_behind_such_a_line(
+    target: str, errors: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = LATIN1 + b"\nthe moon\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines), "utf-8", errors=errors))
+    sizes = ("--device", "cpu", "--max-context", "128", "--max-new-tokens", "4")
+    assert main(["chat", "--mode", "naive", "--target", target, *sizes]) == 2
+    told = capsys.readouterr()
+    assert told.err.count("the line is not UTF-8 (byte 0xef") == 1 and "Traceback" not in told.err
+    assert told.out.strip()
+
+
+def test_a_chats_system_prompt_too(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "--mode", "naive", "--target", target, "--system", AS_ARGUMENT]) == 2
+    assert "--system is not UTF-8" in capsys.readouterr().err
+
+
+def test_half_a_character_is_an_error_of_the_api(target: str) -> None:
+    with pytest.raises(ValueError, match="half a character"):
+        load_tokenizer(Path(target)).encode("moon \ud800")
 
 
 def turn(role: str, text: str) -> dict[str, str]:

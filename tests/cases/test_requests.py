@@ -113,16 +113,22 @@ def message_of(server: Served, **body: Any) -> str:
     return response.json()["error"]["message"]
 
 
-@WRONG_TODAY
 @pytest.mark.parametrize("name", ["files:read", "a b", "x" * 65])
 def test_a_bad_name_of_a_tool_is_told_the_rule(server: Served, name: str) -> None:
     assert "64" in message_of(server, tools=[tool(name)])
 
 
-@WRONG_TODAY
 def test_a_bad_tool_choice_is_told_in_plain_words(server: Served) -> None:
     message = message_of(server, tools=[tool()], tool_choice="any")
     assert message.startswith('tool_choice is "any"; give')
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "video_url", "file"])
+def test_pictures_and_sounds_are_refused_by_name(server: Served, kind: str) -> None:
+    parts = [{"type": "text", "text": "the moon"}, {"type": kind, kind: {"url": "data:,"}}]
+    response = server.post(CHAT, messages=[{"role": "user", "content": parts}], max_tokens=4)
+    assert response.status_code == 400
+    assert f"has a part of type {kind}, and this model takes text alone" in response.json()["error"]["message"]
 
 
 # Templates

@@ -241,7 +241,7 @@ def test_an_lm_head_of_the_targets_rows_is_not_written(kind: Kind, tmp_path: Pat
 
 def test_names_of_other_engines_are_known(tmp_path: Path) -> None:
     """The block as `layers.0`, all under `model`, sizes in a config of their own."""
-    head = loaded(tmp_path, "eagle3", ids=IDS, taps=(2, 1))
+    head = loaded(tmp_path, "eagle3", ids=IDS, taps=(1, 2))
     assert head.config.taps == (1, 2)
     tensors = load_file(tmp_path / "model.safetensors")
     renamed = {f"model.{name.replace('midlayer', 'layers.0')}": value for name, value in tensors.items()}
@@ -289,6 +289,24 @@ def edit(folder: Path, **changes: object) -> None:
         ("eagle3", {"draft_vocab_size": 9}, "draft_vocab_size is 9"),
         ("eagle", {"quantization_config": {}}, "quantized"),
         ("eagle", {"model_type": "mamba"}, "mamba"),
+        ("eagle3", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 0]}}, "do not ascend"),
+        ("eagle3", {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
+        ("eagle3", {"norm_output": True}, "norm_output.*EAGLE-3.1"),
+        ("eagle3", {"norm_before_fc": True}, "norm_before_fc"),
+        ("eagle3", {"fc_norm": True}, "fc_norm"),
+        ("eagle3", {"transformer_layer_config": {"norm_output": True}}, "norm_output"),
+        ("eagle3", {"parallel_drafting": True}, "parallel_drafting"),
+        ("eagle3", {"ptd_token_id": 7}, "P-EAGLE"),
+        ("eagle3", {"norm_after_attention": True}, "norm_after_attention"),
+        ("eagle", {"norm_before_residual": True}, "norm_before_residual"),
+        ("eagle3", {"layer_types": ["sliding_attention"], "sliding_window": 8}, "layer_types has 'sliding_attention'"),
+        ("eagle", {"medusa_num_heads": 4}, "Medusa"),
+        ("eagle", {"speculators_model_type": "dflash"}, "DFlash"),
+        ("eagle", {"architectures": ["DFlash2DraftModel"]}, "DFlash 2"),
+        ("eagle", {"markov_rank": 256}, "DSpark"),
+        ("eagle", {"model_type": "gemma4_assistant"}, "Gemma 4 assistant"),
+        ("eagle", {"speculators_model_type": "mtp"}, "MTP"),
+        ("eagle", {"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "MLA"),
     ],
 )
 def test_heads_of_other_targets_are_refused(kind: str, changes: dict, message: str, tmp_path: Path) -> None:
@@ -309,9 +327,19 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
             load_head(tmp_path, target)
 
     refused({"norm.weight": None}, "missing norm.weight")
+    refused({"fc_norm.0.weight": good["norm.weight"].clone()}, "EAGLE-3.1")
+    refused({"mask_hidden": good["norm.weight"].clone()}, "P-EAGLE")
     refused({"fc.weight": None}, "no tensor fc.weight")
     refused({"gate.weight": good["norm.weight"].clone()}, "unexpected gate.weight")
     refused({"midlayer.mlp.up_proj.weight": good["fc.weight"].clone()}, "midlayer.mlp.up_proj.weight has shape")
     refused({"d2t": None, "t2d": None}, "there is no d2t")
     refused({"d2t": good["d2t"] + 100}, "different ones of 40 tokens")
     refused({"t2d": ~good["t2d"]}, "t2d and d2t name other tokens")
+
+
+def test_sections_and_fields_of_null_in_a_head_say_nothing(tmp_path: Path) -> None:
+    head = loaded(tmp_path, "eagle3", ids=IDS)
+    nothing = ("quantization_config", "transformer_layer_config", "rope_scaling", "norm_output", "layer_types")
+    edit(tmp_path, **dict.fromkeys(nothing))
+    again = load_head(tmp_path, tiny_decoder(3))
+    assert again.config.block == head.config.block and again.config.taps == head.config.taps

@@ -248,3 +248,31 @@ def test_broken_tokenizers_are_explained(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match="tokenizer.json is damaged"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "files"),
+    [
+        ({"bos_token": None}, {"special_tokens_map.json": {"bos_token": "<s>", "eos_token": "<pad>"}}),
+        ({}, {"special_tokens_map.json": {"mask_token": {"content": "<tool>", "lstrip": True, "rstrip": False}}}),
+        ({}, {"added_tokens.json": {"<tool>": 301, "<pad>": 300}}),
+        ({"additional_special_tokens": ["<tool>"]}, {"added_tokens.json": {"<tool>": 301, "<pad>": 300}}),
+        ({"extra_special_tokens": ["<tool>"]}, {"special_tokens_map.json": {"additional_special_tokens": ["<pad>"]}}),
+        ({"extra_special_tokens": {"image": "<tool>"}}, {}),
+        (
+            {"added_tokens_decoder": {"300": {"content": "<tool>", "special": False}}},
+            {"added_tokens.json": {"<pad>": 301}, "special_tokens_map.json": {"pad_token": "<pad>"}},
+        ),
+    ],
+)
+def test_old_layouts_equal_those_of_transformers(config: dict[str, Any], files: dict[str, Any], tmp_path: Path) -> None:
+    folder = write(tmp_path, byte_level(), **config)
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+    ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    for text in ("<s>the</s> <pad> <tool> cat", "the<tool><pad>"):
+        ids = ours.encode(text, False)
+        assert ids == theirs(text, add_special_tokens=False)["input_ids"]
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    assert ours.vocab_size == len(theirs)
+    assert {k: v for k, v in ours.special.items() if k in theirs.special_tokens_map} == theirs.special_tokens_map

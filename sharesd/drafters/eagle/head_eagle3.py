@@ -18,6 +18,7 @@ class Eagle3(FeatureHead):
     """Head of one block with queries over [norm(embedding); norm(state)]."""
 
     OPTIONS = frozenset({"fc_bias"})
+    HAS_NORM_BEFORE_RESIDUAL = True
     BLOCK_NAME = "midlayer"
 
     def __init__(

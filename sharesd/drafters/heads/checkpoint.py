@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from sharesd.drafters import registry
 from sharesd.drafters.heads.config import HeadConfig, Kind, head_class
+from sharesd.drafters.heads.foreign import refuse_foreign
 from sharesd.drafters.heads.head import Head
 from sharesd.models import checkpoint
 from sharesd.models.decoder import Decoder
@@ -28,19 +30,19 @@ def load_head(folder: Path, target: Decoder) -> Head:
     shaped, or for another target.
     """
     raw = checkpoint.read_config(folder)
-    if "quantization_config" in raw:
-        raise ValueError(f"{folder} is quantized; give the full-precision head")
+    checkpoint.refuse_quantized(raw, folder, "head")
+    with _of_folder(folder):
+        refuse_foreign(raw, ())
     tensors = {}
     for stored_name, tensor in chain.from_iterable(map(checkpoint.read_tensors, checkpoint.weight_files(folder))):
         name = stored_name.removeprefix("model.")
         name = f"layers.0.{name.removeprefix('midlayer.')}" if name.startswith("midlayer.") else name
         if not name.endswith("rotary_emb.inv_freq"):  # old files store what is computed
             tensors[name] = stored_name, tensor
-    try:
+    with _of_folder(folder):
+        refuse_foreign(raw, tensors)
         config = HeadConfig.of(raw, _kind(raw, tensors), target.config)
         ids_K = _draft_ids(tensors, config)
-    except ValueError as error:
-        raise ValueError(f"{folder}: {error}") from error
     head = new_head(
         config,
         target,
@@ -52,6 +54,15 @@ def load_head(folder: Path, target: Decoder) -> Head:
     stored = ((stored_name, name, tensor) for name, (stored_name, tensor) in tensors.items())
     copy_tensors(dict(_slots(head)), stored, folder, f"a head of kind {config.kind}")
     return head.eval().requires_grad_(False)
+
+
+@contextmanager
+def _of_folder(folder: Path) -> Iterator[None]:
+    """Name the folder in errors of the block."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
 
 
 def new_head(

@@ -57,7 +57,8 @@ class HeadConfig:
     @classmethod
     def of(cls, raw: Mapping[str, Any], kind: Kind, target: DecoderConfig) -> HeadConfig:
         """Read a config.json; raise ValueError for unknown or unfitting fields."""
-        flat = {"model_type": "llama", **raw.get("transformer_layer_config", {}), **raw}
+        outer = {name: value for name, value in raw.items() if value is not None}
+        flat = {"model_type": "llama", **(raw.get("transformer_layer_config") or {}), **outer}
         block = DecoderConfig.from_hf(flat)
         max_layers = spec_of(kind).max_layers
         if not 1 <= len(block.layer_types) <= max_layers:
@@ -75,6 +76,8 @@ class HeadConfig:
         hidden = flat.get("target_hidden_size") or target.hidden_size
         head = head_class(kind)
         same = head.HAS_TARGET_WIDTH  # as the target's embedding
+        if flat.get("norm_before_residual") and not head.HAS_NORM_BEFORE_RESIDUAL:
+            raise ValueError(f"norm_before_residual is true, which heads of kind {kind} do not have; drop the key")
         if hidden != target.hidden_size or (same and block.hidden_size != hidden):
             raise ValueError(
                 f"the head is for a hidden size of {block.hidden_size if same else hidden} and the target "
@@ -115,17 +118,23 @@ class HeadConfig:
 
 
 def taps_of(raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Return the depths that an EAGLE-3 head reads, ascending.
+    """Return the depths that an EAGLE-3 head reads.
 
     At the top of a config they count the blocks before, as vLLM reads them; in `eagle_config` they name the block whose
-    output is meant, as SGLang reads it. Raises ValueError if both disagree, or the target has no such depths.
+    output is meant, as SGLang reads it. Raises ValueError if both disagree or do not ascend, or the target has no such
+    depths.
     """
     outer = raw.get(LAYER_IDS)
     inner = (raw.get("eagle_config") or {}).get(LAYER_IDS)
     found = {tuple(ids) for ids in (outer, inner and [i + 1 for i in inner]) if ids}
     if len(found) > 1:
         raise ValueError(f"the head's {LAYER_IDS} are {outer} and, in eagle_config, {inner}, which are other layers")
-    taps = tuple(sorted(found.pop())) if found else (2, num_layers // 2, num_layers - 3)
+    taps = found.pop() if found else (2, num_layers // 2, num_layers - 3)
+    if (outer or inner) and list(taps) != sorted(taps):
+        raise ValueError(
+            f"the head's {LAYER_IDS} are {outer or inner}, which do not ascend, and engines differ in their order "
+            "then; give them in ascending order if the head was trained so"
+        )
     if min(taps) < 1 or max(taps) > num_layers or len(set(taps)) < len(taps):
         raise ValueError(
             f"the head reads hidden states behind {', '.join(map(str, taps))} blocks and the target has {num_layers}; "

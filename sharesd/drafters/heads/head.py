@@ -56,6 +56,7 @@ class Head(nn.Module):
     """Name of the first block in files that are written."""
     HAS_TARGET_WIDTH: ClassVar[bool] = False
     """Its hidden size is the target's."""
+    HAS_NORM_BEFORE_RESIDUAL: ClassVar[bool] = False  # the residual stream may begin with the normalised state
     block: Any
     lm_head: nn.Linear | None
     """None: the target's."""

@@ -50,14 +50,20 @@ def architecture_of(model_type: str) -> Architecture:
     return _registry()[model_type]
 
 
-def read_config(fields: Mapping[str, Any]) -> DecoderConfig:
+def read_config(fields: Mapping[str, Any], *, refuses_unread: bool = False) -> DecoderConfig:
     """Return the DecoderConfig of a config.json; see `DecoderConfig.from_hf`."""
     model_type = fields.get("model_type", "")
     for each in architectures():
         if each.multimodal_type and each.multimodal_type == model_type:
-            outer = {k: fields[k] for k in ("tie_word_embeddings", "eos_token_id") if k in fields}
-            fields = {**outer, **fields["text_config"]}
+            if not isinstance(fields.get("text_config"), Mapping):
+                raise ValueError(f"config.json of this {model_type} checkpoint has no section 'text_config'")
+            outer = {k: fields[k] for k in ("tie_word_embeddings", "eos_token_id") if fields.get(k) is not None}
+            fields = {**outer, **{k: v for k, v in fields["text_config"].items() if v is not None or k not in outer}}
             model_type = fields.get("model_type", each.model_type)
             break
     architecture = architecture_of(model_type)
-    return architecture.to_decoder_config(HFConfig(model_type, architecture.defaults, fields))
+    config = HFConfig(model_type, architecture.defaults, fields)
+    found = architecture.to_decoder_config(config)
+    if refuses_unread:
+        config.refuse_unread()
+    return found

@@ -1,0 +1,47 @@
+"""Checks that texts of users are UTF-8."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TextIO
+
+_REMEDY = "convert it, for example with `iconv -f LATIN1 -t UTF-8`"
+
+
+def require_utf8(text: str, what: str) -> str:
+    """Return the text, or raise ValueError if its bytes were not UTF-8.
+
+    `what`: name of the text in the message. Python keeps such bytes of arguments as lone surrogates.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        found = f"byte 0x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else f"half a character, 0x{code:04x}"
+        raise ValueError(f"{what} is not UTF-8 ({found} after {error.start} characters); {_REMEDY}") from None
+    return text
+
+
+def read_text(stream: TextIO, what: str) -> str:
+    """Return the rest of a stream; ValueError if it is not UTF-8."""
+    return require_utf8(_decoded(stream.read, what), what)
+
+
+def read_line(stream: TextIO, what: str) -> str:
+    """Return the next line with its end.
+
+    At the end of the stream it is empty. After a ValueError for a line that is not UTF-8, the next one can be read.
+    """
+    binary = getattr(stream, "buffer", None)
+    if binary is None or (stream.encoding or "").lower().replace("-", "") not in ("utf8", "ascii"):
+        return require_utf8(_decoded(stream.readline, what), what)
+    text = binary.readline().decode("utf-8", "surrogateescape")
+    return require_utf8(text.removesuffix("\r\n") + "\n" if text.endswith("\r\n") else text, what)
+
+
+def _decoded(read: Callable[[], str], what: str) -> str:
+    try:
+        return read()
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        raise ValueError(f"{what} is not UTF-8 (byte 0x{byte:02x} after {error.start} bytes); {_REMEDY}") from None

@@ -1,0 +1,144 @@
+"""LoRA adapters: merged into every mode's target, or refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from sharesd import LLM, SamplingParams
+from sharesd.models.loader import decoder_config, load_decoder, load_model
+from sharesd.models.lora import folder_with_adapter
+from tests.cases.inputs import config_of, llama, save, weights
+
+LINEARS = ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
+RANK, ALPHA = 4, 8
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def factors(base: Path, prefix: str = "base_model.model.") -> dict[str, Tensor]:
+    stored, dice = load_file(base / "model.safetensors"), torch.Generator().manual_seed(9)
+    found = {}
+    for name, tensor in stored.items():
+        module = name.removesuffix(".weight")
+        if module.endswith(LINEARS):
+            rows, columns = tensor.shape
+            found[f"{prefix}{module}.lora_A.weight"] = torch.randn(RANK, columns, generator=dice) * columns**-0.5
+            found[f"{prefix}{module}.lora_B.weight"] = torch.randn(rows, RANK, generator=dice)
+    return found
+
+
+def adapter_of(base: Path, folder: Path, tensors: dict[str, Tensor] | None = None, **changes: Any) -> Path:
+    folder.mkdir()
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "bias": "none", "task_type": "CAUSAL_LM"}
+    config |= {"target_modules": ["q_proj"], "base_model_name_or_path": "owner/base", "rank_pattern": {}}
+    config |= {"use_dora": False, "init_lora_weights": True, "lora_dropout": 0.1, "fan_in_fan_out": False}
+    (folder / "adapter_config.json").write_text(json.dumps(config | changes))
+    save_file(factors(base) if tensors is None else tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(("rslora", "scale"), [(False, ALPHA / RANK), (True, ALPHA / RANK**0.5)])
+def test_weights_are_those_of_base_and_product(rslora: bool, scale: float, tmp_path: Path) -> None:
+    base = llama(tmp_path / "base", seed=71)
+    adapter = adapter_of(base, tmp_path / "tuned", use_rslora=rslora)
+    pairs, tensors = factors(base, ""), weights(vocab=384, seed=71)
+    for name in tensors:
+        module = name.removesuffix(".weight")
+        if module.endswith(LINEARS):
+            product = pairs[f"{module}.lora_B.weight"] @ pairs[f"{module}.lora_A.weight"]
+            tensors[name] = tensors[name].bfloat16().float() + scale * product
+    wanted = save(tmp_path / "wanted", tensors, config_of("llama", tensors))
+    save_file(tensors, wanted / "model.safetensors")
+    folder = folder_with_adapter(base, adapter)
+    assert folder == folder_with_adapter(base, adapter)
+    found, right = (load_decoder(each, dtype=torch.float32).state_dict() for each in (folder, wanted))
+    assert all(torch.equal(found[name], right[name]) for name in right)
+
+
+@pytest.mark.parametrize("mode", ["share", "classic", "suffix"])
+def test_drafts_are_the_tuned_targets_too(mode: Any, tmp_path: Path) -> None:
+    base = llama(tmp_path / "base", seed=71)
+    lora = str(adapter_of(base, tmp_path / "tuned"))
+    options: dict[str, Any] = {"target": str(base), "device": "cpu", "dtype": "float32", "max_context": 64}
+    texts = []
+    for name, adapter in (("naive", None), ("naive", lora), (mode, lora)):
+        with LLM(mode=name, lora=adapter, **options) as llm:
+            texts.append(llm.generate(["the old tree"], SamplingParams(max_new_tokens=12))[0].token_ids)
+    assert texts[0] != texts[1] == texts[2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"peft_type": "IA3"}, "peft_type = 'IA3'"),
+        ({"use_dora": True}, "use_dora"),
+        ({"rank_pattern": {"q_proj": 8}}, "rank_pattern"),
+        ({"alpha_pattern": {"q_proj": 8}}, "alpha_pattern"),
+        ({"bias": "all"}, "bias = 'all'"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out"),
+        ({"init_lora_weights": "pissa"}, "pissa"),
+        ({"layer_replication": [[0, 2]]}, "layer_replication"),
+        ({"of_tomorrow": 1}, "of_tomorrow"),
+        ({"r": None}, "rank r"),
+    ],
+)
+def test_other_adapters_are_refused_by_name(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    base = llama(tmp_path / "base", seed=71)
+    adapter = adapter_of(base, tmp_path / "tuned", **changes)
+    with pytest.raises(ValueError, match=message):
+        folder_with_adapter(base, adapter)
+    assert not (tmp_path / "cache/checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"base_model.model.lm_head.lora_embedding_A": (4, 8)}, "lora_embedding_A"),
+        ({"base_model.model.model.layers.9.mlp.up_proj.lora_A.weight": (4, 64)}, "lacks a factor of model.layers.9"),
+        ({"base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight": (9, 4)}, "has factors"),
+        ({"base_model.model.model.layers.0.x.lora_A.weight": (4, 64)} | {}, "lacks a factor"),
+    ],
+)
+def test_tensors_without_a_place_are_named(change: dict[str, tuple[int, int]], message: str, tmp_path: Path) -> None:
+    base = llama(tmp_path / "base", seed=71)
+    more = {name: torch.ones(shape) for name, shape in change.items()}
+    adapter = adapter_of(base, tmp_path / "tuned", factors(base) | more)
+    with pytest.raises(ValueError, match=message):
+        load_decoder(folder_with_adapter(base, adapter), dtype=torch.float32)
+
+
+def test_an_adapter_of_another_base_is_refused(tmp_path: Path) -> None:
+    base = llama(tmp_path / "base", seed=71)
+    other = {name.replace("layers.0", "layers.7"): tensor for name, tensor in factors(base).items()}
+    adapter = adapter_of(base, tmp_path / "tuned", other)
+    with pytest.raises(ValueError, match="changes model.layers.7"):
+        load_decoder(folder_with_adapter(base, adapter), dtype=torch.float32)
+
+
+def test_folders_in_the_wrong_place_are_explained(tmp_path: Path) -> None:
+    base = llama(tmp_path / "base", seed=71)
+    adapter = adapter_of(base, tmp_path / "tuned")
+    with pytest.raises(ValueError, match="LoRA adapter; give owner/base as --target, and this folder as --lora"):
+        decoder_config(adapter)
+    with pytest.raises(ValueError, match=r"no adapter_config.json; give --lora"):
+        folder_with_adapter(base, base)
+
+
+def test_the_fallback_refuses_adapters(tmp_path: Path) -> None:
+    base = llama(tmp_path / "base", seed=71)
+    adapter = adapter_of(base, tmp_path / "tuned")
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"model_type": "olmo2"}))
+    with pytest.raises(ValueError, match="--lora is given, and architecture 'olmo2'"):
+        load_model(folder_with_adapter(base, adapter), dtype=torch.float32, device="cpu")
