@@ -38,6 +38,7 @@ SAMPLING_OPS = (
     "gumbel",
     "sample",
     "accept_path",
+    "count_finite",
     "expand_tree",
     "select_nodes",
     "rescore_children",

@@ -2,15 +2,18 @@
 
 Each is one launch on a GPU, instead of several tensor operations.
 
-Legend: B rows, N draft tokens, T verify rows of a result, W rows of a step, X numbers for the drafter.
+Legend: B rows, N draft tokens, T verify rows of a result, V vocabulary, W rows of a step, X numbers for the drafter.
 """
 
 from __future__ import annotations
+
+from ctypes import c_int64, c_void_p
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from compile.cpp_extension import kernel
 from compile.op_registry import LIBRARY, register_cuda, runs_triton
 
 
@@ -42,23 +45,55 @@ def commit_round(
     tokens_BT: Tensor,
     path_BT: Tensor | None,
     drafter_feedback_BX: Tensor | None,
+    logits_BTV: Tensor,
 ) -> Tensor:
     """Add new tokens to lengths; active rows' last becomes their root.
 
-    Returns [B, 1 + T (+ T) (+ X)] for the host: number of new tokens (0 of idle rows), tokens, path, drafter feedback.
+    Returns [B, 2 + T (+ T) (+ X)] for the host: number of new tokens (0 of idle rows), `count_finite` of their logits,
+    tokens, path, drafter feedback.
     """
     if runs_triton(root_B.device):
         return torch.ops.sharesd.commit_round_(
-            root_B, lengths_B, active_B, num_new_B, tokens_BT, path_BT, drafter_feedback_BX
+            root_B, lengths_B, active_B, num_new_B, tokens_BT, path_BT, drafter_feedback_BX, logits_BTV
         )
+    num_finite_B = count_finite(logits_BTV, path_BT, num_new_B)
     lengths_B += num_new_B
     newest_B = tokens_BT[:, 0]
     if tokens_BT.shape[1] > 1:
         newest_B = tokens_BT.gather(1, (num_new_B - 1).clamp(min=0)[:, None])[:, 0]
     root_B.copy_(torch.where(active_B > 0, newest_B, root_B))
-    return torch.cat(
-        [part for part in (num_new_B[:, None], tokens_BT, path_BT, drafter_feedback_BX) if part is not None], 1
+    parts = num_new_B[:, None], num_finite_B[:, None], tokens_BT, path_BT, drafter_feedback_BX
+    return torch.cat([part for part in parts if part is not None], 1)
+
+
+def count_finite(logits_BTV: Tensor, path_BT: Tensor | None, num_new_B: Tensor) -> Tensor:
+    """Return the number [B] of new tokens before logits that are not numbers.
+
+    Such logits have NaN, +infinity or no finite one. The logits of a new token are those of its row in `path`; without
+    paths its own.
+    """
+    if logits_BTV.device.type != "cpu":
+        return count_finite_reference(logits_BTV, path_BT, num_new_B)
+    if logits_BTV.stride(2) != 1:
+        logits_BTV = logits_BTV.contiguous()
+    path_BT = path_BT if path_BT is None or path_BT.stride(1) == 1 else path_BT.contiguous()
+    path_at, path_stride = (None, 0) if path_BT is None else (path_BT.data_ptr(), path_BT.stride(0))
+    out_B = torch.empty(len(num_new_B), dtype=torch.int64)
+    function = kernel("count_finite", logits_BTV.dtype, *[c_void_p] * 4, *[c_int64] * 7)
+    sizes = len(out_B), path_stride, num_new_B.stride(0), logits_BTV.stride(0), logits_BTV.stride(1)
+    function(
+        *(logits_BTV.data_ptr(), path_at, num_new_B.data_ptr(), out_B.data_ptr()),
+        *(*sizes, logits_BTV.shape[2], torch.get_num_threads()),
     )
+    return out_B
+
+
+def count_finite_reference(logits_BTV: Tensor, path_BT: Tensor | None, num_new_B: Tensor) -> Tensor:
+    """`count_finite` in tensor operations."""
+    is_finite_BT = logits_BTV.amax(-1).isfinite()  # NaN is the largest
+    if path_BT is not None:
+        is_finite_BT = is_finite_BT.gather(1, path_BT)
+    return torch.minimum(is_finite_BT.to(torch.int64).cumprod(1).sum(1), num_new_B)
 
 
 def append_tokens(text_BS: Tensor, root_B: Tensor, at_B: Tensor, num_new_B: Tensor, tokens_BT: Tensor) -> None:
@@ -102,9 +137,9 @@ def _commit_round_cuda(*arguments) -> Tensor:
     return state_update.commit_round(*arguments)
 
 
-def _commit_round_meta(root, lengths, active, num_new, tokens, path, feedback):
+def _commit_round_meta(root, lengths, active, num_new, tokens, path, feedback, logits):
     return tokens.new_empty(
-        len(tokens), 1 + sum(part.shape[1] for part in (tokens, path, feedback) if part is not None)
+        len(tokens), 2 + sum(part.shape[1] for part in (tokens, path, feedback) if part is not None)
     )
 
 
@@ -121,7 +156,7 @@ register_cuda("append_tokens_", _append_tokens_cuda)
 LIBRARY.impl("append_tokens_", lambda *_: None, "Meta")
 LIBRARY.define(
     "commit_round_(Tensor(a!) root, Tensor(b!) lengths, Tensor active, Tensor num_new, Tensor tokens, Tensor? path, "
-    "Tensor? feedback) -> Tensor"
+    "Tensor? feedback, Tensor logits) -> Tensor"
 )
 register_cuda("commit_round_", _commit_round_cuda)
 LIBRARY.impl("commit_round_", _commit_round_meta, "Meta")

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from serve.choice_state import Choice
 from serve.engine_thread import Added, EngineThread, Event, Failed, Model, Output, Ready, Round
-from serve.errors import ApiError, engine_failed, invalid, unavailable
+from serve.errors import ApiError, engine_failed, invalid, not_numbers, unavailable
 from serve.metrics import Metrics
 from serve.server_config import Settings
 from serve.tool_format import format_of
@@ -138,6 +138,10 @@ class Service:
             by_call.setdefault(self.owners[output.choice], []).append(output)
         for call, group in by_call.items():
             call.on_outputs(group)
+            error = next((output.chunk.error for output in group if output.chunk.error is not None), None)
+            if error is not None:
+                log.warning("a request failed: %s", error)
+                call.fail(not_numbers(str(error)))
 
     def _kv_use(self) -> float:
         """Return the share of the KV cache used by running choices."""

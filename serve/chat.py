@@ -12,10 +12,11 @@ from serve.choice_state import Choice, Tokens
 from serve.engine_thread import Model
 from serve.handlers import respond, start
 from serve.messages import for_template
-from serve.response_format import ResponseFormat, alternatives, finite
+from serve.response_format import ResponseFormat, alternatives
 from serve.schemas import ChatBody, read
 from serve.token_utils import encode_chat, token_bytes, token_text
 from serve.tool_calls import CallPart, CallReader
+from sharesd.data.json_numbers import finite
 
 
 async def chat(request: Request) -> Response:

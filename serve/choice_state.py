@@ -25,6 +25,7 @@ class Chunk(Tokens, Protocol):
     """Tokens of one round for one request, as the engine returns them."""
 
     request: Any
+    error: Exception | None
 
 
 @dataclass(eq=False, slots=True)

@@ -88,6 +88,11 @@ def engine_failed() -> ApiError:
     return ApiError(500, "the engine failed and the server ends; nothing is wrong with the request")
 
 
+def not_numbers(message: str) -> ApiError:
+    """Return the error of a request whose logits are not numbers; others go on."""
+    return ApiError(500, message, code="logits_not_numbers")
+
+
 def of_status(status: int, path: str, headers: Mapping[str, str] | None = None) -> ApiError:
     """Return a routing error: an unknown path or a wrong method."""
     return ApiError(status, f"{HTTPStatus(status).phrase}: {path[:MAX_SHOWN]}", headers=headers)

@@ -33,6 +33,7 @@ class Metrics:
         self._queries = self._counter("prefix_cache_queries", "Prompt tokens that were looked for in the cache")
         self._hits = self._counter("prefix_cache_hits", "Prompt tokens that were found in the cache")
         self._success = self._counter("request_success", "Choices that ended", "finished_reason")
+        self._failures = self._counter("request_failure", "Choices whose logits were not numbers")
         self._gone = self._counter("http_requests_client_disconnected", "Requests whose client hung up")
         self._rejections = self._counter("admission_rejections", "Requests for which there was no place", "reason")
         self._first = self._histogram("time_to_first_token_seconds", "Until the first tokens of a choice", SECONDS)
@@ -82,7 +83,9 @@ class Metrics:
                 counters.round(num_drafted, num_accepted)
         for drafter, num in Tally(filter(None, chunk.drafters)).items():
             self._by_drafter.labels(*self._own, drafter).inc(num)
-        if chunk.finish_reason is not None:
+        if chunk.error is not None:
+            self._failures.inc()
+        elif chunk.finish_reason is not None:
             self._ended(choice, admitted)
 
     def rejected(self, reason: str) -> None:

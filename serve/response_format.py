@@ -10,9 +10,6 @@ from serve.schemas import Generation
 from serve.token_utils import TokenTexts
 from sharesd.models.tokenizer import Tokenizer
 
-MIN_LOGPROB = -9999.0
-"""Replacement of minus infinity, which JSON does not support."""
-
 
 class ResponseFormat:
     """Base class of both endpoints' response formats, for one request."""
@@ -71,8 +68,3 @@ class ResponseFormat:
 def alternatives(tokens: Tokens) -> list[list[tuple[int, float]]]:
     """Return the top log-probabilities of each token; empty lists without them."""
     return tokens.top_logprobs or [[] for _ in tokens.token_ids]
-
-
-def finite(logprob: float) -> float:
-    """Return a log-probability, limited to JSON's finite numbers."""
-    return max(logprob, MIN_LOGPROB)

@@ -26,7 +26,7 @@ async def events(
     nothing_yet = {"usage": None} if body.wants_usage else {}
     try:
         async for outputs in call.rounds(patience):
-            parts = [form.part(output.choice, output.chunk) for output in outputs]
+            parts = [form.part(output.choice, output.chunk) for output in outputs if output.chunk.error is None]
             data = [event({**head, "choices": [part], **nothing_yet}) for part in parts if part is not None]
             if data or not outputs:
                 yield b"".join(data) or KEEP_ALIVE

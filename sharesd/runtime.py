@@ -235,6 +235,7 @@ class Runtime:
             drafter=self._drafters.get(mode),
             options=EngineOptions(
                 max_context=target.context.tokens,
+                model_name=config.target or "the embedded model",
                 auto_length=config.num_draft is None,
                 widths=steps.widths.widths,
                 recompute_decoded_kv=config.exact and (resolved.device.type == "cuda" or steps.widths.depends_on_width),

@@ -7,10 +7,16 @@
 #include "topk.h"
 #include "tree_verify.h"
 #include "tree_rescore.h"
+#include "finite_rows.h"
 
 #define EXPORT(NAME)                                                                                                   \
   extern "C" void arg_max_##NAME(const sharesd::names::NAME* x, int64_t* out, int64_t R, int64_t V, int64_t threads) {  \
     sharesd::arg_max(x, out, R, V, static_cast<int>(threads));                                                         \
+  }                                                                                                                    \
+  extern "C" void count_finite_##NAME(const sharesd::names::NAME* x, const int64_t* path, const int64_t* num_new,       \
+                                      int64_t* out, int64_t B, int64_t path_stride, int64_t num_stride, int64_t x_b,    \
+                                      int64_t x_t, int64_t V, int64_t threads) {                                       \
+    sharesd::count_finite(x, path, num_new, out, B, path_stride, num_stride, x_b, x_t, V, static_cast<int>(threads));   \
   }                                                                                                                    \
   extern "C" void top_k_##NAME(const sharesd::names::NAME* x, int64_t* out, int64_t R, int64_t V, int64_t k,            \
                                int64_t threads) {                                                                      \

@@ -1,18 +1,21 @@
 """Kernels of `compile.state_update`, a launch each, a program per batch row.
 
-All tensors are int64, and rows of two-dimensional ones contiguous.
+All tensors but logits are int64, and rows of two-dimensional ones contiguous.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-_INTS = ["N", "T", "W", "X", "S", "draft_b", "tokens_b", "path_b", "feedback_b", "text_b"]
+BLOCK = 4096
+"""Logits of a program."""
+_INTS = ["N", "T", "V", "W", "X", "S", "draft_b", "tokens_b", "path_b", "feedback_b", "text_b", "logits_b", "logits_t"]
 # Views of some rows begin at any address: alignment must not make another binary.
 _UNALIGNED = ["root_ptr", "lengths_ptr", "draft_ptr", "token_ptr", "tokens_ptr", "path_ptr", "feedback_ptr", "text_ptr"]
-_UNALIGNED += ["active_ptr", "num_ptr", "root_at_ptr", "last_ptr"]
+_UNALIGNED += ["active_ptr", "num_ptr", "root_at_ptr", "last_ptr", "logits_ptr"]
 
 
 @triton.jit(do_not_specialize=_INTS, do_not_specialize_on_alignment=_UNALIGNED)
@@ -47,6 +50,24 @@ def append_tokens_kernel(
 
 
 @triton.jit(do_not_specialize=_INTS, do_not_specialize_on_alignment=_UNALIGNED)
+def rate_logits_kernel(logits_ptr, num_ptr, path_ptr, rates_ptr, T, V, logits_b, logits_t, path_b, BLOCK: tl.constexpr):
+    """Rate logits of new tokens: 1 finite, 2 NaN or +inf. Grid (B, T, chunks).
+
+    The rate of a chunk is its largest; 0: all are -inf.
+    """
+    b, t, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if t < tl.load(num_ptr + b):
+        row = t.to(tl.int64)
+        if path_ptr is not None:
+            row = tl.load(path_ptr + b * path_b + t)
+        at = chunk * BLOCK + tl.arange(0, BLOCK)
+        logits_ptr += b.to(tl.int64) * logits_b + row * logits_t
+        x = tl.load(logits_ptr + at, mask=at < V, other=float("-inf"))
+        rate = tl.where(x < float("inf"), (x > float("-inf")).to(tl.int32), 2)
+        tl.store(rates_ptr + (b * T + t) * tl.num_programs(2) + chunk, tl.max(rate, 0))
+
+
+@triton.jit(do_not_specialize=_INTS, do_not_specialize_on_alignment=_UNALIGNED)
 def commit_round_kernel(
     root_ptr,
     lengths_ptr,
@@ -55,6 +76,7 @@ def commit_round_kernel(
     tokens_ptr,
     path_ptr,  # or None
     feedback_ptr,  # or None
+    rates_ptr,
     out_ptr,
     T,
     X,
@@ -62,13 +84,20 @@ def commit_round_kernel(
     tokens_b,
     path_b,
     feedback_b,
+    CHUNKS: tl.constexpr,
     SIZE: tl.constexpr,
 ):
     """Commit a round's tokens. Grid (B)."""
     b, i = tl.program_id(0), tl.arange(0, SIZE)
     num = tl.load(num_ptr + b)
-    row = tl.where(i == 0, num, tl.load(tokens_ptr + b * tokens_b + i - 1, mask=(i > 0) & (i <= T), other=0))
-    behind = 1 + T
+    chunk, num_finite, is_finite = tl.arange(0, CHUNKS), 0 * num, 0 * num + 1
+    for t in range(0, num):
+        rates = tl.load(rates_ptr + (b * T + t) * CHUNKS + chunk)
+        is_finite *= (tl.max(rates, 0) == 1).to(tl.int64)
+        num_finite += is_finite
+    row = tl.load(tokens_ptr + b * tokens_b + i - 2, mask=(i > 1) & (i < 2 + T), other=0)
+    row = tl.where(i == 0, num, tl.where(i == 1, num_finite, row))
+    behind = 2 + T
     if path_ptr is not None:
         row += tl.load(path_ptr + b * path_b + i - behind, mask=(i >= behind) & (i < behind + T), other=0)
         behind += T
@@ -116,16 +145,24 @@ def commit_round(
     tokens_BT: Tensor,
     path_BT: Tensor | None,
     drafter_feedback_BX: Tensor | None,
+    logits_BTV: Tensor,
 ) -> Tensor:
     """See `compile.state_update.commit_round`."""
     (B, T), X = tokens_BT.shape, 0 if drafter_feedback_BX is None else drafter_feedback_BX.shape[1]
-    width = 1 + T + (0 if path_BT is None else T) + X
+    width, num_new_B = 2 + T + (0 if path_BT is None else T) + X, num_new_B.contiguous()
     out_BW = tokens_BT.new_empty(B, width)
     parts = [None if part is None else _with_dense_rows(part) for part in (tokens_BT, path_BT, drafter_feedback_BX)]
     strides = [0 if part is None else part.stride(0) for part in parts]
-    size = triton.next_power_of_2(width)
+    logits_BTV = logits_BTV if logits_BTV.stride(2) == 1 else logits_BTV.contiguous()
+    V, size = logits_BTV.shape[2], triton.next_power_of_2(width)
+    chunks = triton.next_power_of_2(triton.cdiv(V, BLOCK))  # the last ones may be empty
+    rates_BTC = torch.empty(B, T, chunks, dtype=torch.int32, device=tokens_BT.device)
+    rate_logits_kernel[(B, T, chunks)](
+        *(logits_BTV, num_new_B, parts[1], rates_BTC, T, V, *logits_BTV.stride()[:2], strides[1]), BLOCK=BLOCK
+    )
     commit_round_kernel[(B,)](
-        *(root_B, lengths_B, active_B, num_new_B.contiguous(), *parts, out_BW, T, X, width, *strides),
+        *(root_B, lengths_B, active_B, num_new_B, *parts, rates_BTC, out_BW, T, X, width, *strides),
+        CHUNKS=chunks,
         SIZE=size,
         num_warps=1 if size <= 256 else 4,
     )

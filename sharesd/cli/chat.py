@@ -15,6 +15,7 @@ from sharesd.cli.utf8 import read_line, require_utf8
 from sharesd.config import Mode
 from sharesd.drafters import registry
 from sharesd.engine.engine import Engine
+from sharesd.engine.errors import NonFiniteLogits
 from sharesd.engine.outputs import Completion
 from sharesd.engine.stats import Stats
 from sharesd.runtime import Runtime
@@ -80,7 +81,7 @@ class Chat:
                     return status
             except KeyboardInterrupt:
                 note("\nstopped")
-            except ValueError as error:
+            except (ValueError, NonFiniteLogits) as error:
                 note(str(error))
 
     def _handle(self, line: str) -> bool:

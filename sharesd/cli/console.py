@@ -15,6 +15,7 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 
 from sharesd.config import PlanOnly
+from sharesd.engine.errors import NonFiniteLogits
 from sharesd.models.checkpoint import Progress
 
 PACKAGES = ("sharesd", "sharesd_files", "compile", "quant", "offload", "multigpu", "benchmark", "train", "serve")
@@ -40,6 +41,8 @@ def main_guard(main: Callable[[], int | None]) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered goes nowhere
         return 141
+    except NonFiniteLogits as error:
+        return _say(f"error: {error}", 1)
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
         return _ended_by(error)
     except Exception as error:

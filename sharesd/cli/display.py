@@ -85,7 +85,7 @@ class SourcedText:
     def take(self, chunk: TokenChunk) -> list[tuple[str, Source]]:
         for token, source in zip(chunk.token_ids, chunk.sources, strict=True):
             self._waiting.append((self._stream.push([token]), source))
-        if chunk.finish_reason:
+        if chunk.finish_reason and chunk.sources:
             self._waiting.append((self._stream.finish(), chunk.sources[-1]))
         pieces, left = [], len(chunk.text)
         while left:

@@ -25,6 +25,7 @@ from sharesd.cli.offline import answering
 from sharesd.cli.prompt_encoding import encode
 from sharesd.config import EngineConfig, Mode
 from sharesd.data.json_lines import records, text_lines
+from sharesd.data.json_numbers import finite
 from sharesd.data.prompt_files import Message, conversation
 from sharesd.engine.batch_runner import CHUNK, run_conversations
 from sharesd.models.checkpoint import Progress, silent
@@ -187,7 +188,9 @@ class _Question:
         """Return the answer's fields, which depend only on prompt and seed."""
         found = self._answer
         record = {"text": found.text, "token_ids": found.token_ids, "finish_reason": found.finish_reason}
-        return record if found.logprobs is None else {**record, "logprobs": found.logprobs}
+        if found.logprobs is None:
+            return record
+        return {**record, "logprobs": [finite(logprob) for logprob in found.logprobs]}
 
 
 def read(path: Path, *, raw: bool) -> list[tuple[str, Prompt]]:

@@ -19,9 +19,13 @@ def answer(
     show: Callable[[TokenChunk], None],
     *,
     reuse: bool = False,
+    answers: list[Completion] | None = None,
 ) -> list[Completion]:
-    """Decode prompts together; Ctrl-C ends unfinished answers with `finish_reason` None."""
-    answers = [Completion() for _ in prompts]
+    """Decode prompts together; Ctrl-C ends unfinished answers with `finish_reason` None.
+
+    Chunks go to `answers`, if given. Raises NonFiniteLogits after the last chunk, if a prompt's logits are not numbers.
+    """
+    answers = [Completion() for _ in prompts] if answers is None else answers
     chunks = engine.stream(prompts, params, reuse=reuse)
     with suppress(KeyboardInterrupt), ctrl_c_noted() as stopped, closing(chunks):  # type: ignore[type-var]
         for chunk in chunks:

@@ -28,8 +28,10 @@ from sharesd.cli.options import (
 )
 from sharesd.cli.prompt_encoding import encode
 from sharesd.cli.utf8 import read_text, require_utf8
+from sharesd.data.json_numbers import finite
 from sharesd.drafters import registry, selection
 from sharesd.drafters.spec import Need
+from sharesd.engine.errors import NonFiniteLogits
 
 PROG = "python -m sharesd"
 INTERRUPTED = 130
@@ -137,20 +139,29 @@ def _generate(args: argparse.Namespace) -> int:
 
     from sharesd.cli.display import AnswerWriter, legend, shows_colors, stats_dict, stats_table
     from sharesd.cli.interactive import answer
+    from sharesd.engine.outputs import Completion
 
     if args.verbose and not args.json and shows_colors():
         err_console.print(legend())
     titles = [shorten(prompt, 80, placeholder=" …") for prompt in prompts]
     writer = AnswerWriter(runtime.tokenizer, titles=titles, by_source=args.verbose)
-    answers = answer(engine, ids, params, (lambda chunk: None) if args.json else writer.write)
+    answers, failure = [Completion() for _ in ids], None
+    try:
+        answer(engine, ids, params, (lambda chunk: None) if args.json else writer.write, answers=answers)
+    except NonFiniteLogits as error:
+        failure = error
     writer.end()
     report = runtime.report(mode)
     if args.json:
         common = {"mode": mode, "stats": stats_dict(engine.stats, report)}
         for prompt, done in zip(prompts, answers, strict=True):
-            print(json.dumps({"prompt": prompt, **asdict(done), **common}, ensure_ascii=False), flush=True)
+            if done.finish_reason != "error":
+                done.logprobs = done.logprobs and [finite(logprob) for logprob in done.logprobs]
+                print(json.dumps({"prompt": prompt, **asdict(done), **common}, ensure_ascii=False), flush=True)
     if args.verbose:
         err_console.print(stats_table({mode: engine.stats}, report))
+    if failure is not None:
+        raise failure
     return 0 if all(done.finish_reason for done in answers) else INTERRUPTED
 
 

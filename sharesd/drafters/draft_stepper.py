@@ -48,11 +48,15 @@ class ModelStepper:
         lead: Callable[[], Tensor],
         *,
         recent: int = 0,
+        ids: Tensor | None = None,
         logit_noise: float | None = None,
     ) -> None:
-        """`lead` returns first tokens [B, T]; `recent`: tokens attended to, 0: all."""
+        """`lead` returns first tokens [B, T]; `recent`: tokens attended to, 0: all.
+
+        `ids`: see `DraftStepper`.
+        """
         self._model, self._lead, self._ahead = model, lead, cache.draft_view(recent)
-        self.ids: Tensor | None = None
+        self.ids = ids
         self.logit_noise = logit_noise
         self.root_pos_B, self.next_pos_B = cache.lengths, self._ahead.lengths
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from sharesd.engine.engine import Engine
+    from sharesd.engine.errors import NonFiniteLogits
     from sharesd.engine.outputs import TokenChunk
     from sharesd.engine.request import Request
 
@@ -36,11 +37,11 @@ _T = TypeVar("_T", bound=Conversation)
 
 def run_conversations(
     engine: Engine, next_conversation: Callable[[bool], tuple[int, _T] | None]
-) -> Iterator[tuple[int, _T, ValueError | None]]:
+) -> Iterator[tuple[int, _T, ValueError | NonFiniteLogits | None]]:
     """Run conversations together; yield (index, conversation, error) as each finishes.
 
     `next_conversation(wait)` returns None if there is none at the moment or, with `wait`, if none is left. A rejected
-    first prompt is yielded with its error; a later one ends the conversation.
+    first prompt, or logits that are not numbers, are yielded as error; a later rejected prompt ends the conversation.
     """
     asked: dict[Request, tuple[int, _T]] = {}
     while True:
@@ -54,6 +55,10 @@ def run_conversations(
             return
         for chunk in engine.step():
             number, talk = asked[chunk.request]
+            if chunk.error is not None:
+                del asked[chunk.request]
+                yield number, talk, chunk.error
+                continue
             talk.take(chunk)
             if chunk.finish_reason is not None:
                 del asked[chunk.request]

@@ -13,6 +13,7 @@ from compile.adaptive_threads import STEP_THREADS
 from sharesd import sampling
 from sharesd.config import Mode
 from sharesd.engine.engine import Engine
+from sharesd.engine.errors import NonFiniteLogits
 from sharesd.engine.outputs import TokenChunk
 from sharesd.engine.request import Request
 from sharesd.sampling_params import SamplingParams
@@ -40,6 +41,8 @@ class Call:
         """Chunks that have not been delivered."""
         self.num_unfinished = len(prompts)
         """Prompts whose answers have not finished."""
+        self.failure: NonFiniteLogits | None = None
+        """Error of the first prompt that failed; raised after the answers of the others."""
         self.error: BaseException | None = None
         self.closed = False
 
@@ -71,7 +74,7 @@ class CallQueue:
         """Yield chunks of a call; closing the iterator cancels the rest.
 
         Raises the errors of `Engine.add` before any work; RuntimeError if another call broke off in the middle of a
-        step.
+        step; NonFiniteLogits after the last chunk if a prompt's logits are not numbers.
         """
         with self._changed:
             self._new.append(call)
@@ -81,6 +84,8 @@ class CallQueue:
                     self._wait(call)
                 while call.chunks:
                     yield call.chunks.popleft()
+            if call.failure is not None:
+                raise call.failure
         finally:
             call.closed = True  # no more: this may run anywhere, where an iterator is collected
 
@@ -184,6 +189,7 @@ class CallQueue:
     def _deliver(self, chunk: TokenChunk) -> None:
         call = self._owners[chunk.request]
         call.chunks.append(chunk)
+        call.failure = call.failure or chunk.error
         if chunk.finish_reason is not None:
             del self._owners[chunk.request]
             call.num_unfinished -= 1

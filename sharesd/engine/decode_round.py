@@ -66,7 +66,8 @@ class RoundResult(NamedTuple):
     packed_result_BX: Tensor
     """Packed result of each row, [B, X] int64.
 
-    Number of new tokens, the tokens [T], the path [T] of trees, and the drafter's feedback.
+    Number of new tokens, of those before logits that are not numbers, the tokens [T], the path [T] of trees, and the
+    drafter's feedback.
     """
     logprobs_BT: Tensor | None  # of the tokens, if asked for
     top_BTk: tuple[Tensor, Tensor] | None  # the likeliest tokens and their log-probabilities, if asked for
@@ -78,11 +79,11 @@ class RoundResult(NamedTuple):
         """Return the verify rows of accepted nodes from one packed row."""
         if not self.is_tree:
             return range(1, packed[0])
-        return packed[self.num_rows + 2 : self.num_rows + 1 + packed[0]]
+        return packed[self.num_rows + 3 : self.num_rows + 2 + packed[0]]
 
     def drafter_feedback(self, packed: list[int]) -> list[int]:
         """Return the drafter's part of one row of the packed result."""
-        return packed[1 + (2 if self.is_tree else 1) * self.num_rows :]
+        return packed[2 + (2 if self.is_tree else 1) * self.num_rows :]
 
 
 class Round:
@@ -215,7 +216,8 @@ class Round:
             drafter_feedback_BX = drafter.commit(self.context, tree, verified, logits_BTV)
         path_BT = verified.path if tree_mask is not None else None
         packed_result_BX = commit_round(
-            root_B, cache.lengths, active_B, verified.num_new, verified.tokens, path_BT, drafter_feedback_BX
+            *(root_B, cache.lengths, active_B, verified.num_new, verified.tokens, path_BT, drafter_feedback_BX),
+            logits_BTV,
         )
         logprobs_BT = top_BTk = None
         if self._sampler.kind.logprobs:

@@ -17,9 +17,10 @@ from sharesd.devices.selection import use
 from sharesd.drafters.base import Drafter
 from sharesd.engine.decode_round import BatchState
 from sharesd.engine.decode_variant import DecodeVariant, DecodeVariants
-from sharesd.engine.grammar_mask import compute_grammar_mask
+from sharesd.engine.errors import NonFiniteLogits
+from sharesd.engine.first_token import sample_first
 from sharesd.engine.options import EngineOptions
-from sharesd.engine.output_processor import OutputProcessor, Tokens, top_logprobs
+from sharesd.engine.output_processor import OutputProcessor
 from sharesd.engine.outputs import Completion, TokenChunk
 from sharesd.engine.request import Request
 from sharesd.engine.round_launcher import InFlightRound, RoundLauncher
@@ -33,7 +34,6 @@ from sharesd.sampling import RowSampling, SamplingKind
 from sharesd.sampling.grammar import Grammars
 from sharesd.sampling.sampler import Sampler
 from sharesd.sampling_params import SamplingParams
-from sharesd.speculation.draft_tree import DraftTree
 
 __all__ = ["Engine", "Prompt"]
 
@@ -192,7 +192,8 @@ class Engine:
 
         Earlier calls end. Each prompt has noise of its own, by its index in the call. `reuse`: KV of the longest prefix
         that a prompt shares with a row is not recomputed (chat turns). Raises ValueError as `add`; RuntimeError if
-        requests of `add` run, or another call has used the cache since the last chunk.
+        requests of `add` run, or another call has used the cache since the last chunk; NonFiniteLogits after the last
+        chunk, if a prompt's logits are not numbers.
         """
         if isinstance(prompts, str):
             raise ValueError("prompts is one string; give a list of prompts")
@@ -206,11 +207,16 @@ class Engine:
         self._outputs.begin_call(self._new_stats())
         requests = [self._enqueue(ids, params, i, reuse=reuse, call=owner) for i, ids in enumerate(rows)]
         self.stats.accept_lengths = [request.stats.accept_lengths[0] for request in requests]
+        error: NonFiniteLogits | None = None
         try:
             while any(request.finish_reason is None and not request.cancelled for request in requests):
                 scheduler.check_owner(owner)
                 chunks = self._prefill_prompts(whole=True)  # one caller waits for all: large rounds are best
-                yield from chunks or self._round()
+                for chunk in chunks or self._round():
+                    error = error or chunk.error
+                    yield chunk
+            if error is not None:
+                raise error
         finally:
             if scheduler.owner is owner:
                 for request in requests:
@@ -268,26 +274,12 @@ class Engine:
 
     def _first_token(self, request: Request, logits_1V: Tensor) -> TokenChunk:
         """Sample the token after a prompt, which becomes the row's root."""
-        row, params = request.row, request.params
+        row = request.row
         assert row is not None
-        if params.max_new_tokens == 0:
-            return self._outputs.emit(request, Tokens([], [], [], [], [] if params.top_logprobs else None))
         one = self.sampling.only_row(row)
         sampler = Sampler(one.kind([0]), one, gumbel=self.options.gumbel)
-        mask_11W = None
-        if request.matcher is not None:
-            no_draft = DraftTree(torch.zeros(1, 0, dtype=torch.int64))
-            mask_11W = compute_grammar_mask(no_draft, [request], row, self.target.vocab_size)[0].to(self._device)
-        root_1 = sampler.first(logits_1V, self.cache.lengths[row : row + 1], mask_11W)
-        sampler.commit(root_1[:, None], torch.ones_like(root_1))
-        self.state.root_B[row : row + 1].copy_(root_1)
-        logprobs = top = None
-        if params.logprobs:
-            logprobs = sampling.logprobs_of(logits_1V[:, None], root_1[:, None])[0].tolist()
-        if params.top_logprobs:
-            parts = sampling.top_logprobs_of(logits_1V[:, None], params.top_logprobs)
-            top = top_logprobs(request, *(part[0].tolist() for part in parts))
-        return self._outputs.emit(request, Tokens(root_1.tolist(), ["target"], [None], logprobs, top))
+        length_1, root_1 = (part[row : row + 1] for part in (self.cache.lengths, self.state.root_B))
+        return self._outputs.emit(request, sample_first(request, sampler, logits_1V, length_1, root_1))
 
     @torch.inference_mode()
     def _round(self) -> list[TokenChunk]:

@@ -23,6 +23,8 @@ class EngineOptions:
 
     The cache needs two verify steps more, three with `async_scheduling`: finished rows rest after the context.
     """
+    model_name: str = "the target"
+    """Name in errors."""
     auto_length: bool = False
     """Choice of each draft's shape by a policy, instead of the largest."""
     widths: Sequence[int] | None = None

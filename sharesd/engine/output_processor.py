@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from compile.adaptive_threads import STEP_THREADS
 from compile.device_timer import Clock
+from sharesd.engine.errors import NonFiniteLogits
 from sharesd.engine.options import EngineOptions
 from sharesd.engine.outputs import Source, TokenChunk
 from sharesd.engine.request import Request, mean_progress
@@ -28,6 +29,8 @@ class Tokens(NamedTuple):
     """Drafter of each token; None: the target's own."""
     logprobs: list[float] | None = None
     top_logprobs: list[list[tuple[int, float]]] | None = None
+    is_cut: bool = False
+    """True if logits that are not numbers follow."""
 
 
 class OutputProcessor:
@@ -37,6 +40,7 @@ class OutputProcessor:
         """As `Engine` has them."""
         self._cache, self._scheduler, self._clock = cache, scheduler, clock
         self._on_finish, self._transfer_stats = options.on_finish, options.transfer_stats
+        self._model_name = options.model_name
         self.stats = Stats()
         """Counts of the last call, or of all steps since."""
         self._traffic_before = self._transfer_stats() if self._transfer_stats else None
@@ -72,22 +76,23 @@ class OutputProcessor:
         names = _drafters_by_node(tree)
         before, chunks, paths = [request.num_emitted for request in live], [], {}
         for request, line in zip(live, lines, strict=True):
-            num_new, num_drafted = packed[line][0], num_nodes if request.params.speculate else 0
+            (num_new, num_finite), num_drafted = packed[line][:2], num_nodes if request.params.speculate else 0
             path = paths[request] = result.path(packed[line])
             last: Source = "target" if not num_drafted else "bonus" if num_new > tree.depth else "recovered"
             accepted: list[Source] = ["accepted"] * (num_new - 1)
             chunk = self.emit(
                 request,
                 Tokens(
-                    packed[line][1 : 1 + num_new],
-                    [*accepted, last],
-                    [*(names[node - 1] for node in path), None],
-                    logprobs[line][:num_new] if logprobs and request.params.logprobs else None,
-                    top_logprobs(request, *(part[line][:num_new] for part in top)) if top else None,
+                    packed[line][2 : 2 + num_finite],
+                    [*accepted, last][:num_finite],
+                    [*(names[node - 1] for node in path), None][:num_finite],
+                    logprobs[line][:num_finite] if logprobs and request.params.logprobs else None,
+                    top_logprobs(request, *(part[line][:num_finite] for part in top)) if top else None,
+                    is_cut=num_finite < num_new,
                 ),
             )
             for each in (self.stats, request.stats):
-                each.record_round(num_drafted, num_new - 1, len(chunk.token_ids))
+                each.record_round(num_drafted, min(num_new - 1, num_finite), len(chunk.token_ids))
             request.stats.accept_lengths[0].append(len(chunk.token_ids))
             chunks.append(chunk)
         ended = time.perf_counter()
@@ -114,23 +119,39 @@ class OutputProcessor:
     def emit(self, request: Request, tokens: Tokens) -> TokenChunk:
         """Return the chunk of a row's new tokens.
 
-        Tokens after the end of the text are dropped and not counted.
+        Tokens after the end of the text are dropped and not counted. A text that has not ended before logits that are
+        not numbers ends with an error.
         """
-        ids, sources, drafters, logprobs, top = tokens
+        ids, sources, drafters, logprobs, top, is_cut = tokens
         count, text = request.take(ids)
+        if is_cut and request.finish_reason is None:
+            request.bad_position = request.bad_position or len(request.tokens)
+        error = None if request.bad_position is None else self._fail(request, request.bad_position)
         logprobs, top = logprobs and logprobs[:count], top and top[:count]
         cut = ids[:count], sources[:count], list(drafters[:count])
-        chunk = TokenChunk(request, *cut, text, logprobs, top, request.finish_reason)
+        chunk = TokenChunk(request, *cut, text, logprobs, top, request.finish_reason, error)
         for stats in (self.stats, request.stats):
             stats.record_tokens(chunk.sources)
         assert request.row is not None
         cached_ids = self._cache.cached_ids[request.row]
         cached_ids += request.tokens[len(cached_ids) : -1]  # KV of dropped tokens is never looked at
         if chunk.finish_reason is not None:
+            if error is not None:
+                self._scheduler.discard_kv(request.row)
             self._scheduler.release(request)
-            if self._on_finish is not None:
+            if self._on_finish is not None and error is None:
                 self._on_finish(request.stats)
         return chunk
+
+    def _fail(self, request: Request, position: int) -> NonFiniteLogits:
+        """End a request whose logits are not numbers; return its error."""
+        request.finish_reason = "error"
+        dtype = str(self._cache.k[0].dtype).removeprefix("torch.")
+        remedy = "check its weights" if dtype in ("float32", "float64") else "try dtype float32, or check its weights"
+        return NonFiniteLogits(
+            f"the logits of {self._model_name} in {dtype} are not numbers (NaN or infinite) at position {position} of "
+            f"the text; {remedy}"
+        )
 
     def record_transfers(self) -> None:
         """Count the transfers of offloaded weights since the call began."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from sharesd.engine.errors import NonFiniteLogits
 from sharesd.engine.request import Request
 from sharesd.engine.stats import Stats
 from sharesd.engine.stop_checker import FinishReason
@@ -36,8 +37,10 @@ class TokenChunk:
     finish_reason: FinishReason | None = None
     """Finish reason; None: unfinished.
 
-    `stop`: an end token or a stop string; `length`: max_new_tokens or the context is full.
+    `stop`: an end token or a stop string; `length`: max_new_tokens or the context is full; `error`: see `error`.
     """
+    error: NonFiniteLogits | None = None
+    """Error that ended the request after these tokens."""
 
     @property
     def row(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from compile.state_update import count_finite
 from sharesd import sampling
 from sharesd.engine.request import Request
 
@@ -25,8 +26,12 @@ def record_prompt_logprobs(request: Request, logits_RV: Tensor) -> None:
         begin = 1 + len(found)
         tokens_1R = torch.tensor([request.prompt_ids[begin : begin + logits_1RV.shape[1]]], device=logits_RV.device)
         logits_1RV = logits_1RV[:, : tokens_1R.shape[1]]
-        if not tokens_1R.numel():
+        num_tokens = tokens_1R.shape[1]
+        if not num_tokens:
             return
+        num_finite = int(count_finite(logits_1RV, None, torch.tensor([num_tokens], device=logits_RV.device)))
+        if num_finite < num_tokens:
+            request.bad_position = request.bad_position or begin + num_finite
         found += sampling.logprobs_of(logits_1RV, tokens_1R)[0].tolist()
         if top is not None:
             parts = sampling.top_logprobs_of(logits_1RV, request.params.top_logprobs)

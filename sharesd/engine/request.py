@@ -54,6 +54,8 @@ class Request:
         if params.prompt_logprobs and params.top_logprobs:
             self.prompt_top_logprobs = []
         self.finish_reason: FinishReason | None = None
+        self.bad_position: int | None = None
+        """Position of the first token whose logits are not numbers."""
         self.cancelled = False
         self.stats = stats
         """Counts of this request alone; times as `Stats` defines them."""

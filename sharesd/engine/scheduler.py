@@ -170,6 +170,11 @@ class Scheduler:
             self.prefill.request = None
         self.num_changes += 1
 
+    def discard_kv(self, row: int) -> None:
+        """Drop a row's tokens and KV, which later prompts must not reuse."""
+        for cache in self._caches:
+            cache.discard_row(row)
+
     def acquire_cache(self) -> object:
         """Drop all requests, park all rows; return the new ownership mark."""
         for row in self.rows.used:

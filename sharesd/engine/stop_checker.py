@@ -7,7 +7,7 @@ from typing import Literal
 from sharesd.models.tokenizer import TextStream, Tokenizer
 from sharesd.sampling_params import SamplingParams
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "error"]
 
 
 class StopChecker:

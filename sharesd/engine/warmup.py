@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 
@@ -13,6 +14,7 @@ from sharesd.drafters.base import Drafter
 from sharesd.engine.cost_profiler import model_drafter_of, profile_costs
 from sharesd.engine.decode_round import Round
 from sharesd.engine.engine import Engine
+from sharesd.engine.errors import NonFiniteLogits
 from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.draft_proposal import Proposal
 from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape, DraftTree, pack
@@ -29,7 +31,7 @@ def warm_up(engine: Engine, params: SamplingParams, costs: JsonCache | None = No
     for shape in [NO_DRAFT] if engine.offloaded else shapes:
         policy.pinned = shape
         num_tokens = 2 if engine.offloaded else 3 * (1 + shape.depth)
-        engine.generate([prompt] * engine.cache.batch, replace(short, max_new_tokens=num_tokens))
+        _run(engine, [prompt] * engine.cache.batch, replace(short, max_new_tokens=num_tokens))
     policy.pinned = before
     if engine.graphs is not None:
         reserve_pinned(engine.max_context, engine.cache.lengths.device)
@@ -49,9 +51,18 @@ def warm_up_all_variants(engine: Engine) -> None:
         return
     for temperature, bias, logprobs in product((0.0, 1.0), ({}, {0: 0.0}), (False, True)):
         params = SamplingParams(max_new_tokens=1, temperature=temperature, logit_bias=bias, logprobs=logprobs)
-        engine.generate([[0]], params)  # a first token, which no round makes
+        _run(engine, [[0]], params)  # a first token, which no round makes
         _capture(engine, params)
     engine.forget()
+
+
+def _run(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> None:
+    """Decode prompts of any tokens.
+
+    If their logits are not numbers, those of requests may still be.
+    """
+    with suppress(NonFiniteLogits):
+        engine.generate(prompts, params)
 
 
 def _run_all_samplers(engine: Engine) -> None:
@@ -62,7 +73,7 @@ def _run_all_samplers(engine: Engine) -> None:
         params = SamplingParams(
             max_new_tokens=3, temperature=temperature, top_k=4, top_p=0.9, min_p=0.01, logprobs=True, top_logprobs=1
         )
-        engine.generate([[0]], params)
+        _run(engine, [[0]], params)
     engine.forget()
 
 

@@ -94,6 +94,15 @@ class StaticKVCache:
         """Drop cached ids that a later prompt could reuse."""
         self.cached_ids[:], self.num_prefilled[:] = [[] for _ in range(self.batch)], [0] * self.batch
 
+    def discard_row(self, row: int) -> None:
+        """Drop a row's tokens and zero its KV, which may have NaN.
+
+        Masked slots would spoil later texts: NaN times 0 is NaN.
+        """
+        self.cached_ids[row], self.num_prefilled[row] = [], 0
+        for tensor in (*self.k, *self.v, *(() if self.features is None else (self.features,))):
+            tensor[row].zero_()
+
     def rows(self, first: int, end: int) -> StaticKVCache:
         """Return a view of rows, made once, since kernels remember views."""
         if (first, end) == (0, self.batch):

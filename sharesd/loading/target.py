@@ -167,7 +167,7 @@ class ModelLoader:
         """
         if folder is not None:
             model = self._read(folder, split=self._draft_stage(folder))
-            if model.vocab_size != target.model.vocab_size:
+            if model.vocab_size != target.model.vocab_size and self._resolved.config.draft == SMALL:
                 raise ValueError(
                     f"the draft model has {model.vocab_size} logits and the target {target.model.vocab_size}; "
                     "give a draft model of the target's family"

@@ -29,6 +29,7 @@ from sharesd.kvcache.static import StaticKVCache
 from sharesd.models import checkpoint
 from sharesd.models.decoder_config import UnsupportedArchitecture
 from sharesd.models.unused_tensors import mtp_layers_of, report_unused, unused_part
+from sharesd.models.weight_mapping import check_finite
 
 log = logging.getLogger(__name__)
 
@@ -161,6 +162,10 @@ def _load(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
             f"{' and others' if len(unknown) > 3 else ''}; give a checkpoint of the architecture in its config.json"
         )
     report_unused(folder, filter(None, parts.values()))
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    for name, parameter in model.named_parameters():
+        if embedding is None or parameter is not embedding.weight or (head is not None and head.weight is parameter):
+            check_finite(folder, name, parameter)
     if getattr(model, "_is_stateful", False):
         raise _refusal(config, "state besides keys and values")
     return model

@@ -193,7 +193,9 @@ def load_decoder(
 
     unused: list[str] = []
     named = split_tensors(rename_tensors(stored, config, unused), config, part)
-    copy_tensors(dict(decoder_tensors(decoder)), named, folder, f"architecture {config.model_type!r}", progress, put)
+    unchecked = () if config.tie_word_embeddings else (EMBEDDING,)  # of an embedding, only rows of the text are read
+    what = f"architecture {config.model_type!r}"
+    copy_tensors(dict(decoder_tensors(decoder)), named, folder, what, progress, put, unchecked)
     report_unused(folder, unused)
     if config.tie_word_embeddings and decoder.head.weight.device != decoder.embed.weight.device:
         decoder.head.weight.data.copy_(decoder.embed.weight)

@@ -5,7 +5,7 @@ Names, merged rows, parts of tensor parallelism.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from operator import attrgetter
 from pathlib import Path
 
@@ -133,6 +133,16 @@ def _copy(name: str, parameter: Tensor, tensor: Tensor) -> None:
     parameter.copy_(tensor)
 
 
+def check_finite(folder: Path, name: str, tensor: Tensor) -> None:
+    """Raise ValueError if a tensor has NaN or infinite values.
+
+    A finite sum excludes them at the speed of memory; finite values may also have an infinite one.
+    """
+    if tensor.is_meta or not tensor.is_floating_point() or tensor.sum().isfinite() or tensor.isfinite().all():
+        return
+    raise ValueError(f"{folder}: {name} has NaN or infinite values; download the checkpoint again, or give another")
+
+
 def copy_tensors(
     parameters: dict[str, Tensor],
     stored: Iterable[tuple[str, str, Tensor]],
@@ -140,11 +150,13 @@ def copy_tensors(
     what: str,
     progress: Progress = silent,
     put: Callable[[str, Tensor, Tensor], None] = _copy,
+    unchecked: Collection[str] = (),
 ) -> None:
     """Copy each tensor of a checkpoint into the parameter of its name.
 
-    `stored` as `rename_tensors` yields it; `put` gets name, parameter and values. Raises ValueError that names missing,
-    unexpected or wrongly shaped tensors.
+    `stored` as `rename_tensors` yields it; `put` gets name, parameter and values. `unchecked`: names of tables, rows of
+    which may hold other values than numbers. Raises ValueError that names missing, unexpected or wrongly shaped
+    tensors, or one with NaN or infinite values.
     """
     total, unexpected = len(parameters), []
     for stored_name, name, tensor in stored:
@@ -155,6 +167,8 @@ def copy_tensors(
         if parameter.shape != tensor.shape:
             found, wanted = list(tensor.shape), list(parameter.shape)
             raise ValueError(f"{folder}: {stored_name} has shape {found} where config.json asks for {wanted}")
+        if name not in unchecked:
+            check_finite(folder, stored_name, tensor)
         put(name, parameter, tensor)
         progress("loading weights", total - len(parameters), total)
     if parameters or unexpected:

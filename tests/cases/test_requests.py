@@ -220,7 +220,6 @@ def test_a_template_without_tools_has_no_format() -> None:
 # Numbers
 
 
-@WRONG_TODAY
 def test_logits_that_are_not_numbers_are_an_error_of_their_own(tmp_path: Path) -> None:
     config = EngineConfig(target=str(inf_row(tmp_path / "x")), device="cpu", max_context=64, max_batch=2)
     with served(lambda: load_model(config, "naive", None), {"mode": "naive"}) as running:

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from serve.engine_thread import Model
+from sharesd.engine.errors import NonFiniteLogits
 from sharesd.engine.stop_checker import StopChecker
 from sharesd.models.tokenizer import Tokenizer
 from sharesd.sampling.grammar import Grammars
@@ -25,8 +26,8 @@ from tests.helpers.tiny_tokenizer import CHAT_TEMPLATE, SPECIAL, WORDS, make_bac
 
 DRAFT = 3
 """Draft tokens in each round that drafts."""
-FAILING, REFUSED = "why red", "why blue"
-"""Prompts with these words make a step fail, or are not taken."""
+FAILING, REFUSED, SPOILT = "why red", "why blue", "why green"
+"""Prompts with these words make a step fail, are not taken, or have logits that are no numbers soon."""
 
 
 def make_tokenizer(template: str = CHAT_TEMPLATE) -> Tokenizer:
@@ -158,6 +159,9 @@ class FakeEngine:
         ids = [self._token(request, request.position + n) for n in range(len(sources))]
         count, text, reason = request.checker.push(ids)
         start, request.position = request.position, request.position + count
+        error = None
+        if SPOILT in self.tokenizer.decode(request.prompt_ids) and request.position > 2:
+            reason, error = "error", NonFiniteLogits(f"the logits are not numbers at position {request.position}")
         request.finish_reason = reason
         wanted, top = request.params.logprobs, request.params.top_logprobs
         return SimpleNamespace(
@@ -169,6 +173,7 @@ class FakeEngine:
             logprobs=[-0.5 * (start + n) for n in range(count)] if wanted else None,
             top_logprobs=[self._top(i, top) for i in ids[:count]] if wanted and top else None,
             finish_reason=reason,
+            error=error,
         )
 
     def _top(self, token: int, count: int) -> list[tuple[int, float]]:

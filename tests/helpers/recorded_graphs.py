@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 import compile.attention
 import compile.kv_compact
 import compile.kv_layout
+import compile.state_update
 import compile.topk
 import compile.tree_expand
 import sharesd.kvcache.static
@@ -218,6 +219,7 @@ def take_the_way_of_cuda(patch: pytest.MonkeyPatch) -> None:
     )
     patch.setattr(sharesd.kvcache.static, "compact_slots", compile.kv_compact.compact_slots_reference)
     patch.setattr(logits_processors, "arg_max", lambda x: x.argmax(-1))
+    patch.setattr(compile.state_update, "count_finite", compile.state_update.count_finite_reference)
     for module in (logits_processors, hybrid_drafter):
         patch.setattr(module, "top_k", lambda x_RV, k: x_RV.topk(k).indices)
     patch.setattr(sampler, "top_logp", compile.topk.top_logp_reference)

@@ -7,6 +7,7 @@ import re
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
@@ -15,7 +16,7 @@ from pydantic import ValidationError
 
 from serve.errors import of_schema
 from serve.schemas import ChatBody, CompletionBody, DetokenizeBody, Strict, TokenizeBody
-from tests.helpers.fake_engine import REFUSED
+from tests.helpers.fake_engine import REFUSED, SPOILT
 from tests.helpers.serve_requests import CHAT, HELLO, TEXT, error_of
 from tests.helpers.served_model import Served, served
 
@@ -201,6 +202,30 @@ def test_what_the_engine_refuses_is_a_wrong_request(server: Served) -> None:
     assert REFUSED in error_of(server.post(TEXT, prompt=["the cat", f"a {REFUSED}"], stream=True))["message"]
     assert (server.engine.num_running, server.engine.num_waiting) == (0, 0), "nothing of it runs on"
     server.complete()
+
+
+def test_a_request_without_numbers_fails_alone() -> None:
+    """Whole or in a stream, beside another one, and it is counted."""
+    failed = 'sharesd:request_failure_total{engine="0",model_name="fake"}'
+    asked: dict[str, dict[str, Any]] = {
+        TEXT: {"prompt": SPOILT, "seed": 1},
+        CHAT: {"messages": [{"role": "user", "content": SPOILT}], "seed": 1},
+    }
+    with served(settings={"max_batch": 2, "max_queue": 2}, delay=0.01) as server:
+        whole = server.complete(max_tokens=200, seed=2)["choices"]
+        with ThreadPoolExecutor() as pool:
+            other = pool.submit(server.complete, max_tokens=200, seed=2)
+            for path, body in asked.items():
+                error = error_of(server.post(path, **body, logprobs=1 if path == TEXT else True), 500)
+                assert "not numbers at position" in error["message"] and error["code"] == "logits_not_numbers"
+                lines = server.post(path, **body, stream=True).text.split("\n\n")
+                events = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+                assert events[-1] == {"error": error} and all("choices" in event for event in events[:-1])
+                assert lines[-2:] == ["data: [DONE]", ""]
+            assert other.result()["choices"] == whole
+        assert server.metrics()[failed] == 4
+        server.wait(lambda: (server.engine.num_running, server.engine.num_waiting) == (0, 0))
+        assert server.http.get("/health").status_code == 200
 
 
 def test_unknown_models_paths_and_methods(server: Served) -> None:

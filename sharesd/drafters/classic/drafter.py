@@ -12,6 +12,7 @@ from compile.attention import MAX_STEP
 from compile.cuda_graphs import Graphs, Replayed
 from sharesd.devices.host_buffers import upload
 from sharesd.drafters.base import NOTHING, BuildInputs, DraftContext, Drafter
+from sharesd.drafters.classic.vocabulary import CommonVocabulary
 from sharesd.drafters.draft_stepper import ModelStepper
 from sharesd.drafters.selection import second_model
 from sharesd.drafters.tree_draft import DraftGenerator
@@ -45,8 +46,14 @@ class ClassicDrafter(Drafter):
         branching: int = 1,
         logit_noise: float | None = None,
         graphs: Graphs | None = None,
+        target_vocab_size: int | None = None,
     ) -> None:
-        """`graphs`: capture the reading of missed tokens. `logit_noise`: see `Sampler.draft`."""
+        """`graphs`: capture the reading of missed tokens. `logit_noise`: see `Sampler.draft`.
+
+        `target_vocab_size`: None if it is the model's.
+        """
+        if target_vocab_size not in (None, model.vocab_size):
+            model = CommonVocabulary(model, target_vocab_size)
         self.model, self.shapes, self._branching, self._weight_bytes = model, shapes, branching, weight_bytes
         self._logit_noise = logit_noise
         self.first_alphas = HEAD_ALPHAS if logit_noise is None else FIRST_ALPHAS
@@ -54,6 +61,9 @@ class ClassicDrafter(Drafter):
         self.cache = model.new_cache(batch, slots)
         self.cache.lengths.fill_(1)  # rows without a text have a token before the root, too
         self._before_B = torch.zeros_like(self.cache.lengths)  # the token before the root
+        self._ids: Tensor | None = None
+        if target_vocab_size is not None and model.vocab_size < target_vocab_size:
+            self._ids = torch.arange(model.vocab_size, device=self._before_B.device)
         self._graphs = graphs if slots >= MAX_STEP else None
         self._chunk = self._before_B.new_zeros(MAX_STEP + 3)  # tokens, the first one's place, their end, the last one
         self._chunks: dict[int, Replayed[None]] = {}  # by row
@@ -122,6 +132,7 @@ class ClassicDrafter(Drafter):
                     self.model,
                     self.cache.rows(context.first, context.end),
                     lambda: torch.stack([before_B, context.root_B], 1),
+                    ids=self._ids,
                     logit_noise=self._logit_noise,
                 ),
                 context,
@@ -161,4 +172,5 @@ def build(inputs: BuildInputs) -> ClassicDrafter:
         branching=inputs.branching,
         logit_noise=None if second_model(config) is not None else quantization_logit_noise(config.quant),
         graphs=graphs,
+        target_vocab_size=inputs.target.vocab_size,
     )

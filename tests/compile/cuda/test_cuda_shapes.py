@@ -43,7 +43,8 @@ def test_notes_of_any_rows_are_one_binary() -> None:
             state = [torch.empty(3, dtype=torch.int64, device="cuda") for _ in range(4)]
             state = [each.as_strided((2,), (1,), first) for each in state]
             tokens = torch.empty(3, 3, dtype=torch.int64, device="cuda").as_strided((2, 3), (3, 1), 3 * first)
-            state_update.commit_round(*state, tokens, None, None)
+            logits = torch.empty(3, 3, 50, device="cuda").as_strided((2, 3, 50), (150, 50, 1), 150 * first)
+            state_update.commit_round(*state, tokens, None, None, logits)
             state_update.write_draft_token(*state[:3], state[3].unsqueeze(1), tokens)
         if first == 0:
             wanted = [each.ptx for each in made]

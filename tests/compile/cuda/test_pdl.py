@@ -85,6 +85,7 @@ def test_other_kernels_have_no_part_in_it() -> None:
         state_update.verify_tokens_kernel,
         state_update.write_draft_token_kernel,
         state_update.append_tokens_kernel,
+        state_update.rate_logits_kernel,
         state_update.commit_round_kernel,
     )
     for kernel in (tree_verify.accept_path_kernel, kv_compact.compact_kv_kernel, *small):

@@ -51,10 +51,42 @@ def test_what_a_round_decided(parts: tuple[str, ...]) -> None:
             root, lengths, active = torch.tensor([90, 91, 92]), torch.tensor([3, 5, 8]), torch.tensor([1, 0, 1])
             num = torch.tensor([T, 1, 1]) * active
             wide = numbers(3, 1 + 2 * T, most=50)  # as `accept_path` gives them
-            counted = note(root, lengths, active, num, wide[:, 1 : 1 + T], path if path is None else path[:, :T], told)
+            paths = path if path is None else path[:, :T] % T
+            counted = note(root, lengths, active, num, wide[:, 1 : 1 + T], paths, told, logits_with_nan(T))
             found.append((root, lengths, counted))
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
         assert found[0][0][1] == 91 and found[0][1].tolist() == [3 + T, 5, 9]
+
+
+def logits_with_nan(T: int) -> Tensor:
+    """Rows of a wider step, one of them with NaN."""
+    logits = torch.randn(3, T + 2, 5000, generator=torch.Generator().manual_seed(1))
+    logits[0, T // 2, 4500] = torch.nan
+    return logits[:, :T]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("V", [7, 384, 5000])
+def test_logits_that_are_not_numbers_are_found(dtype: torch.dtype, V: int) -> None:
+    """In any place of the vocabulary; -inf is allowed beside numbers."""
+    T = 3
+    for at in (0, V // 2, V - 1):
+        for bad in (torch.nan, torch.inf, -torch.inf, None):
+            logits = torch.randn(4, T, V, generator=torch.Generator().manual_seed(1)).to(dtype)
+            logits[0, 1, at] = 0.0 if bad is None else bad
+            logits[1, 2] = -torch.inf  # all of a row
+            logits[3, 0, at] = torch.nan  # of an idle one
+            num, path = torch.tensor([3, 3, 2, 0]), torch.tensor([[0, 2, 1], [0, 1, 2], [0, 1, 1], [0, 1, 2]])
+            spoilt = bad is not None and bad != -torch.inf
+            for paths, first in ((None, 1 if spoilt else 3), (path, 2 if spoilt else 3)):
+                want = [first, 2, 2, 0]
+                counts = [
+                    count(logits, paths, num).tolist()
+                    for count in (state_update.count_finite, state_update.count_finite_reference)
+                ]
+                state = torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int64), num.clamp(max=1)
+                packed = update_kernels.commit_round(*state, num, numbers(4, T), paths, None, logits)
+                assert counts == [want, want] and packed[:, 1].tolist() == want
 
 
 @pytest.mark.parametrize("T", [1, 4])

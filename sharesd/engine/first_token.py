@@ -1,0 +1,47 @@
+"""First token after a prompt, which becomes the row's root.
+
+Legend: V vocabulary, W words of 32 bits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compile.state_update import count_finite
+from sharesd import sampling
+from sharesd.engine.grammar_mask import compute_grammar_mask
+from sharesd.engine.output_processor import Tokens, top_logprobs
+from sharesd.engine.request import Request
+from sharesd.sampling.sampler import Sampler
+from sharesd.speculation.draft_tree import DraftTree
+
+
+def sample_first(request: Request, sampler: Sampler, logits_1V: Tensor, length_1: Tensor, root_1: Tensor) -> Tokens:
+    """Sample a prompt's first token into `root`, with a sampler of its row alone."""
+    params = request.params
+    if params.max_new_tokens == 0:
+        return Tokens([], [], [], [], [] if params.top_logprobs else None)
+    mask_11W = None
+    if request.matcher is not None:
+        assert request.row is not None
+        no_draft = DraftTree(torch.zeros(1, 0, dtype=torch.int64))
+        mask_11W = compute_grammar_mask(no_draft, [request], request.row, sampler.vocab_size)[0].to(logits_1V.device)
+    token_1 = sampler.first(logits_1V, length_1, mask_11W)
+    sampler.commit(token_1[:, None], torch.ones_like(token_1))
+    root_1.copy_(token_1)
+    token, num_finite = pack_first(token_1, logits_1V).tolist()
+    if not num_finite:
+        return Tokens([], [], [], is_cut=True)
+    logprobs = top = None
+    if params.logprobs:
+        logprobs = sampling.logprobs_of(logits_1V[:, None], token_1[:, None])[0].tolist()
+    if params.top_logprobs:
+        parts = sampling.top_logprobs_of(logits_1V[:, None], params.top_logprobs)
+        top = top_logprobs(request, *(part[0].tolist() for part in parts))
+    return Tokens([token], ["target"], [None], logprobs, top)
+
+
+def pack_first(token_1: Tensor, logits_1V: Tensor) -> Tensor:
+    """Return the token, and 1 if its logits are numbers, for one read by the host."""
+    return torch.cat([token_1, count_finite(logits_1V[:, None], None, torch.ones_like(token_1))])

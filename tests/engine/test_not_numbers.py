@@ -1,0 +1,83 @@
+"""Logits that are not numbers end their request with an error; requests beside it go on."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from sharesd import SamplingParams
+from sharesd.config import EngineConfig
+from sharesd.engine.engine import Engine
+from sharesd.engine.errors import NonFiniteLogits
+from sharesd.engine.outputs import Completion
+from sharesd.engine.request import Request
+from sharesd.runtime import Runtime
+from tests.cases.inputs import llama
+
+BAD = {"nan": math.nan, "inf": math.inf, "none": -math.inf}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(llama(tmp_path_factory.mktemp("not-numbers") / "x", seed=90))
+
+
+def spoil(engine: Engine, monkeypatch: pytest.MonkeyPatch, token: int, bad: float) -> None:
+    """Logits after this token are spoilt: one of them, or all if `bad` is minus infinity."""
+    forward = type(engine.target).forward
+
+    def spoilt(self: Any, tokens_BT: Any, cache: Any, keep_BR: Any = None, **more: Any) -> Any:
+        logits_BTV = forward(self, tokens_BT, cache, keep_BR, **more)
+        is_hit_BT = tokens_BT == token
+        if keep_BR is not None:
+            is_hit_BT = is_hit_BT.gather(1, keep_BR)
+        where_BTV = is_hit_BT[..., None].expand_as(logits_BTV).clone()
+        if bad != -math.inf:
+            where_BTV[..., 1:] = False
+        return logits_BTV.masked_fill(where_BTV, bad)
+
+    monkeypatch.setattr(type(engine.target), "forward", spoilt)
+
+
+def run(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> list[tuple[Completion, Exception | None]]:
+    requests: list[Request] = [engine.add(prompt, params, i) for i, prompt in enumerate(prompts)]
+    found: dict[Request, tuple[Completion, Exception | None]] = {request: (Completion(), None) for request in requests}
+    while engine.num_running or engine.num_waiting:
+        for chunk in engine.step():
+            found[chunk.request][0].add(chunk)
+            found[chunk.request] = found[chunk.request][0], chunk.error
+    return list(found.values())
+
+
+@pytest.mark.parametrize("mode", ["naive", "suffix", "share", "classic"])
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("more", [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 3}, {"logprobs": True}], ids=str)
+def test_only_its_request_ends(
+    target: str, mode: Any, bad: str, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the token that naive would have to choose, whatever the draft."""
+    runtime = Runtime(EngineConfig(target=target, device="cpu", dtype="float32", max_context=96, max_batch=3), (mode,))
+    engine = runtime.engine(mode)
+    params = SamplingParams(max_new_tokens=24, ignore_eos=True, **more)
+    prompts = [runtime.tokenizer.encode(text) for text in ("the old tree", "the river", "a bird sings")]
+    healthy = [done for done, _ in run(engine, prompts, params)]
+    seen = [set(done.token_ids) for done in healthy]
+    token = next(t for t in healthy[0].token_ids[3:] if t not in seen[1] | seen[2] | {t for p in prompts for t in p})
+    place = healthy[0].token_ids.index(token) + 1  # of the token that cannot be chosen
+    spoil(engine, monkeypatch, token, BAD[bad])
+    (ended, error), *others = run(engine, prompts, params)
+    assert isinstance(error, NonFiniteLogits) and ended.finish_reason == "error"
+    assert ended.token_ids == healthy[0].token_ids[:place]
+    assert f"position {len(prompts[0]) + place} " in str(error) and "float32" in str(error) and target in str(error)
+    for (done, none), wanted in zip(others, healthy[1:], strict=True):
+        assert none is None
+        assert (done.token_ids, done.logprobs, done.text) == (wanted.token_ids, wanted.logprobs, wanted.text)
+    assert not any(len(ids) >= 3 and ids[:3] == prompts[0][:3] for ids in engine.cache.cached_ids), "KV is not reused"
+    for tensor in (*engine.cache.k, *engine.cache.v):
+        assert tensor.isfinite().all()
+    monkeypatch.undo()
+    again = [done.token_ids for done, _ in run(engine, prompts, params)]
+    assert again == [done.token_ids for done in healthy]
+    runtime.close()
