@@ -88,7 +88,7 @@ def settings_of(config: EngineConfig, **more: Any) -> dict[str, Any]:
     """Return command, model and engine options, and `more`, for a report."""
     return {
         "command": command(),
-        "model": model_name(config.target),
+        "model": model_name(config.target) + ("" if config.lora is None else f" + {Path(config.lora).name} (LoRA)"),
         "draft": config.draft,
         **more,
         "dtype": config.dtype,

@@ -231,6 +231,7 @@ def _settings(args: argparse.Namespace, work: Work) -> dict[str, Any]:
     return {
         "prompts": [file.name, hashlib.sha256(file.read_bytes()).hexdigest()],
         "target": config.target,
+        **({} if config.lora is None else {"lora": config.lora}),
         "dtype": config.dtype,
         "compile": config.compile,
         "exact": config.exact,

@@ -274,6 +274,7 @@ def _settings(args: argparse.Namespace, config: EngineConfig, temperatures: list
     """Return the settings that answers depend on."""
     return {
         "target": config.target,
+        **({} if config.lora is None else {"lora": config.lora}),
         "dtype": config.dtype,
         "prompts": [[Path(name).name, hashlib.sha256(Path(name).read_bytes()).hexdigest()] for name in args.prompts],
         "temperatures": temperatures,

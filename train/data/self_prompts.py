@@ -143,6 +143,7 @@ def _settings(config: EngineConfig, params: SamplingParams, num: int) -> dict[st
     return {
         "num_prompts": num,
         "target": config.target,
+        **({} if config.lora is None else {"lora": config.lora}),
         "dtype": config.dtype,
         "compile": config.compile,
         "exact": config.exact,
