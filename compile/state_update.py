@@ -67,7 +67,7 @@ def commit_round(
 
 
 def count_finite(logits_BTV: Tensor, path_BT: Tensor | None, num_new_B: Tensor) -> Tensor:
-    """Return the number [B] of new tokens before logits that are not numbers.
+    """Count new tokens [B] before logits that are not numbers.
 
     Such logits have NaN, +infinity or no finite one. The logits of a new token are those of its row in `path`; without
     paths its own.

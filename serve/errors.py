@@ -89,7 +89,10 @@ def engine_failed() -> ApiError:
 
 
 def not_numbers(message: str) -> ApiError:
-    """Return the error of a request whose logits are not numbers; others go on."""
+    """Return the error for logits that are not numbers.
+
+    Other requests go on.
+    """
     return ApiError(500, message, code="logits_not_numbers")
 
 

@@ -51,9 +51,9 @@ def append_tokens_kernel(
 
 @triton.jit(do_not_specialize=_INTS, do_not_specialize_on_alignment=_UNALIGNED)
 def rate_logits_kernel(logits_ptr, num_ptr, path_ptr, rates_ptr, T, V, logits_b, logits_t, path_b, BLOCK: tl.constexpr):
-    """Rate logits of new tokens: 1 finite, 2 NaN or +inf. Grid (B, T, chunks).
+    """Rate logits of new tokens. Grid (B, T, chunks).
 
-    The rate of a chunk is its largest; 0: all are -inf.
+    1: finite, 2: NaN or +inf. The rate of a chunk is its largest; 0: all are -inf.
     """
     b, t, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if t < tl.load(num_ptr + b):

@@ -42,7 +42,10 @@ class Call:
         self.num_unfinished = len(prompts)
         """Prompts whose answers have not finished."""
         self.failure: NonFiniteLogits | None = None
-        """Error of the first prompt that failed; raised after the answers of the others."""
+        """Error of the first prompt that failed.
+
+        It is raised after the answers of the others.
+        """
         self.error: BaseException | None = None
         self.closed = False
 

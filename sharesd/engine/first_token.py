@@ -18,7 +18,10 @@ from sharesd.speculation.draft_tree import DraftTree
 
 
 def sample_first(request: Request, sampler: Sampler, logits_1V: Tensor, length_1: Tensor, root_1: Tensor) -> Tokens:
-    """Sample a prompt's first token into `root`, with a sampler of its row alone."""
+    """Sample a prompt's first token into `root`.
+
+    The sampler is for its row alone.
+    """
     params = request.params
     if params.max_new_tokens == 0:
         return Tokens([], [], [], [], [] if params.top_logprobs else None)
@@ -43,5 +46,8 @@ def sample_first(request: Request, sampler: Sampler, logits_1V: Tensor, length_1
 
 
 def pack_first(token_1: Tensor, logits_1V: Tensor) -> Tensor:
-    """Return the token, and 1 if its logits are numbers, for one read by the host."""
+    """Return the token, and 1 if its logits are numbers.
+
+    The host thus reads both at once.
+    """
     return torch.cat([token_1, count_finite(logits_1V[:, None], None, torch.ones_like(token_1))])

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import pytest
+import torch
 
 from sharesd import SamplingParams
 from sharesd.config import EngineConfig
@@ -13,8 +14,11 @@ from sharesd.engine.engine import Engine
 from sharesd.engine.errors import NonFiniteLogits
 from sharesd.engine.outputs import Completion
 from sharesd.engine.request import Request
+from sharesd.engine.warmup import warm_up
 from sharesd.runtime import Runtime
 from tests.cases.inputs import llama
+from tests.engine.test_rows import new
+from tests.helpers.recorded_graphs import RecordedGraphs, take_the_way_of_cuda
 
 BAD = {"nan": math.nan, "inf": math.inf, "none": -math.inf}
 
@@ -24,7 +28,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(llama(tmp_path_factory.mktemp("not-numbers") / "x", seed=90))
 
 
-def spoil(engine: Engine, monkeypatch: pytest.MonkeyPatch, token: int, bad: float) -> None:
+def spoil(engine: Engine, monkeypatch: pytest.MonkeyPatch, token: int | torch.Tensor, bad: float) -> None:
     """Logits after this token are spoilt: one of them, or all if `bad` is minus infinity."""
     forward = type(engine.target).forward
 
@@ -35,7 +39,7 @@ def spoil(engine: Engine, monkeypatch: pytest.MonkeyPatch, token: int, bad: floa
             is_hit_BT = is_hit_BT.gather(1, keep_BR)
         where_BTV = is_hit_BT[..., None].expand_as(logits_BTV).clone()
         if bad != -math.inf:
-            where_BTV[..., 1:] = False
+            where_BTV[..., 1:].fill_(False)
         return logits_BTV.masked_fill(where_BTV, bad)
 
     monkeypatch.setattr(type(engine.target), "forward", spoilt)
@@ -81,3 +85,30 @@ def test_only_its_request_ends(
     again = [done.token_ids for done, _ in run(engine, prompts, params)]
     assert again == [done.token_ids for done in healthy]
     runtime.close()
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["one by one", "ahead"])
+@pytest.mark.parametrize("mode", ["naive", "share", "classic"])
+def test_it_is_found_in_replayed_rounds(mode: str, async_scheduling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the form of CUDA. Rows of failed requests serve later ones."""
+    take_the_way_of_cuda(monkeypatch)
+    graphs = RecordedGraphs()
+    options: dict[str, Any] = {"widths": [5], "auto_length": False, "async_scheduling": async_scheduling}
+    engine = new(mode, batch=2, graphs=graphs, **options)
+    spoilt_1 = torch.tensor([-1])  # as graphs read it
+    spoil(engine, monkeypatch, spoilt_1, math.nan)
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    prompts = [[5, 6, 7], [9, 8], [11, 12, 13, 14]]
+    warm_up(engine, params)
+    healthy = [done.token_ids for done, _ in run(engine, prompts, params)]
+    others = {*healthy[1], *healthy[2], *(token for prompt in prompts for token in prompt), 0}
+    token = next(token for token in healthy[0][2:] if token not in others)
+    place = healthy[0].index(token) + 1
+    replays = graphs.num_replays
+    spoilt_1.fill_(token)
+    found = run(engine, prompts, params)
+    assert graphs.num_replays > replays
+    spoilt_1.fill_(-1)
+    assert [done.token_ids for done, _ in found] == [healthy[0][:place], *healthy[1:]]
+    assert isinstance(found[0][1], NonFiniteLogits) and f"position {3 + place} " in str(found[0][1])
+    assert [done.token_ids for done, _ in run(engine, prompts, params)] == healthy
