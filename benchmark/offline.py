@@ -63,11 +63,11 @@ def run(args: argparse.Namespace) -> int:
     params = options.sampling_params(args)
     output, template = _output_file(args.save_output), _template(args)
     from sharesd.cli.startup import load_runtime, start_engine
-    from sharesd.models.hub import resolve  # torch takes seconds, mistakes should not
+    from sharesd.models.hub import resolve_target  # torch takes seconds, mistakes should not
     from sharesd.models.tokenizer import load_tokenizer
 
     texts = json.loads(PROMPTS_FILE.read_text(encoding="utf-8"))[args.demo]
-    tokenizer = load_tokenizer(resolve(config.target))
+    tokenizer = load_tokenizer(resolve_target(config))
     prompts = [_encode(tokenizer, text, args.demo, template) for text in texts]
     params = _with_ends(params, tokenizer, template)
     runtime = load_runtime(config, tuple(modes.values()))

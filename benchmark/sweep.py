@@ -211,10 +211,10 @@ def _prompts(
     """Return context -> prompts; None has all questions, without documents, for warmup."""
     from benchmark.documents import Documents, filler_texts
     from sharesd.cli.conversation import prompt_ids
-    from sharesd.models.hub import resolve
+    from sharesd.models.hub import resolve_target
     from sharesd.models.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(resolve(config.target))
+    tokenizer = load_tokenizer(resolve_target(config))
     found: dict[int | None, list[list[int]]] = {None: [prompt_ids(tokenizer, each, []) for each in questions]}
     documents = Documents(tokenizer, [*(each.turns[0] for each in questions[num:]), *filler_texts(filler)])
     for context in dict.fromkeys(context for context in contexts if context is not None):

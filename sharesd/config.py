@@ -267,6 +267,10 @@ class EngineConfig:
     """
     trust_remote_code: bool = False
     """Allow checkpoints that bring their own modelling code (fallback models only)."""
+    revision: str | None = None
+    """Branch, tag or commit of the target's hub id; None = main."""
+    ignore_keys: tuple[str, ...] = ()
+    """Keys and tensors of .gguf files that are left out."""
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     """Offloading of models larger than memory."""
 

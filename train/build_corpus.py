@@ -51,10 +51,10 @@ def run(args: argparse.Namespace) -> int:
     given = [text for name in args.texts for text in _texts(Path(name))]
     with loading_bars() as progress:
         from sharesd.drafters.suffix.datastore import build_datastore
-        from sharesd.models.hub import resolve  # torch takes seconds, mistakes should not
+        from sharesd.models.hub import resolve_target  # torch takes seconds, mistakes should not
         from sharesd.models.tokenizer import load_tokenizer
 
-        tokenizer = load_tokenizer(resolve(config.target, progress=progress))
+        tokenizer = load_tokenizer(resolve_target(config, progress=progress))
         texts = [tokenizer.encode(text, add_special_tokens=False) for text in given]
         if prompts:
             from sharesd.runtime import Runtime

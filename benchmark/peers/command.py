@@ -66,12 +66,12 @@ def run(args: argparse.Namespace) -> int:
 
     from sharesd.cli.conversation import prompt_ids, require_room
     from sharesd.devices.selection import device_of
-    from sharesd.models.hub import resolve
+    from sharesd.models.hub import resolve_target
     from sharesd.models.tokenizer import load_tokenizer
 
     config = replace(config, device=str(device_of(config.device)))
     with loading_bars() as progress:
-        tokenizer = load_tokenizer(resolve(config.target, progress=progress))
+        tokenizer = load_tokenizer(resolve_target(config, progress=progress))
     lengths = {"max_new_tokens": args.max_new_tokens, "max_context": config.planned_context}
     require_room(tokenizer, asked.questions, **lengths)
     prompts = [prompt_ids(tokenizer, question, []) for question in asked.questions]

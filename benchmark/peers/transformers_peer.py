@@ -25,14 +25,14 @@ class Transformers(Peer):
         from transformers import AutoModelForCausalLM
 
         from sharesd.models.hf import quiet_transformers
-        from sharesd.models.hub import resolve
+        from sharesd.models.hub import resolve_target
 
         super().__init__(settings)
         torch.set_num_threads(settings.num_threads)
         self._quiet, config = quiet_transformers, settings.config
         options = {"dtype": getattr(torch, settings.dtype), "trust_remote_code": config.trust_remote_code}
         with self._quiet():
-            model: Any = AutoModelForCausalLM.from_pretrained(resolve(config.target), **options)
+            model: Any = AutoModelForCausalLM.from_pretrained(resolve_target(config), **options)
         self._model = model.eval().to(config.device)
         self._model.generation_config.eos_token_id = None  # end tokens do not end an answer
         self._options: dict[str, dict[str, Any]] = {}

@@ -38,7 +38,7 @@ Modes = Mapping[str, Any]
 def write_results(run: RunConfig, state: Mapping[str, Any], done: Mapping[str, Mapping[Key, TurnRecord]]) -> None:
     """Write all files from the finished turns, and print the table."""
     from benchmark.questions.page import answers_of
-    from sharesd.models.hub import resolve
+    from sharesd.models.hub import resolve_target
     from sharesd.models.tokenizer import load_tokenizer
 
     summary = summary_of(run, state, done)
@@ -55,7 +55,7 @@ def write_results(run: RunConfig, state: Mapping[str, Any], done: Mapping[str, M
         if share is not None and share < 1 and run.params.acceptance == "match":
             err_console.print(f"[bold red]{mode} did not give the text of naive everywhere; see the report[/]")
     answers = [(mode, found[key]) for key in run.keys for mode, found in done.items() if key in found]
-    shown = answers_of(run.questions.questions, answers, load_tokenizer(resolve(run.config.target)))
+    shown = answers_of(run.questions.questions, answers, load_tokenizer(resolve_target(run.config)))
     remarks = [tables_at_start(summary["settings"])]
     report.publish(run.out_dir, "report", remarks=remarks, complete=summary["status"]["complete"], **shown)
 

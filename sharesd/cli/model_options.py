@@ -42,6 +42,14 @@ MODEL = {
         name="--batch-invariant",
     ),
     "trust_remote_code": Flag("run modelling code that a checkpoint brings along"),
+    "revision": Flag("branch, tag or commit of the target's hub id (default: its main branch)", metavar="NAME"),
+    "ignore_keys": Flag(
+        "key or tensor of a .gguf file to load without, though it may change the answers (repeatable)",
+        metavar="NAME",
+        name="--ignore-key",
+        is_list=True,
+        is_absent=True,
+    ),
 }
 DRAFTING = {
     "draft": Flag(

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from compile.activations import ACTIVATIONS
 from sharesd.models.checkpoint import token_ids
-from sharesd.models.decoder_config import DecoderConfig, LayerType, UnsupportedArchitecture
+from sharesd.models.decoder_config import DecoderConfig, LayerType
 from sharesd.models.hf_config import HFConfig
 from sharesd.models.rope_parameters import ROPE_TYPES, context_limit, read_rope
 
@@ -31,6 +31,12 @@ The block's module holds the rows of the layer's modules, in this order.
 """
 
 GGUF_ATTENTION = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj"}
+GGUF_ATTENTION_BIAS = {"attention_bias": ("attn_q", "attn_k", "attn_v", "attn_output")}
+GGUF_BIASES = {
+    **GGUF_ATTENTION_BIAS,
+    "mlp_bias": ("ffn_gate", "ffn_up", "ffn_down"),
+}
+"""Field of config.json -> parts of a block with a bias."""
 GGUF_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 GGUF_BLOCK_NAMES = {
     **GGUF_ATTENTION,
@@ -60,8 +66,8 @@ class GGUFLayout:
     """Class of transformers, for config.json."""
     block_names: Mapping[str, str] = field(default_factory=lambda: GGUF_BLOCK_NAMES)
     """Part of a block -> module of a checkpoint's layer."""
-    biased: frozenset[str] = frozenset()
-    """Parts of a block with a bias."""
+    biases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Parts of a block that may have a bias, see GGUF_BIASES."""
     pairs_rows: bool = False
     """Q and K rotate neighbouring rows of a head, not its halves.
 
@@ -71,30 +77,33 @@ class GGUFLayout:
     """Norm weights include the one that checkpoints leave out."""
     fields: Mapping[str, str] = field(default_factory=dict)
     """Further keys, without the name -> fields of config.json."""
-    rope_scaling: bool = True
-    """Files may have keys `rope.scaling.*`."""
+    ropes: tuple[str, ...] = ("default", "linear", "yarn", "longrope", "divisors")
+    """Rules that positions can follow; "divisors" are stored numbers."""
+    partial_rotary: bool = False
+    """Heads may be rotated in part."""
+    mixes_windows: bool = False
+    """Some layers have a sliding window, and attention its own scale."""
     extra_config: Callable[[Mapping[str, Any]], dict[str, Any]] = default_gguf_config
     """Makes fields that files leave out from those read so far."""
-    sentencepiece: Literal["text_prefix", "segment_prefix", "no_prefix"] = "text_prefix"
-    """Place of the space that sentencepiece adds.
+    sentencepiece: Literal["prefix", "no_prefix"] = "prefix"
+    """Rule of sentencepiece if the file is silent.
 
-    Before a text, or before each part between special tokens. With "no_prefix" (Gemma) no space is added: runs of
-    spaces are tokens, and merges follow the order of tokens instead of scores.
+    A space is added before texts, or not (Gemma).
+    With "no_prefix", merges follow the order of tokens instead of scores.
     """
 
-    def checkpoint_name(self, stored: str) -> str:
-        """Return a tensor's name in a checkpoint.
-
-        Raises:
-            UnsupportedArchitecture: the family lacks such a tensor.
-        """
-        part, _, kind = stored.rpartition(".")
-        if kind == "weight" and part in _GGUF_OUTER_NAMES:
-            return f"{_GGUF_OUTER_NAMES[part]}.weight"
-        match part.split("."):
-            case ["blk", number, inner] if inner in self.block_names and (kind == "weight" or inner in self.biased):
-                return f"model.layers.{number}.{self.block_names[inner]}.{kind}"
-        raise UnsupportedArchitecture(f"tensor {stored!r} is not known")
+    def tensor_names(self, num_layers: int) -> dict[str, str]:
+        """Return names of tensors in a file -> names in a checkpoint."""
+        parts = {
+            f"blk.{i}.{part}": f"model.layers.{i}.{name}"
+            for i in range(num_layers)
+            for part, name in self.block_names.items()
+        }
+        return {
+            f"{part}.{kind}": f"{name}.{kind}"
+            for part, name in (_GGUF_OUTER_NAMES | parts).items()
+            for kind in ("weight", "bias")
+        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

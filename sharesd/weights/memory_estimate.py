@@ -181,7 +181,7 @@ class MemoryEstimate:
         heads = [selection.head_of(self.config, mode) for mode in self._heads if mode in self._needs]
         for path in (second, *heads):
             if path is not None:
-                num += sum(file.stat().st_size for file in weight_files(resolve(path)))
+                num += sum(file.stat().st_size for file in weight_files(resolve(path, ignored=self.config.ignore_keys)))
         return num
 
     @property

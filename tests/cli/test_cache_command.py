@@ -198,7 +198,7 @@ def test_a_checkpoint_made_of_another_file_is_converted_again(
 ) -> None:
     """Of the same size, beginning and end: by its time and contents. A copy of the file needs no new conversion."""
     monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(convert, "_fingerprint", lambda file: KEY)
+    monkeypatch.setattr(convert, "_fingerprint", lambda *args: KEY)
     source = write_gguf(tmp_path / "tiny.gguf")
     folder = converted_folder(source)
     before = (folder / "model.safetensors").read_bytes()

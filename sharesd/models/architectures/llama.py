@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sharesd.models.architecture import Architecture, GGUFLayout, llama_like
+from sharesd.models.architecture import GGUF_BIASES, Architecture, GGUFLayout, llama_like
 from sharesd.models.decoder_config import DecoderConfig
 from sharesd.models.hf_config import HFConfig
 
@@ -17,6 +17,6 @@ ARCHITECTURES = (
         model_type="llama",
         to_decoder_config=_read,
         defaults={"max_position_embeddings": 2048, "eos_token_id": 2},
-        gguf=GGUFLayout(name="llama", class_name="LlamaForCausalLM", pairs_rows=True),
+        gguf=GGUFLayout(name="llama", class_name="LlamaForCausalLM", biases=GGUF_BIASES, pairs_rows=True),
     ),
 )

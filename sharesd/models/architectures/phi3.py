@@ -43,8 +43,8 @@ ARCHITECTURES = (
                 "ffn_norm": "post_attention_layernorm",
             },
             fields={"attention.sliding_window": "sliding_window"},
-            rope_scaling=False,
-            sentencepiece="segment_prefix",
+            ropes=("default", "linear", "longrope", "divisors"),
+            partial_rotary=True,
         ),
     ),
 )

@@ -6,7 +6,7 @@ Qwen2 has biases, Qwen3 norms of heads.
 from __future__ import annotations
 
 from sharesd.models.architecture import (
-    GGUF_ATTENTION,
+    GGUF_ATTENTION_BIAS,
     GGUF_BLOCK_NAMES,
     GGUF_HEAD_NORMS,
     Architecture,
@@ -37,14 +37,17 @@ ARCHITECTURES = (
         model_type="qwen2",
         to_decoder_config=_read_qwen2,
         defaults={"max_position_embeddings": 32768, "sliding_window": 4096},
-        gguf=GGUFLayout(name="qwen2", class_name="Qwen2ForCausalLM", biased=frozenset(GGUF_ATTENTION)),
+        gguf=GGUFLayout(name="qwen2", class_name="Qwen2ForCausalLM"),
     ),
     Architecture(
         model_type="qwen3",
         to_decoder_config=_read_qwen3,
         defaults={"max_position_embeddings": 32768, "sliding_window": 4096, "head_dim": 128},
         gguf=GGUFLayout(
-            name="qwen3", class_name="Qwen3ForCausalLM", block_names={**GGUF_BLOCK_NAMES, **GGUF_HEAD_NORMS}
+            name="qwen3",
+            class_name="Qwen3ForCausalLM",
+            block_names={**GGUF_BLOCK_NAMES, **GGUF_HEAD_NORMS},
+            biases=GGUF_ATTENTION_BIAS,
         ),
     ),
 )

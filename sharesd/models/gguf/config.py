@@ -1,6 +1,6 @@
 """Header of a .gguf file to a config.json, for native architectures.
 
-Only files all of whose fields and tensors are known are converted; UnsupportedArchitecture names the unknown one.
+Every key and tensor is used or known to be without effect; UnknownKey names the first other one.
 """
 
 from __future__ import annotations
@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
-from sharesd.models import rope as rope_rules
 from sharesd.models.architecture import GGUFLayout
 from sharesd.models.architectures import architectures
 from sharesd.models.decoder_config import UnsupportedArchitecture
+from sharesd.models.gguf.keys import NEUTRAL, WITHOUT_EFFECT, is_close, is_neutral, unknown_key
 from sharesd.models.gguf.reader import GGUFFile
+from sharesd.models.gguf.rope import FIELDS as ROPE_FIELDS
+from sharesd.models.gguf.rope import rope_of
+from sharesd.models.gguf.tokenizer import end_ids, token_id
 
 _SIZES = {
     "context_length": "max_position_embeddings",
@@ -26,10 +27,9 @@ _SIZES = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "rope.freq_base": "rope_theta",
 }
-_HEADS = ("vocab_size", "rope.dimension_count", "attention.key_length", "attention.value_length")
-_SCALING = ("rope.scaling.type", "rope.scaling.factor")
-
 _OPTIONAL = ("attention.head_count_kv", "rope.freq_base")
+_HEADS = ("attention.key_length", "attention.value_length", "rope.dimension_count")
+_PATTERN, _WINDOW = "attention.sliding_window_pattern", "attention.sliding_window"
 
 
 def layout_of(file: GGUFFile) -> tuple[str, GGUFLayout]:
@@ -40,64 +40,103 @@ def layout_of(file: GGUFFile) -> tuple[str, GGUFLayout]:
     raise UnsupportedArchitecture(f"architecture {file.architecture!r} is not known")
 
 
+def fields_of(file: GGUFFile) -> dict[str, Any]:
+    """Return the keys below the architecture, without its name.
+
+    Lists that are equal for all layers become one value.
+    """
+    prefix = f"{file.architecture}."
+    fields = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
+    for key, value in fields.items():
+        if key != _PATTERN and isinstance(value, list) and len(set(map(repr, value))) == 1:
+            fields[key] = value[0]
+    return fields
+
+
 def config_of(file: GGUFFile) -> dict[str, Any]:
     """Return the file's config.json.
 
-    Raises UnsupportedArchitecture for a field that is not known, ValueError for a missing one.
+    Raises UnknownKey for a key that is not known, ValueError for a missing one.
     """
     model_type, layout = layout_of(file)
-    prefix = f"{file.architecture}."
-    fields = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
-    sizes = _SIZES | dict(layout.fields)
-    for key in fields:
-        if key not in sizes and key not in _HEADS and not (layout.rope_scaling and key in _SCALING):
-            raise UnsupportedArchitecture(f"field {prefix + key!r} is not known")
-    for key in ("attention.head_count", "attention.head_count_kv", "feed_forward_length"):
-        if isinstance(fields.get(key), list):
-            raise UnsupportedArchitecture(f"field {prefix + key!r} differs between layers")
+    prefix, fields, sizes = f"{file.architecture}.", fields_of(file), _SIZES | dict(layout.fields)
     config = {name: fields[key] for key, name in sizes.items() if key in fields}
     missing = [prefix + key for key, name in _SIZES.items() if name not in config and key not in _OPTIONAL]
     if missing or "token_embd.weight" not in file.tensors:
-        raise ValueError(f"the file has no {', '.join(missing) or 'token_embd.weight'}; download it again")
+        raise ValueError(f"it has no {', '.join(missing) or 'token_embd.weight'}; download it again")
+    for key, name in sizes.items():  # lists: layers of several sizes
+        if name in config and (not isinstance(config[name], int | float) or (key in _SIZES and config[name] <= 0)):
+            raise unknown_key(prefix + key, config[name])
     config.setdefault("num_key_value_heads", config["num_attention_heads"])
-    config["head_dim"] = _head_dim(fields, config["hidden_size"] // config["num_attention_heads"])
+    config |= _heads(prefix, fields, config, layout)
+    _check_fields(prefix, fields, sizes, config, layout)
     config |= layout.extra_config(config)
-    config |= _rope(file, fields, config)
+    if layout.mixes_windows and _PATTERN in fields:
+        config["layer_types"] = _layer_types(prefix, fields[_PATTERN], config["num_hidden_layers"])
+    if layout.mixes_windows and "attention.scale" in fields:
+        config["query_pre_attn_scalar"] = fields["attention.scale"] ** -2
+    for name, parts in layout.biases.items():
+        if any(f".{part}.bias" in stored for stored in file.tensors for part in parts):
+            config[name] = True
+    config |= rope_of(file, fields, config, layout.ropes)
+    ends = end_ids(file)
     return config | {
         "architectures": [layout.class_name],
         "model_type": model_type,
         "dtype": "bfloat16",
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "bos_token_id": file.tokenizer("bos_token_id"),
-        "eos_token_id": file.tokenizer("eos_token_id"),
+        "bos_token_id": token_id(file, "bos"),
+        "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
     }
 
 
-def _head_dim(fields: Mapping[str, Any], default: int) -> int:
-    named = ("attention.key_length", "attention.value_length", "rope.dimension_count")
-    dims = {fields[key] for key in named if key in fields} or {default}
-    if len(dims) > 1:
-        raise UnsupportedArchitecture(f"heads of several sizes ({', '.join(map(str, sorted(dims)))}) are not known")
-    return dims.pop()
+def _heads(prefix: str, fields: Mapping[str, Any], config: Mapping[str, Any], layout: GGUFLayout) -> dict[str, Any]:
+    """Return the size of heads, and how much of them is rotated."""
+    default = config["hidden_size"] // config["num_attention_heads"]
+    rotated = fields.get("rope.dimension_count")
+    if rotated is not None and not layout.partial_rotary:  # old files name no other size
+        default = rotated
+    size = fields.get("attention.key_length", default)
+    if fields.get("attention.value_length", size) != size:
+        raise unknown_key(prefix + "attention.value_length", fields["attention.value_length"])
+    if not isinstance(size, int) or size <= 0:
+        raise unknown_key(prefix + "attention.key_length", size)
+    if rotated in (None, size):
+        return {"head_dim": size}
+    if not layout.partial_rotary or int(size * (rotated / size)) != rotated:
+        raise unknown_key(prefix + "rope.dimension_count", rotated)
+    return {"head_dim": size, "partial_rotary_factor": rotated / size}
 
 
-def _rope(file: GGUFFile, fields: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rope scaling of a file; empty if there is none."""
-    kind = fields.get("rope.scaling.type", "none")
-    if kind == "linear" and "rope.scaling.factor" in fields:
-        return {"rope_scaling": {"rope_type": "linear", "factor": fields["rope.scaling.factor"]}}
-    if kind != "none":
-        raise UnsupportedArchitecture(f"rope scaling {kind!r} is not known")
-    stored = file.tensors.get("rope_freqs.weight")
-    if stored is None:
-        return {}
-    divisors_r = torch.from_numpy(stored.data.view("<f4").copy())
-    theta, dim, positions = config.get("rope_theta", 10_000.0), config["head_dim"], config["max_position_embeddings"]
-    plain_r, _ = rope_rules.frequencies({"rope_type": "default", "rope_theta": theta}, dim, positions)
-    llama3 = {"rope_type": "llama3", "factor": divisors_r.max().item(), "original_max_position_embeddings": 8192}
-    llama3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    wanted_r, _ = rope_rules.frequencies(llama3 | {"rope_theta": theta}, dim, positions)
-    if divisors_r.shape != plain_r.shape or not torch.allclose(plain_r / divisors_r, wanted_r, rtol=1e-4, atol=0):
-        raise UnsupportedArchitecture("the divisors in rope_freqs.weight are not known")
-    return {"rope_scaling": llama3}
+def _check_fields(
+    prefix: str, fields: Mapping[str, Any], sizes: Mapping[str, str], config: Mapping[str, Any], layout: GGUFLayout
+) -> None:
+    """Raise UnknownKey for a key that is neither read nor without effect."""
+    known = {*sizes, *_HEADS, *ROPE_FIELDS, *WITHOUT_EFFECT}
+    if layout.mixes_windows:
+        known |= {_PATTERN, "attention.scale"}
+    head_dim, rotated = config["head_dim"], fields.get("rope.dimension_count", config["head_dim"])
+    same = {"attention.key_length_swa": head_dim, "attention.value_length_swa": head_dim}
+    same |= {"rope.dimension_count_swa": rotated, "rope.freq_base_swa": config.get("rope_theta", 10_000.0)}
+    same |= {"attention.scale": head_dim**-0.5}
+    for key, value in fields.items():
+        if key in known or is_neutral(key, value, NEUTRAL) or (key in same and is_close(value, same[key])):
+            continue
+        if key == _WINDOW and isinstance(value, int) and value >= config["max_position_embeddings"]:
+            continue
+        raise unknown_key(prefix + key, value)
+
+
+def _layer_types(prefix: str, pattern: Any, num_layers: int) -> list[str]:
+    """Return the layers' types.
+
+    A list has one entry per layer, not 0 if it slides; of a number of layers the last has full attention.
+    """
+    if isinstance(pattern, list):
+        if len(pattern) < num_layers:
+            raise unknown_key(prefix + _PATTERN, pattern)
+        slides = list(map(bool, pattern[:num_layers]))
+    else:
+        slides = [pattern == 0 or i % pattern < pattern - 1 for i in range(num_layers)]
+    return ["sliding_attention" if each else "full_attention" for each in slides]

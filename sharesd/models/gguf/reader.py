@@ -87,7 +87,10 @@ class _Reader:
         places = [self.place() for _ in range(num_tensors)]
         alignment = metadata.get("general.alignment", _ALIGNMENT)
         begin = -(-self.at // alignment) * alignment
-        return GGUFFile(metadata, {place[0]: self.tensor(begin, *place) for place in places})
+        tensors = {place[0]: self.tensor(begin, *place) for place in places}
+        if len(tensors) < num_tensors:
+            raise ValueError("two of its tensors have one name")
+        return GGUFFile(metadata, tensors)
 
     def number(self, form: str) -> Any:
         (value,) = struct.unpack_from(form, self.data, self.at)

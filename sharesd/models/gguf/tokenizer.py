@@ -3,47 +3,66 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 from gguf import TokenType
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
-from sharesd.models.decoder_config import UnsupportedArchitecture
-from sharesd.models.gguf.config import layout_of
+from sharesd.models.architecture import GGUFLayout
+from sharesd.models.gguf.keys import CHAT_TEMPLATES, check_tokenizer_keys, unknown_key
+from sharesd.models.gguf.pre_tokenizers import PATTERNS, WHOLE_WORDS, pre_tokenizer
 from sharesd.models.gguf.reader import GGUFFile
 
-_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA3 = _ENDINGS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _SPACES
-_QWEN2 = _ENDINGS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _SPACES
-_WORDS: dict[str, str | None] = {
-    **dict.fromkeys(("gpt-2", "smollm")),  # as GPT-2 splits
-    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "smaug-bpe"), _LLAMA3),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
-}
-"""Pre-tokenizer -> pattern of a word; None for that of GPT-2."""
-_WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe")
-"""Pre-tokenizers whose words are tokens if the vocabulary has them, without merges."""
+log = logging.getLogger(__name__)
 
 _SPACE = "\u2581"  # sentencepiece's
+_NO_TOKEN = (-1, 2**32 - 1)
+"""Ids that stand for none."""
+_ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+"""Roles of tokens that end an answer."""
 
 
 def check_tokenizer(file: GGUFFile) -> None:
-    """Raise UnsupportedArchitecture if `write_tokenizer` lacks the file's tokenizer."""
-    kind, words = file.tokenizer("model"), file.tokenizer("pre", "default")
-    if kind == "gpt2" and words not in _WORDS:
-        raise UnsupportedArchitecture(f"pre-tokenizer {words!r} is not known")
+    """Raise ValueError if `write_tokenizer` lacks the file's tokenizer."""
+    kind = file.tokenizer("model")
     if kind not in ("gpt2", "llama"):
-        raise UnsupportedArchitecture(f"tokenizer {kind!r} is not known")
+        raise ValueError(
+            f"its tokenizer {kind!r} (tokenizer.ggml.model) is not supported; give a safetensors checkpoint"
+        )
+    if kind == "gpt2" and pre_name(file) not in PATTERNS:
+        raise ValueError(
+            f"its pre-tokenizer {pre_name(file)!r} (tokenizer.ggml.pre) is not known; give a safetensors checkpoint"
+        )
+    if kind == "gpt2" and file.tokenizer("pre") is None:
+        log.warning("the file names no pre-tokenizer (tokenizer.ggml.pre); words are split as llama.cpp splits them")
+    check_tokenizer_keys(file.metadata)
+    tokens = file.tokenizer("tokens")
     for key in ("tokens", "token_type", *(("merges",) if kind == "gpt2" else ("scores",))):
-        if file.tokenizer(key) is None:
-            raise UnsupportedArchitecture(f"a {kind} tokenizer without {key} is not known")
+        found = file.tokenizer(key)
+        if not isinstance(found, list) or (key != "merges" and len(found) != len(tokens)):
+            raise ValueError(f"its {kind} tokenizer has no complete tokenizer.ggml.{key}; download it again")
+    for key, value in file.metadata.items():
+        named = key.startswith("tokenizer.ggml.") and key.endswith("_token_id") and value not in _NO_TOKEN
+        if named and not (isinstance(value, int) and 0 <= value < len(tokens)):
+            raise unknown_key(key, value)
 
 
-def write_tokenizer(file: GGUFFile, folder: Path) -> None:
-    """Write tokenizer.json, tokenizer_config.json and the chat template."""
-    tokenizer = _byte_level(file) if file.tokenizer("model") == "gpt2" else _sentencepiece(file)
+def pre_name(file: GGUFFile) -> str:
+    """Return the name of the pre-tokenizer; files before 2024 have none."""
+    return file.tokenizer("pre", "default")
+
+
+def write_tokenizer(file: GGUFFile, folder: Path, layout: GGUFLayout | None) -> None:
+    """Write tokenizer.json, tokenizer_config.json and the chat templates.
+
+    `layout`: of the file's family, if it is native.
+    """
+    try:
+        tokenizer = _byte_level(file) if file.tokenizer("model") == "gpt2" else _sentencepiece(file, layout)
+    except Exception as error:  # the package raises nothing narrower
+        raise ValueError(f"its tokenizer is damaged ({error}); download it again") from error
     tokenizer.add_tokens(
         [
             AddedToken(token, normalized=False, special=kind == TokenType.CONTROL)
@@ -54,41 +73,59 @@ def write_tokenizer(file: GGUFFile, folder: Path) -> None:
     special = special_tokens(file)
     _add_ends(tokenizer, file, special)
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
     if template := file.metadata.get("tokenizer.chat_template"):
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
+    templates = {k.removeprefix(CHAT_TEMPLATES): v for k, v in file.metadata.items() if k.startswith(CHAT_TEMPLATES)}
+    if templates:
+        config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
     text = json.dumps(config, indent=1, ensure_ascii=False)
     (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
+
+
+def token_id(file: GGUFFile, role: str) -> int | None:
+    """Return the id of a role's token; sentencepiece has usual ones."""
+    usual = {"bos": 1, "eos": 2, "unknown": 0} if file.tokenizer("model") == "llama" else {}
+    found = file.tokenizer(f"{role}_token_id", usual.get(role))
+    return found if found is not None and 0 <= found < len(file.tokenizer("tokens", [])) else None
+
+
+def end_ids(file: GGUFFile) -> list[int]:
+    """Return the tokens that end an answer, `eos` first."""
+    ids = (token_id(file, role) for role in _ENDS)
+    return list(dict.fromkeys(i for i in ids if i is not None))
 
 
 def special_tokens(file: GGUFFile) -> dict[str, str]:
     """Return role -> token, in the naming of tokenizer_config.json."""
     tokens = file.tokenizer("tokens", [])
     roles = {"bos": "bos_token", "eos": "eos_token", "padding": "pad_token", "unknown": "unk_token"}
-    ids = {role: file.tokenizer(f"{key}_token_id") for key, role in roles.items()}
-    return {role: tokens[i] for role, i in ids.items() if i is not None and i < len(tokens)}
+    ids = {role: token_id(file, key) for key, role in roles.items()}
+    return {role: tokens[i] for role, i in ids.items() if i is not None}
 
 
 def _byte_level(file: GGUFFile) -> Tokenizer:
-    words = file.tokenizer("pre", "default")
+    name = pre_name(file)
     tokens = {token: i for i, token in enumerate(file.tokenizer("tokens"))}
     merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in file.tokenizer("merges"))]
-    tokenizer = Tokenizer(models.BPE(vocab=tokens, merges=merges, ignore_merges=words in _WHOLE_WORDS))
-    split = _WORDS[words]
-    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if words == "smollm" else []
-    if split is not None:
-        steps.append(pre_tokenizers.Split(Regex(split), behavior="isolated"))
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer = Tokenizer(models.BPE(vocab=tokens, merges=merges, ignore_merges=name in WHOLE_WORDS))
+    tokenizer.pre_tokenizer = pre_tokenizer(name)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
-def _sentencepiece(file: GGUFFile) -> Tokenizer:
-    tokens, style = file.tokenizer("tokens"), layout_of(file)[1].sentencepiece
-    if style == "no_prefix":  # runs of spaces are stored as such
-        tokens = [token if token.strip(" ") else _SPACE * len(token) for token in tokens]
-    ranks = [-i for i in range(len(tokens))] if style == "no_prefix" else file.tokenizer("scores")
+def _sentencepiece(file: GGUFFile, layout: GGUFLayout | None) -> Tokenizer:
+    """Return sentencepiece's BPE, as llama.cpp runs it.
+
+    Pieces of the user are found first, the longest at each place. Each text between them and control tokens gets a
+    space before it, if the file asks for it.
+    """
+    gemma = layout is not None and layout.sentencepiece == "no_prefix"
+    tokens, kinds = list(file.tokenizer("tokens")), file.tokenizer("token_type")
+    for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True)):
+        if gemma and kind != TokenType.USER_DEFINED and not token.strip(" "):
+            tokens[i] = _SPACE * len(token)
+    ranks = [-i for i in range(len(tokens))] if gemma else file.tokenizer("scores")
     tokenizer = Tokenizer(
         models.BPE(
             vocab={token: i for i, token in enumerate(tokens)},
@@ -99,18 +136,10 @@ def _sentencepiece(file: GGUFFile) -> Tokenizer:
         )
     )
     steps: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if style == "no_prefix":
-        tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
-        tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", behavior="merged_with_previous")
-    elif not file.tokenizer("add_space_prefix", True):
-        tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
-    else:
+    tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
+    if file.tokenizer("add_space_prefix", not gemma):
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), tokenizer.normalizer])
         steps.append(decoders.Strip(" ", left=1))
-        if style == "segment_prefix":
-            prefix, spaces = normalizers.Prepend(_SPACE), normalizers.Replace(" ", _SPACE)
-            tokenizer.normalizer = normalizers.Sequence([prefix, spaces])
-        else:
-            tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE, prepend_scheme="first", split=False)
     tokenizer.decoder = decoders.Sequence(steps)
     return tokenizer
 
@@ -133,7 +162,7 @@ def _merges(tokens: list[str], ranks: list[float]) -> list[tuple[str, str]]:
 
 def _add_ends(tokenizer: Tokenizer, file: GGUFFile, special: dict[str, str]) -> None:
     """Add the tokens before and after every text."""
-    llama = file.tokenizer("model") == "llama" or file.tokenizer("pre") in _WHOLE_WORDS  # where the file is silent
+    llama = file.tokenizer("model") == "llama" or file.tokenizer("pre") in WHOLE_WORDS  # where the file is silent
     begin = special.get("bos_token") if file.tokenizer("add_bos_token", llama) else None
     end = special.get("eos_token") if file.tokenizer("add_eos_token", False) else None
     if begin is None and end is None:

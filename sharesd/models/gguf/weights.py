@@ -2,46 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from sharesd.models.checkpoint import Progress
-from sharesd.models.decoder_config import UnsupportedArchitecture
+from sharesd.models.decoder_config import DecoderConfig
+from sharesd.models.gguf import rope
 from sharesd.models.gguf.config import layout_of
+from sharesd.models.gguf.keys import unknown_tensor
 from sharesd.models.gguf.reader import GGUFFile, StoredTensor
 
-_COMPUTED = "rope_freqs.weight"
-"""Tensor that follows from config.json."""
+_COMPUTED = re.compile(r"blk\.\d+\.attn_rot_embd\.weight")
+"""Tensors that follow from config.json, in old files."""
 _BLOCK_WEIGHTS = 1 << 16
 
 
-def names_of(file: GGUFFile) -> dict[str, str]:
+def names_of(file: GGUFFile, config: DecoderConfig) -> dict[str, str]:
     """Return tensor names in the file -> names in a checkpoint.
 
-    Raises:
-        UnsupportedArchitecture: a tensor is not known.
+    Names, types and shapes are checked.
+
+    Raises UnknownKey for a tensor that is not known, ValueError for a missing or damaged one.
     """
     _, layout = layout_of(file)
-    for tensor in file.tensors.values():
+    possible, shapes = layout.tensor_names(config.num_hidden_layers), _shapes(config)
+    wanted = {stored: name for stored, name in possible.items() if name in shapes}
+    names = {}
+    for stored, tensor in file.tensors.items():
+        if stored in rope.TENSORS or _COMPUTED.fullmatch(stored):
+            continue
+        if stored not in wanted:
+            raise unknown_tensor(stored)
+        names[stored] = name = wanted[stored]
+        if tensor.shape != shapes[name]:
+            found, right = list(tensor.shape), list(shapes[name])
+            raise ValueError(
+                f"tensor {stored!r} has shape {found} where the header asks for {right}; download it again"
+            )
         try:
             gguf.dequantize(tensor.data[: gguf.GGML_QUANT_SIZES[tensor.kind][1]], tensor.kind)
         except NotImplementedError:
-            raise UnsupportedArchitecture(f"tensor type {tensor.kind.name} is not known") from None
-    return {name: layout.checkpoint_name(name) for name in file.tensors if name != _COMPUTED}
+            raise ValueError(
+                f"tensor {stored!r} is stored as {tensor.kind.name}, which is not supported; give another quantization"
+            ) from None
+    missing = [stored for stored in wanted if stored not in names and not stored.endswith(".bias")]
+    if missing:
+        others = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
+        raise ValueError(f"it has no tensor {missing[0]!r}{others}; download it again")
+    return names
 
 
-def write_weights(file: GGUFFile, heads: dict[str, int], path: Path, progress: Progress) -> None:
+def _shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Return name and shape of each tensor of a checkpoint."""
+    from sharesd.models.decoder import Decoder
+    from sharesd.models.weight_mapping import decoder_tensors
+
+    decoder = Decoder(replace(config, max_context=1), device="meta")
+    return {name: tuple(tensor.shape) for name, tensor in decoder_tensors(decoder)}
+
+
+def write_weights(file: GGUFFile, config: DecoderConfig, path: Path, progress: Progress) -> None:
     """Write all tensors to a safetensors file.
 
-    `heads`: number of heads of `attn_q` and `attn_k`.
+    Biases that the file leaves out are zero.
     """
-    (_, layout), names = layout_of(file), names_of(file)
+    (_, layout), names = layout_of(file), names_of(file, config)
     tensors = {name: torch.empty(file.tensors[name].shape, dtype=torch.bfloat16) for name in names}
     blocks = [(name, begin, end) for name in names for begin, end in _blocks(file.tensors[name])]
 
@@ -54,13 +88,25 @@ def write_weights(file: GGUFFile, heads: dict[str, int], path: Path, progress: P
         for done, _ in enumerate(pool.map(convert, blocks), 1):
             progress("converting weights", done, len(blocks))
     if layout.pairs_rows:
-        for name, num_heads in heads.items():
-            for stored in (stored for stored in names if stored.endswith(f".{name}.weight")):
-                pairs = tensors[stored].unflatten(0, (num_heads, -1, 2))
-                tensors[stored] = pairs.transpose(1, 2).reshape(tensors[stored].shape)
+        heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+        for stored, tensor in tensors.items():
+            part = stored.split(".")[-2]
+            if part in heads:
+                pairs = tensor.unflatten(0, (heads[part], -1, 2))
+                tensors[stored] = pairs.transpose(1, 2).reshape(tensor.shape)
     progress("writing weights", 0, 1)
-    save_file({names[stored]: tensor for stored, tensor in tensors.items()}, path, metadata={"format": "pt"})
+    written = {names[stored]: tensor for stored, tensor in tensors.items()}
+    try:
+        save_file(written | _absent_biases(written, config), path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
     progress("writing weights", 1, 1)
+
+
+def _absent_biases(written: Mapping[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
+    """Return zeros for the biases that a checkpoint has beside those written."""
+    absent = {name: shape for name, shape in _shapes(config).items() if name not in written}
+    return {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in absent.items()}
 
 
 def _blocks(tensor: StoredTensor) -> Iterator[tuple[int, int]]:

@@ -1,0 +1,79 @@
+"""Models in several .gguf files: `NAME-00001-of-00003.gguf` and so on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from pathlib import Path
+
+from sharesd.models.gguf.reader import GGUFFile, read_gguf
+
+_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})", re.DOTALL)
+
+
+def is_gguf(file: Path) -> bool:
+    """Return True for a name that ends in .gguf, in any case."""
+    return file.suffix.lower() == ".gguf"
+
+
+def model_stem(file: Path) -> str:
+    """Return a file's name without ending and number of its part."""
+    match = _PART.fullmatch(file.stem)
+    return match["stem"] if match else file.stem
+
+
+def parts_of(file: Path) -> list[Path]:
+    """Return all files of the model to which this file belongs.
+
+    Raises:
+        ValueError: a part is missing; the message names it.
+    """
+    match = _PART.fullmatch(file.stem)
+    if match is None:
+        return [file]
+    count, number = int(match["count"]), int(match["number"])
+    if not 1 <= number <= count:
+        return [file]
+    beside = {other.name.lower(): other for other in file.parent.iterdir()}
+    names = [f"{match['stem']}-{i:05d}-of-{count:05d}{file.suffix}" for i in range(1, count + 1)]
+    missing = [name for name in names if name.lower() not in beside]
+    if missing and _num_parts(file) > 1:
+        shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        raise ValueError(f"{file} is part {number} of {count}, and {shown} is missing; put all parts in one folder")
+    return [file] if missing else [beside[name.lower()] for name in names]
+
+
+def _num_parts(file: Path) -> int:
+    return read_gguf(file).metadata.get("split.count", 1)
+
+
+def models_in(folder: Path) -> list[Path]:
+    """Return one file of each model in a folder, without image projectors."""
+    files = sorted(file for file in folder.iterdir() if is_gguf(file) and "mmproj" not in file.name.lower())
+    return list({model_stem(file): file for file in reversed(files)}.values())[::-1]
+
+
+def read_model(parts: list[Path], ignored: Collection[str] = ()) -> GGUFFile:
+    """Return the header of a model, without `ignored` keys and tensors.
+
+    Raises:
+        ValueError: a part is damaged, or of another model.
+    """
+    files = [read_gguf(part) for part in parts]
+    first, tensors = files[0], {}
+    for number, (part, file) in enumerate(zip(parts, files, strict=True)):
+        count, found = file.metadata.get("split.count", 1), file.metadata.get("split.no", 0)
+        if (count or 1) != len(parts) or found != number:
+            raise ValueError(
+                f"{part} says that it is part {found + 1} of {count}, and not {number + 1} of {len(parts)}; "
+                "give the parts the names that they were published under"
+            )
+        for name, tensor in file.tensors.items():
+            if name in tensors:
+                raise ValueError(f"{part} repeats tensor {name!r} of another part; download all parts again")
+            tensors[name] = tensor
+    num_tensors = first.metadata.get("split.tensors.count", len(tensors))
+    if len(parts) > 1 and num_tensors != len(tensors):
+        raise ValueError(f"{parts[0]} and its other parts have {len(tensors)} of {num_tensors} tensors; download again")
+    metadata = {key: value for key, value in first.metadata.items() if key not in ignored}
+    return GGUFFile(metadata, {name: tensor for name, tensor in tensors.items() if name not in ignored})
