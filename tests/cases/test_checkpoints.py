@@ -11,7 +11,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    CLIPVisionConfig,
+    GPT2Config,
+    LlamaConfig,
+    LlavaConfig,
+    Mistral3Config,
+    MistralConfig,
+    PixtralVisionConfig,
+)
 
 from sharesd import LLM, SamplingParams
 from sharesd.drafters.heads.checkpoint import load_head
@@ -195,3 +205,23 @@ def test_a_head_that_hands_on_its_normed_output_is_refused_by_name(tmp_path: Pat
     changed = edited(make_head(tmp_path / "changed", target.config, "eagle3"), norm_output=True)
     with pytest.raises(ValueError, match="norm_output"):
         load_head(changed, target)
+
+
+@pytest.mark.parametrize("kind", ["llava", "mistral3"])
+def test_the_text_model_of_a_checkpoint_with_towers_is_that_of_transformers(kind: str, tmp_path: Path) -> None:
+    sizes = {"vocab_size": 384, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    text = (LlamaConfig if kind == "llava" else MistralConfig)(**sizes)
+    eyes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    eyes |= {"image_size": 8, "patch_size": 4}
+    vision = CLIPVisionConfig(**eyes) if kind == "llava" else PixtralVisionConfig(**eyes)
+    config = (LlavaConfig if kind == "llava" else Mistral3Config)(text_config=text, vision_config=vision)
+    torch.manual_seed(3)
+    theirs = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    theirs.save_pretrained(tmp_path)
+    ours = load_model(tmp_path, dtype=torch.float32, device="cpu")
+    assert ours.name == f"{text.model_type} (native)"
+    tokens_BT = torch.arange(12)[None] * 31 % 384
+    with torch.inference_mode():
+        found = ours.forward(tokens_BT, ours.new_cache(1, 16))
+        assert torch.allclose(found, theirs(input_ids=tokens_BT).logits, atol=2e-5)

@@ -15,6 +15,9 @@ from sharesd.models.architecture import Architecture
 from sharesd.models.decoder_config import DecoderConfig, UnsupportedArchitecture
 from sharesd.models.hf_config import HFConfig
 
+_WITH_TOWERS = {"llava": "llama", "llava_next": "llama", "mistral3": "mistral"}
+"""`model_type` whose `text_config` may be of any family -> its default."""
+
 
 @cache
 def _registry() -> dict[str, Architecture]:
@@ -53,14 +56,15 @@ def architecture_of(model_type: str) -> Architecture:
 def read_config(fields: Mapping[str, Any], *, refuses_unread: bool = False) -> DecoderConfig:
     """Return the DecoderConfig of a config.json; see `DecoderConfig.from_hf`."""
     model_type = fields.get("model_type", "")
-    for each in architectures():
-        if each.multimodal_type and each.multimodal_type == model_type:
-            if not isinstance(fields.get("text_config"), Mapping):
-                raise ValueError(f"config.json of this {model_type} checkpoint has no section 'text_config'")
-            outer = {k: fields[k] for k in ("tie_word_embeddings", "eos_token_id") if fields.get(k) is not None}
-            fields = {**outer, **{k: v for k, v in fields["text_config"].items() if v is not None or k not in outer}}
-            model_type = fields.get("model_type", each.model_type)
-            break
+    inner = next((each.model_type for each in architectures() if model_type == each.multimodal_type != ""), None)
+    inner = inner or _WITH_TOWERS.get(model_type)
+    if inner is not None:
+        if not isinstance(fields.get("text_config"), Mapping):
+            raise ValueError(f"config.json of this {model_type} checkpoint has no section 'text_config'")
+        outer = {k: fields[k] for k in ("tie_word_embeddings", "eos_token_id") if fields.get(k) is not None}
+        fields = {**outer, **{k: v for k, v in fields["text_config"].items() if v is not None or k not in outer}}
+        fields |= {k: outer[k] for k in ("tie_word_embeddings",) if k in outer}  # the head belongs to the whole model
+        model_type = fields.get("model_type", inner)
     architecture = architecture_of(model_type)
     config = HFConfig(model_type, architecture.defaults, fields)
     found = architecture.to_decoder_config(config)
