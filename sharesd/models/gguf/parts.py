@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from sharesd.models.gguf.reader import GGUFFile, read_gguf
+if TYPE_CHECKING:  # its packages take time, and converted files do without
+    from sharesd.models.gguf.reader import GGUFFile
 
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})", re.DOTALL)
 
@@ -44,6 +46,8 @@ def parts_of(file: Path) -> list[Path]:
 
 
 def _num_parts(file: Path) -> int:
+    from sharesd.models.gguf.reader import read_gguf
+
     return read_gguf(file).metadata.get("split.count", 1)
 
 
@@ -59,6 +63,8 @@ def read_model(parts: list[Path], ignored: Collection[str] = ()) -> GGUFFile:
     Raises:
         ValueError: a part is damaged, or of another model.
     """
+    from sharesd.models.gguf.reader import GGUFFile, read_gguf
+
     files = [read_gguf(part) for part in parts]
     first, tensors = files[0], {}
     for number, (part, file) in enumerate(zip(parts, files, strict=True)):
