@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from sharesd import SamplingParams
+from sharesd.cli.main import main
 from sharesd.config import EngineConfig
 from sharesd.engine.engine import Engine
 from sharesd.engine.errors import NonFiniteLogits
@@ -17,6 +20,7 @@ from sharesd.engine.request import Request
 from sharesd.engine.warmup import warm_up
 from sharesd.runtime import Runtime
 from tests.cases.inputs import llama
+from tests.cases.test_checkpoints import inf_row
 from tests.engine.test_rows import new
 from tests.helpers.recorded_graphs import RecordedGraphs, take_the_way_of_cuda
 
@@ -112,3 +116,16 @@ def test_it_is_found_in_replayed_rounds(mode: str, async_scheduling: bool, monke
     assert [done.token_ids for done, _ in found] == [healthy[0][:place], *healthy[1:]]
     assert isinstance(found[0][1], NonFiniteLogits) and f"position {3 + place} " in str(found[0][1])
     assert [done.token_ids for done, _ in run(engine, prompts, params)] == healthy
+
+
+def test_the_command_line_says_so_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(inf_row(tmp_path / "x"))
+    sizes = ("--device", "cpu", "--max-context", "64", "--max-new-tokens", "4", "--raw", "--mode", "naive")
+    prompts = ("under the moon", "the river")
+    assert main(["generate", "--target", folder, *sizes, "--json", "--logprobs", *prompts]) == 1
+    said = capsys.readouterr()
+    [line] = said.out.splitlines()
+    found = json.loads(line, parse_constant=pytest.fail)
+    assert found["prompt"] == "the river" and len(found["token_ids"]) == 4
+    [error] = [line for line in said.err.splitlines() if "error" in line]
+    assert f"{folder} in bfloat16" in error and "position 3 " in error
