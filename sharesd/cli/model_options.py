@@ -53,7 +53,7 @@ MODEL = {
 }
 DRAFTING = {
     "draft": Flag(
-        f"second model of mode {_modes_needing(Need.SECOND_MODEL)}, with the same vocabulary, or `small`: the one that "
+        f"second model of mode {_modes_needing(Need.SECOND_MODEL)}, with the same tokenizer, or `small`: the one that "
         "comes with the embedded model (default: a quantized copy of the target)",
         metavar="MODEL",
         name="--draft-model",
