@@ -12,11 +12,14 @@ from typing import Any
 
 import gguf
 import numpy as np
+import pytest
 import torch
 from gguf import GGMLQuantizationType, TokenType
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
+
+WRONG_TODAY = pytest.mark.xfail(strict=True, reason="goes wrong today")
 
 _TEXT = "a bird in the old tree sings at night and then river stone runs over green house small under moon"
 WORDS = _TEXT.split()

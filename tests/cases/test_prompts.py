@@ -13,8 +13,7 @@ import pytest
 from sharesd.cli.main import main
 from sharesd.data.prompt_files import read_prompts
 from sharesd.models.tokenizer import load_tokenizer
-from tests.cases.inputs import llama
-from tests.cases.test_gguf import WRONG_TODAY
+from tests.cases.inputs import WRONG_TODAY, llama
 
 LATIN1 = "naïve bird".encode("latin-1")
 AS_ARGUMENT = LATIN1.decode("utf-8", "surrogateescape")

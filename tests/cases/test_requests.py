@@ -14,9 +14,8 @@ from serve.tool_calls import CallReader
 from serve.tool_format import format_of
 from sharesd.config import EngineConfig
 from sharesd.models.tokenizer import Tokenizer
-from tests.cases.inputs import ANSWER, PLAIN, backend
+from tests.cases.inputs import ANSWER, PLAIN, WRONG_TODAY, backend
 from tests.cases.test_checkpoints import NOT_NUMBERS, inf_row
-from tests.cases.test_gguf import WRONG_TODAY
 from tests.helpers.served_model import Served, served
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
