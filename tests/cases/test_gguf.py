@@ -47,7 +47,7 @@ def tokens_of(target: Path, prompt: str = LONG, num: int = 12, **params: Any) ->
 
 
 def right(folder: Path) -> list[int]:
-    """What transformers makes of a checkpoint."""
+    """Return transformers' reading of a checkpoint."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ids = torch.tensor([backend().encode(LONG).ids])
     return model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0)[0, ids.shape[1] :].tolist()

@@ -78,7 +78,7 @@ FIELDS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-"""What other servers take."""
+"""Dialects of other servers."""
 
 
 @WRONG_TODAY
