@@ -89,7 +89,13 @@ def library(part: str) -> ctypes.CDLL:
 
 
 def prepare(*parts: str) -> None:
-    """Start to build libraries in the background; `library` raises their errors."""
+    """Start to build libraries in the background; `library` raises their errors.
+
+    Raises ValueError for a name that is none of a library.
+    """
+    for part in parts:
+        if part != "sampling_ops" and not isinstance(getattr(torch, part, None), torch.dtype):
+            raise ValueError(f"there is no library {part!r}; give sampling_ops, or the dtype of model kernels")
 
     def build(part: str) -> None:
         with suppress(RuntimeError):

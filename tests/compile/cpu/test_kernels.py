@@ -481,3 +481,10 @@ def test_log_probabilities_of_the_largest(V: int, dtype: torch.dtype) -> None:
         for rows in (slice(0, 7), slice(2, 3)):
             again = top_logp(x[rows], 5)
             assert torch.equal(again[0], best[rows]) and torch.equal(again[1], logp[rows])
+
+
+def test_only_libraries_that_exist_are_built_ahead() -> None:
+    """An unknown name was compiled, without success, at each start."""
+    with pytest.raises(ValueError, match="there is no library 'choice'"):
+        cpp_extension.prepare("bfloat16", "choice")
+    cpp_extension.prepare("sampling_ops")
