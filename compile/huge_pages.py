@@ -5,6 +5,7 @@ Lookups of small pages take up to a fifth of the reading time.
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Collection, Sequence
 from contextlib import suppress
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 
 from compile.linear import PackedLinear, QuantizedPackedLinear
 
+CHUNK = 2**26
+"""Bytes that an arena takes from the system at once, at least."""
 HUGE = 2**21
 """Bytes of a huge page."""
 ALIGNMENT = 64
@@ -26,11 +29,36 @@ def weights_on_huge_pages(model: nn.Module, *, keep: Collection[nn.Module] = ())
     The linears `keep` stay. Each is freed before the next is copied.
     """
     packed = (PackedLinear, QuantizedPackedLinear)
-    linears = [module for module in model.modules() if isinstance(module, packed) and module not in keep]
+    linears = [
+        module
+        for module in model.modules()
+        if isinstance(module, packed) and module not in keep and not module.is_settled
+    ]
     sizes = [linear.weight.to("meta") for linear in linears]
     for linear, moved in zip(linears, zeros_like(sizes), strict=True):
         linear.weight = moved.copy_(linear.weight)
     return sum(size.nbytes for size in sizes)
+
+
+class HugePageArena:
+    """Source of zeroed memory for weights, side by side on huge pages."""
+
+    def __init__(self) -> None:
+        self._memory: mmap.mmap | bytearray = bytearray()
+        self._next = 0
+
+    def zeros(self, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return zeros in a storage of their own.
+
+        Tensors of one chunk are freed together.
+        """
+        count = math.prod(size)
+        num_bytes = -(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        if self._next + num_bytes > len(self._memory):
+            self._memory, self._next = _huge_pages(max(num_bytes, CHUNK))
+        tensor = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=self._next).view(*size)
+        self._next += num_bytes
+        return tensor
 
 
 def zeros_like(tensors: Sequence[Tensor]) -> list[Tensor]:

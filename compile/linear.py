@@ -5,7 +5,9 @@ They run at the speed of memory. Legend: M rows, N outputs, K inputs, L lanes of
 
 from __future__ import annotations
 
-from ctypes import c_int64, c_void_p
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from ctypes import byref, c_int64, c_void_p
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +17,7 @@ from compile.cpp_extension import kernel
 from compile.op_registry import LIBRARY
 
 _ARGTYPES = (*[c_void_p] * 4, *[c_int64] * 4)
+_PACK_ARGTYPES = (c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_int64)
 _QUANTIZED_ARGTYPES = (*[c_void_p] * 4, *[c_int64] * 6)
 QUANTIZED_INPUT_MULTIPLE = 32
 """Divisor of the number of inputs of a low-bit linear."""
@@ -24,27 +27,82 @@ LAYOUT = {torch.bfloat16: (16, 2), torch.float16: (16, 1), torch.float32: (16, 1
 """L and P of each dtype."""
 
 
-def pack(weight_NK: Tensor) -> Tensor:
-    """Pack weights in the kernel's order, padded with zeros.
+def packed_size(N: int, K: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """Return the size [N / L, K / P, L, P]."""
+    lanes, pair = LAYOUT[dtype]
+    return -(-N // lanes), -(-K // pair), lanes, pair
 
-    The order is [N / L, K / P, L, P].
+
+Zeros = Callable[[Sequence[int], torch.dtype], Tensor]
+"""Allocator of zeros (size, dtype)."""
+
+
+class NotFinite(ValueError):
+    """Weights with NaN or infinite values."""
+
+
+def pack_rows(weight_NK: Tensor, to: Tensor) -> None:
+    """Pack weights, of its own dtype, into `to`, padded with zeros.
+
+    Raises NotFinite, after all are packed.
     """
-    lanes, pair = LAYOUT[weight_NK.dtype]
-    N, K = weight_NK.shape
-    padded = F.pad(weight_NK, (0, -K % pair, 0, -N % lanes))
-    return padded.view(padded.shape[0] // lanes, lanes, padded.shape[1] // pair, pair).transpose(1, 2).contiguous()
+    assert weight_NK.dtype == to.dtype
+    weight_NK = weight_NK if weight_NK.stride(1) == 1 else weight_NK.contiguous()
+    finite = c_int64()
+    kernel("pack_rows", to.dtype, *_PACK_ARGTYPES)(
+        weight_NK.data_ptr(),
+        weight_NK.stride(0),
+        to.data_ptr(),
+        *weight_NK.shape,
+        byref(finite),
+        torch.get_num_threads(),
+    )
+    if not finite.value:
+        raise NotFinite("weights have NaN or infinite values")
 
 
 class PackedLinear(nn.Module):
     """nn.Linear on the CPU with packed weights."""
 
     weight: Tensor  # [N / L, K / P, L, P]
+    is_settled = False
+    """True if the weights are in their final memory."""
 
     def __init__(self, weight_NK: Tensor, bias_N: Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight_NK.shape
-        self.register_buffer("weight", pack(weight_NK), persistent=False)
+        weight = weight_NK.new_empty(packed_size(self.out_features, self.in_features, weight_NK.dtype))
+        if not weight.is_meta:
+            with suppress(NotFinite):
+                pack_rows(weight_NK, weight)
+        self.register_buffer("weight", weight, persistent=False)
         self.register_buffer("bias", bias_N, persistent=False)
+
+    @classmethod
+    def from_parts(
+        cls, parts: Sequence[Tensor], bias_N: Tensor | None, dtype: torch.dtype, zeros: Zeros
+    ) -> PackedLinear:
+        """Pack rows in several parts into their final memory.
+
+        `zeros` allocates it. Raises NotFinite.
+        """
+        lanes = LAYOUT[dtype][0]
+        if any(len(part) % lanes for part in parts[:-1]):
+            parts = [torch.cat(list(parts))]
+        num_outputs, num_inputs = sum(map(len, parts)), parts[0].shape[1]
+        linear = cls(torch.empty(num_outputs, num_inputs, dtype=dtype, device="meta"), bias_N)
+        linear.weight, linear.is_settled = zeros(linear.weight.shape, dtype), True
+        first = 0
+        for part in parts:
+            for rows in part.split(_PACKED_ROWS):
+                pack_rows(rows.to(dtype), linear.weight[first // lanes :])
+                first += len(rows)
+        return linear
+
+    def unpacked(self) -> Tensor:
+        """Return the weights [N, K]."""
+        rows = self.weight.transpose(1, 2).flatten(0, 1).flatten(1)
+        return rows[: self.out_features, : self.in_features]
 
     def forward(self, x: Tensor) -> Tensor:
         function = torch.ops.sharesd.linear if torch.compiler.is_compiling() else _linear_cpu
@@ -98,22 +156,46 @@ class QuantizedPackedLinear(nn.Module):
     """
 
     weight: Tensor  # uint8 [N / 16, groups, bytes]: codes, then scales and offsets, of 16 outputs and a group of inputs
+    is_settled = False
+    """True if the weights are in their final memory."""
 
-    def __init__(self, codes_NK: Tensor, scale_NG: Tensor, offset_NG: Tensor, bias_N: Tensor | None, bits: int) -> None:
+    def __init__(
+        self,
+        codes_NK: Tensor,
+        scale_NG: Tensor,
+        offset_NG: Tensor,
+        bias_N: Tensor | None,
+        bits: int,
+        *,
+        zeros: Zeros | None = None,
+    ) -> None:
         """Pack `codes_NK`, uint8 below 2^bits; middle is 8 or 128.
 
-        Inputs are a multiple of 32.
+        Inputs are a multiple of 32. `zeros` allocates the weights' final memory.
         """
         super().__init__()
         assert bits in (4, 8) and codes_NK.shape[1] % QUANTIZED_INPUT_MULTIPLE == 0
         self.out_features, self.in_features = codes_NK.shape
         self.bits, self.group_size = bits, self.in_features // scale_NG.shape[1]
         size = -(-self.out_features // 16), scale_NG.shape[1], 16 * (self.group_size * bits // 8 + 4)
-        self.register_buffer("weight", codes_NK.new_empty(size))
+        self.is_settled = zeros is not None
+        self.register_buffer("weight", codes_NK.new_empty(size) if zeros is None else zeros(size, torch.uint8))
         parts = zip(*(x.split(_PACKED_ROWS) for x in (codes_NK, scale_NG, offset_NG)), strict=True)
         for place, part in zip(self.weight.split(_PACKED_ROWS // 16), parts, strict=True):
             place.copy_(_pack_quantized(*part, bits=bits))
         self.register_buffer("bias", bias_N)
+
+    @classmethod
+    def restored(
+        cls, packed: Tensor, bias_N: Tensor | None, N: int, K: int, bits: int, group_size: int, *, zeros: Zeros | None
+    ) -> QuantizedPackedLinear:
+        """Return a linear with a copy of the packed weights of another."""
+        codes, factors = packed.new_empty(N, K, device="meta"), packed.new_empty(N, K // group_size, device="meta")
+        linear = cls(codes, factors, factors, bias_N, bits)
+        assert packed.shape == linear.weight.shape, f"{N} x {K} weights of {bits} bits are not of {packed.shape}"
+        linear.is_settled = zeros is not None
+        linear.weight = packed.clone() if zeros is None else zeros(packed.shape, torch.uint8).copy_(packed)
+        return linear
 
     @property
     def nbytes(self) -> int:

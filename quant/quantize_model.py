@@ -10,40 +10,22 @@ import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from quant.config import QuantConfig
-from quant.quantized_weight import QuantizedWeight
+from quant.plain_linears import device_of, is_linear, weight_shape
+from quant.solved_linears import LayerLinears, PackCache, PackFn, QuantTask, SolverConfig, cached_file
 from quant.switch_linear import QuantizedLinear, Switch, SwitchLinear
-from quant.weight_cache import content_key, pack_weight, read_store, store_path, unpack_weight, write_store
 
 LayerOf = Callable[[str], int | None]
 """Path of a linear -> its layer; None outside the layers."""
 Progress = Callable[[int, int, str], None]
 """Callback (linears done, total linears, path of the last linear)."""
-PackFn = Callable[[QuantizedWeight, Tensor | None], nn.Module]
-"""Function (weight, bias) -> module of the caller's kernel, with `nbytes`."""
-SolveFn = Callable[[Tensor, int, int], QuantizedWeight]
-"""Solver (weight [N, K], bits, group size) -> quantized weight."""
-
 PROBED_ROWS, PROBES = 256, 3
 """Rows of the matrix solved to estimate times, and repetitions."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SolverConfig:
-    """Solver of the format's `cached_bits`, and the folder of cached solutions."""
-
-    solve: SolveFn | None = None
-    """Solver in place of the format's, for the format's `cached_bits`."""
-    cache_dir: Path | None = None
-    """Folder of cached solutions; None: no cache."""
-    identity: str | None = None
-    """Identity of the checkpoint's weights; None: a hash of the values."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,15 +44,6 @@ class QuantReport:
     """Wall time, loading from the cache included."""
     from_cache: bool
     """True if all solved weights were read from the cache."""
-
-
-class QuantTask(NamedTuple):
-    """Linear to quantize."""
-
-    path: str
-    bits: int
-    layer: int | None
-    """Layer; None: the head."""
 
 
 class LinearQuantizer:
@@ -101,10 +74,11 @@ class LinearQuantizer:
         self.tasks = _plan(model, config, head_name, layer_of)
         """Linears to quantize, in the model's order."""
         for task in self.tasks:
-            weight = _weight_NK(model.get_submodule(task.path))
+            linear = model.get_submodule(task.path)
+            weight = weight_shape(linear)
             shape = (weight.shape[0], weight.shape[1])
             group = config.group_size
-            place = device or weight.device
+            place = device or device_of(linear)
             config.format.check_linear(
                 task.path, shape, bits=task.bits, group_size=group, dtype=weight.dtype, device=place, packs=bool(pack)
             )
@@ -123,15 +97,15 @@ class LinearQuantizer:
         """
         started = time.perf_counter()
         tasks = [task for task in self.tasks if task.layer == layer]
-        solved = _Solved(self._model, tasks, self._config, self._solver_config)
+        solved = LayerLinears(self._model, tasks, self._config, self._solver_config, self._pack)
         for path, bits, _ in tasks:
             full = self._model.get_submodule(path)
-            weight, bias = _weight_NK(full), _bias(full)
-            quantized = self._quantized(path, solved, weight, bias, bits)
+            quantized = solved.linear(path, full, bits)
             self._model.set_submodule(
                 path, quantized if self._switch is None else SwitchLinear(full, quantized, self._switch)
             )
-            self._full_bytes += weight.nbytes
+            weight = weight_shape(full)
+            self._full_bytes += weight.numel() * weight.itemsize
             self._quantized_bytes += quantized.nbytes
             self._num_done += 1
             if self._progress is not None:
@@ -141,26 +115,21 @@ class LinearQuantizer:
             self._all_kept = solved.from_cache and self._all_kept is not False
         self._seconds += time.perf_counter() - started
 
-    def _quantized(self, path: str, solved: _Solved, weight: Tensor, bias: Tensor | None, bits: int) -> Any:
-        form, group = self._config.format, self._config.group_size
-        given = weight if form.solver is None else solved.weight(path, weight, bits)
-        if self._pack is not None and isinstance(given, QuantizedWeight):
-            return self._pack(given, bias)
-        return form.linear(path, given, bias, bits=bits, group_size=group, dtype=weight.dtype, device=weight.device)
-
     def solve_seconds(self) -> float:
         """Return the estimated seconds of solving; 0 if solutions are cached.
 
         Weights may be on the meta device if `SolverConfig` has an identity.
         """
         slow = [task for task in self.tasks if task.bits in self._config.format.cached_bits]
+        tasks = self.tasks if isinstance(self._pack, PackCache) else slow
+        settings = self._config, self._solver_config, self._pack
         files = [
-            _kept_file(self._model, [task for task in slow if task.layer == layer], self._config, self._solver_config)
+            cached_file(self._model, [task for task in tasks if task.layer == layer], *settings)
             for layer in self.layers()
         ]
         if not slow or all(file is not None and file[0].exists() for file in files):
             return 0.0
-        sizes = [_weight_NK(self._model.get_submodule(task.path)).shape for task in slow]
+        sizes = [weight_shape(self._model.get_submodule(task.path)).shape for task in slow]
         probe_NK, seconds = torch.randn(PROBED_ROWS, sizes[0][1]), []
         for _ in range(PROBES):  # the first one may build the solver
             started = time.perf_counter()
@@ -211,57 +180,6 @@ def _quantize_all(quantizer: LinearQuantizer) -> QuantReport:
     return quantizer.report()
 
 
-class _Solved:
-    """Solved weights of a layer, from the cache or the solver.
-
-    Only the format's `cached_bits` are cached: rounding rows to 8 bits is cheaper than reading a solution.
-    """
-
-    def __init__(
-        self, model: nn.Module, tasks: list[QuantTask], config: QuantConfig, solver_config: SolverConfig
-    ) -> None:
-        self.group_size, self.form = config.group_size, config.format
-        self.solve = solver_config.solve or self.form.solve
-        self.path: Path | None = None
-        self.tensors: dict[str, Tensor] = {}
-        self.from_cache = False
-        file = _kept_file(model, tasks, config, solver_config)
-        if file is None:
-            return
-        self.path, self.key = file
-        kept = read_store(self.path, self.key)
-        self.from_cache = kept is not None
-        self.tensors = kept or {}
-
-    def weight(self, path: str, weight_NK: Tensor, bits: int) -> QuantizedWeight:
-        slow = bits in self.form.cached_bits
-        if self.from_cache and slow:
-            return unpack_weight(path, self.tensors, bits=bits, group_size=self.group_size, device=weight_NK.device)
-        weight = (self.solve if slow else self.form.solve)(weight_NK, bits, self.group_size)
-        if self.path is not None and slow:
-            self.tensors |= pack_weight(path, weight)
-        return weight
-
-    def save(self) -> None:
-        if self.path is not None and not self.from_cache:
-            write_store(self.path, self.key, self.tensors)
-
-
-def _kept_file(
-    model: nn.Module, tasks: list[QuantTask], config: QuantConfig, solver_config: SolverConfig
-) -> tuple[Path, str] | None:
-    """Return the cached file of these linears and its key.
-
-    Returns None without a cache folder, or without bits that are cached.
-    """
-    slow = [task for task in tasks if task.bits in config.format.cached_bits]
-    if solver_config.cache_dir is None or not slow:
-        return None
-    weights = ((task.path, _weight_NK(model.get_submodule(task.path)), task.bits, config.group_size) for task in slow)
-    key = content_key(weights, solver_config.identity)
-    return store_path(solver_config.cache_dir, key), key
-
-
 def _plan(model: nn.Module, config: QuantConfig, head_name: str, layer_of: LayerOf) -> list[QuantTask]:
     """Return the linears to quantize, in the model's order.
 
@@ -271,7 +189,7 @@ def _plan(model: nn.Module, config: QuantConfig, head_name: str, layer_of: Layer
     has_head = False
     for path, module in model.named_modules():
         assert not isinstance(module, (SwitchLinear, QuantizedLinear)), f"{path} is quantized already"
-        if not _is_linear(module):
+        if not is_linear(module):
             continue
         layer = layer_of(path)
         if path == head_name:
@@ -300,23 +218,6 @@ def _plan(model: nn.Module, config: QuantConfig, head_name: str, layer_of: Layer
     if not tasks:
         raise ValueError(f"quantization {str(config)!r} leaves no linear to quantize; skip less")
     return tasks
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-
-
-def _weight_NK(linear: nn.Module) -> Tensor:
-    """Return the weight [N, K]; transformers' Conv1D (GPT-2) stores it transposed."""
-    weight = linear.weight
-    assert isinstance(weight, Tensor)
-    return weight.detach() if isinstance(linear, nn.Linear) else weight.detach().t()
-
-
-def _bias(linear: nn.Module) -> Tensor | None:
-    bias = linear.bias
-    assert bias is None or isinstance(bias, Tensor)
-    return bias
 
 
 def _proj(path: str) -> str:

@@ -3,6 +3,7 @@
 #include "head_step.h"
 #include "linear.h"
 #include "lowbit.h"
+#include "pack.h"
 #include "hqq_solver.h"
 #include "decoder_stack.h"
 
@@ -21,6 +22,10 @@
   extern "C" void linear_##NAME(const T* x, const T* w, const T* bias, T* y, int64_t M, int64_t N, int64_t K,           \
                                 int64_t threads) {                                                                     \
     sharesd::linear(x, w, bias, y, M, N, K, static_cast<int>(threads));                                                \
+  }                                                                                                                    \
+  extern "C" void pack_rows_##NAME(const T* w, int64_t pitch, T* to, int64_t N, int64_t K, int64_t* finite,             \
+                                   int64_t threads) {                                                                  \
+    *finite = sharesd::pack_rows(w, pitch, to, N, K, static_cast<int>(threads));                                       \
   }                                                                                                                    \
   extern "C" void quantized_linear_##NAME(const T* x, const uint8_t* w, const T* bias, T* y, int64_t M, int64_t N,           \
                                     int64_t K, int64_t G, int64_t bits, int64_t threads) {                             \

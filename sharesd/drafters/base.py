@@ -118,6 +118,10 @@ class Drafter:
         """Return bytes of weights and of KV, beyond those of plain decoding."""
         return 0, 0
 
+    def step_model(self) -> CausalModel | None:
+        """Return the model of draft steps; None: a head or tables."""
+        return None
+
     def prompt_readers(self) -> Sequence[tuple[CausalModel, StaticKVCache]]:
         """Return the models, with their caches, that read prompts besides the target."""
         return ()

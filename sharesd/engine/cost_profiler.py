@@ -10,17 +10,20 @@ from statistics import quantiles
 import torch
 
 from sharesd.drafters.base import DraftContext, Drafter
+from sharesd.engine.block_sample import BlockSample
 from sharesd.engine.engine import Engine
 from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.cost_model import Costs
-from sharesd.speculation.cost_profile import fit_costs, load_costs, save_costs, typical
+from sharesd.speculation.cost_profile import fit_costs, load_costs, of_more_rows, save_costs, typical
 from sharesd.speculation.draft_tree import DraftShape, DraftTree, chain
 from sharesd_files import JsonCache
 
 SWEEPS, SECONDS = (3, 12), 0.5
 """Fewest and most repeats; seconds after which none starts if times agree."""
-MAX_EXTENSION = 3
-"""Factor by which repeats are extended; disagreeing times are not kept."""
+MAX_SECONDS, MAX_SWEEPS = 1.5, 36
+"""Limits after which no repeat starts; disagreeing times are not kept."""
+PLAIN_STEPS = 2
+"""Whole plain steps that are timed, at least."""
 AGREE = 1.25
 """Largest ratio of quartiles, relative to a plain step, of agreeing repeats."""
 STARTS = 3
@@ -37,10 +40,15 @@ FAR = 2048
 
 
 def profile_costs(engine: Engine, params: SamplingParams, kept: JsonCache | None) -> dict[int, Costs]:
-    """Return costs by number of rows, joined with those of earlier starts."""
+    """Return costs by number of rows, joined with those of earlier starts.
+
+    For large models, those of several rows are predicted.
+    """
     fewest, *more = engine.batch_sizes
-    sweeps = {fewest: BRIEFLY if engine.offloaded else SWEEPS[0], **dict.fromkeys(more, BRIEFLY)}
-    return {rows: _costs_of_rows(engine, params, rows, kept, sweeps[rows]) for rows in sweeps}
+    costs = {fewest: _costs_of_rows(engine, params, fewest, kept, BRIEFLY if engine.offloaded else SWEEPS[0])}
+    if BlockSample(engine.target).is_whole:
+        return costs | {rows: _costs_of_rows(engine, params, rows, kept, BRIEFLY) for rows in more}
+    return costs | {rows: of_more_rows(costs[fewest], rows / fewest) for rows in more}
 
 
 def _costs_of_rows(engine: Engine, params: SamplingParams, rows: int, kept: JsonCache | None, sweeps: int) -> Costs:
@@ -49,10 +57,11 @@ def _costs_of_rows(engine: Engine, params: SamplingParams, rows: int, kept: Json
         kept = kept.with_key(rows)
     earlier = load_costs(kept) if kept else []
     if earlier:
-        now = min(_timed(_step(engine, params, 0, rows)) for _ in range(SWEEPS[0]))
+        now = min(_timed(_step(engine, params, 0, rows)) for _ in range(PLAIN_STEPS))
         earlier = [costs for costs in earlier if costs.step[1] < SLOWER * now]
     if len(earlier) < STARTS:
-        fresh, agree = measure_costs(engine, params, rows, sweeps)
+        fresh, agree = measure_costs(engine, params, rows, BRIEFLY if earlier else sweeps)
+        earlier = [costs for costs in earlier if costs.step.keys() == fresh.step.keys()]
         if kept and agree:
             save_costs(kept, [*earlier, fresh])
         earlier.append(fresh)
@@ -63,7 +72,10 @@ def _costs_of_rows(engine: Engine, params: SamplingParams, rows: int, kept: Json
 def measure_costs(
     engine: Engine, params: SamplingParams, rows: int | None = None, sweeps: int = SWEEPS[0]
 ) -> tuple[Costs, bool]:
-    """Time rounds beside plain steps at two contexts; True if repeats agree."""
+    """Time rounds beside plain steps at two contexts; True if repeats agree.
+
+    Of large models only some blocks are timed, see `BlockSample`.
+    """
     rows = rows or engine.cache.batch
     model = model_drafter_of(engine)
     for cache in engine.caches:
@@ -73,55 +85,64 @@ def measure_costs(
     near = float(engine.cache.lengths.double().mean())
     room = min(engine.max_context, engine.cache.slots) - 2 * (1 + engine.num_draft) - 1
     far = min(FAR, room) if min(FAR, room) > 2 * near + 64 and not engine.offloaded else None
-    timers = _timers(engine, params, rows)
-    plain = _step(engine, params, 0, rows)
+    sample = BlockSample(engine.target)
+    timers = _timers(engine, params, rows, sample)
+    step = _step(engine, params, 0, rows)
+    plain = partial(sample.seconds, step)
     ratios: dict[tuple[str, int, bool], list[float]] = {}
     bases: dict[bool, list[float]] = {False: [], True: []}
     started = time.perf_counter()
     agree = False
-    for sweep in range(SWEEPS[1] * MAX_EXTENSION):
+    for sweep in range(MAX_SWEEPS):
         passed = time.perf_counter() - started
         agree = all(_spread(times) < AGREE for times in ratios.values())
-        if sweep >= sweeps and (
-            passed > MAX_EXTENSION * SECONDS or (agree and (passed > SECONDS or sweep >= SWEEPS[1]))
-        ):
+        if sweep and passed > MAX_SECONDS:
+            break
+        if sweep >= sweeps and agree and (passed > SECONDS or sweep >= SWEEPS[1]):
             break
         for is_far in (False, *([True] if far is not None else [])):
             if is_far and far is not None:
                 for lengths_B in lengths:
                     lengths_B.fill_(far)
             plain()
-            base = _timed(plain)
+            base = plain()
             for key, seconds in timers.items():
                 took = seconds()
-                after = _timed(plain)
+                after = plain()
                 ratios.setdefault((*key, is_far), []).append(2 * took / (base + after))
                 bases[is_far].append(after)
                 base = after
             for lengths_B, before_B in zip(lengths, before, strict=True):
                 lengths_B.copy_(before_B)
+    if not sample.is_whole:
+        factor = min(_timed(step) for _ in range(PLAIN_STEPS)) / min(bases[False])
+        bases = {is_far: [factor * seconds for seconds in times] for is_far, times in bases.items()}
     for cache in engine.caches:
         cache.park(0, cache.batch)
     return fit_costs(ratios, bases, near, far, model is not None and model.single_pass), agree
 
 
-def _timers(engine: Engine, params: SamplingParams, rows: int) -> dict[tuple[str, int], Callable[[], float]]:
+def _timers(
+    engine: Engine, params: SamplingParams, rows: int, sample: BlockSample
+) -> dict[tuple[str, int], Callable[[], float]]:
     """Return timers, in seconds, by kind and width or depth."""
     model, context = model_drafter_of(engine), engine.variant(params).round(0, rows).context
     timers: dict[tuple[str, int], Callable[[], float]] = {}
-    longest = engine.num_draft
+    longest, briefly = engine.num_draft, engine.offloaded or not sample.is_whole
     few = sorted({max(1, longest // SHARE_OF_LONGEST), longest} - {0})
-    for num_nodes in few if engine.offloaded else _lengths(longest)[1:]:
-        timers["step", 1 + num_nodes] = partial(_timed, _step(engine, params, num_nodes, rows))
+    for num_nodes in few if briefly else _lengths(longest)[1:]:
+        timers["step", 1 + num_nodes] = partial(sample.seconds, _step(engine, params, num_nodes, rows))
     if model is not None:
+        sample = BlockSample(model.step_model())
         deepest, largest = chain(max(1, engine.num_draft // 2)), engine.variant(params).policy.shapes[-1]
         kinds = {"draft": deepest, **({"level": largest} if largest.is_tree else {})}
         for kind, shape in kinds.items():
-            depths = (1,) if model.single_pass else (shape.depth,) if engine.offloaded else (1, shape.depth)
+            last = shape.depth if sample.is_whole else min(2, shape.depth)
+            depths = (1,) if model.single_pass else (last,) if engine.offloaded else (1, last)
             for depth in dict.fromkeys(depths):
-                timers[kind, depth] = partial(_draft_seconds, model, context, shape, depth)
+                timers[kind, depth] = partial(sample.seconds, partial(_draft, model, context, shape, depth))
         if model.time_catch_up(context, MISSED):
-            timers["read", 0] = lambda: _timed(partial(model.time_catch_up, context, MISSED)) / MISSED
+            timers["read", 0] = lambda: sample.seconds(partial(model.time_catch_up, context, MISSED)) / MISSED
     return timers
 
 
@@ -144,9 +165,9 @@ def _step(engine: Engine, params: SamplingParams, num_nodes: int, rows: int) -> 
     return step
 
 
-def _draft_seconds(drafter: Drafter, context: DraftContext, shape: DraftShape, depth: int) -> float:
+def _draft(drafter: Drafter, context: DraftContext, shape: DraftShape, depth: int) -> object:
     nodes = min(shape.nodes, depth + 1) if shape.is_tree else depth
-    return _timed(lambda: drafter.draft(context, shape._replace(depth=depth, nodes=nodes)).tokens.tolist())
+    return drafter.draft(context, shape._replace(depth=depth, nodes=nodes)).tokens.tolist()
 
 
 def _timed(function) -> float:

@@ -11,6 +11,7 @@ import torch
 from compile.cuda_graphs import WARM_CALLS
 from sharesd.devices.host_buffers import reserve_pinned
 from sharesd.drafters.base import Drafter
+from sharesd.engine.block_sample import first_blocks
 from sharesd.engine.cost_profiler import model_drafter_of, profile_costs
 from sharesd.engine.decode_round import Round
 from sharesd.engine.engine import Engine
@@ -57,11 +58,11 @@ def warm_up_all_variants(engine: Engine) -> None:
 
 
 def _run(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> None:
-    """Decode prompts of any tokens.
+    """Decode prompts of any tokens, by one block of large models.
 
     If their logits are not numbers, those of requests may still be.
     """
-    with suppress(NonFiniteLogits):
+    with suppress(NonFiniteLogits), first_blocks(engine):
         engine.generate(prompts, params)
 
 

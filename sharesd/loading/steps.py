@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property, partial
 
+import torch
+
+from compile.adaptive_threads import STEP_THREADS
 from compile.attention import reads_live_slots
+from compile.cpp_extension import kernels_version
 from compile.cuda_graphs import Graphs
 from compile.decoder_stack import NativeStack
 from multigpu.process_group import Group
@@ -21,6 +27,8 @@ from sharesd.loading.target import LoadedTarget
 from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
 from sharesd.parallel.tp_driver import RankZeroModel
+from sharesd.weights.quant_tuning_cache import cpu_name
+from sharesd_files import JsonCache
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +110,26 @@ class TargetSteps:
         return self.step.new_cache(self._resolved.config.max_batch, self.num_slots)
 
     def _check_rows(self, step: CausalModel, widths: Sequence[int]) -> RowBits:
-        """Compare bits of rows for widths, and batches of captured rounds."""
+        """Compare bits of rows for widths, and batches of captured rounds.
+
+        The result is kept for the C++ kernel, the bits of which depend on shapes alone.
+        """
+        if not (isinstance(step, Decoder) and isinstance(step.run_stack, NativeStack)):
+            return self._compare_rows(step, widths)
+        what = (
+            *(kernels_version(), cpu_name(), torch.__version__, STEP_THREADS.max_size, self._resolved.dtype),
+            replace(step.config, layer_types=step.config.layer_types[:1]),
+            *(self.cache.batch, self.num_slots, widths, self._resolved.drafts_trees, self._target.streamed is None),
+        )
+        kept = JsonCache("settings", "rows", what)
+        bits = kept.load(lambda found: RowBits(*map(bool, found)))
+        if bits is None:
+            bits = self._compare_rows(step, widths)
+            with suppress(OSError):  # checked again at the next start
+                kept.save(list(bits))
+        return bits
+
+    def _compare_rows(self, step: CausalModel, widths: Sequence[int]) -> RowBits:
         max_batch = self._resolved.config.max_batch
         batches = powers_of_two(max_batch)[:-1] if self.may_have_buckets else []
         check = partial(check_rows, trees=self._resolved.drafts_trees, batches=batches)

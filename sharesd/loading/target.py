@@ -11,6 +11,7 @@ from pathlib import Path
 
 from compile.adaptive_threads import STEP_THREADS
 from compile.cpp_extension import prepare
+from compile.linear import PackedLinear
 from compile.op_registry import runs_triton
 from multigpu.pipeline_parallel import PipelinePlan
 from multigpu.tensor_parallel import UNSHARDED, Shard
@@ -26,17 +27,18 @@ from sharesd.drafters.spec import Need
 from sharesd.loading.max_context import Context, choose_context
 from sharesd.loading.resolve import ResolvedConfig
 from sharesd.models.base import CausalModel
+from sharesd.models.block_filling import MakeLinear
 from sharesd.models.checkpoint import Progress, silent
 from sharesd.models.decoder import Decoder
 from sharesd.models.hub import resolve
 from sharesd.models.loader import BlockCallback, Tensors, decoder_config, load_model
 from sharesd.models.tokenizer import Tokenizer, load_tokenizer, require_same_vocabulary
 from sharesd.parallel.pipeline_stages import StagedBlocks
-from sharesd.weights.backend import backend_for
+from sharesd.weights.backend import CpuBackend, backend_for
 from sharesd.weights.draft_heads import DraftHeads
 from sharesd.weights.offload_loader import OffloadLoader, StreamingQuantizer
 from sharesd.weights.offloaded_decoder import OffloadedBlocks
-from sharesd.weights.packing import pack_for_cpu, packer_for_cuda
+from sharesd.weights.packing import CpuPacker, packer_for_cuda
 from sharesd.weights.quantize import ModelQuantizer
 
 log = logging.getLogger(__name__)
@@ -137,6 +139,7 @@ class ModelLoader:
                 tensors=self._tensors,
                 on_block_loaded=placed,
                 mmap_embeddings=placed is not None,
+                packs=placed is None and block_source is None,
                 part=self._part,
                 split=resolved.pipeline,
             )
@@ -196,6 +199,7 @@ class ModelLoader:
             tensors=self._tensors,
             on_block_loaded=quantized,
             mmap_embeddings=target.placed is not None,
+            packs=target.placed is None,
             split=self._draft_stage(folder),
         )
         self._record(*drafters, report=quantized.finish())
@@ -208,6 +212,7 @@ class ModelLoader:
         tensors: Tensors | None = None,
         on_block_loaded: BlockCallback | None = None,
         mmap_embeddings: bool = False,
+        packs: bool = True,
         part: Shard = UNSHARDED,
         split: PipelinePlan | None = None,
     ) -> CausalModel:
@@ -220,6 +225,7 @@ class ModelLoader:
             progress=self._progress,
             tensors=tensors,
             on_block_loaded=on_block_loaded,
+            make_linear=self._make_linear() if packs else None,
             mmap_embeddings=mmap_embeddings,
             part=part,
             split=split,
@@ -272,11 +278,17 @@ class ModelLoader:
     def _pack_fn(self) -> PackFn | None:
         """Return the packer of quantized linears; None = the choice of `quant`."""
         resolved = self._resolved
-        if resolved.compile == "native":
-            return pack_for_cpu
+        if isinstance(self._backend, CpuBackend) and resolved.compile == "native":
+            return CpuPacker(None if resolved.offload else self._backend.arena.zeros)
         if not runs_triton(resolved.device):
             return None
         return packer_for_cuda(resolved.device, resolved.dtype, resolved.step_width, resolved.config.max_batch)
+
+    def _make_linear(self) -> MakeLinear | None:
+        """Return the maker of packed linears in their final memory; None: torch's."""
+        if not isinstance(self._backend, CpuBackend):
+            return None
+        return partial(PackedLinear.from_parts, dtype=self._resolved.dtype, zeros=self._backend.arena.zeros)
 
     def _record(self, *drafters: str, report: QuantReport) -> None:
         self.reports |= dict.fromkeys(drafters, report)

@@ -9,14 +9,17 @@ from dataclasses import replace
 from functools import cache
 from itertools import chain
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
+from compile.linear import NotFinite
 from multigpu.pipeline_parallel import PipelinePlan
 from multigpu.tensor_parallel import UNSHARDED, Shard
 from sharesd.models import checkpoint, lora
 from sharesd.models.base import CausalModel
+from sharesd.models.block_filling import MakeLinear, fill_block
 from sharesd.models.checkpoint import Progress, silent
 from sharesd.models.decoder import Block, Decoder
 from sharesd.models.decoder_config import DecoderConfig, UnsupportedArchitecture
@@ -27,6 +30,7 @@ from sharesd.models.weight_mapping import (
     HEAD,
     LAYERS,
     block_tensors,
+    check_finite,
     check_tensor_parallel,
     copy_tensors,
     decoder_tensors,
@@ -57,6 +61,7 @@ def load_model(
     progress: Progress = silent,
     tensors: Tensors | None = None,
     on_block_loaded: BlockCallback | None = None,
+    make_linear: MakeLinear | None = None,
     mmap_embeddings: bool = False,
     part: Shard = UNSHARDED,
     split: PipelinePlan | None = None,
@@ -87,6 +92,7 @@ def load_model(
         progress=progress,
         tensors=tensors,
         on_block_loaded=on_block_loaded,
+        make_linear=make_linear,
         mmap_embeddings=mmap_embeddings,
         part=part,
         split=split,
@@ -148,6 +154,7 @@ def load_decoder(
     progress: Progress = silent,
     tensors: Tensors | None = None,
     on_block_loaded: BlockCallback | None = None,
+    make_linear: MakeLinear | None = None,
     mmap_embeddings: bool = False,
     part: Shard = UNSHARDED,
     split: PipelinePlan | None = None,
@@ -155,8 +162,8 @@ def load_decoder(
     """Load a checkpoint, or `tensors` instead of its files, into a decoder.
 
     Weights are put on `device`, or on the devices of a `split`; of each linear only the rows of `part`. A block takes
-    memory once all its tensors are found. With `mmap_embeddings`, embedding and head stay in their file if the dtype is
-    the same, and the system reads rows as they are needed.
+    memory once all its tensors are found; `make_linear` makes its linears, instead of torch's. With `mmap_embeddings`,
+    embedding and head stay in their file if the dtype is the same, and the system reads rows as they are needed.
 
     Raises:
         ValueError: tensors are missing, unexpected or wrongly shaped, or sizes do not divide into such parts.
@@ -184,18 +191,26 @@ def load_decoder(
         found[index][rest] = tensor
         if len(found[index]) == num_tensors[index]:
             device = decoder.split.device_of(index)
-            values, block = found.pop(index), Block(config, config.layer_types[index], part, dtype=dtype, device=device)
-            for rest, parameter in block_tensors(block, config):
-                parameter.copy_(values[rest])
-            decoder.blocks[index] = block.eval().requires_grad_(False)
+            block, values = cast(Block, decoder.blocks[index]), found.pop(index)
+            try:
+                fill_block(block, config, values, device=device, make_linear=make_linear)
+            except NotFinite as error:
+                for rest, value in values.items():
+                    check_finite(folder, f"{LAYERS}{index}.{rest}", value)
+                raise ValueError(f"{folder}: weights of layer {index} exceed {dtype}; take --dtype bf16") from error
             if on_block_loaded is not None:
                 on_block_loaded(decoder, index)
 
     unused: list[str] = []
     named = split_tensors(rename_tensors(stored, config, unused), config, part)
-    unchecked = () if config.tie_word_embeddings else (EMBEDDING,)  # of an embedding, only rows of the text are read
+
+    def is_checked_elsewhere(name: str, tensor: Tensor) -> bool:
+        if name == EMBEDDING:  # of which only rows of the text are read
+            return not config.tie_word_embeddings
+        return make_linear is not None and name.startswith(LAYERS) and tensor.ndim == 2
+
     what = f"architecture {config.model_type!r}"
-    copy_tensors(dict(decoder_tensors(decoder)), named, folder, what, progress, put, unchecked)
+    copy_tensors(dict(decoder_tensors(decoder)), named, folder, what, progress, put, is_checked_elsewhere)
     report_unused(folder, unused)
     if config.tie_word_embeddings and decoder.head.weight.device != decoder.embed.weight.device:
         decoder.head.weight.data.copy_(decoder.embed.weight)

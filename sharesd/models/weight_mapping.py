@@ -5,7 +5,7 @@ Names, merged rows, parts of tensor parallelism.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 from pathlib import Path
 
@@ -153,13 +153,13 @@ def copy_tensors(
     what: str,
     progress: Progress = silent,
     put: Callable[[str, Tensor, Tensor], None] = _copy,
-    unchecked: Collection[str] = (),
+    is_checked_elsewhere: Callable[[str, Tensor], bool] = lambda name, tensor: False,
 ) -> None:
     """Copy each tensor of a checkpoint into the parameter of its name.
 
-    `stored` as `rename_tensors` yields it; `put` gets name, parameter and values. `unchecked`: names of tables, rows of
-    which may hold other values than numbers. Raises ValueError that names missing, unexpected or wrongly shaped
-    tensors, or one with NaN or infinite values.
+    `stored` as `rename_tensors` yields it; `put` gets name, parameter and values. `is_checked_elsewhere` returns True
+    for those that may hold other values than numbers here. Raises ValueError that names missing, unexpected or wrongly
+    shaped tensors, or one with NaN or infinite values.
     """
     total, unexpected = len(parameters), []
     for stored_name, name, tensor in stored:
@@ -170,7 +170,7 @@ def copy_tensors(
         if parameter.shape != tensor.shape:
             found, wanted = list(tensor.shape), list(parameter.shape)
             raise ValueError(f"{folder}: {stored_name} has shape {found} where config.json asks for {wanted}")
-        if name not in unchecked:
+        if not is_checked_elsewhere(name, tensor):
             check_finite(folder, stored_name, tensor)
         put(name, parameter, tensor)
         progress("loading weights", total - len(parameters), total)

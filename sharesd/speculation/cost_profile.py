@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from operator import attrgetter
 from statistics import median
 from typing import Any
@@ -68,6 +68,22 @@ def typical(measured: Sequence[Costs]) -> Costs:
 
     rates = {name: middle(attrgetter(name)) for name in RATES}
     return Costs(step=middles("step"), step_slot=middles("step_slot"), single_pass=measured[0].single_pass, **rates)
+
+
+def of_more_rows(costs: Costs, factor: float) -> Costs:
+    """Predict costs of `factor` times as many rows.
+
+    A step reads its weights once, and takes as long as one of so many more tokens per row.
+    """
+    more = costs.of_step(factor) / costs.of_step(1)
+    return replace(
+        costs,
+        step={width: costs.of_step(factor * width) for width in costs.step},
+        step_slot={width: factor * slot for width, slot in costs.step_slot.items()},
+        draft_slot=factor * costs.draft_slot,
+        level_slot=factor * costs.level_slot,
+        **{name: more * getattr(costs, name) for name in ("draft", "level", "draft_begin", "level_begin")},
+    )
 
 
 def load_costs(kept: JsonCache) -> list[Costs]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from compile.adaptive_threads import STEP_THREADS
 from compile.cpp_extension import release_freed_memory
 from compile.cuda.bench import seconds_per_call
-from compile.huge_pages import huge_pages, weights_on_huge_pages
+from compile.huge_pages import HugePageArena, huge_pages, weights_on_huge_pages
 from compile.linear import PackedLinear, pack_linears
 from compile.op_registry import runs_triton
 from offload.pinned_transfer import CudaLink, PinnedMemory, link_rate
@@ -72,6 +72,9 @@ class WeightBackend(Protocol):
 
 class CpuBackend:
     device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.arena = HugePageArena()
 
     def pack(self, linear: nn.Linear) -> nn.Module:
         return PackedLinear(linear.weight.detach(), None)

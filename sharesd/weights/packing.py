@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor, nn
 
-from compile.linear import QUANTIZED_INPUT_MULTIPLE, QuantizedPackedLinear
+from compile.linear import QUANTIZED_INPUT_MULTIPLE, QuantizedPackedLinear, Zeros
 from compile.op_registry import HAS_TRITON, runs_triton
 from quant.formats.hqq.gemlite import GEMLITE_BITS, GemliteLinear
 from quant.quantize_model import PackFn
@@ -17,15 +17,37 @@ from quant.quantized_weight import QuantizedWeight
 from sharesd_files import JsonCache
 
 
-def pack_for_cpu(weight: QuantizedWeight, bias: Tensor | None) -> QuantizedPackedLinear:
-    """Pack for the CPU kernel; ValueError for an unsupported number of inputs."""
-    N, K = weight.q.shape
-    if K % QUANTIZED_INPUT_MULTIPLE:
-        raise ValueError(
-            f"a linear has {K} inputs, not a multiple of {QUANTIZED_INPUT_MULTIPLE}; use --compile regional"
-        )
-    codes_NK, offset_NG, bits = centred(weight)
-    return QuantizedPackedLinear(codes_NK, weight.scale, offset_NG, bias, bits)
+class CpuPacker:
+    """Packer for the CPU kernel, see `quant.quantize_model.PackCache`."""
+
+    layout = "1"
+
+    def __init__(self, zeros: Zeros | None = None) -> None:
+        """`zeros`: allocator of the weights' final memory."""
+        self._zeros = zeros
+
+    def __call__(self, weight: QuantizedWeight, bias: Tensor | None) -> QuantizedPackedLinear:
+        """Pack a weight; ValueError for an unsupported number of inputs."""
+        N, K = weight.q.shape
+        if K % QUANTIZED_INPUT_MULTIPLE:
+            raise ValueError(
+                f"a linear has {K} inputs, not a multiple of {QUANTIZED_INPUT_MULTIPLE}; use --compile regional"
+            )
+        codes_NK, offset_NG, bits = centred(weight)
+        return QuantizedPackedLinear(codes_NK, weight.scale, offset_NG, bias, bits, zeros=self._zeros)
+
+    def packed(self, linear: nn.Module) -> Tensor:
+        assert isinstance(linear, QuantizedPackedLinear)
+        return linear.weight
+
+    def restored(
+        self, packed: Tensor, bias: Tensor | None, shape: torch.Size, bits: int, group_size: int
+    ) -> QuantizedPackedLinear:
+        N, K = shape
+        return QuantizedPackedLinear.restored(packed, bias, N, K, stored_bits(bits), group_size, zeros=self._zeros)
+
+
+pack_for_cpu = CpuPacker()
 
 
 def packer_for_cuda(device: torch.device, dtype: torch.dtype, max_rows: int, batch: int = 1) -> PackFn | None:
@@ -85,6 +107,10 @@ def centred(weight: QuantizedWeight) -> tuple[Tensor, Tensor, int]:
 
     Weights are (code - middle) * scale + offset, with middle 8 for 4 bits and 128 for 8. Codes of 3 and 2 bits have 4.
     """
-    container, middle = (8 if weight.bits == 8 else 4), 2 ** (weight.bits - 1)
+    container, middle = stored_bits(weight.bits), 2 ** (weight.bits - 1)
     shift = 2 ** (container - 1) - middle
     return weight.q + shift if shift else weight.q, (middle - weight.zero) * weight.scale, container
+
+
+def stored_bits(bits: int) -> int:
+    return 8 if bits == 8 else 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from compile.huge_pages import ALIGNMENT, HUGE, huge_pages, weights_on_huge_pages, zeros_like
+from compile.huge_pages import ALIGNMENT, CHUNK, HUGE, HugePageArena, huge_pages, weights_on_huge_pages, zeros_like
 from compile.linear import PackedLinear
 from sharesd.kvcache.static import StaticKVCache
 
@@ -45,3 +45,13 @@ def test_weights_keep_their_values() -> None:
     before = [linear.weight.clone() for linear in linears]
     assert weights_on_huge_pages(torch.nn.Sequential(*linears)) == sum(weight.nbytes for weight in before)
     assert all(torch.equal(linear.weight, weight) for linear, weight in zip(linears, before, strict=True))
+
+
+def test_an_arena_places_tensors_side_by_side() -> None:
+    arena = HugePageArena()
+    first, second = arena.zeros((3, 5), torch.float32), arena.zeros((7,), torch.uint8)
+    assert first.shape == (3, 5) and first.count_nonzero() == 0 and second.tolist() == [0] * 7
+    assert second.data_ptr() - first.data_ptr() == ALIGNMENT
+    large = arena.zeros((2 * CHUNK,), torch.uint8)  # in a chunk of its own
+    assert large.data_ptr() % HUGE == 0 and len(large) == 2 * CHUNK
+    assert first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()

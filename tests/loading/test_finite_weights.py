@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from compile.huge_pages import HugePageArena
+from compile.linear import PackedLinear
 from sharesd.models.loader import load_model
 from tests.cases.inputs import config_of, save, weights
 
@@ -20,21 +23,34 @@ DOWN, NORM, HEAD, EMBEDDING = (
 )
 
 
-def load(folder: Path, name: str | None, bad: float, **changes: Any) -> Any:
+PACK = partial(PackedLinear.from_parts, dtype=torch.bfloat16, zeros=HugePageArena().zeros)
+
+
+def load(folder: Path, name: str | None, bad: float, packs: bool = False, **changes: Any) -> Any:
     tensors = weights(vocab=384, seed=23)
     if name is not None:
         tensors[name].view(-1)[-3] = bad
     if changes:
         del tensors[HEAD]
     save(folder, tensors, config_of("llama", tensors, **changes))
-    return load_model(folder, dtype=torch.bfloat16, device="cpu")
+    return load_model(folder, dtype=torch.bfloat16, device="cpu", make_linear=PACK if packs else None)
 
 
+@pytest.mark.parametrize("packs", [False, True])
 @pytest.mark.parametrize("name", [DOWN, NORM, HEAD])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_the_tensor_is_named(name: str, bad: float, tmp_path: Path) -> None:
+def test_the_tensor_is_named(name: str, bad: float, packs: bool, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"{name} has NaN or infinite values; download"):
-        load(tmp_path, name, bad)
+        load(tmp_path, name, bad, packs)
+
+
+def test_packed_weights_that_exceed_the_dtype_are_refused(tmp_path: Path) -> None:
+    tensors = weights(vocab=384, seed=23)
+    tensors[DOWN].fill_(1e9)
+    save(tmp_path, tensors, config_of("llama", tensors))
+    pack = partial(PACK, dtype=torch.float16)
+    with pytest.raises(ValueError, match="weights of layer 1 exceed torch.float16; take --dtype bf16"):
+        load_model(tmp_path, dtype=torch.float16, device="cpu", make_linear=pack)
 
 
 def test_an_embedding_counts_where_it_is_the_head(tmp_path: Path) -> None:

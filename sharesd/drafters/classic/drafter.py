@@ -153,6 +153,9 @@ class ClassicDrafter(Drafter):
     def forget(self) -> None:
         self.cache.forget()
 
+    def step_model(self) -> CausalModel:
+        return self.model
+
     def extra_bytes(self) -> tuple[int, int]:
         return self._weight_bytes, self.cache.nbytes
 

@@ -86,6 +86,9 @@ class ShareDrafter(Drafter):
             assert isinstance(trees, AsyncTreeDraft)
             trees.committed(verified)
 
+    def step_model(self) -> CausalModel:
+        return self.model
+
     def extra_bytes(self) -> tuple[int, int]:
         return self._quantized_bytes, 0
 

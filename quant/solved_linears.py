@@ -1,0 +1,154 @@
+"""Quantized linears of a layer, solved or read from the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from quant.config import QuantConfig
+from quant.plain_linears import bias_of, weight_NK, weight_shape
+from quant.quantized_weight import QuantizedWeight
+from quant.weight_cache import content_key, pack_weight, read_store, store_path, unpack_weight, write_store
+
+PackFn = Callable[[QuantizedWeight, Tensor | None], nn.Module]
+"""Function (weight, bias) -> module of the caller's kernel, with `nbytes`."""
+
+
+@runtime_checkable
+class PackCache(Protocol):
+    """Packer whose packed weights can be cached."""
+
+    layout: str
+    """Version of the packed order."""
+
+    def __call__(self, weight: QuantizedWeight, bias: Tensor | None) -> nn.Module:
+        """Return a packed linear."""
+        ...
+
+    def packed(self, linear: nn.Module) -> Tensor:
+        """Return the packed weights of a linear."""
+        ...
+
+    def restored(self, packed: Tensor, bias: Tensor | None, shape: torch.Size, bits: int, group_size: int) -> nn.Module:
+        """Return a linear with packed weights [N, K], which are copied."""
+        ...
+
+
+SolveFn = Callable[[Tensor, int, int], QuantizedWeight]
+"""Solver (weight [N, K], bits, group size) -> quantized weight."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SolverConfig:
+    """Solver of the format's `cached_bits`, and the folder of cached solutions."""
+
+    solve: SolveFn | None = None
+    """Solver in place of the format's, for the format's `cached_bits`."""
+    cache_dir: Path | None = None
+    """Folder of cached solutions; None: no cache."""
+    identity: str | None = None
+    """Identity of the checkpoint's weights; None: a hash of the values."""
+
+
+class QuantTask(NamedTuple):
+    """Linear to quantize."""
+
+    path: str
+    bits: int
+    layer: int | None
+    """Layer; None: the head."""
+
+
+class LayerLinears:
+    """Quantized linears of a layer, from the cache or the solver.
+
+    A packer that is a `PackCache` has all of them cached as they are packed. Else the format's `cached_bits` are:
+    rounding rows to 8 bits is cheaper than reading a solution.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tasks: list[QuantTask],
+        config: QuantConfig,
+        solver_config: SolverConfig,
+        pack: PackFn | None,
+    ) -> None:
+        self._config, self._pack = config, pack
+        self._solve = solver_config.solve or config.format.solve
+        self.path: Path | None = None
+        self._tensors: dict[str, Tensor] = {}
+        self.from_cache = False
+        file = cached_file(model, tasks, config, solver_config, pack)
+        if file is None:
+            return
+        self.path, self._key = file
+        kept = read_store(self.path, self._key)
+        self.from_cache = kept is not None
+        self._tensors = kept or {}
+
+    def linear(self, path: str, full: nn.Module, bits: int) -> Any:
+        """Return the quantized linear of a full one."""
+        form, group, bias = self._config.format, self._config.group_size, bias_of(full)
+        if form.solver is None:
+            weight = weight_NK(full)
+            return form.linear(
+                path, weight, bias, bits=bits, group_size=group, dtype=weight.dtype, device=weight.device
+            )
+        if not isinstance(self._pack, PackCache):
+            given = self._weight(path, weight_NK(full), bits)
+            if self._pack is not None:
+                return self._pack(given, bias)
+            dtype, device = full.weight.dtype, full.weight.device  # type: ignore[union-attr]
+            return form.linear(path, given, bias, bits=bits, group_size=group, dtype=dtype, device=device)  # type: ignore[arg-type]
+        if self.from_cache:
+            shape = weight_shape(full).shape
+            return self._pack.restored(self._tensors[path], bias, shape, bits, form.group(shape[1], bits, group))
+        linear = self._pack(self._solved(weight_NK(full), bits), bias)
+        if self.path is not None:
+            self._tensors[path] = self._pack.packed(linear)
+        return linear
+
+    def _weight(self, path: str, weight_NK: Tensor, bits: int) -> QuantizedWeight:
+        is_cached = self.path is not None and bits in self._config.format.cached_bits
+        if self.from_cache and is_cached:
+            group, device = self._config.group_size, weight_NK.device
+            return unpack_weight(path, self._tensors, bits=bits, group_size=group, device=device)
+        weight = self._solved(weight_NK, bits)
+        if is_cached:
+            self._tensors |= pack_weight(path, weight)
+        return weight
+
+    def _solved(self, weight_NK: Tensor, bits: int) -> QuantizedWeight:
+        form = self._config.format
+        return (self._solve if bits in form.cached_bits else form.solve)(weight_NK, bits, self._config.group_size)
+
+    def save(self) -> None:
+        if self.path is not None and not self.from_cache:
+            write_store(self.path, self._key, self._tensors)
+
+
+def cached_file(
+    model: nn.Module,
+    tasks: list[QuantTask],
+    config: QuantConfig,
+    solver_config: SolverConfig,
+    pack: PackFn | None,
+) -> tuple[Path, str] | None:
+    """Return the cached file of these linears and its key.
+
+    Returns None without a cache folder, or without bits that are cached.
+    """
+    packs = isinstance(pack, PackCache)
+    cached = [task for task in tasks if packs or task.bits in config.format.cached_bits]
+    if solver_config.cache_dir is None or config.format.solver is None or not cached:
+        return None
+    of = weight_NK if solver_config.identity is None else weight_shape
+    weights = ((task.path, of(model.get_submodule(task.path)), task.bits, config.group_size) for task in cached)
+    key = content_key(weights, solver_config.identity, pack.layout if isinstance(pack, PackCache) else "")
+    return store_path(solver_config.cache_dir, key), key

@@ -1,0 +1,48 @@
+"""Values of a checkpoint's layer, put into a block of the decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from operator import attrgetter
+
+import torch
+from torch import Tensor, nn
+
+from sharesd.models.architectures import architecture_of
+from sharesd.models.decoder import Block
+from sharesd.models.decoder_config import DecoderConfig
+from sharesd.models.weight_mapping import block_tensors
+
+MakeLinear = Callable[[list[Tensor], Tensor | None], nn.Module]
+"""Maker of a linear from parts of its rows, and a bias.
+
+Raises NotFinite.
+"""
+
+
+def fill_block(
+    block: Block,
+    config: DecoderConfig,
+    values: Mapping[str, Tensor],
+    *,
+    device: torch.device,
+    make_linear: MakeLinear | None,
+) -> None:
+    """Give a block on the meta device its weights, on `device`.
+
+    `values`: names as in `block_tensors`. `make_linear`: linears instead of torch's.
+    """
+    if make_linear is not None:
+        for path, names in architecture_of(config.model_type).block_names.items():
+            linear = attrgetter(path)(block)
+            if type(linear) is nn.Linear:
+                bias = None
+                if linear.bias is not None:
+                    bias = torch.cat([values[f"{name}.bias"].to(linear.bias.dtype) for name in names])
+                block.set_submodule(path, make_linear([values[f"{name}.weight"] for name in names], bias))
+    for module in block.modules():
+        if any(parameter.is_meta for parameter in module.parameters(recurse=False)):
+            module.to_empty(device=device, recurse=False)
+    for name, parameter in block_tensors(block, config):
+        parameter.copy_(values[name])
+    block.eval().requires_grad_(False)
