@@ -24,7 +24,7 @@ class BlockSample:
     """
 
     def __init__(self, model: CausalModel | None) -> None:
-        self._model = model if isinstance(model, Decoder) and isinstance(model.run_stack, NativeStack) else None
+        self._model = model if isinstance(model, Decoder) and is_native(model) else None
         self._num_blocks, self._scale = 0, 1.0
         if self._model is None or self._model.split.crosses_devices:
             self._model = None
@@ -65,6 +65,11 @@ class BlockSample:
             yield
         finally:
             model.ranges = whole
+
+
+def is_native(model: CausalModel) -> bool:
+    """Return True if the C++ kernel runs the model."""
+    return isinstance(model, Decoder) and isinstance(model.run_stack, NativeStack)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from statistics import quantiles
 import torch
 
 from sharesd.drafters.base import DraftContext, Drafter
-from sharesd.engine.block_sample import BlockSample
+from sharesd.engine.block_sample import BlockSample, is_native
 from sharesd.engine.engine import Engine
 from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.cost_model import Costs
@@ -42,11 +42,11 @@ FAR = 2048
 def profile_costs(engine: Engine, params: SamplingParams, kept: JsonCache | None) -> dict[int, Costs]:
     """Return costs by number of rows, joined with those of earlier starts.
 
-    For large models, those of several rows are predicted.
+    Those of several rows are predicted for the C++ kernel.
     """
     fewest, *more = engine.batch_sizes
     costs = {fewest: _costs_of_rows(engine, params, fewest, kept, BRIEFLY if engine.offloaded else SWEEPS[0])}
-    if BlockSample(engine.target).is_whole:
+    if not is_native(engine.target):
         return costs | {rows: _costs_of_rows(engine, params, rows, kept, BRIEFLY) for rows in more}
     return costs | {rows: of_more_rows(costs[fewest], rows / fewest) for rows in more}
 

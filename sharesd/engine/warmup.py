@@ -11,7 +11,7 @@ import torch
 from compile.cuda_graphs import WARM_CALLS
 from sharesd.devices.host_buffers import reserve_pinned
 from sharesd.drafters.base import Drafter
-from sharesd.engine.block_sample import first_blocks
+from sharesd.engine.block_sample import first_blocks, is_native
 from sharesd.engine.cost_profiler import model_drafter_of, profile_costs
 from sharesd.engine.decode_round import Round
 from sharesd.engine.engine import Engine
@@ -29,9 +29,12 @@ def warm_up(engine: Engine, params: SamplingParams, costs: JsonCache | None = No
     shapes = _shapes(engine, params)
     prompt = [i % engine.target.vocab_size for i in range(min(8, engine.max_context // 2))]
     before = policy.pinned
-    for shape in [NO_DRAFT] if engine.offloaded else shapes:
+    if engine.offloaded or is_native(engine.target):  # nothing compiles: a round of each model builds their kernels
+        shapes, num_tokens = shapes[:1] if engine.offloaded else [shapes[0], shapes[-1]], 2
+    else:
+        num_tokens = 3 * (1 + max(shape.depth for shape in shapes))
+    for shape in dict.fromkeys(shapes):
         policy.pinned = shape
-        num_tokens = 2 if engine.offloaded else 3 * (1 + shape.depth)
         _run(engine, [prompt] * engine.cache.batch, replace(short, max_new_tokens=num_tokens))
     policy.pinned = before
     if engine.graphs is not None:

@@ -21,16 +21,12 @@ from torch import Tensor, nn
 
 from compile import cpp_extension
 from compile.attention import attend, attend_reference
-from compile.huge_pages import HugePageArena
 from compile.kv_layout import CHUNK, SLOT_MULTIPLE, new_kv, pack_kv, unpack_kv
 from compile.linear import (
     QUANTIZED_INPUT_MULTIPLE,
-    NotFinite,
     PackedLinear,
     QuantizedPackedLinear,
     pack_linears,
-    pack_rows,
-    packed_size,
 )
 from compile.topk import top_k, top_logp, top_logp_reference
 
@@ -342,34 +338,6 @@ def test_packed_linear_refuses_another_dtype() -> None:
     linear = make_linear(torch.bfloat16, 16, 16)
     with pytest.raises(AssertionError, match="packed for torch.bfloat16, called with torch.float32"):
         PackedLinear(linear.weight, None)(inputs(torch.float32, 1, 16))
-
-
-@EACH_DTYPE
-@pytest.mark.parametrize("rows", [(32, 16, 16), (16, 5), (7, 9, 3)])
-def test_a_linear_of_parts_equals_one_of_all_rows(rows: tuple[int, ...], dtype: torch.dtype) -> None:
-    linear = make_linear(dtype, sum(rows), 21)
-    parts = [part.double() for part in linear.weight.split(rows)]
-    packed = PackedLinear.from_parts(parts, None, dtype=dtype, zeros=HugePageArena().zeros)
-    assert packed.is_settled and torch.equal(packed.weight, PackedLinear(linear.weight, None).weight)
-    assert torch.equal(packed.unpacked(), linear.weight)
-    columns = [part.t().contiguous().t() for part in parts]
-    assert torch.equal(
-        PackedLinear.from_parts(columns, None, dtype=dtype, zeros=HugePageArena().zeros).weight, packed.weight
-    )
-
-
-@EACH_DTYPE
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_packing_finds_what_is_no_number(bad: float, dtype: torch.dtype) -> None:
-    weight = make_linear(dtype, 20, 7).weight.clone()
-    largest = torch.finfo(dtype).max
-    for n, k in ((0, 0), (19, 6), (15, 5)):
-        weight[n, k] = largest
-        pack_rows(weight, torch.empty(packed_size(20, 7, dtype), dtype=dtype))
-        weight[n, k] = bad
-        with pytest.raises(NotFinite):
-            pack_rows(weight, torch.empty(packed_size(20, 7, dtype), dtype=dtype))
-        weight[n, k] = 0
 
 
 def test_pack_linears_replaces_all_but_the_kept() -> None:
