@@ -45,6 +45,8 @@ SAMPLING_OPS = (
     "best_nodes",
     "compact_slots",
     "find_suffixes",
+    "repack_blocks",
+    "decode_rows",
 )
 """Kernels of sampling_ops.cpp; all others are in model_ops.cpp."""
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-march=native")

@@ -1,0 +1,197 @@
+"""Linears and embeddings of GGUF blocks (cpu/block_linear.h).
+
+Weights keep the codes, scales and minima of the file.
+
+Legend: M rows, N outputs, K inputs. A record holds the weights of 16 outputs, in the kernel's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import c_int64, c_void_p
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from compile.cpp_extension import kernel
+from compile.op_registry import LIBRARY
+
+Activations = Literal["exact", "fast"]
+"""Rounding of activations: to 16 or 8 bits, per 32."""
+
+
+class _Format(NamedTuple):
+    inputs: int  # of a block
+    bytes: int  # of a block, in a file
+    unit: int  # inputs of a unit in memory
+    unit_bytes: int  # of the codes and scales of 16 outputs
+
+
+_FORMATS = {
+    "Q8_0": _Format(32, 34, 64, 1088),
+    "Q4_K": _Format(256, 144, 256, 2368),
+    "Q6_K": _Format(256, 210, 256, 3392),
+    "Q5_K": _Format(256, 176, 256, 2880),
+    "Q4_0": _Format(32, 18, 64, 576),
+    "Q5_0": _Format(32, 22, 64, 704),
+    "Q4_1": _Format(32, 20, 64, 640),
+    "Q5_1": _Format(32, 24, 64, 768),
+}
+BLOCK_TYPES = tuple(_FORMATS)
+"""GGML types with a kernel, in order of its numbers."""
+_LANES = 16  # outputs of a record
+_REPACK_ARGTYPES = (c_void_p, *[c_int64] * 4, c_void_p, c_int64)
+_LINEAR_ARGTYPES = (*[c_void_p] * 4, *[c_int64] * 3, c_void_p, c_int64)
+_DECODE_ARGTYPES = (c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_int64)
+
+
+class BlockPart(NamedTuple):
+    """GGML type of a tensor, and uint8 [N, row bytes]."""
+
+    type: str
+    raw: Tensor
+
+    @property
+    def in_features(self) -> int:
+        """Number of inputs.
+
+        Raises ValueError if the type has no kernel, or the rows are no blocks.
+        """
+        if self.type not in _FORMATS:
+            raise ValueError(f"type {self.type} does not run as it is; types that do: {', '.join(BLOCK_TYPES)}")
+        form, row = _FORMATS[self.type], self.raw.shape[-1]
+        if self.raw.dtype != torch.uint8 or self.raw.dim() != 2 or row % form.bytes or not row:
+            raise ValueError(
+                f"{self.type} weights of {self.raw.dtype} {list(self.raw.shape)} are no rows of blocks; "
+                f"give uint8 [N, a multiple of {form.bytes}]"
+            )
+        return row // form.bytes * form.inputs
+
+
+class BlockLinear(nn.Module):
+    """Linear with the blocks of one or several tensors of a file."""
+
+    weight: Tensor  # uint8: the records of all parts
+    table: Tensor  # int64 [1 + parts, 4]: words of `struct BlockTable`
+
+    def __init__(
+        self, parts: Sequence[BlockPart], bias_N: Tensor | None, in_features: int, *, activations: Activations = "exact"
+    ) -> None:
+        """Repack the parts, whose outputs follow each other.
+
+        Raises ValueError if a part's type has no kernel, its rows do not have `in_features`, or it does not begin at a
+        multiple of 16 outputs.
+        """
+        super().__init__()
+        table, rows, size = [], 0, 0
+        for part in parts:
+            if part.in_features != in_features:
+                raise ValueError(f"a {part.type} part has {part.in_features} inputs, the linear {in_features}")
+            if rows % _LANES:
+                raise ValueError(f"a {part.type} part begins at output {rows}, which is no multiple of {_LANES}")
+            form = _FORMATS[part.type]
+            records, record = -(-len(part.raw) // _LANES), -(-in_features // form.unit) * form.unit_bytes
+            table.append([BLOCK_TYPES.index(part.type), records, size, record])
+            rows, size = rows + len(part.raw), size + records * record
+        if not rows:
+            raise ValueError("a linear without outputs")
+        self.in_features, self.out_features, self.activations = in_features, rows, activations
+        head = [len(table), int(activations == "exact"), sum(records for _, records, *_ in table), size]
+        self.register_buffer("table", torch.tensor([head, *table]), persistent=False)
+        self.register_buffer("weight", torch.empty(size, dtype=torch.uint8), persistent=False)
+        self.register_buffer("bias", bias_N, persistent=False)
+        for part, (number, _, offset, _) in zip(parts, table, strict=True):
+            raw = part.raw if part.raw.stride(1) == 1 else part.raw.contiguous()
+            kernel("repack_blocks", torch.uint8, *_REPACK_ARGTYPES)(
+                raw.data_ptr(),
+                raw.stride(0),
+                len(raw),
+                in_features,
+                number,
+                self.weight.data_ptr() + offset,
+                torch.get_num_threads(),
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes, scales and minima."""
+        return self.weight.nbytes
+
+    def forward(self, x: Tensor) -> Tensor:
+        function: Any = torch.ops.sharesd.block_linear if torch.compiler.is_compiling() else _block_linear_cpu
+        return function(x, self.weight, self.table, self.bias, self.out_features)
+
+    def dequantize(self, rows: Tensor | slice) -> Tensor:
+        """Return the weights of some outputs, float32 [n, K]."""
+        if isinstance(rows, slice):
+            rows = torch.arange(self.out_features)[rows]
+        return self._decode(rows, torch.float32)
+
+    def _decode(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        function: Any = torch.ops.sharesd.decode_rows if torch.compiler.is_compiling() else _decode_rows_cpu
+        return function(rows, self.weight, self.table, self.out_features, self.in_features, dtype)
+
+
+class BlockEmbedding(nn.Module):
+    """Embedding of blocks, decoded at each lookup."""
+
+    def __init__(self, source: BlockLinear | BlockPart, dtype: torch.dtype) -> None:
+        """Take an LM head's rows, or repack those of a tensor."""
+        super().__init__()
+        if isinstance(source, BlockPart):
+            source = BlockLinear([source], None, source.in_features)
+        self.linear, self.dtype = source, dtype
+        self.num_embeddings, self.embedding_dim = source.out_features, source.in_features
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.linear._decode(ids, self.dtype)
+
+
+def _block_linear_cpu(x: Tensor, weight: Tensor, table: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+    assert bias is None or bias.dtype == x.dtype, f"bias of {bias.dtype}, called with {x.dtype}"
+    x = x.contiguous()
+    K = x.shape[-1]
+    y = x.new_empty((*x.shape[:-1], out_features))
+    kernel("block_linear", x.dtype, *_LINEAR_ARGTYPES)(
+        x.data_ptr(),
+        weight.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        y.data_ptr(),
+        x.numel() // K,
+        out_features,
+        K,
+        table.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return y
+
+
+def _decode_rows_cpu(
+    rows: Tensor, weight: Tensor, table: Tensor, out_features: int, in_features: int, dtype: torch.dtype
+) -> Tensor:
+    rows = rows.to(torch.int64).contiguous()
+    if rows.numel() and (int(rows.min()) < 0 or int(rows.max()) >= out_features):
+        raise IndexError(f"rows {int(rows.min())} to {int(rows.max())} of {out_features}")
+    y = torch.empty((*rows.shape, in_features), dtype=dtype)
+    kernel("decode_rows", dtype, *_DECODE_ARGTYPES)(
+        rows.data_ptr(),
+        rows.numel(),
+        weight.data_ptr(),
+        table.data_ptr(),
+        in_features,
+        y.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return y
+
+
+LIBRARY.define("block_linear(Tensor x, Tensor weight, Tensor table, Tensor? bias, int out_features) -> Tensor")
+LIBRARY.impl("block_linear", _block_linear_cpu, "CPU")
+LIBRARY.impl("block_linear", lambda x, w, t, b, out_features: x.new_empty((*x.shape[:-1], out_features)), "Meta")
+LIBRARY.define(
+    "decode_rows(Tensor rows, Tensor weight, Tensor table, int out_features, int in_features, ScalarType dtype)"
+    " -> Tensor"
+)
+LIBRARY.impl("decode_rows", _decode_rows_cpu, "CPU")
+LIBRARY.impl("decode_rows", lambda rows, w, t, out, K, dtype: rows.new_empty((*rows.shape, K), dtype=dtype), "Meta")

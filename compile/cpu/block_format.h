@@ -1,0 +1,366 @@
+// Weights of GGUF files as they are: their codes, scales and minima, none of them rounded again, in an order that kernels read.
+//
+// w[n, k] = scale[n, g] * (code - zero) - minimum[n, g], g a group of 16 or 32 inputs; zero is a power of two or, with minima, 0.
+//
+// A record holds 16 outputs: units of 64 or 256 inputs, each the scales of its groups, then the codes of 32 inputs after the
+// other. Records follow each other, so that a thread reads one stream of memory. Codes of 32 inputs are planes: their lower four
+// bits [8 inputs][16 outputs][4 bytes], a byte with input k (low half) and input k + 4 (high half); then the bits above, if
+// any: [16 outputs][4 bytes] for each 32 inputs (one bit of 8 inputs in a byte), or for each 16 (two bits of 4). Codes of 8 bits
+// have their upper halves in the units; their lower halves are a second stream, after all units of the record.
+#pragma once
+#include "dtypes.h"
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+namespace sharesd {
+
+enum BlockType : int64_t {  // block_linear.py has these numbers
+  kQ8_0, kQ4_K, kQ6_K, kQ5_K, kQ4_0, kQ5_0, kQ4_1, kQ5_1, kIQ4_NL, kIQ4_XS, kMXFP4, kQ3_K, kQ2_K
+};
+
+inline uint32_t word(const void* p) {
+  uint32_t v;
+  std::memcpy(&v, p, 4);
+  return v;
+}
+inline void put_word(uint32_t v, void* p) { std::memcpy(p, &v, 4); }
+
+// Sixteen small integers as floats.
+template <typename E, typename V> inline void load_small(const E* p, V* out) {
+  if constexpr (IsPair<V>::value) {
+    load_small(p, &out->low);
+    load_small(p + V::kHalf, &out->high);
+  } else {
+    using ints = typename VectorOf<int32_t, sizeof(V)>::type;
+    using small = typename VectorOf<E, sizeof(V) / 4>::type;
+    *out = __builtin_convertvector(__builtin_convertvector(get<small>(p), ints), V);
+  }
+}
+template <typename E> inline vfloat small_floats(const uint8_t* p) {
+  vfloat v;
+  load_small(reinterpret_cast<const E*>(p), &v);
+  return v;
+}
+template <typename E> inline vfloat floats(const uint8_t* p) {
+  vfloat v;
+  load(reinterpret_cast<const E*>(p), &v);
+  return v;
+}
+
+// Bits of a where the mask is set, else of b.
+template <typename V> inline V by_bits(uint32_t mask, const V& a, const V& b) {
+#if defined(__AVX512F__)
+  return (V)_mm512_ternarylogic_epi32(_mm512_set1_epi32(static_cast<int>(mask)), (__m512i)a, (__m512i)b, 0xca);
+#else
+  return (a & mask) | (b & ~mask);
+#endif
+}
+
+// Planes of 32 inputs: `pack` from the codes of 16 outputs, `pitch` apart; `pair` gives those of inputs 8 j to 8 j + 4 and of
+// the next four, a byte each.
+template <int BITS> struct Planes;
+
+inline void pack_halves(const uint8_t* codes, int64_t pitch, int shift, uint8_t* to) {
+  for (int64_t j = 0; j < 4; ++j)
+    for (int64_t o = 0; o < 16; ++o) {
+      const uint8_t* at = codes + o * pitch + j * 8;
+      put_word((word(at) >> shift & 0x0f0f0f0fu) | (word(at + 4) >> shift & 0x0f0f0f0fu) << 4, to + j * 64 + o * 4);
+    }
+}
+
+template <> struct Planes<4> {
+  static constexpr int64_t kBytes = 256, kLowBytes = 0;
+  static void pack(const uint8_t* codes, int64_t pitch, uint8_t* to, uint8_t*) { pack_halves(codes, pitch, 0, to); }
+  static inline void pair(const uint8_t* w, const uint8_t*, int64_t j, vuint& a, vuint& b) {
+    const vuint v = get<vuint>(w + j * 64);
+    a = v & 0x0f0f0f0fu;
+    b = v >> 4 & 0x0f0f0f0fu;
+  }
+};
+
+template <> struct Planes<5> {
+  static constexpr int64_t kBytes = 320, kLowBytes = 0;
+  static void pack(const uint8_t* codes, int64_t pitch, uint8_t* to, uint8_t*) {
+    pack_halves(codes, pitch, 0, to);
+    for (int64_t o = 0; o < 16; ++o) {
+      uint32_t bits = 0;
+      for (int j = 0; j < 8; ++j) bits |= (word(codes + o * pitch + j * 4) >> 4 & 0x01010101u) << j;
+      put_word(bits, to + 256 + o * 4);
+    }
+  }
+  static inline vuint upper(const vuint& bits, int64_t j) {
+    return (j < 4 ? bits << (4 - j) : bits >> (j - 4)) & 0x10101010u;
+  }
+  static inline void pair(const uint8_t* w, const uint8_t*, int64_t j, vuint& a, vuint& b) {
+    const vuint v = get<vuint>(w + j * 64), bits = get<vuint>(w + 256);
+    a = by_bits(0x0f0f0f0fu, v, upper(bits, 2 * j));
+    b = by_bits(0x0f0f0f0fu, v >> 4, upper(bits, 2 * j + 1));
+  }
+};
+
+template <> struct Planes<6> {
+  static constexpr int64_t kBytes = 384, kLowBytes = 0;
+  static void pack(const uint8_t* codes, int64_t pitch, uint8_t* to, uint8_t*) {
+    pack_halves(codes, pitch, 0, to);
+    for (int64_t half = 0; half < 2; ++half)
+      for (int64_t o = 0; o < 16; ++o) {
+        uint32_t bits = 0;
+        for (int j = 0; j < 4; ++j) bits |= (word(codes + o * pitch + half * 16 + j * 4) >> 4 & 0x03030303u) << 2 * j;
+        put_word(bits, to + 256 + half * 64 + o * 4);
+      }
+  }
+  static inline void pair(const uint8_t* w, const uint8_t*, int64_t j, vuint& a, vuint& b) {
+    const vuint v = get<vuint>(w + j * 64), bits = get<vuint>(w + 256 + j / 2 * 64);
+    const bool first = j % 2 == 0;
+    a = by_bits(0x0f0f0f0fu, v, (first ? bits << 4 : bits) & 0x30303030u);
+    b = by_bits(0x0f0f0f0fu, v >> 4, (first ? bits << 2 : bits >> 2) & 0x30303030u);
+  }
+};
+
+template <> struct Planes<8> {
+  static constexpr int64_t kBytes = 256, kLowBytes = 256;
+  static void pack(const uint8_t* codes, int64_t pitch, uint8_t* to, uint8_t* low) {
+    pack_halves(codes, pitch, 4, to);
+    pack_halves(codes, pitch, 0, low);
+  }
+  static inline void pair(const uint8_t* w, const uint8_t* low, int64_t j, vuint& a, vuint& b) {
+    const vuint v = get<vuint>(w + j * 64), v2 = get<vuint>(low + j * 64);
+    a = by_bits(0xf0f0f0f0u, v << 4, v2);
+    b = by_bits(0xf0f0f0f0u, v, v2 >> 4);
+  }
+};
+
+// Blocks of 32 inputs with a scale, and perhaps a minimum, of their own; a unit is two of them.
+template <int BITS, int ZERO, bool MIN> struct PlainForm : Planes<BITS> {
+  static constexpr int64_t kUnit = 64, kInputs = 32, kGroup = 32, kHeader = MIN ? 128 : 64;
+  static constexpr int kZero = ZERO;  // the logarithm of the code of 0
+  static constexpr bool kMin = MIN, kWide = BITS == 8;  // wide: codes of more than 7 bits
+  static constexpr int64_t kBlock = (MIN ? 4 : 2) + BITS * 4;  // bytes in a file
+  static void header(const uint8_t* block, int64_t index, int64_t o, uint8_t* to) {
+    std::memcpy(to + index * 32 + o * 2, block, 2);
+    if (MIN) std::memcpy(to + 64 + index * 32 + o * 2, block + 2, 2);
+  }
+  static inline vfloat scale(const uint8_t* unit, int64_t g) { return floats<f16>(unit + g * 32); }
+  static inline vfloat minimum(const uint8_t* unit, int64_t g) { return -floats<f16>(unit + 64 + g * 32); }
+  static void decode(const uint8_t* block, uint8_t* codes) {
+    block += MIN ? 4 : 2;
+    if constexpr (BITS == 8) {
+      for (int i = 0; i < 32; ++i) codes[i] = block[i] ^ 0x80;
+    } else {
+      const uint8_t* halves = block + (BITS == 5 ? 4 : 0);
+      for (int i = 0; i < 16; ++i) codes[i] = halves[i] & 15, codes[i + 16] = halves[i] >> 4;
+      if (BITS == 5)
+        for (int i = 0; i < 32; ++i) codes[i] |= (word(block) >> i & 1) << 4;
+    }
+  }
+};
+
+// Blocks of 256 inputs, whose groups have small integers as scales.
+struct SuperForm {
+  static constexpr int64_t kUnit = 256, kInputs = 256;
+  static constexpr bool kWide = false;
+};
+
+template <int BITS> struct MinimaForm : SuperForm, Planes<BITS> {  // Q4_K and Q5_K
+  static constexpr int64_t kGroup = 32, kHeader = 320, kBlock = BITS == 4 ? 144 : 176;
+  static constexpr int kZero = 0;
+  static constexpr bool kMin = true;
+  static void header(const uint8_t* block, int64_t, int64_t o, uint8_t* to) {
+    std::memcpy(to + o * 2, block, 2);
+    std::memcpy(to + 32 + o * 2, block + 2, 2);
+    const uint8_t* b = block + 4;
+    for (int i = 0; i < 4; ++i) {
+      to[64 + i * 16 + o] = b[i] & 63;
+      to[192 + i * 16 + o] = b[4 + i] & 63;
+      to[128 + i * 16 + o] = (b[8 + i] & 15) | b[i] >> 6 << 4;
+      to[256 + i * 16 + o] = b[8 + i] >> 4 | b[4 + i] >> 6 << 4;
+    }
+  }
+  static inline vfloat scale(const uint8_t* unit, int64_t g) {
+    return floats<f16>(unit) * small_floats<uint8_t>(unit + 64 + g * 16);
+  }
+  static inline vfloat minimum(const uint8_t* unit, int64_t g) {
+    return floats<f16>(unit + 32) * small_floats<uint8_t>(unit + 192 + g * 16);
+  }
+  static void decode(const uint8_t* block, uint8_t* codes) {
+    const uint8_t *upper = block + 16, *halves = block + (BITS == 5 ? 48 : 16);
+    for (int c = 0; c < 4; ++c)
+      for (int i = 0; i < 32; ++i) {
+        codes[c * 64 + i] = halves[c * 32 + i] & 15;
+        codes[c * 64 + 32 + i] = halves[c * 32 + i] >> 4;
+        if (BITS == 5) {
+          codes[c * 64 + i] |= (upper[i] >> 2 * c & 1) << 4;
+          codes[c * 64 + 32 + i] |= (upper[i] >> (2 * c + 1) & 1) << 4;
+        }
+      }
+  }
+};
+
+struct Q6KForm : SuperForm, Planes<6> {
+  static constexpr int64_t kGroup = 16, kHeader = 320, kBlock = 210;
+  static constexpr int kZero = 5;
+  static constexpr bool kMin = false;
+  static void header(const uint8_t* block, int64_t, int64_t o, uint8_t* to) {
+    std::memcpy(to + o * 2, block + 208, 2);
+    for (int g = 0; g < 16; ++g) to[64 + g * 16 + o] = block[192 + g];
+  }
+  static inline vfloat scale(const uint8_t* unit, int64_t g) {
+    return floats<f16>(unit) * small_floats<int8_t>(unit + 64 + g * 16);
+  }
+  static inline vfloat minimum(const uint8_t*, int64_t) { return vfloat{}; }
+  static void decode(const uint8_t* block, uint8_t* codes) {
+    for (int h = 0; h < 2; ++h, codes += 128) {
+      const uint8_t *halves = block + h * 64, *upper = block + 128 + h * 32;
+      for (int i = 0; i < 32; ++i) {
+        codes[i] = (halves[i] & 15) | (upper[i] & 3) << 4;
+        codes[32 + i] = (halves[32 + i] & 15) | (upper[i] >> 2 & 3) << 4;
+        codes[64 + i] = halves[i] >> 4 | (upper[i] >> 4 & 3) << 4;
+        codes[96 + i] = halves[32 + i] >> 4 | upper[i] >> 6 << 4;
+      }
+    }
+  }
+};
+
+template <int64_t TYPE> struct FormOf;
+template <> struct FormOf<kQ8_0> { using type = PlainForm<8, 7, false>; };
+template <> struct FormOf<kQ4_K> { using type = MinimaForm<4>; };
+template <> struct FormOf<kQ6_K> { using type = Q6KForm; };
+template <> struct FormOf<kQ5_K> { using type = MinimaForm<5>; };
+template <> struct FormOf<kQ4_0> { using type = PlainForm<4, 3, false>; };
+template <> struct FormOf<kQ5_0> { using type = PlainForm<5, 4, false>; };
+template <> struct FormOf<kQ4_1> { using type = PlainForm<4, 0, true>; };
+template <> struct FormOf<kQ5_1> { using type = PlainForm<5, 0, true>; };
+
+// Call f with the form of a type.
+template <typename F> inline void with_form(int64_t type, F&& f) {
+  switch (type) {
+    case kQ8_0: return f(FormOf<kQ8_0>::type{});
+    case kQ4_K: return f(FormOf<kQ4_K>::type{});
+    case kQ6_K: return f(FormOf<kQ6_K>::type{});
+    case kQ5_K: return f(FormOf<kQ5_K>::type{});
+    case kQ4_0: return f(FormOf<kQ4_0>::type{});
+    case kQ5_0: return f(FormOf<kQ5_0>::type{});
+    case kQ4_1: return f(FormOf<kQ4_1>::type{});
+    case kQ5_1: return f(FormOf<kQ5_1>::type{});
+  }
+}
+
+// A part of a linear: outputs whose weights have one type. block_linear.py writes these words.
+struct BlockPart {
+  int64_t type, records, offset, record;  // offset and record in bytes
+};
+struct BlockTable {
+  int64_t num_parts, exact, records, bytes;
+  const BlockPart* parts() const { return reinterpret_cast<const BlockPart*>(this + 1); }
+};
+static_assert(sizeof(BlockPart) == 32 && sizeof(BlockTable) == 32, "block_linear.py writes these words");
+
+template <typename Form> struct Record {  // sizes in bytes, of K inputs
+  static constexpr int64_t kUnitBytes = Form::kHeader + Form::kUnit / 32 * Form::kBytes;
+  static constexpr int64_t kLowUnitBytes = Form::kUnit / 32 * Form::kLowBytes;
+  static constexpr int64_t units(int64_t K) { return (K + Form::kUnit - 1) / Form::kUnit; }
+  static constexpr int64_t low(int64_t K) { return units(K) * kUnitBytes; }
+  static constexpr int64_t bytes(int64_t K) { return low(K) + units(K) * kLowUnitBytes; }
+};
+
+// 16 rows of a file, `pitch` bytes apart, as a record; rows beyond `rows` are zeros.
+template <typename Form>
+void repack_record(const uint8_t* raw, int64_t pitch, int64_t rows, int64_t K, uint8_t* to) {
+  constexpr int64_t per = Form::kUnit / Form::kInputs;  // blocks in a unit
+  uint8_t* low = to + Record<Form>::low(K);
+  for (int64_t u = 0; u < Record<Form>::units(K); ++u, to += Record<Form>::kUnitBytes, low += Record<Form>::kLowUnitBytes) {
+    uint8_t codes[16 * Form::kUnit] = {};
+    std::memset(to, 0, Form::kHeader);
+    for (int64_t o = 0; o < rows; ++o)
+      for (int64_t b = 0; b < per && (u * per + b) * Form::kInputs < K; ++b) {
+        const uint8_t* block = raw + o * pitch + (u * per + b) * Form::kBlock;
+        Form::header(block, b, o, to);
+        Form::decode(block, codes + o * Form::kUnit + b * Form::kInputs);
+      }
+    for (int64_t g = 0; g < Form::kUnit / 32; ++g)
+      Form::pack(codes + g * 32, Form::kUnit, to + Form::kHeader + g * Form::kBytes, low + g * Form::kLowBytes);
+  }
+}
+
+// Large memory takes fewer lookups if its pages are huge; those that begin and end in it.
+inline void advise_huge_pages([[maybe_unused]] uint8_t* memory, [[maybe_unused]] int64_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  constexpr uintptr_t page = 2 << 20;
+  const uintptr_t begin = (reinterpret_cast<uintptr_t>(memory) + page - 1) / page * page;
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(memory) + bytes) / page * page;
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
+}
+
+// Rows of a file, a part of a linear, as records.
+inline void repack_blocks(const uint8_t* raw, int64_t pitch, int64_t rows, int64_t K, int64_t type, uint8_t* to, int threads) {
+  with_form(type, [&](auto form) {
+    using Form = decltype(form);
+    const int64_t bytes = Record<Form>::bytes(K);
+    advise_huge_pages(to, (rows + 15) / 16 * bytes);
+#pragma omp parallel for num_threads(threads)
+    for (int64_t n = 0; n < rows; n += 16)
+      repack_record<Form>(raw + n * pitch, pitch, std::min<int64_t>(16, rows - n), K, to + n / 16 * bytes);
+  });
+}
+
+// Weights of up to 256 inputs of a record, from unit `u` on: a byte for each code [inputs / 4][16][4], and floats for groups.
+struct UnpackedBlocks {
+  static constexpr int64_t kInputs = 256;
+  alignas(64) uint8_t codes[kInputs * 16];
+  alignas(64) float scale[kInputs / 16][16], minimum[kInputs / 16][16];
+};
+template <typename Form>
+void unpack_blocks(const uint8_t* record, int64_t K, int64_t u, int64_t units, UnpackedBlocks& to) {
+  const uint8_t *unit = record + u * Record<Form>::kUnitBytes,
+                *low = record + Record<Form>::low(K) + u * Record<Form>::kLowUnitBytes;
+  constexpr int64_t groups = Form::kUnit / Form::kGroup;
+  uint8_t* code = to.codes;
+  for (int64_t i = 0; i < units; ++i, unit += Record<Form>::kUnitBytes, low += Record<Form>::kLowUnitBytes) {
+    for (int64_t g = 0; g < groups; ++g) {
+      put(Form::scale(unit, g), to.scale[i * groups + g]);
+      if (Form::kMin) put(Form::minimum(unit, g), to.minimum[i * groups + g]);
+    }
+    for (int64_t g = 0; g < Form::kUnit / 32; ++g)
+      for (int64_t j = 0; j < 4; ++j, code += 128) {
+        vuint a, b;
+        Form::pair(unit + Form::kHeader + g * Form::kBytes, low + g * Form::kLowBytes, j, a, b);
+        put(a, code);
+        put(b, code + 64);
+      }
+  }
+}
+
+// Row n of a linear, decoded.
+template <typename T>
+void decode_block_row(const uint8_t* weight, const BlockTable& table, int64_t n, int64_t K, T* to) {
+  const BlockPart* part = table.parts();
+  int64_t record = n / 16;
+  for (; record >= part->records; ++part) record -= part->records;
+  const uint8_t* at = weight + part->offset + record * part->record;
+  with_form(part->type, [&](auto form) {
+    using Form = decltype(form);
+    constexpr int64_t per = UnpackedBlocks::kInputs / Form::kUnit, zero = Form::kMin ? 0 : 1 << Form::kZero;
+    UnpackedBlocks some;
+    const int64_t units = Record<Form>::units(K);
+    for (int64_t u = 0; u < units; u += per) {
+      unpack_blocks<Form>(at, K, u, std::min(per, units - u), some);
+      const int64_t begin = u * Form::kUnit, size = std::min(UnpackedBlocks::kInputs, K - begin);
+      for (int64_t k = 0; k < size; ++k) {
+        const int64_t g = k / Form::kGroup;
+        const float code = some.codes[k / 4 * 64 + n % 16 * 4 + k % 4] - zero, value = some.scale[g][n % 16] * code;
+        narrow(Form::kMin ? value - some.minimum[g][n % 16] : value, to + begin + k);
+      }
+    }
+  });
+}
+
+template <typename T>
+void decode_block_rows(const int64_t* rows, int64_t num, const uint8_t* weight, const BlockTable& table, int64_t K, T* to,
+                       int threads) {
+#pragma omp parallel for num_threads(threads) if (num > 1)
+  for (int64_t i = 0; i < num; ++i) decode_block_row(weight, table, rows[i], K, to + i * K);
+}
+
+}  // namespace sharesd

@@ -1,0 +1,210 @@
+"""Linears of GGUF blocks: values of the file, and rows whose bits depend on nothing beside them.
+
+Legend: M rows, N outputs, K inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from compile.block_linear import BLOCK_TYPES, Activations, BlockEmbedding, BlockLinear, BlockPart
+
+EACH_TYPE = pytest.mark.parametrize("type_name", BLOCK_TYPES)
+EACH_KIND = pytest.mark.parametrize("activations", ["exact", "fast"])
+ROUNDING = {"exact": (32639, 3e-5), "fast": (127, 1e-2)}
+"""The largest code of an activation, and what rounding costs of a row's norm."""
+HALVES = {  # places of float16 numbers in a block
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "Q4_1": (0, 2),
+    "Q5_1": (0, 2),
+    "MXFP4": (),
+}
+
+
+@pytest.fixture(autouse=True)
+def keep_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def ggml_type(name: str) -> gguf.GGMLQuantizationType:
+    return gguf.GGMLQuantizationType[name]
+
+
+def random_part(name: str, N: int, K: int, seed: int = 0) -> BlockPart:
+    """Random bytes, so that all codes and scales occur; floats among them are finite."""
+    inputs, size = gguf.GGML_QUANT_SIZES[ggml_type(name)]
+    dice = np.random.default_rng(seed)
+    blocks = dice.integers(0, 256, (N, K // inputs, size), dtype=np.uint8)
+    for place in HALVES.get(name, (0,)):
+        halves = dice.normal(0, 0.01, (N, K // inputs, 1)).astype(np.float16)
+        blocks[..., place : place + 2] = halves.view(np.uint8)
+    if name == "MXFP4":
+        blocks[..., 0] = dice.integers(100, 130, blocks.shape[:2])
+    return BlockPart(name, torch.from_numpy(blocks.reshape(N, -1)))
+
+
+def values(part: BlockPart) -> Tensor:
+    return torch.from_numpy(gguf.dequantize(part.raw.numpy(), ggml_type(part.type)))
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+
+def sizes(name: str) -> list[tuple[int, int]]:
+    """N and K: whole records, some outputs of one, and inputs that end within a unit."""
+    inputs, _ = gguf.GGML_QUANT_SIZES[ggml_type(name)]
+    return [(32, 512), (40, 768), (7, 256)] if inputs == 256 else [(32, 512), (40, 576), (7, 96), (3, 32)]
+
+
+@EACH_TYPE
+def test_values_are_those_of_the_file(type_name: str) -> None:
+    for N, K in sizes(type_name):
+        part = random_part(type_name, N, K)
+        linear = BlockLinear([part], None, K)
+        assert torch.equal(linear.dequantize(slice(None)), values(part))
+        rows = torch.tensor([N - 1, 0, N // 2])
+        assert torch.equal(linear.dequantize(rows), values(part)[rows])
+
+
+@EACH_TYPE
+def test_quantized_weights_keep_their_values(type_name: str) -> None:
+    """Blocks by the quantizer of the gguf package, of those types for which it has one."""
+    try:
+        raw = gguf.quantize(random(24, 512).numpy(), ggml_type(type_name))
+    except NotImplementedError:
+        raw = random_part(type_name, 24, 512).raw.numpy()
+    part = BlockPart(type_name, torch.from_numpy(raw))
+    assert torch.equal(BlockLinear([part], None, 512).dequantize(slice(3, 20)), values(part)[3:20])
+
+
+@EACH_TYPE
+def test_memory_is_hardly_more_than_the_files(type_name: str) -> None:
+    part = random_part(type_name, 32, 2048)
+    assert BlockLinear([part], None, 2048).nbytes <= 1.15 * part.raw.nbytes
+
+
+def rounded(x: Tensor, activations: Activations) -> Tensor:
+    """Activations as integers times a scale for every 32 of them."""
+    most, _ = ROUNDING[activations]
+    groups = x.float().unflatten(1, (-1, 32))
+    top = groups.abs().amax(2, keepdim=True)
+    return ((groups * (most / top)).round().double() * (top / most)).flatten(1)
+
+
+@EACH_KIND
+@EACH_TYPE
+def test_products(type_name: str, activations: Activations) -> None:
+    for N, K in sizes(type_name):
+        part, bias = random_part(type_name, N, K), random(N)
+        linear = BlockLinear([part], bias, K, activations=activations)
+        weight = values(part).double()
+        for M in (1, 2, 3, 9):
+            x = random(M, K)
+            size = x.norm(dim=1, keepdim=True) * weight.norm(dim=1)
+            assert ((rounded(x, activations) - x).norm(dim=1) < ROUNDING[activations][1] * x.norm(dim=1)).all()
+            y = linear(x).double() - bias
+            assert ((y - rounded(x, activations) @ weight.T).abs() < 2e-6 * size + 1e-6).all()
+            assert ((y - x.double() @ weight.T).abs() < 5 * ROUNDING[activations][1] * size + 1e-6).all()
+            linear.bias = bias.bfloat16().float()
+            wanted = linear(x.bfloat16().float()).bfloat16()
+            linear.bias = linear.bias.bfloat16()
+            assert torch.equal(linear(x.bfloat16()), wanted)
+            linear.bias = bias
+
+
+@EACH_KIND
+@EACH_TYPE
+def test_a_rows_bits_depend_on_nothing_beside_it(type_name: str, activations: Activations) -> None:
+    N, K = 88, 768
+    linear = BlockLinear([random_part(type_name, N, K)], None, K, activations=activations)
+    x = random(35, K) * torch.logspace(-3, 3, 35)[:, None]
+    one_by_one = torch.cat([linear(row[None]) for row in x])
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        for M in (*range(1, 17), 35):
+            assert torch.equal(linear(x[-M:]), one_by_one[-M:])
+            assert torch.equal(linear(x[:M]), one_by_one[:M])
+
+
+@EACH_KIND
+def test_parts_of_different_types(activations: Activations) -> None:
+    K = 512
+    parts = [
+        random_part(name, N, K, seed)
+        for seed, (name, N) in enumerate(zip(BLOCK_TYPES, (48, 16, 32, 64) * 9, strict=False))
+    ]
+    parts.append(random_part("Q6_K", 21, K))
+    merged = BlockLinear(parts, None, K, activations=activations)
+    alone = [BlockLinear([part], None, K, activations=activations) for part in parts]
+    assert merged.out_features == sum(len(part.raw) for part in parts)
+    assert torch.equal(merged.dequantize(slice(None)), torch.cat([values(part) for part in parts]))
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        for M in (1, 5):
+            x = random(M, K)
+            assert torch.equal(merged(x), torch.cat([linear(x) for linear in alone], 1))
+
+
+def test_rows_may_lie_apart() -> None:
+    part = random_part("Q4_K", 32, 512)
+    apart = torch.zeros(32, part.raw.shape[1] + 5, dtype=torch.uint8)
+    apart[:, 3:-2] = part.raw
+    assert torch.equal(
+        BlockLinear([BlockPart("Q4_K", apart[:, 3:-2])], None, 512).dequantize(slice(None)), values(part)
+    )
+
+
+@pytest.mark.parametrize("activations", ["exact", "fast"])
+def test_odd_rows(activations: Activations) -> None:
+    """Zeros give zeros; a row that is not finite gives none that is, and leaves others alone."""
+    linear = BlockLinear([random_part("Q8_0", 32, 512)], None, 512, activations=activations)
+    x = random(4, 512)
+    wanted = linear(x)
+    x[1] = 0
+    x[2, 100], x[3, 7] = float("nan"), float("inf")
+    y = linear(x)
+    assert torch.equal(y[0], wanted[0]) and not y[1].any() and not y[2:].isfinite().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_embeddings(dtype: torch.dtype) -> None:
+    part = random_part("Q6_K", 70, 512)
+    head = BlockLinear([part], None, 512)
+    ids = torch.tensor([[3, 69, 0], [64, 64, 15]])
+    for source in (head, part):
+        embedding = BlockEmbedding(source, dtype)
+        assert torch.equal(embedding(ids), values(part).to(dtype)[ids])
+        with pytest.raises(IndexError, match="rows 3 to 70 of 70"):
+            embedding(torch.tensor([3, 70]))
+    assert BlockEmbedding(head, dtype).linear is head
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([("Q8_0", 8, 256), ("Q8_0", 16, 256)], "begins at output 8, which is no multiple of 16"),
+        ([("Q8_0", 16, 512)], "a Q8_0 part has 512 inputs, the linear 256"),
+        ([("IQ1_S", 16, 256)], "type IQ1_S does not run as it is; types that do: Q8_0, Q4_K"),
+        ([], "a linear without outputs"),
+    ],
+)
+def test_what_is_refused(parts: list[Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        BlockLinear([random_part(*part) for part in parts], None, 256)
+    with pytest.raises(ValueError, match=r"Q4_K weights of torch.uint8 \[2, 145\] are no rows of blocks"):
+        BlockLinear([BlockPart("Q4_K", torch.zeros(2, 145, dtype=torch.uint8))], None, 256)
