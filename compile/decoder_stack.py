@@ -20,6 +20,7 @@ from torch import Tensor
 from compile.activations import ACTIVATIONS
 from compile.adaptive_threads import STEP_THREADS
 from compile.attention import TreeAttentionMask
+from compile.block_linear import BlockLinear
 from compile.block_ranges import BlockRange, BlockRanges, limit_ranges
 from compile.cpp_extension import kernel
 from compile.linear import PackedLinear, QuantizedPackedLinear
@@ -215,6 +216,8 @@ def linear_words(linear: Any) -> list[int]:
         bits, group = 0, 0
     elif isinstance(linear, QuantizedPackedLinear):
         bits, group = linear.bits, linear.group_size
+    elif isinstance(linear, BlockLinear):
+        bits, group = -1, linear.table.data_ptr()
     else:
         raise KernelUnsupported(f"the CPU kernel has no linear of kind {type(linear).__name__}")
     addresses = [0 if t is None else t.data_ptr() for t in (linear.weight, linear.bias)]

@@ -6,16 +6,17 @@
 #pragma once
 #include "attention.h"
 #include "barrier.h"
-#include "lowbit.h"
+#include "block_linear.h"
 
 namespace sharesd {
 
 // decoder_stack.py writes these descriptions as int64 words; keep both in step.
 struct Linear {
-  int64_t bits;  // 0: full precision, 4, 8: quantized
+  int64_t bits;  // 0: full precision, 4, 8: quantized, -1: blocks of a file
   const void* weight;
   const void* bias;
-  int64_t N, K, G;
+  int64_t N, K, G;  // of blocks G is the address of their table
+  const BlockTable& blocks() const { return *reinterpret_cast<const BlockTable*>(G); }
 };
 struct Norm {
   const void* weight;  // null: no norm here
@@ -93,17 +94,27 @@ const void* begin_of(const Linear* l, int64_t me, int64_t all) {
   return static_cast<const T*>(l->weight) + share((l->N + lanes<T>() - 1) / lanes<T>(), me, all) * lanes<T>() * l->K;
 }
 
+// Rounded rows of a thread.
+struct Rounded {
+  RoundedRows rows;
+  BlockRows block_rows;
+};
+
 // Compute this thread's share of a product; `next` is the following product.
 template <typename T>
-void product(const Linear& l, const Linear* next, const T* x, T* y, int64_t M, int64_t me, int64_t all,
-             RoundedRows& rounded) {
+void product(const Linear& l, const Linear* next, const T* x, T* y, int64_t M, int64_t me, int64_t all, Rounded& rounded) {
   const T* bias = static_cast<const T*>(l.bias);
+  const uint8_t* codes = static_cast<const uint8_t*>(l.weight);
+  if (l.bits < 0) {
+    rounded.block_rows.resize(M, l.K, l.blocks().exact);
+    round_block_rows(x, l.K, rounded.block_rows, 0, M);
+    return block_share(rounded.block_rows, codes, l.blocks(), bias, y, l.N, l.K, me, all);
+  }
   const int64_t width = l.bits ? 16 : lanes<T>(), blocks = (l.N + width - 1) / width;
   const int64_t begin = share(blocks, me, all), end = share(blocks, me + 1, all);
   if (l.bits) {
-    round_rows(l.bits, x, M, l.K, rounded);
-    low_blocks(static_cast<int>(l.bits), rounded, static_cast<const uint8_t*>(l.weight), bias, y, M, l.N, l.K, l.G, begin,
-               end);
+    round_rows(l.bits, x, M, l.K, rounded.rows);
+    low_blocks(static_cast<int>(l.bits), rounded.rows, codes, bias, y, M, l.N, l.K, l.G, begin, end);
   } else {
     linear_blocks(x, static_cast<const T*>(l.weight), bias, y, M, l.N, l.K, begin, end, begin_of<T>(next, me, all));
   }
@@ -143,7 +154,7 @@ template <typename T> struct Worker {
   Shared<T>& shared;
   Barrier& barrier;
   int64_t me, all;
-  RoundedRows rounded{};
+  Rounded rounded{};
 
   void multiply(const Linear& l, const Linear* next, const T* x, T* y, int64_t M) {
     product(l, next, x, y, M, me, all, rounded);

@@ -12,9 +12,12 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from compile.block_linear import BLOCK_TYPES, Activations, BlockEmbedding, BlockLinear, BlockPart
+from sharesd.models.decoder import Decoder
+from tests.helpers.compiled import compiled
+from tests.helpers.oracle import tiny_decoder
 
 EACH_TYPE = pytest.mark.parametrize("type_name", BLOCK_TYPES)
 EACH_KIND = pytest.mark.parametrize("activations", ["exact", "fast"])
@@ -208,3 +211,42 @@ def test_what_is_refused(parts: list[Any], message: str) -> None:
         BlockLinear([random_part(*part) for part in parts], None, 256)
     with pytest.raises(ValueError, match=r"Q4_K weights of torch.uint8 \[2, 145\] are no rows of blocks"):
         BlockLinear([BlockPart("Q4_K", torch.zeros(2, 145, dtype=torch.uint8))], None, 256)
+
+
+def block_model(dtype: torch.dtype, activations: Activations) -> Decoder:
+    """A decoder with blocks of several types in each of its linears."""
+    model = tiny_decoder(2, dtype=dtype, hidden_size=64, intermediate_size=96, num_attention_heads=4)
+
+    def with_blocks(linear: nn.Linear, first: int) -> BlockLinear:
+        types = ["Q8_0", "Q4_0", "Q5_0", "Q4_1", "Q5_1"]
+        pieces = linear.weight.float().split(linear.out_features // 2 // 16 * 16)
+        raws = [gguf.quantize(piece.numpy(), ggml_type(types[(first + i) % 5])) for i, piece in enumerate(pieces)]
+        parts = [BlockPart(types[(first + i) % 5], torch.from_numpy(raw)) for i, raw in enumerate(raws)]
+        return BlockLinear(parts, linear.bias, linear.in_features, activations=activations)
+
+    for number, block in enumerate(model.blocks):
+        for module, names in ((block.attn, ("qkv", "o")), (block.mlp, ("gate_up", "down"))):
+            for i, name in enumerate(names):
+                setattr(module, name, with_blocks(getattr(module, name), number + i))
+    return model
+
+
+@EACH_KIND
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_stack_step_equals_the_composed_one(dtype: torch.dtype, activations: Activations) -> None:
+    """Close to it; its rows have the same bits whatever is beside them."""
+    model = block_model(dtype, activations)
+    tokens = torch.randint(0, 40, (1, 17), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        wanted = model.forward(tokens, model.new_cache(1, 64))
+        stack = compiled(model, "native")
+        together = stack.forward(tokens, stack.new_cache(1, 64))
+        tolerance = 1e-4 if (dtype, activations) == (torch.float32, "exact") else 0.05
+        assert (together - wanted).double().norm() < tolerance * wanted.double().norm()
+        for width, threads in ((1, 1), (2, 1), (5, 2), (17, 3)):
+            torch.set_num_threads(threads)
+            cache, parts = stack.new_cache(1, 64), []
+            for i in range(0, 17, width):
+                parts.append(stack.forward(tokens[:, i : i + width], cache))
+                cache.lengths += width
+            assert torch.equal(torch.cat(parts, 1), together)
