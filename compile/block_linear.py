@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import c_int64, c_void_p
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -51,6 +52,15 @@ class BlockPart(NamedTuple):
 
     type: str
     raw: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        return len(self.raw), self.in_features
+
+    @property
+    def ndim(self) -> int:
+        return 2
 
     @property
     def in_features(self) -> int:
@@ -114,6 +124,15 @@ class BlockLinear(nn.Module):
             )
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Type of the unpacked weights."""
+        return torch.float32
+
+    def unpacked(self) -> Tensor:
+        """Return the weights, float32 [N, K]."""
+        return self.dequantize(slice(None))
+
+    @property
     def nbytes(self) -> int:
         """Bytes of codes, scales and minima."""
         return self.weight.nbytes
@@ -136,16 +155,30 @@ class BlockLinear(nn.Module):
 class BlockEmbedding(nn.Module):
     """Embedding of blocks, decoded at each lookup."""
 
+    _of_head: tuple[BlockLinear, ...] = ()
+
     def __init__(self, source: BlockLinear | BlockPart, dtype: torch.dtype) -> None:
         """Take an LM head's rows, or repack those of a tensor."""
         super().__init__()
         if isinstance(source, BlockPart):
-            source = BlockLinear([source], None, source.in_features)
-        self.linear, self.dtype = source, dtype
+            source = self.own = BlockLinear([source], None, source.in_features)
+        else:
+            self._of_head = (source,)  # which is counted, and quantized, with the head
+        self.dtype = dtype
         self.num_embeddings, self.embedding_dim = source.out_features, source.in_features
+
+    @cached_property
+    def weight(self) -> Tensor:
+        """The whole table [V, D], for heads that read its memory."""
+        return self(torch.arange(self.num_embeddings))
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.linear._decode(ids, self.dtype)
+
+    @property
+    def linear(self) -> BlockLinear:
+        """Linear that holds the rows."""
+        return self._of_head[0] if self._of_head else self.own
 
 
 def _block_linear_cpu(x: Tensor, weight: Tensor, table: Tensor, bias: Tensor | None, out_features: int) -> Tensor:

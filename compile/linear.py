@@ -99,6 +99,11 @@ class PackedLinear(nn.Module):
                 first += len(rows)
         return linear
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the weights."""
+        return self.weight.dtype
+
     def unpacked(self) -> Tensor:
         """Return the weights [N, K]."""
         rows = self.weight.transpose(1, 2).flatten(0, 1).flatten(1)

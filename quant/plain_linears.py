@@ -1,7 +1,7 @@
 """Full-precision linears of any model.
 
 They are torch's, transformers' Conv1D (GPT-2), which stores its weight transposed, or packed ones: modules with
-`out_features`, `in_features`, and `unpacked()`, which returns the weight.
+`out_features`, `in_features`, `dtype`, and `unpacked()`, which returns the weight.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def weight_shape(linear: Any) -> Tensor:
     if not _is_packed(linear):
         return weight_NK(linear)
     size = linear.out_features, linear.in_features
-    return torch.empty(size, dtype=linear.weight.dtype, device="meta")
+    return torch.empty(size, dtype=linear.dtype, device="meta")
 
 
 def device_of(linear: Any) -> torch.device:

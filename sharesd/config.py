@@ -16,6 +16,7 @@ Mode = str
 CompileMode = Literal["auto", "native", "regional", "full", "off"]
 Offload = Literal["auto", "off", "plan-only"]
 TensorParallelStyle = Literal["gather", "reduce"]
+Activations = Literal["exact", "fast"]
 Kernels = Literal["auto", "triton", "torch"]
 DType = Literal["auto", "bfloat16", "float16", "float32", "float64"]
 
@@ -269,6 +270,10 @@ class EngineConfig:
     """Allow checkpoints that bring their own modelling code (fallback models only)."""
     revision: str | None = None
     """Branch, tag or commit of the target's hub id; None = main."""
+    dequantize: bool = True
+    """Expand weights of .gguf files to bfloat16; False: run them as they are stored."""
+    activations: Activations = "exact"
+    """Rounding of the inputs of stored weights: `exact`, 16 bits for 32 numbers, or `fast`, 8 bits."""
     ignore_keys: tuple[str, ...] = ()
     """Keys and tensors of .gguf files that are left out."""
     offload: OffloadConfig = field(default_factory=OffloadConfig)
@@ -278,6 +283,7 @@ class EngineConfig:
         check_one_of("dtype", self.dtype, get_args(DType))
         check_one_of("compile", self.compile, get_args(CompileMode))
         check_one_of("kernels", self.kernels, get_args(Kernels))
+        check_one_of("activations", self.activations, get_args(Activations))
         if self.num_draft is not None:
             check_min("num_draft", self.num_draft, 1)
         check_min("max_draft", self.max_draft, 1)

@@ -66,6 +66,20 @@ def _stage_flag(c: Combination) -> str:
     return "--devices" if split.devices else "--device-map" if split.device_map is not None else "--max-memory"
 
 
+def _without_blocks(c: Combination) -> str | None:
+    """Return the option that has no kernel for blocks of .gguf files."""
+    config = c.config
+    options = {
+        "--lora": config.lora is not None,
+        "--tensor-parallel": config.tensor_parallel > 1,
+        "--devices": config.split.enabled,
+        "--offload": config.offload.limited or config.offload.when == "plan-only",
+        "--device": config.device.startswith("cuda"),
+        "--compile": config.compile not in ("auto", "native"),
+    }
+    return next((name for name, is_given in options.items() if is_given), None)
+
+
 OPTIONS: tuple[Row, ...] = (
     Row(
         lambda c: c.config.tensor_parallel_style == "reduce" and c.config.tensor_parallel == 1,
@@ -96,6 +110,14 @@ OPTIONS: tuple[Row, ...] = (
             f"tensor_parallel is {c.config.tensor_parallel}, whose ranks have one device each, and there are "
             "stages; drop one of the two"
         ),
+    ),
+    Row(
+        lambda c: not c.config.dequantize and _without_blocks(c) is not None,
+        lambda c: f"stored weights do not go with {_without_blocks(c)} yet; drop it, or --no-dequantize",
+    ),
+    Row(
+        lambda c: c.config.activations != "exact" and c.config.dequantize,
+        lambda c: f"activations is {c.config.activations!r}, which is for stored weights; add --no-dequantize",
     ),
     Row(
         _has_other_budget,
@@ -197,6 +219,10 @@ TARGET: tuple[Row, ...] = (
 
 RESOLVED: tuple[Row, ...] = (
     Row(
+        lambda c: not c.config.dequantize and c.compile != "native",
+        lambda c: f"stored weights run in the CPU kernel, and steps are compiled by {c.compile!r}; take --dequantize",
+    ),
+    Row(
         lambda c: c.config.draft_device is not None and not c.needs(Need.SECOND_MODEL),
         lambda c: (
             f"draft_device is {c.config.draft_device!r} and no mode is "
@@ -244,6 +270,10 @@ RESOLVED: tuple[Row, ...] = (
 """Rows about options and how they were resolved."""
 
 NO_OFFLOAD: tuple[Row, ...] = (
+    Row(
+        lambda c: not c.config.dequantize,
+        lambda c: "the weights run as they are stored, and all stay in memory; take --dequantize",
+    ),
     Row(
         lambda c: c.config.split.enabled,
         lambda c: "the model is split among devices, which keep all of it",

@@ -61,7 +61,7 @@ def choose_context(
         return Context(tokens, "the model's own limit" if cut else "as given")
     max_context, reason = own, "the model's own limit"
     reads_all = not isinstance(target, Decoder) or not reads_live_slots(
-        device, target.embed.weight.dtype, target.config.head_dim
+        device, target.get_buffer("cos_0").dtype, target.config.head_dim
     )
     if (planned or reads_all) and own > PLANNED_CONTEXT:
         max_context = PLANNED_CONTEXT

@@ -34,7 +34,7 @@ from sharesd.loading.auto_mode import AutoDrafters, choose_drafters
 from sharesd.loading.combination import Combination
 from sharesd.loading.combinations import NO_OFFLOAD, RESOLVED, TARGET, check, check_options, first_message
 from sharesd.models import hub
-from sharesd.models.checkpoint import Progress, silent
+from sharesd.models.checkpoint import Progress, is_stored, silent
 from sharesd.models.decoder_config import UnsupportedArchitecture
 from sharesd.models.loader import decoder_config
 from sharesd.parallel.pipeline_planner import plan_pipeline
@@ -196,6 +196,8 @@ class _Resolver:
     def resolve(self) -> ResolvedConfig:
         self.device = self._open_device()
         dtype = dtype_of(self._config.dtype, self.device)
+        if not self._config.dequantize and self._config.dtype == "auto":
+            dtype = torch.float32
         kernels = choose_kernels(self._config.kernels, self.device, dtype)
         config, auto = replace(self._config, kernels=kernels.kernels), None
         folder = hub.resolve_target(config, progress=self._progress)
@@ -261,6 +263,8 @@ class _Resolver:
         return device
 
     def _check_target(self, folder: Path) -> None:
+        if not self._config.dequantize and not is_stored(folder):
+            raise ValueError(f"{folder} is no .gguf file, the weights of which run as they are; drop --no-dequantize")
         if not self._config.split.enabled and self._config.tensor_parallel == 1:
             return
         try:

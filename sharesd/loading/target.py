@@ -11,7 +11,6 @@ from pathlib import Path
 
 from compile.adaptive_threads import STEP_THREADS
 from compile.cpp_extension import prepare
-from compile.linear import PackedLinear
 from compile.op_registry import runs_triton
 from multigpu.pipeline_parallel import PipelinePlan
 from multigpu.tensor_parallel import UNSHARDED, Shard
@@ -38,7 +37,7 @@ from sharesd.weights.backend import CpuBackend, backend_for
 from sharesd.weights.draft_heads import DraftHeads
 from sharesd.weights.offload_loader import OffloadLoader, StreamingQuantizer
 from sharesd.weights.offloaded_decoder import OffloadedBlocks
-from sharesd.weights.packing import CpuPacker, packer_for_cuda
+from sharesd.weights.packing import CpuPacker, make_cpu_linear, packer_for_cuda
 from sharesd.weights.quantize import ModelQuantizer
 
 log = logging.getLogger(__name__)
@@ -288,7 +287,8 @@ class ModelLoader:
         """Return the maker of packed linears in their final memory; None: torch's."""
         if not isinstance(self._backend, CpuBackend):
             return None
-        return partial(PackedLinear.from_parts, dtype=self._resolved.dtype, zeros=self._backend.arena.zeros)
+        resolved, zeros = self._resolved, self._backend.arena.zeros
+        return partial(make_cpu_linear, dtype=resolved.dtype, zeros=zeros, activations=resolved.config.activations)
 
     def _record(self, *drafters: str, report: QuantReport) -> None:
         self.reports |= dict.fromkeys(drafters, report)

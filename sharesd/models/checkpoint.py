@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+STORED = "gguf.json"
+"""Names of the .gguf files that hold a folder's weights."""
 ADAPTER = "lora_adapter"
 """Folder of a LoRA adapter within a checkpoint folder that `sharesd.models.lora` made."""
 ADAPTER_CONFIG = "adapter_config.json"
@@ -99,6 +101,8 @@ def weight_files(folder: Path) -> list[Path]:
     Raises:
         ValueError: a file or shard is missing.
     """
+    if is_stored(folder):
+        return [Path(name) for name in read_json(folder / STORED)["files"]]
     for name in WEIGHT_FILES:
         index = folder / f"{name}.index.json"
         if index.exists():
@@ -111,6 +115,11 @@ def weight_files(folder: Path) -> list[Path]:
         if (folder / name).exists():
             return [folder / name]
     raise ValueError(f"{folder} has no weights; expected {' or '.join(WEIGHT_FILES)} (or their index of shards)")
+
+
+def is_stored(folder: Path) -> bool:
+    """Return True if the weights are in .gguf files, to run as they are."""
+    return (folder / STORED).exists()
 
 
 def adapter_files(adapter: Path) -> list[Path]:

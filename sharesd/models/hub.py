@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,13 @@ _HUB_PATTERNS = ["*.json", "*.jinja", "*.txt", "*.model", "*.py"]
 
 def resolve_target(config: EngineConfig, *, progress: Progress = silent) -> Path:
     """Return the folder of a config's target, its adapter included; see `resolve`."""
-    folder = resolve(config.target, progress=progress, ignored=config.ignore_keys, revision=config.revision)
+    folder = resolve(
+        config.target,
+        progress=progress,
+        ignored=config.ignore_keys,
+        revision=config.revision,
+        dequantize=config.dequantize,
+    )
     return folder if config.lora is None else folder_with_adapter(folder, config.lora)
 
 
@@ -35,42 +42,45 @@ def resolve(
     progress: Progress = silent,
     ignored: Collection[str] = (),
     revision: str | None = None,
+    dequantize: bool = True,
 ) -> Path:
     """Return the folder of a checkpoint folder, .gguf file or hub id.
 
     None stands for the embedded SmolLM2-135M-Instruct. .gguf files are converted once into the cache folder, hub ids
     downloaded once; `owner/name:Q4_K_M` is the .gguf file of that quantization. `ignored`: keys and tensors of a .gguf
-    file to leave out. `revision`: branch, tag or commit of a hub id.
+    file to leave out. `revision`: branch, tag or commit of a hub id. Without `dequantize`, the folder of a .gguf file
+    names it instead of holding weights.
 
     Raises:
         ValueError: nothing is found; the message names the places tried and a remedy.
     """
+    convert = partial(converted_folder, progress=progress, ignored=ignored, dequantize=dequantize)
     if target is None:
-        return converted_folder(_embedded_gguf(), progress=progress)
+        return convert(_embedded_gguf())
     path = Path(target).expanduser()
     if revision is not None and path.exists():
         raise ValueError(f"{target} is a local path, and revision {revision!r} is for hub ids; leave one of them out")
     if path.is_dir():
-        return _in_folder(path, progress, ignored)
+        return _in_folder(path, convert)
     if is_gguf(path):
         if not path.is_file():
             raise ValueError(f"{target} does not exist; give the path of a .gguf file")
-        return converted_folder(path, progress=progress, ignored=ignored)
+        return convert(path)
     if path.exists():
         raise ValueError(f"{target} is a file; give a checkpoint folder, a .gguf file or a hub id")
     named = None if isinstance(target, Path) else _HUB_ID.fullmatch(target)
     if named is None:
         raise ValueError(f"{target} does not exist; give a checkpoint folder, a .gguf file or a hub id (owner/name)")
-    return _download(named["id"], named["kind"], revision, progress, ignored)
+    return _download(named["id"], named["kind"], revision, convert)
 
 
-def _in_folder(folder: Path, progress: Progress, ignored: Collection[str]) -> Path:
+def _in_folder(folder: Path, convert: Callable[[Path], Path]) -> Path:
     """Return a checkpoint folder, or that of the folder's .gguf model."""
     models = [] if (folder / "config.json").exists() else models_in(folder)
     if len(models) > 1:
         names = ", ".join(file.name for file in models[:5])
         raise ValueError(f"{folder} has {len(models)} .gguf models ({names}); give the path of one")
-    return converted_folder(models[0], progress=progress, ignored=ignored) if models else folder
+    return convert(models[0]) if models else folder
 
 
 def _embedded_gguf() -> Path:
@@ -84,9 +94,7 @@ def _embedded_gguf() -> Path:
     return file
 
 
-def _download(
-    hub_id: str, kind: str | None, revision: str | None, progress: Progress, ignored: Collection[str]
-) -> Path:
+def _download(hub_id: str, kind: str | None, revision: str | None, convert: Callable[[Path], Path]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, HTTPError
 
@@ -101,7 +109,7 @@ def _download(
         parts = _gguf_model(hub_id, kind, _repository_files(hub_id, at))
         if parts is not None:
             folder = Path(snapshot_download(hub_id, allow_patterns=parts, **at))
-            return converted_folder(folder / parts[0], progress=progress, ignored=ignored)
+            return convert(folder / parts[0])
     except (HTTPError, HFValidationError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(

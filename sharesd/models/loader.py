@@ -14,6 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from compile.block_linear import BlockEmbedding, BlockPart
 from compile.linear import NotFinite
 from multigpu.pipeline_parallel import PipelinePlan
 from multigpu.tensor_parallel import UNSHARDED, Shard
@@ -101,6 +102,10 @@ def load_model(
 
 def stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield names and tensors of a folder, its adapter merged."""
+    if checkpoint.is_stored(folder):
+        from sharesd.models.gguf.stored import stored_blocks  # whose package takes time to import
+
+        return cast("Iterator[tuple[str, Tensor]]", stored_blocks(folder))  # blocks have what is read of tensors
     stored = chain.from_iterable(map(checkpoint.read_tensors, checkpoint.weight_files(folder)))
     return lora.merged(folder, stored)
 
@@ -183,6 +188,13 @@ def load_decoder(
             owner: nn.Module = decoder.embed if name == EMBEDDING else decoder.head
             owner.weight.data = tensor  # a tied head shares the parameter
             return
+        if isinstance(tensor, BlockPart) and name in (EMBEDDING, HEAD):
+            assert make_linear is not None
+            if name == HEAD or config.tie_word_embeddings:
+                decoder.head = make_linear([tensor], None)
+            if name == EMBEDDING:
+                decoder.embed = BlockEmbedding(decoder.head if config.tie_word_embeddings else tensor, dtype)
+            return
         if not parameter.is_meta:
             parameter.copy_(tensor)
             return
@@ -212,6 +224,7 @@ def load_decoder(
     what = f"architecture {config.model_type!r}"
     copy_tensors(dict(decoder_tensors(decoder)), named, folder, what, progress, put, is_checked_elsewhere)
     report_unused(folder, unused)
-    if config.tie_word_embeddings and decoder.head.weight.device != decoder.embed.weight.device:
+    tied = config.tie_word_embeddings and isinstance(decoder.head, nn.Linear)
+    if tied and decoder.head.weight.device != decoder.embed.weight.device:
         decoder.head.weight.data.copy_(decoder.embed.weight)
     return decoder

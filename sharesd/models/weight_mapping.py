@@ -11,6 +11,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from compile.block_linear import BlockPart
 from multigpu.tensor_parallel import TILE, Shard, require_divisible
 from sharesd.models.architectures import architecture_of
 from sharesd.models.checkpoint import Progress, silent
@@ -139,7 +140,7 @@ def check_finite(folder: Path, name: str, tensor: Tensor) -> None:
     A finite sum excludes them at the speed of memory; finite values may also have an infinite one. Tensors of a GPU
     are not checked: they come from no file, and each check would wait for it.
     """
-    if tensor.device.type != "cpu" or not tensor.is_floating_point():
+    if isinstance(tensor, BlockPart) or tensor.device.type != "cpu" or not tensor.is_floating_point():
         return
     if tensor.sum().isfinite() or tensor.isfinite().all():
         return
@@ -167,7 +168,7 @@ def copy_tensors(
         if parameter is None:
             unexpected.append(stored_name)
             continue
-        if parameter.shape != tensor.shape:
+        if tuple(parameter.shape) != tuple(tensor.shape):
             found, wanted = list(tensor.shape), list(parameter.shape)
             raise ValueError(f"{folder}: {stored_name} has shape {found} where config.json asks for {wanted}")
         if not is_checked_elsewhere(name, tensor):

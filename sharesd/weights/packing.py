@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor, nn
 
-from compile.linear import QUANTIZED_INPUT_MULTIPLE, QuantizedPackedLinear, Zeros
+from compile.block_linear import Activations, BlockLinear, BlockPart
+from compile.linear import QUANTIZED_INPUT_MULTIPLE, PackedLinear, QuantizedPackedLinear, Zeros
 from compile.op_registry import HAS_TRITON, runs_triton
 from quant.formats.hqq.gemlite import GEMLITE_BITS, GemliteLinear
 from quant.quantize_model import PackFn
 from quant.quantized_weight import QuantizedWeight
 from sharesd_files import JsonCache
+
+
+def make_cpu_linear(
+    parts: Sequence[Tensor | BlockPart],
+    bias: Tensor | None,
+    *,
+    dtype: torch.dtype,
+    zeros: Zeros,
+    activations: Activations,
+) -> nn.Module:
+    """Return a linear for the CPU kernel, of a checkpoint's rows or a .gguf file's."""
+    numbers = [part for part in parts if isinstance(part, Tensor)]
+    if len(numbers) == len(parts):
+        return PackedLinear.from_parts(numbers, bias, dtype=dtype, zeros=zeros)
+    blocks = [part for part in parts if isinstance(part, BlockPart)]
+    if numbers:
+        raise ValueError("parts of a linear are stored as blocks and as numbers; take --dequantize")
+    return BlockLinear(blocks, bias, blocks[0].in_features, activations=activations)
 
 
 class CpuPacker:

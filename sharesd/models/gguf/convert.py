@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sharesd.models.checkpoint import Progress, read_json, silent, stamp
+from sharesd.models.checkpoint import STORED, Progress, read_json, silent, stamp
 from sharesd.models.decoder_config import DecoderConfig, UnsupportedArchitecture
 from sharesd.models.gguf.parts import model_stem, parts_of
 from sharesd_files import SCRATCH, atomic_write, cache_root
@@ -31,18 +31,20 @@ FORMAT = 4
 MANIFEST = "converted.json"
 
 
-def converted_folder(gguf_file: Path, *, progress: Progress = silent, ignored: Collection[str] = ()) -> Path:
+def converted_folder(
+    gguf_file: Path, *, progress: Progress = silent, ignored: Collection[str] = (), dequantize: bool = True
+) -> Path:
     """Return the checkpoint folder of a .gguf file.
 
     The file may be a part of a model. Converts the model if the folder is missing or damaged.
-    `ignored`: keys and tensors to leave out.
+    `ignored`: keys and tensors to leave out. Without `dequantize`, the folder names the file instead of weights.
 
     Raises:
         ValueError: a file is damaged or missing, or has something that is not supported.
     """
     parts, ignored = parts_of(gguf_file), sorted(set(ignored))
     folder_of_all = cache_root() / "checkpoints"
-    folder = folder_of_all / f"{model_stem(gguf_file)}-{_fingerprint(parts, ignored)}"
+    folder = folder_of_all / f"{model_stem(gguf_file)}-{_fingerprint(parts, ignored)}{'' if dequantize else '-stored'}"
     if _holds(folder, parts):
         return folder
     try:
@@ -50,7 +52,7 @@ def converted_folder(gguf_file: Path, *, progress: Progress = silent, ignored: C
         with tempfile.TemporaryDirectory(dir=folder_of_all, prefix=SCRATCH) as scratch:
             fresh = Path(scratch) / "checkpoint"
             fresh.mkdir()
-            _convert(parts, ignored, fresh, progress)
+            _convert(parts, ignored, fresh, progress, dequantize)
             for file in fresh.iterdir():
                 _flush(file)
             files = {file.name: _seal(file) for file in fresh.iterdir()}
@@ -132,7 +134,7 @@ def _sha256(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _convert(parts: list[Path], ignored: list[str], folder: Path, progress: Progress) -> None:
+def _convert(parts: list[Path], ignored: list[str], folder: Path, progress: Progress, dequantize: bool) -> None:
     from sharesd.models.gguf.parts import read_model
 
     name = parts[0].name
@@ -141,8 +143,13 @@ def _convert(parts: list[Path], ignored: list[str], folder: Path, progress: Prog
     progress(f"reading {name}", 1, 1)
     try:
         try:
-            _convert_here(file, folder, progress)
+            _convert_here(file, folder, progress, dequantize)
+            if not dequantize:
+                names = [str(part.resolve()) for part in parts]
+                (folder / STORED).write_text(json.dumps({"files": names, "ignored": ignored}))
         except UnsupportedArchitecture as reason:
+            if not dequantize:
+                raise ValueError(f"{reason}, and stored weights run in native decoders; take --dequantize") from None
             from sharesd.models.gguf.fallback import convert_by_transformers
 
             log.info("%s: %s; converting by transformers", name, reason)
@@ -151,7 +158,7 @@ def _convert(parts: list[Path], ignored: list[str], folder: Path, progress: Prog
         raise ValueError(f"{parts[0]}: {error}") from error
 
 
-def _convert_here(file: GGUFFile, folder: Path, progress: Progress) -> None:
+def _convert_here(file: GGUFFile, folder: Path, progress: Progress, dequantize: bool) -> None:
     """Convert natively; refuse what is not known before any write."""
     from sharesd.models.gguf.config import config_of, layout_of
     from sharesd.models.gguf.tokenizer import check_tokenizer, write_tokenizer
@@ -166,4 +173,5 @@ def _convert_here(file: GGUFFile, folder: Path, progress: Progress) -> None:
     progress("writing the tokenizer", 0, 1)
     write_tokenizer(file, folder, layout)
     progress("writing the tokenizer", 1, 1)
-    write_weights(file, decoder_config, folder / "model.safetensors", progress)
+    if dequantize:
+        write_weights(file, decoder_config, folder / "model.safetensors", progress)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -97,13 +97,13 @@ def write_weights(file: GGUFFile, config: DecoderConfig, path: Path, progress: P
     progress("writing weights", 0, 1)
     written = {names[stored]: tensor for stored, tensor in tensors.items()}
     try:
-        save_file(written | _absent_biases(written, config), path, metadata={"format": "pt"})
+        save_file(written | absent_biases(written, config), path, metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(str(error)) from error
     progress("writing weights", 1, 1)
 
 
-def _absent_biases(written: Mapping[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
+def absent_biases(written: Collection[str], config: DecoderConfig) -> dict[str, Tensor]:
     """Return zeros for the biases that a checkpoint has beside those written."""
     absent = {name: shape for name, shape in _shapes(config).items() if name not in written}
     return {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in absent.items()}

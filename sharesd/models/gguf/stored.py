@@ -1,0 +1,58 @@
+"""Tensors of .gguf files as they are stored, under the names of a checkpoint."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import gguf
+import torch
+from torch import Tensor
+
+from compile.block_linear import BLOCK_TYPES, BlockPart
+from sharesd.models.checkpoint import STORED, read_json
+from sharesd.models.decoder_config import DecoderConfig
+from sharesd.models.gguf.config import config_of, layout_of
+from sharesd.models.gguf.parts import read_model
+from sharesd.models.gguf.reader import StoredTensor
+from sharesd.models.gguf.weights import absent_biases, names_of
+
+PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""GGML types of plain numbers."""
+
+
+def stored_blocks(folder: Path) -> Iterator[tuple[str, Tensor | BlockPart]]:
+    """Yield names and tensors of the files that a folder names.
+
+    Matrices are blocks, mapped from the file; others are float32.
+
+    Raises ValueError for a matrix of a type without a kernel.
+    """
+    source = read_json(folder / STORED)
+    file = read_model([Path(name) for name in source["files"]], source["ignored"])
+    config, (_, layout) = DecoderConfig.from_hf(config_of(file)), layout_of(file)
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    names = names_of(file, config)
+    yield from absent_biases(names.values(), config).items()
+    for stored, name in names.items():
+        tensor, part = file.tensors[stored], stored.split(".")[-2]
+        rows = _rows(tensor)
+        if layout.pairs_rows and part in heads:
+            rows = rows.unflatten(0, (heads[part], -1, 2)).transpose(1, 2).flatten(0, 2)
+        if len(tensor.shape) == 2 and tensor.kind.name in BLOCK_TYPES:
+            yield name, BlockPart(tensor.kind.name, rows)
+        elif tensor.kind.name in PLAIN:
+            values = rows.contiguous().view(PLAIN[tensor.kind.name]).float().view(tensor.shape)
+            yield name, values - 1 if layout.norms_plus_one and name.endswith("norm.weight") else values
+        else:
+            raise ValueError(
+                f"tensor {stored!r} is stored as {tensor.kind.name}, which does not run as it is; take --dequantize"
+            )
+
+
+def _rows(tensor: StoredTensor) -> Tensor:
+    """Return the bytes of each row, [rows, bytes]."""
+    size, num_bytes = gguf.GGML_QUANT_SIZES[tensor.kind]
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # the file is not to be written
+        return torch.from_numpy(tensor.data).view(-1, tensor.shape[-1] // size * num_bytes)
