@@ -112,14 +112,6 @@ OPTIONS: tuple[Row, ...] = (
         ),
     ),
     Row(
-        lambda c: not c.config.dequantize and _without_blocks(c) is not None,
-        lambda c: f"stored weights do not go with {_without_blocks(c)} yet; drop it, or --no-dequantize",
-    ),
-    Row(
-        lambda c: c.config.activations != "exact" and c.config.dequantize,
-        lambda c: f"activations is {c.config.activations!r}, which is for stored weights; add --no-dequantize",
-    ),
-    Row(
         _has_other_budget,
         lambda c: (
             f"num_draft is {c.config.num_draft} and tree is {_tree(c)}; leave num_draft to be chosen, or make it "
@@ -200,6 +192,14 @@ OPTIONS: tuple[Row, ...] = (
             f"--draft-quant auto chooses what to skip, and --quant-skip is {c.quant_skip[0]!r}; drop one of the two"
         ),
     ),
+    Row(
+        lambda c: not c.config.dequantize and _without_blocks(c) is not None,
+        lambda c: f"stored weights do not go with {_without_blocks(c)} yet; drop it, or --no-dequantize",
+    ),
+    Row(
+        lambda c: c.config.activations != "exact" and c.config.dequantize,
+        lambda c: f"activations is {c.config.activations!r}, which is for stored weights; add --no-dequantize",
+    ),
 )
 """Rows about options alone."""
 
@@ -218,10 +218,6 @@ TARGET: tuple[Row, ...] = (
 """Rows about options and the target's architecture."""
 
 RESOLVED: tuple[Row, ...] = (
-    Row(
-        lambda c: not c.config.dequantize and c.compile != "native",
-        lambda c: f"stored weights run in the CPU kernel, and steps are compiled by {c.compile!r}; take --dequantize",
-    ),
     Row(
         lambda c: c.config.draft_device is not None and not c.needs(Need.SECOND_MODEL),
         lambda c: (
@@ -266,14 +262,14 @@ RESOLVED: tuple[Row, ...] = (
             "eagle, suffix), --draft-quant bnb:4:64, or --device cpu"
         ),
     ),
+    Row(
+        lambda c: not c.config.dequantize and c.compile != "native",
+        lambda c: f"stored weights run in the CPU kernel, and steps are compiled by {c.compile!r}; take --dequantize",
+    ),
 )
 """Rows about options and how they were resolved."""
 
 NO_OFFLOAD: tuple[Row, ...] = (
-    Row(
-        lambda c: not c.config.dequantize,
-        lambda c: "the weights run as they are stored, and all stay in memory; take --dequantize",
-    ),
     Row(
         lambda c: c.config.split.enabled,
         lambda c: "the model is split among devices, which keep all of it",
@@ -297,6 +293,10 @@ NO_OFFLOAD: tuple[Row, ...] = (
         lambda c: (
             f"tensor_parallel is {c.config.tensor_parallel}, and ranks keep all of their weights; drop one of the two"
         ),
+    ),
+    Row(
+        lambda c: not c.config.dequantize,
+        lambda c: "the weights run as they are stored, and all stay in memory; take --dequantize",
     ),
 )
 """Reasons against an offload plan.

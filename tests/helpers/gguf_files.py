@@ -16,11 +16,15 @@ TEMPLATE = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
 
 
 def write_gguf(
-    file: Path, architecture: str = "llama", pre: str = "smollm", extra: Mapping[str, Any] | None = None
+    file: Path,
+    architecture: str = "llama",
+    pre: str = "smollm",
+    extra: Mapping[str, Any] | None = None,
+    kind: str = "Q8_0",
 ) -> Path:
     """A model of two blocks. `pre` names the byte-level pre-tokenizer; "spm" asks for sentencepiece.
 
-    `extra` holds more fields of the architecture, numbers or texts.
+    `extra` holds more fields of the architecture, numbers or texts. `kind`: type of most matrices.
     """
     writer = gguf.GGUFWriter(file, architecture)
     writer.add_block_count(2)
@@ -48,7 +52,7 @@ def write_gguf(
     writer.add_pad_token_id(0)
     writer.add_add_bos_token(pre == "spm")
     writer.add_chat_template(TEMPLATE)
-    _add_tensors(writer, architecture, num_tokens)
+    _add_tensors(writer, architecture, num_tokens, gguf.GGMLQuantizationType[kind])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -95,13 +99,15 @@ def _add_sentencepiece(writer: gguf.GGUFWriter) -> int:
     return len(kinds)
 
 
-def _add_tensors(writer: gguf.GGUFWriter, architecture: str, num_tokens: int) -> None:
+def _add_tensors(
+    writer: gguf.GGUFWriter, architecture: str, num_tokens: int, matrices: gguf.GGMLQuantizationType
+) -> None:
     random, head = np.random.default_rng(0), head_dim(architecture)
     heads = {"attn_q": 4 * head, "attn_k": 2 * head, "attn_v": 2 * head}
 
     def add(name: str, *shape: int, kind: gguf.GGMLQuantizationType | None = None) -> None:
         data = random.standard_normal(shape, dtype=np.float32) * 0.1 + (len(shape) == 1)
-        kind = kind or (gguf.GGMLQuantizationType.Q8_0 if len(shape) == 2 else gguf.GGMLQuantizationType.F32)
+        kind = kind or (matrices if len(shape) == 2 else gguf.GGMLQuantizationType.F32)
         writer.add_tensor(name, gguf.quantize(data, kind), raw_dtype=kind)
 
     add("token_embd.weight", num_tokens, 64)

@@ -51,6 +51,8 @@ OPTIONS: list[tuple[Combination, str]] = [
     (given(tensor_parallel=2, facts={"launched": 4}), "--tensor-parallel is 2 and a launcher has started 4 processes"),
     (given(split=TWO_STAGES, facts={"launched": 4}), "which have one device each; drop --devices"),
     (given(facts={"quant_skip": ("proj=down",)}), "--quant-skip is 'proj=down'; drop one of the two"),
+    (given(dequantize=False, compile="off"), "stored weights do not go with --compile yet; drop it"),
+    (given(activations="fast"), "activations is 'fast', which is for stored weights; add --no-dequantize"),
 ]
 TARGET: list[tuple[Combination, str]] = [
     (given(split=TWO_STAGES, facts={"unsupported": "it is new"}), "split among devices: it is new; leave devices out"),
@@ -74,6 +76,7 @@ RESOLVED: list[tuple[Combination, str]] = [
         given(mode="share", facts={"device": "cuda:0", "has_triton": False}),
         "linears are to be quantized, which on cuda:0 takes Triton",
     ),
+    (given(dequantize=False, facts={"compile": "regional"}), "stored weights run in the CPU kernel, and steps are"),
 ]
 NO_OFFLOAD: list[tuple[Combination, str]] = [
     (given(split=TWO_STAGES), "the model is split among devices, which keep all of it"),
@@ -81,6 +84,7 @@ NO_OFFLOAD: list[tuple[Combination, str]] = [
     (given(facts={"in_memory": True}), "the weights are made in memory"),
     (given(compile="off"), "compile is 'off'; offloaded blocks run in the CPU kernel"),
     (given(tensor_parallel=2), "tensor_parallel is 2, and ranks keep all of their weights"),
+    (given(dequantize=False), "the weights run as they are stored, and all stay in memory; take --dequantize"),
 ]
 CASES = [
     (name, number, *case)

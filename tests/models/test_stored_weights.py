@@ -1,0 +1,121 @@
+"""Weights of .gguf files that run as they are stored: values of the file, and one text in every mode."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from torch import Tensor
+
+from compile.block_linear import BlockEmbedding, BlockLinear, BlockPart
+from compile.huge_pages import HugePageArena
+from sharesd import LLM, SamplingParams
+from sharesd.models.gguf.convert import converted_folder
+from sharesd.models.gguf.stored import stored_blocks
+from sharesd.models.loader import load_decoder
+from sharesd.weights.packing import make_cpu_linear
+from tests.helpers.gguf_files import write_gguf
+
+TOKENIZERS = {"llama": "smollm", "qwen2": "qwen2", "qwen3": "qwen2", "gemma2": "spm", "gemma3": "spm", "phi3": "spm"}
+KINDS = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"]
+PROMPTS = [[5, 9, 14, 3, 77, 8], [40, 41, 42]]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def values_of(tensor: Tensor | BlockPart) -> Tensor:
+    if isinstance(tensor, Tensor):
+        return tensor
+    return torch.from_numpy(gguf.dequantize(tensor.raw.numpy(), gguf.GGMLQuantizationType[tensor.type]).copy())
+
+
+def logits_of(decoder: Any, tokens: list[int]) -> Tensor:
+    return decoder.forward(torch.tensor([tokens]), decoder.new_cache(1, 32))
+
+
+@torch.inference_mode()
+def compare(file: Path) -> Any:
+    """Compare logits with those of the dequantized weights; return the decoder."""
+    folder = converted_folder(file, dequantize=False)
+    make = {"dtype": torch.float32, "zeros": HugePageArena().zeros, "activations": "exact"}
+    decoder = load_decoder(folder, dtype=torch.float32, make_linear=lambda *parts: make_cpu_linear(*parts, **make))
+    plain = load_decoder(
+        folder,
+        dtype=torch.float32,
+        tensors=lambda: [(name, values_of(tensor)) for name, tensor in stored_blocks(folder)],
+    )
+    for tokens in PROMPTS:
+        ours, wanted = logits_of(decoder, tokens), logits_of(plain, tokens)
+        assert (ours - wanted).norm() < 1e-3 * wanted.norm()
+    return decoder
+
+
+@pytest.mark.parametrize("architecture", TOKENIZERS)
+def test_logits_are_those_of_the_dequantized_weights(architecture: str, tmp_path: Path) -> None:
+    pre = {"qwen2": "qwen2", "qwen3": "qwen2", "phi3": "spm", "gemma2": "spm", "gemma3": "spm"}.get(
+        architecture, "smollm"
+    )
+    decoder = compare(write_gguf(tmp_path / "a.gguf", architecture, pre))
+    block = decoder.blocks[0]
+    assert isinstance(block.attn.qkv, BlockLinear) and not isinstance(block.attn.o, BlockLinear)  # stored as bfloat16
+    assert isinstance(decoder.embed, BlockEmbedding)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_type_gives_the_values_of_the_file(kind: str, tmp_path: Path) -> None:
+    compare(write_gguf(tmp_path / "a.gguf", kind=kind))
+
+
+@pytest.mark.parametrize("activations", ["exact", "fast"])
+def test_every_mode_gives_the_text_of_plain_decoding(activations: str, tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "a.gguf")
+    modes: tuple[Any, ...] = ("naive", "share", "suffix", "ngram", "recycle", "classic", "hybrid", "auto")
+    llm = LLM(
+        file,
+        modes=modes,
+        quant="hqq:4:32",
+        dequantize=False,
+        activations=activations,
+        max_context=64,
+        hybrid_with=("share", "suffix"),
+    )
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(max_new_tokens=24, temperature=temperature, seed=4, ignore_eos=True)
+        texts = {mode: [each.token_ids for each in llm.generate(PROMPTS, params, mode=mode)] for mode in modes}
+        assert all(text == texts["naive"] for text in texts.values()), texts
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel": 2}, "stored weights do not go with --tensor-parallel yet"),
+        ({"compile": "off"}, "stored weights do not go with --compile yet"),
+        ({"dequantize": True, "activations": "fast"}, "activations is 'fast', which is for stored weights"),
+    ],
+)
+def test_what_has_no_kernel_is_refused_by_name(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        LLM(write_gguf(tmp_path / "a.gguf"), mode="naive", **{"dequantize": False, **options})
+
+
+def test_a_folder_of_numbers_is_not_stored(checkpoint: Any) -> None:
+    with pytest.raises(ValueError, match="is no .gguf file"):
+        LLM(checkpoint(), mode="naive", dequantize=False)
+
+
+def test_a_type_without_a_kernel_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write_gguf(tmp_path / "a.gguf")
+    monkeypatch.setattr("sharesd.models.gguf.stored.BLOCK_TYPES", ("Q4_0",))
+    with pytest.raises(ValueError, match="is stored as Q8_0, which does not run as it is; take --dequantize"):
+        LLM(file, mode="naive", dequantize=False)
+
+
+def test_architectures_without_a_native_decoder_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="stored weights run in native decoders; take --dequantize"):
+        converted_folder(write_gguf(tmp_path / "a.gguf", "starcoder2"), dequantize=False)
