@@ -8,14 +8,15 @@ Legend: M rows, N outputs, K inputs. A record holds the weights of 16 outputs, i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import c_int64, c_void_p
-from functools import cached_property
+from ctypes import c_int64, c_void_p, cast
+from functools import cache, cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from compile.cpp_extension import kernel
+from compile.cpp_extension import kernel, library
+from compile.linear import Zeros
 from compile.op_registry import LIBRARY
 
 Activations = Literal["exact", "fast"]
@@ -38,12 +39,17 @@ _FORMATS = {
     "Q5_0": _Format(32, 22, 64, 704),
     "Q4_1": _Format(32, 20, 64, 640),
     "Q5_1": _Format(32, 24, 64, 768),
+    "IQ4_NL": _Format(32, 18, 64, 576),
+    "IQ4_XS": _Format(256, 136, 256, 2240),
+    "MXFP4": _Format(32, 17, 64, 576),
+    "Q3_K": _Format(256, 110, 256, 1856),
+    "Q2_K": _Format(256, 84, 256, 1344),
 }
 BLOCK_TYPES = tuple(_FORMATS)
 """GGML types with a kernel, in order of its numbers."""
 _LANES = 16  # outputs of a record
 _REPACK_ARGTYPES = (c_void_p, *[c_int64] * 4, c_void_p, c_int64)
-_LINEAR_ARGTYPES = (*[c_void_p] * 4, *[c_int64] * 3, c_void_p, c_int64)
+_LINEAR_ARGTYPES = (*[c_void_p] * 4, *[c_int64] * 3, c_void_p, c_void_p, c_int64)
 _DECODE_ARGTYPES = (c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_int64)
 
 
@@ -86,9 +92,15 @@ class BlockLinear(nn.Module):
     table: Tensor  # int64 [1 + parts, 4]: words of `struct BlockTable`
 
     def __init__(
-        self, parts: Sequence[BlockPart], bias_N: Tensor | None, in_features: int, *, activations: Activations = "exact"
+        self,
+        parts: Sequence[BlockPart],
+        bias_N: Tensor | None,
+        in_features: int,
+        *,
+        activations: Activations = "exact",
+        zeros: Zeros | None = None,
     ) -> None:
-        """Repack the parts, whose outputs follow each other.
+        """Repack the parts, whose outputs follow each other. `zeros` allocates their memory.
 
         Raises ValueError if a part's type has no kernel, its rows do not have `in_features`, or it does not begin at a
         multiple of 16 outputs.
@@ -107,9 +119,10 @@ class BlockLinear(nn.Module):
         if not rows:
             raise ValueError("a linear without outputs")
         self.in_features, self.out_features, self.activations = in_features, rows, activations
-        head = [len(table), int(activations == "exact"), sum(records for _, records, *_ in table), size]
+        head = [len(table), int(activations == "exact"), 0, size]
         self.register_buffer("table", torch.tensor([head, *table]), persistent=False)
-        self.register_buffer("weight", torch.empty(size, dtype=torch.uint8), persistent=False)
+        weight = torch.empty(size, dtype=torch.uint8) if zeros is None else zeros((size,), torch.uint8)
+        self.register_buffer("weight", weight, persistent=False)
         self.register_buffer("bias", bias_N, persistent=False)
         for part, (number, _, offset, _) in zip(parts, table, strict=True):
             raw = part.raw if part.raw.stride(1) == 1 else part.raw.contiguous()
@@ -122,6 +135,12 @@ class BlockLinear(nn.Module):
                 self.weight.data_ptr() + offset,
                 torch.get_num_threads(),
             )
+
+    def table_address(self) -> int:
+        """Return the table's address, for kernels of this process."""
+        address = self.table.data_ptr()
+        c_int64.from_address(address + 2 * self.table.itemsize).value = _block_kernel()
+        return address
 
     @property
     def dtype(self) -> torch.dtype:
@@ -181,6 +200,14 @@ class BlockEmbedding(nn.Module):
         return self._of_head[0] if self._of_head else self.own
 
 
+@cache
+def _block_kernel() -> int:
+    """Return the address of the kernel of all types."""
+    address = cast(library("block_ops").block_sums_uint8, c_void_p).value
+    assert address is not None
+    return address
+
+
 def _block_linear_cpu(x: Tensor, weight: Tensor, table: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
     assert bias is None or bias.dtype == x.dtype, f"bias of {bias.dtype}, called with {x.dtype}"
     x = x.contiguous()
@@ -195,6 +222,7 @@ def _block_linear_cpu(x: Tensor, weight: Tensor, table: Tensor, bias: Tensor | N
         out_features,
         K,
         table.data_ptr(),
+        _block_kernel(),
         torch.get_num_threads(),
     )
     return y

@@ -1,7 +1,7 @@
 """Build and load this package's CPU kernels with the system's C++ compiler.
 
-There is a library of model kernels for each dtype, and one of sampling kernels. Each is built once per machine, at its
-first use.
+There is a library of model kernels for each dtype, one of sampling kernels, and one for blocks of GGUF files. Each is
+built once per machine, at its first use.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ SAMPLING_OPS = (
     "best_nodes",
     "compact_slots",
     "find_suffixes",
-    "repack_blocks",
-    "decode_rows",
 )
-"""Kernels of sampling_ops.cpp; all others are in model_ops.cpp."""
+"""Kernels of sampling_ops.cpp."""
+BLOCK_OPS = ("block_sums", "repack_blocks", "decode_rows")
+"""Kernels of block_ops.cpp; all others are in model_ops.cpp."""
+_SHARED = ("sampling_ops", "block_ops")  # libraries that all dtypes share
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-march=native")
 """Compiler flags; SHARESD_CXXFLAGS adds flags, e.g. -fsanitize=address."""
 FORMAT = 2
@@ -69,7 +70,7 @@ _locks: defaultdict[str, Lock] = defaultdict(Lock)  # one for each part that is 
 
 @cache
 def library(part: str) -> ctypes.CDLL:
-    """Load the library `sampling_ops`, or that of a dtype's model kernels.
+    """Load `sampling_ops`, `block_ops`, or a dtype's model kernels.
 
     Raises RuntimeError if no compiler can build it.
     """
@@ -79,7 +80,7 @@ def library(part: str) -> ctypes.CDLL:
         raise RuntimeError(
             "no C++ compiler found (g++, c++ or clang++); install one, e.g. `apt install g++`, or set CXX"
         )
-    source = ("sampling_ops.cpp",) if part == "sampling_ops" else ("model_ops.cpp", f"-DDTYPE={part}")
+    source = (f"{part}.cpp",) if part in _SHARED else ("model_ops.cpp", f"-DDTYPE={part}")
     flags = (*FLAGS, *shlex.split(os.environ.get("SHARESD_CXXFLAGS", "")))
     key = hashlib.sha256()
     for file in sorted(SOURCE_FOLDER.iterdir()):
@@ -96,8 +97,8 @@ def prepare(*parts: str) -> None:
     Raises ValueError for a name that is none of a library.
     """
     for part in parts:
-        if part != "sampling_ops" and not isinstance(getattr(torch, part, None), torch.dtype):
-            raise ValueError(f"there is no library {part!r}; give sampling_ops, or the dtype of model kernels")
+        if part not in _SHARED and not isinstance(getattr(torch, part, None), torch.dtype):
+            raise ValueError(f"there is no library {part!r}; give {', '.join(_SHARED)}, or the dtype of model kernels")
 
     def build(part: str) -> None:
         with suppress(RuntimeError):
@@ -186,6 +187,7 @@ def _cpu_features() -> str:
 def kernel(name: str, dtype: torch.dtype, *argtypes: type) -> Callable[..., None]:
     """Return the library function `name`_`dtype`, e.g. attend_bfloat16."""
     named = str(dtype).removeprefix("torch.")
-    function = getattr(library("sampling_ops" if name in SAMPLING_OPS else named), f"{name}_{named}")
+    part = "sampling_ops" if name in SAMPLING_OPS else "block_ops" if name in BLOCK_OPS else named
+    function = getattr(library(part), f"{name}_{named}")
     function.argtypes, function.restype = argtypes, None
     return function

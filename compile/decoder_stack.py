@@ -217,7 +217,7 @@ def linear_words(linear: Any) -> list[int]:
     elif isinstance(linear, QuantizedPackedLinear):
         bits, group = linear.bits, linear.group_size
     elif isinstance(linear, BlockLinear):
-        bits, group = -1, linear.table.data_ptr()
+        bits, group = -1, linear.table_address()
     else:
         raise KernelUnsupported(f"the CPU kernel has no linear of kind {type(linear).__name__}")
     addresses = [0 if t is None else t.data_ptr() for t in (linear.weight, linear.bias)]

@@ -271,9 +271,15 @@ class EngineConfig:
     revision: str | None = None
     """Branch, tag or commit of the target's hub id; None = main."""
     dequantize: bool = True
-    """Expand weights of .gguf files to bfloat16; False: run them as they are stored."""
+    """Expand weights of .gguf files to bfloat16.
+
+    False: they run as they are stored.
+    """
     activations: Activations = "exact"
-    """Rounding of the inputs of stored weights: `exact`, 16 bits for 32 numbers, or `fast`, 8 bits."""
+    """Rounding of the inputs of stored weights.
+
+    `exact`: 16 bits for 32 numbers, `fast`: 8 bits.
+    """
     ignore_keys: tuple[str, ...] = ()
     """Keys and tensors of .gguf files that are left out."""
     offload: OffloadConfig = field(default_factory=OffloadConfig)

@@ -93,7 +93,8 @@ def kernels(request: pytest.FixtureRequest) -> None:
     if all(item.get_closest_marker("cuda") for item in request.session.items):
         return  # nothing of them is wanted on a GPU
     with ThreadPoolExecutor() as pool:
-        list(pool.map(cpp_extension.library, ("bfloat16", "float16", "float32", "float64", "sampling_ops")))
+        parts = ("bfloat16", "float16", "float32", "float64", "sampling_ops", "block_ops")
+        list(pool.map(cpp_extension.library, parts))
 
 
 @pytest.fixture(autouse=True)

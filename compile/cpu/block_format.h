@@ -8,7 +8,7 @@
 // any: [16 outputs][4 bytes] for each 32 inputs (one bit of 8 inputs in a byte), or for each 16 (two bits of 4). Codes of 8 bits
 // have their upper halves in the units; their lower halves are a second stream, after all units of the record.
 #pragma once
-#include "dtypes.h"
+#include "block_rows.h"
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
@@ -26,22 +26,30 @@ inline uint32_t word(const void* p) {
 }
 inline void put_word(uint32_t v, void* p) { std::memcpy(p, &v, 4); }
 
-// Sixteen small integers as floats.
+// Sixteen small integers.
 template <typename E, typename V> inline void load_small(const E* p, V* out) {
   if constexpr (IsPair<V>::value) {
     load_small(p, &out->low);
     load_small(p + V::kHalf, &out->high);
   } else {
-    using ints = typename VectorOf<int32_t, sizeof(V)>::type;
-    using small = typename VectorOf<E, sizeof(V) / 4>::type;
-    *out = __builtin_convertvector(__builtin_convertvector(get<small>(p), ints), V);
+    constexpr bool kSigned = std::is_signed_v<E>;
+#if defined(__AVX512F__)
+    const __m128i some = get<__m128i>(p);
+    *out = (V)(kSigned ? _mm512_cvtepi8_epi32(some) : _mm512_cvtepu8_epi32(some));
+#elif defined(__AVX2__)
+    const __m128i some = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+    *out = (V)(kSigned ? _mm256_cvtepi8_epi32(some) : _mm256_cvtepu8_epi32(some));
+#else
+    for (size_t i = 0; i < sizeof(V) / 4; ++i) (*out)[i] = p[i];
+#endif
   }
 }
-template <typename E> inline vfloat small_floats(const uint8_t* p) {
-  vfloat v;
+template <typename E> inline vint small(const uint8_t* p) {
+  vint v;
   load_small(reinterpret_cast<const E*>(p), &v);
   return v;
 }
+template <typename E> inline vfloat small_floats(const uint8_t* p) { return convert<vfloat>(small<E>(p)); }
 template <typename E> inline vfloat floats(const uint8_t* p) {
   vfloat v;
   load(reinterpret_cast<const E*>(p), &v);
@@ -57,6 +65,26 @@ template <typename V> inline V by_bits(uint32_t mask, const V& a, const V& b) {
 #endif
 }
 
+// Bytes of a table of 16, by bytes below 16.
+template <typename V> inline V look_up(const uint8_t* table, const V& places) {
+  if constexpr (IsPair<V>::value) {
+    return pair_of(look_up(table, places.low), look_up(table, places.high));
+  } else {
+#if defined(__AVX512BW__)
+    return (V)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(get<__m128i>(table)), (__m512i)places);
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    return (V)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(get<__m128i>(table)), (__m256i)places);
+#elif defined(__SSSE3__) && !defined(__AVX512F__)
+    return (V)_mm_shuffle_epi8(get<__m128i>(table), (__m128i)places);
+#else
+    uint8_t some[sizeof(V)];
+    std::memcpy(some, &places, sizeof(V));
+    for (uint8_t& each : some) each = table[each];
+    return get<V>(some);
+#endif
+  }
+}
+
 // Planes of 32 inputs: `pack` from the codes of 16 outputs, `pitch` apart; `pair` gives those of inputs 8 j to 8 j + 4 and of
 // the next four, a byte each.
 template <int BITS> struct Planes;
@@ -67,6 +95,24 @@ inline void pack_halves(const uint8_t* codes, int64_t pitch, int shift, uint8_t*
       const uint8_t* at = codes + o * pitch + j * 8;
       put_word((word(at) >> shift & 0x0f0f0f0fu) | (word(at + 4) >> shift & 0x0f0f0f0fu) << 4, to + j * 64 + o * 4);
     }
+}
+
+// Two bits of 16 inputs [2][16 outputs][4 bytes], those of every fourth input in a byte.
+inline void pack_quarters(const uint8_t* codes, int64_t pitch, int shift, uint8_t* to) {
+  for (int64_t half = 0; half < 2; ++half)
+    for (int64_t o = 0; o < 16; ++o) {
+      uint32_t bits = 0;
+      for (int j = 0; j < 4; ++j) bits |= (word(codes + o * pitch + half * 16 + j * 4) >> shift & 0x03030303u) << 2 * j;
+      put_word(bits, to + half * 64 + o * 4);
+    }
+}
+// One bit of 32 inputs [16 outputs][4 bytes].
+inline void pack_eighths(const uint8_t* codes, int64_t pitch, int shift, uint8_t* to) {
+  for (int64_t o = 0; o < 16; ++o) {
+    uint32_t bits = 0;
+    for (int j = 0; j < 8; ++j) bits |= (word(codes + o * pitch + j * 4) >> shift & 0x01010101u) << j;
+    put_word(bits, to + o * 4);
+  }
 }
 
 template <> struct Planes<4> {
@@ -83,11 +129,7 @@ template <> struct Planes<5> {
   static constexpr int64_t kBytes = 320, kLowBytes = 0;
   static void pack(const uint8_t* codes, int64_t pitch, uint8_t* to, uint8_t*) {
     pack_halves(codes, pitch, 0, to);
-    for (int64_t o = 0; o < 16; ++o) {
-      uint32_t bits = 0;
-      for (int j = 0; j < 8; ++j) bits |= (word(codes + o * pitch + j * 4) >> 4 & 0x01010101u) << j;
-      put_word(bits, to + 256 + o * 4);
-    }
+    pack_eighths(codes, pitch, 4, to + 256);
   }
   static inline vuint upper(const vuint& bits, int64_t j) {
     return (j < 4 ? bits << (4 - j) : bits >> (j - 4)) & 0x10101010u;
@@ -103,12 +145,7 @@ template <> struct Planes<6> {
   static constexpr int64_t kBytes = 384, kLowBytes = 0;
   static void pack(const uint8_t* codes, int64_t pitch, uint8_t* to, uint8_t*) {
     pack_halves(codes, pitch, 0, to);
-    for (int64_t half = 0; half < 2; ++half)
-      for (int64_t o = 0; o < 16; ++o) {
-        uint32_t bits = 0;
-        for (int j = 0; j < 4; ++j) bits |= (word(codes + o * pitch + half * 16 + j * 4) >> 4 & 0x03030303u) << 2 * j;
-        put_word(bits, to + 256 + half * 64 + o * 4);
-      }
+    pack_quarters(codes, pitch, 4, to + 256);
   }
   static inline void pair(const uint8_t* w, const uint8_t*, int64_t j, vuint& a, vuint& b) {
     const vuint v = get<vuint>(w + j * 64), bits = get<vuint>(w + 256 + j / 2 * 64);
@@ -128,6 +165,48 @@ template <> struct Planes<8> {
     const vuint v = get<vuint>(w + j * 64), v2 = get<vuint>(low + j * 64);
     a = by_bits(0xf0f0f0f0u, v << 4, v2);
     b = by_bits(0xf0f0f0f0u, v, v2 >> 4);
+  }
+};
+
+template <> struct Planes<2> {
+  static constexpr int64_t kBytes = 128, kLowBytes = 0;
+  static void pack(const uint8_t* codes, int64_t pitch, uint8_t* to, uint8_t*) { pack_quarters(codes, pitch, 0, to); }
+  static inline void pair(const uint8_t* w, const uint8_t*, int64_t j, vuint& a, vuint& b) {
+    const vuint v = get<vuint>(w + j / 2 * 64);
+    a = (j % 2 ? v >> 4 : v) & 0x03030303u;
+    b = (j % 2 ? v >> 6 : v >> 2) & 0x03030303u;
+  }
+};
+
+template <> struct Planes<3> {
+  static constexpr int64_t kBytes = 192, kLowBytes = 0;
+  static void pack(const uint8_t* codes, int64_t pitch, uint8_t* to, uint8_t*) {
+    pack_quarters(codes, pitch, 0, to);
+    pack_eighths(codes, pitch, 2, to + 128);
+  }
+  static inline vuint upper(const vuint& bits, int64_t j) {
+    return (j < 2 ? bits << (2 - j) : bits >> (j - 2)) & 0x04040404u;
+  }
+  static inline void pair(const uint8_t* w, const uint8_t*, int64_t j, vuint& a, vuint& b) {
+    const vuint bits = get<vuint>(w + 128);
+    Planes<2>::pair(w, nullptr, j, a, b);
+    a = a | upper(bits, 2 * j);
+    b = b | upper(bits, 2 * j + 1);
+  }
+};
+
+// Codes of four bits are places in a table of bytes.
+struct NonLinear {  // of IQ4_NL and IQ4_XS, plus 128
+  alignas(16) static constexpr uint8_t kTable[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+};
+struct SmallFloats {  // twice the numbers of four bits of MXFP4, plus 16
+  alignas(16) static constexpr uint8_t kTable[16] = {16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4};
+};
+template <typename TABLE> struct TablePlanes : Planes<4> {
+  static inline void pair(const uint8_t* w, const uint8_t* low, int64_t j, vuint& a, vuint& b) {
+    Planes<4>::pair(w, low, j, a, b);
+    a = look_up(TABLE::kTable, a);
+    b = look_up(TABLE::kTable, b);
   }
 };
 
@@ -222,6 +301,97 @@ struct Q6KForm : SuperForm, Planes<6> {
   }
 };
 
+struct NonLinearForm : PlainForm<4, 7, false>, TablePlanes<NonLinear> {  // IQ4_NL
+  static constexpr bool kWide = true;
+  using TablePlanes<NonLinear>::kBytes;
+  using TablePlanes<NonLinear>::kLowBytes;
+  using TablePlanes<NonLinear>::pack;
+  using TablePlanes<NonLinear>::pair;
+};
+
+struct MXFP4Form : PlainForm<4, 4, false>, TablePlanes<SmallFloats> {
+  static constexpr int64_t kBlock = 17;
+  using TablePlanes<SmallFloats>::kBytes;
+  using TablePlanes<SmallFloats>::kLowBytes;
+  using TablePlanes<SmallFloats>::pack;
+  using TablePlanes<SmallFloats>::pair;
+  static void header(const uint8_t* block, int64_t index, int64_t o, uint8_t* to) {  // half the power of two, as bfloat16
+    const uint16_t bits = static_cast<uint16_t>(*block < 2 ? 0x20 << *block : (*block - 1) << 7);
+    std::memcpy(to + index * 32 + o * 2, &bits, 2);
+  }
+  static inline vfloat scale(const uint8_t* unit, int64_t g) { return floats<bf16>(unit + g * 32); }
+  static void decode(const uint8_t* block, uint8_t* codes) { PlainForm<4, 4, false>::decode(block - 1, codes); }
+};
+
+struct IQ4XSForm : SuperForm, TablePlanes<NonLinear> {
+  static constexpr int64_t kGroup = 32, kHeader = 192, kBlock = 136;
+  static constexpr int kZero = 7;
+  static constexpr bool kMin = false, kWide = true;
+  static void header(const uint8_t* block, int64_t, int64_t o, uint8_t* to) {
+    std::memcpy(to + o * 2, block, 2);
+    const int upper = block[2] | block[3] << 8;
+    for (int g = 0; g < 8; ++g) {
+      const int lower = block[4 + g / 2] >> g % 2 * 4 & 15;
+      to[64 + g * 16 + o] = static_cast<uint8_t>((lower | (upper >> 2 * g & 3) << 4) - 32);
+    }
+  }
+  static inline vfloat scale(const uint8_t* unit, int64_t g) {
+    return floats<f16>(unit) * small_floats<int8_t>(unit + 64 + g * 16);
+  }
+  static inline vfloat minimum(const uint8_t*, int64_t) { return vfloat{}; }
+  static void decode(const uint8_t* block, uint8_t* codes) {
+    for (int g = 0; g < 8; ++g)
+      for (int i = 0; i < 16; ++i) {
+        codes[g * 32 + i] = block[8 + g * 16 + i] & 15;
+        codes[g * 32 + 16 + i] = block[8 + g * 16 + i] >> 4;
+      }
+  }
+};
+
+struct Q3KForm : SuperForm, Planes<3> {
+  static constexpr int64_t kGroup = 16, kHeader = 320, kBlock = 110;
+  static constexpr int kZero = 2;
+  static constexpr bool kMin = false;
+  static void header(const uint8_t* block, int64_t, int64_t o, uint8_t* to) {
+    std::memcpy(to + o * 2, block + 108, 2);
+    const uint8_t* b = block + 96;
+    for (int g = 0; g < 16; ++g) {
+      const int lower = b[g % 8] >> g / 8 * 4 & 15, upper = b[8 + g % 4] >> g / 4 * 2 & 3;
+      to[64 + g * 16 + o] = static_cast<uint8_t>((lower | upper << 4) - 32);
+    }
+  }
+  static inline vfloat scale(const uint8_t* unit, int64_t g) {
+    return floats<f16>(unit) * small_floats<int8_t>(unit + 64 + g * 16);
+  }
+  static inline vfloat minimum(const uint8_t*, int64_t) { return vfloat{}; }
+  static void decode(const uint8_t* block, uint8_t* codes) {
+    for (int k = 0; k < 8; ++k)
+      for (int i = 0; i < 32; ++i)
+        codes[k * 32 + i] = (block[32 + k / 4 * 32 + i] >> k % 4 * 2 & 3) | (block[i] >> k & 1) << 2;
+  }
+};
+
+struct Q2KForm : SuperForm, Planes<2> {
+  static constexpr int64_t kGroup = 16, kHeader = 320, kBlock = 84;
+  static constexpr int kZero = 0;
+  static constexpr bool kMin = true;
+  static void header(const uint8_t* block, int64_t, int64_t o, uint8_t* to) {
+    std::memcpy(to + o * 2, block + 80, 2);
+    std::memcpy(to + 32 + o * 2, block + 82, 2);
+    for (int g = 0; g < 16; ++g) to[64 + g * 16 + o] = block[g];
+  }
+  static inline vfloat scale(const uint8_t* unit, int64_t g) {
+    return floats<f16>(unit) * convert<vfloat>(small<uint8_t>(unit + 64 + g * 16) & 15);
+  }
+  static inline vfloat minimum(const uint8_t* unit, int64_t g) {
+    return floats<f16>(unit + 32) * convert<vfloat>(small<uint8_t>(unit + 64 + g * 16) >> 4);
+  }
+  static void decode(const uint8_t* block, uint8_t* codes) {
+    for (int k = 0; k < 8; ++k)
+      for (int i = 0; i < 32; ++i) codes[k * 32 + i] = block[16 + k / 4 * 32 + i] >> k % 4 * 2 & 3;
+  }
+};
+
 template <int64_t TYPE> struct FormOf;
 template <> struct FormOf<kQ8_0> { using type = PlainForm<8, 7, false>; };
 template <> struct FormOf<kQ4_K> { using type = MinimaForm<4>; };
@@ -231,6 +401,11 @@ template <> struct FormOf<kQ4_0> { using type = PlainForm<4, 3, false>; };
 template <> struct FormOf<kQ5_0> { using type = PlainForm<5, 4, false>; };
 template <> struct FormOf<kQ4_1> { using type = PlainForm<4, 0, true>; };
 template <> struct FormOf<kQ5_1> { using type = PlainForm<5, 0, true>; };
+template <> struct FormOf<kIQ4_NL> { using type = NonLinearForm; };
+template <> struct FormOf<kIQ4_XS> { using type = IQ4XSForm; };
+template <> struct FormOf<kMXFP4> { using type = MXFP4Form; };
+template <> struct FormOf<kQ3_K> { using type = Q3KForm; };
+template <> struct FormOf<kQ2_K> { using type = Q2KForm; };
 
 // Call f with the form of a type.
 template <typename F> inline void with_form(int64_t type, F&& f) {
@@ -243,18 +418,13 @@ template <typename F> inline void with_form(int64_t type, F&& f) {
     case kQ5_0: return f(FormOf<kQ5_0>::type{});
     case kQ4_1: return f(FormOf<kQ4_1>::type{});
     case kQ5_1: return f(FormOf<kQ5_1>::type{});
+    case kIQ4_NL: return f(FormOf<kIQ4_NL>::type{});
+    case kIQ4_XS: return f(FormOf<kIQ4_XS>::type{});
+    case kMXFP4: return f(FormOf<kMXFP4>::type{});
+    case kQ3_K: return f(FormOf<kQ3_K>::type{});
+    case kQ2_K: return f(FormOf<kQ2_K>::type{});
   }
 }
-
-// A part of a linear: outputs whose weights have one type. block_linear.py writes these words.
-struct BlockPart {
-  int64_t type, records, offset, record;  // offset and record in bytes
-};
-struct BlockTable {
-  int64_t num_parts, exact, records, bytes;
-  const BlockPart* parts() const { return reinterpret_cast<const BlockPart*>(this + 1); }
-};
-static_assert(sizeof(BlockPart) == 32 && sizeof(BlockTable) == 32, "block_linear.py writes these words");
 
 template <typename Form> struct Record {  // sizes in bytes, of K inputs
   static constexpr int64_t kUnitBytes = Form::kHeader + Form::kUnit / 32 * Form::kBytes;
@@ -322,13 +492,15 @@ void unpack_blocks(const uint8_t* record, int64_t K, int64_t u, int64_t units, U
       put(Form::scale(unit, g), to.scale[i * groups + g]);
       if (Form::kMin) put(Form::minimum(unit, g), to.minimum[i * groups + g]);
     }
-    for (int64_t g = 0; g < Form::kUnit / 32; ++g)
+    for (int64_t g = 0; g < Form::kUnit / 32; ++g) {
+      const uint8_t *codes = unit + Form::kHeader + g * Form::kBytes, *codes_low = low + g * Form::kLowBytes;
       for (int64_t j = 0; j < 4; ++j, code += 128) {
         vuint a, b;
-        Form::pair(unit + Form::kHeader + g * Form::kBytes, low + g * Form::kLowBytes, j, a, b);
+        Form::pair(codes, codes_low, j, a, b);
         put(a, code);
         put(b, code + 64);
       }
+    }
   }
 }
 

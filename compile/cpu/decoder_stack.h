@@ -6,7 +6,7 @@
 #pragma once
 #include "attention.h"
 #include "barrier.h"
-#include "block_linear.h"
+#include "block_rows.h"
 
 namespace sharesd {
 
@@ -94,10 +94,13 @@ const void* begin_of(const Linear* l, int64_t me, int64_t all) {
   return static_cast<const T*>(l->weight) + share((l->N + lanes<T>() - 1) / lanes<T>(), me, all) * lanes<T>() * l->K;
 }
 
-// Rounded rows of a thread.
+constexpr int64_t kSharedRows = 16;  // rows that threads round together: waiting for each other takes longer for fewer
+
+// Rounded rows of a thread; `shared` are those of blocks that all threads have rounded.
 struct Rounded {
   RoundedRows rows;
   BlockRows block_rows;
+  const BlockRows* shared = nullptr;
 };
 
 // Compute this thread's share of a product; `next` is the following product.
@@ -106,9 +109,13 @@ void product(const Linear& l, const Linear* next, const T* x, T* y, int64_t M, i
   const T* bias = static_cast<const T*>(l.bias);
   const uint8_t* codes = static_cast<const uint8_t*>(l.weight);
   if (l.bits < 0) {
-    rounded.block_rows.resize(M, l.K, l.blocks().exact);
-    round_block_rows(x, l.K, rounded.block_rows, 0, M);
-    return block_share(rounded.block_rows, codes, l.blocks(), bias, y, l.N, l.K, me, all);
+    if (!rounded.shared) {
+      rounded.block_rows.resize(M, l.K, l.blocks().exact);
+      round_block_rows(x, l.K, rounded.block_rows, 0, M);
+    }
+    const auto kernel = reinterpret_cast<BlockKernel>(l.blocks().kernel);
+    return block_share(rounded.shared ? *rounded.shared : rounded.block_rows, codes, l.blocks(), kernel, bias, y, l.N, l.K, me,
+                       all);
   }
   const int64_t width = l.bits ? 16 : lanes<T>(), blocks = (l.N + width - 1) / width;
   const int64_t begin = share(blocks, me, all), end = share(blocks, me + 1, all);
@@ -126,6 +133,7 @@ struct Numbers { double eps, scale, softcap; };
 template <typename T> struct Shared {
   std::vector<T> qkv, attended, out, gate_up, hidden;
   std::vector<T> whole;  // one of these from all ranks
+  BlockRows block_rows;
   Shared(const Step& s, int64_t kept)
       : qkv(s.B * s.T * (s.H + 2 * s.K) * s.d), attended(kept * s.H * s.d), out(kept * s.D), gate_up(kept * 2 * s.mlp),
         hidden(kept * s.mlp) {
@@ -157,7 +165,15 @@ template <typename T> struct Worker {
   Rounded rounded{};
 
   void multiply(const Linear& l, const Linear* next, const T* x, T* y, int64_t M) {
+    if (l.bits < 0 && M >= kSharedRows) {
+      if (me == 0) shared.block_rows.resize(M, l.K, l.blocks().exact);
+      barrier.wait();
+      round_block_rows(x, l.K, shared.block_rows, share(M, me, all), share(M, me + 1, all));
+      barrier.wait();
+      rounded.shared = &shared.block_rows;
+    }
     product(l, next, x, y, M, me, all, rounded);
+    rounded.shared = nullptr;
     barrier.wait();
   }
 

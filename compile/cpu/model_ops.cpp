@@ -1,6 +1,6 @@
 // Functions of a model that Python calls, for one dtype: build with -DDTYPE=bfloat16, float16, float32 or float64.
 #include "attention.h"
-#include "block_linear.h"
+#include "block_rows.h"
 #include "head_step.h"
 #include "linear.h"
 #include "lowbit.h"
@@ -33,8 +33,9 @@
     sharesd::quantized_linear(x, w, bias, y, M, N, K, G, bits, static_cast<int>(threads));                                   \
   }                                                                                                                    \
   extern "C" void block_linear_##NAME(const T* x, const uint8_t* w, const T* bias, T* y, int64_t M, int64_t N, int64_t K, \
-                                      const sharesd::BlockTable* table, int64_t threads) {                             \
-    sharesd::block_linear(x, w, bias, y, M, N, K, *table, static_cast<int>(threads));                                  \
+                                      const sharesd::BlockTable* table, sharesd::BlockKernel kernel,                   \
+                                      int64_t threads) {                                                               \
+    sharesd::block_linear(x, w, bias, y, M, N, K, *table, kernel, static_cast<int>(threads));                          \
   }                                                                                                                    \
   extern "C" void solve_hqq_##NAME(const T* weights, uint8_t* codes, float* scales, float* zeros, int64_t N, int64_t K,     \
                                int64_t G, int64_t bits, int64_t threads) {                                             \

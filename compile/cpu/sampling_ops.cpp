@@ -1,5 +1,4 @@
-// Functions that Python calls and that no dtype of a model changes: of sampling, drafting, and formats of weights.
-#include "block_format.h"
+// Functions for sampling and drafting that Python calls.
 #include "suffix_search.h"
 #include "tree_expand.h"
 #include "noise.h"
@@ -35,23 +34,6 @@
     sharesd::sample(x, temperature, has_noise, seeds, places, {multipliers, salts, num_salts}, J, ids, out, R, V,      \
                     static_cast<int>(threads));                                                                        \
   }
-
-#define EXPORT_ROWS(NAME)                                                                                              \
-  extern "C" void decode_rows_##NAME(const int64_t* rows, int64_t num, const uint8_t* weight,                          \
-                                     const sharesd::BlockTable* table, int64_t K, sharesd::names::NAME* to,            \
-                                     int64_t threads) {                                                                \
-    sharesd::decode_block_rows(rows, num, weight, *table, K, to, static_cast<int>(threads));                           \
-  }
-EXPORT_ROWS(bfloat16)
-EXPORT_ROWS(float16)
-EXPORT_ROWS(float32)
-EXPORT_ROWS(float64)
-
-extern "C" void repack_blocks_uint8(const uint8_t* raw, int64_t pitch, int64_t rows, int64_t K, int64_t type, uint8_t* to,
-                                    int64_t threads) {
-  sharesd::repack_blocks(raw, pitch, rows, K, type, to, static_cast<int>(threads));
-}
-
 EXPORT(bfloat16)
 EXPORT(float16)
 EXPORT(float32)

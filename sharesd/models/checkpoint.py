@@ -118,7 +118,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def is_stored(folder: Path) -> bool:
-    """Return True if the weights are in .gguf files, to run as they are."""
+    """Return True if weights run as .gguf files store them."""
     return (folder / STORED).exists()
 
 

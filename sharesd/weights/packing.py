@@ -26,14 +26,14 @@ def make_cpu_linear(
     zeros: Zeros,
     activations: Activations,
 ) -> nn.Module:
-    """Return a linear for the CPU kernel, of a checkpoint's rows or a .gguf file's."""
+    """Return a linear for the CPU kernel, of numbers or blocks."""
     numbers = [part for part in parts if isinstance(part, Tensor)]
     if len(numbers) == len(parts):
         return PackedLinear.from_parts(numbers, bias, dtype=dtype, zeros=zeros)
     blocks = [part for part in parts if isinstance(part, BlockPart)]
     if numbers:
         raise ValueError("parts of a linear are stored as blocks and as numbers; take --dequantize")
-    return BlockLinear(blocks, bias, blocks[0].in_features, activations=activations)
+    return BlockLinear(blocks, bias, blocks[0].in_features, activations=activations, zeros=zeros)
 
 
 class CpuPacker:

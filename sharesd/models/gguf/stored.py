@@ -1,4 +1,4 @@
-"""Tensors of .gguf files as they are stored, under the names of a checkpoint."""
+"""Tensors of .gguf files as they are stored."""
 
 from __future__ import annotations
 

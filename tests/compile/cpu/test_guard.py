@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from compile.attention import TreeAttentionMask, attend
+from compile.block_linear import BLOCK_TYPES, BlockLinear, BlockPart
 from compile.decoder_stack import NativeStack
 from compile.hqq_solver import solve_hqq
 from compile.kv_compact import kv_compactor
@@ -30,6 +31,7 @@ from compile.tree_rescore import BestNodes, record_best_nodes, rescore_children
 from compile.tree_verify import accept_path
 from sharesd.drafters.heads.native_step import native_head
 from tests.helpers import guard
+from tests.helpers.block_parts import random_part
 from tests.helpers.oracle import tiny_decoder
 from tests.helpers.tiny_heads import random_head
 
@@ -144,6 +146,21 @@ def test_linears(dtype: torch.dtype) -> None:
         call(lambda name, tensor: tensor)  # an odd number of inputs is padded: x is copied
     else:
         every_region_is_guarded(call)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_linears_of_blocks(dtype: torch.dtype) -> None:
+    def call(hand: Hand) -> None:
+        for name in BLOCK_TYPES:
+            raw = random_part(name, 40, 256).raw
+            linear = BlockLinear([BlockPart(name, hand(f"raw {name}", raw))], None, 256)
+            linear.weight, linear.bias = hand(f"weight {name}", linear.weight), hand(f"bias {name}", random(dtype, 40))
+            linear.table = hand(f"table {name}", linear.table)
+            for M in (1, 7, 19):
+                linear(hand(f"x {name} {M}", random(dtype, M, 256)))
+            linear.dequantize(hand(f"rows {name}", torch.tensor([0, 39])))
+
+    every_region_is_guarded(call)
 
 
 def hand_all(modules: Iterable[tuple[str, torch.nn.Module]], hand: Hand, but: str = "") -> None:
