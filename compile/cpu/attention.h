@@ -61,12 +61,12 @@ template <typename T> struct Attention {  // one call
 // Slots that a row attends to: first..last, and low..sinks in chunk 0, if that is another chunk.
 struct Seen {
   int64_t first, last, low, sinks;
-  // Those of a chunk, counted from its begin; none if `begin` is `end`.
+  // Those of a chunk, counted from its begin; 0..0 if there are none.
   void of_chunk(int64_t chunk, int64_t* begin, int64_t* end) const {
     const int64_t base = chunk * kChunk;
     *begin = std::max<int64_t>(first - base, 0), *end = std::min(last - base, kChunk);
     if (chunk == 0 && *begin >= *end) *begin = low, *end = sinks;
-    *end = std::max(*begin, *end);
+    if (*begin >= *end) *begin = *end = 0;
   }
 };
 
@@ -216,6 +216,14 @@ void blend(const Layout<T>& at, const Operand<T>* weights, const T* values, int6
   add_products<T>(weights, kChunk, values, L * P, size * P, size / L, slots / P, ahead * size * sizeof(T), sums, pitch, M);
 }
 
+// True if none of n numbers is NaN or infinite. n: whole vectors.
+template <typename T> bool all_finite(const T* x, int64_t n) {
+  typename Kernel<T>::V number = {};
+  auto is_finite = number == number;
+  for (int64_t i = 0; i < n; i += lanes<T>()) load(x + i, &number), is_finite = is_finite & (number * 0 == 0);
+  return !any_of(is_finite == 0);
+}
+
 // From scores [slots] to weights, 0 outside of begin..end, relative to the largest, `top`. Returns their sum.
 template <typename T, typename W>
 W softmax_weights(W* row, int64_t begin, int64_t end, int64_t slots, double scale, double softcap, Operand<T>* weights,
@@ -314,6 +322,9 @@ void attend_chunk(const Attention<T>& a, const Group<T>& g, int64_t chunk, Scrat
   const int64_t below = z.tree.path ? std::min(z.S, length / kBlock * kBlock) : z.S;  // all rows attend to slots below
   const int64_t blocks = round_up(stop, kBlock);
   const int64_t shared = std::min(blocks, std::max<int64_t>(0, below - base)), own = base + shared;
+  // Values of slots that only some rows attend to. 0 times one that is not finite would spoil the other rows.
+  const int64_t some = *std::min_element(end, end + g.rows) / P * P, until = std::min(shared, round_up(stop, P));
+  const bool is_finite = all_finite(v_head + (base + some) * at.value_size(), (until - some) * at.value_size());
   for (int64_t first = 0; first < num; first += kTile) {
     const int64_t queries = std::min(kTile, num - first);
     const Operand<T>* q = scratch.q.data() + first * at.key_size();
@@ -346,19 +357,23 @@ void attend_chunk(const Attention<T>& a, const Group<T>& g, int64_t chunk, Scrat
       else
         std::memset(weights + n * kChunk, 0, blocks * sizeof(Operand<T>));
     }
-    const int64_t known = std::min(shared, stop), whole = known / unit * unit, size = at.value_size();
-    blend<T>(at, weights, v_head + base * size, whole, parts + L, stride, queries, ahead);
+    const int64_t size = at.value_size();
     // After the last slot there may be any bits, and 0 times those may be NaN.
     auto clear = [&](int64_t slots) {
       const int64_t from = slots / P * P;
       std::memset(scratch.values.data() + from * size, 0, (round_up(slots, unit) - from) * size * sizeof(T));
     };
-    if (whole < known) {
+    for (int64_t n = 0, count = is_finite ? queries : 1; n < queries; n += count) {
+      const int64_t known = std::min(shared, is_finite ? stop : end[(first + n) / G]), whole = known / unit * unit;
+      const Operand<T>* from = weights + n * kChunk;
+      W* sums = parts + n * stride + L;
+      blend<T>(at, from, v_head + base * size, whole, sums, stride, count, ahead);
+      if (whole == known) continue;
       T* values = scratch.values.data();
       std::memcpy(values, v_head + (base + whole) * size, (known - whole) / P * P * size * sizeof(T));
       clear(known - whole);
       if (known % P) at.copy_value(v_head, base + known - 1, values, known - 1 - whole);
-      blend<T>(at, weights + whole, values, unit, parts + L, stride, queries);
+      blend<T>(at, from + whole, values, unit, sums, stride, count);
     }
     each_row([&](int64_t n, int64_t count, int64_t r, int64_t slots) {
       T* values = scratch.values.data();

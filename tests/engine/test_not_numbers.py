@@ -22,6 +22,7 @@ from sharesd.runtime import Runtime
 from tests.cases.inputs import llama
 from tests.cases.test_checkpoints import inf_row
 from tests.engine.test_rows import new
+from tests.helpers.oracle import OracleDrafter, new_engine
 from tests.helpers.recorded_graphs import RecordedGraphs, take_the_way_of_cuda
 
 BAD = {"nan": math.nan, "inf": math.inf, "none": -math.inf}
@@ -88,6 +89,31 @@ def test_only_its_request_ends(
     monkeypatch.undo()
     again = [done.token_ids for done, _ in run(engine, prompts, params)]
     assert again == [done.token_ids for done in healthy]
+    runtime.close()
+
+
+class SpoiltDrafts(OracleDrafter):
+    """Right guesses, with a token between them whose KV is not numbers."""
+
+    spoilt = 0
+
+    def _guess(self, row: int, at: int) -> int:
+        return self.spoilt if at % 3 == 1 else super()._guess(row, at)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_rejected_draft_that_is_no_number_is_without_effect(dtype: Any, tmp_path: Path) -> None:
+    folder = str(inf_row(tmp_path / "x"))
+    runtime = Runtime(EngineConfig(target=folder, mode="naive", device="cpu", dtype=dtype, max_context=96, max_batch=2))
+    params = SamplingParams(max_new_tokens=24, ignore_eos=True)
+    prompts = [runtime.tokenizer.encode(text) for text in ("the old tree", "the river")]
+    wanted = [done.token_ids for done, _ in run(runtime.engine(), prompts, params)]
+    drafter: Any = SpoiltDrafts(dict(zip(map(tuple, prompts), wanted, strict=True)), num_draft=5, accuracy=1.0)
+    [drafter.spoilt] = runtime.tokenizer.encode(" moon", add_special_tokens=False)
+    engine = new_engine(runtime.engine().target, drafter, batch=2)
+    found = run(engine, prompts, params)
+    assert engine.stats.drafted_tokens > 0 and not any(drafter.spoilt in ids for ids in wanted)
+    assert [(done.token_ids, error) for done, error in found] == [(ids, None) for ids in wanted]
     runtime.close()
 
 
