@@ -6,7 +6,7 @@ import json
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from serve.async_engine import Call
+from serve.async_engine import Call, Output
 from serve.errors import ApiError
 from serve.response_format import ResponseFormat
 from serve.schemas import Generation
@@ -26,7 +26,7 @@ async def events(
     nothing_yet = {"usage": None} if body.wants_usage else {}
     try:
         async for outputs in call.rounds(patience):
-            parts = [form.part(output.choice, output.chunk) for output in outputs if output.chunk.error is None]
+            parts = [_part(form, output) for output in outputs]
             data = [event({**head, "choices": [part], **nothing_yet}) for part in parts if part is not None]
             if data or not outputs:
                 yield b"".join(data) or KEEP_ALIVE
@@ -35,6 +35,18 @@ async def events(
     except ApiError as error:
         yield event(error.body)
     yield DONE
+
+
+def _part(form: ResponseFormat, output: Output) -> dict[str, Any] | None:
+    """Return an output's choice of a chunk; None without news.
+
+    An error event follows the tokens before a failure, in place of a finish reason.
+    """
+    chunk = output.chunk
+    if chunk.error is None:
+        return form.part(output.choice, chunk)
+    part = form.part(output.choice, chunk) if chunk.token_ids else None
+    return part and {**part, "finish_reason": None}
 
 
 def event(data: Mapping[str, Any]) -> bytes:

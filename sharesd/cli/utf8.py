@@ -24,7 +24,10 @@ def require_utf8(text: str, what: str) -> str:
 
 def read_text(stream: TextIO, what: str) -> str:
     """Return the rest of a stream; ValueError if it is not UTF-8."""
-    return require_utf8(_decoded(stream.read, what), what)
+    text = require_utf8(_decoded(stream.read, what), what)
+    if "\0" in text:  # UTF-16 without its mark can be read as UTF-8
+        raise ValueError(f"{what} has a zero byte after {text.index(chr(0))} characters, as UTF-16 has; give UTF-8")
+    return text
 
 
 def read_line(stream: TextIO, what: str) -> str:

@@ -36,6 +36,12 @@ def read_text(path: Path, kind: str = "text") -> str:
         except (OSError, EOFError, zlib.error) as error:
             raise ValueError(f"{path}: not a whole gzip file ({error}); fetch it again or unpack it") from error
     data = data.removeprefix(codecs.BOM_UTF8)
+    if b"\0" in data:  # UTF-16 without its mark can be read as UTF-8
+        *lines, before = data[: data.index(b"\0")].split(b"\n")
+        raise ValueError(
+            f"{path}:{len(lines) + 1}: byte {len(before) + 1} is zero, as in UTF-16 or a binary file; "
+            "save the file as UTF-8"
+        )
     try:
         return data.decode().replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:

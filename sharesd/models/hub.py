@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Callable, Collection
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -98,26 +99,22 @@ def _download(hub_id: str, kind: str | None, revision: str | None, convert: Call
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, HTTPError
 
-    folder: Path | None = None
     at: dict[str, Any] = {} if revision is None else {"revision": revision}
     try:
-        for weights in WEIGHT_FILES if kind is None else ():  # the second only where there is no first
+        files = _repository_files(hub_id, at)
+        for weights in WEIGHT_FILES if kind is None else ():
             shards = f"{Path(weights).stem}*{Path(weights).suffix}"
-            folder = Path(snapshot_download(hub_id, allow_patterns=[*_HUB_PATTERNS, shards], **at))
-            if any(folder.glob(shards)):
-                return folder
-        parts = _gguf_model(hub_id, kind, _repository_files(hub_id, at))
-        if parts is not None:
-            folder = Path(snapshot_download(hub_id, allow_patterns=parts, **at))
-            return convert(folder / parts[0])
+            if any(fnmatch(name, shards) and "/" not in name for name in files):
+                return Path(snapshot_download(hub_id, allow_patterns=[*_HUB_PATTERNS, shards], **at))
+        parts = _gguf_model(hub_id, kind, files)
+        folder = Path(snapshot_download(hub_id, allow_patterns=parts or _HUB_PATTERNS, **at))
+        return convert(folder / parts[0]) if parts else folder
     except (HTTPError, HFValidationError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
             f"there is no folder {hub_id!r}, and the Hugging Face hub did not deliver it ({reason.rstrip('.')}); "
             "give the path of a checkpoint folder or .gguf file"
         ) from error
-    assert folder is not None
-    return folder
 
 
 def _repository_files(hub_id: str, at: dict[str, Any]) -> list[str]:

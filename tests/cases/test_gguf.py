@@ -6,6 +6,7 @@ Token ids without a reference beside them are those of llama.cpp 0.3.36 (llama-c
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -130,19 +131,23 @@ def test_an_unknown_splitter_is_refused_or_splits_as_it_should(tmp_path: Path) -
         assert load_tokenizer(folder).encode("a bird in 2026 and 42", False) == expected
 
 
+def write_spm(file: Path, scores: Callable[[int], float] = lambda i: -i, **general: str) -> Path:
+    """Write a model with sentencepiece as Llama 2 has it: a space is put before texts."""
+    names = ["<unk>", "<s>", "</s>", *BYTES]
+    names += dict.fromkeys(["▁" * i for i in (2, 4, 8, 16)] + spm_pieces() + ["<|user|>"])
+    kinds = [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL, *[TokenType.BYTE] * 256]
+    kinds += [TokenType.NORMAL] * (len(names) - len(kinds) - 1) + [TokenType.CONTROL]
+    ranks = [0.0] * 259 + [float(scores(i)) for i in range(len(names) - 259)]
+    fields = {"model": "llama", "pre": "default", "tokens": names, "token_type": kinds, "scores": ranks}
+    tensors = weights(vocab=len(names), seed=51)
+    keys = {f"general.{key}": value for key, value in general.items()}
+    tokenizer = fields | {"unknown_token_id": 0}
+    return write_gguf(file, tensors, config_of("llama", tensors), keys, tokenizer=tokenizer)
+
+
 @pytest.fixture(scope="module")
 def spm_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sentencepiece as Llama 2 has it: a space is put before texts."""
-    names = ["<unk>", "<s>", "</s>", *BYTES]
-    names += dict.fromkeys(["▁" * i for i in (2, 4, 8, 16)] + spm_pieces())
-    kinds = [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL, *[TokenType.BYTE] * 256]
-    kinds += [TokenType.NORMAL] * (len(names) - len(kinds))
-    scores = [0.0] * 259 + [-float(i) for i in range(len(names) - 259)]
-    fields = {"model": "llama", "pre": "default", "tokens": names, "token_type": kinds, "scores": scores}
-    tensors = weights(vocab=len(names), seed=51)
-    folder = tmp_path_factory.mktemp("spm")
-    tokenizer = fields | {"unknown_token_id": 0}
-    return write_gguf(folder / "x.gguf", tensors, config_of("llama", tensors), tokenizer=tokenizer)
+    return write_spm(tmp_path_factory.mktemp("spm") / "x.gguf")
 
 
 @pytest.mark.parametrize(
@@ -156,6 +161,26 @@ def spm_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_spaces_at_the_beginning(spm_llama: Path, text: str, expected: list[int]) -> None:
     assert load_tokenizer(resolve(spm_llama)).encode(text, False) == expected
+
+
+def test_phi_3_takes_the_spaces_after_its_special_tokens(spm_llama: Path, tmp_path: Path) -> None:
+    """llama.cpp tells it by `general.name`; the file has no other sign."""
+    phi, other = (
+        load_tokenizer(resolve(file)) for file in (write_spm(tmp_path / "x.gguf", name="Phi-3 Mini"), spm_llama)
+    )
+    for token in ("<|user|>", "</s>"):
+        assert phi.encode(f"{token} \n the moon", False) == other.encode(f"{token}the moon", False)
+        assert phi.encode(f"the moon {token}", False) == other.encode(f"the moon {token}", False)
+    for text in ("<s> the moon", "  the moon ", "the \n moon"):
+        assert phi.encode(text, False) == other.encode(text, False)
+    assert other.encode("<|user|> the", False) != other.encode("<|user|>the", False)
+
+
+def test_equal_scores_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    resolve(write_spm(tmp_path / "x.gguf"))
+    assert "share a score" not in caplog.text
+    resolve(write_spm(tmp_path / "y.gguf", lambda i: -(i // 2)))
+    assert "tokens of the file's tokenizer share a score" in caplog.text
 
 
 @pytest.mark.parametrize(

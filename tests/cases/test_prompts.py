@@ -53,6 +53,21 @@ def test_so_are_those_of_standard_input(
     assert line.startswith("error: stdin is not UTF-8 (byte 0x")
 
 
+def test_utf16_without_its_mark_is_refused(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its bytes are those of UTF-8 too, with zeros between letters."""
+    text = "the old tree\n".encode("utf-16-le")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text), "utf-8"))
+    assert generate(target, "-") == 2
+    assert "error: stdin has a zero byte after 1 characters" in capsys.readouterr().err
+    file = tmp_path / "prompts.txt"
+    file.write_bytes(text)
+    assert generate(target, "--prompts", str(file), "--out", str(tmp_path / "out")) == 2
+    assert f"{file}:1: byte 2 is zero, as in UTF-16" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("errors", ["surrogateescape", "strict"])
 def test_a_chat_goes_on_behind_such_a_line(
     target: str, errors: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

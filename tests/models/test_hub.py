@@ -123,6 +123,21 @@ def test_a_quantization_is_named_behind_the_repository(served: Hub) -> None:
             hub.resolve(target)
 
 
+def test_a_repository_of_gguf_files_is_loaded_without_warnings(served: Hub, caplog: pytest.LogCaptureFixture) -> None:
+    repository(served, Q8_0="smollm")
+    assert hub.resolve("owner/model").is_dir()
+    assert not [record for record in caplog.records if record.name.startswith("huggingface_hub")]
+
+
+def test_safetensors_are_taken_first(served: Hub) -> None:
+    repository(served, Q8_0="smollm")
+    for name in ("config.json", "model-00001-of-00002.safetensors", "pytorch_model.bin", "original.safetensors"):
+        (served.root / "main" / name).write_text("{}")
+    found = {file.name for file in hub.resolve("owner/model").iterdir()}
+    assert found == {"config.json", "model-00001-of-00002.safetensors"}
+    assert hub.resolve("owner/model:Q8_0").name.startswith("Model-Q8_0-")
+
+
 def test_all_parts_of_a_model_are_downloaded(served: Hub) -> None:
     tensors = weights(seed=111)
     folder = served.root / "main"

@@ -218,9 +218,13 @@ def test_a_request_without_numbers_fails_alone() -> None:
             for path, body in asked.items():
                 error = error_of(server.post(path, **body, logprobs=1 if path == TEXT else True), 500)
                 assert "not numbers at position" in error["message"] and error["code"] == "logits_not_numbers"
-                lines = server.post(path, **body, stream=True).text.split("\n\n")
+                lines = server.post(path, **body, stream=True, token_details=True).text.split("\n\n")
                 events = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
-                assert events[-1] == {"error": error} and all("choices" in event for event in events[:-1])
+                assert events[-1] == {"error": error}
+                parts = [event["choices"][0] for event in events[:-1]]
+                num_tokens = sum(len(part["tokens"]) for part in parts)
+                assert num_tokens == server.engine.added[-1].position, "those of the last round, too"
+                assert not any(part["finish_reason"] for part in parts)
                 assert lines[-2:] == ["data: [DONE]", ""]
             assert other.result()["choices"] == whole
         assert server.metrics()[failed] == 4

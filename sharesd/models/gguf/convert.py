@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-FORMAT = 4
+FORMAT = 5
 """Version of converted folders; a new number makes old ones unused."""
 MANIFEST = "converted.json"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ _NO_TOKEN = (-1, 2**32 - 1)
 """Ids that stand for none."""
 _ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 """Roles of tokens that end an answer."""
+_KEEPS_SPACES = ("<unk>", "<s>", "<|endoftext|>")
+"""Special tokens of Phi-3 after which spaces stay."""
 
 
 def check_tokenizer(file: GGUFFile) -> None:
@@ -63,9 +66,12 @@ def write_tokenizer(file: GGUFFile, folder: Path, layout: GGUFLayout | None) -> 
         tokenizer = _byte_level(file) if file.tokenizer("model") == "gpt2" else _sentencepiece(file, layout)
     except Exception as error:  # the package raises nothing narrower
         raise ValueError(f"its tokenizer is damaged ({error}); download it again") from error
+    strips = strips_after_special_tokens(file)
     tokenizer.add_tokens(
         [
-            AddedToken(token, normalized=False, special=kind == TokenType.CONTROL)
+            AddedToken(
+                token, normalized=False, special=kind == TokenType.CONTROL, rstrip=strips and token not in _KEEPS_SPACES
+            )
             for token, kind in zip(file.tokenizer("tokens"), file.tokenizer("token_type"), strict=True)
             if kind in (TokenType.CONTROL, TokenType.USER_DEFINED) and tokenizer.token_to_id(token) is not None
         ]
@@ -81,6 +87,15 @@ def write_tokenizer(file: GGUFFile, folder: Path, layout: GGUFLayout | None) -> 
         config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
     text = json.dumps(config, indent=1, ensure_ascii=False)
     (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
+
+
+def strips_after_special_tokens(file: GGUFFile) -> bool:
+    """Return True for Phi-3: no space after special tokens counts.
+
+    Only the model's name says so, as in llama.cpp.
+    """
+    name = str(file.metadata.get("general.name", "")).lower()
+    return "phi-3" in name or "phi3" in name
 
 
 def token_id(file: GGUFFile, role: str) -> int | None:
@@ -126,10 +141,17 @@ def _sentencepiece(file: GGUFFile, layout: GGUFLayout | None) -> Tokenizer:
         if gemma and kind != TokenType.USER_DEFINED and not token.strip(" "):
             tokens[i] = _SPACE * len(token)
     ranks = [-i for i in range(len(tokens))] if gemma else file.tokenizer("scores")
+    merges = _merges(tokens, ranks)
+    if num_tied := _num_tied(merges, tokens, ranks):
+        log.warning(
+            "%d tokens of the file's tokenizer share a score (tokenizer.ggml.scores): the lower one is merged first, "
+            "where llama.cpp merges the leftmost",
+            num_tied,
+        )
     tokenizer = Tokenizer(
         models.BPE(
             vocab={token: i for i, token in enumerate(tokens)},
-            merges=_merges(tokens, ranks),
+            merges=merges,
             unk_token=special_tokens(file).get("unk_token"),
             fuse_unk=True,
             byte_fallback=True,
@@ -158,6 +180,13 @@ def _merges(tokens: list[str], ranks: list[float]) -> list[tuple[str, str]]:
     ]
     found.sort(key=lambda pair: (pair[0], pair[1], -pair[2]))
     return [(tokens[left], tokens[right]) for *_, left, right in found]
+
+
+def _num_tied(merges: list[tuple[str, str]], tokens: list[str], ranks: list[float]) -> int:
+    """Return the number of merged tokens whose rank others have too."""
+    merged = {left + right for left, right in merges}
+    counts = Counter(rank for token, rank in zip(tokens, ranks, strict=True) if token in merged)
+    return sum(num for num in counts.values() if num > 1)
 
 
 def _add_ends(tokenizer: Tokenizer, file: GGUFFile, special: dict[str, str]) -> None:
