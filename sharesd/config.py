@@ -281,7 +281,7 @@ class EngineConfig:
     `exact`: 16 bits for 32 numbers, `fast`: 8 bits.
     """
     ignore_keys: tuple[str, ...] = ()
-    """Keys and tensors of .gguf files that are left out."""
+    """Keys of config.json and of .gguf files, and tensors, left out."""
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     """Offloading of models larger than memory."""
 

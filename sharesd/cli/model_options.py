@@ -50,7 +50,8 @@ MODEL = {
         "with --no-dequantize: inputs of linears rounded to 16 bits (exact) or 8 bits (fast), per 32 numbers"
     ),
     "ignore_keys": Flag(
-        "key or tensor of a .gguf file to load without, though it may change the answers (repeatable)",
+        "key of config.json, or key or tensor of a .gguf file, to load without, though it may change the answers "
+        "(repeatable)",
         metavar="NAME",
         name="--ignore-key",
         is_list=True,

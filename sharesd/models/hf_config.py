@@ -79,13 +79,13 @@ class HFConfig:
 
     def refuse_unread(self) -> None:
         """Raise ValueError for a field that changes results, but was not read."""
-        sections = [self._fields.get(name) or {} for name in ("rope_scaling", "rope_parameters")]
         unread = {name: value for name, value in self._fields.items() if name in CHANGING and name not in self._read}
-        for known, fields in ((CHANGING, unread), *((CHANGING_ROPE, section) for section in sections)):
+        ropes = [(f"{name}.", self._fields.get(name) or {}) for name in ("rope_scaling", "rope_parameters")]
+        for known, section, fields in ((CHANGING, "", unread), *((CHANGING_ROPE, *rope) for rope in ropes)):
             for name, value in fields.items():
                 if name in known and value not in (None, False, 0, [], known[name]):
                     raise ValueError(
                         f"config.json of this {self.model_type} checkpoint has {name!r} = {value!r}, which this "
-                        "architecture does not compute; give the checkpoint under its own model_type, or remove the "
-                        "field to go on without it"
+                        "architecture does not compute; give the checkpoint under its own model_type, or load it "
+                        f"without this key: --ignore-key {section}{name}"
                     )

