@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sharesd import LLM, SamplingParams
+from sharesd.config import EngineConfig, Mode, OffloadConfig
 from sharesd.models.loader import decoder_config, load_decoder, load_model
 from sharesd.models.lora import folder_with_adapter
+from sharesd.runtime import Runtime
+from sharesd.weights import memory_estimate, offload_planner
 from tests.cases.inputs import config_of, llama, save, weights
+from tests.helpers.offloaded import LAYERS, limit_leaving
+from tests.helpers.tensor_ranks import threads
+from tests.helpers.tiny_models import make_checkpoint
 
 LINEARS = ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
 RANK, ALPHA = 4, 8
@@ -75,6 +82,41 @@ def test_drafts_are_the_tuned_targets_too(mode: Any, tmp_path: Path) -> None:
         with LLM(mode=name, lora=adapter, **options) as llm:
             texts.append(llm.generate(["the old tree"], SamplingParams(max_new_tokens=12))[0].token_ids)
     assert texts[0] != texts[1] == texts[2]
+
+
+def texts(runtime: Runtime, mode: Mode = "share") -> list[list[int]]:
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    return [done.token_ids for done in runtime.engine(mode).generate([[5, 6, 7, 8], "the cat sat"], params)]
+
+
+def test_ranks_merge_their_rows(tmp_path: Path, one_thread: None) -> None:
+    base = make_checkpoint(tmp_path / "base")
+    config = EngineConfig(target=str(base), device="cpu", mode="share", max_context=64, num_draft=3, compile="off")
+    tuned = replace(config, lora=str(adapter_of(base, tmp_path / "tuned")))
+    wanted = texts(Runtime(tuned))
+    assert wanted != texts(Runtime(config))
+    with threads(replace(tuned, tensor_parallel=2), ("share",)) as runtime:
+        assert texts(runtime) == wanted
+
+
+@pytest.mark.slow
+def test_offloaded_blocks_are_the_tuned_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block file of the base alone is another."""
+    monkeypatch.setattr(memory_estimate, "own_memory", lambda: 0)
+    monkeypatch.setattr(memory_estimate, "RUNTIME_BYTES", 0)
+    monkeypatch.setattr(offload_planner, "_disk_rate", lambda *args: 1e6)
+    base = make_checkpoint(tmp_path / "base", layers=LAYERS)
+    config = EngineConfig(target=str(base), device="cpu", mode="share", max_context=64)
+    tuned = replace(config, lora=str(adapter_of(base, tmp_path / "tuned")))
+    roomy = replace(tuned, offload=OffloadConfig(host_memory=10**9, choose_bits=False))
+    few = OffloadConfig(host_memory=limit_leaving(3, roomy), choose_bits=False)
+    found = []
+    for each in (config, tuned):
+        runtime = Runtime(replace(each, offload=few))
+        assert runtime.streamed is not None and texts(runtime) == texts(Runtime(each))
+        found.append(texts(runtime))
+        runtime.close()
+    assert found[0] != found[1]
 
 
 @pytest.mark.parametrize(
