@@ -24,10 +24,7 @@ def require_utf8(text: str, what: str) -> str:
 
 def read_text(stream: TextIO, what: str) -> str:
     """Return the rest of a stream; ValueError if it is not UTF-8."""
-    text = require_utf8(_decoded(stream.read, what), what)
-    if "\0" in text:  # UTF-16 without its mark can be read as UTF-8
-        raise ValueError(f"{what} has a zero byte after {text.index(chr(0))} characters, as UTF-16 has; give UTF-8")
-    return text
+    return _without_zeros(_decoded(stream.read, what), what)
 
 
 def read_line(stream: TextIO, what: str) -> str:
@@ -37,9 +34,20 @@ def read_line(stream: TextIO, what: str) -> str:
     """
     binary = getattr(stream, "buffer", None)
     if binary is None or (stream.encoding or "").lower().replace("-", "") not in ("utf8", "ascii"):
-        return require_utf8(_decoded(stream.readline, what), what)
+        return _without_zeros(_decoded(stream.readline, what), what)
     text = binary.readline().decode("utf-8", "surrogateescape")
-    return require_utf8(text.removesuffix("\r\n") + "\n" if text.endswith("\r\n") else text, what)
+    return _without_zeros(text.removesuffix("\r\n") + "\n" if text.endswith("\r\n") else text, what)
+
+
+def _without_zeros(text: str, what: str) -> str:
+    """Return the text, or raise ValueError if it is not UTF-8.
+
+    UTF-16 without its mark can be read as UTF-8, with zero bytes.
+    """
+    if "\0" in require_utf8(text, what):
+        place = text.index("\0")
+        raise ValueError(f"{what} is not UTF-8 (zero byte after {place} characters, as in UTF-16); {_REMEDY}")
+    return text
 
 
 def _decoded(read: Callable[[], str], what: str) -> str:

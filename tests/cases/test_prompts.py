@@ -60,12 +60,15 @@ def test_utf16_without_its_mark_is_refused(
     text = "the old tree\n".encode("utf-16-le")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text), "utf-8"))
     assert generate(target, "-") == 2
-    assert "error: stdin has a zero byte after 1 characters" in capsys.readouterr().err
+    assert "error: stdin is not UTF-8 (zero byte after 1 characters, as in UTF-16)" in capsys.readouterr().err
     file = tmp_path / "prompts.txt"
     file.write_bytes(text)
     assert generate(target, "--prompts", str(file), "--out", str(tmp_path / "out")) == 2
     assert f"{file}:1: byte 2 is zero, as in UTF-16" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text), "utf-8"))
+    assert main(["chat", "--mode", "naive", "--target", target, "--device", "cpu", "--max-context", "128"]) == 2
+    assert "the line is not UTF-8 (zero byte after 1 " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("errors", ["surrogateescape", "strict"])
