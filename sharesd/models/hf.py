@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,13 +49,19 @@ UNLIMITED_CONTEXT = 1 << 20
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Hide the progress bars and warnings of transformers."""
+    """Hide the progress bars and warnings of transformers.
+
+    LOGLEVEL is hidden, too: torch modules that it imports raise an error for other spellings than their own.
+    """
     bars, level = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
+    log_level = os.environ.pop("LOGLEVEL", None)
     hf_logging.disable_progress_bar()
     hf_logging.set_verbosity_error()
     try:
         yield
     finally:
+        if log_level is not None:
+            os.environ["LOGLEVEL"] = log_level
         hf_logging.set_verbosity(level)
         if bars:
             hf_logging.enable_progress_bar()

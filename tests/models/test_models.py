@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.elastic.utils.logging import get_logger
 
 from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder, call_block
 from sharesd.models.decoder_config import DecoderConfig, LayerType, UnsupportedArchitecture
-from sharesd.models.hf import HFModel
+from sharesd.models.hf import HFModel, quiet_transformers
 from sharesd.models.loader import load_decoder, load_model
 
 VOCAB, CONTEXT = 199, 64
@@ -319,3 +321,12 @@ def test_missing_fields_are_named() -> None:
     del config["hidden_size"]
     with pytest.raises(ValueError, match="hidden_size"):
         DecoderConfig.from_hf(config)
+
+
+def test_torch_does_not_read_a_level_in_lower_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOGLEVEL", "warning")
+    with pytest.raises(ValueError, match="Unknown level"):
+        get_logger("a module of torch")
+    with quiet_transformers():
+        get_logger("another module of torch")
+    assert os.environ["LOGLEVEL"] == "warning"
