@@ -19,7 +19,7 @@ from torch import Tensor
 
 from compile.cpp_extension import kernel
 from compile.kv_layout import CHUNK, SINKS, SLOT_MULTIPLE
-from compile.op_registry import LIBRARY, register_cuda, runs_triton
+from compile.op_registry import LIBRARY, register_cuda, runs_cpp, runs_triton
 from compile.rotary import rotate
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ def reads_live_slots(device: torch.device, dtype: torch.dtype, head_size: int) -
 
     A query's row then has the same bits whatever T, S, B and its place in a tree.
     """
-    if device.type == "cpu":
+    if runs_cpp(device):
         return True
     return runs_triton(device) and dtype in _CUDA_DTYPES and head_size <= MAX_HEAD_CUDA
 
@@ -141,7 +141,7 @@ def attend(
     """
     (B, T, _, d), device = q_BTHd.shape, q_BTHd.device
     is_step = T <= MAX_STEP or tree_mask is not None
-    has_kernel = device.type == "cpu" or (is_step and reads_live_slots(device, q_BTHd.dtype, d))
+    has_kernel = runs_cpp(device) or (is_step and reads_live_slots(device, q_BTHd.dtype, d))
     if not has_kernel or device.type == "cpu":  # the CUDA kernels normalise and rotate by themselves
         if norms is not None:
             q_BTHd, k_BTKd, norms = norms[0](q_BTHd), norms[1](k_BTKd), None

@@ -7,6 +7,7 @@ built once per machine, at its first use.
 from __future__ import annotations
 
 import ctypes
+import errno
 import hashlib
 import logging
 import os
@@ -14,6 +15,7 @@ import platform
 import shlex
 import shutil
 import subprocess
+import tempfile
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
@@ -75,20 +77,45 @@ def library(part: str) -> ctypes.CDLL:
     Raises RuntimeError if no compiler can build it.
     """
     keep_freed_memory()
+    compiler = _compiler()
+    target, source = _target(part, compiler)
+    with _locks[part]:
+        return _load(target) or _build(target, compiler, source)
+
+
+def obstacle(*parts: str) -> str | None:
+    """Return the reason why libraries cannot be built here, with a remedy.
+
+    A line is compiled and loaded, unless they are all built.
+    """
+    try:
+        compiler = _compiler()
+        if not all(_target(part, compiler)[0].exists() for part in parts):
+            _try(compiler)
+    except (RuntimeError, OSError) as error:
+        return " ".join(str(error).split())
+    return None
+
+
+def _compiler() -> tuple[str, ...]:
+    """Return the C++ compiler and its flags."""
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
     if compiler is None:
         raise RuntimeError(
             "no C++ compiler found (g++, c++ or clang++); install one, e.g. `apt install g++`, or set CXX"
         )
+    return compiler, *FLAGS, *shlex.split(os.environ.get("SHARESD_CXXFLAGS", ""))
+
+
+def _target(part: str, compiler: tuple[str, ...]) -> tuple[Path, tuple[str, ...]]:
+    """Return a library's file in the cache, and its source."""
     source = (f"{part}.cpp",) if part in _SHARED else ("model_ops.cpp", f"-DDTYPE={part}")
-    flags = (*FLAGS, *shlex.split(os.environ.get("SHARESD_CXXFLAGS", "")))
     key = hashlib.sha256()
     for file in sorted(SOURCE_FOLDER.iterdir()):
         key.update(file.read_bytes())
-    key.update(repr((FORMAT, source, compiler, flags, platform.machine(), _cpu_features())).encode())
-    target = cache_root() / "native" / f"kernels-{key.hexdigest()[:16]}.so"
-    with _locks[part]:
-        return _load(target) or _build(target, (compiler, *flags), source)
+    name, *flags = compiler
+    key.update(repr((FORMAT, source, name, tuple(flags), platform.machine(), _cpu_features())).encode())
+    return cache_root() / "native" / f"kernels-{key.hexdigest()[:16]}.so", source
 
 
 def prepare(*parts: str) -> None:
@@ -101,7 +128,7 @@ def prepare(*parts: str) -> None:
             raise ValueError(f"there is no library {part!r}; give {', '.join(_SHARED)}, or the dtype of model kernels")
 
     def build(part: str) -> None:
-        with suppress(RuntimeError):
+        with suppress(RuntimeError, OSError):
             library(part)
 
     for part in parts:
@@ -120,19 +147,51 @@ def _load(target: Path) -> ctypes.CDLL | None:
 
 
 def _build(target: Path, compiler: tuple[str, ...], source: tuple[str, ...]) -> ctypes.CDLL:
-    with atomic_path(target) as built:
-        command = [*compiler, str(SOURCE_FOLDER / source[0]), *source[1:], "-o", str(built)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True)
-        except OSError as error:
-            raise RuntimeError(
-                f"the C++ compiler {compiler[0]} does not run ({error}); set CXX to one that does"
-            ) from error
-        if done.returncode:
-            raise RuntimeError(f"{compiler[0]} could not build the CPU kernels: {done.stderr.strip()[-600:]}")
-        with built.open("ab") as stream:
-            stream.write(hashlib.sha256(built.read_bytes()).digest())
-    return ctypes.CDLL(str(target))
+    command = (*compiler, str(SOURCE_FOLDER / source[0]), *source[1:])
+    try:
+        with atomic_path(target) as built:
+            _run(command, built)
+            with built.open("ab") as stream:
+                stream.write(hashlib.sha256(built.read_bytes()).digest())
+        return ctypes.CDLL(str(target))
+    except OSError as error:
+        warn_not_kept(target.parent, error)
+    with tempfile.TemporaryDirectory(prefix="sharesd-") as scratch:  # what is loaded stays in memory
+        _run(command, Path(scratch) / target.name)
+        return ctypes.CDLL(str(Path(scratch) / target.name))
+
+
+@cache
+def warn_not_kept(folder: Path, error: OSError) -> None:
+    log.warning(
+        "%s cannot be written (%s): CPU kernels are built again at each start; free some space there, or set "
+        "SHARESD_CACHE_DIR to another folder",
+        *(folder, error.strerror or error),
+    )
+
+
+def _try(compiler: tuple[str, ...]) -> None:
+    """Compile and load a line; RuntimeError or OSError if that fails."""
+    with tempfile.TemporaryDirectory(prefix="sharesd-") as scratch:
+        line, built = Path(scratch) / "line.cpp", Path(scratch) / "line.so"
+        line.write_text(
+            '#include <omp.h>\n#include <vector>\nextern "C" int threads() { return omp_get_max_threads(); }\n'
+        )
+        _run((*compiler, str(line)), built)
+        ctypes.CDLL(str(built)).threads()
+
+
+def _run(command: tuple[str, ...], built: Path) -> None:
+    """Compile a library; OSError if the disk is full."""
+    try:
+        done = subprocess.run([*command, "-o", str(built)], capture_output=True, text=True)
+    except OSError as error:
+        raise RuntimeError(f"the C++ compiler {command[0]} does not run ({error}); set CXX to one that does") from error
+    if os.strerror(errno.ENOSPC) in done.stderr:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(built.parent))
+    if done.returncode:
+        reason = " ".join(done.stderr.split())[-600:] or f"it ended with status {done.returncode}"
+        raise RuntimeError(f"{command[0]} could not build the CPU kernels: {reason}")
 
 
 def _is_intact(library_file: Path) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from compile.cpp_extension import kernel
-from compile.op_registry import LIBRARY, register_cuda, runs_triton
+from compile.op_registry import LIBRARY, register_cuda, runs_cpp, runs_triton
 
 _COMPACT_ARGTYPES = (c_void_p, c_int64, *[c_void_p] * 2, *[c_int64] * 2, *[c_void_p] * 3, c_int64)
 
@@ -23,7 +23,7 @@ def compact_slots(x_BSX: Tensor, lengths_B: Tensor, path_BT: Tensor, num_B: Tens
 
     `num` [B] rows of `path` [B, T] move, in place.
     """
-    if x_BSX.device.type == "cpu" and x_BSX.is_contiguous():
+    if runs_cpp(x_BSX.device) and x_BSX.is_contiguous():
         path_BT, num_B = path_BT.contiguous(), num_B.contiguous()
         (B, S, X), T = x_BSX.shape, path_BT.shape[1]
         tensors = (part.data_ptr() for part in (x_BSX, lengths_B, path_BT, num_B))
@@ -51,7 +51,7 @@ def kv_compactor(
     """
     if runs_triton(keys[0].device):
         return partial(_compact_groups, _group_by_shape((*keys, *values)))
-    if keys[0].device.type != "cpu":
+    if not runs_cpp(keys[0].device):
         return partial(_compact_reference, (*keys, *values))
     layers = len(keys)
     words = c_int64 * layers

@@ -1,6 +1,6 @@
 """Layout of keys and values in memory, by device.
 
-On a CPU they are packed as weights are (see `linear.pack`), since the kernel multiplies with them: keys
+For the CPU kernels they are packed as weights are (see `linear.pack`), which multiply with them: keys
 [B, K, S / L, d / P, L, P] as those of a linear whose outputs are slots, values [B, K, S / P, d, P] as those of one
 whose inputs are slots, with d padded to whole P and L. Everywhere else they are [B, K, S, d].
 
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compile.linear import LAYOUT
+from compile.op_registry import runs_cpp
 
 CHUNK = 128
 """Slots that the CPU kernel sums as one part, and windows' granularity."""
@@ -59,7 +60,7 @@ def kv_layout(
 ) -> tuple[Tensor, Tensor]:
     """Return `new_kv` on the meta device, for shapes."""
     k = torch.empty(batch, heads, round_slots(slots), size, dtype=dtype, device="meta")
-    return (k, k) if plain or device.type != "cpu" else pack_kv(k, k)
+    return (k, k) if plain or not runs_cpp(device) else pack_kv(k, k)
 
 
 def pack_kv(k_BKSd: Tensor, v_BKSd: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compile.cpp_extension import kernel
-from compile.op_registry import LIBRARY
+from compile.op_registry import LIBRARY, runs_cpp
 
 _ARGTYPES = (*[c_void_p] * 4, *[c_int64] * 4)
 _PACK_ARGTYPES = (c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_int64)
@@ -117,9 +117,11 @@ class PackedLinear(nn.Module):
 def pack_linears(model: nn.Module, *, keep: tuple[nn.Module, ...] = ()) -> int:
     """Replace every nn.Linear by a packed one; return the number.
 
-    Each linear's weight is freed before the next is packed.
+    Each linear's weight is freed before the next is packed. Without CPU kernels all stay.
     """
     count = 0
+    if not runs_cpp(torch.device("cpu")):
+        return count
     for parent in model.modules():
         for name, child in parent.named_children():
             if type(child) is nn.Linear and child not in keep:

@@ -16,6 +16,7 @@ HAS_TRITON = find_spec("triton") is not None
 
 
 _use_triton = HAS_TRITON
+_use_cpp = True
 
 
 def use_own_kernels(use: bool) -> None:
@@ -27,6 +28,17 @@ def use_own_kernels(use: bool) -> None:
 def runs_triton(device: torch.device) -> bool:
     """Return True if the project's Triton kernels run on a device."""
     return device.type == "cuda" and _use_triton
+
+
+def use_cpp_kernels(use: bool) -> None:
+    """Select the project's or torch's kernels on a CPU."""
+    global _use_cpp
+    _use_cpp = use
+
+
+def runs_cpp(device: torch.device) -> bool:
+    """Return True if the project's C++ kernels run on a device."""
+    return device.type == "cpu" and _use_cpp
 
 
 def register_cuda(name: str, kernel: Callable[..., Any]) -> None:

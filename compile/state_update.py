@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from compile.cpp_extension import kernel
-from compile.op_registry import LIBRARY, register_cuda, runs_triton
+from compile.op_registry import LIBRARY, register_cuda, runs_cpp, runs_triton
 
 
 def verify_tokens(root_B: Tensor, draft_BN: Tensor, width: int) -> Tensor:
@@ -72,7 +72,7 @@ def count_finite(logits_BTV: Tensor, path_BT: Tensor | None, num_new_B: Tensor) 
     Such logits have NaN, +infinity or no finite one. The logits of a new token are those of its row in `path`; without
     paths its own.
     """
-    if logits_BTV.device.type != "cpu":
+    if not runs_cpp(logits_BTV.device):
         return count_finite_reference(logits_BTV, path_BT, num_new_B)
     if logits_BTV.stride(2) != 1:
         logits_BTV = logits_BTV.contiguous()

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from compile.cpp_extension import kernel
+from compile.op_registry import runs_cpp
 
 
 def top_k(logits_RV: Tensor, k: int) -> Tensor:
     """Return indices [R, k] of the largest, lower index among equals."""
-    if logits_RV.device.type != "cpu":
+    if not runs_cpp(logits_RV.device):
         return logits_RV.topk(k).indices
     logits_RV = logits_RV.contiguous()
     R, V = logits_RV.shape
@@ -27,7 +28,7 @@ def top_logp(logits_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
     These are float32 (float64 stays).
     """
-    if logits_RV.device.type != "cpu":
+    if not runs_cpp(logits_RV.device):
         return top_logp_reference(logits_RV, k)
     logits_RV = logits_RV.contiguous()
     R, V = logits_RV.shape
@@ -46,7 +47,7 @@ def top_logp_reference(logits_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def top_p(logits_RV: Tensor, p_R: Tensor) -> Tensor:
-    """Return logits on a CPU with -inf outside the top p.
+    """Return logits with -inf outside the top p, by the CPU kernel.
 
     `p` (float64) is the share of the mass, as in `sharesd.sampling.logits_processors`.
     """
@@ -61,9 +62,9 @@ def top_p(logits_RV: Tensor, p_R: Tensor) -> Tensor:
 def arg_max(x: Tensor) -> Tensor:
     """Return the last dimension's index of the largest, first among equals.
 
-    NaN is never the largest on a CPU.
+    NaN is never the largest in the CPU kernel.
     """
-    if x.device.type != "cpu" or x.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+    if not runs_cpp(x.device) or x.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         return x.argmax(-1)
     x = x.contiguous()
     out = torch.empty(x.shape[:-1], dtype=torch.int64)

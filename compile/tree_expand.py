@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from compile.cpp_extension import kernel
-from compile.op_registry import LIBRARY, register_cuda, runs_triton
+from compile.op_registry import LIBRARY, register_cuda, runs_cpp, runs_triton
 
 
 class Nodes(NamedTuple):
@@ -58,7 +58,7 @@ def expand_tree(level_B: Tensor, nodes: Nodes, frontier: Frontier, new_BFk: Tens
     """
     if runs_triton(level_B.device):
         torch.ops.sharesd.expand_tree_(level_B, *nodes, *frontier, new_BFk, logp_BFk)
-    elif level_B.device.type == "cpu":
+    elif runs_cpp(level_B.device):
         new_BFk, logp_BFk = new_BFk.contiguous(), logp_BFk.float().contiguous()
         sizes = (*new_BFk.shape, *nodes.ancestors_BCD.shape[1:])
         tensors = (level_B.data_ptr(), addresses(nodes), addresses(frontier), new_BFk.data_ptr(), logp_BFk.data_ptr())
@@ -100,7 +100,7 @@ def select_nodes(max_nodes_1: Tensor, top: int, nodes: Nodes, draft: Draft) -> N
     """
     if runs_triton(max_nodes_1.device):
         torch.ops.sharesd.select_nodes_(max_nodes_1, top, *nodes, *draft)
-    elif max_nodes_1.device.type == "cpu":
+    elif runs_cpp(max_nodes_1.device):
         sizes = (*nodes.ancestors_BCD.shape, draft.tokens_BN.shape[1])
         tensors = (max_nodes_1.data_ptr(), top, addresses(nodes), addresses(draft))
         kernel("select_nodes", torch.int64, c_void_p, c_int64, *[c_void_p] * 2, *[c_int64] * 4)(*tensors, *sizes)

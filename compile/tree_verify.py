@@ -12,12 +12,12 @@ from torch import Tensor
 
 from compile.attention import TreeAttentionMask
 from compile.cpp_extension import kernel
-from compile.op_registry import LIBRARY, register_cuda, runs_triton
+from compile.op_registry import LIBRARY, register_cuda, runs_cpp, runs_triton
 
 
 def has_accept_kernel(device: torch.device, *, chains: bool = False) -> bool:
     """Return True if `accept_path` has a kernel for this device."""
-    return runs_triton(device) or (device.type == "cpu" and not chains)
+    return runs_triton(device) or (runs_cpp(device) and not chains)
 
 
 def accept_path(

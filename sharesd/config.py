@@ -210,10 +210,11 @@ class EngineConfig:
     unless compilation is off.
     """
     kernels: Kernels = "auto"
-    """Kernels of this process on a GPU.
+    """Kernels of this process.
 
-    `triton`: this project's kernels. `torch`: cuBLAS, SDPA and gemlite; steps have one fixed width, so that texts equal
-    those of plain decoding. `auto`: the value of SHARESD_KERNELS, else `triton`, or `torch` if Triton does not run.
+    `triton`: this project's kernels on a GPU. `torch`: cuBLAS, SDPA and gemlite, and torch's operations on a CPU; steps
+    have one fixed width, so that texts equal those of plain decoding. `auto`: the value of SHARESD_KERNELS on a GPU,
+    else this project's, or `torch` if they do not run.
     """
     exact: bool = True
     """Give a row the same bits in every mode.

@@ -36,7 +36,7 @@ MODEL = {
         parse=parse_types.whole_or_auto,
     ),
     "compile": Flag("how steps are compiled"),
-    "kernels": Flag("on a GPU: triton (ours) or torch (cuBLAS, SDPA, gemlite); auto: ours where they run"),
+    "kernels": Flag("torch: torch's kernels (slower); triton: ours on a GPU; auto: ours where they run"),
     "exact": Flag(
         "same bits for a row in all modes; --no-batch-invariant: the fastest steps, and texts may differ",
         name="--batch-invariant",

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
+from compile.op_registry import runs_cpp
 from sharesd.drafters.base import DraftContext, Drafter
 from sharesd.engine.decode_round import BatchState, Round
 from sharesd.engine.options import EngineOptions
@@ -51,13 +52,14 @@ class DecodeVariant:
         self._max_nodes = max(shape.nodes for shape in shapes)
         if options.graphs is not None and self._widths:
             self._max_nodes = max(self._max_nodes, self._widths[-1] - 1)  # padding: rows without a node
-        self._on_cpu = cache.lengths.device.type == "cpu"
+        device = cache.lengths.device
+        self._on_cpu = device.type == "cpu"
         self.policy = Policy(
             shapes,
             pinned=None if auto_length else shapes[-1],
             probes_plain=not options.is_offloaded,
             first_alphas=drafter.first_alphas if drafter else FIRST_ALPHAS,
-            can_stop_early=options.graphs is None and self._on_cpu and not async_scheduling,
+            can_stop_early=options.graphs is None and runs_cpp(device) and not async_scheduling,
         )
         self._uses_tables = drafter is not None and drafter.runs_on_host
         self._rounds: dict[tuple[int, int], Round] = {}

@@ -6,10 +6,12 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from compile.decoder_stack import KernelUnsupported, NativeStack
 from compile.inductor import CompiledBlocks, CompiledForms, CompiledMethods, CompiledModel
+from compile.op_registry import runs_cpp
 from multigpu.process_group import Group
 from multigpu.tensor_parallel import UNSHARDED, ColumnParallelLinear, RowParallelLinear, all_gather_columns, all_reduce
 from quant.switch_linear import Switch
@@ -97,8 +99,8 @@ class StepCompiler:
                 raise
             log.warning("%s; the head runs without it, which is slower", reason)
 
-    def noise(self, on_cpu: bool) -> Callable[..., Tensor]:
-        if on_cpu:
+    def noise(self, device: torch.device) -> Callable[..., Tensor]:
+        if runs_cpp(device):
             return sampling.native_gumbel
         return sampling.gumbel if self.how == "off" else CompiledForms(sampling.gumbel)
 

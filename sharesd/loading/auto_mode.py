@@ -12,6 +12,7 @@ import torch
 
 from compile.adaptive_threads import STEP_THREADS
 from compile.cpp_extension import prepare
+from compile.op_registry import runs_cpp
 from sharesd.config import CompileMode, EngineConfig
 from sharesd.drafters import registry, selection
 from sharesd.drafters.spec import Need, Support
@@ -88,6 +89,8 @@ def _model_drafter(
         return None, "a copy of weights that run as they are stored would be no faster"
     if config.quant.format.solver is None:
         return shares, f"drafts by {config.quant} were asked for"
+    if device.type == "cpu" and not runs_cpp(device):
+        return None, "without CPU kernels quantized linears gain little"
     decoder = Decoder(shape, dtype=dtype, device="meta")
     try:
         quantizer = quantizer_for(decoder, config.quant, solver_config(device, folder))

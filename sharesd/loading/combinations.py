@@ -289,6 +289,10 @@ NO_OFFLOAD: tuple[Row, ...] = (
         lambda c: f"compile is {c.config.compile!r}; offloaded blocks run in the CPU kernel (--compile native)",
     ),
     Row(
+        lambda c: not c.has_device_memory and c.config.kernels == "torch",
+        lambda c: "offloaded blocks run in the CPU kernels, and torch's operations run here; install a C++ compiler",
+    ),
+    Row(
         lambda c: c.config.tensor_parallel > 1,
         lambda c: (
             f"tensor_parallel is {c.config.tensor_parallel}, and ranks keep all of their weights; drop one of the two"

@@ -198,7 +198,7 @@ class _Resolver:
         dtype = dtype_of(self._config.dtype, self.device)
         if not self._config.dequantize and self._config.dtype == "auto":
             dtype = torch.float32
-        kernels = choose_kernels(self._config.kernels, self.device, dtype)
+        kernels = choose_kernels(self._config.kernels, self.device, dtype, self._config.compile)
         config, auto = replace(self._config, kernels=kernels.kernels), None
         folder = hub.resolve_target(config, progress=self._progress)
         self._check_target(folder)
@@ -305,5 +305,6 @@ def compile_mode(config: EngineConfig, device: torch.device, has_triton: bool) -
     """Return the compile mode: as given, else native or regional."""
     if config.compile != "auto":
         return config.compile
-    on_gpu: CompileMode = "regional" if config.tensor_parallel == 1 and has_triton else "off"
-    return "native" if device.type == "cpu" else on_gpu
+    if device.type == "cpu":
+        return "off" if config.kernels == "torch" else "native"
+    return "regional" if config.tensor_parallel == 1 and has_triton else "off"

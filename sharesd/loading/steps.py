@@ -43,7 +43,7 @@ class TargetSteps:
         self._compiler = StepCompiler(resolved.compile, given=config.compile, switch=switch, group=group)
         for head in target.heads.by_mode.values() if target.heads is not None else ():
             self._compiler.prepare(head)
-        self.gumbel = self._compiler.noise(resolved.device.type == "cpu")
+        self.gumbel = self._compiler.noise(resolved.device)
         if resolved.captures and target.streamed is not None:
             log.warning("weights are offloaded: passes of the target are not captured in CUDA graphs, drafts are")
         self.graphs = Graphs() if resolved.captures else None

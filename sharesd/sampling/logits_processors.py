@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from compile.logits import process_logits
-from compile.op_registry import runs_triton
+from compile.op_registry import runs_cpp, runs_triton
 from compile.topk import arg_max, top_k, top_p
 from sharesd.sampling.batch_params import MIN_HEAT, CostlyParam, RowSampling, SamplingKind, TokenCounts
 from sharesd.sampling.grammar import apply_grammar_mask
@@ -194,7 +194,7 @@ def _top_k(x_RTV: Tensor, k_R11: Tensor, top_p_R11: Tensor | None, *, max_k: int
 
 def _top_p(x_RTV: Tensor, top_p_R11: Tensor) -> Tensor:
     """Keep a token while likelier ones hold less than top-p mass."""
-    if x_RTV.device.type == "cpu":
+    if runs_cpp(x_RTV.device):
         top_p_RT = top_p_R11[..., 0].expand(-1, x_RTV.shape[1]).contiguous()
         return top_p(x_RTV.flatten(0, 1), top_p_RT.flatten()).view(x_RTV.shape)
     return top_p_reference(x_RTV, top_p_R11)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from compile.hqq_solver import solve_hqq
+from compile.op_registry import runs_cpp
 from multigpu.tensor_parallel import UNSHARDED, Shard
 from quant.config import QuantConfig
 from quant.formats.hqq.gemlite_configs import load_configs
@@ -83,10 +84,11 @@ def solver_config(device: torch.device, folder: Path | None, part: Shard = UNSHA
     """Return the solver; solutions are cached only for checkpoints on a CPU."""
     if device.type != "cpu":
         return SolverConfig()
+    solve = solve_on_cpu if runs_cpp(device) else None
     if folder is None:
-        return SolverConfig(solve=solve_on_cpu)
+        return SolverConfig(solve=solve)
     name = identity(folder) if part == UNSHARDED else f"{identity(folder)} {part}"
-    return SolverConfig(solve=solve_on_cpu, cache_dir=cache_root() / "quant", identity=name)
+    return SolverConfig(solve=solve, cache_dir=cache_root() / "quant", identity=name)
 
 
 def solve_on_cpu(weight_NK: Tensor, bits: int, group_size: int) -> QuantizedWeight:

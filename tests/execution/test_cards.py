@@ -16,7 +16,7 @@ import torch
 import compile.op_registry
 from compile.cuda import pdl
 from compile.cuda.pdl import with_room
-from compile.op_registry import runs_triton
+from compile.op_registry import runs_cpp, runs_triton
 from offload.planner import DoesNotFit
 from sharesd.cli.console import describe, main_guard
 from sharesd.config import EngineConfig
@@ -167,7 +167,7 @@ def test_a_card_that_is_too_small(
     """The plan finds out; with auto the model is loaded on the CPU then."""
     Cards([(9, 0)]).put(monkeypatch)
     monkeypatch.setattr(resolve, "prepare_cuda", lambda steady: None)
-    monkeypatch.setattr(resolve, "choose_kernels", lambda asked, gpu, dtype: KernelChoice("triton", True))
+    monkeypatch.setattr(resolve, "choose_kernels", lambda *asked: KernelChoice("triton", True))
     monkeypatch.setattr(selection, "GPU_TESTED", True)
     for module in (resolve, selection):
         monkeypatch.setattr(module, "use", lambda gpu: None)
@@ -221,8 +221,10 @@ def test_kernels_by_flag_and_variable(monkeypatch: pytest.MonkeyPatch, caplog: p
 def test_kernels_on_a_cpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv(VARIABLE, "torch")
     assert choose_kernels("auto", CPU, HALF).kernels == "auto" and not caplog.messages
-    choose_kernels("torch", CPU, HALF)
-    assert caplog.messages == ["--kernels torch: no effect on a CPU"]
+    choose_kernels("triton", CPU, HALF)
+    assert caplog.messages == ["--kernels triton: no effect on a CPU"] and runs_cpp(CPU)
+    assert choose_kernels("torch", CPU, HALF).kernels == "torch" and not runs_cpp(CPU)
+    assert choose_kernels("auto", CPU, HALF).kernels == "auto" and runs_cpp(CPU)
 
 
 def test_whatever_the_compiler_raises_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,6 +83,7 @@ NO_OFFLOAD: list[tuple[Combination, str]] = [
     (given(compile="full", facts={"has_device_memory": True}), "compile is 'full', and offloaded blocks"),
     (given(facts={"in_memory": True}), "the weights are made in memory"),
     (given(compile="off"), "compile is 'off'; offloaded blocks run in the CPU kernel"),
+    (given(kernels="torch"), "torch's operations run here"),
     (given(tensor_parallel=2), "tensor_parallel is 2, and ranks keep all of their weights"),
     (given(dequantize=False), "the weights run as they are stored, and all stay in memory; take --dequantize"),
 ]

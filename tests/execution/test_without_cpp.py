@@ -1,0 +1,186 @@
+"""Machines on which the C++ kernels cannot be built or are not written for: torch's operations run."""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from compile import cpp_extension, suffix_search
+from compile.op_registry import runs_cpp, use_cpp_kernels
+from compile.suffix_search import suffix_finder
+from quant.config import QuantConfig
+from sharesd.cli.main import main
+from sharesd.config import EngineConfig, OffloadConfig
+from sharesd.drafters.suffix.datastore import TOKEN, _suffix_order
+from sharesd.execution.kernel_choice import choose_kernels
+from sharesd.models.loader import decoder_config
+from sharesd.runtime import Runtime
+from sharesd.sampling_params import SamplingParams
+from tests.helpers.tiny_heads import make_head
+from tests.helpers.tiny_models import make_checkpoint
+
+CPU = torch.device("cpu")
+GREEDY = SamplingParams(max_new_tokens=24)
+SAMPLED = SamplingParams(max_new_tokens=24, temperature=0.8, top_p=0.9, presence_penalty=0.5, seed=5)
+FOREIGN = ("aarch64", "arm64", "ARM64", "ppc64le", "riscv64", "")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def kernels_afterwards() -> Iterator[None]:
+    yield
+    use_cpp_kernels(True)
+
+
+@pytest.fixture
+def no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without a compiler, on which nothing was ever built."""
+    monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(cpp_extension, "library", cpp_extension.library.__wrapped__)
+    cpp_extension.kernel.cache_clear()
+
+
+def texts(runtime: Runtime, mode: str, params: SamplingParams) -> list[list[int]]:
+    answers = runtime.engine(mode, warm=params).generate([[5, 6, 7] * 5, [9], list(range(10, 60))], params)
+    return [answer.token_ids for answer in answers]
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_texts_of_all_modes_without_a_compiler(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    modes = ("naive", "share", "suffix")
+    options: dict[str, Any] = {"target": str(folder), "device": "cpu", "dtype": "float32", "threads": 1}
+    options |= {"max_batch": 3, "max_context": 128}
+    runtime = Runtime(EngineConfig(**options, quant=QuantConfig.parse("hqq:8")), modes)
+    [message] = [message for message in caplog.messages if "CPU kernels" in message]
+    assert "no C++ compiler found" in message and "install one" in message and "torch's operations do" in message
+    assert runtime.compile == "off" and runtime.config.kernels == "torch" and not runs_cpp(CPU)
+    for params in (GREEDY, SAMPLED):
+        wanted = texts(runtime, "naive", params)
+        assert all(len(text) == 24 for text in wanted)
+        for mode in modes[1:]:
+            assert texts(runtime, mode, params) == wanted, mode
+
+
+def test_tokens_are_those_of_the_kernels(folder: Path) -> None:
+    """In double precision, where sums of another order choose the same tokens."""
+    config: dict[str, Any] = {"target": str(folder), "device": "cpu", "dtype": "float64", "max_context": 128}
+    config |= {"mode": "naive", "max_batch": 3, "threads": 1}
+    wanted = [texts(Runtime(EngineConfig(**config)), "naive", params) for params in (GREEDY, SAMPLED)]
+    runtime = Runtime(EngineConfig(**config, kernels="torch"))
+    assert runtime.compile == "off" and not runs_cpp(CPU)
+    assert [texts(runtime, "naive", params) for params in (GREEDY, SAMPLED)] == wanted
+
+
+@pytest.mark.usefixtures("no_compiler")
+@pytest.mark.parametrize("tree", ["auto", (2, 3, 6)])
+def test_a_trained_head_without_a_compiler(folder: Path, tmp_path: Path, tree: Any) -> None:
+    """Rows of trees have other bits than those of chains: they are asked for by name."""
+    head = make_head(tmp_path / "head", decoder_config(folder), "eagle", dtype=torch.float32)
+    options: dict[str, Any] = {"target": str(folder), "device": "cpu", "dtype": "float32", "threads": 1}
+    options |= {"heads": (str(head),), "max_batch": 3, "max_context": 128, "tree": tree, "exact": tree == "auto"}
+    runtime = Runtime(EngineConfig(**options), ("naive", "eagle"))
+    answers = texts(runtime, "eagle", SAMPLED)
+    assert answers == texts(runtime, "naive", SAMPLED) if tree == "auto" else all(len(each) == 24 for each in answers)
+
+
+@pytest.mark.usefixtures("no_compiler")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"compile": "native"}, "compile is 'native'.*no C\\+\\+ compiler found.*take --compile off"),
+        ({"compile": "full"}, "compile is 'full'.*no C\\+\\+ compiler found.*take --compile off"),
+        ({"offload": OffloadConfig(host_memory=10**8)}, "CPU kernels.*install a C\\+\\+ compiler"),
+    ],
+    ids=["native", "full", "offload"],
+)
+def test_what_needs_the_kernels_is_refused(folder: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Runtime(EngineConfig(target=str(folder), device="cpu", mode="naive", **options))
+
+
+@pytest.mark.parametrize("machine", FOREIGN)
+def test_another_processor(machine: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    assert choose_kernels("auto", CPU, torch.float32).kernels == "torch" and not runs_cpp(CPU)
+    [message] = caplog.messages
+    assert "for x86-64" in message and (machine or "an unknown processor") in message and "--compile native" in message
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "AMD64"])
+def test_names_of_the_processor_that_they_are_for(
+    machine: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cpp_extension, "_try", lambda compiler: None)
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    assert choose_kernels("auto", CPU, torch.float32).kernels == "auto" and runs_cpp(CPU) and not caplog.messages
+
+
+def test_by_name_they_are_tried_on_any(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(cpp_extension, "_try", lambda compiler: None)
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    assert choose_kernels("auto", CPU, torch.float32, "native").kernels == "auto" and runs_cpp(CPU)
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("echo \"error: unsupported option '-fopenmp'\" >&2; exit 1", "unsupported option '-fopenmp'"),
+        ("exit 3", "it ended with status 3"),
+        ("echo no library > $out", "invalid ELF header|file too short"),
+        ("echo 'ld: final link failed: No space left on device' >&2; exit 1", "No space left on device"),
+    ],
+    ids=["openmp", "status", "damaged", "disk"],
+)
+def test_a_compiler_that_builds_no_library(
+    script: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiler = tmp_path / "c++"
+    compiler.write_text(f"#!/bin/sh\nfor out; do :; done\n{script}\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / "cache"))
+    assert choose_kernels("auto", CPU, torch.float32).kernels == "torch"
+    [message] = caplog.messages
+    assert "\n" not in message and re.search(reason, message), message
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_the_command_says_it_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("--device", "cpu", "--max-context", "128", "--max-new-tokens", "4")
+    assert main(["generate", "--mode", "naive", "--target", str(folder), *sizes, "the moon"]) == 0
+    said = capsys.readouterr().err
+    assert said.count("torch's operations do") == 1 and said.startswith("warning: CPU kernels do not run here (no C++")
+
+
+def test_search_of_suffixes_without_kernels() -> None:
+    dice = np.random.default_rng(3)
+    backward = dice.integers(0, 4, 300)
+    order = _suffix_order(backward).astype(TOKEN)
+    stored = backward.astype(TOKEN)
+    ours = suffix_finder(stored, order, 5)
+    use_cpp_kernels(False)
+    theirs = suffix_finder(stored, order, 5)
+    assert theirs.__qualname__.startswith(suffix_search._finder_in_python.__name__)
+    for _ in range(300):
+        wanted = dice.integers(0, 5, dice.integers(1, 12)).tolist()
+        assert theirs(wanted) == ours(wanted), wanted
+    broken = order.copy()
+    broken[:] = 10**6
+    use_cpp_kernels(True)
+    assert suffix_finder(stored, broken, 5)([1, 2])[0] == 0
+    use_cpp_kernels(False)
+    assert suffix_finder(stored, broken, 5)([1, 2])[0] == 0
