@@ -31,19 +31,24 @@ def cache_root() -> Path:
 def atomic_files(folder: Path, *, durable: bool = False) -> Iterator[Path]:
     """Yield a scratch folder; entries replace those in `folder` unless it raises.
 
-    `durable`: contents and names are on the disk on return.
+    `durable`: contents and names are on the disk on return. An OSError of writing names `folder`.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=SCRATCH, ignore_cleanup_errors=True) as scratch:
-        yield Path(scratch)
-        fresh = sorted(Path(scratch).iterdir())
-        if durable:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=SCRATCH, ignore_cleanup_errors=True) as scratch:
+            yield Path(scratch)
+            fresh = sorted(Path(scratch).iterdir())
+            if durable:
+                for path in fresh:
+                    _sync(path)
             for path in fresh:
-                _sync(path)
-        for path in fresh:
-            path.replace(folder / path.name)
-        if durable:
-            sync_folder(folder)
+                path.replace(folder / path.name)
+            if durable:
+                sync_folder(folder)
+    except OSError as error:
+        if error.errno is None or (error.filename is not None and SCRATCH not in str(error.filename)):
+            raise
+        raise OSError(error.errno, error.strerror, str(folder)) from error
 
 
 @contextmanager
@@ -57,6 +62,21 @@ def atomic_write(path: Path, content: str | bytes, *, durable: bool = False) -> 
     """Write a file atomically; texts as UTF-8."""
     with atomic_path(path, durable=durable) as fresh:
         fresh.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
+
+
+_warned: set[Path] = set()
+
+
+def warn_unwritable(path: Path, error: Exception, consequence: str) -> None:
+    """Warn once per folder that a file of the cache is not kept."""
+    if path.parent in _warned:
+        return
+    _warned.add(path.parent)
+    reason = getattr(error, "strerror", None) or str(error).partition("I/O error: ")[2].partition(" (os")[0] or error
+    log.warning(
+        "%s cannot be written (%s): %s; free some space there, or set SHARESD_CACHE_DIR to another folder",
+        *(path.parent, reason, consequence),
+    )
 
 
 def sync_folder(folder: Path) -> None:
@@ -98,7 +118,7 @@ class JsonCache:
             if found["key"] != self.key:
                 raise ValueError("it has another key")
             return parse(found["value"])
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             log.warning("%s is ignored and made anew, it cannot be read (%r)", self.file, error)
@@ -109,3 +129,10 @@ class JsonCache:
         text = json.dumps({"key": self.key, "value": value}, indent=1, ensure_ascii=False)
         atomic_write(self.file, text + "\n")
         return self.file
+
+    def keep(self, value: Any) -> None:
+        """Save a value if the disk takes it; log a warning once if not."""
+        try:
+            self.save(value)
+        except OSError as error:
+            warn_unwritable(self.file, error, "what was measured is measured again at the next start")

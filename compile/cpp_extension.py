@@ -25,7 +25,7 @@ from threading import Lock, Thread
 
 import torch
 
-from sharesd_files import atomic_path, cache_root
+from sharesd_files import atomic_path, cache_root, warn_unwritable
 
 log = logging.getLogger(__name__)
 
@@ -136,13 +136,13 @@ def prepare(*parts: str) -> None:
 
 
 def _load(target: Path) -> ctypes.CDLL | None:
-    if target.exists():
-        try:
+    try:
+        if target.exists():
             if _is_intact(target):  # the system would load, or crash on, any file that begins like a library
                 return ctypes.CDLL(str(target))
             log.warning("rebuilding %s, which does not hold what was built", target)
-        except OSError as error:
-            log.warning("rebuilding %s, which does not load: %s", target, error)
+    except OSError as error:
+        log.warning("rebuilding %s, which does not load: %s", target, error)
     return None
 
 
@@ -155,19 +155,10 @@ def _build(target: Path, compiler: tuple[str, ...], source: tuple[str, ...]) -> 
                 stream.write(hashlib.sha256(built.read_bytes()).digest())
         return ctypes.CDLL(str(target))
     except OSError as error:
-        warn_not_kept(target.parent, error)
+        warn_unwritable(target, error, "CPU kernels are built again at each start")
     with tempfile.TemporaryDirectory(prefix="sharesd-") as scratch:  # what is loaded stays in memory
         _run(command, Path(scratch) / target.name)
         return ctypes.CDLL(str(Path(scratch) / target.name))
-
-
-@cache
-def warn_not_kept(folder: Path, error: OSError) -> None:
-    log.warning(
-        "%s cannot be written (%s): CPU kernels are built again at each start; free some space there, or set "
-        "SHARESD_CACHE_DIR to another folder",
-        *(folder, error.strerror or error),
-    )
 
 
 def _try(compiler: tuple[str, ...]) -> None:

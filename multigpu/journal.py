@@ -46,10 +46,17 @@ class Journal:
             raise
 
     def add(self, record: dict[str, Any]) -> None:
-        """Append a record durably."""
-        self._file.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        """Append a record durably; none of it stays after an OSError."""
+        line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
+        descriptor = self._file.fileno()
+        before = os.fstat(descriptor).st_size
+        try:
+            while line:
+                line = line[os.write(descriptor, line) :]
+            os.fsync(descriptor)
+        except OSError as error:
+            os.ftruncate(descriptor, before)
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def __enter__(self) -> Self:
         return self
@@ -121,11 +128,11 @@ def keep_settings(path: Path, settings: dict[str, Any], flag: str) -> None:
     """
     text = json.dumps(settings, indent=2)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with draft.open("w", encoding="utf-8") as file:
-        file.write(text + "\n")
-        file.flush()
-        os.fsync(file.fileno())
     try:
+        with draft.open("w", encoding="utf-8") as file:
+            file.write(text + "\n")
+            file.flush()
+            os.fsync(file.fileno())
         os.link(draft, path)  # unlike a rename it never replaces what another process has written meanwhile
         sync_folder(path.parent)
     except FileExistsError:
@@ -137,7 +144,7 @@ def keep_settings(path: Path, settings: dict[str, Any], flag: str) -> None:
                     f"before, or give another {flag}"
                 ) from None
     finally:
-        draft.unlink()
+        draft.unlink(missing_ok=True)
 
 
 def settings_of(path: Path) -> dict[str, Any]:

@@ -167,11 +167,17 @@ class Writer:
         self._content = content
         self._path = content.path(folder)
         self._part = self._path.with_suffix(".part")
-        folder.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(self._part, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(self._part, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise _unwritable(self._part, error) from error
         try:
             self._lock()
-            entries = self._begun()
+            try:
+                entries = self._begun()
+            except OSError as error:
+                raise _unwritable(self._part, error) from error
             self.missing = [block for block, (done, _) in enumerate(entries) if not done]
             """Blocks still to be written."""
             self._check_space(folder)
@@ -191,11 +197,14 @@ class Writer:
         The slot is uint8 [record_bytes], in host memory.
         """
         assert block in self.missing and slot.nbytes == self._content.layout.record_bytes
-        offset = self._content.offset(block)
-        _write(self._file, slot.numpy().data, offset)
-        os.fdatasync(self._file)
-        os.posix_fadvise(self._file, offset, slot.nbytes, os.POSIX_FADV_DONTNEED)
-        _write(self._file, memoryview(_ENTRY.pack(1, _checksum(slot))), len(self._content.header) + block * _ENTRY.size)
+        offset, place = self._content.offset(block), len(self._content.header) + block * _ENTRY.size
+        try:
+            _write(self._file, slot.numpy().data, offset)
+            os.fdatasync(self._file)
+            os.posix_fadvise(self._file, offset, slot.nbytes, os.POSIX_FADV_DONTNEED)
+            _write(self._file, memoryview(_ENTRY.pack(1, _checksum(slot))), place)
+        except OSError as error:
+            raise _unwritable(self._part, error) from error
         self.missing.remove(block)
 
     def finish(self) -> Store:
@@ -235,6 +244,12 @@ class Writer:
                 f"{folder} has {show_bytes(max(0, free))} free and the blocks take "
                 f"{show_bytes(needed, round_up=True)}; free some space there, or give --offload-dir on another disk"
             )
+
+
+def _unwritable(path: Path, error: OSError) -> StoreError:
+    return StoreError(
+        f"{path} cannot be written ({error.strerror}); free some space there, or give --offload-dir on another disk"
+    )
 
 
 def _check_header(path: Path, header: bytes, content: Content) -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from quant.quantized_weight import QuantizedWeight
-from sharesd_files import atomic_path
+from sharesd_files import atomic_path, warn_unwritable
 
 logger = logging.getLogger(__name__)
 
@@ -65,13 +65,13 @@ def read_store(path: Path, key: str) -> dict[str, Tensor] | None:
 def write_store(path: Path, key: str, tensors: dict[str, Tensor]) -> None:
     """Write a file atomically.
 
-    If writing fails, a warning is logged, and the next start quantizes again.
+    If writing fails, a warning is logged once, and the next start quantizes again.
     """
     try:
         with atomic_path(path) as fresh:
             save_file(tensors, fresh, metadata={"key": key, "payload": _payload(tensors)})
     except (SafetensorError, OSError) as error:
-        logger.warning("cannot keep the quantized weights in %s (%s): the next start will quantize again", path, error)
+        warn_unwritable(path, error, "weights are quantized again at each start")
 
 
 def pack_weight(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:

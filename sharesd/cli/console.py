@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sys
@@ -20,6 +21,7 @@ from sharesd.models.checkpoint import Progress
 
 PACKAGES = ("sharesd", "sharesd_files", "compile", "quant", "offload", "multigpu", "benchmark", "train", "serve")
 """Loggers whose level is LOGLEVEL; others log errors only."""
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 console = Console()
@@ -65,8 +67,9 @@ def describe(error: BaseException) -> str:
         return f"{needed} Lower --max-batch or --max-context, take --mode naive, or end what else runs on that GPU"
     if isinstance(error, MemoryError) or "out of memory" in message or "can't allocate memory" in message:
         return f"out of memory ({message or 'MemoryError'}); use a smaller model, bfloat16 or a smaller --max-context"
-    if isinstance(error, OSError) and error.strerror and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, OSError) and error.strerror and (error.filename is not None or error.errno in _FULL):
+        remedy = "; free some space there" if error.errno in _FULL else ""
+        return f"{error.filename or 'a file cannot be written'}: {error.strerror}{remedy}"
     if isinstance(error, ValueError):
         return message
     return f"{message or type(error).__name__} (LOGLEVEL=DEBUG shows where)"

@@ -18,6 +18,7 @@ from sharesd.config import EngineConfig
 from sharesd.drafters import registry, selection
 from sharesd.models.names import model_name
 from sharesd.weights.quant_tuning_cache import cpu_name
+from sharesd_files import atomic_write
 
 PACKAGES = ("torch", "transformers", "hqq", "gemlite", "bitsandbytes", "tokenizers", "safetensors", "triton")
 
@@ -128,5 +129,5 @@ def out_folder(text: str | None, name: str) -> Path:
 def write_results(path: Path, results: Mapping[str, Any]) -> None:
     from sharesd.cli.console import console
 
-    path.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    atomic_write(path, json.dumps(results, indent=2, ensure_ascii=False) + "\n")
     console.print(f"details: {path}", markup=False, highlight=False, soft_wrap=True)

@@ -20,7 +20,7 @@ VARIABLE = "SHARESD_KERNELS"
 """Environment variable in place of `--kernels auto`."""
 NO_TRITON = "Triton is not installed"
 PROCESSORS = ("x86_64", "amd64", "x64")
-"""Names of the processor that the CPU kernels are written for, in lower case."""
+"""Names of the processor of the CPU kernels, in lower case."""
 
 
 class KernelChoice(NamedTuple):

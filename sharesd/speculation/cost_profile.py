@@ -102,4 +102,4 @@ def _checked(found: dict[str, Any]) -> Costs:
 
 
 def save_costs(kept: JsonCache, measured: Sequence[Costs]) -> None:
-    kept.save([asdict(costs) for costs in measured])
+    kept.keep([asdict(costs) for costs in measured])

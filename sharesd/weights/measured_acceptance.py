@@ -30,7 +30,7 @@ def acceptance_recorder(folder: Path, mode: str, quant: QuantConfig, top: int) -
             return
         tries, accepted = _read(cache)
         fading = min(1.0, max(0.0, MAX_TRIES - fresh[0]) / tries) if tries else 0.0
-        cache.save({"tries": fading * tries + fresh[0], "accepted": fading * accepted + fresh[1]})
+        cache.keep({"tries": fading * tries + fresh[0], "accepted": fading * accepted + fresh[1]})
 
     return keep
 

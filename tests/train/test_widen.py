@@ -245,7 +245,7 @@ def test_an_interrupted_write_leaves_nothing(
         if "00003" in file.name:
             raise error
 
-    monkeypatch.setattr(widening, "save_file", fail_late)
+    monkeypatch.setattr(widening, "write_tensors", fail_late)
     with pytest.raises(type(error)):
         widen(real, tmp_path / "wide", WIDE, name="wide", shard_bytes=100_000)
     assert [path.name for path in tmp_path.iterdir()] == ["real"]

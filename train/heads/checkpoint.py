@@ -27,7 +27,10 @@ def write_head(head: Learner, folder: Path) -> None:
 def write_state(state: dict[str, Any], folder: Path) -> None:
     """Write the result of `Trainer.state`."""
     with atomic_path(folder / STATE) as fresh:
-        torch.save(state, fresh)
+        try:
+            torch.save(state, fresh)
+        except RuntimeError as error:  # of a full disk, too
+            raise OSError(f"{folder / STATE} cannot be written ({error}); free some space there") from error
 
 
 def read_state(folder: Path) -> dict[str, Any] | None:

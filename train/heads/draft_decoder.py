@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sharesd.drafters.heads.head import Head, qkv
-from sharesd.models.checkpoint import read_config
+from sharesd.models.checkpoint import read_config, write_tensors
 from sharesd.models.decoder import Block, Decoder
 from sharesd.models.decoder_config import DecoderConfig
 from sharesd.models.weight_mapping import decoder_tensors
@@ -156,6 +155,6 @@ def save_draft(draft: Draft, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(draft.raw, indent=2) + "\n")
     tensors = {name: slot.detach().cpu().contiguous() for name, slot in decoder_tensors(draft.decoder)}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    write_tensors(tensors, folder / "model.safetensors")
     for path in (path for pattern in (*BESIDE, "generation_config.json") for path in draft.target.glob(pattern)):
         shutil.copyfile(path, folder / path.name)

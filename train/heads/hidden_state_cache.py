@@ -16,9 +16,9 @@ from uuid import uuid4
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from sharesd.models.checkpoint import write_tensors
 from train.data.shards import keep_settings
 
 SHARD = 2**27
@@ -72,15 +72,17 @@ class StateStore:
         if not self._new:
             return
         draft = self._folder / f".draft-{uuid4().hex}"  # processes of several machines may have the same number
-        save_file(self._new, draft)
-        for number in count(len(list(self._folder.glob("states-*.safetensors")))):
-            path = self._folder / f"states-{number:05d}.safetensors"
-            try:
-                os.link(draft, path)  # unlike a rename it never replaces what another process has written
-                break
-            except FileExistsError:
-                continue
-        draft.unlink()
+        try:
+            write_tensors(self._new, draft)
+            for number in count(len(list(self._folder.glob("states-*.safetensors")))):
+                path = self._folder / f"states-{number:05d}.safetensors"
+                try:
+                    os.link(draft, path)  # unlike a rename it never replaces what another process has written
+                    break
+                except FileExistsError:
+                    continue
+        finally:
+            draft.unlink(missing_ok=True)
         self._new, self._bytes = {}, 0
         self._open(path)
 

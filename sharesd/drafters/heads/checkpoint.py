@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from sharesd.drafters import registry
@@ -20,6 +19,7 @@ from sharesd.drafters.heads.head import Head
 from sharesd.models import checkpoint
 from sharesd.models.decoder import Decoder
 from sharesd.models.weight_mapping import block_tensors, copy_tensors
+from sharesd_files import atomic_files
 
 
 @torch.no_grad()
@@ -94,9 +94,9 @@ def save_head(head: Head, folder: Path) -> None:
         ids_K = head.get_buffer("ids").cpu()
         tensors["d2t"] = ids_K - torch.arange(len(ids_K))
         tensors["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, ids_K, True)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(dict(head.config.raw), indent=2) + "\n")
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with atomic_files(folder) as fresh:
+        (fresh / "config.json").write_text(json.dumps(dict(head.config.raw), indent=2) + "\n")
+        checkpoint.write_tensors(tensors, fresh / "model.safetensors")
 
 
 def _kind(raw: Mapping[str, Any], tensors: Mapping[str, tuple[str, Tensor]]) -> Kind:

@@ -83,7 +83,7 @@ def build_datastore(tokens: Sequence[int] | np.ndarray, path: str | Path) -> Non
         wrong = given.min() if given.min() < 0 else given.max()
         raise ValueError(f"token id {wrong} is in the corpus; ids are between 0 and {LARGEST}")
     backward = given[::-1].astype(np.int64)
-    with atomic_path(Path(path)) as fresh, fresh.open("wb") as stream:
+    with atomic_path(Path(path)) as fresh, fresh.open("w+b") as stream:  # "wb": errors of a full disk have no number
         ends = np.array([[FORMAT], [backward.max()]])
         np.save(stream, np.hstack([np.stack([backward, _suffix_order(backward)]), ends]).astype(TOKEN))
 

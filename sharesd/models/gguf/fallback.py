@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from sharesd.models.checkpoint import Progress
 from sharesd.models.gguf.config import fields_of
@@ -80,8 +81,11 @@ def convert_by_transformers(
     ends = end_ids(file)
     for each in (model.config, model.generation_config):
         each.bos_token_id, each.eos_token_id = token_id(file, "bos"), ends[0] if len(ends) == 1 else ends or None
-    with quiet_transformers():
-        model.save_pretrained(folder)
+    try:
+        with quiet_transformers():
+            model.save_pretrained(folder)
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
     write_tokenizer(file, folder, None)
     progress(what, 2, 2)
 

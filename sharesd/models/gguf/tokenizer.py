@@ -78,7 +78,7 @@ def write_tokenizer(file: GGUFFile, folder: Path, layout: GGUFLayout | None) -> 
     )
     special = special_tokens(file)
     _add_ends(tokenizer, file, special)
-    tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
     if template := file.metadata.get("tokenizer.chat_template"):
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")

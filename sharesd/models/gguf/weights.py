@@ -10,11 +10,9 @@ from pathlib import Path
 
 import gguf
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
-from sharesd.models.checkpoint import Progress
+from sharesd.models.checkpoint import Progress, write_tensors
 from sharesd.models.decoder_config import DecoderConfig
 from sharesd.models.gguf import rope
 from sharesd.models.gguf.config import layout_of
@@ -96,10 +94,7 @@ def write_weights(file: GGUFFile, config: DecoderConfig, path: Path, progress: P
                 tensors[stored] = pairs.transpose(1, 2).reshape(tensor.shape)
     progress("writing weights", 0, 1)
     written = {names[stored]: tensor for stored, tensor in tensors.items()}
-    try:
-        save_file(written | absent_biases(written, config), path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise OSError(str(error)) from error
+    write_tensors(written | absent_biases(written, config), path)
     progress("writing weights", 1, 1)
 
 
