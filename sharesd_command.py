@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -32,6 +33,9 @@ options:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit status."""
+    if os.name == "nt":  # files are locked by calls of Unix
+        print("error: ShareSD does not run on Windows; take WSL 2 (`wsl --install`), or Linux", file=sys.stderr)
+        return 2
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help"):
         print(HELP)

@@ -114,7 +114,7 @@ def write_in_order(path: Path, journal: Path, num: int) -> None:
             raise RuntimeError(f"{journal} has a line of index {index} too many; remove the line")
         places[index] = offset
     if len(places) < num:
-        raise RuntimeError(f"{journal} has {len(places)} of {num} lines")
+        raise RuntimeError(f"{journal} has {len(places)} of {num} lines; run the same command again to go on")
     with atomic_path(path, durable=True) as fresh, journal.open("rb") as lines, fresh.open("wb") as file:
         for index in range(num):
             lines.seek(places[index])
@@ -152,7 +152,9 @@ def settings_of(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error})") from error
+        raise ValueError(
+            f"{path} cannot be read ({getattr(error, 'strerror', None) or error}); give another folder"
+        ) from error
 
 
 def lock(file: IO[bytes], path: Path, kind: int, flag: str) -> None:

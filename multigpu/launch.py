@@ -138,6 +138,6 @@ def _received(receive: Callable[[int], bytes], num: int) -> bytes:
     while len(got) < num:
         more = receive(num - len(got))
         if not more:
-            raise RankLost("a rank has ended before it had begun")
+            raise RankLost("a rank has ended before it had begun; its own message is above")
         got += more
     return got

@@ -98,7 +98,7 @@ class ThreadGroup:
             self._meeting.wait()
             return taken
         except BrokenBarrierError:
-            raise RankLost("another rank has ended") from None
+            raise RankLost("another rank has ended; its own message is above") from None
 
 
 class ProcessGroup:

@@ -272,7 +272,7 @@ RESOLVED: tuple[Row, ...] = (
 NO_OFFLOAD: tuple[Row, ...] = (
     Row(
         lambda c: c.config.split.enabled,
-        lambda c: "the model is split among devices, which keep all of it",
+        lambda c: "the model is split among devices, which keep all of it; drop the limit of memory, or the split",
     ),
     Row(
         lambda c: c.has_device_memory and c.config.compile == "full",

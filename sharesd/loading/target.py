@@ -11,7 +11,7 @@ from pathlib import Path
 
 from compile.adaptive_threads import STEP_THREADS
 from compile.cpp_extension import prepare
-from compile.op_registry import runs_triton
+from compile.op_registry import runs_cpp, runs_triton
 from multigpu.pipeline_parallel import PipelinePlan
 from multigpu.tensor_parallel import UNSHARDED, Shard
 from offload.block_layout import Layout
@@ -181,7 +181,8 @@ class ModelLoader:
             self._backend.finalize(model)
         if model.max_context < target.context.tokens:
             raise ValueError(
-                f"the draft model's context is {model.max_context} tokens; set max_context to that, or less"
+                f"the draft model's context is {model.max_context} tokens and {target.context.tokens} are asked for; "
+                f"take --max-context {model.max_context}, or another draft model"
             )
         return model
 
@@ -285,7 +286,7 @@ class ModelLoader:
 
     def _make_linear(self) -> MakeLinear | None:
         """Return the maker of packed linears in their final memory; None: torch's."""
-        if not isinstance(self._backend, CpuBackend):
+        if not isinstance(self._backend, CpuBackend) or not runs_cpp(self._backend.device):
             return None
         resolved, zeros = self._resolved, self._backend.arena.zeros
         return partial(make_cpu_linear, dtype=resolved.dtype, zeros=zeros, activations=resolved.config.activations)

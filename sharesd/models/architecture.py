@@ -181,7 +181,9 @@ def _check_rope(config: HFConfig, rope: Mapping[str, Any], partial_rotary: bool)
         raise config.unsupported(f"rope type {kind!r}")
     for key in ROPE_TYPES[kind]:
         if key not in rope:
-            raise ValueError(f"config.json of this {config.model_type} checkpoint has rope {kind!r} without {key!r}")
+            raise ValueError(
+                f"config.json of this {config.model_type} checkpoint has rope {kind!r} without {key!r}; add it"
+            )
     if rope.get("partial_rotary_factor", 1.0) != 1.0 and not partial_rotary:
         raise config.unsupported(f"partial_rotary_factor {rope['partial_rotary_factor']}")
 

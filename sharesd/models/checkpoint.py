@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,10 +113,21 @@ def weight_files(folder: Path) -> list[Path]:
             if missing or not files:
                 names = ", ".join(missing) or "every shard"
                 raise ValueError(f"{folder} lacks {names} named in {index.name}; download the checkpoint again")
+            refuse_pointers(files)
             return files
         if (folder / name).exists():
+            refuse_pointers([folder / name])
             return [folder / name]
-    raise ValueError(f"{folder} has no weights; expected {' or '.join(WEIGHT_FILES)} (or their index of shards)")
+    raise ValueError(
+        f"{folder} has no weights; give the folder that has {' or '.join(WEIGHT_FILES)}, or their index of shards"
+    )
+
+
+def refuse_pointers(files: Iterable[Path]) -> None:
+    """Raise ValueError if a file is a pointer of Git LFS."""
+    for file in files:
+        if file.is_file() and file.stat().st_size < 1024 and file.read_bytes().startswith(b"version https://git-lfs"):
+            raise ValueError(f"{file} is a pointer of Git LFS; run `git lfs pull` there, or download the file itself")
 
 
 def is_stored(folder: Path) -> bool:

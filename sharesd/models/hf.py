@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import eager_mask
 from transformers.utils import logging as hf_logging
@@ -30,7 +30,7 @@ from sharesd.kvcache.static import StaticKVCache
 from sharesd.models import checkpoint
 from sharesd.models.decoder_config import UnsupportedArchitecture
 from sharesd.models.unused_tensors import mtp_layers_of, report_unused, unused_part
-from sharesd.models.weight_mapping import check_finite
+from sharesd.models.weight_mapping import MISFIT, check_finite
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class HFModel(nn.Module):
     def new_cache(self, batch: int, slots: int, taps: Sequence[int] = ()) -> StaticKVCache:
         """See `sharesd.models.base.CausalModel.new_cache`."""
         if taps:
-            raise ValueError(f"{self.name} hands out no hidden states; trained heads need a native decoder")
+            raise ValueError(f"{self.name} hands out no hidden states for trained heads; drop --draft-head")
         model = self.model
         return StaticKVCache(
             shapes=self._shapes, batch=batch, slots=slots, dtype=model.dtype, device=model.device, plain=True
@@ -124,6 +124,12 @@ def load_hf(
 ) -> HFModel:
     """Load a checkpoint through transformers; ValueError if it cannot be served exactly."""
     checkpoint.weight_files(folder)
+    raw = checkpoint.read_config(folder)
+    if raw.get("auto_map") and not trust_remote_code and raw.get("model_type") not in CONFIG_MAPPING:
+        raise ValueError(
+            f"{folder} brings code of its own, for model_type {raw.get('model_type')!r}; read it, and add "
+            "--trust-remote-code to run it"
+        )
     AttentionMaskInterface.register("eager", _per_row_mask)
     with quiet_transformers():
         model = _load(folder, dtype, trust_remote_code)
@@ -150,6 +156,7 @@ def _load(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
             attn_implementation="eager",
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # which are refused below, by name
         )
     except UnsupportedArchitecture:
         raise
@@ -157,7 +164,9 @@ def _load(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"transformers {transformers.__version__} cannot load {folder}: {reason}") from error
     model, report = loaded
-    absent = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
+    for name, found, wanted in report["mismatched_keys"]:
+        raise ValueError(f"{folder}: {name} has shape {[*found]} where config.json asks for {[*wanted]}; {MISFIT}")
+    absent = sorted(report["missing_keys"])
     if absent:
         raise ValueError(f"{folder} lacks weights of {config.model_type!r}: {', '.join(absent[:3])}; download it again")
     layers = config.get_text_config().num_hidden_layers, mtp_layers_of(config.get_text_config().to_dict())

@@ -68,7 +68,7 @@ class HFConfig:
     def require(self, key: str) -> Any:
         """Return a field; ValueError if the config leaves it out."""
         if key not in self:
-            raise ValueError(f"config.json of this {self.model_type} checkpoint has no {key!r}")
+            raise ValueError(f"config.json of this {self.model_type} checkpoint has no {key!r}; download it again")
         return self._fields[key]
 
     def unsupported(self, feature: str) -> UnsupportedArchitecture:

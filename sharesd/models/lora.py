@@ -86,7 +86,10 @@ def merged(folder: Path, stored: Iterator[tuple[str, Tensor]]) -> Iterator[tuple
         a_rI, b_Or = pair["A"], pair["B"]
         if a_rI.shape[0] != b_Or.shape[1] or tensor.shape != (b_Or.shape[0], a_rI.shape[1]):
             shapes = f"{list(b_Or.shape)} and {list(a_rI.shape)}"
-            raise ValueError(f"the adapter {adapter.resolve()} has factors {shapes} for {name} {list(tensor.shape)}")
+            raise ValueError(
+                f"the adapter {adapter.resolve()} has factors {shapes} for {name} {list(tensor.shape)}; give the "
+                "adapter's own base model as --target"
+            )
         yield name, tensor.float() + scale * (b_Or.float() @ a_rI.float())
     if pairs:
         raise ValueError(
@@ -113,7 +116,10 @@ def _pairs(adapter: Path) -> dict[str, dict[str, Tensor]]:
             found.setdefault(f"{text_name(module)}.weight", {})[factor] = tensor
     halves = [name for name, pair in found.items() if len(pair) < 2]
     if halves or not found:
-        raise ValueError(f"the adapter {adapter.resolve()} lacks a factor of {', '.join(halves[:3]) or 'every linear'}")
+        raise ValueError(
+            f"the adapter {adapter.resolve()} lacks a factor of {', '.join(halves[:3]) or 'every linear'}; give the "
+            "whole folder"
+        )
     return found
 
 

@@ -35,6 +35,7 @@ Treated as text even if a tokenizer lists them as special.
 LONG = 2000
 """Characters from which a text is encoded with the interpreter lock released."""
 
+_TOKENIZER_FILES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken", "*.bpe", "tekken.json")
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -211,7 +212,9 @@ def require_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
                 f"the draft model has another vocabulary: token {i} is {theirs!r}, the target's is {ours!r} "
                 f"(sizes {draft.vocab_size} and {target.vocab_size}); give a draft model of the target's family"
             )
-    raise ValueError("the draft model has another vocabulary: token ids beyond both sizes differ")
+    raise ValueError(
+        "the draft model has another vocabulary: token ids beyond both sizes differ; give one of the target's family"
+    )
 
 
 class TextStream:
@@ -266,6 +269,8 @@ def _convert(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
 
     from sharesd.models.hf import quiet_transformers
 
+    if not any(next(folder.glob(pattern), None) for pattern in _TOKENIZER_FILES):
+        raise ValueError(f"{folder} has no file of a tokenizer; add its tokenizer.json")
     try:
         with quiet_transformers():
             tokenizer = AutoTokenizer.from_pretrained(folder)

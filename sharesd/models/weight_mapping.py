@@ -21,6 +21,8 @@ from sharesd.models.unused_tensors import unused_part
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 LAYERS = "model.layers."
+MISFIT = "give the config.json that the weights were saved with, or download the checkpoint again"
+"""Remedy of weights that do not fit a config."""
 
 
 def decoder_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
@@ -170,7 +172,7 @@ def copy_tensors(
             continue
         if tuple(parameter.shape) != tuple(tensor.shape):
             found, wanted = list(tensor.shape), list(parameter.shape)
-            raise ValueError(f"{folder}: {stored_name} has shape {found} where config.json asks for {wanted}")
+            raise ValueError(f"{folder}: {stored_name} has shape {found} where config.json asks for {wanted}; {MISFIT}")
         if not is_checked_elsewhere(name, tensor):
             check_finite(folder, stored_name, tensor)
         put(name, parameter, tensor)
@@ -181,4 +183,4 @@ def copy_tensors(
             for kind, names in (("missing", list(parameters)), ("unexpected", unexpected))
             if names
         ]
-        raise ValueError(f"{folder} does not fit {what}: {'; '.join(problems)}")
+        raise ValueError(f"{folder} does not fit {what}: {', '.join(problems)}; {MISFIT}")

@@ -64,7 +64,7 @@ class DraftHeads:
 
 def _load(mode: str, folder: Path, target: CausalModel) -> Head:
     if not isinstance(target, Decoder):
-        raise ValueError(f"{target.name} hands out no hidden states; trained heads need a native decoder")
+        raise ValueError(f"{target.name} hands out no hidden states for trained heads; drop --draft-head")
     head, split = load_head(folder, target), target.split
     if head.embed is None and split.stages[0].device != split.output_device:
         head.embed = nn.Embedding.from_pretrained(target.embed.weight.to(split.output_device))

@@ -84,7 +84,7 @@ def _plan_for(
         shape = decoder_config(folder)
     except UnsupportedArchitecture as reason:
         if always:
-            raise ValueError(f"no plan for offloading: {reason}") from None
+            raise ValueError(f"no plan for offloading: {reason}; drop the limit of memory") from None
         return None
     limits = _limits(config, backend)
     if not always and not in_memory and _plainly_fits(folder, shape, config, limits.device):
@@ -213,7 +213,9 @@ def _disk_rate(folder: Path, place: Path, contents: Sequence[Content], limit: fl
         except LinkError as reason:
             log.debug("%s", reason)
     if not found:
-        raise ValueError(f"{file} cannot be read, so nothing can be planned")
+        raise ValueError(
+            f"{file} cannot be read, so that nothing can be planned; make it readable, or take --offload off"
+        )
     return min(max(found), limit or math.inf)
 
 

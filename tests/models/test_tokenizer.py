@@ -243,7 +243,7 @@ def test_folders_without_tokenizer_json_are_converted(tmp_path: Path) -> None:
 
 
 def test_broken_tokenizers_are_explained(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no tokenizer that can be read"):
+    with pytest.raises(ValueError, match="no file of a tokenizer"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match="tokenizer.json is damaged"):

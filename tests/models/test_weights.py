@@ -85,7 +85,7 @@ def test_missing_unexpected_and_misshapen_tensors_are_named(checkpoint: Path) ->
     stored = load_file(file)
     removed = {k: v for k, v in stored.items() if k != "model.layers.0.mlp.up_proj.weight"}
     save_file({**removed, "model.layers.0.extra": torch.zeros(1)}, file)
-    with pytest.raises(ValueError, match="missing model.layers.0.mlp.up_proj.weight; unexpected model.layers.0.extra"):
+    with pytest.raises(ValueError, match="missing model.layers.0.mlp.up_proj.weight, unexpected model.layers.0.extra"):
         weights_of(checkpoint)
     save_file({**stored, "model.norm.weight": torch.zeros(33)}, file)
     with pytest.raises(ValueError, match=r"model.norm.weight has shape \[33\] where config.json asks for \[32\]"):

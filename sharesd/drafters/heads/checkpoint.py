@@ -21,6 +21,8 @@ from sharesd.models.decoder import Decoder
 from sharesd.models.weight_mapping import block_tensors, copy_tensors
 from sharesd_files import atomic_files
 
+_AGAIN = "download the head again"
+
 
 @torch.no_grad()
 def load_head(folder: Path, target: Decoder) -> Head:
@@ -116,16 +118,18 @@ def _draft_ids(tensors: dict[str, tuple[str, Tensor]], config: HeadConfig) -> Te
     num, vocab_size = config.draft_vocab_size, config.block.vocab_size
     if d2t_K is None:
         if num != vocab_size:
-            raise ValueError(f"draft_vocab_size is {num} of {vocab_size} and there is no d2t, which says which")
+            raise ValueError(
+                f"draft_vocab_size is {num} of {vocab_size} and there is no d2t, which says which; {_AGAIN}"
+            )
         return None
     if d2t_K.shape != (num,):
-        raise ValueError(f"d2t has shape {list(d2t_K.shape)} and draft_vocab_size is {num}")
+        raise ValueError(f"d2t has shape {list(d2t_K.shape)} and draft_vocab_size is {num}; {_AGAIN}")
     ids_K = d2t_K.long() + torch.arange(num)
     if ids_K.min() < 0 or ids_K.max() >= vocab_size or len(ids_K.unique()) < num:
-        raise ValueError(f"d2t does not lead to {num} different ones of {vocab_size} tokens")
+        raise ValueError(f"d2t does not lead to {num} different ones of {vocab_size} tokens; {_AGAIN}")
     known_V = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, ids_K, True)
     if t2d_V is not None and not torch.equal(t2d_V.bool(), known_V):
-        raise ValueError("t2d and d2t name other tokens; both come from one training")
+        raise ValueError(f"t2d and d2t name other tokens, and come from one training; {_AGAIN}")
     return ids_K
 
 

@@ -128,7 +128,9 @@ def taps_of(raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     inner = (raw.get("eagle_config") or {}).get(LAYER_IDS)
     found = {tuple(ids) for ids in (outer, inner and [i + 1 for i in inner]) if ids}
     if len(found) > 1:
-        raise ValueError(f"the head's {LAYER_IDS} are {outer} and, in eagle_config, {inner}, which are other layers")
+        raise ValueError(
+            f"the head's {LAYER_IDS} are {outer} and, in eagle_config, {inner}, which are other layers; keep one"
+        )
     taps = found.pop() if found else (2, num_layers // 2, num_layers - 3)
     if (outer or inner) and list(taps) != sorted(taps):
         raise ValueError(

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sharesd.models.checkpoint import STORED, Progress, read_json, silent, stamp
+from sharesd.models.checkpoint import STORED, Progress, read_json, refuse_pointers, silent, stamp
 from sharesd.models.decoder_config import DecoderConfig, UnsupportedArchitecture
 from sharesd.models.gguf.parts import model_stem, parts_of
 from sharesd_files import SCRATCH, atomic_write, cache_root
@@ -43,6 +43,7 @@ def converted_folder(
         ValueError: a file is damaged or missing, or has something that is not supported.
     """
     parts, ignored = parts_of(gguf_file), sorted(set(ignored))
+    refuse_pointers(parts)
     folder_of_all = cache_root() / "checkpoints"
     folder = folder_of_all / f"{model_stem(gguf_file)}-{_fingerprint(parts, ignored)}{'' if dequantize else '-stored'}"
     if _holds(folder, parts):

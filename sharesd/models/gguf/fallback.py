@@ -102,7 +102,7 @@ def _check_fields(file: GGUFFile, config: Any, ignored: Collection[str]) -> None
     prefix, rope = f"{file.architecture}.", getattr(config, "rope_parameters", None) or {}
     for key in names:
         if prefix + key in ignored:
-            raise ValueError(f"--ignore-key {prefix + key} has no effect on files that transformers converts")
+            raise ValueError(f"--ignore-key {prefix + key} has no effect on files that transformers converts; drop it")
     for key, value in fields_of(file).items():
         if key in WITHOUT_EFFECT or is_neutral(key, value, NEUTRAL):
             continue
