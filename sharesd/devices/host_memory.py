@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
 
 def free_memory() -> int:
-    """Return the bytes that machine and control group leave this process."""
+    """Return the bytes that are left for this process.
+
+    By the machine, its control group and the limit of its addresses (`ulimit -v`).
+    """
     free = psutil.virtual_memory().available
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     if limit.exists() and used.exists() and (text := limit.read_text().strip()).isdecimal():
         free = min(free, int(text) - int(used.read_text()))
+    with suppress(ImportError):  # Windows has no such limit
+        import resource
+
+        addresses, _ = resource.getrlimit(resource.RLIMIT_AS)
+        if addresses != resource.RLIM_INFINITY:
+            free = min(free, max(0, addresses - psutil.Process().memory_info().vms))
     return free + own_memory()
 
 

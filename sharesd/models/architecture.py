@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from compile.activations import ACTIVATIONS
 from sharesd.models.checkpoint import token_ids
+from sharesd.models.config_checks import wrong_value
 from sharesd.models.decoder_config import DecoderConfig, LayerType
 from sharesd.models.hf_config import HFConfig
 from sharesd.models.rope_parameters import ROPE_TYPES, context_limit, read_rope
@@ -144,6 +145,9 @@ def llama_like(
     """
     heads, hidden = config.require("num_attention_heads"), config.require("hidden_size")
     head_dim = config.get("head_dim") or hidden // heads
+    kv_heads = config.get("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise wrong_value(config.model_type, "num_key_value_heads", kv_heads, f"a divisor of {heads} heads")
     hidden_act = config.get(act_field, "silu")
     if hidden_act not in ACTIVATIONS:
         raise config.unsupported(f"activation {hidden_act!r}")
@@ -152,13 +156,14 @@ def llama_like(
     ropes = tuple(rope_parameters) or (read_rope(config),)
     for rope in ropes:
         _check_rope(config, rope, partial_rotary)
+        _check_rotated(config, rope, head_dim)
     positions = config.require("max_position_embeddings")
     values: dict[str, Any] = {
         "vocab_size": config.require("vocab_size"),
         "hidden_size": hidden,
         "intermediate_size": config.require("intermediate_size"),
         "num_attention_heads": heads,
-        "num_key_value_heads": config.get("num_key_value_heads", heads),
+        "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
         "max_position_embeddings": positions,
         "max_context": min(context_limit(rope, positions) for rope in ropes),
@@ -186,6 +191,16 @@ def _check_rope(config: HFConfig, rope: Mapping[str, Any], partial_rotary: bool)
             )
     if rope.get("partial_rotary_factor", 1.0) != 1.0 and not partial_rotary:
         raise config.unsupported(f"partial_rotary_factor {rope['partial_rotary_factor']}")
+
+
+def _check_rotated(config: HFConfig, rope: Mapping[str, Any], head_dim: int) -> None:
+    """Raise ValueError if angles do not fit a head."""
+    rotated = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+    if rotated % 2 or not 0 < rotated <= head_dim:
+        raise wrong_value(config.model_type, "head_dim", head_dim, "a size of which an even part is rotated")
+    for name in ("short_factor", "long_factor"):
+        if rope["rope_type"] == "longrope" and len(rope.get(name, ())) not in (0, rotated // 2):
+            raise wrong_value(config.model_type, name, rope[name], f"a list of {rotated // 2} numbers")
 
 
 def mixed_layers(

@@ -6,10 +6,13 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
+
+from sharesd.models.decoder_config import UnsupportedArchitecture
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,6 +34,25 @@ def silent(what: str, done: int, total: int) -> None:
     """Report nothing: the default `Progress`."""
 
 
+@contextmanager
+def damage_named(path: Path) -> Iterator[None]:
+    """Turn errors of damaged values into a ValueError that names the file.
+
+    ValueErrors get the file's name, unless they have it; other ones are those of values of wrong types and sizes.
+    """
+    try:
+        yield
+    except UnsupportedArchitecture:
+        raise
+    except ValueError as error:
+        if str(path) in str(error):
+            raise
+        raise ValueError(f"{path}: {error}") from error
+    except (TypeError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"{path} has a value that cannot be used ({reason}); download it again") from error
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file.
 
@@ -41,7 +63,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist; give a folder with a complete checkpoint") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # numbers of thousands of digits, brackets without end
         raise ValueError(f"{path} cannot be read as JSON ({error}); download the checkpoint again") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds a {type(value).__name__}, not a JSON object; download the checkpoint again")
@@ -65,15 +87,27 @@ def read_config(folder: Path) -> dict[str, Any]:
     return {name: value for name, value in raw.items() if value is not None or not name.endswith(SECTION)}
 
 
+def section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a section of a config; empty if it is left out.
+
+    Raises:
+        ValueError: it is not an object.
+    """
+    found = config.get(name)
+    if found is not None and not isinstance(found, Mapping):
+        raise ValueError(f"config.json has {name!r} = {str(found)[:60]}, not an object; download the checkpoint again")
+    return found or {}
+
+
 def refuse_quantized(raw: Mapping[str, Any], folder: Path, wanted: str) -> None:
     """Raise ValueError if a config.json is of quantized weights.
 
     `wanted`: what to give instead, in the message.
     """
-    for part in (raw, raw.get("text_config") or {}):
+    for part in (raw, section(raw, "text_config")):
         for name in ("quantization_config", "compression_config"):
             if part.get(name) is not None:
-                method = part[name].get("quant_method", "unknown method")
+                method = section(part, name).get("quant_method", "unknown method")
                 raise ValueError(f"{folder} is already quantized ({method}); give the full-precision {wanted}")
 
 
@@ -83,18 +117,25 @@ def eos_ids(folder: Path) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
         if (folder / name).exists():
             config = read_json(folder / name)
-            for part in (config, config.get("text_config") or {}):
-                if part.get("eos_token_id") is not None:
-                    ids += token_ids(part["eos_token_id"])
-                    break
+            with damage_named(folder / name):
+                for part in (config, section(config, "text_config")):
+                    if part.get("eos_token_id") is not None:
+                        ids += token_ids(part["eos_token_id"])
+                        break
     return tuple(dict.fromkeys(ids))
 
 
-def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """Return the ids of a field: null, one id or several."""
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
+def token_ids(value: Any) -> tuple[int, ...]:
+    """Return the ids of a field: null, one id or several.
+
+    Raises:
+        ValueError: it holds something else.
+    """
+    ids = () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
+    for i in ids:
+        if type(i) is not int or not -1 <= i < 2**31:
+            raise ValueError(f"eos_token_id is {str(value)[:60]}, not a token id or a list of them; correct the field")
+    return ids
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -108,8 +149,11 @@ def weight_files(folder: Path) -> list[Path]:
     for name in WEIGHT_FILES:
         index = folder / f"{name}.index.json"
         if index.exists():
-            files = [folder / shard for shard in sorted(set(read_json(index).get("weight_map", {}).values()))]
-            missing = [file.name for file in files if not file.exists()]
+            places = read_json(index).get("weight_map", {})
+            if not isinstance(places, dict) or not all(isinstance(shard, str) for shard in places.values()):
+                raise ValueError(f"{index} has no weight_map of tensors and files; download the checkpoint again")
+            files = [folder / shard for shard in sorted(set(places.values()))]
+            missing = [file.name for file in files if not file.is_file()]
             if missing or not files:
                 names = ", ".join(missing) or "every shard"
                 raise ValueError(f"{folder} lacks {names} named in {index.name}; download the checkpoint again")

@@ -22,6 +22,7 @@ from sharesd.models import checkpoint, lora
 from sharesd.models.base import CausalModel
 from sharesd.models.block_filling import MakeLinear, fill_block
 from sharesd.models.checkpoint import Progress, silent
+from sharesd.models.config_checks import check_sizes
 from sharesd.models.decoder import Block, Decoder
 from sharesd.models.decoder_config import DecoderConfig, UnsupportedArchitecture
 from sharesd.models.hub import resolve
@@ -126,8 +127,11 @@ def decoder_config(folder: Path) -> DecoderConfig:
     Raises UnsupportedArchitecture, or ValueError if config.json is damaged.
     """
     raw = checkpoint.read_config(folder)
-    checkpoint.refuse_quantized(raw, folder, "checkpoint")
-    config = DecoderConfig.from_hf(raw, refuses_unread=True)
+    with checkpoint.damage_named(folder / "config.json"):
+        checkpoint.refuse_quantized(raw, folder, "checkpoint")
+        config = DecoderConfig.from_hf(raw, refuses_unread=True)
+        if checkpoint.has_weights(folder):  # a weight takes a byte or more
+            check_sizes(config, sum(file.stat().st_size for file in checkpoint.weight_files(folder)))
     if (
         config.tie_word_embeddings
         and checkpoint.has_weights(folder)
@@ -176,7 +180,8 @@ def load_decoder(
     config = decoder_config(folder)
     check_tensor_parallel(config, part.size)
     stored = stored_tensors(folder) if tensors is None else tensors()
-    decoder = Decoder(config, dtype=dtype, device=device, block_device="meta", part=part, split=split)
+    with checkpoint.damage_named(folder / "config.json"):
+        decoder = Decoder(config, dtype=dtype, device=device, block_device="meta", part=part, split=split)
     decoder.eval().requires_grad_(False)
     decoder.eos_ids = checkpoint.eos_ids(folder)
     num_tensors = [len(list(block_tensors(block, config))) for block in decoder.blocks]

@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 from sharesd.models.architecture import Architecture
+from sharesd.models.config_checks import check_fields
 from sharesd.models.decoder_config import DecoderConfig, UnsupportedArchitecture
 from sharesd.models.hf_config import HFConfig
 
@@ -55,7 +56,8 @@ def architecture_of(model_type: str) -> Architecture:
 
 def read_config(fields: Mapping[str, Any], *, refuses_unread: bool = False) -> DecoderConfig:
     """Return the DecoderConfig of a config.json; see `DecoderConfig.from_hf`."""
-    model_type = fields.get("model_type", "")
+    model_type = fields.get("model_type") or ""
+    check_fields("damaged", {"model_type": model_type})
     inner = next((each.model_type for each in architectures() if model_type == each.multimodal_type != ""), None)
     inner = inner or _WITH_TOWERS.get(model_type)
     if inner is not None:
@@ -65,7 +67,9 @@ def read_config(fields: Mapping[str, Any], *, refuses_unread: bool = False) -> D
         fields = {**outer, **{k: v for k, v in fields["text_config"].items() if v is not None or k not in outer}}
         fields |= {k: outer[k] for k in ("tie_word_embeddings",) if k in outer}  # the head belongs to the whole model
         model_type = fields.get("model_type", inner)
+    check_fields(model_type, {"model_type": model_type})
     architecture = architecture_of(model_type)
+    check_fields(model_type, fields)
     config = HFConfig(model_type, architecture.defaults, fields)
     found = architecture.to_decoder_config(config)
     if refuses_unread:
