@@ -13,7 +13,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from sharesd.models.checkpoint import read_json
+from sharesd.models.checkpoint import damage_named, read_json
 
 _ERRORS = (TemplateError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 """Errors that templates raise for messages they refuse."""
@@ -27,21 +27,29 @@ def read_template(folder: Path, config: Mapping[str, Any], name: str) -> str | N
     """
     file = folder / ("chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja")
     if file.exists():
-        return file.read_text(encoding="utf-8")
+        with damage_named(file):
+            return file.read_text(encoding="utf-8")
     stored = config.get("chat_template")
     if stored is None and (folder / "chat_template.json").exists():
         stored = read_json(folder / "chat_template.json").get("chat_template")
     if isinstance(stored, list):
-        return next((entry["template"] for entry in stored if entry["name"] == name), None)
-    return stored if name == "default" else None
+        stored = next((entry["template"] for entry in stored if entry["name"] == name), None)
+    elif name != "default":
+        return None
+    if stored is not None and not isinstance(stored, str):
+        raise ValueError(f"its chat_template is {str(stored)[:60]}, not a text; download the checkpoint again")
+    return stored
 
 
-def render(source: str, variables: Mapping[str, Any]) -> str:
-    """Return the text of a template; ValueError if it refuses the messages."""
+def render(source: str, variables: Mapping[str, Any], origin: str = "") -> str:
+    """Return the text of a template; ValueError if it refuses the messages.
+
+    `origin`: " of FOLDER", for the error.
+    """
     try:
         return _environment().from_string(source).render(variables)
     except _ERRORS as error:
-        raise ValueError(f"the chat template does not take these messages: {error}") from error
+        raise ValueError(f"the chat template{origin} does not take these messages: {error}") from error
 
 
 def variables_of(source: str) -> frozenset[str]:

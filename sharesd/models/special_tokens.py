@@ -39,6 +39,10 @@ def read_tokenizer_config(folder: Path) -> dict[str, Any]:
     config |= roles
     added = _read(folder / "added_tokens.json")
     special = {*roles_of(config).values(), *(content_of(token) for token in _extra(config))}
+    if not all(type(i) is int and i >= 0 for i in added.values()):
+        raise ValueError(
+            f"{folder / 'added_tokens.json'} is not a map of tokens and ids; download the checkpoint again"
+        )
     if added:
         config["added_tokens_decoder"] = {
             str(i): {"content": token, "normalized": token not in special, "special": token in special}

@@ -17,7 +17,7 @@ from typing import Any
 import tokenizers
 
 from sharesd.models import chat_template
-from sharesd.models.checkpoint import eos_ids
+from sharesd.models.checkpoint import damage_named, eos_ids
 from sharesd.models.special_tokens import add_missing_tokens, read_tokenizer_config, roles_of
 
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|end_of_text|>", "<|endoftext|>")
@@ -50,12 +50,14 @@ class Tokenizer:
         chat_template: str | None = None,
         tool_template: str | None = None,
         eos_ids: Iterable[int] = (),
+        origin: str = "",
     ) -> None:
         """Wrap a tokenizer.
 
         Args:
             special: role (`bos_token`, ...) -> token, for the chat template.
             tool_template: template for conversations with tools; `chat_template` if None.
+            origin: folder of the chat template, as errors name it.
         """
         backend.no_truncation()
         backend.no_padding()
@@ -63,6 +65,7 @@ class Tokenizer:
         self.special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
         self.special = dict(special or {})
         self.chat_template, self.tool_template = chat_template, tool_template or chat_template
+        self._origin = origin
         self.eos_ids = tuple(dict.fromkeys(eos_ids))
         self.has_bytes = any(backend.token_to_id(f"<0x{byte:02X}>") is not None for byte in range(256))
         """True if there are tokens of single bytes, like <0x0A>."""
@@ -156,6 +159,7 @@ class Tokenizer:
             | dict(variables or {})
             | {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
             | {"tools": list(tools) if tools else None, "documents": None},
+            self._origin,
         )
 
     @cached_property
@@ -185,20 +189,33 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     Raises:
         ValueError: it is missing or damaged.
     """
-    config = read_tokenizer_config(folder)
-    special = roles_of(config)
-    if (folder / "tokenizer.json").exists():
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-        except Exception as error:  # the package raises nothing narrower
-            raise ValueError(f"{folder / 'tokenizer.json'} is damaged ({error}); download it again") from error
-        add_missing_tokens(backend, config)
-    else:
-        backend, special = _convert(folder)
-    backend = _with_tool_marks_as_text(backend)
-    template, for_tools = (chat_template.read_template(folder, config, name) for name in ("default", "tool_use"))
-    ends = _end_ids(folder, backend, special, template)
-    return Tokenizer(backend, special=special, chat_template=template, tool_template=for_tools, eos_ids=ends)
+    backend = _read_backend(folder / "tokenizer.json") if (folder / "tokenizer.json").exists() else None
+    with damage_named(folder / "tokenizer_config.json"):
+        config = read_tokenizer_config(folder)
+        special = roles_of(config)
+        if backend is not None:
+            add_missing_tokens(backend, config)
+        else:
+            backend, special = _convert(folder)
+        backend = _with_tool_marks_as_text(backend)
+        template, for_tools = (chat_template.read_template(folder, config, name) for name in ("default", "tool_use"))
+        ends = _end_ids(folder, backend, special, template)
+        return Tokenizer(
+            backend,
+            special=special,
+            chat_template=template,
+            tool_template=for_tools,
+            eos_ids=ends,
+            origin=f" of {folder}",
+        )
+
+
+def _read_backend(file: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the package raises nothing narrower
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"{file} is damaged ({reason}); download it again") from error
 
 
 def require_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
