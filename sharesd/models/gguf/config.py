@@ -67,6 +67,10 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
     for key, name in sizes.items():  # lists: layers of several sizes
         if name in config and (not isinstance(config[name], int | float) or (key in _SIZES and config[name] <= 0)):
             raise unknown_key(prefix + key, config[name])
+    if config["num_hidden_layers"] > len(file.tensors):
+        raise ValueError(
+            f"it has {len(file.tensors)} tensors for {config['num_hidden_layers']} blocks; download it again"
+        )
     config.setdefault("num_key_value_heads", config["num_attention_heads"])
     config |= _heads(prefix, fields, config, layout)
     _check_fields(prefix, fields, sizes, config, layout)

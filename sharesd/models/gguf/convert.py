@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import tempfile
 from collections.abc import Collection
@@ -16,7 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sharesd.models.checkpoint import STORED, Progress, read_json, refuse_pointers, silent, stamp
+from sharesd.models.checkpoint import STORED, Progress, damage_named, read_json, refuse_pointers, silent, stamp
+from sharesd.models.config_checks import check_sizes
 from sharesd.models.decoder_config import DecoderConfig, UnsupportedArchitecture
 from sharesd.models.gguf.parts import model_stem, parts_of
 from sharesd_files import SCRATCH, atomic_write, cache_root
@@ -142,7 +144,7 @@ def _convert(parts: list[Path], ignored: list[str], folder: Path, progress: Prog
     progress(f"reading {name}", 0, 1)
     file = read_model(parts, ignored)
     progress(f"reading {name}", 1, 1)
-    try:
+    with damage_named(parts[0]):
         try:
             _convert_here(file, folder, progress, dequantize)
             if not dequantize:
@@ -155,8 +157,6 @@ def _convert(parts: list[Path], ignored: list[str], folder: Path, progress: Prog
 
             log.info("%s: %s; converting by transformers", name, reason)
             convert_by_transformers(file, parts, ignored, folder, progress)
-    except ValueError as error:
-        raise ValueError(f"{parts[0]}: {error}") from error
 
 
 def _convert_here(file: GGUFFile, folder: Path, progress: Progress, dequantize: bool) -> None:
@@ -169,6 +169,7 @@ def _convert_here(file: GGUFFile, folder: Path, progress: Progress, dequantize: 
     check_tokenizer(file)
     config = config_of(file)
     decoder_config = DecoderConfig.from_hf(config)
+    check_sizes(decoder_config, sum(math.prod(tensor.shape) for tensor in file.tensors.values()))
     names_of(file, decoder_config)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     progress("writing the tokenizer", 0, 1)

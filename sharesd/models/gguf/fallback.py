@@ -69,10 +69,12 @@ def convert_by_transformers(
                 output_loading_info=True,
             )
             model, report = loaded
-    except (KeyError, NotImplementedError, ImportError, AttributeError) as error:
-        version = transformers.__version__
+    except ValueError:
+        raise
+    except Exception as error:  # for damaged fields, of its packages' own kinds
+        version, reason = transformers.__version__, " ".join(str(error).split())[:300]
         raise ValueError(
-            f"transformers {version} cannot convert architecture {file.architecture!r} ({error}); {advice}"
+            f"transformers {version} cannot convert architecture {file.architecture!r} ({reason}); {advice}"
         ) from error
     absent = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
     if absent:

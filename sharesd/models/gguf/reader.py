@@ -62,7 +62,7 @@ def read_gguf(path: Path) -> GGUFFile:
         try:
             data = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
             return _Reader(data).file()
-        except (ValueError, KeyError, IndexError, struct.error, OverflowError) as error:
+        except (ValueError, TypeError, LookupError, struct.error, ArithmeticError, RecursionError) as error:
             raise ValueError(f"{path} is not a readable GGUF file ({error}); download it again") from error
 
 
@@ -83,9 +83,15 @@ class _Reader:
         metadata = {}
         for _ in range(num_fields):
             key = self.string()
+            if key in metadata:
+                raise ValueError(f"it has key {key!r} twice")
             metadata[key] = self.value(self.number("<I"))
         places = [self.place() for _ in range(num_tensors)]
         alignment = metadata.get("general.alignment", _ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ValueError(f"its general.alignment is {str(alignment)[:60]}, not a number of bytes")
+        if not isinstance(metadata.get("general.architecture", ""), str):
+            raise ValueError("its general.architecture is not a text")
         begin = -(-self.at // alignment) * alignment
         tensors = {place[0]: self.tensor(begin, *place) for place in places}
         if len(tensors) < num_tensors:

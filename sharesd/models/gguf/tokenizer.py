@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,28 @@ _KEEPS_SPACES = ("<unk>", "<s>", "<|endoftext|>")
 """Special tokens of Phi-3 after which spaces stay."""
 
 
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, int) and value in (0, 1)
+
+
+def _are_texts(values: Any) -> bool:
+    return isinstance(values, list) and set(map(type, values)) <= {str}
+
+
+def _are_numbers(values: Any) -> bool:
+    return isinstance(values, list) and set(map(type, values)) <= {int, float} and all(map(math.isfinite, values))
+
+
+_TYPES: dict[str, Callable[[Any], bool]] = {
+    **{f"tokenizer.ggml.{key}": _are_texts for key in ("tokens", "merges")},
+    **{f"tokenizer.ggml.{key}": _are_numbers for key in ("scores", "token_type")},
+    **{f"tokenizer.ggml.add_{key}": _is_flag for key in ("bos_token", "eos_token", "space_prefix")},
+    "tokenizer.ggml.pre": lambda value: isinstance(value, str),
+    "tokenizer.chat_template": lambda value: isinstance(value, str),
+}
+"""Keys that the conversion reads -> checks of their values."""
+
+
 def check_tokenizer(file: GGUFFile) -> None:
     """Raise ValueError if `write_tokenizer` lacks the file's tokenizer."""
     kind = file.tokenizer("model")
@@ -46,6 +70,9 @@ def check_tokenizer(file: GGUFFile) -> None:
         found = file.tokenizer(key)
         if not isinstance(found, list) or (key != "merges" and len(found) != len(tokens)):
             raise ValueError(f"its {kind} tokenizer has no complete tokenizer.ggml.{key}; download it again")
+    for key, is_right in _TYPES.items():
+        if key in file.metadata and not is_right(file.metadata[key]):
+            raise ValueError(f"its {key} has a value of a wrong type; download it again")
     for key, value in file.metadata.items():
         named = key.startswith("tokenizer.ggml.") and key.endswith("_token_id") and value not in _NO_TOKEN
         if named and not (isinstance(value, int) and 0 <= value < len(tokens)):

@@ -72,15 +72,22 @@ def write_weights(file: GGUFFile, config: DecoderConfig, path: Path, progress: P
     """Write all tensors to a safetensors file.
 
     Biases that the file leaves out are zero.
+
+    Raises ValueError for a tensor with NaN or infinite values, unless it is an embedding that is no head.
     """
     (_, layout), names = layout_of(file), names_of(file, config)
+    unchecked = () if config.tie_word_embeddings else ("token_embd.weight",)
     tensors = {name: torch.empty(file.tensors[name].shape, dtype=torch.bfloat16) for name in names}
     blocks = [(name, begin, end) for name in names for begin, end in _blocks(file.tensors[name])]
 
     def convert(block: tuple[str, int, int]) -> None:
         name, begin, end = block
         minus = float(layout.norms_plus_one and name.endswith("norm.weight"))
-        _dequantize(file.tensors[name], begin, end, minus, tensors[name])
+        values = _dequantize(file.tensors[name], begin, end)
+        if name not in unchecked and not values.sum().isfinite() and not values.isfinite().all():
+            raise ValueError(f"tensor {name!r} has NaN or infinite values; download it again, or give another")
+        first = begin * gguf.GGML_QUANT_SIZES[file.tensors[name].kind][0]
+        tensors[name].view(-1)[first : first + len(values)] = values - minus if minus else values
 
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         for done, _ in enumerate(pool.map(convert, blocks), 1):
@@ -112,8 +119,8 @@ def _blocks(tensor: StoredTensor) -> Iterator[tuple[int, int]]:
         yield begin, min(begin + step, total)
 
 
-def _dequantize(tensor: StoredTensor, begin: int, end: int, minus: float, out: Tensor) -> None:
-    size, num_bytes = gguf.GGML_QUANT_SIZES[tensor.kind]
+def _dequantize(tensor: StoredTensor, begin: int, end: int) -> Tensor:
+    """Return the float32 values of quantized blocks."""
+    num_bytes = gguf.GGML_QUANT_SIZES[tensor.kind][1]
     codes = tensor.data[begin * num_bytes : end * num_bytes]
-    values = torch.from_numpy(gguf.dequantize(codes.reshape(1, -1), tensor.kind).reshape(-1).copy())
-    out.view(-1)[begin * size : end * size] = values - minus if minus else values
+    return torch.from_numpy(gguf.dequantize(codes.reshape(1, -1), tensor.kind).reshape(-1).copy())
