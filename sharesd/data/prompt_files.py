@@ -46,8 +46,8 @@ def conversation(record: Any) -> list[Message]:
     text = next((record[name] for name in TEXT_FIELDS if isinstance(record.get(name), str)), "")
     if not text.strip():
         raise ValueError(f"has none of {', '.join(TEXT_FIELDS)}; give it a text, or drop it")
-    instances = record.get("instances") or [{}]
-    first = instances[0] if isinstance(instances[0], Mapping) else {}
+    instances = record.get("instances")
+    first = instances[0] if isinstance(instances, list) and instances and isinstance(instances[0], Mapping) else {}
     more = record.get("input") or first.get("input")
     answer = next((record[name] for name in ANSWER_FIELDS if isinstance(record.get(name), str)), first.get("output"))
     given = {

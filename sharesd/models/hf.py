@@ -138,8 +138,9 @@ def load_hf(
             _check_exact(served)
         except UnsupportedArchitecture:
             raise
-        except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, NotImplementedError) as error:
-            raise _refusal(model.config, f"code that does not run over a static cache ({error})") from error
+        except Exception as error:
+            reason = " ".join(str(error).split())[:300]
+            raise _refusal(model.config, f"code that does not run over a static cache ({reason})") from error
     served.eos_ids = checkpoint.eos_ids(folder)
     log.warning("%s runs through transformers, slower than a native decoder", model.config.model_type)
     return served
@@ -160,8 +161,8 @@ def _load(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
         )
     except UnsupportedArchitecture:
         raise
-    except (OSError, KeyError, ImportError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:  # for damaged fields of a config, of its packages' own kinds
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ValueError(f"transformers {transformers.__version__} cannot load {folder}: {reason}") from error
     model, report = loaded
     for name, found, wanted in report["mismatched_keys"]:
