@@ -24,6 +24,9 @@ PACKAGES = ("sharesd", "sharesd_files", "compile", "quant", "offload", "multigpu
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
+MAX_MESSAGE = 1200
+"""Characters of an error; longer ones lose their middle."""
+
 console = Console()
 err_console = Console(stderr=True)
 
@@ -62,6 +65,8 @@ def _ended_by(error: BaseException) -> int:
 def describe(error: BaseException) -> str:
     """Format an error as one line, with a remedy for missing memory."""
     message = " ".join(str(error).split())
+    if len(message) > MAX_MESSAGE:  # names in damaged files may have any length
+        message = f"{message[: MAX_MESSAGE - 300]} ... {message[-250:]}"
     if message.startswith("CUDA out of memory"):  # which names other processes, and then goes on about torch
         needed = message.partition(" Of the allocated memory")[0].partition(" If reserved but")[0]
         return f"{needed} Lower --max-batch or --max-context, take --mode naive, or end what else runs on that GPU"

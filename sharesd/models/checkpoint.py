@@ -38,16 +38,19 @@ def silent(what: str, done: int, total: int) -> None:
 def damage_named(path: Path) -> Iterator[None]:
     """Turn errors of damaged values into a ValueError that names the file.
 
-    ValueErrors get the file's name, unless they have it; other ones are those of values of wrong types and sizes.
+    ValueErrors get the file's name, unless they name a file of its folder; other errors are those of values of wrong
+    types and sizes.
     """
     try:
         yield
     except UnsupportedArchitecture:
         raise
     except ValueError as error:
-        if str(path) in str(error):
+        reason = str(error)
+        if str(path) in reason or f"{path.parent}/" in reason:
             raise
-        raise ValueError(f"{path}: {error}") from error
+        rest = reason.removeprefix(path.name)
+        raise ValueError(f"{path}{rest}" if rest != reason else f"{path}: {reason}") from error
     except (TypeError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"{path} has a value that cannot be used ({reason}); download it again") from error

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from sharesd.cli.console import describe
 from sharesd.cli.main import main
-from sharesd.data.prompt_files import read_prompts
+from sharesd.data.prompt_files import conversation, read_prompts
 from sharesd.models.tokenizer import load_tokenizer
 from tests.cases.inputs import WRONG_TODAY, llama
 
@@ -151,3 +152,14 @@ def test_the_load_test_reads_conversations_too(sharegpt: Path) -> None:
 
     draw: Any = workload.from_file(2, str(sharegpt), 4, ids=False)
     assert {request.prompt for request in draw} <= {"the old tree", "the river"}
+
+
+@pytest.mark.parametrize("instances", [7, [], [1], "x", {"input": "y"}, None])
+def test_instances_of_other_kinds_are_left_out(instances: Any) -> None:
+    assert conversation({"instruction": "why", "instances": instances}) == [{"role": "user", "content": "why"}]
+
+
+def test_an_error_of_any_length_keeps_beginning_and_remedy() -> None:
+    line = describe(ValueError(f"x.gguf: tensor {'a' * 100_000} is unknown; give another file"))
+    assert len(line) < 2000
+    assert line.startswith("x.gguf: tensor aaa") and line.endswith("aaa is unknown; give another file")

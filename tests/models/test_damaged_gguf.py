@@ -52,7 +52,7 @@ FLOAT = struct.pack("<If", 6, 0.5)
         ("general.alignment", text("x"), "general.alignment is x"),
         ("general.architecture", whole(7), "general.architecture is not a text"),
         ("llama.block_count", whole(2**32 - 1), "tensors for 4294967295 blocks"),
-        ("llama.block_count", FLOAT, "num_hidden_layers"),
+        ("llama.block_count", FLOAT, "llama.block_count is 0.5, not a number of this kind"),
         ("llama.context_length", whole(2**32 - 1), "positions, whose rope tables|has shape"),
         ("llama.feed_forward_length", whole(2**31), "asks for .* weights"),
         ("llama.attention.head_count", text("x"), "attention.head_count"),

@@ -5,6 +5,7 @@ Every key and tensor is used or known to be without effect; UnknownKey names the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,6 +28,7 @@ _SIZES = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "rope.freq_base": "rope_theta",
 }
+_FRACTIONS = ("rms_norm_eps", "rope_theta")
 _OPTIONAL = ("attention.head_count_kv", "rope.freq_base")
 _HEADS = ("attention.key_length", "attention.value_length", "rope.dimension_count")
 _PATTERN, _WINDOW = "attention.sliding_window_pattern", "attention.sliding_window"
@@ -34,6 +36,8 @@ _PATTERN, _WINDOW = "attention.sliding_window_pattern", "attention.sliding_windo
 
 def layout_of(file: GGUFFile) -> tuple[str, GGUFLayout]:
     """Return `model_type` and layout of a file's architecture; raises UnsupportedArchitecture."""
+    if not file.architecture:
+        raise ValueError("it has no general.architecture; download it again")
     for architecture in architectures():
         if architecture.gguf is not None and architecture.gguf.name == file.architecture:
             return architecture.model_type, architecture.gguf
@@ -67,6 +71,8 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
     for key, name in sizes.items():  # lists: layers of several sizes
         if name in config and (not isinstance(config[name], int | float) or (key in _SIZES and config[name] <= 0)):
             raise unknown_key(prefix + key, config[name])
+        if key in _SIZES and name in config and not _fits(config[name], name):
+            raise ValueError(f"its {prefix}{key} is {config[name]}, not a number of this kind; download it again")
     if config["num_hidden_layers"] > len(file.tensors):
         raise ValueError(
             f"it has {len(file.tensors)} tensors for {config['num_hidden_layers']} blocks; download it again"
@@ -93,6 +99,11 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
         "bos_token_id": token_id(file, "bos"),
         "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
     }
+
+
+def _fits(value: Any, name: str) -> bool:
+    """Return True for a finite number, which is whole if a size."""
+    return math.isfinite(value) if name in _FRACTIONS else type(value) is int
 
 
 def _heads(prefix: str, fields: Mapping[str, Any], config: Mapping[str, Any], layout: GGUFLayout) -> dict[str, Any]:

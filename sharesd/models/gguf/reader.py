@@ -146,6 +146,8 @@ class _Reader:
         stored = GGMLQuantizationType(kind)
         block, num_bytes = GGML_QUANT_SIZES[stored]
         size = math.prod(shape) // block * num_bytes
+        if size == 0:
+            raise ValueError(f"tensor {name!r} has shape {list(shape)[:8]}, which holds no value")
         if begin + offset + size > len(self.data):
             raise ValueError(f"it ends before the end of tensor {name}")
         return StoredTensor(name, shape, stored, np.frombuffer(self.data, np.uint8, size, begin + offset))
