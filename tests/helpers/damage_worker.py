@@ -1,0 +1,306 @@
+"""`python -m tests.helpers.damage_worker KIND FIRST LAST FOLDER`: load damaged files through the command line.
+
+Prints a JSON line per file: number, outcome, seconds and the text on stderr. Memory is limited.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+import resource
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any, TextIO
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+import torch
+
+from compile import cpp_extension
+from sharesd.cli.console import main_guard
+from sharesd_command import main
+from tests.cases import inputs
+from tests.helpers import damage
+from tests.helpers.gguf_files import write_gguf
+from tests.helpers.tiny_models import make_checkpoint
+
+MAX_BYTES = 4 << 30
+"""Address space of this process."""
+MAX_LINE = 1500
+"""Characters of an error at most, paths included."""
+OPTIONS = ("--mode", "naive", "--max-new-tokens", "2", "--max-context", "512", "--dtype", "float32", "--threads", "1")
+CONFIG_FIELDS: dict[str, Any] = {
+    "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64, "beta_fast": 32},
+    "rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "text_config": {"model_type": "llama", "hidden_size": 64},
+    "quantization_config": {"quant_method": "gptq"},
+    "layer_types": ["full_attention", "sliding_attention"],
+    "model_type": "gemma3_text",
+    "sliding_window": 16,
+    "head_dim": 32,
+    "eos_token_id": [2, 3],
+    "num_hidden_layers": 3,
+    "attention_bias": True,
+    "partial_rotary_factor": 0.5,
+    "tie_word_embeddings": True,
+    "num_nextn_predict_layers": 1,
+    "max_position_embeddings": 1 << 20,
+    "no_rope_layers": [1, 0],
+    "query_pre_attn_scalar": 16,
+    "auto_map": {"AutoModelForCausalLM": "code.Model"},
+}
+TOKENIZER_FIELDS: dict[str, Any] = {
+    "added_tokens_decoder": {"0": {"content": "<|endoftext|>", "special": True}, "999999": {"content": "<far>"}},
+    "extra_special_tokens": {"image_token": "<image>"},
+    "additional_special_tokens": ["<one>", {"content": "<two>"}],
+    "chat_template": [{"name": "default", "template": "{{ messages[0].content }}"}],
+    "tokenizer_class": "LlamaTokenizer",
+    "eos_token": {"content": "<|im_end|>", "lstrip": True, "normalized": False},
+    "unk_token": "<unk>",
+    "truncation": {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0},
+    "padding": {"strategy": {"Fixed": 8}, "direction": "Right", "pad_id": 0, "pad_token": "x"},
+}
+RECORDS = (
+    '{"prompt": "the cat"}',
+    '"the mat"',
+    '{"instruction": "why", "input": "the sky", "output": "blue", "instances": [{"input": "x", "output": "y"}]}',
+    '{"messages": [{"role": "user", "content": "how"}, {"role": "assistant", "content": "so"}]}',
+    '{"conversations": [{"from": "human", "value": "the"}, {"from": "gpt", "value": "red"}], "system": "be"}',
+    '{"question_id": 81, "category": "writing", "turns": ["the cat", "the mat"]}',
+)
+
+
+def gguf_case(base: Path, number: int, dice: random.Random, here: Path) -> Path:
+    """Write a damaged .gguf file."""
+    file = dice.choice(sorted(base.glob("*.gguf")))
+    target = here / file.name
+    target.write_bytes(damage.damaged_gguf(file.read_bytes(), dice))
+    return target
+
+
+def folder_case(names: tuple[str, ...]) -> Callable[..., Path]:
+    """Return what writes a checkpoint folder, one of whose named files is damaged."""
+
+    def write(base: Path, number: int, dice: random.Random, here: Path) -> Path:
+        source = dice.choice(sorted(path for path in base.iterdir() if path.is_dir()))
+        found = [name for name in names if (source / name).exists()]
+        name, folder = dice.choice(found), here / source.name
+        folder.mkdir()
+        for file in source.iterdir():
+            if file.name != name:
+                (folder / file.name).symlink_to(file)
+        data = (source / name).read_bytes()
+        if name.endswith(".safetensors"):
+            written = damage.damaged_safetensors(data, dice)
+        elif name.endswith(".json"):
+            more = CONFIG_FIELDS if name == "config.json" else TOKENIZER_FIELDS if "token" in name else {}
+            written = damage.damaged_json(data.decode(), dice, more)
+        else:
+            written = damage.damaged_bytes(data, dice)
+        (folder / name).write_bytes(written)
+        return folder
+
+    return write
+
+
+def prompts_case(base: Path, number: int, dice: random.Random, here: Path) -> Path:
+    """Write a damaged file of prompts."""
+    lines = [dice.choice(RECORDS) for _ in range(3)]
+    text = f"[{', '.join(lines)}]" if dice.random() < 0.2 else "\n".join(lines)
+    data = damage.damaged_lines(text, dice)
+    if packed := dice.random() < 0.1:
+        data = damage.damaged_bytes(gzip.compress(data), dice)
+    file = here / ("prompts" + dice.choice((".jsonl", ".json", ".txt")) + (".gz" if packed else ""))
+    file.write_bytes(data)
+    return file
+
+
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+KINDS: dict[str, Callable[..., Path]] = {
+    "gguf": gguf_case,
+    "safetensors": folder_case(("model.safetensors", "model-00001-of-00002.safetensors")),
+    "tokenizer": folder_case((*TOKENIZERS, "tokenizer.json", "chat_template.jinja")),
+    "config": folder_case(("config.json", "config.json", "generation_config.json", "model.safetensors.index.json")),
+    "prompts": prompts_case,
+}
+
+
+def make_base(kind: str, base: Path) -> None:
+    """Write the undamaged files."""
+    base.mkdir()
+    if kind == "gguf":
+        write_gguf(base / "llama.gguf")
+        write_gguf(base / "gemma3.gguf", "gemma3", "spm")
+        write_gguf(base / "qwen3.gguf", "qwen3", "qwen2", {"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0})
+        write_gguf(base / "phi3.gguf", "phi3", "spm")
+        return
+    make_checkpoint(base / "llama")
+    if kind == "prompts":
+        return
+    for i, family in enumerate(("qwen2", "qwen3", "phi3")):
+        tensors = inputs.weights(family, seed=i, kv=4 if family == "phi3" else 2, biases="qkv" if i == 0 else "")
+        inputs.save(base / family, tensors, inputs.config_of(family, tensors, num_key_value_heads=4 if i == 2 else 2))
+    if kind == "config":  # an architecture that runs through transformers
+        tensors = {name: each for name, each in inputs.weights(seed=3).items() if "norm" not in name}
+        config = inputs.config_of("llama", tensors) | {"architectures": ["OlmoForCausalLM"], "model_type": "olmo"}
+        inputs.save(base / "olmo", tensors, config)
+    for folder in sorted(base.iterdir()):
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 1], "temperature": 0.6}))
+    _split(base / "llama")
+    old = base / "qwen2"
+    (old / "special_tokens_map.json").write_text(
+        json.dumps({"eos_token": "<|close|>", "unk_token": {"content": "<u>"}})
+    )
+    (old / "added_tokens.json").write_text(json.dumps({"<extra>": 500, "<more>": 501}))
+
+
+def _split(folder: Path) -> None:
+    """Store a checkpoint's tensors in two shards with an index."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    shards = {i: f"model-0000{i}-of-00002.safetensors" for i in (1, 2)}
+    place = {name: 1 + (i > len(tensors) // 2) for i, name in enumerate(tensors)}
+    for i, shard in shards.items():
+        save_file({name: each for name, each in tensors.items() if place[name] == i}, folder / shard)
+    index = {"metadata": {}, "weight_map": {name: shards[place[name]] for name in tensors}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def command(kind: str, case: Path, number: int, base: Path, here: Path) -> Callable[[], int]:
+    """Return the command that reads a case."""
+    if kind != "prompts":
+        return lambda: main(["generate", "the cat", "--target", str(case), *OPTIONS])
+    if number % 10 == 0:
+        out = str(here / "out.jsonl")
+        prompts = ["--prompts", str(case), "--out", out, "--max-batch", "2"]
+        return lambda: main(["generate", *prompts, "--target", str(base / "llama"), *OPTIONS])
+    return lambda: main_guard(lambda: _read_prompts(case, number % 3))
+
+
+def _read_prompts(case: Path, reader: int) -> int:
+    from sharesd.cli.generate_file import read
+    from sharesd.data.prompt_files import read_prompts
+    from sharesd.data.questions import load
+
+    if reader == 0:
+        read(case, raw=False)
+    elif reader == 1:
+        load("mtbench", case)
+    else:
+        read_prompts([str(case)])
+    return 0
+
+
+def outcome(status: int, text: str, case: Path) -> str:
+    """Return "loaded", "refused", or what is wrong with the end."""
+    lines = [line for line in text.splitlines() if line and not line.startswith(("warning:", "sharesd"))]
+    if status == 0:
+        return "loaded"
+    if status == 1 and " answered + " in text:
+        return "loaded"
+    if len(lines) != 1 or not lines[0].startswith("error: "):
+        return f"status {status} with {len(lines)} lines"
+    if len(lines[0]) > MAX_LINE:
+        return "a long line"
+    if lines[0].startswith(("error: a prompt ", "error: the logits of ")):
+        return "refused"
+    if not any(name in lines[0] for name in (str(case), case.name, *_files(case))):
+        return "no file is named"
+    if "out of memory" in lines[0] or "LOGLEVEL=DEBUG" in lines[0]:
+        return "error of a library"
+    return "refused"
+
+
+def _files(case: Path) -> list[str]:
+    return [file.name for file in case.iterdir()] if case.is_dir() else []
+
+
+def leftovers(cache: Path, status: int) -> list[str]:
+    """Return what should not be in the cache, and empty it."""
+    found = sorted((cache / "checkpoints").glob("*")) if (cache / "checkpoints").exists() else []
+    wrong = [
+        path.name
+        for path in found
+        if status == 2 and not (path / "converted.json").exists() or path.name.startswith(".")
+    ]
+    for path in found:
+        for file in sorted(path.rglob("*"), reverse=True):
+            file.unlink() if file.is_symlink() or not file.is_dir() else file.rmdir()
+        path.rmdir() if path.is_dir() else path.unlink()
+    return wrong
+
+
+def warm_up(kind: str, base: Path) -> None:
+    """Load what takes seconds: kernels, and for some kinds transformers."""
+    target = base / "llama"
+    if kind == "config":
+        target = base / "olmo"
+    elif kind == "gguf":
+        header = damage.GGUFHeader.read((base / "llama.gguf").read_bytes())
+        header.fields[0] = (header.fields[0][0], header.fields[0][1].replace(b"llama", b"mamba"))
+        target = base.parent / "mamba.gguf"
+        target.write_bytes(header.write())
+    with redirect_stderr(StringIO()), redirect_stdout(StringIO()):
+        main(["generate", "the cat", "--target", str(target), *OPTIONS])
+
+
+def run(kind: str, first: int, last: int, folder: Path, results: TextIO) -> None:
+    """Try the cases from `first` to before `last`."""
+    for dtype in ("float32", "bfloat16", "sampling_ops"):
+        cpp_extension.library(dtype)
+    torch.set_num_threads(1)
+    cache, base = folder / "cache", folder / "base"
+    os.environ["SHARESD_CACHE_DIR"] = str(cache)
+    make_base(kind, base)
+    warm_up(kind, base)
+    said = folder / "stderr"
+    stream = said.open("w+")
+    os.dup2(stream.fileno(), 2)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False, errors="backslashreplace")
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
+    for number in range(first, last):
+        here = folder / str(number)
+        here.mkdir()
+        dice = random.Random(f"{kind} {number}")
+        case = KINDS[kind](base, number, dice, here)
+        stream.seek(0)
+        stream.truncate()
+        os.lseek(2, 0, os.SEEK_SET)
+        print(json.dumps({"number": number, "began": True}), file=results, flush=True)
+        started = time.monotonic()
+        try:
+            status = command(kind, case, number, base, here)()
+            what = ""
+        except BaseException as error:
+            status, what = 3, "traceback"
+            where = "".join(traceback.format_exception(error)[-3:])
+            print(f"{type(error).__name__}: {error}"[:2000] + "\n" + where[-1500:], file=sys.stderr)
+        seconds = time.monotonic() - started
+        sys.stderr.flush()
+        text = said.read_text(errors="replace")
+        what = what or outcome(status, text, case)
+        wrong = leftovers(cache, status)
+        if wrong and what in ("loaded", "refused"):
+            what = f"left {wrong[0]} in the cache"
+        record = {"number": number, "outcome": what, "seconds": round(seconds, 3), "text": text[:3000]}
+        record["max_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        print(json.dumps(record), file=results, flush=True)
+        for file in sorted(here.rglob("*"), reverse=True):
+            file.rmdir() if file.is_dir() and not file.is_symlink() else file.unlink()
+        here.rmdir()
+
+
+if __name__ == "__main__":
+    kind, first, last, folder = sys.argv[1:]
+    run(kind, int(first), int(last), Path(folder), os.fdopen(os.dup(1), "w"))
