@@ -40,7 +40,7 @@ def option_fields() -> dict[str, str]:
 def head_mode(head: str) -> str:
     """Return the mode of a head's architecture; unknown: the first head drafter."""
     config = Path(head) / "config.json"
-    text = config.read_text("utf-8") if config.is_file() else ""
+    text = config.read_text("utf-8", errors="replace") if config.is_file() else ""
     specs = registry.specs("head")
     found = (spec.name for spec in specs[1:] if any(layout.architecture in text for layout in spec.heads))
     return next(found, specs[0].name)

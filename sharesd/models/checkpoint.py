@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import PickleError
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
@@ -43,14 +44,12 @@ def damage_named(path: Path) -> Iterator[None]:
     """
     try:
         yield
-    except UnsupportedArchitecture:
-        raise
     except ValueError as error:
-        reason = str(error)
+        reason, kind = str(error), UnsupportedArchitecture if isinstance(error, UnsupportedArchitecture) else ValueError
         if str(path) in reason or f"{path.parent}/" in reason:
             raise
         rest = reason.removeprefix(path.name)
-        raise ValueError(f"{path}{rest}" if rest != reason else f"{path}: {reason}") from error
+        raise kind(f"{path}{rest}" if rest != reason else f"{path}: {reason}") from error
     except (TypeError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"{path} has a value that cannot be used ({reason}); download it again") from error
@@ -238,10 +237,14 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
         if file.suffix == ".bin":
             import torch  # takes seconds, and tokenizers do without
 
-            yield from torch.load(file, map_location="cpu", weights_only=True, mmap=True).items()
+            stored = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            if not isinstance(stored, dict) or not all(isinstance(each, torch.Tensor) for each in stored.values()):
+                raise ValueError("it holds other things than tensors by name")
+            yield from stored.items()
         else:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (not a dict)
                     yield name, tensors.get_tensor(name)
-    except (SafetensorError, RuntimeError, EOFError) as error:
-        raise ValueError(f"{file} is damaged ({error}); download it again") from error
+    except (SafetensorError, RuntimeError, EOFError, PickleError, OSError, ValueError, LookupError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{file} is damaged ({reason}); download it again") from error

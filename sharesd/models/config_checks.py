@@ -54,7 +54,7 @@ _KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "max_position_embeddings original_max_position_embeddings no_rope_layer_interval sliding_window_pattern "
         "draft_vocab_size target_hidden_size",
     ),
-    (f"a whole number from 1 to {MAX_LAYERS}", _whole(1, MAX_LAYERS), "num_hidden_layers"),
+    (f"a whole number from 1 to {MAX_LAYERS}", _whole(1, MAX_LAYERS), "num_hidden_layers draft_length"),
     (
         f"a whole number from 0 to {MAX_LAYERS}",
         _whole(0, MAX_LAYERS),

@@ -20,7 +20,7 @@ from typing import Any
 
 from tests.helpers.paths import ROOT
 
-KINDS = ("gguf", "safetensors", "tokenizer", "config", "prompts")
+KINDS = ("gguf", "weights", "tokenizer", "config", "heads", "adapter", "prompts")
 START_SECONDS, CASE_SECONDS = 300.0, 60.0
 """Limits of a child's start, and of a file."""
 CHUNK = 1000

@@ -22,20 +22,25 @@ from typing import Any, TextIO
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from compile import cpp_extension
 from sharesd.cli.console import main_guard
+from sharesd.engine import cost_profiler
+from sharesd.models.loader import decoder_config
 from sharesd_command import main
 from tests.cases import inputs
 from tests.helpers import damage
 from tests.helpers.gguf_files import write_gguf
+from tests.helpers.tiny_heads import make_head
 from tests.helpers.tiny_models import make_checkpoint
 
 MAX_BYTES = 4 << 30
 """Address space of this process."""
 MAX_LINE = 1500
 """Characters of an error at most, paths included."""
-OPTIONS = ("--mode", "naive", "--max-new-tokens", "2", "--max-context", "512", "--dtype", "float32", "--threads", "1")
+OPTIONS = ("--max-new-tokens", "2", "--max-context", "512", "--dtype", "float32", "--threads", "1")
+NAIVE = ("--mode", "naive")
 CONFIG_FIELDS: dict[str, Any] = {
     "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64, "beta_fast": 32},
     "rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
@@ -67,6 +72,15 @@ TOKENIZER_FIELDS: dict[str, Any] = {
     "truncation": {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0},
     "padding": {"strategy": {"Fixed": 8}, "direction": "Right", "pad_id": 0, "pad_token": "x"},
 }
+ADAPTER_FIELDS: dict[str, Any] = {
+    "rank_pattern": {"q_proj": 8},
+    "alpha_pattern": {"q_proj": 8},
+    "modules_to_save": ["lm_head"],
+    "use_rslora": True,
+    "use_dora": True,
+    "init_lora_weights": "gaussian",
+    "target_modules": "all-linear",
+}
 RECORDS = (
     '{"prompt": "the cat"}',
     '"the mat"',
@@ -85,11 +99,12 @@ def gguf_case(base: Path, number: int, dice: random.Random, here: Path) -> Path:
     return target
 
 
-def folder_case(names: tuple[str, ...]) -> Callable[..., Path]:
-    """Return what writes a checkpoint folder, one of whose named files is damaged."""
+def folder_case(names: tuple[str, ...], besides: str = "") -> Callable[..., Path]:
+    """Return what writes a folder, one of whose named files is damaged; `besides`: a folder that is left alone."""
 
     def write(base: Path, number: int, dice: random.Random, here: Path) -> Path:
-        source = dice.choice(sorted(path for path in base.iterdir() if path.is_dir()))
+        folders = [path for path in sorted(base.iterdir()) if path.name != besides]
+        source = dice.choice([path for path in folders if any((path / name).exists() for name in names)])
         found = [name for name in names if (source / name).exists()]
         name, folder = dice.choice(found), here / source.name
         folder.mkdir()
@@ -101,6 +116,7 @@ def folder_case(names: tuple[str, ...]) -> Callable[..., Path]:
             written = damage.damaged_safetensors(data, dice)
         elif name.endswith(".json"):
             more = CONFIG_FIELDS if name == "config.json" else TOKENIZER_FIELDS if "token" in name else {}
+            more = ADAPTER_FIELDS if name == "adapter_config.json" else more
             written = damage.damaged_json(data.decode(), dice, more)
         else:
             written = damage.damaged_bytes(data, dice)
@@ -125,9 +141,11 @@ def prompts_case(base: Path, number: int, dice: random.Random, here: Path) -> Pa
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 KINDS: dict[str, Callable[..., Path]] = {
     "gguf": gguf_case,
-    "safetensors": folder_case(("model.safetensors", "model-00001-of-00002.safetensors")),
+    "weights": folder_case(("model.safetensors", "model-00001-of-00002.safetensors", "pytorch_model.bin")),
     "tokenizer": folder_case((*TOKENIZERS, "tokenizer.json", "chat_template.jinja")),
     "config": folder_case(("config.json", "config.json", "generation_config.json", "model.safetensors.index.json")),
+    "adapter": folder_case(("adapter_config.json", "adapter_model.safetensors")),
+    "heads": folder_case(("config.json", "config.json", "model.safetensors"), besides="llama"),
     "prompts": prompts_case,
 }
 
@@ -144,6 +162,12 @@ def make_base(kind: str, base: Path) -> None:
     make_checkpoint(base / "llama")
     if kind == "prompts":
         return
+    if kind == "adapter":
+        _make_adapter(base / "tuned")
+        return
+    if kind == "heads":
+        _make_heads(base)
+        return
     for i, family in enumerate(("qwen2", "qwen3", "phi3")):
         tensors = inputs.weights(family, seed=i, kv=4 if family == "phi3" else 2, biases="qkv" if i == 0 else "")
         inputs.save(base / family, tensors, inputs.config_of(family, tensors, num_key_value_heads=4 if i == 2 else 2))
@@ -154,6 +178,8 @@ def make_base(kind: str, base: Path) -> None:
     for folder in sorted(base.iterdir()):
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 1], "temperature": 0.6}))
     _split(base / "llama")
+    torch.save(load_file(base / "phi3" / "model.safetensors"), base / "phi3" / "pytorch_model.bin")
+    (base / "phi3" / "model.safetensors").unlink()
     old = base / "qwen2"
     (old / "special_tokens_map.json").write_text(
         json.dumps({"eos_token": "<|close|>", "unk_token": {"content": "<u>"}})
@@ -161,10 +187,26 @@ def make_base(kind: str, base: Path) -> None:
     (old / "added_tokens.json").write_text(json.dumps({"<extra>": 500, "<more>": 501}))
 
 
+def _make_adapter(folder: Path) -> None:
+    """Store an adapter of rank 4 for one linear of the model."""
+    folder.mkdir()
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "owner/base"}))
+    module = "base_model.model.model.layers.0.self_attn.q_proj"
+    factors = {f"{module}.lora_A.weight": torch.ones(4, 64), f"{module}.lora_B.weight": torch.ones(64, 4)}
+    save_file(factors, folder / "adapter_model.safetensors")
+
+
+def _make_heads(base: Path) -> None:
+    """Store a head of each kind."""
+    target = decoder_config(base / "llama")
+    for kind in ("eagle", "eagle3", "parallel", "glide"):
+        ids = range(64) if kind == "eagle3" else None
+        make_head(base / kind, target, kind, ids=ids, dtype=torch.float32)
+
+
 def _split(folder: Path) -> None:
     """Store a checkpoint's tensors in two shards with an index."""
-    from safetensors.torch import load_file, save_file
-
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     shards = {i: f"model-0000{i}-of-00002.safetensors" for i in (1, 2)}
@@ -177,12 +219,17 @@ def _split(folder: Path) -> None:
 
 def command(kind: str, case: Path, number: int, base: Path, here: Path) -> Callable[[], int]:
     """Return the command that reads a case."""
+    model = ["generate", "the cat", "--target", str(base / "llama"), *OPTIONS]
+    if kind == "adapter":
+        return lambda: main([*model, "--lora", str(case), *NAIVE])
+    if kind == "heads":
+        return lambda: main([*model, "--draft-head", str(case), "--mode", case.name.replace("eagle3", "eagle")])
     if kind != "prompts":
-        return lambda: main(["generate", "the cat", "--target", str(case), *OPTIONS])
+        return lambda: main(["generate", "the cat", "--target", str(case), *OPTIONS, *NAIVE])
     if number % 10 == 0:
         out = str(here / "out.jsonl")
         prompts = ["--prompts", str(case), "--out", out, "--max-batch", "2"]
-        return lambda: main(["generate", *prompts, "--target", str(base / "llama"), *OPTIONS])
+        return lambda: main(["generate", *prompts, "--target", str(base / "llama"), *OPTIONS, *NAIVE])
     return lambda: main_guard(lambda: _read_prompts(case, number % 3))
 
 
@@ -227,11 +274,8 @@ def _files(case: Path) -> list[str]:
 def leftovers(cache: Path, status: int) -> list[str]:
     """Return what should not be in the cache, and empty it."""
     found = sorted((cache / "checkpoints").glob("*")) if (cache / "checkpoints").exists() else []
-    wrong = [
-        path.name
-        for path in found
-        if status == 2 and not (path / "converted.json").exists() or path.name.startswith(".")
-    ]
+    whole = [path for path in found if (path / "converted.json").exists() or (path / "lora_adapter").exists()]
+    wrong = [path.name for path in found if path.name.startswith(".") or (status == 2 and path not in whole)]
     for path in found:
         for file in sorted(path.rglob("*"), reverse=True):
             file.unlink() if file.is_symlink() or not file.is_dir() else file.rmdir()
@@ -250,13 +294,14 @@ def warm_up(kind: str, base: Path) -> None:
         target = base.parent / "mamba.gguf"
         target.write_bytes(header.write())
     with redirect_stderr(StringIO()), redirect_stdout(StringIO()):
-        main(["generate", "the cat", "--target", str(target), *OPTIONS])
+        main(["generate", "the cat", "--target", str(target), *OPTIONS, *NAIVE])
 
 
 def run(kind: str, first: int, last: int, folder: Path, results: TextIO) -> None:
     """Try the cases from `first` to before `last`."""
     for dtype in ("float32", "bfloat16", "sampling_ops"):
         cpp_extension.library(dtype)
+    cost_profiler.SECONDS, cost_profiler.SWEEPS = 0.0, (1, 1)
     torch.set_num_threads(1)
     cache, base = folder / "cache", folder / "base"
     os.environ["SHARESD_CACHE_DIR"] = str(cache)

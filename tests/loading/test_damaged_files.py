@@ -15,7 +15,7 @@ from tests.helpers.damage_runner import KINDS, load_all, load_damaged, table, wr
 @pytest.mark.subprocess
 @pytest.mark.parametrize("kind", KINDS)
 def test_damage(kind: str) -> None:
-    records = load_damaged(kind, 0, 100)
+    records = load_damaged(kind, 0, 75)
     assert wrong(records) == []
     assert {record["outcome"] for record in records} == {"loaded", "refused"}
 
@@ -23,6 +23,6 @@ def test_damage(kind: str) -> None:
 @pytest.mark.long
 @pytest.mark.subprocess
 def test_ten_thousand_files() -> None:
-    records = load_all(2000)
+    records = load_all(1430)
     print(table(records))
     assert wrong(records) == []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from sharesd.drafters.heads.config import HeadConfig, Kind, head_class
 from sharesd.drafters.heads.foreign import refuse_foreign
 from sharesd.drafters.heads.head import Head
 from sharesd.models import checkpoint
+from sharesd.models.config_checks import check_sizes
 from sharesd.models.decoder import Decoder
 from sharesd.models.weight_mapping import block_tensors, copy_tensors
 from sharesd_files import atomic_files
@@ -31,40 +31,32 @@ def load_head(folder: Path, target: Decoder) -> Head:
     Call it while the target has its plain linears. Raises ValueError if tensors or fields are missing, unknown, wrongly
     shaped, or for another target.
     """
-    raw = checkpoint.read_config(folder)
+    raw, files = checkpoint.read_config(folder), checkpoint.weight_files(folder)
     checkpoint.refuse_quantized(raw, folder, "head")
-    with _of_folder(folder):
+    with checkpoint.damage_named(folder):
         refuse_foreign(raw, ())
     tensors = {}
-    for stored_name, tensor in chain.from_iterable(map(checkpoint.read_tensors, checkpoint.weight_files(folder))):
+    for stored_name, tensor in chain.from_iterable(map(checkpoint.read_tensors, files)):
         name = stored_name.removeprefix("model.")
         name = f"layers.0.{name.removeprefix('midlayer.')}" if name.startswith("midlayer.") else name
         if not name.endswith("rotary_emb.inv_freq"):  # old files store what is computed
             tensors[name] = stored_name, tensor
-    with _of_folder(folder):
+    with checkpoint.damage_named(folder):
         refuse_foreign(raw, tensors)
         config = HeadConfig.of(raw, _kind(raw, tensors), target.config)
+        check_sizes(config.block, sum(file.stat().st_size for file in files))
         ids_K = _draft_ids(tensors, config)
-    head = new_head(
-        config,
-        target,
-        ids_K=ids_K,
-        own_embed="embed_tokens.weight" in tensors,
-        own_lm_head="lm_head.weight" in tensors,
-        fc_bias="fc.bias" in tensors,
-    )
+        head = new_head(
+            config,
+            target,
+            ids_K=ids_K,
+            own_embed="embed_tokens.weight" in tensors,
+            own_lm_head="lm_head.weight" in tensors,
+            fc_bias="fc.bias" in tensors,
+        )
     stored = ((stored_name, name, tensor) for name, (stored_name, tensor) in tensors.items())
     copy_tensors(dict(_slots(head)), stored, folder, f"a head of kind {config.kind}")
     return head.eval().requires_grad_(False)
-
-
-@contextmanager
-def _of_folder(folder: Path) -> Iterator[None]:
-    """Name the folder in errors of the block."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{folder}: {error}") from error
 
 
 def new_head(
