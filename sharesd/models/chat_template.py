@@ -13,7 +13,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from sharesd.models.checkpoint import damage_named, read_json
+from sharesd.models.checkpoint import damage_named, has_file, read_json
 
 _ERRORS = (TemplateError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 """Errors that templates raise for messages they refuse."""
@@ -26,11 +26,11 @@ def read_template(folder: Path, config: Mapping[str, Any], name: str) -> str | N
     chat_template.json of older multimodal folders.
     """
     file = folder / ("chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja")
-    if file.exists():
+    if has_file(file):
         with damage_named(file):
             return file.read_text(encoding="utf-8")
     stored = config.get("chat_template")
-    if stored is None and (folder / "chat_template.json").exists():
+    if stored is None and has_file(folder / "chat_template.json"):
         stored = read_json(folder / "chat_template.json").get("chat_template")
     if isinstance(stored, list):
         stored = next((entry["template"] for entry in stored if entry["name"] == name), None)

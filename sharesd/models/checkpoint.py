@@ -55,6 +55,17 @@ def damage_named(path: Path) -> Iterator[None]:
         raise ValueError(f"{path} has a value that cannot be used ({reason}); download it again") from error
 
 
+def has_file(path: Path) -> bool:
+    """Return True if a file is there.
+
+    Raises:
+        ValueError: it is a link that leads nowhere, as half a download has.
+    """
+    if path.is_symlink() and not path.exists():
+        raise ValueError(f"{path} is a link that leads nowhere; download the checkpoint again")
+    return path.exists()
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file.
 
@@ -80,7 +91,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; give a checkpoint folder, a .gguf file or a hub id")
-    if not (folder / "config.json").exists() and (folder / ADAPTER_CONFIG).exists():
+    if not has_file(folder / "config.json") and (folder / ADAPTER_CONFIG).exists():
         base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path") or "its base model"
         raise ValueError(f"{folder} is a LoRA adapter; give {base} as --target, and this folder as --lora")
     if not (folder / "config.json").exists():
@@ -117,7 +128,7 @@ def eos_ids(folder: Path) -> tuple[int, ...]:
     """Return the end tokens that generation_config.json and config.json name."""
     ids: list[int] = []
     for name in ("generation_config.json", "config.json"):
-        if (folder / name).exists():
+        if has_file(folder / name):
             config = read_json(folder / name)
             with damage_named(folder / name):
                 for part in (config, section(config, "text_config")):
@@ -150,7 +161,7 @@ def weight_files(folder: Path) -> list[Path]:
         return [Path(name) for name in read_json(folder / STORED)["files"]]
     for name in WEIGHT_FILES:
         index = folder / f"{name}.index.json"
-        if index.exists():
+        if has_file(index):
             places = read_json(index).get("weight_map", {})
             if not isinstance(places, dict) or not all(isinstance(shard, str) for shard in places.values()):
                 raise ValueError(f"{index} has no weight_map of tensors and files; download the checkpoint again")
@@ -161,7 +172,7 @@ def weight_files(folder: Path) -> list[Path]:
                 raise ValueError(f"{folder} lacks {names} named in {index.name}; download the checkpoint again")
             refuse_pointers(files)
             return files
-        if (folder / name).exists():
+        if has_file(folder / name):
             refuse_pointers([folder / name])
             return [folder / name]
     raise ValueError(

@@ -13,7 +13,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from sharesd.models.checkpoint import read_json
+from sharesd.models.checkpoint import has_file, read_json
 
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Roles in the order in which missing tokens are added."""
@@ -52,7 +52,7 @@ def read_tokenizer_config(folder: Path) -> dict[str, Any]:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    if not file.exists():
+    if not has_file(file):
         return {}
     return {name: value for name, value in read_json(file).items() if value is not None}
 

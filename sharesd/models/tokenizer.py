@@ -17,7 +17,7 @@ from typing import Any
 import tokenizers
 
 from sharesd.models import chat_template
-from sharesd.models.checkpoint import damage_named, eos_ids
+from sharesd.models.checkpoint import damage_named, eos_ids, has_file
 from sharesd.models.special_tokens import add_missing_tokens, read_tokenizer_config, roles_of
 
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|end_of_text|>", "<|endoftext|>")
@@ -189,7 +189,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     Raises:
         ValueError: it is missing or damaged.
     """
-    backend = _read_backend(folder / "tokenizer.json") if (folder / "tokenizer.json").exists() else None
+    backend = _read_backend(folder / "tokenizer.json") if has_file(folder / "tokenizer.json") else None
     with damage_named(folder / "tokenizer_config.json"):
         config = read_tokenizer_config(folder)
         special = roles_of(config)
@@ -291,8 +291,8 @@ def _convert(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     try:
         with quiet_transformers():
             tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:  # for damaged files, of its packages' own kinds
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ValueError(f"{folder} has no tokenizer that can be read ({reason}); add its tokenizer.json") from error
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(f"{folder} has a {type(tokenizer).__name__}, which is not supported; add a tokenizer.json")

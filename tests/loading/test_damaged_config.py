@@ -12,6 +12,7 @@ import torch
 
 from sharesd.models.checkpoint import eos_ids, read_json, weight_files
 from sharesd.models.loader import decoder_config, load_decoder
+from sharesd.models.tokenizer import load_tokenizer
 from tests.cases.inputs import config_of, llama, save, weights
 
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
@@ -109,6 +110,20 @@ def test_an_index_without_files(weight_map: Any, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(ValueError, match=r"index\.json has no weight_map of tensors and files"):
         weight_files(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]
+    + ["chat_template.jinja", "model.safetensors", "model.safetensors.index.json"],
+)
+def test_links_that_lead_nowhere(name: str, plain: Path, tmp_path: Path) -> None:
+    folder = changed(plain, tmp_path / "model")
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to("gone")
+    with pytest.raises(ValueError, match=f"{folder / name} is a link that leads nowhere"):
+        load_tokenizer(folder)
+        load_decoder(folder, dtype=torch.float32)
 
 
 def test_end_tokens_name_their_file(tmp_path: Path) -> None:
