@@ -120,7 +120,7 @@ class JsonCache:
             return parse(found["value"])
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             log.warning("%s is ignored and made anew, it cannot be read (%r)", self.file, error)
             return None
 

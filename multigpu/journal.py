@@ -150,11 +150,14 @@ def keep_settings(path: Path, settings: dict[str, Any], flag: str) -> None:
 def settings_of(path: Path) -> dict[str, Any]:
     """Read settings; raises ValueError if the file is unreadable."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{path} cannot be read ({getattr(error, 'strerror', None) or error}); give another folder"
         ) from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} cannot be read (it holds a {type(found).__name__}, no settings); give another folder")
+    return found
 
 
 def lock(file: IO[bytes], path: Path, kind: int, flag: str) -> None:

@@ -57,7 +57,7 @@ def _call(place: int, call: Any) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise ValueError(
                 f"messages[{place}]: the arguments {arguments!r:.80} are no JSON; give an object"
             ) from None

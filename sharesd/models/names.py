@@ -21,7 +21,7 @@ def model_name(target: str | None) -> str:
     if file.is_file():
         try:
             name = json.loads(file.read_text(encoding="utf-8")).get(NAME_KEY)
-        except (ValueError, AttributeError) as error:
+        except (ValueError, AttributeError, RecursionError) as error:
             raise ValueError(f"{file} cannot be read as JSON ({error}); download the checkpoint again") from error
         if name is not None:
             return str(name)

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from multigpu.journal import settings_of
 from sharesd.cli.console import describe
 from sharesd.cli.main import main
+from sharesd.data.chat_messages import for_template
 from sharesd.data.prompt_files import conversation, read_prompts
 from sharesd.models.tokenizer import load_tokenizer
 from tests.cases.inputs import WRONG_TODAY, llama
@@ -163,3 +165,17 @@ def test_an_error_of_any_length_keeps_beginning_and_remedy() -> None:
     line = describe(ValueError(f"x.gguf: tensor {'a' * 100_000} is unknown; give another file"))
     assert len(line) < 2000
     assert line.startswith("x.gguf: tensor aaa") and line.endswith("aaa is unknown; give another file")
+
+
+@pytest.mark.parametrize("arguments", ["{", "[" * 100_000])
+def test_arguments_of_tool_calls_that_are_no_json(arguments: str) -> None:
+    calls = [{"type": "function", "function": {"name": "look", "arguments": arguments}}]
+    with pytest.raises(ValueError, match=r"messages\[0\]: the arguments .* are no JSON"):
+        for_template([{"role": "assistant", "content": "", "tool_calls": calls}])
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "[" * 100_000])
+def test_settings_of_an_earlier_run_that_are_damaged(text: str, tmp_path: Path) -> None:
+    (tmp_path / "out.settings.json").write_text(text)
+    with pytest.raises(ValueError, match=r"out\.settings\.json cannot be read"):
+        settings_of(tmp_path / "out.settings.json")

@@ -65,7 +65,9 @@ def test_values_are_cached_by_key(cache: JsonCache) -> None:
     assert cache.with_key(4).load(float) == 3.0 and cache.load(float) == 2.0
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"\xff", b'{"tries": 1}', b'{"key": "other", "value": 1}', b"value"])
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"\xff", b"[" * 100_000, b'{"tries": 1}', b'{"key": "other", "value": 1}', b"value"]
+)
 def test_an_old_or_damaged_form_is_made_anew(
     content: bytes, cache: JsonCache, caplog: pytest.LogCaptureFixture
 ) -> None:
