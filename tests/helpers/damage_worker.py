@@ -94,6 +94,9 @@ RECORDS = (
 def gguf_case(base: Path, number: int, dice: random.Random, here: Path) -> Path:
     """Write a damaged .gguf file."""
     file = dice.choice(sorted(base.glob("*.gguf")))
+    for other in base.glob(f"{file.stem.partition('-0')[0]}-0*.gguf"):  # the other parts of its model
+        if other != file:
+            (here / other.name).symlink_to(other)
     target = here / file.name
     target.write_bytes(damage.damaged_gguf(file.read_bytes(), dice))
     return target
@@ -139,6 +142,7 @@ def prompts_case(base: Path, number: int, dice: random.Random, here: Path) -> Pa
 
 
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+TOKENIZERS += ("vocab.json", "merges.txt")
 KINDS: dict[str, Callable[..., Path]] = {
     "gguf": gguf_case,
     "weights": folder_case(("model.safetensors", "model-00001-of-00002.safetensors", "pytorch_model.bin")),
@@ -158,6 +162,8 @@ def make_base(kind: str, base: Path) -> None:
         write_gguf(base / "gemma3.gguf", "gemma3", "spm")
         write_gguf(base / "qwen3.gguf", "qwen3", "qwen2", {"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0})
         write_gguf(base / "phi3.gguf", "phi3", "spm")
+        tensors = inputs.weights(seed=4)
+        inputs.write_gguf(base / "parts.gguf", tensors, inputs.config_of("llama", tensors), split=8)
         return
     make_checkpoint(base / "llama")
     if kind == "prompts":
@@ -180,6 +186,8 @@ def make_base(kind: str, base: Path) -> None:
     _split(base / "llama")
     torch.save(load_file(base / "phi3" / "model.safetensors"), base / "phi3" / "pytorch_model.bin")
     (base / "phi3" / "model.safetensors").unlink()
+    if kind == "tokenizer":
+        _convert_later(base / "phi3")
     old = base / "qwen2"
     (old / "special_tokens_map.json").write_text(
         json.dumps({"eos_token": "<|close|>", "unk_token": {"content": "<u>"}})
@@ -203,6 +211,14 @@ def _make_heads(base: Path) -> None:
     for kind in ("eagle", "eagle3", "parallel", "glide"):
         ids = range(64) if kind == "eagle3" else None
         make_head(base / kind, target, kind, ids=ids, dtype=torch.float32)
+
+
+def _convert_later(folder: Path) -> None:
+    """Store the tokenizer as a vocabulary and merges, which transformers converts."""
+    inputs.backend().model.save(str(folder))
+    (folder / "tokenizer.json").unlink()
+    config = json.loads((folder / "tokenizer_config.json").read_text()) | {"tokenizer_class": "GPT2Tokenizer"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
 def _split(folder: Path) -> None:
@@ -268,7 +284,8 @@ def outcome(status: int, text: str, case: Path) -> str:
 
 
 def _files(case: Path) -> list[str]:
-    return [file.name for file in case.iterdir()] if case.is_dir() else []
+    """Return the names of a folder's files, or of the parts beside a file."""
+    return [file.name for file in (case if case.is_dir() else case.parent).iterdir()]
 
 
 def leftovers(cache: Path, status: int) -> list[str]:
@@ -286,8 +303,8 @@ def leftovers(cache: Path, status: int) -> list[str]:
 def warm_up(kind: str, base: Path) -> None:
     """Load what takes seconds: kernels, and for some kinds transformers."""
     target = base / "llama"
-    if kind == "config":
-        target = base / "olmo"
+    if kind in ("config", "tokenizer"):
+        target = base / ("olmo" if kind == "config" else "phi3")
     elif kind == "gguf":
         header = damage.GGUFHeader.read((base / "llama.gguf").read_bytes())
         header.fields[0] = (header.fields[0][0], header.fields[0][1].replace(b"llama", b"mamba"))
