@@ -119,11 +119,7 @@ def check_sizes(config: DecoderConfig, num_stored: int) -> None:
     heads = 2 * c.num_attention_heads + 2 * c.num_key_value_heads
     per_layer = c.hidden_size * (heads * c.head_dim + 3 * c.intermediate_size)
     num_asked = c.vocab_size * c.hidden_size + c.num_hidden_layers * per_layer
-    if num_asked > MAX_CLAIM * num_stored:
-        raise ValueError(
-            f"config.json asks for {num_asked:,} weights ({c.num_hidden_layers} layers, hidden size {c.hidden_size}, "
-            f"{c.vocab_size} tokens), and at most {num_stored:,} are stored; download the checkpoint again"
-        )
+    _check_asked(num_asked, num_stored, c.num_hidden_layers, c.hidden_size, c.vocab_size)
     table = 4 * 4 * c.max_context * (c.head_dim // 2) * len(c.rope_parameters)  # angles, cosines, sines, and one cast
     if table > LARGE_TABLE:
         from sharesd.devices.host_memory import free_memory
@@ -133,3 +129,21 @@ def check_sizes(config: DecoderConfig, num_stored: int) -> None:
                 f"config.json allows {c.max_context:,} positions, whose rope tables take {table / 1e9:,.0f} GB of "
                 "memory; correct max_position_embeddings"
             )
+
+
+def check_transformers_sizes(config: Any, num_stored: int) -> None:
+    """Raise ValueError if a config of transformers asks for too many weights.
+
+    Counted are an embedding, and a square of the hidden size for each layer.
+    """
+    names = ("num_hidden_layers", "hidden_size", "vocab_size")
+    layers, hidden, vocab = (value if isinstance(value := getattr(config, name, 0), int) else 0 for name in names)
+    _check_asked(vocab * hidden + layers * hidden**2, num_stored, layers, hidden, vocab)
+
+
+def _check_asked(num_asked: int, num_stored: int, layers: int, hidden: int, vocab: int) -> None:
+    if num_asked > MAX_CLAIM * num_stored or layers > MAX_LAYERS:
+        raise ValueError(
+            f"config.json asks for {num_asked:,} weights ({layers} layers, hidden size {hidden}, {vocab} tokens), and "
+            f"at most {num_stored:,} are stored; download the checkpoint again"
+        )

@@ -28,6 +28,7 @@ from transformers.utils import logging as hf_logging
 from compile.attention import TreeAttentionMask
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models import checkpoint
+from sharesd.models.config_checks import check_fields, check_transformers_sizes
 from sharesd.models.decoder_config import UnsupportedArchitecture
 from sharesd.models.unused_tensors import mtp_layers_of, report_unused, unused_part
 from sharesd.models.weight_mapping import MISFIT, check_finite
@@ -147,9 +148,14 @@ def load_hf(
 
 
 def _load(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+    raw = checkpoint.read_config(folder)
+    for part in (raw, checkpoint.section(raw, "text_config")):  # of which some configs make lists
+        check_fields(str(raw.get("model_type")), {"num_hidden_layers": part.get("num_hidden_layers")})
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         _refuse_by_config(config)
+        num_stored = sum(file.stat().st_size for file in checkpoint.weight_files(folder))
+        check_transformers_sizes(config.get_text_config(), num_stored)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,

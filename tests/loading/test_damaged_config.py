@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sharesd.models.checkpoint import eos_ids, read_json, weight_files
-from sharesd.models.loader import decoder_config, load_decoder
+from sharesd.models.loader import decoder_config, load_decoder, load_model
 from sharesd.models.tokenizer import load_tokenizer
 from tests.cases.inputs import config_of, llama, save, weights
 
@@ -89,6 +89,26 @@ def test_a_division_by_zero_names_the_file(plain: Path, tmp_path: Path) -> None:
     folder = changed(plain, tmp_path / "model", rope_theta=1.0, rope_scaling=YARN)
     with pytest.raises(ValueError, match=r"config\.json has a value that cannot be used \(float division by zero\)"):
         load_decoder(folder, dtype=torch.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"num_hidden_layers": 10**9}, "'num_hidden_layers' = 1000000000, which is not a whole number from 1 to 10000"),
+        ({"num_hidden_layers": 9_999}, "asks for 40,980,416 weights"),
+        ({"vocab_size": 2**40}, "asks for .* weights"),
+        ({"num_attention_heads": [4]}, "num_attention_heads"),
+        ({"hidden_act": 7}, "hidden_act"),
+    ],
+)
+def test_architectures_of_transformers(changes: dict[str, Any], match: str, tmp_path: Path) -> None:
+    tensors = {name: each for name, each in weights(seed=3).items() if "norm" not in name}
+    config = config_of("llama", tensors) | {"architectures": ["OlmoForCausalLM"], "model_type": "olmo"}
+    save(tmp_path / "model", tensors, config | changes)
+    with pytest.raises(ValueError, match=match) as caught:
+        load_model(tmp_path / "model", dtype=torch.float32, device="cpu")
+    assert "\n" not in str(caught.value)
 
 
 def test_layer_types_are_texts(tmp_path: Path) -> None:

@@ -57,12 +57,20 @@ def fields_of(file: GGUFFile) -> dict[str, Any]:
     return fields
 
 
+def check_blocks(file: GGUFFile) -> None:
+    """Raise ValueError if a file has fewer tensors than blocks."""
+    blocks = fields_of(file).get("block_count", 0)
+    if isinstance(blocks, int | float) and blocks > len(file.tensors):
+        raise ValueError(f"it has {len(file.tensors)} tensors for {blocks} blocks; download it again")
+
+
 def config_of(file: GGUFFile) -> dict[str, Any]:
     """Return the file's config.json.
 
     Raises UnknownKey for a key that is not known, ValueError for a missing one.
     """
     model_type, layout = layout_of(file)
+    check_blocks(file)
     prefix, fields, sizes = f"{file.architecture}.", fields_of(file), _SIZES | dict(layout.fields)
     config = {name: fields[key] for key, name in sizes.items() if key in fields}
     missing = [prefix + key for key, name in _SIZES.items() if name not in config and key not in _OPTIONAL]
@@ -73,10 +81,6 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
             raise unknown_key(prefix + key, config[name])
         if key in _SIZES and name in config and not _fits(config[name], name):
             raise ValueError(f"its {prefix}{key} is {config[name]}, not a number of this kind; download it again")
-    if config["num_hidden_layers"] > len(file.tensors):
-        raise ValueError(
-            f"it has {len(file.tensors)} tensors for {config['num_hidden_layers']} blocks; download it again"
-        )
     config.setdefault("num_key_value_heads", config["num_attention_heads"])
     config |= _heads(prefix, fields, config, layout)
     _check_fields(prefix, fields, sizes, config, layout)

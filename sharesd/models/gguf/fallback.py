@@ -6,6 +6,7 @@ read.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from contextlib import redirect_stderr
 from io import StringIO
@@ -16,7 +17,8 @@ import torch
 from safetensors import SafetensorError
 
 from sharesd.models.checkpoint import Progress
-from sharesd.models.gguf.config import fields_of
+from sharesd.models.config_checks import check_transformers_sizes
+from sharesd.models.gguf.config import check_blocks, fields_of
 from sharesd.models.gguf.keys import NEUTRAL, WITHOUT_EFFECT, is_close, is_neutral, unknown_key, unknown_tensor
 from sharesd.models.gguf.reader import GGUFFile
 from sharesd.models.gguf.tokenizer import check_tokenizer, end_ids, token_id, write_tokenizer
@@ -52,6 +54,7 @@ def convert_by_transformers(
             "merge the parts with `llama-gguf-split --merge`"
         )
     check_tokenizer(file)
+    check_blocks(file)
     where: dict[str, Any] = {"pretrained_model_name_or_path": str(parts[0].parent), "gguf_file": parts[0].name}
     what = f"converting {parts[0].name} by transformers"
     progress(what, 0, 2)
@@ -59,6 +62,7 @@ def convert_by_transformers(
         with quiet_transformers(), redirect_stderr(StringIO()):  # one of its progress bars knows no switch
             config = AutoConfig.from_pretrained(**where)
             _check_fields(file, config, ignored)
+            check_transformers_sizes(config, sum(math.prod(tensor.shape) for tensor in file.tensors.values()))
             with torch.device("meta"):
                 _check_tensors(file, AutoModelForCausalLM.from_config(config), config)
             loaded: Any = AutoModelForCausalLM.from_pretrained(
