@@ -68,8 +68,8 @@ _KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "low_freq_factor high_freq_factor beta_fast beta_slow",
     ),
     (
-        "a number",
-        _is_number,
+        "a number, 0 or more",
+        lambda value: _is_number(value) and value >= 0,
         "rms_norm_eps attn_logit_softcapping final_logit_softcapping mscale mscale_all_dim",
     ),
     ("true or false", _is_flag, "attention_bias mlp_bias tie_word_embeddings use_sliding_window truncate"),

@@ -51,4 +51,4 @@ class ProbabilityCalibration:
 
 
 def _range(draft_probs: float) -> int:
-    return min(RANGES - 1, max(0, int(RANGES * draft_probs)))
+    return int(min(RANGES - 1, max(0.0, RANGES * draft_probs)))  # 0 for NaN, which heads may draft with

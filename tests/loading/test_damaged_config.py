@@ -48,6 +48,7 @@ def changed(plain: Path, folder: Path, **fields: Any) -> Path:
         ("max_position_embeddings", 2**62),
         ("rms_norm_eps", "small"),
         ("rms_norm_eps", math.nan),
+        ("rms_norm_eps", -1),
         ("rope_theta", -1.0),
         ("rope_theta", 10**400),
         ("hidden_act", ["silu"]),

@@ -148,6 +148,13 @@ def test_trees_are_tried_again_where_chains_seem_to_pay_more() -> None:
     assert sum(shape.is_tree for shape in chosen[-200:]) > 150
 
 
+def test_probabilities_that_are_not_numbers_are_the_lowest() -> None:
+    confidence = ProbabilityCalibration()
+    confidence.record([float("nan"), 1.0, -0.1], [-1, -1, -1], {1})
+    assert confidence.calibrated(float("nan")) == confidence.calibrated(0.0) < 0.05
+    assert confidence.calibrated(1.0) > 0.95
+
+
 def test_nodes_are_verified_as_far_as_they_pay() -> None:
     costs = Costs({1: 1.0, 3: 1.0, 9: 4.0}, 0.07, 0.07)
     policy = Policy([DraftShape(3, 8)], costs=costs, can_stop_early=True, probes_plain=False)
