@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+KEPT_BYTES = 2**24
+"""Size from which a file's hash is kept, until the file changes."""
 SCRATCH = ".partial-"
 """Prefix of scratch folders, which killed processes leave on the disk."""
 
@@ -136,3 +138,24 @@ class JsonCache:
             self.save(value)
         except OSError as error:
             warn_unwritable(self.file, error, "what was measured is measured again at the next start")
+
+
+def file_hash(path: Path) -> str:
+    """Return a file's SHA-256; that of a large file is computed once."""
+    path = path.resolve()
+    status = path.stat()
+    stamp = (status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+    kept = JsonCache("settings", "sha256", (str(path), stamp)) if status.st_size >= KEPT_BYTES else None
+    found = kept.load(str) if kept is not None else None
+    if found is None:
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if kept is not None:
+            kept.keep(found)
+    return found
+
+
+def files_hash(files: Iterable[Path]) -> str:
+    """Return the SHA-256 of what `sha256sum` prints for files in order of their names."""
+    lines = (f"{file_hash(path)}  {path.name}\n" for path in sorted(files, key=lambda path: path.name))
+    return hashlib.sha256("".join(lines).encode()).hexdigest()

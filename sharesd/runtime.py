@@ -90,6 +90,7 @@ class Runtime:
         self.tokenizer = load_tokenizer(resolved.folder)
         self._draft_folder = find_draft_model(resolved, self.tokenizer, progress)
         heads = DraftHeads(resolved.config, resolved.drafters, progress)
+        self._cost_folders = [*filter(None, [self._draft_folder]), *heads.folders.values()]
         self._group, part = None, UNSHARDED
         if resolved.is_sharded:
             options, chosen, folder = resolved.config, resolved.modes, resolved.folder
@@ -130,7 +131,14 @@ class Runtime:
         started, graphs = time.perf_counter(), self._steps.graphs
         num_before, bytes_before = Graphs.num_captures, 0 if graphs is None else graphs.nbytes
         params = warm or SamplingParams()
-        costs = costs_file(self._resolved, mode, params, widths=self._steps.widths.widths, streamed=self.streamed)
+        costs = costs_file(
+            self._resolved,
+            mode,
+            params,
+            widths=self._steps.widths.widths,
+            streamed=self.streamed,
+            folders=self._cost_folders,
+        )
         warm_up(engine, params, costs)
         if each_kind:
             warm_up_all_variants(engine)

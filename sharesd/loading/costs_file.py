@@ -1,6 +1,6 @@
 """Cache of measured step costs.
 
-Its key includes everything that costs depend on.
+Its key includes everything that costs depend on, and no path: other weights of the same shapes cost the same.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -15,9 +16,9 @@ from compile.adaptive_threads import STEP_THREADS
 from compile.cpp_extension import kernels_version
 from compile.cuda import gemm_config
 from sharesd import __version__
-from sharesd.drafters.registry import NAIVE
-from sharesd.drafters.selection import second_model
+from sharesd.drafters import registry, selection
 from sharesd.loading.resolve import ResolvedConfig
+from sharesd.models.checkpoint import layout_hash
 from sharesd.sampling_params import SamplingParams
 from sharesd.weights.offloaded_decoder import OffloadedBlocks
 from sharesd.weights.quant_tuning_cache import cpu_name
@@ -31,16 +32,34 @@ def costs_file(
     *,
     widths: Sequence[int] | None,
     streamed: OffloadedBlocks | None,
+    folders: Sequence[Path] = (),
 ) -> JsonCache:
-    """Return the cache of costs of a mode's rounds."""
+    """Return the cache of costs of a mode's rounds.
+
+    `folders`: checkpoints of second model and heads.
+    """
     config, plan, device = resolved.config, resolved.plan, resolved.device
-    options = replace(config, target=None, mode=NAIVE, draft=None, max_queue=None, prefill_chunk=None)
+    tables = {spec.file for spec in registry.specs("table") if spec.file}
+    files = [selection.file_of(config, name) for name in registry.names("table") if name in resolved.drafters]
+    options = replace(
+        config,
+        target=None,
+        lora=None,
+        draft=None,
+        revision=None,
+        max_queue=None,
+        prefill_chunk=None,
+        mode=registry.NAIVE,
+        heads=(),
+        drafter_options={name: value for name, value in config.drafter_options.items() if name not in tables},
+    )
     # Drafts take as long on any disk, and steps do not: costs of one that is half as fast again are others.
     transfer = plan and plan.offloads and round(2 * math.log2(plan.transfer_s))
     gpu = (torch.cuda.get_device_name(device), gemm_config.kernels_version()) if device.type == "cuda" else None
     what = (
-        *(__version__, torch.__version__, resolved.folder.resolve(), resolved.dtype, resolved.compile),
-        *(widths, mode, options, second_model(config)),
+        *(__version__, torch.__version__, resolved.dtype, resolved.compile, widths, mode, options),
+        *map(layout_hash, (resolved.folder, *folders)),
+        *(file and file.exists() and file.stat().st_size for file in files),
         *(cpu_name(), STEP_THREADS.max_size, device, kernels_version()),
         streamed and (streamed.stream.blocks, len(streamed.stream.slots)),
         *(transfer, gpu),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 
@@ -125,8 +124,7 @@ class TargetSteps:
         bits = kept.load(lambda found: RowBits(*map(bool, found)))
         if bits is None:
             bits = self._compare_rows(step, widths)
-            with suppress(OSError):  # checked again at the next start
-                kept.save(list(bits))
+            kept.keep(list(bits))
         return bits
 
     def _compare_rows(self, step: CausalModel, widths: Sequence[int]) -> RowBits:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from sharesd.models.decoder_config import UnsupportedArchitecture
+from sharesd_files import files_hash
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -236,6 +238,24 @@ def write_tensors(tensors: dict[str, Tensor], file: Path) -> None:
         if number is None:
             raise
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(file)) from error
+
+
+def content_hash(folder: Path) -> str:
+    """Return the hash of weights, adapter, configs, tokenizer and templates."""
+    adapter = adapter_files(folder / ADAPTER) if (folder / ADAPTER).is_dir() else []
+    texts = (path for pattern in ("*.json", "*.jinja", "*.model") for path in folder.glob(pattern))
+    return files_hash([*texts, *weight_files(folder), *adapter])
+
+
+def layout_hash(folder: Path) -> str:
+    """Return a hash of config, tensor names, shapes and dtypes."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for file in weight_files(folder) if has_weights(folder) else ():
+        digest.update(str(file.stat().st_size).encode())
+        if file.suffix == ".safetensors":
+            with file.open("rb") as content:
+                digest.update(content.read(int.from_bytes(content.read(8), "little")))
+    return digest.hexdigest()
 
 
 def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:

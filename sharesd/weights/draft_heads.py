@@ -33,7 +33,7 @@ class DraftHeads:
     def __init__(self, config: EngineConfig, modes: Collection[str], progress: Progress) -> None:
         self._quant = config.head_quant
         heads = {mode: selection.require_head(config, mode) for mode in registry.names("head") if mode in modes}
-        self._folders = {mode: resolve(head, progress=progress) for mode, head in heads.items()}
+        self.folders = {mode: resolve(head, progress=progress) for mode, head in heads.items()}
         self.by_mode: dict[str, Head] = {}
 
     @property
@@ -44,7 +44,7 @@ class DraftHeads:
     def load(self, target: CausalModel, quantizing: ModelQuantizer, device: torch.device) -> dict[str, QuantReport]:
         """Load heads while the target has plain linears; ValueError if unfit."""
         reports = {}
-        for mode, folder in self._folders.items():
+        for mode, folder in self.folders.items():
             head = self.by_mode[mode] = _load(mode, folder, target)
             if self._quant is not None:
                 if self._quant.head_bits is not None and head.lm_head is None:

@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TuningKey:
     model: str
+    """Hash of the checkpoint's content."""
     dtype: str
     device: str
     processor: str
@@ -35,13 +36,14 @@ def tuning_key(config: EngineConfig) -> TuningKey:
     import torch
 
     from sharesd.devices.selection import device_of, dtype_of
+    from sharesd.models.checkpoint import content_hash
     from sharesd.models.hub import resolve_target
 
     device = device_of(config.device)
     on_gpu = device.type == "cuda"
     names = [cpu_name(), *([torch.cuda.get_device_name(device)] if on_gpu else [])]
     return TuningKey(
-        model=str(resolve_target(config).resolve()),
+        model=content_hash(resolve_target(config)),
         dtype=str(dtype_of(config.dtype, device)).removeprefix("torch."),
         device=str(device),
         processor=" + ".join(names),

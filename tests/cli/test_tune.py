@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -190,9 +191,15 @@ def test_auto_leaves_nothing_to_skip(tiny: Path) -> None:
         config_of("--target", str(tiny), "--draft-quant", "auto", "--quant-skip", "proj=o")
 
 
-def test_a_place_names_processor_and_version(tiny: Path) -> None:
+def test_a_place_names_content_processor_and_version(tiny: Path, tmp_path: Path) -> None:
     found = tuning_key(EngineConfig(target=str(tiny), device="cpu"))
-    assert found.model == str(tiny.resolve()) and found.processor and found.version == quant_tuning_cache.__version__
+    assert found.processor and found.version == quant_tuning_cache.__version__
+    copy = shutil.copytree(tiny, tmp_path / "copy")
+    assert tuning_key(EngineConfig(target=str(copy), device="cpu")) == found
+    changed = bytearray((copy / "model.safetensors").read_bytes())
+    changed[-1] ^= 1
+    (copy / "model.safetensors").write_bytes(changed)
+    assert tuning_key(EngineConfig(target=str(copy), device="cpu")) != found
 
 
 # Costs of rounds

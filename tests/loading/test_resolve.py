@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 from typing import Any
@@ -145,3 +146,20 @@ def test_costs_are_kept_for_all_that_they_depend_on(folder: Path, own_cache: Non
         file(replace(found, config=replace(found.config, max_batch=2))),
     ]
     assert len({file(), *others}) == 6
+
+
+def test_costs_are_kept_by_content(folder: Path, tmp_path: Path, own_cache: None) -> None:
+    heads = [tmp_path / name for name in ("a", "b", "c")]
+    for path, size in zip(heads, (8, 8, 16), strict=True):
+        path.mkdir()
+        (path / "config.json").write_text(json.dumps({"hidden_size": size}))
+
+    def file(target: Path, head: Path) -> Path:
+        config = EngineConfig(target=str(target), mode="share", heads=(str(head),))
+        found = replace(resolved(folder, "share"), config=config, folder=target)
+        return costs_file(found, "share", SamplingParams(), widths=None, streamed=None, folders=[head]).file
+
+    moved = shutil.copytree(folder, tmp_path / "moved")
+    assert file(folder, heads[0]) == file(moved, heads[1]), "the same elsewhere"
+    (heads[0] / "config.json").write_text(json.dumps({"hidden_size": 16}))
+    assert file(folder, heads[0]) == file(folder, heads[2]) != file(folder, heads[1]), "another at the same path"

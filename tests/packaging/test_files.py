@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import stat
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from sharesd_files import JsonCache, atomic_files, atomic_path, atomic_write, cache_root
+import sharesd_files
+from sharesd_files import JsonCache, atomic_files, atomic_path, atomic_write, cache_root, file_hash, files_hash
 
 
 def names(folder: Path) -> list[str]:
@@ -80,3 +83,26 @@ def test_an_old_or_damaged_form_is_made_anew(
     assert caplog.text.count(f"{file} is ignored and made anew") == 1
     cache.save(5)
     assert cache.load(float) == 5.0
+
+
+def test_hashes_are_those_of_sha256sum(tmp_path: Path) -> None:
+    paths = [tmp_path / "b.json", tmp_path / "a.bin"]
+    for path in paths:
+        path.write_bytes(path.name.encode())
+    said = subprocess.run(["sha256sum", "a.bin", "b.json"], cwd=tmp_path, capture_output=True, check=True).stdout
+    assert said.decode().split()[0] == file_hash(paths[1])
+    assert files_hash(paths) == hashlib.sha256(said).hexdigest()
+
+
+def test_hashes_of_large_files_are_kept_until_they_change(
+    tmp_path: Path, cache: JsonCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharesd_files, "KEPT_BYTES", 4)
+    path = tmp_path / "weights"
+    path.write_bytes(b"abcd")
+    first = file_hash(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(hashlib, "file_digest", None)
+        assert file_hash(path) == first
+    path.write_bytes(b"abce")
+    assert file_hash(path) == hashlib.sha256(b"abce").hexdigest() != first
