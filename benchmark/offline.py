@@ -17,7 +17,7 @@ from benchmark import arguments
 from benchmark.report import Section, number, times, write_json
 from sharesd.cli import options
 from sharesd.cli.console import console, err_console
-from sharesd.cli.environment import conditions
+from sharesd.cli.environment import conditions, load_meter, resolved_settings
 from sharesd.config import Mode
 from sharesd.data.json_lines import read_text
 from sharesd.sampling_params import SamplingParams
@@ -56,6 +56,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Answer prompts by three decodings; return 0 for equal texts, else 1."""
+    load_meter()
     speculative: Mode = "classic" if getattr(args, "draft", None) is not None else "share"
     modes: dict[str, Mode] = dict(zip(DECODINGS, ("naive", speculative, "ngram"), strict=True))
     config = options.engine_config(args, modes=("naive", "ngram", speculative))
@@ -81,8 +82,15 @@ def run(args: argparse.Namespace) -> int:
     found = answer_all(engines, texts, prompts, params)
     unequal = differing(found)
     sampling = {"max_tokens": params.max_new_tokens, "temperature": params.temperature, "seed": params.seed}
-    about = conditions(config, demo=args.demo, template=args.template, max_context=runtime.max_context, **sampling)
-    about["settings"] |= {"dtype": str(runtime.dtype).removeprefix("torch."), "compile": runtime.compile}
+    about = conditions(
+        config,
+        tuple(modes.values()),
+        demo=args.demo,
+        template=args.template,
+        max_context=runtime.max_context,
+        **sampling,
+    )
+    about["settings"] |= resolved_settings(runtime)
     write_json(output, {**found, "equal": not unequal, **about})
     console.print(_section(found, f"{about['settings']['model']} · {DEMOS[args.demo]}").table())
     if unequal:

@@ -59,6 +59,12 @@ class Report:
     environment: Mapping[str, Any] = field(default_factory=dict)
     plots: Sequence[str] = ()  # names of pictures beside the report
 
+    @property
+    def warning(self) -> str:
+        from sharesd.cli.environment import load_warning
+
+        return load_warning(self.environment)
+
     def markdown(self) -> str:
         facts = {"settings": flat(self.settings), "environment": flat(self.environment)}
         text = _templates().get_template("report.md.jinja").render(report=self, **facts)
@@ -75,6 +81,8 @@ class Report:
         """Print first tables and remarks; write `stem`.md, .html and .csv into `folder`."""
         from sharesd.cli.console import console
 
+        if self.warning:
+            console.print(f"[bold]{self.warning}[/]", highlight=False, soft_wrap=True)
         for section in self.sections[:shown]:
             console.print(section.table())
         for line in filter(None, remarks):

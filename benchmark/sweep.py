@@ -17,7 +17,7 @@ from benchmark.points import Axis, Point, finish, line_of, point_of, remarks_of
 from benchmark.report import write_json
 from sharesd.cli import environment, options
 from sharesd.cli.console import err_console, loading_bars
-from sharesd.cli.environment import conditions
+from sharesd.cli.environment import conditions, load_meter
 from sharesd.config import MIN_CONTEXT, EngineConfig, Mode
 from sharesd.data import questions as question_files
 from sharesd.data.questions import Question
@@ -132,12 +132,14 @@ def measure_axes(args: argparse.Namespace, axes: Sequence[Axis], name: str) -> i
             err_console.print(line_of(new), highlight=False, soft_wrap=True)
             about = about or conditions(
                 config,
+                modes,
                 modes=list(modes),
                 axes={axis: list(each) for axis, each in axes},
                 **{key: getattr(args, key) for key in ("seed", "runs", "num_questions", "max_new_tokens")},
                 questions=found.label,
                 filler=args.filler or "Python's manual",
             )
+            about["environment"] |= load_meter().read()
             complete = len(points) == len(configs) * len(cells) * len(modes)
             state = {"complete": complete, "remarks": remarks_of(points), "points": [asdict(each) for each in points]}
             write_json(out_dir / f"{name}.json", {**about, **state})

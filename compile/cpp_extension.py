@@ -77,10 +77,10 @@ def library(part: str) -> ctypes.CDLL:
     Raises RuntimeError if no compiler can build it.
     """
     keep_freed_memory()
-    compiler = _compiler()
-    target, source = _target(part, compiler)
+    command = _command()
+    target, source = _target(part, command)
     with _locks[part]:
-        return _load(target) or _build(target, compiler, source)
+        return _load(target) or _build(target, command, source)
 
 
 def obstacle(*parts: str) -> str | None:
@@ -89,31 +89,36 @@ def obstacle(*parts: str) -> str | None:
     A line is compiled and loaded, unless they are all built.
     """
     try:
-        compiler = _compiler()
-        if not all(_target(part, compiler)[0].exists() for part in parts):
-            _try(compiler)
+        command = _command()
+        if not all(_target(part, command)[0].exists() for part in parts):
+            _try(command)
     except (RuntimeError, OSError) as error:
         return " ".join(str(error).split())
     return None
 
 
-def _compiler() -> tuple[str, ...]:
-    """Return the C++ compiler and its flags."""
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
-    if compiler is None:
+def compiler() -> str:
+    """Return the C++ compiler; RuntimeError if there is none."""
+    found = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
+    if found is None:
         raise RuntimeError(
             "no C++ compiler found (g++, c++ or clang++); install one, e.g. `apt install g++`, or set CXX"
         )
-    return compiler, *FLAGS, *shlex.split(os.environ.get("SHARESD_CXXFLAGS", ""))
+    return found
 
 
-def _target(part: str, compiler: tuple[str, ...]) -> tuple[Path, tuple[str, ...]]:
+def _command() -> tuple[str, ...]:
+    """Return the C++ compiler and its flags."""
+    return compiler(), *FLAGS, *shlex.split(os.environ.get("SHARESD_CXXFLAGS", ""))
+
+
+def _target(part: str, command: tuple[str, ...]) -> tuple[Path, tuple[str, ...]]:
     """Return a library's file in the cache, and its source."""
     source = (f"{part}.cpp",) if part in _SHARED else ("model_ops.cpp", f"-DDTYPE={part}")
     key = hashlib.sha256()
     for file in sorted(SOURCE_FOLDER.iterdir()):
         key.update(file.read_bytes())
-    name, *flags = compiler
+    name, *flags = command
     key.update(repr((FORMAT, source, name, tuple(flags), platform.machine(), _cpu_features())).encode())
     return cache_root() / "native" / f"kernels-{key.hexdigest()[:16]}.so", source
 

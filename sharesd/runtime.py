@@ -108,7 +108,7 @@ class Runtime:
         self.load_seconds = time.perf_counter() - started
         self.compile_seconds: dict[Mode, float] = {}
         self.config, self.modes, self.compile = resolved.config, resolved.modes, resolved.compile
-        self.device, self.dtype = resolved.device, resolved.dtype
+        self.device, self.dtype, self.tree = resolved.device, resolved.dtype, resolved.tree
         self.target, self.streamed = self._target.model, self._target.streamed
         self.weight_bytes = self._target.weight_bytes
         self.max_context, self.context_reason = self._target.context

@@ -59,7 +59,8 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--max-new-tokens is {args.max_new_tokens}; decoding can be timed from 2 on")
     if args.gguf is not None and not os.path.isfile(args.gguf):
         raise ValueError(f"--gguf {args.gguf} does not exist; name a file")
-    config = options.engine_config(args, modes=(*peer_class("sharesd").variants, "auto"))
+    modes = (*peer_class("sharesd").variants, "auto")
+    config = options.engine_config(args, modes=modes)
     config = replace(config, max_context=config.planned_context)  # the same for all
     asked = question_files.first_turns(args.questions, args.num_questions)
     out_dir = environment.out_folder(args.out_dir, "peers")
@@ -86,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
 
         measure(rows, prompts, repeats=args.repeats, open_worker=lambda name: Worker(name, settings), report=report)
     same = {"num_threads": num_threads, "repeats": args.repeats, "gguf": args.gguf, "num_tokens": args.max_new_tokens}
-    about = conditions(config, questions=asked.label, prompt_tokens=list(map(len, prompts)), **same)
+    about = conditions(config, modes, questions=asked.label, prompt_tokens=list(map(len, prompts)), **same)
     about["environment"] |= {peer_class(name).pip: version_of(peer_class(name).pip) for name in PEERS}
     found = figures(rows, lambda name: next(iter(peer_class(name).variants)))
     results = [_result(row, each) for row, each in zip(rows, found, strict=True)]

@@ -69,11 +69,12 @@ def summary_of(
     missing = sum(key not in found for found in done.values() for key in run.keys)
     shared = {name: first[name] for name in ("load_seconds", "weight_bytes", "kv_bytes")}
     shared["peak_memory_bytes"] = max(session["peak_memory_bytes"] for session in sessions)
-    facts = ("dtype", "device", "compile", "max_context", "architecture", "prompt_format")
+    facts = {name: first[name] for name in ("architecture", "prompt_format")}
+    load = max((session["load"] for session in sessions), key=lambda load: load["cores_of_others"])
     modes = summarize(done, run.keys, num_draft=run.config.max_draft_tokens)
     return {
-        "environment": state["environment"],
-        "settings": {**state["settings"], **{name: first[name] for name in facts}},
+        "environment": {**state["environment"], **load},
+        "settings": {**state["settings"], **first["settings"], **facts},
         "status": {"complete": missing == 0, "num_missing_turns": missing},
         "num_sessions": len(sessions),
         "ready_seconds": first["ready_seconds"],
@@ -159,8 +160,8 @@ def _introduction(summary: Mapping[str, Any]) -> str:
     questions, sampling = settings["questions"], settings["sampling"]
     greedy, seed = sampling["temperature"] == 0, sampling["seed"]
     how = "greedy" if greedy else f"sampled at temperature {sampling['temperature']:g}, seed {seed}"
-    length = f"0 to {settings['max_draft']}" if settings["num_draft"] == "auto" else str(settings["num_draft"])
-    length += f", trees of {settings['tree']} at most" if settings.get("tree") else ""
+    trees = "" if settings["tree"] == "off" else f", trees of {settings['tree']} at most,"
+    length = f"{settings['num_draft']}{trees}"
     text = (
         f"{questions['num_questions']} of {questions['num_available']} questions, {questions['num_turns']} turns, "
         f"at most {sampling['max_new_tokens']} new tokens each, {how}, {settings['dtype']} on {settings['device']}, "

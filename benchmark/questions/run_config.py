@@ -16,7 +16,8 @@ from benchmark.questions.records import Key
 from benchmark.report import read_json
 from multigpu.device_assignment import environments
 from sharesd.cli import options
-from sharesd.cli.environment import IDENTITY, settings_of
+from sharesd.cli.console import loading_bars
+from sharesd.cli.environment import IDENTITY, files_of, load_meter, settings_of
 from sharesd.config import EngineConfig, Mode
 from sharesd.data import questions as question_files
 from sharesd.data.questions import QuestionSet
@@ -56,6 +57,7 @@ class RunConfig:
 
 def run_config(args: argparse.Namespace) -> RunConfig:
     """Return the configuration of parsed arguments; ValueError for invalid ones."""
+    load_meter()
     modes = options.modes_of(args, default=registry.modes())
     config = options.engine_config(args, modes=modes)
     params = options.sampling_params(args)
@@ -88,14 +90,18 @@ def run_config(args: argparse.Namespace) -> RunConfig:
         **{name: getattr(config, name) for name in ("target", "exact", "steady_cublas", "max_context")},
         "sampling": {**asdict(params), "stop": list(params.stop), "stop_token_ids": [], "logit_bias": {}},
     }
+    out_dir = _out_dir(args)
+    log_dir = None if args.log_dir is None else _writable(Path(args.log_dir), "--log-dir")
+    with loading_bars() as progress:
+        settings["files"] = files_of(config, modes, progress=progress, questions=args.questions)
     return RunConfig(
         modes=modes,
         config=config,
         params=params,
         questions=replace(found, questions=chosen),
         runs=args.runs,
-        out_dir=_out_dir(args),
-        log_dir=None if args.log_dir is None else _writable(Path(args.log_dir), "--log-dir"),
+        out_dir=out_dir,
+        log_dir=log_dir,
         resume=args.resume,
         replicas=[] if args.replicas is None else environments(args.replicas, config.device),
         settings=settings,

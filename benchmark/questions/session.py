@@ -272,6 +272,7 @@ def _usage(runtime: Runtime, graphs_before: int) -> dict[str, Any]:
     return {
         "peak_memory_bytes": environment.peak_memory(str(runtime.device)),
         "recompiles": environment.num_compiled_graphs() - graphs_before,
+        "load": environment.load_meter().read(),
     }
 
 
@@ -283,13 +284,12 @@ def _session(runtime: Runtime, engines: Mapping[Mode, Engine]) -> dict[str, Any]
         weights, kv = engine.drafter.extra_bytes() if engine.drafter else (0, 0)
         facts = {"extra_weight_bytes": weights, "extra_kv_bytes": kv, "compile_seconds": report.compile_seconds}
         modes[mode] = {**facts, "quantized": asdict(report.quant) if report.quant else None}
-    facts = {name: getattr(runtime, name) for name in ("load_seconds", "compile", "max_context", "weight_bytes")}
     return {
-        **facts,
+        "load_seconds": runtime.load_seconds,
+        "weight_bytes": runtime.weight_bytes,
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
         "ready_seconds": environment.seconds_since_start(),
-        "dtype": str(runtime.dtype).removeprefix("torch."),
-        "device": str(runtime.device),
+        "settings": environment.resolved_settings(runtime),
         "architecture": runtime.target.name,
         "prompt_format": prompt_format(runtime.tokenizer),
         "auto": None if runtime.auto is None else str(runtime.auto),

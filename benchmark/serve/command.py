@@ -223,7 +223,11 @@ def _finish(out_dir: Path | None, loads: Sequence[Load], args: argparse.Namespac
     num_tables = len(sections)
     sections.append(Section("Remarks", text=bullets(remarks)))
     report = Report(
-        title=f"Load on {model}", sections=sections, settings={"command": environment.command()}, plots=plots
+        title=f"Load on {model}",
+        sections=sections,
+        settings={"command": environment.command()},
+        environment={} if out_dir is None else environment.environment("cpu"),
+        plots=plots,
     )
     report.publish(out_dir, "serve", shown=num_tables, remarks=remarks)
 

@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
             err_console.print(f"[bold red]{each.quant} did not give the tokens of naive everywhere[/]")
     _keep(config, quants[measured.index(best)], best)
     sizes = {name: getattr(args, name) for name in ("questions", "num_questions", "max_new_tokens")}
-    about = environment.conditions(config, teacher_draft=teacher_draft, **sizes)
+    about = environment.conditions(config, ("share",), teacher_draft=teacher_draft, **sizes)
     results = {**about, "best": best.quant, "measured": [asdict(each) for each in measured]}
     environment.write_results(out_dir / "tune.json", results)
     return 0

@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
     identical = all(not case.mismatches for case in cases)
     _show(cases)
     sizes = {name: getattr(args, name) for name in ("questions", "num_questions", "max_new_tokens")}
-    about = environment.conditions(configs[0], **sizes)
+    about = environment.conditions(configs[0], modes, **sizes)
     results = {"identical": identical, **about, "cases": [asdict(case) for case in cases]}
     environment.write_results(out_dir / "verify.json", results)
     return 0 if identical else 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,12 @@ def file_of(config: EngineConfig, table: str) -> Path | None:
     if name is None:
         return spec.embedded if config.target is None else None
     return None if name == "empty" else Path(name)
+
+
+def table_files(config: EngineConfig, drafters: Collection[str]) -> dict[str, Path]:
+    """Return the files of some drafters' tables, without those that begin empty."""
+    tables = [spec.name for spec in registry.specs("table") if spec.file and spec.name in drafters]
+    return {name: file for name in tables if (file := file_of(config, name)) is not None}
 
 
 def files_shown(config: EngineConfig) -> dict[str, str]:

@@ -40,7 +40,7 @@ def costs_file(
     """
     config, plan, device = resolved.config, resolved.plan, resolved.device
     tables = {spec.file for spec in registry.specs("table") if spec.file}
-    files = [selection.file_of(config, name) for name in registry.names("table") if name in resolved.drafters]
+    files = selection.table_files(config, resolved.drafters).values()
     options = replace(
         config,
         target=None,
@@ -59,7 +59,7 @@ def costs_file(
     what = (
         *(__version__, torch.__version__, resolved.dtype, resolved.compile, widths, mode, options),
         *map(layout_hash, (resolved.folder, *folders)),
-        *(file and file.exists() and file.stat().st_size for file in files),
+        *(file.stat().st_size for file in files if file.exists()),
         *(cpu_name(), STEP_THREADS.max_size, device, kernels_version()),
         streamed and (streamed.stream.blocks, len(streamed.stream.slots)),
         *(transfer, gpu),
