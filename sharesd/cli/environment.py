@@ -247,9 +247,9 @@ def conditions(config: EngineConfig, modes: Sequence[str], /, **more: Any) -> di
     return {"settings": settings, "environment": environment(str(device))}
 
 
-def command() -> str:
+def command(package: str = "benchmark") -> str:
     console = Path(sys.argv[0]).stem in ("sharesd", "sharesd_command")
-    return shlex.join([*(["sharesd"] if console else ["python", "-m", "benchmark"]), *sys.argv[1:]])
+    return shlex.join([*(["sharesd"] if console else ["python", "-m", package]), *sys.argv[1:]])
 
 
 def out_folder(text: str | None, name: str) -> Path:

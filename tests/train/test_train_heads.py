@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -325,6 +326,15 @@ def test_an_interruption_at_any_step_changes_no_bit(
     for name in ("last", "best"):
         whole, broken = (load_file(tmp_path / run / name / "model.safetensors") for run in ("whole", "broken"))
         assert all(torch.equal(whole[key], broken[key]) for key in whole)
+    taus = [line["tau"] for line in curve(tmp_path / "whole") if "tau" in line]
+    steps = {step for i, step in enumerate((0, 3, 6, 7)) if taus[i] > max(taus[:i], default=0)}
+    for run, starts in (("whole", 1), ("broken", 2)):
+        out = tmp_path / run
+        assert {path.name for path in out.glob("step-*")} == {f"step-{step}" for step in {*steps, 7}}
+        assert (out / "best").readlink() == Path(f"step-{max(steps)}") and (out / "last").readlink() == Path("step-7")
+        assert [path.parent.name for path in out.glob("step-*/training.pt")] == ["step-7"]
+        provenance = json.loads((out / "provenance.json").read_text())
+        assert len(provenance) == starts and all("load_during" in each["environment"] for each in provenance)
     states = [read_state(tmp_path / run / "last") for run in ("whole", "broken")]
     flat = [torch.utils._pytree.tree_flatten(state)[0] for state in states]
     assert len(flat[0]) > 20
@@ -416,3 +426,8 @@ def test_a_folder_keeps_its_training(data: Path, tmp_path: Path, capsys: pytest.
     assert "is not empty; add --resume to go on there, or give another folder" in capsys.readouterr().err
     assert train("eagle", data, tmp_path / "out", "--resume", "--steps", "1", "--lr", "0.5") == 2
     assert "says lr 0.001 and now it is 0.5" in capsys.readouterr().err
+    other = shutil.copytree(data, tmp_path / "other")
+    shard = other / "answers" / "answers-00000-of-00001.jsonl"
+    shard.write_text(shard.read_text().replace("the cat 3", "the dog 3"))
+    assert train("eagle", other, tmp_path / "out", "--resume", "--steps", "1") == 2
+    assert "says data_sha256 " in capsys.readouterr().err

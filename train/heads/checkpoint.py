@@ -1,7 +1,9 @@
-"""Checkpoints of heads and training state; files are replaced atomically."""
+"""Checkpoints of heads and training state, each in a new folder."""
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ from train.heads.draft_decoder import Draft, Learner, save_draft
 
 LAST, BEST, STATE = "last", "best", "training.pt"
 """Names in a training folder: latest head, best head, training state."""
+STEP = "step-"
+"""Begin of the names of checkpoint folders."""
 
 
 def write_head(head: Learner, folder: Path) -> None:
@@ -37,3 +41,22 @@ def read_state(folder: Path) -> dict[str, Any] | None:
     """Return the last written state, or None."""
     path = folder / STATE
     return torch.load(path, map_location="cpu", weights_only=True) if path.exists() else None
+
+
+def link(out: Path, name: str, step: int) -> Path:
+    """Let a name lead to a checkpoint, atomically; return the name's path."""
+    path, fresh = out / name, out / f".{name}"
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(f"{STEP}{step}")
+    if path.is_dir() and not path.is_symlink():  # a copied run: copies follow links
+        shutil.rmtree(path)
+    return fresh.replace(path)
+
+
+def drop_others(out: Path, steps: Collection[int]) -> None:
+    """Remove other steps' checkpoints, and all states but the last."""
+    for folder in out.glob(f"{STEP}*"):
+        if int(folder.name.removeprefix(STEP)) not in steps:
+            shutil.rmtree(folder)
+        elif folder.name != f"{STEP}{max(steps)}":
+            (folder / STATE).unlink(missing_ok=True)

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from multigpu.launcher_replicas import rank_and_world
 from sharesd.cli.console import console, err_console, loading_bars
+from sharesd.cli.environment import load_meter
 from sharesd.cli.parse_types import DTYPES
 from sharesd.drafters import registry
 from train.data.shards import settings_of
@@ -49,6 +50,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train; returns the exit status."""
+    load_meter()
     rank, world = rank_and_world()
     check_options(args, world)
     costs = costs_of(args)

@@ -17,16 +17,17 @@ from sharesd.drafters.eagle.head import Eagle
 from sharesd.drafters.eagle.head_eagle3 import Eagle3
 from sharesd.drafters.heads.checkpoint import load_head, new_head
 from sharesd.drafters.heads.config import Kind, mode_of
-from sharesd.models.checkpoint import Progress, read_config
+from sharesd.models.checkpoint import Progress, content_hash, read_config
 from sharesd.models.decoder import Decoder
 from sharesd.models.hub import resolve
 from sharesd.models.loader import load_decoder
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.cost_model import Costs
+from sharesd_files import files_hash
 from train.data.packed_dataset import PackedRows, read_split
-from train.data.shards import keep_settings
-from train.heads.checkpoint import BEST, LAST, read_state, write_head, write_state
+from train.data.shards import SETTINGS, keep_settings, shards_in
+from train.heads.checkpoint import BEST, LAST, STEP, drop_others, link, read_state, write_head, write_state
 from train.heads.distributed import ALONE, Processes
 from train.heads.draft_decoder import Draft, Learner, initial_draft
 from train.heads.evaluate import Acceptance, acceptance, best_chain
@@ -35,6 +36,7 @@ from train.heads.init_weights import initial_head, most_frequent, with_masks
 from train.heads.least_squares_init import begin_linear
 from train.heads.losses import Teacher
 from train.heads.metrics_log import MetricsLog
+from train.heads.provenance import Provenance
 from train.heads.teacher import FrozenTarget, Lesson
 from train.heads.trainer import Recipe, Trainer
 
@@ -78,7 +80,8 @@ class TrainingRun:
     """Trainer, evaluation and checkpoints of one process; process 0 writes."""
 
     journal: MetricsLog
-    """Metrics log; like `costs`, only on process 0."""
+    """Metrics log; like `provenance` and `costs`, only on process 0."""
+    provenance: Provenance
     costs: Costs
 
     def __init__(
@@ -106,6 +109,9 @@ class TrainingRun:
         self._held_out = PackedRows(self.split.held_out, task.max_length, shuffle=False)
         self.recipe = recipe(self.rows)
         folder = resolve(task.target, progress=progress)
+        answers = [task.data / SETTINGS, *shards_in(task.data)]
+        self._hashes = {"target_sha256": content_hash(folder), "data_sha256": files_hash(answers)}
+        self._hashes |= {} if task.init is None else {"init_sha256": content_hash(task.init)}
         dtype = torch.bfloat16 if task.dtype == "auto" else getattr(torch, task.dtype)
         device = device_of(task.device)
         warn_untested(device)
@@ -173,16 +179,19 @@ class TrainingRun:
             out.mkdir(parents=True, exist_ok=True)
             keep_settings(out, self._settings())
         state = read_state(out / LAST)  # which process 0 replaces once the others come to the first measures
-        self._out, self._best = out, 0.0
+        self._out, self._best, self._kept = out, 0.0, list[int]()
+        """Folder, best tau, and the steps of the heads that were best."""
         if state is not None:
             self._go_on(state)
         self._agree(-1 if state is None else self.trainer.step)
         if first:
+            self.provenance = Provenance(out, str(device_of(self.task.device)))
             self.journal = MetricsLog(out, -1 if state is None else self.trainer.step)
             if state is None:
                 if isinstance(self.head, Eagle) and self.task.init is None:
                     begin_linear(self.head, self._first_lessons())
-                self._write(out / LAST)
+                self._write()
+                link(out, LAST, 0)
             self.costs = costs or self._measured_costs()
         self.processes.follow_first([parameter.detach() for parameter in self.head.parameters()])
         if state is None:
@@ -215,7 +224,7 @@ class TrainingRun:
                 "--out-dir"
             )
         self.trainer.go_on(state["trainer"])
-        self._best = state["best"]
+        self._best, self._kept = state["best"], state["kept"]
 
     def _agree(self, step: int) -> None:
         """Raise ValueError if the processes have different states."""
@@ -253,12 +262,15 @@ class TrainingRun:
         }
         self.journal.add(self.trainer.step, **values)
         self.journal.draw()
-        self._write(self._out / LAST)
-        if values["tau"] > self._best:
-            self._best = values["tau"]
-            write_head(self._written, self._out / BEST)
-        state = {"trainer": self.trainer.state(), "best": self._best, "processes": self.processes.number}
-        write_state(state, self._out / LAST)
+        self.provenance.update()
+        folder, step, is_best = self._write(), self.trainer.step, values["tau"] > self._best
+        if is_best:
+            self._best, self._kept = values["tau"], [*self._kept, step]
+        trained = {"best": self._best, "kept": self._kept, "processes": self.processes.number}
+        write_state({"trainer": self.trainer.state(), **trained}, folder)
+        for name in (BEST, LAST) if is_best else (LAST,):
+            link(self._out, name, step)
+        drop_others(self._out, {*self._kept, step})
 
     def close(self) -> None:
         """Close the log, and write new hidden states to disk."""
@@ -268,17 +280,20 @@ class TrainingRun:
             self.frozen.store.flush()
 
     @torch.no_grad()
-    def _write(self, folder: Path) -> None:
+    def _write(self) -> Path:
+        """Write the head into the folder of its step, and return that."""
         for slot, parameter in zip(self._written.parameters(), self.head.parameters(), strict=True):
             slot.copy_(parameter)
+        folder = self._out / f"{STEP}{self.trainer.step}"
         write_head(self._written, folder)
+        return folder
 
     def _settings(self) -> dict[str, Any]:
         """Return the settings on which the trained head depends."""
         task = {name: value for name, value in asdict(self.task).items() if name not in ("device", "chain")}
         task["init"] = None if self.task.init is None else str(self.task.init)
         sizes = {"answers": len(self.split.train), "held_out_answers": len(self.split.held_out)}
-        return {**task, "data": self.task.data.name, **sizes, **asdict(self.recipe)}
+        return {**task, "data": self.task.data.name, **sizes, **asdict(self.recipe), **self._hashes}
 
     def _measured_costs(self) -> Costs:
         """Return the costs of rounds with this head, measured by the engine."""
