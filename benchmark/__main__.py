@@ -15,7 +15,7 @@ COMMANDS = (
     "benchmark.serve.command",
     "benchmark.gpu.command",
     "benchmark.offline",
-    "benchmark.widen",
+    "sharesd.cli.widen",
 )
 REMOVED = {  # removed command -> replacement
     "scaling": "use sweep --over width=1,2,4,8 --over context=128,2048",

@@ -13,7 +13,8 @@ from benchmark.questions.summary import accepted_positions
 from sharesd.drafters import registry
 from sharesd_files import atomic_path
 
-Line = Sequence[tuple[Any, float | None]]  # points; those without a value are left out
+Range = Sequence[float] | None  # least and greatest of several runs
+Line = Sequence[tuple[Any, float | None, Range]]  # points; those without a value are left out
 
 
 def draw_plots(folder: Path, title: str, summary: Mapping[str, Any]) -> list[str]:
@@ -23,13 +24,16 @@ def draw_plots(folder: Path, title: str, summary: Mapping[str, Any]) -> list[str
     if modes:
         categories = list(dict.fromkeys(name for figures in modes.values() for name in figures["by_category"]))
         groups = ["all", *(categories if len(categories) > 1 else [])]
-        bars, labels = {}, {}
+        bars, labels, ranges = {}, {}, {}
         for mode, figures in modes.items():
             parts = [figures, *(figures["by_category"].get(category, {}) for category in groups[1:])]
             bars[mode] = [part.get("tokens_per_second") or 0.0 for part in parts]
+            ranges[mode] = [part.get("tokens_per_second_range") for part in parts]
             ratios = [part.get("speedup_vs_naive") if mode != "naive" else None for part in parts]
             labels[mode] = [f"{ratio:.2f}x" if ratio else "" for ratio in ratios]
-        _bars(folder / "speed.png", f"Decoding speed\n{title}", "generated tokens per second", groups, bars, labels)
+        num_runs = min(figures["num_runs"] for figures in modes.values())
+        what = f"tokens per second, {f'median and range of {num_runs} runs' if num_runs > 1 else 'one run'}"
+        _bars(folder / "speed.png", f"Decoding speed\n{title}", what, groups, bars, labels, ranges)
         drawn.append("speed.png")
     if accepted := accepted_positions(modes):
         groups = [str(i + 1) for i in range(max(map(len, accepted.values())))]
@@ -47,14 +51,20 @@ def _bars(
     groups: Sequence[str],
     bars: Mapping[str, Sequence[float]],
     labels: Mapping[str, Sequence[str]],
+    ranges: Mapping[str, Sequence[Range]] | None = None,
 ) -> None:
     figure = Figure(figsize=(max(7, 3 + len(groups) * max(1.0, 0.14 * len(bars))), 4.5), dpi=150, layout="constrained")
     axes, width = figure.add_subplot(), 0.8 / len(bars)
     for i, (mode, heights) in enumerate(bars.items()):
         style: dict[str, Any] = {"hatch": registry.hatch_of(mode), "edgecolor": "white", "linewidth": 0.5}
         x = [group - 0.4 + (i + 0.5) * width for group in range(len(heights))]
-        drawn = axes.bar(x, heights, width, label=mode, color=registry.colour_of(mode), **style)
-        axes.bar_label(drawn, labels[mode], fontsize=8, padding=3, rotation=90)
+        axes.bar(x, heights, width, label=mode, color=registry.colour_of(mode), **style)
+        around = _errors(heights, ranges[mode]) if ranges else [[0.0] * len(heights)] * 2
+        for colour, thick in (("white", 3), ("#333333", 1)) if ranges else ():  # seen on dark bars as well
+            axes.errorbar(x, heights, around, fmt="none", ecolor=colour, elinewidth=thick, capsize=thick + 1)
+        for place, height, above, label in zip(x, heights, around[1], labels[mode], strict=True):
+            at: dict[str, Any] = {"xytext": (0, 4), "textcoords": "offset points", "ha": "center", "va": "bottom"}
+            axes.annotate(label, (place, height + above), fontsize=8, rotation=90, **at)
     axes.set_xticks(range(len(groups)), groups)
     _finish(axes, title, what)
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
@@ -67,14 +77,17 @@ def draw_lines(path: Path, title: str, panels: Mapping[str, Mapping[str, Line]],
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(7 if columns == 1 else 10, 4.5 if rows == 1 else 7), dpi=150, layout="constrained")
     figure.suptitle(title, fontsize=10)
-    places = figure.subplots(rows, columns, squeeze=False).flat
-    xs = list(dict.fromkeys(x for lines in panels.values() for line in lines.values() for x, _ in line))
-    for axes, (what, lines) in zip(places, panels.items(), strict=False):
+    panes = figure.subplots(rows, columns, squeeze=False).flat
+    xs = list(dict.fromkeys(x for lines in panels.values() for line in lines.values() for x, *_ in line))
+    for axes, (what, lines) in zip(panes, panels.items(), strict=False):
         for name, line in lines.items():
-            known = [(xs.index(x), y) for x, y in line if y is not None]
+            known = [(xs.index(x), y, around) for x, y, around in line if y is not None]
             dashes = "--" if name.split()[-1].startswith("p9") else "-"
             colour = registry.colour_of(name.split()[0])
-            axes.plot(*zip(*known, strict=True), dashes, marker="o", color=colour, label=name) if known else None
+            if known:
+                places, heights, ranges = zip(*known, strict=True)
+                errors = _errors(heights, ranges)
+                axes.errorbar(places, heights, errors, fmt=dashes, marker="o", color=colour, label=name, capsize=3)
         axes.set_xticks(range(len(xs)), [str(x) for x in xs])
         axes.set_xlabel(x_label)
         _finish(axes, "", what)
@@ -82,6 +95,13 @@ def draw_lines(path: Path, title: str, panels: Mapping[str, Mapping[str, Line]],
     handles, names = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=4, frameon=False)
     save(path, figure)
+
+
+def _errors(heights: Sequence[float], ranges: Sequence[Range]) -> list[list[float]]:
+    """Return error bars below and above, 0 without a range."""
+    pairs = [around or (height, height) for height, around in zip(heights, ranges, strict=True)]
+    below = [max(0.0, height - low) for height, (low, _) in zip(heights, pairs, strict=True)]
+    return [below, [max(0.0, high - height) for height, (_, high) in zip(heights, pairs, strict=True)]]
 
 
 def _finish(axes: Axes, title: str, what: str) -> None:

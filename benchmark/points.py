@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import geometric_mean, median
 from typing import TYPE_CHECKING, Any
 
-from benchmark.report import Report, Section, bullets, number, times
+from benchmark.report import Report, Section, bullets, has_drifted, number, times
 from sharesd.cli.pictures import can_draw
 from sharesd.drafters import registry
 
@@ -27,13 +27,15 @@ class Point:
 
     values: dict[str, str]  # axis -> value
     mode: str
-    speedup: float | None  # geometric mean of the turns' speedups; None if nothing was decoded
+    speedup: float | None  # median of the runs' geometric means over turns; None if nothing was decoded
+    range: list[float] | None  # least and greatest of them; None for a single run
     slowest: float | None  # least of the turns' speedups
     first: float | None  # geometric mean of the first runs; in later ones the draft policy had measured this text
     tau: float  # tokens per round of a row
     alpha: float
     draft_ms: float | None  # milliseconds of a step of a draft model; None without one
     verify_ms: float | None  # milliseconds of a verify step
+    drift: float | None  # speed of naive in the last run over that in the first; None for a single run
     naive_ms: float | None  # milliseconds of naive per decoded token, all rows together
     identical: bool  # true if all tokens are those of naive
     turns: list[dict[str, Any]]
@@ -46,18 +48,21 @@ def point_of(values: dict[str, str], mode: str, turns: Sequence[Turn]) -> Point:
     for each in comparisons:
         total.merge(each.stats)
     known = [each.speedup for each in comparisons if each.speedup is not None]
-    first = [each.ratios[0] for each in comparisons if each.ratios]
+    runs = [geometric_mean(run) for run in zip(*(each.ratios for each in comparisons if each.ratios), strict=False)]
+    timed = [each for each in comparisons if len(each.naive_s) > 1]
     naive_s = [seconds for each in comparisons for seconds in each.naive_s]
     return Point(
         values=values,
         mode=mode,
-        speedup=geometric_mean(known) if known else None,
+        speedup=median(runs) if runs else None,
+        range=[min(runs), max(runs)] if len(runs) > 1 else None,
         slowest=min(known, default=None),
-        first=geometric_mean(first) if first else None,
+        first=runs[0] if runs else None,
         tau=total.tau,
         alpha=total.alpha,
         draft_ms=1e3 * total.draft_s / total.draft_steps if total.draft_steps else None,
         verify_ms=1e3 * total.verify_s / total.steps if total.steps else None,
+        drift=sum(each.naive_s[0] for each in timed) / sum(each.naive_s[-1] for each in timed) if timed else None,
         naive_ms=1e3 * median(naive_s) if naive_s else None,
         identical=all(each.identical for each in comparisons),
         turns=[
@@ -86,6 +91,10 @@ def remarks_of(points: Sequence[Point]) -> list[str]:
             less = [f"{place}: {share:.2f}" for place, share in shares.items() if share < MIN_OF_BEST]
             line = f"{mixing} below {MIN_OF_BEST} of the best single drafter at {len(less)} of {len(shares)} points"
             lines.append(f"{line}{': ' if less else ''}{'; '.join(less)}")
+    drifted = {_words(point.values): f"{point.drift:.2f}" for point in points if has_drifted(point.drift)}
+    if drifted:
+        changes = "; ".join(f"{place}: {drift}" for place, drift in drifted.items())
+        lines.append(f"the machine changed, speed of naive in the last run over the first: {changes}")
     differing = [_place(point) for point in points if not point.identical]
     lines.append(f"text differs from naive: {'; '.join(differing)}" if differing else "all texts identical")
     return lines
@@ -97,19 +106,21 @@ def sections_of(points: Sequence[Point]) -> list[Section]:
     by_values: dict[tuple[str, ...], dict[str, Point]] = {}
     for point in points:
         by_values.setdefault(tuple(point.values.values()), {})[point.mode] = point
-    best = max((point.speedup or 0.0 for point in points), default=0.0)
+    best = best_of(points)
 
     def shown(point: Point) -> str:
-        mark = "<" if (point.speedup or 1.0) < MIN_SPEEDUP else "*" if point.speedup == best else " "
+        mark = "<" if (point.speedup or 1.0) < MIN_SPEEDUP else "*" if point is best else " "
         return times(point.speedup) + mark
 
     speedups = [[*values, *(shown(by_mode[mode]) for mode in modes)] for values, by_mode in by_values.items()]
-    head = ("mode", "speedup", "slowest", "first run", "tau", "alpha", "draft ms", "verify ms", "naive ms", "identical")
+    head = ("mode", "speedup", "range", "slowest", "first run", "tau", "alpha", "draft ms", "verify ms", "naive ms")
     rows = [
         [
             *point.values.values(),
             point.mode,
-            *(times(value) for value in (point.speedup, point.slowest, point.first)),
+            times(point.speedup),
+            " to ".join(map(times, point.range)) if point.range else "one run",
+            *(times(value) for value in (point.slowest, point.first)),
             number(point.tau, 2),
             number(point.alpha, 3),
             *(number(value, 2) for value in (point.draft_ms, point.verify_ms, point.naive_ms)),
@@ -117,8 +128,16 @@ def sections_of(points: Sequence[Point]) -> list[Section]:
         ]
         for point in points
     ]
-    title = f"Speedup over naive (* best, < below {MIN_SPEEDUP}x)"
-    return [Section(title, (*axes, *modes), speedups, 0), Section("All figures", (*axes, *head), rows, 0)]
+    title = f"Speedup over naive (* best, its range apart from all others; < below {MIN_SPEEDUP}x)"
+    return [Section(title, (*axes, *modes), speedups, 0), Section("All figures", (*axes, *head, "identical"), rows, 0)]
+
+
+def best_of(points: Sequence[Point]) -> Point | None:
+    """Return the fastest point if its range lies above all others."""
+    ranges = {id(point): point.range for point in points if point.range}
+    best = max((point for point in points if point.range), key=lambda point: point.speedup or 0.0, default=None)
+    others = [high for key, (_, high) in ranges.items() if key != id(best)]
+    return best if best is not None and best.range and others and best.range[0] > max(others) else None
 
 
 def finish(out_dir: Path, name: str, about: dict[str, Any], axes: Sequence[Axis], points: Sequence[Point]) -> None:
@@ -128,14 +147,16 @@ def finish(out_dir: Path, name: str, about: dict[str, Any], axes: Sequence[Axis]
     settings, sections = about["settings"], sections_of(points)
     plots: list[str] = []
     if can_draw(f"{name}.png"):
-        from benchmark.plots import draw_lines
+        from benchmark.plots import Range, draw_lines
 
         x_axis = next((axis for axis in axes if len(axis[1]) > 1), axes[0])[0]
-        lines: dict[str, list[tuple[str, float | None]]] = {}
+        lines: dict[str, list[tuple[str, float | None, Range]]] = {}
         for point in points:
             others = {axis: value for axis, value in point.values.items() if axis != x_axis}
-            lines.setdefault(f"{point.mode} {_words(others)}".strip(), []).append((point.values[x_axis], point.speedup))
-        draw_lines(out_dir / f"{name}.png", settings["model"], {"speedup over naive": lines}, x_axis)
+            line = lines.setdefault(f"{point.mode} {_words(others)}".strip(), [])
+            line.append((point.values[x_axis], point.speedup, point.range))
+        runs = f"median and range of {settings['runs']} runs" if settings["runs"] > 1 else "one run"
+        draw_lines(out_dir / f"{name}.png", settings["model"], {f"speedup over naive, {runs}": lines}, x_axis)
         plots = [f"{name}.png"]
     remarks = [tables_at_start(settings), *remarks_of(points)]
     report = Report(

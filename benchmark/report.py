@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 ABSENT = "-"
+MAX_DRIFT = 0.15  # share by which the speed of naive may differ between first and last run
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +136,11 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         elif value not in (None, ""):
             found[f"{prefix}{name}"] = ", ".join(map(str, value)) if isinstance(value, list | tuple) else value
     return found
+
+
+def has_drifted(ratio: float | None) -> bool:
+    """Return True if speeds of first and last run differ much."""
+    return ratio is not None and max(ratio, 1 / ratio) > 1 + MAX_DRIFT
 
 
 def number(value: float | None, digits: int = 1) -> str:

@@ -7,14 +7,14 @@ from typing import Any
 
 from benchmark.questions.records import Key, TurnRecord
 from benchmark.questions.run_config import RunConfig
-from benchmark.questions.summary import accepted_positions, summarize
-from benchmark.report import ABSENT, Report, Section, bullets, number, percent, size, times, write_json
+from benchmark.questions.summary import BASE, accepted_positions, summarize
+from benchmark.report import ABSENT, Report, Section, bullets, has_drifted, number, percent, size, times, write_json
 from sharesd.cli.console import err_console
 from sharesd.cli.pictures import can_draw
 from sharesd.config import EngineConfig
 from sharesd.drafters import selection
 
-WIDENED = "SmolLM2-135M-Instruct widened to"  # begin of names that `benchmark.widen` gives
+WIDENED = "SmolLM2-135M-Instruct widened to"  # begin of names that `sharesd bench widen` gives
 MAX_DIVERGENCES = 10  # differences listed in the report; summary.json has all
 HEADLINE = ("mode", "tok/s", "speedup", "tau", "alpha", "identical", "first token", "extra mem")
 LEGEND = (
@@ -26,12 +26,13 @@ ROUNDS_LEGEND = (
     "Speeds are over decoding alone, without loading, compiling, warming up and prefill with the first token. "
     "Means per round. c: a draft step over a step of `naive`; v: a verify step over a step of `naive`. Slowest turn: "
     "its speedup, the median of the runs; slower turns: those below 0.97x. With a single run these two measure the "
-    "noise of the machine as well."
+    "noise of the machine as well. Ranges are those of the runs."
 )
 FOUR_BIT_NOTE = (
     "The embedded model's weights came from a 4-bit file (blocks of 32): its quantized drafts agree with it more often "
     "than those of other models would: acceptance at 4 bits says little about other models."
 )
+DIGITS = {"tokens_per_second": 1, "cost_ratio_c": 3, "verify_ratio_v": 3}
 Modes = Mapping[str, Any]
 
 
@@ -56,8 +57,11 @@ def write_results(run: RunConfig, state: Mapping[str, Any], done: Mapping[str, M
             err_console.print(f"[bold red]{mode} did not give the text of naive everywhere; see the report[/]")
     answers = [(mode, found[key]) for key in run.keys for mode, found in done.items() if key in found]
     shown = answers_of(run.questions.questions, answers, load_tokenizer(resolve_target(run.config)))
-    remarks = [tables_at_start(summary["settings"])]
-    report.publish(run.out_dir, "report", remarks=remarks, complete=summary["status"]["complete"], **shown)
+    modes = summary["modes"]
+    remarks = [tables_at_start(summary["settings"]), *noise_remarks(modes)]
+    num_tables = 2 if noise(modes).rows else 1
+    shown |= {"complete": summary["status"]["complete"], "shown": num_tables, "remarks": remarks}
+    report.publish(run.out_dir, "report", **shown)
 
 
 def summary_of(
@@ -88,6 +92,7 @@ def report_of(summary: Mapping[str, Any], plots: Sequence[str]) -> Report:
     settings, modes = summary["settings"], summary["modes"]
     sections = [
         headline(modes),
+        noise(modes),
         Section("Same text?", text=_exactness(summary)),
         _categories(modes),
         _rounds(modes),
@@ -124,6 +129,30 @@ def headline(modes: Modes) -> Section:
             ]
         )
     return Section("", HEADLINE, rows, text=LEGEND)
+
+
+def noise(modes: Modes) -> Section:
+    """Return medians and ranges of runs, without rows for one run."""
+    columns = {"tok/s": "tokens_per_second", "speedup": "speedup_vs_naive", "tau": "mean_tokens_per_round"}
+    rows = [
+        [mode, *(ranged(figures, name) for name in columns.values())]
+        for mode, figures in modes.items()
+        if figures["num_runs"] > 1
+    ]
+    return Section("Medians and ranges of runs", ("mode", *columns), rows)
+
+
+def noise_remarks(modes: Modes) -> list[str]:
+    """Return remarks on single runs, and on a machine whose speed changed."""
+    singles = [mode for mode, figures in modes.items() if figures["num_runs"] == 1]
+    lines = [f"Measured once, so noise is not known: {', '.join(singles)}; --runs 3 gives ranges."] if singles else []
+    drift = modes.get(BASE, {}).get("last_run_over_first")
+    if has_drifted(drift):
+        lines.append(
+            f"The machine changed: naive was {drift:.2f} times as fast in the last run as in the first; compare ratios "
+            "of the same run only, or measure again."
+        )
+    return lines
 
 
 def tables_at_start(settings: Mapping[str, Any]) -> str:
@@ -210,10 +239,19 @@ def _categories(modes: Modes) -> Section:
         head += [f"{mode} tok/s", *(["tau", "speedup"] if mode != "naive" else [])]
         for row in rows:
             found = figures["by_category"].get(row[0], {})
-            row.append(number(found.get("tokens_per_second")))
+            row.append(ranged(found, "tokens_per_second"))
             if mode != "naive":
-                row += [number(found.get("mean_tokens_per_round"), 2), times(found.get("speedup_vs_naive"))]
+                row += [ranged(found, "mean_tokens_per_round"), ranged(found, "speedup_vs_naive")]
     return Section("Speed by category", head, rows)
+
+
+def ranged(figures: Modes, name: str) -> str:
+    """Return a figure, and its range if there are several runs."""
+    low, high = figures.get(f"{name}_range") or (None, None)
+    digits = DIGITS.get(name, 2)
+    unit = "x" if name == "speedup_vs_naive" else ""
+    text = number(figures.get(name), digits) + (unit if figures.get(name) is not None else "")
+    return text if low == high else f"{text} ({number(low, digits)} to {number(high, digits)})"
 
 
 def _rounds(modes: Modes) -> Section:
@@ -222,8 +260,8 @@ def _rounds(modes: Modes) -> Section:
     for mode, figures in modes.items():
         turns = figures["speedup_by_turn"] if mode != "naive" else None
         slow = [times(turns["min"]), f"{turns['num_slower']} of {turns['num_turns']}"] if turns else [ABSENT, ABSENT]
-        means = [number(figures[name], 2) for name in ("draft_ms", "verify_ms", "overhead_ms")]
-        rows.append([mode, *means, *(number(figures[name], 3) for name in ("cost_ratio_c", "verify_ratio_v")), *slow])
+        means = ("draft_ms", "verify_ms", "overhead_ms", "cost_ratio_c", "verify_ratio_v")
+        rows.append([mode, *(ranged(figures, name) for name in means), *slow])
     return Section("Time of a round", head, rows, text=ROUNDS_LEGEND)
 
 
@@ -252,7 +290,7 @@ def _start(summary: Mapping[str, Any]) -> Section:
 
 def _notes(summary: Mapping[str, Any]) -> list[str]:
     settings, recompiles = summary["settings"], summary["recompiles"]
-    notes = []
+    notes = noise_remarks(summary["modes"])
     if settings["questions"]["source"] == "built-in":
         notes.append("The questions are ShareSD's own, in the categories of MT-Bench; they are not MT-Bench.")
     if settings["target"] is None or WIDENED in settings["model"]:

@@ -76,13 +76,13 @@ class Recorder:
             self._bars.update(self._tasks[mode], completed=len(self._done[mode]), speed=self._speed(mode), refresh=True)
 
     def end_question(self, run: int, index: int) -> None:
-        """Print the modes' speeds so far, if stderr is not a terminal."""
+        """Print speeds of all turns so far, unless stderr is a terminal."""
         if not err_console.is_terminal:
             questions = self._run.questions.questions
             name = f"question {index + 1}/{len(questions)} {questions[index].category}"
             name = f"run {run}/{self._run.runs}, {name}" if self._run.runs > 1 else name
             speeds = "  ".join(f"{mode} {self._speed(mode)}" for mode in self._tasks)
-            err_console.print(f"{name}: {speeds}", highlight=False, soft_wrap=True)
+            err_console.print(f"{name}; all so far: {speeds}", highlight=False, soft_wrap=True)
 
     def _speed(self, mode: str) -> str:
         turns = self._done[mode].values()

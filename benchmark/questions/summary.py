@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
 from benchmark.questions.records import Key, TurnRecord
 
 Records = Mapping[Key, TurnRecord]
+Turns = Sequence[TurnRecord]
+Figure = Callable[[Turns], float | None]  # of the turns of a run
 NOISE = 0.03  # share by which a turn may be slower than the base without being called slower
 BASE = "naive"  # mode that speedups and identity are measured against
 
@@ -26,39 +28,47 @@ def summarize(records: Mapping[str, Records], keys: Sequence[Key], *, num_draft:
 
 def _mode(records: Records, base: Records | None, keys: Sequence[Key], *, num_draft: int) -> dict[str, Any]:
     timed = whole_runs(records, keys)
-    turns = list(timed.values())
-    speeds = [tokens_per_second(run) for run in _by_run(turns)]
+    runs, turns = _by_run(timed.values()), list(timed.values())
+    plain = {run[0].run: per_round_ms(run, "verify_s") for run in _by_run((base or {}).values())}
     identity = compare(records, base) if base else {}
-    per_round = {part: per_round_ms(turns, part) for part in ("draft_s", "verify_s", "overhead_s")}
-    base_verify = per_round_ms(whole_runs(base, keys).values(), "verify_s") if base else None
     accepted = sum((Counter(r.accepted_by) for r in records.values()), Counter[str]())
-    steps = sum(r.draft_steps for r in turns)
+
+    def over_plain(run: Turns, value: float | None) -> float | None:
+        return _ratio(value, plain.get(run[0].run))
+
+    figures: dict[str, Figure] = {
+        "tokens_per_second": tokens_per_second,
+        "mean_tokens_per_round": tau,
+        "draft_ms": lambda run: per_round_ms(run, "draft_s"),
+        "verify_ms": lambda run: per_round_ms(run, "verify_s"),
+        "overhead_ms": lambda run: per_round_ms(run, "overhead_s"),
+        "mean_drafted_per_round": lambda run: _ratio(_sum(run, "drafted_tokens"), _sum(run, "rounds")),
+        "cost_ratio_c": lambda run: over_plain(run, _ratio(1e3 * _sum(run, "draft_s"), _sum(run, "draft_steps"))),
+        "verify_ratio_v": lambda run: over_plain(run, per_round_ms(run, "verify_s")),
+        "alpha": alpha if num_draft else lambda run: None,
+    }
     return {
         "num_turns": len(records),
-        "num_runs": len(_by_run(turns)),
-        "new_tokens": sum(r.new_tokens for r in turns),
-        "decoded_tokens": sum(r.decoded_tokens for r in turns),
-        "decode_s": sum(r.decode_s for r in turns),
-        "tokens_per_second": _median(speeds),
-        "tokens_per_second_range": _range(speeds),
+        "num_runs": len(runs),
+        **{name: _sum(turns, name) for name in ("new_tokens", "decoded_tokens", "decode_s")},
+        **{key: value for name, figure in figures.items() for key, value in spread(name, map(figure, runs)).items()},
         **speedups(timed, base),
-        "mean_tokens_per_round": tau(turns),
+        "last_run_over_first": _ratio(tokens_per_second(runs[-1]), tokens_per_second(runs[0])) if runs[1:] else None,
         "acceptance_by_position": acceptance_by_position(turns, num_draft),
-        "alpha": alpha(turns) if num_draft else None,
         "identical_to_naive": identity.get("share"),
         "num_compared": identity.get("num_compared"),
         "first_divergences": identity.get("first_divergences"),
         "identical_across_runs": identical_across_runs(records),
         "time_to_first_token_s": {"median": median(r.prefill_s for r in turns)},
-        "draft_ms": per_round["draft_s"],
-        "verify_ms": per_round["verify_s"],
-        "overhead_ms": per_round["overhead_s"],
-        "mean_drafted_per_round": _ratio(sum(r.drafted_tokens for r in turns), sum(r.rounds for r in turns)),
-        "cost_ratio_c": _ratio(_ratio(1e3 * sum(r.draft_s for r in turns), steps), base_verify),
-        "verify_ratio_v": _ratio(per_round["verify_s"], base_verify),
         "by_category": by_category(timed, base, num_draft),
         "accepted_by": dict(accepted.most_common()),
     }
+
+
+def spread(name: str, values: Iterable[float | None]) -> dict[str, Any]:
+    """Return median and range of the runs' values, as `name` and `name_range`."""
+    known = [value for value in values if value is not None]
+    return {name: median(known) if known else None, f"{name}_range": [min(known), max(known)] if known else None}
 
 
 def whole_runs(records: Records, keys: Sequence[Key]) -> dict[Key, TurnRecord]:
@@ -74,7 +84,11 @@ def _by_run(turns: Iterable[TurnRecord]) -> list[list[TurnRecord]]:
     runs: dict[int, list[TurnRecord]] = {}
     for record in turns:
         runs.setdefault(record.run, []).append(record)
-    return list(runs.values())
+    return [runs[run] for run in sorted(runs)]
+
+
+def _sum(turns: Iterable[TurnRecord], name: str) -> float:
+    return sum(getattr(record, name) for record in turns)
 
 
 def tokens_per_second(turns: Iterable[TurnRecord]) -> float | None:
@@ -127,12 +141,10 @@ def speedups(records: Records, base: Records | None) -> dict[str, Any]:
     for pair in pairs:
         by_run.setdefault(pair[0].run, []).append(pair)
         by_turn.setdefault(pair[0].key[1:], []).append(_speedup([pair]))
-    runs = list(map(_speedup, by_run.values()))
-    turns = [ratio for ratio in map(_median, by_turn.values()) if ratio is not None]
+    turns = [ratio for each in by_turn.values() if (ratio := spread("of", each)["of"]) is not None]
     slower = sum(ratio < 1 - NOISE for ratio in turns)
     return {
-        "speedup_vs_naive": _median(runs),
-        "speedup_range": _range(runs),
+        **spread("speedup_vs_naive", map(_speedup, by_run.values())),
         "speedup_by_turn": {"min": min(turns), "num_slower": slower, "num_turns": len(turns)} if turns else None,
     }
 
@@ -187,10 +199,10 @@ def by_category(records: Records, base: Records | None, num_draft: int) -> dict[
     return {
         category: {
             "num_turns": len(group),
-            "tokens_per_second": _median([tokens_per_second(run) for run in _by_run(group.values())]),
-            "mean_tokens_per_round": tau(group.values()),
+            **spread("tokens_per_second", map(tokens_per_second, _by_run(group.values()))),
+            **spread("mean_tokens_per_round", map(tau, _by_run(group.values()))),
             "alpha": alpha(group.values()) if num_draft else None,
-            "speedup_vs_naive": speedups(group, base)["speedup_vs_naive"],
+            **{name: value for name, value in speedups(group, base).items() if name != "speedup_by_turn"},
         }
         for category, group in groups.items()
     }
@@ -198,13 +210,3 @@ def by_category(records: Records, base: Records | None, num_draft: int) -> dict[
 
 def _ratio(a: float | None, b: float | None) -> float | None:
     return None if a is None or not b else a / b
-
-
-def _median(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return median(known) if known else None
-
-
-def _range(values: Iterable[float | None]) -> list[float] | None:
-    known = [value for value in values if value is not None]
-    return [min(known), max(known)] if known else None

@@ -257,6 +257,6 @@ def draw(path: Path, model: str, loads: Sequence[Load], tail: str) -> None:
     for what, keys in {**columns, "tok/s": ("output_throughput",)}.items():
         for key, mode in product(keys, dict.fromkeys(load.mode for load in loads)):
             ordered = sorted((load for load in loads if load.mode == mode), key=lambda load: load.rate)
-            line = [(f"{load.rate:g}", load.result[key]) for load in ordered]
+            line = [(f"{load.rate:g}", load.result[key], None) for load in ordered]
             panels.setdefault(what, {})[f"{mode or 'server'} {key.split('_')[0]}"] = line
     draw_lines(path, f"Latency against the rate of requests\n{model}", panels, "requests per second")

@@ -1,4 +1,4 @@
-"""Function-preserving widening of Llama-style checkpoints, for `benchmark.widen`.
+"""Function-preserving widening of Llama-style checkpoints, for `sharesd.cli.widen`.
 
 With D real and D' wide hidden dimensions:
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from benchmark.questions import records, summary
 from benchmark.questions.records import Key, TurnRecord
-from benchmark.questions.results import headline, tables_at_start
+from benchmark.questions.results import headline, noise, noise_remarks, tables_at_start
 from benchmark.report import percent
 from sharesd.drafters.recycle import EMBEDDED_TABLE
 from sharesd.drafters.suffix import EMBEDDED_CORPUS
@@ -99,15 +99,10 @@ class TestSummary:
         assert share["first_divergences"] == [
             {"run": 1, "question_id": 2, "turn": 1, "position": 3, "token": 99, "naive_token": 3}
         ]
-        assert share["by_category"]["a"] == pytest.approx(
-            {
-                "num_turns": 2,
-                "tokens_per_second": 20,
-                "mean_tokens_per_round": 20 / 9,
-                "alpha": 11 / 17,
-                "speedup_vs_naive": 2,
-            }
-        )
+        figures = {"tokens_per_second": 20, "mean_tokens_per_round": 20 / 9, "alpha": 11 / 17, "speedup_vs_naive": 2}
+        found = share["by_category"]["a"]
+        assert {name: found[name] for name in figures} == pytest.approx(figures) and found["num_turns"] == 2
+        assert found["speedup_vs_naive_range"] == pytest.approx([2, 2])
         assert share["by_category"]["b"]["speedup_vs_naive"] == pytest.approx(4)
 
     def test_positions_that_no_round_accepted_are_left_out_of_tables(self) -> None:
@@ -133,8 +128,25 @@ class TestSummary:
         assert figures["num_runs"] == 3
         assert figures["tokens_per_second"] == pytest.approx(25)
         assert figures["tokens_per_second_range"] == pytest.approx([20, 100])
-        assert figures["speedup_vs_naive"] == pytest.approx(2.5) and figures["speedup_range"] == pytest.approx([2, 10])
+        assert figures["speedup_vs_naive"] == pytest.approx(2.5) and figures["speedup_vs_naive_range"] == pytest.approx(
+            [2, 10]
+        )
+        assert figures["last_run_over_first"] == pytest.approx(0.5 / 0.4)
         assert figures["identical_across_runs"] == 1
+
+    def test_ratios_are_those_of_the_same_run(self) -> None:
+        """A machine of half the speed in the second run changes no ratio."""
+        given: dict[str, Any] = {"rounds": 5, "draft_steps": 5, "accepted_at": [0, 0]}
+        naive = keyed(*(turn(1, run=run, decoded=10, decode_s=1.0 * run) for run in (1, 2)))
+        share = keyed(
+            *(
+                turn(1, run=run, decoded=10, decode_s=0.8 * run, draft_s=0.1 * run, verify_s=0.6 * run, **given)
+                for run in (1, 2)
+            )
+        )
+        figures = summary.summarize({"naive": naive, "share": share}, list(naive), num_draft=2)["share"]
+        for name, value in {"speedup_vs_naive": 1.25, "cost_ratio_c": 20 / 90, "verify_ratio_v": 120 / 90}.items():
+            assert figures[name] == pytest.approx(value) and figures[f"{name}_range"] == pytest.approx([value, value])
 
     def test_run_that_was_cut_off_does_not_count(self) -> None:
         whole = [turn(1, decoded=10, decode_s=1.0), turn(2, decoded=10, decode_s=1.0)]
@@ -246,3 +258,20 @@ def test_table_fits_80_columns() -> None:
     screen = io.StringIO()
     Console(file=screen, width=80).print(headline(modes).table())
     assert "…" not in screen.getvalue() and "123.46 GB" in screen.getvalue()
+
+
+def test_ranges_of_runs_are_shown_and_single_runs_said() -> None:
+    times = {"naive": (1.0, 1.2), "share": (0.5, 0.4)}
+    runs = {
+        mode: keyed(*(turn(1, run=i, decoded=10, decode_s=s, accepted_at=[0, 0]) for i, s in enumerate(each, 1)))
+        for mode, each in times.items()
+    }
+    modes = summary.summarize(runs, list(runs["naive"]), num_draft=2)
+    assert noise(modes).rows == [
+        ["naive", "9.2 (8.3 to 10.0)", "1.00x", "1.00"],
+        ["share", "22.5 (20.0 to 25.0)", "2.50x (2.00 to 3.00)", "1.00"],
+    ]
+    assert noise_remarks(modes)[0].startswith("The machine changed: naive was 0.83 times as fast in the last run")
+    once = summary.summarize({"naive": NAIVE, "share": SHARE}, list(NAIVE), num_draft=2)
+    assert not noise(once).rows
+    assert noise_remarks(once) == ["Measured once, so noise is not known: naive, share; --runs 3 gives ranges."]

@@ -12,7 +12,7 @@ import pytest
 from benchmark.__main__ import main
 from benchmark.documents import Documents, filler_texts
 from benchmark.interleave import compare_modes
-from benchmark.points import Point, remarks_of
+from benchmark.points import Point, remarks_of, sections_of
 from sharesd.config import EngineConfig, Mode
 from sharesd.data.questions import Question
 from sharesd.models.prefill import Piece, read_piece
@@ -124,9 +124,17 @@ def test_tables_have_not_seen_the_answer_of_an_earlier_run(tiny: Path, monkeypat
     assert found["recycle"].stats.tau > 1, "nothing was drafted, so that nothing was put back"
 
 
-def point(mode: str, speedup: float | None, *, context: str = "200", identical: bool = True) -> Point:
+def point(
+    mode: str,
+    speedup: float | None,
+    *,
+    context: str = "200",
+    identical: bool = True,
+    around: list[float] | None = None,
+    drift: float | None = None,
+) -> Point:
     figures = dict.fromkeys(("draft_ms", "verify_ms", "naive_ms", "slowest", "first"), speedup)
-    fixed: dict[str, Any] = {"tau": 1.0, "alpha": 0.0, "turns": [], **figures}
+    fixed: dict[str, Any] = {"tau": 1.0, "alpha": 0.0, "turns": [], "range": around, "drift": drift, **figures}
     return Point(values={"context": context}, mode=mode, speedup=speedup, identical=identical, **fixed)
 
 
@@ -143,6 +151,29 @@ def test_verdicts() -> None:
         "hybrid below 0.99 of the best single drafter at 1 of 2 points: context=9: 0.98",
         "text differs from naive: hybrid context=9: 0.95x",
     ]
+
+
+@pytest.mark.parametrize(
+    ("ranges", "starred"),
+    [
+        ({"a": [1.4, 1.6], "b": [1.1, 1.3]}, "a"),
+        ({"a": [1.25, 1.6], "b": [1.1, 1.3]}, None),
+        ({"a": [1.4, 1.6], "b": [1.2, 1.3], "c": [0.5, 1.45]}, None),
+        ({"a": None, "b": None}, None),
+    ],
+)
+def test_best_is_starred_where_its_range_lies_apart(ranges: dict[str, Any], starred: str | None) -> None:
+    speedups = {"a": 1.5, "b": 1.2, "c": 1.1}
+    points = [point(mode, speedups[mode], around=around) for mode, around in ranges.items()]
+    [row] = sections_of(points)[0].rows
+    assert [mode for mode, cell in zip(ranges, row[1:], strict=True) if cell.endswith("*")] == [starred] * bool(starred)
+    shown = [dict(zip(sections_of(points)[1].head, each, strict=True))["range"] for each in sections_of(points)[1].rows]
+    assert shown[0] == ("one run" if ranges["a"] is None else f"{ranges['a'][0]:.2f}x to 1.60x")
+
+
+def test_a_machine_that_changed_is_said() -> None:
+    lines = remarks_of([point("share", 1.2, drift=0.84), point("share", 1.2, context="9", drift=1.1)])
+    assert lines[1] == "the machine changed, speed of naive in the last run over the first: context=200: 0.84"
 
 
 @pytest.mark.parametrize(

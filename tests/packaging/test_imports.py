@@ -167,7 +167,7 @@ def test_no_modules_import_each_other() -> None:
     }
     assert len(list(TopologicalSorter(uses).static_order())) == len(modules)
     with pytest.raises(CycleError):
-        TopologicalSorter({**uses, "sharesd.models.wide_shapes": {"benchmark.widen"}}).prepare()
+        TopologicalSorter({**uses, "sharesd.models.wide_shapes": {"sharesd.cli.widen"}}).prepare()
 
 
 def run_python(code: str) -> str:
