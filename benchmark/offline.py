@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
 def answer_all(
     engines: Mapping[str, Engine], texts: Sequence[str], prompts: Sequence[list[int]], params: SamplingParams
 ) -> dict[str, dict[str, Any]]:
-    """Return answers and totals by decoding; `seconds` exclude prefill and first token."""
+    """Return answers and totals by decoding; speeds exclude prefill and first token."""
     from benchmark.timed import generate
     from sharesd.engine.stats import Stats
 
@@ -118,9 +118,9 @@ def answer_all(
                 [done] = generate(engine, [prompt], params)
                 totals[name].merge(engine.stats)
                 answer = {"text": done.text, "token_ids": done.token_ids, "finish_reason": done.finish_reason}
-                results[name].append({"prompt": text, **answer, **_figures(engine.stats)})
+                results[name].append({"prompt": text, **answer, **engine.stats.to_dict()})
     return {
-        name: {"mode": engine.mode, "results": results[name], "totals": _figures(totals[name])}
+        name: {"mode": engine.mode, "results": results[name], "totals": totals[name].to_dict()}
         for name, engine in engines.items()
     }
 
@@ -131,25 +131,13 @@ def differing(found: Mapping[str, Mapping[str, Any]]) -> list[int]:
     return [i for i, same in enumerate(zip(*answers, strict=True)) if any(answer != same[0] for answer in same)]
 
 
-def _figures(stats: Any) -> dict[str, Any]:
-    tried = stats.sources["accepted"] + stats.sources["recovered"]
-    return {
-        "new_tokens": stats.new_tokens,
-        "prefill_seconds": stats.prefill_s,
-        "seconds": stats.decode_s,
-        "tokens_per_second": stats.tokens_per_second if stats.decoded_tokens else None,
-        "acceptance": stats.alpha if tried else None,
-        "tau": stats.tau if stats.rounds else None,
-    }
-
-
 def _section(found: Mapping[str, Mapping[str, Any]], title: str) -> Section:
     base = found["default"]["totals"]["tokens_per_second"]
     rows = []
     for name, contents in found.items():
         totals = contents["totals"]
-        speed, figures = totals["tokens_per_second"], [str(totals["new_tokens"]), number(totals["seconds"], 2)]
-        figures += [number(speed), times(speed / base if speed and base else None), number(totals["acceptance"], 3)]
+        speed, figures = totals["tokens_per_second"], [str(totals["new_tokens"]), number(totals["decode_s"], 2)]
+        figures += [number(speed), times(speed / base if speed and base else None), number(totals["alpha"], 3)]
         rows.append([name, contents["mode"], *figures, number(totals["tau"], 2)])
     return Section(title, ("decoding", "mode", "tokens", "seconds", "tok/s", "speedup", "alpha", "tau"), rows, left=2)
 

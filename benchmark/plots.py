@@ -29,7 +29,7 @@ def draw_plots(folder: Path, title: str, summary: Mapping[str, Any]) -> list[str
             parts = [figures, *(figures["by_category"].get(category, {}) for category in groups[1:])]
             bars[mode] = [part.get("tokens_per_second") or 0.0 for part in parts]
             ranges[mode] = [part.get("tokens_per_second_range") for part in parts]
-            ratios = [part.get("speedup_vs_naive") if mode != "naive" else None for part in parts]
+            ratios = [part.get("speedup") if mode != "naive" else None for part in parts]
             labels[mode] = [f"{ratio:.2f}x" if ratio else "" for ratio in ratios]
         num_runs = min(figures["num_runs"] for figures in modes.values())
         what = f"tokens per second, {f'median and range of {num_runs} runs' if num_runs > 1 else 'one run'}"

@@ -164,7 +164,8 @@ def finish(out_dir: Path, name: str, about: dict[str, Any], axes: Sequence[Axis]
         sections=[*sections, Section("Remarks", text=bullets(remarks))],
         intro="Milliseconds: a draft step, a verify step, a token of naive; without loading, prefill and first tokens.",
         plots=plots,
-        **about,
+        settings=about["settings"],
+        environment=about["environment"],
     )
     report.publish(out_dir, name, shown=2, remarks=remarks)
 

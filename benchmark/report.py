@@ -91,7 +91,9 @@ class Report:
         if folder is not None:
             atomic_write(folder / f"{stem}.md", self.markdown())
             atomic_write(folder / f"{stem}.html", self.html(folder, **more))
-            atomic_write(folder / f"{stem}.csv", next((each.csv() for each in self.sections if each.rows), ""))
+            for i, section in enumerate(each for each in self.sections if each.rows):
+                name = re.sub(r"\W+", "-", section.title.partition("(")[0].lower()).strip("-")
+                atomic_write(folder / (f"{stem}-{name}.csv" if i else f"{stem}.csv"), section.csv())
             console.print(f"report: {folder / stem}.md", markup=False, highlight=False, soft_wrap=True)
 
 

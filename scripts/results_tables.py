@@ -111,7 +111,7 @@ def rows_of(folder: Path, *, host: str, date: str | None, commit: str) -> list[R
         timed = {mode: {key: turn for key, turn in each.items() if key[0] == run} for mode, each in turns.items()}
         if "naive" not in timed:
             raise ValueError(f"{folder} has no mode naive; run it with the others")
-        figures = summarize(timed, list(timed["naive"]), num_draft=0)
+        figures = summarize(timed, list(timed["naive"]))
         for mode, each in figures.items():
             extra = found["modes"][mode]["extra_weight_bytes"] + found["modes"][mode]["extra_kv_bytes"]
             rows.append(
@@ -124,8 +124,8 @@ def rows_of(folder: Path, *, host: str, date: str | None, commit: str) -> list[R
                     "temperature": f"{found['settings']['sampling']['temperature']:g}",
                     "run": str(run),
                     "tokens_per_second": f"{each['tokens_per_second']:.1f}",
-                    "speedup": f"{each['speedup_vs_naive']:.3f}",
-                    "tokens_per_round": f"{each['mean_tokens_per_round']:.3f}",
+                    "speedup": f"{each['speedup']:.3f}",
+                    "tokens_per_round": f"{each['tau']:.3f}",
                     "extra_mb": f"{extra / 1e6:.1f}",
                     "identical": f"{each['identical_to_naive']:g}",
                 }

@@ -64,6 +64,10 @@ class Choice:
     """Number of rounds, without the prefill."""
     drafted: int = 0
     """Number of verified draft tokens."""
+    drafted_rounds: int = 0
+    """Number of rounds with a draft."""
+    drafted_round_tokens: int = 0
+    """Number of tokens of those rounds."""
     accepted_at: list[int] = field(default_factory=list)
     """Number of rounds with an accepted draft token, by position."""
 
@@ -94,6 +98,9 @@ class Choice:
     def _count_round(self, chunk: Chunk, num_drafted: int) -> None:
         self.rounds += 1
         self.drafted += num_drafted
+        if num_drafted:
+            self.drafted_rounds += 1
+            self.drafted_round_tokens += len(chunk.token_ids)
         num_accepted = chunk.sources.count("accepted")
         self.accepted_at += [0] * (num_accepted - len(self.accepted_at))
         for position in range(num_accepted):

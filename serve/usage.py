@@ -29,11 +29,15 @@ def speculative(choices: Sequence[Choice]) -> dict[str, Any]:
     """Return speculation figures over all rounds, without prefills' first tokens."""
     begun = [choice for choice in choices if choice.first is not None]
     num_decoded = sum(max(0, len(choice.token_ids) - 1) for choice in begun)
-    rounds = sum(choice.rounds for choice in begun)
+    num_in_drafted = sum(choice.drafted_round_tokens for choice in begun)
+    rounds, drafted_rounds = (sum(getattr(choice, name) for choice in begun) for name in ("rounds", "drafted_rounds"))
     seconds = max((c.last or 0.0 for c in begun), default=0.0) - min((c.first or 0.0 for c in begun), default=0.0)
     accepted_at = [sum(counts) for counts in zip_longest(*(choice.accepted_at for choice in begun), fillvalue=0)]
     return {
         "tau": num_decoded / rounds if rounds else 0.0,
+        "tau_drafted": num_in_drafted / drafted_rounds if drafted_rounds else None,
+        "acceptance_by_position": [count / rounds for count in accepted_at],
+        "draft_share": sum(accepted_at) / num_decoded if num_decoded else None,
         "rounds": rounds,
         "drafted": sum(choice.drafted for choice in begun),
         "accepted": sum(accepted_at),

@@ -130,7 +130,8 @@ def report_of(about: dict[str, Any], results: Iterable[dict[str, Any]]) -> Repor
             Section("Variants", text=bullets(decodings)),
             Section("How it is measured", text=NOTES),
         ],
-        **about,
+        settings=about["settings"],
+        environment=about["environment"],
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from markupsafe import Markup
 
 from benchmark.questions.records import TurnRecord
-from benchmark.questions.summary import BASE, tau, tokens_per_second
+from benchmark.questions.summary import BASE, total
 from benchmark.report import number
 from sharesd.cli.display import MEANINGS
 from sharesd.data.questions import Question
@@ -72,9 +72,10 @@ def _answer(
         Markup('<i class="{}">{}</i>').format(classes.get(drafter or "", source), text)
         for text, source, drafter in pieces
     )
-    figures = f"{record.new_tokens} tokens, {number(tokens_per_second([record]))} tok/s"
+    found = total([record]).to_dict()
+    figures = f"{record.new_tokens} tokens, {number(found['tokens_per_second'])} tok/s"
     if mode != BASE:
-        figures += f", {number(tau([record]), 2)} tokens per round"
+        figures += f", {number(found['tau'], 2)} tokens per round"
     return {
         "mode": mode if record.run == 1 else f"{mode}, run {record.run}",
         "figures": figures,

@@ -37,6 +37,9 @@ class TurnRecord:
     rounds: int
     accepted_at: list[int]  # rounds in which the draft token at this position was accepted
     accept_lengths: list[int]  # tokens emitted in each round
+    reached_at: list[int] = field(default_factory=list)  # rounds with a draft token here, those before it accepted
+    drafted_rounds: int = 0  # rounds with a draft
+    drafted_round_tokens: int = 0  # tokens that came out of them
     drafted_tokens: int = 0  # draft tokens that were verified
     draft_steps: int = 0  # steps of a draft model
     token_sources: str = ""  # first letter of each token's source: t, a, r or b

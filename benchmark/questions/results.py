@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from benchmark.questions.records import Key, TurnRecord
@@ -10,6 +11,7 @@ from benchmark.questions.run_config import RunConfig
 from benchmark.questions.summary import BASE, accepted_positions, summarize
 from benchmark.report import ABSENT, Report, Section, bullets, has_drifted, number, percent, size, times, write_json
 from sharesd.cli.console import err_console
+from sharesd.cli.environment import FORMAT
 from sharesd.cli.pictures import can_draw
 from sharesd.config import EngineConfig
 from sharesd.drafters import selection
@@ -28,11 +30,15 @@ ROUNDS_LEGEND = (
     "its speedup, the median of the runs; slower turns: those below 0.97x. With a single run these two measure the "
     "noise of the machine as well. Ranges are those of the runs."
 )
+DRAFTS_LEGEND = (
+    "tau: tokens per round. tau, drafted: of the rounds with a draft alone. alpha: probability that a draft token is "
+    "accepted, given those before it. draft share: tokens that drafts gave. overhead share: of the time of rounds."
+)
 FOUR_BIT_NOTE = (
     "The embedded model's weights came from a 4-bit file (blocks of 32): its quantized drafts agree with it more often "
     "than those of other models would: acceptance at 4 bits says little about other models."
 )
-DIGITS = {"tokens_per_second": 1, "cost_ratio_c": 3, "verify_ratio_v": 3}
+DIGITS = {"tokens_per_second": 1, "c": 3, "v": 3, "alpha": 3, "draft_share": 3, "overhead_share": 3}
 Modes = Mapping[str, Any]
 
 
@@ -75,8 +81,9 @@ def summary_of(
     shared["peak_memory_bytes"] = max(session["peak_memory_bytes"] for session in sessions)
     facts = {name: first[name] for name in ("architecture", "prompt_format")}
     load = max((session["load"] for session in sessions), key=lambda load: load["cores_of_others"])
-    modes = summarize(done, run.keys, num_draft=run.config.max_draft_tokens)
+    modes = summarize(done, run.keys)
     return {
+        "format": FORMAT,
         "environment": {**state["environment"], **load},
         "settings": {**state["settings"], **first["settings"], **facts},
         "status": {"complete": missing == 0, "num_missing_turns": missing},
@@ -96,7 +103,9 @@ def report_of(summary: Mapping[str, Any], plots: Sequence[str]) -> Report:
         Section("Same text?", text=_exactness(summary)),
         _categories(modes),
         _rounds(modes),
-        _acceptance(modes),
+        _drafts(modes),
+        _acceptance(modes, "acceptance_by_position", "all rounds"),
+        _acceptance(modes, "conditional_acceptance", "rounds that accepted all before it"),
         drafters(modes),
         _start(summary),
         Section("Notes", text=bullets(_notes(summary))),
@@ -120,26 +129,28 @@ def headline(modes: Modes) -> Section:
             [
                 mode,
                 number(figures["tokens_per_second"]),
-                times(figures["speedup_vs_naive"]),
-                number(figures["mean_tokens_per_round"], 2),
+                times(figures["speedup"]),
+                number(figures["tau"], 2),
                 number(figures["alpha"], 3),
                 percent(figures["identical_to_naive"]),
-                f"{1e3 * figures['time_to_first_token_s']['median']:.0f} ms",
+                f"{1e3 * figures['first_token_s']:.0f} ms",
                 size(None if None in extra else sum(extra)),
             ]
         )
     return Section("", HEADLINE, rows, text=LEGEND)
 
 
+def table(modes: Modes, title: str, columns: Mapping[str, str], text: str = "") -> Section:
+    """Return a table of figures with their ranges, a row per mode."""
+    rows = [[mode, *(ranged(figures, name) for name in columns.values())] for mode, figures in modes.items()]
+    return Section(title, ("mode", *columns), rows, text=text if rows else "")
+
+
 def noise(modes: Modes) -> Section:
     """Return medians and ranges of runs, without rows for one run."""
-    columns = {"tok/s": "tokens_per_second", "speedup": "speedup_vs_naive", "tau": "mean_tokens_per_round"}
-    rows = [
-        [mode, *(ranged(figures, name) for name in columns.values())]
-        for mode, figures in modes.items()
-        if figures["num_runs"] > 1
-    ]
-    return Section("Medians and ranges of runs", ("mode", *columns), rows)
+    several = {mode: figures for mode, figures in modes.items() if figures["num_runs"] > 1}
+    columns = {"tok/s": "tokens_per_second", "speedup": "speedup", "tau": "tau"}
+    return table(several, "Medians and ranges of runs", columns)
 
 
 def noise_remarks(modes: Modes) -> list[str]:
@@ -241,7 +252,7 @@ def _categories(modes: Modes) -> Section:
             found = figures["by_category"].get(row[0], {})
             row.append(ranged(found, "tokens_per_second"))
             if mode != "naive":
-                row += [ranged(found, "mean_tokens_per_round"), ranged(found, "speedup_vs_naive")]
+                row += [ranged(found, "tau"), ranged(found, "speedup")]
     return Section("Speed by category", head, rows)
 
 
@@ -249,28 +260,33 @@ def ranged(figures: Modes, name: str) -> str:
     """Return a figure, and its range if there are several runs."""
     low, high = figures.get(f"{name}_range") or (None, None)
     digits = DIGITS.get(name, 2)
-    unit = "x" if name == "speedup_vs_naive" else ""
+    unit = "x" if name == "speedup" else ""
     text = number(figures.get(name), digits) + (unit if figures.get(name) is not None else "")
     return text if low == high else f"{text} ({number(low, digits)} to {number(high, digits)})"
 
 
 def _rounds(modes: Modes) -> Section:
-    head = ("mode", "draft ms", "verify ms", "overhead ms", "c", "v", "slowest turn", "slower turns")
+    columns = {"draft ms": "draft_ms", "verify ms": "verify_ms", "overhead ms": "overhead_ms", "c": "c", "v": "v"}
+    found = table(modes, "Time of a round", columns, ROUNDS_LEGEND)
     rows = []
-    for mode, figures in modes.items():
-        turns = figures["speedup_by_turn"] if mode != "naive" else None
+    for (mode, figures), row in zip(modes.items(), found.rows, strict=True):
+        turns = figures["speedup_by_turn"] if mode != BASE else None
         slow = [times(turns["min"]), f"{turns['num_slower']} of {turns['num_turns']}"] if turns else [ABSENT, ABSENT]
-        means = ("draft_ms", "verify_ms", "overhead_ms", "cost_ratio_c", "verify_ratio_v")
-        rows.append([mode, *(ranged(figures, name) for name in means), *slow])
-    return Section("Time of a round", head, rows, text=ROUNDS_LEGEND)
+        rows.append([*row, *slow])
+    return replace(found, head=(*found.head, "slowest turn", "slower turns"), rows=rows)
 
 
-def _acceptance(modes: Modes) -> Section:
-    found = accepted_positions(modes)
+def _drafts(modes: Modes) -> Section:
+    columns = {"tau": "tau", "tau, drafted": "tau_drafted", "alpha": "alpha", "draft share": "draft_share"}
+    columns |= {"drafted per round": "drafted_per_round", "overhead share": "overhead_share"}
+    return table({mode: each for mode, each in modes.items() if mode != BASE}, "Drafts", columns, DRAFTS_LEGEND)
+
+
+def _acceptance(modes: Modes, name: str, of: str) -> Section:
+    found = accepted_positions(modes, name)
     head = ["mode", *map(str, range(1, max(map(len, found.values()), default=0) + 1))]
-    text = "Share of rounds in which the draft token at this position was accepted; none was further on."
     rows = [[mode, *map(percent, shares)] for mode, shares in found.items()]
-    return Section("Acceptance by position", head, rows, text=text if rows else "")
+    return Section(f"Acceptance by position, of {of}", head, rows)
 
 
 def _start(summary: Mapping[str, Any]) -> Section:

@@ -85,8 +85,10 @@ class Recorder:
             err_console.print(f"{name}; all so far: {speeds}", highlight=False, soft_wrap=True)
 
     def _speed(self, mode: str) -> str:
-        turns = self._done[mode].values()
-        return f"{number(summary.tokens_per_second(turns))} tok/s, tau {number(summary.tau(turns), 2)}" if turns else ""
+        if not (turns := self._done[mode].values()):
+            return ""
+        found = summary.total(turns).to_dict()
+        return f"{number(found['tokens_per_second'])} tok/s, tau {number(found['tau'], 2)}"
 
 
 def measure_here(run: RunConfig, state: State | None, done: Done) -> tuple[State, bool]:
@@ -101,7 +103,7 @@ def measure_here(run: RunConfig, state: State | None, done: Done) -> tuple[State
     if state is not None:
         require_same_machine(state["environment"], machine, run.out_dir)
     engines = _warm_engines(run, runtime)
-    state = state or {"settings": run.settings, "environment": machine, "sessions": []}
+    state = state or {"format": environment.FORMAT, "settings": run.settings, "environment": machine, "sessions": []}
     session = _session(runtime, engines)
     state["sessions"].append(session)
     run.out_dir.mkdir(parents=True, exist_ok=True)
@@ -157,7 +159,8 @@ def measure_on_replicas(run: RunConfig, state: State | None, done: Done) -> tupl
     try:
         with Recorder(run, done) as recorder, closing(results):  # type: ignore[type-var]
             for task, answered in results:
-                state = state or {"settings": run.settings, "environment": answered.environment, "sessions": []}
+                begun = {"format": environment.FORMAT, "settings": run.settings, "environment": answered.environment}
+                state = state or {**begun, "sessions": []}
                 if answered.process not in sessions:
                     if resumed is not None:
                         require_same_machine(resumed["environment"], answered.environment, run.out_dir)
@@ -216,8 +219,7 @@ def measure_turn(
     accepted_by = Counter(name for name in completion.drafters if name is not None)
     numbers = {name: str(number) for number, name in enumerate(accepted_by)}
     assert completion.finish_reason is not None and stats.new_tokens == len(completion.token_ids)
-    same = ["prompt_tokens", "new_tokens", "decoded_tokens", "prefill_s", "decode_s", "draft_s", "verify_s"]
-    same += ["overhead_s", "rounds", "accepted_at", "drafted_tokens", "draft_steps"]
+    same = (*summary.COUNTS, "decode_s", "accepted_at", "reached_at")
     return TurnRecord(
         run=run,
         question_id=question.id,

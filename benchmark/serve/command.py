@@ -186,7 +186,11 @@ def _write_load(out_dir: Path, load: Load, args: argparse.Namespace) -> None:
     from benchmark.serve.load import details
 
     more = details(load) if args.save_detailed else {}
-    about = {"command": environment.command(), "client_environment": environment.environment("cpu")}
+    about = {
+        "format": environment.FORMAT,
+        "command": environment.command(),
+        "client_environment": environment.environment("cpu"),
+    }
     write_json(out_dir / load.file, {**load.result, **more, **about})
 
 

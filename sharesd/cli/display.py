@@ -130,20 +130,9 @@ def one_line(stats: Stats) -> str:
 
 
 def stats_dict(stats: Stats, report: LoadReport) -> dict[str, Any]:
-    """Return the statistics for JSON; `*_ms` are means over rounds."""
-    draft, verify, overhead = _round_ms(stats)
+    """Return the statistics for JSON."""
     return {
-        "prompt_tokens": stats.prompt_tokens,
-        "new_tokens": stats.new_tokens,
-        "tokens_per_second": stats.tokens_per_second,
-        "rounds": stats.rounds,
-        "mean_tokens_per_round": stats.tau,
-        "alpha": stats.alpha,
-        "acceptance_by_position": stats.acceptance_by_position,
-        "prefill_s": stats.prefill_s,
-        "draft_ms": draft,
-        "verify_ms": verify,
-        "overhead_ms": overhead,
+        **stats.to_dict(),
         **_moved(stats, report),
         "load_seconds": report.load_seconds,
         "compile_seconds": report.compile_seconds,

@@ -35,6 +35,8 @@ PACKAGES = ("torch", "transformers", "hqq", "gemlite", "bitsandbytes", "tokenize
 
 IDENTITY = ("cpu", "cpu_capability", "num_threads", "gpu", "torch", "sharesd", "commit")
 """Entries of `environment` that all sessions of a measurement must share."""
+FORMAT = 1
+"""Version of the JSON files, whose fields docs/reference/figures.md lists."""
 MAX_OTHERS = 0.1
 """Share of the cores from which use by other programs is reported."""
 
@@ -238,13 +240,13 @@ def settings_of(config: EngineConfig) -> dict[str, Any]:
 
 
 def conditions(config: EngineConfig, modes: Sequence[str], /, **more: Any) -> dict[str, Any]:
-    """Return `settings` (with `more`) and `environment` of a JSON report."""
+    """Return `format`, `settings` (with `more`) and `environment` of a report."""
     from sharesd.devices.selection import device_of, dtype_of
 
     device = device_of(config.device)
     chosen = {"device": str(device), "dtype": str(dtype_of(config.dtype, device)).removeprefix("torch.")}
     settings = {**settings_of(config), **chosen, **more, "files": files_of(config, modes)}
-    return {"settings": settings, "environment": environment(str(device))}
+    return {"format": FORMAT, "settings": settings, "environment": environment(str(device))}
 
 
 def command(package: str = "benchmark") -> str:

@@ -230,7 +230,7 @@ class Engine:
         return request
 
     def _new_stats(self) -> Stats:
-        return Stats(num_draft=self.num_draft, accepted_at=[0] * self.num_draft)
+        return Stats(self.num_draft, accepted_at=[0] * self.num_draft, reached_at=[0] * self.num_draft)
 
     def _acquire_cache(self) -> object:
         """Make this engine the cache's owner; requests of earlier calls end."""

@@ -92,7 +92,7 @@ class OutputProcessor:
                 ),
             )
             for each in (self.stats, request.stats):
-                each.record_round(num_drafted, min(num_new - 1, num_finite), len(chunk.token_ids))
+                each.record_round(num_drafted, tree.depth, min(num_new - 1, num_finite), len(chunk.token_ids))
             request.stats.accept_lengths[0].append(len(chunk.token_ids))
             chunks.append(chunk)
         ended = time.perf_counter()

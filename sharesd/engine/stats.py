@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
 
 from offload.prefetcher import TransferStats
 
@@ -26,6 +28,10 @@ class Stats:
     """Tokens emitted by rounds: `new_tokens` without the first of each row."""
     rounds: int = 0
     """Rounds, counted per row that took part."""
+    drafted_rounds: int = 0
+    """Rounds with a draft, counted per row."""
+    drafted_round_tokens: int = 0
+    """Tokens emitted by rounds with a draft."""
     drafted_tokens: int = 0
     """Draft tokens that were verified."""
     draft_steps: int = 0
@@ -34,6 +40,8 @@ class Stats:
     """Rounds, whatever the number of rows."""
     accepted_at: list[int] = field(default_factory=list)
     """Rounds in which the draft token at each position was emitted."""
+    reached_at: list[int] = field(default_factory=list)
+    """Rounds with a draft token at each position, those before accepted."""
     accept_lengths: list[list[int]] = field(default_factory=list)
     """Tokens emitted in each round, per row."""
     sources: Counter[str] = field(default_factory=Counter)
@@ -80,13 +88,23 @@ class Stats:
         tries = accepted + self.sources["recovered"]
         return accepted / tries if tries else 0.0
 
-    def record_round(self, num_drafted: int, num_accepted: int, count: int) -> None:
-        """Count a row's round: tokens drafted, accepted, and emitted before the end."""
+    def record_round(self, num_drafted: int, depth: int, num_accepted: int, count: int) -> None:
+        """Count a row's round: tokens drafted, accepted, and emitted before the end.
+
+        `depth`: positions of the draft, fewer than `num_drafted` in a tree.
+        """
         self.rounds += 1
-        self.drafted_tokens += num_drafted
         self.decoded_tokens += count
-        for position in range(min(count, num_accepted)):
+        if not num_drafted:
+            return
+        self.drafted_tokens += num_drafted
+        self.drafted_rounds += 1
+        self.drafted_round_tokens += count
+        num_accepted = min(count, num_accepted)
+        for position in range(num_accepted):
             self.accepted_at[position] += 1
+        for position in range(min(depth, num_accepted + (count > num_accepted))):
+            self.reached_at[position] += 1
 
     def record_step(self, draft_steps: int, draft_s: float, verify_s: float, overhead_s: float) -> None:
         """Count a round, whatever the number of rows."""
@@ -101,15 +119,57 @@ class Stats:
         for source in sources:  # Counter.update takes three times as long
             self.sources[source] += 1
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return counts, times and figures as JSON types, None if undefined.
+
+        docs/reference/figures.md has the formulas.
+        """
+        counts = ("prompt_tokens", "new_tokens", "decoded_tokens", "rounds", "drafted_rounds", "drafted_tokens")
+        times = ("prefill_s", "draft_s", "verify_s", "overhead_s", "decode_s")
+        accepted, recovered = self.sources["accepted"], self.sources["recovered"]
+        reached = zip(self.accepted_at, self.reached_at, strict=False)
+        return {
+            **{name: getattr(self, name) for name in (*counts, *times)},
+            "tokens_per_second": ratio(self.decoded_tokens, self.decode_s),
+            "tau": ratio(self.decoded_tokens, self.rounds),
+            "tau_drafted": ratio(self.drafted_round_tokens, self.drafted_rounds),
+            "alpha": ratio(accepted, accepted + recovered),
+            "acceptance_by_position": self.acceptance_by_position,
+            "conditional_acceptance": [yes / tries for yes, tries in reached if tries],
+            "draft_share": ratio(accepted, self.decoded_tokens),
+            "drafted_per_round": ratio(self.drafted_tokens, self.rounds),
+            "draft_step_ms": ratio(1e3 * self.draft_s, self.draft_steps),
+            "draft_ms": ratio(1e3 * self.draft_s, self.steps),
+            "verify_ms": ratio(1e3 * self.verify_s, self.steps),
+            "overhead_ms": ratio(1e3 * self.overhead_s, self.steps),
+            "overhead_share": ratio(self.overhead_s, self.decode_s),
+        }
+
     def merge(self, other: Stats) -> None:
         self.num_draft = max(self.num_draft, other.num_draft)
         counts = ("prompt_tokens", "new_tokens", "decoded_tokens", "rounds", "drafted_tokens", "draft_steps", "steps")
-        for name in (*counts, "prefill_s", "draft_s", "verify_s", "overhead_s"):
+        for name in (
+            *counts,
+            "drafted_rounds",
+            "drafted_round_tokens",
+            "prefill_s",
+            "draft_s",
+            "verify_s",
+            "overhead_s",
+        ):
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        width = max(len(self.accepted_at), len(other.accepted_at))
-        pad = [(x + [0] * width)[:width] for x in (self.accepted_at, other.accepted_at)]
-        self.accepted_at = [a + b for a, b in zip(*pad, strict=True)]
+        self.accepted_at = _added(self.accepted_at, other.accepted_at)
+        self.reached_at = _added(self.reached_at, other.reached_at)
         self.accept_lengths += other.accept_lengths
         self.sources.update(other.sources)
         if other.traffic is not None:
             self.traffic = other.traffic if self.traffic is None else self.traffic + other.traffic
+
+
+def ratio(a: float | None, b: float | None) -> float | None:
+    """Return a / b; None if undefined."""
+    return None if a is None or not b else a / b
+
+
+def _added(a: Sequence[int], b: Sequence[int]) -> list[int]:
+    return [x + y for x, y in zip_longest(a, b, fillvalue=0)]

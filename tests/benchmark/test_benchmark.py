@@ -112,7 +112,9 @@ class TestCommand:
         modes = [mode for mode in registry.modes() if mode not in ("parallel", "glide")]  # other heads
         lines = {f"answers-{mode}.jsonl" for mode in modes}
         reports = {f"report.{kind}" for kind in ("md", "html", "csv")}
-        assert names == lines | reports | {"run.json", "summary.json", "speed.png", "acceptance.png"}
+        tables = {name for name in names if name.startswith("report-")}
+        assert names == lines | reports | tables | {"run.json", "summary.json", "speed.png", "acceptance.png"}
+        assert "report-speed-by-category.csv" in tables
         found = read_summary()
         assert found["status"] == {"complete": True, "num_missing_turns": 0}
         assert found["recompiles"] == 0 and found["num_sessions"] == 1
@@ -124,7 +126,7 @@ class TestCommand:
             assert figures["identical_to_naive"] == 1 and figures["first_divergences"] == []
             assert figures["identical_across_runs"] == 1
             assert figures["num_compared"] == 8 and figures["num_runs"] == 2
-            assert figures["tokens_per_second"] > 0 and figures["speedup_vs_naive"] > 0
+            assert figures["tokens_per_second"] > 0 and figures["speedup"] > 0
             assert figures["load_seconds"] > 0 and figures["compile_seconds"] > 0
             assert figures["peak_memory_bytes"] > figures["kv_bytes"] > 0
             assert len(answers(mode)) == 8

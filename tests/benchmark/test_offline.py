@@ -74,11 +74,11 @@ def test_three_ways(run: Run, model: Path, demo: str) -> None:
         assert [answer["prompt"] for answer in answers] == prompts
         assert all(tokenizer.decode(answer["token_ids"]) == answer["text"] for answer in answers)
         assert sum(answer["new_tokens"] for answer in answers) == found[way]["totals"]["new_tokens"] == 48
-        seconds = sum(answer["seconds"] for answer in answers)
-        assert found[way]["totals"]["seconds"] == pytest.approx(seconds)
+        seconds = sum(answer["decode_s"] for answer in answers)
+        assert found[way]["totals"]["decode_s"] == pytest.approx(seconds)
         assert found[way]["totals"]["tokens_per_second"] == pytest.approx(42 / seconds)
-    assert found["default"]["totals"]["acceptance"] is None and found["default"]["totals"]["tau"] == 1
-    assert 0 <= found["speculative"]["totals"]["acceptance"] <= 1
+    assert found["default"]["totals"]["alpha"] is None and found["default"]["totals"]["tau"] == 1
+    assert 0 <= found["speculative"]["totals"]["alpha"] <= 1
     assert [path.name for path in Path().iterdir() if path.name != "cache"] == [offline.SAVE_OUTPUT]
 
 

@@ -188,7 +188,7 @@ def test_completion_knows_the_drafters(tokenizer: Tokenizer) -> None:
 def test_shares_of_drafters(tokenizer: Tokenizer) -> None:
     counts = ({"a": 1}, {"b": 2, "a": 1}, {"b": 4}, {})
     turns = [turn(tokenizer, "the", accepted_by=each, question_id=i) for i, each in enumerate(counts)]
-    found = summarize({"hybrid": {each.key: each for each in turns}}, [each.key for each in turns], num_draft=1)
+    found = summarize({"hybrid": {each.key: each for each in turns}}, [each.key for each in turns])
     assert list(found["hybrid"]["accepted_by"].items()) == [("b", 6), ("a", 2)]
     modes = {"naive": {"accepted_by": {}}, "hybrid": {"accepted_by": {"b": 6, "a": 2}}, "a": {"accepted_by": {"a": 5}}}
     section = drafters(modes)

@@ -33,7 +33,7 @@ def measured(name: str, tiny: Path, out: Path, *argv: str) -> dict[str, Any]:
     """The JSON of a sweep or grid."""
     sizes = ["--num-questions", "3", "--max-new-tokens", "10", "--runs", "2"]
     assert main([name, "--target", str(tiny), "--out-dir", str(out), *sizes, *argv]) == 0
-    assert sorted(path.suffix for path in out.iterdir()) == [".csv", ".html", ".json", ".md", ".png"]
+    assert sorted(path.suffix for path in out.iterdir()) == [".csv", ".csv", ".html", ".json", ".md", ".png"]
     assert (out / f"{name}.png").read_bytes().startswith(PNG)
     return json.loads((out / f"{name}.json").read_text())
 

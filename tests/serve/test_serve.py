@@ -186,6 +186,8 @@ def test_token_details_of_a_whole_answer(server: Served) -> None:
     assert plain["choices"][0]["text"] == choice["text"]
     assert {token["source"] for token in plain["choices"][0]["tokens"]} == {"target"}
     assert plain["speculative"]["drafted"] == 0 and plain["speculative"]["tau"] == 1
+    assert rounds["tau_drafted"] == rounds["tau"] and plain["speculative"]["tau_drafted"] is None
+    assert rounds["acceptance_by_position"] == [count / rounds["rounds"] for count in rounds["accepted_at"]]
 
 
 def test_tokenize_and_back(server: Served) -> None:

@@ -309,7 +309,7 @@ def test_an_interruption_at_any_step_changes_no_bit(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert train(kind, data, tmp_path / "whole", *more) == 0
-    assert "step 7 of 7: held out, accepted by position" in capsys.readouterr().out
+    assert "step 7 of 7: held out, conditional acceptance" in capsys.readouterr().out
     advance = Trainer.advance
 
     def killed(self: Trainer) -> dict[str, float]:
@@ -326,7 +326,7 @@ def test_an_interruption_at_any_step_changes_no_bit(
     for name in ("last", "best"):
         whole, broken = (load_file(tmp_path / run / name / "model.safetensors") for run in ("whole", "broken"))
         assert all(torch.equal(whole[key], broken[key]) for key in whole)
-    taus = [line["tau"] for line in curve(tmp_path / "whole") if "tau" in line]
+    taus = [line["tau_chains"] for line in curve(tmp_path / "whole") if "tau_chains" in line]
     steps = {step for i, step in enumerate((0, 3, 6, 7)) if taus[i] > max(taus[:i], default=0)}
     for run, starts in (("whole", 1), ("broken", 2)):
         out = tmp_path / run

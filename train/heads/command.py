@@ -156,7 +156,7 @@ def _train(session: TrainingRun, check_every: int) -> None:
         )
         _say(f"in plain steps, a draft step costs {draft:.2f} and verifying a chain of {chain} costs {verify:.2f}")
     for record in session.journal.records if first else ():
-        if "rates" in record:
+        if "conditional_acceptance" in record:
             _say(_found(record, total))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     bars = Progress(
@@ -174,12 +174,11 @@ def _train(session: TrainingRun, check_every: int) -> None:
 
 
 def _found(record: dict[str, Any], total: int) -> str:
-    """A line about held-out texts."""
-    rates = " ".join(f"{100 * rate:.0f}" for rate in record["rates"])
-    gain = f"{record['speed_up']:.2f}x plain decoding with chains of {record['best_length']}"
-    return f"step {record['step']} of {total}: held out, accepted by position {rates} %, tau {record['tau']:.2f}, " + (
-        gain if record["best_length"] else "no chain pays"
-    )
+    """Return a line about held-out texts."""
+    rates = " ".join(f"{100 * rate:.0f}" for rate in record["conditional_acceptance"])
+    gain = f"{record['expected_speedup']:.2f}x plain decoding with chains of {record['best_length']}"
+    figures = f"held out, conditional acceptance {rates} %, tau of chains {record['tau_chains']:.2f}"
+    return f"step {record['step']} of {total}: {figures}, {gain if record['best_length'] else 'no chain pays'}"
 
 
 def _plan(session: TrainingRun) -> str:

@@ -22,7 +22,7 @@ SMOOTH = 0.9
 class MetricsLog:
     """Log of records {"step": steps done, ...}.
 
-    Training records have a `loss`; held-out records have `rates` (by position), `tau` and `speed_up`.
+    Training records have a `loss`; held-out records have `conditional_acceptance`, `tau_chains` and `expected_speedup`.
     """
 
     def __init__(self, folder: Path, step: int) -> None:
@@ -44,7 +44,7 @@ class MetricsLog:
         if self._board is not None:
             kind = "train" if "loss" in values else "held_out"
             numbers = {f"{kind}/{name}": value for name, value in values.items() if not isinstance(value, list)}
-            numbers |= {f"{kind}/rate_{i}": rate for i, rate in enumerate(values.get("rates", []), 1)}
+            numbers |= {f"{kind}/rate_{i}": rate for i, rate in enumerate(values.get("conditional_acceptance", []), 1)}
             for name, number in numbers.items():
                 self._board.add_scalar(name, number, step)
 
@@ -82,16 +82,17 @@ def _picture(records: Sequence[dict[str, Any]]) -> Figure:
     figure = Figure(figsize=(12, 4), dpi=120, layout="constrained")
     left, middle, right = figure.subplots(1, 3)
     train = [record for record in records if "loss" in record]
-    held_out = [record for record in records if "rates" in record]
+    held_out = [record for record in records if "conditional_acceptance" in record]
     steps = [record["step"] for record in train]
     left.plot(steps, [record["loss"] for record in train], color="0.8", linewidth=0.7)
     left.plot(steps, _smooth([record["loss"] for record in train]), label="loss, running mean")
     at = [record["step"] for record in held_out]
-    for position in range(len(held_out[0]["rates"]) if held_out else 0):
-        middle.plot(at, [record["rates"][position] for record in held_out], "o-", ms=3, label=f"token {position + 1}")
-    right.plot(at, [record["tau"] for record in held_out], "o-", ms=3, label="tokens per round (tau)")
-    right.plot(at, [record["speed_up"] for record in held_out], "o-", ms=3, label="times plain decoding")
-    titles = ("Training", "Held out: acceptance by position", "Held out: simulated")
+    by_position = zip(*(record["conditional_acceptance"] for record in held_out), strict=True)
+    for position, rates in enumerate(by_position, 1):
+        middle.plot(at, rates, "o-", ms=3, label=f"token {position}")
+    right.plot(at, [record["tau_chains"] for record in held_out], "o-", ms=3, label="tau of chains")
+    right.plot(at, [record["expected_speedup"] for record in held_out], "o-", ms=3, label="times plain decoding")
+    titles = ("Training", "Held out: conditional acceptance", "Held out: expected")
     for axes, title in zip((left, middle, right), titles, strict=True):
         _finish(axes, title)
     return figure

@@ -255,17 +255,17 @@ class TrainingRun:
         """Log an evaluation, and write head and training state."""
         length, speed_up = best_chain(found.taus, self.costs)
         values: dict[str, Any] = {
-            "rates": found.rates,
-            "tau": found.taus[-1],
-            "speed_up": speed_up,
+            "conditional_acceptance": found.rates,
+            "tau_chains": found.taus[-1],
+            "expected_speedup": speed_up,
             "best_length": length,
         }
         self.journal.add(self.trainer.step, **values)
         self.journal.draw()
         self.provenance.update()
-        folder, step, is_best = self._write(), self.trainer.step, values["tau"] > self._best
+        folder, step, is_best = self._write(), self.trainer.step, values["tau_chains"] > self._best
         if is_best:
-            self._best, self._kept = values["tau"], [*self._kept, step]
+            self._best, self._kept = values["tau_chains"], [*self._kept, step]
         trained = {"best": self._best, "kept": self._kept, "processes": self.processes.number}
         write_state({"trainer": self.trainer.state(), **trained}, folder)
         for name in (BEST, LAST) if is_best else (LAST,):
