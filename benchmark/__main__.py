@@ -15,6 +15,7 @@ COMMANDS = (
     "benchmark.serve.command",
     "benchmark.gpu.command",
     "benchmark.offline",
+    "benchmark.compare",
     "sharesd.cli.widen",
 )
 REMOVED = {  # removed command -> replacement

@@ -16,14 +16,6 @@ def number(text: str) -> int:
     return int(text)
 
 
-def each(name: str, text: str) -> tuple[str, ...]:
-    """Return distinct parts of a comma-separated list; ValueError for an empty part."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(parts):
-        raise ValueError(f"{name} is {text!r}, which has an empty part; write the parts with ',' between")
-    return tuple(dict.fromkeys(parts))
-
-
 def add_questions(group: Any, num_questions: int, max_new_tokens: int) -> None:
     """Add the options of benchmarks on the first turns of questions."""
     group.add_argument("--questions", metavar="FILE", help="JSON Lines, perhaps gzipped (default: ShareSD's own)")

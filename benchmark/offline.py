@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmark import arguments
-from benchmark.report import Section, number, times, write_json
 from sharesd.cli import options
 from sharesd.cli.console import console, err_console
 from sharesd.cli.environment import conditions, load_meter, resolved_settings
+from sharesd.cli.tables import Section, number, times, write_json
 from sharesd.config import Mode
 from sharesd.data.json_lines import read_text
 from sharesd.sampling_params import SamplingParams

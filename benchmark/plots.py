@@ -44,6 +44,19 @@ def draw_plots(folder: Path, title: str, summary: Mapping[str, Any]) -> list[str
     return drawn
 
 
+def draw_runs(path: Path, runs: Mapping[str, Any]) -> str:
+    """Draw tokens per second of several runs' modes; return the file's name."""
+    modes = list(dict.fromkeys(mode for found in runs.values() for mode in found["modes"]))
+    bars, labels, ranges = {}, {}, {}
+    for name, found in runs.items():
+        each = [found["modes"].get(mode, {}) for mode in modes]
+        bars[name] = [figures.get("tokens_per_second") or 0.0 for figures in each]
+        labels[name] = [f"{figures['speedup']:.2f}x" if figures.get("speedup") else "" for figures in each]
+        ranges[name] = [figures.get("tokens_per_second_range") for figures in each]
+    _bars(path, "Decoding speed, and speedup over naive of the run", "tokens per second", modes, bars, labels, ranges)
+    return path.name
+
+
 def _bars(
     path: Path,
     title: str,
@@ -58,7 +71,7 @@ def _bars(
     for i, (mode, heights) in enumerate(bars.items()):
         style: dict[str, Any] = {"hatch": registry.hatch_of(mode), "edgecolor": "white", "linewidth": 0.5}
         x = [group - 0.4 + (i + 0.5) * width for group in range(len(heights))]
-        axes.bar(x, heights, width, label=mode, color=registry.colour_of(mode), **style)
+        axes.bar(x, heights, width, label=mode, color=registry.colour_of(mode, i), **style)
         around = _errors(heights, ranges[mode]) if ranges else [[0.0] * len(heights)] * 2
         for colour, thick in (("white", 3), ("#333333", 1)) if ranges else ():  # seen on dark bars as well
             axes.errorbar(x, heights, around, fmt="none", ecolor=colour, elinewidth=thick, capsize=thick + 1)

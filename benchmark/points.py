@@ -8,8 +8,9 @@ from pathlib import Path
 from statistics import geometric_mean, median
 from typing import TYPE_CHECKING, Any
 
-from benchmark.report import Report, Section, bullets, has_drifted, number, times
+from benchmark.report import Report
 from sharesd.cli.pictures import can_draw
+from sharesd.cli.tables import Section, bullets, has_drifted, number, times
 from sharesd.drafters import registry
 
 if TYPE_CHECKING:

@@ -14,10 +14,11 @@ from typing import Any
 
 from benchmark import arguments
 from benchmark.points import Axis, Point, finish, line_of, point_of, remarks_of
-from benchmark.report import write_json
 from sharesd.cli import environment, options
 from sharesd.cli.console import err_console, loading_bars
 from sharesd.cli.environment import conditions, load_meter
+from sharesd.cli.parse_types import parts_of
+from sharesd.cli.tables import write_json
 from sharesd.config import MIN_CONTEXT, EngineConfig, Mode
 from sharesd.data import questions as question_files
 from sharesd.data.questions import Question
@@ -90,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
 def run_grid(args: argparse.Namespace) -> int:
     """Run the grid; return 1 if a text differs, else 0."""
     lists = {"batch": args.batches, "context": args.contexts, "temperature": args.temperatures}
-    axes = [(name, arguments.each(f"axis {name}", text)) for name, text in lists.items()]
+    axes = [(name, parts_of(f"axis {name}", text)) for name, text in lists.items()]
     return measure_axes(args, axes, "grid")
 
 

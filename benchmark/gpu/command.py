@@ -11,9 +11,11 @@ from typing import Any
 from benchmark import arguments
 from benchmark.gpu import agenda
 from benchmark.gpu.agenda import STEPS, Step
-from benchmark.report import Report, Section, read_json, write_json
+from benchmark.report import Report
 from sharesd.cli.console import console, err_console
 from sharesd.cli.environment import command, out_folder
+from sharesd.cli.parse_types import parts_of
+from sharesd.cli.tables import Section, read_json, write_json
 from sharesd_files import atomic_write
 
 BUDGET_S = 1740.0
@@ -42,7 +44,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the steps; return 1 if one failed, else 0."""
-    steps = agenda.named(arguments.each("--step", args.step)) if args.step else STEPS
+    steps = agenda.named(parts_of("--step", args.step)) if args.step else STEPS
     if args.list:
         for step in steps:
             console.print(f"| {step.name} | {step.limit_s:g} s | {step.about} |", markup=False, soft_wrap=True)

@@ -12,10 +12,11 @@ from benchmark import arguments
 from benchmark.peers.measure import Row, figures, measure
 from benchmark.peers.peer import PEERS, Settings, peer_class
 from benchmark.peers.process import Worker
-from benchmark.report import Report, Section, bullets, number, percent, times, write_json
+from benchmark.report import Report
 from sharesd.cli import environment, options
 from sharesd.cli.console import err_console, loading_bars
 from sharesd.cli.environment import conditions, version_of
+from sharesd.cli.tables import Section, bullets, number, percent, times, write_json
 from sharesd.data import questions as question_files
 
 HEAD = ("runtime", "decoding", "tok/s", "range", "x naive", "own text", "first", "read")

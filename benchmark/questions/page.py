@@ -10,8 +10,8 @@ from markupsafe import Markup
 
 from benchmark.questions.records import TurnRecord
 from benchmark.questions.summary import BASE, total
-from benchmark.report import number
 from sharesd.cli.display import MEANINGS
+from sharesd.cli.tables import number
 from sharesd.data.questions import Question
 from sharesd.models.tokenizer import TextStream, Tokenizer
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmark.report import flat
 from multigpu.journal import Journal, read_records
+from sharesd.cli.tables import flat
 
 FLAG = "--out-dir"
 Key = tuple[int, str | int, int]  # (run, question, turn)

@@ -9,10 +9,11 @@ from typing import Any
 from benchmark.questions.records import Key, TurnRecord
 from benchmark.questions.run_config import RunConfig
 from benchmark.questions.summary import BASE, accepted_positions, summarize
-from benchmark.report import ABSENT, Report, Section, bullets, has_drifted, number, percent, size, times, write_json
+from benchmark.report import Report
 from sharesd.cli.console import err_console
 from sharesd.cli.environment import FORMAT
 from sharesd.cli.pictures import can_draw
+from sharesd.cli.tables import ABSENT, Section, bullets, has_drifted, number, percent, size, times, write_json
 from sharesd.config import EngineConfig
 from sharesd.drafters import selection
 

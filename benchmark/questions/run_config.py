@@ -13,11 +13,11 @@ from typing import Any
 
 from benchmark.questions import records
 from benchmark.questions.records import Key
-from benchmark.report import read_json
 from multigpu.device_assignment import environments
 from sharesd.cli import options
 from sharesd.cli.console import loading_bars
 from sharesd.cli.environment import IDENTITY, files_of, load_meter, settings_of
+from sharesd.cli.tables import read_json
 from sharesd.config import EngineConfig, Mode
 from sharesd.data import questions as question_files
 from sharesd.data.questions import QuestionSet

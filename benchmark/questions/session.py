@@ -17,13 +17,13 @@ from benchmark.arguments import rotated
 from benchmark.questions import records, summary
 from benchmark.questions.records import Key, TurnRecord
 from benchmark.questions.run_config import RUN_FILE, RunConfig, require_same_machine
-from benchmark.report import number, write_json
 from benchmark.timed import generate
 from multigpu.data_parallel import Numbered, TaskQueue, run_tasks, start
 from multigpu.journal import Journal
 from sharesd.cli import environment
 from sharesd.cli.console import err_console, loading_bars, log_file, set_up_logging
 from sharesd.cli.conversation import prompt_format, prompt_ids, require_room
+from sharesd.cli.tables import number, write_json
 from sharesd.config import Mode
 from sharesd.data.questions import Question
 from sharesd.engine.engine import Engine

@@ -12,11 +12,12 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmark.report import ABSENT, Report, Section, bullets, number, times, write_json
+from benchmark.report import Report
 from benchmark.serve.flags import BASE_URL, QUESTIONS, RANDOM, add_flags
 from sharesd.cli import environment, options
 from sharesd.cli.console import console, err_console, loading_bars
 from sharesd.cli.pictures import can_draw
+from sharesd.cli.tables import ABSENT, Section, bullets, number, times, write_json
 from sharesd.drafters import registry
 
 if TYPE_CHECKING:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from quant.config import QuantConfig
 from sharesd import __version__
+from sharesd.cli.tables import write_json
 from sharesd.config import EngineConfig
 from sharesd.drafters import registry, selection
 from sharesd.drafters.spec import Need
@@ -26,7 +27,7 @@ from sharesd.models.checkpoint import Progress, content_hash, silent
 from sharesd.models.hub import resolve, resolve_target
 from sharesd.models.names import model_name
 from sharesd.weights.quant_tuning_cache import cpu_name
-from sharesd_files import atomic_write, file_hash
+from sharesd_files import file_hash
 
 if TYPE_CHECKING:
     from sharesd.runtime import Runtime
@@ -271,5 +272,5 @@ def out_folder(text: str | None, name: str) -> Path:
 def write_results(path: Path, results: Mapping[str, Any]) -> None:
     from sharesd.cli.console import console
 
-    atomic_write(path, json.dumps(results, indent=2, ensure_ascii=False) + "\n")
+    write_json(path, results)
     console.print(f"details: {path}", markup=False, highlight=False, soft_wrap=True)

@@ -18,6 +18,7 @@ __all__ = [
     "dtype",
     "names",
     "number",
+    "parts_of",
     "shown",
     "size",
     "sizes_of_gpus",
@@ -90,3 +91,11 @@ def _checked(convert: Callable[[str], float], text: str, kind: str) -> float:
     if not finite:
         raise argparse.ArgumentTypeError(f"{text!r} is not {kind}")
     return value
+
+
+def parts_of(name: str, text: str) -> tuple[str, ...]:
+    """Return distinct parts of a comma-separated list; ValueError for an empty part."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(parts):
+        raise ValueError(f"{name} is {text!r}, which has an empty part; write the parts with ',' between")
+    return tuple(dict.fromkeys(parts))

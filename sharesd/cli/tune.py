@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-
 from quant.config import HEAD, QuantConfig
 from sharesd.cli import environment, options, questions
 from sharesd.cli.console import console, err_console, loading_bars
+from sharesd.cli.parse_types import parts_of
+from sharesd.cli.tables import Section
 from sharesd.config import EngineConfig
 from sharesd.data.questions import Question, first_turns
 from sharesd.models.checkpoint import Progress, silent
@@ -115,16 +115,9 @@ def run(args: argparse.Namespace) -> int:
 
 def settings_of(quants: str, keep: str, base: QuantConfig, skips: Sequence[str] = ()) -> list[QuantConfig]:
     """Return listed settings, then variants of `base` with one projection in full."""
-    listed = [QuantConfig.parse(text.replace("+", ","), skips) for text in _parts("--quants", quants)]
-    kept = [] if keep == NONE else [_without(base, projection) for projection in _parts("--keep", keep)]
+    listed = [QuantConfig.parse(text.replace("+", ","), skips) for text in parts_of("--quants", quants)]
+    kept = [] if keep == NONE else [_without(base, projection) for projection in parts_of("--keep", keep)]
     return list(dict.fromkeys((*listed, *kept)))
-
-
-def _parts(name: str, text: str) -> list[str]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(parts):
-        raise ValueError(f"{name} is {text!r}, which has an empty part; write the parts with ',' between")
-    return parts
 
 
 def _without(base: QuantConfig, projection: str) -> QuantConfig:
@@ -230,7 +223,5 @@ def _show(measured: Sequence[Measured], best: Measured) -> None:
         ]
         for each in measured
     ]
-    table = Table(*head, title="mode share by quantization of drafts (* best measured)", box=None, header_style="")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
+    title = "mode share by quantization of drafts (* best measured)"
+    console.print(Section(title, head, rows).table())

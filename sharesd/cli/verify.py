@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.markup import escape
-from rich.table import Table
 
 from sharesd.cli import environment, options, questions
 from sharesd.cli.console import console, err_console, loading_bars
+from sharesd.cli.tables import Section
 from sharesd.config import EngineConfig, Mode
 from sharesd.data.questions import Question, first_turns
 from sharesd.drafters import registry
@@ -254,7 +254,7 @@ def _show(cases: Sequence[Case]) -> None:
         text = f"{case.num_identical}/{case.num_turns}"
         by_row.setdefault(case.row, {})[case.sampling] = f"[bold red]{text}[/]" if case.mismatches else text
     rows = [[*row, *(cells[sampling] for sampling in samplings)] for row, cells in by_row.items()]
-    console.print(_table("turns identical to naive", ("mode", "draft", "width", *samplings), rows))
+    console.print(Section("turns identical to naive", ("mode", "draft", "width", *samplings), rows, left=9).table())
     differing = [(case, mismatch) for case in cases for mismatch in case.mismatches]
     if not differing:
         return
@@ -268,16 +268,9 @@ def _show(cases: Sequence[Case]) -> None:
         cells = (*case.row, case.sampling, mismatch.question_id, mismatch.position, *tokens, *gaps)
         rows.append([escape(str(cell)) for cell in cells])
     head = ("mode", "draft", "width", "sampling", "question", "position", "naive", "mode's", "logit gap", "gap")
-    console.print(_table("first differing tokens", head, rows))
+    console.print(Section("first differing tokens", head, rows, left=9).table())
     if len(differing) > MAX_SHOWN:
         err_console.print(f"and {len(differing) - MAX_SHOWN} more, in verify.json", highlight=False)
-
-
-def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(*head, title=title, box=None, title_justify="left", header_style="")
-    for row in rows:
-        table.add_row(*row)
-    return table
 
 
 def _list_of(convert: Callable[[str], _T]) -> Callable[[str], tuple[_T, ...]]:

@@ -18,7 +18,8 @@ from sharesd.drafters.spec import KINDS, DrafterSpec, HeadSpec, Need, Support
 
 NAIVE = "naive"
 """Mode without a drafter: plain decoding."""
-NAIVE_COLOUR, SPARE_COLOUR = "#999999", "#CC79A7"
+NAIVE_COLOUR = "#999999"
+SPARE_COLOURS = ("#CC79A7", "#0072B2", "#E69F00", "#009E73", "#56B4E9", "#999999")
 _added: dict[str, tuple[str, DrafterSpec]] = {}
 """Name -> module from outside of the package, and its spec."""
 
@@ -113,9 +114,10 @@ def head_specs() -> tuple[HeadSpec, ...]:
     return tuple(head for spec in specs("head") for head in spec.heads)
 
 
-def colour_of(mode: str) -> str:
-    """Return a mode's colour in plots; a spare one for unknown modes."""
-    return {NAIVE: NAIVE_COLOUR, **{spec.name: spec.colour for spec in specs()}}.get(mode, SPARE_COLOUR)
+def colour_of(name: str, number: int = 0) -> str:
+    """Return a mode's colour in plots; other names' by number."""
+    colours = {NAIVE: NAIVE_COLOUR, **{spec.name: spec.colour for spec in specs()}}
+    return colours.get(name, SPARE_COLOURS[number % len(SPARE_COLOURS)])
 
 
 def hatch_of(mode: str) -> str | None:

@@ -14,7 +14,7 @@ from rich.console import Console
 from benchmark.questions import records, summary
 from benchmark.questions.records import Key, TurnRecord
 from benchmark.questions.results import headline, noise, noise_remarks, tables_at_start
-from benchmark.report import percent
+from sharesd.cli.tables import percent
 from sharesd.drafters.recycle import EMBEDDED_TABLE
 from sharesd.drafters.suffix import EMBEDDED_CORPUS
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from benchmark.__main__ import main
-from benchmark.report import Report, Section
+from benchmark.report import Report
+from sharesd.cli.tables import Section
 from sharesd.engine.stats import Stats
 from tests.helpers.paths import ROOT
 from tests.helpers.tiny_models import make_checkpoint

@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmark.__main__ import main
-from benchmark.report import Report, flat
+from benchmark.report import Report
 from sharesd.cli import environment
 from sharesd.cli.environment import LoadMeter, load_warning, source
+from sharesd.cli.tables import flat
 from sharesd.models.loader import decoder_config
 from sharesd_files import file_hash
 from tests.helpers.tiny_heads import make_head

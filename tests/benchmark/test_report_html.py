@@ -18,7 +18,8 @@ from benchmark.questions.page import DRAFTER_SHADES, answers_of, token_pieces
 from benchmark.questions.records import TurnRecord
 from benchmark.questions.results import drafters, report_of
 from benchmark.questions.summary import summarize
-from benchmark.report import Report, Section
+from benchmark.report import Report
+from sharesd.cli.tables import Section
 from sharesd.data.questions import Question
 from sharesd.engine.outputs import Completion, TokenChunk
 from sharesd.engine.request import Request

@@ -1,0 +1,105 @@
+"""Tables of reports, their numbers as text, and JSON files."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sharesd_files import atomic_write
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+ABSENT = "-"
+MAX_DRIFT = 0.15  # share by which the speed of naive may differ between first and last run
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Table with a text below; either may be empty."""
+
+    title: str = ""
+    head: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+    left: int = 1  # leading columns that hold names; the others hold figures
+    text: str = ""
+
+    def table(self) -> Table:
+        from rich.table import Table
+
+        table = Table(title=self.title or None, box=None, title_justify="left", header_style="")
+        for i, name in enumerate(self.head):
+            table.add_column(name, justify="left" if i < self.left else "right", no_wrap=i >= self.left)
+        for row in self.rows:
+            table.add_row(*row)
+        return table
+
+    def csv(self) -> str:
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows([self.head, *self.rows])
+        return text.getvalue()
+
+
+def bullets(lines: Sequence[str]) -> str:
+    """Return the lines as a Markdown list, without empty lines."""
+    return "\n".join(f"- {line}" for line in filter(None, lines))
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write an object as indented JSON, atomically."""
+    atomic_write(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object of a JSON file; ValueError if missing or damaged."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist, so there is nothing to resume; drop --resume") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}); use another --out-dir") from error
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested settings under dotted names, without empty values."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{prefix}{name}.")
+        elif value not in (None, ""):
+            found[f"{prefix}{name}"] = ", ".join(map(str, value)) if isinstance(value, list | tuple) else value
+    return found
+
+
+def has_drifted(ratio: float | None) -> bool:
+    """Return True if speeds of first and last run differ much."""
+    return ratio is not None and max(ratio, 1 / ratio) > 1 + MAX_DRIFT
+
+
+def number(value: float | None, digits: int = 1) -> str:
+    """Return `12.3`, or `-` for None."""
+    return ABSENT if value is None else f"{value:.{digits}f}"
+
+
+def times(value: float | None) -> str:
+    """Return `1.23x`, or `-` for None."""
+    return ABSENT if value is None else f"{value:.2f}x"
+
+
+def percent(value: float | None) -> str:
+    """Return e.g. `97.5 %`, never rounded up to 100; `-` for None."""
+    if value is None:
+        return ABSENT
+    return "100 %" if value == 1 else f"{min(100 * value, 99.9):.1f} %"
+
+
+def size(num_bytes: float | None) -> str:
+    """Return `98.4 MB` or `1.25 GB` (powers of ten); `-` for None."""
+    if not num_bytes:
+        return ABSENT if num_bytes is None else "0"
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
