@@ -171,7 +171,7 @@ class EngineConfig:
     heads: tuple[str, ...] = ()
     """Trained heads, at most one for each mode.
 
-    Modes without one use the head that comes with the embedded model.
+    NAME=FOLDER has a mode of that name. Modes without one use the head that comes with the embedded model.
     """
     head_quant: QuantConfig | None = None
     """Quantization of linears of trained heads; None = no quantization.

@@ -66,7 +66,7 @@ DRAFTING = {
         name="--draft-model",
     ),
     "heads": Flag(
-        "trained head, once for each mode: "
+        "trained head, once for each mode, or as NAME=HEAD with a mode of its own, so that several can be compared: "
         + ", ".join(f"{spec.name} ({spec.source})" for spec in registry.specs("head"))
         + " (default: the one that comes with the embedded model, if there is one)",
         metavar="HEAD",

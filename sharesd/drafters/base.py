@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from compile.cuda_graphs import Graphs
 from quant.switch_linear import Switch
 from sharesd.config import EngineConfig
+from sharesd.drafters import registry
+from sharesd.drafters.spec import DrafterSpec
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.base import CausalModel
 from sharesd.sampling.sampler import Sampler
@@ -158,6 +160,15 @@ class BuildInputs:
     """Load the second model: compiled step, bytes of weights, graphs if capturable."""
     heads: Mapping[str, nn.Module]
     """Trained heads, by mode."""
+
+    def build(self, spec: DrafterSpec) -> Drafter:
+        """Build a drafter that takes time on the device."""
+        if not spec.base:
+            return registry.imported(spec.build)(self)
+        own = replace(self, heads={**self.heads, spec.base: self.heads[spec.name]})
+        drafter = registry.imported(spec.build)(own)
+        drafter.name = spec.name
+        return drafter
 
     @property
     def branching(self) -> int:

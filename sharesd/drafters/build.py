@@ -14,5 +14,5 @@ def build_drafter(mode: str, inputs: BuildInputs) -> Drafter | None:
         return None
     spec = registry.spec_of(mode)
     if spec.is_model:
-        return registry.imported(spec.build)(inputs)
+        return inputs.build(spec)
     return build_mix(inputs, mode, active_drafters(inputs.config, mode))

@@ -6,6 +6,7 @@ import importlib.util
 import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 from hashlib import sha256
 from importlib import import_module
@@ -44,6 +45,17 @@ def load_modules(modules: Iterable[str]) -> None:
             if spec.name in modes():
                 raise ValueError(f"--drafter-module {name} names its drafter {spec.name!r}, which is taken; rename it")
             _added[spec.name] = name, spec
+
+
+def name_head(name: str, base: str) -> None:
+    """Register a head's name as a mode; ValueError if taken."""
+    found = next((spec for spec in specs() if name == spec.name or name in spec.aliases), None)
+    if name == NAIVE or (found is not None and not found.base):
+        raise ValueError(f"--draft-head {name}=... names a head {name!r}, which is a mode already; rename it")
+    number = len([spec for _, spec in _added.values() if spec.base and spec.name != name])
+    colour = SPARE_COLOURS[number % len(SPARE_COLOURS)]
+    named = replace(spec_of(base), name=name, base=base, aliases=(), heads=(), source="", colour=colour)
+    _added[name] = "", named
 
 
 def _import(name: str) -> ModuleType:

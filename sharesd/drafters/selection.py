@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -11,18 +12,26 @@ from sharesd.config import SMALL, EngineConfig
 from sharesd.drafters import registry
 from sharesd.drafters.spec import Need
 
+_NAMED_HEAD = re.compile(r"(?P<name>[A-Za-z][\w.-]*)=(?P<folder>.+)")
 EMBEDDED = Path(__file__).parent / "heads" / "smollm2-135m-instruct"
 """Folders of the embedded model's heads, or second model, by mode."""
 
 
 def active_drafters(config: EngineConfig, *modes: str) -> tuple[str, ...]:
     """Return the drafters of some modes; a mix gives its members."""
-    registry.load_modules(config.drafter_modules)
+    _register(config)
     found: list[str] = []
     for mode in modes:
         spec = None if mode == registry.NAIVE else registry.spec_of(mode)
         found += registry.imported(spec.members)(config) if spec is not None and spec.members else (mode,)
     return tuple(dict.fromkeys(found))
+
+
+def _register(config: EngineConfig) -> None:
+    """Register the drafters of modules and of named heads."""
+    registry.load_modules(config.drafter_modules)
+    for head in config.heads:
+        head_mode(head)
 
 
 def options_of(config: EngineConfig, drafter: str) -> Any:
@@ -37,8 +46,22 @@ def option_fields() -> dict[str, str]:
     return {field.name: spec.name for spec in registry.specs() for field in fields(spec.options)}
 
 
+def head_folder(head: str) -> str:
+    """Return the folder of a head, without its name."""
+    named = None if Path(head).exists() else _NAMED_HEAD.fullmatch(head)
+    return head if named is None else named["folder"]
+
+
 def head_mode(head: str) -> str:
-    """Return the mode of a head's architecture; unknown: the first head drafter."""
+    """Return a head's name, or the mode of its architecture.
+
+    A name becomes a mode. Unknown architectures have the mode of the first head drafter.
+    """
+    folder = head_folder(head)
+    if folder != head:
+        name = head.removesuffix(f"={folder}")
+        registry.name_head(name, head_mode(folder))
+        return name
     config = Path(head) / "config.json"
     text = config.read_text("utf-8", errors="replace") if config.is_file() else ""
     specs = registry.specs("head")
@@ -48,7 +71,8 @@ def head_mode(head: str) -> str:
 
 def head_of(config: EngineConfig, mode: str) -> str | None:
     """Return a mode's head, given or shipped with the embedded model."""
-    return next((head for head in config.heads if head_mode(head) == mode), None) or _shipped(config, mode)
+    given = next((head_folder(head) for head in config.heads if head_mode(head) == mode), None)
+    return given or _shipped(config, mode)
 
 
 def require_head(config: EngineConfig, mode: str) -> str:
@@ -102,7 +126,7 @@ def files_shown(config: EngineConfig) -> dict[str, str]:
 
 def check_drafters(config: EngineConfig, *modes: str) -> None:
     """Raise ValueError for unknown drafters and options, with the remedy."""
-    registry.load_modules(config.drafter_modules)
+    _register(config)
     for mode in (config.mode, *modes):
         if mode not in registry.modes():
             raise ValueError(f"mode is {mode!r}; choose one of {', '.join(registry.modes())}")

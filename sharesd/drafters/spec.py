@@ -105,6 +105,8 @@ class DrafterSpec:
     """Dataclass of `option`s: flags of the command line and values of `EngineConfig.drafter_options`."""
     needs: frozenset[Need] = frozenset()
     supports: frozenset[Support] = frozenset({Support.TREES, Support.TENSOR_PARALLEL})
+    base: str = ""
+    """Mode whose drafter has a named head here."""
     heads: tuple[HeadSpec, ...] = ()
     """Layouts of the heads that it takes (kind `head`)."""
     source: str = ""

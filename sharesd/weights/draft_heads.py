@@ -74,6 +74,6 @@ def _load(mode: str, folder: Path, target: CausalModel) -> Head:
             f"{split.output_device}, which does not have all of them; take another mode, or leave devices out"
         )
     head_mode = mode_of(head.config.kind)
-    if head_mode != mode:
+    if head_mode != (registry.spec_of(mode).base or mode):
         raise ValueError(f"{folder} is a head of mode {head_mode}: take mode {head_mode}, not {mode}")
     return head
