@@ -28,6 +28,11 @@ class SamplingParams:
 
     0 is allowed with `prompt_logprobs` only.
     """
+    min_new_tokens: int = 0
+    """Tokens before which the text does not end.
+
+    End tokens are not chosen, and stop strings are not looked for.
+    """
     temperature: float = 0.0
     """0 = greedy; otherwise logits are divided by it."""
     top_k: int = 0
@@ -98,6 +103,13 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         check_min("max_new_tokens", self.max_new_tokens, 0 if self.prompt_logprobs else 1)
+        check_min("min_new_tokens", self.min_new_tokens, 0)
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens is {self.min_new_tokens} and max_new_tokens {self.max_new_tokens}; give at most that"
+            )
+        if self.min_new_tokens and self.acceptance != "match":
+            raise ValueError(f"acceptance {self.acceptance} knows no min_new_tokens; take match, or leave it out")
         for name in ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty"):
             _finite(name, getattr(self, name))
         check_min("temperature", self.temperature, 0)
@@ -137,6 +149,11 @@ class SamplingParams:
     def greedy(self) -> bool:
         """True if no noise is needed, and the argmax is emitted."""
         return self.temperature == 0
+
+    @property
+    def constrained(self) -> bool:
+        """True if some tokens are not allowed at some positions."""
+        return self.grammar is not None or self.min_new_tokens > 0
 
     @property
     def uses_penalties(self) -> bool:

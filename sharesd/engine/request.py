@@ -7,7 +7,7 @@ from math import inf
 
 from sharesd.engine.stats import Stats
 from sharesd.engine.stop_checker import FinishReason, StopChecker
-from sharesd.sampling.grammar import Matcher
+from sharesd.sampling.min_tokens import Constraint
 from sharesd.sampling_params import SamplingParams
 
 MAX_LEAD = 2
@@ -32,7 +32,7 @@ class Request:
         checker: StopChecker,
         stats: Stats,
         *,
-        matcher: Matcher | None = None,
+        matcher: Constraint | None = None,
         reuse: bool = True,
         call: object | None = None,
     ) -> None:

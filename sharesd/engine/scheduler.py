@@ -18,6 +18,7 @@ from sharesd.models.base import CausalModel
 from sharesd.models.tokenizer import Tokenizer
 from sharesd.sampling import RowSampling
 from sharesd.sampling.grammar import Grammars
+from sharesd.sampling.min_tokens import Constraint, MinTokens
 from sharesd.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int]
@@ -126,7 +127,9 @@ class Scheduler:
         """Append a new request to the queue. Arguments as of `Request`."""
         room = self._options.max_context - len(ids)
         checker = StopChecker(self._tokenizer, params, eos_ids=self._eos_ids(), room=room)
-        matcher = None if params.grammar is None else self.grammars.matcher(params.grammar)
+        matcher: Constraint | None = None if params.grammar is None else self.grammars.matcher(params.grammar)
+        if params.min_new_tokens:
+            matcher = MinTokens(params.min_new_tokens, checker.end_ids, matcher)
         reuse = reuse and not params.prompt_logprobs
         request = Request(ids, params, index, checker, stats, matcher=matcher, reuse=reuse, call=call)
         stats.accept_lengths.append([])

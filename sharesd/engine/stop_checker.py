@@ -17,23 +17,28 @@ class StopChecker:
         """`room`: free slots of the context, in tokens."""
         self._stream = TextStream(tokenizer)
         self._stops = params.stop
-        self._end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(eos_ids))
+        self.end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(eos_ids))
+        """Tokens that end the text."""
+        self._num_before_end = params.min_new_tokens
         self._num_left = min(params.max_new_tokens, room)
         self._unsent = ""  # final text that may be the beginning of a stop string
 
     def push(self, ids: list[int], num_legal: int | None = None) -> tuple[int, str, FinishReason | None]:
         """Process new tokens; return their number within the text, text, and reason."""
         num_legal_tokens = len(ids) if num_legal is None else num_legal
-        goes_on = num_legal_tokens == len(ids) < self._num_left and self._end_ids.isdisjoint(ids)
+        goes_on = num_legal_tokens == len(ids) < self._num_left and self.end_ids.isdisjoint(ids)
         if goes_on and not self._stops:  # together: decoding takes time
             self._num_left -= len(ids)
+            self._num_before_end -= len(ids)
             return len(ids), self._stream.push(ids), None
         text = ""
         for count, token in enumerate(ids, 1):
             self._num_left -= 1
-            piece, found = self._release(self._stream.push([token]))
+            self._num_before_end -= 1
+            may_end, piece = self._num_before_end < 0, self._stream.push([token])
+            piece, found = self._release(piece) if may_end else (piece, False)
             text += piece
-            if found or (token in self._end_ids and count <= num_legal_tokens):
+            if found or (may_end and token in self.end_ids and count <= num_legal_tokens):
                 return count, text if found else text + self._flush()[0], "stop"
             if self._num_left == 0 or count > num_legal_tokens:
                 rest, found = self._flush()

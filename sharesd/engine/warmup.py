@@ -25,7 +25,7 @@ from sharesd_files import JsonCache
 def warm_up(engine: Engine, params: SamplingParams, costs: JsonCache | None = None) -> None:
     """Compile the rounds of one kind of sampling; time them if needed."""
     policy = engine.variant(params).policy
-    short = replace(params, ignore_eos=True, stop=(), stop_token_ids=(), grammar=None)
+    short = replace(params, ignore_eos=True, stop=(), stop_token_ids=(), grammar=None, min_new_tokens=0)
     shapes = _shapes(engine, params)
     prompt = [i % engine.target.vocab_size for i in range(min(8, engine.max_context // 2))]
     before = policy.pinned

@@ -52,7 +52,7 @@ class SamplingKind(NamedTuple):
             truncated=truncated and not params.greedy,
             penalized=params.uses_penalties,
             biased=bool(params.logit_bias),
-            constrained=params.grammar is not None,
+            constrained=params.constrained,
             logprobs=params.logprobs,
             top_logprobs=params.top_logprobs,
             acceptance=params.acceptance,
@@ -304,7 +304,7 @@ def _costly_params(params: SamplingParams, vocab_size: int) -> frozenset[CostlyP
         "repetition": params.repetition_penalty != 1,
         "frequency": params.frequency_penalty != 0,
         "presence": params.presence_penalty != 0,
-        "grammar": params.grammar is not None,
+        "grammar": params.constrained,
     }
     return frozenset(costly_param for costly_param, asked in asks.items() if asked)
 

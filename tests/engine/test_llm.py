@@ -385,8 +385,9 @@ PUBLIC = (
 )
 """Fields of EngineConfig, which are keywords of LLM: whoever renames one breaks programs of others."""
 SAMPLING = (
-    "max_new_tokens temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty logit_bias "
-    "seed stop stop_token_ids ignore_eos logprobs top_logprobs prompt_logprobs speculate grammar acceptance"
+    "max_new_tokens min_new_tokens temperature top_k top_p min_p repetition_penalty presence_penalty "
+    "frequency_penalty logit_bias seed stop stop_token_ids ignore_eos logprobs top_logprobs prompt_logprobs "
+    "speculate grammar acceptance"
 )
 
 
