@@ -31,6 +31,7 @@ GETS: dict[str, Callable[..., Any]] = {
     "/health": admin_routes.health,
     "/metrics": admin_routes.metrics,
     "/version": admin_routes.version,
+    "/tokenizer_info": tokenize.tokenizer_info,
 }
 HEADS = {"/", "/health"}
 """Paths that support HEAD requests, for monitors."""

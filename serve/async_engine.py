@@ -7,6 +7,8 @@ import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 from serve.choice_state import Choice
 from serve.engine_thread import Added, EngineThread, Event, Failed, Model, Output, Ready, Round
@@ -19,6 +21,20 @@ log = logging.getLogger(__name__)
 
 MAX_STEP_SECONDS = 120.0
 """Maximum seconds of a step; after that the engine counts as hanging."""
+
+
+NO_TOKENS: Any = SimpleNamespace(
+    request=None,
+    token_ids=[],
+    sources=[],
+    drafters=[],
+    text="",
+    logprobs=None,
+    top_logprobs=None,
+    finish_reason="length",
+    error=None,
+)
+"""Chunk of a choice that asks for no tokens."""
 
 
 class Service:
@@ -158,6 +174,8 @@ class Call:
         self._service, self._num_places = service, num_choices
         self.model = model
         self.choices: list[Choice] = []
+        self.warnings: list[str] = []
+        """Parts of the request that are done in part."""
         self._news: asyncio.Queue[list[Output] | ApiError | None] = asyncio.Queue()
 
     async def start(self, choices: Sequence[Choice]) -> None:
@@ -169,6 +187,14 @@ class Call:
         self._service.owners.update(dict.fromkeys(self.choices, self))
         self._service.engine.add(self.choices)
         await self._next()
+
+    def finish_empty(self, choices: Sequence[Choice]) -> None:
+        """Finish choices of no tokens, without the engine."""
+        self.choices = list(choices)
+        for choice in self.choices:
+            choice.finish_reason, choice.ended = "length", True
+            choice.logprobs = [] if choice.params.logprobs else None
+        self.on_outputs([Output(choice, NO_TOKENS, 0, choice.began) for choice in self.choices])
 
     async def rounds(self, patience: float | None = None) -> AsyncIterator[list[Output]]:
         """Yield the outputs of each round until all choices have ended.

@@ -14,7 +14,7 @@ from serve.handlers import respond, start
 from serve.messages import for_template
 from serve.response_format import ResponseFormat, alternatives
 from serve.schemas import ChatBody, read
-from serve.token_utils import encode_chat, token_bytes, token_text
+from serve.token_utils import encode_chat, ending_of, token_bytes, token_text
 from serve.tool_calls import CallPart, CallReader
 from sharesd.data.json_numbers import finite
 
@@ -28,9 +28,10 @@ async def chat(request: Request) -> Response:
         ids = encode_chat(
             model,
             messages,
-            functions=body.functions,
-            add_generation_prompt=body.add_generation_prompt is not False,
+            functions=body.shown_functions,
+            ending=ending_of(body),
             variables=body.chat_template_kwargs,
+            preferences=body.preferences,
         )
         return [ids]
 
@@ -72,10 +73,10 @@ class ChatFormat(ResponseFormat):
     def _read(self, choice: Choice, tokens: Tokens) -> tuple[str, list[dict[str, Any]]]:
         """Return content and tool calls in OpenAI's format."""
         body, form = self._body, self._format
-        if form is None or not body.functions:
+        if form is None or not body.shown_functions:
             return tokens.text, []
         if choice not in self._readers:
-            names, must = {function.name for function in body.functions}, bool(body.must_call)
+            names, must = {function.name for function in body.callable_functions}, body.must_call
             self._readers[choice] = CallReader(form, names, max_calls=body.max_calls, must=must)
         found = self._readers[choice].push(tokens.text, last=tokens.finish_reason is not None)
         if found.calls:

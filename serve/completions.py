@@ -42,7 +42,7 @@ async def predict(request: Request) -> Response:
 
 async def _start(request: Request, body: CompletionBody) -> Call:
     prompts = request.state.visit.prompt = body.prompts
-    if body.token_limit is None:
+    if not body.says_limit:
         body = body.model_copy(update={"max_tokens": DEFAULT_TOKENS})
     special = body.add_special_tokens is not False
     return await start(

@@ -101,6 +101,16 @@ def of_status(status: int, path: str, headers: Mapping[str, str] | None = None) 
     return ApiError(status, f"{HTTPStatus(status).phrase}: {path[:MAX_SHOWN]}", headers=headers)
 
 
+def unknown_nulls(error: ValidationError) -> set[str]:
+    """Return unknown keys of value null, if there are no other errors."""
+    if error.error_count() > MAX_ERRORS:
+        return set()
+    found = error.errors(include_url=False, include_context=False)
+    if any(one["type"] != "extra_forbidden" or one["input"] is not None or len(one["loc"]) > 1 for one in found):
+        return set()
+    return {str(one["loc"][0]) for one in found}
+
+
 def of_schema(error: ValidationError) -> ApiError:
     """Return the error for the first, or for too many, invalid values."""
     if error.error_count() > MAX_ERRORS:

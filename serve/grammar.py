@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from anyio import to_thread
 
 from serve.engine_thread import Model
 from serve.errors import invalid
+from serve.json_schemas import adapted, warnings_of
 from serve.schemas import ChatBody, Generation
 from serve.tool_format import calls_grammar, text_and_calls_grammar
 from sharesd.data import grammar_spec
@@ -18,8 +21,16 @@ SECONDS = 10.0
 """Time limit of compilation; later, llguidance's own limits end compilation."""
 
 
-async def compiled(model: Model, body: Generation) -> str | None:
-    """Return the compiled grammar of a request, or None.
+class Compiled(NamedTuple):
+    """Grammar of a request."""
+
+    text: str | None
+    warnings: list[str]
+    """Parts of its schemas that are not kept."""
+
+
+async def compiled(model: Model, body: Generation) -> Compiled:
+    """Return the compiled grammar of a request, if it has one.
 
     Compilation runs on another thread. Raises ApiError 400 for a grammar that does not compile or is too long.
     """
@@ -27,24 +38,33 @@ async def compiled(model: Model, body: Generation) -> str | None:
     try:
         text = _of_calls(model, body) if isinstance(body, ChatBody) and param == "tools" else _of_text(body)
         if text is None:
-            return None
+            return Compiled(None, [])
         if len(text) > MAX_CHARACTERS:
             message = f"the grammar of {param} has {len(text)} characters; give up to {MAX_CHARACTERS}"
             raise invalid(message, param)
         async with asyncio.timeout(SECONDS):
-            await to_thread.run_sync(model.grammars.matcher, text, abandon_on_cancel=True)
+            matcher = await to_thread.run_sync(model.grammars.matcher, text, abandon_on_cancel=True)
     except TimeoutError:
         raise invalid(f"the grammar of {param} took longer than {SECONDS:g} s to compile", param) from None
     except ValueError as error:
         raise invalid(f"{param}: {error}", param) from None
-    return text
+    return Compiled(text, warnings_of(matcher.warnings, _schemas(body, param)))
+
+
+def _schemas(body: Generation, param: str) -> Mapping[str, Mapping[str, Any]]:
+    """Return the schemas of a request by their places."""
+    if isinstance(body, ChatBody) and param == "tools":
+        return {f"tools: the parameters of {one.name}": one.arguments for one in body.callable_functions}
+    form, outputs = body.response_format, body.structured_outputs
+    named = form.json_schema.schema_ if form and form.json_schema else outputs.json_ if outputs else None
+    return {param: named or {}}
 
 
 def _of_calls(model: Model, body: ChatBody) -> str | None:
-    form, functions = model.tool_format, body.functions
+    form, functions = model.tool_format, body.callable_functions
     assert form is not None
     if body.must_call:
-        return calls_grammar(form, model.tokenizer, body.must_call, several=body.max_calls is None)
+        return calls_grammar(form, model.tokenizer, functions, several=body.max_calls is None)
     if any(function.strict for function in functions):
         return text_and_calls_grammar(form, model.tokenizer, functions)
     return None
@@ -54,12 +74,12 @@ def _of_text(body: Generation) -> str | None:
     outputs, form = body.structured_outputs, body.response_format
     if form is not None and form.type != "text":
         return grammar_spec.from_json_schema(
-            {"type": "object"} if form.json_schema is None else form.json_schema.schema_
+            {"type": "object"} if form.json_schema is None else adapted(form.json_schema.schema_)
         )
     if outputs is None:
         return None
     if outputs.json_ is not None:
-        return grammar_spec.from_json_schema(outputs.json_)
+        return grammar_spec.from_json_schema(adapted(outputs.json_))
     if outputs.regex is not None:
         return grammar_spec.from_regex(outputs.regex)
     if outputs.choice is not None:

@@ -46,17 +46,23 @@ async def start(
     check_ids(call.model, list(body.bias), "logit_bias")
     check_ids(call.model, body.stop_token_ids or [], "stop_token_ids")
     prompts = await run_in_threadpool(encode, call.model)
-    grammar = await compiled(call.model, body)
+    grammar, call.warnings = await compiled(call.model, body)
     seed = secrets.randbits(63) if body.seed is None else body.seed
     choices = []
     for p, prompt in enumerate(prompts):
         token_limit = max_answer_tokens(call.model, prompt, body.token_limit, param)
+        if (body.min_tokens or 0) > token_limit:
+            message = f"min_tokens is {body.min_tokens} and the answer has room for {token_limit}; give at most that"
+            raise invalid(message, "min_tokens")
         try:
             params = body.params(token_limit=token_limit, seed=seed, grammar=grammar)
         except ValueError as error:
             raise invalid(str(error)) from None
         choices += [Choice(prompt, params, p, p * n + k) for k in range(n)]
-    await call.start(choices)
+    if body.token_limit == 0 and not body.scores_prompt:
+        call.finish_empty(choices)
+    else:
+        await call.start(choices)
     return call
 
 
@@ -70,9 +76,10 @@ async def respond(request: Request, call: Call, body: Generation, form: Response
         "model": settings.model_name,
         "system_fingerprint": f"sharesd-{__version__}",
     }
+    warnings = {"warnings": call.warnings} if call.warnings else {}
     if body.stream:
-        stream = events(call, form, head, body, patience=settings.keep_alive)
+        stream = events(call, form, head, body, first=warnings, patience=settings.keep_alive)
         return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-cache"})
     await call.finish()
     choices = [form.whole(choice) for choice in call.choices]
-    return JSONResponse({**head, "choices": choices, **ending(call.choices, body)})
+    return JSONResponse({**head, "choices": choices, **ending(call.choices, body), **warnings})

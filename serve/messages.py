@@ -9,25 +9,25 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from serve.errors import invalid
-from serve.strict import Strict
+from serve.strict import Loose
 from serve.tools import Name
 
 
-class Part(Strict):
+class Part(Loose):
     """Part of a message's content."""
 
     type: Literal["text"]
     text: str
 
 
-class CalledFunction(Strict):
+class CalledFunction(Loose):
     """Called function, with arguments as JSON."""
 
     name: Name
     arguments: str
 
 
-class ToolCall(Strict):
+class ToolCall(Loose):
     """Tool call of an earlier answer."""
 
     id: str
@@ -37,16 +37,19 @@ class ToolCall(Strict):
     """Position in a streamed answer; accepted without effect."""
 
 
-class Message(Strict):
-    """Message; keys of earlier answers may be null."""
+class Message(Loose):
+    """Message; unknown keys, of other servers' answers, are left out."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[Part], Field(fail_fast=True)] | None = None
     name: str | None = None
     refusal: None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     audio: None = None
     function_call: None = None
+    reasoning_content: str | None = None
+    """Reasoning of an assistant before its answer."""
+    reasoning: str | None = None
+    """Another name of `reasoning_content`."""
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     """Tool calls of an assistant message."""
     tool_call_id: str | None = None
@@ -58,15 +61,20 @@ class Message(Strict):
             raise invalid(f"tool_calls are in a message of role {self.role}; only assistants have some", "messages")
         if (self.tool_call_id is not None) != (self.role == "tool"):
             raise invalid("messages of role tool have a tool_call_id, and no others", "messages")
-        if self.content is None and not self.tool_calls:
+        if self.content is None and not self.tool_calls and not self.thoughts:
             raise invalid(f"a message of role {self.role} has no content; give a text", "messages")
         return self
 
     @property
-    def text(self) -> str:
-        """Content as text, with a line per part."""
+    def thoughts(self) -> str:
+        """Reasoning of an assistant, or an empty text."""
+        return (self.reasoning_content or self.reasoning or "") if self.role == "assistant" else ""
+
+    @property
+    def text(self) -> str | None:
+        """Content as text, with a line per part, or None."""
         if self.content is None or isinstance(self.content, str):
-            return self.content or ""
+            return self.content
         return "\n".join(part.text for part in self.content)
 
 
@@ -76,14 +84,16 @@ Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
 def for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return messages in the form of chat templates.
 
-    `developer` becomes `system`, arguments become objects, and tool messages get the function's name. Raises ApiError
-    400 if arguments are not an object.
+    `developer` becomes `system`, arguments become objects, and tool messages get the function's name. Content of calls
+    may be None. Raises ApiError 400 if arguments are not an object.
     """
     shown: list[dict[str, Any]] = []
     names: dict[str, str] = {}
     for message in messages:
         one: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
-        one["content"] = message.text
+        one["content"] = message.text if message.tool_calls else message.text or ""
+        if message.thoughts:
+            one["reasoning_content"] = message.thoughts
         if message.tool_calls:
             one["tool_calls"] = [_call_for_template(call) for call in message.tool_calls]
             names |= {call.id: call.function.name for call in message.tool_calls}

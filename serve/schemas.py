@@ -1,20 +1,23 @@
 """Schemas of request bodies.
 
-Some parameters are accepted without effect. An unknown parameter is an error that names it. Types are strict: a string
-is not accepted as a number.
+`serve.fields` has parameters that are accepted without effect. An unknown parameter is an error that names it. Types
+are strict: a string is not accepted as a number.
 """
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from fastapi import Request
 from pydantic import Field, ValidationError, model_validator
 
-from serve.errors import invalid, of_schema
+from serve.errors import invalid, of_schema, unknown_nulls
+from serve.fields import WITHOUT_EMPTY, Taken, unset
 from serve.messages import Messages
+from serve.output_schemas import Format, StreamOptions, StructuredOutputs
 from serve.strict import Strict
-from serve.tools import Function, NamedTool, ToolChoice, Tools
+from serve.tools import Function, ToolChoice, Tools, choice_of
 from sharesd.sampling_params import SamplingParams
 
 MAX_CHOICES = 128
@@ -25,7 +28,9 @@ MAX_TOP_LOGPROBS = 20
 
 Body = TypeVar("Body", bound=Strict)
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
-Number = Annotated[int, Field(ge=1, lt=2**31)]
+Limit = Annotated[int, Field(ge=-1, lt=2**31)]
+"""Token limit; -1: none, so up to the end of the context."""
+Name = Annotated[str | None, unset("")]
 Key = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$")]
 """Token id as a JSON key."""
 
@@ -38,67 +43,30 @@ Stops = Annotated[list[Stop], Field(max_length=16, fail_fast=True)]
 
 async def read(request: Request, kind: type[Body]) -> Body:
     """Return the validated body of a request; ApiError if invalid."""
+    text = await request.body()
     try:
-        return kind.model_validate_json(await request.body())
+        return kind.model_validate_json(text)
+    except ValidationError as error:
+        unknown = unknown_nulls(error)
+        if not unknown:
+            raise of_schema(error) from None
+    known = {name: value for name, value in json.loads(text).items() if name not in unknown}
+    try:
+        return kind.model_validate_json(json.dumps(known))
     except ValidationError as error:
         raise of_schema(error) from None
 
 
-class StreamOptions(Strict):
-    """Options of a stream's last chunk."""
-
-    include_usage: bool | None = None
-    """True: the last chunk has the usage and no choices."""
-    include_obfuscation: Literal[False] | None = None
-    """False or null: obfuscation is not supported."""
-
-
-class JsonSchema(Strict):
-    """JSON schema of the answer; always strict."""
-
-    name: str | None = None
-    description: str | None = None
-    schema_: Annotated[dict[str, Any], Field(alias="schema")]
-    strict: bool | None = None
-
-
-class Format(Strict):
-    """OpenAI's `response_format`."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-    @model_validator(mode="after")
-    def _has_schema(self) -> Self:
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise invalid("response_format: give json_schema with the type json_schema, only", "response_format")
-        return self
-
-
-class StructuredOutputs(Strict):
-    """vLLM's `structured_outputs`, with exactly one key."""
-
-    json_: Annotated[dict[str, Any] | None, Field(alias="json")] = None
-    regex: Annotated[str, Field(min_length=1)] | None = None
-    choice: Annotated[list[str], Field(min_length=1, max_length=1024, fail_fast=True)] | None = None
-    grammar: Annotated[str, Field(min_length=1)] | None = None
-    """Grammar in llguidance's dialect of Lark."""
-
-    @model_validator(mode="after")
-    def _is_one(self) -> Self:
-        if sum(part is not None for part in (self.json_, self.regex, self.choice, self.grammar)) != 1:
-            raise invalid("structured_outputs: give one of json, regex, choice and grammar", "structured_outputs")
-        return self
-
-
-class Generation(Strict):
+class Generation(Taken):
     """Parameters shared by chats and completions."""
 
-    model: str | None = None
+    model: Name = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    best_of: Literal[1] | None = None
-    max_tokens: Number | None = None
-    max_completion_tokens: Number | None = None
+    max_tokens: Limit | None = None
+    max_completion_tokens: Limit | None = None
+    n_predict: Limit | None = None
+    """Name of `max_tokens` in llama.cpp."""
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
@@ -107,8 +75,8 @@ class Generation(Strict):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: Annotated[dict[Key, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = None
-    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    stop: Stop | Stops | None = None
+    seed: Annotated[Annotated[int, Field(ge=0, lt=2**63)] | None, unset(-1)] = None
+    stop: Annotated[Stop | Stops | None, WITHOUT_EMPTY] = None
     stop_token_ids: Annotated[list[int], Field(max_length=1024, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
@@ -120,29 +88,13 @@ class Generation(Strict):
     token_details: bool | None = None
     """Extension: true returns each token's source and speculation figures."""
 
-    # Accepted where they ask for nothing.
-    min_tokens: Literal[0] | None = None
-    skip_special_tokens: Literal[True] | None = None
-    spaces_between_special_tokens: Literal[True] | None = None
-    include_stop_str_in_output: Literal[False] | None = None
-    use_beam_search: Literal[False] | None = None
-    length_penalty: Annotated[float, Field(ge=1, le=1)] | None = None
-
-    # Accepted, and without effect on the answer.
-    user: Any = None
-    metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options is given without stream; set that, or leave it out", "stream_options")
-        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            message = f"max_tokens is {self.max_tokens} and max_completion_tokens is {self.max_completion_tokens}"
-            raise invalid(f"{message}; give one of the two", "max_tokens")
+        if len(set(self._limits.values())) > 1:
+            given = " and ".join(f"{name} is {value}" for name, value in self._limits.items())
+            raise invalid(f"{given}; give one of them", next(iter(self._limits)))
         asking = self.shaped_by
         if len(asking) > 1:
             raise invalid(f"{' and '.join(asking)} say both what the answer must be; leave one out", asking[-1])
@@ -162,8 +114,18 @@ class Generation(Strict):
 
     @property
     def token_limit(self) -> int | None:
-        """Maximum tokens per answer; None if not given."""
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        """Maximum tokens per answer; None without a limit."""
+        return next(iter(self._limits.values()), None)
+
+    @property
+    def _limits(self) -> dict[str, int]:
+        names = ("max_tokens", "max_completion_tokens", "n_predict")
+        return {name: value for name in names if (value := getattr(self, name)) not in (None, -1)}
+
+    @property
+    def says_limit(self) -> bool:
+        """True if a limit is given, even that there is none."""
+        return not self.max_tokens is self.max_completion_tokens is self.n_predict is None
 
     @property
     def bias(self) -> dict[int, float]:
@@ -174,6 +136,11 @@ class Generation(Strict):
     def wants_usage(self) -> bool:
         """True if a stream ends with a usage chunk."""
         return bool(self.token_details or (self.stream_options and self.stream_options.include_usage))
+
+    @property
+    def wants_usage_always(self) -> bool:
+        """True if all chunks of a stream have the usage."""
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats and self.wants_usage)
 
     @property
     def num_top(self) -> int | None:
@@ -188,7 +155,8 @@ class Generation(Strict):
     def params(self, *, token_limit: int, seed: int, grammar: str | None = None) -> SamplingParams:
         """Return the sampling parameters; OpenAI's default temperature is 1."""
         return SamplingParams(
-            max_new_tokens=token_limit,
+            max_new_tokens=token_limit if self.scores_prompt else max(1, token_limit),
+            min_new_tokens=self.min_tokens or 0,
             temperature=_or(self.temperature, 1.0),
             top_k=max(0, _or(self.top_k, 0)),
             top_p=_or(self.top_p, 1.0),
@@ -221,13 +189,21 @@ class ChatBody(Generation):
     """False: at most one call."""
     add_generation_prompt: bool | None = None
     """False: the prompt ends after the last message, without assistant header."""
+    continue_final_message: bool | None = None
+    """True: the prompt ends in the last message's text."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables of the chat template."""
+    enable_thinking: bool | None = None
+    """Variable of the chat template, where it reads this one."""
+    reasoning_effort: Annotated[str | None, unset("")] = None
+    """As `enable_thinking`; "none" is the same as that of false."""
+    echo: Literal[False] | None = None
+    add_special_tokens: Literal[False] | None = None
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
 
     @model_validator(mode="after")
     def _has_logprobs(self) -> Self:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise invalid("top_logprobs is given without logprobs; set that, or leave it out", "top_logprobs")
         return self
 
@@ -237,32 +213,46 @@ class ChatBody(Generation):
         twice = next((name for place, name in enumerate(names) if name in names[:place]), None)
         if twice is not None:
             raise invalid(f"tools has two functions {twice}; give each a name of its own", "tools")
-        if self.tool_choice not in (None, "none", "auto") and not self.must_call:
-            wanted = self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.function.name
-            raise invalid(f"tool_choice is {wanted}, for which tools has no function; add it", "tool_choice")
+        choice = choice_of(self.tool_choice)
+        for wanted in choice.names or () if choice.mode != "none" else ():
+            if wanted not in names:
+                raise invalid(f"tool_choice is {wanted}, for which tools has no function; add it", "tool_choice")
+        if choice.mode == "required" and not self.shown_functions:
+            raise invalid("tool_choice is required, for which tools has no function; add it", "tool_choice")
         return self
 
     @property
     def shaped_by(self) -> list[str]:
-        return super().shaped_by + (["tools"] if self.functions else [])
+        return super().shaped_by + (["tools"] if self.shown_functions else [])
 
     @property
-    def functions(self) -> list[Function]:
+    def shown_functions(self) -> list[Function]:
         """Functions in the prompt."""
-        return [] if self.tool_choice == "none" else [tool.function for tool in self.tools or ()]
+        return [] if choice_of(self.tool_choice).mode == "none" else [tool.function for tool in self.tools or ()]
 
     @property
-    def must_call(self) -> list[Function]:
-        """Functions of which one must be called; empty: calls are optional."""
-        if isinstance(self.tool_choice, NamedTool):
-            name = self.tool_choice.function.name
-            return [function for function in self.functions if function.name == name]
-        return self.functions if self.tool_choice == "required" else []
+    def callable_functions(self) -> list[Function]:
+        """Functions that may be called."""
+        names = choice_of(self.tool_choice).names
+        return [function for function in self.shown_functions if names is None or function.name in names]
+
+    @property
+    def must_call(self) -> bool:
+        """True if one of the functions must be called."""
+        return choice_of(self.tool_choice).mode == "required"
 
     @property
     def max_calls(self) -> int | None:
         """Maximum calls in one answer; None: no limit."""
-        return 1 if self.parallel_tool_calls is False or isinstance(self.tool_choice, NamedTool) else None
+        return 1 if self.parallel_tool_calls is False or choice_of(self.tool_choice).is_one else None
+
+    @property
+    def preferences(self) -> dict[str, Any]:
+        """Variables of the chat template, without effect in others."""
+        effort, thinks = self.reasoning_effort, self.enable_thinking
+        thinks = False if effort == "none" and thinks is None else thinks
+        given = {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
+        return {name: value for name, value in given.items() if value is not None and value != "none"}
 
     @property
     def num_top(self) -> int | None:
@@ -273,19 +263,12 @@ class CompletionBody(Generation):
     """Body of `POST /v1/completions`."""
 
     prompt: str | Texts | Ids | ManyIds
-    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    logprobs: Annotated[Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None, unset(False)] = None
     suffix: Literal[""] | None = None
 
     add_special_tokens: bool | None = None
     """False: a text is encoded without the beginning-of-text token."""
-
-    @model_validator(mode="after")
-    def _has_something_to_do(self) -> Self:
-        if self.token_limit == 0 and not self.scores_prompt:
-            raise invalid("max_tokens is 0, which is for scoring a prompt; give echo and logprobs, too", "max_tokens")
-        return self
 
     @property
     def scores_prompt(self) -> bool:
@@ -311,19 +294,22 @@ class PredictBody(Strict):
 class TokenizeBody(Strict):
     """Body of `POST /tokenize`: a text, or messages for the chat template."""
 
-    model: str | None = None
+    model: Name = None
     prompt: str | None = None
     messages: Messages | None = None
     tools: Tools | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+    """True: the answer has each token's text, too."""
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise invalid("give prompt or messages, one of the two", "prompt")
-        of_chats = ["tools", "add_generation_prompt", "chat_template_kwargs"]
+        of_chats = ["tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"]
         for wrong in of_chats if self.messages is None else ["add_special_tokens"]:
             if getattr(self, wrong) is not None:
                 raise invalid(f"{wrong} has no effect here; leave it out", wrong)
@@ -333,7 +319,7 @@ class TokenizeBody(Strict):
 class DetokenizeBody(Strict):
     """Body of `POST /detokenize`."""
 
-    model: str | None = None
+    model: Name = None
     tokens: Annotated[list[int], Field(fail_fast=True)]
 
 

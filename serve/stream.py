@@ -10,24 +10,36 @@ from serve.async_engine import Call, Output
 from serve.errors import ApiError
 from serve.response_format import ResponseFormat
 from serve.schemas import Generation
-from serve.usage import ending
+from serve.usage import ending, usage
 
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
 
 
 async def events(
-    call: Call, form: ResponseFormat, head: Mapping[str, Any], body: Generation, *, patience: float
+    call: Call,
+    form: ResponseFormat,
+    head: Mapping[str, Any],
+    body: Generation,
+    *,
+    first: Mapping[str, Any],
+    patience: float,
 ) -> AsyncIterator[bytes]:
     """Yield a stream's bytes: events of each round, and keep-alive comments.
 
+    `first` is added to the first event.
     A comment is sent after `patience` seconds without output. After a failure, an error event ends the stream.
     """
     nothing_yet = {"usage": None} if body.wants_usage else {}
+    more, num_sent = dict(first), 0
     try:
         async for outputs in call.rounds(patience):
             parts = [_part(form, output) for output in outputs]
-            data = [event({**head, "choices": [part], **nothing_yet}) for part in parts if part is not None]
+            num_sent += sum(len(output.chunk.token_ids) for output in outputs)
+            so_far = {"usage": usage(call.choices, num_sent)} if body.wants_usage_always else nothing_yet
+            found = [{**head, "choices": [part], **so_far} for part in parts if part is not None]
+            data = [event(more | one) if place == 0 else event(one) for place, one in enumerate(found)]
+            more = {} if data else more
             if data or not outputs:
                 yield b"".join(data) or KEEP_ALIVE
         if body.wants_usage:

@@ -5,15 +5,33 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 from serve.engine_thread import Model
 from serve.errors import MAX_SHOWN, ApiError, invalid
+from serve.schemas import ChatBody, TokenizeBody
 from serve.tool_format import FORMATS
 from serve.tools import Function
 from sharesd.models.tokenizer import TextStream, Tokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+OPTIONAL = ("enable_thinking", "thinking", "reasoning_effort")
+"""Variables that clients send to all models; templates without them ignore them."""
+
+Ending = Literal["answer", "turn", "last message"]
+"""End of a prompt: an assistant's header, a turn, or its text."""
+
+
+def ending_of(body: ChatBody | TokenizeBody) -> Ending:
+    """Return the end of a request's prompt; ApiError 400 for two."""
+    if not body.continue_final_message:
+        return "turn" if body.add_generation_prompt is False else "answer"
+    if body.add_generation_prompt:
+        message = "continue_final_message and add_generation_prompt are both true; leave one out"
+        raise invalid(message, "continue_final_message")
+    return "last message"
 
 
 def encode(model: Model, prompt: str | Sequence[int], add_special_tokens: bool = True) -> list[int]:
@@ -27,11 +45,13 @@ def encode_chat(
     messages: Sequence[Mapping[str, Any]],
     *,
     functions: Sequence[Function] = (),
-    add_generation_prompt: bool = True,
+    ending: Ending = "answer",
     variables: Mapping[str, Any] | None = None,
+    preferences: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Return the ids of a conversation.
 
+    `preferences` are variables that count only if the template has them, as those of OPTIONAL do.
     Raises ApiError 400 without a chat template, or if the template drops a part of the conversation.
     """
     tokenizer, template = model.tokenizer, model.tokenizer.tool_template or ""
@@ -43,14 +63,22 @@ def encode_chat(
         raise invalid(f"{message}, or start the server with --tool-format {'|'.join(FORMATS)}", "tools")
     if "tool_calls" not in template and any("tool_calls" in message for message in messages):
         raise invalid("messages have tool_calls, which this model's chat template does not show", "messages")
-    unknown = next((name for name in variables or () if name not in tokenizer.template_variables), None)
+    known_variables = tokenizer.template_variables
+    wanted = {**(preferences or {}), **(variables or {})}
+    optional = {*(preferences or ()), *OPTIONAL}
+    wanted = {name: value for name, value in wanted.items() if name in known_variables or name not in optional}
+    unknown = next((name for name in wanted if name not in known_variables), None)
     if unknown is not None:
-        known = ", ".join(sorted(tokenizer.template_variables)) or "none"
+        known = ", ".join(sorted(known_variables)) or "none"
         message = f"chat_template_kwargs has {unknown[:MAX_SHOWN]}; variables of this model's chat template: {known}"
         raise invalid(message, "chat_template_kwargs")
     tools = [function.for_template() for function in functions]
     try:
-        ids = tokenizer.chat(messages, add_generation_prompt, tools=tools, variables=variables)
+        if ending == "last message":
+            text = tokenizer.render_begun(messages, tools=tools, variables=wanted)
+            ids = tokenizer.encode(text, add_special_tokens=False)
+        else:
+            ids = tokenizer.chat(messages, ending == "answer", tools=tools, variables=wanted)
     except ValueError as error:
         raise invalid(str(error), "messages") from None
     return _checked(model, ids, "messages")

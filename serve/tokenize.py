@@ -1,4 +1,4 @@
-"""Routes `POST /tokenize` and `POST /detokenize`, in vLLM's format."""
+"""Routes `/tokenize`, `/detokenize` and `/tokenizer_info`, in vLLM's format."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from serve.engine_thread import Model
 from serve.handlers import check_name
 from serve.messages import for_template
 from serve.schemas import DetokenizeBody, TokenizeBody, read
-from serve.token_utils import decode, encode_chat
+from serve.token_utils import decode, encode_chat, ending_of, token_text
 
 
 async def tokenize(request: Request) -> JSONResponse:
@@ -27,6 +27,23 @@ async def detokenize(request: Request) -> JSONResponse:
     return await run_in_threadpool(_detokenized, model, body)
 
 
+async def tokenizer_info(request: Request) -> JSONResponse:
+    """Handle `GET /tokenizer_info`: roles of tokens, and the chat template."""
+    model = _model(request, None)
+    tokenizer = model.tokenizer
+    ends = [tokenizer.backend.id_to_token(i) for i in tokenizer.eos_ids[:1]]
+    roles = {"bos_token": None, "eos_token": next(iter(ends), None), "pad_token": None, "unk_token": None}
+    return JSONResponse(
+        {
+            **roles,
+            **tokenizer.special,
+            "chat_template": tokenizer.chat_template,
+            "vocab_size": tokenizer.vocab_size,
+            "model_max_length": model.max_context,
+        }
+    )
+
+
 def _model(request: Request, name: str | None) -> Model:
     service = request.app.state.service
     check_name(service, name)
@@ -38,7 +55,9 @@ def _model(request: Request, name: str | None) -> Model:
 
 def _tokenized(model: Model, body: TokenizeBody) -> JSONResponse:
     tokens = _ids(model, body)
-    return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": model.max_context})
+    texts = [token_text(model.tokenizer, token) for token in tokens] if body.return_token_strs else None
+    more = {} if texts is None else {"token_strs": texts}
+    return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": model.max_context, **more})
 
 
 def _detokenized(model: Model, body: DetokenizeBody) -> JSONResponse:
@@ -52,6 +71,6 @@ def _ids(model: Model, body: TokenizeBody) -> list[int]:
         model,
         for_template(body.messages),
         functions=[tool.function for tool in body.tools or ()],
-        add_generation_prompt=body.add_generation_prompt is not False,
+        ending=ending_of(body),
         variables=body.chat_template_kwargs,
     )

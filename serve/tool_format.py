@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from serve.json_schemas import adapted
 from serve.tools import Function
 from sharesd.data.grammar_spec import from_lark, json_in_lark
 from sharesd.models.tokenizer import TOOL_MARKS, Tokenizer
@@ -83,7 +84,7 @@ def _rules(form: ToolFormat, functions: Sequence[Function]) -> list[str]:
     rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(functions)))]
     for i, function in enumerate(functions):
         head = json.dumps(f'{{"name": {json.dumps(function.name)}, "{form.key}": ')
-        arguments = json_in_lark({"type": "object", **function.arguments})
+        arguments = json_in_lark(adapted({"type": "object", **function.arguments}))
         rules += [f'call_{i}: {head} arguments_{i} "}}"', f"arguments_{i}: {arguments}"]
     return rules
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -22,6 +23,8 @@ class Function(Strict):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     """JSON schema of the arguments."""
+    cache_control: Any = None
+    """Accepted without effect."""
     strict: bool | None = None
     """True: arguments of every call must match the schema."""
 
@@ -49,6 +52,8 @@ class Tool(Strict):
 
     type: Literal["function"]
     function: Function
+    cache_control: Any = None
+    """Accepted without effect."""
 
 
 class Named(Strict):
@@ -61,8 +66,65 @@ class NamedTool(Strict):
     """Choice of one function that must be called."""
 
     type: Literal["function"]
-    function: Named
+    function: Named | None = None
+    name: Name | None = None
+    """Name in the form of the API of responses."""
+
+    @model_validator(mode="after")
+    def _has_a_name(self) -> Self:
+        if (self.function is None) == (self.name is None):
+            raise invalid('tool_choice has no name; give {"type": "function", "function": {"name"}}', "tool_choice")
+        return self
+
+    @property
+    def called(self) -> str:
+        """Name of the function."""
+        return self.function.name if self.function else self.name or ""
+
+
+class Allowed(Strict):
+    """Functions that may be called, of those in the prompt."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+
+class AllowedTools(Strict):
+    """OpenAI's choice of several functions."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: Allowed
+
+
+class Mode(Strict):
+    """Choice of a mode, as an object."""
+
+    type: Literal["none", "auto", "required"]
 
 
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
+ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools | Mode
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Meaning of a `tool_choice`."""
+
+    mode: Literal["none", "auto", "required"]
+    names: tuple[str, ...] | None = None
+    """Functions that may be called; None: all."""
+    is_one: bool = False
+    """True for one call of one function."""
+
+
+def choice_of(given: ToolChoice | None) -> Choice:
+    """Return the meaning of a `tool_choice`."""
+    match given:
+        case NamedTool():
+            return Choice("required", (given.called,), is_one=True)
+        case AllowedTools():
+            return Choice(given.allowed_tools.mode, tuple(tool.called for tool in given.allowed_tools.tools))
+        case Mode():
+            return Choice(given.type)
+        case _:
+            return Choice(given or "auto")

@@ -10,13 +10,17 @@ from serve.choice_state import Choice
 from serve.schemas import Generation
 
 
-def usage(choices: Sequence[Choice]) -> dict[str, Any]:
-    """Return OpenAI's `usage`; a prompt with several choices counts once."""
+def usage(choices: Sequence[Choice], completion_tokens: int | None = None) -> dict[str, Any]:
+    """Return OpenAI's `usage`; a prompt with several choices counts once.
+
+    `completion_tokens`: those of a stream so far; None: all.
+    """
     cached: dict[int, int] = {}
     for choice in choices:  # the first one to be read fills the cache for the others
         cached[choice.prompt_index] = min(choice.cached_tokens, cached.get(choice.prompt_index, choice.cached_tokens))
     prompt_tokens = sum({choice.prompt_index: len(choice.prompt) for choice in choices}.values())
-    completion_tokens = sum(len(choice.token_ids) for choice in choices)
+    if completion_tokens is None:
+        completion_tokens = sum(len(choice.token_ids) for choice in choices)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,

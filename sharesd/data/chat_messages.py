@@ -27,7 +27,8 @@ def _message(place: int, message: Any) -> dict[str, Any]:
     calls = message.get("tool_calls")
     if message.get("content") is None and not calls:
         raise ValueError(f"messages[{place}], of role {message['role']}, has no content; give it a text")
-    shown["content"] = _text(place, message.get("content"))
+    content = message.get("content")
+    shown["content"] = None if calls and content is None else _text(place, content)
     if calls:
         shown["tool_calls"] = [_call(place, call) for call in calls]
     return shown

@@ -16,7 +16,7 @@ from typing import Any
 
 import tokenizers
 
-from sharesd.models import chat_template
+from sharesd.models import call_probe, chat_template
 from sharesd.models.checkpoint import damage_named, eos_ids, has_file
 from sharesd.models.special_tokens import add_missing_tokens, read_tokenizer_config, roles_of
 
@@ -36,6 +36,9 @@ LONG = 2000
 """Characters from which a text is encoded with the interpreter lock released."""
 
 _TOKENIZER_FILES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken", "*.bpe", "tekken.json")
+_MARK = "\ue000"
+"""Character of no meaning, which marks a place in a template's text."""
+
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -146,7 +149,8 @@ class Tokenizer:
     ) -> str:
         """Return the text that `chat` encodes.
 
-        `tools`: functions in OpenAI's form; `variables`: values of `template_variables`.
+        `tools`: functions in OpenAI's form; `variables`: values of `template_variables`. The content of a message with
+        `tool_calls` may be None.
         """
         source = self.tool_template if tools else self.chat_template
         if source is None:
@@ -157,10 +161,42 @@ class Tokenizer:
             source,
             self.special
             | dict(variables or {})
-            | {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
+            | {"messages": self._with_content(messages), "add_generation_prompt": add_generation_prompt}
             | {"tools": list(tools) if tools else None, "documents": None},
             self._origin,
         )
+
+    def _with_content(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """Return messages whose calls without text have the content that shows them."""
+        without = [m.get("tool_calls") and m.get("content", "") is None for m in messages]
+        if not any(without):
+            return list(messages)
+        return [{**m, "content": self._empty_content} if o else m for m, o in zip(messages, without, strict=True)]
+
+    @cached_property
+    def _empty_content(self) -> str | None:
+        self.__dict__["_empty_content"] = None  # while the template is probed
+        return call_probe.empty_content(self.render_chat)
+
+    def render_begun(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return the text up to the end of the last message's content.
+
+        Raises:
+            ValueError: as `chat`, or the template does not show the message's text.
+        """
+        text = messages[-1].get("content") or ""
+        begun, spaces = text.rstrip(), text[len(text.rstrip()) :]
+        marked = [*messages[:-1], {**messages[-1], "content": begun + _MARK + spaces}]
+        shown, mark, rest = self.render_chat(marked, False, tools=tools, variables=variables).rpartition(_MARK)
+        if not mark:
+            raise ValueError("the chat template does not show the last message, which shall be continued")
+        return shown + spaces if rest.startswith(spaces) else shown
 
     @cached_property
     def takes_tools(self) -> bool:

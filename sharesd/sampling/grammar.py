@@ -113,6 +113,11 @@ class Matcher:
             self._children[parent, token] = node
         return lost
 
+    @property
+    def warnings(self) -> list[str]:
+        """Parts of a lenient grammar that are not kept, in llguidance's words."""
+        return list(self._state.get_grammar_warnings())
+
     def advance(self, tokens: Sequence[int]) -> int:
         """Append tokens up to the first forbidden one; return their number."""
         node: int | None = -1

@@ -81,7 +81,6 @@ FIELDS: dict[str, tuple[str, dict[str, Any]]] = {
 """Dialects of other servers."""
 
 
-@WRONG_TODAY
 @pytest.mark.parametrize("what", FIELDS)
 def test_fields_that_clients_send_are_taken(server: Served, what: str) -> None:
     path, body = FIELDS[what]
@@ -89,7 +88,6 @@ def test_fields_that_clients_send_are_taken(server: Served, what: str) -> None:
     assert response.status_code == 200, response.text
 
 
-@WRONG_TODAY
 def test_the_last_message_may_be_continued(server: Served) -> None:
     server.engine.added.clear()
     messages = [USER, {"role": "assistant", "content": "the old"}]
@@ -99,7 +97,6 @@ def test_the_last_message_may_be_continued(server: Served) -> None:
     assert shown.endswith("assistant: the old")
 
 
-@WRONG_TODAY
 def test_evaluation_harnesses_find_the_tokenizer(server: Served) -> None:
     response = server.http.get("/tokenizer_info")
     assert response.status_code == 200
@@ -139,7 +136,6 @@ NULL_CONTENT = (  # an assistant's turn with calls is written only where its con
 )
 
 
-@WRONG_TODAY
 def test_a_call_sent_back_with_null_content_stands_in_the_prompt() -> None:
     result = {"role": "tool", "tool_call_id": CALL["id"], "content": "done"}
     back = [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, result]
