@@ -14,6 +14,7 @@ from serve.choice_state import Choice
 from serve.engine_thread import Added, EngineThread, Event, Failed, Model, Output, Ready, Round
 from serve.errors import ApiError, engine_failed, invalid, not_numbers, unavailable
 from serve.metrics import Metrics
+from serve.reasoning import reasoning_of
 from serve.server_config import Settings
 from serve.tool_format import format_of
 
@@ -128,8 +129,7 @@ class Service:
     def _on_event(self, event: Event) -> None:
         match event:
             case Ready(model):
-                form = format_of(model.tokenizer.tool_template, self.settings.tool_format)
-                self.model = replace(model, tool_format=form)
+                self.model = _with_formats(model, self.settings)
             case Added(choices, error):
                 call = self.owners.get(choices[0])
                 if call is not None:
@@ -165,6 +165,15 @@ class Service:
             return 0.0
         used = sum(len(c.prompt) + len(c.token_ids) for c in self.owners if c.first is not None and not c.ended)
         return used / (self.settings.max_batch * self.model.max_context)
+
+
+def _with_formats(model: Model, settings: Settings) -> Model:
+    """Return a model with the formats of its chat template."""
+    form = format_of(model.tokenizer.tool_template, settings.tool_format)
+    reasoning = None if settings.reasoning_format == "none" else reasoning_of(model.tokenizer)
+    if reasoning is not None:
+        model.tokenizer.show_as_text((reasoning.begin, reasoning.end))
+    return replace(model, tool_format=form, reasoning=reasoning)
 
 
 class Call:

@@ -12,6 +12,7 @@ from serve.choice_state import Choice, Tokens
 from serve.engine_thread import Model
 from serve.handlers import respond, start
 from serve.messages import for_template
+from serve.reasoning import Thoughts, place_after
 from serve.response_format import ResponseFormat, alternatives
 from serve.schemas import ChatBody, read
 from serve.token_utils import encode_chat, ending_of, token_bytes, token_text
@@ -46,23 +47,31 @@ class ChatFormat(ResponseFormat):
 
     def __init__(self, model: Model, body: ChatBody) -> None:
         super().__init__(model.tokenizer, body)
-        self._format, self._body = model.tool_format, body
+        self._model, self._body = model, body
+        self._marks = None if body.reasoning_format == "none" else model.reasoning
         self._begun: set[Choice] = set()
         self._readers: dict[Choice, CallReader] = {}
         self._called: set[Choice] = set()
+        self._thoughts: dict[Choice, Thoughts] = {}
 
     def streamed(self, choice: Choice, tokens: Tokens, *, news: bool) -> dict[str, Any] | None:
-        content, calls = self._read(choice, tokens)
-        said = ({"content": content} if content or not calls else {}) | ({"tool_calls": calls} if calls else {})
-        if not (content or calls or news):
+        reasoning, content, calls = self._read(choice, tokens)
+        said = {
+            **({"reasoning_content": reasoning} if reasoning else {}),
+            **({"content": content} if content or not (calls or reasoning) else {}),
+            **({"tool_calls": calls} if calls else {}),
+        }
+        if not (reasoning or content or calls or news):
             return None
         role = {} if choice in self._begun else {"role": "assistant"}
         self._begun.add(choice)
         return {"delta": {**role, **said}}
 
     def complete(self, choice: Choice) -> dict[str, Any]:
-        content, calls = self._read(choice, choice)
+        reasoning, content, calls = self._read(choice, choice)
         message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
+        if reasoning:
+            message["reasoning_content"] = reasoning
         if calls:
             message["tool_calls"] = [{key: call[key] for key in ("id", "type", "function")} for call in calls]
         return {"message": message}
@@ -70,18 +79,37 @@ class ChatFormat(ResponseFormat):
     def finish_reason(self, choice: Choice, tokens: Tokens) -> str | None:
         return "tool_calls" if tokens.finish_reason == "stop" and choice in self._called else tokens.finish_reason
 
-    def _read(self, choice: Choice, tokens: Tokens) -> tuple[str, list[dict[str, Any]]]:
-        """Return content and tool calls in OpenAI's format."""
-        body, form = self._body, self._format
+    def _read(self, choice: Choice, tokens: Tokens) -> tuple[str, str, list[dict[str, Any]]]:
+        """Return reasoning, content and tool calls in OpenAI's format."""
+        body, form, last = self._body, self._model.tool_format, tokens.finish_reason is not None
+        reasoning, content = self._without_reasoning(choice, tokens, last)
         if form is None or not body.shown_functions:
-            return tokens.text, []
+            return reasoning, content, []
         if choice not in self._readers:
-            names, must = {function.name for function in body.callable_functions}, body.must_call
-            self._readers[choice] = CallReader(form, names, max_calls=body.max_calls, must=must)
-        found = self._readers[choice].push(tokens.text, last=tokens.finish_reason is not None)
+            names = {function.name for function in body.callable_functions}
+            self._readers[choice] = CallReader(form, names, max_calls=body.max_calls, must=body.must_call)
+        found = self._readers[choice].push(content, last=last)
         if found.calls:
             self._called.add(choice)
-        return found.content, [_call(part) for part in found.calls]
+        return reasoning, found.content, [_call(part) for part in found.calls]
+
+    def _without_reasoning(self, choice: Choice, tokens: Tokens, last: bool) -> tuple[str, str]:
+        if self._marks is None:
+            return "", tokens.text
+        if choice not in self._thoughts:
+            place = place_after(self._marks, self.tokenizer, choice.prompt, self._body.begun)
+            self._thoughts[choice] = Thoughts(self._marks, self.tokenizer, place)
+        thoughts = self._thoughts[choice]
+        reasoning, content = thoughts.reader.push(tokens.text, last=last)
+        choice.reasoning_tokens += thoughts.count(tokens.token_ids)
+        return "" if self._body.include_reasoning is False else reasoning, content
+
+    def details(self, choice: Choice, tokens: Tokens) -> list[dict[str, Any]]:
+        rows = super().details(choice, tokens)
+        if self._marks is None:
+            return rows
+        flags = self._thoughts[choice].flags[-len(rows) :] if rows else []
+        return [row | ({"reasoning": True} if flag else {}) for row, flag in zip(rows, flags, strict=True)]
 
     def logprobs(self, choice: Choice, tokens: Tokens) -> dict[str, Any]:
         assert tokens.logprobs is not None

@@ -60,6 +60,8 @@ class Choice:
     """
     prompt_top_logprobs: list[list[tuple[int, float]]] | None = None
 
+    reasoning_tokens: int = 0
+    """Number of tokens of the reasoning, without its marks."""
     rounds: int = 0
     """Number of rounds, without the prefill."""
     drafted: int = 0

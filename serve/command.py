@@ -134,6 +134,12 @@ def make_parser(prog: str = PROG) -> Parser:
         choices=("hermes", "llama", "mistral"),
         help="how the model writes calls of functions (default: as its chat template says)",
     )
+    group.add_argument(
+        "--reasoning-format",
+        choices=("auto", "none"),
+        default="auto",
+        help="reasoning of models that think: apart, as reasoning_content, or left in the content",
+    )
     group.add_argument("--log-format", choices=("text", "json"), default="text", help="of a request's line")
     group.add_argument("--log-prompts", action="store_true", help="log what was asked, too")
     add_model_options(parser)
@@ -158,6 +164,7 @@ def _run(args: argparse.Namespace, load: Load) -> int:
         cors_origins=tuple(args.cors_origin),
         shutdown_timeout=args.shutdown_timeout,
         tool_format=args.tool_format,
+        reasoning_format=args.reasoning_format,
         json_log=args.log_format == "json",
         log_prompts=args.log_prompts,
     )

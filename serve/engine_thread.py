@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from serve.choice_state import Choice, Chunk
+from serve.reasoning import Reasoning
 from serve.tool_format import ToolFormat
 from sharesd.models.tokenizer import Tokenizer
 from sharesd.sampling_params import SamplingParams
@@ -43,6 +44,8 @@ class Model:
     grammars: Grammars
     tool_format: ToolFormat | None = None
     """Format of the model's tool calls; None if unknown."""
+    reasoning: Reasoning | None = None
+    """Marks of reasoning that is taken out of the content, or None."""
 
 
 @dataclass(frozen=True)

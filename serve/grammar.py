@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from anyio import to_thread
@@ -11,6 +11,7 @@ from anyio import to_thread
 from serve.engine_thread import Model
 from serve.errors import invalid
 from serve.json_schemas import adapted, warnings_of
+from serve.reasoning import place_after
 from serve.schemas import ChatBody, Generation
 from serve.tool_format import calls_grammar, text_and_calls_grammar
 from sharesd.data import grammar_spec
@@ -29,8 +30,10 @@ class Compiled(NamedTuple):
     """Parts of its schemas that are not kept."""
 
 
-async def compiled(model: Model, body: Generation) -> Compiled:
+async def compiled(model: Model, body: Generation, prompt: Sequence[int]) -> Compiled:
     """Return the compiled grammar of a request, if it has one.
+
+    In chats of models that think, it begins behind the reasoning.
 
     Compilation runs on another thread. Raises ApiError 400 for a grammar that does not compile or is too long.
     """
@@ -39,6 +42,9 @@ async def compiled(model: Model, body: Generation) -> Compiled:
         text = _of_calls(model, body) if isinstance(body, ChatBody) and param == "tools" else _of_text(body)
         if text is None:
             return Compiled(None, [])
+        if isinstance(body, ChatBody) and model.reasoning is not None and (body.must_call or param != "tools"):
+            place = place_after(model.reasoning, model.tokenizer, prompt, body.begun)
+            text = text if place == "behind" else model.reasoning.grammar(text, opened=place == "inside")
         if len(text) > MAX_CHARACTERS:
             message = f"the grammar of {param} has {len(text)} characters; give up to {MAX_CHARACTERS}"
             raise invalid(message, param)

@@ -46,7 +46,7 @@ async def start(
     check_ids(call.model, list(body.bias), "logit_bias")
     check_ids(call.model, body.stop_token_ids or [], "stop_token_ids")
     prompts = await run_in_threadpool(encode, call.model)
-    grammar, call.warnings = await compiled(call.model, body)
+    grammar, call.warnings = await compiled(call.model, body, prompts[0])
     seed = secrets.randbits(63) if body.seed is None else body.seed
     choices = []
     for p, prompt in enumerate(prompts):

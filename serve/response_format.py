@@ -58,11 +58,13 @@ class ResponseFormat:
 
     def _token_details(self, choice: Choice, tokens: Tokens) -> dict[str, Any]:
         """Return the extension `tokens`: source and drafter of each token."""
-        if not self._details:
-            return {}
+        return {"tokens": self.details(choice, tokens)} if self._details else {}
+
+    def details(self, choice: Choice, tokens: Tokens) -> list[dict[str, Any]]:
+        """Return text, source and drafter of each token."""
         texts = self._texts[choice].push(tokens.token_ids, last=tokens.finish_reason is not None)
         rows = zip(tokens.token_ids, texts, tokens.sources, tokens.drafters, strict=True)
-        return {"tokens": [{"id": i, "text": t, "source": s, "drafter": d} for i, t, s, d in rows]}
+        return [{"id": i, "text": t, "source": s, "drafter": d} for i, t, s, d in rows]
 
 
 def alternatives(tokens: Tokens) -> list[list[tuple[int, float]]]:

@@ -197,6 +197,10 @@ class ChatBody(Generation):
     """Variable of the chat template, where it reads this one."""
     reasoning_effort: Annotated[str | None, unset("")] = None
     """As `enable_thinking`; "none" is the same as that of false."""
+    include_reasoning: bool | None = None
+    """False: the answer has no reasoning, though the model writes it."""
+    reasoning_format: Literal["none", "auto", "deepseek"] | None = None
+    """As `--reasoning-format`, for this request."""
     echo: Literal[False] | None = None
     add_special_tokens: Literal[False] | None = None
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
@@ -245,6 +249,11 @@ class ChatBody(Generation):
     def max_calls(self) -> int | None:
         """Maximum calls in one answer; None: no limit."""
         return 1 if self.parallel_tool_calls is False or choice_of(self.tool_choice).is_one else None
+
+    @property
+    def begun(self) -> str | None:
+        """Text of the message that the answer continues, or None."""
+        return (self.messages[-1].text or "") if self.continue_final_message else None
 
     @property
     def preferences(self) -> dict[str, Any]:

@@ -31,6 +31,8 @@ class Settings:
     """Seconds without output before a stream sends a comment."""
     tool_format: str | None = None
     """Format of tool calls; None: derived from the chat template."""
+    reasoning_format: str = "auto"
+    """`auto`: reasoning apart from the content; `none`: all is content."""
     json_log: bool = False
     log_prompts: bool = False
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from serve.engine_thread import Model
 from serve.errors import MAX_SHOWN, ApiError, invalid
+from serve.reasoning import FIELDS
 from serve.schemas import ChatBody, TokenizeBody
 from serve.tool_format import FORMATS
 from serve.tools import Function
@@ -72,6 +73,7 @@ def encode_chat(
         known = ", ".join(sorted(known_variables)) or "none"
         message = f"chat_template_kwargs has {unknown[:MAX_SHOWN]}; variables of this model's chat template: {known}"
         raise invalid(message, "chat_template_kwargs")
+    messages = [_with_reasoning(message, template) for message in messages]
     tools = [function.for_template() for function in functions]
     try:
         if ending == "last message":
@@ -82,6 +84,14 @@ def encode_chat(
     except ValueError as error:
         raise invalid(str(error), "messages") from None
     return _checked(model, ids, "messages")
+
+
+def _with_reasoning(message: Mapping[str, Any], template: str) -> Mapping[str, Any]:
+    """Return a message with its reasoning under the template's name for it."""
+    if FIELDS[0] not in message:
+        return message
+    rest = {name: value for name, value in message.items() if name != FIELDS[0]}
+    return rest | {name: message[FIELDS[0]] for name in FIELDS if name in template}
 
 
 def max_answer_tokens(model: Model, prompt: Sequence[int], asked: int | None, param: str) -> int:

@@ -18,6 +18,7 @@ def usage(choices: Sequence[Choice], completion_tokens: int | None = None) -> di
     cached: dict[int, int] = {}
     for choice in choices:  # the first one to be read fills the cache for the others
         cached[choice.prompt_index] = min(choice.cached_tokens, cached.get(choice.prompt_index, choice.cached_tokens))
+    thought = sum(choice.reasoning_tokens for choice in choices)
     prompt_tokens = sum({choice.prompt_index: len(choice.prompt) for choice in choices}.values())
     if completion_tokens is None:
         completion_tokens = sum(len(choice.token_ids) for choice in choices)
@@ -26,6 +27,7 @@ def usage(choices: Sequence[Choice], completion_tokens: int | None = None) -> di
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": sum(cached.values())},
+        **({"completion_tokens_details": {"reasoning_tokens": thought}} if thought else {}),
     }
 
 

@@ -9,6 +9,7 @@ const UNDERLINES = 5; // styles in page.css; used again where there are more dra
 export class Answer {
   tokens = [];
   text = "";
+  reasoning = "";
   complete = false;
   #firstAt = 0;
   #spans = [];
@@ -18,7 +19,9 @@ export class Answer {
     this.element = template.content.firstElementChild.cloneNode(true);
     this.#part("h2").textContent = title;
     const text = this.#part(".text");
-    text.addEventListener("pointerover", (event) => this.#show(this.#spans.indexOf(event.target)));
+    for (const part of [text, this.#part(".reasoning p")]) {
+      part.addEventListener("pointerover", (event) => this.#show(this.#spans.indexOf(event.target)));
+    }
     text.addEventListener("keydown", (event) => this.#walk(event));
     text.addEventListener("focus", () => this.#show(Math.max(0, this.#current)));
     text.addEventListener("blur", () => this.#spans[this.#current]?.classList.remove("current"));
@@ -31,6 +34,7 @@ export class Answer {
   add(chunk) {
     for (const choice of chunk.choices) {
       this.text += choice.delta.content ?? "";
+      this.reasoning += choice.delta.reasoning_content ?? "";
       this.#append(choice.tokens ?? []);
       if (choice.finish_reason === "length") this.#part(".end").textContent = "Ends here: max tokens, or the context is full.";
     }
@@ -60,7 +64,11 @@ export class Answer {
     const spans = tokens.map(span);
     this.tokens.push(...tokens);
     this.#spans.push(...spans);
-    this.#part(".text").append(...spans);
+    const isThought = (_, i) => tokens[i].reasoning;
+    const thought = spans.filter(isThought);
+    if (thought.length) this.#part(".reasoning").hidden = false;
+    this.#part(".reasoning p").append(...thought);
+    this.#part(".text").append(...spans.filter((each, i) => !isThought(each, i)));
     this.#showLive();
   }
 

@@ -38,7 +38,8 @@ async function ask(question) {
     const { outcome, speeds } = verdict(...answers, at);
     keepInView(() => judged.append(element("strong", "", outcome), `\n${speeds}`));
   }
-  if (answer.complete || answer.text) own.push(asked.at(-1), { role: "assistant", content: answer.text });
+  const thought = answer.reasoning ? { reasoning_content: answer.reasoning } : {};
+  if (answer.complete || answer.text) own.push(asked.at(-1), { role: "assistant", content: answer.text, ...thought });
   else if (own === messages) $("question").value ||= question; // nothing came: it can be asked again
   if (running === stopper) showBusy(false);
   $("status").textContent = judged.textContent || answers.map((each) => each.element.querySelector(".end").textContent).join(" ") || "Answer complete.";

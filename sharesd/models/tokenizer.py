@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -62,16 +62,23 @@ class Tokenizer:
             tool_template: template for conversations with tools; `chat_template` if None.
             origin: folder of the chat template, as errors name it.
         """
-        backend.no_truncation()
-        backend.no_padding()
-        self.backend = backend
-        self.special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
+        self._set(backend)
         self.special = dict(special or {})
         self.chat_template, self.tool_template = chat_template, tool_template or chat_template
         self._origin = origin
         self.eos_ids = tuple(dict.fromkeys(eos_ids))
         self.has_bytes = any(backend.token_to_id(f"<0x{byte:02X}>") is not None for byte in range(256))
         """True if there are tokens of single bytes, like <0x0A>."""
+
+    def _set(self, backend: tokenizers.Tokenizer) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend = backend
+        self.special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
+
+    def show_as_text(self, marks: Collection[str]) -> None:
+        """Show these tokens in decoded texts, even if they are special."""
+        self._set(_with_text(self.backend, marks))
 
     @property
     def vocab_size(self) -> int:
@@ -233,7 +240,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
             add_missing_tokens(backend, config)
         else:
             backend, special = _convert(folder)
-        backend = _with_tool_marks_as_text(backend)
+        backend = _with_text(backend, TOOL_MARKS)
         template, for_tools = (chat_template.read_template(folder, config, name) for name in ("default", "tool_use"))
         ends = _end_ids(folder, backend, special, template)
         return Tokenizer(
@@ -336,13 +343,14 @@ def _convert(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     return tokenizer.backend_tokenizer, special
 
 
-def _with_tool_marks_as_text(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+def _with_text(backend: tokenizers.Tokenizer, marks: Collection[str]) -> tokenizers.Tokenizer:
+    """Return a tokenizer in which these tokens are text, not special."""
     special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
-    if special.isdisjoint(TOOL_MARKS):
+    if special.isdisjoint(marks):
         return backend
     written = json.loads(backend.to_str())
     for token in written["added_tokens"]:
-        token["special"] &= token["content"] not in TOOL_MARKS
+        token["special"] &= token["content"] not in marks
     return tokenizers.Tokenizer.from_str(json.dumps(written))
 
 

@@ -34,7 +34,8 @@ TOKENS_PER_SECOND = {True: 60.0, False: 40.0}
 
 class FakeServer(ThreadingHTTPServer):
     """Questions with these words are special: `slow` takes 50 ms a round, `long` has 60 times the rounds, `differ` has
-    another third token without speculation, `broken` fails in the stream, `full` before it, `cut` hangs up."""
+    another third token without speculation, `think` begins with reasoning, `broken` fails in the stream, `full`
+    before it, `cut` hangs up."""
 
     daemon_threads = True
 
@@ -94,7 +95,11 @@ class Handler(BaseHTTPRequestHandler):
                 return
             time.sleep(0.05 if "slow" in question else 0.002)
             content = "".join(token["text"] for token in tokens)
-            self._event({"choices": [{"index": 0, "delta": {"content": content}, "tokens": tokens}]})
+            delta = {"content": content}
+            if number < 2 and "think" in question:
+                delta = {"reasoning_content": content}
+                tokens = [token | {"reasoning": True} for token in tokens]
+            self._event({"choices": [{"index": 0, "delta": delta, "tokens": tokens}]})
         else:
             self._event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop", "tokens": []}]})
             speculative = {"tau": 2.5, "rounds": 4, "drafted": 9, "accepted": 5, "accepted_at": [3, 2]}

@@ -118,6 +118,20 @@ def test_text_of_a_model_is_never_markup(chat: Chat) -> None:
     assert chat.evaluate("document.querySelectorAll('#log b, #log img').length") == 0
 
 
+def test_reasoning_is_folded_and_sent_back_apart(chat: Chat) -> None:
+    chat.ask("think")
+    chat.answered()
+    thought = "".join(text for tokens in ROUNDS[:2] for text, *_ in tokens)
+    assert chat.last(".reasoning p") == thought and chat.last(".text") == TEXT.removeprefix(thought)
+    assert chat.evaluate(f"{LAST}.querySelector('.reasoning').open") is False
+    assert chat.evaluate(f"{LAST}.querySelector('.reasoning').checkVisibility()")
+    chat.ask("Two")
+    chat.answered()
+    assert not chat.evaluate(f"{LAST}.querySelector('.reasoning').checkVisibility()"), "there is none"
+    answer = {"role": "assistant", "content": TEXT.removeprefix(thought), "reasoning_content": thought}
+    assert chat.server.requests[-1]["messages"][1] == answer
+
+
 def test_the_request_has_the_settings_and_the_conversation(chat: Chat) -> None:
     chat.evaluate(
         "['temperature', 'seed', 'max-tokens'].forEach((id, i) => document.getElementById(id).value = [0.7, 12, 99][i])"

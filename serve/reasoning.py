@@ -1,0 +1,170 @@
+"""Reasoning in the text of an answer: its marks, and its parser."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from os.path import commonprefix
+from typing import Literal
+
+from sharesd.engine.stop_checker import overlap
+from sharesd.models.call_probe import USER
+from sharesd.models.tokenizer import TextStream, Tokenizer
+
+KNOWN = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<thought>", "</thought>"),
+    ("<reasoning>", "</reasoning>"),
+)
+"""Marks of templates that do not show reasoning, but name its marks."""
+FIELDS = ("reasoning_content", "reasoning", "thinking")
+"""Names of a message's reasoning in templates."""
+_MARK = re.compile(r"([<\[][^<>\[\]\s]+[>\]])\s*$")
+Place = Literal["before", "inside", "behind"]
+"""Place of a text's end, seen from the reasoning."""
+THOUGHT, SAID = "probe-thought", "probe-answer"
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    """Marks around the reasoning of a model."""
+
+    begin: str
+    end: str
+
+    def grammar(self, answer: str, *, opened: bool) -> str:
+        """Return a grammar of reasoning and then of the answer.
+
+        `opened`: the prompt has begun the reasoning.
+        """
+        end, begin = json.dumps(self.end), json.dumps(self.begin)
+        rules = ["start: thought @answer" if opened else f"start: ({begin} thought)? @answer"]
+        rules += ["thought: lead (/[ \\n]{1,4}/)?", f"lead[lazy]: /(.|\\n)*/ {end}"]
+        first, *others = json.loads(answer)["grammars"]
+        return json.dumps({"grammars": [{"lark_grammar": "\n".join(rules)}, {**first, "name": "answer"}, *others]})
+
+
+def reasoning_of(tokenizer: Tokenizer) -> Reasoning | None:
+    """Return the marks with which a chat template shows reasoning, or None."""
+    template = tokenizer.chat_template
+    if template is None:
+        return None
+    found = _shown(tokenizer) if any(name in template for name in FIELDS) else None
+    known = (Reasoning(*marks) for marks in KNOWN if marks[1] in template)
+    return found or next(known, None)
+
+
+def _shown(tokenizer: Tokenizer) -> Reasoning | None:
+    thought = dict.fromkeys(FIELDS, THOUGHT)
+    try:
+        plain = tokenizer.render_chat([USER, {"role": "assistant", "content": SAID}], False)
+        shown = tokenizer.render_chat([USER, {"role": "assistant", "content": SAID, **thought}], False)
+    except ValueError:
+        return None
+    header, _, rest = shown.partition(THOUGHT)
+    between, said, _ = rest.partition(SAID)
+    if not rest or not said:
+        return None
+    begin, end = header[len(commonprefix([header, plain.partition(SAID)[0]])) :].strip(), between.strip()
+    mark = _MARK.search(header)  # templates may write empty reasoning, too
+    begin = begin or (mark[1] if mark else "")
+    return Reasoning(begin, end) if begin and end else None
+
+
+class ReasoningReader:
+    """Parser of one answer, independent of the pieces of its text."""
+
+    def __init__(self, marks: Reasoning, place: Place) -> None:
+        self._marks, self._buffer, self.place = marks, "", place
+        self._has_text, self._was_inside = False, place == "inside"
+
+    def push(self, text: str, *, last: bool) -> tuple[str, str]:
+        """Return the next reasoning and content; `last` flushes what is held back."""
+        self._buffer += text
+        reasoning = ""
+        if self.place == "before" and not self._begins(last):
+            return "", ""
+        if self.place == "inside":
+            reasoning = self._inside(last)
+        content = ""
+        if self.place == "behind":
+            content, self._buffer = self._buffer, ""
+            if not self._has_text and self._was_inside:
+                content = content.lstrip()
+            self._has_text = self._has_text or bool(content)
+        return reasoning, content
+
+    @property
+    def may_end(self) -> bool:
+        """True if the text ends in a part of the end mark."""
+        return overlap(self._buffer, self._marks.end) > 0
+
+    def _begins(self, last: bool) -> bool:
+        """Decide whether the answer begins with reasoning; return False if undecided."""
+        begun, begin = self._buffer.lstrip(), self._marks.begin
+        if begun.startswith(begin):
+            self.place, self._was_inside, self._buffer = "inside", True, begun[len(begin) :]
+        elif begin.startswith(begun) and not last:
+            return False
+        else:
+            self.place = "behind"
+        return True
+
+    def _inside(self, last: bool) -> str:
+        if not self._has_text:
+            self._buffer = self._buffer.lstrip()
+        at = self._buffer.find(self._marks.end)
+        if at >= 0:
+            text, self._buffer = self._buffer[:at].rstrip(), self._buffer[at + len(self._marks.end) :]
+            self.place, self._has_text = "behind", False
+            return text
+        pending = 0 if last else overlap(self._buffer, self._marks.end)
+        text = self._buffer[: len(self._buffer) - pending]
+        text = text if last else text.rstrip()
+        self._buffer = self._buffer[len(text) :]
+        self._has_text = self._has_text or bool(text)
+        return text
+
+
+class Thoughts:
+    """Reasoning of one choice: its text and its tokens."""
+
+    def __init__(self, marks: Reasoning, tokenizer: Tokenizer, place: Place) -> None:
+        self.reader, self._by_token = ReasoningReader(marks, place), ReasoningReader(marks, place)
+        self._texts = TextStream(tokenizer)
+        self._num_pending = 0
+        """Tokens that may belong to the end mark."""
+        self.flags: list[bool] = []
+        """True for each token of reasoning, its marks included."""
+
+    def count(self, ids: Sequence[int]) -> int:
+        """Add tokens; return the number of those in the reasoning."""
+        num = 0
+        for token in ids:
+            before = self._by_token.place
+            self._by_token.push(self._texts.push([token]), last=False)
+            after = self._by_token.place
+            self.flags.append("inside" in (before, after))
+            if before == after == "inside":
+                self._num_pending += 1
+            if after != "inside" or not self._by_token.may_end:
+                num += self._num_pending if after == "inside" else 0
+                self._num_pending = 0
+        return num
+
+
+def place_after(marks: Reasoning, tokenizer: Tokenizer, prompt: Sequence[int], begun: str | None) -> Place:
+    """Return the place at a prompt's end.
+
+    `begun`: text of a message that is continued.
+    """
+    if begun is not None:
+        begins, ends = begun.rfind(marks.begin), begun.rfind(marks.end)
+        return "before" if begins == ends == -1 and not begun.strip() else "inside" if begins > ends else "behind"
+    end = tokenizer.decode(list(prompt[-64:]), skip_special_tokens=False).rstrip()
+    return "inside" if end.endswith(marks.begin) else "behind" if end.endswith(marks.end) else "before"
