@@ -10,6 +10,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+from serve.call_grammar import marks_of
 from serve.choice_state import Choice
 from serve.engine_thread import Added, EngineThread, Event, Failed, Model, Output, Ready, Round
 from serve.errors import ApiError, engine_failed, invalid, not_numbers, unavailable
@@ -171,8 +172,8 @@ def _with_formats(model: Model, settings: Settings) -> Model:
     """Return a model with the formats of its chat template."""
     form = format_of(model.tokenizer.tool_template, settings.tool_format)
     reasoning = None if settings.reasoning_format == "none" else reasoning_of(model.tokenizer)
-    if reasoning is not None:
-        model.tokenizer.show_as_text((reasoning.begin, reasoning.end))
+    shown = [] if reasoning is None else [reasoning.begin, reasoning.end]
+    model.tokenizer.show_as_text([*shown, *([] if form is None else marks_of(form, model.tokenizer))])
     return replace(model, tool_format=form, reasoning=reasoning)
 
 

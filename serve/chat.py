@@ -87,7 +87,8 @@ class ChatFormat(ResponseFormat):
             return reasoning, content, []
         if choice not in self._readers:
             names = {function.name for function in body.callable_functions}
-            self._readers[choice] = CallReader(form, names, max_calls=body.max_calls, must=body.must_call)
+            max_calls = body.max_calls if form.several else 1
+            self._readers[choice] = CallReader(form, names, max_calls=max_calls, must=body.must_call)
         found = self._readers[choice].push(content, last=last)
         if found.calls:
             self._called.add(choice)

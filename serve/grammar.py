@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 from anyio import to_thread
 
+from serve.call_grammar import calls_grammar, text_and_calls_grammar
 from serve.engine_thread import Model
 from serve.errors import invalid
 from serve.json_schemas import adapted, warnings_of
 from serve.reasoning import place_after
 from serve.schemas import ChatBody, Generation
-from serve.tool_format import calls_grammar, text_and_calls_grammar
 from sharesd.data import grammar_spec
 
 MAX_CHARACTERS = 100_000
@@ -70,7 +70,7 @@ def _of_calls(model: Model, body: ChatBody) -> str | None:
     form, functions = model.tool_format, body.callable_functions
     assert form is not None
     if body.must_call:
-        return calls_grammar(form, model.tokenizer, functions, several=body.max_calls is None)
+        return calls_grammar(form, model.tokenizer, functions, several=form.several and body.max_calls is None)
     if any(function.strict for function in functions):
         return text_and_calls_grammar(form, model.tokenizer, functions)
     return None

@@ -70,10 +70,12 @@ def _shown(tokenizer: Tokenizer) -> Reasoning | None:
     between, said, _ = rest.partition(SAID)
     if not rest or not said:
         return None
-    begin, end = header[len(commonprefix([header, plain.partition(SAID)[0]])) :].strip(), between.strip()
+    shared = commonprefix([header, plain.partition(SAID)[0]])
+    shared = shared[: shared.rindex("<")] if shared.rfind("<") > shared.rfind(">") else shared
+    begin, end = header[len(shared) :].strip(), between.strip()
     mark = _MARK.search(header)  # templates may write empty reasoning, too
     begin = begin or (mark[1] if mark else "")
-    return Reasoning(begin, end) if begin and end else None
+    return Reasoning(begin, end) if begin and end and not begin[0].isalnum() else None  # words are in any text
 
 
 class ReasoningReader:

@@ -1,7 +1,7 @@
 """Incremental parser of tool calls in the text of an answer.
 
-A call is the format's mark, followed by an object with the name of a known function. Arguments are emitted as they are
-generated. All other text is content, marks included. Results do not depend on the division of the text into pieces.
+A call is the format's mark, followed by the name of a known function and its arguments. Arguments are emitted as they
+are generated. All other text is content, marks included. Results do not depend on the division of the text into pieces.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from serve.tool_format import ToolFormat
 from sharesd.engine.stop_checker import overlap
 
-_HEAD = re.compile(r'\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+MAX_NAME = 200
+"""Maximum characters of a name, with white space around it."""
 
 
 @dataclass
@@ -49,12 +50,17 @@ class CallReader:
         Text after `max_calls` calls is dropped. `must`: the answer consists of calls only.
         """
         self._form, self._names, self._max_calls, self._must = form, names, max_calls, must
+        name_key, key = re.escape(form.name_key), re.escape(form.key)
+        self._pattern = re.compile(
+            rf'\{{\s*"(?:name|{name_key})"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters|{key})"\s*:\s*(?=\{{)'
+        )
         self._buffer = ""  # text that was not read yet
         self._markup = ""  # what was read of what may become a call
         self._num_calls = 0
         self._braces, self._num_fed = _Braces(), 0
         self._last, self._read = False, Read()
-        self._next: Callable[[], bool] = self._text if form.mark else self._opening
+        self._start: Callable[[], bool] = self._opening if form.middle is None else self._named
+        self._next: Callable[[], bool] = self._text if form.mark else self._start
 
     def push(self, text: str, *, last: bool) -> Read:
         """Parse the next piece; `last` flushes buffered text."""
@@ -81,7 +87,45 @@ class CallReader:
         content, behind = buffer[:at].rstrip(), at + len(mark)
         self._read.content += content
         self._markup, self._buffer = buffer[len(content) : behind], buffer[behind:]
-        return self._go_on(self._opening)
+        return self._go_on(self._start)
+
+    def _named(self) -> bool:
+        """Parse a name and the text behind it, up to the arguments."""
+        middle = (self._form.middle or "").strip()
+        at = self._buffer.find(middle or "{")
+        if at < 0 and len(self._buffer) <= MAX_NAME and not self._last:
+            return False
+        rest = self._buffer[at + len(middle) :].lstrip()
+        if at >= 0 and not rest and not self._last:
+            return False
+        name = self._buffer[:at].strip()
+        if at < 0 or name not in self._names or not rest.startswith("{"):
+            return not (self._last and self._cut()) and self._give_back()
+        self._begin(name)
+        self._buffer, self._braces = rest, _Braces()
+        return self._go_on(self._named_arguments)
+
+    def _named_arguments(self) -> bool:
+        end = self._braces.feed(self._buffer)
+        piece = self._buffer[:end]
+        self._add(piece)
+        self._buffer = self._buffer[len(piece) :]
+        return end is not None and self._go_on(self._after_named)
+
+    def _after_named(self) -> bool:
+        """Parse the text between calls with names, or after the last one."""
+        if self._num_calls == self._max_calls:
+            return self._go_on(self._nothing)
+        rest, end, between = self._buffer.lstrip(), self._form.end.strip(), self._form.between.strip()
+        if between and rest.startswith(between):
+            self._markup, self._buffer = self._buffer[: len(self._buffer) - len(rest)] + between, rest[len(between) :]
+            return self._go_on(self._named)
+        if not self._last and (between.startswith(rest) or (end.startswith(rest) and rest != end)):
+            return False
+        if self._last and end.startswith(rest):
+            rest = end
+        self._buffer = rest.removeprefix(end)
+        return self._go_on(self._behind)
 
     def _opening(self) -> bool:
         """Parse the text before an object."""
@@ -102,7 +146,7 @@ class CallReader:
 
         If the arguments come first, the whole object is parsed.
         """
-        head = _HEAD.match(self._buffer)
+        head = self._pattern.match(self._buffer)
         if head:
             if head[1] not in self._names:
                 return self._give_back()
@@ -114,7 +158,7 @@ class CallReader:
             self._num_fed = len(self._buffer)
             return self._last and not self._cut() and self._give_back()
         end += self._num_fed
-        name, arguments = _call(self._buffer[:end])
+        name, arguments = _call(self._buffer[:end], self._form)
         if name not in self._names or arguments is None:
             return self._give_back()
         self._begin(name)
@@ -224,13 +268,14 @@ class _Braces:
         return None
 
 
-def _call(text: str) -> tuple[str, str | None]:
+def _call(text: str, form: ToolFormat) -> tuple[str, str | None]:
     """Return name and arguments of a call; None for other objects."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
         return "", None
-    name, arguments = found.get("name"), found.get("arguments", found.get("parameters"))
+    name = found.get(form.name_key, found.get("name"))
+    arguments = found.get(form.key, found.get("arguments", found.get("parameters")))
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return "", None
     return name, json.dumps(arguments, ensure_ascii=False)

@@ -1,21 +1,26 @@
-"""Formats of tool calls: detection by chat template, grammars of calls."""
+"""Formats of tool calls: found by rendering calls with the chat template."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from os.path import commonprefix
+from typing import Any
 
-from serve.json_schemas import adapted
-from serve.tools import Function
-from sharesd.data.grammar_spec import from_lark, json_in_lark
-from sharesd.models.tokenizer import TOOL_MARKS, Tokenizer
+from serve.reasoning import KNOWN
+from sharesd.models import call_probe, chat_template
+from sharesd.models.call_probe import ARGUMENTS, NAMES, TOOLS, USER
+from sharesd.models.tokenizer import END_OF_TURN
 
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """Marks around calls, which are JSON objects with name and arguments."""
+    """Texts around calls and their parts.
+
+    A call is an object with name and arguments, or, with `middle`, a name, this text and an object of arguments.
+    """
 
     name: str
     mark: str
@@ -26,71 +31,155 @@ class ToolFormat:
     """Text between two calls."""
     end: str
     """Text after the last call."""
-    key: str
+    key: str = "arguments"
     """Key of the arguments in the call's object."""
+    name_key: str = "name"
+    """Key of the name in the call's object."""
+    middle: str | None = None
+    """Text between a name and its arguments; None: calls are objects."""
+    several: bool = True
+    """True if the template takes several calls in a turn."""
 
 
-HERMES = ToolFormat("hermes", "<tool_call>", "\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>", "arguments")
+HERMES = ToolFormat("hermes", "<tool_call>", "\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>")
 LLAMA = ToolFormat("llama", "", "", "; ", "", "parameters")
-MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", "[", ", ", "]", "arguments")
+MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", "[", ", ", "]")
 FORMATS = {form.name: form for form in (HERMES, LLAMA, MISTRAL)}
 
 
 def format_of(template: str | None, name: str | None = None) -> ToolFormat | None:
-    """Return the named format, else the chat template's, or None if unknown."""
+    """Return the chat template's format, or None if it cannot be known.
+
+    `name`: format to take instead, if the template does not refuse it.
+    """
+    one, two = ([] if template is None else _turns(template, count) for count in (1, 2))
+    several = not one or any(names in text for text in two for names in NAMES[1:])
     if name is not None:
-        return FORMATS[name]
-    text = (template or "").replace('\\"', '"')
-    if MISTRAL.mark in text:
-        return None if "[ARGS]" in text else MISTRAL
-    if HERMES.mark in text:
-        return None if "<function=" in text or "<arg_key>" in text else HERMES
-    return LLAMA if re.search(r'\{"name": [^{}]*"parameters": ', text) else None
+        found: ToolFormat | None = FORMATS[name]
+    elif "tool_calls" in (template or ""):
+        found = _format(one[0], two[0] if several and two else None) if one else None
+    else:
+        found = _described(template or "")
+    return found if found is None or found.several == several else replace(found, several=several)
 
 
-def calls_grammar(form: ToolFormat, tokenizer: Tokenizer, functions: Sequence[Function], *, several: bool) -> str:
-    """Return the grammar of one call, or of more with `several`.
-
-    Raises ValueError for parameters that are no schema.
-    """
-    begin, between, end = (_literal(text, tokenizer) for text in (form.mark + form.opening, form.between, form.end))
-    more = f"({between} call)*" if several else ""
-    return from_lark("\n".join([f"start: {begin} call {more} {end}", *_rules(form, functions)]))
+def _described(template: str) -> ToolFormat | None:
+    """Return the format that a template describes and cannot write itself."""
+    text = template.replace('\\"', '"')
+    if re.search(r'<tool_call>(\s|\\n)*\{"name": ', text):
+        return HERMES
+    return LLAMA if re.search(r'\{"name": [^{}]*"parameters": ', text) and "<" not in text else None
 
 
-def text_and_calls_grammar(form: ToolFormat, tokenizer: Tokenizer, functions: Sequence[Function]) -> str:
-    """Return the grammar of any text in which all calls are valid.
+def _turns(template: str, num_calls: int) -> list[str]:
+    """Return the text of calls as the template writes it, if any."""
 
-    Raises ValueError as `calls_grammar`, and for a format whose calls look like any text.
-    """
-    if not form.mark:
-        raise ValueError(
-            f"strict functions are kept in the format {form.name} of this model only where a call is asked for; leave "
-            "strict out, or give tool_choice required or a function"
-        )
-    opening, between, end = (_literal(text, tokenizer) for text in (form.opening, form.between, form.end))
-    is_token = tokenizer.backend.token_to_id(form.mark) is not None
-    other = re.escape(form.mark).replace("/", r"\/")
-    rules = [
-        f"start: (lead {opening} call ({between} call)* {end})* text",
-        f"lead{'' if is_token else '[lazy]'}: TEXT {_literal(form.mark, tokenizer)}",
-        "text: TEXT",
-        rf"TEXT: /(.|\n)*/ & ~/(.|\n)*{other}(.|\n)*/",
-    ]
-    return from_lark("\n".join(rules + _rules(form, functions)))
+    def render(messages: list[Any], add_generation_prompt: bool, tools: Any) -> str:
+        given = {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": tools}
+        return chat_template.render(template, {"bos_token": "", "eos_token": "", "documents": None, **given})
 
-
-def _rules(form: ToolFormat, functions: Sequence[Function]) -> list[str]:
-    rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(functions)))]
-    for i, function in enumerate(functions):
-        head = json.dumps(f'{{"name": {json.dumps(function.name)}, "{form.key}": ')
-        arguments = json_in_lark(adapted({"type": "object", **function.arguments}))
-        rules += [f'call_{i}: {head} arguments_{i} "}}"', f"arguments_{i}: {arguments}"]
-    return rules
+    form = call_probe.call_form(render)
+    arguments = json.dumps(ARGUMENTS) if form.as_text else ARGUMENTS
+    calls = [{"name": name, "arguments": arguments} for name in NAMES[:num_calls]]
+    text = call_probe.written(render, calls, form.content)
+    plain = call_probe.written(render, [])
+    if text is None or plain is None or NAMES[0] not in text:
+        return []
+    header = plain.partition(call_probe.SAID)[0]
+    try:
+        before = render([USER], False, TOOLS)
+        header = max(header, render([USER], True, TOOLS).removeprefix(before), key=lambda head: _shared(head, text))
+    except ValueError:
+        pass
+    return [_without_reasoning(text[_shared(header, text) : len(text) - _closing(plain, text)]).rstrip("\n")]
 
 
-def _literal(text: str, tokenizer: Tokenizer) -> str:
-    """Return a Lark literal of a mark, or its special token."""
-    parts = [part for part in re.split("(" + "|".join(map(re.escape, TOOL_MARKS)) + ")", text) if part]
-    ids = [tokenizer.backend.token_to_id(part) if part in TOOL_MARKS else None for part in parts]
-    return " ".join(json.dumps(part) if i is None else f"<[{i}]>" for part, i in zip(parts, ids, strict=True))
+def _shared(head: str, text: str) -> int:
+    """Return the length of a common beginning, in whole tags."""
+    shared = commonprefix([head, text])
+    return shared.rindex("<") if shared.rfind("<") > shared.rfind(">") else len(shared)
+
+
+def _closing(plain: str, text: str) -> int:
+    """Return the length of a common end that begins with a tag."""
+    shared = commonprefix([plain[::-1], text[::-1]])[::-1]
+    end = re.compile(rf"({'|'.join(map(re.escape, END_OF_TURN))})\s*$").search(text)
+    tag = re.search(r"[<\[]", shared)
+    closing = len(shared) - tag.start() if tag else 0
+    return max(closing, len(text) - end.start() if end else 0)
+
+
+def _without_reasoning(text: str) -> str:
+    for begin, end in KNOWN:
+        if text.lstrip().startswith(begin):
+            return text.partition(end)[2].lstrip() if end in text else text.lstrip().removeprefix(begin).lstrip()
+        if text.lstrip().startswith(end):  # the shared header has the rest
+            return text.lstrip().removeprefix(end).lstrip()
+    return text
+
+
+def _format(one: str, two: str | None) -> ToolFormat | None:
+    """Return the format of turns with one call and with two."""
+    found = _call_object(one, NAMES[0])
+    if found is not None:
+        start, end, name_key, key = found
+        second = _call_object(two, NAMES[1], behind=NAMES[0]) if two else None
+        first = _call_object(two, NAMES[0]) if two else None
+        between = two[first[1] : second[0]] if two and first and second else ""
+        mark, bracket = one[:start].strip(), ""
+        if mark.endswith("["):
+            mark, bracket = mark[:-1].rstrip(), "["
+        opening = one[:start][len(one[:start].rstrip().removesuffix("[").rstrip()) :] if bracket else _tail(one[:start])
+        return _known(ToolFormat("template", mark, opening, between, one[end:], key, name_key))
+    at = one.find(NAMES[0])
+    arguments = next(_objects(one[at:]), None)
+    mark = one[:at].strip()
+    if arguments is None or arguments[2] != ARGUMENTS or not mark or mark[0].isalnum():  # words are in any text
+        return None
+    middle, after = one[at + len(NAMES[0]) : at + arguments[0]], one[at + arguments[1] :]
+    between = ""
+    if two:
+        ends = [(start, stop) for start, stop, value in _objects(two) if value == ARGUMENTS]
+        name = two.find(NAMES[1])
+        if len(ends) != 2 or not ends[0][1] <= name <= ends[1][0] or two[name + len(NAMES[1]) : ends[1][0]] != middle:
+            return None
+        between = two[ends[0][1] : name]
+    return ToolFormat("template", mark, "", between, after, middle=middle)
+
+
+def _tail(text: str) -> str:
+    """Return the white space at a text's end."""
+    return text[len(text.rstrip()) :]
+
+
+def _objects(text: str) -> Iterator[tuple[int, int, Any]]:
+    """Yield start, end and value of objects in a text, outer first."""
+    for found in re.finditer(r"\{", text):
+        try:
+            value, end = json.JSONDecoder().raw_decode(text, found.start())
+        except ValueError:
+            continue
+        yield found.start(), end, value
+
+
+def _call_object(text: str, name: str, behind: str = "") -> tuple[int, int, str, str] | None:
+    """Return start, end and both keys of the innermost call."""
+    found = None
+    for start, end, value in _objects(text):
+        keys = {json.dumps(part): key for key, part in value.items()}
+        named, given = keys.get(json.dumps(name)), keys.get(json.dumps(ARGUMENTS))
+        if named is not None and given is not None and start >= text.find(behind):
+            found = start, end, named, given
+    return found
+
+
+def _parts(form: ToolFormat) -> tuple[str | None, ...]:
+    return form.mark, form.opening.strip(), form.end.strip(), form.key, form.name_key, form.middle
+
+
+def _known(form: ToolFormat) -> ToolFormat:
+    """Return the named format that differs in white space, or `form`."""
+    for known in FORMATS.values():
+        if _parts(form) == _parts(known) and (not form.between or form.between.split() == known.between.split()):
+            return known
+    return form

@@ -159,6 +159,18 @@ class Tokenizer:
         `tools`: functions in OpenAI's form; `variables`: values of `template_variables`. The content of a message with
         `tool_calls` may be None.
         """
+        if any(message.get("tool_calls") for message in messages):
+            messages = call_probe.in_form(messages, self._call_form)
+        return self._render(messages, add_generation_prompt, tools=tools, variables=variables)
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         source = self.tool_template if tools else self.chat_template
         if source is None:
             raise ValueError(
@@ -168,22 +180,14 @@ class Tokenizer:
             source,
             self.special
             | dict(variables or {})
-            | {"messages": self._with_content(messages), "add_generation_prompt": add_generation_prompt}
+            | {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
             | {"tools": list(tools) if tools else None, "documents": None},
             self._origin,
         )
 
-    def _with_content(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """Return messages whose calls without text have the content that shows them."""
-        without = [m.get("tool_calls") and m.get("content", "") is None for m in messages]
-        if not any(without):
-            return list(messages)
-        return [{**m, "content": self._empty_content} if o else m for m, o in zip(messages, without, strict=True)]
-
     @cached_property
-    def _empty_content(self) -> str | None:
-        self.__dict__["_empty_content"] = None  # while the template is probed
-        return call_probe.empty_content(self.render_chat)
+    def _call_form(self) -> call_probe.CallForm:
+        return call_probe.call_form(self._render)
 
     def render_begun(
         self,

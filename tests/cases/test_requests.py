@@ -14,7 +14,7 @@ from serve.tool_calls import CallReader
 from serve.tool_format import format_of
 from sharesd.config import EngineConfig
 from sharesd.models.tokenizer import Tokenizer
-from tests.cases.inputs import ANSWER, PLAIN, WRONG_TODAY, backend
+from tests.cases.inputs import ANSWER, PLAIN, backend
 from tests.cases.test_checkpoints import NOT_NUMBERS, inf_row
 from tests.helpers.served_model import Served, served
 
@@ -155,7 +155,6 @@ ONE_CALL = (
 )
 
 
-@WRONG_TODAY
 def test_a_template_of_one_call_gets_one_call() -> None:
     call = '{"name": "climb", "parameters": {"tree": "old"}}'
     with served(template=ONE_CALL, max_context=2048) as running:
@@ -192,7 +191,7 @@ def template_of(words: str, call: str) -> str:
     return f"{system}{{% endif %}}{turns}{call}{{% endfor %}}<|close|>{{% endfor %}}{ANSWER}"
 
 
-@pytest.mark.parametrize("name", ["hermes", *(pytest.param(name, marks=WRONG_TODAY) for name in CALLS)])
+@pytest.mark.parametrize("name", ["hermes", *CALLS])
 def test_calls_that_a_template_writes_are_read_or_its_tools_refused(name: str) -> None:
     template = HERMES if name == "hermes" else template_of(*CALLS[name])
     form = format_of(template)

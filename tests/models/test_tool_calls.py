@@ -144,7 +144,13 @@ def test_a_long_object_is_read_once() -> None:
             """{{ 'Respond in the format {"name": function name, "parameters": dictionary of its arguments}. ' }}""",
             "llama",
         ),
-        ("{{ '[TOOL_CALLS] [' }}{% for call in message.tool_calls %}", "mistral"),
+        (
+            "{% for m in messages %}{{ m.content }}{% if m.tool_calls %}[TOOL_CALLS] ["
+            '{% for c in m.tool_calls %}{"name": "{{ c.function.name }}", "arguments": '
+            "{{ c.function.arguments | tojson }}}"
+            "{% if not loop.last %}, {% endif %}{% endfor %}]{% endif %}{% endfor %}",
+            "mistral",
+        ),
         ("<tool_call>\n<function=example>\n<parameter=x>", None),
         ("<tool_call>{{ name }}\n<arg_key>", None),
         ("{{ '[TOOL_CALLS]' + name + '[ARGS]' }}", None),

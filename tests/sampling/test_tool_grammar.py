@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken
 
-from serve.tool_format import FORMATS, calls_grammar, text_and_calls_grammar
+from serve.call_grammar import calls_grammar, text_and_calls_grammar
+from serve.tool_format import FORMATS
 from serve.tools import Function
 from sharesd.models.tokenizer import TOOL_MARKS, Tokenizer, load_tokenizer
 from sharesd.sampling.grammar import Grammars

@@ -1,0 +1,173 @@
+"""Templates of real models: what they write for calls and reasoning is read, or refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serve.call_grammar import calls_grammar, text_and_calls_grammar
+from serve.reasoning import ReasoningReader, reasoning_of
+from serve.tool_calls import CallReader
+from serve.tool_format import ToolFormat, format_of
+from serve.tools import Function
+from sharesd.models.tokenizer import Tokenizer
+from sharesd.sampling.grammar import Grammars
+from tests.helpers.fake_engine import make_tokenizer
+
+FOLDER = Path(__file__).parent / "chat_templates"
+TEMPLATES = {file.stem: file.read_text("utf-8") for file in sorted(FOLDER.glob("*.jinja"))}
+PAGE = (Path(__file__).parents[2] / "docs/reference/chat-templates.md").read_text("utf-8")
+FORMATS = {name: format_of(template) for name, template in TEMPLATES.items()}
+CALLING = {name: form for name, form in FORMATS.items() if form is not None}
+USER = {"role": "user", "content": "why is the sky blue"}
+ARGUMENTS = {"tree": 'old {"oak"}', "days": [1, {"a": 2}]}
+SCHEMA = {"type": "object", "properties": {"tree": {"type": "string"}, "days": {}}}
+FUNCTIONS = [Function(name=name, description="d", parameters=SCHEMA) for name in ("climb", "sing")]
+TOOLS = [function.for_template() for function in FUNCTIONS]
+Call = tuple[str, Any]
+
+
+def cell(text: str) -> str:
+    return "`" + text.replace("|", "\\|") + "`"
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_page_lists_each_with_its_result(name: str) -> None:
+    form, tokenizer = FORMATS[name], make_tokenizer(TEMPLATES[name])
+    calls = "refused" if tokenizer.takes_tools else "no tools"
+    if form is not None and tokenizer.takes_tools:
+        calls = f"as {cell(form.mark + form.opening.strip())}" if form.name == "template" else cell(form.name)
+    in_turn = "–" if form is None or not tokenizer.takes_tools else "several" if form.several else "one"
+    marks = reasoning_of(tokenizer)
+    assert f"| {name} | {calls} | {in_turn} | {cell(marks.begin) if marks else '–'} |" in PAGE
+    assert len(re.findall(r"^\| \w+ \| [^|]", PAGE.partition("<!-- templates -->")[2], re.M)) == len(TEMPLATES) + 1
+
+
+def calls_of(*names: str) -> list[dict[str, Any]]:
+    return [
+        {"id": f"call{i:05d}", "type": "function", "function": {"name": name, "arguments": ARGUMENTS}}
+        for i, name in enumerate(names)
+    ]
+
+
+def written(tokenizer: Tokenizer, *names: str) -> str:
+    """What the template writes for these calls, between the turn's marks."""
+    turn = {"role": "assistant", "content": None, "tool_calls": calls_of(*names)}
+    begun = tokenizer.render_chat([USER], True, tools=TOOLS)
+    shown = tokenizer.render_chat([USER, turn], False, tools=TOOLS)
+    behind = shown.partition(USER["content"])[2]
+    return shown.removeprefix(begun) if shown.startswith(begun) else behind
+
+
+def read(form: ToolFormat, text: str, size: int) -> list[Call]:
+    reader, calls = CallReader(form, {"climb", "sing"}, max_calls=None if form.several else 1), []
+    for place in range(0, len(text), size):
+        for part in reader.push(text[place : place + size], last=place + size >= len(text)).calls:
+            if part.name is not None:
+                calls.append([part.name, ""])
+            calls[part.index][1] += part.arguments
+    return [(name, json.loads(arguments)) for name, arguments in calls]
+
+
+@pytest.mark.parametrize("size", [1, 4, 10_000])
+@pytest.mark.parametrize("name", CALLING)
+def test_calls_are_read_as_the_template_writes_them(name: str, size: int) -> None:
+    form, tokenizer = CALLING[name], make_tokenizer(TEMPLATES[name])
+    one = written(tokenizer, "climb")
+    if form.mark:
+        assert read(form, one[one.index(form.mark) :], size) == [("climb", ARGUMENTS)]
+    else:
+        assert read(form, one[one.index("{") :], size) == [("climb", ARGUMENTS)]
+    if form.several:
+        two = written(tokenizer, "sing", "climb")
+        assert read(form, two[two.index(form.mark) :], size) == [("sing", ARGUMENTS), ("climb", ARGUMENTS)]
+    else:
+        with pytest.raises(ValueError):
+            tokenizer.render_chat([USER, {"role": "assistant", "tool_calls": calls_of("climb", "sing")}])
+
+
+@pytest.mark.parametrize("name", CALLING)
+def test_what_the_grammar_allows_is_read(name: str) -> None:
+    form, tokenizer = CALLING[name], make_tokenizer(TEMPLATES[name])
+    grammars = Grammars(tokenizer, vocab_size=tokenizer.vocab_size, eos_ids=tokenizer.eos_ids)
+
+    def takes(grammar: str, text: str) -> bool:
+        ids = [*tokenizer.encode(text), tokenizer.eos_ids[0]]
+        return grammars.matcher(grammar).advance(ids) == len(ids)
+
+    call = f'{{"{form.name_key}": "climb", "{form.key}": {json.dumps(ARGUMENTS)}}}'
+    if form.middle is not None:
+        call = f"climb{form.middle}{json.dumps(ARGUMENTS)}"
+    one, two = (form.mark + form.opening + form.between.join([call] * num) + form.end for num in (1, 2))
+    must = [calls_grammar(form, tokenizer, FUNCTIONS, several=several) for several in (False, True)]
+    assert [takes(grammar, one) for grammar in must] == [True, True]
+    assert [takes(grammar, two) for grammar in must] == [False, True]
+    assert not takes(must[1], one.replace("climb", "fly")) and not takes(must[1], "the sky")
+    assert read(form, one, 3) == [("climb", ARGUMENTS)]
+    if form.mark:
+        free = text_and_calls_grammar(form, tokenizer, FUNCTIONS)
+        assert takes(free, "the sky") and takes(free, f"the sky {one}") and takes(free, two) == form.several
+        assert not takes(free, f"the sky {one.replace('climb', 'fly')}")
+
+
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if reasoning_of(make_tokenizer(TEMPLATES[name]))])
+def test_reasoning_is_read_as_the_template_writes_it(name: str) -> None:
+    tokenizer = make_tokenizer(TEMPLATES[name])
+    marks = reasoning_of(tokenizer)
+    assert marks is not None
+    for text in (f"{marks.begin}\nthe red mat\n{marks.end}\n\nthe cat", f"{marks.begin}the red mat{marks.end}the cat"):
+        assert ReasoningReader(marks, "before").push(text, last=True) == ("the red mat", "the cat")
+    thought = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), "the red mat")
+    shown = tokenizer.render_chat([USER, {"role": "assistant", "content": "the cat", **thought}], False)
+    if "the red mat" in shown:
+        begun = shown.index(marks.begin, shown.index(USER["content"]))
+        reasoning, content = ReasoningReader(marks, "before").push(shown[begun:], last=True)
+        assert reasoning == "the red mat" and content.startswith("the cat")
+
+
+NAMED = (  # a name, and then its arguments
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}[{{ m.role }}]{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}<run>{{ c.function.name }}<with>{{ c.function.arguments | tojson }}</run>"
+    "{% endfor %}<eot>{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@pytest.mark.parametrize("size", [1, 3, 10_000])
+def test_names_before_their_arguments_are_read(size: int) -> None:
+    form = format_of(NAMED)
+    assert form is not None
+    assert (form.mark, form.middle, form.between, form.end) == ("<run>", "<with>", "</run><run>", "</run>")
+    arguments = json.dumps(ARGUMENTS)
+    one = f"<run>climb<with>{arguments}</run>"
+    cases: list[tuple[str, list[Call], str]] = [
+        (f"I look.\n{one}", [("climb", ARGUMENTS)], "I look."),
+        (f"{one}{one}\n", [("climb", ARGUMENTS)] * 2, ""),
+        (f"{one} \n {one}", [("climb", ARGUMENTS)] * 2, ""),
+        (f"{one}and so on", [("climb", ARGUMENTS)], "and so on"),
+        ("<run>fly<with>{}</run>", [], "<run>fly<with>{}</run>"),
+        ("<run>climb</run> <ru", [], "<run>climb</run> <ru"),
+        ("<run>climb<with>no</run>", [], "<run>climb<with>no</run>"),
+        ("a <run>" + "climb " * 60, [], "a <run>" + "climb " * 60),
+    ]
+    for text, calls, content in cases:
+        assert read(form, text, size) == calls
+        reader = CallReader(form, {"climb", "sing"})
+        pieces = [text[i : i + size] for i in range(0, len(text), size)]
+        found = [reader.push(piece, last=i == len(pieces) - 1).content for i, piece in enumerate(pieces)]
+        assert "".join(found) == content
+    tokenizer = make_tokenizer(NAMED)
+    grammars = Grammars(tokenizer, vocab_size=tokenizer.vocab_size, eos_ids=tokenizer.eos_ids)
+    grammar = calls_grammar(form, tokenizer, FUNCTIONS, several=True)
+    ids = [*tokenizer.encode(one + one), tokenizer.eos_ids[0]]
+    assert grammars.matcher(grammar).advance(ids) == len(ids)
+
+
+def test_templates_that_want_arguments_as_text_get_text() -> None:
+    template = NAMED.replace("c.function.arguments | tojson", "'' + c.function.arguments")
+    tokenizer = make_tokenizer(template)
+    assert f"<run>climb<with>{json.dumps(ARGUMENTS)}</run>" in written(tokenizer, "climb")
+    assert format_of(template) == format_of(NAMED)
