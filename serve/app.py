@@ -11,15 +11,20 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.staticfiles import StaticFiles
 
 from serve import admin_routes, tokenize
+from serve.anthropic_api import count_tokens, messages
 from serve.async_engine import Service
 from serve.chat import chat
 from serve.completions import completions, predict
 from serve.errors import ApiError, of_status
 from serve.middleware import Middleware
+from serve.responses_api import responses
 
 POSTS: dict[str, Callable[..., Any]] = {
     "/v1/chat/completions": chat,
     "/v1/completions": completions,
+    "/v1/responses": responses,
+    "/v1/messages": messages,
+    "/v1/messages/count_tokens": count_tokens,
     "/tokenize": tokenize.tokenize,
     "/detokenize": tokenize.detokenize,
     "/predict": predict,
@@ -64,9 +69,9 @@ def make_app(service: Service) -> FastAPI:
 
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return error.response()
+    return error.response(request.url.path)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return of_status(error.status_code, request.url.path, error.headers).response()
+    return of_status(error.status_code, request.url.path, error.headers).response(request.url.path)

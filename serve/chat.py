@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping, Sequence
 from string import ascii_letters, digits
 from typing import Any
 
 from fastapi import Request, Response
 
+from serve.async_engine import Call
 from serve.choice_state import Choice, Tokens
 from serve.engine_thread import Model
 from serve.handlers import respond, start
@@ -23,21 +25,26 @@ from sharesd.data.json_numbers import finite
 async def chat(request: Request) -> Response:
     """Handle `POST /v1/chat/completions`."""
     body = await read(request, ChatBody)
-    messages = request.state.visit.prompt = for_template(body.messages)
-
-    def encode(model: Model) -> list[list[int]]:
-        ids = encode_chat(
-            model,
-            messages,
-            functions=body.shown_functions,
-            ending=ending_of(body),
-            variables=body.chat_template_kwargs,
-            preferences=body.preferences,
-        )
-        return [ids]
-
-    call = await start(request, body, "messages", 1, encode)
+    call = await chat_call(request, body)
     return await respond(request, call, body, ChatFormat(call.model, body))
+
+
+async def chat_call(request: Request, body: ChatBody) -> Call:
+    """Return the queued call of a chat; raises ApiError."""
+    messages = request.state.visit.prompt = for_template(body.messages)
+    return await start(request, body, "messages", 1, lambda model: [encode_body(model, body, messages)])
+
+
+def encode_body(model: Model, body: ChatBody, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return the ids of a chat's prompt; raises ApiError 400."""
+    return encode_chat(
+        model,
+        messages,
+        functions=body.shown_functions,
+        ending=ending_of(body),
+        variables=body.chat_template_kwargs,
+        preferences=body.preferences,
+    )
 
 
 class ChatFormat(ResponseFormat):

@@ -32,6 +32,16 @@ NAME = 'give 1 to 64 of the letters A-Z and a-z, digits, "_", "-" and "."'
 """Remedy for names of functions."""
 
 
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/models")
+"""Paths that a message names in place of an unknown one."""
+ANTHROPIC = {
+    **dict.fromkeys((400, 405, 408, 415), "invalid_request_error"),
+    **{401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"},
+    503: "overloaded_error",
+}
+"""Status -> type of error in Anthropic's API."""
+
+
 class ApiError(Exception):
     """Error response: status, message and parameter."""
 
@@ -53,9 +63,15 @@ class ApiError(Exception):
         """Response body, `{"error": ...}`."""
         return {"error": {"message": self.message, "type": _kind(self.status), "param": self.param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
-        """Return the error as a response."""
-        return JSONResponse(self.body, self.status, headers=self.headers)
+    @property
+    def anthropic_body(self) -> dict[str, Any]:
+        """Response body in Anthropic's format."""
+        return {"type": "error", "error": {"type": ANTHROPIC.get(self.status, "api_error"), "message": self.message}}
+
+    def response(self, path: str = "") -> JSONResponse:
+        """Return the error in the format of the path's API."""
+        body = self.anthropic_body if path.startswith("/v1/messages") else self.body
+        return JSONResponse(body, self.status, headers=self.headers)
 
 
 def _kind(status: int) -> str:
@@ -98,7 +114,8 @@ def not_numbers(message: str) -> ApiError:
 
 def of_status(status: int, path: str, headers: Mapping[str, str] | None = None) -> ApiError:
     """Return a routing error: an unknown path or a wrong method."""
-    return ApiError(status, f"{HTTPStatus(status).phrase}: {path[:MAX_SHOWN]}", headers=headers)
+    remedy = f"; this server has {', '.join(ENDPOINTS)}" if status == 404 and path.startswith("/v1/") else ""
+    return ApiError(status, f"{HTTPStatus(status).phrase}: {path[:MAX_SHOWN]}{remedy}", headers=headers)
 
 
 def unknown_nulls(error: ValidationError) -> set[str]:

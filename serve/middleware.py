@@ -83,18 +83,18 @@ class Middleware:
                 body = await self._body(headers, receive)
                 await _until_hang_up(visit, receive, self._app(scope, _replay(body), send_out))
             except ApiError as error:
-                await error.response()(scope, receive, send_out)
+                await error.response(scope["path"])(scope, receive, send_out)
             except ClientDisconnected:
                 visit.status = CLIENT_CLOSED_REQUEST
                 self._metrics.disconnected()
             except asyncio.CancelledError:  # the server ends, and would wait no longer
                 if not visit.status:
-                    await unavailable("the server shuts down").response()(scope, receive, send_out)
+                    await unavailable("the server shuts down").response(scope["path"])(scope, receive, send_out)
                 visit.status = 503
             except Exception:
                 log.exception("a request failed")
                 if not visit.status:
-                    await ApiError(500, "internal error").response()(scope, receive, send_out)
+                    await ApiError(500, "internal error").response(scope["path"])(scope, receive, send_out)
         finally:
             if visit.call is not None:
                 visit.call.close()
@@ -105,6 +105,8 @@ class Middleware:
         if not keys or PUBLIC.fullmatch(path):
             return
         scheme, _, given = headers.get("authorization", "").partition(" ")
+        if not given and "x-api-key" in headers:  # as Anthropic's clients send it
+            scheme, given = "bearer", headers["x-api-key"]
         matches = [hmac.compare_digest(given.strip().encode("latin-1"), key.encode()) for key in keys]
         if scheme.lower() != "bearer" or not any(matches):
             message = "the API key is wrong; send `Authorization: Bearer KEY`" if given else "an API key is needed"

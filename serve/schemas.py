@@ -57,6 +57,14 @@ async def read(request: Request, kind: type[Body]) -> Body:
         raise of_schema(error) from None
 
 
+def chat_body(fields: dict[str, Any]) -> ChatBody:
+    """Return a chat with these fields, of another API; ApiError if invalid."""
+    try:
+        return ChatBody.model_validate_json(json.dumps(fields))
+    except ValidationError as error:
+        raise of_schema(error) from None
+
+
 class Generation(Taken):
     """Parameters shared by chats and completions."""
 

@@ -68,7 +68,7 @@ def _described(template: str) -> ToolFormat | None:
     text = template.replace('\\"', '"')
     if re.search(r'<tool_call>(\s|\\n)*\{"name": ', text):
         return HERMES
-    return LLAMA if re.search(r'\{"name": [^{}]*"parameters": ', text) and "<" not in text else None
+    return LLAMA if re.search(r'format \{"name": [^{}]*"parameters": ', text) else None
 
 
 def _turns(template: str, num_calls: int) -> list[str]:

@@ -1,0 +1,115 @@
+"""Answers as blocks of reasoning, text and calls, for further APIs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from serve.async_engine import Call
+from serve.choice_state import Choice
+from serve.errors import ApiError
+from serve.response_format import ResponseFormat
+from serve.stream import KEEP_ALIVE
+
+Kind = Literal["reasoning", "text", "call"]
+
+
+@dataclass
+class Block:
+    """Part of an answer."""
+
+    kind: Kind
+    index: int
+    text: str = ""
+    """Text, or the arguments of a call as JSON."""
+    name: str = ""
+    call_id: str = ""
+
+
+class Blocks:
+    """Blocks of one answer, in order; the last one may be open."""
+
+    def __init__(self) -> None:
+        self.done: list[Block] = []
+        self._open: Block | None = None
+
+    def feed(self, delta: Mapping[str, Any]) -> Iterator[tuple[Literal["open", "more", "close"], Block, str]]:
+        """Yield the blocks that open, grow and close by a chat's delta."""
+        for kind, text in (("reasoning", delta.get("reasoning_content")), ("text", delta.get("content"))):
+            if text:
+                yield from self._grow(kind, text)  # type: ignore[arg-type]
+        for call in delta.get("tool_calls") or ():
+            function = call["function"]
+            if "id" in call:
+                yield from self.close()
+                self._open = Block("call", len(self.done), name=function["name"], call_id=call["id"])
+                yield "open", self._open, ""
+            yield from self._grow("call", function["arguments"])
+
+    def close(self) -> Iterator[tuple[Literal["close"], Block, str]]:
+        """Yield the end of the open block, if there is one."""
+        if self._open is not None:
+            block, self._open = self._open, None
+            self.done.append(block)
+            yield "close", block, ""
+
+    def _grow(self, kind: Kind, text: str) -> Iterator[tuple[Literal["open", "more", "close"], Block, str]]:
+        if self._open is None or self._open.kind != kind:
+            yield from self.close()
+            self._open = Block(kind, len(self.done))
+            yield "open", self._open, ""
+        if text:
+            self._open.text += text
+            yield "more", self._open, text
+
+
+class Dialect(Protocol):
+    """Events and answers of an API."""
+
+    def begin(self) -> Iterator[dict[str, Any]]: ...
+    def change(self, what: str, block: Block, text: str) -> Iterator[dict[str, Any]]: ...
+    def end(self, blocks: list[Block], choice: Choice, reason: str | None) -> Iterator[dict[str, Any]]: ...
+    def error(self, error: ApiError) -> dict[str, Any]: ...
+
+
+def whole(call: Call, form: ResponseFormat) -> tuple[list[Block], Choice, str | None]:
+    """Return blocks, choice and finish reason of a finished answer."""
+    [choice] = call.choices
+    found = form.whole(choice)
+    blocks = Blocks()
+    message = found["message"]
+    calls = [{**one, "index": place} for place, one in enumerate(message.get("tool_calls", ()))]
+    for _ in blocks.feed({**message, "tool_calls": calls}):
+        pass
+    for _ in blocks.close():
+        pass
+    return blocks.done, choice, found["finish_reason"]
+
+
+async def events(call: Call, form: ResponseFormat, dialect: Dialect, *, patience: float) -> AsyncIterator[bytes]:
+    """Yield a stream's bytes; a failure ends it with the dialect's error."""
+    blocks, reason = Blocks(), None
+    yield b"".join(_event(data) for data in dialect.begin())
+    try:
+        async for outputs in call.rounds(patience):
+            found: list[dict[str, Any]] = []
+            for output in outputs:
+                part = form.part(output.choice, output.chunk) if output.chunk.error is None else None
+                if part is not None:
+                    reason = part["finish_reason"] or reason
+                    for change in blocks.feed(part["delta"]):
+                        found += dialect.change(*change)
+            if found or not outputs:
+                yield b"".join(map(_event, found)) or KEEP_ALIVE
+        last = [data for change in blocks.close() for data in dialect.change(*change)]
+        last += dialect.end(blocks.done, call.choices[0], reason)
+        yield b"".join(map(_event, last))
+    except ApiError as error:
+        yield _event(dialect.error(error))
+
+
+def _event(data: Mapping[str, Any]) -> bytes:
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return f"event: {data['type']}\ndata: {text}\n\n".encode()

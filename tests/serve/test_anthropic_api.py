@@ -1,0 +1,164 @@
+"""Anthropic's API by its official client, over real HTTP with a fake engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.helpers.fake_engine import SPOILT
+from tests.helpers.served_model import Served, served
+from tests.serve.test_responses_api import CALL, TEMPLATE
+
+anthropic = pytest.importorskip("anthropic")
+
+PATH = "/v1/messages"
+TOOL: dict[str, Any] = {
+    "name": "get_weather",
+    "description": "d",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
+    "cache_control": {"type": "ephemeral"},
+}
+HELLO = [{"role": "user", "content": "the mat is"}]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with served(template=TEMPLATE, max_context=2048) as running:
+        running.engine.scripts |= {
+            "the weather": f"<think>why is it red</think>\nI look.\n{CALL}",
+            "the mat is": "the cat sat on the mat",
+        }
+        yield running
+
+
+def client_of(server: Served, key: str = "none") -> Any:
+    return anthropic.Anthropic(base_url=server.url, api_key=key, max_retries=0)
+
+
+def prompt_of(server: Served) -> str:
+    return server.engine.tokenizer.decode(server.engine.added[-1].prompt_ids, skip_special_tokens=False)
+
+
+def test_a_text_has_the_clients_shape(server: Served) -> None:
+    system = [{"type": "text", "text": "be on the mat", "cache_control": {"type": "ephemeral"}}]
+    done = client_of(server).messages.create(model="fake", max_tokens=50, messages=HELLO, system=system)
+    assert (done.type, done.role, done.model, done.stop_reason) == ("message", "assistant", "fake", "end_turn")
+    assert [(block.type, block.text) for block in done.content] == [("text", "the cat sat on the mat")]
+    assert "<|im_start|>system\nbe on the mat<|im_end|>\n<|im_start|>user\nthe mat is<|im_end|>" in prompt_of(server)
+    again = client_of(server).messages.create(model="fake", max_tokens=50, messages=HELLO, system=system)
+    for usage in (done.usage, again.usage):
+        total = usage.input_tokens + usage.cache_read_input_tokens
+        assert total == len(server.engine.added[-1].prompt_ids)
+    assert again.usage.cache_read_input_tokens > 0
+
+
+def test_stop_reasons(server: Served) -> None:
+    create = client_of(server).messages.create
+    cut = create(model="fake", max_tokens=2, messages=HELLO)
+    assert cut.stop_reason == "max_tokens"
+    stopped = create(model="fake", max_tokens=50, messages=HELLO, stop_sequences=["zzz", " on"])
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", " on")
+    assert stopped.content[0].text == "the cat sat"
+
+
+def test_thinking_and_calls_are_blocks_and_are_taken_back(server: Served) -> None:
+    create = client_of(server).messages.create
+    talk: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "the weather"}]}]
+    done = create(model="fake", max_tokens=300, messages=talk, tools=[TOOL])
+    thought, said, call = done.content
+    assert (thought.type, thought.thinking) == ("thinking", "why is it red")
+    assert (said.text, call.type, call.name, call.input) == ("I look.", "tool_use", "get_weather", {"city": "the mat"})
+    assert done.stop_reason == "tool_use"
+    result = [{"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "sunny"}]}]
+    talk += [{"role": "assistant", "content": done.content}, {"role": "user", "content": [*result, *HELLO[:0]]}]
+    create(model="fake", max_tokens=5, messages=talk, tools=[TOOL])
+    turn = f"assistant\n<think>why is it red</think>I look.{CALL}<|im_end|>"
+    assert f"{turn}\n<|im_start|>tool\nsunny<|im_end|>" in prompt_of(server)
+
+
+@pytest.mark.parametrize("question", ["the weather", "the mat is", "the sky"])
+def test_a_stream_is_the_whole_answer(server: Served, question: str) -> None:
+    body: dict[str, Any] = {"model": "fake", "max_tokens": 300, "tools": [TOOL], "extra_body": {"temperature": 0}}
+    body["messages"] = [{"role": "user", "content": question}]
+    whole = client_of(server).messages.create(**body)
+    with client_of(server).messages.stream(**body) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_message()
+    assert kinds[0] == "message_start" and kinds[-1] == "message_stop"
+
+    def plain(message: Any) -> Any:
+        blocks = [block.model_dump(exclude={"id"}, exclude_none=True) for block in message.content]
+        return [{k: v for k, v in b.items() if k != "parsed_output"} for b in blocks], message.stop_reason
+
+    assert plain(final) == plain(whole)
+    assert final.usage.output_tokens == whole.usage.output_tokens
+
+
+def test_choices_of_tools(server: Served) -> None:
+    body: dict[str, Any] = {"model": "fake", "max_tokens": 4, "messages": HELLO, "tools": [TOOL]}
+    for choice in ({"type": "any"}, {"type": "tool", "name": "get_weather"}):
+        assert server.post(PATH, **body, tool_choice=choice).status_code == 200
+        assert "get_weather" in (server.engine.added[-1].params.grammar or "")
+    assert server.post(PATH, **body, tool_choice={"type": "none"}).status_code == 200
+    assert "get_weather" not in prompt_of(server)
+
+
+def test_the_last_turn_of_an_assistant_is_continued(server: Served) -> None:
+    begun = [*HELLO, {"role": "assistant", "content": "the cat"}]
+    client_of(server).messages.create(model="fake", max_tokens=4, messages=begun)
+    assert prompt_of(server).endswith("<|im_start|>assistant\nthe cat")
+
+
+def test_tokens_are_counted_as_they_are_read(server: Served) -> None:
+    client = client_of(server)
+    counted = client.messages.count_tokens(model="fake", messages=HELLO, tools=[TOOL], system="the red mat")
+    client.messages.create(model="fake", max_tokens=2, messages=HELLO, tools=[TOOL], system="the red mat")
+    assert counted.input_tokens == len(server.engine.added[-1].prompt_ids)
+
+
+def error_of(response: Any, status: int, kind: str) -> str:
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert body["type"] == "error" and body["error"]["type"] == kind
+    return body["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "image"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search"),
+        ({"temperature": -1}, "temperature"),
+        ({"max_tokens": None}, "max_tokens"),
+        ({"unknown_key": 1}, "unknown_key"),
+        ({"messages": []}, "messages"),
+        ({"mcp_servers": [{}]}, "mcp_servers"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(server: Served, more: dict[str, Any], named: str) -> None:
+    response = server.post(PATH, **{"model": "fake", "max_tokens": 4, "messages": HELLO, **more})
+    assert named in error_of(response, 400, "invalid_request_error")
+
+
+def test_errors_are_the_clients(server: Served) -> None:
+    with pytest.raises(anthropic.NotFoundError):
+        client_of(server).messages.create(model="other", max_tokens=4, messages=HELLO)
+    spoilt = [{"role": "user", "content": SPOILT}]
+    with pytest.raises(anthropic.InternalServerError, match="not numbers"):
+        client_of(server).messages.create(model="fake", max_tokens=9, messages=spoilt)
+    with (
+        pytest.raises(anthropic.APIStatusError, match="not numbers"),
+        client_of(server).messages.stream(model="fake", max_tokens=9, messages=spoilt) as stream,
+    ):
+        stream.get_final_message()
+
+
+def test_a_key_may_come_in_anthropics_header() -> None:
+    with served(template=TEMPLATE, settings={"api_keys": ("secret",)}) as running:
+        message = {"model": "fake", "max_tokens": 2, "messages": HELLO}
+        assert client_of(running, "secret").messages.create(**message).content
+        with pytest.raises(anthropic.AuthenticationError):
+            client_of(running, "wrong").messages.create(**message)
+        error_of(running.post(PATH, **message), 401, "authentication_error")
