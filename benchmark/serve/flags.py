@@ -47,7 +47,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
                 None,
                 RANDOM,
                 f"{RANDOM}|{QUESTIONS}|FILE",
-                "random words; questions; or JSON Lines with `prompt`",
+                "random words; questions; or JSON Lines with `prompt`, or ShareGPT",
             ),
             ("--questions", None, None, "FILE", "in MT-Bench's layout (default: ShareSD's own)"),
             ("--num-prompts", number, 100, "N", "requests of a load"),

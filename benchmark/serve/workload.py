@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, cycle, islice
 from pathlib import Path
 from random import Random
 
 from sharesd.data import questions as question_files
+from sharesd.data.json_lines import records
+from sharesd.data.prompt_files import first_question, read_each
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +52,14 @@ def questions(path: str | None, output_len: int) -> list[Request]:
 
 
 def from_file(path: str, output_len: int) -> list[Request]:
-    """Return requests of JSON lines, `prompt` and optional `output_tokens`; ValueError if bad."""
+    """Return requests of a file; ValueError if bad.
+
+    JSON lines with `prompt` and optional `output_tokens`, or conversations of ShareGPT's form, of which the first
+    messages of users are sent.
+    """
+    rows = records(Path(path))
+    if rows and isinstance(rows[0][1], Mapping) and "conversations" in rows[0][1]:
+        return [Request(prompt=prompt, output_len=output_len) for _, prompt in read_each(rows, first_question)]
     requests = []
     for row in question_files.json_rows(Path(path)):
         length = row.get("output_tokens")

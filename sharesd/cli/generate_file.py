@@ -20,13 +20,14 @@ from multigpu.data_parallel import Numbered, Replica, TaskQueue, start
 from multigpu.device_assignment import environments
 from multigpu.journal import Journal, keep_settings, read_records, with_fields, write_in_order
 from sharesd.cli import options
+from sharesd.cli.batch_requests import TEXT, answer_line, failure_line, is_batch, parse
 from sharesd.cli.console import err_console, set_up_logging, warn
 from sharesd.cli.offline import answering
 from sharesd.cli.prompt_encoding import encode
 from sharesd.config import EngineConfig, Mode
 from sharesd.data.json_lines import records, text_lines
 from sharesd.data.json_numbers import finite
-from sharesd.data.prompt_files import Message, conversation
+from sharesd.data.prompt_files import Message, conversation, read_each
 from sharesd.engine.batch_runner import CHUNK, run_conversations
 from sharesd.models.checkpoint import Progress, silent
 from sharesd.sampling_params import SamplingParams
@@ -42,7 +43,8 @@ MAX_NAMED = 10
 """Max failed prompts named on the terminal; the file has all."""
 WORK = "sharesd.cli.generate_file:answer"
 
-Prompt = str | list[Message]
+Prompt = str | list[Message] | dict[str, Any]
+"""Text, conversation, or request in OpenAI's batch format."""
 
 
 class Work(NamedTuple):
@@ -60,7 +62,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         dest="file",
         metavar="FILE",
         help="answer those of a file: .txt, a prompt on each line; else JSON or JSON Lines, of texts, or of records "
-        "with instruction, prompt, question or messages",
+        "with instruction, prompt, question or messages, or of requests in OpenAI's batch format",
     )
     group.add_argument(
         "--out",
@@ -124,7 +126,7 @@ def run(args: argparse.Namespace, work: Work) -> int:
         if not out.exists():
             write_in_order(out, part, len(prompts))
         part.unlink()
-    failed = {record["index"]: record["error"] for record in _records(out) if "error" in record}
+    failed = {record["index"]: _reason(record["error"]) for record in _records(out) if record.get("error")}
     named = [f"\n  {prompts[index][0]}: {reason}" for index, reason in failed.items()][:MAX_NAMED]
     more = [f"\n  and {len(failed) - MAX_NAMED} more"] if len(failed) > MAX_NAMED else []
     err_console.print(
@@ -143,11 +145,22 @@ def _answer(work: Work, left: Sequence[tuple[int, Prompt]], replicas: list[Repli
     with answering(WORK, work, left, replicas, max_assigned=work.config.max_batch) as results:
         started = time.perf_counter()
         for index, result in results:
-            journal.add({"index": index, "prompt": prompts[index], **result})
-            num_tokens += len(result.get("token_ids", ()))
+            prompt = prompts[index]
+            shown = prompt["body"] if isinstance(prompt, dict) else prompt
+            journal.add({"index": index, "prompt": shown, **result})
+            num_tokens += _num_tokens(result)
         seconds = time.perf_counter() - started
     what = f"prompts and the start of {len(replicas)} replicas" if replicas else "prompts"
     return f"\n  {num_tokens:,} tokens in {seconds:.1f} s, {num_tokens / seconds:.1f} tok/s, {what} included"
+
+
+def _reason(error: Any) -> str:
+    return error["message"] if isinstance(error, dict) else error
+
+
+def _num_tokens(result: dict[str, Any]) -> int:
+    response = result.get("response")
+    return response["body"]["usage"]["completion_tokens"] if response else len(result.get("token_ids", ()))
 
 
 def answer(work: Work, tasks: TaskQueue, progress: Progress | None = None) -> Iterator[Numbered]:
@@ -163,7 +176,7 @@ def answer(work: Work, tasks: TaskQueue, progress: Progress | None = None) -> It
         return None if task is None else (task[0], _Question(work, *task))
 
     return (
-        (number, {"error": str(reason)} if reason else question.record())
+        (number, question.failure(str(reason)) if reason else question.record())
         for number, question, reason in run_conversations(engine, take)
     )
 
@@ -175,18 +188,33 @@ class _Question:
         from sharesd.engine.outputs import Completion
 
         self._work, self._index, self._prompt = work, index, prompt
-        self._answer = Completion()
+        self._answer, self._num_prompt = Completion(), 0
 
     def ask(self, engine: Engine) -> Request:
-        ids = encode(engine.tokenizer, self._prompt, raw=self._work.raw, system=self._work.system)
-        return engine.add(ids, self._work.params, self._index)
+        prompt, params, raw, index = self._prompt, self._work.params, self._work.raw, self._index
+        if isinstance(prompt, dict):
+            index = index if prompt["body"].get("seed", -1) in (None, -1) else 0  # a seed gives the API's text
+            url, prompt, params = parse(prompt, params)
+            raw = url == TEXT
+        ids = encode(engine.tokenizer, prompt, raw=raw, system=None if raw else self._work.system)
+        self._num_prompt = len(ids)
+        return engine.add(ids, params, index)
 
     def take(self, chunk: TokenChunk) -> None:
         self._answer.add(chunk)
 
+    def failure(self, reason: str) -> dict[str, Any]:
+        """Return the fields of a prompt that failed."""
+        if isinstance(self._prompt, dict):
+            return failure_line(self._prompt, self._index, reason)
+        return {"error": reason}
+
     def record(self) -> dict[str, Any]:
         """Return the answer's fields, which depend only on prompt and seed."""
         found = self._answer
+        if isinstance(self._prompt, dict):
+            counts = self._num_prompt, len(found.token_ids)
+            return answer_line(self._prompt, self._index, found.text, found.finish_reason, *counts)
         record = {"text": found.text, "token_ids": found.token_ids, "finish_reason": found.finish_reason}
         if found.logprobs is None:
             return record
@@ -198,11 +226,17 @@ def read(path: Path, *, raw: bool) -> list[tuple[str, Prompt]]:
     found: Sequence[tuple[str, Any]] = text_lines(path) if path.suffix == ".txt" else records(path)
     if not found:
         raise ValueError(f"{path}: no prompts; give a file that holds some")
-    return [(where, _prompt(where, record, raw)) for where, record in found]
+    return read_each(found, lambda where, record: _prompt(where, record, raw))
 
 
 def _prompt(where: str, record: Any, raw: bool) -> Prompt:
-    """Return a text or conversation, or raise ValueError with the place."""
+    """Return a prompt, or raise ValueError with the place."""
+    if is_batch(record):
+        try:
+            parse(record, SamplingParams())
+        except ValueError as error:
+            raise ValueError(f"{where} {error}") from None
+        return dict(record)
     if isinstance(record, str):
         if not record.strip():
             raise ValueError(f"{where}: the prompt is empty; give it a text, or drop it")

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sharesd.data.json_lines import records
 
 TEXT_FIELDS = ("instruction", "prompt", "question")
-"""Fields of the prompt: the first present, with an appended `input`."""
+"""Fields of the prompt: the first present, with an appended input."""
+INPUT_FIELDS = ("input", "context")
+"""Fields of Alpaca and Dolly: a text beside the instruction."""
 ANSWER_FIELDS = ("output", "response", "answer", "completion")
 TALK_FIELDS = ("messages", "conversations", "conversation")
 """Lists of turns: `role` and `content`, or ShareGPT's `from` and `value`."""
@@ -20,7 +23,12 @@ ROLES = {
     "system": "system",
 }
 
+MAX_NAMED = 3
+"""Maximum bad conversations that a warning names."""
+
 Message = dict[str, str]
+T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 def read_prompts(files: Sequence[str], max_per_file: int | None = None, seed: int = 0) -> list[str]:
@@ -28,12 +36,34 @@ def read_prompts(files: Sequence[str], max_per_file: int | None = None, seed: in
     dice = random.Random(seed)
     drawn: dict[str, None] = {}
     for name in files:
-        found = list(dict.fromkeys(_prompt(where, record) for where, record in records(Path(name))))
+        found = list(dict.fromkeys(prompt for _, prompt in read_each(records(Path(name)), first_question)))
         dice.shuffle(found)
         drawn |= dict.fromkeys(found[:max_per_file])
     prompts = list(drawn)
     dice.shuffle(prompts)
     return prompts
+
+
+def read_each(found: Sequence[tuple[str, Any]], read: Callable[[str, Any], T]) -> list[tuple[str, T]]:
+    """Return places and results of `read`.
+
+    Bad conversations of ShareGPT's form are left out, and a warning counts and names them. Raises ValueError for other
+    bad records, and if nothing is left.
+    """
+    good, bad = [], []
+    for where, record in found:
+        try:
+            good.append((where, read(where, record)))
+        except ValueError as error:
+            if not (isinstance(record, Mapping) and isinstance(record.get("conversations"), list)):
+                raise
+            bad.append(str(error))
+    if bad and not good:
+        raise ValueError(f"{bad[0]}; no conversation is left")
+    if bad:
+        more = f"; and {len(bad) - MAX_NAMED} more" if len(bad) > MAX_NAMED else ""
+        log.warning("%d of %d conversations are left out: %s%s", len(bad), len(found), "; ".join(bad[:MAX_NAMED]), more)
+    return good
 
 
 def conversation(record: Any) -> list[Message]:
@@ -48,11 +78,12 @@ def conversation(record: Any) -> list[Message]:
         raise ValueError(f"has none of {', '.join(TEXT_FIELDS)}; give it a text, or drop it")
     instances = record.get("instances")
     first = instances[0] if isinstance(instances, list) and instances and isinstance(instances[0], Mapping) else {}
-    more = record.get("input") or first.get("input")
+    inputs = [record.get(name) for name in INPUT_FIELDS] + [first.get("input")]
+    parts = [part for part in inputs if isinstance(part, str) and part.strip()]
     answer = next((record[name] for name in ANSWER_FIELDS if isinstance(record.get(name), str)), first.get("output"))
     given = {
         "system": record.get("system"),
-        "user": f"{text}\n\n{more}" if isinstance(more, str) and more.strip() else text,
+        "user": "\n\n".join([text, *parts[:1]]),
         "assistant": answer,
     }
     said = [(role, text) for role, text in given.items() if isinstance(text, str) and text.strip()]
@@ -82,7 +113,8 @@ def _encodable(messages: list[Message]) -> list[Message]:
     return messages
 
 
-def _prompt(where: str, record: Any) -> str:
+def first_question(where: str, record: Any) -> str:
+    """Return a record's first message of a user, or raise ValueError."""
     try:
         messages = conversation(record)
     except ValueError as error:

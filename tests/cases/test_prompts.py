@@ -16,7 +16,7 @@ from sharesd.cli.main import main
 from sharesd.data.chat_messages import for_template
 from sharesd.data.prompt_files import conversation, read_prompts
 from sharesd.models.tokenizer import load_tokenizer
-from tests.cases.inputs import WRONG_TODAY, llama
+from tests.cases.inputs import llama
 
 LATIN1 = "naïve bird".encode("latin-1")
 AS_ARGUMENT = LATIN1.decode("utf-8", "surrogateescape")
@@ -122,12 +122,18 @@ def answers(target: str, file: Path) -> list[Any]:
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
-@WRONG_TODAY
 def test_a_conversation_without_a_user_is_left_out(target: str, sharegpt: Path) -> None:
     assert len(answers(target, sharegpt)) == 2
 
 
-@WRONG_TODAY
+def test_what_is_left_out_is_counted_and_named(sharegpt: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert read_prompts([str(sharegpt)]) != []
+    assert "1 of 3 conversations are left out" in caplog.text and "record 2 has no user's message" in caplog.text
+    sharegpt.write_text(json.dumps([{"conversations": TALKS[1]}]))
+    with pytest.raises(ValueError, match="no conversation is left"):
+        read_prompts([str(sharegpt)])
+
+
 def test_the_batch_format_of_openai_is_read(target: str, tmp_path: Path) -> None:
     file = tmp_path / "batch.jsonl"
     bodies = [
@@ -139,7 +145,6 @@ def test_the_batch_format_of_openai_is_read(target: str, tmp_path: Path) -> None
     assert [answer["custom_id"] for answer in answers(target, file)] == ["row-0", "row-1"]
 
 
-@WRONG_TODAY
 def test_a_context_beside_a_question_is_part_of_the_prompt(tmp_path: Path) -> None:
     file = tmp_path / "context.jsonl"
     row = {"instruction": "Who sings?", "context": "The bird sings at night.", "response": "The bird."}
@@ -148,12 +153,11 @@ def test_a_context_beside_a_question_is_part_of_the_prompt(tmp_path: Path) -> No
     assert "Who sings?" in prompt and "The bird sings at night." in prompt
 
 
-@WRONG_TODAY
 def test_the_load_test_reads_conversations_too(sharegpt: Path) -> None:
     from benchmark.serve import workload
 
-    draw: Any = workload.from_file(2, str(sharegpt), 4, ids=False)
-    assert {request.prompt for request in draw} <= {"the old tree", "the river"}
+    requests = workload.from_file(str(sharegpt), 4)
+    assert [request.prompt for request in requests] == ["the old tree", "the river"]
 
 
 @pytest.mark.parametrize("instances", [7, [], [1], "x", {"input": "y"}, None])
