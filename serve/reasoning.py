@@ -11,7 +11,8 @@ from typing import Literal
 
 from sharesd.engine.stop_checker import overlap
 from sharesd.models.call_probe import USER
-from sharesd.models.tokenizer import TextStream, Tokenizer
+from sharesd.models.text_stream import TextStream
+from sharesd.models.tokenizer import Tokenizer
 
 KNOWN = (
     ("<think>", "</think>"),

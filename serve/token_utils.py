@@ -13,7 +13,8 @@ from serve.reasoning import FIELDS
 from serve.schemas import ChatBody, TokenizeBody
 from serve.tool_format import FORMATS
 from serve.tools import Function
-from sharesd.models.tokenizer import TextStream, Tokenizer
+from sharesd.models.text_stream import TextStream
+from sharesd.models.tokenizer import Tokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 

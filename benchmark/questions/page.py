@@ -13,7 +13,8 @@ from benchmark.questions.summary import BASE, total
 from sharesd.cli.display import MEANINGS
 from sharesd.cli.tables import number
 from sharesd.data.questions import Question
-from sharesd.models.tokenizer import TextStream, Tokenizer
+from sharesd.models.text_stream import TextStream
+from sharesd.models.tokenizer import Tokenizer
 
 Answer = tuple[str, TurnRecord]  # mode and record
 SHADES = {"target": "#ffffff", "recovered": "#ffd9a0", "bonus": "#fff3a3"}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -38,8 +37,6 @@ LONG = 2000
 _TOKENIZER_FILES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken", "*.bpe", "tekken.json")
 _MARK = "\ue000"
 """Character of no meaning, which marks a place in a template's text."""
-
-_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Tokenizer:
@@ -279,53 +276,6 @@ def require_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
     raise ValueError(
         "the draft model has another vocabulary: token ids beyond both sizes differ; give one of the target's family"
     )
-
-
-class TextStream:
-    """Incremental decoding: text that later tokens can no longer change.
-
-    All pieces and the rest, joined, equal `decode` of all ids. Held back are incomplete UTF-8 sequences and
-    runs of byte tokens, which decode together. Each step decodes only the last pieces, for the spaces between them.
-    """
-
-    MAX_IDS = 12
-    """Tokens that may be decoded again; beyond, the last piece alone."""
-
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
-        self._tokenizer, self._skip = tokenizer, skip_special_tokens
-        self._ids: list[int] = []  # of the last released pieces, and what came after them
-        self._num_shown = 0  # how many of them are released
-        self._shown = ""  # their text
-
-    def push(self, ids: Sequence[int]) -> str:
-        """Add tokens; return the text that they complete, perhaps none."""
-        self._ids += ids
-        text = self._decode(self._ids)
-        if text.endswith("\ufffd") or (self._tokenizer.has_bytes and self._ends_in_byte()):
-            return ""
-        piece = text[len(self._shown) :]
-        if piece:
-            if len(self._ids) > self.MAX_IDS:
-                self._ids = self._ids[self._num_shown :]
-                text = self._decode(self._ids)
-            self._num_shown, self._shown = len(self._ids), text
-        return piece
-
-    def finish(self) -> str:
-        """Return the text still held back; nothing may be added after it."""
-        return self._decode(self._ids)[len(self._shown) :]
-
-    def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, self._skip)
-
-    def _ends_in_byte(self) -> bool:
-        """Return True if the last token that decoding keeps is a byte."""
-        backend = self._tokenizer.backend
-        for i in reversed(self._ids):
-            token = backend.id_to_token(i)
-            if token is not None and not (self._skip and i in self._tokenizer.special_ids):
-                return _BYTE_TOKEN.fullmatch(token) is not None
-        return False
 
 
 def _convert(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
