@@ -222,7 +222,7 @@ template <int BITS, int ZERO, bool MIN> struct PlainForm : Planes<BITS> {
   }
   static inline vfloat scale(const uint8_t* unit, int64_t g) { return floats<f16>(unit + g * 32); }
   static inline vfloat minimum(const uint8_t* unit, int64_t g) { return -floats<f16>(unit + 64 + g * 32); }
-  static void decode(const uint8_t* block, uint8_t* codes) {
+  static void decode(const uint8_t* __restrict block, uint8_t* __restrict codes) {
     block += MIN ? 4 : 2;
     if constexpr (BITS == 8) {
       for (int i = 0; i < 32; ++i) codes[i] = block[i] ^ 0x80;
@@ -262,7 +262,7 @@ template <int BITS> struct MinimaForm : SuperForm, Planes<BITS> {  // Q4_K and Q
   static inline vfloat minimum(const uint8_t* unit, int64_t g) {
     return floats<f16>(unit + 32) * small_floats<uint8_t>(unit + 192 + g * 16);
   }
-  static void decode(const uint8_t* block, uint8_t* codes) {
+  static void decode(const uint8_t* __restrict block, uint8_t* __restrict codes) {
     const uint8_t *upper = block + 16, *halves = block + (BITS == 5 ? 48 : 16);
     for (int c = 0; c < 4; ++c)
       for (int i = 0; i < 32; ++i) {
@@ -288,7 +288,7 @@ struct Q6KForm : SuperForm, Planes<6> {
     return floats<f16>(unit) * small_floats<int8_t>(unit + 64 + g * 16);
   }
   static inline vfloat minimum(const uint8_t*, int64_t) { return vfloat{}; }
-  static void decode(const uint8_t* block, uint8_t* codes) {
+  static void decode(const uint8_t* __restrict block, uint8_t* __restrict codes) {
     for (int h = 0; h < 2; ++h, codes += 128) {
       const uint8_t *halves = block + h * 64, *upper = block + 128 + h * 32;
       for (int i = 0; i < 32; ++i) {
@@ -320,7 +320,7 @@ struct MXFP4Form : PlainForm<4, 4, false>, TablePlanes<SmallFloats> {
     std::memcpy(to + index * 32 + o * 2, &bits, 2);
   }
   static inline vfloat scale(const uint8_t* unit, int64_t g) { return floats<bf16>(unit + g * 32); }
-  static void decode(const uint8_t* block, uint8_t* codes) { PlainForm<4, 4, false>::decode(block - 1, codes); }
+  static void decode(const uint8_t* __restrict block, uint8_t* __restrict codes) { PlainForm<4, 4, false>::decode(block - 1, codes); }
 };
 
 struct IQ4XSForm : SuperForm, TablePlanes<NonLinear> {
@@ -339,7 +339,7 @@ struct IQ4XSForm : SuperForm, TablePlanes<NonLinear> {
     return floats<f16>(unit) * small_floats<int8_t>(unit + 64 + g * 16);
   }
   static inline vfloat minimum(const uint8_t*, int64_t) { return vfloat{}; }
-  static void decode(const uint8_t* block, uint8_t* codes) {
+  static void decode(const uint8_t* __restrict block, uint8_t* __restrict codes) {
     for (int g = 0; g < 8; ++g)
       for (int i = 0; i < 16; ++i) {
         codes[g * 32 + i] = block[8 + g * 16 + i] & 15;
@@ -364,7 +364,7 @@ struct Q3KForm : SuperForm, Planes<3> {
     return floats<f16>(unit) * small_floats<int8_t>(unit + 64 + g * 16);
   }
   static inline vfloat minimum(const uint8_t*, int64_t) { return vfloat{}; }
-  static void decode(const uint8_t* block, uint8_t* codes) {
+  static void decode(const uint8_t* __restrict block, uint8_t* __restrict codes) {
     for (int k = 0; k < 8; ++k)
       for (int i = 0; i < 32; ++i)
         codes[k * 32 + i] = (block[32 + k / 4 * 32 + i] >> k % 4 * 2 & 3) | (block[i] >> k & 1) << 2;
@@ -386,7 +386,7 @@ struct Q2KForm : SuperForm, Planes<2> {
   static inline vfloat minimum(const uint8_t* unit, int64_t g) {
     return floats<f16>(unit + 32) * convert<vfloat>(small<uint8_t>(unit + 64 + g * 16) >> 4);
   }
-  static void decode(const uint8_t* block, uint8_t* codes) {
+  static void decode(const uint8_t* __restrict block, uint8_t* __restrict codes) {
     for (int k = 0; k < 8; ++k)
       for (int i = 0; i < 32; ++i) codes[k * 32 + i] = block[16 + k / 4 * 32 + i] >> k % 4 * 2 & 3;
   }
@@ -518,11 +518,14 @@ void decode_block_row(const uint8_t* weight, const BlockTable& table, int64_t n,
     const int64_t units = Record<Form>::units(K);
     for (int64_t u = 0; u < units; u += per) {
       unpack_blocks<Form>(at, K, u, std::min(per, units - u), some);
-      const int64_t begin = u * Form::kUnit, size = std::min(UnpackedBlocks::kInputs, K - begin);
-      for (int64_t k = 0; k < size; ++k) {
-        const int64_t g = k / Form::kGroup;
-        const float code = some.codes[k / 4 * 64 + n % 16 * 4 + k % 4] - zero, value = some.scale[g][n % 16] * code;
-        narrow(Form::kMin ? value - some.minimum[g][n % 16] : value, to + begin + k);
+      const int64_t begin = u * Form::kUnit, end = std::min(K, begin + UnpackedBlocks::kInputs), o = n % 16;
+      for (int64_t k = begin, g = 0; k < end; k += Form::kGroup, ++g) {
+        float values[Form::kGroup];
+        for (int64_t i = 0; i < Form::kGroup; ++i) {
+          const float code = some.codes[(g * Form::kGroup + i) / 4 * 64 + o * 4 + i % 4] - zero;
+          values[i] = some.scale[g][o] * code - (Form::kMin ? some.minimum[g][o] : 0.0f);
+        }
+        for (int64_t i = 0; i < Form::kGroup; ++i) narrow(values[i], to + k + i);
       }
     }
   });

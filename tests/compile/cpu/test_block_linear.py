@@ -170,6 +170,23 @@ def test_embeddings(dtype: torch.dtype) -> None:
     assert BlockEmbedding(head, dtype).linear is head
 
 
+def test_operators_of_compiled_code() -> None:
+    """Inductor calls them, and takes shapes from those without numbers."""
+    linear, x, rows = (
+        BlockLinear([random_part("Q4_K", 40, 256)], random(40), 256),
+        random(2, 3, 256),
+        torch.tensor([[7]]),
+    )
+    tensors = linear.weight, linear.table, linear.bias
+    multiply, decode = torch.ops.sharesd.block_linear, torch.ops.sharesd.decode_rows
+    assert torch.equal(multiply(x, *tensors, 40), linear(x))
+    assert torch.equal(decode(rows, *tensors[:2], 40, 256, torch.bfloat16), linear.dequantize(rows).bfloat16())
+    shape = multiply(x.to("meta"), *(tensor.to("meta") for tensor in tensors), 40)
+    assert (shape.shape, shape.dtype) == ((2, 3, 40), torch.float32)
+    shape = decode(rows.to("meta"), *(tensor.to("meta") for tensor in tensors[:2]), 40, 256, torch.bfloat16)
+    assert (shape.shape, shape.dtype) == ((1, 1, 256), torch.bfloat16)
+
+
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
