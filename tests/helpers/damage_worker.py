@@ -266,6 +266,8 @@ def _read_prompts(case: Path, reader: int) -> int:
 def outcome(status: int, text: str, case: Path) -> str:
     """Return "loaded", "refused", or what is wrong with the end."""
     lines = [line for line in text.splitlines() if line and not line.startswith(("warning:", "sharesd"))]
+    if "Traceback" in text or "panicked" in text:
+        return "traceback"
     if status == 0:
         return "loaded"
     if status == 1 and " answered + " in text:

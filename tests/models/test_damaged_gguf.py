@@ -62,7 +62,8 @@ FLOAT = struct.pack("<If", 6, 0.5)
         ("tokenizer.ggml.merges", whole(7), "tokenizer.ggml.merges"),
         ("tokenizer.ggml.bos_token_id", text("x"), "tokenizer.ggml.bos_token_id"),
         ("tokenizer.ggml.add_bos_token", text("x"), "tokenizer.ggml.add_bos_token"),
-        ("split.count", text("x"), "split.count"),
+        ("split.count", text("x"), "split.count is x, not a number"),
+        ("split.no", DEEP_ARRAY[:4] + struct.pack("<IQ", 4, 0), r"split.no is \[\], not a number"),
     ],
 )
 def test_fields(key: str, value: bytes, match: str, plain: bytes, cache: Path) -> None:

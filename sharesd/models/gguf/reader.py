@@ -96,6 +96,9 @@ class _Reader:
         tensors = {place[0]: self.tensor(begin, *place) for place in places}
         if len(tensors) < num_tensors:
             raise ValueError("two of its tensors have one name")
+        for key in ("split.no", "split.count", "split.tensors.count"):
+            if not isinstance(metadata.get(key, 0), int):
+                raise ValueError(f"its {key} is {str(metadata[key])[:60]}, not a number")
         return GGUFFile(metadata, tensors)
 
     def number(self, form: str) -> Any:
