@@ -54,6 +54,8 @@ BLOCK_OPS = ("block_sums", "repack_blocks", "decode_rows")
 _SHARED = ("sampling_ops", "block_ops")  # libraries that all dtypes share
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-march=native")
 """Compiler flags; SHARESD_CXXFLAGS adds flags, e.g. -fsanitize=address."""
+ARM_FLAGS = ("-D_Float16=__fp16",)
+"""More flags on ARM, where g++ has no `_Float16` before version 13."""
 FORMAT = 2
 """Version of the file's format: the library, then its SHA-256."""
 
@@ -109,7 +111,8 @@ def compiler() -> str:
 
 def _command() -> tuple[str, ...]:
     """Return the C++ compiler and its flags."""
-    return compiler(), *FLAGS, *shlex.split(os.environ.get("SHARESD_CXXFLAGS", ""))
+    on_arm = platform.machine().lower() in ("aarch64", "arm64")
+    return compiler(), *FLAGS, *(ARM_FLAGS if on_arm else ()), *shlex.split(os.environ.get("SHARESD_CXXFLAGS", ""))
 
 
 def _target(part: str, command: tuple[str, ...]) -> tuple[Path, tuple[str, ...]]:
