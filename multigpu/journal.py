@@ -7,6 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from operator import itemgetter
 from pathlib import Path
 from types import TracebackType
@@ -143,8 +144,11 @@ def keep_settings(path: Path, settings: dict[str, Any], flag: str) -> None:
                     f"{path} says {name} {json.dumps(before.get(name))} and now it is {json.dumps(value)}; go on as "
                     f"before, or give another {flag}"
                 ) from None
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
-        draft.unlink(missing_ok=True)
+        with suppress(OSError):
+            draft.unlink()
 
 
 def settings_of(path: Path) -> dict[str, Any]:

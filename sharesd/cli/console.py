@@ -106,11 +106,23 @@ class _Lines(logging.Handler):
         err_console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
+class _LogFile(logging.FileHandler):
+    """Log file that ends, with one line, if the disk is full."""
+
+    is_full = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (of logging)
+        error, before, self.is_full = sys.exc_info()[1], self.is_full, True
+        if not before:
+            text = f"warning: {self.baseFilename} cannot be written ({getattr(error, 'strerror', error)}); the log ends"
+            err_console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 @contextmanager
 def log_file(path: Path) -> Iterator[None]:
     """Copy this project's log messages from INFO on to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = _LogFile(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     loggers = [logging.getLogger(name) for name in PACKAGES]
     levels = [logger.level for logger in loggers]

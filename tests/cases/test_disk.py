@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import functools
 import json
+import logging
 import os
+import re
 import resource
 import subprocess
 from collections.abc import Callable, Iterator
@@ -24,7 +26,7 @@ from offload.block_file import Content, StoreError, Writer
 from offload.block_layout import Layout
 from quant.config import QuantConfig
 from quant.weight_cache import write_store
-from sharesd.cli.console import describe, main_guard
+from sharesd.cli.console import describe, log_file, main_guard
 from sharesd.cli.environment import write_results
 from sharesd.drafters.suffix.datastore import build_datastore
 from sharesd.engine.stats import Stats
@@ -183,7 +185,19 @@ def test_a_journal_keeps_whole_lines(disk: Disk) -> None:
 def test_settings_of_a_run(disk: Disk) -> None:
     with disk.filled(), pytest.raises(OSError) as failed:
         keep_settings(disk.folder / "settings.json", {"text": "x" * 2 * SIZE}, "--out-dir")
-    assert line_of(failed.value) and not disk.files
+    assert line_of(failed.value).startswith(f"{disk.folder / 'settings.json'}: ") and not disk.files
+
+
+def test_a_log_file(disk: Disk, capsys: pytest.CaptureFixture[str]) -> None:
+    log = logging.getLogger("sharesd.disk")
+    with log_file(disk.folder / "run.log"):
+        if disk.filled not in (small_files, nullcontext):
+            return  # an open file keeps a file system from being read-only
+        with disk.filled():
+            for _ in range(3):
+                log.warning("x" * 2 * SIZE)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and re.match(rf"warning: .*run.log cannot be written .({REASONS}).; the log ends", lines[0])
 
 
 def test_offloaded_blocks(disk: Disk) -> None:

@@ -39,8 +39,11 @@ class MetricsLog:
     def add(self, step: int, **values: Any) -> None:
         """Append a record to the log, and to TensorBoard if installed."""
         self.records.append({"step": step, **values})
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(self.records[-1]) + "\n")
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(self.records[-1]) + "\n")
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
         if self._board is not None:
             kind = "train" if "loss" in values else "held_out"
             numbers = {f"{kind}/{name}": value for name, value in values.items() if not isinstance(value, list)}
