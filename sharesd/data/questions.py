@@ -1,9 +1,10 @@
-"""Questions of MT-Bench, GSM8K and HumanEval; mistakes are one-line ValueErrors."""
+"""Questions of benchmarks and of prompt files; mistakes are one-line ValueErrors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -82,24 +83,70 @@ def _humaneval(row: Row) -> Question:
     return Question(id=task, category="coding", turns=(turn,))
 
 
+SPOKEN = {"conversations": ("from", "value"), "messages": ("role", "content")}
+"""Fields with a conversation -> fields of its speakers and texts."""
+USERS = ("human", "user")
+ONE_TURN = ("prompt", "question", "instruction")
+
+
+def _of_any_layout(row: Row, layout: Layout) -> Question:
+    """Return the question of a row in any known layout.
+
+    The benchmark's own goes first. Others are `turns` (MT-Bench, Spec-Bench), a text (`ONE_TURN`), and conversations
+    (`SPOKEN`), of which users' texts are taken.
+    """
+    conversation = next((field for field in SPOKEN if row.get(field) is not None), None)
+    text = next((field for field in ONE_TURN if row.get(field) is not None), None)
+    is_mtbench = row.get("turns") is not None
+    if layout.has(row) or not (is_mtbench or conversation or text):
+        return layout.to_question(row)
+    if is_mtbench:
+        return _mtbench(row)
+    turns = _said_by_users(row, conversation) if conversation else (row.text(str(text), str(text)),)
+    ids = (row.get(field) for field in ("question_id", "id", "task_id"))
+    id_ = next((each for each in ids if isinstance(each, int | str) and each != ""), row.index)
+    category = row.get("category")
+    return Question(id=id_, category=category if isinstance(category, str) and category else "all", turns=turns)
+
+
+def _said_by_users(row: Row, field: str) -> tuple[str, ...]:
+    speaker, said = SPOKEN[field]
+    found = row.get(field)
+    if not isinstance(found, list) or not all(isinstance(each, Mapping) for each in found):
+        raise ValueError(f"{row.where}: field {field!r} holds {_kind(found)}; write a list of objects")
+    texts = [each.get(said) for each in found if each.get(speaker) in USERS]
+    if not texts:
+        raise ValueError(f"{row.where}: field {field!r} has no text of {' or '.join(USERS)}; write at least one")
+    return tuple(text_field(row, f"{field}[{i}]", text) for i, text in enumerate(texts))
+
+
 class Layout(NamedTuple):
     """Layout of a benchmark's files, and its test set on the hub."""
 
     to_question: Callable[[Row], Question]
+    fields: tuple[str, ...]
     repo: str = ""
     file: str = ""
 
+    def has(self, row: Row) -> bool:
+        """Return True if a row has the layout's fields."""
+        return all(row.get(field) is not None for field in self.fields)
+
 
 LAYOUTS = {
-    "mtbench": Layout(_mtbench),
-    "gsm8k": Layout(_gsm8k, "openai/gsm8k", "main/test-00000-of-00001.parquet"),
-    "humaneval": Layout(_humaneval, "openai/openai_humaneval", "openai_humaneval/test-00000-of-00001.parquet"),
+    "mtbench": Layout(_mtbench, ("turns",)),
+    "gsm8k": Layout(_gsm8k, ("question",), "openai/gsm8k", "main/test-00000-of-00001.parquet"),
+    "humaneval": Layout(
+        _humaneval, ("task_id", "prompt"), "openai/openai_humaneval", "openai_humaneval/test-00000-of-00001.parquet"
+    ),
 }
 """Zheng et al. 2023, Cobbe et al. 2021, Chen et al. 2021."""
 
 
 def load(benchmark: str, path: str | Path | None = None, num_questions: int | None = None) -> QuestionSet:
     """Return the first questions of a file, built-in set or the hub.
+
+    A file may have the benchmark's layout, or another that `_of_any_layout` reads.
 
     The built-in file alternates between its eight categories.
     """
@@ -115,7 +162,7 @@ def load(benchmark: str, path: str | Path | None = None, num_questions: int | No
         name, label, rows = benchmark, f"{layout.repo} (test)", _hub_rows(layout.repo, layout.file, source)
     else:
         name, label, source, rows = "builtin", BUILTIN_LABEL, "built-in", json_rows(BUILTIN_FILE)
-    questions = _questions(source, rows, layout.to_question)
+    questions = _questions(source, rows, partial(_of_any_layout, layout=layout))
     if num_questions is not None and num_questions > len(questions):
         raise ValueError(f"num_questions is {num_questions}, but {label} holds {len(questions)}; ask for no more")
     return QuestionSet(name=name, label=label, source=source, questions=questions[:num_questions])

@@ -219,10 +219,14 @@ def test_a_repeated_id_names_both_lines(write):
     [
         ("gsm8k", {"answer": "4"}, "field 'question' is missing"),
         ("gsm8k", {"question": 4}, "field 'question' holds a number"),
-        ("humaneval", {"prompt": "def f():"}, "field 'task_id' is missing; a question needs task_id and prompt"),
+        ("humaneval", {"canonical_solution": "1"}, "field 'task_id' is missing; a question needs task_id and prompt"),
         ("humaneval", {"task_id": "t"}, "field 'prompt' is missing"),
         ("humaneval", {"task_id": "t", "prompt": ""}, "field 'prompt' holds an empty text"),
-        ("gsm8k", mtbench_row(), "field 'question' is missing"),
+        ("gsm8k", mtbench_row(turns=[]), "field 'turns' is empty"),
+        ("mtbench", {"prompt": 4}, "field 'prompt' holds a number"),
+        ("mtbench", {"messages": "a"}, "field 'messages' holds a text; write a list of objects"),
+        ("mtbench", {"messages": []}, "field 'messages' has no text of human or user; write at least one"),
+        ("mtbench", {"messages": [{"role": "user", "content": [1]}]}, "field 'messages[0]' holds a list; write a text"),
     ],
 )
 def test_the_other_layouts_are_checked_too(write, benchmark: str, row: dict, expected: str):
@@ -311,3 +315,27 @@ def test_without_pyarrow_nothing_is_downloaded(hub, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ValueError, match="needs pyarrow, which is not installed; install pyarrow, or .*--questions"):
         load(benchmark)
     assert hub.asked == []
+
+
+@pytest.mark.parametrize("benchmark", LAYOUTS)
+def test_prompt_files_of_other_layouts_are_read_by_all_benchmarks(write, benchmark: str):
+    turns = [{"from": "system", "value": "s"}, {"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]
+    path = write(
+        mtbench_row(question_id=81, category="translation"),  # as in Spec-Bench
+        {"prompt": "Why?"},
+        {"id": "x", "conversations": [*turns, {"from": "human", "value": "And?"}], "category": "chat"},
+        {"messages": [{"role": "user", "content": "Say"}]},
+    )
+    found = [(each.id, each.category, each.turns) for each in load(benchmark, path).questions]
+    assert found == [
+        (81, "translation", ("Why is ice slippery?", "Since when?")),
+        (1, "all", ("Why?",)),
+        ("x", "chat", ("Hi", "And?")),
+        (3, "all", ("Say",)),
+    ]
+
+
+def test_rows_of_the_benchmarks_own_layout_come_first(write):
+    path = write({"task_id": "t/1", "prompt": "def f():"}, {"prompt": "Why?"})
+    own, other = load("humaneval", path).questions
+    assert own.category == "coding" and "```python" in own.turns[0] and other.turns == ("Why?",)
