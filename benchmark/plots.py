@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmark.questions.summary import accepted_positions
+from sharesd.cli.pictures import finish, save
 from sharesd.drafters import registry
-from sharesd_files import atomic_path
 
 Range = Sequence[float] | None  # least and greatest of several runs
 Line = Sequence[tuple[Any, float | None, Range]]  # points; those without a value are left out
@@ -79,7 +78,7 @@ def _bars(
             at: dict[str, Any] = {"xytext": (0, 4), "textcoords": "offset points", "ha": "center", "va": "bottom"}
             axes.annotate(label, (place, height + above), fontsize=8, rotation=90, **at)
     axes.set_xticks(range(len(groups)), groups)
-    _finish(axes, title, what)
+    finish(axes, title, what)
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
     save(path, figure)
 
@@ -103,7 +102,7 @@ def draw_lines(path: Path, title: str, panels: Mapping[str, Mapping[str, Line]],
                 axes.errorbar(places, heights, errors, fmt=dashes, marker="o", color=colour, label=name, capsize=3)
         axes.set_xticks(range(len(xs)), [str(x) for x in xs])
         axes.set_xlabel(x_label)
-        _finish(axes, "", what)
+        finish(axes, "", what)
         axes.set_ylim(bottom=0)
     handles, names = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=4, frameon=False)
@@ -115,18 +114,3 @@ def _errors(heights: Sequence[float], ranges: Sequence[Range]) -> list[list[floa
     pairs = [around or (height, height) for height, around in zip(heights, ranges, strict=True)]
     below = [max(0.0, height - low) for height, (low, _) in zip(heights, pairs, strict=True)]
     return [below, [max(0.0, high - height) for height, (_, high) in zip(heights, pairs, strict=True)]]
-
-
-def _finish(axes: Axes, title: str, what: str) -> None:
-    axes.set_title(title, fontsize=10)
-    axes.set_ylabel(what)
-    axes.margins(y=0.15)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="#e5e5e5", linewidth=0.8)
-    axes.set_axisbelow(True)
-
-
-def save(path: Path, figure: Figure) -> None:
-    """Write a plot as PNG, atomically."""
-    with atomic_path(path) as fresh:
-        figure.savefig(fresh, format="png")

@@ -83,15 +83,17 @@ def summary_of(
     facts = {name: first[name] for name in ("architecture", "prompt_format")}
     load = max((session["load"] for session in sessions), key=lambda load: load["cores_of_others"])
     modes = summarize(done, run.keys)
+    facts_of = {mode: facts for session in reversed(sessions) for mode, facts in session["modes"].items()}
     return {
         "format": FORMAT,
         "environment": {**state["environment"], **load},
         "settings": {**state["settings"], **first["settings"], **facts},
         "status": {"complete": missing == 0, "num_missing_turns": missing},
         "num_sessions": len(sessions),
+        "added_modes": [mode for mode in modes if mode not in first["modes"]],
         "ready_seconds": first["ready_seconds"],
         "recompiles": sum(session["recompiles"] for session in sessions),
-        "modes": {mode: {**figures, **shared, **first["modes"][mode]} for mode, figures in modes.items()},
+        "modes": {mode: {**figures, **shared, **facts_of[mode]} for mode, figures in modes.items()},
     }
 
 
@@ -316,6 +318,9 @@ def _notes(summary: Mapping[str, Any]) -> list[str]:
         notes.append("The checkpoint has no chat template: prompts are `User: ...`, blank line, `Assistant:`.")
     if summary["num_sessions"] > 1:
         notes.append(f"Measured in {summary['num_sessions']} sessions; load and compile times are of the first.")
+    if summary["added_modes"]:
+        added = ", ".join(summary["added_modes"])
+        notes.append(f"Added later: {added}. Their speedups are over naive of an earlier session.")
     if recompiles:
         notes.append(f"{recompiles} graphs were compiled during the measurement, which costs time in it.")
     return notes

@@ -109,12 +109,17 @@ def run_config(args: argparse.Namespace) -> RunConfig:
 
 
 def previous_state(run: RunConfig) -> dict[str, Any]:
-    """Return run.json of an interrupted measurement; ValueError if settings differ."""
+    """Return run.json of a measurement, with modes added; ValueError if settings differ."""
     file = run.out_dir / RUN_FILE
     state = read_json(file)
     if {"settings", "environment", "sessions"} - state.keys():
         raise ValueError(f"{file} is not the file of a measurement; use another --out-dir")
-    _require_same(state["settings"], {**run.settings, "command": state["settings"].get("command")}, run.out_dir)
+    old, new = state["settings"], {**run.settings}
+    new |= {name: old.get(name) for name in ("command", "head")}  # the hashes of heads are compared
+    if {*run.modes} > {*old["modes"]}:
+        new |= {"modes": old["modes"], "files": {name: run.settings["files"].get(name) for name in old["files"]}}
+    _require_same(old, new, run.out_dir)
+    old |= {name: run.settings[name] for name in ("modes", "files", "head")}
     return state
 
 

@@ -53,6 +53,17 @@ def test_reports_name_where_figures_come_from(asked: list[str], capsys: pytest.C
     report = Path("out/report.md").read_text()
     assert f"- files.head_eagle: {files['head_eagle']}" in report and f"- compiler: {machine['compiler']}" in report
 
+    assert main([*asked, "--resume", "--mode", "naive,eagle,ngram"]) == 0, "modes are added"
+    more = json.loads(Path("out/summary.json").read_text())
+    assert list(more["modes"]) == ["naive", "eagle", "ngram"] and more["added_modes"] == ["ngram"]
+    for name in ("tokens_per_second", "load_seconds", "extra_weight_bytes"):
+        assert more["modes"]["eagle"][name] == found["modes"]["eagle"][name]
+    assert more["settings"]["modes"] == list(more["modes"]) and more["settings"]["files"] == files
+    assert "Added later: ngram." in Path("out/report.md").read_text()
+    capsys.readouterr()
+    assert main([*asked, "--resume"]) == 2, "and none is left out"
+    assert "error: --resume: modes was 'naive, eagle, ngram' in out" in capsys.readouterr().err
+    asked[asked.index("naive,eagle")] = "naive,eagle,ngram"
     tensors = load_file("head/model.safetensors")
     save_file({name: tensor + 1 for name, tensor in tensors.items()}, "head/model.safetensors")
     assert main([*asked, "--resume"]) == 2

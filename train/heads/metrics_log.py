@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sharesd.cli.pictures import can_draw
+from sharesd.cli.pictures import can_draw, finish, save
 from sharesd_files import atomic_write
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 LOG, CURVES, TENSORBOARD = "log.jsonl", "curves.png", "tensorboard"
@@ -54,7 +53,7 @@ class MetricsLog:
     def draw(self) -> None:
         """Draw the plot of all records, if matplotlib is installed."""
         if self._draws:
-            _picture(self.records).savefig(self._curves)
+            save(self._curves, _picture(self.records))
 
     def close(self) -> None:
         """Close the TensorBoard writer, if any."""
@@ -97,16 +96,10 @@ def _picture(records: Sequence[dict[str, Any]]) -> Figure:
     right.plot(at, [record["expected_speedup"] for record in held_out], "o-", ms=3, label="times plain decoding")
     titles = ("Training", "Held out: conditional acceptance", "Held out: expected")
     for axes, title in zip((left, middle, right), titles, strict=True):
-        _finish(axes, title)
+        finish(axes, title)
+        axes.set_xlabel("steps")
+        axes.legend(fontsize=8, frameon=False)
     return figure
-
-
-def _finish(axes: Axes, title: str) -> None:
-    axes.set_title(title, fontsize=10)
-    axes.set_xlabel("steps")
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=8, frameon=False)
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
