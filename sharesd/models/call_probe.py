@@ -63,7 +63,7 @@ def in_form(messages: Sequence[Mapping[str, Any]], form: CallForm) -> list[dict[
 
 
 def _in_form(message: Mapping[str, Any], form: CallForm) -> dict[str, Any]:
-    shown = {**message, "content": form.content if message.get("content") is None else message["content"]}
+    shown = {**message, "content": message.get("content") or form.content}
     if form.as_text:
         functions = [dict(call["function"]) for call in message["tool_calls"]]
         for function in functions:

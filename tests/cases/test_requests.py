@@ -143,6 +143,10 @@ def test_a_call_sent_back_with_null_content_stands_in_the_prompt() -> None:
         assert running.post(CHAT, messages=back, max_tokens=1).status_code == 200
         prompt = running.engine.added[0].prompt_ids
         assert "climb" in running.engine.tokenizer.decode(prompt, skip_special_tokens=False)
+        running.engine.added.clear()
+        back[1]["content"] = ""
+        assert running.post(CHAT, messages=back, max_tokens=1).status_code == 200
+        assert running.engine.added[0].prompt_ids == prompt
 
 
 ONE_CALL = (
