@@ -11,9 +11,19 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.filesize import decimal
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.progress import Progress as Bars
 from rich.table import Table
+from rich.text import Text
 
 from sharesd.config import PlanOnly
 from sharesd.engine.errors import NonFiniteLogits
@@ -22,6 +32,8 @@ from sharesd.models.checkpoint import Progress
 PACKAGES = ("sharesd", "sharesd_files", "compile", "quant", "offload", "multigpu", "benchmark", "train", "serve")
 """Loggers whose level is LOGLEVEL; others log errors only."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+MIN_BYTES = 10**6
+"""Total of a job from which its steps are bytes."""
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 MAX_MESSAGE = 1200
@@ -138,10 +150,19 @@ def log_file(path: Path) -> Iterator[None]:
         handler.close()
 
 
+class _Done(MofNCompleteColumn):
+    """Steps done and in all, or bytes if there are millions."""
+
+    def render(self, task: Task) -> Text:
+        if task.total is None or task.total < MIN_BYTES:
+            return super().render(task)
+        return Text(f"{decimal(int(task.completed))} of {decimal(int(task.total))}")
+
+
 @contextmanager
 def loading_bars(enabled: bool = True) -> Iterator[Progress]:
     """Show progress bars on stderr if it is a terminal, erased after."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), _Done(), TimeElapsedColumn(), TimeRemainingColumn())
     show = enabled and err_console.is_terminal
     with Bars(*columns, console=err_console, transient=True, disable=not show) as bars:
         tasks: dict[str, TaskID] = {}

@@ -73,7 +73,8 @@ def prepare_cpu(resolved: ResolvedConfig) -> None:
     """Fix the number of threads, and build C++ kernels of native steps."""
     STEP_THREADS.fix(resolved.config.threads)
     if resolved.compile == "native":
-        prepare(str(resolved.dtype).removeprefix("torch."), "sampling_ops")
+        blocks = [] if resolved.config.dequantize else ["block_ops"]
+        prepare(str(resolved.dtype).removeprefix("torch."), "sampling_ops", *blocks)
 
 
 def find_draft_model(resolved: ResolvedConfig, tokenizer: Tokenizer, progress: Progress) -> Path | None:

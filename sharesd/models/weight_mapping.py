@@ -164,7 +164,8 @@ def copy_tensors(
     for those that may hold other values than numbers here. Raises ValueError that names missing, unexpected or wrongly
     shaped tensors, or one with NaN or infinite values.
     """
-    total, unexpected = len(parameters), []
+    total, unexpected = sum(parameter.nbytes for parameter in parameters.values()), []
+    done = 0
     for stored_name, name, tensor in stored:
         parameter = parameters.pop(name, None)
         if parameter is None:
@@ -176,7 +177,8 @@ def copy_tensors(
         if not is_checked_elsewhere(name, tensor):
             check_finite(folder, stored_name, tensor)
         put(name, parameter, tensor)
-        progress("loading weights", total - len(parameters), total)
+        done += parameter.nbytes
+        progress("loading weights", done, total)
     if parameters or unexpected:
         problems = [
             f"{kind} {', '.join(names[:3])}{' and others' if len(names) > 3 else ''}"
