@@ -157,6 +157,7 @@ class BlockLinear(nn.Module):
         return self.weight.nbytes
 
     def forward(self, x: Tensor) -> Tensor:
+        assert x.shape[-1] == self.in_features, f"{x.shape[-1]} inputs for a linear of {self.in_features}"
         function: Any = torch.ops.sharesd.block_linear if torch.compiler.is_compiling() else _block_linear_cpu
         return function(x, self.weight, self.table, self.bias, self.out_features)
 
