@@ -160,7 +160,8 @@ def parse(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
             assert not parsed.unknown, f"unknown: {parsed.unknown}"
             given = getattr(parsed.options, "mode", None) or ()
             modes = {name for text in ([given] if isinstance(given, str) else given) for name in text.split(",")}
-            assert modes <= {*registry.modes(), "all"}, f"unknown modes: {modes}"
+            named = {head.partition("=")[0] for head in getattr(parsed.options, "heads", None) or ()}
+            assert modes <= {*registry.modes(), "all", *named}, f"unknown modes: {modes}"
         except SystemExit as end:
             assert end.code in (0, None), capsys.readouterr().err
         else:
