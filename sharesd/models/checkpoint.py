@@ -279,3 +279,18 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
     except (SafetensorError, RuntimeError, EOFError, PickleError, OSError, ValueError, LookupError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{file} is damaged ({reason}); download it again") from error
+
+
+def check_stored(folder: Path, check: Callable[[int], None]) -> None:
+    """Run a check on the bytes of stored weights.
+
+    Raises:
+        ValueError: of a weight file that is damaged, or else of the check.
+    """
+    files = weight_files(folder)
+    try:
+        check(sum(file.stat().st_size for file in files))
+    except ValueError:
+        for file in files:
+            next(read_tensors(file), None)
+        raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from sharesd.config import MIN_CONTEXT
 from sharesd.models.decoder_config import DecoderConfig
 
 MAX_LAYERS, MAX_SIZE = 10_000, 1 << 40
@@ -120,6 +121,11 @@ def check_sizes(config: DecoderConfig, num_stored: int) -> None:
     per_layer = c.hidden_size * (heads * c.head_dim + 3 * c.intermediate_size)
     num_asked = c.vocab_size * c.hidden_size + c.num_hidden_layers * per_layer
     _check_asked(num_asked, num_stored, c.num_hidden_layers, c.hidden_size, c.vocab_size)
+    if c.max_context < MIN_CONTEXT:
+        raise ValueError(
+            f"config.json allows {c.max_context} positions, and at least {MIN_CONTEXT} are needed; correct "
+            "max_position_embeddings and the factors of its rope"
+        )
     table = 4 * 4 * c.max_context * (c.head_dim // 2) * len(c.rope_parameters)  # angles, cosines, sines, and one cast
     if table > LARGE_TABLE:
         from sharesd.devices.host_memory import free_memory

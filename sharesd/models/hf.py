@@ -14,6 +14,7 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -154,8 +155,7 @@ def _load(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         _refuse_by_config(config)
-        num_stored = sum(file.stat().st_size for file in checkpoint.weight_files(folder))
-        check_transformers_sizes(config.get_text_config(), num_stored)
+        checkpoint.check_stored(folder, partial(check_transformers_sizes, config.get_text_config()))
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,

@@ -6,7 +6,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import cast
@@ -130,8 +130,8 @@ def decoder_config(folder: Path) -> DecoderConfig:
     with checkpoint.damage_named(folder / "config.json"):
         checkpoint.refuse_quantized(raw, folder, "checkpoint")
         config = DecoderConfig.from_hf(raw, refuses_unread=True)
-        if checkpoint.has_weights(folder):  # a weight takes a byte or more
-            check_sizes(config, sum(file.stat().st_size for file in checkpoint.weight_files(folder)))
+        if checkpoint.has_weights(folder):
+            checkpoint.check_stored(folder, partial(check_sizes, config))
     if (
         config.tie_word_embeddings
         and checkpoint.has_weights(folder)

@@ -81,9 +81,33 @@ def test_more_weights_than_are_stored(sizes: dict[str, int], plain: Path, tmp_pa
         load_decoder(changed(plain, tmp_path / "model", **sizes), dtype=torch.float32)
 
 
+@pytest.mark.parametrize("length", [0, 7, 100, 1000])
+def test_a_download_that_broke_off_is_named(length: int, plain: Path, tmp_path: Path) -> None:
+    folder = changed(plain, tmp_path / "model")
+    data = (plain / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").write_bytes(data[:length])
+    with pytest.raises(ValueError, match=r"model\.safetensors is damaged"):
+        load_decoder(folder, dtype=torch.float32)
+
+
 def test_positions_whose_tables_no_memory_holds(plain: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"allows 1,099,511,627,776 positions, .* correct max_position_embeddings"):
         decoder_config(changed(plain, tmp_path / "model", max_position_embeddings=2**40))
+
+
+@pytest.mark.parametrize(
+    ("changes", "positions"),
+    [
+        ({"max_position_embeddings": 2}, 2),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 1e-44}}, 0),
+        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 8}}, 3),
+    ],
+)
+def test_fewer_positions_than_a_step_has(changes: dict[str, Any], positions: int, plain: Path, tmp_path: Path) -> None:
+    more = {"original_max_position_embeddings": 3} if positions == 3 else {}
+    with pytest.raises(ValueError, match=f"allows {positions} positions, and at least 16 are needed"):
+        decoder_config(changed(plain, tmp_path / "model", **changes, **more))
 
 
 def test_a_division_by_zero_names_the_file(plain: Path, tmp_path: Path) -> None:

@@ -229,7 +229,7 @@ def test_damaged_checkpoints_are_refused(real: Path, tmp_path: Path) -> None:
     (real / "model.safetensors").write_bytes(b"\0" * 100)
     with pytest.raises(ValueError, match="model.safetensors is damaged"):
         widen(real, tmp_path / "wide", WIDE, name="wide")
-    torch.save({}, real / "pytorch_model.bin")
+    torch.save({"model.norm.weight": torch.zeros(10_000)}, real / "pytorch_model.bin")
     (real / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="pytorch_model.bin is a pickle; give a checkpoint in safetensors"):
         widen(real, tmp_path / "wide", WIDE, name="wide")
