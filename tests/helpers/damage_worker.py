@@ -278,7 +278,8 @@ def outcome(status: int, text: str, case: Path) -> str:
         return "a long line"
     if lines[0].startswith(("error: a prompt ", "error: the logits of ")):
         return "refused"
-    if not any(name in lines[0] for name in (str(case), case.name, *_files(case))):
+    # A converted file's folder in the cache begins with its name.
+    if not any(name in lines[0] for name in (str(case), f"{case.stem}-", *_files(case))):
         return "no file is named"
     if "out of memory" in lines[0] or "LOGLEVEL=DEBUG" in lines[0]:
         return "error of a library"
