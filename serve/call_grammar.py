@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from serve.json_schemas import adapted
-from serve.tool_format import ToolFormat
+from serve.tool_format import Parameter, ToolFormat
 from serve.tools import Function
 from sharesd.data.grammar_spec import from_lark, json_in_lark
 from sharesd.models.tokenizer import Tokenizer
@@ -36,7 +37,7 @@ def text_and_calls_grammar(form: ToolFormat, tokenizer: Tokenizer, functions: Se
     mark, *rest = _parts(form.mark, tokenizer)
     opening, between, end = (_literal(t, tokenizer) for t in ("".join(rest) + form.opening, form.between, form.end))
     is_token = tokenizer.backend.token_to_id(mark) is not None
-    other = re.escape(mark).replace("/", r"\/")
+    other = re.escape(mark).replace("/", r"\/").replace("\\\n", r"\n")
     more = f"({between} call)*" if form.several else ""
     rules = [
         f"start: (lead {opening} call {more} {end}){'*' if form.several else '?'} text",
@@ -54,14 +55,37 @@ def _rules(form: ToolFormat, functions: Sequence[Function]) -> list[str]:
         tail = ' "}"'
         if form.middle is not None:
             head, tail = function.name + form.middle, ""
+        if form.parameter is not None:
+            rules += _parameter_rules(form.parameter, function, f"call_{i}", head)
+            continue
         arguments = json_in_lark(adapted({"type": "object", **function.arguments}))
         rules += [f"call_{i}: {json.dumps(head)} arguments_{i}{tail}", f"arguments_{i}: {arguments}"]
     return rules
 
 
+def _parameter_rules(parameter: Parameter, function: Function, name: str, head: str) -> list[str]:
+    """Return rules of arguments one by one, in the schema's order."""
+    schema = function.arguments
+    known, needed = schema.get("properties") or {}, schema.get("required") or []
+    rules, parts = [], [json.dumps(head)]
+    for place, (key, inner) in enumerate(known.items()):
+        rule, begin = f"{name}_{place}", json.dumps(parameter.before + key + parameter.between)
+        behind, inner = json.dumps(parameter.behind), inner if isinstance(inner, dict) else {}
+        if inner.get("type") == "string" and "enum" not in inner:
+            rules += [f"{rule}: {begin} {rule}_text", f"{rule}_text[lazy]: /(.|\\n)*/ {behind}"]
+        elif inner.get("type") == "string":
+            rules.append(f"{rule}: {begin} ({' | '.join(json.dumps(str(one)) for one in inner['enum'])}) {behind}")
+        else:
+            refs: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+            rules.append(f"{rule}: {begin} {rule}_json {behind}")
+            rules.append(f"{rule}_json: {json_in_lark(adapted({**refs, **inner}))}")
+        parts.append(rule if key in needed else f"{rule}?")
+    return [f"{name}: {' '.join(parts)}", *rules]
+
+
 def marks_of(form: ToolFormat, tokenizer: Tokenizer) -> list[str]:
     """Return the added tokens in a format's texts."""
-    texts = (form.mark, form.opening, form.between, form.middle or "", form.end)
+    texts = (form.mark, form.opening, form.between, form.middle or "", form.end, *(form.parameter or ()))
     ends = {tokenizer.backend.id_to_token(i) for i in tokenizer.eos_ids}
     added = {token.content for token in tokenizer.backend.get_added_tokens_decoder().values()}
     return [part for text in texts for part in _parts(text, tokenizer) if part in added - ends]

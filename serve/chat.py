@@ -93,9 +93,9 @@ class ChatFormat(ResponseFormat):
         if form is None or not body.shown_functions:
             return reasoning, content, []
         if choice not in self._readers:
-            names = {function.name for function in body.callable_functions}
+            schemas = {function.name: function.arguments for function in body.callable_functions}
             max_calls = body.max_calls if form.several else 1
-            self._readers[choice] = CallReader(form, names, max_calls=max_calls, must=body.must_call)
+            self._readers[choice] = CallReader(form, schemas, max_calls=max_calls, must=body.must_call, schemas=schemas)
         found = self._readers[choice].push(content, last=last)
         if found.calls:
             self._called.add(choice)

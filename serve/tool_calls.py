@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+from serve.call_text import Braces, call_in, white
 from serve.tool_format import ToolFormat
 from sharesd.engine.stop_checker import overlap
 
+_NAME = re.compile(r"\s*([A-Za-z0-9_.-]+)\s*")
+_PYTHON = {"True": "true", "False": "false", "None": "null"}
+"""Values that templates write in Python's words."""
 MAX_NAME = 200
 """Maximum characters of a name, with white space around it."""
 
@@ -43,11 +48,18 @@ class CallReader:
     """Parser of one answer."""
 
     def __init__(
-        self, form: ToolFormat, names: Collection[str], *, max_calls: int | None = None, must: bool = False
+        self,
+        form: ToolFormat,
+        names: Collection[str],
+        *,
+        max_calls: int | None = None,
+        must: bool = False,
+        schemas: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         """Parse calls of the functions `names`.
 
-        Text after `max_calls` calls is dropped. `must`: the answer consists of calls only.
+        Text after `max_calls` calls is dropped. `must`: the answer consists of calls only. `schemas` of functions'
+        arguments are for formats that do not show types.
         """
         self._form, self._names, self._max_calls, self._must = form, names, max_calls, must
         name_key, key = re.escape(form.name_key), re.escape(form.key)
@@ -57,9 +69,12 @@ class CallReader:
         self._buffer = ""  # text that was not read yet
         self._markup = ""  # what was read of what may become a call
         self._num_calls = 0
-        self._braces, self._num_fed = _Braces(), 0
+        self._braces, self._num_fed = Braces(), 0
         self._last, self._read = False, Read()
+        self._schemas, self._name, self._num_arguments = schemas or {}, "", 0
         self._start: Callable[[], bool] = self._opening if form.middle is None else self._named
+        if form.parameter is not None:
+            self._start = self._named_with_parameters
         self._next: Callable[[], bool] = self._text if form.mark else self._start
 
     def push(self, text: str, *, last: bool) -> Read:
@@ -102,7 +117,7 @@ class CallReader:
         if at < 0 or name not in self._names or not rest.startswith("{"):
             return not (self._last and self._cut()) and self._give_back()
         self._begin(name)
-        self._buffer, self._braces = rest, _Braces()
+        self._buffer, self._braces = rest, Braces()
         return self._go_on(self._named_arguments)
 
     def _named_arguments(self) -> bool:
@@ -112,6 +127,55 @@ class CallReader:
         self._buffer = self._buffer[len(piece) :]
         return end is not None and self._go_on(self._after_named)
 
+    def _named_with_parameters(self) -> bool:
+        """Parse a name, if its arguments follow one by one."""
+        form = self._form
+        assert form.parameter is not None and form.middle is not None
+        found = _NAME.match(self._buffer)
+        rest = "" if found is None else self._buffer[found.end() :]
+        marks = [form.middle.strip()] if form.middle.strip() else [form.parameter.before.strip(), form.end.strip()]
+        undecided = not rest or any(mark.startswith(rest) and mark != rest for mark in marks)
+        if undecided and not self._last and len(self._buffer) <= MAX_NAME:
+            return False
+        if found is None or found[1] not in self._names or not any(rest.startswith(mark) for mark in marks):
+            return not (self._last and self._cut()) and self._give_back()
+        self._begin(found[1])
+        self._name, self._num_arguments, self._buffer = found[1], 0, rest.removeprefix(form.middle.strip())
+        return self._go_on(self._parameters)
+
+    def _parameters(self) -> bool:
+        """Parse one argument, or the end of all."""
+        assert self._form.parameter is not None
+        before, between, behind = (text.strip() for text in self._form.parameter)
+        rest = self._buffer.lstrip()
+        if rest.startswith(before):
+            key, found, value = rest[len(before) :].partition(between)
+            value, ended, after = value.partition(behind)
+            if not (found and ended):
+                return False
+            shown = json.dumps(self._value(key.strip(), value), ensure_ascii=False)
+            self._add(f"{', ' if self._num_arguments else '{'}{json.dumps(key.strip(), ensure_ascii=False)}: {shown}")
+            self._num_arguments += 1
+            self._buffer = after
+            return True
+        if before.startswith(rest):
+            return False
+        self._add("}" if self._num_arguments else "{}")
+        return self._go_on(self._after_named)
+
+    def _value(self, key: str, text: str) -> Any:
+        """Return an argument's value, by its schema if that has a type."""
+        assert self._form.parameter is not None
+        _, between, behind = self._form.parameter
+        text = text.removeprefix(white(between, -1)).removesuffix(white(behind, 0))
+        kinds = self._schemas.get(self._name, {}).get("properties", {}).get(key, {}).get("type")
+        if kinds == "string":
+            return text
+        try:
+            return json.loads(_PYTHON.get(text.strip(), text))
+        except (ValueError, RecursionError):
+            return text
+
     def _after_named(self) -> bool:
         """Parse the text between calls with names, or after the last one."""
         if self._num_calls == self._max_calls:
@@ -119,7 +183,7 @@ class CallReader:
         rest, end, between = self._buffer.lstrip(), self._form.end.strip(), self._form.between.strip()
         if between and rest.startswith(between):
             self._markup, self._buffer = self._buffer[: len(self._buffer) - len(rest)] + between, rest[len(between) :]
-            return self._go_on(self._named)
+            return self._go_on(self._start)
         if not self._last and (between.startswith(rest) or (end.startswith(rest) and rest != end)):
             return False
         if self._last and end.startswith(rest):
@@ -138,7 +202,7 @@ class CallReader:
         self._buffer = rest
         if not rest.startswith("{"):
             return not (self._cut() and not rest) and self._give_back()
-        self._braces, self._num_fed = _Braces(), 0
+        self._braces, self._num_fed = Braces(), 0
         return self._go_on(self._head)
 
     def _head(self) -> bool:
@@ -151,14 +215,14 @@ class CallReader:
             if head[1] not in self._names:
                 return self._give_back()
             self._begin(head[1])
-            self._buffer, self._braces = self._buffer[head.end() :], _Braces()
+            self._buffer, self._braces = self._buffer[head.end() :], Braces()
             return self._go_on(self._arguments)
         end = self._braces.feed(self._buffer[self._num_fed :])
         if end is None:
             self._num_fed = len(self._buffer)
             return self._last and not self._cut() and self._give_back()
         end += self._num_fed
-        name, arguments = _call(self._buffer[:end], self._form)
+        name, arguments = call_in(self._buffer[:end], self._form)
         if name not in self._names or arguments is None:
             return self._give_back()
         self._begin(name)
@@ -170,7 +234,7 @@ class CallReader:
         end = self._braces.feed(self._buffer)
         piece = self._buffer[:end]
         self._add(piece)
-        self._buffer, self._braces = self._buffer[len(piece) :], self._braces if end is None else _Braces(depth=1)
+        self._buffer, self._braces = self._buffer[len(piece) :], self._braces if end is None else Braces(depth=1)
         return end is not None and self._go_on(self._object_end)
 
     def _object_end(self) -> bool:
@@ -241,41 +305,3 @@ class CallReader:
             calls.append(CallPart(index, None, ""))
         if arguments:
             calls[-1].arguments += arguments
-
-
-class _Braces:
-    """Incremental search for the end of a JSON object."""
-
-    def __init__(self, depth: int = 0) -> None:
-        """Start with `depth` open brackets."""
-        self._depth, self._quoted, self._escaped = depth, False, False
-
-    def feed(self, text: str) -> int | None:
-        """Return the length up to the object's end; None if not reached."""
-        for at, character in enumerate(text):
-            if self._escaped:
-                self._escaped = False
-            elif self._quoted:
-                self._escaped, self._quoted = character == "\\", character != '"'
-            elif character == '"':
-                self._quoted = True
-            elif character in "{[":
-                self._depth += 1
-            elif character in "}]":
-                self._depth -= 1
-                if self._depth == 0:
-                    return at + 1
-        return None
-
-
-def _call(text: str, form: ToolFormat) -> tuple[str, str | None]:
-    """Return name and arguments of a call; None for other objects."""
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return "", None
-    name = found.get(form.name_key, found.get("name"))
-    arguments = found.get(form.key, found.get("arguments", found.get("parameters")))
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        return "", None
-    return name, json.dumps(arguments, ensure_ascii=False)

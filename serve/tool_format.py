@@ -7,12 +7,20 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from os.path import commonprefix
-from typing import Any
+from typing import Any, NamedTuple
 
 from serve.reasoning import KNOWN
 from sharesd.models import call_probe, chat_template
 from sharesd.models.call_probe import ARGUMENTS, NAMES, TOOLS, USER
 from sharesd.models.tokenizer import END_OF_TURN
+
+
+class Parameter(NamedTuple):
+    """Texts around a name and a value."""
+
+    before: str
+    between: str
+    behind: str
 
 
 @dataclass(frozen=True)
@@ -37,6 +45,11 @@ class ToolFormat:
     """Key of the name in the call's object."""
     middle: str | None = None
     """Text between a name and its arguments; None: calls are objects."""
+    parameter: Parameter | None = None
+    """Texts around each argument, if they are no JSON object.
+
+    Then `middle` ends at the first of them.
+    """
     several: bool = True
     """True if the template takes several calls in a turn."""
 
@@ -134,6 +147,8 @@ def _format(one: str, two: str | None) -> ToolFormat | None:
     at = one.find(NAMES[0])
     arguments = next(_objects(one[at:]), None)
     mark = one[:at].strip()
+    if arguments is None and mark and not mark[0].isalnum():
+        return _with_parameters(one, at, two)
     if arguments is None or arguments[2] != ARGUMENTS or not mark or mark[0].isalnum():  # words are in any text
         return None
     middle, after = one[at + len(NAMES[0]) : at + arguments[0]], one[at + arguments[1] :]
@@ -145,6 +160,27 @@ def _format(one: str, two: str | None) -> ToolFormat | None:
             return None
         between = two[ends[0][1] : name]
     return ToolFormat("template", mark, "", between, after, middle=middle)
+
+
+def _with_parameters(one: str, at: int, two: str | None) -> ToolFormat | None:
+    """Return the format of calls with arguments one by one."""
+    [(first, given), (second, other)] = ARGUMENTS.items()
+    places = [one.find(part, at + len(NAMES[0])) for part in (first, given, second, other)]
+    if -1 in places or places != sorted(places):
+        return None
+    head, inner = one[at + len(NAMES[0]) : places[0]], one[places[1] + len(given) : places[2]]
+    shared = commonprefix([head[::-1], inner[::-1]])[::-1]
+    before = shared[shared.find("<") :]
+    between, behind = one[places[0] + len(first) : places[1]], inner.removesuffix(before)
+    end = one[places[3] + len(other) :]
+    if not before.startswith("<") or not between.strip() or not behind.strip() or not end.startswith(behind.rstrip()):
+        return None
+    closing = behind if end.startswith(behind) else behind.rstrip()
+    end, joint = end.removeprefix(closing), ""
+    if two:
+        joint = two[two.find(other) + len(other + closing) : two.find(NAMES[1])]
+    form = Parameter(before, between, behind)
+    return ToolFormat("template", one[:at].strip(), "", joint, end, middle=head.removesuffix(before), parameter=form)
 
 
 def _tail(text: str) -> str:

@@ -10,8 +10,12 @@ NAMES = ("probe_first", "probe_second")
 """Names of the functions in probes."""
 USER = {"role": "user", "content": "probe"}
 SAID = "probe-answer"
-ARGUMENTS = {"probe_key": "probe-value"}
-PARAMETERS = {"type": "object", "properties": {"probe_key": {"type": "string"}}, "required": ["probe_key"]}
+ARGUMENTS = {"probe_key": "probe-value", "probe_more": "probe-other"}
+PARAMETERS = {
+    "type": "object",
+    "properties": {name: {"type": "string"} for name in ARGUMENTS},
+    "required": ["probe_key"],
+}
 TOOLS = [
     {"type": "function", "function": {"name": name, "description": "probe", "parameters": PARAMETERS}}
     for name in ("probe_other", *NAMES)

@@ -32,7 +32,7 @@ Call = tuple[str, Any]
 
 
 def cell(text: str) -> str:
-    return "`" + text.replace("|", "\\|") + "`"
+    return "`" + text.replace("|", "\\|").replace("\n", "\\n") + "`"
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -102,6 +102,11 @@ def test_what_the_grammar_allows_is_read(name: str) -> None:
     call = f'{{"{form.name_key}": "climb", "{form.key}": {json.dumps(ARGUMENTS)}}}'
     if form.middle is not None:
         call = f"climb{form.middle}{json.dumps(ARGUMENTS)}"
+    if form.parameter is not None:
+        before, between, behind = form.parameter
+        texts = {"tree": ARGUMENTS["tree"], "days": json.dumps(ARGUMENTS["days"])}
+        given = "".join(f"{before}{key}{between}{text}{behind}" for key, text in texts.items())
+        call = f"climb{form.middle}{given}"
     one, two = (form.mark + form.opening + form.between.join([call] * num) + form.end for num in (1, 2))
     must = [calls_grammar(form, tokenizer, FUNCTIONS, several=several) for several in (False, True)]
     assert [takes(grammar, one) for grammar in must] == [True, True]
@@ -171,3 +176,55 @@ def test_templates_that_want_arguments_as_text_get_text() -> None:
     tokenizer = make_tokenizer(template)
     assert f"<run>climb<with>{json.dumps(ARGUMENTS)}</run>" in written(tokenizer, "climb")
     assert format_of(template) == format_of(NAMED)
+
+
+QWEN = CALLING["qwen3_6"]
+
+
+@pytest.mark.parametrize("size", [1, 3, 10_000])
+def test_values_between_tags_are_of_their_schemas_types(size: int) -> None:
+    values = {"tree": "5", "days": "5", "is_old": "True", "more": '{"a": null}', "none": "None", "odd": "old oak"}
+    given = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    text = f"I look.\n\n<tool_call>\n<function=climb>\n{given}</function>\n</tool_call>"
+    schemas = {"climb": {"properties": {"tree": {"type": "string"}, "days": {"type": "integer"}}}}
+    for wanted in (text, f"{text}\n<tool_call>\n<function=sing>\n</function>\n</tool_call>"):
+        reader = CallReader(QWEN, {"climb", "sing"}, schemas=schemas)
+        pieces = [wanted[i : i + size] for i in range(0, len(wanted), size)]
+        content, arguments = "", ["", ""]
+        for place, piece in enumerate(pieces):
+            found = reader.push(piece, last=place == len(pieces) - 1)
+            content += found.content
+            for part in found.calls:
+                arguments[part.index] += part.arguments
+        assert content == "I look."
+        expected = {"tree": "5", "days": 5, "is_old": True, "more": {"a": None}, "none": None, "odd": "old oak"}
+        assert json.loads(arguments[0]) == expected and arguments[1] == ("" if wanted == text else "{}")
+
+
+OTHER = "<tool_call>\n<function=fly>\n</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize("text", [OTHER, "<tool_call>\n<funct", "<tool"])
+@pytest.mark.parametrize("size", [1, 10_000])
+def test_tags_of_other_functions_are_content(text: str, size: int) -> None:
+    reader = CallReader(QWEN, {"climb"})
+    pieces = [text[i : i + size] for i in range(0, len(text), size)]
+    found = [reader.push(piece, last=place == len(pieces) - 1) for place, piece in enumerate(pieces)]
+    assert "".join(one.content for one in found) == text and not any(one.calls for one in found)
+
+
+def test_a_value_is_one_of_its_enum_and_needed_ones_are_there() -> None:
+    tokenizer = make_tokenizer(TEMPLATES["qwen3_6"])
+    grammars = Grammars(tokenizer, vocab_size=tokenizer.vocab_size, eos_ids=tokenizer.eos_ids)
+    properties = {"tree": {"type": "string", "enum": ["oak", "ash"]}, "days": {"type": "integer"}}
+    schema = {"type": "object", "properties": properties, "required": ["tree"]}
+    grammar = calls_grammar(QWEN, tokenizer, [Function(name="climb", parameters=schema)], several=False)
+
+    def takes(**values: Any) -> bool:
+        given = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+        text = f"<tool_call>\n<function=climb>\n{given}</function>\n</tool_call>"
+        ids = [*tokenizer.encode(text), tokenizer.eos_ids[0]]
+        return grammars.matcher(grammar).advance(ids) == len(ids)
+
+    assert takes(tree="oak") and takes(tree="ash", days=5)
+    assert not takes() and not takes(tree="fir") and not takes(tree="oak", days="many") and not takes(days=5)
