@@ -47,9 +47,12 @@ def option_fields() -> dict[str, str]:
 
 
 def head_folder(head: str) -> str:
-    """Return the folder of a head, without its name."""
+    """Return the folder of a head, or of a training's best head."""
     named = None if Path(head).exists() else _NAMED_HEAD.fullmatch(head)
-    return head if named is None else named["folder"]
+    folder = head if named is None else named["folder"]
+    best = Path(folder) / "best"
+    is_training = (best / "config.json").is_file() and not (Path(folder) / "config.json").is_file()
+    return str(best) if is_training else folder
 
 
 def head_mode(head: str) -> str:
@@ -57,12 +60,11 @@ def head_mode(head: str) -> str:
 
     A name becomes a mode. Unknown architectures have the mode of the first head drafter.
     """
-    folder = head_folder(head)
-    if folder != head:
-        name = head.removesuffix(f"={folder}")
-        registry.name_head(name, head_mode(folder))
-        return name
-    config = Path(head) / "config.json"
+    folder, named = head_folder(head), None if Path(head).exists() else _NAMED_HEAD.fullmatch(head)
+    if named is not None:
+        registry.name_head(named["name"], head_mode(folder))
+        return named["name"]
+    config = Path(folder) / "config.json"
     text = config.read_text("utf-8", errors="replace") if config.is_file() else ""
     specs = registry.specs("head")
     found = (spec.name for spec in specs[1:] if any(layout.architecture in text for layout in spec.heads))
@@ -141,7 +143,8 @@ def _check_members(field: str, given: tuple[str, ...]) -> None:
         if name not in (*models, *tables):
             raise ValueError(f"{field} is {name!r}; choose one of {', '.join((*models, *tables))}")
     if sum(name in models for name in given) > 1:
-        raise ValueError(f"{field} is {', '.join(given)}; give one of {' and '.join(models)}")
+        several = ", ".join(name for name in given if name in models)
+        raise ValueError(f"{field} is {', '.join(given)}, and only one of {several} can draft; leave the others out")
 
 
 def _check_options(given: Mapping[str, Any]) -> None:

@@ -63,7 +63,7 @@ def test_three_ways(run: Run, model: Path, demo: str) -> None:
     assert status == 0, err
     assert "all 6 texts are equal" in out and offline.SAVE_OUTPUT in out
     found = results()
-    assert list(found) == ["default", "speculative", "ngram", "equal", "settings", "environment"]
+    assert list(found) == ["default", "speculative", "ngram", "equal", "format", "settings", "environment"]
     assert [found[way]["mode"] for way in offline.DECODINGS] == ["naive", "share", "ngram"]
     assert found["equal"] is True and found["settings"]["num_draft"] == 3
     assert found["environment"]["torch"] and found["settings"]["compile"] == "off"

@@ -64,3 +64,13 @@ def test_names_of_modes_are_taken_and_paths_are_no_names(heads: tuple[str, str],
     Path(heads[0]).rename(path)
     assert selection.head_folder(str(path)) == str(path) and selection.head_mode(str(path)) == "eagle"
     assert selection.head_mode(f"a={path}") == "a" and selection.head_folder(f"a={path}") == str(path)
+
+
+def test_the_best_head_of_a_training_is_found_in_its_folder(heads: tuple[str, str], tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    Path(heads[0]).rename(tmp_path / "run" / "step-4")
+    (tmp_path / "run" / "best").symlink_to("step-4")
+    run, best = str(tmp_path / "run"), str(tmp_path / "run" / "best")
+    assert selection.head_folder(run) == selection.head_folder(f"new={run}") == selection.head_folder(best) == best
+    assert selection.head_of(EngineConfig(target="x", heads=(run,)), "eagle") == best
+    assert selection.head_of(EngineConfig(target="x", heads=(f"new={run}",)), "new") == best
