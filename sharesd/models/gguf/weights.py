@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import gguf
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -84,7 +85,7 @@ def write_weights(file: GGUFFile, config: DecoderConfig, path: Path, progress: P
         name, begin, end = block
         minus = float(layout.norms_plus_one and name.endswith("norm.weight"))
         values = _dequantize(file.tensors[name], begin, end)
-        if name not in unchecked and not values.sum().isfinite() and not values.isfinite().all():
+        if name not in unchecked and not _is_finite(values.numpy()):
             raise ValueError(f"tensor {name!r} has NaN or infinite values; download it again, or give another")
         first = begin * gguf.GGML_QUANT_SIZES[file.tensors[name].kind][0]
         tensors[name].view(-1)[first : first + len(values)] = values - minus if minus else values
@@ -117,6 +118,15 @@ def _blocks(tensor: StoredTensor) -> Iterator[tuple[int, int]]:
     total, step = len(tensor.data) // num_bytes, _BLOCK_WEIGHTS // size
     for begin in range(0, total, step):
         yield begin, min(begin + step, total)
+
+
+def _is_finite(values: np.ndarray) -> bool:
+    """Return True if all values are finite.
+
+    NumPy sums in this thread; torch would start threads in each.
+    """
+    with np.errstate(all="ignore"):
+        return bool(np.isfinite(values.sum()) or np.isfinite(values).all())
 
 
 def _dequantize(tensor: StoredTensor, begin: int, end: int) -> Tensor:
