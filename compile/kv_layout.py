@@ -45,7 +45,7 @@ def new_kv(
     `slots` is rounded up.
     """
     k, v = kv_layout(batch, heads, slots, size, dtype, device, plain=plain)
-    return torch.zeros_like(k, device=device), torch.zeros_like(v, device=device)
+    return torch.zeros(k.shape, dtype=dtype, device=device), torch.zeros(v.shape, dtype=dtype, device=device)
 
 
 def kv_layout(

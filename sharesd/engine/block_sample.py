@@ -30,6 +30,8 @@ class BlockSample:
             self._model = None
             return
         blocks = self._model.blocks
+        self.model_bytes = len(blocks) * num_bytes(blocks[0])
+        """Weights of all blocks."""
         self._num_blocks = max(1, -(-SAMPLE_BYTES // num_bytes(blocks[0])))
         self._scale = len(blocks) / self._num_blocks
         if self._scale < 2:

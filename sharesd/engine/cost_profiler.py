@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from statistics import quantiles
 
@@ -23,7 +24,7 @@ SWEEPS, SECONDS = (3, 12), 0.5
 MAX_SECONDS, MAX_SWEEPS = 1.5, 36
 """Limits after which no repeat starts; disagreeing times are not kept."""
 PLAIN_STEPS = 2
-"""Whole plain steps that are timed, at least."""
+"""Plain steps that are timed to compare kept costs."""
 AGREE = 1.25
 """Largest ratio of quartiles, relative to a plain step, of agreeing repeats."""
 STARTS = 3
@@ -84,8 +85,8 @@ def measure_costs(
     before = [lengths_B.clone() for lengths_B in lengths]
     near = float(engine.cache.lengths.double().mean())
     room = min(engine.max_context, engine.cache.slots) - 2 * (1 + engine.num_draft) - 1
-    far = min(FAR, room) if min(FAR, room) > 2 * near + 64 and not engine.offloaded else None
     sample = BlockSample(engine.target)
+    far = min(FAR, room) if min(FAR, room) > 2 * near + 64 and not engine.offloaded and sample.is_whole else None
     timers = _timers(engine, params, rows, sample)
     step = _step(engine, params, 0, rows)
     plain = partial(sample.seconds, step)
@@ -115,11 +116,24 @@ def measure_costs(
             for lengths_B, before_B in zip(lengths, before, strict=True):
                 lengths_B.copy_(before_B)
     if not sample.is_whole:
-        factor = min(_timed(step) for _ in range(PLAIN_STEPS)) / min(bases[False])
-        bases = {is_far: [factor * seconds for seconds in times] for is_far, times in bases.items()}
+        bases[False] = [_timed(step)]
     for cache in engine.caches:
         cache.park(0, cache.batch)
-    return fit_costs(ratios, bases, near, far, model is not None and model.single_pass), agree
+    costs = fit_costs(ratios, bases, near, far, model is not None and model.single_pass)
+    return costs if sample.is_whole else _with_slots(costs, engine, sample), agree
+
+
+def _with_slots(costs: Costs, engine: Engine, sample: BlockSample) -> Costs:
+    """Predict the seconds of each live slot from the bytes of its KV."""
+    cache, drafter = engine.cache, model_drafter_of(engine)
+    slot = costs.step[1] * cache.nbytes / (cache.slots * cache.batch) / sample.model_bytes
+    drafts = drafter is not None and drafter.step_model() is engine.target
+    return replace(
+        costs,
+        step_slot=dict.fromkeys(costs.step, slot),
+        draft_slot=slot if drafts and costs.draft else costs.draft_slot,
+        level_slot=slot if drafts and costs.level else costs.level_slot,
+    )
 
 
 def _timers(
