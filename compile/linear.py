@@ -184,7 +184,7 @@ class QuantizedPackedLinear(nn.Module):
         assert bits in (4, 8) and codes_NK.shape[1] % QUANTIZED_INPUT_MULTIPLE == 0
         self.out_features, self.in_features = codes_NK.shape
         self.bits, self.group_size = bits, self.in_features // scale_NG.shape[1]
-        size = -(-self.out_features // 16), scale_NG.shape[1], 16 * (self.group_size * bits // 8 + 4)
+        size = self.packed_size()
         self.is_settled = zeros is not None
         self.register_buffer("weight", codes_NK.new_empty(size) if zeros is None else zeros(size, torch.uint8))
         parts = zip(*(x.split(_PACKED_ROWS) for x in (codes_NK, scale_NG, offset_NG)), strict=True)
@@ -197,12 +197,21 @@ class QuantizedPackedLinear(nn.Module):
         cls, packed: Tensor, bias_N: Tensor | None, N: int, K: int, bits: int, group_size: int, *, zeros: Zeros | None
     ) -> QuantizedPackedLinear:
         """Return a linear with a copy of the packed weights of another."""
-        codes, factors = packed.new_empty(N, K, device="meta"), packed.new_empty(N, K // group_size, device="meta")
-        linear = cls(codes, factors, factors, bias_N, bits)
-        assert packed.shape == linear.weight.shape, f"{N} x {K} weights of {bits} bits are not of {packed.shape}"
+        linear = cls.__new__(cls)
+        nn.Module.__init__(linear)
+        linear.out_features, linear.in_features, linear.bits, linear.group_size = N, K, bits, group_size
+        size = linear.packed_size()
+        assert packed.shape == size, f"{N} x {K} weights of {bits} bits are not of {tuple(packed.shape)}"
         linear.is_settled = zeros is not None
-        linear.weight = packed.clone() if zeros is None else zeros(packed.shape, torch.uint8).copy_(packed)
+        weight = torch.empty(size, dtype=torch.uint8) if zeros is None else zeros(size, torch.uint8)
+        linear.register_buffer("weight", weight.copy_(packed))
+        linear.register_buffer("bias", bias_N)
         return linear
+
+    def packed_size(self) -> tuple[int, int, int]:
+        """Return the size of packed weights."""
+        num_groups = self.in_features // self.group_size
+        return -(-self.out_features // 16), num_groups, 16 * (self.group_size * self.bits // 8 + 4)
 
     @property
     def nbytes(self) -> int:

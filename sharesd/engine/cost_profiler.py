@@ -61,7 +61,7 @@ def _costs_of_rows(engine: Engine, params: SamplingParams, rows: int, kept: Json
         now = min(_timed(_step(engine, params, 0, rows)) for _ in range(PLAIN_STEPS))
         earlier = [costs for costs in earlier if costs.step[1] < SLOWER * now]
     if len(earlier) < STARTS:
-        fresh, agree = measure_costs(engine, params, rows, BRIEFLY if earlier else sweeps)
+        fresh, agree = measure_costs(engine, params, rows, *((BRIEFLY, 0.0) if earlier else (sweeps, SECONDS)))
         earlier = [costs for costs in earlier if costs.step.keys() == fresh.step.keys()]
         if kept and agree:
             save_costs(kept, [*earlier, fresh])
@@ -71,11 +71,16 @@ def _costs_of_rows(engine: Engine, params: SamplingParams, rows: int, kept: Json
 
 @torch.inference_mode()
 def measure_costs(
-    engine: Engine, params: SamplingParams, rows: int | None = None, sweeps: int = SWEEPS[0]
+    engine: Engine,
+    params: SamplingParams,
+    rows: int | None = None,
+    sweeps: int = SWEEPS[0],
+    seconds: float | None = None,
 ) -> tuple[Costs, bool]:
     """Time rounds beside plain steps at two contexts; True if repeats agree.
 
-    Of large models only some blocks are timed, see `BlockSample`.
+    Of large models only some blocks are timed, see `BlockSample`. Repeats start until `seconds` have passed, or
+    SECONDS.
     """
     rows = rows or engine.cache.batch
     model = model_drafter_of(engine)
@@ -92,14 +97,14 @@ def measure_costs(
     plain = partial(sample.seconds, step)
     ratios: dict[tuple[str, int, bool], list[float]] = {}
     bases: dict[bool, list[float]] = {False: [], True: []}
-    started = time.perf_counter()
+    started, enough = time.perf_counter(), SECONDS if seconds is None else seconds
     agree = False
     for sweep in range(MAX_SWEEPS):
         passed = time.perf_counter() - started
         agree = all(_spread(times) < AGREE for times in ratios.values())
         if sweep and passed > MAX_SECONDS:
             break
-        if sweep >= sweeps and agree and (passed > SECONDS or sweep >= SWEEPS[1]):
+        if sweep >= sweeps and agree and (passed > enough or sweep >= SWEEPS[1]):
             break
         for is_far in (False, *([True] if far is not None else [])):
             if is_far and far is not None:
@@ -107,8 +112,8 @@ def measure_costs(
                     lengths_B.fill_(far)
             plain()
             base = plain()
-            for key, seconds in timers.items():
-                took = seconds()
+            for key, timer in timers.items():
+                took = timer()
                 after = plain()
                 ratios.setdefault((*key, is_far), []).append(2 * took / (base + after))
                 bases[is_far].append(after)

@@ -11,6 +11,7 @@ from sharesd.config import EngineConfig
 from sharesd.engine import block_sample
 from sharesd.engine.block_sample import BlockSample
 from sharesd.engine.cost_profiler import measure_costs, profile_costs
+from sharesd.engine.warmup import warm_up
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.cost_model import Costs
@@ -49,6 +50,7 @@ def test_small_models_and_others_are_timed_whole(runtime: Runtime, monkeypatch: 
 
 def test_warm_up_runs_a_model_whole_for_a_plain_step_alone(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[int] = []
+    engine = runtime.engine()
     run = runtime.target.run_stack._run
 
     def counted(blocks, *others) -> None:
@@ -56,7 +58,7 @@ def test_warm_up_runs_a_model_whole_for_a_plain_step_alone(runtime: Runtime, mon
         run(blocks, *others)
 
     monkeypatch.setattr(runtime.target.run_stack, "_run", counted)
-    engine = runtime.engine()
+    warm_up(engine, SamplingParams())  # without costs of earlier starts
     assert ran.count(len(runtime.target.blocks)) == 1
     costs = profile_costs(engine, SamplingParams(), None)
     assert set(costs) == set(engine.batch_sizes) and costs[2].step[1] >= costs[1].step[1] > 0
