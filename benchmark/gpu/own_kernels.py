@@ -32,7 +32,6 @@ def _kernels(job: Job) -> SimpleNamespace:
             linear=linear.RowLinear,  # (nn.Linear, most_rows) -> module
             low=pack_for_cuda,  # (QuantizedWeight, bias, dtype=, most_rows=) -> module
             attend=attention.attend_live,  # as compile.attention.attend_, cosines and sines before the caches
-            # Within it, products begin when all before them has ended.
             one_by_one=partial(mock.patch, "compile.cuda.gemm.launch_options", lambda device: {"PDL": False}),
         )
     except (ImportError, AttributeError) as error:

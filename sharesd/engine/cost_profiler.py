@@ -129,7 +129,7 @@ def measure_costs(
 
 
 def _with_slots(costs: Costs, engine: Engine, sample: BlockSample) -> Costs:
-    """Predict the seconds of each live slot from the bytes of its KV."""
+    """Predict seconds of live slots from the bytes of their KV."""
     cache, drafter = engine.cache, model_drafter_of(engine)
     slot = costs.step[1] * cache.nbytes / (cache.slots * cache.batch) / sample.model_bytes
     drafts = drafter is not None and drafter.step_model() is engine.target

@@ -31,7 +31,7 @@ SECTION = "_config"
 """End of the names of sections in config.json."""
 
 Progress = Callable[[str, int, int], None]
-"""Progress callback: (name of the job, steps or bytes done, those in all)."""
+"""Progress callback: (name of the job, steps or bytes done, in all)."""
 
 
 def silent(what: str, done: int, total: int) -> None:
