@@ -135,7 +135,7 @@ def prompts_case(base: Path, number: int, dice: random.Random, here: Path) -> Pa
     text = f"[{', '.join(lines)}]" if dice.random() < 0.2 else "\n".join(lines)
     data = damage.damaged_lines(text, dice)
     if packed := dice.random() < 0.1:
-        data = damage.damaged_bytes(gzip.compress(data), dice)
+        data = damage.damaged_bytes(gzip.compress(data, mtime=0), dice)
     file = here / ("prompts" + dice.choice((".jsonl", ".json", ".txt")) + (".gz" if packed else ""))
     file.write_bytes(data)
     return file
