@@ -33,7 +33,7 @@ def cache_root() -> Path:
 def atomic_files(folder: Path, *, durable: bool = False) -> Iterator[Path]:
     """Yield a scratch folder; entries replace those in `folder` unless it raises.
 
-    `durable`: contents and names are on the disk on return. An OSError of writing names `folder`.
+    `durable`: contents and names are on the disk on return. An OSError of writing names the entry or `folder`.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -50,7 +50,7 @@ def atomic_files(folder: Path, *, durable: bool = False) -> Iterator[Path]:
     except OSError as error:
         if error.errno is None or (error.filename is not None and SCRATCH not in str(error.filename)):
             raise
-        raise OSError(error.errno, error.strerror, str(folder)) from error
+        raise OSError(error.errno, error.strerror, str(error.filename2 or folder)) from error
 
 
 @contextmanager

@@ -30,7 +30,7 @@ def warm_up(engine: Engine, params: SamplingParams, costs: JsonCache | None = No
     prompt = [i % engine.target.vocab_size for i in range(min(8, engine.max_context // 2))]
     before = policy.pinned
     if engine.offloaded or is_native(engine.target):  # nothing compiles: a round of each model builds their kernels
-        shapes, num_tokens = shapes[:1] if engine.offloaded else [shapes[0], shapes[-1]], 2
+        shapes, num_tokens = [NO_DRAFT] if engine.offloaded else [shapes[0], shapes[-1]], 2
     else:
         num_tokens = 3 * (1 + max(shape.depth for shape in shapes))
     for shape in dict.fromkeys(shapes):

@@ -36,12 +36,8 @@ def folder_with_adapter(base: Path, adapter: str | Path) -> Path:
     read_scale(source)
     key = identity(base), [(str(file.resolve()), *stamp(file)) for file in adapter_files(source)]
     link = source.resolve()
-
-    def add_adapter(fresh: Path) -> None:
-        _pairs(source)  # a damaged adapter gets no folder
-        (fresh / ADAPTER).symlink_to(link)
-
-    return linked_folder(base, f"{base.name}+{link.name}", key, add_adapter)
+    _pairs(source)  # a damaged adapter gets no folder
+    return linked_folder(base, f"{base.name}+{link.name}", key, lambda fresh: (fresh / ADAPTER).symlink_to(link))
 
 
 def read_scale(adapter: Path) -> float:

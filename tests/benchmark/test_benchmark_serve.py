@@ -364,7 +364,8 @@ def test_modes_are_compared_with_naive(
 ) -> None:
     assert fake_spawn("--spawn", "hybrid,sd-share", "--out-dir", str(tmp_path)) == 0
     names = [f"{mode}-rate-inf.json" for mode in ("hybrid", "naive", "share")]
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*names, "serve.csv", "serve.html", "serve.md"])
+    tables = ["serve-over-naive.csv", "serve.csv", "serve.html", "serve.md"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*names, *tables])
     hybrid, naive, _ = (json.loads((tmp_path / name).read_text()) for name in names)
     assert "ratio_to_naive" not in naive and "spec_decode_num_drafts" not in naive and naive["label"] == "naive"
     throughput = hybrid["output_throughput"] / naive["output_throughput"]

@@ -160,7 +160,7 @@ def test_folders_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     refused("missing mask_embeds, mask_states", {}, mask_embeds=None, mask_states=None)
     refused("unexpected mask_offsets", {}, mask_offsets=torch.zeros(3))
     refused(r"mask_embeds has shape \[3, 32\] where config.json asks for \[4, 32\]", {"draft_length": 5})
-    refused("draft_length, the tokens that one pass guesses, is 0", {"draft_length": 0})
+    refused("'draft_length' = 0, which is not a whole number", {"draft_length": 0})
     refused("has 3 layers; heads of kind parallel have at most 2", {"num_hidden_layers": 3})
     refused("hidden size of 64 and the target has 32", {"target_hidden_size": 64})
     refused("knows 41 tokens and the target 40", {"vocab_size": 41})

@@ -129,11 +129,11 @@ def test_names_of_the_processor_that_they_are_for(
 
 
 def test_by_name_they_are_tried_on_any(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "-D_Float16=__fp16" not in cpp_extension._compiler()
+    assert "-D_Float16=__fp16" not in cpp_extension._command()
     monkeypatch.setattr(cpp_extension, "_try", lambda compiler: None)
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     assert choose_kernels("auto", CPU, torch.float32, "native").kernels == "auto" and runs_cpp(CPU)
-    assert "-D_Float16=__fp16" in cpp_extension._compiler(), "which g++ 12 lacks there"
+    assert "-D_Float16=__fp16" in cpp_extension._command(), "which g++ 12 lacks there"
 
 
 @pytest.mark.parametrize(

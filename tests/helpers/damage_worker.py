@@ -5,6 +5,7 @@ Prints a JSON line per file: number, outcome, seconds and the text on stderr. Me
 
 from __future__ import annotations
 
+import gc
 import gzip
 import json
 import os
@@ -352,6 +353,7 @@ def run(kind: str, first: int, last: int, folder: Path, results: TextIO) -> None
             where = "".join(traceback.format_exception(error)[-3:])
             print(f"{type(error).__name__}: {error}"[:2000] + "\n" + where[-1500:], file=sys.stderr)
         seconds = time.monotonic() - started
+        gc.collect()  # models in cycles take room below the limit
         sys.stderr.flush()
         text = said.read_text(errors="replace")
         what = what or outcome(status, text, case)

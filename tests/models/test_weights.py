@@ -166,6 +166,7 @@ def test_an_unreachable_hub_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) 
         raise LocalEntryNotFoundError("Cannot reach it.\nA long explanation.")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda self, repo: offline(repo))
     with pytest.raises(ValueError) as caught:
         hub.resolve("owner/model")
     assert str(caught.value) == (
@@ -178,6 +179,8 @@ def test_pickles_are_downloaded_only_without_safetensors(monkeypatch: pytest.Mon
     import huggingface_hub
 
     asked: list[str] = []
+    files = ["config.json", "pytorch_model.bin"]
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda self, repo: files)
 
     def download(repo: str, allow_patterns: list[str]) -> str:
         asked.append(allow_patterns[-1])
@@ -187,10 +190,10 @@ def test_pickles_are_downloaded_only_without_safetensors(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert hub.resolve("owner/model") == tmp_path
-    assert asked == ["model*.safetensors", "pytorch_model*.bin"]
-    (tmp_path / "model.safetensors").touch()
+    assert asked == ["pytorch_model*.bin"]
+    files.append("model.safetensors")
     hub.resolve("owner/model")
-    assert asked[2:] == ["model*.safetensors"]
+    assert asked[1:] == ["model*.safetensors"]
 
 
 def test_the_missing_embedded_package_names_its_installation(monkeypatch: pytest.MonkeyPatch) -> None:
