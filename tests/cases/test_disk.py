@@ -91,7 +91,7 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def line_of(error: BaseException) -> str:
-    """What the user sees; it names the folder or file."""
+    """The line that the user sees; it names the folder or file."""
     line = describe(error)
     assert "\n" not in line and "LOGLEVEL" not in line
     return line

@@ -55,7 +55,7 @@ def calls_of(*names: str) -> list[dict[str, Any]]:
 
 
 def written(tokenizer: Tokenizer, *names: str) -> str:
-    """What the template writes for these calls, between the turn's marks."""
+    """Text that the template writes for these calls, between the turn's marks."""
     turn = {"role": "assistant", "content": None, "tool_calls": calls_of(*names)}
     begun = tokenizer.render_chat([USER], True, tools=TOOLS)
     shown = tokenizer.render_chat([USER, turn], False, tools=TOOLS)

@@ -52,7 +52,7 @@ def server() -> Iterator[Served]:
 
 
 def asked(server: Served, path: str, **more: Any) -> Any:
-    """What the engine is asked, without a random seed; and the answer's form."""
+    """Prompt and parameters of the engine, without a random seed, and the answer's form."""
     server.engine.added.clear()
     response = server.post(path, **BODIES[path], **more)
     assert response.status_code == 200, response.text
