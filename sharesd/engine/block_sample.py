@@ -30,6 +30,7 @@ class BlockSample:
             self._model = None
             return
         blocks = self._model.blocks
+        self.num_all = len(blocks)
         self.model_bytes = len(blocks) * num_bytes(blocks[0])
         """Weights of all blocks."""
         self._num_blocks = max(1, -(-SAMPLE_BYTES // num_bytes(blocks[0])))

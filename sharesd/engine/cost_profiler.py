@@ -91,7 +91,8 @@ def measure_costs(
     near = float(engine.cache.lengths.double().mean())
     room = min(engine.max_context, engine.cache.slots) - 2 * (1 + engine.num_draft) - 1
     sample = BlockSample(engine.target)
-    far = min(FAR, room) if min(FAR, room) > 2 * near + 64 and not engine.offloaded and sample.is_whole else None
+    far = min(FAR, room) if min(FAR, room) > 2 * near + 64 and not engine.offloaded else None
+    contexts = (False, True) if far is not None and sample.is_whole else (False,)
     timers = _timers(engine, params, rows, sample)
     step = _step(engine, params, 0, rows)
     plain = partial(sample.seconds, step)
@@ -106,7 +107,7 @@ def measure_costs(
             break
         if sweep >= sweeps and agree and (passed > enough or sweep >= SWEEPS[1]):
             break
-        for is_far in (False, *([True] if far is not None else [])):
+        for is_far in contexts:
             if is_far and far is not None:
                 for lengths_B in lengths:
                     lengths_B.fill_(far)
@@ -120,24 +121,45 @@ def measure_costs(
                 base = after
             for lengths_B, before_B in zip(lengths, before, strict=True):
                 lengths_B.copy_(before_B)
+    slot = 0.0
     if not sample.is_whole:
         bases[False] = [_timed(step)]
+        if far is not None:
+            slot = _slot_seconds(sample, _step(engine, params, engine.num_draft, rows), lengths, near, far)
+    for lengths_B, before_B in zip(lengths, before, strict=True):
+        lengths_B.copy_(before_B)
     for cache in engine.caches:
         cache.park(0, cache.batch)
-    costs = fit_costs(ratios, bases, near, far, model is not None and model.single_pass)
-    return costs if sample.is_whole else _with_slots(costs, engine, sample), agree
+    costs = fit_costs(ratios, bases, near, far if sample.is_whole else None, model is not None and model.single_pass)
+    return costs if sample.is_whole else _with_slots(costs, engine, sample, slot), agree
 
 
-def _with_slots(costs: Costs, engine: Engine, sample: BlockSample) -> Costs:
-    """Predict seconds of live slots from the bytes of their KV."""
+def _slot_seconds(
+    sample: BlockSample, step: Callable[[], object], lengths: list[torch.Tensor], near: float, far: int
+) -> float:
+    """Return the seconds that a live slot adds to a step, by one block at two contexts."""
+    took = []
+    with sample.blocks(1):
+        for length in (int(near), far):
+            for lengths_B in lengths:
+                lengths_B.fill_(length)
+            step()
+            took.append(min(_timed(step) for _ in range(2)))
+    return sample.num_all * max(0.0, took[1] - took[0]) / (far - int(near))
+
+
+def _with_slots(costs: Costs, engine: Engine, sample: BlockSample, most: float) -> Costs:
+    """Fill in seconds of live slots: of one token by bytes of KV, of the widest step `most`."""
     cache, drafter = engine.cache, model_drafter_of(engine)
-    slot = costs.step[1] * cache.nbytes / (cache.slots * cache.batch) / sample.model_bytes
+    least = costs.step[1] * cache.nbytes / (cache.slots * cache.batch) / sample.model_bytes
+    ends = Costs({1: least, max(costs.step): max(least, most)})
+    slots = {width: ends.of_step(width) for width in costs.step}
     drafts = drafter is not None and drafter.step_model() is engine.target
     return replace(
         costs,
-        step_slot=dict.fromkeys(costs.step, slot),
-        draft_slot=slot if drafts and costs.draft else costs.draft_slot,
-        level_slot=slot if drafts and costs.level else costs.level_slot,
+        step_slot=slots,
+        draft_slot=slots[1] if drafts and costs.draft else costs.draft_slot,
+        level_slot=slots[1] if drafts and costs.level else costs.level_slot,
     )
 
 
@@ -148,8 +170,9 @@ def _timers(
     model, context = model_drafter_of(engine), engine.variant(params).round(0, rows).context
     timers: dict[tuple[str, int], Callable[[], float]] = {}
     longest, briefly = engine.num_draft, engine.offloaded or not sample.is_whole
-    few = sorted({max(1, longest // SHARE_OF_LONGEST), longest} - {0})
-    for num_nodes in few if briefly else _lengths(longest)[1:]:
+    short = max(1, longest // SHARE_OF_LONGEST)
+    few = {short, longest} if engine.offloaded else {1, short, longest}
+    for num_nodes in sorted(few) if briefly and longest else _lengths(longest)[1:]:
         timers["step", 1 + num_nodes] = partial(sample.seconds, _step(engine, params, num_nodes, rows))
     if model is not None:
         sample = BlockSample(model.step_model())
@@ -157,7 +180,8 @@ def _timers(
         kinds = {"draft": deepest, **({"level": largest} if largest.is_tree else {})}
         for kind, shape in kinds.items():
             last = shape.depth if sample.is_whole else min(2, shape.depth)
-            depths = (1,) if model.single_pass else (last,) if engine.offloaded else (1, last)
+            once = engine.offloaded or (kind == "level" and not sample.is_whole)
+            depths = (1,) if model.single_pass else (last,) if once else (1, last)
             for depth in dict.fromkeys(depths):
                 timers[kind, depth] = partial(sample.seconds, partial(_draft, model, context, shape, depth))
         if model.time_catch_up(context, MISSED):

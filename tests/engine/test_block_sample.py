@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from sharesd.config import EngineConfig
-from sharesd.engine import block_sample
+from sharesd.engine import block_sample, cost_profiler
 from sharesd.engine.block_sample import BlockSample
 from sharesd.engine.cost_profiler import measure_costs, profile_costs
-from sharesd.engine.warmup import warm_up
+from sharesd.engine.warmup import warm_up, warm_up_all_variants
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.cost_model import Costs
@@ -60,6 +60,8 @@ def test_warm_up_runs_a_model_whole_for_a_plain_step_alone(runtime: Runtime, mon
     monkeypatch.setattr(runtime.target.run_stack, "_run", counted)
     warm_up(engine, SamplingParams())  # without costs of earlier starts
     assert ran.count(len(runtime.target.blocks)) == 1
+    warm_up_all_variants(engine)
+    assert all(variant.policy.live.drift == 1.0 for variant in engine._variants._variants.values())
     costs = profile_costs(engine, SamplingParams(), None)
     assert set(costs) == set(engine.batch_sizes) and costs[2].step[1] >= costs[1].step[1] > 0
 
@@ -81,5 +83,16 @@ def test_costs_of_more_rows_are_those_of_more_tokens() -> None:
 
 def test_measured_costs_of_a_sample_are_near_those_of_the_whole(runtime: Runtime) -> None:
     costs, _ = measure_costs(runtime.engine(), SamplingParams())
-    assert set(costs.step) == {1, 1 + runtime.engine().num_draft // 4 or 2, 1 + runtime.engine().num_draft}
+    longest = runtime.engine().num_draft
+    assert set(costs.step) == {1, 2, 1 + longest // 4, 1 + longest}
     assert min(costs.step.values()) > 0 and costs.draft > 0
+
+
+def test_slots_of_a_sample_cost_what_one_block_takes_longer(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = runtime.engine()
+    monkeypatch.setattr(cost_profiler, "_step", lambda *_: lambda: None)
+    monkeypatch.setattr(cost_profiler, "_timed", lambda _: 1e3 if engine.cache.lengths.max().item() > 64 else 1.0)
+    costs, _ = measure_costs(engine, SamplingParams())
+    longest = 1 + engine.num_draft
+    assert 0 < costs.step_slot[1] < costs.step_slot[2] < costs.step_slot[longest]
+    assert costs.step_slot[longest] * engine.max_context > 999 * len(runtime.target.blocks)
