@@ -87,6 +87,11 @@ class AcceptanceEstimator:
         return (self._nodes + first) / (self._drafts + 1)
 
 
+def running_sums(values: Sequence[float]) -> list[float]:
+    """Return sums of the first 0, 1, 2 ... values."""
+    return list(accumulate(values, initial=0.0))
+
+
 def _chained(tried: Sequence[float], kept: Sequence[float], pool: tuple[float, float]) -> list[float]:
     usual = pool[1] / pool[0]
     each = [(hits + POOLED * usual) / (tries + POOLED) for hits, tries in zip(kept, tried, strict=True)]
@@ -96,10 +101,10 @@ def _chained(tried: Sequence[float], kept: Sequence[float], pool: tuple[float, f
 class DraftEstimate(NamedTuple):
     """Estimates for drafts of one kind."""
 
-    cumulative_acceptance: list[float]
-    """Probability, at each position, that the draft is accepted up to it."""
-    continue_probs: list[float]
-    """Probability of reaching each position; empty if drafts never end early."""
+    gains: list[float]
+    """Accepted tokens of drafts of each depth, from 0."""
+    steps: list[float]
+    """Steps of drafts of at most each depth, from 0; empty if drafts never end early."""
     nodes: float
     """Mean nodes of drafts that end early."""
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from sharesd.speculation.acceptance_stats import AcceptanceEstimator, DraftEstimate, LookupCalibration
+from sharesd.speculation.acceptance_stats import AcceptanceEstimator, DraftEstimate, LookupCalibration, running_sums
 from sharesd.speculation.cost_model import LiveCosts
 from sharesd.speculation.draft_scorer import DraftScorer
-from sharesd.speculation.draft_tree import DraftShape
+from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape
 from sharesd.speculation.policy_config import PolicyConfig
 
 
@@ -34,6 +34,7 @@ class DraftEstimates:
         """Calibration of tables alone, and beside a model's draft."""
         self._estimators: dict[object, AcceptanceEstimator] = {}  # by `tables_match` and kind of draft
         self._verified, self._hits = [0.0] * max_nodes, [0.0] * max_nodes  # of trees by a node's rank; decayed
+        self._rank_sums: list[float] = []  # of acceptance by rank, until it changes
         self._has_drafted = False
 
     def rate(self, gain: float, num_nodes: float, draft_s: float = 0.0) -> float:
@@ -43,14 +44,26 @@ class DraftEstimates:
         return (1 + gain) / (draft_s + self._live.step(1 + num_nodes))
 
     def shape_rate(self, shape: DraftShape) -> float:
-        return self.rate_of(shape, self.of(shape))
+        return self.best_of([shape])[1]
 
-    def rate_of(self, shape: DraftShape, estimate: DraftEstimate) -> float:
-        """Return `shape_rate` by an estimate that shapes of one kind share."""
-        extra, more = self.beside.per_round if shape.nodes else (0.0, 0.0)
-        draft_s, nodes = self.size(shape, estimate)
-        draft_s += self.catch_up_s / self._config.catch_up_rounds if shape.nodes else 0.0
-        return self.rate(self._gain(shape, estimate.cumulative_acceptance) + extra, nodes + more, draft_s)
+    def best_of(self, shapes: Sequence[DraftShape]) -> tuple[DraftShape, float]:
+        """Return the shape of the highest rate, and the rate; NO_DRAFT and 0 without shapes."""
+        catch_up_s, (extra, more) = self.catch_up_s / self._config.catch_up_rounds, self.beside.per_round
+        estimates: dict[tuple[bool, int], DraftEstimate] = {}
+        best, best_rate = NO_DRAFT, 0.0
+        for shape in shapes:
+            if not shape.nodes:
+                rate = self.rate(0.0, 0.0)
+            else:
+                kind = shape.is_tree, shape.window
+                estimate = estimates.get(kind)
+                if estimate is None:
+                    estimate = estimates[kind] = self.of(shape)
+                draft_s, nodes = self.size(shape, estimate)
+                rate = self.rate(self._gain(shape, estimate) + extra, nodes + more, draft_s + catch_up_s)
+            if rate > best_rate:
+                best, best_rate = shape, rate
+        return best, best_rate
 
     def optimistic_tree_rate(self, tree: DraftShape, chain: DraftShape) -> float:
         """Return tokens per second of trees, optimistically predicted from chains."""
@@ -67,17 +80,17 @@ class DraftEstimates:
 
     def of(self, shape: DraftShape) -> DraftEstimate:
         if not shape.nodes:
-            return DraftEstimate([], [], 0.0)
+            return DraftEstimate([0.0], [], 0.0)
         estimator, stops = self._estimator(shape), self._can_stop_early
         return DraftEstimate(
-            estimator.cumulative_acceptance(),
-            estimator.continue_probs() if stops and not self._live.table.single_pass else [],
+            running_sums(estimator.cumulative_acceptance()),
+            running_sums(estimator.continue_probs()) if stops and not self._live.table.single_pass else [],
             estimator.nodes(shape.nodes) if stops else shape.nodes,
         )
 
     def size(self, shape: DraftShape, estimate: DraftEstimate) -> tuple[float, float]:
         """Return mean seconds and tokens of drafts of at most this shape."""
-        steps = sum(estimate.continue_probs[: shape.depth]) if estimate.continue_probs else shape.depth
+        steps = _at(estimate.steps, shape.depth) if estimate.steps else shape.depth
         draft_s = self._live.draft(shape) * (steps / shape.depth if shape.depth else 1.0)
         return draft_s, estimate.nodes if shape.is_tree and self._can_stop_early else steps
 
@@ -89,7 +102,7 @@ class DraftEstimates:
     def made_gain(self, shape: DraftShape, scorer: DraftScorer | None) -> float:
         """Return the mean accepted tokens of a model's finished draft."""
         if shape.is_tree and scorer is None:
-            return self._gain(shape, self._estimator(shape).cumulative_acceptance())
+            return self._gain(shape, self.of(shape))
         return sum(self.node_accept_probs(shape, scorer))
 
     def node_accept_probs(self, shape: DraftShape, scorer: DraftScorer | None) -> list[float]:
@@ -105,6 +118,7 @@ class DraftEstimates:
     ) -> None:
         """Count accepted nodes; `paths`: verify rows, from 1, per counted row."""
         self._has_drafted |= shape.nodes > 0
+        self._rank_sums = []
         for path in paths if shape.nodes else ():
             accepted = sum(node <= shape.nodes for node in path)
             self._estimator(shape).record(accepted, shape.depth, max_depth, shape.nodes)
@@ -134,6 +148,7 @@ class DraftEstimates:
         calibration.record(num_nodes, predicted, accepted)
 
     def fade(self, share: float) -> None:
+        self._rank_sums = []
         self.tables.fade(share)
         if self._has_drafted:
             self.beside.fade(share)
@@ -149,16 +164,21 @@ class DraftEstimates:
             self._estimators[key] = AcceptanceEstimator(self._max_nodes, self._first_alphas[shape.is_tree])
         return self._estimators[key]
 
-    def _gain(self, shape: DraftShape, cumulative_acceptance: list[float]) -> float:
-        gain = sum(cumulative_acceptance[: shape.depth])
+    def _gain(self, shape: DraftShape, estimate: DraftEstimate) -> float:
+        gain = _at(estimate.gains, shape.depth)
         return gain * self._reach(shape.nodes) if shape.is_tree and not self._can_stop_early else gain
 
     def _reach(self, num_nodes: int) -> float:
         """Return the share of a tree's accepted nodes in the best `num_nodes`."""
-        rates = self._by_rank()
-        return sum(rates[:num_nodes]) / sum(rates)
+        self._rank_sums = self._rank_sums or running_sums(self._by_rank())
+        return _at(self._rank_sums, num_nodes) / self._rank_sums[-1]
 
     def _by_rank(self) -> list[float]:
         """Return acceptance by rank; proportional to 1/rank before evidence."""
         by_rank = zip(self._hits, self._verified, strict=True)
         return [(hits + 1 / rank) / (tries + 1) for rank, (hits, tries) in enumerate(by_rank, 1)]
+
+
+def _at(sums: list[float], num: int) -> float:
+    """Return the sum of the first `num` values, or of all."""
+    return sums[num] if num < len(sums) else sums[-1]

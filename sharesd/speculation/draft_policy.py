@@ -12,7 +12,7 @@ from itertools import accumulate, zip_longest
 from math import inf
 from typing import NamedTuple
 
-from sharesd.speculation.acceptance_stats import DECAY, DraftEstimate, SpeculationBudget
+from sharesd.speculation.acceptance_stats import DECAY, SpeculationBudget
 from sharesd.speculation.cost_model import Costs, LiveCosts
 from sharesd.speculation.draft_estimates import DraftEstimates
 from sharesd.speculation.draft_scorer import DraftScorer
@@ -60,6 +60,7 @@ class Policy:
         self.shapes = tuple(shape for shape in shapes if shape not in smaller)
         self._largest = max((shape.nodes for shape in shapes), default=0)
         self._only_windows = all(shape.window for shape in shapes)
+        self._has_windows = any(shape.window for shape in shapes)
         self.counted_rows: Sequence[int] = (0,)
         """Rows of the coming round whose tokens count, see `request.counted_requests`."""
         self.max_round_cost = inf
@@ -124,8 +125,8 @@ class Policy:
             return NO_DRAFT
         if beside is None and explorer.skips_check():
             return NO_DRAFT
-        best = self.best_shape()
-        rate, plain = self.shape_rate(best), self.shape_rate(NO_DRAFT)
+        best, rate = self._best_shape()
+        plain = self.shape_rate(NO_DRAFT)
         if rate > max(config.margin * plain, config.model_lead * (beside or 0.0)):
             explorer.end_trials()
             if explorer.must_probe(rate / plain):
@@ -232,20 +233,17 @@ class Policy:
 
     def best_shape(self) -> DraftShape:
         """Return the draft shape of the highest predicted rate."""
-        estimates: dict[tuple[bool, int], DraftEstimate] = {}
-        best, best_rate = NO_DRAFT, 0.0
-        for shape in self.shapes:
-            if shape.window and not self._only_windows and self._is_short(shape.window):
-                continue
-            if not self._fits_round_cost(shape):
-                continue
-            kind = shape.is_tree, shape.window
-            if kind not in estimates:
-                estimates[kind] = self._estimates.of(shape)
-            rate = self._estimates.rate_of(shape, estimates[kind])
-            if rate > best_rate:
-                best, best_rate = shape, rate
-        return best
+        return self._best_shape()[0]
+
+    def _best_shape(self) -> tuple[DraftShape, float]:
+        """Return the draft shape of the highest predicted rate, and the rate."""
+        shapes = self.shapes
+        if self._has_windows and not self._only_windows:
+            shapes = tuple(shape for shape in shapes if not (shape.window and self._is_short(shape.window)))
+        if self.max_round_cost != inf:
+            shapes = tuple(shape for shape in shapes if self._fits_round_cost(shape))
+        best, rate = self._estimates.best_of(shapes)
+        return best, rate if best.nodes else self.shape_rate(NO_DRAFT)
 
     def _fits_round_cost(self, shape: DraftShape, num_table_nodes: int = 0) -> bool:
         """Return True if the draft and table nodes fit the round's limit."""
