@@ -137,7 +137,10 @@ def measure_costs(
 def _slot_seconds(
     sample: BlockSample, step: Callable[[], object], lengths: list[torch.Tensor], near: float, far: int
 ) -> float:
-    """Return the seconds that a live slot adds to a step, by one block at two contexts."""
+    """Return a live slot's seconds in a step.
+
+    One block is timed at two contexts.
+    """
     took = []
     with sample.blocks(1):
         for length in (int(near), far):
@@ -148,11 +151,14 @@ def _slot_seconds(
     return sample.num_all * max(0.0, took[1] - took[0]) / (far - int(near))
 
 
-def _with_slots(costs: Costs, engine: Engine, sample: BlockSample, most: float) -> Costs:
-    """Fill in seconds of live slots: of one token by bytes of KV, of the widest step `most`."""
+def _with_slots(costs: Costs, engine: Engine, sample: BlockSample, widest: float) -> Costs:
+    """Fill in seconds of live slots.
+
+    Those of one token follow from the bytes of its KV, those of the widest step are given.
+    """
     cache, drafter = engine.cache, model_drafter_of(engine)
-    least = costs.step[1] * cache.nbytes / (cache.slots * cache.batch) / sample.model_bytes
-    ends = Costs({1: least, max(costs.step): max(least, most)})
+    narrowest = costs.step[1] * cache.nbytes / (cache.slots * cache.batch) / sample.model_bytes
+    ends = Costs({1: narrowest, max(costs.step): max(narrowest, widest)})
     slots = {width: ends.of_step(width) for width in costs.step}
     drafts = drafter is not None and drafter.step_model() is engine.target
     return replace(

@@ -104,7 +104,7 @@ class DraftEstimate(NamedTuple):
     gains: list[float]
     """Accepted tokens of drafts of each depth, from 0."""
     steps: list[float]
-    """Steps of drafts of at most each depth, from 0; empty if drafts never end early."""
+    """Mean steps by depth, from 0; empty if drafts never end early."""
     nodes: float
     """Mean nodes of drafts that end early."""
 

@@ -47,7 +47,10 @@ class DraftEstimates:
         return self.best_of([shape])[1]
 
     def best_of(self, shapes: Sequence[DraftShape]) -> tuple[DraftShape, float]:
-        """Return the shape of the highest rate, and the rate; NO_DRAFT and 0 without shapes."""
+        """Return the shape of the highest rate, and the rate.
+
+        Without shapes: NO_DRAFT and 0.
+        """
         catch_up_s, (extra, more) = self.catch_up_s / self._config.catch_up_rounds, self.beside.per_round
         estimates: dict[tuple[bool, int], DraftEstimate] = {}
         best, best_rate = NO_DRAFT, 0.0
