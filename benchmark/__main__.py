@@ -17,6 +17,7 @@ COMMANDS = (
     "benchmark.offline",
     "benchmark.compare",
     "sharesd.cli.widen",
+    "sharesd.cli.check_drafter",
 )
 REMOVED = {  # removed command -> replacement
     "scaling": "use sweep --over width=1,2,4,8 --over context=128,2048",
@@ -40,8 +41,7 @@ def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
         print(f"error: the benchmark {argv[0]} was removed; {REMOVED[argv[0]]}", file=sys.stderr)
         return 2
     if argv and argv[0] in MOVED:
-        name = argv[0]
-        return run_command(program(prog, "", "BENCHMARK", {f"sharesd.cli.{MOVED[name]}": name}), argv)
+        return run_command(program(prog, "", "BENCHMARK", {f"sharesd.cli.{MOVED[argv[0]]}": argv[0]}), argv)
     return run_command(make_parser(prog), argv)
 
 

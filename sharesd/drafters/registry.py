@@ -39,11 +39,11 @@ def load_modules(modules: Iterable[str]) -> None:
     """Register drafters of files or modules; raise ValueError for wrong ones."""
     for name in modules:
         if all(name != module for module, _ in _added.values()):
-            spec = getattr(_import(name), "SPEC", None)
+            spec = getattr(import_drafter(name), "SPEC", None)
             if not isinstance(spec, DrafterSpec):
-                raise ValueError(f"--drafter-module {name} defines no SPEC; see docs/how-to/add-a-drafter.md")
+                raise ValueError(f"drafter module {name} defines no SPEC; see docs/how-to/add-a-drafter.md")
             if spec.name in modes():
-                raise ValueError(f"--drafter-module {name} names its drafter {spec.name!r}, which is taken; rename it")
+                raise ValueError(f"drafter module {name} names its drafter {spec.name!r}, which is taken; rename it")
             _added[spec.name] = name, spec
 
 
@@ -58,15 +58,16 @@ def name_head(name: str, base: str) -> None:
     _added[name] = "", named
 
 
-def _import(name: str) -> ModuleType:
+def import_drafter(name: str) -> ModuleType:
+    """Import a module or a file; raise ValueError if there is none."""
     if not name.endswith(".py"):
         try:
             return import_module(name)
         except ModuleNotFoundError as error:
-            raise ValueError(f"--drafter-module {name} is not importable ({error}); give a module or a file") from None
+            raise ValueError(f"drafter module {name} is not importable ({error}); give a module or a file") from None
     path = Path(name).resolve()
     if not path.is_file():
-        raise ValueError(f"--drafter-module {name} does not exist; give a module or a file")
+        raise ValueError(f"drafter module {name} does not exist; give a module or a file")
     # The module's name leads back from `build` strings such as f"{__name__}:build".
     module_name = f"sharesd_drafter_{path.stem}_{sha256(str(path).encode()).hexdigest()[:8]}"
     if module_name not in sys.modules:

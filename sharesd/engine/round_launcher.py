@@ -10,6 +10,7 @@ from torch import Tensor
 from compile.adaptive_threads import STEP_THREADS
 from compile.device_timer import Clock, Mark
 from sharesd.devices.host_buffers import upload
+from sharesd.drafters.draft_checks import checked_draft
 from sharesd.engine.decode_round import BatchState, GrammarMaskFn, Round, RoundResult
 from sharesd.engine.decode_variant import DecodeVariant, DecodeVariants
 from sharesd.engine.grammar_mask import compute_grammar_mask
@@ -116,7 +117,7 @@ class RoundLauncher:
         if shape.nodes:
             assert drafter is not None
             drafter.catch_up(batch.texts, self._num_idle > 0, batch.plain, _max_unread_tokens(before))
-            tree = drafter.draft(batch.round.context, shape)
+            tree = checked_draft(drafter, batch.round.context, shape)
             if tree.num_steps:
                 tree = tree._replace(num_unread_tokens=policy.num_unread_tokens)
             marks.append(self._clock.mark())

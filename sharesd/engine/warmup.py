@@ -12,6 +12,7 @@ import torch
 from compile.cuda_graphs import WARM_CALLS
 from sharesd.devices.host_buffers import reserve_pinned
 from sharesd.drafters.base import Drafter
+from sharesd.drafters.draft_checks import checked_draft
 from sharesd.engine.block_sample import first_blocks, is_native
 from sharesd.engine.cost_profiler import model_drafter_of, profile_costs
 from sharesd.engine.decode_round import Round
@@ -102,7 +103,7 @@ def _capture(engine: Engine, params: SamplingParams) -> None:
         verify(round_, DraftTree(torch.zeros(rows, 0, dtype=torch.int64)))
         for shape in kinds.values():  # the largest of each kind
             assert model is not None
-            verify(round_, model.draft(round_.context, shape))
+            verify(round_, checked_draft(model, round_.context, shape))
         if engine.num_draft:
             verify(round_, DraftTree(torch.zeros(rows, 1, dtype=torch.int64)))
     if model is not None and model.needs_catch_up:

@@ -271,7 +271,7 @@ def test_commands_in_the_text_exist(page: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(argparse.ArgumentParser, "print_help", lambda self, file=None: None)
     unknown = []
     for span in spans_of(page):
-        name = re.match(r"(?:sharesd )?((?:bench|train|cache) [a-z][a-z0-9]*)\b(?!\.)|sharesd ([a-z]+)\b", span)
+        name = re.match(r"(?:sharesd )?((?:bench|train|cache) [a-z][a-z0-9-]*)\b(?!\.)|sharesd ([a-z]+)\b", span)
         if name is None:
             continue
         try:

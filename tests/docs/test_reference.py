@@ -168,7 +168,9 @@ def test_defaults_on_the_page_are_those_of_the_code(kind: Any) -> None:
 
 
 def test_every_benchmark_has_a_row() -> None:
-    named = [re.fullmatch(r"`sharesd bench (\w+)`", row[0]) for row in marked("reference/benchmarks.md", "benchmarks")]
+    named = [
+        re.fullmatch(r"`sharesd bench ([\w-]+)`", row[0]) for row in marked("reference/benchmarks.md", "benchmarks")
+    ]
     assert {match[1] for match in named if match} == commands_of(BENCHMARKS)
 
 

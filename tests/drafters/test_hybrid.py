@@ -28,7 +28,12 @@ class Recorded:
         self.policy.next_shape = lambda *_, **__: self.shapes.pop(0)  # type: ignore[method-assign]
         table: Any = SimpleNamespace(name="table", num_successors=0, propose=self.propose, extend=lambda *_: None)
         model: Any = SimpleNamespace(
-            shapes=(FOUR,), first_alphas=(0.5, 0.5), catch_up=lambda *_: None, draft=self.draft
+            name="model",
+            shapes=(FOUR,),
+            first_alphas=(0.5, 0.5),
+            runs_on_host=False,
+            catch_up=lambda *_: None,
+            draft=self.draft,
         )
         self.drafter = HybridDrafter("hybrid", [table], model, num_nodes=4, trees=False)
         self.drafter._known[0] = 1
@@ -38,7 +43,7 @@ class Recorded:
             graphs=graphs,
             policy=self.policy,
             root_B=torch.zeros(1, dtype=torch.int64),
-            sampler=SimpleNamespace(needs_draft_probs=False),
+            sampler=SimpleNamespace(needs_draft_probs=False, vocab_size=99),
         )
 
     def propose(self, row: int, num: int, ahead: Any = ()) -> Proposal:

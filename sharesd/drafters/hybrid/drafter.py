@@ -11,6 +11,7 @@ from torch import Tensor
 from compile.topk import top_k
 from sharesd.drafters import registry
 from sharesd.drafters.base import NOTHING, BuildInputs, DraftContext, Drafter
+from sharesd.drafters.draft_checks import check_proposal, checked_draft
 from sharesd.drafters.tables.base import Table
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.base import CausalModel
@@ -92,7 +93,7 @@ class HybridDrafter(Drafter):
             self._read()
             chains_only = other_rule or not self.trees
             for row in self._texts.keys() - set(self._plain):
-                proposal = self._ask(row, shape.nodes)
+                proposal = self._ask(context, row, shape.nodes)
                 proposals[row] = best_chain(proposal) if chains_only else proposal
             num_nodes, rate = policy.num_table_nodes_worth([_of(proposals, row).scores for row in policy.counted_rows])
         if self.model_drafter is not None:
@@ -120,7 +121,7 @@ class HybridDrafter(Drafter):
         assert self.model_drafter is not None
         self.model_drafter.catch_up(self._texts, self._idle > 0 or self._woven)
         self._idle, self._woven = 0, False
-        return self.model_drafter.draft(context, shape)
+        return checked_draft(self.model_drafter, context, shape)
 
     def _fill_up(self, context: DraftContext, draft: DraftTree, proposals: Mapping[int, Proposal]) -> DraftTree:
         """Return a model's draft with table nodes added if they pay."""
@@ -135,7 +136,7 @@ class HybridDrafter(Drafter):
             woven[row] = model = Proposal(tokens, parents, chances)
             if row in proposals:
                 chain = best_path(model.parents)
-                after = self._ask(row, room, [tokens[node] for node in chain])
+                after = self._ask(context, row, room, [tokens[node] for node in chain])
                 woven[row] = fill_up(model, [(-1, proposals[row]), (chain[-1], after)])
         _, alone = policy.num_table_nodes_worth([()], beside=shape)
         num_added, rate = policy.num_table_nodes_worth(
@@ -169,8 +170,9 @@ class HybridDrafter(Drafter):
     def _names(self) -> str:
         return "+".join(table.name for table in self.tables)
 
-    def _ask(self, row: int, num_nodes: int, ahead: Sequence[int] = ()) -> Proposal:
-        return merge([table.propose(row, num_nodes, ahead) for table in self.tables])
+    def _ask(self, context: DraftContext, row: int, num_nodes: int, ahead: Sequence[int] = ()) -> Proposal:
+        V = context.sampler.vocab_size
+        return merge([check_proposal(t.name, t.propose(row, num_nodes, ahead), num_nodes, V) for t in self.tables])
 
     def commit(
         self, context: DraftContext, tree: DraftTree, verified: VerifyResult, logits_BTV: Tensor
