@@ -69,10 +69,13 @@ def read_each(found: Sequence[tuple[str, Any]], read: Callable[[str, Any], T]) -
 def conversation(record: Any) -> list[Message]:
     """Return a record's messages, answers included, or raise ValueError with a reason."""
     if not isinstance(record, Mapping):
-        raise ValueError(f"is no JSON object; a record has one of {', '.join((*TEXT_FIELDS, *TALK_FIELDS))}")
+        raise ValueError(f"is no JSON object; a record has one of {', '.join((*TEXT_FIELDS, 'turns', *TALK_FIELDS))}")
     talk = next((record[name] for name in TALK_FIELDS if isinstance(record.get(name), list)), None)
     if talk is not None:
         return _encodable([_message(turn) for turn in talk])
+    turns = record.get("turns")
+    if isinstance(turns, list) and turns and all(isinstance(turn, str) and turn.strip() for turn in turns):
+        return _encodable([{"role": "user", "content": turn} for turn in turns])
     text = next((record[name] for name in TEXT_FIELDS if isinstance(record.get(name), str)), "")
     if not text.strip():
         raise ValueError(f"has none of {', '.join(TEXT_FIELDS)}; give it a text, or drop it")

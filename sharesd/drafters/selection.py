@@ -49,7 +49,11 @@ def option_fields() -> dict[str, str]:
 def head_folder(head: str) -> str:
     """Return the folder of a head, or of a training's best head."""
     named = None if Path(head).exists() else _NAMED_HEAD.fullmatch(head)
-    folder = head if named is None else named["folder"]
+    return best_of(head if named is None else named["folder"])
+
+
+def best_of(folder: str) -> str:
+    """Return `best` of a training's folder; other folders unchanged."""
     best = Path(folder) / "best"
     is_training = (best / "config.json").is_file() and not (Path(folder) / "config.json").is_file()
     return str(best) if is_training else folder
@@ -90,8 +94,17 @@ def require_head(config: EngineConfig, mode: str) -> str:
 
 def second_model(config: EngineConfig) -> str | None:
     """Return the second model; None: a quantized copy of the target."""
+    if config.draft is None:
+        return None
     if config.draft != SMALL:
-        return config.draft
+        folder = best_of(config.draft)
+        if (Path(folder) / "config.json").is_file():
+            text = (Path(folder) / "config.json").read_text("utf-8", errors="replace")
+            if any(f'"{head.architecture}"' in text for head in registry.head_specs()):
+                raise ValueError(
+                    f"{config.draft} is a draft head, no model; give it with --draft-head, not --draft-model"
+                )
+        return folder
     return next(filter(None, (_shipped(config, name) for name in needing(Need.SECOND_MODEL))), None)
 
 

@@ -112,6 +112,13 @@ def answers(folder: Path) -> dict[tuple[int, int], dict[str, Any]]:
     return {(record["index"], record["sample"]): record for _, _, record in answers_in(folder)}
 
 
+def test_questions_of_benchmarks_are_conversations() -> None:
+    record = {"question_id": 81, "category": "writing", "turns": ["why is the sky blue", "and the sea"]}
+    assert conversation(record) == [{"role": "user", "content": text} for text in record["turns"]]
+    with pytest.raises(ValueError, match="has none of instruction"):
+        conversation({"turns": ["", "x"]})
+
+
 def test_every_format_is_a_conversation(prompts: str) -> None:
     found = [conversation(record) for _, record in records(Path(prompts))[: len(RECORDS)]]
     assert [[(m["role"], m["content"]) for m in messages] for messages in found[:6]] == [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,11 +15,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from sharesd.config import EngineConfig
 from sharesd.drafters.eagle.head_eagle3 import Eagle3
 from sharesd.drafters.glide.head import Glide
 from sharesd.drafters.heads.checkpoint import load_head
 from sharesd.drafters.heads.head import Head
 from sharesd.drafters.heads.unrolled_attention import attend_chains
+from sharesd.drafters.selection import second_model
 from sharesd.models.loader import load_decoder
 from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.cost_model import Costs
@@ -420,14 +423,35 @@ def test_mistakes_are_one_line(
     assert message in said and said.count("\n") == 1 and not (tmp_path / "out").exists()
 
 
-def test_a_folder_keeps_its_training(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_keeps_its_training(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert train("eagle", data, tmp_path / "out", "--steps", "1") == 0
     assert train("eagle", data, tmp_path / "out") == 2
     assert "is not empty; add --resume to go on there, or give another folder" in capsys.readouterr().err
     assert train("eagle", data, tmp_path / "out", "--resume", "--steps", "1", "--lr", "0.5") == 2
     assert "says lr 0.001 and now it is 0.5" in capsys.readouterr().err
+    capsys.readouterr()
+    out = tmp_path / "out"
+    assert train("eagle", data, out, "--resume", "--steps", "1") == 0
+    assert f"the training in {out} has 1 of 1 steps, and is finished; more --epochs" in capsys.readouterr().out
+    monkeypatch.setattr("train.heads.command.SILENCE", 0.0)
+    assert train("eagle", data, out, "--resume", "--steps", "3") == 0
+    said = capsys.readouterr()
+    assert f"the training in {out} has 1 of 3 steps\n" in said.out
+    assert re.search(
+        r"^step 2 of 3: loss [\d.]+, acceptance \d+ %, [\d,]+ tok/s, [\d,]+ s left$", said.err, re.MULTILINE
+    )
+    assert len([line for line in curve(out) if "loss" in line]) == 3
+    assert train("eagle", data, out, "--resume", "--steps", "1") == 2
+    assert "says steps 3 and now it is 1" in capsys.readouterr().err
+    assert train("eagle", data, tmp_path / "next", "--steps", "1", "--init", str(out)) == 0
+    assert json.loads((tmp_path / "next" / "settings.json").read_text())["init"] == str(out / "best")
+    assert train("eagle", data, out, "--resume", "--steps", "3") == 0
+    with pytest.raises(ValueError, match=f"{out} is a draft head, no model; give it with --draft-head"):
+        second_model(EngineConfig(draft=str(out)))
     other = shutil.copytree(data, tmp_path / "other")
     shard = other / "answers" / "answers-00000-of-00001.jsonl"
     shard.write_text(shard.read_text().replace("the cat 3", "the dog 3"))
-    assert train("eagle", other, tmp_path / "out", "--resume", "--steps", "1") == 2
+    assert train("eagle", other, tmp_path / "out", "--resume", "--steps", "3") == 2
     assert "says data_sha256 " in capsys.readouterr().err

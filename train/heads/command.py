@@ -15,6 +15,7 @@ from sharesd.cli.console import console, err_console, loading_bars
 from sharesd.cli.environment import load_meter
 from sharesd.cli.parse_types import DTYPES
 from sharesd.drafters import registry
+from sharesd.drafters.selection import best_of
 from train.data.shards import settings_of
 from train.heads.options import add_options, check_options, costs_of, numbers_of
 
@@ -30,6 +31,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 FREED = 2**31 - 1
 """Bytes of freed memory kept for the next step."""
+SILENCE = 5.0
+"""Seconds between lines of progress, if there is no terminal."""
 SAMPLE = 3
 """Steps of a dry run; the first is not timed."""
 
@@ -86,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         keep_freed_memory(FREED)
         task = Task(
             kind=args.kind,
-            init=None if args.init is None else Path(args.init),
+            init=None if args.init is None else Path(best_of(args.init)),
             data=Path(args.data),
             target=args.target or made.get("target"),
             dtype=DTYPES.get(args.dtype, args.dtype),  # type: ignore[arg-type]
@@ -158,19 +161,38 @@ def _train(session: TrainingRun, check_every: int) -> None:
     for record in session.journal.records if first else ():
         if "conditional_acceptance" in record:
             _say(_found(record, total))
+    if first and session.is_resumed:
+        more = "" if trainer.step < total else ", and is finished; more --epochs or --steps continue it"
+        _say(f"the training in {session.out} has {trainer.step} of {total} steps{more}")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     bars = Progress(
         *columns, TimeRemainingColumn(), console=err_console, disable=not (first and err_console.is_terminal)
     )
     with closing(session), bars:
+        places, begun, started = 0, trainer.step, time.perf_counter()
+        said = started
         bar = bars.add_task("training", total=total, completed=trainer.step)
         while trainer.step < total:
-            loss = session.advance()["loss"]
-            bars.update(bar, completed=trainer.step, description=f"loss {loss:.3f}")
+            found = session.advance()
+            places, now = places + int(found["places"]), time.perf_counter()
+            speed = places / (now - started)
+            about = f"loss {found['loss']:.3f}{_accepted(session)}, {speed:,.0f} tok/s"
+            bars.update(bar, completed=trainer.step, description=about)
+            if bars.disable and first and now - said > SILENCE and trainer.step < total:
+                left = (now - started) / (trainer.step - begun) * (total - trainer.step)
+                err_console.print(f"step {trainer.step} of {total}: {about}, {left:,.0f} s left", highlight=False)
+                said = now
             if trainer.step % check_every == 0 or trainer.step == total:
                 session.check()
                 if first:
                     _say(_found(session.journal.records[-1], total))
+
+
+def _accepted(session: TrainingRun) -> str:
+    """Return the latest acceptance of held-out texts, for the progress line."""
+    records = session.journal.records if session.processes.first else []
+    rates = next((one["conditional_acceptance"] for one in reversed(records) if "conditional_acceptance" in one), None)
+    return f", acceptance {100 * rates[0]:.0f} %" if rates else ""
 
 
 def _found(record: dict[str, Any], total: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -11,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from multigpu.journal import settings_of
 from sharesd.config import DType, EngineConfig, Mode
 from sharesd.devices.selection import device_of, warn_untested
 from sharesd.drafters.eagle.head import Eagle
@@ -24,7 +26,7 @@ from sharesd.models.loader import load_decoder
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.cost_model import Costs
-from sharesd_files import files_hash
+from sharesd_files import atomic_write, files_hash
 from train.data.packed_dataset import PackedRows, read_split
 from train.data.shards import SETTINGS, keep_settings, shards_in
 from train.heads.checkpoint import BEST, LAST, STEP, drop_others, link, read_state, write_head, write_state
@@ -177,9 +179,10 @@ class TrainingRun:
             self._open_states(states)
         if first:
             out.mkdir(parents=True, exist_ok=True)
-            keep_settings(out, self._settings())
+            self._keep_settings(out)
         state = read_state(out / LAST)  # which process 0 replaces once the others come to the first measures
-        self._out, self._best, self._kept = out, 0.0, list[int]()
+        self.out, self._best, self._kept = out, 0.0, list[int]()
+        self.is_resumed = state is not None
         """Folder, best tau, and the steps of the heads that were best."""
         if state is not None:
             self._go_on(state)
@@ -220,7 +223,7 @@ class TrainingRun:
         before, number = state.get("processes", 1), self.processes.number
         if before != number:  # as with threads, the bits of sums depend on it
             raise ValueError(
-                f"{self._out / LAST} says processes {before} and now it is {number}; go on as before, or give another "
+                f"{self.out / LAST} says processes {before} and now it is {number}; go on as before, or give another "
                 "--out-dir"
             )
         self.trainer.go_on(state["trainer"])
@@ -229,7 +232,7 @@ class TrainingRun:
     def _agree(self, step: int) -> None:
         """Raise ValueError if the processes have different states."""
         if self.processes.totals([step])[0] != step * self.processes.number:
-            raise ValueError(f"{self._out / LAST} is not the same for all processes; give all of them one folder")
+            raise ValueError(f"{self.out / LAST} is not the same for all processes; give all of them one folder")
 
     def _first_lessons(self) -> Iterator[Lesson]:
         for number in range(min(FITTED, len(self.rows))):
@@ -269,8 +272,8 @@ class TrainingRun:
         trained = {"best": self._best, "kept": self._kept, "processes": self.processes.number}
         write_state({"trainer": self.trainer.state(), **trained}, folder)
         for name in (BEST, LAST) if is_best else (LAST,):
-            link(self._out, name, step)
-        drop_others(self._out, {*self._kept, step})
+            link(self.out, name, step)
+        drop_others(self.out, {*self._kept, step})
 
     def close(self) -> None:
         """Close the log, and write new hidden states to disk."""
@@ -284,9 +287,19 @@ class TrainingRun:
         """Write the head into the folder of its step, and return that."""
         for slot, parameter in zip(self._written.parameters(), self.head.parameters(), strict=True):
             slot.copy_(parameter)
-        folder = self._out / f"{STEP}{self.trainer.step}"
+        folder = self.out / f"{STEP}{self.trainer.step}"
         write_head(self._written, folder)
         return folder
+
+    def _keep_settings(self, out: Path) -> None:
+        """Write the settings; ValueError if they differ in more than added steps."""
+        settings, path = self._settings(), out / SETTINGS
+        steps = settings["steps"]
+        before = settings_of(path).get("steps") if path.exists() else steps
+        has_more = isinstance(before, int) and steps > before
+        keep_settings(out, {**settings, "steps": before} if has_more else settings)
+        if has_more:
+            atomic_write(path, json.dumps(settings, indent=2) + "\n")
 
     def _settings(self) -> dict[str, Any]:
         """Return the settings on which the trained head depends."""
@@ -297,7 +310,7 @@ class TrainingRun:
 
     def _measured_costs(self) -> Costs:
         """Return the costs of rounds with this head, measured by the engine."""
-        task, trained = self.task, str(self._out / LAST)
+        task, trained = self.task, str(self.out / LAST)
         mode: Mode = "classic" if task.kind == "draft" else mode_of(task.kind)
         config = EngineConfig(
             target=task.target,
