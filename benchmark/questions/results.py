@@ -203,12 +203,12 @@ def _introduction(summary: Mapping[str, Any]) -> str:
     questions, sampling = settings["questions"], settings["sampling"]
     greedy, seed = sampling["temperature"] == 0, sampling["seed"]
     how = "greedy" if greedy else f"sampled at temperature {sampling['temperature']:g}, seed {seed}"
-    trees = "" if settings["tree"] == "off" else f", trees of {settings['tree']} at most,"
-    length = f"{settings['num_draft']}{trees}"
+    trees = {"off": "", "auto": " in chains or trees"}.get(str(settings["tree"]), f" in trees of {settings['tree']}")
+    length = f"{settings['num_draft']} draft tokens per round{trees}"
     text = (
         f"{questions['num_questions']} of {questions['num_available']} questions, {questions['num_turns']} turns, "
         f"at most {sampling['max_new_tokens']} new tokens each, {how}, {settings['dtype']} on {settings['device']}, "
-        f"{length} draft tokens per round, drafts {settings['quant']}, compile {settings['compile']}."
+        f"{length}, drafts {settings['quant']}, compile {settings['compile']}."
     )
     runs = f"{settings['runs']} runs; figures are medians of runs." if settings["runs"] > 1 else ""
     shared = "processes shared the questions, at the same time on one machine; speeds are those of one of them."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import NamedTuple
 
@@ -19,6 +20,8 @@ from sharesd.engine.scheduler import Scheduler
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.speculation.draft_policy import Decision
 from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape, DraftTree, runs_on_host
+
+log = logging.getLogger(__name__)
 
 
 class Batch(NamedTuple):
@@ -121,6 +124,8 @@ class RoundLauncher:
             if tree.num_steps:
                 tree = tree._replace(num_unread_tokens=policy.num_unread_tokens)
             marks.append(self._clock.mark())
+        if log.isEnabledFor(logging.DEBUG):
+            _log_decision(batch, shape, tree)
         result = batch.round.verify(tree, self._grammar_masks(batch, tree) if batch.constrained else None)
         if self._copies_result:
             result = batch.round.copy_to_host(result)
@@ -156,6 +161,23 @@ class RoundLauncher:
             return compute_grammar_mask(draft, batch.live, batch.first, self._variants.vocab_size, pinned=self._on_gpu)
 
         return masks
+
+
+def _log_decision(batch: Batch, shape: DraftShape, tree: DraftTree) -> None:
+    """Log the policy's decision about a round in one line."""
+    policy, drafted = batch.variant.policy, tree.tokens.shape[1]
+    said = f"{drafted} of at most {shape.nodes} tokens by {tree.drafter}" if drafted else "a plain step"
+    if tree.num_filled:
+        said += f", {tree.num_filled} of them by {tree.filler}"
+    if policy.pinned is not None:
+        why = "the draft's length is given"
+    elif not policy.live.is_measured:
+        why = "costs are not measured yet"
+    else:
+        best = policy.best_shape()
+        rate, plain = policy.shape_rate(best), policy.shape_rate(NO_DRAFT)
+        why = f"{rate:.1f} tok/s expected of a draft of {best.nodes} tokens, {plain:.1f} of plain steps"
+    log.debug("%d rows from slot %d: %s; %s", len(batch.live), len(batch.live[0].tokens), said, why)
 
 
 def _max_unread_tokens(before: InFlightRound | None) -> dict[int, int]:

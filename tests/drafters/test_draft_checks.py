@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -165,3 +166,24 @@ def test_the_checker_says_what_it_cannot_check(
     ):
         assert bench(["check-drafter", given]) == 2
         assert said in capsys.readouterr().err
+
+
+# ---- the log
+
+
+def test_each_decision_is_one_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    prompt, params = [1, 2, 3], SamplingParams(max_new_tokens=8)
+    future = new_engine(tiny_decoder()).generate([prompt], params)[0].token_ids
+    engine = new_engine(tiny_decoder(), OracleDrafter({(1, 2, 3): future}, num_draft=3, accuracy=1.0))  # type: ignore[arg-type]
+    with caplog.at_level(logging.INFO, "sharesd"):
+        engine.generate([prompt], params)
+    assert not caplog.messages
+    with caplog.at_level(logging.DEBUG, "sharesd"):
+        engine.generate([prompt], params)
+    lines = [record.getMessage() for record in caplog.records if record.name == "sharesd.engine.round_launcher"]
+    assert len(lines) == engine.stats.rounds
+    assert re.fullmatch(
+        r"1 rows from slot 4: (a plain step|3 of at most 3 tokens by oracle); "
+        r"(the draft's length is given|.* expected .*|costs are not measured yet)",
+        lines[0],
+    )
