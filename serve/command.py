@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from serve.server_config import Settings
+from serve.tls import key_pair
 from sharesd.cli.options import (
     Parser,
     add_mode_option,
@@ -121,6 +122,8 @@ def make_parser(prog: str = PROG) -> Parser:
         metavar="ORIGIN",
         help="pages of this origin may ask, as https://example.org, or * (repeatable; default: none)",
     )
+    group.add_argument("--ssl-certfile", metavar="FILE", help="PEM file of a certificate: serve HTTPS, not HTTP")
+    group.add_argument("--ssl-keyfile", metavar="FILE", help="PEM file of its private key, without a password")
     group.add_argument("--max-body", type=size, default="4M", metavar="SIZE", help="of a request")
     group.add_argument(
         "--shutdown-timeout",
@@ -162,6 +165,7 @@ def _run(args: argparse.Namespace, load: Load) -> int:
         max_body=args.max_body,
         api_keys=(*args.api_key, *([] if environment_key is None else [environment_key])),
         cors_origins=tuple(args.cors_origin),
+        key_pair=key_pair(args.ssl_certfile, args.ssl_keyfile),
         shutdown_timeout=args.shutdown_timeout,
         tool_format=args.tool_format,
         reasoning_format=args.reasoning_format,
@@ -173,7 +177,7 @@ def _run(args: argparse.Namespace, load: Load) -> int:
     except ImportError as error:
         raise ValueError(f"the server needs more packages ({error}); run: pip install {PACKAGES}") from error
     try:
-        sock, url = listen(args.host, args.port)
+        sock, url = listen(args.host, args.port, scheme="https" if settings.key_pair else "http")
     except OSError as error:
         reason = error.strerror or error
         raise ValueError(f"cannot listen on {args.host}, port {args.port} ({reason}); choose others") from error

@@ -21,7 +21,7 @@ LAST_TIMEOUT = 2
 """Seconds for unread responses and unsent bodies, after all answers."""
 
 
-def listen(host: str, port: int) -> tuple[socket.socket, str]:
+def listen(host: str, port: int, scheme: str = "http") -> tuple[socket.socket, str]:
     """Return a listening socket and its URL; port 0: any free.
 
     Raises OSError.
@@ -30,7 +30,7 @@ def listen(host: str, port: int) -> tuple[socket.socket, str]:
     sock = socket.create_server((host, port), family=family, backlog=2048)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it: tokens shall not wait
     shown = f"[{host}]" if ":" in host else host
-    return sock, f"http://{shown}:{sock.getsockname()[1]}"
+    return sock, f"{scheme}://{shown}:{sock.getsockname()[1]}"
 
 
 class Server:
@@ -62,7 +62,7 @@ class Server:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._loop.add_signal_handler(number, self._on_signal, number)
-        service = Service(self._settings, self._load)
+        service, key_pair = Service(self._settings, self._load), self._settings.key_pair
         http = _Http(
             uvicorn.Config(
                 make_app(service),
@@ -73,6 +73,7 @@ class Server:
                 access_log=False,
                 server_header=False,
                 timeout_graceful_shutdown=LAST_TIMEOUT,
+                **(key_pair._asdict() if key_pair else {}),
             )
         )
         serving = asyncio.create_task(http.serve(sockets=[self._sock]))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from serve.tls import KeyPair
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -23,6 +25,8 @@ class Settings:
     api_keys: tuple[str, ...] = ()
     """Accepted API keys; empty: no key is required."""
     cors_origins: tuple[str, ...] = ()
+    key_pair: KeyPair | None = None
+    """Files for TLS; None: plain HTTP."""
     shutdown_timeout: float = 30.0
     """Time limit in seconds for running requests after SIGTERM."""
     body_timeout: float = 30.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,9 +21,9 @@ from tests.helpers.fake_engine import FakeEngine, fake_model
 class Served:
     """A running server: its address, its engine, and clients."""
 
-    def __init__(self, url: str, model: Model | None) -> None:
+    def __init__(self, url: str, model: Model | None, trusted: ssl.SSLContext | None = None) -> None:
         self.url, self.model = url, model
-        self.http = httpx.Client(base_url=url, timeout=300)
+        self.http = httpx.Client(base_url=url, timeout=300, verify=trusted or True)
         self.status: int | None = None
 
     @property
@@ -59,9 +60,10 @@ def served(
     """Serve a fake model with these settings, until the end of the block; ready, unless `load` loads."""
     options = Settings(**{"model_name": "fake", "root": "/models/fake", "mode": "suffix", **(settings or {})})
     model = None if load else fake_model(max_batch=options.max_batch, **engine)
-    sock, url = listen("127.0.0.1", 0)
+    sock, url = listen("127.0.0.1", 0, "https" if options.key_pair else "http")
     server = Server(options, load or (lambda: model), sock)  # type: ignore[arg-type, return-value]
-    running = Served(url, model)
+    pair = options.key_pair
+    running = Served(url, model, ssl.create_default_context(cafile=pair.ssl_certfile) if pair else None)
 
     def run() -> None:
         running.status = server.run()
