@@ -12,7 +12,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from serve.async_engine import Service
 from serve.errors import unavailable
-from serve.handlers import check_name
+from serve.handlers import served_name
 from sharesd import __version__
 
 PAGE = Path(__file__).parent / "page"
@@ -26,14 +26,15 @@ _STARTED = int(time.time())
 
 
 async def models(request: Request) -> dict[str, Any]:
-    """Handle `GET /v1/models`: a list of the one model."""
-    return {"object": "list", "data": [_card(request.app.state.service)]}
+    """Handle `GET /v1/models`: the one model under each of its names."""
+    service: Service = request.app.state.service
+    return {"object": "list", "data": [_card(service, name) for name in service.settings.model_names]}
 
 
 async def one_model(request: Request, name: str) -> dict[str, Any]:
     """Handle `GET /v1/models/NAME`."""
-    check_name(request.app.state.service, name)
-    return _card(request.app.state.service)
+    service: Service = request.app.state.service
+    return _card(service, served_name(service, name))
 
 
 async def health(request: Request) -> dict[str, Any]:
@@ -65,10 +66,10 @@ async def page(request: Request) -> Response:
     return FileResponse(PAGE / "index.html", headers=headers)
 
 
-def _card(service: Service) -> dict[str, Any]:
+def _card(service: Service, name: str) -> dict[str, Any]:
     model, settings = service.ready_model(), service.settings
     return {
-        "id": settings.model_name,
+        "id": name,
         "object": "model",
         "created": _STARTED,
         "owned_by": "sharesd",

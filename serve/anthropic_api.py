@@ -15,7 +15,7 @@ from serve.anthropic_schemas import CountBody, MessagesBody
 from serve.chat import ChatFormat, chat_call, encode_body
 from serve.choice_state import Choice
 from serve.errors import ApiError
-from serve.handlers import check_name
+from serve.handlers import served_name
 from serve.messages import for_template
 from serve.schemas import ChatBody, read
 from serve.usage import usage
@@ -29,11 +29,12 @@ async def messages(request: Request) -> Response:
     given = await read(request, MessagesBody)
     body = given.as_chat()
     call = await chat_call(request, body)
-    settings = request.app.state.service.settings
-    dialect = Messages(request.state.visit.id, settings.model_name, call.model.tokenizer, body, call.choices[0])
+    service = request.app.state.service
+    name = served_name(service, body.model)
+    dialect = Messages(request.state.visit.id, name, call.model.tokenizer, body, call.choices[0])
     form = ChatFormat(call.model, body)
     if body.stream:
-        stream = events(call, form, dialect, patience=settings.keep_alive)
+        stream = events(call, form, dialect, patience=service.settings.keep_alive)
         return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-cache"})
     await call.finish()
     blocks, choice, reason = whole(call, form)
@@ -45,7 +46,7 @@ async def count_tokens(request: Request) -> JSONResponse:
     """Handle `POST /v1/messages/count_tokens`."""
     body = (await read(request, CountBody)).as_chat()
     service = request.app.state.service
-    check_name(service, body.model)
+    served_name(service, body.model)
     ids = await run_in_threadpool(encode_body, service.ready_model(), body, for_template(body.messages))
     return JSONResponse({"input_tokens": len(ids)})
 

@@ -115,6 +115,13 @@ def make_parser(prog: str = PROG) -> Parser:
         help="what requests call the model (default: the name of its folder, file or repository)",
     )
     group.add_argument(
+        "--model-alias",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a further name by which requests may call the model (repeatable)",
+    )
+    group.add_argument(
         "--cors-origin",
         type=_origin,
         action="append",
@@ -158,6 +165,7 @@ def _run(args: argparse.Namespace, load: Load) -> int:
     target = config.target or EMBEDDED
     settings = Settings(
         model_name=getattr(args, "served_model_name", None) or Path(target).name,
+        aliases=tuple(dict.fromkeys(args.model_alias)),
         root=target,
         mode=config.mode,
         max_batch=args.max_batch,

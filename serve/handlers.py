@@ -23,12 +23,16 @@ from serve.usage import ending
 from sharesd import __version__
 
 
-def check_name(service: Service, name: str | None) -> None:
-    """Raise ApiError 404 if `name` is not the served model."""
-    served = service.settings.model_name
-    if name is not None and name != served:
-        message = f"the model {name[:60]!r} does not exist here; {served!r} is served"
-        raise ApiError(404, message, param="model", code="model_not_found")
+def served_name(service: Service, name: str | None) -> str:
+    """Return the model's name in an answer: the request's, or the first.
+
+    Raises ApiError 404 for any other model's name.
+    """
+    served = service.settings.model_names
+    if name is None or name in served:
+        return name or served[0]
+    message = f"the model {name[:60]!r} does not exist here; {' or '.join(map(repr, served))} is served"
+    raise ApiError(404, message, param="model", code="model_not_found")
 
 
 async def start(
@@ -40,7 +44,7 @@ async def start(
     names the field of the prompts in errors. Raises ApiError.
     """
     service: Service = request.app.state.service
-    check_name(service, body.model)
+    served_name(service, body.model)
     n = body.choices_per_prompt
     call = request.state.visit.call = service.open(num_prompts * n)
     check_ids(call.model, list(body.bias), "logit_bias")
@@ -68,17 +72,17 @@ async def start(
 
 async def respond(request: Request, call: Call, body: Generation, form: ResponseFormat) -> Response:
     """Return the response to a started call, streamed or whole."""
-    settings = request.app.state.service.settings
+    service: Service = request.app.state.service
     head = {
         "id": form.id_prefix + request.state.visit.id,
         "object": form.chunk_kind if body.stream else form.kind,
         "created": int(time.time()),
-        "model": settings.model_name,
+        "model": served_name(service, body.model),
         "system_fingerprint": f"sharesd-{__version__}",
     }
     warnings = {"warnings": call.warnings} if call.warnings else {}
     if body.stream:
-        stream = events(call, form, head, body, first=warnings, patience=settings.keep_alive)
+        stream = events(call, form, head, body, first=warnings, patience=service.settings.keep_alive)
         return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-cache"})
     await call.finish()
     choices = [form.whole(choice) for choice in call.choices]

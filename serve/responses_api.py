@@ -13,6 +13,7 @@ from serve.answer_blocks import Block, events, whole
 from serve.chat import ChatFormat, chat_call
 from serve.choice_state import Choice
 from serve.errors import ApiError
+from serve.handlers import served_name
 from serve.responses_schemas import ResponsesBody
 from serve.schemas import read
 from serve.usage import usage
@@ -23,11 +24,11 @@ async def responses(request: Request) -> Response:
     given = await read(request, ResponsesBody)
     body = given.as_chat()
     call = await chat_call(request, body)
-    settings = request.app.state.service.settings
-    dialect = Responses(request.state.visit.id, settings.model_name, given, call.choices[0])
+    service = request.app.state.service
+    dialect = Responses(request.state.visit.id, served_name(service, body.model), given, call.choices[0])
     form = ChatFormat(call.model, body)
     if body.stream:
-        stream = events(call, form, dialect, patience=settings.keep_alive)
+        stream = events(call, form, dialect, patience=service.settings.keep_alive)
         return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-cache"})
     await call.finish()
     warnings = {"warnings": call.warnings} if call.warnings else {}

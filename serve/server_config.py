@@ -12,7 +12,9 @@ class Settings:
     """Limits and names of a server; raises ValueError for invalid values."""
 
     model_name: str
-    """Name of the model in requests."""
+    """Name of the model in requests and metrics."""
+    aliases: tuple[str, ...] = ()
+    """Further names of the model in requests."""
     root: str
     """Source of the model, as given on the command line."""
     mode: str
@@ -48,6 +50,14 @@ class Settings:
             raise ValueError("an API key is empty; give a text that is hard to guess")
         if any(key != key.strip() for key in self.api_keys):  # what clients send is stripped: it would never match
             raise ValueError("an API key has spaces at its ends; leave them out")
+
+        if any(not name.strip() or name != name.strip() for name in self.aliases):
+            raise ValueError("a model alias is empty or has spaces at its ends; give a name")
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """All names of the model in requests."""
+        return tuple(dict.fromkeys((self.model_name, *self.aliases)))
 
     @property
     def num_places(self) -> int:

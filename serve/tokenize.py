@@ -7,7 +7,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 
 from serve.engine_thread import Model
-from serve.handlers import check_name
+from serve.handlers import served_name
 from serve.messages import for_template
 from serve.schemas import DetokenizeBody, TokenizeBody, read
 from serve.token_utils import decode, encode_chat, ending_of, token_text
@@ -46,7 +46,7 @@ async def tokenizer_info(request: Request) -> JSONResponse:
 
 def _model(request: Request, name: str | None) -> Model:
     service = request.app.state.service
-    check_name(service, name)
+    served_name(service, name)
     return service.ready_model()
 
 

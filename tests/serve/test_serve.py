@@ -242,6 +242,26 @@ def test_models_version_and_page(server: Served, tmp_path: Any, monkeypatch: pyt
             error_of(other.http.get(path), 404)
 
 
+def test_the_model_has_further_names() -> None:
+    with served(settings={"aliases": ("gpt-4o", "team/small", "gpt-4o")}) as server:
+        assert [card["id"] for card in server.http.get("/v1/models").json()["data"]] == ["fake", "gpt-4o", "team/small"]
+        assert server.http.get("/v1/models/team/small").json()["id"] == "team/small"
+        asked: dict[str, dict[str, Any]] = {
+            CHAT: {"messages": HELLO},
+            TEXT: {"prompt": "the cat"},
+            "/v1/responses": {"input": "the cat", "max_output_tokens": 4},
+            "/v1/messages": {"messages": HELLO, "max_tokens": 4},
+        }
+        for path, body in asked.items():
+            for name in ("fake", "gpt-4o", "team/small"):
+                assert server.post(path, model=name, **body).json()["model"] == name, path
+                chunks = server.post(path, model=name, stream=True, **body).text
+                assert set(re.findall(r'"model": ?"([^"]+)"', chunks)) == {name}, path
+            refused = server.post(path, model="other", **body)
+            assert refused.status_code == 404 and "'fake' or 'gpt-4o' or 'team/small' is served" in refused.text
+        assert server.complete("the cat", max_tokens=2)["model"] == "fake", "the first name without one"
+
+
 def test_the_page_and_health_answer_head(server: Served) -> None:
     for path in ("/", "/health"):
         found = server.http.head(path)

@@ -40,6 +40,7 @@ ORIGIN = "http://[::1]:8080"
         (["--api-key", ""], "an API key is empty"),
         (["--api-key", "secret "], "spaces at its ends"),
         *[(["--cors-origin", o], "is no origin") for o in ("example.org", "https://example.org/", "https://E.org", "")],
+        (["--model-alias", " "], "a model alias is empty"),
         (["--mode", "naive,share"], "give one mode"),
         (["--mode", "fast"], "mode is 'fast'"),
         (["--host", "no.such.host.invalid", "--port", "0"], "cannot listen on no.such.host.invalid"),
@@ -92,13 +93,29 @@ def test_names_and_limits_come_from_the_flags(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("SHARESD_API_KEY", "from the environment")
     flags = ["--port", "0", "--target", "/models/Tiny-1B/", "--max-batch", "3", "--max-body", "2k", "--mode", "suffix"]
     assert (
-        main([*flags, "--api-key", "given", "--memory-limit", "1.5G", "--log-format", "json", "--cors-origin", ORIGIN])
+        main(
+            [
+                *flags,
+                "--model-alias",
+                "a",
+                "--model-alias",
+                "b",
+                "--api-key",
+                "given",
+                "--memory-limit",
+                "1.5G",
+                "--log-format",
+                "json",
+                "--cors-origin",
+                ORIGIN,
+            ]
+        )
         == 0
     )
     settings, load = seen[0]._settings, seen[0]._load
     assert (settings.model_name, settings.root, settings.mode) == ("Tiny-1B", "/models/Tiny-1B/", "suffix")
     assert settings.api_keys == ("given", "from the environment") and settings.json_log
-    assert settings.cors_origins == (ORIGIN,)
+    assert settings.cors_origins == (ORIGIN,) and settings.model_names == ("Tiny-1B", "a", "b")
     assert (settings.max_batch, settings.max_queue, settings.max_body) == (3, 64, 2048)
     config, mode, memory_limit = load.args
     assert (config.max_batch, config.target, mode, memory_limit) == (3, "/models/Tiny-1B/", "suffix", 3 * 2**29)
