@@ -131,6 +131,18 @@ def make_parser(prog: str = PROG) -> Parser:
     )
     group.add_argument("--ssl-certfile", metavar="FILE", help="PEM file of a certificate: serve HTTPS, not HTTP")
     group.add_argument("--ssl-keyfile", metavar="FILE", help="PEM file of its private key, without a password")
+    group.add_argument(
+        "--prompt-cache",
+        metavar="FOLDER",
+        help="keep the KV of finished texts there, and read it back after a restart; files hold the texts, too",
+    )
+    group.add_argument(
+        "--prompt-cache-size",
+        type=size,
+        default="4G",
+        metavar="SIZE",
+        help="of the files in --prompt-cache; the least recently used go first",
+    )
     group.add_argument("--max-body", type=size, default="4M", metavar="SIZE", help="of a request")
     group.add_argument(
         "--shutdown-timeout",
@@ -158,7 +170,13 @@ def make_parser(prog: str = PROG) -> Parser:
 
 def _run(args: argparse.Namespace, load: Load) -> int:
     mode = mode_of(args)
-    config = replace(engine_config(args, modes=(mode,)), max_batch=args.max_batch, prefill_chunk=args.prefill_chunk)
+    config = replace(
+        engine_config(args, modes=(mode,)),
+        max_batch=args.max_batch,
+        prefill_chunk=args.prefill_chunk,
+        prompt_cache=args.prompt_cache,
+        prompt_cache_size=args.prompt_cache_size,
+    )
     if config.offload.when == "plan-only":
         load(config, mode, None)  # ends with the plan
     environment_key = os.environ.get(KEY_VARIABLE)

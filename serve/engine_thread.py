@@ -20,6 +20,10 @@ if TYPE_CHECKING:  # it needs torch, which the server's start does not wait for
     from sharesd.sampling.grammar import Grammars
 
 
+IDLE_S = 0.5
+"""Seconds without a command before a text is saved."""
+
+
 class Engine(Protocol):
     """Interface of the engine, as used by the server."""
 
@@ -30,6 +34,7 @@ class Engine(Protocol):
     def add(self, prompt: list[int], params: SamplingParams, index: int = 0) -> Any: ...
     def step(self) -> Sequence[Any]: ...
     def cancel(self, request: Any) -> None: ...
+    def save_text(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -117,7 +122,7 @@ class EngineThread:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._requests: dict[Choice, Any] = {}
         self._taken: dict[int, _Taken] = {}  # by the identity of the engine's request
-        self._stopped = False
+        self._stopped = self._has_unsaved = False
         self._step_began: float | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -154,23 +159,31 @@ class EngineThread:
                 self._read_inbox()
                 if self._requests:
                     self._step()
+            while self._engine.save_text():
+                pass
         except BaseException as error:
             self._emit(Failed(error))
 
     def _read_inbox(self) -> None:
-        """Run queued commands; block until the next if no request is active."""
+        """Run queued commands; block until the next if no request is active.
+
+        After IDLE_S without any, texts are saved to the prompt cache, one after another.
+        """
         wait = not self._requests
         while True:
             try:
-                self._inbox.get(block=wait)()
+                self._inbox.get(block=wait, timeout=IDLE_S if self._has_unsaved else None)()
             except queue.Empty:
-                return
-            wait = False
+                if not wait:
+                    return
+                self._has_unsaved = self._engine.save_text()
+            else:
+                wait = False
 
     def _step(self) -> None:
         self._step_began = began = time.monotonic()
         chunks = self._engine.step()
-        self._step_began = None
+        self._step_began, self._has_unsaved = None, True
         for request in self._requests.values():
             taken = self._taken[id(request)]
             if taken.admitted is None and request.num_read:

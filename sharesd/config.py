@@ -285,6 +285,10 @@ class EngineConfig:
     """Keys of config.json and of .gguf files, and tensors, left out."""
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     """Offloading of models larger than memory."""
+    prompt_cache: str | None = None
+    """Folder with KV of finished texts, which later starts read back."""
+    prompt_cache_size: int = 4 * 2**30
+    """Maximum bytes of files in `prompt_cache`."""
 
     def __post_init__(self) -> None:
         check_one_of("dtype", self.dtype, get_args(DType))
@@ -307,6 +311,7 @@ class EngineConfig:
             check_min("max_queue", self.max_queue, 0)
         if self.prefill_chunk is not None:
             check_min("prefill_chunk", self.prefill_chunk, 1)
+        check_min("prompt_cache_size", self.prompt_cache_size, 1)
         if isinstance(self.max_context, int):
             check_min("max_context", self.max_context, MIN_CONTEXT)
         else:

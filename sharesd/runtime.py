@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -22,10 +23,12 @@ from sharesd.drafters.build import build_drafter
 from sharesd.drafters.spec import Need
 from sharesd.engine.engine import Engine
 from sharesd.engine.options import EngineOptions
+from sharesd.engine.prompt_cache import PromptCache, make_folder
 from sharesd.engine.stats import Stats
 from sharesd.engine.warmup import warm_up, warm_up_all_variants
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.loading.costs_file import costs_file
+from sharesd.loading.kv_identity import kv_identity
 from sharesd.loading.report import LoadReport
 from sharesd.loading.resolve import resolve_config
 from sharesd.loading.steps import TargetSteps
@@ -84,6 +87,8 @@ class Runtime:
         self.plan, self.auto = resolved.plan, resolved.auto
         if resolved.config.offload.when == "plan-only":
             raise PlanOnly(() if self.plan is None else self.plan.reasons)
+        if config.prompt_cache is not None:
+            make_folder(config.prompt_cache)
         if self.plan is not None and planned is not None:
             planned(self.plan)
         prepare_cpu(resolved)
@@ -102,6 +107,7 @@ class Runtime:
         self._loader = ModelLoader(resolved, part=part, tensors=tensors, progress=progress)
         self._target = self._loader.load_target(heads, offload)
         self._steps = TargetSteps(resolved, self._target, self._loader.switch, self._group)
+        self._prompt_cache = self._open_prompt_cache()
         inputs = self._build_inputs()
         self._drafters: dict[str, Drafter | None] = {mode: build_drafter(mode, inputs) for mode in resolved.modes}
         self._engines = {mode: self._engine(mode) for mode in resolved.modes}
@@ -173,7 +179,9 @@ class Runtime:
         )
 
     def close(self) -> None:
-        """End prefetching of weights, and the other ranks."""
+        """Save texts to the prompt cache; end prefetching and other ranks."""
+        while self._engines[self.modes[0]].save_text():
+            pass
         if self.streamed is not None:
             self.streamed.stream.close()
         if self._group is not None:
@@ -233,6 +241,24 @@ class Runtime:
             resolved.folder, mode, resolved.config.quant, (resolved.config.explicit_tree or (0,))[0]
         )
 
+    @property
+    def _recompute_decoded_kv(self) -> bool:
+        resolved = self._resolved
+        return resolved.config.exact and (resolved.device.type == "cuda" or self._steps.widths.depends_on_width)
+
+    def _open_prompt_cache(self) -> PromptCache | None:
+        """Return the prompt cache, if the options name a folder."""
+        config, cache, recompute = self._resolved.config, self._steps.cache, self._recompute_decoded_kv
+        if config.prompt_cache is None:
+            return None
+        return PromptCache(
+            Path(config.prompt_cache),
+            cache,
+            identity=kv_identity(self._resolved, cache, recompute_decoded_kv=recompute),
+            max_bytes=config.prompt_cache_size,
+            recompute_decoded_kv=recompute,
+        )
+
     def _engine(self, mode: Mode, cache: StaticKVCache | None = None) -> Engine:
         resolved, target, steps = self._resolved, self._target, self._steps
         config, streamed = resolved.config, target.streamed
@@ -246,7 +272,7 @@ class Runtime:
                 model_name=config.target or "the embedded model",
                 auto_length=config.num_draft is None,
                 widths=steps.widths.widths,
-                recompute_decoded_kv=config.exact and (resolved.device.type == "cuda" or steps.widths.depends_on_width),
+                recompute_decoded_kv=self._recompute_decoded_kv,
                 graphs=steps.graphs if steps.can_capture else None,
                 buckets=steps.may_have_buckets and steps.widths.buckets,
                 gumbel=steps.gumbel,
@@ -256,6 +282,7 @@ class Runtime:
                 transfer_stats=None if streamed is None else partial(getattr, streamed.stream, "traffic"),
                 overlap_hook=None if streamed is None else streamed.stream.overlap,
                 on_finish=self._keeper(mode),
+                prompt_cache=self._prompt_cache if cache is None else None,
                 require_trees=config.explicit_tree is not None,
             ),
         )

@@ -128,6 +128,11 @@ class Engine:
         if self.drafter is not None:
             self.drafter.forget()
 
+    @torch.inference_mode()
+    def save_text(self) -> bool:
+        """Save a finished text to disk; return False if none is left."""
+        return self._scheduler.rows.save_text()
+
     def check(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         """Return prompt token ids; raise ValueError if `add` would reject the prompt."""
         return self._scheduler.check(prompt, params)

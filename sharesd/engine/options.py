@@ -11,6 +11,7 @@ from compile.cuda_graphs import Graphs
 from offload.prefetcher import TransferStats
 from sharesd import sampling
 from sharesd.engine.decode_round import OverlapHook
+from sharesd.engine.prompt_cache import PromptCache
 from sharesd.engine.stats import Stats
 
 
@@ -55,6 +56,8 @@ class EngineOptions:
     """Runs draft steps while the target waits for offloaded weights."""
     on_finish: Callable[[Stats], None] | None = None
     """Called with the counts of each finished request."""
+    prompt_cache: PromptCache | None = None
+    """KV of finished texts on disk."""
     require_trees: bool = True
     """Reject requests that draft trees cannot serve; otherwise they get chains."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from sharesd.engine.prompt_cache import PromptCache
 from sharesd.engine.request import Request
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.prefill import whole_chunks
@@ -23,8 +24,10 @@ class RowAllocator:
         *,
         recompute_decoded_kv: bool,
         span: Callable[[Sequence[int]], tuple[int, int]],
+        prompt_cache: PromptCache | None = None,
     ) -> None:
         """`span`: first and end row of a round, which allocation keeps short."""
+        self._prompt_cache = prompt_cache
         self._cache, self._recompute_decoded_kv, self.span = cache, recompute_decoded_kv, span
         self.requests: list[Request | None] = [None] * cache.batch
         self._last_used = [0] * cache.batch  # when a row was taken last
@@ -57,6 +60,8 @@ class RowAllocator:
             usable[row], usable[content] = usable[content], usable[row]
         kept = usable[source]
         cache.begin_row(row, request.prompt_ids[:kept], source, whole_chunks(kept) if self._recompute_decoded_kv else 0)
+        if self._prompt_cache is not None and request.reuse:
+            kept = self._prompt_cache.restore(row, request.prompt_ids, kept)
         self._num_allocated += 1
         self._last_used[row] = self._num_allocated
         self.requests[row] = request
@@ -67,6 +72,13 @@ class RowAllocator:
         assert request.row is not None
         self.requests[request.row] = None
         request.row = None
+
+    def save_text(self) -> bool:
+        """Save the latest unsaved text of released rows; False: there is none."""
+        if self._prompt_cache is None:
+            return False
+        rows = sorted(self.free, key=lambda row: -self._last_used[row])
+        return any(self._prompt_cache.save(row) for row in rows)
 
     def clear(self) -> None:
         for row in self.used:

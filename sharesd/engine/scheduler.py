@@ -44,7 +44,12 @@ class Scheduler:
         self.drafter = drafter
         cache = caches[0]
         self.waiting: deque[Request] = deque()
-        self.rows = RowAllocator(cache, recompute_decoded_kv=options.recompute_decoded_kv, span=span)
+        self.rows = RowAllocator(
+            cache,
+            recompute_decoded_kv=options.recompute_decoded_kv,
+            span=span,
+            prompt_cache=options.prompt_cache,
+        )
         self.prefill = PrefillScheduler(
             target,
             cache,

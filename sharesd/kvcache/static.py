@@ -7,7 +7,7 @@ drafts write there, verify steps overwrite them, masks hide the rest.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -144,7 +144,7 @@ class StaticKVCache:
 
     def shared_prefix_lengths(self, tokens: Sequence[int]) -> list[int]:
         """Return the number of a text's first tokens held by each row."""
-        return [_common(tokens, cached_ids) for cached_ids in self.cached_ids]
+        return [common_length(tokens, cached_ids) for cached_ids in self.cached_ids]
 
     def begin_row(self, row: int, tokens: Sequence[int], source: int, num_prefilled: int = 0) -> None:
         """Set a row's tokens, whose KV is in row `source`."""
@@ -187,6 +187,29 @@ class StaticKVCache:
             tensor[row, :, :num].copy_(tensor[source, :, :num])
         if self.features is not None:
             self.features[row, :num_tokens].copy_(self.features[source, :num_tokens])
+
+    def copy_kv_of(self, row: int, num_tokens: int) -> dict[str, Tensor]:
+        """Return copies of the first tokens' KV and features by name."""
+        return {
+            name: part[:, :num].to("cpu", copy=True, memory_format=torch.contiguous_format)
+            for name, part, num in self._parts(row, num_tokens)
+        }
+
+    def write_kv_of(self, row: int, num_tokens: int, tensors: Mapping[str, Tensor]) -> None:
+        """Write the first tokens' KV and features, from `copy_kv_of`, into a row.
+
+        Raises KeyError and RuntimeError for tensors of another cache.
+        """
+        for name, part, num in self._parts(row, num_tokens):
+            part[:, :num].copy_(tensors[name][:, :num])
+
+    def _parts(self, row: int, num_tokens: int) -> Iterator[tuple[str, Tensor, int]]:
+        """Yield name, tensor [K, blocks, ...] and used blocks of each part."""
+        for kind, layers in (("k", self.k), ("v", self.v)):
+            for layer, tensor in enumerate(layers):
+                yield f"{kind}{layer}", tensor[row], self._num_blocks(tensor, num_tokens)
+        if self.features is not None:
+            yield "features", self.features[row : row + 1], num_tokens
 
     def kv(self, layer: int, num_slots: int) -> tuple[Tensor, Tensor]:
         """Return a layer's first keys and values, [B, K, num_slots, d]."""
@@ -267,7 +290,8 @@ class StaticKVCache:
         return sum(t.nbytes for t in (*self.k, *self.v))
 
 
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
+def common_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return the number of first tokens that two texts share."""
     both = min(len(a), len(b))
     if a[:both] == b[:both]:  # in a tenth of the time
         return both

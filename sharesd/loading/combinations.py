@@ -200,6 +200,13 @@ OPTIONS: tuple[Row, ...] = (
         lambda c: c.config.activations != "exact" and c.config.dequantize,
         lambda c: f"activations is {c.config.activations!r}, which is for stored weights; add --no-dequantize",
     ),
+    Row(
+        lambda c: c.config.prompt_cache is not None and (c.config.split.enabled or c.config.tensor_parallel > 1),
+        lambda c: (
+            f"prompt_cache is {c.config.prompt_cache}, and it has no KV of several devices; drop it, or "
+            f"{_stage_flag(c) if c.config.split.enabled else '--tensor-parallel'}"
+        ),
+    ),
 )
 """Rows about options alone."""
 
@@ -301,6 +308,10 @@ NO_OFFLOAD: tuple[Row, ...] = (
     Row(
         lambda c: not c.config.dequantize,
         lambda c: "the weights run as they are stored, and all stay in memory; take --dequantize",
+    ),
+    Row(
+        lambda c: c.config.prompt_cache is not None,
+        lambda c: f"prompt_cache is {c.config.prompt_cache}, and models in it stay in memory; drop one of the two",
     ),
 )
 """Reasons against an offload plan.

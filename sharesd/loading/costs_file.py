@@ -49,6 +49,8 @@ def costs_file(
         revision=None,
         max_queue=None,
         prefill_chunk=None,
+        prompt_cache=None,
+        prompt_cache_size=1,
         mode=registry.NAIVE,
         heads=(),
         drafter_options={name: value for name, value in config.drafter_options.items() if name not in tables},

@@ -228,12 +228,15 @@ def identity(folder: Path) -> str:
     return repr([(str(file), *stamp(file)) for file in files])
 
 
-def write_tensors(tensors: dict[str, Tensor], file: Path) -> None:
-    """Write a safetensors file; OSError if the disk does not take it."""
+def write_tensors(tensors: dict[str, Tensor], file: Path, more: Mapping[str, str] | None = None) -> None:
+    """Write a safetensors file; OSError if the disk does not take it.
+
+    `more`: further metadata.
+    """
     from safetensors.torch import save_file  # imports torch, and tokenizers do without
 
     try:
-        save_file(tensors, file, metadata={"format": "pt"})
+        save_file(tensors, file, metadata={"format": "pt", **(more or {})})
     except SafetensorError as error:
         number = re.search(r"os error (\d+)", str(error))
         if number is None:

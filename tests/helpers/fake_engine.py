@@ -99,6 +99,9 @@ class FakeEngine:
     def num_waiting(self) -> int:
         return len(self.waiting)
 
+    def save_text(self) -> bool:
+        return False
+
     def add(self, prompt: str | Sequence[int], params: SamplingParams, index: int = 0) -> FakeRequest:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if REFUSED in self.tokenizer.decode(ids):

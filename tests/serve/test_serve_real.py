@@ -180,3 +180,31 @@ def test_weights_may_travel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own
             body = {"prompt": PROMPTS, "temperature": 0.7, "seed": 3, "max_tokens": 16}
             answers.append([choice["text"] for choice in running.complete(**body)["choices"]])
     assert answers[0] == answers[1]
+
+
+def test_a_restart_answers_the_next_turn_without_reading_the_prompt_again(folder: Path, tmp_path: Path) -> None:
+    kept = str(tmp_path / "kv")
+    config = EngineConfig(target=str(folder), mode="suffix", max_batch=2, max_context=256, prompt_cache=kept)
+    body: dict[str, Any] = {"temperature": 0.7, "seed": 5, "max_tokens": 20, "ignore_eos": True}
+    prompt = "why is the red mat a blue sky and the cat sat " * 4
+
+    def start(config: EngineConfig) -> Any:
+        return served(lambda: load_model(config, "suffix", None), settings={"max_batch": 2})
+
+    def ask(server: Served, prompt: str) -> tuple[str, int, int]:
+        server.wait(lambda: server.http.get("/health").status_code == 200, 60)
+        answer = server.complete(prompt, **body)
+        usage = answer["usage"]
+        return answer["choices"][0]["text"], usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
+
+    with start(replace(config, prompt_cache=None)) as plain:
+        first = ask(plain, prompt)
+        more = prompt + first[0] + " and then the cat"
+        second = ask(plain, more)
+    with start(config) as server:
+        assert ask(server, prompt) == first
+        server.wait(lambda: bool(list(Path(kept).glob("*.kv.safetensors"))), 60)  # it is idle
+    with start(config) as server:
+        assert ask(server, more) == second and second[2] >= first[1], "as much is cached as without a restart"
+        assert ask(server, "a " * 60)[2] <= 1
+    assert len(list(Path(kept).glob("*.kv.safetensors"))) > 1, "the end saves what there is"

@@ -1,0 +1,214 @@
+"""Texts on disk: what a second start reads back, and what it leaves alone."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sharesd.config import EngineConfig, OffloadConfig, PipelineConfig
+from sharesd.engine.prompt_cache import ENDING, PromptCache
+from sharesd.kvcache.static import StaticKVCache
+from sharesd.llm import LLM
+from sharesd.loading.combination import Combination
+from sharesd.loading.combinations import NO_OFFLOAD, check_options, first_message
+from sharesd.sampling_params import SamplingParams
+from tests.helpers.tiny_models import make_checkpoint
+
+IDENTITY = {"model": "a", "dtype": "float32"}
+FIRST = list(range(1, 41))
+OTHER = [*range(1, 21), *range(60, 90)]
+
+
+@pytest.fixture
+def caught(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
+    """Messages of warnings so far, filled in as they come."""
+    found: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("sharesd.engine.prompt_cache")
+    logger.addHandler(handler)
+    yield found
+    logger.removeHandler(handler)
+
+
+def make_cache(dtype: torch.dtype = torch.float32, **more: Any) -> StaticKVCache:
+    return StaticKVCache(shapes=[(2, 8)] * 2, batch=2, slots=64, dtype=dtype, device="cpu", **more)
+
+
+def filled(texts: list[list[int]], **more: Any) -> StaticKVCache:
+    """A cache whose rows hold texts, with random KV."""
+    cache = make_cache(**more)
+    generator = torch.Generator().manual_seed(1)
+    features = [] if cache.features is None else [cache.features]
+    for tensor in (*cache.k, *cache.v, *features):
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    for row, text in enumerate(texts):
+        cache.begin_row(row, text, row)
+    return cache
+
+
+def opened(folder: Path, cache: StaticKVCache, max_bytes: int = 2**20, **identity: str) -> PromptCache:
+    return PromptCache(folder, cache, identity=IDENTITY | identity, max_bytes=max_bytes)
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.glob(f"*{ENDING}"))
+
+
+@pytest.mark.parametrize("more", [{}, {"plain": True}, {"dtype": torch.bfloat16}, {"taps": (1,), "hidden_size": 16}])
+def test_a_text_is_read_back_bit_by_bit(tmp_path: Path, more: dict[str, Any]) -> None:
+    first = filled([FIRST, OTHER], **more)
+    assert opened(tmp_path, first).save(0)
+    again = make_cache(**more)
+    kept = opened(tmp_path, again).restore(1, [*FIRST[:30], 99, 98], 0)
+    assert kept == 30 and again.cached_ids == [[], FIRST[:30]] and again.lengths.tolist()[1] == 30
+    for layer in range(2):
+        for ours, theirs in zip(again.kv(layer, 30), first.kv(layer, 30), strict=True):
+            assert torch.equal(ours[1], theirs[0])
+    if first.features is not None and again.features is not None:
+        assert torch.equal(again.features[1, :30], first.features[0, :30])
+    assert [path.stat().st_mode & 0o077 for path in files(tmp_path)] == [0], "texts are their user's"
+
+
+def test_a_row_that_has_as_much_reads_nothing(tmp_path: Path) -> None:
+    opened(tmp_path, filled([FIRST, OTHER])).save(0)
+    cache = make_cache()
+    prompts = opened(tmp_path, cache)
+    assert prompts.restore(0, FIRST, 30) == 30 and prompts.restore(0, [7, *FIRST], 0) == 0
+    assert prompts.restore(0, FIRST, 0) == len(FIRST) - 1, "the last token's logits are needed"
+
+
+def test_a_longer_text_replaces_its_beginning(tmp_path: Path) -> None:
+    cache = filled([FIRST, OTHER])
+    prompts = opened(tmp_path, cache)
+    assert prompts.save(0) and not prompts.save(0) and prompts.save(1)
+    before = files(tmp_path)
+    cache.cached_ids[0] = [*FIRST, 50, 51]
+    assert prompts.save(0)
+    assert len(files(tmp_path)) == 2 and files(tmp_path) != before
+    cache.cached_ids[0] = FIRST
+    assert not opened(tmp_path, cache).save(0), "the longer text has it"
+    cache.cached_ids[0] = FIRST[:5]
+    assert not prompts.save(0), "too short"
+
+
+def test_only_whole_chunks_are_kept_where_prefill_and_decoding_differ(tmp_path: Path) -> None:
+    cache = StaticKVCache(shapes=[(1, 8)], batch=1, slots=1200, dtype=torch.float32, device="cpu")
+    prompts = PromptCache(tmp_path, cache, identity=IDENTITY, max_bytes=2**30, recompute_decoded_kv=True)
+    text = list(range(1100))
+    cache.begin_row(0, text, 0, 500)
+    assert not prompts.save(0)
+    cache.begin_row(0, text, 0, 1024)
+    assert prompts.save(0)
+    assert prompts.restore(0, text, 0) == 1024 and prompts.restore(0, text[:1000], 0) == 512
+    assert cache.num_prefilled == [512]
+
+
+def test_another_identity_is_named_once(tmp_path: Path, caught: list[str]) -> None:
+    prompts = opened(tmp_path, filled([FIRST, OTHER]))
+    assert prompts.save(0) and prompts.save(1)
+    assert opened(tmp_path, make_cache(), model="b", dtype="bfloat16").restore(0, FIRST, 0) == 0
+    assert caught == [f"texts of the prompt cache {tmp_path} are ignored: 2 of another model, dtype"]
+    assert opened(tmp_path, make_cache()).restore(0, FIRST, 0) and len(caught) == 1
+
+
+def test_damaged_files_are_one_warning(tmp_path: Path, caught: list[str]) -> None:
+    prompts = opened(tmp_path, filled([FIRST, OTHER]))
+    assert prompts.save(0) and prompts.save(1)
+    for path in files(tmp_path):
+        path.write_bytes(path.read_bytes()[:-100])
+    (tmp_path / f"empty{ENDING}").touch()
+    again = opened(tmp_path, make_cache())
+    assert again.restore(0, FIRST, 0) == 0
+    assert len(caught) == 1 and caught[0].startswith(f"3 texts of the prompt cache {tmp_path} are damaged and ignored")
+
+
+def test_a_changed_value_is_found_by_its_checksum(tmp_path: Path, caught: list[str]) -> None:
+    opened(tmp_path, filled([FIRST])).save(0)
+    [path] = files(tmp_path)
+    content = bytearray(path.read_bytes())
+    content[-1000] ^= 1
+    path.write_bytes(content)
+    cache = make_cache()
+    again = opened(tmp_path, cache)
+    assert again.restore(0, FIRST, 3) == 3 and again.restore(0, FIRST, 0) == 0 and cache.cached_ids == [[], []]
+    assert len(caught) == 1 and f"{path} is damaged and ignored (its checksum" in caught[0]
+
+
+def test_a_file_that_another_process_has_removed_is_forgotten(tmp_path: Path, caught: list[str]) -> None:
+    prompts = opened(tmp_path, filled([FIRST]))
+    prompts.save(0)
+    files(tmp_path)[0].unlink()
+    assert prompts.restore(1, FIRST, 0) == 0 and not caught
+    assert prompts.save(0), "it is written anew"
+
+
+def test_the_least_recently_used_goes_first(tmp_path: Path) -> None:
+    cache = filled([FIRST, OTHER])
+    prompts = opened(tmp_path, cache)
+    prompts.save(0)
+    [first] = files(tmp_path)
+    prompts.save(1)
+    [other] = [path for path in files(tmp_path) if path != first]
+    for age, path in enumerate((other, first)):
+        os.utime(path, (age, age))
+    limit = first.stat().st_size + other.stat().st_size + 100
+    prompts = opened(tmp_path, cache, limit)
+    assert prompts.restore(1, [*range(1, 21), *range(60, 80), 5], 0) == 40, "and the other one was used last"
+    cache.begin_row(0, list(range(100, 130)), 0)
+    assert prompts.save(0)
+    assert first not in files(tmp_path) and other in files(tmp_path) and len(files(tmp_path)) == 2
+    opened(tmp_path, cache, 10)
+    assert files(tmp_path) == [], "a smaller limit holds from the start"
+    assert not opened(tmp_path, cache, 10).save(0)
+
+
+def test_a_full_disk_is_one_warning(tmp_path: Path, caught: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("sharesd.engine.prompt_cache.write_tensors", full)
+    prompts = opened(tmp_path, filled([FIRST, OTHER]))
+    assert not prompts.save(0) and not prompts.save(1)
+    assert len(caught) == 1 and "No space left on device" in caught[0] and list(tmp_path.iterdir()) == []
+
+
+def test_what_it_cannot_serve_is_refused(tmp_path: Path) -> None:
+    for config, said in (
+        (EngineConfig(prompt_cache="kv", tensor_parallel=2, mode="naive"), "drop it, or --tensor-parallel"),
+        (EngineConfig(prompt_cache="kv", split=PipelineConfig(devices=("cpu", "cpu"))), "drop it, or --devices"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            check_options(config)
+    offloaded = Combination.of(EngineConfig(prompt_cache="kv", offload=OffloadConfig(host_memory=2**30)))
+    assert "prompt_cache is kv, and models in it stay in memory" in (first_message(NO_OFFLOAD, offloaded) or "")
+    with pytest.raises(ValueError, match="prompt_cache_size is 0"):
+        EngineConfig(prompt_cache_size=0)
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"prompt_cache .*file cannot be written"):
+        LLM(make_checkpoint(tmp_path / "tiny"), mode="naive", prompt_cache=str(tmp_path / "file"))
+
+
+@pytest.mark.parametrize("mode", ["naive", "suffix", "share"])
+def test_a_second_start_has_the_same_texts(tmp_path: Path, mode: str) -> None:
+    """Prompts are continued after a restart; the texts are those without a prompt cache."""
+    target, params = make_checkpoint(tmp_path / "tiny"), SamplingParams(max_new_tokens=24, seed=3, temperature=0.8)
+    options: dict[str, Any] = {"mode": mode, "max_context": 256, "max_batch": 2}
+    prompt = [5 + i % 40 for i in range(60)]
+    with LLM(target, **options) as plain:
+        [answer] = plain.generate(prompt, params)
+        more = [*prompt, *answer.token_ids, 7, 8, 9]
+        [expected] = plain.generate(more, params)
+    with LLM(target, **options, prompt_cache=str(tmp_path / "kv")) as first:
+        assert first.generate(prompt, params)[0].token_ids == answer.token_ids
+    assert len(files(tmp_path / "kv")) == 1
+    with LLM(target, **options, prompt_cache=str(tmp_path / "kv")) as second:
+        chunks = list(second.stream(more, params))
+    assert [token for chunk in chunks for token in chunk.token_ids] == expected.token_ids
+    assert chunks[0].request.cached_tokens == len(prompt) + len(answer.token_ids) - 1, "all but the last token"
