@@ -311,7 +311,7 @@ NO_OFFLOAD: tuple[Row, ...] = (
     ),
     Row(
         lambda c: c.config.prompt_cache is not None,
-        lambda c: f"prompt_cache is {c.config.prompt_cache}, and models in it stay in memory; drop one of the two",
+        lambda c: f"prompt_cache is {c.config.prompt_cache}, and it needs all weights in memory; drop one of the two",
     ),
 )
 """Reasons against an offload plan.

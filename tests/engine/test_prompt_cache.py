@@ -187,7 +187,7 @@ def test_what_it_cannot_serve_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=said):
             check_options(config)
     offloaded = Combination.of(EngineConfig(prompt_cache="kv", offload=OffloadConfig(host_memory=2**30)))
-    assert "prompt_cache is kv, and models in it stay in memory" in (first_message(NO_OFFLOAD, offloaded) or "")
+    assert "prompt_cache is kv, and it needs all weights in memory" in (first_message(NO_OFFLOAD, offloaded) or "")
     with pytest.raises(ValueError, match="prompt_cache_size is 0"):
         EngineConfig(prompt_cache_size=0)
     (tmp_path / "file").touch()

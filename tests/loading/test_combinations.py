@@ -53,6 +53,7 @@ OPTIONS: list[tuple[Combination, str]] = [
     (given(facts={"quant_skip": ("proj=down",)}), "--quant-skip is 'proj=down'; drop one of the two"),
     (given(dequantize=False, compile="off"), "stored weights do not go with --compile yet; drop it"),
     (given(activations="fast"), "activations is 'fast', which is for stored weights; add --no-dequantize"),
+    (given(prompt_cache="kv", tensor_parallel=2), "prompt_cache is kv, and it has no KV of several devices; drop it"),
 ]
 TARGET: list[tuple[Combination, str]] = [
     (given(split=TWO_STAGES, facts={"unsupported": "it is new"}), "split among devices: it is new; leave devices out"),
@@ -86,6 +87,7 @@ NO_OFFLOAD: list[tuple[Combination, str]] = [
     (given(kernels="torch"), "torch's operations run here"),
     (given(tensor_parallel=2), "tensor_parallel is 2, and ranks keep all of their weights"),
     (given(dequantize=False), "the weights run as they are stored, and all stay in memory; take --dequantize"),
+    (given(prompt_cache="kv"), "prompt_cache is kv, and it needs all weights in memory; drop one of the two"),
 ]
 CASES = [
     (name, number, *case)
