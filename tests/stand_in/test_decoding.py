@@ -34,7 +34,8 @@ def check(point: Point, outcome: Outcome) -> None:
     assert found["drafted"] or not point.always_drafts, found
     if point.captured:
         assert found["captures"] and found["replayed"] >= 1, found
-        assert found["launched"] <= 2, found  # what a draft brings into its buffers
+        early = "hybrid" in point.mode  # drafts that are launched before tables answer may be dropped, by the clock
+        assert found["launched"] <= 2 + early, found  # what a draft brings into its buffers
     if point.place == "offload":
         assert found["taken"] <= found["planned"], found
         assert found["registered"] == found["to pin"] > 0, found
