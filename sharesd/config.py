@@ -272,7 +272,7 @@ class EngineConfig:
     revision: str | None = None
     """Branch, tag or commit of the target's hub id; None = main."""
     dequantize: bool = True
-    """Expand weights of .gguf files to bfloat16.
+    """Expand weights of .gguf files and quantized folders to 16 bits.
 
     False: they run as they are stored.
     """

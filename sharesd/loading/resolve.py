@@ -264,7 +264,9 @@ class _Resolver:
 
     def _check_target(self, folder: Path) -> None:
         if not self._config.dequantize and not is_stored(folder):
-            raise ValueError(f"{folder} is no .gguf file, the weights of which run as they are; drop --no-dequantize")
+            raise ValueError(
+                f"{folder} is no .gguf file and has no quantized weights to run as they are; drop --no-dequantize"
+            )
         if not self._config.split.enabled and self._config.tensor_parallel == 1:
             return
         try:

@@ -27,6 +27,7 @@ STORED = "gguf.json"
 ADAPTER = "lora_adapter"
 """Folder of a LoRA adapter within a checkpoint folder that `sharesd.models.lora` made."""
 ADAPTER_CONFIG = "adapter_config.json"
+_QUANTIZATION = ("quantization_config", "compression_config")
 SECTION = "_config"
 """End of the names of sections in config.json."""
 
@@ -115,16 +116,29 @@ def section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return found or {}
 
 
-def refuse_quantized(raw: Mapping[str, Any], folder: Path, wanted: str) -> None:
-    """Raise ValueError if a config.json is of quantized weights.
-
-    `wanted`: what to give instead, in the message.
-    """
+def quantization_of(raw: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the section of a config.json about quantized weights."""
     for part in (raw, section(raw, "text_config")):
-        for name in ("quantization_config", "compression_config"):
+        for name in _QUANTIZATION:
             if part.get(name) is not None:
-                method = section(part, name).get("quant_method", "unknown method")
-                raise ValueError(f"{folder} is already quantized ({method}); give the full-precision {wanted}")
+                return section(part, name)
+    return None
+
+
+def without_quantization(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json without the section of `quantization_of`."""
+    rest = {name: value for name, value in raw.items() if name not in _QUANTIZATION}
+    if isinstance(rest.get("text_config"), Mapping):
+        rest["text_config"] = {name: v for name, v in rest["text_config"].items() if name not in _QUANTIZATION}
+    return rest
+
+
+def is_quantized(folder: Path) -> bool:
+    """Return True if a folder has a config.json of quantized weights."""
+    try:
+        return quantization_of(read_config(folder)) is not None
+    except ValueError:  # which is reported where the config is read
+        return False
 
 
 def eos_ids(folder: Path) -> tuple[int, ...]:
@@ -160,7 +174,7 @@ def weight_files(folder: Path) -> list[Path]:
     Raises:
         ValueError: a file or shard is missing.
     """
-    if is_stored(folder):
+    if (folder / STORED).exists():
         return [Path(name) for name in read_json(folder / STORED)["files"]]
     for name in WEIGHT_FILES:
         index = folder / f"{name}.index.json"
@@ -191,8 +205,8 @@ def refuse_pointers(files: Iterable[Path]) -> None:
 
 
 def is_stored(folder: Path) -> bool:
-    """Return True if weights run as .gguf files store them."""
-    return (folder / STORED).exists()
+    """Return True if weights can run as they are stored."""
+    return (folder / STORED).exists() or is_quantized(folder)
 
 
 def adapter_files(adapter: Path) -> list[Path]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sharesd.config import EngineConfig
-from sharesd.models.checkpoint import WEIGHT_FILES, Progress, silent
+from sharesd.models.checkpoint import WEIGHT_FILES, Progress, is_quantized, silent
 from sharesd.models.gguf.convert import converted_folder
 from sharesd.models.gguf.parts import is_gguf, model_stem, models_in
 from sharesd.models.linked_folder import folder_without
@@ -50,22 +50,24 @@ def resolve(
 ) -> Path:
     """Return the folder of a checkpoint folder, .gguf file or hub id.
 
-    None stands for the embedded SmolLM2-135M-Instruct. .gguf files are converted once into the cache folder, hub ids
-    downloaded once; `owner/name:Q4_K_M` is the .gguf file of that quantization. `ignored`: keys of config.json, or keys
-    and tensors of a .gguf file, to leave out. `revision`: branch, tag or commit of a hub id. Without `dequantize`, the
-    folder of a .gguf file names it instead of holding weights.
+    None stands for the embedded SmolLM2-135M-Instruct. .gguf files and quantized folders are converted once into the
+    cache folder, hub ids downloaded once; `owner/name:Q4_K_M` is the .gguf file of that quantization. `ignored`: keys
+    of config.json, or keys and tensors of a .gguf file, to leave out. `revision`: branch, tag or commit of a hub id.
+    Without `dequantize`, the folder of a .gguf file names it instead of holding weights, and quantized folders stay as
+    they are.
 
     Raises:
         ValueError: nothing is found; the message names the places tried and a remedy.
     """
     convert = partial(converted_folder, progress=progress, ignored=ignored, dequantize=dequantize)
+    prepare = partial(_prepared, ignored=ignored, dequantize=dequantize, progress=progress)
     if target is None:
         return convert(_embedded_gguf())
     path = Path(target).expanduser()
     if revision is not None and path.exists():
         raise ValueError(f"{target} is a local path, and revision {revision!r} is for hub ids; leave one of them out")
     if path.is_dir():
-        return _in_folder(path, convert, ignored)
+        return _in_folder(path, convert, prepare)
     if is_gguf(path):
         if not path.is_file():
             raise ValueError(f"{target} does not exist; give the path of a .gguf file")
@@ -75,16 +77,28 @@ def resolve(
     named = None if isinstance(target, Path) else _HUB_ID.fullmatch(target)
     if named is None:
         raise ValueError(f"{target} does not exist; give a checkpoint folder, a .gguf file or a hub id (owner/name)")
-    return _download(named["id"], named["kind"], revision, convert, ignored)
+    return _download(named["id"], named["kind"], revision, convert, prepare)
 
 
-def _in_folder(folder: Path, convert: Callable[[Path], Path], ignored: Collection[str]) -> Path:
+def _prepared(folder: Path, *, ignored: Collection[str], dequantize: bool, progress: Progress) -> Path:
+    """Return a checkpoint folder without `ignored` keys, expanded if quantized."""
+    folder = folder_without(folder, ignored)
+    if is_quantized(folder):
+        from sharesd.models.quantized.folder import check_as_stored, expanded_folder  # which imports the decoder
+
+        if dequantize:
+            return expanded_folder(folder, progress)
+        check_as_stored(folder)
+    return folder
+
+
+def _in_folder(folder: Path, convert: Callable[[Path], Path], prepare: Callable[[Path], Path]) -> Path:
     """Return a checkpoint folder, or that of the folder's .gguf model."""
     models = [] if (folder / "config.json").exists() else models_in(folder)
     if len(models) > 1:
         names = ", ".join(file.name for file in models[:5])
         raise ValueError(f"{folder} has {len(models)} .gguf models ({names}); give the path of one")
-    return convert(models[0]) if models else folder_without(folder, ignored)
+    return convert(models[0]) if models else prepare(folder)
 
 
 def _embedded_gguf() -> Path:
@@ -99,7 +113,11 @@ def _embedded_gguf() -> Path:
 
 
 def _download(
-    hub_id: str, kind: str | None, revision: str | None, convert: Callable[[Path], Path], ignored: Collection[str]
+    hub_id: str,
+    kind: str | None,
+    revision: str | None,
+    convert: Callable[[Path], Path],
+    prepare: Callable[[Path], Path],
 ) -> Path:
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HFValidationError, HTTPError
@@ -111,7 +129,7 @@ def _download(
             shards = f"{Path(weights).stem}*{Path(weights).suffix}"
             if any(fnmatch(name, shards) and "/" not in name for name in files):
                 folder = Path(snapshot_download(hub_id, allow_patterns=[*_HUB_PATTERNS, shards], **at))
-                return folder_without(folder, ignored)
+                return prepare(folder)
         parts = _gguf_model(hub_id, kind, files)
         folder = Path(snapshot_download(hub_id, allow_patterns=parts or _HUB_PATTERNS, **at))
         return convert(folder / parts[0]) if parts else folder

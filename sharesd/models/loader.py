@@ -103,6 +103,10 @@ def load_model(
 
 def stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield names and tensors of a folder, its adapter merged."""
+    if checkpoint.is_quantized(folder):
+        from sharesd.models.quantized.folder import stored_parts
+
+        return cast("Iterator[tuple[str, Tensor]]", stored_parts(folder))
     if checkpoint.is_stored(folder):
         from sharesd.models.gguf.stored import stored_blocks  # whose package takes time to import
 
@@ -128,7 +132,11 @@ def decoder_config(folder: Path) -> DecoderConfig:
     """
     raw = checkpoint.read_config(folder)
     with checkpoint.damage_named(folder / "config.json"):
-        checkpoint.refuse_quantized(raw, folder, "checkpoint")
+        if (section := checkpoint.quantization_of(raw)) is not None:
+            from sharesd.models.quantized.formats import layout_of
+
+            layout_of(section)
+            raw = checkpoint.without_quantization(raw)
         config = DecoderConfig.from_hf(raw, refuses_unread=True)
         if checkpoint.has_weights(folder):
             checkpoint.check_stored(folder, partial(check_sizes, config))
@@ -148,6 +156,8 @@ def _has_other_head(folder: Path, identity: str) -> bool:
     found = {text_name(name): tensor for name, tensor in stored_tensors(folder) if text_name(name) in (EMBEDDING, HEAD)}
     if len(found) < 2:
         return False
+    if any(isinstance(tensor, BlockPart) for tensor in found.values()):
+        return True
     embedding_VD, head_VD = found[EMBEDDING], found[HEAD]
     if embedding_VD.shape != head_VD.shape:
         return True

@@ -6,6 +6,7 @@ Names, merged rows, parts of tensor parallelism.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 
@@ -34,6 +35,12 @@ def decoder_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     for i, block in enumerate(decoder.blocks):
         for name, tensor in block_tensors(block, decoder.config):
             yield f"{LAYERS}{i}.{name}", tensor
+
+
+def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Return name and shape of each tensor of a checkpoint."""
+    decoder = Decoder(replace(config, max_context=1), device="meta")
+    return {name: tuple(tensor.shape) for name, tensor in decoder_tensors(decoder)}
 
 
 def block_tensors(block: nn.Module, config: DecoderConfig) -> Iterator[tuple[str, Tensor]]:

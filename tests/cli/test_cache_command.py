@@ -20,7 +20,7 @@ from quant.weight_cache import read_store, store_path, write_store
 from sharesd.cli import cache as cache_command
 from sharesd.cli.cache import PARTS, contents
 from sharesd.cli.main import main
-from sharesd.models.gguf import convert
+from sharesd.models import conversion_cache as convert
 from sharesd.models.gguf.convert import converted_folder
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.paths import ROOT

@@ -32,7 +32,9 @@ def load_head(folder: Path, target: Decoder) -> Head:
     shaped, or for another target.
     """
     raw, files = checkpoint.read_config(folder), checkpoint.weight_files(folder)
-    checkpoint.refuse_quantized(raw, folder, "head")
+    if (quantized := checkpoint.quantization_of(raw)) is not None:
+        method = quantized.get("quant_method", "unknown method")
+        raise ValueError(f"{folder} is already quantized ({method}); give the full-precision head")
     with checkpoint.damage_named(folder):
         refuse_foreign(raw, ())
     tensors = {}

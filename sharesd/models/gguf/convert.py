@@ -6,31 +6,23 @@ are stored in bfloat16.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import math
-import os
-import tempfile
 from collections.abc import Collection
-from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from sharesd.models.checkpoint import STORED, Progress, damage_named, read_json, refuse_pointers, silent, stamp
+from sharesd.models.checkpoint import STORED, Progress, damage_named, refuse_pointers, silent
 from sharesd.models.config_checks import check_sizes
+from sharesd.models.conversion_cache import converted
 from sharesd.models.decoder_config import DecoderConfig, UnsupportedArchitecture
 from sharesd.models.gguf.parts import model_stem, parts_of
-from sharesd_files import SCRATCH, atomic_write, cache_root
 
 if TYPE_CHECKING:
     from sharesd.models.gguf.reader import GGUFFile
 
 log = logging.getLogger(__name__)
-
-FORMAT = 5
-"""Version of converted folders; a new number makes old ones unused."""
-MANIFEST = "converted.json"
 
 
 def converted_folder(
@@ -46,95 +38,14 @@ def converted_folder(
     """
     parts, ignored = parts_of(gguf_file), sorted(set(ignored))
     refuse_pointers(parts)
-    folder_of_all = cache_root() / "checkpoints"
-    folder = folder_of_all / f"{model_stem(gguf_file)}-{_fingerprint(parts, ignored)}{'' if dequantize else '-stored'}"
-    if _holds(folder, parts):
-        return folder
-    try:
-        folder_of_all.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder_of_all, prefix=SCRATCH) as scratch:
-            fresh = Path(scratch) / "checkpoint"
-            fresh.mkdir()
-            _convert(parts, ignored, fresh, progress, dequantize)
-            for file in fresh.iterdir():
-                _flush(file)
-            files = {file.name: _seal(file) for file in fresh.iterdir()}
-            sources = [_seal(part) for part in parts]
-            _write_manifest(fresh, {"format": FORMAT, "sources": sources, "files": files})
-            if folder.exists() and not _holds(folder, parts):
-                log.warning("%s is damaged or outdated; converted %s again", folder, gguf_file.name)
-                folder.rename(Path(scratch) / "damaged")
-            if not folder.exists():  # another process may have been faster
-                fresh.rename(folder)
-    except OSError as error:
-        raise ValueError(
-            f"cannot convert {gguf_file} into {folder_of_all} ({error}); "
-            "free some space there or set SHARESD_CACHE_DIR to another folder"
-        ) from error
-    return folder
-
-
-def _fingerprint(parts: list[Path], ignored: list[str]) -> str:
-    """Return a hash of the files' sizes and edges, and of `ignored`.
-
-    Enough for headers, and cheap for large files.
-    """
-    edge = 1 << 20
-    digest = hashlib.sha256(f"{FORMAT} {ignored}".encode())
-    for file in parts:
-        size = file.stat().st_size
-        digest.update(f" {size} ".encode())
-        with file.open("rb") as stream:
-            digest.update(stream.read(edge))
-            stream.seek(max(0, size - edge))
-            digest.update(stream.read(edge))
-    return digest.hexdigest()[:16]
-
-
-def _holds(folder: Path, parts: list[Path]) -> bool:
-    """Return True if the folder is a complete conversion of these files.
-
-    Only files whose size or time differs from the manifest are read.
-    """
-    if not (folder / MANIFEST).exists():
-        return False
-    try:
-        manifest = read_json(folder / MANIFEST)
-        seals = dict(zip(parts, manifest["sources"], strict=True))
-        seals |= {folder / name: seal for name, seal in manifest["files"].items()}
-        moved = [file for file, seal in seals.items() if not file.is_file() or stamp(file) != seal["stamp"]]
-        if not all(file.is_file() and _sha256(file) == seals[file]["sha256"] for file in moved):
-            return False
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return False
-    if moved:  # copied or touched, and still the same
-        for file in moved:
-            seals[file]["stamp"] = stamp(file)
-        with suppress(OSError):  # not ours to write: read again next time
-            _write_manifest(folder, manifest)
-    return True
-
-
-def _seal(file: Path) -> dict[str, Any]:
-    return {"stamp": stamp(file), "sha256": _sha256(file)}
-
-
-def _flush(file: Path) -> None:
-    """Flush a file to disk.
-
-    A power cut must not leave zeros under the recorded size and time.
-    """
-    with file.open("rb+") as stream:
-        os.fsync(stream.fileno())
-
-
-def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    atomic_write(folder / MANIFEST, json.dumps(manifest))
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+    return converted(
+        gguf_file,
+        parts,
+        stem=model_stem(gguf_file),
+        key=ignored,
+        ending="" if dequantize else "-stored",
+        write=lambda folder: _convert(parts, ignored, folder, progress, dequantize),
+    )
 
 
 def _convert(parts: list[Path], ignored: list[str], folder: Path, progress: Progress, dequantize: bool) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -19,6 +18,7 @@ from sharesd.models.gguf import rope
 from sharesd.models.gguf.config import layout_of
 from sharesd.models.gguf.keys import unknown_tensor
 from sharesd.models.gguf.reader import GGUFFile, StoredTensor
+from sharesd.models.weight_mapping import tensor_shapes
 
 _COMPUTED = re.compile(r"blk\.\d+\.attn_rot_embd\.weight")
 """Tensors that follow from config.json, in old files."""
@@ -33,7 +33,7 @@ def names_of(file: GGUFFile, config: DecoderConfig) -> dict[str, str]:
     Raises UnknownKey for a tensor that is not known, ValueError for a missing or damaged one.
     """
     _, layout = layout_of(file)
-    possible, shapes = layout.tensor_names(config.num_hidden_layers), _shapes(config)
+    possible, shapes = layout.tensor_names(config.num_hidden_layers), tensor_shapes(config)
     wanted = {stored: name for stored, name in possible.items() if name in shapes}
     names = {}
     for stored, tensor in file.tensors.items():
@@ -58,15 +58,6 @@ def names_of(file: GGUFFile, config: DecoderConfig) -> dict[str, str]:
         others = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
         raise ValueError(f"it has no tensor {missing[0]!r}{others}; download it again")
     return names
-
-
-def _shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Return name and shape of each tensor of a checkpoint."""
-    from sharesd.models.decoder import Decoder
-    from sharesd.models.weight_mapping import decoder_tensors
-
-    decoder = Decoder(replace(config, max_context=1), device="meta")
-    return {name: tuple(tensor.shape) for name, tensor in decoder_tensors(decoder)}
 
 
 def write_weights(file: GGUFFile, config: DecoderConfig, path: Path, progress: Progress) -> None:
@@ -108,7 +99,7 @@ def write_weights(file: GGUFFile, config: DecoderConfig, path: Path, progress: P
 
 def absent_biases(written: Collection[str], config: DecoderConfig) -> dict[str, Tensor]:
     """Return zeros for the biases that a checkpoint has beside those written."""
-    absent = {name: shape for name, shape in _shapes(config).items() if name not in written}
+    absent = {name: shape for name, shape in tensor_shapes(config).items() if name not in written}
     return {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in absent.items()}
 
 

@@ -1,0 +1,1 @@
+"""Checkpoint folders with quantized linears: a file per layout."""

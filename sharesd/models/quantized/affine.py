@@ -1,0 +1,123 @@
+"""Integers with a scale and a zero for each group.
+
+w = (code - zero) * scale.
+
+Legend: N outputs, K inputs, G groups of inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from compile.block_linear import BlockPart
+from sharesd.models.quantized.layout import QuantizedLinear
+
+_BLOCK = 32  # inputs
+_BLOCK_BYTES = {"Q4_0": 18, "Q5_0": 22, "Q8_0": 34}
+
+
+class Affine(QuantizedLinear):
+    """Linear of integers, however they are packed."""
+
+    def __init__(
+        self,
+        module: str,
+        codes: Callable[[int, int], Tensor],
+        K: int,
+        bits: int,
+        scale_NG: Tensor,
+        zero_NG: Tensor,
+        group_K: Tensor | None = None,
+    ) -> None:
+        """Take the planes of a linear.
+
+        `codes` returns those of some outputs, uint8 [n, K]. `group_K`: groups of the inputs, if they are no runs.
+        """
+        super().__init__(module, (len(scale_NG), K))
+        self._codes, self._bits, self._scale_NG, self._zero_NG = codes, bits, scale_NG, zero_NG.to(torch.int16)
+        self._group_K = group_K
+
+    @property
+    def _group_size(self) -> int:
+        return self.shape[1] // self._scale_NG.shape[1]
+
+    def _signed(self, begin: int, end: int) -> Tensor:
+        """Return codes minus zeros, int16 [n, K]."""
+        codes, zero_NG = self._codes(begin, end).to(torch.int16), self._zero_NG[begin:end]
+        if self._group_K is not None:
+            return codes - zero_NG[:, self._group_K]
+        return (codes.unflatten(1, (-1, self._group_size)) - zero_NG[:, :, None]).flatten(1)
+
+    def rows(self, begin: int, end: int) -> Tensor:
+        values, scale_NG = self._signed(begin, end).float(), self._scale_NG[begin:end]
+        if self._group_K is not None:
+            return values * scale_NG[:, self._group_K]
+        return (values.unflatten(1, (-1, self._group_size)) * scale_NG[:, :, None]).flatten(1)
+
+    def block_type(self) -> str:
+        if self._group_K is not None:
+            raise self.not_as_stored("its inputs are quantized in another order, desc_act")
+        if self._group_size % _BLOCK:
+            raise self.not_as_stored(f"groups of {self._group_size} inputs are no multiple of {_BLOCK}")
+        if not torch.equal(self._scale_NG.half().float(), self._scale_NG):
+            raise self.not_as_stored("float16 does not hold its scales")
+        if self._bits < 4 or (self._bits == 4 and bool((self._zero_NG == 8).all())):
+            return "Q4_0"
+        if self._bits == 4:
+            return "Q5_0"
+        if bool((self._zero_NG == 1 << self._bits - 1).all()):
+            return "Q8_0"
+        raise self.not_as_stored(f"{self._bits} bits with zeros of their own have no kernel")
+
+    def block_part(self) -> BlockPart:
+        kind, (N, K) = self.block_type(), self.shape
+        raw = torch.empty(N, K // _BLOCK, _BLOCK_BYTES[kind], dtype=torch.uint8)
+        scale = self._scale_NG.half().repeat_interleave(self._group_size // _BLOCK, dim=1)
+        raw[..., :2] = scale.unsqueeze(-1).view(torch.uint8)
+        for begin, end in self.chunks():
+            raw[begin:end, :, 2:] = _packed(kind, self._signed(begin, end).unflatten(1, (-1, _BLOCK)))
+        return BlockPart(kind, raw.flatten(1))
+
+
+def _packed(kind: str, signed: Tensor) -> Tensor:
+    """Return codes of blocks in the order of .gguf files.
+
+    `signed`: [..., 32].
+    """
+    if kind == "Q8_0":
+        return signed.to(torch.int8).view(torch.uint8)
+    codes = (signed + (8 if kind == "Q4_0" else 16)).to(torch.uint8)
+    first, second = codes.split(_BLOCK // 2, dim=-1)
+    halves = (first & 15) | (second << 4)
+    if kind == "Q4_0":
+        return halves
+    places = torch.arange(8, dtype=torch.uint8)
+    upper = ((codes >> 4).unflatten(-1, (4, 8)) << places).sum(-1, dtype=torch.uint8)
+    return torch.cat([upper, halves], dim=-1)
+
+
+def unpack(words: Tensor, bits: int, num: int) -> Tensor:
+    """Return `num` codes of int32 words, uint8 [..., num].
+
+    Codes follow each other without gaps, the lowest bits of a word first.
+    """
+    stored = words.contiguous().view(torch.uint8)
+    if bits == 8:
+        return stored[..., :num]
+    mask = (1 << bits) - 1
+    if 8 % bits == 0:
+        codes = torch.stack([stored >> shift & mask for shift in range(0, 8, bits)], dim=-1)
+    else:  # eight codes take `bits` bytes
+        padded = functional.pad(stored, (0, -stored.shape[-1] % bits + 1)).to(torch.int32)
+        pairs = (padded[..., :-1] | padded[..., 1:] << 8).unflatten(-1, (-1, bits))
+        codes = torch.stack([pairs[..., i * bits // 8] >> i * bits % 8 & mask for i in range(8)], dim=-1)
+    return codes.flatten(-2)[..., :num].to(torch.uint8)
+
+
+def num_words(num: int, bits: int) -> int:
+    """Return how many int32 words hold `num` codes."""
+    return -(-num * bits // 32)

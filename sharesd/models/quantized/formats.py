@@ -1,0 +1,26 @@
+"""Choice of a layout by what config.json says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from sharesd.models.quantized.awq import AWQ
+from sharesd.models.quantized.gptq import GPTQ
+from sharesd.models.quantized.layout import Layout, Settings
+
+_LAYOUTS: Mapping[str, Callable[[Settings], Layout]] = {
+    "gptq": GPTQ,
+    "awq": AWQ,
+}
+METHODS = tuple(_LAYOUTS)
+"""Values of `quant_method` that are read."""
+
+
+def layout_of(section: Mapping[str, Any]) -> Layout:
+    """Return the layout of a `quantization_config`.
+
+    Raises ValueError for one that is not supported.
+    """
+    settings = Settings(section)
+    return _LAYOUTS[settings.one_of("quant_method", METHODS)](settings)

@@ -1,0 +1,123 @@
+"""Tiny checkpoint folders whose projections are quantized, in the layouts that other tools write."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.helpers.tiny_models import make_checkpoint
+
+Quantize = Callable[[str, Tensor], dict[str, Tensor]]
+"""Maker of a linear's planes, from its module's name and its weight."""
+
+
+def quantize_folder(folder: Path, section: dict[str, Any], quantize: Quantize, **fields: Any) -> Path:
+    """Replace the projections of a checkpoint, and name their layout in its config.json."""
+    file, tensors = folder / "model.safetensors", {}
+    for name, tensor in load_file(file).items():
+        module = name.removesuffix(".weight")
+        made = quantize(module, tensor.float()) if name.endswith("_proj.weight") else {"weight": tensor}
+        tensors |= {f"{module}.{plane}": each.contiguous() for plane, each in made.items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": section} | fields))
+    return folder
+
+
+def integers(weight: Tensor, bits: int, group_size: int, *, sym: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes [N, K], scales [N, G] in float16 and zeros [N, G]."""
+    groups, top = weight.unflatten(1, (-1, group_size)), (1 << bits) - 1
+    if sym:
+        scale = (groups.abs().amax(-1) / (1 << bits - 1)).half()
+        zero = torch.full_like(scale, 1 << bits - 1)
+    else:
+        low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+        scale = ((high - low) / top).half()
+        zero = (-low / scale.float()).round().clamp(1, top)
+    codes = (groups / scale.float()[..., None] + zero[..., None]).round().clamp(0, top).flatten(1)
+    return codes.to(torch.int32), scale, zero.to(torch.int32)
+
+
+def values(codes: Tensor, scale: Tensor, zero: Tensor, group_K: Tensor | None = None) -> Tensor:
+    """Return (code - zero) * scale in float64."""
+    if group_K is None:
+        group_K = torch.arange(codes.shape[1]) // (codes.shape[1] // scale.shape[1])
+    return (codes.double() - zero.double()[:, group_K]) * scale.double()[:, group_K]
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Return int32 words of codes along the last dimension, without gaps."""
+    digits = codes.numpy()[..., None] >> np.arange(bits) & 1
+    digits = digits.reshape(*codes.shape[:-1], -1).astype(np.uint8)
+    digits = np.pad(digits, [(0, 0)] * (digits.ndim - 1) + [(0, -digits.shape[-1] % 32)])
+    return torch.from_numpy(np.packbits(digits, axis=-1, bitorder="little").view(np.int32))
+
+
+def gptq_planes(
+    codes: Tensor, scale: Tensor, zero: Tensor, bits: int, *, stored_zero: int = -1, group_K: Tensor | None = None
+) -> dict[str, Tensor]:
+    """`stored_zero`: what version 1 adds to a zero before it stores it; 0 for version 2."""
+    if group_K is None:
+        group_K = torch.arange(codes.shape[1]) // (codes.shape[1] // scale.shape[1])
+    return {
+        "qweight": pack(codes, bits).t(),
+        "qzeros": pack((zero.t() + stored_zero) & (1 << bits) - 1, bits),
+        "scales": scale.t(),
+        "g_idx": group_K.to(torch.int32),
+    }
+
+
+def awq_planes(codes: Tensor, scale: Tensor, zero: Tensor) -> dict[str, Tensor]:
+    def packed(along_outputs: Tensor) -> Tensor:
+        words = torch.zeros(len(along_outputs), along_outputs.shape[1] // 8, dtype=torch.int64)
+        for i, output in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):
+            words |= along_outputs[:, output::8].long() << 4 * i
+        return torch.from_numpy(words.numpy().astype(np.uint32).view(np.int32))
+
+    return {"qweight": packed(codes.t()), "qzeros": packed(zero.t()), "scales": scale.t()}
+
+
+def gptq(module: str, weight: Tensor) -> dict[str, Tensor]:
+    return gptq_planes(*integers(weight, 4, 32, sym=False), 4)
+
+
+def gptq_symmetric(module: str, weight: Tensor) -> dict[str, Tensor]:
+    return gptq_planes(*integers(weight, 4, 32, sym=True), 4, stored_zero=0)
+
+
+def gptq_8(module: str, weight: Tensor) -> dict[str, Tensor]:
+    return gptq_planes(*integers(weight, 8, weight.shape[1], sym=True), 8)
+
+
+def gptq_3(module: str, weight: Tensor) -> dict[str, Tensor]:
+    return gptq_planes(*integers(weight, 3, 64, sym=False), 3)
+
+
+def awq(module: str, weight: Tensor) -> dict[str, Tensor]:
+    return awq_planes(*integers(weight, 4, 64, sym=False))
+
+
+FOLDERS: dict[str, tuple[dict[str, Any], Quantize]] = {
+    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 32}, gptq),
+    "gptq symmetric": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "gptq_v2"},
+        gptq_symmetric,
+    ),
+    "gptq 8": ({"quant_method": "gptq", "bits": 8, "group_size": -1}, gptq_8),
+    "gptq 3": ({"quant_method": "gptq", "bits": 3, "group_size": 64}, gptq_3),
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 64}, awq),
+}
+"""Layout -> its section of config.json, and the maker of its planes."""
+
+
+def write_quantized(folder: Path, kind: str, **changes: Any) -> Path:
+    """Write a tiny model in a layout of FOLDERS, `changes` being other settings of it."""
+    section, quantize = FOLDERS[kind]
+    return quantize_folder(make_checkpoint(folder, layers=1), section | changes, quantize)

@@ -1,0 +1,119 @@
+"""Quantized folders that run as they are stored: their values, and one text in every mode."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from torch import Tensor
+
+from compile.block_linear import BlockLinear, BlockPart
+from compile.huge_pages import HugePageArena
+from sharesd import LLM, SamplingParams
+from sharesd.models.loader import load_decoder, resolve, stored_tensors
+from sharesd.models.quantized.formats import layout_of
+from sharesd.models.quantized.layout import Planes
+from sharesd.weights.packing import make_cpu_linear
+from tests.helpers.quantized_folders import FOLDERS, gptq_planes, integers, write_quantized
+
+AS_STORED = {"gptq": "Q5_0", "gptq symmetric": "Q4_0", "gptq 8": "Q8_0", "gptq 3": "Q4_0", "awq": "Q5_0"}
+PROMPTS = [[5, 9, 14, 3, 77, 8], [40, 41, 42]]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 0.1
+
+
+def values_of(tensor: Tensor | BlockPart) -> Tensor:
+    if isinstance(tensor, Tensor):
+        return tensor
+    return torch.from_numpy(gguf.dequantize(tensor.raw.numpy(), gguf.GGMLQuantizationType[tensor.type]).copy())
+
+
+@pytest.mark.parametrize("kind", AS_STORED)
+def test_blocks_hold_the_values_of_the_checkpoint(kind: str) -> None:
+    section, quantize = FOLDERS[kind]
+    for N, K in ((96, 256), (32, 64)):
+        planes = quantize("model.layers.0.mlp.up_proj", random(N, K))
+        linear = layout_of(section).linear(Planes("model.layers.0.mlp.up_proj", planes))
+        part = linear.block_part()
+        assert part.type == linear.block_type() == AS_STORED[kind]
+        assert torch.equal(values_of(part), linear.values())
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", AS_STORED)
+def test_logits_are_those_of_the_dequantized_weights(kind: str, tmp_path: Path) -> None:
+    folder = resolve(write_quantized(tmp_path / "model", kind), dequantize=False)
+    make = {"dtype": torch.float32, "zeros": HugePageArena().zeros, "activations": "exact"}
+    decoder = load_decoder(folder, dtype=torch.float32, make_linear=lambda *parts: make_cpu_linear(*parts, **make))
+    assert isinstance(decoder.blocks[0].attn.qkv, BlockLinear)
+    plain = load_decoder(
+        folder,
+        dtype=torch.float32,
+        tensors=lambda: [(name, values_of(tensor)) for name, tensor in stored_tensors(folder)],
+    )
+    for tokens in PROMPTS:
+        ours, wanted = (each.forward(torch.tensor([tokens]), each.new_cache(1, 32)) for each in (decoder, plain))
+        assert (ours - wanted).norm() < 1e-3 * wanted.norm()
+
+
+@pytest.mark.parametrize("kind", ["gptq symmetric", "awq"])
+def test_every_mode_gives_the_text_of_plain_decoding(kind: str, tmp_path: Path) -> None:
+    modes: tuple[Any, ...] = ("naive", "share", "suffix", "ngram", "recycle", "classic", "hybrid", "auto")
+    llm = LLM(
+        write_quantized(tmp_path / "model", kind),
+        modes=modes,
+        quant="hqq:4:32",
+        dequantize=False,
+        max_context=64,
+        hybrid_with=("share", "suffix"),
+    )
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(max_new_tokens=24, temperature=temperature, seed=4, ignore_eos=True)
+        texts = {mode: [each.token_ids for each in llm.generate(PROMPTS, params, mode=mode)] for mode in modes}
+        assert all(text == texts["naive"] for text in texts.values()), texts
+
+
+def gptq(weight: Tensor, bits: int, group_size: int, **options: Any) -> dict[str, Tensor]:
+    return gptq_planes(*integers(weight, bits, group_size, sym=False), bits, **options)
+
+
+@pytest.mark.parametrize(
+    ("section", "planes", "reason"),
+    [
+        ({"bits": 4, "group_size": 64}, {"group_K": torch.arange(128) % 2}, "in another order, desc_act"),
+        ({"bits": 8, "group_size": 64}, {}, "8 bits with zeros of their own have no kernel"),
+        ({"bits": 4, "group_size": 16}, {}, "groups of 16 inputs are no multiple of 32"),
+    ],
+)
+def test_what_no_block_holds_is_refused_by_name(section: dict[str, Any], planes: dict[str, Any], reason: str) -> None:
+    made = gptq(random(32, 128), section["bits"], section["group_size"], **planes)
+    linear = layout_of({"quant_method": "gptq", **section}).linear(Planes("model.layers.0.mlp.up_proj", made))
+    with pytest.raises(ValueError, match=f"up_proj does not run as it is stored .*{reason}.*take --dequantize"):
+        linear.block_type()
+
+
+def test_scales_that_float16_does_not_hold_are_refused() -> None:
+    made = gptq(random(32, 64), 4, 64)
+    made["scales"] = made["scales"].float() * 1.0001
+    linear = layout_of({"quant_method": "gptq", "bits": 4, "group_size": 64}).linear(Planes("x", made))
+    with pytest.raises(ValueError, match="x does not run as it is stored .float16 does not hold its scales"):
+        linear.block_type()
+
+
+def test_folders_are_refused_before_they_are_loaded(tmp_path: Path) -> None:
+    folder = write_quantized(tmp_path / "model", "gptq", desc_act=True)
+    (tmp_path / "model" / "config.json").write_text(
+        (folder / "config.json").read_text().replace('"model_type": "llama"', '"model_type": "mixtral"')
+    )
+    with pytest.raises(ValueError, match="stored weights run in native decoders; take --dequantize"):
+        resolve(folder, dequantize=False)

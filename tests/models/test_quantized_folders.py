@@ -1,0 +1,206 @@
+"""Checkpoint folders with quantized linears: values of the published formulas or of the reference's code."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from sharesd import LLM, SamplingParams
+from sharesd.models.loader import decoder_config, load_decoder, resolve
+from sharesd.models.quantized.formats import layout_of
+from sharesd.models.quantized.layout import Planes
+from tests.helpers.quantized_folders import (
+    FOLDERS,
+    awq_planes,
+    gptq_planes,
+    integers,
+    quantize_folder,
+    values,
+    write_quantized,
+)
+from tests.helpers.tiny_models import make_checkpoint
+
+N, K = 96, 128
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.1
+
+
+def read(section: dict[str, Any], planes: dict[str, Tensor], module: str = "model.layers.0.mlp.up_proj") -> Tensor:
+    """The values of one linear."""
+    return layout_of(section).linear(Planes(module, planes)).values()
+
+
+# GPTQ and AWQ, against the formula in float64: a code, a zero and a scale have fewer bits than float32
+
+
+@pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
+@pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (4, 128), (8, 64), (3, 32), (2, 64), (4, -1)])
+@pytest.mark.parametrize("sym", [True, False])
+def test_gptq(version: str, bits: int, group_size: int, sym: bool) -> None:
+    made = integers(random(N, K), bits, K if group_size == -1 else group_size, sym=sym)
+    planes = gptq_planes(*made, bits, stored_zero=-1 if version == "gptq" else 0)
+    section = {"quant_method": "gptq", "bits": bits, "group_size": group_size, "checkpoint_format": version}
+    assert torch.equal(read(section, planes).double(), values(*made))
+    del planes["g_idx"]
+    assert torch.equal(read(section, planes).double(), values(*made))
+
+
+def test_gptq_with_inputs_in_another_order() -> None:
+    codes, scale, zero = integers(random(N, K), 4, 32, sym=False)
+    group_K = torch.randperm(K, generator=torch.Generator().manual_seed(1)) % 4
+    planes = gptq_planes(codes, scale, zero, 4, group_K=group_K)
+    section = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True}
+    assert torch.equal(read(section, planes).double(), values(codes, scale, zero, group_K))
+
+
+def test_gptq_with_settings_of_single_modules() -> None:
+    made = integers(random(N, K), 8, 64, sym=True)
+    dynamic = {"-:lm_head": {}, "+:.*up_proj": {"bits": 8, "group_size": 64}}
+    section = {"quant_method": "gptq", "bits": 4, "group_size": 32, "dynamic": dynamic}
+    assert torch.equal(read(section, gptq_planes(*made, 8)).double(), values(*made))
+    layout = layout_of(section)
+    assert layout.excludes("lm_head") and not layout.excludes("model.layers.0.mlp.down_proj")
+
+
+@pytest.mark.parametrize("group_size", [32, 128, -1])
+def test_awq(group_size: int) -> None:
+    made = integers(random(N, K), 4, K if group_size == -1 else group_size, sym=False)
+    section = {"quant_method": "awq", "bits": 4, "group_size": group_size, "version": "gemm", "zero_point": True}
+    assert torch.equal(read(section, awq_planes(*made)).double(), values(*made))
+
+
+# Folders
+
+
+EACH = pytest.mark.parametrize("kind", FOLDERS)
+
+
+@EACH
+def test_folders_are_expanded_once(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    section, _ = FOLDERS[kind]
+    folder = write_quantized(tmp_path / "model", kind)
+    expanded = resolve(folder)
+    assert "GB in 16 bits" in caplog.text
+    config = json.loads((expanded / "config.json").read_text())
+    assert "quantization_config" not in config and (expanded / "tokenizer.json").is_file()
+    stored, found = load_file(folder / "model.safetensors"), {}
+    for file in expanded.glob("*.safetensors"):
+        found |= load_file(file)
+    layout, name = layout_of(section), "model.layers.0.mlp.up_proj"
+    planes = {key.removeprefix(f"{name}."): tensor for key, tensor in stored.items() if key.startswith(f"{name}.")}
+    assert torch.equal(found[f"{name}.weight"], layout.linear(Planes(name, planes)).values().bfloat16())
+    assert torch.equal(found["lm_head.weight"], stored["lm_head.weight"])
+    caplog.clear()
+    assert resolve(folder) == expanded and not caplog.text
+    load_decoder(expanded, dtype=torch.float32)
+    texts = LLM(folder, mode="naive", max_context=64).generate(
+        [[5, 9, 14]], SamplingParams(max_new_tokens=4, temperature=0, ignore_eos=True)
+    )
+    assert len(texts[0].token_ids) == 4
+
+
+def test_weights_of_float16_checkpoints_stay_in_float16(tmp_path: Path) -> None:
+    section, quantize = FOLDERS["awq"]
+    folder = quantize_folder(make_checkpoint(tmp_path / "model", layers=1), section, quantize, torch_dtype="float16")
+    (file,) = resolve(folder).glob("*.safetensors")
+    assert load_file(file)["model.layers.0.mlp.up_proj.weight"].dtype == torch.float16
+
+
+def test_biases_of_zeros_without_a_place_are_left_out(tmp_path: Path) -> None:
+    folder = write_quantized(tmp_path / "model", "gptq")
+    edit(folder, lambda tensors: tensors.update({"model.layers.0.mlp.up_proj.bias": torch.zeros(128)}))
+    load_decoder(resolve(folder), dtype=torch.float32)
+
+
+def edit(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+UP = "model.layers.0.mlp.up_proj"
+
+
+def nan(tensors: dict[str, Tensor]) -> None:
+    tensors[f"{UP}.scales"][0, 0] = torch.nan
+
+
+def plain(tensors: dict[str, Tensor]) -> None:
+    for plane in ("qweight", "qzeros", "scales", "g_idx"):
+        tensors.pop(f"{UP}.{plane}", None)
+    tensors[f"{UP}.weight"] = torch.zeros(128, 64)
+
+
+@pytest.mark.parametrize("dequantize", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "changes", "change", "message"),
+    [
+        ("gptq", {"bits": 5}, None, "quantization_config.bits = 5, and one of 2, 3, 4, 8 is supported"),
+        ("gptq", {"bits": 8}, None, "_proj.(qweight|scales) has"),
+        ("gptq", {"bits": True}, None, "quantization_config.bits = True"),
+        ("gptq", {"group_size": 48}, None, "_proj.qweight has .* inputs of 4 bits, which groups of 48 do not divide"),
+        ("gptq", {"group_size": 64}, None, "_proj.scales has shape"),
+        ("gptq", {"group_size": 0}, None, "quantization_config.group_size = 0, and a whole number above 0"),
+        ("gptq", {"checkpoint_format": "gptq_p"}, None, "checkpoint_format = gptq_p, and one of gptq, gptq_v2"),
+        ("gptq", {"quant_method": "aqlm"}, None, "quant_method = aqlm, and one of gptq, awq"),
+        ("gptq", {"dynamic": {"-:.*up_proj": {}}}, None, f"{UP}.* is quantized, and quantization_config leaves"),
+        ("gptq", {}, lambda t: t.pop(f"{UP}.scales"), f"tensor {UP}.scales is missing"),
+        ("gptq", {}, lambda t: t.pop(f"{UP}.qweight"), f"tensor {UP}.* has no quantized weights beside it"),
+        ("gptq", {}, nan, f"tensor {UP}.scales has NaN or infinite values"),
+        ("gptq", {}, plain, f"tensor {UP}.weight is not quantized"),
+        ("gptq", {}, lambda t: t[f"{UP}.g_idx"].add_(9), f"tensor {UP}.g_idx has groups that are none of 2"),
+        ("gptq", {}, lambda t: t.update({f"{UP}.scales": t[f"{UP}.scales"].int()}), "up_proj.scales is int32"),
+        ("gptq", {}, lambda t: t.pop("model.norm.weight"), "tensor model.norm.weight is missing"),
+        ("awq", {"version": "gemv"}, None, "quantization_config.version = gemv, and gemm is supported"),
+        ("awq", {"bits": 8}, None, "quantization_config.bits = 8, and one of 4 is supported"),
+        ("awq", {"group_size": 32}, None, "_proj.scales has shape"),
+        ("awq", {"modules_to_not_convert": ["mlp"]}, None, "is quantized, and quantization_config leaves .* out"),
+        ("awq", {}, lambda t: t.update({f"{UP}.qweight": t[f"{UP}.qweight"][:, :4].clone()}), f"{UP}.scales has shape"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(
+    kind: str, changes: dict[str, Any], change: Any, message: str, dequantize: bool, tmp_path: Path
+) -> None:
+    folder = write_quantized(tmp_path / "model", kind, **changes)
+    if change is not None:
+        edit(folder, change)
+    with pytest.raises(ValueError, match=message) as caught:
+        resolve(folder, dequantize=dequantize)
+    assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))
+
+
+def test_sizes_that_disagree_with_the_config_are_refused(tmp_path: Path) -> None:
+    folder = write_quantized(tmp_path / "model", "gptq")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 192}))
+    with pytest.raises(ValueError, match=r"_proj.weight has shape .* where config.json asks for"):
+        resolve(folder)
+
+
+def test_modules_that_the_config_leaves_out_stay_as_they_are(tmp_path: Path) -> None:
+    folder = write_quantized(tmp_path / "model", "awq", modules_to_not_convert=["up_proj"])
+    edit(folder, plain)
+    edit(folder, lambda tensors: tensors.update({f"{UP}.weight": torch.ones(128, 64)}))
+    (file,) = resolve(folder).glob("*.safetensors")
+    assert torch.equal(load_file(file)[f"{UP}.weight"], torch.ones(128, 64))
+
+
+def test_the_section_of_a_text_model_counts(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "compression_config": {"bits": 4}}))
+    with pytest.raises(ValueError, match="quant_method = None, and one of"):
+        decoder_config(tmp_path)
