@@ -104,6 +104,40 @@ def awq(module: str, weight: Tensor) -> dict[str, Tensor]:
     return awq_planes(*integers(weight, 4, 64, sym=False))
 
 
+def packed(module: str, weight: Tensor) -> dict[str, Tensor]:
+    codes, scale, zero = integers(weight, 4, 32, sym=True)
+    shape = torch.tensor(weight.shape)
+    return {"weight_packed": pack(codes, 4), "weight_scale": scale.bfloat16(), "weight_shape": shape}
+
+
+def packed_zeros(module: str, weight: Tensor) -> dict[str, Tensor]:
+    codes, scale, zero = integers(weight, 4, 64, sym=False)
+    shape = torch.tensor(weight.shape)
+    return {
+        "weight_packed": pack(codes, 4),
+        "weight_scale": scale,
+        "weight_shape": shape,
+        "weight_zero_point": pack(zero.t(), 4).t(),
+    }
+
+
+def bytes_by_channel(module: str, weight: Tensor) -> dict[str, Tensor]:
+    codes, scale, zero = integers(weight, 8, weight.shape[1], sym=True)
+    return {"weight": (codes - 128).to(torch.int8), "weight_scale": scale}
+
+
+def fp8(module: str, weight: Tensor) -> dict[str, Tensor]:
+    scale = (weight.abs().max() / 448).reshape(1, 1)
+    return {"weight": (weight / scale).to(torch.float8_e4m3fn), "weight_scale_inv": scale}
+
+
+def group(form: str, strategy: str, bits: int, size: int | None = None, **weights: Any) -> dict[str, Any]:
+    """A section of compressed-tensors, whose linears are all quantized alike."""
+    weights = {"num_bits": bits, "type": "int", "strategy": strategy, "group_size": size, "symmetric": True} | weights
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups, "ignore": ["lm_head"]}
+
+
 FOLDERS: dict[str, tuple[dict[str, Any], Quantize]] = {
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 32}, gptq),
     "gptq symmetric": (
@@ -112,6 +146,10 @@ FOLDERS: dict[str, tuple[dict[str, Any], Quantize]] = {
     ),
     "gptq 8": ({"quant_method": "gptq", "bits": 8, "group_size": -1}, gptq_8),
     "gptq 3": ({"quant_method": "gptq", "bits": 3, "group_size": 64}, gptq_3),
+    "packed": (group("pack-quantized", "group", 4, 32), packed),
+    "packed with zeros": (group("pack-quantized", "group", 4, 64, symmetric=False), packed_zeros),
+    "bytes": (group("int-quantized", "channel", 8), bytes_by_channel),
+    "fp8": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, fp8),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 64}, awq),
 }
 """Layout -> its section of config.json, and the maker of its planes."""

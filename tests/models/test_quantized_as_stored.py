@@ -19,7 +19,16 @@ from sharesd.models.quantized.layout import Planes
 from sharesd.weights.packing import make_cpu_linear
 from tests.helpers.quantized_folders import FOLDERS, gptq_planes, integers, write_quantized
 
-AS_STORED = {"gptq": "Q5_0", "gptq symmetric": "Q4_0", "gptq 8": "Q8_0", "gptq 3": "Q4_0", "awq": "Q5_0"}
+AS_STORED = {
+    "gptq": "Q5_0",
+    "gptq symmetric": "Q4_0",
+    "gptq 8": "Q8_0",
+    "gptq 3": "Q4_0",
+    "awq": "Q5_0",
+    "packed": "Q4_0",
+    "packed with zeros": "Q5_0",
+    "bytes": "Q8_0",
+}
 PROMPTS = [[5, 9, 14, 3, 77, 8], [40, 41, 42]]
 
 

@@ -140,7 +140,7 @@ def nan(tensors: dict[str, Tensor]) -> None:
 
 
 def plain(tensors: dict[str, Tensor]) -> None:
-    for plane in ("qweight", "qzeros", "scales", "g_idx"):
+    for plane in ("qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_shape"):
         tensors.pop(f"{UP}.{plane}", None)
     tensors[f"{UP}.weight"] = torch.zeros(128, 64)
 
@@ -156,7 +156,7 @@ def plain(tensors: dict[str, Tensor]) -> None:
         ("gptq", {"group_size": 64}, None, "_proj.scales has shape"),
         ("gptq", {"group_size": 0}, None, "quantization_config.group_size = 0, and a whole number above 0"),
         ("gptq", {"checkpoint_format": "gptq_p"}, None, "checkpoint_format = gptq_p, and one of gptq, gptq_v2"),
-        ("gptq", {"quant_method": "aqlm"}, None, "quant_method = aqlm, and one of gptq, awq"),
+        ("gptq", {"quant_method": "aqlm"}, None, "quant_method = aqlm, and one of gptq, awq, "),
         ("gptq", {"dynamic": {"-:.*up_proj": {}}}, None, f"{UP}.* is quantized, and quantization_config leaves"),
         ("gptq", {}, lambda t: t.pop(f"{UP}.scales"), f"tensor {UP}.scales is missing"),
         ("gptq", {}, lambda t: t.pop(f"{UP}.qweight"), f"tensor {UP}.* has no quantized weights beside it"),
@@ -165,6 +165,8 @@ def plain(tensors: dict[str, Tensor]) -> None:
         ("gptq", {}, lambda t: t[f"{UP}.g_idx"].add_(9), f"tensor {UP}.g_idx has groups that are none of 2"),
         ("gptq", {}, lambda t: t.update({f"{UP}.scales": t[f"{UP}.scales"].int()}), "up_proj.scales is int32"),
         ("gptq", {}, lambda t: t.pop("model.norm.weight"), "tensor model.norm.weight is missing"),
+        ("packed", {"ignore": ["re:.*up_proj"]}, None, f"{UP}.* is quantized, and quantization_config leaves"),
+        ("packed", {}, plain, f"tensor {UP}.weight is not quantized"),
         ("awq", {"version": "gemv"}, None, "quantization_config.version = gemv, and gemm is supported"),
         ("awq", {"bits": 8}, None, "quantization_config.bits = 8, and one of 4 is supported"),
         ("awq", {"group_size": 32}, None, "_proj.scales has shape"),

@@ -6,12 +6,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from sharesd.models.quantized.awq import AWQ
+from sharesd.models.quantized.compressed_tensors import CompressedTensors
+from sharesd.models.quantized.fp8 import FBGEMM, FP8
 from sharesd.models.quantized.gptq import GPTQ
 from sharesd.models.quantized.layout import Layout, Settings
 
 _LAYOUTS: Mapping[str, Callable[[Settings], Layout]] = {
     "gptq": GPTQ,
     "awq": AWQ,
+    "compressed-tensors": CompressedTensors,
+    "fp8": FP8,
+    "fbgemm_fp8": FBGEMM,
 }
 METHODS = tuple(_LAYOUTS)
 """Values of `quant_method` that are read."""

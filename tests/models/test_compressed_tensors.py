@@ -1,0 +1,160 @@
+"""Folders of compressed-tensors: planes that its package writes, and the values that it reads from them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sharesd.models.quantized.formats import layout_of
+from sharesd.models.quantized.layout import Planes
+
+compressed_tensors = pytest.importorskip("compressed_tensors", reason="pip install compressed-tensors")
+from compressed_tensors.compressors.base import BaseCompressor  # noqa: E402
+from compressed_tensors.quantization import QuantizationScheme  # noqa: E402
+from compressed_tensors.quantization.utils import calculate_qparams  # noqa: E402
+
+MODULE = "model.layers.0.mlp.up_proj"
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 0.1
+
+
+def compressed(form: str, weights: dict[str, Any], N: int, K: int) -> tuple[dict[str, Tensor], Tensor]:
+    """Planes of a random linear, and the values that the package reads."""
+    scheme, weight = QuantizationScheme(targets=["Linear"], weights=weights), random(N, K).bfloat16()
+    args = scheme.weights
+    rows, columns = {
+        "tensor": (N, K),
+        "channel": (1, K),
+        "group": (1, args.group_size),
+        "tensor_group": (1, args.group_size),
+        "block": args.block_structure,
+    }[args.strategy]
+    padded = torch.nn.functional.pad(weight, (0, -K % columns, 0, -N % rows))
+    cells = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+    options = {}
+    if args.strategy == "tensor_group":
+        options["global_scale"] = torch.tensor([6.0 * 448 / weight.abs().max()], dtype=torch.float32)
+    scale, zero = calculate_qparams(cells.amin((1, 3)), cells.amax((1, 3)), args, **options)
+    if args.strategy == "tensor":
+        scale, zero = scale.reshape(1), zero.reshape(1)
+    state = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero}
+    if options:
+        state["weight_global_scale"] = options["global_scale"]
+    compressor = BaseCompressor.get_value_from_registry(form)
+    planes = compressor.compress(state, scheme)
+    return planes, compressor.decompress(dict(planes), scheme)["weight"]
+
+
+def section(form: str, weights: dict[str, Any], **more: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights}
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}, **more}
+
+
+def read(form: str, weights: dict[str, Any], planes: dict[str, Tensor]) -> Tensor:
+    return layout_of(section(form, weights)).linear(Planes(MODULE, planes)).values()
+
+
+def ints(bits: int, strategy: str, size: int | None = None, *, sym: bool = True) -> dict[str, Any]:
+    return {"num_bits": bits, "type": "int", "strategy": strategy, "group_size": size, "symmetric": sym}
+
+
+@pytest.mark.parametrize("sym", [True, False])
+@pytest.mark.parametrize(
+    ("bits", "strategy", "size"),
+    [
+        (4, "group", 32),
+        (4, "group", 128),
+        (4, "channel", None),
+        (8, "channel", None),
+        (8, "group", 64),
+        (3, "group", 64),
+    ],
+)
+def test_packed_integers(bits: int, strategy: str, size: int | None, sym: bool) -> None:
+    weights = ints(bits, strategy, size, sym=sym)
+    for N, K in ((96, 256), (33, 128)):
+        planes, wanted = compressed("pack-quantized", weights, N, K)
+        assert torch.equal(read("pack-quantized", weights, planes).bfloat16(), wanted)
+
+
+@pytest.mark.parametrize("sym", [True, False])
+@pytest.mark.parametrize(("strategy", "size"), [("tensor", None), ("channel", None), ("group", 64)])
+def test_byte_integers(strategy: str, size: int | None, sym: bool) -> None:
+    weights = ints(8, strategy, size, sym=sym)
+    planes, wanted = compressed("int-quantized", weights, 96, 128)
+    for form in ("int-quantized", "naive-quantized"):
+        assert torch.equal(read(form, weights, planes).bfloat16(), wanted)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "more"),
+    [("tensor", {}), ("channel", {}), ("group", {"group_size": 32}), ("block", {"block_structure": [128, 128]})],
+)
+def test_floats(strategy: str, more: dict[str, Any]) -> None:
+    weights = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, **more}
+    for N, K in ((256, 128), (96, 320)):
+        planes, wanted = compressed("float-quantized", weights, N, K)
+        assert torch.equal(read("float-quantized", weights, planes).bfloat16(), wanted)
+
+
+def test_inputs_in_another_order() -> None:
+    weights = ints(4, "group", 64) | {"actorder": "group"}
+    planes, _ = compressed("pack-quantized", ints(4, "group", 64), 32, 256)
+    plain = read("pack-quantized", ints(4, "group", 64), planes)
+    with pytest.raises(ValueError, match="tensor model.layers.0.mlp.up_proj.weight_g_idx is missing"):
+        read("pack-quantized", weights, planes)
+    groups = torch.arange(256, dtype=torch.int32) // 64
+    assert torch.equal(read("pack-quantized", weights, planes | {"weight_g_idx": groups}), plain)
+    ones = dict(planes, weight_scale=torch.ones_like(planes["weight_scale"]))
+    order = torch.arange(256, dtype=torch.int32) % 4
+    codes = read("pack-quantized", weights, ones | {"weight_g_idx": groups})
+    wanted = codes * planes["weight_scale"].float()[:, order]
+    assert torch.equal(read("pack-quantized", weights, planes | {"weight_g_idx": order}), wanted)
+
+
+def test_groups_of_modules_have_their_own_formats() -> None:
+    packed, floats = ints(4, "group", 32), {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+    groups = {
+        "group_0": {"targets": ["Linear"], "weights": packed, "format": "pack-quantized"},
+        "group_1": {"targets": ["re:.*down_proj"], "weights": floats, "format": "float-quantized"},
+        "kv": {"targets": ["re:.*self_attn"], "weights": None},
+    }
+    layout = layout_of({**section("mixed-precision", packed), "config_groups": groups, "ignore": ["lm_head"]})
+    for module, form, weights in (
+        (MODULE, "pack-quantized", packed),
+        ("model.layers.0.mlp.down_proj", "float-quantized", floats),
+    ):
+        planes, wanted = compressed(form, weights, 64, 64)
+        assert torch.equal(layout.linear(Planes(module, planes)).values().bfloat16(), wanted)
+    assert layout.excludes("lm_head") and not layout.excludes(MODULE) and layout.includes(MODULE)
+
+
+@pytest.mark.parametrize(
+    ("form", "changes", "more", "message"),
+    [
+        ("marlin-24", {}, {}, "format = marlin-24, and one of pack-quantized, int-quantized"),
+        ("pack-quantized", {"num_bits": 9}, {}, "config_groups.group_0.weights.num_bits = 9"),
+        ("pack-quantized", {"type": "float"}, {}, "weights.type = float, and one of int is supported"),
+        ("pack-quantized", {"strategy": "block"}, {}, "weights.strategy = block"),
+        ("pack-quantized", {"group_size": 48}, {}, "up_proj.weight_scale is for groups of 48, which do not divide 128"),
+        ("pack-quantized", {"group_size": 64}, {}, r"up_proj.weight_scale has shape \[32, 4\], and \[32, 2\] fits"),
+        ("pack-quantized", {"num_bits": 8}, {}, "up_proj.weight_packed has shape"),
+        ("pack-quantized", {"symmetric": False}, {}, "up_proj.weight_zero_point is missing"),
+        ("pack-quantized", {}, {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config = .* none is"),
+        ("pack-quantized", {}, {"transform_config": {"config_groups": {"a": {}}}}, "transform_config = .* none is"),
+        ("pack-quantized", {}, {"config_groups": {}}, "config_groups = {}, and at least one group"),
+        ("int-quantized", {}, {}, "tensor model.layers.0.mlp.up_proj.weight is missing"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(
+    form: str, changes: dict[str, Any], more: dict[str, Any], message: str
+) -> None:
+    weights = ints(4, "group", 32)
+    planes, _ = compressed("pack-quantized", weights, 32, 128)
+    with pytest.raises(ValueError, match=message):
+        layout_of(section(form, weights | changes, **more)).linear(Planes(MODULE, planes))
