@@ -27,6 +27,8 @@ STORED = "gguf.json"
 ADAPTER = "lora_adapter"
 """Folder of a LoRA adapter within a checkpoint folder that `sharesd.models.lora` made."""
 ADAPTER_CONFIG = "adapter_config.json"
+MODELOPT = "hf_quant_config.json"
+"""File that says how weights are quantized, if config.json does not."""
 _QUANTIZATION = ("quantization_config", "compression_config")
 SECTION = "_config"
 """End of the names of sections in config.json."""
@@ -101,6 +103,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not (folder / "config.json").exists():
         raise ValueError(f"{folder} has no config.json; give the folder that holds config.json and the weights")
     raw = read_json(folder / "config.json")
+    if not any(raw.get(name) for name in _QUANTIZATION) and has_file(folder / MODELOPT):
+        said = section(read_json(folder / MODELOPT), "quantization")
+        if said.get("quant_algo") is not None:
+            raw["quantization_config"] = {"quant_method": "modelopt", **said}
     return {name: value for name, value in raw.items() if value is not None or not name.endswith(SECTION)}
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from bitsandbytes import functional
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -131,6 +132,30 @@ def fp8(module: str, weight: Tensor) -> dict[str, Tensor]:
     return {"weight": (weight / scale).to(torch.float8_e4m3fn), "weight_scale_inv": scale}
 
 
+def nf4(module: str, weight: Tensor) -> dict[str, Tensor]:
+    codes, state = functional.quantize_4bit(weight, quant_type="nf4", compress_statistics=True, blocksize=64)
+    return {"weight": codes, **{f"weight.{name}": tensor for name, tensor in state.as_dict(packed=True).items()}}
+
+
+def mxfp4(module: str, weight: Tensor) -> dict[str, Tensor]:
+    dice = torch.Generator().manual_seed(len(module))
+    N, K = weight.shape
+    codes = torch.randint(0, 256, (N, K // 2), generator=dice, dtype=torch.uint8)
+    return {"weight_packed": codes, "weight_scale": torch.randint(120, 124, (N, K // 32), generator=dice).byte()}
+
+
+def nvfp4(module: str, weight: Tensor) -> dict[str, Tensor]:
+    N, K = weight.shape
+    codes = torch.randint(0, 256, (N, K // 2), generator=torch.Generator().manual_seed(len(module)), dtype=torch.uint8)
+    scale = (weight.unflatten(1, (-1, 16)).abs().amax(-1) * 60).to(torch.float8_e4m3fn)
+    return {
+        "weight": codes,
+        "weight_scale": scale,
+        "weight_scale_2": torch.tensor(1 / 360),
+        "input_scale": torch.ones(()),
+    }
+
+
 def group(form: str, strategy: str, bits: int, size: int | None = None, **weights: Any) -> dict[str, Any]:
     """A section of compressed-tensors, whose linears are all quantized alike."""
     weights = {"num_bits": bits, "type": "int", "strategy": strategy, "group_size": size, "symmetric": True} | weights
@@ -150,6 +175,9 @@ FOLDERS: dict[str, tuple[dict[str, Any], Quantize]] = {
     "packed with zeros": (group("pack-quantized", "group", 4, 64, symmetric=False), packed_zeros),
     "bytes": (group("int-quantized", "channel", 8), bytes_by_channel),
     "fp8": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, fp8),
+    "nf4": ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, nf4),
+    "mxfp4": (group("mxfp4-pack-quantized", "group", 4, 32, type="float"), mxfp4),
+    "nvfp4": ({"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}, nvfp4),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 64}, awq),
 }
 """Layout -> its section of config.json, and the maker of its planes."""

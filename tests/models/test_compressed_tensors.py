@@ -63,6 +63,9 @@ def ints(bits: int, strategy: str, size: int | None = None, *, sym: bool = True)
     return {"num_bits": bits, "type": "int", "strategy": strategy, "group_size": size, "symmetric": sym}
 
 
+FLOATS_4 = [("nvfp4-pack-quantized", "tensor_group", 16), ("mxfp4-pack-quantized", "group", 32)]
+
+
 @pytest.mark.parametrize("sym", [True, False])
 @pytest.mark.parametrize(
     ("bits", "strategy", "size"),
@@ -100,6 +103,14 @@ def test_floats(strategy: str, more: dict[str, Any]) -> None:
     for N, K in ((256, 128), (96, 320)):
         planes, wanted = compressed("float-quantized", weights, N, K)
         assert torch.equal(read("float-quantized", weights, planes).bfloat16(), wanted)
+
+
+@pytest.mark.parametrize(("form", "strategy", "size"), FLOATS_4)
+def test_floats_of_four_bits(form: str, strategy: str, size: int) -> None:
+    weights = {"num_bits": 4, "type": "float", "strategy": strategy, "symmetric": True, "group_size": size}
+    weights["scale_dtype"] = "torch.uint8" if size == 32 else "torch.float8_e4m3fn"
+    planes, wanted = compressed(form, weights, 96, 128)
+    assert torch.equal(read(form, weights, planes).to(wanted.dtype), wanted)
 
 
 def test_inputs_in_another_order() -> None:

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from bitsandbytes import functional
 from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from sharesd.models.quantized.formats import layout_of
 from sharesd.models.quantized.layout import Planes
@@ -89,3 +91,130 @@ def test_fp8_does_not_run_as_it_is_stored() -> None:
     )
     with pytest.raises(ValueError, match="up_proj does not run as it is stored .FP8 has no kernel.; take --dequantize"):
         linear.block_type()
+
+
+# bitsandbytes
+
+
+def by_bitsandbytes(
+    kind: str, N: int, K: int, *, nested: bool = False, block: int = 64, storage: torch.dtype = torch.uint8
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Planes of a random linear, and the values that the package reads."""
+    codes, state = functional.quantize_4bit(
+        random(N, K), blocksize=block, quant_type=kind, compress_statistics=nested, quant_storage=storage
+    )
+    planes = {f"weight.{name}": tensor for name, tensor in state.as_dict(packed=True).items()}
+    return {"weight": codes, **planes}, functional.dequantize_4bit(codes, state)
+
+
+BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+@pytest.mark.parametrize("block", [64, 128])
+def test_bitsandbytes(kind: str, nested: bool, block: int) -> None:
+    for N, K in ((96, 256), (40, 128)):
+        planes, wanted = by_bitsandbytes(kind, N, K, nested=nested, block=block)
+        assert torch.equal(read(BNB | {"bnb_4bit_quant_type": kind}, planes), wanted)
+
+
+def test_bitsandbytes_in_words_of_other_types() -> None:
+    planes, wanted = by_bitsandbytes("nf4", 32, 128, storage=torch.bfloat16)
+    assert planes["weight"].dtype == torch.bfloat16
+    section = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}  # without quant_method, as the first versions
+    assert torch.equal(read(section, planes), wanted)
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "message"),
+    [
+        ({"load_in_4bit": False, "load_in_8bit": True}, {}, "load_in_8bit = True, and load_in_4bit is supported"),
+        ({"bnb_4bit_quant_type": "int4"}, {}, "bnb_4bit_quant_type = int4, and one of nf4, fp4"),
+        ({"bnb_4bit_quant_type": "fp4"}, {}, "quant_state.bitsandbytes__fp4 is missing"),
+        ({}, {"weight.absmax": None}, "up_proj.weight.absmax is missing"),
+        ({}, {"weight.absmax": torch.full((96,), torch.inf)}, "weight.absmax has NaN or infinite values"),
+        ({}, {"weight.absmax": torch.ones(95)}, r"weight.absmax has shape \[95\], and \[96\] fits"),
+        ({}, {"weight": torch.zeros(100, 1, dtype=torch.uint8)}, "weight has 100 bytes for 32 x 192 codes"),
+        ({}, {"weight.quant_state.bitsandbytes__nf4": torch.ones(9).byte()}, "nf4 has no sizes that can be used"),
+    ],
+)
+def test_bitsandbytes_that_does_not_fit_is_refused_by_name(
+    section: dict[str, Any], change: dict[str, Any], message: str
+) -> None:
+    made = by_bitsandbytes("nf4", 32, 192)[0] | change
+    section = BNB | {"bnb_4bit_quant_type": "nf4"} | section
+    with pytest.raises(ValueError, match=message):
+        read(section, {name: tensor for name, tensor in made.items() if tensor is not None})
+
+
+def test_blocks_of_bitsandbytes_that_cross_outputs_are_refused() -> None:
+    with pytest.raises(ValueError, match="weight has 96 inputs, which blocks of 64 do not divide"):
+        read(BNB | {"bnb_4bit_quant_type": "nf4"}, by_bitsandbytes("nf4", 32, 96)[0])
+
+
+# MXFP4 and NVFP4
+
+
+def test_experts_of_mxfp4_are_those_of_transformers() -> None:
+    dice = torch.Generator().manual_seed(2)
+    blocks = torch.randint(0, 256, (3, 64, 4, 16), generator=dice, dtype=torch.uint8)
+    scales = torch.randint(0, 255, (3, 64, 4), generator=dice, dtype=torch.uint8).clamp(100, 140)
+    wanted = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    planes, module = {"blocks": blocks, "scales": scales}, "model.layers.0.mlp.experts.gate_up_proj"
+    layout = layout_of({"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]})
+    assert torch.equal(layout.linear(Planes(module, planes)).values(), wanted)
+    found = layout.names.fullmatch(f"{module}_blocks")
+    assert found is not None and found.groups() == (module, "blocks") and layout.weight_name(module) == module
+    scales[0, 0, 0] = 255
+    with pytest.raises(ValueError, match=r"gate_up_proj.scales has NaN values"):
+        layout.linear(Planes(module, planes))
+
+
+TABLE = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
+
+
+def nvfp4_planes(N: int, K: int) -> dict[str, Tensor]:
+    packed = torch.randint(0, 256, (N, K // 2), generator=torch.Generator().manual_seed(3), dtype=torch.uint8)
+    return {"weight": packed, "weight_scale": floats(N, K // 16).abs(), "weight_scale_2": torch.tensor(0.03)}
+
+
+@pytest.mark.parametrize("algo", ["NVFP4", "W4A16_NVFP4"])
+def test_nvfp4_of_model_optimizer(algo: str) -> None:
+    planes = nvfp4_planes(48, 64)
+    codes = torch.stack([planes["weight"] & 15, planes["weight"] >> 4], dim=-1).flatten(1).long()
+    scale = (planes["weight_scale"].double() * planes["weight_scale_2"].double()).float()
+    wanted = TABLE[codes] * scale.double().repeat_interleave(16, dim=1)
+    assert torch.equal(read({"quant_method": "modelopt", "quant_algo": algo}, planes), wanted.float())
+
+
+def test_fp8_of_model_optimizer() -> None:
+    planes = {"weight": floats(32, 64), "weight_scale": torch.tensor(0.07), "input_scale": torch.tensor(1.0)}
+    wanted = by_transformers(planes["weight"], planes["weight_scale"].reshape(1, 1))
+    section = {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_head", "model.layers.1*"]}
+    assert torch.equal(read(section, planes), wanted)
+    layout = layout_of(section)
+    assert layout.excludes("model.layers.1.mlp.up_proj") and not layout.excludes(MODULE)
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "message"),
+    [
+        ({"quant_algo": "NVFP4_AWQ"}, {}, "quant_algo = NVFP4_AWQ, and one of NVFP4, W4A16_NVFP4, FP8 is supported"),
+        ({"group_size": 32}, {}, "group_size = 32, and one of 16 is supported"),
+        ({}, {"weight": torch.zeros(48, 28, dtype=torch.uint8)}, "weight has 56 inputs, which groups of 16 do not"),
+        ({}, {"weight_scale": random(48, 4)}, "up_proj.weight_scale is float32, and float8_e4m3fn fits"),
+        (
+            {},
+            {"weight_scale": random(48, 4).mul(torch.nan).to(torch.float8_e4m3fn)},
+            "up_proj.weight_scale has NaN",
+        ),
+        ({}, {"weight_scale_2": None}, "up_proj.weight_scale_2 is missing"),
+    ],
+)
+def test_nvfp4_that_does_not_fit_is_refused_by_name(
+    section: dict[str, Any], change: dict[str, Any], message: str
+) -> None:
+    made = {name: tensor for name, tensor in (nvfp4_planes(48, 64) | change).items() if tensor is not None}
+    with pytest.raises(ValueError, match=message):
+        read({"quant_method": "modelopt", "quant_algo": "NVFP4"} | section, made)

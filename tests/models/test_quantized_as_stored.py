@@ -28,6 +28,7 @@ AS_STORED = {
     "packed": "Q4_0",
     "packed with zeros": "Q5_0",
     "bytes": "Q8_0",
+    "mxfp4": "MXFP4",
 }
 PROMPTS = [[5, 9, 14, 3, 77, 8], [40, 41, 42]]
 

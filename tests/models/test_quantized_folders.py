@@ -107,10 +107,21 @@ def test_folders_are_expanded_once(kind: str, tmp_path: Path, caplog: pytest.Log
     caplog.clear()
     assert resolve(folder) == expanded and not caplog.text
     load_decoder(expanded, dtype=torch.float32)
-    texts = LLM(folder, mode="naive", max_context=64).generate(
-        [[5, 9, 14]], SamplingParams(max_new_tokens=4, temperature=0, ignore_eos=True)
-    )
-    assert len(texts[0].token_ids) == 4
+
+
+def test_a_text_is_that_of_the_expanded_weights(tmp_path: Path) -> None:
+    plain = make_checkpoint(tmp_path / "plain", layers=1)
+
+    def expand(tensors: dict[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if name.endswith("_proj.weight"):
+                tensors[name] = values(*integers(tensor.float(), 4, 32, sym=False)).bfloat16()
+
+    edit(plain, expand)
+    params = SamplingParams(max_new_tokens=16, temperature=0, ignore_eos=True)
+    both = write_quantized(tmp_path / "model", "gptq"), plain
+    texts = [LLM(each, mode="naive", max_context=64).generate([[5, 9, 14]], params)[0].token_ids for each in both]
+    assert texts[0] == texts[1] and len(set(texts[0])) > 4
 
 
 def test_weights_of_float16_checkpoints_stay_in_float16(tmp_path: Path) -> None:
@@ -166,6 +177,10 @@ def plain(tensors: dict[str, Tensor]) -> None:
         ("gptq", {}, lambda t: t.update({f"{UP}.scales": t[f"{UP}.scales"].int()}), "up_proj.scales is int32"),
         ("gptq", {}, lambda t: t.pop("model.norm.weight"), "tensor model.norm.weight is missing"),
         ("packed", {"ignore": ["re:.*up_proj"]}, None, f"{UP}.* is quantized, and quantization_config leaves"),
+        ("packed", {}, lambda t: t.update({f"{UP}.weight_global_scale": torch.ones(1)}), "global_scale has no meaning"),
+        ("fp8", {}, lambda t: t.update({f"{UP}.weight_scale": torch.ones(1, 1)}), "_scale_inv has no meaning"),
+        ("nf4", {}, lambda t: t.pop(f"{UP}.weight.quant_map"), f"tensor {UP}.weight.quant_map is missing"),
+        ("nf4", {"llm_int8_skip_modules": ["mlp"]}, None, "is quantized, and quantization_config leaves .* out"),
         ("packed", {}, plain, f"tensor {UP}.weight is not quantized"),
         ("awq", {"version": "gemv"}, None, "quantization_config.version = gemv, and gemm is supported"),
         ("awq", {"bits": 8}, None, "quantization_config.bits = 8, and one of 4 is supported"),
@@ -200,6 +215,29 @@ def test_modules_that_the_config_leaves_out_stay_as_they_are(tmp_path: Path) -> 
     edit(folder, lambda tensors: tensors.update({f"{UP}.weight": torch.ones(128, 64)}))
     (file,) = resolve(folder).glob("*.safetensors")
     assert torch.equal(load_file(file)[f"{UP}.weight"], torch.ones(128, 64))
+
+
+def test_activations_and_zeros_of_symmetric_weights_are_left_out(tmp_path: Path) -> None:
+    folder = write_quantized(tmp_path / "model", "packed")
+    more = {f"{UP}.input_scale": torch.ones(1), "model.layers.0.self_attn.k_scale": torch.ones(1)}
+    more |= {f"{UP}.weight_zero_point": torch.zeros(128, 2, dtype=torch.int8)}
+    edit(folder, lambda tensors: tensors.update(more))
+    load_decoder(resolve(folder), dtype=torch.float32)
+
+
+def test_settings_may_stand_in_a_file_of_model_optimizer(tmp_path: Path) -> None:
+    folder = write_quantized(tmp_path / "model", "nvfp4")
+    config = json.loads((folder / "config.json").read_text())
+    section = config.pop("quantization_config")
+    (folder / "config.json").write_text(json.dumps(config))
+    said = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": None}}
+    (folder / "hf_quant_config.json").write_text(json.dumps(said))
+    assert resolve(folder) == folder
+    said["quantization"] = {"quant_algo": section["quant_algo"], "exclude_modules": ["lm_head"]}
+    (folder / "hf_quant_config.json").write_text(json.dumps(said))
+    expanded = resolve(folder)
+    assert expanded != folder and not (expanded / "hf_quant_config.json").exists()
+    load_decoder(expanded, dtype=torch.float32)
 
 
 def test_the_section_of_a_text_model_counts(tmp_path: Path) -> None:

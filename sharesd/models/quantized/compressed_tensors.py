@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from sharesd.models.quantized.fp8 import Float8, float8
 from sharesd.models.quantized.integers import byte_integers, packed_integers
 from sharesd.models.quantized.layout import Layout, Planes, QuantizedLinear, Settings, pattern_of
+from sharesd.models.quantized.mxfp4 import packed_mxfp4
+from sharesd.models.quantized.nvfp4 import packed_nvfp4
 
 
 def _floats(planes: Planes, weights: Settings) -> Float8:
@@ -33,6 +35,8 @@ _FORMATS: Mapping[str, tuple[str, Callable[[Planes, Settings], QuantizedLinear]]
     "int-quantized": ("int", byte_integers),
     "float-quantized": ("float", _floats),
     "naive-quantized": ("", _naive),
+    "mxfp4-pack-quantized": ("float", packed_mxfp4),
+    "nvfp4-pack-quantized": ("float", packed_nvfp4),
 }
 """Format -> type of its codes, and its reader."""
 _MIXED = "mixed-precision"

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from compile.block_linear import BlockPart
 from sharesd.models.checkpoint import (
+    MODELOPT,
     WEIGHT_FILES,
     Progress,
     damage_named,
@@ -35,7 +36,7 @@ from sharesd.models.weight_mapping import check_finite, tensor_shapes, text_name
 log = logging.getLogger(__name__)
 
 _LINKED = ("*.json", "*.jinja", "*.txt", "*.model", "*.py")
-_NOT_LINKED = ("config.json", "hf_quant_config.json", *(f"{name}.index.json" for name in WEIGHT_FILES))
+_NOT_LINKED = ("config.json", MODELOPT, *(f"{name}.index.json" for name in WEIGHT_FILES))
 _SHARD_BYTES = 2 << 30
 
 Weights = dict[str, Tensor | QuantizedLinear]
@@ -144,12 +145,12 @@ def _grouped(stored: Mapping[str, Tensor], layout: Layout) -> Weights:
         found = layout.names.fullmatch(name)
         module = name.removesuffix(".weight") if found is None else found["module"]
         own = planes.get(module, {})
-        is_quantized = any(plane in layout.codes and own[plane].dtype in layout.dtypes for plane in own)
+        is_quantized = layout.is_quantized(own)
         if is_quantized and layout.excludes(module):
             raise ValueError(f"tensor {name} is quantized, and quantization_config leaves {module} out; {MISFIT}")
         if found is not None and is_quantized:
             if layout.weight_name(module) not in weights:
-                weights[layout.weight_name(module)] = layout.linear(Planes(module, own))
+                weights[layout.weight_name(module)] = _linear(Planes(module, own), layout)
         elif found is not None and found["plane"] not in layout.codes:
             if found["plane"] not in layout.left_out:
                 raise ValueError(f"tensor {name} has no quantized weights beside it; {MISFIT}")
@@ -160,6 +161,15 @@ def _grouped(stored: Mapping[str, Tensor], layout: Layout) -> Weights:
                 )
             weights[name] = tensor
     return weights
+
+
+def _linear(planes: Planes, layout: Layout) -> QuantizedLinear:
+    """Return a linear; ValueError for a tensor that it does not use."""
+    linear = layout.linear(planes)
+    for plane in sorted(planes.unread() - layout.left_out):
+        if not plane.endswith("zero_point") or bool(planes[plane].float().any()):  # symmetric ones are 0
+            raise planes.error(plane, "has no meaning for what quantization_config says")
+    return linear
 
 
 def _check_shapes(weights: Weights, config: DecoderConfig) -> None:

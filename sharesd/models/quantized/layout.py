@@ -75,7 +75,7 @@ class Planes:
     """Tensors of one linear, by the rest of their names."""
 
     def __init__(self, module: str, tensors: Mapping[str, Tensor]) -> None:
-        self.module, self._tensors = module, tensors
+        self.module, self._tensors, self._read = module, tensors, set[str]()
 
     def __contains__(self, plane: str) -> bool:
         return plane in self._tensors
@@ -84,7 +84,12 @@ class Planes:
         """Return a tensor; ValueError if it is missing."""
         if plane not in self._tensors:
             raise ValueError(f"tensor {self.module}.{plane} is missing; download the checkpoint again")
+        self._read.add(plane)
         return self._tensors[plane]
+
+    def unread(self) -> set[str]:
+        """Return the names of tensors that were not taken."""
+        return set(self._tensors) - self._read
 
     def take(self, plane: str, dtypes: Collection[torch.dtype], *shapes: tuple[int, ...]) -> Tensor:
         """Return a tensor of one of these types and shapes.
@@ -164,7 +169,7 @@ class Layout(ABC):
     names: re.Pattern[str]
     """Names of its tensors: groups `module` and `plane`."""
     codes: frozenset[str]
-    """Planes of which every quantized linear has one."""
+    """Planes of which every linear has one, quantized or not."""
     left_out: frozenset[str] = frozenset()
     """Planes about activations, which are not quantized here."""
     dtypes: frozenset[torch.dtype] = frozenset({torch.int32, torch.uint8, torch.int8, torch.float8_e4m3fn})
@@ -175,6 +180,10 @@ class Layout(ABC):
     @abstractmethod
     def linear(self, planes: Planes) -> QuantizedLinear:
         """Return a linear; ValueError if its tensors are not of this layout."""
+
+    def is_quantized(self, planes: Mapping[str, Tensor]) -> bool:
+        """Return True if a module's tensors hold a quantized linear."""
+        return any(plane in self.codes and tensor.dtype in self.dtypes for plane, tensor in planes.items())
 
     def weight_name(self, module: str) -> str:
         return f"{module}.weight"

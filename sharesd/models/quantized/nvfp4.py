@@ -1,0 +1,61 @@
+"""NVFP4: floats of 4 bits, scales of 16 inputs and of all."""
+
+from __future__ import annotations
+
+import fnmatch
+
+import torch
+from torch import Tensor
+
+from sharesd.models.quantized.fp8 import float8
+from sharesd.models.quantized.layout import Layout, Planes, QuantizedLinear, Settings, pattern_of
+from sharesd.models.quantized.mxfp4 import Float4
+
+GROUP = 16
+
+
+def packed_nvfp4(planes: Planes, weights: Settings) -> Float4:
+    """Return a linear of format nvfp4-pack-quantized, whose scale of all divides."""
+    weights.one_of("group_size", (GROUP,), GROUP)
+    whole = planes.scales("weight_global_scale", (1,), ())
+    if not bool(whole.all()):
+        raise planes.error("weight_global_scale", "is 0")
+    packed, scale = _planes(planes, "weight_packed")
+    return Float4(planes.module, packed, scale / whole)
+
+
+def _planes(planes: Planes, codes: str) -> tuple[Tensor, Tensor]:
+    """Return codes [N, K / 2] and the scales of groups, float32."""
+    packed = planes.take(codes, [torch.uint8], (-1, -1))
+    N, K = packed.shape[0], packed.shape[1] * 2
+    if K % GROUP:
+        raise planes.error(codes, f"has {K} inputs, which groups of {GROUP} do not divide")
+    return packed, planes.scales("weight_scale", (N, K // GROUP), dtypes=[torch.float8_e4m3fn])
+
+
+class ModelOpt(Layout):
+    """Layout of NVIDIA's Model Optimizer: NVFP4 or FP8."""
+
+    names = pattern_of(
+        (
+            *("weight", "weight_scale", "weight_scale_2"),
+            *("input_scale", "output_scale", "k_scale", "v_scale", "q_scale"),
+        )
+    )
+    codes = frozenset({"weight"})
+    left_out = frozenset({"input_scale", "output_scale", "k_scale", "v_scale", "q_scale"})
+
+    def __init__(self, settings: Settings) -> None:
+        """Read the settings; ValueError for those that are not supported."""
+        self._is_fp8 = settings.one_of("quant_algo", ("NVFP4", "W4A16_NVFP4", "FP8")) == "FP8"
+        if not self._is_fp8:
+            settings.one_of("group_size", (GROUP,), GROUP)
+        named = settings.texts("ignore") + settings.texts("exclude_modules")
+        self.excluded = tuple(f"re:{fnmatch.translate(each)}" if "*" in each else each for each in named)
+
+    def linear(self, planes: Planes) -> QuantizedLinear:
+        if self._is_fp8:
+            return float8(planes, "weight_scale", (-1, -1))
+        whole = planes.scales("weight_scale_2", (1,), ())
+        packed, scale = _planes(planes, "weight")
+        return Float4(planes.module, packed, scale * whole)
