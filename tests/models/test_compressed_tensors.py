@@ -19,6 +19,11 @@ from compressed_tensors.quantization.utils import calculate_qparams  # noqa: E40
 MODULE = "model.layers.0.mlp.up_proj"
 
 
+@pytest.fixture(autouse=True)
+def several_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sharesd.models.quantized.layout._CHUNK_WEIGHTS", 1 << 12)
+
+
 def random(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 0.1
 

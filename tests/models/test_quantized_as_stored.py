@@ -36,6 +36,7 @@ PROMPTS = [[5, 9, 14, 3, 77, 8], [40, 41, 42]]
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr("sharesd.models.quantized.layout._CHUNK_WEIGHTS", 1 << 12)  # several pieces
 
 
 def random(*shape: int) -> Tensor:

@@ -33,6 +33,7 @@ N, K = 96, 128
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr("sharesd.models.quantized.layout._CHUNK_WEIGHTS", 1 << 12)  # several pieces
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:

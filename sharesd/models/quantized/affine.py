@@ -7,14 +7,15 @@ Legend: N outputs, K inputs, G groups of inputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from compile.block_linear import BlockPart
-from sharesd.models.quantized.layout import QuantizedLinear
+from sharesd.models.quantized.layout import QuantizedLinear, Run
+from sharesd.models.quantized.workers import run_here
 
 _BLOCK = 32  # inputs
 _BLOCK_BYTES = {"Q4_0": 18, "Q5_0": 22, "Q8_0": 34}
@@ -53,10 +54,12 @@ class Affine(QuantizedLinear):
         return (codes.unflatten(1, (-1, self._group_size)) - zero_NG[:, :, None]).flatten(1)
 
     def rows(self, begin: int, end: int) -> Tensor:
-        values, scale_NG = self._signed(begin, end).float(), self._scale_NG[begin:end]
+        zero_NG, scale_NG = self._zero_NG[begin:end].float(), self._scale_NG[begin:end]
+        values = self._codes(begin, end).float()
         if self._group_K is not None:
-            return values * scale_NG[:, self._group_K]
-        return (values.unflatten(1, (-1, self._group_size)) * scale_NG[:, :, None]).flatten(1)
+            return values.sub_(zero_NG[:, self._group_K]).mul_(scale_NG[:, self._group_K])
+        groups = values.unflatten(1, (-1, self._group_size))
+        return groups.sub_(zero_NG[:, :, None]).mul_(scale_NG[:, :, None]).flatten(1)
 
     def block_type(self) -> str:
         if self._group_K is not None:
@@ -73,13 +76,16 @@ class Affine(QuantizedLinear):
             return "Q8_0"
         raise self.not_as_stored(f"{self._bits} bits with zeros of their own have no kernel")
 
-    def block_part(self) -> BlockPart:
+    def block_part(self, run: Run = run_here) -> BlockPart:
         kind, (N, K) = self.block_type(), self.shape
         raw = torch.empty(N, K // _BLOCK, _BLOCK_BYTES[kind], dtype=torch.uint8)
         scale = self._scale_NG.half().repeat_interleave(self._group_size // _BLOCK, dim=1)
         raw[..., :2] = scale.unsqueeze(-1).view(torch.uint8)
-        for begin, end in self.chunks():
+
+        def fill(begin: int, end: int) -> None:
             raw[begin:end, :, 2:] = _packed(kind, self._signed(begin, end).unflatten(1, (-1, _BLOCK)))
+
+        run(fill, self.chunks())
         return BlockPart(kind, raw.flatten(1))
 
 
@@ -116,6 +122,18 @@ def unpack(words: Tensor, bits: int, num: int) -> Tensor:
         pairs = (padded[..., :-1] | padded[..., 1:] << 8).unflatten(-1, (-1, bits))
         codes = torch.stack([pairs[..., i * bits // 8] >> i * bits % 8 & mask for i in range(8)], dim=-1)
     return codes.flatten(-2)[..., :num].to(torch.uint8)
+
+
+def unpack_outputs(words: Tensor, fields: Sequence[int]) -> Tensor:
+    """Return codes of 4 bits that are packed along the outputs.
+
+    int32 words [K, n] give uint8 [8 n, K]. `fields`: the field of a word for each of its outputs.
+    """
+    words = words.t().contiguous()
+    codes = torch.empty(len(words), len(fields), words.shape[1], dtype=torch.uint8)
+    for output, field in enumerate(fields):
+        codes[:, output] = words >> 4 * field & 15
+    return codes.flatten(0, 1)
 
 
 def num_words(num: int, bits: int) -> int:

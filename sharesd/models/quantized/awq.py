@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sharesd.models.quantized.affine import Affine, unpack
+from sharesd.models.quantized.affine import Affine, unpack_outputs
 from sharesd.models.quantized.layout import Layout, Planes, Settings, pattern_of
 
 _ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -42,15 +42,9 @@ class AWQ(Layout):
         if K % group_size:
             raise planes.error("qweight", f"has {K} inputs, which groups of {group_size} do not divide")
         scale_GN = planes.scales("scales", (K // group_size, N))
-        zero_GN = _unpack(planes.take("qzeros", [torch.int32], (K // group_size, N // 8)))
+        zero_NG = unpack_outputs(planes.take("qzeros", [torch.int32], (K // group_size, N // 8)), _ORDER)
 
         def codes(begin: int, end: int) -> Tensor:
-            return _unpack(qweight[:, begin // 8 : end // 8]).t()
+            return unpack_outputs(qweight[:, begin // 8 : end // 8], _ORDER)
 
-        return Affine(planes.module, codes, K, 4, scale_GN.t(), zero_GN.t())
-
-
-def _unpack(words: Tensor) -> Tensor:
-    """Return the fields of words along the outputs, uint8 [..., 8 words]."""
-    fields = unpack(words, 4, words.shape[-1] * 8).unflatten(-1, (-1, 8))
-    return fields[..., list(_ORDER)].flatten(-2)
+        return Affine(planes.module, codes, K, 4, scale_GN.t(), zero_NG)

@@ -6,9 +6,12 @@ import json
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +34,7 @@ from sharesd.models.conversion_cache import converted
 from sharesd.models.decoder_config import DecoderConfig, UnsupportedArchitecture
 from sharesd.models.quantized.formats import layout_of
 from sharesd.models.quantized.layout import MISFIT, Layout, Planes, QuantizedLinear
+from sharesd.models.quantized.workers import Workers
 from sharesd.models.weight_mapping import check_finite, tensor_shapes, text_name
 
 log = logging.getLogger(__name__)
@@ -39,8 +43,23 @@ _LINKED = ("*.json", "*.jinja", "*.txt", "*.model", "*.py")
 _NOT_LINKED = ("config.json", MODELOPT, *(f"{name}.index.json" for name in WEIGHT_FILES))
 _SHARD_BYTES = 2 << 30
 
-Weights = dict[str, Tensor | QuantizedLinear]
-"""Tensors of a checkpoint by name, some of them as quantized linears."""
+
+class _Stored(NamedTuple):
+    """Quantized linear of a checkpoint.
+
+    Its scales take memory only while it is read.
+    """
+
+    shape: tuple[int, ...]
+    read: Callable[[], QuantizedLinear]
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+
+Weights = dict[str, Tensor | _Stored]
+"""Tensors of a checkpoint by name."""
 
 
 def expanded_folder(folder: Path, progress: Progress) -> Path:
@@ -57,14 +76,15 @@ def expanded_folder(folder: Path, progress: Progress) -> Path:
 def check_as_stored(folder: Path) -> None:
     """Raise ValueError for a linear that cannot run as it is stored."""
     for tensor in _checked_weights(folder, as_stored=True).values():
-        if isinstance(tensor, QuantizedLinear):
-            tensor.block_type()
+        if isinstance(tensor, _Stored):
+            tensor.read().block_type()
 
 
 def stored_parts(folder: Path) -> Iterator[tuple[str, Tensor | BlockPart]]:
     """Yield names and tensors of a folder; quantized linears as blocks."""
-    for name, tensor in _checked_weights(folder, as_stored=True).items():
-        yield name, tensor.block_part() if isinstance(tensor, QuantizedLinear) else tensor
+    with closing(Workers()) as workers:
+        for name, tensor in _checked_weights(folder, as_stored=True).items():
+            yield name, tensor.read().block_part(workers.run) if isinstance(tensor, _Stored) else tensor
 
 
 def _expand(folder: Path, fresh: Path, progress: Progress) -> None:
@@ -86,16 +106,17 @@ def _expand(folder: Path, fresh: Path, progress: Progress) -> None:
         shards.append({})
         shard.clear()
 
-    for name, tensor in weights.items():
-        if isinstance(tensor, QuantizedLinear):
-            tensor = tensor.values(dtype)
-            if not tensor.sum(dtype=torch.float32).isfinite():
-                check_finite(folder, name, tensor)
-        shard[name] = tensor.contiguous()
-        done += sizes[name]
-        progress("expanding weights", done, total)
-        if sum(each.nbytes for each in shard.values()) >= _SHARD_BYTES:
-            write()
+    with closing(Workers()) as workers:
+        for name, tensor in weights.items():
+            if isinstance(tensor, _Stored):
+                tensor = tensor.read().values(dtype, workers.run)
+                if not tensor.sum(dtype=torch.float32).isfinite():
+                    check_finite(folder, name, tensor)
+            shard[name] = tensor.contiguous()
+            done += sizes[name]
+            progress("expanding weights", done, total)
+            if sum(each.nbytes for each in shard.values()) >= _SHARD_BYTES:
+                write()
     if shard:
         write()
     index = {"metadata": {}, "weight_map": names}
@@ -150,7 +171,8 @@ def _grouped(stored: Mapping[str, Tensor], layout: Layout) -> Weights:
             raise ValueError(f"tensor {name} is quantized, and quantization_config leaves {module} out; {MISFIT}")
         if found is not None and is_quantized:
             if layout.weight_name(module) not in weights:
-                weights[layout.weight_name(module)] = _linear(Planes(module, own), layout)
+                shape = _linear(module, own, layout).shape
+                weights[layout.weight_name(module)] = _Stored(shape, partial(_linear, module, own, layout))
         elif found is not None and found["plane"] not in layout.codes:
             if found["plane"] not in layout.left_out:
                 raise ValueError(f"tensor {name} has no quantized weights beside it; {MISFIT}")
@@ -163,8 +185,9 @@ def _grouped(stored: Mapping[str, Tensor], layout: Layout) -> Weights:
     return weights
 
 
-def _linear(planes: Planes, layout: Layout) -> QuantizedLinear:
+def _linear(module: str, tensors: Mapping[str, Tensor], layout: Layout) -> QuantizedLinear:
     """Return a linear; ValueError for a tensor that it does not use."""
+    planes = Planes(module, tensors)
     linear = layout.linear(planes)
     for plane in sorted(planes.unread() - layout.left_out):
         if not plane.endswith("zero_point") or bool(planes[plane].float().any()):  # symmetric ones are 0

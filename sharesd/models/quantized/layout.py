@@ -7,18 +7,23 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from compile.block_linear import BlockPart
+from sharesd.models.quantized.workers import Ranges, run_here
 
 MISFIT = "give the config.json that the weights were saved with, or download the checkpoint again"
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-_CHUNK_WEIGHTS = 1 << 22
+_CHUNK_WEIGHTS = 1 << 19
 _ROW_STEP = 32  # rows that every packing keeps in whole words
+
+
+Run = Callable[[Callable[[int, int], None], Ranges], None]
+"""Call of a function for ranges of outputs."""
 
 
 class Settings:
@@ -134,11 +139,14 @@ class QuantizedLinear(ABC):
     def rows(self, begin: int, end: int) -> Tensor:
         """Return the weights of some outputs, float32 [n, K]."""
 
-    def values(self, dtype: torch.dtype = torch.float32) -> Tensor:
+    def values(self, dtype: torch.dtype = torch.float32, run: Run = run_here) -> Tensor:
         """Return the weights [N, K], rounded once."""
         weight = torch.empty(self.shape, dtype=dtype)
-        for begin, end in self.chunks():
+
+        def fill(begin: int, end: int) -> None:
             weight[begin:end] = self.rows(begin, end)
+
+        run(fill, self.chunks())
         return weight
 
     def chunks(self) -> Iterator[tuple[int, int]]:
@@ -155,7 +163,7 @@ class QuantizedLinear(ABC):
         """
         raise self.not_as_stored("its layout has no kernel")
 
-    def block_part(self) -> BlockPart:
+    def block_part(self, run: Run = run_here) -> BlockPart:
         """Return the weights as blocks, see `block_type`."""
         raise NotImplementedError
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from compile.block_linear import BlockPart
-from sharesd.models.quantized.layout import Layout, Planes, QuantizedLinear, Settings
+from sharesd.models.quantized.layout import Layout, Planes, QuantizedLinear, Run, Settings
+from sharesd.models.quantized.workers import run_here
 
 GROUP = 32
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -55,13 +56,16 @@ class PowerFloat4(Float4):
     def block_type(self) -> str:
         return "MXFP4"
 
-    def block_part(self) -> BlockPart:
+    def block_part(self, run: Run = run_here) -> BlockPart:
         N, G = self._powers_NG.shape
         raw = torch.empty(N, G, 1 + GROUP // 2, dtype=torch.uint8)
         raw[..., 0] = self._powers_NG
-        for begin, end in self.chunks():
+
+        def fill(begin: int, end: int) -> None:
             first, second = self._codes(begin, end).split(GROUP // 2, dim=-1)
             raw[begin:end, :, 1:] = first | second << 4
+
+        run(fill, self.chunks())
         return BlockPart(self.block_type(), raw.flatten(1))
 
 
