@@ -23,8 +23,11 @@ def quantize_folder(folder: Path, section: dict[str, Any], quantize: Quantize, *
     """Replace the projections of a checkpoint, and name their layout in its config.json."""
     file, tensors = folder / "model.safetensors", {}
     for name, tensor in load_file(file).items():
+        if not name.endswith("_proj.weight"):
+            tensors[name] = tensor
+            continue
         module = name.removesuffix(".weight")
-        made = quantize(module, tensor.float()) if name.endswith("_proj.weight") else {"weight": tensor}
+        made = quantize(module, tensor.float())
         tensors |= {f"{module}.{plane}": each.contiguous() for plane, each in made.items()}
     save_file(tensors, file, metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())

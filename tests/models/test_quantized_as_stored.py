@@ -117,8 +117,15 @@ def test_scales_that_float16_does_not_hold_are_refused() -> None:
     made = gptq(random(32, 64), 4, 64)
     made["scales"] = made["scales"].float() * 1.0001
     linear = layout_of({"quant_method": "gptq", "bits": 4, "group_size": 64}).linear(Planes("x", made))
-    with pytest.raises(ValueError, match="x does not run as it is stored .float16 does not hold its scales"):
+    with pytest.raises(ValueError, match="linear x does not run as it is stored .float16 does not hold its scales"):
         linear.block_type()
+
+
+@pytest.mark.parametrize("kind", ["fp8", "nf4", "nvfp4"])
+def test_layouts_without_a_kernel_are_refused_by_name(kind: str, tmp_path: Path) -> None:
+    folder = write_quantized(tmp_path / "model", kind)
+    with pytest.raises(ValueError, match=f"{folder}: linear model.* does not run as it is stored .*--dequantize"):
+        LLM(folder, mode="naive", dequantize=False)
 
 
 def test_folders_are_refused_before_they_are_loaded(tmp_path: Path) -> None:

@@ -11,9 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from sharesd import LLM, SamplingParams
-from sharesd.models.loader import decoder_config, load_decoder, resolve
+from sharesd.models.hf import HFModel
+from sharesd.models.loader import decoder_config, load_decoder, load_model, resolve, stored_tensors
 from sharesd.models.quantized.formats import layout_of
 from sharesd.models.quantized.layout import Planes
 from tests.helpers.quantized_folders import (
@@ -132,10 +134,27 @@ def test_weights_of_float16_checkpoints_stay_in_float16(tmp_path: Path) -> None:
     assert load_file(file)["model.layers.0.mlp.up_proj.weight"].dtype == torch.float16
 
 
-def test_biases_of_zeros_without_a_place_are_left_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dequantize", [True, False])
+def test_biases_of_zeros_without_a_place_are_left_out(dequantize: bool, tmp_path: Path) -> None:
     folder = write_quantized(tmp_path / "model", "gptq")
     edit(folder, lambda tensors: tensors.update({"model.layers.0.mlp.up_proj.bias": torch.zeros(128)}))
-    load_decoder(resolve(folder), dtype=torch.float32)
+    ready = resolve(folder, dequantize=dequantize)
+    assert "model.layers.0.mlp.up_proj.bias" not in dict(stored_tensors(ready))
+
+
+@torch.inference_mode()
+def test_the_fallback_runs_expanded_weights(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = AutoConfig.for_model("stablelm", vocab_size=96, num_key_value_heads=2, **sizes)
+    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(tmp_path / "plain")
+    section, quantize = FOLDERS["gptq"]
+    folder = quantize_folder(tmp_path / "plain", section, quantize)
+    model = load_model(resolve(folder), dtype=torch.float32, device="cpu")
+    assert isinstance(model, HFModel)
+    found, name = dict(model.model.named_parameters()), "model.layers.0.mlp.up_proj"
+    stored = load_file(folder / "model.safetensors")
+    planes = {key.removeprefix(f"{name}."): tensor for key, tensor in stored.items() if key.startswith(f"{name}.")}
+    assert torch.equal(found[f"{name}.weight"], read(section, planes, name).bfloat16().float())
 
 
 def edit(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:

@@ -11,7 +11,6 @@ from contextlib import closing
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,21 +43,12 @@ _NOT_LINKED = ("config.json", MODELOPT, *(f"{name}.index.json" for name in WEIGH
 _SHARD_BYTES = 2 << 30
 
 
-class _Stored(NamedTuple):
-    """Quantized linear of a checkpoint.
+Linear = Callable[[], QuantizedLinear]
+"""Reader of a quantized linear.
 
-    Its scales take memory only while it is read.
-    """
-
-    shape: tuple[int, ...]
-    read: Callable[[], QuantizedLinear]
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-
-Weights = dict[str, Tensor | _Stored]
+Its scales take memory while it is used.
+"""
+Weights = dict[str, Tensor | Linear]
 """Tensors of a checkpoint by name."""
 
 
@@ -68,31 +58,40 @@ def expanded_folder(folder: Path, progress: Progress) -> Path:
     Raises:
         ValueError: a tensor is damaged, or of a layout that is not supported.
     """
-    files = [folder / "config.json", *weight_files(folder)]
+    configs = [folder / name for name in ("config.json", MODELOPT) if (folder / name).exists()]
+    files = [*configs, *weight_files(folder)]
     name = folder.resolve().name
     return converted(folder, files, stem=name, key="16 bits", write=lambda fresh: _expand(folder, fresh, progress))
 
 
 def check_as_stored(folder: Path) -> None:
-    """Raise ValueError for a linear that cannot run as it is stored."""
-    for tensor in _checked_weights(folder, as_stored=True).values():
-        if isinstance(tensor, _Stored):
-            tensor.read().block_type()
+    """Raise ValueError for what cannot run as it is stored."""
+    layout, config, reason = _read_config(folder)
+    if config is None:
+        raise ValueError(f"{folder}: {reason}, and stored weights run in native decoders; take --dequantize")
+    with damage_named(folder):
+        _check(_read_weights(folder, layout, config), config, as_stored=True)
 
 
 def stored_parts(folder: Path) -> Iterator[tuple[str, Tensor | BlockPart]]:
-    """Yield names and tensors of a folder; quantized linears as blocks."""
+    """Yield names and tensors of a folder; quantized linears as blocks.
+
+    `check_as_stored` comes before it.
+    """
+    layout, config, _ = _read_config(folder)
     with closing(Workers()) as workers:
-        for name, tensor in _checked_weights(folder, as_stored=True).items():
-            yield name, tensor.read().block_part(workers.run) if isinstance(tensor, _Stored) else tensor
+        for name, tensor in _read_weights(folder, layout, config).items():
+            yield name, tensor if isinstance(tensor, Tensor) else tensor().block_part(workers.run)
 
 
 def _expand(folder: Path, fresh: Path, progress: Progress) -> None:
     """Write the folder's files with weights of 16 bits."""
-    raw, weights = without_quantization(read_config(folder)), _checked_weights(folder)
+    raw, (layout, config, _) = without_quantization(read_config(folder)), _read_config(folder)
+    with damage_named(folder):
+        weights = _read_weights(folder, layout, config)
+        sizes = {name: math.prod(shape) for name, shape in _check(weights, config).items()}
     said = str(raw.get("dtype") or raw.get("torch_dtype"))
     dtype = torch.float16 if said == "float16" else torch.bfloat16
-    sizes = {name: math.prod(tensor.shape) for name, tensor in weights.items()}
     total, done, shard, shards = sum(sizes.values()), 0, dict[str, Tensor](), list[dict[str, Tensor]]()
     log.warning(
         "%s: %.2f GB of weights take %.2f GB in 16 bits, on disk and in memory", folder, *_gigabytes(folder, total)
@@ -108,8 +107,8 @@ def _expand(folder: Path, fresh: Path, progress: Progress) -> None:
 
     with closing(Workers()) as workers:
         for name, tensor in weights.items():
-            if isinstance(tensor, _Stored):
-                tensor = tensor.read().values(dtype, workers.run)
+            if not isinstance(tensor, Tensor):
+                tensor = tensor().values(dtype, workers.run)
                 if not tensor.sum(dtype=torch.float32).isfinite():
                     check_finite(folder, name, tensor)
             shard[name] = tensor.contiguous()
@@ -131,27 +130,36 @@ def _gigabytes(folder: Path, num_weights: int) -> tuple[float, float]:
     return sum(file.stat().st_size for file in weight_files(folder)) / 1e9, 2 * num_weights / 1e9
 
 
-def _checked_weights(folder: Path, *, as_stored: bool = False) -> Weights:
-    """Return all weights, mapped, after checks of types, shapes and scales.
+def _read_config(folder: Path) -> tuple[Layout, DecoderConfig | None, UnsupportedArchitecture | None]:
+    """Return layout and native config, or the reason for no such config.
 
-    Raises ValueError for what does not fit, and `as_stored` for architectures without a native decoder.
+    Raises ValueError if config.json cannot be used.
     """
     raw = read_config(folder)
     section = quantization_of(raw)
     assert section is not None
     with damage_named(folder / "config.json"):
-        layout, config = layout_of(section), None
+        layout = layout_of(section)
         try:
             config = DecoderConfig.from_hf(without_quantization(raw), refuses_unread=True)
-            check_sizes(config, sum(file.stat().st_size for file in weight_files(folder)))
         except UnsupportedArchitecture as reason:
-            if as_stored:
-                raise ValueError(f"{reason}, and stored weights run in native decoders; take --dequantize") from None
-    stored = dict(chain.from_iterable(map(read_tensors, weight_files(folder))))
-    with damage_named(folder):
-        weights = _grouped(stored, layout)
-        if config is not None:
-            _check_shapes(weights, config)
+            return layout, None, reason
+        check_sizes(config, sum(file.stat().st_size for file in weight_files(folder)))
+        return layout, config, None
+
+
+def _read_weights(folder: Path, layout: Layout, config: DecoderConfig | None) -> Weights:
+    """Return all weights, mapped, but for biases of zeros without a place.
+
+    Raises ValueError for files that are damaged, and tensors that disagree with the config.
+    """
+    weights = _grouped(dict(chain.from_iterable(map(read_tensors, weight_files(folder)))), layout)
+    asked = {} if config is None else tensor_shapes(config)
+    for stored in list(weights):  # AutoGPTQ writes biases for all linears
+        tensor, name = weights[stored], text_name(stored)
+        is_extra = name.endswith(".bias") and name not in asked and name.removesuffix("bias") + "weight" in asked
+        if is_extra and isinstance(tensor, Tensor) and not tensor.any():
+            del weights[stored]
     return weights
 
 
@@ -171,8 +179,7 @@ def _grouped(stored: Mapping[str, Tensor], layout: Layout) -> Weights:
             raise ValueError(f"tensor {name} is quantized, and quantization_config leaves {module} out; {MISFIT}")
         if found is not None and is_quantized:
             if layout.weight_name(module) not in weights:
-                shape = _linear(module, own, layout).shape
-                weights[layout.weight_name(module)] = _Stored(shape, partial(_linear, module, own, layout))
+                weights[layout.weight_name(module)] = partial(_linear, module, own, layout)
         elif found is not None and found["plane"] not in layout.codes:
             if found["plane"] not in layout.left_out:
                 raise ValueError(f"tensor {name} has no quantized weights beside it; {MISFIT}")
@@ -195,23 +202,29 @@ def _linear(module: str, tensors: Mapping[str, Tensor], layout: Layout) -> Quant
     return linear
 
 
-def _check_shapes(weights: Weights, config: DecoderConfig) -> None:
-    """Raise ValueError if a tensor is missing or wrongly shaped.
+def _check(weights: Weights, config: DecoderConfig | None, *, as_stored: bool = False) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor.
 
-    Biases of zeros that the architecture lacks are left out.
+    Raises ValueError for one that is missing, damaged or wrongly shaped, or `as_stored` has no kernel.
     """
-    shapes = tensor_shapes(config)
+    shapes, refusal = {}, None
+    for name, tensor in weights.items():
+        linear = tensor if isinstance(tensor, Tensor) else tensor()
+        shapes[name] = tuple(linear.shape)
+        if as_stored and isinstance(linear, QuantizedLinear):
+            try:
+                linear.block_type()
+            except ValueError as error:  # damage comes first
+                refusal = refusal or error
+    asked = {} if config is None else tensor_shapes(config)
     found = {text_name(name): name for name in weights}
     for name, stored in found.items():
-        tensor = weights[stored]
-        if name in shapes and tuple(tensor.shape) != shapes[name]:
-            wanted = list(shapes[name])
-            raise ValueError(
-                f"tensor {stored} has shape {[*tensor.shape]} where config.json asks for {wanted}; {MISFIT}"
-            )
-        is_extra = name not in shapes and name.endswith(".bias") and name.removesuffix(".bias") + ".weight" in shapes
-        if is_extra and isinstance(tensor, Tensor) and not tensor.any():
-            del weights[stored]
-    missing = [name for name in shapes if name not in found]
+        if name in asked and shapes[stored] != asked[name]:
+            sizes = f"{list(shapes[stored])} where config.json asks for {list(asked[name])}"
+            raise ValueError(f"tensor {stored} has shape {sizes}; {MISFIT}")
+    missing = [name for name in asked if name not in found]
     if missing:
         raise ValueError(f"tensor {missing[0]} is missing; download the checkpoint again")
+    if refusal is not None:
+        raise refusal
+    return shapes

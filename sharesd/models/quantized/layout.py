@@ -168,7 +168,7 @@ class QuantizedLinear(ABC):
         raise NotImplementedError
 
     def not_as_stored(self, reason: str) -> ValueError:
-        return ValueError(f"{self.module} does not run as it is stored ({reason}); take --dequantize")
+        return ValueError(f"linear {self.module} does not run as it is stored ({reason}); take --dequantize")
 
 
 class Layout(ABC):
