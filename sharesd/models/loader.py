@@ -45,6 +45,7 @@ __all__ = ["decoder_config", "load_decoder", "load_model", "resolve"]
 
 log = logging.getLogger(__name__)
 
+_HEAD_MODULE = HEAD.removesuffix("weight")
 Tensors = Callable[[], Iterable[tuple[str, Tensor]]]
 """Makes a checkpoint's tensors anew, one after the other: names and values."""
 BlockCallback = Callable[[Decoder, int], None]
@@ -111,8 +112,12 @@ def stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
         from sharesd.models.gguf.stored import stored_blocks  # whose package takes time to import
 
         return cast("Iterator[tuple[str, Tensor]]", stored_blocks(folder))  # blocks have what is read of tensors
-    stored = chain.from_iterable(map(checkpoint.read_tensors, checkpoint.weight_files(folder)))
-    return lora.merged(folder, stored)
+    return lora.merged(folder, plain_tensors(folder))
+
+
+def plain_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and tensors of a folder's weight files."""
+    return chain.from_iterable(map(checkpoint.read_tensors, checkpoint.weight_files(folder)))
 
 
 def embedding_dtype(folder: Path) -> torch.dtype | None:
@@ -153,11 +158,15 @@ def decoder_config(folder: Path) -> DecoderConfig:
 @cache
 def _has_other_head(folder: Path, identity: str) -> bool:
     """Return True if the stored LM head is not the embedding."""
-    found = {text_name(name): tensor for name, tensor in stored_tensors(folder) if text_name(name) in (EMBEDDING, HEAD)}
-    if len(found) < 2:
-        return False
-    if any(isinstance(tensor, BlockPart) for tensor in found.values()):
+    is_quantized = checkpoint.is_quantized(folder)  # of which no linear is to be read here
+    stored = plain_tensors(folder) if is_quantized else stored_tensors(folder)
+    found = {
+        text_name(name): tensor for name, tensor in stored if text_name(name).startswith((EMBEDDING, _HEAD_MODULE))
+    }
+    if is_quantized and any(name.startswith(_HEAD_MODULE) and name != HEAD for name in found):
         return True
+    if HEAD not in found or EMBEDDING not in found:
+        return False
     embedding_VD, head_VD = found[EMBEDDING], found[HEAD]
     if embedding_VD.shape != head_VD.shape:
         return True

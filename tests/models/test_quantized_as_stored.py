@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import gguf
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from compile.block_linear import BlockLinear, BlockPart
 from compile.huge_pages import HugePageArena
 from sharesd import LLM, SamplingParams
-from sharesd.models.loader import load_decoder, resolve, stored_tensors
+from sharesd.models.loader import decoder_config, load_decoder, resolve, stored_tensors
+from sharesd.models.quantized.affine import Affine
 from sharesd.models.quantized.formats import layout_of
 from sharesd.models.quantized.layout import Planes
 from sharesd.weights.packing import make_cpu_linear
@@ -75,6 +78,38 @@ def test_logits_are_those_of_the_dequantized_weights(kind: str, tmp_path: Path) 
     for tokens in PROMPTS:
         ours, wanted = (each.forward(torch.tensor([tokens]), each.new_cache(1, 32)) for each in (decoder, plain))
         assert (ours - wanted).norm() < 1e-3 * wanted.norm()
+
+
+def tied(folder: Path) -> Path:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    return folder
+
+
+def test_linears_of_a_model_with_one_table_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, read, made = tied(write_quantized(tmp_path / "model", "packed")), [], Affine.block_part
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    monkeypatch.setattr(Affine, "block_part", lambda linear, *run: read.append(linear.module) or made(linear, *run))
+    assert decoder_config(folder).tie_word_embeddings and not read
+    LLM(folder, mode="naive", dequantize=False, max_context=64)
+    assert len(read) == len(set(read)) == 7
+
+
+def test_a_quantized_head_beside_the_table_is_used(tmp_path: Path) -> None:
+    folder = tied(write_quantized(tmp_path / "model", "gptq"))
+    tensors, (_, quantize) = load_file(folder / "model.safetensors"), FOLDERS["gptq"]
+    head = tensors.pop("lm_head.weight").float()
+    made = {f"lm_head.{plane}": tensor.contiguous() for plane, tensor in quantize("lm_head", head).items()}
+    save_file(tensors | made, folder / "model.safetensors", metadata={"format": "pt"})
+    assert not decoder_config(folder).tie_word_embeddings
+    parts = dict(stored_tensors(resolve(folder, dequantize=False)))
+    assert isinstance(parts["lm_head.weight"], BlockPart)
+    params = SamplingParams(max_new_tokens=4, temperature=0, ignore_eos=True)
+    llm = LLM(folder, modes=("naive", "suffix"), dequantize=False, max_context=64)
+    texts = [llm.generate([[5, 9, 14]], params, mode=mode)[0].token_ids for mode in ("naive", "suffix")]
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize("kind", ["gptq symmetric", "awq"])

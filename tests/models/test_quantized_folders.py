@@ -221,6 +221,18 @@ def test_what_does_not_fit_is_refused_by_name(
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
 
 
+def test_values_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    folder = write_quantized(tmp_path / "model", "fp8")
+
+    def damage(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{UP}.weight"].view(torch.uint8)[0, 0] = 127  # NaN
+
+    edit(folder, damage)
+    with pytest.raises(ValueError, match=f"{UP}.weight has NaN or infinite values"):
+        resolve(folder)
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))
+
+
 def test_sizes_that_disagree_with_the_config_are_refused(tmp_path: Path) -> None:
     folder = write_quantized(tmp_path / "model", "gptq")
     config = json.loads((folder / "config.json").read_text())
