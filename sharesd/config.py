@@ -271,10 +271,10 @@ class EngineConfig:
     """Allow checkpoints that bring their own modelling code (fallback models only)."""
     revision: str | None = None
     """Branch, tag or commit of the target's hub id; None = main."""
-    dequantize: bool = True
+    dequantize: bool | None = None
     """Expand weights of .gguf files and quantized folders to 16 bits.
 
-    False: they run as they are stored.
+    False: they run as they are stored. None = that, where it can be done (see `sharesd.loading.stored_weights`).
     """
     activations: Activations = "exact"
     """Rounding of the inputs of stored weights.

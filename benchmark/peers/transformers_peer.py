@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 from benchmark.peers.peer import Deliver, Peer, Settings
@@ -32,7 +33,7 @@ class Transformers(Peer):
         self._quiet, config = quiet_transformers, settings.config
         options = {"dtype": getattr(torch, settings.dtype), "trust_remote_code": config.trust_remote_code}
         with self._quiet():
-            model: Any = AutoModelForCausalLM.from_pretrained(resolve_target(config), **options)
+            model: Any = AutoModelForCausalLM.from_pretrained(resolve_target(replace(config, dequantize=True)), **options)
         self._model = model.eval().to(config.device)
         self._model.generation_config.eos_token_id = None  # end tokens do not end an answer
         self._options: dict[str, dict[str, Any]] = {}

@@ -66,9 +66,8 @@ def _stage_flag(c: Combination) -> str:
     return "--devices" if split.devices else "--device-map" if split.device_map is not None else "--max-memory"
 
 
-def _without_blocks(c: Combination) -> str | None:
+def without_blocks(config: EngineConfig) -> str | None:
     """Return the option that has no kernel for blocks of .gguf files."""
-    config = c.config
     options = {
         "--lora": config.lora is not None,
         "--tensor-parallel": config.tensor_parallel > 1,
@@ -193,12 +192,8 @@ OPTIONS: tuple[Row, ...] = (
         ),
     ),
     Row(
-        lambda c: not c.config.dequantize and _without_blocks(c) is not None,
-        lambda c: f"stored weights do not go with {_without_blocks(c)} yet; drop it, or --no-dequantize",
-    ),
-    Row(
-        lambda c: c.config.activations != "exact" and c.config.dequantize,
-        lambda c: f"activations is {c.config.activations!r}, which is for stored weights; add --no-dequantize",
+        lambda c: c.config.dequantize is False and without_blocks(c.config) is not None,
+        lambda c: f"stored weights do not go with {without_blocks(c.config)} yet; drop it, or --no-dequantize",
     ),
     Row(
         lambda c: c.config.prompt_cache is not None and (c.config.split.enabled or c.config.tensor_parallel > 1),
@@ -270,7 +265,14 @@ RESOLVED: tuple[Row, ...] = (
         ),
     ),
     Row(
-        lambda c: not c.config.dequantize and c.compile != "native",
+        lambda c: c.config.activations != "exact" and bool(c.config.dequantize),
+        lambda c: (
+            f"activations is {c.config.activations!r}, which is for weights as a .gguf file stores them; leave it out, "
+            "or take --no-dequantize"
+        ),
+    ),
+    Row(
+        lambda c: c.config.dequantize is False and c.compile != "native",
         lambda c: f"stored weights run in the CPU kernel, and steps are compiled by {c.compile!r}; take --dequantize",
     ),
 )
@@ -306,7 +308,7 @@ NO_OFFLOAD: tuple[Row, ...] = (
         ),
     ),
     Row(
-        lambda c: not c.config.dequantize,
+        lambda c: c.config.dequantize is False,
         lambda c: "the weights run as they are stored, and all stay in memory; take --dequantize",
     ),
     Row(

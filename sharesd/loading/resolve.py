@@ -33,8 +33,8 @@ from sharesd.execution.step_widths import fixed_width
 from sharesd.loading.auto_mode import AutoDrafters, choose_drafters
 from sharesd.loading.combination import Combination
 from sharesd.loading.combinations import NO_OFFLOAD, RESOLVED, TARGET, check, check_options, first_message
-from sharesd.models import hub
-from sharesd.models.checkpoint import Progress, is_stored, silent
+from sharesd.loading.stored_weights import folder_and_config
+from sharesd.models.checkpoint import Progress, silent
 from sharesd.models.decoder_config import UnsupportedArchitecture
 from sharesd.models.loader import decoder_config
 from sharesd.parallel.pipeline_planner import plan_pipeline
@@ -196,11 +196,18 @@ class _Resolver:
     def resolve(self) -> ResolvedConfig:
         self.device = self._open_device()
         dtype = dtype_of(self._config.dtype, self.device)
-        if not self._config.dequantize and self._config.dtype == "auto":
-            dtype = torch.float32
         kernels = choose_kernels(self._config.kernels, self.device, dtype, self._config.compile)
-        config, auto = replace(self._config, kernels=kernels.kernels), None
-        folder = hub.resolve_target(config, progress=self._progress)
+        folder, config = folder_and_config(
+            replace(self._config, kernels=kernels.kernels),
+            self.device,
+            needs_numbers=self._in_memory or self._has_block_source,
+            warns=self._is_rank_zero,
+            progress=self._progress,
+        )
+        if not config.dequantize and config.dtype == "auto":
+            dtype = torch.float32
+            kernels = choose_kernels(self._config.kernels, self.device, dtype, self._config.compile)
+        auto = None
         self._check_target(folder)
 
         def choose(offloads: bool) -> AutoDrafters:
@@ -263,10 +270,6 @@ class _Resolver:
         return device
 
     def _check_target(self, folder: Path) -> None:
-        if not self._config.dequantize and not is_stored(folder):
-            raise ValueError(
-                f"{folder} is no .gguf file and has no quantized weights to run as they are; drop --no-dequantize"
-            )
         if not self._config.split.enabled and self._config.tensor_parallel == 1:
             return
         try:

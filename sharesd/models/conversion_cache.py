@@ -64,6 +64,11 @@ def converted(
     return folder
 
 
+def is_converted(folder: Path) -> bool:
+    """Return True if a folder was converted."""
+    return (folder / MANIFEST).exists()
+
+
 def _fingerprint(files: Sequence[Path], key: object) -> str:
     """Return a hash of the files' sizes and edges, and of `key`.
 

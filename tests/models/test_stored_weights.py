@@ -12,7 +12,8 @@ from torch import Tensor
 
 from compile.block_linear import BlockEmbedding, BlockLinear, BlockPart
 from compile.huge_pages import HugePageArena
-from sharesd import LLM, SamplingParams
+from sharesd import LLM, EngineConfig, SamplingParams
+from sharesd.loading.resolve import resolve_config
 from sharesd.models.gguf.convert import converted_folder
 from sharesd.models.gguf.stored import stored_blocks
 from sharesd.models.loader import load_decoder
@@ -96,12 +97,43 @@ def test_every_mode_gives_the_text_of_plain_decoding(activations: str, tmp_path:
     [
         ({"tensor_parallel": 2}, "stored weights do not go with --tensor-parallel yet"),
         ({"compile": "off"}, "stored weights do not go with --compile yet"),
-        ({"dequantize": True, "activations": "fast"}, "activations is 'fast', which is for stored weights"),
+        ({"dequantize": True, "activations": "fast"}, "activations is 'fast', which is for weights as a .gguf file stores them"),
     ],
 )
 def test_what_has_no_kernel_is_refused_by_name(options: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         LLM(write_gguf(tmp_path / "a.gguf"), mode="naive", **{"dequantize": False, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "runs_as_stored", "message"),
+    [
+        ({}, True, ""),
+        ({"dequantize": True}, False, ""),
+        ({"dtype": "float32"}, False, ""),
+        ({"compile": "off"}, False, "expanded to bfloat16, 0.0 GB: stored ones do not go with --compile yet"),
+        ({"kernels": "torch"}, False, "stored ones do not go with torch's kernels"),
+    ],
+)
+def test_files_run_as_they_are_stored_by_default(
+    options: dict[str, Any], runs_as_stored: bool, message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = str(write_gguf(tmp_path / "a.gguf"))
+    resolved = resolve_config(EngineConfig(target=target, mode="naive", max_context=64, **options))
+    assert resolved.config.dequantize is not runs_as_stored
+    assert (resolved.dtype == torch.float32) is (runs_as_stored or "dtype" in options)
+    assert (message in caplog.text) if message else not caplog.text
+
+
+def test_the_default_expands_architectures_without_a_native_decoder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def convert(file: Any, parts: Any, ignored: Any, folder: Path, progress: Any) -> None:
+        (folder / "model.safetensors").write_bytes(b"bfloat16")
+
+    monkeypatch.setattr("sharesd.models.gguf.fallback.convert_by_transformers", convert)
+    folder = converted_folder(write_gguf(tmp_path / "a.gguf", "starcoder2"), dequantize=None)
+    assert (folder / "model.safetensors").read_bytes() == b"bfloat16"
 
 
 def test_a_folder_of_numbers_is_not_stored(checkpoint: Any) -> None:

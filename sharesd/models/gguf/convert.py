@@ -26,16 +26,23 @@ log = logging.getLogger(__name__)
 
 
 def converted_folder(
-    gguf_file: Path, *, progress: Progress = silent, ignored: Collection[str] = (), dequantize: bool = True
+    gguf_file: Path, *, progress: Progress = silent, ignored: Collection[str] = (), dequantize: bool | None = True
 ) -> Path:
     """Return the checkpoint folder of a .gguf file.
 
     The file may be a part of a model. Converts the model if the folder is missing or damaged.
-    `ignored`: keys and tensors to leave out. Without `dequantize`, the folder names the file instead of weights.
+    `ignored`: keys and tensors to leave out. If `dequantize` is False, the folder names the file instead of weights;
+    if None, for architectures of the native decoder.
 
     Raises:
         ValueError: a file is damaged or missing, or has something that is not supported.
     """
+    if dequantize is None:
+        try:
+            return converted_folder(gguf_file, progress=progress, ignored=ignored, dequantize=False)
+        except UnsupportedArchitecture as reason:
+            log.info("%s: %s; its weights are expanded to bfloat16", gguf_file.name, reason)
+            dequantize = True
     parts, ignored = parts_of(gguf_file), sorted(set(ignored))
     refuse_pointers(parts)
     return converted(
@@ -63,7 +70,8 @@ def _convert(parts: list[Path], ignored: list[str], folder: Path, progress: Prog
                 (folder / STORED).write_text(json.dumps({"files": names, "ignored": ignored}))
         except UnsupportedArchitecture as reason:
             if not dequantize:
-                raise ValueError(f"{reason}, and stored weights run in native decoders; take --dequantize") from None
+                more = f"{reason}, and stored weights run in native decoders; take --dequantize"
+                raise UnsupportedArchitecture(more) from None
             from sharesd.models.gguf.fallback import convert_by_transformers
 
             log.info("%s: %s; converting by transformers", name, reason)

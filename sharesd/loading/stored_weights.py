@@ -1,0 +1,55 @@
+"""Choice between weights as files store them, and expanded ones."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from compile.op_registry import runs_cpp
+from sharesd.config import EngineConfig
+from sharesd.loading.combinations import without_blocks
+from sharesd.models.checkpoint import Progress, is_stored, weight_files
+from sharesd.models.conversion_cache import is_converted
+from sharesd.models.hub import resolve_target
+
+log = logging.getLogger(__name__)
+
+
+def folder_and_config(
+    config: EngineConfig, device: torch.device, *, needs_numbers: bool, warns: bool, progress: Progress
+) -> tuple[Path, EngineConfig]:
+    """Return the target's folder, and the config with `dequantize` chosen.
+
+    The embedded model is expanded, since its quantized copy drafts well then; so is what a `dtype` was given for.
+    `needs_numbers`: tensors replace the file's, or blocks are offloaded by the caller.
+
+    Raises:
+        ValueError: weights that are to run as they are stored cannot; the message names a remedy.
+    """
+    obstacle = None
+    if config.dequantize is None:
+        obstacle = _obstacle(config, device)
+        if obstacle is not None or needs_numbers or config.target is None or config.dtype != "auto":
+            config = replace(config, dequantize=True)
+    folder = resolve_target(config, progress=progress)
+    if config.dequantize is False and not is_stored(folder):
+        raise ValueError(
+            f"{folder} is no .gguf file and has no quantized weights to run as they are; drop --no-dequantize"
+        )
+    if warns and obstacle is not None and is_converted(folder):
+        num_bytes = sum(file.stat().st_size for file in weight_files(folder))
+        log.warning("weights are expanded to bfloat16, %.1f GB: stored ones do not go with %s", num_bytes / 1e9, obstacle)
+    return folder, replace(config, dequantize=not is_stored(folder))
+
+
+def _obstacle(config: EngineConfig, device: torch.device) -> str | None:
+    """Return what has no kernel for stored weights."""
+    if device.type != "cpu":
+        return "a GPU yet"
+    if config.kernels == "torch" or not runs_cpp(device):
+        return "torch's kernels"
+    option = without_blocks(config)
+    return None if option is None else f"{option} yet"
