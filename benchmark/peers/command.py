@@ -44,7 +44,7 @@ def add_parser(subparsers: Any) -> None:
         help="runtimes, with commas, or single variants as RUNTIME:VARIANT (sharesd:naive); those that are not "
         "installed are named in the report",
     )
-    group.add_argument("--gguf", metavar="FILE", help="the model's weights for OpenVINO and llama.cpp")
+    group.add_argument("--gguf", metavar="FILE", help="weights for OpenVINO and llama.cpp (default: the target's)")
     arguments.add_questions(group, 4, 64)
     group.add_argument("--repeats", type=arguments.number, default=3, metavar="R", help="measure R times")
     arguments.add_out_dir(group, "peers")
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
     from sharesd.cli.conversation import prompt_ids, require_room
     from sharesd.devices.selection import device_of
-    from sharesd.models.hub import resolve_target
+    from sharesd.models.hub import gguf_of, resolve_target
     from sharesd.models.tokenizer import load_tokenizer
 
     config = replace(config, device=str(device_of(config.device)))
@@ -78,7 +78,8 @@ def run(args: argparse.Namespace) -> int:
     require_room(tokenizer, asked.questions, **lengths)
     prompts = [prompt_ids(tokenizer, question, []) for question in asked.questions]
     num_threads = config.threads or _num_cores()
-    settings = Settings(config=config, num_tokens=args.max_new_tokens, num_threads=num_threads, gguf=args.gguf)
+    gguf = str(args.gguf or gguf_of(config.target) or "") or None
+    settings = Settings(config=config, num_tokens=args.max_new_tokens, num_threads=num_threads, gguf=gguf)
     with loading_bars() as progress:
 
         def report(what: str, done: int, total: int) -> None:
@@ -87,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
                 err_console.print(f"{done}/{total} {what}", highlight=False, soft_wrap=True)
 
         measure(rows, prompts, repeats=args.repeats, open_worker=lambda name: Worker(name, settings), report=report)
-    same = {"num_threads": num_threads, "repeats": args.repeats, "gguf": args.gguf, "num_tokens": args.max_new_tokens}
+    same = {"num_threads": num_threads, "repeats": args.repeats, "gguf": gguf, "num_tokens": args.max_new_tokens}
     about = conditions(config, modes, questions=asked.label, prompt_tokens=list(map(len, prompts)), **same)
     about["environment"] |= {peer_class(name).pip: version_of(peer_class(name).pip) for name in PEERS}
     found = figures(rows, lambda name: next(iter(peer_class(name).variants)))

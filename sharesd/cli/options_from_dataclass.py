@@ -23,8 +23,8 @@ def add_flags(group: argparse._ActionsContainer, options: type, flags: Mapping[s
         default = known[name].default if flag.none is None else flag.none
         given: dict[str, Any] = {"dest": flag.dest or name, "help": flag.help}
         given["default"] = argparse.SUPPRESS if default is None or flag.is_absent else default
-        if types[name] is bool:
-            group.add_argument(_name(name, flag), action=Switch if default else "store_true", **given)
+        if bool in (types[name], *get_args(types[name])):
+            group.add_argument(_name(name, flag), action="store_true" if default is False else Switch, **given)
             continue
         if get_origin(types[name]) is Literal and flag.parse is None:
             given["choices"] = get_args(types[name])

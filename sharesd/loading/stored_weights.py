@@ -41,7 +41,8 @@ def folder_and_config(
         )
     if warns and obstacle is not None and is_converted(folder):
         num_bytes = sum(file.stat().st_size for file in weight_files(folder))
-        log.warning("weights are expanded to bfloat16, %.1f GB: stored ones do not go with %s", num_bytes / 1e9, obstacle)
+        size = f"{num_bytes / 1e9:.1f} GB"
+        log.warning("weights are expanded to bfloat16, %s: stored ones do not go with %s", size, obstacle)
     return folder, replace(config, dequantize=not is_stored(folder))
 
 

@@ -82,6 +82,15 @@ def resolve(
     return _download(named["id"], named["kind"], revision, convert, prepare)
 
 
+def gguf_of(target: str | Path | None) -> Path | None:
+    """Return the .gguf file of a target; None without a local one."""
+    if target is None:
+        return _embedded_gguf()
+    path = Path(target).expanduser()
+    models = [path] if is_gguf(path) and path.is_file() else models_in(path) if path.is_dir() else []
+    return models[0] if len(models) == 1 else None
+
+
 def _prepared(folder: Path, *, ignored: Collection[str], dequantize: bool | None, progress: Progress) -> Path:
     """Return a checkpoint folder without `ignored` keys, expanded if quantized."""
     folder = folder_without(folder, ignored)
