@@ -79,7 +79,8 @@ def run(args: argparse.Namespace) -> int:
     prompts = [prompt_ids(tokenizer, question, []) for question in asked.questions]
     num_threads = config.threads or _num_cores()
     gguf = str(args.gguf or gguf_of(config.target) or "") or None
-    settings = Settings(config=config, num_tokens=args.max_new_tokens, num_threads=num_threads, gguf=gguf)
+    ours = tuple(row.variant for row in rows if row.runtime == "sharesd")
+    settings = Settings(config=config, num_tokens=args.max_new_tokens, num_threads=num_threads, modes=ours, gguf=gguf)
     with loading_bars() as progress:
 
         def report(what: str, done: int, total: int) -> None:

@@ -25,6 +25,7 @@ class Settings:
     config: EngineConfig
     num_tokens: int  # tokens per answer, whatever end tokens come up
     num_threads: int
+    modes: tuple[str, ...] = ()  # ours that are measured; () = all
     gguf: str | None = None  # file with the model's weights for runtimes that read GGUF
 
     @property

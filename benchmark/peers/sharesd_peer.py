@@ -26,7 +26,7 @@ class ShareSD(Peer):
 
         super().__init__(settings)
         torch.set_num_threads(settings.num_threads)
-        self._runtime = Runtime(settings.config, modes=tuple(self.variants))  # type: ignore[arg-type]
+        self._runtime = Runtime(settings.config, modes=settings.modes or tuple(self.variants))  # type: ignore[arg-type]
         self._engines: dict[str, Any] = {}
 
     def prepare(self, variant: str) -> None:
