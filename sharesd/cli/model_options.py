@@ -44,8 +44,8 @@ MODEL = {
     "trust_remote_code": Flag("run modelling code that a checkpoint brings along"),
     "revision": Flag("branch, tag or commit of the target's hub id (default: its main branch)", metavar="NAME"),
     "dequantize": Flag(
-        "expand the weights of a .gguf file or quantized folder to 16 bits; --no-dequantize: run them as they are stored "
-        "(default: that, where it can be done)"
+        "expand the weights of a .gguf file or quantized folder to 16 bits; --no-dequantize: run them as they are "
+        "stored (default: that, where it can be done)"
     ),
     "activations": Flag(
         "inputs of linears whose weights run as they are stored: rounded to 16 bits (exact) or 8 bits (fast), per 32 "
