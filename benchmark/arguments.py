@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 _T = TypeVar("_T")
 
 
-def number(text: str) -> int:
-    """Return a whole number of at least 1 (an argparse type)."""
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+def number(text: str, minimum: int = 1) -> int:
+    """Return a whole number of at least `minimum` (an argparse type)."""
+    if not text.isascii() or not text.isdigit() or int(text) < minimum:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {minimum} on")
     return int(text)
 
 
@@ -29,7 +29,7 @@ def add_out_dir(group: Any, name: str) -> None:
     group.add_argument("--out-dir", metavar="DIR", help=f"where the files go (default: results/{name}-DATE-TIME)")
 
 
-def add_removed(parser: argparse.ArgumentParser, **instead: str) -> None:
+def add_removed(parser: Any, **instead: str) -> None:
     """Add hidden options whose use is an error that names the replacement."""
 
     class Removed(argparse.Action):

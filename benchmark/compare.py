@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from benchmark.questions.results import ranged
 from benchmark.report import Report
 from sharesd.cli import environment
 from sharesd.cli.pictures import can_draw
-from sharesd.cli.tables import ABSENT, Section, bullets, flat, read_json, write_json
+from sharesd.cli.tables import ABSENT, Section, bullets, differing, flat, read_json, write_json
 
 SAME = {"files.target": "targets", "questions.sha256": "questions", "sampling.max_new_tokens": "lengths of answers"}
 LEGEND = "Over the first: speedup over that of the first run, tokens per second where there is none; ranges of runs."
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     _require_same(settings, args.force)
     for name, found in runs.items():
         settings[name] |= {key: found["environment"].get(key) for key in environment.IDENTITY}
-    differing = _differing(settings)
+    changed = differing([{**each, "command": None} for each in settings.values()])
     ratios = {mode: ratios_of(runs, mode) for each in runs.values() for mode in each["modes"]}
     figures, columns = [], {"tok/s": "tokens_per_second", "tau": "tau", "alpha": "alpha", "c": "c", "v": "v"}
     rows, remarks, first = [], list[str](), next(iter(runs))
@@ -57,9 +57,9 @@ def run(args: argparse.Namespace) -> int:
 
         plots = [draw_runs(out_dir / "compare.png", runs)]
     about = {"command": environment.command(), "runs": list(runs)}
-    found = {"format": environment.FORMAT, **about, "ratios": ratios, "differing": differing}
+    found = {"format": environment.FORMAT, **about, "ratios": ratios, "differing": changed}
     write_json(out_dir / "compare.json", found)
-    changes = [[name, *map(str, each)] for name, each in differing.items()]
+    changes = [[name, *(ABSENT if x is None else str(x) for x in each)] for name, each in changed.items()]
     sections = [
         Section("", ("mode", "run", "speedup", "over the first"), rows, left=2, text=LEGEND),
         Section("What differs", ("setting", *runs), changes, left=9),
@@ -115,10 +115,3 @@ def _require_same(settings: Mapping[str, Mapping[str, Any]], force: bool) -> Non
         if len({*values.values()}) > 1 and not force:
             shown = ", ".join(f"{name} {str(value)[:12]}" for name, value in values.items())
             raise ValueError(f"the runs have other {what} ({key}: {shown}); name runs of the same, or add --force")
-
-
-def _differing(values: Mapping[str, Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return settings that are not the same in all runs."""
-    names = dict.fromkeys(name for each in values.values() for name in each if name != "command")
-    found: dict[str, Sequence[Any]] = {name: [each.get(name, ABSENT) for each in values.values()] for name in names}
-    return {name: list(each) for name, each in found.items() if len({*map(str, each)}) > 1}

@@ -7,7 +7,7 @@ width and options has its own runtime.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import product
 from typing import Any
@@ -33,53 +33,42 @@ OPTION_OF = {"K": "num-speculative-tokens", "width": "num-speculative-tokens"}
 
 def add_parser(subparsers: Any) -> None:
     """Add the subcommand `sweep` and its preset `grid`."""
-    parser = subparsers.add_parser(
-        "sweep",
-        help="how fast are modes over contexts, batches, widths, temperatures or any option?",
-        description="Measure modes in turns with naive at every combination of the values of axes. The exit status is "
-        "1 if a text differs from that of naive.",
-    )
-    parser.set_defaults(run=run, parser=parser)
-    options.add_model_options(parser)
-    group = parser.add_argument_group("sweep")
+    text = "how fast are modes over contexts, batches, widths, temperatures or any option?"
+    group = _add(subparsers, "sweep", run, text)
     group.add_argument("--mode", default="share", metavar="LIST", help="modes, with commas, or all")
-    group.add_argument(
-        "--over",
-        type=_axis,
-        action="append",
-        required=True,
-        metavar="NAME=LIST",
-        help="an axis and its values, with commas, or semicolons if values have commas: context (tokens of prompts), "
+    text = "an axis and its values, with commas, or semicolons if values have commas: context (tokens of prompts), "
+    text += (
         "batch, width (tokens of a verify step), temperature, or an option, such as num-speculative-tokens=1,2,4 or "
-        "tree=2:4:8,off. Repeatable",
     )
+    text += "tree=2:4:8,off. Repeatable"
+    group.add_argument("--over", type=_axis, action="append", required=True, metavar="NAME=LIST", help=text)
     _add_measuring(group, "sweep")
-    parser = subparsers.add_parser(
-        "grid",
-        help="where does a mode lose, over contexts, batches and temperatures?",
-        description="The sweep over contexts, batches and temperatures. The exit status is 1 if a text differs from "
-        "that of naive.",
-    )
-    parser.set_defaults(run=run_grid, parser=parser)
-    options.add_model_options(parser)
-    group = parser.add_argument_group("grid")
+    group = _add(subparsers, "grid", run_grid, "where does a mode lose, over contexts, batches and temperatures?")
     group.add_argument("--modes", dest="mode", default="all", metavar="LIST", help="modes, with commas, or all")
     group.add_argument("--contexts", default="200,2000,6000", metavar="LIST", help="tokens of prompts")
     group.add_argument("--batches", default="1,4,8", metavar="LIST", help="sequences at once")
     group.add_argument("--temperatures", default="0,1", metavar="LIST", help="0 = greedy")
     _add_measuring(group, "grid")
-    arguments.add_removed(parser, busy="keep cores busy by another process")
+    arguments.add_removed(group, busy="keep cores busy by another process")
+
+
+def _add(subparsers: Any, name: str, run: Callable[[argparse.Namespace], int], text: str) -> Any:
+    """Return the group of options of a new subcommand."""
+    what = "Measure modes in turns with naive at every combination of the values of axes."
+    what = what if name == "sweep" else "The sweep over contexts, batches and temperatures."
+    about = f"{what} The exit status is 1 if a text differs from that of naive."
+    parser = subparsers.add_parser(name, help=text, description=about)
+    parser.set_defaults(run=run, parser=parser)
+    options.add_model_options(parser)
+    return parser.add_argument_group(name)
 
 
 def _add_measuring(group: Any, name: str) -> None:
     group.add_argument("--seed", type=int, default=1, help="seed of the noise, above temperature 0")
     group.add_argument("--runs", type=arguments.number, default=RUNS, metavar="R", help="of which medians are taken")
     arguments.add_questions(group, NUM_QUESTIONS, MAX_NEW_TOKENS)
-    group.add_argument(
-        "--filler",
-        metavar="FILE",
-        help="text for documents that fill contexts (default: Python's manual)",
-    )
+    text = "text for documents that fill contexts (default: Python's manual)"
+    group.add_argument("--filler", metavar="FILE", help=text)
     arguments.add_out_dir(group, name)
 
 

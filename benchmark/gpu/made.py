@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmark.gpu.modes import Answers, answer, loaded
 from benchmark.gpu.shapes import copy_bandwidth
@@ -201,36 +202,22 @@ def made_model(job: Job, size: str, modes: tuple[Mode, ...], **options: Any) -> 
 def _tensors(config: dict[str, Any], device: str) -> Iterator[tuple[str, Tensor]]:
     """Yield the target's tensors, scaled to keep the norm of hidden states."""
     random = torch.Generator(device).manual_seed(0)
-    table = config["vocab_size"], config["hidden_size"]
-    shapes = {"model.embed_tokens": table, "model.norm": table[1:], "lm_head": table}
-    for layer in range(config["num_hidden_layers"]):
-        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in _block(config)}
-    for name, shape in shapes.items():
-        yield f"{name}.weight", _noise(shape, random)
+    for name, shape in _shapes(config).items():
+        yield name, _noise(shape, random)
 
 
 def _head(config: dict[str, Any], device: str) -> Iterator[tuple[str, Tensor]]:
-    random = torch.Generator(device).manual_seed(1)
+    random, block = torch.Generator(device).manual_seed(1), "model.layers.0."
     yield "fc.weight", _noise((config["hidden_size"], 2 * config["hidden_size"]), random)
-    for name, shape in _block(config):
-        if name != "input_layernorm":
-            yield f"layers.0.{name}.weight", _noise(shape, random)
+    for name, shape in _shapes(config).items():
+        if name.startswith(block) and "input_layernorm" not in name:
+            yield name.removeprefix("model."), _noise(shape, random)
 
 
-def _block(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    hidden, mlp, size = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    queries, keys = (size * config[f"num_{name}_heads"] for name in ("attention", "key_value"))
-    yield from {
-        "self_attn.q_proj": (queries, hidden),
-        "self_attn.k_proj": (keys, hidden),
-        "self_attn.v_proj": (keys, hidden),
-        "self_attn.o_proj": (hidden, queries),
-        "mlp.gate_proj": (mlp, hidden),
-        "mlp.up_proj": (mlp, hidden),
-        "mlp.down_proj": (hidden, mlp),
-        "input_layernorm": (hidden,),
-        "post_attention_layernorm": (hidden,),
-    }.items()
+def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig.from_dict(config))
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 def _noise(shape: tuple[int, ...], random: torch.Generator) -> Tensor:

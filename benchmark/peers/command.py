@@ -13,6 +13,7 @@ from benchmark.peers.measure import Row, figures, measure
 from benchmark.peers.peer import PEERS, Settings, peer_class
 from benchmark.peers.process import Worker
 from benchmark.report import Report
+from multigpu.device_assignment import num_cores
 from sharesd.cli import environment, options
 from sharesd.cli.console import err_console, loading_bars
 from sharesd.cli.environment import conditions, version_of
@@ -66,6 +67,8 @@ def run(args: argparse.Namespace) -> int:
     asked = question_files.first_turns(args.questions, args.num_questions)
     out_dir = environment.out_folder(args.out_dir, "peers")
 
+    import psutil
+
     from sharesd.cli.conversation import prompt_ids, require_room
     from sharesd.devices.selection import device_of
     from sharesd.models.hub import gguf_of, resolve_target
@@ -77,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     lengths = {"max_new_tokens": args.max_new_tokens, "max_context": config.planned_context}
     require_room(tokenizer, asked.questions, **lengths)
     prompts = [prompt_ids(tokenizer, question, []) for question in asked.questions]
-    num_threads = config.threads or _num_cores()
+    num_threads = config.threads or min(num_cores(), psutil.cpu_count(logical=False) or num_cores())
     gguf = str(args.gguf or gguf_of(config.target) or "") or None
     ours = tuple(row.variant for row in rows if row.runtime == "sharesd")
     settings = Settings(config=config, num_tokens=args.max_new_tokens, num_threads=num_threads, modes=ours, gguf=gguf)
@@ -156,11 +159,3 @@ def _result(row: Row, found: dict[str, Any] | None) -> dict[str, Any]:
         "figures": found,
         "samples": [{name: value for name, value in s.items() if name != "token_ids"} for s in samples],
     }
-
-
-def _num_cores() -> int:
-    """Return the number of physical cores that this process may use."""
-    import psutil
-
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(usable, psutil.cpu_count(logical=False) or usable)

@@ -38,10 +38,9 @@ def add_parser(subparsers: Any) -> None:
             metavar="N",
             help=f"the first N questions, or {ALL} (default: {NUM_QUESTIONS})",
         )
-        group.add_argument(
-            "--runs", type=arguments.number, default=1, metavar="R", help="measure R times; report the median"
-        )
-        group.add_argument("--out-dir", metavar="DIR", help=f"where results go (default: results/{name}-DATE-TIME)")
+        text = "measure R times; report median and range"
+        group.add_argument("--runs", type=arguments.number, default=1, metavar="R", help=text)
+        arguments.add_out_dir(group, name)
         group.add_argument("--log-dir", metavar="DIR", help="also write a log file into this folder")
         options.add_replicas_option(group)
         group.add_argument("--resume", action="store_true", help="continue the measurement in --out-dir")

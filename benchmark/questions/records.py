@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from multigpu.journal import Journal, read_records
-from sharesd.cli.tables import flat
 
 FLAG = "--out-dir"
 Key = tuple[int, str | int, int]  # (run, question, turn)
@@ -71,9 +68,3 @@ def read(folder: Path, mode: str) -> dict[Key, TurnRecord]:
             raise ValueError(f"{path}:{number}: a turn comes twice; drop the line, or give another {FLAG}")
         records[record.key] = record
     return records
-
-
-def first_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
-    """Return the first differing setting: dotted name, old and new value."""
-    a, b = flat(old), flat(new)
-    return next(((name, a.get(name), b.get(name)) for name in (*a, *b) if a.get(name) != b.get(name)), None)

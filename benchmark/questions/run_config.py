@@ -17,7 +17,7 @@ from multigpu.device_assignment import environments
 from sharesd.cli import options
 from sharesd.cli.console import loading_bars
 from sharesd.cli.environment import IDENTITY, files_of, load_meter, settings_of
-from sharesd.cli.tables import read_json
+from sharesd.cli.tables import differing, flat, read_json
 from sharesd.config import EngineConfig, Mode
 from sharesd.data import questions as question_files
 from sharesd.data.questions import QuestionSet
@@ -130,9 +130,7 @@ def require_same_machine(old: dict[str, Any], new: dict[str, Any], out_dir: Path
 
 
 def _require_same(old: dict[str, Any], new: dict[str, Any], out_dir: Path) -> None:
-    difference = records.first_difference(old, new)
-    if difference:
-        name, before, now = difference
+    for name, (before, now) in differing([flat(old), flat(new)]).items():
         raise ValueError(
             f"--resume: {name} was {before!r} in {out_dir} and is {now!r} now; give the same, or another --out-dir"
         )

@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from benchmark.arguments import add_out_dir, add_removed, number
@@ -20,6 +21,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     positive: Convert = lambda text: _float(text, "a number above 0", above=True)  # noqa: E731
     finite: Convert = lambda text: _float(text, "a number", minimum=-math.inf, above=True)  # noqa: E731
     not_negative: Convert = lambda text: _float(text, "a number from 0 on")  # noqa: E731
+    from_zero: Convert = partial(number, minimum=0)
     spawn = "start our own server in mode naive and in each of these, with commas, and compare; its own options go "
     spawn += "behind --, such as -- --max-batch 8"
     turns = "run all servers of --spawn at once and ask them in turns, N times each, with other prompts each time; "
@@ -35,7 +37,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             ("--exact", number, None, "N", exact),
             ("--model", None, None, "ID", "model to ask (default: the first that the server names)"),
             ("--timeout", positive, 600.0, "S", "seconds for a whole answer"),
-            ("--num-warmups", _count, 1, "N", "requests before each load, one by one, not measured"),
+            ("--num-warmups", from_zero, 1, "N", "requests before each load, one by one, not measured"),
         ],
         "load": [
             ("--request-rate", _rate, None, "R", "requests per second; inf: all at once (default: inf)"),
@@ -112,12 +114,6 @@ def _share(text: str) -> float:
     if value >= 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to below 1")
     return value
-
-
-def _count(text: str) -> int:
-    if not text.isascii() or not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
-    return int(text)
 
 
 def _percentiles(text: str) -> tuple[float, ...]:

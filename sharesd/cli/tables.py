@@ -76,6 +76,13 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
+def differing(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return the values, by name, of flat settings that differ."""
+    names = dict.fromkeys(name for each in settings for name in each)
+    found = {name: [each.get(name) for each in settings] for name in names}
+    return {name: values for name, values in found.items() if any(value != values[0] for value in values)}
+
+
 def has_drifted(ratio: float | None) -> bool:
     """Return True if speeds of first and last run differ much."""
     return ratio is not None and max(ratio, 1 / ratio) > 1 + MAX_DRIFT

@@ -14,7 +14,7 @@ from rich.console import Console
 from benchmark.questions import records, summary
 from benchmark.questions.records import Key, TurnRecord
 from benchmark.questions.results import headline, noise, noise_remarks, tables_at_start
-from sharesd.cli.tables import percent
+from sharesd.cli.tables import differing, flat, percent
 from sharesd.drafters.recycle import EMBEDDED_TABLE
 from sharesd.drafters.suffix import EMBEDDED_CORPUS
 
@@ -222,11 +222,12 @@ class TestRecords:
         append(tmp_path, record)
         assert records.read(tmp_path, "share") == keyed(record)
 
-    def test_first_difference(self) -> None:
+    def test_differing_settings(self) -> None:
         old = {"a": 1, "b": {"c": [1], "d": 2}}
-        assert records.first_difference(old, {"a": 1, "b": {"c": [1], "d": 2}}) is None
-        assert records.first_difference(old, {"a": 1, "b": {"c": [1], "d": 3}}) == ("b.d", 2, 3)
-        assert records.first_difference(old, {"b": old["b"]}) == ("a", 1, None)
+        same, other = {"a": 1, "b": {"c": [1], "d": 2}}, {"a": 1, "b": {"c": [1], "d": 3}}
+        assert differing([flat(old), flat(same)]) == {}
+        assert differing([flat(old), flat(other)]) == {"b.d": [2, 3]}
+        assert differing([flat(old), flat({"b": old["b"]})]) == {"a": [1, None]}
 
 
 @pytest.mark.parametrize(("value", "shown"), [(1.0, "100 %"), (0.9999, "99.9 %"), (0.5, "50.0 %"), (None, "-")])
