@@ -35,6 +35,7 @@ def fit_costs(
             for is_far in (False, far is not None)
         )
         slot = max(0.0, at_far - at_near) / (far - near) if far is not None else 0.0
+        slot = min(slot, 0.5 * at_near / max(near, 1.0))  # amid noise a line may begin below zero; no step is free
         return at_near - slot * near, slot
 
     costs = Costs(single_pass=single_pass)

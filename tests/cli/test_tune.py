@@ -213,3 +213,10 @@ def test_draft_steps_are_never_free(four: float) -> None:
     each, begin = (2 * (four - 0.8) / 3, 1.6) if four > 0.8 else (2 * four / 4, 1.6)
     assert costs.draft == pytest.approx(each) and costs.draft > 0
     assert costs.draft + costs.draft_begin == pytest.approx(begin)
+
+
+def test_a_long_context_timed_amid_noise_leaves_no_step_free() -> None:
+    """A step that another program held up at the long context would begin below zero without one."""
+    ratios = {("step", 1, far): [1.0] for far in (False, True)} | {("draft", 1, far): [0.8] for far in (False, True)}
+    costs = fit_costs(ratios, {False: [1.0], True: [99.0]}, near=100.0, far=200.0, single_pass=True)
+    assert costs.step[1] == pytest.approx(0.5) and costs.draft == pytest.approx(0.4)
