@@ -13,7 +13,7 @@ from benchmark.report import Report
 from sharesd.cli.console import err_console
 from sharesd.cli.environment import FORMAT
 from sharesd.cli.pictures import can_draw
-from sharesd.cli.tables import ABSENT, Section, bullets, has_drifted, number, percent, size, times, write_json
+from sharesd.cli.tables import ABSENT, Section, bullets, has_drifted, number, percent, ranged, size, times, write_json
 from sharesd.config import EngineConfig
 from sharesd.drafters import selection
 
@@ -39,7 +39,6 @@ FOUR_BIT_NOTE = (
     "The embedded model's weights came from a 4-bit file (blocks of 32): its quantized drafts agree with it more often "
     "than those of other models would: acceptance at 4 bits says little about other models."
 )
-DIGITS = {"tokens_per_second": 1, "c": 3, "v": 3, "alpha": 3, "draft_share": 3, "overhead_share": 3}
 Modes = Mapping[str, Any]
 
 
@@ -250,22 +249,13 @@ def _categories(modes: Modes) -> Section:
     names = list(dict.fromkeys(name for figures in modes.values() for name in figures["by_category"]))
     head, rows = ["category"], [[name] for name in names]
     for mode, figures in modes.items():
-        head += [f"{mode} tok/s", *(["tau", "speedup"] if mode != "naive" else [])]
+        head += [f"{mode} tok/s", *([f"{mode} tau", f"{mode} speedup"] if mode != "naive" else [])]
         for row in rows:
             found = figures["by_category"].get(row[0], {})
             row.append(ranged(found, "tokens_per_second"))
             if mode != "naive":
                 row += [ranged(found, "tau"), ranged(found, "speedup")]
     return Section("Speed by category", head, rows)
-
-
-def ranged(figures: Modes, name: str) -> str:
-    """Return a figure, and its range if there are several runs."""
-    low, high = figures.get(f"{name}_range") or (None, None)
-    digits = DIGITS.get(name, 2)
-    unit = "x" if name == "speedup" else ""
-    text = number(figures.get(name), digits) + (unit if figures.get(name) is not None else "")
-    return text if low == high else f"{text} ({number(low, digits)} to {number(high, digits)})"
 
 
 def _rounds(modes: Modes) -> Section:

@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any
 
 from benchmark.questions.records import Key, TurnRecord
+from sharesd.cli.tables import spread
 from sharesd.engine.stats import Stats, ratio
 
 Records = Mapping[Key, TurnRecord]
@@ -66,12 +67,6 @@ def total(turns: Iterable[TurnRecord]) -> Stats:
 
 def _run_figures(turns: Sequence[TurnRecord]) -> dict[str, Any]:
     return {"run": turns[0].run, **total(turns).to_dict()}
-
-
-def spread(name: str, runs: Iterable[Mapping[str, float | None]]) -> dict[str, Any]:
-    """Return median and range over runs, as `name` and `name_range`."""
-    known = [value for run in runs if (value := run[name]) is not None]
-    return {name: median(known) if known else None, f"{name}_range": [min(known), max(known)] if known else None}
 
 
 def whole_runs(records: Records, keys: Sequence[Key]) -> dict[Key, TurnRecord]:

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
+import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmark.arguments import rotated
 from benchmark.report import Report
 from benchmark.serve.flags import BASE_URL, QUESTIONS, RANDOM, add_flags
 from sharesd.cli import environment, options
 from sharesd.cli.console import console, err_console, loading_bars
 from sharesd.cli.pictures import can_draw
-from sharesd.cli.tables import ABSENT, Section, bullets, number, times, write_json
+from sharesd.cli.tables import ABSENT, Section, bullets, has_drifted, number, ranged, times, write_json
 from sharesd.drafters import registry
+from sharesd_files import file_hash
 
 if TYPE_CHECKING:
     from benchmark.serve.load import Load, Settings
@@ -52,12 +56,12 @@ def run(args: argparse.Namespace) -> int:
     saves = args.save_result or args.save_detailed or args.out_dir is not None or args.sweep is not None
     settings = settings_of(args)
     out_dir = environment.out_folder(args.out_dir, "serve") if saves else None
-    loads: list[Load] = []
+    loads, about = list["Load"](), _about(args, settings)
     for load in _loads(args, modes, settings):
         loads.append(load)
         if out_dir is not None:
-            _write_load(out_dir, load, args)
-    _finish(out_dir, loads, args)
+            _write_load(out_dir, load, about, in_detail=args.save_detailed)
+    _finish(out_dir, loads, args, about)
     differs = any(load.result.get("same_texts_as_naive") != load.result.get("texts_compared") for load in loads)
     return 1 if differs or any(load.result["completed"] == 0 for load in loads) else 0
 
@@ -108,8 +112,6 @@ def _modes(args: argparse.Namespace) -> tuple[str, ...]:
     if args.spawn is None:
         if args.exact:
             raise ValueError(f"--exact is {args.exact} and compares modes with naive; name them with --spawn")
-        if args.turns > 1:
-            raise ValueError(f"--turns is {args.turns} and is for servers that --spawn starts; add --spawn or drop it")
         if args.server_flags:
             raise ValueError(f"{args.server_flags[0]!r} is for the server that --spawn starts; add --spawn or drop it")
         return ()
@@ -125,36 +127,38 @@ def _loads(args: argparse.Namespace, modes: Sequence[str], settings: Settings) -
     from benchmark.serve.spawn import spawned
 
     rates: Sequence[float] = args.sweep or (args.request_rate or math.inf,)
-    naive: dict[tuple[float, int], Load] = {}
+    first: dict[tuple[int, int], Load] = {}  # of naive, or of a running server
 
     def load(url: str, mode: str | None, step: int, turn: int = 0) -> Load:
-        rate = rates[step]
-
         def done(num: int) -> None:
-            progress(f"{mode or 'asking'} at {rate:g}/s", num, settings.num_prompts)
+            progress(f"{mode or 'asking'} at {rates[step]:g}/s", num, settings.num_prompts)
 
-        found = asyncio.run(measure(settings, url, rate=rate, mode=mode, step=step, turn=turn, done=done))
-        if mode == NAIVE:
-            naive[rate, turn] = found
-        elif mode is not None:
-            compare(found, naive[rate, turn])
+        return asyncio.run(measure(settings, url, rate=rates[step], mode=mode, step=step, turn=turn, done=done))
+
+    def beside_naive(found: Load, step: int, turn: int = 0) -> Load:
+        if found is not first.setdefault((step, turn), found):
+            compare(found, first[step, turn])
         return found
 
-    def server(mode: str) -> AbstractContextManager[str]:
+    def server(mode: str | None) -> AbstractContextManager[str]:
+        if mode is None:
+            return nullcontext(args.base_url or BASE_URL)
         err_console.print(f"starting the server in mode {mode}", highlight=False)
         return spawned(mode, args.server_flags)
 
     if args.turns == 1:
         for mode in modes or (None,):
-            with server(mode) if mode else nullcontext(args.base_url or BASE_URL) as url, loading_bars() as progress:
-                yield from (load(url, mode, step) for step in range(len(rates)))
+            with server(mode) as url, loading_bars() as progress:
+                yield from (beside_naive(load(url, mode, step), step) for step in range(len(rates)))
         return
-    with ExitStack() as servers:
-        urls = {mode: servers.enter_context(server(mode)) for mode in modes}
-        with loading_bars() as progress:
-            for step in range(len(rates)):
-                turns = [[load(urls[mode], mode, step, turn) for mode in modes] for turn in range(args.turns)]
-                yield from map(median, zip(*turns, strict=True))
+    with ExitStack() as servers, loading_bars() as progress:
+        urls = {mode: servers.enter_context(server(mode)) for mode in modes or (None,)}
+        for step in range(len(rates)):
+            turns = []
+            for turn in range(args.turns):
+                found = {mode: load(urls[mode], mode, step, turn) for mode in rotated([*urls], turn)}
+                turns.append([beside_naive(found[mode], step, turn) for mode in urls])
+            yield from map(median, zip(*turns, strict=True))
 
 
 def _exact(args: argparse.Namespace, modes: Sequence[str]) -> int:
@@ -183,19 +187,27 @@ def _exact(args: argparse.Namespace, modes: Sequence[str]) -> int:
     return 0 if all(outcome.good for outcome in outcomes) else 1
 
 
-def _write_load(out_dir: Path, load: Load, args: argparse.Namespace) -> None:
+def _write_load(out_dir: Path, load: Load, about: Mapping[str, Any], *, in_detail: bool) -> None:
     from benchmark.serve.load import details
 
-    more = details(load) if args.save_detailed else {}
-    about = {
-        "format": environment.FORMAT,
+    more = details(load) if in_detail else {}
+    found = {"format": environment.FORMAT, **about, "client_environment": environment.environment("cpu")}
+    write_json(out_dir / load.file, {**load.result, **more, **found})
+
+
+def _about(args: argparse.Namespace, settings: Settings) -> dict[str, Any]:
+    """Return the command, and hashes of its requests and file."""
+    asked = [[each.prompt, each.output_len] for each in settings.draw(args.num_prompts * args.turns, args.seed)]
+    file = Path(args.questions or args.dataset)
+    return {
         "command": environment.command(),
-        "client_environment": environment.environment("cpu"),
+        "dataset": args.dataset,
+        "requests.sha256": hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16],
+        **({"files.questions": file_hash(file)} if file.is_file() else {}),
     }
-    write_json(out_dir / load.file, {**load.result, **more, **about})
 
 
-def _finish(out_dir: Path | None, loads: Sequence[Load], args: argparse.Namespace) -> None:
+def _finish(out_dir: Path | None, loads: Sequence[Load], args: argparse.Namespace, about: Mapping[str, Any]) -> None:
     tail = f"p{max(args.metric_percentiles):g}"
     columns = {
         "done": lambda r: f"{r['completed']}/{r['num_prompts']}",
@@ -220,7 +232,16 @@ def _finish(out_dir: Path | None, loads: Sequence[Load], args: argparse.Namespac
     if rows:
         head = ("over naive", "tok/s", "ttft", "tpot", f"itl {tail}", "e2el", "same text")
         sections.append(Section("Over naive", head, rows))
-    remarks = [line for load in loads for line in remarks_of(load)]
+    if args.turns > 1:
+        named = {"tok/s": keys[0], "ttft": keys[1], "tpot": keys[2], "e2el": keys[4]}
+        rows = []
+        for load in loads:
+            over = ranged(load.result.get("ratio_to_naive", {}), keys[0])
+            rows.append([load.name, *(ranged(load.result, key) for key in named.values()), over])
+        sections.append(
+            Section(f"Medians and ranges of {args.turns} turns", ("load", *named, "tok/s over naive"), rows)
+        )
+    remarks = [*noise_remarks(loads, args.turns), *(line for load in loads for line in remarks_of(load))]
     model, plots = loads[0].result["model_id"], []
     if out_dir is not None and args.sweep and can_draw("latency.png"):
         draw(out_dir / "latency.png", model, loads, tail)
@@ -230,11 +251,23 @@ def _finish(out_dir: Path | None, loads: Sequence[Load], args: argparse.Namespac
     report = Report(
         title=f"Load on {model}",
         sections=sections,
-        settings={"command": environment.command()},
+        settings=about,
         environment={} if out_dir is None else environment.environment("cpu"),
         plots=plots,
     )
     report.publish(out_dir, "serve", shown=num_tables, remarks=remarks)
+
+
+def noise_remarks(loads: Sequence[Load], num_turns: int) -> list[str]:
+    """Return remarks on single turns, and on servers whose speed changed."""
+    if num_turns == 1:
+        return ["Measured once, so noise is not known; --turns 3 gives ranges."]
+    drifts = {load.name: load.result["last_turn_over_first"] for load in loads if load.mode in (NAIVE, None)}
+    return [
+        f"{name}: {drift:.2f} times as fast in the last turn as in the first; prompts differ, or the machine changed."
+        for name, drift in drifts.items()
+        if has_drifted(drift)
+    ]
 
 
 def remarks_of(load: Load) -> list[str]:
@@ -262,6 +295,6 @@ def draw(path: Path, model: str, loads: Sequence[Load], tail: str) -> None:
     for what, keys in {**columns, "tok/s": ("output_throughput",)}.items():
         for key, mode in product(keys, dict.fromkeys(load.mode for load in loads)):
             ordered = sorted((load for load in loads if load.mode == mode), key=lambda load: load.rate)
-            line = [(f"{load.rate:g}", load.result[key], None) for load in ordered]
+            line = [(f"{load.rate:g}", load.result[key], load.result.get(f"{key}_range")) for load in ordered]
             panels.setdefault(what, {})[f"{mode or 'server'} {key.split('_')[0]}"] = line
     draw_lines(path, f"Latency against the rate of requests\n{model}", panels, "requests per second")

@@ -24,7 +24,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     from_zero: Convert = partial(number, minimum=0)
     spawn = "start our own server in mode naive and in each of these, with commas, and compare; its own options go "
     spawn += "behind --, such as -- --max-batch 8"
-    turns = "run all servers of --spawn at once and ask them in turns, N times each, with other prompts each time; "
+    turns = "ask N times, with other prompts each time; all servers of --spawn run at once and are asked in turns; "
     exact = "instead of measuring, N loads of --num-prompts requests of all kinds, each in an order of its own, with "
     exact += "clients that hang up: texts must be those of mode naive for each request alone (needs --spawn)"
     sweep, limits = "several rates in turn, such as 1,2,4,inf, and a plot", ", ".join(LIMITED)
@@ -33,7 +33,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "server": [
             ("--base-url", None, None, "URL", f"of a running server (default: {BASE_URL})"),
             ("--spawn", None, None, "MODES", spawn),
-            ("--turns", number, 1, "N", f"{turns}medians are shown"),
+            ("--turns", number, 1, "N", f"{turns}medians and ranges are shown"),
             ("--exact", number, None, "N", exact),
             ("--model", None, None, "ID", "model to ask (default: the first that the server names)"),
             ("--timeout", positive, 600.0, "S", "seconds for a whole answer"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,10 +16,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmark.serve.client import Answer, Endpoint, first_model, http_client, send_all
 from benchmark.serve.workload import Draw, departures
+from sharesd.cli.tables import spread
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 RATIOS = ("output_throughput", "median_ttft_ms", "median_tpot_ms", "median_itl_ms", "median_e2el_ms")
-"""Figures with a ratio to naive."""
+"""Figures with a ratio to naive and ranges, besides percentiles."""
 DRAFT_COUNTERS = "vllm:spec_decode_num_"
 
 
@@ -206,15 +207,18 @@ def speculation(before: Counter[str] | None, after: Counter[str] | None) -> dict
     }
 
 
+def compared(result: Mapping[str, Any]) -> list[str]:
+    """Return the names of figures that have ratios and ranges."""
+    return [*RATIOS, *(key for key in result if re.fullmatch(r"p[\d.]+_\w+_ms", key))]
+
+
 def compare(load: Load, naive: Load) -> None:
     """Add ratios to `naive` and equal texts; both have the same requests."""
     ours, theirs = load.result, naive.result
-    keys = (*RATIOS, *(key for key in ours if key.startswith("p") and key.endswith("_itl_ms")))
-    ours["ratio_to_naive"] = {
-        key: ours[key] / theirs[key] if ours[key] is not None and theirs[key] else None for key in keys
-    }
-    pairs = [(a, b) for a, b in zip(load.answers, naive.answers, strict=True) if not (a.failure or b.failure)]
-    ours["same_texts_as_naive"], ours["texts_compared"] = sum(a.text == b.text for a, b in pairs), len(pairs)
+    pairs = {key: (ours[key], theirs[key]) for key in compared(ours)}
+    ours["ratio_to_naive"] = {key: None if a is None or not b else a / b for key, (a, b) in pairs.items()}
+    whole = [(a, b) for a, b in zip(load.answers, naive.answers, strict=True) if not (a.failure or b.failure)]
+    ours["same_texts_as_naive"], ours["texts_compared"] = sum(a.text == b.text for a, b in whole), len(whole)
 
 
 def median(turns: Sequence[Load]) -> Load:
@@ -222,10 +226,14 @@ def median(turns: Sequence[Load]) -> Load:
     chosen = sorted(turns, key=lambda load: load.result["output_throughput"])[(len(turns) - 1) // 2]
     found = [load.result for load in turns]
     result = {**chosen.result, "output_throughputs": [each["output_throughput"] for each in found]}
+    for key in compared(result) if turns[1:] else ():
+        result[f"{key}_range"] = spread(key, found)[f"{key}_range"]
+    slow, fast = (found[i]["median_tpot_ms"] for i in (0, -1))
+    result["last_turn_over_first"] = slow / fast if slow and fast else None
     if "ratio_to_naive" in result:
         ratios = [each["ratio_to_naive"] for each in found]
-        given = {key: [each[key] for each in ratios if each[key] is not None] for key in ratios[0]}
-        result["ratio_to_naive"] = {key: statistics.median(some) if some else None for key, some in given.items()}
+        spreads = {name: value for key in ratios[0] for name, value in spread(key, ratios).items()}
+        result["ratio_to_naive"] = spreads if turns[1:] else ratios[0]
         for key in ("same_texts_as_naive", "texts_compared"):
             result[key] = sum(each[key] for each in found)
     return replace(chosen, result=result)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from sharesd_files import atomic_write
@@ -16,6 +18,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 ABSENT = "-"
+FIGURE = re.compile(r"(-?[\d.]+)x?(?: \((-?[\d.]+)x? to (-?[\d.]+)x?\))?")
+"""Number, perhaps a ratio (1.23x), with the range of its runs."""
+DIGITS = {"tokens_per_second": 1, "c": 3, "v": 3, "alpha": 3, "draft_share": 3, "overhead_share": 3}
 MAX_DRIFT = 0.15  # share by which the speed of naive may differ between first and last run
 
 
@@ -40,8 +45,17 @@ class Section:
         return table
 
     def csv(self) -> str:
+        """Return CSV with plain numbers, and ranges in their own columns."""
+        columns: list[list[str]] = []
+        for i, name in enumerate(self.head):
+            cells = [row[i] if i < len(row) else ABSENT for row in self.rows]
+            found = [FIGURE.fullmatch(cell) if i >= self.left else None for cell in cells]
+            columns += [[name, *("" if c == ABSENT else f[1] if f else c for c, f in zip(cells, found, strict=True))]]
+            if any(each and each[2] for each in found):
+                for part, end in enumerate(("min", "max"), 2):
+                    columns += [[f"{name} {end}", *(each[part] or each[1] if each else "" for each in found)]]
         text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows([self.head, *self.rows])
+        csv.writer(text, lineterminator="\n").writerows(zip(*columns, strict=True))
         return text.getvalue()
 
 
@@ -91,6 +105,21 @@ def has_drifted(ratio: float | None) -> bool:
 def number(value: float | None, digits: int = 1) -> str:
     """Return `12.3`, or `-` for None."""
     return ABSENT if value is None else f"{value:.{digits}f}"
+
+
+def ranged(figures: Mapping[str, Any], name: str) -> str:
+    """Return a figure, and its range if there are several runs."""
+    low, high = figures.get(f"{name}_range") or (None, None)
+    digits = DIGITS.get(name, 2)
+    unit = "x" if name == "speedup" else ""
+    text = number(figures.get(name), digits) + (unit if figures.get(name) is not None else "")
+    return text if low == high else f"{text} ({number(low, digits)} to {number(high, digits)})"
+
+
+def spread(name: str, runs: Iterable[Mapping[str, float | None]]) -> dict[str, Any]:
+    """Return median and range over runs, as `name` and `name_range`."""
+    known = [value for run in runs if (value := run[name]) is not None]
+    return {name: median(known) if known else None, f"{name}_range": [min(known), max(known)] if known else None}
 
 
 def times(value: float | None) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import csv
+import hashlib
 import json
 import math
 import sys
@@ -17,8 +19,8 @@ import pytest
 from benchmark.__main__ import main
 from benchmark.serve import spawn
 from benchmark.serve.client import Answer
-from benchmark.serve.command import draw
-from benchmark.serve.load import Load, Settings, compare, counters, figures, measure, speculation
+from benchmark.serve.command import draw, noise_remarks
+from benchmark.serve.load import Load, Settings, compare, counters, figures, measure, median, speculation
 from benchmark.serve.workload import Request, departures, from_file, questions, random_words, repeated
 from tests.helpers.openai_server import GAP_S, RUNS, TOKENS, serving
 from tests.helpers.paths import HELPERS
@@ -183,7 +185,7 @@ def test_ratios_and_texts_over_naive() -> None:
             "median_tpot_ms": 0.5,
             "median_itl_ms": 0.5,
             "median_e2el_ms": 0.5,
-            "p99_itl_ms": 0.5,
+            **{f"p99_{name}_ms": 0.5 for name in ("ttft", "tpot", "itl", "e2el")},
         }
     )
     assert (share.result["same_texts_as_naive"], share.result["texts_compared"]) == (2, 3)
@@ -385,8 +387,54 @@ def test_modes_take_turns(fake_spawn: Callable[..., int], tmp_path: Path, capsys
     assert naive["output_throughput"] == sorted(naive["output_throughputs"])[1]
     ratios = sorted(map(truediv, hybrid["output_throughputs"], naive["output_throughputs"]))
     assert hybrid["ratio_to_naive"]["output_throughput"] == pytest.approx(ratios[1])
+    assert hybrid["ratio_to_naive"]["output_throughput_range"] == pytest.approx([ratios[0], ratios[2]])
+    assert hybrid["output_throughput_range"] == [min(hybrid["output_throughputs"]), max(hybrid["output_throughputs"])]
     assert (hybrid["same_texts_as_naive"], hybrid["texts_compared"]) == (6, 6)
-    assert "6/6" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "6/6" in out and "Medians and ranges of 3 turns" in out and "Measured once" not in out
+    row = next(csv.DictReader((tmp_path / "serve-medians-and-ranges-of-3-turns.csv").read_text().splitlines()))
+    low, high = naive["output_throughput_range"]
+    assert (row["tok/s min"], row["tok/s max"]) == (f"{low:.2f}", f"{high:.2f}")
+
+
+def test_another_mode_begins_each_turn(fake_spawn: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    async def measured(settings: Settings, url: str, *, mode: str, rate: float, turn: int, **_: Any) -> Load:
+        asked.append((turn, mode))
+        one = answer(0.0, 0.1, 0.3 / (1 + turn), tokens=3)
+        about = {"model_id": "m", "num_prompts": 1, **figures([one], 1.0, goodput={}, percentiles=(90, 99))}
+        return Load(mode=mode, rate=rate, result=about, answers=[one])
+
+    monkeypatch.setattr("benchmark.serve.load.measure", measured)
+    assert fake_spawn("--spawn", "share,hybrid", "--turns", "3") == 0
+    modes = ["naive", "share", "hybrid"]
+    assert asked == [(turn, modes[(i + turn) % 3]) for turn in range(3) for i in range(3)]
+
+
+def test_a_server_that_changes_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    def turn(seconds: float) -> Load:
+        one = answer(0.0, 0.1, 0.1 + seconds, tokens=3)
+        return Load(mode=None, rate=1.0, result=figures([one], 1.0, goodput={}, percentiles=(99,)), answers=[one])
+
+    assert noise_remarks([turn(0.2)], 1) == ["Measured once, so noise is not known; --turns 3 gives ranges."]
+    assert noise_remarks([median([turn(0.2), turn(0.2)])], 2) == []
+    [line] = noise_remarks([median([turn(0.2), turn(0.4)])], 2)
+    assert line.startswith("1/s: 0.50 times as fast in the last turn as in the first")
+
+
+def test_files_name_the_hash_of_their_data(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    found = []
+    for texts in (("a", "b"), ("a", "b"), ("a", "c")):
+        file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+        with serving() as server:
+            found.append(load_of(server, tmp_path / "out", "--dataset", str(file), "--num-prompts", "2"))
+    names = ("requests.sha256", "files.questions")
+    one, same, other = ([each[name] for name in names] for each in found)
+    assert one == same and one[0] != other[0] and one[1] != other[1]
+    assert other[1] == hashlib.sha256(file.read_bytes()).hexdigest()
+    assert f"requests.sha256: {other[0]}" in (tmp_path / "out/serve.md").read_text().replace("`", "")
 
 
 def test_each_turn_has_prompts_of_its_own() -> None:
@@ -419,7 +467,6 @@ def test_a_server_that_does_not_start(fake_spawn: Callable[..., int], capsys: py
     [
         (["--request-rate", "0"], "'0' is not a number above 0, or inf"),
         (["--burstiness", "nan"], "'nan' is not a number"),
-        (["--turns", "2"], "--turns is 2 and is for servers that --spawn starts; add --spawn or drop it"),
         (["--sweep", "1,x"], "'x' is not a number"),
         (["--sweep", "1", "--request-rate", "2"], "--sweep names the rates"),
         (["--goodput", "itl:5"], "'itl:5' limits none of ttft, tpot, e2el"),

@@ -82,7 +82,10 @@ def test_a_run_has_the_documented_fields(tmp_path: Path, monkeypatch: pytest.Mon
     row = row_of("ngram", Path("out/report.csv"))
     assert row["tok/s"] == f"{figures['tokens_per_second']:.1f}" and row["tau"] == f"{figures['tau']:.2f}"
     row = row_of("ngram", Path("out/report-drafts.csv"))
-    assert row["tau, drafted"].startswith("-" if figures["tau_drafted"] is None else f"{figures['tau_drafted']:.2f}")
+    assert row["tau, drafted"] == ("" if figures["tau_drafted"] is None else f"{figures['tau_drafted']:.2f}")
+    row = row_of("ngram", Path("out/report-medians-and-ranges-of-runs.csv"))
+    low, high = figures["tokens_per_second_range"]
+    assert (row["tok/s min"], row["tok/s max"]) == (f"{low:.1f}", f"{high:.1f}")
 
 
 def row_of(mode: str, file: Path) -> dict[str, str]:
@@ -92,6 +95,15 @@ def row_of(mode: str, file: Path) -> dict[str, str]:
 
 def ranges(figures: dict) -> list:
     return [(name, value) for name, value in figures.items() if name.endswith("_range") and value is not None]
+
+
+def test_csv_has_plain_numbers_and_columns_for_ranges() -> None:
+    rows = [["naive", "1x", "4.0 (3.5 to 4.5)", "-", "100 %"], ["eagle", "1.50x", "2.0", "1/2", "-"]]
+    section = Section("", ("mode", "speedup", "ms", "done", "ms"), rows)
+    assert (
+        section.csv()
+        == "mode,speedup,ms,ms min,ms max,done,ms\nnaive,1,4.0,3.5,4.5,,100 %\neagle,1.50,2.0,2.0,2.0,1/2,\n"
+    )
 
 
 def test_every_table_is_a_csv_file(tmp_path: Path) -> None:

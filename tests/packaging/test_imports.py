@@ -12,6 +12,7 @@ from importlib.util import find_spec
 
 import pytest
 
+from benchmark.__main__ import COMMANDS as BENCHMARKS
 from tests.helpers.paths import ROOT
 
 LOW = {"compile", "quant", "offload", "multigpu"}
@@ -190,7 +191,10 @@ def test_every_module_imports_without_a_gpu() -> None:
     assert run_python(code) == "[]"
 
 
-@pytest.mark.parametrize("module", ["sharesd", "sharesd.config", "quant.config", "sharesd.cli.options", "serve.server"])
+OPTIONS = ["sharesd", "sharesd.config", "quant.config", "sharesd.cli.options", "serve.server", ", ".join(BENCHMARKS)]
+
+
+@pytest.mark.parametrize("module", OPTIONS)
 def test_options_are_quick_to_import(module: str) -> None:
     """`--help` and a mistyped flag shall not wait for torch, and a server shall listen before it is there."""
     heavy = ("torch", "transformers", "numpy", "hqq")
