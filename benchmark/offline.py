@@ -1,4 +1,4 @@
-"""`offline`: built-in prompts with plain, speculative and prompt-lookup decoding.
+"""`offline`: prompts with plain, speculative and prompt-lookup decoding.
 
 `default` is mode naive, `ngram` prompt lookup, `speculative` mode classic with a draft model, else mode share.
 """
@@ -8,19 +8,26 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmark import arguments
+from benchmark.arguments import rotated
+from benchmark.questions.records import Key, TurnRecord
+from benchmark.questions.run_config import add_question_options, chosen_questions
 from sharesd.cli import options
 from sharesd.cli.console import console, err_console
-from sharesd.cli.environment import conditions, load_meter, resolved_settings
-from sharesd.cli.tables import Section, number, times, write_json
+from sharesd.cli.conversation import prompt_ids
+from sharesd.cli.environment import conditions, load_meter, load_warning, resolved_settings
+from sharesd.cli.tables import Section, number, ranged, times, write_json
 from sharesd.config import Mode
 from sharesd.data.json_lines import read_text
+from sharesd.data.questions import Question, QuestionSet, load
 from sharesd.sampling_params import SamplingParams
+from sharesd_files import file_hash
 
 if TYPE_CHECKING:
     from sharesd.engine.engine import Engine
@@ -29,23 +36,28 @@ if TYPE_CHECKING:
 PROMPTS_FILE = Path(__file__).parent / "data" / "offline_prompts.json"
 DEMOS = {"te": "English completions", "tc": "Chinese completions", "chat": "chat"}
 SAVE_OUTPUT = "inference_results_with_speculative.json"
+DEFAULT_DEMO = "te"
 DECODINGS = ("default", "speculative", "ngram")  # keys of the results
 NUM_DRAFT = 5
+Encode = Callable[[Question, Sequence[str]], list[int]]  # prompt of the turn after these answers
 
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "offline",
-        help="built-in prompts: plain, speculative and prompt-lookup decoding side by side",
-        description="Answer built-in prompts by plain decoding, with a draft model and by prompt lookup. The exit "
+        help="built-in or other prompts: plain, speculative and prompt-lookup decoding side by side",
+        description="Answer prompts or questions by plain decoding, with a draft model and by prompt lookup. The exit "
         f"status is 0 if all three give the same texts, else 1. Drafts have {NUM_DRAFT} tokens by default.",
     )
     parser.set_defaults(run=run, parser=parser)
     options.add_model_options(parser)
     options.add_sampling_options(parser)
     group = parser.add_argument_group("prompts and results")
-    group.add_argument("--demo", choices=DEMOS, default="te", help=", ".join(f"{k}: {v}" for k, v in DEMOS.items()))
-    group.add_argument("--template", metavar="FILE", help="demo chat: Jinja chat template (default: the checkpoint's)")
+    shown = ", ".join(f"{name}: {text}" for name, text in DEMOS.items())
+    group.add_argument("--demo", choices=DEMOS, help=f"built-in prompts, {shown} (default: {DEFAULT_DEMO})")
+    add_question_options(group, "the prompts of --demo")
+    text = "Jinja chat template of demo chat and of questions (default: the checkpoint's)"
+    group.add_argument("--template", metavar="FILE", help=text)
     group.add_argument("--save-output", metavar="FILE", default=SAVE_OUTPUT, help="where the results go")
     hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
     for end in ("min", "max"):
@@ -62,65 +74,75 @@ def run(args: argparse.Namespace) -> int:
     config = options.engine_config(args, modes=("naive", "ngram", speculative))
     config = replace(config, num_draft=config.num_draft or NUM_DRAFT)
     params = options.sampling_params(args)
-    output, template = _output_file(args.save_output), _template(args)
+    output, demo = _output_file(args.save_output), _demo(args)
+    template = _template(args.template, demo)
+    asked, about_them = chosen_questions(args, _demo_questions(demo) if demo else load("mtbench", args.questions))
     from sharesd.cli.startup import load_runtime, start_engine
     from sharesd.models.hub import resolve_target  # torch takes seconds, mistakes should not
     from sharesd.models.tokenizer import load_tokenizer
 
-    texts = json.loads(PROMPTS_FILE.read_text(encoding="utf-8"))[args.demo]
     tokenizer = load_tokenizer(resolve_target(config))
-    prompts = [_encode(tokenizer, text, args.demo, template) for text in texts]
+    encode = _encoder(tokenizer, demo, template)
+    earlier = [(question, len(question.turns) - 1) for question in asked.questions]
+    needed = max(len(encode(each, [""] * num)) + (num + 1) * params.max_new_tokens for each, num in earlier)
     params = _with_ends(params, tokenizer, template)
     runtime = load_runtime(config, tuple(modes.values()))
-    needed = max(map(len, prompts)) + params.max_new_tokens
     if needed > runtime.max_context:
         raise ValueError(
             f"the longest prompt and --max-new-tokens {params.max_new_tokens} need {needed} tokens, and the model's "
             f"context holds {runtime.max_context}; lower --max-new-tokens"
         )
     engines = {name: start_engine(runtime, mode, params) for name, mode in modes.items()}
-    found = answer_all(engines, texts, prompts, params)
+    found = answer_all(engines, asked.questions, encode, params)
     unequal = differing(found)
-    sampling = {"max_tokens": params.max_new_tokens, "temperature": params.temperature, "seed": params.seed}
-    about = conditions(
-        config,
-        tuple(modes.values()),
-        demo=args.demo,
-        template=args.template,
-        max_context=runtime.max_context,
-        **sampling,
-    )
+    settings: dict[str, Any] = {"demo": demo, "questions": about_them, "template": args.template}
+    settings |= {"max_tokens": params.max_new_tokens, "temperature": params.temperature, "seed": params.seed}
+    about = conditions(config, tuple(modes.values()), **settings)
     about["settings"] |= resolved_settings(runtime)
+    about["settings"]["files"] |= {"questions": file_hash(Path(args.questions))} if args.questions else {}
     write_json(output, {**found, "equal": not unequal, **about})
-    console.print(_section(found, f"{about['settings']['model']} · {DEMOS[args.demo]}").table())
+    _show(found, f"{about['settings']['model']} · {asked.label}", load_warning(about["environment"]))
     if unequal:
         numbers = ", ".join(str(i + 1) for i in unequal)
         err_console.print(f"[bold red]the texts of prompts {numbers} differ[/], see {output}", highlight=False)
     else:
-        console.print(f"all {len(prompts)} texts are equal in the three ways", highlight=False)
+        console.print(f"all {about_them['num_turns']} texts are equal in the three ways", highlight=False)
     console.print(f"results: {output}", markup=False, highlight=False, soft_wrap=True)
     return 1 if unequal else 0
 
 
 def answer_all(
-    engines: Mapping[str, Engine], texts: Sequence[str], prompts: Sequence[list[int]], params: SamplingParams
+    engines: Mapping[str, Engine], questions: Sequence[Question], encode: Encode, params: SamplingParams
 ) -> dict[str, dict[str, Any]]:
-    """Return answers and totals by decoding; speeds exclude prefill and first token."""
-    from benchmark.timed import generate
-    from sharesd.engine.stats import Stats
+    """Return answers, totals and figures by category of each decoding.
 
-    totals = {name: Stats() for name in engines}
+    Each question is answered by all decodings, of which another one begins each time.
+    """
+    from benchmark.questions import summary
+    from benchmark.questions.session import measure_turn
+
+    records: dict[str, dict[Key, TurnRecord]] = {name: {} for name in engines}
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
     with err_console.status("answering") as status:
-        for i, (text, prompt) in enumerate(zip(texts, prompts, strict=True), 1):
-            for name, engine in engines.items():
-                status.update(f"prompt {i} of {len(prompts)}: {name}")
-                [done] = generate(engine, [prompt], params)
-                totals[name].merge(engine.stats)
-                answer = {"text": done.text, "token_ids": done.token_ids, "finish_reason": done.finish_reason}
-                results[name].append({"prompt": text, **answer, **engine.stats.to_dict()})
+        for i, question in enumerate(questions):
+            for name in rotated(list(engines), i):
+                status.update(f"prompt {i + 1} of {len(questions)}: {name}")
+                said: list[str] = []
+                for turn, text in enumerate(question.turns, 1):
+                    prompt = encode(question, said)
+                    record = measure_turn(engines[name], prompt, params, run=1, question=question, turn=turn)
+                    about = {"prompt": text, "question_id": question.id, "category": question.category, "turn": turn}
+                    answer = {each: getattr(record, each) for each in ("text", "token_ids", "finish_reason")}
+                    results[name].append({**about, **answer, **engines[name].stats.to_dict()})
+                    records[name][record.key] = record
+                    said.append(record.text)
     return {
-        name: {"mode": engine.mode, "results": results[name], "totals": totals[name].to_dict()}
+        name: {
+            "mode": engine.mode,
+            "results": results[name],
+            "totals": summary.total(records[name].values()).to_dict(),
+            "by_category": summary.by_category(records[name], records["default"]),
+        }
         for name, engine in engines.items()
     }
 
@@ -131,7 +153,7 @@ def differing(found: Mapping[str, Mapping[str, Any]]) -> list[int]:
     return [i for i, same in enumerate(zip(*answers, strict=True)) if any(answer != same[0] for answer in same)]
 
 
-def _section(found: Mapping[str, Mapping[str, Any]], title: str) -> Section:
+def _show(found: Mapping[str, Mapping[str, Any]], title: str, warning: str) -> None:
     base = found["default"]["totals"]["tokens_per_second"]
     rows = []
     for name, contents in found.items():
@@ -139,15 +161,39 @@ def _section(found: Mapping[str, Mapping[str, Any]], title: str) -> Section:
         speed, figures = totals["tokens_per_second"], [str(totals["new_tokens"]), number(totals["decode_s"], 2)]
         figures += [number(speed), times(speed / base if speed and base else None), number(totals["alpha"], 3)]
         rows.append([name, contents["mode"], *figures, number(totals["tau"], 2)])
-    return Section(title, ("decoding", "mode", "tokens", "seconds", "tok/s", "speedup", "alpha", "tau"), rows, left=2)
+    head = ("decoding", "mode", "tokens", "seconds", "tok/s", "speedup", "alpha", "tau")
+    console.print(Section(title, head, rows, left=2).table())
+    keys = {"tok/s": "tokens_per_second", "speedup": "speedup", "alpha": "alpha", "tau": "tau"}
+    categories = found["default"]["by_category"]
+    rows = [
+        [category, contents["mode"], *(ranged(contents["by_category"][category], key) for key in keys.values())]
+        for category, contents in product(categories, found.values())
+    ]
+    if len(categories) > 1:
+        console.print(Section("By category", ("category", "mode", *keys), rows, left=2).table())
+    for line in filter(None, (warning, "Measured once, so noise is not known; bench mtbench --runs 3 gives ranges.")):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _template(args: argparse.Namespace) -> str | None:
-    if args.template is None:
+def _demo(args: argparse.Namespace) -> str | None:
+    """Return the name of built-in prompts; None with --questions."""
+    if args.questions and args.demo:
+        raise ValueError(f"--demo is {args.demo}, and --questions names others; drop one of the two")
+    return None if args.questions else args.demo or DEFAULT_DEMO
+
+
+def _demo_questions(demo: str) -> QuestionSet:
+    texts = json.loads(PROMPTS_FILE.read_text(encoding="utf-8"))[demo]
+    questions = tuple(Question(id=i, category=demo, turns=(text,)) for i, text in enumerate(texts, 1))
+    return QuestionSet(name=demo, label=DEMOS[demo], source="built-in", questions=questions)
+
+
+def _template(file: str | None, demo: str | None) -> str | None:
+    if file is None:
         return None
-    if args.demo != "chat":
-        raise ValueError(f"--template has no effect on demo {args.demo}; use --demo chat or drop --template")
-    return read_text(Path(args.template), "Jinja text")
+    if demo not in (None, "chat"):
+        raise ValueError(f"--template has no effect on demo {demo}; use --demo chat or drop --template")
+    return read_text(Path(file), "Jinja text")
 
 
 def _output_file(name: str) -> Path:
@@ -158,17 +204,21 @@ def _output_file(name: str) -> Path:
     return file
 
 
-def _encode(tokenizer: Tokenizer, text: str, demo: str, template: str | None) -> list[int]:
-    if demo != "chat":
-        return tokenizer.encode(text)
+def _encoder(tokenizer: Tokenizer, demo: str | None, template: str | None) -> Encode:
+    """Return the function that encodes a question after earlier answers."""
+    if demo not in (None, "chat"):
+        return lambda question, answers: tokenizer.encode(question.turns[0])
     if template is not None:
         tokenizer.chat_template = template
-    elif not tokenizer.has_chat_template:
+    elif demo and not tokenizer.has_chat_template:
         raise ValueError("the checkpoint has no chat template; give one with --template FILE, or use --demo te")
-    ids = tokenizer.chat([{"role": "user", "content": text}])
-    if not ids:
-        raise ValueError("the chat template renders nothing; give one that shows `messages`")
-    return ids
+
+    def encode(question: Question, answers: Sequence[str]) -> list[int]:
+        if not (ids := prompt_ids(tokenizer, question, answers)):
+            raise ValueError("the chat template renders nothing; give one that shows `messages`")
+        return ids
+
+    return encode
 
 
 def _with_ends(params: SamplingParams, tokenizer: Tokenizer, template: str | None) -> SamplingParams:

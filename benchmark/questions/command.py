@@ -12,7 +12,7 @@ from typing import Any
 from benchmark import arguments
 from benchmark.questions import records
 from benchmark.questions.records import Key, TurnRecord
-from benchmark.questions.run_config import ALL, NUM_QUESTIONS, previous_state, run_config
+from benchmark.questions.run_config import add_question_options, previous_state, run_config
 from sharesd.cli import options
 from sharesd.cli.console import err_console
 
@@ -29,15 +29,7 @@ def add_parser(subparsers: Any) -> None:
         parser.set_defaults(run=run, parser=parser, benchmark=name)
         group = parser.add_argument_group("measurement")
         options.add_mode_option(group, several=True)
-        source = "ShareSD's own" if name == "mtbench" else "the Hugging Face hub"
-        group.add_argument("--questions", metavar="FILE", help=f"JSON Lines, perhaps gzipped (default: {source})")
-        group.add_argument(
-            "--num-questions",
-            type=_num_questions,
-            default=argparse.SUPPRESS,
-            metavar="N",
-            help=f"the first N questions, or {ALL} (default: {NUM_QUESTIONS})",
-        )
+        add_question_options(group, "ShareSD's own" if name == "mtbench" else "the Hugging Face hub")
         text = "measure R times; report median and range"
         group.add_argument("--runs", type=arguments.number, default=1, metavar="R", help=text)
         arguments.add_out_dir(group, name)
@@ -85,7 +77,3 @@ def _stoppable() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _num_questions(text: str) -> int | None:
-    return None if text == ALL else arguments.number(text)

@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from benchmark import arguments
 from benchmark.questions import records
 from benchmark.questions.records import Key
 from multigpu.device_assignment import environments
@@ -55,20 +56,38 @@ class RunConfig:
         ]
 
 
+def add_question_options(group: Any, source: str) -> None:
+    """Add the options of benchmarks on all turns of questions."""
+    group.add_argument("--questions", metavar="FILE", help=f"JSON Lines, perhaps gzipped (default: {source})")
+    text = f"the first N questions, or {ALL} (default: {NUM_QUESTIONS})"
+    group.add_argument("--num-questions", type=_number, default=argparse.SUPPRESS, metavar="N", help=text)
+
+
+def _number(text: str) -> int | None:
+    return None if text == ALL else arguments.number(text)
+
+
+def chosen_questions(args: argparse.Namespace, found: QuestionSet) -> tuple[QuestionSet, dict[str, Any]]:
+    """Return first questions and their settings; ValueError for too many."""
+    num_available, asked = len(found.questions), getattr(args, "num_questions", NUM_QUESTIONS)
+    if asked is not None and asked > num_available and hasattr(args, "num_questions"):
+        raise ValueError(f"--num-questions is {asked}, but {found.label} holds {num_available}; ask for no more")
+    chosen = found.questions[:asked]
+    texts = json.dumps([[question.id, question.turns] for question in chosen])
+    about = {"label": found.label, "source": found.source, "num_questions": len(chosen), "num_available": num_available}
+    about["num_turns"] = sum(len(question.turns) for question in chosen)
+    about["sha256"] = hashlib.sha256(texts.encode()).hexdigest()[:16]
+    return replace(found, questions=chosen), about
+
+
 def run_config(args: argparse.Namespace) -> RunConfig:
     """Return the configuration of parsed arguments; ValueError for invalid ones."""
     load_meter()
     modes = options.modes_of(args, default=registry.modes())
     config = options.engine_config(args, modes=modes)
     params = options.sampling_params(args)
-    found = question_files.load(args.benchmark, args.questions)
-    num_available = len(found.questions)
-    asked = getattr(args, "num_questions", NUM_QUESTIONS)
-    if asked is not None and asked > num_available and hasattr(args, "num_questions"):
-        raise ValueError(f"--num-questions is {asked}, but {found.label} holds {num_available}; ask for no more")
-    chosen = found.questions[:asked]
+    questions, about_them = chosen_questions(args, question_files.load(args.benchmark, args.questions))
     drafting = sorted({*registry.names("head")} & {*selection.active_drafters(config, *modes)})
-    texts = json.dumps([[question.id, question.turns] for question in chosen])
     settings = {
         "benchmark": args.benchmark,
         **settings_of(config),
@@ -76,14 +95,7 @@ def run_config(args: argparse.Namespace) -> RunConfig:
         or next(("shipped" for mode in drafting if selection.head_of(config, mode)), None),
         "head_quant": config.head_quant and str(config.head_quant),
         "modes": list(modes),
-        "questions": {
-            "label": found.label,
-            "source": found.source,
-            "num_questions": len(chosen),
-            "num_available": num_available,
-            "num_turns": sum(len(question.turns) for question in chosen),
-            "sha256": hashlib.sha256(texts.encode()).hexdigest()[:16],
-        },
+        "questions": about_them,
         **{name: getattr(args, name) for name in ("runs", "replicas")},
         "tree": config.tree if isinstance(config.tree, str) else ":".join(map(str, config.tree)),
         "ngram": list(astuple(selection.options_of(config, "ngram"))),
@@ -98,7 +110,7 @@ def run_config(args: argparse.Namespace) -> RunConfig:
         modes=modes,
         config=config,
         params=params,
-        questions=replace(found, questions=chosen),
+        questions=questions,
         runs=args.runs,
         out_dir=out_dir,
         log_dir=log_dir,

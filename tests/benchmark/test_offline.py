@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from benchmark import offline
 from benchmark.__main__ import main
+from sharesd.data.questions import Question
 from sharesd.models.tokenizer import load_tokenizer
 from sharesd.sampling import sampler
 from sharesd.speculation.draft_tree import VerifyResult
@@ -82,6 +84,40 @@ def test_three_ways(run: Run, model: Path, demo: str) -> None:
     assert [path.name for path in Path().iterdir() if path.name != "cache"] == [offline.SAVE_OUTPUT]
 
 
+SPEC_BENCH = """{"question_id": 1, "category": "writing", "turns": ["why is the sky blue", "and the sea"]}
+{"question_id": 2, "category": "qa", "turns": ["who wrote it"]}
+"""
+
+
+def test_questions_are_reported_by_category(run: Run) -> None:
+    Path("q.jsonl").write_text(SPEC_BENCH)
+    status, out, err = run("--questions", "q.jsonl")
+    assert status == 0 and "all 3 texts are equal" in out, err
+    found = results()
+    asked = found["settings"]["questions"]
+    assert (asked["label"], asked["num_questions"], asked["num_turns"]) == ("q.jsonl", 2, 3)
+    assert found["settings"]["files"]["questions"] == hashlib.sha256(SPEC_BENCH.encode()).hexdigest()
+    for way in offline.DECODINGS:
+        answers, by_category = found[way]["results"], found[way]["by_category"]
+        places = [(answer["question_id"], answer["category"], answer["turn"]) for answer in answers]
+        assert places == [(1, "writing", 1), (1, "writing", 2), (2, "qa", 1)]
+        assert {name: each["num_turns"] for name, each in by_category.items()} == {"writing": 2, "qa": 1}
+        tokens, seconds = (sum(each[name] for each in answers[:2]) for name in ("decoded_tokens", "decode_s"))
+        assert by_category["writing"]["tokens_per_second"] == pytest.approx(tokens / seconds)
+    assert found["ngram"]["by_category"]["qa"]["speedup"] > 0
+    assert "By category" in out and "writing" in out and "Measured once" in out
+
+
+def test_sharegpt_and_prompts_are_read(run: Run) -> None:
+    Path("q.jsonl").write_text(
+        '{"prompt": "why", "category": "sky"}\n{"conversations": [{"from": "human", "value": "who"}]}\n'
+    )
+    assert run("--questions", "q.jsonl", "--num-questions", "1")[0] == 0
+    assert list(results()["default"]["by_category"]) == ["sky"]
+    assert run("--questions", "q.jsonl")[0] == 0
+    assert list(results()["default"]["by_category"]) == ["sky", "all"]
+
+
 def test_prompts() -> None:
     prompts = json.loads(offline.PROMPTS_FILE.read_text())
     assert list(prompts) == list(offline.DEMOS)
@@ -137,7 +173,8 @@ def test_template(run: Run, model: Path, plain: Path) -> None:
     status, _, err = run("--demo", "chat", "--template", "mine.jinja", "--target", str(plain))
     assert status == 0, err
     tokenizer = load_tokenizer(plain)
-    ids = offline._encode(tokenizer, "why", "chat", CHAT_TEMPLATE)
+    asked = Question(id=1, category="chat", turns=("why",))
+    ids = offline._encoder(tokenizer, "chat", CHAT_TEMPLATE)(asked, [])
     assert tokenizer.decode(ids, False) == "<|im_start|>user\nwhy<|im_end|>\n<|im_start|>assistant\n"
     params = offline._with_ends(offline.SamplingParams(), tokenizer, CHAT_TEMPLATE)
     assert params.stop_token_ids == (tokenizer.backend.token_to_id("<|im_end|>"),)
@@ -159,6 +196,9 @@ def test_template(run: Run, model: Path, plain: Path) -> None:
         (["--target", "no/such/model"], "no/such/model does not exist"),
         (["--draft-model", "no/such/model"], "no/such/model does not exist"),
         (["--device", "tpu"], "device is 'tpu'"),
+        (["--demo", "tc", "--questions", "x.jsonl"], "--demo is tc, and --questions names others; drop one of the two"),
+        (["--num-questions", "7"], "--num-questions is 7, but English completions holds 6; ask for no more"),
+        (["--questions", "none.jsonl"], "none.jsonl cannot be read (No such file or directory)"),
         (["--template", "empty.jinja"], "--template has no effect on demo te; use --demo chat"),
         (["--demo", "chat", "--template", "none.jinja"], "none.jinja cannot be read (No such file or directory)"),
         (["--demo", "chat", "--template", "empty.jinja"], "the chat template renders nothing"),
