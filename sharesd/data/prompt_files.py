@@ -23,6 +23,8 @@ ROLES = {
     "system": "system",
 }
 
+HUMANEVAL_FIELDS = ("task_id", "prompt", "entry_point")
+
 MAX_NAMED = 3
 """Maximum bad conversations that a warning names."""
 
@@ -79,6 +81,8 @@ def conversation(record: Any) -> list[Message]:
     text = next((record[name] for name in TEXT_FIELDS if isinstance(record.get(name), str)), "")
     if not text.strip():
         raise ValueError(f"has none of {', '.join(TEXT_FIELDS)}; give it a text, or drop it")
+    if all(isinstance(record.get(name), str) for name in HUMANEVAL_FIELDS):
+        text = code_request(text)
     instances = record.get("instances")
     first = instances[0] if isinstance(instances, list) and instances and isinstance(instances[0], Mapping) else {}
     inputs = [record.get(name) for name in INPUT_FIELDS] + [first.get("input")]
@@ -91,6 +95,12 @@ def conversation(record: Any) -> list[Message]:
     }
     said = [(role, text) for role, text in given.items() if isinstance(text, str) and text.strip()]
     return _encodable([{"role": role, "content": text} for role, text in said])
+
+
+def code_request(code: str) -> str:
+    """Return the message that asks for a function of HumanEval."""
+    code = code.strip("\n")
+    return f"Complete this Python function. Answer with the whole function in one code block.\n\n```python\n{code}\n```"
 
 
 def _message(turn: Any) -> Message:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sharesd.data.json_lines import records
+from sharesd.data.prompt_files import code_request
 
 BUILTIN_FILE = Path(__file__).with_name("builtin_questions.jsonl")
 BUILTIN_LABEL = "ShareSD built-in questions"
@@ -78,9 +79,8 @@ def _gsm8k(row: Row) -> Question:
 
 def _humaneval(row: Row) -> Question:
     layout = "task_id and prompt"
-    task, code = row.text("task_id", layout), row.text("prompt", layout).strip("\n")
-    turn = f"Complete this Python function. Answer with the whole function in one code block.\n\n```python\n{code}\n```"
-    return Question(id=task, category="coding", turns=(turn,))
+    task, code = row.text("task_id", layout), row.text("prompt", layout)
+    return Question(id=task, category="coding", turns=(code_request(code),))
 
 
 SPOKEN = {"conversations": ("from", "value"), "messages": ("role", "content")}

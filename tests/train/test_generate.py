@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from sharesd.config import EngineConfig
 from sharesd.data.json_lines import records
 from sharesd.data.prompt_files import conversation, read_prompts
+from sharesd.data.questions import load
 from sharesd.models.tokenizer import load_tokenizer
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
@@ -117,6 +118,16 @@ def test_questions_of_benchmarks_are_conversations() -> None:
     assert conversation(record) == [{"role": "user", "content": text} for text in record["turns"]]
     with pytest.raises(ValueError, match="has none of instruction"):
         conversation({"turns": ["", "x"]})
+
+
+def test_humaneval_is_asked_as_the_benchmark_asks_it(tmp_path: Path) -> None:
+    code = '\ndef half(x: float) -> float:\n    """Half of x."""\n'
+    row = {"task_id": "HumanEval/0", "prompt": code, "entry_point": "half", "canonical_solution": "    return x / 2\n"}
+    file = tmp_path / "HumanEval.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    [question] = load("humaneval", file).questions
+    assert conversation(row) == [{"role": "user", "content": question.turns[0]}]
+    assert conversation({"task_id": "x", "prompt": "why"}) == [{"role": "user", "content": "why"}], "no code is known"
 
 
 def test_every_format_is_a_conversation(prompts: str) -> None:

@@ -37,6 +37,7 @@ from train.heads.checkpoint import read_state
 from train.heads.evaluate import Acceptance, acceptance, best_chain
 from train.heads.init_weights import initial_head
 from train.heads.losses import losses
+from train.heads.metrics_log import _picture
 from train.heads.teacher import FrozenTarget
 from train.heads.trainer import Recipe, Trainer
 
@@ -171,6 +172,9 @@ def test_a_step_averages_over_its_places(monkeypatch: pytest.MonkeyPatch) -> Non
         sum(losses(head, [lesson], teacher, weights).divergence.item() for lesson in frozen.lessons(TEXTS))
         for weights in ([1 / 1.5 / 8, 0], [0, 0.5 / 1.5 / 5])  # places of both steps: 5 + 3, and 3 + 2
     )
+    share = trainer.loss_on([TEXTS, TEXTS])
+    held_out = sum(share(lesson).item() for _ in range(2) for lesson in frozen.lessons(TEXTS))
+    assert held_out == pytest.approx(want), "the same on held-out texts, text by text"
     found = trainer.advance()
     assert found["loss"] == pytest.approx(want) and found["places"] == 16
     rates = [Recipe(steps=100, batch=1, lr=1.0, warmup=0.1).lr_at(step) for step in range(101)]
@@ -347,6 +351,7 @@ def test_an_interruption_at_any_step_changes_no_bit(
     head = load_head(tmp_path / "whole" / "best", load_decoder(data / "model", dtype=torch.bfloat16))
     assert head.config.draft_vocab_size == (384 if kind == "eagle" else 100)
     assert head.config.target_layers == ((3, 1) if kind == "glide" else ())
+    assert all(line["held_out_loss"] > 0 for line in curve(tmp_path / "whole") if "tau_chains" in line)
     losses = [line["loss"] for line in curve(tmp_path / "whole") if "loss" in line]
     assert losses[3] < losses[0], "while chains are as long"
 
@@ -455,3 +460,13 @@ def test_a_folder_keeps_its_training(
     shard.write_text(shard.read_text().replace("the cat 3", "the dog 3"))
     assert train("eagle", other, tmp_path / "out", "--resume", "--steps", "3") == 2
     assert "says data_sha256 " in capsys.readouterr().err
+
+
+def test_curves_show_loss_and_acceptance_of_held_out_texts() -> None:
+    held_out = {"conditional_acceptance": [0.5, 0.2], "tau_chains": 1.6, "expected_speedup": 1.1}
+    old = {"step": 0, **held_out}  # of a log without it
+    records = [old, {"step": 1, "loss": 2.0}, {"step": 2, "held_out_loss": 2.5, **held_out}]
+    left, middle, _ = _picture(records).axes
+    lines = {line.get_label(): list(zip(*line.get_data(), strict=True)) for line in left.get_lines()}
+    assert lines["loss, held out"] == [(2, 2.5)] and lines["loss, running mean"] == [(1, 2.0)]
+    assert [line.get_label() for line in middle.get_lines()] == ["token 1", "token 2"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
@@ -39,12 +39,19 @@ class Acceptance:
 
 
 @torch.no_grad()
-def acceptance(head: Learner, frozen: FrozenTarget, rows: Iterable[dict[str, Tensor]], length: int) -> Acceptance:
-    """Return the acceptance of chains of `length` on packed rows."""
+def acceptance(
+    head: Learner,
+    frozen: FrozenTarget,
+    rows: Iterable[dict[str, Tensor]],
+    length: int,
+    beside: Callable[[Lesson], object] = lambda lesson: None,
+) -> Acceptance:
+    """Return acceptance of chains; call `beside` with each lesson."""
     found = Acceptance([0] * length, [0] * length)
     for row in rows:
         for lesson in frozen.lessons(row):
             _add(found, head, frozen, lesson)
+            beside(lesson)
     return found
 
 

@@ -21,7 +21,8 @@ SMOOTH = 0.9
 class MetricsLog:
     """Log of records {"step": steps done, ...}.
 
-    Training records have a `loss`; held-out records have `conditional_acceptance`, `tau_chains` and `expected_speedup`.
+    Training records have a `loss`; held-out records have `held_out_loss`, `conditional_acceptance`, `tau_chains` and
+    `expected_speedup`.
     """
 
     def __init__(self, folder: Path, step: int) -> None:
@@ -45,7 +46,8 @@ class MetricsLog:
             raise OSError(error.errno, error.strerror, str(self._path)) from error
         if self._board is not None:
             kind = "train" if "loss" in values else "held_out"
-            numbers = {f"{kind}/{name}": value for name, value in values.items() if not isinstance(value, list)}
+            single = {name: value for name, value in values.items() if not isinstance(value, list)}
+            numbers = {f"{kind}/{name.removeprefix('held_out_')}": value for name, value in single.items()}
             numbers |= {f"{kind}/rate_{i}": rate for i, rate in enumerate(values.get("conditional_acceptance", []), 1)}
             for name, number in numbers.items():
                 self._board.add_scalar(name, number, step)
@@ -88,13 +90,15 @@ def _picture(records: Sequence[dict[str, Any]]) -> Figure:
     steps = [record["step"] for record in train]
     left.plot(steps, [record["loss"] for record in train], color="0.8", linewidth=0.7)
     left.plot(steps, _smooth([record["loss"] for record in train]), label="loss, running mean")
+    known = [(record["step"], record["held_out_loss"]) for record in held_out if "held_out_loss" in record]
+    left.plot(*zip(*known, strict=True) if known else ((), ()), "o-", ms=3, label="loss, held out")
     at = [record["step"] for record in held_out]
     by_position = zip(*(record["conditional_acceptance"] for record in held_out), strict=True)
     for position, rates in enumerate(by_position, 1):
         middle.plot(at, rates, "o-", ms=3, label=f"token {position}")
     right.plot(at, [record["tau_chains"] for record in held_out], "o-", ms=3, label="tau of chains")
     right.plot(at, [record["expected_speedup"] for record in held_out], "o-", ms=3, label="times plain decoding")
-    titles = ("Training", "Held out: conditional acceptance", "Held out: expected")
+    titles = ("Loss", "Held out: conditional acceptance", "Held out: expected")
     for axes, title in zip((left, middle, right), titles, strict=True):
         finish(axes, title)
         axes.set_xlabel("steps")

@@ -130,6 +130,12 @@ class FrozenTarget:
         return torch.cat([*seen, cache.features[0, :num]], 1)  # a copy: the next text goes there
 
 
+def num_counted(row: dict[str, Tensor], step: int) -> int:
+    """Return the number of positions that `Lesson.counted` finds in a row."""
+    said = (row["loss_mask"][here][1:] for here in _texts(row))
+    return sum(int(said_M.unfold(0, step + 2, 1).all(1).sum()) for said_M in said if len(said_M) > step + 1)
+
+
 def _texts(row: dict[str, Tensor]) -> Iterator[Tensor]:
     """Yield masks of a packed row's texts that have a label."""
     segments = (row["segment_ids"] == i for i in range(int(row["segment_ids"].max()) + 1))

@@ -6,7 +6,7 @@ The order of data is a function of seed and epoch. Learning rate and random draw
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ from train.heads.distributed import ALONE, Processes
 from train.heads.draft_decoder import Learner
 from train.heads.losses import Losses, Teacher, losses
 from train.heads.mask_anchors import with_anchors
-from train.heads.teacher import FrozenTarget, Lesson
+from train.heads.teacher import FrozenTarget, Lesson, num_counted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,9 +94,7 @@ class Trainer:
         unroll = recipe.unroll_at(self.step)
         counts = [sum(int(lesson.counted(step).sum()) for lesson in lessons) for step in range(unroll)]
         counts = processes.totals(counts)  # so the loss is a mean over places, not over means
-        decays = [recipe.decay**step for step in range(unroll)]
-        weights = [decay / sum(decays) / max(1, count) for decay, count in zip(decays, counts, strict=True)]
-        parts = self._learn(lessons, weights)
+        parts = self._learn(lessons, self._weights(counts))
         found = {name: part.item() for name, part in zip(("loss", *Losses._fields), parts, strict=True)}
         found["gradient"] = clip_grad_norm_(head.parameters(), recipe.clip).item()
         if not math.isfinite(found["gradient"]):
@@ -109,27 +107,50 @@ class Trainer:
         self.step += 1
         return found | {"places": counts[0]}
 
+    def loss_on(self, rows: Sequence[dict[str, Tensor]]) -> Callable[[Lesson], Tensor]:
+        """Return the function of a lesson's share in these rows' loss.
+
+        The rows are those of this process; all of their lessons, of all processes, sum up to the coming step's loss.
+        """
+        counts = [sum(num_counted(row, step) for row in rows) for step in range(self.recipe.unroll_at(self.step))]
+        weights, everywhere = self._weights(self._processes.totals(counts)), torch.Generator()
+
+        @torch.no_grad()
+        def share(lesson: Lesson) -> Tensor:
+            lesson = with_anchors(lesson, 1.0, everywhere) if isinstance(self.head, Parallel) else lesson
+            return self._parts([lesson], weights)[0]
+
+        return share
+
+    def _weights(self, counts: Sequence[int]) -> list[float]:
+        """Return the weight of a position in each chain step."""
+        decays = [self.recipe.decay**step for step in range(len(counts))]
+        return [decay / sum(decays) / max(1, count) for decay, count in zip(decays, counts, strict=True)]
+
+    def _parts(self, lessons: list[Lesson], weights: list[float]) -> tuple[Tensor, ...]:
+        """Return the loss and its parts."""
+        recipe, device = self.recipe, self.head.get_buffer("cos").device.type
+        with torch.autocast(device, torch.bfloat16, enabled=recipe.bf16):  # weights are cast once for all texts
+            found = losses(
+                self.head,
+                lessons,
+                self._teacher,
+                weights,
+                feature=recipe.feature_weight > 0,
+                rejection=recipe.rejection_weight > 0,
+            )
+            loss = recipe.kl_weight * found.divergence + recipe.feature_weight * found.feature
+            return loss + recipe.rejection_weight * found.rejection, *found
+
     def _learn(self, lessons: list[Lesson], weights: list[float]) -> Sequence[Tensor]:
         """Compute loss, its parts, and gradients, summed over all processes."""
-        recipe, head, processes = self.recipe, self.head, self._processes
+        head, processes = self.head, self._processes
         device = head.get_buffer("cos").device
         parts: Sequence[Tensor] = [torch.zeros((), dtype=self._frozen.dtype, device=device)] * 4
         if lessons:  # an epoch's last step may have fewer rows than there are processes
-            with torch.autocast(
-                device.type, torch.bfloat16, enabled=recipe.bf16
-            ):  # weights are cast once for all texts
-                found = losses(
-                    head,
-                    lessons,
-                    self._teacher,
-                    weights,
-                    feature=recipe.feature_weight > 0,
-                    rejection=recipe.rejection_weight > 0,
-                )
-                loss = recipe.kl_weight * found.divergence + recipe.feature_weight * found.feature
-                loss = loss + recipe.rejection_weight * found.rejection
+            loss, *others = self._parts(lessons, weights)
             loss.backward()
-            parts = [part.detach() for part in (loss, *found)]
+            parts = [part.detach() for part in (loss, *others)]
         if processes.number > 1:
             learning = [parameter for parameter in head.parameters() if parameter.requires_grad]
             gradients = [torch.zeros_like(slot) if slot.grad is None else slot.grad for slot in learning]

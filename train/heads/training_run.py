@@ -248,16 +248,20 @@ class TrainingRun:
 
     def check(self) -> None:
         """Evaluate on this process's share of held-out texts and write a checkpoint."""
-        rows = map(self._held_out.__getitem__, self.processes.share(range(len(self._held_out))))
-        found = acceptance(self.head, self.frozen, rows, self.task.chain)
+        rows = [self._held_out[number] for number in self.processes.share(range(len(self._held_out)))]
+        device, share = self.head.get_buffer("cos").device, self.trainer.loss_on(rows)
+        total = torch.zeros((), dtype=self.frozen.dtype, device=device)
+        found = acceptance(self.head, self.frozen, rows, self.task.chain, lambda lesson: total.add_(share(lesson)))
         found = Acceptance(self.processes.totals(found.reached), self.processes.totals(found.accepted))
+        [total] = self.processes.sums([total])
         if self.processes.first:
-            self._keep(found)
+            self._keep(found, total.item())
 
-    def _keep(self, found: Acceptance) -> None:
+    def _keep(self, found: Acceptance, loss: float) -> None:
         """Log an evaluation, and write head and training state."""
         length, speed_up = best_chain(found.taus, self.costs)
         values: dict[str, Any] = {
+            "held_out_loss": loss,
             "conditional_acceptance": found.rates,
             "tau_chains": found.taus[-1],
             "expected_speedup": speed_up,
