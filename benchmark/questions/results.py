@@ -64,7 +64,7 @@ def write_results(run: RunConfig, state: Mapping[str, Any], done: Mapping[str, M
     answers = [(mode, found[key]) for key in run.keys for mode, found in done.items() if key in found]
     shown = answers_of(run.questions.questions, answers, load_tokenizer(resolve_target(run.config)))
     modes = summary["modes"]
-    remarks = [tables_at_start(summary["settings"]), *noise_remarks(modes)]
+    remarks = [tables_at_start(summary["settings"]), twins(summary["settings"]), *noise_remarks(modes)]
     num_tables = 2 if noise(modes).rows else 1
     shown |= {"complete": summary["status"]["complete"], "shown": num_tables, "remarks": remarks}
     report.publish(run.out_dir, "report", **shown)
@@ -166,6 +166,16 @@ def noise_remarks(modes: Modes) -> list[str]:
             "of the same run only, or measure again."
         )
     return lines
+
+
+def twins(settings: Mapping[str, Any]) -> str:
+    """Return a sentence on heads with the same weights; empty without."""
+    by_hash: dict[str, list[str]] = {}
+    for name, content in settings["files"].items():
+        if name.startswith("head_"):
+            by_hash.setdefault(content, []).append(name.removeprefix("head_"))
+    same = [" and ".join(names) for names in by_hash.values() if len(names) > 1]
+    return f"The same weights: {', '.join(same)}. Their figures differ by noise alone." if same else ""
 
 
 def tables_at_start(settings: Mapping[str, Any]) -> str:
@@ -299,7 +309,7 @@ def _start(summary: Mapping[str, Any]) -> Section:
 
 def _notes(summary: Mapping[str, Any]) -> list[str]:
     settings, recompiles = summary["settings"], summary["recompiles"]
-    notes = noise_remarks(summary["modes"])
+    notes = [twins(settings), *noise_remarks(summary["modes"])]
     if settings["questions"]["source"] == "built-in":
         notes.append("The questions are ShareSD's own, in the categories of MT-Bench; they are not MT-Bench.")
     if settings["target"] is None or WIDENED in settings["model"]:

@@ -20,7 +20,7 @@ from sharesd.drafters.spec import KINDS, DrafterSpec, HeadSpec, Need, Support
 NAIVE = "naive"
 """Mode without a drafter: plain decoding."""
 NAIVE_COLOUR = "#999999"
-SPARE_COLOURS = ("#CC79A7", "#0072B2", "#E69F00", "#009E73", "#56B4E9", "#999999")
+SPARE_COLOURS = ("#CC6677", "#44AA99", "#DDCC77", "#117733", "#88CCEE", "#999933")
 _added: dict[str, tuple[str, DrafterSpec]] = {}
 """Name -> module from outside of the package, and its spec."""
 
@@ -52,8 +52,8 @@ def name_head(name: str, base: str) -> None:
     found = next((spec for spec in specs() if name == spec.name or name in spec.aliases), None)
     if name == NAIVE or (found is not None and not found.base):
         raise ValueError(f"--draft-head {name}=... names a head {name!r}, which is a mode already; rename it")
-    number = len([spec for _, spec in _added.values() if spec.base and spec.name != name])
-    colour = SPARE_COLOURS[number % len(SPARE_COLOURS)]
+    names = [*dict.fromkeys([*(spec.name for _, spec in _added.values() if spec.base), name])]
+    colour = SPARE_COLOURS[names.index(name) % len(SPARE_COLOURS)]  # the same when it is named again
     named = replace(spec_of(base), name=name, base=base, aliases=(), heads=(), source="", colour=colour)
     _added[name] = "", named
 

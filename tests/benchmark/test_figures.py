@@ -13,7 +13,7 @@ from rich.console import Console
 
 from benchmark.questions import records, summary
 from benchmark.questions.records import Key, TurnRecord
-from benchmark.questions.results import headline, noise, noise_remarks, tables_at_start
+from benchmark.questions.results import headline, noise, noise_remarks, tables_at_start, twins
 from sharesd.cli.tables import differing, flat, percent
 from sharesd.drafters.recycle import EMBEDDED_TABLE
 from sharesd.drafters.suffix import EMBEDDED_CORPUS
@@ -228,6 +228,12 @@ class TestRecords:
         assert differing([flat(old), flat(same)]) == {}
         assert differing([flat(old), flat(other)]) == {"b.d": [2, 3]}
         assert differing([flat(old), flat({"b": old["b"]})]) == {"a": [1, None]}
+
+
+def test_heads_with_the_same_weights_are_named() -> None:
+    files = {"target": "0", "head_a": "1", "head_b": "2", "head_c": "1", "table_suffix": "1"}
+    assert twins({"files": files}) == "The same weights: a and c. Their figures differ by noise alone."
+    assert twins({"files": {**files, "head_c": "3"}}) == ""
 
 
 @pytest.mark.parametrize(("value", "shown"), [(1.0, "100 %"), (0.9999, "99.9 %"), (0.5, "50.0 %"), (None, "-")])

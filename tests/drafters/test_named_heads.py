@@ -56,6 +56,14 @@ def test_names_are_modes_wherever_the_config_is(heads: tuple[str, str]) -> None:
     assert registry.spec_of("a").base == "eagle" and registry.colour_of("a") != registry.colour_of("eagle")
 
 
+def test_named_heads_and_modes_have_colours_of_their_own(heads: tuple[str, str]) -> None:
+    """Whenever and however often a head is named."""
+    for name in ("c", "d", "c", "c", "d"):
+        registry.name_head(name, "eagle")
+    colours = [registry.colour_of(name) for name in {"c", "d", *registry.modes()}]
+    assert len({*colours}) == len(colours)
+
+
 def test_names_of_modes_are_taken_and_paths_are_no_names(heads: tuple[str, str], tmp_path: Path) -> None:
     for name in ("naive", "share", "eagle"):
         with pytest.raises(ValueError, match=f"a head '{name}', which is a mode already; rename it"):

@@ -470,3 +470,4 @@ def test_curves_show_loss_and_acceptance_of_held_out_texts() -> None:
     lines = {line.get_label(): list(zip(*line.get_data(), strict=True)) for line in left.get_lines()}
     assert lines["loss, held out"] == [(2, 2.5)] and lines["loss, running mean"] == [(1, 2.0)]
     assert [line.get_label() for line in middle.get_lines()] == ["token 1", "token 2"]
+    assert left.get_ylim()[0] == 0 and middle.get_ylim() == (0, 1)

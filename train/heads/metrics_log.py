@@ -98,11 +98,13 @@ def _picture(records: Sequence[dict[str, Any]]) -> Figure:
         middle.plot(at, rates, "o-", ms=3, label=f"token {position}")
     right.plot(at, [record["tau_chains"] for record in held_out], "o-", ms=3, label="tau of chains")
     right.plot(at, [record["expected_speedup"] for record in held_out], "o-", ms=3, label="times plain decoding")
-    titles = ("Loss", "Held out: conditional acceptance", "Held out: expected")
-    for axes, title in zip((left, middle, right), titles, strict=True):
-        finish(axes, title)
+    titles = {"Loss": "mean over tokens", "Held out: conditional acceptance": "probability", "Held out: expected": ""}
+    for axes, (title, unit) in zip((left, middle, right), titles.items(), strict=True):
+        finish(axes, title, unit)
         axes.set_xlabel("steps")
         axes.legend(fontsize=8, frameon=False)
+    left.set_ylim(bottom=0)
+    middle.set_ylim(0, 1)
     return figure
 
 
