@@ -174,8 +174,8 @@ def twins(settings: Mapping[str, Any]) -> str:
     for name, content in settings["files"].items():
         if name.startswith("head_"):
             by_hash.setdefault(content, []).append(name.removeprefix("head_"))
-    same = [" and ".join(names) for names in by_hash.values() if len(names) > 1]
-    return f"The same weights: {', '.join(same)}. Their figures differ by noise alone." if same else ""
+    same = ", ".join(" and ".join(names) for names in by_hash.values() if len(names) > 1)
+    return f"The same weights: {same}. Their figures differ by noise, that of draft lengths included." if same else ""
 
 
 def tables_at_start(settings: Mapping[str, Any]) -> str:

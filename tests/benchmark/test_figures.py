@@ -232,7 +232,7 @@ class TestRecords:
 
 def test_heads_with_the_same_weights_are_named() -> None:
     files = {"target": "0", "head_a": "1", "head_b": "2", "head_c": "1", "table_suffix": "1"}
-    assert twins({"files": files}) == "The same weights: a and c. Their figures differ by noise alone."
+    assert twins({"files": files}).startswith("The same weights: a and c. Their figures differ by noise")
     assert twins({"files": {**files, "head_c": "3"}}) == ""
 
 
