@@ -6,6 +6,7 @@ import argparse
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 from benchmark import arguments
@@ -108,7 +109,7 @@ def markdown(values: Mapping[str, Any]) -> str:
         state = outcome["state"] if is_done else f"{outcome['state']}: {outcome['reason']}"
         rows.append([name, state, f"{outcome.get('seconds', 0):.0f}"])
         if not is_done:
-            tail = f"\n\n{_indented(outcome['tail'])}\n" if outcome.get("tail") else ""
+            tail = f"\n\n{indent(outcome['tail'], '    ')}\n" if outcome.get("tail") else ""
             missing.append(f"- {name} ({about.get(name, '')}): {state}{tail}")
         if outcome.get("found"):
             note = "" if is_done else ": unfinished"
@@ -136,7 +137,3 @@ def _shown(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "NO"
     return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else " ".join(str(value).split())
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"    {line}" for line in text.splitlines())

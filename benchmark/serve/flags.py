@@ -21,6 +21,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     positive: Convert = lambda text: _float(text, "a number above 0", above=True)  # noqa: E731
     finite: Convert = lambda text: _float(text, "a number", minimum=-math.inf, above=True)  # noqa: E731
     not_negative: Convert = lambda text: _float(text, "a number from 0 on")  # noqa: E731
+    share: Convert = lambda text: _float(text, "a number from 0 to below 1", below=1.0)  # noqa: E731
     from_zero: Convert = partial(number, minimum=0)
     spawn = "start our own server in mode naive and in each of these, with commas, and compare; its own options go "
     spawn += "behind --, such as -- --max-batch 8"
@@ -55,7 +56,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             ("--num-prompts", number, 100, "N", "requests of a load"),
             ("--random-input-len", number, 1024, "N", "words of a random prompt"),
             ("--random-output-len", number, 128, "N", "tokens of its answer"),
-            ("--random-range-ratio", _share, 0.0, "R", "lengths are uniform in [N (1 - R), N (1 + R)]"),
+            ("--random-range-ratio", share, 0.0, "R", "lengths are uniform in [N (1 - R), N (1 + R)]"),
             ("--output-len", number, 128, "N", "tokens of other answers at most"),
             ("--seed", int, 0, "N", "of random prompts, departures and sampling"),
         ],
@@ -91,29 +92,22 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_removed(parser, **penalties, **tokens, percentile_metrics="files have all latencies")
 
 
-def _float(text: str, kind: str, *, minimum: float = 0.0, above: bool = False, infinite: bool = False) -> float:
+def _float(text: str, kind: str, *, minimum: float = 0.0, above: bool = False, below: float = math.inf) -> float:
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not (value > minimum if above else value >= minimum) or (value == math.inf and not infinite):
+    if not (value > minimum if above else value >= minimum) or not value < below:
         raise argparse.ArgumentTypeError(f"{text!r} is not {kind}")
     return value
 
 
 def _rate(text: str) -> float:
-    return _float(text, "a number above 0, or inf", above=True, infinite=True)
+    return math.inf if text.lower() in ("inf", "infinity") else _float(text, "a number above 0, or inf", above=True)
 
 
 def _rates(text: str) -> tuple[float, ...]:
     return tuple(sorted(set(map(_rate, text.split(",")))))
-
-
-def _share(text: str) -> float:
-    value = _float(text, "a number from 0 to below 1")
-    if value >= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to below 1")
-    return value
 
 
 def _percentiles(text: str) -> tuple[float, ...]:
