@@ -92,8 +92,9 @@ def draw_lines(path: Path, title: str, panels: Mapping[str, Mapping[str, Line]],
     panes = figure.subplots(rows, columns, squeeze=False).flat
     xs = list(dict.fromkeys(x for lines in panels.values() for line in lines.values() for x, *_ in line))
     for axes, (what, lines) in zip(panes, panels.items(), strict=False):
-        for name, line in lines.items():
-            known = [(xs.index(x), y, around) for x, y, around in line if y is not None]
+        for i, (name, line) in enumerate(lines.items()):
+            aside = 0.02 * (i - (len(lines) - 1) / 2)  # so that no bar hides another
+            known = [(xs.index(x) + aside, y, around) for x, y, around in line if y is not None]
             dashes = "--" if name.split()[-1].startswith("p9") else "-"
             colour = registry.colour_of(name.split()[0])
             if known:

@@ -15,6 +15,7 @@ from sharesd_files import atomic_write
 
 if TYPE_CHECKING:
     from jinja2 import Environment
+    from markupsafe import Markup
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,5 +74,14 @@ def _templates() -> Environment:
     found = Environment(
         loader=loader, trim_blocks=True, lstrip_blocks=True, autoescape=lambda name: bool(name and ".html" in name)
     )
+    found.filters["marked"] = _marked
     found.filters["cell"] = lambda text: str(text).replace("|", "\\|")
     return found
+
+
+def _marked(text: str) -> Markup:
+    """Return escaped text with Markdown's code, bold words and bullets as HTML."""
+    from markupsafe import Markup, escape
+
+    found = re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text)))
+    return Markup(re.sub(r"(?m)^( *)- ", r"\1• ", re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", found)))

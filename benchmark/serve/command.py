@@ -234,13 +234,12 @@ def _finish(out_dir: Path | None, loads: Sequence[Load], args: argparse.Namespac
         sections.append(Section("Over naive", head, rows))
     if args.turns > 1:
         named = {"tok/s": keys[0], "ttft": keys[1], "tpot": keys[2], "e2el": keys[4]}
-        rows = []
-        for load in loads:
-            over = ranged(load.result.get("ratio_to_naive", {}), keys[0])
-            rows.append([load.name, *(ranged(load.result, key) for key in named.values()), over])
-        sections.append(
-            Section(f"Medians and ranges of {args.turns} turns", ("load", *named, "tok/s over naive"), rows)
-        )
+        rows = [
+            [load.name, name, ranged(load.result, key, 1), ranged(load.result.get("ratio_to_naive", {}), key)]
+            for load, (name, key) in product(loads, named.items())
+        ]
+        title, each = f"Medians and ranges of {args.turns} turns", ("load", "figure", "median and range", "over naive")
+        sections.append(Section(title, each, rows, left=2))
     remarks = [*noise_remarks(loads, args.turns), *(line for load in loads for line in remarks_of(load))]
     model, plots = loads[0].result["model_id"], []
     if out_dir is not None and args.sweep and can_draw("latency.png"):
@@ -295,6 +294,7 @@ def draw(path: Path, model: str, loads: Sequence[Load], tail: str) -> None:
     for what, keys in {**columns, "tok/s": ("output_throughput",)}.items():
         for key, mode in product(keys, dict.fromkeys(load.mode for load in loads)):
             ordered = sorted((load for load in loads if load.mode == mode), key=lambda load: load.rate)
-            line = [(f"{load.rate:g}", load.result[key], load.result.get(f"{key}_range")) for load in ordered]
+            around = "" if key.startswith(tail) else f"{key}_range"  # those of medians alone, which would be hidden
+            line = [(f"{load.rate:g}", load.result[key], load.result.get(around)) for load in ordered]
             panels.setdefault(what, {})[f"{mode or 'server'} {key.split('_')[0]}"] = line
     draw_lines(path, f"Latency against the rate of requests\n{model}", panels, "requests per second")

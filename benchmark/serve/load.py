@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import httpx
@@ -143,10 +143,8 @@ def figures(
     names = ("mean", "median", "std", *(f"p{percentile:g}" for percentile in percentiles))
     for metric in METRICS:
         ms = [1e3 * value for value in seconds[metric]]
-        values = (
-            (np.mean(ms), np.median(ms), np.std(ms), *np.percentile(ms, percentiles)) if ms else [None] * len(names)
-        )
-        found |= {f"{n}_{metric}_ms": None if v is None else float(v) for n, v in zip(names, values, strict=True)}
+        values = [np.mean(ms), np.median(ms), np.std(ms), *np.percentile(ms, percentiles)] if ms else []
+        found |= {f"{n}_{metric}_ms": float(v) if ms else None for n, v in zip_longest(names, values)}
     return found
 
 

@@ -107,10 +107,10 @@ def number(value: float | None, digits: int = 1) -> str:
     return ABSENT if value is None else f"{value:.{digits}f}"
 
 
-def ranged(figures: Mapping[str, Any], name: str) -> str:
+def ranged(figures: Mapping[str, Any], name: str, digits: int | None = None) -> str:
     """Return a figure, and its range if there are several runs."""
     low, high = figures.get(f"{name}_range") or (None, None)
-    digits = DIGITS.get(name, 2)
+    digits = DIGITS.get(name, 2) if digits is None else digits
     unit = "x" if name == "speedup" else ""
     text = number(figures.get(name), digits) + (unit if figures.get(name) is not None else "")
     return text if low == high else f"{text} ({number(low, digits)} to {number(high, digits)})"

@@ -393,8 +393,8 @@ def test_modes_take_turns(fake_spawn: Callable[..., int], tmp_path: Path, capsys
     out = capsys.readouterr().out
     assert "6/6" in out and "Medians and ranges of 3 turns" in out and "Measured once" not in out
     row = next(csv.DictReader((tmp_path / "serve-medians-and-ranges-of-3-turns.csv").read_text().splitlines()))
-    low, high = naive["output_throughput_range"]
-    assert (row["tok/s min"], row["tok/s max"]) == (f"{low:.2f}", f"{high:.2f}")
+    low, high = (f"{end:.1f}" for end in naive["output_throughput_range"])
+    assert (row["figure"], row["median and range min"], row["median and range max"]) == ("tok/s", low, high)
 
 
 def test_another_mode_begins_each_turn(fake_spawn: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> None:

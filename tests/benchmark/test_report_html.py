@@ -154,6 +154,13 @@ def test_everything_is_escaped(tokenizer: Tokenizer) -> None:
     assert ("", "<b>") in seen.of("h2") and ("", "<i>") in seen.of("th") and ("", "<u>") in seen.of("td")
 
 
+def test_words_of_the_report_are_marked(tmp_path: Path) -> None:
+    text = "**Not complete:** 2 * 3\n- `naive`: 1 < 2\n  - `<m>`"
+    html = Report(title="t", intro="`x`", sections=[Section("s", text=text)]).html(tmp_path)
+    assert "<code>x</code>" in html and "<b>Not complete:</b> 2 * 3" in html
+    assert "• <code>naive</code>: 1 &lt; 2" in html and "  • <code>&lt;m&gt;</code>" in html
+
+
 def test_nothing_is_fetched(tokenizer: Tokenizer) -> None:
     text = page(tokenizer, ("naive", turn(tokenizer, "the cat", "ttt", "---")))
     assert Page(text).links == ["data:image/png;base64," + base64.b64encode(b"\x89PNG").decode()]
