@@ -1,7 +1,7 @@
 """Answers to the prompts of a file: `generate --prompts FILE --out OUT`.
 
 Answers are appended to OUT.part as they end, then written to OUT in order. With the same settings, an answer depends
-only on prompt, index and seed, so any number of processes writes the same file.
+only on prompt, index and seed, so any number of processes writes the same answers. Only `stats` differ.
 """
 
 from __future__ import annotations
@@ -210,7 +210,11 @@ class _Question:
         return {"error": reason}
 
     def record(self) -> dict[str, Any]:
-        """Return the answer's fields, which depend only on prompt and seed."""
+        """Return the answer's fields; only `stats` vary between runs."""
+        stats = self._answer.stats
+        return self._fields() | ({} if stats is None else {"stats": stats.to_dict()})
+
+    def _fields(self) -> dict[str, Any]:
         found = self._answer
         if isinstance(self._prompt, dict):
             counts = self._num_prompt, len(found.token_ids)

@@ -129,7 +129,8 @@ class Stats:
         accepted, recovered = self.sources["accepted"], self.sources["recovered"]
         reached = zip(self.accepted_at, self.reached_at, strict=False)
         return {
-            **{name: getattr(self, name) for name in (*counts, *times)},
+            **{name: getattr(self, name) for name in (*counts, "steps", "draft_steps", *times)},
+            "sources": {name: self.sources[name] for name in ("target", "accepted", "recovered", "bonus")},
             "tokens_per_second": ratio(self.decoded_tokens, self.decode_s),
             "tau": ratio(self.decoded_tokens, self.rounds),
             "tau_drafted": ratio(self.drafted_round_tokens, self.drafted_rounds),

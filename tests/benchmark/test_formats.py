@@ -43,6 +43,7 @@ def test_figures_by_hand() -> None:
     assert found["acceptance_by_position"] == [2 / 3, 2 / 3, 0]
     assert found["conditional_acceptance"] == [1, 1, 0]
     assert found["draft_share"] == 4 / 7 and found["drafted_per_round"] == 5 / 3
+    assert found["sources"] == dict(stats.sources) and (found["steps"], found["draft_steps"]) == (1, 5)
     assert found["draft_step_ms"] == 100 and found["overhead_share"] == 0.25 and found["tokens_per_second"] == 3.5
 
 

@@ -60,7 +60,10 @@ def test_a_request_that_fails_keeps_its_id(tmp_path: Path) -> None:
     out = tmp_path / "o.jsonl"
     assert main(["generate", *sizes, "--prompts", write(tmp_path / "b.jsonl", bodies), "--out", str(out)]) == 1
     first, second = map(json.loads, out.read_text().splitlines())
-    assert first["error"] is None and (second["custom_id"], second["response"]) == ("r1", None)
+    assert first["stats"]["new_tokens"] == first["response"]["body"]["usage"]["completion_tokens"]
+    assert (
+        "stats" not in second and first["error"] is None and (second["custom_id"], second["response"]) == ("r1", None)
+    )
     assert "128" in second["error"]["message"]
 
 
