@@ -38,6 +38,8 @@ class Choice:
     """Index of the choice's prompt in the request."""
     index: int
     """Index in the request: prompt_index * n + number of the sample."""
+    request_id: str = ""
+    """Id of the HTTP request, as in the log; traces have it."""
 
     began: float = field(default_factory=time.monotonic)
     first: float | None = None

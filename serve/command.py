@@ -17,6 +17,7 @@ from sharesd.cli.options import (
     Parser,
     add_mode_option,
     add_model_options,
+    add_trace_option,
     engine_config,
     main_guard,
     mode_of,
@@ -164,6 +165,7 @@ def make_parser(prog: str = PROG) -> Parser:
     )
     group.add_argument("--log-format", choices=("text", "json"), default="text", help="of a request's line")
     group.add_argument("--log-prompts", action="store_true", help="log what was asked, too")
+    add_trace_option(group)
     add_model_options(parser)
     return parser
 

@@ -289,6 +289,8 @@ class EngineConfig:
     """Folder with KV of finished texts, which later starts read back."""
     prompt_cache_size: int = 4 * 2**30
     """Maximum bytes of files in `prompt_cache`."""
+    trace: str | None = None
+    """File to which a line per round is appended, see `sharesd.engine.trace_file`."""
 
     def __post_init__(self) -> None:
         check_one_of("dtype", self.dtype, get_args(DType))

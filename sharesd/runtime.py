@@ -16,6 +16,7 @@ from multigpu.process_group import Group
 from multigpu.tensor_parallel import UNSHARDED
 from offload.plan import Plan
 from quant.formats.hqq.gemlite_configs import save_configs
+from sharesd import __version__
 from sharesd.config import EngineConfig, Mode, PlanOnly
 from sharesd.drafters import registry
 from sharesd.drafters.base import BuildInputs, Drafter, num_bytes
@@ -25,12 +26,13 @@ from sharesd.engine.engine import Engine
 from sharesd.engine.options import EngineOptions
 from sharesd.engine.prompt_cache import PromptCache, make_folder
 from sharesd.engine.stats import Stats
+from sharesd.engine.trace_file import TraceFile
 from sharesd.engine.warmup import warm_up, warm_up_all_variants
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.loading.costs_file import costs_file
 from sharesd.loading.kv_identity import kv_identity
 from sharesd.loading.report import LoadReport
-from sharesd.loading.resolve import resolve_config
+from sharesd.loading.resolve import ResolvedConfig, resolve_config
 from sharesd.loading.steps import TargetSteps
 from sharesd.loading.target import BlockSource, ModelLoader, find_draft_model, prepare_cpu
 from sharesd.models.base import CausalModel
@@ -89,6 +91,7 @@ class Runtime:
             raise PlanOnly(() if self.plan is None else self.plan.reasons)
         if config.prompt_cache is not None:
             make_folder(config.prompt_cache)
+        self.trace = None if config.trace is None else _open_trace(config.trace, resolved)
         if self.plan is not None and planned is not None:
             planned(self.plan)
         prepare_cpu(resolved)
@@ -134,6 +137,7 @@ class Runtime:
         if mode not in self._engines:
             raise ValueError(f"mode {mode!r} was not loaded; loaded are {', '.join(self._engines)}")
         engine = self._engines[mode]
+        engine.trace = None  # warm-up is left out
         started, graphs = time.perf_counter(), self._steps.graphs
         num_before, bytes_before = Graphs.num_captures, 0 if graphs is None else graphs.nbytes
         params = warm or SamplingParams()
@@ -156,6 +160,7 @@ class Runtime:
             sizes = ", ".join(map(str, engine.batch_sizes))
             log.info("mode %s: %d CUDA graphs, %.0f MB, for rounds of up to %s rows", mode, num, megabytes, sizes)
         self.compile_seconds[mode] = self.compile_seconds.get(mode, 0.0) + time.perf_counter() - started
+        engine.trace = self.trace
         return engine
 
     def plain_beside(self) -> Engine:
@@ -179,13 +184,19 @@ class Runtime:
         )
 
     def close(self) -> None:
-        """Save texts to the prompt cache; end prefetching and other ranks."""
+        """Save texts to the prompt cache; end prefetching, ranks and the trace."""
         while self._engines[self.modes[0]].save_text():
             pass
         if self.streamed is not None:
             self.streamed.stream.close()
         if self._group is not None:
             shutdown_tp(self._group)
+        self.close_trace()
+
+    def close_trace(self) -> None:
+        """Write and close the trace, if there is one."""
+        if self.trace is not None:
+            self.trace.close()
 
     @torch.inference_mode()
     def _warm_prompts(self) -> None:
@@ -286,3 +297,9 @@ class Runtime:
                 require_trees=config.explicit_tree is not None,
             ),
         )
+
+
+def _open_trace(path: str, resolved: ResolvedConfig) -> TraceFile:
+    """Open the trace; ValueError if it cannot be written."""
+    versions = {"sharesd": __version__, "torch": torch.__version__}
+    return TraceFile(Path(path), modes=resolved.modes, target=resolved.config.target or "embedded", **versions)

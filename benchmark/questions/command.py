@@ -35,6 +35,7 @@ def add_parser(subparsers: Any) -> None:
         arguments.add_out_dir(group, name)
         group.add_argument("--log-dir", metavar="DIR", help="also write a log file into this folder")
         options.add_replicas_option(group)
+        options.add_trace_option(group)
         group.add_argument("--resume", action="store_true", help="continue the measurement in --out-dir")
         options.add_model_options(parser)
         options.add_sampling_options(parser)

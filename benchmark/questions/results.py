@@ -222,10 +222,8 @@ def _introduction(summary: Mapping[str, Any]) -> str:
     runs = f"{settings['runs']} runs; figures are medians of runs." if settings["runs"] > 1 else ""
     shared = "processes shared the questions, at the same time on one machine; speeds are those of one of them."
     replicas = f"{settings['replicas']} {shared}" if settings.get("replicas") else ""
-    missing = (
-        f"\n\n**Not complete:** {status['num_missing_turns']} turns are missing; figures are of the finished ones. "
-    )
-    missing = "" if status["complete"] else f"{missing}Run the command again with `--resume`."
+    turns = f"{status['num_missing_turns']} turns are missing; figures are of the finished ones."
+    missing = "" if status["complete"] else f"\n\n**Not complete:** {turns} Run the command again with `--resume`."
     return " ".join(filter(None, [text, tables_at_start(settings), runs, replicas, missing]))
 
 

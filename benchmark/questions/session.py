@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import asdict, replace
 from datetime import datetime
+from itertools import product
 from typing import Any, NamedTuple
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -122,6 +123,7 @@ def measure_here(run: RunConfig, state: State | None, done: Done) -> tuple[State
     except KeyboardInterrupt:
         return state, True
     finally:
+        runtime.close_trace()
         session |= _usage(runtime, graphs_before)
         write_json(state_file, state)
     return state, False
@@ -214,6 +216,7 @@ def measure_question(
 def measure_turn(
     engine: Engine, prompt: list[int], params: SamplingParams, *, run: int, question: Question, turn: int
 ) -> TurnRecord:
+    engine.label = {"run": run, "question_id": question.id, "turn": turn}
     [completion] = generate(engine, [prompt], params)
     stats = engine.stats
     accepted_by = Counter(name for name in completion.drafters if name is not None)
@@ -245,9 +248,7 @@ def announce(run: RunConfig) -> None:
 
 
 def _order(run: RunConfig) -> Iterator[tuple[int, int]]:
-    for number_ in range(1, run.runs + 1):
-        for index in range(len(run.questions.questions)):
-            yield number_, index
+    return product(range(1, run.runs + 1), range(len(run.questions.questions)))
 
 
 def _require_room(run: RunConfig, runtime: Runtime) -> None:

@@ -169,16 +169,21 @@ def answer(work: Work, tasks: TaskQueue, progress: Progress | None = None) -> It
         set_up_logging(os.environ.get("LOGLEVEL", "WARNING"))
     from sharesd.runtime import Runtime  # torch takes seconds, mistakes should not
 
-    engine = Runtime(work.config, (work.mode,), progress=progress or silent).engine(work.mode, warm=work.params)
+    runtime = Runtime(work.config, (work.mode,), progress=progress or silent)
+    engine = runtime.engine(work.mode, warm=work.params)
 
     def take(wait: bool) -> tuple[int, _Question] | None:
         task = tasks.take(wait)
         return None if task is None else (task[0], _Question(work, *task))
 
-    return (
-        (number, question.failure(str(reason)) if reason else question.record())
-        for number, question, reason in run_conversations(engine, take)
-    )
+    def answers() -> Iterator[Numbered]:
+        try:
+            for number, question, reason in run_conversations(engine, take):
+                yield number, question.failure(str(reason)) if reason else question.record()
+        finally:
+            runtime.close_trace()
+
+    return answers()
 
 
 class _Question:
@@ -198,7 +203,9 @@ class _Question:
             raw = url == TEXT
         ids = encode(engine.tokenizer, prompt, raw=raw, system=None if raw else self._work.system)
         self._num_prompt = len(ids)
-        return engine.add(ids, params, index)
+        request = engine.add(ids, params, index)
+        request.label = {"index": self._index}
+        return request
 
     def take(self, chunk: TokenChunk) -> None:
         self._answer.add(chunk)

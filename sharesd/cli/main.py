@@ -19,6 +19,7 @@ from sharesd.cli.options import (
     add_mode_option,
     add_model_options,
     add_sampling_options,
+    add_trace_option,
     engine_config,
     main_guard,
     mode_of,
@@ -70,6 +71,7 @@ def make_parser(prog: str = PROG) -> Parser:
     generate.add_argument(
         "-v", "--verbose", action="store_true", help="color tokens by where they came from; end with statistics"
     )
+    add_trace_option(generate)
     add_model_options(generate)
     add_sampling_options(generate, max_new_tokens=512)
     generate_file.add_options(generate)
@@ -151,6 +153,7 @@ def _generate(args: argparse.Namespace) -> int:
     except NonFiniteLogits as error:
         failure = error
     writer.end()
+    runtime.close_trace()
     report = runtime.report(mode)
     if args.json:
         common = {"mode": mode, "stats": stats_dict(engine.stats, report)}

@@ -202,7 +202,17 @@ OFFLOAD = {
         dest="offload_dir",
     ),
 }
-ENGINE = MODEL | DRAFTING | DRAFTER_MODULES | DEVICE | SHARING
+TRACE = {
+    "trace": Flag(
+        "append a line per round to this file: drafter, draft tokens, which were accepted, what was emitted, times",
+        metavar="FILE",
+    )
+}
+ENGINE = MODEL | DRAFTING | DRAFTER_MODULES | DEVICE | SHARING | TRACE
+
+
+def add_trace_option(parser: argparse._ActionsContainer) -> None:
+    add_flags(parser, EngineConfig, TRACE)
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:

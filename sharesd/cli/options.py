@@ -9,7 +9,7 @@ from typing import Any
 
 from quant.config import QuantConfig
 from sharesd.cli.console import main_guard, warn
-from sharesd.cli.model_options import DEFAULTS, ENGINE, OFFLOAD, STAGES, add_model_options
+from sharesd.cli.model_options import DEFAULTS, ENGINE, OFFLOAD, STAGES, add_model_options, add_trace_option
 from sharesd.cli.options_from_dataclass import shown_flags, values_of
 from sharesd.cli.parse_types import whole
 from sharesd.cli.parser import Parser, parse
@@ -26,6 +26,7 @@ __all__ = [
     "add_model_options",
     "add_replicas_option",
     "add_sampling_options",
+    "add_trace_option",
     "check_launched",
     "engine_config",
     "main_guard",
@@ -62,7 +63,8 @@ def add_replicas_option(parser: argparse._ActionsContainer) -> None:
 
 def check_launched(args: argparse.Namespace, world: int) -> None:
     """Raise ValueError for options of processes or devices that a launcher excludes."""
-    config = EngineConfig(mode=registry.NAIVE, tensor_parallel=args.tensor_parallel, split=_pipeline_config(args))
+    shared = {"tensor_parallel": args.tensor_parallel, "split": _pipeline_config(args)}
+    config = EngineConfig(mode=registry.NAIVE, trace=getattr(args, "trace", None), **shared)
     check(OPTIONS, Combination.of(config, replicas=args.replicas, launched=world))
 
 

@@ -22,6 +22,7 @@ from compile.state_update import commit_round, verify_tokens
 from sharesd import sampling
 from sharesd.devices.host_buffers import PinnedBuffers
 from sharesd.drafters.base import DraftContext, Drafter
+from sharesd.engine.round_trace import Proposed
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.base import CausalModel
 from sharesd.speculation.draft_tree import DraftTree
@@ -156,6 +157,11 @@ class Round:
         logprobs_BT = None if logprobs_BT is None else copy("logprobs", logprobs_BT, times)
         packed_result_BX = copy("counted", packed_result_BX, times if is_tree else 2 * times)  # trees have a path, too
         return RoundResult(packed_result_BX, logprobs_BT, top, num_rows, is_tree)
+
+    def copy_proposed(self, proposed: Proposed) -> Proposed:
+        """Start copies of a draft, after those of the round's result."""
+        times = -(-self._buffers.max_nodes // max(1, proposed.tokens_BN.shape[1]))  # of the largest draft
+        return proposed.copy_to_host(self._host, times)
 
     def _step(self, tree: DraftTree, graphs: Graphs | None) -> Callable[..., RoundResult]:
         """Return a function that verifies this draft.

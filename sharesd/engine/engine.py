@@ -6,7 +6,8 @@ A round is draft, verify, accept, commit, with one host synchronisation. Legend:
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from sharesd.engine.round_launcher import InFlightRound, RoundLauncher
 from sharesd.engine.row_allocator import powers_of_two
 from sharesd.engine.scheduler import Prompt, Scheduler
 from sharesd.engine.stats import Stats
+from sharesd.engine.trace_file import TraceFile
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.base import CausalModel
 from sharesd.models.tokenizer import Tokenizer
@@ -86,6 +88,8 @@ class Engine:
         self._outputs = OutputProcessor(cache, self._scheduler, self._clock, options)
         self._outputs.begin_call(self._new_stats())
         self._in_flight: InFlightRound | None = None  # launched before its predecessor was read
+        self.label: Mapping[str, Any] = {}
+        """Fields that traces have of later requests, JSON types."""
 
     @property
     def drafter(self) -> Drafter | None:
@@ -94,6 +98,15 @@ class Engine:
     @drafter.setter
     def drafter(self, drafter: Drafter | None) -> None:
         self._scheduler.drafter = drafter
+
+    @property
+    def trace(self) -> TraceFile | None:
+        """File of all rounds; setting it takes effect with the next request."""
+        return self._outputs.trace
+
+    @trace.setter
+    def trace(self, trace: TraceFile | None) -> None:
+        self._outputs.trace, self._launcher.traces_all = trace, trace is not None
 
     @property
     def stats(self) -> Stats:
@@ -107,7 +120,7 @@ class Engine:
     @property
     def mode(self) -> str:
         """Name of the drafter, or `naive`."""
-        return self.drafter.name if self.drafter else "naive"
+        return self._scheduler.mode
 
     @property
     def num_draft(self) -> int:
@@ -231,6 +244,7 @@ class Engine:
         self, ids: list[int], params: SamplingParams, index: int, *, reuse: bool = True, call: object | None = None
     ) -> Request:
         request = self._scheduler.add(ids, params, index, self._new_stats(), reuse=reuse, call=call)
+        request.label = self.label
         self.stats.prompt_tokens += len(ids)
         return request
 
@@ -262,6 +276,8 @@ class Engine:
                 chunks.append(self._first_token(request, logits_1V))
             began, before = time.perf_counter(), began
             request.stats.prefill_s += began - before
+            if logits_1V is not None and self.trace is not None:
+                self.trace.add_request(request, self.mode, chunks[-1].token_ids)
             if not whole:
                 break
         self._outputs.busy_since = time.perf_counter()

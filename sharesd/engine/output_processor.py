@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -14,8 +15,10 @@ from sharesd.engine.options import EngineOptions
 from sharesd.engine.outputs import Source, TokenChunk
 from sharesd.engine.request import Request, mean_progress
 from sharesd.engine.round_launcher import InFlightRound
+from sharesd.engine.round_trace import NO_TOKENS, Drafts, RowTrace, node_probs, round_trace
 from sharesd.engine.scheduler import Scheduler
 from sharesd.engine.stats import Stats
+from sharesd.engine.trace_file import TraceFile
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.speculation.draft_tree import DraftTree
 
@@ -44,6 +47,8 @@ class OutputProcessor:
         self.stats = Stats()
         """Counts of the last call, or of all steps since."""
         self._traffic_before = self._transfer_stats() if self._transfer_stats else None
+        self.trace: TraceFile | None = None
+        """File of all rounds."""
         self.busy_since = 0.0
         """End time of the last collected round or prompt chunk."""
 
@@ -58,13 +63,14 @@ class OutputProcessor:
         `launch_early` launches the next round as soon as the tokens are known, if rounds may overlap with the host's
         work; it returns True if it did.
         """
-        batch, counted, is_last_call, place, tree, decision, result, marks, launched = in_flight
+        batch, counted, is_last_call, place, tree, decision, result, marks, launched, _, proposed = in_flight
         num_nodes, policy = tree.tokens.shape[1], batch.variant.policy
         started = max(launched, self.busy_since)  # earlier time belongs to the round before
         self._clock.wait(marks[-1])
         packed = result.packed_result_BX.tolist()  # the one host synchronisation of a round
         logprobs = None if result.logprobs_BT is None else result.logprobs_BT.tolist()
         top = None if result.top_BTk is None else [part.tolist() for part in result.top_BTk]
+        drafts = None if proposed is None else proposed.to_lists()
         live = [request for request in batch.live if request.row is not None]
         if not live:
             self.busy_since = time.perf_counter()
@@ -109,12 +115,29 @@ class OutputProcessor:
             policy.record(tree, accepted_paths, draft_s, max(verify_s, took - draft_s), progress)
         if not num_nodes:
             self._scheduler.prefill.record_round_time(took)
+        traces = trace_rows(in_flight, chunks, [paths[each] for each in live], lines, drafts) if batch.traced else []
         self.busy_since = ended if early else time.perf_counter()
         overhead_s = self.busy_since - started - draft_s - verify_s
         for each in (self.stats, *(request.stats for request in live)):
             each.record_step(tree.num_steps, draft_s, verify_s, overhead_s)
         self.record_transfers()
-        return chunks
+        return self._with_traces(in_flight, chunks, traces, (draft_s, verify_s, overhead_s)) if traces else chunks
+
+    def _with_traces(
+        self,
+        in_flight: InFlightRound,
+        chunks: list[TokenChunk],
+        rows: list[RowTrace],
+        times: tuple[float, float, float],
+    ) -> list[TokenChunk]:
+        """Write a round's trace; return chunks with the traces wanted."""
+        found = round_trace(self._scheduler.mode, in_flight.tree, in_flight.reasons, times, rows)
+        if self.trace is not None:
+            self.trace.add(found)
+        return [
+            replace(chunk, round=found._replace(rows=[row])) if chunk.request.wants_rounds else chunk
+            for chunk, row in zip(chunks, rows, strict=True)
+        ]
 
     def emit(self, request: Request, tokens: Tokens) -> TokenChunk:
         """Return the chunk of a row's new tokens.
@@ -173,3 +196,29 @@ def top_logprobs(
     """
     num = request.params.top_logprobs
     return [list(zip(*pair, strict=True))[:num] for pair in zip(ids, logprobs, strict=True)] if num else None
+
+
+def trace_rows(
+    in_flight: InFlightRound,
+    chunks: Sequence[TokenChunk],
+    paths: Sequence[Sequence[int]],
+    lines: Sequence[int],
+    drafts: Drafts | None,
+) -> list[RowTrace]:
+    """Return the traces of a round's chunks.
+
+    Args:
+        paths: accepted verify rows, from 1, of each chunk.
+        lines: line of each chunk in the round's tensors.
+        drafts: the draft as `Proposed.to_lists` returns it; None: there is none.
+    """
+    tree, scorer, found = in_flight.tree, in_flight.decision.scorer, []
+    scored = dict(zip(in_flight.counted, scorer.draft_probs if scorer and tree.num_steps else (), strict=False))
+    for chunk, path, line in zip(chunks, paths, lines, strict=True):
+        request, num = chunk.request, len(chunk.token_ids)
+        tokens, parents, probs = drafts[line] if drafts and request.params.speculate else NO_TOKENS
+        shown = probs or node_probs(tree, line, len(tokens), parents, scored.get(request, ()))
+        accepted = [node - 1 for node in path[:num]]
+        position = len(request.tokens) - num
+        found.append(RowTrace(request.number, position, tokens, parents, shown, accepted, chunk.token_ids))
+    return found

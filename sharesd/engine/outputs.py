@@ -7,6 +7,7 @@ from typing import Literal
 
 from sharesd.engine.errors import NonFiniteLogits
 from sharesd.engine.request import Request
+from sharesd.engine.round_trace import RoundTrace
 from sharesd.engine.stats import Stats
 from sharesd.engine.stop_checker import FinishReason
 
@@ -41,6 +42,8 @@ class TokenChunk:
     """
     error: NonFiniteLogits | None = None
     """Error that ended the request after these tokens."""
+    round: RoundTrace | None = None
+    """Trace of the round, with this row alone, if `Request.wants_rounds`."""
 
     @property
     def row(self) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import count
 from math import inf
+from typing import Any
 
 from sharesd.engine.stats import Stats
 from sharesd.engine.stop_checker import FinishReason, StopChecker
@@ -12,6 +14,8 @@ from sharesd.sampling_params import SamplingParams
 
 MAX_LEAD = 2
 """Largest lead of a counted request over its call's last, in tokens."""
+
+_numbers = count()
 
 MAX_SHARED_ROUND = 1.5
 """Longest round with drafts, in plain rounds, if several callers share it."""
@@ -39,6 +43,15 @@ class Request:
         """Request number `index` of its `call`, None for `Engine.add`."""
         self.prompt_ids, self.params, self.index, self.matcher = prompt_ids, params, index, matcher
         self.reuse, self.call = reuse, call
+        self.number = next(_numbers)
+        """Number in this process, by which traces name the request."""
+        self.label: Mapping[str, Any] = {}
+        """Fields of the caller that traces have, JSON types."""
+        self.wants_rounds = False
+        """True if chunks have the traces of their rounds.
+
+        It is set before the first round.
+        """
         self.tokens = list(prompt_ids)
         """Prompt and emitted tokens."""
         self.row: int | None = None

@@ -16,6 +16,7 @@ from sharesd.engine.decode_round import BatchState, GrammarMaskFn, Round, RoundR
 from sharesd.engine.decode_variant import DecodeVariant, DecodeVariants
 from sharesd.engine.grammar_mask import compute_grammar_mask
 from sharesd.engine.request import Request, counted_requests, max_round_cost
+from sharesd.engine.round_trace import Proposed
 from sharesd.engine.scheduler import Scheduler
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.speculation.draft_policy import Decision
@@ -39,6 +40,8 @@ class Batch(NamedTuple):
     end: int
     variant: DecodeVariant
     round: Round
+    traced: bool
+    """True if any trace is made of the rounds."""
 
 
 class InFlightRound(NamedTuple):
@@ -56,6 +59,10 @@ class InFlightRound(NamedTuple):
     result: RoundResult
     marks: list[Mark]
     started: float
+    reasons: dict[str, str]
+    """Reasons why nothing was drafted."""
+    proposed: Proposed | None
+    """Draft for the trace; None without one."""
 
 
 class RoundLauncher:
@@ -81,6 +88,8 @@ class RoundLauncher:
         self._deferred_shape: DraftShape | None = None  # of a draft that could not be launched before a result was read
         self.prefilled = False
         """A prompt chunk was read since the last round."""
+        self.traces_all = False
+        """True if rounds are traced, whatever the requests want."""
 
     def reset(self) -> None:
         """Drop the batch and a deferred draft."""
@@ -106,11 +115,14 @@ class RoundLauncher:
         counted = counted_requests(live, is_last_call)
         policy.counted_rows = [request.row for request in counted]  # type: ignore[misc]
         policy.max_round_cost = max_round_cost(live, self.prefilled)
+        policy.reasons = reasons = {}
         num = batch.end - first
         place = sum(map(len, self._cache.cached_ids[first : batch.end])) / num + 1, STEP_THREADS.size, num
         policy.live.at(*place)
         tree, shape = batch.round.no_draft, NO_DRAFT
-        if drafter is not None and len(batch.plain) < len(live):
+        if drafter is None or len(batch.plain) == len(live):
+            reasons["engine"] = "no_drafter" if drafter is None else "not_requested"
+        else:
             policy.num_unread_tokens = drafter.num_unread_tokens(batch.texts)
             shape, self._deferred_shape = self._deferred_shape or batch.variant.shape(self._num_idle), None
             if shape.nodes and before is not None and self._num_idle and drafter.needs_catch_up:
@@ -127,11 +139,16 @@ class RoundLauncher:
         if log.isEnabledFor(logging.DEBUG):
             _log_decision(batch, shape, tree)
         result = batch.round.verify(tree, self._grammar_masks(batch, tree) if batch.constrained else None)
+        proposed = Proposed.of(tree) if batch.traced and tree.tokens.shape[1] else None
         if self._copies_result:
             result = batch.round.copy_to_host(result)
+            proposed = proposed and batch.round.copy_proposed(proposed)
         marks.append(self._clock.mark())
         self._num_idle = 0 if shape.nodes else self._num_idle + 1
-        return InFlightRound(batch, counted, is_last_call, place, tree, policy.decision(), result, marks, started)
+        decision = policy.decision()
+        return InFlightRound(
+            batch, counted, is_last_call, place, tree, decision, result, marks, started, reasons, proposed
+        )
 
     def _form_batch(self) -> Batch | None:
         """Collect all live requests and upload their rows; None without any."""
@@ -149,7 +166,8 @@ class RoundLauncher:
         texts = {row: request.tokens for row, request in zip(rows, live, strict=True)}
         plain = [row for row in rows if not drafts[row]]
         constrained = any(request.matcher is not None for request in live)
-        return Batch(live, texts, plain, constrained, first, end, variant, variant.round(first, end))
+        traced = self.traces_all or any(request.wants_rounds for request in live)
+        return Batch(live, texts, plain, constrained, first, end, variant, variant.round(first, end), traced)
 
     def _grammar_masks(self, batch: Batch, tree: DraftTree) -> GrammarMaskFn:
         """Return a function that computes grammar masks during the target's pass."""

@@ -65,6 +65,11 @@ class Scheduler:
         """Owner of the cache while requests of this engine use it."""
 
     @property
+    def mode(self) -> str:
+        """Name of the drafter, or `naive`."""
+        return self.drafter.name if self.drafter else "naive"
+
+    @property
     def requests(self) -> list[Request]:
         return [*self.waiting, *(request for request in self.rows.requests if request is not None)]
 

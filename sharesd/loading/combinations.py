@@ -66,6 +66,10 @@ def _stage_flag(c: Combination) -> str:
     return "--devices" if split.devices else "--device-map" if split.device_map is not None else "--max-memory"
 
 
+def _processes(c: Combination) -> str:
+    return "the launcher" if c.replicas is None else "--replicas"
+
+
 def without_blocks(config: EngineConfig) -> str | None:
     """Return the option that has no kernel for blocks of .gguf files."""
     options = {
@@ -201,6 +205,10 @@ OPTIONS: tuple[Row, ...] = (
             f"prompt_cache is {c.config.prompt_cache}, and it has no KV of several devices; drop it, or "
             f"{_stage_flag(c) if c.config.split.enabled else '--tensor-parallel'}"
         ),
+    ),
+    Row(
+        lambda c: c.config.trace is not None and (c.replicas is not None or c.launched > 1),
+        lambda c: f"trace is {c.config.trace}, which one process writes; drop it, or {_processes(c)}",
     ),
 )
 """Rows about options alone."""

@@ -83,6 +83,8 @@ class Policy:
         """Scorer of a model's coming draft, if it may end early."""
         self._scorers = {False: DraftScorer(), True: DraftScorer()}  # of chains, of trees
         self._requested, self._min_rate = NO_DRAFT, 0.0  # of a draft that may end early: shape, tokens per second
+        self.reasons: dict[str, str] = {}
+        """Reasons against a draft in the coming round, by drafter."""
         self._has_queried = False  # tables, in this round
         self._table_gains = [0.0]  # tokens that tables predicted last, by the number of nodes
 
@@ -122,24 +124,28 @@ class Policy:
             pinned = self._pinned_shape()
             return pinned if beside is None or self.shape_rate(pinned) > beside else NO_DRAFT
         if not self.live.is_measured or self.budget.is_empty:
-            return NO_DRAFT
+            return self._no_draft("budget_is_empty" if self.live.is_measured else "costs_not_measured")
         if beside is None and explorer.skips_check():
-            return NO_DRAFT
+            return self._no_draft("plain_until_next_check")
         best, rate = self._best_shape()
         plain = self.shape_rate(NO_DRAFT)
         if rate > max(config.margin * plain, config.model_lead * (beside or 0.0)):
             explorer.end_trials()
             if explorer.must_probe(rate / plain):
                 explorer.since_plain = 0  # later rounds may be launched before this one is recorded
-                return NO_DRAFT
+                return self._no_draft("plain_step_is_timed")
             return self._request_draft(self._chain_or_tree.choose(best, self._estimates, self._fits_round_cost), rate)
         if rate > config.margin * plain:  # it pays, and tables pay more
             return NO_DRAFT
         if not explorer.is_trial_due() or not best.nodes or not may_explore or not self.can_afford(best):
             explorer.postpone_check()
-            return NO_DRAFT
+            return self._no_draft("plain_is_faster")
         explorer.count_trial()
         return self._request_draft(best, plain)
+
+    def _no_draft(self, reason: str) -> DraftShape:
+        self.reasons["model"] = reason
+        return NO_DRAFT
 
     def _request_draft(self, shape: DraftShape, rate: float) -> DraftShape:
         """Prepare the scorer of a draft that ends below `rate` tokens/s."""
@@ -212,6 +218,8 @@ class Policy:
         if not queries and self._fits_round_cost(NO_DRAFT, 1):
             queries = self.gate.opens(self.table_budget.is_empty)
         self._has_queried |= queries
+        if not queries:
+            self.reasons["tables"] = "tables_pause"
         return queries
 
     @property

@@ -35,6 +35,11 @@ class DraftScorer:
         """Acceptance probabilities of the parents of each step after the first."""
 
     @property
+    def draft_probs(self) -> Sequence[Sequence[float]]:
+        """The model's probabilities of tokens after their parents, by row."""
+        return self._draft_probs
+
+    @property
     def calibrated_probs(self) -> NDArray[np.float32]:
         """Values of the model's probabilities, see `ProbabilityCalibration.calibrated_probs`."""
         return self._calibration.calibrated_probs

@@ -91,6 +91,7 @@ class DraftTree(NamedTuple):
     num_unread_tokens: int = 0  # tokens that a model read before, since it had missed them
     kept: bool = False  # guessed while the last draft was verified
     grammar_mask: Tensor | None = None  # [B, T, W] int32: bits of the tokens that grammars allow after root and nodes
+    path_probs: Sequence[Sequence[float]] = ()  # of tables: by row, probabilities of the paths to the nodes
 
 
 def runs_on_host(tree: DraftTree) -> DraftTree:
@@ -111,10 +112,14 @@ def model_shape(tree: DraftTree) -> DraftShape:
 def parents_of(tree: DraftTree) -> list[list[int]]:
     """Return each row's parents of the nodes, as in a `Proposal`."""
     B, N = tree.tokens.shape
-    if tree.tree_mask is None:
-        return [list(range(-1, N - 1)) for _ in range(B)]
+    return [list(range(-1, N - 1)) for _ in range(B)] if tree.tree_mask is None else parents_tensor(tree).tolist()
+
+
+def parents_tensor(tree: DraftTree) -> Tensor:
+    """Return the parents [B, N] of a tree's nodes, on its device."""
+    assert tree.tree_mask is not None
     depth_BT, path_BTP = tree.tree_mask
-    return path_BTP.gather(2, (depth_BT - 1).clamp(min=0)[..., None])[:, 1:, 0].sub(1).tolist()
+    return path_BTP.gather(2, (depth_BT - 1).clamp(min=0)[..., None])[:, 1:, 0].sub(1)
 
 
 class VerifyResult(NamedTuple):
@@ -130,8 +135,10 @@ def pack(proposals: Sequence[Proposal], num_nodes: int, drafter: str) -> DraftTr
     B, T = len(proposals), num_nodes + 1
     parents = [proposal.parents[:num_nodes] for proposal in proposals]
     tokens = [(proposal.tokens + [-1] * num_nodes)[:num_nodes] for proposal in proposals]
+    path_probs = [proposal.scores for proposal in proposals]
     if all(row == list(range(-1, len(row) - 1)) for row in parents):
-        return DraftTree(torch.tensor(tokens, dtype=torch.int64), depth=max(map(len, parents)), drafter=drafter)
+        tokens_BN, depth = torch.tensor(tokens, dtype=torch.int64), max(map(len, parents))
+        return DraftTree(tokens_BN, depth=depth, drafter=drafter, path_probs=path_probs)
     paths: list[list[int]] = []  # of all rows of all trees
     for row in parents:
         first = len(paths)
@@ -144,4 +151,4 @@ def pack(proposals: Sequence[Proposal], num_nodes: int, drafter: str) -> DraftTr
     # One array, and numpy makes it in half the time that torch takes.
     parts = torch.from_numpy(np.array(numbers)).split([B * num_nodes, B * T, B * T * T])
     tokens_BN, tree_mask = parts[0].view(B, num_nodes), TreeAttentionMask(parts[1].view(B, T), parts[2].view(B, T, T))
-    return DraftTree(tokens_BN, tree_mask, depth=max(depths), drafter=drafter)
+    return DraftTree(tokens_BN, tree_mask, depth=max(depths), drafter=drafter, path_probs=path_probs)

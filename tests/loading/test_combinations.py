@@ -53,6 +53,7 @@ OPTIONS: list[tuple[Combination, str]] = [
     (given(facts={"quant_skip": ("proj=down",)}), "--quant-skip is 'proj=down'; drop one of the two"),
     (given(dequantize=False, compile="off"), "stored weights do not go with --compile yet; drop it"),
     (given(prompt_cache="kv", tensor_parallel=2), "prompt_cache is kv, and it has no KV of several devices; drop it"),
+    (given(trace="t", facts={"replicas": 2}), "trace is t, which one process writes; drop it, or --replicas"),
 ]
 TARGET: list[tuple[Combination, str]] = [
     (given(split=TWO_STAGES, facts={"unsupported": "it is new"}), "split among devices: it is new; leave devices out"),

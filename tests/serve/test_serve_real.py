@@ -16,6 +16,7 @@ import torch
 from serve.command import load_model
 from sharesd.config import EngineConfig, OffloadConfig
 from sharesd.data.grammar_spec import from_choices, from_json_schema, from_lark, from_regex
+from sharesd.engine.trace_file import read_trace
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
 from sharesd.weights import memory_estimate, offload_planner
@@ -43,6 +44,25 @@ def test_rounds_of_all_kinds_are_ready_before_the_first_request(folder: Path, mo
     monkeypatch.setattr("sharesd.runtime.warm_up_all_variants", warmed.append)
     model = load_model(EngineConfig(target=str(folder), mode="naive", max_context=64), "naive", None)
     assert warmed == [model.engine]
+
+
+def test_a_trace_has_the_ids_of_requests(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    config = EngineConfig(target=str(folder), mode="suffix", max_batch=4, max_context=256, trace=str(path))
+    models: list[Any] = []
+
+    def load() -> Any:
+        models.append(load_model(config, "suffix", None))
+        return models[0]
+
+    with served(load, settings={"max_batch": 4}) as running:
+        running.wait(lambda: running.http.get("/health").status_code == 200, 60)
+        asked = {"prompt": PROMPTS[:1], "n": 2, "max_tokens": 5, "temperature": 0}
+        answer = running.http.post("/v1/completions", json=asked, headers={"x-request-id": "mine"})
+        assert answer.status_code == 200
+    models[0].engine.trace.close()
+    found = [line["label"] for line in read_trace(path) if line["event"] == "request"]
+    assert found == [{"index": index, "id": "mine"} for index in range(2)]
 
 
 def test_texts_are_those_of_plain_decoding_whatever_runs_beside(folder: Path, server: Served) -> None:

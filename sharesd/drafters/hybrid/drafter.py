@@ -114,6 +114,9 @@ class HybridDrafter(Drafter):
         if other_rule:  # which knows no rows with fewer nodes than others
             num_nodes = min([num_nodes, *(len(proposal.tokens) for proposal in proposals.values())])
         if not num_nodes:
+            if should_query_tables:
+                has_match = any(proposal.tokens for proposal in proposals.values())
+                policy.reasons["tables"] = "plain_is_faster" if has_match else "no_match"
             return _no_nodes(context)
         return pack([_of(proposals, row) for row in rows], num_nodes, self._names)
 

@@ -1,0 +1,87 @@
+"""`--trace FILE` of `generate` and of the benchmarks of questions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmark.__main__ import main as bench
+from sharesd.cli.main import main
+from sharesd.engine.trace_file import read_trace
+from tests.helpers.tiny_models import make_checkpoint
+
+SIZES = ["--max-context", "128", "--max-new-tokens", "6", "--compile", "off", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_checkpoint(tmp_path_factory.mktemp("tiny") / "model"))
+
+
+@pytest.fixture(autouse=True)
+def own_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sharesd.cli.console.set_up_logging", lambda level: None)
+    Path("q.jsonl").write_text('{"question_id": 81, "category": "sky", "turns": ["why is the sky blue", "why red"]}\n')
+    Path("p.txt").write_text("the cat\nthe mat\nwhy\n")
+
+
+def texts_of(path: str) -> list[tuple[dict[str, Any], list[int]]]:
+    """The label and the tokens of each request; those of benchmarks without a question are warm-up."""
+    texts: dict[int, tuple[dict[str, Any], list[int]]] = {}
+    for line in read_trace(Path(path)):
+        if line["event"] == "request":
+            texts[line["request"]] = line["label"], list(line["emitted"])
+        for row in line.get("rows", ()):
+            texts[row["request"]][1].extend(row["emitted"])
+    return list(texts.values())
+
+
+def test_generate_writes_a_trace(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["generate", "--target", model, "--mode", "ngram", *SIZES, "--trace", "t.jsonl"]
+    assert main([*given, "--json", "the cat sat", "a mat"]) == 0
+    shown = [json.loads(line)["token_ids"] for line in capsys.readouterr().out.splitlines()]
+    assert texts_of("t.jsonl") == [({"index": index}, ids) for index, ids in enumerate(shown)]
+    assert main([*given, "--prompts", "p.txt", "--out", "o.jsonl"]) == 0
+    records = [json.loads(line) for line in Path("o.jsonl").read_text().splitlines()]
+    assert sum(line["event"] == "start" for line in read_trace(Path("t.jsonl"))) == 2
+    found = {label["index"]: ids for label, ids in texts_of("t.jsonl")[2:]}
+    assert found == {record["index"]: record["token_ids"] for record in records}
+
+
+def test_a_benchmark_names_its_questions(model: str) -> None:
+    given = ["--target", model, "--questions", "q.jsonl", "--mode", "naive,ngram", "--out-dir", "out", *SIZES]
+    assert bench(["mtbench", *given, "--trace", "t.jsonl"]) == 0
+    found = [(label, ids) for label, ids in texts_of("t.jsonl") if "question_id" in label]
+    files = [Path(f"out/answers-{mode}.jsonl") for mode in ("naive", "ngram")]
+    answers = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    expected = [
+        ({"index": 0, "run": 1, "question_id": 81, "turn": answer["turn"]}, answer["token_ids"]) for answer in answers
+    ]
+    assert found == expected
+
+
+@pytest.mark.parametrize("command", ["generate", "mtbench"])
+def test_replicas_are_refused(command: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--target", model, "--replicas", "2", "--trace", "t.jsonl", *SIZES]
+    if command == "generate":
+        assert main(["generate", *given, "--prompts", "p.txt", "--out", "o.jsonl"]) == 2
+    else:
+        assert bench(["mtbench", *given, "--questions", "q.jsonl", "--out-dir", "out"]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "trace is t.jsonl, which one process writes; drop it, or --replicas" in said
+    assert not Path("t.jsonl").exists()
+
+
+def test_a_full_disk_is_one_line_before_loading(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sharesd.runtime.ModelLoader", None)
+    assert main(["generate", "--target", model, *SIZES, "--trace", "/dev/full", "the cat"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.endswith(
+        "trace /dev/full cannot be written (No space left on device); free some space there, or name another file"
+    )

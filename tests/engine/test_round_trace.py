@@ -1,0 +1,255 @@
+"""`--trace`: lines hold what drafters proposed, what was accepted and emitted; texts and counts are those without."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sharesd import LLM, EngineConfig, SamplingParams
+from sharesd.engine.engine import Engine
+from sharesd.engine.outputs import Completion
+from sharesd.engine.round_trace import REASONS, RoundTrace, RowTrace, node_probs
+from sharesd.engine.stats import Stats
+from sharesd.engine.trace_file import TraceFile, read_trace
+from sharesd.models.loader import decoder_config
+from sharesd.runtime import Runtime
+from sharesd.speculation.draft_proposal import Proposal
+from sharesd.speculation.draft_tree import pack
+from tests.benchmark.test_formats import named
+from tests.engine.test_async_scheduling import launched_ahead, noted
+from tests.helpers.tiny_heads import make_head
+from tests.helpers.tiny_models import make_checkpoint
+
+PROMPTS: list[str | list[int]] = ["the cat sat on the mat and the cat sat on the", [7, 8, 7, 8, 7, 8], [5, 6, 7] * 9]
+GREEDY = SamplingParams(max_new_tokens=24)
+SAMPLED = SamplingParams(max_new_tokens=24, temperature=1.0, seed=3)
+CASES: dict[str, dict[str, Any]] = {
+    "naive": {},
+    "share": {"num_draft": 4},
+    "share trees": {"num_draft": 6, "tree": (2, 3, 6)},
+    "share chosen": {"compile": "native", "tree": (2, 3, 6), "dtype": "bfloat16"},
+    "classic": {"num_draft": 3},
+    "suffix": {"num_draft": 4},
+    "ngram": {"num_draft": 4, "drafter_options": {"ngram_min": 1}},
+    "hybrid": {"num_draft": 4, "hybrid_with": ("eagle", "suffix")},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("traced") / "model")
+
+
+def runtime_of(model: Path, mode: str, path: Path | None, **options: Any) -> Runtime:
+    heads = ()
+    if mode == "hybrid":
+        heads = (str(make_head(path.parent / "head", decoder_config(model), "eagle", ids=range(0, 384, 3), mlp=64)),)  # type: ignore[union-attr]
+    given = {"target": str(model), "device": "cpu", "max_context": 128, "max_batch": 2, "dtype": "float32", **options}
+    trace = None if path is None else str(path)
+    return Runtime(EngineConfig(**given, mode=mode, heads=heads, trace=trace), (mode,))
+
+
+def lines_of(path: Path, event: str) -> list[dict[str, Any]]:
+    return [line for line in read_trace(path) if line["event"] == event]
+
+
+def check(path: Path, done: list[Completion], stats: Stats) -> Iterator[dict[str, Any]]:
+    """Yield the rows of all rounds, after checks against answers and counts."""
+    requests, rounds = lines_of(path, "request"), lines_of(path, "round")
+    texts = {line["request"]: list(line["emitted"]) for line in requests}
+    assert [line["label"] for line in requests] == [{"index": index} for index in range(len(done))]
+    accepted: Counter[str | None] = Counter()
+    for line in rounds:
+        assert (line["drafter"] is None) == (not line["nodes"]) == bool(line["reasons"])
+        assert {*line["reasons"]} <= {*REASONS}
+        names = [line["drafter"]] * (line["nodes"] - line["filled"]) + [line["filler"]] * line["filled"]
+        for row in line["rows"]:
+            tokens, emitted = row["tokens"], row["emitted"]
+            parents = row["parents"] or list(range(-1, len(tokens) - 1))
+            place = -1
+            for node, token in zip(row["accepted"], emitted, strict=False):
+                assert tokens[node] == token and parents[node] == place
+                place = node
+            accepted.update(names[node] for node in row["accepted"])
+            assert len(tokens) == len(parents) and all(parent < node for node, parent in enumerate(parents))
+            assert all(prob is None or 0 <= prob <= 1 for prob in row["probs"] or ())
+            prompt = next(each["prompt_tokens"] for each in requests if each["request"] == row["request"])
+            assert row["position"] == prompt + len(texts[row["request"]])
+            texts[row["request"]] += emitted
+            yield row
+    assert list(texts.values()) == [each.token_ids for each in done]
+    assert accepted == Counter(name for each in done for name in each.drafters if name is not None)
+    assert sum(accepted.values()) == stats.sources["accepted"]
+    assert sum(len(line["rows"]) for line in rounds) == stats.rounds and len(rounds) == stats.steps
+    assert sum(len(row["tokens"]) for line in rounds for row in line["rows"]) <= stats.drafted_tokens
+    for name in ("draft_s", "verify_s", "overhead_s"):
+        assert sum(line[name] for line in rounds) == pytest.approx(getattr(stats, name), abs=1e-6 * len(rounds))
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_lines_have_what_happened(case: str, params: SamplingParams, model: Path, tmp_path: Path) -> None:
+    mode, path = case.partition(" ")[0], tmp_path / "trace.jsonl"
+    runtime = runtime_of(model, mode, path, **CASES[case])
+    engine = runtime.engine()
+    drafts: list[Any] = []
+    if engine.drafter is not None:
+        engine.drafter.draft = noted(engine.drafter.draft, drafts)  # type: ignore[method-assign]
+    done, stats = engine.generate(PROMPTS, params), engine.stats
+    runtime.close()
+    rows = list(check(path, done, stats))
+    assert len(lines_of(path, "start")) == 1 and lines_of(path, "start")[0]["modes"] == [mode]
+    drafted = [line["rows"] for line in lines_of(path, "round") if line["nodes"]]
+    shown = [[[token for token in row if token >= 0] for row in draft] for draft in drafts if draft[0]]
+    is_chosen = case == "share chosen"  # measured times decide
+    assert len(drafted) == len(shown) and (is_chosen or (mode == "naive") == (not drafted))
+    for found, rows_of_draft in zip(drafted, shown, strict=True):
+        assert all(row["tokens"] in rows_of_draft for row in found)
+    has_probs = any(row["probs"] for row in rows)
+    assert has_probs == (bool(drafted) if is_chosen else mode in ("suffix", "ngram", "hybrid"))
+
+
+def test_probabilities_are_given_the_parent() -> None:
+    """A model drafted two tokens, a table two more: their paths have 0.3 and 0.15."""
+    proposal = Proposal([5, 6, 7, 8], [-1, 0, -1, 2], [0.5, 0.4, 0.3, 0.15])
+    tree = pack([proposal], 4, "share")._replace(num_steps=2, num_filled=2)
+    assert node_probs(tree, 0, 4, proposal.parents, [0.9, 0.8]) == [0.9, 0.8, 0.3, 0.5]
+    assert node_probs(tree, 0, 4, proposal.parents, []) == [None, None, 0.3, 0.5]
+    assert node_probs(tree, 0, 2, proposal.parents, []) is None
+    chain = pack([Proposal([5, 6, 7], [-1, 0, 1], [0.5, 0.1, 0.1])], 3, "suffix")
+    assert node_probs(chain, 0, 3, None, []) == [0.5, 0.2, 1.0]
+
+
+@pytest.mark.parametrize("acceptance", ["rejection", "block"])
+def test_probabilities_of_the_acceptance_rule_are_shown(acceptance: Any, model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    runtime = runtime_of(model, "share", path, num_draft=3)
+    params = SamplingParams(max_new_tokens=20, temperature=1.0, seed=3, acceptance=acceptance)
+    engine = runtime.engine(warm=params)
+    done = engine.generate(PROMPTS, params)
+    runtime.close()
+    rows = [row for row in check(path, done, engine.stats) if row["tokens"]]
+    assert rows and all(len(row["probs"]) == len(row["tokens"]) and min(row["probs"]) > 0 for row in rows)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("mode", ["share", "share tree", "classic tree", "eagle"])
+def test_drafts_are_copied_where_the_next_round_is_launched_before(mode: str, tmp_path: Path) -> None:
+    engine, drafts = launched_ahead(mode, tmp_path, batch=1), []  # type: ignore[var-annotated]
+    assert engine.drafter is not None and engine.async_scheduling
+    engine.drafter.draft = noted(engine.drafter.draft, drafts)  # type: ignore[method-assign]
+    engine.variant(GREEDY).policy.pinned = engine.drafter.shapes[-1]
+    engine.trace = TraceFile(tmp_path / "trace.jsonl", modes=[mode])
+    done = engine.generate([[21, 4, 4, 30, 8, 12, 1, 5]], SamplingParams(max_new_tokens=60))
+    engine.trace.close()
+    rows = list(check(tmp_path / "trace.jsonl", done, engine.stats))
+    shown = [[token for token in draft[0] if token >= 0] for draft in drafts]
+    assert len(rows) > 5 and [row["tokens"] for row in rows] == shown[: len(rows)]
+
+
+def test_requests_without_drafts_say_so(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    with LLM(model, mode="suffix", max_context=128, device="cpu", trace=str(path)) as llm:
+        llm.generate(["the cat sat"], SamplingParams(max_new_tokens=6, speculate=False))
+    assert {reason for line in lines_of(path, "round") for reason in line["reasons"]} == {"not_requested"}
+
+
+def test_a_chunk_has_its_round_if_wanted(model: Path) -> None:
+    engine: Engine = runtime_of(model, "suffix", None).engine()
+    asked, other = engine.add(PROMPTS[0], GREEDY), engine.add(PROMPTS[1], GREEDY)
+    asked.wants_rounds = True
+    while asked.finish_reason is None or other.finish_reason is None:
+        for chunk in engine.step():
+            first = chunk.request.num_emitted == len(chunk.token_ids)
+            assert (chunk.round is not None) == (chunk.request is asked and not first)
+            if chunk.round is not None:
+                [row] = chunk.round.rows
+                assert (row.request, row.emitted) == (asked.number, chunk.token_ids)
+
+
+# The file
+
+
+def test_a_start_appends_and_cuts_what_a_killed_one_left(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    for _ in range(2):
+        TraceFile(path, modes=["naive"], target="x").close()
+        with path.open("a") as file:
+            file.write('{"event": "round", "rou')
+    TraceFile(path, modes=["naive"], target="x").close()
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["event"] for line in found] == ["start"] * 3 and found[0]["target"] == "x"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"prompt": "x"}\n', "is no trace; name another file"),
+        ("words\n", "is no trace; name another file"),
+        ('{"event": "start", "format": 2}\n', "has format 2, and this version writes 1; name another file"),
+    ],
+)
+def test_other_files_are_left_as_they_are(content: str, message: str, tmp_path: Path, model: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        runtime_of(model, "naive", path)
+    assert path.read_text() == content
+
+
+def test_a_file_that_cannot_be_written_is_an_error_before_loading(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sharesd.runtime.ModelLoader", None)
+    with pytest.raises(ValueError, match=r"trace .*none/t.jsonl cannot be written \(No such file or directory\); free"):
+        runtime_of(model, "naive", tmp_path / "none" / "t.jsonl")
+    with pytest.raises(ValueError, match=r"trace /dev/full cannot be written \(No space left on device\); free some"):
+        runtime_of(model, "naive", Path("/dev/full"))
+    other = TraceFile(tmp_path / "t.jsonl", modes=["naive"])
+    with pytest.raises(ValueError, match=r"another process writes .*t.jsonl; wait for its end"):
+        runtime_of(model, "naive", tmp_path / "t.jsonl")
+    other.close()
+
+
+def test_a_disk_that_fills_ends_the_trace_and_not_the_text(
+    tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = runtime_of(model, "suffix", tmp_path / "t.jsonl")
+    engine = runtime.engine()
+
+    def full(lines: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(runtime.trace, "_write", full)
+    with caplog.at_level(logging.WARNING, "sharesd.engine.trace_file"):
+        for _ in range(2):
+            [done] = engine.generate(PROMPTS[:1], GREEDY)
+            runtime.trace.flush()  # type: ignore[union-attr]
+    runtime.close()
+    assert len(done.token_ids) == GREEDY.max_new_tokens
+    [record] = caplog.records
+    assert record.getMessage().endswith("t.jsonl ends here (No space left on device); decoding goes on")
+
+
+# The page
+
+
+def test_every_field_and_reason_is_documented(model: Path, tmp_path: Path) -> None:
+    assert named("trace-round") == {"event", "round", *RoundTrace._fields}
+    assert named("trace-row") == {*RowTrace._fields}
+    assert named("trace-reasons") == {*REASONS}
+    path = tmp_path / "trace.jsonl"
+    with LLM(model, mode="suffix", max_context=128, device="cpu", trace=str(path)) as llm:
+        llm.generate(["the cat sat"], GREEDY)
+    assert lines_of(path, "start")[0].keys() == named("trace-start")
+    assert lines_of(path, "request")[0].keys() == named("trace-request")
+    line = lines_of(path, "round")[0]
+    assert line.keys() == named("trace-round") and line["rows"][0].keys() == named("trace-row")
