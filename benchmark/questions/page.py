@@ -83,6 +83,7 @@ def _answer(
         "differs": base.get(record.run, record.token_ids) != record.token_ids,
         "coloured": bool(pieces) or not record.text,
         "text": marked if pieces else record.text,
+        "turn": (mode, *record.key, *record.token_ids),
     }
 
 

@@ -45,6 +45,7 @@ Modes = Mapping[str, Any]
 def write_results(run: RunConfig, state: Mapping[str, Any], done: Mapping[str, Mapping[Key, TurnRecord]]) -> None:
     """Write all files from the finished turns, and print the table."""
     from benchmark.questions.page import answers_of
+    from sharesd.cli.round_text import rounds_by_turn
     from sharesd.models.hub import resolve_target
     from sharesd.models.tokenizer import load_tokenizer
 
@@ -62,12 +63,13 @@ def write_results(run: RunConfig, state: Mapping[str, Any], done: Mapping[str, M
         if share is not None and share < 1 and run.params.acceptance == "match":
             err_console.print(f"[bold red]{mode} did not give the text of naive everywhere; see the report[/]")
     answers = [(mode, found[key]) for key in run.keys for mode, found in done.items() if key in found]
-    shown = answers_of(run.questions.questions, answers, load_tokenizer(resolve_target(run.config)))
+    tokenizer = load_tokenizer(resolve_target(run.config))
+    shown = answers_of(run.questions.questions, answers, tokenizer)
     modes = summary["modes"]
     remarks = [tables_at_start(summary["settings"]), twins(summary["settings"]), *noise_remarks(modes)]
     num_tables = 2 if noise(modes).rows else 1
     shown |= {"complete": summary["status"]["complete"], "shown": num_tables, "remarks": remarks}
-    report.publish(run.out_dir, "report", **shown)
+    report.publish(run.out_dir, "report", **shown, rounds=rounds_by_turn(run.config.trace, tokenizer))
 
 
 def summary_of(
@@ -297,10 +299,8 @@ def _start(summary: Mapping[str, Any]) -> Section:
         sizes = (size(figures[name]) for name in ("weight_bytes", "extra_weight_bytes", "kv_bytes", "extra_kv_bytes"))
         rows.append([mode, number(figures["load_seconds"]), number(figures["compile_seconds"]), *sizes])
     peak = max((figures["peak_memory_bytes"] or 0 for figures in modes.values()), default=0)
-    text = (
-        "Loading serves all modes together, and so do the target's weights and KV. The process, with all modes loaded, "
-    )
-    text += f"held {size(peak)} at most. Graphs compiled after warm-up: {summary['recompiles']}."
+    text = "Loading serves all modes together, and so do the target's weights and KV. The process, with all modes "
+    text += f"loaded, held {size(peak)} at most. Graphs compiled after warm-up: {summary['recompiles']}."
     head = ("mode", "load s", "compile s", "weights", "extra weights", "KV", "extra KV")
     return Section("Start and memory", head, rows, text=text)
 

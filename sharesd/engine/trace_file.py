@@ -16,7 +16,7 @@ from datetime import datetime
 from itertools import count
 from pathlib import Path
 from threading import Event, Lock, Thread
-from typing import Any
+from typing import Any, NamedTuple
 
 from multigpu.journal import lock, read_records, with_fields
 from sharesd.engine.request import Request
@@ -134,3 +134,30 @@ def read_trace(path: Path) -> Iterator[dict[str, Any]]:
     """Yield all lines; raise ValueError for a wrong one."""
     for _, record in read_records(path, FLAG, with_fields("event")):
         yield record
+
+
+class TracedRequest(NamedTuple):
+    """A request of a trace and its rounds."""
+
+    mode: str
+    label: dict[str, Any]
+    emitted: list[int]
+    """All tokens of the answer."""
+    rounds: list[dict[str, Any]]
+    """Fields of each round, and of its row for this request."""
+
+
+def requests_of(path: Path) -> Iterator[TracedRequest]:
+    """Yield the requests of a file in order of their prefill."""
+    found: dict[tuple[int, int], TracedRequest] = {}
+    starts = 0
+    for line in read_trace(path):
+        starts += line["event"] == "start"
+        if line["event"] == "request":
+            request = TracedRequest(line["mode"], line["label"], list(line["emitted"]), [])
+            found[starts, line["request"]] = request
+        for row in line.get("rows", ()):
+            if (request := found.get((starts, row["request"]))) is not None:  # type: ignore[assignment]
+                request.emitted.extend(row["emitted"])
+                request.rounds.append({**line, **row})
+    yield from found.values()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import pytest
 
 from benchmark.__main__ import main as bench
 from sharesd.cli.main import main
+from sharesd.cli.round_text import round_text
 from sharesd.engine.trace_file import read_trace
+from sharesd.models.tokenizer import load_tokenizer
 from tests.helpers.tiny_models import make_checkpoint
 
-SIZES = ["--max-context", "128", "--max-new-tokens", "6", "--compile", "off", "--device", "cpu"]
+SIZES = ["--max-context", "128", "--max-new-tokens", "16", "--compile", "off", "--device", "cpu"]
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +57,7 @@ def test_generate_writes_a_trace(model: str, capsys: pytest.CaptureFixture[str])
 
 def test_a_benchmark_names_its_questions(model: str) -> None:
     given = ["--target", model, "--questions", "q.jsonl", "--mode", "naive,ngram", "--out-dir", "out", *SIZES]
+    given += ["--num-speculative-tokens", "3", "--ngram-min", "1"]
     assert bench(["mtbench", *given, "--trace", "t.jsonl"]) == 0
     found = [(label, ids) for label, ids in texts_of("t.jsonl") if "question_id" in label]
     files = [Path(f"out/answers-{mode}.jsonl") for mode in ("naive", "ngram")]
@@ -62,6 +66,30 @@ def test_a_benchmark_names_its_questions(model: str) -> None:
         ({"index": 0, "run": 1, "question_id": 81, "turn": answer["turn"]}, answer["token_ids"]) for answer in answers
     ]
     assert found == expected
+    page = Path("out/report.html").read_text()
+    counts = [answer["rounds"] for answer in answers]
+    assert sorted(map(int, re.findall(r"<summary>(\d+) rounds</summary>", page))) == sorted(counts)
+    assert "no draft (no drafter) &gt; &#39;" in page and "ngram: +&#39;" in page
+    assert bench(["mtbench", *given, "--resume"]) == 0
+    assert "rounds</summary>" not in Path("out/report.html").read_text()
+    assert bench(["mtbench", *given, "--resume", "--trace", "t.jsonl"]) == 0
+    assert Path("out/report.html").read_text() == page
+
+
+def test_a_round_as_text(model: str) -> None:
+    tokenizer = load_tokenizer(Path(model))
+    tokens = tokenizer.encode("the cat on")
+    shown = {"drafter": "share", "filler": "suffix", "filled": 1, "reasons": [], "parents": None, "probs": None}
+    row = {"tokens": tokens[:3], "accepted": [0], "emitted": tokens[:2]}
+    times = {"draft_s": 0.0031, "verify_s": 0.02, "overhead_s": 0.0}
+    text = round_text({**shown, **row, **times}, tokenizer)
+    a, b, c = (repr(tokenizer.decode([token], False)) for token in tokens[:3])
+    end = f"> {tokenizer.decode(tokens[:2], False)!r}  [draft 3.1 ms, verify 20.0 ms, overhead 0.0 ms]"
+    assert text == f"share+suffix (1): +{a}  {b}  {c} {end}"
+    tree = {"parents": [-1, 0, 0], "probs": [0.5, None, 0.251]}
+    assert round_text({**shown, **row, **times, **tree}, tokenizer).startswith(
+        f"share+suffix (1): 0<-1 +{a} 0.50  1<0 {b}  2<0 {c} 0.25 >"
+    )
 
 
 @pytest.mark.parametrize("command", ["generate", "mtbench"])
