@@ -35,6 +35,7 @@ NO_TOKENS: Any = SimpleNamespace(
     top_logprobs=None,
     finish_reason="length",
     error=None,
+    round=None,
 )
 """Chunk of a choice that asks for no tokens."""
 

@@ -26,6 +26,8 @@ class Chunk(Tokens, Protocol):
 
     request: Any
     error: Exception | None
+    round: Any
+    """Trace of the round, if wanted; None after a prefill."""
 
 
 @dataclass(eq=False, slots=True)
@@ -40,6 +42,8 @@ class Choice:
     """Index in the request: prompt_index * n + number of the sample."""
     request_id: str = ""
     """Id of the HTTP request, as in the log; traces have it."""
+    wants_rounds: bool = False
+    """True if chunks have the traces of their rounds."""
 
     began: float = field(default_factory=time.monotonic)
     first: float | None = None
@@ -72,6 +76,8 @@ class Choice:
     """Number of rounds with a draft."""
     drafted_round_tokens: int = 0
     """Number of tokens of those rounds."""
+    traces: list[Any] = field(default_factory=list)
+    """Traces of rounds, if wanted."""
     accepted_at: list[int] = field(default_factory=list)
     """Number of rounds with an accepted draft token, by position."""
 
@@ -91,6 +97,8 @@ class Choice:
         self.token_ids += chunk.token_ids
         self.sources += chunk.sources
         self.drafters += chunk.drafters
+        if chunk.round is not None:
+            self.traces.append(chunk.round)
         if chunk.logprobs is not None:
             self.logprobs = (self.logprobs or []) + chunk.logprobs
         if chunk.top_logprobs is not None:

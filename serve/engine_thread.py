@@ -207,7 +207,7 @@ class EngineThread:
         try:
             for choice in choices:
                 request = self._engine.add(choice.prompt, choice.params, choice.index)
-                request.label = {"id": choice.request_id}
+                request.label, request.wants_rounds = {"id": choice.request_id}, choice.wants_rounds
                 self._requests[choice], self._taken[id(request)] = request, _Taken(choice)
         except ValueError as error:
             self._cancel(choices)

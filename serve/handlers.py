@@ -62,7 +62,8 @@ async def start(
             params = body.params(token_limit=token_limit, seed=seed, grammar=grammar)
         except ValueError as error:
             raise invalid(str(error)) from None
-        choices += [Choice(prompt, params, p, p * n + k, request.state.visit.id) for k in range(n)]
+        given = {"request_id": request.state.visit.id, "wants_rounds": bool(body.round_details)}
+        choices += [Choice(prompt, params, p, p * n + k, **given) for k in range(n)]
     if body.token_limit == 0 and not body.scores_prompt:
         call.finish_empty(choices)
     else:

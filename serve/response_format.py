@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
-from serve.choice_state import Choice, Tokens
+from serve.choice_state import Choice, Chunk, Tokens
 from serve.schemas import Generation
-from serve.token_utils import TokenTexts
+from serve.token_utils import TokenTexts, token_text
 from sharesd.models.tokenizer import Tokenizer
 
 
@@ -23,17 +24,19 @@ class ResponseFormat:
     def __init__(self, tokenizer: Tokenizer, body: Generation) -> None:
         self.tokenizer = tokenizer
         self._details, self._logprobs = bool(body.token_details), body.num_top is not None
+        self._rounds = bool(body.round_details)
         self._texts: dict[Choice, TokenTexts] = defaultdict(lambda: TokenTexts(tokenizer))
 
-    def part(self, choice: Choice, tokens: Tokens) -> dict[str, Any] | None:
+    def part(self, choice: Choice, tokens: Chunk) -> dict[str, Any] | None:
         """Return a choice of a streamed chunk; None without new text."""
-        news = tokens.finish_reason is not None or self._details or self._logprobs
+        news = tokens.finish_reason is not None or self._details or self._logprobs or self._rounds
         text = self.streamed(choice, tokens, news=news)
-        return None if text is None else self._choice(choice, tokens, text) | self._token_details(choice, tokens)
+        traces = [] if tokens.round is None else [tokens.round]
+        return None if text is None else self._choice(choice, tokens, text) | self._extensions(choice, tokens, traces)
 
     def whole(self, choice: Choice) -> dict[str, Any]:
         """Return a choice of a whole answer."""
-        return self._choice(choice, choice, self.complete(choice)) | self._token_details(choice, choice)
+        return self._choice(choice, choice, self.complete(choice)) | self._extensions(choice, choice, choice.traces)
 
     def streamed(self, choice: Choice, tokens: Tokens, *, news: bool) -> dict[str, Any] | None:
         """Return the text of tokens; None without text unless `news` is true."""
@@ -56,9 +59,16 @@ class ResponseFormat:
         reason = self.finish_reason(choice, tokens)
         return {"index": choice.index, **text, "logprobs": logprobs, "finish_reason": reason}
 
-    def _token_details(self, choice: Choice, tokens: Tokens) -> dict[str, Any]:
-        """Return the extension `tokens`: source and drafter of each token."""
-        return {"tokens": self.details(choice, tokens)} if self._details else {}
+    def _extensions(self, choice: Choice, tokens: Tokens, traces: Sequence[Any]) -> dict[str, Any]:
+        """Return `tokens`, with sources and drafters, and `rounds`, if wanted."""
+        details = {"tokens": self.details(choice, tokens)} if self._details else {}
+        return details | ({"rounds": [*map(self._round, traces)]} if self._rounds else {})
+
+    def _round(self, trace: Any) -> dict[str, Any]:
+        """Return a round's trace, flat, with the texts of draft tokens."""
+        found = trace.to_dict()
+        [row] = found.pop("rows")
+        return {**found, **row, "texts": [token_text(self.tokenizer, token) for token in row["tokens"]]}
 
     def details(self, choice: Choice, tokens: Tokens) -> list[dict[str, Any]]:
         """Return text, source and drafter of each token."""

@@ -95,6 +95,8 @@ class Generation(Taken):
     """Extension: false disables drafts for this request."""
     token_details: bool | None = None
     """Extension: true returns each token's source and speculation figures."""
+    round_details: bool | None = None
+    """Extension: true returns each round's draft, acceptance and times."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

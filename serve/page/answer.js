@@ -36,6 +36,7 @@ export class Answer {
       this.text += choice.delta.content ?? "";
       this.reasoning += choice.delta.reasoning_content ?? "";
       this.#append(choice.tokens ?? []);
+      this.#appendRounds(choice.rounds ?? []);
       if (choice.finish_reason === "length") this.#part(".end").textContent = "Ends here: max tokens, or the context is full.";
     }
     if (chunk.speculative) this.#showFinal(chunk.speculative);
@@ -70,6 +71,12 @@ export class Answer {
     this.#part(".reasoning p").append(...thought);
     this.#part(".text").append(...spans.filter((each, i) => !isThought(each, i)));
     this.#showLive();
+  }
+
+  #appendRounds(rounds) {
+    if (!rounds.length) return;
+    this.#part(".rounds").hidden = false;
+    this.#part(".rounds ol").append(...rounds.map(round));
   }
 
   #showLive() {
@@ -132,6 +139,24 @@ function span({ text, source, drafter }) {
   element.dataset.source = source;
   if (drafter) element.dataset.style = styleOf(drafter);
   element.textContent = text;
+  return element;
+}
+
+/** A round as a list item: its draft tokens, refused ones struck out, and its times. */
+function round({ drafter, filler, filled, reasons, texts, probs, accepted, emitted, draft_s, verify_s, overhead_s }) {
+  const item = document.createElement("li");
+  const by = filled ? `${drafter} and ${filler}` : drafter;
+  const head = texts.length ? `${by}: ` : `no draft (${reasons.join(", ").replaceAll("_", " ") || "nothing for this answer"})`;
+  item.append(head, ...texts.flatMap((text, node) => [proposed(text, probs?.[node], accepted.includes(node)), " "]));
+  const ms = [["draft", draft_s], ["verify", verify_s], ["overhead", overhead_s]].map(([name, s]) => `${name} ${(1000 * s).toFixed(1)} ms`);
+  item.append(` → ${emitted.length} token${emitted.length === 1 ? "" : "s"}; ${ms.join(", ")}`);
+  return item;
+}
+
+function proposed(text, prob, isAccepted) {
+  const element = document.createElement(isAccepted ? "ins" : "del");
+  element.textContent = JSON.stringify(text);
+  if (prob != null) element.title = `probability ${prob.toFixed(2)}`;
   return element;
 }
 

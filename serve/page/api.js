@@ -1,4 +1,4 @@
-// The server's interface: OpenAI's, and what it adds for this page (`token_details`, `speculate`).
+// The server's interface: OpenAI's, and what it adds for this page (`token_details`, `round_details`, `speculate`).
 
 /** A failure to show, as one line. `status` is that of HTTP, if the server answered. */
 export class ServerError extends Error {

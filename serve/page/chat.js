@@ -65,7 +65,8 @@ async function findModel() {
 
 /** Settings of the request, in the server's names. */
 function sampling() {
-  return { temperature: $("temperature").valueAsNumber, seed: $("seed").valueAsNumber, max_tokens: $("max-tokens").valueAsNumber };
+  const rounds = $("rounds").checked ? { round_details: true } : {};
+  return { temperature: $("temperature").valueAsNumber, seed: $("seed").valueAsNumber, max_tokens: $("max-tokens").valueAsNumber, ...rounds };
 }
 
 /** What `call(key)` gives; where the server wants a key, the user is asked for one. */

@@ -177,6 +177,7 @@ class FakeEngine:
             top_logprobs=[self._top(i, top) for i in ids[:count]] if wanted and top else None,
             finish_reason=reason,
             error=error,
+            round=None,
         )
 
     def _top(self, token: int, count: int) -> list[tuple[int, float]]:

@@ -99,7 +99,8 @@ class Handler(BaseHTTPRequestHandler):
             if number < 2 and "think" in question:
                 delta = {"reasoning_content": content}
                 tokens = [token | {"reasoning": True} for token in tokens]
-            self._event({"choices": [{"index": 0, "delta": delta, "tokens": tokens}]})
+            traced = {"rounds": [trace_of(tokens)] if number else []} if body.get("round_details") else {}
+            self._event({"choices": [{"index": 0, "delta": delta, "tokens": tokens, **traced}]})
         else:
             self._event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop", "tokens": []}]})
             speculative = {"tau": 2.5, "rounds": 4, "drafted": 9, "accepted": 5, "accepted_at": [3, 2]}
@@ -130,6 +131,15 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
+
+
+def trace_of(tokens: list[dict[str, Any]]) -> dict[str, Any]:
+    """The trace of a round, with a draft token more than was accepted; without drafts it is a plain step."""
+    texts = [token["text"] for token in tokens if token["source"] == "accepted"]
+    times = {"draft_s": 0.0012, "verify_s": 0.02, "overhead_s": 0.0}
+    drafted = {"texts": [*texts, " no"], "reasons": []} if texts else {"texts": [], "reasons": ["plain_is_faster"]}
+    named = {"drafter": "share" if texts else None, "filler": None, "filled": 0, "probs": [0.5] if texts else None}
+    return {**drafted, **named, **times, "accepted": [*range(len(texts))], "emitted": [1] * len(tokens)}
 
 
 def rounds_of(question: str, speculate: bool) -> list[list[dict[str, Any]]]:

@@ -162,6 +162,26 @@ def test_the_request_has_the_settings_and_the_conversation(chat: Chat) -> None:
     assert third["messages"] == [{"role": "user", "content": "Three"}]
 
 
+def test_rounds_are_shown_if_asked_for(chat: Chat) -> None:
+    chat.click("#rounds")
+    chat.ask("Who are you?")
+    chat.answered()
+    assert chat.server.requests[-1]["round_details"] is True
+    assert chat.evaluate(f"{LAST}.querySelector('.rounds').open") is False
+    rounds = chat.evaluate(f"[...{LAST}.querySelectorAll('.rounds li')].map(e => e.textContent)")
+    assert len(rounds) == len(ROUNDS) - 1
+    times = "draft 1.2 ms, verify 20.0 ms, overhead 0.0 ms"
+    assert rounds[0] == f'share: " draft" " was" " no"  → 3 tokens; {times}'
+    assert rounds[2] == f"no draft (plain is faster) → 1 token; {times}"
+    kept = chat.evaluate(f"[...{LAST}.querySelectorAll('.rounds ins')].map(e => e.textContent)")
+    assert kept[:2] == ['" draft"', '" was"'] and len(kept) == 5
+    chat.click("#rounds")
+    chat.ask("Two")
+    chat.answered()
+    assert "round_details" not in chat.server.requests[-1]
+    assert not chat.evaluate(f"{LAST}.querySelector('.rounds').checkVisibility()")
+
+
 def test_a_wrong_setting_is_shown_and_not_sent(chat: Chat) -> None:
     chat.evaluate("document.querySelector('#temperature').value = ''")
     chat.evaluate("document.querySelector('#settings').open = false")
@@ -322,14 +342,14 @@ def test_everything_is_reached_by_keyboard(chat: Chat) -> None:
     assert chat.server.requests[0]["messages"][0]["content"] == "one\ntwo"
     assert chat.focused() == "question"
     reached = []
-    for _ in range(12):
+    for _ in range(14):
         chat.press("Tab")
         reached.append(chat.focused())
         if reached[-1] == "text":
             chat.press("ArrowRight")
             assert chat.text("#detail") == 'Token 2 " draft": accepted draft from share'
             assert chat.evaluate("document.querySelector('.current').textContent") == " draft"
-    wanted = {"send", "new-chat", "log", "text", "temperature", "seed", "max-tokens", "speculate", "compare"}
+    wanted = {"send", "new-chat", "log", "text", "temperature", "seed", "max-tokens", "speculate", "rounds", "compare"}
     assert wanted <= set(reached)
     chat.evaluate("document.querySelector('#compare').focus()")
     chat.press(" ")

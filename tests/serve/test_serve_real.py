@@ -177,6 +177,24 @@ def test_details_and_metrics_of_real_drafts(server: Served) -> None:
     assert metrics[f"sharesd:num_requests_running{name}"] == 0
 
 
+def test_rounds_are_those_of_the_answer(server: Served) -> None:
+    body = {"temperature": 0, "max_tokens": 40, "round_details": True, "token_details": True}
+    prompt = "the cat sat the cat sat the cat"
+    choice = server.complete(prompt, **body)["choices"][0]
+    rounds, ids = choice["rounds"], [token["id"] for token in choice["tokens"]]
+    assert ids == [ids[0], *(token for each in rounds for token in each["emitted"])], "the first is the prefill's"
+    assert sum(len(each["accepted"]) for each in rounds) == [t["source"] for t in choice["tokens"]].count("accepted")
+    for each in rounds:
+        assert each["emitted"][: len(each["accepted"])] == [each["tokens"][node] for node in each["accepted"]]
+        assert len(each["texts"]) == len(each["tokens"]) and "rows" not in each
+    lines = server.post("/v1/completions", prompt=prompt, stream=True, **body).text.split("\n\n")
+    parts = [json.loads(line.removeprefix("data: "))["choices"] for line in lines if line.startswith("data: {")]
+    streamed = [part for [*found] in parts for part in found]
+    assert [len(part["rounds"]) for part in streamed] == [0] + [1] * (len(streamed) - 1)
+    assert [token for part in streamed for each in part["rounds"] for token in each["emitted"]] == ids[1:]
+    assert "rounds" not in server.complete(prompt, temperature=0, max_tokens=4)["choices"][0]
+
+
 def test_weights_may_travel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_cache: None) -> None:
     """Answers that are decoded together, under a limit that leaves most blocks on the disk."""
     monkeypatch.setattr(memory_estimate, "own_memory", lambda: 0)
