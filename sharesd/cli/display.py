@@ -31,13 +31,17 @@ assert set(COLORS) == set(MEANINGS) == set(get_args(Source))
 
 
 class AnswerWriter:
-    """Writer of answers to stdout, one after the other, colored if `by_source`."""
+    """Writer of answers to stdout, one after the other.
+
+    If `by_source`, tokens are colored, and drafters are named where another one begins.
+    """
 
     def __init__(self, tokenizer: Tokenizer, *, titles: Sequence[str], by_source: bool) -> None:
         self._tokenizer, self._titles = tokenizer, titles
         self._colored = by_source and shows_colors()
         self._waiting: list[list[TokenChunk]] = [[] for _ in titles]  # of answers whose turn has not come
         self._row = -1  # the answer that is being written
+        self._named: str | None = None  # drafter of its last accepted token
         self._open = False
 
     def write(self, chunk: TokenChunk) -> None:
@@ -57,15 +61,18 @@ class AnswerWriter:
 
     def _begin(self) -> None:
         self._row, self._open = self._row + 1, True
-        self._sourced = SourcedText(self._tokenizer)
+        self._sourced, self._named = SourcedText(self._tokenizer), None
         if len(self._titles) > 1:
             between = "\n" if self._row else ""
             print(f"{between}[{self._row + 1}/{len(self._titles)}] {self._titles[self._row]}")
 
     def _write(self, chunk: TokenChunk) -> None:
         if self._colored:
-            for text, source in self._sourced.take(chunk):
-                sys.stdout.write(Style.parse(COLORS[source]).render(text, color_system=ColorSystem.STANDARD))
+            for text, source, drafter in self._sourced.take(chunk):
+                if drafter not in (None, self._named):
+                    self._named = drafter
+                    sys.stdout.write(_styled(f"[{drafter}]", "dim"))
+                sys.stdout.write(_styled(text, COLORS[source]))
         else:
             sys.stdout.write(chunk.text)
         sys.stdout.flush()
@@ -73,28 +80,32 @@ class AnswerWriter:
             self.end()
 
 
+def _styled(text: str, style: str) -> str:
+    return Style.parse(style).render(text, color_system=ColorSystem.STANDARD)
+
+
 class SourcedText:
-    """Splitter of one row's text by token source.
+    """Splitter of one row's text by source and drafter.
 
     Text is emitted once its characters are complete and no stop string is possible.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._stream = TextStream(tokenizer)
-        self._waiting: deque[tuple[str, Source]] = deque()
+        self._waiting: deque[tuple[str, Source, str | None]] = deque()
 
-    def take(self, chunk: TokenChunk) -> list[tuple[str, Source]]:
-        for token, source in zip(chunk.token_ids, chunk.sources, strict=True):
-            self._waiting.append((self._stream.push([token]), source))
+    def take(self, chunk: TokenChunk) -> list[tuple[str, Source, str | None]]:
+        for token, source, drafter in zip(chunk.token_ids, chunk.sources, chunk.drafters, strict=True):
+            self._waiting.append((self._stream.push([token]), source, drafter))
         if chunk.finish_reason and chunk.sources:
-            self._waiting.append((self._stream.finish(), chunk.sources[-1]))
+            self._waiting.append((self._stream.finish(), chunk.sources[-1], chunk.drafters[-1]))
         pieces, left = [], len(chunk.text)
         while left:
-            text, source = self._waiting.popleft()
+            text, source, drafter = self._waiting.popleft()
             if len(text) > left:
-                self._waiting.appendleft((text[left:], source))
+                self._waiting.appendleft((text[left:], source, drafter))
             if text:
-                pieces.append((text[:left], source))
+                pieces.append((text[:left], source, drafter))
             left -= min(left, len(text))
         return pieces
 
@@ -105,7 +116,8 @@ def shows_colors() -> bool:
 
 
 def legend() -> Text:
-    return Text("  ").join(Text(f"■ {MEANINGS[source]}", style=color) for source, color in COLORS.items())
+    parts = [Text(f"■ {MEANINGS[source]}", style=color) for source, color in COLORS.items()]
+    return Text("  ").join([*parts, Text("[drafter] of the accepted tokens after it", style="dim")])
 
 
 def stats_table(columns: Mapping[str, Stats], report: LoadReport) -> Table:

@@ -69,7 +69,10 @@ def make_parser(prog: str = PROG) -> Parser:
     )
     generate.add_argument("--logprobs", action="store_true", help="with --json: log-probability of every token")
     generate.add_argument(
-        "-v", "--verbose", action="store_true", help="color tokens by where they came from; end with statistics"
+        "-v",
+        "--verbose",
+        action="store_true",
+        help="on a terminal, color tokens by where they came from and name their drafters; end with statistics",
     )
     add_trace_option(generate)
     add_model_options(generate)
@@ -85,7 +88,10 @@ def make_parser(prog: str = PROG) -> Parser:
     add_mode_option(chat, several=False)
     chat.add_argument("--system", default=argparse.SUPPRESS, metavar="TEXT", help="system prompt")
     chat.add_argument(
-        "-v", "--verbose", action="store_true", help="color tokens by where they came from; statistics of each answer"
+        "-v",
+        "--verbose",
+        action="store_true",
+        help="color tokens by where they came from and name their drafters; statistics of each answer",
     )
     add_model_options(chat)
     add_sampling_options(chat, max_new_tokens=1024)

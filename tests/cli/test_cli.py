@@ -6,12 +6,14 @@ import io
 import json
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -120,14 +122,16 @@ def test_verbose_ends_with_statistics_and_leaves_stdout_alone(run: Callable) -> 
 
 @pytest.mark.parametrize("stop", [(), ("--stop", "sky")])
 def test_colors_change_nothing_but_colors(run: Callable, monkeypatch: pytest.MonkeyPatch, stop: tuple) -> None:
-    pinned = (
-        "--num-speculative-tokens",
-        "4",
-    )  # left to itself, the policy may find that drafts do not pay on a busy machine
+    pinned = ("--num-speculative-tokens", "4")  # left to itself, the policy may find that drafts do not pay
     text = run("generate", *PROMPTS, *stop, *pinned)[0]
     monkeypatch.setattr(display, "shows_colors", lambda: True)
     out, err = run("generate", *PROMPTS, "-v", *stop, *pinned)
     assert "\x1b[32m" in out and "\x1b[33m" in out and "accepted draft" in err
+    names = re.compile(r"\x1b\[2m\[([a-z+]+)\]\x1b\[0m")
+    assert names.search(out)
+    for answer in out.split("[2/2]"):
+        assert all(one != other for one, other in pairwise(names.findall(answer))), "named where another one begins"
+    out = names.sub("", out)
     for code in ("\x1b[32m", "\x1b[33m", "\x1b[36m", "\x1b[0m"):
         out = out.replace(code, "")
     assert out == text
@@ -147,10 +151,10 @@ def test_every_piece_of_text_belongs_to_its_token() -> None:
         return TokenChunk(0, ids, sources, ["share" if x == "accepted" else None for x in sources], text, None, end)
 
     pieces = display.SourcedText(Letters())  # type: ignore[arg-type]
-    assert pieces.take(chunk([0], ["target"], "a")) == [("a", "target")]
-    assert pieces.take(chunk([1, 2, 100], ["accepted", "accepted", "recovered"], "b")) == [("b", "accepted")]
+    assert pieces.take(chunk([0], ["target"], "a")) == [("a", "target", None)]
+    assert pieces.take(chunk([1, 2, 100], ["accepted", "accepted", "recovered"], "b")) == [("b", "accepted", "share")]
     last = chunk([101, 3, 4], ["accepted", "accepted", "bonus"], "céd", "stop")  # "e" began a stop string
-    assert pieces.take(last) == [("c", "accepted"), ("é", "accepted"), ("d", "accepted")]
+    assert pieces.take(last) == [(text, "accepted", "share") for text in "céd"]
 
 
 # chat
