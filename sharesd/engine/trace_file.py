@@ -6,6 +6,7 @@ Rounds are kept in memory and written about once a second by a thread of its own
 from __future__ import annotations
 
 import atexit
+import errno
 import fcntl
 import json
 import logging
@@ -48,9 +49,8 @@ class TraceFile:
             begun = datetime.now().astimezone().isoformat(timespec="seconds")
             self._write([{"event": "start", "format": FORMAT, "time": begun, "modes": list(modes), **start}])
         except OSError as error:
-            raise ValueError(
-                f"trace {path} cannot be written ({error.strerror}); free some space there, or name another file"
-            ) from error
+            remedy = "free some space there, or " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+            raise ValueError(f"trace {path} cannot be written ({error.strerror}); {remedy}name another file") from error
         self._thread = Thread(target=self._run, name="trace", daemon=True)
         self._thread.start()
         atexit.register(self.close)

@@ -209,7 +209,7 @@ def test_a_file_that_cannot_be_written_is_an_error_before_loading(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sharesd.runtime.ModelLoader", None)
-    with pytest.raises(ValueError, match=r"trace .*none/t.jsonl cannot be written \(No such file or directory\); free"):
+    with pytest.raises(ValueError, match=r"trace .*none/t.jsonl cannot be written \(No such file or directory\); name"):
         runtime_of(model, "naive", tmp_path / "none" / "t.jsonl")
     with pytest.raises(ValueError, match=r"trace /dev/full cannot be written \(No space left on device\); free some"):
         runtime_of(model, "naive", Path("/dev/full"))
