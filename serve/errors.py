@@ -74,6 +74,34 @@ class ApiError(Exception):
         return JSONResponse(body, self.status, headers=self.headers)
 
 
+class ContextOverflow(ApiError):
+    """Error of prompt and answer that do not fit the context.
+
+    Clients look for these words.
+    """
+
+    def __init__(self, prompt: int, answer: int | None, limit: int, param: str) -> None:
+        """Take tokens of prompt, answer (None: no limit was given) and context."""
+        self.prompt, self.answer, self.limit = prompt, answer, limit
+        message = (
+            f"This model's maximum context length is {limit} tokens. However, you requested {prompt + (answer or 1)} "
+            f"tokens ({prompt} in the {param}, {answer or 'at least 1'} in the completion). Please reduce the length "
+            f"of the {param} or completion (context_length_exceeded)."
+        )
+        super().__init__(400, message, param=param, code="context_length_exceeded")
+
+    @property
+    def anthropic_body(self) -> dict[str, Any]:
+        if self.prompt >= self.limit or self.answer is None:
+            message = f"prompt is too long: {self.prompt} tokens > {self.limit - 1} maximum"
+        else:
+            message = (
+                f"input length and `max_tokens` exceed context limit: {self.prompt} + {self.answer} > {self.limit}, "
+                "decrease input length or `max_tokens` and try again"
+            )
+        return {"type": "error", "error": {"type": "invalid_request_error", "message": message}}
+
+
 def _kind(status: int) -> str:
     match status:
         case 401:

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any, Literal
 
 from serve.engine_thread import Model
-from serve.errors import MAX_SHOWN, ApiError, invalid
+from serve.errors import MAX_SHOWN, ContextOverflow, invalid
 from serve.reasoning import FIELDS
 from serve.schemas import ChatBody, TokenizeBody
 from serve.tool_format import FORMATS
@@ -103,15 +103,7 @@ def max_answer_tokens(model: Model, prompt: Sequence[int], asked: int | None, pa
     """
     left = model.max_context - len(prompt)
     if left < 1 or (asked or 0) > left:
-        total, answer = len(prompt) + (asked or 1), asked or "at least 1"
-        raise ApiError(
-            400,
-            f"This model's maximum context length is {model.max_context} tokens. However, you requested {total} tokens "
-            f"({len(prompt)} in the {param}, {answer} in the completion). Please reduce the length of the {param} or "
-            "completion.",
-            param=param,
-            code="context_length_exceeded",
-        )
+        raise ContextOverflow(len(prompt), asked or None, model.max_context, param)
     return left if asked is None else asked
 
 

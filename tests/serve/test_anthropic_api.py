@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -153,6 +154,19 @@ def test_errors_are_the_clients(server: Served) -> None:
         client_of(server).messages.stream(model="fake", max_tokens=9, messages=spoilt) as stream,
     ):
         stream.get_final_message()
+
+
+@pytest.mark.parametrize(
+    ("words", "max_tokens", "message"),
+    [
+        (3000, 4, r"prompt is too long: \d{5} tokens > 2047 maximum"),
+        (3, 5000, r"input length and `max_tokens` exceed context limit: \d+ \+ 5000 > 2048, decrease .* and try again"),
+    ],
+)
+def test_an_overflow_has_the_words_that_clients_read(server: Served, words: int, max_tokens: int, message: str) -> None:
+    talk = [{"role": "user", "content": "the cat " * words}]
+    response = server.post(PATH, model="fake", max_tokens=max_tokens, messages=talk)
+    assert re.fullmatch(message, error_of(response, 400, "invalid_request_error"))
 
 
 def test_a_key_may_come_in_anthropics_header() -> None:
