@@ -223,7 +223,7 @@ def _encoder(tokenizer: Tokenizer, demo: str | None, template: str | None) -> En
 
 def _with_ends(params: SamplingParams, tokenizer: Tokenizer, template: str | None) -> SamplingParams:
     """Return the parameters with the end-of-turn tokens of `template` as stops."""
-    from sharesd.models.tokenizer import END_OF_TURN
+    from sharesd.models.tokenizer import ends_of_turn
 
-    ends = [tokenizer.backend.token_to_id(token) for token in END_OF_TURN if template and token in template]
+    ends = [tokenizer.backend.token_to_id(token) for token in ends_of_turn(template)]
     return replace(params, stop_token_ids=tuple(i for i in ends if i is not None))

@@ -173,7 +173,7 @@ def _with_formats(model: Model, settings: Settings) -> Model:
     """Return a model with the formats of its chat template."""
     form = format_of(model.tokenizer.tool_template, settings.tool_format)
     reasoning = None if settings.reasoning_format == "none" else reasoning_of(model.tokenizer)
-    shown = [] if reasoning is None else [reasoning.begin, reasoning.end]
+    shown = [] if reasoning is None else reasoning.tokens(model.tokenizer)
     model.tokenizer.show_as_text([*shown, *([] if form is None else marks_of(form, model.tokenizer))])
     return replace(model, tool_format=form, reasoning=reasoning)
 

@@ -37,6 +37,14 @@ class Reasoning:
 
     begin: str
     end: str
+    answer: str = ""
+    """Text before an answer without reasoning, if it has marks, too."""
+
+    def tokens(self, tokenizer: Tokenizer) -> list[str]:
+        """Return the added tokens in the marks."""
+        texts = (self.begin, self.end, self.answer)
+        added = (token.content for token in tokenizer.backend.get_added_tokens_decoder().values())
+        return [token for token in added if any(token in text for text in texts)]
 
     def grammar(self, answer: str, *, opened: bool) -> str:
         """Return a grammar of reasoning and then of the answer.
@@ -44,7 +52,8 @@ class Reasoning:
         `opened`: the prompt has begun the reasoning.
         """
         end, begin = json.dumps(self.end), json.dumps(self.begin)
-        rules = ["start: thought @answer" if opened else f"start: ({begin} thought)? @answer"]
+        lead = f"({begin} thought | {json.dumps(self.answer)})" if self.answer else f"({begin} thought)?"
+        rules = [f"start: {'thought' if opened else lead} @answer"]
         rules += ["thought: lead (/[ \\n]{1,4}/)?", f"lead[lazy]: /(.|\\n)*/ {end}"]
         first, *others = json.loads(answer)["grammars"]
         return json.dumps({"grammars": [{"lark_grammar": "\n".join(rules)}, {**first, "name": "answer"}, *others]})
@@ -76,7 +85,22 @@ def _shown(tokenizer: Tokenizer) -> Reasoning | None:
     begin, end = header[len(shared) :].strip(), between.strip()
     mark = _MARK.search(header)  # templates may write empty reasoning, too
     begin = begin or (mark[1] if mark else "")
-    return Reasoning(begin, end) if begin and end and not begin[0].isalnum() else None  # words are in any text
+    if begin and end and not begin[0].isalnum():  # words are in any text
+        return Reasoning(begin, end)
+    return _channels(header, plain.partition(SAID)[0], end, tokenizer)
+
+
+def _channels(thought: str, said: str, end: str, tokenizer: Tokenizer) -> Reasoning | None:
+    """Return the marks of a template whose answers have some, too.
+
+    `thought`, `said`: texts before a reasoning, and before an answer without one.
+    """
+    prompt = tokenizer.render_chat([USER], True)
+    if not thought.startswith(prompt) or not said.startswith(prompt):
+        return None
+    begin, answer = thought.removeprefix(prompt).strip(), said.removeprefix(prompt).strip()
+    marks = begin and end and answer and not begin[0].isalnum() and end.endswith(answer)
+    return Reasoning(begin, end, answer) if marks else None
 
 
 class ReasoningReader:
@@ -134,11 +158,73 @@ class ReasoningReader:
         return text
 
 
+class ChannelReader:
+    """Parser of messages in channels, independent of the pieces of their text."""
+
+    def __init__(self, marks: Reasoning, place: Place) -> None:
+        self._marks, self._buffer, self.place = marks, "", place
+        self._lead = commonprefix([marks.begin, marks.answer])
+        """Text with which a header begins."""
+        self._header_end = commonprefix([marks.begin[::-1], marks.answer[::-1]])[::-1]
+        self._joint = marks.end.removesuffix(marks.answer)
+        """Text between a message and the header of the next."""
+        self._num_messages = 0
+        self._with_text: set[Place] = set()
+        self._between = ""
+        """Text before the next piece, if the channel has had a message."""
+
+    def push(self, text: str, *, last: bool) -> tuple[str, str]:
+        """Return the next reasoning and content; `last` flushes what is held back."""
+        self._buffer += text
+        found: dict[Place, str] = {"inside": "", "behind": ""}
+        while self.place != "before" or self._header(last):
+            at = self._buffer.find(self._joint)
+            pending = self._buffer[len(self._buffer) - overlap(self._buffer, self._joint) :] if at < 0 else ""
+            if last and ">" not in pending:
+                pending = ""
+            piece = self._buffer[: len(self._buffer) - len(pending) if at < 0 else at]
+            if piece:
+                found[self.place] += self._between + piece
+                self._between = ""
+                self._with_text.add(self.place)
+            if at < 0:
+                self._buffer = "" if last else pending
+                break
+            self._buffer, self.place = self._buffer[at + len(self._joint) :], "before"
+        return found["inside"], found["behind"]
+
+    @property
+    def may_end(self) -> bool:
+        """True if the text ends in a part of a message's end."""
+        return overlap(self._buffer, self._joint) > 0
+
+    def _header(self, last: bool) -> bool:
+        """Parse a message's header; return False if it is not complete."""
+        begun = self._buffer.lstrip()
+        has_none = not self._num_messages and not (begun.startswith(self._lead) or self._lead.startswith(begun))
+        if has_none or (last and not begun):
+            self.place = "behind"
+            return True
+        header, end, rest = begun.partition(self._header_end)
+        if not end:
+            self._buffer = "" if last else self._buffer
+            return False
+        self._num_messages += 1
+        self.place = "inside" if (header + end).endswith(self._marks.begin) else "behind"
+        self._between, self._buffer = "\n\n" if self.place in self._with_text else "", rest
+        return True
+
+
+def reader_of(marks: Reasoning, place: Place) -> ReasoningReader | ChannelReader:
+    """Return a parser of one answer."""
+    return ChannelReader(marks, place) if marks.answer else ReasoningReader(marks, place)
+
+
 class Thoughts:
     """Reasoning of one choice: its text and its tokens."""
 
     def __init__(self, marks: Reasoning, tokenizer: Tokenizer, place: Place) -> None:
-        self.reader, self._by_token = ReasoningReader(marks, place), ReasoningReader(marks, place)
+        self.reader, self._by_token = reader_of(marks, place), reader_of(marks, place)
         self._texts = TextStream(tokenizer)
         self._num_pending = 0
         """Tokens that may belong to the end mark."""

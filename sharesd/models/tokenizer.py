@@ -19,6 +19,11 @@ from sharesd.models import call_probe, chat_template
 from sharesd.models.checkpoint import damage_named, eos_ids, has_file
 from sharesd.models.special_tokens import add_missing_tokens, read_tokenizer_config, roles_of
 
+CHANNEL_ENDS = ("<|return|>", "<|call|>")
+"""Tokens that end an answer in channels.
+
+There `<|end|>` ends a message.
+"""
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|end_of_text|>", "<|endoftext|>")
 """Tokens that end an answer.
 
@@ -308,9 +313,17 @@ def _with_text(backend: tokenizers.Tokenizer, marks: Collection[str]) -> tokeniz
     return tokenizers.Tokenizer.from_str(json.dumps(written))
 
 
+def ends_of_turn(template: str | None) -> list[str]:
+    """Return the tokens that end an answer in a chat template."""
+    template = template or ""
+    if all(token in template for token in CHANNEL_ENDS):
+        return [token for token in (*CHANNEL_ENDS, *END_OF_TURN) if token in template and token != "<|end|>"]
+    return [token for token in END_OF_TURN if token in template]
+
+
 def _end_ids(
     folder: Path, backend: tokenizers.Tokenizer, special: Mapping[str, str], template: str | None
 ) -> list[int]:
-    ends = [special.get("eos_token")] + [token for token in END_OF_TURN if template and token in template]
+    ends = [special.get("eos_token"), *ends_of_turn(template)]
     named = [backend.token_to_id(token) for token in ends if token is not None]
     return [*eos_ids(folder), *(i for i in named if i is not None)]

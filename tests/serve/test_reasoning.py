@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken
 
-from serve.reasoning import Reasoning, ReasoningReader, reasoning_of
+from serve.reasoning import Reasoning, ReasoningReader, reader_of, reasoning_of
+from sharesd.models.tokenizer import load_tokenizer
 from tests.helpers.fake_engine import make_tokenizer
+from tests.helpers.paths import ROOT
 from tests.helpers.serve_requests import CHAT, HELLO
 from tests.helpers.served_model import Served, served
+from tests.helpers.tiny_tokenizer import make_backend
 from tests.serve.test_serve_streams import stream
 
 THINK = Reasoning("<think>", "</think>")
@@ -198,3 +203,106 @@ def test_calls_are_found_behind_the_reasoning() -> None:
         assert message["reasoning_content"] == f"or {call}" and message["content"] is None
         assert [made["function"]["name"] for made in message["tool_calls"]] == ["sing"]
         assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {}
+
+
+HARMONY = (ROOT / "tests/models/chat_templates/gptoss.jinja").read_text("utf-8")
+ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
+NEXT = "<|end|><|start|>assistant"
+COMMENT = f"<|channel|>commentary<|message|>I look.{NEXT}"
+MESSAGES: list[tuple[str, str, str, str]] = [
+    ("before", f"{ANALYSIS}why the sky{NEXT}{FINAL}blue <", "why the sky", "blue <"),
+    ("before", f"{FINAL}blue", "", "blue"),
+    ("before", f"{ANALYSIS}why{NEXT}{ANALYSIS}the <|en{NEXT}{FINAL}blue", "why\n\nthe <|en", "blue"),
+    ("before", f"{ANALYSIS}why{NEXT}{COMMENT}{ANALYSIS}on{NEXT}{FINAL}red", "why\n\non", "I look.\n\nred"),
+    ("before", f"{ANALYSIS}why{NEXT}<|channel|>fin", "why", ""),
+    ("before", f"{ANALYSIS}why<|end|><|start|>", "why", ""),
+    ("before", "<|channel|>ana", "", ""),
+    ("before", "the sky", "", "the sky"),
+    ("behind", " blue", "", " blue"),
+    ("before", "", "", ""),
+]
+
+
+@pytest.mark.parametrize(("place", "text", "reasoning", "content"), MESSAGES)
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+def test_messages_are_reasoning_or_content_by_their_channel(
+    place: Any, text: str, reasoning: str, content: str, size: int
+) -> None:
+    marks = reasoning_of(make_tokenizer(HARMONY))
+    assert marks == Reasoning(ANALYSIS, f"{NEXT}{FINAL}", FINAL)
+    reader = reader_of(marks, place)
+    pieces = [text[i : i + size] for i in range(0, len(text), size)] or [""]
+    found = [reader.push(piece, last=i == len(pieces) - 1) for i, piece in enumerate(pieces)]
+    assert ("".join(a for a, _ in found), "".join(b for _, b in found)) == (reasoning, content)
+
+
+@pytest.fixture(scope="module")
+def channels() -> Iterator[Served]:
+    with served(template=HARMONY, max_context=2048) as running:
+        running.engine.scripts |= {
+            "the cat": f"{ANALYSIS}why is the sky blue{NEXT}{FINAL}the mat",
+            "a dog": f"{FINAL}red",
+        }
+        yield running
+
+
+def test_the_analysis_of_channels_stands_apart_and_is_counted(channels: Served) -> None:
+    whole = channels.post(CHAT, messages=HELLO).json()
+    message = whole["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("why is the sky blue", "the mat")
+    num = len(channels.engine.tokenizer.encode("why is the sky blue"))
+    assert whole["usage"]["completion_tokens_details"] == {"reasoning_tokens": num}
+    *chunks, last = stream(channels, CHAT, messages=HELLO, stream_options={"include_usage": True})
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    for name in ("reasoning_content", "content"):
+        assert "".join(delta.get(name) or "" for delta in deltas) == message[name]
+    assert last["usage"] == whole["usage"] | {"prompt_tokens_details": last["usage"]["prompt_tokens_details"]}
+    plain = channels.post(CHAT, messages=[{"role": "user", "content": "a dog"}]).json()["choices"][0]["message"]
+    assert plain["content"] == "red" and "reasoning_content" not in plain
+
+
+def test_channels_are_sent_back_as_the_template_wants(channels: Served) -> None:
+    thought = {"role": "assistant", "content": "a mat", "reasoning_content": "the red"}
+
+    def shown(messages: list[Any], **more: Any) -> str:
+        ids = channels.post("/tokenize", messages=messages, **more).json()["tokens"]
+        return channels.engine.tokenizer.decode(ids, skip_special_tokens=False)
+
+    ended = shown([*HELLO, thought], add_generation_prompt=False)
+    assert ended.endswith(f"<|start|>assistant{ANALYSIS}the red{NEXT}{FINAL}a mat<|return|>")
+    later = shown([*HELLO, thought, *HELLO])
+    assert f"<|start|>assistant{FINAL}a mat<|end|>" in later and "the red" not in later, "the template drops it"
+    assert "Reasoning: high" in shown(HELLO, chat_template_kwargs={"reasoning_effort": "high"})
+    body = {"messages": [*HELLO, {"role": "assistant", "content": "the"}], "continue_final_message": True}
+    message = channels.post(CHAT, **body, max_tokens=3).json()["choices"][0]["message"]
+    assert "reasoning_content" not in message and message["content"]
+
+
+@pytest.mark.parametrize("text", [f"{ANALYSIS}why{NEXT}{FINAL}blue", f"{FINAL}blue"])
+def test_a_grammar_begins_behind_the_channels(channels: Served, text: str) -> None:
+    from sharesd.sampling.grammar import Grammars
+
+    tokenizer = channels.engine.tokenizer
+    channels.post(CHAT, messages=HELLO, max_tokens=2, structured_outputs={"choice": ["blue", "red"]})
+    grammar = channels.engine.added[-1].params.grammar or ""
+    grammars = Grammars(tokenizer, vocab_size=tokenizer.vocab_size, eos_ids=tokenizer.eos_ids)
+    for said, taken in ((text, True), (text.replace("blue", "why"), False), ("blue", False)):
+        ids = [*tokenizer.encode(said), tokenizer.eos_ids[0]]
+        assert (grammars.matcher(grammar).advance(ids) == len(ids)) == taken
+
+
+def test_marks_of_channels_are_special_tokens_and_end_no_answer(tmp_path: Path) -> None:
+    names = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>")
+    backend = make_backend()
+    backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text(HARMONY)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|return|>"}))
+    tokenizer = load_tokenizer(tmp_path)
+    assert {backend.id_to_token(i) for i in tokenizer.eos_ids} == {"<|return|>", "<|call|>"}
+    marks = reasoning_of(tokenizer)
+    assert marks is not None and set(marks.tokens(tokenizer)) == set(names[:4])
+    tokenizer.show_as_text(marks.tokens(tokenizer))
+    text = f"{ANALYSIS}why{NEXT}{FINAL}the mat<|return|>"
+    assert tokenizer.decode(tokenizer.encode(text)) == text.removesuffix("<|return|>")
