@@ -13,6 +13,7 @@ export class Answer {
   complete = false;
   #firstAt = 0;
   #spans = [];
+  #pending = []; // spans and the rest of their tokens' texts, until the answer has it
   #current = -1;
 
   constructor(title) {
@@ -33,10 +34,14 @@ export class Answer {
   /** Take a chunk of the stream. */
   add(chunk) {
     for (const choice of chunk.choices) {
-      this.text += choice.delta.content ?? "";
-      this.reasoning += choice.delta.reasoning_content ?? "";
+      const { content = "", reasoning_content: reasoning = "" } = choice.delta;
+      this.text += content;
+      this.reasoning += reasoning;
       this.#append(choice.tokens ?? []);
       this.#appendRounds(choice.rounds ?? []);
+      if (reasoning) this.#part(".reasoning").hidden = false;
+      this.#place(reasoning, this.#part(".reasoning p"));
+      this.#place(content, this.#part(".text"));
       if (choice.finish_reason === "length") this.#part(".end").textContent = "Ends here: max tokens, or the context is full.";
     }
     if (chunk.speculative) this.#showFinal(chunk.speculative);
@@ -65,11 +70,7 @@ export class Answer {
     const spans = tokens.map(span);
     this.tokens.push(...tokens);
     this.#spans.push(...spans);
-    const isThought = (_, i) => tokens[i].reasoning;
-    const thought = spans.filter(isThought);
-    if (thought.length) this.#part(".reasoning").hidden = false;
-    this.#part(".reasoning p").append(...thought);
-    this.#part(".text").append(...spans.filter((each, i) => !isThought(each, i)));
+    this.#pending.push(...tokens.map(({ text }, i) => ({ element: spans[i], text })));
     this.#showLive();
   }
 
@@ -77,6 +78,23 @@ export class Answer {
     if (!rounds.length) return;
     this.#part(".rounds").hidden = false;
     this.#part(".rounds ol").append(...rounds.map(round));
+  }
+
+  /** Show a piece of the answer in its tokens' colours. Marks before it, as those of reasoning, are left out. */
+  #place(piece, part) {
+    let skip = this.#pending.map(({ text }) => text).join("").indexOf(piece);
+    if (skip < 0) return part.append(piece);
+    for (let left = piece.length; left; ) {
+      const [first] = this.#pending;
+      const hidden = Math.min(skip, first.text.length);
+      const shown = first.text.slice(hidden, hidden + left);
+      skip -= hidden;
+      left -= shown.length;
+      first.text = first.text.slice(hidden + shown.length);
+      first.element.textContent += shown;
+      if ((shown || !hidden) && !first.element.parentElement) part.append(first.element);
+      if (!first.text) this.#pending.shift();
+    }
   }
 
   #showLive() {
@@ -133,12 +151,11 @@ export class Answer {
   }
 }
 
-function span({ text, source, drafter }) {
+function span({ source, drafter }) {
   const element = document.createElement("span");
   element.className = "token";
   element.dataset.source = source;
   if (drafter) element.dataset.style = styleOf(drafter);
-  element.textContent = text;
   return element;
 }
 
@@ -165,7 +182,8 @@ const drafters = [];
 function styleOf(drafter) {
   if (!drafters.includes(drafter)) {
     drafters.push(drafter);
-    const entry = span({ text: drafter, source: "accepted", drafter });
+    const entry = span({ source: "accepted", drafter });
+    entry.textContent = drafter;
     entry.dataset.drafter = drafter;
     legend.append(entry);
   }

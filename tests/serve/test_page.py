@@ -11,6 +11,8 @@ import pytest
 from sharesd.cli.display import MEANINGS
 from tests.helpers.chromium import CHROMIUM, Browser, Tab
 from tests.helpers.fake_page_server import KEY, MODEL, ROUNDS, TOKENS_PER_SECOND, FakeServer
+from tests.helpers.served_model import Served, served
+from tests.serve.test_reasoning import ANALYSIS, FINAL, HARMONY, NEXT, QWEN, R1
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 TOKENS = [token for tokens in ROUNDS for token in tokens]
@@ -21,7 +23,7 @@ LAST = "[...document.querySelectorAll('.answer')].at(-1)"
 class Chat(Tab):
     """The page at a server, and what its user does."""
 
-    def __init__(self, browser: Browser, server: FakeServer, *, model: str = MODEL, width: int = 1200) -> None:
+    def __init__(self, browser: Browser, server: FakeServer | Served, *, model: str = MODEL, width: int = 1200) -> None:
         super().__init__(browser)
         self.server = server
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=800, deviceScaleFactor=1, mobile=False)
@@ -130,6 +132,37 @@ def test_reasoning_is_folded_and_sent_back_apart(chat: Chat) -> None:
     assert not chat.evaluate(f"{LAST}.querySelector('.reasoning').checkVisibility()"), "there is none"
     answer = {"role": "assistant", "content": TEXT.removeprefix(thought), "reasoning_content": thought}
     assert chat.server.requests[-1]["messages"][1] == answer
+
+
+@pytest.mark.parametrize(
+    ("template", "answer"),
+    [
+        (QWEN, "<think>\nwhy is the sky blue\n</think>\n\nthe mat"),
+        (R1, "why is the sky blue\n</think>\nthe mat"),
+        (HARMONY, f"{ANALYSIS}why is the sky blue{NEXT}{FINAL}the mat"),
+    ],
+)
+def test_a_thinking_model_is_shown_without_its_marks(browser: Browser, template: str, answer: str) -> None:
+    with served(template=template, max_context=2048) as server:
+        server.engine.scripts["the cat"] = answer
+        half = len(server.engine.tokenizer.encode(answer.partition("sky")[0]))
+        server.engine.held = lambda: len(server.engine.added) == 2 and server.engine.running[0].position >= half
+        chat = Chat(browser, server, model="fake")
+        chat.ask("the cat")
+        chat.answered()
+        assert (chat.last(".reasoning p"), chat.last(".text")) == ("why is the sky blue", "the mat")
+        assert chat.evaluate(f"{LAST}.querySelector('.reasoning').open") is False
+        assert set(chat.evaluate(f"[...{LAST}.querySelectorAll('p > *')].map(e => e.className)")) == {"token"}
+        chat.ask("the cat")
+        chat.evaluate("document.querySelectorAll('.reasoning')[1].open = true")
+        chat.wait_for(f"{LAST}.querySelector('.reasoning p').innerText.startsWith('why is')")
+        prompt = server.engine.tokenizer.decode(server.engine.added[1].prompt_ids, skip_special_tokens=False)
+        assert chat.last(".text") == "" and "the mat" in prompt and "why is" not in prompt, "the template drops it"
+        server.engine.held = lambda: False
+        chat.answered()
+        assert (chat.last(".reasoning p"), chat.last(".text")) == ("why is the sky blue", "the mat")
+        chat.check()
+        chat.close()
 
 
 def test_the_request_has_the_settings_and_the_conversation(chat: Chat) -> None:
