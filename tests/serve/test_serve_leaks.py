@@ -70,7 +70,9 @@ OURS = {
     "TextStream",
     "Task",
     "_Taken",
-    "CompletionForm",
+    "CompletionFormat",
+    "ChatFormat",
+    "TokenTexts",
 }
 """Classes of which each request has an object or more."""
 
