@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from serve.errors import MAX_SHOWN, invalid
-from serve.schemas import ChatBody, chat_body
+from serve.schemas import MAX_STOPS, ChatBody, chat_body
 from serve.strict import Loose, Strict
 
 
@@ -113,7 +113,7 @@ class MessagesBody(CountBody):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    stop_sequences: Annotated[list[str], Field(max_length=16, fail_fast=True)] | None = None
+    stop_sequences: Annotated[list[str], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     stream: bool | None = None
 
     def _more(self) -> dict[str, Any]:

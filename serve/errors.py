@@ -19,7 +19,7 @@ MAX_ERRORS = 1000
 
 REMEDIES = {
     "prompt": "give a text, a list of texts, a list of token ids, or a list of such lists, none of them empty",
-    "stop": "give a text or a list of up to 16 texts, none of them empty or above 1,000 characters",
+    "stop": "give a text or a list of up to 64 texts, none of them empty or above 1,000 characters",
     "content": "give a text, or a list of parts of type text",
     "tools": 'give up to 128 of {"type": "function", "function": {"name", "description", "parameters", "strict"}}',
     "tool_choice": 'give none, auto, required, or {"type": "function", "function": {"name"}}',
@@ -142,7 +142,7 @@ def not_numbers(message: str) -> ApiError:
 
 def of_status(status: int, path: str, headers: Mapping[str, str] | None = None) -> ApiError:
     """Return a routing error: an unknown path or a wrong method."""
-    remedy = f"; this server has {', '.join(ENDPOINTS)}" if status == 404 and path.startswith("/v1/") else ""
+    remedy = f"; this server has {', '.join(ENDPOINTS)}" if status == 404 else ""
     return ApiError(status, f"{HTTPStatus(status).phrase}: {path[:MAX_SHOWN]}{remedy}", headers=headers)
 
 

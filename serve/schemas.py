@@ -24,6 +24,8 @@ MAX_CHOICES = 128
 """Maximum of `n`; the queue's limit may be lower."""
 MAX_TOP_LOGPROBS = 20
 """Maximum alternatives per token."""
+MAX_STOPS = 64
+"""Maximum stop texts; editors send more than twenty."""
 
 
 Body = TypeVar("Body", bound=Strict)
@@ -38,7 +40,7 @@ Key = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$")]
 Ids = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 Texts = Annotated[list[str], Field(min_length=1, fail_fast=True)]
 ManyIds = Annotated[list[Ids], Field(min_length=1, fail_fast=True)]
-Stops = Annotated[list[Stop], Field(max_length=16, fail_fast=True)]
+Stops = Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)]
 
 
 async def read(request: Request, kind: type[Body]) -> Body:

@@ -39,7 +39,7 @@ def server() -> Iterator[Served]:
         *[("min_p", v) for v in (-0.1, 2)],
         *[("presence_penalty", 3), ("frequency_penalty", -3), ("repetition_penalty", 0)],
         *[("seed", v) for v in (-2, 2**63, 1.5)],
-        *[("stop", v) for v in (["a"] * 17, 5, [5], "a" * 1001)],
+        *[("stop", v) for v in (["a"] * 65, 5, [5], "a" * 1001)],
         *[("stop_token_ids", v) for v in ("5", [1.5], [-1], [10**6], [10**4299])],
         *[("logit_bias", {key: 1}) for key in ("1.0", "01", " 1", "+1", "-1", "1000000", "9" * 4300)],
         *[("logit_bias", v) for v in ({"a": 1}, {"5": 101}, {"5": "1"}, [1], {str(i): 1 for i in range(1025)})],
