@@ -206,4 +206,5 @@ def _other_part(content: Any) -> str | None:
 
 def _reason(message: str) -> str:
     message = message.removeprefix("Value error, ").replace("Input should be", "it should be")
+    message = re.sub(r"^\w+ should have (.*) after validation, .*", r"it should have \1", message)
     return message[0].lower() + message[1:]
