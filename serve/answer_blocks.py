@@ -91,7 +91,7 @@ def whole(call: Call, form: ResponseFormat) -> tuple[list[Block], Choice, str | 
 async def events(call: Call, form: ResponseFormat, dialect: Dialect, *, patience: float) -> AsyncIterator[bytes]:
     """Yield a stream's bytes; a failure ends it with the dialect's error."""
     blocks, reason = Blocks(), None
-    yield b"".join(_event(data) for data in dialect.begin())
+    yield b"".join(named_event(data) for data in dialect.begin())
     try:
         async for outputs in call.rounds(patience):
             found: list[dict[str, Any]] = []
@@ -102,14 +102,15 @@ async def events(call: Call, form: ResponseFormat, dialect: Dialect, *, patience
                     for change in blocks.feed(part["delta"]):
                         found += dialect.change(*change)
             if found or not outputs:
-                yield b"".join(map(_event, found)) or KEEP_ALIVE
+                yield b"".join(map(named_event, found)) or KEEP_ALIVE
         last = [data for change in blocks.close() for data in dialect.change(*change)]
         last += dialect.end(blocks.done, call.choices[0], reason)
-        yield b"".join(map(_event, last))
+        yield b"".join(map(named_event, last))
     except ApiError as error:
-        yield _event(dialect.error(error))
+        yield named_event(dialect.error(error))
 
 
-def _event(data: Mapping[str, Any]) -> bytes:
+def named_event(data: Mapping[str, Any]) -> bytes:
+    """Return one event as bytes, with its type as its name."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return f"event: {data['type']}\ndata: {text}\n\n".encode()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
@@ -12,14 +12,16 @@ from starlette.staticfiles import StaticFiles
 
 from serve import admin_routes, tokenize
 from serve.anthropic_api import count_tokens, messages
-from serve.async_engine import Service
 from serve.chat import chat
 from serve.completions import completions, predict
 from serve.errors import ApiError, of_status
 from serve.middleware import Middleware
 from serve.responses_api import responses
+from serve.server_config import Settings
 
-POSTS: dict[str, Callable[..., Any]] = {
+Handlers = Mapping[str, Callable[..., Any]]
+"""Path -> handler."""
+POSTS: Handlers = {
     "/v1/chat/completions": chat,
     "/v1/completions": completions,
     "/v1/responses": responses,
@@ -29,7 +31,7 @@ POSTS: dict[str, Callable[..., Any]] = {
     "/detokenize": tokenize.detokenize,
     "/predict": predict,
 }
-GETS: dict[str, Callable[..., Any]] = {
+GETS: Handlers = {
     "/": admin_routes.page,
     "/v1/models": admin_routes.models,
     "/v1/models/{name:path}": admin_routes.one_model,
@@ -42,20 +44,28 @@ HEADS = {"/", "/health"}
 """Paths that support HEAD requests, for monitors."""
 
 
-def make_app(service: Service) -> FastAPI:
+class Backend(Protocol):
+    """Interface of the state that handlers share."""
+
+    @property
+    def settings(self) -> Settings: ...
+    def on_disconnect(self) -> None: ...
+
+
+def make_app(service: Backend, posts: Handlers = POSTS, gets: Handlers = GETS) -> FastAPI:
     """Return the application of a service."""
     app = FastAPI(title="ShareSD", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.state.service = service
-    for path, handler in POSTS.items():
+    for path, handler in posts.items():
         app.add_api_route(path, handler, methods=["POST"], response_model=None)
-    for path, handler in GETS.items():
+    for path, handler in gets.items():
         methods = ["GET", "HEAD"] if path in HEADS else ["GET"]
         app.add_api_route(path, handler, methods=methods, response_model=None)
     if admin_routes.PAGE.is_dir():
         app.mount("/page", StaticFiles(directory=admin_routes.PAGE))
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
-    app.add_middleware(Middleware, settings=service.settings, metrics=service.metrics)
+    app.add_middleware(Middleware, settings=service.settings, on_disconnect=service.on_disconnect)
     if service.settings.cors_origins:  # outermost: preflights have no key
         app.add_middleware(
             CORSMiddleware,

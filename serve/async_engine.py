@@ -107,6 +107,10 @@ class Service:
         self.calls.add(call)
         return call
 
+    def on_disconnect(self) -> None:
+        """Count a client that disconnected before the end of the answer."""
+        self.metrics.disconnected()
+
     async def drain(self, timeout: float) -> None:
         """Refuse new requests; fail running requests after `timeout` seconds."""
         self.closing = True

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from serve.cluster.options import NumReplicas, check_options, replicas_type
 from serve.server_config import Settings
 from serve.tls import key_pair
 from sharesd.cli.options import (
@@ -163,6 +164,17 @@ def make_parser(prog: str = PROG) -> Parser:
         default="auto",
         help="reasoning of models that think: apart, as reasoning_content, or left in the content",
     )
+    group.add_argument(
+        "--ray",
+        action="store_true",
+        help="serve by replicas on the Ray cluster of RAY_ADDRESS or this machine, else on one that is started here",
+    )
+    group.add_argument(
+        "--replicas",
+        type=replicas_type,
+        metavar="N",
+        help="processes with the whole model, for --ray; MIN-MAX: as many as the queue needs (default: 1)",
+    )
     group.add_argument("--log-format", choices=("text", "json"), default="text", help="of a request's line")
     group.add_argument("--log-prompts", action="store_true", help="log what was asked, too")
     add_trace_option(group)
@@ -179,6 +191,7 @@ def _run(args: argparse.Namespace, load: Load) -> int:
         prompt_cache=args.prompt_cache,
         prompt_cache_size=args.prompt_cache_size,
     )
+    check_options(config, ray=args.ray, num_replicas=args.replicas)
     if config.offload.when == "plan-only":
         load(config, mode, None)  # ends with the plan
     environment_key = os.environ.get(KEY_VARIABLE)
@@ -201,9 +214,14 @@ def _run(args: argparse.Namespace, load: Load) -> int:
         log_prompts=args.log_prompts,
     )
     try:
-        from serve.server import Server, listen
+        from serve.server import OpenBackend, Server, listen, local
     except ImportError as error:
         raise ValueError(f"the server needs more packages ({error}); run: pip install {PACKAGES}") from error
+    open_backend: OpenBackend = local
+    if args.ray:
+        from serve.cluster.deployment import open_cluster
+
+        open_backend = open_cluster(args.replicas or NumReplicas(1, 1), config.device)
     try:
         sock, url = listen(args.host, args.port, scheme="https" if settings.key_pair else "http")
     except OSError as error:
@@ -211,7 +229,8 @@ def _run(args: argparse.Namespace, load: Load) -> int:
         raise ValueError(f"cannot listen on {args.host}, port {args.port} ({reason}); choose others") from error
     with sock:
         print(url, flush=True)
-        server = Server(settings, partial(load, config, mode, getattr(args, "memory_limit", None)), sock)
+        load_one = partial(load, config, mode, getattr(args, "memory_limit", None))
+        server = Server(settings, load_one, sock, open_backend)
         status = server.run()
     if server.left_thread:
         os._exit(status)

@@ -8,7 +8,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from serve.async_engine import Call
 from serve.errors import ApiError, unavailable
 from serve.log import RequestLog
-from serve.metrics import Metrics
 from serve.server_config import Settings
 from serve.usage import facts
 
@@ -44,6 +43,8 @@ class RequestState:
     """Call of the request, closed at its end."""
     prompt: Any = None
     """Prompt for the log, with `--log-prompts`."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """Further fields of the log, from the process that answered."""
     status: int = 0
     complete: bool = False
     """True if the whole response was sent."""
@@ -56,8 +57,8 @@ class ClientDisconnected(Exception):
 class Middleware:
     """ASGI middleware. Handlers find their `RequestState` in `request.state.visit`."""
 
-    def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics) -> None:
-        self._app, self._settings, self._metrics = app, settings, metrics
+    def __init__(self, app: ASGIApp, settings: Settings, on_disconnect: Callable[[], None]) -> None:
+        self._app, self._settings, self._on_disconnect = app, settings, on_disconnect
         self._log = RequestLog(as_json=settings.json_log)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -86,7 +87,7 @@ class Middleware:
                 await error.response(scope["path"])(scope, receive, send_out)
             except ClientDisconnected:
                 visit.status = CLIENT_CLOSED_REQUEST
-                self._metrics.disconnected()
+                self._on_disconnect()
             except asyncio.CancelledError:  # the server ends, and would wait no longer
                 if not visit.status:
                     await unavailable("the server shuts down").response(scope["path"])(scope, receive, send_out)
@@ -142,9 +143,12 @@ class Middleware:
             "status": visit.status,
             "seconds": time.monotonic() - visit.began,
         }
-        if visit.call is not None and visit.call.choices:
-            line |= facts(visit.call.choices)
-        self._log.write(line | ({"prompt": visit.prompt} if self._settings.log_prompts else {}))
+        self._log.write(line | facts_of(visit) | ({"prompt": visit.prompt} if self._settings.log_prompts else {}))
+
+
+def facts_of(visit: RequestState) -> dict[str, Any]:
+    """Return fields of a request's answer for the log."""
+    return facts(visit.call.choices) if visit.call is not None and visit.call.choices else visit.facts
 
 
 async def _read(receive: Receive, limit: int) -> bytes:

@@ -107,7 +107,8 @@ class Responses:
         yield self._event(f"response.{response['status']}", response=response)
 
     def error(self, error: ApiError) -> dict[str, Any]:
-        return self._event("error", code=error.code or "server_error", message=error.message, param=error.param)
+        self._number += 1
+        return error_event(error, self._number)
 
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
         self._number += 1
@@ -131,6 +132,12 @@ class Responses:
             "name": block.name,
             "arguments": block.text,
         }
+
+
+def error_event(error: ApiError, number: int) -> dict[str, Any]:
+    """Return the event of an error; `number`: of events before."""
+    fields = {"code": error.code or "server_error", "message": error.message, "param": error.param}
+    return {"type": "error", "sequence_number": number, **fields}
 
 
 def _part(block: Block) -> dict[str, Any]:

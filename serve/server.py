@@ -9,8 +9,10 @@ import socket
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
+from typing import Any, Protocol
 
 import uvicorn
+from fastapi import FastAPI
 
 from serve.app import make_app
 from serve.async_engine import Service
@@ -33,11 +35,44 @@ def listen(host: str, port: int, scheme: str = "http") -> tuple[socket.socket, s
     return sock, f"{scheme}://{shown}:{sock.getsockname()[1]}"
 
 
+class Backend(Protocol):
+    """Interface of what answers, as used by the server."""
+
+    @property
+    def model(self) -> Any:
+        """None until requests are served."""
+        ...
+
+    @property
+    def failure(self) -> BaseException | None: ...
+    @property
+    def failed(self) -> asyncio.Event: ...
+    async def drain(self, timeout: float) -> None: ...
+    async def wait_after_failure(self) -> None: ...
+    def stop(self) -> bool: ...
+
+
+OpenBackend = Callable[[Settings, Callable[[], Model]], tuple[Backend, FastAPI]]
+"""Return what answers with a loaded model, and the application."""
+
+
+def local(settings: Settings, load: Callable[[], Model]) -> tuple[Backend, FastAPI]:
+    """Return the engine of this process and its application."""
+    service = Service(settings, load)
+    return service, make_app(service)
+
+
 class Server:
     """Server of one model on one socket; runs once."""
 
-    def __init__(self, settings: Settings, load: Callable[[], Model], sock: socket.socket) -> None:
-        self._settings, self._load, self._sock = settings, load, sock
+    def __init__(
+        self,
+        settings: Settings,
+        load: Callable[[], Model],
+        sock: socket.socket,
+        open_backend: OpenBackend = local,
+    ) -> None:
+        self._settings, self._load, self._sock, self._open_backend = settings, load, sock, open_backend
         self._loop: asyncio.AbstractEventLoop | None = None
         self._asked_to_stop: asyncio.Event
         self.left_thread = False
@@ -62,10 +97,10 @@ class Server:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._loop.add_signal_handler(number, self._on_signal, number)
-        service, key_pair = Service(self._settings, self._load), self._settings.key_pair
+        (service, app), key_pair = self._open_backend(self._settings, self._load), self._settings.key_pair
         http = _Http(
             uvicorn.Config(
-                make_app(service),
+                app,
                 http="h11",
                 ws="none",
                 lifespan="off",
@@ -85,7 +120,7 @@ class Server:
             raise service.failure
         return 0 if service.failure is None else 1
 
-    async def _end(self, service: Service, serving: asyncio.Task) -> None:
+    async def _end(self, service: Backend, serving: asyncio.Task) -> None:
         """Wait for the shutdown, and for running requests."""
         stop, failed = (asyncio.create_task(event.wait()) for event in (self._asked_to_stop, service.failed))
         await asyncio.wait({stop, failed, serving}, return_when=asyncio.FIRST_COMPLETED)

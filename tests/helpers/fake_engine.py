@@ -7,6 +7,7 @@ of tiny.py. `python -m tests.helpers.fake_engine FLAGS` is `python -m serve FLAG
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import sys
 import time
@@ -34,6 +35,23 @@ def make_tokenizer(template: str = CHAT_TEMPLATE) -> Tokenizer:
     backend = make_backend()
     special = {"eos_token": SPECIAL[2], "bos_token": SPECIAL[1]}
     return Tokenizer(backend, special=special, chat_template=template, eos_ids=[backend.token_to_id(SPECIAL[2])])
+
+
+class SharedScripts(dict[str, str]):
+    """Scripts in a file, for engines in several processes."""
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path)
+
+    def items(self) -> Any:
+        return json.loads(self._path.read_text()).items() if self._path.exists() else ()
+
+    def __setitem__(self, prompt: str, answer: str) -> None:
+        self |= {prompt: answer}
+
+    def __ior__(self, more: Any) -> SharedScripts:  # type: ignore[override, misc]
+        self._path.write_text(json.dumps(dict(self.items()) | more))
+        return self
 
 
 @dataclass(eq=True)
@@ -66,8 +84,8 @@ class FakeRequest:
 
 class FakeEngine:
     """`delay`: seconds of a step. `piece`: prompt tokens that a step reads. `eager`: the step that reads a prompt's end
-    has its first round, too. `scripts`: prompt text -> answer text. `held`: whether a step shall emit nothing, so that
-    tests need no clock.
+    has its first round, too. `scripts`: prompt text -> answer text, in a file if one is given. `held`:
+    whether a step shall emit nothing, so that tests need no clock.
     """
 
     def __init__(
@@ -79,10 +97,11 @@ class FakeEngine:
         delay: float = 0.0,
         piece: int = 64,
         eager: bool = False,
+        scripts: str | None = None,
     ) -> None:
         self.tokenizer, self.max_batch, self.max_context, self.delay = tokenizer, max_batch, max_context, delay
         self.piece, self.eager = piece, eager
-        self.scripts: dict[str, str] = {}
+        self.scripts: dict[str, str] = {} if scripts is None else SharedScripts(scripts)
         self.held: Callable[[], bool] = lambda: False
         self.running: list[FakeRequest] = []
         self.waiting: list[FakeRequest] = []

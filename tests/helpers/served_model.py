@@ -7,13 +7,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import httpx
 import openai
 
 from serve.engine_thread import Model
-from serve.server import Server, listen
+from serve.server import OpenBackend, Server, listen, local
 from serve.server_config import Settings
 from tests.helpers.fake_engine import FakeEngine, fake_model
 
@@ -55,13 +56,18 @@ class Served:
 
 @contextmanager
 def served(
-    load: Callable[[], Model] | None = None, settings: dict[str, Any] | None = None, **engine: Any
+    load: Callable[[], Model] | None = None,
+    settings: dict[str, Any] | None = None,
+    open_backend: OpenBackend = local,
+    **engine: Any,
 ) -> Iterator[Served]:
     """Serve a fake model with these settings, until the end of the block; ready, unless `load` loads."""
     options = Settings(**{"model_name": "fake", "root": "/models/fake", "mode": "suffix", **(settings or {})})
-    model = None if load else fake_model(max_batch=options.max_batch, **engine)
+    made = partial(fake_model, max_batch=options.max_batch, **engine)
+    model = None if load else made()
     sock, url = listen("127.0.0.1", 0, "https" if options.key_pair else "http")
-    server = Server(options, load or (lambda: model), sock)  # type: ignore[arg-type, return-value]
+    load = load or ((lambda: model) if open_backend is local else made)  # type: ignore[assignment, return-value]
+    server = Server(options, load, sock, open_backend)  # type: ignore[arg-type]
     pair = options.key_pair
     running = Served(url, model, ssl.create_default_context(cafile=pair.ssl_certfile) if pair else None)
 
@@ -71,7 +77,7 @@ def served(
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        if load is None:
+        if model is not None:
             running.wait(lambda: running.http.get("/health").status_code == 200)
         yield running
     finally:

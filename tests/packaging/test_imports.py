@@ -48,7 +48,11 @@ FILES = sorted(path for package in ALLOWED for path in (ROOT / package).rglob("*
 MODULES = [
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
     for path in FILES
-    if path.name != "__main__.py" and (find_spec("triton") or not re.search(r"^import triton", path.read_text(), re.M))
+    if path.name != "__main__.py"
+    and not any(
+        re.search(rf"^(import|from) {package}\b", path.read_text(), re.M) and not find_spec(package)
+        for package in ("triton", "ray")
+    )
 ]
 
 

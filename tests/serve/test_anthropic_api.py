@@ -22,15 +22,16 @@ TOOL: dict[str, Any] = {
     "cache_control": {"type": "ephemeral"},
 }
 HELLO = [{"role": "user", "content": "the mat is"}]
+SCRIPTS = {
+    "the weather": f"<think>why is it red</think>\nI look.\n{CALL}",
+    "the mat is": "the cat sat on the mat",
+}
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
     with served(template=TEMPLATE, max_context=2048) as running:
-        running.engine.scripts |= {
-            "the weather": f"<think>why is it red</think>\nI look.\n{CALL}",
-            "the mat is": "the cat sat on the mat",
-        }
+        running.engine.scripts |= SCRIPTS
         yield running
 
 

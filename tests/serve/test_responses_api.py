@@ -25,15 +25,16 @@ CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "the mat"}}\n
 TEMPLATE = TOOL_TEMPLATE.replace(
     "{{ m.role }}\n", "{{ m.role }}\n{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
 )
+SCRIPTS = {
+    "the weather": f"<think>why is it red</think>\nI look.\n{CALL}",
+    "the mat is": "the cat sat on the mat",
+}
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
     with served(template=TEMPLATE, max_context=2048) as running:
-        running.engine.scripts |= {
-            "the weather": f"<think>why is it red</think>\nI look.\n{CALL}",
-            "the mat is": "the cat sat on the mat",
-        }
+        running.engine.scripts |= SCRIPTS
         yield running
 
 

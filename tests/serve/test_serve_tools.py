@@ -35,16 +35,17 @@ TIME: dict[str, Any] = {"type": "function", "function": {"name": "get_time"}}
 TOOLS = [WEATHER, TIME]
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "the red mat", "days": 2}}\n</tool_call>'
 ARGUMENTS = {"city": "the red mat", "days": 2}
+SCRIPTS = {
+    "the weather": f"I look.\n{CALL}",
+    "both": f"{CALL}\n<tool_call>\n" + '{"name": "get_time", "arguments": {}}\n</tool_call>',
+    "nonsense": "<tool_call>nothing</tool_call>",
+}
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
     with served(template=TOOL_TEMPLATE, max_context=2048) as running:
-        running.engine.scripts |= {
-            "the weather": f"I look.\n{CALL}",
-            "both": f"{CALL}\n<tool_call>\n" + '{"name": "get_time", "arguments": {}}\n</tool_call>',
-            "nonsense": "<tool_call>nothing</tool_call>",
-        }
+        running.engine.scripts |= SCRIPTS
         yield running
 
 

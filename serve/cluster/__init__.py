@@ -1,0 +1,1 @@
+"""Server on a Ray cluster: an ingress, and replicas of the application."""

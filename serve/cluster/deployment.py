@@ -1,0 +1,106 @@
+"""Deployment of replicas with Ray Serve."""
+
+from __future__ import annotations
+
+import logging
+import os
+import uuid
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from typing import Any
+
+from fastapi import FastAPI
+from ray import serve
+from ray.exceptions import RayActorError
+from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.handle import DeploymentHandle
+from starlette.types import Message
+
+from multigpu.ray_cluster import connect, resources_of_replica
+from serve.cluster.ingress import Cluster, ReplicaDied, make_ingress
+from serve.cluster.options import NumReplicas, deployment_options
+from serve.cluster.replica import Forwarded, Replica
+from serve.engine_thread import Model
+from serve.server import OpenBackend
+from serve.server_config import Settings
+
+CALL_TIMEOUT_S = 5.0
+"""Time limit in seconds for a call of all replicas."""
+
+
+class RayReplicas:
+    """Replicas of one deployment on the connected cluster."""
+
+    def __init__(self, num_replicas: NumReplicas, device: str, settings: Settings, load: Callable[[], Model]) -> None:
+        self._num_replicas, self._device = num_replicas, device
+        self._load = load
+        self._settings = replace(settings, api_keys=(), cors_origins=(), key_pair=None)  # the ingress has these
+        self._name = f"sharesd-{uuid.uuid4().hex[:8]}"
+        self._handle: DeploymentHandle
+
+    def start(self) -> None:
+        """Start the replicas; return when they are loaded.
+
+        Raises ValueError with the reason of a replica that could not load.
+        """
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        quiet = {"log_level": "WARNING", "enable_access_log": False}
+        serve.start(proxy_location="Disabled", logging_config=quiet)
+        options = deployment_options(self._settings, self._num_replicas)
+        resources = resources_of_replica(*self._num_replicas, self._device)
+        deployment = serve.deployment(**options, ray_actor_options=resources, logging_config=quiet)(Replica)
+        application = deployment.bind(self._settings, self._load, os.getcwd())
+        try:
+            self._handle = serve.run(application, name=self._name, route_prefix=None)
+        except RuntimeError as error:
+            raise ValueError(_reason(self._name, error)) from error
+
+    async def answer(self, request: Forwarded) -> AsyncIterator[list[Message]]:
+        """Yield a replica's messages; raise ReplicaDied if it ends first.
+
+        Waits while there is no replica. If the iterator is closed early, the replica's request is cancelled.
+        """
+        answer: Any = self._handle.options(method_name="answer", stream=True).remote(request)
+        try:
+            async for messages in answer:
+                yield messages
+        except RayActorError as error:
+            raise ReplicaDied from error
+        except BaseException:
+            answer.cancel()
+            raise
+
+    async def of_each(self, method: str) -> list[Any]:
+        """Return the results of a method of all replicas that answer."""
+        try:
+            call = self._handle.broadcast(method)
+            results = await call.results_async(timeout_s=CALL_TIMEOUT_S, return_exceptions=True)
+        except (DeploymentUnavailableError, TimeoutError):
+            return []
+        return [result for result in results if not isinstance(result, BaseException)]
+
+    def stop(self) -> None:
+        """Stop the replicas, also those that are being started."""
+        serve.delete(self._name)
+
+
+def open_cluster(num_replicas: NumReplicas, device: str) -> OpenBackend:
+    """Connect to Ray; return what opens the backend of a server.
+
+    The connection comes first, since Ray installs handlers of signals.
+    """
+    connect()
+
+    def open_backend(settings: Settings, load: Callable[[], Model]) -> tuple[Cluster, FastAPI]:
+        cluster = Cluster(settings, RayReplicas(num_replicas, device, settings, load))
+        return cluster, make_ingress(cluster)
+
+    return open_backend
+
+
+def _reason(name: str, error: RuntimeError) -> str:
+    """Return the last line of a failed replica's traceback."""
+    application = serve.status().applications.get(name)
+    found = [deployment.message for deployment in application.deployments.values()] if application else []
+    lines = [line.strip() for line in "\n".join(filter(None, found)).splitlines() if line.strip()]
+    return lines[-1].removeprefix("ValueError: ") if lines else str(error)

@@ -1,0 +1,220 @@
+"""Ingress: the application for clients, which forwards to replicas."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any, Protocol
+
+from fastapi import FastAPI, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.types import Message, Receive, Scope, Send
+
+from serve import admin_routes
+from serve.answer_blocks import named_event
+from serve.app import GETS, POSTS, make_app
+from serve.cluster.conversation import conversation_of
+from serve.cluster.metrics_sum import MetricsSum
+from serve.cluster.replica import FACTS, Forwarded
+from serve.errors import ApiError, unavailable
+from serve.responses_api import error_event
+from serve.server_config import Settings
+from serve.stream import DONE, KEEP_ALIVE, event
+
+log = logging.getLogger(__name__)
+
+MAX_TRIES = 3
+"""Replicas that may die before the first byte of one request."""
+SCOPE = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "client", "server")
+"""Plain values of a scope."""
+OWN_HEADERS = (b"x-request-id", b"authorization", b"x-api-key")
+"""Headers that the ingress has handled."""
+DIED = "the replica ended before the answer was complete; send the request again"
+
+
+class ReplicaDied(Exception):
+    """Replica of a request ended before the end of the answer."""
+
+
+class Replicas(Protocol):
+    """Interface of the replicas, as used by the ingress."""
+
+    def start(self) -> None:
+        """Return when requests can be answered."""
+        ...
+
+    def answer(self, request: Forwarded) -> AsyncIterator[list[Message]]:
+        """Yield a replica's messages; raise ReplicaDied if it ends first."""
+        ...
+
+    async def of_each(self, method: str) -> list[Any]:
+        """Return the results of a method of all replicas that answer."""
+        ...
+
+    def stop(self) -> None: ...
+
+
+class Cluster:
+    """Backend of the server; replicas are started immediately."""
+
+    def __init__(self, settings: Settings, replicas: Replicas) -> None:
+        self.settings, self._replicas = settings, replicas
+        self.model: Replicas | None = None
+        self.failure: BaseException | None = None
+        self.failed = asyncio.Event()
+        self.metrics = MetricsSum()
+        self.closing = False
+        self.is_over = False
+        """True if running requests are ended by force."""
+        self.running: set[asyncio.Task[Any]] = set()
+        """Tasks of forwarded requests."""
+        self._starting = asyncio.create_task(self._start())
+
+    def ready(self) -> Replicas:
+        """Return the replicas; raise ApiError 503 if they do not serve."""
+        reason = "the server shuts down" if self.closing else "the model is being loaded"
+        if self.closing or self.model is None:
+            raise unavailable(f"{reason}; try again later")
+        return self.model
+
+    def on_disconnect(self) -> None:
+        """Do nothing: the replica counts, since its request is cancelled."""
+
+    async def drain(self, timeout: float) -> None:
+        """Refuse new requests; end running requests after `timeout` seconds."""
+        self.closing = True
+        if self.running:
+            await asyncio.wait(self.running, timeout=timeout)
+        self.is_over = True
+        for task in self.running:
+            task.cancel()
+        await asyncio.sleep(0)
+
+    async def wait_after_failure(self) -> None:
+        """Do nothing: there were no requests yet."""
+
+    def stop(self) -> bool:
+        """Stop all replicas."""
+        self._replicas.stop()
+        return self._starting.done()
+
+    async def _start(self) -> None:
+        try:
+            await asyncio.to_thread(self._replicas.start)
+            self.model = self._replicas
+        except Exception as error:
+            self.failure = error
+            self.failed.set()
+
+
+def make_ingress(cluster: Cluster) -> FastAPI:
+    """Return the application; the page needs no replica."""
+    own = {"/": admin_routes.page, "/health": health, "/metrics": metrics, "/version": admin_routes.version}
+    return make_app(cluster, dict.fromkeys(POSTS, forward), {path: own.get(path, forward) for path in GETS})
+
+
+async def health(request: Request) -> dict[str, str]:
+    """Handle `GET /health`: 200 while a replica serves requests."""
+    if not any(await request.app.state.service.ready().of_each("is_healthy")):
+        raise unavailable("no replica is ready; try again later")
+    return {"status": "ok"}
+
+
+async def metrics(request: Request) -> Response:
+    """Handle `GET /metrics`: the sum of all replicas."""
+    cluster: Cluster = request.app.state.service
+    found = {} if cluster.model is None else dict(await cluster.model.of_each("metrics"))
+    return Response(cluster.metrics.exposition(found), media_type=CONTENT_TYPE_LATEST)
+
+
+async def forward(request: Request) -> Response:
+    """Handle a request by a replica."""
+    visit, body = request.state.visit, await request.body()
+    scope = {name: request.scope[name] for name in SCOPE if name in request.scope}
+    headers = [pair for pair in request.scope["headers"] if pair[0] not in OWN_HEADERS]
+    scope["headers"] = [*headers, (b"x-request-id", visit.id.encode())]
+    cluster: Cluster = request.app.state.service
+    return _Answer(cluster, cluster.ready(), Forwarded(scope, body, conversation_of(body)))
+
+
+class _Answer(Response):
+    """Response of a replica, or of another one if it dies early."""
+
+    background = None
+
+    def __init__(self, cluster: Cluster, replicas: Replicas, request: Forwarded) -> None:
+        self._cluster, self._replicas, self._request = cluster, replicas, request
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        client, task = _Client(scope, send), asyncio.current_task()
+        assert task is not None
+        self._cluster.running.add(task)
+        try:
+            for _ in range(MAX_TRIES):
+                try:
+                    async with aclosing(self._replicas.answer(self._request)) as answer:  # type: ignore[type-var]
+                        async for messages in answer:
+                            for message in messages:
+                                await client.take(message)
+                    return
+                except ReplicaDied:
+                    log.warning("a replica ended while it answered %s", scope["state"]["visit"].id)
+                    if client.has_event:
+                        break
+            await client.end(unavailable(DIED))
+        except asyncio.CancelledError:
+            if not self._cluster.is_over:
+                raise
+            await client.end(unavailable("the server shut down before the answer was complete"))
+        finally:
+            self._cluster.running.discard(task)
+
+
+class _Client:
+    """Messages that a client has received, of one or more replicas."""
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self._path, self._visit, self._send = scope["path"], scope["state"]["visit"], send
+        self._has_status = False
+        self._start: Message = {}
+        """Status, sent with the first bytes, so that answers can be repeated."""
+        self._num_events = 0
+        self.has_event = False
+        """True once the answer has begun: comments are none of it."""
+
+    async def take(self, message: Message) -> None:
+        """Send a message of a replica.
+
+        A repeated answer goes on after the comments of the first.
+        """
+        if message["type"] == FACTS:
+            self._visit.facts, self._visit.prompt = message["facts"], message["prompt"]
+            return
+        if message["type"] == "http.response.start":
+            if self._has_status and message["status"] != 200:
+                raise ReplicaDied
+            self._start = message
+            return
+        body = message.get("body", b"")
+        self._num_events += body.count(b"data: {")
+        self.has_event |= body not in (b"", KEEP_ALIVE)
+        if not self._has_status:
+            self._has_status = True
+            await self._send(self._start)
+        await self._send(message)
+
+    async def end(self, error: ApiError) -> None:
+        """End a stream with an error; raise it before the stream."""
+        if not self._has_status:
+            raise error
+        await self._send({"type": "http.response.body", "body": _last_event(self._path, error, self._num_events)})
+
+
+def _last_event(path: str, error: ApiError, num_events: int) -> bytes:
+    if path.startswith("/v1/messages"):
+        return named_event(error.anthropic_body)
+    if path == "/v1/responses":
+        return named_event(error_event(error, num_events))
+    return event(error.body) + DONE

@@ -1,0 +1,72 @@
+"""Options of a deployment; imports nothing of Ray."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import Any, NamedTuple
+
+from multigpu.ray_cluster import require_ray
+from serve.server_config import Settings
+from sharesd.config import EngineConfig
+
+HEALTH_PERIOD_S = 2.0
+"""Seconds between checks of replicas; a dead one is replaced after that."""
+MAX_ONGOING = 100_000
+"""Requests at once in a replica, for Ray: the application refuses before."""
+
+
+class NumReplicas(NamedTuple):
+    """Minimum and maximum number of replicas."""
+
+    min: int
+    max: int
+
+
+def replicas_type(text: str) -> NumReplicas:
+    """Parse `N` or `MIN-MAX`."""
+    found = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    low, high = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 1 <= low <= high:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of replicas; give N or MIN-MAX, as 2 or 1-8")
+    return NumReplicas(low, high)
+
+
+def check_options(config: EngineConfig, *, ray: bool, num_replicas: NumReplicas | None) -> None:
+    """Raise ValueError for options that need Ray, or that replicas exclude."""
+    if not ray:
+        if num_replicas is not None:
+            low, high = num_replicas
+            raise ValueError(f"--replicas is {low if low == high else f'{low}-{high}'} and --ray is missing; add --ray")
+        return
+    excluded = {
+        "--prompt-cache": config.prompt_cache is not None,
+        "--tensor-parallel": config.tensor_parallel > 1,
+        "--devices": config.split.enabled,
+    }
+    given = [flag for flag, is_given in excluded.items() if is_given]
+    if given:
+        raise ValueError(f"{given[0]} belongs to a server of one process; drop it, or --ray")
+    if config.device not in ("auto", "cuda", "cpu"):
+        raise ValueError(f"--device is {config.device}, and Ray gives each replica its GPU; give cuda, or drop --ray")
+    require_ray("serve")
+
+
+def deployment_options(settings: Settings, num_replicas: NumReplicas) -> dict[str, Any]:
+    """Return Ray Serve's options; the queue's length scales a range of replicas."""
+    router = "serve.cluster.router.ConversationRouter"
+    options: dict[str, Any] = {
+        "max_ongoing_requests": MAX_ONGOING,
+        "graceful_shutdown_timeout_s": settings.shutdown_timeout,
+        "health_check_period_s": HEALTH_PERIOD_S,
+        "max_constructor_retry_count": 1,
+        "request_router_config": {
+            "request_router_class": router,
+            "request_router_kwargs": {"max_batch": settings.max_batch},
+        },
+    }
+    low, high = num_replicas
+    if low == high:
+        return {**options, "num_replicas": low}
+    scaling = {"min_replicas": low, "max_replicas": high, "target_ongoing_requests": settings.max_batch}
+    return {**options, "autoscaling_config": scaling}
