@@ -20,6 +20,7 @@ def require_ray(library: str) -> None:
 
 def connect() -> None:
     """Connect to the cluster of RAY_ADDRESS or this machine, or start one."""
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # of lines in Ray's own words
     import ray
 
     if not ray.is_initialized():

@@ -6,8 +6,8 @@ import argparse
 import re
 from typing import Any, NamedTuple
 
-from multigpu.ray_cluster import require_ray
 from serve.server_config import Settings
+from sharesd.cli.ray_options import check_ray
 from sharesd.config import EngineConfig
 
 HEALTH_PERIOD_S = 2.0
@@ -39,17 +39,7 @@ def check_options(config: EngineConfig, *, ray: bool, num_replicas: NumReplicas 
             low, high = num_replicas
             raise ValueError(f"--replicas is {low if low == high else f'{low}-{high}'} and --ray is missing; add --ray")
         return
-    excluded = {
-        "--prompt-cache": config.prompt_cache is not None,
-        "--tensor-parallel": config.tensor_parallel > 1,
-        "--devices": config.split.enabled,
-    }
-    given = [flag for flag, is_given in excluded.items() if is_given]
-    if given:
-        raise ValueError(f"{given[0]} belongs to a server of one process; drop it, or --ray")
-    if config.device not in ("auto", "cuda", "cpu"):
-        raise ValueError(f"--device is {config.device}, and Ray gives each replica its GPU; give cuda, or drop --ray")
-    require_ray("serve")
+    check_ray(config, "serve")
 
 
 def deployment_options(settings: Settings, num_replicas: NumReplicas) -> dict[str, Any]:

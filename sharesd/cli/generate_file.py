@@ -19,11 +19,13 @@ from multigpu import launcher_replicas
 from multigpu.data_parallel import Numbered, Replica, TaskQueue, start
 from multigpu.device_assignment import environments
 from multigpu.journal import Journal, keep_settings, read_records, with_fields, write_in_order
+from multigpu.ray_data import RayReplicas
 from sharesd.cli import options
 from sharesd.cli.batch_requests import TEXT, answer_line, failure_line, is_batch, parse
 from sharesd.cli.console import err_console, set_up_logging, warn
 from sharesd.cli.offline import answering
 from sharesd.cli.prompt_encoding import encode
+from sharesd.cli.ray_options import check_ray
 from sharesd.config import EngineConfig, Mode
 from sharesd.data.json_lines import records, text_lines
 from sharesd.data.json_numbers import finite
@@ -45,6 +47,10 @@ WORK = "sharesd.cli.generate_file:answer"
 
 Prompt = str | list[Message] | dict[str, Any]
 """Text, conversation, or request in OpenAI's batch format."""
+
+
+Replicas = list[Replica] | RayReplicas | None
+"""Processes that answer; None: this one."""
 
 
 class Work(NamedTuple):
@@ -73,6 +79,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--max-batch", type=int, metavar="N", help=f"prompts at once in a process (default: {MAX_BATCH})"
     )
     options.add_replicas_option(group)
+    group.add_argument(
+        "--ray",
+        action="store_true",
+        help="replicas on the Ray cluster of RAY_ADDRESS or this machine, else on one that is started here",
+    )
 
 
 def check_options(args: argparse.Namespace) -> None:
@@ -82,7 +93,8 @@ def check_options(args: argparse.Namespace) -> None:
             raise ValueError("there is no prompt; give a text, - for stdin, or --prompts FILE --out FILE")
         if args.out is not None:
             raise ValueError(f"{FLAG} belongs to prompts in a file; add --prompts FILE, or drop {FLAG}")
-        idle = [flag for flag, value in (("--max-batch", args.max_batch), ("--replicas", args.replicas)) if value]
+        given = {"--max-batch": args.max_batch, "--replicas": args.replicas, "--ray": args.ray}
+        idle = [flag for flag, value in given.items() if value]
         if idle:
             warn(f"{', '.join(idle)}: no effect without --prompts FILE")
         return
@@ -105,10 +117,16 @@ def run(args: argparse.Namespace, work: Work) -> int:
     out, settings, part = (Path(args.out + end) for end in ("", ".settings.json", ".part"))
     rank, world = launcher_replicas.rank_and_world()
     options.check_launched(args, world)
+    if args.ray and world > 1:
+        raise ValueError(f"--ray is given and a launcher has started {world} processes; take one of two")
     if rank > 0:
         return launcher_replicas.serve_rank_0(WORK, work, work.config.device)
     prompts = read(Path(args.file), raw=work.raw)
-    places = [] if args.replicas is None else environments(args.replicas, work.config.device)
+    if args.ray:
+        if args.replicas == 0:
+            raise ValueError("--replicas is 0; it must be at least 1")
+        check_ray(work.config, "data")
+    places = [] if args.replicas is None or args.ray else environments(args.replicas, work.config.device)
     if not out.parent.is_dir():
         raise ValueError(f"{FLAG} is {out}, but there is no folder {out.parent}; make it, or name another")
     if out.exists() and not settings.exists():
@@ -117,8 +135,10 @@ def run(args: argparse.Namespace, work: Work) -> int:
     with Journal(part, FLAG) as journal:
         done = {record["index"] for record in _records(out if out.exists() else part)}
         left = [(index, prompt) for index, (_, prompt) in enumerate(prompts) if index not in done]
-        replicas: list[Replica] | None = None
-        if world > 1:
+        replicas: Replicas = None
+        if args.ray:
+            replicas = RayReplicas(args.replicas or 1, work.config.device)
+        elif world > 1:
             replicas = launcher_replicas.replicas(WORK, work, work.config.device, needed=bool(left))
         elif places and left:
             replicas = start(WORK, work, places)
@@ -139,7 +159,7 @@ def run(args: argparse.Namespace, work: Work) -> int:
     return 1 if failed else 0
 
 
-def _answer(work: Work, left: Sequence[tuple[int, Prompt]], replicas: list[Replica] | None, journal: Journal) -> str:
+def _answer(work: Work, left: Sequence[tuple[int, Prompt]], replicas: Replicas, journal: Journal) -> str:
     """Write answers of replicas or of this process; return their speed."""
     prompts, num_tokens = dict(left), 0
     with answering(WORK, work, left, replicas, max_assigned=work.config.max_batch) as results:

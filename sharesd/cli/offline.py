@@ -7,17 +7,25 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 from multigpu.data_parallel import LocalTaskQueue, Numbered, Replica, function_of, run_tasks
+from multigpu.ray_data import RayReplicas
 from sharesd.cli.console import loading_bars
 
 
 @contextmanager
 def answering(
-    work: str, settings: Any, tasks: Sequence[Numbered], replicas: Iterable[Replica] | None, *, max_assigned: int
+    work: str,
+    settings: Any,
+    tasks: Sequence[Numbered],
+    replicas: Iterable[Replica] | RayReplicas | None,
+    *,
+    max_assigned: int,
 ) -> Iterator[Iterator[Numbered]]:
     """Yield results of `work` (`module:function`), by `replicas` or by this process."""
     with loading_bars() as progress:
         if replicas is None:
             results = function_of(work)(settings, LocalTaskQueue(tasks), progress)
+        elif isinstance(replicas, RayReplicas):
+            results = replicas.run_tasks(work, settings, tasks, max_assigned=max_assigned)
         else:
             results = run_tasks(tasks, list(replicas), max_assigned=max_assigned)
 

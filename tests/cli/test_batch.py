@@ -208,6 +208,8 @@ def test_other_settings_are_refused(whole: Path, model: str, prompts: Path, caps
         (["--prompts", "p.jsonl", "--out", "no/b"], "--out is no/b, but there is no folder no"),
         (["--prompts", "p.jsonl", "--out", "p.jsonl"], "--out is p.jsonl, which is there and has no p.j"),
         (["--prompts", "p.jsonl", "--out", "b", "--replicas", "0"], "--replicas is 0; it must be at least 1"),
+        (["--prompts", "p.jsonl", "--out", "b", "--ray", "--replicas", "0"], "--replicas is 0; it must be at least 1"),
+        (["--prompts", "p.jsonl", "--out", "b", "--ray", "--device", "cuda:1"], "give cuda, or drop --ray"),
         (["--prompts", "p.jsonl", "--out", "b", "--max-batch", "0"], "--max-batch is 0; it must be at least 1"),
         (["--prompts", "bad.jsonl", "--out", "b"], "bad.jsonl:2 has no user's message"),
         (["--prompts", "talk.json", "--raw", "--out", "b"], "talk.json, record 1 is a conversation, and --raw goes on"),

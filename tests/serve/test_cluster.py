@@ -270,8 +270,8 @@ def test_cores_are_shared_so_that_all_replicas_find_a_node(monkeypatch: pytest.M
     [
         (["--replicas", "2"], "--replicas is 2 and --ray is missing; add --ray"),
         (["--replicas", "1-4"], "--replicas is 1-4 and --ray is missing"),
-        (["--ray", "--prompt-cache", "kv"], "--prompt-cache belongs to a server of one process"),
-        (["--ray", "--tensor-parallel", "2"], "--tensor-parallel belongs to a server of one process"),
+        (["--ray", "--prompt-cache", "kv"], "--prompt-cache belongs to a single process"),
+        (["--ray", "--tensor-parallel", "2"], "--tensor-parallel belongs to a single process"),
         (["--ray", "--device", "cuda:1"], "give cuda, or drop --ray"),
         (["--ray"], "run: pip install 'sharesd[ray]'"),
     ],

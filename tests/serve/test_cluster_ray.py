@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from functools import cache
+from functools import cache, partial
 from inspect import getsource, signature
 from types import ModuleType
 from typing import Any
 
+import psutil
 import pytest
 
 pytest.importorskip("ray.serve", reason="Ray is not installed: pip install '.[ray]'")
@@ -18,9 +21,13 @@ pytest.importorskip("anthropic")
 
 import ray  # noqa: E402
 
-from serve.cluster.deployment import open_cluster  # noqa: E402
+from serve.cluster.deployment import RayReplicas, open_cluster  # noqa: E402
+from serve.cluster.ingress import DIED  # noqa: E402
 from serve.cluster.options import NumReplicas  # noqa: E402
 from serve.server import OpenBackend  # noqa: E402
+from serve.server_config import Settings  # noqa: E402
+from tests.helpers.fake_engine import fake_model  # noqa: E402
+from tests.helpers.serve_requests import CHAT, TEXT  # noqa: E402
 from tests.helpers.served_model import Served, served  # noqa: E402
 from tests.serve import (  # noqa: E402
     test_anthropic_api,
@@ -92,3 +99,77 @@ def served_kinds(cluster: OpenBackend, tmp_path_factory: pytest.TempPathFactory)
 @pytest.fixture
 def server(request: pytest.FixtureRequest, served_kinds: Callable[[str], Served]) -> Served:
     return served_kinds(HOLDS_TESTS.get(request.function.__module__, "plain"))
+
+
+def replicas_of(name: str) -> list[psutil.Process]:
+    """Processes of the replicas of one server."""
+    processes = psutil.process_iter(["cmdline"])
+    return [one for one in processes if f"ServeReplica:{name}" in "".join(one.info["cmdline"] or ())]
+
+
+def test_turns_of_a_conversation_find_their_prefix(server: Served) -> None:
+    for number in range(12):
+        talk = [{"role": "user", "content": f"the cat {number}"}]
+        first = server.post(CHAT, messages=talk, max_tokens=5).json()
+        talk += [first["choices"][0]["message"], {"role": "user", "content": "why"}]
+        usage = server.post(CHAT, messages=talk, max_tokens=5).json()["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] >= first["usage"]["prompt_tokens"]
+
+
+def test_a_client_that_hangs_up_frees_its_row(cluster: OpenBackend) -> None:
+    gone = 'sharesd:http_requests_client_disconnected_total{engine="0",model_name="fake"}'
+    running = 'sharesd:num_requests_running{engine="0",model_name="fake"}'
+    with served(open_backend=cluster, delay=0.05) as server:
+        body = {"prompt": "the cat", "max_tokens": 200, "stream": True}
+        with server.http.stream("POST", TEXT, json=body) as response:
+            assert next(response.iter_bytes())
+            assert server.metrics()[running] == 1
+        server.wait(lambda: server.metrics()[gone] == 1 and server.metrics()[running] == 0)
+
+
+def test_only_what_was_streaming_is_lost_with_a_replica(cluster: OpenBackend) -> None:
+    names: list[str] = []
+
+    def open_named(settings: Settings, load: Any) -> Any:
+        backend, app = cluster(settings, load)
+        names.append(backend._replicas._name)  # type: ignore[attr-defined]
+        return backend, app
+
+    options: Any = {"open_backend": open_named, "delay": 0.02, "settings": {"max_batch": 4}}
+    with served(**options) as server, ThreadPoolExecutor(16) as pool:
+
+        def ask(number: int) -> str | None:
+            """The text, or None if its stream broke with an error."""
+            body = {"prompt": f"the cat {number}", "max_tokens": 40, "seed": number, "speculate": False}
+            if number % 2:
+                return server.complete(**body)["choices"][0]["text"]
+            *events, last, rest = server.post(TEXT, **body, stream=True).text.split("\n\n")
+            found = [json.loads(data.removeprefix("data: ")) for data in events if data.startswith("data: ")]
+            assert (last, rest) == ("data: [DONE]", "")
+            if "error" in found[-1]:
+                assert found[-1]["error"]["message"] == DIED
+                return None
+            return "".join(one["choices"][0]["text"] for one in found)
+
+        whole = list(pool.map(ask, range(32)))
+        assert None not in whole
+        first, _ = replicas_of(names[0])
+        again = [pool.submit(ask, number) for number in range(32)]
+        running = 'sharesd:num_requests_running{engine="0",model_name="fake"}'
+        server.wait(lambda: server.metrics()[running] > 4)
+        first.kill()
+        found = [answer.result() for answer in again]
+        lost = [number for number, text in enumerate(found) if text is None]
+        assert all(text == whole[number] for number, text in enumerate(found) if number not in lost)
+        assert len(lost) <= 4, "a replica has four rows"
+        server.wait(lambda: len(replicas_of(names[0])) == 2)
+        success = 'sharesd:request_success_total{engine="0",finished_reason="length",model_name="fake"}'
+        assert server.metrics()[success] >= 32, "counts of a replica that has ended are kept"
+
+
+def test_a_model_that_cannot_be_loaded_is_named(cluster: OpenBackend) -> None:
+    settings = Settings(model_name="m", root="m", mode="naive")
+    replicas = RayReplicas(TWO, "cpu", settings, partial(fake_model, color="red"))
+    with pytest.raises(ValueError, match="^TypeError: .* unexpected keyword argument 'color'$"):
+        replicas.start()
+    replicas.stop()
