@@ -27,7 +27,6 @@ MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 64
 """Maximum stop texts; editors send more than twenty."""
 
-
 Body = TypeVar("Body", bound=Strict)
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 Limit = Annotated[int, Field(ge=-1, lt=2**31)]

@@ -63,7 +63,6 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--gguf {args.gguf} does not exist; name a file")
     modes = (*peer_class("sharesd").variants, "auto")
     config = options.engine_config(args, modes=modes)
-    config = replace(config, max_context=config.planned_context)  # the same for all
     asked = question_files.first_turns(args.questions, args.num_questions)
     out_dir = environment.out_folder(args.out_dir, "peers")
 
@@ -74,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     from sharesd.models.hub import gguf_of, resolve_target
     from sharesd.models.tokenizer import load_tokenizer
 
-    config = replace(config, device=str(device_of(config.device)))
+    config = replace(config, device=str(device_of(config.device)), max_context=config.planned_context)  # for all
     with loading_bars() as progress:
         tokenizer = load_tokenizer(resolve_target(config, progress=progress))
     lengths = {"max_new_tokens": args.max_new_tokens, "max_context": config.planned_context}
