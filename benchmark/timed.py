@@ -12,7 +12,7 @@ from sharesd.engine.stats import Stats
 from sharesd.sampling_params import SamplingParams
 
 MAX_ERROR, TWICE_S, LOST_S, ROUND_S = 0.05, 0.005, 0.02, 1e-4
-"""Tolerances: share of the wall time; seconds per call counted twice, and not counted; seconds per step."""
+"""Tolerances: share of time; seconds counted twice, or not; seconds per step."""
 
 
 class TimesDiffer(ValueError):
