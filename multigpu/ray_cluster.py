@@ -12,19 +12,24 @@ EXTRA = "pip install 'sharesd[ray]'"
 
 def require_ray(library: str) -> None:
     """Raise ValueError if Ray, or its library `data` or `serve`, is missing."""
+    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # read by the import: threads shall not start a second cluster
     try:
         importlib.import_module(f"ray.{library}")
     except ImportError as error:
         raise ValueError(f"--ray needs more packages ({error}); run: {EXTRA}") from error
 
 
-def connect() -> None:
-    """Connect to the cluster of RAY_ADDRESS or this machine, or start one."""
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # of lines in Ray's own words
+def connect() -> bool:
+    """Connect to the cluster of RAY_ADDRESS or this machine, or start one.
+
+    Returns False if this process is connected already.
+    """
     import ray
 
-    if not ray.is_initialized():
-        ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    if ray.is_initialized():
+        return False
+    ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    return True
 
 
 def resources_of_replica(low: int, high: int, device: str) -> dict[str, float]:

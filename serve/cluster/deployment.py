@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
+import ray
 from fastapi import FastAPI
 from ray import serve
 from ray.exceptions import RayActorError
@@ -31,9 +32,17 @@ CALL_TIMEOUT_S = 5.0
 class RayReplicas:
     """Replicas of one deployment on the connected cluster."""
 
-    def __init__(self, num_replicas: NumReplicas, device: str, settings: Settings, load: Callable[[], Model]) -> None:
+    def __init__(
+        self,
+        num_replicas: NumReplicas,
+        device: str,
+        settings: Settings,
+        load: Callable[[], Model],
+        disconnect: bool = False,
+    ) -> None:
+        """Store the options; with `disconnect`, `stop` leaves the cluster."""
         self._num_replicas, self._device = num_replicas, device
-        self._load = load
+        self._load, self._disconnect = load, disconnect
         self._settings = replace(settings, api_keys=(), cors_origins=(), key_pair=None)  # the ingress has these
         self._name = f"sharesd-{uuid.uuid4().hex[:8]}"
         self._handle: DeploymentHandle
@@ -82,6 +91,8 @@ class RayReplicas:
     def stop(self) -> None:
         """Stop the replicas, also those that are being started."""
         serve.delete(self._name)
+        if self._disconnect:
+            ray.shutdown()
 
 
 def open_cluster(num_replicas: NumReplicas, device: str) -> OpenBackend:
@@ -89,10 +100,10 @@ def open_cluster(num_replicas: NumReplicas, device: str) -> OpenBackend:
 
     The connection comes first, since Ray installs handlers of signals.
     """
-    connect()
+    disconnect = connect()
 
     def open_backend(settings: Settings, load: Callable[[], Model]) -> tuple[Cluster, FastAPI]:
-        cluster = Cluster(settings, RayReplicas(num_replicas, device, settings, load))
+        cluster = Cluster(settings, RayReplicas(num_replicas, device, settings, load, disconnect))
         return cluster, make_ingress(cluster)
 
     return open_backend

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any, Protocol
 
 from fastapi import FastAPI, Request, Response
@@ -70,7 +71,9 @@ class Cluster:
         """True if running requests are ended by force."""
         self.running: set[asyncio.Task[Any]] = set()
         """Tasks of forwarded requests."""
-        self._starting = asyncio.create_task(self._start())
+        self._loop = asyncio.get_running_loop()
+        self._starting = threading.Thread(target=self._start, daemon=True)  # a signal does not wait for it
+        self._starting.start()
 
     def ready(self) -> Replicas:
         """Return the replicas; raise ApiError 503 if they do not serve."""
@@ -96,16 +99,24 @@ class Cluster:
         """Do nothing: there were no requests yet."""
 
     def stop(self) -> bool:
-        """Stop all replicas."""
+        """Stop all replicas; return False while they are being started."""
         self._replicas.stop()
-        return self._starting.done()
+        return not self._starting.is_alive()
 
-    async def _start(self) -> None:
+    def _start(self) -> None:
+        failure = None
         try:
-            await asyncio.to_thread(self._replicas.start)
-            self.model = self._replicas
+            self._replicas.start()
         except Exception as error:
-            self.failure = error
+            failure = error
+        with suppress(RuntimeError):  # the loop is closed: the server has ended
+            self._loop.call_soon_threadsafe(self._on_start, failure)
+
+    def _on_start(self, failure: Exception | None) -> None:
+        if failure is None:
+            self.model = self._replicas
+        else:
+            self.failure = failure
             self.failed.set()
 
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 import sys
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -288,3 +289,24 @@ def test_a_mistake_is_one_line(
     assert main([*flags, "--port", "0"], load) == 2
     captured = capfd.readouterr()
     assert said in captured.err and captured.err.count("\n") == 1 and not captured.out
+
+
+def test_a_server_ends_while_its_replicas_start() -> None:
+    starts = threading.Event()
+
+    class Slow(OneReplica):
+        def start(self) -> None:
+            starts.wait()
+
+    def open_backend(settings: Settings, load: Any) -> Any:
+        cluster = Cluster(settings, Slow(settings))
+        return cluster, make_ingress(cluster)
+
+    try:
+        with served(fake_model, open_backend=open_backend) as server:
+            for response in (server.post(TEXT, **BODIES[TEXT]), server.http.get("/health")):
+                assert error_of(response, 503)["message"] == "the model is being loaded; try again later"
+            assert server.http.get("/").status_code == 200
+        assert server.status == 0
+    finally:
+        starts.set()
