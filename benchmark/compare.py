@@ -26,7 +26,7 @@ def add_parser(subparsers: Any) -> None:
         description="Compare modes of finished runs with those of the first: ratios with ranges, and other settings.",
     )
     parser.set_defaults(run=run, parser=parser)
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run, or its summary.json")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run, or its summary.json or CSV")
     parser.add_argument("--force", action="store_true", help="compare runs of other questions or targets, too")
     arguments.add_out_dir(parser, "compare")
 
@@ -55,9 +55,8 @@ def run(args: argparse.Namespace) -> int:
         from benchmark.plots import draw_runs
 
         plots = [draw_runs(out_dir / "compare.png", runs)]
-    about = {"command": environment.command(), "runs": list(runs)}
-    found = {"format": environment.FORMAT, **about, "ratios": ratios, "differing": changed}
-    write_json(out_dir / "compare.json", found)
+    said = {"command": environment.command(), "runs": list(runs)}
+    write_json(out_dir / "compare.json", {"format": environment.FORMAT, **said, "ratios": ratios, "differing": changed})
     changes = [[name, *(ABSENT if x is None else str(x) for x in each)] for name, each in changed.items()]
     sections = [
         Section("", ("mode", "run", "speedup", "over the first"), rows, left=2, text=LEGEND),
@@ -65,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         Section("Figures", ("mode", "run", *columns), figures, left=2),
         Section("Remarks", text=bullets(remarks)),
     ]
-    report = Report(title=f"Comparison with {first}", sections=sections, settings=about, plots=plots)
+    report = Report(title=f"Comparison with {first}", sections=sections, settings=said, plots=plots)
     report.publish(out_dir, "compare", shown=2, remarks=remarks)
     return 0
 
@@ -99,6 +98,7 @@ def remark_on(what: str, first: str, found: Mapping[str, Any]) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    path = path.parent if path.suffix == ".csv" else path
     file = path / "summary.json" if path.is_dir() else path
     if not file.is_file():
         raise ValueError(f"{file} does not exist; name the folder of a run of mtbench, gsm8k or humaneval")

@@ -67,8 +67,8 @@ def test_without_naive_speeds_are_compared() -> None:
         summary = json.loads(file.read_text())
         summary["modes"]["eagle"] |= {"speedup": None, "speedup_range": None}
         file.write_text(json.dumps(summary))
-    assert main(["compare", "a", "b", "--out-dir", "out"]) == 0
-    found = json.loads(Path("out/compare.json").read_text())["ratios"]["eagle"]["b"]
+    assert main(["compare", "a", "b/report.csv", "--out-dir", "out"]) == 0
+    found = json.loads(Path("out/compare.json").read_text())["ratios"]["eagle"]["b/report.csv"]
     assert found["of"] == "tokens_per_second" and found["ratio"] == 2.0
 
 
