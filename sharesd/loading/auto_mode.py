@@ -85,7 +85,7 @@ def _model_drafter(
         heads = [mode for mode in heads if not registry.lacking((mode,), Support.TENSOR_PARALLEL)]
     if heads:
         return heads[0], "a trained head was given" if config.heads else "a trained head ships with this model"
-    if not config.dequantize:
+    if config.dequantize is False:
         return None, "a copy of weights that run as they are stored would be no faster"
     if config.quant.format.solver is None:
         return shares, f"drafts by {config.quant} were asked for"

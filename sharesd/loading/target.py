@@ -73,7 +73,7 @@ def prepare_cpu(resolved: ResolvedConfig) -> None:
     """Fix the number of threads, and build C++ kernels of native steps."""
     STEP_THREADS.fix(resolved.config.threads)
     if resolved.compile == "native":
-        blocks = [] if resolved.config.dequantize else ["block_ops"]
+        blocks = ["block_ops"] if resolved.config.dequantize is False else []
         prepare(str(resolved.dtype).removeprefix("torch."), "sampling_ops", *blocks)
 
 
