@@ -71,7 +71,7 @@ def _processes(c: Combination) -> str:
 
 
 def without_blocks(config: EngineConfig) -> str | None:
-    """Return the option that has no kernel for blocks of .gguf files."""
+    """Return the option that stored weights do not go with."""
     options = {
         "--lora": config.lora is not None,
         "--tensor-parallel": config.tensor_parallel > 1,
@@ -275,7 +275,7 @@ RESOLVED: tuple[Row, ...] = (
     Row(
         lambda c: c.config.activations != "exact" and bool(c.config.dequantize),
         lambda c: (
-            f"activations is {c.config.activations!r}, which is for weights as a .gguf file stores them; leave it out, "
+            f"activations is {c.config.activations!r}, which is for weights that run as they are stored; leave it out, "
             "or take --no-dequantize"
         ),
     ),

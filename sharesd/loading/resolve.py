@@ -206,7 +206,7 @@ class _Resolver:
         )
         if not config.dequantize and config.dtype == "auto":
             dtype = torch.float32
-            kernels = choose_kernels(self._config.kernels, self.device, dtype, self._config.compile)
+            kernels = choose_kernels(config.kernels, self.device, dtype, config.compile)
         auto = None
         self._check_target(folder)
 

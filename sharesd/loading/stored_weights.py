@@ -31,18 +31,17 @@ def folder_and_config(
     """
     obstacle = None
     if config.dequantize is None:
-        obstacle = _obstacle(config, device)
-        if obstacle is not None or needs_numbers or config.target is None or config.dtype != "auto":
-            config = replace(config, dequantize=True)
+        wants_numbers = needs_numbers or config.target is None or config.dtype != "auto"
+        obstacle = None if wants_numbers else _obstacle(config, device)
+        config = replace(config, dequantize=True if wants_numbers or obstacle is not None else None)
     folder = resolve_target(config, progress=progress)
     if config.dequantize is False and not is_stored(folder):
         raise ValueError(
             f"{folder} is no .gguf file and has no quantized weights to run as they are; drop --no-dequantize"
         )
-    if warns and obstacle is not None and is_converted(folder):
-        num_bytes = sum(file.stat().st_size for file in weight_files(folder))
-        size = f"{num_bytes / 1e9:.1f} GB"
-        log.warning("weights are expanded to bfloat16, %s: stored ones do not go with %s", size, obstacle)
+    if warns and obstacle is not None and is_converted(resolve_target(replace(config, lora=None))):
+        size = f"{sum(file.stat().st_size for file in weight_files(folder)) / 1e9:.1f} GB"
+        log.warning("weights are expanded to 16 bits, %s: stored ones do not go with %s", size, obstacle)
     return folder, replace(config, dequantize=not is_stored(folder))
 
 

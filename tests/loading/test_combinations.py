@@ -77,7 +77,7 @@ RESOLVED: list[tuple[Combination, str]] = [
         given(mode="share", facts={"device": "cuda:0", "has_triton": False}),
         "linears are to be quantized, which on cuda:0 takes Triton",
     ),
-    (given(activations="fast", dequantize=True), "activations is 'fast', which is for weights as a .gguf file stores"),
+    (given(activations="fast", dequantize=True), "activations is 'fast', which is for weights that run as they are"),
     (given(dequantize=False, facts={"compile": "regional"}), "stored weights run in the CPU kernel, and steps are"),
 ]
 NO_OFFLOAD: list[tuple[Combination, str]] = [

@@ -14,11 +14,14 @@ from torch import Tensor
 
 from sharesd import LLM, SamplingParams
 from sharesd.config import EngineConfig, Mode, OffloadConfig
+from sharesd.loading.resolve import resolve_config
+from sharesd.models.gguf.convert import converted_folder
 from sharesd.models.loader import decoder_config, load_decoder, load_model
 from sharesd.models.lora import folder_with_adapter
 from sharesd.runtime import Runtime
 from sharesd.weights import memory_estimate, offload_planner
 from tests.cases.inputs import config_of, llama, save, weights
+from tests.helpers.gguf_files import write_gguf
 from tests.helpers.offloaded import LAYERS, limit_leaving
 from tests.helpers.tensor_ranks import threads
 from tests.helpers.tiny_models import make_checkpoint
@@ -184,3 +187,10 @@ def test_the_fallback_refuses_adapters(tmp_path: Path) -> None:
     (base / "config.json").write_text(json.dumps(config | {"model_type": "olmo2"}))
     with pytest.raises(ValueError, match="--lora is given, and architecture 'olmo2'"):
         load_model(folder_with_adapter(base, adapter), dtype=torch.float32, device="cpu")
+
+
+def test_a_gguf_file_is_expanded_for_an_adapter(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = write_gguf(tmp_path / "a.gguf")
+    adapter = adapter_of(converted_folder(file), tmp_path / "adapter")
+    resolved = resolve_config(EngineConfig(target=str(file), mode="naive", lora=str(adapter), max_context=64))
+    assert resolved.config.dequantize and "expanded to 16 bits" in caplog.text and "--lora yet" in caplog.text

@@ -21,6 +21,7 @@ from sharesd.models.quantized.formats import layout_of
 from sharesd.models.quantized.layout import Planes
 from sharesd.weights.packing import make_cpu_linear
 from tests.helpers.quantized_folders import FOLDERS, gptq_planes, integers, write_quantized
+from tests.helpers.same_texts import PROMPTS, require_same_texts
 
 AS_STORED = {
     "gptq": "Q5_0",
@@ -33,7 +34,6 @@ AS_STORED = {
     "bytes": "Q8_0",
     "mxfp4": "MXFP4",
 }
-PROMPTS = [[5, 9, 14, 3, 77, 8], [40, 41, 42]]
 
 
 @pytest.fixture(autouse=True)
@@ -114,19 +114,7 @@ def test_a_quantized_head_beside_the_table_is_used(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["gptq symmetric", "awq"])
 def test_every_mode_gives_the_text_of_plain_decoding(kind: str, tmp_path: Path) -> None:
-    modes: tuple[Any, ...] = ("naive", "share", "suffix", "ngram", "recycle", "classic", "hybrid", "auto")
-    llm = LLM(
-        write_quantized(tmp_path / "model", kind),
-        modes=modes,
-        quant="hqq:4:32",
-        dequantize=False,
-        max_context=64,
-        hybrid_with=("share", "suffix"),
-    )
-    for temperature in (0.0, 1.0):
-        params = SamplingParams(max_new_tokens=24, temperature=temperature, seed=4, ignore_eos=True)
-        texts = {mode: [each.token_ids for each in llm.generate(PROMPTS, params, mode=mode)] for mode in modes}
-        assert all(text == texts["naive"] for text in texts.values()), texts
+    require_same_texts(write_quantized(tmp_path / "model", kind), dequantize=False)
 
 
 def gptq(weight: Tensor, bits: int, group_size: int, **options: Any) -> dict[str, Tensor]:

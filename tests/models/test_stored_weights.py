@@ -12,17 +12,17 @@ from torch import Tensor
 
 from compile.block_linear import BlockEmbedding, BlockLinear, BlockPart
 from compile.huge_pages import HugePageArena
-from sharesd import LLM, EngineConfig, SamplingParams
+from sharesd import LLM, EngineConfig
 from sharesd.loading.resolve import resolve_config
 from sharesd.models.gguf.convert import converted_folder
 from sharesd.models.gguf.stored import stored_blocks
 from sharesd.models.loader import load_decoder
 from sharesd.weights.packing import make_cpu_linear
 from tests.helpers.gguf_files import write_gguf
+from tests.helpers.same_texts import PROMPTS, require_same_texts
 
 TOKENIZERS = {"llama": "smollm", "qwen2": "qwen2", "qwen3": "qwen2", "gemma2": "spm", "gemma3": "spm", "phi3": "spm"}
 KINDS = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"]
-PROMPTS = [[5, 9, 14, 3, 77, 8], [40, 41, 42]]
 
 
 @pytest.fixture(autouse=True)
@@ -75,21 +75,7 @@ def test_each_type_gives_the_values_of_the_file(kind: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("activations", ["exact", "fast"])
 def test_every_mode_gives_the_text_of_plain_decoding(activations: str, tmp_path: Path) -> None:
-    file = write_gguf(tmp_path / "a.gguf")
-    modes: tuple[Any, ...] = ("naive", "share", "suffix", "ngram", "recycle", "classic", "hybrid", "auto")
-    llm = LLM(
-        file,
-        modes=modes,
-        quant="hqq:4:32",
-        dequantize=False,
-        activations=activations,
-        max_context=64,
-        hybrid_with=("share", "suffix"),
-    )
-    for temperature in (0.0, 1.0):
-        params = SamplingParams(max_new_tokens=24, temperature=temperature, seed=4, ignore_eos=True)
-        texts = {mode: [each.token_ids for each in llm.generate(PROMPTS, params, mode=mode)] for mode in modes}
-        assert all(text == texts["naive"] for text in texts.values()), texts
+    require_same_texts(write_gguf(tmp_path / "a.gguf"), dequantize=False, activations=activations)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +83,7 @@ def test_every_mode_gives_the_text_of_plain_decoding(activations: str, tmp_path:
     [
         ({"tensor_parallel": 2}, "stored weights do not go with --tensor-parallel yet"),
         ({"compile": "off"}, "stored weights do not go with --compile yet"),
-        ({"dequantize": True, "activations": "fast"}, "activations is 'fast', which is for weights as a"),
+        ({"dequantize": True, "activations": "fast"}, "activations is 'fast', which is for weights that run"),
     ],
 )
 def test_what_has_no_kernel_is_refused_by_name(options: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -111,7 +97,8 @@ def test_what_has_no_kernel_is_refused_by_name(options: dict[str, Any], message:
         ({}, True, ""),
         ({"dequantize": True}, False, ""),
         ({"dtype": "float32"}, False, ""),
-        ({"compile": "off"}, False, "expanded to bfloat16, 0.0 GB: stored ones do not go with --compile yet"),
+        ({"compile": "off"}, False, "expanded to 16 bits, 0.0 GB: stored ones do not go with --compile yet"),
+        ({"dtype": "float32", "compile": "off"}, False, ""),
         ({"kernels": "torch"}, False, "stored ones do not go with torch's kernels"),
     ],
 )

@@ -17,10 +17,7 @@ def _floats(planes: Planes, weights: Settings) -> Float8:
     weights.one_of("num_bits", (8,))
     strategy = weights.one_of("strategy", ("tensor", "channel", "group", "block"))
     if strategy == "block":
-        block = weights.get("block_structure")
-        if not isinstance(block, list) or len(block) != 2 or not all(type(n) is int and n > 0 for n in block):
-            raise weights.error("block_structure", "two whole numbers above 0")
-        return float8(planes, "weight_scale", (block[0], block[1]))
+        return float8(planes, "weight_scale", weights.block("block_structure"))
     inputs = weights.size("group_size") if strategy == "group" else -1
     return float8(planes, "weight_scale", (-1 if strategy == "tensor" else 1, inputs))
 

@@ -61,12 +61,8 @@ class FP8(Layout):
         """Read the settings; ValueError for those that are not supported."""
         settings.one_of("fmt", ("e4m3",), "e4m3")
         settings.one_of("scale_fmt", ("float", "ue8m0"), "float")
-        self._block = (-1, -1)
-        block = settings.get("weight_block_size")
-        if block is not None:
-            if not isinstance(block, list) or len(block) != 2 or not all(type(n) is int and n > 0 for n in block):
-                raise settings.error("weight_block_size", "two whole numbers above 0")
-            self._block = block[0], block[1]
+        size = "weight_block_size"
+        self._block = (-1, -1) if settings.get(size) is None else settings.block(size)
         self.excluded = settings.texts("modules_to_not_convert") + settings.texts("ignored_layers")
 
     def linear(self, planes: Planes) -> Float8:

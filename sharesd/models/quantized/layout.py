@@ -54,6 +54,13 @@ class Settings:
             raise self.error(key, "a whole number above 0, or -1")
         return value
 
+    def block(self, key: str) -> tuple[int, int]:
+        """Return outputs and inputs of a block; ValueError for others."""
+        value = self.get(key)
+        if not isinstance(value, list) or len(value) != 2 or not all(type(n) is int and n > 0 for n in value):
+            raise self.error(key, "two whole numbers above 0")
+        return value[0], value[1]
+
     def texts(self, key: str) -> tuple[str, ...]:
         """Return a list of texts; empty if it is left out."""
         value = self.get(key, [])
