@@ -55,6 +55,7 @@ def test_generate_writes_a_trace(model: str, capsys: pytest.CaptureFixture[str])
     assert found == {record["index"]: record["token_ids"] for record in records}
 
 
+@pytest.mark.slow
 def test_a_benchmark_names_its_questions(model: str) -> None:
     given = ["--target", model, "--questions", "q.jsonl", "--mode", "naive,ngram", "--out-dir", "out", *SIZES]
     given += ["--num-speculative-tokens", "3", "--ngram-min", "1"]

@@ -179,7 +179,7 @@ def test_a_model_downloaded_before_needs_no_hub(served: Hub, monkeypatch: pytest
     assert hub.resolve("owner/model") == hub.resolve("owner/model:Q8_0") == folder
 
 
-def test_a_target_s_own_file(tmp_path: Path) -> None:
+def test_the_gguf_file_of_a_target(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "model.gguf")
     assert hub.gguf_of(file) == hub.gguf_of(tmp_path) == file
     write_gguf(tmp_path / "second.gguf")
