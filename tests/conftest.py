@@ -125,6 +125,8 @@ def on_the_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     if request.node.get_closest_marker("interpreted") is None or INTERPRETED:
         yield
         return
+    import torch._inductor.config  # annotations in it have torch.Generator, which must still be a type
+
     dice = torch.Generator
     monkeypatch.setattr(torch, "Generator", lambda device="cuda": dice(device))
     monkeypatch.setattr("sharesd.sampling.logits_processors.runs_triton", lambda device: False)

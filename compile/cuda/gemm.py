@@ -204,8 +204,8 @@ def _dequantized(q, factors, PACKED_MATH: tl.constexpr):
     half: tl.constexpr = q.dtype
     if half == tl.float32:
         scale, offset = (factors << 16).to(tl.float32, bitcast=True), (factors & -65536).to(tl.float32, bitcast=True)
-        return q * scale[:, None] + offset[:, None]
-    scale, offset = factors.to(tl.int16).to(half, bitcast=True), (factors >> 16).to(tl.int16).to(half, bitcast=True)
+    else:
+        scale, offset = factors.to(tl.int16).to(half, bitcast=True), (factors >> 16).to(tl.int16).to(half, bitcast=True)
     if PACKED_MATH:
         scales, offsets = tl.broadcast_to(scale[:, None], q.shape), tl.broadcast_to(offset[:, None], q.shape)
         NAME: tl.constexpr = "bf16x2" if half == tl.bfloat16 else "f16x2"
@@ -217,7 +217,8 @@ def _dequantized(q, factors, PACKED_MATH: tl.constexpr):
             is_pure=True,
             pack=2,
         )
-    return (q.to(tl.float32) * scale.to(tl.float32)[:, None] + offset.to(tl.float32)[:, None]).to(half)
+    else:
+        return (q.to(tl.float32) * scale.to(tl.float32)[:, None] + offset.to(tl.float32)[:, None]).to(half)
 
 
 @triton.jit

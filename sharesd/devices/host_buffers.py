@@ -1,8 +1,12 @@
-"""Copies between host and GPU through pinned memory, without a wait."""
+"""Copies between host and GPU through pinned memory, without a wait.
+
+Host memory is named as such: programs may have set another default device.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,11 +15,11 @@ from torch import Tensor
 def to_device(numbers: Sequence, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     if device.type != "cuda":
         return torch.tensor(numbers, dtype=dtype, device=device)
-    return torch.tensor(numbers, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+    return torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=True).to(device, non_blocking=True)
 
 
 def upload(tensor: Tensor, numbers: Sequence) -> None:
-    source = torch.tensor(numbers, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+    source = torch.tensor(numbers, dtype=tensor.dtype, device="cpu", pin_memory=tensor.device.type == "cuda")
     tensor.copy_(source, non_blocking=True)
 
 
@@ -23,7 +27,7 @@ def reserve_pinned(num: int, device: torch.device) -> None:
     """Pin powers of two up to `num` numbers: later copies allocate nothing."""
     if device.type == "cuda":
         sizes = [2**power for power in range(num.bit_length() + 1)]
-        blocks = [torch.empty(size, dtype=torch.int64, pin_memory=True) for size in (*sizes, *sizes)]
+        blocks = [torch.empty(size, dtype=torch.int64, device="cpu", pin_memory=True) for size in (*sizes, *sizes)]
         del blocks
 
 
@@ -46,7 +50,8 @@ class PinnedBuffers:
             num, buffer = tensor.numel(), self._buffers.get(name)
             if buffer is None or buffer.shape[1] < num:
                 pinned = tensor.device.type == "cuda"
-                buffer = self._buffers[name] = torch.empty(2, num * times, dtype=tensor.dtype, pin_memory=pinned)
+                place: dict[str, Any] = {"dtype": tensor.dtype, "device": "cpu", "pin_memory": pinned}
+                buffer = self._buffers[name] = torch.empty(2, num * times, **place)
             self._views[key] = [half[:num].view(tensor.shape) for half in buffer]
         return self._views[key][self._turn].copy_(tensor, non_blocking=True)
 

@@ -130,7 +130,7 @@ class RowSampling:
     def __init__(self, *, batch: int, vocab_size: int, device: torch.device | str, replayed: bool = False) -> None:
         """`replayed`: host-side data must not shape rounds, which serve other requests."""
         self.batch, self.vocab_size, self.device, self.replayed = batch, vocab_size, torch.device(device), replayed
-        self._host_BF = torch.zeros(batch, len(NUMBERS), dtype=torch.float64)
+        self._host_BF = torch.zeros(batch, len(NUMBERS), dtype=torch.float64, device="cpu")
         if self.device.type == "cuda":
             self._host_BF = self._host_BF.pin_memory()
         self.numbers_BF = torch.zeros(batch, len(NUMBERS), dtype=torch.float64, device=self.device)

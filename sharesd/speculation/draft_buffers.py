@@ -39,7 +39,7 @@ class DraftBuffers:
             return tokens[: B * N].view(B, N), depth[: B * T].view(B, T), path[: B * T * T].view(B, T, T)
 
         self.max_nodes, self._vocab_size = max_nodes, vocab_size
-        self._on_host = torch.zeros(sum(sizes), dtype=torch.int64)
+        self._on_host = torch.zeros(sum(sizes), dtype=torch.int64, device="cpu")
         if device.type == "cuda":
             self._on_host = self._on_host.pin_memory()
         self._on_device = torch.zeros(sum(sizes), dtype=torch.int64, device=device)

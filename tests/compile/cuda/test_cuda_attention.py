@@ -206,7 +206,7 @@ def test_norms_of_heads_round_as_separate_ones(dtype: torch.dtype, d: int, gemma
     """The sums of squares may be added in another order, which halves seldom show; a row's bits are its own."""
     step = heads_of(random_step(7, 4, 2, d, SPLIT, [5, 90], dtype))
     step.q[0, 0, 0] = 0
-    norms = [RMSNorm(d, 1e-6, gemma, dtype=dtype, device="cpu").requires_grad_(False) for _ in range(2)]
+    norms = [RMSNorm(d, 1e-6, gemma, dtype=dtype, device=step.q.device).requires_grad_(False) for _ in range(2)]
     for seed, norm in enumerate(norms):
         norm.weight.copy_(1 + 0.3 * torch.randn(d, generator=torch.Generator().manual_seed(seed)))
     rotary, both = tables(97, d // 2, dtype), (norms[0], norms[1])
@@ -235,7 +235,7 @@ def test_normalised_and_rotated_keys_are_those_of_float64(dtype: torch.dtype, ge
     """But for the roundings on the way: after the norm, its weight, the cosine, and the sum."""
     n, T, d = 90, 5, 64
     step, dice = random_step(T, 4, 2, d, SPLIT, [n], dtype), torch.Generator().manual_seed(1)
-    norm = RMSNorm(d, 1e-5, gemma, dtype=dtype, device="cpu").requires_grad_(False)
+    norm = RMSNorm(d, 1e-5, gemma, dtype=dtype, device=step.q.device).requires_grad_(False)
     norm.weight.copy_(1 + 0.3 * torch.randn(d, generator=dice))
     rotary = tables(n + T, d // 2, dtype)
     live(step, None, rotary, norms=(norm, norm))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from compile.attention import TreeAttentionMask
 from compile.inductor import CompiledForms
 from compile.logits import NUMBERS
 from sharesd.sampling import RowSampling, SamplingKind, Stream, gumbel, process
@@ -158,7 +159,9 @@ def test_the_walk_is_that_of_tensor_operations(nodes: int) -> None:
         tree = pack(guesses, nodes, "")
         if tree.tree_mask is None:
             continue
-        depth, path = tree.tree_mask
+        here = torch.get_default_device()
+        tokens, depth, path = (part.to(here) for part in (tree.tokens, *tree.tree_mask))
+        tree = tree._replace(tokens=tokens, tree_mask=TreeAttentionMask(depth, path))
         target = torch.tensor([[dice.randrange(nodes + 1) for _ in range(nodes + 1)] for _ in guesses])
         parent = path.gather(2, (depth - 1).clamp(min=0)[..., None])[..., 0][:, 1:]
         target.scatter_(1, parent, tree.tokens.clamp(min=0))  # the last child of each is right
