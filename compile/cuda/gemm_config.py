@@ -49,6 +49,8 @@ class Device:
 
 WGMMA_SHARED = 200 * 1024
 """Minimum bytes of shared memory for products of 64 rows."""
+_TALL = 2048
+"""Fewest outputs of shapes that were measured."""
 INTERPRETER = Device("interpreter", 132, 227 * 1024)
 
 
@@ -92,6 +94,10 @@ def by_rule(outputs: int, inputs: int, bits: int, group: int, on: Device) -> Til
     Products of the matrix units are 16 rows high, and a program has four warps: with 4 bits, 64 rows give each its own.
     Arithmetic of low bits needs three programs on two processors; 16 bits need fewer.
     """
+    if on.shared >= WGMMA_SHARED and outputs >= _TALL and bits in (4, 16):
+        found = _for_wgmma(outputs, inputs, bits, group, on.processors)
+        if found is not None:
+            return found
     is_quantized = bits in (4, 8)
     tall = outputs >= 64 * 2 * on.processors
     rows = 64 if is_quantized or (tall and bits == 16) else 32
@@ -113,6 +119,30 @@ def by_rule(outputs: int, inputs: int, bits: int, group: int, on: Device) -> Til
     together = (4 if is_quantized else 2) * (rows * step_bytes + ROWS * step_inputs * value_bytes)
     stages = 4 if together * 3 <= on.shared else 3  # the step that is multiplied has no buffer of its own
     return Tile(rows, width, split, stages, 4)
+
+
+def _for_wgmma(outputs: int, inputs: int, bits: int, group: int, processors: int) -> Tile | None:
+    """Return the tile that was among the fastest of shapes like this on an H100 (`docs/results/gpu.md`).
+
+    16 bits: long pieces of rows, and a program for two processors of three at least. 4 bits: one, two or three programs
+    for each processor, whichever leaves the fewest idle, with as many stages as fit beside each other.
+    """
+    if bits == 16:
+        tiles, steps = -(-outputs // 64), -(-inputs // 256)
+        splits = [split for split in (1, 2, 4, 8) if split == 1 or steps >= 2 * split]
+        split = next((split for split in splits if 3 * tiles * split >= 2 * processors), splits[-1])
+        return Tile(64, 256, split, 4, 4) if 20 * 256 * steps <= 21 * inputs else None
+    width = min(group, 64)
+    tiles, steps = -(-outputs // 128), -(-inputs // (4 * width))
+
+    def idle(split: int) -> float:
+        each = -(-tiles * split // processors)
+        return 1 - tiles * split / (each * processors) if each <= 3 else 1.0
+
+    splits = [s for s in range(1, 9) if s == 1 or (steps >= 2 * s and 10 * -(-steps // s) * s <= 11 * steps)]
+    split = min(splits, key=idle)
+    stages = {1: 6, 3: 3}.get(-(-tiles * split // processors), 5)
+    return Tile(128, width, split, stages, 4)
 
 
 def device_file(name: str) -> str:

@@ -36,6 +36,8 @@ class RowLinearBase(nn.Module):
     scale: Tensor | None
     counters: Tensor  # int32: programs that have arrived if K is split; zero between calls
     fuses = True
+    takes_norm = True
+    """Norms are in the launch of the product; else in one of their own."""
 
     def __init__(self, outputs: int, inputs: int, device: torch.device, max_rows: int, batch: int) -> None:
         """`batch` sequences have up to `max_rows` rows each."""
@@ -53,8 +55,8 @@ class RowLinearBase(nn.Module):
         if x.shape[-2] > self.max_rows:
             linear = partial(F.linear, weight=self.full_weight(x.dtype), bias=self.bias)
             return compose(linear, x, norm=norm, gated=gated, residual=residual)
-        if norm is not None and x.dtype == torch.float16:
-            x, norm = norm(x), None
+        if norm is not None and (x.dtype == torch.float16 or not self.takes_norm):
+            x, norm = torch.ops.sharesd.row_norm(x, norm.weight, norm.eps), None
         return torch.ops.sharesd.row_linear(
             x,
             self.weight,
@@ -123,11 +125,26 @@ def _row_linear_meta(x, weight, bias, norm, eps, residual, gated, scale, group, 
     return x.new_empty((*x.shape[:-1], weight.shape[0] // (2 if gated else 1)))
 
 
+def _row_norm(x, weight, eps):
+    from compile.cuda.row_norm import normalise
+
+    return normalise(x.contiguous(), weight, eps)
+
+
+def _row_norm_meta(x, weight, eps):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 # `counters` are zero again when the kernel has ended: no visible tensor is mutated.
 LIBRARY.define(
     "row_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? norm, float eps, Tensor? residual, str gated, "
     "Tensor? scale, int group, Tensor counters) -> Tensor"
 )
-register_cuda("row_linear", _row_linear)
-LIBRARY.impl("row_linear", _row_linear, "CPU")  # by Triton's interpreter, for tests
-LIBRARY.impl("row_linear", _row_linear_meta, "Meta")
+LIBRARY.define("row_norm(Tensor x, Tensor weight, float eps) -> Tensor")
+for _name, _function, _meta in (
+    ("row_linear", _row_linear, _row_linear_meta),
+    ("row_norm", _row_norm, _row_norm_meta),
+):
+    register_cuda(_name, _function)
+    LIBRARY.impl(_name, _function, "CPU")  # by Triton's interpreter, for tests
+    LIBRARY.impl(_name, _meta, "Meta")

@@ -50,6 +50,7 @@ class QuantizedRowLinear(RowLinearBase):
                     f"groups have {self.group_size} inputs; take one of {', '.join(map(str, GROUP_SIZES))}"
                 )
             weight, scale = pack4(codes_NK, self.group_size), pack_factors(scale_NG, offset_NG, self.factor_dtype)
+            self.takes_norm = False  # beside so few bytes, a norm in every program takes a third of the time
         self.register_buffer("weight", weight.contiguous())
         self.register_buffer("scale", scale)
         self.register_buffer("bias", bias_N)
