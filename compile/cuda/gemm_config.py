@@ -122,7 +122,7 @@ def by_rule(outputs: int, inputs: int, bits: int, group: int, on: Device) -> Til
 
 
 def _for_wgmma(outputs: int, inputs: int, bits: int, group: int, processors: int) -> Tile | None:
-    """Return the tile that was among the fastest of shapes like this on an H100 (`docs/results/gpu.md`).
+    """Return a tile fast on an H100; None for other shapes.
 
     16 bits: long pieces of rows, and a program for two processors of three at least. 4 bits: one, two or three programs
     for each processor, whichever leaves the fewest idle, with as many stages as fit beside each other.

@@ -37,7 +37,7 @@ class RowLinearBase(nn.Module):
     counters: Tensor  # int32: programs that have arrived if K is split; zero between calls
     fuses = True
     takes_norm = True
-    """Norms are in the launch of the product; else in one of their own."""
+    """True if norms are part of the launch."""
 
     def __init__(self, outputs: int, inputs: int, device: torch.device, max_rows: int, batch: int) -> None:
         """`batch` sequences have up to `max_rows` rows each."""

@@ -13,6 +13,7 @@ from compile.cuda.pdl import launch_options
 
 @triton.jit
 def row_norm(x_ptr, weight_ptr, y_ptr, eps, K: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr):
+    """Normalise a row of [M, K]."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -24,7 +25,7 @@ def row_norm(x_ptr, weight_ptr, y_ptr, eps, K: tl.constexpr, SIZE: tl.constexpr,
 
 
 def normalise(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return x / rms(x) * weight in the dtype of `x`, contiguous [..., K]."""
+    """Return x / rms(x) * weight [..., K], contiguous."""
     y, K = torch.empty_like(x), x.shape[-1]
     size = triton.next_power_of_2(K)
     row_norm[(x.numel() // K,)](

@@ -23,8 +23,8 @@ def compute_grammar_mask(
     Unacceptable nodes are (line, number). `tree` is on the host; its first line belongs to row `first`.
     """
     B, N = tree.tokens.shape
-    shape, place = (B, 1 + N, num_words(vocab_size)), {"device": "cpu", "pin_memory": pinned}
-    grammar_mask_BTW = torch.full(shape, -1, dtype=torch.int32, **place)
+    shape = B, 1 + N, num_words(vocab_size)
+    grammar_mask_BTW = torch.full(shape, -1, dtype=torch.int32, device="cpu", pin_memory=pinned)
     tokens, parents, lost = tree.tokens.tolist(), parents_of(tree), []
     for request in requests:
         if request.matcher is None:
