@@ -175,30 +175,30 @@ class BlockLinear(nn.Module):
 class BlockEmbedding(nn.Module):
     """Embedding of blocks, decoded at each lookup."""
 
-    _of_head: tuple[BlockLinear, ...] = ()
+    def __init__(self, linear: Any, dtype: torch.dtype, *, of_head: bool) -> None:
+        """Look up the rows of a linear of blocks, on any device.
 
-    def __init__(self, source: BlockLinear | BlockPart, dtype: torch.dtype) -> None:
-        """Take an LM head's rows, or repack those of a tensor."""
+        `of_head`: the linear is the LM head, with which it is counted, and quantized.
+        """
         super().__init__()
-        if isinstance(source, BlockPart):
-            source = self.own = BlockLinear([source], None, source.in_features)
-        else:
-            self._of_head = (source,)  # which is counted, and quantized, with the head
+        self._linear = (linear,)
+        if not of_head:
+            self.own = linear
         self.dtype = dtype
-        self.num_embeddings, self.embedding_dim = source.out_features, source.in_features
+        self.num_embeddings, self.embedding_dim = linear.out_features, linear.in_features
 
     @cached_property
     def weight(self) -> Tensor:
         """The whole table [V, D], for heads that read its memory."""
-        return self(torch.arange(self.num_embeddings))
+        return self(torch.arange(self.num_embeddings, device=self.linear.weight.device))
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.linear._decode(ids, self.dtype)
 
     @property
-    def linear(self) -> BlockLinear:
+    def linear(self) -> Any:
         """Linear that holds the rows."""
-        return self._of_head[0] if self._of_head else self.own
+        return self._linear[0]
 
 
 @cache

@@ -83,7 +83,7 @@ def row_gemm(
             mask = mask & (columns < COLUMNS)[None, :]
         w = tl.load(w_base + columns[None, :], mask=mask, other=0)
         if GROUP == 0:
-            x, squares = _rows(x_ptr, norm_ptr, rows, live, columns, squares, K, COLUMNS % (BK * SPLIT) != 0)
+            x, squares = input_rows(x_ptr, norm_ptr, rows, live, columns, squares, K, COLUMNS % (BK * SPLIT) != 0)
             w = w.to(x.dtype) if PACKED_MATH else w.to(tl.float32).to(x.dtype)
             acc = tl.dot(w, x, acc, input_precision="ieee")
         else:
@@ -96,18 +96,31 @@ def row_gemm(
                 q = q0 if i == 0 else q1 if i == 1 else q2 if i == 2 else q3
                 inside = is_valid & ((group + i) * GROUP < K)
                 factors = tl.load(scale_ptr + (group + i) * W + w_rows, mask=inside, other=0)
-                x, squares = _rows(x_ptr, norm_ptr, rows, live, k + i * GROUP, squares, K, MASKED)
+                x, squares = input_rows(x_ptr, norm_ptr, rows, live, k + i * GROUP, squares, K, MASKED)
                 acc = tl.dot(_dequantized(q, factors, PACKED_MATH), x, acc, input_precision="ieee")
 
-    total = tl.sum(squares, 0)
+    finish(
+        acc, tl.sum(squares, 0), y_ptr, bias_ptr, norm_ptr, residual_ptr, scale_ptr if GROUP == 0 else None, parts_ptr,
+        counters_ptr, rows, live, w_rows, outs, is_valid, N, eps, K, GATED, ROWS, BN, SPLIT,
+    )  # fmt: skip
+
+
+@triton.jit
+def finish(
+    acc, total, y_ptr, bias_ptr, norm_ptr, residual_ptr, scale_ptr, parts_ptr, counters_ptr, rows, live, w_rows, outs,
+    is_valid, N, eps,
+    K: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Join the parts of a split K, and store."""
     if SPLIT == 1:
-        _finish(
+        _store(
             acc, total, y_ptr, bias_ptr, norm_ptr, residual_ptr, scale_ptr, rows, live, w_rows, outs, is_valid, N, eps,
-            K, GROUP, GATED, ROWS, BN,
+            K, GATED, ROWS, BN,
         )  # fmt: skip
     else:
-        tile = tl.program_id(0) * tl.num_programs(1) + tile_n
-        at = lanes[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+        part = tl.program_id(2)
+        tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        at = tl.arange(0, BN)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
         at_total = BN * ROWS + tl.arange(0, ROWS)
         SIZE: tl.constexpr = (BN + 1) * ROWS
         tile_ptr = parts_ptr + tile.to(tl.int64) * SPLIT * SIZE
@@ -122,9 +135,9 @@ def row_gemm(
                 acc += tl.load(tile_ptr + other * SIZE + at, cache_modifier=".cg")
                 total += tl.load(tile_ptr + other * SIZE + at_total, cache_modifier=".cg")
             tl.store(counters_ptr + tile, 0)
-            _finish(
+            _store(
                 acc, total, y_ptr, bias_ptr, norm_ptr, residual_ptr, scale_ptr, rows, live, w_rows, outs, is_valid, N,
-                eps, K, GROUP, GATED, ROWS, BN,
+                eps, K, GATED, ROWS, BN,
             )  # fmt: skip
 
 
@@ -149,7 +162,7 @@ def _prefetch(w_base, is_valid, first, COLUMNS: tl.constexpr, PART: tl.constexpr
 
 
 @triton.jit
-def _rows(x_ptr, norm_ptr, rows, live, k, squares, K: tl.constexpr, MASKED: tl.constexpr):
+def input_rows(x_ptr, norm_ptr, rows, live, k, squares, K: tl.constexpr, MASKED: tl.constexpr):
     """Tile [k, rows] of inputs as an operand, and sums of squares."""
     mask = live[None, :]
     if MASKED:
@@ -222,14 +235,14 @@ def _dequantized(q, factors, PACKED_MATH: tl.constexpr):
 
 
 @triton.jit
-def _finish(
+def _store(
     acc, total, y_ptr, bias_ptr, norm_ptr, residual_ptr, scale_ptr, rows, live, w_rows, outs, is_valid, N, eps,
-    K: tl.constexpr, GROUP: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr,
+    K: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Norm, bias, gate and residual in float32, and the store."""
     if norm_ptr is not None:
         acc *= tl.rsqrt(total / K + eps)[None, :]
-    if scale_ptr is not None and GROUP == 0:
+    if scale_ptr is not None:
         acc *= tl.load(scale_ptr + w_rows, mask=is_valid, other=0.0)[:, None]
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + w_rows, mask=is_valid, other=0.0).to(tl.float32)[:, None]

@@ -145,6 +145,20 @@ def _for_wgmma(outputs: int, inputs: int, bits: int, group: int, processors: int
     return Tile(128, width, split, stages, 4)
 
 
+def block_tile(index: int | None, outputs: int, units: int, step_inputs: int, step_bytes: int) -> Tile:
+    """Return the tile for weights in blocks.
+
+    Units have `step_inputs`, and `step_bytes` of 16 outputs. Two warps of 32 outputs each: the matrix units of both
+    take the same inputs, and four such programs or more keep a processor busy.
+    """
+    on, rows = device(index), 64
+    tiles = -(-outputs // rows)
+    splits = [s for s in range(1, 9) if s == 1 or (units >= 2 * s and 10 * -(-units // s) * s <= 11 * units)]
+    split = next((s for s in splits if tiles * s >= 3 * on.processors), splits[-1])
+    together = 4 * (rows // 16 * step_bytes + ROWS * step_inputs * 2)
+    return Tile(rows, step_inputs, split, 4 if together * 3 <= on.shared else 3, 2)
+
+
 def device_file(name: str) -> str:
     """Return the name of a device's file of tiles."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") + ".json"

@@ -57,18 +57,13 @@ class RowLinearBase(nn.Module):
             return compose(linear, x, norm=norm, gated=gated, residual=residual)
         if norm is not None and (x.dtype == torch.float16 or not self.takes_norm):
             x, norm = torch.ops.sharesd.row_norm(x, norm.weight, norm.eps), None
-        return torch.ops.sharesd.row_linear(
-            x,
-            self.weight,
-            self.bias,
-            None if norm is None else norm.weight,
-            0.0 if norm is None else norm.eps,
-            residual,
-            gated,
-            self.scale,
-            self.group_size,
-            self.counters,
-        )
+        around = None if norm is None else norm.weight, 0.0 if norm is None else norm.eps, residual, gated
+        return self.product(x, *around)
+
+    def product(self, x: Tensor, norm: Tensor | None, eps: float, residual: Tensor | None, gated: str) -> Tensor:
+        """Return the outputs of few rows, in one launch."""
+        weights = self.scale, self.group_size, self.counters
+        return torch.ops.sharesd.row_linear(x, self.weight, self.bias, norm, eps, residual, gated, *weights)
 
 
 class RowLinear(RowLinearBase):

@@ -59,6 +59,20 @@ class Combination:
         return self.device.startswith("cuda")
 
     @property
+    def without_blocks(self) -> str | None:
+        """Option that stored weights do not go with."""
+        config = self.config
+        options = {
+            "--lora": config.lora is not None,
+            "--tensor-parallel": config.tensor_parallel > 1,
+            "--devices": config.split.enabled,
+            "--offload": config.offload.limited or config.offload.when == "plan-only",
+            "--compile": config.compile not in ("auto", "native")
+            and not (self.on_gpu or config.device.startswith("cuda")),
+        }
+        return next((name for name, is_given in options.items() if is_given), None)
+
+    @property
     def heads(self) -> list[str]:
         """Active drafters that are trained heads."""
         return [name for name in registry.names("head") if name in self.drafters]

@@ -70,19 +70,6 @@ def _processes(c: Combination) -> str:
     return "the launcher" if c.replicas is None else "--replicas"
 
 
-def without_blocks(config: EngineConfig) -> str | None:
-    """Return the option that stored weights do not go with."""
-    options = {
-        "--lora": config.lora is not None,
-        "--tensor-parallel": config.tensor_parallel > 1,
-        "--devices": config.split.enabled,
-        "--offload": config.offload.limited or config.offload.when == "plan-only",
-        "--device": config.device.startswith("cuda"),
-        "--compile": config.compile not in ("auto", "native"),
-    }
-    return next((name for name, is_given in options.items() if is_given), None)
-
-
 OPTIONS: tuple[Row, ...] = (
     Row(
         lambda c: c.config.tensor_parallel_style == "reduce" and c.config.tensor_parallel == 1,
@@ -196,8 +183,8 @@ OPTIONS: tuple[Row, ...] = (
         ),
     ),
     Row(
-        lambda c: c.config.dequantize is False and without_blocks(c.config) is not None,
-        lambda c: f"stored weights do not go with {without_blocks(c.config)} yet; drop it, or --no-dequantize",
+        lambda c: c.config.dequantize is False and c.without_blocks is not None,
+        lambda c: f"stored weights do not go with {c.without_blocks} yet; drop it, or --no-dequantize",
     ),
     Row(
         lambda c: c.config.prompt_cache is not None and (c.config.split.enabled or c.config.tensor_parallel > 1),
@@ -280,8 +267,16 @@ RESOLVED: tuple[Row, ...] = (
         ),
     ),
     Row(
-        lambda c: c.config.dequantize is False and c.compile != "native",
+        lambda c: c.config.dequantize is False and c.compile != "native" and not c.on_gpu,
         lambda c: f"stored weights run in the CPU kernel, and steps are compiled by {c.compile!r}; take --dequantize",
+    ),
+    Row(
+        lambda c: c.config.dequantize is False and c.on_gpu and c.config.kernels == "torch",
+        lambda c: "stored weights run in the Triton kernels, and torch's run here; take --dequantize",
+    ),
+    Row(
+        lambda c: c.config.activations != "exact" and c.on_gpu,
+        lambda c: f"activations is {c.config.activations!r}, which rounds them on a CPU alone; leave it out",
     ),
 )
 """Rows about options and how they were resolved."""

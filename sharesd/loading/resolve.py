@@ -204,7 +204,7 @@ class _Resolver:
             warns=self._is_rank_zero,
             progress=self._progress,
         )
-        if not config.dequantize and config.dtype == "auto":
+        if not config.dequantize and config.dtype == "auto" and self.device.type == "cpu":
             dtype = torch.float32
             kernels = choose_kernels(config.kernels, self.device, dtype, config.compile)
         auto = None

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from compile.op_registry import runs_cpp
+from compile.op_registry import runs_cpp, runs_triton
 from sharesd.config import EngineConfig
-from sharesd.loading.combinations import without_blocks
+from sharesd.loading.combination import Combination
 from sharesd.models.checkpoint import Progress, is_stored, weight_files
 from sharesd.models.conversion_cache import is_converted
 from sharesd.models.hub import resolve_target
@@ -47,9 +47,7 @@ def folder_and_config(
 
 def _obstacle(config: EngineConfig, device: torch.device) -> str | None:
     """Return what has no kernel for stored weights."""
-    if device.type != "cpu":
-        return "a GPU yet"
-    if config.kernels == "torch" or not runs_cpp(device):
+    if config.kernels == "torch" or not (runs_cpp(device) or runs_triton(device)):
         return "torch's kernels"
-    option = without_blocks(config)
+    option = Combination.of(config, device=str(device)).without_blocks
     return None if option is None else f"{option} yet"

@@ -37,7 +37,7 @@ from sharesd.weights.backend import CpuBackend, backend_for
 from sharesd.weights.draft_heads import DraftHeads
 from sharesd.weights.offload_loader import OffloadLoader, StreamingQuantizer
 from sharesd.weights.offloaded_decoder import OffloadedBlocks
-from sharesd.weights.packing import CpuPacker, make_cpu_linear, packer_for_cuda
+from sharesd.weights.packing import CpuPacker, make_cpu_linear, make_cuda_linear, packer_for_cuda
 from sharesd.weights.quantize import ModelQuantizer
 
 log = logging.getLogger(__name__)
@@ -287,9 +287,15 @@ class ModelLoader:
 
     def _make_linear(self) -> MakeLinear | None:
         """Return the maker of packed linears in their final memory; None: torch's."""
-        if not isinstance(self._backend, CpuBackend) or not runs_cpp(self._backend.device):
+        resolved = self._resolved
+        if not isinstance(self._backend, CpuBackend):
+            if resolved.config.dequantize is not False:
+                return None
+            rows, batch = resolved.step_width, resolved.config.max_batch
+            return partial(make_cuda_linear, device=resolved.device, dtype=resolved.dtype, max_rows=rows, batch=batch)
+        if not runs_cpp(self._backend.device):
             return None
-        resolved, zeros = self._resolved, self._backend.arena.zeros
+        zeros = self._backend.arena.zeros
         return partial(make_cpu_linear, dtype=resolved.dtype, zeros=zeros, activations=resolved.config.activations)
 
     def _record(self, *drafters: str, report: QuantReport) -> None:

@@ -217,7 +217,9 @@ def load_decoder(
             if name == HEAD or config.tie_word_embeddings:
                 decoder.head = make_linear([tensor], None)
             if name == EMBEDDING:
-                decoder.embed = BlockEmbedding(decoder.head if config.tie_word_embeddings else tensor, dtype)
+                is_tied = config.tie_word_embeddings
+                linear = decoder.head if is_tied else make_linear([tensor], None)
+                decoder.embed = BlockEmbedding(linear, dtype, of_head=is_tied)
             return
         if not parameter.is_meta:
             parameter.copy_(tensor)

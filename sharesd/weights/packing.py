@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from compile.block_linear import Activations, BlockLinear, BlockPart
-from compile.linear import QUANTIZED_INPUT_MULTIPLE, PackedLinear, QuantizedPackedLinear, Zeros
+from compile.linear import QUANTIZED_INPUT_MULTIPLE, NotFinite, PackedLinear, QuantizedPackedLinear, Zeros
 from compile.op_registry import HAS_TRITON, runs_triton
 from quant.formats.hqq.gemlite import GEMLITE_BITS, GemliteLinear
 from quant.quantize_model import PackFn
 from quant.quantized_weight import QuantizedWeight
+from sharesd.models.decoder import empty_linear
 from sharesd_files import JsonCache
 
 
@@ -27,13 +28,45 @@ def make_cpu_linear(
     activations: Activations,
 ) -> nn.Module:
     """Return a linear for the CPU kernel, of numbers or blocks."""
-    numbers = [part for part in parts if isinstance(part, Tensor)]
-    if len(numbers) == len(parts):
-        return PackedLinear.from_parts(numbers, bias, dtype=dtype, zeros=zeros)
-    blocks = [part for part in parts if isinstance(part, BlockPart)]
+    numbers, blocks = _by_kind(parts)
     if numbers:
-        raise ValueError("parts of a linear are stored as blocks and as numbers; take --dequantize")
+        return PackedLinear.from_parts(numbers, bias, dtype=dtype, zeros=zeros)
     return BlockLinear(blocks, bias, blocks[0].in_features, activations=activations, zeros=zeros)
+
+
+def make_cuda_linear(
+    parts: Sequence[Tensor | BlockPart],
+    bias: Tensor | None,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    max_rows: int,
+    batch: int,
+) -> nn.Module:
+    """Return a linear of blocks for the Triton kernel.
+
+    One of numbers is to be filled.
+
+    Raises NotFinite.
+    """
+    from compile.cuda.block_linear import BlockRowLinear  # on GPUs only
+
+    numbers, blocks = _by_kind(parts)
+    if blocks:
+        return BlockRowLinear(blocks, None if bias is None else bias.to(device), device, max_rows, batch)
+    if not all(part.isfinite().all() for part in numbers):
+        raise NotFinite("weights have NaN or infinite values")
+    size = numbers[0].shape[1], sum(map(len, numbers))
+    return empty_linear(*size, bias=bias is not None, dtype=dtype, device=device)
+
+
+def _by_kind(parts: Sequence[Tensor | BlockPart]) -> tuple[list[Tensor], list[BlockPart]]:
+    """Return parts of numbers, or of blocks; ValueError if there are both."""
+    numbers = [part for part in parts if isinstance(part, Tensor)]
+    blocks = [part for part in parts if isinstance(part, BlockPart)]
+    if numbers and blocks:
+        raise ValueError("parts of a linear are stored as blocks and as numbers; take --dequantize")
+    return numbers, blocks
 
 
 class CpuPacker:

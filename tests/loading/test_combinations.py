@@ -79,6 +79,8 @@ RESOLVED: list[tuple[Combination, str]] = [
     ),
     (given(activations="fast", dequantize=True), "activations is 'fast', which is for weights that run as they are"),
     (given(dequantize=False, facts={"compile": "regional"}), "stored weights run in the CPU kernel, and steps are"),
+    (given(dequantize=False, kernels="torch", facts={"device": "cuda:0"}), "stored weights run in the Triton kernels"),
+    (given(activations="fast", facts={"device": "cuda:0"}), "activations is 'fast', which rounds them on a CPU alone"),
 ]
 NO_OFFLOAD: list[tuple[Combination, str]] = [
     (given(split=TWO_STAGES), "the model is split among devices, which keep all of it"),

@@ -112,6 +112,14 @@ def test_files_run_as_they_are_stored_by_default(
     assert (message in caplog.text) if message else not caplog.text
 
 
+def test_a_file_that_was_moved_is_found(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "a.gguf")
+    converted_folder(file, dequantize=False)
+    (tmp_path / "elsewhere").mkdir()
+    moved = file.rename(tmp_path / "elsewhere" / "a.gguf")
+    assert next(iter(stored_blocks(converted_folder(moved, dequantize=False))))
+
+
 def test_the_default_expands_architectures_without_a_native_decoder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,10 +49,14 @@ def converted_folder(
         gguf_file,
         parts,
         stem=model_stem(gguf_file),
-        key=ignored,
+        key=ignored if dequantize else [ignored, *_names(parts)],
         ending="" if dequantize else "-stored",
         write=lambda folder: _convert(parts, ignored, folder, progress, dequantize),
     )
+
+
+def _names(parts: list[Path]) -> list[str]:
+    return [str(part.resolve()) for part in parts]
 
 
 def _convert(parts: list[Path], ignored: list[str], folder: Path, progress: Progress, dequantize: bool) -> None:
@@ -66,8 +70,7 @@ def _convert(parts: list[Path], ignored: list[str], folder: Path, progress: Prog
         try:
             _convert_here(file, folder, progress, dequantize)
             if not dequantize:
-                names = [str(part.resolve()) for part in parts]
-                (folder / STORED).write_text(json.dumps({"files": names, "ignored": ignored}))
+                (folder / STORED).write_text(json.dumps({"files": _names(parts), "ignored": ignored}))
         except UnsupportedArchitecture as reason:
             if not dequantize:
                 more = f"{reason}, and stored weights run in native decoders; take --dequantize"

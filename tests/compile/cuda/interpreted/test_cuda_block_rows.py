@@ -1,0 +1,138 @@
+"""Linears of GGUF blocks, under Triton's interpreter or on a GPU: values of the file, errors, and a row's bits."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import gguf
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton is not installed here")
+
+from compile.block_linear import BLOCK_TYPES, BlockPart
+from compile.cuda.block_linear import BlockRowLinear
+from compile.fused_linear import compose
+from sharesd.models.decoder import RMSNorm
+from tests.helpers.block_parts import ggml_type, random_part
+
+EPSILON = {torch.float32: 4e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+QUICK = ("Q8_0", "Q4_K", "Q6_K")
+EACH_TYPE = pytest.mark.parametrize(
+    "type_name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in BLOCK_TYPES]
+)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def linear_of(parts: list[BlockPart], *, bias: Tensor | None = None, max_rows: int = 64) -> BlockRowLinear:
+    return BlockRowLinear(parts, bias, torch.get_default_device(), max_rows)
+
+
+def part_of(name: str, N: int, K: int, seed: int = 0) -> BlockPart:
+    """Random bytes, of a file: on the host."""
+    with torch.device("cpu"):
+        return random_part(name, N, K, seed)
+
+
+def values(part: BlockPart) -> Tensor:
+    return torch.from_numpy(gguf.dequantize(part.raw.numpy(), ggml_type(part.type))).to(torch.get_default_device())
+
+
+def sizes(name: str) -> list[tuple[int, int]]:
+    """N and K: the first are split, the others are no whole records or units."""
+    inputs, _ = gguf.GGML_QUANT_SIZES[ggml_type(name)]
+    return [(48, 1024), (37, 256)] if inputs == 256 else [(48, 1024), (37, 160)]
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    return ((got.double() - want.double()).norm() / want.double().norm()).item()
+
+
+@EACH_TYPE
+def test_values_are_those_of_the_file(type_name: str) -> None:
+    for N, K in sizes(type_name):
+        part = part_of(type_name, N, K)
+        linear = linear_of([part])
+        assert torch.equal(linear.unpacked(), values(part))
+        ids = torch.tensor([[N - 1, 0], [N // 2, 3]])
+        assert torch.equal(linear._decode(ids, torch.float32), values(part)[ids])
+        assert torch.equal(linear.full_weight(torch.bfloat16), values(part).bfloat16())
+
+
+@EACH_TYPE
+@torch.no_grad()
+def test_products(type_name: str) -> None:
+    """Against the file's values in float64: what is left is the rounding of float32 sums, and of the outputs."""
+    for N, K in sizes(type_name):
+        part = part_of(type_name, N, K)
+        linear, weight = linear_of([part]), values(part).double()
+        for dtype in (torch.float32, torch.bfloat16):
+            x = torch.randn(3, K).to(dtype)
+            want = x.double() @ weight.T
+            assert error(linear(x), want) < (4e-7 if dtype == torch.float32 else 2.5e-3), (N, K, dtype)
+        assert not linear.counters.any()
+    prompt = torch.randn(65, K).bfloat16()
+    assert error(linear(prompt), prompt.double() @ weight.T) < 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str)
+@torch.no_grad()
+def test_norm_gate_and_residual(dtype: torch.dtype) -> None:
+    norm = RMSNorm(256, 1e-5, False, dtype=dtype, device=torch.get_default_device()).requires_grad_(False)
+    norm.weight.copy_(0.05 + 0.02 * torch.randn(256))  # float16 holds the products
+    wide = RMSNorm(256, 1e-5, False, dtype=torch.float64, device=torch.get_default_device()).requires_grad_(False)
+    wide.weight.copy_(norm.weight)
+    parts = [part_of("Q4_K", 48, 256), part_of("Q6_K", 40, 256, 1)]
+    for used in (parts[:1], parts):
+        weight = torch.cat([values(part).double() for part in used])
+        bias = torch.randn(len(weight)).to(dtype)
+        linear = linear_of(used, bias=bias)
+        for gated in ("", "silu"):
+            x = 3 * torch.randn(2, 5, 256).to(dtype)
+            residual = torch.randn(2, 5, len(weight) // (2 if gated else 1)).to(dtype)
+            full = partial(torch.nn.functional.linear, weight=weight, bias=bias.double())
+            want = compose(full, x.double(), norm=wide, gated=gated, residual=residual.double())
+            got = linear(x, norm=norm, gated=gated, residual=residual)
+            assert got.dtype == dtype and error(got, want) < EPSILON[dtype], (len(used), gated)
+
+
+@EACH_TYPE
+@torch.no_grad()
+def test_a_rows_bits_depend_on_nothing_beside_it(type_name: str) -> None:
+    linear = linear_of([part_of(type_name, 40, 512)])
+    norm = RMSNorm(512, 1e-5, False, dtype=torch.float32, device=torch.get_default_device()).requires_grad_(False)
+    norm.weight.fill_(0.5)
+    x = torch.randn(19, 512) * torch.logspace(-3, 3, 19)[:, None]
+    whole = linear(x, norm=norm)
+    for M in (1, 2, 5, 16, 17):
+        assert torch.equal(linear(x[:M], norm=norm), whole[:M]), M
+        assert torch.equal(linear(x[-M:], norm=norm), whole[-M:]), M
+
+
+@torch.no_grad()
+def test_parts_of_different_types() -> None:
+    K = 256
+    parts = [part_of(name, N, K, N) for name, N in (("Q4_K", 24), ("Q4_K", 16), ("Q6_K", 21), ("Q8_0", 8))]
+    linear = linear_of(parts)
+    assert linear.types == ["Q4_K", "Q6_K", "Q8_0"], "neighbours of one type take one launch"
+    assert torch.equal(linear.unpacked(), torch.cat([values(part) for part in parts]))
+    x = torch.randn(3, K)
+    assert torch.equal(linear(x), torch.cat([linear_of([part])(x) for part in parts], 1))
+
+
+def test_memory_is_hardly_more_than_the_files() -> None:
+    for name in BLOCK_TYPES:
+        part = part_of(name, 32, 2048)
+        assert linear_of([part]).nbytes <= 1.07 * part.raw.nbytes, name
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(ValueError, match="type IQ1_S does not run as it is; types that do: Q8_0, Q4_K"):
+        linear_of([part_of("IQ1_S", 16, 256)])
+    with pytest.raises(ValueError, match="a Q8_0 part has 512 inputs, the linear 256"):
+        linear_of([part_of("Q4_K", 16, 256), part_of("Q8_0", 16, 512)])
