@@ -27,6 +27,7 @@ class BlockRowLinear(RowLinearBase):
     """Linear with the blocks of one or several tensors of a file."""
 
     scale = None
+    takes_norm = False
 
     def __init__(
         self,
