@@ -1,4 +1,4 @@
-"""Largest logits and top-p of each row, by CPU kernels."""
+"""Largest logits and top-p of each row, by our kernels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from compile.cpp_extension import kernel
-from compile.op_registry import runs_cpp
+from compile.op_registry import LIBRARY, register_cuda, runs_cpp, runs_triton
 
 
 def top_k(logits_RV: Tensor, k: int) -> Tensor:
@@ -62,8 +62,10 @@ def top_p(logits_RV: Tensor, p_R: Tensor) -> Tensor:
 def arg_max(x: Tensor) -> Tensor:
     """Return the last dimension's index of the largest, first among equals.
 
-    NaN is never the largest in the CPU kernel.
+    NaN is never the largest in our kernels.
     """
+    if runs_triton(x.device) and x.dtype in (torch.bfloat16, torch.float16, torch.float32):
+        return torch.ops.sharesd.arg_max(x)
     if not runs_cpp(x.device) or x.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         return x.argmax(-1)
     x = x.contiguous()
@@ -71,3 +73,19 @@ def arg_max(x: Tensor) -> Tensor:
     function = kernel("arg_max", x.dtype, c_void_p, c_void_p, *[c_int64] * 3)
     function(x.data_ptr(), out.data_ptr(), out.numel(), x.shape[-1], torch.get_num_threads())
     return out
+
+
+def _arg_max(x: Tensor) -> Tensor:
+    from compile.cuda.arg_max import arg_max_rows  # imports Triton, which not every machine has
+
+    return arg_max_rows(x.reshape(-1, x.shape[-1])).view(x.shape[:-1])
+
+
+def _arg_max_meta(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape[:-1], dtype=torch.int64)
+
+
+LIBRARY.define("arg_max(Tensor x) -> Tensor")
+register_cuda("arg_max", _arg_max)
+LIBRARY.impl("arg_max", _arg_max, "CPU")  # by Triton's interpreter, for tests
+LIBRARY.impl("arg_max", _arg_max_meta, "Meta")

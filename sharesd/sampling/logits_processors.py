@@ -89,7 +89,7 @@ def choose(logits_BTV: Tensor, noise_BTV: Tensor | None = None) -> Tensor:
 def probs_of(logits_BTV: Tensor, kind: SamplingKind) -> Tensor:
     """Return the distribution [B, T, V] of processed logits; greedy: one-hot."""
     if not kind.sampled:
-        return F.one_hot(logits_BTV.argmax(-1), logits_BTV.shape[-1]).to(torch.float32)
+        return F.one_hot(arg_max(logits_BTV), logits_BTV.shape[-1]).to(torch.float32)
     return logits_BTV.softmax(-1)
 
 

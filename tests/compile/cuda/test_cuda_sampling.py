@@ -32,6 +32,7 @@ from tests.speculation.test_trees import random_tree
 pytest.importorskip("triton")
 from compile.cuda import sampling as kernels  # noqa: E402
 from compile.cuda import tree_verify as walking  # noqa: E402
+from compile.cuda.arg_max import CHUNK, arg_max_rows  # noqa: E402
 from tests.helpers.absent_gpu import SHARED, Binary, gpu  # noqa: E402
 
 V = 2 * kernels.BLOCK + 77
@@ -151,6 +152,20 @@ def test_rows_are_processed_each_in_its_own_way(by_kernel: Any) -> None:
 
 
 @pytest.mark.interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [5, CHUNK, 2 * CHUNK + 77])
+def test_the_largest_is_the_first_of_equals(size: int, dtype: torch.dtype) -> None:
+    x = torch.randn(2, 3, size, generator=torch.Generator().manual_seed(size)).to(dtype)
+    x[0, 1], x[0, 2, :], x[1, 0] = x[0, 1].round(), -math.inf, -x[1, 0].abs() - 1
+    x[1, 2], x[1, 2, 1:3] = 0.0, -0.0
+    want = x.double().argmax(-1)
+    want[0, 2] = want[1, 2] = 0
+    assert torch.equal(torch.ops.sharesd.arg_max(x), want)
+    x[1, 1, 3] = math.nan
+    assert torch.ops.sharesd.arg_max(x)[1, 1] == x[1, 1].nan_to_num(-math.inf).double().argmax()
+
+
+@pytest.mark.interpreted
 @pytest.mark.parametrize("nodes", [1, 6, 15, 40])
 def test_the_walk_is_that_of_tensor_operations(nodes: int) -> None:
     dice = random.Random(nodes)
@@ -178,6 +193,7 @@ def launches(arch: int) -> list[Binary]:
         logits = reals(2, 5, 1003, dtype=torch.bfloat16)
         numbers = reals(2, len(NUMBERS), dtype=torch.float64)
         told = (reals(2, 1003), reals(2, 1003, dtype=torch.bool), ints(2, 1003, dtype=torch.int32))
+        arg_max_rows(logits.flatten(0, 1))
         kernels.process_logits(logits, numbers, *told, ints(2, 4), reals(2, 5, 4, dtype=torch.bool), True, True, 1e-3)
         kernels.process_logits(logits, numbers, None, None, None, None, None, True, True, 1e-3)
         kernels.process_logits(logits, numbers, None, None, None, None, None, True, False, 1e-3)
@@ -187,7 +203,7 @@ def launches(arch: int) -> list[Binary]:
 @pytest.mark.parametrize("arch", [90, *(pytest.param(arch, marks=pytest.mark.slow) for arch in SHARED if arch != 90)])
 def test_sampling_fits_every_gpu(arch: int) -> None:
     made = launches(arch)
-    assert len(made) == 4 + 4 + 2
+    assert len(made) == 2 + 4 + 4 + 2
     with gpu(arch) as walks:
         ints: Any = partial(torch.empty, dtype=torch.int64, device="cuda")
         walking.accept_path(ints(2, 4), ints(2, 5), ints(2, 5, 3), ints(2, 5))
