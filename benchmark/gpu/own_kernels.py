@@ -4,70 +4,68 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from benchmark.gpu.shapes import copies_of, copy_bandwidth, linears
+from benchmark.gpu.shapes import copy_bandwidth, linears
 from benchmark.gpu.worker import Job, NotHere
+from compile.block_linear import BLOCK_TYPES, BlockPart
 from compile.cuda.bench import num_weight_copies, seconds_per_call
+from compile.cuda.linear import RowLinear
+from compile.op_registry import HAS_TRITON
 from quant.formats.hqq.solver import solve
+from sharesd.drafters.base import num_bytes
 from sharesd.weights.packing import pack_for_cuda
 
 MAX_ROWS = 16  # rows of a step at most
 
 
 def _kernels(job: Job) -> SimpleNamespace:
-    """Return the kernels by name; NotHere if they cannot be imported."""
+    """Return the kernels by name; NotHere without a GPU or Triton."""
     job.require_gpu("own kernels")
-    try:
-        linear = importlib.import_module("compile.cuda.linear")
-        attention = importlib.import_module("compile.cuda.attention")
-        return SimpleNamespace(
-            linear=linear.RowLinear,  # (nn.Linear, most_rows) -> module
-            low=pack_for_cuda,  # (QuantizedWeight, bias, dtype=, most_rows=) -> module
-            attend=attention.attend_live,  # as compile.attention.attend_, cosines and sines before the caches
-            one_by_one=partial(mock.patch, "compile.cuda.gemm.launch_options", lambda device: {"PDL": False}),
-        )
-    except (ImportError, AttributeError) as error:
-        raise NotHere(f"own kernels cannot be imported ({error})") from error
+    if not HAS_TRITON:
+        raise NotHere("own kernels need Triton, which is not installed")
+    return SimpleNamespace(
+        linear=RowLinear,
+        low=pack_for_cuda,
+        attend=importlib.import_module("compile.cuda.attention").attend_live,  # imports Triton
+        one_by_one=partial(mock.patch, "compile.cuda.gemm.launch_options", lambda device: {"PDL": False}),
+    )
 
 
 def measure(job: Job) -> None:
     """Time all kernels, with the sizes of the largest model first."""
-    kernels = _kernels(job)
+    kernels, parts = _kernels(job), dict[str, Callable[[], None]]()
     models = {"tiny": {"o": (256, 192)}} if job.tiny else {size: linears(size) for size in ("7b", "1b", "135m")}
     for size, named in models.items():
-        for name, (N, K) in named.items():
-            with job.part(f"{name}, {size}"):
-                _measure_linear(job, kernels, size, name, N, K)
-    for slots in (256,) if job.tiny else (2048, 8192):
-        for live in (slots // 2, slots - 64):
-            with job.part(f"attention, {live} of {slots} slots"):
-                _measure_attention(job, kernels, slots, live)
-    for bits in (4, 8):
-        for name, (N, K) in list(models.values())[0].items():
-            with job.part(f"{name}, {bits} bits"):
-                _measure_low(job, kernels, bits, name, N, K)
+        for name, shape in named.items():
+            parts[f"{name}, {size}"] = partial(_measure_linear, job, kernels, size, name, *shape)
+    for slots, left in product((256,) if job.tiny else (2048, 8192), (2, 1)):
+        live = slots // 2 if left == 2 else slots - 64
+        parts[f"attention, {live} of {slots} slots"] = partial(_measure_attention, job, kernels, slots, live)
+    for bits, (name, shape) in product((4, 8), next(iter(models.values())).items()):
+        parts[f"{name}, {bits} bits"] = partial(_measure_low, job, kernels, bits, name, *shape)
     for width in (64,) if job.tiny else (4096, 2304, 576):
-        with job.part(f"dependent launch, {width}"):
-            _measure_dependent_launch(job, kernels, width)
+        parts[f"dependent launch, {width}"] = partial(_measure_dependent_launch, job, kernels, width)
+    for label, measure_part in parts.items():
+        with job.part(label):
+            measure_part()
 
 
 def _random(job: Job, *shape: int) -> Tensor:
     return torch.randn(shape, device=job.device, generator=torch.Generator(job.device).manual_seed(0)).bfloat16()
 
 
-def _linear(weight_NK: Tensor) -> nn.Linear:
-    linear = nn.Linear(1, 1, bias=False, device="meta")
-    linear.out_features, linear.in_features = weight_NK.shape
-    linear.weight = nn.Parameter(weight_NK, requires_grad=False)
-    return linear
+def plain_linear(job: Job, N: int, K: int) -> nn.Linear:
+    return nn.Linear(K, N, bias=False, device=job.device, dtype=torch.bfloat16).requires_grad_(False)
 
 
 def _times(job: Job, calls: Sequence[Callable[[], object]], rows: int, nbytes: int) -> dict[str, float]:
@@ -76,25 +74,44 @@ def _times(job: Job, calls: Sequence[Callable[[], object]], rows: int, nbytes: i
     return {f"us, {rows} rows": 1e6 * seconds, f"of copy, {rows}": nbytes / seconds / copy_bandwidth(job.device)}
 
 
+def in_rows(job: Job, module: nn.Module, K: int, rows: Sequence[int]) -> dict[str, float]:
+    """Time a module and copies, which together exceed the GPU's caches."""
+    x_MK, nbytes, found = _random(job, MAX_ROWS, K), num_bytes(module), dict[str, float]()
+    modules = [module, *(deepcopy(module) for _ in range(num_weight_copies(nbytes, x_MK.device) - 1))]
+    for num in rows:
+        found |= _times(job, [partial(each, x_MK[:num]) for each in modules], num, nbytes)
+    return found
+
+
 def _measure_linear(job: Job, kernels: SimpleNamespace, size: str, name: str, N: int, K: int) -> None:
-    weights, x_MK = copies_of(_random(job, N, K) * K**-0.5), _random(job, MAX_ROWS, K)
-    modules = [kernels.linear(_linear(weight), MAX_ROWS) for weight in weights]
-    row: dict[str, Any] = {"model": size, "linear": name}
-    for rows in (1, 9, MAX_ROWS):
-        row |= _times(job, [partial(module, x_MK[:rows]) for module in modules], rows, weights[0].nbytes)
-    library_s = seconds_per_call([partial(F.linear, x_MK[:1], weight) for weight in weights])
-    job.add("linears", {**row, "us, cuBLAS": 1e6 * library_s})
+    linear = plain_linear(job, N, K)
+    row = in_rows(job, kernels.linear(linear, MAX_ROWS), K, (1, 9, MAX_ROWS))
+    library = in_rows(job, linear, K, (1,))["us, 1 rows"]
+    job.add("linears", {"model": size, "linear": name, **row, "us, cuBLAS": library})
 
 
 def _measure_low(job: Job, kernels: SimpleNamespace, bits: int, name: str, N: int, K: int) -> None:
-    solved, x_MK = solve(_random(job, N, K) * K**-0.5, bits, 64), _random(job, 2, K)
-    build = partial(kernels.low, solved, None, dtype=torch.bfloat16, max_rows=MAX_ROWS)
-    low = build()
-    modules = [low, *(build() for _ in range(num_weight_copies(low.nbytes, x_MK.device) - 1))]
-    row: dict[str, Any] = {"bits": bits, "linear": name}
-    for rows in (1, 2):
-        row |= _times(job, [partial(module, x_MK[:rows]) for module in modules], rows, low.nbytes)
-    job.add("low-bit linears", row)
+    solved = solve(_random(job, N, K) * K**-0.5, bits, 64)
+    low = kernels.low(solved, None, dtype=torch.bfloat16, max_rows=MAX_ROWS)
+    job.add("low-bit linears", {"bits": bits, "linear": name, **in_rows(job, low, K, (1, 2))})
+
+
+def measure_stored(job: Job) -> None:
+    """Time products of blocks as files store them, beside bfloat16."""
+    _kernels(job)
+    from compile.cuda.block_linear import BlockRowLinear
+
+    for N, K in ((256, 256),) if job.tiny else ((4096, 4096), (11008, 4096)):
+        for kind in ("BF16", *BLOCK_TYPES):
+            if not job.has_time(8):  # its kernels are compiled
+                return
+            with job.part(f"{kind}, {N}"):
+                module: nn.Module = RowLinear(plain_linear(job, N, K), MAX_ROWS)
+                if kind in BLOCK_TYPES:
+                    inputs, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+                    raw = torch.randint(0, 256, (N, K // inputs * size), dtype=torch.uint8)
+                    module = BlockRowLinear([BlockPart(kind, raw)], None, torch.device(job.device), MAX_ROWS)
+                job.add("stored", {"type": kind, "outputs": N, **in_rows(job, module, K, (1, 4, 9, MAX_ROWS))})
 
 
 def _measure_attention(job: Job, kernels: SimpleNamespace, slots: int, live: int) -> None:
@@ -114,8 +131,8 @@ def _measure_attention(job: Job, kernels: SimpleNamespace, slots: int, live: int
 
 def _measure_dependent_launch(job: Job, kernels: SimpleNamespace, width: int) -> None:
     """Time a graph of square products with and without dependent launch."""
-    weights = copies_of(_random(job, width, width) * width**-0.5)
-    modules = nn.Sequential(*(kernels.linear(_linear(weight), MAX_ROWS) for weight in weights))
+    copies = num_weight_copies(2 * width**2, torch.device(job.device))
+    modules = nn.Sequential(*(kernels.linear(plain_linear(job, width, width), MAX_ROWS) for _ in range(copies)))
     call = partial(modules, _random(job, 1, width))
     row: dict[str, Any] = {"width": width, "products": len(modules)}
     row["us, with"] = 1e6 * seconds_per_call([call]) / len(modules)

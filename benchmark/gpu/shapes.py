@@ -1,4 +1,4 @@
-"""Linear sizes of common models, tensor copies and copy bandwidth for timing."""
+"""Linear sizes of common models, and copy bandwidth."""
 
 from __future__ import annotations
 
@@ -6,12 +6,8 @@ import json
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from sharesd.models.wide_shapes import SHAPES
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +75,6 @@ def model_of(folder: Path) -> Model:
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     kv_heads, head_dim = config.get("num_key_value_heads") or heads, config.get("head_dim") or hidden // heads
     return Model(folder.name, hidden, config["intermediate_size"], heads, kv_heads, head_dim)
-
-
-def copies_of(tensor: Tensor) -> list[Tensor]:
-    """Return a tensor and copies that together exceed the GPU's caches."""
-    from compile.cuda.bench import num_weight_copies
-
-    return [tensor, *(tensor.clone() for _ in range(num_weight_copies(tensor.nbytes, tensor.device) - 1))]
 
 
 @cache

@@ -119,7 +119,7 @@ def _instructions(t, is_bfloat16, low, high, zero, table):
         return f"0x{half:04x}{half:04x}"
 
     def field(source, shift, mask, to):
-        """Bits of the source at those of the mask, or-ed into a base."""
+        """Bits of the source at the mask, or-ed into a base."""
         move = f"shr.b32 u, {source}, {shift};" if shift >= 0 else f"shl.b32 u, {source}, {-shift};"
         return f"{move} lop3.b32 {to}, u, {both(mask)}, "
 

@@ -252,14 +252,9 @@ def test_one_gpu_is_all_that_a_step_sees(monkeypatch: pytest.MonkeyPatch) -> Non
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
 
 
-def test_kernels_that_cannot_be_imported_are_said_not_to_be_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(name: str) -> None:
-        raise ImportError(f"no {name}")
-
-    monkeypatch.setattr(own_kernels.importlib, "import_module", refuse)
-    with pytest.raises(NotHere, match="no compile.cuda.linear"):
+def test_kernels_without_triton_are_said_not_to_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_kernels, "HAS_TRITON", False)
+    with pytest.raises(NotHere, match="Triton, which is not installed"):
         own_kernels._kernels(Job("cuda", tmp_path / "found"))
 
 

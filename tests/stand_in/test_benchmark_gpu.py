@@ -11,7 +11,7 @@ from tests.stand_in.run_step import run_step
 from tests.stand_in.worker import Outcome, run
 
 QUICK = ("machine", "1b-costs", "135m")
-LONG = ("1b", "135m-more", "offload", "7b-more", "classic", "stages", "kernels", "tiles", "gemlite", "starts")
+LONG = ("1b", "135m-more", "offload", "7b-more", "classic", "stages", "kernels", "stored", "tiles", "gemlite", "starts")
 """All but the same code at 7B, and the tests, whose kernels would do nothing."""
 TABLES = {
     "kernels": {"linears": 1, "attention": 6, "low-bit linears": 2, "dependent launch": 1},
