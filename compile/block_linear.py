@@ -53,6 +53,11 @@ _LINEAR_ARGTYPES = (*[c_void_p] * 4, *[c_int64] * 3, c_void_p, c_void_p, c_int64
 _DECODE_ARGTYPES = (c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_int64)
 
 
+def block_sizes(kind: str) -> tuple[int, int]:
+    """Return inputs and bytes of a block, in a file."""
+    return _FORMATS[kind].inputs, _FORMATS[kind].bytes
+
+
 class BlockPart(NamedTuple):
     """GGML type of a tensor, and uint8 [N, row bytes]."""
 

@@ -1,7 +1,7 @@
 """Build and load this package's CPU kernels with the system's C++ compiler.
 
-There is a library of model kernels for each dtype, one of sampling kernels, and one for blocks of GGUF files. Each is
-built once per machine, at its first use.
+There is a library of model kernels for each dtype, one of sampling kernels, one for blocks of GGUF files, and one that
+quantizes to them. Each is built once per machine, at its first use.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ SAMPLING_OPS = (
 )
 """Kernels of sampling_ops.cpp."""
 BLOCK_OPS = ("block_sums", "repack_blocks", "decode_rows")
-"""Kernels of block_ops.cpp; all others are in model_ops.cpp."""
-_SHARED = ("sampling_ops", "block_ops")  # libraries that all dtypes share
+"""Kernels of block_ops.cpp; quantize_ops.cpp has one, and all others are in model_ops.cpp."""
+_SHARED = {"sampling_ops": (), "block_ops": (), "quantize_ops": ("-ffp-contract=off",)}
+"""Libraries that all dtypes share, and their flags."""
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-march=native")
 """Compiler flags; SHARESD_CXXFLAGS adds flags, e.g. -fsanitize=address."""
 ARM_FLAGS = ("-D_Float16=__fp16",)
@@ -74,7 +75,7 @@ _locks: defaultdict[str, Lock] = defaultdict(Lock)  # one for each part that is 
 
 @cache
 def library(part: str) -> ctypes.CDLL:
-    """Load `sampling_ops`, `block_ops`, or a dtype's model kernels.
+    """Load a shared library, or a dtype's model kernels.
 
     Raises RuntimeError if no compiler can build it.
     """
@@ -117,7 +118,7 @@ def _command() -> tuple[str, ...]:
 
 def _target(part: str, command: tuple[str, ...]) -> tuple[Path, tuple[str, ...]]:
     """Return a library's file in the cache, and its source."""
-    source = (f"{part}.cpp",) if part in _SHARED else ("model_ops.cpp", f"-DDTYPE={part}")
+    source = (f"{part}.cpp", *_SHARED[part]) if part in _SHARED else ("model_ops.cpp", f"-DDTYPE={part}")
     key = hashlib.sha256()
     for file in sorted(SOURCE_FOLDER.iterdir()):
         key.update(file.read_bytes())
@@ -245,7 +246,8 @@ def _cpu_features() -> str:
 def kernel(name: str, dtype: torch.dtype, *argtypes: type) -> Callable[..., None]:
     """Return the library function `name`_`dtype`, e.g. attend_bfloat16."""
     named = str(dtype).removeprefix("torch.")
-    part = "sampling_ops" if name in SAMPLING_OPS else "block_ops" if name in BLOCK_OPS else named
+    shared = {"quantize_blocks": "quantize_ops"} | dict.fromkeys(SAMPLING_OPS, "sampling_ops")
+    part = (shared | dict.fromkeys(BLOCK_OPS, "block_ops")).get(name, named)
     function = getattr(library(part), f"{name}_{named}")
     function.argtypes, function.restype = argtypes, None
     return function

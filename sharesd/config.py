@@ -18,6 +18,7 @@ Offload = Literal["auto", "off", "plan-only"]
 TensorParallelStyle = Literal["gather", "reduce"]
 Activations = Literal["exact", "fast"]
 Kernels = Literal["auto", "triton", "torch"]
+TargetQuant = Literal["q8_0", "q6_k", "q5_k", "q4_k", "q5_1", "q5_0", "q4_1", "q4_0", "mxfp4"]
 DType = Literal["auto", "bfloat16", "float16", "float32", "float64"]
 
 MIN_CONTEXT, PLANNED_CONTEXT = 16, 2048
@@ -276,6 +277,8 @@ class EngineConfig:
 
     False: they run as they are stored. None = that, where it can be done (see `sharesd.loading.stored_weights`).
     """
+    target_quant: TargetQuant | None = None
+    """Type of .gguf blocks that plain weights are quantized to."""
     activations: Activations = "exact"
     """Rounding of the inputs of stored weights.
 
@@ -293,10 +296,11 @@ class EngineConfig:
     """File to which a line per round is appended, see `sharesd.engine.trace_file`."""
 
     def __post_init__(self) -> None:
-        check_one_of("dtype", self.dtype, get_args(DType))
-        check_one_of("compile", self.compile, get_args(CompileMode))
-        check_one_of("kernels", self.kernels, get_args(Kernels))
-        check_one_of("activations", self.activations, get_args(Activations))
+        kinds = {"dtype": DType, "compile": CompileMode, "kernels": Kernels, "activations": Activations}
+        for name, kind in (kinds | {"tensor_parallel_style": TensorParallelStyle}).items():
+            check_one_of(name, getattr(self, name), get_args(kind))
+        if self.target_quant is not None:
+            check_one_of("target_quant", self.target_quant, get_args(TargetQuant))
         if self.num_draft is not None:
             check_min("num_draft", self.num_draft, 1)
         check_min("max_draft", self.max_draft, 1)
@@ -305,7 +309,6 @@ class EngineConfig:
         else:
             self._check_tree(*self.tree)
         check_min("tensor_parallel", self.tensor_parallel, 1)
-        check_one_of("tensor_parallel_style", self.tensor_parallel_style, get_args(TensorParallelStyle))
         check_min("max_batch", self.max_batch, 1)
         if self.threads is not None:
             check_min("threads", self.threads, 1)

@@ -30,10 +30,10 @@ class Transformers(Peer):
 
         super().__init__(settings)
         torch.set_num_threads(settings.num_threads)
-        self._quiet, config = quiet_transformers, settings.config
+        self._quiet, config = quiet_transformers, replace(settings.config, dequantize=True, target_quant=None)
         given = {"dtype": getattr(torch, settings.dtype), "trust_remote_code": config.trust_remote_code}
         with self._quiet():
-            model: Any = AutoModelForCausalLM.from_pretrained(resolve_target(replace(config, dequantize=True)), **given)
+            model: Any = AutoModelForCausalLM.from_pretrained(resolve_target(config), **given)
         self._model = model.eval().to(config.device)
         self._model.generation_config.eos_token_id = None  # end tokens do not end an answer
         self._options: dict[str, dict[str, Any]] = {}

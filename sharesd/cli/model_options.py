@@ -10,7 +10,7 @@ from typing import get_args
 from sharesd.cli import parse_types
 from sharesd.cli.options_from_dataclass import add_flags
 from sharesd.cli.parser import Parser
-from sharesd.config import DType, EngineConfig, OffloadConfig, PipelineConfig
+from sharesd.config import DType, EngineConfig, OffloadConfig, PipelineConfig, TargetQuant
 from sharesd.drafters import registry, selection
 from sharesd.drafters.spec import DrafterSpec, Flag, Need
 
@@ -46,6 +46,11 @@ MODEL = {
     "dequantize": Flag(
         "expand the weights of a .gguf file or quantized folder to 16 bits; --no-dequantize: run them as they are "
         "stored (default: that, where it can be done)"
+    ),
+    "target_quant": Flag(
+        "quantize the target's plain weights to this type of .gguf blocks while they are loaded, which changes them: "
+        + ", ".join(get_args(TargetQuant)),
+        metavar="TYPE",
     ),
     "activations": Flag(
         "inputs of linears whose weights run as they are stored: rounded to 16 bits (exact) or 8 bits (fast), per 32 "

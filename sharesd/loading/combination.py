@@ -59,7 +59,7 @@ class Combination:
         return self.device.startswith("cuda")
 
     @property
-    def without_blocks(self) -> str | None:
+    def blocks_obstacle(self) -> str | None:
         """Option that stored weights do not go with."""
         config = self.config
         options = {
@@ -71,6 +71,21 @@ class Combination:
             and not (self.on_gpu or config.device.startswith("cuda")),
         }
         return next((name for name, is_given in options.items() if is_given), None)
+
+    @property
+    def runs_blocks(self) -> bool:
+        """True if the options ask for stored or quantized weights."""
+        return self.config.dequantize is False or self.config.target_quant is not None
+
+    @property
+    def blocks_flag(self) -> str:
+        """The option that asks for such weights."""
+        return "--no-dequantize" if self.config.target_quant is None else "--target-quant"
+
+    @property
+    def without_blocks(self) -> str:
+        """The remedy that runs numbers instead."""
+        return "take --dequantize" if self.config.target_quant is None else "drop --target-quant"
 
     @property
     def heads(self) -> list[str]:

@@ -183,8 +183,12 @@ OPTIONS: tuple[Row, ...] = (
         ),
     ),
     Row(
-        lambda c: c.config.dequantize is False and c.without_blocks is not None,
-        lambda c: f"stored weights do not go with {c.without_blocks} yet; drop it, or --no-dequantize",
+        lambda c: c.runs_blocks and c.blocks_obstacle is not None,
+        lambda c: f"stored weights do not go with {c.blocks_obstacle} yet; drop it, or {c.blocks_flag}",
+    ),
+    Row(
+        lambda c: c.config.target_quant is not None and c.config.dequantize is True,
+        lambda c: f"target_quant is {c.config.target_quant!r}, and dequantize is given; drop one of the two",
     ),
     Row(
         lambda c: c.config.prompt_cache is not None and (c.config.split.enabled or c.config.tensor_parallel > 1),
@@ -268,11 +272,11 @@ RESOLVED: tuple[Row, ...] = (
     ),
     Row(
         lambda c: c.config.dequantize is False and c.compile != "native" and not c.on_gpu,
-        lambda c: f"stored weights run in the CPU kernel, and steps are compiled by {c.compile!r}; take --dequantize",
+        lambda c: f"stored weights run in the CPU kernel, and steps are compiled by {c.compile!r}; {c.without_blocks}",
     ),
     Row(
         lambda c: c.config.dequantize is False and c.on_gpu and c.config.kernels == "torch",
-        lambda c: "stored weights run in the Triton kernels, and torch's run here; take --dequantize",
+        lambda c: f"stored weights run in the Triton kernels, and torch's run here; {c.without_blocks}",
     ),
     Row(
         lambda c: c.config.activations != "exact" and c.on_gpu,
@@ -312,7 +316,7 @@ NO_OFFLOAD: tuple[Row, ...] = (
     ),
     Row(
         lambda c: c.config.dequantize is False,
-        lambda c: "the weights run as they are stored, and all stay in memory; take --dequantize",
+        lambda c: f"the weights run as they are stored, and all stay in memory; {c.without_blocks}",
     ),
     Row(
         lambda c: c.config.prompt_cache is not None,

@@ -30,6 +30,9 @@ def folder_and_config(
         ValueError: weights that are to run as they are stored cannot; the message names a remedy.
     """
     obstacle = None
+    if config.target_quant is not None:
+        _check_target_quant(config, device, needs_numbers)
+        config = replace(config, dequantize=False)
     if config.dequantize is None:
         wants_numbers = needs_numbers or config.target is None or config.dtype != "auto"
         obstacle = None if wants_numbers else _obstacle(config, device)
@@ -42,12 +45,20 @@ def folder_and_config(
     if warns and obstacle is not None and is_converted(resolve_target(replace(config, lora=None))):
         size = f"{sum(file.stat().st_size for file in weight_files(folder)) / 1e9:.1f} GB"
         log.warning("weights are expanded to 16 bits, %s: stored ones do not go with %s", size, obstacle)
+    if warns and config.target_quant is not None:
+        log.warning("weights are quantized to %s at load: texts are those of the quantized model", config.target_quant)
     return folder, replace(config, dequantize=not is_stored(folder))
+
+
+def _check_target_quant(config: EngineConfig, device: torch.device, needs_numbers: bool) -> None:
+    obstacle = "weights that the caller makes or offloads" if needs_numbers else _obstacle(config, device)
+    if obstacle is not None:
+        raise ValueError(f"target_quant is {config.target_quant!r}, and does not go with {obstacle}; leave it out")
 
 
 def _obstacle(config: EngineConfig, device: torch.device) -> str | None:
     """Return what has no kernel for stored weights."""
     if config.kernels == "torch" or not (runs_cpp(device) or runs_triton(device)):
         return "torch's kernels"
-    option = Combination.of(config, device=str(device)).without_blocks
+    option = Combination.of(config, device=str(device)).blocks_obstacle
     return None if option is None else f"{option} yet"

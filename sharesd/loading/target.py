@@ -74,6 +74,7 @@ def prepare_cpu(resolved: ResolvedConfig) -> None:
     STEP_THREADS.fix(resolved.config.threads)
     if resolved.compile == "native":
         blocks = ["block_ops"] if resolved.config.dequantize is False else []
+        blocks += ["quantize_ops"] if resolved.config.target_quant is not None else []
         prepare(str(resolved.dtype).removeprefix("torch."), "sampling_ops", *blocks)
 
 

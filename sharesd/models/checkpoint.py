@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 STORED = "gguf.json"
 """Names of the .gguf files that hold a folder's weights."""
+TARGET_QUANT = "target_quant.json"
+"""File with the type that a folder's weights are quantized to."""
 ADAPTER = "lora_adapter"
 """Folder of a LoRA adapter within a checkpoint folder that `sharesd.models.lora` made."""
 ADAPTER_CONFIG = "adapter_config.json"
@@ -211,8 +213,8 @@ def refuse_pointers(files: Iterable[Path]) -> None:
 
 
 def is_stored(folder: Path) -> bool:
-    """Return True if weights can run as they are stored."""
-    return (folder / STORED).exists() or is_quantized(folder)
+    """Return True if weights can run as blocks."""
+    return (folder / STORED).exists() or (folder / TARGET_QUANT).exists() or is_quantized(folder)
 
 
 def adapter_files(adapter: Path) -> list[Path]:
@@ -244,7 +246,8 @@ def stamp(file: Path) -> list[int]:
 def identity(folder: Path) -> str:
     """Return a key of the checkpoint's present weights, without reading them."""
     adapter = adapter_files(folder / ADAPTER) if (folder / ADAPTER).is_dir() else []
-    files = [file.resolve() for file in (folder / "config.json", *weight_files(folder), *adapter)]
+    quant = [folder / TARGET_QUANT] if (folder / TARGET_QUANT).exists() else []
+    files = [file.resolve() for file in (folder / "config.json", *weight_files(folder), *adapter, *quant)]
     return repr([(str(file), *stamp(file)) for file in files])
 
 

@@ -32,14 +32,18 @@ _HUB_PATTERNS = ["*.json", "*.jinja", "*.txt", "*.model", "*.py"]
 
 
 def resolve_target(config: EngineConfig, *, progress: Progress = silent) -> Path:
-    """Return the folder of a config's target, its adapter included; see `resolve`."""
+    """Return the folder of a config's target with adapter and `target_quant`."""
     folder = resolve(
         config.target,
         progress=progress,
         ignored=config.ignore_keys,
         revision=config.revision,
-        dequantize=config.dequantize,
+        dequantize=config.dequantize if config.target_quant is None else False,
     )
+    if config.target_quant is not None:
+        from sharesd.models.quantized.target import folder_to_quantize  # which imports the decoder
+
+        return folder_to_quantize(folder, config.target_quant)
     return folder if config.lora is None else folder_with_adapter(folder, config.lora)
 
 

@@ -104,11 +104,22 @@ def load_model(
 
 def stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield names and tensors of a folder, its adapter merged."""
+    if (folder / checkpoint.TARGET_QUANT).exists():
+        from sharesd.models.quantized.target import quantized_tensors
+
+        return cast(
+            "Iterator[tuple[str, Tensor]]", quantized_tensors(folder, decoder_config(folder), _source_tensors(folder))
+        )
+    return _source_tensors(folder)
+
+
+def _source_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and tensors, before `--target-quant`."""
     if checkpoint.is_quantized(folder):
         from sharesd.models.quantized.folder import stored_parts
 
         return cast("Iterator[tuple[str, Tensor]]", stored_parts(folder))
-    if checkpoint.is_stored(folder):
+    if (folder / checkpoint.STORED).exists():
         from sharesd.models.gguf.stored import stored_blocks  # whose package takes time to import
 
         return cast("Iterator[tuple[str, Tensor]]", stored_blocks(folder))  # blocks have what is read of tensors
@@ -159,7 +170,7 @@ def decoder_config(folder: Path) -> DecoderConfig:
 def _has_other_head(folder: Path, identity: str) -> bool:
     """Return True if the stored LM head is not the embedding."""
     is_quantized = checkpoint.is_quantized(folder)  # of which no linear is to be read here
-    stored = plain_tensors(folder) if is_quantized else stored_tensors(folder)
+    stored = plain_tensors(folder) if is_quantized else _source_tensors(folder)
     found = {
         text_name(name): tensor for name, tensor in stored if text_name(name).startswith((EMBEDDING, _HEAD_MODULE))
     }

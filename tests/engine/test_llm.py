@@ -381,7 +381,8 @@ PUBLIC = (
     "target lora mode hybrid_with auto_drafters drafter_options drafter_modules draft heads "
     "head_quant num_draft max_draft tree dtype device quant compile kernels exact steady_cublas threads "
     "tensor_parallel tensor_parallel_style split draft_device max_batch max_queue prefill_chunk max_context "
-    "trust_remote_code revision dequantize activations ignore_keys offload prompt_cache prompt_cache_size trace"
+    "trust_remote_code revision dequantize target_quant activations ignore_keys offload prompt_cache prompt_cache_size "
+    "trace"
 )
 """Fields of EngineConfig, which are keywords of LLM: whoever renames one breaks programs of others."""
 SAMPLING = (

@@ -127,7 +127,8 @@ def _add_tensors(
         for name, shape in rows.items():
             kind = gguf.GGMLQuantizationType.BF16 if name == "attn_output" else None
             add(f"blk.{i}.{name}.weight", *shape, kind=kind)
-        add(f"blk.{i}.ffn_down.weight", 64, 96, kind=gguf.GGMLQuantizationType.Q4_0)
+        is_plain = matrices == gguf.GGMLQuantizationType.F16
+        add(f"blk.{i}.ffn_down.weight", 64, 96, kind=None if is_plain else gguf.GGMLQuantizationType.Q4_0)
         if architecture == "qwen2":
             for name, size in heads.items():
                 add(f"blk.{i}.{name}.bias", size)

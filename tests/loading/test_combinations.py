@@ -52,6 +52,7 @@ OPTIONS: list[tuple[Combination, str]] = [
     (given(split=TWO_STAGES, facts={"launched": 4}), "which have one device each; drop --devices"),
     (given(facts={"quant_skip": ("proj=down",)}), "--quant-skip is 'proj=down'; drop one of the two"),
     (given(dequantize=False, compile="off"), "stored weights do not go with --compile yet; drop it"),
+    (given(target_quant="q8_0", dequantize=True), "target_quant is 'q8_0', and dequantize is given; drop one"),
     (given(prompt_cache="kv", tensor_parallel=2), "prompt_cache is kv, and it has no KV of several devices; drop it"),
     (given(trace="t", facts={"replicas": 2}), "trace is t, which one process writes; drop it, or --replicas"),
 ]

@@ -1,0 +1,96 @@
+"""Quantizing of targets to GGUF blocks while they are loaded.
+
+A folder in the cache stands for checkpoint and type: links to the checkpoint's files, and a file with the type.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from torch import Tensor
+
+from compile.block_linear import BlockPart, block_sizes
+from compile.block_quantizer import quantize_blocks
+from sharesd.models.checkpoint import STORED, TARGET_QUANT, identity, is_quantized, read_config, read_json
+from sharesd.models.decoder_config import DecoderConfig, UnsupportedArchitecture
+from sharesd.models.linked_folder import linked_folder
+from sharesd.models.weight_mapping import EMBEDDING, HEAD, LAYERS, tensor_shapes, text_name
+
+_REMEDY = "drop --target-quant"
+_SMALLEST = 32  # inputs of a block
+_FALLBACKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+"""Types for rows that are no whole blocks, as llama.cpp takes them."""
+
+
+def folder_to_quantize(base: Path, kind: str) -> Path:
+    """Return a folder in the cache for checkpoint and type.
+
+    Raises:
+        ValueError: it is quantized already, or cannot be; the message names a remedy.
+    """
+    if is_quantized(base):
+        raise ValueError(f"{base} has quantized weights; {_REMEDY}")
+    if (base / STORED).exists():
+        _check_plain(base)
+    try:
+        config = DecoderConfig.from_hf(read_config(base), refuses_unread=True)
+    except UnsupportedArchitecture as reason:
+        raise ValueError(f"{base}: {reason}, and quantized weights run in native decoders; {_REMEDY}") from None
+    for name, shape in tensor_shapes(config).items():
+        if len(shape) == 2 and shape[1] % _SMALLEST:
+            raise ValueError(f"{base}: {name} has {shape[1]} inputs, which is no multiple of {_SMALLEST}; {_REMEDY}")
+    text = json.dumps({"type": kind})
+    key = identity(base), kind
+    return linked_folder(base, f"{base.name}-{kind}", key, lambda fresh: _write(fresh / TARGET_QUANT, text))
+
+
+def _write(file: Path, text: str) -> None:
+    file.write_text(text)
+
+
+def _check_plain(folder: Path) -> None:
+    """Raise ValueError if a .gguf file has quantized tensors."""
+    from sharesd.models.gguf.parts import read_model
+    from sharesd.models.gguf.stored import PLAIN
+
+    source = read_json(folder / STORED)
+    for name, tensor in read_model([Path(file) for file in source["files"]], source["ignored"]).tensors.items():
+        if tensor.kind.name not in PLAIN:
+            raise ValueError(f"{source['files'][0]} has quantized weights ({name}: {tensor.kind.name}); {_REMEDY}")
+
+
+def quantized_tensors(
+    folder: Path, config: DecoderConfig, stored: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor | BlockPart]]:
+    """Yield tensors, the matrices of the decoder as blocks.
+
+    Raises ValueError that names a tensor with values that blocks do not hold.
+    """
+    kind, shapes = read_json(folder / TARGET_QUANT)["type"].upper(), tensor_shapes(config)
+    for name, tensor in stored:
+        known = text_name(name)
+        if tensor.ndim != 2 or known not in shapes or tuple(tensor.shape) != shapes[known]:
+            yield name, tensor
+            continue
+        try:
+            yield name, quantize_blocks(tensor, block_type(known, tensor.shape[1], kind, config))
+        except ValueError as error:
+            raise ValueError(f"{folder}: {name} cannot be quantized to {kind} ({error}); {_REMEDY}") from None
+
+
+def block_type(name: str, num_inputs: int, kind: str, config: DecoderConfig) -> str:
+    """Return the type that llama.cpp chooses for a matrix.
+
+    `kind`: the file's type. The LM head, and in some layers `v` and `down` of Q4_K and Q5_K, have more bits.
+    """
+    is_head = name == HEAD or (name == EMBEDDING and config.tie_word_embeddings)
+    if is_head and kind != "Q8_0":
+        kind = "Q8_0" if kind == "MXFP4" else "Q6_K"
+    elif kind in ("Q4_K", "Q5_K") and name.startswith(LAYERS) and name.endswith(("v_proj.weight", "down_proj.weight")):
+        layer, num = int(name.removeprefix(LAYERS).partition(".")[0]), config.num_hidden_layers
+        eighth = num // 8
+        if layer < eighth or layer >= 7 * num // 8 or (layer - eighth) % 3 == 2:
+            kind = "Q6_K"
+    return kind if num_inputs % block_sizes(kind)[0] == 0 else _FALLBACKS[kind]
