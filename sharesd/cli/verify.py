@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.markup import escape
 
-from sharesd.cli import environment, options, questions
+from sharesd.cli import divergence, environment, options, questions
 from sharesd.cli.console import console, err_console, loading_bars
 from sharesd.cli.tables import Section
 from sharesd.config import EngineConfig, Mode
@@ -98,10 +98,22 @@ def add_parser(subparsers: Any, name: str = "verify") -> None:
         "--seeds", type=_list_of(int), default="0,1", metavar="LIST", help="seeds; greedy decoding needs no second one"
     )
     questions.add_question_options(group, name, num_questions=NUM_QUESTIONS, max_new_tokens=MAX_NEW_TOKENS)
+    group.add_argument(
+        "--against",
+        metavar="MODEL",
+        help="compare the target's logits, instead of modes, with those of this model in float32: their KL divergence "
+        "over the questions, or --texts. The target's own file shows what the rounding of activations changes, and the "
+        "folder of --target-quant what quantizing changes",
+    )
+    group.add_argument("--texts", metavar="FILE", help="a text on which --against compares (default: the questions)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Compare all modes; return 0 if all tokens are identical, else 1."""
+    if args.against is not None:
+        return _run_against(args)
+    if args.texts is not None:
+        raise ValueError(f"--texts is {args.texts}, which --against reads; give --against too, or drop it")
     modes = options.modes_of(args, default=registry.modes())
     modes = ("naive", *(mode for mode in modes if mode != "naive"))
     if len(modes) == 1:
@@ -128,6 +140,20 @@ def run(args: argparse.Namespace) -> int:
     results = {"identical": identical, **about, "cases": [asdict(case) for case in cases]}
     environment.write_results(out_dir / "verify.json", results)
     return 0 if identical else 1
+
+
+def _run_against(args: argparse.Namespace) -> int:
+    """Show how far the target's logits are from a reference's."""
+    config = options.engine_config(argparse.Namespace(**{**vars(args), "num_draft": AUTO}), modes=("naive",))
+    asked = first_turns(args.questions, args.num_questions).questions
+    out_dir = environment.out_folder(args.out_dir, "verify")
+    with loading_bars() as progress:
+        found = divergence.measure(config, args.against, args.texts, asked, progress)
+    console.print(found.section("divergence from the reference").table())
+    sizes = {name: getattr(args, name) for name in ("against", "texts", "questions", "num_questions")}
+    about = environment.conditions(config, ("naive",), **sizes)
+    environment.write_results(out_dir / "verify.json", {**about, "divergence": asdict(found)})
+    return 0
 
 
 def compare_answers(

@@ -275,6 +275,7 @@ def _settings(args: argparse.Namespace, config: EngineConfig, temperatures: list
     return {
         "target": config.target,
         **({} if config.lora is None else {"lora": config.lora}),
+        **({} if config.target_quant is None else {"target_quant": config.target_quant}),
         "dtype": config.dtype,
         "prompts": [[Path(name).name, hashlib.sha256(Path(name).read_bytes()).hexdigest()] for name in args.prompts],
         "temperatures": temperatures,

@@ -144,6 +144,7 @@ def _settings(config: EngineConfig, params: SamplingParams, num: int) -> dict[st
         "num_prompts": num,
         "target": config.target,
         **({} if config.lora is None else {"lora": config.lora}),
+        **({} if config.target_quant is None else {"target_quant": config.target_quant}),
         "dtype": config.dtype,
         "compile": config.compile,
         "exact": config.exact,
