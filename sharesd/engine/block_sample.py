@@ -23,7 +23,8 @@ class BlockSample:
     Only the C++ kernel runs a part of a decoder without being compiled anew. Other models are timed whole.
     """
 
-    def __init__(self, model: CausalModel | None) -> None:
+    def __init__(self, model: CausalModel | None, *, is_timed: bool = True) -> None:
+        """`is_timed`: take enough blocks for timings, or all of them."""
         self._model = model if isinstance(model, Decoder) and is_native(model) else None
         self._num_blocks, self._scale = 0, 1.0
         if self._model is None or self._model.split.crosses_devices:
@@ -35,7 +36,7 @@ class BlockSample:
         """Weights of all blocks."""
         self._num_blocks = max(1, -(-SAMPLE_BYTES // num_bytes(blocks[0])))
         self._scale = len(blocks) / self._num_blocks
-        if self._scale < 2:
+        if is_timed and self._scale < 2:
             self._model = None
 
     @property
@@ -77,14 +78,14 @@ def is_native(model: CausalModel) -> bool:
 
 @contextmanager
 def first_blocks(engine: Engine) -> Iterator[None]:
-    """Run one block of each large model of an engine."""
+    """Run one block of each native model of an engine."""
     if engine.offloaded:
         yield
         return
     models = [engine.target, *(model for model, _ in (engine.drafter.prompt_readers() if engine.drafter else ()))]
     with ExitStack() as stack:
         for model in models:
-            stack.enter_context(BlockSample(model).blocks(1))
+            stack.enter_context(BlockSample(model, is_timed=False).blocks(1))
         yield
 
 

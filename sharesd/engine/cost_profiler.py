@@ -15,7 +15,7 @@ from sharesd.engine.block_sample import BlockSample, is_native
 from sharesd.engine.engine import Engine
 from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.cost_model import Costs
-from sharesd.speculation.cost_profile import fit_costs, load_costs, of_more_rows, save_costs, typical
+from sharesd.speculation.cost_profile import fit_costs, load_costs, of_more_rows, save_costs
 from sharesd.speculation.draft_tree import DraftShape, DraftTree, chain
 from sharesd_files import JsonCache
 
@@ -27,8 +27,6 @@ PLAIN_STEPS = 2
 """Plain steps that are timed to compare kept costs."""
 AGREE = 1.25
 """Largest ratio of quartiles, relative to a plain step, of agreeing repeats."""
-STARTS = 3
-"""Starts at which costs are measured, as the machine may be slow."""
 BRIEFLY = 1
 SLOWER = 1.3
 """Slowdown of kept plain steps, over new ones, that voids kept costs."""
@@ -41,7 +39,7 @@ FAR = 2048
 
 
 def profile_costs(engine: Engine, params: SamplingParams, kept: JsonCache | None) -> dict[int, Costs]:
-    """Return costs by number of rows, joined with those of earlier starts.
+    """Return costs by number of rows, kept ones if there are any.
 
     Those of several rows are predicted for the C++ kernel.
     """
@@ -53,20 +51,21 @@ def profile_costs(engine: Engine, params: SamplingParams, kept: JsonCache | None
 
 
 def _costs_of_rows(engine: Engine, params: SamplingParams, rows: int, kept: JsonCache | None, sweeps: int) -> Costs:
-    """Return kept costs, or time rounds if there were too few starts."""
+    """Return kept costs, or time rounds if there are none.
+
+    Plain steps show if kept costs are of a slower time; rounds correct them later.
+    """
     if kept and rows < engine.cache.batch:
         kept = kept.with_key(rows)
-    earlier = load_costs(kept) if kept else []
-    if earlier:
+    earlier = load_costs(kept) if kept else None
+    if earlier is not None:
         now = min(_timed(_step(engine, params, 0, rows)) for _ in range(PLAIN_STEPS))
-        earlier = [costs for costs in earlier if costs.step[1] < SLOWER * now]
-    if len(earlier) < STARTS:
-        fresh, agree = measure_costs(engine, params, rows, *((BRIEFLY, 0.0) if earlier else (sweeps, SECONDS)))
-        earlier = [costs for costs in earlier if costs.step.keys() == fresh.step.keys()]
-        if kept and agree:
-            save_costs(kept, [*earlier, fresh])
-        earlier.append(fresh)
-    return typical(earlier)
+        if earlier.step[1] < SLOWER * now:
+            return earlier
+    fresh, agree = measure_costs(engine, params, rows, sweeps, SECONDS)
+    if kept and agree:
+        save_costs(kept, fresh)
+    return fresh
 
 
 @torch.inference_mode()

@@ -41,8 +41,10 @@ def fill_block(
                     bias = torch.cat([values[f"{name}.bias"].to(linear.bias.dtype) for name in names])
                 block.set_submodule(path, make_linear([values[f"{name}.weight"] for name in names], bias))
     for module in block.modules():
-        if any(parameter.is_meta for parameter in module.parameters(recurse=False)):
-            module.to_empty(device=device, recurse=False)
+        for key, unset in list(module.named_parameters(recurse=False)):
+            if unset.is_meta:  # to_empty would import sympy for half a second
+                empty = torch.empty(unset.shape, dtype=unset.dtype, device=device)
+                setattr(module, key, nn.Parameter(empty, requires_grad=False))
     for name, parameter in block_tensors(block, config):
         parameter.copy_(values[name])
     block.eval().requires_grad_(False)

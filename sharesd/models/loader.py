@@ -169,6 +169,8 @@ def decoder_config(folder: Path) -> DecoderConfig:
 @cache
 def _has_other_head(folder: Path, identity: str) -> bool:
     """Return True if the stored LM head is not the embedding."""
+    if (folder / checkpoint.STORED).exists():  # whose config was made from its tensors
+        return False
     is_quantized = checkpoint.is_quantized(folder)  # of which no linear is to be read here
     stored = plain_tensors(folder) if is_quantized else _source_tensors(folder)
     found = {

@@ -1,10 +1,9 @@
-"""Costs from timed rounds, fitted, joined over several starts, and cached."""
+"""Costs from timed rounds, fitted and cached."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
-from operator import attrgetter
 from statistics import median
 from typing import Any
 
@@ -57,20 +56,6 @@ def fit_costs(
     return costs
 
 
-def typical(measured: Sequence[Costs]) -> Costs:
-    """Return medians relative to a plain step, scaled to the fastest one."""
-    plain = min(costs.step[1] for costs in measured)
-
-    def middle(of: Callable[[Costs], float]) -> float:
-        return plain * median(of(costs) / costs.step[1] for costs in measured)
-
-    def middles(name: str) -> dict[int, float]:
-        return {width: middle(lambda costs, width=width: getattr(costs, name)[width]) for width in measured[0].step}  # type: ignore[misc]
-
-    rates = {name: middle(attrgetter(name)) for name in RATES}
-    return Costs(step=middles("step"), step_slot=middles("step_slot"), single_pass=measured[0].single_pass, **rates)
-
-
 def of_more_rows(costs: Costs, factor: float) -> Costs:
     """Predict costs of `factor` times as many rows.
 
@@ -87,9 +72,9 @@ def of_more_rows(costs: Costs, factor: float) -> Costs:
     )
 
 
-def load_costs(kept: JsonCache) -> list[Costs]:
-    """Return costs of earlier starts; warn if the cache is unreadable."""
-    return kept.load(lambda found: [_checked(each) for each in found]) or []
+def load_costs(kept: JsonCache) -> Costs | None:
+    """Return costs of an earlier start; warn if the cache is unreadable."""
+    return kept.load(_checked)
 
 
 def _checked(found: dict[str, Any]) -> Costs:
@@ -102,5 +87,5 @@ def _checked(found: dict[str, Any]) -> Costs:
     return Costs(step=step, step_slot=step_slot, single_pass=found["single_pass"], **rates)
 
 
-def save_costs(kept: JsonCache, measured: Sequence[Costs]) -> None:
-    kept.keep([asdict(costs) for costs in measured])
+def save_costs(kept: JsonCache, measured: Costs) -> None:
+    kept.keep(asdict(measured))

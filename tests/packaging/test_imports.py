@@ -9,11 +9,13 @@ import sys
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
 from benchmark.__main__ import COMMANDS as BENCHMARKS
 from tests.helpers.paths import ROOT
+from tests.helpers.tiny_models import make_checkpoint
 
 LOW = {"compile", "quant", "offload", "multigpu"}
 ALLOWED = {package: {package} for package in LOW} | {
@@ -206,14 +208,14 @@ def test_options_are_quick_to_import(module: str) -> None:
 
 
 @pytest.mark.subprocess
-def test_loading_waits_for_nothing_that_native_decoders_do_not_need() -> None:
+def test_loading_waits_for_nothing_that_native_decoders_do_not_need(tmp_path: Path) -> None:
     """Each of these takes a second or more to import."""
     heavy = ("transformers", "torch._dynamo", "sympy", "hqq", "triton")
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    folder = make_checkpoint(tmp_path / "model")
     code = (
-        "import sys, sharesd.runtime\n"
-        "from sharesd.models.decoder import Decoder, DecoderConfig\n"
-        f"Decoder(DecoderConfig.from_hf({ {'model_type': 'llama', 'num_attention_heads': 1, **sizes}!r}))\n"
+        "import sys, sharesd.runtime, torch\n"
+        "from sharesd.models.loader import load_decoder\n"
+        f"load_decoder(sharesd.runtime.Path({str(folder)!r}), dtype=torch.float32)\n"
         f"print([name for name in {heavy!r} if name in sys.modules])"
     )
     assert run_python(code) == "[]"
