@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from compile.cpp_extension import kernel, library
 from compile.linear import Zeros
 from compile.op_registry import LIBRARY
+from compile.widened_linear import WidenedLinear
 
 Activations = Literal["exact", "fast"]
 """Rounding of activations: to 16 or 8 bits, per 32."""
@@ -58,8 +59,15 @@ def block_sizes(kind: str) -> tuple[int, int]:
     return _FORMATS[kind].inputs, _FORMATS[kind].bytes
 
 
+WIDENED = "BF16"
+"""Type of a `BlockPart` of bfloat16 numbers."""
+
+
 class BlockPart(NamedTuple):
-    """GGML type of a tensor, and uint8 [N, row bytes]."""
+    """GGML type of a tensor, and its rows.
+
+    uint8 [N, row bytes], or [N, K] of type WIDENED.
+    """
 
     type: str
     raw: Tensor
@@ -79,6 +87,8 @@ class BlockPart(NamedTuple):
 
         Raises ValueError if the type has no kernel, or the rows are no blocks.
         """
+        if self.type == WIDENED:
+            return self.raw.shape[1]
         if self.type not in _FORMATS:
             raise ValueError(f"type {self.type} does not run as it is; types that do: {', '.join(BLOCK_TYPES)}")
         form, row = _FORMATS[self.type], self.raw.shape[-1]
@@ -88,6 +98,10 @@ class BlockPart(NamedTuple):
                 f"give uint8 [N, a multiple of {form.bytes}]"
             )
         return row // form.bytes * form.inputs
+
+    def numbers(self) -> Tensor:
+        """Return the weights, float32 [N, K]."""
+        return self.raw.float() if self.type == WIDENED else BlockLinear([self], None, self.in_features).unpacked()
 
 
 class BlockLinear(nn.Module):
@@ -180,14 +194,11 @@ class BlockLinear(nn.Module):
 class BlockEmbedding(nn.Module):
     """Embedding of blocks, decoded at each lookup."""
 
-    def __init__(self, linear: Any, dtype: torch.dtype, *, of_head: bool) -> None:
-        """Look up the rows of a linear of blocks, on any device.
-
-        `of_head`: the linear is the LM head, with which it is counted, and quantized.
-        """
+    def __init__(self, linear: Any, dtype: torch.dtype, *, is_head: bool) -> None:
+        """Look up the rows of a linear of blocks, which may be the LM head, on any device."""
         super().__init__()
         self._linear = (linear,)
-        if not of_head:
+        if not is_head:  # else it is counted, and quantized, with the head
             self.own = linear
         self.dtype = dtype
         self.num_embeddings, self.embedding_dim = linear.out_features, linear.in_features

@@ -24,6 +24,7 @@ from compile.block_linear import BlockLinear
 from compile.block_ranges import BlockRange, BlockRanges, limit_ranges
 from compile.cpp_extension import kernel
 from compile.linear import PackedLinear, QuantizedPackedLinear
+from compile.widened_linear import WidenedLinear
 
 _BLOCK_WORDS = 62
 _FULL_WEIGHTS = slice(12 + 1, 12 + 4 * 6, 6)  # after six norms: the address in each linear's six words
@@ -212,7 +213,9 @@ def _quantized(linear: Any) -> Any:
 
 def linear_words(linear: Any) -> list[int]:
     """Return the words of `struct Linear`."""
-    if isinstance(linear, PackedLinear):
+    if isinstance(linear, WidenedLinear):
+        bits, group = 16, 0
+    elif isinstance(linear, PackedLinear):
         bits, group = 0, 0
     elif isinstance(linear, QuantizedPackedLinear):
         bits, group = linear.bits, linear.group_size

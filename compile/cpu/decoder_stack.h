@@ -12,7 +12,7 @@ namespace sharesd {
 
 // decoder_stack.py writes these descriptions as int64 words; keep both in step.
 struct Linear {
-  int64_t bits;  // 0: full precision, 4, 8: quantized, -1: blocks of a file
+  int64_t bits;  // 0: full precision, 16: bfloat16 weights of float32 rows, 4, 8: quantized, -1: blocks of a file
   const void* weight;
   const void* bias;
   int64_t N, K, G;  // of blocks G is the address of their table
@@ -119,6 +119,8 @@ void product(const Linear& l, const Linear* next, const T* x, T* y, int64_t M, i
   }
   const int64_t width = l.bits ? 16 : lanes<T>(), blocks = (l.N + width - 1) / width;
   const int64_t begin = share(blocks, me, all), end = share(blocks, me + 1, all);
+  if constexpr (std::is_same_v<T, float>)
+    if (l.bits == 16) return linear_blocks(x, static_cast<const bf16*>(l.weight), bias, y, M, l.N, l.K, begin, end);
   if (l.bits) {
     round_rows(l.bits, x, M, l.K, rounded.rows);
     low_blocks(static_cast<int>(l.bits), rounded.rows, codes, bias, y, M, l.N, l.K, l.G, begin, end);

@@ -28,7 +28,7 @@ template <typename T> struct Kernel {  // one step: acc += x[k] * w[k], all lane
   using V = vfloat;
   using X = float;  // type of the rows in products
   static constexpr int64_t P = 1;
-  static inline V weights(const T* w) {
+  template <typename S> static inline V weights(const S* w) {  // S: type of the weights, T or a narrower one
     V v;
     load(w, &v);
     return v;
@@ -83,14 +83,14 @@ template <typename T> const Operand<T>* as_operands(const T* x, int64_t n, std::
 
 // acc += M rows of x, `x_pitch` apart, times B vector blocks of packed weights: `steps` steps of k, `step` elements apart in a
 // block, blocks `block` apart. Prefetches the bytes `ahead` further.
-template <typename T, int M, int B>
-inline void multiply(const Operand<T>* x, int64_t x_pitch, const T* w, int64_t block, int64_t step, int64_t steps,
+template <typename T, int M, int B, typename S>
+inline void multiply(const Operand<T>* x, int64_t x_pitch, const S* w, int64_t block, int64_t step, int64_t steps,
                      int64_t ahead, typename Kernel<T>::V (&acc)[M][B]) {
   using Kn = Kernel<T>;
   for (int64_t k = 0; k < steps; ++k) {
     decltype(Kn::weights(w)) wv[B];
     for (int b = 0; b < B; ++b) {
-      const T* at = w + b * block + k * step;
+      const S* at = w + b * block + k * step;
       wv[b] = Kn::weights(at);
       __builtin_prefetch(reinterpret_cast<const char*>(at) + ahead, 0, 2);
     }
@@ -100,8 +100,8 @@ inline void multiply(const Operand<T>* x, int64_t x_pitch, const T* w, int64_t b
 }
 
 // Multiply rows m..m+M of x by vector blocks n..n+B of the weights; prefetch the bytes `ahead` further.
-template <typename T, int M, int B>
-void tile(const Operand<T>* x, const T* w, const T* bias, T* y, int64_t m, int64_t n, int64_t N, int64_t K, int64_t ahead) {
+template <typename T, int M, int B, typename S>
+void tile(const Operand<T>* x, const S* w, const T* bias, T* y, int64_t m, int64_t n, int64_t N, int64_t K, int64_t ahead) {
   using W = typename Kernel<T>::W;
   constexpr int64_t P = Kernel<T>::P, L = 64 / sizeof(W);
   typename Kernel<T>::V acc[M][B] = {};
@@ -119,8 +119,8 @@ void tile(const Operand<T>* x, const T* w, const T* bias, T* y, int64_t m, int64
 
 // All rows against vector blocks n..n+B, at most R at once, since their sums fill the registers; those beyond read the weights
 // again, from cache.
-template <typename T, int R, int B>
-void rows(const Operand<T>* x, const T* w, const T* bias, T* y, int64_t n, int64_t M, int64_t N, int64_t K, int64_t ahead) {
+template <typename T, int R, int B, typename S>
+void rows(const Operand<T>* x, const S* w, const T* bias, T* y, int64_t n, int64_t M, int64_t N, int64_t K, int64_t ahead) {
   if constexpr (R > 1)
     if (M <= (M + R - 1) / R * (R - 1))  // fewer at once take as many passes, and a short last one wastes the most
       return rows<T, R - 1, B>(x, w, bias, y, n, M, N, K, ahead);
@@ -361,8 +361,8 @@ constexpr int64_t kWidened = 128;  // rows at once, which bounds their memory
 // prefetched while the one before is multiplied; with the last, `next`, where this thread will read then, if that is given.
 // With more rows, which read weights again, two blocks at once spare loads of x and are in cache still. The numbers were found
 // by timing, those for fewer registers with AVX2.
-template <typename T>
-void linear_blocks(const T* x, const T* w, const T* bias, T* y, int64_t M, int64_t N, int64_t K, int64_t begin, int64_t end,
+template <typename T, typename S>
+void linear_blocks(const T* x, const S* w, const T* bias, T* y, int64_t M, int64_t N, int64_t K, int64_t begin, int64_t end,
                    const void* next = nullptr) {
   if constexpr (SHARESD_TILES && std::is_same_v<T, bf16>)
     if (has_tiles && M > 0 && K % STEP == 0) return linear_tiles(x, w, bias, y, M, N, K, begin, end);
@@ -372,7 +372,7 @@ void linear_blocks(const T* x, const T* w, const T* bias, T* y, int64_t M, int64
   }
   thread_local std::vector<Operand<T>> memory;
   const Operand<T>* from = as_operands(x, M * K, memory);
-  const int64_t block = K * lanes<T>() * sizeof(T);
+  const int64_t block = K * lanes<T>() * sizeof(S);
   int64_t n = begin;
   if (M <= 2)
     for (; n + kStreams <= end; n += kStreams) rows<T, 2, kStreams>(from, w, bias, y, n, M, N, K, 1024);
@@ -387,8 +387,8 @@ void linear_blocks(const T* x, const T* w, const T* bias, T* y, int64_t M, int64
 // The part of `total` blocks which a thread of `threads` takes.
 inline int64_t share(int64_t total, int64_t thread, int64_t threads) { return total * thread / threads; }
 
-template <typename T>
-void linear(const T* x, const T* w, const T* bias, T* y, int64_t M, int64_t N, int64_t K, int threads) {
+template <typename T, typename S>
+void linear(const T* x, const S* w, const T* bias, T* y, int64_t M, int64_t N, int64_t K, int threads) {
   const int64_t blocks = (N + lanes<T>() - 1) / lanes<T>();
 #pragma omp parallel num_threads(threads)
   {

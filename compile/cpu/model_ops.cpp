@@ -28,6 +28,15 @@
                                    int64_t threads) {                                                                  \
     *finite = sharesd::pack_rows(w, pitch, to, N, K, static_cast<int>(threads));                                       \
   }                                                                                                                    \
+  extern "C" void widened_linear_##NAME(const T* x, const sharesd::bf16* w, T* y, int64_t M, int64_t N, int64_t K,      \
+                                        int64_t threads) {                                                             \
+    if constexpr (std::is_same_v<T, float>)                                                                            \
+      sharesd::linear(x, w, static_cast<const T*>(nullptr), y, M, N, K, static_cast<int>(threads));                    \
+  }                                                                                                                    \
+  extern "C" void pack_to_widen_##NAME(const sharesd::bf16* w, int64_t pitch, sharesd::bf16* to, int64_t N, int64_t K,   \
+                                       int64_t* finite, int64_t threads) {                                             \
+    *finite = sharesd::pack_rows<sharesd::bf16, 1, 16>(w, pitch, to, N, K, static_cast<int>(threads));                  \
+  }                                                                                                                    \
   extern "C" void quantized_linear_##NAME(const T* x, const uint8_t* w, const T* bias, T* y, int64_t M, int64_t N,           \
                                     int64_t K, int64_t G, int64_t bits, int64_t threads) {                             \
     sharesd::quantized_linear(x, w, bias, y, M, N, K, G, bits, static_cast<int>(threads));                                   \

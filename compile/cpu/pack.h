@@ -19,9 +19,9 @@ template <typename T, typename Word> inline bool is_finite(Word word) {
 }
 
 // Rows w [N, K], `pitch` numbers apart, to blocks of L outputs, padded with zeros. Returns if all numbers are finite.
-template <typename T>
+template <typename T, int64_t P = Kernel<T>::P, int64_t L = lanes<T>()>
 bool pack_rows(const T* w, int64_t pitch, T* to, int64_t N, int64_t K, int threads) {
-  constexpr int64_t P = Kernel<T>::P, L = lanes<T>(), kTile = 64;
+  constexpr int64_t kTile = 64;
   using Word = std::conditional_t<P * sizeof(T) == 8, uint64_t, std::conditional_t<P * sizeof(T) == 4, uint32_t, uint16_t>>;
   const int64_t words = (K + P - 1) / P, whole = K / P;
   int64_t wrong = 0;

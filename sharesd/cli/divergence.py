@@ -109,14 +109,12 @@ def _load_reference(folder: Path, progress: Progress) -> CausalModel:
     """Load a model in float32, its blocks expanded."""
     import torch
 
-    from compile.block_linear import BlockLinear, BlockPart
+    from compile.block_linear import BlockPart
     from sharesd.models.loader import load_model, stored_tensors
 
     def expanded() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in stored_tensors(folder):
-            if isinstance(tensor, BlockPart):
-                tensor = BlockLinear([tensor], None, tensor.in_features).unpacked()
-            yield name, tensor
+            yield name, tensor.numbers() if isinstance(tensor, BlockPart) else tensor
 
     tensors = expanded if is_stored(folder) else None
     return load_model(folder, dtype=torch.float32, device="cpu", progress=progress, tensors=tensors)

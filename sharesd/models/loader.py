@@ -14,7 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from compile.block_linear import BlockEmbedding, BlockPart
+from compile.block_linear import WIDENED, BlockEmbedding, BlockPart
 from compile.linear import NotFinite
 from multigpu.pipeline_parallel import PipelinePlan
 from multigpu.tensor_parallel import UNSHARDED, Shard
@@ -220,6 +220,8 @@ def load_decoder(
     found: defaultdict[int, dict[str, Tensor]] = defaultdict(dict)  # of incomplete blocks
 
     def put(name: str, parameter: Tensor, tensor: Tensor) -> None:
+        if isinstance(tensor, BlockPart) and tensor.type == WIDENED and dtype != torch.float32:
+            tensor = tensor.raw
         mapped = mmap_embeddings and name in (EMBEDDING, HEAD)
         if mapped and tensor.dtype == dtype and tensor.device == parameter.device:
             owner: nn.Module = decoder.embed if name == EMBEDDING else decoder.head
@@ -227,12 +229,11 @@ def load_decoder(
             return
         if isinstance(tensor, BlockPart) and name in (EMBEDDING, HEAD):
             assert make_linear is not None
-            if name == HEAD or config.tie_word_embeddings:
-                decoder.head = make_linear([tensor], None)
+            linear, is_head = make_linear([tensor], None), name == HEAD or config.tie_word_embeddings
+            if is_head:
+                decoder.head = linear
             if name == EMBEDDING:
-                is_tied = config.tie_word_embeddings
-                linear = decoder.head if is_tied else make_linear([tensor], None)
-                decoder.embed = BlockEmbedding(linear, dtype, of_head=is_tied)
+                decoder.embed = BlockEmbedding(linear, dtype, is_head=is_head)
             return
         if not parameter.is_meta:
             parameter.copy_(tensor)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from compile.block_linear import BlockPart
+from compile.block_linear import WIDENED, BlockPart
 from multigpu.tensor_parallel import TILE, Shard, require_divisible
 from sharesd.models.architectures import architecture_of
 from sharesd.models.checkpoint import Progress, silent
@@ -149,6 +149,8 @@ def check_finite(folder: Path, name: str, tensor: Tensor) -> None:
     A finite sum excludes them at the speed of memory; finite values may also have an infinite one. Tensors of a GPU
     are not checked: they come from no file, and each check would wait for it.
     """
+    if isinstance(tensor, BlockPart) and tensor.type == WIDENED:
+        tensor = tensor.raw
     if isinstance(tensor, BlockPart) or tensor.device.type != "cpu" or not tensor.is_floating_point():
         return
     if tensor.sum().isfinite() or tensor.isfinite().all():

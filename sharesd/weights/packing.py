@@ -9,9 +9,10 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor, nn
 
-from compile.block_linear import Activations, BlockLinear, BlockPart
+from compile.block_linear import WIDENED, Activations, BlockLinear, BlockPart
 from compile.linear import QUANTIZED_INPUT_MULTIPLE, NotFinite, PackedLinear, QuantizedPackedLinear, Zeros
 from compile.op_registry import HAS_TRITON, runs_triton
+from compile.widened_linear import WidenedLinear
 from quant.formats.hqq.gemlite import GEMLITE_BITS, GemliteLinear
 from quant.quantize_model import PackFn
 from quant.quantized_weight import QuantizedWeight
@@ -29,6 +30,8 @@ def make_cpu_linear(
 ) -> nn.Module:
     """Return a linear for the CPU kernel, of numbers or blocks."""
     numbers, blocks = _by_kind(parts)
+    if [part.type for part in blocks] == [WIDENED]:
+        return WidenedLinear(blocks[0].raw, zeros)
     if numbers:
         return PackedLinear.from_parts(numbers, bias, dtype=dtype, zeros=zeros)
     return BlockLinear(blocks, bias, blocks[0].in_features, activations=activations, zeros=zeros)

@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from compile.block_linear import BlockLinear, BlockPart
+from compile.block_linear import WIDENED, BlockLinear, BlockPart
 from compile.huge_pages import HugePageArena
+from compile.widened_linear import WidenedLinear
 from sharesd import LLM, SamplingParams
 from sharesd.models.loader import decoder_config, load_decoder, resolve, stored_tensors
 from sharesd.models.quantized.affine import Affine
@@ -49,6 +50,8 @@ def random(*shape: int) -> Tensor:
 def values_of(tensor: Tensor | BlockPart) -> Tensor:
     if isinstance(tensor, Tensor):
         return tensor
+    if tensor.type == WIDENED:
+        return tensor.raw.float()
     return torch.from_numpy(gguf.dequantize(tensor.raw.numpy(), gguf.GGMLQuantizationType[tensor.type]).copy())
 
 
@@ -69,7 +72,8 @@ def test_logits_are_those_of_the_dequantized_weights(kind: str, tmp_path: Path) 
     folder = resolve(write_quantized(tmp_path / "model", kind), dequantize=False)
     make = {"dtype": torch.float32, "zeros": HugePageArena().zeros, "activations": "exact"}
     decoder = load_decoder(folder, dtype=torch.float32, make_linear=lambda *parts: make_cpu_linear(*parts, **make))
-    assert isinstance(decoder.blocks[0].attn.qkv, BlockLinear)
+    assert isinstance(decoder.blocks[0].attn.qkv, BlockLinear) and isinstance(decoder.head, WidenedLinear)
+    assert decoder.head.weight.dtype == decoder.embed.linear.weight.dtype == torch.bfloat16
     plain = load_decoder(
         folder,
         dtype=torch.float32,

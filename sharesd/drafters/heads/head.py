@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from compile.attention import TreeAttentionMask
+from compile.block_linear import BlockLinear
 from compile.fused_linear import project
 from compile.head_step import NativeHead
 from compile.inductor import CompiledMethods
 from compile.rotary import rotate
+from compile.widened_linear import WidenedLinear
 from sharesd.drafters.heads.config import HeadConfig
 from sharesd.drafters.heads.unrolled_attention import attend_chains_of_texts
 from sharesd.kvcache.static import StaticKVCache
@@ -105,7 +107,10 @@ class Head(nn.Module):
                 self.config.block.hidden_size, self.config.draft_vocab_size, bias=False, **self.place
             )
         if self.lm_head is not None and not own:
-            self.lm_head.weight.data.copy_(self._target[0].head.weight.data[self.get_buffer("ids")])
+            head, ids = self._target[0].head, self.get_buffer("ids")
+            self.lm_head.weight.data.copy_(
+                head.dequantize(ids) if isinstance(head, BlockLinear | WidenedLinear) else head.weight.data[ids]
+            )
             self.lm_head.requires_grad_(False)
 
     def before_logits(self, states_BTD: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from compile.block_linear import BlockPart
+from compile.block_linear import WIDENED, BlockPart
 from sharesd.models.checkpoint import (
     MODELOPT,
     WEIGHT_FILES,
@@ -34,7 +34,7 @@ from sharesd.models.decoder_config import DecoderConfig, UnsupportedArchitecture
 from sharesd.models.quantized.formats import layout_of
 from sharesd.models.quantized.layout import MISFIT, Layout, Planes, QuantizedLinear
 from sharesd.models.quantized.workers import Workers
-from sharesd.models.weight_mapping import check_finite, tensor_shapes, text_name
+from sharesd.models.weight_mapping import EMBEDDING, HEAD, check_finite, tensor_shapes, text_name
 
 log = logging.getLogger(__name__)
 
@@ -76,12 +76,17 @@ def check_as_stored(folder: Path) -> None:
 def stored_parts(folder: Path) -> Iterator[tuple[str, Tensor | BlockPart]]:
     """Yield names and tensors of a folder; quantized linears as blocks.
 
-    `check_as_stored` comes before it.
+    So are embedding and LM head, if they are in bfloat16. `check_as_stored` comes before it.
     """
     layout, config, _ = _read_config(folder)
     with closing(Workers()) as workers:
         for name, tensor in _read_weights(folder, layout, config).items():
-            yield name, tensor if isinstance(tensor, Tensor) else tensor().block_part(workers.run)
+            if not isinstance(tensor, Tensor):
+                yield name, tensor().block_part(workers.run)
+            elif text_name(name) in (EMBEDDING, HEAD) and tensor.dtype == torch.bfloat16:
+                yield name, BlockPart(WIDENED, tensor)
+            else:
+                yield name, tensor
 
 
 def _expand(folder: Path, fresh: Path, progress: Progress) -> None:

@@ -162,13 +162,12 @@ def test_embeddings(dtype: torch.dtype) -> None:
     part = random_part("Q6_K", 70, 512)
     head = BlockLinear([part], None, 512)
     ids = torch.tensor([[3, 69, 0], [64, 64, 15]])
-    for of_head in (True, False):
-        embedding = BlockEmbedding(head, dtype, of_head=of_head)
-        assert len(list(embedding.buffers())) == 2 * (not of_head)
+    for is_head in (True, False):
+        embedding = BlockEmbedding(head, dtype, is_head=is_head)
         assert torch.equal(embedding(ids), values(part).to(dtype)[ids])
         with pytest.raises(IndexError, match="rows 3 to 70 of 70"):
             embedding(torch.tensor([3, 70]))
-    assert embedding.linear is head
+        assert embedding.linear is head and len(list(embedding.buffers())) == (0 if is_head else 2)
 
 
 def test_operators_of_compiled_code() -> None:
