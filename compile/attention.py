@@ -40,7 +40,7 @@ FLASH_NAMES = {"scale", "window_size_left", "window_size_right", "seqused_k"}
 
 _CUDA_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-_SHAPE, _STRIDES = c_int64 * 8, c_int64 * 6
+_SHAPE, _STRIDES = c_int64 * 9, c_int64 * 6
 _ARGTYPES = (*[c_void_p] * 9, _SHAPE, _STRIDES, c_double, c_int64, c_int64, c_double)
 
 
@@ -137,7 +137,7 @@ def attend(
     `tree_mask` a row is written to the last slot of its path, and attends to slots < lengths and its path. Before,
     queries and keys are normalised by `norms` and rotated by `rotary`: cosines and sines [P, r] of all positions, fewer
     than padding may have. If `reads_live_slots`, a query's result has the same bits whatever T, S, B, the number of
-    threads, and its place in a tree.
+    threads, and its place in a tree. Caches of the CPU kernel may be in 8 bits.
     """
     (B, T, _, d), device = q_BTHd.shape, q_BTHd.device
     is_step = T <= MAX_STEP or tree_mask is not None
@@ -279,7 +279,8 @@ def _attend_cpu(q, k, v, cos, sin, k_cache, v_cache, lengths, depth, path, scale
     assert cos is None and sin is None and not any(norms), "normalise and rotate before"
     q, k, v = (x if x.stride(3) == 1 and x.stride(2) == x.shape[3] else x.contiguous() for x in (q, k, v))
     B, T, H, d = q.shape
-    K, S = k_cache.shape[1], k_cache.shape[2] * k_cache.shape[4]
+    q8 = k_cache.dtype == torch.int8
+    K, S = k_cache.shape[1], k_cache.shape[2] * (SLOT_MULTIPLE if q8 else k_cache.shape[4])
     assert d <= MAX_HEAD, f"head size is {d}"
     assert k_cache.is_contiguous() and v_cache.is_contiguous() and S % SLOT_MULTIPLE == 0, "make caches with new_kv"
     depth_at, path_at, P = (None, None, 0) if path is None else TreeAttentionMask(depth, path).words()
@@ -295,7 +296,7 @@ def _attend_cpu(q, k, v, cos, sin, k_cache, v_cache, lengths, depth, path, scale
         out.data_ptr(),
         depth_at,
         path_at,
-        _SHAPE(B, T, H, K, S, d, torch.get_num_threads(), P),
+        _SHAPE(B, T, H, K, S, d, torch.get_num_threads(), P, q8),
         _STRIDES(q0, q1, k0, k1, v0, v1),
         scale,
         window,

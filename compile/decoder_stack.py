@@ -28,7 +28,7 @@ from compile.widened_linear import WidenedLinear
 
 _BLOCK_WORDS = 62
 _FULL_WEIGHTS = slice(12 + 1, 12 + 4 * 6, 6)  # after six norms: the address in each linear's six words
-_Step = ctypes.c_int64 * 31
+_Step = ctypes.c_int64 * 32
 _Join = ctypes.CFUNCTYPE(None, c_void_p, c_void_p, c_int64, c_int64, c_int64)
 
 
@@ -155,6 +155,7 @@ class NativeStack:
             *features,
             STEP_THREADS.lost_ns_address,
             self._join_address,
+            int(cache.k[0].dtype == torch.int8),
         ]
 
     def _update_weight_addresses(self, blocks: BlockRange) -> None:

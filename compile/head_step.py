@@ -19,7 +19,7 @@ from compile.attention import TreeAttentionMask
 from compile.cpp_extension import kernel
 from compile.decoder_stack import NativeStack, full_precision, linear_words, norm_words
 
-_HeadStep = ctypes.c_int64 * 76
+_HeadStep = ctypes.c_int64 * 78
 _CrossAttention = ctypes.c_int64 * 23
 _NONE = (0,) * 6
 
@@ -183,9 +183,9 @@ class NativeHead:
     def _cross_words_of_target(self, target: Any) -> tuple[int, ...]:
         """Return the words of `struct HeadStep` for a target's cache."""
         if not self._crosses:
-            return (0,) * 9
+            return (0,) * 10
         if target is None:  # no logits: no cross attention
-            return (0, len(self._crosses), *self._cross_norm, 0, 0, 0, 0, 0)
+            return (0, len(self._crosses), *self._cross_norm, 0, 0, 0, 0, 0, 0)
         table = self._cross_tables.get(target)
         if table is None:
             rows = (
@@ -197,7 +197,7 @@ class NativeHead:
             )
         cross = self._crosses[0][0]
         heads = full_precision(cross.q).out_features // cross.head_dim, cross.num_key_value_heads
-        sizes = *heads, target.slots, cross.head_dim
+        sizes = *heads, target.slots, cross.head_dim, int(target.k[0].dtype == torch.int8)
         return ctypes.addressof(table), len(table), *self._cross_norm, target.lengths.data_ptr(), *sizes
 
 

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from compile.cpp_extension import kernel
+from compile.kv_layout import SLOT_MULTIPLE
 from compile.op_registry import LIBRARY, register_cuda, runs_cpp, runs_triton
 
-_COMPACT_ARGTYPES = (c_void_p, c_int64, *[c_void_p] * 2, *[c_int64] * 2, *[c_void_p] * 3, c_int64)
+_COMPACT_ARGTYPES = (c_void_p, c_int64, *[c_void_p] * 2, *[c_int64] * 3, *[c_void_p] * 3, c_int64)
 
 
 def compact_slots(x_BSX: Tensor, lengths_B: Tensor, path_BT: Tensor, num_B: Tensor) -> None:
@@ -42,12 +43,13 @@ def compact_slots_reference(x_BSX: Tensor, lengths_B: Tensor, path_BT: Tensor, n
 
 
 def kv_compactor(
-    keys: Sequence[Tensor], values: Sequence[Tensor], sizes: Sequence[int]
+    keys: Sequence[Tensor], values: Sequence[Tensor], sizes: Sequence[int], dtype: torch.dtype | None = None
 ) -> Callable[[Tensor, Tensor, Tensor], None]:
     """Return a function of lengths, path and num that compacts KV.
 
     Lengths are [B], paths [B, T], numbers [B]. Rows of an ascending path, written after the lengths, become the first
     `num` of them. Keys and values of all layers, with heads of these sizes, stay at their addresses.
+    `dtype` is that of the model, if they are in 8 bits.
     """
     if runs_triton(keys[0].device):
         return partial(_compact_groups, _group_by_shape((*keys, *values)))
@@ -57,13 +59,14 @@ def kv_compactor(
     words = c_int64 * layers
     addresses = (c_int64 * (2 * layers))(*(t.data_ptr() for t in (*keys, *values)))
     heads, head_sizes = words(*(k.shape[1] for k in keys)), words(*sizes)
-    batch, slots = keys[0].shape[0], keys[0].shape[2] * keys[0].shape[4]
-    function = kernel("compact_kv", keys[0].dtype, *_COMPACT_ARGTYPES)
+    q8 = keys[0].dtype == torch.int8
+    batch, slots = keys[0].shape[0], keys[0].shape[2] * (SLOT_MULTIPLE if q8 else keys[0].shape[4])
+    function = kernel("compact_kv", dtype if q8 else keys[0].dtype, *_COMPACT_ARGTYPES)
 
     def compact(lengths_B: Tensor, path_BT: Tensor, num_B: Tensor) -> None:
         path_BT, num_B = path_BT.contiguous(), num_B.contiguous()
         places = (lengths_B.data_ptr(), path_BT.data_ptr(), num_B.data_ptr())
-        function(addresses, layers, heads, head_sizes, batch, slots, *places, path_BT.shape[1])
+        function(addresses, layers, heads, head_sizes, batch, slots, q8, *places, path_BT.shape[1])
 
     return compact
 

@@ -4,6 +4,9 @@ For the CPU kernels they are packed as weights are (see `linear.pack`), which mu
 [B, K, S / L, d / P, L, P] as those of a linear whose outputs are slots, values [B, K, S / P, d, P] as those of one
 whose inputs are slots, with d padded to whole P and L. Everywhere else they are [B, K, S, d].
 
+In 8 bits they are blocks of slots, int8 [B, K, S / 32, bytes]: codes in the same order, then the slots' scales, float32
+[G, 32], each for the next GROUP numbers of a head (see cpu/kv_cache.h).
+
 Legend: B rows of the batch, K key/value heads, S slots, d head size, L lanes of a vector, P inputs multiplied together.
 """
 
@@ -22,6 +25,10 @@ SINKS = 32
 """First slots of a text, which drafts attend to with any window."""
 SLOT_MULTIPLE = 32
 """The CPU kernel reads slots in blocks of this size."""
+GROUP = 32
+"""Numbers of a head that share a scale in 8 bits."""
+MIN_SIZE = 1e-30
+"""In 8 bits, groups of smaller numbers are 0."""
 _DENSE = torch.contiguous_format
 
 
@@ -39,13 +46,14 @@ def new_kv(
     device: torch.device,
     *,
     plain: bool = False,
+    q8: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return zeroed keys and values in this device's layout, or `plain`.
 
-    `slots` is rounded up.
+    `slots` is rounded up. With `q8` they are in 8 bits, in the layout for models of this dtype.
     """
-    k, v = kv_layout(batch, heads, slots, size, dtype, device, plain=plain)
-    return torch.zeros(k.shape, dtype=dtype, device=device), torch.zeros(v.shape, dtype=dtype, device=device)
+    k, v = kv_layout(batch, heads, slots, size, dtype, device, plain=plain, q8=q8)
+    return torch.zeros(k.shape, dtype=k.dtype, device=device), torch.zeros(v.shape, dtype=v.dtype, device=device)
 
 
 def kv_layout(
@@ -57,10 +65,73 @@ def kv_layout(
     device: torch.device,
     *,
     plain: bool = False,
+    q8: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return `new_kv` on the meta device, for shapes."""
     k = torch.empty(batch, heads, round_slots(slots), size, dtype=dtype, device="meta")
-    return (k, k) if plain or not runs_cpp(device) else pack_kv(k, k)
+    if plain or not runs_cpp(device):
+        assert not q8, "KV in 8 bits is for the CPU kernels"
+        return k, k
+    keys, values = pack_kv(k, k)
+    return (_in_blocks(keys, size), _in_blocks(values, size)) if q8 else (keys, values)
+
+
+def _in_blocks(packed: Tensor, size: int) -> Tensor:
+    """Return the layout in 8 bits of packed keys or values."""
+    (B, K), codes = packed.shape[:2], packed.shape[2:].numel()
+    slots = packed.shape[2] * packed.shape[4]
+    blocks = slots // SLOT_MULTIPLE
+    return packed.new_empty(B, K, blocks, codes // blocks + 4 * SLOT_MULTIPLE * num_groups(size), dtype=torch.int8)
+
+
+def num_groups(size: int) -> int:
+    """Return the number of scales of a head of this size."""
+    return -(-size // GROUP)
+
+
+def quantize_kv(x_BKSd: Tensor) -> tuple[Tensor, Tensor]:
+    """Return codes [B, K, S, d] and scales [B, K, S, G]."""
+    groups = F.pad(x_BKSd.float(), (0, -x_BKSd.shape[3] % GROUP)).unflatten(3, (-1, GROUP))
+    size_BKSG = groups.abs().amax(4)
+    is_finite, is_zero = size_BKSG.isfinite(), ~(size_BKSG >= MIN_SIZE)
+    inverse = torch.where(is_finite & ~is_zero, torch.tensor(127.0) / size_BKSG, 0)[..., None]
+    codes = (groups.nan_to_num(0, 0, 0) * inverse).round().to(torch.int8).flatten(3)[..., : x_BKSd.shape[3]]
+    return codes, torch.where(is_finite, torch.where(is_zero, 0, size_BKSG / 127), torch.nan)
+
+
+def dequantize_kv(codes_BKSd: Tensor, scales_BKSG: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the numbers [B, K, S, d] of codes."""
+    scales = scales_BKSG.repeat_interleave(GROUP, 3)[..., : codes_BKSd.shape[3]]
+    return (codes_BKSd.float() * scales).to(dtype)
+
+
+def pack_q8(k_BKSd: Tensor, v_BKSd: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize keys and values into the CPU kernel's layout."""
+
+    def pack(x_BKSd: Tensor, part: int) -> Tensor:
+        codes_BKSd, scales_BKSG = quantize_kv(x_BKSd)
+        padded = codes_BKSd.to(x_BKSd.dtype)  # which holds codes as they are, and gives their order
+        packed = pack_kv(padded, padded)[part].to(torch.int8)
+        blocks = x_BKSd.shape[2] // SLOT_MULTIPLE
+        codes = packed.flatten(2).unflatten(2, (blocks, -1))
+        scales = scales_BKSG.unflatten(2, (blocks, -1)).mT.clone(memory_format=_DENSE).flatten(3).view(torch.int8)
+        return torch.cat((codes, scales), 3)
+
+    return pack(k_BKSd, 0), pack(v_BKSd, 1)
+
+
+def unpack_q8(k: Tensor, v: Tensor, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return keys and values [B, K, S, d] from 8 bits."""
+    (B, K, blocks, _), num = k.shape, 4 * SLOT_MULTIPLE * num_groups(size)
+    order = kv_layout(B, K, blocks * SLOT_MULTIPLE, size, dtype, torch.device("cpu"))
+    parts = [x[..., :-num].to(dtype).reshape(like.shape) for x, like in zip((k, v), order, strict=True)]
+
+    def numbers(x: Tensor, codes_BKSd: Tensor) -> Tensor:
+        scales = x[..., -num:].clone(memory_format=_DENSE).view(torch.float32).unflatten(3, (-1, SLOT_MULTIPLE))
+        return dequantize_kv(codes_BKSd, scales.mT.flatten(2, 3), dtype)
+
+    keys, values = unpack_kv(parts[0], parts[1], size)
+    return numbers(k, keys), numbers(v, values)
 
 
 def pack_kv(k_BKSd: Tensor, v_BKSd: Tensor) -> tuple[Tensor, Tensor]:

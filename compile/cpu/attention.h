@@ -15,19 +15,16 @@
 // To give it the bits that it has in plain decoding, its path is copied to where plain decoding has it: after the last full
 // block of slots.
 #pragma once
-#include "linear.h"
+#include "kv_cache.h"
 
 namespace sharesd {
 
-constexpr int64_t kBlock = 32;   // slots; caches are multiples of it
 constexpr int64_t kChunk = 128;  // slots of a part
 constexpr int64_t kFewChunks = 8;  // of a head fit the second level of cache
 constexpr int64_t kSinks = 32;   // first slots, which every window includes
 constexpr int64_t kTile = SHARESD_TILES ? 16 : 12;  // queries that are scored together
 constexpr int64_t kRows = 32;    // new rows of a batch row that read a chunk together
 constexpr int64_t kMaxHead = 512;
-
-inline int64_t round_up(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
 
 struct TreeAttentionMask {  // of a draft tree; null pointers for a chain
   const int64_t* depth = nullptr;  // [B, T]: nodes above each row on its path
@@ -37,6 +34,7 @@ struct TreeAttentionMask {  // of a draft tree; null pointers for a chain
 
 struct AttentionShape {
   int64_t B, T, H, K, S, d;
+  bool q8;  // keys and values are in 8 bits
   TreeAttentionMask tree;
   int64_t depth(int64_t b, int64_t t) const { return tree.path ? tree.depth[b * T + t] : t; }
   const int64_t* path(int64_t b, int64_t t) const { return tree.path + (b * T + t) * tree.P; }
@@ -49,7 +47,7 @@ template <typename T> struct Attention {  // one call
   AttentionShape z;
   const T* q;
   int64_t q_row, q_token;
-  const T *k_cache, *v_cache;
+  void *k_cache, *v_cache;
   const int64_t* lengths;
   T* out;
   double scale;
@@ -115,39 +113,19 @@ template <typename T> struct Group {
   int64_t slots(int64_t i) const { return std::min(kChunk, end - chunk(i) * kChunk); }
 };
 
-// Positions of a head's numbers in packed memory.
-template <typename T> struct Layout {
-  static constexpr int64_t P = Kernel<T>::P, L = lanes<T>();
-  int64_t d;
-  int64_t key_size() const { return round_up(d, P); }
-  int64_t value_size() const { return round_up(d, L); }
-  int64_t key(int64_t slot) const { return slot / L * L * key_size() + slot % L * P; }  // its numbers i, and i + 1 with P = 2,
-  static int64_t key_step(int64_t i) { return i / P * L * P + i % P; }                  // lie so far behind
-  int64_t value(int64_t slot) const { return slot / P * P * value_size() + slot % P; }
-  static int64_t value_step(int64_t i) { return i * P; }
-  void copy_key(const T* from, int64_t slot, T* to, int64_t place) const {
-    from += key(slot), to += key(place);
-    for (int64_t i = 0; i < d; ++i) to[key_step(i)] = from[key_step(i)];
-  }
-  void copy_value(const T* from, int64_t slot, T* to, int64_t place) const {
-    from += value(slot), to += value(place);
-    for (int64_t i = 0; i < d; ++i) to[value_step(i)] = from[value_step(i)];
-  }
-  // A part: W top, W total, and from element L on W sums [value_size].
-  int64_t part() const { return L + value_size(); }
-};
-
 template <typename T> struct Scratch {  // of one thread
   using W = typename Wide<T>::type;
   Aligned<Operand<T>> q, weights;
   Aligned<T> keys, values;
+  Aligned<T> expanded_keys, expanded_values;  // a chunk of a cache in 8 bits
   Aligned<W> scores, parts, joined;
-  Scratch(const AttentionShape& z, const Plan& plan) : Scratch(z, plan.strip * (z.H / z.K), {z.d}) {}
+  Scratch(const AttentionShape& z, const Plan& plan) : Scratch(z, plan.strip * (z.H / z.K), Layout<T>{z.d}) {}
 
  private:
   Scratch(const AttentionShape& z, int64_t queries, Layout<T> at)
       : q(queries * at.key_size()), weights(kTile * kChunk), keys(z.tree.path ? kChunk * at.key_size() : 0),
-        values((z.tree.path ? kChunk : slot_step(at)) * at.value_size()), scores(kTile * kChunk), parts(kTile * at.part()),
+        values((z.tree.path ? kChunk : slot_step(at)) * at.value_size()), expanded_keys(z.q8 ? kChunk * at.key_size() : 0),
+        expanded_values(z.q8 ? kChunk * at.value_size() : 0), scores(kTile * kChunk), parts(kTile * at.part()),
         joined(queries * at.part()) {}
 };
 
@@ -312,8 +290,8 @@ void attend_chunk(const Attention<T>& a, const Group<T>& g, int64_t chunk, Scrat
   const int64_t unit = slot_step(at);
   const int64_t G = z.H / z.K, length = a.lengths[g.b], base = chunk * kChunk, num = g.rows * G;
   const int64_t ahead = g.chunks() <= kFewChunks ? z.S : kChunk;  // the same chunk of the next head, or the next chunk
-  const T* k_head = a.k_cache + (g.b * z.K + g.h) * z.S * at.key_size();
-  const T* v_head = a.v_cache + (g.b * z.K + g.h) * z.S * at.value_size();
+  const Keys<T> keys_of(a.k_cache, g.b * z.K + g.h, z.S, z.d, z.q8);
+  const Values<T> values_of(a.v_cache, g.b * z.K + g.h, z.S, z.d, z.q8);
   int64_t begin[kRows], end[kRows], stop = 0;  // slots of the chunk that each row attends to, and the last of all
   for (int64_t r = 0; r < g.rows; ++r) {
     seen(a, g.b, g.t + r).of_chunk(chunk, &begin[r], &end[r]);
@@ -322,9 +300,13 @@ void attend_chunk(const Attention<T>& a, const Group<T>& g, int64_t chunk, Scrat
   const int64_t below = z.tree.path ? std::min(z.S, length / kBlock * kBlock) : z.S;  // all rows attend to slots below
   const int64_t blocks = round_up(stop, kBlock);
   const int64_t shared = std::min(blocks, std::max<int64_t>(0, below - base)), own = base + shared;
+  const int64_t held = z.tree.path ? std::clamp<int64_t>(round_up(length, kBlock) - base, 0, blocks) : blocks;
+  const T* chunk_keys = keys_of.slots(base, held, ahead, scratch.expanded_keys.data());
+  const T* chunk_values = values_of.slots(base, held, ahead, scratch.expanded_values.data());
+  const int64_t later = z.q8 ? 0 : ahead;  // which products prefetch
   // Values of slots that only some rows attend to. 0 times one that is not finite would spoil the other rows.
   const int64_t some = *std::min_element(end, end + g.rows) / P * P, until = std::min(shared, round_up(stop, P));
-  const bool is_finite = all_finite(v_head + (base + some) * at.value_size(), (until - some) * at.value_size());
+  const bool is_finite = all_finite(chunk_values + some * at.value_size(), (until - some) * at.value_size());
   for (int64_t first = 0; first < num; first += kTile) {
     const int64_t queries = std::min(kTile, num - first);
     const Operand<T>* q = scratch.q.data() + first * at.key_size();
@@ -338,13 +320,13 @@ void attend_chunk(const Attention<T>& a, const Group<T>& g, int64_t chunk, Scrat
       }
     };
     std::memset(scores, 0, queries * kChunk * sizeof(W));
-    score<T>(at, q, k_head + base * at.key_size(), shared, scores, queries, ahead);
+    score<T>(at, q, chunk_keys, shared, scores, queries, later);
     each_row([&](int64_t n, int64_t count, int64_t r, int64_t slots) {
       T* keys = scratch.keys.data();
-      const T* from = k_head + own * at.key_size();
+      const T* from = chunk_keys + shared * at.key_size();
       if (own < length) std::memcpy(keys, from, round_up(length - own, L) * at.key_size() * sizeof(T));
       gather(z, g.b, g.t + r, length, own, own + slots,
-             [&](int64_t slot, int64_t place) { at.copy_key(k_head, slot, keys, place); });
+             [&](int64_t slot, int64_t place) { keys_of.copy(slot, keys, place); });
       score<T>(at, q + n * at.key_size(), keys, round_up(slots, kBlock), scores + n * kChunk + shared, count);
     });
     for (int64_t n = 0; n < queries; ++n) {
@@ -367,20 +349,20 @@ void attend_chunk(const Attention<T>& a, const Group<T>& g, int64_t chunk, Scrat
       const int64_t known = std::min(shared, is_finite ? stop : end[(first + n) / G]), whole = known / unit * unit;
       const Operand<T>* from = weights + n * kChunk;
       W* sums = parts + n * stride + L;
-      blend<T>(at, from, v_head + base * size, whole, sums, stride, count, ahead);
+      blend<T>(at, from, chunk_values, whole, sums, stride, count, later);
       if (whole == known) continue;
       T* values = scratch.values.data();
-      std::memcpy(values, v_head + (base + whole) * size, (known - whole) / P * P * size * sizeof(T));
+      std::memcpy(values, chunk_values + whole * size, (known - whole) / P * P * size * sizeof(T));
       clear(known - whole);
-      if (known % P) at.copy_value(v_head, base + known - 1, values, known - 1 - whole);
+      if (known % P) values_of.copy(base + known - 1, values, known - 1 - whole);
       blend<T>(at, from + whole, values, unit, sums, stride, count);
     }
     each_row([&](int64_t n, int64_t count, int64_t r, int64_t slots) {
       T* values = scratch.values.data();
       if (slots % unit) clear(slots);
-      if (own < length) std::memcpy(values, v_head + own * size, round_up(length - own, P) * size * sizeof(T));
+      if (own < length) std::memcpy(values, chunk_values + shared * size, round_up(length - own, P) * size * sizeof(T));
       gather(z, g.b, g.t + r, length, own, own + slots,
-             [&](int64_t slot, int64_t place) { at.copy_value(v_head, slot, values, place); });
+             [&](int64_t slot, int64_t place) { values_of.copy(slot, values, place); });
       blend<T>(at, weights + n * kChunk + shared, values, round_up(slots, unit), parts + n * stride + L, stride, count);
     });
     done(first, queries);
@@ -456,40 +438,39 @@ void attend_share(const Attention<T>& a, const Plan& plan, int64_t me, int64_t a
 
 // Write one new token of one head into the caches.
 template <typename T>
-void store_kv(const AttentionShape& z, int64_t b, int64_t h, int64_t slot, const T* k, const T* v, T* k_cache, T* v_cache) {
+void store_kv(const AttentionShape& z, int64_t b, int64_t h, int64_t slot, const T* k, const T* v, void* k_cache,
+              void* v_cache) {
   if (slot < 0 || slot >= z.S) return;  // padding rows of a finished sequence
-  const Layout<T> at{z.d};
-  T* keys = k_cache + (b * z.K + h) * z.S * at.key_size() + at.key(slot);
-  T* values = v_cache + (b * z.K + h) * z.S * at.value_size() + at.value(slot);
-  for (int64_t i = 0; i < z.d; ++i) keys[at.key_step(i)] = k[i], values[at.value_step(i)] = v[i];
+  Keys<T>(k_cache, b * z.K + h, z.S, z.d, z.q8).write(slot, k);
+  Values<T>(v_cache, b * z.K + h, z.S, z.d, z.q8).write(slot, v);
 }
 
 // Compact the rows of a path: row path[j] of the new ones becomes row j, for all layers (kv: addresses of all k, then v).
 template <typename T>
-void compact_kv(const int64_t* kv, int64_t layers, const int64_t* heads, const int64_t* sizes, int64_t B, int64_t S,
-               const int64_t* lengths, const int64_t* path, const int64_t* num, int64_t P) {
+void compact_kv(const int64_t* kv, int64_t layers, const int64_t* heads, const int64_t* sizes, int64_t B, int64_t S, bool q8,
+                const int64_t* lengths, const int64_t* path, const int64_t* num, int64_t P) {
   for (int64_t layer = 0; layer < layers; ++layer)
     for (int64_t b = 0; b < B; ++b) {
       int64_t from = 0;  // rows before are in place
       while (from < num[b] && path[b * P + from] == from) ++from;
-      const Layout<T> at{sizes[layer]};
       for (int64_t h = 0; h < heads[layer]; ++h) {
-        T* keys = reinterpret_cast<T*>(kv[layer]) + (b * heads[layer] + h) * S * at.key_size();
-        T* values = reinterpret_cast<T*>(kv[layers + layer]) + (b * heads[layer] + h) * S * at.value_size();
+        const int64_t head = b * heads[layer] + h;
+        const Keys<T> keys(reinterpret_cast<void*>(kv[layer]), head, S, sizes[layer], q8);
+        const Values<T> values(reinterpret_cast<void*>(kv[layers + layer]), head, S, sizes[layer], q8);
         for (int64_t j = from; j < num[b]; ++j) {  // paths ascend: path[j] >= j
-          at.copy_key(keys, lengths[b] + path[b * P + j], keys, lengths[b] + j);
-          at.copy_value(values, lengths[b] + path[b * P + j], values, lengths[b] + j);
+          keys.move(lengths[b] + path[b * P + j], lengths[b] + j);
+          values.move(lengths[b] + path[b * P + j], lengths[b] + j);
         }
       }
     }
 }
 
 template <typename T>
-void attend(const T* q, const T* k_new, const T* v_new, T* k_cache, T* v_cache, const int64_t* lengths, T* out,
+void attend(const T* q, const T* k_new, const T* v_new, void* k_cache, void* v_cache, const int64_t* lengths, T* out,
             const int64_t* depth, const int64_t* path, const int64_t* shape, const int64_t* strides, double scale,
             int64_t window, int64_t recent, double softcap) {
   using W = typename Wide<T>::type;
-  const AttentionShape z{shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], {depth, path, shape[7]}};
+  const AttentionShape z{shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], shape[8] != 0, {depth, path, shape[7]}};
   const Attention<T> a{z, q, strides[0], strides[1], k_cache, v_cache, lengths, out, scale, window, recent, softcap};
   const Plan plan(z, lengths, shape[6]);
   Aligned<W> parts(num_parts<T>(z, plan));

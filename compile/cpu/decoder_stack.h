@@ -46,8 +46,9 @@ struct Step {
   // with the rows of all ranks' parts side by side, or with their sum, if these are as wide. Linears after attention and the
   // MLP that have some of the inputs read this rank's part. Null: there is one rank.
   void (*join)(const void* part, void* whole, int64_t rows, int64_t part_bytes, int64_t whole_bytes);
+  int64_t q8;  // keys and values are in 8 bits
 };
-static_assert(sizeof(Block) == 62 * 8 && sizeof(Step) == 31 * 8, "decoder_stack.py writes these words");
+static_assert(sizeof(Block) == 62 * 8 && sizeof(Step) == 32 * 8, "decoder_stack.py writes these words");
 
 template <typename W> inline W gelu(W x, int64_t kind) {
   if (kind == 1) return W(0.5) * x * (1 + std::erf(x * W(0.7071067811865476)));
@@ -209,10 +210,10 @@ template <typename T> struct Worker {
   void project(int64_t index, const T* inputs) {
     const Block& block = s.blocks[index];
     const Linear* linears = block.linears[s.quantized];
-    const AttentionShape z{s.B, s.T, s.H, s.K, s.S, s.d, s.tree};
+    const AttentionShape z{s.B, s.T, s.H, s.K, s.S, s.d, s.q8 != 0, s.tree};
     const int64_t M = s.B * s.T, row = (s.H + 2 * s.K) * s.d;
-    T* k_cache = reinterpret_cast<T*>(s.kv[2 * index]);
-    T* v_cache = reinterpret_cast<T*>(s.kv[2 * index + 1]);
+    void* k_cache = reinterpret_cast<void*>(s.kv[2 * index]);
+    void* v_cache = reinterpret_cast<void*>(s.kv[2 * index + 1]);
     multiply(linears[0], &linears[1], inputs, shared.qkv.data(), M);
     auto turn = [&](int64_t m, int64_t head) {
       T* vector = shared.qkv.data() + m * row + head * s.d;
@@ -277,7 +278,7 @@ template <typename T>
 void run_stack(const Step& s, const Numbers& n) {
   using W = typename Wide<T>::type;
   const int64_t M = s.B * s.T, row = (s.H + 2 * s.K) * s.d;
-  const AttentionShape z{s.B, s.T, s.H, s.K, s.S, s.d, s.tree};
+  const AttentionShape z{s.B, s.T, s.H, s.K, s.S, s.d, s.q8 != 0, s.tree};
   const Plan plan(z, s.lengths, s.threads);
   Aligned<W> parts(num_parts<T>(z, plan));
   Shared<T> shared(s, M);
@@ -298,8 +299,8 @@ void run_stack(const Step& s, const Numbers& n) {
       const Linear* next = index + 1 < s.num_blocks ? s.blocks[index + 1].linears[s.quantized] : nullptr;
       for (int64_t m = 0; m < M; ++m) norm(block.attn_norm, x.data() + m * s.D, h.data() + m * s.D, s.D, n.eps);
       worker.project(index, h.data());
-      const Attention<T> a{z, shared.qkv.data(), s.T * row, row, reinterpret_cast<const T*>(s.kv[2 * index]),
-                           reinterpret_cast<const T*>(s.kv[2 * index + 1]), s.lengths, shared.attended.data(),
+      const Attention<T> a{z, shared.qkv.data(), s.T * row, row, reinterpret_cast<void*>(s.kv[2 * index]),
+                           reinterpret_cast<void*>(s.kv[2 * index + 1]), s.lengths, shared.attended.data(),
                            n.scale, block.window, s.recent, n.softcap};
       worker.attend(index, a, plan, parts.data(), scratch, &block.linears[s.quantized][2], x.data(), h.data());
       worker.feed_forward(index, M, next, x.data(), h.data());

@@ -48,6 +48,14 @@ template <typename T, typename V> inline void load(const T* p, V* out) {
 #else
     for (size_t i = 0; i < sizeof(V) / 4; ++i) (*out)[i] = static_cast<float>(p[i]);
 #endif
+  } else if constexpr (std::is_same_v<T, int8_t>) {
+#if defined(__AVX512F__)
+    *out = (V)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(get<__m128i>(p)));
+#elif defined(__AVX2__)
+    *out = (V)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+#else
+    for (size_t i = 0; i < sizeof(V) / 4; ++i) (*out)[i] = p[i];
+#endif
   } else {
     *out = get<V>(p);
   }

@@ -41,10 +41,10 @@ struct HeadStep {
   int64_t num_cross_attentions;
   Norm cross_norm;
   const int64_t* seen;  // [B]: number of the target's slots that they attend to
-  int64_t H, K, S, d;   // of the target
+  int64_t H, K, S, d, q8;  // of the target
   void* logits;  // [rows, draft tokens]; null: only keys and values are written
 };
-static_assert(sizeof(CrossAttention) == 23 * 8 && sizeof(HeadStep) == 76 * 8, "head_step.py writes these words");
+static_assert(sizeof(CrossAttention) == 23 * 8 && sizeof(HeadStep) == 78 * 8, "head_step.py writes these words");
 
 // Buffers of cross attention that all threads share.
 template <typename T> struct CrossBuffers {
@@ -55,7 +55,7 @@ template <typename T> struct CrossBuffers {
   Aligned<W> parts;
   std::vector<T> queries, found;
   CrossBuffers(const HeadStep& h, int64_t rows)
-      : zeros(rows), z{h.stack.B, rows / h.stack.B, h.H, h.K, h.S, h.d, {zeros.data(), zeros.data(), 1}},
+      : zeros(rows), z{h.stack.B, rows / h.stack.B, h.H, h.K, h.S, h.d, h.q8 != 0, {zeros.data(), zeros.data(), 1}},
         plan(z, h.seen, h.stack.threads), parts(num_parts<T>(z, plan)), queries(rows * h.H * h.d), found(rows * h.H * h.d) {}
 };
 
@@ -77,11 +77,9 @@ void attend_to_target(Worker<T>& worker, const HeadStep& head, const CrossAttent
   // An entry of zeros, in the slot of the target's next token, is all that a row without others attends to.
   const std::vector<T> nothing(z.d);
   for (int64_t item = share(z.B * z.K, me, all); item < share(z.B * z.K, me + 1, all); ++item)
-    store_kv(z, item / z.K, item % z.K, head.seen[item / z.K], nothing.data(), nothing.data(), static_cast<T*>(layer.k),
-             static_cast<T*>(layer.v));
+    store_kv(z, item / z.K, item % z.K, head.seen[item / z.K], nothing.data(), nothing.data(), layer.k, layer.v);
   worker.barrier.wait();
-  const Attention<T> a{z, at.queries.data(), z.T * size, size, static_cast<const T*>(layer.k), static_cast<const T*>(layer.v),
-                       head.seen, at.found.data(), layer.scale, layer.window, 0, 0};
+  const Attention<T> a{z, at.queries.data(), z.T * size, size, layer.k, layer.v, head.seen, at.found.data(), layer.scale, layer.window, 0, 0};
   attend_share(a, at.plan, me, all, at.parts.data(), scratch, [&] { worker.barrier.wait(); });
   worker.barrier.wait();
   worker.multiply(layer.o, nullptr, at.found.data(), worker.shared.out.data(), M);
@@ -110,7 +108,7 @@ void run_head(const HeadStep& head, const Numbers& n) {
     lengths[b] += last(b);
   }
   const int64_t num = kept.size();
-  const AttentionShape z{s.B, num / s.B, s.H, s.K, s.S, s.d, s.tree};
+  const AttentionShape z{s.B, num / s.B, s.H, s.K, s.S, s.d, s.q8 != 0, s.tree};
   const Plan plan(z, lengths.data(), s.threads);
   Aligned<W> parts(num_parts<T>(z, plan));
   Shared<T> shared(s, num);
@@ -190,8 +188,8 @@ void run_head(const HeadStep& head, const Numbers& n) {
       if (i % all == me) std::memcpy(queries.data() + i * size, shared.qkv.data() + kept[i] * row, size * sizeof(T));
     }
     barrier.wait();
-    const Attention<T> a{z, queries.data(), z.T * size, size, reinterpret_cast<const T*>(s.kv[0]),
-                         reinterpret_cast<const T*>(s.kv[1]), lengths.data(), shared.attended.data(), n.scale, block.window,
+    const Attention<T> a{z, queries.data(), z.T * size, size, reinterpret_cast<void*>(s.kv[0]),
+                         reinterpret_cast<void*>(s.kv[1]), lengths.data(), shared.attended.data(), n.scale, block.window,
                          s.recent, n.softcap};
     worker.attend(0, a, plan, parts.data(), scratch, cross_attentions ? &head.cross_attentions->q : linears + 2, x.data(),
                   h.data());

@@ -8,17 +8,17 @@
 #include "hqq_solver.h"
 #include "decoder_stack.h"
 
-// attend: shape is B, T, H, K, S, d, threads; strides (elements) are q row, q token, k row, k token, v row, v token.
+// attend: shape is B, T, H, K, S, d, threads, P, q8; strides (elements) are q row, q token, k row, k token, v row, v token.
 #define EXPORT(NAME, T)                                                                                                \
-  extern "C" void attend_##NAME(const T* q, const T* k, const T* v, T* kc, T* vc, const int64_t* lengths, T* out,       \
+  extern "C" void attend_##NAME(const T* q, const T* k, const T* v, void* kc, void* vc, const int64_t* lengths, T* out, \
                                 const int64_t* depth, const int64_t* path, const int64_t* shape,                        \
                                 const int64_t* strides, double scale, int64_t window, int64_t recent, double softcap) { \
     sharesd::attend(q, k, v, kc, vc, lengths, out, depth, path, shape, strides, scale, window, recent, softcap);       \
   }                                                                                                                    \
   extern "C" void compact_kv_##NAME(const int64_t* kv, int64_t layers, const int64_t* heads, const int64_t* sizes,       \
-                                   int64_t B, int64_t S, const int64_t* lengths, const int64_t* path,                   \
+                                   int64_t B, int64_t S, int64_t q8, const int64_t* lengths, const int64_t* path,       \
                                    const int64_t* num, int64_t P) {                                                     \
-    sharesd::compact_kv<T>(kv, layers, heads, sizes, B, S, lengths, path, num, P);                                      \
+    sharesd::compact_kv<T>(kv, layers, heads, sizes, B, S, q8 != 0, lengths, path, num, P);                             \
   }                                                                                                                    \
   extern "C" void linear_##NAME(const T* x, const T* w, const T* bias, T* y, int64_t M, int64_t N, int64_t K,           \
                                 int64_t threads) {                                                                     \

@@ -95,9 +95,10 @@ def random(dtype: torch.dtype, *shape: int) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("tree_mask", [None, CHAIN], ids=["chain", "tree"])
-def test_attention(dtype: torch.dtype, tree_mask: TreeAttentionMask | None) -> None:
+@pytest.mark.parametrize("q8", [False, True])
+def test_attention(dtype: torch.dtype, tree_mask: TreeAttentionMask | None, q8: bool) -> None:
     def call(hand: Hand) -> None:
-        caches = new_kv(1, 2, 64, 16, dtype, CPU)
+        caches = new_kv(1, 2, 64, 16, dtype, CPU, q8=q8)
         tree = tree_mask and TreeAttentionMask(
             hand("depth", tree_mask.depth_BT.clone()), hand("path", tree_mask.path_BTP.clone())
         )
@@ -113,10 +114,11 @@ def test_attention(dtype: torch.dtype, tree_mask: TreeAttentionMask | None) -> N
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_keeping_rows(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("q8", [False, True])
+def test_keeping_rows(dtype: torch.dtype, q8: bool) -> None:
     def call(hand: Hand) -> None:
-        k, v = (hand(name, cache) for name, cache in zip("kv", new_kv(1, 1, 32, 16, dtype, CPU), strict=True))
-        keep = kv_compactor([k], [v], [16])
+        k, v = (hand(name, cache) for name, cache in zip("kv", new_kv(1, 1, 32, 16, dtype, CPU, q8=q8), strict=True))
+        keep = kv_compactor([k], [v], [16], dtype)
         for length, path in ((0, [1, 2, 3]), (32 - 4, [1, 2, 3])):
             keep(
                 hand("lengths", torch.tensor([length])),
