@@ -20,6 +20,7 @@ Activations = Literal["exact", "fast"]
 Kernels = Literal["auto", "triton", "torch"]
 TargetQuant = Literal["q8_0", "q6_k", "q5_k", "q4_k", "q5_1", "q5_0", "q4_1", "q4_0", "mxfp4"]
 DType = Literal["auto", "bfloat16", "float16", "float32", "float64"]
+KVDType = Literal["auto", "q8"]
 
 MIN_CONTEXT, PLANNED_CONTEXT = 16, 2048
 """Minimum of `max_context`, and its value in plans.
@@ -198,6 +199,8 @@ class EngineConfig:
     """
     dtype: DType = "auto"
     """`auto`: bfloat16, and float16 on GPUs without it."""
+    kv_dtype: KVDType = "auto"
+    """KV caches of models, in `dtype` (`auto`) or in 8 bits (`q8`)."""
     device: str = "auto"
     """`auto`: the working GPU with the most free memory, else the CPU."""
     quant: QuantConfig = field(default_factory=lambda: QuantConfig(head_bits=4))
@@ -296,8 +299,8 @@ class EngineConfig:
     """File to which a line per round is appended, see `sharesd.engine.trace_file`."""
 
     def __post_init__(self) -> None:
-        kinds = {"dtype": DType, "compile": CompileMode, "kernels": Kernels, "activations": Activations}
-        for name, kind in (kinds | {"tensor_parallel_style": TensorParallelStyle}).items():
+        kinds = {"dtype": DType, "kv_dtype": KVDType, "compile": CompileMode, "kernels": Kernels}
+        for name, kind in (kinds | {"activations": Activations, "tensor_parallel_style": TensorParallelStyle}).items():
             check_one_of(name, getattr(self, name), get_args(kind))
         if self.target_quant is not None:
             check_one_of("target_quant", self.target_quant, get_args(TargetQuant))

@@ -45,12 +45,24 @@ template <typename T, typename Step> float quantize_group(const T* x, int64_t fi
   return !is_finite ? std::numeric_limits<float>::quiet_NaN() : is_zero ? 0 : most / 127;
 }
 
-// Numbers of n codes, whole vectors; `scales` repeat after as many vectors as are given.
-template <typename T, size_t PERIOD> void expand_codes(const int8_t* codes, const vfloat (&scales)[PERIOD], int64_t n, T* to) {
-  for (int64_t i = 0; i < n; i += 16 * PERIOD)
+// Numbers of n codes, whole vectors, which have these scales in turn. Prefetches the codes `ahead` bytes further.
+template <typename T, size_t PERIOD>
+void expand_codes(const int8_t* codes, const vfloat (&scales)[PERIOD], int64_t n, int64_t ahead, T* to) {
+  int64_t i = 0;
+#if defined(__AVX512BF16__)
+  if constexpr (std::is_same_v<T, bf16>)
+    for (vfloat x, y; i + 32 <= n; i += 32) {
+      load(codes + i, &x), load(codes + i + 16, &y);
+      __builtin_prefetch(codes + i + ahead, 0, 2);
+      x *= scales[0], y *= scales[PERIOD - 1];
+      put((vuint)_mm512_cvtne2ps_pbh((__m512)y, (__m512)x), to + i);
+    }
+#endif
+  for (; i < n; i += 16 * PERIOD)
     for (size_t p = 0; p < PERIOD; ++p) {
       vfloat x;
       load(codes + i + 16 * p, &x);
+      __builtin_prefetch(codes + i + 16 * p + ahead, 0, 2);
       x *= scales[p];
       if constexpr (std::is_same_v<T, double>) {
         float some[16];
@@ -60,6 +72,14 @@ template <typename T, size_t PERIOD> void expand_codes(const int8_t* codes, cons
         store_rounded(x, to + i + 16 * p, &x);
       }
     }
+}
+
+// A vector of n numbers again and again.
+template <int64_t n> vfloat repeated(const float* x) {
+  if constexpr (n == 1) return vfloat{} + *x;
+  int64_t pair;
+  std::memcpy(&pair, x, sizeof pair);
+  return as<vfloat>(VectorOf<int64_t, 64>::type{} + pair);
 }
 
 // Keys (or values) of a head, of one row of the batch.
@@ -105,7 +125,7 @@ template <typename T, bool KEYS> class HeadCache {
       int8_t some[16] = {};
       T numbers[16];
       for (int64_t j = 0; j < num; ++j) some[j] = codes[step(i + j)];
-      expand_codes(some, {vfloat{} + scales[i / kKVGroup * kBlock]}, 16, numbers);
+      expand_codes(some, {vfloat{} + scales[i / kKVGroup * kBlock]}, 16, 0, numbers);
       for (int64_t j = 0; j < num; ++j) to[step(i + j)] = numbers[j];
     }
   }
@@ -113,11 +133,8 @@ template <typename T, bool KEYS> class HeadCache {
   // Numbers of `num` slots from `base` on, whole blocks: those of the cache, or in `memory`. Prefetches codes of slots `ahead`.
   const T* slots(int64_t base, int64_t num, int64_t ahead, T* memory) const {
     if (!q8_) return numbers() + base * size();
-    for (int64_t slot = 0; slot < num; slot += kBlock) {
-      const char* next = block(base + slot + ahead);
-      for (int64_t i = 0; i < block_bytes(); i += 64) __builtin_prefetch(next + i, 0, 2);
-      expand(base + slot, memory + slot * size());
-    }
+    const int64_t bytes = ahead / kBlock * block_bytes();
+    for (int64_t slot = 0; slot < num; slot += kBlock) expand(base + slot, bytes, memory + slot * size());
     return memory;
   }
 
@@ -135,22 +152,26 @@ template <typename T, bool KEYS> class HeadCache {
 
   // Numbers of the block that begins with this slot. Codes that lie together have the scales of neighbouring slots in turn: of L
   // slots, or with values of P.
-  void expand(int64_t slot, T* to) const {
-    constexpr int64_t TURN = KEYS ? L : P, LONG = std::max<int64_t>(16, KEYS ? L * P : P);
+  void expand(int64_t slot, int64_t ahead, T* to) const {
+    constexpr int64_t TURN = KEYS ? L : P;
     const int8_t* codes = codes_of(slot);
     const float* scales = scales_of(slot);
     for (int64_t s = 0; s < kBlock; s += TURN)
       for (int64_t first = 0; first < at_.d; first += kKVGroup) {
         const float* from = scales + first / kKVGroup * kBlock + s;
+        __builtin_prefetch(reinterpret_cast<const char*>(from) + ahead, 0, 2);
         const int64_t n = (std::min(size(), first + kKVGroup) - first) * TURN, at = place(s) + step(first);
-        float turn[LONG];
-        for (int64_t i = 0; i < LONG; ++i) turn[i] = from[(KEYS ? i / P : i) % TURN];
-        if constexpr (std::is_same_v<T, double>)
-          for (int64_t i = 0; i < n; ++i) to[at + i] = static_cast<float>(codes[at + i]) * turn[i % LONG];
-        else if constexpr (LONG == 32)
-          expand_codes(codes + at, {get<vfloat>(turn), get<vfloat>(turn + 16)}, n, to + at);
-        else
-          expand_codes(codes + at, {get<vfloat>(turn)}, n, to + at);
+        if constexpr (std::is_same_v<T, double>) {
+          for (int64_t i = 0; i < n; ++i) to[at + i] = static_cast<float>(codes[at + i]) * from[(KEYS ? i / P : i) % TURN];
+        } else if constexpr (!KEYS) {
+          expand_codes(codes + at, {repeated<P>(from)}, n, ahead, to + at);
+        } else if constexpr (P == 1) {
+          expand_codes(codes + at, {get<vfloat>(from)}, n, ahead, to + at);
+        } else {
+          float twice[2 * L];
+          for (int64_t i = 0; i < 2 * L; ++i) twice[i] = from[i / 2];
+          expand_codes(codes + at, {get<vfloat>(twice), get<vfloat>(twice + 16)}, n, ahead, to + at);
+        }
       }
   }
 

@@ -230,6 +230,7 @@ def settings_of(config: EngineConfig) -> dict[str, Any]:
         "model": model_name(config.target) + ("" if config.lora is None else f" + {Path(config.lora).name} (LoRA)"),
         "draft": config.draft,
         "dtype": config.dtype,
+        **({} if config.kv_dtype == "auto" else {"kv_dtype": config.kv_dtype}),
         "device": config.device,
         "quant": str(config.quant),
         "compile": config.compile,

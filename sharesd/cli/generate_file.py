@@ -298,6 +298,7 @@ def _settings(args: argparse.Namespace, work: Work) -> dict[str, Any]:
         "target": config.target,
         **({} if config.lora is None else {"lora": config.lora}),
         "dtype": config.dtype,
+        **({} if config.kv_dtype == "auto" else {"kv_dtype": config.kv_dtype}),
         "compile": config.compile,
         "exact": config.exact,
         "max_context": config.max_context,

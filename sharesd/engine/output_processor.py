@@ -169,7 +169,7 @@ class OutputProcessor:
     def _fail(self, request: Request, position: int) -> NonFiniteLogits:
         """End a request whose logits are not numbers; return its error."""
         request.finish_reason = "error"
-        dtype = str(self._cache.k[0].dtype).removeprefix("torch.")
+        dtype = str(self._cache.dtype).removeprefix("torch.")
         remedy = "check its weights" if dtype in ("float32", "float64") else "try dtype float32, or check its weights"
         return NonFiniteLogits(
             f"the logits of {self._model_name} in {dtype} are not numbers (NaN or infinite) at position {position} of "

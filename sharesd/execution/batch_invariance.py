@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from compile.attention import TreeAttentionMask
-from compile.kv_layout import pack_kv
+from compile.kv_layout import pack_kv, pack_q8
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.base import CausalModel
 
@@ -144,7 +144,8 @@ class _Check:
 def _fill(cache: StaticKVCache) -> None:
     dice = torch.Generator().manual_seed(1)
     for k, v, size in zip(cache.k, cache.v, cache.sizes, strict=True):
-        noise = torch.randn(2, 1, k.shape[1], NOISE_SLOTS, size, generator=dice).to(k.device, k.dtype)
+        noise = torch.randn(2, 1, k.shape[1], NOISE_SLOTS, size, generator=dice).to(k.device, cache.dtype)
         plain = noise.repeat(1, cache.batch, 1, -(-cache.slots // NOISE_SLOTS), 1)[:, :, :, : cache.slots]
-        for tensor, noise_of in zip((k, v), plain if k.ndim == 4 else pack_kv(*plain), strict=True):
+        packed = pack_q8(*plain) if cache.q8 else plain if k.ndim == 4 else pack_kv(*plain)
+        for tensor, noise_of in zip((k, v), packed, strict=True):
             tensor.copy_(noise_of)

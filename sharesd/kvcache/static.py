@@ -14,7 +14,7 @@ from torch import Tensor
 
 from compile.huge_pages import zeros_like
 from compile.kv_compact import compact_slots, kv_compactor
-from compile.kv_layout import kv_layout, new_kv, round_slots, unpack_kv
+from compile.kv_layout import kv_layout, new_kv, round_slots, unpack_kv, unpack_q8
 from multigpu.pipeline_parallel import PipelinePlan
 from sharesd.devices.transfer import copy_to_device
 
@@ -35,6 +35,7 @@ class StaticKVCache:
         dtype: torch.dtype,
         device: torch.device | str,
         plain: bool = False,
+        q8: bool = False,
         taps: Sequence[int] = (),
         hidden_size: int = 0,
         split: PipelinePlan | None = None,
@@ -43,14 +44,15 @@ class StaticKVCache:
         """`shapes`: (key/value heads, head size) of every layer.
 
         `taps`: depths whose hidden states are kept: numbers of blocks, and one more for the output of the last norm.
-        `whole_rows`: attention reads live slots alone, however many slots it gets.
+        `whole_rows`: attention reads live slots alone, however many slots it gets. `q8`: keys and values are kept in 8
+        bits, `dtype` is that of the model.
         """
-        self.slots = round_slots(slots)
+        self.slots, self.dtype, self.q8 = round_slots(slots), dtype, q8
         device = torch.device(device) if split is None else split.output_device
         places = [device if split is None else split.device_of(layer) for layer in range(len(shapes))]
         new = kv_layout if device.type == "cpu" else new_kv
         pairs = [
-            new(batch, heads, self.slots, size, dtype, place, plain=plain)
+            new(batch, heads, self.slots, size, dtype, place, plain=plain, q8=q8)
             for (heads, size), place in zip(shapes, places, strict=True)
         ]
         self.k, self.v = [k for k, _ in pairs], [v for _, v in pairs]
@@ -117,7 +119,7 @@ class StaticKVCache:
     def row(self, b: int, slots: int) -> StaticKVCache:
         """Return row `b`, cut to `slots` slots if attention reads all slots."""
         whole = self.rows(b, b + 1)
-        if slots >= self.slots or self.k[0].ndim != 4 or self._whole_rows:
+        if slots >= self.slots or self.k[0].ndim != 4 or self.q8 or self._whole_rows:
             return whole
         view = whole._view()
         view.slots = slots
@@ -214,7 +216,9 @@ class StaticKVCache:
     def kv(self, layer: int, num_slots: int) -> tuple[Tensor, Tensor]:
         """Return a layer's first keys and values, [B, K, num_slots, d]."""
         k, v = self.k[layer], self.v[layer]
-        if k.ndim > 4:
+        if self.q8:
+            k, v = unpack_q8(k, v, self.sizes[layer], self.dtype)
+        elif k.ndim > 4:
             k, v = unpack_kv(k, v, self.sizes[layer])
         return k[:, :, :num_slots], v[:, :, :num_slots]
 
@@ -259,11 +263,11 @@ class StaticKVCache:
     def _kv_compactor(self) -> Callable[[Tensor, Tensor, Tensor], None]:
         split = self._split
         if split is None:
-            return kv_compactor(self.k, self.v, self.sizes)
+            return kv_compactor(self.k, self.v, self.sizes, self.dtype)
         compactors = []
         for stage in split.stages:
             part = slice(stage.blocks.start, stage.blocks.stop)
-            compactors.append(kv_compactor(self.k[part], self.v[part], self.sizes[part]))
+            compactors.append(kv_compactor(self.k[part], self.v[part], self.sizes[part], self.dtype))
 
         def keep(*places: Tensor) -> None:
             for number, keeper in enumerate(compactors):

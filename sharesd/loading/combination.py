@@ -88,6 +88,17 @@ class Combination:
         return "take --dequantize" if self.config.target_quant is None else "drop --target-quant"
 
     @property
+    def q8_obstacle(self) -> str | None:
+        """Reason against KV in 8 bits, if that was asked for."""
+        if self.config.kv_dtype == "auto":
+            return None
+        if self.on_gpu:
+            return f"{self.device} has no kernels for KV in 8 bits yet"
+        if self.config.kernels == "torch":
+            return "KV in 8 bits takes this project's kernels, and torch's run here"
+        return self.unsupported and f"only native decoders keep KV in 8 bits: {self.unsupported}"
+
+    @property
     def heads(self) -> list[str]:
         """Active drafters that are trained heads."""
         return [name for name in registry.names("head") if name in self.drafters]

@@ -215,8 +215,9 @@ TARGET: tuple[Row, ...] = (
             f"tensor_parallel is {c.config.tensor_parallel}, and only native decoders are shared out: {c.unsupported}"
         ),
     ),
+    Row(lambda c: bool(c.q8_obstacle), lambda c: f"kv_dtype is 'q8', and {c.q8_obstacle}; leave it out"),
 )
-"""Rows about options and the target's architecture."""
+"""Rows about options, the device and the target's architecture."""
 
 RESOLVED: tuple[Row, ...] = (
     Row(

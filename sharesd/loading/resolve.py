@@ -208,7 +208,7 @@ class _Resolver:
             dtype = torch.float32
             kernels = choose_kernels(config.kernels, self.device, dtype, config.compile)
         auto = None
-        self._check_target(folder)
+        self._check_target(folder, config)
 
         def choose(offloads: bool) -> AutoDrafters:
             mode = compile_mode(config, self.device, kernels.triton)
@@ -269,13 +269,15 @@ class _Resolver:
             use(device)
         return device
 
-    def _check_target(self, folder: Path) -> None:
-        if not self._config.split.enabled and self._config.tensor_parallel == 1:
+    def _check_target(self, folder: Path, config: EngineConfig) -> None:
+        if not config.split.enabled and config.tensor_parallel == 1 and config.kv_dtype == "auto":
             return
+        unsupported = None
         try:
             decoder_config(folder)
         except UnsupportedArchitecture as reason:
-            check(TARGET, Combination.of(self._config, self._modes, unsupported=str(reason)))
+            unsupported = str(reason)
+        check(TARGET, Combination.of(config, self._modes, unsupported=unsupported, device=str(self.device)))
 
     def _plan(self, config: EngineConfig) -> Offloading | None:
         dtype = dtype_of(config.dtype, self.device)

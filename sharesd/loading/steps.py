@@ -119,6 +119,7 @@ class TargetSteps:
             *(kernels_version(), cpu_name(), torch.__version__, STEP_THREADS.max_size, self._resolved.dtype),
             replace(step.config, layer_types=step.config.layer_types[:1]),
             *(self.cache.batch, self.num_slots, widths, self._resolved.drafts_trees, self._target.streamed is None),
+            self.cache.q8,
         )
         kept = JsonCache("settings", "rows", what)
         bits = kept.load(lambda found: RowBits(*map(bool, found)))

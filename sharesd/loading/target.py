@@ -232,6 +232,8 @@ class ModelLoader:
             part=part,
             split=split,
         )
+        if isinstance(model, Decoder):
+            model.q8_kv = resolved.config.kv_dtype == "q8"
         if split is not None and split.crosses_devices:
             assert isinstance(model, Decoder)
             model.ranges = StagedBlocks(split).ranges

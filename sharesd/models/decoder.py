@@ -183,6 +183,9 @@ class Decoder(nn.Module):
     Weights start uninitialised; `sharesd.models.loader.load_decoder` fills them.
     """
 
+    q8_kv = False
+    """True if new KV caches are in 8 bits."""
+
     def __init__(
         self,
         config: DecoderConfig,
@@ -252,6 +255,7 @@ class Decoder(nn.Module):
             slots=slots,
             dtype=table.dtype,
             device=table.device,
+            q8=self.q8_kv,
             taps=taps,
             hidden_size=c.hidden_size,
             split=self.split if self.split.crosses_devices else None,

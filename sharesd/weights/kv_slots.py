@@ -42,6 +42,6 @@ def kv_slots(
 def kv_bytes(decoder: Decoder, config: EngineConfig, slots: int) -> list[int]:
     """Return bytes of keys and values by layer, with `slots` per row."""
     c, dtype = decoder.config, decoder.embed.weight.dtype
-    few = new_kv(1, c.num_key_value_heads, 1, c.head_dim, dtype, torch.device("cpu"))
+    few = new_kv(1, c.num_key_value_heads, 1, c.head_dim, dtype, torch.device("cpu"), q8=config.kv_dtype == "q8")
     per_slot = sum(tensor.nbytes for tensor in few) // round_slots(1)
     return [config.max_batch * round_slots(slots) * per_slot] * c.num_hidden_layers

@@ -59,6 +59,10 @@ OPTIONS: list[tuple[Combination, str]] = [
 TARGET: list[tuple[Combination, str]] = [
     (given(split=TWO_STAGES, facts={"unsupported": "it is new"}), "split among devices: it is new; leave devices out"),
     (given(tensor_parallel=2, facts={"unsupported": "it is new"}), "native decoders are shared out: it is new"),
+    (
+        given(kv_dtype="q8", facts={"unsupported": "it is new"}),
+        "only native decoders keep KV in 8 bits: it is new; leave",
+    ),
 ]
 RESOLVED: list[tuple[Combination, str]] = [
     (given(draft_device="cpu"), "draft_device is 'cpu' and no mode is classic; leave it out"),
