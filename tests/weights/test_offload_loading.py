@@ -56,6 +56,7 @@ def limit_for(tiny: Path, num_resident: int, *modes: Mode, **options: Any) -> in
     ("modes", "options"),
     [
         (("naive", "share", "classic"), {}),
+        (("naive", "hybrid"), {"kv_dtype": "q8"}),
         pytest.param(
             ("share", "hybrid"),
             {"max_batch": 2, "dtype": "float32", "quant": QuantConfig(skip_projs=("down",))},
