@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from compile.cpp_extension import kernel, library
 from compile.linear import Zeros
 from compile.op_registry import LIBRARY
-from compile.widened_linear import WidenedLinear
 
 Activations = Literal["exact", "fast"]
 """Rounding of activations: to 16 or 8 bits, per 32."""
@@ -195,7 +194,7 @@ class BlockEmbedding(nn.Module):
     """Embedding of blocks, decoded at each lookup."""
 
     def __init__(self, linear: Any, dtype: torch.dtype, *, is_head: bool) -> None:
-        """Look up the rows of a linear of blocks, which may be the LM head, on any device."""
+        """Look up rows of a linear of blocks, perhaps the head."""
         super().__init__()
         self._linear = (linear,)
         if not is_head:  # else it is counted, and quantized, with the head

@@ -22,6 +22,7 @@ TargetQuant = Literal["q8_0", "q6_k", "q5_k", "q4_k", "q5_1", "q5_0", "q4_1", "q
 DType = Literal["auto", "bfloat16", "float16", "float32", "float64"]
 KVDType = Literal["auto", "q8"]
 
+_AT_LEAST_ONE = "num_draft max_draft tensor_parallel max_batch threads prefill_chunk prompt_cache_size".split()
 MIN_CONTEXT, PLANNED_CONTEXT = 16, 2048
 """Minimum of `max_context`, and its value in plans.
 
@@ -300,26 +301,19 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         kinds = {"dtype": DType, "kv_dtype": KVDType, "compile": CompileMode, "kernels": Kernels}
-        for name, kind in (kinds | {"activations": Activations, "tensor_parallel_style": TensorParallelStyle}).items():
-            check_one_of(name, getattr(self, name), get_args(kind))
-        if self.target_quant is not None:
-            check_one_of("target_quant", self.target_quant, get_args(TargetQuant))
-        if self.num_draft is not None:
-            check_min("num_draft", self.num_draft, 1)
-        check_min("max_draft", self.max_draft, 1)
+        kinds |= {"activations": Activations, "tensor_parallel_style": TensorParallelStyle, "target_quant": TargetQuant}
+        for name, kind in kinds.items():
+            if getattr(self, name) is not None:
+                check_one_of(name, getattr(self, name), get_args(kind))
+        for name in _AT_LEAST_ONE:
+            if getattr(self, name) is not None:
+                check_min(name, getattr(self, name), 1)
         if isinstance(self.tree, str):
             check_one_of("tree", self.tree, ("auto", "off"))
         else:
             self._check_tree(*self.tree)
-        check_min("tensor_parallel", self.tensor_parallel, 1)
-        check_min("max_batch", self.max_batch, 1)
-        if self.threads is not None:
-            check_min("threads", self.threads, 1)
         if self.max_queue is not None:
             check_min("max_queue", self.max_queue, 0)
-        if self.prefill_chunk is not None:
-            check_min("prefill_chunk", self.prefill_chunk, 1)
-        check_min("prompt_cache_size", self.prompt_cache_size, 1)
         if isinstance(self.max_context, int):
             check_min("max_context", self.max_context, MIN_CONTEXT)
         else:
