@@ -22,7 +22,9 @@ TargetQuant = Literal["q8_0", "q6_k", "q5_k", "q4_k", "q5_1", "q5_0", "q4_1", "q
 DType = Literal["auto", "bfloat16", "float16", "float32", "float64"]
 KVDType = Literal["auto", "q8"]
 
-_AT_LEAST_ONE = "num_draft max_draft tensor_parallel max_batch threads prefill_chunk prompt_cache_size".split()
+_AT_LEAST_ONE = (
+    "num_draft", "max_draft", "tensor_parallel", "max_batch", "threads", "prefill_chunk", "prompt_cache_size",
+)  # fmt: skip
 MIN_CONTEXT, PLANNED_CONTEXT = 16, 2048
 """Minimum of `max_context`, and its value in plans.
 

@@ -211,11 +211,11 @@ def take_the_way_of_cuda(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(module, "attend", attend)
     for name in ("new_kv", "kv_layout"):
         make = getattr(compile.kv_layout, name)
-        patch.setattr(sharesd.kvcache.static, name, lambda *size, plain, make=make: make(*size, plain=True))
+        patch.setattr(sharesd.kvcache.static, name, lambda *size, make=make, **_: make(*size, plain=True))
     patch.setattr(
         sharesd.kvcache.static,
         "kv_compactor",
-        lambda keys, values, sizes: partial(compile.kv_compact._compact_reference, (*keys, *values)),
+        lambda keys, values, *_: partial(compile.kv_compact._compact_reference, (*keys, *values)),
     )
     patch.setattr(sharesd.kvcache.static, "compact_slots", compile.kv_compact.compact_slots_reference)
     patch.setattr(logits_processors, "arg_max", lambda x: x.argmax(-1))
