@@ -19,6 +19,10 @@ from sharesd.models.quantized.workers import run_here
 
 _BLOCK = 32  # inputs
 _BLOCK_BYTES = {"Q4_0": 18, "Q5_0": 22, "Q8_0": 34}
+_ZEROS = {"Q8_0": 0, "Q4_0": 8, "Q5_0": 16}
+"""Code of 0, modulo 256."""
+_GATHER = 0x0102040810204080
+"""Factor that moves the lowest bits of eight bytes into one byte."""
 
 
 class Affine(QuantizedLinear):
@@ -46,12 +50,10 @@ class Affine(QuantizedLinear):
     def _group_size(self) -> int:
         return self.shape[1] // self._scale_NG.shape[1]
 
-    def _signed(self, begin: int, end: int) -> Tensor:
-        """Return codes minus zeros, int16 [n, K]."""
-        codes, zero_NG = self._codes(begin, end).to(torch.int16), self._zero_NG[begin:end]
-        if self._group_K is not None:
-            return codes - zero_NG[:, self._group_K]
-        return (codes.unflatten(1, (-1, self._group_size)) - zero_NG[:, :, None]).flatten(1)
+    def _moved(self, begin: int, end: int, zero: int) -> Tensor:
+        """Return codes whose zeros are at `zero`, modulo 256, uint8 [n, K]."""
+        codes, minus_NG = self._codes(begin, end), (self._zero_NG[begin:end] - zero).to(torch.uint8)
+        return (codes.unflatten(1, (-1, self._group_size)) - minus_NG[:, :, None]).flatten(1)
 
     def rows(self, begin: int, end: int) -> Tensor:
         zero_NG, scale_NG = self._zero_NG[begin:end].float(), self._scale_NG[begin:end]
@@ -83,26 +85,24 @@ class Affine(QuantizedLinear):
         raw[..., :2] = scale.unsqueeze(-1).view(torch.uint8)
 
         def fill(begin: int, end: int) -> None:
-            raw[begin:end, :, 2:] = _packed(kind, self._signed(begin, end).unflatten(1, (-1, _BLOCK)))
+            raw[begin:end, :, 2:] = _packed(kind, self._moved(begin, end, _ZEROS[kind]).unflatten(1, (-1, _BLOCK)))
 
         run(fill, self.chunks())
         return BlockPart(kind, raw.flatten(1))
 
 
-def _packed(kind: str, signed: Tensor) -> Tensor:
+def _packed(kind: str, codes: Tensor) -> Tensor:
     """Return codes of blocks in the order of .gguf files.
 
-    `signed`: [..., 32].
+    `codes`: uint8 [..., 32].
     """
     if kind == "Q8_0":
-        return signed.to(torch.int8).view(torch.uint8)
-    codes = (signed + (8 if kind == "Q4_0" else 16)).to(torch.uint8)
+        return codes
     first, second = codes.split(_BLOCK // 2, dim=-1)
     halves = (first & 15) | (second << 4)
     if kind == "Q4_0":
         return halves
-    places = torch.arange(8, dtype=torch.uint8)
-    upper = ((codes >> 4).unflatten(-1, (4, 8)) << places).sum(-1, dtype=torch.uint8)
+    upper = ((codes >> 4).view(torch.int64) * _GATHER >> 56).to(torch.uint8)
     return torch.cat([upper, halves], dim=-1)
 
 
@@ -129,10 +129,11 @@ def unpack_outputs(words: Tensor, fields: Sequence[int]) -> Tensor:
 
     int32 words [K, n] give uint8 [8 n, K]. `fields`: the field of a word for each of its outputs.
     """
-    words = words.t().contiguous()
-    codes = torch.empty(len(words), len(fields), words.shape[1], dtype=torch.uint8)
+    stored = words.t().reshape(-1).view(torch.uint8).view(words.shape[1], -1, 4)
+    codes = torch.empty(stored.shape[0], len(fields), stored.shape[1], dtype=torch.uint8)
     for output, field in enumerate(fields):
-        codes[:, output] = words >> 4 * field & 15
+        pair = stored[..., field // 2]
+        codes[:, output] = pair >> 4 if field % 2 else pair & 15
     return codes.flatten(0, 1)
 
 
