@@ -220,7 +220,7 @@ def load_decoder(
     found: defaultdict[int, dict[str, Tensor]] = defaultdict(dict)  # of incomplete blocks
 
     def put(name: str, parameter: Tensor, tensor: Tensor) -> None:
-        if isinstance(tensor, BlockPart) and tensor.type == WIDENED and dtype != torch.float32:
+        if isinstance(tensor, BlockPart) and tensor.type == WIDENED and (dtype != torch.float32 or parameter.is_cuda):
             tensor = tensor.raw
         mapped = mmap_embeddings and name in (EMBEDDING, HEAD)
         if mapped and tensor.dtype == dtype and tensor.device == parameter.device:
