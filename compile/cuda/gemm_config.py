@@ -154,7 +154,7 @@ def block_tile(index: int | None, outputs: int, units: int, step_inputs: int, st
     on, rows = device(index), 64
     tiles = -(-outputs // rows)
     splits = [s for s in range(1, 9) if s == 1 or (units >= 2 * s and 10 * -(-units // s) * s <= 11 * units)]
-    split = next((s for s in splits if tiles * s >= 3 * on.processors), splits[-1])
+    split = next((s for s in splits if 2 * tiles * s >= 5 * on.processors), splits[-1])
     together = 4 * (rows // 16 * step_bytes + ROWS * step_inputs * 2)
     return Tile(rows, step_inputs, split, 4 if together * 3 <= on.shared else 3, 2)
 

@@ -15,18 +15,6 @@ log = logging.getLogger(__name__)
 CUBLAS_WITHOUT_SPLITS = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
 """Workspaces too small for split sums: 16 KiB buffers, and 1 KiB."""
 
-GPU_TESTED = False
-"""True once docs/results has a run on a GPU."""
-UNTESTED = 'the CUDA path has not run on a card yet; --device cpu (in Python: device="cpu") is the way out'
-_warned = False
-
-
-def warn_untested(device: torch.device) -> None:
-    global _warned
-    if device.type == "cuda" and not GPU_TESTED and not _warned:
-        _warned = True
-        log.warning(UNTESTED)
-
 
 def use(device: torch.device) -> None:
     """Make a GPU current for this thread's graphs, events and Triton kernels."""

@@ -24,7 +24,6 @@ from sharesd.devices.selection import (
     open_device,
     prepare_cuda,
     use,
-    warn_untested,
 )
 from sharesd.drafters import registry, selection
 from sharesd.drafters.spec import Need
@@ -264,7 +263,6 @@ class _Resolver:
         device = open_device(device, auto=self.takes_any_device)
         if device.type == "cuda":
             if self._is_rank_zero:
-                warn_untested(device)
                 warn_unknown_flash()
             use(device)
         return device

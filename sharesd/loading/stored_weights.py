@@ -52,6 +52,7 @@ def folder_and_config(
 
 def _check_target_quant(config: EngineConfig, device: torch.device, needs_numbers: bool) -> None:
     obstacle = "weights that the caller makes or offloads" if needs_numbers else _obstacle(config, device)
+    obstacle = "a GPU yet" if device.type != "cpu" else obstacle
     if obstacle is not None:
         raise ValueError(f"target_quant is {config.target_quant!r}, and does not go with {obstacle}; leave it out")
 

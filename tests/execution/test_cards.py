@@ -26,9 +26,11 @@ from sharesd.execution import kernel_choice
 from sharesd.execution.kernel_choice import VARIABLE, KernelChoice, choose_kernels
 from sharesd.loading import max_context, resolve
 from sharesd.loading.auto_mode import choose_drafters
+from sharesd.models.loader import decoder_config
 from sharesd.runtime import Runtime
 from sharesd.weights import offload_planner
 from sharesd.weights.packing import has_quantized_kernels
+from tests.helpers.tiny_heads import make_head
 from tests.helpers.tiny_models import make_checkpoint
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -168,7 +170,6 @@ def test_a_card_that_is_too_small(
     Cards([(9, 0)]).put(monkeypatch)
     monkeypatch.setattr(resolve, "prepare_cuda", lambda steady: None)
     monkeypatch.setattr(resolve, "choose_kernels", lambda *asked: KernelChoice("triton", True))
-    monkeypatch.setattr(selection, "GPU_TESTED", True)
     for module in (resolve, selection):
         monkeypatch.setattr(module, "use", lambda gpu: None)
     plan = offload_planner.plan_for
@@ -244,6 +245,17 @@ def test_nothing_is_compiled_where_triton_cannot() -> None:
     assert resolve.compile_mode(config, GPU, True) == "regional" and resolve.compile_mode(config, GPU, False) == "off"
     assert resolve.compile_mode(EngineConfig(compile="full"), GPU, False) == "full"
     assert resolve.compile_mode(config, CPU, False) == "native"
+
+
+def test_short_steps_do_not_wait_for_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model")
+    head = make_head(tmp_path / "head", decoder_config(folder), "eagle")
+    config = EngineConfig(target=str(folder), heads=(str(head),))
+    monkeypatch.setattr("sharesd.loading.auto_mode.has_quantized_kernels", lambda gpu: True)
+    choice = choose_drafters(config, folder, GPU, HALF, "off", offloads=False)
+    assert choice.drafters == ("eagle",) and "do not wait for tables" in choice.reason
+    monkeypatch.setattr("sharesd.loading.auto_mode.SHORT_STEP_BYTES", 0)
+    assert choose_drafters(config, folder, GPU, HALF, "off", offloads=False).drafters == ("eagle", "suffix")
 
 
 def test_auto_leaves_out_what_has_no_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

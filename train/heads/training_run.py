@@ -14,7 +14,7 @@ import torch
 
 from multigpu.journal import settings_of
 from sharesd.config import DType, EngineConfig, Mode
-from sharesd.devices.selection import device_of, warn_untested
+from sharesd.devices.selection import device_of
 from sharesd.drafters.eagle.head import Eagle
 from sharesd.drafters.eagle.head_eagle3 import Eagle3
 from sharesd.drafters.heads.checkpoint import load_head, new_head
@@ -116,7 +116,6 @@ class TrainingRun:
         self._hashes |= {} if task.init is None else {"init_sha256": content_hash(task.init)}
         dtype = torch.bfloat16 if task.dtype == "auto" else getattr(torch, task.dtype)
         device = device_of(task.device)
-        warn_untested(device)
         target = load_decoder(folder, dtype=dtype, device=device, progress=progress)
         if task.max_length > target.max_context:
             raise ValueError(
