@@ -20,6 +20,7 @@ from scripts.predicted_bandwidth import (  # noqa: E402
     GROUP,
     H100,
     RTX4090,
+    UNMEASURED,
     Card,
     Plan,
     compiled,
@@ -161,16 +162,16 @@ def table() -> dict[tuple[str, str], dict[str, str]]:
 
 def test_aims_of_the_table() -> None:
     rows = table()
-    assert set(rows) == {(card.name, model.name) for card in CARDS for model in MODELS}
-    for (card, model), row in rows.items():
+    assert set(rows) == {(card.name, model.name) for card in UNMEASURED for model in MODELS}
+    for (_, model), row in rows.items():
         if model in ("Llama-2-7B", "Llama-3.1-8B", "Qwen2.5-7B"):
             assert float(row["share_16"]) >= 0.85
-            assert float(row["ratio_4"]) <= (0.35 if card == H100.name else 0.31)
+            assert float(row["ratio_4"]) <= 0.31
 
 
 @pytest.mark.slow
 def test_the_table_is_what_is_predicted() -> None:
-    for card, model in ((H100, MODELS[1]), (RTX4090, MODELS[3])):
+    for card, model in ((A100, MODELS[1]), (RTX4090, MODELS[3])):
         row, (full_s, share) = table()[card.name, model.name], layer(model, 16, card)
         low_s, low_share = layer(model, 4, card)
         assert (row["share_16"], row["share_4"]) == (f"{share:.2f}", f"{low_share:.2f}")
