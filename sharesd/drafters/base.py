@@ -70,6 +70,10 @@ class Drafter:
     runs_on_host = False
     """True if it drafts from host tokens, and chooses the nodes' number."""
 
+    def goes_ahead(self, policy: Policy) -> bool:
+        """Return True if the coming round needs nothing of the last."""
+        return self.supports_async
+
     def begin(self, row: int, tokens: list[int], reuse: bool) -> None:
         """Start a row's new text; `reuse`: cached tokens need no new reading."""
 

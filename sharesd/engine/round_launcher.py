@@ -99,6 +99,12 @@ class RoundLauncher:
         """Form the batch anew before the next round."""
         self._batch = None
 
+    @property
+    def goes_ahead(self) -> bool:
+        """True if the coming round needs nothing of the one in flight."""
+        drafter, batch = self._scheduler.drafter, self._batch
+        return drafter is None or (batch is not None and drafter.goes_ahead(batch.variant.policy))
+
     def launch(self, before: InFlightRound | None = None) -> InFlightRound | None:
         """Launch a round of all live requests.
 

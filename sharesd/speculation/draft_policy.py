@@ -223,6 +223,11 @@ class Policy:
         return queries
 
     @property
+    def tables_pause(self) -> bool:
+        """True if the coming round queries no tables."""
+        return self.pinned is None and self.live.is_measured and self.gate.pauses(self.table_budget.is_empty)
+
+    @property
     def tables_should_learn(self) -> bool:
         """True if tables learn from the logits of the coming round."""
         return self.gate.tables_should_learn and self._fits_round_cost(NO_DRAFT, 1)

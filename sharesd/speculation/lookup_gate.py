@@ -23,19 +23,25 @@ class LookupGate:
         self._gain = max(self._gain, self._cost() + self._config.lookup_prior)
         self._pause = self._config.lookup_pauses[0]
 
+    def pauses(self, budget_is_empty: bool) -> bool:
+        """Return True if no tables are queried in the coming round."""
+        return self._until_query > 0 and self._is_idle(budget_is_empty)
+
     def opens(self, budget_is_empty: bool) -> bool:
         """Return True if tables are queried in the coming round."""
         first, longest = self._config.lookup_pauses
-        is_pausing = budget_is_empty or self._gain < self._cost()
-        if is_pausing and self._until_query > 0:
+        if self.pauses(budget_is_empty):
             self._until_query -= 1
             return False
-        if is_pausing:
+        if self._is_idle(budget_is_empty):
             self._until_query = self._pause - 1
             self._pause = min(longest, 2 * self._pause)
         else:
             self._pause, self._until_query = first, 0
         return True
+
+    def _is_idle(self, budget_is_empty: bool) -> bool:
+        return budget_is_empty or self._gain < self._cost()
 
     @property
     def tables_should_learn(self) -> bool:

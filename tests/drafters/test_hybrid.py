@@ -32,7 +32,7 @@ class Recorded:
             shapes=(FOUR,),
             first_alphas=(0.5, 0.5),
             runs_on_host=False,
-            catch_up=lambda *_: None,
+            catch_up=lambda *_, **__: None,
             draft=self.draft,
         )
         self.drafter = HybridDrafter("hybrid", [table], model, num_nodes=4, trees=False)

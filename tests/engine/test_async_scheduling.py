@@ -17,6 +17,7 @@ from sharesd.engine.output_processor import OutputProcessor
 from sharesd.engine.outputs import Completion
 from sharesd.engine.round_launcher import RoundLauncher
 from sharesd.sampling_params import SamplingParams
+from sharesd.speculation.draft_policy import Policy
 from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape, DraftTree
 from tests.drafters.test_eagle import TREE, built, head_for
 from tests.engine import test_grammar
@@ -135,6 +136,25 @@ def test_who_needs_the_tokens_is_launched_as_soon_as_they_are_read(
         patch.setattr(OutputProcessor, "record_transfers", at_the_end)
         check_load(mode, engine, wanted)
     assert not any(launches) and sum(early) > len(early) / 2
+
+
+@pytest.mark.parametrize("mode", ["suffix", "ngram+recycle", "hybrid", "hybrid classic", *HEADS])
+def test_rounds_go_ahead_while_tables_pause(
+    mode: str, wanted: list[Completion], launches: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tables are asked every third round; a second model would have to read what the host does not know."""
+    dice = random.Random(9)
+    monkeypatch.setattr(Policy, "tables_pause", property(lambda self: self.gate.pauses(True)))
+    monkeypatch.setattr(Policy, "should_query_tables", lambda self: self.gate.opens(True))
+    monkeypatch.setattr(Policy, "next_shape", lambda self, **_: dice.choice([NO_DRAFT, *self.shapes]))
+    options: dict[str, Any] = {"batch": 3, "async_scheduling": True, "auto_length": True, "prefill_chunk": 16}
+    if mode in HEADS:
+        engine = built(head_for(MODEL, tmp_path, mode), MODEL, mixed=True, **options)
+    else:
+        engine = new(mode, **options)
+    assert not engine.async_scheduling and engine.options.async_scheduling
+    check_load(mode, engine, wanted)
+    assert (sum(launches) > len(launches) / 4) == (mode != "hybrid classic")
 
 
 @pytest.mark.parametrize("mode", ["share", "share tree", "hybrid"])

@@ -15,6 +15,7 @@ from sharesd.drafters.draft_checks import check_proposal, checked_draft
 from sharesd.drafters.tables.base import Table
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.base import CausalModel
+from sharesd.speculation.draft_policy import Policy
 from sharesd.speculation.draft_proposal import Proposal, best_chain, best_path, empty_proposal, fill_up, merge
 from sharesd.speculation.draft_tree import (
     NO_DRAFT,
@@ -49,7 +50,12 @@ class HybridDrafter(Drafter):
         self._known: dict[int, int] = {}  # of each row: how much of its text the tables have seen
         self._texts: Mapping[int, list[int]] = {}
         self._plain: Collection[int] = ()
+        self._coming: Mapping[int, int] = NOTHING
         self._seen: list[list[int]] = []  # of each row of a round: tokens read, the likeliest ones after each
+
+    def goes_ahead(self, policy: Policy) -> bool:
+        model = self.model_drafter
+        return policy.tables_pause and (model is None or (model.supports_async and not model.needs_catch_up))
 
     def begin(self, row: int, tokens: list[int], reuse: bool) -> None:
         for table in self.tables:
@@ -76,7 +82,7 @@ class HybridDrafter(Drafter):
         coming: Mapping[int, int] = NOTHING,
     ) -> None:
         self._idle += idle
-        self._texts, self._plain = texts, plain
+        self._texts, self._plain, self._coming = texts, plain, coming
 
     def draft(self, context: DraftContext, shape: DraftShape) -> DraftTree:
         policy, rows, proposals = context.policy, range(context.first, context.end), dict[int, Proposal]()
@@ -122,7 +128,7 @@ class HybridDrafter(Drafter):
 
     def _model_draft(self, context: DraftContext, shape: DraftShape) -> DraftTree:
         assert self.model_drafter is not None
-        self.model_drafter.catch_up(self._texts, self._idle > 0 or self._woven)
+        self.model_drafter.catch_up(self._texts, self._idle > 0 or self._woven, coming=self._coming)
         self._idle, self._woven = 0, False
         return checked_draft(self.model_drafter, context, shape)
 
