@@ -173,7 +173,8 @@ def resolved_settings(runtime: Runtime) -> dict[str, Any]:
     for name in ("target", "mode", "hybrid_with", "drafter_options"):
         del values[name]
     values |= {
-        "dtype": str(runtime.dtype).removeprefix("torch."),
+        "dtype": (dtype := str(runtime.dtype).removeprefix("torch.")),
+        "kv_dtype": dtype if config.kv_dtype == "auto" else config.kv_dtype,
         "device": str(runtime.device),
         "compile": runtime.compile,
         "threads": STEP_THREADS.max_size,
