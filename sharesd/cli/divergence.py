@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sharesd.cli import questions
 from sharesd.cli.tables import Section
 from sharesd.config import EngineConfig
 from sharesd.data.questions import Question
@@ -44,15 +43,18 @@ class Divergence:
 
 
 def texts_of(tokenizer: Tokenizer, file: str | None, asked: Sequence[Question], *, max_context: int) -> list[list[int]]:
-    """Return ids of a file's text, in windows, or of questions.
+    """Return ids of a file's text or of all questions, in windows.
 
     Raises:
         ValueError: the file cannot be read, or holds less than two tokens.
     """
-    if file is None:
-        return list(questions.prompts_of(tokenizer, asked, max_new_tokens=1, max_context=max_context).values())
-    try:
-        ids = tokenizer.encode(Path(file).read_text(encoding="utf-8"))
+    try:  # questions without a chat template, whose tokens would count in each of them
+        text = (
+            "\n\n".join(turn for each in asked for turn in each.turns)
+            if file is None
+            else Path(file).read_text("utf-8")
+        )
+        ids = tokenizer.encode(text)
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--texts: {file} cannot be read ({error}); give a text in UTF-8") from error
     if len(ids) < 2:
