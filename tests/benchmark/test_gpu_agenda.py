@@ -264,7 +264,7 @@ def test_all_steps_go_through_on_a_cpu(tmp_path: Path, target: str) -> None:
     values = json.loads((tmp_path / "gpu.json").read_text())
     states = {name: outcome["state"] for name, outcome in values["steps"].items()}
     assert states.keys() == {step.name for step in STEPS}
-    need_a_gpu = {"kernels", "tiles", "gemlite", "tests", "offload"}
+    need_a_gpu = {"kernels", "stored", "tiles", "gemlite", "tests", "offload"}
     assert {name for name, state in states.items() if state != "done"} == need_a_gpu
     assert values["steps"]["135m"]["found"]["all_texts_identical"]
     assert command.markdown(values) == (tmp_path / "gpu.md").read_text()
