@@ -53,3 +53,15 @@ def register_cuda(name: str, kernel: Callable[..., Any]) -> None:
             return kernel(first, *rest)
 
     LIBRARY.impl(name, launch, "CUDA")
+
+
+def define_for_triton(schema: str, kernel: Callable[..., Any], meta: Callable[..., Any]) -> None:
+    """Define an operator that launches Triton kernels, with its shapes.
+
+    On a CPU, Triton's interpreter runs it, for tests.
+    """
+    name = schema.partition("(")[0]
+    LIBRARY.define(schema)
+    register_cuda(name, kernel)
+    LIBRARY.impl(name, kernel, "CPU")
+    LIBRARY.impl(name, meta, "Meta")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from compile.cpp_extension import kernel
-from compile.op_registry import LIBRARY, register_cuda, runs_cpp, runs_triton
+from compile.op_registry import define_for_triton, runs_cpp, runs_triton
 
 
 def top_k(logits_RV: Tensor, k: int) -> Tensor:
@@ -85,7 +85,4 @@ def _arg_max_meta(x: Tensor) -> Tensor:
     return x.new_empty(x.shape[:-1], dtype=torch.int64)
 
 
-LIBRARY.define("arg_max(Tensor x) -> Tensor")
-register_cuda("arg_max", _arg_max)
-LIBRARY.impl("arg_max", _arg_max, "CPU")  # by Triton's interpreter, for tests
-LIBRARY.impl("arg_max", _arg_max_meta, "Meta")
+define_for_triton("arg_max(Tensor x) -> Tensor", _arg_max, _arg_max_meta)

@@ -31,14 +31,12 @@ def block_row_gemm(
     words_ptr,  # int32 [records, UNITS, words], see `block_form`
     y_ptr,  # [M, STRIDE], of which N columns are written
     bias_ptr,  # [W] or None; W = N, or 2 N with GATED
-    norm_ptr,  # [K] or None: x is divided by its root mean square and multiplied by this
     residual_ptr,  # [M, STRIDE] or None: added
     parts_ptr,  # float32 [tiles, SPLIT, BN + 1, ROWS], if K is split
     counters_ptr,  # int32 [tiles], zero before and after, if K is split
     M,
     N,
     STRIDE,
-    eps,
     K: tl.constexpr,
     UNIT: tl.constexpr,
     HEADERS: tl.constexpr,
@@ -87,12 +85,8 @@ def block_row_gemm(
     planes_ptr = words_ptr.to(tl.pointer_type(tl.int16))
     codes_ptr = planes_ptr + (2 * record + w_rows % 16 * COLUMNS)[:, None] + columns[None, :]
     x_at = x_ptr + rows[None, :] * K + columns[:, None]
-    norm_at = norm_ptr
-    if norm_ptr is not None:
-        norm_at = norm_ptr + columns
     MASKED: tl.constexpr = UNITS * UNIT != K or UNITS * HALVES % SPLIT != 0
     acc = tl.zeros((BN, ROWS), dtype=tl.float32)
-    squares = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
     for step in tl.range(0, STEPS, num_stages=STAGES):
         unit, half = (part * STEPS + step) // HALVES, (part * STEPS + step) % HALVES
         mask = is_valid
@@ -110,7 +104,10 @@ def block_row_gemm(
             else:
                 q = codes(low, high, t, half, LOW, HIGH, ZERO, TABLE).to(x_ptr.dtype.element_ty)
             first = tl.multiple_of((part * STEPS + step) * (UNIT // HALVES) + t * COLUMNS, COLUMNS)
-            x, squares = _inputs(x_at, norm_at, first, live, columns, squares, K, MASKED)
+            inside = live[None, :]
+            if MASKED:
+                inside = inside & (first + columns < K)[:, None]
+            x = tl.load(x_at + first, mask=inside, other=0.0)
             if t * COLUMNS % GROUP == 0:
                 products = tl.zeros((BN, ROWS), dtype=tl.float32)
                 sums = tl.zeros((BN, ROWS), dtype=tl.float32)
@@ -123,8 +120,8 @@ def block_row_gemm(
                 if MINIMUM:
                     acc += sums * offset[:, None]
     finish(
-        acc, tl.sum(squares, 0), y_ptr, bias_ptr, norm_ptr, residual_ptr, None, parts_ptr, counters_ptr, rows, live,
-        w_rows, outs, is_valid, STRIDE, eps, K, GATED, ROWS, BN, SPLIT,
+        acc, tl.zeros((ROWS,), dtype=tl.float32), y_ptr, bias_ptr, None, residual_ptr, None, parts_ptr, counters_ptr,
+        rows, live, w_rows, outs, is_valid, STRIDE, 0.0, K, GATED, ROWS, BN, SPLIT,
     )  # fmt: skip
 
 
@@ -175,21 +172,6 @@ def decode_rows_kernel(
 
 
 @triton.jit
-def _inputs(x_at, norm_at, first, live, columns, squares, K: tl.constexpr, MASKED: tl.constexpr):
-    """Tile [columns, rows] of inputs as an operand, and sums of squares."""
-    mask = live[None, :]
-    if MASKED:
-        mask = mask & (first + columns < K)[:, None]
-    x = tl.load(x_at + first, mask=mask, other=0.0)
-    if norm_at is not None:
-        wide = x.to(tl.float32)
-        squares += wide * wide
-        weight = tl.load(norm_at + first, mask=first + columns < K, other=0.0) if MASKED else tl.load(norm_at + first)
-        x = (wide * weight.to(tl.float32)[:, None]).to(x.dtype)
-    return x, squares
-
-
-@triton.jit
 def _prefetch(record, lane, is_valid, first, END: tl.constexpr, STEPS: tl.constexpr, WORDS: tl.constexpr, STAGES):
     """Prefetch the first units of records, without waiting.
 
@@ -220,8 +202,6 @@ def multiply_blocks(
     tile: Tile,
     *,
     bias: Tensor | None = None,
-    norm: Tensor | None = None,
-    eps: float = 0.0,
     residual: Tensor | None = None,
     gated: str = "",
     counters: Tensor | None = None,
@@ -238,8 +218,8 @@ def multiply_blocks(
         assert counters is not None and grid[0] * grid[1] <= len(counters), (grid, counters)
         parts = x_MK.new_empty(grid[0] * grid[1] * tile.split * (tile.outputs + 1) * ROWS, dtype=torch.float32)
     block_row_gemm[grid](
-        x_MK, words, _from(y_MN, first), _from(bias, first), norm, _from(residual, first), parts,
-        counters if tile.split > 1 else None, M, num, y_MN.shape[1], eps, K=K, **_layout(form), GATED=gated,
+        x_MK, words, _from(y_MN, first), _from(bias, first), _from(residual, first), parts,
+        counters if tile.split > 1 else None, M, num, y_MN.shape[1], K=K, **_layout(form), GATED=gated,
         ROWS=ROWS, BN=tile.outputs, SPLIT=tile.split, STAGES=tile.stages,
         PACKED_MATH=x_MK.is_cuda and x_MK.dtype != torch.float32, num_warps=tile.warps, num_stages=tile.stages,
         **launch_options(x_MK.device),

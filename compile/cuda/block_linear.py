@@ -20,7 +20,7 @@ from compile.cuda.gemm_config import block_tile
 from compile.cuda.linear import RowLinearBase
 from compile.cuda.pdl import with_room
 from compile.fused_linear import compose
-from compile.op_registry import LIBRARY, register_cuda
+from compile.op_registry import define_for_triton
 
 
 class BlockRowLinear(RowLinearBase):
@@ -81,8 +81,13 @@ class BlockRowLinear(RowLinearBase):
         return super().forward(x, norm=norm, gated=gated, residual=residual)
 
     def product(self, x: Tensor, norm: Tensor | None, eps: float, residual: Tensor | None, gated: str) -> Tensor:
+        assert norm is None, "norms have a launch of their own"
         weights = self.types, self.outputs, self.counters
-        return torch.ops.sharesd.block_row_linear(x, self.weight, self.bias, norm, eps, residual, gated, *weights)
+        return torch.ops.sharesd.block_row_linear(x, self.weight, self.bias, residual, gated, *weights)
+
+    def dequantize(self, rows: Tensor) -> Tensor:
+        """Return the weights of some outputs, float32 [..., K]."""
+        return self._decode(rows, torch.float32)
 
 
 def _merged(parts: Sequence[BlockPart]) -> list[BlockPart]:
@@ -104,14 +109,14 @@ def _parts(weight: Tensor, types: Sequence[str], outputs: Sequence[int], inputs:
     return [(piece.view(size), form) for piece, size, form in zip(pieces, sizes, forms, strict=True)]
 
 
-def _block_row_linear(x, weight, bias, norm, eps, residual, gated, types, outputs, counters):
+def _block_row_linear(x, weight, bias, residual, gated, types, outputs, counters):
     from compile.cuda.block_gemm import multiply_blocks  # imports Triton, which not every machine has
 
     K, first = x.shape[-1], 0
     x_MK = x.reshape(-1, K).contiguous()
     y_MN = x_MK.new_empty(len(x_MK), sum(outputs) // (2 if gated else 1))
     residual = None if residual is None else residual.reshape(y_MN.shape).contiguous()
-    around = {"bias": bias, "norm": norm, "eps": eps, "residual": residual, "gated": gated, "counters": counters}
+    around = {"bias": bias, "residual": residual, "gated": gated, "counters": counters}
     for kind, rows, (words_RUW, form) in zip(types, outputs, _parts(weight, types, outputs, K), strict=True):
         num = rows // 2 if gated else rows
         _, units, words = words_RUW.shape
@@ -141,7 +146,7 @@ def _decode_block_rows(weight, rows, types, outputs, inputs, dtype):
     return y_RK
 
 
-def _block_row_linear_meta(x, weight, bias, norm, eps, residual, gated, types, outputs, counters):
+def _block_row_linear_meta(x, weight, bias, residual, gated, types, outputs, counters):
     return x.new_empty((*x.shape[:-1], sum(outputs) // (2 if gated else 1)))
 
 
@@ -150,17 +155,15 @@ def _decode_block_rows_meta(weight, rows, types, outputs, inputs, dtype):
 
 
 # `counters` are zero again when the kernel has ended: no visible tensor is mutated.
-LIBRARY.define(
-    "block_row_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? norm, float eps, Tensor? residual, str gated, "
-    "str[] types, int[] outputs, Tensor counters) -> Tensor"
+define_for_triton(
+    "block_row_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, str gated, str[] types, int[] outputs, "
+    "Tensor counters) -> Tensor",
+    _block_row_linear,
+    _block_row_linear_meta,
 )
-LIBRARY.define(
-    "decode_block_rows(Tensor weight, Tensor? rows, str[] types, int[] outputs, int inputs, ScalarType dtype) -> Tensor"
+define_for_triton(
+    "decode_block_rows(Tensor weight, Tensor? rows, str[] types, int[] outputs, int inputs, ScalarType dtype) "
+    "-> Tensor",
+    _decode_block_rows,
+    _decode_block_rows_meta,
 )
-for name, function, meta in (
-    ("block_row_linear", _block_row_linear, _block_row_linear_meta),
-    ("decode_block_rows", _decode_block_rows, _decode_block_rows_meta),
-):
-    register_cuda(name, function)
-    LIBRARY.impl(name, function, "CPU")  # by Triton's interpreter, for tests
-    LIBRARY.impl(name, meta, "Meta")

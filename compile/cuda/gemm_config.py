@@ -112,7 +112,7 @@ def by_rule(outputs: int, inputs: int, bits: int, group: int, on: Device) -> Til
         width = next((w for w in (widest, 128, 64) if columns % w == 0), 128)
         step_inputs, step_bytes = width, width * bits // 8
     steps, tiles = -(-columns // width), -(-outputs // rows)
-    splits = [s for s in range(1, 9) if s == 1 or (steps >= 2 * s and 10 * -(-steps // s) * s <= 11 * steps)]
+    splits = _splits(steps)
     wanted = 6 if is_quantized else 3  # programs on four processors
     split = next((s for s in splits if 4 * tiles * s >= wanted * on.processors), splits[-1])
     value_bytes = 4 if bits == 32 else 2
@@ -139,7 +139,7 @@ def _for_wgmma(outputs: int, inputs: int, bits: int, group: int, processors: int
         each = -(-tiles * split // processors)
         return 1 - tiles * split / (each * processors) if each <= 3 else 1.0
 
-    splits = [s for s in range(1, 9) if s == 1 or (steps >= 2 * s and 10 * -(-steps // s) * s <= 11 * steps)]
+    splits = _splits(steps)
     split = min(splits, key=idle)
     stages = {1: 6, 3: 3}.get(-(-tiles * split // processors), 5)
     return Tile(128, width, split, stages, 4)
@@ -153,10 +153,15 @@ def block_tile(index: int | None, outputs: int, units: int, step_inputs: int, st
     """
     on, rows = device(index), 64
     tiles = -(-outputs // rows)
-    splits = [s for s in range(1, 9) if s == 1 or (units >= 2 * s and 10 * -(-units // s) * s <= 11 * units)]
+    splits = _splits(units)
     split = next((s for s in splits if 2 * tiles * s >= 5 * on.processors), splits[-1])
     together = 4 * (rows // 16 * step_bytes + ROWS * step_inputs * 2)
     return Tile(rows, step_inputs, split, 4 if together * 3 <= on.shared else 3, 2)
+
+
+def _splits(steps: int) -> list[int]:
+    """Return parts of K with few steps behind its end."""
+    return [s for s in range(1, 9) if s == 1 or (steps >= 2 * s and 10 * -(-steps // s) * s <= 11 * steps)]
 
 
 def device_file(name: str) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from compile.cuda.gemm_config import ROWS, tile_of
 from compile.cuda.pdl import with_room
 from compile.fused_linear import compose
-from compile.op_registry import LIBRARY, register_cuda
+from compile.op_registry import define_for_triton
 
 INPUT_MULTIPLE = 16
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -131,15 +131,10 @@ def _row_norm_meta(x, weight, eps):
 
 
 # `counters` are zero again when the kernel has ended: no visible tensor is mutated.
-LIBRARY.define(
+define_for_triton(
     "row_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? norm, float eps, Tensor? residual, str gated, "
-    "Tensor? scale, int group, Tensor counters) -> Tensor"
+    "Tensor? scale, int group, Tensor counters) -> Tensor",
+    _row_linear,
+    _row_linear_meta,
 )
-LIBRARY.define("row_norm(Tensor x, Tensor weight, float eps) -> Tensor")
-for _name, _function, _meta in (
-    ("row_linear", _row_linear, _row_linear_meta),
-    ("row_norm", _row_norm, _row_norm_meta),
-):
-    register_cuda(_name, _function)
-    LIBRARY.impl(_name, _function, "CPU")  # by Triton's interpreter, for tests
-    LIBRARY.impl(_name, _meta, "Meta")
+define_for_triton("row_norm(Tensor x, Tensor weight, float eps) -> Tensor", _row_norm, _row_norm_meta)

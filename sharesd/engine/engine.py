@@ -306,7 +306,7 @@ class Engine:
     def _round(self) -> list[TokenChunk]:
         """Run a round; with async scheduling, launch the next one early."""
         in_flight, self._in_flight = self._in_flight or self._launcher.launch(), None
-        if self.options.async_scheduling and self._launcher.goes_ahead:
+        if self.options.async_scheduling:
             self._in_flight = self._launcher.launch(in_flight)
         return [] if in_flight is None else self._collect(in_flight)
 

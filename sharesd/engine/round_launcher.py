@@ -99,12 +99,6 @@ class RoundLauncher:
         """Form the batch anew before the next round."""
         self._batch = None
 
-    @property
-    def goes_ahead(self) -> bool:
-        """True if the coming round needs nothing of the one in flight."""
-        drafter, batch = self._scheduler.drafter, self._batch
-        return drafter is None or (batch is not None and drafter.goes_ahead(batch.variant.policy))
-
     def launch(self, before: InFlightRound | None = None) -> InFlightRound | None:
         """Launch a round of all live requests.
 
@@ -125,6 +119,8 @@ class RoundLauncher:
         num = batch.end - first
         place = sum(map(len, self._cache.cached_ids[first : batch.end])) / num + 1, STEP_THREADS.size, num
         policy.live.at(*place)
+        if before is not None and not (drafter is None or drafter.goes_ahead(policy)):
+            return None
         tree, shape = batch.round.no_draft, NO_DRAFT
         if drafter is None or len(batch.plain) == len(live):
             reasons["engine"] = "no_drafter" if drafter is None else "not_requested"

@@ -17,12 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from compile.attention import TreeAttentionMask
-from compile.block_linear import BlockLinear
 from compile.fused_linear import project
 from compile.head_step import NativeHead
 from compile.inductor import CompiledMethods
 from compile.rotary import rotate
-from compile.widened_linear import WidenedLinear
 from sharesd.drafters.heads.config import HeadConfig
 from sharesd.drafters.heads.unrolled_attention import attend_chains_of_texts
 from sharesd.kvcache.static import StaticKVCache
@@ -108,9 +106,8 @@ class Head(nn.Module):
             )
         if self.lm_head is not None and not own:
             head, ids = self._target[0].head, self.get_buffer("ids")
-            self.lm_head.weight.data.copy_(
-                head.dequantize(ids) if isinstance(head, BlockLinear | WidenedLinear) else head.weight.data[ids]
-            )
+            dequantize = getattr(head, "dequantize", None)  # of stored weights
+            self.lm_head.weight.data.copy_(head.weight.data[ids] if dequantize is None else dequantize(ids))
             self.lm_head.requires_grad_(False)
 
     def before_logits(self, states_BTD: Tensor) -> Tensor:

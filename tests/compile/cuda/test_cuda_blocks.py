@@ -19,12 +19,12 @@ from tests.compile.cuda.test_pdl import check
 from tests.helpers.absent_gpu import SHARED, Binary, count, gpu
 
 
-def compiled(name: str, N: int, K: int, tile: Tile, arch: int, *, norm: bool = False, gated: str = "") -> Binary:
+def compiled(name: str, N: int, K: int, tile: Tile, arch: int, *, gated: str = "") -> Binary:
     """The product of one row as that GPU would run it."""
     form, num = FORMS[name], N // 2 if gated else N
     with gpu(arch) as made:
         half, word = (partial(torch.empty, device="cuda", dtype=dtype) for dtype in (torch.bfloat16, torch.int32))
-        around = {"norm": half(K) if norm else None, "residual": None if norm else half(1, num), "gated": gated}
+        around = {"residual": half(1, num), "gated": gated}
         product = partial(multiply_blocks, half(1, K), word(form.records(N, K)), form, half(1, num), 0, num, tile)
         product(counters=word(-(-N // ROWS)), **around)
     return made[0]
@@ -50,7 +50,7 @@ def test_products_do_nothing_twice(arch: int, name: str, gated: str) -> None:
     """In the loop hardly a spill, no plain loads, and each product once."""
     N, K, form = 8192, 65536, FORMS[name]
     tile = Tile(64, form.unit, 1, 4 if SHARED[arch] > 100 else 3, 2)
-    made = compiled(name, N, K, tile, arch, norm=bool(gated), gated=gated)
+    made = compiled(name, N, K, tile, arch, gated=gated)
     assert made.shared <= SHARED[arch] * 1024, made.shared
     assert made.loop and count(made.loop, "LDG") == 0, "something in the loop is not fetched ahead of its use"
     assert count(made.loop, "LDL") <= 4 and count(made.loop, "STL") == 0, "registers are spilled in the loop"
@@ -62,7 +62,7 @@ def test_products_do_nothing_twice(arch: int, name: str, gated: str) -> None:
 
 @pytest.mark.parametrize("name", ["Q8_0", pytest.param("Q4_K", marks=pytest.mark.slow)])
 def test_split_products_wait_before_they_touch_memory(name: str) -> None:
-    made = compiled(name, 4096, 4096, tile_of(name, 4096, 4096), 90, norm=True)
+    made = compiled(name, 4096, 4096, tile_of(name, 4096, 4096), 90)
     check(made.ptx)
     assert "atom.global.gpu.acq_rel.add" in made.ptx and "prefetch.global.L2" in made.ptx
 
@@ -86,7 +86,7 @@ def halves(value: int, is_bfloat16: bool) -> np.ndarray:
 
 
 def run(ptx: str, words: dict[str, int], is_bfloat16: bool) -> np.ndarray:
-    """What a few instructions of PTX, one after the other, leave in $0."""
+    """Result in $0 of a few instructions of PTX, one after the other."""
     names = dict(words)
     for line in ptx.strip("{} ").split(";"):
         name, _, rest = line.strip().partition(" ")
