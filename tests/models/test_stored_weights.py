@@ -13,6 +13,7 @@ from torch import Tensor
 from compile.block_linear import BlockEmbedding, BlockLinear, BlockPart
 from compile.huge_pages import HugePageArena
 from sharesd import LLM, EngineConfig
+from sharesd.drafters.hybrid import members
 from sharesd.loading.resolve import resolve_config
 from sharesd.models.gguf.convert import converted_folder
 from sharesd.models.gguf.stored import stored_blocks
@@ -110,6 +111,13 @@ def test_files_run_as_they_are_stored_by_default(
     assert resolved.config.dequantize is not runs_as_stored
     assert (resolved.dtype == torch.float32) is (runs_as_stored or "dtype" in options)
     assert (message in caplog.text) if message else not caplog.text
+
+
+def test_hybrid_mixes_tables_beside_stored_weights(tmp_path: Path) -> None:
+    target = str(write_gguf(tmp_path / "a.gguf"))
+    stored = resolve_config(EngineConfig(target=target, mode="hybrid", max_context=64)).config
+    numbers = resolve_config(EngineConfig(target=target, mode="hybrid", max_context=64, dequantize=True)).config
+    assert (members(stored), members(numbers)) == (("suffix", "recycle"), ("share", "suffix"))
 
 
 def test_a_file_that_was_moved_is_found(tmp_path: Path) -> None:

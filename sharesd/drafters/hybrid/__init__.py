@@ -5,6 +5,11 @@ from sharesd.drafters.spec import DrafterSpec, Support
 
 PREFERRED = ("eagle", "share", "suffix")
 """Default drafters: first if a head exists, else second; and third."""
+BESIDE_STORED = ("suffix", "recycle")
+"""Default drafters beside stored weights, if there is no head.
+
+A quantized copy would read as many bytes as those.
+"""
 
 
 def members(config: EngineConfig) -> tuple[str, ...]:
@@ -15,7 +20,9 @@ def members(config: EngineConfig) -> tuple[str, ...]:
         return config.hybrid_with
     head, other, table = PREFERRED
     lacking = config.tensor_parallel > 1 and registry.lacking((head,), Support.TENSOR_PARALLEL)
-    return other if lacking or selection.head_of(config, head) is None else head, table
+    if not lacking and selection.head_of(config, head) is not None:
+        return head, table
+    return BESIDE_STORED if config.dequantize is False else (other, table)
 
 
 SPEC = DrafterSpec(
