@@ -125,7 +125,7 @@ DRAFTING = {
     "hybrid_with": Flag(
         f"what mode hybrid chooses from: one of {', '.join(registry.names('model', 'self', 'head'))}, and any of "
         f"{', '.join(registry.names('table'))} (default: eagle,suffix where there is a head of eagle, else "
-        "share,suffix, or suffix,recycle beside weights that run as they are stored)",
+        "share,suffix; beside weights that run as they are stored suffix,recycle)",
         metavar="NAMES",
         name="--hybrid-drafters",
         parse=parse_types.distinct_names,
