@@ -179,9 +179,10 @@ class EngineConfig:
     NAME=FOLDER has a mode of that name. Modes without one use the head that comes with the embedded model.
     """
     head_quant: QuantConfig | None = None
-    """Quantization of linears of trained heads; None = no quantization.
+    """Quantization of linears of trained heads.
 
-    With `head_bits`, an LM head shared with the target is copied before its quantization.
+    None = no quantization; beside stored weights on a CPU, 8 bits. With `head_bits`, an LM head shared with the target
+    is copied before its quantization, unless it is stored in few bits.
     """
     num_draft: int | None = None
     """Draft tokens per round; None = chosen for each round.

@@ -87,7 +87,7 @@ DRAFTING = {
     ),
     "head_quant": Flag(
         "METHOD:BITS:GROUP[,PROJECTION=BITS...] of the head's linears, e.g. hqq:8:64 or hqq:4:64,head=4 (default: full "
-        "precision)",
+        "precision; beside stored weights on a CPU hqq:8:64,head=8)",
         metavar="SPEC",
         parse=str,
     ),

@@ -32,7 +32,7 @@ from sharesd.execution.step_widths import fixed_width
 from sharesd.loading.auto_mode import AutoDrafters, choose_drafters
 from sharesd.loading.combination import Combination
 from sharesd.loading.combinations import NO_OFFLOAD, RESOLVED, TARGET, check, check_options, first_message
-from sharesd.loading.stored_weights import folder_and_config
+from sharesd.loading.stored_weights import HEADS_BESIDE_STORED, folder_and_config
 from sharesd.models.checkpoint import Progress, silent
 from sharesd.models.decoder_config import UnsupportedArchitecture
 from sharesd.models.loader import decoder_config
@@ -206,6 +206,7 @@ class _Resolver:
         if not config.dequantize and config.dtype == "auto" and self.device.type == "cpu":
             dtype = torch.float32
             kernels = choose_kernels(config.kernels, self.device, dtype, config.compile)
+            config = replace(config, head_quant=config.head_quant or HEADS_BESIDE_STORED)
         auto = None
         self._check_target(folder, config)
 

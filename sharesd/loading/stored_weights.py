@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from compile.op_registry import runs_cpp, runs_triton
+from quant.config import QuantConfig
 from sharesd.config import EngineConfig
 from sharesd.loading.combination import Combination
 from sharesd.models.checkpoint import Progress, is_stored, weight_files
@@ -16,6 +17,12 @@ from sharesd.models.conversion_cache import is_converted
 from sharesd.models.hub import resolve_target
 
 log = logging.getLogger(__name__)
+
+HEADS_BESIDE_STORED = QuantConfig(bits=8, head_bits=8)
+"""Default quantization of trained heads beside stored weights on a CPU.
+
+In float32 a head would read four times the bytes, and a draft step cost a third of the target's.
+"""
 
 
 def folder_and_config(

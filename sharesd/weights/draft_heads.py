@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -47,10 +48,14 @@ class DraftHeads:
         for mode, folder in self.folders.items():
             head = self.by_mode[mode] = _load(mode, folder, target)
             if self._quant is not None:
-                if self._quant.head_bits is not None and head.lm_head is None:
-                    assert isinstance(target, Decoder)
-                    head.lm_head = target.head  # which stays as it is
-                reports[mode] = quantizing.head(head, self._quant, folder)
+                assert isinstance(target, Decoder)
+                quant = self._quant
+                if quant.head_bits is not None and head.lm_head is None:
+                    if isinstance(target.head, nn.Linear):
+                        head.lm_head = target.head  # which stays as it is
+                    else:  # stored in few bits
+                        quant = replace(quant, head_bits=None)
+                reports[mode] = quantizing.head(head, quant, folder)
             log.info("%s head: %.1f MB", head.config.kind, num_bytes(head) / 1e6)
             if device.type == "cpu":
                 pack_linears(head)

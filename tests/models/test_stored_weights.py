@@ -12,15 +12,18 @@ from torch import Tensor
 
 from compile.block_linear import BlockEmbedding, BlockLinear, BlockPart
 from compile.huge_pages import HugePageArena
-from sharesd import LLM, EngineConfig
+from sharesd import LLM, EngineConfig, SamplingParams
+from sharesd.config import Mode
 from sharesd.drafters.hybrid import members
 from sharesd.loading.resolve import resolve_config
 from sharesd.models.gguf.convert import converted_folder
 from sharesd.models.gguf.stored import stored_blocks
-from sharesd.models.loader import load_decoder
+from sharesd.models.loader import decoder_config, load_decoder
+from sharesd.runtime import Runtime
 from sharesd.weights.packing import make_cpu_linear
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.same_texts import PROMPTS, require_same_texts
+from tests.helpers.tiny_heads import make_head
 
 TOKENIZERS = {"llama": "smollm", "qwen2": "qwen2", "qwen3": "qwen2", "gemma2": "spm", "gemma3": "spm", "phi3": "spm"}
 KINDS = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"]
@@ -118,6 +121,23 @@ def test_hybrid_mixes_tables_beside_stored_weights(tmp_path: Path) -> None:
     stored = resolve_config(EngineConfig(target=target, mode="hybrid", max_context=64)).config
     numbers = resolve_config(EngineConfig(target=target, mode="hybrid", max_context=64, dequantize=True)).config
     assert (members(stored), members(numbers)) == (("suffix", "recycle"), ("share", "suffix"))
+
+
+@pytest.mark.parametrize(("kind", "spec"), [("eagle", "hqq:8:64"), ("eagle3", "hqq:8:64,head=8")])
+def test_heads_have_8_bits_beside_stored_weights(kind: str, spec: str, tmp_path: Path) -> None:
+    """The LM head of kind `eagle` is the target's, which stays as it is stored."""
+    target = write_gguf(tmp_path / "a.gguf")
+    config = decoder_config(converted_folder(target, dequantize=False))
+    head = make_head(
+        tmp_path / "head", config, kind, dtype=torch.bfloat16, mlp=64, ids=None if kind == "eagle" else range(64)
+    )
+    modes: tuple[Mode, ...] = ("naive", "eagle", "hybrid")
+    runtime = Runtime(EngineConfig(target=str(target), heads=(str(head),), max_context=128, max_batch=2), modes)
+    params = SamplingParams(max_new_tokens=24, ignore_eos=True)
+    texts = [[done.token_ids for done in runtime.engine(mode).generate(PROMPTS, params)] for mode in modes]
+    assert texts[1] == texts[2] == texts[0]
+    report = runtime.report("eagle").quant
+    assert report is not None and report.spec == spec and runtime.engine("eagle").stats.drafted_tokens
 
 
 def test_a_file_that_was_moved_is_found(tmp_path: Path) -> None:
