@@ -58,6 +58,16 @@ def block_sizes(kind: str) -> tuple[int, int]:
     return _FORMATS[kind].inputs, _FORMATS[kind].bytes
 
 
+def packed_bytes(kind: str, outputs: int, inputs: int) -> int:
+    """Return the bytes of a matrix in memory, on a CPU."""
+    return -(-outputs // _LANES) * _record_bytes(kind, inputs)
+
+
+def _record_bytes(kind: str, inputs: int) -> int:
+    form = _FORMATS[kind]
+    return -(-inputs // form.unit) * form.unit_bytes
+
+
 WIDENED = "BF16"
 """Type of a `BlockPart` of bfloat16 numbers."""
 
@@ -130,8 +140,7 @@ class BlockLinear(nn.Module):
                 raise ValueError(f"a {part.type} part has {part.in_features} inputs, the linear {in_features}")
             if rows % _LANES:
                 raise ValueError(f"a {part.type} part begins at output {rows}, which is no multiple of {_LANES}")
-            form = _FORMATS[part.type]
-            records, record = -(-len(part.raw) // _LANES), -(-in_features // form.unit) * form.unit_bytes
+            records, record = -(-len(part.raw) // _LANES), _record_bytes(part.type, in_features)
             table.append([BLOCK_TYPES.index(part.type), records, size, record])
             rows, size = rows + len(part.raw), size + records * record
         if not rows:

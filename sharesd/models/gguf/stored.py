@@ -15,11 +15,18 @@ from sharesd.models.checkpoint import STORED, read_json
 from sharesd.models.decoder_config import DecoderConfig
 from sharesd.models.gguf.config import config_of, layout_of
 from sharesd.models.gguf.parts import read_model
-from sharesd.models.gguf.reader import StoredTensor
+from sharesd.models.gguf.reader import GGUFFile, StoredTensor
 from sharesd.models.gguf.weights import absent_biases, names_of
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """GGML types of plain numbers."""
+
+
+def stored_types(folder: Path) -> dict[str, str]:
+    """Return the types of matrices that are blocks, by name."""
+    file, config = _model(folder)
+    tensors = ((name, file.tensors[stored]) for stored, name in names_of(file, config).items())
+    return {name: tensor.kind.name for name, tensor in tensors if _is_blocks(tensor)}
 
 
 def stored_blocks(folder: Path) -> Iterator[tuple[str, Tensor | BlockPart]]:
@@ -29,9 +36,8 @@ def stored_blocks(folder: Path) -> Iterator[tuple[str, Tensor | BlockPart]]:
 
     Raises ValueError for a matrix of a type without a kernel.
     """
-    source = read_json(folder / STORED)
-    file = read_model([Path(name) for name in source["files"]], source["ignored"])
-    config, (_, layout) = DecoderConfig.from_hf(config_of(file)), layout_of(file)
+    file, config = _model(folder)
+    _, layout = layout_of(file)
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     names = names_of(file, config)
     yield from absent_biases(names.values(), config).items()
@@ -40,7 +46,7 @@ def stored_blocks(folder: Path) -> Iterator[tuple[str, Tensor | BlockPart]]:
         rows = _rows(tensor)
         if layout.pairs_rows and part in heads:
             rows = rows.unflatten(0, (heads[part], -1, 2)).transpose(1, 2).flatten(0, 2)
-        if len(tensor.shape) == 2 and tensor.kind.name in BLOCK_TYPES:
+        if _is_blocks(tensor):
             yield name, BlockPart(tensor.kind.name, rows)
         elif tensor.kind.name in PLAIN:
             values = rows.contiguous().view(PLAIN[tensor.kind.name]).float().view(tensor.shape)
@@ -49,6 +55,17 @@ def stored_blocks(folder: Path) -> Iterator[tuple[str, Tensor | BlockPart]]:
             raise ValueError(
                 f"tensor {stored!r} is stored as {tensor.kind.name}, which does not run as it is; take --dequantize"
             )
+
+
+def _model(folder: Path) -> tuple[GGUFFile, DecoderConfig]:
+    """Return headers of the files that a folder names, and their config."""
+    source = read_json(folder / STORED)
+    file = read_model([Path(name) for name in source["files"]], source["ignored"])
+    return file, DecoderConfig.from_hf(config_of(file))
+
+
+def _is_blocks(tensor: StoredTensor) -> bool:
+    return len(tensor.shape) == 2 and tensor.kind.name in BLOCK_TYPES
 
 
 def _rows(tensor: StoredTensor) -> Tensor:

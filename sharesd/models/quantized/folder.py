@@ -73,6 +73,18 @@ def check_as_stored(folder: Path) -> None:
         _check(_read_weights(folder, layout, config), config, as_stored=True)
 
 
+def stored_types(folder: Path) -> dict[str, str]:
+    """Return the types of matrices that are blocks, by the decoder's names."""
+    layout, config, _ = _read_config(folder)
+    types = {}
+    for name, tensor in _read_weights(folder, layout, config).items():
+        if not isinstance(tensor, Tensor):
+            types[text_name(name)] = tensor().block_type()
+        elif _is_widened(name, tensor):
+            types[text_name(name)] = WIDENED
+    return types
+
+
 def stored_parts(folder: Path) -> Iterator[tuple[str, Tensor | BlockPart]]:
     """Yield names and tensors of a folder; quantized linears as blocks.
 
@@ -83,10 +95,14 @@ def stored_parts(folder: Path) -> Iterator[tuple[str, Tensor | BlockPart]]:
         for name, tensor in _read_weights(folder, layout, config).items():
             if not isinstance(tensor, Tensor):
                 yield name, tensor().block_part(workers.run)
-            elif text_name(name) in (EMBEDDING, HEAD) and tensor.dtype == torch.bfloat16:
+            elif _is_widened(name, tensor):
                 yield name, BlockPart(WIDENED, tensor)
             else:
                 yield name, tensor
+
+
+def _is_widened(name: str, tensor: Tensor) -> bool:
+    return text_name(name) in (EMBEDDING, HEAD) and tensor.dtype == torch.bfloat16
 
 
 def _expand(folder: Path, fresh: Path, progress: Progress) -> None:

@@ -61,6 +61,13 @@ def _check_plain(folder: Path) -> None:
             raise ValueError(f"{source['files'][0]} has quantized weights ({name}: {tensor.kind.name}); {_REMEDY}")
 
 
+def quantized_types(folder: Path, config: DecoderConfig) -> dict[str, str]:
+    """Return the types of matrices that are blocks, by name."""
+    kind = read_json(folder / TARGET_QUANT)["type"].upper()
+    shapes = tensor_shapes(config)
+    return {name: block_type(name, shape[1], kind, config) for name, shape in shapes.items() if len(shape) == 2}
+
+
 def quantized_tensors(
     folder: Path, config: DecoderConfig, stored: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor | BlockPart]]:
