@@ -295,7 +295,7 @@ class ModelLoader:
             if resolved.config.dequantize is not False:
                 return None
             rows, batch = resolved.step_width, resolved.config.max_batch
-            return partial(make_cuda_linear, device=resolved.device, dtype=resolved.dtype, max_rows=rows, batch=batch)
+            return partial(make_cuda_linear, dtype=resolved.dtype, max_rows=rows, batch=batch)
         if not runs_cpp(self._backend.device):
             return None
         zeros = self._backend.arena.zeros

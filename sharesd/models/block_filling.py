@@ -13,8 +13,10 @@ from sharesd.models.decoder import Block
 from sharesd.models.decoder_config import DecoderConfig
 from sharesd.models.weight_mapping import block_tensors
 
-MakeLinear = Callable[[list[Tensor], Tensor | None], nn.Module]
-"""Maker of a linear from parts of its rows, and a bias.
+MakeLinear = Callable[[list[Tensor], Tensor | None, torch.device], nn.Module]
+"""Maker of a linear from parts of its rows, on a device.
+
+The second argument is its bias.
 
 Raises NotFinite.
 """
@@ -39,7 +41,7 @@ def fill_block(
                 bias = None
                 if linear.bias is not None:
                     bias = torch.cat([values[f"{name}.bias"].to(linear.bias.dtype) for name in names])
-                block.set_submodule(path, make_linear([values[f"{name}.weight"] for name in names], bias))
+                block.set_submodule(path, make_linear([values[f"{name}.weight"] for name in names], bias, device))
     for module in block.modules():
         for key, unset in list(module.named_parameters(recurse=False)):
             if unset.is_meta:  # to_empty would import sympy for half a second

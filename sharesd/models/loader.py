@@ -35,6 +35,7 @@ from sharesd.models.weight_mapping import (
     check_finite,
     check_tensor_parallel,
     copy_tensors,
+    cut_part,
     decoder_tensors,
     rename_tensors,
     split_tensors,
@@ -229,11 +230,7 @@ def load_decoder(
             return
         if isinstance(tensor, BlockPart) and name in (EMBEDDING, HEAD):
             assert make_linear is not None
-            linear, is_head = make_linear([tensor], None), name == HEAD or config.tie_word_embeddings
-            if is_head:
-                decoder.head = linear
-            if name == EMBEDDING:
-                decoder.embed = BlockEmbedding(linear, dtype, is_head=is_head)
+            _put_table(decoder, name, tensor, dtype, make_linear)
             return
         if not parameter.is_meta:
             parameter.copy_(tensor)
@@ -268,3 +265,21 @@ def load_decoder(
     if tied and decoder.head.weight.device != decoder.embed.weight.device:
         decoder.head.weight.data.copy_(decoder.embed.weight)
     return decoder
+
+
+def _put_table(decoder: Decoder, name: str, table: Tensor, dtype: torch.dtype, make_linear: MakeLinear) -> None:
+    """Give a decoder its embedding or LM head of blocks.
+
+    A tied head is the embedding, unless it is on another device or shared out.
+    """
+    first, last = decoder.split.stages[0].device, decoder.split.stages[-1].device
+    is_tied, part = decoder.config.tie_word_embeddings, decoder.part
+    is_head = is_tied and first == last and part == UNSHARDED
+    if name == EMBEDDING:
+        linear = make_linear([table], None, first)
+        decoder.set_submodule("embed", BlockEmbedding(linear, dtype, is_head=is_head))
+        if is_head:
+            decoder.set_submodule("head", linear)
+        table = cut_part(table, partial(part.cut, merged=table.shape[:1]))
+    if name == HEAD or (is_tied and not is_head):
+        decoder.set_submodule("head", make_linear([table], None, last))

@@ -5,10 +5,12 @@ Names, merged rows, parts of tensor parallelism.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -96,6 +98,37 @@ def text_name(name: str) -> str:
     return name.removeprefix("language_model.")
 
 
+class Cuts(NamedTuple):
+    """Modules whose weights are cut among ranks, without the layer's number."""
+
+    first: Mapping[str, tuple[int, ...]]
+    """Rows of each linear in a module that is cut by outputs."""
+    second: frozenset[str]
+    """Modules of `o` and `down`, see `Shard.cut_second`."""
+
+    @classmethod
+    def of(cls, config: DecoderConfig) -> Cuts:
+        q, k = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        first: dict[str, tuple[int, ...]] = {HEAD.removesuffix(".weight"): (config.vocab_size,)}
+        second: set[str] = set()
+        for path, names in architecture_of(config.model_type).block_names.items():
+            if path in ("attn.o", "mlp.down"):
+                second |= set(names)
+            if path in ("attn.qkv", "mlp.gate_up"):
+                sizes = (q, k, k) if path == "attn.qkv" else (config.intermediate_size,) * 2
+                if len(names) == 1:
+                    first[names[0]] = sizes
+                else:
+                    first |= {name: (size,) for name, size in zip(names, sizes, strict=True)}
+        return cls(first, frozenset(second))
+
+
+def module_of(name: str) -> str:
+    """Return the module of a tensor, without the layer's number."""
+    module = name.rpartition(".")[0]
+    return module.removeprefix(LAYERS).partition(".")[2] if module.startswith(LAYERS) else module
+
+
 def split_tensors(
     named: Iterable[tuple[str, str, Tensor]], config: DecoderConfig, part: Shard
 ) -> Iterator[tuple[str, str, Tensor]]:
@@ -103,24 +136,19 @@ def split_tensors(
 
     Of `o` and `down` the rank holds columns.
     """
-    q, k = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    rows: dict[str, tuple[int, ...]] = {HEAD.removesuffix(".weight"): (config.vocab_size,)}
-    columns: set[str] = set()
-    for path, names in architecture_of(config.model_type).block_names.items():
-        if path in ("attn.o", "mlp.down"):
-            columns |= set(names)
-        if path in ("attn.qkv", "mlp.gate_up"):
-            sizes = (q, k, k) if path == "attn.qkv" else (config.intermediate_size,) * 2
-            rows |= {names[0]: sizes} if len(names) == 1 else dict(zip(names, ((size,) for size in sizes), strict=True))
+    cuts = Cuts.of(config)
     for stored_name, name, tensor in named:
-        module = name.rpartition(".")[0]
-        if module.startswith(LAYERS):
-            module = module.removeprefix(LAYERS).partition(".")[2]
-        if module in columns:
-            tensor = part.cut_second(tensor)
-        elif module in rows:
-            tensor = part.cut(tensor, rows[module])
+        module = module_of(name)
+        if module in cuts.second:
+            tensor = cut_part(tensor, part.cut_second)
+        elif module in cuts.first:
+            tensor = cut_part(tensor, partial(part.cut, merged=cuts.first[module]))
         yield stored_name, name, tensor
+
+
+def cut_part(tensor: Tensor, cut: Callable[[Tensor], Tensor]) -> Tensor:
+    """Cut numbers, or the bytes of blocks, with the same function."""
+    return tensor._replace(raw=cut(tensor.raw)) if isinstance(tensor, BlockPart) else cut(tensor)
 
 
 def check_tensor_parallel(config: DecoderConfig, num_parts: int, gate_tile: int = TILE) -> None:

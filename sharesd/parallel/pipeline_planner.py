@@ -6,7 +6,7 @@ import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -21,8 +21,10 @@ from sharesd.models.checkpoint import weight_files
 from sharesd.models.decoder import Decoder
 from sharesd.models.hub import resolve
 from sharesd.models.loader import decoder_config
+from sharesd.models.weight_mapping import EMBEDDING, HEAD, LAYERS
 from sharesd.weights.kv_slots import WIDEST_STEP, kv_bytes, kv_slots
 from sharesd.weights.offload_planner import LEFT_FREE
+from sharesd.weights.outline import TensorOutline, outline_of
 from sharesd.weights.quantized_sizes import quantized_bytes, quantizer_for
 
 log = logging.getLogger(__name__)
@@ -41,7 +43,9 @@ def plan_pipeline(config: EngineConfig, modes: Sequence[Mode], folder: Path, dty
         devices = _devices(wanted.devices or _all_gpus(config))
         names = [str(device) for device in devices]
         decoder = Decoder(shape, dtype=dtype, device="meta")
-        num_blocks = share_blocks(_sizes(decoder, config, modes, devices), _limits(config, devices), names)
+        num_blocks = share_blocks(
+            _sizes(decoder, outline_of(folder), config, modes, devices), _limits(config, devices), names
+        )
     split = PipelinePlan.of(devices, num_blocks, wanted.simulated_latency_s)
     for stage in split.stages:
         log.info("stage on %s: blocks %d to %d", stage.device, stage.first, stage.blocks[-1])
@@ -94,19 +98,30 @@ def _limits(config: EngineConfig, devices: Sequence[torch.device]) -> list[float
 
 
 def _sizes(
-    decoder: Decoder, config: EngineConfig, modes: Sequence[Mode], devices: Sequence[torch.device]
+    decoder: Decoder,
+    outline: Mapping[str, TensorOutline],
+    config: EngineConfig,
+    modes: Sequence[Mode],
+    devices: Sequence[torch.device],
 ) -> PipelineSizes:
     drafters = selection.active_drafters(config, *modes)
     balance_blocks = bool(registry.those(drafters, Need.QUANTIZED_TARGET))
     has_second = bool(registry.those(drafters, Need.SECOND_MODEL))
     c, dtype = decoder.config, decoder.embed.weight.dtype
-    blocks = [sum(parameter.nbytes for parameter in block.parameters()) for block in decoder.blocks]
+    blocks, rest = [0] * len(decoder.blocks), {}
+    for name, tensor in outline.items():
+        size = tensor.nbytes(dtype, devices[0])
+        if name.startswith(LAYERS):
+            blocks[int(name.removeprefix(LAYERS).partition(".")[0])] += size
+        else:
+            rest[name] = size
+    embedding = rest[EMBEDDING]
     context, on_gpu = min(config.planned_context, decoder.max_context), devices[0].type == "cuda"
     width = max(WIDEST_STEP, 1 + config.max_draft_tokens)
     tree = config.explicit_tree[:2] if config.explicit_tree is not None else (0, 0)
     kv = kv_bytes(decoder, config, kv_slots(context, width, tree=tree, ahead=on_gpu, pads=True))
     blocks = [weights + own for weights, own in zip(blocks, kv, strict=True)]
-    head = decoder.head.weight.nbytes
+    head = rest.get(HEAD, embedding)
     tables = sum(buffer.nbytes for buffer in decoder.buffers())
     logits = config.max_batch * (1 + config.max_draft_tokens) * c.vocab_size * (2 * dtype.itemsize + 3 * 4)
     last, copied, beside = head + tables + logits, 0, dict.fromkeys(range(len(devices)), tables)
@@ -120,12 +135,12 @@ def _sizes(
             elif balance_blocks:
                 blocks[task.layer or 0] += size
     if has_second:
-        drafts = copied + sum(kv) + decoder.embed.weight.nbytes if second is None else _size_of(second, config)
+        drafts = copied + sum(kv) + embedding if second is None else _size_of(second, config)
         place = devices[-1] if config.draft_device is None else device_of(config.draft_device)
         if place in devices:  # of stages that share it, the last one
             beside[len(devices) - 1 - devices[::-1].index(place)] += drafts
     last += sum(_size_of(head, config) for head in config.heads)
-    return PipelineSizes(blocks=tuple(blocks), first=decoder.embed.weight.nbytes, last=last, beside=beside)
+    return PipelineSizes(blocks=tuple(blocks), first=embedding, last=last, beside=beside)
 
 
 def _size_of(name: str, config: EngineConfig) -> int:

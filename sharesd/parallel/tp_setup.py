@@ -18,6 +18,7 @@ from sharesd.config import CompileMode, EngineConfig, Mode
 from sharesd.devices.selection import use
 from sharesd.models.loader import decoder_config
 from sharesd.models.weight_mapping import check_tensor_parallel
+from sharesd.parallel.stored_cuts import check_stored_cuts
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ def init_tp(
     size = config.tensor_parallel
     eager_on_cpu = compile == "off" and device.type == "cpu"
     check_tensor_parallel(decoder_config(folder), size, EAGER_TILE if eager_on_cpu else TILE)
+    check_stored_cuts(config, folder)
     if config.tensor_parallel_style == "reduce" and (group is None or group.rank == 0):
         log.warning(
             "tensor_parallel_style is reduce: sums are split, so texts may be others than with another number of ranks"

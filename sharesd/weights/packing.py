@@ -23,12 +23,14 @@ from sharesd_files import JsonCache
 def make_cpu_linear(
     parts: Sequence[Tensor | BlockPart],
     bias: Tensor | None,
+    device: torch.device,
     *,
     dtype: torch.dtype,
     zeros: Zeros,
     activations: Activations,
 ) -> nn.Module:
     """Return a linear for the CPU kernel, of numbers or blocks."""
+    assert device.type == "cpu"
     numbers, blocks = _by_kind(parts)
     if [part.type for part in blocks] == [WIDENED]:
         return WidenedLinear(blocks[0].raw, zeros)
@@ -40,8 +42,8 @@ def make_cpu_linear(
 def make_cuda_linear(
     parts: Sequence[Tensor | BlockPart],
     bias: Tensor | None,
-    *,
     device: torch.device,
+    *,
     dtype: torch.dtype,
     max_rows: int,
     batch: int,

@@ -21,16 +21,20 @@ def write_gguf(
     pre: str = "smollm",
     extra: Mapping[str, Any] | None = None,
     kind: str = "Q8_0",
+    *,
+    mlp: int = 96,
+    pads_to: int = 1,
 ) -> Path:
     """A model of two blocks. `pre` names the byte-level pre-tokenizer; "spm" asks for sentencepiece.
 
-    `extra` holds more fields of the architecture, numbers or texts. `kind`: type of most matrices.
+    `extra` holds more fields of the architecture, numbers or texts. `kind`: type of most matrices. The table has a
+    multiple of `pads_to` rows.
     """
     writer = gguf.GGUFWriter(file, architecture)
     writer.add_block_count(2)
     writer.add_context_length(64)
     writer.add_embedding_length(64)
-    writer.add_feed_forward_length(96)
+    writer.add_feed_forward_length(mlp)
     writer.add_head_count(4)
     writer.add_head_count_kv(2)
     writer.add_layer_norm_rms_eps(1e-5)
@@ -45,14 +49,14 @@ def write_gguf(
     for key, value in (extra or {}).items():
         add = writer.add_string if isinstance(value, str) else writer.add_float32
         (writer.add_uint32 if isinstance(value, int) else add)(f"{architecture}.{key}", value)
-    num_tokens = _add_sentencepiece(writer) if pre == "spm" else _add_byte_level(writer, pre)
+    num_tokens = _add_sentencepiece(writer) if pre == "spm" else _add_byte_level(writer, pre, pads_to)
     writer.add_vocab_size(num_tokens)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_pad_token_id(0)
     writer.add_add_bos_token(pre == "spm")
     writer.add_chat_template(TEMPLATE)
-    _add_tensors(writer, architecture, num_tokens, gguf.GGMLQuantizationType[kind])
+    _add_tensors(writer, architecture, num_tokens, mlp, gguf.GGMLQuantizationType[kind])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -65,13 +69,14 @@ def head_dim(architecture: str) -> int:
     return 128 if architecture == "qwen3" else 16
 
 
-def _add_byte_level(writer: gguf.GGUFWriter, pre: str) -> int:
+def _add_byte_level(writer: gguf.GGUFWriter, pre: str, pads_to: int) -> int:
     merges = []
     for word in WORDS:
         merges += [f"{word[:i]} {word[i]}" for i in range(1, len(word))] + [f"Ġ {word}"]
     merges = list(dict.fromkeys(merges))
     made = [merge.replace(" ", "") for merge in merges]
     tokens = list(dict.fromkeys([*CONTROL, *sorted(pre_tokenizers.ByteLevel.alphabet()), *made]))
+    tokens += [f"<unused{i}>" for i in range(-len(tokens) % pads_to)]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
@@ -100,7 +105,7 @@ def _add_sentencepiece(writer: gguf.GGUFWriter) -> int:
 
 
 def _add_tensors(
-    writer: gguf.GGUFWriter, architecture: str, num_tokens: int, matrices: gguf.GGMLQuantizationType
+    writer: gguf.GGUFWriter, architecture: str, num_tokens: int, mlp: int, matrices: gguf.GGMLQuantizationType
 ) -> None:
     random, head = np.random.default_rng(0), head_dim(architecture)
     heads = {"attn_q": 4 * head, "attn_k": 2 * head, "attn_v": 2 * head}
@@ -116,9 +121,9 @@ def _add_tensors(
         add("output.weight", num_tokens, 64, kind=gguf.GGMLQuantizationType.F16)
     rows: dict[str, tuple[int, ...]] = {"attn_output": (64, 4 * head), "attn_norm": (64,), "ffn_norm": (64,)}
     if architecture == "phi3":
-        rows |= {"attn_qkv": (128, 64), "ffn_up": (192, 64)}
+        rows |= {"attn_qkv": (128, 64), "ffn_up": (2 * mlp, 64)}
     else:
-        rows |= {name: (size, 64) for name, size in heads.items()} | {"ffn_gate": (96, 64), "ffn_up": (96, 64)}
+        rows |= {name: (size, 64) for name, size in heads.items()} | {"ffn_gate": (mlp, 64), "ffn_up": (mlp, 64)}
     if architecture.startswith("gemma"):
         rows |= {"post_attention_norm": (64,), "post_ffw_norm": (64,)}
     if architecture in ("gemma3", "qwen3"):
@@ -128,7 +133,7 @@ def _add_tensors(
             kind = gguf.GGMLQuantizationType.BF16 if name == "attn_output" else None
             add(f"blk.{i}.{name}.weight", *shape, kind=kind)
         is_plain = matrices == gguf.GGMLQuantizationType.F16
-        add(f"blk.{i}.ffn_down.weight", 64, 96, kind=None if is_plain else gguf.GGMLQuantizationType.Q4_0)
+        add(f"blk.{i}.ffn_down.weight", 64, mlp, kind=None if is_plain else gguf.GGMLQuantizationType.Q4_0)
         if architecture == "qwen2":
             for name, size in heads.items():
                 add(f"blk.{i}.{name}.bias", size)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from compile.huge_pages import HugePageArena
-from compile.linear import PackedLinear
 from sharesd.models.loader import load_model
+from sharesd.weights.packing import make_cpu_linear
 from tests.cases.inputs import config_of, save, weights
 
 DOWN, NORM, HEAD, EMBEDDING = (
@@ -23,7 +23,7 @@ DOWN, NORM, HEAD, EMBEDDING = (
 )
 
 
-PACK = partial(PackedLinear.from_parts, dtype=torch.bfloat16, zeros=HugePageArena().zeros)
+PACK = partial(make_cpu_linear, dtype=torch.bfloat16, zeros=HugePageArena().zeros, activations="exact")
 
 
 def load(folder: Path, name: str | None, bad: float, packs: bool = False, **changes: Any) -> Any:

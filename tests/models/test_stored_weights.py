@@ -85,7 +85,7 @@ def test_every_mode_gives_the_text_of_plain_decoding(activations: str, tmp_path:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tensor_parallel": 2}, "stored weights do not go with --tensor-parallel yet"),
+        ({"lora": "adapter"}, "stored weights do not go with --lora yet"),
         ({"compile": "off"}, "stored weights do not go with --compile yet"),
         ({"dequantize": True, "activations": "fast"}, "activations is 'fast', which is for weights that run"),
     ],

@@ -2,27 +2,45 @@
 
 from __future__ import annotations
 
+import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 
-from compile.block_linear import WIDENED, BlockLinear, BlockPart
+from compile.block_linear import WIDENED, BlockEmbedding, BlockLinear, BlockPart
+from compile.decoder_stack import full_precision
+from multigpu.pipeline_parallel import DoesNotFit
+from quant.config import QuantConfig
+from sharesd.config import EngineConfig, PipelineConfig
+from sharesd.drafters.hybrid import BESIDE_STORED, members
+from sharesd.loading.resolve import resolve_config
 from sharesd.models.checkpoint import STORED
 from sharesd.models.hub import resolve
 from sharesd.models.loader import stored_tensors
 from sharesd.models.quantized.target import folder_to_quantize
 from sharesd.models.weight_mapping import text_name
+from sharesd.runtime import Runtime
 from sharesd.weights.outline import TensorOutline, outline_of
-from tests.helpers.block_parts import random_part
+from tests.helpers.block_parts import ggml_type, random_part
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.quantized_folders import write_quantized
+from tests.helpers.tensor_ranks import GREEDY, MODES, SAMPLED, SMALL, logits_of, texts_of, threads
 from tests.helpers.tiny_models import make_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread", "own_cache")
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def short_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What rounds cost decides how far is drafted, and nothing here."""
+    monkeypatch.setattr("sharesd.engine.cost_profiler.SECONDS", 0.0)
 
 
 def folder_of(kind: str, at: Path) -> Path:
@@ -69,3 +87,154 @@ def test_bytes_are_those_of_the_linear(kind: str) -> None:
 )
 def test_bytes_of_numbers(type: Any, dtype: str, device: torch.device, size: int) -> None:
     assert TensorOutline((32, 3), type).nbytes(getattr(torch, dtype), device) == 96 * size
+
+
+# ---- logits and texts
+
+
+def config_of(kind: str, at: Path, **options: Any) -> EngineConfig:
+    """Blocks of a file whose head is its table, of integers from a folder, and of several K-quants at once."""
+    if kind == "file":
+        options["target"] = write_gguf(at / "a.gguf", mlp=128, pads_to=32)
+    elif kind == "folder":
+        options["target"] = write_quantized(at / "model", "awq")
+    else:
+        options |= {"target": make_checkpoint(at / "model", hidden=512), "target_quant": "q4_k"}
+    quant = QuantConfig.parse("hqq:4:32")
+    options["target"] = str(options["target"])
+    return EngineConfig(**{**SMALL, "max_context": 64, "max_batch": 3, "quant": quant, **options})
+
+
+def in_stages(config: EngineConfig, **limits: Any) -> EngineConfig:
+    return replace(config, device="auto", split=PipelineConfig(devices=("cpu", "cpu"), **limits))
+
+
+def down_of(runtime: Runtime) -> Any:
+    return full_precision(runtime.target.blocks[0].mlp.down)  # type: ignore[union-attr, index]
+
+
+@pytest.mark.parametrize("kind", ["file", "k-quants"])
+def test_stages_give_logits_and_texts_of_one_device(kind: str, tmp_path: Path) -> None:
+    config = config_of(kind, tmp_path)
+    alone, runtime = Runtime(config), Runtime(in_stages(config), (*MODES, "recycle", "classic"))
+    assert runtime.config.dequantize is False and isinstance(down_of(runtime), BlockLinear)
+    assert all(map(torch.equal, logits_of(runtime), logits_of(alone)))
+    for params in (GREEDY, SAMPLED):
+        wanted = texts_of(alone, "naive", params)
+        for mode in runtime.modes:
+            assert texts_of(runtime, mode, params) == wanted, mode
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "k-quants"])
+def test_ranks_give_logits_and_texts_of_one(kind: str, tmp_path: Path) -> None:
+    """Mode hybrid mixes tables, as it does on one device."""
+    config = config_of(kind, tmp_path)
+    alone = Runtime(config)
+    with threads(replace(config, tensor_parallel=2), (*MODES, "recycle", "classic")) as runtime:
+        assert members(runtime.config) == BESIDE_STORED
+        assert isinstance(down_of(runtime), BlockLinear) and 2 * down_of(runtime).nbytes == down_of(alone).nbytes
+        assert all(map(torch.equal, logits_of(runtime), logits_of(alone)))
+        for params in (GREEDY, SAMPLED):
+            wanted = texts_of(alone, "naive", params)
+            for mode in runtime.modes:
+                assert texts_of(runtime, mode, params) == wanted, mode
+
+
+@pytest.mark.parametrize("kind", ["file", "k-quants"])
+def test_split_sums_are_as_near_to_the_truth_as_whole_ones(kind: str, tmp_path: Path) -> None:
+    """The truth: values that the gguf package gives, in float64."""
+    config = config_of(kind, tmp_path)
+    alone = Runtime(config)
+    folder = resolve_config(config).folder
+    exact = replace(config, dtype="float64", target_quant=None)
+    truth = logits_of(Runtime(exact, tensors=lambda: [(name, values_of(t)) for name, t in stored_tensors(folder)]))
+    with threads(replace(config, tensor_parallel=2, tensor_parallel_style="reduce"), ("naive", "hybrid")) as runtime:
+        assert 2 * down_of(runtime).in_features == down_of(alone).in_features
+        for split, one, right in zip(logits_of(runtime), logits_of(alone), truth, strict=True):
+            assert (split - right).norm() < 1.5 * (one - right).norm() < 1e-3 * right.norm()
+        for params in (GREEDY, SAMPLED):
+            assert texts_of(runtime, "hybrid", params) == texts_of(runtime, "naive", params)
+
+
+def values_of(tensor: torch.Tensor | BlockPart) -> torch.Tensor:
+    if isinstance(tensor, torch.Tensor):
+        return tensor
+    return torch.from_numpy(gguf.dequantize(tensor.raw.numpy(), ggml_type(tensor.type)).copy())
+
+
+# ---- plans
+
+
+def test_stages_are_planned_by_the_bytes_of_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They differ from those of numbers by what the models in memory do."""
+    config, planned = config_of("k-quants", tmp_path, dtype="float32"), []
+    monkeypatch.setattr(
+        "sharesd.parallel.pipeline_planner.share_blocks", lambda sizes, *rest: planned.append(sizes) or (1, 1)
+    )
+    loaded = []
+    for each in (config, replace(config, target_quant=None)):
+        target = Runtime(in_stages(each)).target
+        loaded.append([sum(linear.weight.nbytes for linear in linears_of(block)) for block in target.blocks])  # type: ignore[union-attr]
+        embed = target.embed  # type: ignore[union-attr]
+        assert planned[-1].first == (embed.linear if isinstance(embed, BlockEmbedding) else embed.weight).nbytes
+    blocks, numbers = planned
+    assert [b - a for a, b in zip(blocks.blocks, numbers.blocks, strict=True)] == [
+        b - a for a, b in zip(*loaded, strict=True)
+    ]
+
+
+def test_a_limit_holds_blocks_that_numbers_would_exceed(tmp_path: Path) -> None:
+    config = config_of("k-quants", tmp_path, dtype="float32")
+    limited = in_stages(config, max_memory=((0, 9 * 10**6), (1, 9 * 10**6)))
+    assert resolve_config(limited).pipeline is not None
+    with pytest.raises(DoesNotFit, match="the model does not fit"):
+        resolve_config(replace(limited, target_quant=None))
+
+
+def linears_of(block: Any) -> list[Any]:
+    return [block.attn.qkv, block.attn.o, block.mlp.gate_up, block.mlp.down]
+
+
+# ---- cuts that are refused
+
+
+def more_heads(folder: Path) -> Path:
+    """Heads of half the size, which no tensor shows."""
+    config = json.loads((folder / "config.json").read_text())
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        config[name] *= 2
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (
+            lambda at: write_gguf(at / "a.gguf", pads_to=32),
+            {"tensor_parallel": 2, "tensor_parallel_style": "reduce"},
+            "tensor_parallel is 2, and the 96 inputs of model.layers.0.mlp.down_proj.weight, which is stored as Q4_0, "
+            "cannot be shared out evenly in groups of 32; take --tensor-parallel-style gather, or take --dequantize",
+        ),
+        (
+            lambda at: more_heads(write_quantized(at / "model", "awq")),
+            {"tensor_parallel": 4},
+            "the 32 outputs of model.layers.0.self_attn.k_proj.weight, which is stored as Q5_0, cannot be shared out "
+            "evenly in groups of 16; leave tensor_parallel out, or take --dequantize",
+        ),
+        (
+            lambda at: make_checkpoint(at / "model", hidden=256),
+            {"tensor_parallel": 2, "tensor_parallel_style": "reduce", "target_quant": "q6_k"},
+            "the 256 inputs of model.layers.0.self_attn.o_proj.weight, which is stored as Q6_K, cannot be shared out "
+            "evenly in groups of 256; take --tensor-parallel-style gather, or drop --target-quant",
+        ),
+    ],
+)
+def test_cuts_within_blocks_and_records_are_refused(
+    make: Any, options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before any weights take memory, and before ranks start."""
+    for place in ("sharesd.runtime.ModelLoader", "sharesd.parallel.tp_setup.spawn"):
+        monkeypatch.setattr(place, lambda *given, **more: pytest.fail("too late"))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Runtime(EngineConfig(**{**SMALL, "target": str(make(tmp_path)), **options}))
