@@ -108,6 +108,12 @@ class BlockPart(NamedTuple):
             )
         return row // form.bytes * form.inputs
 
+    @classmethod
+    def without_bytes(cls, kind: str, outputs: int, inputs: int) -> BlockPart:
+        """Return a part on the meta device, for a linear that has its records."""
+        form = _FORMATS[kind]
+        return cls(kind, torch.empty(outputs, inputs // form.inputs * form.bytes, dtype=torch.uint8, device="meta"))
+
     def numbers(self) -> Tensor:
         """Return the weights, float32 [N, K]."""
         return self.raw.float() if self.type == WIDENED else BlockLinear([self], None, self.in_features).unpacked()
@@ -127,8 +133,11 @@ class BlockLinear(nn.Module):
         *,
         activations: Activations = "exact",
         zeros: Zeros | None = None,
+        records: Tensor | None = None,
     ) -> None:
         """Repack the parts, whose outputs follow each other. `zeros` allocates their memory.
+
+        `records`: the result of an earlier linear with such parts, which are not read then.
 
         Raises ValueError if a part's type has no kernel, its rows do not have `in_features`, or it does not begin at a
         multiple of 16 outputs.
@@ -140,17 +149,21 @@ class BlockLinear(nn.Module):
                 raise ValueError(f"a {part.type} part has {part.in_features} inputs, the linear {in_features}")
             if rows % _LANES:
                 raise ValueError(f"a {part.type} part begins at output {rows}, which is no multiple of {_LANES}")
-            records, record = -(-len(part.raw) // _LANES), _record_bytes(part.type, in_features)
-            table.append([BLOCK_TYPES.index(part.type), records, size, record])
-            rows, size = rows + len(part.raw), size + records * record
+            num, record = -(-len(part.raw) // _LANES), _record_bytes(part.type, in_features)
+            table.append([BLOCK_TYPES.index(part.type), num, size, record])
+            rows, size = rows + len(part.raw), size + num * record
         if not rows:
             raise ValueError("a linear without outputs")
         self.in_features, self.out_features, self.activations = in_features, rows, activations
         head = [len(table), int(activations == "exact"), 0, size]
         self.register_buffer("table", torch.tensor([head, *table]), persistent=False)
+        self.register_buffer("bias", bias_N, persistent=False)
+        if records is not None:
+            assert records.shape == (size,), f"{list(records.shape)} bytes of records for {size}"
+            self.register_buffer("weight", records, persistent=False)
+            return
         weight = torch.empty(size, dtype=torch.uint8) if zeros is None else zeros((size,), torch.uint8)
         self.register_buffer("weight", weight, persistent=False)
-        self.register_buffer("bias", bias_N, persistent=False)
         for part, (number, _, offset, _) in zip(parts, table, strict=True):
             raw = part.raw if part.raw.stride(1) == 1 else part.raw.contiguous()
             kernel("repack_blocks", torch.uint8, *_REPACK_ARGTYPES)(

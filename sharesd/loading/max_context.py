@@ -39,6 +39,7 @@ def choose_context(
     taps: Sequence[int] = (),
     copies: int = 1,
     planned: bool = False,
+    mapped_bytes: int = 0,
 ) -> Context:
     """Choose the tokens of a row of the KV cache.
 
@@ -47,6 +48,7 @@ def choose_context(
         taps: depths of hidden states in the cache.
         copies: caches of this size, that of a draft model included.
         planned: weights are placed by a plan or shared, so that the choice does not depend on free memory.
+        mapped_bytes: weights in a mapped file, whose memory the system counts as free.
 
     Raises:
         ValueError: the memory holds less than the minimum.
@@ -69,7 +71,7 @@ def choose_context(
         reason = f"chosen since {reason}; --max-context N takes another"
     if planned:
         return Context(max_context, reason)
-    free = _free(device)
+    free = max(0, _free(device) - mapped_bytes)
     holds = int(SHARE_OF_FREE * free / (copies * rows * per_token()))
     for_rows = f"for {rows} rows" if rows > 1 else "for a row"
     if holds < MIN_CONTEXT:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from compile.adaptive_threads import STEP_THREADS
-from compile.cpp_extension import prepare
+from compile.cpp_extension import kernels_version, prepare
 from compile.op_registry import runs_cpp, runs_triton
 from multigpu.pipeline_parallel import PipelinePlan
 from multigpu.tensor_parallel import UNSHARDED, Shard
@@ -27,14 +27,15 @@ from sharesd.loading.max_context import Context, choose_context
 from sharesd.loading.resolve import ResolvedConfig
 from sharesd.models.base import CausalModel
 from sharesd.models.block_filling import MakeLinear
-from sharesd.models.checkpoint import Progress, silent
+from sharesd.models.checkpoint import Progress, identity, is_stored, silent
 from sharesd.models.decoder import Decoder
 from sharesd.models.hub import resolve
-from sharesd.models.loader import BlockCallback, Tensors, decoder_config, load_model
+from sharesd.models.loader import BlockCallback, Tensors, decoder_config, load_model, stored_tensors
 from sharesd.models.tokenizer import Tokenizer, load_tokenizer, require_same_vocabulary
 from sharesd.parallel.pipeline_stages import StagedBlocks
 from sharesd.weights.backend import CpuBackend, backend_for
 from sharesd.weights.draft_heads import DraftHeads
+from sharesd.weights.kept_records import KeptRecords
 from sharesd.weights.offload_loader import OffloadLoader, StreamingQuantizer
 from sharesd.weights.offloaded_decoder import OffloadedBlocks
 from sharesd.weights.packing import CpuPacker, make_cpu_linear, make_cuda_linear, packer_for_cuda
@@ -113,6 +114,7 @@ class ModelLoader:
         self.switch = Switch()
         self.reports: dict[str, QuantReport] = {}
         """Drafter -> its quantized linears."""
+        self._mapped_bytes = 0
         self._backend = backend_for(resolved.device, resolved.dtype, resolved.step_width, resolved.config.max_batch)
         self._quantizing = ModelQuantizer(
             resolved.config.quant,
@@ -218,7 +220,11 @@ class ModelLoader:
         part: Shard = UNSHARDED,
         split: PipelinePlan | None = None,
     ) -> CausalModel:
-        resolved = self._resolved
+        resolved, kept = self._resolved, None
+        if packs and tensors is None and on_block_loaded is None and self._runs_stored(folder):
+            kept = KeptRecords(f"{folder} {part}", f"{identity(folder)} {kernels_version()}")
+            if kept.is_mapped:
+                tensors = partial(stored_tensors, folder, outlines=True)
         model = load_model(
             folder,
             dtype=resolved.dtype,
@@ -227,11 +233,14 @@ class ModelLoader:
             progress=self._progress,
             tensors=tensors,
             on_block_loaded=on_block_loaded,
-            make_linear=self._make_linear() if packs else None,
+            make_linear=self._make_linear(kept) if packs else None,
             mmap_embeddings=mmap_embeddings,
             part=part,
             split=split,
         )
+        if kept is not None:
+            kept.keep(self._progress)
+            self._mapped_bytes += kept.mapped_bytes
         if isinstance(model, Decoder):
             model.q8_kv = resolved.config.kv_dtype == "q8"
         if split is not None and split.crosses_devices:
@@ -258,6 +267,7 @@ class ModelLoader:
             taps=taps,
             copies=2 if resolved.drafters_with(Need.SECOND_MODEL) else 1,
             planned=config.offload.limited or is_planned,
+            mapped_bytes=self._mapped_bytes,
         )
         log.info("context: %d tokens (%s)", context.tokens, context.reason)
         return context
@@ -288,7 +298,11 @@ class ModelLoader:
             return None
         return packer_for_cuda(resolved.device, resolved.dtype, resolved.step_width, resolved.config.max_batch)
 
-    def _make_linear(self) -> MakeLinear | None:
+    def _runs_stored(self, folder: Path) -> bool:
+        """True if weights of a folder run as they are stored, on a CPU."""
+        return isinstance(self._backend, CpuBackend) and runs_cpp(self._backend.device) and is_stored(folder)
+
+    def _make_linear(self, kept: KeptRecords | None) -> MakeLinear | None:
         """Return the maker of packed linears in their final memory; None: torch's."""
         resolved = self._resolved
         if not isinstance(self._backend, CpuBackend):
@@ -299,7 +313,8 @@ class ModelLoader:
         if not runs_cpp(self._backend.device):
             return None
         zeros = self._backend.arena.zeros
-        return partial(make_cpu_linear, dtype=resolved.dtype, zeros=zeros, activations=resolved.config.activations)
+        activations = resolved.config.activations
+        return partial(make_cpu_linear, dtype=resolved.dtype, zeros=zeros, activations=activations, kept=kept)
 
     def _record(self, *drafters: str, report: QuantReport) -> None:
         self.reports |= dict.fromkeys(drafters, report)

@@ -103,27 +103,29 @@ def load_model(
     )
 
 
-def stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and tensors of a folder, its adapter merged."""
+def stored_tensors(folder: Path, *, outlines: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and tensors of a folder, its adapter merged.
+
+    `outlines`: blocks have no bytes, see `BlockPart.without_bytes`.
+    """
     if (folder / checkpoint.TARGET_QUANT).exists():
         from sharesd.models.quantized.target import quantized_tensors
 
-        return cast(
-            "Iterator[tuple[str, Tensor]]", quantized_tensors(folder, decoder_config(folder), _source_tensors(folder))
-        )
-    return _source_tensors(folder)
+        config, source = decoder_config(folder), _source_tensors(folder)
+        return cast("Iterator[tuple[str, Tensor]]", quantized_tensors(folder, config, source, outlines=outlines))
+    return _source_tensors(folder, outlines=outlines)
 
 
-def _source_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+def _source_tensors(folder: Path, *, outlines: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Yield names and tensors, before `--target-quant`."""
     if checkpoint.is_quantized(folder):
         from sharesd.models.quantized.folder import stored_parts
 
-        return cast("Iterator[tuple[str, Tensor]]", stored_parts(folder))
+        return cast("Iterator[tuple[str, Tensor]]", stored_parts(folder, outlines=outlines))
     if (folder / checkpoint.STORED).exists():
         from sharesd.models.gguf.stored import stored_blocks  # whose package takes time to import
 
-        return cast("Iterator[tuple[str, Tensor]]", stored_blocks(folder))  # blocks have what is read of tensors
+        return cast("Iterator[tuple[str, Tensor]]", stored_blocks(folder, outlines=outlines))
     return lora.merged(folder, plain_tensors(folder))
 
 

@@ -17,6 +17,7 @@ from quant.formats.hqq.gemlite import GEMLITE_BITS, GemliteLinear
 from quant.quantize_model import PackFn
 from quant.quantized_weight import QuantizedWeight
 from sharesd.models.decoder import empty_linear
+from sharesd.weights.kept_records import KeptRecords
 from sharesd_files import JsonCache
 
 
@@ -28,6 +29,7 @@ def make_cpu_linear(
     dtype: torch.dtype,
     zeros: Zeros,
     activations: Activations,
+    kept: KeptRecords | None = None,
 ) -> nn.Module:
     """Return a linear for the CPU kernel, of numbers or blocks."""
     assert device.type == "cpu"
@@ -36,7 +38,8 @@ def make_cpu_linear(
         return WidenedLinear(blocks[0].raw, zeros)
     if numbers:
         return PackedLinear.from_parts(numbers, bias, dtype=dtype, zeros=zeros)
-    return BlockLinear(blocks, bias, blocks[0].in_features, activations=activations, zeros=zeros)
+    make = partial(BlockLinear, in_features=blocks[0].in_features) if kept is None else kept.linear
+    return make(blocks, bias, activations=activations, zeros=zeros)
 
 
 def make_cuda_linear(

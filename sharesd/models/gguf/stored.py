@@ -29,10 +29,10 @@ def stored_types(folder: Path) -> dict[str, str]:
     return {name: tensor.kind.name for name, tensor in tensors if _is_blocks(tensor)}
 
 
-def stored_blocks(folder: Path) -> Iterator[tuple[str, Tensor | BlockPart]]:
+def stored_blocks(folder: Path, *, outlines: bool = False) -> Iterator[tuple[str, Tensor | BlockPart]]:
     """Yield names and tensors of the files that a folder names.
 
-    Matrices are blocks, mapped from the file; others are float32.
+    Matrices are blocks, mapped from the file, or outlines of them; others are float32.
 
     Raises ValueError for a matrix of a type without a kernel.
     """
@@ -43,6 +43,9 @@ def stored_blocks(folder: Path) -> Iterator[tuple[str, Tensor | BlockPart]]:
     yield from absent_biases(names.values(), config).items()
     for stored, name in names.items():
         tensor, part = file.tensors[stored], stored.split(".")[-2]
+        if outlines and _is_blocks(tensor):
+            yield name, BlockPart.without_bytes(tensor.kind.name, *tensor.shape)
+            continue
         rows = _rows(tensor)
         if layout.pairs_rows and part in heads:
             rows = rows.unflatten(0, (heads[part], -1, 2)).transpose(1, 2).flatten(0, 2)

@@ -85,8 +85,8 @@ def stored_types(folder: Path) -> dict[str, str]:
     return types
 
 
-def stored_parts(folder: Path) -> Iterator[tuple[str, Tensor | BlockPart]]:
-    """Yield names and tensors of a folder; quantized linears as blocks.
+def stored_parts(folder: Path, *, outlines: bool = False) -> Iterator[tuple[str, Tensor | BlockPart]]:
+    """Yield names and tensors of a folder; quantized linears as blocks, or outlines of them.
 
     So are embedding and LM head, if they are in bfloat16. `check_as_stored` comes before it.
     """
@@ -94,7 +94,8 @@ def stored_parts(folder: Path) -> Iterator[tuple[str, Tensor | BlockPart]]:
     with closing(Workers()) as workers:
         for name, tensor in _read_weights(folder, layout, config).items():
             if not isinstance(tensor, Tensor):
-                yield name, tensor().block_part(workers.run)
+                linear = tensor()
+                yield name, linear.outline() if outlines else linear.block_part(workers.run)
             elif _is_widened(name, tensor):
                 yield name, BlockPart(WIDENED, tensor)
             else:

@@ -174,6 +174,11 @@ class QuantizedLinear(ABC):
         """Return the weights as blocks, see `block_type`."""
         raise NotImplementedError
 
+    def outline(self) -> BlockPart:
+        """Return the blocks without their bytes."""
+        outputs, inputs = self.shape
+        return BlockPart.without_bytes(self.block_type(), outputs, inputs)
+
     def not_as_stored(self, reason: str) -> ValueError:
         return ValueError(f"linear {self.module} does not run as it is stored ({reason}); take --dequantize")
 

@@ -69,9 +69,9 @@ def quantized_types(folder: Path, config: DecoderConfig) -> dict[str, str]:
 
 
 def quantized_tensors(
-    folder: Path, config: DecoderConfig, stored: Iterable[tuple[str, Tensor]]
+    folder: Path, config: DecoderConfig, stored: Iterable[tuple[str, Tensor]], *, outlines: bool = False
 ) -> Iterator[tuple[str, Tensor | BlockPart]]:
-    """Yield tensors, the matrices of the decoder as blocks.
+    """Yield tensors, the matrices of the decoder as blocks, or outlines of them.
 
     Raises ValueError that names a tensor with values that blocks do not hold.
     """
@@ -81,8 +81,12 @@ def quantized_tensors(
         if tensor.ndim != 2 or known not in shapes or tuple(tensor.shape) != shapes[known]:
             yield name, tensor
             continue
+        type_of_tensor = block_type(known, tensor.shape[1], kind, config)
+        if outlines:
+            yield name, BlockPart.without_bytes(type_of_tensor, *tensor.shape)
+            continue
         try:
-            yield name, quantize_blocks(tensor, block_type(known, tensor.shape[1], kind, config))
+            yield name, quantize_blocks(tensor, type_of_tensor)
         except ValueError as error:
             raise ValueError(f"{folder}: {name} cannot be quantized to {kind} ({error}); {_REMEDY}") from None
 
