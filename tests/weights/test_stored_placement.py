@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,22 @@ import pytest
 import torch
 
 from compile.block_linear import WIDENED, BlockEmbedding, BlockLinear, BlockPart
+from compile.cuda.block_form import FORMS, pack
 from compile.decoder_stack import full_precision
-from multigpu.pipeline_parallel import DoesNotFit
+from compile.huge_pages import HugePageArena
+from multigpu.pipeline_parallel import DoesNotFit, PipelinePlan
 from quant.config import QuantConfig
 from sharesd.config import EngineConfig, PipelineConfig
 from sharesd.drafters.hybrid import BESIDE_STORED, members
 from sharesd.loading.resolve import resolve_config
 from sharesd.models.checkpoint import STORED
 from sharesd.models.hub import resolve
-from sharesd.models.loader import stored_tensors
+from sharesd.models.loader import load_decoder, stored_tensors
 from sharesd.models.quantized.target import folder_to_quantize
 from sharesd.models.weight_mapping import text_name
 from sharesd.runtime import Runtime
 from sharesd.weights.outline import TensorOutline, outline_of
+from sharesd.weights.packing import make_cpu_linear
 from tests.helpers.block_parts import ggml_type, random_part
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.quantized_folders import write_quantized
@@ -160,6 +164,37 @@ def values_of(tensor: torch.Tensor | BlockPart) -> torch.Tensor:
     if isinstance(tensor, torch.Tensor):
         return tensor
     return torch.from_numpy(gguf.dequantize(tensor.raw.numpy(), ggml_type(tensor.type)).copy())
+
+
+# ---- devices
+
+
+def test_each_stage_makes_its_own_linears(tmp_path: Path) -> None:
+    """A head that is the table is made again on another device; the first one here holds no values."""
+    folder, made = folder_of("llama", tmp_path), []
+    make = partial(make_cpu_linear, dtype=torch.float32, zeros=HugePageArena().zeros, activations="exact")
+
+    def record(parts: Any, bias: Any, device: torch.device) -> torch.nn.Module:
+        made.append((sum(len(part.raw) for part in parts if isinstance(part, BlockPart)), device.type))
+        return make(parts, bias, CPU)
+
+    split = PipelinePlan.of([torch.device("meta"), CPU], [1, 1])
+    decoder = load_decoder(folder, dtype=torch.float32, make_linear=record, split=split)
+    assert decoder.embed.linear is not decoder.head  # type: ignore[union-attr]
+    vocab = decoder.vocab_size
+    assert sorted(made) == sorted(
+        [(vocab, "cpu"), (vocab, "meta")] + [(rows, device) for rows in (128, 0, 192, 64) for device in ("cpu", "meta")]
+    )
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q6_K"])
+def test_columns_of_blocks_are_packed_for_a_gpu(kind: str) -> None:
+    part = random_part(kind, 32, 512)
+    half = part._replace(raw=part.raw[:, part.raw.shape[1] // 2 :])
+    found, wanted = (torch.empty(FORMS[kind].records(32, 256), dtype=torch.int32) for _ in range(2))
+    pack(half, found)
+    pack(half._replace(raw=half.raw.contiguous()), wanted)
+    assert half.in_features == 256 and torch.equal(found, wanted)
 
 
 # ---- plans
