@@ -1,4 +1,4 @@
-"""Linears and embeddings of GGUF blocks (cpu/block_linear.h).
+"""Linears and embeddings of blocks, of .gguf files and quantized folders (cpu/block_linear.h).
 
 Weights keep the codes, scales and minima of the file.
 
@@ -44,9 +44,19 @@ _FORMATS = {
     "MXFP4": _Format(32, 17, 64, 576),
     "Q3_K": _Format(256, 110, 256, 1856),
     "Q2_K": _Format(256, 84, 256, 1344),
+    "INT4_32": _Format(32, 19, 64, 640),
+    "INT4_64": _Format(64, 35, 64, 576),
+    "INT4_128": _Format(128, 67, 128, 1088),
+    "INT8_32": _Format(32, 35, 64, 1152),
+    "INT8_64": _Format(64, 67, 64, 1088),
+    "INT8_128": _Format(128, 131, 128, 2112),
 }
 BLOCK_TYPES = tuple(_FORMATS)
-"""GGML types with a kernel, in order of its numbers."""
+"""Types with a kernel, in order of its numbers.
+
+GGML has none of those from INT4_32 on: integers with zeros of their own. A block of INT4_64 has 64 inputs, their scale
+in float16, their zero in a byte, and codes in the order of Q4_0; INT8_64 has a byte for each code.
+"""
 _LANES = 16  # outputs of a record
 _REPACK_ARGTYPES = (c_void_p, *[c_int64] * 4, c_void_p, c_int64)
 _LINEAR_ARGTYPES = (*[c_void_p] * 4, *[c_int64] * 3, c_void_p, c_void_p, c_int64)
@@ -73,7 +83,7 @@ WIDENED = "BF16"
 
 
 class BlockPart(NamedTuple):
-    """GGML type of a tensor, and its rows.
+    """Type of a tensor, and its rows.
 
     uint8 [N, row bytes], or [N, K] of type WIDENED.
     """

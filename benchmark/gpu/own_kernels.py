@@ -12,12 +12,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor, nn
 
 from benchmark.gpu.shapes import copy_bandwidth, linears
 from benchmark.gpu.worker import Job, NotHere
-from compile.block_linear import BLOCK_TYPES, BlockPart
+from compile.block_linear import BLOCK_TYPES, BlockPart, block_sizes
 from compile.cuda.bench import num_weight_copies, seconds_per_call
 from compile.cuda.linear import RowLinear
 from compile.op_registry import HAS_TRITON
@@ -108,7 +107,7 @@ def measure_stored(job: Job) -> None:
             with job.part(f"{kind}, {N}"):
                 module: nn.Module = RowLinear(plain_linear(job, N, K), MAX_ROWS)
                 if kind in BLOCK_TYPES:
-                    inputs, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+                    inputs, size = block_sizes(kind)
                     raw = torch.randint(0, 256, (N, K // inputs * size), dtype=torch.uint8)
                     module = BlockRowLinear([BlockPart(kind, raw)], None, torch.device(job.device), MAX_ROWS)
                 job.add("stored", {"type": kind, "outputs": N, **in_rows(job, module, K, (1, 4, 9, MAX_ROWS))})

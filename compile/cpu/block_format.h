@@ -1,8 +1,9 @@
 // Weights of GGUF files as they are: their codes, scales and minima, none of them rounded again, in an order that kernels read.
 //
 // w[n, k] = scale[n, g] * (code - zero) - minimum[n, g], g a group of 16 or 32 inputs; zero is a power of two or, with minima, 0.
+// Integers of checkpoint folders have groups of 32, 64 or 128 inputs, each with a zero of its own.
 //
-// A record holds 16 outputs: units of 64 or 256 inputs, each the scales of its groups, then the codes of 32 inputs after the
+// A record holds 16 outputs: units of 64, 128 or 256 inputs, each the scales of its groups, then the codes of 32 inputs after the
 // other. Records follow each other, so that a thread reads one stream of memory. Codes of 32 inputs are planes: their lower four
 // bits [8 inputs][16 outputs][4 bytes], a byte with input k (low half) and input k + 4 (high half); then the bits above, if
 // any: [16 outputs][4 bytes] for each 32 inputs (one bit of 8 inputs in a byte), or for each 16 (two bits of 4). Codes of 8 bits
@@ -16,8 +17,10 @@
 namespace sharesd {
 
 enum BlockType : int64_t {  // block_linear.py has these numbers
-  kQ8_0, kQ4_K, kQ6_K, kQ5_K, kQ4_0, kQ5_0, kQ4_1, kQ5_1, kIQ4_NL, kIQ4_XS, kMXFP4, kQ3_K, kQ2_K
+  kQ8_0, kQ4_K, kQ6_K, kQ5_K, kQ4_0, kQ5_0, kQ4_1, kQ5_1, kIQ4_NL, kIQ4_XS, kMXFP4, kQ3_K, kQ2_K,
+  kINT4_32, kINT4_64, kINT4_128, kINT8_32, kINT8_64, kINT8_128
 };
+constexpr int kOwnZeros = -1;  // in place of a form's `kZero`
 
 inline uint32_t word(const void* p) {
   uint32_t v;
@@ -392,6 +395,34 @@ struct Q2KForm : SuperForm, Planes<2> {
   }
 };
 
+// Integers with a scale and a zero for GROUP inputs, each pair in a line of memory of its own.
+template <int BITS, int64_t GROUP> struct ZerosForm : Planes<BITS> {
+  static constexpr int64_t kUnit = std::max<int64_t>(GROUP, 64), kInputs = GROUP, kGroup = 32;
+  static constexpr int64_t kHeader = kUnit / GROUP * 64, kBlock = 3 + GROUP / 8 * BITS;
+  static constexpr int kZero = kOwnZeros;
+  static constexpr bool kMin = false, kWide = BITS == 8;
+  static constexpr int64_t line(int64_t g) { return g * kGroup / GROUP * 64; }
+  static void header(const uint8_t* block, int64_t index, int64_t o, uint8_t* to) {
+    std::memcpy(to + index * 64 + o * 2, block, 2);
+    to[index * 64 + 32 + o] = block[2];
+  }
+  static inline vfloat scale(const uint8_t* unit, int64_t g) { return floats<f16>(unit + line(g)); }
+  static inline vint zero(const uint8_t* unit, int64_t g) { return small<uint8_t>(unit + line(g) + 32); }
+  static inline vfloat minimum(const uint8_t*, int64_t) { return vfloat{}; }
+  static void decode(const uint8_t* __restrict block, uint8_t* __restrict codes) {
+    block += 3;
+    if constexpr (BITS == 8) {
+      std::memcpy(codes, block, GROUP);
+    } else {
+      for (int64_t k = 0; k < GROUP; k += 32)
+        for (int64_t i = 0; i < 16; ++i) {
+          codes[k + i] = block[k / 2 + i] & 15;
+          codes[k + 16 + i] = block[k / 2 + i] >> 4;
+        }
+    }
+  }
+};
+
 template <int64_t TYPE> struct FormOf;
 template <> struct FormOf<kQ8_0> { using type = PlainForm<8, 7, false>; };
 template <> struct FormOf<kQ4_K> { using type = MinimaForm<4>; };
@@ -406,6 +437,12 @@ template <> struct FormOf<kIQ4_XS> { using type = IQ4XSForm; };
 template <> struct FormOf<kMXFP4> { using type = MXFP4Form; };
 template <> struct FormOf<kQ3_K> { using type = Q3KForm; };
 template <> struct FormOf<kQ2_K> { using type = Q2KForm; };
+template <> struct FormOf<kINT4_32> { using type = ZerosForm<4, 32>; };
+template <> struct FormOf<kINT4_64> { using type = ZerosForm<4, 64>; };
+template <> struct FormOf<kINT4_128> { using type = ZerosForm<4, 128>; };
+template <> struct FormOf<kINT8_32> { using type = ZerosForm<8, 32>; };
+template <> struct FormOf<kINT8_64> { using type = ZerosForm<8, 64>; };
+template <> struct FormOf<kINT8_128> { using type = ZerosForm<8, 128>; };
 
 // Call f with the form of a type.
 template <typename F> inline void with_form(int64_t type, F&& f) {
@@ -423,6 +460,12 @@ template <typename F> inline void with_form(int64_t type, F&& f) {
     case kMXFP4: return f(FormOf<kMXFP4>::type{});
     case kQ3_K: return f(FormOf<kQ3_K>::type{});
     case kQ2_K: return f(FormOf<kQ2_K>::type{});
+    case kINT4_32: return f(FormOf<kINT4_32>::type{});
+    case kINT4_64: return f(FormOf<kINT4_64>::type{});
+    case kINT4_128: return f(FormOf<kINT4_128>::type{});
+    case kINT8_32: return f(FormOf<kINT8_32>::type{});
+    case kINT8_64: return f(FormOf<kINT8_64>::type{});
+    case kINT8_128: return f(FormOf<kINT8_128>::type{});
   }
 }
 
@@ -480,6 +523,7 @@ struct UnpackedBlocks {
   static constexpr int64_t kInputs = 256;
   alignas(64) uint8_t codes[kInputs * 16];
   alignas(64) float scale[kInputs / 16][16], minimum[kInputs / 16][16];
+  alignas(64) int32_t zero[kInputs / 32][16];  // of kOwnZeros
 };
 template <typename Form>
 void unpack_blocks(const uint8_t* record, int64_t K, int64_t u, int64_t units, UnpackedBlocks& to) {
@@ -491,6 +535,7 @@ void unpack_blocks(const uint8_t* record, int64_t K, int64_t u, int64_t units, U
     for (int64_t g = 0; g < groups; ++g) {
       put(Form::scale(unit, g), to.scale[i * groups + g]);
       if (Form::kMin) put(Form::minimum(unit, g), to.minimum[i * groups + g]);
+      if constexpr (Form::kZero == kOwnZeros) put(Form::zero(unit, g), to.zero[i * groups + g]);
     }
     for (int64_t g = 0; g < Form::kUnit / 32; ++g) {
       const uint8_t *codes = unit + Form::kHeader + g * Form::kBytes, *codes_low = low + g * Form::kLowBytes;
@@ -513,13 +558,15 @@ void decode_block_row(const uint8_t* weight, const BlockTable& table, int64_t n,
   const uint8_t* at = weight + part->offset + record * part->record;
   with_form(part->type, [&](auto form) {
     using Form = decltype(form);
-    constexpr int64_t per = UnpackedBlocks::kInputs / Form::kUnit, zero = Form::kMin ? 0 : 1 << Form::kZero;
+    constexpr int64_t per = UnpackedBlocks::kInputs / Form::kUnit;
+    constexpr bool own_zeros = Form::kZero == kOwnZeros;
     UnpackedBlocks some;
     const int64_t units = Record<Form>::units(K);
     for (int64_t u = 0; u < units; u += per) {
       unpack_blocks<Form>(at, K, u, std::min(per, units - u), some);
       const int64_t begin = u * Form::kUnit, end = std::min(K, begin + UnpackedBlocks::kInputs), o = n % 16;
       for (int64_t k = begin, g = 0; k < end; k += Form::kGroup, ++g) {
+        const int zero = own_zeros ? some.zero[g][o] : Form::kMin ? 0 : 1 << std::max(Form::kZero, 0);
         float values[Form::kGroup];
         for (int64_t i = 0; i < Form::kGroup; ++i) {
           const float code = some.codes[(g * Form::kGroup + i) / 4 * 64 + o * 4 + i % 4] - zero;

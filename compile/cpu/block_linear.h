@@ -90,11 +90,17 @@ void few_block_rows(const RowTile& x, const uint8_t* const (&w)[B], int64_t K, i
       }
       for (int64_t h = 0; h < kHalves; ++h) {
         vint dot[R][B] = {}, fine[R][B] = {};
-        if (!Form::kMin)
+        if constexpr (Form::kZero == kOwnZeros) {
+          for (int b = 0; b < B; ++b) {
+            const vint zero = Form::zero(unit[b], g);
+            for (int r = 0; r < R; ++r) (EXACT ? fine : dot)[r][b] += zero * x.less[at + r];
+          }
+        } else if constexpr (!Form::kMin) {
           for (int r = 0; r < R; ++r)
             for (int b = 0; b < B; ++b)
               (EXACT ? fine : dot)[r][b] +=
                   (kHalves == 2 ? x.less16[(at * 2) + h * R + r] : x.less[at + r]) * (1 << Form::kZero);
+        }
         for (int64_t j = h * kPairs; j < (h + 1) * kPairs; ++j, codes += 8 * R, fines += 8 * R)
           for (int b = 0; b < B; ++b) {
             vuint first, second;
@@ -155,7 +161,12 @@ void unpacked_block_rows(const RowTile& x, const UnpackedBlocks* w, const Fetche
     for (int b = 0; b < B; ++b) next[b].fetch(g);
     for (int64_t h = 0; h < kHalves; ++h) {
       vint dot[R][B] = {}, fine[R][B] = {};
-      if (!MIN)
+      if (!MIN && GROUP == 32 && zero == kOwnZeros)
+        for (int b = 0; b < B; ++b) {
+          const vint own = get<vint>(w[b].zero[g]);
+          for (int r = 0; r < R; ++r) (EXACT ? fine : dot)[r][b] += own * x.less[g * R + r];
+        }
+      else if (!MIN)
         for (int r = 0; r < R; ++r)
           for (int b = 0; b < B; ++b)
             (EXACT ? fine : dot)[r][b] += (kHalves == 2 ? x.less16[(g * 2 + h) * R + r] : x.less[g * R + r]) * (1 << zero);

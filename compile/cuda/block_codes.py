@@ -31,7 +31,8 @@ def factors(words, mask, g: tl.constexpr, half, HALVES: tl.constexpr, HEADERS: t
     own = words + half * (HEADERS // HALVES * 16)
     if MINIMUM:
         word = tl.load(own + g * 16, mask=mask, other=0)
-        return _lower_half(word), _lower_half(word >> 16)
+        scale, minimum = _lower_half(word), _lower_half(word >> 16)
+        return scale, minimum * -scale if SCALES == "zeros" else minimum
     else:
         word = tl.load(own + g // 2 * 16, mask=mask, other=0)
         if SCALES == "wide":

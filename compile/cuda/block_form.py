@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compile.block_linear import BlockPart
+from compile.block_linear import BlockPart, block_sizes
 
 LANES = 16
 """Outputs of a record."""
@@ -26,7 +26,7 @@ _PACKED_ROWS = 2048
 
 @dataclass(frozen=True, slots=True)
 class BlockForm:
-    """Layout of a GGML type.
+    """Layout of a type.
 
     w = scale * (code - zero) - minimum."""
 
@@ -39,9 +39,9 @@ class BlockForm:
     group: int = 32
     """Inputs that share a scale."""
     scales: str = "half"
-    """Numbers for each group: "half" (float16), "wide" (bfloat16), or "bytes".
+    """Numbers for each group: "half" (float16), "wide" (bfloat16), "bytes" or "zeros".
 
-    Bytes are integers times a float16 of 256 inputs."""
+    Bytes are integers times a float16 of 256 inputs. "zeros": a float16, and an integer that is taken off codes."""
     minimum: bool = False
     """True if groups have minima, too."""
     bias: int = 0
@@ -87,14 +87,16 @@ FORMS = {
     "MXFP4": BlockForm(4, scales="wide", table="float"),
     "Q3_K": BlockForm(2, 1, 4, group=16, scales="bytes", bias=128),
     "Q2_K": BlockForm(2, group=16, scales="bytes", minimum=True),
+    **{f"INT4_{group}": BlockForm(4, zero=8, group=group, scales="zeros", minimum=True) for group in (32, 64, 128)},
+    **{f"INT8_{group}": BlockForm(8, group=group, scales="zeros", minimum=True) for group in (32, 64, 128)},
 }
-"""Layout of each GGML type."""
+"""Layout of each type."""
 
 
 def pack(part: BlockPart, packed: Tensor) -> None:
     """Write the records of a tensor, int32 [records, units, words]."""
     form, units = FORMS[part.type], packed.shape[1]
-    per_block = 256 if form.scales == "bytes" else 32
+    per_block, _ = block_sizes(part.type)
     size = part.raw.shape[1] * per_block // part.in_features  # bytes of a block
     blocks = units * form.unit // per_block
     for rows, to in zip(part.raw.split(_PACKED_ROWS), packed.split(_PACKED_ROWS // LANES), strict=True):
@@ -136,6 +138,8 @@ def _fields(kind: str, raw_RBn: Tensor) -> tuple[Tensor, Tensor]:
         e = raw_RBn[..., 0].to(torch.int32)
         bits = torch.where(e < 2, 0x20 << e.clamp(max=1), (e - 1) << 7)  # half the power of two, as bfloat16
         return _nibbles(raw_RBn[..., 1:]), bits.to(torch.int16).unsqueeze(-1).view(torch.uint8)
+    if FORMS[kind].scales == "zeros":
+        return _integers(raw_RBn, FORMS[kind].low)
     header = raw_RBn[..., : 4 if FORMS[kind].minimum else 2]
     rest = raw_RBn[..., header.shape[2] :]
     if kind == "Q8_0":
@@ -145,6 +149,15 @@ def _fields(kind: str, raw_RBn: Tensor) -> tuple[Tensor, Tensor]:
     eights = torch.arange(8, dtype=torch.uint8, device=rest.device)
     above = (rest[..., :4, None] >> eights & 1).flatten(2)
     return _nibbles(rest[..., 4:]) | above << 4, header
+
+
+def _integers(raw: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Return codes, then scale and zero of each group in float16.
+
+    Zeros are less by the code of 0, which the kernels take off codes."""
+    zero = (raw[..., 2:3].to(torch.float16) - 2 ** (bits - 1)).view(torch.uint8)
+    codes = raw[..., 3:] ^ 128 if bits == 8 else _nibbles(raw[..., 3:].unflatten(2, (-1, 16))).flatten(2)
+    return codes, torch.cat([raw[..., :2], zero], -1)
 
 
 def _nibbles(halves: Tensor) -> Tensor:

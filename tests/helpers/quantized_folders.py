@@ -100,6 +100,10 @@ def gptq_8(module: str, weight: Tensor) -> dict[str, Tensor]:
     return gptq_planes(*integers(weight, 8, weight.shape[1], sym=True), 8)
 
 
+def gptq_8_zeros(module: str, weight: Tensor) -> dict[str, Tensor]:
+    return gptq_planes(*integers(weight, 8, 64, sym=False), 8)
+
+
 def gptq_3(module: str, weight: Tensor) -> dict[str, Tensor]:
     return gptq_planes(*integers(weight, 3, 64, sym=False), 3)
 
@@ -128,6 +132,12 @@ def packed_zeros(module: str, weight: Tensor) -> dict[str, Tensor]:
 def bytes_by_channel(module: str, weight: Tensor) -> dict[str, Tensor]:
     codes, scale, zero = integers(weight, 8, weight.shape[1], sym=True)
     return {"weight": (codes - 128).to(torch.int8), "weight_scale": scale}
+
+
+def bytes_with_zeros(module: str, weight: Tensor) -> dict[str, Tensor]:
+    codes, scale, zero = integers(weight, 8, 32, sym=False)
+    shifted = {"weight": codes - 128, "weight_zero_point": zero - 128}
+    return {"weight_scale": scale, **{name: tensor.to(torch.int8) for name, tensor in shifted.items()}}
 
 
 def fp8(module: str, weight: Tensor) -> dict[str, Tensor]:
@@ -173,10 +183,12 @@ FOLDERS: dict[str, tuple[dict[str, Any], Quantize]] = {
         gptq_symmetric,
     ),
     "gptq 8": ({"quant_method": "gptq", "bits": 8, "group_size": -1}, gptq_8),
+    "gptq 8 with zeros": ({"quant_method": "gptq", "bits": 8, "group_size": 64}, gptq_8_zeros),
     "gptq 3": ({"quant_method": "gptq", "bits": 3, "group_size": 64}, gptq_3),
     "packed": (group("pack-quantized", "group", 4, 32), packed),
     "packed with zeros": (group("pack-quantized", "group", 4, 64, symmetric=False), packed_zeros),
     "bytes": (group("int-quantized", "channel", 8), bytes_by_channel),
+    "bytes with zeros": (group("int-quantized", "group", 8, 32, symmetric=False), bytes_with_zeros),
     "fp8": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, fp8),
     "nf4": ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, nf4),
     "mxfp4": (group("mxfp4-pack-quantized", "group", 4, 32, type="float"), mxfp4),

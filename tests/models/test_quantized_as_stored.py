@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -21,18 +20,21 @@ from sharesd.models.quantized.affine import Affine
 from sharesd.models.quantized.formats import layout_of
 from sharesd.models.quantized.layout import Planes
 from sharesd.weights.packing import make_cpu_linear
+from tests.helpers.block_parts import values
 from tests.helpers.quantized_folders import FOLDERS, gptq_planes, integers, write_quantized
 from tests.helpers.same_texts import PROMPTS, require_same_texts
 
 AS_STORED = {
-    "gptq": "Q5_0",
+    "gptq": "INT4_32",
     "gptq symmetric": "Q4_0",
     "gptq 8": "Q8_0",
+    "gptq 8 with zeros": "INT8_64",
     "gptq 3": "Q4_0",
-    "awq": "Q5_0",
+    "awq": "INT4_64",
     "packed": "Q4_0",
-    "packed with zeros": "Q5_0",
+    "packed with zeros": "INT4_64",
     "bytes": "Q8_0",
+    "bytes with zeros": "INT8_32",
     "mxfp4": "MXFP4",
 }
 
@@ -52,7 +54,7 @@ def values_of(tensor: Tensor | BlockPart) -> Tensor:
         return tensor
     if tensor.type == WIDENED:
         return tensor.raw.float()
-    return torch.from_numpy(gguf.dequantize(tensor.raw.numpy(), gguf.GGMLQuantizationType[tensor.type]).copy())
+    return values(tensor)
 
 
 @pytest.mark.parametrize("kind", AS_STORED)
@@ -64,6 +66,18 @@ def test_blocks_hold_the_values_of_the_checkpoint(kind: str) -> None:
         part = linear.block_part()
         assert part.type == linear.block_type() == AS_STORED[kind]
         assert torch.equal(values_of(part), linear.values())
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("group_size", "size"), [(32, 32), (64, 64), (128, 128), (384, 128)])
+def test_groups_with_zeros_take_few_bytes(bits: int, group_size: int, size: int) -> None:
+    section = {"quant_method": "gptq", "bits": bits, "group_size": group_size}
+    planes = gptq(random(32, 768), bits, group_size)
+    linear = layout_of(section).linear(Planes("x", planes))
+    part, stored = linear.block_part(), sum(planes[name].nbytes for name in ("qweight", "qzeros", "scales"))
+    assert part.type == f"INT{bits}_{size}"
+    assert torch.equal(values_of(part), linear.values())
+    assert BlockLinear([part], None, 768).nbytes <= 1.15 * stored
 
 
 @torch.inference_mode()
@@ -129,7 +143,6 @@ def gptq(weight: Tensor, bits: int, group_size: int, **options: Any) -> dict[str
     ("section", "planes", "reason"),
     [
         ({"bits": 4, "group_size": 64}, {"group_K": torch.arange(128) % 2}, "in another order, desc_act"),
-        ({"bits": 8, "group_size": 64}, {}, "8 bits with zeros of their own have no kernel"),
         ({"bits": 4, "group_size": 16}, {}, "groups of 16 inputs are no multiple of 32"),
     ],
 )

@@ -7,22 +7,20 @@ Legend: N outputs, K inputs, G groups of inputs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from compile.block_linear import BlockPart
+from compile.block_linear import BlockPart, block_sizes
 from sharesd.models.quantized.layout import QuantizedLinear, Run
 from sharesd.models.quantized.workers import run_here
 
 _BLOCK = 32  # inputs
-_BLOCK_BYTES = {"Q4_0": 18, "Q5_0": 22, "Q8_0": 34}
-_ZEROS = {"Q8_0": 0, "Q4_0": 8, "Q5_0": 16}
-"""Code of 0, modulo 256."""
-_GATHER = 0x0102040810204080
-"""Factor that moves the lowest bits of eight bytes into one byte."""
+_ZEROS = {"Q8_0": 0, "Q4_0": 8}
+"""Code of 0, modulo 256, of types without zeros of their own."""
 
 
 class Affine(QuantizedLinear):
@@ -70,40 +68,35 @@ class Affine(QuantizedLinear):
             raise self.not_as_stored(f"groups of {self._group_size} inputs are no multiple of {_BLOCK}")
         if not torch.equal(self._scale_NG.half().float(), self._scale_NG):
             raise self.not_as_stored("float16 does not hold its scales")
-        if self._bits < 4 or (self._bits == 4 and bool((self._zero_NG == 8).all())):
+        if self._bits < 4:
             return "Q4_0"
-        if self._bits == 4:
-            return "Q5_0"
         if bool((self._zero_NG == 1 << self._bits - 1).all()):
-            return "Q8_0"
-        raise self.not_as_stored(f"{self._bits} bits with zeros of their own have no kernel")
+            return "Q4_0" if self._bits == 4 else "Q8_0"
+        return f"INT{4 if self._bits == 4 else 8}_{math.gcd(self._group_size, 128)}"
 
     def block_part(self, run: Run = run_here) -> BlockPart:
         kind, (N, K) = self.block_type(), self.shape
-        raw = torch.empty(N, K // _BLOCK, _BLOCK_BYTES[kind], dtype=torch.uint8)
-        scale = self._scale_NG.half().repeat_interleave(self._group_size // _BLOCK, dim=1)
-        raw[..., :2] = scale.unsqueeze(-1).view(torch.uint8)
+        inputs, num_bytes = block_sizes(kind)
+        raw = torch.empty(N, K // inputs, num_bytes, dtype=torch.uint8)
+        scale, zero = (
+            each.repeat_interleave(self._group_size // inputs, dim=1).unsqueeze(-1)
+            for each in (self._scale_NG.half(), self._zero_NG.to(torch.uint8))
+        )
+        raw[..., :2] = scale.view(torch.uint8)
+        first = 2
+        if kind not in _ZEROS:
+            raw[..., 2:3] = zero
+            first = 3
 
         def fill(begin: int, end: int) -> None:
-            raw[begin:end, :, 2:] = _packed(kind, self._moved(begin, end, _ZEROS[kind]).unflatten(1, (-1, _BLOCK)))
+            codes = self._moved(begin, end, _ZEROS[kind]) if kind in _ZEROS else self._codes(begin, end)
+            if num_bytes < inputs:  # 4 bits
+                low, high = codes.unflatten(1, (-1, 2, _BLOCK // 2)).unbind(2)
+                codes = (low & 15) | (high << 4)
+            raw[begin:end, :, first:] = codes.reshape(end - begin, K // inputs, -1)
 
         run(fill, self.chunks())
         return BlockPart(kind, raw.flatten(1))
-
-
-def _packed(kind: str, codes: Tensor) -> Tensor:
-    """Return codes of blocks in the order of .gguf files.
-
-    `codes`: uint8 [..., 32].
-    """
-    if kind == "Q8_0":
-        return codes
-    first, second = codes.split(_BLOCK // 2, dim=-1)
-    halves = (first & 15) | (second << 4)
-    if kind == "Q4_0":
-        return halves
-    upper = ((codes >> 4).view(torch.int64) * _GATHER >> 56).to(torch.uint8)
-    return torch.cat([upper, halves], dim=-1)
 
 
 def unpack(words: Tensor, bits: int, num: int) -> Tensor:

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from functools import partial
 
-import gguf
 import pytest
 import torch
 from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 
-from compile.block_linear import BLOCK_TYPES, BlockPart
+from compile.block_linear import BLOCK_TYPES, BlockPart, block_sizes
 from compile.cuda.block_linear import BlockRowLinear
 from compile.fused_linear import compose
 from sharesd.models.decoder import RMSNorm
-from tests.helpers.block_parts import ggml_type, random_part
+from tests.helpers.block_parts import random_part
+from tests.helpers.block_parts import values as block_values
 
 EPSILON = {torch.float32: 4e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
-QUICK = ("Q8_0", "Q4_K", "Q6_K")
+QUICK = ("Q8_0", "Q4_K", "Q6_K", "INT4_128", "INT8_32")
 EACH_TYPE = pytest.mark.parametrize(
     "type_name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in BLOCK_TYPES]
 )
@@ -40,13 +40,14 @@ def part_of(name: str, N: int, K: int, seed: int = 0) -> BlockPart:
 
 
 def values(part: BlockPart) -> Tensor:
-    return torch.from_numpy(gguf.dequantize(part.raw.numpy(), ggml_type(part.type))).to(torch.get_default_device())
+    with torch.device("cpu"):
+        return block_values(part).to(torch.get_default_device())
 
 
 def sizes(name: str) -> list[tuple[int, int]]:
     """N and K: the first are split, the others are no whole records or units."""
-    inputs, _ = gguf.GGML_QUANT_SIZES[ggml_type(name)]
-    return [(48, 1024), (37, 256)] if inputs == 256 else [(48, 1024), (37, 160)]
+    inputs, _ = block_sizes(name)
+    return [(48, 1024), (37, 256)] if inputs > 32 else [(48, 1024), (37, 160)]
 
 
 def error(got: Tensor, want: Tensor) -> float:
