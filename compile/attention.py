@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compile.cpp_extension import kernel
+from compile.kv_append import append_kv
 from compile.kv_layout import CHUNK, SINKS, SLOT_MULTIPLE
 from compile.op_registry import LIBRARY, register_cuda, runs_cpp, runs_triton
 from compile.rotary import rotate
@@ -137,7 +138,7 @@ def attend(
     `tree_mask` a row is written to the last slot of its path, and attends to slots < lengths and its path. Before,
     queries and keys are normalised by `norms` and rotated by `rotary`: cosines and sines [P, r] of all positions, fewer
     than padding may have. If `reads_live_slots`, a query's result has the same bits whatever T, S, B, the number of
-    threads, and its place in a tree. Caches of the CPU kernel may be in 8 bits.
+    threads, and its place in a tree. Caches may be in 8 bits.
     """
     (B, T, _, d), device = q_BTHd.shape, q_BTHd.device
     is_step = T <= MAX_STEP or tree_mask is not None
@@ -155,9 +156,9 @@ def attend(
         how = () if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight, q_norm.eps, q_norm.gemma)
         return torch.ops.sharesd.attend_(*new, *places, *extent, *how)
     if B == 1 and tree_mask is None and not recent and supports_flash(device, q_BTHd.dtype, d, softcap):
-        _write(*new[1:], *old[:2], lengths_B[:, None] + torch.arange(T, device=device))
+        kept = append_kv(*new[1:], *old, lengths_B[:, None] + torch.arange(T, device=device))
         ends_B = (lengths_B + T).to(torch.int32)
-        return torch.ops.sharesd.flash(q_BTHd, k_cache, v_cache, ends_B, scale, window)
+        return torch.ops.sharesd.flash(q_BTHd, *kept, ends_B, scale, window)
     return attend_reference(*new, *old, scale=scale, window=window, recent=recent, softcap=softcap, tree_mask=tree_mask)
 
 
@@ -174,8 +175,8 @@ def attend_reference(
     q_BTHd: Tensor,
     k_BTKd: Tensor,
     v_BTKd: Tensor,
-    k_cache_BKSd: Tensor,
-    v_cache_BKSd: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
     lengths_B: Tensor,
     *,
     scale: float,
@@ -187,15 +188,15 @@ def attend_reference(
     """Run `attend` in tensor operations: the oracle of the kernels.
 
     Prompts on CUDA without flash attention run it, and read every slot of the cache: a chunk's bits depend on its size,
-    its place and its prefix alone.
+    its place and its prefix alone. Caches are not packed.
     """
     B, T, H, d = q_BTHd.shape
-    K, S = k_cache_BKSd.shape[1:3]
     place_BT = torch.arange(T, device=q_BTHd.device).expand(B, T)
     if tree_mask is not None:
         place_BT = tree_mask.path_BTP.gather(2, tree_mask.depth_BT[..., None])[..., 0]
     slots_BT = lengths_B[:, None] + place_BT
-    _write(k_BTKd, v_BTKd, k_cache_BKSd, v_cache_BKSd, slots_BT)
+    k_BKSd, v_BKSd = append_kv(k_BTKd, v_BTKd, k_cache, v_cache, lengths_B, slots_BT, tree_mask)
+    K, S = k_BKSd.shape[1:3]
     slot_S = torch.arange(S, device=q_BTHd.device)
     if tree_mask is None:
         position_BTS, own_BT1 = slot_S.expand(B, T, S), slots_BT[:, :, None]
@@ -217,17 +218,17 @@ def attend_reference(
         seen_BTS = seen_BTS & (position_BTS > own_BT1 - window)
     if not softcap:
         if q_BTHd.is_cuda and H != K:
-            return _attend_in_groups(q_BTHd, k_cache_BKSd, v_cache_BKSd, seen_BTS, scale)
+            return _attend_in_groups(q_BTHd, k_BKSd, v_BKSd, seen_BTS, scale)
         out_BHTd = F.scaled_dot_product_attention(
-            q_BTHd.transpose(1, 2), k_cache_BKSd, v_cache_BKSd, seen_BTS[:, None], scale=scale, enable_gqa=H != K
+            q_BTHd.transpose(1, 2), k_BKSd, v_BKSd, seen_BTS[:, None], scale=scale, enable_gqa=H != K
         )
         return out_BHTd.transpose(1, 2)
     q_BKGTd = q_BTHd.reshape(B, T, K, H // K, d).permute(0, 2, 3, 1, 4)
     wide = torch.promote_types(q_BTHd.dtype, torch.float32)
-    scores_BKGTS = torch.einsum("bkgtd,bksd->bkgts", q_BKGTd.to(wide), k_cache_BKSd.to(wide)) * scale
+    scores_BKGTS = torch.einsum("bkgtd,bksd->bkgts", q_BKGTd.to(wide), k_BKSd.to(wide)) * scale
     scores_BKGTS = softcap * torch.tanh(scores_BKGTS / softcap)
     weights_BKGTS = scores_BKGTS.masked_fill(~seen_BTS[:, None, None], float("-inf")).softmax(-1)
-    out_BTKGd = torch.einsum("bkgts,bksd->btkgd", weights_BKGTS, v_cache_BKSd.to(wide))
+    out_BTKGd = torch.einsum("bkgts,bksd->btkgd", weights_BKGTS, v_BKSd.to(wide))
     return out_BTKGd.reshape(B, T, H, d).to(q_BTHd.dtype)
 
 
@@ -241,12 +242,6 @@ def _attend_in_groups(q_BTHd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, seen_BTS: 
     seen_B1XS = seen_BTS.repeat(1, H // K, 1)[:, None]
     out_BKXd = F.scaled_dot_product_attention(q_BKXd, k_BKSd, v_BKSd, seen_B1XS, scale=scale)
     return out_BKXd.unflatten(2, (H // K, T)).permute(0, 3, 1, 2, 4).flatten(2, 3)
-
-
-def _write(k_BTKd: Tensor, v_BTKd: Tensor, k_cache_BKSd: Tensor, v_cache_BKSd: Tensor, slots_BT: Tensor) -> None:
-    rows_B1 = torch.arange(len(slots_BT), device=slots_BT.device)[:, None]
-    k_cache_BKSd[rows_B1, :, slots_BT] = k_BTKd
-    v_cache_BKSd[rows_B1, :, slots_BT] = v_BTKd
 
 
 @lru_cache

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from compile.cpp_extension import kernel
-from compile.kv_layout import SLOT_MULTIPLE
+from compile.kv_layout import SLOT_MULTIPLE, q8_views
 from compile.op_registry import LIBRARY, register_cuda, runs_cpp, runs_triton
 
 _COMPACT_ARGTYPES = (c_void_p, c_int64, *[c_void_p] * 2, *[c_int64] * 3, *[c_void_p] * 3, c_int64)
@@ -52,9 +52,9 @@ def kv_compactor(
     `dtype` is that of the model, if they are in 8 bits.
     """
     if runs_triton(keys[0].device):
-        return partial(_compact_groups, _group_by_shape((*keys, *values)))
+        return partial(_compact_groups, _group_by_shape((*keys, *values), (*sizes, *sizes)))
     if not runs_cpp(keys[0].device):
-        return partial(_compact_reference, (*keys, *values))
+        return compactor_reference(keys, values, sizes)
     layers = len(keys)
     words = c_int64 * layers
     addresses = (c_int64 * (2 * layers))(*(t.data_ptr() for t in (*keys, *values)))
@@ -71,27 +71,41 @@ def kv_compactor(
     return compact
 
 
-def _compact_reference(caches: Sequence[Tensor], lengths_B: Tensor, path_BT: Tensor, num_B: Tensor) -> None:
-    rows_B1 = torch.arange(len(lengths_B), device=lengths_B.device)[:, None]
-    row_T = torch.arange(path_BT.shape[1], device=lengths_B.device)
-    from_BT = lengths_B[:, None] + path_BT.where(row_T < num_B[:, None], row_T)
-    for cache in caches:
-        cache[rows_B1, :, lengths_B[:, None] + row_T] = cache[rows_B1, :, from_BT]
+def compactor_reference(
+    keys: Sequence[Tensor], values: Sequence[Tensor], sizes: Sequence[int]
+) -> Callable[[Tensor, Tensor, Tensor], None]:
+    """`kv_compactor` in tensor operations, of caches that are not packed."""
+    views: list[Tensor] = []
+    for cache, size in zip((*keys, *values), (*sizes, *sizes), strict=True):
+        views += q8_views(cache, size) if cache.dtype == torch.int8 else [cache]
+
+    def compact(lengths_B: Tensor, path_BT: Tensor, num_B: Tensor) -> None:
+        rows_B1 = torch.arange(len(lengths_B), device=lengths_B.device)[:, None]
+        row_T = torch.arange(path_BT.shape[1], device=lengths_B.device)
+        from_BT = lengths_B[:, None] + path_BT.where(row_T < num_B[:, None], row_T)
+        for view in views:
+            source, target = (
+                (slots,) if view.ndim == 4 else (slots // SLOT_MULTIPLE, slots % SLOT_MULTIPLE)
+                for slots in (from_BT, lengths_B[:, None] + row_T)
+            )
+            view[rows_B1, :, *target] = view[rows_B1, :, *source]
+
+    return compact
 
 
-def _group_by_shape(caches: Sequence[Tensor]) -> list[tuple[list[Tensor], Tensor]]:
-    """Return groups of caches of equal shapes, with addresses on the device."""
-    groups: dict[torch.Size, list[Tensor]] = {}
-    for cache in caches:
-        groups.setdefault(cache.shape, []).append(cache)
-    return [(group, torch.ops.sharesd.addresses(group)) for group in groups.values()]
+def _group_by_shape(caches: Sequence[Tensor], sizes: Sequence[int]) -> list[tuple[list[Tensor], Tensor, int]]:
+    """Return groups of caches of equal shapes, with addresses on the device and head sizes."""
+    groups: dict[tuple[torch.Size, int], list[Tensor]] = {}
+    for cache, size in zip(caches, sizes, strict=True):
+        groups.setdefault((cache.shape, size), []).append(cache)
+    return [(group, torch.ops.sharesd.addresses(group), size) for (_, size), group in groups.items()]
 
 
 def _compact_groups(
-    groups: Sequence[tuple[list[Tensor], Tensor]], lengths_B: Tensor, path_BT: Tensor, num_B: Tensor
+    groups: Sequence[tuple[list[Tensor], Tensor, int]], lengths_B: Tensor, path_BT: Tensor, num_B: Tensor
 ) -> None:
-    for group, addresses in groups:
-        torch.ops.sharesd.compact_kv_(group, addresses, lengths_B, path_BT, num_B)
+    for group, addresses, size in groups:
+        torch.ops.sharesd.compact_kv_(group, addresses, size, lengths_B, path_BT, num_B)
 
 
 def _addresses(caches: Sequence[Tensor]) -> Tensor:
@@ -105,7 +119,9 @@ def _compact_cuda(*arguments) -> None:
     compact_kv(*arguments)
 
 
-LIBRARY.define("compact_kv_(Tensor(a!)[] caches, Tensor addresses, Tensor lengths, Tensor path, Tensor num) -> ()")
+LIBRARY.define(
+    "compact_kv_(Tensor(a!)[] caches, Tensor addresses, int size, Tensor lengths, Tensor path, Tensor num) -> ()"
+)
 register_cuda("compact_kv_", _compact_cuda)
 LIBRARY.impl("compact_kv_", lambda *_: None, "Meta")
 LIBRARY.define("addresses(Tensor[] caches) -> Tensor")

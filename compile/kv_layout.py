@@ -5,7 +5,7 @@ For the CPU kernels they are packed as weights are (see `linear.pack`), which mu
 whose inputs are slots, with d padded to whole P and L. Everywhere else they are [B, K, S, d].
 
 In 8 bits they are blocks of slots, int8 [B, K, S / 32, bytes]: codes in the same order, then the slots' scales, float32
-[G, 32], each for the next GROUP numbers of a head (see cpu/kv_cache.h).
+[G, 32], each for the next GROUP numbers of a head (see cpu/kv_cache.h and cuda/kv_q8.py).
 
 Legend: B rows of the batch, K key/value heads, S slots, d head size, L lanes of a vector, P inputs multiplied together.
 """
@@ -35,6 +35,11 @@ _DENSE = torch.contiguous_format
 def round_slots(slots: int) -> int:
     """Round up to a multiple of the CPU kernel's blocks."""
     return -(-slots // SLOT_MULTIPLE) * SLOT_MULTIPLE
+
+
+def is_packed(device: torch.device, *, plain: bool = False) -> bool:
+    """Return True for the layout of the CPU kernels."""
+    return not plain and runs_cpp(device)
 
 
 def new_kv(
@@ -69,19 +74,15 @@ def kv_layout(
 ) -> tuple[Tensor, Tensor]:
     """Return `new_kv` on the meta device, for shapes."""
     k = torch.empty(batch, heads, round_slots(slots), size, dtype=dtype, device="meta")
-    if plain or not runs_cpp(device):
-        assert not q8, "KV in 8 bits is for the CPU kernels"
-        return k, k
-    keys, values = pack_kv(k, k)
-    return (_in_blocks(keys, size), _in_blocks(values, size)) if q8 else (keys, values)
+    keys, values = pack_kv(k, k) if is_packed(device, plain=plain) else (k, k)
+    return (_in_blocks(keys, k), _in_blocks(values, k)) if q8 else (keys, values)
 
 
-def _in_blocks(packed: Tensor, size: int) -> Tensor:
-    """Return the layout in 8 bits of packed keys or values."""
-    (B, K), codes = packed.shape[:2], packed.shape[2:].numel()
-    slots = packed.shape[2] * packed.shape[4]
-    blocks = slots // SLOT_MULTIPLE
-    return packed.new_empty(B, K, blocks, codes // blocks + 4 * SLOT_MULTIPLE * num_groups(size), dtype=torch.int8)
+def _in_blocks(numbers: Tensor, x_BKSd: Tensor) -> Tensor:
+    """Return the layout in 8 bits of `numbers`, x in some order."""
+    B, K, S, d = x_BKSd.shape
+    codes, blocks = numbers.shape[2:].numel(), S // SLOT_MULTIPLE
+    return x_BKSd.new_empty(B, K, blocks, codes // blocks + 4 * SLOT_MULTIPLE * num_groups(d), dtype=torch.int8)
 
 
 def num_groups(size: int) -> int:
@@ -105,13 +106,34 @@ def dequantize_kv(codes_BKSd: Tensor, scales_BKSG: Tensor, dtype: torch.dtype) -
     return (codes_BKSd.float() * scales).to(dtype)
 
 
-def pack_q8(k_BKSd: Tensor, v_BKSd: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize keys and values into the CPU kernel's layout."""
+def q8_views(cache: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Return codes [B, K, S / 32, 32, d] and scales [B, K, S / 32, 32, G].
+
+    They are views of keys or values that are not packed.
+    """
+    num = SLOT_MULTIPLE * size
+    return cache[..., :num].unflatten(3, (-1, size)), cache[..., num:].view(torch.float32).unflatten(
+        3, (-1, SLOT_MULTIPLE)
+    ).mT
+
+
+def write_slots(cache: Tensor, x_BTKd: Tensor, slots_BT: Tensor) -> None:
+    """Write keys or values to slots of a cache that is not packed."""
+    rows_B1 = torch.arange(len(slots_BT), device=slots_BT.device)[:, None]
+    if cache.dtype != torch.int8:
+        cache[rows_B1, :, slots_BT] = x_BTKd
+        return
+    for view, part in zip(q8_views(cache, x_BTKd.shape[3]), quantize_kv(x_BTKd), strict=True):
+        view[rows_B1, :, slots_BT // SLOT_MULTIPLE, slots_BT % SLOT_MULTIPLE] = part
+
+
+def pack_q8(k_BKSd: Tensor, v_BKSd: Tensor, *, plain: bool = False) -> tuple[Tensor, Tensor]:
+    """Quantize keys and values into the CPU kernel's layout, or `plain`."""
 
     def pack(x_BKSd: Tensor, part: int) -> Tensor:
         codes_BKSd, scales_BKSG = quantize_kv(x_BKSd)
         padded = codes_BKSd.to(x_BKSd.dtype)  # which holds codes as they are, and gives their order
-        packed = pack_kv(padded, padded)[part].to(torch.int8)
+        packed = (padded if plain else pack_kv(padded, padded)[part]).to(torch.int8)
         blocks = x_BKSd.shape[2] // SLOT_MULTIPLE
         codes = packed.flatten(2).unflatten(2, (blocks, -1))
         scales = scales_BKSG.unflatten(2, (blocks, -1)).mT.clone(memory_format=_DENSE).flatten(3).view(torch.int8)
@@ -120,8 +142,12 @@ def pack_q8(k_BKSd: Tensor, v_BKSd: Tensor) -> tuple[Tensor, Tensor]:
     return pack(k_BKSd, 0), pack(v_BKSd, 1)
 
 
-def unpack_q8(k: Tensor, v: Tensor, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def unpack_q8(k: Tensor, v: Tensor, size: int, dtype: torch.dtype, *, plain: bool = False) -> tuple[Tensor, Tensor]:
     """Return keys and values [B, K, S, d] from 8 bits."""
+    if plain:
+        views = ((part.flatten(2, 3) for part in q8_views(x, size)) for x in (k, v))
+        keys, values = (dequantize_kv(codes, scales, dtype) for codes, scales in views)
+        return keys, values
     (B, K, blocks, _), num = k.shape, 4 * SLOT_MULTIPLE * num_groups(size)
     order = kv_layout(B, K, blocks * SLOT_MULTIPLE, size, dtype, torch.device("cpu"))
     parts = [x[..., :-num].to(dtype).reshape(like.shape) for x, like in zip((k, v), order, strict=True)]

@@ -23,6 +23,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compile.cuda.gemm_config import device
+from compile.cuda.kv_q8 import head_q8, load_q8, num_cache_slots, power_above
 from compile.cuda.kv_write import write_new_kv
 from compile.cuda.pdl import launch_options, with_room
 from compile.kv_layout import CHUNK, SINKS
@@ -80,6 +81,7 @@ def attend_parts(
     CHUNK: tl.constexpr,
     SINKS: tl.constexpr,
     CAP: tl.constexpr,
+    Q8: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Compute a part's maximum, total and weighted values for ROWS queries.
@@ -119,8 +121,11 @@ def attend_parts(
     i = tl.arange(0, D)
     query = (b * T + t) * (K * G) + kv * G + g
     q = tl.load(q_ptr + query[:, None] * d + i[None, :], mask=live[:, None] & (i < d)[None, :], other=0.0)
-    k_cache_ptr += (b * K + kv) * S * d
-    v_cache_ptr += (b * K + kv) * S * d
+    if Q8:
+        k_cache_ptr, v_cache_ptr = head_q8(k_cache_ptr, b * K + kv, S, d), head_q8(v_cache_ptr, b * K + kv, S, d)
+    else:
+        k_cache_ptr += (b * K + kv) * S * d
+        v_cache_ptr += (b * K + kv) * S * d
     for part in range(first_part, tl.minimum(end_part, X), num_programs):  # padding may exceed the cache
         begin = part * SPLIT
         end_slot = begin + SPLIT
@@ -134,10 +139,14 @@ def attend_parts(
             gathered = (at >= n) & (at < end) & is_tree_part
             step = tl.load(path_ptr + (b * T + token) * P + (at - n), mask=gathered, other=0).to(tl.int32)
             slot = tl.where(gathered, n + step, at)
-            is_valid = ((at < end) & (slot < S))[:, None] & (i < d)[None, :]
-            where = slot[:, None] * d + i[None, :]
-            k = tl.load(k_cache_ptr + where, mask=is_valid, other=0.0)
-            v = tl.load(v_cache_ptr + where, mask=is_valid, other=0.0)
+            is_valid = (at < end) & (slot < S)
+            if Q8:
+                k = load_q8(k_cache_ptr, slot, is_valid, d, D).to(q.dtype)
+                v = load_q8(v_cache_ptr, slot, is_valid, d, D).to(q.dtype)
+            else:
+                where = slot[:, None] * d + i[None, :]
+                k = tl.load(k_cache_ptr + where, mask=is_valid[:, None] & (i < d)[None, :], other=0.0)
+                v = tl.load(v_cache_ptr + where, mask=is_valid[:, None] & (i < d)[None, :], other=0.0)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
             if CAP:
                 scores = softcap - 2 * softcap / (tl.exp(scores) + 1)  # softcap * tanh(score / softcap)
@@ -228,8 +237,8 @@ def attend_live(
     v_BTKd: Tensor,
     cos_Nr: Tensor | None,
     sin_Nr: Tensor | None,
-    k_cache_BKSd: Tensor,
-    v_cache_BKSd: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
     lengths_B: Tensor,
     depth_BT: Tensor | None,
     path_BTP: Tensor | None,
@@ -244,19 +253,20 @@ def attend_live(
 ) -> Tensor:
     """Run `compile.attention.attend` with its norms and rotary embedding: [B, T, H, d].
 
-    Tensors of bfloat16, float16 or float32 on a GPU, or on a CPU under Triton's interpreter.
+    Tensors of bfloat16, float16 or float32 on a GPU, or on a CPU under Triton's interpreter. Caches are [B, K, S, d],
+    or in 8 bits.
     """
     B, T, H, d = q_BTHd.shape
     q, k, v = (x if x.stride()[2:] == (d, 1) else x.contiguous() for x in (q_BTHd, k_BTKd, v_BTKd))
-    K, S = k_cache_BKSd.shape[1:3]
-    assert k_cache_BKSd.is_contiguous() and v_cache_BKSd.is_contiguous(), "make caches with new_kv"
-    D, X = max(16, triton.next_power_of_2(d)), triton.cdiv(S, SPLIT)
+    K, S, q8 = k_cache.shape[1], num_cache_slots(k_cache), k_cache.dtype == torch.int8
+    assert k_cache.is_contiguous() and v_cache.is_contiguous(), "make caches with new_kv"
+    D, X = power_above(d, q8=q8), triton.cdiv(S, SPLIT)
     depth, path, P = lengths_B, lengths_B, 0  # chains: neither is read
     if depth_BT is not None and path_BTP is not None:
         depth, path, P = depth_BT.contiguous(), path_BTP.contiguous(), path_BTP.shape[2]
     launch = launch_options(q.device)
     turned = write_new_kv(
-        q, k, v, cos_Nr, sin_Nr, k_cache_BKSd, v_cache_BKSd, lengths_B, depth, path, P, (q_norm_d, k_norm_d, eps, gemma)
+        q, k, v, cos_Nr, sin_Nr, k_cache, v_cache, lengths_B, depth, path, P, (q_norm_d, k_norm_d, eps, gemma)
     )
     G = H // K
     BLOCK = slots_per_block(D, q.dtype)
@@ -271,15 +281,15 @@ def attend_live(
     back = (window or NO_WINDOW, recent or NO_WINDOW)
     in_parts = partial(
         attend_parts[(programs, B * K)],
-        *(turned, k_cache_BKSd, v_cache_BKSd, lengths_B, depth, path, top, total, part),
+        *(turned, k_cache, v_cache, lengths_B, depth, path, top, total, part),
         *(T, S, P, X, num_programs, *units, *back),
-        **{"K": K, "G": G, "d": d, "D": D, "ROWS": ROWS, "BLOCK": BLOCK, "CAP": softcap != 0},
+        **{"K": K, "G": G, "d": d, "D": D, "ROWS": ROWS, "BLOCK": BLOCK, "CAP": softcap != 0, "Q8": q8},
         **extent,
         **launch,
         num_warps=4,
         enable_fp_fusion=False,
     )
-    with_room(lambda stages: in_parts(num_stages=stages), STAGES, (q.device, "attend_parts", d, q.dtype))
+    with_room(lambda stages: in_parts(num_stages=stages), STAGES, (q.device, "attend_parts", d, q.dtype, q8))
     out = torch.empty_like(turned)
     join_parts[(B * T, H)](
         *(lengths_B, depth, top, total, part, out),

@@ -5,11 +5,13 @@ Legend as in `compile.cuda.attention`.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from compile.cuda.kv_q8 import head_q8, num_cache_slots, power_above, store_q8
 from compile.cuda.pdl import launch_options
 
 # One binary serves all steps: values that differ between them must not make another.
@@ -49,6 +51,7 @@ def norm_rotate_write(
     D: tl.constexpr,
     R: tl.constexpr,
     GEMMA: tl.constexpr,
+    Q8: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Write one head of one new token.
@@ -68,15 +71,15 @@ def norm_rotate_write(
     length = tl.load(length_ptr + b)
     slot = length + place
     writes = (slot >= 0) & (slot < S)  # padding may exceed the cache
+    cache_ptr, kept = k_cache_ptr, b * K + head - H
     if head < H:
-        source, target = q_ptr + b * q_b + t * q_t + head * d, out_ptr + (token.to(tl.int64) * H + head) * d
+        source = q_ptr + b * q_b + t * q_t + head * d
         writes = slot >= 0
     elif head < H + K:
         source = k_ptr + b * k_b + t * k_t + (head - H) * d
-        target = k_cache_ptr + ((b * K + head - H) * S + slot) * d
     else:
         source = v_ptr + b * v_b + t * v_t + (head - H - K) * d
-        target = v_cache_ptr + ((b * K + head - H - K) * S + slot) * d
+        cache_ptr, kept = v_cache_ptr, kept - K
     i = tl.arange(0, D)
     x = tl.load(source + i, mask=i < d, other=0.0)
     if head < H + K:
@@ -98,7 +101,14 @@ def norm_rotate_write(
             crossed = (other.to(tl.float32) * sin).to(x.dtype).to(tl.float32)
             y = tl.where(i < R, straight - crossed, straight + crossed)
             x = tl.where(turned, y.to(x.dtype), x)
-    tl.store(target + i, x, mask=(i < d) & writes)
+    out_ptr += (token.to(tl.int64) * H + head) * d
+    if not Q8:
+        target = tl.where(head < H, out_ptr, cache_ptr + (kept * S + slot) * d)
+        tl.store(target + i, x, mask=(i < d) & writes)
+    elif head < H:
+        tl.store(out_ptr + i, x, mask=(i < d) & writes)
+    else:
+        store_q8(head_q8(cache_ptr, kept, S, d), slot, x, writes, d, D)
 
 
 @triton.jit
@@ -117,8 +127,8 @@ def write_new_kv(
     v: Tensor,
     cos_Nr: Tensor | None,
     sin_Nr: Tensor | None,
-    k_cache_BKSd: Tensor,
-    v_cache_BKSd: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
     lengths_B: Tensor,
     depth: Tensor,
     path: Tensor,
@@ -129,17 +139,17 @@ def write_new_kv(
 
     `norms` are the weights of queries and keys, epsilon, and True if they are Gemma's.
     """
-    (B, T, H, d), (K, S) = q.shape, k_cache_BKSd.shape[1:3]
+    (B, T, H, d), K, q8 = q.shape, k_cache.shape[1], k_cache.dtype == torch.int8
     q_norm_d, k_norm_d, eps, gemma = norms
     turned = q.new_empty((B, T, H, d))
     cos, sin, N, R = turned, turned, 0, 0
     if cos_Nr is not None and sin_Nr is not None:
         cos, sin, (N, R) = cos_Nr.contiguous(), sin_Nr.contiguous(), cos_Nr.shape
-    D = max(16, triton.next_power_of_2(d))
+    S = num_cache_slots(k_cache)
     norm_rotate_write[(B * T, H + 2 * K)](
-        *(q, k, v, cos, sin, q_norm_d, k_norm_d, k_cache_BKSd, v_cache_BKSd, lengths_B, depth, path, turned),
+        *(q, k, v, cos, sin, q_norm_d, k_norm_d, k_cache, v_cache, lengths_B, depth, path, turned),
         *(T, S, P, N, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], eps),
-        **{"H": H, "K": K, "d": d, "D": D, "R": R, "GEMMA": gemma},
+        **{"H": H, "K": K, "d": d, "D": power_above(d, q8=q8), "R": R, "GEMMA": gemma, "Q8": q8},
         **launch_options(q.device),
         num_warps=1,
         enable_fp_fusion=False,

@@ -146,6 +146,7 @@ def _fill(cache: StaticKVCache) -> None:
     for k, v, size in zip(cache.k, cache.v, cache.sizes, strict=True):
         noise = torch.randn(2, 1, k.shape[1], NOISE_SLOTS, size, generator=dice).to(k.device, cache.dtype)
         plain = noise.repeat(1, cache.batch, 1, -(-cache.slots // NOISE_SLOTS), 1)[:, :, :, : cache.slots]
-        packed = pack_q8(*plain) if cache.q8 else plain if k.ndim == 4 else pack_kv(*plain)
+        packed = pack_kv(*plain) if cache.packed else plain
+        packed = pack_q8(*plain, plain=not cache.packed) if cache.q8 else packed
         for tensor, noise_of in zip((k, v), packed, strict=True):
             tensor.copy_(noise_of)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from compile.huge_pages import zeros_like
 from compile.kv_compact import compact_slots, kv_compactor
-from compile.kv_layout import kv_layout, new_kv, round_slots, unpack_kv, unpack_q8
+from compile.kv_layout import is_packed, kv_layout, new_kv, round_slots, unpack_kv, unpack_q8
 from multigpu.pipeline_parallel import PipelinePlan
 from sharesd.devices.transfer import copy_to_device
 
@@ -49,6 +49,8 @@ class StaticKVCache:
         """
         self.slots, self.dtype, self.q8 = round_slots(slots), dtype, q8
         device = torch.device(device) if split is None else split.output_device
+        self.packed = is_packed(device, plain=plain)
+        """True in the layout of the CPU kernels."""
         places = [device if split is None else split.device_of(layer) for layer in range(len(shapes))]
         new = kv_layout if device.type == "cpu" else new_kv
         pairs = [
@@ -119,11 +121,11 @@ class StaticKVCache:
     def row(self, b: int, slots: int) -> StaticKVCache:
         """Return row `b`, cut to `slots` slots if attention reads all slots."""
         whole = self.rows(b, b + 1)
-        if slots >= self.slots or self.k[0].ndim != 4 or self.q8 or self._whole_rows:
+        if slots >= self.slots or self.packed or self._whole_rows:
             return whole
         view = whole._view()
         view.slots = slots
-        view.k, view.v = ([t[:, :, :slots] for t in tensors] for tensors in (whole.k, whole.v))
+        view.k, view.v = ([t[:, :, : self._num_blocks(t, slots)] for t in kind] for kind in (whole.k, whole.v))
         return view
 
     def _view(self) -> StaticKVCache:
@@ -217,8 +219,8 @@ class StaticKVCache:
         """Return a layer's first keys and values, [B, K, num_slots, d]."""
         k, v = self.k[layer], self.v[layer]
         if self.q8:
-            k, v = unpack_q8(k, v, self.sizes[layer], self.dtype)
-        elif k.ndim > 4:
+            k, v = unpack_q8(k, v, self.sizes[layer], self.dtype, plain=not self.packed)
+        elif self.packed:
             k, v = unpack_kv(k, v, self.sizes[layer])
         return k[:, :, :num_slots], v[:, :, :num_slots]
 

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from compile import attention
 from compile.attention import attend, attend_reference, supports_flash
+from compile.kv_append import append_kv
 from sharesd.kvcache.static import StaticKVCache
 
 S, K, G, D = 192, 2, 3, 16
@@ -49,7 +50,7 @@ def test_flash_attention_sees_what_the_reference_sees(
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash)
     new, lengths_B = step(100), torch.tensor([length])
     ours, theirs = [x.clone() for x in new], [x.clone() for x in new]
-    attention._write(*ours[1:], lengths_B[:, None] + torch.arange(100))
+    append_kv(*ours[1:], lengths_B, lengths_B[:, None] + torch.arange(100))
     ends_B = (lengths_B + 100).to(torch.int32)
     out = attention._flash(ours[0], *ours[3:], ends_B, 0.25, window)
     torch.testing.assert_close(out, attend_reference(*theirs, lengths_B, scale=0.25, window=window))

@@ -10,7 +10,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, TypeVar
 
 import pytest
@@ -27,6 +26,7 @@ import compile.topk
 import compile.tree_expand
 import sharesd.kvcache.static
 from compile.cuda_graphs import Graphs
+from compile.kv_layout import SLOT_MULTIPLE
 from compile.rotary import rotate
 from sharesd.drafters import tree_draft
 from sharesd.drafters.glide import head as glide_head
@@ -199,7 +199,8 @@ def take_the_way_of_cuda(patch: pytest.MonkeyPatch) -> None:
         **how: Any,
     ) -> Tensor:
         k_cache, v_cache, lengths_B = old
-        lengths_B = lengths_B % k_cache.shape[2]  # idle rows, which kernels leave out, write behind all texts
+        slots = k_cache.shape[2] * (SLOT_MULTIPLE if k_cache.dtype == torch.int8 else 1)
+        lengths_B = lengths_B % slots  # idle rows, which kernels leave out, write behind all texts
         if norms is not None:
             q_BTHd, k_BTKd = norms[0](q_BTHd), norms[1](k_BTKd)
         if rotary is not None:
@@ -211,11 +212,14 @@ def take_the_way_of_cuda(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(module, "attend", attend)
     for name in ("new_kv", "kv_layout"):
         make = getattr(compile.kv_layout, name)
-        patch.setattr(sharesd.kvcache.static, name, lambda *size, make=make, **_: make(*size, plain=True))
+        patch.setattr(
+            sharesd.kvcache.static, name, lambda *size, make=make, **how: make(*size, **{**how, "plain": True})
+        )
+    patch.setattr(sharesd.kvcache.static, "is_packed", lambda device, **_: False)
     patch.setattr(
         sharesd.kvcache.static,
         "kv_compactor",
-        lambda keys, values, *_: partial(compile.kv_compact._compact_reference, (*keys, *values)),
+        lambda keys, values, sizes, dtype: compile.kv_compact.compactor_reference(keys, values, sizes),
     )
     patch.setattr(sharesd.kvcache.static, "compact_slots", compile.kv_compact.compact_slots_reference)
     patch.setattr(logits_processors, "arg_max", lambda x: x.argmax(-1))

@@ -269,7 +269,7 @@ def test_kept_rows_are_moved_together_in_all_layers() -> None:
     for cache in wanted:
         cache[0, :, 7:11] = cache[0, :, [7, 9, 10, 13]]
     addresses = torch.tensor([cache.data_ptr() for cache in caches])
-    compact_kv(caches, addresses, lengths, path, num)
+    compact_kv(caches, addresses, 24, lengths, path, num)
     assert all(torch.equal(a, b) for a, b in zip(caches, wanted, strict=True))
 
 
@@ -329,7 +329,8 @@ def test_one_binary_serves_all_steps() -> None:
 def test_kept_rows_are_moved_without_a_stack() -> None:
     with gpu(89) as made:
         caches = [torch.empty(2, 8, SPLIT, 80, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
-        compact_kv(caches, *(torch.empty(shape, dtype=torch.int64, device="cuda") for shape in (2, 2, (2, 7), 2)))
+        addresses, *places = (torch.empty(shape, dtype=torch.int64, device="cuda") for shape in (2, 2, (2, 7), 2))
+        compact_kv(caches, addresses, 80, *places)
     assert made[0].spilled == 0 and made[0].grid == (2, 16)
 
 
