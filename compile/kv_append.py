@@ -1,4 +1,4 @@
-"""New keys and values into a cache that attention reads as a whole, in 8 bits too.
+"""Writing of keys and values into caches that are read whole.
 
 Legend as in `compile.attention`.
 """

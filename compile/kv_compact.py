@@ -94,7 +94,7 @@ def compactor_reference(
 
 
 def _group_by_shape(caches: Sequence[Tensor], sizes: Sequence[int]) -> list[tuple[list[Tensor], Tensor, int]]:
-    """Return groups of caches of equal shapes, with addresses on the device and head sizes."""
+    """Return groups of caches of equal shapes, their addresses and head sizes."""
     groups: dict[tuple[torch.Size, int], list[Tensor]] = {}
     for cache, size in zip(caches, sizes, strict=True):
         groups.setdefault((cache.shape, size), []).append(cache)

@@ -95,7 +95,7 @@ def quantize_kv(x_BKSd: Tensor) -> tuple[Tensor, Tensor]:
     groups = F.pad(x_BKSd.float(), (0, -x_BKSd.shape[3] % GROUP)).unflatten(3, (-1, GROUP))
     size_BKSG = groups.abs().amax(4)
     is_finite, is_zero = size_BKSG.isfinite(), ~(size_BKSG >= MIN_SIZE)
-    inverse = torch.where(is_finite & ~is_zero, torch.tensor(127.0) / size_BKSG, 0)[..., None]
+    inverse = torch.where(is_finite & ~is_zero, torch.full_like(size_BKSG, 127) / size_BKSG, 0)[..., None]
     codes = (groups.nan_to_num(0, 0, 0) * inverse).round().to(torch.int8).flatten(3)[..., : x_BKSd.shape[3]]
     return codes, torch.where(is_finite, torch.where(is_zero, 0, size_BKSG / 127), torch.nan)
 
@@ -107,9 +107,9 @@ def dequantize_kv(codes_BKSd: Tensor, scales_BKSG: Tensor, dtype: torch.dtype) -
 
 
 def q8_views(cache: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return codes [B, K, S / 32, 32, d] and scales [B, K, S / 32, 32, G].
+    """Return views of codes and scales that are not packed.
 
-    They are views of keys or values that are not packed.
+    They are [B, K, S / 32, 32, d] and [B, K, S / 32, 32, G].
     """
     num = SLOT_MULTIPLE * size
     return cache[..., :num].unflatten(3, (-1, size)), cache[..., num:].view(torch.float32).unflatten(
@@ -118,7 +118,7 @@ def q8_views(cache: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def write_slots(cache: Tensor, x_BTKd: Tensor, slots_BT: Tensor) -> None:
-    """Write keys or values to slots of a cache that is not packed."""
+    """Write keys or values to slots that are not packed."""
     rows_B1 = torch.arange(len(slots_BT), device=slots_BT.device)[:, None]
     if cache.dtype != torch.int8:
         cache[rows_B1, :, slots_BT] = x_BTKd

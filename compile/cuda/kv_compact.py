@@ -49,7 +49,7 @@ def compact_kv_kernel(
 def compact_kv(
     caches: Sequence[Tensor], addresses_L: Tensor, size: int, lengths_B: Tensor, path_BT: Tensor, num_B: Tensor
 ) -> None:
-    """See `compile.kv_compact.kv_compactor`; `addresses` are those of caches, `size` is d."""
+    """Run `compile.kv_compact.kv_compactor` on caches with heads of `size`."""
     (B, K), q8 = caches[0].shape[:2], caches[0].dtype == torch.int8
     places = (lengths_B, path_BT.contiguous(), num_B.contiguous())
     compact_kv_kernel[(len(caches), B * K)](

@@ -1,4 +1,4 @@
-"""Keys and values in 8 bits on GPUs: quantizing, reading and moving slots.
+"""KV in 8 bits on GPUs: quantizing, reading and moving slots.
 
 Slots of a head are blocks of 32: codes [32, d], then scales [G, 32] of float32 (see `compile.kv_layout`). Codes and
 scales have the bits of the CPU kernel's.
@@ -13,11 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compile import kv_layout
+from compile.kv_layout import GROUP as GROUP_SIZE
+from compile.kv_layout import MIN_SIZE as LEAST_SIZE
+from compile.kv_layout import SLOT_MULTIPLE
 
-BLOCK = tl.constexpr(kv_layout.SLOT_MULTIPLE)
-GROUP = tl.constexpr(kv_layout.GROUP)
-MIN_SIZE = tl.constexpr(kv_layout.MIN_SIZE)
+BLOCK = tl.constexpr(SLOT_MULTIPLE)
+GROUP = tl.constexpr(GROUP_SIZE)
+MIN_SIZE = tl.constexpr(LEAST_SIZE)
 MAX_FINITE = tl.constexpr(torch.finfo(torch.float32).max)
 ROUNDING = tl.constexpr(1.5 * 2.0**23)
 """Adding and subtracting it rounds small numbers to integers, halves to even."""
@@ -53,19 +55,19 @@ def load_q8(head_ptr, slot, is_valid, d: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def store_q8(head_ptr, slot, x, writes, d: tl.constexpr, D: tl.constexpr):
-    """Quantize a token's head [D] into a slot; see `compile.kv_layout.quantize_kv`."""
+    """Quantize a token's head [D] into a slot, as `compile.kv_layout.quantize_kv`."""
     codes_ptr, scale_ptr = _places(head_ptr, slot, d)
     i, g = tl.arange(0, D), tl.arange(0, D // GROUP)
     groups = tl.reshape(tl.where(i < d, x.to(tl.float32), 0.0), (D // GROUP, GROUP))
     size = tl.abs(groups)
     is_finite = tl.min((size <= MAX_FINITE).to(tl.int32), 1) > 0
-    most = tl.max(tl.where(size <= MAX_FINITE, size, 0.0), 1)
-    is_zero = (most < MIN_SIZE) | (is_finite == 0)
-    divisor = tl.where(is_zero, 1.0, most)
+    largest = tl.max(tl.where(size <= MAX_FINITE, size, 0.0), 1)
+    is_zero = (largest < MIN_SIZE) | (is_finite == 0)
+    divisor = tl.where(is_zero, 1.0, largest)
     inverse = tl.div_rn(tl.full((D // GROUP,), 127.0, tl.float32), divisor)
     codes = tl.where(is_zero[:, None], 0.0, groups * inverse[:, None])
     codes = ((codes + ROUNDING) - ROUNDING).to(tl.int8)
-    scale = tl.where(is_zero, 0.0, tl.div_rn(most, tl.full((D // GROUP,), 127.0, tl.float32)))
+    scale = tl.where(is_zero, 0.0, tl.div_rn(largest, tl.full((D // GROUP,), 127.0, tl.float32)))
     scale = tl.where(is_finite, scale, float("nan"))
     tl.store(codes_ptr + i, tl.reshape(codes, (D,)), mask=(i < d) & writes)
     tl.store(scale_ptr + g * BLOCK, scale, mask=(g * GROUP < d) & writes)
@@ -98,7 +100,7 @@ def expand_kernel(
     D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the numbers of a block of slots; 0 behind the last token.
+    """Write numbers of a block's slots; 0 after the last token.
 
     Grid (num_slots / BLOCK, B * K). Heads of the cache have S slots, those of the output `num_slots`.
     """
@@ -115,24 +117,27 @@ def expand_kernel(
 def expand_kv(
     k_cache: Tensor, v_cache: Tensor, lengths_B: Tensor, T: int, d: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return all slots' keys and values, [B, K, S, d]; 0 after T new ones."""
-    (B, K, blocks, _), num_slots = k_cache.shape, k_cache.shape[2] * kv_layout.SLOT_MULTIPLE
+    """Return all keys and values, [B, K, S, d]; 0 after T new."""
+    (B, K, blocks, _), num_slots = k_cache.shape, k_cache.shape[2] * SLOT_MULTIPLE
     k_BKSd, v_BKSd = (k_cache.new_empty((B, K, num_slots, d), dtype=dtype) for _ in range(2))
     expand_kernel[(blocks, B * K)](
         *(k_cache, v_cache, lengths_B, k_BKSd, v_BKSd, T, num_cache_slots(k_cache), num_slots),
-        **{"K": K, "d": d, "D": power_above(d, q8=True), "BLOCK": kv_layout.SLOT_MULTIPLE},
+        **{"K": K, "d": d, "D": power_above(d, q8=True), "BLOCK": SLOT_MULTIPLE},
         num_warps=4,
     )
     return k_BKSd, v_BKSd
 
 
 def num_cache_slots(cache: Tensor) -> int:
-    """Return the slots of a cache, in 8 bits those of one that this is a view of."""
+    """Return the slots of a cache.
+
+    A cache in 8 bits may be a view of the first slots of another one, whose number counts.
+    """
     if cache.dtype != torch.int8:
         return cache.shape[2]
-    return cache.stride(1) // (cache.shape[3] // kv_layout.SLOT_MULTIPLE)
+    return cache.stride(1) // (cache.shape[3] // SLOT_MULTIPLE)
 
 
 def power_above(d: int, *, q8: bool) -> int:
     """Return D, the lanes that hold a head."""
-    return max(kv_layout.GROUP if q8 else 16, triton.next_power_of_2(d))
+    return max(GROUP_SIZE if q8 else 16, triton.next_power_of_2(d))

@@ -30,8 +30,8 @@ MODEL = {
     "lora": Flag("folder of a LoRA adapter as PEFT saves it, merged into the target when it is loaded", metavar="DIR"),
     "dtype": Flag(f"{', '.join(get_args(DType))}, or {', '.join(parse_types.DTYPES)}", parse=parse_types.dtype),
     "kv_dtype": Flag(
-        "KV cache as numbers of the dtype (auto), or in 8 bits (q8), on a CPU: about half the bytes of 16 bits, and "
-        "texts may differ from those of auto"
+        "KV cache as numbers of the dtype (auto), or in 8 bits (q8): about half the bytes of 16 bits, and texts may "
+        "differ from those of auto"
     ),
     "max_context": Flag(
         "tokens of prompt and answer that the KV cache holds for each sequence; auto: the model's own length, or what "

@@ -295,6 +295,14 @@ class StaticKVCache:
         """Bytes of all keys and values, without features."""
         return sum(t.nbytes for t in (*self.k, *self.v))
 
+    @property
+    def expanded_bytes(self) -> int:
+        """Bytes of a layer's row that prompts expand on a GPU."""
+        if not self.q8 or self.packed:
+            return 0
+        widest = max(k.shape[1] * size for k, size in zip(self.k, self.sizes, strict=True))
+        return 2 * self.slots * widest * self.dtype.itemsize
+
 
 def common_length(a: Sequence[int], b: Sequence[int]) -> int:
     """Return the number of first tokens that two texts share."""

@@ -90,9 +90,7 @@ class Combination:
         """Reason against KV in 8 bits, if that was asked for."""
         if self.config.kv_dtype == "auto":
             return None
-        if self.on_gpu:
-            return f"{self.device} has no kernels for KV in 8 bits yet"
-        if self.config.kernels == "torch":
+        if self.config.kernels == "torch" or (self.on_gpu and not self.has_triton):
             return "KV in 8 bits takes this project's kernels, and torch's run here"
         return self.unsupported and f"only native decoders keep KV in 8 bits: {self.unsupported}"
 

@@ -54,12 +54,13 @@ def choose_context(
         ValueError: the memory holds less than the minimum.
     """
     own = target.max_context
-    rows, per_token = config.max_batch, partial(_bytes_per_token, target, taps)
+    rows, per_token = config.max_batch, partial(_bytes_per_token, target, taps, copies)
     if isinstance(config.max_context, int):
         cut = config.max_context > own
         tokens = min(config.max_context, own)
         if device.type == "cuda" and not planned:
-            _require_room(tokens, rows, copies * per_token(), device)
+            per_row, beside = per_token()
+            _require_room(tokens, rows, per_row, device, beside)
         return Context(tokens, "the model's own limit" if cut else "as given")
     max_context, reason = own, "the model's own limit"
     reads_all = not isinstance(target, Decoder) or not reads_live_slots(
@@ -71,8 +72,8 @@ def choose_context(
         reason = f"chosen since {reason}; --max-context N takes another"
     if planned:
         return Context(max_context, reason)
-    free = max(0, _free(device) - mapped_bytes)
-    holds = int(SHARE_OF_FREE * free / (copies * rows * per_token()))
+    free, (per_row, beside) = max(0, _free(device) - mapped_bytes), per_token()
+    holds = int(SHARE_OF_FREE * free / (rows * per_row + beside))
     for_rows = f"for {rows} rows" if rows > 1 else "for a row"
     if holds < MIN_CONTEXT:
         raise ValueError(
@@ -85,16 +86,16 @@ def choose_context(
     return Context(max_context, reason)
 
 
-def _require_room(tokens: int, rows: int, per_token: float, device: torch.device) -> None:
+def _require_room(tokens: int, rows: int, per_row: float, device: torch.device, beside: float = 0.0) -> None:
     """Raise ValueError if a GPU has too little memory for KV caches."""
-    free = _free(device)
-    if tokens * rows * per_token <= free:
+    free, per_token = _free(device), rows * per_row + beside
+    if tokens * per_token <= free:
         return
-    batch, context = int(free / (tokens * per_token)), int(free / (rows * per_token))
+    batch, context = max(0, int((free / tokens - beside) / per_row)), int(free / per_token)
     fits = [f"--max-batch {batch}"] if batch else []
     fits += [f"--max-context {context}"] if context >= MIN_CONTEXT else []
     raise ValueError(
-        f"KV caches of {rows} rows of {tokens} tokens take {show_bytes(tokens * rows * per_token)} and {device} has "
+        f"KV caches of {rows} rows of {tokens} tokens take {show_bytes(tokens * per_token)} and {device} has "
         f"{show_bytes(free)} free; take {' or '.join(fits) or 'a smaller model'}, or end what else runs there"
     )
 
@@ -106,7 +107,8 @@ def _free(device: torch.device) -> int:
     return max(0, free_memory() - own_memory())
 
 
-def _bytes_per_token(target: CausalModel, taps: Sequence[int]) -> float:
+def _bytes_per_token(target: CausalModel, taps: Sequence[int], copies: int) -> tuple[float, float]:
+    """Return bytes of a row's token in all caches, and beside them."""
     cache = target.new_cache(1, PROBE_SLOTS, taps)
     features = 0 if cache.features is None else cache.features.nbytes
-    return (cache.nbytes + features) / cache.slots
+    return copies * (cache.nbytes + features) / cache.slots, cache.expanded_bytes / cache.slots

@@ -208,7 +208,7 @@ class _Resolver:
             kernels = choose_kernels(config.kernels, self.device, dtype, config.compile)
             config = replace(config, head_quant=config.head_quant or HEADS_BESIDE_STORED)
         auto = None
-        self._check_target(folder, config)
+        self._check_target(folder, config, has_triton=kernels.triton)
 
         def choose(offloads: bool) -> AutoDrafters:
             mode = compile_mode(config, self.device, kernels.triton)
@@ -268,7 +268,7 @@ class _Resolver:
             use(device)
         return device
 
-    def _check_target(self, folder: Path, config: EngineConfig) -> None:
+    def _check_target(self, folder: Path, config: EngineConfig, *, has_triton: bool) -> None:
         if not config.split.enabled and config.tensor_parallel == 1 and config.kv_dtype == "auto":
             return
         unsupported = None
@@ -276,7 +276,8 @@ class _Resolver:
             decoder_config(folder)
         except UnsupportedArchitecture as reason:
             unsupported = str(reason)
-        check(TARGET, Combination.of(config, self._modes, unsupported=unsupported, device=str(self.device)))
+        facts = {"unsupported": unsupported, "device": str(self.device), "has_triton": has_triton}
+        check(TARGET, Combination.of(config, self._modes, **facts))
 
     def _plan(self, config: EngineConfig) -> Offloading | None:
         dtype = dtype_of(config.dtype, self.device)

@@ -22,7 +22,7 @@ from sharesd.models.decoder import Decoder
 from sharesd.models.hub import resolve
 from sharesd.models.loader import decoder_config
 from sharesd.models.weight_mapping import EMBEDDING, HEAD, LAYERS
-from sharesd.weights.kv_slots import WIDEST_STEP, kv_bytes, kv_slots
+from sharesd.weights.kv_slots import WIDEST_STEP, expanded_bytes, kv_bytes, kv_slots
 from sharesd.weights.offload_planner import LEFT_FREE
 from sharesd.weights.outline import TensorOutline, outline_of
 from sharesd.weights.quantized_sizes import quantized_bytes, quantizer_for
@@ -119,12 +119,13 @@ def _sizes(
     context, on_gpu = min(config.planned_context, decoder.max_context), devices[0].type == "cuda"
     width = max(WIDEST_STEP, 1 + config.max_draft_tokens)
     tree = config.explicit_tree[:2] if config.explicit_tree is not None else (0, 0)
-    kv = kv_bytes(decoder, config, kv_slots(context, width, tree=tree, ahead=on_gpu, pads=True))
+    slots = kv_slots(context, width, tree=tree, ahead=on_gpu, pads=True)
+    kv, numbers = kv_bytes(decoder, config, slots), expanded_bytes(decoder, config, slots, on_gpu=on_gpu)
     blocks = [weights + own for weights, own in zip(blocks, kv, strict=True)]
     head = rest.get(HEAD, embedding)
     tables = sum(buffer.nbytes for buffer in decoder.buffers())
     logits = config.max_batch * (1 + config.max_draft_tokens) * c.vocab_size * (2 * dtype.itemsize + 3 * 4)
-    last, copied, beside = head + tables + logits, 0, dict.fromkeys(range(len(devices)), tables)
+    last, copied, beside = head + tables + logits, 0, dict.fromkeys(range(len(devices)), tables + numbers)
     second = selection.second_model(config) if has_second else None
     if balance_blocks or (has_second and second is None):
         for task in quantizer_for(decoder, config.quant).tasks:

@@ -45,3 +45,10 @@ def kv_bytes(decoder: Decoder, config: EngineConfig, slots: int) -> list[int]:
     few = new_kv(1, c.num_key_value_heads, 1, c.head_dim, dtype, torch.device("cpu"), q8=config.kv_dtype == "q8")
     per_slot = sum(tensor.nbytes for tensor in few) // round_slots(1)
     return [config.max_batch * round_slots(slots) * per_slot] * c.num_hidden_layers
+
+
+def expanded_bytes(decoder: Decoder, config: EngineConfig, slots: int, *, on_gpu: bool) -> int:
+    """Return bytes of a layer's row that prompts expand on a GPU."""
+    c, dtype = decoder.config, decoder.embed.weight.dtype
+    is_expanded = on_gpu and config.kv_dtype == "q8"
+    return 2 * c.num_key_value_heads * round_slots(slots) * c.head_dim * dtype.itemsize * is_expanded

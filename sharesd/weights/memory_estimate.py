@@ -24,7 +24,7 @@ from sharesd.models.hub import resolve
 from sharesd.models.loader import embedding_dtype
 from sharesd.models.prefill import CHUNK, LONG_CHUNK
 from sharesd.weights.backend import CudaBackend, WeightBackend
-from sharesd.weights.kv_slots import kv_bytes, kv_slots
+from sharesd.weights.kv_slots import expanded_bytes, kv_bytes, kv_slots
 from sharesd.weights.measured_acceptance import load_acceptance
 from sharesd.weights.offloaded_decoder import rows_of_piece
 from sharesd.weights.quantized_sizes import quantized_bytes, quantizer_for
@@ -134,7 +134,8 @@ class MemoryEstimate:
         longest = CHUNK if self._on_gpu else LONG_CHUNK  # tokens of a prompt at a time, one row after the other
         read = min(longest, self.config.planned_context)
         activations = read * (4 * c.hidden_size + 3 * c.intermediate_size) * self._dtype.itemsize
-        return self._kv() + logits + activations + self._masked(read)
+        numbers = expanded_bytes(self.decoder, self.config, self._slots, on_gpu=self._on_gpu)
+        return self._kv() + numbers + logits + activations + self._masked(read)
 
     def _masked(self, read: int) -> int:
         """Return bytes of two scores or masks; 0 with flash attention."""
@@ -277,13 +278,16 @@ class MemoryEstimate:
             self._quantizers[quant] = quantizer_for(self.decoder, quant)
         return self._quantizers[quant]
 
-    def _kv(self) -> int:
+    @property
+    def _slots(self) -> int:
         config = self.config
         width = 1 + max(DEPTHS[-1], config.max_draft_tokens)
         top, deepest, _ = config.explicit_tree or (max(TREE_TOPS), DEPTHS[-1] // max(TREE_TOPS), 0)
         context, on_gpu = min(config.planned_context, self.decoder.max_context), self._on_gpu
-        slots = kv_slots(context, width, tree=(top, deepest), ahead=on_gpu, prefetches=not on_gpu, pads=on_gpu)
-        return sum(kv_bytes(self.decoder, config, slots))
+        return kv_slots(context, width, tree=(top, deepest), ahead=on_gpu, prefetches=not on_gpu, pads=on_gpu)
+
+    def _kv(self) -> int:
+        return sum(kv_bytes(self.decoder, self.config, self._slots))
 
     def _linear(self, block: int, path: str) -> nn.Linear:
         linear = self.decoder.blocks[block].get_submodule(path)

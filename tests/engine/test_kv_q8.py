@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +13,29 @@ import torch
 from sharesd.config import EngineConfig, PipelineConfig
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.llm import LLM
+from sharesd.loading.combination import Combination
+from sharesd.loading.combinations import TARGET, first_message
 from sharesd.loading.kv_identity import kv_identity
 from sharesd.loading.resolve import resolve_config
+from sharesd.models.decoder import Decoder
 from sharesd.models.loader import decoder_config
 from sharesd.models.prefill import prefill
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
-from sharesd.weights.kv_slots import kv_bytes
+from sharesd.weights.kv_slots import expanded_bytes, kv_bytes
+from tests.execution.test_graphs import new, outcome, pins
 from tests.helpers.each_mode import HEADS, MODES, SIZES, TREES, compare
 from tests.helpers.oracle import tiny_decoder
 from tests.helpers.quantized_folders import write_quantized
+from tests.helpers.recorded_graphs import RecordedGraphs, take_the_way_of_cuda
 from tests.helpers.same_texts import require_same_texts
 from tests.helpers.tensor_ranks import GREEDY, SAMPLED, texts_of, texts_of_moved_rows, threads
 from tests.helpers.tiny_heads import make_head
 from tests.helpers.tiny_models import make_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread", "own_cache")
+
+REPLAYED = SamplingParams(max_new_tokens=24)
 
 
 @pytest.fixture(autouse=True)
@@ -158,7 +166,39 @@ def test_what_takes_no_such_cache_is_refused_by_name(folder: Path, monkeypatch: 
         ValueError, match="kv_dtype is 'q8', and KV in 8 bits takes this project's kernels, and torch's"
     ):
         resolve_config(config_of(folder, kernels="torch"))
-    monkeypatch.setattr("sharesd.loading.resolve._Resolver._open_device", lambda self: torch.device("cuda", 0))
-    monkeypatch.setattr("sharesd.loading.resolve.dtype_of", lambda *_: torch.bfloat16)
-    with pytest.raises(ValueError, match="kv_dtype is 'q8', and cuda:0 has no kernels for KV in 8 bits yet; leave it"):
-        resolve_config(replace(config_of(folder), device="cuda", kernels="torch"))
+    given = partial(Combination.of, config_of(folder), device="cuda:0")
+    assert first_message(TARGET, given()) is None
+    assert "and torch's run here; leave it out" in str(first_message(TARGET, given(has_triton=False)))
+
+
+@pytest.mark.parametrize(
+    "params", [REPLAYED, replace(REPLAYED, temperature=1.0, top_p=0.9, seed=5)], ids=["T=0", "T=1"]
+)
+@pytest.mark.parametrize(
+    "kind", ["share tree", "classic", "eagle3 tree", "glide", "parallel", "suffix", "hybrid classic tree"]
+)
+def test_replayed_rounds_give_the_text_of_plain_decoding(
+    kind: str, params: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a GPU runs them, in tensor operations."""
+    take_the_way_of_cuda(monkeypatch)
+    monkeypatch.setattr(Decoder, "q8_kv", True)
+    graphs = RecordedGraphs()
+    plain, engine = new("naive", 2), new(kind, 2, widths=[7], graphs=graphs)
+    engine.variant(params).policy.pinned = pins(engine)[0]
+    assert engine.cache.q8 and not engine.cache.packed and engine.cache.k[0].dtype == torch.int8
+    assert outcome(engine, params)[0] == outcome(plain, params)[0] and graphs.num_replays > 3
+
+
+def test_numbers_of_a_prompts_row_are_counted_on_gpus(folder: Path) -> None:
+    for kv_dtype in ("q8", "auto"):
+        decoder, config = tiny_decoder(0, dtype=torch.bfloat16, head_dim=32), config_of(folder, kv_dtype=kv_dtype)
+        decoder.q8_kv = kv_dtype == "q8"
+        with pytest.MonkeyPatch.context() as patch:
+            take_the_way_of_cuda(patch)
+            cache = decoder.new_cache(2, 512)
+        K, d = decoder.config.num_key_value_heads, decoder.config.head_dim
+        wanted = 2 * 512 * K * d * 2 if decoder.q8_kv else 0
+        assert cache.expanded_bytes == expanded_bytes(decoder, config, 512, on_gpu=True) == wanted
+        assert expanded_bytes(decoder, config, 512, on_gpu=False) == decoder.new_cache(2, 512).expanded_bytes == 0
+        assert cache.nbytes == sum(kv_bytes(decoder, config, 512))

@@ -316,6 +316,10 @@ def test_caches_that_do_not_fit_say_what_would(monkeypatch: pytest.MonkeyPatch) 
         max_context._require_room(2000, 16, 100, GPU)
     with pytest.raises(ValueError, match="take --max-context 1000, or end what else"):
         max_context._require_room(30000, 1, 2000, GPU)
+    with pytest.raises(
+        ValueError, match="10 rows of 2000 tokens take 2.2 MB .* take --max-batch 9 or --max-context 1818"
+    ):
+        max_context._require_room(2000, 10, 100, GPU, beside=100)
     with pytest.raises(ValueError, match="take a smaller model"):
         max_context._require_room(2000, 1, 10**6, GPU)
 

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from compile.attention import TreeAttentionMask, attend_reference, position_angles
 from compile.kv_compact import kv_compactor
+from compile.kv_layout import new_kv
 from compile.rotary import rotate
 from sharesd.models.decoder import Attention, RMSNorm
 from tests.helpers.oracle import tiny_decoder
@@ -277,13 +278,24 @@ def test_kept_rows_are_moved_together_in_all_layers() -> None:
 
 
 def launches(
-    arch: int, d: int = 128, G: int = 4, *, T: int = 1, S: int = 4096, softcap: float = 0.0, dtype: Any = torch.bfloat16
+    arch: int,
+    d: int = 128,
+    G: int = 4,
+    *,
+    T: int = 1,
+    S: int = 4096,
+    softcap: float = 0.0,
+    dtype: Any = torch.bfloat16,
+    q8: bool = False,
 ) -> tuple[Binary, Binary, Binary]:
     """The three kernels of a step of eight key/value heads, with rotary embedding and norms of heads."""
     with gpu(arch) as made, mock.patch.object(kernels, "device", lambda index: Device("none", 132, 0)):
         empty = partial(torch.empty, dtype=dtype, device="cuda")
         new = (empty(1, T, 8 * G, d), empty(1, T, 8, d), empty(1, T, 8, d), *(empty(S, d // 2) for _ in range(2)))
-        old = (empty(1, 8, S, d), empty(1, 8, S, d), torch.empty(1, dtype=torch.int64, device="cuda"))
+        old = (
+            *new_kv(1, 8, S, d, dtype, torch.device("cuda"), q8=q8),
+            torch.empty(1, dtype=torch.int64, device="cuda"),
+        )
         attend_live(*new, *old, None, None, d**-0.5, 0, 0, softcap, empty(d), empty(d), 1e-5)
     turn, parts, join = made
     return turn, parts, join
