@@ -98,7 +98,6 @@ def expand_kernel(
     K: tl.constexpr,
     d: tl.constexpr,
     D: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     """Write numbers of a block's slots; 0 after the last token.
 
@@ -117,12 +116,12 @@ def expand_kernel(
 def expand_kv(
     k_cache: Tensor, v_cache: Tensor, lengths_B: Tensor, T: int, d: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return all keys and values, [B, K, S, d]; 0 after T new."""
+    """Return all numbers [B, K, S, d]; 0 after T new ones."""
     (B, K, blocks, _), num_slots = k_cache.shape, k_cache.shape[2] * SLOT_MULTIPLE
     k_BKSd, v_BKSd = (k_cache.new_empty((B, K, num_slots, d), dtype=dtype) for _ in range(2))
     expand_kernel[(blocks, B * K)](
         *(k_cache, v_cache, lengths_B, k_BKSd, v_BKSd, T, num_cache_slots(k_cache), num_slots),
-        **{"K": K, "d": d, "D": power_above(d, q8=True), "BLOCK": SLOT_MULTIPLE},
+        **{"K": K, "d": d, "D": power_above(d, q8=True)},
         num_warps=4,
     )
     return k_BKSd, v_BKSd
