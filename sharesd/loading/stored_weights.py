@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from compile.cpp_extension import obstacle as cpu_kernels_obstacle
 from compile.op_registry import runs_cpp, runs_triton
 from quant.config import QuantConfig
 from sharesd.config import EngineConfig
@@ -59,9 +60,11 @@ def folder_and_config(
 
 def _check_target_quant(config: EngineConfig, device: torch.device, needs_numbers: bool) -> None:
     obstacle = "weights that the caller makes or offloads" if needs_numbers else _obstacle(config, device)
-    obstacle = "a GPU yet" if device.type != "cpu" else obstacle
     if obstacle is not None:
         raise ValueError(f"target_quant is {config.target_quant!r}, and does not go with {obstacle}; leave it out")
+    reason = cpu_kernels_obstacle("quantize_ops") if device.type == "cuda" else None
+    if reason is not None:
+        raise ValueError(f"target_quant is {config.target_quant!r}, and its CPU kernel does not run here: {reason}")
 
 
 def _obstacle(config: EngineConfig, device: torch.device) -> str | None:

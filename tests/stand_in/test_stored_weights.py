@@ -4,21 +4,27 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from quant.config import QuantConfig
 from sharesd.config import EngineConfig, Mode
 from sharesd.sampling_params import SamplingParams
 from tests.helpers.gguf_files import write_gguf
+from tests.helpers.tiny_models import make_checkpoint
 from tests.stand_in.decoding import decode
 from tests.stand_in.worker import run
 
 MODES: tuple[Mode, ...] = ("naive", "share", "suffix")
 
 
-def test_a_file_is_loaded_and_decoded(tmp_path: Path) -> None:
-    file = write_gguf(tmp_path / "a.gguf")
+@pytest.mark.parametrize("options", [{"dequantize": False}, {"target_quant": "q8_0"}])
+def test_blocks_are_loaded_and_decoded(options: dict[str, Any], tmp_path: Path) -> None:
+    quantizes = "target_quant" in options
+    target = make_checkpoint(tmp_path / "a") if quantizes else write_gguf(tmp_path / "a.gguf")
     quant = QuantConfig.parse("hqq:4:32")
-    config = EngineConfig(target=str(file), device="cuda", max_context=64, quant=quant, dequantize=False)
+    config = EngineConfig(target=str(target), device="cuda", max_context=64, quant=quant, **options)
     params = SamplingParams(max_new_tokens=16, ignore_eos=True)
     calls = [partial(decode, config, MODES, mode, params, ids=range(3, 200)) for mode in MODES]
     for mode, outcome in zip(MODES, run(calls), strict=True):
