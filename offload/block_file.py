@@ -59,14 +59,18 @@ class Content:
 
     It includes all that determines the weights' values and order.
     """
-    layout: Layout
-    """Layout of each record."""
-    num_blocks: int
+    layouts: tuple[Layout, ...]
+    """Layout of each block's record."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of records."""
+        return len(self.layouts)
 
     @property
     def key(self) -> str:
         """SHA-256 of the content's fields."""
-        fields = {"what": self.what, "layout": self.layout.to_json(), "num_blocks": self.num_blocks}
+        fields = {"what": self.what, "layouts": [layout.to_json() for layout in self.layouts]}
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
     def path(self, folder: Path) -> Path:
@@ -88,20 +92,23 @@ class Content:
     @property
     def nbytes(self) -> int:
         """Bytes of the file."""
-        return self.first_record + self.num_blocks * self.layout.record_bytes
+        return self.offset(self.num_blocks)
 
     def offset(self, block: int) -> int:
         """Return the offset of a block's record."""
-        return self.first_record + block * self.layout.record_bytes
+        return self.first_record + sum(layout.record_bytes for layout in self.layouts[:block])
 
 
 class Store:
     """Complete block file, opened for reading."""
 
     def __init__(self, path: Path, content: Content, checksums: list[int]) -> None:
-        self.path, self.layout = path, content.layout
-        size = content.layout.record_bytes
-        self.records = tuple(Record(i, content.offset(i), size, checksum) for i, checksum in enumerate(checksums))
+        self.path = path
+        sizes = (layout.record_bytes for layout in content.layouts)
+        self.records = tuple(
+            Record(i, content.offset(i), size, checksum)
+            for i, (size, checksum) in enumerate(zip(sizes, checksums, strict=True))
+        )
 
     def read(self, block: int, slot: Tensor) -> None:
         """Read a record into host memory (uint8 [record_bytes]).
@@ -196,7 +203,7 @@ class Writer:
 
         The slot is uint8 [record_bytes], in host memory.
         """
-        assert block in self.missing and slot.nbytes == self._content.layout.record_bytes
+        assert block in self.missing and slot.nbytes == self._content.layouts[block].record_bytes
         offset, place = self._content.offset(block), len(self._content.header) + block * _ENTRY.size
         try:
             _write(self._file, slot.numpy().data, offset)
@@ -237,7 +244,7 @@ class Writer:
         return _read_table(self._file, content)
 
     def _check_space(self, folder: Path) -> None:
-        needed = len(self.missing) * self._content.layout.record_bytes
+        needed = sum(self._content.layouts[block].record_bytes for block in self.missing)
         free = shutil.disk_usage(folder).free - _MARGIN_BYTES
         if free < needed:
             raise StoreError(

@@ -38,7 +38,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Tensors of a record, by offset; the same for all offloaded blocks."""
+    """Tensors of a record, by offset."""
 
     places: tuple[Place, ...]
 

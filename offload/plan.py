@@ -21,9 +21,8 @@ NAIVE = "none"
 class Sizes:
     """Bytes of a model, from its checkpoint's header."""
 
-    num_blocks: int
-    block: int
-    """Bytes of a block's record."""
+    blocks: tuple[int, ...]
+    """Bytes of each block's record."""
     fixed: int
     """Device bytes besides blocks and drafter.
 
@@ -57,7 +56,7 @@ class Rates:
     link: float = math.inf
     """Bytes per second from host to device; infinite on a CPU."""
     block: Mapping[int, float]
-    """Rows of a step -> seconds of one block, interpolated between rows."""
+    """Rows of a step -> mean seconds of a block, interpolated."""
     rest: Mapping[int, float]
     """Rows of a step -> seconds outside blocks: embedding, head, sampling, launches."""
 
@@ -80,10 +79,10 @@ class Drafter:
     """Draft tokens observed for `cumulative_acceptance`, in addition to the prior."""
     bits: int | None = None
     """Bits of quantized weights."""
-    block: int | None = None
-    """Bytes of a block's record if drafts read some full weights.
+    blocks: tuple[int, ...] | None = None
+    """Bytes of each block's record if drafts read some full weights.
 
-    These weights are part of `resident`. None: `Sizes.block`.
+    These weights are part of `resident`. None: `Sizes.blocks`.
     """
     resident_blocks: tuple[int, ...] = ()
     """Blocks that drafts run at full precision; not offloaded."""
@@ -100,9 +99,8 @@ def constant_acceptance(alpha: float) -> tuple[float, ...]:
 class Plan:
     """Placement of each block, draft depth, and predicted speed."""
 
-    num_blocks: int
-    block: int
-    """Bytes of a record."""
+    blocks: tuple[int, ...]
+    """Bytes of each block's record."""
     from_host: tuple[int, ...]
     """Blocks offloaded to host memory."""
     from_disk: tuple[int, ...]
@@ -134,6 +132,21 @@ class Plan:
     naive_tokens_per_second: float
     """Predicted speed of plain decoding, with the drafter's memory for blocks."""
     reasons: tuple[Reason, ...]
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of records."""
+        return len(self.blocks)
+
+    @property
+    def slot(self) -> int:
+        """Bytes of a slot: those of the largest record."""
+        return max(self.blocks)
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes of the offloaded blocks' records."""
+        return sum(self.blocks[block] for block in self.offloaded)
 
     @property
     def offloaded(self) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from offload.plan import DEPTHS, NAIVE, Drafter, Limits, Plan, Rates, Reason, Sizes
 
@@ -45,13 +45,10 @@ def make_plan(sizes: Sizes, limits: Limits, rates: Rates, drafters: Sequence[Dra
     best = max(fitting, key=lambda case: case.fastest(max_depth)[0])
     speed, depth = best.fastest(max_depth)
     naive = plain.fastest(0)[0]
-    offloaded = best.offloaded_blocks()
-    from_host = set(_spread(offloaded, best.num_from_host))
     return Plan(
-        num_blocks=sizes.num_blocks,
-        block=best.block,
-        from_host=tuple(block for block in offloaded if block in from_host),
-        from_disk=tuple(block for block in offloaded if block not in from_host),
+        blocks=best.blocks,
+        from_host=best.from_host,
+        from_disk=best.from_disk,
         slots=best.slots,
         host_slots=best.host_slots,
         drafter=best.drafter.name,
@@ -60,7 +57,7 @@ def make_plan(sizes: Sizes, limits: Limits, rates: Rates, drafters: Sequence[Dra
         nodes=best.drafter.nodes if depth else 0,
         device_bytes=best.device_bytes,
         host_bytes=best.host_bytes,
-        transfer_s=best.transfer() if offloaded else 0.0,
+        transfer_s=best.transfer() if best.offloaded else 0.0,
         cumulative_acceptance=best.drafter.cumulative_acceptance[:depth],
         round_s=best.round_time(depth),
         tokens_per_second=speed,
@@ -74,65 +71,88 @@ class _Case:
 
     def __init__(self, sizes: Sizes, limits: Limits, rates: Rates, drafter: Drafter) -> None:
         self.sizes, self.limits, self.rates, self.drafter = sizes, limits, rates, drafter
-        self.block = sizes.block if drafter.block is None else drafter.block
-        self.fixed = sizes.fixed + drafter.resident
-        room, num = limits.device - self.fixed, sizes.num_blocks
-        fits = room >= num * self.block
-        self.slots = 0 if fits else max(2, min(num // 4, 1 + math.ceil(IN_FLIGHT / self.block)))
-        self.num_resident = num if fits else max(0, math.floor(room / self.block) - self.slots)
-        self.num_offloaded = num - self.num_resident
-        self.num_from_host = self.host_slots = 0
-        if limits.host is not None and not fits:
-            records = max(0, math.floor((limits.host - sizes.host) / self.block))
-            self.host_slots = 0 if records >= self.num_offloaded else min(self.slots, records)
-            self.num_from_host = min(self.num_offloaded, records - self.host_slots)
-        self.num_from_disk = self.num_offloaded - self.num_from_host
+        self.blocks = sizes.blocks if drafter.blocks is None else drafter.blocks
+        self.slot, self.fixed = max(self.blocks), sizes.fixed + drafter.resident
+        room, num = limits.device - self.fixed, len(self.blocks)
+        fits = room >= sum(self.blocks)
+        self.slots = 0 if fits else max(2, min(num // 4, 1 + math.ceil(IN_FLIGHT / self.slot)))
+        self.offloaded = () if fits else self._fewest_offloaded(room - self.slots * self.slot)
+        self.from_host: tuple[int, ...] = ()
+        self.host_slots = 0
+        if limits.host is not None:
+            room = limits.host - sizes.host
+            self.host_slots = 0 if self.bytes_of(self.offloaded) <= room else self._host_slots(room)
+            self.from_host = self._choose_from_host(room - self.host_slots * self.slot)
+        from_host = set(self.from_host)
+        self.from_disk = tuple(block for block in self.offloaded if block not in from_host)
+
+    def _fewest_offloaded(self, room: float) -> tuple[int, ...]:
+        """Return the fewest blocks without which the others have room.
+
+        They are evenly spread: transfers overlap with the computation of resident blocks.
+        """
+        kept, total = set(self.drafter.resident_blocks), sum(self.blocks)
+        blocks = [block for block in range(len(self.blocks)) if block not in kept]
+        spreads = (_spread(blocks, number) for number in range(len(blocks)))
+        return next((each for each in spreads if total - self.bytes_of(each) <= room), tuple(blocks))
+
+    def _host_slots(self, room: float) -> int:
+        return min(self.slots, max(0, math.floor(room / self.slot)))
+
+    def _choose_from_host(self, room: float) -> tuple[int, ...]:
+        """Return as many offloaded blocks as host memory has room for."""
+        spreads = (_spread(self.offloaded, number) for number in range(len(self.offloaded), 0, -1))
+        return next((each for each in spreads if self.bytes_of(each) <= room), ())
+
+    def bytes_of(self, blocks: Iterable[int]) -> int:
+        """Return the bytes of some blocks' records."""
+        return sum(self.blocks[block] for block in blocks)
+
+    @property
+    def num_resident(self) -> int:
+        return len(self.blocks) - len(self.offloaded)
+
+    @property
+    def resident_bytes(self) -> int:
+        return sum(self.blocks) - self.bytes_of(self.offloaded)
 
     @property
     def device_bytes(self) -> int:
-        return self.fixed + (self.num_resident + self.slots) * self.block
+        return self.fixed + self.resident_bytes + self.slots * self.slot
 
     @property
     def host_bytes(self) -> int:
-        return 0 if self.limits.host is None else self.sizes.host + (self.num_from_host + self.host_slots) * self.block
+        if self.limits.host is None:
+            return 0
+        return self.sizes.host + self.bytes_of(self.from_host) + self.host_slots * self.slot
 
     def problem(self) -> str | None:
         """Return the first limit that is too low, with its minimum.
 
         Returns None if all limits suffice.
         """
-        needed = self.fixed + (self.slots + len(self.drafter.resident_blocks)) * self.block
+        needed = self.fixed + self.slots * self.slot + self.bytes_of(self.drafter.resident_blocks)
         name = "cpu" if self.limits.host is None else "gpu"
         if self.slots and self.limits.device < needed:
             return f"--{name}-memory-limit of at least {show_bytes(needed, round_up=True)}"
         disk = self.limits.disk
-        needed = self.sizes.host + (2 if disk is not None else self.num_offloaded) * self.block
-        if self.limits.host is not None and self.num_from_disk and self.limits.host < needed:
+        needed = self.sizes.host + (2 * self.slot if disk is not None else self.bytes_of(self.offloaded))
+        if self.limits.host is not None and self.from_disk and self.limits.host < needed:
             return f"--cpu-memory-limit of at least {show_bytes(needed, round_up=True)}"
-        needed = self.sizes.num_blocks * self.block
-        if self.num_from_disk and disk is not None and disk < needed:
+        needed = sum(self.blocks)
+        if self.from_disk and disk is not None and disk < needed:
             return f"--offload-dir on a disk with {show_bytes(needed, round_up=True)} free"
         return None
 
-    def offloaded_blocks(self) -> list[int]:
-        """Return the offloaded blocks, evenly spread.
-
-        Transfers then overlap with the computation of resident blocks.
-        """
-        resident_blocks = set(self.drafter.resident_blocks)
-        return _spread(
-            [block for block in range(self.sizes.num_blocks) if block not in resident_blocks], self.num_offloaded
-        )
-
     def transfer(self) -> float:
         """Return the seconds of transfers per pass."""
-        disk = self.num_from_disk * self.block / self.rates.disk
-        return disk if self.limits.host is None else max(disk, self.num_offloaded * self.block / self.rates.link)
+        disk = self.bytes_of(self.from_disk) / self.rates.disk
+        return disk if self.limits.host is None else max(disk, self.bytes_of(self.offloaded) / self.rates.link)
 
     def pass_time(self, rows: int) -> float:
         """Return the seconds of a step with `rows` rows."""
         block = _at(self.rates.block, rows)
-        offloaded = max(self.transfer(), self.num_offloaded * block)
+        offloaded = max(self.transfer(), len(self.offloaded) * block)
         return offloaded + self.num_resident * block + _at(self.rates.rest, rows)
 
     def speed(self, depth: int) -> float:
@@ -159,9 +179,9 @@ class _Case:
 _NO_DRAFTER = Drafter(name=NAIVE, resident=0, step=0.0, cumulative_acceptance=())
 
 
-def _spread(blocks: Sequence[int], num: int) -> list[int]:
+def _spread(blocks: Sequence[int], num: int) -> tuple[int, ...]:
     """Return `num` evenly spread blocks."""
-    return [blocks[(2 * i + 1) * len(blocks) // (2 * num)] for i in range(num)]
+    return tuple(blocks[(2 * i + 1) * len(blocks) // (2 * num)] for i in range(num))
 
 
 def _at(measured: Mapping[int, float], rows: int) -> float:
@@ -180,10 +200,10 @@ def _at(measured: Mapping[int, float], rows: int) -> float:
 def _reasons(
     best: _Case, fitting: list[_Case], problems: Mapping[str, str], depth: int, max_depth: int, naive: float
 ) -> Iterator[Reason]:
-    sizes, limits, rates, num = best.sizes, best.limits, best.rates, best.sizes.num_blocks
+    sizes, limits, rates, num = best.sizes, best.limits, best.rates, len(best.blocks)
     device = "host" if limits.host is None else "device"
     drafts = f", {show_bytes(best.drafter.resident)} drafts" if best.drafter.resident else ""
-    slots = f", {show_bytes(best.slots * best.block)} slots" if best.slots else ""
+    slots = f", {show_bytes(best.slots * best.slot)} slots" if best.slots else ""
     yield Reason(
         f"{device} memory",
         f"{show_bytes(best.device_bytes)} of {show_bytes(limits.device)}",
@@ -192,17 +212,18 @@ def _reasons(
     yield Reason(
         "resident",
         f"{best.num_resident} of {num} blocks",
-        f"{show_bytes(best.num_resident * best.block)}: what the limit leaves",
+        f"{show_bytes(best.resident_bytes)}: what the limit leaves",
     )
-    for where, number, rate in (("host", best.num_from_host, rates.link), ("disk", best.num_from_disk, rates.disk)):
-        if number:
+    for where, blocks, rate in (("host", best.from_host, rates.link), ("disk", best.from_disk, rates.disk)):
+        if blocks:
+            size = best.bytes_of(blocks)
             yield Reason(
                 f"from {where}",
-                f"{number} of {num} blocks",
-                f"{show_bytes(number * best.block)} at {show_bytes(rate)}/s: {number * best.block / rate:.3g} s a pass",
+                f"{len(blocks)} of {num} blocks",
+                f"{show_bytes(size)} at {show_bytes(rate)}/s: {size / rate:.3g} s a pass",
             )
     if best.slots:
-        yield Reason("slots", str(best.slots), f"{show_bytes(best.block)} each: filled ahead while others are computed")
+        yield Reason("slots", str(best.slots), f"{show_bytes(best.slot)} each: filled ahead while others are computed")
     others = [f"{c.drafter.name} {c.fastest(max_depth)[0]:.3g} tok/s" for c in fitting if c is not best]
     others += [f"{name} needs {problem}" for name, problem in problems.items()]
     if best.drafter.cumulative_acceptance:

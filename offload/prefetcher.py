@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -61,11 +61,13 @@ class Prefetcher:
         slots: Sequence[Tensor],
         link: Link,
         *,
+        sizes: Mapping[int, int] | None = None,
         check: Callable[[int, Tensor], None] | None = None,
     ) -> None:
         """Take ownership of the link, and start to fetch.
 
-        `blocks`: in order of use. `slots`: uint8 [record bytes]; with two or more, transfers overlap computation.
+        `blocks`: in order of use. `slots`: uint8 [bytes]; with two or more, transfers overlap computation. `sizes`:
+        block -> bytes of its record at the beginning of a slot; None: records fill slots.
         `check`: called with each block and its slot at the block's first use; raises LinkError if the record differs
         from the stored one.
         """
@@ -75,7 +77,7 @@ class Prefetcher:
             )
         self.blocks, self.slots = tuple(blocks), tuple(slots[: len(blocks)])
         self._after = dict(zip(self.blocks, (*self.blocks[1:], self.blocks[0]), strict=True))
-        self._link, self._check = link, check
+        self._link, self._sizes, self._check = link, sizes, check
         self._unchecked = set(blocks if check is not None else ())
         self._in_use: deque[_Coming] = deque()  # in use
         self._coming: deque[_Coming] = deque()  # in the order of their use
@@ -104,7 +106,7 @@ class Prefetcher:
             coming.copy.wait()
             if block in self._unchecked:
                 assert self._check is not None
-                self._check(block, self.slots[coming.slot])
+                self._check(block, self._record(block, coming.slot))
                 self._unchecked.remove(block)
         except LinkError:
             self._drop()  # all of it will be fetched anew
@@ -197,5 +199,10 @@ class Prefetcher:
         if before is not None:
             with suppress(LinkError):
                 before.copy.wait()
-        self._num_bytes += self.slots[slot].nbytes
-        return _Coming(block, slot, self._link.start(block, self.slots[slot], self._link.mark()))
+        record = self._record(block, slot)
+        self._num_bytes += record.nbytes
+        return _Coming(block, slot, self._link.start(block, record, self._link.mark()))
+
+    def _record(self, block: int, slot: int) -> Tensor:
+        """Return the memory of a block's record in a slot."""
+        return self.slots[slot] if self._sizes is None else self.slots[slot][: self._sizes[block]]

@@ -86,7 +86,7 @@ def _of_link(runtime: Runtime, found: Answers) -> dict[str, Any]:
     if plan is None or stats.traffic is None:
         return {}
     row = {"resident": f"{len(plan.resident)} of {plan.num_blocks}", "tau": stats.tau}
-    row["pinned, GB"] = plan.block * len(plan.offloaded) / 1e9
+    row["pinned, GB"] = plan.offloaded_bytes / 1e9
     row["of predicted"] = stats.tokens_per_second / plan.speed_of([sum(rounds) for rounds in stats.accept_lengths])
     row |= {"a pass, ms": 1e3 * stats.verify_s / stats.steps, "its bytes, ms": 1e3 * plan.transfer_s}
     row["MB/token"] = stats.traffic.num_bytes / stats.new_tokens / 1e6

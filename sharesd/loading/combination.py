@@ -64,7 +64,6 @@ class Combination:
         config = self.config
         options = {
             "--lora": config.lora is not None,
-            "--offload": config.offload.limited or config.offload.when == "plan-only",
             "--compile": config.compile not in ("auto", "native")
             and not (self.on_gpu or config.device.startswith("cuda")),
         }

@@ -316,10 +316,6 @@ NO_OFFLOAD: tuple[Row, ...] = (
         ),
     ),
     Row(
-        lambda c: c.config.dequantize is False,
-        lambda c: f"the weights run as they are stored, and all stay in memory; {c.without_blocks}",
-    ),
-    Row(
         lambda c: c.config.prompt_cache is not None,
         lambda c: f"prompt_cache is {c.config.prompt_cache}, and it needs all weights in memory; drop one of the two",
     ),

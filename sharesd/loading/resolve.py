@@ -32,7 +32,7 @@ from sharesd.execution.step_widths import fixed_width
 from sharesd.loading.auto_mode import AutoDrafters, choose_drafters
 from sharesd.loading.combination import Combination
 from sharesd.loading.combinations import NO_OFFLOAD, RESOLVED, TARGET, check, check_options, first_message
-from sharesd.loading.stored_weights import HEADS_BESIDE_STORED, folder_and_config
+from sharesd.loading.stored_weights import folder_and_config, with_head_quant
 from sharesd.models.checkpoint import Progress, silent
 from sharesd.models.decoder_config import UnsupportedArchitecture
 from sharesd.models.loader import decoder_config
@@ -206,7 +206,7 @@ class _Resolver:
         if not config.dequantize and config.dtype == "auto" and self.device.type == "cpu":
             dtype = torch.float32
             kernels = choose_kernels(config.kernels, self.device, dtype, config.compile)
-            config = replace(config, head_quant=config.head_quant or HEADS_BESIDE_STORED)
+            config = with_head_quant(config)
         auto = None
         self._check_target(folder, config, has_triton=kernels.triton)
 
@@ -217,11 +217,11 @@ class _Resolver:
         if "auto" in self._modes and not config.auto_drafters:
             auto = choose(self._has_block_source)
             config = replace(config, auto_drafters=auto.drafters)
-        offload = None if self._has_block_source else self._plan(config)
+        offload = None if self._has_block_source else self._plan(config, dtype)
         if auto is not None and offload is not None and offload.plan.offloads:
             other = choose(offloads=True)
             try:
-                offload = self._plan(replace(config, auto_drafters=other.drafters))
+                offload = self._plan(replace(config, auto_drafters=other.drafters), dtype)
                 auto = other
             except DoesNotFit:  # the drafters of a resident target need less memory
                 pass
@@ -279,14 +279,14 @@ class _Resolver:
         facts = {"unsupported": unsupported, "device": str(self.device), "has_triton": has_triton}
         check(TARGET, Combination.of(config, self._modes, **facts))
 
-    def _plan(self, config: EngineConfig) -> Offloading | None:
-        dtype = dtype_of(config.dtype, self.device)
+    def _plan(self, config: EngineConfig, dtype: torch.dtype) -> Offloading | None:
         width = fixed_width(self.device.type, config.max_draft_tokens)
         has_device_memory = isinstance(backend_for(self.device, dtype, width, config.max_batch), CudaBackend)
         facts = Combination.of(config, self._modes, has_device_memory=has_device_memory, in_memory=self._in_memory)
         return plan_for(
             config,
             self._modes,
+            dtype=dtype,
             progress=self._progress,
             in_memory=self._in_memory,
             obstacle=first_message(NO_OFFLOAD, facts),

@@ -12,6 +12,7 @@ from compile.cpp_extension import obstacle as cpu_kernels_obstacle
 from compile.op_registry import runs_cpp, runs_triton
 from quant.config import QuantConfig
 from sharesd.config import EngineConfig
+from sharesd.drafters import registry, selection
 from sharesd.loading.combination import Combination
 from sharesd.models.checkpoint import Progress, is_stored, weight_files
 from sharesd.models.conversion_cache import is_converted
@@ -56,6 +57,12 @@ def folder_and_config(
     if warns and config.target_quant is not None:
         log.warning("weights are quantized to %s at load: texts are those of the quantized model", config.target_quant)
     return folder, replace(config, dequantize=not is_stored(folder))
+
+
+def with_head_quant(config: EngineConfig) -> EngineConfig:
+    """Return the config with a quantization of trained heads, if there are any."""
+    has_head = any(selection.head_of(config, mode) for mode in registry.names("head"))
+    return replace(config, head_quant=config.head_quant or HEADS_BESIDE_STORED) if has_head else config
 
 
 def _check_target_quant(config: EngineConfig, device: torch.device, needs_numbers: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -43,10 +43,10 @@ from sharesd.weights.quantize import ModelQuantizer
 
 log = logging.getLogger(__name__)
 
-BlockSource = Callable[[Decoder], tuple[Prefetcher, Layout]]
+BlockSource = Callable[[Decoder], tuple[Prefetcher, Mapping[int, Layout]]]
 """Function that offloads packed weights of some blocks.
 
-It returns their prefetcher, and the layout of a record.
+It returns their prefetcher, and the layout of each record.
 """
 
 
@@ -111,6 +111,7 @@ class ModelLoader:
         `part`: share of the target that this rank loads. `tensors` replace the checkpoint's weight files.
         """
         self._resolved, self._part, self._tensors, self._progress = resolved, part, tensors, progress
+        self._is_stored = resolved.config.dequantize is False
         self.switch = Switch()
         self.reports: dict[str, QuantReport] = {}
         """Drafter -> its quantized linears."""
@@ -141,8 +142,9 @@ class ModelLoader:
                 resolved.folder,
                 tensors=self._tensors,
                 on_block_loaded=placed,
-                mmap_embeddings=placed is not None,
-                packs=placed is None and block_source is None,
+                mmap_embeddings=placed is not None and not self._is_stored,
+                packs=self._is_stored or (placed is None and block_source is None),
+                stays=placed is None,
                 part=self._part,
                 split=resolved.pipeline,
             )
@@ -202,8 +204,9 @@ class ModelLoader:
             folder,
             tensors=self._tensors,
             on_block_loaded=quantized,
-            mmap_embeddings=target.placed is not None,
-            packs=target.placed is None,
+            mmap_embeddings=target.placed is not None and not self._is_stored,
+            packs=self._is_stored or target.placed is None,
+            stays=target.placed is None,
             split=self._draft_stage(folder),
         )
         self._record(*drafters, report=quantized.finish())
@@ -217,6 +220,7 @@ class ModelLoader:
         on_block_loaded: BlockCallback | None = None,
         mmap_embeddings: bool = False,
         packs: bool = True,
+        stays: bool = True,
         part: Shard = UNSHARDED,
         split: PipelinePlan | None = None,
     ) -> CausalModel:
@@ -233,7 +237,7 @@ class ModelLoader:
             progress=self._progress,
             tensors=tensors,
             on_block_loaded=on_block_loaded,
-            make_linear=self._make_linear(kept) if packs else None,
+            make_linear=self._make_linear(kept, stays=stays) if packs else None,
             mmap_embeddings=mmap_embeddings,
             part=part,
             split=split,
@@ -299,11 +303,14 @@ class ModelLoader:
         return packer_for_cuda(resolved.device, resolved.dtype, resolved.step_width, resolved.config.max_batch)
 
     def _runs_stored(self, folder: Path) -> bool:
-        """True if weights of a folder run as they are stored, on a CPU."""
+        """Return True if weights of a folder run as they are stored, on a CPU."""
         return isinstance(self._backend, CpuBackend) and runs_cpp(self._backend.device) and is_stored(folder)
 
-    def _make_linear(self, kept: KeptRecords | None) -> MakeLinear | None:
-        """Return the maker of packed linears in their final memory; None: torch's."""
+    def _make_linear(self, kept: KeptRecords | None, *, stays: bool) -> MakeLinear | None:
+        """Return the maker of packed linears; None: torch's.
+
+        `stays`: they are made in their final memory, and not freed one by one.
+        """
         resolved = self._resolved
         if not isinstance(self._backend, CpuBackend):
             if resolved.config.dequantize is not False:
@@ -312,7 +319,7 @@ class ModelLoader:
             return partial(make_cuda_linear, dtype=resolved.dtype, max_rows=rows, batch=batch)
         if not runs_cpp(self._backend.device):
             return None
-        zeros = self._backend.arena.zeros
+        zeros = self._backend.arena.zeros if stays else self._backend.zeros
         activations = resolved.config.activations
         return partial(make_cpu_linear, dtype=resolved.dtype, zeros=zeros, activations=activations, kept=kept)
 

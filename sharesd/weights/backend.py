@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from compile.adaptive_threads import STEP_THREADS
+from compile.block_linear import BlockLinear, BlockPart
 from compile.cpp_extension import release_freed_memory
 from compile.cuda.bench import seconds_per_call
 from compile.huge_pages import HugePageArena, huge_pages, weights_on_huge_pages
@@ -25,7 +26,7 @@ from offload.planner import show_bytes
 from offload.transfer import Link, host_slots
 from quant.formats import QuantFormat
 from quant.quantized_weight import QuantizedWeight
-from sharesd.weights.packing import pack_for_cpu, packer_for_cuda
+from sharesd.weights.packing import make_cuda_linear, pack_for_cpu, packer_for_cuda
 
 OWN_CONTEXT = 2 * 10**9
 """Upper bound of this process's GPU bytes outside of torch's allocator."""
@@ -43,6 +44,10 @@ class WeightBackend(Protocol):
 
     def quantized_linear(self, weight: QuantizedWeight, form: QuantFormat) -> nn.Module:
         """Return a linear without a bias; `form` has a solver."""
+        ...
+
+    def stored_linear(self, part: BlockPart) -> nn.Module:
+        """Return a linear of blocks."""
         ...
 
     def pack_model(self, model: nn.Module) -> None:
@@ -82,6 +87,9 @@ class CpuBackend:
     def quantized_linear(self, weight: QuantizedWeight, form: QuantFormat) -> nn.Module:
         return pack_for_cpu(weight, None)
 
+    def stored_linear(self, part: BlockPart) -> nn.Module:
+        return BlockLinear([part], None, part.in_features)
+
     def pack_model(self, model: nn.Module) -> None:
         pack_linears(model)
 
@@ -93,6 +101,10 @@ class CpuBackend:
 
     def allocate(self, num_bytes: int) -> Tensor:
         return huge_pages(num_bytes)
+
+    def zeros(self, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return zeros that are freed on their own, unlike the arena's."""
+        return huge_pages(math.prod(size) * dtype.itemsize).view(dtype).view(*size)
 
     def slots(self, num_bytes: int, count: int) -> list[Tensor]:
         return host_slots(num_bytes, count)
@@ -135,6 +147,11 @@ class CudaBackend:
             return build(weight, None)
         bits, group, dtype = weight.bits, weight.group_size, self._dtype
         return form.linear("a linear", weight, None, bits=bits, group_size=group, dtype=dtype, device=self.device)
+
+    def stored_linear(self, part: BlockPart) -> nn.Module:
+        return make_cuda_linear(
+            [part], None, device=self.device, dtype=self._dtype, max_rows=self._max_rows, batch=self._batch
+        )
 
     def pack_model(self, model: nn.Module) -> None:
         if runs_triton(self.device):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Protocol
 
@@ -61,8 +62,8 @@ class DiskBlockStorage:
 
     def staging_buffer(self, block: int) -> Tensor:
         if self._passing is None:
-            self._passing = host_memory(self._content.layout.record_bytes)
-        return self._passing
+            self._passing = host_memory(max(layout.record_bytes for layout in self._content.layouts))
+        return self._passing[: self._content.layouts[block].record_bytes]
 
     def commit(self, block: int, record: Tensor) -> None:
         if self._writer is not None and block in self._writer.missing:
@@ -73,15 +74,14 @@ class DiskBlockStorage:
     def stream(self, plan: Plan, rate: float | None) -> Prefetcher:
         assert self._store is not None, "the checkpoint has not been read"
         link = DiskLink(self._store.path, {record.block: record.offset for record in self._store.records})
-        slots = self._backend.slots(self._content.layout.record_bytes, plan.slots)
-        return Prefetcher(plan.offloaded, slots, _slowed(link, rate), check=self._store.check)
+        return _prefetcher(plan, self._backend, _slowed(link, rate), self._store.check)
 
 
 class PinnedBlockStorage:
     """Pinned host memory for each offloaded block."""
 
     def __init__(self, offloading: Offloading, backend: CudaBackend) -> None:
-        self._record_bytes, self._backend = offloading.content.layout.record_bytes, backend
+        self._layouts, self._backend = offloading.content.layouts, backend
         self._records: dict[int, PinnedMemory] = {}
 
     def __enter__(self) -> PinnedBlockStorage:
@@ -93,21 +93,27 @@ class PinnedBlockStorage:
                 record.close()
 
     def staging_buffer(self, block: int) -> Tensor:
-        self._records[block] = self._backend.pinned(self._record_bytes)
+        self._records[block] = self._backend.pinned(self._layouts[block].record_bytes)
         return self._records[block].tensor
 
     def commit(self, block: int, record: Tensor) -> None:
         """Keep the record, which is in its final memory."""
 
     def stream(self, plan: Plan, rate: float | None) -> Prefetcher:
-        link = self._backend.link(self._records)
-        return Prefetcher(plan.offloaded, self._backend.slots(self._record_bytes, plan.slots), _slowed(link, rate))
+        return _prefetcher(plan, self._backend, _slowed(self._backend.link(self._records), rate))
 
 
 def block_storage_for(offloading: Offloading, backend: WeightBackend, progress: Progress) -> BlockStorage:
     if isinstance(backend, CudaBackend):
         return PinnedBlockStorage(offloading, backend)
     return DiskBlockStorage(offloading, backend, progress)
+
+
+def _prefetcher(
+    plan: Plan, backend: WeightBackend, link: Link, check: Callable[[int, Tensor], None] | None = None
+) -> Prefetcher:
+    slots, sizes = backend.slots(plan.slot, plan.slots), dict(enumerate(plan.blocks))
+    return Prefetcher(plan.offloaded, slots, link, sizes=sizes, check=check)
 
 
 def _slowed(link: Link, rate: float | None) -> Link:

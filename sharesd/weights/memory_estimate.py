@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from compile.attention import supports_flash
@@ -18,7 +19,7 @@ from sharesd.config import EngineConfig, Mode
 from sharesd.devices.host_memory import own_memory
 from sharesd.drafters import registry, selection
 from sharesd.drafters.spec import Need
-from sharesd.models.checkpoint import identity, weight_files
+from sharesd.models.checkpoint import identity, is_stored, weight_files
 from sharesd.models.decoder import Decoder
 from sharesd.models.hub import resolve
 from sharesd.models.loader import embedding_dtype
@@ -29,6 +30,7 @@ from sharesd.weights.measured_acceptance import load_acceptance
 from sharesd.weights.offloaded_decoder import rows_of_piece
 from sharesd.weights.quantized_sizes import quantized_bytes, quantizer_for
 from sharesd.weights.step_timer import StepTimer
+from sharesd.weights.stored_linears import StoredLinears
 
 LINEARS = ("attn.qkv", "attn.o", "mlp.gate_up", "mlp.down")
 TREE_TOPS = (2, 4)
@@ -63,24 +65,29 @@ class MemoryEstimate:
         self._has_second = bool(registry.those(self._needs, Need.SECOND_MODEL))
         self._copies = self._has_second and selection.second_model(config) is None
         self._dtype = decoder.embed.weight.dtype
-        self._timer = StepTimer(backend, self._dtype, decoder.config.hidden_size)
+        self._stored = StoredLinears(decoder, folder) if folder is not None and is_stored(folder) else None
+        kind = None if self._stored is None else self._stored.type("blocks.0.mlp.gate_up")
+        self._timer = StepTimer(backend, self._dtype, decoder.config.hidden_size, kind)
+        self._layouts: dict[frozenset[str], tuple[Layout, ...]] = {}
         self._quantizers: dict[QuantConfig, LinearQuantizer] = {}
         self.quants = self._choices()
         self.num_blocks = len(decoder.blocks)
         self._pieces, self._piece_rows = self._head_pieces()
-        self.num_records = self.num_blocks + self._pieces
 
     def _head_pieces(self) -> tuple[int, int]:
-        """Return number and rows of the head's records; none on a GPU."""
-        record = self.layout(None)
-        if self._on_gpu:  # a head that is tied is the embedding, which is needed there
+        """Return number and rows of the head's records.
+
+        There are none on a GPU, or if weights run as they are stored.
+        """
+        layouts = self._block_layouts(None)
+        if self._on_gpu or self._stored is not None:  # a head that is tied is the embedding, which is needed there
             return 0, 0
         drafts_read = bool(self._needs.intersection(self._heads)) or any(
             quant is not None and quant.head_bits is None and self._shares for quant in self.quants
         )
-        if drafts_read or any(self.layout(quant) != record for quant in self.quants):
+        if drafts_read or any(self._block_layouts(quant) != layouts for quant in self.quants):
             return 0, 0
-        rows = rows_of_piece(self.decoder.config.hidden_size, self._dtype, record.record_bytes)
+        rows = rows_of_piece(self.decoder.config.hidden_size, self._dtype, layouts[0].record_bytes)
         return (self.decoder.config.vocab_size - 1) // rows if rows else 0, rows
 
     def _choices(self) -> list[QuantConfig | None]:
@@ -92,40 +99,60 @@ class MemoryEstimate:
             return [quant]
         return [replace(quant, bits=bits, head_bits=quant.head_bits and bits) for bits in planned]
 
-    def layout(self, quant: QuantConfig | None) -> Layout:
-        """Return a record's layout: weights that drafts do not read in full."""
+    def layouts(self, quant: QuantConfig | None) -> tuple[Layout, ...]:
+        """Return each record's layout: weights that drafts do not read in full."""
+        if not self._pieces:
+            return self._block_layouts(quant)
+        rows = nn.Linear(self.decoder.config.hidden_size, self._piece_rows, False, "meta", self._dtype)
+        return self._block_layouts(quant) + (Layout.of({"weight": self._packed(rows)}),) * self._pieces
+
+    def _block_layouts(self, quant: QuantConfig | None) -> tuple[Layout, ...]:
         shares = quant is not None and self._shares
-        skipped = () if quant is None or not shares else self._skipped(quant)
-        tensors = {f"{path}.weight": self._packed(self._linear(0, path)) for path in LINEARS if path not in skipped}
-        return Layout.of(tensors)
+        paths = frozenset(LINEARS) - (self._skipped(quant) if quant is not None and shares else set())
+        if paths not in self._layouts:
+            self._layouts[paths] = tuple(
+                Layout.of({f"{path}.weight": self._weight(f"blocks.{i}.{path}") for path in LINEARS if path in paths})
+                for i in range(self.num_blocks)
+            )
+        return self._layouts[paths]
+
+    def _records(self, quant: QuantConfig | None) -> tuple[int, ...]:
+        """Return the bytes of each record."""
+        return tuple(layout.record_bytes for layout in self.layouts(quant))
 
     def content(self, quant: QuantConfig | None) -> Content:
         what = {"dtype": str(self._dtype), "order": "as it is"}
         if not self._on_gpu:
             assert self._folder is not None
             what |= {"checkpoint": identity(self._folder), "order": "packed for the CPU kernel"}
-        return Content(what=what, layout=self.layout(quant), num_blocks=self.num_records)
+        return Content(what=what, layouts=self.layouts(quant))
 
     def sizes(self) -> Sizes:
         host = own_memory() + RUNTIME_BYTES
         fixed = self._small() + self._tail + max(self._decoding(), self._loading())
         return Sizes(
-            num_blocks=self.num_records,
-            block=self.layout(None).record_bytes,
+            blocks=self._records(None),
             fixed=fixed + (DEVICE_BYTES if self._on_gpu else host),
             host=host if self._on_gpu else 0,
         )
 
     def _small(self) -> int:
-        """Return bytes besides linears and tables; a CPU may map the embedding."""
-        decoder, tie_word_embeddings = self.decoder, self.decoder.config.tie_word_embeddings
+        """Return bytes besides linears and the head."""
+        decoder = self.decoder
         linears = {id(self._linear(i, path).weight) for i in range(self.num_blocks) for path in LINEARS}
-        small = sum(p.nbytes for p in decoder.parameters() if id(p) not in {*linears, id(decoder.head.weight)})
-        if not self._on_gpu:
-            assert self._folder is not None
-            stays_in_file = embedding_dtype(self._folder) == self._dtype
-            small += decoder.embed.weight.nbytes * (int(tie_word_embeddings) - int(stays_in_file))
-        return small + sum(buffer.nbytes for buffer in decoder.buffers())
+        linears |= {id(decoder.head.weight), id(decoder.embed.weight)}
+        small = sum(p.nbytes for p in decoder.parameters() if id(p) not in linears)
+        return small + self._embedding() + sum(buffer.nbytes for buffer in decoder.buffers())
+
+    def _embedding(self) -> int:
+        """Return the embedding's bytes, unless the head or a file has them."""
+        tie_word_embeddings, full = self.decoder.config.tie_word_embeddings, self.decoder.embed.weight.nbytes
+        if self._stored is not None and (num_bytes := self._stored.nbytes("embed", self._backend.device)) is not None:
+            return 0 if tie_word_embeddings else num_bytes
+        if self._on_gpu:
+            return 0 if tie_word_embeddings else full
+        assert self._folder is not None
+        return 0 if self._stored is None and embedding_dtype(self._folder) == self._dtype else full
 
     def _decoding(self) -> int:
         c = self.decoder.config
@@ -148,19 +175,37 @@ class MemoryEstimate:
         return (1 + self._dtype.itemsize) * rows // c.num_key_value_heads * slots
 
     def _loading(self) -> int:
-        """Return bytes of loading a block or the head, plus solving."""
-        c, block = self.decoder.config, self.layout(None).record_bytes
-        codes = 0 if self.quants == [None] else c.vocab_size * c.hidden_size
+        """Return bytes of loading a block or the head, plus solving.
+
+        Stored weights are solved as float32.
+        """
+        c, block = self.decoder.config, max(self._records(None))
+        if self.quants == [None]:
+            return block if self._on_gpu else 3 * block // 2
+        codes, wide, wide_head = c.vocab_size * c.hidden_size, 0, 0
+        if self._stored is not None:
+            wide = 4 * max(self._linear(0, path).weight.numel() for path in LINEARS)
+            wide_head = 4 * codes
         if self._on_gpu:
-            return max(block, 3 * codes) + (SOLVING_BYTES if codes else 0)
-        return max(3 * block // 2, codes)
+            return max(block + wide, 3 * codes + wide_head) + SOLVING_BYTES
+        return max(3 * block // 2 + wide, codes + wide_head)
 
     @property
     def _tail(self) -> int:
-        weight = self._packed(self.decoder.head)
+        weight = self._weight("head")
         if not self._pieces:
             return weight.nbytes
         return weight.nbytes - self._pieces * self._piece_rows * weight[0].nbytes // weight.shape[2]
+
+    def _weight(self, path: str) -> Tensor:
+        """Return a linear's weight in memory, on the meta device."""
+        stored = None if self._stored is None else self._stored.nbytes(path, self._backend.device)
+        if stored is None:
+            linear = self.decoder.get_submodule(path)
+            assert isinstance(linear, nn.Linear)
+            return self._packed(linear)
+        dtype = torch.int32 if self._on_gpu else torch.uint8
+        return torch.empty(stored // dtype.itemsize, dtype=dtype, device="meta")
 
     def _packed(self, linear: nn.Linear) -> Tensor:
         weight = self._backend.pack(linear).weight
@@ -173,11 +218,13 @@ class MemoryEstimate:
         if quant is not None:
             num += ((self._shares) + self._copies) * sum(self._quantized_bytes(quant).values())
             if self._shares:
-                num += self.num_blocks * (self.layout(None).record_bytes - self.layout(quant).record_bytes)
+                num += sum(self._records(None)) - sum(self._records(quant))
+            if self._copies and self._stored is not None:
+                num += self._stored.nbytes("embed", self._backend.device) or self.decoder.embed.weight.nbytes
         if self._has_second:
             num += self._kv()
             if quant is not None and quant.head_bits is None:
-                num += self._packed(self.decoder.head).nbytes
+                num += self._weight("head").nbytes
         second = selection.second_model(self.config) if self._has_second else None
         heads = [selection.head_of(self.config, mode) for mode in self._heads if mode in self._needs]
         for path in (second, *heads):
@@ -219,7 +266,7 @@ class MemoryEstimate:
             step=step,
             cumulative_acceptance=cumulative_acceptance,
             seen=seen,
-            block=self.layout(quant).record_bytes,
+            blocks=self._records(quant),
             resident_blocks=quant.skip_layers if quant is not None and self._shares else (),
         )
 
@@ -240,7 +287,8 @@ class MemoryEstimate:
 
     def rates(self, disk: float, link: float) -> Rates:
         per_byte = dict(zip(TIMED_ROWS, self._timer.full(TIMED_ROWS), strict=True))
-        block = self.layout(None).record_bytes
+        records = self._records(None)
+        block = sum(records) / len(records)
         return Rates(
             disk=disk,
             link=link,
@@ -250,7 +298,8 @@ class MemoryEstimate:
 
     def step_seconds(self, quant: QuantConfig, rows: int) -> tuple[float, float, float]:
         """Return measured seconds of plain, wider (`rows`) and draft steps."""
-        num_bytes = self.num_blocks * self.layout(None).record_bytes + self._packed(self.decoder.head).nbytes
+        blocks = sum(layout.record_bytes for layout in self._block_layouts(None))
+        num_bytes = blocks + self._weight("head").nbytes
         plain, several = (seconds * num_bytes for seconds in self._timer.full((1, rows)))
         return plain, max(plain, several), self._draft_seconds(quant, rows=1)
 
@@ -260,7 +309,7 @@ class MemoryEstimate:
         for bits, num_bytes in sizes.items():
             total += self._timer.quantized(quant, bits, rows) * num_bytes
         if quant.head_bits is None:
-            total += self._timer.full([rows])[0] * self._packed(self.decoder.head).nbytes
+            total += self._timer.full([rows])[0] * self._weight("head").nbytes
         return total
 
     def _quantized_bytes(self, quant: QuantConfig) -> dict[int, int]:

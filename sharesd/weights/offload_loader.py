@@ -53,7 +53,7 @@ class OffloadLoader:
     ) -> None:
         """Open the offload storage; StoreError if unusable or full."""
         self._offloading, self._backend, self._quantize = offloading, backend, quantize
-        self._layout: Layout = offloading.content.layout
+        self._layouts = offloading.content.layouts
         self._resident = set(offloading.plan.resident)
         self._storage: BlockStorage = block_storage_for(offloading, backend, progress)
 
@@ -70,8 +70,8 @@ class OffloadLoader:
             self._quantize(decoder, number)
         block = decoder.blocks[number]
         self._backend.pack_model(block)
-        owners = {place.name: _owner(block, place.name) for place in self._layout.places}
-        self._place(number, self._layout, owners)
+        owners = {place.name: _owner(block, place.name) for place in self._layouts[number].places}
+        self._place(number, owners)
         self._backend.finalize(block, keep=set(owners.values()))
         self._backend.release_freed()
 
@@ -83,13 +83,13 @@ class OffloadLoader:
 
         def packed(i: int, weight: Tensor) -> PackedLinear:
             pieces.append(PackedLinear(weight, None))
-            self._place(num_blocks + i, Layout.of({"weight": pieces[i].weight}), {"weight": pieces[i]})
+            self._place(num_blocks + i, {"weight": pieces[i]})
             self._backend.release_freed()
             return pieces[i]
 
         if num_pieces:
             weight_VD = full_head(decoder).weight.detach()  # type: ignore[operator]
-            rows = rows_of_piece(weight_VD.shape[1], weight_VD.dtype, self._layout.record_bytes)
+            rows = rows_of_piece(weight_VD.shape[1], weight_VD.dtype, self._layouts[0].record_bytes)
             in_pieces = HeadInPieces(weight_VD, rows, num_pieces, packed)
             decoder.set_submodule("head.full" if isinstance(head, SwitchLinear) else "head", in_pieces)
         else:
@@ -97,20 +97,19 @@ class OffloadLoader:
         self._backend.finalize(decoder.get_submodule("head"), keep=pieces)
         self._backend.release_freed()
 
-    def _place(self, number: int, layout: Layout, owners: Mapping[str, Any]) -> None:
+    def _place(self, number: int, owners: Mapping[str, Any]) -> None:
         """Store a record; linears of an offloaded one keep meta tensors."""
-        stays, size = number in self._resident, self._layout.record_bytes
-        whole = self._backend.allocate(size) if stays else self._storage.staging_buffer(number)
-        record = whole[: layout.record_bytes]
+        stays, layout = number in self._resident, self._layouts[number]
+        record = self._backend.allocate(layout.record_bytes) if stays else self._storage.staging_buffer(number)
         fill(record, layout, {name: linear.weight for name, linear in owners.items()})
-        whole[len(record) :].zero_()
-        self._storage.commit(number, whole)
+        self._storage.commit(number, record)
         for name, view in views(record, layout).items():
             use_tensor(owners[name], "weight", view if stays else view.to("meta"))
 
-    def stream(self, decoder: Decoder) -> tuple[Prefetcher, Layout]:
-        """Return prefetcher and layout once the whole checkpoint is read."""
-        return self._storage.stream(self._offloading.plan, self._offloading.config.offload.rate), self._layout
+    def stream(self, decoder: Decoder) -> tuple[Prefetcher, Mapping[int, Layout]]:
+        """Return prefetcher and layouts once the whole checkpoint is read."""
+        stream = self._storage.stream(self._offloading.plan, self._offloading.config.offload.rate)
+        return stream, dict(enumerate(self._layouts))
 
 
 def _owner(block: nn.Module, name: str) -> nn.Module:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from compile.attention import MAX_STEP
 from offload.block_file import Content
 from offload.disk_reader import read_rate
@@ -50,23 +52,29 @@ def plan_for(
     config: EngineConfig,
     modes: Sequence[Mode],
     *,
+    dtype: torch.dtype | None = None,
     progress: Progress = silent,
     in_memory: bool = False,
     obstacle: str | None = None,
 ) -> Offloading | None:
     """Plan offloading of a model that does not fit; None without need.
 
-    `in_memory`: the caller makes the weights. `obstacle`: reason against offloading. ValueError for an obstacle despite
-    limits, or limits that no plan stays within.
+    `dtype`: as resolved; None: the config's. `in_memory`: the caller makes the weights. `obstacle`: reason against
+    offloading. ValueError for an obstacle despite limits, or limits that no plan stays within.
     """
-    found = _plan_for(config, modes, progress, in_memory, obstacle)
+    found = _plan_for(config, modes, dtype, progress, in_memory, obstacle)
     if config.offload.folder is not None and (found is None or not found.plan.offloads):
         log.warning("--offload-dir: no effect, the whole model is resident")
     return found
 
 
 def _plan_for(
-    config: EngineConfig, modes: Sequence[Mode], progress: Progress, in_memory: bool, obstacle: str | None
+    config: EngineConfig,
+    modes: Sequence[Mode],
+    dtype: torch.dtype | None,
+    progress: Progress,
+    in_memory: bool,
+    obstacle: str | None,
 ) -> Offloading | None:
     wanted = config.offload
     always = wanted.limited or wanted.when == "plan-only"
@@ -77,7 +85,7 @@ def _plan_for(
             raise ValueError(f"no plan for offloading: {obstacle}")
         return None
     device = device_of(config.device)
-    dtype = dtype_of(config.dtype, device)
+    dtype = dtype or dtype_of(config.dtype, device)
     backend = backend_for(device, dtype, 1 + max(DEPTHS[-1], config.max_draft_tokens), config.max_batch)
     folder = resolve_target(config, progress=progress)
     try:
@@ -144,7 +152,7 @@ def _plan_for(
 
 def _bytes_of_all(model: MemoryEstimate) -> int:
     sizes = model.sizes()
-    return sizes.fixed + min(model.resident(quant) for quant in model.quants) + sizes.num_blocks * sizes.block
+    return sizes.fixed + min(model.resident(quant) for quant in model.quants) + sum(sizes.blocks)
 
 
 def _would_stay(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -52,7 +52,11 @@ class OffloadedBlocks:
     """Offloaded linears and head pieces, with weights in a prefetcher's slots."""
 
     def __init__(
-        self, decoder: Decoder, stream: Prefetcher, layout: Layout, low: Callable[[], bool] | None = None
+        self,
+        decoder: Decoder,
+        stream: Prefetcher,
+        layouts: Mapping[int, Layout],
+        low: Callable[[], bool] | None = None,
     ) -> None:
         """Point linears to slots of `stream`; ValueError if quantized steps need them.
 
@@ -62,15 +66,9 @@ class OffloadedBlocks:
         self._low = low or (lambda: False)
         num_blocks, head = len(decoder.blocks), full_head(decoder)
         pieces: list[PackedLinear] = head.pieces if isinstance(head, HeadInPieces) else []
-        self._views = [views(slot, layout) for slot in stream.slots]
-        if pieces:
-            piece = Layout.of({"weight": pieces[0].weight})
-            self._views = [
-                each | views(slot[: piece.record_bytes], piece)
-                for each, slot in zip(self._views, stream.slots, strict=True)
-            ]
+        self._layouts = layouts
         owners = {
-            block: _owners(decoder.blocks[block], layout)
+            block: _owners(decoder.blocks[block], layouts[block])
             if block < num_blocks
             else {"weight": (True, pieces[block - num_blocks], "weight")}
             for block in stream.blocks
@@ -83,14 +81,7 @@ class OffloadedBlocks:
                         f"{name} of block {block} has no quantized weights, and drafts need it: keep the block resident"
                     )
         self._owners = {block: [(name, *owner[1:]) for name, owner in each.items()] for block, each in owners.items()}
-        parameters = {
-            name
-            for each in self._owners.values()
-            for name, linear, part in each
-            if isinstance(getattr(linear, part), nn.Parameter)
-        }
-        for slot in self._views:
-            slot |= {name: nn.Parameter(slot[name], requires_grad=False) for name in parameters}
+        self._views: dict[tuple[Layout, int], dict[str, Tensor]] = {}
         self._slot_of: dict[int, int] = {}
         for block in stream.blocks:
             self._point(block, 0)  # memory of the right shapes, until they are needed
@@ -132,9 +123,21 @@ class OffloadedBlocks:
 
     def _point(self, block: int, slot: int) -> None:
         if self._slot_of.get(block) != slot:
+            found = self._views_of(block, slot)
             for name, linear, part in self._owners[block]:
-                setattr(linear, part, self._views[slot][name])
+                setattr(linear, part, found[name])
             self._slot_of[block] = slot
+
+    def _views_of(self, block: int, slot: int) -> dict[str, Tensor]:
+        """Return a block's tensors in a slot, parameters as such."""
+        layout = self._layouts[block]
+        if (layout, slot) not in self._views:
+            found = views(self.stream.slots[slot][: layout.record_bytes], layout)
+            for name, linear, part in self._owners[block]:
+                if isinstance(getattr(linear, part), nn.Parameter):
+                    found[name] = nn.Parameter(found[name], requires_grad=False)
+            self._views[layout, slot] = found
+        return self._views[layout, slot]
 
 
 def use_tensor(linear: nn.Module, part: str, tensor: Tensor) -> None:

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from compile.block_linear import BlockPart, block_sizes
 from quant.config import QuantConfig
 from quant.quantized_weight import QuantizedWeight
 from sharesd.weights.backend import WeightBackend
@@ -20,21 +21,30 @@ PROBE_BYTES, PROBED_BYTES = 2**25, 2**27
 class StepTimer:
     """Timer of products, in seconds per byte of weights read from memory."""
 
-    def __init__(self, backend: WeightBackend, dtype: torch.dtype, num_inputs: int) -> None:
-        self._backend, self._dtype = backend, dtype
+    def __init__(self, backend: WeightBackend, dtype: torch.dtype, num_inputs: int, kind: str | None = None) -> None:
+        """`kind`: GGML type of full-precision linears; None: numbers."""
+        self._backend, self._dtype, self._kind = backend, dtype, kind
         outputs = max(64, PROBE_BYTES // (num_inputs * dtype.itemsize) // 64 * 64)
         self._shape = outputs, num_inputs
 
     def full(self, rows: Sequence[int]) -> list[float]:
         """Return seconds per byte of a full-precision linear, by number of rows."""
-        (N, K), device = self._shape, self._backend.device
-        linear = nn.Linear(K, N, bias=False, device="meta")
-        linear.weight = nn.Parameter(torch.ones(N, K, dtype=self._dtype, device=device), requires_grad=False)
-        packed = self._backend.pack(linear)
+        packed = self._full_linear() if self._kind is None else self._stored_linear(self._kind)
         return [self._seconds_per_byte(packed, num) for num in rows]
 
     def quantized(self, quant: QuantConfig, bits: int, rows: int) -> float:
         return self._seconds_per_byte(self._quantized_linear(quant, bits), rows)
+
+    def _full_linear(self) -> nn.Module:
+        (N, K), device = self._shape, self._backend.device
+        linear = nn.Linear(K, N, bias=False, device="meta")
+        linear.weight = nn.Parameter(torch.ones(N, K, dtype=self._dtype, device=device), requires_grad=False)
+        return self._backend.pack(linear)
+
+    def _stored_linear(self, kind: str) -> nn.Module:
+        """Return a linear with codes of zeros."""
+        (N, K), (inputs, num_bytes) = self._shape, block_sizes(kind)
+        return self._backend.stored_linear(BlockPart(kind, torch.zeros(N, K // inputs * num_bytes, dtype=torch.uint8)))
 
     def _quantized_linear(self, quant: QuantConfig, bits: int) -> nn.Module:
         """Return a linear with equal codes, without solving."""

@@ -201,10 +201,10 @@ def test_a_log_file(disk: Disk, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_offloaded_blocks(disk: Disk) -> None:
-    content = Content(what={"x": 1}, layout=Layout.of({"w": torch.zeros(SIZE)}), num_blocks=2)
+    content = Content(what={"x": 1}, layouts=(Layout.of({"w": torch.zeros(SIZE)}),) * 2)
     remedy = f"({REASONS}|has .* free).*free some space there, or give --offload-dir on another disk"
     with disk.filled(), pytest.raises(StoreError, match=remedy), Writer(disk.folder / "offload", content) as writer:
-        writer.write(0, torch.zeros(content.layout.record_bytes, dtype=torch.uint8))
+        writer.write(0, torch.zeros(content.layouts[0].record_bytes, dtype=torch.uint8))
     assert not any(name.endswith(".store") for name in disk.files)
 
 

@@ -24,14 +24,15 @@ def write_gguf(
     *,
     mlp: int = 96,
     pads_to: int = 1,
+    layers: int = 2,
 ) -> Path:
-    """A model of two blocks. `pre` names the byte-level pre-tokenizer; "spm" asks for sentencepiece.
+    """A tiny model, in which every third block is larger than the others.
 
-    `extra` holds more fields of the architecture, numbers or texts. `kind`: type of most matrices. The table has a
-    multiple of `pads_to` rows.
+    `pre` names the byte-level pre-tokenizer; "spm" asks for sentencepiece. `extra` holds more fields of the
+    architecture, numbers or texts. `kind`: type of most matrices. The table has a multiple of `pads_to` rows.
     """
     writer = gguf.GGUFWriter(file, architecture)
-    writer.add_block_count(2)
+    writer.add_block_count(layers)
     writer.add_context_length(64)
     writer.add_embedding_length(64)
     writer.add_feed_forward_length(mlp)
@@ -56,7 +57,7 @@ def write_gguf(
     writer.add_pad_token_id(0)
     writer.add_add_bos_token(pre == "spm")
     writer.add_chat_template(TEMPLATE)
-    _add_tensors(writer, architecture, num_tokens, mlp, gguf.GGMLQuantizationType[kind])
+    _add_tensors(writer, architecture, num_tokens, mlp, gguf.GGMLQuantizationType[kind], layers)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -105,7 +106,12 @@ def _add_sentencepiece(writer: gguf.GGUFWriter) -> int:
 
 
 def _add_tensors(
-    writer: gguf.GGUFWriter, architecture: str, num_tokens: int, mlp: int, matrices: gguf.GGMLQuantizationType
+    writer: gguf.GGUFWriter,
+    architecture: str,
+    num_tokens: int,
+    mlp: int,
+    matrices: gguf.GGMLQuantizationType,
+    layers: int,
 ) -> None:
     random, head = np.random.default_rng(0), head_dim(architecture)
     heads = {"attn_q": 4 * head, "attn_k": 2 * head, "attn_v": 2 * head}
@@ -128,12 +134,13 @@ def _add_tensors(
         rows |= {"post_attention_norm": (64,), "post_ffw_norm": (64,)}
     if architecture in ("gemma3", "qwen3"):
         rows |= {"attn_q_norm": (head,), "attn_k_norm": (head,)}
-    for i in range(2):
+    for i in range(layers):
         for name, shape in rows.items():
             kind = gguf.GGMLQuantizationType.BF16 if name == "attn_output" else None
             add(f"blk.{i}.{name}.weight", *shape, kind=kind)
         is_plain = matrices == gguf.GGMLQuantizationType.F16
-        add(f"blk.{i}.ffn_down.weight", 64, mlp, kind=None if is_plain else gguf.GGMLQuantizationType.Q4_0)
+        down = gguf.GGMLQuantizationType.Q8_0 if i % 3 == 2 else gguf.GGMLQuantizationType.Q4_0
+        add(f"blk.{i}.ffn_down.weight", 64, mlp, kind=None if is_plain else down)
         if architecture == "qwen2":
             for name, size in heads.items():
                 add(f"blk.{i}.{name}.bias", size)

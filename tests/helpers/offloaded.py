@@ -49,7 +49,7 @@ def limit_leaving(num_resident: int, config: EngineConfig, *modes: Mode) -> int:
     """The limit that leaves so many of `LAYERS` blocks in memory; with that of the config all of them stay."""
     plan = planned(config, *modes).plan
     assert not plan.offloads
-    return plan.device_bytes - (LAYERS - num_resident - 2) * plan.block
+    return plan.device_bytes - (LAYERS - num_resident - 2) * plan.slot
 
 
 def packed_weights(block: nn.Module) -> dict[str, Tensor]:
@@ -71,7 +71,7 @@ def spill(
     num_slots: int = 2,
     bytes_per_second: float | None = None,
     direct: bool | None = None,
-) -> tuple[Prefetcher, Layout]:
+) -> tuple[Prefetcher, dict[int, Layout]]:
     """Write `packed_weights` of some blocks into a file; returns how they come back, and what a record holds.
 
     ValueError where these blocks do not have the same.
@@ -88,4 +88,4 @@ def spill(
     link: Link = DiskLink(path, {block: i * layout.record_bytes for i, block in enumerate(blocks)}, direct=direct)
     if bytes_per_second is not None:
         link = Throttled(link, bytes_per_second)
-    return Prefetcher(blocks, host_slots(layout.record_bytes, num_slots), link), layout
+    return Prefetcher(blocks, host_slots(layout.record_bytes, num_slots), link), dict.fromkeys(blocks, layout)

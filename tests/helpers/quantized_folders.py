@@ -198,7 +198,7 @@ FOLDERS: dict[str, tuple[dict[str, Any], Quantize]] = {
 """Layout -> its section of config.json, and the maker of its planes."""
 
 
-def write_quantized(folder: Path, kind: str, **changes: Any) -> Path:
+def write_quantized(folder: Path, kind: str, *, layers: int = 1, **changes: Any) -> Path:
     """Write a tiny model in a layout of FOLDERS, `changes` being other settings of it."""
     section, quantize = FOLDERS[kind]
-    return quantize_folder(make_checkpoint(folder, layers=1), section | changes, quantize)
+    return quantize_folder(make_checkpoint(folder, layers=layers), section | changes, quantize)

@@ -94,7 +94,6 @@ NO_OFFLOAD: list[tuple[Combination, str]] = [
     (given(compile="off"), "compile is 'off'; offloaded blocks run in the CPU kernel"),
     (given(kernels="torch"), "torch's operations run here"),
     (given(tensor_parallel=2), "tensor_parallel is 2, and ranks keep all of their weights"),
-    (given(dequantize=False), "the weights run as they are stored, and all stay in memory; take --dequantize"),
     (given(prompt_cache="kv"), "prompt_cache is kv, and it needs all weights in memory; drop one of the two"),
 ]
 CASES = [

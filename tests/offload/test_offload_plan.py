@@ -16,11 +16,11 @@ from sharesd.weights.backend import CpuBackend
 
 GB = 10**9
 GIB = 2**30
-QWEN = Sizes(num_blocks=28, block=466 * 10**6, fixed=int((1.09 + 1.09 + 0.13 + 0.85) * GB), host=0)
+QWEN = Sizes(blocks=(466 * 10**6,) * 28, fixed=int((1.09 + 1.09 + 0.13 + 0.85) * GB), host=0)
 """Qwen2.5-7B in bfloat16: head, embedding, KV of 2,048 tokens, and what libraries take."""
-LLAMA = Sizes(num_blocks=40, block=634 * 10**6, fixed=int((1.68 + 0.66 + 1.9) * GB))
+LLAMA = Sizes(blocks=(634 * 10**6,) * 40, fixed=int((1.68 + 0.66 + 1.9) * GB))
 """Llama-2-13B: KV of 2,048 tokens, embedding and head, libraries and activations."""
-WIDE = Sizes(num_blocks=32, block=56_033_280, fixed=int((0.2265 + 0.14) * GB))
+WIDE = Sizes(blocks=(56_033_280,) * 32, fixed=int((0.2265 + 0.14) * GB))
 """SmolLM2-135M widened to 1B."""
 
 
@@ -103,7 +103,7 @@ def test_trees_where_rows_cost_little() -> None:
     rates = Rates(disk=GB / 2, block={1: 0.0028, 65: 0.006}, rest={1: 0.02, 65: 0.04})
     plan = make_plan(WIDE, Limits(device=1.2 * GB), rates, [chain, tree])
     assert (plan.drafter, plan.nodes) == ("trees", 64) and plan.depth <= 32
-    assert plan.transfer_s == pytest.approx(len(plan.offloaded) * WIDE.block * 2 / GB)
+    assert plan.transfer_s == pytest.approx(len(plan.offloaded) * WIDE.blocks[0] * 2 / GB)
     tokens = sum(0.88**i for i in range(plan.depth + 1))
     assert plan.tokens_per_second == pytest.approx(
         tokens / (plan.depth * 0.034 + plan.transfer_s + len(plan.resident) * 0.006 + 0.04), rel=1e-3
@@ -114,7 +114,7 @@ def test_trees_where_rows_cost_little() -> None:
 
 def test_what_fits_stays() -> None:
     rates = Rates(disk=GB, block={1: 0.003}, rest={1: 0.01})
-    need = WIDE.fixed + WIDE.num_blocks * WIDE.block
+    need = WIDE.fixed + sum(WIDE.blocks)
     for limits in (Limits(device=need), Limits(device=math.inf)):
         plan = make_plan(WIDE, limits, rates, [])
         assert not plan.offloads and (plan.slots, plan.resident) == (0, tuple(range(32)))
@@ -144,7 +144,7 @@ def test_the_last_round_of_an_answer_seldom_has_room_for_all_that_it_confirms() 
 
 def test_blocks_travel_at_even_distances_and_those_that_must_not_do_not() -> None:
     rates = Rates(disk=GB, link=10 * GB, block={1: 0.003}, rest={1: 0.01})
-    room = WIDE.fixed + (8 + 2) * WIDE.block
+    room = WIDE.fixed + (8 + 2) * WIDE.blocks[0]
     plan = make_plan(WIDE, Limits(device=room), rates, [])
     assert plan.offloaded == plan.from_disk and len(plan.resident) == 8
     assert max(b - a for a, b in zip((-1, *plan.offloaded), (*plan.offloaded, 32), strict=True)) == 2
@@ -157,18 +157,18 @@ def test_blocks_travel_at_even_distances_and_those_that_must_not_do_not() -> Non
     )
     assert {0, 1, 2, 31} <= set(make_plan(WIDE, Limits(device=room), rates, [keeps]).resident)
     with pytest.raises(DoesNotFit, match="keeps: --cpu-memory-limit of at least 703 MB"):
-        make_plan(WIDE, Limits(device=WIDE.fixed + 5 * WIDE.block), rates, [keeps])
+        make_plan(WIDE, Limits(device=WIDE.fixed + 5 * WIDE.blocks[0]), rates, [keeps])
 
 
 def test_three_tiers() -> None:
     """What the host's memory does not hold comes from the disk through slots there, which counts at the slower rate."""
     rates = Rates(disk=GB, link=10 * GB, block={1: 0.003}, rest={1: 0.01})
-    limits = Limits(device=WIDE.fixed + (8 + 2) * WIDE.block, host=(14 + 2) * WIDE.block)
+    limits = Limits(device=WIDE.fixed + (8 + 2) * WIDE.blocks[0], host=(14 + 2) * WIDE.blocks[0])
     plan = make_plan(WIDE, limits, rates, [])
     assert (len(plan.from_host), len(plan.from_disk), plan.slots, plan.host_slots) == (14, 10, 2, 2)
     assert plan.host_bytes == limits.host and not set(plan.from_host) & set(plan.from_disk)
-    assert 1 / plan.tokens_per_second == pytest.approx(10 * WIDE.block / GB + 8 * 0.003 + 0.01)
-    roomy = make_plan(WIDE, replace(limits, host=24 * WIDE.block), rates, [])
+    assert 1 / plan.tokens_per_second == pytest.approx(10 * WIDE.blocks[0] / GB + 8 * 0.003 + 0.01)
+    roomy = make_plan(WIDE, replace(limits, host=24 * WIDE.blocks[0]), rates, [])
     assert (len(roomy.from_host), roomy.from_disk, roomy.host_slots) == (24, (), 0)
 
 
@@ -191,13 +191,33 @@ def test_the_smallest_limits_are_told_and_would_do(limits: Limits, message: str)
     assert make_plan(WIDE, replace(limits, **{field: told}), rates, []).offloads
 
 
+def test_blocks_of_different_bytes() -> None:
+    """As few travel as a limit allows, slots hold the largest, and a pass reads what travels and no more."""
+    large, small = 60 * 10**6, 40 * 10**6
+    sizes = Sizes(blocks=(large, *[small] * 9, large, large), fixed=GB)
+    rates = Rates(disk=GB, link=10 * GB, block={1: 0.001}, rest={1: 0.01})
+    total = sum(sizes.blocks)
+    plan = make_plan(sizes, Limits(device=GB + total), rates, [])
+    assert not plan.offloads and plan.device_bytes == GB + total
+    for limit in range(GB + 3 * large, GB + total, 7 * 10**6):
+        plan = make_plan(sizes, Limits(device=limit), rates, [])
+        stay = sum(sizes.blocks[block] for block in plan.resident)
+        assert plan.device_bytes == GB + stay + plan.slots * large <= limit
+        assert plan.device_bytes + large + small > limit
+        assert plan.offloaded_bytes == total - stay == pytest.approx(plan.transfer_s * GB)
+    host = make_plan(sizes, Limits(device=GB + 2 * large, host=5 * large), rates, [])
+    assert len(host.offloaded) == 12 and host.host_bytes <= 5 * large
+    assert host.host_bytes == sum(sizes.blocks[block] for block in host.from_host) + host.host_slots * large
+    assert host.transfer_s == pytest.approx(sum(sizes.blocks[block] for block in host.from_disk) / GB)
+
+
 def test_small_blocks_have_more_slots() -> None:
     """So that several megabytes are asked for at any time."""
     rates = Rates(disk=GB, block={1: 1e-4}, rest={1: 1e-3})
-    tiny = Sizes(num_blocks=100, block=2**20, fixed=0)
+    tiny = Sizes(blocks=(2**20,) * 100, fixed=0)
     plan = make_plan(tiny, Limits(device=50 * 2**20), rates, [])
     assert (plan.slots, len(plan.resident)) == (17, 33)
-    few = make_plan(replace(tiny, num_blocks=12), Limits(device=8 * 2**20), rates, [])
+    few = make_plan(replace(tiny, blocks=(2**20,) * 12), Limits(device=8 * 2**20), rates, [])
     assert (few.slots, len(few.resident)) == (3, 5)
 
 

@@ -48,11 +48,11 @@ def test_a_record_gives_back_its_tensors() -> None:
 
 def _content(what: str = "weights") -> Content:
     tensors = {"attn.qkv.weight": torch.empty(50, 60, device="meta"), "mlp.down.weight": torch.empty(9, device="meta")}
-    return Content(what={"name": what}, layout=Layout.of(tensors), num_blocks=BLOCKS)
+    return Content(what={"name": what}, layouts=(Layout.of(tensors),) * BLOCKS)
 
 
 def _record(block: int) -> torch.Tensor:
-    slot = host_memory(_content().layout.record_bytes)
+    slot = host_memory(_content().layouts[block].record_bytes)
     slot.copy_(torch.randint(0, 256, slot.shape, generator=torch.Generator().manual_seed(block), dtype=torch.uint8))
     return slot
 
@@ -68,11 +68,27 @@ def _write(folder: Path, blocks: list[int] | None = None) -> None:
 def _read_all(folder: Path) -> None:
     store = open_store(folder, _content())
     assert store is not None
-    slot = host_memory(store.layout.record_bytes)
     for record in store.records:
+        slot = host_memory(record.nbytes)
         assert record.offset % PAGE == 0
         store.read(record.block, slot)
         assert torch.equal(slot, _record(record.block))
+
+
+def test_records_have_bytes_of_their_own(tmp_path: Path) -> None:
+    layouts = tuple(Layout.of({"w": torch.empty(size, device="meta")}) for size in (5, 5000, 2000))
+    content = Content(what={}, layouts=layouts)
+    records = [torch.full((layout.record_bytes,), i, dtype=torch.uint8) for i, layout in enumerate(layouts)]
+    with Writer(tmp_path, content) as writer:
+        for block in (1, 2, 0):
+            writer.write(block, records[block])
+        store = writer.finish()
+    assert [record.nbytes for record in store.records] == [PAGE, 5 * PAGE, 2 * PAGE]
+    assert store.path.stat().st_size == content.nbytes == content.first_record + 8 * PAGE
+    for record, wanted in zip(store.records, records, strict=True):
+        slot = host_memory(record.nbytes)
+        store.read(record.block, slot)
+        assert torch.equal(slot, wanted)
 
 
 def test_a_store_is_found_again_by_what_it_holds(tmp_path: Path) -> None:
@@ -127,8 +143,8 @@ def _spoil(path: Path, offset: int, data: bytes) -> None:
 
 def test_the_order_in_which_content_is_described_changes_nothing() -> None:
     one, other = ({"a": 1, "b": 2}, {"b": 2, "a": 1})
-    layout = _content().layout
-    a, b = (Content(what=what, layout=layout, num_blocks=BLOCKS) for what in (one, other))
+    layouts = _content().layouts
+    a, b = (Content(what=what, layouts=layouts) for what in (one, other))
     assert (a.key, a.header) == (b.key, b.header)
 
 
@@ -150,7 +166,7 @@ def test_files_that_are_damaged_are_told_and_not_used(tmp_path: Path, monkeypatc
     for offset in (content.offset(3) + 7, table + 3 * 8 + 4):  # in the record, or its checksum
         _write(tmp_path)
         _spoil(path, offset, bytes([path.read_bytes()[offset] ^ 1]))
-        store, slot = open_store(tmp_path, content), host_memory(content.layout.record_bytes)
+        store, slot = open_store(tmp_path, content), host_memory(content.layouts[3].record_bytes)
         assert store is not None
         store.read(2, slot)
         with pytest.raises(StoreError, match="block 3 does not have its checksum"):
@@ -172,7 +188,7 @@ def test_what_another_version_began_is_begun_anew(tmp_path: Path) -> None:
 
 def test_free_space_is_looked_at_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _write(tmp_path, [0, 1])
-    need = 3 * _content().layout.record_bytes + store_module._MARGIN_BYTES
+    need = 3 * _content().layouts[0].record_bytes + store_module._MARGIN_BYTES
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=need - 1))
     with pytest.raises(StoreError, match="free and the blocks take 36.9 kB; free some space"):
         Writer(tmp_path, _content())

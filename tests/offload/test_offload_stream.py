@@ -254,6 +254,20 @@ def test_records_of_a_file_arrive_whole(record_file: Path, direct: bool, monkeyp
     assert 0 < traffic.busy_s <= traffic.elapsed_s and 0 < traffic.utilisation <= 1
 
 
+def test_no_more_than_a_record_is_read_into_a_slot(record_file: Path) -> None:
+    sizes = {block: (1 + block % 3) * 4096 for block in range(6)}
+    link = DiskLink(record_file, OFFSETS, direct=False)
+    stream = Prefetcher(range(6), host_slots(RECORD, 1), link, sizes=sizes)
+    stream.slots[0][sizes[0] :] = 255
+    for block in range(6):
+        slot = stream.slots[stream.need(block)]
+        assert slot[: sizes[block]].eq(block).all() and slot[sizes[block] :].eq(255).all()
+        slot.fill_(255)
+        stream.done(block)
+    stream.close()
+    assert stream.traffic.num_bytes == sum(sizes.values()) + sizes[0]
+
+
 def test_a_file_that_ends_early_is_one_clear_error(record_file: Path) -> None:
     os.truncate(record_file, 4 * RECORD + 100)
     stream = Prefetcher([1, 4, 5], host_slots(RECORD, 2), DiskLink(record_file, OFFSETS, direct=False))

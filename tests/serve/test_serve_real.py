@@ -204,7 +204,7 @@ def test_weights_may_travel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own
     roomy = OffloadConfig(host_memory=10**10, choose_bits=False)
     need = offload_planner.plan_for(replace(config, offload=roomy), ("share",))
     assert need is not None
-    limited = replace(config, offload=replace(roomy, host_memory=need.plan.device_bytes - 5 * need.plan.block))
+    limited = replace(config, offload=replace(roomy, host_memory=need.plan.device_bytes - 5 * need.plan.slot))
     answers, models = [], []
 
     def load(each: EngineConfig) -> Any:

@@ -49,7 +49,7 @@ def decode(
     taken = [driver().fake_peak(device) for device in range(torch.cuda.device_count())]
     plan, memory = runtime.plan, {"taken": max(taken), "pinned": driver().fake_pinned()}
     if plan is not None:
-        memory |= {"planned": plan.device_bytes, "to pin": (len(plan.from_host) + plan.host_slots) * plan.block}
+        memory |= {"planned": plan.device_bytes, "to pin": sum(plan.blocks[block] for block in plan.from_host)}
     return found | memory | {"registered": driver().fake_registered()}
 
 
@@ -106,7 +106,7 @@ def _leaving(resident: int, config: EngineConfig, modes: tuple[Mode, ...]) -> Of
     whole = plan_for(replace(config, offload=OffloadConfig(device_memory=torch.cuda.mem_get_info()[0])), modes)
     assert whole is not None and not whole.plan.offloads
     plan = whole.plan
-    return OffloadConfig(device_memory=plan.device_bytes - (plan.num_blocks - resident - 2) * plan.block)
+    return OffloadConfig(device_memory=plan.device_bytes - (plan.num_blocks - resident - 2) * plan.slot)
 
 
 def count(

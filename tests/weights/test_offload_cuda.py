@@ -118,7 +118,7 @@ def test_texts_are_those_of_a_model_that_fits(
     close_after.append(offloaded)
     assert offloaded.plan is not None and offloaded.plan.from_disk == ()
     assert offloaded.streamed is not None and len(offloaded.streamed.stream.blocks) == LAYERS - num_resident
-    assert list(gpu.pinned.values()) == [offloaded.plan.block] * (LAYERS - num_resident), "at exact sizes"
+    assert list(gpu.pinned.values()) == [offloaded.plan.slot] * (LAYERS - num_resident), "at exact sizes"
     notes_reads(offloaded, gpu)
     assert texts(offloaded, modes) == texts(whole, modes)
     assert gpu.reads and wrong_uses(gpu.writes, gpu.reads) == []
@@ -271,7 +271,7 @@ def test_the_agenda_of_a_gpu_compares_limits(
     config = fixed(target=str(tmp_path), device="cpu", max_context=widened.SHORT, max_draft=32, offload=everything)
     found = plan_for(config, ("share",), in_memory=True)
     assert found is not None
-    limit = found.plan.device_bytes - 4 * found.plan.block
+    limit = found.plan.device_bytes - 4 * found.plan.slot
     job = Job("cpu", tmp_path / "offload.json", str(tiny))
     cases = [Case("naive"), Case("naive", limit), Case("share", limit)]
     agenda.run(job, "7b", cases, prompts=1, tokens=6)
@@ -279,7 +279,7 @@ def test_the_agenda_of_a_gpu_compares_limits(
     whole, plain, share = job.table("offload")
     assert [row["identical"] for row in (whole, plain, share)] == ["1 of 1"] * 3
     assert (whole["x naive"], plain["x naive"]) == (1, 1) and "resident" not in whole
-    assert share["resident"] == "3 of 9" and share["pinned, GB"] == pytest.approx(6 * found.plan.block / 1e9)
+    assert share["resident"] == "3 of 9" and share["pinned, GB"] == pytest.approx(6 * found.plan.slot / 1e9)
     assert plain["its bytes, ms"] > 0 and plain["a pass, ms"] > 0 and not gpu.pinned
     with pytest.raises(NotHere):
         agenda.measure(job, "7b")

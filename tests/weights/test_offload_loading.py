@@ -87,7 +87,7 @@ def test_rows_of_a_large_head_travel_too(tmp_path: Path, num_resident: int, clos
     options: dict[str, Any] = {"mode": "share", "tree": (2, 3, 8)}
     plan = planned(config_of(folder, 10**9, **options), *modes).plan
     assert plan.num_blocks == 4 + 7
-    limit = plan.device_bytes - (plan.num_blocks - num_resident - 2) * plan.block
+    limit = plan.device_bytes - (plan.num_blocks - num_resident - 2) * plan.slot
     offloaded = Runtime(config_of(folder, limit, **options), modes)
     close_after.append(offloaded)
     assert offloaded.streamed is not None and len(offloaded.streamed.stream.blocks) == 11 - num_resident
@@ -218,7 +218,7 @@ from sharesd.devices.host_memory import own_memory
 from sharesd.weights.offload_planner import plan_for
 config = dict(target={str(folder)!r}, device="cpu", max_context=256)
 need = plan_for(EngineConfig(**config, offload=OffloadConfig(host_memory=10**11, choose_bits=False)), ("share",)).plan
-limit = need.device_bytes - 12 * need.block
+limit = need.device_bytes - 12 * need.slot
 peak, ends = 0, False
 def look():
     global peak
@@ -231,7 +231,7 @@ runtime = Runtime(EngineConfig(**config, offload=OffloadConfig(host_memory=limit
 runtime.engine("share").generate(["the cat sat on"], SamplingParams(max_new_tokens=16, ignore_eos=True))
 ends = True
 watch.join()
-print(len(runtime.streamed.stream.blocks), limit, peak, need.block)
+print(len(runtime.streamed.stream.blocks), limit, peak, need.slot)
 runtime.close()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
