@@ -18,7 +18,6 @@ from sharesd.sampling_params import SamplingParams
 from sharesd.weights import memory_estimate, offload_planner
 from sharesd.weights.backend import CpuBackend
 from sharesd.weights.memory_estimate import LINEARS, MemoryEstimate
-from sharesd.weights.step_timer import StepTimer
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.offloaded import LAYERS
 from tests.helpers.quantized_folders import write_quantized
@@ -129,19 +128,6 @@ def test_what_stays_is_counted(kind: str, tmp_path: Path) -> None:
     tensors = [*model.parameters(), *(t for name, t in model.named_buffers() if not name.endswith("table"))]
     held = sum(tensor.nbytes for tensor in {id(t): t for t in tensors}.values() if id(tensor) not in linears)
     assert estimate._small() + estimate._tail == pytest.approx(held, rel=0.02)
-
-
-@pytest.mark.parametrize("seconds", [1e-12, 1e-3])
-def test_auto_drafts_with_a_copy_where_the_plan_promises_more(
-    seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Which takes memory that blocks could have, and time for each byte of a draft step."""
-    monkeypatch.setattr(StepTimer, "full", lambda timer, rows: [1e-12] * len(rows))
-    monkeypatch.setattr(StepTimer, "quantized", lambda timer, *args: seconds)
-    target = target_of("Q8_0", tmp_path)
-    found = resolved(target, ("auto",), limit_for(target, ("share",)), mode="auto", hybrid_with=())
-    assert found.offload is not None and found.auto is not None
-    assert ("share" in found.drafters) == ("share" in found.auto.drafters) == (seconds < 1e-6)
 
 
 def test_limits_that_are_too_low_are_refused(tmp_path: Path) -> None:
