@@ -120,7 +120,7 @@ class BlockPart(NamedTuple):
 
     @classmethod
     def without_bytes(cls, kind: str, outputs: int, inputs: int) -> BlockPart:
-        """Return a part on the meta device, for a linear that has its records."""
+        """Return a part on the meta device; its linear is given records."""
         form = _FORMATS[kind]
         return cls(kind, torch.empty(outputs, inputs // form.inputs * form.bytes, dtype=torch.uint8, device="meta"))
 

@@ -60,7 +60,7 @@ def folder_and_config(
 
 
 def with_head_quant(config: EngineConfig) -> EngineConfig:
-    """Return the config with a quantization of trained heads, if there are any."""
+    """Return the config with the default quantization of trained heads."""
     has_head = any(selection.head_of(config, mode) for mode in registry.names("head"))
     return replace(config, head_quant=config.head_quant or HEADS_BESIDE_STORED) if has_head else config
 

@@ -1,4 +1,4 @@
-"""Records of stored weights in a file of the cache, which later starts map.
+"""Records of stored weights in a file that later starts map.
 
     header   JSON: key, and the bytes of each linear's records; padded to whole pages
     records  of one linear after the other, in the order of loading, at whole pages
@@ -48,7 +48,7 @@ class KeptRecords:
     def linear(
         self, parts: Sequence[BlockPart], bias: Tensor | None, *, zeros: Zeros, activations: Activations
     ) -> BlockLinear:
-        """Return the next linear, of records in the file or of the parts."""
+        """Return the next linear, from the file or from its parts."""
         records = None if self._mapped is None else self._mapped[len(self._linears)]
         linear = BlockLinear(parts, bias, parts[0].in_features, activations=activations, zeros=zeros, records=records)
         self._linears.append(linear)
@@ -77,7 +77,7 @@ def _header(key: str, sizes: Sequence[int]) -> bytes:
 
 
 def _map(file: Path, key: str) -> list[Tensor] | None:
-    """Return the records of a file; None if it is not there, or another's."""
+    """Return the records of a file; None if they do not fit."""
     try:
         with file.open("rb") as stream:
             line = stream.readline()

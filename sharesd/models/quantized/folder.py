@@ -86,8 +86,9 @@ def stored_types(folder: Path) -> dict[str, str]:
 
 
 def stored_parts(folder: Path, *, outlines: bool = False) -> Iterator[tuple[str, Tensor | BlockPart]]:
-    """Yield names and tensors of a folder; quantized linears as blocks, or outlines of them.
+    """Yield names and tensors of a folder; quantized linears as blocks.
 
+    `outlines`: the blocks have no bytes.
     So are embedding and LM head, if they are in bfloat16. `check_as_stored` comes before it.
     """
     layout, config, _ = _read_config(folder)

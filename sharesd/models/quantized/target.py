@@ -71,7 +71,9 @@ def quantized_types(folder: Path, config: DecoderConfig) -> dict[str, str]:
 def quantized_tensors(
     folder: Path, config: DecoderConfig, stored: Iterable[tuple[str, Tensor]], *, outlines: bool = False
 ) -> Iterator[tuple[str, Tensor | BlockPart]]:
-    """Yield tensors, the matrices of the decoder as blocks, or outlines of them.
+    """Yield tensors, the matrices of the decoder as blocks.
+
+    `outlines`: the blocks have no bytes.
 
     Raises ValueError that names a tensor with values that blocks do not hold.
     """
