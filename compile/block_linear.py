@@ -8,6 +8,7 @@ Legend: M rows, N outputs, K inputs. A record holds the weights of 16 outputs, i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from ctypes import c_int64, c_void_p, cast
 from functools import cache, cached_property
 from typing import Any, Literal, NamedTuple
@@ -58,7 +59,9 @@ GGML has none of those from INT4_32 on: integers with zeros of their own. A bloc
 in float16, their zero in a byte, and codes in the order of Q4_0; INT8_64 has a byte for each code.
 """
 _LANES = 16  # outputs of a record
-_REPACK_ARGTYPES = (c_void_p, *[c_int64] * 4, c_void_p, c_int64)
+_SPLIT, _UPPER = 100, 101
+"""Numbers of Q8_0 in memory, and of its upper halves."""
+_REPACK_ARGTYPES = (c_void_p, *[c_int64] * 3, c_void_p, c_void_p, c_int64)
 _LINEAR_ARGTYPES = (*[c_void_p] * 4, *[c_int64] * 3, c_void_p, c_void_p, c_int64)
 _DECODE_ARGTYPES = (c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_int64)
 
@@ -174,14 +177,14 @@ class BlockLinear(nn.Module):
             return
         weight = torch.empty(size, dtype=torch.uint8) if zeros is None else zeros((size,), torch.uint8)
         self.register_buffer("weight", weight, persistent=False)
-        for part, (number, _, offset, _) in zip(parts, table, strict=True):
+        for part, (_, _, offset, _), words in zip(parts, table, self.table[1:], strict=True):
             raw = part.raw if part.raw.stride(1) == 1 else part.raw.contiguous()
             kernel("repack_blocks", torch.uint8, *_REPACK_ARGTYPES)(
                 raw.data_ptr(),
                 raw.stride(0),
                 len(raw),
                 in_features,
-                number,
+                words.data_ptr(),
                 self.weight.data_ptr() + offset,
                 torch.get_num_threads(),
             )
@@ -191,6 +194,23 @@ class BlockLinear(nn.Module):
         address = self.table.data_ptr()
         c_int64.from_address(address + 2 * self.table.itemsize).value = _block_kernel()
         return address
+
+    @property
+    def has_halves(self) -> bool:
+        """True if some weights are Q8_0, whose codes are stored as halves."""
+        return bool((self.table[1:, 0] == _SPLIT).any())
+
+    def upper_halves(self) -> BlockLinear:
+        """Return a linear of the same memory that reads the upper halves of Q8_0.
+
+        Its activations are rounded to 8 bits; weights of other types are whole.
+        """
+        upper = copy(self)
+        upper._buffers = {**self._buffers, "table": self.table.clone()}
+        upper.table[0, 1] = 0
+        upper.table[1:, 0][self.table[1:, 0] == _SPLIT] = _UPPER
+        upper.activations = "fast"
+        return upper
 
     @property
     def dtype(self) -> torch.dtype:

@@ -18,7 +18,8 @@ namespace sharesd {
 
 enum BlockType : int64_t {  // block_linear.py has these numbers
   kQ8_0, kQ4_K, kQ6_K, kQ5_K, kQ4_0, kQ5_0, kQ4_1, kQ5_1, kIQ4_NL, kIQ4_XS, kMXFP4, kQ3_K, kQ2_K,
-  kINT4_32, kINT4_64, kINT4_128, kINT8_32, kINT8_64, kINT8_128
+  kINT4_32, kINT4_64, kINT4_128, kINT8_32, kINT8_64, kINT8_128,
+  kSplitQ8_0 = 100, kUpperQ8_0  // in memory only, of one content: Q8_0, and its upper halves alone
 };
 constexpr int kOwnZeros = -1;  // in place of a form's `kZero`
 
@@ -423,6 +424,71 @@ template <int BITS, int64_t GROUP> struct ZerosForm : Planes<BITS> {
   }
 };
 
+// Q8_0 whose halves are numbers of their own: c = 16 upper + lower, with lower from -8 to 7, so that the upper halves alone draft.
+// Of 16 uppers, -8 to 7, none is left for c > 119. Such a block is negated, codes and scale, or if it has c < -119 too, not
+// centred: lower is 0 to 15. Bit 14 of a scale, which scales below 2 leave free, is set in centred blocks.
+struct SplitQ8 : PlainForm<8, 7, false> {
+  typedef uint16_t Halves __attribute__((vector_size(32)));
+  static constexpr uint16_t kCentred = 0x4000;
+  static bool splits(const uint8_t* block) { return !(block[1] & kCentred >> 8); }
+  struct Choice { bool centred, negated; };
+  static Choice choice(const uint8_t* block) {
+    int least = 0, most = 0;
+    for (int i = 2; i < 34; ++i) {
+      const int code = static_cast<int8_t>(block[i]);
+      least = std::min(least, code), most = std::max(most, code);
+    }
+    return {most <= 119 || least >= -119, most > 119 && least >= -119};
+  }
+  static void header(const uint8_t* block, int64_t index, int64_t o, uint8_t* to) {
+    const Choice how = choice(block);
+    uint16_t scale;
+    std::memcpy(&scale, block, 2);
+    scale = static_cast<uint16_t>((how.negated ? scale ^ 0x8000 : scale) | (how.centred ? kCentred : 0));
+    std::memcpy(to + index * 32 + o * 2, &scale, 2);
+  }
+  static void decode(const uint8_t* block, uint8_t* codes) {
+    const Choice how = choice(block);
+    for (int i = 0; i < 32; ++i) {
+      const int code = static_cast<int8_t>(block[2 + i]);
+      codes[i] = static_cast<uint8_t>((how.negated ? -code : code) + (how.centred ? 136 : 128));
+    }
+  }
+  static inline vint centred(const uint8_t* unit, int64_t g) {  // all bits, or none
+    return as<vint>(as<vuint>(floats<bf16>(unit + g * 32)) << 1) >> 31;
+  }
+  static inline vfloat scale(const uint8_t* unit, int64_t g) {
+    const Halves bits = get<Halves>(unit + g * 32) & static_cast<uint16_t>(~kCentred);
+    return floats<f16>(reinterpret_cast<const uint8_t*>(&bits));
+  }
+  // What codes of a group have too much, in each byte.
+  static inline vuint excess(const uint8_t* unit, int64_t g) { return as<vuint>(centred(unit, g)) & 0x08080808u; }
+};
+template <typename Form> constexpr bool kHasExcess = std::is_same_v<Form, SplitQ8>;
+
+template <typename V> inline V less_bytes(const V& a, const V& b) {
+  if constexpr (IsPair<V>::value) {
+    return pair_of(less_bytes(a.low, b.low), less_bytes(a.high, b.high));
+  } else {
+    using Bytes = typename VectorOf<uint8_t, sizeof(V)>::type;
+    return (V)((Bytes)a - (Bytes)b);
+  }
+}
+
+// The upper halves: codes of 4 bits, with the middle of a block that is not centred at half a step.
+struct UpperQ8 : SplitQ8 {
+  static constexpr int64_t kLowBytes = 0;
+  static constexpr int kZero = 0;
+  static constexpr bool kMin = true, kWide = false;
+  static inline void pair(const uint8_t* w, const uint8_t* low, int64_t j, vuint& a, vuint& b) {
+    Planes<4>::pair(w, low, j, a, b);
+  }
+  static inline vfloat scale(const uint8_t* unit, int64_t g) { return SplitQ8::scale(unit, g) * 16.0f; }
+  static inline vfloat minimum(const uint8_t* unit, int64_t g) {
+    return SplitQ8::scale(unit, g) * convert<vfloat>((centred(unit, g) & 8) + 120);
+  }
+};
+
 template <int64_t TYPE> struct FormOf;
 template <> struct FormOf<kQ8_0> { using type = PlainForm<8, 7, false>; };
 template <> struct FormOf<kQ4_K> { using type = MinimaForm<4>; };
@@ -443,6 +509,8 @@ template <> struct FormOf<kINT4_128> { using type = ZerosForm<4, 128>; };
 template <> struct FormOf<kINT8_32> { using type = ZerosForm<8, 32>; };
 template <> struct FormOf<kINT8_64> { using type = ZerosForm<8, 64>; };
 template <> struct FormOf<kINT8_128> { using type = ZerosForm<8, 128>; };
+template <> struct FormOf<kSplitQ8_0> { using type = SplitQ8; };
+template <> struct FormOf<kUpperQ8_0> { using type = UpperQ8; };
 
 // Call f with the form of a type.
 template <typename F> inline void with_form(int64_t type, F&& f) {
@@ -466,6 +534,8 @@ template <typename F> inline void with_form(int64_t type, F&& f) {
     case kINT8_32: return f(FormOf<kINT8_32>::type{});
     case kINT8_64: return f(FormOf<kINT8_64>::type{});
     case kINT8_128: return f(FormOf<kINT8_128>::type{});
+    case kSplitQ8_0: return f(FormOf<kSplitQ8_0>::type{});
+    case kUpperQ8_0: return f(FormOf<kUpperQ8_0>::type{});
   }
 }
 
@@ -475,6 +545,9 @@ template <typename Form> struct Record {  // sizes in bytes, of K inputs
   static constexpr int64_t units(int64_t K) { return (K + Form::kUnit - 1) / Form::kUnit; }
   static constexpr int64_t low(int64_t K) { return units(K) * kUnitBytes; }
   static constexpr int64_t bytes(int64_t K) { return low(K) + units(K) * kLowUnitBytes; }
+};
+template <> struct Record<UpperQ8> : Record<SplitQ8> {
+  static constexpr int64_t kLowUnitBytes = 0;
 };
 
 // 16 rows of a file, `pitch` bytes apart, as a record; rows beyond `rows` are zeros.
@@ -506,8 +579,18 @@ inline void advise_huge_pages([[maybe_unused]] uint8_t* memory, [[maybe_unused]]
 #endif
 }
 
-// Rows of a file, a part of a linear, as records.
-inline void repack_blocks(const uint8_t* raw, int64_t pitch, int64_t rows, int64_t K, int64_t type, uint8_t* to, int threads) {
+// True if halves of Q8_0 can be numbers of their own: their scales leave a bit free.
+inline bool split_q8(const uint8_t* raw, int64_t pitch, int64_t rows, int64_t K, int threads) {
+  bool all = true;
+#pragma omp parallel for num_threads(threads) reduction(&& : all)
+  for (int64_t n = 0; n < rows; ++n)
+    for (int64_t b = 0; b < K / 32; ++b) all = all && SplitQ8::splits(raw + n * pitch + b * SplitQ8::kBlock);
+  return all;
+}
+
+// Rows of a file, a part of a linear, as records. Q8_0 becomes kSplitQ8_0 where it can.
+inline void repack_blocks(const uint8_t* raw, int64_t pitch, int64_t rows, int64_t K, int64_t& type, uint8_t* to, int threads) {
+  if (type == kQ8_0 && split_q8(raw, pitch, rows, K, threads)) type = kSplitQ8_0;
   with_form(type, [&](auto form) {
     using Form = decltype(form);
     const int64_t bytes = Record<Form>::bytes(K);
@@ -542,6 +625,10 @@ void unpack_blocks(const uint8_t* record, int64_t K, int64_t u, int64_t units, U
       for (int64_t j = 0; j < 4; ++j, code += 128) {
         vuint a, b;
         Form::pair(codes, codes_low, j, a, b);
+        if constexpr (kHasExcess<Form>) {
+          const vuint excess = Form::excess(unit, g);
+          a = less_bytes(a, excess), b = less_bytes(b, excess);
+        }
         put(a, code);
         put(b, code + 64);
       }

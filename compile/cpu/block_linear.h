@@ -66,27 +66,30 @@ inline void add_group(vfloat& acc, const vfloat& scale, float xs, const vint& do
 
 // R rows against B records, whose codes are unpacked in registers.
 template <typename Form, int R, int B, bool EXACT>
-void few_block_rows(const RowTile& x, const uint8_t* const (&w)[B], int64_t K, int64_t skip, vfloat (&acc)[R][B]) {
+void few_block_rows(const RowTile& x, const uint8_t* const (&w)[B], int64_t K, vfloat (&acc)[R][B]) {
   using Sizes = Record<Form>;
   constexpr int64_t kAhead = (2048 + Sizes::kUnitBytes - 1) / Sizes::kUnitBytes;  // units
   constexpr int64_t kLines = Form::kBytes / 64, kHalves = 32 / Form::kGroup, kPairs = 4 / kHalves;
   constexpr bool kWide = Form::kWide && kSaturates;
   const int64_t units = Sizes::units(K);
+  const int64_t skip = B * Sizes::bytes(K) - Sizes::low(K), skip_low = B * Sizes::bytes(K) - units * Sizes::kLowUnitBytes;
   const uint8_t *unit[B], *low[B];
   for (int b = 0; b < B; ++b) unit[b] = w[b], low[b] = w[b] + Sizes::low(K);
   const int8_t *codes = x.codes, *fines = x.fine;
   for (int64_t u = 0; u < units; ++u) {
     const int64_t ahead = kAhead * Sizes::kUnitBytes + (u + kAhead < units ? 0 : skip);
-    const int64_t ahead_low = kAhead * Sizes::kLowUnitBytes + (u + kAhead < units ? 0 : skip);
+    const int64_t ahead_low = kAhead * Sizes::kLowUnitBytes + (u + kAhead < units ? 0 : skip_low);
     for (int b = 0; b < B; ++b)
       for (int64_t i = 0; i < Form::kHeader; i += 64) __builtin_prefetch(unit[b] + i + ahead, 0, 2);
     for (int64_t g = 0; g < Form::kUnit / 32; ++g) {
       const int64_t at = (u * (Form::kUnit / 32) + g) * R;
       const uint8_t *from[B], *from_low[B];
+      [[maybe_unused]] vuint excess[B];
       for (int b = 0; b < B; ++b) {
         from[b] = unit[b] + Form::kHeader + g * Form::kBytes, from_low[b] = low[b] + g * Form::kLowBytes;
         for (int64_t i = 0; i < kLines; ++i) __builtin_prefetch(from[b] + i * 64 + ahead, 0, 2);
         for (int64_t i = 0; i < Form::kLowBytes; i += 64) __builtin_prefetch(from_low[b] + i + ahead_low, 0, 2);
+        if constexpr (kHasExcess<Form>) excess[b] = Form::excess(unit[b], g);
       }
       for (int64_t h = 0; h < kHalves; ++h) {
         vint dot[R][B] = {}, fine[R][B] = {};
@@ -105,6 +108,8 @@ void few_block_rows(const RowTile& x, const uint8_t* const (&w)[B], int64_t K, i
           for (int b = 0; b < B; ++b) {
             vuint first, second;
             Form::pair(from[b], from_low[b], j, first, second);
+            if constexpr (kHasExcess<Form>)
+              first = less_bytes(first, excess[b]), second = less_bytes(second, excess[b]);
             for (int r = 0; r < R; ++r) {
               dot_codes<kWide>(dot[r][b], first, codes + r * 4);
               dot_codes<kWide>(dot[r][b], second, codes + (R + r) * 4);
@@ -129,11 +134,11 @@ void few_block_rows(const RowTile& x, const uint8_t* const (&w)[B], int64_t K, i
 }
 
 template <typename Form, int R, int B, bool EXACT>
-void few_tile(const BlockRows& x, const uint8_t* const (&w)[B], int64_t K, int64_t skip, float* sums) {
+void few_tile(const BlockRows& x, const uint8_t* const (&w)[B], int64_t K, float* sums) {
   if constexpr (R > 1)
-    if (x.M < R) return few_tile<Form, R - 1, B, EXACT>(x, w, K, skip, sums);
+    if (x.M < R) return few_tile<Form, R - 1, B, EXACT>(x, w, K, sums);
   vfloat acc[R][B] = {};
-  few_block_rows<Form, R, B, EXACT>({x, 0, 0}, w, K, skip, acc);
+  few_block_rows<Form, R, B, EXACT>({x, 0, 0}, w, K, acc);
   for (int r = 0; r < R; ++r)
     for (int b = 0; b < B; ++b) put(acc[r][b], sums + (r * B + b) * 16);
 }
@@ -240,7 +245,7 @@ inline void block_sums(const BlockRows& x, const uint8_t* w, int64_t type, int64
     const uint8_t* at[B];
     for (int b = 0; b < B; ++b) at[b] = w + std::min<int64_t>(b, num - 1) * bytes;
     if (x.tiles == 1)
-      (x.exact ? few_tile<Form, kTileRows, B, true> : few_tile<Form, kTileRows, B, false>)(x, at, K, (B - 1) * bytes, sums);
+      (x.exact ? few_tile<Form, kTileRows, B, true> : few_tile<Form, kTileRows, B, false>)(x, at, K, sums);
     else
       (x.exact ? many_block_rows<Form, B, true> : many_block_rows<Form, B, false>)(x, at, K, sums);
   });

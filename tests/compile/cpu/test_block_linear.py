@@ -132,6 +132,59 @@ def test_parts_of_different_types(activations: Activations) -> None:
             assert torch.equal(merged(x), torch.cat([linear(x) for linear in alone], 1))
 
 
+def upper_values(part: BlockPart) -> Tensor:
+    """Codes of Q8_0 at the middles of 16 cells, of which one is around zero if all codes of the block fit."""
+    blocks = part.raw.unflatten(1, (-1, 34))
+    scale, codes = blocks[..., :2].contiguous().view(torch.float16).double(), blocks[..., 2:].view(torch.int8).double()
+    top, bottom = codes.amax(2, keepdim=True), codes.amin(2, keepdim=True)
+    up, down = 16 * (codes / 16 + 0.5).floor(), 16 * (codes / 16 - 0.5).ceil()
+    either = torch.where(top <= 119, up, torch.where(bottom >= -119, down, 16 * (codes / 16).floor() + 8))
+    return (scale * either).flatten(1)
+
+
+def q8_part(N: int, K: int) -> BlockPart:
+    """Blocks of a quantizer and random ones, whose codes reach both ends."""
+    raw = torch.from_numpy(gguf.quantize(random(N, K).numpy(), ggml_type("Q8_0")))
+    raw[::3] = random_part("Q8_0", N, K).raw[::3]
+    return BlockPart("Q8_0", raw)
+
+
+def test_upper_halves_are_numbers_of_the_same_memory() -> None:
+    for N, K in sizes("Q8_0"):
+        part, bias = q8_part(N, K), random(N)
+        linear = BlockLinear([part], bias, K)
+        upper = linear.upper_halves()
+        assert linear.has_halves and upper.weight.data_ptr() == linear.weight.data_ptr()
+        weight = upper_values(part)
+        assert torch.equal(upper.dequantize(slice(None)).double(), weight)
+        for M in (1, 2, 3, 9):
+            x = random(M, K)
+            size = x.norm(dim=1, keepdim=True) * weight.norm(dim=1)
+            assert ((upper(x).double() - bias - rounded(x, "fast") @ weight.T).abs() < 2e-6 * size + 1e-6).all()
+        assert torch.equal(linear.dequantize(slice(None)), values(part))
+
+
+def test_a_rows_bits_of_upper_halves_depend_on_nothing_beside_it() -> None:
+    upper = BlockLinear([q8_part(72, 576), random_part("Q4_0", 16, 576)][::-1], None, 576).upper_halves()
+    x = random(16, 576) * torch.logspace(-3, 3, 16)[:, None]
+    one_by_one = torch.cat([upper(row[None]) for row in x])
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        for M in range(1, 17):
+            assert torch.equal(upper(x[-M:]), one_by_one[-M:])
+
+
+def test_scales_that_leave_no_bit_free_are_not_split() -> None:
+    part = q8_part(32, 512)
+    part.raw[5, :2] = torch.tensor([2.0], dtype=torch.float16).view(torch.uint8)
+    linear = BlockLinear([part, q8_part(16, 512)], None, 512)
+    assert torch.equal(linear.dequantize(slice(32)), values(part))
+    upper = linear.upper_halves()
+    assert torch.equal(upper.dequantize(slice(32)), values(part))
+    assert not torch.equal(upper.dequantize(slice(32, 48)), linear.dequantize(slice(32, 48)))
+    assert not BlockLinear([part, random_part("Q4_0", 16, 512)], None, 512).has_halves
+
+
 def test_rows_may_lie_apart() -> None:
     part = random_part("Q4_K", 32, 512)
     apart = torch.zeros(32, part.raw.shape[1] + 5, dtype=torch.uint8)

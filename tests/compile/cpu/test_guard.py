@@ -158,8 +158,12 @@ def test_linears_of_blocks(dtype: torch.dtype) -> None:
             linear = BlockLinear([BlockPart(name, hand(f"raw {name}", raw))], None, 256)
             linear.weight, linear.bias = hand(f"weight {name}", linear.weight), hand(f"bias {name}", random(dtype, 40))
             linear.table = hand(f"table {name}", linear.table)
+            upper = linear.upper_halves()
+            upper.table = hand(f"upper table {name}", upper.table)
             for M in (1, 7, 19):
-                linear(hand(f"x {name} {M}", random(dtype, M, 256)))
+                x = hand(f"x {name} {M}", random(dtype, M, 256))
+                linear(x)
+                upper(x)
             linear.dequantize(hand(f"rows {name}", torch.tensor([0, 39])))
 
     every_region_is_guarded(call)
