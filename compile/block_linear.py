@@ -132,6 +132,13 @@ class BlockPart(NamedTuple):
         return self.raw.float() if self.type == WIDENED else BlockLinear([self], None, self.in_features).unpacked()
 
 
+class Records(NamedTuple):
+    """Memory of a linear, and the number of each part's type there."""
+
+    weight: Tensor
+    types: list[int]
+
+
 class BlockLinear(nn.Module):
     """Linear with the blocks of one or several tensors of a file."""
 
@@ -146,7 +153,7 @@ class BlockLinear(nn.Module):
         *,
         activations: Activations = "exact",
         zeros: Zeros | None = None,
-        records: Tensor | None = None,
+        records: Records | None = None,
     ) -> None:
         """Repack the parts, whose outputs follow each other. `zeros` allocates their memory.
 
@@ -172,8 +179,9 @@ class BlockLinear(nn.Module):
         self.register_buffer("table", torch.tensor([head, *table]), persistent=False)
         self.register_buffer("bias", bias_N, persistent=False)
         if records is not None:
-            assert records.shape == (size,), f"{list(records.shape)} bytes of records for {size}"
-            self.register_buffer("weight", records, persistent=False)
+            assert records.weight.shape == (size,), f"{list(records.weight.shape)} bytes of records for {size}"
+            self.table[1:, 0] = torch.tensor(records.types)
+            self.register_buffer("weight", records.weight, persistent=False)
             return
         weight = torch.empty(size, dtype=torch.uint8) if zeros is None else zeros((size,), torch.uint8)
         self.register_buffer("weight", weight, persistent=False)
@@ -196,14 +204,19 @@ class BlockLinear(nn.Module):
         return address
 
     @property
+    def types(self) -> list[int]:
+        """Numbers of the parts' types in memory."""
+        return self.table[1:, 0].tolist()
+
+    @property
     def has_halves(self) -> bool:
         """True if some weights are Q8_0, whose codes are stored as halves."""
         return bool((self.table[1:, 0] == _SPLIT).any())
 
     def upper_halves(self) -> BlockLinear:
-        """Return a linear of the same memory that reads the upper halves of Q8_0.
+        """Return a linear that reads the upper halves of Q8_0 alone.
 
-        Its activations are rounded to 8 bits; weights of other types are whole.
+        Both share their memory. Activations are rounded to 8 bits; weights of other types are whole.
         """
         upper = copy(self)
         upper._buffers = {**self._buffers, "table": self.table.clone()}

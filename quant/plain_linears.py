@@ -16,6 +16,11 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D" or _is_packed(module)
 
 
+def has_halves(linear: nn.Module) -> bool:
+    """True if codes are stored as halves, see `upper_halves` of the linear."""
+    return getattr(linear, "has_halves", False)
+
+
 def weight_NK(linear: Any) -> Tensor:
     """Return the weight [N, K]; of a packed linear, a copy."""
     if _is_packed(linear):

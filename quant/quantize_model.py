@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from quant.config import QuantConfig
-from quant.plain_linears import device_of, is_linear, weight_shape
+from quant.plain_linears import device_of, has_halves, is_linear, weight_shape
 from quant.solved_linears import LayerLinears, PackCache, PackFn, QuantTask, SolverConfig, cached_file
 from quant.switch_linear import QuantizedLinear, Switch, SwitchLinear
 
@@ -39,7 +39,7 @@ class QuantReport:
     full_bytes: int
     """Bytes of the linears' weights at full precision."""
     quantized_bytes: int
-    """Bytes of the linears' quantized weights, scales included."""
+    """Bytes that the quantized weights add, scales included."""
     seconds: float
     """Wall time, loading from the cache included."""
     from_cache: bool
@@ -106,7 +106,7 @@ class LinearQuantizer:
             )
             weight = weight_shape(full)
             self._full_bytes += weight.numel() * weight.itemsize
-            self._quantized_bytes += quantized.nbytes
+            self._quantized_bytes += 0 if self._config.format.is_nested else quantized.nbytes
             self._num_done += 1
             if self._progress is not None:
                 self._progress(self._num_done, len(self.tasks), path)
@@ -189,7 +189,7 @@ def _plan(model: nn.Module, config: QuantConfig, head_name: str, layer_of: Layer
     has_head = False
     for path, module in model.named_modules():
         assert not isinstance(module, (SwitchLinear, QuantizedLinear)), f"{path} is quantized already"
-        if not is_linear(module):
+        if not is_linear(module) or (config.format.is_nested and not has_halves(module)):
             continue
         layer = layer_of(path)
         if path == head_name:
@@ -204,6 +204,8 @@ def _plan(model: nn.Module, config: QuantConfig, head_name: str, layer_of: Layer
     for layer in config.skip_layers:
         if layer not in layers.values():
             raise ValueError(f"layer {layer} does not exist in this model; choose from 0 to {max(layers.values())}")
+    if config.format.is_nested and not (layers or has_head):
+        raise ValueError(f"quantization is {str(config)!r} and no linear is stored as Q8_0; take hqq:4:64")
     if config.head_bits is not None and not has_head:
         raise ValueError(f"the LM head {head_name!r} is no linear of this model; drop head={config.head_bits}")
     tasks = [

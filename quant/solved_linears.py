@@ -95,6 +95,10 @@ class LayerLinears:
     def linear(self, path: str, full: nn.Module, bits: int) -> Any:
         """Return the quantized linear of a full one."""
         form, group, bias = self._config.format, self._config.group_size, bias_of(full)
+        if form.is_nested:
+            stored: Any = full
+            place = {"dtype": stored.dtype, "device": stored.weight.device}
+            return form.linear(path, stored, bias, bits=bits, group_size=group, **place)
         if form.solver is None:
             weight = weight_NK(full)
             return form.linear(

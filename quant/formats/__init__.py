@@ -57,6 +57,8 @@ class QuantFormat:
 
     `weight` is the solver's `QuantizedWeight`, or the full weight if the format has no solver.
     """
+    is_nested: bool = False
+    """True if `linears` take a linear with halves, and share its memory."""
 
     def group(self, K: int, bits: int, group_size: int) -> int:
         """Return the number of weights per scale in rows of K weights."""

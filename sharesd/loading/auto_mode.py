@@ -94,7 +94,7 @@ def _model_drafter(
     if heads:
         return heads[0], "a trained head was given" if config.heads else "a trained head ships with this model"
     if config.dequantize is False:
-        return None, "a copy of weights that run as they are stored would be no faster"
+        return None, "weights that run as they are stored are no slower than what share drafts with, or hardly"
     if config.quant.format.solver is None:
         return shares, f"drafts by {config.quant} were asked for"
     if device.type == "cpu" and not runs_cpp(device):

@@ -85,6 +85,24 @@ class Combination:
         return "take --dequantize" if self.config.target_quant is None else "drop --target-quant"
 
     @property
+    def nested_obstacle(self) -> str | None:
+        """Reason against drafts by upper halves, if they were asked for."""
+        config = self.config
+        if config.head_quant is not None and config.head_quant.format.is_nested:
+            return "trained heads are not stored as Q8_0; leave out --head-quant"
+        if not config.quant.format.is_nested:
+            return None
+        if self.needs(Need.SECOND_MODEL) and selection.second_model(config) is None:
+            return "drafts would be a second model of as many bytes; take mode share"
+        if not self.needs(Need.QUANTIZED_TARGET):
+            return None
+        if config.dequantize is not False:
+            return "the weights do not run as they are stored; take hqq:4:64,head=4"
+        if config.split.enabled or config.tensor_parallel > 1:
+            return "the weights are shared out; take hqq:4:64,head=4"
+        return f"{self.device} has no kernel for it yet; take --device cpu" if self.on_gpu else None
+
+    @property
     def q8_obstacle(self) -> str | None:
         """Reason against KV in 8 bits, if that was asked for."""
         if self.config.kv_dtype == "auto":

@@ -279,6 +279,7 @@ RESOLVED: tuple[Row, ...] = (
         lambda c: c.config.dequantize is False and c.on_gpu and c.config.kernels == "torch",
         lambda c: f"stored weights run in the Triton kernels, and torch's run here; {c.without_blocks}",
     ),
+    Row(lambda c: c.nested_obstacle is not None, lambda c: f"draft_quant is nested, and {c.nested_obstacle}"),
     Row(
         lambda c: c.config.activations != "exact" and c.on_gpu,
         lambda c: f"activations is {c.config.activations!r}, which rounds them on a CPU alone; leave it out",

@@ -32,7 +32,7 @@ from sharesd.execution.step_widths import fixed_width
 from sharesd.loading.auto_mode import AutoDrafters, choose_drafters
 from sharesd.loading.combination import Combination
 from sharesd.loading.combinations import NO_OFFLOAD, RESOLVED, TARGET, check, check_options, first_message
-from sharesd.loading.stored_weights import folder_and_config, with_head_quant
+from sharesd.loading.stored_weights import folder_and_config, with_head_quant, with_nested_drafts
 from sharesd.models.checkpoint import Progress, silent
 from sharesd.models.decoder_config import UnsupportedArchitecture
 from sharesd.models.loader import decoder_config
@@ -232,6 +232,10 @@ class _Resolver:
             config = offload.config
         elif auto is not None:
             config = replace(config, auto_drafters=auto.drafters)
+        if offload is None:
+            config = with_nested_drafts(config, self._modes, folder, self.device)
+        elif config.quant.format.is_nested:
+            raise ValueError("draft_quant is nested, and the weights are offloaded; take hqq:4:64,head=4")
         pipeline = plan_pipeline(config, self._modes, folder, dtype)
         device = self.device if pipeline is None else pipeline.output_device
         use(device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,12 +14,15 @@ from compile.op_registry import runs_cpp, runs_triton
 from quant.config import QuantConfig
 from sharesd.config import EngineConfig
 from sharesd.drafters import registry, selection
+from sharesd.drafters.spec import Need
 from sharesd.loading.combination import Combination
-from sharesd.models.checkpoint import Progress, is_stored, weight_files
+from sharesd.models.checkpoint import STORED, TARGET_QUANT, Progress, is_stored, weight_files
 from sharesd.models.conversion_cache import is_converted
+from sharesd.models.gguf.stored import q8_share
 from sharesd.models.hub import resolve_target
 
 log = logging.getLogger(__name__)
+NESTED = QuantConfig(method="nested")
 
 HEADS_BESIDE_STORED = QuantConfig(bits=8, head_bits=8)
 """Default quantization of trained heads beside stored weights on a CPU.
@@ -63,6 +67,23 @@ def with_head_quant(config: EngineConfig) -> EngineConfig:
     """Return the config with the default quantization of trained heads."""
     has_head = any(selection.head_of(config, mode) for mode in registry.names("head"))
     return replace(config, head_quant=config.head_quant or HEADS_BESIDE_STORED) if has_head else config
+
+
+def with_nested_drafts(config: EngineConfig, modes: Sequence[str], folder: Path, device: torch.device) -> EngineConfig:
+    """Return a config with nested drafts, if most weights are Q8_0.
+
+    A quantization that was given is kept.
+    """
+    nested = replace(config, quant=NESTED)
+    asked = Combination.of(nested, modes, device=str(device))
+    is_given = not config.offload.choose_bits or config.quant != EngineConfig().quant
+    if is_given or asked.nested_obstacle is not None or not asked.needs(Need.QUANTIZED_TARGET):
+        return config
+    if (folder / TARGET_QUANT).exists():
+        is_q8 = config.target_quant == "q8_0"
+    else:
+        is_q8 = (folder / STORED).exists() and q8_share(folder) >= 0.5
+    return nested if is_q8 else config
 
 
 def _check_target_quant(config: EngineConfig, device: torch.device, needs_numbers: bool) -> None:

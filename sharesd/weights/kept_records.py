@@ -1,6 +1,6 @@
 """Records of stored weights in a file that later starts map.
 
-    header   JSON: key, and the bytes of each linear's records; padded to whole pages
+    header   JSON: key, and of each linear the bytes and its parts' types; padded to whole pages
     records  of one linear after the other, in the order of loading, at whole pages
 
 A mapped file is neither read nor repacked, and several processes share its memory.
@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from compile.block_linear import Activations, BlockLinear, BlockPart
+from compile.block_linear import Activations, BlockLinear, BlockPart, Records
 from compile.linear import Zeros
 from sharesd.models.checkpoint import Progress
 from sharesd_files import atomic_path, cache_root, warn_unwritable
@@ -43,7 +43,7 @@ class KeptRecords:
     @property
     def mapped_bytes(self) -> int:
         """Bytes of weights that the system counts as free memory."""
-        return sum(records.nbytes for records in self._mapped or ())
+        return sum(records.weight.nbytes for records in self._mapped or ())
 
     def linear(
         self, parts: Sequence[BlockPart], bias: Tensor | None, *, zeros: Zeros, activations: Activations
@@ -59,7 +59,7 @@ class KeptRecords:
         linears, self._linears = self._linears, []
         if self.is_mapped or not linears:
             return
-        header = _header(self._key, [linear.nbytes for linear in linears])
+        header = _header(self._key, linears)
         try:
             with atomic_path(self._file, durable=True) as fresh, fresh.open("wb") as stream:
                 stream.write(header)
@@ -71,27 +71,28 @@ class KeptRecords:
             warn_unwritable(self._file, error, "weights are put into the order of the kernels at each start")
 
 
-def _header(key: str, sizes: Sequence[int]) -> bytes:
-    text = json.dumps({"key": key, "bytes": list(sizes)}).encode() + b"\n"
+def _header(key: str, linears: Sequence[BlockLinear]) -> bytes:
+    fields = {"key": key, "linears": [[linear.nbytes, linear.types] for linear in linears]}
+    text = json.dumps(fields).encode() + b"\n"
     return text.ljust(_pages(len(text)))
 
 
-def _map(file: Path, key: str) -> list[Tensor] | None:
+def _map(file: Path, key: str) -> list[Records] | None:
     """Return the records of a file; None if they do not fit."""
     try:
         with file.open("rb") as stream:
             line = stream.readline()
             found = json.loads(line)
-            sizes = found["bytes"]
-            starts = list(accumulate(map(_pages, sizes), initial=_pages(len(line))))
+            linears = found["linears"]
+            starts = list(accumulate((_pages(size) for size, _ in linears), initial=_pages(len(line))))
             if found["key"] != key or file.stat().st_size != starts[-1]:
                 return None
             memory = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
     except (OSError, ValueError, LookupError, TypeError):
         return None
     return [
-        torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=start)
-        for size, start in zip(sizes, starts, strict=False)
+        Records(torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=start), types)
+        for (size, types), start in zip(linears, starts, strict=False)
     ]
 
 

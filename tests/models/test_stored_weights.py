@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compile.block_linear import BlockEmbedding, BlockLinear, BlockPart
 from compile.huge_pages import HugePageArena
-from sharesd import LLM, EngineConfig, SamplingParams
+from sharesd import LLM, EngineConfig, QuantConfig, SamplingParams
 from sharesd.config import Mode
 from sharesd.drafters.hybrid import members
 from sharesd.loading.resolve import resolve_config
@@ -80,6 +80,53 @@ def test_each_type_gives_the_values_of_the_file(kind: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("activations", ["exact", "fast"])
 def test_every_mode_gives_the_text_of_plain_decoding(activations: str, tmp_path: Path) -> None:
     require_same_texts(write_gguf(tmp_path / "a.gguf"), dequantize=False, activations=activations)
+
+
+@pytest.mark.parametrize("activations", ["exact", "fast"])
+@pytest.mark.parametrize("quant", ["nested", "nested,head=4"])
+def test_upper_halves_draft_and_add_no_bytes(quant: str, activations: str, tmp_path: Path) -> None:
+    target = write_gguf(tmp_path / "a.gguf")
+    modes = ("naive", "share", "hybrid")
+    llm = require_same_texts(target, modes, quant=quant, dequantize=False, activations=activations, num_draft=3)
+    runtime: Any = llm._runtime
+    assert runtime.engine("share").drafter.extra_bytes() == (0, 0)
+    block = runtime.target.blocks[0]
+    full, upper = block.attn.qkv.full, block.attn.qkv.quantized
+    assert upper.weight is full.weight and not torch.equal(upper.unpacked(), full.unpacked())
+    assert isinstance(block.mlp.down, BlockLinear)  # stored as Q4_0
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "method"),
+    [
+        ("Q8_0", {}, "nested"),
+        ("Q4_0", {}, "hqq"),
+        ("Q8_0", {"quant": QuantConfig(bits=8)}, "hqq"),
+        ("Q8_0", {"mode": "classic"}, "hqq"),
+        ("Q8_0", {"dequantize": True}, "hqq"),
+        ("F16", {"target_quant": "q8_0"}, "nested"),
+    ],
+)
+def test_share_drafts_by_upper_halves_where_most_weights_have_them(
+    kind: str, options: dict[str, Any], method: str, tmp_path: Path
+) -> None:
+    target = str(write_gguf(tmp_path / "a.gguf", kind=kind))
+    config = EngineConfig(**{"target": target, "mode": "share", "max_context": 64, **options})
+    assert resolve_config(config).config.quant.method == method
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dequantize": True}, "the weights do not run as they are stored; take hqq:4:64,head=4"),
+        ({"mode": "classic"}, "drafts would be a second model of as many bytes; take mode share"),
+        ({"kind": "Q4_0"}, "no linear is stored as Q8_0; take hqq:4:64"),
+    ],
+)
+def test_where_upper_halves_do_not_draft(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "a.gguf", kind=options.pop("kind", "Q8_0"))
+    with pytest.raises(ValueError, match=message):
+        LLM(file, **{"mode": "share", "quant": "nested", "dequantize": False, "max_context": 64, **options})
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,8 @@ def test_config_defaults_and_dataclass_form() -> None:
 @pytest.mark.parametrize(
     ("spec", "skips", "value", "remedy"),
     [
-        ("gptq:4", (), "gptq", "hqq, bnb"),
-        ("", (), "''", "hqq, bnb"),
+        ("gptq:4", (), "gptq", "hqq, bnb, nested"),
+        ("", (), "''", "hqq, bnb, nested"),
         ("hqq:4:64:1", (), "hqq:4:64:1", "METHOD:BITS:GROUP"),
         ("hqq:four", (), "'four'", "hqq:4:64"),
         ("hqq:5", (), "5", "8, 4, 3, 2"),

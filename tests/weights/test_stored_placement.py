@@ -254,8 +254,8 @@ def more_heads(folder: Path) -> Path:
         (
             lambda at: more_heads(write_quantized(at / "model", "awq")),
             {"tensor_parallel": 4},
-            "the 32 outputs of model.layers.0.self_attn.k_proj.weight, which is stored as INT4_64, cannot be shared out "
-            "evenly in groups of 16; leave tensor_parallel out, or take --dequantize",
+            "the 32 outputs of model.layers.0.self_attn.k_proj.weight, which is stored as INT4_64, cannot be shared "
+            "out evenly in groups of 16; leave tensor_parallel out, or take --dequantize",
         ),
         (
             lambda at: make_checkpoint(at / "model", hidden=256),

@@ -71,6 +71,13 @@ def _is_blocks(tensor: StoredTensor) -> bool:
     return len(tensor.shape) == 2 and tensor.kind.name in BLOCK_TYPES
 
 
+def q8_share(folder: Path) -> float:
+    """Return the share of the tensors' bytes that are Q8_0."""
+    file, _ = _model(folder)
+    sizes = [(tensor.kind.name == "Q8_0", tensor.data.nbytes) for tensor in file.tensors.values()]
+    return sum(size for is_q8, size in sizes if is_q8) / sum(size for _, size in sizes)
+
+
 def _rows(tensor: StoredTensor) -> Tensor:
     """Return the bytes of each row, [rows, bytes]."""
     size, num_bytes = gguf.GGML_QUANT_SIZES[tensor.kind]
