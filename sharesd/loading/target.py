@@ -303,7 +303,7 @@ class ModelLoader:
         return packer_for_cuda(resolved.device, resolved.dtype, resolved.step_width, resolved.config.max_batch)
 
     def _runs_stored(self, folder: Path) -> bool:
-        """Return True if a folder runs as it is stored, on a CPU."""
+        """Return True if a CPU runs a folder as stored."""
         return isinstance(self._backend, CpuBackend) and runs_cpp(self._backend.device) and is_stored(folder)
 
     def _make_linear(self, kept: KeptRecords | None, *, stays: bool) -> MakeLinear | None:

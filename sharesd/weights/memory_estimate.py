@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from compile.attention import supports_flash
+from compile.cpp_extension import kernels_version
 from offload.block_file import Content
 from offload.block_layout import Layout
 from offload.plan import DEPTHS, Drafter, Rates, Sizes, constant_acceptance
@@ -124,7 +125,8 @@ class MemoryEstimate:
         what = {"dtype": str(self._dtype), "order": "as it is"}
         if not self._on_gpu:
             assert self._folder is not None
-            what |= {"checkpoint": identity(self._folder), "order": "packed for the CPU kernel"}
+            kernels = kernels_version() if is_stored(self._folder) else "the CPU kernel"  # blocks change with these
+            what |= {"checkpoint": identity(self._folder), "order": f"packed for {kernels}"}
         return Content(what=what, layouts=self.layouts(quant))
 
     def sizes(self) -> Sizes:
