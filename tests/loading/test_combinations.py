@@ -85,6 +85,10 @@ RESOLVED: list[tuple[Combination, str]] = [
     (given(activations="fast", dequantize=True), "activations is 'fast', which is for weights that run as they are"),
     (given(dequantize=False, facts={"compile": "regional"}), "stored weights run in the CPU kernel, and steps are"),
     (given(dequantize=False, kernels="torch", facts={"device": "cuda:0"}), "stored weights run in the Triton kernels"),
+    (
+        given(mode="share", quant=QuantConfig(method="nested"), dequantize=True),
+        "draft_quant is nested, and the weights do not run as they are stored",
+    ),
     (given(activations="fast", facts={"device": "cuda:0"}), "activations is 'fast', which rounds them on a CPU alone"),
 ]
 NO_OFFLOAD: list[tuple[Combination, str]] = [
