@@ -261,7 +261,7 @@ def test_packing_keys_and_values_loses_nothing(d: int, dtype: torch.dtype) -> No
 
 # ---- linears
 
-SHAPES = [(16, 16), (40, 32), (1, 7), (17, 33), (100, 95), (64, 1), (200, 48)]
+SHAPES = [(16, 16), (40, 32), (1, 7), (17, 33), (100, 95), (64, 1), (200, 48), (24, 2048)]
 
 
 def make_linear(dtype: torch.dtype, N: int, K: int, bias: bool = True) -> nn.Linear:
