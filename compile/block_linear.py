@@ -51,12 +51,14 @@ _FORMATS = {
     "INT8_32": _Format(32, 35, 64, 1152),
     "INT8_64": _Format(64, 67, 64, 1088),
     "INT8_128": _Format(128, 131, 128, 2112),
+    "NVFP4_16": _Format(16, 13, 128, 1216),
 }
 BLOCK_TYPES = tuple(_FORMATS)
 """Types with a kernel, in order of its numbers.
 
-GGML has none of those from INT4_32 on: integers with zeros of their own. A block of INT4_64 has 64 inputs, their scale
-in float16, their zero in a byte, and codes in the order of Q4_0; INT8_64 has a byte for each code.
+GGML has none of those from INT4_32 on: INT types have zeros of their own. A block of INT4_64 has 64 inputs, their scale
+in float16, their zero in a byte, and codes in the order of Q4_0; INT8_64 has a byte for each code. A block of NVFP4_16
+has the scale of its row in float32, that of 16 inputs as E4M3, and their codes.
 """
 _LANES = 16  # outputs of a record
 _SPLIT, _UPPER = 100, 101

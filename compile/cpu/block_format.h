@@ -18,7 +18,7 @@ namespace sharesd {
 
 enum BlockType : int64_t {  // block_linear.py has these numbers
   kQ8_0, kQ4_K, kQ6_K, kQ5_K, kQ4_0, kQ5_0, kQ4_1, kQ5_1, kIQ4_NL, kIQ4_XS, kMXFP4, kQ3_K, kQ2_K,
-  kINT4_32, kINT4_64, kINT4_128, kINT8_32, kINT8_64, kINT8_128,
+  kINT4_32, kINT4_64, kINT4_128, kINT8_32, kINT8_64, kINT8_128, kNVFP4_16,
   kSplitQ8_0 = 100, kUpperQ8_0  // in memory only, of one content: Q8_0, and its upper halves alone
 };
 constexpr int kOwnZeros = -1;  // in place of a form's `kZero`
@@ -203,7 +203,7 @@ template <> struct Planes<3> {
 struct NonLinear {  // of IQ4_NL and IQ4_XS, plus 128
   alignas(16) static constexpr uint8_t kTable[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
 };
-struct SmallFloats {  // twice the numbers of four bits of MXFP4, plus 16
+struct SmallFloats {  // twice the numbers of four bits of MXFP4 and NVFP4, plus 16
   alignas(16) static constexpr uint8_t kTable[16] = {16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4};
 };
 template <typename TABLE> struct TablePlanes : Planes<4> {
@@ -396,6 +396,30 @@ struct Q2KForm : SuperForm, Planes<2> {
   }
 };
 
+// Scales of 16 inputs are floats of 8 bits (E4M3), times a float for each output.
+struct NVFP4Form : TablePlanes<SmallFloats> {
+  static constexpr int64_t kUnit = 128, kInputs = 16, kGroup = 16, kHeader = 192, kBlock = 13;
+  static constexpr int kZero = 4;
+  static constexpr bool kMin = false, kWide = false;
+  static void header(const uint8_t* block, int64_t index, int64_t o, uint8_t* to) {
+    float common;
+    std::memcpy(&common, block, 4);
+    common *= 128.0f;  // half, since codes are twice their numbers, and 256, see `scale`
+    std::memcpy(to + o * 4, &common, 4);
+    to[64 + index * 16 + o] = block[4];
+  }
+  static inline vfloat scale(const uint8_t* unit, int64_t g) {  // as float16 the bits of E4M3 are 1 / 256 of their number
+    typedef int8_t Bytes __attribute__((vector_size(16)));
+    typedef uint16_t Halves __attribute__((vector_size(32)));
+    const Halves bits = __builtin_convertvector(get<Bytes>(unit + 64 + g * 16), Halves) << 7 & 0xbf80;
+    return floats<float>(unit) * floats<f16>(reinterpret_cast<const uint8_t*>(&bits));
+  }
+  static inline vfloat minimum(const uint8_t*, int64_t) { return vfloat{}; }
+  static void decode(const uint8_t* __restrict block, uint8_t* __restrict codes) {
+    for (int i = 0; i < 8; ++i) codes[i] = block[5 + i] & 15, codes[i + 8] = block[5 + i] >> 4;
+  }
+};
+
 // Integers with a scale and a zero for GROUP inputs, each pair in a line of memory of its own.
 template <int BITS, int64_t GROUP> struct ZerosForm : Planes<BITS> {
   static constexpr int64_t kUnit = std::max<int64_t>(GROUP, 64), kInputs = GROUP, kGroup = 32;
@@ -509,6 +533,7 @@ template <> struct FormOf<kINT4_128> { using type = ZerosForm<4, 128>; };
 template <> struct FormOf<kINT8_32> { using type = ZerosForm<8, 32>; };
 template <> struct FormOf<kINT8_64> { using type = ZerosForm<8, 64>; };
 template <> struct FormOf<kINT8_128> { using type = ZerosForm<8, 128>; };
+template <> struct FormOf<kNVFP4_16> { using type = NVFP4Form; };
 template <> struct FormOf<kSplitQ8_0> { using type = SplitQ8; };
 template <> struct FormOf<kUpperQ8_0> { using type = UpperQ8; };
 
@@ -534,6 +559,7 @@ template <typename F> inline void with_form(int64_t type, F&& f) {
     case kINT8_32: return f(FormOf<kINT8_32>::type{});
     case kINT8_64: return f(FormOf<kINT8_64>::type{});
     case kINT8_128: return f(FormOf<kINT8_128>::type{});
+    case kNVFP4_16: return f(FormOf<kNVFP4_16>::type{});
     case kSplitQ8_0: return f(FormOf<kSplitQ8_0>::type{});
     case kUpperQ8_0: return f(FormOf<kUpperQ8_0>::type{});
   }

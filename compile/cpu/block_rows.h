@@ -11,7 +11,7 @@ namespace sharesd {
 constexpr int kTileRows = kWideRegisters ? 4 : 2;  // rows that are multiplied at once
 constexpr int kBlocks = kWideRegisters ? 2 : 1;    // records that are read at once
 
-// Rounded rows in tiles, the rows of a tile interleaved: [K / 4][rows][4] codes, and so on. K is a multiple of 64 here.
+// Rounded rows in tiles, the rows of a tile interleaved: [K / 4][rows][4] codes, and so on. K is a multiple of 128 here.
 struct BlockRows {
   int64_t M = 0, K = 0, tiles = 0;
   bool exact = false;
@@ -20,7 +20,7 @@ struct BlockRows {
   std::vector<int32_t> less, less16;  // negative sums of 32 codes, and of 16
   int64_t first(int64_t tile) const { return M * tile / tiles; }
   void resize(int64_t rows, int64_t inputs, bool is_exact) {
-    M = rows, K = (inputs + 63) / 64 * 64, exact = is_exact;
+    M = rows, K = (inputs + 127) / 128 * 128, exact = is_exact;
     tiles = (M + kTileRows - 1) / kTileRows;
     const auto grow = [](auto& v, int64_t n) {
       if (static_cast<int64_t>(v.size()) < n) v.resize(n);
@@ -40,8 +40,8 @@ void round_group(const T* x, int64_t left, BlockRows& to, int64_t tile_begin, in
   constexpr float most = EXACT ? 127 * 256 + 127 : 127;
   const int64_t K = to.K, at = tile_begin * K / 32 + g * R + r;
   vfloat v[2] = {};
-  if (left > 0)
-    for (int h = 0; h < 2; ++h) load_floats(x + h * 16, &v[h]);
+  for (int h = 0; h < 2; ++h)
+    if (left > h * 16) load_floats(x + h * 16, &v[h]);
   const float top = largest(greater(absolute(v[0]), absolute(v[1])));
   const float bad = sum_of(v[0] * 0.0f + v[1] * 0.0f);  // NaN if one of them is, or infinite
   const float inverse = top > 1e-30f ? most / top : 0;

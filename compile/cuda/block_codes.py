@@ -9,7 +9,7 @@ TABLES = {
     "nonlinear": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
     "float": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
 }
-"""Values of codes: of IQ4_NL and IQ4_XS, and twice those of MXFP4."""
+"""Values of codes: IQ4_NL and IQ4_XS, twice those of MXFP4 and NVFP4."""
 
 
 @triton.jit
@@ -18,11 +18,14 @@ def factors(words, mask, g: tl.constexpr, half, HALVES: tl.constexpr, HEADERS: t
     """Scale and offset of a group of half a unit, float32 [BN].
 
     Without minima, the scale twice."""
-    if SCALES == "bytes":
+    if SCALES == "bytes" or SCALES == "float8":
         BYTES: tl.constexpr = 2 if MINIMUM and GROUP == 32 else 1
         own = words + half * ((HEADERS - 1) // HALVES * 16)
         word = tl.load(own + g * BYTES // 4 * 16, mask=mask, other=0) >> g * BYTES % 4 * 8
         common = tl.load(words + (HEADERS - 1) * 16, mask=mask, other=0)
+        if SCALES == "float8":  # as float16 the bits of E4M3 are 1 / 256 of their number
+            scale = _lower_half((word & 127) << 7 | (word & 128) << 8) * common.to(tl.float32, bitcast=True)
+            return scale, scale
         if MINIMUM and GROUP == 16:  # four bits each
             scale, minimum = _float(word & 15, BIAS), _float(word >> 4 & 15, 0)
         else:

@@ -39,9 +39,10 @@ class BlockForm:
     group: int = 32
     """Inputs that share a scale."""
     scales: str = "half"
-    """Numbers for each group: "half" (float16), "wide" (bfloat16), "bytes" or "zeros".
+    """Numbers for each group: "half" (float16), "wide" (bfloat16), "bytes", "float8" or "zeros".
 
-    Bytes are integers times a float16 of 256 inputs. "zeros": a float16, and an integer that is taken off codes."""
+    Bytes are integers times a float16 of 256 inputs, "float8" are E4M3 times a float32. "zeros": a float16, and an
+    integer that is taken off codes."""
     minimum: bool = False
     """True if groups have minima, too."""
     bias: int = 0
@@ -63,7 +64,7 @@ class BlockForm:
     def headers(self) -> int:
         """Words of 32 bits for the scales of an output's unit."""
         num = self.unit // self.group
-        if self.scales != "bytes":
+        if self.scales not in ("bytes", "float8"):
             return num if self.minimum else num // 2
         return num * (2 if self.minimum and self.group == 32 else 1) // 4 + 1
 
@@ -89,6 +90,7 @@ FORMS = {
     "Q2_K": BlockForm(2, group=16, scales="bytes", minimum=True),
     **{f"INT4_{group}": BlockForm(4, zero=8, group=group, scales="zeros", minimum=True) for group in (32, 64, 128)},
     **{f"INT8_{group}": BlockForm(8, group=group, scales="zeros", minimum=True) for group in (32, 64, 128)},
+    "NVFP4_16": BlockForm(4, group=16, scales="float8", table="float"),
 }
 """Layout of each type."""
 
@@ -138,6 +140,8 @@ def _fields(kind: str, raw_RBn: Tensor) -> tuple[Tensor, Tensor]:
         e = raw_RBn[..., 0].to(torch.int32)
         bits = torch.where(e < 2, 0x20 << e.clamp(max=1), (e - 1) << 7)  # half the power of two, as bfloat16
         return _nibbles(raw_RBn[..., 1:]), bits.to(torch.int16).unsqueeze(-1).view(torch.uint8)
+    if kind == "NVFP4_16":
+        return _nibbles(raw_RBn[..., 5:]), _header_of_float8(raw_RBn.unflatten(1, (-1, FORMS[kind].unit // 16)))
     if FORMS[kind].scales == "zeros":
         return _integers(raw_RBn, FORMS[kind].low)
     header = raw_RBn[..., : 4 if FORMS[kind].minimum else 2]
@@ -158,6 +162,14 @@ def _integers(raw: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     zero = (raw[..., 2:3].to(torch.float16) - 2 ** (bits - 1)).view(torch.uint8)
     codes = raw[..., 3:] ^ 128 if bits == 8 else _nibbles(raw[..., 3:].unflatten(2, (-1, 16))).flatten(2)
     return codes, torch.cat([raw[..., :2], zero], -1)
+
+
+def _header_of_float8(raw_RUBn: Tensor) -> Tensor:
+    """Return scales of a unit's groups, then their common factor.
+
+    That is halved, since codes are twice their numbers, and the kernels read 1 / 256 of E4M3."""
+    common = raw_RUBn[:, :, 0, :4].contiguous().view(torch.float32) * 128
+    return torch.cat([raw_RUBn[..., 4], common.view(torch.uint8)], -1)
 
 
 def _nibbles(halves: Tensor) -> Tensor:

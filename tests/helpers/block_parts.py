@@ -18,6 +18,7 @@ HALVES = {  # places of float16 numbers in a block
     "Q4_1": (0, 2),
     "Q5_1": (0, 2),
     "MXFP4": (),
+    "NVFP4_16": (),
 }
 
 
@@ -25,16 +26,20 @@ def ggml_type(name: str) -> gguf.GGMLQuantizationType:
     return gguf.GGMLQuantizationType[name]
 
 
-def is_integer(name: str) -> bool:
-    """True for integers with zeros, which are no type of the gguf package."""
-    return name.startswith("INT")
+def is_of_folders(name: str) -> bool:
+    """True for types that the gguf package does not have."""
+    return name not in gguf.GGMLQuantizationType.__members__
 
 
 def random_part(name: str, N: int, K: int, seed: int = 0) -> BlockPart:
     """Random bytes, so that all codes and scales occur; floats among them are finite."""
-    inputs, size = block_sizes(name) if is_integer(name) else gguf.GGML_QUANT_SIZES[ggml_type(name)]
+    inputs, size = block_sizes(name) if is_of_folders(name) else gguf.GGML_QUANT_SIZES[ggml_type(name)]
     dice = np.random.default_rng(seed)
     blocks = dice.integers(0, 256, (N, K // inputs, size), dtype=np.uint8)
+    if name == "NVFP4_16":
+        scales = dice.normal(0, 0.01, (N, 1, 1)).astype(np.float32).view(np.uint8)
+        blocks[..., :4] = scales
+        blocks[..., 4][blocks[..., 4] & 127 == 127] = 0  # no NaN
     for place in HALVES.get(name, (0,)):
         halves = dice.normal(0, 0.01, (N, K // inputs, 1)).astype(np.float16)
         blocks[..., place : place + 2] = halves.view(np.uint8)
@@ -43,12 +48,26 @@ def random_part(name: str, N: int, K: int, seed: int = 0) -> BlockPart:
     return BlockPart(name, torch.from_numpy(blocks.reshape(N, -1)))
 
 
+FLOATS_OF_4_BITS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def floats_of_8_bits(codes: np.ndarray) -> np.ndarray:
+    """E4M3 in float64: a sign, four bits of exponent and three of mantissa."""
+    exponent, mantissa = (codes >> 3 & 15).astype(int), codes & 7
+    sizes = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10))
+    return np.where(codes > 127, -sizes, sizes)
+
+
 def values(part: BlockPart) -> Tensor:
-    """Weights in float32, by the gguf package or, of integers with zeros, by numpy."""
-    if not is_integer(part.type):
+    """Weights in float32, by the gguf package or, of types of folders, by numpy."""
+    if not is_of_folders(part.type):
         return torch.from_numpy(gguf.dequantize(part.raw.numpy(), ggml_type(part.type)))
     inputs, size = block_sizes(part.type)
     blocks = part.raw.numpy().reshape(len(part.raw), -1, size)
+    if part.type == "NVFP4_16":
+        codes = np.concatenate([blocks[..., 5:] & 15, blocks[..., 5:] >> 4], -1)
+        scale = blocks[..., :4].copy().view(np.float32) * floats_of_8_bits(blocks[..., 4:5]).astype(np.float32)
+        return torch.from_numpy((FLOATS_OF_4_BITS[codes] * scale).astype(np.float32).reshape(len(part.raw), -1))
     scale, zero, codes = blocks[..., :2].copy().view(np.float16), blocks[..., 2:3], blocks[..., 3:]
     if part.type.startswith("INT4"):
         halves = codes.reshape(*codes.shape[:2], inputs // 32, 16)

@@ -169,6 +169,12 @@ def nvfp4(module: str, weight: Tensor) -> dict[str, Tensor]:
     }
 
 
+def packed_nvfp4(module: str, weight: Tensor) -> dict[str, Tensor]:
+    made = nvfp4(module, weight)
+    whole = torch.tensor([512.0])  # whose inverse is exact
+    return {"weight_packed": made["weight"], "weight_scale": made["weight_scale"], "weight_global_scale": whole}
+
+
 def group(form: str, strategy: str, bits: int, size: int | None = None, **weights: Any) -> dict[str, Any]:
     """A section of compressed-tensors, whose linears are all quantized alike."""
     weights = {"num_bits": bits, "type": "int", "strategy": strategy, "group_size": size, "symmetric": True} | weights
@@ -193,6 +199,7 @@ FOLDERS: dict[str, tuple[dict[str, Any], Quantize]] = {
     "nf4": ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, nf4),
     "mxfp4": (group("mxfp4-pack-quantized", "group", 4, 32, type="float"), mxfp4),
     "nvfp4": ({"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}, nvfp4),
+    "packed nvfp4": (group("nvfp4-pack-quantized", "tensor_group", 4, 16, type="float"), packed_nvfp4),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 64}, awq),
 }
 """Layout -> its section of config.json, and the maker of its planes."""

@@ -16,6 +16,8 @@ from compressed_tensors.compressors.base import BaseCompressor  # noqa: E402
 from compressed_tensors.quantization import QuantizationScheme  # noqa: E402
 from compressed_tensors.quantization.utils import calculate_qparams  # noqa: E402
 
+from tests.helpers.block_parts import values  # noqa: E402
+
 MODULE = "model.layers.0.mlp.up_proj"
 
 
@@ -116,6 +118,17 @@ def test_floats_of_four_bits(form: str, strategy: str, size: int) -> None:
     weights["scale_dtype"] = "torch.uint8" if size == 32 else "torch.float8_e4m3fn"
     planes, wanted = compressed(form, weights, 96, 128)
     assert torch.equal(read(form, weights, planes).to(wanted.dtype), wanted)
+
+
+@pytest.mark.parametrize("whole", [4096.0, 8070.4])
+def test_blocks_have_the_rounded_inverse_of_a_scale(whole: float) -> None:
+    weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "symmetric": True, "group_size": 16}
+    planes, _ = compressed(FLOATS_4[0][0], weights | {"scale_dtype": "torch.float8_e4m3fn"}, 96, 128)
+    planes["weight_global_scale"] = torch.tensor([whole])
+    linear = layout_of(section(FLOATS_4[0][0], weights)).linear(Planes(MODULE, planes))
+    stored, wanted = values(linear.block_part()).double(), linear.values().double()
+    assert ((stored - wanted).abs() <= 2**-22 * wanted.abs()).all()
+    assert torch.equal(stored, wanted) == (whole == 4096)
 
 
 def test_inputs_in_another_order() -> None:

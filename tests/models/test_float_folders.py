@@ -215,6 +215,11 @@ def test_fp8_of_model_optimizer() -> None:
             "up_proj.weight_scale has NaN",
         ),
         ({}, {"weight_scale_2": None}, "up_proj.weight_scale_2 is missing"),
+        (
+            {},
+            {"weight_scale_2": torch.tensor(2.0**120)},
+            "is 1.3.*e.36, whose products with scales float32 does not hold",
+        ),
     ],
 )
 def test_nvfp4_that_does_not_fit_is_refused_by_name(

@@ -36,6 +36,8 @@ AS_STORED = {
     "bytes": "Q8_0",
     "bytes with zeros": "INT8_32",
     "mxfp4": "MXFP4",
+    "nvfp4": "NVFP4_16",
+    "packed nvfp4": "NVFP4_16",
 }
 
 
@@ -78,6 +80,13 @@ def test_groups_with_zeros_take_few_bytes(bits: int, group_size: int, size: int)
     assert part.type == f"INT{bits}_{size}"
     assert torch.equal(values_of(part), linear.values())
     assert BlockLinear([part], None, 768).nbytes <= 1.15 * stored
+
+
+def test_small_groups_of_floats_take_few_bytes() -> None:
+    section, quantize = FOLDERS["nvfp4"]
+    planes = quantize("x", random(32, 768))
+    part = layout_of(section).linear(Planes("x", planes)).block_part()
+    assert BlockLinear([part], None, 768).nbytes <= 1.06 * (planes["weight"].nbytes + planes["weight_scale"].nbytes)
 
 
 @torch.inference_mode()
@@ -130,7 +139,7 @@ def test_a_quantized_head_beside_the_table_is_used(tmp_path: Path) -> None:
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("kind", ["gptq symmetric", "awq"])
+@pytest.mark.parametrize("kind", ["gptq symmetric", "awq", "nvfp4"])
 def test_every_mode_gives_the_text_of_plain_decoding(kind: str, tmp_path: Path) -> None:
     require_same_texts(write_quantized(tmp_path / "model", kind), dequantize=False)
 
@@ -161,7 +170,7 @@ def test_scales_that_float16_does_not_hold_are_refused() -> None:
         linear.block_type()
 
 
-@pytest.mark.parametrize("kind", ["fp8", "nf4", "nvfp4"])
+@pytest.mark.parametrize("kind", ["fp8", "nf4"])
 def test_layouts_without_a_kernel_are_refused_by_name(kind: str, tmp_path: Path) -> None:
     folder = write_quantized(tmp_path / "model", kind)
     with pytest.raises(ValueError, match=f"{folder}: linear model.* does not run as it is stored .*--dequantize"):

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from compile.block_linear import BlockPart
+from compile.block_linear import BlockPart, block_sizes
 from sharesd.models.quantized.layout import Layout, Planes, QuantizedLinear, Run, Settings
 from sharesd.models.quantized.workers import run_here
 
@@ -28,9 +28,13 @@ class Float4(QuantizedLinear):
     Of two in a byte the lower half is first.
     """
 
-    def __init__(self, module: str, packed: Tensor, scale_NG: Tensor) -> None:
+    def __init__(self, module: str, packed: Tensor, scale_NG: Tensor, kind: str, *fields: Tensor) -> None:
+        """Take the planes of a linear.
+
+        `kind`: type of its blocks. `fields`: their bytes before the codes, uint8 [N, G, bytes].
+        """
         super().__init__(module, (len(packed), packed.shape[1] * 2))
-        self._packed, self._scale_NG = packed, scale_NG
+        self._packed, self._scale_NG, self._kind, self._fields = packed, scale_NG, kind, fields
 
     def _codes(self, begin: int, end: int) -> Tensor:
         """Return codes [n, G, inputs of a group]."""
@@ -43,36 +47,26 @@ class Float4(QuantizedLinear):
         return (values * self._scale_NG[begin:end, :, None]).flatten(1)
 
     def block_type(self) -> str:
-        raise self.not_as_stored("floats of 4 bits with such scales have no kernel")
-
-
-class PowerFloat4(Float4):
-    """Linear of MXFP4."""
-
-    def __init__(self, module: str, packed: Tensor, powers_NG: Tensor) -> None:
-        super().__init__(module, packed, powers_NG.view(torch.float8_e8m0fnu).float())
-        self._powers_NG = powers_NG
-
-    def block_type(self) -> str:
-        return "MXFP4"
+        return self._kind
 
     def block_part(self, run: Run = run_here) -> BlockPart:
-        N, G = self._powers_NG.shape
-        raw = torch.empty(N, G, 1 + GROUP // 2, dtype=torch.uint8)
-        raw[..., 0] = self._powers_NG
+        inputs, num_bytes = block_sizes(self._kind)
+        half = inputs // 2
+        raw = torch.empty(*self._scale_NG.shape, num_bytes, dtype=torch.uint8)
+        raw[..., :-half] = torch.cat(self._fields, dim=-1)
 
         def fill(begin: int, end: int) -> None:
-            first, second = self._codes(begin, end).split(GROUP // 2, dim=-1)
-            raw[begin:end, :, 1:] = first | second << 4
+            first, second = self._codes(begin, end).split(half, dim=-1)
+            raw[begin:end, :, -half:] = first | second << 4
 
         run(fill, self.chunks())
-        return BlockPart(self.block_type(), raw.flatten(1))
+        return BlockPart(self._kind, raw.flatten(1))
 
 
 class Experts(QuantizedLinear):
     """Linears of MXFP4 for all experts, each transposed: [E, K, N]."""
 
-    def __init__(self, module: str, experts: list[PowerFloat4]) -> None:
+    def __init__(self, module: str, experts: list[Float4]) -> None:
         N, K = experts[0].shape
         super().__init__(module, (len(experts), K, N))
         self._experts = experts
@@ -85,14 +79,19 @@ class Experts(QuantizedLinear):
         return torch.stack([expert.values().t() for expert in self._experts[begin:end]])
 
 
-def packed_mxfp4(planes: Planes, weights: Settings) -> PowerFloat4:
+def packed_mxfp4(planes: Planes, weights: Settings) -> Float4:
     """Return a linear of format mxfp4-pack-quantized."""
     weights.one_of("group_size", (GROUP,), GROUP)
     packed = planes.take("weight_packed", [torch.uint8], (-1, -1))
     N, K = packed.shape[0], packed.shape[1] * 2
     if K % GROUP:
         raise planes.error("weight_packed", f"has {K} inputs, which groups of {GROUP} do not divide")
-    return PowerFloat4(planes.module, packed, _powers(planes, "weight_scale", (N, K // GROUP)))
+    return _with_powers(planes, packed, _powers(planes, "weight_scale", (N, K // GROUP)))
+
+
+def _with_powers(planes: Planes, packed: Tensor, powers_NG: Tensor) -> Float4:
+    scale_NG = powers_NG.view(torch.float8_e8m0fnu).float()
+    return Float4(planes.module, packed, scale_NG, "MXFP4", powers_NG[:, :, None])
 
 
 def _powers(planes: Planes, plane: str, shape: tuple[int, ...]) -> Tensor:
@@ -122,4 +121,4 @@ class MXFP4(Layout):
         blocks = planes.take("blocks", [torch.uint8], (-1, -1, -1, GROUP // 2))
         powers = _powers(planes, "scales", tuple(blocks.shape[:3]))
         pairs = zip(blocks.flatten(2), powers, strict=True)
-        return Experts(planes.module, [PowerFloat4(planes.module, *pair) for pair in pairs])
+        return Experts(planes.module, [_with_powers(planes, *pair) for pair in pairs])

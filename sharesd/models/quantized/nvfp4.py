@@ -5,32 +5,34 @@ from __future__ import annotations
 import fnmatch
 
 import torch
-from torch import Tensor
 
 from sharesd.models.quantized.fp8 import float8
 from sharesd.models.quantized.layout import Layout, Planes, QuantizedLinear, Settings, pattern_of
 from sharesd.models.quantized.mxfp4 import Float4
 
 GROUP = 16
+_LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
 def packed_nvfp4(planes: Planes, weights: Settings) -> Float4:
     """Return a linear of format nvfp4-pack-quantized, whose scale of all divides."""
     weights.one_of("group_size", (GROUP,), GROUP)
-    whole = planes.scales("weight_global_scale", (1,), ())
-    if not bool(whole.all()):
-        raise planes.error("weight_global_scale", "is 0")
-    packed, scale = _planes(planes, "weight_packed")
-    return Float4(planes.module, packed, scale / whole)
+    return _linear(planes, "weight_packed", "weight_global_scale", divides=True)
 
 
-def _planes(planes: Planes, codes: str) -> tuple[Tensor, Tensor]:
-    """Return codes [N, K / 2] and the scales of groups, float32."""
+def _linear(planes: Planes, codes: str, whole_plane: str, *, divides: bool = False) -> Float4:
     packed = planes.take(codes, [torch.uint8], (-1, -1))
     N, K = packed.shape[0], packed.shape[1] * 2
     if K % GROUP:
         raise planes.error(codes, f"has {K} inputs, which groups of {GROUP} do not divide")
-    return packed, planes.scales("weight_scale", (N, K // GROUP), dtypes=[torch.float8_e4m3fn])
+    shape = N, K // GROUP
+    scale_NG = planes.scales("weight_scale", shape, dtypes=[torch.float8_e4m3fn])
+    whole = planes.scales(whole_plane, (1,), ()).reshape(1)
+    factor = 1 / whole if divides else whole
+    if not bool((factor * _LARGEST).isfinite()):
+        raise planes.error(whole_plane, f"is {float(whole)}, whose products with scales float32 does not hold")
+    fields = factor.view(torch.uint8).expand(*shape, -1), planes["weight_scale"].view(torch.uint8)[:, :, None]
+    return Float4(planes.module, packed, scale_NG / whole if divides else scale_NG * whole, "NVFP4_16", *fields)
 
 
 class ModelOpt(Layout):
@@ -56,6 +58,4 @@ class ModelOpt(Layout):
     def linear(self, planes: Planes) -> QuantizedLinear:
         if self._is_fp8:
             return float8(planes, "weight_scale", (-1, -1))
-        whole = planes.scales("weight_scale_2", (1,), ())
-        packed, scale = _planes(planes, "weight")
-        return Float4(planes.module, packed, scale * whole)
+        return _linear(planes, "weight", "weight_scale_2")

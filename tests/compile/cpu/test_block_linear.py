@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from compile.block_linear import BLOCK_TYPES, Activations, BlockEmbedding, BlockLinear, BlockPart, block_sizes
 from sharesd.models.decoder import Decoder
-from tests.helpers.block_parts import ggml_type, is_integer, random_part, values
+from tests.helpers.block_parts import ggml_type, is_of_folders, random_part, values
 from tests.helpers.compiled import compiled
 from tests.helpers.oracle import tiny_decoder
 
@@ -40,7 +40,8 @@ def random(*shape: int) -> Tensor:
 def sizes(name: str) -> list[tuple[int, int]]:
     """N and K: whole records, some outputs of one, and inputs that end within a unit."""
     inputs, _ = block_sizes(name)
-    return [(32, 512), (40, 768), (7, 256)] if inputs > 32 else [(32, 512), (40, 576), (7, 96), (3, 32)]
+    odd = [(40, 592), (7, 144), (3, 16)] if inputs == 16 else [(40, 576), (7, 96), (3, 32)]
+    return [(32, 512), (40, 768), (7, 256)] if inputs > 32 else [(32, 512), *odd]
 
 
 @EACH_TYPE
@@ -53,7 +54,7 @@ def test_values_are_those_of_the_file(type_name: str) -> None:
         assert torch.equal(linear.dequantize(rows), values(part)[rows])
 
 
-@pytest.mark.parametrize("type_name", [name for name in BLOCK_TYPES if not is_integer(name)])
+@pytest.mark.parametrize("type_name", [name for name in BLOCK_TYPES if not is_of_folders(name)])
 def test_quantized_weights_keep_their_values(type_name: str) -> None:
     """Blocks by the quantizer of the gguf package, of those types for which it has one."""
     try:
@@ -62,6 +63,23 @@ def test_quantized_weights_keep_their_values(type_name: str) -> None:
         raw = random_part(type_name, 24, 512).raw.numpy()
     part = BlockPart(type_name, torch.from_numpy(raw))
     assert torch.equal(BlockLinear([part], None, 512).dequantize(slice(3, 20)), values(part)[3:20])
+
+
+def test_types_of_folders_follow_those_of_ggml() -> None:
+    """Names of GGML are those of its blocks."""
+    assert [is_of_folders(name) for name in BLOCK_TYPES] == sorted(is_of_folders(name) for name in BLOCK_TYPES)
+    assert not is_of_folders(BLOCK_TYPES[0]) and is_of_folders(BLOCK_TYPES[-1])
+
+
+def test_small_floats_are_exact_where_tiny_numbers_are_flushed() -> None:
+    part = random_part("NVFP4_16", 16, 4096)
+    part.raw[0].view(-1, 13)[:, 4] = torch.arange(256).clamp(max=254) - (torch.arange(256) == 127).int()
+    linear, wanted = BlockLinear([part], None, 4096), values(part)
+    torch.set_flush_denormal(True)
+    try:
+        assert torch.equal(linear.dequantize(slice(None)), wanted)
+    finally:
+        torch.set_flush_denormal(False)
 
 
 @EACH_TYPE
@@ -73,9 +91,9 @@ def test_memory_is_hardly_more_than_the_files(type_name: str) -> None:
 def rounded(x: Tensor, activations: Activations) -> Tensor:
     """Activations as integers times a scale for every 32 of them."""
     most, _ = ROUNDING[activations]
-    groups = x.float().unflatten(1, (-1, 32))
+    groups = nn.functional.pad(x.float(), (0, -x.shape[1] % 32)).unflatten(1, (-1, 32))
     top = groups.abs().amax(2, keepdim=True)
-    return ((groups * (most / top)).round().double() * (top / most)).flatten(1)
+    return ((groups * (most / top)).round().double() * (top / most)).flatten(1)[:, : x.shape[1]]
 
 
 @EACH_KIND

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from compile.attention import TreeAttentionMask, attend
-from compile.block_linear import BLOCK_TYPES, BlockLinear, BlockPart
+from compile.block_linear import BLOCK_TYPES, BlockLinear, BlockPart, block_sizes
 from compile.decoder_stack import NativeStack
 from compile.hqq_solver import solve_hqq
 from compile.kv_compact import kv_compactor
@@ -154,14 +154,15 @@ def test_linears(dtype: torch.dtype) -> None:
 def test_linears_of_blocks(dtype: torch.dtype) -> None:
     def call(hand: Hand) -> None:
         for name in BLOCK_TYPES:
-            raw = random_part(name, 40, 256).raw
-            linear = BlockLinear([BlockPart(name, hand(f"raw {name}", raw))], None, 256)
+            inputs, _ = block_sizes(name)
+            K = 256 if inputs > 32 else 256 + inputs  # the last unit is not full
+            linear = BlockLinear([BlockPart(name, hand(f"raw {name}", random_part(name, 40, K).raw))], None, K)
             linear.weight, linear.bias = hand(f"weight {name}", linear.weight), hand(f"bias {name}", random(dtype, 40))
             linear.table = hand(f"table {name}", linear.table)
             upper = linear.upper_halves()
             upper.table = hand(f"upper table {name}", upper.table)
             for M in (1, 7, 19):
-                x = hand(f"x {name} {M}", random(dtype, M, 256))
+                x = hand(f"x {name} {M}", random(dtype, M, K))
                 linear(x)
                 upper(x)
             linear.dequantize(hand(f"rows {name}", torch.tensor([0, 39])))
