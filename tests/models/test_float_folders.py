@@ -218,7 +218,7 @@ def test_fp8_of_model_optimizer() -> None:
         (
             {},
             {"weight_scale_2": torch.tensor(2.0**120)},
-            "is 1.3.*e.36, whose products with scales float32 does not hold",
+            "is 1.3.*e.36, which makes scales that float32 does not hold",
         ),
     ],
 )

@@ -30,7 +30,7 @@ def _linear(planes: Planes, codes: str, whole_plane: str, *, divides: bool = Fal
     whole = planes.scales(whole_plane, (1,), ()).reshape(1)
     factor = 1 / whole if divides else whole
     if not bool((factor * _LARGEST).isfinite()):
-        raise planes.error(whole_plane, f"is {float(whole)}, whose products with scales float32 does not hold")
+        raise planes.error(whole_plane, f"is {float(whole)}, which makes scales that float32 does not hold")
     fields = factor.view(torch.uint8).expand(*shape, -1), planes["weight_scale"].view(torch.uint8)[:, :, None]
     return Float4(planes.module, packed, scale_NG / whole if divides else scale_NG * whole, "NVFP4_16", *fields)
 
