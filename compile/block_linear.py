@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from compile.cpp_extension import kernel, library
+from compile.input_order import common_order, order_words
 from compile.linear import Zeros
 from compile.op_registry import LIBRARY
 
@@ -90,11 +91,12 @@ WIDENED = "BF16"
 class BlockPart(NamedTuple):
     """Type of a tensor, and its rows.
 
-    uint8 [N, row bytes], or [N, K] of type WIDENED.
+    uint8 [N, row bytes], or [N, K] of type WIDENED. `order`: see `compile.input_order`.
     """
 
     type: str
     raw: Tensor
+    order: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -145,7 +147,7 @@ class BlockLinear(nn.Module):
     """Linear with the blocks of one or several tensors of a file."""
 
     weight: Tensor  # uint8: the records of all parts
-    table: Tensor  # int64 [1 + parts, 4]: words of `struct BlockTable`
+    table: Tensor  # int64 [1 + parts, 4], then the inputs' order, if any: words of `struct BlockTable`
 
     def __init__(
         self,
@@ -161,8 +163,8 @@ class BlockLinear(nn.Module):
 
         `records`: the result of an earlier linear with such parts, which are not read then.
 
-        Raises ValueError if a part's type has no kernel, its rows do not have `in_features`, or it does not begin at a
-        multiple of 16 outputs.
+        Raises ValueError if a part's type has no kernel, its rows do not have `in_features`, it does not begin at a
+        multiple of 16 outputs, or it has another order than the first.
         """
         super().__init__()
         table, rows, size = [], 0, 0
@@ -177,17 +179,18 @@ class BlockLinear(nn.Module):
         if not rows:
             raise ValueError("a linear without outputs")
         self.in_features, self.out_features, self.activations = in_features, rows, activations
-        head = [len(table), int(activations == "exact"), 0, size]
-        self.register_buffer("table", torch.tensor([head, *table]), persistent=False)
+        order = common_order([part.order for part in parts], in_features)
+        head = [len(table), int(activations == "exact"), 0, int(order is not None)]
+        self.register_buffer("table", torch.cat([torch.tensor([head, *table]), order_words(order)]), persistent=False)
         self.register_buffer("bias", bias_N, persistent=False)
         if records is not None:
             assert records.weight.shape == (size,), f"{list(records.weight.shape)} bytes of records for {size}"
-            self.table[1:, 0] = torch.tensor(records.types)
+            self._part_words[:, 0] = torch.tensor(records.types)
             self.register_buffer("weight", records.weight, persistent=False)
             return
         weight = torch.empty(size, dtype=torch.uint8) if zeros is None else zeros((size,), torch.uint8)
         self.register_buffer("weight", weight, persistent=False)
-        for part, (_, _, offset, _), words in zip(parts, table, self.table[1:], strict=True):
+        for part, (_, _, offset, _), words in zip(parts, table, self._part_words, strict=True):
             raw = part.raw if part.raw.stride(1) == 1 else part.raw.contiguous()
             kernel("repack_blocks", torch.uint8, *_REPACK_ARGTYPES)(
                 raw.data_ptr(),
@@ -206,14 +209,18 @@ class BlockLinear(nn.Module):
         return address
 
     @property
+    def _part_words(self) -> Tensor:
+        return self.table[1 : 1 + int(self.table[0, 0])]
+
+    @property
     def types(self) -> list[int]:
         """Numbers of the parts' types in memory."""
-        return self.table[1:, 0].tolist()
+        return self._part_words[:, 0].tolist()
 
     @property
     def has_halves(self) -> bool:
         """True if some weights are Q8_0, whose codes are stored as halves."""
-        return bool((self.table[1:, 0] == _SPLIT).any())
+        return _SPLIT in self.types
 
     def upper_halves(self) -> BlockLinear:
         """Return a linear that reads the upper halves of Q8_0 alone.
@@ -223,7 +230,7 @@ class BlockLinear(nn.Module):
         upper = copy(self)
         upper._buffers = {**self._buffers, "table": self.table.clone()}
         upper.table[0, 1] = 0
-        upper.table[1:, 0][self.table[1:, 0] == _SPLIT] = _UPPER
+        upper._part_words[:, 0][self._part_words[:, 0] == _SPLIT] = _UPPER
         upper.activations = "fast"
         return upper
 

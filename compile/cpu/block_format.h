@@ -666,6 +666,7 @@ void unpack_blocks(const uint8_t* record, int64_t K, int64_t u, int64_t units, U
 template <typename T>
 void decode_block_row(const uint8_t* weight, const BlockTable& table, int64_t n, int64_t K, T* to) {
   const BlockPart* part = table.parts();
+  const int32_t* order = table.order();
   int64_t record = n / 16;
   for (; record >= part->records; ++part) record -= part->records;
   const uint8_t* at = weight + part->offset + record * part->record;
@@ -685,7 +686,10 @@ void decode_block_row(const uint8_t* weight, const BlockTable& table, int64_t n,
           const float code = some.codes[(g * Form::kGroup + i) / 4 * 64 + o * 4 + i % 4] - zero;
           values[i] = some.scale[g][o] * code - (Form::kMin ? some.minimum[g][o] : 0.0f);
         }
-        for (int64_t i = 0; i < Form::kGroup; ++i) narrow(values[i], to + k + i);
+        if (order)
+          for (int64_t i = 0; i < Form::kGroup; ++i) narrow(values[i], to + order[k + i]);
+        else
+          for (int64_t i = 0; i < Form::kGroup; ++i) narrow(values[i], to + k + i);
       }
     }
   });

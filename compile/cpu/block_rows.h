@@ -72,16 +72,27 @@ void round_group(const T* x, int64_t left, BlockRows& to, int64_t tile_begin, in
   to.sum[at] = scale * static_cast<float>(sums[0] + sums[1]);
 }
 
-// Round rows `begin` to `end` of x [M, K], for which there is room.
-template <typename T> void round_block_rows(const T* x, int64_t K, BlockRows& to, int64_t begin, int64_t end) {
+// A row's inputs in another order, in memory of this thread.
+template <typename T> const T* in_order(const T* x, const int32_t* order, int64_t K) {
+  thread_local std::vector<T> row;
+  row.resize(K);
+  for (int64_t k = 0; k < K; ++k) row[k] = x[order[k]];
+  return row.data();
+}
+
+// Round rows `begin` to `end` of x [M, K], for which there is room; see BlockTable::order.
+template <typename T>
+void round_block_rows(const T* x, int64_t K, const int32_t* order, BlockRows& to, int64_t begin, int64_t end) {
   for (int64_t t = 0; t < to.tiles; ++t) {
     const int64_t first = to.first(t), R = to.first(t + 1) - first;
-    for (int64_t m = std::max(first, begin); m < std::min(first + R, end); ++m)
+    for (int64_t m = std::max(first, begin); m < std::min(first + R, end); ++m) {
+      const T* row = order ? in_order(x + m * K, order, K) : x + m * K;
       for (int64_t g = 0; g < to.K / 32; ++g)
         if (to.exact)
-          round_group<true>(x + m * K + g * 32, K - g * 32, to, first, R, m - first, g);
+          round_group<true>(row + g * 32, K - g * 32, to, first, R, m - first, g);
         else
-          round_group<false>(x + m * K + g * 32, K - g * 32, to, first, R, m - first, g);
+          round_group<false>(row + g * 32, K - g * 32, to, first, R, m - first, g);
+    }
   }
 }
 
@@ -94,14 +105,21 @@ struct BlockPart {
   int64_t type, records, offset, record;  // offset and record in bytes
 };
 struct BlockTable {
-  int64_t num_parts, exact, kernel, bytes;  // kernel: address of a BlockKernel
+  int64_t num_parts, exact, kernel, ordered;  // kernel: address of a BlockKernel
   const BlockPart* parts() const { return reinterpret_cast<const BlockPart*>(this + 1); }
+  // Numbers of the inputs in the order of the weights, [K]; null if they are in order.
+  const int32_t* order() const { return ordered ? reinterpret_cast<const int32_t*>(parts() + num_parts) : nullptr; }
+  int64_t bytes() const {
+    int64_t sum = 0;
+    for (const BlockPart* part = parts(); part < parts() + num_parts; ++part) sum += part->records * part->record;
+    return sum;
+  }
 };
 static_assert(sizeof(BlockPart) == 32 && sizeof(BlockTable) == 32, "block_linear.py writes these words");
 
 // Records of a linear before those of a thread: threads take as many bytes.
 inline int64_t first_record(const BlockTable& table, int64_t me, int64_t all) {
-  int64_t bytes = table.bytes * me / all, before = 0;
+  int64_t bytes = table.bytes() * me / all, before = 0;
   const BlockPart* part = table.parts();
   for (int64_t p = 0; p < table.num_parts; before += part->records, bytes -= part->records * part->record, ++p, ++part)
     if (bytes < part->records * part->record) return before + (bytes + part->record - 1) / part->record;
@@ -138,7 +156,7 @@ void block_linear(const T* x, const uint8_t* w, const T* bias, T* y, int64_t M, 
 #pragma omp parallel num_threads(threads)
   {
     const int64_t me = omp_get_thread_num(), all = omp_get_num_threads();
-    round_block_rows(x, K, rounded, share(M, me, all), share(M, me + 1, all));
+    round_block_rows(x, K, table.order(), rounded, share(M, me, all), share(M, me + 1, all));
 #pragma omp barrier
     block_share(rounded, w, table, kernel, bias, y, N, K, me, all);
   }

@@ -112,7 +112,7 @@ void product(const Linear& l, const Linear* next, const T* x, T* y, int64_t M, i
   if (l.bits < 0) {
     if (!rounded.shared) {
       rounded.block_rows.resize(M, l.K, l.blocks().exact);
-      round_block_rows(x, l.K, rounded.block_rows, 0, M);
+      round_block_rows(x, l.K, l.blocks().order(), rounded.block_rows, 0, M);
     }
     const auto kernel = reinterpret_cast<BlockKernel>(l.blocks().kernel);
     return block_share(rounded.shared ? *rounded.shared : rounded.block_rows, codes, l.blocks(), kernel, bias, y, l.N, l.K, me,
@@ -171,7 +171,7 @@ template <typename T> struct Worker {
     if (l.bits < 0 && M >= kSharedRows) {
       if (me == 0) shared.block_rows.resize(M, l.K, l.blocks().exact);
       barrier.wait();
-      round_block_rows(x, l.K, shared.block_rows, share(M, me, all), share(M, me + 1, all));
+      round_block_rows(x, l.K, l.blocks().order(), shared.block_rows, share(M, me, all), share(M, me + 1, all));
       barrier.wait();
       rounded.shared = &shared.block_rows;
     }

@@ -20,12 +20,14 @@ from compile.cuda.gemm_config import block_tile
 from compile.cuda.linear import RowLinearBase
 from compile.cuda.pdl import with_room
 from compile.fused_linear import compose
+from compile.input_order import common_order
 from compile.op_registry import define_for_triton
 
 
 class BlockRowLinear(RowLinearBase):
     """Linear with the blocks of one or several tensors of a file."""
 
+    order: Tensor | None
     scale = None
     takes_norm = False
 
@@ -39,13 +41,15 @@ class BlockRowLinear(RowLinearBase):
     ) -> None:
         """Pack the parts, whose outputs follow each other, on a device.
 
-        Raises ValueError if a part's type has no kernel, or parts have different inputs.
+        Raises ValueError if a part's type has no kernel, or parts have different inputs or orders of them.
         """
         inputs = parts[0].in_features
         for part in parts:
             if part.in_features != inputs:
                 raise ValueError(f"a {part.type} part has {part.in_features} inputs, the linear {inputs}")
+        order = common_order([part.order for part in parts], inputs)
         super().__init__(sum(len(part.raw) for part in parts), inputs, device, max_rows, batch)
+        self.register_buffer("order", None if order is None else order.to(device, torch.int64), persistent=False)
         parts = _merged(parts)
         self.types, self.outputs = [part.type for part in parts], [len(part.raw) for part in parts]
         size = sum(prod(FORMS[part.type].records(len(part.raw), inputs)) for part in parts)
@@ -61,7 +65,7 @@ class BlockRowLinear(RowLinearBase):
 
     def unpacked(self) -> Tensor:
         """Return the weights, float32 [N, K]."""
-        return self.full_weight(torch.float32)
+        return self._decode(None, torch.float32)
 
     @property
     def nbytes(self) -> int:
@@ -69,11 +73,23 @@ class BlockRowLinear(RowLinearBase):
         return self.weight.nbytes
 
     def full_weight(self, dtype: torch.dtype) -> Tensor:
-        return self._decode(None, dtype)
+        """Return the weights [N, K], inputs in the order of storage."""
+        return self._stored_rows(None, dtype)
 
-    def _decode(self, rows: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def _stored_rows(self, rows: Tensor | None, dtype: torch.dtype) -> Tensor:
         layout = self.types, self.outputs, self.in_features
         return torch.ops.sharesd.decode_block_rows(self.weight, rows, *layout, dtype)
+
+    def _decode(self, rows: Tensor | None, dtype: torch.dtype) -> Tensor:
+        stored = self._stored_rows(rows, dtype)
+        return stored if self.order is None else torch.empty_like(stored).index_copy_(-1, self.order, stored)
+
+    def _gathered(self, x: Tensor) -> Tensor:
+        """Return activations in the order of storage."""
+        return x if self.order is None else x.index_select(-1, self.order)
+
+    def many_rows(self, x: Tensor) -> Tensor:
+        return super().many_rows(self._gathered(x))
 
     def forward(self, x: Tensor, *, norm: Any = None, gated: str = "", residual: Tensor | None = None) -> Tensor:
         if gated and len(self.types) > 1:  # two launches, none of which has both
@@ -83,7 +99,7 @@ class BlockRowLinear(RowLinearBase):
     def product(self, x: Tensor, norm: Tensor | None, eps: float, residual: Tensor | None, gated: str) -> Tensor:
         assert norm is None, "norms have a launch of their own"
         weights = self.types, self.outputs, self.counters
-        return torch.ops.sharesd.block_row_linear(x, self.weight, self.bias, residual, gated, *weights)
+        return torch.ops.sharesd.block_row_linear(self._gathered(x), self.weight, self.bias, residual, gated, *weights)
 
     def dequantize(self, rows: Tensor) -> Tensor:
         """Return the weights of some outputs, float32 [..., K]."""

@@ -53,12 +53,15 @@ class RowLinearBase(nn.Module):
     def forward(self, x: Tensor, *, norm: Any = None, gated: str = "", residual: Tensor | None = None) -> Tensor:
         """See `compile.fused_linear.project`; `norm` has `weight` and `eps`."""
         if x.shape[-2] > self.max_rows:
-            linear = partial(F.linear, weight=self.full_weight(x.dtype), bias=self.bias)
-            return compose(linear, x, norm=norm, gated=gated, residual=residual)
+            return compose(self.many_rows, x, norm=norm, gated=gated, residual=residual)
         if norm is not None and (x.dtype == torch.float16 or not self.takes_norm):
             x, norm = torch.ops.sharesd.row_norm(x, norm.weight, norm.eps), None
         around = None if norm is None else norm.weight, 0.0 if norm is None else norm.eps, residual, gated
         return self.product(x, *around)
+
+    def many_rows(self, x: Tensor) -> Tensor:
+        """Return the outputs of more rows."""
+        return F.linear(x, self.full_weight(x.dtype), self.bias)
 
     def product(self, x: Tensor, norm: Tensor | None, eps: float, residual: Tensor | None, gated: str) -> Tensor:
         """Return the outputs of few rows, in one launch."""

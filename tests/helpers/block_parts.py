@@ -58,8 +58,16 @@ def floats_of_8_bits(codes: np.ndarray) -> np.ndarray:
     return np.where(codes > 127, -sizes, sizes)
 
 
+def reordered(part: BlockPart) -> BlockPart:
+    """The same blocks, of inputs in a random order."""
+    dice = torch.Generator().manual_seed(part.in_features)
+    return part._replace(order=torch.randperm(part.in_features, generator=dice).int())
+
+
 def values(part: BlockPart) -> Tensor:
     """Weights in float32, by the gguf package or, of types of folders, by numpy."""
+    if part.order is not None:
+        return torch.empty(part.shape).index_copy_(1, part.order.long(), values(part._replace(order=None)))
     if not is_of_folders(part.type):
         return torch.from_numpy(gguf.dequantize(part.raw.numpy(), ggml_type(part.type)))
     inputs, size = block_sizes(part.type)

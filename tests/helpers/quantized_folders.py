@@ -104,6 +104,24 @@ def gptq_8_zeros(module: str, weight: Tensor) -> dict[str, Tensor]:
     return gptq_planes(*integers(weight, 8, 64, sym=False), 8)
 
 
+def act_order(weight: Tensor, size: int) -> Tensor:
+    """Groups of inputs by what linears with the same inputs share, as their statistics are."""
+    K = weight.shape[1]
+    return torch.randperm(K, generator=torch.Generator().manual_seed(K)) // size
+
+
+def gptq_act_order(module: str, weight: Tensor) -> dict[str, Tensor]:
+    return gptq_planes(*integers(weight, 4, 32, sym=False), 4, group_K=act_order(weight, 32))
+
+
+def gptq_symmetric_act_order(module: str, weight: Tensor) -> dict[str, Tensor]:
+    return gptq_planes(*integers(weight, 8, 32, sym=True), 8, group_K=act_order(weight, 32))
+
+
+def packed_act_order(module: str, weight: Tensor) -> dict[str, Tensor]:
+    return packed(module, weight) | {"weight_g_idx": act_order(weight, 32).int()}
+
+
 def gptq_3(module: str, weight: Tensor) -> dict[str, Tensor]:
     return gptq_planes(*integers(weight, 3, 64, sym=False), 3)
 
@@ -190,6 +208,12 @@ FOLDERS: dict[str, tuple[dict[str, Any], Quantize]] = {
     ),
     "gptq 8": ({"quant_method": "gptq", "bits": 8, "group_size": -1}, gptq_8),
     "gptq 8 with zeros": ({"quant_method": "gptq", "bits": 8, "group_size": 64}, gptq_8_zeros),
+    "gptq act order": ({"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True}, gptq_act_order),
+    "gptq 8 act order": (
+        {"quant_method": "gptq", "bits": 8, "group_size": 32, "desc_act": True},
+        gptq_symmetric_act_order,
+    ),
+    "packed act order": (group("pack-quantized", "group", 4, 32, actorder="group"), packed_act_order),
     "gptq 3": ({"quant_method": "gptq", "bits": 3, "group_size": 64}, gptq_3),
     "packed": (group("pack-quantized", "group", 4, 32), packed),
     "packed with zeros": (group("pack-quantized", "group", 4, 64, symmetric=False), packed_zeros),

@@ -30,6 +30,9 @@ AS_STORED = {
     "gptq 8": "Q8_0",
     "gptq 8 with zeros": "INT8_64",
     "gptq 3": "Q4_0",
+    "gptq act order": "INT4_32",
+    "gptq 8 act order": "Q8_0",
+    "packed act order": "Q4_0",
     "awq": "INT4_64",
     "packed": "Q4_0",
     "packed with zeros": "INT4_64",
@@ -139,7 +142,7 @@ def test_a_quantized_head_beside_the_table_is_used(tmp_path: Path) -> None:
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("kind", ["gptq symmetric", "awq", "nvfp4"])
+@pytest.mark.parametrize("kind", ["gptq symmetric", "awq", "gptq act order", "nvfp4"])
 def test_every_mode_gives_the_text_of_plain_decoding(kind: str, tmp_path: Path) -> None:
     require_same_texts(write_quantized(tmp_path / "model", kind), dequantize=False)
 
@@ -151,7 +154,8 @@ def gptq(weight: Tensor, bits: int, group_size: int, **options: Any) -> dict[str
 @pytest.mark.parametrize(
     ("section", "planes", "reason"),
     [
-        ({"bits": 4, "group_size": 64}, {"group_K": torch.arange(128) % 2}, "in another order, desc_act"),
+        ({"bits": 4, "group_size": 64}, {"group_K": torch.arange(128) % 3 % 2}, "not all of its groups have 64 inputs"),
+        ({"bits": 4, "group_size": 64}, {"group_K": torch.zeros(128)}, "not all of its groups have 64 inputs"),
         ({"bits": 4, "group_size": 16}, {}, "groups of 16 inputs are no multiple of 32"),
     ],
 )
@@ -160,6 +164,17 @@ def test_what_no_block_holds_is_refused_by_name(section: dict[str, Any], planes:
     linear = layout_of({"quant_method": "gptq", **section}).linear(Planes("model.layers.0.mlp.up_proj", made))
     with pytest.raises(ValueError, match=f"up_proj does not run as it is stored .*{reason}.*take --dequantize"):
         linear.block_type()
+
+
+@pytest.mark.parametrize("module", ["self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj"])
+def test_linears_that_run_as_one_have_one_order(module: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = write_quantized(tmp_path / "model", "gptq act order")
+    tensors = load_file(folder / "model.safetensors")
+    tensors[f"model.layers.0.{module}.g_idx"] = tensors[f"model.layers.0.{module}.g_idx"].flip(0).contiguous()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"linears .*{module}.* have their inputs in different orders.; take --deq"):
+        resolve(folder, dequantize=False)
+    assert resolve(folder, dequantize=None) != folder and "expanded to 16 bits: " in caplog.text
 
 
 def test_scales_that_float16_does_not_hold_are_refused() -> None:

@@ -51,6 +51,7 @@ def repacked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 TARGETS: dict[str, tuple[Callable[[Path], Path], dict[str, Any]]] = {
     "gguf": (lambda folder: write_gguf(folder / "a.gguf"), {}),
     "folder": (lambda folder: write_quantized(folder / "model", "awq"), {}),
+    "another order": (lambda folder: write_quantized(folder / "model", "gptq act order"), {"dequantize": False}),
     "quantized at load": (lambda folder: make_checkpoint(folder / "model"), {"target_quant": "q8_0"}),
 }
 

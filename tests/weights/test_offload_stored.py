@@ -36,8 +36,8 @@ def only_the_model(monkeypatch: pytest.MonkeyPatch, own_cache: None) -> None:
 
 
 def target_of(kind: str, at: Path) -> dict[str, Any]:
-    if kind == "folder":
-        return {"target": str(write_quantized(at / "model", "awq", layers=LAYERS))}
+    if kind in ("awq", "gptq act order"):
+        return {"target": str(write_quantized(at / "model", kind, layers=LAYERS))}
     if kind == "q4_k":
         model = make_checkpoint(at / "model", hidden=256, layers=LAYERS)
         return {"target": str(model), "target_quant": kind}
@@ -73,7 +73,8 @@ def texts(runtime: Runtime, mode: Mode) -> list[list[int]]:
         ("Q8_0", MODES, {"max_batch": 2}),
         ("Q5_1", ("naive", "share"), {"activations": "fast", "num_draft": 6, "tree": (2, 3, 6)}),
         ("q4_k", ("naive", "share"), {"num_draft": 4}),
-        ("folder", ("naive", "share"), {"num_draft": 4}),
+        ("awq", ("naive", "share"), {"num_draft": 4}),
+        ("gptq act order", ("naive", "share"), {"num_draft": 4}),
     ],
 )
 def test_texts_are_those_of_a_model_that_fits(
@@ -92,7 +93,7 @@ def test_texts_are_those_of_a_model_that_fits(
         assert texts(offloaded, mode) == wanted, mode
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "F16", "q4_k", "folder"])
+@pytest.mark.parametrize("kind", ["Q8_0", "F16", "q4_k", "awq"])
 def test_plans_know_the_bytes(kind: str, tmp_path: Path, close_after: list[Runtime]) -> None:
     target = target_of(kind, tmp_path)
     found = resolved(target, ("naive",), limit_for(target, ("naive",)))
@@ -115,7 +116,7 @@ def test_plans_know_the_bytes(kind: str, tmp_path: Path, close_after: list[Runti
     assert len(done.token_ids) == 9 and passes == pytest.approx(round(passes), abs=0.7)
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "F16", "q4_k", "folder"])
+@pytest.mark.parametrize("kind", ["Q8_0", "F16", "q4_k", "awq"])
 def test_what_stays_is_counted(kind: str, tmp_path: Path) -> None:
     """Embedding, head and norms, as they are in memory."""
     target = target_of(kind, tmp_path)

@@ -100,8 +100,8 @@ def config_of(kind: str, at: Path, **options: Any) -> EngineConfig:
     """Blocks of a file whose head is its table, of integers from a folder, and of several K-quants at once."""
     if kind == "file":
         options["target"] = write_gguf(at / "a.gguf", mlp=128, pads_to=32)
-    elif kind == "folder":
-        options["target"] = write_quantized(at / "model", "awq")
+    elif kind in ("awq", "gptq act order"):
+        options["target"] = write_quantized(at / "model", kind)
     else:
         options |= {"target": make_checkpoint(at / "model", hidden=512), "target_quant": "q4_k"}
     quant = QuantConfig.parse("hqq:4:32")
@@ -117,7 +117,7 @@ def down_of(runtime: Runtime) -> Any:
     return full_precision(runtime.target.blocks[0].mlp.down)  # type: ignore[union-attr, index]
 
 
-@pytest.mark.parametrize("kind", ["file", "k-quants"])
+@pytest.mark.parametrize("kind", ["file", "gptq act order", "k-quants"])
 def test_stages_give_logits_and_texts_of_one_device(kind: str, tmp_path: Path) -> None:
     config = config_of(kind, tmp_path)
     alone, runtime = Runtime(config), Runtime(in_stages(config), (*MODES, "recycle", "classic"))
@@ -129,7 +129,7 @@ def test_stages_give_logits_and_texts_of_one_device(kind: str, tmp_path: Path) -
             assert texts_of(runtime, mode, params) == wanted, mode
 
 
-@pytest.mark.parametrize("kind", ["file", "folder", "k-quants"])
+@pytest.mark.parametrize("kind", ["file", "awq", "gptq act order", "k-quants"])
 def test_ranks_give_logits_and_texts_of_one(kind: str, tmp_path: Path) -> None:
     """Mode hybrid mixes tables, as it does on one device."""
     config = config_of(kind, tmp_path)
@@ -256,6 +256,12 @@ def more_heads(folder: Path) -> Path:
             {"tensor_parallel": 4},
             "the 32 outputs of model.layers.0.self_attn.k_proj.weight, which is stored as INT4_64, cannot be shared "
             "out evenly in groups of 16; leave tensor_parallel out, or take --dequantize",
+        ),
+        (
+            lambda at: write_quantized(at / "model", "gptq act order"),
+            {"tensor_parallel": 2, "tensor_parallel_style": "reduce"},
+            "tensor_parallel_style is reduce, and the inputs of model.layers.0.mlp.down_proj.weight are stored in "
+            "another order, which is not cut; take --tensor-parallel-style gather, or take --dequantize",
         ),
         (
             lambda at: make_checkpoint(at / "model", hidden=256),

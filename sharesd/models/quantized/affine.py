@@ -43,14 +43,20 @@ class Affine(QuantizedLinear):
         super().__init__(module, (len(scale_NG), K))
         self._codes, self._bits, self._scale_NG, self._zero_NG = codes, bits, scale_NG, zero_NG.to(torch.int16)
         self._group_K = group_K
+        self.order = None if group_K is None else group_K.argsort(stable=True).int()
 
     @property
     def _group_size(self) -> int:
         return self.shape[1] // self._scale_NG.shape[1]
 
+    def _ordered(self, begin: int, end: int) -> Tensor:
+        """Return codes in the order of blocks, uint8 [n, K]."""
+        codes = self._codes(begin, end)
+        return codes if self.order is None else codes.index_select(1, self.order)
+
     def _moved(self, begin: int, end: int, zero: int) -> Tensor:
-        """Return codes whose zeros are at `zero`, modulo 256, uint8 [n, K]."""
-        codes, minus_NG = self._codes(begin, end), (self._zero_NG[begin:end] - zero).to(torch.uint8)
+        """Return ordered codes whose zeros are at `zero`, modulo 256."""
+        codes, minus_NG = self._ordered(begin, end), (self._zero_NG[begin:end] - zero).to(torch.uint8)
         return (codes.unflatten(1, (-1, self._group_size)) - minus_NG[:, :, None]).flatten(1)
 
     def rows(self, begin: int, end: int) -> Tensor:
@@ -62,8 +68,8 @@ class Affine(QuantizedLinear):
         return groups.sub_(zero_NG[:, :, None]).mul_(scale_NG[:, :, None]).flatten(1)
 
     def block_type(self) -> str:
-        if self._group_K is not None:
-            raise self.not_as_stored("its inputs are quantized in another order, desc_act")
+        if self._group_K is not None and bool((self._group_K.bincount() != self._group_size).any()):
+            raise self.not_as_stored(f"not all of its groups have {self._group_size} inputs")
         if self._group_size % _BLOCK:
             raise self.not_as_stored(f"groups of {self._group_size} inputs are no multiple of {_BLOCK}")
         if not torch.equal(self._scale_NG.half().float(), self._scale_NG):
@@ -89,14 +95,14 @@ class Affine(QuantizedLinear):
             first = 3
 
         def fill(begin: int, end: int) -> None:
-            codes = self._moved(begin, end, _ZEROS[kind]) if kind in _ZEROS else self._codes(begin, end)
+            codes = self._moved(begin, end, _ZEROS[kind]) if kind in _ZEROS else self._ordered(begin, end)
             if num_bytes < inputs:  # 4 bits
                 low, high = codes.unflatten(1, (-1, 2, _BLOCK // 2)).unbind(2)
                 codes = (low & 15) | (high << 4)
             raw[begin:end, :, first:] = codes.reshape(end - begin, K // inputs, -1)
 
         run(fill, self.chunks())
-        return BlockPart(kind, raw.flatten(1))
+        return BlockPart(kind, raw.flatten(1), self.order)
 
 
 def unpack(words: Tensor, bits: int, num: int) -> Tensor:

@@ -9,13 +9,15 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise, product
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from compile.block_linear import WIDENED, BlockPart
+from compile.input_order import same_order
+from sharesd.models.architectures import architecture_of
 from sharesd.models.checkpoint import (
     MODELOPT,
     WEIGHT_FILES,
@@ -34,7 +36,7 @@ from sharesd.models.decoder_config import DecoderConfig, UnsupportedArchitecture
 from sharesd.models.quantized.formats import layout_of
 from sharesd.models.quantized.layout import MISFIT, Layout, Planes, QuantizedLinear
 from sharesd.models.quantized.workers import Workers
-from sharesd.models.weight_mapping import EMBEDDING, HEAD, check_finite, tensor_shapes, text_name
+from sharesd.models.weight_mapping import EMBEDDING, HEAD, LAYERS, check_finite, tensor_shapes, text_name
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +85,14 @@ def stored_types(folder: Path) -> dict[str, str]:
         elif _is_widened(name, tensor):
             types[text_name(name)] = WIDENED
     return types
+
+
+def reordered(folder: Path) -> Iterator[str]:
+    """Yield names of matrices whose inputs are stored in another order."""
+    layout, config, _ = _read_config(folder)
+    for name, tensor in _read_weights(folder, layout, config).items():
+        if not isinstance(tensor, Tensor) and tensor().order is not None:
+            yield text_name(name)
 
 
 def stored_parts(folder: Path, *, outlines: bool = False) -> Iterator[tuple[str, Tensor | BlockPart]]:
@@ -230,11 +240,12 @@ def _check(weights: Weights, config: DecoderConfig | None, *, as_stored: bool = 
 
     Raises ValueError for one that is missing, damaged or wrongly shaped, or `as_stored` has no kernel.
     """
-    shapes, refusal = {}, None
+    shapes, orders, refusal = {}, dict[str, Tensor | None](), None
     for name, tensor in weights.items():
         linear = tensor if isinstance(tensor, Tensor) else tensor()
         shapes[name] = tuple(linear.shape)
         if as_stored and isinstance(linear, QuantizedLinear):
+            orders[text_name(name)] = linear.order
             try:
                 linear.block_type()
             except ValueError as error:  # damage comes first
@@ -250,4 +261,19 @@ def _check(weights: Weights, config: DecoderConfig | None, *, as_stored: bool = 
         raise ValueError(f"tensor {missing[0]} is missing; download the checkpoint again")
     if refusal is not None:
         raise refusal
+    if config is not None:
+        _check_orders(orders, config)
     return shapes
+
+
+def _check_orders(orders: Mapping[str, Tensor | None], config: DecoderConfig) -> None:
+    """Raise ValueError if linears that run as one have different orders."""
+    modules = architecture_of(config.model_type).block_names.values()
+    for layer, names in product(range(config.num_hidden_layers), modules):
+        merged = [f"{LAYERS}{layer}.{name}.weight" for name in names]
+        for one, other in pairwise(name for name in merged if name in orders):
+            if not same_order(orders[one], orders[other]):
+                raise ValueError(
+                    f"linears {one} and {other} do not run as they are stored (they have their inputs in different "
+                    "orders); take --dequantize"
+                )

@@ -135,6 +135,9 @@ class Planes:
 class QuantizedLinear(ABC):
     """Weights of one linear, as they are stored."""
 
+    order: Tensor | None = None
+    """Inputs as blocks have them, see `compile.input_order`."""
+
     def __init__(self, module: str, shape: tuple[int, ...]) -> None:
         self.module, self.shape = module, shape
 
@@ -177,7 +180,7 @@ class QuantizedLinear(ABC):
     def outline(self) -> BlockPart:
         """Return the blocks without their bytes."""
         outputs, inputs = self.shape
-        return BlockPart.without_bytes(self.block_type(), outputs, inputs)
+        return BlockPart.without_bytes(self.block_type(), outputs, inputs)._replace(order=self.order)
 
     def not_as_stored(self, reason: str) -> ValueError:
         return ValueError(f"linear {self.module} does not run as it is stored ({reason}); take --dequantize")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from compile.block_linear import BLOCK_TYPES, Activations, BlockEmbedding, BlockLinear, BlockPart, block_sizes
 from sharesd.models.decoder import Decoder
-from tests.helpers.block_parts import ggml_type, is_of_folders, random_part, values
+from tests.helpers.block_parts import ggml_type, is_of_folders, random_part, reordered, values
 from tests.helpers.compiled import compiled
 from tests.helpers.oracle import tiny_decoder
 
@@ -150,6 +150,30 @@ def test_parts_of_different_types(activations: Activations) -> None:
             assert torch.equal(merged(x), torch.cat([linear(x) for linear in alone], 1))
 
 
+@EACH_KIND
+@pytest.mark.parametrize("type_name", ["Q4_0", "Q8_0", "INT4_64", "INT8_128", "Q6_K"])
+def test_inputs_in_another_order(type_name: str, activations: Activations) -> None:
+    """The same bits as of inputs that were put in order before."""
+    parts = [reordered(random_part(type_name, N, 768, N)) for N in (48, 40)]
+    order = parts[0].order
+    linear = BlockLinear(parts, random(88), 768, activations=activations)
+    plain = BlockLinear([part._replace(order=None) for part in parts], linear.bias, 768, activations=activations)
+    weight = torch.cat([values(part) for part in parts])
+    assert torch.equal(linear.unpacked(), weight) and not torch.equal(plain.unpacked(), weight)
+    assert torch.equal(parts[0].numbers(), weight[:48])
+    x = random(71, 768) * torch.logspace(-3, 3, 71)[:, None]
+    wanted = plain(x[:, order])
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        for M in (*range(1, 17), 71):
+            assert torch.equal(linear(x[:M]), wanted[:M]) and torch.equal(linear(x[-M:]), wanted[-M:])
+    assert torch.equal(linear(x[:3].bfloat16().float()), plain(x[:3].bfloat16().float()[:, order]))
+    if linear.has_halves:
+        upper = linear.upper_halves()
+        assert torch.equal(upper(x), plain.upper_halves()(x[:, order]))
+        assert not torch.equal(upper.unpacked(), weight)
+
+
 def upper_values(part: BlockPart) -> Tensor:
     """Codes of Q8_0 at the middles of 16 cells, of which one is around zero if all codes of the block fit."""
     blocks = part.raw.unflatten(1, (-1, 34))
@@ -270,8 +294,19 @@ def test_what_is_refused(parts: list[Any], message: str) -> None:
         BlockLinear([BlockPart("Q4_K", torch.zeros(2, 145, dtype=torch.uint8))], None, 256)
 
 
+def test_orders_that_are_refused() -> None:
+    part = reordered(random_part("Q8_0", 16, 256))
+    assert part.order is not None
+    for other in (None, part.order.flip(0)):
+        with pytest.raises(ValueError, match="parts of a linear have their inputs in different orders"):
+            BlockLinear([part, part._replace(order=other)], None, 256)
+    for order in (part.order[:-1], part.order.long(), part.order.clamp(min=1)):
+        with pytest.raises(ValueError, match=r"is none of int32 \[256\]"):
+            BlockLinear([part._replace(order=order)], None, 256)
+
+
 def block_model(dtype: torch.dtype, activations: Activations) -> Decoder:
-    """A decoder with blocks of several types in each of its linears."""
+    """A decoder with blocks of several types in each of its linears, in the second layer in another order."""
     model = tiny_decoder(2, dtype=dtype, hidden_size=64, intermediate_size=96, num_attention_heads=4)
 
     def with_blocks(linear: nn.Linear, first: int) -> BlockLinear:
@@ -279,6 +314,8 @@ def block_model(dtype: torch.dtype, activations: Activations) -> Decoder:
         pieces = linear.weight.float().split(linear.out_features // 2 // 16 * 16)
         raws = [gguf.quantize(piece.numpy(), ggml_type(types[(first + i) % 5])) for i, piece in enumerate(pieces)]
         parts = [BlockPart(types[(first + i) % 5], torch.from_numpy(raw)) for i, raw in enumerate(raws)]
+        if first:
+            parts = [reordered(part) for part in parts]
         return BlockLinear(parts, linear.bias, linear.in_features, activations=activations)
 
     for number, block in enumerate(model.blocks):

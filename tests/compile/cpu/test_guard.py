@@ -31,7 +31,7 @@ from compile.tree_rescore import BestNodes, record_best_nodes, rescore_children
 from compile.tree_verify import accept_path
 from sharesd.drafters.heads.native_step import native_head
 from tests.helpers import guard
-from tests.helpers.block_parts import random_part
+from tests.helpers.block_parts import random_part, reordered
 from tests.helpers.oracle import tiny_decoder
 from tests.helpers.tiny_heads import random_head
 
@@ -166,6 +166,17 @@ def test_linears_of_blocks(dtype: torch.dtype) -> None:
                 linear(x)
                 upper(x)
             linear.dequantize(hand(f"rows {name}", torch.tensor([0, 39])))
+
+    every_region_is_guarded(call)
+
+
+def test_linears_of_reordered_blocks() -> None:
+    def call(hand: Hand) -> None:
+        linear = BlockLinear([reordered(random_part("INT4_128", 40, 256))], None, 256)
+        linear.weight, linear.table = hand("weight", linear.weight), hand("table", linear.table)
+        for M in (1, 19):
+            linear(hand(f"x {M}", random(torch.float32, M, 256)))
+        linear.dequantize(hand("rows", torch.tensor([0, 39])))
 
     every_region_is_guarded(call)
 

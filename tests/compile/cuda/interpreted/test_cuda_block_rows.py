@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed here")
@@ -14,7 +15,7 @@ from compile.block_linear import BLOCK_TYPES, BlockPart, block_sizes
 from compile.cuda.block_linear import BlockRowLinear
 from compile.fused_linear import compose
 from sharesd.models.decoder import RMSNorm
-from tests.helpers.block_parts import random_part
+from tests.helpers.block_parts import random_part, reordered
 from tests.helpers.block_parts import values as block_values
 
 EPSILON = {torch.float32: 4e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
@@ -124,6 +125,28 @@ def test_parts_of_different_types() -> None:
     assert torch.equal(linear.unpacked(), torch.cat([values(part) for part in parts]))
     x = torch.randn(3, K)
     assert torch.equal(linear(x), torch.cat([linear_of([part])(x) for part in parts], 1))
+
+
+@torch.no_grad()
+def test_inputs_in_another_order() -> None:
+    """Few rows and prompts have the bits of inputs that were put in order before."""
+    with torch.device("cpu"):
+        parts = [reordered(part_of(name, 32, 256)) for name in ("INT4_64", "Q8_0")]
+    linear, plain = linear_of(parts), linear_of([part._replace(order=None) for part in parts])
+    weight, order = torch.cat([values(part) for part in parts]), linear.order
+    assert order is not None and torch.equal(linear.unpacked(), weight)
+    one = linear_of(parts[:1])
+    ids = torch.tensor([[31, 0], [16, 3]])
+    assert torch.equal(one._decode(ids, torch.float32), values(parts[0])[ids])
+    norm = RMSNorm(256, 1e-5, False, dtype=torch.float32, device=torch.get_default_device()).requires_grad_(False)
+    norm.weight.copy_(torch.rand(256))
+    for M in (1, 5, 65):
+        x = torch.randn(M, 256)
+        assert torch.equal(linear(x), plain(x[:, order]))
+        wanted = compose(partial(F.linear, weight=weight), x, norm=norm, gated="silu")
+        assert error(linear(x, norm=norm, gated="silu"), wanted) < EPSILON[torch.float32]
+    with pytest.raises(ValueError, match="parts of a linear have their inputs in different orders"):
+        linear_of([parts[0], parts[1]._replace(order=None)])
 
 
 def test_memory_is_hardly_more_than_the_files() -> None:
