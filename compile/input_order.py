@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def common_order(orders: Sequence[Tensor | None], num_inputs: int) -> Tensor | None:
-    """Return the order that all parts have; None: that of the inputs.
+    """Return the order of all parts; None: as the inputs come.
 
     Raises ValueError if parts differ, or the order is no permutation of the inputs.
     """
@@ -33,5 +33,5 @@ def same_order(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def order_words(order: Tensor | None) -> Tensor:
-    """Return rows of 4 words, int64 [K / 8, 4]; no rows without an order."""
+    """Return an order as rows of words, int64 [K / 8, 4]."""
     return torch.empty(0, 4, dtype=torch.int64) if order is None else order.view(torch.int64).view(-1, 4)

@@ -101,7 +101,7 @@ def config_of(kind: str, at: Path, **options: Any) -> EngineConfig:
     if kind == "file":
         options["target"] = write_gguf(at / "a.gguf", mlp=128, pads_to=32)
     elif kind in ("awq", "gptq act order"):
-        options["target"] = write_quantized(at / "model", kind)
+        options["target"] = write_quantized(at / "model", kind, layers=2)
     else:
         options |= {"target": make_checkpoint(at / "model", hidden=512), "target_quant": "q4_k"}
     quant = QuantConfig.parse("hqq:4:32")
