@@ -1,0 +1,59 @@
+"""AVX-VNNI: the source for AVX2 with one function replaced; sums are the same, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+CPU_INFO = Path("/proc/cpuinfo")
+AVX2 = "-march=x86-64-v3"
+BUILD = "from compile.cpp_extension import library; library('block_ops'), library('float32')"
+SUMS = """
+import sys, torch
+from compile.block_linear import BLOCK_TYPES, BlockLinear
+from compile.linear import QuantizedPackedLinear
+from tests.helpers.block_parts import random_part
+dice = torch.Generator().manual_seed(0)
+x = torch.randn(7, 512, generator=dice)
+linears = {
+    f"{name} {activations}": BlockLinear([random_part(name, 40, 512)], None, 512, activations=activations)
+    for name in BLOCK_TYPES for activations in ("exact", "fast")
+}
+for bits in (4, 8):
+    codes = torch.randint(2**bits, (40, 512), generator=dice, dtype=torch.uint8)
+    scale, offset = torch.rand(2, 40, 8, generator=dice)
+    linears[f"{bits} bits"] = QuantizedPackedLinear(codes, scale, offset, None, bits=bits)
+torch.save({name: torch.cat([linear(x[:1]), linear(x)]) for name, linear in linears.items()}, sys.argv[1])
+"""
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.subprocess,
+    pytest.mark.skipif(" avx2 " not in CPU_INFO.read_text() if CPU_INFO.exists() else True, reason="needs AVX2"),
+]
+
+
+def run(script: str, flags: str, *arguments: str) -> None:
+    environment = {**os.environ, "SHARESD_CXXFLAGS": flags}
+    done = subprocess.run([sys.executable, "-c", script, *arguments], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def sums(flags: str, file: Path) -> dict[str, Tensor]:
+    run(SUMS, flags, str(file))
+    return torch.load(file)
+
+
+def test_sums_are_those_of_avx2(tmp_path: Path) -> None:
+    """Built on every machine with AVX2, and run where the processor has AVX-VNNI."""
+    run(BUILD, f"{AVX2} -mavxvnni")
+    if " avx_vnni " in CPU_INFO.read_text():
+        ours, wanted = sums(f"{AVX2} -mavxvnni", tmp_path / "ours"), sums(AVX2, tmp_path / "wanted")
+        assert len(ours) > 40
+        for name, values in ours.items():
+            assert torch.equal(values, wanted[name]), name
