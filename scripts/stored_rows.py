@@ -65,8 +65,8 @@ def main() -> None:
             linear.table[0, 1] = int(activations == "exact")
         target.forward(tokens[:, :num], cache)
 
-    steps = {(num, each): took(lambda num=num, each=each: step(num, each)) for num in rows for each in ACTIVATIONS}
-    reading = took(read_loop([linear.weight for linear in linears]))
+    steps = {(num, each): Timed(lambda num=num, each=each: step(num, each)) for num in rows for each in ACTIVATIONS}
+    reading = Timed(read_loop([linear.weight for linear in linears]))
     with torch.inference_mode():
         for _ in range(args.repeats):
             for measure in (*steps.values(), reading):
@@ -104,7 +104,7 @@ def read_loop(weights: list[torch.Tensor]) -> Callable[[], None]:
     return read
 
 
-class took:
+class Timed:
     """A call, and the seconds that it took each time."""
 
     def __init__(self, call: Callable[[], object]) -> None:
