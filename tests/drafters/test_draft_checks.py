@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,9 @@ ON_PATH = torch.tensor([[[0, 0, 0], [0, 1, 0], [0, 2, 0]]])
 
 @pytest.fixture
 def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The page's drafter, in a file of its own."""
+    """The example of the page, in a folder of its own."""
     monkeypatch.setattr(registry, "_added", {})
-    code = re.search(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
-    assert code is not None
-    file = tmp_path / "my_echo.py"
-    file.write_text(code[1])
-    return file
+    return Path(shutil.copy(ROOT / "examples/own_drafter.py", tmp_path / "my_echo.py"))
 
 
 # ---- proposals of tables
@@ -127,7 +124,7 @@ def test_the_page_has_a_drafter_that_is_right(example: Path, capsys: pytest.Capt
     assert len(lines) == 16 and all(line.startswith(("ok     chains, ", "ok     trees, ")) for line in lines)
     found = re.fullmatch(r"echo: nothing is wrong; (\d+) tokens drafted, (\d+) accepted", last)
     assert found and int(found[1]) > int(found[2]) > 0
-    assert "sharesd bench check-drafter my_echo.py:EchoTable" in PAGE.read_text("utf-8")
+    assert "sharesd bench check-drafter examples/own_drafter.py:EchoTable" in PAGE.read_text("utf-8")
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from tests.helpers.paths import ROOT
 from tests.helpers.served_model import served
 from tests.helpers.tiny_models import make_checkpoint
 
-ECHO = ROOT / "tests" / "helpers" / "echo_drafter.py"
+ECHO = ROOT / "examples" / "own_drafter.py"
 PROMPTS = ["the cat sat on the mat and the cat sat", "a blue sky"]
 TORCH_FREE = """
 import sys
@@ -197,8 +197,3 @@ def test_what_is_wrong_with_a_module_is_said(echo: Path, tmp_path: Path) -> None
 def test_configs_are_checked(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         selection.check_drafters(EngineConfig(**given))
-
-
-def test_the_page_has_the_whole_file() -> None:
-    page = (ROOT / "docs/how-to/add-a-drafter.md").read_text()
-    assert ECHO.read_text().strip() in page and len(page.splitlines()) <= 75

@@ -1,4 +1,11 @@
-"""Mode echo: after a token come the tokens that followed it the last time."""
+"""A drafter of your own, in one file: after a token come the tokens that followed it the last time.
+
+    sharesd bench check-drafter examples/own_drafter.py:EchoTable
+    sharesd generate "Count to ten, twice." --drafter-module examples/own_drafter.py --mode echo --echo-length 3
+    python examples/own_drafter.py
+
+The text is that of plain decoding, whatever a drafter proposes. docs/how-to/add-a-drafter.md explains the parts.
+"""
 
 from dataclasses import dataclass
 
@@ -10,7 +17,7 @@ from sharesd.speculation.draft_proposal import Proposal, empty_proposal
 
 @dataclass(frozen=True)
 class Options:
-    echo_length: int = option(4, "mode echo: tokens to guess", metavar="N")
+    echo_length: int = option(4, "mode echo: draft tokens", metavar="N")  # --echo-length, LLM(echo_length=...)
 
 
 class EchoTable(Table):
@@ -19,7 +26,7 @@ class EchoTable(Table):
     def __init__(self, length):
         self.length, self.texts, self.places = length, {}, {}
 
-    def begin(self, row, tokens):  # a new text
+    def begin(self, row, tokens):  # a new text in a row of the batch
         self.texts[row], self.places[row] = [], {}
         self.extend(row, tokens)
 
@@ -29,7 +36,7 @@ class EchoTable(Table):
             places.update({text[-1]: len(text)} if text else {})
             text.append(token)
 
-    def propose(self, row, budget, ahead=()):
+    def propose(self, row, budget, ahead=()):  # at most `budget` tokens after the text, and after `ahead`
         text = self.texts[row]
         start = self.places[row].get((*text, *ahead)[-1])
         if start is None:
@@ -44,3 +51,17 @@ def build(inputs):
 
 
 SPEC = DrafterSpec(name="echo", kind="table", help="lookup by one token", build=f"{__name__}:build", options=Options)
+
+
+def main(target=None):
+    from sharesd import LLM, SamplingParams
+
+    prompt, params = "one, two, three, one, two, three, one, two,", SamplingParams(max_new_tokens=24)
+    with LLM(target, modes=("naive", "echo"), drafter_module=__file__, max_context=128, max_batch=1) as llm:
+        plain, drafted = (llm.generate(prompt, params, mode=mode)[0] for mode in ("naive", "echo"))
+    print(drafted.text)
+    print(f"tokens per round: {drafted.stats.tau:.2f}; the same text: {plain.token_ids == drafted.token_ids}")
+
+
+if __name__ == "__main__":
+    main()
