@@ -256,15 +256,14 @@ def _exactness(summary: Mapping[str, Any]) -> str:
 
 
 def _categories(modes: Modes) -> Section:
+    """Return a row per category: the speed of plain decoding, and the speedup of each mode over it."""
     names = list(dict.fromkeys(name for figures in modes.values() for name in figures["by_category"]))
     head, rows = ["category"], [[name] for name in names]
     for mode, figures in modes.items():
-        head += [f"{mode} tok/s", *([f"{mode} tau", f"{mode} speedup"] if mode != "naive" else [])]
+        column = "tokens_per_second" if mode == BASE or BASE not in modes else "speedup"
+        head.append(mode if column == "speedup" else f"{mode}, tok/s")
         for row in rows:
-            found = figures["by_category"].get(row[0], {})
-            row.append(ranged(found, "tokens_per_second"))
-            if mode != "naive":
-                row += [ranged(found, "tau"), ranged(found, "speedup")]
+            row.append(ranged(figures["by_category"].get(row[0], {}), column))
     return Section("Speed by category", head, rows)
 
 
@@ -286,10 +285,13 @@ def _drafts(modes: Modes) -> Section:
 
 
 def _acceptance(modes: Modes, name: str, of: str) -> Section:
+    """Return a row per position in the draft, a column per mode."""
     found = accepted_positions(modes, name)
-    head = ["mode", *map(str, range(1, max(map(len, found.values()), default=0) + 1))]
-    rows = [[mode, *map(percent, shares)] for mode, shares in found.items()]
-    return Section(f"Acceptance by position, of {of}", head, rows)
+    rows = [
+        [str(number + 1), *(percent(shares[number]) if number < len(shares) else ABSENT for shares in found.values())]
+        for number in range(max(map(len, found.values()), default=0))
+    ]
+    return Section(f"Acceptance by position, of {of}", ["position", *found], rows)
 
 
 def _start(summary: Mapping[str, Any]) -> Section:

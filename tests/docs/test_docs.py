@@ -45,7 +45,7 @@ OTHER_OPTIONS |= {"--cpu", "--cpunodebind", "--index-url", "--membind", "--multi
 OTHER_OPTIONS |= {"--nproc-per-node"}
 MODEL = "Qwen2.5-0.5B-Instruct"
 """Folder that examples take as the model."""
-README_LINES, PAGE_LINES, WIDTH = 120, 250, 120
+README_LINES, WIDTH = 120, 120
 
 
 class Block(NamedTuple):
@@ -390,16 +390,6 @@ def test_the_readme_is_short() -> None:
     count, wide = len(lines), [line for line in lines if len(line) > WIDTH]
     assert count <= README_LINES
     assert not wide
-
-
-@pytest.mark.parametrize(
-    "page",
-    [page for page in PAGES if page.is_relative_to(ROOT / "docs") and page != GENERATED],
-    ids=lambda page: page.relative_to(ROOT).as_posix(),
-)
-def test_pages_are_short(page: Path) -> None:
-    count = page.read_text(encoding="utf-8").count("\n")
-    assert count <= PAGE_LINES
 
 
 def test_the_index_lists_every_page() -> None:
