@@ -15,7 +15,7 @@ from sharesd_files import SCRATCH, cache_root
 
 _KEY = "[0-9a-f]" * 16
 _LEFT_OVERS = (f"{SCRATCH}*", "partial-*", "tmp????????", f"hqq-{_KEY}*.tmp", f".*-{_KEY}.json.*")
-"""Patterns of files that killed processes leave; most are from earlier versions."""
+"""Patterns of files that killed processes leave."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
