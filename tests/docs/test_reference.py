@@ -45,6 +45,7 @@ MOST_LINES = 250
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import results_tables  # noqa: E402
+import room_diagram  # noqa: E402
 
 
 def text_of(name: str) -> str:
@@ -265,3 +266,9 @@ def test_cards_have_data_licences_and_recipes() -> None:
     for card in cards:
         text = card.read_text(encoding="utf-8")
         assert all(word in text for word in ("SmolLM2-135M-Instruct", "4-bit", "MIT", "Apache-2.0", "Data", "$ "))
+
+
+def test_the_diagram_of_rooms_is_that_of_the_imports() -> None:
+    assert room_diagram.page() == room_diagram.PAGE.read_text("utf-8"), "run python scripts/room_diagram.py"
+    graph = {"a": {"b", "c"}, "b": {"c"}, "c": set[str]()}
+    assert room_diagram.reduced(graph) == {"a": {"b"}, "b": {"c"}, "c": set()}
