@@ -97,7 +97,7 @@ class NativeHead:
     def propose(
         self, tokens_BS: Tensor, features_BSX: Tensor, num: int, cache: Any, ends_B: Tensor, depth: int
     ) -> Tensor:
-        """See `sharesd.drafters.parallel.head.Parallel.guess`."""
+        """See `sharesd.drafters.parallel.head.Parallel.propose`."""
         rows = num + depth - 1
         logits_BDK = self._read(tokens_BS, features_BSX, rows, cache, ends_B, depth, masks=self._masks)
         assert logits_BDK is not None

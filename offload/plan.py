@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, repeat
@@ -90,9 +91,7 @@ class Drafter:
 
 def constant_acceptance(alpha: float) -> tuple[float, ...]:
     """Return `Drafter.cumulative_acceptance` for a constant acceptance probability `alpha`."""
-    return tuple(
-        accumulate(repeat(alpha, DEPTHS[-1]), lambda cumulative_acceptance, each: cumulative_acceptance * each)
-    )
+    return tuple(accumulate(repeat(alpha, DEPTHS[-1]), operator.mul))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

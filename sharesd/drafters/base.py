@@ -64,7 +64,7 @@ class Drafter:
     commits_plain_rounds = False
     """`commit` is called in plain rounds, too."""
     first_alphas: tuple[float, float] = FIRST_ALPHAS
-    """Acceptance assumed before there is evidence, see `draft_policy.FIRST_ALPHAS`."""
+    """Acceptance assumed before drafts were verified, see `policy_config.FIRST_ALPHAS`."""
     single_pass = False
     """True if drafts take one pass, whatever their depth."""
     runs_on_host = False

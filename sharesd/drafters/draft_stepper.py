@@ -19,12 +19,14 @@ from sharesd.models.base import CausalModel
 class DraftStepper(Protocol):
     """Stepper that drafts after roots; tensors keep addresses, for replay."""
 
-    root_pos_B: Tensor  # int64: position of each root
-    next_pos_B: Tensor  # int64: position of a chain's next token; of trees, of the first level
-    ids: Tensor | None  # int64 [V]: the target's ids of the tokens that logits are about; None = all
-    logit_noise: (
-        float | None
-    )  # of a target with rounded weights, see `confidence.quantization_logit_noise`; None: another model
+    root_pos_B: Tensor
+    """int64: position of each root."""
+    next_pos_B: Tensor
+    """int64: position of a chain's next token; of trees, of the first level."""
+    ids: Tensor | None
+    """int64 [V]: the target's ids of a reduced vocabulary; None = all."""
+    logit_noise: float | None
+    """Noise of the target's quantized copy, see `calibration.quantization_logit_noise`; None: another model."""
 
     def start(self) -> Tensor:
         """Read unread tokens and the root; return first logits [B, 1, V]."""

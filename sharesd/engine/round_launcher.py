@@ -20,7 +20,7 @@ from sharesd.engine.round_trace import Proposed
 from sharesd.engine.scheduler import Scheduler
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.speculation.draft_policy import Decision
-from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape, DraftTree, runs_on_host
+from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape, DraftTree, tree_on_host
 
 log = logging.getLogger(__name__)
 
@@ -173,7 +173,7 @@ class RoundLauncher:
 
     def _grammar_masks(self, batch: Batch, tree: DraftTree) -> GrammarMaskFn:
         """Return a function that computes grammar masks during the target's pass."""
-        draft, mark = runs_on_host(tree), self._clock.mark()
+        draft, mark = tree_on_host(tree), self._clock.mark()
 
         def masks() -> tuple[Tensor, list[tuple[int, int]]]:
             if tree.tokens.shape[1]:

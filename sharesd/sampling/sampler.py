@@ -25,9 +25,12 @@ from sharesd.speculation.draft_tree import DraftTree, VerifyResult
 class DraftSample(NamedTuple):
     """Draft tokens of one step."""
 
-    tokens: Tensor  # [B]
-    probs: Tensor | None  # [B, vocabulary]: what they were drawn from, where acceptance asks for it
-    with_confidence: Tensor | None  # [B] float64: how sure the drafter is of its guess
+    tokens: Tensor
+    """[B]"""
+    probs: Tensor | None
+    """[B, V]: the distribution they were drawn from, if acceptance uses it."""
+    confidence: Tensor | None
+    """[B] float64: the drafter's probability that the target agrees, if requested."""
 
 
 class Sampler:

@@ -13,7 +13,7 @@ RANGES = 10
 PRIOR = 4.0
 """Weight, in draft tokens, of the model's own probability in each range."""
 KEPT = 0.995
-"""Share of a range's evidence kept per token; about 200 tokens count."""
+"""Decay of a range's counts per token: about the last 200 tokens count."""
 
 
 def quantization_logit_noise(quant: QuantConfig) -> float:
@@ -35,9 +35,9 @@ class ProbabilityCalibration:
         """Calibrated values of probability 0 and of each range's middle."""
         self.calibrated_probs /= PRIOR
 
-    def calibrated(self, draft_probs: float) -> float:
+    def calibrated(self, draft_prob: float) -> float:
         """Return the acceptance probability of a token with this draft probability."""
-        number = _range(draft_probs)
+        number = _range(draft_prob)
         return self._hits[number] / self._tries[number]
 
     def record(self, draft_probs: Sequence[float], parents: Sequence[int], accepted: Collection[int]) -> None:
@@ -50,5 +50,5 @@ class ProbabilityCalibration:
                 self.calibrated_probs[1 + number] = self.calibrated(each)
 
 
-def _range(draft_probs: float) -> int:
-    return int(min(RANGES - 1, max(0.0, RANGES * draft_probs)))  # 0 for NaN, which heads may draft with
+def _range(draft_prob: float) -> int:
+    return int(min(RANGES - 1, max(0.0, RANGES * draft_prob)))  # 0 for NaN, which heads may draft with

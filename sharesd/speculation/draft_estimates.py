@@ -70,8 +70,8 @@ class DraftEstimates:
 
     def optimistic_tree_rate(self, tree: DraftShape, chain: DraftShape) -> float:
         """Return tokens per second of trees, optimistically predicted from chains."""
-        num_unread_tokens = [1 - survived for survived in self._estimator(chain).cumulative_acceptance()]
-        gains = accumulate((1 - miss / 2 for miss in num_unread_tokens[: tree.depth]), initial=0.0)
+        miss_probs = [1 - reached for reached in self._estimator(chain).cumulative_acceptance()]
+        gains = accumulate((1 - miss / 2 for miss in miss_probs[: tree.depth]), initial=0.0)
         rounds = ((gain, DraftShape(depth, depth + 1, tree.window)) for depth, gain in enumerate(gains) if depth)
         return max(self.rate(gain, shape.nodes, self._live.draft(shape)) for gain, shape in rounds)
 

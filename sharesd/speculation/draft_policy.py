@@ -155,20 +155,20 @@ class Policy:
             self.scorer.begin(len(self.counted_rows))
         return shape
 
-    def should_continue(self, depth: int, accept_probs: float | None = None) -> bool:
+    def should_continue(self, depth: int, accept_prob: float | None = None) -> bool:
         """Return True if a draft step after `depth` others pays.
 
-        `accept_probs`: probability that a parent is accepted, mean of the counted rows; None: of a chain's last token.
+        `accept_prob`: probability that a parent is accepted, mean of the counted rows; None: of a chain's last token.
         """
         requested, scorer = self._requested, self.scorer
         assert scorer is not None
-        accept_probs = scorer.mean_accept_probs()[-1] if accept_probs is None else accept_probs
+        accept_prob = scorer.mean_accept_probs()[-1] if accept_prob is None else accept_prob
         now, later = (DraftShape(at, at + requested.is_tree, requested.window) for at in (depth, depth + 1))
         rows = self.live.step(1 + later.nodes) - self.live.step(1 + now.nodes)
         seconds = self.live.draft(later) - self.live.draft(now) + rows
-        pays = scorer.gain(depth, accept_probs) > self._min_rate * seconds
+        pays = scorer.gain(depth, accept_prob) > self._min_rate * seconds
         if pays:
-            scorer.parent_probs.append(accept_probs)
+            scorer.parent_probs.append(accept_prob)
         return pays
 
     def num_tree_nodes_worth(self, depth: int, accept_probs: Sequence[float]) -> int:

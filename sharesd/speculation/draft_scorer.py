@@ -14,7 +14,7 @@ from sharesd.speculation.calibration import ProbabilityCalibration
 from sharesd.speculation.draft_proposal import best_path
 
 GROWTH = 4.0, 2.0
-"""Parents' acceptance probability and a step's accepted tokens before evidence."""
+"""Sums before the first draft: parents' acceptance probabilities, and accepted tokens."""
 
 
 class DraftScorer:
@@ -22,7 +22,8 @@ class DraftScorer:
 
     def __init__(self) -> None:
         self._calibration = ProbabilityCalibration()
-        # By the steps before one: such odds, and the tokens that were accepted in it; decayed.
+        # By the number of steps before a step: decayed sums of its parents' acceptance probabilities, and of the tokens
+        # accepted from it. Their quotient corrects the prediction of `gain`.
         self._growth: dict[int, tuple[float, float]] = defaultdict(lambda: GROWTH)
         self.begin(0)
 
@@ -48,18 +49,21 @@ class DraftScorer:
         """Return the acceptance probability of each node, mean of the rows."""
         return [sum(accept_probs) / len(accept_probs) for accept_probs in self.accept_probs]
 
-    def gain(self, depth: int, accept_probs: float) -> float:
-        """Return the expected accepted tokens of a step after `depth` others."""
-        promised, expected_kept = self._growth[depth]
-        return accept_probs * expected_kept / promised
+    def gain(self, depth: int, accept_prob: float) -> float:
+        """Return the expected accepted tokens of a step after `depth` others.
+
+        `accept_prob`: probability that a parent of the step is accepted.
+        """
+        expected, accepted = self._growth[depth]
+        return accept_prob * accepted / expected
 
     def add_token(self, draft_probs: Sequence[float]) -> None:
         """Append a token to each row's chain, with the model's probabilities."""
         before = self.accept_probs[-1] if self.accept_probs else [1.0] * len(draft_probs)
         self.accept_probs.append(
             [
-                accept_probs * self._calibration.calibrated(each)
-                for accept_probs, each in zip(before, draft_probs, strict=True)
+                parent_prob * self._calibration.calibrated(prob)
+                for parent_prob, prob in zip(before, draft_probs, strict=True)
             ]
         )
         for row, each in enumerate(draft_probs):
@@ -81,8 +85,8 @@ class DraftScorer:
             self._calibration.record(draft_probs, parents, kept)
             chain = best_path(parents)
             found.append((len(chain), next((num for num, node in enumerate(chain) if node not in kept), len(chain))))
-        for depth, accept_probs in enumerate(self.parent_probs, 1):
-            promised, expected_kept = self._growth[depth]
-            went_on = sum(len(kept) > depth for kept in accepted) / len(accepted)
-            self._growth[depth] = DECAY * promised + accept_probs, DECAY * expected_kept + went_on
+        for depth, parent_prob in enumerate(self.parent_probs, 1):
+            expected_before, accepted_before = self._growth[depth]
+            share = sum(len(kept) > depth for kept in accepted) / len(accepted)
+            self._growth[depth] = DECAY * expected_before + parent_prob, DECAY * accepted_before + share
         return found

@@ -73,28 +73,43 @@ def with_windows(shapes: Sequence[DraftShape], windows: Sequence[int]) -> tuple[
 class DraftTree(NamedTuple):
     """Draft tokens of each row; a chain's parents are the nodes before."""
 
-    tokens: Tensor  # [B, N] int64; -1 = no node
-    tree_mask: TreeAttentionMask | None = None  # of root and nodes; None = chain
-    probs: Tensor | None = None  # [B, N, V] float32 draft distribution; None = deterministic (one-hot)
-    depth: int = 0  # most nodes on a path
-    num_steps: int = 0  # draft steps of a model that it took
-    window: int = 0  # how far those looked back; 0 = all the way
-    drafter: str = ""  # who guessed
-    num_filled: int = 0  # how many nodes, the last ones, tables added to a model's draft
-    filler: str = ""  # names of those tables
-    kv_slots: Tensor | None = None  # [B, T] int64: where a model drafter wrote root and nodes, from the root's slot on
-    in_buffers: bool = False  # lies where rounds expect drafts
-    continue_fn: Callable[[], bool] | None = (
-        None  # guesses on, a step at a call, while this is verified; False: no more
-    )
-    kv_offset: int = 0  # slots, from the root's on, which the target leaves alone, since that reads and writes there
-    num_unread_tokens: int = 0  # tokens that a model read before, since it had missed them
-    kept: bool = False  # guessed while the last draft was verified
-    grammar_mask: Tensor | None = None  # [B, T, W] int32: bits of the tokens that grammars allow after root and nodes
-    path_probs: Sequence[Sequence[float]] = ()  # of tables: by row, probabilities of the paths to the nodes
+    tokens: Tensor
+    """[B, N] int64; -1 = no node."""
+    tree_mask: TreeAttentionMask | None = None
+    """Mask of root and nodes; None = a chain."""
+    probs: Tensor | None = None
+    """[B, N, V] float32 draft distribution; None = deterministic (one-hot)."""
+    depth: int = 0
+    """Nodes on the longest path."""
+    num_steps: int = 0
+    """Steps of a draft model or head."""
+    window: int = 0
+    """Recent tokens that these steps attended to; 0 = all."""
+    drafter: str = ""
+    """Name of the drafter."""
+    num_filled: int = 0
+    """Nodes, the last ones, that tables added to a model's draft."""
+    filler: str = ""
+    """Names of those tables."""
+    kv_slots: Tensor | None = None
+    """[B, T] int64: slots, from the root's, where a model drafter wrote root and nodes."""
+    in_buffers: bool = False
+    """The tensors are the buffers that captured rounds read."""
+    continue_fn: Callable[[], bool] | None = None
+    """Runs one more draft step during verification; returns False when done."""
+    kv_offset: int = 0
+    """Slots, from the root's, that the verify step skips, since `continue_fn` reads and writes there."""
+    num_unread_tokens: int = 0
+    """Tokens that a model had missed and read before this draft."""
+    kept: bool = False
+    """Drafted while the last draft was verified."""
+    grammar_mask: Tensor | None = None
+    """[B, T, W] int32: bits of the tokens that grammars allow after root and nodes."""
+    path_probs: Sequence[Sequence[float]] = ()
+    """Of tables: by row, probabilities of the paths to the nodes."""
 
 
-def runs_on_host(tree: DraftTree) -> DraftTree:
+def tree_on_host(tree: DraftTree) -> DraftTree:
     """Return tokens and branches in host memory, without waiting for device copies."""
     if tree.tokens.device.type == "cpu":
         return tree

@@ -277,12 +277,10 @@ class MemoryEstimate:
         misses, missed, count = quant.format.tree_misses[quant.bits], 1 - quant.format.acceptance[quant.bits], 0
         widest = misses[max(misses)]
         for shape in (top, *misses):
-            tries, cumulative_acceptance = (
-                (0, 0) if self._folder is None else load_acceptance(self._folder, mode, quant, shape)
-            )
+            tries, hits = (0, 0) if self._folder is None else load_acceptance(self._folder, mode, quant, shape)
             if tries:
-                missed_share = (tries - cumulative_acceptance) / misses.get(shape, widest)
-                missed = (PRIOR_TOKENS * missed + missed_share) / (PRIOR_TOKENS + tries)
+                num_missed = (tries - hits) / misses.get(shape, widest)
+                missed = (PRIOR_TOKENS * missed + num_missed) / (PRIOR_TOKENS + tries)
                 count = round(tries) if shape == top else 0
                 break
         return max(0.0, 1 - misses.get(top, widest) * missed), count

@@ -78,7 +78,7 @@ def _by_kind(parts: Sequence[Tensor | BlockPart]) -> tuple[list[Tensor], list[Bl
 
 
 class CpuPacker:
-    """Packer for the CPU kernel, see `quant.quantize_model.PackCache`."""
+    """Packer for the CPU kernel, see `quant.solved_linears.PackCache`."""
 
     layout = "1"
 

@@ -226,14 +226,11 @@ def _target_layers(raw: Mapping[str, Any], target: DecoderConfig) -> tuple[int, 
                 f"{GLIDE} says {name} {given.get(name)} and the target's is {size}; give a head that was trained for "
                 "this target"
             )
-    layer_types = tuple(given.get(GLIDE_LAYERS) or ())
-    if (
-        not layer_types
-        or not all(0 <= layer < target.num_hidden_layers for layer in layer_types)
-        or len(set(layer_types)) < len(layer_types)
-    ):
+    layers = tuple(given.get(GLIDE_LAYERS) or ())
+    in_range = all(0 <= layer < target.num_hidden_layers for layer in layers)
+    if not layers or not in_range or len(set(layers)) < len(layers):
         raise ValueError(
-            f"{GLIDE_LAYERS} is {list(layer_types)} and the target has {target.num_hidden_layers} layers; name at "
+            f"{GLIDE_LAYERS} is {list(layers)} and the target has {target.num_hidden_layers} layers; name at "
             "least one, each once, from 0"
         )
     if target.attn_logit_softcapping:
@@ -241,7 +238,7 @@ def _target_layers(raw: Mapping[str, Any], target: DecoderConfig) -> tuple[int, 
             "GLIDE heads do not look into targets that squash attention scores (here to "
             f"{target.attn_logit_softcapping:g}); give an EAGLE head"
         )
-    return layer_types
+    return layers
 
 
 def _sizes(target: DecoderConfig) -> dict[str, int]:
