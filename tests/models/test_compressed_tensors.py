@@ -13,7 +13,11 @@ from sharesd.models.quantized.layout import Planes
 
 compressed_tensors = pytest.importorskip("compressed_tensors", reason="pip install compressed-tensors")
 from compressed_tensors.compressors.base import BaseCompressor  # noqa: E402
-from compressed_tensors.quantization import QuantizationScheme  # noqa: E402
+from compressed_tensors.quantization import (  # noqa: E402
+    QuantizationConfig,
+    QuantizationScheme,
+    apply_quantization_config,
+)
 from compressed_tensors.quantization.utils import calculate_qparams  # noqa: E402
 
 from tests.helpers.block_parts import values  # noqa: E402
@@ -161,6 +165,59 @@ def test_groups_of_modules_have_their_own_formats() -> None:
         planes, wanted = compressed(form, weights, 64, 64)
         assert torch.equal(layout.linear(Planes(module, planes)).values().bfloat16(), wanted)
     assert layout.excludes("lm_head") and not layout.excludes(MODULE) and layout.includes(MODULE)
+
+
+class Part(torch.nn.Module):
+    """A module of others by name."""
+
+    def __init__(self, **parts: torch.nn.Module) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+
+def model() -> Part:
+    layers = [
+        Part(
+            self_attn=Part(**{f"{name}_proj": torch.nn.Linear(64, 64, bias=False) for name in "qo"}),
+            mlp=Part(**{f"{name}_proj": torch.nn.Linear(64, 64, bias=False) for name in ("up", "down")}),
+        )
+        for _ in range(2)
+    ]
+    inner = Part(embed_tokens=torch.nn.Embedding(64, 64), layers=torch.nn.ModuleList(layers))
+    return Part(model=inner, lm_head=torch.nn.Linear(64, 64, bias=False))
+
+
+@pytest.mark.parametrize(
+    ("targets", "ignore"),
+    [
+        ([["re:.*model.*"], ["re:.*layers\\.(1)\\..*"]], ["lm_head"]),
+        ([["re:.*layers\\.(1)\\..*"], ["re:.*model.*"]], ["lm_head"]),
+        ([["re:.*layers.*"], ["model.layers.0.mlp.down_proj"]], ["lm_head"]),
+        ([["Linear"], ["re:.*down_proj"], ["re:.*d.*"], ["Embedding"]], []),
+        ([["Module"], ["Linear"], ["re:.*[0].mlp.*", "lm_head"]], ["Embedding"]),
+        ([["Linear", "re:.*mlp.*"], ["re:.*mlp.*", "re:.*mlp.up.*"]], ["re:.*o_proj"]),
+        ([["Embedding"], ["re:.*layers.0.*", "Linear"], ["lm_head", "model.embed_tokens"]], ["model"]),
+        ([["Linear"], ["re:.*self_attn"], []], ["lm_head"]),
+    ],
+)
+def test_targets_that_overlap_have_the_order_of_the_package(targets: list[list[str]], ignore: list[str]) -> None:
+    quantized, given = model(), [ints(bits, "channel") for bits in (4, 8, 3, 6)]
+    groups = {
+        f"group_{i}": {"targets": each, "weights": weights}
+        for i, (each, weights) in enumerate(zip(targets, given, strict=False))
+    }
+    if ["re:.*self_attn"] in targets:  # a group without weights
+        groups["group_1"]["weights"] = None
+    apply_quantization_config(quantized, QuantizationConfig(config_groups=groups, ignore=ignore))
+    layout = layout_of({**section("pack-quantized", {}), "config_groups": groups, "ignore": ignore})
+    for name, module in quantized.named_modules():
+        if isinstance(module, torch.nn.Linear | torch.nn.Embedding):
+            scheme = getattr(module, "quantization_scheme", None)
+            assert layout.includes(name) == bool(scheme and scheme.weights)
+            if scheme and scheme.weights:
+                planes, wanted = compressed("pack-quantized", ints(scheme.weights.num_bits, "channel"), 32, 64)
+                assert torch.equal(layout.linear(Planes(name, planes)).values().bfloat16(), wanted)
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,8 @@ _FORMATS: Mapping[str, tuple[str, Callable[[Planes, Settings], QuantizedLinear]]
 }
 """Format -> type of its codes, and its reader."""
 _MIXED = "mixed-precision"
+_EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in", "word_embedding", "tok_embeddings")
+"""Last parts of the names of embeddings; other quantized modules are linears."""
 _ACTIVATIONS = (
     *("input_scale", "input_zero_point", "input_global_scale", "input_g_idx", "output_scale", "output_zero_point"),
     *("q_scale", "k_scale", "v_scale", "k_zero_point", "v_zero_point"),
@@ -61,41 +63,47 @@ class CompressedTensors(Layout):
             raise settings.error("sparsity_config", "none")
         if settings.section("transform_config").get("config_groups"):
             raise settings.error("transform_config", "none")
-        self._groups: list[tuple[tuple[str, ...], str, Settings]] = []
+        schemes: dict[str, tuple[str, Settings] | None] = {}
         for group in settings.section("config_groups").sections():
-            weights = group.section("weights")
-            if not weights.get("num_bits"):  # of activations or KV alone
-                continue
-            mixed = settings.get("format") == _MIXED or group.get("format") is not None
-            name = (group if mixed else settings).one_of("format", tuple(_FORMATS))
-            kind = _FORMATS[name][0]
-            if kind:
-                weights.one_of("type", (kind,), "int")
-            self._groups.append((group.texts("targets"), name, weights))
-        if not self._groups:
+            scheme, weights = None, group.section("weights")
+            if weights.get("num_bits"):  # else a group of activations or KV alone
+                mixed = settings.get("format") == _MIXED or group.get("format") is not None
+                name = (group if mixed else settings).one_of("format", tuple(_FORMATS))
+                kind = _FORMATS[name][0]
+                if kind:
+                    weights.one_of("type", (kind,), "int")
+                scheme = name, weights
+            schemes |= dict.fromkeys(group.texts("targets"), scheme)
+        self._schemes = dict(sorted(schemes.items(), key=lambda item: ("re:" in item[0], item[0])))
+        if not any(schemes.values()):
             raise settings.error("config_groups", "at least one group of weights")
         self.excluded = settings.texts("ignore")
 
     def excludes(self, module: str) -> bool:
-        return any(_matches(each, module) for each in self.excluded)
+        return any(_matches(each, module) or each in _classes(module) for each in self.excluded)
 
     def includes(self, module: str) -> bool:
-        return self._group_of(module) is not None and not self.excludes(module)
+        return self._scheme_of(module) is not None and not self.excludes(module)
 
-    def _group_of(self, module: str) -> tuple[str, Settings] | None:
-        """Return format and settings of a module: those that name it first."""
-        for is_class in (False, True):
-            for targets, name, weights in self._groups:
-                if any(_matches(each, module) or (is_class and each == "Linear") for each in targets):
-                    return name, weights
+    def _scheme_of(self, module: str) -> tuple[str, Settings] | None:
+        """Return format and settings of a module; None if its weights are not quantized.
+
+        If several targets match, the order is that of the compressed-tensors package: the exact name, regular
+        expressions by alphabet, then classes. Of groups with the same target the last one counts.
+        """
+        classes = _classes(module)
+        for names in (lambda target: _matches(target, module), lambda target: target in classes):
+            for target, scheme in self._schemes.items():
+                if names(target):
+                    return scheme
         return None
 
     def linear(self, planes: Planes) -> QuantizedLinear:
-        group = self._group_of(planes.module)
-        if group is None:
+        scheme = self._scheme_of(planes.module)
+        if scheme is None:
             plane = "weight_packed" if "weight_packed" in planes else "weight"
-            raise planes.error(plane, "is quantized, and no target of config_groups names it")
-        name, weights = group
+            raise planes.error(plane, "is quantized, and no group of weights in config_groups names it")
+        name, weights = scheme
         return _FORMATS[name][1](planes, weights)
 
 
@@ -104,3 +112,8 @@ def _matches(name: str, module: str) -> bool:
     if name.startswith("re:"):
         return re.match(name.removeprefix("re:"), module) is not None
     return name == module
+
+
+def _classes(module: str) -> tuple[str, ...]:
+    """Return the names of a module's classes that a target can have."""
+    return ("Embedding" if module.rpartition(".")[2] in _EMBEDDINGS else "Linear"), "Module"
