@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from pickle import PickleError
 from threading import Thread
@@ -30,8 +31,13 @@ ADAPTER = "lora_adapter"
 """Folder of a LoRA adapter within a checkpoint folder that `sharesd.models.lora` made."""
 ADAPTER_CONFIG = "adapter_config.json"
 MODELOPT = "hf_quant_config.json"
-"""File that says how weights are quantized, if config.json does not."""
-_QUANTIZATION = ("quantization_config", "compression_config")
+"""File of Model Optimizer that says how weights are quantized, if config.json does not."""
+QUANT_CONFIGS = ("quantize_config.json", "quant_config.json", "quantization_config.json")
+"""Files of AutoGPTQ and GPTQModel, AutoAWQ and auto-round that say the same."""
+_AWQ_KEYS = ("w_bit", "q_group_size", "zero_point", "version")
+"""Keys of AutoAWQ alone; its first files have no quant_method, and neither have AutoGPTQ's."""
+QUANTIZATION = ("quantization_config", "compression_config")
+"""Sections of config.json about quantized weights."""
 SECTION = "_config"
 """End of the names of sections in config.json."""
 
@@ -105,11 +111,24 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not (folder / "config.json").exists():
         raise ValueError(f"{folder} has no config.json; give the folder that holds config.json and the weights")
     raw = read_json(folder / "config.json")
-    if not any(raw.get(name) for name in _QUANTIZATION) and has_file(folder / MODELOPT):
-        said = section(read_json(folder / MODELOPT), "quantization")
-        if said.get("quant_algo") is not None:
-            raw["quantization_config"] = {"quant_method": "modelopt", **said}
+    if not any(part.get(name) for part in (raw, section(raw, "text_config")) for name in QUANTIZATION):
+        beside = _quantization_beside(folder)
+        if beside is not None:
+            raw["quantization_config"] = beside
     return {name: value for name, value in raw.items() if value is not None or not name.endswith(SECTION)}
+
+
+def _quantization_beside(folder: Path) -> dict[str, Any] | None:
+    """Return what another file than config.json says of quantized weights."""
+    if has_file(folder / MODELOPT):
+        said = section(read_json(folder / MODELOPT), "quantization")
+        return {"quant_method": "modelopt", **said} if said.get("quant_algo") is not None else None
+    for name in QUANT_CONFIGS:
+        if has_file(folder / name):
+            found = read_json(folder / name)
+            method = "awq" if any(key in found for key in _AWQ_KEYS) else "gptq"
+            return {**found, "quant_method": found.get("quant_method") or method}
+    return None
 
 
 def section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -127,7 +146,7 @@ def section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def quantization_of(raw: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the section of a config.json about quantized weights."""
     for part in (raw, section(raw, "text_config")):
-        for name in _QUANTIZATION:
+        for name in QUANTIZATION:
             if part.get(name) is not None:
                 return section(part, name)
     return None
@@ -135,10 +154,22 @@ def quantization_of(raw: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 def without_quantization(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config.json without the section of `quantization_of`."""
-    rest = {name: value for name, value in raw.items() if name not in _QUANTIZATION}
+    rest = {name: value for name, value in raw.items() if name not in QUANTIZATION}
     if isinstance(rest.get("text_config"), Mapping):
-        rest["text_config"] = {name: v for name, v in rest["text_config"].items() if name not in _QUANTIZATION}
+        rest["text_config"] = {name: v for name, v in rest["text_config"].items() if name not in QUANTIZATION}
     return rest
+
+
+def leaves_weights(said: Mapping[str, Any]) -> bool:
+    """Return True for a `quantization_config` of activations or KV alone."""
+    if said.get("quant_method") == "modelopt":
+        return said.get("quant_algo") is None
+    if said.get("quant_method") != "compressed-tensors" or section(said, "transform_config").get("config_groups"):
+        return False
+    groups = section(said, "config_groups")
+    has_weights = any(section(section(groups, name), "weights").get("num_bits") for name in groups)
+    is_sparse = section(said, "sparsity_config").get("format", "dense") != "dense"
+    return not has_weights and not is_sparse and bool(groups or said.get("kv_cache_scheme"))
 
 
 def is_quantized(folder: Path) -> bool:
@@ -184,7 +215,7 @@ def weight_files(folder: Path) -> list[Path]:
     """
     if (folder / STORED).exists():
         return [Path(name) for name in read_json(folder / STORED)["files"]]
-    for name in WEIGHT_FILES:
+    for name in chain(WEIGHT_FILES, _named_by_autogptq(folder)):
         index = folder / f"{name}.index.json"
         if has_file(index):
             places = read_json(index).get("weight_map", {})
@@ -203,6 +234,14 @@ def weight_files(folder: Path) -> list[Path]:
     raise ValueError(
         f"{folder} has no weights; give the folder that has {' or '.join(WEIGHT_FILES)}, or their index of shards"
     )
+
+
+def _named_by_autogptq(folder: Path) -> Iterator[str]:
+    """Yield the names that AutoGPTQ gave weight files before they were called model.safetensors."""
+    if has_file(folder / QUANT_CONFIGS[0]):
+        said = read_json(folder / QUANT_CONFIGS[0])
+        stems = said.get("model_file_base_name"), f"gptq_model-{said.get('bits')}bit-{said.get('group_size')}g"
+        yield from (f"{stem}.{suffix}" for stem in stems if isinstance(stem, str) for suffix in ("safetensors", "bin"))
 
 
 def refuse_pointers(files: Iterable[Path]) -> None:

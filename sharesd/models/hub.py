@@ -8,12 +8,22 @@ import logging
 import re
 from collections.abc import Callable, Collection
 from fnmatch import fnmatch
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from sharesd.config import EngineConfig
-from sharesd.models.checkpoint import WEIGHT_FILES, Progress, is_quantized, silent
+from sharesd.models.checkpoint import (
+    QUANTIZATION,
+    WEIGHT_FILES,
+    Progress,
+    damage_named,
+    is_quantized,
+    leaves_weights,
+    quantization_of,
+    read_config,
+    silent,
+)
 from sharesd.models.gguf.convert import converted_folder
 from sharesd.models.gguf.parts import is_gguf, model_stem, models_in
 from sharesd.models.linked_folder import folder_without
@@ -99,6 +109,12 @@ def _prepared(folder: Path, *, ignored: Collection[str], dequantize: bool | None
     """Return a checkpoint folder without `ignored` keys, expanded if quantized."""
     folder = folder_without(folder, ignored)
     if is_quantized(folder):
+        with damage_named(folder / "config.json"):
+            plain = leaves_weights(quantization_of(read_config(folder)) or {})
+        if plain:
+            _say_weights_are_plain(folder)
+            folder = folder_without(folder, QUANTIZATION)
+    if is_quantized(folder):
         from sharesd.models.quantized.folder import check_as_stored, expanded_folder  # which imports the decoder
 
         if dequantize:
@@ -111,6 +127,11 @@ def _prepared(folder: Path, *, ignored: Collection[str], dequantize: bool | None
             log.warning("weights are expanded to 16 bits: %s", reason)
             return expanded_folder(folder, progress)
     return folder
+
+
+@cache
+def _say_weights_are_plain(folder: Path) -> None:
+    log.warning("%s: quantization_config is about KV and activations, which are not quantized here", folder)
 
 
 def _in_folder(folder: Path, convert: Callable[[Path], Path], prepare: Callable[[Path], Path]) -> Path:

@@ -272,6 +272,69 @@ def test_settings_may_stand_in_a_file_of_model_optimizer(tmp_path: Path) -> None
     load_decoder(expanded, dtype=torch.float32)
 
 
+@pytest.mark.parametrize(
+    ("kind", "file", "changes", "weights"),
+    [
+        (
+            "gptq",
+            "quantize_config.json",
+            {"quant_method": None, "damp_percent": 0.01, "model_file_base_name": "m"},
+            "m",
+        ),
+        ("gptq 8", "quantize_config.json", {"quant_method": None, "is_marlin_format": False}, "gptq_model-8bit--1g"),
+        ("gptq act order", "quantize_config.json", {"quant_method": None}, "model"),
+        ("awq", "quant_config.json", {"quant_method": None, "w_bit": 4, "bits": None, "version": "GEMM"}, "model"),
+        ("awq", "quantize_config.json", {"quant_method": None, "q_group_size": 64, "zero_point": True}, "model"),
+    ],
+)
+@pytest.mark.parametrize("dequantize", [True, False])
+def test_settings_may_stand_in_a_file_of_autogptq_or_autoawq(
+    kind: str, file: str, changes: dict[str, Any], weights: str, dequantize: bool, tmp_path: Path
+) -> None:
+    wanted = dict(stored_tensors(resolve(write_quantized(tmp_path / "with section", kind))))
+    folder = write_quantized(tmp_path / "model", kind)
+    config = json.loads((folder / "config.json").read_text())
+    section = config.pop("quantization_config") | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / file).write_text(json.dumps({name: value for name, value in section.items() if value is not None}))
+    (folder / "model.safetensors").rename(folder / f"{weights}.safetensors")
+    ready = resolve(folder, dequantize=dequantize)
+    assert (ready == folder) is not dequantize
+    if dequantize:
+        assert not (ready / file).exists()
+        found = dict(stored_tensors(ready))
+        assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in found)
+    else:
+        assert len(dict(stored_tensors(ready))) == len(wanted)
+
+
+KV = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+ATTENTION = {"targets": ["LlamaAttention"], "weights": None, "input_activations": KV}
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "kv_cache_scheme": KV},
+        {"quant_method": "compressed-tensors", "config_groups": {"group_0": ATTENTION}, "sparsity_config": {}},
+        {"quant_method": "modelopt", "quant_algo": None, "kv_cache_scheme": KV},
+    ],
+)
+@pytest.mark.parametrize("nested", [False, True])
+def test_schemes_of_kv_alone_leave_the_weights(
+    section: dict[str, Any], nested: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = make_checkpoint(tmp_path / "model", layers=1)
+    wanted = dict(stored_tensors(plain))
+    config = json.loads((plain / "config.json").read_text())
+    added = {"text_config": {"quantization_config": section}} if nested else {"quantization_config": section}
+    (plain / "config.json").write_text(json.dumps(config | added))
+    for dequantize in (None, True, False):
+        found = dict(stored_tensors(resolve(plain, dequantize=dequantize)))
+        assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in found)
+    assert caplog.text.count("is about KV and activations") == 1
+
+
 def test_the_section_of_a_text_model_counts(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "compression_config": {"bits": 4}}))
     with pytest.raises(ValueError, match="quant_method = None, and one of"):

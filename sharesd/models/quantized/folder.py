@@ -20,6 +20,7 @@ from compile.input_order import same_order
 from sharesd.models.architectures import architecture_of
 from sharesd.models.checkpoint import (
     MODELOPT,
+    QUANT_CONFIGS,
     WEIGHT_FILES,
     Progress,
     damage_named,
@@ -41,7 +42,8 @@ from sharesd.models.weight_mapping import EMBEDDING, HEAD, LAYERS, check_finite,
 log = logging.getLogger(__name__)
 
 _LINKED = ("*.json", "*.jinja", "*.txt", "*.model", "*.py")
-_NOT_LINKED = ("config.json", MODELOPT, *(f"{name}.index.json" for name in WEIGHT_FILES))
+_CONFIGS = ("config.json", MODELOPT, *QUANT_CONFIGS)
+_NOT_LINKED = (*_CONFIGS, *(f"{name}.index.json" for name in WEIGHT_FILES))
 _SHARD_BYTES = 2 << 30
 
 
@@ -60,7 +62,7 @@ def expanded_folder(folder: Path, progress: Progress) -> Path:
     Raises:
         ValueError: a tensor is damaged, or of a layout that is not supported.
     """
-    configs = [folder / name for name in ("config.json", MODELOPT) if (folder / name).exists()]
+    configs = [folder / name for name in _CONFIGS if (folder / name).exists()]
     files = [*configs, *weight_files(folder)]
     name = folder.resolve().name
     return converted(folder, files, stem=name, key="16 bits", write=lambda fresh: _expand(folder, fresh, progress))
