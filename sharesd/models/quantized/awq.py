@@ -36,15 +36,20 @@ class AWQ(Layout):
         self.excluded = settings.texts("modules_to_not_convert")
 
     def linear(self, planes: Planes) -> Affine:
-        qweight = planes.take("qweight", [torch.int32], (-1, -1))
-        K, N = qweight.shape[0], qweight.shape[1] * 8
-        group_size = K if self._group_size == -1 else self._group_size
-        if K % group_size:
-            raise planes.error("qweight", f"has {K} inputs, which groups of {group_size} do not divide")
-        scale_GN = planes.scales("scales", (K // group_size, N))
-        zero_NG = unpack_outputs(planes.take("qzeros", [torch.int32], (K // group_size, N // 8)), _ORDER)
+        return awq_linear(planes, self._group_size)
 
-        def codes(begin: int, end: int) -> Tensor:
-            return unpack_outputs(qweight[:, begin // 8 : end // 8], _ORDER)
 
-        return Affine(planes.module, codes, K, 4, scale_GN.t(), zero_NG)
+def awq_linear(planes: Planes, group_size: int) -> Affine:
+    """Return a linear; ValueError for planes that do not fit the settings."""
+    qweight = planes.take("qweight", [torch.int32], (-1, -1))
+    K, N = qweight.shape[0], qweight.shape[1] * 8
+    size = K if group_size == -1 else group_size
+    if K % size:
+        raise planes.error("qweight", f"has {K} inputs, which groups of {size} do not divide")
+    scale_GN = planes.scales("scales", (K // size, N))
+    zero_NG = unpack_outputs(planes.take("qzeros", [torch.int32], (K // size, N // 8)), _ORDER)
+
+    def codes(begin: int, end: int) -> Tensor:
+        return unpack_outputs(qweight[:, begin // 8 : end // 8], _ORDER)
+
+    return Affine(planes.module, codes, K, 4, scale_GN.t(), zero_NG)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from sharesd.models.quantized.auto_round import AutoRound
 from sharesd.models.quantized.awq import AWQ
 from sharesd.models.quantized.bitsandbytes import BitsAndBytes
 from sharesd.models.quantized.compressed_tensors import CompressedTensors
@@ -17,6 +18,8 @@ from sharesd.models.quantized.nvfp4 import ModelOpt
 _LAYOUTS: Mapping[str, Callable[[Settings], Layout]] = {
     "gptq": GPTQ,
     "awq": AWQ,
+    "auto-round": AutoRound,
+    "intel/auto-round": AutoRound,
     "compressed-tensors": CompressedTensors,
     "bitsandbytes": BitsAndBytes,
     "mxfp4": MXFP4,

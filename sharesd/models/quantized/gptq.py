@@ -61,26 +61,31 @@ class GPTQ(Layout):
     def linear(self, planes: Planes) -> Affine:
         own = Settings(self._overrides(planes.module), "quantization_config.dynamic")
         bits, group_size = own.one_of("bits", _BITS, self._bits), own.size("group_size", self._group_size)
-        qweight = planes.take("qweight", [torch.int32], (-1, -1))
-        words, N = qweight.shape
-        K = words * 32 // bits
-        size = K if group_size == -1 else group_size
-        if not K or K % size or words * 32 % bits or N * bits % 32:
-            raise planes.error("qweight", f"has {K} inputs of {bits} bits, which groups of {size} do not divide")
-        G = K // size
-        scale_GN = planes.scales("scales", (G, N))
-        zero_GN = unpack(planes.take("qzeros", [torch.int32], (G, N * bits // 32)), bits, N)
-        if self._stores_minus_one:
-            zero_GN = zero_GN + 1 & (1 << bits) - 1
-        group_K = None
-        if "g_idx" in planes:
-            group_K = planes.take("g_idx", [torch.int32, torch.int64], (K,)).long()
-            if bool((group_K < 0).any()) or bool((group_K >= G).any()):
-                raise planes.error("g_idx", f"has groups that are none of {G}")
-            if torch.equal(group_K, torch.arange(K) // size):
-                group_K = None
+        return gptq_linear(planes, bits, group_size, stores_minus_one=self._stores_minus_one)
 
-        def codes(begin: int, end: int) -> torch.Tensor:
-            return unpack(qweight[:, begin:end].t(), bits, K)
 
-        return Affine(planes.module, codes, K, bits, scale_GN.t(), zero_GN.t(), group_K)
+def gptq_linear(planes: Planes, bits: int, group_size: int, *, stores_minus_one: bool) -> Affine:
+    """Return a linear; ValueError for planes that do not fit the settings."""
+    qweight = planes.take("qweight", [torch.int32], (-1, -1))
+    words, N = qweight.shape
+    K = words * 32 // bits
+    size = K if group_size == -1 else group_size
+    if not K or K % size or words * 32 % bits or N * bits % 32:
+        raise planes.error("qweight", f"has {K} inputs of {bits} bits, which groups of {size} do not divide")
+    G = K // size
+    scale_GN = planes.scales("scales", (G, N))
+    zero_GN = unpack(planes.take("qzeros", [torch.int32], (G, N * bits // 32)), bits, N)
+    if stores_minus_one:
+        zero_GN = zero_GN + 1 & (1 << bits) - 1
+    group_K = None
+    if "g_idx" in planes:
+        group_K = planes.take("g_idx", [torch.int32, torch.int64], (K,)).long()
+        if bool((group_K < 0).any()) or bool((group_K >= G).any()):
+            raise planes.error("g_idx", f"has groups that are none of {G}")
+        if torch.equal(group_K, torch.arange(K) // size):
+            group_K = None
+
+    def codes(begin: int, end: int) -> torch.Tensor:
+        return unpack(qweight[:, begin:end].t(), bits, K)
+
+    return Affine(planes.module, codes, K, bits, scale_GN.t(), zero_GN.t(), group_K)
