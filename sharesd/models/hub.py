@@ -25,7 +25,7 @@ from sharesd.models.checkpoint import (
     silent,
 )
 from sharesd.models.gguf.convert import converted_folder
-from sharesd.models.gguf.parts import is_gguf, model_stem, models_in
+from sharesd.models.gguf.parts import is_gguf, is_gguf_name, model_stem, models_in
 from sharesd.models.linked_folder import folder_without
 from sharesd.models.lora import folder_with_adapter
 
@@ -216,7 +216,7 @@ def _gguf_model(hub_id: str, kind: str | None, files: list[str]) -> list[str] | 
     """
     models: dict[str, list[str]] = {}
     for name in sorted(files):
-        if is_gguf(Path(name)) and "mmproj" not in name.lower():
+        if is_gguf_name(Path(name)) and "mmproj" not in name.lower():
             models.setdefault(model_stem(Path(name)), []).append(name)
     if kind is None and not models:
         return None

@@ -184,3 +184,26 @@ def test_the_gguf_file_of_a_target(tmp_path: Path) -> None:
     assert hub.gguf_of(file) == hub.gguf_of(tmp_path) == file
     write_gguf(tmp_path / "second.gguf")
     assert hub.gguf_of(tmp_path) is None and hub.gguf_of("owner/model") is None
+
+
+def test_a_gguf_file_is_known_by_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / "cache"))
+    blobs = tmp_path / "blobs"
+    blobs.mkdir()
+    file = write_gguf(blobs / "model.gguf")
+    wanted = hub.resolve(file)
+    blob = file.rename(blobs / f"sha256-{'1' * 64}")
+    (blobs / "sha256-config").write_text("{}")
+    (blobs / "folder").mkdir()
+    found = hub.resolve(blob)
+    assert found.name.startswith("sha256-1") and hub.resolve(blobs) == found and hub.gguf_of(blobs) == blob
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        assert (found / name).read_bytes() == (wanted / name).read_bytes()
+    (blobs / "sha256-2.0").write_bytes(blob.read_bytes())
+    (blobs / "sha256-2.1").write_bytes(blob.read_bytes())
+    with pytest.raises(ValueError, match=r"has 3 .gguf models \(sha256-1+, sha256-2.0, sha256-2.1\); give the path"):
+        hub.resolve(blobs)
+    named = write_gguf(blobs / "model.gguf")  # next to which others are partial downloads
+    assert hub.gguf_of(blobs) == named
+    with pytest.raises(ValueError, match="sha256-config is a file; give a checkpoint folder"):
+        hub.resolve(blobs / "sha256-config")

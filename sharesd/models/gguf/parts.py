@@ -13,9 +13,27 @@ if TYPE_CHECKING:  # its packages take time, and converted files do without
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})", re.DOTALL)
 
 
-def is_gguf(file: Path) -> bool:
+_MAGIC = b"GGUF"
+
+
+def is_gguf_name(file: Path) -> bool:
     """Return True for a name that ends in .gguf, in any case."""
     return file.suffix.lower() == ".gguf"
+
+
+def is_gguf(file: Path) -> bool:
+    """Return True for a .gguf file by its name, or else by its content, as other runners keep them."""
+    return is_gguf_name(file) or _begins_as_gguf(file)
+
+
+def _begins_as_gguf(file: Path) -> bool:
+    try:
+        if not file.is_file():
+            return False
+        with file.open("rb") as content:
+            return content.read(len(_MAGIC)) == _MAGIC
+    except (OSError, ValueError):  # a name with a null character
+        return False
 
 
 def model_stem(file: Path) -> str:
@@ -52,9 +70,15 @@ def _num_parts(file: Path) -> int:
 
 
 def models_in(folder: Path) -> list[Path]:
-    """Return one file of each model in a folder, without image projectors."""
-    files = sorted(file for file in folder.iterdir() if is_gguf(file) and "mmproj" not in file.name.lower())
-    return list({model_stem(file): file for file in reversed(files)}.values())[::-1]
+    """Return one file of each model in a folder, without image projectors.
+
+    Files without the ending count if no name has it, so that a partial download next to a model is no second one.
+    """
+    files = sorted(file for file in folder.iterdir() if "mmproj" not in file.name.lower())
+    named = [file for file in files if is_gguf_name(file)]
+    if not named:
+        return [file for file in files if _begins_as_gguf(file)]
+    return list({model_stem(file): file for file in reversed(named)}.values())[::-1]
 
 
 def read_model(parts: list[Path], ignored: Collection[str] = ()) -> GGUFFile:
