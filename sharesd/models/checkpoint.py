@@ -108,6 +108,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not has_file(folder / "config.json") and (folder / ADAPTER_CONFIG).exists():
         base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path") or "its base model"
         raise ValueError(f"{folder} is a LoRA adapter; give {base} as --target, and this folder as --lora")
+    if not (folder / "config.json").exists() and (folder / "params.json").exists():
+        raise ValueError(
+            f"{folder} is in Mistral's own format (params.json); download its config.json and model.safetensors (or "
+            "its shards) too, or convert it with transformers' convert_mistral_weights_to_hf.py"
+        )
     if not (folder / "config.json").exists():
         raise ValueError(f"{folder} has no config.json; give the folder that holds config.json and the weights")
     raw = read_json(folder / "config.json")
@@ -231,6 +236,11 @@ def weight_files(folder: Path) -> list[Path]:
         if has_file(folder / name):
             refuse_pointers([folder / name])
             return [folder / name]
+    if (own := next(folder.glob("consolidated*.safetensors"), None)) is not None:
+        raise ValueError(
+            f"{folder} has weights in Mistral's own format ({own.name}); download its model.safetensors (or its "
+            "shards) too, or convert it with transformers' convert_mistral_weights_to_hf.py"
+        )
     raise ValueError(
         f"{folder} has no weights; give the folder that has {' or '.join(WEIGHT_FILES)}, or their index of shards"
     )
