@@ -221,6 +221,54 @@ def test_what_does_not_fit_is_refused_by_name(
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
 
 
+PACKED = {"num_bits": 4, "type": "int", "group_size": 128, "strategy": "group"}
+MXFP8 = {"num_bits": 8, "type": "float", "group_size": 32, "strategy": "group"}
+
+
+def by_llm_compressor(form: str, weights: dict[str, Any], **more: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights}
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}} | more
+
+
+@pytest.mark.parametrize(
+    ("section", "field"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_p"}, "checkpoint_format = gptq_p"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format = marlin"),
+        ({"quant_method": "gptq", "bits": 4, "format": "bitblas"}, "format = bitblas"),
+        ({"quant_method": "gptq", "bits": 5}, "bits = 5"),
+        *(
+            ({"quant_method": "awq", "bits": 4, "version": form, "format": form}, f"version = {form}")
+            for form in ("gemv", "gemv_fast", "llm-awq", "marlin", "bitblas")
+        ),
+        *(
+            ({"quant_method": method, "bits": 4}, f"quant_method = {method}")
+            for method in ("qqq", "exl3", "paroquant", "vptq", "gguf", "torchao", "quark", "mxfp8", "nvfp4", "hqq")
+        ),
+        ({"quant_method": "fp8", "format": "float8_e4m3fn", "weight_scale_method": "row"}, "weight_scale_method = row"),
+        ({"quant_method": "fp8", "weight_scale_semantics": "inverse"}, "weight_scale_semantics = inverse"),
+        ({"quant_method": "bitsandbytes", "format": "nf4", "bits": 4}, "load_in_4bit = None"),
+        (by_llm_compressor("mxfp8-quantized", MXFP8), "format = mxfp8-quantized"),
+        (by_llm_compressor("mxfp6-pack-quantized", MXFP8 | {"num_bits": 6}), "format = mxfp6-pack-quantized"),
+        (by_llm_compressor("marlin-24", PACKED), "format = marlin-24"),
+        (
+            by_llm_compressor("pack-quantized", PACKED, sparsity_config={"format": "sparse-24-bitmask"}),
+            "sparsity_config = .*sparse-24-bitmask",
+        ),
+        (
+            by_llm_compressor("pack-quantized", PACKED, transform_config={"config_groups": {"R1": {}}}),
+            "transform_config = .*R1",
+        ),
+    ],
+)
+def test_formats_of_writers_that_have_no_reader_are_refused_by_name(
+    section: dict[str, Any], field: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": section}))
+    with pytest.raises(ValueError, match=rf"config.json has quantization_config.{field}.*; give a checkpoint"):
+        decoder_config(tmp_path)
+
+
 def test_values_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
     folder = write_quantized(tmp_path / "model", "fp8")
 

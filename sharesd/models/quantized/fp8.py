@@ -60,6 +60,9 @@ class FP8(Layout):
     def __init__(self, settings: Settings) -> None:
         """Read the settings; ValueError for those that are not supported."""
         settings.one_of("fmt", ("e4m3",), "e4m3")
+        for key in ("weight_scale_method", "weight_scale_semantics"):  # of GPTQModel, whose scales divide
+            if settings.get(key) is not None:
+                raise settings.error(key, "none")
         settings.one_of("scale_fmt", ("float", "ue8m0"), "float")
         size = "weight_block_size"
         self._block = (-1, -1) if settings.get(size) is None else settings.block(size)
