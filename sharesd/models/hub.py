@@ -18,6 +18,7 @@ from sharesd.models.checkpoint import (
     WEIGHT_FILES,
     Progress,
     damage_named,
+    has_file,
     is_quantized,
     leaves_weights,
     quantization_of,
@@ -28,7 +29,6 @@ from sharesd.models.gguf.convert import converted_folder
 from sharesd.models.gguf.parts import is_gguf, is_gguf_name, model_stem, models_in
 from sharesd.models.linked_folder import folder_without
 from sharesd.models.lora import folder_with_adapter
-from sharesd.models.tekken import folder_with_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +108,11 @@ def gguf_of(target: str | Path | None) -> Path | None:
 
 def _prepared(folder: Path, *, ignored: Collection[str], dequantize: bool | None, progress: Progress) -> Path:
     """Return a checkpoint folder without `ignored` keys, expanded if quantized."""
-    folder = folder_with_tokenizer(folder_without(folder, ignored))
+    folder = folder_without(folder, ignored)
+    if has_file(folder / "tekken.json"):
+        from sharesd.models.tekken import folder_with_tokenizer  # whose packages take time to import
+
+        folder = folder_with_tokenizer(folder)
     if is_quantized(folder):
         with damage_named(folder / "config.json"):
             plain = leaves_weights(quantization_of(read_config(folder)) or {})
