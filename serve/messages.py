@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
@@ -11,6 +10,7 @@ from pydantic import Field, model_validator
 from serve.errors import invalid
 from serve.strict import Loose
 from serve.tools import Name
+from sharesd.data import chat_messages
 
 
 class Part(Loose):
@@ -71,46 +71,29 @@ class Message(Loose):
         return (self.reasoning_content or self.reasoning or "") if self.role == "assistant" else ""
 
     @property
-    def text(self) -> str | None:
-        """Content as text, with a line per part, or None."""
-        if self.content is None or isinstance(self.content, str):
-            return self.content
-        return "\n".join(part.text for part in self.content)
+    def text(self) -> str:
+        """Content as text, with a line per part."""
+        parts = [part.text for part in self.content] if isinstance(self.content, list) else [self.content or ""]
+        return "\n".join(parts)
 
 
 Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
 
 
 def for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return messages in the form of chat templates.
-
-    `developer` becomes `system`, arguments become objects, and tool messages get the function's name. Content of calls
-    may be None. Raises ApiError 400 if arguments are not an object.
-    """
-    shown: list[dict[str, Any]] = []
-    names: dict[str, str] = {}
-    for message in messages:
-        one: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
-        one["content"] = message.text if message.tool_calls else message.text or ""
-        if message.thoughts:
-            one["reasoning_content"] = message.thoughts
-        if message.tool_calls:
-            one["tool_calls"] = [_call_for_template(call) for call in message.tool_calls]
-            names |= {call.id: call.function.name for call in message.tool_calls}
-        if message.tool_call_id is not None:
-            one["tool_call_id"] = message.tool_call_id
-        name = message.name or names.get(message.tool_call_id or "")
-        shown.append(one | ({"name": name} if name else {}))
-    return shown
-
-
-def _call_for_template(call: ToolCall) -> dict[str, Any]:
-    text = call.function.arguments
+    """Return messages in the form that chat templates read, as `chat_messages.for_template` does; ApiError 400."""
     try:
-        arguments = json.loads(text) if text.strip() else {}
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        message = f"the arguments of a call of {call.function.name} are no JSON object: {text[:40]!r}"
-        raise invalid(f"{message}; leave the call out, or repair it", "messages")
-    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+        return chat_messages.for_template([_plain(message) for message in messages])
+    except ValueError as error:
+        raise invalid(str(error), "messages") from None
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    fields = message.model_dump(exclude_none=True, include={"role", "content", "name", "tool_call_id"})
+    if message.thoughts:
+        fields[chat_messages.REASONING[0]] = message.thoughts
+    if message.tool_calls:
+        called = [{"name": call.function.name, "arguments": call.function.arguments} for call in message.tool_calls]
+        calls = zip(message.tool_calls, called, strict=True)
+        fields["tool_calls"] = [{"id": call.id, "type": "function", "function": function} for call, function in calls]
+    return fields

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from os.path import commonprefix
 from typing import Literal
 
+from sharesd.data.chat_messages import REASONING
 from sharesd.engine.stop_checker import overlap
 from sharesd.models.call_probe import USER
 from sharesd.models.text_stream import TextStream
@@ -23,8 +24,6 @@ KNOWN = (
     ("<reasoning>", "</reasoning>"),
 )
 """Marks of templates that do not show reasoning, but name its marks."""
-FIELDS = ("reasoning_content", "reasoning", "thinking")
-"""Names of a message's reasoning in templates."""
 _MARK = re.compile(r"([<\[][^<>\[\]\s]+[>\]])\s*$")
 Place = Literal["before", "inside", "behind"]
 """Place of a text's end, seen from the reasoning."""
@@ -64,13 +63,13 @@ def reasoning_of(tokenizer: Tokenizer) -> Reasoning | None:
     template = tokenizer.chat_template
     if template is None:
         return None
-    found = _shown(tokenizer) if any(name in template for name in FIELDS) else None
+    found = _shown(tokenizer) if any(name in template for name in REASONING) else None
     known = (Reasoning(*marks) for marks in KNOWN if marks[1] in template)
     return found or next(known, None)
 
 
 def _shown(tokenizer: Tokenizer) -> Reasoning | None:
-    thought = dict.fromkeys(FIELDS, THOUGHT)
+    thought = dict.fromkeys(REASONING, THOUGHT)
     try:
         plain = tokenizer.render_chat([USER, {"role": "assistant", "content": SAID}], False)
         shown = tokenizer.render_chat([USER, {"role": "assistant", "content": SAID, **thought}], False)

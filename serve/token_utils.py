@@ -5,25 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 from serve.engine_thread import Model
-from serve.errors import MAX_SHOWN, ContextOverflow, invalid
-from serve.reasoning import FIELDS
+from serve.errors import ContextOverflow, invalid
 from serve.schemas import ChatBody, TokenizeBody
 from serve.tool_format import FORMATS
 from serve.tools import Function
+from sharesd.models import chat_prompt
+from sharesd.models.chat_prompt import Ending
 from sharesd.models.text_stream import TextStream
 from sharesd.models.tokenizer import Tokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-
-
-OPTIONAL = ("enable_thinking", "thinking", "reasoning_effort")
-"""Variables that clients send to all models; templates without them ignore them."""
-
-Ending = Literal["answer", "turn", "last message"]
-"""End of a prompt: an assistant's header, a turn, or its text."""
 
 
 def ending_of(body: ChatBody | TokenizeBody) -> Ending:
@@ -51,48 +45,20 @@ def encode_chat(
     variables: Mapping[str, Any] | None = None,
     preferences: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """Return the ids of a conversation.
+    """Return the ids of a conversation, as `chat_prompt.encode_chat` does.
 
-    `preferences` are variables that count only if the template has them, as those of OPTIONAL do.
-    Raises ApiError 400 without a chat template, or if the template drops a part of the conversation.
+    Raises ApiError 400 if it refuses, or for calls that could not be told from text.
     """
-    tokenizer, template = model.tokenizer, model.tokenizer.tool_template or ""
-    if functions and not tokenizer.takes_tools:
-        message = "tools are given, and this model's chat template has no place for them; leave them out"
-        raise invalid(f"{message}, or serve a model that was trained with tools", "tools")
-    if functions and model.tool_format is None:
+    if functions and model.tokenizer.takes_tools and model.tool_format is None:
         message = "tools are given, and this model's chat template does not tell how it writes calls; leave them out"
-        raise invalid(f"{message}, or start the server with --tool-format {'|'.join(FORMATS)}", "tools")
-    if "tool_calls" not in template and any("tool_calls" in message for message in messages):
-        raise invalid("messages have tool_calls, which this model's chat template does not show", "messages")
-    known_variables = tokenizer.template_variables
-    wanted = {**(preferences or {}), **(variables or {})}
-    optional = {*(preferences or ()), *OPTIONAL}
-    wanted = {name: value for name, value in wanted.items() if name in known_variables or name not in optional}
-    unknown = next((name for name in wanted if name not in known_variables), None)
-    if unknown is not None:
-        known = ", ".join(sorted(known_variables)) or "none"
-        message = f"chat_template_kwargs has {unknown[:MAX_SHOWN]}; variables of this model's chat template: {known}"
-        raise invalid(message, "chat_template_kwargs")
-    messages = [_with_reasoning(message, template) for message in messages]
+        raise invalid(f"{message}, or start with --tool-format {'|'.join(FORMATS)}", "tools")
     tools = [function.for_template() for function in functions]
+    given: Any = {"tools": tools, "ending": ending, "variables": variables, "preferences": preferences}
     try:
-        if ending == "last message":
-            text = tokenizer.render_begun(messages, tools=tools, variables=wanted)
-            ids = tokenizer.encode(text, add_special_tokens=False)
-        else:
-            ids = tokenizer.chat(messages, ending == "answer", tools=tools, variables=wanted)
-    except ValueError as error:
-        raise invalid(str(error), "messages") from None
+        ids = chat_prompt.encode_chat(model.tokenizer, messages, **given)
+    except chat_prompt.ChatError as error:
+        raise invalid(str(error), error.param) from None
     return _checked(model, ids, "messages")
-
-
-def _with_reasoning(message: Mapping[str, Any], template: str) -> Mapping[str, Any]:
-    """Return a message with its reasoning under the template's name for it."""
-    if FIELDS[0] not in message:
-        return message
-    rest = {name: value for name, value in message.items() if name != FIELDS[0]}
-    return rest | {name: message[FIELDS[0]] for name in FIELDS if name in template}
 
 
 def max_answer_tokens(model: Model, prompt: Sequence[int], asked: int | None, param: str) -> int:

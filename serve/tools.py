@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from serve.errors import invalid
 from serve.strict import Strict
+from sharesd.data.chat_messages import function_for_template
 
 MAX_TOOLS = 128
 """Maximum tools in a request."""
@@ -37,14 +38,11 @@ class Function(Strict):
     @property
     def arguments(self) -> dict[str, Any]:
         """JSON schema of the arguments; without a schema, no arguments."""
-        if self.parameters is None:
-            return {"type": "object", "properties": {}, "additionalProperties": False}
-        return self.parameters
+        return self.for_template()["function"]["parameters"]
 
     def for_template(self) -> dict[str, Any]:
         """Return the function in the form of chat templates."""
-        described = {} if self.description is None else {"description": self.description}
-        return {"type": "function", "function": {"name": self.name, **described, "parameters": self.arguments}}
+        return function_for_template(self.name, self.description, self.parameters)
 
 
 class Tool(Strict):

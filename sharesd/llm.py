@@ -17,6 +17,7 @@ from sharesd.engine.batch_runner import CHUNK
 from sharesd.engine.call_queue import Call, CallQueue
 from sharesd.engine.outputs import Completion, TokenChunk
 from sharesd.loading import option_values
+from sharesd.models.chat_prompt import encode_chat
 from sharesd.models.tokenizer import Tokenizer
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
@@ -229,9 +230,7 @@ class LLM:
             ) from None
 
     def _chat_ids(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> list[int]:
-        if tools and not self._tokenizer.takes_tools:
-            raise ValueError(f"{len(tools)} tools are given, and the model's chat template shows none; drop them")
-        return self._tokenizer.chat(for_template(messages), tools=tools)
+        return encode_chat(self._tokenizer, for_template(messages), tools=tools or ())
 
     def _complete(self, asked: list[list[int]], params: Params | None, mode: Mode | None) -> list[Completion]:
         call = self._call(asked, params, mode, whole=True)

@@ -1,4 +1,4 @@
-"""Chat messages in the form that chat templates read."""
+"""Chat messages and tools in the form that chat templates read."""
 
 from __future__ import annotations
 
@@ -7,34 +7,72 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 EXAMPLE = '[{"role": "user", "content": "..."}]'
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Names of an assistant's reasoning in messages and in templates."""
+
+Content = str | list[dict[str, str]] | None
 
 
 def for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return messages in the form that chat templates read.
 
-    Contents are one text, tool arguments objects, and `developer` is `system`. ValueError for an empty list, an item
-    that is no message, or a content that is not text.
+    `developer` becomes `system`, arguments of calls become objects, results of calls get the function's name, and
+    reasoning is `reasoning_content`. Contents are texts or lists of text parts, as given; `Tokenizer.render_chat`
+    gives a template the form that it reads. ValueError for an empty list, an item that is no message, or a content
+    that is not text.
     """
     if not messages:
         raise ValueError(f"messages is empty; give at least one, as {EXAMPLE}")
-    return [_message(place, message) for place, message in enumerate(messages)]
+    shown = [_message(place, message) for place, message in enumerate(messages)]
+    names: dict[Any, Any] = {}
+    for message in shown:
+        names |= {call.get("id"): call["function"].get("name") for call in message.get("tool_calls") or ()}
+        name = message.get("name") or names.get(message.get("tool_call_id") or "")
+        if name:
+            message["name"] = name
+    return shown
+
+
+def tool_for_template(place: int, tool: Any) -> dict[str, Any]:
+    """Return `tools[place]`, a function as OpenAI describes it, in the form of chat templates; ValueError if wrong."""
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        example = '{"type": "function", "function": {"name": ..., "parameters": ...}}'
+        raise ValueError(f"tools[{place}] is {tool!r:.80}; give {example}")
+    return function_for_template(function["name"], function.get("description"), function.get("parameters"))
+
+
+def function_for_template(name: str, description: str | None, parameters: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return a function in the form of chat templates; without `parameters` it has no arguments."""
+    described = {} if description is None else {"description": description}
+    if parameters is None:
+        parameters = {"type": "object", "properties": {}, "additionalProperties": False}
+    return {"type": "function", "function": {"name": name, **described, "parameters": parameters}}
+
+
+def text_of(content: Content) -> str:
+    """Return a content as one text, with a line per part."""
+    return content or "" if not isinstance(content, list) else "\n".join(part["text"] for part in content)
 
 
 def _message(place: int, message: Any) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ValueError(f"messages[{place}] is {message!r:.80}, which has no role; give messages as {EXAMPLE}")
-    shown = {**message, "role": "system" if message["role"] == "developer" else message["role"]}
-    calls = message.get("tool_calls")
-    if message.get("content") is None and not calls:
+    shown = {name: value for name, value in message.items() if name not in REASONING}
+    shown["role"] = "system" if message["role"] == "developer" else message["role"]
+    thoughts = next((message[name] for name in REASONING if message.get(name)), None)
+    if thoughts is not None and message["role"] == "assistant":
+        shown[REASONING[0]] = thoughts
+    calls, content = message.get("tool_calls"), message.get("content")
+    if content is None and not calls and REASONING[0] not in shown:
         raise ValueError(f"messages[{place}], of role {message['role']}, has no content; give it a text")
-    content = message.get("content")
-    shown["content"] = None if calls and content is None else _text(place, content)
+    shown["content"] = None if calls and content is None else _content(place, content)
     if calls:
         shown["tool_calls"] = [_call(place, call) for call in calls]
     return shown
 
 
-def _text(place: int, content: Any) -> str:
+def _content(place: int, content: Any) -> Content:
     if content is None:
         return ""
     if isinstance(content, str):
@@ -45,7 +83,7 @@ def _text(place: int, content: Any) -> str:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         if kind != "text" or not isinstance(part.get("text"), str):
             raise ValueError(f"messages[{place}] has content of type {kind!r}; the model reads text alone")
-    return "\n".join(part["text"] for part in content)
+    return [{"type": "text", "text": part["text"]} for part in content] or ""
 
 
 def _call(place: int, call: Any) -> dict[str, Any]:
@@ -57,9 +95,10 @@ def _call(place: int, call: Any) -> dict[str, Any]:
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            arguments = json.loads(arguments) if arguments.strip() else {}
         except (ValueError, RecursionError):
-            raise ValueError(
-                f"messages[{place}]: the arguments {arguments!r:.80} are no JSON; give an object"
-            ) from None
+            arguments = None
+    if not isinstance(arguments, dict):
+        shown = f"messages[{place}]: the arguments {function['arguments']!r:.80} are no JSON object"
+        raise ValueError(f"{shown}; leave the call out, or repair it")
     return {**call, "function": {**function, "arguments": arguments}}

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from sharesd.data.chat_messages import text_of
 from sharesd.data.json_lines import records
 
 TEXT_FIELDS = ("instruction", "prompt", "question")
@@ -69,7 +70,15 @@ def read_each(found: Sequence[tuple[str, Any]], read: Callable[[str, Any], T]) -
 
 
 def conversation(record: Any) -> list[Message]:
-    """Return a record's messages, answers included, or raise ValueError with a reason."""
+    """Return a record's messages, answers included, or raise ValueError with a reason.
+
+    A content in parts is one text, with a line per part.
+    """
+    return [{"role": one["role"], "content": text_of(one["content"])} for one in conversation_in_parts(record)]
+
+
+def conversation_in_parts(record: Any) -> list[dict[str, Any]]:
+    """Return what `conversation` returns, with contents in parts as lists, for chat templates that read these."""
     if not isinstance(record, Mapping):
         raise ValueError(f"is no JSON object; a record has one of {', '.join((*TEXT_FIELDS, 'turns', *TALK_FIELDS))}")
     talk = next((record[name] for name in TALK_FIELDS if isinstance(record.get(name), list)), None)
@@ -103,7 +112,7 @@ def code_request(code: str) -> str:
     return f"Complete this Python function. Answer with the whole function in one code block.\n\n```python\n{code}\n```"
 
 
-def _message(turn: Any) -> Message:
+def _message(turn: Any) -> dict[str, Any]:
     if not isinstance(turn, Mapping):
         raise ValueError("has a turn that is no JSON object; a turn has a role and a content, or from and value")
     name, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
@@ -111,16 +120,16 @@ def _message(turn: Any) -> Message:
     if role is None:
         raise ValueError(f"has a turn of role {name!r}; known are {', '.join(ROLES)}")
     if isinstance(content, list) and all(isinstance(p, Mapping) and isinstance(p.get("text"), str) for p in content):
-        content = "".join(part["text"] for part in content)
-    if not isinstance(content, str):
+        content = [{"type": "text", "text": part["text"]} for part in content]
+    elif not isinstance(content, str):
         raise ValueError("has a turn whose content is no text")
     return {"role": role, "content": content}
 
 
-def _encodable(messages: list[Message]) -> list[Message]:
+def _encodable(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     try:
         for message in messages:
-            message["content"].encode()
+            text_of(message["content"]).encode()
     except UnicodeEncodeError:
         raise ValueError("has half a character (a lone surrogate), which no tokenizer takes") from None
     return messages

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError, meta, nodes
+from jinja2 import Template, TemplateError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -47,7 +48,7 @@ def render(source: str, variables: Mapping[str, Any], origin: str = "") -> str:
     `origin`: " of FOLDER", for the error.
     """
     try:
-        return _environment().from_string(source).render(variables)
+        return _compiled(source).render(variables)
     except _ERRORS as error:
         raise ValueError(f"the chat template{origin} does not take these messages: {error}") from error
 
@@ -59,6 +60,11 @@ def variables_of(source: str) -> frozenset[str]:
         return frozenset(meta.find_undeclared_variables(environment.parse(source))) - set(environment.globals)
     except TemplateError:
         return frozenset()
+
+
+@lru_cache(maxsize=8)  # compiling takes longer than rendering
+def _compiled(source: str) -> Template:
+    return _environment().from_string(source)
 
 
 class _GenerationTag(Extension):

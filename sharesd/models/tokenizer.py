@@ -9,13 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from sharesd.models import call_probe, chat_template
+from sharesd.models import call_probe, chat_template, content_probe
 from sharesd.models.checkpoint import damage_named, eos_ids, has_file
 from sharesd.models.special_tokens import add_missing_tokens, read_tokenizer_config, roles_of
 
@@ -68,6 +68,7 @@ class Tokenizer:
         self.special = dict(special or {})
         self.chat_template, self.tool_template = chat_template, tool_template or chat_template
         self._origin = origin
+        self._content_forms: dict[tuple[str, bool], content_probe.ContentForm] = {}
         self.eos_ids = tuple(dict.fromkeys(eos_ids))
         self.has_bytes = any(backend.token_to_id(f"<0x{byte:02X}>") is not None for byte in range(256))
         """True if there are tokens of single bytes, like <0x0A>."""
@@ -158,9 +159,21 @@ class Tokenizer:
     ) -> str:
         """Return the text that `chat` encodes.
 
-        `tools`: functions in OpenAI's form; `variables`: values of `template_variables`. The content of a message with
-        `tool_calls` may be None.
+        `tools`: functions in OpenAI's form; `variables`: values of `template_variables`. The content of a message is
+        a text or a list of text parts, or None beside `tool_calls`. Parts are given to templates that iterate over
+        them, and joined by line breaks for others.
         """
+        messages = content_probe.in_form(messages, partial(self._content_form, with_tools=bool(tools)))
+        return self._render_calls(messages, add_generation_prompt, tools=tools, variables=variables)
+
+    def _render_calls(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         if any(message.get("tool_calls") for message in messages):
             messages = call_probe.in_form(messages, self._call_form)
         return self._render(messages, add_generation_prompt, tools=tools, variables=variables)
@@ -191,6 +204,12 @@ class Tokenizer:
     def _call_form(self) -> call_probe.CallForm:
         return call_probe.call_form(self._render)
 
+    def _content_form(self, role: str, with_tools: bool) -> content_probe.ContentForm:
+        key = (role, with_tools)
+        if key not in self._content_forms:
+            self._content_forms[key] = content_probe.content_form(self._render_calls, role, with_tools)
+        return self._content_forms[key]
+
     def render_begun(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -203,9 +222,13 @@ class Tokenizer:
         Raises:
             ValueError: as `chat`, or the template does not show the message's text.
         """
-        text = messages[-1].get("content") or ""
+        content = messages[-1].get("content") or ""
+        text = content if isinstance(content, str) else content[-1]["text"]
         begun, spaces = text.rstrip(), text[len(text.rstrip()) :]
-        marked = [*messages[:-1], {**messages[-1], "content": begun + _MARK + spaces}]
+        ended: Any = begun + _MARK + spaces
+        if not isinstance(content, str):
+            ended = [*content[:-1], {"type": "text", "text": ended}]
+        marked = [*messages[:-1], {**messages[-1], "content": ended}]
         shown, mark, rest = self.render_chat(marked, False, tools=tools, variables=variables).rpartition(_MARK)
         if not mark:
             raise ValueError("the chat template does not show the last message, which shall be continued")

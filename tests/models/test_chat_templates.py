@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerFast
 
 from serve.call_grammar import calls_grammar, text_and_calls_grammar
 from serve.reasoning import reader_of, reasoning_of
@@ -134,6 +136,44 @@ def test_reasoning_is_read_as_the_template_writes_it(name: str) -> None:
         begun = shown.index(marks.begin, shown.index(USER["content"]))
         reasoning, content = reader_of(marks, "before").push(shown[begun:], last=True)
         assert reasoning == "the red mat" and content.startswith("the cat")
+
+
+TEXTS = (" one ", "two")
+PARTS = [{"type": "text", "text": text} for text in TEXTS]
+TALKS: dict[str, list[dict[str, Any]]] = {
+    "user": [{"role": "user", "content": PARTS}],
+    "system": [{"role": "system", "content": PARTS}, USER],
+    "assistant": [USER, {"role": "assistant", "content": PARTS}, USER],
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_contents_in_parts_are_as_in_transformers_where_a_template_iterates(name: str) -> None:
+    """Elsewhere transformers shows a list's own notation, refuses it, or drops parts; a line per part is the text."""
+    tokenizer = make_tokenizer(TEMPLATES[name])
+    theirs = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend, **tokenizer.special)
+    theirs.chat_template = TEMPLATES[name]
+    for role, talk in TALKS.items():
+        in_lines = [{**one, "content": "\n".join(TEXTS)} if one["content"] is PARTS else one for one in talk]
+        shown = tokenizer.render_chat(talk)
+        try:
+            expected = theirs.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
+        except (TypeError, TemplateError):
+            expected = ""
+        if all(text.strip() in expected for text in TEXTS) and "'text'" not in expected and '"text"' not in expected:
+            assert shown == expected, role
+        else:
+            assert shown == tokenizer.render_chat(in_lines), role
+
+
+def test_a_template_that_reads_parts_alone_gets_texts_as_parts() -> None:
+    tokenizer = make_tokenizer(
+        "{% for m in messages %}[{{ m.role }}]{% for part in m['content'] %}{{ part.text }}{% endfor %}{% endfor %}"
+    )
+    assert tokenizer.render_chat([USER]) == f"[user]{USER['content']}"
+    assert tokenizer.render_chat(TALKS["system"]) == f"[system] one two[user]{USER['content']}"
+    begun = [USER, {"role": "assistant", "content": [*PARTS, {"type": "text", "text": "three "}]}]
+    assert tokenizer.render_begun(begun) == f"[user]{USER['content']}[assistant] one twothree "
 
 
 NAMED = (  # a name, and then its arguments
