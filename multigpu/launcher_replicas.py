@@ -49,18 +49,19 @@ def replicas(work: str, settings: Any, device: str, *, needed: bool) -> list[Rep
         store.set(_KEY, json.dumps([host, port, secret.hex()]))
         while len(others) < world - 1:
             connection = listener.accept()
-            connection.send(needed)
+            connection.send(work if needed else "")
             others.append(Replica(f"rank {connection.recv()}", connection))  # type: ignore[arg-type]
     return [*own, *others] if needed else []
 
 
-def serve_rank_0(work: str, settings: Any, device: str) -> int:
-    """Run tasks of rank 0 on another rank; return the exit status."""
+def serve_rank_0(settings: Any, device: str) -> int:
+    """Run tasks of rank 0, which names the function, on another rank; return the exit status."""
     os.environ.update(_environment(device))
     host, port, secret = json.loads(_store().get(_KEY))
     with Client((host, port), authkey=bytes.fromhex(secret)) as connection:
         connection.send(rank_and_world()[0])
-        return serve(connection, work, settings) if connection.recv() else 0  # type: ignore[arg-type]
+        work = connection.recv()
+        return serve(connection, work, settings) if work else 0  # type: ignore[arg-type]
 
 
 def _environment(device: str) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import hashlib
 from collections.abc import Mapping, Sequence
 from string import ascii_letters, digits
 from typing import Any
@@ -99,7 +99,7 @@ class ChatFormat(ResponseFormat):
         found = self._readers[choice].push(content, last=last)
         if found.calls:
             self._called.add(choice)
-        return reasoning, found.content, [_call(part) for part in found.calls]
+        return reasoning, found.content, [_call(choice, part) for part in found.calls]
 
     def _without_reasoning(self, choice: Choice, tokens: Tokens, last: bool) -> tuple[str, str]:
         if self._marks is None:
@@ -135,13 +135,16 @@ class ChatFormat(ResponseFormat):
         return {"token": text, "logprob": finite(logprob), "bytes": data}
 
 
-def _call(part: CallPart) -> dict[str, Any]:
+def _call(choice: Choice, part: CallPart) -> dict[str, Any]:
     """Return a call in OpenAI's format.
 
-    Ids have nine characters, as Mistral's templates require.
+    Ids have nine characters, as Mistral's templates require. They depend on the request, its prompt, its noise and the
+    place of the call, so that a file of requests gets equal ids from any number of processes.
     """
     if part.name is None:
         return {"index": part.index, "function": {"arguments": part.arguments}}
-    call_id = "".join(secrets.choice(ascii_letters + digits) for _ in range(9))
+    place = (choice.request_id, choice.params.seed, choice.prompt, choice.index, part.index)
+    mixed, alphabet = hashlib.sha256(repr(place).encode()).digest(), ascii_letters + digits
+    call_id = "".join(alphabet[byte % len(alphabet)] for byte in mixed[:9])
     function = {"name": part.name, "arguments": part.arguments}
     return {"index": part.index, "id": call_id, "type": "function", "function": function}

@@ -59,6 +59,8 @@ class Choice:
     top_logprobs: list[list[tuple[int, float]]] | None = None
     finish_reason: str | None = None
     cached_tokens: int = 0
+    stats: Any = None
+    """Counts and times of the engine, from the first tokens."""
     prompt_logprobs: list[float] | None = None
     """Log-probabilities of all prompt tokens except the first.
 
@@ -89,7 +91,7 @@ class Choice:
         before, self.last = self.last, time.monotonic()
         if self.first is None:
             self.first, request = self.last, chunk.request
-            self.cached_tokens = request.cached_tokens
+            self.cached_tokens, self.stats = request.cached_tokens, request.stats
             self.prompt_logprobs, self.prompt_top_logprobs = request.prompt_logprobs, request.prompt_top_logprobs
         else:
             self._count_round(chunk, num_drafted)

@@ -18,17 +18,21 @@ from sharesd.cli.options import (
     Parser,
     add_mode_option,
     add_model_options,
+    add_request_options,
     add_trace_option,
     engine_config,
     main_guard,
     mode_of,
     parse,
+    request_settings,
 )
 from sharesd.cli.parse_types import SIZES, size
 from sharesd.config import EngineConfig, Mode
 
 if TYPE_CHECKING:
     from serve.engine_thread import Model
+    from sharesd.engine.engine import Engine
+    from sharesd.runtime import Runtime
 
 PROG = "python -m serve"
 EMBEDDED = "SmolLM2-135M-Instruct"
@@ -52,7 +56,6 @@ def load_model(config: EngineConfig, mode: Mode, memory_limit: int | None) -> Mo
     With `memory_limit` (bytes of the KV cache), a context of `auto` is the default length, not the model's own. Raises
     ValueError for a larger cache.
     """
-    from serve.engine_thread import Model
     from sharesd.cli.startup import load_runtime, start_engine
     from sharesd.sampling_params import SamplingParams
 
@@ -66,6 +69,13 @@ def load_model(config: EngineConfig, mode: Mode, memory_limit: int | None) -> Mo
             f"and --memory-limit is {memory_limit / 2**20:.0f} MiB; lower --max-batch or --max-context"
         )
     engine = start_engine(runtime, mode, SamplingParams(), each_kind=True)
+    return model_of(runtime, engine)
+
+
+def model_of(runtime: Runtime, engine: Engine) -> Model:
+    """Return a loaded model as the server's handlers use it."""
+    from serve.engine_thread import Model
+
     return Model(
         engine=engine,
         tokenizer=runtime.tokenizer,
@@ -111,19 +121,6 @@ def make_parser(prog: str = PROG) -> Parser:
         help=f"ask for it (repeatable); {KEY_VARIABLE} in the environment is one, too",
     )
     group.add_argument(
-        "--served-model-name",
-        default=argparse.SUPPRESS,
-        metavar="NAME",
-        help="what requests call the model (default: the name of its folder, file or repository)",
-    )
-    group.add_argument(
-        "--model-alias",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="a further name by which requests may call the model (repeatable)",
-    )
-    group.add_argument(
         "--cors-origin",
         type=_origin,
         action="append",
@@ -153,17 +150,7 @@ def make_parser(prog: str = PROG) -> Parser:
         metavar="S",
         help="after SIGTERM, seconds for the requests that run",
     )
-    group.add_argument(
-        "--tool-format",
-        choices=("hermes", "llama", "mistral"),
-        help="how the model writes calls of functions (default: as its chat template says)",
-    )
-    group.add_argument(
-        "--reasoning-format",
-        choices=("auto", "none"),
-        default="auto",
-        help="reasoning of models that think: apart, as reasoning_content, or left in the content",
-    )
+    add_request_options(group)
     group.add_argument(
         "--ray",
         action="store_true",
@@ -197,8 +184,7 @@ def _run(args: argparse.Namespace, load: Load) -> int:
     environment_key = os.environ.get(KEY_VARIABLE)
     target = config.target or EMBEDDED
     settings = Settings(
-        model_name=getattr(args, "served_model_name", None) or Path(target).name,
-        aliases=tuple(dict.fromkeys(args.model_alias)),
+        **{"model_name": Path(target).name, **request_settings(args)},
         root=target,
         mode=config.mode,
         max_batch=args.max_batch,
@@ -208,8 +194,6 @@ def _run(args: argparse.Namespace, load: Load) -> int:
         cors_origins=tuple(args.cors_origin),
         key_pair=key_pair(args.ssl_certfile, args.ssl_keyfile),
         shutdown_timeout=args.shutdown_timeout,
-        tool_format=args.tool_format,
-        reasoning_format=args.reasoning_format,
         json_log=args.log_format == "json",
         log_prompts=args.log_prompts,
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
-import time
 from collections.abc import Callable
 
 from fastapi import Request, Response
@@ -51,7 +49,7 @@ async def start(
     check_ids(call.model, body.stop_token_ids or [], "stop_token_ids")
     prompts = await run_in_threadpool(encode, call.model)
     grammar, call.warnings = await compiled(call.model, body, prompts[0])
-    seed = secrets.randbits(63) if body.seed is None else body.seed
+    seed = request.state.visit.seed if body.seed is None else body.seed
     choices = []
     for p, prompt in enumerate(prompts):
         token_limit = max_answer_tokens(call.model, prompt, body.token_limit, param)
@@ -77,7 +75,7 @@ async def respond(request: Request, call: Call, body: Generation, form: Response
     head = {
         "id": form.id_prefix + request.state.visit.id,
         "object": form.chunk_kind if body.stream else form.kind,
-        "created": int(time.time()),
+        "created": request.state.visit.created,
         "model": served_name(service, body.model),
         "system_fingerprint": f"sharesd-{__version__}",
     }

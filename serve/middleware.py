@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import logging
 import re
+import secrets
 import time
 import uuid
 from collections.abc import Awaitable, Callable
@@ -39,6 +40,10 @@ class RequestState:
     id: str
     """Request id: the client's `x-request-id`, if given."""
     began: float = field(default_factory=time.monotonic)
+    created: int = field(default_factory=lambda: int(time.time()))
+    """Time of the answer, as Unix seconds."""
+    seed: int = field(default_factory=lambda: secrets.randbits(63))
+    """Seed of a request that has none."""
     call: Call | None = None
     """Call of the request, closed at its end."""
     prompt: Any = None

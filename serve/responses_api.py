@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +13,7 @@ from serve.chat import ChatFormat, chat_call
 from serve.choice_state import Choice
 from serve.errors import ApiError
 from serve.handlers import served_name
+from serve.middleware import RequestState
 from serve.responses_schemas import ResponsesBody
 from serve.schemas import read
 from serve.usage import usage
@@ -25,7 +25,7 @@ async def responses(request: Request) -> Response:
     body = given.as_chat()
     call = await chat_call(request, body)
     service = request.app.state.service
-    dialect = Responses(request.state.visit.id, served_name(service, body.model), given, call.choices[0])
+    dialect = Responses(request.state.visit, served_name(service, body.model), given, call.choices[0])
     form = ChatFormat(call.model, body)
     if body.stream:
         stream = events(call, form, dialect, patience=service.settings.keep_alive)
@@ -38,9 +38,9 @@ async def responses(request: Request) -> Response:
 class Responses:
     """Answer to one request, whole or as events."""
 
-    def __init__(self, request_id: str, model: str, body: ResponsesBody, choice: Choice) -> None:
-        self._id, self._model, self._body, self._choice = request_id, model, body, choice
-        self._created, self._number = int(time.time()), -1
+    def __init__(self, visit: RequestState, model: str, body: ResponsesBody, choice: Choice) -> None:
+        self._id, self._model, self._body, self._choice = visit.id, model, body, choice
+        self._created, self._number = visit.created, -1
 
     def response(self, blocks: list[Block], choice: Choice | None, reason: str | None) -> dict[str, Any]:
         """Return the whole answer; without a reason it is in progress."""

@@ -1,108 +1,115 @@
-"""OpenAI's batch format: lines of requests, and lines of answers."""
+"""Lines of OpenAI's batch format: requests, and the lines of their answers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+import json
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-from sharesd.data.prompt_files import Message, conversation
-from sharesd.sampling_params import SamplingParams
+from sharesd.data.prompt_files import TALK_FIELDS, TEXT_FIELDS
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-DEFAULT_TOKENS = {CHAT: 2**31 - 1, TEXT: 16}
-"""Token limits of the API; the context may end an answer before."""
-SAME = (
-    *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("seed", "ignore_eos"),
-)
-"""Fields of a body with the names of SamplingParams."""
-IGNORED = ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
-"""Fields without effect on the answer."""
-NEUTRAL: dict[str, Any] = {"n": 1, "best_of": 1, "stream": False, "logprobs": False, "top_logprobs": 0, "echo": False}
-"""Fields that are taken with this value, which asks for nothing."""
+WORK = "serve.batch:answer"
+"""What answers requests: the server's handlers. By name, since the server is a program above this package."""
+PACKAGES = ("fastapi", "prometheus_client", "llguidance")
+"""Packages of the server's handlers."""
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+FIELDS = ("custom_id", "url", "body")
 
 
-class BatchRequest(NamedTuple):
-    """One request of a batch file."""
+class BatchLine(NamedTuple):
+    """One line of a batch file."""
 
+    custom_id: Any
+    """A text, unless the line has an error."""
     url: str
-    prompt: str | list[Message]
-    params: SamplingParams
+    body: Any
+    error: dict[str, Any] | None = None
+    """Error of a line that cannot be sent: status code, and the fields of the API's errors."""
 
 
-def is_batch(record: Any) -> bool:
-    """Return True for a record in OpenAI's batch format."""
-    return isinstance(record, Mapping) and "custom_id" in record and "body" in record
+class _LineError(ValueError):
+    def __init__(self, message: str, param: str | None = None, status: int = 400) -> None:
+        super().__init__(message)
+        self.param, self.status = param, status
 
 
-def parse(record: Mapping[str, Any], params: SamplingParams) -> BatchRequest:
-    """Return a record's request; ValueError for what cannot be done offline.
+def is_batch(found: Sequence[tuple[str, Any]]) -> bool:
+    """Return True if a file's records, or the errors of reading them, are in OpenAI's batch format."""
+    return any(_is_request(record) for _, record in found)
 
-    Of `params`, the seed counts, and what the API has no field for.
+
+def batch_lines(found: Sequence[tuple[str, Any]]) -> list[tuple[str, BatchLine]]:
+    """Return the lines of a batch file, and their places.
+
+    A line that cannot be sent has an error, and others are not affected. ValueError if packages are missing.
     """
-    url, body = record.get("url"), record["body"]
-    if url not in DEFAULT_TOKENS or record.get("method", "POST") != "POST" or not isinstance(body, Mapping):
-        raise ValueError(f"is a request to {url!r:.60}; give POST to {CHAT} or {TEXT}, with a body")
-    given = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
-    for name, value in NEUTRAL.items():
-        if given.pop(name, value) != value:
-            raise ValueError(f"has {name} {body[name]!r:.60}, which is not done offline; leave it out")
-    messages = given.pop("messages" if url == CHAT else "prompt", None)
-    limits = [given.pop(name, None) for name in ("max_completion_tokens", "max_tokens")]
-    found: dict[str, Any] = {name: given.pop(name) for name in SAME if name in given}
-    if found.get("top_k") == -1:
-        found["top_k"] = 0
-    stops = given.pop("stop", ())
-    found["stop"] = tuple(stop for stop in ([stops] if isinstance(stops, str) else stops) if stop)
-    found["stop_token_ids"] = tuple(given.pop("stop_token_ids", ()))
-    found["min_new_tokens"] = given.pop("min_tokens", 0)
-    found["logit_bias"] = {int(token): amount for token, amount in given.pop("logit_bias", {}).items()}
-    if given:
-        raise ValueError(f"has {', '.join(map(repr, given))}, not done offline; leave it out, or ask a server")
-    limit = next((limit for limit in limits if limit not in (None, -1)), DEFAULT_TOKENS[url])
-    found = {"temperature": 1.0, **found, "max_new_tokens": limit}
-    if found.get("seed") == -1:
-        del found["seed"]
-    try:
-        made = replace(params, logprobs=False, top_logprobs=0, **found)
-    except TypeError as error:
-        raise ValueError(f"has a field of the wrong type ({error})") from None
-    if url == CHAT:
-        if not isinstance(messages, list) or not messages:
-            raise ValueError("has no messages; give at least one")
-        return BatchRequest(url, conversation({"messages": messages}), made)
-    if not isinstance(messages, str) or not messages:
-        raise ValueError("has no prompt; give a text")
-    return BatchRequest(url, messages, made)
+    missing = [name for name in PACKAGES if find_spec(name) is None]
+    if missing:
+        raise ValueError(
+            f"{found[0][0]} is in OpenAI's batch format, whose requests need the packages {', '.join(missing)}; "
+            "run: pip install 'sharesd[serve]'"
+        )
+    lines, places = [], dict[str, str]()
+    for where, record in found:
+        fields = record if isinstance(record, Mapping) else {}
+        line = BatchLine(fields.get("custom_id"), str(fields.get("url")), fields.get("body"))
+        try:
+            _check(where, record, places)
+        except _LineError as error:
+            shown = {"message": str(error), "type": "invalid_request_error", "param": error.param, "code": None}
+            line = line._replace(error={"status_code": error.status, **shown})
+        lines.append((where, line))
+    return lines
 
 
-def answer_line(
-    record: Mapping[str, Any], index: int, text: str, finish_reason: str | None, num_prompt: int, num_answer: int
-) -> dict[str, Any]:
-    """Return the line of an answer.
-
-    It is equal for equal requests, so `created` is 0.
-    """
-    is_chat = record["url"] == CHAT
-    said = {"message": {"role": "assistant", "content": text, "refusal": None}} if is_chat else {"text": text}
-    body = {
-        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-batch-{index}",
-        "object": "chat.completion" if is_chat else "text_completion",
-        "created": 0,
-        "model": record["body"].get("model"),
-        "choices": [{"index": 0, **said, "logprobs": None, "finish_reason": finish_reason}],
-        "usage": {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_answer,
-            "total_tokens": num_prompt + num_answer,
-        },
-    }
-    response = {"status_code": 200, "request_id": f"batch-{index}", "body": body}
-    return {"id": f"batch_req_{index}", "custom_id": record["custom_id"], "response": response, "error": None}
+def answer_line(line: BatchLine, index: int, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the line of an answer."""
+    response = {"status_code": 200, "request_id": request_id(index), "body": body}
+    return {"id": f"batch_req_{index}", "custom_id": line.custom_id, "response": response, "error": None}
 
 
-def failure_line(record: Mapping[str, Any], index: int, reason: str) -> dict[str, Any]:
-    """Return the line of a request that failed."""
-    error = {"code": "invalid_request", "message": reason}
-    return {"id": f"batch_req_{index}", "custom_id": record["custom_id"], "response": None, "error": error}
+def failure_line(line: BatchLine, index: int, error: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the line of a request that failed, with an error as `BatchLine` has it."""
+    return {"id": f"batch_req_{index}", "custom_id": line.custom_id, "response": None, "error": error}
+
+
+def request_id(index: int) -> str:
+    """Return the request id of a line, by its number in the file."""
+    return f"batch-{index}"
+
+
+def _is_request(record: Any) -> bool:
+    if not isinstance(record, Mapping) or any(name in record for name in (*TEXT_FIELDS, *TALK_FIELDS)):
+        return False
+    return sum(name in record for name in FIELDS) > 1
+
+
+def _check(where: str, record: Any, places: dict[str, str]) -> None:
+    """Raise a _LineError for what is no request; `places` are those of earlier custom ids."""
+    if isinstance(record, ValueError):
+        raise _LineError(f"the line is {record}")
+    if not isinstance(record, Mapping):
+        raise _LineError(f"the line is {_shown(record)}; give an object with custom_id, method, url and body")
+    missing = next((name for name in FIELDS if record.get(name) is None), None)
+    if missing is not None:
+        raise _LineError(f"{missing} is missing; give custom_id, method, url and body", missing)
+    custom_id, method, url, body = (record.get(name) for name in ("custom_id", "method", "url", "body"))
+    if not isinstance(custom_id, str) or not custom_id:
+        raise _LineError(f"custom_id is {_shown(custom_id)}; give a text", "custom_id")
+    before = places.setdefault(custom_id, where)
+    if before != where:
+        raise _LineError(f"custom_id is {_shown(custom_id)}, as of {before}; give each line its own", "custom_id")
+    if method not in ("POST", None):
+        raise _LineError(f"method is {_shown(method)}; give POST", "method")
+    if url not in URLS:
+        raise _LineError(f"url is {_shown(url)}; give one of {', '.join(URLS)}", "url", status=404)
+    if not isinstance(body, Mapping):
+        raise _LineError(f"body is {_shown(body)}; give an object", "body")
+    if body.get("stream") is True:
+        raise _LineError("stream is true, and lines of a file are answered as a whole; leave it out", "stream")
+
+
+def _shown(value: Any) -> str:
+    shown = json.dumps(value, ensure_ascii=False)
+    return shown if len(shown) <= 60 else shown[:58] + " …"

@@ -20,16 +20,17 @@ from multigpu.data_parallel import Numbered, Replica, TaskQueue, start
 from multigpu.device_assignment import environments
 from multigpu.journal import Journal, keep_settings, read_records, with_fields, write_in_order
 from multigpu.ray_data import RayReplicas
-from sharesd.cli import options
-from sharesd.cli.batch_requests import TEXT, answer_line, failure_line, is_batch, parse
+from sharesd.cli import batch_requests, options
+from sharesd.cli.batch_requests import BatchLine
 from sharesd.cli.console import err_console, set_up_logging, warn
 from sharesd.cli.offline import answering
 from sharesd.cli.prompt_encoding import encode
 from sharesd.cli.ray_options import check_ray
 from sharesd.config import EngineConfig, Mode
-from sharesd.data.json_lines import records, text_lines
+from sharesd.data.chat_messages import text_of
+from sharesd.data.json_lines import checked, each_record, text_lines
 from sharesd.data.json_numbers import finite
-from sharesd.data.prompt_files import Message, conversation, read_each
+from sharesd.data.prompt_files import conversation_in_parts, read_each
 from sharesd.engine.batch_runner import CHUNK, run_conversations
 from sharesd.models.checkpoint import Progress, silent
 from sharesd.sampling_params import SamplingParams
@@ -45,7 +46,7 @@ MAX_NAMED = 10
 """Max failed prompts named on the terminal; the file has all."""
 WORK = "sharesd.cli.generate_file:answer"
 
-Prompt = str | list[Message] | dict[str, Any]
+Prompt = str | list[dict[str, Any]] | BatchLine
 """Text, conversation, or request in OpenAI's batch format."""
 
 
@@ -59,6 +60,8 @@ class Work(NamedTuple):
     params: SamplingParams
     raw: bool
     system: str | None
+    serving: dict[str, Any]
+    """Fields of the server's settings, for requests in OpenAI's batch format."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -78,6 +81,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-batch", type=int, metavar="N", help=f"prompts at once in a process (default: {MAX_BATCH})"
     )
+    options.add_request_options(group)
     options.add_replicas_option(group)
     group.add_argument(
         "--ray",
@@ -94,6 +98,7 @@ def check_options(args: argparse.Namespace) -> None:
         if args.out is not None:
             raise ValueError(f"{FLAG} belongs to prompts in a file; add --prompts FILE, or drop {FLAG}")
         given = {"--max-batch": args.max_batch, "--replicas": args.replicas, "--ray": args.ray}
+        given |= {options.REQUEST_FLAGS[name]: True for name in options.request_settings(args)}
         idle = [flag for flag, value in given.items() if value]
         if idle:
             warn(f"{', '.join(idle)}: no effect without --prompts FILE")
@@ -109,6 +114,21 @@ def check_options(args: argparse.Namespace) -> None:
         raise ValueError(f"--max-batch is {args.max_batch}; it must be at least 1")
 
 
+def _check_options_of_format(work: Work, in_batch_format: bool) -> None:
+    """Raise ValueError for options that the format of the prompts leaves without effect."""
+    if not in_batch_format:
+        if work.serving:
+            flags = ", ".join(options.REQUEST_FLAGS[name] for name in work.serving)
+            raise ValueError(f"{flags}: for requests in OpenAI's batch format, and --prompts has none; drop it")
+        return
+    plain = SamplingParams(seed=work.params.seed, max_new_tokens=work.params.max_new_tokens)
+    given = [name for name, value in asdict(work.params).items() if value != asdict(plain)[name]]
+    idle = [*(["system"] if work.system is not None else []), *(["raw"] if work.raw else []), *given]
+    if idle:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in idle)
+        raise ValueError(f"{flags}: not heeded with requests in OpenAI's batch format, whose bodies say it; drop it")
+
+
 def run(args: argparse.Namespace, work: Work) -> int:
     """Answer prompts without an answer; return 1 if any failed, else 0."""
     work = work._replace(
@@ -120,8 +140,11 @@ def run(args: argparse.Namespace, work: Work) -> int:
     if args.ray and world > 1:
         raise ValueError(f"--ray is given and a launcher has started {world} processes; take one of two")
     if rank > 0:
-        return launcher_replicas.serve_rank_0(WORK, work, work.config.device)
+        return launcher_replicas.serve_rank_0(work, work.config.device)
     prompts = read(Path(args.file), raw=work.raw)
+    in_batch_format = isinstance(prompts[0][1], BatchLine)
+    _check_options_of_format(work, in_batch_format)
+    how = batch_requests.WORK if in_batch_format else WORK
     if args.ray:
         if args.replicas == 0:
             raise ValueError("--replicas is 0; it must be at least 1")
@@ -131,18 +154,26 @@ def run(args: argparse.Namespace, work: Work) -> int:
         raise ValueError(f"{FLAG} is {out}, but there is no folder {out.parent}; make it, or name another")
     if out.exists() and not settings.exists():
         raise ValueError(f"{FLAG} is {out}, which is there and has no {settings.name}; name another file")
-    keep_settings(settings, _settings(args, work), FLAG)
+    keep_settings(settings, _settings(args, work, in_batch_format), FLAG)
     with Journal(part, FLAG) as journal:
         done = {record["index"] for record in _records(out if out.exists() else part)}
-        left = [(index, prompt) for index, (_, prompt) in enumerate(prompts) if index not in done]
+        left: list[tuple[int, Prompt]] = []
+        for index, (_, prompt) in enumerate(prompts):
+            if index in done:
+                continue
+            if isinstance(prompt, BatchLine) and prompt.error is not None:
+                line = batch_requests.failure_line(prompt, index, prompt.error)
+                journal.add({"index": index, "prompt": prompt.body, **line})
+            else:
+                left.append((index, prompt))
         replicas: Replicas = None
         if args.ray:
             replicas = RayReplicas(args.replicas or 1, work.config.device)
         elif world > 1:
-            replicas = launcher_replicas.replicas(WORK, work, work.config.device, needed=bool(left))
+            replicas = launcher_replicas.replicas(how, work, work.config.device, needed=bool(left))
         elif places and left:
-            replicas = start(WORK, work, places)
-        speed = _answer(work, left, replicas, journal) if left else ""
+            replicas = start(how, work, places)
+        speed = _answer(how, work, left, replicas, journal) if left else ""
         if not out.exists():
             write_in_order(out, part, len(prompts))
         part.unlink()
@@ -159,14 +190,14 @@ def run(args: argparse.Namespace, work: Work) -> int:
     return 1 if failed else 0
 
 
-def _answer(work: Work, left: Sequence[tuple[int, Prompt]], replicas: Replicas, journal: Journal) -> str:
+def _answer(how: str, work: Work, left: Sequence[tuple[int, Prompt]], replicas: Replicas, journal: Journal) -> str:
     """Write answers of replicas or of this process; return their speed."""
     prompts, num_tokens = dict(left), 0
-    with answering(WORK, work, left, replicas, max_assigned=work.config.max_batch) as results:
+    with answering(how, work, left, replicas, max_assigned=work.config.max_batch) as results:
         started = time.perf_counter()
         for index, result in results:
             prompt = prompts[index]
-            shown = prompt["body"] if isinstance(prompt, dict) else prompt
+            shown = prompt.body if isinstance(prompt, BatchLine) else prompt
             journal.add({"index": index, "prompt": shown, **result})
             num_tokens += _num_tokens(result)
         seconds = time.perf_counter() - started
@@ -179,8 +210,7 @@ def _reason(error: Any) -> str:
 
 
 def _num_tokens(result: dict[str, Any]) -> int:
-    response = result.get("response")
-    return response["body"]["usage"]["completion_tokens"] if response else len(result.get("token_ids", ()))
+    return result["stats"]["new_tokens"] if "stats" in result else 0
 
 
 def answer(work: Work, tasks: TaskQueue, progress: Progress | None = None) -> Iterator[Numbered]:
@@ -199,7 +229,7 @@ def answer(work: Work, tasks: TaskQueue, progress: Progress | None = None) -> It
     def answers() -> Iterator[Numbered]:
         try:
             for number, question, reason in run_conversations(engine, take):
-                yield number, question.failure(str(reason)) if reason else question.record()
+                yield number, {"error": str(reason)} if reason else question.record()
         finally:
             runtime.close_trace()
 
@@ -209,32 +239,21 @@ def answer(work: Work, tasks: TaskQueue, progress: Progress | None = None) -> It
 class _Question:
     goes_on = False
 
-    def __init__(self, work: Work, index: int, prompt: Prompt) -> None:
+    def __init__(self, work: Work, index: int, prompt: str | list[dict[str, Any]]) -> None:
         from sharesd.engine.outputs import Completion
 
         self._work, self._index, self._prompt = work, index, prompt
-        self._answer, self._num_prompt = Completion(), 0
+        self._answer = Completion()
 
     def ask(self, engine: Engine) -> Request:
-        prompt, params, raw, index = self._prompt, self._work.params, self._work.raw, self._index
-        if isinstance(prompt, dict):
-            index = index if prompt["body"].get("seed", -1) in (None, -1) else 0  # a seed gives the API's text
-            url, prompt, params = parse(prompt, params)
-            raw = url == TEXT
-        ids = encode(engine.tokenizer, prompt, raw=raw, system=None if raw else self._work.system)
-        self._num_prompt = len(ids)
-        request = engine.add(ids, params, index)
+        work = self._work
+        ids = encode(engine.tokenizer, self._prompt, raw=work.raw, system=work.system)
+        request = engine.add(ids, work.params, self._index)
         request.label = {"index": self._index}
         return request
 
     def take(self, chunk: TokenChunk) -> None:
         self._answer.add(chunk)
-
-    def failure(self, reason: str) -> dict[str, Any]:
-        """Return the fields of a prompt that failed."""
-        if isinstance(self._prompt, dict):
-            return failure_line(self._prompt, self._index, reason)
-        return {"error": reason}
 
     def record(self) -> dict[str, Any]:
         """Return the answer's fields; only `stats` vary between runs."""
@@ -243,9 +262,6 @@ class _Question:
 
     def _fields(self) -> dict[str, Any]:
         found = self._answer
-        if isinstance(self._prompt, dict):
-            counts = self._num_prompt, len(found.token_ids)
-            return answer_line(self._prompt, self._index, found.text, found.finish_reason, *counts)
         record = {"text": found.text, "token_ids": found.token_ids, "finish_reason": found.finish_reason}
         if found.logprobs is None:
             return record
@@ -254,34 +270,30 @@ class _Question:
 
 def read(path: Path, *, raw: bool) -> list[tuple[str, Prompt]]:
     """Return prompts with their places; ValueError for a record without one."""
-    found: Sequence[tuple[str, Any]] = text_lines(path) if path.suffix == ".txt" else records(path)
+    found: Sequence[tuple[str, Any]] = text_lines(path) if path.suffix == ".txt" else each_record(path)
     if not found:
         raise ValueError(f"{path}: no prompts; give a file that holds some")
-    return read_each(found, lambda where, record: _prompt(where, record, raw))
+    if batch_requests.is_batch(found):
+        return list(batch_requests.batch_lines(found))
+    return read_each(checked(found), lambda where, record: _prompt(where, record, raw))
 
 
 def _prompt(where: str, record: Any, raw: bool) -> Prompt:
     """Return a prompt, or raise ValueError with the place."""
-    if is_batch(record):
-        try:
-            parse(record, SamplingParams())
-        except ValueError as error:
-            raise ValueError(f"{where} {error}") from None
-        return dict(record)
     if isinstance(record, str):
         if not record.strip():
             raise ValueError(f"{where}: the prompt is empty; give it a text, or drop it")
         return record
     try:
-        messages = conversation(record)
+        messages = conversation_in_parts(record)
     except ValueError as error:
         raise ValueError(f"{where} {error}") from None
     while messages and messages[-1]["role"] != "user":
         messages.pop()
     if not messages:
         raise ValueError(f"{where} has no user's message; give it one, or drop it")
-    if len(messages) == 1:
-        return _prompt(where, messages[0]["content"], raw)
+    if len(messages) == 1 and (raw or isinstance(messages[0]["content"], str)):
+        return _prompt(where, text_of(messages[0]["content"]), raw)
     if raw:
         raise ValueError(f"{where} is a conversation, and --raw goes on with texts; drop one of the two")
     return messages
@@ -291,7 +303,7 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
     return (record for _, record in read_records(path, FLAG, with_fields("index", "prompt")))
 
 
-def _settings(args: argparse.Namespace, work: Work) -> dict[str, Any]:
+def _settings(args: argparse.Namespace, work: Work, in_batch_format: bool) -> dict[str, Any]:
     file, config = Path(args.file), work.config
     return {
         "prompts": [file.name, hashlib.sha256(file.read_bytes()).hexdigest()],
@@ -305,5 +317,6 @@ def _settings(args: argparse.Namespace, work: Work) -> dict[str, Any]:
         "raw": work.raw,
         "system": work.system,
         "sampling": asdict(work.params),
+        **({"answers as": work.serving} if in_batch_format else {}),
         **({"ranks that split sums": config.tensor_parallel} if config.tensor_parallel_style == "reduce" else {}),
     }

@@ -25,6 +25,7 @@ from sharesd.cli.options import (
     mode_of,
     modes_of_heads,
     parse,
+    request_settings,
     sampling_params,
 )
 from sharesd.cli.prompt_encoding import encode
@@ -135,7 +136,8 @@ def _generate(args: argparse.Namespace) -> int:
     params = replace(sampling_params(args), logprobs=args.logprobs)
     config = engine_config(args, modes=(mode,))
     if args.file is not None:
-        return generate_file.run(args, generate_file.Work(config, mode, params, args.raw, system))
+        work = generate_file.Work(config, mode, params, args.raw, system, request_settings(args))
+        return generate_file.run(args, work)
     config = replace(config, max_batch=len(args.prompts))
 
     from sharesd.cli.startup import follows, load_runtime, start_engine

@@ -25,6 +25,7 @@ __all__ = [
     "add_mode_option",
     "add_model_options",
     "add_replicas_option",
+    "add_request_options",
     "add_sampling_options",
     "add_trace_option",
     "check_launched",
@@ -34,6 +35,7 @@ __all__ = [
     "modes_of",
     "modes_of_heads",
     "parse",
+    "request_settings",
     "sampling_params",
 ]
 
@@ -59,6 +61,54 @@ def add_replicas_option(parser: argparse._ActionsContainer) -> None:
         metavar="N",
         help="processes that share the prompts, each with a GPU of its own, or with its part of the CPU's cores",
     )
+
+
+REQUEST_FLAGS = {
+    "model_name": "--served-model-name",
+    "aliases": "--model-alias",
+    "tool_format": "--tool-format",
+    "reasoning_format": "--reasoning-format",
+}
+"""Field of the server's settings -> flag."""
+
+
+def add_request_options(group: argparse._ActionsContainer) -> None:
+    """Add options of requests to the API, which come over HTTP or from a file."""
+    group.add_argument(
+        "--served-model-name",
+        default=argparse.SUPPRESS,
+        metavar="NAME",
+        help="what requests call the model (default: the name of its folder, file or repository)",
+    )
+    group.add_argument(
+        "--model-alias",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a further name by which requests may call the model (repeatable)",
+    )
+    group.add_argument(
+        "--tool-format",
+        choices=("hermes", "llama", "mistral"),
+        help="how the model writes calls of functions (default: as its chat template says)",
+    )
+    group.add_argument(
+        "--reasoning-format",
+        choices=("auto", "none"),
+        default="auto",
+        help="reasoning of models that think: apart, as reasoning_content, or left in the content",
+    )
+
+
+def request_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of requests that are given, as fields of the server's settings."""
+    found = {
+        "model_name": getattr(args, "served_model_name", None),
+        "aliases": tuple(dict.fromkeys(args.model_alias)),
+        "tool_format": args.tool_format,
+        "reasoning_format": None if args.reasoning_format == "auto" else args.reasoning_format,
+    }
+    return {name: value for name, value in found.items() if value}
 
 
 def check_launched(args: argparse.Namespace, world: int) -> None:

@@ -6,7 +6,7 @@ import codecs
 import gzip
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,28 @@ _GZIP_MAGIC = b"\x1f\x8b"
 
 
 def records(path: Path) -> list[tuple[str, Any]]:
+    """Return records with their places; ValueError for the first that is not JSON."""
+    return checked(each_record(path))
+
+
+def checked(found: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """Return records as `each_record` does; ValueError for the first that is not JSON."""
+    for where, record in found:
+        if isinstance(record, ValueError):
+            raise ValueError(f"{where}: {record}") from record
+    return list(found)
+
+
+def each_record(path: Path) -> list[tuple[str, Any]]:
+    """Return records with their places; in place of a line that is not JSON there is its ValueError."""
     text = read_text(path, "JSON Lines")
-    if text.lstrip().startswith("["):
-        return [(f"{path}, record {i}", record) for i, record in enumerate(_parsed(path, 1, text), 1)]
-    return [(f"{path}:{number}", _parsed(path, number, line)) for number, line in _lines(text)]
+    if not text.lstrip().startswith("["):
+        return [(f"{path}:{number}", _parsed(line)) for number, line in _lines(text)]
+    found = _parsed(text)
+    if isinstance(found, ValueError):
+        line = getattr(found.__cause__, "lineno", 1)
+        return [(f"{path}:{line}", found)]
+    return [(f"{path}, record {i}", record) for i, record in enumerate(found, 1)]
 
 
 def text_lines(path: Path) -> list[tuple[str, str]]:
@@ -57,13 +75,15 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
     return ((number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip())
 
 
-def _parsed(path: Path, number: int, text: str) -> Any:
+def _parsed(text: str) -> Any:
+    """Return a value, or the ValueError of reading it."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{path}:{number + error.lineno - 1}: not JSON ({error.msg} at column {error.colno}); "
-            "write one JSON object on each line, or one list of them"
-        ) from error
+        wrong = ValueError(
+            f"not JSON ({error.msg} at column {error.colno}); write one JSON object on each line, or one list of them"
+        )
+        wrong.__cause__ = error
+        return wrong
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets without end
-        raise ValueError(f"{path}:{number}: not JSON that can be read ({error}); write plain fields") from error
+        return ValueError(f"not JSON that can be read ({error}); write plain fields")

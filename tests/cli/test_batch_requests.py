@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from serve.command import load_model
-from sharesd.cli.batch_requests import CHAT, TEXT, parse
+from sharesd.cli import batch_requests
+from sharesd.cli.generate_file import read
 from sharesd.cli.main import main
 from sharesd.config import EngineConfig
-from sharesd.sampling_params import SamplingParams
 from tests.cases.inputs import llama
 from tests.helpers.served_model import served
 
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 USER = {"role": "user", "content": "the moon"}
 BODIES: list[tuple[str, dict[str, Any]]] = [
-    (CHAT, {"model": "any", "messages": [USER], "max_tokens": 6, "temperature": 0}),
+    (CHAT, {"model": "x", "messages": [USER], "max_tokens": 6, "temperature": 0}),
     (CHAT, {"messages": [{"role": "system", "content": "sing"}, USER], "max_completion_tokens": 8, "seed": 5}),
     (TEXT, {"prompt": "the old tree", "seed": 7, "top_p": 0.9, "top_k": -1, "user": "me", "stop": ["zz", ""]}),
     (CHAT, {"messages": [USER], "max_tokens": 9, "seed": 0, "min_tokens": 4, "logit_bias": {"5": 2}, "n": 1}),
@@ -31,9 +33,9 @@ def write(file: Path, bodies: list[tuple[str, dict[str, Any]]]) -> str:
     return str(file)
 
 
-def run(target: str, file: str, out: Path) -> list[Any]:
+def run(target: str, file: str, out: Path, *more: str, status: int = 0) -> list[Any]:
     sizes = ("--device", "cpu", "--max-context", "128", "--mode", "naive", "--target", target)
-    assert main(["generate", *sizes, "--prompts", file, "--out", str(out)]) == 0
+    assert main(["generate", *sizes, "--prompts", file, "--out", str(out), *more]) == status
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
@@ -41,56 +43,93 @@ def test_answers_are_those_of_the_api(tmp_path: Path) -> None:
     target = str(llama(tmp_path / "x", seed=81))
     lines = run(target, write(tmp_path / "b.jsonl", BODIES), tmp_path / "o.jsonl")
     config = EngineConfig(target=target, device="cpu", max_context=128, max_batch=2)
-    with served(lambda: load_model(config, "naive", None), {"mode": "naive"}) as server:
+    with served(lambda: load_model(config, "naive", None), {"mode": "naive", "model_name": "x"}) as server:
         server.wait(lambda: server.http.get("/health").status_code == 200)
         for place, (line, (url, body)) in enumerate(zip(lines, BODIES, strict=True)):
-            assert (line["custom_id"], line["error"]) == (f"r{place}", None)
-            assert line["response"]["status_code"] == 200
-            expected = server.post(url, **{name: value for name, value in body.items() if name != "model"}).json()
-            found = line["response"]["body"]
-            assert found["choices"] == expected["choices"] and found["object"] == expected["object"]
-            counts = {name: expected["usage"][name] for name in found["usage"]}
-            assert found["usage"] == counts and found["model"] == body.get("model")
+            assert (line["custom_id"], line["error"], line["index"]) == (f"r{place}", None, place)
+            assert line["response"]["status_code"] == 200 and line["prompt"] == body
+            found, expected = line["response"]["body"], server.post(url, **body).json()
+            for each in (found, expected):
+                del each["id"], each["created"], each["usage"]["prompt_tokens_details"]
+            assert found == expected
+            assert line["stats"]["new_tokens"] == found["usage"]["completion_tokens"]
 
 
-def test_a_request_that_fails_keeps_its_id(tmp_path: Path) -> None:
+GOOD = {"custom_id": "good", "method": "POST", "url": TEXT, "body": {"prompt": "the", "seed": 3, "max_tokens": 4}}
+WRONG: list[tuple[Any, str | None, str]] = [
+    ("{", None, "the line is not JSON"),
+    (5, None, "the line is 5; give an object"),
+    ({**GOOD, "custom_id": None}, "custom_id", "custom_id is missing"),
+    ({**GOOD, "custom_id": 7}, "custom_id", "custom_id is 7; give a text"),
+    (GOOD, "custom_id", 'custom_id is "good", as of .*b.jsonl:1; give each line its own'),
+    ({**GOOD, "custom_id": "a", "method": "GET"}, "method", 'method is "GET"; give POST'),
+    ({**GOOD, "custom_id": "b", "url": "/v1/embeddings"}, "url", 'url is "/v1/embeddings"; give one of /v1/chat'),
+    ({"custom_id": "c", "url": TEXT}, "body", "body is missing"),
+    ({**GOOD, "custom_id": "d", "body": [1]}, "body", r"body is \[1\]; give an object"),
+    ({**GOOD, "custom_id": "e", "body": {"prompt": "the", "stream": True}}, "stream", "stream is true"),
+    # of the API
+    ({**GOOD, "custom_id": "f", "body": {"prompt": "the", "model": "y"}}, "model", "the model 'y' does not exist"),
+    ({**GOOD, "custom_id": "g", "body": {"prompt": "the", "unknown_key": 1}}, "unknown_key", "not a parameter here"),
+    ({**GOOD, "custom_id": "h", "body": {"prompt": "the " * 200}}, "prompt", "maximum context length is 128 tokens"),
+]
+
+
+def test_a_wrong_line_fails_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, out = tmp_path / "b.jsonl", tmp_path / "o.jsonl"
+    rows = [GOOD, *(record for record, _, _ in WRONG), {**GOOD, "custom_id": "last"}]
+    file.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
     target = str(llama(tmp_path / "x", seed=81))
-    bodies = [BODIES[0], (CHAT, {"messages": [{"role": "user", "content": "the moon " * 200}]})]
-    sizes = ("--device", "cpu", "--max-context", "128", "--mode", "naive", "--target", target)
-    out = tmp_path / "o.jsonl"
-    assert main(["generate", *sizes, "--prompts", write(tmp_path / "b.jsonl", bodies), "--out", str(out)]) == 1
-    first, second = map(json.loads, out.read_text().splitlines())
-    assert first["stats"]["new_tokens"] == first["response"]["body"]["usage"]["completion_tokens"]
-    assert (
-        "stats" not in second and first["error"] is None and (second["custom_id"], second["response"]) == ("r1", None)
-    )
-    assert "128" in second["error"]["message"]
+    first, *wrong, last = run(target, str(file), out, status=1)
+    assert first["response"]["body"]["choices"] == last["response"]["body"]["choices"]
+    for line, (record, param, message) in zip(wrong, WRONG, strict=True):
+        assert line["response"] is None and line["error"]["param"] == param and "stats" not in line
+        assert line["custom_id"] == (record.get("custom_id") if isinstance(record, dict) else None)
+        assert line["error"]["status_code"] == (404 if param in ("url", "model") else 400)
+        assert re.search(message, line["error"]["message"])
+    assert f"{len(rows)} prompts = 2 answered + {len(WRONG)} failed (0 of them before)" in capsys.readouterr().err
+    before = out.read_bytes()
+    assert run(target, str(file), out, status=1) and out.read_bytes() == before
+
+
+def test_a_file_of_wrong_lines_loads_nothing(tmp_path: Path) -> None:
+    [line] = run("none/x", write(tmp_path / "b.jsonl", [("/v1/embeddings", {})]), tmp_path / "o.jsonl", status=1)
+    assert line["error"]["param"] == "url"
 
 
 @pytest.mark.parametrize(
-    ("more", "named"),
+    ("flags", "message"),
     [
-        ({"url": "/v1/embeddings"}, "/v1/embeddings"),
-        ({"body": {"messages": [USER], "tools": [{}]}}, "'tools'"),
-        ({"body": {"messages": [USER], "n": 2}}, "n 2"),
-        ({"body": {"messages": [USER], "temperature": -1}}, "temperature is -1"),
-        ({"body": {"messages": [USER], "temperature": "hot"}}, "wrong type"),
-        ({"body": {"messages": [USER], "unknown_key": 1}}, "'unknown_key'"),
-        ({"body": {"messages": [USER], "stream": True}}, "stream True"),
-        ({"body": {"messages": []}}, "no messages"),
-        ({"body": {"prompt": "the"}}, "'prompt'"),
-        ({"url": TEXT, "body": {"prompt": [1, 2]}}, "no prompt"),
-        ({"body": 5}, "with a body"),
+        (["--system", "sing"], "--system: not heeded with requests in OpenAI's batch format"),
+        (["--raw", "--temperature", "1"], "--raw, --temperature: not heeded"),
     ],
 )
-def test_what_is_not_done_offline_is_refused_by_name(more: dict[str, Any], named: str) -> None:
-    record = {"custom_id": "a", "method": "POST", "url": CHAT, "body": {"messages": [USER]}, **more}
-    with pytest.raises(ValueError, match=named):
-        parse(record, SamplingParams())
-
-
-def test_a_wrong_line_is_named_before_anything_is_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = write(tmp_path / "b.jsonl", [BODIES[0], (CHAT, {"messages": [USER], "tools": [{}]})])
-    assert main(["generate", "--target", "none/x", "--prompts", file, "--out", str(tmp_path / "o")]) == 2
+def test_what_bodies_say_is_no_option(
+    flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path / "b.jsonl", BODIES)
+    assert main(["generate", "--target", "none/x", "--prompts", file, "--out", str(tmp_path / "o"), *flags]) == 2
     told = capsys.readouterr().err
-    assert "b.jsonl:2 has 'tools'" in told and told.count("\n") == 1 and not (tmp_path / "o").exists()
+    assert message in told and told.count("\n") == 1
+    Path(file).write_text('"why"\n')
+    assert main(["generate", "--prompts", file, "--out", str(tmp_path / "o"), "--model-alias", "y"]) == 2
+    assert "--model-alias: for requests in OpenAI's batch format" in capsys.readouterr().err
+
+
+def test_other_names_of_the_model_are_options(tmp_path: Path) -> None:
+    target = str(llama(tmp_path / "x", seed=81))
+    bodies = [(TEXT, {"model": name, "prompt": "the", "max_tokens": 2}) for name in ("gpt-x", "y", "x")]
+    flags = ("--served-model-name", "gpt-x", "--model-alias", "y")
+    lines = run(target, write(tmp_path / "b.jsonl", bodies), tmp_path / "o.jsonl", *flags, status=1)
+    assert [line["response"] and line["response"]["body"]["model"] for line in lines] == ["gpt-x", "y", None]
+
+
+def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_requests, "PACKAGES", ("fastapi", "nonesuch"))
+    with pytest.raises(ValueError, match=r"need the packages nonesuch; run: pip install 'sharesd\[serve\]'"):
+        read(Path(write(tmp_path / "b.jsonl", BODIES)), raw=False)
+
+
+def test_records_with_texts_are_prompts(tmp_path: Path) -> None:
+    file = tmp_path / "b.jsonl"
+    file.write_text(json.dumps({"prompt": "why", "url": "x", "body": "y", "custom_id": "z"}) + "\n")
+    assert read(file, raw=False) == [(f"{file}:1", "why")]

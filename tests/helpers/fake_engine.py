@@ -19,6 +19,7 @@ from typing import Any
 
 from serve.engine_thread import Model
 from sharesd.engine.errors import NonFiniteLogits
+from sharesd.engine.stats import Stats
 from sharesd.engine.stop_checker import StopChecker
 from sharesd.models.tokenizer import Tokenizer
 from sharesd.sampling.grammar import Grammars
@@ -66,7 +67,7 @@ class FakeRequest:
     cached_tokens: int = 0
     position: int = 0
     finish_reason: str | None = None
-    stats: Any = field(default_factory=lambda: SimpleNamespace(drafted_tokens=0))
+    stats: Stats = field(default_factory=Stats)
 
     @property
     def prompt_logprobs(self) -> list[float] | None:
