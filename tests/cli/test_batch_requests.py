@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from multigpu.ray_data import _Replica
 from serve.command import load_model
 from sharesd.cli import batch_requests
-from sharesd.cli.generate_file import read
+from sharesd.cli.generate_file import Work, read
 from sharesd.cli.main import main
 from sharesd.config import EngineConfig
+from sharesd.engine.batch_runner import CHUNK
+from sharesd.sampling_params import SamplingParams
 from tests.cases.inputs import llama
 from tests.helpers.served_model import served
 
@@ -133,3 +138,35 @@ def test_records_with_texts_are_prompts(tmp_path: Path) -> None:
     file = tmp_path / "b.jsonl"
     file.write_text(json.dumps({"prompt": "why", "url": "x", "body": "y", "custom_id": "z"}) + "\n")
     assert read(file, raw=False) == [(f"{file}:1", "why")]
+
+
+def without_figures(lines: list[Any]) -> list[Any]:
+    """Lines without what depends on how they were spread."""
+    for line in lines:
+        line.pop("stats")
+        line["response"]["body"]["usage"].pop("prompt_tokens_details")
+    return lines
+
+
+def test_replicas_of_ray_answer_the_same(tmp_path: Path) -> None:
+    """Ray calls a replica with one batch of tasks after another."""
+    target, file = str(llama(tmp_path / "x", seed=81)), write(tmp_path / "b.jsonl", [*BODIES, *BODIES[:2]])
+    expected = without_figures(run(target, file, tmp_path / "o.jsonl"))
+    config = EngineConfig(target=target, device="cpu", max_context=128, max_batch=8, prefill_chunk=CHUNK)
+    work = Work(config, "naive", SamplingParams(max_new_tokens=512), False, None, {})
+    replica, found = _Replica(batch_requests.WORK, work, str(tmp_path)), []
+    tasks = [(index, line) for index, (_, line) in enumerate(read(Path(file), raw=False))]
+    for numbers in (tasks[:4], tasks[4:]):
+        batch = {"number": [n for n, _ in numbers], "task": [pickle.dumps(task) for _, task in numbers]}
+        done = replica(batch)
+        found += zip(done["number"], map(pickle.loads, done["result"]), strict=True)
+    lines = [{"index": n, "prompt": tasks[n][1].body, **line} for n, line in sorted(found, key=itemgetter(0))]
+    assert without_figures(lines) == expected
+
+
+@pytest.mark.subprocess
+@pytest.mark.slow
+def test_replicas_write_the_same_file(tmp_path: Path) -> None:
+    target, file = str(llama(tmp_path / "x", seed=81)), write(tmp_path / "b.jsonl", BODIES * 3)
+    expected = without_figures(run(target, file, tmp_path / "o.jsonl"))
+    assert without_figures(run(target, file, tmp_path / "p.jsonl", "--replicas", "2")) == expected

@@ -7,13 +7,17 @@ import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
 
 import pytest
 
 from serve.batch import _answers, _running
 from serve.server_config import Settings
-from sharesd.cli.batch_requests import URLS, batch_lines
+from sharesd.cli.batch_requests import URLS, BatchLine, batch_lines
+from sharesd.cli.generate_file import read
+from sharesd.cli.prompt_encoding import encode
+from sharesd.llm import LLM
 from tests.helpers.fake_engine import fake_model
 from tests.helpers.served_model import Served, served
 
@@ -189,3 +193,24 @@ def test_lines_without_a_seed_depend_on_their_place_alone() -> None:
     free = lines_of("gptoss", {str(place): (CHAT, sampled) for place in range(4)})
     said = {line["response"]["body"]["choices"][0]["message"]["content"] for line in free.values()}
     assert len(said) == 4, "each has noise of its own"
+
+
+@pytest.mark.parametrize(("name", "shown"), [("qwen3", "the\n cat"), ("qwen3_vl", "the cat")])
+def test_parts_are_the_same_prompt_everywhere(name: str, shown: str, tmp_path: Path) -> None:
+    """A template that tests for text, and one that iterates over parts."""
+    template, file = (FOLDER / f"{name}.jinja").read_text("utf-8"), tmp_path / "prompts.jsonl"
+    talk = [{"role": "user", "content": [{"type": "text", "text": "the"}, {"type": "text", "text": " cat"}]}]
+    file.write_text(json.dumps({"messages": talk}))
+    [(_, prompt)] = read(file, raw=False)
+    assert not isinstance(prompt, BatchLine)
+    with served(template=template) as server:
+        tokenizer = server.engine.tokenizer
+        asked = [
+            server.post("/tokenize", messages=talk).json()["tokens"],
+            encode(tokenizer, prompt, raw=False, system=None),
+            LLM._chat_ids(cast(LLM, SimpleNamespace(_tokenizer=tokenizer)), talk, None),
+            tokenizer.encode(tokenizer.render_chat([{"role": "user", "content": shown}]), False),
+        ]
+    assert asked == [asked[0]] * 4
+    [(_, raw)] = read(file, raw=True)
+    assert raw == "the\n cat"
