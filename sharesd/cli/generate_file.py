@@ -26,6 +26,7 @@ from sharesd.cli.console import err_console, set_up_logging, warn
 from sharesd.cli.offline import answering
 from sharesd.cli.prompt_encoding import encode
 from sharesd.cli.ray_options import check_ray
+from sharesd.cli.sampling_options import warn_of_idle_noise
 from sharesd.config import EngineConfig, Mode
 from sharesd.data.chat_messages import text_of
 from sharesd.data.json_lines import checked, each_record, text_lines
@@ -114,14 +115,16 @@ def check_options(args: argparse.Namespace) -> None:
         raise ValueError(f"--max-batch is {args.max_batch}; it must be at least 1")
 
 
-def _check_options_of_format(work: Work, in_batch_format: bool) -> None:
+def _check_options_of_format(args: argparse.Namespace, work: Work, in_batch_format: bool) -> None:
     """Raise ValueError for options that the format of the prompts leaves without effect."""
     if not in_batch_format:
+        warn_of_idle_noise(args)
         if work.serving:
             flags = ", ".join(options.REQUEST_FLAGS[name] for name in work.serving)
             raise ValueError(f"{flags}: for requests in OpenAI's batch format, and --prompts has none; drop it")
         return
-    plain = SamplingParams(seed=work.params.seed, max_new_tokens=work.params.max_new_tokens)
+    limit = args.parser.get_default("max_new_tokens")
+    plain = SamplingParams(seed=work.params.seed, max_new_tokens=limit)
     given = [name for name, value in asdict(work.params).items() if value != asdict(plain)[name]]
     idle = [*(["system"] if work.system is not None else []), *(["raw"] if work.raw else []), *given]
     if idle:
@@ -143,7 +146,7 @@ def run(args: argparse.Namespace, work: Work) -> int:
         return launcher_replicas.serve_rank_0(work, work.config.device)
     prompts = read(Path(args.file), raw=work.raw)
     in_batch_format = isinstance(prompts[0][1], BatchLine)
-    _check_options_of_format(work, in_batch_format)
+    _check_options_of_format(args, work, in_batch_format)
     how = batch_requests.WORK if in_batch_format else WORK
     if args.ray:
         if args.replicas == 0:

@@ -133,7 +133,7 @@ def _generate(args: argparse.Namespace) -> int:
     generate_file.check_options(args)
     if args.logprobs and not args.json and args.file is None:
         raise ValueError("--logprobs cannot be shown as plain text; add --json or drop --logprobs")
-    params = replace(sampling_params(args), logprobs=args.logprobs)
+    params = replace(sampling_params(args, warns=args.file is None), logprobs=args.logprobs)
     config = engine_config(args, modes=(mode,))
     if args.file is not None:
         work = generate_file.Work(config, mode, params, args.raw, system, request_settings(args))

@@ -36,16 +36,26 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_new_tokens: int
     parser.set_defaults(max_new_tokens=max_new_tokens)
 
 
-def sampling_params(args: argparse.Namespace) -> SamplingParams:
-    """Return sampling flags as parameters; ValueError if they contradict each other."""
+def sampling_params(args: argparse.Namespace, *, warns: bool = True) -> SamplingParams:
+    """Return sampling flags as parameters; ValueError if they contradict each other.
+
+    `warns`: call `warn_of_idle_noise`, which may have to wait until the format of a file is known.
+    """
     given = values_of(args, SamplingParams, SAMPLING)
     if args.do_sample and getattr(args, "temperature", None) == 0:
         raise ValueError("--do-sample and --temperature 0 contradict each other; drop one of the two")
     for text in given.get("stop", ()):
         require_utf8(text, "--stop")
     given["temperature"] = getattr(args, "temperature", 1.0 if args.do_sample else 0.0)
+    if warns:
+        warn_of_idle_noise(args)
+    return SamplingParams(**given)
+
+
+def warn_of_idle_noise(args: argparse.Namespace) -> None:
+    """Warn of options of sampling without effect on greedy decoding."""
+    given = values_of(args, SamplingParams, SAMPLING)
     noise = [name for name in ("top_p", "top_k", "min_p", "seed") if name in given]
-    if noise and given["temperature"] == 0:
+    if noise and getattr(args, "temperature", 1.0 if args.do_sample else 0.0) == 0:
         idle = ", ".join(f"--{name.replace('_', '-')}" for name in noise)
         warn(f"no effect on greedy decoding: {idle}; --temperature 1 samples")
-    return SamplingParams(**given)

@@ -106,6 +106,7 @@ def test_a_file_of_wrong_lines_loads_nothing(tmp_path: Path) -> None:
     [
         (["--system", "sing"], "--system: not heeded with requests in OpenAI's batch format"),
         (["--raw", "--temperature", "1"], "--raw, --temperature: not heeded"),
+        (["--seed", "3", "--max-new-tokens", "9"], "--max-new-tokens: not heeded"),
     ],
 )
 def test_what_bodies_say_is_no_option(
