@@ -20,20 +20,13 @@ from torch import Tensor
 from compile.activations import ACTIVATIONS
 from compile.adaptive_threads import STEP_THREADS
 from compile.attention import TreeAttentionMask
-from compile.block_linear import BlockLinear
 from compile.block_ranges import BlockRange, BlockRanges, limit_ranges
 from compile.cpp_extension import kernel
-from compile.linear import PackedLinear, QuantizedPackedLinear
-from compile.widened_linear import WidenedLinear
+from compile.native_structs import Block, KernelUnsupported, Norm, Step, TreeMask, full_precision, linears_of
 
-_BLOCK_WORDS = 62
-_FULL_WEIGHTS = slice(12 + 1, 12 + 4 * 6, 6)  # after six norms: the address in each linear's six words
-_Step = ctypes.c_int64 * 32
+__all__ = ["KernelUnsupported", "NativeStack"]
+
 _Join = ctypes.CFUNCTYPE(None, c_void_p, c_void_p, c_int64, c_int64, c_int64)
-
-
-class KernelUnsupported(ValueError):
-    """Decoder unsupported by the kernel; the message has the reason."""
 
 
 class NativeStack:
@@ -65,9 +58,8 @@ class NativeStack:
         self._angles = torch.tensor([pair[i].data_ptr() for i in (0, 1) for pair in tables])
         self._kv: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()  # addresses of each cache's tensors
         blocks = list(blocks)
-        self._modules = blocks  # keeps alive what the table points at
-        self._table = torch.tensor([_describe(block, rope) for block, rope in zip(blocks, ropes, strict=True)])
-        assert self._table.shape[1] == _BLOCK_WORDS
+        self._modules = blocks  # keeps alive what the structs point at
+        self._blocks = (Block * len(blocks))(*(Block.of(*each) for each in zip(blocks, ropes, strict=True)))
         self._ranges = ranges or (lambda: (BlockRange(0, len(blocks)),))
         attn = blocks[0].attn
         self._sizes = (attn.num_attention_heads, attn.num_key_value_heads, attn.head_dim)
@@ -104,10 +96,12 @@ class NativeStack:
 
     def _run(self, blocks: BlockRange, x_BTD: Tensor, cache: Any, tree_mask: TreeAttentionMask | None) -> None:
         """Replace x by the output of these blocks, and the last norm."""
-        taps = (ctypes.c_int64 * len(cache.taps))(*(tap - blocks.first for tap in cache.taps))
-        kept = None if cache.features is None else (cache.features.data_ptr(), len(taps), ctypes.addressof(taps))
+        taps = (c_int64 * len(cache.taps))(*(tap - blocks.first for tap in cache.taps))
         self._dtype = x_BTD.dtype
-        step = _Step(*self.words(x_BTD.shape, cache, tree_mask, blocks, x_BTD.data_ptr(), kept or (0, 0, 0)))
+        step = self.step(x_BTD.shape, cache, tree_mask, blocks)
+        step.x = x_BTD.data_ptr()
+        if cache.features is not None:
+            step.features, step.num_taps, step.taps = cache.features.data_ptr(), len(taps), ctypes.addressof(taps)
         kernel("run_stack", x_BTD.dtype, c_void_p, c_double, c_double, c_double)(
             ctypes.addressof(step), *self.constants
         )
@@ -115,19 +109,14 @@ class NativeStack:
             failure, self._failure = self._failure, None
             raise failure
 
-    def words(
+    def step(
         self,
         shape: Sequence[int],
         cache: Any,
         tree_mask: TreeAttentionMask | None,
         blocks: BlockRange | None = None,
-        x: int = 0,
-        features: tuple[int, int, int] = (0, 0, 0),
-    ) -> list[int]:
-        """Return the words of `struct Step` for rows [B, T, D].
-
-        `blocks` None: all. `x` and `features` are addresses.
-        """
+    ) -> Step:
+        """Return the step of rows [B, T, D] over some blocks, or over all; `x` and `features` are not set."""
         B, T, D = shape
         first, num_blocks = (0, len(cache.k)) if blocks is None else (blocks.first, blocks.num_blocks)
         is_last = first + num_blocks == len(cache.k)
@@ -137,32 +126,39 @@ class NativeStack:
             pairs = [(k.data_ptr(), v.data_ptr()) for k, v in zip(cache.k, cache.v, strict=True)]
             kv = self._kv[cache] = torch.tensor(pairs)
         positions, r = self._tables[0][0].shape
-        return [
-            self._table.data_ptr() + first * self._table.stride(0) * self._table.itemsize,
-            num_blocks,
-            kv.data_ptr() + first * kv.stride(0) * kv.itemsize,
-            self._angles.data_ptr(),
-            len(self._tables),
-            positions,
-            cache.lengths.data_ptr(),
-            x,
-            *norm_words(self._norm if is_last else None),
-            *(B, T, H, K, cache.slots, d, r, D, self._mlp_size, self._activation),
-            int(self._use_quantized()),
-            torch.get_num_threads(),
-            cache.recent,
-            *((0, 0, 0) if tree_mask is None else tree_mask.words()),
-            *features,
-            STEP_THREADS.lost_ns_address,
-            self._join_address,
-            int(cache.k[0].dtype == torch.int8),
-        ]
+        return Step(
+            blocks=ctypes.addressof(self._blocks) + first * ctypes.sizeof(Block),
+            num_blocks=num_blocks,
+            kv=kv.data_ptr() + first * kv.stride(0) * kv.itemsize,
+            angles=self._angles.data_ptr(),
+            num_ropes=len(self._tables),
+            positions=positions,
+            lengths=cache.lengths.data_ptr(),
+            norm=Norm.of(self._norm if is_last else None),
+            B=B,
+            T=T,
+            H=H,
+            K=K,
+            S=cache.slots,
+            d=d,
+            r=r,
+            D=D,
+            mlp=self._mlp_size,
+            activation=self._activation,
+            quantized=int(self._use_quantized()),
+            threads=torch.get_num_threads(),
+            recent=cache.recent,
+            tree=TreeMask.of(tree_mask),
+            lost=STEP_THREADS.lost_ns_address,
+            join=self._join_address,
+            q8=int(cache.k[0].dtype == torch.int8),
+        )
 
     def _update_weight_addresses(self, blocks: BlockRange) -> None:
         """Update addresses of full-precision weights that may have moved."""
         for index in range(blocks.first, blocks.first + blocks.num_blocks):
-            addresses = [full_precision(linear).weight.data_ptr() for linear in _linears(self._modules[index])]
-            self._table[index, _FULL_WEIGHTS] = torch.tensor(addresses)
+            for described, linear in zip(self._blocks[index].linears[0], linears_of(self._modules[index]), strict=True):
+                described.weight = full_precision(linear).weight.data_ptr()
 
     def _join_rows(self, part: int, whole: int, rows: int, part_bytes: int, whole_bytes: int) -> None:
         """Call `join` for the kernel, which finishes the step after a failure."""
@@ -179,50 +175,3 @@ def _rows_at(address: int, row_bytes: int, rows: int, dtype: torch.dtype) -> Ten
     """Return a view of the kernel's memory."""
     memory = (ctypes.c_char * (rows * row_bytes)).from_address(address)
     return torch.frombuffer(memory, dtype=dtype).view(rows, -1)
-
-
-def _describe(block: Any, rope: int) -> list[int]:
-    """Return the words of `struct Block`."""
-    attn = block.attn
-    words: list[int] = []
-    for norm in (block.attn_norm, attn.q_norm, attn.k_norm, block.attn_out_norm, block.mlp_norm, block.mlp_out_norm):
-        words += norm_words(norm)
-    for part in (full_precision, _quantized):
-        for linear in _linears(block):
-            words += linear_words(part(linear))
-    return [*words, attn.window, rope]
-
-
-def _linears(block: Any) -> tuple[Any, ...]:
-    return block.attn.qkv, block.attn.o, block.mlp.gate_up, block.mlp.down
-
-
-def norm_words(norm: Any) -> list[int]:
-    """Return the words of `struct Norm`."""
-    weight = getattr(norm, "weight", None)
-    return [0, 0] if weight is None else [weight.data_ptr(), int(norm.gemma)]
-
-
-def full_precision(linear: Any) -> Any:
-    """Return the full-precision linear of a switched one, or the linear itself."""
-    return getattr(linear, "full", linear)
-
-
-def _quantized(linear: Any) -> Any:
-    return getattr(linear, "quantized", linear)
-
-
-def linear_words(linear: Any) -> list[int]:
-    """Return the words of `struct Linear`."""
-    if isinstance(linear, WidenedLinear):
-        bits, group = 16, 0
-    elif isinstance(linear, PackedLinear):
-        bits, group = 0, 0
-    elif isinstance(linear, QuantizedPackedLinear):
-        bits, group = linear.bits, linear.group_size
-    elif isinstance(linear, BlockLinear):
-        bits, group = -1, linear.table_address()
-    else:
-        raise KernelUnsupported(f"the CPU kernel has no linear of kind {type(linear).__name__}")
-    addresses = [0 if t is None else t.data_ptr() for t in (linear.weight, linear.bias)]
-    return [bits, *addresses, linear.out_features, linear.in_features, group]

@@ -10,7 +10,7 @@
 
 namespace sharesd {
 
-// decoder_stack.py writes these descriptions as int64 words; keep both in step.
+// native_structs.py has these structs, field by field.
 struct Linear {
   int64_t bits;  // 0: full precision, 16: bfloat16 weights of float32 rows, 4, 8: quantized, -1: blocks of a file
   const void* weight;
@@ -48,7 +48,6 @@ struct Step {
   void (*join)(const void* part, void* whole, int64_t rows, int64_t part_bytes, int64_t whole_bytes);
   int64_t q8;  // keys and values are in 8 bits
 };
-static_assert(sizeof(Block) == 62 * 8 && sizeof(Step) == 32 * 8, "decoder_stack.py writes these words");
 
 template <typename W> inline W gelu(W x, int64_t kind) {
   if (kind == 1) return W(0.5) * x * (1 + std::erf(x * W(0.7071067811865476)));

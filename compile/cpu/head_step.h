@@ -2,7 +2,7 @@
 // cache of its own, norm and LM head. Rows keep their bits, as in decoder_stack.h: each is computed by itself.
 //
 // It reads positions of a text, from the target's features by their slots or from tokens alone: all need keys and values, and
-// the last one logits, if any; masks may follow it, which guess further tokens. Or it continues a draft, with the rows of a
+// the last one logits, if any; masks may follow it, which draft further tokens. Or it continues a draft, with the rows of a
 // tree's level or the next of a chain: from states of its own, or from their tokens.
 #pragma once
 #include "decoder_stack.h"
@@ -19,7 +19,7 @@ struct CrossAttention {
   double scale, eps;  // eps: of q_norm
 };
 
-// head_step.py writes these int64 words.
+// native_structs.py has this struct, field by field.
 struct HeadStep {
   Step stack;  // the block over the rows that are read; its norm is the one before the LM head
   const int64_t* tokens;  // [B, token_pitch]: by slot, each position reads the next; or those of the rows
@@ -29,9 +29,9 @@ struct HeadStep {
   int64_t reads;         // positions of a text; 0: rows of a draft
   const int64_t* ends;   // [B]: slots after the last positions that are read
   const void* features;  // [B, S, F], by slot
-  int64_t guesses;       // rows of a text with logits: the last position, and masks after it
-  const void *mask_embeds, *mask_states;  // [guesses - 1, D], added to that position's embedding and state; null: no masks
-  void* states;  // [B, P, D]: of the root or a chain's last guess, and of a tree's nodes, by slots after the length
+  int64_t num_kept;      // rows of a text with logits: the last position, and masks after it
+  const void *mask_embeds, *mask_states;  // [num_kept - 1, D], added to that position's embedding and state; null: no masks
+  void* states;  // [B, P, D]: of the root or a chain's last token, and of a tree's nodes, by slots after the length
   int64_t P;
   Linear fuse, mix, lm_head;  // F -> D, 2 D -> D, D -> draft tokens; without a weight: none
   Norm embed_norm, state_norm;
@@ -44,7 +44,6 @@ struct HeadStep {
   int64_t H, K, S, d, q8;  // of the target
   void* logits;  // [rows, draft tokens]; null: only keys and values are written
 };
-static_assert(sizeof(CrossAttention) == 23 * 8 && sizeof(HeadStep) == 78 * 8, "head_step.py writes these words");
 
 // Buffers of cross attention that all threads share.
 template <typename T> struct CrossBuffers {
@@ -96,15 +95,15 @@ void run_head(const HeadStep& head, const Numbers& n) {
   const int64_t F = head.fuse.weight ? head.fuse.K : D;
   const bool reads = head.reads, cross_attentions = head.num_cross_attentions;
   // Row of the last read position of a text; after it are masks, the same position `ahead` times further, or nothing.
-  auto last = [&](int64_t b) { return std::clamp<int64_t>(head.ends[b] - 1 - s.lengths[b], 0, s.T - head.guesses); };
+  auto last = [&](int64_t b) { return std::clamp<int64_t>(head.ends[b] - 1 - s.lengths[b], 0, s.T - head.num_kept); };
   auto place = [&](int64_t m) { return head.mask_states ? std::min(m % s.T, last(m / s.T)) : m % s.T; };
-  auto ahead = [&](int64_t m) { return std::min(m % s.T - place(m), head.guesses - 1); };
+  auto ahead = [&](int64_t m) { return std::min(m % s.T - place(m), head.num_kept - 1); };
   // Rows with logits: all, or the last read one of each text, and its masks.
   std::vector<int64_t> kept, lengths(s.lengths, s.lengths + s.B);
   if (!reads)
     for (int64_t m = 0; m < M; ++m) kept.push_back(m);
   for (int64_t b = 0; reads && head.logits && b < s.B; ++b) {
-    for (int64_t k = 0; k < head.guesses; ++k) kept.push_back(b * s.T + last(b) + k);
+    for (int64_t k = 0; k < head.num_kept; ++k) kept.push_back(b * s.T + last(b) + k);
     lengths[b] += last(b);
   }
   const int64_t num = kept.size();

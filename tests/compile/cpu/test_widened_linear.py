@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from compile.block_linear import WIDENED, BlockEmbedding, BlockPart
-from compile.decoder_stack import linear_words
 from compile.huge_pages import HugePageArena
 from compile.linear import NotFinite, PackedLinear
+from compile.native_structs import Linear
 from compile.widened_linear import WidenedLinear
 
 
@@ -45,7 +45,9 @@ def test_embeddings_read_its_rows() -> None:
 
 def test_the_stack_takes_it() -> None:
     linear = WidenedLinear(weights(32, 64), HugePageArena().zeros)
-    assert linear_words(linear) == [16, linear.weight.data_ptr(), 0, 32, 64, 0]
+    found = Linear.of(linear)
+    assert (found.bits, found.weight, found.bias) == (16, linear.weight.data_ptr(), None)
+    assert (found.N, found.K, found.G) == (32, 64, 0)
     part = BlockPart(WIDENED, weights(32, 64))
     assert part.shape == (32, 64) and torch.equal(part.numbers(), weights(32, 64).float())
 

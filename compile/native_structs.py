@@ -1,0 +1,249 @@
+"""Structs that the CPU kernels read, with the names, order and types of their C++ declarations.
+
+The declarations are in cpu/decoder_stack.h, cpu/head_step.h and cpu/attention.h, which say what each field means.
+`tests/compile/cpu/test_native_structs.py` compiles an assertion on the offset of each field. Addresses are those of
+tensors: whoever makes a struct keeps the tensors alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import Structure, c_double, c_int64, c_void_p
+from typing import Any
+
+from torch import Tensor
+
+from compile.attention import TreeAttentionMask
+from compile.block_linear import BlockLinear
+from compile.linear import PackedLinear, QuantizedPackedLinear
+from compile.widened_linear import WidenedLinear
+
+
+class KernelUnsupported(ValueError):
+    """Decoder unsupported by the kernel; the message has the reason."""
+
+
+def full_precision(linear: Any) -> Any:
+    """Return the full-precision linear of a switched one, or the linear itself."""
+    return getattr(linear, "full", linear)
+
+
+def quantized(linear: Any) -> Any:
+    """Return the quantized linear of a switched one, or the linear itself."""
+    return getattr(linear, "quantized", linear)
+
+
+def address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+class Linear(Structure):
+    """A linear; without a weight: none."""
+
+    _fields_ = [
+        ("bits", c_int64),
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("N", c_int64),
+        ("K", c_int64),
+        ("G", c_int64),
+    ]
+
+    @classmethod
+    def of(cls, linear: Any) -> Linear:
+        """Describe a linear; raises KernelUnsupported for a module that the kernel does not know."""
+        if isinstance(linear, WidenedLinear):
+            bits, group = 16, 0
+        elif isinstance(linear, PackedLinear):
+            bits, group = 0, 0
+        elif isinstance(linear, QuantizedPackedLinear):
+            bits, group = linear.bits, linear.group_size
+        elif isinstance(linear, BlockLinear):
+            bits, group = -1, linear.table_address()
+        else:
+            raise KernelUnsupported(f"the CPU kernel has no linear of kind {type(linear).__name__}")
+        weight, bias = address(linear.weight), address(linear.bias)
+        return cls(bits=bits, weight=weight, bias=bias, N=linear.out_features, K=linear.in_features, G=group)
+
+
+class Norm(Structure):
+    """An RMSNorm; without a weight: none."""
+
+    _fields_ = [("weight", c_void_p), ("wide", c_int64)]
+
+    @classmethod
+    def of(cls, norm: Any) -> Norm:
+        weight = getattr(norm, "weight", None)
+        return cls() if weight is None else cls(weight=weight.data_ptr(), wide=int(norm.gemma))
+
+
+class Block(Structure):
+    """A block of a decoder."""
+
+    _fields_ = [
+        ("attn_norm", Norm),
+        ("q_norm", Norm),
+        ("k_norm", Norm),
+        ("attn_out_norm", Norm),
+        ("mlp_norm", Norm),
+        ("mlp_out_norm", Norm),
+        ("linears", Linear * 4 * 2),
+        ("window", c_int64),
+        ("rope", c_int64),
+    ]
+
+    @classmethod
+    def of(cls, block: Any, rope: int) -> Block:
+        """Describe a block; `rope` is the number of its table of angles, -1: none."""
+        attn, parts = block.attn, linears_of(block)
+        return cls(
+            attn_norm=Norm.of(block.attn_norm),
+            q_norm=Norm.of(attn.q_norm),
+            k_norm=Norm.of(attn.k_norm),
+            attn_out_norm=Norm.of(block.attn_out_norm),
+            mlp_norm=Norm.of(block.mlp_norm),
+            mlp_out_norm=Norm.of(block.mlp_out_norm),
+            linears=(
+                tuple(Linear.of(full_precision(part)) for part in parts),
+                tuple(Linear.of(quantized(part)) for part in parts),
+            ),
+            window=attn.window,
+            rope=rope,
+        )
+
+
+def linears_of(block: Any) -> tuple[Any, ...]:
+    """Return the linears of a block, in the order of `Block.linears`."""
+    return block.attn.qkv, block.attn.o, block.mlp.gate_up, block.mlp.down
+
+
+class TreeMask(Structure):
+    """Mask of a draft tree; empty: a chain."""
+
+    _fields_ = [("depth", c_void_p), ("path", c_void_p), ("P", c_int64)]
+
+    @classmethod
+    def of(cls, mask: TreeAttentionMask | None) -> TreeMask:
+        return cls() if mask is None else cls(*mask.words())
+
+
+class Step(Structure):
+    """A step of some blocks."""
+
+    _fields_ = [
+        ("blocks", c_void_p),
+        ("num_blocks", c_int64),
+        ("kv", c_void_p),
+        ("angles", c_void_p),
+        ("num_ropes", c_int64),
+        ("positions", c_int64),
+        ("lengths", c_void_p),
+        ("x", c_void_p),
+        ("norm", Norm),
+        ("B", c_int64),
+        ("T", c_int64),
+        ("H", c_int64),
+        ("K", c_int64),
+        ("S", c_int64),
+        ("d", c_int64),
+        ("r", c_int64),
+        ("D", c_int64),
+        ("mlp", c_int64),
+        ("activation", c_int64),
+        ("quantized", c_int64),
+        ("threads", c_int64),
+        ("recent", c_int64),
+        ("tree", TreeMask),
+        ("features", c_void_p),
+        ("num_taps", c_int64),
+        ("taps", c_void_p),
+        ("lost", c_void_p),
+        ("join", c_void_p),
+        ("q8", c_int64),
+    ]
+
+
+class CrossAttention(Structure):
+    """Cross attention of a head to a layer of the target."""
+
+    _fields_ = [
+        ("q", Linear),
+        ("o", Linear),
+        ("q_norm", Norm),
+        ("k", c_void_p),
+        ("v", c_void_p),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("positions", c_int64),
+        ("r", c_int64),
+        ("window", c_int64),
+        ("scale", c_double),
+        ("eps", c_double),
+    ]
+
+    @classmethod
+    def of(cls, cross: Any, keys: Tensor, values: Tensor) -> CrossAttention:
+        """Describe one of `NativeHead`'s cross attentions over the target's cache of its layer."""
+        found = cls(
+            q=Linear.of(full_precision(cross.q)),
+            o=Linear.of(full_precision(cross.o)),
+            q_norm=Norm.of(cross.q_norm),
+            k=keys.data_ptr(),
+            v=values.data_ptr(),
+            window=cross.window,
+            scale=cross.scale,
+            eps=0.0 if cross.q_norm is None else cross.q_norm.eps,
+        )
+        if cross.rotary is not None:
+            cos_Pr, sin_Pr = cross.rotary
+            found.cos, found.sin = cos_Pr.data_ptr(), sin_Pr.data_ptr()
+            found.positions, found.r = cos_Pr.shape
+        return found
+
+
+class HeadStep(Structure):
+    """A step of a trained head."""
+
+    _fields_ = [
+        ("stack", Step),
+        ("tokens", c_void_p),
+        ("token_pitch", c_int64),
+        ("embed", c_void_p),
+        ("vocab", c_int64),
+        ("reads", c_int64),
+        ("ends", c_void_p),
+        ("features", c_void_p),
+        ("num_kept", c_int64),
+        ("mask_embeds", c_void_p),
+        ("mask_states", c_void_p),
+        ("states", c_void_p),
+        ("P", c_int64),
+        ("fuse", Linear),
+        ("mix", Linear),
+        ("lm_head", Linear),
+        ("embed_norm", Norm),
+        ("state_norm", Norm),
+        ("normed", c_int64),
+        ("cross_attentions", c_void_p),
+        ("num_cross_attentions", c_int64),
+        ("cross_norm", Norm),
+        ("seen", c_void_p),
+        ("H", c_int64),
+        ("K", c_int64),
+        ("S", c_int64),
+        ("d", c_int64),
+        ("q8", c_int64),
+        ("logits", c_void_p),
+    ]
+
+
+STRUCTS: Sequence[tuple[str, type[Structure]]] = (
+    ("Linear", Linear),
+    ("Norm", Norm),
+    ("Block", Block),
+    ("TreeAttentionMask", TreeMask),
+    ("Step", Step),
+    ("CrossAttention", CrossAttention),
+    ("HeadStep", HeadStep),
+)
+"""C++ name and declaration of each struct."""
