@@ -36,7 +36,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if os.name == "nt":  # files are locked by calls of Unix
         print("error: ShareSD does not run on Windows; take WSL 2 (`wsl --install`), or Linux", file=sys.stderr)
         return 2
-    name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    from sharesd.cli.process import guarded
+
+    return guarded(lambda: _main((sys.argv[1:] if argv is None else argv) or ["--help"]))
+
+
+def _main(argv: Sequence[str]) -> int:
+    name, *rest = argv
     if name in ("-h", "--help"):
         print(HELP)
         return 0

@@ -26,7 +26,7 @@ SCRATCH = ".partial-"
 
 def cache_root() -> Path:
     """Return SHARESD_CACHE_DIR, or else the platform's cache folder."""
-    return Path(os.environ.get("SHARESD_CACHE_DIR") or platformdirs.user_cache_dir("sharesd"))
+    return Path(os.path.expanduser(os.environ.get("SHARESD_CACHE_DIR") or platformdirs.user_cache_dir("sharesd")))
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from sharesd.cli.parser import Parser, program, run_command
+from sharesd.cli.process import guarded
 
 PROG = "python -m benchmark"
 COMMANDS = (
@@ -46,4 +47,4 @@ def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(main))

@@ -8,9 +8,13 @@ the number of threads.
 from __future__ import annotations
 
 import ctypes
+import logging
+import os
 from threading import get_ident
 
 import torch
+
+log = logging.getLogger(__name__)
 
 MAX_LOST_SHARE, RETRY_FACTOR = 0.15, 1.5
 """Thresholds that start a trial of fewer threads.
@@ -34,6 +38,25 @@ ABORT_FACTOR = 1.5
 """Time of a round, relative to the mean, that aborts a trial."""
 
 
+def within_cores(num_threads: int, origin: str) -> int:
+    """Return the number of threads, or with a warning that of the cores if they are fewer.
+
+    Threads that wait for each other and for a core make steps slower by orders of magnitude. `origin`: what asks for
+    them.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if num_threads <= cores:
+        return num_threads
+    log.warning(
+        "%s asks for %d threads, and this process may use %d cores: %d threads are used",
+        origin,
+        num_threads,
+        cores,
+        cores,
+    )
+    return cores
+
+
 class StepThreads:
     """Number of threads that share this process's steps, adapted after each round."""
 
@@ -41,7 +64,7 @@ class StepThreads:
         self._lost_ns = ctypes.c_int64(0)
         self.lost_ns_address = ctypes.addressof(self._lost_ns)
         """Address of an int64: nanoseconds lost to descheduled threads, added by kernels."""
-        self.available = torch.get_num_threads()
+        self.available = within_cores(torch.get_num_threads(), "the environment (OMP_NUM_THREADS, MKL_NUM_THREADS)")
         """Maximum threads of the process."""
         self._stepper: int | None = None  # the thread that stepped last
         self.reset()
@@ -53,7 +76,8 @@ class StepThreads:
             torch.set_num_threads(self.size)
 
     def fix(self, size: int | None) -> None:
-        """Fix the number of threads; None: adapt the number again."""
+        """Fix the number of threads, at most at that of the cores; None: adapt the number again."""
+        size = None if size is None else within_cores(size, "--threads")
         if size is not None or self.fixed:
             self.reset(size, fixed=size is not None)
 

@@ -66,8 +66,8 @@ def set_compiler_caches() -> None:
 
     The default is the system's temporary folder, which is empty after a boot.
     """
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root() / "inductor"))
-    os.environ.setdefault("TRITON_CACHE_DIR", str(cache_root() / "triton"))
+    for name, part in (("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton")):
+        os.environ[name] = os.path.expanduser(os.environ.get(name) or str(cache_root() / part))
 
 
 _locks: defaultdict[str, Lock] = defaultdict(Lock)  # one for each part that is being built
@@ -102,7 +102,12 @@ def obstacle(*parts: str) -> str | None:
 
 def compiler() -> str:
     """Return the C++ compiler; RuntimeError if there is none."""
-    found = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
+    found = (
+        os.path.expanduser(os.environ.get("CXX", ""))
+        or shutil.which("g++")
+        or shutil.which("c++")
+        or shutil.which("clang++")
+    )
     if found is None:
         raise RuntimeError(
             "no C++ compiler found (g++, c++ or clang++); install one, e.g. `apt install g++`, or set CXX"

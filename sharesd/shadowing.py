@@ -25,7 +25,7 @@ def check(packages: Sequence[str]) -> None:
     error = hidden(packages)
     if error is None:
         return
-    if _is_program():
+    if is_program():
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2)
     raise ImportError(error)
@@ -60,7 +60,7 @@ def _found(name: str) -> str | None:
     return spec.origin
 
 
-def _is_program() -> bool:
+def is_program() -> bool:
     """True in a program of ShareSD.
 
     That is `python -m` with one of its packages, or the command `sharesd`.

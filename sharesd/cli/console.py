@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import sys
@@ -25,13 +24,13 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 from rich.text import Text
 
+from sharesd.cli.process import BROKEN_PIPE, INTERRUPTED, drop_output, of_surroundings, say
 from sharesd.config import PlanOnly
 from sharesd.engine.errors import NonFiniteLogits
 from sharesd.models.checkpoint import Progress
 
 PACKAGES = ("sharesd", "sharesd_files", "compile", "quant", "offload", "multigpu", "benchmark", "train", "serve")
 """Loggers whose level is LOGLEVEL; others log errors only."""
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 MIN_BYTES = 10**6
 """Total of a job from which its steps are bytes."""
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -54,12 +53,12 @@ def main_guard(main: Callable[[], int | None]) -> int:
         console.print(plan_table(plan.lines))
         return 0
     except KeyboardInterrupt:
-        return _say("interrupted", 130)
+        return say("interrupted", INTERRUPTED)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered goes nowhere
-        return 141
+        drop_output()
+        return BROKEN_PIPE
     except NonFiniteLogits as error:
-        return _say(f"error: {error}", 1)
+        return say(f"error: {error}", 1)
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
         return _ended_by(error)
     except Exception as error:
@@ -71,7 +70,7 @@ def main_guard(main: Callable[[], int | None]) -> int:
 
 def _ended_by(error: BaseException) -> int:
     log.debug("where it happened", exc_info=True)
-    return _say(f"error: {describe(error)}", 2)
+    return say(f"error: {describe(error)}", 2)
 
 
 def describe(error: BaseException) -> str:
@@ -82,11 +81,9 @@ def describe(error: BaseException) -> str:
     if message.startswith("CUDA out of memory"):  # which names other processes, and then goes on about torch
         needed = message.partition(" Of the allocated memory")[0].partition(" If reserved but")[0]
         return f"{needed} Lower --max-batch or --max-context, take --mode naive, or end what else runs on that GPU"
-    if isinstance(error, MemoryError) or "out of memory" in message or "can't allocate memory" in message:
-        return f"out of memory ({message or 'MemoryError'}); use a smaller model, bfloat16 or a smaller --max-context"
-    if isinstance(error, OSError) and error.strerror and (error.filename is not None or error.errno in _FULL):
-        remedy = "; free some space there" if error.errno in _FULL else ""
-        return f"{error.filename or 'a file cannot be written'}: {error.strerror}{remedy}"
+    known = of_surroundings(error, "use a smaller model, bfloat16 or a smaller --max-context")
+    if known is not None:
+        return known
     if isinstance(error, ValueError):
         return message
     return f"{message or type(error).__name__} (LOGLEVEL=DEBUG shows where)"
@@ -180,8 +177,3 @@ def plan_table(lines: Sequence[tuple[str, str, str]]) -> Table:
     for what, choice, why in lines:
         table.add_row(what, f"[bold]{choice}[/]", why)
     return table
-
-
-def _say(line: str, status: int) -> int:
-    print(line, file=sys.stderr)
-    return status

@@ -28,6 +28,7 @@ from sharesd.cli.options import (
     request_settings,
     sampling_params,
 )
+from sharesd.cli.process import INTERRUPTED
 from sharesd.cli.prompt_encoding import encode
 from sharesd.cli.utf8 import read_text, require_utf8
 from sharesd.data.json_numbers import finite
@@ -36,7 +37,6 @@ from sharesd.drafters.spec import Need
 from sharesd.engine.errors import NonFiniteLogits
 
 PROG = "python -m sharesd"
-INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -31,6 +32,8 @@ SECOND_NAMES = {
     "--tensor-parallel": ("--tensor-parallel-size",),
 }
 """Flag -> second names, accepted everywhere but not shown."""
+PATHS = ("DIR", "FILE", "FOLDER", "HEAD", "MAP", "MODEL", "RUN")
+"""Metavars of values that are paths, or may be."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -54,6 +57,12 @@ class Parser(argparse.ArgumentParser):
                 for other in others:  # not in the action's own list, from which help and messages take names
                     self._option_string_actions.setdefault(other, action)
         return super().parse_known_args(args, namespace)
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        """Expand `~`, which shells leave in `--flag=~/file` and in quotes."""
+        if action.metavar in PATHS and arg_string.startswith("~"):
+            arg_string = os.path.expanduser(arg_string)
+        return super()._get_value(action, arg_string)  # type: ignore[misc]
 
     def error(self, message: str) -> NoReturn:
         print(f"error: {' '.join(message.split())}; see `{self.prog} --help`", file=sys.stderr)

@@ -349,12 +349,15 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
                 raise ValueError("it holds other things than tensors by name")
             yield from stored.items()
         else:
-            Thread(target=_read_ahead, args=(file,), daemon=True).start()
+            with suppress(RuntimeError):  # it is only faster
+                Thread(target=_read_ahead, args=(file,), daemon=True).start()
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.offset_keys():
                     yield name, tensors.get_tensor(name)
     except (SafetensorError, RuntimeError, EOFError, PickleError, OSError, ValueError, LookupError) as error:
         reason = " ".join(str(error).split())
+        if isinstance(error, OSError) or "allocate memory" in reason.lower():  # of the system, not of the content
+            raise
         raise ValueError(f"{file} is damaged ({reason}); download it again") from error
 
 

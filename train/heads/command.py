@@ -84,8 +84,7 @@ def run(args: argparse.Namespace) -> int:
             err_console.print(said, highlight=False, soft_wrap=True)
         processes = join(rank, world, args.device) if world > 1 else ALONE
         processes.wait()  # all have found --out-dir empty before one writes there
-        threads = args.threads or STEP_THREADS.available
-        STEP_THREADS.fix(threads)
+        STEP_THREADS.fix(args.threads or STEP_THREADS.available)
         keep_freed_memory(FREED)
         task = Task(
             kind=args.kind,
@@ -94,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
             target=args.target or made.get("target"),
             dtype=DTYPES.get(args.dtype, args.dtype),  # type: ignore[arg-type]
             device=args.device if world == 1 else processes.device,
-            threads=threads,
+            threads=STEP_THREADS.max_size,
             max_length=args.max_length,
             seed=args.seed,
             draft_vocab=args.draft_vocab,

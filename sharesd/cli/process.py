@@ -1,0 +1,240 @@
+"""The process around a command: standard streams, limits, and errors from the first import to the last flush.
+
+Imports only the standard library: errors of other imports are handled here.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from sharesd.shadowing import LOWER, PROGRAMS, is_program
+
+INTERRUPTED, BROKEN_PIPE = 130, 141
+"""Exit statuses, as of processes that SIGINT or SIGPIPE ended."""
+IMPORT_BYTES = 512 << 20
+"""Address space that the import of torch takes besides its libraries.
+
+With less, libraries abort the process, which cannot be caught.
+"""
+_STREAMS = ("stdin", "stdout", "stderr")
+_NO_MEMORY = ("allocate memory", "out of memory", "failed to map segment", "can't start new thread")
+_REMEDIES = {
+    errno.ENOSPC: "free some space there",
+    errno.EDQUOT: "free some space there",
+    errno.EFBIG: "use another disk, or raise the limit on the size of files (ulimit -f)",
+    errno.EMFILE: "raise the limit on open files (ulimit -n)",
+    errno.EBADF: "it is closed; redirect it, for example to or from /dev/null",
+}
+
+
+class AddressLimit(MemoryError):
+    """torch cannot be imported within the limit on the address space."""
+
+
+def guarded(main: Callable[[], int]) -> int:
+    """Run a program, its imports included, and return the exit status.
+
+    An error of the surroundings is one line on stderr wherever it happens: an interrupt, too little memory, output that
+    cannot be written. `sharesd.cli.console.main_guard` does the same for the errors of a command.
+    """
+    ended = None
+    try:
+        _prepare()
+        status = main()
+    except SystemExit as error:
+        ended, status = error, 0
+    except KeyboardInterrupt:
+        status = say("interrupted", INTERRUPTED)
+    except BrokenPipeError:
+        status = BROKEN_PIPE
+    except (OSError, MemoryError, ImportError, AttributeError) as error:
+        if isinstance(error, AttributeError) and not _is_foreign(error.obj):
+            raise
+        if os.environ.get("LOGLEVEL", "").upper() == "DEBUG":
+            raise
+        status = say(f"error: {_reason(error)}", 2)
+    status = _flushed(status)
+    if is_program() and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is left to be said
+    if ended is not None and status == 0:
+        raise ended
+    return status
+
+
+def say(line: str, status: int) -> int:
+    """Print a line on stderr; returns the status."""
+    print(line, file=sys.stderr)
+    return status
+
+
+def drop_output() -> None:
+    """Send what is still buffered for stdout nowhere."""
+    with suppress(OSError, ValueError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
+
+
+def of_surroundings(error: BaseException, advice: str = "") -> str | None:
+    """Return a line for an error of memory, limits or files, with a remedy; None for others.
+
+    `advice`: what else helps if memory is exhausted.
+    """
+    text = " ".join(str(error).split())
+    if isinstance(error, AddressLimit):
+        return text
+    code = error.errno or 0 if isinstance(error, OSError) else 0
+    if isinstance(error, MemoryError) or code == errno.ENOMEM or any(each in text for each in _NO_MEMORY):
+        limit = _address_limit()
+        raise_it = "" if limit is None else f"raise the limit on memory, {limit / 1e6:,.0f} MB (ulimit -v)"
+        remedy = ", or ".join(filter(None, (advice, raise_it)))
+        return f"out of memory ({text or type(error).__name__})" + (f"; {remedy}" if remedy else "")
+    if not isinstance(error, OSError) or not error.strerror or (error.filename is None and code not in _REMEDIES):
+        return None
+    remedy = _REMEDIES.get(code, "")
+    unnamed = "a file cannot be opened" if code == errno.EMFILE else "a file cannot be written"
+    return f"{unnamed if error.filename is None else error.filename}: {error.strerror}{remedy and f'; {remedy}'}"
+
+
+def _address_limit() -> int | None:
+    """Return the limit on the address space (`ulimit -v`) in bytes, or None."""
+    import resource  # not on Windows
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def _reason(error: BaseException) -> str:
+    if (known := of_surroundings(error)) is not None:
+        return known
+    text = " ".join(str(error).split())
+    if isinstance(error, ImportError | AttributeError):
+        file = error.path if isinstance(error, ImportError) else getattr(error.obj, "__file__", None)
+        where = f" ({file})" if file and file not in text else ""
+        return f"a package cannot be used: {text}{where}; install it again, or rename the file that hides it"
+    return text
+
+
+def _is_foreign(owner: object) -> bool:
+    """Return True for a module of other packages, such as a file that hides one of them."""
+    return isinstance(owner, ModuleType) and owner.__name__.partition(".")[0] not in (*PROGRAMS, *LOWER)
+
+
+def _prepare() -> None:
+    if is_program():
+        _open_streams()
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            errno.ENOENT, "it was deleted; change to another folder", "the working directory"
+        ) from None
+    if os.name == "posix" and _address_limit() is not None and "torch" not in sys.modules:
+        sys.meta_path.insert(0, _BeforeTorch())
+
+
+class _BeforeTorch:
+    """Finder that finds nothing, and checks the limit on memory before torch is imported."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name != "torch":
+            return
+        sys.meta_path.remove(self)  # type: ignore[arg-type]
+        limit, spec = _address_limit(), PathFinder.find_spec("torch")
+        needed = IMPORT_BYTES + _library_bytes(spec)
+        if limit is not None and limit < needed:
+            raise AddressLimit(
+                f"the limit on memory is {limit / 1e6:,.0f} MB (ulimit -v), and ShareSD with this torch needs at least "
+                f"{needed / 1e6:,.0f} MB; raise the limit, for example with `ulimit -v unlimited`"
+            )
+
+
+def _library_bytes(torch: ModuleSpec | None) -> int:
+    """Return the size of torch's libraries, with those of CUDA in packages next to it."""
+    if torch is None or torch.origin is None:
+        return 0
+    folder = Path(torch.origin).parent
+    files = [*folder.glob("lib/*.so*"), *folder.parent.glob("nvidia/*/lib/*.so*")]
+    return sum(file.stat().st_size for file in files)
+
+
+class _Stream(io.FileIO):
+    """A standard stream whose errors name it. Those of stderr are dropped: there is nowhere to report them."""
+
+    def readinto(self, buffer: Any) -> int | None:  # type: ignore[override]
+        with self._named():
+            return super().readinto(buffer)
+
+    def readall(self) -> bytes | None:  # type: ignore[override]
+        with self._named():
+            return super().readall()
+
+    def write(self, data: Any) -> int | None:  # type: ignore[override]
+        try:
+            with self._named():
+                return super().write(data)
+        except OSError:
+            if self.fileno() == 2:
+                return len(data)
+            raise
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, _STREAMS[self.fileno()]) from None
+
+
+def _open_streams() -> None:
+    """Let errors of the standard streams name them, and open closed ones on /dev/null.
+
+    Otherwise the next file that is opened would get the number of a closed one. stdin and stdout are opened in the
+    wrong direction, so that their use remains an error.
+    """
+    for number, name in enumerate(_STREAMS):
+        old: Any = getattr(sys, name)
+        if old is None:
+            null = os.open(os.devnull, (os.O_WRONLY, os.O_RDONLY, os.O_WRONLY)[number])
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            os.set_inheritable(number, True)
+        raw: Any = _Stream(number, "w" if number else "r", closefd=False)
+        unbuffered = old is not None and old.write_through
+        if not unbuffered:
+            raw = io.BufferedWriter(raw) if number else io.BufferedReader(raw)
+        stream = io.TextIOWrapper(
+            raw,
+            encoding="utf-8" if old is None else old.encoding,
+            errors="backslashreplace" if number == 2 else "strict" if old is None else old.errors,
+            line_buffering=number == 2 or (old is not None and old.line_buffering),
+            write_through=unbuffered,
+        )
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _flushed(status: int) -> int:
+    """Flush stdout; returns another status if this fails where the command did not."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        status = status or BROKEN_PIPE
+    except OSError as error:
+        status = status or say(f"error: {_reason(error)}", 2)
+    else:
+        return status
+    drop_output()
+    return status
