@@ -64,7 +64,11 @@ class StepThreads:
         self._lost_ns = ctypes.c_int64(0)
         self.lost_ns_address = ctypes.addressof(self._lost_ns)
         """Address of an int64: nanoseconds lost to descheduled threads, added by kernels."""
-        self.available = within_cores(torch.get_num_threads(), "the environment (OMP_NUM_THREADS, MKL_NUM_THREADS)")
+        given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+        asked = int(given) if given.isdecimal() else 0  # torch may have lowered it, without a word
+        self.available = min(
+            within_cores(max(asked, torch.get_num_threads()), "OMP_NUM_THREADS"), torch.get_num_threads()
+        )
         """Maximum threads of the process."""
         self._stepper: int | None = None  # the thread that stepped last
         self.reset()

@@ -24,7 +24,7 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 from rich.text import Text
 
-from sharesd.cli.process import BROKEN_PIPE, INTERRUPTED, drop_output, of_surroundings, say
+from sharesd.cli.process import BROKEN_PIPE, INTERRUPTED, drop_output, is_interrupt, of_surroundings, say
 from sharesd.config import PlanOnly
 from sharesd.engine.errors import NonFiniteLogits
 from sharesd.models.checkpoint import Progress
@@ -69,6 +69,8 @@ def main_guard(main: Callable[[], int | None]) -> int:
 
 
 def _ended_by(error: BaseException) -> int:
+    if is_interrupt(error):
+        return say("interrupted", INTERRUPTED)
     log.debug("where it happened", exc_info=True)
     return say(f"error: {describe(error)}", 2)
 

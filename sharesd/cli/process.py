@@ -58,12 +58,13 @@ def guarded(main: Callable[[], int]) -> int:
         status = say("interrupted", INTERRUPTED)
     except BrokenPipeError:
         status = BROKEN_PIPE
-    except (OSError, MemoryError, ImportError, AttributeError) as error:
-        if isinstance(error, AttributeError) and not _is_foreign(error.obj):
+    except Exception as error:
+        if is_interrupt(error):
+            status = say("interrupted", INTERRUPTED)
+        elif os.environ.get("LOGLEVEL", "").upper() != "DEBUG" and (line := _line_of(error)) is not None:
+            status = say(f"error: {line}", 2)
+        else:
             raise
-        if os.environ.get("LOGLEVEL", "").upper() == "DEBUG":
-            raise
-        status = say(f"error: {_reason(error)}", 2)
     status = _flushed(status)
     if is_program() and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is left to be said
@@ -115,15 +116,20 @@ def _address_limit() -> int | None:
     return None if limit == resource.RLIM_INFINITY else limit
 
 
-def _reason(error: BaseException) -> str:
-    if (known := of_surroundings(error)) is not None:
-        return known
+def is_interrupt(error: BaseException) -> bool:
+    """Return True for an error that other code made of Ctrl-C."""
+    return "KeyboardInterrupt" in str(error) or isinstance(error.__cause__ or error.__context__, KeyboardInterrupt)
+
+
+def _line_of(error: BaseException) -> str | None:
+    """Return a line for an error of surroundings or of packages; None for a fault of the program."""
+    is_of_package = isinstance(error, ImportError) or (isinstance(error, AttributeError) and _is_foreign(error.obj))
+    if not is_of_package or any(each in str(error) for each in _NO_MEMORY):
+        return of_surroundings(error)
+    file = error.path if isinstance(error, ImportError) else getattr(getattr(error, "obj", None), "__file__", None)
     text = " ".join(str(error).split())
-    if isinstance(error, ImportError | AttributeError):
-        file = error.path if isinstance(error, ImportError) else getattr(error.obj, "__file__", None)
-        where = f" ({file})" if file and file not in text else ""
-        return f"a package cannot be used: {text}{where}; install it again, or rename the file that hides it"
-    return text
+    where = f" ({file})" if file and file not in text else ""
+    return f"a package cannot be used: {text}{where}; install it again, or rename the file that hides it"
 
 
 def _is_foreign(owner: object) -> bool:
@@ -233,7 +239,7 @@ def _flushed(status: int) -> int:
     except BrokenPipeError:
         status = status or BROKEN_PIPE
     except OSError as error:
-        status = status or say(f"error: {_reason(error)}", 2)
+        status = status or say(f"error: {of_surroundings(error)}", 2)
     else:
         return status
     drop_output()
