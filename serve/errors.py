@@ -169,7 +169,7 @@ def of_schema(error: ValidationError) -> ApiError:
     own = first["type"] == "extra_forbidden"  # then the last part is the client's, whatever it is called
     names = [str(part) for part in place[:-1] if not KIND.fullmatch(str(part))]
     names += [str(part) for part in place[-1:] if own or not KIND.fullmatch(str(part))]
-    param = ".".join(names)[:MAX_SHOWN]
+    param = ".".join(name if len(name) <= MAX_SHOWN else f"{name[:MAX_SHOWN]} …" for name in names)
     name = next((str(part) for part in reversed(place) if part in REMEDIES), "")
     if own and not name:
         return invalid(f"{param} is not a parameter here; leave it out", param)

@@ -95,7 +95,7 @@ class Runtime:
         if self.plan is not None and planned is not None:
             planned(self.plan)
         prepare_cpu(resolved)
-        self.tokenizer = load_tokenizer(resolved.folder)
+        self.tokenizer = load_tokenizer(resolved.folder, config.target)
         self._draft_folder = find_draft_model(resolved, self.tokenizer, progress)
         heads = DraftHeads(resolved.config, resolved.drafters, progress)
         self._cost_folders = [*filter(None, [self._draft_folder]), *heads.folders.values()]

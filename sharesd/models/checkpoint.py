@@ -13,10 +13,12 @@ from pathlib import Path
 from pickle import PickleError
 from threading import Thread
 from typing import TYPE_CHECKING, Any
+from zipfile import is_zipfile
 
 from safetensors import SafetensorError, safe_open
 
 from sharesd.models.decoder_config import UnsupportedArchitecture
+from sharesd.models.other_files import refuse_folder, refuse_mlx, refuse_weights
 from sharesd_files import files_hash
 
 if TYPE_CHECKING:
@@ -60,7 +62,7 @@ def damage_named(path: Path) -> Iterator[None]:
         yield
     except ValueError as error:
         reason, kind = str(error), UnsupportedArchitecture if isinstance(error, UnsupportedArchitecture) else ValueError
-        if str(path) in reason or f"{path.parent}/" in reason:
+        if str(path) in reason or f"{path.parent}/" in reason or reason.startswith(f"{path.parent} "):
             raise
         rest = reason.removeprefix(path.name)
         raise kind(f"{path}{rest}" if rest != reason else f"{path}: {reason}") from error
@@ -114,8 +116,9 @@ def read_config(folder: Path) -> dict[str, Any]:
             "its shards) too, or convert it with transformers' convert_mistral_weights_to_hf.py"
         )
     if not (folder / "config.json").exists():
-        raise ValueError(f"{folder} has no config.json; give the folder that holds config.json and the weights")
+        raise refuse_folder(folder)
     raw = read_json(folder / "config.json")
+    refuse_mlx(raw, folder)
     if not any(part.get(name) for part in (raw, section(raw, "text_config")) for name in QUANTIZATION):
         beside = _quantization_beside(folder)
         if beside is not None:
@@ -155,6 +158,15 @@ def quantization_of(raw: Mapping[str, Any]) -> Mapping[str, Any] | None:
             if part.get(name) is not None:
                 return section(part, name)
     return None
+
+
+def not_causal(raw: Mapping[str, Any]) -> str | None:
+    """Return a remedy for the weights of a model that is made for another task, None for a language model."""
+    names = raw.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    if not isinstance(name, str) or re.search(r"CausalLM|LMHead|ConditionalGeneration", name):
+        return None
+    return f"config.json says that it is a {name}, which writes no text: give a language model (ForCausalLM)"
 
 
 def without_quantization(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -241,9 +253,7 @@ def weight_files(folder: Path) -> list[Path]:
             f"{folder} has weights in Mistral's own format ({own.name}); download its model.safetensors (or its "
             "shards) too, or convert it with transformers' convert_mistral_weights_to_hf.py"
         )
-    raise ValueError(
-        f"{folder} has no weights; give the folder that has {' or '.join(WEIGHT_FILES)}, or their index of shards"
-    )
+    raise refuse_weights(folder, WEIGHT_FILES)
 
 
 def _named_by_autogptq(folder: Path) -> Iterator[str]:
@@ -344,7 +354,8 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
         if file.suffix == ".bin":
             import torch  # takes seconds, and tokenizers do without
 
-            stored = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            mmap = is_zipfile(file)  # files from before torch 1.6 are none, and cannot be mapped
+            stored = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
             if not isinstance(stored, dict) or not all(isinstance(each, torch.Tensor) for each in stored.values()):
                 raise ValueError("it holds other things than tensors by name")
             yield from stored.items()
@@ -358,6 +369,8 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
         reason = " ".join(str(error).split())
         if isinstance(error, OSError) or "allocate memory" in reason.lower():  # of the system, not of the content
             raise
+        if isinstance(error, PickleError):  # torch's advice is to run what the file brings along
+            reason = "it holds other things than tensors, or is no file of torch"
         raise ValueError(f"{file} is damaged ({reason}); download it again") from error
 
 

@@ -152,6 +152,13 @@ def _load(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
     raw = checkpoint.read_config(folder)
     for part in (raw, checkpoint.section(raw, "text_config")):  # of which some configs make lists
         check_fields(str(raw.get("model_type")), {"num_hidden_layers": part.get("num_hidden_layers")})
+    kind = raw.get("model_type")
+    if kind not in CONFIG_MAPPING and not raw.get("auto_map"):
+        named = f"architecture {kind!r} is not known to transformers {transformers.__version__}"
+        raise ValueError(
+            f"{folder}: {named if kind else 'config.json has no model_type'}; "
+            + ("install a newer transformers that knows it" if kind else "download the checkpoint again")
+        )
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         _refuse_by_config(config)
@@ -175,7 +182,8 @@ def _load(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
         raise ValueError(f"{folder}: {name} has shape {[*found]} where config.json asks for {[*wanted]}; {MISFIT}")
     absent = sorted(report["missing_keys"])
     if absent:
-        raise ValueError(f"{folder} lacks weights of {config.model_type!r}: {', '.join(absent[:3])}; download it again")
+        remedy = checkpoint.not_causal(raw) or "download it again"
+        raise ValueError(f"{folder} lacks weights of {config.model_type!r}: {', '.join(absent[:3])}; {remedy}")
     layers = config.get_text_config().num_hidden_layers, mtp_layers_of(config.get_text_config().to_dict())
     parts = {name: unused_part(name, *layers) for name in sorted(report["unexpected_keys"])}
     unknown = [name for name, part in parts.items() if part is None]

@@ -29,6 +29,7 @@ from sharesd.models.gguf.convert import converted_folder
 from sharesd.models.gguf.parts import is_gguf, is_gguf_name, model_stem, models_in
 from sharesd.models.linked_folder import folder_without
 from sharesd.models.lora import folder_with_adapter
+from sharesd.models.other_files import GIVE, refuse_file
 
 log = logging.getLogger(__name__)
 
@@ -90,10 +91,12 @@ def resolve(
             raise ValueError(f"{target} does not exist; give the path of a .gguf file")
         return convert(path)
     if path.exists():
-        raise ValueError(f"{target} is a file; give a checkpoint folder, a .gguf file or a hub id")
+        raise refuse_file(path, target)
     named = None if isinstance(target, Path) else _HUB_ID.fullmatch(target)
     if named is None:
-        raise ValueError(f"{target} does not exist; give a checkpoint folder, a .gguf file or a hub id (owner/name)")
+        if re.match(r"https?://", str(target)):
+            raise ValueError(f"{target} is an address; give the hub id (owner/name), or download the file and give it")
+        raise ValueError(f"{target} does not exist; {GIVE}")
     return _download(named["id"], named["kind"], revision, convert, prepare)
 
 
@@ -129,8 +132,9 @@ def _prepared(folder: Path, *, ignored: Collection[str], dequantize: bool | None
         except ValueError as reason:
             if dequantize is False:
                 raise
+            expanded = expanded_folder(folder, progress)  # which may refuse the folder, too
             log.warning("weights are expanded to 16 bits: %s", reason)
-            return expanded_folder(folder, progress)
+            return expanded
     return folder
 
 

@@ -46,6 +46,8 @@ def read_scale(adapter: Path) -> float:
     Raises:
         ValueError: the folder is no LoRA adapter, or one with a feature that is not merged here.
     """
+    if adapter.is_file():
+        raise ValueError(f"{adapter} is a file; give --lora the folder of an adapter as PEFT saves it")
     if not (adapter / ADAPTER_CONFIG).is_file():
         raise ValueError(f"{adapter} has no {ADAPTER_CONFIG}; give --lora the folder of an adapter as PEFT saves it")
     config = read_json(adapter / ADAPTER_CONFIG)

@@ -255,8 +255,10 @@ class Tokenizer:
         return hashlib.sha256(json.dumps(vocab).encode()).hexdigest()
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
+def load_tokenizer(folder: Path, source: str | Path | None = None) -> Tokenizer:
     """Return the tokenizer of a checkpoint folder.
+
+    `source`: what the folder was made of, as errors name it.
 
     Raises:
         ValueError: it is missing or damaged.
@@ -278,7 +280,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
             chat_template=template,
             tool_template=for_tools,
             eos_ids=ends,
-            origin=f" of {folder}",
+            origin=f" of {source or folder}",
         )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from compile.block_linear import WIDENED, BlockPart
 from multigpu.tensor_parallel import TILE, Shard, require_divisible
 from sharesd.models.architectures import architecture_of
-from sharesd.models.checkpoint import Progress, silent
+from sharesd.models.checkpoint import Progress, not_causal, read_config, silent
 from sharesd.models.decoder import Decoder
 from sharesd.models.decoder_config import DecoderConfig
 from sharesd.models.unused_tensors import unused_part
@@ -222,4 +222,6 @@ def copy_tensors(
             for kind, names in (("missing", list(parameters)), ("unexpected", unexpected))
             if names
         ]
-        raise ValueError(f"{folder} does not fit {what}: {', '.join(problems)}; {MISFIT}")
+        has_config = (folder / "config.json").is_file()
+        remedy = (not_causal(read_config(folder)) if has_config else None) or MISFIT
+        raise ValueError(f"{folder} does not fit {what}: {', '.join(problems)}; {remedy}")

@@ -159,6 +159,12 @@ class TrainingRun:
             ids_K = most_frequent(every, target.vocab_size, task.draft_vocab)
         sizes = {"draft_length": task.draft_length, "num_hidden_layers": task.layers}
         changes = sizes if task.kind == "parallel" else {}
+        if task.kind != "glide" and task.taps and not 1 <= min(task.taps) <= max(task.taps) <= len(target.blocks):
+            given = ",".join(map(str, task.taps))
+            raise ValueError(
+                f"--taps is {given} and the target has {len(target.blocks)} blocks; give numbers from 1 to "
+                f"{len(target.blocks)}, or leave it out"
+            )
         return initial_head(task.kind, read_config(folder), target, ids_K=ids_K, taps=task.taps, **changes)
 
     @property

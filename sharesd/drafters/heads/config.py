@@ -117,6 +117,13 @@ class HeadConfig:
         return cls.of(raw, kind, target)
 
 
+def default_taps(num_layers: int) -> tuple[int, ...]:
+    """Return the depths that EAGLE-3 heads read where nothing says them; of small targets up to three that exist."""
+    if num_layers > 6:
+        return 2, num_layers // 2, num_layers - 3
+    return tuple(sorted({1, (num_layers + 1) // 2, num_layers}))
+
+
 def taps_of(raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     """Return the depths that an EAGLE-3 head reads.
 
@@ -131,7 +138,7 @@ def taps_of(raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
         raise ValueError(
             f"the head's {LAYER_IDS} are {outer} and, in eagle_config, {inner}, which are other layers; keep one"
         )
-    taps = found.pop() if found else (2, num_layers // 2, num_layers - 3)
+    taps = found.pop() if found else default_taps(num_layers)
     if (outer or inner) and list(taps) != sorted(taps):
         raise ValueError(
             f"the head's {LAYER_IDS} are {outer or inner}, which do not ascend, and engines differ in their order "

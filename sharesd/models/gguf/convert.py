@@ -18,6 +18,7 @@ from sharesd.models.config_checks import check_sizes
 from sharesd.models.conversion_cache import converted
 from sharesd.models.decoder_config import DecoderConfig, UnsupportedArchitecture
 from sharesd.models.gguf.parts import model_stem, parts_of
+from sharesd.models.other_files import refuse_other_gguf
 
 if TYPE_CHECKING:
     from sharesd.models.gguf.reader import GGUFFile
@@ -67,6 +68,7 @@ def _convert(parts: list[Path], ignored: list[str], folder: Path, progress: Prog
     file = read_model(parts, ignored)
     progress(f"reading {name}", 1, 1)
     with damage_named(parts[0]):
+        refuse_other_gguf(file)
         try:
             _convert_here(file, folder, progress, dequantize)
             if not dequantize:

@@ -53,6 +53,11 @@ def convert_by_transformers(
             f"it is part 1 of {len(parts)} of a model that is converted by transformers, which reads one file; "
             "merge the parts with `llama-gguf-split --merge`"
         )
+    if not _is_convertible(file.architecture):
+        raise ValueError(
+            f"its architecture {file.architecture!r} is none that transformers {transformers.__version__} converts; "
+            f"{advice} of a language model"
+        )
     check_tokenizer(file)
     check_blocks(file)
     where: dict[str, Any] = {"pretrained_model_name_or_path": str(parts[0].parent), "gguf_file": parts[0].name}
@@ -94,6 +99,13 @@ def convert_by_transformers(
         raise OSError(str(error)) from error
     write_tokenizer(file, folder, None)
     progress(what, 2, 2)
+
+
+def _is_convertible(architecture: str) -> bool:
+    from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
+
+    names = {name.replace("_", "").replace("-", "") for name in GGUF_SUPPORTED_ARCHITECTURES} - {"t5", "t5encoder"}
+    return architecture.replace("-", "").replace("_", "") in names
 
 
 def _check_fields(file: GGUFFile, config: Any, ignored: Collection[str]) -> None:

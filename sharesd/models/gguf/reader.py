@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from sharesd.models.other_files import what_begins_so
+
 _MAGIC, _VERSIONS, _ALIGNMENT = b"GGUF", (2, 3), 32
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
@@ -59,6 +61,9 @@ def read_gguf(path: Path) -> GGUFFile:
         ValueError: the file is no .gguf file, or incomplete.
     """
     with path.open("rb") as stream:
+        what, remedy = what_begins_so(stream.read(16))
+        if what:
+            raise ValueError(f"{path} is not a readable GGUF file (it is {what}); {remedy}")
         try:
             data = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
             return _Reader(data).file()

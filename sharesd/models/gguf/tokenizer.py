@@ -54,6 +54,10 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
 def check_tokenizer(file: GGUFFile) -> None:
     """Raise ValueError if `write_tokenizer` lacks the file's tokenizer."""
     kind = file.tokenizer("model")
+    if kind is None:
+        raise ValueError(
+            "it has no tokenizer (tokenizer.ggml.model); give a file with one, or a safetensors checkpoint"
+        )
     if kind not in ("gpt2", "llama"):
         raise ValueError(
             f"its tokenizer {kind!r} (tokenizer.ggml.model) is not supported; give a safetensors checkpoint"

@@ -77,8 +77,10 @@ class Settings:
             yield self.section(key)
 
     def error(self, key: str, wanted: str) -> ValueError:
+        value = self._values.get(key)
+        found = f"no {self._name}.{key}" if value is None else f"{self._name}.{key} = {str(value)[:60]}"
         return ValueError(
-            f"config.json has {self._name}.{key} = {str(self._values.get(key))[:60]}, and {wanted} is supported; "
+            f"config.json has {found}, and {wanted} is supported; "
             "give a checkpoint quantized otherwise, or at full precision"
         )
 
