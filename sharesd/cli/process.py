@@ -34,7 +34,6 @@ _REMEDIES = {
     errno.EDQUOT: "free some space there",
     errno.EFBIG: "use another disk, or raise the limit on the size of files (ulimit -f)",
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
-    errno.EBADF: "it is closed; redirect it, for example to or from /dev/null",
 }
 
 
@@ -103,6 +102,9 @@ def of_surroundings(error: BaseException, advice: str = "") -> str | None:
         return f"out of memory ({text or type(error).__name__})" + (f"; {remedy}" if remedy else "")
     if not isinstance(error, OSError) or not error.strerror or (error.filename is None and code not in _REMEDIES):
         return None
+    if code == errno.EBADF and error.filename in _STREAMS:
+        way = "from" if error.filename == "stdin" else "to"
+        return f"{error.filename} is closed; redirect it, for example {way} /dev/null"
     remedy = _REMEDIES.get(code, "")
     unnamed = "a file cannot be opened" if code == errno.EMFILE else "a file cannot be written"
     return f"{unnamed if error.filename is None else error.filename}: {error.strerror}{remedy and f'; {remedy}'}"
@@ -206,13 +208,14 @@ class _Stream(io.FileIO):
 def _open_streams() -> None:
     """Let errors of the standard streams name them, and open closed ones on /dev/null.
 
-    Otherwise the next file that is opened would get the number of a closed one. stdin and stdout are opened in the
-    wrong direction, so that their use remains an error.
+    Otherwise the next file that is opened would get the number of a closed one. stdin is opened in the wrong direction,
+    so that reading it remains an error. A closed stdout is one at once: what a command says may come after hours.
     """
+    lacks_output = sys.stdout is None
     for number, name in enumerate(_STREAMS):
         old: Any = getattr(sys, name)
         if old is None:
-            null = os.open(os.devnull, (os.O_WRONLY, os.O_RDONLY, os.O_WRONLY)[number])
+            null = os.open(os.devnull, os.O_WRONLY)
             if null != number:
                 os.dup2(null, number)
                 os.close(null)
@@ -230,6 +233,8 @@ def _open_streams() -> None:
         )
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
+    if lacks_output:
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF), "stdout")
 
 
 def _flushed(status: int) -> int:

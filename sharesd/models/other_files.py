@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from sharesd.models.gguf.reader import GGUFFile
+from typing import Any
 
 GIVE = "give a checkpoint folder, a .gguf file or a hub id (owner/name)"
 _FILES: tuple[tuple[str, str, str], ...] = (
     (".safetensors .bin .index.json", "a file of weights", "give its folder {folder}, with config.json and tokenizer"),
-    (".json .jinja .model .py .txt .md", "one file of a checkpoint", "give its folder {folder}"),
+    (".json .jinja .model", "one file of a checkpoint", "give its folder {folder}"),
     (".pt .pth .ckpt", "a file of torch", "give a checkpoint folder as transformers saves it"),
     (".zip .tar .gz .tgz .xz .zst .7z .rar", "an archive", "unpack it, and give the folder"),
     (".onnx", "an ONNX model", "give the safetensors checkpoint or .gguf file of the model"),
@@ -87,12 +84,12 @@ def refuse_weights(folder: Path, wanted: Iterable[str]) -> ValueError:
     for pattern, what in _WEIGHTS:
         found = sorted(str(path.relative_to(folder)) for path in folder.glob(pattern))
         if found:
-            only = f", only {_shown(found)} ({what})"
+            only = f" that are read here, only {_shown(found)} ({what})"
             break
     else:
         only = ""
     names = " or ".join(wanted)
-    return ValueError(f"{folder} has no weights that are read here{only}; give a folder with {names}, or its shards")
+    return ValueError(f"{folder} has no weights{only}; give the folder that has {names}, or their index of shards")
 
 
 def what_begins_so(beginning: bytes) -> tuple[str, str]:
@@ -102,16 +99,15 @@ def what_begins_so(beginning: bytes) -> tuple[str, str]:
     return next((kind[1:] for kind in _BEGINNINGS if beginning.lstrip().startswith(kind[0])), ("", ""))
 
 
-def refuse_other_gguf(file: GGUFFile) -> None:
+def refuse_other_gguf(metadata: Mapping[str, Any], has_tensors: bool) -> None:
     """Raise ValueError for a .gguf file that is no language model."""
-    said = file.metadata.get("general.type")
-    kind = next((each for each in (said, file.architecture) if isinstance(each, str) and each in _GGUF_KINDS), None)
-    if kind is None and not file.tensors:
-        kind = "vocab"
-    if kind is not None:
-        what, remedy = _GGUF_KINDS[kind]
-        how = f"general.type = {said}" if said == kind else f"general.architecture = {file.architecture}"
-        raise ValueError(f"it is {what} ({'no tensors' if kind == 'vocab' else how}); {remedy}")
+    for key in ("general.type", "general.architecture"):
+        if (kind := str(metadata.get(key))) in _GGUF_KINDS:
+            what, remedy = _GGUF_KINDS[kind]
+            raise ValueError(f"it is {what} ({key} = {kind}); {remedy}")
+    if not has_tensors:
+        what, remedy = _GGUF_KINDS["vocab"]
+        raise ValueError(f"it is {what} (it has no tensors); {remedy}")
 
 
 def refuse_mlx(raw: Mapping[str, Any], folder: Path) -> None:

@@ -68,7 +68,7 @@ def _convert(parts: list[Path], ignored: list[str], folder: Path, progress: Prog
     file = read_model(parts, ignored)
     progress(f"reading {name}", 1, 1)
     with damage_named(parts[0]):
-        refuse_other_gguf(file)
+        refuse_other_gguf(file.metadata, bool(file.tensors))
         try:
             _convert_here(file, folder, progress, dequantize)
             if not dequantize:
