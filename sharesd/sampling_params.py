@@ -15,7 +15,7 @@ MAX_TOP_LOGPROBS = 20
 
 
 def _finite(name: str, value: float) -> None:
-    if not math.isfinite(value):
+    if not abs(value) <= 3e38:  # of logits in float32
         raise ValueError(f"{name} is {value}; give a finite number")
 
 
@@ -31,7 +31,8 @@ class SamplingParams:
     min_new_tokens: int = 0
     """Tokens before which the text does not end.
 
-    End tokens are not chosen, and stop strings are not looked for.
+    End tokens are not chosen, and stop strings are not looked for. A grammar whose whole text is shorter then leaves no
+    token, which is an error.
     """
     temperature: float = 0.0
     """0 = greedy; otherwise logits are divided by it."""
@@ -91,8 +92,8 @@ class SamplingParams:
     grammar: str | None = None
     """Grammar of the answer, as made by `sharesd.data.grammar_spec`.
 
-    It comes from a JSON schema, a regular expression or Lark. If no token can continue an incomplete text, the answer
-    ends with finish reason `length`.
+    It comes from a JSON schema, a regular expression or Lark. If no token can continue an incomplete text, or the text
+    reaches a limit of the grammar engine, the answer ends with finish reason `error`.
     """
     acceptance: Acceptance = "match"
     """Acceptance rule of draft tokens.

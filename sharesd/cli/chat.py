@@ -13,9 +13,9 @@ from sharesd.cli.interactive import answer
 from sharesd.cli.startup import start_engine
 from sharesd.cli.utf8 import read_line, require_utf8
 from sharesd.config import Mode
+from sharesd.data.request_errors import RequestError
 from sharesd.drafters import registry
 from sharesd.engine.engine import Engine
-from sharesd.engine.errors import NonFiniteLogits
 from sharesd.engine.outputs import Completion
 from sharesd.engine.stats import Stats
 from sharesd.runtime import Runtime
@@ -81,7 +81,7 @@ class Chat:
                     return status
             except KeyboardInterrupt:
                 note("\nstopped")
-            except (ValueError, NonFiniteLogits) as error:
+            except (ValueError, RequestError) as error:
                 note(str(error))
 
     def _handle(self, line: str) -> bool:

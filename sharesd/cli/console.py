@@ -26,7 +26,7 @@ from rich.text import Text
 
 from sharesd.cli.process import BROKEN_PIPE, INTERRUPTED, drop_output, is_interrupt, of_surroundings, say
 from sharesd.config import PlanOnly
-from sharesd.engine.errors import NonFiniteLogits
+from sharesd.data.request_errors import RequestError
 from sharesd.models.checkpoint import Progress
 
 PACKAGES = ("sharesd", "sharesd_files", "compile", "quant", "offload", "multigpu", "benchmark", "train", "serve")
@@ -57,7 +57,7 @@ def main_guard(main: Callable[[], int | None]) -> int:
     except BrokenPipeError:
         drop_output()
         return BROKEN_PIPE
-    except NonFiniteLogits as error:
+    except RequestError as error:
         return say(f"error: {error}", 1)
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
         return _ended_by(error)

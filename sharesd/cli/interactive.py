@@ -23,7 +23,7 @@ def answer(
 ) -> list[Completion]:
     """Decode prompts together; Ctrl-C ends unfinished answers with `finish_reason` None.
 
-    Chunks go to `answers`, if given. Raises NonFiniteLogits after the last chunk, if a prompt's logits are not numbers.
+    Chunks go to `answers`, if given. Raises the first RequestError after the last chunk, if prompts failed.
     """
     answers = [Completion() for _ in prompts] if answers is None else answers
     chunks = engine.stream(prompts, params, reuse=reuse)

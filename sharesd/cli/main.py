@@ -32,9 +32,9 @@ from sharesd.cli.process import INTERRUPTED
 from sharesd.cli.prompt_encoding import encode
 from sharesd.cli.utf8 import read_text, require_utf8
 from sharesd.data.json_numbers import finite
+from sharesd.data.request_errors import RequestError
 from sharesd.drafters import registry, selection
 from sharesd.drafters.spec import Need
-from sharesd.engine.errors import NonFiniteLogits
 
 PROG = "python -m sharesd"
 
@@ -158,7 +158,7 @@ def _generate(args: argparse.Namespace) -> int:
     answers, failure = [Completion() for _ in ids], None
     try:
         answer(engine, ids, params, (lambda chunk: None) if args.json else writer.write, answers=answers)
-    except NonFiniteLogits as error:
+    except RequestError as error:
         failure = error
     writer.end()
     runtime.close_trace()

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 if TYPE_CHECKING:
+    from sharesd.data.request_errors import RequestError
     from sharesd.engine.engine import Engine
-    from sharesd.engine.errors import NonFiniteLogits
     from sharesd.engine.outputs import TokenChunk
     from sharesd.engine.request import Request
 
@@ -37,11 +37,11 @@ _T = TypeVar("_T", bound=Conversation)
 
 def run_conversations(
     engine: Engine, next_conversation: Callable[[bool], tuple[int, _T] | None]
-) -> Iterator[tuple[int, _T, ValueError | NonFiniteLogits | None]]:
+) -> Iterator[tuple[int, _T, ValueError | RequestError | None]]:
     """Run conversations together; yield (index, conversation, error) as each finishes.
 
     `next_conversation(wait)` returns None if there is none at the moment or, with `wait`, if none is left. A rejected
-    first prompt, or logits that are not numbers, are yielded as error; a later rejected prompt ends the conversation.
+    first prompt, or a RequestError of any answer, is yielded as error; a later rejected prompt ends the conversation.
     """
     asked: dict[Request, tuple[int, _T]] = {}
     while True:

@@ -42,9 +42,9 @@ class Call:
         self.num_unfinished = len(prompts)
         """Prompts whose answers have not finished."""
         self.failure: NonFiniteLogits | None = None
-        """Error of the first prompt that failed.
+        """Error of the first prompt whose logits are not numbers.
 
-        It is raised after the answers of the others.
+        It is raised after the answers of the others. Other errors of requests are in their chunks alone.
         """
         self.error: BaseException | None = None
         self.closed = False
@@ -192,7 +192,8 @@ class CallQueue:
     def _deliver(self, chunk: TokenChunk) -> None:
         call = self._owners[chunk.request]
         call.chunks.append(chunk)
-        call.failure = call.failure or chunk.error
+        if isinstance(chunk.error, NonFiniteLogits):
+            call.failure = call.failure or chunk.error
         if chunk.finish_reason is not None:
             del self._owners[chunk.request]
             call.num_unfinished -= 1

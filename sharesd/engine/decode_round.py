@@ -72,6 +72,7 @@ class RoundResult(NamedTuple):
     """
     logprobs_BT: Tensor | None  # of the tokens, if asked for
     top_BTk: tuple[Tensor, Tensor] | None  # the likeliest tokens and their log-probabilities, if asked for
+    num_allowed_B: Tensor | None  # as in `VerifyResult`
     num_rows: int
     """T of the packed result."""
     is_tree: bool
@@ -151,12 +152,13 @@ class Round:
         They are valid until the round after the next is copied.
         """
         self._host.turn()
-        packed_result_BX, logprobs_BT, top_BTk, num_rows, is_tree = result
+        packed_result_BX, logprobs_BT, top_BTk, num_allowed_B, num_rows, is_tree = result
         copy, times = self._host.copy, -(-(1 + self._buffers.max_nodes) // num_rows)  # of the largest draft
         top = None if top_BTk is None else (copy("ids", top_BTk[0], times), copy("top", top_BTk[1], times))
         logprobs_BT = None if logprobs_BT is None else copy("logprobs", logprobs_BT, times)
         packed_result_BX = copy("counted", packed_result_BX, times if is_tree else 2 * times)  # trees have a path, too
-        return RoundResult(packed_result_BX, logprobs_BT, top, num_rows, is_tree)
+        num_allowed_B = None if num_allowed_B is None else copy("allowed", num_allowed_B, 1)
+        return RoundResult(packed_result_BX, logprobs_BT, top, num_allowed_B, num_rows, is_tree)
 
     def copy_proposed(self, proposed: Proposed) -> Proposed:
         """Start copies of a draft, after those of the round's result."""
@@ -232,7 +234,8 @@ class Round:
             logprobs_BT = sampling.logprobs_of(kept_BTV, verified.tokens)
             if self._sampler.kind.top_logprobs:
                 top_BTk = sampling.top_logprobs_of(kept_BTV, self._sampler.kind.top_logprobs)
-        return RoundResult(packed_result_BX, logprobs_BT, top_BTk, num_rows, tree_mask is not None)
+        is_tree = tree_mask is not None
+        return RoundResult(packed_result_BX, logprobs_BT, top_BTk, verified.num_allowed, num_rows, is_tree)
 
 
 def _to_device(tree: DraftTree, device: torch.device) -> DraftTree:

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from compile.device_timer import Clock
 from sharesd import sampling
+from sharesd.data.request_errors import RequestError
 from sharesd.devices.selection import use
 from sharesd.drafters.base import Drafter
 from sharesd.engine.decode_round import BatchState
 from sharesd.engine.decode_variant import DecodeVariant, DecodeVariants
-from sharesd.engine.errors import NonFiniteLogits
 from sharesd.engine.first_token import sample_first
 from sharesd.engine.options import EngineOptions
 from sharesd.engine.output_processor import OutputProcessor
@@ -210,8 +210,8 @@ class Engine:
 
         Earlier calls end. Each prompt has noise of its own, by its index in the call. `reuse`: KV of the longest prefix
         that a prompt shares with a row is not recomputed (chat turns). Raises ValueError as `add`; RuntimeError if
-        requests of `add` run, or another call has used the cache since the last chunk; NonFiniteLogits after the last
-        chunk, if a prompt's logits are not numbers.
+        requests of `add` run, or another call has used the cache since the last chunk; the first RequestError after the
+        last chunk, if prompts failed.
         """
         if isinstance(prompts, str):
             raise ValueError("prompts is one string; give a list of prompts")
@@ -225,7 +225,7 @@ class Engine:
         self._outputs.begin_call(self._new_stats())
         requests = [self._enqueue(ids, params, i, reuse=reuse, call=owner) for i, ids in enumerate(rows)]
         self.stats.accept_lengths = [request.stats.accept_lengths[0] for request in requests]
-        error: NonFiniteLogits | None = None
+        error: RequestError | None = None
         try:
             while any(request.finish_reason is None and not request.cancelled for request in requests):
                 scheduler.check_owner(owner)

@@ -30,12 +30,13 @@ def sample_first(request: Request, sampler: Sampler, logits_1V: Tensor, length_1
         assert request.row is not None
         no_draft = DraftTree(torch.zeros(1, 0, dtype=torch.int64))
         mask_11W = compute_grammar_mask(no_draft, [request], request.row, sampler.vocab_size)[0].to(logits_1V.device)
-    token_1 = sampler.first(logits_1V, length_1, mask_11W)
-    sampler.commit(token_1[:, None], torch.ones_like(token_1))
+    chosen = sampler.first(logits_1V, length_1, mask_11W)
+    token_1 = chosen.tokens[:, 0]
+    sampler.commit(chosen.tokens, chosen.num_new)
     root_1.copy_(token_1)
-    token, num_finite = pack_first(token_1, logits_1V).tolist()
-    if not num_finite:
-        return Tokens([], [], [], is_cut=True)
+    token, num_finite, num_allowed = pack_first(token_1, logits_1V, chosen.num_allowed).tolist()
+    if not num_finite or not num_allowed:
+        return Tokens([], [], [], cut="none_allowed" if num_finite else "not_numbers")
     logprobs = top = None
     if params.logprobs:
         logprobs = sampling.logprobs_of(logits_1V[:, None], token_1[:, None])[0].tolist()
@@ -45,9 +46,11 @@ def sample_first(request: Request, sampler: Sampler, logits_1V: Tensor, length_1
     return Tokens([token], ["target"], [None], logprobs, top)
 
 
-def pack_first(token_1: Tensor, logits_1V: Tensor) -> Tensor:
-    """Return the token, and 1 if its logits are numbers.
+def pack_first(token_1: Tensor, logits_1V: Tensor, num_allowed_1: Tensor | None) -> Tensor:
+    """Return the token, 1 if its logits are numbers, and 1 if it is allowed.
 
-    The host thus reads both at once.
+    The host thus reads all at once.
     """
-    return torch.cat([token_1, count_finite(logits_1V[:, None], None, torch.ones_like(token_1))])
+    one_1 = torch.ones_like(token_1)
+    num_finite_1 = count_finite(logits_1V[:, None], None, one_1)
+    return torch.cat([token_1, num_finite_1, one_1 if num_allowed_1 is None else num_allowed_1])

@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from compile.adaptive_threads import STEP_THREADS
 from compile.device_timer import Clock
+from sharesd.data.request_errors import GrammarTooComplex, NoTokenAllowed, RequestError
 from sharesd.engine.errors import NonFiniteLogits
 from sharesd.engine.options import EngineOptions
 from sharesd.engine.outputs import Source, TokenChunk
@@ -22,6 +23,9 @@ from sharesd.engine.trace_file import TraceFile
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.speculation.draft_tree import DraftTree
 
+Cut = Literal["not_numbers", "none_allowed"]
+"""Reason why no token can be chosen: logits that are not numbers, or every token is excluded."""
+
 
 class Tokens(NamedTuple):
     """New tokens of one row, with the data of each."""
@@ -32,8 +36,8 @@ class Tokens(NamedTuple):
     """Drafter of each token; None: the target's own."""
     logprobs: list[float] | None = None
     top_logprobs: list[list[tuple[int, float]]] | None = None
-    is_cut: bool = False
-    """True if logits that are not numbers follow."""
+    cut: Cut | None = None
+    """Reason why no token can follow; None: one can."""
 
 
 class OutputProcessor:
@@ -70,6 +74,7 @@ class OutputProcessor:
         packed = result.packed_result_BX.tolist()  # the one host synchronisation of a round
         logprobs = None if result.logprobs_BT is None else result.logprobs_BT.tolist()
         top = None if result.top_BTk is None else [part.tolist() for part in result.top_BTk]
+        allowed = None if result.num_allowed_B is None else result.num_allowed_B.tolist()
         drafts = None if proposed is None else proposed.to_lists()
         live = [request for request in batch.live if request.row is not None]
         if not live:
@@ -83,22 +88,24 @@ class OutputProcessor:
         before, chunks, paths = [request.num_emitted for request in live], [], {}
         for request, line in zip(live, lines, strict=True):
             (num_new, num_finite), num_drafted = packed[line][:2], num_nodes if request.params.speculate else 0
+            num_right = num_finite if allowed is None else min(num_finite, allowed[line])
+            cut: Cut = "not_numbers" if num_right == num_finite else "none_allowed"
             path = paths[request] = result.path(packed[line])
             last: Source = "target" if not num_drafted else "bonus" if num_new > tree.depth else "recovered"
             accepted: list[Source] = ["accepted"] * (num_new - 1)
             chunk = self.emit(
                 request,
                 Tokens(
-                    packed[line][2 : 2 + num_finite],
-                    [*accepted, last][:num_finite],
-                    [*(names[node - 1] for node in path), None][:num_finite],
-                    logprobs[line][:num_finite] if logprobs and request.params.logprobs else None,
-                    top_logprobs(request, *(part[line][:num_finite] for part in top)) if top else None,
-                    is_cut=num_finite < num_new,
+                    packed[line][2 : 2 + num_right],
+                    [*accepted, last][:num_right],
+                    [*(names[node - 1] for node in path), None][:num_right],
+                    logprobs[line][:num_right] if logprobs and request.params.logprobs else None,
+                    top_logprobs(request, *(part[line][:num_right] for part in top)) if top else None,
+                    cut=cut if num_right < num_new else None,
                 ),
             )
             for each in (self.stats, request.stats):
-                each.record_round(num_drafted, tree.depth, min(num_new - 1, num_finite), len(chunk.token_ids))
+                each.record_round(num_drafted, tree.depth, min(num_new - 1, num_right), len(chunk.token_ids))
             request.stats.accept_lengths[0].append(len(chunk.token_ids))
             chunks.append(chunk)
         ended = time.perf_counter()
@@ -142,14 +149,20 @@ class OutputProcessor:
     def emit(self, request: Request, tokens: Tokens) -> TokenChunk:
         """Return the chunk of a row's new tokens.
 
-        Tokens after the end of the text are dropped and not counted. A text that has not ended before logits that are
-        not numbers ends with an error.
+        Tokens after the end of the text are dropped and not counted. A text that has not ended before a place where no
+        token can be chosen ends with an error.
         """
-        ids, sources, drafters, logprobs, top, is_cut = tokens
+        ids, sources, drafters, logprobs, top, cut_by = tokens
         count, text = request.take(ids)
-        if is_cut and request.finish_reason is None:
+        error: RequestError | None = None
+        if cut_by == "not_numbers" and request.finish_reason is None:
             request.bad_position = request.bad_position or len(request.tokens)
-        error = None if request.bad_position is None else self._fail(request, request.bad_position)
+        if request.bad_position is not None:
+            error = self._not_numbers(request.bad_position)
+        elif cut_by == "none_allowed" and request.finish_reason is None:
+            error = _none_allowed(request)
+        if error is not None:
+            text += request.fail()
         logprobs, top = logprobs and logprobs[:count], top and top[:count]
         cut = ids[:count], sources[:count], list(drafters[:count])
         chunk = TokenChunk(request, *cut, text, logprobs, top, request.finish_reason, error)
@@ -166,9 +179,8 @@ class OutputProcessor:
                 self._on_finish(request.stats)
         return chunk
 
-    def _fail(self, request: Request, position: int) -> NonFiniteLogits:
-        """End a request whose logits are not numbers; return its error."""
-        request.finish_reason = "error"
+    def _not_numbers(self, position: int) -> NonFiniteLogits:
+        """Return the error of logits that are not numbers."""
         dtype = str(self._cache.dtype).removeprefix("torch.")
         remedy = "check its weights" if dtype in ("float32", "float64") else "try dtype float32, or check its weights"
         return NonFiniteLogits(
@@ -180,6 +192,21 @@ class OutputProcessor:
         """Count the transfers of offloaded weights since the call began."""
         if self._transfer_stats is not None and self._traffic_before is not None:
             self.stats.traffic = self._transfer_stats().since(self._traffic_before)
+
+
+def _none_allowed(request: Request) -> RequestError:
+    """Return the error of a request for whose next place every token is excluded."""
+    position, params, matcher = len(request.tokens), request.params, request.matcher
+    if matcher is not None and matcher.limit is not None:
+        return GrammarTooComplex(
+            f"the grammar became too complex at position {position} of the text ({matcher.limit}); give a simpler "
+            "one, such as shorter repetitions or fewer alternatives"
+        )
+    too_short = request.num_emitted < params.min_new_tokens
+    given = {"the grammar": params.grammar, "logit_bias": params.logit_bias, "the minimum length": too_short}
+    together = " and ".join(name for name, is_given in given.items() if is_given)
+    message = f"no token is allowed at position {position} of the text by {together}"
+    return NoTokenAllowed(f"{message}; relax one of them, or end the text before")
 
 
 def _drafters_by_node(tree: DraftTree) -> list[str | None]:

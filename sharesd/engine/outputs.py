@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from sharesd.engine.errors import NonFiniteLogits
+from sharesd.data.request_errors import RequestError
 from sharesd.engine.request import Request
 from sharesd.engine.round_trace import RoundTrace
 from sharesd.engine.stats import Stats
@@ -40,7 +40,7 @@ class TokenChunk:
 
     `stop`: an end token or a stop string; `length`: max_new_tokens or the context is full; `error`: see `error`.
     """
-    error: NonFiniteLogits | None = None
+    error: RequestError | None = None
     """Error that ended the request after these tokens."""
     round: RoundTrace | None = None
     """Trace of the round, with this row alone, if `Request.wants_rounds`."""
@@ -65,6 +65,9 @@ class Completion:
     """Log-probabilities of the prompt's tokens but the first, if requested."""
     prompt_top_logprobs: list[list[tuple[int, float]]] | None = None
     finish_reason: FinishReason | None = None
+    """As in `TokenChunk`."""
+    error: str | None = None
+    """Message of the error that ended the answer, if `finish_reason` is `error`."""
     stats: Stats | None = field(default=None, compare=False)
     """Counts and times of the request; None before the first chunk."""
 
@@ -80,3 +83,4 @@ class Completion:
         self.prompt_logprobs = chunk.request.prompt_logprobs
         self.prompt_top_logprobs = chunk.request.prompt_top_logprobs
         self.finish_reason, self.stats = chunk.finish_reason, chunk.request.stats
+        self.error = None if chunk.error is None else str(chunk.error)

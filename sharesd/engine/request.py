@@ -80,10 +80,17 @@ class Request:
 
     def take(self, ids: list[int]) -> tuple[int, str]:
         """Append new tokens; return the number within the answer, and completed text."""
-        num_legal = self.matcher.advance(ids) if self.matcher is not None else None
-        count, text, self.finish_reason = self._checker.push(ids, num_legal)
+        count, text, self.finish_reason = self._checker.push(ids)
         self.tokens += ids[:count]
+        if self.matcher is not None and self.finish_reason is None:
+            self.matcher.advance(ids)
         return count, text
+
+    def fail(self) -> str:
+        """End the answer by an error; return the text that was held back."""
+        held = "" if self.finish_reason is not None else self._checker.cut()
+        self.finish_reason = "error"
+        return held
 
 
 def counted_requests(live: Sequence[Request], is_last_call: bool) -> list[Request]:

@@ -111,7 +111,7 @@ class Scheduler:
 
     def check_params(self, params: SamplingParams) -> None:
         """Raise ValueError for parameters that this engine does not support."""
-        sampling.check_bias(params, self._target.vocab_size)
+        sampling.check_tokens(params, self._target.vocab_size)
         if params.grammar is not None:
             self.grammars.matcher(params.grammar)
         shapes = self.drafter.shapes if self.drafter and self._options.require_trees else ()

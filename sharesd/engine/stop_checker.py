@@ -24,10 +24,9 @@ class StopChecker:
         self._num_left = min(params.max_new_tokens, room)
         self._unsent = ""  # final text that may be the beginning of a stop string
 
-    def push(self, ids: list[int], num_legal: int | None = None) -> tuple[int, str, FinishReason | None]:
+    def push(self, ids: list[int]) -> tuple[int, str, FinishReason | None]:
         """Process new tokens; return their number within the text, text, and reason."""
-        num_legal_tokens = len(ids) if num_legal is None else num_legal
-        goes_on = num_legal_tokens == len(ids) < self._num_left and self.end_ids.isdisjoint(ids)
+        goes_on = len(ids) < self._num_left and self.end_ids.isdisjoint(ids)
         if goes_on and not self._stops:  # together: decoding takes time
             self._num_left -= len(ids)
             self._num_before_end -= len(ids)
@@ -39,12 +38,16 @@ class StopChecker:
             may_end, piece = self._num_before_end < 0, self._stream.push([token])
             piece, found = self._release(piece) if may_end else (piece, False)
             text += piece
-            if found or (may_end and token in self.end_ids and count <= num_legal_tokens):
+            if found or (may_end and token in self.end_ids):
                 return count, text if found else text + self._flush()[0], "stop"
-            if self._num_left == 0 or count > num_legal_tokens:
+            if self._num_left == 0:
                 rest, found = self._flush()
                 return count, text + rest, "stop" if found else "length"
         return len(ids), text, None if self._num_left else "length"
+
+    def cut(self) -> str:
+        """Return the text held back, of an answer that an error ends."""
+        return self._flush()[0]
 
     def _release(self, piece: str) -> tuple[str, bool]:
         """Return final text, cut before a stop string, and True if found."""

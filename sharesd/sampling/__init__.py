@@ -1,6 +1,6 @@
 """Sampling: noise, logits processing, choice and acceptance of drafts."""
 
-from sharesd.sampling.batch_params import RowSampling, SamplingKind, TokenCounts, check_alike, check_bias
+from sharesd.sampling.batch_params import RowSampling, SamplingKind, TokenCounts, check_alike, check_tokens
 from sharesd.sampling.logits_processors import choose, logprobs_of, probs_of, process, top_logprobs_of
 from sharesd.sampling.noise import Stream, fork, gumbel, native_choice, native_gumbel, seeds_of_prompts, uniform
 
@@ -10,7 +10,7 @@ __all__ = [
     "Stream",
     "TokenCounts",
     "check_alike",
-    "check_bias",
+    "check_tokens",
     "choose",
     "fork",
     "gumbel",

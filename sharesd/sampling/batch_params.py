@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from compile.logits import NUMBERS
+from sharesd.data.request_errors import NoTokenAllowed
 from sharesd.devices.host_buffers import to_device
 from sharesd.sampling.noise import seeds_of_prompts
 from sharesd.sampling_params import MAX_TOP_LOGPROBS, Acceptance, SamplingParams
@@ -57,6 +58,11 @@ class SamplingKind(NamedTuple):
             top_logprobs=params.top_logprobs,
             acceptance=params.acceptance,
         )
+
+    @property
+    def excludes(self) -> bool:
+        """True if tokens may be excluded, in the end all of them."""
+        return self.biased or self.constrained
 
     def joined(self, other: SamplingKind) -> SamplingKind:
         """Return the features of both kinds, which have the same acceptance."""
@@ -117,11 +123,14 @@ class TokenCounts:
         return counts_BTV.scatter_add_(2, index_BTN, seen_BTN.to(torch.int32))
 
 
-def check_bias(params: SamplingParams, vocab_size: int) -> None:
-    """Raise ValueError if `logit_bias` names a token outside the vocabulary."""
-    for token in params.logit_bias:
-        if not 0 <= token < vocab_size:
-            raise ValueError(f"logit_bias names token {token}; this model's vocabulary has ids 0 to {vocab_size - 1}")
+def check_tokens(params: SamplingParams, vocab_size: int) -> None:
+    """Raise ValueError if a field names a token outside the vocabulary, or `logit_bias` bans all tokens."""
+    for name, tokens in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+        for token in tokens:
+            if not 0 <= token < vocab_size:
+                raise ValueError(f"{name} names token {token}; this model's vocabulary has ids 0 to {vocab_size - 1}")
+    if len(params.logit_bias) == vocab_size and all(amount == -math.inf for amount in params.logit_bias.values()):
+        raise NoTokenAllowed(f"logit_bias bans all {vocab_size} tokens; leave some of them free")
 
 
 class RowSampling:
@@ -145,8 +154,8 @@ class RowSampling:
             self._place_numbers(row, SamplingParams(), 0)
 
     def place(self, row: int, params: SamplingParams, index: int, prompt: Sequence[int]) -> None:
-        """Assign a row to a request; raise ValueError as `check_bias`."""
-        check_bias(params, self.vocab_size)
+        """Assign a row to a request; raise ValueError as `check_tokens`."""
+        check_tokens(params, self.vocab_size)
         self._params[row], self._kinds[row] = params, SamplingKind.of(params)
         self._place_numbers(row, params, index)
         if params.uses_penalties:

@@ -5,15 +5,18 @@ Legend: T = N + 1 positions of a round (the root and N nodes), V vocabulary, W w
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from sharesd.data.grammar_spec import llguidance
+from sharesd.data.request_errors import GrammarTooComplex
 from sharesd.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -23,6 +26,10 @@ MAX_COMPILED = 64
 """Number of kept compiled grammars; the least recently used is dropped first."""
 MAX_LEXER_STATES = 20_000
 """Most lexer states of a grammar, of one or two kilobytes each."""
+MAX_PROBED = 8
+"""Most first tokens that are tried when a grammar is compiled."""
+_LIMIT = re.compile(r"too (big|many|complex|large)|limit")
+"""What the package writes where a grammar is beyond its limits, not wrong."""
 _SHOWN = 300
 """Characters of llguidance's reason that an error repeats."""
 
@@ -41,8 +48,12 @@ class Grammars:
         """Return a matcher at the start of a text.
 
         Raises ValueError if the grammar does not compile or allows no text, if the package is missing or does not
-        support the tokenizer, or if the model has no end token.
+        support the tokenizer, or if the model has no end token; its subclass GrammarTooComplex for a grammar that
+        reaches a limit of the package at its first token.
         """
+        return Matcher(self, grammar, self._start(grammar))
+
+    def _start(self, grammar: str) -> LLMatcher:
         with self._lock:
             compiled = self._compiled.pop(grammar, None)
         if compiled is None:
@@ -51,18 +62,38 @@ class Grammars:
             self._compiled[grammar] = compiled
             if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
-        return Matcher(compiled.deep_copy())
+        return compiled.deep_copy()
+
+    def reread(self, grammar: str, tokens: Sequence[int]) -> LLMatcher:
+        """Return a newly compiled grammar's state after a text.
+
+        Copies of a state share one lexer, which keeps what any request or draft has looked at, up to a limit. This one
+        has looked at nothing else, so whether it reaches a limit, too, depends on the text alone. If it does, it is
+        not kept for later requests, either.
+        """
+        with self._lock:
+            self._compiled.pop(grammar, None)
+        state = self._start(grammar)
+        for token in tokens:
+            state.consume_token(token)
+        state.compute_bitmask()
+        if _is_at_limit(state):
+            with self._lock:
+                self._compiled.pop(grammar, None)
+        return state
 
     def _compile(self, grammar: str) -> LLMatcher:
         package, vocabulary = llguidance(), self._read_vocabulary()
         limits = package.LLParserLimits(verbose_errors=False, max_lexer_states=MAX_LEXER_STATES)
         compiled = package.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
-        compiled.compute_bitmask()
+        bits = compiled.compute_bitmask()
         if compiled.is_error():
-            reason = " ".join(compiled.get_error().split())[:_SHOWN]
-            if reason.startswith("NoExtensionBias"):
+            reason = _reason(compiled)
+            if not _is_at_limit(compiled):
                 reason = "there is no text that it allows and this vocabulary can write"
-            raise ValueError(f"the grammar cannot be compiled: {reason}")
+            error = GrammarTooComplex if _LIMIT.search(reason) else ValueError
+            raise error(f"the grammar cannot be compiled: {reason}")
+        _probe(compiled, bits)
         return compiled
 
     def _read_vocabulary(self) -> LLTokenizer:
@@ -84,49 +115,71 @@ class Grammars:
 class Matcher:
     """State of a text in its grammar."""
 
-    def __init__(self, state: LLMatcher) -> None:
-        self._state = state
-        self._ahead: dict[int, LLMatcher] = {}  # of nodes of the last draft
+    def __init__(self, grammars: Grammars, grammar: str, state: LLMatcher) -> None:
+        """`state` is that of the start."""
+        self._grammars, self._grammar = grammars, grammar
+        self._state: LLMatcher | None = state  # None: a limit was reached, perhaps by others
+        self._text: list[int] = []
+        self._ahead: dict[int, LLMatcher | None] = {}  # of nodes of the last draft
         self._children: dict[tuple[int, int], int] = {}  # by parent and token
+        self.limit: str | None = None
+        """Limit of the package that the text has reached; no further token is allowed."""
 
     def fill_mask(self, grammar_mask_TW: Tensor, tokens: Sequence[int] = (), parents: Sequence[int] = ()) -> list[int]:
         """Write the tokens allowed after the text and each draft node.
 
         `grammar_mask_TW`: bits of int32 [T, W] on the host. `tokens` and `parents` are the nodes' (-1: no node; the
-        root). Returns nodes at which a limit of the package was reached; these must not be accepted.
+        root). A row without any token: the grammar, or a limit of the package, lets none follow. Returns nodes at which
+        such a limit was reached; these must not be accepted, so that the next round looks again, as without a draft.
         """
-        self._ahead, self._children = {-1: self._state}, {}
-        _write(self._state, grammar_mask_TW[0])
+        state = self._state
+        if state is not None:
+            _write(state, grammar_mask_TW[0])
+        if state is None or (_is_at_limit(state) and self.limit is None):
+            state = self._state = self._grammars.reread(self._grammar, self._text)
+            _write(state, grammar_mask_TW[0])
+            self.limit = _reason(state) if _is_at_limit(state) else None
+        self._ahead, self._children = {-1: state}, {}
         lost = []
         for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
             before = self._ahead.get(parent)
             if token < 0 or before is None:
                 continue
-            state = before.deep_copy()
-            if not _takes(state, token):
+            after = before.deep_copy()
+            is_taken = _takes(after, token)
+            if is_taken:
+                _write(after, grammar_mask_TW[1 + node])
+            elif not _is_allowed(grammar_mask_TW[1 + parent], token):
                 continue
-            _write(state, grammar_mask_TW[1 + node])
-            if state.is_error():
+            if not is_taken or _is_at_limit(after):  # the package does not always tell that a limit was the reason
                 lost.append(node)
-                continue
-            self._ahead[node] = state
+                self._ahead[node] = None
+            else:
+                self._ahead[node] = after
             self._children[parent, token] = node
         return lost
 
     @property
     def warnings(self) -> list[str]:
         """Parts of a lenient grammar that are not kept, in llguidance's words."""
-        return list(self._state.get_grammar_warnings())
+        return [] if self._state is None else list(self._state.get_grammar_warnings())
 
     def advance(self, tokens: Sequence[int]) -> int:
-        """Append tokens up to the first forbidden one; return their number."""
+        """Append tokens; return the number before the first that is not taken.
+
+        Tokens that their mask allows are taken, unless a limit of the package is reached.
+        """
         node: int | None = -1
         for count, token in enumerate(tokens):
             child = self._children.get((node, token)) if node is not None else None
             if child is not None:
                 self._state = self._ahead[child]
-            elif not _takes(self._state, token):
+            elif self._state is None or not _takes(self._state, token):
+                self._state = None
+            if self._state is None:
+                self._text += tokens[count:]
                 return count
+            self._text.append(token)
             node = child
         self._ahead, self._children = {}, {}
         return len(tokens)
@@ -148,4 +201,38 @@ def _takes(state: LLMatcher, token: int) -> bool:
 
 def _write(state: LLMatcher, grammar_mask_W: Tensor) -> None:
     bits = torch.frombuffer(bytearray(state.compute_bitmask()), dtype=torch.int32)
-    grammar_mask_W.copy_(bits[: len(grammar_mask_W)])
+    if state.is_error():  # the package then names the end token
+        grammar_mask_W.zero_()
+    else:
+        grammar_mask_W.copy_(bits[: len(grammar_mask_W)])
+
+
+def _probe(compiled: LLMatcher, bits: bytes) -> None:
+    """Raise GrammarTooComplex if no first token can be taken without reaching a limit.
+
+    This needs one step as a rule; of more than MAX_PROBED tokens, others may be possible.
+    """
+    firsts = (8 * place + bit for place, byte in enumerate(bits) if byte for bit in range(8) if byte >> bit & 1)
+    state = compiled
+    for token in islice(firsts, MAX_PROBED):
+        state = compiled.deep_copy()
+        if _takes(state, token):
+            state.compute_bitmask()
+        if not state.is_error():
+            return
+    if _is_at_limit(state) and next(firsts, None) is None:
+        raise GrammarTooComplex(f"the grammar is too complex at its first token: {_reason(state)}")
+
+
+def _is_allowed(grammar_mask_W: Tensor, token: int) -> bool:
+    return bool(int(grammar_mask_W[token // 32]) >> token % 32 & 1)
+
+
+def _is_at_limit(state: LLMatcher) -> bool:
+    """Return True for an error other than that no token of the vocabulary can continue the text."""
+    return state.is_error() and not state.get_error().startswith("NoExtensionBias")
+
+
+def _reason(state: LLMatcher) -> str:
+    """Return the package's words for an error, on one line."""
+    return " ".join(state.get_error().replace("<non-verbose/>", "").split())[:_SHOWN]

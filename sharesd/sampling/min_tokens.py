@@ -13,7 +13,10 @@ from torch import Tensor
 
 
 class Constraint(Protocol):
-    """Tokens allowed after a text; `sharesd.sampling.grammar.Matcher` describes both methods."""
+    """Tokens allowed after a text; `sharesd.sampling.grammar.Matcher` describes the members."""
+
+    @property
+    def limit(self) -> str | None: ...
 
     def fill_mask(
         self, grammar_mask_TW: Tensor, tokens: Sequence[int] = (), parents: Sequence[int] = ()
@@ -26,8 +29,12 @@ class MinTokens:
     """Constraint without end tokens before `num_tokens` tokens, within that of `inner`."""
 
     def __init__(self, num_tokens: int, end_ids: Collection[int], inner: Constraint | None = None) -> None:
-        """If `inner` allows end tokens alone, they stay allowed."""
+        """If `inner` allows end tokens alone, none is left."""
         self._num_left, self._end_ids, self._inner = num_tokens, end_ids, inner
+
+    @property
+    def limit(self) -> str | None:
+        return None if self._inner is None else self._inner.limit
 
     def fill_mask(self, grammar_mask_TW: Tensor, tokens: Sequence[int] = (), parents: Sequence[int] = ()) -> list[int]:
         lost = [] if self._inner is None else self._inner.fill_mask(grammar_mask_TW, tokens, parents)
@@ -38,9 +45,8 @@ class MinTokens:
         for parent in parents:
             depths.append(depths[1 + parent] + 1)
         for row, depth in enumerate(depths):
-            mask_W = grammar_mask_TW[row] & allowed_W
-            if depth < self._num_left and mask_W.any():
-                grammar_mask_TW[row] = mask_W
+            if depth < self._num_left:
+                grammar_mask_TW[row] &= allowed_W
         return lost
 
     def advance(self, tokens: Sequence[int]) -> int:

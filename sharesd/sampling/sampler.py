@@ -9,7 +9,7 @@ Legend: B rows, N draft tokens, T = N + 1 verify rows, D positions, V vocabulary
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,9 +51,9 @@ class Sampler:
         if kind.penalized:
             assert rows.counts is not None
 
-    def first(self, logits_BV: Tensor, lengths_B: Tensor, grammar_mask_B1W: Tensor | None = None) -> Tensor:
-        """Return first tokens [B] after prompts, at positions `lengths`."""
-        return self._choose(logits_BV[:, None], lengths_B, grammar_mask_BTW=grammar_mask_B1W)[:, 0]
+    def first(self, logits_BV: Tensor, lengths_B: Tensor, grammar_mask_B1W: Tensor | None = None) -> VerifyResult:
+        """Return first tokens [B, 1] after prompts, at positions `lengths`."""
+        return self._of_root(*self._decide(logits_BV[:, None], lengths_B, grammar_mask_BTW=grammar_mask_B1W))
 
     @property
     def needs_draft_probs(self) -> bool:
@@ -122,17 +122,21 @@ class Sampler:
         if tree.tree_mask is not None:
             return self._accept_tree(tree, tree.tree_mask, logits_BTV, lengths_B)
         if num_draft == 0:
-            tokens_B1 = self._choose(logits_BTV, lengths_B, tree.tokens, first=1, grammar_mask_BTW=tree.grammar_mask)
-            return VerifyResult(tokens_B1, self._one_B, self._root_B1)
+            return self._of_root(
+                *self._decide(logits_BTV, lengths_B, tree.tokens, first=1, grammar_mask_BTW=tree.grammar_mask)
+            )
         if self.kind.acceptance == "match":
-            tokens_BT = self._choose(logits_BTV, lengths_B, tree.tokens, first=1, grammar_mask_BTW=tree.grammar_mask)
-            return accept_match(tree.tokens, tokens_BT)
+            tokens_BT, is_allowed_BT = self._decide(
+                logits_BTV, lengths_B, tree.tokens, first=1, grammar_mask_BTW=tree.grammar_mask
+            )
+            return _with_num_allowed(accept_match(tree.tokens, tokens_BT), is_allowed_BT)
         rule = accept_rejection if self.kind.acceptance == "rejection" else accept_block
         logits_BTV = self._process(logits_BTV, tree.tokens, grammar_mask_BTW=tree.grammar_mask)
         positions_BN = _behind(lengths_B, 1, num_draft)
         u_BN = sampling.uniform(sampling.fork(self.rows.seeds_B, lengths_B), positions_BN)
         noise_BV = self._draw(lengths_B[:, None], Stream.RECOVER, lengths_B)[:, 0]
-        return rule(tree, sampling.probs_of(logits_BTV, self.kind), u_BN, noise_BV)
+        verified = rule(tree, sampling.probs_of(logits_BTV, self.kind), u_BN, noise_BV)
+        return _with_num_allowed(verified, logits_BTV.amax(-1) > -torch.inf if self.kind.excludes else None)
 
     def _accept_tree(
         self, tree: DraftTree, tree_mask: TreeAttentionMask, logits_BTV: Tensor, lengths_B: Tensor
@@ -146,15 +150,25 @@ class Sampler:
             seen_BTT = torch.zeros(B, T, T, dtype=torch.int32, device=depth_BT.device)
             seen_BTN = seen_BTT.scatter_add_(2, path_BTT, on_path_BTT.to(torch.int32))[..., 1:] > 0
         context = {"seen_BTN": seen_BTN, "grammar_mask_BTW": tree.grammar_mask}
-        choice_BT = self._choose(logits_BTV, lengths_B, tree.tokens, tree_mask, tree.depth, first=1, **context)
-        return accept_tree(tree, choice_BT)
+        choice_BT, is_allowed_BT = self._decide(
+            logits_BTV, lengths_B, tree.tokens, tree_mask, tree.depth, first=1, **context
+        )
+        return _with_num_allowed(accept_tree(tree, choice_BT), is_allowed_BT)
+
+    def _of_root(self, tokens_B1: Tensor, is_allowed_B1: Tensor | None) -> VerifyResult:
+        """Return the result without a draft."""
+        return _with_num_allowed(VerifyResult(tokens_B1, self._one_B, self._root_B1), is_allowed_B1)
 
     def commit(self, tokens_BT: Tensor, num_new_B: Tensor) -> None:
         """Count the round's emitted tokens, for penalties."""
         if self.kind.penalized:
             self.rows.counts.update(tokens_BT, num_new_B)
 
-    def _choose(
+    def _choose(self, *args: Any, **context: Any) -> Tensor:
+        """Return choices as indices [B, T]; arguments as of `_decide`."""
+        return self._decide(*args, **context)[0]
+
+    def _decide(
         self,
         logits_BTV: Tensor,
         at_B: Tensor,
@@ -165,24 +179,30 @@ class Sampler:
         first: int = 0,
         ids_V: Tensor | None = None,
         **context: Tensor | None,
-    ) -> Tensor:
-        """Return choices as indices [B, T]; equal tree positions share noise."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return choices as indices [B, T], and whether each is allowed; None: all are.
+
+        Equal tree positions share noise. The choice where none is allowed is any token.
+        """
         (B, T), kind, rows = logits_BTV.shape[:2], self.kind, self.rows
         if kind.sampled and self._by_kernel:
             ahead_BT = torch.arange(T) if tree_mask is None else tree_mask.depth_BT
             changed = kind.truncated or kind.penalized or kind.biased or kind.constrained
             plain = not changed and not rows.rows_using("cold")
-            return sampling.native_choice(
-                logits_BTV if plain else self._process(logits_BTV, draft_BN, **context),
+            logits_BTV = logits_BTV if plain else self._process(logits_BTV, draft_BN, **context)
+            choice_BT = sampling.native_choice(
+                logits_BTV,
                 rows.seeds_B,
                 at_B[:, None] + (first + ahead_BT),
                 temperature_B=rows.column("temperature") if plain else None,
                 noise_B=rows.column("noise"),
                 ids_K=ids_V,
             )
+            return choice_BT, self._is_allowed(logits_BTV, choice_BT)
         logits_BTV = self._process(logits_BTV, draft_BN, **context)
         if not kind.sampled:
-            return sampling.choose(logits_BTV)
+            choice_BT = sampling.choose(logits_BTV)
+            return choice_BT, self._is_allowed(logits_BTV, choice_BT)
         last = first + (T - 1 if tree_mask is None else deepest)
         if self._draw_together:
             noise_BDV = self._target_noise(_behind(at_B, first, last) if last else at_B[:, None], ids_V)
@@ -192,7 +212,14 @@ class Sampler:
             noise_BDV = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
         if tree_mask is not None:  # nodes of equal depth share theirs
             noise_BDV = noise_BDV[torch.arange(B, device=at_B.device)[:, None], tree_mask.depth_BT]
-        return sampling.choose(logits_BTV, noise_BDV)
+        choice_BT = sampling.choose(logits_BTV, noise_BDV)
+        return choice_BT, self._is_allowed(logits_BTV, choice_BT)
+
+    def _is_allowed(self, logits_BTV: Tensor, choice_BT: Tensor) -> Tensor | None:
+        """Return whether chosen tokens [B, T] are not excluded; None where nothing excludes any."""
+        if not self.kind.excludes:
+            return None
+        return logits_BTV.gather(-1, choice_BT[..., None])[..., 0] > -torch.inf
 
     def _process(
         self,
@@ -231,6 +258,13 @@ class Sampler:
         """Return Gumbel noise [B, D, V], in every mode by one function."""
         seeds_B = self.rows.seeds_B if fork_at_B is None else sampling.fork(self.rows.seeds_B, fork_at_B)
         return self._gumbel(seeds_B, positions_BD, self.vocab_size, stream=stream)
+
+
+def _with_num_allowed(verified: VerifyResult, is_allowed_BT: Tensor | None) -> VerifyResult:
+    if is_allowed_BT is None:
+        return verified
+    num_B = is_allowed_BT.gather(1, verified.path).to(torch.int64).cumprod(1).sum(1)
+    return verified._replace(num_allowed=torch.minimum(num_B, verified.num_new))
 
 
 def _named(index: Tensor, ids_V: Tensor | None) -> Tensor:

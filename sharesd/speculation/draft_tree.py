@@ -143,6 +143,7 @@ class VerifyResult(NamedTuple):
     tokens: Tensor  # [B, T] int64, the first num_new are valid
     num_new: Tensor  # [B] int64, 1..T (accepted drafts + the bonus or recovered token)
     path: Tensor  # [B, T] int64, ascending; the first num_new are the verify rows that were kept (row 0 is the root)
+    num_allowed: Tensor | None = None  # [B]: new tokens before one for which none was allowed; None = all
 
 
 def pack(proposals: Sequence[Proposal], num_nodes: int, drafter: str) -> DraftTree:

@@ -234,23 +234,6 @@ def test_what_a_limit_cuts_is_no_whole_text() -> None:
     assert re.fullmatch("[a-d]{4,}", found.text)
 
 
-@pytest.mark.parametrize("mode", ["naive", "share", "hybrid"])
-def test_a_dead_end_is_told_from_an_end(mode: str) -> None:
-    """No token writes a Z: the text ends there, as one that is cut short."""
-    params = SamplingParams(max_new_tokens=20, grammar=from_regex("ab[a-c]{4}Z"))
-    found = answers(new(mode), [([1, 2], params)])[0]
-    assert re.fullmatch("ab[a-c]{4}!", found.text) and found.finish_reason == "length"
-
-
-def test_a_text_ends_where_all_that_is_legal_is_banned() -> None:
-    engine = new_engine(tiny_decoder(3, dtype=torch.float32))
-    engine._scheduler.grammars = new_grammars()
-    bias = {i: -3e38 for i in range(VOCAB)}
-    params = SamplingParams(max_new_tokens=20, temperature=0.5, logit_bias=bias, grammar=from_regex("[b-c]{9}"))
-    found = answers(engine, [([1, 2], params)])[0]
-    assert found.finish_reason == "length" and len(found.token_ids) == 1
-
-
 def test_stop_texts_end_before_the_grammar_does() -> None:
     params = SamplingParams(max_new_tokens=30, stop=("d",), grammar=from_regex("[a-c]{2}d[a-c]{9}"))
     found = answers(new("share"), [([1, 2], params)])[0]

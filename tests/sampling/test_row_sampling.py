@@ -117,8 +117,9 @@ def test_each_row_decides_as_if_it_were_alone(shape: str, dtype: torch.dtype, re
         sampler = Sampler(kind, rows)
         own = [Sampler(*one) for one in alone]
         logits = logits_of(dice, 1, dtype)[:, 0]
-        first = sampler.first(logits, lengths)
-        assert first.tolist() == [int(s.first(logits[b : b + 1], lengths[b : b + 1])) for b, s in enumerate(own)]
+        first = sampler.first(logits, lengths).tokens
+        alone_first = [s.first(logits[b : b + 1], lengths[b : b + 1]).tokens for b, s in enumerate(own)]
+        assert first.equal(torch.cat(alone_first))
 
         drafted, logits = torch.full((B, N), -1), logits_of(dice, 1, dtype)[:, 0]
         token = sampler.draft(logits, drafted, lengths + 1, lengths).tokens
@@ -212,13 +213,13 @@ def test_one_row_by_itself_is_the_row_of_the_batch() -> None:
     texts, logits = prompts(dice), logits_of(dice, 1, torch.bfloat16)[:, 0]
     kind, rows = placed(REQUESTS, V, texts)
     lengths = torch.tensor([len(text) for text in texts])
-    first = Sampler(kind, rows).first(logits, lengths)
+    first = Sampler(kind, rows).first(logits, lengths).tokens
     for row, params in enumerate(REQUESTS):
         one, here = Sampler(SamplingKind.of(params), rows.only_row(row)), slice(row, row + 1)
-        token = one.first(logits[here], lengths[here])
-        one.commit(token[:, None], torch.ones_like(token))
-        assert token == first[row]
-    Sampler(kind, rows).commit(first[:, None], torch.zeros_like(first))
+        token = one.first(logits[here], lengths[here]).tokens
+        one.commit(token, torch.ones_like(token[:, 0]))
+        assert token.equal(first[here])
+    Sampler(kind, rows).commit(first, torch.zeros_like(first[:, 0]))
     emitted = [row for row, params in enumerate(REQUESTS) if params.uses_penalties]
     assert rows.counts.output_counts.sum(-1).nonzero()[:, 0].tolist() == emitted
 
