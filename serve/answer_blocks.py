@@ -11,7 +11,7 @@ from serve.async_engine import Call
 from serve.choice_state import Choice
 from serve.errors import ApiError
 from serve.response_format import ResponseFormat
-from serve.stream import KEEP_ALIVE
+from serve.stream import KEEP_ALIVE, part_of
 
 Kind = Literal["reasoning", "text", "call"]
 
@@ -96,7 +96,7 @@ async def events(call: Call, form: ResponseFormat, dialect: Dialect, *, patience
         async for outputs in call.rounds(patience):
             found: list[dict[str, Any]] = []
             for output in outputs:
-                part = form.part(output.choice, output.chunk) if output.chunk.error is None else None
+                part = part_of(form, output)
                 if part is not None:
                     reason = part["finish_reason"] or reason
                     for change in blocks.feed(part["delta"]):

@@ -13,7 +13,7 @@ from typing import Any
 from serve.call_grammar import marks_of
 from serve.choice_state import Choice
 from serve.engine_thread import Added, EngineThread, Event, Failed, Model, Output, Ready, Round
-from serve.errors import ApiError, engine_failed, invalid, not_numbers, unavailable
+from serve.errors import ApiError, engine_failed, invalid, of_request, unavailable
 from serve.metrics import Metrics
 from serve.reasoning import reasoning_of
 from serve.server_config import Settings
@@ -163,7 +163,7 @@ class Service:
             error = next((output.chunk.error for output in group if output.chunk.error is not None), None)
             if error is not None:
                 log.warning("a request failed: %s", error)
-                call.fail(not_numbers(str(error)))
+                call.fail(of_request(error))
 
     def _kv_use(self) -> float:
         """Return the share of the KV cache used by running choices."""
@@ -244,7 +244,7 @@ class Call:
 
     def added(self, error: ValueError | None) -> None:
         """Deliver the engine's reply to `start`."""
-        self._news.put_nowait([] if error is None else invalid(str(error)))
+        self._news.put_nowait([] if error is None else invalid(str(error), code=getattr(error, "code", None)))
 
     def on_outputs(self, outputs: list[Output]) -> None:
         """Deliver one round's outputs for this call."""

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from sharesd.data.request_errors import RequestError
 from sharesd.sampling_params import SamplingParams
 
 
@@ -25,7 +26,7 @@ class Chunk(Tokens, Protocol):
     """Tokens of one round for one request, as the engine returns them."""
 
     request: Any
-    error: Exception | None
+    error: RequestError | None
     round: Any
     """Trace of the round, if wanted; None after a prefill."""
 

@@ -12,6 +12,9 @@ from typing import Any
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
+from sharesd.data.request_errors import RequestError
+from sharesd.engine.errors import NonFiniteLogits
+
 MAX_SHOWN = 40
 """Maximum characters of an invalid value in a message."""
 MAX_ERRORS = 1000
@@ -132,12 +135,9 @@ def engine_failed() -> ApiError:
     return ApiError(500, "the engine failed and the server ends; nothing is wrong with the request")
 
 
-def not_numbers(message: str) -> ApiError:
-    """Return the error for logits that are not numbers.
-
-    Other requests go on.
-    """
-    return ApiError(500, message, code="logits_not_numbers")
+def of_request(error: RequestError) -> ApiError:
+    """Return the error of a request that the engine ended; other requests continue."""
+    return ApiError(500 if isinstance(error, NonFiniteLogits) else 400, str(error), code=error.code)
 
 
 def of_status(status: int, path: str, headers: Mapping[str, str] | None = None) -> ApiError:

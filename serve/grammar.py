@@ -15,6 +15,7 @@ from serve.json_schemas import adapted, warnings_of
 from serve.reasoning import place_after
 from serve.schemas import ChatBody, Generation
 from sharesd.data import grammar_spec
+from sharesd.data.request_errors import GrammarTooComplex
 
 MAX_CHARACTERS = 100_000
 """Maximum characters of a grammar."""
@@ -47,13 +48,14 @@ async def compiled(model: Model, body: Generation, prompt: Sequence[int]) -> Com
             text = text if place == "behind" else model.reasoning.grammar(text, opened=place == "inside")
         if len(text) > MAX_CHARACTERS:
             message = f"the grammar of {param} has {len(text)} characters; give up to {MAX_CHARACTERS}"
-            raise invalid(message, param)
+            raise invalid(message, param, GrammarTooComplex.code)
         async with asyncio.timeout(SECONDS):
             matcher = await to_thread.run_sync(model.grammars.matcher, text, abandon_on_cancel=True)
     except TimeoutError:
-        raise invalid(f"the grammar of {param} took longer than {SECONDS:g} s to compile", param) from None
+        message = f"the grammar of {param} took longer than {SECONDS:g} s to compile; give a simpler one"
+        raise invalid(message, param, GrammarTooComplex.code) from None
     except ValueError as error:
-        raise invalid(f"{param}: {error}", param) from None
+        raise invalid(f"{param}: {error}", param, getattr(error, "code", None)) from None
     return Compiled(text, warnings_of(matcher.warnings, _schemas(body, param)))
 
 

@@ -33,7 +33,7 @@ class Metrics:
         self._queries = self._counter("prefix_cache_queries", "Prompt tokens that were looked for in the cache")
         self._hits = self._counter("prefix_cache_hits", "Prompt tokens that were found in the cache")
         self._success = self._counter("request_success", "Choices that ended", "finished_reason")
-        self._failures = self._counter("request_failure", "Choices whose logits were not numbers")
+        self._failures = self._counter("request_failure", "Choices that an error ended")
         self._gone = self._counter("http_requests_client_disconnected", "Requests whose client hung up")
         self._rejections = self._counter("admission_rejections", "Requests for which there was no place", "reason")
         self._first = self._histogram("time_to_first_token_seconds", "Until the first tokens of a choice", SECONDS)

@@ -34,7 +34,7 @@ async def events(
     more, num_sent = dict(first), 0
     try:
         async for outputs in call.rounds(patience):
-            parts = [_part(form, output) for output in outputs]
+            parts = [part_of(form, output) for output in outputs]
             num_sent += sum(len(output.chunk.token_ids) for output in outputs)
             so_far = {"usage": usage(call.choices, num_sent)} if body.wants_usage_always else nothing_yet
             found = [{**head, "choices": [part], **so_far} for part in parts if part is not None]
@@ -49,7 +49,7 @@ async def events(
     yield DONE
 
 
-def _part(form: ResponseFormat, output: Output) -> dict[str, Any] | None:
+def part_of(form: ResponseFormat, output: Output) -> dict[str, Any] | None:
     """Return an output's choice of a chunk; None without news.
 
     An error event follows the tokens before a failure, in place of a finish reason.
@@ -57,7 +57,7 @@ def _part(form: ResponseFormat, output: Output) -> dict[str, Any] | None:
     chunk = output.chunk
     if chunk.error is None:
         return form.part(output.choice, chunk)
-    part = form.part(output.choice, chunk) if chunk.token_ids else None
+    part = form.part(output.choice, chunk) if chunk.token_ids or chunk.text else None
     return part and {**part, "finish_reason": None}
 
 

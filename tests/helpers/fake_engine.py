@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from serve.engine_thread import Model
+from sharesd.data.request_errors import GrammarTooComplex, RequestError
 from sharesd.engine.errors import NonFiniteLogits
 from sharesd.engine.stats import Stats
 from sharesd.engine.stop_checker import StopChecker
@@ -30,6 +31,8 @@ DRAFT = 3
 """Draft tokens in each round that drafts."""
 FAILING, REFUSED, SPOILT = "why red", "why blue", "why green"
 """Prompts with these words make a step fail, are not taken, or have logits that are no numbers soon."""
+LIMITED = "why the cat"
+"""Prompts with these words reach a limit of their grammar soon."""
 
 
 def make_tokenizer(template: str = CHAT_TEMPLATE) -> Tokenizer:
@@ -182,9 +185,11 @@ class FakeEngine:
         ids = [self._token(request, request.position + n) for n in range(len(sources))]
         count, text, reason = request.checker.push(ids)
         start, request.position = request.position, request.position + count
-        error = None
+        error: RequestError | None = None
         if SPOILT in self.tokenizer.decode(request.prompt_ids) and request.position > 2:
             reason, error = "error", NonFiniteLogits(f"the logits are not numbers at position {request.position}")
+        if LIMITED in self.tokenizer.decode(request.prompt_ids) and request.position > 2:
+            reason, error = "error", GrammarTooComplex(f"the grammar became too complex at position {request.position}")
         request.finish_reason = reason
         wanted, top = request.params.logprobs, request.params.top_logprobs
         return SimpleNamespace(
