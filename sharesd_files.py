@@ -1,11 +1,13 @@
-"""Cache folder, atomic writes and cached JSON values, without other imports."""
+"""Cache folder, identity of files, atomic writes and cached JSON values, without other imports."""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -18,6 +20,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+SMALL_BYTES = 2**20
+"""Size below which a file is identified by its content."""
 KEPT_BYTES = 2**24
 """Size from which a file's hash is kept, until the file changes."""
 SCRATCH = ".partial-"
@@ -29,6 +33,75 @@ def cache_root() -> Path:
     return Path(os.path.expanduser(os.environ.get("SHARESD_CACHE_DIR") or platformdirs.user_cache_dir("sharesd")))
 
 
+def file_identity(file: Path) -> list[str | int]:
+    """Return the key under which caches keep what is made from a file.
+
+    It is the path, without links, and the hash of a small file's content. A large file is not read: size, inode and
+    times stand for its content. The time of the last status change is one of them, since tools that restore the
+    modification time (`cp -p`, `rsync -t`) cannot set it.
+    """
+    file = file.resolve()
+    status = file.stat()
+    if status.st_size < SMALL_BYTES:
+        return [str(file), hashlib.sha256(file.read_bytes()).hexdigest()]
+    return [str(file), status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns]
+
+
+def remove_left_overs(folder: Path) -> None:
+    """Remove scratch folders that killed processes have left in a folder.
+
+    A process locks its scratch folders. On file systems without locks they stay.
+    """
+    with suppress(OSError):
+        for entry in [each for each in os.scandir(folder) if each.name.startswith(SCRATCH)]:
+            with suppress(OSError):
+                lock = os.open(entry.path, os.O_RDONLY)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(entry.path, ignore_errors=True)
+                finally:
+                    os.close(lock)
+
+
+def clean_cache() -> None:
+    """Remove what killed processes have left in the cache."""
+    with suppress(OSError):
+        for part in cache_root().iterdir():
+            remove_left_overs(part)
+
+
+@contextmanager
+def scratch_folder(parent: Path) -> Iterator[Path]:
+    """Yield a new folder within `parent`, which is removed in the end."""
+    parent.mkdir(parents=True, exist_ok=True)
+    scratch, lock = _locked_folder(parent)
+    try:
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+        os.close(lock)
+
+
+def _locked_folder(parent: Path) -> tuple[Path, int]:
+    """Make a scratch folder; return it with the descriptor that locks it."""
+    while True:
+        scratch = Path(tempfile.mkdtemp(dir=parent, prefix=SCRATCH))
+        try:
+            lock = os.open(scratch, os.O_RDONLY)
+        except FileNotFoundError:  # another start took it for left over, before the lock
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # another start is about to remove it
+            os.close(lock)
+            continue
+        except OSError:  # a file system without locks
+            return scratch, lock
+        if scratch.exists():
+            return scratch, lock
+        os.close(lock)
+
+
 @contextmanager
 def atomic_files(folder: Path, *, durable: bool = False) -> Iterator[Path]:
     """Yield a scratch folder; entries replace those in `folder` unless it raises.
@@ -36,10 +109,9 @@ def atomic_files(folder: Path, *, durable: bool = False) -> Iterator[Path]:
     `durable`: contents and names are on the disk on return. An OSError of writing names the entry or `folder`.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder, prefix=SCRATCH, ignore_cleanup_errors=True) as scratch:
-            yield Path(scratch)
-            fresh = sorted(Path(scratch).iterdir())
+        with scratch_folder(folder) as scratch:
+            yield scratch
+            fresh = sorted(scratch.iterdir())
             if durable:
                 for path in fresh:
                     _sync(path)
@@ -142,10 +214,7 @@ class JsonCache:
 
 def file_hash(path: Path) -> str:
     """Return a file's SHA-256; that of a large file is computed once."""
-    path = path.resolve()
-    status = path.stat()
-    stamp = (status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-    kept = JsonCache("settings", "sha256", (str(path), stamp)) if status.st_size >= KEPT_BYTES else None
+    kept = JsonCache("settings", "sha256", file_identity(path)) if path.stat().st_size >= KEPT_BYTES else None
     found = kept.load(str) if kept is not None else None
     if found is None:
         with path.open("rb") as file:

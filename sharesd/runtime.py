@@ -98,6 +98,7 @@ class Runtime:
         self.tokenizer = load_tokenizer(resolved.folder, config.target)
         self._draft_folder = find_draft_model(resolved, self.tokenizer, progress)
         heads = DraftHeads(resolved.config, resolved.drafters, progress)
+        heads.check(resolved.folder)
         self._cost_folders = [*filter(None, [self._draft_folder]), *heads.folders.values()]
         self._group, part = None, UNSHARDED
         if resolved.is_sharded:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +59,14 @@ class OpenVino(Peer):
 
 def _converted(library: Any, source: Path) -> Path:
     """Return a GGUF file's folder in OpenVINO's format, converted once per version."""
-    from sharesd_files import cache_root
+    from sharesd_files import cache_root, file_identity, scratch_folder
 
-    folder, about = cache_root() / "openvino", source.stat()
-    converted = folder / f"{source.stem}-{about.st_size}-{about.st_mtime_ns}-{library.get_version()}"
+    folder = cache_root() / "openvino"
+    key = hashlib.sha256(repr((file_identity(source), library.get_version())).encode()).hexdigest()[:16]
+    converted = folder / f"{source.stem}-{key}-{library.get_version()}"
     if not converted.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder, prefix="partial-") as scratch:
-            fresh = Path(scratch) / "model"
+        with scratch_folder(folder) as scratch:
+            fresh = scratch / "model"
             fresh.mkdir()
             link = fresh / source.name
             link.symlink_to(source.resolve())

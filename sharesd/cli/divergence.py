@@ -78,7 +78,13 @@ def measure(
     from sharesd.models.tokenizer import load_tokenizer, require_same_vocabulary
     from sharesd.runtime import Runtime
 
-    folder = resolve(reference, progress=progress, ignored=config.ignore_keys, dequantize=None)
+    folder = resolve(
+        reference,
+        progress=progress,
+        ignored=config.ignore_keys,
+        dequantize=None,
+        trust_remote_code=config.trust_remote_code,
+    )
     runtime = Runtime(config, ("naive",), progress=progress)
     require_same_vocabulary(runtime.tokenizer, load_tokenizer(folder))
     texts = texts_of(runtime.tokenizer, file, asked, max_context=runtime.max_context)

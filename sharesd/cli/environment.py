@@ -154,7 +154,10 @@ def files_of(
     drafters = selection.active_drafters(config, *modes)
     folders = {"target": resolve_target(config, progress=progress)}
     second = selection.second_model(config) if registry.those(drafters, Need.SECOND_MODEL) else None
-    folders |= {"draft": resolve(second, progress=progress)} if second is not None else {}
+    if second is not None:
+        folders["draft"] = resolve(
+            second, progress=progress, ignored=config.ignore_keys, trust_remote_code=config.trust_remote_code
+        )
     heads = {name: selection.head_of(config, name) for name in registry.names("head") if name in drafters}
     folders |= {f"head_{name}": resolve(head, progress=progress) for name, head in heads.items() if head is not None}
     tables = {f"table_{name}": file for name, file in selection.table_files(config, drafters).items()}

@@ -10,8 +10,6 @@ import hashlib
 import json
 import logging
 import os
-import shutil
-import time
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -25,15 +23,13 @@ from torch import Tensor
 from sharesd.kvcache.static import StaticKVCache, common_length
 from sharesd.models.checkpoint import write_tensors
 from sharesd.models.prefill import whole_chunks
-from sharesd_files import SCRATCH, atomic_path
+from sharesd_files import atomic_path, remove_left_overs
 
 log = logging.getLogger(__name__)
 
 ENDING = ".kv.safetensors"
 MIN_TOKENS = 16
 """Least tokens of a file; fewer are prefilled as fast."""
-MAX_SCRATCH_S = 3600
-"""Age in seconds of scratch folders that killed processes have left."""
 IDENTITY, CHECKSUM, TOKENS = "identity", "checksum", "tokens"
 DAMAGED = (SafetensorError, OSError, ValueError, LookupError, TypeError, RuntimeError)
 """Errors of reading a damaged file."""
@@ -140,10 +136,7 @@ class PromptCache:
         """
         damaged: list[str] = []
         others: dict[str, int] = {}
-        for path in self._folder.glob(f"{SCRATCH}*"):
-            with suppress(OSError):
-                if time.time() - path.stat().st_mtime > MAX_SCRATCH_S:
-                    shutil.rmtree(path, ignore_errors=True)
+        remove_left_overs(self._folder)
         found = []
         for path in self._folder.glob(f"*{ENDING}"):
             with suppress(OSError):  # another process has removed it

@@ -40,6 +40,7 @@ from sharesd.parallel.pipeline_planner import plan_pipeline
 from sharesd.weights.backend import CudaBackend, backend_for
 from sharesd.weights.kv_slots import kv_slots
 from sharesd.weights.offload_planner import Offloading, plan_for
+from sharesd_files import clean_cache
 
 TREE_TOP, TREE_DEPTH = 3, 6
 """Default branching and maximum levels of draft trees.
@@ -167,6 +168,8 @@ def resolve_config(
     """
     chosen = tuple(modes or (config.mode,))
     check_options(config, chosen)
+    if is_rank_zero:
+        clean_cache()
     resolver = _Resolver(config, chosen, progress, in_memory, has_block_source, is_rank_zero)
     try:
         return resolver.resolve()

@@ -89,7 +89,7 @@ def find_draft_model(resolved: ResolvedConfig, tokenizer: Tokenizer, progress: P
     name = selection.second_model(config)
     if name is None or not resolved.drafters_with(Need.SECOND_MODEL):
         return None
-    folder = resolve(name, progress=progress, ignored=config.ignore_keys)
+    folder = resolve(name, progress=progress, ignored=config.ignore_keys, trust_remote_code=config.trust_remote_code)
     if config.draft != SMALL:  # which has no tokenizer of its own
         require_same_vocabulary(tokenizer, load_tokenizer(folder))
     return folder

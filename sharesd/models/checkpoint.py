@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import chain
@@ -19,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from sharesd.models.decoder_config import UnsupportedArchitecture
 from sharesd.models.other_files import refuse_folder, refuse_mlx, refuse_weights
-from sharesd_files import files_hash
+from sharesd_files import file_identity, files_hash
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,6 +30,10 @@ STORED = "gguf.json"
 """Names of the .gguf files that hold a folder's weights."""
 TARGET_QUANT = "target_quant.json"
 """File with the type that a folder's weights are quantized to."""
+SOURCE = "source_folder.json"
+"""File of a folder in the cache that names the checkpoint folder it stands for, see `source_of`."""
+MANIFEST = "converted.json"
+"""File of a converted folder with what it was made of, see `sharesd.models.conversion_cache`."""
 ADAPTER = "lora_adapter"
 """Folder of a LoRA adapter within a checkpoint folder that `sharesd.models.lora` made."""
 ADAPTER_CONFIG = "adapter_config.json"
@@ -38,6 +43,10 @@ QUANT_CONFIGS = ("quantize_config.json", "quant_config.json", "quantization_conf
 """Files of AutoGPTQ and GPTQModel, AutoAWQ and auto-round that say the same."""
 _AWQ_KEYS = ("w_bit", "q_group_size", "zero_point", "version")
 """Keys of AutoAWQ alone; its first files have no quant_method, and neither have AutoGPTQ's."""
+_TEXTS = (
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model", "*.tiktoken"),
+    *("tekken.json", "chat_template*", "additional_chat_templates/*.jinja", "generation_config.json"),
+)
 QUANTIZATION = ("quantization_config", "compression_config")
 """Sections of config.json about quantized weights."""
 SECTION = "_config"
@@ -197,13 +206,36 @@ def is_quantized(folder: Path) -> bool:
         return False
 
 
+def source_of(folder: Path) -> Path:
+    """Return the folder whose tokenizer, templates and generation_config.json count for a checkpoint.
+
+    A folder in the cache has weights and config.json alone: it names the folder that was given, whose other files are
+    read as they are now.
+    """
+    return Path(read_json(folder / SOURCE)["folder"]) if (folder / SOURCE).exists() else folder
+
+
+def texts_of(folder: Path) -> list[Path]:
+    """Return the files of a checkpoint's tokenizer and templates, and generation_config.json."""
+    return sorted({file for pattern in _TEXTS for file in folder.glob(pattern)})
+
+
+def copy_texts(folder: Path, out: Path) -> None:
+    """Copy a checkpoint's tokenizer, templates and generation_config.json."""
+    source = source_of(folder)
+    for file in texts_of(source):
+        copy = out / file.relative_to(source)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, copy)
+
+
 def eos_ids(folder: Path) -> tuple[int, ...]:
     """Return the end tokens that generation_config.json and config.json name."""
     ids: list[int] = []
-    for name in ("generation_config.json", "config.json"):
-        if has_file(folder / name):
-            config = read_json(folder / name)
-            with damage_named(folder / name):
+    for file in (source_of(folder) / "generation_config.json", folder / "config.json"):
+        if has_file(file):
+            config = read_json(file)
+            with damage_named(file):
                 for part in (config, section(config, "text_config")):
                     if part.get("eos_token_id") is not None:
                         ids += token_ids(part["eos_token_id"])
@@ -296,18 +328,14 @@ def has_weights(folder: Path) -> bool:
         return False
 
 
-def stamp(file: Path) -> list[int]:
-    """Return size and modification time (ns), which change with the content."""
-    status = file.stat()
-    return [status.st_size, status.st_mtime_ns]
-
-
 def identity(folder: Path) -> str:
-    """Return a key of the checkpoint's present weights, without reading them."""
+    """Return the key of what is kept for a checkpoint: of its config and weights as they are now.
+
+    Large files are not read.
+    """
     adapter = adapter_files(folder / ADAPTER) if (folder / ADAPTER).is_dir() else []
-    quant = [folder / TARGET_QUANT] if (folder / TARGET_QUANT).exists() else []
-    files = [file.resolve() for file in (folder / "config.json", *weight_files(folder), *adapter, *quant)]
-    return repr([(str(file), *stamp(file)) for file in files])
+    more = [folder / name for name in (MODELOPT, STORED, TARGET_QUANT) if (folder / name).exists()]
+    return repr([file_identity(file) for file in (folder / "config.json", *more, *weight_files(folder), *adapter)])
 
 
 def write_tensors(tensors: dict[str, Tensor], file: Path, more: Mapping[str, str] | None = None) -> None:
@@ -329,8 +357,14 @@ def write_tensors(tensors: dict[str, Tensor], file: Path, more: Mapping[str, str
 def content_hash(folder: Path) -> str:
     """Return the hash of weights, adapter, configs, tokenizer and templates."""
     adapter = adapter_files(folder / ADAPTER) if (folder / ADAPTER).is_dir() else []
-    texts = (path for pattern in ("*.json", "*.jinja", "*.model") for path in folder.glob(pattern))
-    return files_hash([*texts, *weight_files(folder), *adapter])
+    texts = {
+        path.name: path
+        for each in (source_of(folder), folder)
+        for pattern in ("*.json", "*.jinja", "*.model")
+        for path in each.glob(pattern)
+        if path.name not in (SOURCE, MANIFEST)
+    }
+    return files_hash([*texts.values(), *weight_files(folder), *adapter])
 
 
 def layout_hash(folder: Path) -> str:
@@ -372,6 +406,15 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
         if isinstance(error, PickleError):  # torch's advice is to run what the file brings along
             reason = "it holds other things than tensors, or is no file of torch"
         raise ValueError(f"{file} is damaged ({reason}); download it again") from error
+
+
+def tensor_outlines(folder: Path) -> dict[str, Tensor]:
+    """Return the tensors of a folder's weight files by name, on the meta device.
+
+    Raises:
+        ValueError: a file is damaged.
+    """
+    return {name: tensor.to("meta") for file in weight_files(folder) for name, tensor in read_tensors(file)}
 
 
 def _read_ahead(file: Path) -> None:

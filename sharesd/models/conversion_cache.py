@@ -1,6 +1,7 @@
 """Checkpoint folders in the cache that were converted from other files.
 
-Each conversion runs once. A folder that is incomplete, damaged, or made of files that have changed is made anew.
+A folder's name stands for the paths of its sources and for the options of the conversion. It is made again if it is
+incomplete or damaged, or if a source has changed since.
 """
 
 from __future__ import annotations
@@ -9,20 +10,19 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
+import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from sharesd.models.checkpoint import read_json, stamp
-from sharesd_files import SCRATCH, atomic_write, cache_root
+from sharesd.models.checkpoint import MANIFEST, read_json
+from sharesd_files import atomic_write, cache_root, file_identity, scratch_folder
 
 log = logging.getLogger(__name__)
 
-FORMAT = 5
+FORMAT = 6
 """Version of converted folders; a new number makes old ones unused."""
-MANIFEST = "converted.json"
 
 
 def converted(
@@ -30,38 +30,69 @@ def converted(
 ) -> Path:
     """Return the folder that `write` fills from the files of a source.
 
-    `stem`, `key`, `ending`: name of the folder, and what it depends on beside the files.
+    `stem`, `key`, `ending`: name of the folder, and what it depends on besides the files.
 
     Raises:
         ValueError: of `write`, or the cache cannot be written.
     """
-    folder_of_all = cache_root() / "checkpoints"
-    folder = folder_of_all / f"{stem}-{_fingerprint(files, key)}{ending}"
-    if _holds(folder, files):
+    paths = [str(file.resolve()) for file in files]
+    digest = hashlib.sha256(repr((FORMAT, key, paths)).encode()).hexdigest()[:16]
+    sources = [file_identity(file) for file in files]  # before they are read: one that changes meanwhile is read again
+
+    def fill(fresh: Path) -> None:
+        write(fresh)
+        seals = {file.name: _seal(file) for file in fresh.iterdir()}
+        _write_manifest(fresh, {"format": FORMAT, "sources": sources, "files": seals})
+
+    return kept_folder(f"{stem}-{digest}{ending}", lambda folder: _holds(folder, sources), fill, source)
+
+
+def kept_folder(name: str, is_whole: Callable[[Path], bool], fill: Callable[[Path], None], source: Path) -> Path:
+    """Return a checkpoint folder of the cache, which `fill` makes unless it is there and whole.
+
+    Nothing is left behind if that fails.
+
+    Raises:
+        ValueError: of `fill`, or the cache cannot be written.
+    """
+    parent = cache_root() / "checkpoints"
+    folder = parent / name
+    if is_whole(folder):
         return folder
     try:
-        folder_of_all.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder_of_all, prefix=SCRATCH) as scratch:
-            fresh = Path(scratch) / "checkpoint"
+        with scratch_folder(parent) as scratch:
+            fresh = scratch / "checkpoint"
             fresh.mkdir()
-            write(fresh)
+            fill(fresh)
             for file in fresh.iterdir():
                 if not file.is_symlink():
                     _flush(file)
-            seals = {file.name: _seal(file) for file in fresh.iterdir()}
-            sources = [_seal(file) for file in files]
-            _write_manifest(fresh, {"format": FORMAT, "sources": sources, "files": seals})
-            if folder.exists() and not _holds(folder, files):
+            if os.path.lexists(folder) and not is_whole(folder):
                 log.warning("%s is damaged or outdated; converted %s again", folder, source.name)
-                folder.rename(Path(scratch) / "damaged")
+                folder.rename(scratch / "damaged")
             if not folder.exists():  # another process may have been faster
                 fresh.rename(folder)
     except OSError as error:
         raise ValueError(
-            f"cannot convert {source} into {folder_of_all} ({error}); "
+            f"cannot convert {source} into {parent} ({error}); "
             "free some space there or set SHARESD_CACHE_DIR to another folder"
         ) from error
     return folder
+
+
+def name_of(folder: Path) -> str:
+    """Return a checkpoint folder's name, without the commit of a snapshot from the hub."""
+    folder = folder.resolve()
+    if folder.parent.name == "snapshots" and folder.parents[1].name.startswith("models--"):
+        return folder.parents[1].name.rpartition("--")[2]
+    return folder.name
+
+
+def require_space(folder: Path, num_bytes: int) -> None:
+    """Raise OSError if a disk has too little space for what is about to be written."""
+    free = shutil.disk_usage(folder).free
+    if free < num_bytes:
+        raise OSError(f"{num_bytes / 1e9:.2f} GB are needed and {free / 1e9:.2f} GB are free")
 
 
 def is_converted(folder: Path) -> bool:
@@ -69,49 +100,38 @@ def is_converted(folder: Path) -> bool:
     return (folder / MANIFEST).exists()
 
 
-def _fingerprint(files: Sequence[Path], key: object) -> str:
-    """Return a hash of the files' sizes and edges, and of `key`.
+def _holds(folder: Path, sources: list[list[str | int]]) -> bool:
+    """Return True if the folder is a complete conversion of files with these identities.
 
-    Enough for headers, and cheap for large files.
-    """
-    edge = 1 << 20
-    digest = hashlib.sha256(f"{FORMAT} {key}".encode())
-    for file in files:
-        size = file.stat().st_size
-        digest.update(f" {size} ".encode())
-        with file.open("rb") as stream:
-            digest.update(stream.read(edge))
-            stream.seek(max(0, size - edge))
-            digest.update(stream.read(edge))
-    return digest.hexdigest()[:16]
-
-
-def _holds(folder: Path, sources: Sequence[Path]) -> bool:
-    """Return True if the folder is a complete conversion of these files.
-
-    Only files whose size or time differs from the manifest are read.
+    Of its own files only those are read whose size or time differs from the manifest.
     """
     if not (folder / MANIFEST).exists():
         return False
     try:
         manifest = read_json(folder / MANIFEST)
-        seals = dict(zip(sources, manifest["sources"], strict=True))
-        seals |= {folder / name: seal for name, seal in manifest["files"].items()}
-        moved = [file for file, seal in seals.items() if not file.is_file() or stamp(file) != seal["stamp"]]
+        if manifest["sources"] != sources:
+            return False
+        seals = {folder / name: seal for name, seal in manifest["files"].items()}
+        moved = [file for file, seal in seals.items() if not file.is_file() or _stamp(file) != seal["stamp"]]
         if not all(file.is_file() and _sha256(file) == seals[file]["sha256"] for file in moved):
             return False
     except (ValueError, KeyError, TypeError, AttributeError):
         return False
     if moved:  # copied or touched, and still the same
         for file in moved:
-            seals[file]["stamp"] = stamp(file)
+            seals[file]["stamp"] = _stamp(file)
         with suppress(OSError):  # not ours to write: read again next time
             _write_manifest(folder, manifest)
     return True
 
 
+def _stamp(file: Path) -> list[int]:
+    status = file.stat()
+    return [status.st_size, status.st_mtime_ns]
+
+
 def _seal(file: Path) -> dict[str, Any]:
-    return {"stamp": stamp(file), "sha256": _sha256(file)}
+    return {"stamp": _stamp(file), "sha256": _sha256(file)}
 
 
 def _flush(file: Path) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import eager_mask
+from transformers.utils import is_accelerate_available
 from transformers.utils import logging as hf_logging
 
 from compile.attention import TreeAttentionMask
@@ -126,12 +127,6 @@ def load_hf(
 ) -> HFModel:
     """Load a checkpoint through transformers; ValueError if it cannot be served exactly."""
     checkpoint.weight_files(folder)
-    raw = checkpoint.read_config(folder)
-    if raw.get("auto_map") and not trust_remote_code and raw.get("model_type") not in CONFIG_MAPPING:
-        raise ValueError(
-            f"{folder} brings code of its own, for model_type {raw.get('model_type')!r}; read it, and add "
-            "--trust-remote-code to run it"
-        )
     AttentionMaskInterface.register("eager", _per_row_mask)
     with quiet_transformers():
         model = _load(folder, dtype, trust_remote_code)
@@ -148,8 +143,61 @@ def load_hf(
     return served
 
 
-def _load(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+def check_tensors(folder: Path, shapes: Mapping[str, Sequence[int]], trust_remote_code: bool) -> None:
+    """Raise ValueError if a checkpoint with tensors of these shapes cannot be loaded.
+
+    Nothing is read or allocated. transformers maps names and shapes of a checkpoint to a model's only while it loads
+    one, which takes its package `accelerate` where tensors have no values: without it, errors come at load.
+    """
+    _check_raw(folder, trust_remote_code)
+    with quiet_transformers(), _named(folder):
+        config = _read_config(folder, trust_remote_code)
+        if not is_accelerate_available():
+            return
+        for part in (config, config.get_text_config()):
+            for name in ("quantization_config", "compression_config"):
+                if hasattr(part, name):
+                    delattr(part, name)
+        with torch.device("meta"):
+            empty = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            tensors = {name: torch.empty(*shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+        options: dict[str, Any] = {"config": config, "state_dict": tensors, "device_map": "meta"}
+        loaded: Any = type(empty).from_pretrained(None, **options, **_REPORTED)
+    _refuse_misfits(folder, config, loaded[1])
+
+
+_REPORTED = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+"""Options under which transformers reports tensors that do not fit, which are refused here by name."""
+
+
+@contextmanager
+def _named(folder: Path) -> Iterator[None]:
+    """Turn errors of transformers, which are of its packages' own kinds, into a ValueError that names the folder."""
+    try:
+        yield
+    except UnsupportedArchitecture:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ValueError(f"transformers {transformers.__version__} cannot load {folder}: {reason}") from error
+
+
+def _read_config(folder: Path, trust_remote_code: bool) -> Any:
+    """Return a config of transformers; UnsupportedArchitecture or ValueError if it cannot be served."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    _refuse_by_config(config)
+    checkpoint.check_stored(folder, partial(check_transformers_sizes, config.get_text_config()))
+    return config
+
+
+def _check_raw(folder: Path, trust_remote_code: bool) -> None:
+    """Raise ValueError for a config.json that transformers is not to read."""
     raw = checkpoint.read_config(folder)
+    if raw.get("auto_map") and not trust_remote_code and raw.get("model_type") not in CONFIG_MAPPING:
+        raise ValueError(
+            f"{folder} brings code of its own, for model_type {raw.get('model_type')!r}; read it, and add "
+            "--trust-remote-code to run it"
+        )
     for part in (raw, checkpoint.section(raw, "text_config")):  # of which some configs make lists
         check_fields(str(raw.get("model_type")), {"num_hidden_layers": part.get("num_hidden_layers")})
     kind = raw.get("model_type")
@@ -159,30 +207,38 @@ def _load(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
             f"{folder}: {named if kind else 'config.json has no model_type'}; "
             + ("install a newer transformers that knows it" if kind else "download the checkpoint again")
         )
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        _refuse_by_config(config)
-        checkpoint.check_stored(folder, partial(check_transformers_sizes, config.get_text_config()))
+
+
+def _load(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+    _check_raw(folder, trust_remote_code)
+    with _named(folder):
+        config = _read_config(folder, trust_remote_code)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
             dtype=dtype,
             attn_implementation="eager",
             trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # which are refused below, by name
+            **_REPORTED,
         )
-    except UnsupportedArchitecture:
-        raise
-    except Exception as error:  # for damaged fields of a config, of its packages' own kinds
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise ValueError(f"transformers {transformers.__version__} cannot load {folder}: {reason}") from error
     model, report = loaded
+    _refuse_misfits(folder, config, report)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    for name, parameter in model.named_parameters():
+        if embedding is None or parameter is not embedding.weight or (head is not None and head.weight is parameter):
+            check_finite(folder, name, parameter)
+    if getattr(model, "_is_stateful", False):
+        raise _refusal(config, "state besides keys and values")
+    return model
+
+
+def _refuse_misfits(folder: Path, config: Any, report: Mapping[str, Any]) -> None:
+    """Raise ValueError for tensors that are missing, of another shape or without a place."""
     for name, found, wanted in report["mismatched_keys"]:
         raise ValueError(f"{folder}: {name} has shape {[*found]} where config.json asks for {[*wanted]}; {MISFIT}")
     absent = sorted(report["missing_keys"])
     if absent:
-        remedy = checkpoint.not_causal(raw) or "download it again"
+        remedy = checkpoint.not_causal(config.to_dict()) or "download it again"
         raise ValueError(f"{folder} lacks weights of {config.model_type!r}: {', '.join(absent[:3])}; {remedy}")
     layers = config.get_text_config().num_hidden_layers, mtp_layers_of(config.get_text_config().to_dict())
     parts = {name: unused_part(name, *layers) for name in sorted(report["unexpected_keys"])}
@@ -193,13 +249,6 @@ def _load(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
             f"{' and others' if len(unknown) > 3 else ''}; give a checkpoint of the architecture in its config.json"
         )
     report_unused(folder, filter(None, parts.values()))
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    for name, parameter in model.named_parameters():
-        if embedding is None or parameter is not embedding.weight or (head is not None and head.weight is parameter):
-            check_finite(folder, name, parameter)
-    if getattr(model, "_is_stateful", False):
-        raise _refusal(config, "state besides keys and values")
-    return model
 
 
 def _refusal(config: Any, feature: str) -> UnsupportedArchitecture:

@@ -18,7 +18,6 @@ from sharesd.models.checkpoint import (
     WEIGHT_FILES,
     Progress,
     damage_named,
-    has_file,
     is_quantized,
     leaves_weights,
     quantization_of,
@@ -51,6 +50,7 @@ def resolve_target(config: EngineConfig, *, progress: Progress = silent) -> Path
         ignored=config.ignore_keys,
         revision=config.revision,
         dequantize=config.dequantize if config.target_quant is None else False,
+        trust_remote_code=config.trust_remote_code,
     )
     if config.target_quant is not None:
         from sharesd.models.quantized.target import folder_to_quantize  # which imports the decoder
@@ -66,6 +66,7 @@ def resolve(
     ignored: Collection[str] = (),
     revision: str | None = None,
     dequantize: bool | None = True,
+    trust_remote_code: bool = False,
 ) -> Path:
     """Return the folder of a checkpoint folder, .gguf file or hub id.
 
@@ -73,12 +74,18 @@ def resolve(
     cache folder, hub ids downloaded once; `owner/name:Q4_K_M` is the .gguf file of that quantization. `ignored`: keys
     of config.json, or keys and tensors of a .gguf file, to leave out. `revision`: branch, tag or commit of a hub id.
     `dequantize`: False for folders whose weights run as they are stored; None for those, where it can be done.
+    `trust_remote_code`: a quantized folder may bring code of its own.
 
     Raises:
         ValueError: nothing is found; the message names the places tried and a remedy.
     """
     convert = partial(converted_folder, progress=progress, ignored=ignored, dequantize=dequantize)
-    prepare = partial(_prepared, ignored=ignored, dequantize=dequantize, progress=progress)
+    prepare = partial(
+        _prepared,
+        ignored=ignored,
+        dequantize=dequantize,
+        expand=partial(_expanded, progress=progress, trust_remote_code=trust_remote_code),
+    )
     if target is None:
         return convert(_embedded_gguf())
     path = Path(target).expanduser()
@@ -109,13 +116,17 @@ def gguf_of(target: str | Path | None) -> Path | None:
     return models[0] if len(models) == 1 else None
 
 
-def _prepared(folder: Path, *, ignored: Collection[str], dequantize: bool | None, progress: Progress) -> Path:
+def _expanded(folder: Path, *, progress: Progress, trust_remote_code: bool) -> Path:
+    from sharesd.models.quantized.folder import expanded_folder  # which imports the decoder
+
+    return expanded_folder(folder, progress, trust_remote_code=trust_remote_code)
+
+
+def _prepared(
+    folder: Path, *, ignored: Collection[str], dequantize: bool | None, expand: Callable[[Path], Path]
+) -> Path:
     """Return a checkpoint folder without `ignored` keys, expanded if quantized."""
     folder = folder_without(folder, ignored)
-    if has_file(folder / "tekken.json"):
-        from sharesd.models.tekken import folder_with_tokenizer  # whose packages take time to import
-
-        folder = folder_with_tokenizer(folder)
     if is_quantized(folder):
         with damage_named(folder / "config.json"):
             plain = leaves_weights(quantization_of(read_config(folder)) or {})
@@ -123,16 +134,16 @@ def _prepared(folder: Path, *, ignored: Collection[str], dequantize: bool | None
             _say_weights_are_plain(folder)
             folder = folder_without(folder, QUANTIZATION)
     if is_quantized(folder):
-        from sharesd.models.quantized.folder import check_as_stored, expanded_folder  # which imports the decoder
-
         if dequantize:
-            return expanded_folder(folder, progress)
+            return expand(folder)
+        from sharesd.models.quantized.folder import check_as_stored  # which imports the decoder
+
         try:
             check_as_stored(folder)
         except ValueError as reason:
             if dequantize is False:
                 raise
-            expanded = expanded_folder(folder, progress)  # which may refuse the folder, too
+            expanded = expand(folder)  # which may refuse the folder, too
             log.warning("weights are expanded to 16 bits: %s", reason)
             return expanded
     return folder

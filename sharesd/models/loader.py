@@ -34,6 +34,7 @@ from sharesd.models.weight_mapping import (
     block_tensors,
     check_finite,
     check_tensor_parallel,
+    check_tensors,
     copy_tensors,
     cut_part,
     decoder_tensors,
@@ -214,6 +215,8 @@ def load_decoder(
     """
     config = decoder_config(folder)
     check_tensor_parallel(config, part.size)
+    if tensors is None and not checkpoint.is_quantized(folder) and not (folder / checkpoint.STORED).exists():
+        check_tensors(folder, checkpoint.tensor_outlines(folder), config)  # others are checked when they are resolved
     stored = stored_tensors(folder) if tensors is None else tensors()
     with checkpoint.damage_named(folder / "config.json"):
         decoder = Decoder(config, dtype=dtype, device=device, block_device="meta", part=part, split=split)

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sharesd.models.checkpoint import ADAPTER, ADAPTER_CONFIG, adapter_files, identity, read_json, read_tensors, stamp
+from sharesd.models.checkpoint import ADAPTER, ADAPTER_CONFIG, adapter_files, read_json, read_tensors, tensor_outlines
+from sharesd.models.conversion_cache import name_of
 from sharesd.models.linked_folder import linked_folder
 
 if TYPE_CHECKING:
@@ -34,10 +35,9 @@ def folder_with_adapter(base: Path, adapter: str | Path) -> Path:
     """
     source = Path(adapter).expanduser()
     read_scale(source)
-    key = identity(base), [(str(file.resolve()), *stamp(file)) for file in adapter_files(source)]
-    link = source.resolve()
-    _pairs(source)  # a damaged adapter gets no folder
-    return linked_folder(base, f"{base.name}+{link.name}", key, lambda fresh: (fresh / ADAPTER).symlink_to(link))
+    adapter_folder = source.resolve()
+    _check_shapes(adapter_folder, tensor_outlines(base))  # an adapter that does not fit gets no folder
+    return linked_folder(base, f"{name_of(base)}+{name_of(adapter_folder)}", links={ADAPTER: adapter_folder})
 
 
 def read_scale(adapter: Path) -> float:
@@ -70,9 +70,6 @@ def merged(folder: Path, stored: Iterator[tuple[str, Tensor]]) -> Iterator[tuple
     """Yield the tensors of a folder, its adapter merged.
 
     Merged tensors are in float32, so that they are rounded once.
-
-    Raises:
-        ValueError: a tensor of the adapter fits none of the checkpoint.
     """
     from sharesd.models.weight_mapping import text_name  # imports the decoder
 
@@ -82,21 +79,29 @@ def merged(folder: Path, stored: Iterator[tuple[str, Tensor]]) -> Iterator[tuple
         return
     scale, pairs = read_scale(adapter), _pairs(adapter)
     for name, tensor in stored:
+        pair = pairs.get(text_name(name))
+        yield name, tensor if pair is None else tensor.float() + scale * (pair["B"].float() @ pair["A"].float())
+
+
+def _check_shapes(adapter: Path, base: Mapping[str, Tensor]) -> None:
+    """Raise ValueError if a pair of an adapter fits no tensor of its base."""
+    from sharesd.models.weight_mapping import text_name  # imports the decoder
+
+    pairs = _pairs(adapter)
+    for name, tensor in base.items():
         pair = pairs.pop(text_name(name), None)
         if pair is None:
-            yield name, tensor
             continue
         a_rI, b_Or = pair["A"], pair["B"]
         if a_rI.shape[0] != b_Or.shape[1] or tensor.shape != (b_Or.shape[0], a_rI.shape[1]):
             shapes = f"{list(b_Or.shape)} and {list(a_rI.shape)}"
             raise ValueError(
-                f"the adapter {adapter.resolve()} has factors {shapes} for {name} {list(tensor.shape)}; give the "
+                f"the adapter {adapter} has factors {shapes} for {name} {list(tensor.shape)}; give the "
                 "adapter's own base model as --target"
             )
-        yield name, tensor.float() + scale * (b_Or.float() @ a_rI.float())
     if pairs:
         raise ValueError(
-            f"the adapter {adapter.resolve()} changes {', '.join(list(pairs)[:3])}, which the target does not store; "
+            f"the adapter {adapter} changes {', '.join(list(pairs)[:3])}, which the target does not store; "
             "give the adapter's own base model as --target"
         )
 

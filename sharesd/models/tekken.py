@@ -12,8 +12,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from sharesd.models.checkpoint import damage_named, has_file, read_json, stamp
-from sharesd.models.linked_folder import linked_folder
+from sharesd.models.checkpoint import copy_texts, damage_named, read_json, texts_of
+from sharesd.models.conversion_cache import converted, name_of
 from sharesd.models.tokenizer import TOOL_MARKS
 
 TEKKEN = "tekken.json"
@@ -92,16 +92,16 @@ _TEMPLATES = {
 
 
 def folder_with_tokenizer(folder: Path) -> Path:
-    """Return the folder; if its only tokenizer is a tekken.json, one in the cache with a tokenizer.json.
+    """Return a folder in the cache with a tokenizer.json that is made of a folder's tekken.json.
+
+    It has the folder's other texts, and a chat template if the folder has none.
 
     Raises:
         ValueError: the file is damaged, or the cache cannot be written.
     """
-    is_alone = has_file(folder / TEKKEN) and not has_file(folder / "tokenizer.json")
-    if not is_alone or not (folder / "config.json").exists():
-        return folder
-    key = "tekken", str(folder.resolve()), stamp(folder / TEKKEN), sorted(file.name for file in folder.iterdir())
-    return linked_folder(folder, folder.name, key, partial(_write, folder))
+    return converted(
+        folder, texts_of(folder), stem=name_of(folder), key=TEKKEN, ending="-tokenizer", write=partial(_write, folder)
+    )
 
 
 def _write(base: Path, folder: Path) -> None:
@@ -109,11 +109,11 @@ def _write(base: Path, folder: Path) -> None:
     said = read_json(base / TEKKEN)
     with damage_named(base / TEKKEN):
         tokenizer, version = _tokenizer(said), said["config"]["version"]
+    copy_texts(base, folder)
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     file = folder / "tokenizer_config.json"
     config = read_json(file) if file.exists() else {}
     roles = {role: token for role, token in _ROLES.items() if tokenizer.token_to_id(token) is not None}
-    file.unlink(missing_ok=True)
     file.write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **roles, **config}), encoding="utf-8")
     files = [folder / name for name in ("chat_template.jinja", "chat_template.json")]
     has_template = "chat_template" in config or any(file.exists() for file in files)

@@ -16,7 +16,7 @@ from typing import Any
 import tokenizers
 
 from sharesd.models import call_probe, chat_template, content_probe
-from sharesd.models.checkpoint import damage_named, eos_ids, has_file
+from sharesd.models.checkpoint import damage_named, eos_ids, has_file, source_of
 from sharesd.models.special_tokens import add_missing_tokens, read_tokenizer_config, roles_of
 
 CHANNEL_ENDS = ("<|return|>", "<|call|>")
@@ -255,24 +255,29 @@ class Tokenizer:
         return hashlib.sha256(json.dumps(vocab).encode()).hexdigest()
 
 
-def load_tokenizer(folder: Path, source: str | Path | None = None) -> Tokenizer:
+def load_tokenizer(folder: Path, named: str | Path | None = None) -> Tokenizer:
     """Return the tokenizer of a checkpoint folder.
 
-    `source`: what the folder was made of, as errors name it.
+    `named`: what the folder was made of, as errors name it; None: its source.
 
     Raises:
         ValueError: it is missing or damaged.
     """
-    backend = _read_backend(folder / "tokenizer.json") if has_file(folder / "tokenizer.json") else None
-    with damage_named(folder / "tokenizer_config.json"):
-        config = read_tokenizer_config(folder)
+    source = source_of(folder)
+    if has_file(source / "tekken.json") and not has_file(source / "tokenizer.json"):
+        from sharesd.models.tekken import folder_with_tokenizer  # which imports this module
+
+        source = folder_with_tokenizer(source)
+    backend = _read_backend(source / "tokenizer.json") if has_file(source / "tokenizer.json") else None
+    with damage_named(source / "tokenizer_config.json"):
+        config = read_tokenizer_config(source)
         special = roles_of(config)
         if backend is not None:
             add_missing_tokens(backend, config)
         else:
-            backend, special = _convert(folder)
+            backend, special = _convert(source)
         backend = _with_text(backend, TOOL_MARKS)
-        template, for_tools = (chat_template.read_template(folder, config, name) for name in ("default", "tool_use"))
+        template, for_tools = (chat_template.read_template(source, config, name) for name in ("default", "tool_use"))
         ends = _end_ids(folder, backend, special, template)
         return Tokenizer(
             backend,
@@ -280,7 +285,7 @@ def load_tokenizer(folder: Path, source: str | Path | None = None) -> Tokenizer:
             chat_template=template,
             tool_template=for_tools,
             eos_ids=ends,
-            origin=f" of {source or folder}",
+            origin=f" of {named or source}",
         )
 
 

@@ -12,6 +12,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from compile.block_linear import WIDENED, BlockPart
@@ -26,6 +27,8 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 LAYERS = "model.layers."
 MISFIT = "give the config.json that the weights were saved with, or download the checkpoint again"
 """Remedy of weights that do not fit a config."""
+NUMBERS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""Types of weights that need nothing else."""
 
 
 def decoder_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
@@ -74,12 +77,8 @@ def rename_tensors(
 
     Each is (name in the file, name as in `decoder_tensors`, values). `unused` gets the part of each tensor left out.
     """
-    ignored = architecture_of(config.model_type).ignored_prefixes
     for stored_name, tensor in stored:
-        name = text_name(stored_name)
-        part = unused_part(stored_name, config.num_hidden_layers, config.num_mtp_layers)
-        if part is None and stored_name.removeprefix("model.").startswith(ignored):
-            part = stored_name.removeprefix("model.").partition(".")[0]
+        name, part = text_name(stored_name), left_out(stored_name, config)
         if part is not None:
             if unused is not None:
                 unused.append(part)
@@ -89,6 +88,15 @@ def rename_tensors(
         if config.gemma_norm and name.endswith("norm.weight"):
             tensor = tensor.double() + 1.0  # stored minus one
         yield stored_name, name, tensor
+
+
+def left_out(stored_name: str, config: DecoderConfig) -> str | None:
+    """Return the part of a checkpoint to which a tensor belongs that the decoder does not need, or None."""
+    part = unused_part(stored_name, config.num_hidden_layers, config.num_mtp_layers)
+    name = stored_name.removeprefix("model.")
+    if part is None and name.startswith(architecture_of(config.model_type).ignored_prefixes):
+        part = name.partition(".")[0]
+    return part
 
 
 def text_name(name: str) -> str:
@@ -211,6 +219,9 @@ def copy_tensors(
         if tuple(parameter.shape) != tuple(tensor.shape):
             found, wanted = list(tensor.shape), list(parameter.shape)
             raise ValueError(f"{folder}: {stored_name} has shape {found} where config.json asks for {wanted}; {MISFIT}")
+        if not isinstance(tensor, BlockPart) and tensor.dtype not in NUMBERS:
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise ValueError(f"{folder}: {stored_name} is {kind}, and config.json does not say what it means; {MISFIT}")
         if not is_checked_elsewhere(name, tensor):
             check_finite(folder, stored_name, tensor)
         put(name, parameter, tensor)
@@ -225,3 +236,19 @@ def copy_tensors(
         has_config = (folder / "config.json").is_file()
         remedy = (not_causal(read_config(folder)) if has_config else None) or MISFIT
         raise ValueError(f"{folder} does not fit {what}: {', '.join(problems)}; {remedy}")
+
+
+def check_tensors(folder: Path, found: Mapping[str, Tensor], config: DecoderConfig) -> None:
+    """Raise ValueError as `copy_tensors`, before it is called: by names, shapes and types alone.
+
+    `found`: stored name -> tensor, which may be on the meta device.
+    """
+    decoder = Decoder(replace(config, max_context=1), device="meta")
+    copy_tensors(
+        dict(decoder_tensors(decoder)),
+        rename_tensors(((name, tensor.to("meta")) for name, tensor in found.items()), config),
+        folder,
+        f"architecture {config.model_type!r}",
+        put=lambda name, parameter, tensor: None,
+        is_checked_elsewhere=lambda name, tensor: True,
+    )

@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -31,14 +30,13 @@ from sharesd.models.decoder_config import DecoderConfig
 from sharesd.models.loader import decoder_config
 from sharesd.models.names import NAME_KEY
 from sharesd.models.wide_shapes import Shape
+from sharesd_files import scratch_folder
 
 ARCHITECTURES = ("llama", "mistral")
 GROUP = 64
 SHARD_BYTES = 10**9
 """Weights per file at most; one tensor may be larger."""
 
-_COPIED = ("*.json", "*.jinja", "*.txt", "*.model")
-_NOT_COPIED = ("config.json", "converted.json", "model.safetensors.index.json")
 _MARGIN_BYTES = 64 * 10**6
 """Disk space for the tokenizer and the file system, beyond the weights."""
 
@@ -105,9 +103,8 @@ def widen(
         vocab_size=config.vocab_size, head_dim=config.head_dim, tie_word_embeddings=config.tie_word_embeddings
     )
     _require_free(out, num_parameters * dtype.itemsize + _MARGIN_BYTES)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-partial-") as scratch:
-        fresh = Path(scratch) / "checkpoint"
+    with scratch_folder(out.parent) as scratch:
+        fresh = scratch / "checkpoint"
         fresh.mkdir()
         shards = _shards(parts, dtype, shard_bytes)
         index: dict[str, str] = {}
@@ -133,9 +130,7 @@ def describe(folder: Path, out: Path, shape: Shape, *, name: str) -> None:
     """
     config = decoder_config(folder)
     _require_fit(config, shape)
-    for file in [file for pattern in _COPIED for file in folder.glob(pattern)]:
-        if file.name not in _NOT_COPIED:
-            shutil.copyfile(file, out / file.name)
+    files.copy_texts(folder, out)
     _write_json(out / "config.json", files.read_config(folder) | _changed_config(config, shape, name))
 
 

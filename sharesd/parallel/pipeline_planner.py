@@ -145,4 +145,7 @@ def _sizes(
 
 
 def _size_of(name: str, config: EngineConfig) -> int:
-    return sum(file.stat().st_size for file in weight_files(resolve(name, ignored=config.ignore_keys)))
+    return sum(
+        file.stat().st_size
+        for file in weight_files(resolve(name, ignored=config.ignore_keys, trust_remote_code=config.trust_remote_code))
+    )

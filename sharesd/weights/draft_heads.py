@@ -16,13 +16,15 @@ from quant.quantize_model import QuantReport
 from sharesd.config import EngineConfig
 from sharesd.drafters import registry, selection
 from sharesd.drafters.base import num_bytes
-from sharesd.drafters.heads.checkpoint import load_head
+from sharesd.drafters.heads.checkpoint import check_head, load_head
 from sharesd.drafters.heads.config import mode_of
 from sharesd.drafters.heads.head import Head
 from sharesd.models.base import CausalModel
 from sharesd.models.checkpoint import Progress
 from sharesd.models.decoder import Decoder
+from sharesd.models.decoder_config import UnsupportedArchitecture
 from sharesd.models.hub import resolve
+from sharesd.models.loader import decoder_config
 from sharesd.weights.quantize import ModelQuantizer
 
 log = logging.getLogger(__name__)
@@ -41,6 +43,19 @@ class DraftHeads:
     def taps(self) -> tuple[int, ...]:
         """Depths of the target whose hidden states the heads read."""
         return next((head.config.taps for head in self.by_mode.values() if head.config.taps), ())
+
+    def check(self, target: Path) -> None:
+        """Raise ValueError for a head that does not fit the checkpoint of a target, before that is read."""
+        if not self.folders:
+            return
+        try:
+            config = decoder_config(target)
+        except UnsupportedArchitecture:  # which `load` refuses
+            return
+        for mode, folder in self.folders.items():
+            head_mode = mode_of(check_head(folder, config))
+            if head_mode != (registry.spec_of(mode).base or mode):
+                raise ValueError(f"{folder} is a head of mode {head_mode}: take mode {head_mode}, not {mode}")
 
     def load(self, target: CausalModel, quantizing: ModelQuantizer, device: torch.device) -> dict[str, QuantReport]:
         """Load heads while the target has plain linears; ValueError if unfit."""
@@ -78,7 +93,4 @@ def _load(mode: str, folder: Path, target: CausalModel) -> Head:
             f"the head attends to layers {', '.join(map(str, head.config.target_layers))}, and runs on "
             f"{split.output_device}, which does not have all of them; take another mode, or leave devices out"
         )
-    head_mode = mode_of(head.config.kind)
-    if head_mode != (registry.spec_of(mode).base or mode):
-        raise ValueError(f"{folder} is a head of mode {head_mode}: take mode {head_mode}, not {mode}")
     return head

@@ -231,7 +231,12 @@ class MemoryEstimate:
         heads = [selection.head_of(self.config, mode) for mode in self._heads if mode in self._needs]
         for path in (second, *heads):
             if path is not None:
-                num += sum(file.stat().st_size for file in weight_files(resolve(path, ignored=self.config.ignore_keys)))
+                num += sum(
+                    file.stat().st_size
+                    for file in weight_files(
+                        resolve(path, ignored=self.config.ignore_keys, trust_remote_code=self.config.trust_remote_code)
+                    )
+                )
         return num
 
     @property

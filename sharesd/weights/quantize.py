@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,10 @@ class ModelQuantizer:
         return quantize_linears(model, self._config, switch, **self._of_model(model))
 
     def head(self, head: Head, config: QuantConfig, folder: Path) -> QuantReport:
-        options = self._options(config, solver_config(self._device, folder))
+        solved = solver_config(self._device, None if self._folder is None else folder)
+        if solved.identity is not None and self._folder is not None:  # a head may read the target's LM head
+            solved = replace(solved, identity=f"{solved.identity} {identity(self._folder)}")
+        options = self._options(config, solved)
         return replace_with_quantized(head, config, **options, head_name="lm_head", layer_of=lambda _: 0)
 
     def _of_model(self, model: CausalModel) -> dict[str, Any]:

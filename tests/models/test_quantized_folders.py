@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from sharesd.models.hf import HFModel
 from sharesd.models.loader import decoder_config, load_decoder, load_model, resolve, stored_tensors
 from sharesd.models.quantized.formats import layout_of
 from sharesd.models.quantized.layout import Planes
+from sharesd.models.tokenizer import load_tokenizer
 from tests.helpers.quantized_folders import (
     FOLDERS,
     awq_planes,
@@ -99,7 +101,7 @@ def test_folders_are_expanded_once(kind: str, tmp_path: Path, caplog: pytest.Log
     expanded = resolve(folder)
     assert "GB in 16 bits" in caplog.text
     config = json.loads((expanded / "config.json").read_text())
-    assert "quantization_config" not in config and (expanded / "tokenizer.json").is_file()
+    assert "quantization_config" not in config and load_tokenizer(expanded).has_chat_template
     stored, found = load_file(folder / "model.safetensors"), {}
     for file in expanded.glob("*.safetensors"):
         found |= load_file(file)
@@ -157,6 +159,26 @@ def test_the_fallback_runs_expanded_weights(tmp_path: Path) -> None:
     assert torch.equal(found[f"{name}.weight"], read(section, planes, name).bfloat16().float())
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("model.norm.weight"), "lacks weights of 'stablelm': model.norm.weight"),
+        (lambda t: t.update({"model.layers.0.bogus": torch.ones(1)}), "for which 'stablelm' has no place: .*bogus"),
+        (lambda t: t.update({"model.norm.weight": torch.ones(3)}), "model.norm.weight has shape .3. where config.json"),
+    ],
+)
+def test_the_fallback_is_asked_before_a_byte_is_written(change: Any, message: str, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = AutoConfig.for_model("stablelm", vocab_size=96, num_key_value_heads=2, **sizes)
+    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(tmp_path / "plain")
+    folder = quantize_folder(tmp_path / "plain", *FOLDERS["gptq"])
+    edit(folder, change)
+    with pytest.raises(ValueError, match=message):
+        resolve(folder)
+    assert not list((tmp_path / "cache").rglob("*/*"))
+
+
 def edit(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
@@ -195,7 +217,7 @@ def plain(tensors: dict[str, Tensor]) -> None:
         ("gptq", {}, plain, f"tensor {UP}.weight is not quantized"),
         ("gptq", {}, lambda t: t[f"{UP}.g_idx"].add_(9), f"tensor {UP}.g_idx has groups that are none of 2"),
         ("gptq", {}, lambda t: t.update({f"{UP}.scales": t[f"{UP}.scales"].int()}), "up_proj.scales is int32"),
-        ("gptq", {}, lambda t: t.pop("model.norm.weight"), "tensor model.norm.weight is missing"),
+        ("gptq", {}, lambda t: t.pop("model.norm.weight"), "missing model.norm.weight"),
         ("packed", {"ignore": ["re:.*up_proj"]}, None, f"{UP}.* is quantized, and quantization_config leaves"),
         ("packed", {}, lambda t: t.update({f"{UP}.weight_global_scale": torch.ones(1)}), "global_scale has no meaning"),
         ("fp8", {}, lambda t: t.update({f"{UP}.weight_scale": torch.ones(1, 1)}), "_scale_inv has no meaning"),
@@ -267,6 +289,90 @@ def test_formats_of_writers_that_have_no_reader_are_refused_by_name(
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": section}))
     with pytest.raises(ValueError, match=rf"config.json has quantization_config.{field}.*; give a checkpoint"):
         decoder_config(tmp_path)
+
+
+ATTENTION = "model.layers.0.self_attn"
+
+
+@pytest.mark.parametrize("dequantize", [True, False])
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({f"{ATTENTION}.bogus": torch.ones(1)}, f"unexpected {ATTENTION}.bogus"),
+        ({"model.layers.9.input_layernorm.weight": torch.ones(64)}, "unexpected model.layers.9.input_layernorm.weight"),
+        ({f"{UP}.bias": torch.ones(128)}, f"unexpected {UP}.bias"),
+        ({"model.norm.weight": torch.ones(64, dtype=torch.int32)}, "model.norm.weight is int32, and config.json does"),
+        ({"lm_head.weight": torch.ones(96, 64)}, "lm_head.weight has shape .* where config.json asks for"),
+    ],
+)
+def test_tensors_without_a_place_are_refused_before_a_byte_is_written(
+    extra: dict[str, Tensor], message: str, dequantize: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_quantized(tmp_path / "model", "gptq")
+    edit(folder, lambda tensors: tensors.update(extra))
+    monkeypatch.setattr("sharesd.models.quantized.folder.write_tensors", None)
+    with pytest.raises(ValueError, match=message) as caught:
+        resolve(folder, dequantize=dequantize)
+    assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
+    assert not list((tmp_path / "cache").rglob("*/*"))
+
+
+def test_a_number_that_is_none_leaves_nothing_behind(tmp_path: Path) -> None:
+    folder = write_quantized(tmp_path / "model", "gptq")
+    edit(folder, lambda tensors: tensors["model.norm.weight"].fill_(torch.nan))
+    with pytest.raises(ValueError, match=r"model\.norm\.weight has NaN"):
+        resolve(folder)
+    assert not list((tmp_path / "cache").rglob("*/*"))
+
+
+def test_a_refusal_has_no_warning_of_an_expansion(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = write_quantized(tmp_path / "model", "fp8")
+    assert resolve(folder, dequantize=None) != folder and "weights are expanded to 16 bits" in caplog.text
+    caplog.clear()
+    edit(folder, lambda tensors: tensors.update({f"{ATTENTION}.bogus": torch.ones(1)}))
+    with pytest.raises(ValueError, match="bogus"):
+        resolve(folder, dequantize=None)
+    assert not caplog.text
+
+
+def test_a_copy_that_does_not_fit_on_the_disk_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_quantized(tmp_path / "model", "gptq")
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr("sharesd.models.quantized.folder.write_tensors", None)
+    with pytest.raises(ValueError, match=r"GB are needed and 0.00 GB are free.*; free some space there or set SHARESD"):
+        resolve(folder)
+    assert not list((tmp_path / "cache").rglob("*/*"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("k_scale", "v_scale", "q_scale", "k_zero_point", "attn.k_scale", "k_proj.k_scale", "k_proj.output_scale"),
+        *("qkv_proj.v_scale", "kv_scale", "prob_output_scale"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["fp8", "packed", "gptq", "awq", "nvfp4"])
+def test_scales_of_kv_caches_are_left_out_with_a_line(
+    kind: str, name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_quantized(tmp_path / "model", kind)
+    edit(folder, lambda tensors: tensors.update({f"{ATTENTION}.{name}": torch.ones(1)}))
+    expanded = resolve(folder)
+    assert caplog.text.count("KV-cache scales are not used") == 1
+    assert not any(name in key for file in expanded.glob("*.safetensors") for key in load_file(file))
+    if kind != "fp8":
+        assert resolve(folder, dequantize=False) == folder
+        assert not any(name in key for key, _ in stored_tensors(folder))
+
+
+def test_scales_of_kv_caches_beside_plain_weights_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = make_checkpoint(tmp_path / "model", layers=1)
+    edit(folder, lambda tensors: tensors.update({f"{ATTENTION}.k_scale": torch.ones(1)}))
+    load_decoder(folder, dtype=torch.float32)
+    assert "KV-cache scales are not used" in caplog.text
 
 
 def test_values_that_are_no_numbers_are_refused(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from sharesd.models import hub
+from sharesd.models import hub, loader
 from sharesd.models.gguf.convert import converted_folder
 from sharesd.models.loader import load_decoder, load_model
 from sharesd.models.tokenizer import load_tokenizer
@@ -73,6 +73,25 @@ def test_progress_counts_the_bytes_of_every_tensor(checkpoint: Path) -> None:
     done = [done for _, done, _ in calls]
     assert done == sorted(set(done)) and {total for _, _, total in calls} == {done[-1]}
     assert done[-1] == sum(parameter.nbytes for parameter in decoder.parameters())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model.layers.0.extra": torch.zeros(1)}, "unexpected model.layers.0.extra"),
+        ({"model.norm.weight": torch.zeros(33)}, r"model.norm.weight has shape \[33\]"),
+        ({"model.norm.weight": torch.zeros(32, dtype=torch.int8)}, "norm.weight is int8, and config.json does not say"),
+        ({"model.norm.weight": torch.zeros(32).to(torch.float8_e4m3fn)}, "norm.weight is float8_e4m3fn, and"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_weights_are_read(
+    change: dict[str, torch.Tensor], message: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "stored_tensors", None)
+    save_file(load_file(checkpoint / "model.safetensors") | change, checkpoint / "model.safetensors")
+    with pytest.raises(ValueError, match=message) as caught:
+        load_decoder(checkpoint, dtype=torch.float32)
+    assert str(checkpoint) in str(caught.value)
 
 
 def test_eos_ids_of_both_config_files_count(checkpoint: Path) -> None:

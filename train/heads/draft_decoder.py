@@ -10,7 +10,6 @@ Legend: N tokens of a text, T positions read, D hidden size, d hidden size of th
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,14 +20,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sharesd.drafters.heads.head import Head, qkv
-from sharesd.models.checkpoint import read_config, write_tensors
+from sharesd.models.checkpoint import copy_texts, read_config, write_tensors
 from sharesd.models.decoder import Block, Decoder
 from sharesd.models.decoder_config import DecoderConfig
 from sharesd.models.weight_mapping import decoder_tensors
 from train.heads.teacher import Lesson
-
-BESIDE = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template*")
-"""Files copied from the target's folder to the draft's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,5 +152,4 @@ def save_draft(draft: Draft, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(draft.raw, indent=2) + "\n")
     tensors = {name: slot.detach().cpu().contiguous() for name, slot in decoder_tensors(draft.decoder)}
     write_tensors(tensors, folder / "model.safetensors")
-    for path in (path for pattern in (*BESIDE, "generation_config.json") for path in draft.target.glob(pattern)):
-        shutil.copyfile(path, folder / path.name)
+    copy_texts(draft.target, folder)

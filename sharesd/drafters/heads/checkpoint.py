@@ -18,6 +18,7 @@ from sharesd.drafters.heads.head import Head
 from sharesd.models import checkpoint
 from sharesd.models.config_checks import check_sizes
 from sharesd.models.decoder import Decoder
+from sharesd.models.decoder_config import DecoderConfig
 from sharesd.models.weight_mapping import block_tensors, copy_tensors
 from sharesd_files import atomic_files
 
@@ -31,6 +32,30 @@ def load_head(folder: Path, target: Decoder) -> Head:
     Call it while the target has its plain linears. Raises ValueError if tensors or fields are missing, unknown, wrongly
     shaped, or for another target.
     """
+    head, stored = _empty_head(folder, target)
+    copy_tensors(dict(_slots(head)), stored, folder, f"a head of kind {head.config.kind}")
+    return head.eval().requires_grad_(False)
+
+
+def check_head(folder: Path, config: DecoderConfig) -> Kind:
+    """Return the kind of a head; ValueError as `load_head` by names, shapes and types alone.
+
+    Neither the target of this config nor the head takes memory.
+    """
+    head, stored = _empty_head(folder, Decoder(config, device="meta"))
+    copy_tensors(
+        dict(_slots(head)),
+        ((stored_name, name, tensor.to("meta")) for stored_name, name, tensor in stored),
+        folder,
+        f"a head of kind {head.config.kind}",
+        put=lambda name, parameter, tensor: None,
+        is_checked_elsewhere=lambda name, tensor: True,
+    )
+    return head.config.kind
+
+
+def _empty_head(folder: Path, target: Decoder) -> tuple[Head, list[tuple[str, str, Tensor]]]:
+    """Return a head without values, and its tensors: stored name, name and values."""
     raw, files = checkpoint.read_config(folder), checkpoint.weight_files(folder)
     if (quantized := checkpoint.quantization_of(raw)) is not None:
         method = quantized.get("quant_method", "unknown method")
@@ -56,9 +81,7 @@ def load_head(folder: Path, target: Decoder) -> Head:
             own_lm_head="lm_head.weight" in tensors,
             fc_bias="fc.bias" in tensors,
         )
-    stored = ((stored_name, name, tensor) for name, (stored_name, tensor) in tensors.items())
-    copy_tensors(dict(_slots(head)), stored, folder, f"a head of kind {config.kind}")
-    return head.eval().requires_grad_(False)
+    return head, [(stored_name, name, tensor) for name, (stored_name, tensor) in tensors.items()]
 
 
 def new_head(

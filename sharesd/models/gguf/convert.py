@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from sharesd.models.checkpoint import STORED, Progress, damage_named, refuse_pointers, silent
 from sharesd.models.config_checks import check_sizes
-from sharesd.models.conversion_cache import converted
+from sharesd.models.conversion_cache import converted, require_space
 from sharesd.models.decoder_config import DecoderConfig, UnsupportedArchitecture
 from sharesd.models.gguf.parts import model_stem, parts_of
 from sharesd.models.other_files import refuse_other_gguf
@@ -50,7 +50,7 @@ def converted_folder(
         gguf_file,
         parts,
         stem=model_stem(gguf_file),
-        key=ignored if dequantize else [ignored, *_names(parts)],
+        key=ignored,
         ending="" if dequantize else "-stored",
         write=lambda folder: _convert(parts, ignored, folder, progress, dequantize),
     )
@@ -93,11 +93,13 @@ def _convert_here(file: GGUFFile, folder: Path, progress: Progress, dequantize: 
     check_tokenizer(file)
     config = config_of(file)
     decoder_config = DecoderConfig.from_hf(config)
-    check_sizes(decoder_config, sum(math.prod(tensor.shape) for tensor in file.tensors.values()))
+    num_weights = sum(math.prod(tensor.shape) for tensor in file.tensors.values())
+    check_sizes(decoder_config, num_weights)
     names_of(file, decoder_config)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     progress("writing the tokenizer", 0, 1)
     write_tokenizer(file, folder, layout)
     progress("writing the tokenizer", 1, 1)
     if dequantize:
+        require_space(folder, 2 * num_weights)
         write_weights(file, decoder_config, folder / "model.safetensors", progress)

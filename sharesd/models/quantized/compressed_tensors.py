@@ -41,7 +41,6 @@ _EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in", "word_embed
 """Last parts of the names of embeddings; other quantized modules are linears."""
 _ACTIVATIONS = (
     *("input_scale", "input_zero_point", "input_global_scale", "input_g_idx", "output_scale", "output_zero_point"),
-    *("q_scale", "k_scale", "v_scale", "k_zero_point", "v_zero_point"),
 )
 
 

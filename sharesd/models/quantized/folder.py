@@ -27,23 +27,24 @@ from sharesd.models.checkpoint import (
     quantization_of,
     read_config,
     read_tensors,
+    source_of,
     weight_files,
     without_quantization,
     write_tensors,
 )
 from sharesd.models.config_checks import check_sizes
-from sharesd.models.conversion_cache import converted
+from sharesd.models.conversion_cache import converted, name_of, require_space
 from sharesd.models.decoder_config import DecoderConfig, UnsupportedArchitecture
+from sharesd.models.linked_folder import linked_folder
 from sharesd.models.quantized.formats import layout_of
 from sharesd.models.quantized.layout import MISFIT, Layout, Planes, QuantizedLinear
 from sharesd.models.quantized.workers import Workers
-from sharesd.models.weight_mapping import EMBEDDING, HEAD, LAYERS, check_finite, tensor_shapes, text_name
+from sharesd.models.unused_tensors import KV_SCALES, is_kv_scale, report_unused
+from sharesd.models.weight_mapping import EMBEDDING, HEAD, LAYERS, check_finite, check_tensors, tensor_shapes, text_name
 
 log = logging.getLogger(__name__)
 
-_LINKED = ("*.json", "*.jinja", "*.txt", "*.model", "*.py")
 _CONFIGS = ("config.json", MODELOPT, *QUANT_CONFIGS)
-_NOT_LINKED = (*_CONFIGS, *(f"{name}.index.json" for name in WEIGHT_FILES))
 _SHARD_BYTES = 2 << 30
 
 
@@ -56,7 +57,7 @@ Weights = dict[str, Tensor | Linear]
 """Tensors of a checkpoint by name."""
 
 
-def expanded_folder(folder: Path, progress: Progress) -> Path:
+def expanded_folder(folder: Path, progress: Progress, *, trust_remote_code: bool = False) -> Path:
     """Return a folder in the cache, its weights in 16 bits.
 
     Raises:
@@ -64,8 +65,13 @@ def expanded_folder(folder: Path, progress: Progress) -> Path:
     """
     configs = [folder / name for name in _CONFIGS if (folder / name).exists()]
     files = [*configs, *weight_files(folder)]
-    name = folder.resolve().name
-    return converted(folder, files, stem=name, key="16 bits", write=lambda fresh: _expand(folder, fresh, progress))
+    name = name_of(folder)
+
+    def write(fresh: Path) -> None:
+        _expand(folder, fresh, progress, trust_remote_code)
+
+    weights = converted(folder, files, stem=name, key="16 bits", write=write)
+    return linked_folder(weights, name, source=source_of(folder))
 
 
 def check_as_stored(folder: Path) -> None:
@@ -74,7 +80,7 @@ def check_as_stored(folder: Path) -> None:
     if config is None:
         raise ValueError(f"{folder}: {reason}, and stored weights run in native decoders; take --dequantize")
     with damage_named(folder):
-        _check(_read_weights(folder, layout, config), config, as_stored=True)
+        _check(folder, _read_weights(folder, layout, config), config, as_stored=True)
 
 
 def stored_types(folder: Path) -> dict[str, str]:
@@ -119,15 +125,21 @@ def _is_widened(name: str, tensor: Tensor) -> bool:
     return text_name(name) in (EMBEDDING, HEAD) and tensor.dtype == torch.bfloat16
 
 
-def _expand(folder: Path, fresh: Path, progress: Progress) -> None:
-    """Write the folder's files with weights of 16 bits."""
+def _expand(folder: Path, fresh: Path, progress: Progress, trust_remote_code: bool) -> None:
+    """Write config and weights of 16 bits; everything but values is checked before."""
     raw, (layout, config, _) = without_quantization(read_config(folder)), _read_config(folder)
     with damage_named(folder):
         weights = _read_weights(folder, layout, config)
-        sizes = {name: math.prod(shape) for name, shape in _check(weights, config).items()}
+        shapes = _check(folder, weights, config)
+    if config is None:
+        from sharesd.models.hf import check_tensors as check_by_transformers
+
+        check_by_transformers(folder, shapes, trust_remote_code)
+    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
     said = str(raw.get("dtype") or raw.get("torch_dtype"))
     dtype = torch.float16 if said == "float16" else torch.bfloat16
     total, done, shard, shards = sum(sizes.values()), 0, dict[str, Tensor](), list[dict[str, Tensor]]()
+    require_space(fresh, sum(_stored_bytes(tensor, sizes[name]) for name, tensor in weights.items()))
     log.warning(
         "%s: %.2f GB of weights take %.2f GB in 16 bits, on disk and in memory", folder, *_gigabytes(folder, total)
     )
@@ -146,6 +158,8 @@ def _expand(folder: Path, fresh: Path, progress: Progress) -> None:
                 tensor = tensor().values(dtype, workers.run)
                 if not tensor.sum(dtype=torch.float32).isfinite():
                     check_finite(folder, name, tensor)
+            elif text_name(name) != EMBEDDING:  # rows of which no text may need
+                check_finite(folder, name, tensor)
             shard[name] = tensor.contiguous()
             done += sizes[name]
             progress("expanding weights", done, total)
@@ -156,9 +170,11 @@ def _expand(folder: Path, fresh: Path, progress: Progress) -> None:
     index = {"metadata": {}, "weight_map": names}
     (fresh / f"{WEIGHT_FILES[0]}.index.json").write_text(json.dumps(index), encoding="utf-8")
     (fresh / "config.json").write_text(json.dumps(raw, indent=1), encoding="utf-8")
-    for file in chain.from_iterable(folder.glob(pattern) for pattern in _LINKED):
-        if file.name not in _NOT_LINKED:
-            (fresh / file.name).symlink_to(file.resolve())
+
+
+def _stored_bytes(tensor: Tensor | Linear, num_weights: int) -> int:
+    """Return the bytes of a tensor in an expanded checkpoint."""
+    return tensor.nbytes if isinstance(tensor, Tensor) else 2 * num_weights
 
 
 def _gigabytes(folder: Path, num_weights: int) -> tuple[float, float]:
@@ -188,7 +204,9 @@ def _read_weights(folder: Path, layout: Layout, config: DecoderConfig | None) ->
 
     Raises ValueError for files that are damaged, and tensors that disagree with the config.
     """
-    weights = _grouped(dict(chain.from_iterable(map(read_tensors, weight_files(folder)))), layout)
+    tensors = dict(chain.from_iterable(map(read_tensors, weight_files(folder))))
+    report_unused(folder, (KV_SCALES for name in tensors if is_kv_scale(name)))
+    weights = _grouped({name: tensor for name, tensor in tensors.items() if not is_kv_scale(name)}, layout)
     asked = {} if config is None else tensor_shapes(config)
     for stored in list(weights):  # AutoGPTQ writes biases for all linears
         tensor, name = weights[stored], text_name(stored)
@@ -237,35 +255,30 @@ def _linear(module: str, tensors: Mapping[str, Tensor], layout: Layout) -> Quant
     return linear
 
 
-def _check(weights: Weights, config: DecoderConfig | None, *, as_stored: bool = False) -> dict[str, tuple[int, ...]]:
+def _check(
+    folder: Path, weights: Weights, config: DecoderConfig | None, *, as_stored: bool = False
+) -> dict[str, tuple[int, ...]]:
     """Return the shape of each tensor.
 
     Raises ValueError for one that is missing, damaged or wrongly shaped, or `as_stored` has no kernel.
     """
-    shapes, orders, refusal = {}, dict[str, Tensor | None](), None
+    found, orders, refusal = dict[str, Tensor](), dict[str, Tensor | None](), None
     for name, tensor in weights.items():
         linear = tensor if isinstance(tensor, Tensor) else tensor()
-        shapes[name] = tuple(linear.shape)
+        found[name] = linear if isinstance(linear, Tensor) else torch.empty(linear.shape, device="meta")
         if as_stored and isinstance(linear, QuantizedLinear):
             orders[text_name(name)] = linear.order
             try:
                 linear.block_type()
             except ValueError as error:  # damage comes first
                 refusal = refusal or error
-    asked = {} if config is None else tensor_shapes(config)
-    found = {text_name(name): name for name in weights}
-    for name, stored in found.items():
-        if name in asked and shapes[stored] != asked[name]:
-            sizes = f"{list(shapes[stored])} where config.json asks for {list(asked[name])}"
-            raise ValueError(f"tensor {stored} has shape {sizes}; {MISFIT}")
-    missing = [name for name in asked if name not in found]
-    if missing:
-        raise ValueError(f"tensor {missing[0]} is missing; download the checkpoint again")
+    if config is not None:
+        check_tensors(folder, found, config)
     if refusal is not None:
         raise refusal
     if config is not None:
         _check_orders(orders, config)
-    return shapes
+    return {name: tuple(tensor.shape) for name, tensor in found.items()}
 
 
 def _check_orders(orders: Mapping[str, Tensor | None], config: DecoderConfig) -> None:

@@ -41,11 +41,11 @@ class ModelOpt(Layout):
     names = pattern_of(
         (
             *("weight", "weight_scale", "weight_scale_2"),
-            *("input_scale", "output_scale", "k_scale", "v_scale", "q_scale"),
+            *("input_scale", "output_scale"),
         )
     )
     codes = frozenset({"weight"})
-    left_out = frozenset({"input_scale", "output_scale", "k_scale", "v_scale", "q_scale"})
+    left_out = frozenset({"input_scale", "output_scale"})
 
     def __init__(self, settings: Settings) -> None:
         """Read the settings; ValueError for those that are not supported."""

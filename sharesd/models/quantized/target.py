@@ -13,7 +13,8 @@ from torch import Tensor
 
 from compile.block_linear import BlockPart, block_sizes
 from compile.block_quantizer import quantize_blocks
-from sharesd.models.checkpoint import STORED, TARGET_QUANT, identity, is_quantized, read_config, read_json
+from sharesd.models.checkpoint import STORED, TARGET_QUANT, is_quantized, read_config, read_json
+from sharesd.models.conversion_cache import name_of
 from sharesd.models.decoder_config import DecoderConfig, UnsupportedArchitecture
 from sharesd.models.linked_folder import linked_folder
 from sharesd.models.weight_mapping import EMBEDDING, HEAD, LAYERS, tensor_shapes, text_name
@@ -41,13 +42,7 @@ def folder_to_quantize(base: Path, kind: str) -> Path:
     for name, shape in tensor_shapes(config).items():
         if len(shape) == 2 and shape[1] % _SMALLEST:
             raise ValueError(f"{base}: {name} has {shape[1]} inputs, which is no multiple of {_SMALLEST}; {_REMEDY}")
-    text = json.dumps({"type": kind})
-    key = identity(base), kind
-    return linked_folder(base, f"{base.name}-{kind}", key, lambda fresh: _write(fresh / TARGET_QUANT, text))
-
-
-def _write(file: Path, text: str) -> None:
-    file.write_text(text)
+    return linked_folder(base, f"{name_of(base)}-{kind}", texts={TARGET_QUANT: json.dumps({"type": kind})})
 
 
 def _check_plain(folder: Path) -> None:
