@@ -14,11 +14,12 @@ from functools import cache, cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compile.cpp_extension import kernel, library
 from compile.input_order import common_order, order_words
-from compile.linear import Zeros
+from compile.linear import NotFinite, Zeros
 from compile.op_registry import LIBRARY
 
 Activations = Literal["exact", "fast"]
@@ -61,7 +62,15 @@ GGML has none of those from INT4_32 on: INT types have zeros of their own. A blo
 in float16, their zero in a byte, and codes in the order of Q4_0; INT8_64 has a byte for each code. A block of NVFP4_16
 has the scale of its row in float32, that of 16 inputs as E4M3, and their codes.
 """
-_LANES = 16  # outputs of a record
+NUMBERS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""GGML types of plain numbers, in order of the kernel's numbers for them."""
+WIDENED = "BF16"
+"""Type of tables of bfloat16 numbers."""
+LANES = 16
+"""Outputs of a record."""
+_FIRST_NUMBERS = 200
+_PACKED_ROWS = 4096
+"""Rows of numbers packed at a time, to limit the memory of intermediate values."""
 _SPLIT, _UPPER = 100, 101
 """Numbers of Q8_0 in memory, and of its upper halves."""
 _REPACK_ARGTYPES = (c_void_p, *[c_int64] * 3, c_void_p, c_void_p, c_int64)
@@ -76,22 +85,21 @@ def block_sizes(kind: str) -> tuple[int, int]:
 
 def packed_bytes(kind: str, outputs: int, inputs: int) -> int:
     """Return the bytes of a matrix in memory, on a CPU."""
-    return -(-outputs // _LANES) * _record_bytes(kind, inputs)
+    return -(-outputs // LANES) * _record_bytes(kind, inputs)
 
 
 def _record_bytes(kind: str, inputs: int) -> int:
+    if kind in NUMBERS:
+        return LANES * inputs * NUMBERS[kind].itemsize
     form = _FORMATS[kind]
     return -(-inputs // form.unit) * form.unit_bytes
-
-
-WIDENED = "BF16"
-"""Type of a `BlockPart` of bfloat16 numbers."""
 
 
 class BlockPart(NamedTuple):
     """Type of a tensor, and its rows.
 
-    uint8 [N, row bytes], or [N, K] of type WIDENED. `order`: see `compile.input_order`.
+    uint8 [N, row bytes] of blocks, or [N, K] of one of the NUMBERS. `order`: see `compile.input_order`; numbers have
+    none, and are put into that of the blocks beside them.
     """
 
     type: str
@@ -113,7 +121,7 @@ class BlockPart(NamedTuple):
 
         Raises ValueError if the type has no kernel, or the rows are no blocks.
         """
-        if self.type == WIDENED:
+        if self.type in NUMBERS:
             return self.raw.shape[1]
         if self.type not in _FORMATS:
             raise ValueError(f"type {self.type} does not run as it is; types that do: {', '.join(BLOCK_TYPES)}")
@@ -128,12 +136,54 @@ class BlockPart(NamedTuple):
     @classmethod
     def without_bytes(cls, kind: str, outputs: int, inputs: int) -> BlockPart:
         """Return a part on the meta device; its linear is given records."""
+        if kind in NUMBERS:
+            return cls(kind, torch.empty(outputs, inputs, dtype=NUMBERS[kind], device="meta"))
         form = _FORMATS[kind]
         return cls(kind, torch.empty(outputs, inputs // form.inputs * form.bytes, dtype=torch.uint8, device="meta"))
 
     def numbers(self) -> Tensor:
         """Return the weights, float32 [N, K]."""
-        return self.raw.float() if self.type == WIDENED else BlockLinear([self], None, self.in_features).unpacked()
+        return self.raw.float() if self.type in NUMBERS else BlockLinear([self], None, self.in_features).unpacked()
+
+
+def aligned_parts(
+    parts: Sequence[BlockPart], inputs: int, *, joins: bool = False
+) -> tuple[list[BlockPart], Tensor | None]:
+    """Return the parts of a linear with one order of inputs, and that order.
+
+    Neighbours of one type become one part where the first does not end with a record; always if `joins`.
+
+    Raises ValueError if their inputs differ, or the order of the blocks'.
+    """
+    for part in parts:
+        if part.in_features != inputs:
+            raise ValueError(f"a {part.type} part has {part.in_features} inputs, the linear {inputs}")
+    order = common_order([part.order for part in parts if part.type not in NUMBERS], inputs)
+    aligned: list[BlockPart] = []
+    for part in parts:
+        raw = part.raw
+        if part.type in NUMBERS and order is not None:
+            raw = raw.index_select(1, order.to(raw.device, torch.int64))
+        if aligned and aligned[-1].type == part.type and (joins or len(aligned[-1].raw) % LANES):
+            raw = torch.cat([aligned.pop().raw, raw])
+        aligned.append(BlockPart(part.type, raw, order))
+    return aligned, order
+
+
+def _type_number(kind: str) -> int:
+    return _FIRST_NUMBERS + [*NUMBERS].index(kind) if kind in NUMBERS else BLOCK_TYPES.index(kind)
+
+
+def _pack_numbers(numbers_NK: Tensor, to: Tensor) -> None:
+    """Write records of numbers, [N / 16, K, 16]; NotFinite for NaN or infinite ones."""
+    size, dtype = LANES * numbers_NK.shape[1], numbers_NK.dtype
+    for first in range(0, len(numbers_NK), _PACKED_ROWS):
+        rows_NK = numbers_NK[first : first + _PACKED_ROWS]
+        if not rows_NK.isfinite().all():
+            raise NotFinite("weights have NaN or infinite values")
+        records = F.pad(rows_NK, (0, 0, 0, -len(rows_NK) % LANES)).unflatten(0, (-1, LANES)).transpose(1, 2)
+        begin = first // LANES * size * dtype.itemsize
+        to[begin : begin + records.numel() * dtype.itemsize].view(dtype).view(records.shape).copy_(records)
 
 
 class Records(NamedTuple):
@@ -164,22 +214,20 @@ class BlockLinear(nn.Module):
         `records`: the result of an earlier linear with such parts, which are not read then.
 
         Raises ValueError if a part's type has no kernel, its rows do not have `in_features`, it does not begin at a
-        multiple of 16 outputs, or it has another order than the first.
+        multiple of 16 outputs, or blocks have different orders; NotFinite for numbers that are not.
         """
         super().__init__()
         table, rows, size = [], 0, 0
+        parts, order = aligned_parts(parts, in_features)
         for part in parts:
-            if part.in_features != in_features:
-                raise ValueError(f"a {part.type} part has {part.in_features} inputs, the linear {in_features}")
-            if rows % _LANES:
-                raise ValueError(f"a {part.type} part begins at output {rows}, which is no multiple of {_LANES}")
-            num, record = -(-len(part.raw) // _LANES), _record_bytes(part.type, in_features)
-            table.append([BLOCK_TYPES.index(part.type), num, size, record])
+            if rows % LANES:
+                raise ValueError(f"a {part.type} part begins at output {rows}, which is no multiple of {LANES}")
+            num, record = -(-len(part.raw) // LANES), _record_bytes(part.type, in_features)
+            table.append([_type_number(part.type), num, size, record])
             rows, size = rows + len(part.raw), size + num * record
         if not rows:
             raise ValueError("a linear without outputs")
         self.in_features, self.out_features, self.activations = in_features, rows, activations
-        order = common_order([part.order for part in parts], in_features)
         head = [len(table), int(activations == "exact"), 0, int(order is not None)]
         self.register_buffer("table", torch.cat([torch.tensor([head, *table]), order_words(order)]), persistent=False)
         self.register_buffer("bias", bias_N, persistent=False)
@@ -192,6 +240,9 @@ class BlockLinear(nn.Module):
         self.register_buffer("weight", weight, persistent=False)
         for part, (_, _, offset, _), words in zip(parts, table, self._part_words, strict=True):
             raw = part.raw if part.raw.stride(1) == 1 else part.raw.contiguous()
+            if part.type in NUMBERS:
+                _pack_numbers(raw, self.weight[offset:])
+                continue
             kernel("repack_blocks", torch.uint8, *_REPACK_ARGTYPES)(
                 raw.data_ptr(),
                 raw.stride(0),

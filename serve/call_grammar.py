@@ -86,7 +86,7 @@ def _parameter_rules(parameter: Parameter, function: Function, name: str, head: 
 def marks_of(form: ToolFormat, tokenizer: Tokenizer) -> list[str]:
     """Return the added tokens in a format's texts."""
     texts = (form.mark, form.opening, form.between, form.middle or "", form.end, *(form.parameter or ()))
-    ends = {tokenizer.backend.id_to_token(i) for i in tokenizer.eos_ids}
+    ends = {tokenizer.token(i) for i in tokenizer.eos_ids}
     added = {token.content for token in tokenizer.backend.get_added_tokens_decoder().values()}
     return [part for text in texts for part in _parts(text, tokenizer) if part in added - ends]
 

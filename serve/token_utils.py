@@ -89,7 +89,7 @@ def check_ids(model: Model, ids: Sequence[int], param: str) -> None:
 def token_text(tokenizer: Tokenizer, token: int) -> str:
     """Return one token's text, special tokens and leading space included."""
     text = tokenizer.decode([token], skip_special_tokens=False)
-    piece = tokenizer.backend.id_to_token(token) or ""
+    piece = tokenizer.token(token) or ""
     return f" {text}" if piece.startswith("\u2581") and not text.startswith(" ") else text
 
 
@@ -98,7 +98,7 @@ def token_bytes(tokenizer: Tokenizer, token: int) -> list[int] | None:
     text = token_text(tokenizer, token)
     if "\ufffd" not in text:
         return list(text.encode())
-    piece = tokenizer.backend.id_to_token(token) or ""
+    piece = tokenizer.token(token) or ""
     byte = _BYTE_TOKEN.fullmatch(piece)
     if byte:
         return [int(byte[1], 16)]

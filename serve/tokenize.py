@@ -31,7 +31,7 @@ async def tokenizer_info(request: Request) -> JSONResponse:
     """Handle `GET /tokenizer_info`: roles of tokens, and the chat template."""
     model = _model(request, None)
     tokenizer = model.tokenizer
-    ends = [tokenizer.backend.id_to_token(i) for i in tokenizer.eos_ids[:1]]
+    ends = [tokenizer.token(i) for i in tokenizer.eos_ids[:1]]
     roles = {"bos_token": None, "eos_token": next(iter(ends), None), "pad_token": None, "unk_token": None}
     return JSONResponse(
         {

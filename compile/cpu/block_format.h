@@ -19,7 +19,8 @@ namespace sharesd {
 enum BlockType : int64_t {  // block_linear.py has these numbers
   kQ8_0, kQ4_K, kQ6_K, kQ5_K, kQ4_0, kQ5_0, kQ4_1, kQ5_1, kIQ4_NL, kIQ4_XS, kMXFP4, kQ3_K, kQ2_K,
   kINT4_32, kINT4_64, kINT4_128, kINT8_32, kINT8_64, kINT8_128, kNVFP4_16,
-  kSplitQ8_0 = 100, kUpperQ8_0  // in memory only, of one content: Q8_0, and its upper halves alone
+  kSplitQ8_0 = 100, kUpperQ8_0,  // in memory only, of one content: Q8_0, and its upper halves alone
+  kF32 = 200, kF16, kBF16  // plain numbers beside blocks of the same linear
 };
 constexpr int kOwnZeros = -1;  // in place of a form's `kZero`
 
@@ -565,6 +566,14 @@ template <typename F> inline void with_form(int64_t type, F&& f) {
   }
 }
 
+// Numbers beside blocks: a record is [K][16], as the rows of `linear.h` are.
+inline bool is_number(int64_t type) { return type >= kF32; }
+template <typename F> inline void with_number(int64_t type, F&& f) {
+  if (type == kF32) return f(float{});
+  if (type == kF16) return f(f16{});
+  f(bf16{});
+}
+
 template <typename Form> struct Record {  // sizes in bytes, of K inputs
   static constexpr int64_t kUnitBytes = Form::kHeader + Form::kUnit / 32 * Form::kBytes;
   static constexpr int64_t kLowUnitBytes = Form::kUnit / 32 * Form::kLowBytes;
@@ -670,6 +679,11 @@ void decode_block_row(const uint8_t* weight, const BlockTable& table, int64_t n,
   int64_t record = n / 16;
   for (; record >= part->records; ++part) record -= part->records;
   const uint8_t* at = weight + part->offset + record * part->record;
+  if (is_number(part->type))
+    return with_number(part->type, [&](auto number) {
+      const auto* from = reinterpret_cast<const decltype(number)*>(at) + n % 16;
+      for (int64_t k = 0; k < K; ++k) narrow(static_cast<float>(widen(from[k * 16])), to + (order ? order[k] : k));
+    });
   with_form(part->type, [&](auto form) {
     using Form = decltype(form);
     constexpr int64_t per = UnpackedBlocks::kInputs / Form::kUnit;

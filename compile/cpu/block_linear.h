@@ -236,8 +236,47 @@ void many_block_rows(const BlockRows& x, const uint8_t* const (&w)[B], int64_t K
   }
 }
 
+// Values of rounded rows, [M][K].
+inline const float* decoded_rows(const BlockRows& x, int64_t K) {
+  thread_local std::vector<float> memory;
+  if (static_cast<int64_t>(memory.size()) < x.M * K + 32) memory.resize(x.M * K + 32);  // the last group may be short
+  for (int64_t t = 0; t < x.tiles; ++t) {
+    const RowTile tile(x, t, 0);
+    const int64_t first = x.first(t), R = x.first(t + 1) - first;
+    for (int64_t r = 0; r < R; ++r)
+      for (int64_t g = 0; g * 32 < K; ++g) {
+        uint8_t codes[32], fines[32] = {};
+        for (int64_t j = 0; j < 8; ++j) {
+          std::memcpy(codes + j * 4, tile.codes + ((g * 8 + j) * R + r) * 4, 4);
+          if (x.exact) std::memcpy(fines + j * 4, tile.fine + ((g * 8 + j) * R + r) * 4, 4);
+        }
+        for (int64_t h = 0; h < 32; h += 16) {
+          vint code = small<int8_t>(codes + h);
+          if (x.exact) code = (code << 8) + small<int8_t>(fines + h);
+          put(convert<vfloat>(code) * tile.scale[g * R + r], memory.data() + (first + r) * K + g * 32 + h);
+        }
+      }
+  }
+  return memory.data();
+}
+
+// Rows against `num` records of numbers. Sums are in the order of the inputs, those of a row are the same beside any others.
+template <typename E>
+void number_sums(const BlockRows& x, const uint8_t* w, int64_t K, int64_t num, float* sums) {
+  const float* values = decoded_rows(x, K);
+  const E* weights = reinterpret_cast<const E*>(w);
+  constexpr int64_t N = kBlocks * 16;
+  constexpr int R = kWideRegisters ? 8 : 4;
+  if (num == kBlocks)
+    rows<float, R, kBlocks>(values, K, weights, static_cast<const float*>(nullptr), sums, 0, x.M, N, K, 2048);
+  else
+    rows<float, R, 1>(values, K, weights, static_cast<const float*>(nullptr), sums, 0, x.M, N, K, 2048);
+}
+
 // See BlockKernel.
 inline void block_sums(const BlockRows& x, const uint8_t* w, int64_t type, int64_t K, int64_t num, float* sums) {
+  if (is_number(type))
+    return with_number(type, [&](auto number) { number_sums<decltype(number)>(x, w, K, num, sums); });
   with_form(type, [&](auto form) {
     using Form = decltype(form);
     constexpr int B = kBlocks;

@@ -226,14 +226,15 @@ def load_decoder(
     found: defaultdict[int, dict[str, Tensor]] = defaultdict(dict)  # of incomplete blocks
 
     def put(name: str, parameter: Tensor, tensor: Tensor) -> None:
-        if isinstance(tensor, BlockPart) and tensor.type == WIDENED and (dtype != torch.float32 or parameter.is_cuda):
-            tensor = tensor.raw
-        mapped = mmap_embeddings and name in (EMBEDDING, HEAD)
+        is_table = name in (EMBEDDING, HEAD)
+        if is_table and isinstance(tensor, BlockPart) and tensor.type == WIDENED:
+            tensor = tensor.raw if dtype != torch.float32 or parameter.is_cuda else tensor
+        mapped = mmap_embeddings and is_table
         if mapped and tensor.dtype == dtype and tensor.device == parameter.device:
             owner: nn.Module = decoder.embed if name == EMBEDDING else decoder.head
             owner.weight.data = tensor  # a tied head shares the parameter
             return
-        if isinstance(tensor, BlockPart) and name in (EMBEDDING, HEAD):
+        if isinstance(tensor, BlockPart) and is_table:
             assert make_linear is not None
             _put_table(decoder, name, tensor, dtype, make_linear)
             return

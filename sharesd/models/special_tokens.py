@@ -6,6 +6,7 @@ tokenizer_config.json has no `added_tokens_decoder`, as in transformers.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 """Roles in the order in which missing tokens are added."""
 EXTRA = ("extra_special_tokens", "additional_special_tokens")
 """Names of further special tokens; the first that is there counts."""
+REPEATED = "repeated_tokens"
+"""Field of the config of a converted file: id -> id of another token with the same string."""
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 
 
@@ -92,6 +95,31 @@ def add_missing_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any])
         if token.content not in known:
             backend.add_tokens([token])
             known.add(token.content)
+
+
+def with_own_ids(backend: tokenizers.Tokenizer, file: Path) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
+    """Return a tokenizer in which added tokens have the ids of its file, and ids whose strings others have, too.
+
+    The package leaves out an added token whose string is known, and gives its id to the next one.
+    """
+    text = file.read_text("utf-8")
+    begin = text.find('"added_tokens"')
+    listed = json.JSONDecoder().raw_decode(text[text.index("[", begin) :])[0] if begin >= 0 else []
+    if all(backend.id_to_token(token["id"]) == token["content"] for token in listed):
+        return backend, {}
+    written, vocab = json.loads(text), backend.get_vocab(with_added_tokens=False)
+    ids, taken = dict[str, int](), set(vocab.values())
+    repeated, tokens = dict[int, int](), list[dict[str, Any]]()
+    for token in written["added_tokens"]:
+        content, own = token["content"], token["id"]
+        if content not in ids:
+            ids[content] = vocab.get(content, own)
+            tokens.append({**token, "id": ids[content]})
+        if ids[content] != own and own not in taken:
+            repeated[own] = ids[content]
+            tokens.append({**token, "id": own, "content": f"<token {own}>", "special": True})  # keeps the place
+    written["added_tokens"] = tokens
+    return tokenizers.Tokenizer.from_str(json.dumps(written)), repeated
 
 
 def _listed(config: Mapping[str, Any]) -> Iterator[AddedToken]:

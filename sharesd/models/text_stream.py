@@ -51,9 +51,8 @@ class TextStream:
 
     def _ends_in_byte(self) -> bool:
         """Return True if the last token that decoding keeps is a byte."""
-        backend = self._tokenizer.backend
         for i in reversed(self._ids):
-            token = backend.id_to_token(i)
+            token = self._tokenizer.token(i)
             if token is not None and not (self._skip and i in self._tokenizer.special_ids):
                 return _BYTE_TOKEN.fullmatch(token) is not None
         return False

@@ -17,7 +17,13 @@ import tokenizers
 
 from sharesd.models import call_probe, chat_template, content_probe
 from sharesd.models.checkpoint import damage_named, eos_ids, has_file, source_of
-from sharesd.models.special_tokens import add_missing_tokens, read_tokenizer_config, roles_of
+from sharesd.models.special_tokens import (
+    REPEATED,
+    add_missing_tokens,
+    read_tokenizer_config,
+    roles_of,
+    with_own_ids,
+)
 
 CHANNEL_ENDS = ("<|return|>", "<|call|>")
 """Tokens that end an answer in channels.
@@ -56,20 +62,25 @@ class Tokenizer:
         tool_template: str | None = None,
         eos_ids: Iterable[int] = (),
         origin: str = "",
+        repeated: Mapping[int, int] | None = None,
     ) -> None:
         """Wrap a tokenizer.
 
         Args:
             special: role (`bos_token`, ...) -> token, for the chat template.
             tool_template: template for conversations with tools; `chat_template` if None.
+            repeated: id that the package does not know -> id of a token with the same string.
             origin: folder of the chat template, as errors name it.
         """
+        self._repeated = dict(repeated or {})
         self._set(backend)
         self.special = dict(special or {})
         self.chat_template, self.tool_template = chat_template, tool_template or chat_template
         self._origin = origin
         self._content_forms: dict[tuple[str, bool], content_probe.ContentForm] = {}
-        self.eos_ids = tuple(dict.fromkeys(eos_ids))
+        ends = list(eos_ids)
+        ends += [i for i, known in self._repeated.items() if known in ends]
+        self.eos_ids = tuple(dict.fromkeys(ends))
         self.has_bytes = any(backend.token_to_id(f"<0x{byte:02X}>") is not None for byte in range(256))
         """True if there are tokens of single bytes, like <0x0A>."""
 
@@ -77,7 +88,8 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
-        self.special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
+        special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special} - {*self._repeated}
+        self.special_ids = frozenset(special | {i for i, known in self._repeated.items() if known in special})
 
     def show_as_text(self, marks: Collection[str]) -> None:
         """Show these tokens in decoded texts, even if they are special."""
@@ -89,7 +101,8 @@ class Tokenizer:
 
         A model's logits may have more columns (padding).
         """
-        return self.backend.get_vocab_size(with_added_tokens=True)
+        unknown = sum(self.backend.id_to_token(i) is None for i in self._repeated)
+        return self.backend.get_vocab_size(with_added_tokens=True) + unknown
 
     @property
     def has_chat_template(self) -> bool:
@@ -120,7 +133,13 @@ class Tokenizer:
 
         Padding ids of the vocabulary give nothing.
         """
+        if self._repeated:
+            ids = [self._repeated.get(i, i) for i in ids]
         return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def token(self, token_id: int) -> str | None:
+        """Return a token as the vocabulary writes it; None for padding ids."""
+        return self.backend.id_to_token(self._repeated.get(token_id, token_id))
 
     def chat(
         self,
@@ -268,12 +287,15 @@ def load_tokenizer(folder: Path, named: str | Path | None = None) -> Tokenizer:
         from sharesd.models.tekken import folder_with_tokenizer  # which imports this module
 
         source = folder_with_tokenizer(source)
-    backend = _read_backend(source / "tokenizer.json") if has_file(source / "tokenizer.json") else None
+    backend, repeated = None, dict[int, int]()
+    if has_file(source / "tokenizer.json"):
+        backend, repeated = _read_backend(source / "tokenizer.json")
     with damage_named(source / "tokenizer_config.json"):
         config = read_tokenizer_config(source)
         special = roles_of(config)
         if backend is not None:
             add_missing_tokens(backend, config)
+            repeated |= {int(i): known for i, known in config.get(REPEATED, {}).items()}
         else:
             backend, special = _convert(source)
         backend = _with_text(backend, TOOL_MARKS)
@@ -286,12 +308,14 @@ def load_tokenizer(folder: Path, named: str | Path | None = None) -> Tokenizer:
             tool_template=for_tools,
             eos_ids=ends,
             origin=f" of {named or source}",
+            repeated=repeated,
         )
 
 
-def _read_backend(file: Path) -> tokenizers.Tokenizer:
+def _read_backend(file: Path) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
+    """Return a tokenizer, and ids of tokens whose strings others have, too."""
     try:
-        return tokenizers.Tokenizer.from_file(str(file))
+        return with_own_ids(tokenizers.Tokenizer.from_file(str(file)), file)
     except Exception as error:  # the package raises nothing narrower
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"{file} is damaged ({reason}); download it again") from error
@@ -302,7 +326,7 @@ def require_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
     if target.fingerprint() == draft.fingerprint():
         return
     for i in range(max(target.vocab_size, draft.vocab_size)):
-        ours, theirs = target.backend.id_to_token(i), draft.backend.id_to_token(i)
+        ours, theirs = target.token(i), draft.token(i)
         if ours != theirs:
             raise ValueError(
                 f"the draft model has another vocabulary: token {i} is {theirs!r}, the target's is {ours!r} "

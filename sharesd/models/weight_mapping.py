@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from compile.block_linear import WIDENED, BlockPart
+from compile.block_linear import NUMBERS, BlockPart
 from multigpu.tensor_parallel import TILE, Shard, require_divisible
 from sharesd.models.architectures import architecture_of
 from sharesd.models.checkpoint import Progress, not_causal, read_config, silent
@@ -27,7 +27,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 LAYERS = "model.layers."
 MISFIT = "give the config.json that the weights were saved with, or download the checkpoint again"
 """Remedy of weights that do not fit a config."""
-NUMBERS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Types of weights that need nothing else."""
 
 
@@ -185,7 +185,7 @@ def check_finite(folder: Path, name: str, tensor: Tensor) -> None:
     A finite sum excludes them at the speed of memory; finite values may also have an infinite one. Tensors of a GPU
     are not checked: they come from no file, and each check would wait for it.
     """
-    if isinstance(tensor, BlockPart) and tensor.type == WIDENED:
+    if isinstance(tensor, BlockPart) and tensor.type in NUMBERS:
         tensor = tensor.raw
     if isinstance(tensor, BlockPart) or tensor.device.type != "cpu" or not tensor.is_floating_point():
         return
@@ -219,7 +219,7 @@ def copy_tensors(
         if tuple(parameter.shape) != tuple(tensor.shape):
             found, wanted = list(tensor.shape), list(parameter.shape)
             raise ValueError(f"{folder}: {stored_name} has shape {found} where config.json asks for {wanted}; {MISFIT}")
-        if not isinstance(tensor, BlockPart) and tensor.dtype not in NUMBERS:
+        if not isinstance(tensor, BlockPart) and tensor.dtype not in _FLOATS:
             kind = str(tensor.dtype).removeprefix("torch.")
             raise ValueError(f"{folder}: {stored_name} is {kind}, and config.json does not say what it means; {MISFIT}")
         if not is_checked_elsewhere(name, tensor):

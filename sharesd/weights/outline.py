@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from compile.block_linear import WIDENED, packed_bytes
+from compile.block_linear import NUMBERS, WIDENED, packed_bytes
 from compile.cuda.block_form import FORMS
 from sharesd.models import checkpoint
 from sharesd.models.loader import decoder_config
@@ -18,9 +18,9 @@ from sharesd.models.weight_mapping import tensor_shapes
 
 
 class TensorOutline(NamedTuple):
-    """Shape of a tensor, and the GGML type of its blocks.
+    """Shape of a tensor, and its GGML type.
 
-    The type is None for numbers.
+    The type is None for numbers that have the dtype of activations in memory.
     """
 
     shape: tuple[int, ...]
@@ -28,9 +28,8 @@ class TensorOutline(NamedTuple):
 
     def nbytes(self, dtype: torch.dtype, device: torch.device) -> int:
         """Return the bytes in memory; `dtype` is that of numbers."""
-        if self.type == WIDENED and dtype == torch.float32 and device.type == "cpu":
-            return math.prod(self.shape) * torch.bfloat16.itemsize
-        if self.type in (None, WIDENED):
+        is_wide = self.type == WIDENED and dtype == torch.float64  # whose products have no kernel
+        if self.type is None or is_wide or (self.type in NUMBERS and device.type != "cpu"):
             return math.prod(self.shape) * dtype.itemsize
         outputs, inputs = self.shape
         if device.type == "cpu":

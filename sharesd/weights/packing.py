@@ -61,7 +61,7 @@ def make_cuda_linear(
 
     numbers, blocks = _by_kind(parts)
     if blocks:
-        return BlockRowLinear(blocks, None if bias is None else bias.to(device), device, max_rows, batch)
+        return BlockRowLinear(blocks, None if bias is None else bias.to(device), device, max_rows, batch, dtype)
     if not all(part.isfinite().all() for part in numbers):
         raise NotFinite("weights have NaN or infinite values")
     size = numbers[0].shape[1], sum(map(len, numbers))
@@ -69,11 +69,10 @@ def make_cuda_linear(
 
 
 def _by_kind(parts: Sequence[Tensor | BlockPart]) -> tuple[list[Tensor], list[BlockPart]]:
-    """Return parts of numbers, or of blocks; ValueError if there are both."""
+    """Return parts of numbers, or of blocks; beside blocks numbers are a `BlockPart`, too."""
     numbers = [part for part in parts if isinstance(part, Tensor)]
     blocks = [part for part in parts if isinstance(part, BlockPart)]
-    if numbers and blocks:
-        raise ValueError("parts of a linear are stored as blocks and as numbers; take --dequantize")
+    assert not (numbers and blocks), "see `sharesd.models.merged_types`"
     return numbers, blocks
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from compile.block_linear import BLOCK_TYPES
 from sharesd.models.architectures import architecture_of
 from sharesd.models.decoder import Decoder
 from sharesd.models.weight_mapping import EMBEDDING, HEAD, LAYERS
@@ -20,14 +21,17 @@ class StoredLinears:
         self._dtype = decoder.embed.weight.dtype
 
     def type(self, path: str) -> str | None:
-        """Return the type of a linear's first rows; None for numbers."""
-        return self._outline[self._names(path)[0]].type
+        """Return the type of a linear's first blocks; None if all are numbers."""
+        return next((kind for kind in self._types(path) if kind in BLOCK_TYPES), None)
 
     def nbytes(self, path: str, device: torch.device) -> int | None:
-        """Return the bytes of a linear's blocks; None for numbers."""
-        if self.type(path) is None:
+        """Return the bytes of a linear's blocks, and of numbers beside them; None for numbers alone."""
+        if None in self._types(path):
             return None
         return sum(self._outline[name].nbytes(self._dtype, device) for name in self._names(path))
+
+    def _types(self, path: str) -> list[str | None]:
+        return [self._outline[name].type for name in self._names(path)]
 
     def _names(self, path: str) -> tuple[str, ...]:
         """Return the names of the tensors whose rows a linear has."""

@@ -25,11 +25,14 @@ def write_gguf(
     mlp: int = 96,
     pads_to: int = 1,
     layers: int = 2,
+    types: Mapping[str, str] | None = None,
+    repeats: Mapping[int, int] | None = None,
 ) -> Path:
     """A tiny model, in which every third block is larger than the others.
 
     `pre` names the byte-level pre-tokenizer; "spm" asks for sentencepiece. `extra` holds more fields of the
-    architecture, numbers or texts. `kind`: type of most matrices. The table has a multiple of `pads_to` rows.
+    architecture, numbers or texts. `kind`: type of most matrices; `types`: of single ones, as `blk.0.attn_v`. The
+    table has a multiple of `pads_to` rows. `repeats`: token -> another one, whose string and type it gets.
     """
     writer = gguf.GGUFWriter(file, architecture)
     writer.add_block_count(layers)
@@ -51,13 +54,17 @@ def write_gguf(
         add = writer.add_string if isinstance(value, str) else writer.add_float32
         (writer.add_uint32 if isinstance(value, int) else add)(f"{architecture}.{key}", value)
     num_tokens = _add_sentencepiece(writer) if pre == "spm" else _add_byte_level(writer, pre, pads_to)
+    for key in ("tokens", "token_type"):
+        values = writer.kv_data[0][f"tokenizer.ggml.{key}"].value
+        for token, other in (repeats or {}).items():
+            values[token] = values[other]
     writer.add_vocab_size(num_tokens)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_pad_token_id(0)
     writer.add_add_bos_token(pre == "spm")
     writer.add_chat_template(TEMPLATE)
-    _add_tensors(writer, architecture, num_tokens, mlp, gguf.GGMLQuantizationType[kind], layers)
+    _add_tensors(writer, architecture, num_tokens, mlp, gguf.GGMLQuantizationType[kind], layers, types or {})
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -112,12 +119,15 @@ def _add_tensors(
     mlp: int,
     matrices: gguf.GGMLQuantizationType,
     layers: int,
+    types: Mapping[str, str],
 ) -> None:
     random, head = np.random.default_rng(0), head_dim(architecture)
     heads = {"attn_q": 4 * head, "attn_k": 2 * head, "attn_v": 2 * head}
 
     def add(name: str, *shape: int, kind: gguf.GGMLQuantizationType | None = None) -> None:
         data = random.standard_normal(shape, dtype=np.float32) * 0.1 + (len(shape) == 1)
+        if (own := types.get(name.removesuffix(".weight"))) is not None:
+            kind = gguf.GGMLQuantizationType[own]
         kind = kind or (matrices if len(shape) == 2 else gguf.GGMLQuantizationType.F32)
         writer.add_tensor(name, gguf.quantize(data, kind), raw_dtype=kind)
 

@@ -15,6 +15,7 @@ import transformers
 from packaging.version import Version
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, Starcoder2Config
 
+from serve.token_utils import token_text
 from sharesd.models import rope
 from sharesd.models.decoder_config import DecoderConfig
 from sharesd.models.gguf.config import config_of
@@ -25,6 +26,7 @@ from sharesd.models.gguf.reader import GGUFFile, StoredTensor, read_gguf
 from sharesd.models.gguf.tokenizer import check_tokenizer
 from sharesd.models.gguf.weights import names_of, write_weights
 from sharesd.models.loader import load_model
+from sharesd.models.text_stream import TextStream
 from sharesd.models.tokenizer import load_tokenizer
 from tests.helpers.gguf_files import write_gguf
 from tests.models.test_weights import weights_of
@@ -195,6 +197,39 @@ def test_what_is_not_known_is_named(extra: dict[str, Any], key: str, tmp_path: P
 def test_keys_that_switch_nothing_on_have_no_effect(extra: dict[str, Any], tmp_path: Path) -> None:
     plain = config_of(read_gguf(write_gguf(tmp_path / "plain.gguf")))
     assert config_of(read_gguf(write_gguf(tmp_path / "more.gguf", extra=extra))) == plain
+
+
+@pytest.mark.parametrize(("pre", "known"), [("qwen2", "the"), ("spm", "the"), ("spm", "<|im_end|>"), ("spm", "<0x41>")])
+def test_each_of_two_tokens_with_one_string_has_its_text(
+    pre: str, known: str, tmp_path: Path, own_cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No token is lost, in streams neither, and text is encoded as the later one."""
+    plain = read_gguf(write_gguf(tmp_path / "plain.gguf", "llama", pre, pads_to=16)).metadata["tokenizer.ggml.tokens"]
+    other = plain.index("<b>") if pre == "spm" else len(plain) - 1
+    first, last = sorted((plain.index(known), other))
+    file = write_gguf(tmp_path / "a.gguf", "llama", pre, pads_to=16, repeats={other: plain.index(known)})
+    tokenizer = load_tokenizer(converted_folder(file, dequantize=False))
+    assert f"such as {first} and {last}, {known!r}" in caplog.text and tokenizer.vocab_size == len(plain)
+    shown = {"<0x41>": "A"}.get(known, known)
+    before = tokenizer.encode("it", add_special_tokens=False)
+    for i in range(len(plain)):
+        stream = TextStream(tokenizer, skip_special_tokens=False)
+        text = stream.push(before) + stream.push([i]) + stream.finish()
+        assert len(text) > len("it") and text == tokenizer.decode([*before, i], skip_special_tokens=False)
+        assert i not in (first, last) or (text == f"it{shown}" and token_text(tokenizer, i) == shown)
+    assert tokenizer.token(first) == tokenizer.token(last) == known
+    assert last in tokenizer.encode(f"it{known}") + tokenizer.encode("A")
+    is_end = known == "<|im_end|>"
+    assert ({first, last} <= {*tokenizer.eos_ids} & tokenizer.special_ids) is is_end
+    assert tokenizer.decode([first]) == tokenizer.decode([last]) == ("" if is_end else shown)
+
+
+def test_one_string_of_a_control_token_and_of_text_is_refused(tmp_path: Path) -> None:
+    file = read_gguf(write_gguf(tmp_path / "a.gguf"))
+    tokens = [*file.metadata["tokenizer.ggml.tokens"][:-1], "<|im_end|>"]
+    repeated = GGUFFile({**file.metadata, "tokenizer.ggml.tokens": tokens}, file.tensors)
+    with pytest.raises(ValueError, match=rf"token '<|im_end|>' has ids 2 and {len(tokens) - 1} of different types"):
+        check_tokenizer(repeated)
 
 
 def test_unknown_tensors_and_tokenizers_are_named(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from compile.block_linear import WIDENED, BlockLinear, BlockPart
+from compile.block_linear import NUMBERS, BlockLinear, BlockPart
 from compile.huge_pages import HugePageArena
 from compile.widened_linear import WidenedLinear
 from sharesd import LLM, SamplingParams
@@ -57,9 +57,7 @@ def random(*shape: int) -> Tensor:
 def values_of(tensor: Tensor | BlockPart) -> Tensor:
     if isinstance(tensor, Tensor):
         return tensor
-    if tensor.type == WIDENED:
-        return tensor.raw.float()
-    return values(tensor)
+    return tensor.raw.float() if tensor.type in NUMBERS else values(tensor)
 
 
 @pytest.mark.parametrize("kind", AS_STORED)
@@ -93,13 +91,10 @@ def test_small_groups_of_floats_take_few_bytes() -> None:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("kind", AS_STORED)
-def test_logits_are_those_of_the_dequantized_weights(kind: str, tmp_path: Path) -> None:
-    folder = resolve(write_quantized(tmp_path / "model", kind), dequantize=False)
+def compare(folder: Path) -> Any:
+    """Compare logits with those of the dequantized weights; return the decoder."""
     make = {"dtype": torch.float32, "zeros": HugePageArena().zeros, "activations": "exact"}
     decoder = load_decoder(folder, dtype=torch.float32, make_linear=lambda *parts: make_cpu_linear(*parts, **make))
-    assert isinstance(decoder.blocks[0].attn.qkv, BlockLinear) and isinstance(decoder.head, WidenedLinear)
-    assert decoder.head.weight.dtype == decoder.embed.linear.weight.dtype == torch.bfloat16
     plain = load_decoder(
         folder,
         dtype=torch.float32,
@@ -108,6 +103,47 @@ def test_logits_are_those_of_the_dequantized_weights(kind: str, tmp_path: Path) 
     for tokens in PROMPTS:
         ours, wanted = (each.forward(torch.tensor([tokens]), each.new_cache(1, 32)) for each in (decoder, plain))
         assert (ours - wanted).norm() < 1e-3 * wanted.norm()
+    return decoder
+
+
+@pytest.mark.parametrize("kind", AS_STORED)
+def test_logits_are_those_of_the_dequantized_weights(kind: str, tmp_path: Path) -> None:
+    decoder = compare(resolve(write_quantized(tmp_path / "model", kind), dequantize=False))
+    assert isinstance(decoder.blocks[0].attn.qkv, BlockLinear) and isinstance(decoder.head, WidenedLinear)
+    assert decoder.head.weight.dtype == decoder.embed.linear.weight.dtype == torch.bfloat16
+
+
+def without(folder: Path, module: str, **section: Any) -> Tensor:
+    """Leave a linear of a folder at full precision; return its weight."""
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] |= section
+    (folder / "config.json").write_text(json.dumps(config))
+    name, weight = f"model.layers.0.{module}", random(128 if "mlp" in module else 32, 64).bfloat16()
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith(f"{name}.")}
+    save_file(tensors | {f"{name}.weight": weight}, folder / "model.safetensors", metadata={"format": "pt"})
+    return weight
+
+
+@pytest.mark.parametrize(
+    ("kind", "module", "section"),
+    [
+        ("awq", "self_attn.v_proj", {"modules_to_not_convert": ["v_proj"]}),
+        ("gptq act order", "mlp.up_proj", {"dynamic": {"-:.*up_proj": {}}}),
+        ("packed", "mlp.gate_proj", {"ignore": ["lm_head", "re:.*gate_proj"]}),
+        ("nvfp4", "self_attn.k_proj", {"ignore": ["lm_head", "*k_proj"]}),
+    ],
+)
+def test_linears_beside_others_may_be_left_out(
+    kind: str, module: str, section: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_quantized(tmp_path / "model", kind)
+    weight = without(folder, module, **section)
+    assert resolve(folder, dequantize=None) == folder
+    block = compare(folder).blocks[0]
+    rows_NK = (block.mlp.gate_up if "mlp" in module else block.attn.qkv).unpacked()
+    shown = rows_NK.split(len(weight))
+    assert any(torch.equal(rows, weight.float()) for rows in shown) and not caplog.text
 
 
 def tied(folder: Path) -> Path:
@@ -167,14 +203,32 @@ def test_what_no_block_holds_is_refused_by_name(section: dict[str, Any], planes:
 
 
 @pytest.mark.parametrize("module", ["self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj"])
-def test_linears_that_run_as_one_have_one_order(module: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_part_in_another_order_is_expanded(module: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = write_quantized(tmp_path / "model", "gptq act order")
     tensors = load_file(folder / "model.safetensors")
     tensors[f"model.layers.0.{module}.g_idx"] = tensors[f"model.layers.0.{module}.g_idx"].flip(0).contiguous()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=f"linears .*{module}.* have their inputs in different orders.; take --deq"):
+    compare(resolve(folder, dequantize=False))
+    [line] = [record.getMessage() for record in caplog.records]
+    name = f"model.layers.0.{module}.weight"
+    assert line.startswith(f"{folder}: {name} is expanded to float16 (its inputs are in another order than those of ")
+
+
+def test_a_part_that_no_block_holds_is_expanded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its scales are no float16; alone in its linear it is refused."""
+    folder = write_quantized(tmp_path / "model", "gptq")
+    tensors = load_file(folder / "model.safetensors")
+    scales = "model.layers.0.mlp.up_proj.scales"
+    tensors[scales] = tensors[scales].float() * 1.0001
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    compare(resolve(folder, dequantize=False))
+    reason = "float16 does not hold its scales"
+    assert f"{folder}: model.layers.0.mlp.up_proj.weight is expanded to float16 ({reason})" in caplog.text
+    scales = "model.layers.0.mlp.down_proj.scales"
+    tensors[scales] = tensors[scales].float() * 1.0001
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="mlp.down_proj does not run as it is stored"):
         resolve(folder, dequantize=False)
-    assert resolve(folder, dequantize=None) != folder and "expanded to 16 bits: " in caplog.text
 
 
 def test_scales_that_float16_does_not_hold_are_refused() -> None:

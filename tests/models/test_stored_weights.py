@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compile.block_linear import BlockEmbedding, BlockLinear, BlockPart
+from compile.block_linear import BLOCK_TYPES, NUMBERS, BlockEmbedding, BlockLinear, BlockPart
 from compile.huge_pages import HugePageArena
 from sharesd import LLM, EngineConfig, QuantConfig, SamplingParams
 from sharesd.config import Mode
@@ -34,9 +34,18 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / "cache"))
 
 
+MIXED = {
+    **{"blk.0.attn_q": "F16", "blk.0.attn_k": "Q4_1", "blk.0.ffn_gate": "BF16"},
+    **{"blk.1.attn_v": "F32", "blk.1.ffn_up": "F16"},
+}
+"""Types of tensors, so that parts of merged linears are blocks and numbers."""
+
+
 def values_of(tensor: Tensor | BlockPart) -> Tensor:
     if isinstance(tensor, Tensor):
         return tensor
+    if tensor.type in NUMBERS:
+        return tensor.raw.float()
     return torch.from_numpy(gguf.dequantize(tensor.raw.numpy(), gguf.GGMLQuantizationType[tensor.type]).copy())
 
 
@@ -75,6 +84,54 @@ def test_logits_are_those_of_the_dequantized_weights(architecture: str, tmp_path
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_type_gives_the_values_of_the_file(kind: str, tmp_path: Path) -> None:
     compare(write_gguf(tmp_path / "a.gguf", kind=kind))
+
+
+def types_of(linear: Any) -> list[str]:
+    return [(*NUMBERS, "Q8_0")[max(kind - 200, -1)] if kind >= 100 else BLOCK_TYPES[kind] for kind in linear.types]
+
+
+def test_parts_of_a_linear_are_blocks_and_numbers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The second start maps what the first one kept."""
+    file = write_gguf(tmp_path / "a.gguf", types=MIXED)
+    blocks = compare(file).blocks
+    assert types_of(blocks[0].attn.qkv) == ["F16", "Q4_1", "Q8_0"] and types_of(blocks[1].mlp.gate_up) == [
+        "Q8_0",
+        "F16",
+    ]
+    options: dict[str, Any] = {"mode": "naive", "max_context": 64, "dequantize": False}
+    params = SamplingParams(max_new_tokens=16, ignore_eos=True, logprobs=True)
+    texts = []
+    for _ in range(2):
+        with LLM(file, **options) as llm:
+            texts.append(llm.generate([PROMPTS[0]], params)[0].logprobs)
+    assert texts[0] == texts[1] and not caplog.text
+
+
+def test_every_mode_gives_one_text_where_parts_differ(tmp_path: Path) -> None:
+    require_same_texts(write_gguf(tmp_path / "a.gguf", types=MIXED), dequantize=False)
+
+
+def test_a_part_without_a_kernel_is_expanded_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("sharesd.models.merged_types.BLOCK_TYPES", ("Q8_0", "Q4_0"))
+    file = write_gguf(tmp_path / "a.gguf", types={"blk.0.attn_v": "Q5_1", "blk.1.ffn_up": "Q5_0"})
+    blocks = compare(file).blocks
+    assert types_of(blocks[0].attn.qkv) == ["Q8_0", "Q8_0", "F16"] and types_of(blocks[1].mlp.gate_up) == [
+        "Q8_0",
+        "F16",
+    ]
+    line = (
+        f"{file}: tensor 'blk.0.attn_v.weight' is expanded to float16 (stored as Q5_1, which has no kernel), and 1 more"
+    )
+    assert [record.getMessage() for record in caplog.records] == [line]
+
+
+def test_parts_that_end_within_a_record(tmp_path: Path) -> None:
+    """Those of one type are joined; else the linear is expanded."""
+    types = {"blk.1.ffn_up": "Q4_0", "blk.0.ffn_down": "F16", "blk.1.ffn_down": "F16"}
+    blocks = compare(write_gguf(tmp_path / "a.gguf", types=types, mlp=104)).blocks
+    assert [types_of(block.mlp.gate_up) for block in blocks] == [["Q8_0"], ["F16"]]
 
 
 @pytest.mark.parametrize("activations", ["exact", "fast"])
@@ -213,8 +270,9 @@ def test_a_folder_of_numbers_is_not_stored(checkpoint: Any) -> None:
 
 def test_a_type_without_a_kernel_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write_gguf(tmp_path / "a.gguf")
-    monkeypatch.setattr("sharesd.models.gguf.stored.BLOCK_TYPES", ("Q4_0",))
-    with pytest.raises(ValueError, match="is stored as Q8_0, which does not run as it is; take --dequantize"):
+    monkeypatch.setattr("sharesd.models.merged_types.BLOCK_TYPES", ("Q4_0",))
+    message = "tensor 'token_embd.weight' is stored as Q8_0, which does not run as it is; take --dequantize"
+    with pytest.raises(ValueError, match=f"a.gguf: {message}"):
         LLM(file, mode="naive", dequantize=False)
 
 

@@ -212,6 +212,24 @@ def test_eos_ids_come_from_everywhere(tmp_path: Path) -> None:
     assert load_tokenizer(folder).eos_ids == (8, 9, 1, backend.token_to_id("<|im_end|>"))
 
 
+def test_added_tokens_of_one_string_keep_their_ids(tmp_path: Path) -> None:
+    """The package leaves the second one out, and would give its id to the next token."""
+    written, backend = json.loads(byte_level().to_str()), byte_level()
+    num, known = backend.get_vocab_size(), backend.token_to_id("a")
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    contents = ["<x>", "<x>", "a", "</s>", "<y>"]
+    written["added_tokens"] += [
+        {"id": num + i, "content": content, "special": content in ("</s>", "<y>"), **flags}
+        for i, content in enumerate(contents)
+    ]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(written))
+    tokenizer = load_tokenizer(tmp_path)
+    ids = range(num, num + len(contents))
+    assert [tokenizer.decode([i], skip_special_tokens=False) for i in ids] == contents
+    assert [tokenizer.decode([i]) for i in ids] == ["<x>", "<x>", "a", "", ""]
+    assert tokenizer.encode("<x>a<y>") == [num, known, num + 4] and tokenizer.vocab_size == num + len(contents)
+
+
 def test_special_tokens_may_be_objects(tmp_path: Path) -> None:
     folder = write(tmp_path, byte_level(), eos_token={"content": "</s>", "special": True}, chat_template=CHAT)
     assert load_tokenizer(folder).render_chat(HI) == "<s>[user]the cat</s>"

@@ -41,7 +41,8 @@ def target_of(kind: str, at: Path) -> dict[str, Any]:
     if kind == "q4_k":
         model = make_checkpoint(at / "model", hidden=256, layers=LAYERS)
         return {"target": str(model), "target_quant": kind}
-    return {"target": str(write_gguf(at / "a.gguf", kind=kind, layers=LAYERS))}
+    types = {"blk.0.attn_q": "F16", "blk.1.ffn_up": "F32"} if kind == "Q8_0" else {}
+    return {"target": str(write_gguf(at / "a.gguf", kind=kind, layers=LAYERS, types=types))}
 
 
 def resolved(target: dict[str, Any], modes: tuple[Mode, ...], limit: int, **options: Any) -> ResolvedConfig:

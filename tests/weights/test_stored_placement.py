@@ -13,7 +13,7 @@ import gguf
 import pytest
 import torch
 
-from compile.block_linear import WIDENED, BlockEmbedding, BlockLinear, BlockPart
+from compile.block_linear import NUMBERS, WIDENED, BlockEmbedding, BlockLinear, BlockPart
 from compile.cuda.block_form import FORMS, pack
 from compile.decoder_stack import full_precision
 from compile.huge_pages import HugePageArena
@@ -54,13 +54,16 @@ def folder_of(kind: str, at: Path) -> Path:
         return resolve(write_quantized(at / "model", "awq"), dequantize=False)
     if kind == "plain":
         return make_checkpoint(at / "model")
+    if kind == "mixed":
+        types = {"blk.0.attn_k": "F32", "blk.1.ffn_up": "BF16"}
+        return resolve(write_gguf(at / "a.gguf", types=types), dequantize=False)
     return resolve(write_gguf(at / "a.gguf", kind, "spm" if kind in ("gemma2", "phi3") else "smollm"), dequantize=False)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma2", "phi3", "target", "folder", "plain"])
+@pytest.mark.parametrize("kind", ["llama", "mixed", "gemma2", "phi3", "target", "folder", "plain"])
 def test_an_outline_is_that_of_the_tensors(kind: str, tmp_path: Path) -> None:
     folder = folder_of(kind, tmp_path)
-    assert (folder / STORED).exists() is (kind in ("llama", "gemma2", "phi3"))
+    assert (folder / STORED).exists() is (kind in ("llama", "mixed", "gemma2", "phi3"))
     outline = outline_of(folder)
     read = {text_name(name): tensor for name, tensor in stored_tensors(folder)}
     assert outline == {
@@ -99,7 +102,8 @@ def test_bytes_of_numbers(type: Any, dtype: str, device: torch.device, size: int
 def config_of(kind: str, at: Path, **options: Any) -> EngineConfig:
     """Blocks of a file whose head is its table, of integers from a folder, and of several K-quants at once."""
     if kind == "file":
-        options["target"] = write_gguf(at / "a.gguf", mlp=128, pads_to=32)
+        types = {"blk.0.attn_v": "F16", "blk.1.ffn_gate": "BF16"}
+        options["target"] = write_gguf(at / "a.gguf", mlp=128, pads_to=32, types=types)
     elif kind in ("awq", "gptq act order"):
         options["target"] = write_quantized(at / "model", kind, layers=2)
     else:
@@ -163,6 +167,8 @@ def test_split_sums_are_as_near_to_the_truth_as_whole_ones(kind: str, tmp_path: 
 def values_of(tensor: torch.Tensor | BlockPart) -> torch.Tensor:
     if isinstance(tensor, torch.Tensor):
         return tensor
+    if tensor.type in NUMBERS:
+        return tensor.raw.float()
     return torch.from_numpy(gguf.dequantize(tensor.raw.numpy(), ggml_type(tensor.type)).copy())
 
 

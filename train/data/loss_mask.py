@@ -120,7 +120,7 @@ def _marked(tokenizer: Tokenizer, messages: Sequence[Message], text: str, number
 
 
 def _ends(tokenizer: Tokenizer) -> list[str]:
-    tokens = (tokenizer.backend.id_to_token(i) for i in tokenizer.eos_ids)
+    tokens = (tokenizer.token(i) for i in tokenizer.eos_ids)
     return [token for token in tokens if token is not None]
 
 

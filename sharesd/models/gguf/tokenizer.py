@@ -17,6 +17,7 @@ from sharesd.models.architecture import GGUFLayout
 from sharesd.models.gguf.keys import CHAT_TEMPLATES, check_tokenizer_keys, unknown_key
 from sharesd.models.gguf.pre_tokenizers import PATTERNS, WHOLE_WORDS, pre_tokenizer
 from sharesd.models.gguf.reader import GGUFFile
+from sharesd.models.special_tokens import REPEATED
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +28,8 @@ _ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 """Roles of tokens that end an answer."""
 _KEEPS_SPACES = ("<unk>", "<s>", "<|endoftext|>")
 """Special tokens of Phi-3 after which spaces stay."""
+_TEXT = (TokenType.NORMAL, TokenType.USER_DEFINED, TokenType.UNUSED)
+"""Types of tokens that are decoded to their string."""
 
 
 def _is_flag(value: Any) -> bool:
@@ -81,6 +84,33 @@ def check_tokenizer(file: GGUFFile) -> None:
         named = key.startswith("tokenizer.ggml.") and key.endswith("_token_id") and value not in _NO_TOKEN
         if named and not (isinstance(value, int) and 0 <= value < len(tokens)):
             raise unknown_key(key, value)
+    kinds = file.tokenizer("token_type")
+    for token, ids in _repeated(tokens).items():
+        if len({"text" if kinds[i] in _TEXT else kinds[i] for i in ids}) > 1:
+            raise ValueError(
+                f"its token {token!r} has ids {ids[0]} and {ids[-1]} of different types (tokenizer.ggml.token_type), "
+                "which decode to different texts; give another file"
+            )
+
+
+def _repeated(tokens: list[str]) -> dict[str, list[int]]:
+    """Return the ids of each string that several tokens have; empty strings are padding."""
+    ids: dict[str, list[int]] = {}
+    if len(set(tokens)) < len(tokens):
+        for i, token in enumerate(tokens):
+            ids.setdefault(token, []).append(i)
+    return {token: found for token, found in ids.items() if len(found) > 1 and token}
+
+
+def _ids_of(tokens: list[str], kinds: list[int]) -> dict[str, int]:
+    """Return the id that each string is encoded to.
+
+    Of several it is the last, as in llama.cpp before it refused such files; those of the user come before others.
+    """
+    ids = {token: i for i, token in enumerate(tokens)}
+    for token, found in _repeated(tokens).items():
+        ids[token] = max(found, key=lambda i: (kinds[i] == TokenType.USER_DEFINED, i))
+    return ids
 
 
 def pre_name(file: GGUFFile) -> str:
@@ -94,7 +124,11 @@ def write_tokenizer(file: GGUFFile, folder: Path, layout: GGUFLayout | None) -> 
     `layout`: of the file's family, if it is native.
     """
     try:
-        tokenizer = _byte_level(file) if file.tokenizer("model") == "gpt2" else _sentencepiece(file, layout)
+        is_gemma = layout is not None and layout.sentencepiece == "no_prefix"
+        tokens = _strings(file, is_gemma)
+        ids = _ids_of(tokens, file.tokenizer("token_type"))
+        is_byte_level = file.tokenizer("model") == "gpt2"
+        tokenizer = _byte_level(file, ids) if is_byte_level else _sentencepiece(file, tokens, ids, is_gemma)
     except Exception as error:  # the package raises nothing narrower
         raise ValueError(f"its tokenizer is damaged ({error}); download it again") from error
     strips = strips_after_special_tokens(file)
@@ -111,6 +145,17 @@ def write_tokenizer(file: GGUFFile, folder: Path, layout: GGUFLayout | None) -> 
     _add_ends(tokenizer, file, special)
     (folder / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
+    if repeated := {i: ids[token] for token, found in _repeated(tokens).items() for i in found if i != ids[token]}:
+        first, known = next(iter(repeated.items()))
+        log.warning(
+            "%d tokens of the file have the string of another one (such as %d and %d, %r): all are decoded, and text "
+            "gets the id of the other one; llama.cpp refuses such files",
+            len(repeated),
+            first,
+            known,
+            tokens[first],
+        )
+        config[REPEATED] = repeated
     if template := file.metadata.get("tokenizer.chat_template"):
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     templates = {k.removeprefix(CHAT_TEMPLATES): v for k, v in file.metadata.items() if k.startswith(CHAT_TEMPLATES)}
@@ -150,30 +195,34 @@ def special_tokens(file: GGUFFile) -> dict[str, str]:
     return {role: tokens[i] for role, i in ids.items() if i is not None}
 
 
-def _byte_level(file: GGUFFile) -> Tokenizer:
+def _strings(file: GGUFFile, is_gemma: bool) -> list[str]:
+    """Return the strings of all tokens; files of Gemma write some spaces as they are."""
+    tokens = list(file.tokenizer("tokens"))
+    if is_gemma and file.tokenizer("model") == "llama":
+        for i, (token, kind) in enumerate(zip(tokens, file.tokenizer("token_type"), strict=True)):
+            if kind != TokenType.USER_DEFINED and not token.strip(" "):
+                tokens[i] = _SPACE * len(token)
+    return tokens
+
+
+def _byte_level(file: GGUFFile, ids: dict[str, int]) -> Tokenizer:
     name = pre_name(file)
-    tokens = {token: i for i, token in enumerate(file.tokenizer("tokens"))}
     merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in file.tokenizer("merges"))]
-    tokenizer = Tokenizer(models.BPE(vocab=tokens, merges=merges, ignore_merges=name in WHOLE_WORDS))
+    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=merges, ignore_merges=name in WHOLE_WORDS))
     tokenizer.pre_tokenizer = pre_tokenizer(name)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
-def _sentencepiece(file: GGUFFile, layout: GGUFLayout | None) -> Tokenizer:
+def _sentencepiece(file: GGUFFile, tokens: list[str], ids: dict[str, int], is_gemma: bool) -> Tokenizer:
     """Return sentencepiece's BPE, as llama.cpp runs it.
 
     Pieces of the user are found first, the longest at each place. Each text between them and control tokens gets a
     space before it, if the file asks for it.
     """
-    gemma = layout is not None and layout.sentencepiece == "no_prefix"
-    tokens, kinds = list(file.tokenizer("tokens")), file.tokenizer("token_type")
-    for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True)):
-        if gemma and kind != TokenType.USER_DEFINED and not token.strip(" "):
-            tokens[i] = _SPACE * len(token)
-    ranks = [-i for i in range(len(tokens))] if gemma else file.tokenizer("scores")
-    merges = _merges(tokens, ranks)
-    if num_tied := _num_tied(merges, tokens, ranks):
+    ranks = [-i for i in range(len(tokens))] if is_gemma else file.tokenizer("scores")
+    merges = _merges(tokens, ranks, ids)
+    if num_tied := _num_tied(merges, ids, ranks):
         log.warning(
             "%d tokens of the file's tokenizer share a score (tokenizer.ggml.scores): the lower one is merged first, "
             "where llama.cpp merges the leftmost",
@@ -181,7 +230,7 @@ def _sentencepiece(file: GGUFFile, layout: GGUFLayout | None) -> Tokenizer:
         )
     tokenizer = Tokenizer(
         models.BPE(
-            vocab={token: i for i, token in enumerate(tokens)},
+            vocab=ids,
             merges=merges,
             unk_token=special_tokens(file).get("unk_token"),
             fuse_unk=True,
@@ -190,22 +239,21 @@ def _sentencepiece(file: GGUFFile, layout: GGUFLayout | None) -> Tokenizer:
     )
     steps: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
-    if file.tokenizer("add_space_prefix", not gemma):
+    if file.tokenizer("add_space_prefix", not is_gemma):
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), tokenizer.normalizer])
         steps.append(decoders.Strip(" ", left=1))
     tokenizer.decoder = decoders.Sequence(steps)
     return tokenizer
 
 
-def _merges(tokens: list[str], ranks: list[float]) -> list[tuple[str, str]]:
+def _merges(tokens: list[str], ranks: list[float], ids: dict[str, int]) -> list[tuple[str, str]]:
     """Return all pairs of tokens that merge into a token.
 
     Sorted by the merged token, best first, then by the left part, longest first.
     """
-    ids = {token: i for i, token in enumerate(tokens)}
     found = [
-        (-rank, -i, len(token) - i, ids[token[:i]], ids[token[i:]])
-        for token, rank in zip(tokens, ranks, strict=True)
+        (-ranks[number], -i, len(token) - i, ids[token[:i]], ids[token[i:]])
+        for token, number in ids.items()
         for i in range(1, len(token))
         if token[:i] in ids and token[i:] in ids
     ]
@@ -213,10 +261,10 @@ def _merges(tokens: list[str], ranks: list[float]) -> list[tuple[str, str]]:
     return [(tokens[left], tokens[right]) for *_, left, right in found]
 
 
-def _num_tied(merges: list[tuple[str, str]], tokens: list[str], ranks: list[float]) -> int:
+def _num_tied(merges: list[tuple[str, str]], ids: dict[str, int], ranks: list[float]) -> int:
     """Return the number of merged tokens whose rank others have too."""
     merged = {left + right for left, right in merges}
-    counts = Counter(rank for token, rank in zip(tokens, ranks, strict=True) if token in merged)
+    counts = Counter(ranks[number] for token, number in ids.items() if token in merged)
     return sum(num for num in counts.values() if num > 1)
 
 
@@ -228,5 +276,5 @@ def _add_ends(tokenizer: Tokenizer, file: GGUFFile, special: dict[str, str]) -> 
     if begin is None and end is None:
         return
     single = [*([begin] if begin else []), "$A", *([end] if end else [])]
-    used = [(token, tokenizer.token_to_id(token)) for token in dict.fromkeys((begin, end)) if token]
+    used = [(token, token_id(file, role)) for token, role in {end: "eos", begin: "bos"}.items() if token]
     tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=used)

@@ -8,22 +8,21 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
-from functools import partial
-from itertools import chain, pairwise, product
+from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from compile.block_linear import WIDENED, BlockPart
-from compile.input_order import same_order
-from sharesd.models.architectures import architecture_of
+from compile.block_linear import NUMBERS, WIDENED, BlockPart
 from sharesd.models.checkpoint import (
     MODELOPT,
     QUANT_CONFIGS,
     WEIGHT_FILES,
     Progress,
     damage_named,
+    identity,
     quantization_of,
     read_config,
     read_tensors,
@@ -36,16 +35,18 @@ from sharesd.models.config_checks import check_sizes
 from sharesd.models.conversion_cache import converted, name_of, require_space
 from sharesd.models.decoder_config import DecoderConfig, UnsupportedArchitecture
 from sharesd.models.linked_folder import linked_folder
+from sharesd.models.merged_types import StoredTypes
 from sharesd.models.quantized.formats import layout_of
-from sharesd.models.quantized.layout import MISFIT, Layout, Planes, QuantizedLinear
+from sharesd.models.quantized.layout import MISFIT, Layout, NotAsStored, Planes, QuantizedLinear
 from sharesd.models.quantized.workers import Workers
 from sharesd.models.unused_tensors import KV_SCALES, is_kv_scale, report_unused
-from sharesd.models.weight_mapping import EMBEDDING, HEAD, LAYERS, check_finite, check_tensors, tensor_shapes, text_name
+from sharesd.models.weight_mapping import EMBEDDING, HEAD, check_finite, check_tensors, tensor_shapes, text_name
 
 log = logging.getLogger(__name__)
 
 _CONFIGS = ("config.json", MODELOPT, *QUANT_CONFIGS)
 _SHARD_BYTES = 2 << 30
+_NUMBERS = {dtype: kind for kind, dtype in NUMBERS.items()}
 
 
 Linear = Callable[[], QuantizedLinear]
@@ -76,22 +77,54 @@ def expanded_folder(folder: Path, progress: Progress, *, trust_remote_code: bool
 
 def check_as_stored(folder: Path) -> None:
     """Raise ValueError for what cannot run as it is stored."""
-    layout, config, reason = _read_config(folder)
+    _, config, reason = _read_config(folder)
     if config is None:
         raise ValueError(f"{folder}: {reason}, and stored weights run in native decoders; take --dequantize")
     with damage_named(folder):
-        _check(folder, _read_weights(folder, layout, config), config, as_stored=True)
+        _types(folder, identity(folder))
 
 
 def stored_types(folder: Path) -> dict[str, str]:
-    """Return the types of matrices that are blocks, by the decoder's names."""
+    """Return the types of matrices that are blocks, or in one linear with blocks, by the decoder's names.
+
+    So are embedding and LM head, if they are in bfloat16.
+    """
     layout, config, _ = _read_config(folder)
-    types = {}
+    types = {**_types(folder, identity(folder)).types}
     for name, tensor in _read_weights(folder, layout, config).items():
-        if not isinstance(tensor, Tensor):
-            types[text_name(name)] = tensor().block_type()
-        elif _is_widened(name, tensor):
+        if isinstance(tensor, Tensor) and _is_widened(name, tensor):
             types[text_name(name)] = WIDENED
+    return types
+
+
+@cache
+def _types(folder: Path, identity: str) -> StoredTypes:
+    """Check the tensors of a folder and return their types; each is read once.
+
+    Raises ValueError as `check_as_stored`.
+    """
+    layout, config, _ = _read_config(folder)
+    assert config is not None
+    stored, orders, errors = dict[str, str](), dict[str, Tensor | None](), dict[str, NotAsStored]()
+
+    def see(name: str, linear: Tensor | QuantizedLinear) -> None:
+        name = text_name(name)
+        if isinstance(linear, Tensor):
+            stored[name] = _NUMBERS.get(linear.dtype, "F32")
+            return
+        orders[name] = linear.order
+        try:
+            stored[name] = linear.block_type()
+        except NotAsStored as error:  # damage comes first
+            stored[name], errors[name] = "", error
+
+    _check(folder, _read_weights(folder, layout, config), config, see)
+    types = StoredTypes.of(
+        stored, config, orders=orders, reasons={name: error.reason for name, error in errors.items()}
+    )
+    for name, error in errors.items():
+        if name not in types.types:
+            raise error
     return types
 
 
@@ -106,13 +139,24 @@ def reordered(folder: Path) -> Iterator[str]:
 def stored_parts(folder: Path, *, outlines: bool = False) -> Iterator[tuple[str, Tensor | BlockPart]]:
     """Yield names and tensors of a folder; quantized linears as blocks.
 
-    `outlines`: the blocks have no bytes.
-    So are embedding and LM head, if they are in bfloat16. `check_as_stored` comes before it.
+    `outlines`: those of layers have no bytes.
+    Numbers in one linear with blocks are parts, too, and so are embedding and LM head, if they are in bfloat16.
+    `check_as_stored` comes before it.
     """
     layout, config, _ = _read_config(folder)
+    types = _types(folder, identity(folder))
+    types.say(folder)
     with closing(Workers()) as workers:
         for name, tensor in _read_weights(folder, layout, config).items():
-            if not isinstance(tensor, Tensor):
+            kind = types.types.get(text_name(name), "")
+            if kind in NUMBERS and outlines:
+                linear = tensor if isinstance(tensor, Tensor) else tensor()
+                yield name, BlockPart.without_bytes(kind, *linear.shape)
+            elif kind in NUMBERS:
+                dtype = NUMBERS[kind]
+                values = tensor.to(dtype) if isinstance(tensor, Tensor) else tensor().values(dtype, workers.run)
+                yield name, BlockPart(kind, values)
+            elif not isinstance(tensor, Tensor):
                 linear = tensor()
                 yield name, linear.outline() if outlines else linear.block_part(workers.run)
             elif _is_widened(name, tensor):
@@ -256,39 +300,20 @@ def _linear(module: str, tensors: Mapping[str, Tensor], layout: Layout) -> Quant
 
 
 def _check(
-    folder: Path, weights: Weights, config: DecoderConfig | None, *, as_stored: bool = False
+    folder: Path,
+    weights: Weights,
+    config: DecoderConfig | None,
+    see: Callable[[str, Tensor | QuantizedLinear], None] = lambda name, linear: None,
 ) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each tensor.
+    """Return the shape of each tensor; `see` gets names and tensors.
 
-    Raises ValueError for one that is missing, damaged or wrongly shaped, or `as_stored` has no kernel.
+    Raises ValueError for one that is missing, damaged or wrongly shaped.
     """
-    found, orders, refusal = dict[str, Tensor](), dict[str, Tensor | None](), None
+    found = dict[str, Tensor]()
     for name, tensor in weights.items():
         linear = tensor if isinstance(tensor, Tensor) else tensor()
         found[name] = linear if isinstance(linear, Tensor) else torch.empty(linear.shape, device="meta")
-        if as_stored and isinstance(linear, QuantizedLinear):
-            orders[text_name(name)] = linear.order
-            try:
-                linear.block_type()
-            except ValueError as error:  # damage comes first
-                refusal = refusal or error
+        see(name, linear)
     if config is not None:
         check_tensors(folder, found, config)
-    if refusal is not None:
-        raise refusal
-    if config is not None:
-        _check_orders(orders, config)
     return {name: tuple(tensor.shape) for name, tensor in found.items()}
-
-
-def _check_orders(orders: Mapping[str, Tensor | None], config: DecoderConfig) -> None:
-    """Raise ValueError if linears that run as one have different orders."""
-    modules = architecture_of(config.model_type).block_names.values()
-    for layer, names in product(range(config.num_hidden_layers), modules):
-        merged = [f"{LAYERS}{layer}.{name}.weight" for name in names]
-        for one, other in pairwise(name for name in merged if name in orders):
-            if not same_order(orders[one], orders[other]):
-                raise ValueError(
-                    f"linears {one} and {other} do not run as they are stored (they have their inputs in different "
-                    "orders); take --dequantize"
-                )

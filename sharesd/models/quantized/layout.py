@@ -134,6 +134,14 @@ class Planes:
         return ValueError(f"tensor {self.module}.{plane} {reason}; {MISFIT}")
 
 
+class NotAsStored(ValueError):
+    """A linear whose weights no type of blocks holds."""
+
+    def __init__(self, module: str, reason: str) -> None:
+        super().__init__(f"linear {module} does not run as it is stored ({reason}); take --dequantize")
+        self.reason = reason
+
+
 class QuantizedLinear(ABC):
     """Weights of one linear, as they are stored."""
 
@@ -171,7 +179,7 @@ class QuantizedLinear(ABC):
     def block_type(self) -> str:
         """Return the type of blocks that hold the same weights.
 
-        Raises ValueError if there is none.
+        Raises NotAsStored if there is none.
         """
         raise self.not_as_stored("its layout has no kernel")
 
@@ -184,8 +192,8 @@ class QuantizedLinear(ABC):
         outputs, inputs = self.shape
         return BlockPart.without_bytes(self.block_type(), outputs, inputs)._replace(order=self.order)
 
-    def not_as_stored(self, reason: str) -> ValueError:
-        return ValueError(f"linear {self.module} does not run as it is stored ({reason}); take --dequantize")
+    def not_as_stored(self, reason: str) -> NotAsStored:
+        return NotAsStored(self.module, reason)
 
 
 class Layout(ABC):

@@ -11,12 +11,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-from compile.block_linear import BlockPart, block_sizes
+from compile.block_linear import NUMBERS, BlockPart, block_sizes
 from compile.block_quantizer import quantize_blocks
 from sharesd.models.checkpoint import STORED, TARGET_QUANT, is_quantized, read_config, read_json
 from sharesd.models.conversion_cache import name_of
 from sharesd.models.decoder_config import DecoderConfig, UnsupportedArchitecture
 from sharesd.models.linked_folder import linked_folder
+from sharesd.models.merged_types import StoredTypes
 from sharesd.models.weight_mapping import EMBEDDING, HEAD, LAYERS, tensor_shapes, text_name
 
 _REMEDY = "drop --target-quant"
@@ -48,19 +49,22 @@ def folder_to_quantize(base: Path, kind: str) -> Path:
 def _check_plain(folder: Path) -> None:
     """Raise ValueError if a .gguf file has quantized tensors."""
     from sharesd.models.gguf.parts import read_model
-    from sharesd.models.gguf.stored import PLAIN
 
     source = read_json(folder / STORED)
     for name, tensor in read_model([Path(file) for file in source["files"]], source["ignored"]).tensors.items():
-        if tensor.kind.name not in PLAIN:
+        if tensor.kind.name not in NUMBERS:
             raise ValueError(f"{source['files'][0]} has quantized weights ({name}: {tensor.kind.name}); {_REMEDY}")
 
 
 def quantized_types(folder: Path, config: DecoderConfig) -> dict[str, str]:
-    """Return the types of matrices that are blocks, by name."""
-    kind = read_json(folder / TARGET_QUANT)["type"].upper()
-    shapes = tensor_shapes(config)
-    return {name: block_type(name, shape[1], kind, config) for name, shape in shapes.items() if len(shape) == 2}
+    """Return the types of matrices in memory, by name."""
+    return {**_types(folder, config).types}
+
+
+def _types(folder: Path, config: DecoderConfig) -> StoredTypes:
+    kind, shapes = read_json(folder / TARGET_QUANT)["type"].upper(), tensor_shapes(config)
+    types = {name: block_type(name, shape[1], kind, config) for name, shape in shapes.items() if len(shape) == 2}
+    return StoredTypes.of(types, config)
 
 
 def quantized_tensors(
@@ -72,15 +76,23 @@ def quantized_tensors(
 
     Raises ValueError that names a tensor with values that blocks do not hold.
     """
-    kind, shapes = read_json(folder / TARGET_QUANT)["type"].upper(), tensor_shapes(config)
+    kind, shapes, types = (
+        read_json(folder / TARGET_QUANT)["type"].upper(),
+        tensor_shapes(config),
+        _types(folder, config),
+    )
+    types.say(folder)
     for name, tensor in stored:
         known = text_name(name)
         if tensor.ndim != 2 or known not in shapes or tuple(tensor.shape) != shapes[known]:
             yield name, tensor
             continue
-        type_of_tensor = block_type(known, tensor.shape[1], kind, config)
+        type_of_tensor = types.types[known]
         if outlines:
             yield name, BlockPart.without_bytes(type_of_tensor, *tensor.shape)
+            continue
+        if type_of_tensor in NUMBERS:
+            yield name, BlockPart(type_of_tensor, tensor.to(NUMBERS[type_of_tensor]))
             continue
         try:
             yield name, quantize_blocks(tensor, type_of_tensor)

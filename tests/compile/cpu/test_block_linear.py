@@ -13,7 +13,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from compile.block_linear import BLOCK_TYPES, Activations, BlockEmbedding, BlockLinear, BlockPart, block_sizes
+from compile.block_linear import (
+    BLOCK_TYPES,
+    NUMBERS,
+    Activations,
+    BlockEmbedding,
+    BlockLinear,
+    BlockPart,
+    block_sizes,
+)
+from compile.linear import NotFinite
 from sharesd.models.decoder import Decoder
 from tests.helpers.block_parts import ggml_type, is_of_folders, random_part, reordered, values
 from tests.helpers.compiled import compiled
@@ -278,10 +287,34 @@ def test_operators_of_compiled_code() -> None:
     assert (shape.shape, shape.dtype) == ((1, 1, 256), torch.bfloat16)
 
 
+@EACH_KIND
+@pytest.mark.parametrize("is_reordered", [False, True])
+def test_numbers_beside_blocks_keep_their_values(is_reordered: bool, activations: Activations) -> None:
+    """Parts of one type that end within a record become one; numbers are put into the order of the blocks."""
+    for K in (96, 512):
+        blocks = [random_part("Q8_0", N, K, N) for N in (24, 24)]
+        blocks = [part._replace(order=reordered(blocks[0]).order) for part in blocks] if is_reordered else blocks
+        numbers = [
+            BlockPart(kind, random(N, K).to(dtype))
+            for (kind, dtype), N in zip(NUMBERS.items(), (16, 32, 41), strict=True)
+        ]
+        linear = BlockLinear([*blocks, *numbers], None, K, activations=activations)
+        weight = torch.cat([*map(values, blocks), *(part.raw.float() for part in numbers)])
+        assert torch.equal(linear.unpacked(), weight)
+        x = random(21, K)
+        whole, wanted = linear(x), x.double() @ weight.double().T
+        assert (whole - wanted).norm() < ROUNDING[activations][1] * wanted.norm()
+        for M in (1, 2, 3, 16):
+            assert torch.equal(linear(x[:M]), whole[:M]) and torch.equal(linear(x[-M:]), whole[-M:])
+    numbers[0].raw[3, 5] = float("nan")
+    with pytest.raises(NotFinite):
+        BlockLinear([*blocks, *numbers], None, K)
+
+
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ([("Q8_0", 8, 256), ("Q8_0", 16, 256)], "begins at output 8, which is no multiple of 16"),
+        ([("Q8_0", 8, 256), ("Q4_0", 16, 256)], "begins at output 8, which is no multiple of 16"),
         ([("Q8_0", 16, 512)], "a Q8_0 part has 512 inputs, the linear 256"),
         ([("IQ1_S", 16, 256)], "type IQ1_S does not run as it is; types that do: Q8_0, Q4_K"),
         ([], "a linear without outputs"),

@@ -14,6 +14,7 @@ pytest.importorskip("triton", reason="Triton is not installed here")
 from compile.block_linear import BLOCK_TYPES, BlockPart, block_sizes
 from compile.cuda.block_linear import BlockRowLinear
 from compile.fused_linear import compose
+from compile.linear import NotFinite
 from sharesd.models.decoder import RMSNorm
 from tests.helpers.block_parts import random_part, reordered
 from tests.helpers.block_parts import values as block_values
@@ -125,6 +126,40 @@ def test_parts_of_different_types() -> None:
     assert torch.equal(linear.unpacked(), torch.cat([values(part) for part in parts]))
     x = torch.randn(3, K)
     assert torch.equal(linear(x), torch.cat([linear_of([part])(x) for part in parts], 1))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("is_reordered", [False, True])
+def test_numbers_beside_blocks(is_reordered: bool) -> None:
+    """Gates, residuals, few rows and prompts; numbers of each type have the dtype of the model."""
+    K = 256
+    with torch.device("cpu"):
+        blocks = random_part("Q8_0", 40, K)
+        blocks = reordered(blocks) if is_reordered else blocks
+        rows = [0.1 * torch.randn(N, K) for N in (24, 16)]
+    parts = [BlockPart("F16", rows[0].half()), blocks, BlockPart("BF16", rows[1].bfloat16())]
+    weight = torch.cat([values(part) if part is blocks else part.raw.float().to("cpu") for part in parts])
+    weight = weight.to(torch.get_default_device())
+    bias, norm = torch.randn(80), RMSNorm(K, 1e-5, False, dtype=torch.float32, device=weight.device)
+    norm.requires_grad_(False).weight.fill_(0.5)
+    linear = BlockRowLinear(parts, bias, weight.device, 64, dtype=torch.float32)
+    assert linear.types == ["F32", "Q8_0", "F32"] and torch.equal(linear.unpacked(), weight)
+    full = partial(F.linear, weight=weight.double(), bias=bias.double())
+    for M in (1, 5, 65):
+        x = torch.randn(M, K)
+        for gated in ("", "silu"):
+            residual = torch.randn(M, 40 if gated else 80)
+            got = linear(x, norm=norm, gated=gated, residual=residual)
+            wanted = compose(full, x.double(), norm=norm.double(), gated=gated, residual=residual.double())
+            norm.float()
+            assert error(got, wanted) < EPSILON[torch.float32], (M, gated)
+    assert torch.equal(linear(x[:3]), torch.cat([linear(x[i : i + 1]) for i in range(3)]))
+    assert not linear.counters.any()
+    rounded = BlockRowLinear(parts, None, weight.device, 64)
+    assert rounded.types == ["BF16", "Q8_0", "BF16"] and rounded.nbytes == linear.nbytes - 40 * K * 2
+    parts[0].raw[0, 0] = float("inf")
+    with pytest.raises(NotFinite):
+        BlockRowLinear(parts, None, weight.device, 64)
 
 
 @torch.no_grad()
