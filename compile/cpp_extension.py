@@ -25,6 +25,7 @@ from threading import Lock, Thread
 
 import torch
 
+from compile.start_times import START
 from sharesd_files import atomic_path, cache_root, warn_unwritable
 
 log = logging.getLogger(__name__)
@@ -80,9 +81,9 @@ def library(part: str) -> ctypes.CDLL:
     Raises RuntimeError if no compiler can build it.
     """
     keep_freed_memory()
-    command = _command()
-    target, source = _target(part, command)
-    with _locks[part]:
+    with START.phase("kernels"), _locks[part]:
+        command = _command()
+        target, source = _target(part, command)
         return _load(target) or _build(target, command, source)
 
 

@@ -15,6 +15,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from compile.start_times import START
+
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -64,7 +66,7 @@ class Graphs:
         return captured
 
     def _record(self, function: Callable[[], T]) -> tuple[Callable[[], object], T]:
-        with _Capture(self._graph) as capture:
+        with START.phase("captures"), _Capture(self._graph) as capture:
             result = function()
         return capture.replay, result
 

@@ -78,7 +78,8 @@ def quantized(kind: str, head: str, folder: Path) -> dict[str, Any]:
 
 def fallback(folder: Path) -> dict[str, Any]:
     """Write a tiny GPT-2, which runs through transformers' code."""
-    config = transformers.GPT2Config(vocab_size=384, n_embd=64, n_layer=2, n_head=2, n_positions=256, eos_token_id=None)
+    sizes = {"vocab_size": 384, "n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 256}
+    config = transformers.GPT2Config(**sizes, bos_token_id=None, eos_token_id=None)
     torch.manual_seed(0)
     model = transformers.GPT2LMHeadModel(config)
     for parameter in model.parameters():

@@ -11,9 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from compile.start_times import START
 from serve.cluster.options import NumReplicas, check_options, replicas_type
 from serve.server_config import Settings
 from serve.tls import key_pair
+from sharesd.cli.console import err_console
 from sharesd.cli.options import (
     Parser,
     add_mode_option,
@@ -69,6 +71,7 @@ def load_model(config: EngineConfig, mode: Mode, memory_limit: int | None) -> Mo
             f"and --memory-limit is {memory_limit / 2**20:.0f} MiB; lower --max-batch or --max-context"
         )
     engine = start_engine(runtime, mode, SamplingParams(), each_kind=True)
+    START.end()
     return model_of(runtime, engine)
 
 
@@ -93,6 +96,7 @@ def make_parser(prog: str = PROG) -> Parser:
         "a line for each request to stderr.",
     )
     add_mode_option(parser, several=False)
+    parser.add_argument("-v", "--verbose", action="store_true", help="when the model is loaded, show where time went")
     group = parser.add_argument_group("server")
     group.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all")
     group.add_argument("--port", type=_port, default=8000, help="0: any that is free")
@@ -198,7 +202,8 @@ def _run(args: argparse.Namespace, load: Load) -> int:
         log_prompts=args.log_prompts,
     )
     try:
-        from serve.server import OpenBackend, Server, listen, local
+        with START.phase("import the server"):
+            from serve.server import OpenBackend, Server, listen, local
     except ImportError as error:
         raise ValueError(f"the server needs more packages ({error}); run: pip install {PACKAGES}") from error
     open_backend: OpenBackend = local
@@ -214,11 +219,23 @@ def _run(args: argparse.Namespace, load: Load) -> int:
     with sock:
         print(url, flush=True)
         load_one = partial(load, config, mode, getattr(args, "memory_limit", None))
+        if args.verbose:
+            load_one = partial(_load_and_show, load_one)
         server = Server(settings, load_one, sock, open_backend)
         status = server.run()
     if server.left_thread:
         os._exit(status)
     return status
+
+
+def _load_and_show(load_one: Callable[[], Model]) -> Model:
+    """Load the model, and print where the time of the start went."""
+    model = load_one()
+
+    from sharesd.cli.display import start_table
+
+    err_console.print(start_table(START))
+    return model
 
 
 def _count(text: str) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from compile.cuda_graphs import Graphs
+from compile.start_times import START
 from multigpu.process_group import Group
 from multigpu.tensor_parallel import UNSHARDED
 from offload.plan import Plan
@@ -83,9 +84,10 @@ class Runtime:
             RankLost: a rank does not join.
         """
         started, in_memory = time.perf_counter(), tensors is not None
-        resolved = resolve_config(
-            config, modes, progress=progress, in_memory=in_memory, has_block_source=offload is not None
-        )
+        with START.phase("options and model folder"):
+            resolved = resolve_config(
+                config, modes, progress=progress, in_memory=in_memory, has_block_source=offload is not None
+            )
         self.plan, self.auto = resolved.plan, resolved.auto
         if resolved.config.offload.when == "plan-only":
             raise PlanOnly(() if self.plan is None else self.plan.reasons)
@@ -95,7 +97,8 @@ class Runtime:
         if self.plan is not None and planned is not None:
             planned(self.plan)
         prepare_cpu(resolved)
-        self.tokenizer = load_tokenizer(resolved.folder, config.target)
+        with START.phase("tokenizer"):
+            self.tokenizer = load_tokenizer(resolved.folder, config.target)
         self._draft_folder = find_draft_model(resolved, self.tokenizer, progress)
         heads = DraftHeads(resolved.config, resolved.drafters, progress)
         heads.check(resolved.folder)
@@ -109,11 +112,14 @@ class Runtime:
             resolved = replace(resolved, device=device)
         self._resolved = resolved
         self._loader = ModelLoader(resolved, part=part, tensors=tensors, progress=progress)
-        self._target = self._loader.load_target(heads, offload)
-        self._steps = TargetSteps(resolved, self._target, self._loader.switch, self._group)
+        with START.phase("weights"):
+            self._target = self._loader.load_target(heads, offload)
+        with START.phase("steps and KV cache"):
+            self._steps = TargetSteps(resolved, self._target, self._loader.switch, self._group)
         self._prompt_cache = self._open_prompt_cache()
         inputs = self._build_inputs()
-        self._drafters: dict[str, Drafter | None] = {mode: build_drafter(mode, inputs) for mode in resolved.modes}
+        with START.phase("drafters"):
+            self._drafters: dict[str, Drafter | None] = {mode: build_drafter(mode, inputs) for mode in resolved.modes}
         self._engines = {mode: self._engine(mode) for mode in resolved.modes}
         self.load_seconds = time.perf_counter() - started
         self.compile_seconds: dict[Mode, float] = {}
@@ -150,12 +156,13 @@ class Runtime:
             streamed=self.streamed,
             folders=self._cost_folders,
         )
-        warm_up(engine, params, costs)
-        if each_kind:
-            warm_up_all_variants(engine)
-        if self.device.type == "cuda":
-            self._warm_prompts()
-            save_configs(cache_root() / "settings")
+        with START.phase("warm-up"):
+            warm_up(engine, params, costs)
+            if each_kind:
+                warm_up_all_variants(engine)
+            if self.device.type == "cuda":
+                self._warm_prompts()
+                save_configs(cache_root() / "settings")
         if graphs is not None:
             num, megabytes = Graphs.num_captures - num_before, (graphs.nbytes - bytes_before) / 1e6
             sizes = ", ".join(map(str, engine.batch_sizes))
@@ -239,7 +246,8 @@ class Runtime:
 
     def _second_model(self) -> tuple[CausalModel, int, Graphs | None]:
         """Load the second model; return compiled steps, bytes, graphs if captured."""
-        model = self._loader.load_draft_model(self._draft_folder, self._target)
+        with START.phase("second model"):
+            model = self._loader.load_draft_model(self._draft_folder, self._target)
         native = isinstance(model, Decoder) and isinstance(self._target.model, Decoder)
         return self._steps.compile_draft_model(model), num_bytes(model), self._steps.graphs if native else None
 

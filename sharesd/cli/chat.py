@@ -7,8 +7,9 @@ from contextlib import suppress
 
 from rich.text import Text
 
+from compile.start_times import START
 from sharesd.cli.console import err_console
-from sharesd.cli.display import AnswerWriter, legend, one_line, shows_colors, stats_table
+from sharesd.cli.display import AnswerWriter, legend, one_line, shows_colors, start_table, stats_table
 from sharesd.cli.interactive import answer
 from sharesd.cli.startup import start_engine
 from sharesd.cli.utf8 import read_line, require_utf8
@@ -48,6 +49,7 @@ class Chat:
         self._totals: dict[Mode, Stats] = {}
         self._last: Stats | None = None
         self._switch(mode)
+        START.end()
 
     def run(self) -> int:
         """Read and answer messages until the user exits; return the exit status.
@@ -55,8 +57,10 @@ class Chat:
         The status is 2 if a line of a pipe was not UTF-8, else 0.
         """
         note(f"mode {self._mode}; /help lists the commands, Ctrl-D leaves")
-        if self._verbose and shows_colors():
-            err_console.print(legend())
+        if self._verbose:
+            err_console.print(start_table(START))
+            if shows_colors():
+                err_console.print(legend())
         leaving, status = False, 0
         while True:
             try:

@@ -13,6 +13,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
+from compile.start_times import StartTimes
 from sharesd.cli.console import console
 from sharesd.engine.outputs import Source, TokenChunk
 from sharesd.engine.stats import Stats
@@ -130,8 +131,18 @@ def stats_table(columns: Mapping[str, Stats], report: LoadReport) -> Table:
         table.add_row(label, *(rows.get(label, "") for rows in shown))
     table.add_section()
     table.add_row("context", f"{report.max_context:,} tokens")
-    table.add_row("loading", f"{report.load_seconds:.1f} s")
-    table.add_row("compiling", f"{report.compile_seconds:.1f} s")
+    return table
+
+
+def start_table(start: StartTimes) -> Table:
+    """Return the seconds of each phase of a start, and their sum."""
+    table = Table(box=box.SIMPLE_HEAD, show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for name, seconds in start.seconds.items():
+        table.add_row(name, f"{seconds:.2f} s")
+    table.add_section()
+    table.add_row("start", f"{start.total:.2f} s")
     return table
 
 

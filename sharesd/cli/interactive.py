@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from types import FrameType
 
+from compile.start_times import START
 from sharesd.engine.engine import Engine
 from sharesd.engine.outputs import Completion, TokenChunk
 from sharesd.sampling_params import SamplingParams
@@ -29,6 +30,7 @@ def answer(
     chunks = engine.stream(prompts, params, reuse=reuse)
     with suppress(KeyboardInterrupt), ctrl_c_noted() as stopped, closing(chunks):  # type: ignore[type-var]
         for chunk in chunks:
+            START.end("first token")
             answers[chunk.row].add(chunk)
             show(chunk)
             if stopped():

@@ -11,6 +11,7 @@ from importlib import metadata
 from textwrap import shorten
 from typing import Any
 
+from compile.start_times import START
 from sharesd.cli import cache as cache_command
 from sharesd.cli import generate_file
 from sharesd.cli.console import err_console
@@ -147,7 +148,7 @@ def _generate(args: argparse.Namespace) -> int:
     ids = [encode(runtime.tokenizer, prompt, raw=args.raw, system=system) for prompt in prompts]
     engine = start_engine(runtime, mode, params)
 
-    from sharesd.cli.display import AnswerWriter, legend, shows_colors, stats_dict, stats_table
+    from sharesd.cli.display import AnswerWriter, legend, shows_colors, start_table, stats_dict, stats_table
     from sharesd.cli.interactive import answer
     from sharesd.engine.outputs import Completion
 
@@ -171,6 +172,7 @@ def _generate(args: argparse.Namespace) -> int:
                 print(json.dumps({"prompt": prompt, **asdict(done), **common}, ensure_ascii=False), flush=True)
     if args.verbose:
         err_console.print(stats_table({mode: engine.stats}, report))
+        err_console.print(start_table(START))
     if failure is not None:
         raise failure
     return 0 if all(done.finish_reason for done in answers) else INTERRUPTED

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from compile.start_times import START
 from sharesd.cli.console import err_console, loading_bars, plan_table
 from sharesd.config import EngineConfig, Mode
 from sharesd.sampling_params import SamplingParams
@@ -28,7 +29,10 @@ def load_runtime(config: EngineConfig, modes: Sequence[Mode]) -> Runtime:
 
         sys.exit(follow(config.device))
     with err_console.status("importing torch"):
-        from sharesd.runtime import Runtime
+        with START.phase("import torch"):
+            import torch  # noqa: F401
+        with START.phase("import sharesd"):
+            from sharesd.runtime import Runtime
     with loading_bars() as progress:
         runtime = Runtime(
             config, modes, progress=progress, planned=lambda plan: err_console.print(plan_table(plan.reasons))

@@ -10,6 +10,7 @@ from itertools import product
 import torch
 
 from compile.cuda_graphs import WARM_CALLS
+from compile.start_times import START
 from sharesd.devices.host_buffers import reserve_pinned
 from sharesd.drafters.base import Drafter
 from sharesd.drafters.draft_checks import checked_draft
@@ -45,7 +46,8 @@ def warm_up(engine: Engine, params: SamplingParams, costs: JsonCache | None = No
     if engine.drafter is not None and engine.drafter.runs_on_host:
         _verify_tree(engine, params)
     if policy.is_adaptive or (engine.drafter is not None and engine.drafter.runs_on_host):
-        measured = profile_costs(engine, params, costs)
+        with START.phase("costs of rounds"):
+            measured = profile_costs(engine, params, costs)
         policy.reset(measured[engine.cache.batch], measured)
     engine.forget()
 

@@ -18,7 +18,6 @@ from sharesd.drafters.spec import Need
 from sharesd.loading.combination import Combination
 from sharesd.models.checkpoint import STORED, TARGET_QUANT, Progress, is_stored, weight_files
 from sharesd.models.conversion_cache import is_converted
-from sharesd.models.gguf.stored import q8_share
 from sharesd.models.hub import resolve_target
 
 log = logging.getLogger(__name__)
@@ -80,10 +79,13 @@ def with_nested_drafts(config: EngineConfig, modes: Sequence[str], folder: Path,
     if is_given or asked.nested_obstacle is not None or not asked.needs(Need.QUANTIZED_TARGET):
         return config
     if (folder / TARGET_QUANT).exists():
-        is_q8 = config.target_quant == "q8_0"
-    else:
-        is_q8 = (folder / STORED).exists() and q8_share(folder) >= 0.5
-    return nested if is_q8 else config
+        return nested if config.target_quant == "q8_0" else config
+    if not (folder / STORED).exists():
+        return config
+
+    from sharesd.models.gguf.stored import q8_share  # the package gguf takes time to import
+
+    return nested if q8_share(folder) >= 0.5 else config
 
 
 def _check_target_quant(config: EngineConfig, device: torch.device, needs_numbers: bool) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from compile.adaptive_threads import STEP_THREADS
 from compile.cpp_extension import kernels_version, prepare
 from compile.op_registry import runs_cpp, runs_triton
+from compile.start_times import START
 from multigpu.pipeline_parallel import PipelinePlan
 from multigpu.tensor_parallel import UNSHARDED, Shard
 from offload.block_layout import Layout
@@ -152,10 +153,13 @@ class ModelLoader:
             if placed is not None and quantized is not None:
                 weight_bytes -= quantized.report().quantized_bytes
             if heads is not None:
-                for mode, report in heads.load(model, self._quantizing, resolved.device).items():
+                with START.phase("trained heads"):
+                    found = heads.load(model, self._quantizing, resolved.device)
+                for mode, report in found.items():
                     self._record(mode, report=report)
             if quantized is not None:
-                report = quantized.finish() if placed else self._quantizing.whole(model, self.switch)
+                with START.phase("quantize drafts"):
+                    report = quantized.finish() if placed else self._quantizing.whole(model, self.switch)
                 self._record(*sharing, report=report)
             if placed is not None:
                 assert isinstance(model, Decoder)

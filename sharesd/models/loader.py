@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from compile.block_linear import WIDENED, BlockEmbedding, BlockPart
 from compile.linear import NotFinite
+from compile.start_times import START
 from multigpu.pipeline_parallel import PipelinePlan
 from multigpu.tensor_parallel import UNSHARDED, Shard
 from sharesd.models import checkpoint, lora
@@ -84,7 +85,8 @@ def load_model(
     except UnsupportedArchitecture as reason:
         if tensors is not None or on_block_loaded is not None or part != UNSHARDED or split is not None:
             raise
-        from sharesd.models.hf import load_hf
+        with START.phase("import transformers"):
+            from sharesd.models.hf import load_hf
 
         lora.refuse_adapter(checkpoint.read_config(folder), folder)
         log.info("%s; using the transformers fallback", reason)

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from benchmark.__main__ import COMMANDS as BENCHMARKS
+from compile.start_times import FIRST, OTHER
 from offload.prefetcher import TransferStats
 from quant.config import QuantConfig
 from quant.formats import FORMATS
@@ -194,6 +195,15 @@ def test_every_line_of_the_statistics_is_explained() -> None:
     report = LoadReport(load_seconds=1.0, compile_seconds=1.0, weight_bytes=1, quant=None, predicted=1.0)
     labels = [str(cell) for cell in stats_table({"": stats}, report).columns[0].cells]
     assert [row[0] for row in marked("reference/environment.md", "verbose")] == labels
+
+
+def test_every_phase_of_a_start_is_explained() -> None:
+    sources = [
+        path.read_text("utf-8") for name in ("compile", "sharesd", "serve") for path in (ROOT / name).rglob("*.py")
+    ]
+    phases = {name for source in sources for name in re.findall(r'START\.(?:phase|end)\("([^"]+)"\)', source)}
+    shown = {name for row in marked("reference/environment.md", "start") for name in row[0].split(", ")}
+    assert len(phases) > 10 and shown == phases | {FIRST, OTHER}
 
 
 def test_every_environment_variable_of_ours_is_named() -> None:

@@ -1,0 +1,77 @@
+"""Phases of a start add up to all of its time."""
+
+from __future__ import annotations
+
+from threading import Thread
+
+import pytest
+
+from compile import start_times
+from compile.start_times import FIRST, OTHER, StartTimes
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(start_times.time, "monotonic", clock.monotonic)
+    return clock
+
+
+def test_phases_add_up_and_inner_ones_interrupt_outer_ones(clock: Clock) -> None:
+    start = StartTimes(age=2.0)
+    clock.now += 1
+    with start.phase("weights"):
+        clock.now += 4
+        with start.phase("kernels"):
+            clock.now += 8
+        clock.now += 16
+    clock.now += 32
+    with start.phase("kernels"):
+        clock.now += 64
+    clock.now += 128
+    start.end("first token")
+    clock.now += 256
+    with start.phase("weights"):
+        clock.now += 512
+    start.end()
+    assert start.seconds == {FIRST: 3, "weights": 20, "kernels": 72, OTHER: 32, "first token": 128}
+    assert start.total == clock.now - 98 - 256 - 512
+
+
+def test_a_phase_that_fails_ends(clock: Clock) -> None:
+    start = StartTimes()
+    with pytest.raises(ValueError, match="no"), start.phase("weights"):
+        clock.now += 1
+        raise ValueError("no")
+    clock.now += 2
+    start.end()
+    assert start.seconds == {FIRST: 0, "weights": 1, OTHER: 2}
+
+
+def test_phases_of_another_thread_take_no_time_of_the_start(clock: Clock) -> None:
+    start = StartTimes()
+
+    def build() -> None:
+        with start.phase("kernels"):
+            clock.now += 1
+
+    with start.phase("weights"):
+        thread = Thread(target=build)
+        thread.start()
+        thread.join()
+    with start.phase("weights"):
+        clock.now += 2
+    start.end()
+    assert start.seconds == {FIRST: 0, "weights": 3, OTHER: 0}
+
+
+def test_the_start_of_this_process_began_before_its_first_module() -> None:
+    assert start_times._process_age() >= 0
