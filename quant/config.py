@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 from quant.formats import DEFAULT, FORMATS, QuantFormat
 
@@ -39,9 +40,10 @@ class QuantConfig:
     """Projections left at full precision in every layer, e.g. `down`."""
 
     def __post_init__(self) -> None:
+        self._check_types()
         proj_bits = dict(self.proj_bits)
         skip_projs = set(self.skip_projs)
-        if self.method not in FORMATS:
+        if not isinstance(self.method, str) or self.method not in FORMATS:
             raise ValueError(f"quantization method is {self.method!r}; choose one of {', '.join(FORMATS)}")
         named_bits = {"bits": self.bits, **{f"bits of {name}": bits for name, bits in proj_bits.items()}}
         if self.head_bits is not None:
@@ -67,6 +69,21 @@ class QuantConfig:
         object.__setattr__(self, "proj_bits", tuple(sorted(proj_bits.items())))
         object.__setattr__(self, "skip_layers", tuple(sorted(set(self.skip_layers))))
         object.__setattr__(self, "skip_projs", tuple(sorted(skip_projs)))
+
+    def _check_types(self) -> None:
+        """Raise ValueError for a collection of the wrong type; a single projection is a list of one."""
+        if isinstance(self.skip_projs, str):
+            object.__setattr__(self, "skip_projs", (self.skip_projs,))
+        names, layers = self.skip_projs, self.skip_layers
+        if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"skip_projs is {names!r:.80}; give a list of names of projections")
+        if not isinstance(layers, (list, tuple)) or not all(map(_is_whole, layers)):
+            raise ValueError(f"skip_layers is {layers!r:.80}; give a list of whole numbers")
+        pairs = tuple(self.proj_bits.items()) if isinstance(self.proj_bits, Mapping) else self.proj_bits
+        if not isinstance(pairs, (list, tuple)) or not all(
+            isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs
+        ):
+            raise ValueError(f"proj_bits is {self.proj_bits!r:.80}; give a dict of names of projections and bits")
 
     @classmethod
     def parse(cls, spec: str, skips: Sequence[str] = ()) -> QuantConfig:
@@ -141,8 +158,12 @@ def _parse_skips(skips: Sequence[str]) -> tuple[tuple[int, ...], tuple[str, ...]
     return tuple(layers), tuple(projs)
 
 
+def _is_whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
 def _check_choice(name: str, value: object, allowed: tuple) -> None:
-    if value not in allowed:
+    if not _is_whole(value) or value not in allowed:
         raise ValueError(f"{name} is {value!r}; choose one of {', '.join(map(str, allowed))}")
 
 

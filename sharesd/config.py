@@ -1,15 +1,17 @@
 """Options of the runtime, as frozen dataclasses.
 
-Single values are checked here, and combinations in `loading`.
+The annotations say which types are accepted, see `sharesd.field_types`. Single values are checked here, and
+combinations in `loading`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from quant.config import QuantConfig
+from sharesd.field_types import DefaultLimit, NoneIsDefault, PathText, convert_fields
 
 Mode = str
 """Name of a drafter, or `naive`; see `sharesd.drafters.registry.modes`."""
@@ -25,7 +27,7 @@ KVDType = Literal["auto", "q8"]
 _AT_LEAST_ONE = (
     "num_draft", "max_draft", "tensor_parallel", "max_batch", "threads", "prefill_chunk", "prompt_cache_size",
 )  # fmt: skip
-MIN_CONTEXT, PLANNED_CONTEXT = 16, 2048
+MIN_CONTEXT, PLANNED_CONTEXT = 16, DefaultLimit(2048)
 """Minimum of `max_context`, and its value in plans.
 
 Plans are made before the model is loaded, and use the second number if `max_context` is `auto`.
@@ -43,12 +45,6 @@ class PlanOnly(Exception):
     def __init__(self, lines: Sequence[tuple[str, str, str]]) -> None:
         super().__init__("the plan is made, and nothing is loaded")
         self.lines = lines
-
-
-def check_one_of(name: str, value: object, allowed: tuple) -> None:
-    """Raise ValueError if a value is none of the allowed ones."""
-    if value not in allowed:
-        raise ValueError(f"{name} is {value!r}; choose one of {', '.join(map(str, allowed))}")
 
 
 def check_min(name: str, value: float, low: float) -> None:
@@ -70,7 +66,7 @@ class OffloadConfig:
     """Limit of GPU memory in bytes; None = free memory."""
     host_memory: int | None = None
     """Limit of this process's host memory in bytes; None = free memory."""
-    folder: str | None = None
+    folder: PathText | None = None
     """Folder of blocks offloaded to a disk; None = a cache folder."""
     rate: float | None = None
     """Limit of the link in bytes per second; None = no limit.
@@ -95,7 +91,7 @@ class OffloadConfig:
     """
 
     def __post_init__(self) -> None:
-        check_one_of("offload", self.when, get_args(Offload))
+        convert_fields(self)
         for name in ("device_memory", "host_memory", "rate"):
             value = getattr(self, name)
             if value is not None:
@@ -116,7 +112,7 @@ class PipelineConfig:
 
     () = the devices of `device_map` and `max_memory`.
     """
-    device_map: str | None = None
+    device_map: PathText | None = None
     """`auto` for all GPUs, or a JSON file.
 
     The file has names of modules and their devices, in accelerate's layout.
@@ -130,6 +126,7 @@ class PipelineConfig:
     """Delay of each transfer between stages, to simulate slower links."""
 
     def __post_init__(self) -> None:
+        convert_fields(self)
         for number, size in self.max_memory:
             check_min(f"max_memory of {number}", size, 1)
         check_min("simulated_latency_s", self.simulated_latency_s, 0)
@@ -144,9 +141,9 @@ class PipelineConfig:
 class EngineConfig:
     """Options of a `Runtime`; also the keywords of `LLM`."""
 
-    target: str | None = None
+    target: PathText | None = None
     """Checkpoint folder, .gguf file or hub id; None = the embedded SmolLM2-135M-Instruct."""
-    lora: str | None = None
+    lora: PathText | None = None
     """Folder of a LoRA adapter that is merged into the target."""
     mode: Mode = "auto"
     """Name of the drafter, `naive` or `auto`.
@@ -165,15 +162,15 @@ class EngineConfig:
     """
     drafter_options: Mapping[str, Any] = field(default_factory=dict)
     """Options of single drafters by name; see `options` of each `SPEC`."""
-    drafter_modules: tuple[str, ...] = ()
+    drafter_modules: tuple[PathText, ...] = ()
     """Files or modules with external drafters, each of which defines a `SPEC`."""
-    draft: str | None = None
+    draft: PathText | None = None
     """Second model of drafters that need one.
 
     `small`: the decoder that comes with the embedded model. None = a separate quantized copy of the target with its own
     KV.
     """
-    heads: tuple[str, ...] = ()
+    heads: tuple[PathText, ...] = ()
     """Trained heads, at most one for each mode.
 
     NAME=FOLDER has a mode of that name. Modes without one use the head that comes with the embedded model.
@@ -189,7 +186,7 @@ class EngineConfig:
 
     The choice, from 0 to `max_draft`, depends on measured costs and acceptance.
     """
-    max_draft: int = 8
+    max_draft: int = DefaultLimit(8)
     """Maximum draft tokens per round, if their number is chosen."""
     tree: tuple[int, int, int] | Literal["auto", "off"] = "auto"
     """Draft trees of models and heads: (K, depth, budget), `auto` or `off`.
@@ -259,7 +256,7 @@ class EngineConfig:
     """
     draft_device: str | None = None
     """Device of a second model; None = that of the target's head."""
-    max_batch: int = 1
+    max_batch: NoneIsDefault[int] = 1
     """Rows of the KV cache: maximum number of prompts decoded together."""
     max_queue: int | None = None
     """Maximum requests that wait for a row; None = no limit."""
@@ -269,11 +266,11 @@ class EngineConfig:
     None = 512; on a CPU, few enough not to delay the other requests. If a prompt's bits depend on its chunks, as on a
     GPU, only 512 is supported.
     """
-    max_context: int | Literal["auto"] = "auto"
+    max_context: NoneIsDefault[int | Literal["auto"]] = "auto"
     """Maximum tokens of prompt and output per row of the KV cache.
 
-    It is reduced to the model's own limit. `auto`: the model's limit, or fewer tokens if half of the free memory holds
-    fewer (see `sharesd.loading.max_context`).
+    It is reduced to the model's own limit, with a warning. `auto`: the model's limit, or fewer tokens if half of the
+    free memory holds fewer (see `sharesd.loading.max_context`).
     """
     trust_remote_code: bool = False
     """Allow checkpoints that bring their own modelling code (fallback models only)."""
@@ -295,32 +292,24 @@ class EngineConfig:
     """Keys of config.json and of .gguf files, and tensors, left out."""
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     """Offloading of models larger than memory."""
-    prompt_cache: str | None = None
+    prompt_cache: PathText | None = None
     """Folder with KV of finished texts, which later starts read back."""
     prompt_cache_size: int = 4 * 2**30
     """Maximum bytes of files in `prompt_cache`."""
-    trace: str | None = None
+    trace: PathText | None = None
     """File to which a line per round is appended, see `sharesd.engine.trace_file`."""
 
     def __post_init__(self) -> None:
-        kinds = {"dtype": DType, "kv_dtype": KVDType, "compile": CompileMode, "kernels": Kernels}
-        kinds |= {"activations": Activations, "tensor_parallel_style": TensorParallelStyle, "target_quant": TargetQuant}
-        for name, kind in kinds.items():
-            if getattr(self, name) is not None:
-                check_one_of(name, getattr(self, name), get_args(kind))
+        convert_fields(self)
         for name in _AT_LEAST_ONE:
             if getattr(self, name) is not None:
                 check_min(name, getattr(self, name), 1)
-        if isinstance(self.tree, str):
-            check_one_of("tree", self.tree, ("auto", "off"))
-        else:
+        if not isinstance(self.tree, str):
             self._check_tree(*self.tree)
         if self.max_queue is not None:
             check_min("max_queue", self.max_queue, 0)
         if isinstance(self.max_context, int):
             check_min("max_context", self.max_context, MIN_CONTEXT)
-        else:
-            check_one_of("max_context", self.max_context, ("auto", "a number"))
 
     def _check_tree(self, top: int, depth: int, budget: int) -> None:
         shown = ":".join(map(str, self.tree))

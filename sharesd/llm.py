@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import gc
-import operator
+import logging
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
 import torch
 
-from sharesd.config import Mode
+from sharesd.config import EngineConfig, Mode
 from sharesd.data.chat_messages import EXAMPLE, for_template
 from sharesd.drafters import registry
 from sharesd.engine.batch_runner import CHUNK
 from sharesd.engine.call_queue import Call, CallQueue
 from sharesd.engine.outputs import Completion, TokenChunk
+from sharesd.field_types import as_list, converted, plain, shown, typed
 from sharesd.loading import option_values
 from sharesd.models.chat_prompt import encode_chat
 from sharesd.models.tokenizer import Tokenizer
 from sharesd.runtime import Runtime
-from sharesd.sampling_params import SamplingParams
+from sharesd.sampling_params import SamplingParams, cut_by_context
 from sharesd.weights.quant_tuning_cache import best_quant
+
+log = logging.getLogger(__name__)
 
 DEFAULT_MODE: Mode = "auto"
 """Mode of an LLM without `mode` and `modes`."""
@@ -64,15 +67,22 @@ class LLM:
             ValueError: options that cannot be honoured, with the remedy.
         """
         if "drafter_module" in fields:
-            fields["drafter_modules"] = option_values.texts(fields.pop("drafter_module"))
-        registry.load_modules(fields.get("drafter_modules", ()))
-        loaded = tuple(dict.fromkeys(modes or (mode or DEFAULT_MODE,)))
-        for name in (*loaded, mode or loaded[0]):
+            fields["drafter_modules"] = fields.pop("drafter_module")
+        registry.load_modules(converted(EngineConfig, "drafter_modules", fields.get("drafter_modules", ())))
+        mode = typed(str | None, "mode", mode)
+        modes = typed(tuple[str, ...] | None, "modes", modes)
+        if modes == ():
+            raise ValueError("modes is empty; give at least one, or leave it out")
+        loaded = tuple(dict.fromkeys(modes or (DEFAULT_MODE if mode is None else mode,)))
+        mode = loaded[0] if mode is None else mode
+        for name in (*loaded, mode):
             if name not in registry.modes():
                 raise ValueError(f"mode is {name!r}; choose one of {', '.join(registry.modes())}")
         self._modes: tuple[Mode, ...] = loaded
-        self._mode = self._loaded(mode or loaded[0])
-        given = {"max_batch": MAX_BATCH, "prefill_chunk": CHUNK, "target": target and str(target), **fields}
+        self._mode = self._loaded(mode)
+        if fields.get("max_batch", 0) is None:
+            del fields["max_batch"]
+        given = {"max_batch": MAX_BATCH, "prefill_chunk": CHUNK, "target": target, **fields}
         config = option_values.engine_config(given, modes=(self._mode, *loaded), best=best_quant)
         self._runtime: Runtime | None = Runtime(config, loaded)
         self._tokenizer, self._max_context = self._runtime.tokenizer, self._runtime.max_context
@@ -105,7 +115,8 @@ class LLM:
     ) -> list[Completion]:
         """Continue texts or token ids, without a chat template.
 
-        Texts do not depend on the mode, or on other texts decoded together with them.
+        Texts do not depend on the mode, or on other texts decoded together with them. If a given `max_new_tokens` is
+        more than the context has room for, a warning says so, one for the call, and the answer ends with the context.
 
         Args:
             prompts: a text, token ids (a single list of ids is one prompt), or a list of such.
@@ -120,8 +131,7 @@ class LLM:
             ValueError: prompts and parameters that cannot be honoured.
             RuntimeError: a call of another thread was interrupted in the middle of a step.
         """
-        asked = [self._ids(prompt) for prompt in _prompts(prompts)]
-        return self._complete(asked, params, mode)
+        return self._complete([self._ids(prompt) for prompt in _prompts(prompts)], params, mode)
 
     @overload
     def chat(
@@ -162,10 +172,9 @@ class LLM:
         Returns:
             A Completion; a list of them for a list of conversations. Errors are those of `generate`.
         """
-        several = _is_conversations(messages)
-        conversations = messages if several else [messages]
-        asked = [self._chat_ids(each, tools) for each in conversations]  # type: ignore[arg-type]
-        found = self._complete(asked, params, mode)
+        several, conversations = _conversations(messages)
+        shown_tools = typed(tuple[Mapping[str, Any], ...] | None, "tools", tools)
+        found = self._complete([self._chat_ids(each, shown_tools) for each in conversations], params, mode)
         return found if several else found[0]
 
     def stream(
@@ -183,13 +192,15 @@ class LLM:
         Args:
             prompt: a text or token ids, as in `generate`, or messages, as in `chat`.
         """
-        if not isinstance(prompt, str) and len(prompt) and isinstance(prompt[0], Mapping):
-            asked = [self._chat_ids(prompt, None)]  # type: ignore[arg-type]
+        items = as_list(prompt)
+        if items and isinstance(items[0], Mapping):
+            asked = [self._chat_ids(items, None)]
+        elif items and not _is_number(items[0]):
+            raise ValueError(f"stream takes one prompt, and these are {len(items)}; use generate for several")
         else:
-            prompts = _prompts(prompt)  # type: ignore[arg-type]
-            if len(prompts) != 1 or prompts[0] is not prompt:
-                raise ValueError(f"stream takes one prompt, and these are {len(prompts)}; take generate for several")
-            asked = [self._ids(prompts[0])]
+            asked = [self._ids(each) for each in _prompts(prompt, "prompt")]
+        if not asked:
+            raise ValueError(f"prompt is {shown(prompt)}; give a text, token ids or messages")
         return self._calls.run(self._call(asked, params, mode, whole=False))
 
     def close(self) -> None:
@@ -219,17 +230,10 @@ class LLM:
             raise ValueError(f"mode {mode!r} is not loaded; loaded are {', '.join(self._modes)}")
         return mode
 
-    def _ids(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            return self._tokenizer.encode(prompt)
-        try:
-            return [operator.index(token) for token in prompt]
-        except TypeError:
-            raise ValueError(
-                f"the prompt {prompt!r:.80} is no text and no list of token ids; give one of the two"
-            ) from None
+    def _ids(self, prompt: str | list[int]) -> list[int]:
+        return self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
 
-    def _chat_ids(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> list[int]:
+    def _chat_ids(self, messages: Sequence[Any], tools: Sequence[Mapping[str, Any]] | None) -> list[int]:
         return encode_chat(self._tokenizer, for_template(messages), tools=tools or ())
 
     def _complete(self, asked: list[list[int]], params: Params | None, mode: Mode | None) -> list[Completion]:
@@ -245,33 +249,62 @@ class LLM:
     def _call(self, asked: list[list[int]], params: Params | None, mode: Mode | None, *, whole: bool) -> Call:
         if self._runtime is None:
             raise _closed()
-        name = self._loaded(mode or self._mode)
-        given = params or SamplingParams()
+        mode = typed(str | None, "mode", mode)
+        name = self._mode if mode is None else self._loaded(mode)
+        given = typed(SamplingParams | tuple[SamplingParams, ...] | None, "params", params)
+        given = SamplingParams() if given is None else given
         if isinstance(given, SamplingParams):
-            return Call(name, [(ids, given, place) for place, ids in enumerate(asked)], collected_at_end=whole)
-        if len(given) != len(asked):
+            prompts = [(ids, given, place) for place, ids in enumerate(asked)]
+        elif len(given) == len(asked):
+            prompts = [(ids, own, 0) for ids, own in zip(asked, given, strict=True)]
+        else:
             raise ValueError(f"params are {len(given)} and prompts {len(asked)}; give one, or one for each")
-        return Call(name, [(ids, own, 0) for ids, own in zip(asked, given, strict=True)], collected_at_end=whole)
+        cut = cut_by_context(((len(ids), own) for ids, own, _ in prompts), self._max_context)
+        if cut is not None:
+            log.warning("answers may be cut: %s", cut)
+        return Call(name, prompts, collected_at_end=whole)
 
 
 def _closed() -> ValueError:
     return ValueError("this LLM is closed; make a new one")
 
 
-def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return prompts as a list."""
+def _prompts(prompts: Any, name: str = "prompts") -> list[str | list[int]]:
+    """Return prompts as a list of texts and lists of token ids; ValueError for anything else."""
     if isinstance(prompts, str):
         return [prompts]
-    if not isinstance(prompts, Sequence):
-        raise ValueError(f"prompts are {prompts!r:.80}; give a text, token ids, or a list of them")
-    if any(isinstance(prompt, Mapping) for prompt in prompts):
-        raise ValueError("prompts hold messages; take chat for conversations")
-    if prompts and all(hasattr(prompt, "__index__") for prompt in prompts):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    items = as_list(prompts)
+    if items is None:
+        raise ValueError(f"{name} is {shown(prompts)}; give a text, a list of token ids, or a list of such prompts")
+    if items and _is_number(items[0]):
+        return [list(typed(tuple[int, ...], name, items))]
+    return [_prompt(f"{name}[{place}]", each) for place, each in enumerate(items)]
 
 
-def _is_conversations(messages: Any) -> bool:
-    if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
-        raise ValueError(f"messages are {messages!r:.80}; give at least one, as {EXAMPLE}")
-    return not isinstance(messages[0], Mapping) and not isinstance(messages[0], str)
+def _prompt(name: str, prompt: Any) -> str | list[int]:
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, Mapping):
+        raise ValueError(f"{name} is {shown(prompt)}; give a text or a list of token ids, and use chat for messages")
+    items = as_list(prompt)
+    if items is None:
+        raise ValueError(f"{name} is {shown(prompt)}; give a text or a list of token ids")
+    return list(typed(tuple[int, ...], name, items))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(plain(value), (int, float))
+
+
+def _conversations(messages: Any) -> tuple[bool, list[list[Any]]]:
+    """Return whether there is a list of conversations, and all conversations as lists."""
+    items = as_list(messages)
+    if not items:
+        raise ValueError(f"messages are {shown(messages)}; give at least one, as {EXAMPLE}")
+    if isinstance(items[0], (Mapping, str)):
+        return False, [items]
+    found = [as_list(each) for each in items]
+    for place, conversation in enumerate(found):
+        if conversation is None:
+            raise ValueError(f"messages[{place}] is {shown(items[place])}; give a list of messages, as {EXAMPLE}")
+    return True, found  # type: ignore[return-value]

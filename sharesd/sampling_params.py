@@ -1,13 +1,17 @@
-"""Sampling parameters of one request. Imports no torch."""
+"""Sampling parameters of one request. Imports no torch.
+
+The annotations of `SamplingParams` say which types its fields take, see `sharesd.field_types`.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
-from sharesd.config import check_min, check_one_of
+from sharesd.config import check_min
+from sharesd.field_types import DefaultLimit, NoneIsDefault, convert_fields, is_utf8, shown
 
 Acceptance = Literal["match", "rejection", "block"]
 MAX_TOP_LOGPROBS = 20
@@ -23,10 +27,11 @@ def _finite(name: str, value: float) -> None:
 class SamplingParams:
     """Sampling and stop criteria of one request; greedy by default."""
 
-    max_new_tokens: int = 128
+    max_new_tokens: NoneIsDefault[int] = DefaultLimit(128)
     """Maximum tokens to generate, whatever the draft length.
 
-    0 is allowed with `prompt_logprobs` only.
+    0 is allowed with `prompt_logprobs` only. If the context ends before, so does the answer; a warning says so if the
+    number was given.
     """
     min_new_tokens: int = 0
     """Tokens before which the text does not end.
@@ -54,22 +59,25 @@ class SamplingParams:
     """Subtract from logits of tokens in the output."""
     frequency_penalty: float = 0.0
     """Subtract from logits of tokens in the output, times their count."""
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: NoneIsDefault[Mapping[int, float]] = field(default_factory=dict)
     """Token id -> amount added to its logit; -inf bans the token."""
-    seed: int = 0
+    seed: NoneIsDefault[int] = 0
     """Seed of the noise.
 
     With acceptance `match`, sampled texts do not depend on the mode or on other requests. The first of several prompts
     in one call has this seed. The others have seeds derived from it and from their index in the call, whatever the
     number of prompts decoded together (`sharesd.sampling.seeds_of_prompts`).
     """
-    stop: tuple[str, ...] = ()
-    """Stop strings; the text ends before the first one found."""
-    stop_token_ids: tuple[int, ...] = ()
+    stop: NoneIsDefault[tuple[str, ...]] = ()
+    """Stop strings; the text ends before the first one found.
+
+    A single text is one stop string.
+    """
+    stop_token_ids: NoneIsDefault[tuple[int, ...]] = ()
     """Token ids that end the text, besides the model's own end-of-sequence ids."""
     ignore_eos: bool = False
     """Do not stop at the model's end-of-sequence ids."""
-    logprobs: bool = False
+    logprobs: NoneIsDefault[bool] = False
     """Return the target's log-probability of every emitted token.
 
     It is computed before any processing of logits.
@@ -79,7 +87,7 @@ class SamplingParams:
 
     Needs `logprobs`.
     """
-    prompt_logprobs: bool = False
+    prompt_logprobs: NoneIsDefault[bool] = False
     """Return log-probabilities of the prompt's tokens, too.
 
     Needs `logprobs`. The whole prompt is read again, without reuse of KV.
@@ -103,6 +111,7 @@ class SamplingParams:
     """
 
     def __post_init__(self) -> None:
+        convert_fields(self)
         check_min("max_new_tokens", self.max_new_tokens, 0 if self.prompt_logprobs else 1)
         check_min("min_new_tokens", self.min_new_tokens, 0)
         if self.min_new_tokens > self.max_new_tokens:
@@ -134,7 +143,12 @@ class SamplingParams:
             raise ValueError(f"seed is {self.seed}; it must be between 0 and 2^63 - 1")
         if any(not s for s in self.stop):
             raise ValueError("stop holds an empty string; give the text to stop at")
-        check_one_of("acceptance", self.acceptance, get_args(Acceptance))
+        for text in (*self.stop, self.grammar or ""):
+            if not is_utf8(text):
+                name = "stop" if text in self.stop else "grammar"
+                raise ValueError(f"{name} has {shown(text)}, with half a character; give text that is UTF-8")
+        if any(token < 0 for token in self.stop_token_ids):
+            raise ValueError(f"stop_token_ids has {min(self.stop_token_ids)}; token ids are at least 0")
         if self.grammar is not None:
             self._check_grammar(self.grammar)
 
@@ -160,3 +174,24 @@ class SamplingParams:
     def uses_penalties(self) -> bool:
         """True if logits depend on earlier tokens."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+def cut_by_context(asked: Iterable[tuple[int, SamplingParams]], max_context: int) -> str | None:
+    """Return a message on the given length that the context lowers most, or None.
+
+    Args:
+        asked: number of prompt tokens, and parameters, of each prompt of a call.
+    """
+    cuts = [
+        (max_context - num_prompt, name, length)
+        for num_prompt, params in asked
+        for name, length in (("max_new_tokens", params.max_new_tokens), ("min_new_tokens", params.min_new_tokens))
+        if 0 < max_context - num_prompt < length and not isinstance(length, DefaultLimit)
+    ]
+    if not cuts:
+        return None
+    room, name, length = min(cuts)
+    return (
+        f"{name} is {length} and the context of {max_context} tokens has room for {room} after a prompt; lower {name} "
+        "or raise max_context"
+    )

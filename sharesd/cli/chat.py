@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
+from dataclasses import replace
 
 from rich.text import Text
 
 from compile.start_times import START
-from sharesd.cli.console import err_console
+from sharesd.cli.console import err_console, warn
 from sharesd.cli.display import AnswerWriter, legend, one_line, shows_colors, start_table, stats_table
 from sharesd.cli.interactive import answer
 from sharesd.cli.startup import start_engine
@@ -19,8 +20,9 @@ from sharesd.drafters import registry
 from sharesd.engine.engine import Engine
 from sharesd.engine.outputs import Completion
 from sharesd.engine.stats import Stats
+from sharesd.field_types import DefaultLimit
 from sharesd.runtime import Runtime
-from sharesd.sampling_params import SamplingParams
+from sharesd.sampling_params import SamplingParams, cut_by_context
 
 HELP = {
     "/mode NAME": "switch to one that is loaded: {loaded}; /mode alone tells the present one",
@@ -43,6 +45,11 @@ class Chat:
             raise ValueError(
                 "this checkpoint has no chat template; use `generate --raw`, or an instruction-tuned checkpoint"
             )
+        cut = cut_by_context([(1, params)], runtime.max_context)
+        if cut is not None:
+            warn(f"answers may be cut: {cut}")
+        # Later turns have less room, and say so where an answer is cut.
+        params = replace(params, max_new_tokens=DefaultLimit(params.max_new_tokens))
         self._runtime, self._params, self._system, self._verbose = runtime, params, system, verbose
         self._messages: list[dict[str, str]] = []
         self._engines: dict[Mode, Engine] = {}

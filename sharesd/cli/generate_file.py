@@ -34,7 +34,7 @@ from sharesd.data.json_numbers import finite
 from sharesd.data.prompt_files import conversation_in_parts, read_each
 from sharesd.engine.batch_runner import CHUNK, run_conversations
 from sharesd.models.checkpoint import Progress, silent
-from sharesd.sampling_params import SamplingParams
+from sharesd.sampling_params import SamplingParams, cut_by_context
 
 if TYPE_CHECKING:
     from sharesd.engine.engine import Engine
@@ -45,6 +45,8 @@ FLAG = "--out"
 MAX_BATCH = 8
 MAX_NAMED = 10
 """Max failed prompts named on the terminal; the file has all."""
+WARNING = "warning"
+"""Field of a replica's result that the first process shows, once, and does not write."""
 WORK = "sharesd.cli.generate_file:answer"
 
 Prompt = str | list[dict[str, Any]] | BatchLine
@@ -195,10 +197,14 @@ def run(args: argparse.Namespace, work: Work) -> int:
 
 def _answer(how: str, work: Work, left: Sequence[tuple[int, Prompt]], replicas: Replicas, journal: Journal) -> str:
     """Write answers of replicas or of this process; return their speed."""
-    prompts, num_tokens = dict(left), 0
+    prompts, num_tokens, warned = dict(left), 0, False
     with answering(how, work, left, replicas, max_assigned=work.config.max_batch) as results:
         started = time.perf_counter()
         for index, result in results:
+            warning = result.pop(WARNING, None)
+            if warning is not None and not warned:
+                warn(f"answers may be cut: {warning}")
+                warned = True
             prompt = prompts[index]
             shown = prompt.body if isinstance(prompt, BatchLine) else prompt
             journal.add({"index": index, "prompt": shown, **result})
@@ -247,10 +253,12 @@ class _Question:
 
         self._work, self._index, self._prompt = work, index, prompt
         self._answer = Completion()
+        self._warning: str | None = None
 
     def ask(self, engine: Engine) -> Request:
         work = self._work
         ids = encode(engine.tokenizer, self._prompt, raw=work.raw, system=work.system)
+        self._warning = cut_by_context([(len(ids), work.params)], engine.max_context)
         request = engine.add(ids, work.params, self._index)
         request.label = {"index": self._index}
         return request
@@ -261,7 +269,8 @@ class _Question:
     def record(self) -> dict[str, Any]:
         """Return the answer's fields; only `stats` vary between runs."""
         stats = self._answer.stats
-        return self._fields() | ({} if stats is None else {"stats": stats.to_dict()})
+        warning = {} if self._warning is None else {WARNING: self._warning}
+        return self._fields() | ({} if stats is None else {"stats": stats.to_dict()}) | warning
 
     def _fields(self) -> dict[str, Any]:
         found = self._answer

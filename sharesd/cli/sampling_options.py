@@ -8,6 +8,7 @@ from sharesd.cli.console import warn
 from sharesd.cli.options_from_dataclass import add_flags, values_of
 from sharesd.cli.utf8 import require_utf8
 from sharesd.drafters.spec import Flag
+from sharesd.field_types import DefaultLimit
 from sharesd.sampling_params import SamplingParams
 
 SAMPLING = {
@@ -33,7 +34,7 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_new_tokens: int
     group = parser.add_argument_group("sampling")
     add_flags(group, SamplingParams, SAMPLING)
     group.add_argument("--do-sample", action="store_true", help=argparse.SUPPRESS)  # temperature 1, if none is given
-    parser.set_defaults(max_new_tokens=max_new_tokens)
+    parser.set_defaults(max_new_tokens=DefaultLimit(max_new_tokens))
 
 
 def sampling_params(args: argparse.Namespace, *, warns: bool = True) -> SamplingParams:
@@ -46,6 +47,7 @@ def sampling_params(args: argparse.Namespace, *, warns: bool = True) -> Sampling
         raise ValueError("--do-sample and --temperature 0 contradict each other; drop one of the two")
     for text in given.get("stop", ()):
         require_utf8(text, "--stop")
+    given["max_new_tokens"] = args.max_new_tokens  # of the type that tells whether it was given
     given["temperature"] = getattr(args, "temperature", 1.0 if args.do_sample else 0.0)
     if warns:
         warn_of_idle_noise(args)

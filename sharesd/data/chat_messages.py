@@ -64,6 +64,8 @@ def _message(place: int, message: Any) -> dict[str, Any]:
     if thoughts is not None and message["role"] == "assistant":
         shown[REASONING[0]] = thoughts
     calls, content = message.get("tool_calls"), message.get("content")
+    if calls is not None and not isinstance(calls, (list, tuple)):
+        raise ValueError(f"tool_calls of messages[{place}] is {calls!r:.80}; give a list")
     if content is None and not calls and REASONING[0] not in shown:
         raise ValueError(f"messages[{place}], of role {message['role']}, has no content; give it a text")
     shown["content"] = None if calls and content is None else _content(place, content)
@@ -77,7 +79,7 @@ def _content(place: int, content: Any) -> Content:
         return ""
     if isinstance(content, str):
         return content
-    if not isinstance(content, Sequence):
+    if not isinstance(content, Sequence) or isinstance(content, (bytes, bytearray)):
         raise ValueError(f"the content of messages[{place}] is {content!r:.80}; give a text")
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
@@ -98,7 +100,9 @@ def _call(place: int, call: Any) -> dict[str, Any]:
             arguments = json.loads(arguments) if arguments.strip() else {}
         except (ValueError, RecursionError):
             arguments = None
-    if not isinstance(arguments, dict):
-        shown = f"messages[{place}]: the arguments {function['arguments']!r:.80} are no JSON object"
-        raise ValueError(f"{shown}; leave the call out, or repair it")
+    if not isinstance(arguments, Mapping):
+        raise ValueError(
+            f"messages[{place}]: the arguments {function['arguments']!r:.80} are not a JSON object; give a dict or its "
+            "JSON, or leave the call out"
+        )
     return {**call, "function": {**function, "arguments": arguments}}

@@ -11,6 +11,7 @@ from typing import Any
 from sharesd.config import SMALL, EngineConfig
 from sharesd.drafters import registry
 from sharesd.drafters.spec import Need
+from sharesd.field_types import converted
 
 _NAMED_HEAD = re.compile(r"(?P<name>[A-Za-z][\w.-]*)=(?P<folder>.+)")
 EMBEDDED = Path(__file__).parent / "heads" / "smollm2-135m-instruct"
@@ -36,14 +37,18 @@ def _register(config: EngineConfig) -> None:
 
 def options_of(config: EngineConfig, drafter: str) -> Any:
     """Return a drafter's options, with defaults for those that are not given."""
-    options = registry.spec_of(drafter).options
-    names = {field.name for field in fields(options)}
-    return options(**{name: value for name, value in config.drafter_options.items() if name in names})
+    return _options(registry.spec_of(drafter).options, config.drafter_options)
 
 
-def option_fields() -> dict[str, str]:
-    """Return all options of drafters: name -> drafter."""
-    return {field.name: spec.name for spec in registry.specs() for field in fields(spec.options)}
+def _options(options: type[Any], given: Mapping[str, Any]) -> Any:
+    """Return options of one drafter, with the types that their annotations say."""
+    names = [field.name for field in fields(options)]
+    return options(**{name: converted(options, name, given[name]) for name in names if name in given})
+
+
+def option_fields() -> dict[str, type[Any]]:
+    """Return all options of drafters: name -> dataclass that has it."""
+    return {field.name: spec.options for spec in registry.specs() for field in fields(spec.options)}
 
 
 def head_folder(head: str) -> str:
@@ -166,5 +171,4 @@ def _check_options(given: Mapping[str, Any]) -> None:
         if name not in known:
             raise ValueError(f"{name} is no option of a drafter; take one of {', '.join(known)}")
     for spec in registry.specs():
-        names = {field.name for field in fields(spec.options)}
-        spec.options(**{name: value for name, value in given.items() if name in names})
+        _options(spec.options, given)

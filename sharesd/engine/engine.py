@@ -5,6 +5,7 @@ A round is draft, verify, accept, commit, with one host synchronisation. Legend:
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
@@ -35,9 +36,11 @@ from sharesd.models.tokenizer import Tokenizer
 from sharesd.sampling import RowSampling, SamplingKind
 from sharesd.sampling.grammar import Grammars
 from sharesd.sampling.sampler import Sampler
-from sharesd.sampling_params import SamplingParams
+from sharesd.sampling_params import SamplingParams, cut_by_context
 
 __all__ = ["Engine", "Prompt"]
+
+log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -211,7 +214,7 @@ class Engine:
         Earlier calls end. Each prompt has noise of its own, by its index in the call. `reuse`: KV of the longest prefix
         that a prompt shares with a row is not recomputed (chat turns). Raises ValueError as `add`; RuntimeError if
         requests of `add` run, or another call has used the cache since the last chunk; the first RequestError after the
-        last chunk, if prompts failed.
+        last chunk, if prompts failed. A given `max_new_tokens` beyond the context is a warning.
         """
         if isinstance(prompts, str):
             raise ValueError("prompts is one string; give a list of prompts")
@@ -220,6 +223,9 @@ class Engine:
         scheduler.check_params(params)
         if any(request.call is None for request in scheduler.requests):
             raise RuntimeError("requests that were added are being decoded; end or cancel them before this call")
+        cut = cut_by_context(((len(ids), params) for ids in rows), self.max_context)
+        if cut is not None:
+            log.warning("answers may be cut: %s", cut)
         owner = self._acquire_cache()
         use(self._device)
         self._outputs.begin_call(self._new_stats())

@@ -106,7 +106,8 @@ class Scheduler:
             )
         wrong = next((i for i in ids if not 0 <= i < self._target.vocab_size), None)
         if wrong is not None:
-            raise ValueError(f"token id {wrong} is outside the vocabulary of {self._target.vocab_size}")
+            size = self._target.vocab_size
+            raise ValueError(f"token id {wrong} is outside the vocabulary of {size}; give 0 to {size - 1}")
         return ids
 
     def check_params(self, params: SamplingParams) -> None:

@@ -19,6 +19,7 @@ from sharesd.engine.cost_profiler import model_drafter_of, profile_costs
 from sharesd.engine.decode_round import Round
 from sharesd.engine.engine import Engine
 from sharesd.engine.errors import NonFiniteLogits
+from sharesd.field_types import DefaultLimit
 from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.draft_proposal import Proposal
 from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape, DraftTree, pack
@@ -38,7 +39,7 @@ def warm_up(engine: Engine, params: SamplingParams, costs: JsonCache | None = No
         num_tokens = 3 * (1 + max(shape.depth for shape in shapes))
     for shape in dict.fromkeys(shapes):
         policy.pinned = shape
-        _run(engine, [prompt] * engine.cache.batch, replace(short, max_new_tokens=num_tokens))
+        _run(engine, [prompt] * engine.cache.batch, replace(short, max_new_tokens=DefaultLimit(num_tokens)))
     policy.pinned = before
     if engine.graphs is not None:
         reserve_pinned(engine.max_context, engine.cache.lengths.device)

@@ -13,6 +13,7 @@ from compile.attention import reads_live_slots
 from offload.planner import show_bytes
 from sharesd.config import MIN_CONTEXT, PLANNED_CONTEXT, EngineConfig
 from sharesd.devices.host_memory import free_memory, own_memory
+from sharesd.field_types import DefaultLimit
 from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
 
@@ -58,6 +59,12 @@ def choose_context(
     if isinstance(config.max_context, int):
         cut = config.max_context > own
         tokens = min(config.max_context, own)
+        if cut and not isinstance(config.max_context, DefaultLimit):
+            log.warning(
+                "max_context is %d and the model's own limit is %d tokens, which is used; give at most that",
+                config.max_context,
+                own,
+            )
         if device.type == "cuda" and not planned:
             per_row, beside = per_token()
             _require_room(tokens, rows, per_row, device, beside)

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 from quant.config import QuantConfig
-from sharesd.config import DType, EngineConfig, OffloadConfig, PipelineConfig
+from sharesd.config import DType, EngineConfig, Offload, OffloadConfig, PipelineConfig
 from sharesd.drafters import selection
 from sharesd.drafters.spec import Need
+from sharesd.field_types import converted, typed
 from sharesd.loading.combinations import check_options
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
@@ -41,11 +42,6 @@ def names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(","))
 
 
-def texts(given: str | Path | Sequence[str | Path]) -> tuple[str, ...]:
-    """Return one text, or several, as a tuple."""
-    return tuple(map(str, [given] if isinstance(given, (str, Path)) else given))
-
-
 def dtype(text: str) -> str:
     """Return a dtype, by its long or its short name."""
     name = DTYPES.get(text, text)
@@ -69,7 +65,8 @@ def engine_config(
 ) -> EngineConfig:
     """Return the config from keywords of `LLM`.
 
-    Nested options may be texts.
+    Nested options may be texts. The annotations of `EngineConfig` and of the drafters' options say what else is
+    accepted.
 
     Args:
         modes: modes that are loaded; the first is the config's.
@@ -86,13 +83,16 @@ def engine_config(
         near = get_close_matches(unknown, known, n=1)
         hint = f"take {near[0]}" if near else f"take one of {', '.join(known)}"
         raise ValueError(f"{unknown} is no option of LLM; {hint}")
-    values = {name: _converted(name, value) for name, value in given.items()}
-    values["drafter_options"] = {name: values.pop(name) for name in of_drafters if name in values}
-    auto = values.get("quant") == "auto"
+    values = {name: _parsed(name, value) for name, value in given.items()}
+    values["drafter_options"] = {
+        name: converted(options, name, values.pop(name)) for name, options in of_drafters.items() if name in values
+    }
+    auto = isinstance(values.get("quant"), str)  # "auto", the only text that is left
     if auto:
         del values["quant"]
-    if not isinstance(values.get("offload"), OffloadConfig):
-        values["offload"] = _offload(values.get("offload", "auto"), values)
+    when = values.get("offload", "auto")
+    if isinstance(when, str):
+        values["offload"] = _offload(when, values)
     users = selection.needing(Need.SECOND_MODEL) if values.get("draft") is not None else ()
     mode = next((mode for mode in modes if mode in users), modes[0])
     config = EngineConfig(mode=mode, **values)
@@ -102,6 +102,7 @@ def engine_config(
 
 def _offload(when: str, given: Collection[str]) -> OffloadConfig:
     """Return an offload config whose plan chooses the options not given."""
+    typed(Offload, "offload", when)
     return OffloadConfig(when=when, choose_bits="quant" not in given, choose_depth="max_draft" not in given)  # type: ignore[arg-type]
 
 
@@ -109,7 +110,6 @@ _TEXTS: dict[str, Callable[[str], Any]] = {
     "tree": tree,
     "hybrid_with": names,
     "auto_drafters": names,
-    "heads": lambda text: (text,),
     "dtype": dtype,
     "split": split,
     "quant": lambda text: text if text == "auto" else QuantConfig.parse(text),
@@ -120,10 +120,8 @@ _TEXTS: dict[str, Callable[[str], Any]] = {
 """Fields -> parsers of their texts."""
 
 
-def _converted(name: str, value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return tuple(str(each) if isinstance(each, Path) else each for each in value)
-    if isinstance(value, Path):
+def _parsed(name: str, value: Any) -> Any:
+    if name == "split" and isinstance(value, Path):
         value = str(value)
     if not isinstance(value, str) or name not in _TEXTS:
         return value

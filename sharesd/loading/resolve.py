@@ -5,6 +5,7 @@ A checkpoint's config and the sizes of its tensors suffice.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from sharesd.drafters import registry, selection
 from sharesd.drafters.spec import Need
 from sharesd.execution.kernel_choice import choose_kernels
 from sharesd.execution.step_widths import fixed_width
+from sharesd.field_types import DefaultLimit
 from sharesd.loading.auto_mode import AutoDrafters, choose_drafters
 from sharesd.loading.combination import Combination
 from sharesd.loading.combinations import NO_OFFLOAD, RESOLVED, TARGET, check, check_options, first_message
@@ -41,6 +43,8 @@ from sharesd.weights.backend import CudaBackend, backend_for
 from sharesd.weights.kv_slots import kv_slots
 from sharesd.weights.offload_planner import Offloading, plan_for
 from sharesd_files import clean_cache
+
+log = logging.getLogger(__name__)
 
 TREE_TOP, TREE_DEPTH = 3, 6
 """Default branching and maximum levels of draft trees.
@@ -258,6 +262,7 @@ class _Resolver:
             in_memory=self._in_memory,
         )
         check(RESOLVED, combination_of(resolved))
+        _warn_of_small_trees(resolved)
         return resolved
 
     def _open_device(self) -> torch.device:
@@ -297,6 +302,19 @@ class _Resolver:
             progress=self._progress,
             in_memory=self._in_memory,
             obstacle=first_message(NO_OFFLOAD, facts),
+        )
+
+
+def _warn_of_small_trees(resolved: ResolvedConfig) -> None:
+    """Warn of a given `max_draft` above the size of chosen trees."""
+    config, tree = resolved.config, resolved.tree
+    if config.tree != "auto" or tree is None or isinstance(config.max_draft, DefaultLimit):
+        return
+    if config.max_draft > tree[2]:
+        log.warning(
+            "max_draft is %d and chosen draft trees have %d tokens at most, which is used; tree off allows more",
+            config.max_draft,
+            tree[2],
         )
 
 

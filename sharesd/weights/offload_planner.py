@@ -22,6 +22,7 @@ from sharesd.devices.host_memory import free_memory
 from sharesd.devices.selection import device_of, dtype_of
 from sharesd.drafters.registry import NAIVE
 from sharesd.drafters.selection import active_drafters
+from sharesd.field_types import DefaultLimit
 from sharesd.models.checkpoint import Progress, silent, weight_files
 from sharesd.models.decoder import Decoder
 from sharesd.models.decoder_config import DecoderConfig, UnsupportedArchitecture
@@ -144,9 +145,9 @@ def _plan_for(
         if free_length and plan.nodes:
             config = replace(config, tree=(top, plan.depth, min(plan.nodes, top + (plan.depth - 1) * top**2)))
         elif free_length and model.tables_alone:  # whose guesses cost nothing, and are trees
-            config = replace(config, max_draft=max_draft)
+            config = replace(config, max_draft=DefaultLimit(max_draft))
         elif free_length:
-            config = replace(config, max_draft=max(plan.depth, 1))
+            config = replace(config, max_draft=DefaultLimit(max(plan.depth, 1)))
     return Offloading(plan=plan, config=config, content=contents[quant], folder=place)
 
 

@@ -174,7 +174,7 @@ def test_an_error_of_any_length_keeps_beginning_and_remedy() -> None:
 @pytest.mark.parametrize("arguments", ["{", "[" * 100_000])
 def test_arguments_of_tool_calls_that_are_no_json(arguments: str) -> None:
     calls = [{"type": "function", "function": {"name": "look", "arguments": arguments}}]
-    with pytest.raises(ValueError, match=r"messages\[0\]: the arguments .* are no JSON"):
+    with pytest.raises(ValueError, match=r"messages\[0\]: the arguments .* are not a JSON object"):
         for_template([{"role": "assistant", "content": "", "tool_calls": calls}])
 
 

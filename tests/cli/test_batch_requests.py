@@ -101,6 +101,31 @@ def test_a_file_of_wrong_lines_loads_nothing(tmp_path: Path) -> None:
     assert line["error"]["param"] == "url"
 
 
+def test_a_given_length_beyond_the_context_fails(tmp_path: Path) -> None:
+    """As at the server; a default ends with the context."""
+    target = str(llama(tmp_path / "x", seed=81))
+    bodies = [(CHAT, {"messages": [USER], "max_tokens": 128}), (CHAT, {"messages": [USER], "max_tokens": -1})]
+    sizes = ("--device", "cpu", "--max-context", "64", "--mode", "naive", "--target", target)
+    out = tmp_path / "o.jsonl"
+    assert main(["generate", *sizes, "--prompts", write(tmp_path / "b.jsonl", bodies), "--out", str(out)]) == 1
+    first, second = map(json.loads, out.read_text().splitlines())
+    assert first["response"] is None and "max_tokens is 128 and the context of 64" in first["error"]["message"]
+    assert second["error"] is None and "warning" not in second
+
+
+def test_a_given_length_beyond_the_context_of_prompts_is_one_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "p.txt").write_text("the moon\nthe old tree\n")
+    target = str(llama(tmp_path / "x", seed=81))
+    sizes = ("--device", "cpu", "--max-context", "64", "--mode", "naive", "--target", target)
+    for name, given, count in (("a", ("--max-new-tokens", "128"), 1), ("b", (), 0)):
+        out = tmp_path / name
+        assert main(["generate", *sizes, *given, "--prompts", str(tmp_path / "p.txt"), "--out", str(out)]) == 0
+        assert capsys.readouterr().err.count("answers may be cut: max_new_tokens is 128") == count
+        assert all("warning" not in json.loads(line) for line in out.read_text().splitlines())
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

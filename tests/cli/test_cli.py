@@ -106,6 +106,13 @@ def test_several_prompts_are_answered_as_if_alone(run: Callable) -> None:
     assert [found["text"] + "\n" for found in objects(run("generate", *PROMPTS, "--json")[0])] == alone
 
 
+def test_a_given_length_beyond_the_context_is_one_warning(run: Callable, caplog: pytest.LogCaptureFixture) -> None:
+    """One for all prompts; FAST gives 40 tokens."""
+    run("generate", *PROMPTS[:2], "--max-context", "64", "--mode", "naive")
+    [record] = caplog.records
+    assert "max_new_tokens is 40 and the context of 64 tokens has room for " in record.getMessage()
+
+
 def test_a_prompt_may_come_from_stdin(run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = run("generate", PROMPTS[1])[0]
     monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPTS[1] + "\n"))

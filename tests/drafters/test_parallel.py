@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from sharesd.config import EngineConfig
 from sharesd.drafters.heads.checkpoint import load_head, new_head, save_head
 from sharesd.drafters.heads.config import HeadConfig
 from sharesd.drafters.heads.native_step import native_head
+from sharesd.drafters.parallel import drafter
 from sharesd.drafters.parallel.head import Parallel
 from sharesd.engine.cost_profiler import measure_costs
 from sharesd.loading.combinations import check_options
@@ -187,6 +189,18 @@ def test_drafts_are_no_deeper_than_the_head_guesses() -> None:
     engine = built(random_head(target, "parallel", draft_length=3), target, num_draft=6)
     assert [shape.depth for shape in engine.drafter.shapes] == [1, 2, 3]  # type: ignore[union-attr]
     assert texts(engine, PROMPTS, GREEDY) == texts(new_engine(target), PROMPTS, GREEDY)
+
+
+@pytest.mark.parametrize(("given", "num"), [({}, 0), ({"max_draft": 3}, 0), ({"max_draft": 6}, 1)])
+def test_a_given_maximum_above_the_heads_own_is_a_warning(
+    given: dict[str, int], num: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(drafter, "build_head_drafter", lambda cls, inputs: None)
+    head = random_head(tiny_decoder(3), "parallel", draft_length=3)
+    drafter.build(SimpleNamespace(heads={"parallel": head}, config=EngineConfig(**given)))  # type: ignore[arg-type]
+    assert ["max_draft is 6 and the head of mode parallel guesses 3" in each.message for each in caplog.records] == (
+        [True] * num
+    )
 
 
 def test_a_draft_costs_one_pass() -> None:

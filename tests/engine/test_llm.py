@@ -11,6 +11,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -187,7 +188,7 @@ def test_tools_reach_the_template(options: dict[str, Any], tmp_path: Path) -> No
         ([{"role": "user", "content": [{"type": "image_url"}]}], r"messages\[0\] has content of type 'image_url'"),
         ([{"role": "user", "content": 3}], r"content of messages\[0\] is 3"),
         ([{"role": "assistant", "tool_calls": [{"id": 1}]}], "without a function"),
-        ([{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}], "are no JSON"),
+        ([{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}], "are not a JSON object"),
     ],
 )
 def test_wrong_messages_are_refused_by_name(llm: LLM, messages: Any, reason: str) -> None:
@@ -313,10 +314,10 @@ def test_a_wrong_prompt_stops_its_own_call_alone(llm: LLM, expected: dict[int, A
         ([*PROMPTS[:2], []], "a prompt is empty"),
         ([[1] * 256], "a prompt has 256 tokens and the context holds 256"),
         ([[1, 384]], "token id 384 is outside the vocabulary"),
-        ([[1, "a"]], "no text and no list of token ids"),
-        ([1.5], "no text and no list of token ids"),
-        (3, "prompts are 3"),
-        (USER, "take chat for conversations"),
+        ([[1, "a"]], r"prompts\[0\]\[1\] is 'a'; give a whole number"),
+        ([1.5], r"prompts\[0\] is 1.5; give a whole number"),
+        (3, "prompts is 3"),
+        (USER, r"prompts\[0\] is {.*; give a text or a list of token ids, and use chat for messages"),
     ]
     for wrong, reason in wrongs:
         with pytest.raises(ValueError, match=reason):
@@ -326,6 +327,107 @@ def test_a_wrong_prompt_stops_its_own_call_alone(llm: LLM, expected: dict[int, A
     with pytest.raises(ValueError, match="logit_bias"):
         llm.generate("the", replace(GREEDY, logit_bias={9999: 1.0}))
     assert found + [i for piece in stream for i in piece.token_ids] == expected[LONG.seed][0]
+
+
+class Odd:
+    """Arguments of the wrong type, and the message."""
+
+    PROMPTS: tuple[tuple[Any, str], ...] = (
+        (b"the", "prompts is b'the'; give a text, a list of token ids"),
+        ([b"the"], r"prompts\[0\] is b'the'; give a text or a list of token ids"),
+        ({"the"}, "prompts is {'the'}"),
+        ({"prompt": "the"}, "prompts is {'prompt': 'the'}"),
+        ((prompt for prompt in ["the"]), "prompts is <generator"),
+        (None, "prompts is None"),
+        ([1, True], r"prompts\[1\] is True; give a whole number"),
+        ([1, "the"], r"prompts\[1\] is 'the'; give a whole number"),
+        (["the", 1], r"prompts\[1\] is 1; give a text or a list of token ids"),
+        ([[1], None], r"prompts\[1\] is None"),
+        (np.array([1.0, 2.0]), r"prompts\[0\] is 1.0; give a whole number"),
+        (torch.tensor([[1.0]]), r"prompts\[0\]\[0\] is 1.0; give a whole number"),
+        (np.array([[[1]]]), r"prompts\[0\]\[0\] is \[1\]; give a whole number"),
+        ([[-1]], "token id -1 is outside the vocabulary of 384; give 0 to 383"),
+        (["caf\udcff"], "half a character"),
+        ("", "a prompt is empty"),
+    )
+    PARAMS: tuple[tuple[Any, str], ...] = (
+        ({}, r"params is {}; give a SamplingParams"),
+        ({"seed": 1}, r"params is {'seed': 1}; give a SamplingParams"),
+        (0, "params is 0; give a SamplingParams"),
+        ([None], r"params\[0\] is None; give a SamplingParams"),
+        ([], "params are 0 and prompts 1"),
+        (SamplingParams(stop_token_ids=[384]), "stop_token_ids names token 384; .* 0 to 383"),
+    )
+    MESSAGES: tuple[tuple[Any, str], ...] = (
+        (b"the", "messages are b'the'"),
+        (USER[0], "messages are {.*}; give at least one"),
+        ((message for message in USER), "messages are <generator"),
+        ([USER, 5], r"messages\[1\] is 5; give a list of messages"),
+        ([{"role": "assistant", "content": "x", "tool_calls": 5}], r"tool_calls of messages\[0\] is 5; give a list"),
+        ([{"role": "user", "content": b"the"}], r"content of messages\[0\] is b'the'; give a text"),
+    )
+    TOOLS: tuple[tuple[Any, str], ...] = (
+        ("cat", "tools is 'cat'; give a list of dicts or None"),
+        ({"type": "function"}, "tools is {'type': 'function'}; give a list of dicts or None"),
+        ([5], r"tools\[0\] is 5; give a dict"),
+        (0, "tools is 0; give a list of dicts or None"),
+    )
+
+
+def test_arguments_of_the_wrong_type_are_refused_by_name(llm: LLM) -> None:
+    calls = [
+        *((llm.generate, (value,), {}, reason) for value, reason in Odd.PROMPTS),
+        *((llm.generate, ("the", value), {}, reason) for value, reason in Odd.PARAMS),
+        *((llm.chat, (value,), {}, reason) for value, reason in Odd.MESSAGES),
+        *((llm.chat, (USER,), {"tools": value}, reason) for value, reason in Odd.TOOLS),
+        *((llm.generate, ("the",), {"mode": value}, f"mode is {value!r}; give a text") for value in (5, b"naive")),
+        (llm.generate, ("the",), {"mode": ""}, "mode '' is not loaded"),
+        (llm.stream, ([],), {}, r"prompt is \[\]; give a text, token ids or messages"),
+        (llm.stream, ([1, "a"],), {}, r"prompt\[1\] is 'a'; give a whole number"),
+        (llm.stream, (5,), {}, "prompt is 5"),
+    ]
+    for call, args, keywords, reason in calls:
+        with pytest.raises(ValueError, match=reason):
+            call(*args, **keywords)  # type: ignore[operator]
+    for given, reason in [({"modes": []}, "modes is empty"), ({"mode": 5}, "mode is 5"), ({"modes": 5}, "modes is 5")]:
+        with pytest.raises(ValueError, match=reason):
+            LLM(**given)
+
+
+def test_arrays_and_tuples_are_prompts(llm: LLM) -> None:
+    [wanted] = llm.generate([5, 6, 7], GREEDY)
+    ids = [5, 6, 7]
+    for prompt in (
+        tuple(ids),
+        range(5, 8),
+        np.array(ids),
+        torch.tensor(ids),
+        [np.int32(i) for i in ids],
+        [ids],
+        [(5, 6, 7)],
+    ):
+        assert llm.generate(prompt, (GREEDY,)) == [wanted]
+    for prompts in (np.array([ids, ids]), torch.tensor([ids, ids]), (np.array(ids), ids), [torch.tensor(ids), "the"]):
+        assert llm.generate(prompts, GREEDY)[0] == wanted and len(llm.generate(prompts, GREEDY)) == 2
+    for prompt in (np.array(ids), tuple(ids)):
+        assert "".join(chunk.text for chunk in llm.stream(prompt, GREEDY)) == wanted.text
+    assert llm.chat(tuple(USER), GREEDY) == llm.chat([tuple(USER)], GREEDY)[0]
+
+
+def test_a_given_length_beyond_the_context_is_one_warning(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    """A default is lowered silently."""
+    long = SamplingParams(max_new_tokens=400, ignore_eos=True)
+    found = llm.generate([[7] * 240, [8] * 250], long)
+    [record] = caplog.records
+    assert record.getMessage().startswith(
+        "answers may be cut: max_new_tokens is 400 and the context of 256 tokens has room for 6 after a prompt"
+    )
+    assert [len(done.token_ids) for done in found] == [16, 6]
+    caplog.clear()
+    assert len(list(llm.stream([7] * 250, long))) and len(caplog.records) == 1
+    caplog.clear()
+    assert len(llm.generate([7] * 250, SamplingParams(ignore_eos=True))[0].token_ids) == 6
+    assert len(llm.generate([7] * 250)) == 1 and not caplog.records
 
 
 def test_unknown_and_unloaded_modes_are_named(llm: LLM, options: dict[str, Any]) -> None:

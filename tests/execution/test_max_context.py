@@ -57,6 +57,17 @@ def test_what_is_given_is_taken_and_memory_is_not_asked(monkeypatch: pytest.Monk
     assert choose(monkeypatch, 0, given=9000) == (8192, "the model's own limit")
 
 
+def test_a_given_length_above_the_models_own_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for silent in ("auto", 8192, EngineConfig().planned_context):
+        choose(monkeypatch, given=silent, model=MODEL if silent == 8192 else tiny_decoder(3))
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    choose(monkeypatch, given=9000)
+    [record] = caplog.records
+    assert record.levelname == "WARNING" and "max_context is 9000 and the model's own limit is 8192" in record.message
+
+
 def test_a_plan_has_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, reason = choose(monkeypatch, 0, planned=True)
     assert tokens == PLANNED_CONTEXT and "placed by a plan" in reason and "--max-context" in reason

@@ -63,6 +63,16 @@ def test_trees_of_models(folder: Path, options: dict[str, Any], modes: tuple[str
     assert found.drafts_trees == (tree is not None or modes == ("suffix",))
 
 
+def test_a_given_maximum_above_that_of_chosen_trees_is_a_warning(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for options in ({}, {"max_draft": 48}, {"max_draft": 60, "tree": "off"}, {"num_draft": 60}):
+        resolved(folder, "share", **options)
+    assert not [record for record in caplog.records if "max_draft" in record.getMessage()]
+    assert resolved(folder, "share", max_draft=60).tree == (TREE_TOP, TREE_DEPTH, 48)
+    assert "max_draft is 60 and chosen draft trees have 48 tokens at most" in caplog.records[-1].getMessage()
+
+
 def test_slots_hold_the_context_a_rest_and_a_draft(folder: Path) -> None:
     plain = resolved(folder, num_draft=4)
     assert plain.step_width == 9 and plain.num_slots(100) == 100 + 9 + 9

@@ -28,6 +28,7 @@ ALLOWED = {package: {package} for package in LOW} | {
 LEAVES = {"sharesd_files"}
 """Modules beside the packages that all may import; they import nothing of the project."""
 ROOMS = (
+    {"field_types"},
     {"config", "shadowing", "devices", "data"},
     {"sampling_params"},
     {"kvcache"},

@@ -6,6 +6,7 @@ tokens of the draft vocabulary, F nodes of a level.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,8 +18,11 @@ from sharesd.drafters.base import BuildInputs, DraftContext
 from sharesd.drafters.eagle.drafter import EagleDrafter, HeadStepper, build_head_drafter
 from sharesd.drafters.heads.head import each
 from sharesd.drafters.parallel.head import Parallel
+from sharesd.field_types import DefaultLimit
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.speculation.draft_tree import DraftShape, DraftTree
+
+log = logging.getLogger(__name__)
 
 
 class ParallelDrafter(EagleDrafter):
@@ -75,4 +79,12 @@ def build(inputs: BuildInputs) -> EagleDrafter:
     depth = config.explicit_tree[1] if config.explicit_tree else config.num_draft or 1
     if depth > max_depth:
         raise ValueError(f"drafts shall be {depth} tokens deep and the head guesses {max_depth}; ask for no more")
+    chosen = config.num_draft is None and config.explicit_tree is None
+    if chosen and config.max_draft > max_depth and not isinstance(config.max_draft, DefaultLimit):
+        log.warning(
+            "max_draft is %d and the head of mode %s guesses %d tokens at most, which is used; give at most that",
+            config.max_draft,
+            ParallelDrafter.name,
+            max_depth,
+        )
     return build_head_drafter(ParallelDrafter, inputs)

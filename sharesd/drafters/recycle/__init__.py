@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sharesd.drafters.spec import DrafterSpec, Need, option
+from sharesd.field_types import PathText
 
 EMBEDDED_TABLE = Path(__file__).parents[1] / "tables" / "smollm2-135m-instruct.npz"
 """Successors in the embedded model's answers, of `sharesd train table`."""
@@ -11,7 +12,7 @@ EMBEDDED_TABLE = Path(__file__).parents[1] / "tables" / "smollm2-135m-instruct.n
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    recycle_table: str | None = option(
+    recycle_table: PathText | None = option(
         None,
         "mode recycle: table to start from, or `empty` (default: the one of the embedded model, for that model)",
         metavar="FILE",

@@ -28,8 +28,6 @@ class Options:
     def __post_init__(self) -> None:
         if isinstance(self.draft_window, int) and self.draft_window < 1:
             raise ValueError(f"draft_window is {self.draft_window}; it must be at least 1")
-        if isinstance(self.draft_window, str) and self.draft_window not in ("auto", "off"):
-            raise ValueError(f"draft_window is {self.draft_window!r}; choose one of auto, off")
 
 
 SPEC = DrafterSpec(

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sharesd.drafters.spec import DrafterSpec, option
+from sharesd.field_types import PathText
 
 EMBEDDED_CORPUS = Path(__file__).parents[1] / "tables" / "smollm2-135m-instruct.npy"
 """Embedded model's answers to training prompts, by `sharesd train corpus`."""
@@ -11,7 +12,7 @@ EMBEDDED_CORPUS = Path(__file__).parents[1] / "tables" / "smollm2-135m-instruct.
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    corpus: str | None = option(
+    corpus: PathText | None = option(
         None,
         "mode suffix: datastore of texts to look into as well, or `empty` (`sharesd train corpus` makes one; "
         "default: the one of the embedded model, for that model)",
