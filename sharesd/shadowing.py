@@ -68,4 +68,8 @@ def is_program() -> bool:
     program = sys.argv[0] if sys.argv else ""
     file = os.path.realpath(program)
     mains = [os.path.join(ROOT, name, "__main__.py") for name in PROGRAMS]
-    return program == "-m" or file in mains or os.path.splitext(os.path.basename(file))[0] == "sharesd"
+    return (
+        program == "-m"
+        or file in mains
+        or os.path.splitext(os.path.basename(file))[0] in ("sharesd", "sharesd_command")
+    )

@@ -70,7 +70,7 @@ def main(arguments: list[str]) -> None:
     while waiting or running:
         while waiting and len(running) < AT_ONCE:
             name, code = waiting.pop(0)
-            out, err = tempfile.TemporaryFile(), tempfile.TemporaryFile()
+            out, err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
             process = os.fork()
             if process == 0:
                 child(code, arguments, out.fileno(), err.fileno())

@@ -491,5 +491,5 @@ def test_schemes_of_kv_alone_leave_the_weights(
 
 def test_the_section_of_a_text_model_counts(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "compression_config": {"bits": 4}}))
-    with pytest.raises(ValueError, match="quant_method = None, and one of"):
+    with pytest.raises(ValueError, match="no quantization_config.quant_method, and one of"):
         decoder_config(tmp_path)
