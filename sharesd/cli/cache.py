@@ -28,7 +28,7 @@ class Part:
 
 PARTS = {
     "native": Part(holds="CPU kernels", names=(f"kernels-{_KEY}.so",)),
-    "checkpoints": Part(holds="converted models", names=(f"*-{_KEY}",)),
+    "checkpoints": Part(holds="converted models", names=(f"*-{_KEY}", f"*-{_KEY}-stored")),
     "quant": Part(holds="quantized weights", names=(f"hqq-{_KEY}.safetensors",)),
     "records": Part(holds="stored weights in the order of CPU kernels", names=(f"records-{_KEY}.bin",)),
     "offload": Part(holds="blocks that come from a disk", names=(f"blocks-{_KEY}.store", f"blocks-{_KEY}.part")),

@@ -30,7 +30,10 @@ OURS = {
     "offload": (f"blocks-{KEY}.store", f"blocks-{KEY}.part"),
     "records": (f"records-{KEY}.bin",),
     "native": (f"kernels-{KEY}.so", "tmpa1b2c3d4/kernels.so"),
-    "checkpoints": (f"tiny.Q4-{KEY}/model.safetensors", "partial-xy/checkpoint/config.json"),
+    "checkpoints": (
+        *(f"tiny.Q4-{KEY}/model.safetensors", f"tiny.Q4-{KEY}-stored/config.json"),
+        *("partial-xy/checkpoint/config.json", ".partial-xy/checkpoint/config.json"),
+    ),
     "quant": (f"hqq-{KEY}.safetensors", f"hqq-{KEY}_x.tmp"),
     "gguf": (f"tiny-{KEY}-F16.gguf",),
     "settings": (f"quant-{KEY}.json", f".quant-{KEY}.json.123"),
@@ -74,7 +77,7 @@ def test_info_counts_what_is_ours(cache: Path, capsys: pytest.CaptureFixture[str
     assert out.startswith(f"cache folder: {cache}\n")
     rows = {line.split()[0]: line.split()[-3:] for line in out.splitlines()[1:] if line.strip()}
     assert rows["native"] == ["2", "2.0", "MB"] and rows["openvino"] == ["1", "1.0", "MB"]
-    assert rows["total"] == ["18", "18.0", "MB"]
+    assert rows["total"] == ["20", "20.0", "MB"]
 
 
 def test_info_of_a_cache_that_does_not_exist(
@@ -109,7 +112,7 @@ class _Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize(("answer", "status", "left"), [("n", 1, 23), ("", 1, 23), ("y", 0, 5), ("YES", 0, 5)])
+@pytest.mark.parametrize(("answer", "status", "left"), [("n", 1, 25), ("", 1, 25), ("y", 0, 5), ("YES", 0, 5)])
 def test_clear_asks_at_a_terminal(
     cache: Path, monkeypatch: pytest.MonkeyPatch, answer: str, status: int, left: int
 ) -> None:
@@ -124,7 +127,7 @@ def test_clear_deletes_nothing_where_nobody_can_be_asked(
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
     assert main(["cache", "clear"]) == 2
     assert capsys.readouterr().err == "error: stdin is no terminal, so nobody can be asked; add --yes to delete this\n"
-    assert len(files_in(cache)) == 23
+    assert len(files_in(cache)) == 25
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ def test_verbose_ends_with_statistics_and_leaves_stdout_alone(run: Callable) -> 
     text = run("generate", PROMPTS[0])[0]
     out, err = run("generate", PROMPTS[0], "-v")
     assert out == text and "\x1b" not in err
-    labels = "tok/s", "tau", "alpha", "by position", "draft", "verify", "overhead", "prefill", "weights", "first token"
+    labels = "tok/s", "tau", "alpha", "by position", "draft", "verify", "overhead", "prefill", "start"
     assert all(label in err for label in labels)
 
 

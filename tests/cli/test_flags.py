@@ -17,6 +17,7 @@ from sharesd.cli.sampling_options import sampling_params
 from sharesd.config import EngineConfig
 from sharesd.drafters import registry, selection
 from sharesd.sampling_params import SamplingParams
+from sharesd_files import cache_root
 from train.__main__ import make_parser as train_parser
 
 MODES, HEADS = registry.modes(), registry.names("head")
@@ -286,3 +287,13 @@ def test_help_of_chat_names_the_modes_that_are_loaded(capsys: pytest.CaptureFixt
 def test_reports_show_the_command_that_was_typed(typed: list[str], shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", typed)
     assert environment.command() == shown
+
+
+def test_the_home_folder_is_expanded_where_a_shell_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/at/home")
+    flags = ["--target=~/model", "--trace=~/trace", "--lora", "~/adapter", "--system", "~"]
+    args = parse(make_parser(), ["generate", "~", *flags])
+    assert (args.target, args.trace, args.lora) == ("/at/home/model", "/at/home/trace", "/at/home/adapter")
+    assert (args.system, args.prompts) == ("~", ["~"])
+    monkeypatch.setenv("SHARESD_CACHE_DIR", "~/cache")
+    assert str(cache_root()) == "/at/home/cache"

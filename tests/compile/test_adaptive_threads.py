@@ -11,8 +11,9 @@ from compile.adaptive_threads import MAX_BACKOFF_UP, NUM_AVERAGED, StepThreads
 
 
 @pytest.fixture
-def step_threads() -> Iterator[StepThreads]:
+def step_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[StepThreads]:
     before = torch.get_num_threads()
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(4)), raising=False)
     step_threads = StepThreads()
     step_threads.reset(4)
     yield step_threads
@@ -80,3 +81,17 @@ def test_a_fixed_number_stays_and_one_set_by_others_is_taken(step_threads: StepT
 def test_one_thread_has_nobody_to_wait_for(step_threads: StepThreads) -> None:
     step_threads.reset(1)
     assert set(live(step_threads, 100, 4)[1]) == {1}
+
+
+def test_threads_beyond_the_cores_are_not_used(
+    step_threads: StepThreads, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1}, raising=False)
+    step_threads.fix(500)
+    assert (step_threads.size, torch.get_num_threads()) == (2, 2)
+    assert caplog.messages == ["--threads asks for 500 threads, and this process may use 2 cores: 2 threads are used"]
+    caplog.clear()
+    step_threads.fix(1)
+    assert step_threads.size == 1 and not caplog.messages
+    monkeypatch.setenv("OMP_NUM_THREADS", "64,2")  # torch lowers it, without a word
+    assert StepThreads().available <= 2 and "OMP_NUM_THREADS asks for 64 threads" in caplog.text

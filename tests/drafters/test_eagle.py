@@ -20,7 +20,7 @@ from sharesd.drafters.eagle.drafter import EagleDrafter
 from sharesd.drafters.glide.drafter import GlideDrafter
 from sharesd.drafters.glide.head import Glide
 from sharesd.drafters.heads.checkpoint import load_head
-from sharesd.drafters.heads.config import mode_of
+from sharesd.drafters.heads.config import mode_of, taps_of
 from sharesd.drafters.heads.head import FeatureHead, Head
 from sharesd.drafters.heads.native_step import native_head
 from sharesd.drafters.hybrid.drafter import HybridDrafter
@@ -414,3 +414,10 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path)
     with pytest.raises(ValueError, match=r"no tensor fc\.weight"):
         Runtime(EngineConfig(target=str(checkpoint), heads=(str(checkpoint),), mode="eagle", device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("layers", "taps"), [(1, (1,)), (2, (1, 2)), (3, (1, 2, 3)), (6, (1, 3, 6)), (7, (2, 3, 4)), (30, (2, 15, 27))]
+)
+def test_taps_of_targets_of_any_depth(layers: int, taps: tuple[int, ...]) -> None:
+    assert taps_of({}, layers) == taps

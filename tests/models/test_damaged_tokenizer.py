@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from sharesd.models.gguf.convert import converted_folder
 from sharesd.models.tokenizer import load_tokenizer
 from tests.cases.inputs import backend
+from tests.helpers.gguf_files import write_gguf
 
 
 @pytest.fixture
@@ -63,3 +65,14 @@ def test_a_damaged_tokenizer(text: str, folder: Path) -> None:
     with pytest.raises(ValueError, match=r"tokenizer\.json is damaged") as caught:
         load_tokenizer(folder)
     assert "\n" not in str(caught.value)
+
+
+def test_a_damaged_template_is_that_of_what_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that of the folder in the cache that a file was converted to."""
+    write_gguf(tmp_path / "model.gguf")
+    monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / "cache"))
+    folder = converted_folder(tmp_path / "model.gguf", dequantize=False)
+    (folder / "chat_template.jinja").write_text("{% for m in messages %")
+    tokenizer = load_tokenizer(folder, tmp_path / "model.gguf")
+    with pytest.raises(ValueError, match=f"chat template of {tmp_path}/model.gguf does not take these messages"):
+        tokenizer.ask("why")

@@ -93,6 +93,18 @@ def test_a_long_wrong_list_is_refused_at_its_first_error(path: str, body: dict[s
     assert raised.value.error_count() <= 4 and time.process_time() - started < 2
 
 
+def test_the_name_of_a_nested_field_is_whole() -> None:
+    function = {"name": "f", "parameters": {}, "no_such_key_of_a_function": 1}
+    with pytest.raises(ValidationError) as raised:
+        ChatBody.model_validate({"messages": HELLO, "tools": [{"type": "function", "function": function}]})
+    error = of_schema(raised.value)
+    assert "no_such_key_of_a_function" in error.message, error.message
+    with pytest.raises(ValidationError) as raised:
+        ChatBody.model_validate({"messages": HELLO, "stream_options": {"x" * 10_000: 1}})
+    error = of_schema(raised.value)
+    assert error.param == f"stream_options.{'x' * 40} …" and len(error.message) < 200
+
+
 @pytest.mark.parametrize("inner", [False, True])
 def test_very_many_unknown_keys_are_refused_all_at_once(inner: bool) -> None:
     many = {f"k{i}": 0 for i in range(200_000)}
