@@ -99,7 +99,7 @@ class BlockPart(NamedTuple):
     """Type of a tensor, and its rows.
 
     uint8 [N, row bytes] of blocks, or [N, K] of one of the NUMBERS. `order`: see `compile.input_order`; numbers have
-    none, and are put into that of the blocks beside them.
+    none, and are put into that of the blocks next to them.
     """
 
     type: str

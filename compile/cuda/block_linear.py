@@ -1,7 +1,7 @@
 """Batch invariant linears of GGUF blocks on CUDA.
 
 Codes, scales and minima are those of the file; values are rounded for prompts alone, to the dtype of the activations.
-Parts of plain numbers beside blocks have that dtype, and a launch of their own.
+Parts of plain numbers next to blocks have that dtype, and a launch of their own.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def make_cuda_linear(
 
 
 def _by_kind(parts: Sequence[Tensor | BlockPart]) -> tuple[list[Tensor], list[BlockPart]]:
-    """Return parts of numbers, or of blocks; beside blocks numbers are a `BlockPart`, too."""
+    """Return parts of numbers, or of blocks; next to blocks numbers are a `BlockPart`, too."""
     numbers = [part for part in parts if isinstance(part, Tensor)]
     blocks = [part for part in parts if isinstance(part, BlockPart)]
     assert not (numbers and blocks), "see `sharesd.models.merged_types`"

@@ -25,7 +25,7 @@ class StoredLinears:
         return next((kind for kind in self._types(path) if kind in BLOCK_TYPES), None)
 
     def nbytes(self, path: str, device: torch.device) -> int | None:
-        """Return the bytes of a linear's blocks, and of numbers beside them; None for numbers alone."""
+        """Return the bytes of a linear's blocks, and of numbers next to them; None for numbers alone."""
         if None in self._types(path):
             return None
         return sum(self._outline[name].nbytes(self._dtype, device) for name in self._names(path))

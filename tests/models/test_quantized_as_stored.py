@@ -134,7 +134,7 @@ def without(folder: Path, module: str, **section: Any) -> Tensor:
         ("nvfp4", "self_attn.k_proj", {"ignore": ["lm_head", "*k_proj"]}),
     ],
 )
-def test_linears_beside_others_may_be_left_out(
+def test_linears_next_to_others_may_be_left_out(
     kind: str, module: str, section: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = write_quantized(tmp_path / "model", kind)

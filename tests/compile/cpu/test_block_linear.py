@@ -289,7 +289,7 @@ def test_operators_of_compiled_code() -> None:
 
 @EACH_KIND
 @pytest.mark.parametrize("is_reordered", [False, True])
-def test_numbers_beside_blocks_keep_their_values(is_reordered: bool, activations: Activations) -> None:
+def test_numbers_next_to_blocks_keep_their_values(is_reordered: bool, activations: Activations) -> None:
     """Parts of one type that end within a record become one; numbers are put into the order of the blocks."""
     for K in (96, 512):
         blocks = [random_part("Q8_0", N, K, N) for N in (24, 24)]

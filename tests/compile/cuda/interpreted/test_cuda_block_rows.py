@@ -130,7 +130,7 @@ def test_parts_of_different_types() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("is_reordered", [False, True])
-def test_numbers_beside_blocks(is_reordered: bool) -> None:
+def test_numbers_next_to_blocks(is_reordered: bool) -> None:
     """Gates, residuals, few rows and prompts; numbers of each type have the dtype of the model."""
     K = 256
     with torch.device("cpu"):
