@@ -20,6 +20,11 @@ ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 """Roles in the order in which missing tokens are added."""
 EXTRA = ("extra_special_tokens", "additional_special_tokens")
 """Names of further special tokens; the first that is there counts."""
+TOOL_MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]")
+"""Tokens around tool calls.
+
+Treated as text even if a tokenizer lists them as special.
+"""
 REPEATED = "repeated_tokens"
 """Field of the config of a converted file: id -> id of another token with the same string."""
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized")

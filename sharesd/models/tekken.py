@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from sharesd.models.checkpoint import copy_texts, damage_named, read_json, texts_of
 from sharesd.models.conversion_cache import converted, name_of
-from sharesd.models.tokenizer import TOOL_MARKS
+from sharesd.models.special_tokens import TOOL_MARKS
 
 TEKKEN = "tekken.json"
 _ROLES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}

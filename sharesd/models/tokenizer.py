@@ -19,6 +19,7 @@ from sharesd.models import call_probe, chat_template, content_probe
 from sharesd.models.checkpoint import damage_named, eos_ids, has_file, source_of
 from sharesd.models.special_tokens import (
     REPEATED,
+    TOOL_MARKS,
     add_missing_tokens,
     read_tokenizer_config,
     roles_of,
@@ -34,12 +35,6 @@ END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_tur
 """Tokens that end an answer.
 
 Used if the chat template or the vocabulary's end token has them.
-"""
-
-TOOL_MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]")
-"""Tokens around tool calls.
-
-Treated as text even if a tokenizer lists them as special.
 """
 
 LONG = 2000
@@ -284,7 +279,7 @@ def load_tokenizer(folder: Path, named: str | Path | None = None) -> Tokenizer:
     """
     source = source_of(folder)
     if has_file(source / "tekken.json") and not has_file(source / "tokenizer.json"):
-        from sharesd.models.tekken import folder_with_tokenizer  # which imports this module
+        from sharesd.models.tekken import folder_with_tokenizer  # whose parts take time to import
 
         source = folder_with_tokenizer(source)
     backend, repeated = None, dict[int, int]()
