@@ -23,6 +23,7 @@ from sharesd.config import MIN_CONTEXT, EngineConfig, Mode
 from sharesd.data import questions as question_files
 from sharesd.data.questions import Question
 from sharesd.drafters import registry
+from sharesd.field_types import DefaultLimit
 from sharesd.sampling_params import SamplingParams
 
 NUM_QUESTIONS, MAX_NEW_TOKENS, RUNS = 4, 64, 3
@@ -115,7 +116,7 @@ def measure_axes(args: argparse.Namespace, axes: Sequence[Axis], name: str) -> i
         needed = args.max_new_tokens + max(len(prompt) for group in prompts.values() for prompt in group)
         if given is not None and given < needed:
             raise ValueError(f"--max-context is {given} and {needed} are needed; drop it or raise it")
-        config = replace(config, max_context=given or needed)
+        config = replace(config, max_context=given or DefaultLimit(needed))
         ids = [question.id for question in questions[:num_asked]]
         for new in measure(config, modes, values, cells, ids, prompts, runs=args.runs):
             points += new

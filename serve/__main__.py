@@ -1,15 +1,17 @@
 """Entry point of `python -m serve`."""
 
 import sys
+from collections.abc import Sequence
 
 from sharesd.cli.process import guarded
 
 
-def _main() -> int:
-    from serve.command import main
+def main(argv: Sequence[str] | None = None) -> int:
+    """Import and run the program."""
+    from serve.command import main as run
 
-    return main()
+    return run(argv)
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(_main))
+    sys.exit(guarded(main))

@@ -19,7 +19,7 @@ MAX_TOP_LOGPROBS = 20
 
 
 def _finite(name: str, value: float) -> None:
-    if not abs(value) <= 3e38:  # of logits in float32
+    if not math.isfinite(value) or (name != "temperature" and abs(value) > 3e38):  # logits are in float32
         raise ValueError(f"{name} is {value}; give a finite number")
 
 

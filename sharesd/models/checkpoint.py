@@ -128,7 +128,9 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise refuse_folder(folder)
     raw = read_json(folder / "config.json")
     refuse_mlx(raw, folder)
-    if not any(part.get(name) for part in (raw, section(raw, "text_config")) for name in QUANTIZATION):
+    with damage_named(folder / "config.json"):
+        parts = raw, section(raw, "text_config")
+    if not any(part.get(name) for part in parts for name in QUANTIZATION):
         beside = _quantization_beside(folder)
         if beside is not None:
             raw["quantization_config"] = beside

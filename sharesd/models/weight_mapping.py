@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from compile.block_linear import NUMBERS, BlockPart
 from multigpu.tensor_parallel import TILE, Shard, require_divisible
 from sharesd.models.architectures import architecture_of
-from sharesd.models.checkpoint import Progress, not_causal, read_config, silent
+from sharesd.models.checkpoint import Progress, damage_named, not_causal, read_config, silent
 from sharesd.models.decoder import Decoder
 from sharesd.models.decoder_config import DecoderConfig
 from sharesd.models.unused_tensors import unused_part
@@ -243,7 +243,8 @@ def check_tensors(folder: Path, found: Mapping[str, Tensor], config: DecoderConf
 
     `found`: stored name -> tensor, which may be on the meta device.
     """
-    decoder = Decoder(replace(config, max_context=1), device="meta")
+    with damage_named(folder / "config.json"):
+        decoder = Decoder(replace(config, max_context=1), device="meta")
     copy_tensors(
         dict(decoder_tensors(decoder)),
         rename_tensors(((name, tensor.to("meta")) for name, tensor in found.items()), config),

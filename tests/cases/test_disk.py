@@ -39,7 +39,7 @@ from tests.helpers.gguf_files import write_gguf
 
 SIZE = 64 * 1024
 """Bytes of the small disk, and of the largest file."""
-REASONS = "No space left on device|File too large|Read-only file system"
+REASONS = "No space left on device|File too large|Read-only file system|GB are needed and"
 
 
 class Disk(NamedTuple):

@@ -134,17 +134,6 @@ def test_what_is_left_out_is_counted_and_named(sharegpt: Path, caplog: pytest.Lo
         read_prompts([str(sharegpt)])
 
 
-def test_the_batch_format_of_openai_is_read(target: str, tmp_path: Path) -> None:
-    file = tmp_path / "batch.jsonl"
-    bodies = [
-        {"model": "any", "messages": [{"role": "user", "content": text}], "max_tokens": 6}
-        for text in ("the moon", "a stone")
-    ]
-    rows = [{"custom_id": f"row-{i}", "method": "POST", "url": "/v1/chat/completions"} for i in range(2)]
-    file.write_text("".join(json.dumps(row | {"body": body}) + "\n" for row, body in zip(rows, bodies, strict=True)))
-    assert [answer["custom_id"] for answer in answers(target, file)] == ["row-0", "row-1"]
-
-
 def test_a_context_beside_a_question_is_part_of_the_prompt(tmp_path: Path) -> None:
     file = tmp_path / "context.jsonl"
     row = {"instruction": "Who sings?", "context": "The bird sings at night.", "response": "The bird."}

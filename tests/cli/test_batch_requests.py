@@ -109,7 +109,7 @@ def test_a_given_length_beyond_the_context_fails(tmp_path: Path) -> None:
     out = tmp_path / "o.jsonl"
     assert main(["generate", *sizes, "--prompts", write(tmp_path / "b.jsonl", bodies), "--out", str(out)]) == 1
     first, second = map(json.loads, out.read_text().splitlines())
-    assert first["response"] is None and "max_tokens is 128 and the context of 64" in first["error"]["message"]
+    assert first["response"] is None and "maximum context length is 64 tokens" in first["error"]["message"]
     assert second["error"] is None and "warning" not in second
 
 

@@ -4,7 +4,6 @@ own, at the token where plain decoding does, and requests decoded together conti
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 from functools import cache
@@ -15,7 +14,6 @@ import pytest
 import torch
 
 from sharesd import LLM
-from sharesd.cli.main import main
 from sharesd.data.grammar_spec import from_lark, from_regex
 from sharesd.data.request_errors import GrammarTooComplex, NoTokenAllowed
 from sharesd.engine.engine import Engine
@@ -156,22 +154,3 @@ def test_python_has_the_text_so_far_and_the_message(tmp_path: Path) -> None:
     assert re.fullmatch("[ab]{5}", failed.text) and failed.finish_reason == "error"
     assert "minimum length" in str(failed.error) and other.finish_reason == "stop" and other.error is None
     assert last.finish_reason == "error" and isinstance(last.error, NoTokenAllowed)
-
-
-def test_a_line_of_a_batch_file_fails_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = llama(tmp_path / "x", seed=90)
-    vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
-    body = {"prompt": "the tree", "max_tokens": 6, "temperature": 0}
-    banned = {"logit_bias": {str(i): -3e38 for i in range(vocab_size)} | {"5": 1}, "frequency_penalty": 3e38}
-    bodies = [body, body | banned | {"temperature": 0.5}]
-    lines = [
-        {"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": one} for i, one in enumerate(bodies)
-    ]
-    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    flags = ("--device", "cpu", "--max-context", "64", "--mode", "naive")
-    files = ("--prompts", str(tmp_path / "in.jsonl"), "--out", str(tmp_path / "out.jsonl"))
-    assert main(["generate", "--target", str(folder), *flags, *files]) == 1
-    good, bad = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
-    assert good["error"] is None and good["response"]["body"]["choices"][0]["finish_reason"] == "length"
-    assert bad["response"] is None and bad["error"]["code"] == "no_token_allowed"
-    assert "1 answered + 1 failed" in capsys.readouterr().err
