@@ -18,8 +18,8 @@ FIRST, OTHER = "Python and command line", "other"
 class StartTimes:
     """Seconds of each phase of a start; together they are all of its time.
 
-    A phase inside another one interrupts it. Phases are those of the thread that loads: what other threads do meanwhile
-    takes no time of the start.
+    A phase inside another one interrupts it. Once a thread has called `follow`, phases are those of that thread: what
+    others do meanwhile, such as building kernels, takes no time of the start.
     """
 
     def __init__(self, age: float = 0.0) -> None:
@@ -29,19 +29,21 @@ class StartTimes:
         self._thread: int | None = None
         self._ended = False
 
+    def follow(self) -> None:
+        """Count the phases of this thread alone, which loads the model."""
+        self._thread = self._thread or get_ident()
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Count the time of the context as this phase."""
-        is_outer, thread = self._thread is None, get_ident()
-        if self._ended or self._thread not in (None, thread):
+        if self._ended or self._thread not in (None, get_ident()):
             yield
             return
-        self._thread, outer = thread, self._begin(name)
+        outer = self._begin(name)
         try:
             yield
         finally:
             self._begin(OTHER if outer == FIRST else outer)
-            self._thread = None if is_outer else thread
 
     def end(self, last: str = OTHER) -> None:
         """End the start; what follows its phases so far was `last`."""

@@ -28,6 +28,7 @@ def load_runtime(config: EngineConfig, modes: Sequence[Mode]) -> Runtime:
         from sharesd.cli.tp_worker import follow
 
         sys.exit(follow(config.device))
+    START.follow()
     with err_console.status("importing torch"):
         with START.phase("import torch"):
             import torch  # noqa: F401
