@@ -222,7 +222,9 @@ class Decoder(nn.Module):
         self.head = nn.Linear(config.hidden_size, part.of(config.vocab_size), bias=False, dtype=dtype, device="meta")
         head_VD = self.embed.weight if part == UNSHARDED else nn.Parameter(table_VD[part.rows(config.vocab_size)])
         tie_word_embeddings = config.tie_word_embeddings and first == device
-        self.head.weight = head_VD if tie_word_embeddings else nn.Parameter(torch.empty_like(head_VD, device=device))
+        self.head.weight = (
+            head_VD if tie_word_embeddings else nn.Parameter(torch.empty(head_VD.shape, dtype=dtype, device=device))
+        )
         self.embedding_multiplier = torch.tensor(
             config.embedding_multiplier, dtype=dtype
         ).item()  # rounded as transformers rounds it
