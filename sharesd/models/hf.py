@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import eager_mask
-from transformers.utils import is_accelerate_available
 from transformers.utils import logging as hf_logging
 
 from compile.attention import TreeAttentionMask
@@ -146,14 +145,12 @@ def load_hf(
 def check_tensors(folder: Path, shapes: Mapping[str, Sequence[int]], trust_remote_code: bool) -> None:
     """Raise ValueError if a checkpoint with tensors of these shapes cannot be loaded.
 
-    Nothing is read or allocated. transformers maps names and shapes of a checkpoint to a model's only while it loads
-    one, which takes its package `accelerate` where tensors have no values: without it, errors come at load.
+    Nothing is read or allocated: transformers loads tensors without values, since it maps the names and shapes of a
+    checkpoint to a model's only while it loads one.
     """
     _check_raw(folder, trust_remote_code)
     with quiet_transformers(), _named(folder):
         config = _read_config(folder, trust_remote_code)
-        if not is_accelerate_available():
-            return
         for part in (config, config.get_text_config()):
             for name in ("quantization_config", "compression_config"):
                 if hasattr(part, name):

@@ -168,7 +168,6 @@ def test_the_fallback_runs_expanded_weights(tmp_path: Path) -> None:
     ],
 )
 def test_the_fallback_is_asked_before_a_byte_is_written(change: Any, message: str, tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = AutoConfig.for_model("stablelm", vocab_size=96, num_key_value_heads=2, **sizes)
     AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(tmp_path / "plain")

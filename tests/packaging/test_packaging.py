@@ -98,7 +98,7 @@ def requirements(wheel: Path) -> dict[str, set[str]]:
 def test_what_is_needed_and_what_is_extra(wheel: Path) -> None:
     needed = requirements(wheel)
     assert {"torch", "transformers", "hqq", "bitsandbytes", "rich"} <= needed[""]
-    assert not needed[""] & {"matplotlib", "fastapi", "accelerate", "gemlite", "ray"}
+    assert not needed[""] & {"matplotlib", "fastapi", "gemlite", "ray"}
     assert set(needed) - {""} == {"serve", "train", "bench", "peers", "ray", "clients", "cuda", "dev", "all"}
     assert set(SERVE_PACKAGES.split()) == needed["serve"]
     [everything] = [line for line in metadata(wheel).get_all("Requires-Dist", []) if 'extra == "all"' in line]

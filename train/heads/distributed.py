@@ -102,17 +102,14 @@ ALONE = Processes()
 def join(index: int, number: int, device: str) -> Processes:
     """Join the launcher's processes, on CUDA with one GPU each.
 
-    `device`: auto, cpu or cuda. Raises ValueError for a missing device, for one GPU out of several, and without
-    accelerate.
+    `device`: auto, cpu or cuda. Raises ValueError for a missing device and for one GPU out of several.
     """
     given = device_of(device)
     if given.index is not None:
         raise ValueError(f"--device is {device} and {number} processes were launched, with a GPU each; give cuda")
     own = local_device(given, number)
-    try:
-        from accelerate import PartialState
-    except ImportError as error:
-        raise ValueError(f"{number} processes need accelerate ({error}); run: pip install accelerate") from error
+    from accelerate import PartialState
+
     PartialState(cpu=own.type == "cpu", backend="gloo" if own.type == "cpu" else "nccl", timeout=PATIENCE)
     return Processes(index, number, str(own))
 
