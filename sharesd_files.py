@@ -138,6 +138,26 @@ def atomic_write(path: Path, content: str | bytes, *, durable: bool = False) -> 
         fresh.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
 
 
+@contextmanager
+def made_once(path: Path) -> Iterator[None]:
+    """Wait while another process makes `path`, which may be there afterwards; no wait where no lock can be taken."""
+    lock = path.with_name(f"{path.name}.lock")
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        opened = os.open(lock, os.O_CREAT | os.O_RDWR)
+    except OSError:
+        yield
+        return
+    try:
+        with suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
+    finally:
+        with suppress(OSError):
+            lock.unlink()
+        os.close(opened)
+
+
 _warned: set[Path] = set()
 
 

@@ -18,7 +18,7 @@ import subprocess
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from threading import Lock, Thread
@@ -26,7 +26,7 @@ from threading import Lock, Thread
 import torch
 
 from compile.start_times import START
-from sharesd_files import atomic_path, cache_root, warn_unwritable
+from sharesd_files import atomic_path, cache_root, made_once, warn_unwritable
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,8 @@ def library(part: str) -> ctypes.CDLL:
     with START.phase("kernels"), _locks[part]:
         command = _command()
         target, source = _target(part, command)
-        return _load(target) or _build(target, command, source)
+        with nullcontext() if target.exists() else made_once(target):  # a build takes half a minute of one core
+            return _load(target) or _build(target, command, source)
 
 
 def obstacle(*parts: str) -> str | None:

@@ -7,12 +7,22 @@ import json
 import logging
 import stat
 import subprocess
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
 
 import sharesd_files
-from sharesd_files import JsonCache, atomic_files, atomic_path, atomic_write, cache_root, file_hash, files_hash
+from sharesd_files import (
+    JsonCache,
+    atomic_files,
+    atomic_path,
+    atomic_write,
+    cache_root,
+    file_hash,
+    files_hash,
+    made_once,
+)
 
 
 def names(folder: Path) -> list[str]:
@@ -49,6 +59,25 @@ def test_several_files_and_folders_move_together(tmp_path: Path) -> None:
         (scratch / "folder").mkdir()
         (scratch / "folder" / "b").write_text("2")
     assert names(tmp_path) == ["a", "folder", "other"] and (tmp_path / "folder" / "b").read_text() == "2"
+
+
+def test_a_file_is_made_by_one_at_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "x"
+    made: list[int] = []
+
+    def make(i: int) -> None:
+        with made_once(path):
+            if not path.exists():
+                made.append(i)
+                path.touch()
+
+    with ThreadPoolExecutor() as pool:
+        with made_once(path):
+            calls = [pool.submit(make, i) for i in range(3)]
+            assert not wait(calls, timeout=0.1).done and not made
+        wait(calls)
+    with made_once(Path("/proc/none/x")):  # where no lock can be made
+        assert len(made) == 1 and names(path.parent) == ["x"]
 
 
 @pytest.fixture
