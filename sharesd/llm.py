@@ -140,6 +140,7 @@ class LLM:
         params: Params | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         mode: Mode | None = None,
     ) -> Completion: ...
 
@@ -150,6 +151,7 @@ class LLM:
         params: Params | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         mode: Mode | None = None,
     ) -> list[Completion]: ...
 
@@ -159,6 +161,7 @@ class LLM:
         params: Params | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         mode: Mode | None = None,
     ) -> Completion | list[Completion]:
         """Answer a conversation, or a list of them, through the chat template.
@@ -167,6 +170,7 @@ class LLM:
             messages: `{"role": ..., "content": ...}` with texts, or a list of such lists.
             params: as in `generate`.
             tools: functions as OpenAI describes them, which the model calls in its text.
+            chat_template_kwargs: values of the chat template's variables, such as enable_thinking.
             mode: as in `generate`.
 
         Returns:
@@ -174,7 +178,8 @@ class LLM:
         """
         several, conversations = _conversations(messages)
         shown_tools = typed(tuple[Mapping[str, Any], ...] | None, "tools", tools)
-        found = self._complete([self._chat_ids(each, shown_tools) for each in conversations], params, mode)
+        variables = typed(Mapping[str, Any] | None, "chat_template_kwargs", chat_template_kwargs)
+        found = self._complete([self._chat_ids(each, shown_tools, variables) for each in conversations], params, mode)
         return found if several else found[0]
 
     def stream(
@@ -194,7 +199,7 @@ class LLM:
         """
         items = as_list(prompt)
         if items and isinstance(items[0], Mapping):
-            asked = [self._chat_ids(items, None)]
+            asked = [self._chat_ids(items)]
         elif items and not _is_number(items[0]):
             raise ValueError(f"stream takes one prompt, and these are {len(items)}; use generate for several")
         else:
@@ -233,8 +238,13 @@ class LLM:
     def _ids(self, prompt: str | list[int]) -> list[int]:
         return self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
 
-    def _chat_ids(self, messages: Sequence[Any], tools: Sequence[Mapping[str, Any]] | None) -> list[int]:
-        return encode_chat(self._tokenizer, for_template(messages), tools=tools or ())
+    def _chat_ids(
+        self,
+        messages: Sequence[Any],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        return encode_chat(self._tokenizer, for_template(messages), tools=tools or (), variables=variables)
 
     def _complete(self, asked: list[list[int]], params: Params | None, mode: Mode | None) -> list[Completion]:
         call = self._call(asked, params, mode, whole=True)

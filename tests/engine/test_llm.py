@@ -162,9 +162,9 @@ def test_a_list_of_conversations_gives_a_list(llm: LLM) -> None:
     assert done == llm.generate(ids, SAMPLED)
 
 
-def test_tools_reach_the_template(options: dict[str, Any], tmp_path: Path) -> None:
+def test_tools_and_variables_reach_the_template(options: dict[str, Any], tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "model")
-    template = "{{ tools }}{% for m in messages %}{{ m.role }} {{ m.content }} {{ m.tool_calls }}{% endfor %}"
+    template = "{{ tools }}{{ enable_thinking }}{% for m in messages %}{{ m.role }} {{ m.content }} {{ m.tool_calls }}{% endfor %}"
     (folder / "chat_template.jinja").write_text(template)
     tools = [{"type": "function", "function": {"name": "cat", "parameters": {}}}]
     called = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "cat", "arguments": '{"a": 1}'}}]}
@@ -176,6 +176,12 @@ def test_tools_reach_the_template(options: dict[str, Any], tmp_path: Path) -> No
     with LLM(mode="naive", **{**options, "target": folder, "heads": ()}) as made:
         done = made.chat([*USER, called], GREEDY, tools=tools)
         assert [done] == made.generate([made.tokenizer.chat([*USER, read], tools=tools)], GREEDY)
+        done = made.chat(USER, GREEDY, chat_template_kwargs={"enable_thinking": False})
+        assert [done] == made.generate([made.tokenizer.chat(USER, variables={"enable_thinking": False})], GREEDY)
+        with pytest.raises(ValueError, match="chat_template_kwargs has colour; variables of .*: enable_thinking"):
+            made.chat(USER, chat_template_kwargs={"colour": 1})
+        with pytest.raises(ValueError, match="chat_template_kwargs"):
+            made.chat(USER, chat_template_kwargs="enable_thinking")
 
 
 @pytest.mark.parametrize(
