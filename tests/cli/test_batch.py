@@ -213,7 +213,11 @@ def test_other_settings_are_refused(whole: Path, model: str, prompts: Path, caps
         (["--prompts", "p.jsonl", "--out", "b", "--max-batch", "0"], "--max-batch is 0; it must be at least 1"),
         (["--prompts", "bad.jsonl", "--out", "b"], "bad.jsonl:2 has no user's message"),
         (["--prompts", "talk.json", "--raw", "--out", "b"], "talk.json, record 1 is a conversation, and --raw goes on"),
-        (["--prompts", "p.jsonl", "--out", "b", "--target", "none/x", "--replicas", "2"], "none/x"),
+        pytest.param(
+            ["--prompts", "p.jsonl", "--out", "b", "--target", "none/x", "--replicas", "2"],
+            "none/x",
+            marks=pytest.mark.subprocess,
+        ),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_line(

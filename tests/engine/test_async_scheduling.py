@@ -81,7 +81,7 @@ def any_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DecodeVariant, "shape", some_shape)
 
 
-@pytest.mark.parametrize("mode", ["naive", "share", "classic", "share tree", "classic tree", *HEADS, "eagle3 tree"])
+@pytest.mark.parametrize("mode", ["naive", "share", "classic", "share tree", *HEADS])
 def test_a_load_of_requests_gives_each_what_it_gets_alone(
     mode: str, wanted: list[Completion], launches: list[bool], any_draft: None, tmp_path: Path
 ) -> None:
@@ -138,7 +138,7 @@ def test_who_needs_the_tokens_is_launched_as_soon_as_they_are_read(
     assert not any(launches) and sum(early) > len(early) / 2
 
 
-@pytest.mark.parametrize("mode", ["suffix", "ngram+recycle", "hybrid", "hybrid classic", *HEADS])
+@pytest.mark.parametrize("mode", ["suffix", "ngram+recycle", "hybrid", "hybrid classic", "eagle3", "glide"])
 def test_rounds_go_ahead_while_tables_pause(
     mode: str, wanted: list[Completion], launches: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

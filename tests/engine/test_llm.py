@@ -164,7 +164,8 @@ def test_a_list_of_conversations_gives_a_list(llm: LLM) -> None:
 
 def test_tools_and_variables_reach_the_template(options: dict[str, Any], tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "model")
-    template = "{{ tools }}{{ enable_thinking }}{% for m in messages %}{{ m.role }} {{ m.content }} {{ m.tool_calls }}{% endfor %}"
+    shown = "{% for m in messages %}{{ m.role }} {{ m.content }} {{ m.tool_calls }}{% endfor %}"
+    template = "{{ tools }}{{ enable_thinking }}" + shown
     (folder / "chat_template.jinja").write_text(template)
     tools = [{"type": "function", "function": {"name": "cat", "parameters": {}}}]
     called = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "cat", "arguments": '{"a": 1}'}}]}

@@ -183,7 +183,7 @@ def test_every_end_token_inside_a_run(
 ) -> None:
     engine = oracle("sampled", num_draft, accuracy, batch=3)
     futures = plain("sampled")
-    for stop in dict.fromkeys(token for tokens in futures for token in tokens[:14]):
+    for stop in dict.fromkeys(token for tokens in futures for token in tokens[:8]):
         if as_eos:
             monkeypatch.setattr(MODEL, "eos_ids", (stop,))
         done = engine.generate(PROMPTS, params_of("sampled", stop_token_ids=() if as_eos else (stop,)))
@@ -214,14 +214,14 @@ def test_a_first_token_may_be_the_last() -> None:
 
 @pytest.mark.parametrize(("num_draft", "accuracy"), [(3, 0.5), (6, 1.0)])
 def test_stop_strings_at_every_offset(num_draft: int, accuracy: float) -> None:
-    """Every piece of the text as a stop string: begins and ends at every offset within and across tokens."""
+    """Pieces of the text as stop strings, which begin and end at every offset within and across tokens."""
     engine = oracle("sampled", num_draft, accuracy)
     tokens, decode = plain("sampled")[0][:20], tiny_tokenizer().decode
     texts = [decode(tokens[:count]) for count in range(len(tokens) + 1)]
     params = params_of("sampled", len(tokens))
     assert max(len(PIECES[token]) for token in tokens if token < len(PIECES)) > 2
     for start in range(len(texts[-1])):
-        for end in range(start + 1, min(start + 7, len(texts[-1]) + 1)):
+        for end in range(start + 1 + start % 3, min(start + 7, len(texts[-1]) + 1), 3):
             stop = texts[-1][start:end]
             if "\ufffd" in stop:
                 continue
@@ -252,7 +252,7 @@ def test_streamed_text_never_shows_a_stop_string() -> None:
     assert shown == text[: text.index(stop)]
 
 
-@pytest.mark.parametrize("num_draft", range(1, 9))
+@pytest.mark.parametrize("num_draft", [1, 2, 5, 8])
 def test_the_context_is_filled_exactly_and_slots_beyond_stay_untouched(num_draft: int) -> None:
     limit = 24
     prompts = [[1 + i % 30 for i in range(length)] for length in (3, 23, 17)]
@@ -334,14 +334,14 @@ KINDS = (
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafters_do_not_change_the_text(kind: str) -> None:
-    for sampling in SAMPLINGS:
-        for batch, num_draft in ((3, 4), (3, 1), (1, 5)):
-            engine, num = context(kind, batch, num_draft), 2 if batch == 1 else 3
-            done = engine.generate(PROMPTS[:num], params_of(sampling))
-            assert ids(done) == plain(sampling)[:num]
-            check_counts(engine.stats, done)
-            if kind.endswith("exact"):
-                assert engine.stats.sources["recovered"] == 0 and engine.stats.alpha == 1
+    for i, sampling in enumerate(SAMPLINGS):
+        batch, num_draft = ((3, 4), (3, 1), (1, 5))[(KINDS.index(kind) + i) % 3]
+        engine, num = context(kind, batch, num_draft), 2 if batch == 1 else 3
+        done = engine.generate(PROMPTS[:num], params_of(sampling))
+        assert ids(done) == plain(sampling)[:num]
+        check_counts(engine.stats, done)
+        if kind.endswith("exact"):
+            assert engine.stats.sources["recovered"] == 0 and engine.stats.alpha == 1
 
 
 def test_drafters_are_right_as_often_as_they_should() -> None:

@@ -61,10 +61,8 @@ CONFIGURATIONS: list[tuple[str, SamplingParams, int]] = [
     ("parallel", SAMPLED, 2),
     ("parallel tree", PENALISED, 2),
     ("suffix", SAMPLED, 2),
-    ("suffix", replace(SAMPLED, acceptance="rejection"), 2),
     ("suffix", replace(SAMPLED, acceptance="block"), 1),
     ("recycle", GREEDY, 1),
-    ("hybrid", GREEDY, 1),
     ("hybrid classic tree", GREEDY, 1),
     ("hybrid", replace(SAMPLED, acceptance="rejection"), 1),
 ]

@@ -104,6 +104,7 @@ def make_family(folder: Path, tmp_path: Path, family: str, mlp: int) -> Tensors:
     return tensors
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("compile", ["native", "off"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_of_each_family(folder: Path, tmp_path: Path, family: str, compile: str) -> None:
@@ -143,6 +144,7 @@ def test_texts_of_all_modes_where_sums_are_split(folder: Path, options: dict[str
                 assert texts_of(runtime, mode, params) == wanted, mode
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("compile", ["native", "off"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_split_sums_are_those_of_one_rank_but_for_rounding(
@@ -199,8 +201,7 @@ def test_rank_0_reads_once_a_round(folder: Path, style: str, monkeypatch: pytest
         chunks.close()
 
 
-@pytest.mark.parametrize("style", ["gather", "reduce"])
-@pytest.mark.parametrize("exempt", [True, False], ids=["group exempt", "group watched, too"])
+@pytest.mark.parametrize(("style", "exempt"), [("gather", True), ("reduce", True), ("gather", False)])
 def test_ranks_share_no_tensor_but_through_the_group(
     folder: Path, style: str, exempt: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -251,6 +251,7 @@ def test_gemlite_equals_dequantized_product(bits: int, dtype: torch.dtype) -> No
 # Compilation
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize("bits", [8, 4])
 def test_switched_linear_compiles_once(bits: int) -> None:
     torch.compiler.reset()

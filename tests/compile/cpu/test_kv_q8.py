@@ -101,12 +101,9 @@ def test_output_and_cache_are_those_of_the_rounded_numbers(d: int, dtype: torch.
 def test_long_contexts_windows_and_groups_of_heads(
     heads: tuple[int, int], options: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    for T in (1, 4, 16, 40):
-        for threads in (1, 3):
-            torch.set_num_threads(threads)
-            check(
-                Call(dtype, T=T, heads=heads, d=64, lengths=(3 * CHUNK - 9, CHUNK - 1, 31), slots=4 * CHUNK), **options
-            )
+    for T, threads in ((1, 3), (4, 1), (16, 3), (40, 1)):
+        torch.set_num_threads(threads)
+        check(Call(dtype, T=T, heads=heads, d=64, lengths=(3 * CHUNK - 9, CHUNK - 1, 31), slots=4 * CHUNK), **options)
 
 
 @EACH_DTYPE
@@ -145,7 +142,7 @@ def test_output_is_near_that_of_float64(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("options", [{}, {"window": 9}, {"recent": 20}], ids=str)
 def test_a_nodes_bits_are_those_of_its_path(options: dict[str, Any], dtype: torch.dtype) -> None:
     dice = random.Random(0)
-    for length in (0, 31, 50, CHUNK - 3, CHUNK, 2 * CHUNK - 9):
+    for length in (0, 31, CHUNK - 3, 2 * CHUNK - 9):
         proposal = random_tree(dice, 12)
         mask = pack([proposal], 12, "").tree_mask
         assert mask is not None
