@@ -9,8 +9,8 @@ The text is that of plain decoding, whatever a drafter proposes. docs/how-to/add
 
 from dataclasses import dataclass
 
+from sharesd.drafters.registry import DrafterSpec, option
 from sharesd.drafters.selection import options_of
-from sharesd.drafters.spec import DrafterSpec, option
 from sharesd.drafters.tables.base import Table
 from sharesd.speculation.draft_proposal import Proposal, empty_proposal
 

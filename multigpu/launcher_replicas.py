@@ -10,8 +10,7 @@ import os
 from multiprocessing.connection import Client, Listener
 from typing import TYPE_CHECKING, Any
 
-from multigpu.data_parallel import Replica, serve, start
-from multigpu.device_assignment import gpu_environment, visible_gpus
+from multigpu.data_parallel import Replica, gpu_environment, serve, start, visible_gpus
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -17,7 +17,7 @@ from sharesd.models.tokenizer import Tokenizer
 from sharesd.sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # it needs torch, which the server's start does not wait for
-    from sharesd.sampling.grammar import Grammars
+    from sharesd.sampling.constraints import Grammars
 
 
 IDLE_S = 0.5

@@ -12,8 +12,7 @@ from typing import Any
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
-from sharesd.data.request_errors import RequestError
-from sharesd.engine.errors import NonFiniteLogits
+from sharesd.data.request_errors import NonFiniteLogits, RequestError
 
 MAX_SHOWN = 40
 """Maximum characters of an invalid value in a message."""

@@ -21,13 +21,14 @@ from sharesd import __version__
 from sharesd.config import EngineConfig, Mode, PlanOnly
 from sharesd.drafters import registry
 from sharesd.drafters.base import BuildInputs, Drafter, num_bytes
-from sharesd.drafters.build import build_drafter
-from sharesd.drafters.spec import Need
+from sharesd.drafters.hybrid.drafter import build as build_mix
+from sharesd.drafters.registry import Need
+from sharesd.drafters.selection import active_drafters
 from sharesd.engine.engine import Engine
 from sharesd.engine.options import EngineOptions
 from sharesd.engine.prompt_cache import PromptCache, make_folder
 from sharesd.engine.stats import Stats
-from sharesd.engine.trace_file import TraceFile
+from sharesd.engine.trace import TraceFile
 from sharesd.engine.warmup import warm_up, warm_up_all_variants
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.loading.costs_file import costs_file
@@ -119,7 +120,7 @@ class Runtime:
         self._prompt_cache = self._open_prompt_cache()
         inputs = self._build_inputs()
         with START.phase("drafters"):
-            self._drafters: dict[str, Drafter | None] = {mode: build_drafter(mode, inputs) for mode in resolved.modes}
+            self._drafters: dict[str, Drafter | None] = {mode: _build_drafter(mode, inputs) for mode in resolved.modes}
         self._engines = {mode: self._engine(mode) for mode in resolved.modes}
         self.load_seconds = time.perf_counter() - started
         self.compile_seconds: dict[Mode, float] = {}
@@ -306,6 +307,16 @@ class Runtime:
                 require_trees=config.explicit_tree is not None,
             ),
         )
+
+
+def _build_drafter(mode: str, inputs: BuildInputs) -> Drafter | None:
+    """Build the drafter of a mode; None for plain decoding."""
+    if mode == registry.NAIVE:
+        return None
+    spec = registry.spec_of(mode)
+    if spec.is_model:
+        return inputs.build(spec)
+    return build_mix(inputs, mode, active_drafters(inputs.config, mode))
 
 
 def _open_trace(path: str, resolved: ResolvedConfig) -> TraceFile:

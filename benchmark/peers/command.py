@@ -13,7 +13,7 @@ from benchmark.peers.measure import Row, figures, measure
 from benchmark.peers.peer import PEERS, Settings, peer_class
 from benchmark.peers.process import Worker
 from benchmark.report import Report
-from multigpu.device_assignment import num_cores
+from multigpu.data_parallel import num_cores
 from sharesd.cli import environment, options
 from sharesd.cli.console import err_console, loading_bars
 from sharesd.cli.environment import conditions, version_of

@@ -14,7 +14,7 @@ from typing import Any
 from benchmark import arguments
 from benchmark.questions import records
 from benchmark.questions.records import Key
-from multigpu.device_assignment import environments
+from multigpu.data_parallel import environments
 from sharesd.cli import options
 from sharesd.cli.console import loading_bars
 from sharesd.cli.environment import IDENTITY, files_of, load_meter, settings_of

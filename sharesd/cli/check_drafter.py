@@ -15,7 +15,7 @@ from sharesd.cli.console import console
 from sharesd.config import EngineConfig
 from sharesd.data.grammar_spec import from_regex
 from sharesd.drafters import registry
-from sharesd.drafters.spec import DrafterSpec, Support
+from sharesd.drafters.registry import DrafterSpec, Support
 from sharesd.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from sharesd import __version__
 from sharesd.cli.tables import write_json
 from sharesd.config import EngineConfig
 from sharesd.drafters import registry, selection
-from sharesd.drafters.spec import Need
+from sharesd.drafters.registry import Need
 from sharesd.models.checkpoint import Progress, content_hash, silent
 from sharesd.models.hub import resolve, resolve_target
 from sharesd.models.names import model_name

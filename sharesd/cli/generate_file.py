@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from multigpu import launcher_replicas
-from multigpu.data_parallel import Numbered, Replica, TaskQueue, start
-from multigpu.device_assignment import environments
+from multigpu.data_parallel import Numbered, Replica, TaskQueue, environments, start
 from multigpu.journal import Journal, keep_settings, read_records, with_fields, write_in_order
-from multigpu.ray_data import RayReplicas
+from multigpu.ray_cluster import RayReplicas
 from sharesd.cli import batch_requests, options
 from sharesd.cli.batch_requests import BatchLine
 from sharesd.cli.console import err_console, set_up_logging, warn

@@ -35,7 +35,7 @@ from sharesd.cli.utf8 import read_text, require_utf8
 from sharesd.data.json_numbers import finite
 from sharesd.data.request_errors import RequestError
 from sharesd.drafters import registry, selection
-from sharesd.drafters.spec import Need
+from sharesd.drafters.registry import Need
 
 PROG = "python -m sharesd"
 

@@ -12,7 +12,7 @@ from sharesd.cli.options_from_dataclass import add_flags
 from sharesd.cli.parser import Parser
 from sharesd.config import DType, EngineConfig, OffloadConfig, PipelineConfig, TargetQuant
 from sharesd.drafters import registry, selection
-from sharesd.drafters.spec import DrafterSpec, Flag, Need
+from sharesd.drafters.registry import DrafterSpec, Flag, Need
 
 DEFAULTS = EngineConfig()
 

@@ -7,7 +7,7 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 from multigpu.data_parallel import LocalTaskQueue, Numbered, Replica, function_of, run_tasks
-from multigpu.ray_data import RayReplicas
+from multigpu.ray_cluster import RayReplicas
 from sharesd.cli.console import loading_bars
 
 

@@ -16,7 +16,7 @@ from sharesd.cli.parser import Parser, parse
 from sharesd.cli.sampling_options import add_sampling_options, sampling_params
 from sharesd.config import EngineConfig, Mode, OffloadConfig, PipelineConfig
 from sharesd.drafters import registry, selection
-from sharesd.drafters.spec import Need, Support
+from sharesd.drafters.registry import Need, Support
 from sharesd.loading.combination import Combination
 from sharesd.loading.combinations import OPTIONS, check, check_options
 

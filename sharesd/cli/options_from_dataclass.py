@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from sharesd.cli.parse_types import number, shown, whole
 from sharesd.cli.parser import Switch
-from sharesd.drafters.spec import Flag
+from sharesd.drafters.registry import Flag
 
 
 def add_flags(group: argparse._ActionsContainer, options: type, flags: Mapping[str, Flag] | None = None) -> None:

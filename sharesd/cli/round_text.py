@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sharesd.engine.trace_file import requests_of
+from sharesd.engine.trace import requests_of
 from sharesd.models.tokenizer import Tokenizer
 
 Turn = tuple[Any, ...]

@@ -7,7 +7,7 @@ import argparse
 from sharesd.cli.console import warn
 from sharesd.cli.options_from_dataclass import add_flags, values_of
 from sharesd.cli.utf8 import require_utf8
-from sharesd.drafters.spec import Flag
+from sharesd.drafters.registry import Flag
 from sharesd.field_types import DefaultLimit
 from sharesd.sampling_params import SamplingParams
 

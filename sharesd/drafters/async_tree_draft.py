@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from compile.tree_expand import Frontier, Nodes
 from sharesd.drafters.base import DraftContext
-from sharesd.drafters.draft_stepper import ModelStepper
+from sharesd.drafters.chain_draft import ModelStepper
 from sharesd.drafters.tree_draft import TreeDraft
 from sharesd.speculation.draft_tree import DraftShape, DraftTree, VerifyResult, async_tree_slots
 

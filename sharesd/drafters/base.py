@@ -15,7 +15,7 @@ from compile.cuda_graphs import Graphs
 from quant.switch_linear import Switch
 from sharesd.config import EngineConfig
 from sharesd.drafters import registry
-from sharesd.drafters.spec import DrafterSpec
+from sharesd.drafters.registry import DrafterSpec
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.base import CausalModel
 from sharesd.sampling.sampler import Sampler
@@ -64,7 +64,7 @@ class Drafter:
     commits_plain_rounds = False
     """`commit` is called in plain rounds, too."""
     first_alphas: tuple[float, float] = FIRST_ALPHAS
-    """Acceptance assumed before drafts were verified, see `policy_config.FIRST_ALPHAS`."""
+    """Acceptance assumed before drafts were verified, see `draft_estimates.FIRST_ALPHAS`."""
     single_pass = False
     """True if drafts take one pass, whatever their depth."""
     runs_on_host = False

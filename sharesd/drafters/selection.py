@@ -10,7 +10,7 @@ from typing import Any
 
 from sharesd.config import SMALL, EngineConfig
 from sharesd.drafters import registry
-from sharesd.drafters.spec import Need
+from sharesd.drafters.registry import Need
 from sharesd.field_types import converted
 
 _NAMED_HEAD = re.compile(r"(?P<name>[A-Za-z][\w.-]*)=(?P<folder>.+)")

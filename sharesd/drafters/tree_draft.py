@@ -21,8 +21,7 @@ from compile.cuda_graphs import Replayed
 from compile.tree_expand import Draft, Frontier, Nodes, expand_tree, select_nodes
 from compile.tree_rescore import BestNodes, record_best_nodes, rescore_children
 from sharesd.drafters.base import DraftContext
-from sharesd.drafters.chain_draft import ChainDraft
-from sharesd.drafters.draft_stepper import DraftStepper
+from sharesd.drafters.chain_draft import ChainDraft, DraftStepper
 from sharesd.speculation.draft_scorer import DraftScorer
 from sharesd.speculation.draft_tree import DraftShape, DraftTree
 

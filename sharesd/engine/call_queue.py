@@ -12,8 +12,8 @@ from threading import Condition, Lock
 from compile.adaptive_threads import STEP_THREADS
 from sharesd import sampling
 from sharesd.config import Mode
+from sharesd.data.request_errors import NonFiniteLogits
 from sharesd.engine.engine import Engine
-from sharesd.engine.errors import NonFiniteLogits
 from sharesd.engine.outputs import TokenChunk
 from sharesd.engine.request import Request
 from sharesd.sampling_params import SamplingParams

@@ -22,7 +22,7 @@ from compile.state_update import commit_round, verify_tokens
 from sharesd import sampling
 from sharesd.devices.host_buffers import PinnedBuffers
 from sharesd.drafters.base import DraftContext, Drafter
-from sharesd.engine.round_trace import Proposed
+from sharesd.engine.trace import Proposed
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.base import CausalModel
 from sharesd.speculation.draft_tree import DraftTree

@@ -15,9 +15,9 @@ from sharesd.models.base import CausalModel
 from sharesd.sampling import RowSampling, SamplingKind
 from sharesd.sampling.sampler import Sampler
 from sharesd.speculation.draft_buffers import DraftBuffers
+from sharesd.speculation.draft_estimates import FIRST_ALPHAS
 from sharesd.speculation.draft_policy import Policy
 from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape, chain
-from sharesd.speculation.policy_config import FIRST_ALPHAS
 
 Drafts = dict[tuple[SamplingKind, int, int], tuple[DraftBuffers, dict[object, Any]]]
 """Draft buffers and generators by kind and rows; replayed variants share them."""

@@ -20,21 +20,19 @@ from sharesd.devices.selection import use
 from sharesd.drafters.base import Drafter
 from sharesd.engine.decode_round import BatchState
 from sharesd.engine.decode_variant import DecodeVariant, DecodeVariants
-from sharesd.engine.first_token import sample_first
 from sharesd.engine.options import EngineOptions
-from sharesd.engine.output_processor import OutputProcessor
+from sharesd.engine.output_processor import OutputProcessor, sample_first
 from sharesd.engine.outputs import Completion, TokenChunk
 from sharesd.engine.request import Request
 from sharesd.engine.round_launcher import InFlightRound, RoundLauncher
-from sharesd.engine.row_allocator import powers_of_two
-from sharesd.engine.scheduler import Prompt, Scheduler
+from sharesd.engine.scheduler import Prompt, Scheduler, powers_of_two
 from sharesd.engine.stats import Stats
-from sharesd.engine.trace_file import TraceFile
+from sharesd.engine.trace import TraceFile
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.base import CausalModel
 from sharesd.models.tokenizer import Tokenizer
 from sharesd.sampling import RowSampling, SamplingKind
-from sharesd.sampling.grammar import Grammars
+from sharesd.sampling.constraints import Grammars
 from sharesd.sampling.sampler import Sampler
 from sharesd.sampling_params import SamplingParams, cut_by_context
 

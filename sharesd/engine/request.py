@@ -9,7 +9,7 @@ from typing import Any
 
 from sharesd.engine.stats import Stats
 from sharesd.engine.stop_checker import FinishReason, StopChecker
-from sharesd.sampling.min_tokens import Constraint
+from sharesd.sampling.constraints import Constraint
 from sharesd.sampling_params import SamplingParams
 
 MAX_LEAD = 2

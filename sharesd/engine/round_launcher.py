@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from compile.adaptive_threads import STEP_THREADS
@@ -14,13 +16,13 @@ from sharesd.devices.host_buffers import upload
 from sharesd.drafters.draft_checks import checked_draft
 from sharesd.engine.decode_round import BatchState, GrammarMaskFn, Round, RoundResult
 from sharesd.engine.decode_variant import DecodeVariant, DecodeVariants
-from sharesd.engine.grammar_mask import compute_grammar_mask
 from sharesd.engine.request import Request, counted_requests, max_round_cost
-from sharesd.engine.round_trace import Proposed
 from sharesd.engine.scheduler import Scheduler
+from sharesd.engine.trace import Proposed
 from sharesd.kvcache.static import StaticKVCache
+from sharesd.speculation.draft_buffers import num_words
 from sharesd.speculation.draft_policy import Decision
-from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape, DraftTree, tree_on_host
+from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape, DraftTree, parents_of, tree_on_host
 
 log = logging.getLogger(__name__)
 
@@ -206,3 +208,24 @@ def _max_unread_tokens(before: InFlightRound | None) -> dict[int, int]:
         return {}
     max_tokens = 1 + before.tree.tokens.shape[1]
     return {request.row: max_tokens for request in before.batch.live if request.row is not None}
+
+
+def compute_grammar_mask(
+    tree: DraftTree, requests: Sequence[Request], first: int, vocab_size: int, *, pinned: bool = False
+) -> tuple[Tensor, list[tuple[int, int]]]:
+    """Return bits [B, T, W] int32 of allowed tokens, and unacceptable nodes.
+
+    Unacceptable nodes are (line, number). `tree` is on the host; its first line belongs to row `first`.
+    """
+    B, N = tree.tokens.shape
+    shape = B, 1 + N, num_words(vocab_size)
+    grammar_mask_BTW = torch.full(shape, -1, dtype=torch.int32, device="cpu", pin_memory=pinned)
+    tokens, parents, lost = tree.tokens.tolist(), parents_of(tree), []
+    for request in requests:
+        if request.matcher is None:
+            continue
+        assert request.row is not None
+        line = request.row - first
+        draft = (tokens[line], parents[line]) if request.params.speculate else ()
+        lost += [(line, node) for node in request.matcher.fill_mask(grammar_mask_BTW[line], *draft)]
+    return grammar_mask_BTW, lost

@@ -1,4 +1,4 @@
-"""Stop criteria: end tokens, stop strings, lengths."""
+"""Stop criteria: end tokens, stop strings, lengths. Imports no torch, since the server uses it."""
 
 from __future__ import annotations
 

@@ -11,14 +11,13 @@ import torch
 
 from compile.cuda_graphs import WARM_CALLS
 from compile.start_times import START
+from sharesd.data.request_errors import NonFiniteLogits
 from sharesd.devices.host_buffers import reserve_pinned
 from sharesd.drafters.base import Drafter
 from sharesd.drafters.draft_checks import checked_draft
-from sharesd.engine.block_sample import first_blocks, is_native
-from sharesd.engine.cost_profiler import model_drafter_of, profile_costs
+from sharesd.engine.cost_profiler import first_blocks, is_native, model_drafter_of, profile_costs
 from sharesd.engine.decode_round import Round
 from sharesd.engine.engine import Engine
-from sharesd.engine.errors import NonFiniteLogits
 from sharesd.field_types import DefaultLimit
 from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.draft_proposal import Proposal

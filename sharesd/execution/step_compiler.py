@@ -17,8 +17,7 @@ from multigpu.tensor_parallel import UNSHARDED, ColumnParallelLinear, RowParalle
 from quant.switch_linear import Switch
 from sharesd import sampling
 from sharesd.config import CompileMode
-from sharesd.drafters.heads.head import Head
-from sharesd.drafters.heads.native_step import native_head
+from sharesd.drafters.heads.head import Head, native_head
 from sharesd.execution.batch_invariance import check_compiled
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.base import CausalModel

@@ -15,7 +15,7 @@ from compile.cpp_extension import prepare
 from compile.op_registry import runs_cpp
 from sharesd.config import CompileMode, EngineConfig
 from sharesd.drafters import registry, selection
-from sharesd.drafters.spec import Need, Support
+from sharesd.drafters.registry import Need, Support
 from sharesd.models.checkpoint import weight_files
 from sharesd.models.decoder import Decoder
 from sharesd.models.decoder_config import UnsupportedArchitecture

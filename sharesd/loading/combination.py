@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from sharesd.config import EngineConfig
 from sharesd.drafters import registry, selection
-from sharesd.drafters.spec import Need, Support
+from sharesd.drafters.registry import Need, Support
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from sharesd.config import SMALL, EngineConfig
 from sharesd.drafters import registry, selection
-from sharesd.drafters.spec import Need
+from sharesd.drafters.registry import Need
 from sharesd.loading.combination import Combination
 
 

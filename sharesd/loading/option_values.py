@@ -11,7 +11,7 @@ from typing import Any, get_args
 from quant.config import QuantConfig
 from sharesd.config import DType, EngineConfig, Offload, OffloadConfig, PipelineConfig
 from sharesd.drafters import selection
-from sharesd.drafters.spec import Need
+from sharesd.drafters.registry import Need
 from sharesd.field_types import converted, typed
 from sharesd.loading.combinations import check_options
 

@@ -27,7 +27,7 @@ from sharesd.devices.selection import (
     use,
 )
 from sharesd.drafters import registry, selection
-from sharesd.drafters.spec import Need
+from sharesd.drafters.registry import Need
 from sharesd.execution.kernel_choice import choose_kernels
 from sharesd.execution.step_widths import fixed_width
 from sharesd.field_types import DefaultLimit

@@ -16,7 +16,7 @@ from compile.cuda_graphs import Graphs
 from compile.decoder_stack import NativeStack
 from multigpu.process_group import Group
 from quant.switch_linear import Switch
-from sharesd.engine.row_allocator import powers_of_two
+from sharesd.engine.scheduler import powers_of_two
 from sharesd.execution.batch_invariance import RowBits, check_rows
 from sharesd.execution.step_compiler import StepCompiler
 from sharesd.execution.step_widths import choose_step_widths, first_block_view

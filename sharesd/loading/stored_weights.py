@@ -14,7 +14,7 @@ from compile.op_registry import runs_cpp, runs_triton
 from quant.config import QuantConfig
 from sharesd.config import EngineConfig
 from sharesd.drafters import registry, selection
-from sharesd.drafters.spec import Need
+from sharesd.drafters.registry import Need
 from sharesd.loading.combination import Combination
 from sharesd.models.checkpoint import STORED, TARGET_QUANT, Progress, is_stored, weight_files
 from sharesd.models.conversion_cache import is_converted

@@ -23,7 +23,7 @@ from sharesd.config import SMALL
 from sharesd.devices.selection import device_of
 from sharesd.drafters import selection
 from sharesd.drafters.base import num_bytes
-from sharesd.drafters.spec import Need
+from sharesd.drafters.registry import Need
 from sharesd.loading.max_context import Context, choose_context
 from sharesd.loading.resolve import ResolvedConfig
 from sharesd.models.base import CausalModel

@@ -16,7 +16,7 @@ from multigpu.pipeline_parallel import balance_blocks as share_blocks
 from sharesd.config import EngineConfig, Mode
 from sharesd.devices.selection import device_of
 from sharesd.drafters import registry, selection
-from sharesd.drafters.spec import Need
+from sharesd.drafters.registry import Need
 from sharesd.models.checkpoint import weight_files
 from sharesd.models.decoder import Decoder
 from sharesd.models.hub import resolve

@@ -24,7 +24,7 @@ from compile.logits import process_logits
 from compile.op_registry import runs_cpp, runs_triton
 from compile.topk import arg_max, top_k, top_p
 from sharesd.sampling.batch_params import MIN_HEAT, CostlyParam, RowSampling, SamplingKind, TokenCounts
-from sharesd.sampling.grammar import apply_grammar_mask
+from sharesd.sampling.constraints import apply_grammar_mask
 
 _FIXED_POINT_ONE = 1 << 40  # the likeliest token's probability in fixed point
 _LAST = torch.iinfo(torch.int32).max

@@ -14,12 +14,10 @@ from typing import NamedTuple
 
 from sharesd.speculation.acceptance_stats import DECAY, SpeculationBudget
 from sharesd.speculation.cost_model import Costs, LiveCosts
-from sharesd.speculation.draft_estimates import DraftEstimates
+from sharesd.speculation.draft_estimates import FIRST_ALPHAS, DraftEstimates, PolicyConfig
 from sharesd.speculation.draft_scorer import DraftScorer
 from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape, DraftTree, model_shape
-from sharesd.speculation.exploration import ChainTreeChooser, Explorer
-from sharesd.speculation.lookup_gate import LookupGate
-from sharesd.speculation.policy_config import FIRST_ALPHAS, PolicyConfig
+from sharesd.speculation.exploration import ChainTreeChooser, Explorer, LookupGate
 
 
 class Decision(NamedTuple):

@@ -19,7 +19,7 @@ from quant.quantize_model import LinearQuantizer
 from sharesd.config import EngineConfig, Mode
 from sharesd.devices.host_memory import own_memory
 from sharesd.drafters import registry, selection
-from sharesd.drafters.spec import Need
+from sharesd.drafters.registry import Need
 from sharesd.models.checkpoint import identity, is_stored, weight_files
 from sharesd.models.decoder import Decoder
 from sharesd.models.hub import resolve

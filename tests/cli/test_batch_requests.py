@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from multigpu.ray_data import _Replica
+from multigpu.ray_cluster import _Replica
 from serve.command import load_model
 from sharesd.cli import batch_requests
 from sharesd.cli.generate_file import Work, read

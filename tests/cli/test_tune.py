@@ -15,8 +15,7 @@ from quant.config import QuantConfig
 from sharesd.cli import options, tune
 from sharesd.cli.tune import Measured, best_length, expected_speedup, settings_of
 from sharesd.config import EngineConfig
-from sharesd.speculation.cost_model import Costs
-from sharesd.speculation.cost_profile import fit_costs
+from sharesd.speculation.cost_model import Costs, fit_costs
 from sharesd.weights import quant_tuning_cache
 from sharesd.weights.quant_tuning_cache import TuningKey, load_tuned, save_tuned, tuning_key
 from sharesd_command import main

@@ -15,7 +15,7 @@ from offload.prefetcher import Prefetcher
 from quant.config import QuantConfig
 from sharesd.config import EngineConfig, Mode
 from sharesd.drafters.async_tree_draft import AsyncTreeDraft, replant
-from sharesd.drafters.draft_stepper import ModelStepper
+from sharesd.drafters.chain_draft import ModelStepper
 from sharesd.drafters.share.drafter import ShareDrafter
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams

@@ -21,8 +21,7 @@ from sharesd.drafters.glide.drafter import GlideDrafter
 from sharesd.drafters.glide.head import Glide
 from sharesd.drafters.heads.checkpoint import load_head
 from sharesd.drafters.heads.config import mode_of, taps_of
-from sharesd.drafters.heads.head import FeatureHead, Head
-from sharesd.drafters.heads.native_step import native_head
+from sharesd.drafters.heads.head import FeatureHead, Head, native_head
 from sharesd.drafters.hybrid.drafter import HybridDrafter
 from sharesd.drafters.ngram.table import NgramTable
 from sharesd.drafters.parallel.drafter import ParallelDrafter

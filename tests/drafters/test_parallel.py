@@ -18,7 +18,7 @@ from sharesd.cli.main import main
 from sharesd.config import EngineConfig
 from sharesd.drafters.heads.checkpoint import load_head, new_head, save_head
 from sharesd.drafters.heads.config import HeadConfig
-from sharesd.drafters.heads.native_step import native_head
+from sharesd.drafters.heads.head import native_head
 from sharesd.drafters.parallel import drafter
 from sharesd.drafters.parallel.head import Parallel
 from sharesd.engine.cost_profiler import measure_costs

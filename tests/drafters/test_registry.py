@@ -22,7 +22,7 @@ from sharesd.cli.options import engine_config, mode_of
 from sharesd.cli.parser import parse
 from sharesd.config import EngineConfig
 from sharesd.drafters import registry, selection
-from sharesd.drafters.spec import DrafterSpec, HeadSpec, Need, Support
+from sharesd.drafters.registry import DrafterSpec, HeadSpec, Need, Support
 from sharesd.llm import LLM
 from sharesd.sampling_params import SamplingParams
 from tests.helpers.paths import ROOT

@@ -25,8 +25,7 @@ from compile.tree_expand import (
 from compile.tree_rescore import BestNodes, record_best_nodes, rescore_children
 from sharesd.config import EngineConfig
 from sharesd.drafters.base import DraftContext
-from sharesd.drafters.chain_draft import ChainDraft
-from sharesd.drafters.draft_stepper import ModelStepper
+from sharesd.drafters.chain_draft import ChainDraft, ModelStepper
 from sharesd.drafters.tree_draft import DraftGenerator
 from sharesd.loading.combinations import check_options
 from sharesd.models.decoder import Decoder

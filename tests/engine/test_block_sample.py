@@ -8,14 +8,12 @@ from pathlib import Path
 import pytest
 
 from sharesd.config import EngineConfig
-from sharesd.engine import block_sample, cost_profiler
-from sharesd.engine.block_sample import BlockSample
-from sharesd.engine.cost_profiler import measure_costs, profile_costs
+from sharesd.engine import cost_profiler
+from sharesd.engine.cost_profiler import BlockSample, measure_costs, profile_costs
 from sharesd.engine.warmup import warm_up, warm_up_all_variants
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
-from sharesd.speculation.cost_model import Costs
-from sharesd.speculation.cost_profile import of_more_rows
+from sharesd.speculation.cost_model import Costs, of_more_rows
 
 
 @pytest.fixture
@@ -25,7 +23,7 @@ def folder(checkpoint: Callable[..., Path]) -> str:
 
 @pytest.fixture
 def runtime(folder: str, monkeypatch: pytest.MonkeyPatch) -> Runtime:
-    monkeypatch.setattr(block_sample, "SAMPLE_BYTES", 1)
+    monkeypatch.setattr(cost_profiler, "SAMPLE_BYTES", 1)
     return Runtime(EngineConfig(target=folder, mode="share", max_context=128, max_batch=2))
 
 
@@ -34,7 +32,7 @@ def test_the_first_blocks_stand_for_all(runtime: Runtime, monkeypatch: pytest.Mo
     stack = target.run_stack
     monkeypatch.setattr(stack, "_run", lambda blocks, *_: ran.append(blocks.num_blocks))
     clock = iter([0.0, 2.0, 10.0, 15.0])  # without a block 2 seconds, with one of four 5
-    monkeypatch.setattr(block_sample.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(cost_profiler.time, "perf_counter", lambda: next(clock))
     sample = BlockSample(target)
     num = len(target.blocks)
     assert not sample.is_whole
@@ -44,7 +42,7 @@ def test_the_first_blocks_stand_for_all(runtime: Runtime, monkeypatch: pytest.Mo
 
 def test_small_models_and_others_are_timed_whole(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     assert BlockSample(None).is_whole and BlockSample(object()).is_whole  # type: ignore[arg-type]
-    monkeypatch.setattr(block_sample, "SAMPLE_BYTES", 2**40)
+    monkeypatch.setattr(cost_profiler, "SAMPLE_BYTES", 2**40)
     assert BlockSample(runtime.target).is_whole
 
 

@@ -16,7 +16,7 @@ from sharesd.engine import cost_profiler
 from sharesd.engine.engine import Engine
 from sharesd.engine.outputs import Completion
 from sharesd.engine.request import Request
-from sharesd.engine.row_allocator import powers_of_two
+from sharesd.engine.scheduler import powers_of_two
 from sharesd.engine.warmup import warm_up
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.sampling_params import SamplingParams

@@ -26,7 +26,7 @@ from sharesd.engine.engine import Engine
 from sharesd.engine.outputs import Completion
 from sharesd.engine.warmup import warm_up
 from sharesd.models.tokenizer import Tokenizer
-from sharesd.sampling.grammar import Grammars, Matcher, apply_grammar_mask
+from sharesd.sampling.constraints import Grammars, Matcher, apply_grammar_mask
 from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.draft_buffers import num_words
 from sharesd.speculation.draft_tree import chains, shapes_of
@@ -347,7 +347,7 @@ def test_grammars_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return compiling(self, grammar)
 
     monkeypatch.setattr(Grammars, "_compile", counted)
-    monkeypatch.setattr("sharesd.sampling.grammar.MAX_COMPILED", 2)
+    monkeypatch.setattr("sharesd.sampling.constraints.MAX_COMPILED", 2)
     for pattern in "aabacbba":
         assert isinstance(grammars.matcher(from_regex(pattern)), Matcher)
     assert len(compiled) == 5 and len(grammars._compiled) == 2

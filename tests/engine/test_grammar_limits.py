@@ -20,8 +20,8 @@ from sharesd.engine.engine import Engine
 from sharesd.engine.outputs import Completion
 from sharesd.engine.request import Request
 from sharesd.engine.warmup import warm_up
-from sharesd.sampling import grammar as grammar_module
-from sharesd.sampling.grammar import Grammars
+from sharesd.sampling import constraints
+from sharesd.sampling.constraints import Grammars
 from sharesd.sampling_params import SamplingParams
 from tests.cases.inputs import llama
 from tests.engine.test_grammar import END, new, new_grammars
@@ -107,7 +107,7 @@ def test_a_limit_is_reached_at_the_same_token_whatever_was_decoded_before(
     mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The grammar engine counts states of all requests and drafts together."""
-    monkeypatch.setattr(grammar_module, "MAX_LEXER_STATES", 40)
+    monkeypatch.setattr(constraints, "MAX_LEXER_STATES", 40)
     params = SamplingParams(max_new_tokens=90, logit_bias={IDS["f"]: -5.0}, grammar=LONG)
     requests = [([1, 2], params), ([3, 4], replace(params, temperature=1.0, seed=8)), OTHERS[1]]
     alone = [run(fresh(of_mode("naive")), [one])[0] for one in requests]

@@ -10,7 +10,7 @@ import torch
 
 from sharesd.engine.stop_checker import StopChecker
 from sharesd.models.tokenizer import Tokenizer
-from sharesd.sampling.min_tokens import MinTokens
+from sharesd.sampling.constraints import MinTokens
 from sharesd.sampling_params import SamplingParams
 from tests.engine.test_grammar import END, answers, new
 from tests.helpers.tiny_tokenizer import make_backend

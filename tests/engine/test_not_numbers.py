@@ -13,8 +13,8 @@ import torch
 from sharesd import SamplingParams
 from sharesd.cli.main import main
 from sharesd.config import EngineConfig
+from sharesd.data.request_errors import NonFiniteLogits
 from sharesd.engine.engine import Engine
-from sharesd.engine.errors import NonFiniteLogits
 from sharesd.engine.outputs import Completion
 from sharesd.engine.request import Request
 from sharesd.engine.warmup import warm_up

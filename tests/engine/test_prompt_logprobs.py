@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from sharesd.engine import prefill_scheduler, prompt_logprobs
+from sharesd.engine import prefill_scheduler
 from sharesd.engine.engine import Engine
 from sharesd.engine.outputs import Completion
 from sharesd.engine.request import Request
@@ -62,7 +62,7 @@ def check(prompt: list[int], found: Completion) -> None:
 @pytest.mark.parametrize("mode", ["naive", "share", "classic"])
 def test_a_prompt_is_scored_as_one_pass_scores_it(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_scheduler, "MAX_CHUNK", 16)
-    monkeypatch.setattr(prompt_logprobs, "ROWS_AT_ONCE", 5)
+    monkeypatch.setattr(prefill_scheduler, "ROWS_AT_ONCE", 5)
     expected = [(done.token_ids, done.text) for done in new("naive").generate(PROMPTS, PLAIN)]
     engine = new(mode)
     for _ in range(2):  # the second time all of it is there, and yet read

@@ -16,9 +16,8 @@ import pytest
 from sharesd import LLM, EngineConfig, SamplingParams
 from sharesd.engine.engine import Engine
 from sharesd.engine.outputs import Completion
-from sharesd.engine.round_trace import REASONS, RoundTrace, RowTrace, node_probs
 from sharesd.engine.stats import Stats
-from sharesd.engine.trace_file import TraceFile, read_trace
+from sharesd.engine.trace import REASONS, RoundTrace, RowTrace, TraceFile, node_probs, read_trace
 from sharesd.models.loader import decoder_config
 from sharesd.runtime import Runtime
 from sharesd.speculation.draft_proposal import Proposal
@@ -229,7 +228,7 @@ def test_a_disk_that_fills_ends_the_trace_and_not_the_text(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(runtime.trace, "_write", full)
-    with caplog.at_level(logging.WARNING, "sharesd.engine.trace_file"):
+    with caplog.at_level(logging.WARNING, "sharesd.engine.trace"):
         for _ in range(2):
             [done] = engine.generate(PROMPTS[:1], GREEDY)
             runtime.trace.flush()  # type: ignore[union-attr]

@@ -23,7 +23,7 @@ from sharesd.drafters.parallel.drafter import ParallelDrafter
 from sharesd.drafters.recycle.table import RecycleTable
 from sharesd.drafters.share.drafter import ShareDrafter
 from sharesd.drafters.suffix.table import SuffixTable
-from sharesd.engine import block_sample, cost_profiler
+from sharesd.engine import cost_profiler
 from sharesd.engine.engine import Engine
 from sharesd.engine.warmup import warm_up
 from sharesd.sampling.sampler import Sampler
@@ -328,7 +328,7 @@ def test_draft_steps_are_timed_as_they_run(way_of_cuda: None, monkeypatch: pytes
     engine, graphs = new_pool("share", 1, GREEDY, [7], monkeypatch)
     monkeypatch.setattr(cost_profiler, "SECONDS", 0.0)
     ran: list[int] = []
-    timed = block_sample._timed
+    timed = cost_profiler._timed
 
     def counted(function: Callable[[], object]) -> float:
         before = graphs.num_replays
@@ -336,7 +336,7 @@ def test_draft_steps_are_timed_as_they_run(way_of_cuda: None, monkeypatch: pytes
         ran.append(graphs.num_replays - before)
         return took
 
-    monkeypatch.setattr(block_sample, "_timed", counted)
+    monkeypatch.setattr(cost_profiler, "_timed", counted)
     monkeypatch.setattr(cost_profiler, "SWEEPS", (1, 12))
     with no_captures():
         measure(engine, GREEDY)

@@ -18,12 +18,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from serve.engine_thread import Model
-from sharesd.data.request_errors import GrammarTooComplex, RequestError
-from sharesd.engine.errors import NonFiniteLogits
+from sharesd.data.request_errors import GrammarTooComplex, NonFiniteLogits, RequestError
 from sharesd.engine.stats import Stats
 from sharesd.engine.stop_checker import StopChecker
 from sharesd.models.tokenizer import Tokenizer
-from sharesd.sampling.grammar import Grammars
+from sharesd.sampling.constraints import Grammars
 from sharesd.sampling_params import SamplingParams
 from tests.helpers.tiny_tokenizer import CHAT_TEMPLATE, SPECIAL, WORDS, make_backend
 

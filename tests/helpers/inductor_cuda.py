@@ -35,7 +35,7 @@ from compile.cuda.lowbit import QuantizedRowLinear
 from compile.inductor import CompiledBlocks, CompiledForms, CompiledMethods, CompiledModel
 from quant.switch_linear import Switch, SwitchLinear
 from sharesd import sampling
-from sharesd.drafters.eagle.head_eagle3 import Eagle3
+from sharesd.drafters.eagle.head import Eagle3
 from sharesd.drafters.heads.config import LAYER_IDS, HeadConfig
 from sharesd.models import rope
 from sharesd.models.decoder import Decoder

@@ -31,8 +31,8 @@ from sharesd.models.decoder_config import DecoderConfig
 from sharesd.models.tokenizer import Tokenizer
 from sharesd.sampling import RowSampling, SamplingKind
 from sharesd.sampling_params import SamplingParams
+from sharesd.speculation.draft_estimates import FIRST_ALPHAS
 from sharesd.speculation.draft_tree import DraftShape, DraftTree, VerifyResult, chains, shapes_of, with_windows
-from sharesd.speculation.policy_config import FIRST_ALPHAS
 
 _WORDS = "the an he ing tion ab ba aba abab of .. , ! is it er"
 PIECES = [*"abcdefghijklmnop", " ", "Ã", "©", *_WORDS.split(), "Ġa", "Ġth"]

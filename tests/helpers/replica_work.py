@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from multigpu.data_parallel import Numbered, TaskQueue, run_tasks, start
-from multigpu.device_assignment import environments
+from multigpu.data_parallel import Numbered, TaskQueue, environments, run_tasks, start
 from multigpu.journal import Journal, read_lines
 
 

@@ -17,7 +17,7 @@ from serve.tool_calls import CallReader
 from serve.tool_format import ToolFormat, format_of
 from serve.tools import Function
 from sharesd.models.tokenizer import Tokenizer
-from sharesd.sampling.grammar import Grammars
+from sharesd.sampling.constraints import Grammars
 from tests.helpers.fake_engine import make_tokenizer
 
 FOLDER = Path(__file__).parent / "chat_templates"

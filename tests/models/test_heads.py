@@ -15,8 +15,7 @@ from compile.attention import TreeAttentionMask
 from compile.linear import pack_linears
 from sharesd.drafters.heads.checkpoint import load_head, new_head, save_head
 from sharesd.drafters.heads.config import HeadConfig, Kind
-from sharesd.drafters.heads.head import Head
-from sharesd.drafters.heads.native_step import native_head
+from sharesd.drafters.heads.head import Head, native_head
 from tests.helpers.oracle import VOCAB, tiny_decoder
 from tests.helpers.tiny_heads import logits_of, make_head, random_head
 

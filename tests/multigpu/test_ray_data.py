@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from multigpu.ray_data import RayReplicas
+from multigpu.ray_cluster import RayReplicas
 from sharesd.cli.main import main
 from tests.helpers.paths import ROOT
 from tests.helpers.tiny_models import make_checkpoint

@@ -17,8 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from multigpu.data_parallel import LocalTaskQueue, run_tasks, start
-from multigpu.device_assignment import environments, num_cores
+from multigpu.data_parallel import LocalTaskQueue, environments, num_cores, run_tasks, start
 from multigpu.journal import read_lines
 from tests.helpers.paths import ROOT
 
@@ -147,7 +146,7 @@ def test_each_replica_gets_a_gpu_and_its_part_of_the_cores(monkeypatch: pytest.M
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("multigpu.device_assignment.num_cores", lambda: 8)
+    monkeypatch.setattr("multigpu.data_parallel.num_cores", lambda: 8)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert environments(3, "auto") == [{"OMP_NUM_THREADS": "2"}] * 3
     assert environments(16, "cpu") == [{"OMP_NUM_THREADS": "1"}] * 16

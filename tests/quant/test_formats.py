@@ -17,7 +17,7 @@ from quant.formats import DEFAULT, FORMATS, QuantFormat, load
 from quant.formats.hqq.solver import solve
 from quant.quantize_model import replace_with_quantized
 from quant.switch_linear import QuantizedLinear
-from sharesd.speculation.calibration import quantization_logit_noise
+from sharesd.speculation.draft_scorer import quantization_logit_noise
 from sharesd.weights.packing import pack_for_cpu
 from tests.helpers.paths import ROOT
 

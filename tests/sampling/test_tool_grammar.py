@@ -12,7 +12,7 @@ from serve.call_grammar import calls_grammar, text_and_calls_grammar
 from serve.tool_format import FORMATS
 from serve.tools import Function
 from sharesd.models.tokenizer import TOOL_MARKS, Tokenizer, load_tokenizer
-from sharesd.sampling.grammar import Grammars
+from sharesd.sampling.constraints import Grammars
 from tests.helpers.tiny_tokenizer import SPECIAL, TOOL_TEMPLATE, make_backend
 
 pytest.importorskip("llguidance")

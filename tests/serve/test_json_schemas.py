@@ -10,7 +10,7 @@ import pytest
 
 from serve.json_schemas import adapted, warnings_of
 from sharesd.data.grammar_spec import from_json_schema
-from sharesd.sampling.grammar import Grammars
+from sharesd.sampling.constraints import Grammars
 from tests.helpers.fake_engine import make_tokenizer
 from tests.helpers.serve_requests import CHAT, HELLO, TEXT, error_of
 from tests.helpers.served_model import Served, served

@@ -168,7 +168,7 @@ def test_a_prompt_may_begin_the_reasoning() -> None:
 
 @pytest.mark.parametrize("template", [QWEN, R1])
 def test_a_grammar_begins_behind_the_reasoning(template: str) -> None:
-    from sharesd.sampling.grammar import Grammars
+    from sharesd.sampling.constraints import Grammars
 
     with served(template=template) as running:
         tokenizer = running.engine.tokenizer
@@ -280,7 +280,7 @@ def test_channels_are_sent_back_as_the_template_wants(channels: Served) -> None:
 
 @pytest.mark.parametrize("text", [f"{ANALYSIS}why{NEXT}{FINAL}blue", f"{FINAL}blue"])
 def test_a_grammar_begins_behind_the_channels(channels: Served, text: str) -> None:
-    from sharesd.sampling.grammar import Grammars
+    from sharesd.sampling.constraints import Grammars
 
     tokenizer = channels.engine.tokenizer
     channels.post(CHAT, messages=HELLO, max_tokens=2, structured_outputs={"choice": ["blue", "red"]})

@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from sharesd.speculation.calibration import ProbabilityCalibration
 from sharesd.speculation.cost_model import Costs
 from sharesd.speculation.draft_policy import Policy
+from sharesd.speculation.draft_scorer import ProbabilityCalibration
 from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape, chain, chains
 from tests.speculation.test_policy import live, tree_of
 

@@ -21,9 +21,9 @@ from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.acceptance_stats import LookupCalibration
 from sharesd.speculation.cost_model import Costs, LiveCosts
+from sharesd.speculation.draft_estimates import PolicyConfig
 from sharesd.speculation.draft_policy import Policy
 from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape, DraftTree, chain, chains, with_windows
-from sharesd.speculation.policy_config import PolicyConfig
 from tests.helpers.tiny_models import make_checkpoint
 
 FIRST_TRIAL = PolicyConfig().trial_periods[0]

@@ -55,8 +55,7 @@ def decode(
 
 def decode_on_replicas(*arguments: Any, **options: Any) -> Counted:
     """`decode` in two processes at once, each with a GPU of its own; of both the worse numbers."""
-    from multigpu.data_parallel import run_tasks, start
-    from multigpu.device_assignment import environments
+    from multigpu.data_parallel import environments, run_tasks, start
 
     with tempfile.TemporaryDirectory() as folder:
         replicas = start("tests.stand_in.decoding:replica", (folder, arguments, options), environments(2, "cuda"))

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from sharesd.config import EngineConfig
-from sharesd.drafters.eagle.head_eagle3 import Eagle3
+from sharesd.drafters.eagle.head import Eagle3
 from sharesd.drafters.glide.head import Glide
 from sharesd.drafters.heads.checkpoint import load_head
 from sharesd.drafters.heads.head import Head

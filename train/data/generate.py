@@ -15,8 +15,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from multigpu.data_parallel import Numbered, TaskQueue, start
-from multigpu.device_assignment import environments
+from multigpu.data_parallel import Numbered, TaskQueue, environments, start
 from multigpu.launcher_replicas import rank_and_world
 from sharesd.cli import options
 from sharesd.cli.console import console, set_up_logging, warn

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sharesd.drafters.eagle.head_eagle3 import Eagle3
+from sharesd.drafters.eagle.head import Eagle3
 from sharesd.drafters.glide.head import GLIDE, GLIDE_LAYERS, Glide
 from sharesd.drafters.heads.checkpoint import new_head
 from sharesd.drafters.heads.config import ARCHITECTURES, LAYER_IDS, HeadConfig, Kind

@@ -15,8 +15,7 @@ import torch
 from multigpu.journal import settings_of
 from sharesd.config import DType, EngineConfig, Mode
 from sharesd.devices.selection import device_of
-from sharesd.drafters.eagle.head import Eagle
-from sharesd.drafters.eagle.head_eagle3 import Eagle3
+from sharesd.drafters.eagle.head import Eagle, Eagle3
 from sharesd.drafters.heads.checkpoint import load_head, new_head
 from sharesd.drafters.heads.config import Kind, mode_of
 from sharesd.models.checkpoint import Progress, content_hash, read_config

@@ -1,7 +1,7 @@
 """Mix of drafters, chosen for the model and this machine."""
 
 from sharesd.config import EngineConfig
-from sharesd.drafters.spec import DrafterSpec
+from sharesd.drafters.registry import DrafterSpec
 
 
 def members(config: EngineConfig) -> tuple[str, ...]:

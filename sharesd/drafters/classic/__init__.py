@@ -1,6 +1,6 @@
 """A second model drafts."""
 
-from sharesd.drafters.spec import DrafterSpec, Need
+from sharesd.drafters.registry import DrafterSpec, Need
 
 SPEC = DrafterSpec(
     name="classic",

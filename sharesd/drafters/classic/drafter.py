@@ -1,4 +1,7 @@
-"""Second-model drafting (Leviathan et al. 2022; Chen et al. 2023)."""
+"""Second-model drafting (Leviathan et al. 2022; Chen et al. 2023).
+
+Legend: B rows, T tokens, R of them, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +11,51 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from compile.attention import MAX_STEP
+from compile.attention import MAX_STEP, TreeAttentionMask
 from compile.cuda_graphs import Graphs, Replayed
 from sharesd.devices.host_buffers import upload
 from sharesd.drafters.base import NOTHING, BuildInputs, DraftContext, Drafter
-from sharesd.drafters.classic.vocabulary import CommonVocabulary
-from sharesd.drafters.draft_stepper import ModelStepper
+from sharesd.drafters.chain_draft import ModelStepper
 from sharesd.drafters.selection import second_model
 from sharesd.drafters.tree_draft import DraftGenerator
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.base import CausalModel
 from sharesd.models.prefill import next_padded_piece, next_piece, read_piece, reads_in_pieces
-from sharesd.speculation.calibration import quantization_logit_noise
+from sharesd.speculation.draft_estimates import FIRST_ALPHAS, HEAD_ALPHAS
+from sharesd.speculation.draft_scorer import quantization_logit_noise
 from sharesd.speculation.draft_tree import DraftShape, DraftTree, VerifyResult
-from sharesd.speculation.policy_config import FIRST_ALPHAS, HEAD_ALPHAS
+
+
+class CommonVocabulary:
+    """A model limited to the ids that it shares with the target.
+
+    Its logits are for ids 0 to before `vocab_size`, the smaller one of both. Other ids of a text are read as the last
+    one.
+    """
+
+    def __init__(self, model: CausalModel, target_vocab_size: int) -> None:
+        self._model, self._max_id = model, model.vocab_size - 1
+        self._reads_all = model.vocab_size >= target_vocab_size
+        self._drafts_all = model.vocab_size <= target_vocab_size
+        self.vocab_size = min(model.vocab_size, target_vocab_size)
+        self.name, self.max_context, self.eos_ids = model.name, model.max_context, model.eos_ids
+        self.takes_trees, self.step_widths = model.takes_trees, model.step_widths
+
+    def new_cache(self, batch: int, slots: int, taps: Sequence[int] = ()) -> StaticKVCache:
+        """See `sharesd.models.base.CausalModel.new_cache`."""
+        return self._model.new_cache(batch, slots, taps)
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        cache: StaticKVCache,
+        keep_BR: Tensor | None = None,
+        tree_mask: TreeAttentionMask | None = None,
+    ) -> Tensor:
+        """See `sharesd.models.base.CausalModel.forward`."""
+        tokens_BT = tokens_BT if self._reads_all else tokens_BT.clamp(max=self._max_id)
+        logits_BRV = self._model.forward(tokens_BT, cache, keep_BR, tree_mask)
+        return logits_BRV if self._drafts_all else logits_BRV[..., : self.vocab_size]
 
 
 class ClassicDrafter(Drafter):

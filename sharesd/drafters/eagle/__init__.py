@@ -1,6 +1,6 @@
 """EAGLE, EAGLE-2 and EAGLE-3 heads."""
 
-from sharesd.drafters.spec import DrafterSpec, HeadSpec, Need, Support
+from sharesd.drafters.registry import DrafterSpec, HeadSpec, Need, Support
 
 SPEC = DrafterSpec(
     name="eagle",
@@ -22,7 +22,7 @@ SPEC = DrafterSpec(
             layout="eagle3",
             architecture="LlamaForCausalLMEagle3",
             marks=frozenset({"layers.0.hidden_norm.weight"}),
-            build="sharesd.drafters.eagle.head_eagle3:Eagle3",
+            build="sharesd.drafters.eagle.head:Eagle3",
             help="train an EAGLE-3 head",
             training={"draft_vocab": 8192, "feature_weight": 0.0},
         ),

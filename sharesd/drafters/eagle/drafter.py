@@ -20,13 +20,13 @@ from compile.attention import TreeAttentionMask
 from compile.state_update import append_tokens
 from sharesd.devices.host_buffers import upload
 from sharesd.drafters.base import NOTHING, BuildInputs, DraftContext, Drafter, num_bytes
-from sharesd.drafters.draft_stepper import DraftStepper
+from sharesd.drafters.chain_draft import DraftStepper
 from sharesd.drafters.heads.head import FeatureHead, Head
 from sharesd.drafters.tree_draft import DraftGenerator
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.prefill import CHUNK
+from sharesd.speculation.draft_estimates import HEAD_ALPHAS
 from sharesd.speculation.draft_tree import DraftShape, DraftTree, VerifyResult
-from sharesd.speculation.policy_config import HEAD_ALPHAS
 
 
 class EagleDrafter(Drafter):

@@ -1,20 +1,21 @@
-"""EAGLE and EAGLE-2: one head, which drafts chains or trees.
+"""EAGLE, EAGLE-2 and EAGLE-3: heads of one block, which draft chains or trees.
 
-EAGLE: Li et al. 2024, arXiv 2401.15077. EAGLE-2: 2406.16858. The state predicts the target's own hidden state after its
-last norm, so that the target's LM head reads it.
+EAGLE: Li et al. 2024, arXiv 2401.15077. EAGLE-2: 2406.16858. Their state predicts the target's own hidden state after
+its last norm, so that the target's LM head reads it. EAGLE-3 (Li et al. 2025, arXiv 2503.01840) fuses states of several
+depths and has an LM head of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sharesd.drafters.heads.config import HeadConfig
+from sharesd.drafters.heads.config import LAYER_IDS, HeadConfig, taps_of
 from sharesd.drafters.heads.head import FeatureHead
-from sharesd.models.decoder import Decoder, empty_linear
+from sharesd.models.decoder import Decoder, RMSNorm, empty_linear
 from sharesd.models.decoder_config import DecoderConfig
 
 
@@ -56,3 +57,61 @@ class Eagle(FeatureHead):
 
     def native_parts(self) -> dict[str, Any]:
         return {"mix": self.fc}
+
+
+class Eagle3(FeatureHead):
+    """Head of one block with queries over [norm(embedding); norm(state)]."""
+
+    OPTIONS = frozenset({"fc_bias"})
+    HAS_NORM_BEFORE_RESIDUAL = True
+    BLOCK_NAME = "midlayer"
+
+    def __init__(
+        self,
+        config: HeadConfig,
+        target: Decoder,
+        *,
+        ids_K: Tensor | None = None,
+        own_embed: bool = False,
+        fc_bias: bool = False,
+    ) -> None:
+        """`ids_K`: see `Head`."""
+        c = config.block
+        D = c.hidden_size
+        super().__init__(config, target, inputs=2 * D, ids_K=ids_K, own_embed=own_embed)
+        self.fc = empty_linear(len(config.taps) * config.target_hidden_size, D, bias=fc_bias, **self.place)
+        self.embed_norm, self.state_norm, self.norm = (
+            RMSNorm(D, c.rms_norm_eps, False, **self.place) for _ in range(3)
+        )
+        self.add_lm_head(own=True)
+
+    @classmethod
+    def config_fields(cls, raw: Mapping[str, Any], target: DecoderConfig) -> dict[str, Any]:
+        return {"taps": taps_of(raw, target.num_hidden_layers)}
+
+    @classmethod
+    def written_fields(cls, raw: Mapping[str, Any], target: DecoderConfig) -> dict[str, Any]:
+        taps = taps_of(raw, target.num_hidden_layers)
+        inner = {"use_aux_hidden_state": True, LAYER_IDS: [tap - 1 for tap in taps]}
+        return {LAYER_IDS: list(taps), "eagle_config": inner}
+
+    def own_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield from super().own_tensors()
+        yield "layers.0.input_layernorm.weight", self.embed_norm.weight.data
+        yield "layers.0.hidden_norm.weight", self.state_norm.weight.data
+        yield "norm.weight", self.norm.weight.data
+
+    def fuse(self, features_BTF: Tensor) -> Tensor:
+        return self.fc(features_BTF)
+
+    def mix(self, states_BTD: Tensor, embeds_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        normed_BTD = self.state_norm(states_BTD)
+        x_BTD = normed_BTD if self.config.norm_before_residual else states_BTD
+        return x_BTD, torch.cat([self.embed_norm(embeds_BTD), normed_BTD], 2)
+
+    def before_logits(self, states_BTD: Tensor) -> Tensor:
+        return self.norm(states_BTD)
+
+    def native_parts(self) -> dict[str, Any]:
+        norms = {"embed_norm": self.embed_norm, "state_norm": self.state_norm, "norm": self.norm}
+        return {"fuse": self.fc, "normed": self.config.norm_before_residual, **norms}

@@ -1,6 +1,6 @@
 """GLIDE heads, which attend to the target's KV."""
 
-from sharesd.drafters.spec import DrafterSpec, HeadSpec, Need, Support
+from sharesd.drafters.registry import DrafterSpec, HeadSpec, Need, Support
 
 SPEC = DrafterSpec(
     name="glide",

@@ -8,7 +8,7 @@ from typing import Any
 
 from sharesd.config import Mode
 from sharesd.drafters import registry
-from sharesd.drafters.spec import HeadSpec
+from sharesd.drafters.registry import HeadSpec
 from sharesd.models.decoder_config import DecoderConfig
 
 Kind = str

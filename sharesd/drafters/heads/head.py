@@ -302,3 +302,15 @@ def qkv(attn: Attention, inputs_BTE: Tensor, cos_BTr: Tensor, sin_BTr: Tensor) -
         q_BTHd, k_BTKd = attn.q_norm(q_BTHd), attn.k_norm(k_BTKd)
     q_BTHd, k_BTKd = rotate(q_BTHd, cos_BTr, sin_BTr), rotate(k_BTKd, cos_BTr, sin_BTr)
     return q_BTHd.transpose(1, 2), k_BTKd.transpose(1, 2), v_BTKd.transpose(1, 2)
+
+
+def native_head(head: Head) -> NativeHead:
+    """Return steps in the CPU kernel, of packed linears; raise KernelUnsupported."""
+    return NativeHead(
+        head.block,
+        tables=(head.get_buffer("cos"), head.get_buffer("sin")),
+        hidden_act=head.config.block.hidden_act,
+        embed_VD=head.embedding.weight,
+        lm_head=head.unembedding,
+        **head.native_parts(),
+    )

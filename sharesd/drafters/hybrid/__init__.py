@@ -1,7 +1,7 @@
 """The best of several drafters, chosen for each round."""
 
 from sharesd.config import EngineConfig
-from sharesd.drafters.spec import DrafterSpec, Support
+from sharesd.drafters.registry import DrafterSpec, Support
 
 PREFERRED = ("eagle", "share", "suffix")
 """Default drafters: first if a head exists, else second; and third."""

@@ -15,6 +15,7 @@ from sharesd.drafters.draft_checks import check_proposal, checked_draft
 from sharesd.drafters.tables.base import Table
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.base import CausalModel
+from sharesd.speculation.draft_estimates import FIRST_ALPHAS
 from sharesd.speculation.draft_policy import Policy
 from sharesd.speculation.draft_proposal import Proposal, best_chain, best_path, empty_proposal, fill_up, merge
 from sharesd.speculation.draft_tree import (
@@ -27,7 +28,6 @@ from sharesd.speculation.draft_tree import (
     pack,
     parents_of,
 )
-from sharesd.speculation.policy_config import FIRST_ALPHAS
 
 
 class HybridDrafter(Drafter):

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from sharesd.drafters.spec import DrafterSpec, option
+from sharesd.drafters.registry import DrafterSpec, option
 
 
 @dataclass(frozen=True, slots=True)

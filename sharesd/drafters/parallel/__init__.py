@@ -1,6 +1,6 @@
 """Parallel heads, which draft all tokens in one pass."""
 
-from sharesd.drafters.spec import DrafterSpec, HeadSpec, Need, Support
+from sharesd.drafters.registry import DrafterSpec, HeadSpec, Need, Support
 
 SPEC = DrafterSpec(
     name="parallel",

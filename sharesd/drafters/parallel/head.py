@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sharesd.drafters.eagle.head_eagle3 import Eagle3
+from sharesd.drafters.eagle.head import Eagle3
 from sharesd.drafters.heads.config import LAYER_IDS, HeadConfig, taps_of
 from sharesd.drafters.heads.head import each
 from sharesd.kvcache.static import StaticKVCache

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from sharesd.drafters.spec import DrafterSpec, Need, option
+from sharesd.drafters.registry import DrafterSpec, Need, option
 from sharesd.field_types import PathText
 
 EMBEDDED_TABLE = Path(__file__).parents[1] / "tables" / "smollm2-135m-instruct.npz"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from sharesd.drafters.spec import DrafterSpec, Need, option
+from sharesd.drafters.registry import DrafterSpec, Need, option
 
 
 def window(text: str) -> int | str:

@@ -17,15 +17,15 @@ from compile.attention import reads_live_slots
 from quant.switch_linear import Switch
 from sharesd.drafters.async_tree_draft import AsyncTreeDraft
 from sharesd.drafters.base import BuildInputs, DraftContext, Drafter
-from sharesd.drafters.draft_stepper import ModelStepper
+from sharesd.drafters.chain_draft import ModelStepper
 from sharesd.drafters.selection import options_of
 from sharesd.drafters.tree_draft import DraftGenerator
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
-from sharesd.speculation.calibration import quantization_logit_noise
+from sharesd.speculation.draft_estimates import PolicyConfig
+from sharesd.speculation.draft_scorer import quantization_logit_noise
 from sharesd.speculation.draft_tree import DraftShape, DraftTree, VerifyResult, with_windows
-from sharesd.speculation.policy_config import PolicyConfig
 
 DRAFT_WINDOW = 256
 """Recent tokens that draft steps may read instead of all."""

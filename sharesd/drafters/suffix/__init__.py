@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from sharesd.drafters.spec import DrafterSpec, option
+from sharesd.drafters.registry import DrafterSpec, option
 from sharesd.field_types import PathText
 
 EMBEDDED_CORPUS = Path(__file__).parents[1] / "tables" / "smollm2-135m-instruct.npy"

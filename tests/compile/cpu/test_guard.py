@@ -29,7 +29,7 @@ from compile.topk import arg_max, top_k, top_logp, top_p
 from compile.tree_expand import Draft, Frontier, Nodes, expand_tree, select_nodes
 from compile.tree_rescore import BestNodes, record_best_nodes, rescore_children
 from compile.tree_verify import accept_path
-from sharesd.drafters.heads.native_step import native_head
+from sharesd.drafters.heads.head import native_head
 from tests.helpers import guard
 from tests.helpers.block_parts import random_part, reordered
 from tests.helpers.oracle import tiny_decoder

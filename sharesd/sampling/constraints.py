@@ -1,4 +1,4 @@
-"""Grammars: tokens allowed after a text and after each draft node.
+"""Constraints: tokens that a grammar or a minimum length allows after a text and after each draft node.
 
 Legend: T = N + 1 positions of a round (the root and N nodes), V vocabulary, W words of 32 tokens each.
 """
@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -236,3 +236,54 @@ def _is_at_limit(state: LLMatcher) -> bool:
 def _reason(state: LLMatcher) -> str:
     """Return the package's words for an error, on one line."""
     return " ".join(state.get_error().replace("<non-verbose/>", "").split())[:_SHOWN]
+
+
+class Constraint(Protocol):
+    """Tokens allowed after a text; `Matcher` describes the members."""
+
+    @property
+    def limit(self) -> str | None: ...
+
+    def fill_mask(
+        self, grammar_mask_TW: Tensor, tokens: Sequence[int] = (), parents: Sequence[int] = ()
+    ) -> list[int]: ...
+
+    def advance(self, tokens: Sequence[int]) -> int: ...
+
+
+class MinTokens:
+    """Constraint without end tokens before `num_tokens` tokens, within that of `inner`."""
+
+    def __init__(self, num_tokens: int, end_ids: Collection[int], inner: Constraint | None = None) -> None:
+        """If `inner` allows end tokens alone, none is left."""
+        self._num_left, self._end_ids, self._inner = num_tokens, end_ids, inner
+
+    @property
+    def limit(self) -> str | None:
+        return None if self._inner is None else self._inner.limit
+
+    def fill_mask(self, grammar_mask_TW: Tensor, tokens: Sequence[int] = (), parents: Sequence[int] = ()) -> list[int]:
+        lost = [] if self._inner is None else self._inner.fill_mask(grammar_mask_TW, tokens, parents)
+        if self._num_left <= 0:
+            return lost
+        allowed_W = _bits_without(self._end_ids, grammar_mask_TW.shape[1])
+        depths = [0]
+        for parent in parents:
+            depths.append(depths[1 + parent] + 1)
+        for row, depth in enumerate(depths):
+            if depth < self._num_left:
+                grammar_mask_TW[row] &= allowed_W
+        return lost
+
+    def advance(self, tokens: Sequence[int]) -> int:
+        self._num_left -= len(tokens)
+        return len(tokens) if self._inner is None else self._inner.advance(tokens)
+
+
+def _bits_without(ids: Collection[int], num_words: int) -> Tensor:
+    """Return bits [W] int32 of all tokens but these."""
+    words = [0xFFFFFFFF] * num_words
+    for i in ids:
+        if i < 32 * num_words:
+            words[i // 32] &= ~(1 << (i % 32))
+    return torch.tensor([word - (1 << 32) if word >> 31 else word for word in words], dtype=torch.int32)
