@@ -181,7 +181,7 @@ def measure(
             f"prompts and answers take up to {config.max_context} tokens and the model's context is "
             f"{runtime.max_context}; lower the contexts"
         )
-    batch, naive = config.max_batch, runtime.plain_beside()
+    batch, naive = config.max_batch, runtime.new_plain_engine()
     for cell, params in cells:
         asked, others = prompts[_context(cell)][: len(question_ids)], prompts[None][len(question_ids) :]
         engines = {}

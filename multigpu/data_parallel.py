@@ -179,7 +179,7 @@ class RemoteTaskQueue:
             try:
                 task = self._connection.recv()
             except (EOFError, OSError):
-                print("error: the process that hands out the tasks is gone", file=sys.stderr, flush=True)
+                print("error: the process that assigns the tasks has ended", file=sys.stderr, flush=True)
                 os._exit(1)  # no result is needed any more
             self._received.put(task)
 
@@ -212,19 +212,19 @@ def _on_replica_exit(replica: Replica, last: _Exit, living: Mapping[Connection, 
     assigned = ", ".join(map(str, sorted(replica.assigned))) or "none"
     if not living:
         raise RuntimeError(
-            f"no replica is left: {replica.name} ended ({how}) while it held tasks {assigned} (counted from 0), and "
-            "all others before; results so far are kept, and the same command goes on"
+            f"no replica is left: {replica.name} ended ({how}) while working on tasks {assigned} (counted from 0), "
+            "after all others; results so far are kept, and the same command resumes"
         )
-    log.warning("%s ended (%s); tasks that it held go to the others: %s", replica.name, how, assigned)
+    log.warning("%s ended (%s); its tasks are reassigned to the others: %s", replica.name, how, assigned)
 
 
 def _status(process: BaseProcess | None) -> str:
     if process is None:
-        return "its connection is gone"
+        return "its connection was closed"
     process.join(GRACE_SECONDS)
     code = process.exitcode
     if code is None:
-        return "its connection is gone"
+        return "its connection was closed"
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"status {code}"
 
 
@@ -276,7 +276,7 @@ def environments(count: int, device: str) -> list[dict[str, str]]:
     if device not in ("auto", "cuda", "cpu"):
         if count > 1:
             raise ValueError(
-                f"--device is {device} and --replicas {count}, which take a GPU each; give cuda, or choose among them "
+                f"--device is {device} and --replicas {count}, which need a GPU each; give cuda, or select GPUs "
                 "with CUDA_VISIBLE_DEVICES"
             )
         return found

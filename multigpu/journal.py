@@ -38,7 +38,7 @@ class Journal:
             self._file.seek(0)
             whole = sum(len(line) for line in self._file if line.endswith(b"\n"))
             if whole < self._file.tell():
-                log.warning("%s ends in the middle of a line, which is removed and made again", path)
+                log.warning("%s ends in the middle of a line, which is removed and written again", path)
             self._file.truncate(whole)
             os.fsync(self._file.fileno())
             sync_folder(path.parent)
@@ -87,7 +87,7 @@ def read_records(path: Path, flag: str, parse: Callable[[Any], T]) -> Iterator[t
             record = parse(json.loads(line))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(
-                f"{path}:{number} is no record ({error!r}); drop the line, or give another {flag}"
+                f"{path}:{number} is not a record ({error!r}); drop the line, or give another {flag}"
             ) from error
         yield offset, record
 
@@ -115,7 +115,7 @@ def write_in_order(path: Path, journal: Path, num: int) -> None:
             raise RuntimeError(f"{journal} has a line of index {index} too many; remove the line")
         places[index] = offset
     if len(places) < num:
-        raise RuntimeError(f"{journal} has {len(places)} of {num} lines; run the same command again to go on")
+        raise RuntimeError(f"{journal} has {len(places)} of {num} lines; run the same command again to resume")
     with atomic_path(path, durable=True) as fresh, journal.open("rb") as lines, fresh.open("wb") as file:
         for index in range(num):
             lines.seek(places[index])
@@ -134,15 +134,15 @@ def keep_settings(path: Path, settings: dict[str, Any], flag: str) -> None:
             file.write(text + "\n")
             file.flush()
             os.fsync(file.fileno())
-        os.link(draft, path)  # unlike a rename it never replaces what another process has written meanwhile
+        os.link(draft, path)  # unlike a rename, it never replaces a file that another process has written since
         sync_folder(path.parent)
     except FileExistsError:
         before = settings_of(path)
         for name, value in json.loads(text).items():
             if before.get(name) != value:
                 raise ValueError(
-                    f"{path} says {name} {json.dumps(before.get(name))} and now it is {json.dumps(value)}; go on as "
-                    f"before, or give another {flag}"
+                    f"{path} says {name} {json.dumps(before.get(name))} and now it is {json.dumps(value)}; use the "
+                    f"same settings to resume, or give another {flag}"
                 ) from None
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
@@ -160,7 +160,8 @@ def settings_of(path: Path) -> dict[str, Any]:
             f"{path} cannot be read ({getattr(error, 'strerror', None) or error}); give another folder"
         ) from error
     if not isinstance(found, dict):
-        raise ValueError(f"{path} cannot be read (it holds a {type(found).__name__}, no settings); give another folder")
+        kind = type(found).__name__
+        raise ValueError(f"{path} cannot be read (it holds a {kind}, not settings); give another folder")
     return found
 
 

@@ -45,7 +45,7 @@ def local_device(device: torch.device, size: int) -> torch.device:
         return device
     num_ranks, num_devices = int(os.environ.get("LOCAL_WORLD_SIZE", size)), torch.cuda.device_count()
     if num_devices < num_ranks:
-        raise ValueError(f"{num_ranks} ranks need a GPU each, and this machine has {num_devices}; take --device cpu")
+        raise ValueError(f"{num_ranks} ranks need a GPU each, and this machine has {num_devices}; use --device cpu")
     return torch.device(device.type, int(os.environ.get("LOCAL_RANK", 0)))
 
 
@@ -84,7 +84,7 @@ def spawn(size: int, command: Sequence[str], device: torch.device) -> ProcessGro
 
 def _check_alone() -> None:
     if dist.is_initialized():
-        raise ValueError("this process is in a group of ranks already; close that before the next")
+        raise ValueError("this process is already in a group of ranks; close that one first")
 
 
 def _connected(
@@ -121,10 +121,10 @@ def _accepted(
             for rank, child in children.items():
                 status = child.poll()
                 if status is not None and rank not in lines:
-                    raise RankLost(f"rank {rank} has ended before it had begun: {describe_exit(status)}")
+                    raise RankLost(f"rank {rank} ended before it joined: {describe_exit(status)}")
             if time.monotonic() > deadline:
                 missing = ", ".join(str(rank) for rank in range(1, size) if rank not in lines)
-                raise RankLost(f"ranks {missing} of {size} have not come within {JOIN_SECONDS:.0f} s")
+                raise RankLost(f"ranks {missing} of {size} did not join within {JOIN_SECONDS:.0f} s")
             with suppress(TimeoutError):
                 line, _ = server.accept()
                 line.settimeout(JOIN_SECONDS)
@@ -138,6 +138,6 @@ def _received(receive: Callable[[int], bytes], num: int) -> bytes:
     while len(got) < num:
         more = receive(num - len(got))
         if not more:
-            raise RankLost("a rank has ended before it had begun; its own message is above")
+            raise RankLost("a rank ended before it joined; its own message is above")
         got += more
     return got

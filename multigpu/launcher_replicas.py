@@ -67,7 +67,7 @@ def _environment(device: str) -> dict[str, str]:
     """Return the environment of this rank's GPU, without cores."""
     local, gpus = int(os.environ.get("LOCAL_RANK", "0")), visible_gpus(device)
     if gpus and local >= len(gpus):
-        raise ValueError(f"LOCAL_RANK is {local} and there are {len(gpus)} GPUs; launch as many processes on a machine")
+        raise ValueError(f"LOCAL_RANK is {local} and there are {len(gpus)} GPUs; launch one process per GPU")
     return gpu_environment(gpus, local)
 
 

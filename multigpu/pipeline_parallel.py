@@ -1,6 +1,6 @@
 """Pipeline parallelism in one process: stages of blocks on several devices.
 
-It is for models that do not fit on one device. The stages of a step run one after the other: a step takes as long as on
+It is for models that do not fit on one device. The stages of a step run one after the other: a step takes the time of
 one device, plus a transfer per stage.
 """
 
@@ -86,13 +86,13 @@ class PipelineSizes:
     """Bytes of the first stage alone: the embedding."""
     last: int = 0
     """Bytes of the last stage alone: norm, head, logits, and drafter."""
-    beside: Mapping[int, int] | None = None
+    extra: Mapping[int, int] | None = None
     """Index of a stage -> further bytes."""
 
     def of(self, stage: int, num_stages: int, first: int, end: int) -> int:
         """Bytes of a stage with these blocks, from `first` to before `end`."""
         ends = self.first * (stage == 0) + self.last * (stage == num_stages - 1)
-        return sum(self.blocks[first:end]) + ends + (self.beside or {}).get(stage, 0)
+        return sum(self.blocks[first:end]) + ends + (self.extra or {}).get(stage, 0)
 
 
 def balance_blocks(sizes: PipelineSizes, limits: Sequence[float], names: Sequence[str]) -> tuple[int, ...]:
@@ -142,7 +142,7 @@ def parse_device_map(places: Mapping[str, str | int], num_blocks: int) -> tuple[
         prefixes = [".".join(parts[:num]) for num in range(len(parts), -1, -1)]
         found = next((places[prefix] for prefix in prefixes if prefix in places), None)
         if found is None:
-            raise ValueError(f"the device map says nothing about {name}; it must name all modules")
+            raise ValueError(f"the device map does not name {name}; it must name all modules")
         return f"cuda:{found}" if isinstance(found, int) or found.isdecimal() else found
 
     names = [place_of(f"model.layers.{block}") for block in range(num_blocks)]

@@ -23,7 +23,7 @@ EXTRA = "pip install 'sharesd[ray]'"
 
 def require_ray(library: str) -> None:
     """Raise ValueError if Ray, or its library `data` or `serve`, is missing."""
-    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # read by the import: threads shall not start a second cluster
+    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # read by the import, so that threads do not start a second cluster
     try:
         importlib.import_module(f"ray.{library}")
     except ImportError as error:
@@ -46,7 +46,8 @@ def connect() -> bool:
 def resources_of_replica(low: int, high: int, device: str) -> dict[str, float]:
     """Return cores and GPUs of each of `low` to `high` replicas.
 
-    `device` is cpu, cuda, or auto: a GPU if the cluster has one. Raises ValueError if `low` replicas find no place.
+    `device` is cpu, cuda, or auto: a GPU if the cluster has one. Raises ValueError if the cluster has no room
+    for `low` replicas.
     """
     import ray
 

@@ -88,9 +88,9 @@ def require_divisible(size: int, cuts: Mapping[str, tuple[int, int]]) -> None:
         number, unit = cuts[name]
         tiles = f" in whole tiles of {unit}" if unit > 1 else ""
         good = [str(n) for n in range(2, min(number for number, _ in cuts.values()) + 1) if indivisible(n) is None]
-        remedy = f"take {' or '.join(good)}, or leave it out" if good else "leave it out"
+        remedy = f"use {' or '.join(good)}, or leave it out" if good else "leave it out"
         raise ValueError(
-            f"tensor_parallel is {size}, and the model's {number} {name} cannot be shared out evenly{tiles}; {remedy}"
+            f"tensor_parallel is {size}, and the model's {number} {name} cannot be divided evenly{tiles}; {remedy}"
         )
 
 

@@ -43,7 +43,7 @@ class PlanOnly(Exception):
     """
 
     def __init__(self, lines: Sequence[tuple[str, str, str]]) -> None:
-        super().__init__("the plan is made, and nothing is loaded")
+        super().__init__("only a plan was requested; nothing is loaded")
         self.lines = lines
 
 
@@ -178,7 +178,7 @@ class EngineConfig:
     head_quant: QuantConfig | None = None
     """Quantization of linears of trained heads.
 
-    None = no quantization; beside stored weights on a CPU, 8 bits. With `head_bits`, an LM head shared with the target
+    None = no quantization; with stored weights on a CPU, 8 bits. With `head_bits`, an LM head shared with the target
     is copied before its quantization, unless it is stored in few bits.
     """
     num_draft: int | None = None

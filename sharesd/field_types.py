@@ -32,7 +32,7 @@ _SHOWN.maxlong = 40
 
 
 class DefaultLimit(int):
-    """A limit that nobody gave, so that what lowers it needs no warning."""
+    """A limit that the user did not set, so that lowering it needs no warning."""
 
 
 class _Wrong(Exception):

@@ -201,7 +201,7 @@ class LLM:
         if items and isinstance(items[0], Mapping):
             asked = [self._chat_ids(items)]
         elif items and not _is_number(items[0]):
-            raise ValueError(f"stream takes one prompt, and these are {len(items)}; use generate for several")
+            raise ValueError(f"stream needs one prompt, not {len(items)}; use generate for several")
         else:
             asked = [self._ids(each) for each in _prompts(prompt, "prompt")]
         if not asked:
@@ -209,7 +209,7 @@ class LLM:
         return self._calls.run(self._call(asked, params, mode, whole=False))
 
     def close(self) -> None:
-        """Free the model, its KV cache, and threads and processes beside it.
+        """Free the model, its KV cache, and its threads and processes.
 
         Calls in other threads end with an error, and so do later ones. May be called twice.
         """
@@ -268,7 +268,7 @@ class LLM:
         elif len(given) == len(asked):
             prompts = [(ids, own, 0) for ids, own in zip(asked, given, strict=True)]
         else:
-            raise ValueError(f"params are {len(given)} and prompts {len(asked)}; give one, or one for each")
+            raise ValueError(f"there are {len(given)} params for {len(asked)} prompts; give one, or one for each")
         cut = cut_by_context(((len(ids), own) for ids, own, _ in prompts), self._max_context)
         if cut is not None:
             log.warning("answers may be cut: %s", cut)

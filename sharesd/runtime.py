@@ -172,11 +172,8 @@ class Runtime:
         engine.trace = self.trace
         return engine
 
-    def plain_beside(self) -> Engine:
-        """Return an engine of mode naive with its own KV cache.
-
-        It can decode in turns with another engine.
-        """
+    def new_plain_engine(self) -> Engine:
+        """Return an engine of mode naive with its own KV cache, which can alternate with another engine."""
         return self._engine(registry.NAIVE, self._steps.new_cache())
 
     def report(self, mode: Mode | None = None) -> LoadReport:

@@ -1,6 +1,6 @@
 """Sampling parameters of one request. Imports no torch.
 
-The annotations of `SamplingParams` say which types its fields take, see `sharesd.field_types`.
+The annotations of `SamplingParams` say which types its fields accept, see `sharesd.field_types`.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class SamplingParams:
     A single text is one stop string.
     """
     stop_token_ids: NoneIsDefault[tuple[int, ...]] = ()
-    """Token ids that end the text, besides the model's own end-of-sequence ids."""
+    """Token ids that end the text, in addition to the model's own end-of-sequence ids."""
     ignore_eos: bool = False
     """Do not stop at the model's end-of-sequence ids."""
     logprobs: NoneIsDefault[bool] = False
@@ -119,7 +119,7 @@ class SamplingParams:
                 f"min_new_tokens is {self.min_new_tokens} and max_new_tokens {self.max_new_tokens}; give at most that"
             )
         if self.min_new_tokens and self.acceptance != "match":
-            raise ValueError(f"acceptance {self.acceptance} knows no min_new_tokens; take match, or leave it out")
+            raise ValueError(f"min_new_tokens needs acceptance match, and acceptance is {self.acceptance}")
         for name in ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty"):
             _finite(name, getattr(self, name))
         check_min("temperature", self.temperature, 0)
@@ -156,9 +156,9 @@ class SamplingParams:
         if not grammar.strip():
             raise ValueError("grammar is empty; leave it out")
         if self.acceptance != "match":
-            raise ValueError(f"acceptance {self.acceptance} knows no grammars; take match, or leave grammar out")
+            raise ValueError(f"grammar needs acceptance match, and acceptance is {self.acceptance}")
         if self.ignore_eos:
-            raise ValueError("ignore_eos is set and so is grammar, behind whose end nothing may follow; leave one out")
+            raise ValueError("ignore_eos and grammar exclude each other, since a grammar ends the text; leave one out")
 
     @property
     def greedy(self) -> bool:

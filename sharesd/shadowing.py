@@ -45,7 +45,7 @@ def hidden(packages: Sequence[str]) -> str | None:
 
 
 def _found(name: str) -> str | None:
-    """Return the file or package folder that `import name` takes.
+    """Return the file or package folder that `import name` finds.
 
     None if there is none, or if the search fails.
     """

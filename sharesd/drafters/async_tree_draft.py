@@ -55,7 +55,7 @@ class AsyncTreeDraft(TreeDraft):
         self._order_C = self._nodes.scores_BC[0].sort(descending=True, stable=True).indices
         self._num_levels = tree.depth
         self._limit = min(self._max_depth, tree.depth + 1 + self._asked)
-        depth = min(tree.depth, tree.tokens.shape[1])  # what has grown on has more levels than is verified, perhaps
+        depth = min(tree.depth, tree.tokens.shape[1])  # a kept draft may have more levels than are verified
         kv_offset = async_tree_slots(self._branching, self._asked)
         return tree._replace(
             depth=depth, num_steps=depth, continue_fn=self._go_further, kv_offset=kv_offset, kept=self._was_kept
@@ -93,7 +93,7 @@ class AsyncTreeDraft(TreeDraft):
         if not len(found):
             return
         root = first + int(found[0])
-        if not (self._frontier.paths_BkD[0, :, level] == root).any():  # all that has grown on has grown elsewhere
+        if not (self._frontier.paths_BkD[0, :, level] == root).any():  # every extension is below another branch
             return
         self._kept = _Continuation(
             root_pos=int(self._model.root_pos_B[0]) + level + 1,
@@ -111,7 +111,8 @@ def replant(nodes: Nodes, frontier: Frontier, draft_probs_BC: Tensor, branching:
     tokens_C, scores_C, paths_CD, places_C, said_C = (part[0] for part in (*nodes, draft_probs_BC))
     node_C, up, nowhere = torch.arange(C), level + 1, (D - 1) * branching
     old_X = node_C[(paths_CD[:, level] == root) & (scores_C > -torch.inf) & (node_C > root)]
-    # The first level of a tree has fewer nodes than others, so numbers of children move by less than those behind.
+    # The first level of a tree has fewer nodes than the others, so the indices of its children move by less than those
+    # of later levels.
     fewer_L = torch.full((D - up,), up * branching**2)
     fewer_L[0] = old_X[0]
     new_X = old_X - fewer_L[(old_X >= branching + up * branching**2).long()]
@@ -122,8 +123,8 @@ def replant(nodes: Nodes, frontier: Frontier, draft_probs_BC: Tensor, branching:
         (places_C, torch.where(places_C[old_X] < nowhere, places_C[old_X] - up * branching, nowhere), nowhere),
         (said_C, said_C[old_X], 0.0),
     )
-    is_behind_k = frontier.paths_BkD[0, :, level] == root
-    frontier.scores_Bk[0] = torch.where(is_behind_k, frontier.scores_Bk[0] - scores_C[root], -torch.inf)
+    is_below_k = frontier.paths_BkD[0, :, level] == root
+    frontier.scores_Bk[0] = torch.where(is_below_k, frontier.scores_Bk[0] - scores_C[root], -torch.inf)
     for part_kD, less in ((frontier.paths_BkD[0], fewer_L), (frontier.slots_BkD[0], up * branching)):
         part_kD.copy_(F.pad((part_kD[:, up:] - less).clamp(min=0), (0, up)))
     frontier.depth_Bk.sub_(up)

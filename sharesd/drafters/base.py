@@ -34,7 +34,7 @@ class DraftContext:
     end: int
     sampler: Sampler
     root_B: Tensor
-    """The last token of each row, in its place."""
+    """The last token of each row."""
     buffers: DraftBuffers
     policy: Policy
     graphs: Graphs | None
@@ -49,7 +49,7 @@ class Drafter:
     Calls for each row: begin and read; then in each round catch_up, draft and commit, unless the round is a plain step.
     Everything in draft and commit stays on the device; state is in tensors that keep their addresses. If rounds are
     replayed, commit is called during capture, and its work is repeated in every round, be it a plain step or another
-    drafter's. Defaults suit a drafter without state of its own.
+    drafter's. Defaults suit a drafter without state.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Drafter:
     first_alphas: tuple[float, float] = FIRST_ALPHAS
     """Acceptance assumed before drafts were verified, see `draft_estimates.FIRST_ALPHAS`."""
     single_pass = False
-    """True if drafts take one pass, whatever their depth."""
+    """True if a draft is made in one pass, whatever its depth."""
     runs_on_host = False
     """True if it drafts from host tokens, and chooses the nodes' number."""
 
@@ -98,7 +98,8 @@ class Drafter:
         """Process newly decoded tokens, before a draft.
 
         `texts`: tokens of each row, up to its root. `idle`: there were rounds without this drafter. `plain`: rows that
-        take no drafts. `coming`: maximum tokens that a launched round, which the host has not read, adds to these rows.
+        must not be drafted for. `coming`: maximum tokens that a launched round, which the host has not read, adds to
+        these rows.
         """
 
     def draft(self, context: DraftContext, shape: DraftShape) -> DraftTree:
@@ -115,7 +116,7 @@ class Drafter:
         return None
 
     def on_host_result(self, rows: list[list[int]]) -> None:
-        """Take the result of `commit` for active rows, on the host."""
+        """Receive the result of `commit` for active rows, on the host."""
 
     def forget(self) -> None:
         """Drop cached content that a later text could reuse."""
@@ -129,7 +130,7 @@ class Drafter:
         return None
 
     def prompt_readers(self) -> Sequence[tuple[CausalModel, StaticKVCache]]:
-        """Return the models, with their caches, that read prompts besides the target."""
+        """Return the models, with their caches, that read prompts in addition to the target."""
         return ()
 
 
@@ -187,7 +188,7 @@ class BuildInputs:
                 raise ValueError(
                     "rows of trees do not have the bits of chains here; drop --tree, or add --no-batch-invariant"
                 )
-            raise ValueError(f"{self.target.name} takes chains only; drop --tree")
+            raise ValueError(f"{self.target.name} supports chains only; drop --tree")
         if self.tree is not None and self.takes_trees:
             return shapes_of(*self.tree)
         num_nodes = self.config.max_draft_tokens

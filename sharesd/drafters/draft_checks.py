@@ -15,10 +15,10 @@ from sharesd.speculation.draft_tree import DraftShape, DraftTree, parents_of
 
 
 class WrongDraft(ValueError):
-    """Raised for a draft against the contract of drafters."""
+    """Raised for a draft that breaks the contract of drafters."""
 
     def __init__(self, drafter: str, fault: str) -> None:
-        super().__init__(f"drafter {drafter} drafts wrongly: {fault}")
+        super().__init__(f"drafter {drafter} returned an invalid draft: {fault}")
 
 
 def check_proposal(drafter: str, proposal: Proposal, num_nodes: int, vocab_size: int) -> Proposal:
@@ -47,28 +47,30 @@ def check_proposal(drafter: str, proposal: Proposal, num_nodes: int, vocab_size:
 def fault_of(proposal: Proposal, num_nodes: int, vocab_size: int) -> str:
     """Return the first fault of a wrong proposal."""
     if not isinstance(proposal, tuple) or len(proposal) != 3 or not all(hasattr(part, "__len__") for part in proposal):
-        return f"{type(proposal).__name__} is no Proposal of tokens, parents and scores"
+        return f"{type(proposal).__name__} is not a Proposal of tokens, parents and scores"
     tokens, parents, scores = proposal
     sizes = len(tokens), len(parents), len(scores)
     if len({*sizes}) > 1:
-        return "{} tokens, {} parents and {} scores; give as many of each".format(*sizes)
+        return "{} tokens, {} parents and {} scores; give the same number of each".format(*sizes)
     if len(tokens) > num_nodes:
-        return f"{len(tokens)} nodes, and at most {num_nodes} were asked for"
+        return f"{len(tokens)} nodes, and at most {num_nodes} were requested"
     for node, score in enumerate(scores):
         if not isinstance(score, (int, float, np.number)) or not isfinite(score):
-            return f"score {score!r} of node {node} is no finite number"
-    return next(_faults_of_nodes(tokens, parents, vocab_size, min_token=0), "its nodes are no lists of numbers")
+            return f"score {score!r} of node {node} is not a finite number"
+    return next(
+        _faults_of_nodes(tokens, parents, vocab_size, min_token=0), "tokens and parents must be lists of integers"
+    )
 
 
 def _faults_of_nodes(tokens: Sequence[int], parents: Sequence[int], vocab_size: int, min_token: int) -> Iterator[str]:
     seen: dict[tuple[int, int], int] = {}
     for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
         if not isinstance(token, (int, np.integer)) or not min_token <= token < vocab_size:
-            yield f"token {token!r} of node {node} is outside of the vocabulary of {vocab_size}"
+            yield f"token {token!r} of node {node} is outside the vocabulary of {vocab_size}"
         elif not isinstance(parent, (int, np.integer)) or not -1 <= parent < node:
             yield f"parent {parent!r} of node {node} is not before it; give -1 for the root, or an earlier node"
         elif token >= 0 and seen.setdefault((parent, token), node) != node:
-            yield f"nodes {seen[parent, token]} and {node} are twins: token {token} after the same parent {parent}"
+            yield f"nodes {seen[parent, token]} and {node} are duplicate siblings: token {token} after parent {parent}"
 
 
 def checked_draft(drafter: Drafter, context: DraftContext, shape: DraftShape) -> DraftTree:
@@ -85,7 +87,7 @@ def checked_draft(drafter: Drafter, context: DraftContext, shape: DraftShape) ->
         got = list(tokens_BN.shape) if isinstance(tokens_BN, Tensor) else type(tokens_BN).__name__
         raise WrongDraft(name, f"tokens of shape {got}; give a tensor [{B}, nodes]")
     if tokens_BN.shape[1] > shape.nodes:
-        raise WrongDraft(name, f"{tokens_BN.shape[1]} nodes, and at most {shape.nodes} were asked for")
+        raise WrongDraft(name, f"{tokens_BN.shape[1]} nodes, and at most {shape.nodes} were requested")
     is_ours = type(drafter).__module__.startswith("sharesd.")
     if not is_ours and context.graphs is None and tokens_BN.device.type == "cpu":
         _check_nodes(name, tree, context.sampler.vocab_size)

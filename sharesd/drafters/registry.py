@@ -32,7 +32,7 @@ class Need(Enum):
     SECOND_MODEL = auto()
     """Second model with KV: `EngineConfig.draft`, or a quantized target."""
     HIDDEN_STATES = auto()
-    """Hidden states of the target, kept beside its KV."""
+    """Hidden states of the target, stored next to its KV."""
     TARGET_KV = auto()
     """Keys and values of the target."""
     LOGITS = auto()
@@ -117,13 +117,13 @@ class DrafterSpec:
     base: str = ""
     """Mode whose drafter has a named head here."""
     heads: tuple[HeadSpec, ...] = ()
-    """Layouts of the heads that it takes (kind `head`)."""
+    """Layouts of the heads that it can use (kind `head`)."""
     source: str = ""
     """Source of its weights, for help of `--draft-head` (kind `head`)."""
     members: str = ""
     """`module:function` from an EngineConfig to the names of its drafters (kind `mix`)."""
-    auto_beside: frozenset[str] = frozenset()
-    """Kinds that `auto` combines with this table; "": no other."""
+    auto_with: frozenset[str] = frozenset()
+    """Kinds of drafters that `auto` combines with this table; "": none, the table alone."""
     file: str = ""
     """Option that names a table's file; no value: the embedded model's."""
     embedded: Path | None = None

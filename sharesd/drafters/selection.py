@@ -94,7 +94,7 @@ def require_head(config: EngineConfig, mode: str) -> str:
     if not config.heads:
         raise ValueError(f"mode {mode} needs a trained head; give one (--draft-head FOLDER)")
     other, fits = config.heads[0], head_mode(config.heads[0])
-    raise ValueError(f"{other} is a head of mode {fits}: take mode {fits}, not {mode}, or give another head")
+    raise ValueError(f"{other} is a head of mode {fits}; use mode {fits}, or give a head of mode {mode}")
 
 
 def second_model(config: EngineConfig) -> str | None:
@@ -107,7 +107,7 @@ def second_model(config: EngineConfig) -> str | None:
             text = (Path(folder) / "config.json").read_text("utf-8", errors="replace")
             if any(f'"{head.architecture}"' in text for head in registry.head_specs()):
                 raise ValueError(
-                    f"{config.draft} is a draft head, no model; give it with --draft-head, not --draft-model"
+                    f"{config.draft} is a draft head, not a model; give it with --draft-head, not --draft-model"
                 )
         return folder
     return next(filter(None, (_shipped(config, name) for name in needing(Need.SECOND_MODEL))), None)
@@ -169,6 +169,6 @@ def _check_options(given: Mapping[str, Any]) -> None:
     known = option_fields()
     for name in given:
         if name not in known:
-            raise ValueError(f"{name} is no option of a drafter; take one of {', '.join(known)}")
+            raise ValueError(f"{name} is not an option of a drafter; use one of {', '.join(known)}")
     for spec in registry.specs():
         _options(spec.options, given)

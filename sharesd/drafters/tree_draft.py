@@ -74,8 +74,8 @@ class TreeDraft:
         self._frontier = Frontier(
             zeros(branching), scores_Bk, zeros(branching, max_depth), zeros(branching, max_depth), zeros(branching)
         )
-        self._scorer: DraftScorer | None = None  # if the policy decides how far it grows, and how much is verified
-        self._draft_probs_BC = torch.zeros(B, C, device=device)  # what the model says of each node behind its parent
+        self._scorer: DraftScorer | None = None  # set if the policy decides how deep it grows and how much is verified
+        self._draft_probs_BC = torch.zeros(B, C, device=device)  # the model's probability of each node after its parent
         N = context.buffers.tokens_BN.shape[1]
         self._best = BestNodes(torch.zeros(B, N), torch.zeros(B, N), torch.zeros(B, N, dtype=torch.int64))
         self._first = Replayed(self._start, context.graphs)
@@ -140,9 +140,8 @@ class TreeDraft:
         level_B.zero_()
         nodes.tokens_BC.fill_(-1)
         nodes.scores_BC.fill_(-torch.inf)
-        nodes.places_BC.fill_(
-            (self._max_depth - 1) * self._branching
-        )  # of nodes that were not expanded: behind all that were
+        # Nodes that are not expanded have a slot after those of all nodes that can be.
+        nodes.places_BC.fill_((self._max_depth - 1) * self._branching)
         self._add(self._stepper.start(), None)
 
     def _step(self) -> None:

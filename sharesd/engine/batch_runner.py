@@ -1,4 +1,4 @@
-"""Runs multi-turn conversations together, as many as the cache has rows."""
+"""Runs multi-turn conversations together, up to one for each row of the cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from sharesd.engine.request import Request
 
 CHUNK = 512
-"""Prompt tokens per prefill chunk offline; small chunks took a sixth longer."""
+"""Prompt tokens per prefill chunk without a server; small chunks took a sixth longer."""
 
 
 class Conversation(Protocol):

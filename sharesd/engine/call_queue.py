@@ -36,7 +36,7 @@ class Call:
         self.uses_match = all(params.acceptance == "match" for _, params, _ in prompts)
         """Acceptance by rule `match`, with which rows may be sampled differently."""
         self.requests: list[Request] = []
-        """Requests that the engine has taken, in order."""
+        """Requests that have been added to the engine, in order."""
         self.chunks: deque[TokenChunk] = deque()
         """Chunks that have not been delivered."""
         self.num_unfinished = len(prompts)
@@ -56,7 +56,7 @@ class Call:
 
     @property
     def num_unqueued(self) -> int:
-        """Prompts that the engine has not taken."""
+        """Prompts that have not been added to the engine."""
         return len(self.prompts) - len(self.requests)
 
 
@@ -76,7 +76,7 @@ class CallQueue:
     def run(self, call: Call) -> Generator[TokenChunk, None, None]:
         """Yield chunks of a call; closing the iterator cancels the rest.
 
-        Raises the errors of `Engine.add` before any work; RuntimeError if another call broke off in the middle of a
+        Raises the errors of `Engine.add` before any work; RuntimeError if another call failed in the middle of a
         step; NonFiniteLogits after the last chunk if a prompt's logits are not numbers.
         """
         with self._changed:
@@ -90,7 +90,7 @@ class CallQueue:
             if call.failure is not None:
                 raise call.failure
         finally:
-            call.closed = True  # no more: this may run anywhere, where an iterator is collected
+            call.closed = True  # nothing else: an iterator may be collected, and this run, in any thread
 
     def close(self, reason: BaseException) -> None:
         """End all calls with this error, after a running step."""
@@ -202,7 +202,7 @@ class CallQueue:
         """End all running calls: the device may be ahead of delivered tokens."""
         for call in self._running:
             if call is not leader:
-                call.error = RuntimeError(f"another call was broken off in the middle of a step ({error!r}); ask again")
+                call.error = RuntimeError(f"another call failed in the middle of a step ({error!r}); repeat this one")
         self._running.clear()
         self._owners.clear()
         for engine in self._engines.values():

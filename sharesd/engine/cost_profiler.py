@@ -23,7 +23,7 @@ from sharesd.speculation.draft_tree import DraftShape, DraftTree, chain
 from sharesd_files import JsonCache
 
 SWEEPS, SECONDS = (3, 12), 0.5
-"""Fewest and most repeats; seconds after which none starts if times agree."""
+"""Fewest and most repeats, and the seconds after which no repeat starts if times agree."""
 MAX_SECONDS, MAX_SWEEPS = 1.5, 36
 """Limits after which no repeat starts; disagreeing times are not kept."""
 PLAIN_STEPS = 2
@@ -40,17 +40,17 @@ MISSED = 64
 FAR = 2048
 """Largest number of live slots at which rounds are timed."""
 SAMPLE_BYTES = 2**29
-"""Weights of the blocks that are timed, more than caches hold."""
+"""Bytes of weights of the blocks that are timed, more than CPU caches hold."""
 
 
 class BlockSample:
     """First blocks of a decoder, which stand for all of them.
 
-    Only the C++ kernel runs a part of a decoder without being compiled anew. Other models are timed whole.
+    Only the C++ kernel can run part of a decoder without a new compilation. Other models are timed whole.
     """
 
     def __init__(self, model: CausalModel | None, *, is_timed: bool = True) -> None:
-        """`is_timed`: take enough blocks for timings, or all of them."""
+        """`is_timed`: use enough blocks for a timing, or all of them."""
         self._model = model if isinstance(model, Decoder) and is_native(model) else None
         self._num_blocks, self._scale = 0, 1.0
         if self._model is None or self._model.split.crosses_devices:
@@ -84,7 +84,7 @@ class BlockSample:
 
     @contextmanager
     def blocks(self, num_blocks: int) -> Iterator[None]:
-        """Run so many of the first blocks inside the context."""
+        """Run only the first `num_blocks` blocks inside the context."""
         model = self._model
         if model is None:
             yield
@@ -136,7 +136,7 @@ def profile_costs(engine: Engine, params: SamplingParams, kept: JsonCache | None
 def _costs_of_rows(engine: Engine, params: SamplingParams, rows: int, kept: JsonCache | None, sweeps: int) -> Costs:
     """Return kept costs, or time rounds if there are none.
 
-    Plain steps show if kept costs are of a slower time; rounds correct them later.
+    Plain steps show whether kept costs were measured while the machine was slower; rounds correct them later.
     """
     if kept and rows < engine.cache.batch:
         kept = kept.with_key(rows)
@@ -159,7 +159,7 @@ def measure_costs(
     sweeps: int = SWEEPS[0],
     seconds: float | None = None,
 ) -> tuple[Costs, bool]:
-    """Time rounds beside plain steps at two contexts; True if repeats agree.
+    """Time rounds, each between plain steps, at two contexts; return costs, and True if repeats agree.
 
     Of large models only some blocks are timed, see `BlockSample`. Repeats start until `seconds` have passed, or
     SECONDS.

@@ -32,11 +32,11 @@ OverlapHook = Callable[[Callable[[], bool] | None], AbstractContextManager[None]
 
 
 class BatchState(NamedTuple):
-    """Persistent state of the rows, besides the caches."""
+    """Persistent state of the rows, in addition to the caches."""
 
     root_B: Tensor  # int64: last emitted token of each row
     active_B: Tensor  # int64: 1, or 0 for rows that are idle or finished
-    drafts_B: Tensor  # bool: whether the row takes drafts
+    drafts_B: Tensor  # bool: True if the row may be drafted for
 
     def rows(self, first: int, end: int) -> BatchState:
         """Return a view of some rows."""
@@ -47,7 +47,7 @@ class VerifyOutput(NamedTuple):
     """Result of the target's pass over a draft."""
 
     tree: DraftTree
-    """Draft without tokens for rows that take none."""
+    """The draft, with its tokens removed in rows that must not be drafted for."""
     tree_mask: TreeAttentionMask | None
     """Branches with padding."""
     logits_BTV: Tensor
@@ -197,7 +197,7 @@ class Round:
             tree = _to_device(tree, root_B.device)
         if num_rows > 1:
             tree = tree._replace(tokens=tree.tokens.where(drafts_B[:, None], -1))
-        if tree.tree_mask is not None:  # part of the buffers, where rounds are not replayed
+        if tree.tree_mask is not None:  # a slice of the buffers, if rounds are not replayed
             tree = tree._replace(tree_mask=TreeAttentionMask(*(part.contiguous() for part in tree.tree_mask)))
         width = self._width(num_rows)
         tokens_BW = root_B[:, None] if width == 1 else verify_tokens(root_B, tree.tokens, width)

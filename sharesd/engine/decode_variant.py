@@ -139,7 +139,7 @@ class DecodeVariants:
         return self.of(self._sampling.kind(rows))
 
     def of(self, kind: SamplingKind) -> DecodeVariant:
-        """Return the variant of a kind, begun with another's measured costs."""
+        """Return the variant of a kind, which starts with another's measured costs."""
         variant = self._variants.pop(kind, None)
         if variant is None:
             variant = DecodeVariant(
@@ -152,7 +152,7 @@ class DecodeVariants:
             )
             policies = (other.policy for other in reversed(self._variants.values()))
             known = next((policy for policy in policies if policy.live.is_measured), None)
-            if known is not None:  # sampling takes a small part of a round's time
+            if known is not None:  # sampling is a small part of a round's time
                 variant.policy.reset(*copy.deepcopy((known.costs, known.live.measured)))
         self._variants[kind] = variant
         if len(self._variants) > MAX_VARIANTS:

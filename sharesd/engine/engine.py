@@ -67,16 +67,16 @@ class Engine:
         self.async_scheduling = options.async_scheduling and (drafter is None or drafter.supports_async)
         """True if rounds are launched before the last one is read."""
         self.compact_batch = not on_gpu and options.graphs is None and options.widths is None and not target.step_widths
-        """Rounds of needed rows alone: no form is compiled per row count."""
+        """True if a round covers only the rows in use: nothing is compiled for a number of rows."""
         buckets = options.buckets or (self.compact_batch and not self.offloaded)
         self.batch_sizes = powers_of_two(cache.batch) if buckets else [cache.batch]
-        """Numbers of rows with costs, and captured graphs, of their own."""
+        """Numbers of rows that have separate costs and captured graphs."""
         model = getattr(drafter, "model_drafter", drafter)
         self.caches: list[StaticKVCache] = list(dict.fromkeys([cache, getattr(model, "cache", cache)]))
         """The target's cache, and that of a model drafter."""
         if options.buckets:
             for each in self.caches:
-                each.parked_length = options.max_context - each.slots  # negative: no text has such slots
+                each.parked_length = options.max_context - each.slots  # negative, so that kernels skip the row
         self._scheduler = Scheduler(
             target, tokenizer, self.caches, drafter, self.sampling, options=options, span=self._span
         )
@@ -154,7 +154,7 @@ class Engine:
     def add(self, prompt: Prompt, params: SamplingParams | None = None, index: int = 0) -> Request:
         """Append a request to the queue; `step` decodes it.
 
-        `index`: number among the prompts of one call or choices of one request, each of which has noise of its own.
+        `index`: number among the prompts of one call or choices of one request, each of which has its own noise.
         Raises ValueError for an unsupported prompt or parameters, its subclass QueueFull if too many requests wait, and
         RuntimeError if another engine has used the cache while requests of this one run.
         """
@@ -207,9 +207,9 @@ class Engine:
     def stream(
         self, prompts: Sequence[Prompt], sampling: SamplingParams | None = None, *, reuse: bool = False
     ) -> Generator[TokenChunk, None, None]:
-        """Decode prompts, as many together as cache rows; yield chunks.
+        """Decode prompts, up to one per cache row at a time; yield chunks.
 
-        Earlier calls end. Each prompt has noise of its own, by its index in the call. `reuse`: KV of the longest prefix
+        Earlier calls end. Each prompt has its own noise, by its index in the call. `reuse`: KV of the longest prefix
         that a prompt shares with a row is not recomputed (chat turns). Raises ValueError as `add`; RuntimeError if
         requests of `add` run, or another call has used the cache since the last chunk; the first RequestError after the
         last chunk, if prompts failed. A given `max_new_tokens` beyond the context is a warning.
@@ -220,7 +220,7 @@ class Engine:
         rows = [scheduler.tokenize(prompt) for prompt in prompts]
         scheduler.check_params(params)
         if any(request.call is None for request in scheduler.requests):
-            raise RuntimeError("requests that were added are being decoded; end or cancel them before this call")
+            raise RuntimeError("added requests are still being decoded; finish or cancel them before this call")
         cut = cut_by_context(((len(ids), params) for ids in rows), self.max_context)
         if cut is not None:
             log.warning("answers may be cut: %s", cut)

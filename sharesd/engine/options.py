@@ -47,7 +47,7 @@ class EngineOptions:
     max_queue: int | None = None
     """Waiting requests; None: no limit."""
     prefill_chunk: int | None = None
-    """Prompt tokens per round beside decoding; None: 512, less on a CPU."""
+    """Prompt tokens that are read between two rounds; None: 512, fewer on a CPU."""
     async_scheduling: bool = False
     """Launch each round before the host reads the last one."""
     transfer_stats: Callable[[], TransferStats] | None = None

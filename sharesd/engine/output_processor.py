@@ -1,4 +1,7 @@
-"""Results of rounds: new tokens, counts, times and the policy's evidence."""
+"""Results of rounds: new tokens, stop rules, counts, times, and what the draft policy learns.
+
+Legend: V vocabulary, W words of 32 bits.
+"""
 
 from __future__ import annotations
 
@@ -153,8 +156,8 @@ class OutputProcessor:
     def emit(self, request: Request, tokens: Tokens) -> TokenChunk:
         """Return the chunk of a row's new tokens.
 
-        Tokens after the end of the text are dropped and not counted. A text that has not ended before a place where no
-        token can be chosen ends with an error.
+        Tokens after the end of the text are dropped and not counted. A text that has not ended before a position
+        at which no token can be chosen ends with an error.
         """
         ids, sources, drafters, logprobs, top, cut_by = tokens
         count, text = request.take(ids)
@@ -174,7 +177,7 @@ class OutputProcessor:
             stats.record_tokens(chunk.sources)
         assert request.row is not None
         cached_ids = self._cache.cached_ids[request.row]
-        cached_ids += request.tokens[len(cached_ids) : -1]  # KV of dropped tokens is never looked at
+        cached_ids += request.tokens[len(cached_ids) : -1]  # KV of dropped tokens is never read
         if chunk.finish_reason is not None:
             if error is not None:
                 self._scheduler.discard_kv(request.row)
@@ -199,7 +202,7 @@ class OutputProcessor:
 
 
 def _none_allowed(request: Request) -> RequestError:
-    """Return the error of a request for whose next place every token is excluded."""
+    """Return the error of a request in which every token is excluded at the next position."""
     position, params, matcher = len(request.tokens), request.params, request.matcher
     if matcher is not None and matcher.limit is not None:
         return GrammarTooComplex(
@@ -210,7 +213,7 @@ def _none_allowed(request: Request) -> RequestError:
     given = {"the grammar": params.grammar, "logit_bias": params.logit_bias, "the minimum length": too_short}
     together = " and ".join(name for name, is_given in given.items() if is_given)
     message = f"no token is allowed at position {position} of the text by {together}"
-    return NoTokenAllowed(f"{message}; relax one of them, or end the text before")
+    return NoTokenAllowed(f"{message}; relax one of them, or end the text earlier")
 
 
 def _drafters_by_node(tree: DraftTree) -> list[str | None]:

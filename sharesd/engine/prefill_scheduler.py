@@ -33,7 +33,7 @@ MAX_CHUNK = 128
 ROWS_AT_ONCE = 32
 """Rows whose logits are widened at once."""
 MAX_STALL, MIN_PIECE = 1.3, 8
-"""Longest chunk between two rounds, in plain rounds; and its least tokens."""
+"""Time limit of a chunk between two rounds, in plain rounds, and its fewest tokens."""
 NUM_TIMES = 9
 """Window of running medians of round and prefill time.
 
@@ -56,7 +56,7 @@ class PrefillScheduler:
     ) -> None:
         """Build a scheduler; arguments as of `Engine`.
 
-        If `offloaded`, a pass takes as long for many tokens as for few, so chunks are large.
+        If `offloaded`, a pass takes the same time for many tokens as for few, so chunks are large.
 
         Raises ValueError for a `prefill_chunk` that the target does not support.
         """
@@ -92,7 +92,9 @@ class PrefillScheduler:
             logits_RV = read_piece(self._target, cache, row, prompt, piece, piece.end - request.num_read)
             record_prompt_logprobs(request, logits_RV)
             logits_1V = logits_RV[-1:]
-        if self._in_pieces or not request.params.prompt_logprobs:  # there the bits of a row depend on the others
+        # In pieces, a row's bits depend on how many rows are read together, so the logits that the answer starts from
+        # are computed as without prompt_logprobs.
+        if self._in_pieces or not request.params.prompt_logprobs:
             logits_1V = read_piece(self._target, cache, row, prompt, piece)
         cache.cached_ids[row] += prompt[request.num_read : piece.end]
         cache.num_prefilled[row] = whole_chunks(piece.end)
@@ -102,7 +104,7 @@ class PrefillScheduler:
         if piece.size >= MIN_PIECE:
             self._token_s.append((time.perf_counter() - started) / piece.size)
         if piece.end < len(prompt):
-            cache.park(row, row + 1)  # rounds of others meanwhile
+            cache.park(row, row + 1)  # rounds of other requests run before the next chunk
             return None
         self.request = None
         return logits_1V

@@ -112,7 +112,7 @@ class PromptCache:
         except (OSError, SafetensorError) as error:
             self._is_writable = False
             log.warning(
-                "%s cannot be written (%s): the prompt cache takes no more texts until the next start; free some space",
+                "%s cannot be written (%s): the prompt cache is not written until the next start; free some space",
                 *(self._folder, getattr(error, "strerror", None) or error),
             )
             return False
@@ -156,7 +156,7 @@ class PromptCache:
             except DAMAGED as error:
                 damaged.append(f"{path.name}: {' '.join(str(error).split())}")
         if others:
-            named = "; ".join(f"{num} of another {names}" for names, num in others.items())
+            named = "; ".join(f"{num} with another {names}" for names, num in others.items())
             log.warning("texts of the prompt cache %s are ignored: %s", self._folder, named)
         if damaged:
             log.warning(
@@ -171,7 +171,7 @@ class PromptCache:
             with safe_open(path, framework="pt") as content:
                 tensors = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
                 if content.metadata()[CHECKSUM] != _checksum(tensors):
-                    raise ValueError("its checksum is another")
+                    raise ValueError("its checksum is wrong")
             del tensors[TOKENS]
             self._cache.write_kv_of(row, num_tokens, tensors)
         except FileNotFoundError:

@@ -1,4 +1,7 @@
-"""Launch of rounds: forms the batch, makes the draft, starts the verification."""
+"""Launch of rounds: forms the batch, makes the draft, starts the verification.
+
+Legend: B rows, N draft tokens, T = N + 1 (the root and the nodes), W words of 32 tokens.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ class Batch(NamedTuple):
     texts: dict[int, list[int]]
     """Token ids by row; the lists grow with the requests."""
     plain: list[int]
-    """Rows that take no drafts."""
+    """Rows that must not be drafted for."""
     constrained: bool
     """True if any request has a grammar."""
     first: int
@@ -86,7 +89,7 @@ class RoundLauncher:
         self._copies_result = async_scheduling or self._on_gpu
         self._batch: Batch | None = None
         self._num_changes = -1  # of the scheduler, when the batch was formed
-        self._num_idle = 0  # rounds since the drafter took part
+        self._num_idle = 0  # rounds since the drafter last drafted
         self._deferred_shape: DraftShape | None = None  # of a draft that could not be launched before a result was read
         self.prefilled = False
         """A prompt chunk was read since the last round."""
@@ -98,7 +101,7 @@ class RoundLauncher:
         self._batch = self._deferred_shape = None
 
     def invalidate(self) -> None:
-        """Form the batch anew before the next round."""
+        """Form a new batch before the next round."""
         self._batch = None
 
     def launch(self, before: InFlightRound | None = None) -> InFlightRound | None:
@@ -188,9 +191,9 @@ class RoundLauncher:
 def _log_decision(batch: Batch, shape: DraftShape, tree: DraftTree) -> None:
     """Log the policy's decision about a round in one line."""
     policy, drafted = batch.variant.policy, tree.tokens.shape[1]
-    said = f"{drafted} of at most {shape.nodes} tokens by {tree.drafter}" if drafted else "a plain step"
+    what = f"{drafted} of at most {shape.nodes} tokens by {tree.drafter}" if drafted else "a plain step"
     if tree.num_filled:
-        said += f", {tree.num_filled} of them by {tree.filler}"
+        what += f", {tree.num_filled} of them by {tree.filler}"
     if policy.pinned is not None:
         why = "the draft's length is given"
     elif not policy.live.is_measured:
@@ -199,7 +202,7 @@ def _log_decision(batch: Batch, shape: DraftShape, tree: DraftTree) -> None:
         best = policy.best_shape()
         rate, plain = policy.shape_rate(best), policy.shape_rate(NO_DRAFT)
         why = f"{rate:.1f} tok/s expected of a draft of {best.nodes} tokens, {plain:.1f} of plain steps"
-    log.debug("%d rows from slot %d: %s; %s", len(batch.live), len(batch.live[0].tokens), said, why)
+    log.debug("%d rows from slot %d: %s; %s", len(batch.live), len(batch.live[0].tokens), what, why)
 
 
 def _max_unread_tokens(before: InFlightRound | None) -> dict[int, int]:
@@ -213,9 +216,9 @@ def _max_unread_tokens(before: InFlightRound | None) -> dict[int, int]:
 def compute_grammar_mask(
     tree: DraftTree, requests: Sequence[Request], first: int, vocab_size: int, *, pinned: bool = False
 ) -> tuple[Tensor, list[tuple[int, int]]]:
-    """Return bits [B, T, W] int32 of allowed tokens, and unacceptable nodes.
+    """Return bits [B, T, W] int32 of allowed tokens, and nodes (line, number) that must not be accepted.
 
-    Unacceptable nodes are (line, number). `tree` is on the host; its first line belongs to row `first`.
+    `tree` is on the host; its first line belongs to row `first`.
     """
     B, N = tree.tokens.shape
     shape = B, 1 + N, num_words(vocab_size)

@@ -62,7 +62,7 @@ class Scheduler:
         self.num_changes = 0
         """Number of times that a request joined or left the decoded ones."""
         self.owner: object | None = None
-        """Owner of the cache while requests of this engine use it."""
+        """The mark that the cache has as its owner while requests of this engine use it."""
 
     @property
     def mode(self) -> str:
@@ -117,7 +117,7 @@ class Scheduler:
             self.grammars.matcher(params.grammar)
         shapes = self.drafter.shapes if self.drafter and self._options.require_trees else ()
         if params.acceptance != "match" and any(shape.is_tree for shape in shapes):
-            raise ValueError(f"acceptance {params.acceptance} decides about chains only; take match, or no draft trees")
+            raise ValueError(f"acceptance {params.acceptance} supports chains only; use match, or no draft trees")
 
     def check_queue(self) -> None:
         """Raise QueueFull if no further request may wait."""
@@ -205,7 +205,7 @@ class Scheduler:
     def check_owner(self, owner: object | None = None) -> None:
         """Raise RuntimeError if another engine or call has acquired the cache since."""
         if self._caches[0].owner is not (owner or self.owner):
-            raise RuntimeError("another call has used the cache meanwhile; end or close one before the next")
+            raise RuntimeError("the cache is in use by another call; finish or close it first")
 
 
 def powers_of_two(batch: int) -> list[int]:
@@ -228,7 +228,7 @@ class RowAllocator:
         self._prompt_cache = prompt_cache
         self._cache, self._recompute_decoded_kv, self.span = cache, recompute_decoded_kv, span
         self.requests: list[Request | None] = [None] * cache.batch
-        self._last_used = [0] * cache.batch  # when a row was taken last
+        self._last_used = [0] * cache.batch  # number of the allocation in which each row was last given to a request
         self._num_allocated = 0
 
     @property
@@ -272,7 +272,7 @@ class RowAllocator:
         request.row = None
 
     def save_text(self) -> bool:
-        """Save the latest unsaved text of released rows; False: there is none."""
+        """Save the latest unsaved text of released rows; return False if there is none."""
         if self._prompt_cache is None:
             return False
         rows = sorted(self.free, key=lambda row: -self._last_used[row])

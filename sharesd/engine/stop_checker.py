@@ -26,8 +26,8 @@ class StopChecker:
 
     def push(self, ids: list[int]) -> tuple[int, str, FinishReason | None]:
         """Process new tokens; return their number within the text, text, and reason."""
-        goes_on = len(ids) < self._num_left and self.end_ids.isdisjoint(ids)
-        if goes_on and not self._stops:  # together: decoding takes time
+        continues = len(ids) < self._num_left and self.end_ids.isdisjoint(ids)
+        if continues and not self._stops:  # all at once, since decoding ids to text takes time
             self._num_left -= len(ids)
             self._num_before_end -= len(ids)
             return len(ids), self._stream.push(ids), None
@@ -46,7 +46,7 @@ class StopChecker:
         return len(ids), text, None if self._num_left else "length"
 
     def cut(self) -> str:
-        """Return the text held back, of an answer that an error ends."""
+        """Return the text that was held back, when an error ends the answer."""
         return self._flush()[0]
 
     def _release(self, piece: str) -> tuple[str, bool]:

@@ -177,7 +177,7 @@ class TraceFile:
     def __init__(self, path: Path, *, modes: Sequence[str], **start: Any) -> None:
         """Open the file and write a line of the start.
 
-        Raises ValueError if the file cannot be written, is no trace, or belongs to another process.
+        Raises ValueError if the file cannot be written, is not a trace, or is in use by another process.
         """
         self.path, self._waiting, self._numbers = path, deque[RoundTrace | dict[str, Any]](), count()
         self._mutex, self._is_closing, self._failed = Lock(), Event(), False
@@ -226,7 +226,7 @@ class TraceFile:
                 self._write(lines)
             except OSError as error:
                 self._failed = True
-                log.warning("the trace %s ends here (%s); decoding goes on", self.path, error.strerror)
+                log.warning("the trace %s ends here (%s); decoding continues", self.path, error.strerror)
 
     def close(self) -> None:
         """Write what is queued and close the file. May be called twice."""
@@ -263,7 +263,7 @@ def check_trace(path: Path) -> None:
         except (ValueError, LookupError, TypeError, RecursionError):
             version = None
         if version != FORMAT:
-            why = "is no trace" if version is None else f"has format {version!r}, and this version writes {FORMAT}"
+            why = "is not a trace" if version is None else f"has format {version!r}, and this version writes {FORMAT}"
             raise ValueError(f"trace {path} {why}; name another file")
         file.seek(0)
         file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))

@@ -67,7 +67,7 @@ def warm_up_all_variants(engine: Engine) -> None:
 def _run(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> None:
     """Decode prompts of any tokens, by one block of large models.
 
-    If their logits are not numbers, those of requests may still be.
+    Logits that are not numbers are ignored here: those of real requests may be.
     """
     with suppress(NonFiniteLogits), first_blocks(engine):
         engine.generate(prompts, params)
@@ -84,7 +84,7 @@ def _run_all_samplers(engine: Engine) -> None:
         policy = engine.variant(params).policy
         known = copy.deepcopy((policy.costs, policy.live.measured))
         _run(engine, [[0]], params)
-        policy.reset(*known)  # rounds of one block say nothing about rounds
+        policy.reset(*known)  # a round of one block says nothing about whole rounds
     engine.forget()
 
 

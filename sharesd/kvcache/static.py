@@ -58,7 +58,7 @@ class StaticKVCache:
             for (heads, size), place in zip(shapes, places, strict=True)
         ]
         self.k, self.v = [k for k, _ in pairs], [v for _, v in pairs]
-        if device.type == "cpu":  # memory that is not touched before tokens come
+        if device.type == "cpu":  # memory that is not touched before tokens are written
             both = zeros_like([*self.k, *self.v])
             self.k, self.v = both[: len(pairs)], both[len(pairs) :]
         self.taps = tuple(taps)
@@ -73,7 +73,7 @@ class StaticKVCache:
         self._compact_kv: Callable[[Tensor, Tensor, Tensor], None] | None = None
         self.sizes = [size for _, size in shapes]
         self.recent = 0
-        """Last slots that steps attend to, besides the first few; 0: all."""
+        """Last slots that steps attend to, in addition to the first few; 0: all."""
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
         self.known_length: int | None = None
         """Length of all rows, if on the host: stages need not wait."""
@@ -283,7 +283,7 @@ class StaticKVCache:
 
     @property
     def kind(self) -> tuple:
-        """Key of compiled forms that take this cache."""
+        """Key of compiled forms for this cache."""
         return self.batch, self.slots, self.recent, self.taps
 
     @property
@@ -307,6 +307,6 @@ class StaticKVCache:
 def common_length(a: Sequence[int], b: Sequence[int]) -> int:
     """Return the number of first tokens that two texts share."""
     both = min(len(a), len(b))
-    if a[:both] == b[:both]:  # in a tenth of the time
+    if a[:both] == b[:both]:  # a slice comparison takes a tenth of the time
         return both
     return next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)

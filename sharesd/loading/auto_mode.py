@@ -67,7 +67,7 @@ def choose_drafters(
     """
     model, reason = _model_drafter(config, folder, device, dtype, how, offloads)
     kind = registry.spec_of(model).kind if model else ""
-    tables = [spec.name for spec in registry.specs("table") if kind in spec.auto_beside]
+    tables = [spec.name for spec in registry.specs("table") if kind in spec.auto_with]
     if model and device.type == "cuda" and sum(file.stat().st_size for file in weight_files(folder)) < SHORT_STEP_BYTES:
         tables, reason = [], f"{reason}, and steps this short do not wait for tables"
     return AutoDrafters((*([model] if model else []), *tables), reason)

@@ -141,7 +141,7 @@ def _sizes(
         if place in devices:  # of stages that share it, the last one
             beside[len(devices) - 1 - devices[::-1].index(place)] += drafts
     last += sum(_size_of(head, config) for head in config.heads)
-    return PipelineSizes(blocks=tuple(blocks), first=embedding, last=last, beside=beside)
+    return PipelineSizes(blocks=tuple(blocks), first=embedding, last=last, extra=beside)
 
 
 def _size_of(name: str, config: EngineConfig) -> int:

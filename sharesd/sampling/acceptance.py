@@ -82,7 +82,7 @@ def accept_block(tree: DraftTree, target_probs_BTV: Tensor, u_BN: Tensor, noise_
         rest_BN = weight_BN * (1 - p_BN)
     else:
         rest_BN = (weight_BN[..., None] * target_probs_BTV[:, :-1] - tree.probs).clamp(min=0).sum(-1)
-    stop_BN = rest_BN + 1 - weight_BN  # probability of not going on beyond i
+    stop_BN = rest_BN + 1 - weight_BN  # probability of stopping at i
     h_BN = (rest_BN / stop_BN).where(stop_BN > 0, 1.0)
     h_BN = torch.cat([h_BN[:, 1:], weight_BT[:, -1:]], 1)
     num_N = torch.arange(1, u_BN.shape[1] + 1, device=u_BN.device)

@@ -111,7 +111,7 @@ class TokenCounts:
         """Return output counts [B, T, V] of T = `num_rows` logit rows.
 
         In a verify step (T = N + 1) row t sees the t drafts before it; a draft step (T = 1) sees all N. `seen_BTN`:
-        drafts that each row sees, for trees. Drafts of -1 are no tokens.
+        drafts that each row sees, for trees. Drafts of -1 are not tokens.
         """
         device, (B, N) = draft_BN.device, draft_BN.shape
         if seen_BTN is None:
@@ -171,7 +171,7 @@ class RowSampling:
         self._set_costly_params(row, _costly_params(params, self.vocab_size))
 
     def release(self, row: int) -> None:
-        """Spend no more time on the row's parameters; keep device tensors."""
+        """Skip the row's parameters from now on; device tensors stay."""
         self._set_costly_params(row, frozenset())
 
     def kind(self, rows: Sequence[int]) -> SamplingKind:
@@ -294,8 +294,8 @@ def check_alike(requests: Sequence[SamplingParams]) -> None:
     names = sorted({params.acceptance for params in requests} - {"match"})
     if names and len({_decision_params(params) for params in requests}) > 1:
         raise ValueError(
-            f"acceptance {' and '.join(names)} decides about rows that are sampled alike only; give requests that are "
-            "decoded together the same parameters, or take match"
+            f"acceptance {' and '.join(names)} requires the same sampling parameters in all rows; give requests that "
+            "are decoded together the same parameters, or use match"
         )
 
 

@@ -90,7 +90,7 @@ class Grammars:
         if compiled.is_error():
             reason = _reason(compiled)
             if not _is_at_limit(compiled):
-                reason = "there is no text that it allows and this vocabulary can write"
+                reason = "it allows no text that this vocabulary can write"
             error = GrammarTooComplex if _LIMIT.search(reason) else ValueError
             raise error(f"the grammar cannot be compiled: {reason}")
         _probe(compiled, bits)
@@ -98,7 +98,7 @@ class Grammars:
 
     def _read_vocabulary(self) -> LLTokenizer:
         if not self._eos_ids:
-            raise ValueError("this model has no token that ends a text, which a grammar needs")
+            raise ValueError("a grammar needs a token that ends the text, and this model has none")
         with self._lock:
             if self._vocabulary is None:
                 size = max(self._vocab_size, self._tokenizer.vocab_size)
@@ -107,7 +107,7 @@ class Grammars:
                     made = llguidance().LLTokenizer(text, n_vocab=size, eos_token=self._eos_ids)
                 except Exception as error:  # the package raises nothing narrower
                     reason = str(error).partition("\n")[0][:_SHOWN]
-                    raise ValueError(f"grammars do not know this model's tokenizer: {reason}") from error
+                    raise ValueError(f"grammars do not support this model's tokenizer: {reason}") from error
                 self._vocabulary = made
             return self._vocabulary
 
@@ -151,7 +151,7 @@ class Matcher:
                 _write(after, grammar_mask_TW[1 + node])
             elif not _is_allowed(grammar_mask_TW[1 + parent], token):
                 continue
-            if not is_taken or _is_at_limit(after):  # the package does not always tell that a limit was the reason
+            if not is_taken or _is_at_limit(after):  # the package does not always report that a limit was the reason
                 lost.append(node)
                 self._ahead[node] = None
             else:
@@ -161,13 +161,13 @@ class Matcher:
 
     @property
     def warnings(self) -> list[str]:
-        """Parts of a lenient grammar that are not kept, in llguidance's words."""
+        """Parts of a lenient grammar that are not enforced, in llguidance's words."""
         return [] if self._state is None else list(self._state.get_grammar_warnings())
 
     def advance(self, tokens: Sequence[int]) -> int:
-        """Append tokens; return the number before the first that is not taken.
+        """Append tokens; return the number before the first that is rejected.
 
-        Tokens that their mask allows are taken, unless a limit of the package is reached.
+        Tokens that their mask allows are accepted, unless a limit of the package is reached.
         """
         node: int | None = -1
         for count, token in enumerate(tokens):
@@ -208,7 +208,7 @@ def _write(state: LLMatcher, grammar_mask_W: Tensor) -> None:
 
 
 def _probe(compiled: LLMatcher, bits: bytes) -> None:
-    """Raise GrammarTooComplex if no first token can be taken without reaching a limit.
+    """Raise GrammarTooComplex if every first token reaches a limit.
 
     This needs one step as a rule; of more than MAX_PROBED tokens, others may be possible.
     """

@@ -32,7 +32,7 @@ _HASH = Hash(_MULTIPLIERS, _SALTS, _TOKEN_ROUNDS)
 class Stream(IntEnum):
     """Independent noises of one position; sharing would bias `rejection` and `block`."""
 
-    TARGET = 0  # match: the target's choice, and the drafter's guess of it
+    TARGET = 0  # match: the target's choice, and the drafter's prediction of it
     DRAFT = 1  # rejection, block: the draft's own sample
     ACCEPT = 2
     RECOVER = 3  # the recovered or bonus token

@@ -44,7 +44,7 @@ class Sampler:
         self._gumbel, self._by_kernel = gumbel, gumbel is sampling.native_gumbel
         self._one_B = torch.ones(rows.batch, dtype=torch.int64, device=rows.device)
         self._root_B1 = torch.zeros_like(self._one_B)[:, None]
-        # Forms that are compiled but not captured shall not be compiled for each number of positions.
+        # Compiled but uncaptured forms must not be compiled again for each number of positions.
         self._draw_together = rows.replayed or rows.device.type == "cpu"
         if kind.biased:
             assert rows.bias_BV is not None  # memory that a capture could not ask for
@@ -132,7 +132,7 @@ class Sampler:
             return _with_num_allowed(accept_match(tree.tokens, tokens_BT), is_allowed_BT)
         rule = accept_rejection if self.kind.acceptance == "rejection" else accept_block
         logits_BTV = self._process(logits_BTV, tree.tokens, grammar_mask_BTW=tree.grammar_mask)
-        positions_BN = _behind(lengths_B, 1, num_draft)
+        positions_BN = _positions_after(lengths_B, 1, num_draft)
         u_BN = sampling.uniform(sampling.fork(self.rows.seeds_B, lengths_B), positions_BN)
         noise_BV = self._draw(lengths_B[:, None], Stream.RECOVER, lengths_B)[:, 0]
         verified = rule(tree, sampling.probs_of(logits_BTV, self.kind), u_BN, noise_BV)
@@ -205,7 +205,7 @@ class Sampler:
             return choice_BT, self._is_allowed(logits_BTV, choice_BT)
         last = first + (T - 1 if tree_mask is None else deepest)
         if self._draw_together:
-            noise_BDV = self._target_noise(_behind(at_B, first, last) if last else at_B[:, None], ids_V)
+            noise_BDV = self._target_noise(_positions_after(at_B, first, last) if last else at_B[:, None], ids_V)
         else:
             each = (at_B[:, None] + ahead if ahead else at_B[:, None] for ahead in range(first, last + 1))
             parts = [self._target_noise(positions_B1, ids_V) for positions_B1 in each]
@@ -271,6 +271,6 @@ def _named(index: Tensor, ids_V: Tensor | None) -> Tensor:
     return index if ids_V is None else ids_V.index_select(0, index.flatten()).view(index.shape)
 
 
-def _behind(at_B: Tensor, first: int, last: int) -> Tensor:
+def _positions_after(at_B: Tensor, first: int, last: int) -> Tensor:
     """Return positions `first` to `last` after `at`, [B, their number]."""
     return at_B[:, None] + torch.arange(first, last + 1, device=at_B.device)

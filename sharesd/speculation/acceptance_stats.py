@@ -7,11 +7,11 @@ from itertools import accumulate
 from typing import NamedTuple
 
 DECAY = 0.985
-"""Share of the evidence kept after a round; about 67 rounds count."""
+"""Factor by which counts fade in a round: about the last 67 rounds count."""
 POOLED = 8
 """Weight, in tries, of the pooled acceptance in each position's estimate."""
-PROMISES = 8
-"""Predicted and accepted tokens assumed before evidence about a table."""
+PRIOR_TOKENS = 8
+"""Weight, in predicted tokens, of the prior that a table's predictions are right."""
 ALLOWANCE, CREDIT, NEW_CREDIT, MAX_CREDIT, ENOUGH = 0.008, 2.0, (0.5, 6.0), 12.0, 0.5
 """Budget in plain steps: income, first, new-text, largest and resuming balance."""
 
@@ -42,15 +42,11 @@ class AcceptanceEstimator:
     """Running estimates of the acceptance and depth of drafts of one kind."""
 
     def __init__(self, num_positions: int, alpha: float) -> None:
-        self._tried, self._kept = (
-            [0.0] * num_positions,
-            [0.0] * num_positions,
-        )  # decayed counts: token k was looked at, was accepted
-        self._pool = (4.0, 4.0 * alpha)  # tries and hits at any position, forgotten ten times as slowly
-        self._asked, self._going = (
-            [0.0] * num_positions,
-            [0.0] * num_positions,
-        )  # token k might be guessed behind the others, and was
+        # Decayed counts by position: draft token k was verified after accepted ones, and was accepted.
+        self._tried, self._kept = [0.0] * num_positions, [0.0] * num_positions
+        self._pool = (4.0, 4.0 * alpha)  # tries and hits at any position, which fade ten times as slowly
+        # Decayed attempts and successes of drafting token k after the first k - 1.
+        self._asked, self._going = [0.0] * num_positions, [0.0] * num_positions
         self._go_pool = (4.0, 4.0 * alpha)
         self._drafts, self._nodes = 0.0, 0.0  # decayed
 
@@ -83,7 +79,7 @@ class AcceptanceEstimator:
         return [1.0, *_chained(self._asked[1:], self._going[1:], self._go_pool)]
 
     def nodes(self, first: float) -> float:
-        """Return the mean nodes of a draft, `first` before evidence."""
+        """Return the mean nodes of a draft, `first` before any draft was recorded."""
         return (self._nodes + first) / (self._drafts + 1)
 
 
@@ -110,11 +106,11 @@ class DraftEstimate(NamedTuple):
 
 
 class LookupCalibration:
-    """Accepted over predicted tokens of tables, as the best estimate is high."""
+    """Accepted over predicted tokens of tables: the best of many estimates is too high on average."""
 
     def __init__(self) -> None:
         self._rounds, self._nodes, self._predicted, self._accepted = 0.0, 0.0, 0.0, 0.0  # decayed
-        self._pool = (0.0, 0.0)  # promised and held, forgotten ten times as slowly
+        self._pool = (0.0, 0.0)  # predicted and accepted tokens, which fade ten times as slowly
 
     def fade(self, share: float) -> None:
         self._rounds, self._nodes = share * self._rounds, share * self._nodes
@@ -131,11 +127,11 @@ class LookupCalibration:
 
     @property
     def calibration_ratio(self) -> float:
-        usual = (self._pool[1] + PROMISES) / (self._pool[0] + PROMISES)
-        return (self._accepted + PROMISES * usual) / (self._predicted + PROMISES)
+        usual = (self._pool[1] + PRIOR_TOKENS) / (self._pool[0] + PRIOR_TOKENS)
+        return (self._accepted + PRIOR_TOKENS * usual) / (self._predicted + PRIOR_TOKENS)
 
     @property
     def per_round(self) -> tuple[float, float]:
-        """Accepted tokens and verified nodes per round; 0 before there is evidence."""
+        """Accepted tokens and verified nodes per round; 0 before the first round."""
         rounds = self._rounds + 1
         return self._accepted / rounds, self._nodes / rounds

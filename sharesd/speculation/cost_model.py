@@ -25,8 +25,8 @@ SETTLING, TRIED, KNOWN = 5, 6, 8
 ANCHORED = 32
 """Rounds after a plain one in which a slow draft is distinguishable."""
 
-OTHER_CONTEXT, OTHER_MOOD, SURPRISE = 1.5, 1.1, 1.15
-"""Factors of context, drift and last plain step that renew plain timings."""
+OTHER_CONTEXT, OTHER_DRIFT, SURPRISE = 1.5, 1.1, 1.15
+"""A plain step is timed again after such changes of context or drift, or such an error of the last one, as factors."""
 SOME_SLOTS = 512
 
 
@@ -127,7 +127,7 @@ class LiveCosts:
         self._timed: Counter[object] = Counter()  # rounds, and how often entries of the table have been corrected
         self._since_plain = 0  # rounds
         self._plain_at: _Plain | None = None
-        self._used: Counter[int] = Counter()  # since then: how often entries took part, steps by width, drafts by kind
+        self._used: Counter[int] = Counter()  # since then: how often entries were used, steps by width, drafts by kind
         self._place: tuple[int, int] | None = None
         self._at_start = costs  # for this number of rows
         self._others: dict[tuple[int, int], tuple[Costs, float, Counter[object], _Plain | None]] = {}
@@ -170,7 +170,7 @@ class LiveCosts:
         moved = _factor_between(self.context + SOME_SLOTS, context + SOME_SLOTS)
         return (
             moved > OTHER_CONTEXT
-            or _factor_between(self.drift, drift) > OTHER_MOOD
+            or _factor_between(self.drift, drift) > OTHER_DRIFT
             or _factor_between(ratio, 1.0) > SURPRISE
         )
 
@@ -268,7 +268,7 @@ def fit_costs(
             for is_far in (False, far is not None)
         )
         slot = max(0.0, at_far - at_near) / (far - near) if far is not None else 0.0
-        slot = min(slot, 0.5 * at_near / max(near, 1.0))  # amid noise a line may begin below zero; no step is free
+        slot = min(slot, 0.5 * at_near / max(near, 1.0))  # with noise a line may start below zero; no step is free
         return at_near - slot * near, slot
 
     costs = Costs(single_pass=single_pass)
@@ -280,7 +280,7 @@ def fit_costs(
         depths = sorted({depth for name, depth, _ in ratios if name == kind})
         if depths:
             (first, _), (last, slot), num = line(kind, depths[0]), line(kind, depths[-1]), depths[-1]
-            # More steps that took no longer than one were timed amid noise, and none is free.
+            # Where several steps seem as fast as one, the timing was noisy: no step is free.
             each = min(first, (last - first) / (num - 1)) if last > first else last / num
             setattr(costs, kind, each)
             setattr(costs, f"{kind}_begin", first - each if len(depths) > 1 else 0.0)
@@ -291,9 +291,9 @@ def fit_costs(
 
 
 def of_more_rows(costs: Costs, factor: float) -> Costs:
-    """Predict costs of `factor` times as many rows.
+    """Predict costs for `factor` times the number of rows.
 
-    A step reads its weights once, and takes as long as one of so many more tokens per row.
+    A step reads its weights once, so R rows of T tokens cost what one row of R T tokens costs.
     """
     more = costs.of_step(factor) / costs.of_step(1)
     return replace(

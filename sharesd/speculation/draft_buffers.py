@@ -43,7 +43,8 @@ class DraftBuffers:
         if device.type == "cuda":
             self._on_host = self._on_host.pin_memory()
         self._on_device = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
-        self._host_parts = [part.numpy() for part in parts(self._on_host)]  # small writes take a fifth of torch's time
+        # In numpy, whose small writes take a fifth of torch's time.
+        self._host_parts = [part.numpy() for part in parts(self._on_host)]
         self.tokens_BN, self.depth_BT, self.path_BTT = parts(self._on_device)
         self._row_T = torch.arange(T, device=device)
         self._chain_TT = np.tile(np.arange(T), (T, 1))  # paths of a chain's rows: the rows before, and their own
@@ -78,7 +79,7 @@ class DraftBuffers:
         )
 
     def copy_grammar_mask(self, grammar_mask_BTW: Tensor) -> None:
-        """Copy masks from the host for the root and as many nodes."""
+        """Copy masks of the root and the nodes from the host."""
         self.grammar_mask_BTW[:, : grammar_mask_BTW.shape[1]].copy_(grammar_mask_BTW, non_blocking=True)
 
     def clear(self) -> None:
@@ -105,6 +106,6 @@ class DraftBuffers:
             depth_BT[:, :T], path_BTT[:, :T, :T] = (part.numpy() for part in tree.tree_mask)
         tokens_BN[:, : T - 1] = tree.tokens.numpy()
         self._on_device.copy_(self._on_host, non_blocking=True)
-        if "probs_BNV" in self.__dict__:  # tables draw from nothing: what they guess, they guess for sure
+        if "probs_BNV" in self.__dict__:  # drafts of tables are not samples: each token has draft probability 1
             assert tree.probs is None
             self.probs_BNV.zero_().scatter_(2, self.tokens_BN.clamp(min=0)[..., None], 1.0)

@@ -12,7 +12,7 @@ from sharesd.speculation.draft_scorer import DraftScorer
 from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape
 
 FIRST_ALPHAS = 0.8, 0.88
-"""Acceptance of a quantized target's chain token and tree level, before evidence."""
+"""Acceptance of a quantized target's chain token and tree level, before any was verified."""
 HEAD_ALPHAS = 0.5, 0.65
 """Lower acceptance of heads and second models, to keep the budget."""
 
@@ -21,13 +21,13 @@ HEAD_ALPHAS = 0.5, 0.65
 class PolicyConfig:
     """Margins, periods and priors of the draft policy.
 
-    A new choice takes 1 % of a plain step (SmolLM2-135M, CPU), hence `check_period`; the rest are judgements.
+    A new choice takes 1 % of the time of a plain step (SmolLM2-135M, CPU), hence `check_period`. Others are judgement.
     """
 
     margin: float = 1.04
-    """Least rate of a draft over a plain step, above estimation noise."""
+    """Rate over that of plain steps from which a draft pays; above the noise of estimates."""
     model_lead: float = 1.02
-    """Rate of a model's draft over that of tables, at least."""
+    """Rate over that of tables from which a model's draft is preferred."""
     optimistic_alphas: tuple[float, float] = (0.95, 0.97)
     """Acceptance of chains and of trees that a trial may find."""
     unmeasured_cost_error: float = 3.0
@@ -35,7 +35,7 @@ class PolicyConfig:
     window_contexts: int = 4
     """Contexts, in windows, from which drafts with a window are considered."""
     new_text_decay: float = 0.4
-    """Share of evidence kept at a new text."""
+    """Factor by which acceptance counts fade at the start of a new text."""
     trial_periods: tuple[int, int] = (16, 256)
     """Plain rounds between trials of a draft, first and at most."""
     trial_rounds: int = 3
@@ -58,7 +58,7 @@ class PolicyConfig:
 
 
 class DraftEstimates:
-    """Rates of draft shapes in tokens per second, and their evidence."""
+    """Predicted tokens per second of draft shapes, and the counts that predictions are made from."""
 
     def __init__(
         self,
@@ -68,15 +68,15 @@ class DraftEstimates:
         config: PolicyConfig,
         can_stop_early: bool,
     ) -> None:
-        """`first_alphas`: acceptance of chains and trees before evidence."""
+        """`first_alphas`: acceptance of chains and trees before any was verified."""
         self._live, self._max_nodes, self._first_alphas = live, max_nodes, first_alphas
         self._config, self._can_stop_early = config, can_stop_early
         self.num_unread_tokens = 0
         """Tokens that a model must read before the coming draft."""
         self.tables_match = False
         """True if tables predict the coming tokens: models are right more often."""
-        self.tables, self.beside = LookupCalibration(), LookupCalibration()
-        """Calibration of tables alone, and beside a model's draft."""
+        self.tables, self.added_tables = LookupCalibration(), LookupCalibration()
+        """Calibration of tables alone, and of table nodes that are added to a model's draft."""
         self._estimators: dict[object, AcceptanceEstimator] = {}  # by `tables_match` and kind of draft
         self._verified, self._hits = [0.0] * max_nodes, [0.0] * max_nodes  # of trees by a node's rank; decayed
         self._rank_sums: list[float] = []  # of acceptance by rank, until it changes
@@ -84,7 +84,7 @@ class DraftEstimates:
 
     def rate(self, gain: float, num_nodes: float, draft_s: float = 0.0) -> float:
         """Return tokens per second of rounds that emit 1 + `gain` tokens."""
-        if not self._live.is_measured:  # a round is a round
+        if not self._live.is_measured:  # without costs all rounds count alike
             return 1 + gain
         return (1 + gain) / (draft_s + self._live.step(1 + num_nodes))
 
@@ -96,7 +96,7 @@ class DraftEstimates:
 
         Without shapes: NO_DRAFT and 0.
         """
-        catch_up_s, (extra, more) = self.catch_up_s / self._config.catch_up_rounds, self.beside.per_round
+        catch_up_s, (extra, more) = self.catch_up_s / self._config.catch_up_rounds, self.added_tables.per_round
         estimates: dict[tuple[bool, int], DraftEstimate] = {}
         best, best_rate = NO_DRAFT, 0.0
         for shape in shapes:
@@ -187,10 +187,10 @@ class DraftEstimates:
         paths: Sequence[Sequence[int]],
         progress: float,
     ) -> None:
-        """Count the accepted table nodes, beside a model's draft or alone."""
+        """Count the accepted table nodes, added to a model's draft or alone."""
         calibration, accepted = self.tables, progress - 1
         if shape.nodes:
-            calibration = self.beside
+            calibration = self.added_tables
             accepted = sum(node > shape.nodes for path in paths for node in path) / len(paths)
         predicted = gains[min(num_nodes, len(gains) - 1)] if num_nodes else 0.0
         calibration.record(num_nodes, predicted, accepted)
@@ -199,7 +199,7 @@ class DraftEstimates:
         self._rank_sums = []
         self.tables.fade(share)
         if self._has_drafted:
-            self.beside.fade(share)
+            self.added_tables.fade(share)
             for estimator in self._estimators.values():
                 estimator.fade(share)
             self._verified = [share * count for count in self._verified]
@@ -222,7 +222,7 @@ class DraftEstimates:
         return _at(self._rank_sums, num_nodes) / self._rank_sums[-1]
 
     def _by_rank(self) -> list[float]:
-        """Return acceptance by rank; proportional to 1/rank before evidence."""
+        """Return acceptance by rank; proportional to 1/rank before any was verified."""
         by_rank = zip(self._hits, self._verified, strict=True)
         return [(hits + 1 / rank) / (tries + 1) for rank, (hits, tries) in enumerate(by_rank, 1)]
 

@@ -1,7 +1,7 @@
 """Draft policy: each round's draft shape, by measured costs and acceptance.
 
 A round that drafts a chain of K tokens emits 1 + s_1 + ... + s_K tokens on average, where s_k is the probability that
-the first k are accepted, and takes `draft * K + step(1 + K)` seconds. The policy takes the shape of the best rate.
+the first k are accepted, and takes `draft * K + step(1 + K)` seconds. The policy chooses the shape with the best rate.
 Budgets, filled by plain rounds and by drafts that pay, limit what trials cost.
 """
 
@@ -45,11 +45,11 @@ class Policy:
         can_stop_early: bool = False,
         config: PolicyConfig = PolicyConfig(),  # noqa: B008
     ) -> None:
-        """Choose among `shapes` and no draft, or always take `pinned`.
+        """Choose among `shapes` and no draft, or always use `pinned`.
 
         `costs` of None: nothing is drafted yet. `measured`: costs by number of rows. `probes_plain`: time plain steps
-        now and then. `first_alphas`: acceptance before evidence. `can_stop_early`: drafts call `should_continue`; of
-        trees only the largest is chosen.
+        now and then. `first_alphas`: acceptance before any draft was verified. `can_stop_early`: drafts call
+        `should_continue`; of trees only the largest is chosen.
         """
         self._config, self._first_alphas, self._probes_plain = config, first_alphas, probes_plain
         self._can_stop_early, self.pinned = can_stop_early, pinned
@@ -66,7 +66,7 @@ class Policy:
         self.reset(costs or Costs(), measured)
 
     def reset(self, costs: Costs, measured: Mapping[int, Costs] | None = None) -> None:
-        """Take these costs, and those `measured` by rows; forget all evidence."""
+        """Use these costs, and those `measured` by rows; forget everything learned from rounds."""
         self.is_adaptive = self.pinned is None
         """False if the shape was pinned when costs were set."""
         config, tree = self._config, max((shape for shape in self.shapes if shape.is_tree), default=NO_DRAFT)
@@ -108,32 +108,36 @@ class Policy:
         self._estimates.tables_match = match
 
     def begin(self) -> None:
-        """Start a new text: evidence from the last one counts less."""
+        """Start a new text: rounds of earlier texts count less."""
         self._estimates.fade(self._config.new_text_decay)
         self.budget.begin()
         self.table_budget.begin()
         self._explorer.begin()
         self.gate.begin()
 
-    def next_shape(self, may_explore: bool = True, beside: float | None = None) -> DraftShape:
-        """Return a model's coming shape, which must beat `beside` tokens per second."""
+    def next_shape(self, may_explore: bool = True, rate_to_beat: float | None = None) -> DraftShape:
+        """Return the shape of a model's coming draft; NO_DRAFT: none.
+
+        `may_explore`: trials of drafts that seem not to pay are allowed. `rate_to_beat`: tokens per second of the draft
+        that tables have made for this round, if there is one.
+        """
         config, explorer = self._config, self._explorer
         if self.pinned is not None:
             pinned = self._pinned_shape()
-            return pinned if beside is None or self.shape_rate(pinned) > beside else NO_DRAFT
+            return pinned if rate_to_beat is None or self.shape_rate(pinned) > rate_to_beat else NO_DRAFT
         if not self.live.is_measured or self.budget.is_empty:
             return self._no_draft("budget_is_empty" if self.live.is_measured else "costs_not_measured")
-        if beside is None and explorer.skips_check():
+        if rate_to_beat is None and explorer.skips_check():
             return self._no_draft("plain_until_next_check")
         best, rate = self._best_shape()
         plain = self.shape_rate(NO_DRAFT)
-        if rate > max(config.margin * plain, config.model_lead * (beside or 0.0)):
+        if rate > max(config.margin * plain, config.model_lead * (rate_to_beat or 0.0)):
             explorer.end_trials()
             if explorer.must_probe(rate / plain):
                 explorer.since_plain = 0  # later rounds may be launched before this one is recorded
                 return self._no_draft("plain_step_is_timed")
             return self._request_draft(self._chain_or_tree.choose(best, self._estimates, self._fits_round_cost), rate)
-        if rate > config.margin * plain:  # it pays, and tables pay more
+        if rate > config.margin * plain:  # it pays, but tables pay more
             return NO_DRAFT
         if not explorer.is_trial_due() or not best.nodes or not may_explore or not self.can_afford(best):
             explorer.postpone_check()
@@ -196,9 +200,9 @@ class Policy:
         catch_up = tree.num_unread_tokens * self.costs.read
         return catch_up + self.live.draft(model_shape(tree)) + self.live.step(1 + tree.tokens.shape[1])
 
-    def must_probe(self, promise: float) -> bool:
-        """Return True if a plain step must be timed, given this prediction."""
-        return self._explorer.must_probe(promise)
+    def must_probe(self, speedup: float) -> bool:
+        """Return True if a plain step must be timed, given the predicted speedup over it."""
+        return self._explorer.must_probe(speedup)
 
     def can_afford(self, shape: DraftShape) -> bool:
         """Return True if the budget covers a trial that might pay."""
@@ -269,30 +273,33 @@ class Policy:
         return self._estimates.node_accept_probs(shape, self.scorer)
 
     def num_table_nodes_worth(
-        self, scores: Sequence[Sequence[float]], beside: DraftShape = NO_DRAFT
+        self, scores: Sequence[Sequence[float]], drafted: DraftShape = NO_DRAFT
     ) -> tuple[int, float]:
-        """Return table nodes worth verifying, and tokens per second, by descending scores."""
+        """Return how many table nodes are worth verifying, and the predicted tokens per second.
+
+        `scores`: of each counted row, in descending order. `drafted`: the model's draft that they are added to.
+        """
         estimates = self._estimates
-        longest = min(max(map(len, scores), default=0), self.max_nodes() - beside.nodes)
-        ratio = (estimates.beside if beside.nodes else estimates.tables).calibration_ratio
+        longest = min(max(map(len, scores), default=0), self.max_nodes() - drafted.nodes)
+        ratio = (estimates.added_tables if drafted.nodes else estimates.tables).calibration_ratio
         base, draft_s = 0.0, 0.0
-        if beside.nodes:
-            base, draft_s = estimates.made_gain(beside, self.scorer), self.live.draft(beside)
-        while self.pinned is None and longest and not self._fits_round_cost(beside, longest):
+        if drafted.nodes:
+            base, draft_s = estimates.made_gain(drafted, self.scorer), self.live.draft(drafted)
+        while self.pinned is None and longest and not self._fits_round_cost(drafted, longest):
             longest -= 1
         gains = [sum(column) / len(scores) for column in zip_longest(*scores, fillvalue=0.0)]
         self._table_gains = list(accumulate(gains[:longest], initial=0.0))
         rates = [
-            estimates.rate(base + ratio * gain, beside.nodes + num, draft_s)
+            estimates.rate(base + ratio * gain, drafted.nodes + num, draft_s)
             for num, gain in enumerate(self._table_gains)
         ]
         if self.pinned is not None:
             return longest, rates[longest]
         best = max(range(longest + 1), key=rates.__getitem__)
-        if beside.nodes:
+        if drafted.nodes:
             return (best, rates[best]) if rates[best] > rates[0] else (0, rates[0])
-        promise = rates[best] / rates[0]
-        if promise > self._config.margin and not self.table_budget.is_empty and not self._explorer.must_probe(promise):
+        speedup = rates[best] / rates[0]
+        if speedup > self._config.margin and not self.table_budget.is_empty and not self._explorer.must_probe(speedup):
             return best, rates[best]
         return 0, rates[0]
 
@@ -315,7 +322,7 @@ class Policy:
         `paths`: accepted verify rows, from 1, of each counted row. `step_s`: seconds of all but drafting.
         """
         estimates, live = self._estimates, self.live
-        estimates.fade(DECAY)  # in plain rounds too: old evidence says little
+        estimates.fade(DECAY)  # in plain rounds too, since old counts say little
         shape, num_nodes = model_shape(tree), tree.tokens.shape[1]
         estimates.record_draft(shape, paths, self._requested.depth, self.scorer)
         if paths and num_nodes:
@@ -330,7 +337,7 @@ class Policy:
         if paths and live.is_settled:
             plain, gain = live.step(1) * live.drift, 0.0
             if num_nodes:
-                max_ratio = 2 * self.expected(tree) / live.step(1)  # a stall of the machine is not the draft's
+                max_ratio = 2 * self.expected(tree) / live.step(1)  # a stall of the machine is not the draft's fault
                 gain = progress - min(max_ratio, (draft_s + step_s) / plain)
             elif self._has_queried:
                 gain = -draft_s / plain

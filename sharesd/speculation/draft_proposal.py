@@ -68,7 +68,7 @@ def fill_up(model: Proposal, added: Iterable[tuple[int, Proposal]]) -> Proposal:
         reached = model.scores[at] if at >= 0 else 1.0
         children = zip(model.parents, model.scores, strict=True)
         left = max(0.0, reached - sum(score for parent, score in children if parent == at))
-        below: list[tuple[int, ...] | None] = []  # paths; None: the model has said what comes there
+        below: list[tuple[int, ...] | None] = []  # paths; None: the model has drafted this path already
         for token, parent, score in zip(*proposal, strict=True):
             above = below[parent] if parent >= 0 else paths[at] if at >= 0 else ()
             path = None if above is None or (*above, token) in known else (*above, token)

@@ -54,7 +54,7 @@ def coarse_chains(max_depth: int) -> tuple[DraftShape, ...]:
 
 def shapes_of(top: int, depth: int, budget: int) -> tuple[DraftShape, ...]:
     """Return chains of at most `budget` tokens, and trees, the largest last."""
-    full = [top + level * top**2 for level in range(depth)]  # nodes of so many levels
+    full = [top + level * top**2 for level in range(depth)]  # nodes of full trees, by number of levels
     sizes = product(range(1, depth + 1), (budget // 2, budget))
     shapes = {DraftShape(level, min(size, full[level - 1])) for level, size in sizes}
     return (*chains(budget), *sorted(shape for shape in shapes if shape.is_tree))
@@ -164,7 +164,7 @@ def pack(proposals: Sequence[Proposal], num_nodes: int, drafter: str) -> DraftTr
         paths += ([0, index] for index in range(len(row) + 1, T))
     depths = [len(path) - 1 for path in paths]
     numbers = [*joined.from_iterable(tokens), *depths, *joined.from_iterable((path + [0] * T)[:T] for path in paths)]
-    # One array, and numpy makes it in half the time that torch takes.
+    # One array, made by numpy in half the time of torch.
     parts = torch.from_numpy(np.array(numbers)).split([B * num_nodes, B * T, B * T * T])
     tokens_BN, tree_mask = parts[0].view(B, num_nodes), TreeAttentionMask(parts[1].view(B, T), parts[2].view(B, T, T))
     return DraftTree(tokens_BN, tree_mask, depth=max(depths), drafter=drafter, path_probs=path_probs)

@@ -52,12 +52,12 @@ class Explorer:
         if not self._trial_rounds_left:
             self._plain_rounds, self.patience = 0, min(self._config.trial_periods[1], 2 * self.patience)
 
-    def must_probe(self, promise: float) -> bool:
-        """Return True if plain timing is due; `promise`: rate over plain."""
+    def must_probe(self, speedup: float) -> bool:
+        """Return True if a plain step must be timed again; `speedup`: predicted rate over that of plain steps."""
         if not self._probes_plain:
             return False
         if_doubtful, if_thin, otherwise = self._config.probe_periods
-        due = if_doubtful if self._live.is_doubtful else if_thin if promise < self._config.thin_gain else otherwise
+        due = if_doubtful if self._live.is_doubtful else if_thin if speedup < self._config.thin_gain else otherwise
         return self.since_plain >= due
 
     def record(self, is_plain: bool) -> None:
@@ -98,7 +98,8 @@ class LookupGate:
         self._gain, self._num_queries = 1.0, 0  # running mean of the share gained
         self.seconds = 0.0
         """Time of a query, a running mean."""
-        self._last, self._dropped = NO_DRAFT, 0.0  # a model's last draft beside tables; running share dropped
+        # A model's last draft in a round that queried tables, and the running share of such drafts that were dropped.
+        self._last, self._dropped = NO_DRAFT, 0.0
         self._pause, self._until_query = config.lookup_pauses[0], 0
 
     def begin(self) -> None:

@@ -202,7 +202,7 @@ class TestRecords:
     @pytest.mark.parametrize("line", ["{}", "[1]", "no json", '{"run": 1, "question": 2}'])
     def test_other_lines_are_refused(self, tmp_path: Path, line: str) -> None:
         records.answers_file(tmp_path, "share").write_text(line + "\n")
-        with pytest.raises(ValueError, match="answers-share.jsonl:1 is no record .*; drop the line, or give another"):
+        with pytest.raises(ValueError, match="answers-share.jsonl:1 is not a record .*; drop the line, or give"):
             records.read(tmp_path, "share")
 
     def test_turn_that_comes_twice_is_refused(self, tmp_path: Path) -> None:

@@ -192,7 +192,7 @@ def test_template(run: Run, model: Path, plain: Path) -> None:
         (["--temperature", "nan"], "'nan' is not a number"),
         (["--temperature", "-1"], "temperature is -1.0"),
         (["--temperature", "1", "--seed", "-1"], "seed is -1"),
-        (["--tensor-parallel", "3"], "the model's 2 key/value heads cannot be shared out evenly; take 2"),
+        (["--tensor-parallel", "3"], "the model's 2 key/value heads cannot be divided evenly; use 2"),
         (["--target", "no/such/model"], "no/such/model does not exist"),
         (["--draft-model", "no/such/model"], "no/such/model does not exist"),
         (["--device", "tpu"], "device is 'tpu'"),

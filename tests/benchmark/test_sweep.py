@@ -117,7 +117,7 @@ def test_tables_have_not_seen_the_answer_of_an_earlier_run(tiny: Path, monkeypat
     monkeypatch.setattr("sharesd.drafters.classic.drafter.read_piece", counted)
     monkeypatch.setattr(table, "begin", noted)
     prompts = [list(range(20, 90)), list(range(30, 80))]
-    found = compare_modes(runtime.plain_beside(), engines, prompts, SamplingParams(max_new_tokens=12), runs=3)
+    found = compare_modes(runtime.new_plain_engine(), engines, prompts, SamplingParams(max_new_tokens=12), runs=3)
     assert at_start[::2] == [True] * 3  # the second row's prompt comes after the first one's
     assert [length for length in read if length >= 50] == [70, 50]  # classic has read them once
     assert all(each.identical and len(each.ratios) == 3 for each in found.values())

@@ -42,26 +42,26 @@ def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     "proposal, said",
     [
-        (Proposal([3, 99], [-1, 0], [0.5, 0.2]), "token 99 of node 1 is outside of the vocabulary of 99"),
+        (Proposal([3, 99], [-1, 0], [0.5, 0.2]), "token 99 of node 1 is outside the vocabulary of 99"),
         (Proposal([-1], [-1], [0.5]), "token -1 of node 0 is outside"),
-        (Proposal([1.5], [-1], [float("inf")]), "score inf of node 0 is no finite number"),  # type: ignore[list-item]
+        (Proposal([1.5], [-1], [float("inf")]), "score inf of node 0 is not a finite number"),  # type: ignore[list-item]
         (Proposal(["a"], [-1], [0.5]), "token 'a' of node 0 is outside"),  # type: ignore[list-item]
         (Proposal([3, 4], [1, -1], [0.5, 0.2]), "parent 1 of node 0 is not before it"),
         (Proposal([3, 4], [-1, -2], [0.5, 0.2]), "parent -2 of node 1 is not before it"),
         (
             Proposal([3, 5, 3], [-1, -1, -1], [0.5, 0.2, 0.1]),
-            "nodes 0 and 2 are twins: token 3 after the same parent -1",
+            "nodes 0 and 2 are duplicate siblings: token 3 after parent -1",
         ),
-        (Proposal([3], [-1], [float("nan")]), "score nan of node 0 is no finite number"),
-        (Proposal([3], [-1], [None]), "score None of node 0 is no finite number"),  # type: ignore[list-item]
-        (Proposal([1, 2, 3, 4], [-1, 0, 1, 2], [0.5] * 4), "4 nodes, and at most 3 were asked for"),
-        (Proposal([1, 2], [-1], [0.5]), "2 tokens, 1 parents and 1 scores; give as many of each"),
-        ([1, 2], "list is no Proposal of tokens, parents and scores"),
-        (None, "NoneType is no Proposal"),
+        (Proposal([3], [-1], [float("nan")]), "score nan of node 0 is not a finite number"),
+        (Proposal([3], [-1], [None]), "score None of node 0 is not a finite number"),  # type: ignore[list-item]
+        (Proposal([1, 2, 3, 4], [-1, 0, 1, 2], [0.5] * 4), "4 nodes, and at most 3 were requested"),
+        (Proposal([1, 2], [-1], [0.5]), "2 tokens, 1 parents and 1 scores; give the same number of each"),
+        ([1, 2], "list is not a Proposal of tokens, parents and scores"),
+        (None, "NoneType is not a Proposal"),
     ],
 )
 def test_wrong_proposals_are_named(proposal: Any, said: str) -> None:
-    with pytest.raises(WrongDraft, match=re.escape(f"drafter mine drafts wrongly: {said}")):
+    with pytest.raises(WrongDraft, match=re.escape(f"drafter mine returned an invalid draft: {said}")):
         check_proposal("mine", proposal, 3, 99)
 
 
@@ -76,7 +76,9 @@ def test_generate_ends_with_one_line(example: Path, tmp_path: Path, capsys: pyte
     flags = ["--drafter-module", str(example), "--mode", "echo", "--num-speculative-tokens", "3"]
     assert main(["generate", "the cat sat on the mat and the cat sat", *given, *flags]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert line == "error: drafter echo drafts wrongly: token 9999 of node 0 is outside of the vocabulary of 384"
+    assert (
+        line == "error: drafter echo returned an invalid draft: token 9999 of node 0 is outside the vocabulary of 384"
+    )
 
 
 # ---- drafts of models
@@ -91,10 +93,10 @@ def _tree(tokens: list[int], path: Tensor = ON_PATH) -> DraftTree:
     [
         (DraftTree(torch.tensor([[1, VOCAB]]), depth=2), f"token {VOCAB} of node 1 is outside"),
         (DraftTree(torch.tensor([[-2]]), depth=1), "token -2 of node 0 is outside"),
-        (DraftTree(torch.tensor([[1, 2, 3, 4, 5]]), depth=5), "5 nodes, and at most 4 were asked for"),
+        (DraftTree(torch.tensor([[1, 2, 3, 4, 5]]), depth=5), "5 nodes, and at most 4 were requested"),
         (DraftTree(torch.tensor([1, 2]), depth=2), "tokens of shape [2]; give a tensor [1, nodes]"),
         (DraftTree([[1]], depth=1), "tokens of shape list; give a tensor [1, nodes]"),  # type: ignore[arg-type]
-        (_tree([7, 7]), "nodes 0 and 1 are twins: token 7 after the same parent -1"),
+        (_tree([7, 7]), "nodes 0 and 1 are duplicate siblings: token 7 after parent -1"),
         (
             DraftTree(
                 torch.tensor([[7, 8]]),
@@ -108,7 +110,7 @@ def test_wrong_drafts_are_named(tree: DraftTree, said: str) -> None:
     drafter: Any = OracleDrafter({}, num_draft=4, accuracy=1.0)
     drafter.draft = lambda context, shape: tree
     engine = new_engine(tiny_decoder(), drafter)
-    with pytest.raises(WrongDraft, match=re.escape(f"drafter oracle drafts wrongly: {said}")):
+    with pytest.raises(WrongDraft, match=re.escape(f"drafter oracle returned an invalid draft: {said}")):
         engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=8))
     assert not engine.num_running
     drafter.draft = lambda context, shape: _tree([7, -1])
@@ -130,9 +132,9 @@ def test_the_page_has_a_drafter_that_is_right(example: Path, capsys: pytest.Capt
 @pytest.mark.parametrize(
     "before, after, said",
     [
-        (PROPOSAL, "return Proposal([999], [-1], [0.5])", "token 999 of node 0 is outside of the vocabulary of 320"),
-        (PROPOSAL, "return Proposal(tokens, [-1] * len(tokens), scores)[:2]", "tuple is no Proposal"),
-        ("min(budget, self.length)", "self.length", "4 nodes, and at most 1 were asked for"),
+        (PROPOSAL, "return Proposal([999], [-1], [0.5])", "token 999 of node 0 is outside the vocabulary of 320"),
+        (PROPOSAL, "return Proposal(tokens, [-1] * len(tokens), scores)[:2]", "tuple is not a Proposal"),
+        ("min(budget, self.length)", "self.length", "4 nodes, and at most 1 were requested"),
         ("0.5 ** (depth + 1)", "2.0", "each is a probability, from 0 to 1"),
         ("start is None", "1 / 0", "ZeroDivisionError in my_echo.py, line"),
     ],

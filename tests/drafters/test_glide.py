@@ -192,7 +192,7 @@ def test_new_heads_look_into_the_last_layer(tmp_path: Path) -> None:
         ({"head_dim": 16}, {}, "target_head_dim 8 and the target's is 16"),
         ({}, {"layers": []}, r"target_layer_ids is \[\] and the target has 2 layers"),
         ({}, {"layers": [2]}, r"target_layer_ids is \[2\] and the target has 2 layers"),
-        ({"model_type": "gemma2", "head_dim": 8}, {}, "squash attention scores"),
+        ({"model_type": "gemma2", "head_dim": 8}, {}, "attention soft-capping"),
     ],
 )
 def test_heads_of_other_targets_are_refused(sizes: dict, changes: dict, message: str, tmp_path: Path) -> None:

@@ -237,7 +237,7 @@ def test_options_that_do_not_go_together_are_refused(tmp_path: Path, capsys: pyt
         Runtime(EngineConfig(mode="eagle", heads=(str(tmp_path / "parallel"),), **given))
     with pytest.raises(ValueError, match="a head of mode eagle: take mode eagle, not parallel"):
         Runtime(EngineConfig(mode="parallel", heads=(str(tmp_path / "eagle3"),), **given))
-    with pytest.raises(ValueError, match="drafts shall be 5 tokens deep and the head guesses 4"):
+    with pytest.raises(ValueError, match="draft depth 5 exceeds the head's maximum of 4"):
         Runtime(EngineConfig(mode="parallel", heads=(str(tmp_path / "parallel"),), num_draft=5, **given))
     assert main(["generate", "a", "--mode", "share", "--draft-head", str(tmp_path / "parallel")]) == 2
     assert "no mode is eagle or parallel" in capsys.readouterr().err

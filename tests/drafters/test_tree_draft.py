@@ -200,7 +200,7 @@ def test_impossible_trees_are_refused(tree: Any, num_draft: int | None, message:
 def test_only_match_decides_about_trees() -> None:
     model = tiny_decoder(3)
     engine = classic_engine(model, model, num_draft=8, tree=(2, 4, 8))
-    with pytest.raises(ValueError, match="acceptance rejection decides about chains only"):
+    with pytest.raises(ValueError, match="acceptance rejection supports chains only"):
         engine.generate([PROMPTS[0]], SamplingParams(acceptance="rejection", temperature=1.0))
 
 

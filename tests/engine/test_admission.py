@@ -47,7 +47,7 @@ def test_wrong_requests_hurt_nobody() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             engine.add(prompt, params)
-    with pytest.raises(RuntimeError, match="end or cancel them before this call"):
+    with pytest.raises(RuntimeError, match="finish or cancel them before this call"):
         engine.generate([[1]], GREEDY)
     done: dict[Request, Completion] = {}
     drain(engine, done)
@@ -61,7 +61,7 @@ def test_a_cache_has_one_user_at_a_time() -> None:
     one.step()
     want = new_engine(MODEL).generate([[4, 5]], GREEDY)[0].token_ids
     assert other.generate([[4, 5]], GREEDY)[0].token_ids == want
-    with pytest.raises(RuntimeError, match="another call has used the cache"):
+    with pytest.raises(RuntimeError, match="the cache is in use by another call"):
         one.step()
     one.cancel(lost)
     request = one.add([4, 5], GREEDY)

@@ -85,7 +85,7 @@ def test_an_interrupted_call_cannot_go_on_after_another(engine: Engine) -> None:
     first = engine.stream([[1, 2, 3]], FEW)
     next(first)
     want = engine.generate([[4, 5, 6]], FEW, reuse=True)[0].token_ids
-    with pytest.raises(RuntimeError, match="another call has used the cache"):
+    with pytest.raises(RuntimeError, match="the cache is in use by another call"):
         next(first)
     engine.forget()
     assert engine.generate([[4, 5, 6]], FEW)[0].token_ids == want

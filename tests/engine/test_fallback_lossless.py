@@ -71,9 +71,9 @@ def test_the_fallback_is_exact_at_one_width(sampling: str, tmp_path: Path) -> No
     [
         (
             {"drafter_options": {"draft_window": 64}},
-            "draft_window is 64 and gpt2 (transformers) looks at all tokens; take off or auto",
+            "draft_window is 64 and gpt2 (transformers) attends to all tokens; use off or auto",
         ),
-        ({"tree": (2, 2, 4)}, "gpt2 (transformers) takes chains only; drop --tree"),
+        ({"tree": (2, 2, 4)}, "gpt2 (transformers) supports chains only; drop --tree"),
     ],
 )
 def test_the_fallback_says_what_it_cannot_do(asked: dict[str, Any], said: str, tmp_path: Path) -> None:

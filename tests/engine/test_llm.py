@@ -113,7 +113,7 @@ def test_a_call_that_is_accepted_otherwise_waits_for_the_others(llm: LLM, expect
     block = replace(SAMPLED, acceptance="block")
     assert len(llm.generate(PROMPTS[:2], block, mode="suffix")) == 2
     assert first.token_ids + [i for piece in stream for i in piece.token_ids] == expected[LONG.seed][0]
-    with pytest.raises(ValueError, match="acceptance block decides about rows that are sampled alike only"):
+    with pytest.raises(ValueError, match="acceptance block requires the same sampling parameters in all rows"):
         llm.generate(PROMPTS[:2], [block, GREEDY])
 
 
@@ -308,7 +308,7 @@ def test_ctrl_c_leaves_it_usable(
     monkeypatch.setattr(Engine, "_collect", pressed)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(PROMPTS, GREEDY, mode=mode)
-    with pytest.raises(RuntimeError, match=r"another call was broken off .*KeyboardInterrupt.*ask again"):
+    with pytest.raises(RuntimeError, match=r"another call failed in the middle .*KeyboardInterrupt.*repeat this one"):
         list(half_read)
     assert ids_of(llm.generate(PROMPTS, GREEDY, mode=mode)) == expected[GREEDY.seed]
     assert ids_of(llm.generate(PROMPTS, SAMPLED, mode="naive")) == expected[SAMPLED.seed]
@@ -329,7 +329,7 @@ def test_a_wrong_prompt_stops_its_own_call_alone(llm: LLM, expected: dict[int, A
     for wrong, reason in wrongs:
         with pytest.raises(ValueError, match=reason):
             llm.generate(wrong, GREEDY, mode="naive")
-    with pytest.raises(ValueError, match="stream takes one prompt, and these are 2"):
+    with pytest.raises(ValueError, match="stream needs one prompt, not 2"):
         llm.stream(["the", "cat"])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="logit_bias"):
         llm.generate("the", replace(GREEDY, logit_bias={9999: 1.0}))

@@ -191,8 +191,8 @@ def test_a_start_appends_and_cuts_what_a_killed_one_left(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"prompt": "x"}\n', "is no trace; name another file"),
-        ("words\n", "is no trace; name another file"),
+        ('{"prompt": "x"}\n', "is not a trace; name another file"),
+        ("words\n", "is not a trace; name another file"),
         ('{"event": "start", "format": 2}\n', "has format 2, and this version writes 1; name another file"),
     ],
 )
@@ -235,7 +235,7 @@ def test_a_disk_that_fills_ends_the_trace_and_not_the_text(
     runtime.close()
     assert len(done.token_ids) == GREEDY.max_new_tokens
     [record] = caplog.records
-    assert record.getMessage().endswith("t.jsonl ends here (No space left on device); decoding goes on")
+    assert record.getMessage().endswith("t.jsonl ends here (No space left on device); decoding continues")
 
 
 # The page

@@ -328,12 +328,12 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
     refused({"norm.weight": None}, "missing norm.weight")
     refused({"fc_norm.0.weight": good["norm.weight"].clone()}, "EAGLE-3.1")
     refused({"mask_hidden": good["norm.weight"].clone()}, "P-EAGLE")
-    refused({"fc.weight": None}, "no tensor fc.weight")
+    refused({"fc.weight": None}, "the tensor fc.weight is missing")
     refused({"gate.weight": good["norm.weight"].clone()}, "unexpected gate.weight")
     refused({"midlayer.mlp.up_proj.weight": good["fc.weight"].clone()}, "midlayer.mlp.up_proj.weight has shape")
-    refused({"d2t": None, "t2d": None}, "there is no d2t")
+    refused({"d2t": None, "t2d": None}, "the tensor d2t, with their ids, is missing")
     refused({"d2t": good["d2t"] + 100}, "different ones of 40 tokens")
-    refused({"t2d": ~good["t2d"]}, "t2d and d2t name other tokens")
+    refused({"t2d": ~good["t2d"]}, "t2d and d2t name different tokens")
 
 
 def test_sections_and_fields_of_null_in_a_head_say_nothing(tmp_path: Path) -> None:

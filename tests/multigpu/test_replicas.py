@@ -90,8 +90,8 @@ def test_tasks_of_a_dead_replica_go_to_the_others(caplog: pytest.LogCaptureFixtu
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"dies_at": [7]}, RuntimeError, r"no replica is left: replica . of 2 ended \(killed by SIGKILL\) while it "
-         r"held tasks 7.* the same command goes on"),
+        ({"dies_at": [7]}, RuntimeError, r"no replica is left: replica . of 2 ended \(killed by SIGKILL\) while "
+         r"working on tasks 7.* the same command resumes"),
         ({"raises_at": [7]}, RuntimeError, r"no replica is left: .* \(RuntimeError: no square of 7\)"),
         ({"refuses": "seconds is 'x'; give a number"}, ValueError, r"^seconds is 'x'; give a number$"),
     ],
@@ -157,7 +157,7 @@ def test_each_replica_gets_a_gpu_and_its_part_of_the_cores(monkeypatch: pytest.M
     assert environments(1, "cuda:2") == [{"OMP_NUM_THREADS": "8"}]
     with pytest.raises(ValueError, match="--replicas is 4 and there are 3 GPUs; give no more, or --device cpu"):
         environments(4, "cuda")
-    with pytest.raises(ValueError, match="--device is cuda:1 and --replicas 2, which take a GPU each"):
+    with pytest.raises(ValueError, match="--device is cuda:1 and --replicas 2, which need a GPU each"):
         environments(2, "cuda:1")
     with pytest.raises(ValueError, match="--replicas is 0; it must be at least 1"):
         environments(0, "cpu")

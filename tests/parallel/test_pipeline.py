@@ -313,7 +313,7 @@ def test_stages_get_what_they_have_room_for() -> None:
     ends = PipelineSizes(blocks=(10,) * 12, first=30, last=60)
     assert balance_blocks(ends, [math.inf] * 3, NAMES) == (4, 7, 1)
     assert balance_blocks(PipelineSizes(blocks=(40, 10, 10, 10, 10)), [math.inf] * 2, NAMES[:2]) == (1, 4)
-    beside = PipelineSizes(blocks=(10,) * 12, beside={1: 60})
+    beside = PipelineSizes(blocks=(10,) * 12, extra={1: 60})
     assert balance_blocks(beside, [math.inf] * 2, NAMES[:2]) == (9, 3)
 
 

@@ -275,7 +275,7 @@ def test_a_step_that_was_broken_off_is_the_last(folder: Path) -> None:
         ({"tensor_parallel": 0}, "tensor_parallel is 0; it must be at least 1"),
         (
             {"tensor_parallel": 3},
-            "is 3, and the model's 4 key/value heads cannot be shared out evenly; take 2 or 4, or",
+            "is 3, and the model's 4 key/value heads cannot be divided evenly; use 2 or 4, or",
         ),
         ({"tensor_parallel_style": "reduce"}, "tensor_parallel_style is 'reduce' and tensor_parallel is 1; give ranks"),
         ({"tensor_parallel": 2, "tensor_parallel_style": "sum"}, "tensor_parallel_style is 'sum'; choose one of"),
@@ -295,11 +295,11 @@ def test_mistakes(folder: Path, options: dict[str, Any], complaint: str) -> None
 def test_what_cannot_be_cut_is_named() -> None:
     cuts = {"heads": (6, 1), "outputs": (96, 16)}
     require_divisible(2, cuts)
-    with pytest.raises(ValueError, match="the model's 6 heads cannot be shared out evenly; take 2 or 3 or 6, or leave"):
+    with pytest.raises(ValueError, match="the model's 6 heads cannot be divided evenly; use 2 or 3 or 6, or leave"):
         require_divisible(4, cuts)
-    with pytest.raises(ValueError, match="96 outputs cannot be shared out evenly in whole tiles of 16; take 2 or 3"):
+    with pytest.raises(ValueError, match="96 outputs cannot be divided evenly in whole tiles of 16; use 2 or 3"):
         require_divisible(4, {**cuts, "heads": (12, 1)})
-    with pytest.raises(ValueError, match="5 heads cannot be shared out evenly; leave it out"):
+    with pytest.raises(ValueError, match="5 heads cannot be divided evenly; leave it out"):
         require_divisible(2, {"heads": (5, 1), "outputs": (96, 16)})
     weight = torch.arange(12)[:, None]
     assert Shard(1, 2).cut(weight, (8, 4)).flatten().tolist() == [4, 5, 6, 7, 10, 11]
@@ -309,7 +309,7 @@ def test_torchs_activations_need_whole_vectors() -> None:
     raw = {"vocab_size": 384, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
     config = DecoderConfig.from_hf({**raw, "num_attention_heads": 4, "num_key_value_heads": 2, "model_type": "llama"})
     check_tensor_parallel(config, 2)
-    with pytest.raises(ValueError, match="96 outputs of gate and up cannot be shared out evenly in whole tiles of 64"):
+    with pytest.raises(ValueError, match="96 outputs of gate and up cannot be divided evenly in whole tiles of 64"):
         check_tensor_parallel(config, 2, EAGER_TILE)
 
 

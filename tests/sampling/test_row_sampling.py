@@ -286,7 +286,7 @@ def test_other_acceptance_is_for_rows_that_are_sampled_alike() -> None:
         rows.place(row, params, 0, [1])
     assert rows.kind([0, 1]).acceptance == "block"
     for mixed in ([0, 2], [0, 3], [3, 1]):
-        with pytest.raises(ValueError, match="acceptance block decides about rows that are sampled alike only"):
+        with pytest.raises(ValueError, match="acceptance block requires the same sampling parameters in all rows"):
             rows.kind(mixed)
     assert rows.kind([3]).acceptance == "match"
 

@@ -359,7 +359,7 @@ def test_doubled_and_damaged_lines_are_told(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="of-00002.jsonl has answer 0 to record 0, which is there already"):
         answers(tmp_path)
     shard.path.write_bytes(b'{"index": 1, "sample"\n')
-    with pytest.raises(ValueError, match="00001-of-00002.jsonl:1 is no record"):
+    with pytest.raises(ValueError, match="00001-of-00002.jsonl:1 is not a record"):
         answers(tmp_path)
 
 
@@ -376,7 +376,11 @@ def test_doubled_and_damaged_lines_are_told(tmp_path: Path) -> None:
         (["--prompts", "none.jsonl"], {}, "none.jsonl cannot be read (No such file or directory)"),
         (["--prompts", "/dev/null"], {}, "/dev/null: no records"),
         (["--gpu-index", "0", "--device", "cpu"], {}, "--gpu-index is 0 and --device cpu; drop one of the two"),
-        (["--seed", "1"], {}, "settings.json says seed 0 and now it is 1; go on as before, or give another --out-dir"),
+        (
+            ["--seed", "1"],
+            {},
+            "settings.json says seed 0 and now it is 1; use the same settings to resume, or give",
+        ),
         (["--max-new-tokens", "25"], {}, "says max_new_tokens 24 and now it is 25"),
         ([], {"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2 and WORLD_SIZE 2"),
         ([], {"RANK": "x"}, "RANK is x and WORLD_SIZE None"),

@@ -138,7 +138,7 @@ def test_what_was_said_before_an_end_is_not_said_again(
     assert main(["prompts", "--out", str(out), *options]) == 0 and len(added) == 12, "all is there"
     capsys.readouterr()
     assert main(["prompts", "--out", str(out), *options, "--seed", "7"]) == 2
-    assert "go on as before, or give another --out" in capsys.readouterr().err
+    assert "use the same settings to resume, or give another --out" in capsys.readouterr().err
 
 
 def test_a_corpus_is_looked_into(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -453,7 +453,7 @@ def test_a_folder_keeps_its_training(
     assert train("eagle", data, tmp_path / "next", "--steps", "1", "--init", str(out)) == 0
     assert json.loads((tmp_path / "next" / "settings.json").read_text())["init"] == str(out / "best")
     assert train("eagle", data, out, "--resume", "--steps", "3") == 0
-    with pytest.raises(ValueError, match=f"{out} is a draft head, no model; give it with --draft-head"):
+    with pytest.raises(ValueError, match=f"{out} is a draft head, not a model; give it with --draft-head"):
         second_model(EngineConfig(draft=str(out)))
     other = shutil.copytree(data, tmp_path / "other")
     shard = other / "answers" / "answers-00000-of-00001.jsonl"

@@ -20,7 +20,7 @@ from compile.huge_pages import HugePageArena
 from multigpu.pipeline_parallel import DoesNotFit, PipelinePlan
 from quant.config import QuantConfig
 from sharesd.config import EngineConfig, PipelineConfig
-from sharesd.drafters.hybrid import BESIDE_STORED, members
+from sharesd.drafters.hybrid import WITH_STORED_WEIGHTS, members
 from sharesd.loading.resolve import resolve_config
 from sharesd.models.checkpoint import STORED
 from sharesd.models.hub import resolve
@@ -139,7 +139,7 @@ def test_ranks_give_logits_and_texts_of_one(kind: str, tmp_path: Path) -> None:
     config = config_of(kind, tmp_path)
     alone = Runtime(config)
     with threads(replace(config, tensor_parallel=2), (*MODES, "recycle", "classic")) as runtime:
-        assert members(runtime.config) == BESIDE_STORED
+        assert members(runtime.config) == WITH_STORED_WEIGHTS
         assert isinstance(down_of(runtime), BlockLinear) and 2 * down_of(runtime).nbytes == down_of(alone).nbytes
         assert all(map(torch.equal, logits_of(runtime), logits_of(alone)))
         for params in (GREEDY, SAMPLED):

@@ -106,7 +106,7 @@ class ClassicDrafter(Drafter):
         shared = self.cache.shared_prefix_lengths(tokens) if reuse else [0] * self.cache.batch
         source = max(range(len(shared)), key=lambda other: (shared[other], other == row))
         self.cache.begin_row(row, tokens[: shared[source]], source)
-        self.cache.lengths[row : row + 1].clamp_(min=1)  # drafts of others' rounds may look at the token before
+        self.cache.lengths[row : row + 1].clamp_(min=1)  # a draft for other rows may read the token before
 
     @torch.inference_mode()
     def read(self, row: int, tokens: list[int]) -> None:

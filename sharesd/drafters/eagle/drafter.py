@@ -155,7 +155,7 @@ class HeadStepper:
         self._ahead = own.draft_view()
         self.root_pos_B, self.next_pos_B = target.lengths, torch.zeros_like(target.lengths)
 
-    def _news(self) -> tuple[Tensor, Tensor, int, StaticKVCache, Tensor]:
+    def _read_inputs(self) -> tuple[Tensor, Tensor, int, StaticKVCache, Tensor]:
         num = self._begin()
         assert self._target.features is not None
         return self._tokens_BS, self._target.features, num, self._ahead, self.root_pos_B
@@ -164,7 +164,7 @@ class HeadStepper:
         """Return the number of places to read from `_ahead.lengths` on."""
         places_B, num = self._ahead.lengths, self._lead()
         torch.sub(self.root_pos_B, num, out=places_B)
-        places_B.clamp_(min=0)  # of shorter texts, what is read behind them nobody sees
+        places_B.clamp_(min=0)  # reads past the end of shorter rows are ignored
         torch.add(self.root_pos_B, 1, out=self.next_pos_B)
         return num
 
@@ -179,7 +179,7 @@ class _FeatureStepper(HeadStepper):
         """State of the root or chain's last token, then of tree nodes."""
 
     def start(self) -> Tensor:
-        logits_B1K = self._head.read(*self._news(), self._states_BPD)
+        logits_B1K = self._head.read(*self._read_inputs(), self._states_BPD)
         assert logits_B1K is not None
         self._ahead.lengths.copy_(self.root_pos_B)
         return logits_B1K

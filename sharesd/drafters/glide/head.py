@@ -77,10 +77,10 @@ class CrossAttention(nn.Module):
         q_BHTd = self._queries(x_BTD, first_B, None).transpose(1, 2)
         k_BKSd, v_BKSd = (F.pad(each, (0, 0, 0, 1)) for each in (k_BKSd, v_BKSd))
         for step in range(steps):
-            behind_TT = place_T[:, None] - step - place_T  # of the last token that is seen
-            seen_TT = behind_TT >= 0
+            distance_TT = place_T[:, None] - step - place_T  # to the last token that is visible
+            seen_TT = distance_TT >= 0
             if self.window:
-                seen_TT &= behind_TT < self.window - 1
+                seen_TT &= distance_TT < self.window - 1
             found_BHTd = F.scaled_dot_product_attention(
                 q_BHTd, k_BKSd, v_BKSd, attn_mask=F.pad(seen_TT, (0, 1), value=True), scale=self.scale, enable_gqa=True
             )
@@ -235,7 +235,7 @@ def _target_layers(raw: Mapping[str, Any], target: DecoderConfig) -> tuple[int, 
         )
     if target.attn_logit_softcapping:
         raise ValueError(
-            "GLIDE heads do not look into targets that squash attention scores (here to "
+            "GLIDE heads do not support targets with attention soft-capping (here "
             f"{target.attn_logit_softcapping:g}); give an EAGLE head"
         )
     return layers

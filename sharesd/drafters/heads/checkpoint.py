@@ -39,7 +39,7 @@ def load_head(folder: Path, target: Decoder) -> Head:
 def check_head(folder: Path, config: DecoderConfig) -> Kind:
     """Return the kind of a head; ValueError as `load_head` by names, shapes and types alone.
 
-    Neither the target of this config nor the head takes memory.
+    Neither the target of this config nor the head is allocated.
     """
     head, stored = _empty_head(folder, Decoder(config, device="meta"))
     copy_tensors(
@@ -124,7 +124,7 @@ def _kind(raw: Mapping[str, Any], tensors: Mapping[str, tuple[str, Tensor]]) -> 
         if not layout.is_public and raw.get("architectures") == [layout.architecture]:
             return layout.layout
     if "fc.weight" not in tensors:
-        raise ValueError("there is no tensor fc.weight; give the folder of a trained head")
+        raise ValueError("the tensor fc.weight is missing; give the folder of a trained head")
     return next((each.layout for each in reversed(layouts) if each.marks & tensors.keys()), layouts[0].layout)
 
 
@@ -135,17 +135,17 @@ def _draft_ids(tensors: dict[str, tuple[str, Tensor]], config: HeadConfig) -> Te
     if d2t_K is None:
         if num != vocab_size:
             raise ValueError(
-                f"draft_vocab_size is {num} of {vocab_size} and there is no d2t, which says which; {_AGAIN}"
+                f"draft_vocab_size is {num} of {vocab_size} and the tensor d2t, with their ids, is missing; {_AGAIN}"
             )
         return None
     if d2t_K.shape != (num,):
         raise ValueError(f"d2t has shape {list(d2t_K.shape)} and draft_vocab_size is {num}; {_AGAIN}")
     ids_K = d2t_K.long() + torch.arange(num)
     if ids_K.min() < 0 or ids_K.max() >= vocab_size or len(ids_K.unique()) < num:
-        raise ValueError(f"d2t does not lead to {num} different ones of {vocab_size} tokens; {_AGAIN}")
+        raise ValueError(f"d2t does not name {num} different ones of {vocab_size} tokens; {_AGAIN}")
     known_V = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, ids_K, True)
     if t2d_V is not None and not torch.equal(t2d_V.bool(), known_V):
-        raise ValueError(f"t2d and d2t name other tokens, and come from one training; {_AGAIN}")
+        raise ValueError(f"t2d and d2t name different tokens; {_AGAIN}")
     return ids_K
 
 
@@ -216,7 +216,7 @@ HINTS = {"norm", "fc", "residual", "aux", "draft", "parallel", "causal", "mask",
 
 SECTIONS = ("eagle_config", "transformer_layer_config", "speculators_config", "dflash_config")
 """Sections of config.json that are searched."""
-_REMEDY = "give a head in a layout of EAGLE, EAGLE-2 or EAGLE-3 without it, or take a mode without a head"
+_REMEDY = "give a head in a layout of EAGLE, EAGLE-2 or EAGLE-3 without it, or use a mode without a head"
 
 
 def refuse_foreign(raw: Mapping[str, Any], tensors: Collection[str]) -> None:

@@ -118,7 +118,7 @@ class HeadConfig:
 
 
 def default_taps(num_layers: int) -> tuple[int, ...]:
-    """Return the depths that EAGLE-3 heads read where nothing says them; of small targets up to three that exist."""
+    """Return the depths that EAGLE-3 heads read if their config names none: three, or fewer for small targets."""
     if num_layers > 6:
         return 2, num_layers // 2, num_layers - 3
     return tuple(sorted({1, (num_layers + 1) // 2, num_layers}))
@@ -146,7 +146,7 @@ def taps_of(raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
         )
     if min(taps) < 1 or max(taps) > num_layers or len(set(taps)) < len(taps):
         raise ValueError(
-            f"the head reads hidden states behind {', '.join(map(str, taps))} blocks and the target has {num_layers}; "
+            f"the head reads hidden states after {', '.join(map(str, taps))} blocks and the target has {num_layers}; "
             f"give a head that was trained for this target, or other {LAYER_IDS} in its config.json"
         )
     return taps

@@ -30,7 +30,7 @@ from sharesd.models.decoder_config import DecoderConfig
 
 
 class HeadBlock(nn.Module):
-    """Decoder block with attention inputs beside the residual stream."""
+    """Decoder block whose attention inputs differ from its residual stream."""
 
     def __init__(self, config: HeadConfig, inputs: int, **place) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Head(nn.Module):
     """Head for one target, whose embedding and LM head it may use."""
 
     OPTIONS: ClassVar[frozenset[str]] = frozenset()
-    """Arguments of the constructor besides `ids_K` and `own_embed`."""
+    """Arguments of the constructor in addition to `ids_K` and `own_embed`."""
     BLOCK_NAME: ClassVar[str] = "layers.0"
     """Name of the first block in files that are written."""
     HAS_TARGET_WIDTH: ClassVar[bool] = False
@@ -72,7 +72,7 @@ class Head(nn.Module):
         """`ids_K`: the target's ids of the draft tokens; None: all."""
         super().__init__()
         self.config = config
-        self._target = (target,)  # in a tuple, since it is no part of this module
+        self._target = (target,)  # in a tuple, so that it does not become a submodule
         table_Pr, c = target.get_buffer("cos_0"), config.block
         self.place: dict[str, Any] = {"dtype": table_Pr.dtype, "device": table_Pr.device}
         table_VD = torch.empty(c.vocab_size, c.hidden_size, **self.place) if own_embed else None
@@ -90,11 +90,11 @@ class Head(nn.Module):
 
     @classmethod
     def written_fields(cls, raw: Mapping[str, Any], target: DecoderConfig) -> dict[str, Any]:
-        """Return fields of a new head's config.json besides common ones."""
+        """Return fields of a new head's config.json in addition to the common ones."""
         return {}
 
     def own_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield names in files with views of parameters besides common ones."""
+        """Yield names in files with views of parameters in addition to the common ones."""
         yield from ()
 
     def add_lm_head(self, own: bool) -> None:
@@ -119,7 +119,7 @@ class Head(nn.Module):
 
         States of the first draft token after each place, then of further ones in a chain of `steps`. Place t has the
         target's features of token t, and `tokens_BT[:, t]` is token t + 1. State t of step s belongs to a chain whose
-        first s tokens were guessed and equal those of the text; the first s places of step s are undefined.
+        first s tokens were drafted and equal those of the text; the first s places of step s are undefined.
         """
         raise NotImplementedError
 

@@ -5,10 +5,10 @@ from sharesd.drafters.registry import DrafterSpec, Support
 
 PREFERRED = ("eagle", "share", "suffix")
 """Default drafters: first if a head exists, else second; and third."""
-BESIDE_STORED = ("suffix", "recycle")
-"""Default drafters beside stored weights, if there is no head.
+WITH_STORED_WEIGHTS = ("suffix", "recycle")
+"""Default drafters if the target runs on stored weights and there is no head.
 
-A quantized copy would read as many bytes as those.
+A quantized copy of the target would be no smaller than the stored weights, so it could not draft faster.
 """
 
 
@@ -22,7 +22,7 @@ def members(config: EngineConfig) -> tuple[str, ...]:
     lacking = config.tensor_parallel > 1 and registry.lacking((head,), Support.TENSOR_PARALLEL)
     if not lacking and selection.head_of(config, head) is not None:
         return head, table
-    return BESIDE_STORED if config.dequantize is False else (other, table)
+    return WITH_STORED_WEIGHTS if config.dequantize is False else (other, table)
 
 
 SPEC = DrafterSpec(

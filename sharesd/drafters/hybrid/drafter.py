@@ -1,4 +1,4 @@
-"""Mix of drafters: each round takes the draft with best throughput."""
+"""Mix of drafters: each round uses the draft with the best predicted throughput."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class HybridDrafter(Drafter):
         self.first_alphas = model.first_alphas if model else FIRST_ALPHAS
         self.tables, self.model_drafter = tuple(tables), model
         self._idle = 0  # rounds since the model drafted
-        self._woven = False  # whether the last draft has nodes of both
+        self._mixed = False  # True if the last draft has nodes of the model and of tables
         self._num_successors = max((table.num_successors for table in tables), default=0)
         self._known: dict[int, int] = {}  # of each row: how much of its text the tables have seen
         self._texts: Mapping[int, list[int]] = {}
@@ -104,7 +104,7 @@ class HybridDrafter(Drafter):
             num_nodes, rate = policy.num_table_nodes_worth([_of(proposals, row).scores for row in policy.counted_rows])
         if self.model_drafter is not None:
             policy.tables_match = num_nodes > 0
-            model = policy.next_shape(beside=rate if num_nodes else None)
+            model = policy.next_shape(rate_to_beat=rate if num_nodes else None)
             policy.record_model_draft(model, early is not None)
             if model.nodes:
                 draft = early or self._model_draft(context, model)
@@ -117,7 +117,7 @@ class HybridDrafter(Drafter):
             if self.model_drafter is not None and num_nodes:
                 without = max(without, policy.shape_rate(policy.best_shape()))
             policy.gate.record_gain(rate / without - 1)
-        if other_rule:  # which knows no rows with fewer nodes than others
+        if other_rule:  # it requires the same number of nodes in every row
             num_nodes = min([num_nodes, *(len(proposal.tokens) for proposal in proposals.values())])
         if not num_nodes:
             if should_query_tables:
@@ -128,8 +128,8 @@ class HybridDrafter(Drafter):
 
     def _model_draft(self, context: DraftContext, shape: DraftShape) -> DraftTree:
         assert self.model_drafter is not None
-        self.model_drafter.catch_up(self._texts, self._idle > 0 or self._woven, coming=self._coming)
-        self._idle, self._woven = 0, False
+        self.model_drafter.catch_up(self._texts, self._idle > 0 or self._mixed, coming=self._coming)
+        self._idle, self._mixed = 0, False
         return checked_draft(self.model_drafter, context, shape)
 
     def _fill_up(self, context: DraftContext, draft: DraftTree, proposals: Mapping[int, Proposal]) -> DraftTree:
@@ -138,24 +138,24 @@ class HybridDrafter(Drafter):
         room = policy.max_nodes() - shape.nodes
         if room <= 0 or not self.tables or not self.trees:
             return draft
-        chances, woven = policy.node_accept_probs(shape), {}
+        accept_probs, mixed = policy.node_accept_probs(shape), {}
         for row, tokens, parents in zip(
             range(context.first, context.end), draft.tokens.tolist(), parents_of(draft), strict=True
         ):
-            woven[row] = model = Proposal(tokens, parents, chances)
+            mixed[row] = model = Proposal(tokens, parents, accept_probs)
             if row in proposals:
                 chain = best_path(model.parents)
                 after = self._ask(context, row, room, [tokens[node] for node in chain])
-                woven[row] = fill_up(model, [(-1, proposals[row]), (chain[-1], after)])
-        _, alone = policy.num_table_nodes_worth([()], beside=shape)
+                mixed[row] = fill_up(model, [(-1, proposals[row]), (chain[-1], after)])
+        _, alone = policy.num_table_nodes_worth([()], drafted=shape)
         num_added, rate = policy.num_table_nodes_worth(
-            [woven[row].scores[shape.nodes :] for row in policy.counted_rows], beside=shape
+            [mixed[row].scores[shape.nodes :] for row in policy.counted_rows], drafted=shape
         )
         policy.gate.record_gain(rate / alone - 1)
         if num_added == 0:
             return draft
-        self._woven = True
-        tree = pack(list(woven.values()), shape.nodes + num_added, draft.drafter)
+        self._mixed = True
+        tree = pack(list(mixed.values()), shape.nodes + num_added, draft.drafter)
         return tree._replace(
             num_steps=draft.num_steps, window=draft.window, kept=draft.kept, num_filled=num_added, filler=self._names
         )

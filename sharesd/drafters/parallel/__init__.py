@@ -18,7 +18,7 @@ SPEC = DrafterSpec(
             is_public=False,
             max_layers=2,
             build="sharesd.drafters.parallel.head:Parallel",
-            help="train a head that guesses in one pass",
+            help="train a head that drafts all tokens in one pass",
             training={"draft_vocab": 8192, "feature_weight": 0.0, "unroll": "5"},
         ),
     ),

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class ParallelDrafter(EagleDrafter):
-    """Drafter around a parallel head: a chain or tree takes one pass."""
+    """Drafter around a parallel head: a chain or tree is drafted in one pass."""
 
     name = "parallel"
     single_pass = True
@@ -58,7 +58,7 @@ class _ParallelStepper(HeadStepper):
 
     def start(self) -> Tensor:
         depth = self._depth()
-        self._logits_BKN[:, :depth] = self._head.propose(*self._news(), depth)
+        self._logits_BKN[:, :depth] = self._head.propose(*self._read_inputs(), depth)
         return self._logits_BKN[:, :1]
 
     def step(self, tokens_BF: Tensor, tree_mask: TreeAttentionMask | None = None) -> Tensor:
@@ -78,13 +78,14 @@ def build(inputs: BuildInputs) -> EagleDrafter:
     max_depth = head.config.draft_length
     depth = config.explicit_tree[1] if config.explicit_tree else config.num_draft or 1
     if depth > max_depth:
-        raise ValueError(f"drafts shall be {depth} tokens deep and the head guesses {max_depth}; ask for no more")
+        raise ValueError(f"draft depth {depth} exceeds the head's maximum of {max_depth}; lower it")
     chosen = config.num_draft is None and config.explicit_tree is None
     if chosen and config.max_draft > max_depth and not isinstance(config.max_draft, DefaultLimit):
         log.warning(
-            "max_draft is %d and the head of mode %s guesses %d tokens at most, which is used; give at most that",
+            "max_draft is %d and the head of mode %s drafts at most %d tokens; using %d",
             config.max_draft,
             ParallelDrafter.name,
+            max_depth,
             max_depth,
         )
     return build_head_drafter(ParallelDrafter, inputs)

@@ -50,7 +50,7 @@ class Parallel(Eagle3):
     def config_fields(cls, raw: Mapping[str, Any], target: DecoderConfig) -> dict[str, Any]:
         length = raw.get("draft_length", 0)
         if length < 2:
-            raise ValueError(f"draft_length, the tokens that one pass guesses, is {length}; it must be at least 2")
+            raise ValueError(f"draft_length, the tokens that one pass drafts, is {length}; it must be at least 2")
         return {**super().config_fields(raw, target), "draft_length": length}
 
     @classmethod
@@ -81,7 +81,7 @@ class Parallel(Eagle3):
         tokens_BR, fused_BRD = self.new_places(tokens_BS, features_BSF, num, cache)
         root_B1 = (ends_B - 1 - cache.lengths).clamp(min=0)[:, None]
         row_T = torch.arange(num + depth - 1, device=ends_B.device)
-        ahead_BT = (row_T - root_B1).clamp(0, depth - 1)  # of shorter texts, what lies behind the masks nobody sees
+        ahead_BT = (row_T - root_B1).clamp(0, depth - 1)  # places after the masks of shorter rows are ignored
         read_BT = row_T.minimum(root_B1)
         states_BTD = self.look_ahead(
             tokens_BR.gather(1, read_BT), fused_BRD.gather(1, each(read_BT, fused_BRD)), ahead_BT, cache
@@ -105,8 +105,8 @@ class Parallel(Eagle3):
         states_BTD, masks_BAMD = self.foresee(
             tokens_BT, features_BTF, torch.arange(T, device=tokens_BT.device), steps - 1
         )
-        behind = (F.pad(masks_BAMD[:, : max(T - s, 0), s - 1], (0, 0, min(s, T), 0)) for s in range(1, steps))
-        return [states_BTD, *behind]
+        masks = (F.pad(masks_BAMD[:, : max(T - s, 0), s - 1], (0, 0, min(s, T), 0)) for s in range(1, steps))
+        return [states_BTD, *masks]
 
     def foresee(
         self, tokens_BT: Tensor, features_BTF: Tensor, anchors_A: Tensor, num_masks: int

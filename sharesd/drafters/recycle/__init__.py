@@ -29,7 +29,7 @@ SPEC = DrafterSpec(
     file="recycle_table",
     embedded=EMBEDDED_TABLE,
     needs=frozenset({Need.LOGITS}),
-    # Beside a head it costs 1 to 9 % more than it gains (docs/results/README.md).
-    auto_beside=frozenset({"", "model", "self"}),
+    # Next to a head it costs 1 to 9 % more than it gains (docs/results/README.md).
+    auto_with=frozenset({"", "model", "self"}),
     colour="#D55E00",
 )

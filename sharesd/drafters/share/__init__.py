@@ -20,7 +20,8 @@ def window(text: str) -> int | str:
 class Options:
     draft_window: int | Literal["auto", "off"] = option(
         "auto",
-        "mode share: draft steps look at the last N tokens and the first few; auto: in long contexts; off: at all",
+        "mode share: draft steps attend to the last N tokens and the first few; auto: only in long contexts; "
+        "off: never",
         metavar="N",
         parse=window,
     )

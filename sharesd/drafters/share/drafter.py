@@ -111,7 +111,7 @@ def _windows(inputs: BuildInputs) -> tuple[int, ...]:
     given, target = options_of(inputs.config, "share").draft_window, inputs.target
     if isinstance(given, int):
         if not isinstance(target, Decoder):
-            raise ValueError(f"draft_window is {given} and {target.name} looks at all tokens; take off or auto")
+            raise ValueError(f"draft_window is {given} and {target.name} attends to all tokens; use off or auto")
         return (given,)
     # If attention masks what it does not need, and reads it all the same, a window gains nothing.
     gains = isinstance(target, Decoder) and reads_live_slots(inputs.device, inputs.dtype, target.config.head_dim)

@@ -14,7 +14,7 @@ EMBEDDED_CORPUS = Path(__file__).parents[1] / "tables" / "smollm2-135m-instruct.
 class Options:
     corpus: PathText | None = option(
         None,
-        "mode suffix: datastore of texts to look into as well, or `empty` (`sharesd train corpus` makes one; "
+        "mode suffix: datastore of texts to search as well, or `empty` (`sharesd train corpus` makes one; "
         "default: the one of the embedded model, for that model)",
         metavar="FILE",
     )
@@ -29,6 +29,6 @@ SPEC = DrafterSpec(
     options=Options,
     file="corpus",
     embedded=EMBEDDED_CORPUS,
-    auto_beside=frozenset({"", "model", "self", "head"}),
+    auto_with=frozenset({"", "model", "self", "head"}),
     colour="#009E73",
 )

@@ -1,8 +1,8 @@
 """Trees of continuations of the longest repeated suffix of the text.
 
-An online suffix automaton (Blumer et al. 1985) holds the text, beside a corpus as in REST (He et al. 2023, arXiv
-2311.08252). Probabilities are blended over ever shorter suffixes as in PPM (Cleary and Witten 1984; Witten and Bell
-1991).
+An online suffix automaton (Blumer et al. 1985) indexes the text, in addition to a corpus as in REST (He et al.
+2023, arXiv 2311.08252). Probabilities are blended over ever shorter suffixes as in PPM (Cleary and Witten 1984; Witten
+and Bell 1991).
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class SuffixAutomaton:
     def append(self, token: int) -> None:
         """Append a token of the text.
 
-        A new end belongs to the new state and to all states along its links, in periodic text as many as periods. Only
+        A new end belongs to the new state and to all states along its links, in periodic text one for each period. Only
         COUNTED are raised: counts of the longest suffixes stay exact, and only short ones that end a long chain of
-        longer ones are too low. A clone starts with the count of the state it is taken from, as their ends were the
+        longer ones are too low. A clone starts with the count of its original, as their ends were the
         same until now.
         """
         next_, link, length, count = self.next, self.link, self.length, self.count
@@ -122,12 +122,12 @@ class _Row:
 
 
 class SuffixTable(Table):
-    """Frequency-weighted trees of continuations, as deep as the evidence is good."""
+    """Frequency-weighted trees of continuations, deep where counts are reliable."""
 
     name = "suffix"
 
     def __init__(self, corpus: Datastore | None = None) -> None:
-        """`corpus`: texts searched besides the row's own (`open_datastore`)."""
+        """`corpus`: texts searched in addition to the row's own (`open_datastore`)."""
         self.corpus = corpus
         self.rates = HitRates([1.0] * BUCKETS, weight=2.0)
         """Hits per expected hit, by match length."""

@@ -24,7 +24,7 @@ class Table:
 
     @property
     def num_successors(self) -> int:
-        """Likeliest tokens per token that `learn` takes; 0: texts alone."""
+        """Likeliest tokens per token that `learn` needs; 0: it learns from texts alone."""
         return 0
 
     @property
@@ -87,7 +87,7 @@ def grow(
     scores: list[float] = []
     states: list[State] = []
     heap: list[tuple[float, int, int, int, State]] = []
-    best = [0.0] * budget  # scores of the best nodes found so far, taken or not: a heap, smallest first
+    best = [0.0] * budget  # scores of the best nodes found so far, in the tree or not: a heap, smallest first
     found, at, score, state = 0, -1, 1.0, root
     while len(tokens) < budget:
         for p, token, below in children(state, best[0] / score):
