@@ -148,7 +148,8 @@ def serve(connection: Connection, work: str, settings: Any) -> int:
 def function_of(work: str) -> Callable[..., Iterator[Numbered]]:
     """Import the function of a name `module:function`."""
     module, _, name = work.partition(":")
-    return getattr(importlib.import_module(module), name)
+    found: Callable[..., Iterator[Numbered]] = getattr(importlib.import_module(module), name)
+    return found
 
 
 class RemoteTaskQueue:

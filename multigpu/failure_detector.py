@@ -32,7 +32,9 @@ class RankLost(RuntimeError):
 class FailureDetector:
     """Failure detector of one process of a group."""
 
-    def __init__(self, rank: int, lines: Mapping[int, socket.socket], children: Mapping[int, subprocess.Popen]) -> None:
+    def __init__(
+        self, rank: int, lines: Mapping[int, socket.socket], children: Mapping[int, subprocess.Popen[bytes]]
+    ) -> None:
         """Start to monitor the connections.
 
         `lines`: on rank 0 connections to all ranks, on others to rank 0. `children`: ranks started by this process.

@@ -96,7 +96,7 @@ def with_fields(*names: str) -> Callable[[Any], dict[str, Any]]:
     """Return a `parse` of `read_records` that requires fields."""
     take = itemgetter(*names)
 
-    def parse(record: Any) -> dict[str, Any]:
+    def parse(record: dict[str, Any]) -> dict[str, Any]:
         take(record)
         return record
 

@@ -93,7 +93,7 @@ def _connected(
     store: dist.Store,
     device: torch.device,
     host: str,
-    children: Mapping[int, subprocess.Popen],
+    children: Mapping[int, subprocess.Popen[bytes]],
 ) -> ProcessGroup:
     if rank:
         port = int(store.get("sharesd/failure_detector"))
@@ -109,7 +109,7 @@ def _connected(
 
 
 def _accepted(
-    size: int, store: dist.Store, host: str, children: Mapping[int, subprocess.Popen]
+    size: int, store: dist.Store, host: str, children: Mapping[int, subprocess.Popen[bytes]]
 ) -> dict[int, socket.socket]:
     """Return rank 0's connections to all other ranks."""
     lines: dict[int, socket.socket] = {}

@@ -44,12 +44,12 @@ def replicas(work: str, settings: Any, device: str, *, needed: bool) -> list[Rep
     store, secret = _store(), os.urandom(32)
     others: list[Replica] = []
     with Listener(("localhost" if one_machine else "0.0.0.0", 0), authkey=secret, backlog=world) as listener:
-        host, port = "localhost" if one_machine else os.environ["MASTER_ADDR"], listener.address[1]  # type: ignore[misc]
+        host, port = "localhost" if one_machine else os.environ["MASTER_ADDR"], listener.address[1]
         store.set(_KEY, json.dumps([host, port, secret.hex()]))
         while len(others) < world - 1:
             connection = listener.accept()
             connection.send(work if needed else "")
-            others.append(Replica(f"rank {connection.recv()}", connection))  # type: ignore[arg-type]
+            others.append(Replica(f"rank {connection.recv()}", connection))
     return [*own, *others] if needed else []
 
 
@@ -60,7 +60,7 @@ def serve_rank_0(settings: Any, device: str) -> int:
     with Client((host, port), authkey=bytes.fromhex(secret)) as connection:
         connection.send(rank_and_world()[0])
         work = connection.recv()
-        return serve(connection, work, settings) if work else 0  # type: ignore[arg-type]
+        return serve(connection, work, settings) if work else 0
 
 
 def _environment(device: str) -> dict[str, str]:
@@ -74,4 +74,5 @@ def _environment(device: str) -> dict[str, str]:
 def _store() -> Store:
     from torch.distributed.rendezvous import rendezvous
 
-    return next(iter(rendezvous("env://")))[0]
+    store: Store = next(iter(rendezvous("env://")))[0]
+    return store

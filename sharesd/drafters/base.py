@@ -20,7 +20,8 @@ from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.base import CausalModel
 from sharesd.sampling.sampler import Sampler
 from sharesd.speculation.draft_buffers import DraftBuffers
-from sharesd.speculation.draft_policy import FIRST_ALPHAS, Policy
+from sharesd.speculation.draft_estimates import FIRST_ALPHAS
+from sharesd.speculation.draft_policy import Policy
 from sharesd.speculation.draft_tree import DraftShape, DraftTree, VerifyResult, chains, coarse_chains, shapes_of
 
 NOTHING: Mapping[int, int] = MappingProxyType({})
@@ -168,10 +169,10 @@ class BuildInputs:
 
     def build(self, spec: DrafterSpec) -> Drafter:
         """Build a drafter that takes time on the device."""
+        build: Callable[[BuildInputs], Drafter] = registry.imported(spec.build)
         if not spec.base:
-            return registry.imported(spec.build)(self)
-        own = replace(self, heads={**self.heads, spec.base: self.heads[spec.name]})
-        drafter = registry.imported(spec.build)(own)
+            return build(self)
+        drafter = build(replace(self, heads={**self.heads, spec.base: self.heads[spec.name]}))
         drafter.name = spec.name
         return drafter
 

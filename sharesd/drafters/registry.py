@@ -263,7 +263,8 @@ def hatch_of(mode: str) -> str | None:
 def imported(reference: str) -> Callable[..., Any]:
     """Import and return the object of `module:name`."""
     module, _, name = reference.partition(":")
-    return getattr(import_module(module), name)
+    found: Callable[..., Any] = getattr(import_module(module), name)
+    return found
 
 
 def choices(values: Sequence[str]) -> str:

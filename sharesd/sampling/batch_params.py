@@ -280,12 +280,12 @@ class _RowSpan(RowSampling):
         return max((self._rows._params[self._first + row].top_k for row in self.rows_using("top_k")), default=0)
 
     @property
-    def counts(self) -> TokenCounts:  # type: ignore[override]
+    def counts(self) -> TokenCounts:
         whole = self._rows.counts
         return TokenCounts(whole.prompt_mask[self._first : self._end], whole.output_counts[self._first : self._end])
 
     @property
-    def bias_BV(self) -> Tensor:  # type: ignore[override]
+    def bias_BV(self) -> Tensor:
         return self._rows.bias_BV[self._first : self._end]
 
 
@@ -318,7 +318,7 @@ def _costly_params(params: SamplingParams, vocab_size: int) -> frozenset[CostlyP
     return frozenset(costly_param for costly_param, asked in asks.items() if asked)
 
 
-def _decision_params(params: SamplingParams) -> tuple:
+def _decision_params(params: SamplingParams) -> tuple[object, ...]:
     return (
         *(params.temperature, params.top_k, params.top_p, params.min_p),
         *(params.repetition_penalty, params.presence_penalty, params.frequency_penalty),

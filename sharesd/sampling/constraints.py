@@ -85,7 +85,7 @@ class Grammars:
     def _compile(self, grammar: str) -> LLMatcher:
         package, vocabulary = llguidance(), self._read_vocabulary()
         limits = package.LLParserLimits(verbose_errors=False, max_lexer_states=MAX_LEXER_STATES)
-        compiled = package.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
+        compiled: LLMatcher = package.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
         bits = compiled.compute_bitmask()
         if compiled.is_error():
             reason = _reason(compiled)

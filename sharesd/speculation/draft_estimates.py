@@ -123,7 +123,7 @@ class DraftEstimates:
     def optimistic_gain(self, shape: DraftShape, num_rows: int) -> float:
         """Return the optimistic gain of a trial, in draft tokens."""
         usual, best = self._first_alphas[shape.is_tree], self._config.optimistic_alphas[shape.is_tree]
-        alpha = usual + (best - usual) / num_rows**0.5  # means of many rows are near the usual
+        alpha: float = usual + (best - usual) / num_rows**0.5  # means of many rows are near the usual
         return sum(alpha**depth for depth in range(1, shape.depth + 1))
 
     def of(self, shape: DraftShape) -> DraftEstimate:

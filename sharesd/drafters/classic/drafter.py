@@ -173,7 +173,8 @@ class ClassicDrafter(Drafter):
                 shapes=self.shapes,
                 branching=self._branching,
             )
-        return context.generators[self].draft(shape)._replace(drafter=self.name)
+        tree: DraftTree = context.generators[self].draft(shape)
+        return tree._replace(drafter=self.name)
 
     def commit(self, context: DraftContext, tree: DraftTree, verified: VerifyResult, logits_BTV: Tensor) -> None:
         cache = self.cache.rows(context.first, context.end)

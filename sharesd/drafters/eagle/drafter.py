@@ -123,7 +123,8 @@ class EagleDrafter(Drafter):
                 lambda: self._max_lead if replayed else self._lead,
             )
             context.generators[self] = DraftGenerator(stepper, context, shapes=self.shapes, branching=self._branching)
-        return context.generators[self].draft(shape)._replace(drafter=self.name)
+        tree: DraftTree = context.generators[self].draft(shape)
+        return tree._replace(drafter=self.name)
 
     def _stepper(self, replayed: bool, *reading: Any) -> DraftStepper:
         """Create the stepper of the head; `reading` are arguments of `HeadStepper`."""
@@ -179,13 +180,13 @@ class _FeatureStepper(HeadStepper):
         """State of the root or chain's last token, then of tree nodes."""
 
     def start(self) -> Tensor:
-        logits_B1K = self._head.read(*self._read_inputs(), self._states_BPD)
+        logits_B1K: Tensor | None = self._head.read(*self._read_inputs(), self._states_BPD)
         assert logits_B1K is not None
         self._ahead.lengths.copy_(self.root_pos_B)
         return logits_B1K
 
     def step(self, tokens_BF: Tensor, tree_mask: TreeAttentionMask | None = None) -> Tensor:
-        logits_BFK = self._head.step(tokens_BF, self._states_BPD, self._ahead, tree_mask)
+        logits_BFK: Tensor = self._head.step(tokens_BF, self._states_BPD, self._ahead, tree_mask)
         if tree_mask is None:
             self._ahead.lengths += 1
             self.next_pos_B += 1

@@ -102,7 +102,8 @@ class Eagle3(FeatureHead):
         yield "norm.weight", self.norm.weight.data
 
     def fuse(self, features_BTF: Tensor) -> Tensor:
-        return self.fc(features_BTF)
+        state_BTD: Tensor = self.fc(features_BTF)
+        return state_BTD
 
     def mix(self, states_BTD: Tensor, embeds_BTD: Tensor) -> tuple[Tensor, Tensor]:
         normed_BTD = self.state_norm(states_BTD)
@@ -110,7 +111,8 @@ class Eagle3(FeatureHead):
         return x_BTD, torch.cat([self.embed_norm(embeds_BTD), normed_BTD], 2)
 
     def before_logits(self, states_BTD: Tensor) -> Tensor:
-        return self.norm(states_BTD)
+        normed_BTD: Tensor = self.norm(states_BTD)
+        return normed_BTD
 
     def native_parts(self) -> dict[str, Any]:
         norms = {"embed_norm": self.embed_norm, "state_norm": self.state_norm, "norm": self.norm}

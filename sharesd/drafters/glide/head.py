@@ -36,7 +36,7 @@ class CrossAttention(nn.Module):
     that drafts may overwrite.
     """
 
-    def __init__(self, config: HeadConfig, target: Decoder, layer: int, **place) -> None:
+    def __init__(self, config: HeadConfig, target: Decoder, layer: int, **place: Any) -> None:
         super().__init__()
         c, kind = target.config, target.config.layer_types[layer]
         width = c.num_attention_heads * c.head_dim
@@ -87,7 +87,7 @@ class CrossAttention(nn.Module):
             yield found_BHTd.transpose(1, 2)
 
     def _queries(self, x_BTD: Tensor, first_B: Tensor, tree_mask: TreeAttentionMask | None) -> Tensor:
-        q_BTHd = self.q(x_BTD).unflatten(-1, (-1, self.head_dim))
+        q_BTHd: Tensor = self.q(x_BTD).unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None:
             q_BTHd = self.q_norm(q_BTHd)
         if self.rotary is None:
@@ -98,7 +98,7 @@ class CrossAttention(nn.Module):
 class GlideBlock(nn.Module):
     """Self-attention, parallel cross-attention into target layers, and an MLP."""
 
-    def __init__(self, config: HeadConfig, target: Decoder, **place) -> None:
+    def __init__(self, config: HeadConfig, target: Decoder, **place: Any) -> None:
         super().__init__()
         c = config.block
         self.attn_norm, self.cross_norm, self.mlp_norm = (
@@ -178,7 +178,8 @@ class Glide(Head):
         """Read tokens into the head's cache; return `_look`'s input [B, T, D]."""
         x_BTD, block = self._embed(tokens_BT), self.block
         tensors = (self.get_buffer("cos"), self.get_buffer("sin"), cache.k[0], cache.v[0], cache.lengths)
-        return block.attn(x_BTD, *tensors, *(tree_mask or ()), norm=block.attn_norm, residual=x_BTD)
+        after_BTD: Tensor = block.attn(x_BTD, *tensors, *(tree_mask or ()), norm=block.attn_norm, residual=x_BTD)
+        return after_BTD
 
     def _look(
         self, x_BTD: Tensor, target: StaticKVCache, first_B: Tensor, tree_mask: TreeAttentionMask | None = None
@@ -189,10 +190,12 @@ class Glide(Head):
         for cross in block.cross:
             found_BTHd = cross(looks_BTD, target, first_B, tree_mask)
             x_BTD = project(cross.o, found_BTHd.flatten(2), residual=x_BTD)
-        return block.mlp(x_BTD, block.mlp_norm, x_BTD)
+        states_BTD: Tensor = block.mlp(x_BTD, block.mlp_norm, x_BTD)
+        return states_BTD
 
     def before_logits(self, states_BTD: Tensor) -> Tensor:
-        return self.norm(states_BTD)
+        normed_BTD: Tensor = self.norm(states_BTD)
+        return normed_BTD
 
     def native_parts(self) -> dict[str, Any]:
         return {"norm": self.norm, "cross_attentions": list(self.block.cross), "cross_norm": self.block.cross_norm}

@@ -98,7 +98,8 @@ def new_head(
     cls = head_class(config.kind)
     given = {"own_lm_head": own_lm_head, **({} if fc_bias is None else {"fc_bias": fc_bias})}
     options = {name: value for name, value in given.items() if name in cls.OPTIONS}
-    return cls(config, target, ids_K=ids_K, own_embed=own_embed, **options)
+    head: Head = cls(config, target, ids_K=ids_K, own_embed=own_embed, **options)
+    return head
 
 
 def save_head(head: Head, folder: Path) -> None:

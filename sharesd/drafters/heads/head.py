@@ -32,7 +32,7 @@ from sharesd.models.decoder_config import DecoderConfig
 class HeadBlock(nn.Module):
     """Decoder block whose attention inputs differ from its residual stream."""
 
-    def __init__(self, config: HeadConfig, inputs: int, **place) -> None:
+    def __init__(self, config: HeadConfig, inputs: int, **place: Any) -> None:
         super().__init__()
         c = config.block
         self.attn_norm, self.attn = nn.Identity(), Attention(c, c.layer_types[0], **place)
@@ -44,7 +44,8 @@ class HeadBlock(nn.Module):
     def forward(self, x_BTD: Tensor, inputs_BTE: Tensor, *tensors: Tensor) -> Tensor:
         """Return the residual stream; `tensors` as in `Attention.forward`."""
         x_BTD = self.attn(inputs_BTE, *tensors, residual=x_BTD)
-        return self.mlp(x_BTD, self.mlp_norm, x_BTD)
+        after_BTD: Tensor = self.mlp(x_BTD, self.mlp_norm, x_BTD)
+        return after_BTD
 
 
 class Head(nn.Module):
@@ -76,7 +77,7 @@ class Head(nn.Module):
         table_Pr, c = target.get_buffer("cos_0"), config.block
         self.place: dict[str, Any] = {"dtype": table_Pr.dtype, "device": table_Pr.device}
         table_VD = torch.empty(c.vocab_size, c.hidden_size, **self.place) if own_embed else None
-        self.embed = None if table_VD is None else nn.Embedding.from_pretrained(table_VD)
+        self.embed: nn.Embedding | None = None if table_VD is None else nn.Embedding.from_pretrained(table_VD)
         inv_freq_r, factor = rope.frequencies(c.rope_parameters[0], c.head_dim, c.max_position_embeddings)
         cos_Pr, sin_Pr = rope.tables(inv_freq_r, factor, positions=len(table_Pr), **self.place)
         self.register_buffer("cos", cos_Pr, persistent=False)
@@ -143,19 +144,22 @@ class Head(nn.Module):
 
     def draft_logits(self, states_BTD: Tensor) -> Tensor:
         """Return logits [B, T, K] of the draft tokens."""
-        return project(self.unembedding, self.before_logits(states_BTD))
+        logits_BTK: Tensor = project(self.unembedding, self.before_logits(states_BTD))
+        return logits_BTK
 
     def qkv(self, attn: Attention, inputs_BTE: Tensor, place_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return `qkv` of these places."""
         return qkv(attn, inputs_BTE, self.get_buffer("cos")[None, place_T], self.get_buffer("sin")[None, place_T])
 
     def _embed(self, tokens_BT: Tensor) -> Tensor:
-        return self.embedding(tokens_BT)
+        embeds_BTD: Tensor = self.embedding(tokens_BT)
+        return embeds_BTD
 
     @property
     def embedding(self) -> nn.Embedding:
         """Embedding: its own, or the target's."""
-        return self.embed or self._target[0].embed
+        embedding: nn.Embedding = self.embed or self._target[0].embed
+        return embedding
 
     @property
     def unembedding(self) -> nn.Module:

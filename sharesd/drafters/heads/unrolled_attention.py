@@ -59,9 +59,10 @@ class _Merged(torch.autograd.Function):
     """Causal attention over step 0, merged with later steps."""
 
     @staticmethod
-    def forward(ctx: Any, scale: float, q: Tensor, *known: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, scale: float, q: Tensor, *known: Tensor) -> Tensor:
         keys, values = known[: len(known) // 2], known[len(known) // 2 :]
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        found: Tensor
         found, log_sum = kernel(q, keys[0], values[0], 0.0, True, scale=scale)
         if len(keys) > 1:
             own = torch.stack([_dot(q, k) for k in keys[1:]]) * scale
@@ -75,7 +76,7 @@ class _Merged(torch.autograd.Function):
         return found
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, *known, found, log_sum = ctx.saved_tensors
         keys, values = known[: len(known) // 2], known[len(known) // 2 :]
         # Given the merged result and its log-sum, the kernel's probabilities are those of the merged softmax.
