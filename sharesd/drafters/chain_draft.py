@@ -46,7 +46,11 @@ class DraftStepper(Protocol):
 
 
 class ModelStepper:
-    """Stepper of a language model; drafts lie above the cache's lengths."""
+    """Stepper of a language model.
+
+    Draft steps write their KV into the cache's slots above its lengths, through a view with lengths of its own, so that
+    the verify step overwrites them and nothing has to be undone.
+    """
 
     def __init__(
         self,
@@ -108,6 +112,8 @@ class ChainDraft:
         self._scorer = None if sampler.needs_draft_probs else policy.scorer
         self._first()
         for num in range(1, length):
+            # Only on a CPU, where the host reads each step's probabilities without waiting; elsewhere there is no
+            # scorer.
             if self._scorer and not policy.should_continue(num):
                 length = num
                 break
@@ -123,7 +129,7 @@ class ChainDraft:
         return self._drafts[length]
 
     def _start(self) -> None:
-        if self._context.graphs is not None:
+        if self._context.graphs is not None:  # captured verify steps read paths too, perhaps those of a tree before
             self._context.buffers.set_chain()
         else:
             self._context.buffers.clear()

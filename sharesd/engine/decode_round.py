@@ -1,6 +1,9 @@
 """Round on the device: verify, accept, commit.
 
-No host synchronisation; only persistent tensors.
+The target reads the root and the draft in one step, whose logits after each of them decide which draft tokens it would
+have chosen itself. These and one more token of the target become part of the text: the cache's lengths and the roots
+move. Nothing here waits for the device, and tensors that outlive the round keep their addresses, so that rounds can be
+captured in CUDA graphs and replayed.
 
 Legend: B rows, N draft tokens, T = N + 1 verify rows, W verify width, V vocabulary.
 """
@@ -67,8 +70,8 @@ class RoundResult(NamedTuple):
     packed_result_BX: Tensor
     """Packed result of each row, [B, X] int64.
 
-    Number of new tokens, of those before logits that are not numbers, the tokens [T], the path [T] of trees, and the
-    drafter's feedback.
+    Its columns: the number of new tokens; how many of them come before logits that are not numbers; the tokens [T]; of
+    trees, the path [T]; the drafter's feedback.
     """
     logprobs_BT: Tensor | None  # of the tokens, if asked for
     top_BTk: tuple[Tensor, Tensor] | None  # the likeliest tokens and their log-probabilities, if asked for
@@ -117,6 +120,8 @@ class Round:
         self._target, self._cache, self._drafter, self._state = target, cache, drafter, state
         self.context = context
         self._sampler, self._buffers, self._widths = context.sampler, context.buffers, widths
+        # A graph reads the tensors that it was captured with. So one form of the step reads the root alone, and one
+        # reads root and draft buffers; every draft is written to these buffers, padded to the largest with nodes of -1.
         graphs, match = None if eager else context.graphs, not context.sampler.needs_draft_probs
         self._constrained = context.sampler.kind.constrained
         self.no_draft = DraftTree(state.root_B[:, None][:, :0])
@@ -127,6 +132,7 @@ class Round:
         if context.graphs is not None and drafter is not None:
             tree = context.buffers.tree(tree_mask=drafter.trees and match, probs=not match)
             self._verify_draft = self._step(tree, graphs)
+            # If both have the same width, an empty draft takes no longer than a plain step, and one graph is enough.
             self._root_width_differs = not match or self._width(1) < self._width(1 + context.buffers.max_nodes)
 
     def verify(self, tree: DraftTree, masks: GrammarMaskFn | None = None) -> RoundResult:
@@ -173,6 +179,8 @@ class Round:
         if not self._constrained:
             return Replayed(lambda: self._accept(self._verify(tree)), graphs)
         tree = tree._replace(grammar_mask=self._buffers.grammar_mask_BTW[:, : 1 + tree.tokens.shape[1]])
+        # The host computes masks while the device runs the target. Two functions, since a graph cannot wait for the
+        # host; the list hands the tensors of the first to the second, which is captured with them.
         readings: list[VerifyOutput] = []
         read, decide = Replayed(partial(self._verify, tree), graphs), Replayed(lambda: self._accept(*readings), graphs)
 
@@ -196,11 +204,12 @@ class Round:
         if tree.tokens.device != root_B.device:
             tree = _to_device(tree, root_B.device)
         if num_rows > 1:
-            tree = tree._replace(tokens=tree.tokens.where(drafts_B[:, None], -1))
+            tree = tree._replace(tokens=tree.tokens.where(drafts_B[:, None], -1))  # -1 equals no choice of the target
         if tree.tree_mask is not None:  # a slice of the buffers, if rounds are not replayed
             tree = tree._replace(tree_mask=TreeAttentionMask(*(part.contiguous() for part in tree.tree_mask)))
         width = self._width(num_rows)
         tokens_BW = root_B[:, None] if width == 1 else verify_tokens(root_B, tree.tokens, width)
+        # Kernels whose bits depend on the width get one fixed width; the padding's logits are cut off below.
         tree_mask, padding = tree.tree_mask, width - num_rows
         if tree_mask is not None and padding:
             tree_mask = _pad_branches(tree_mask, padding)
@@ -215,14 +224,15 @@ class Round:
         tree, tree_mask, logits_BTV = reading
         num_rows = logits_BTV.shape[1]
         verified = self._sampler.accept(tree, logits_BTV, cache.lengths)
-        verified = verified._replace(num_new=verified.num_new * active_B)
+        verified = verified._replace(num_new=verified.num_new * active_B)  # 0 in idle rows: nothing of them changes
         self._sampler.commit(verified.tokens, verified.num_new)
-        if tree_mask is not None:
+        if tree_mask is not None:  # a chain's accepted nodes are already in the slots of their positions
             cache.compact(verified.path, verified.num_new, tree.kv_offset)
         drafter, drafter_feedback_BX = self._drafter, None
         if drafter is not None and (num_rows > 1 or drafter.commits_plain_rounds):
             drafter_feedback_BX = drafter.commit(self.context, tree, verified, logits_BTV)
         path_BT = verified.path if tree_mask is not None else None
+        # One kernel moves lengths and roots, and packs all that the host needs into one tensor: one copy, one wait.
         packed_result_BX = commit_round(
             *(root_B, cache.lengths, active_B, verified.num_new, verified.tokens, path_BT, drafter_feedback_BX),
             logits_BTV,

@@ -1,6 +1,11 @@
 """The engine: requests join, are prefilled and decoded together, and leave.
 
-A round is draft, verify, accept, commit, with one host synchronisation. Legend: B rows, V vocabulary.
+A round is draft, verify, accept, commit, with one host synchronisation. Each request has a row of the KV cache. A round
+serves all rows that are being decoded; between two rounds a chunk of one prompt may be read. The prompt's last logits
+give the first token, which is the root of the row's first round. Each round emits one token or more per row, the last
+of which is the next root.
+
+Legend: B rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -309,6 +314,8 @@ class Engine:
     @torch.inference_mode()
     def _round(self) -> list[TokenChunk]:
         """Run a round; with async scheduling, launch the next one early."""
+        # On a GPU the device must not idle while the host works, so the next round is launched before this one is read.
+        # Its root and lengths are on the device already; only drafters that need the tokens on the host must wait.
         in_flight, self._in_flight = self._in_flight or self._launcher.launch(), None
         if self.options.async_scheduling:
             self._in_flight = self._launcher.launch(in_flight)

@@ -74,15 +74,17 @@ class OutputProcessor:
         `launch_early` launches the next round as soon as the tokens are known, if rounds may overlap with the host's
         work; it returns True if it did.
         """
-        batch, counted, is_last_call, place, tree, decision, result, marks, launched, _, proposed = in_flight
+        batch, tree, result, marks = in_flight.batch, in_flight.tree, in_flight.result, in_flight.marks
         num_nodes, policy = tree.tokens.shape[1], batch.variant.policy
-        started = max(launched, self.busy_since)  # earlier time belongs to the round before
+        # A round that was launched early waited for the device: that time was counted in the round before.
+        started = max(in_flight.started, self.busy_since)
         self._clock.wait(marks[-1])
         packed = result.packed_result_BX.tolist()  # the one host synchronisation of a round
         logprobs = None if result.logprobs_BT is None else result.logprobs_BT.tolist()
         top = None if result.top_BTk is None else [part.tolist() for part in result.top_BTk]
         allowed = None if result.num_allowed_B is None else result.num_allowed_B.tolist()
-        drafts = None if proposed is None else proposed.to_lists()
+        drafts = None if in_flight.proposed is None else in_flight.proposed.to_lists()
+        # Requests may have ended or been cancelled since the launch; the device computed their rows in vain.
         live = [request for request in batch.live if request.row is not None]
         if not live:
             self.busy_since = time.perf_counter()
@@ -94,6 +96,8 @@ class OutputProcessor:
         names = _drafters_by_node(tree)
         before, chunks, paths = [request.num_emitted for request in live], [], {}
         for request, line in zip(live, lines, strict=True):
+            # num_new: accepted draft tokens and the target's own. Those up to num_right can be used: the next one had
+            # logits that are not numbers, or every token was excluded there.
             (num_new, num_finite), num_drafted = packed[line][:2], num_nodes if request.params.speculate else 0
             num_right = num_finite if allowed is None else min(num_finite, allowed[line])
             cut: Cut = "not_numbers" if num_right == num_finite else "none_allowed"
@@ -118,11 +122,14 @@ class OutputProcessor:
         ended = time.perf_counter()
         if early := launch_early():  # the rest of the host's work overlaps with the next round
             self.busy_since = ended
+        # Two marks without a draft, three with one.
         draft_s, verify_s = ([0.0] + [self._clock.seconds(a, b) for a, b in pairwise(marks)])[-2:]
-        policy.live.at(*place)
-        policy.restore(decision)
-        progress = mean_progress(live, before, is_last_call)
-        accepted_paths = [paths[request] for request in counted if request in paths]
+        # The next round may have been launched, so the policy first goes back to the state in which it decided this
+        # one.
+        policy.live.at(*in_flight.place)
+        policy.restore(in_flight.decision)
+        progress = mean_progress(live, before, in_flight.is_last_call)
+        accepted_paths = [paths[request] for request in in_flight.counted if request in paths]
         took = ended - started
         STEP_THREADS.record_round(took, policy.expected(tree))
         if batch.variant.records_rounds:

@@ -58,12 +58,15 @@ class InFlightRound(NamedTuple):
     is_last_call: bool
     """True if all requests are prompts of one call, and none waits."""
     place: tuple[float, int, int]
-    """Arguments of `LiveCosts.at`."""
+    """Circumstances that costs depend on: mean live slots, threads, rows (arguments of `LiveCosts.at`)."""
     tree: DraftTree
     decision: Decision
+    """State of the policy, which the round's result is recorded with."""
     result: RoundResult
     marks: list[Mark]
+    """Points in time on the device: start, end of the draft if there is one, end of the round."""
     started: float
+    """Host time of the launch."""
     reasons: dict[str, str]
     """Reasons why nothing was drafted."""
     proposed: Proposed | None
@@ -115,6 +118,9 @@ class RoundLauncher:
         batch, drafter = self._batch, scheduler.drafter
         if batch is None or (before is not None and batch.constrained):
             return None
+        # What the policy must know of the coming round. It decides in `variant.shape` and `drafter.draft` below, and
+        # learns from the round's result in `OutputProcessor.collect`, perhaps after it has decided about the next
+        # round.
         policy, live, first = batch.variant.policy, batch.live, batch.first
         is_last_call = not scheduler.waiting and scheduler.prefill.request is None and live[0].call is not None
         counted = counted_requests(live, is_last_call)
@@ -124,6 +130,7 @@ class RoundLauncher:
         num = batch.end - first
         place = sum(map(len, self._cache.cached_ids[first : batch.end])) / num + 1, STEP_THREADS.size, num
         policy.live.at(*place)
+        # With async scheduling, `before` is still running. Drafters on the host need its tokens, and so do grammars.
         if before is not None and not (drafter is None or drafter.goes_ahead(policy)):
             return None
         tree, shape = batch.round.no_draft, NO_DRAFT
@@ -132,6 +139,9 @@ class RoundLauncher:
         else:
             policy.num_unread_tokens = drafter.num_unread_tokens(batch.texts)
             shape, self._deferred_shape = self._deferred_shape or batch.variant.shape(self._num_idle), None
+            # After plain rounds, a drafter with KV of its own must read tokens that the host does not have yet. The
+            # shape is kept for the launch after the result of `before` was read, so that the policy does not decide
+            # twice.
             if shape.nodes and before is not None and self._num_idle and drafter.needs_catch_up:
                 self._deferred_shape = shape
                 return None
@@ -147,6 +157,7 @@ class RoundLauncher:
             _log_decision(batch, shape, tree)
         result = batch.round.verify(tree, self._grammar_masks(batch, tree) if batch.constrained else None)
         proposed = Proposed.of(tree) if batch.traced and tree.tokens.shape[1] else None
+        # The device overwrites its result in the next round, which may be launched before the host reads this one.
         if self._copies_result:
             result = batch.round.copy_to_host(result)
             proposed = proposed and batch.round.copy_proposed(proposed)

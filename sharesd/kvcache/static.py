@@ -1,7 +1,9 @@
 """Static KV cache. Rollback moves lengths; nothing is zeroed, cropped or copied.
 
 Slots below a row's length hold verified KV of every emitted token but the last one (the root). Slots above are scratch:
-drafts write there, verify steps overwrite them, masks hide the rest.
+drafts write there, and masks hide what a token must not see. A verify step of root and N draft tokens overwrites slots
+length to length + N with the target's own KV. To accept k draft tokens is to add k + 1 to the length: the KV of the
+root and of these tokens is there already, and that of rejected tokens is above the length again.
 """
 
 from __future__ import annotations
@@ -169,7 +171,7 @@ class StaticKVCache:
     def swap_rows(self, a: int, b: int) -> None:
         self.swap_kv(a, b, max(len(self.cached_ids[a]), len(self.cached_ids[b])))
         for values in (self.cached_ids, self.num_prefilled):
-            values[a], values[b] = values[b], values[a]  # type: ignore[index, assignment]
+            values[a], values[b] = values[b], values[a]  # type: ignore[assignment]
         length, other = self.lengths[a : a + 1], self.lengths[b : b + 1]
         before = length.clone()
         length.copy_(other)
@@ -282,7 +284,7 @@ class StaticKVCache:
         return keep
 
     @property
-    def kind(self) -> tuple:
+    def kind(self) -> tuple[object, ...]:
         """Key of compiled forms for this cache."""
         return self.batch, self.slots, self.recent, self.taps
 

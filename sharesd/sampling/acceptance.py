@@ -20,7 +20,11 @@ from sharesd.speculation.draft_tree import DraftTree, VerifyResult
 
 
 def accept_match(draft_BN: Tensor, target_tokens_BT: Tensor) -> VerifyResult:
-    """Keep draft tokens up to the first miss; add the target's choice."""
+    """Keep draft tokens up to the first that differs from the target's choice; add that choice.
+
+    `target_tokens_BT[:, t]` is the token that the target chooses after t draft tokens. So every emitted token is the
+    one that plain decoding would have chosen after the same text.
+    """
     if has_accept_kernel(target_tokens_BT.device, chains=True):
         num_new_B, tokens_BT, path_BT = accept_path(draft_BN, None, target_tokens_BT)
         return VerifyResult(tokens_BT, num_new_B, path_BT)

@@ -184,6 +184,9 @@ class Sampler:
 
         Equal tree positions share noise. The choice where none is allowed is any token.
         """
+        # The target's choice at a position is argmax(log p + noise), with noise that depends on the request's seed and
+        # the position alone. So it is the same in a plain step, in any row of a verify step, and with any other
+        # requests.
         (B, T), kind, rows = logits_BTV.shape[:2], self.kind, self.rows
         if kind.sampled and self._by_kernel:
             ahead_BT = torch.arange(T) if tree_mask is None else tree_mask.depth_BT

@@ -21,12 +21,18 @@ from sharesd.speculation.exploration import ChainTreeChooser, Explorer, LookupGa
 
 
 class Decision(NamedTuple):
-    """State of one round's decision, restored when the round is recorded."""
+    """State of one round's decision, restored when the round is recorded.
+
+    With async scheduling, the policy decides about the next round before it learns from this one.
+    """
 
     requested: DraftShape
+    """Largest shape of a draft that may end early."""
     has_queried: bool
+    """Tables were queried."""
     tables_match: bool
     table_gains: list[float]
+    """Tokens that tables predicted, by the number of nodes."""
     scorer: DraftScorer | None
 
 
@@ -121,6 +127,9 @@ class Policy:
         `may_explore`: trials of drafts that seem not to pay are allowed. `rate_to_beat`: tokens per second of the draft
         that tables have made for this round, if there is one.
         """
+        # In order: a given length; no draft without costs or budget; the best shape if it pays; now and then a plain
+        # step between drafts that pay, since costs are ratios to it; now and then a trial of a draft that seems not to
+        # pay, since without drafts nothing new is learned about their acceptance.
         config, explorer = self._config, self._explorer
         if self.pinned is not None:
             pinned = self._pinned_shape()
@@ -131,6 +140,8 @@ class Policy:
             return self._no_draft("plain_until_next_check")
         best, rate = self._best_shape()
         plain = self.shape_rate(NO_DRAFT)
+        # The margin is above the noise of estimates: without it the best of several shapes would often only look
+        # better.
         if rate > max(config.margin * plain, config.model_lead * (rate_to_beat or 0.0)):
             explorer.end_trials()
             if explorer.must_probe(rate / plain):
@@ -162,6 +173,8 @@ class Policy:
 
         `accept_prob`: probability that a parent is accepted, mean of the counted rows; None: of a chain's last token.
         """
+        # A longer draft is worth its time while it adds tokens at a higher rate than the whole round makes them: beyond
+        # that point each token lowers the mean, though it may still be accepted.
         requested, scorer = self._requested, self.scorer
         assert scorer is not None
         accept_prob = scorer.mean_accept_probs()[-1] if accept_prob is None else accept_prob
@@ -175,6 +188,7 @@ class Policy:
 
     def num_tree_nodes_worth(self, depth: int, accept_probs: Sequence[float]) -> int:
         """Return the number of tree nodes worth verifying, by mean acceptance."""
+        # Nodes are sorted by acceptance, so what n nodes gain over n - 1 falls; their cost does not.
         gains = list(accumulate(accept_probs))
         return max(
             range(depth + 1, len(accept_probs) + 1),
@@ -206,6 +220,8 @@ class Policy:
 
     def can_afford(self, shape: DraftShape) -> bool:
         """Return True if the budget covers a trial that might pay."""
+        # Two conditions: the expected loss is in the budget, and with optimistic acceptance the draft would pay. Costs
+        # that no round has confirmed may be wrong by a factor, which counts in favour of the trial.
         config, estimates, plain = self._config, self._estimates, self.live.step(1)
         draft_s, nodes = estimates.size(shape, estimates.of(shape))
         took = (estimates.catch_up_s + draft_s + self.live.step(1 + nodes)) / plain
@@ -329,9 +345,10 @@ class Policy:
             estimates.record_table_nodes(shape, num_nodes - shape.nodes, self._table_gains, paths, progress)
         if self._has_queried and not shape.nodes:
             self.gate.record_seconds(draft_s)
-        if tree.kept:  # its time says nothing about drafting
+        if tree.kept:  # made while the last draft was verified, so its time is not that of drafting
             draft_s = live.draft(shape) * live.drift
         drafting_s = draft_s - tree.num_unread_tokens * self.costs.read * live.drift
+        # At least half of the measured time is left for the draft itself, however much the estimate of catching up is.
         live.record(shape, 1 + num_nodes, max(drafting_s, draft_s / 2), step_s)
         self._explorer.record(is_plain=not num_nodes)
         if paths and live.is_settled:

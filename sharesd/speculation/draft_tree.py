@@ -1,5 +1,9 @@
 """Draft trees and the target's decisions about them.
 
+The root is the last emitted token, whose KV the target has not written yet. Nodes are draft tokens after it; a chain is
+a tree in which each node has one child. A verify step has T rows: row 0 is the root, row n is node n - 1, and a row's
+logits decide which token follows on its path.
+
 Shapes: B rows (requests), N draft nodes, T = N + 1 (the root and the nodes), V vocabulary, W words of 32 tokens.
 """
 
@@ -71,7 +75,11 @@ def with_windows(shapes: Sequence[DraftShape], windows: Sequence[int]) -> tuple[
 
 
 class DraftTree(NamedTuple):
-    """Draft tokens of each row; a chain's parents are the nodes before."""
+    """Draft tokens of each row. Without `tree_mask` it is a chain: each node's parent is the node before it.
+
+    All rows of the batch have the same number of nodes, since a step has one width; rows with fewer end in tokens of
+    -1, which are never accepted.
+    """
 
     tokens: Tensor
     """[B, N] int64; -1 = no node."""
@@ -133,6 +141,7 @@ def parents_of(tree: DraftTree) -> list[list[int]]:
 def parents_tensor(tree: DraftTree) -> Tensor:
     """Return the parents [B, N] of a tree's nodes, on its device."""
     assert tree.tree_mask is not None
+    # A path lists the verify rows from the root (row 0) to the node, so its entry before the last is the parent's row.
     depth_BT, path_BTP = tree.tree_mask
     return path_BTP.gather(2, (depth_BT - 1).clamp(min=0)[..., None])[:, 1:, 0].sub(1)
 
@@ -155,7 +164,8 @@ def pack(proposals: Sequence[Proposal], num_nodes: int, drafter: str) -> DraftTr
     if all(row == list(range(-1, len(row) - 1)) for row in parents):
         tokens_BN, depth = torch.tensor(tokens, dtype=torch.int64), max(map(len, parents))
         return DraftTree(tokens_BN, depth=depth, drafter=drafter, path_probs=path_probs)
-    paths: list[list[int]] = []  # of all rows of all trees
+    # Paths as lists of verify rows, of all trees one after the other; rows without a node are children of the root.
+    paths: list[list[int]] = []
     for row in parents:
         first = len(paths)
         paths.append([0])

@@ -72,7 +72,7 @@ class ShareDrafter(Drafter):
                 tree_cls=AsyncTreeDraft if self._continues_trees else None,
             )
         with self.switch.quantized_weights():
-            tree = context.generators[key].draft(shape)
+            tree: DraftTree = context.generators[key].draft(shape)
         continue_fn = tree.continue_fn and partial(self._step, tree.continue_fn)
         return tree._replace(drafter=self.name, window=shape.window, continue_fn=continue_fn)
 
@@ -81,6 +81,8 @@ class ShareDrafter(Drafter):
             return continue_fn()
 
     def commit(self, context: DraftContext, tree: DraftTree, verified: VerifyResult, logits_BTV: Tensor) -> None:
+        # The verify step has written the target's own KV of all accepted tokens, which the next draft reads. Only trees
+        # that grow on during verification have state to keep.
         if tree.continue_fn is not None:
             trees = context.generators[self, tree.window].tree
             assert isinstance(trees, AsyncTreeDraft)
