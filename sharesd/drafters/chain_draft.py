@@ -96,7 +96,10 @@ class ModelStepper:
 
 
 class ChainDraft:
-    """Chains drafted token by token, in steps that can be replayed."""
+    """Chains drafted token by token, in steps that can be replayed.
+
+    The tokens are written to `context.buffers`, tensors that keep their addresses, which the verify step reads.
+    """
 
     def __init__(self, stepper: DraftStepper, context: DraftContext) -> None:
         self._stepper, self._context = stepper, context

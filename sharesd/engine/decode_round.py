@@ -94,8 +94,9 @@ class RoundResult(NamedTuple):
 class Round:
     """Verify, accept and commit over some rows.
 
-    With graphs, two are replayed: one for plain steps, and one for the buffers' contents, which serves plain steps too
-    if both have the same width. If only drafts are captured, rounds run eagerly.
+    `Replayed(function, graphs)` calls the function, or, with graphs, captures what it launches at its first calls and
+    launches that again later. With graphs, two steps are replayed: one for plain steps, and one for the buffers'
+    contents, which serves plain steps too if both have the same width. If only drafts are captured, rounds run eagerly.
     """
 
     def __init__(
@@ -224,7 +225,7 @@ class Round:
         tree, tree_mask, logits_BTV = reading
         num_rows = logits_BTV.shape[1]
         verified = self._sampler.accept(tree, logits_BTV, cache.lengths)
-        verified = verified._replace(num_new=verified.num_new * active_B)  # 0 in idle rows: nothing of them changes
+        verified = verified._replace(num_new=verified.num_new * active_B)  # 0 in idle rows, which stay as they are
         self._sampler.commit(verified.tokens, verified.num_new)
         if tree_mask is not None:  # a chain's accepted nodes are already in the slots of their positions
             cache.compact(verified.path, verified.num_new, tree.kv_offset)

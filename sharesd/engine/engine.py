@@ -47,7 +47,11 @@ log = logging.getLogger(__name__)
 
 
 class Engine:
-    """Decoder with one target and at most one drafter, for one thread."""
+    """Decoder with one target and at most one drafter, for one thread.
+
+    `add`, `step` and `cancel` serve requests that come and go (`LLM`, the server); `generate` and `stream` are loops
+    for the prompts of one call.
+    """
 
     def __init__(
         self,

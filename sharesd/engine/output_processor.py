@@ -96,8 +96,8 @@ class OutputProcessor:
         names = _drafters_by_node(tree)
         before, chunks, paths = [request.num_emitted for request in live], [], {}
         for request, line in zip(live, lines, strict=True):
-            # num_new: accepted draft tokens and the target's own. Those up to num_right can be used: the next one had
-            # logits that are not numbers, or every token was excluded there.
+            # num_new: accepted draft tokens and the target's own. If num_right is less, the token after so many had
+            # logits that are not numbers, or all tokens were excluded there, which ends the request with an error.
             (num_new, num_finite), num_drafted = packed[line][:2], num_nodes if request.params.speculate else 0
             num_right = num_finite if allowed is None else min(num_finite, allowed[line])
             cut: Cut = "not_numbers" if num_right == num_finite else "none_allowed"

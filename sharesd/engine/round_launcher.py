@@ -31,7 +31,10 @@ log = logging.getLogger(__name__)
 
 
 class Batch(NamedTuple):
-    """Requests decoded together, unchanged until one joins or leaves."""
+    """Requests decoded together, unchanged until one joins or leaves.
+
+    Tensors of a round have a line for each row of the cache from `first` to before `end`, idle rows included.
+    """
 
     live: list[Request]
     texts: dict[int, list[int]]
@@ -43,8 +46,11 @@ class Batch(NamedTuple):
     first: int
     """Row of the first line of results."""
     end: int
+    """Row after the last line."""
     variant: DecodeVariant
+    """Rounds and draft policy for this kind of sampling; the policy chooses the shape of each draft."""
     round: Round
+    """Verify, accept and commit over these rows."""
     traced: bool
     """True if any trace is made of the rounds."""
 

@@ -1,4 +1,9 @@
-"""Admission of requests: the queue, batch rows, and the prompt in prefill."""
+"""Admission of requests: the queue, batch rows, and the prompt in prefill.
+
+A request waits, gets a row, is prefilled (`prefill_scheduler.py` reads its prompt in chunks, for target and drafter)
+and is decoded from then on. KV of released rows stays until another request gets the row: a prompt that begins like the
+text of any row starts with a copy of that KV.
+"""
 
 from __future__ import annotations
 

@@ -34,7 +34,11 @@ class DraftSample(NamedTuple):
 
 
 class Sampler:
-    """Sampling of rounds of one kind, without host synchronisation."""
+    """Sampling of rounds of one kind, without host synchronisation.
+
+    `kind` has the features that any request of the round uses, `rows` the parameters of each row as tensors: a round
+    serves greedy and sampled requests together.
+    """
 
     def __init__(
         self, kind: SamplingKind, rows: RowSampling, *, gumbel: Callable[..., Tensor] = sampling.gumbel

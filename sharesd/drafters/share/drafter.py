@@ -32,7 +32,11 @@ DRAFT_WINDOW = 256
 
 
 class ShareDrafter(Drafter):
-    """Self-drafting through the precision switch."""
+    """Self-drafting through the precision switch.
+
+    Inside `switch.quantized_weights()` each linear of the target multiplies by its quantized copy. So the same model,
+    over the same cache, is the drafter there and the target elsewhere.
+    """
 
     name = "share"
     supports_async = True
