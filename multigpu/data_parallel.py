@@ -283,7 +283,7 @@ def environments(count: int, device: str) -> list[dict[str, str]]:
         return found
     gpus = visible_gpus(device)
     if gpus and len(gpus) < count:
-        raise ValueError(f"--replicas is {count} and there are {len(gpus)} GPUs; give no more, or --device cpu")
+        raise ValueError(f"--replicas is {count} and there are {len(gpus)} GPUs; use one per GPU, or --device cpu")
     return [variables | gpu_environment(gpus, number) for number, variables in enumerate(found)]
 
 

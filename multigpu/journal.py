@@ -112,7 +112,7 @@ def write_in_order(path: Path, journal: Path, num: int) -> None:
     for offset, line in read_lines(journal):
         index = json.loads(line)["index"]
         if index in places or not 0 <= index < num:
-            raise RuntimeError(f"{journal} has a line of index {index} too many; remove the line")
+            raise RuntimeError(f"{journal} has an extra line with index {index}; remove the line")
         places[index] = offset
     if len(places) < num:
         raise RuntimeError(f"{journal} has {len(places)} of {num} lines; run the same command again to resume")

@@ -83,9 +83,9 @@ class PipelineSizes:
     blocks: tuple[int, ...]
     """Bytes of each block: full-precision and quantized weights, and KV."""
     first: int = 0
-    """Bytes of the first stage alone: the embedding."""
+    """Bytes of only the first stage: the embedding."""
     last: int = 0
-    """Bytes of the last stage alone: norm, head, logits, and drafter."""
+    """Bytes of only the last stage: norm, head, logits, and drafter."""
     extra: Mapping[int, int] | None = None
     """Index of a stage -> further bytes."""
 
@@ -104,7 +104,7 @@ def balance_blocks(sizes: PipelineSizes, limits: Sequence[float], names: Sequenc
     num_stages, num_blocks = len(limits), len(sizes.blocks)
     if num_stages > num_blocks:
         raise ValueError(
-            f"devices are {', '.join(names)} and the model has {num_blocks} blocks; give {num_blocks} of them at most"
+            f"devices are {', '.join(names)} and the model has {num_blocks} blocks; give at most {num_blocks} devices"
         )
     yard = [1.0 if math.isinf(limit) else max(limit, 1.0) for limit in limits]
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}  # blocks so far -> fullest stage, and the shares
@@ -159,5 +159,5 @@ def parse_device_map(places: Mapping[str, str | int], num_blocks: int) -> tuple[
         if module == "lm_head" and not any(module.startswith(prefix) for prefix in places):
             continue  # of tied models it is not always named
         if place_of(module) != device:
-            raise ValueError(f"the device map has {module} on {place_of(module)}; it goes with the layers on {device}")
+            raise ValueError(f"the device map has {module} on {place_of(module)}; it belongs to the layers on {device}")
     return devices, tuple(counts)

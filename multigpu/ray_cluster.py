@@ -55,7 +55,7 @@ def resources_of_replica(low: int, high: int, device: str) -> dict[str, float]:
     gpus, cores = ([int(node.get(name, 0)) for node in nodes] for name in ("GPU", "CPU"))
     if device == "cuda" or (device == "auto" and any(gpus)):
         if sum(gpus) < low:
-            raise ValueError(f"--replicas is {low} and the cluster has {sum(gpus)} GPUs; give no more, or --device cpu")
+            raise ValueError(f"--replicas is {low} and the cluster has {sum(gpus)} GPUs; use fewer, or --device cpu")
         return {"num_cpus": 1, "num_gpus": 1}
     return {"num_cpus": cores_of_replica(high, cores)}
 

@@ -279,7 +279,7 @@ class EngineConfig:
     dequantize: bool | None = None
     """Expand weights of .gguf files and quantized folders to 16 bits.
 
-    False: they run as they are stored. None = that, where it can be done (see `sharesd.loading.stored_weights`).
+    False: they run as they are stored. None = that, where it is possible (see `sharesd.loading.stored_weights`).
     """
     target_quant: TargetQuant | None = None
     """Type of .gguf blocks that plain weights are quantized to."""

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args
 _T = TypeVar("_T")
 _PATH, _NONE = "path", "None is the default"
 PathText = Annotated[str, _PATH]
-"""Text that may be given as a path."""
+"""Text that may also be given as a path."""
 NoneIsDefault = Annotated[_T, _NONE]
 """Field for which None means its default, as in vLLM's classes."""
 

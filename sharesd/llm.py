@@ -60,7 +60,7 @@ class LLM:
                 head_quant="hqq:8:64", tree="2:4:8", hybrid_with="share,suffix", split="cuda:0,cuda:1", offload="off".
 
         `max_batch` is 8 here: a list of prompts is decoded eight at a time, a single prompt is not slower on a CPU,
-        and eight rows cost the memory of the KV cache alone (1.4 GB for the embedded model with all of its 8,192
+        and eight rows cost only the memory of the KV cache (1.4 GB for the embedded model with all of its 8,192
         tokens, 0.4 GB with max_context=2048).
 
         Raises:

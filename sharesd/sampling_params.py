@@ -116,7 +116,7 @@ class SamplingParams:
         check_min("min_new_tokens", self.min_new_tokens, 0)
         if self.min_new_tokens > self.max_new_tokens:
             raise ValueError(
-                f"min_new_tokens is {self.min_new_tokens} and max_new_tokens {self.max_new_tokens}; give at most that"
+                f"min_new_tokens is {self.min_new_tokens} and max_new_tokens {self.max_new_tokens}; lower the first"
             )
         if self.min_new_tokens and self.acceptance != "match":
             raise ValueError(f"min_new_tokens needs acceptance match, and acceptance is {self.acceptance}")
@@ -146,7 +146,7 @@ class SamplingParams:
         for text in (*self.stop, self.grammar or ""):
             if not is_utf8(text):
                 name = "stop" if text in self.stop else "grammar"
-                raise ValueError(f"{name} has {shown(text)}, with half a character; give text that is UTF-8")
+                raise ValueError(f"{name} has {shown(text)}, with a lone surrogate; give text that is valid UTF-8")
         if any(token < 0 for token in self.stop_token_ids):
             raise ValueError(f"stop_token_ids has {min(self.stop_token_ids)}; token ids are at least 0")
         if self.grammar is not None:

@@ -178,7 +178,7 @@ class BuildInputs:
 
     @property
     def branching(self) -> int:
-        """Expanded nodes per level, and children of each; 1 = chains alone."""
+        """Expanded nodes per level, and children of each; 1 = only chains."""
         return self.tree[0] if self.tree is not None and self.takes_trees else 1
 
     @cached_property
@@ -186,9 +186,7 @@ class BuildInputs:
         """Draft shapes, the largest last; raises ValueError for unverifiable trees."""
         if self.config.explicit_tree is not None and not self.takes_trees:
             if self.target.takes_trees:
-                raise ValueError(
-                    "rows of trees do not have the bits of chains here; drop --tree, or add --no-batch-invariant"
-                )
+                raise ValueError("rows of draft trees are not bit-exact here; drop --tree, or add --no-batch-invariant")
             raise ValueError(f"{self.target.name} supports chains only; drop --tree")
         if self.tree is not None and self.takes_trees:
             return shapes_of(*self.tree)

@@ -174,7 +174,7 @@ def name_head(name: str, base: str) -> None:
     """Register a head's name as a mode; ValueError if taken."""
     found = next((spec for spec in specs() if name == spec.name or name in spec.aliases), None)
     if name == NAIVE or (found is not None and not found.base):
-        raise ValueError(f"--draft-head {name}=... names a head {name!r}, which is a mode already; rename it")
+        raise ValueError(f"--draft-head {name}=... names a head {name!r}, which is already a mode; rename it")
     names = [*dict.fromkeys([*(spec.name for _, spec in _added.values() if spec.base), name])]
     colour = SPARE_COLOURS[names.index(name) % len(SPARE_COLOURS)]  # the same when it is named again
     named = replace(spec_of(base), name=name, base=base, aliases=(), heads=(), source="", colour=colour)

@@ -44,7 +44,7 @@ class Call:
         self.failure: NonFiniteLogits | None = None
         """Error of the first prompt whose logits are not numbers.
 
-        It is raised after the answers of the others. Other errors of requests are in their chunks alone.
+        It is raised after the answers of the others. Other errors of requests are only in their chunks.
         """
         self.error: BaseException | None = None
         self.closed = False

@@ -114,14 +114,14 @@ class Round:
         """`cache` and `state` have the rows of `context`.
 
         `widths`: numbers of tokens that steps may have, to the next of which they are padded; None: any. `eager`:
-        graphs are for drafts alone. `overlap_hook` runs draft steps while the target waits for weights.
+        graphs are only for drafts. `overlap_hook` runs draft steps while the target waits for weights.
         """
         self._overlap_hook = overlap_hook
         self._host = PinnedBuffers()
         self._target, self._cache, self._drafter, self._state = target, cache, drafter, state
         self.context = context
         self._sampler, self._buffers, self._widths = context.sampler, context.buffers, widths
-        # A graph reads the tensors that it was captured with. So one form of the step reads the root alone, and one
+        # A graph reads the tensors that it was captured with. So one form of the step reads only the root, and one
         # reads root and draft buffers; every draft is written to these buffers, padded to the largest with nodes of -1.
         graphs, match = None if eager else context.graphs, not context.sampler.needs_draft_probs
         self._constrained = context.sampler.kind.constrained

@@ -268,7 +268,7 @@ def trace_rows(
 def sample_first(request: Request, sampler: Sampler, logits_1V: Tensor, length_1: Tensor, root_1: Tensor) -> Tokens:
     """Sample a prompt's first token into `root`.
 
-    The sampler is for its row alone.
+    The sampler is for its row only.
     """
     params = request.params
     if params.max_new_tokens == 0:

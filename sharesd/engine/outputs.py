@@ -43,7 +43,7 @@ class TokenChunk:
     error: RequestError | None = None
     """Error that ended the request after these tokens."""
     round: RoundTrace | None = None
-    """Trace of the round, with this row alone, if `Request.wants_rounds`."""
+    """Trace of the round, with this row only, if `Request.wants_rounds`."""
 
     @property
     def row(self) -> int:

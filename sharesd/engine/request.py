@@ -71,7 +71,7 @@ class Request:
         """Position of the first token whose logits are not numbers."""
         self.cancelled = False
         self.stats = stats
-        """Counts of this request alone; times as `Stats` defines them."""
+        """Counts of this request only; times as `Stats` defines them."""
         self._checker = checker
 
     @property

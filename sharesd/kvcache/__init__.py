@@ -1,1 +1,1 @@
-"""The static KV cache. Imports devices alone."""
+"""The static KV cache. Imports only devices."""

@@ -46,7 +46,7 @@ class StaticKVCache:
         """`shapes`: (key/value heads, head size) of every layer.
 
         `taps`: depths whose hidden states are kept: numbers of blocks, and one more for the output of the last norm.
-        `whole_rows`: attention reads live slots alone, however many slots it gets. `q8`: keys and values are kept in 8
+        `whole_rows`: attention reads only live slots, however many slots it gets. `q8`: keys and values are kept in 8
         bits, `dtype` is that of the model.
         """
         self.slots, self.dtype, self.q8 = round_slots(slots), dtype, q8

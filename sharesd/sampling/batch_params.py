@@ -46,7 +46,7 @@ class SamplingKind(NamedTuple):
 
     @staticmethod
     def of(params: SamplingParams) -> SamplingKind:
-        """Return the kind of a round for this request alone."""
+        """Return the kind of a round for only this request."""
         truncated = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
         return SamplingKind(
             sampled=not params.greedy,

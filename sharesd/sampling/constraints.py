@@ -68,7 +68,7 @@ class Grammars:
         """Return a newly compiled grammar's state after a text.
 
         Copies of a state share one lexer, which keeps what any request or draft has looked at, up to a limit. This one
-        has looked at nothing else, so whether it reaches a limit, too, depends on the text alone. If it does, it is
+        has looked at nothing else, so whether it reaches a limit too depends only on the text. If it does, it is
         not kept for later requests, either.
         """
         with self._lock:
@@ -255,7 +255,7 @@ class MinTokens:
     """Constraint without end tokens before `num_tokens` tokens, within that of `inner`."""
 
     def __init__(self, num_tokens: int, end_ids: Collection[int], inner: Constraint | None = None) -> None:
-        """If `inner` allows end tokens alone, none is left."""
+        """If `inner` allows only end tokens, none is left."""
         self._num_left, self._end_ids, self._inner = num_tokens, end_ids, inner
 
     @property

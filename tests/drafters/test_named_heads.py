@@ -66,7 +66,7 @@ def test_named_heads_and_modes_have_colours_of_their_own(heads: tuple[str, str])
 
 def test_names_of_modes_are_taken_and_paths_are_no_names(heads: tuple[str, str], tmp_path: Path) -> None:
     for name in ("naive", "share", "eagle"):
-        with pytest.raises(ValueError, match=f"a head '{name}', which is a mode already; rename it"):
+        with pytest.raises(ValueError, match=f"a head '{name}', which is already a mode; rename it"):
             selection.head_mode(f"{name}={heads[0]}")
     path = tmp_path / "lr=3"
     Path(heads[0]).rename(path)

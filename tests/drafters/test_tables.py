@@ -469,7 +469,7 @@ def test_other_and_damaged_tables_are_refused(tmp_path: Path) -> None:
     table = learnt()
     table.save(file)
     for V, k in ((VOCAB + 1, 3), (VOCAB, 4)):
-        with pytest.raises(ValueError, match=f"knows {VOCAB} tokens with 3 successors each, not {V} with {k}; give"):
+        with pytest.raises(ValueError, match=f"has {VOCAB} tokens with 3 successors each, not {V} with {k}; give"):
             RecycleTable(V, k).load(file)
     whole = file.read_bytes()
     good = {"format": np.array(1), "successors": table.successors, "rates": np.ones((2, DEPTHS * 3))}

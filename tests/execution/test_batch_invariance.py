@@ -134,7 +134,7 @@ def test_trees_whose_rows_differ_are_not_drafted(checkpoint: Path, monkeypatch: 
     engine = Runtime(config, ("hybrid",)).engine("hybrid")
     assert engine.options.widths is None and engine.drafter is not None and not engine.drafter.trees
     grown = replace(config, tree=(2, 2, 4))
-    with pytest.raises(ValueError, match="do not have the bits of chains here; drop --tree, or add --no-batch"):
+    with pytest.raises(ValueError, match="rows of draft trees are not bit-exact here; drop --tree, or add --no-batch"):
         Runtime(grown, ("share",))
     loose = Runtime(replace(grown, exact=False), ("share",)).engine("share")
     assert loose.drafter is not None and loose.drafter.trees

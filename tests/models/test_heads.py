@@ -283,7 +283,7 @@ def edit(folder: Path, **changes: object) -> None:
         ("eagle", {"hidden_size": 64}, "hidden size of 64 and the target has 32"),
         ("eagle3", {"target_hidden_size": 64}, "hidden size of 64 and the target has 32"),
         ("eagle3", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 5]}}, "behind 1, 6 blocks"),
-        ("eagle3", {"eagle_aux_hidden_state_layer_ids": [0, 1]}, "which are other layers"),
+        ("eagle3", {"eagle_aux_hidden_state_layer_ids": [0, 1]}, "which name different layers"),
         ("eagle3", {"num_hidden_layers": 2}, "has 2 layers"),
         ("eagle3", {"draft_vocab_size": 9}, "draft_vocab_size is 9"),
         ("eagle", {"quantization_config": {}}, "quantized"),
@@ -332,7 +332,7 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
     refused({"gate.weight": good["norm.weight"].clone()}, "unexpected gate.weight")
     refused({"midlayer.mlp.up_proj.weight": good["fc.weight"].clone()}, "midlayer.mlp.up_proj.weight has shape")
     refused({"d2t": None, "t2d": None}, "the tensor d2t, with their ids, is missing")
-    refused({"d2t": good["d2t"] + 100}, "different ones of 40 tokens")
+    refused({"d2t": good["d2t"] + 100}, "distinct ids of 40 tokens")
     refused({"t2d": ~good["t2d"]}, "t2d and d2t name different tokens")
 
 

@@ -155,7 +155,7 @@ def test_each_replica_gets_a_gpu_and_its_part_of_the_cores(monkeypatch: pytest.M
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, GPU-abc,7")
     assert [env["CUDA_VISIBLE_DEVICES"] for env in environments(3, "cuda")] == ["5", "GPU-abc", "7"]
     assert environments(1, "cuda:2") == [{"OMP_NUM_THREADS": "8"}]
-    with pytest.raises(ValueError, match="--replicas is 4 and there are 3 GPUs; give no more, or --device cpu"):
+    with pytest.raises(ValueError, match="--replicas is 4 and there are 3 GPUs; use one per GPU"):
         environments(4, "cuda")
     with pytest.raises(ValueError, match="--device is cuda:1 and --replicas 2, which need a GPU each"):
         environments(2, "cuda:1")

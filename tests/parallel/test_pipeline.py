@@ -347,8 +347,8 @@ def test_device_maps_of_accelerate() -> None:
     assert parse_device_map({"": "cpu"}, 3) == (["cpu"], (3,))
     for change, complaint in (
         ({"model.layers.4": 0}, "comes back to cuda:0"),
-        ({"lm_head": 0}, "has lm_head on cuda:0; it goes with the layers on cuda:1"),
-        ({"model.embed_tokens": "1"}, "has model.embed_tokens on cuda:1; it goes with the layers on cuda:0"),
+        ({"lm_head": 0}, "has lm_head on cuda:0; it belongs to the layers on cuda:1"),
+        ({"model.embed_tokens": "1"}, "has model.embed_tokens on cuda:1; it belongs to the layers on cuda:0"),
     ):
         with pytest.raises(ValueError, match=complaint):
             parse_device_map({**layers, **ends, **change}, 12)
@@ -369,7 +369,7 @@ def test_a_map_and_limits_decide(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"split": PipelineConfig(devices=("cpu",) * 6)}, "the model has 5 blocks; give 5 of them at most"),
+        ({"split": PipelineConfig(devices=("cpu",) * 6)}, "the model has 5 blocks; give at most 5 devices"),
         ({"split": PipelineConfig(devices=("cpu", "tpu"))}, "device is 'tpu'; give cpu, cuda or cuda:N"),
         ({"split": PipelineConfig(device_map="no.json")}, "device_map 'no.json' is neither `auto` nor a file of JSON"),
         (

@@ -46,7 +46,7 @@ class EagleDrafter(Drafter):
         self.cache, self._target = head.new_cache(target.batch, target.slots), target
         self._tokens_BS = torch.zeros(target.batch, target.slots, dtype=torch.int64, device=target.lengths.device)
         """Text by slot: prompts from the host, emitted tokens from the device."""
-        self._new: set[int] = set()  # rows of whose text the host has written the prompt alone
+        self._new: set[int] = set()  # rows of whose text the host has written only the prompt
         self._in_flight: set[int] = set()  # rows that the last draft has read further than the host knew
         self._max_lead = 1 + max(shape.nodes for shape in shapes)
         self._lead = min(2, self._max_lead)

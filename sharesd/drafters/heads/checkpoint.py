@@ -37,7 +37,7 @@ def load_head(folder: Path, target: Decoder) -> Head:
 
 
 def check_head(folder: Path, config: DecoderConfig) -> Kind:
-    """Return the kind of a head; ValueError as `load_head` by names, shapes and types alone.
+    """Return the kind of a head; ValueError as `load_head` by names, shapes and types only.
 
     Neither the target of this config nor the head is allocated.
     """
@@ -143,7 +143,7 @@ def _draft_ids(tensors: dict[str, tuple[str, Tensor]], config: HeadConfig) -> Te
         raise ValueError(f"d2t has shape {list(d2t_K.shape)} and draft_vocab_size is {num}; {_AGAIN}")
     ids_K = d2t_K.long() + torch.arange(num)
     if ids_K.min() < 0 or ids_K.max() >= vocab_size or len(ids_K.unique()) < num:
-        raise ValueError(f"d2t does not name {num} different ones of {vocab_size} tokens; {_AGAIN}")
+        raise ValueError(f"d2t does not name {num} distinct ids of {vocab_size} tokens; {_AGAIN}")
     known_V = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, ids_K, True)
     if t2d_V is not None and not torch.equal(t2d_V.bool(), known_V):
         raise ValueError(f"t2d and d2t name different tokens; {_AGAIN}")

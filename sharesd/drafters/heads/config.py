@@ -70,7 +70,7 @@ class HeadConfig:
             raise ValueError(f"heads of architecture {block.model_type!r} are not supported; give one like Llama's")
         if block.vocab_size != target.vocab_size:
             raise ValueError(
-                f"the head knows {block.vocab_size} tokens and the target {target.vocab_size}; give a head that was "
+                f"the head has {block.vocab_size} tokens and the target {target.vocab_size}; give a head that was "
                 "trained for this target"
             )
         hidden = flat.get("target_hidden_size") or target.hidden_size
@@ -136,13 +136,13 @@ def taps_of(raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     found = {tuple(ids) for ids in (outer, inner and [i + 1 for i in inner]) if ids}
     if len(found) > 1:
         raise ValueError(
-            f"the head's {LAYER_IDS} are {outer} and, in eagle_config, {inner}, which are other layers; keep one"
+            f"the head's {LAYER_IDS} are {outer} and, in eagle_config, {inner}, which name different layers; keep one"
         )
     taps = found.pop() if found else default_taps(num_layers)
     if (outer or inner) and list(taps) != sorted(taps):
         raise ValueError(
-            f"the head's {LAYER_IDS} are {outer or inner}, which do not ascend, and engines differ in their order "
-            "then; give them in ascending order if the head was trained so"
+            f"the head's {LAYER_IDS} are {outer or inner}, which do not ascend, and engines read such lists in "
+            "different orders; give them in ascending order if the head was trained so"
         )
     if min(taps) < 1 or max(taps) > num_layers or len(set(taps)) < len(taps):
         raise ValueError(

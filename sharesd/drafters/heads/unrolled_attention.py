@@ -9,7 +9,7 @@ Legend: B texts, H query heads, K key/value heads, T places, d head size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -52,7 +52,8 @@ def attend_chains(q_BHTd: Tensor, keys: Sequence[Tensor], values: Sequence[Tenso
         return torch.zeros_like(q_BHTd)
     share = q_BHTd.shape[1] // keys[0].shape[1]
     known = (x[:, :, e : T - step + e].repeat_interleave(share, 1) for of in (keys, values) for e, x in enumerate(of))
-    return F.pad(_Merged.apply(scale, q_BHTd[:, :, step:], *known), (0, 0, step, 0))
+    merged: Callable[..., Tensor] = _Merged.apply
+    return F.pad(merged(scale, q_BHTd[:, :, step:], *known), (0, 0, step, 0))
 
 
 class _Merged(torch.autograd.Function):

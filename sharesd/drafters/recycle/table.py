@@ -116,7 +116,7 @@ class RecycleTable(Table):
         if successors.shape != self.successors.shape:
             (V, k), (vocab_size, num_successors) = successors.shape, self.successors.shape
             raise ValueError(
-                f"{path} knows {V} tokens with {k} successors each, not {vocab_size} with {num_successors}; "
+                f"{path} has {V} tokens with {k} successors each, not {vocab_size} with {num_successors}; "
                 "give a table that was saved with this target and this num_successors"
             )
         self.successors = successors

@@ -24,7 +24,7 @@ class Table:
 
     @property
     def num_successors(self) -> int:
-        """Likeliest tokens per token that `learn` needs; 0: it learns from texts alone."""
+        """Likeliest tokens per token that `learn` needs; 0: it learns only from texts."""
         return 0
 
     @property
