@@ -140,7 +140,7 @@ def _converted(name: str, kind: _Kind, value: object) -> Any:
 
 @cache
 def _kinds(owner: type) -> dict[str, tuple[_Kind, bool, Callable[[], Any]]]:
-    """Return of each field its type, whether None is its default, and the default."""
+    """Return, for each field, its type, whether None means the default, and the default."""
     hints, found = get_type_hints(owner, include_extras=True), {}
     for field in fields(owner):
         default = field.default

@@ -59,7 +59,7 @@ class Drafter:
     trees: bool
     """Drafts may be trees."""
     needs_catch_up = False
-    """True if the drafter needs rounds to read tokens missed while idle."""
+    """True if tokens that the drafter missed while idle are read in separate passes before it drafts."""
     supports_async = False
     """True if drafting can start before the host reads the last round."""
     commits_plain_rounds = False
@@ -69,17 +69,17 @@ class Drafter:
     single_pass = False
     """True if a draft is made in one pass, whatever its depth."""
     runs_on_host = False
-    """True if it drafts from host tokens, and chooses the nodes' number."""
+    """True if it drafts from tokens on the host, and chooses the number of nodes."""
 
     def goes_ahead(self, policy: Policy) -> bool:
         """Return True if the coming round needs nothing of the last."""
         return self.supports_async
 
     def begin(self, row: int, tokens: list[int], reuse: bool) -> None:
-        """Start a row's new text; `reuse`: cached tokens need no new reading."""
+        """Start a row's new text; `reuse`: tokens that are cached are not read again."""
 
     def read(self, row: int, tokens: list[int]) -> None:
-        """Read the row's text up to here; pieces all begin at 0."""
+        """Read the row's text up to here; `tokens` has all of it, from the start."""
 
     def num_unread_tokens(self, texts: Mapping[int, list[int]]) -> int:
         """Return tokens to read before a draft's first step."""

@@ -40,7 +40,7 @@ class DraftStepper(Protocol):
     def step(self, tokens_BF: Tensor, tree_mask: TreeAttentionMask | None = None) -> Tensor:
         """Read a chain's next draft token (F = 1), or tree nodes.
 
-        Returns the logits [B, F, V] after them, or [B, 1, V] if they are the same after all.
+        Returns the logits [B, F, V] after them, or [B, 1, V] if they are the same after all F tokens.
         """
         ...
 

@@ -32,7 +32,7 @@ AGREE = 1.25
 """Largest ratio of quartiles, relative to a plain step, of agreeing repeats."""
 BRIEFLY = 1
 SLOWER = 1.3
-"""Slowdown of kept plain steps, over new ones, that voids kept costs."""
+"""Ratio of a kept plain step's time to a new one from which kept costs are discarded."""
 SHARE_OF_LONGEST = 4
 """Ratio of the longest to the shortest timed draft if offloaded."""
 MISSED = 64

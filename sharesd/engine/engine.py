@@ -99,7 +99,7 @@ class Engine:
         self._outputs.begin_call(self._new_stats())
         self._in_flight: InFlightRound | None = None  # launched before its predecessor was read
         self.label: Mapping[str, Any] = {}
-        """Fields that traces have of later requests, JSON types."""
+        """Fields that traces of later requests get; JSON types."""
 
     @property
     def drafter(self) -> Drafter | None:
@@ -189,7 +189,7 @@ class Engine:
         try:
             is_decoding = bool(self._scheduler.live)
             chunks = self._prefill_prompts(whole=False)
-            return [*chunks, *self._round()] if is_decoding or not chunks else chunks  # first tokens go out at once
+            return [*chunks, *self._round()] if is_decoding or not chunks else chunks  # first tokens are sent at once
         except BaseException:
             self.cancel_all()
             raise

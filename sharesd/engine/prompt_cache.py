@@ -92,7 +92,7 @@ class PromptCache:
     def save(self, row: int) -> bool:
         """Write a row's text; return False if a file has it.
 
-        Short texts are not written, and neither is anything after an error, which is one warning. A file with a
+        Short texts are not written. After an error, which is logged once, nothing is written. A file that has only the
         beginning of the text is removed.
         """
         tokens = self._kept_tokens(row)
@@ -132,7 +132,7 @@ class PromptCache:
     def _scan(self) -> None:
         """Read the tokens of all files, the oldest first.
 
-        Files of other identities are one warning, and so are damaged ones.
+        Logs one warning for all files with another identity, and one for all damaged files.
         """
         damaged: list[str] = []
         others: dict[str, int] = {}

@@ -13,7 +13,7 @@ from sharesd.sampling.constraints import Constraint
 from sharesd.sampling_params import SamplingParams
 
 MAX_LEAD = 2
-"""Largest lead of a counted request over its call's last, in tokens."""
+"""Largest lead, in tokens, of a counted request over the one of its call with the fewest."""
 
 _numbers = count()
 
@@ -57,7 +57,7 @@ class Request:
         self.row: int | None = None
         """Row of the cache; None before admission and after the end."""
         self.num_read = 0
-        """Prompt tokens whose KV the row has; all from the first token."""
+        """Prompt tokens whose KV the row has: all of them once the first token is emitted."""
         self.cached_tokens = 0
         """Prompt tokens that were not recomputed; known from the first chunk on."""
         self.prompt_logprobs: list[float] | None = [] if params.prompt_logprobs else None
@@ -96,7 +96,7 @@ class Request:
 def counted_requests(live: Sequence[Request], is_last_call: bool) -> list[Request]:
     """Return the requests whose tokens count in the coming round.
 
-    If `is_last_call`, those that emitted the fewest tokens or little more: they determine the call's duration.
+    If `is_last_call`, those that have emitted the fewest tokens, or few more: they determine the call's duration.
     """
     if not is_last_call:
         return list(live)
@@ -105,14 +105,14 @@ def counted_requests(live: Sequence[Request], is_last_call: bool) -> list[Reques
 
 
 def max_round_cost(live: Sequence[Request], prefilled: bool) -> float:
-    """Return plain rounds that a round may take; `prefilled`: requests have waited."""
+    """Return a round's cost limit in plain rounds; `prefilled`: requests have just waited for a prompt chunk."""
     if live[0].call is not None or (len(live) == 1 and not prefilled):
         return inf
     return 1.0 if prefilled else MAX_SHARED_ROUND
 
 
 def mean_progress(live: Sequence[Request], before: Sequence[int], is_last_call: bool) -> float:
-    """Return the mean progress in tokens; if `is_last_call`, the last one's."""
+    """Return the mean progress in tokens; if `is_last_call`, that of the request with the fewest."""
     after = [request.num_emitted for request in live]
     if not is_last_call:
         return (sum(after) - sum(before)) / len(live)

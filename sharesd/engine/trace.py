@@ -165,7 +165,7 @@ def node_probs(
 log = logging.getLogger(__name__)
 
 FORMAT = 1
-"""Version of the file: a name or meaning changed."""
+"""Version of the format, which changes with names and meanings."""
 FLAG = "--trace"
 PERIOD_S = 1.0
 """Seconds between two writes."""

@@ -20,7 +20,7 @@ from compile.noise import Hash, hashed_gumbel, hashed_sample
 _WORD = 0xFFFFFFFF
 _STREAM_SHIFT = 29  # positions stay below 2^29
 _MULTIPLIERS = (0x735A2D97, 0x61C88647, 0x31848BAB, 0x6C8E9CF5) * 2  # odd and below 2^31: products fit int64
-_SALTS = (  # digits of pi: what tells the two words of a key apart
+_SALTS = (  # digits of pi, different for the two words of a key
     (0x00000000, 0x243F6A88, 0x05A308D3, 0x13198A2E, 0x03707344, 0x24093822),
     (0x299F31D0, 0x082EFA98, 0x6C4E6C89, 0x452821E6, 0x38D01377, 0x3E5466CF),
 )
