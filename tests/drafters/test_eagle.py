@@ -410,7 +410,7 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="there is no head"):
         check_options(EngineConfig(target="other", mode="naive", head_quant=QuantConfig()))
     checkpoint = make_checkpoint(tmp_path)
-    with pytest.raises(ValueError, match=r"no tensor fc\.weight"):
+    with pytest.raises(ValueError, match=r"the tensor fc\.weight is missing"):
         Runtime(EngineConfig(target=str(checkpoint), heads=(str(checkpoint),), mode="eagle", device="cpu"))
 
 

@@ -185,7 +185,7 @@ def test_new_heads_look_into_the_last_layer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sizes", "changes", "message"),
     [
-        ({}, {"vocab_size": 41}, "knows 41 tokens and the target 40"),
+        ({}, {"vocab_size": 41}, "has 41 tokens and the target 40"),
         ({}, {"hidden_size": 64}, "hidden size of 64 and the target has 32"),
         ({"num_hidden_layers": 3}, {}, "target_num_hidden_layers 2 and the target's is 3"),
         ({"num_key_value_heads": 1}, {}, "target_num_key_value_heads 2 and the target's is 1"),

@@ -43,7 +43,7 @@ def test_wrong_requests_hurt_nobody() -> None:
         ([1] * MAX_CONTEXT, GREEDY, "the context holds"),
         ([VOCAB], GREEDY, "outside the vocabulary"),
         ([1], SamplingParams(logit_bias={VOCAB: 1.0}), "logit_bias names token"),
-        ([1], SamplingParams(acceptance="block", temperature=1.0), "sampled alike"),
+        ([1], SamplingParams(acceptance="block", temperature=1.0), "the same sampling parameters"),
     ):
         with pytest.raises(ValueError, match=message):
             engine.add(prompt, params)

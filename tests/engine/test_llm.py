@@ -103,7 +103,7 @@ def test_one_prompt_gives_a_list_of_one(llm: LLM) -> None:
 def test_params_may_be_one_for_each_whose_noise_is_by_their_seeds(llm: LLM, expected: dict[int, Any]) -> None:
     done = llm.generate([PROMPTS[0], PROMPTS[3], PROMPTS[0]], [SAMPLED, GREEDY, SAMPLED])
     assert ids_of(done) == [expected[SAMPLED.seed][0], expected[GREEDY.seed][3], expected[SAMPLED.seed][0]]
-    with pytest.raises(ValueError, match="params are 2 and prompts 1"):
+    with pytest.raises(ValueError, match="there are 2 params for 1 prompts"):
         llm.generate("the", [GREEDY, GREEDY])
 
 
@@ -362,7 +362,7 @@ class Odd:
         ({"seed": 1}, r"params is {'seed': 1}; give a SamplingParams"),
         (0, "params is 0; give a SamplingParams"),
         ([None], r"params\[0\] is None; give a SamplingParams"),
-        ([], "params are 0 and prompts 1"),
+        ([], "there are 0 params for 1 prompts"),
         (SamplingParams(stop_token_ids=[384]), "stop_token_ids names token 384; .* 0 to 383"),
     )
     MESSAGES: tuple[tuple[Any, str], ...] = (

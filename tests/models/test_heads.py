@@ -279,10 +279,10 @@ def edit(folder: Path, **changes: object) -> None:
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
-        ("eagle", {"vocab_size": 41}, "knows 41 tokens and the target 40"),
+        ("eagle", {"vocab_size": 41}, "has 41 tokens and the target 40"),
         ("eagle", {"hidden_size": 64}, "hidden size of 64 and the target has 32"),
         ("eagle3", {"target_hidden_size": 64}, "hidden size of 64 and the target has 32"),
-        ("eagle3", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 5]}}, "behind 1, 6 blocks"),
+        ("eagle3", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 5]}}, "after 1, 6 blocks"),
         ("eagle3", {"eagle_aux_hidden_state_layer_ids": [0, 1]}, "which name different layers"),
         ("eagle3", {"num_hidden_layers": 2}, "has 2 layers"),
         ("eagle3", {"draft_vocab_size": 9}, "draft_vocab_size is 9"),

@@ -352,7 +352,7 @@ def test_device_maps_of_accelerate() -> None:
     ):
         with pytest.raises(ValueError, match=complaint):
             parse_device_map({**layers, **ends, **change}, 12)
-    with pytest.raises(ValueError, match=r"says nothing about model.layers.12"):
+    with pytest.raises(ValueError, match=r"does not name model.layers.12"):
         parse_device_map({**layers, **ends}, 13)
 
 
