@@ -21,15 +21,15 @@ from typing import Any
 from fastapi import Request
 
 from multigpu.data_parallel import Numbered, TaskQueue
-from serve.anthropic_api import messages
 from serve.async_engine import Service
-from serve.chat import chat
 from serve.command import EMBEDDED, model_of
-from serve.completions import completions
 from serve.engine_thread import Model
 from serve.errors import ApiError
 from serve.middleware import RequestState
-from serve.responses_api import responses
+from serve.routes.anthropic import messages
+from serve.routes.chat import chat
+from serve.routes.completions import completions
+from serve.routes.responses import responses
 from serve.server_config import Settings
 from sharesd.cli.batch_requests import URLS, BatchLine, answer_line, failure_line, request_id
 from sharesd.cli.console import set_up_logging

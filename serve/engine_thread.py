@@ -11,8 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from serve.choice_state import Choice, Chunk
-from serve.reasoning import Reasoning
-from serve.tool_format import ToolFormat
+from serve.parsing.reasoning import Reasoning
+from serve.parsing.tool_format import ToolFormat
 from sharesd.models.tokenizer import Tokenizer
 from sharesd.sampling_params import SamplingParams
 

@@ -13,16 +13,16 @@ from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import Message, Receive, Scope, Send
 
-from serve import admin_routes
-from serve.answer_blocks import named_event
 from serve.app import GETS, POSTS, make_app
 from serve.cluster.conversation import conversation_of
 from serve.cluster.metrics_sum import MetricsSum
 from serve.cluster.replica import FACTS, Forwarded
 from serve.errors import ApiError, unavailable
-from serve.responses_api import error_event
+from serve.routes import admin
+from serve.routes.answer_blocks import named_event
+from serve.routes.responses import error_event
+from serve.routes.stream import DONE, KEEP_ALIVE, event
 from serve.server_config import Settings
-from serve.stream import DONE, KEEP_ALIVE, event
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ class Cluster:
 
 def make_ingress(cluster: Cluster) -> FastAPI:
     """Return the application; the page needs no replica."""
-    own = {"/": admin_routes.page, "/health": health, "/metrics": metrics, "/version": admin_routes.version}
+    own = {"/": admin.page, "/health": health, "/metrics": metrics, "/version": admin.version}
     return make_app(cluster, dict.fromkeys(POSTS, forward), {path: own.get(path, forward) for path in GETS})
 
 

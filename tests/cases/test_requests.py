@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from serve.command import load_model
-from serve.tool_calls import CallReader
-from serve.tool_format import format_of
+from serve.parsing.tool_calls import CallReader
+from serve.parsing.tool_format import format_of
 from sharesd.config import EngineConfig
 from sharesd.models.tokenizer import Tokenizer
 from tests.cases.inputs import ANSWER, PLAIN, backend

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken
 
-from serve.call_grammar import calls_grammar, text_and_calls_grammar
-from serve.tool_format import FORMATS
+from serve.parsing.call_grammar import calls_grammar, text_and_calls_grammar
+from serve.parsing.tool_format import FORMATS
 from serve.tools import Function
 from sharesd.models.tokenizer import TOOL_MARKS, Tokenizer, load_tokenizer
 from sharesd.sampling.grammar import Grammars

@@ -24,8 +24,8 @@ from serve.cluster.replica import Forwarded, Replica
 from serve.command import main
 from serve.engine_thread import Model
 from serve.metrics import Metrics
+from serve.routes.stream import KEEP_ALIVE
 from serve.server_config import Settings
-from serve.stream import KEEP_ALIVE
 from tests.helpers.fake_engine import fake_model
 from tests.helpers.serve_requests import CHAT, HELLO, TEXT, error_of
 from tests.helpers.served_model import Served, served

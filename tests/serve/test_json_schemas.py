@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from serve.json_schemas import adapted, warnings_of
+from serve.parsing.json_schemas import adapted, warnings_of
 from sharesd.data.grammar_spec import from_json_schema
 from sharesd.sampling.grammar import Grammars
 from tests.helpers.fake_engine import make_tokenizer

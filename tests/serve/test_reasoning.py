@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
-from serve.reasoning import Reasoning, ReasoningReader, reader_of, reasoning_of
+from serve.parsing.reasoning import Reasoning, ReasoningReader, reader_of, reasoning_of
 from sharesd.models.tokenizer import load_tokenizer
 from tests.helpers.fake_engine import make_tokenizer
 from tests.helpers.paths import ROOT

@@ -212,7 +212,7 @@ def test_long_texts_hold_up_nobody(server: Served, monkeypatch: pytest.MonkeyPat
             made.append(threading.current_thread().name)
             return super().render(content)
 
-    monkeypatch.setattr("serve.tokenize.JSONResponse", Recorded)
+    monkeypatch.setattr("serve.routes.tokenize.JSONResponse", Recorded)
     ids = server.post("/tokenize", prompt="the cat").json()["tokens"]
     server.post("/detokenize", tokens=ids)
     assert len(made) == 2 and all("worker" in name for name in made), "not on the event loop's thread"
@@ -229,7 +229,7 @@ def test_models_version_and_page(server: Served, tmp_path: Any, monkeypatch: pyt
     assert server.openai().models.retrieve("fake").id == "fake"
     assert server.http.get("/v1/models/other").status_code == 404
     assert server.http.get("/version").json()["version"]
-    monkeypatch.setattr("serve.admin_routes.PAGE", tmp_path)
+    monkeypatch.setattr("serve.routes.admin.PAGE", tmp_path)
     missing = server.http.get("/")
     assert missing.status_code == 404 and missing.text.count("\n") == 1
     (tmp_path / "index.html").write_text("<p>hello")

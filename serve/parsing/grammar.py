@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 from anyio import to_thread
 
-from serve.call_grammar import calls_grammar, text_and_calls_grammar
 from serve.engine_thread import Model
 from serve.errors import invalid
-from serve.json_schemas import adapted, warnings_of
-from serve.reasoning import place_after
+from serve.parsing.call_grammar import calls_grammar, text_and_calls_grammar
+from serve.parsing.json_schemas import adapted, warnings_of
+from serve.parsing.reasoning import place_after
 from serve.schemas import ChatBody, Generation
 from sharesd.data import grammar_spec
 from sharesd.data.request_errors import GrammarTooComplex

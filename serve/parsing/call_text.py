@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Literal
 
-from serve.tool_format import ToolFormat
+from serve.parsing.tool_format import ToolFormat
 
 
 def white(text: str, end: Literal[0, -1]) -> str:

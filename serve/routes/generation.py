@@ -12,11 +12,11 @@ from serve.async_engine import Call, Service
 from serve.choice_state import Choice
 from serve.engine_thread import Model
 from serve.errors import ApiError, invalid
-from serve.grammar import compiled
-from serve.response_format import ResponseFormat
+from serve.parsing.grammar import compiled
+from serve.routes.response_format import ResponseFormat
+from serve.routes.stream import events
+from serve.routes.tokens import check_ids, max_answer_tokens
 from serve.schemas import Generation
-from serve.stream import events
-from serve.token_utils import check_ids, max_answer_tokens
 from serve.usage import ending
 from sharesd import __version__
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
-from serve.reasoning import KNOWN
+from serve.parsing.reasoning import KNOWN
 from sharesd.models import call_probe, chat_template
 from sharesd.models.call_probe import ARGUMENTS, NAMES, TOOLS, USER
 from sharesd.models.tokenizer import END_OF_TURN

@@ -12,13 +12,13 @@ from fastapi import Request, Response
 from serve.async_engine import Call
 from serve.choice_state import Choice, Tokens
 from serve.engine_thread import Model
-from serve.handlers import respond, start
 from serve.messages import for_template
-from serve.reasoning import Thoughts, place_after
-from serve.response_format import ResponseFormat, alternatives
+from serve.parsing.reasoning import Thoughts, place_after
+from serve.parsing.tool_calls import CallPart, CallReader
+from serve.routes.generation import respond, start
+from serve.routes.response_format import ResponseFormat, alternatives
+from serve.routes.tokens import encode_chat, ending_of, token_bytes, token_text
 from serve.schemas import ChatBody, read
-from serve.token_utils import encode_chat, ending_of, token_bytes, token_text
-from serve.tool_calls import CallPart, CallReader
 from sharesd.data.json_numbers import finite
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from serve.async_engine import Call, Output
 from serve.errors import ApiError
-from serve.response_format import ResponseFormat
+from serve.routes.response_format import ResponseFormat
 from serve.schemas import Generation
 from serve.usage import ending, usage
 

@@ -7,10 +7,10 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 
 from serve.engine_thread import Model
-from serve.handlers import served_name
 from serve.messages import for_template
+from serve.routes.generation import served_name
+from serve.routes.tokens import decode, encode_chat, ending_of, token_text
 from serve.schemas import DetokenizeBody, TokenizeBody, read
-from serve.token_utils import decode, encode_chat, ending_of, token_text
 
 
 async def tokenize(request: Request) -> JSONResponse:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from serve.choice_state import Choice, Chunk, Tokens
+from serve.routes.tokens import TokenTexts, token_text
 from serve.schemas import Generation
-from serve.token_utils import TokenTexts, token_text
 from sharesd.models.tokenizer import Tokenizer
 
 

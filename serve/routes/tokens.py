@@ -9,8 +9,8 @@ from typing import Any
 
 from serve.engine_thread import Model
 from serve.errors import ContextOverflow, invalid
+from serve.parsing.tool_format import FORMATS
 from serve.schemas import ChatBody, TokenizeBody
-from serve.tool_format import FORMATS
 from serve.tools import Function
 from sharesd.models import chat_prompt
 from sharesd.models.chat_prompt import Ending

@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from serve.json_schemas import adapted
-from serve.tool_format import Parameter, ToolFormat
+from serve.parsing.json_schemas import adapted
+from serve.parsing.tool_format import Parameter, ToolFormat
 from serve.tools import Function
 from sharesd.data.grammar_spec import from_lark, json_in_lark
 from sharesd.models.tokenizer import Tokenizer

@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from serve.call_text import Braces, call_in, white
-from serve.tool_format import ToolFormat
+from serve.parsing.call_text import Braces, call_in, white
+from serve.parsing.tool_format import ToolFormat
 from sharesd.engine.stop_checker import overlap
 
 _NAME = re.compile(r"\s*([A-Za-z0-9_.-]+)\s*")

@@ -10,8 +10,8 @@ from typing import Any, Literal, Protocol
 from serve.async_engine import Call
 from serve.choice_state import Choice
 from serve.errors import ApiError
-from serve.response_format import ResponseFormat
-from serve.stream import KEEP_ALIVE, part_of
+from serve.routes.response_format import ResponseFormat
+from serve.routes.stream import KEEP_ALIVE, part_of
 
 Kind = Literal["reasoning", "text", "call"]
 

@@ -8,13 +8,13 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from serve.answer_blocks import Block, events, whole
-from serve.chat import ChatFormat, chat_call
 from serve.choice_state import Choice
 from serve.errors import ApiError
-from serve.handlers import served_name
 from serve.middleware import RequestState
-from serve.responses_schemas import ResponsesBody
+from serve.routes.answer_blocks import Block, events, whole
+from serve.routes.chat import ChatFormat, chat_call
+from serve.routes.generation import served_name
+from serve.routes.responses_schemas import ResponsesBody
 from serve.schemas import read
 from serve.usage import usage
 

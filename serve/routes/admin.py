@@ -12,10 +12,10 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from serve.async_engine import Service
 from serve.errors import unavailable
-from serve.handlers import served_name
+from serve.routes.generation import served_name
 from sharesd import __version__
 
-PAGE = Path(__file__).parent / "page"
+PAGE = Path(__file__).parents[1] / "page"
 """Folder of the chat page: `index.html` and its files."""
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "

@@ -10,13 +10,13 @@ from fastapi import Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from serve.answer_blocks import Block, events, whole
-from serve.anthropic_schemas import CountBody, MessagesBody
-from serve.chat import ChatFormat, chat_call, encode_body
 from serve.choice_state import Choice
 from serve.errors import ApiError
-from serve.handlers import served_name
 from serve.messages import for_template
+from serve.routes.answer_blocks import Block, events, whole
+from serve.routes.anthropic_schemas import CountBody, MessagesBody
+from serve.routes.chat import ChatFormat, chat_call, encode_body
+from serve.routes.generation import served_name
 from serve.schemas import ChatBody, read
 from serve.usage import usage
 from sharesd.models.tokenizer import Tokenizer
