@@ -14,7 +14,7 @@ from serve.choice_state import Choice
 from serve.engine_thread import Added, EngineThread, Event, Failed, Model, Output, Ready, Round
 from serve.errors import ApiError, engine_failed, invalid, of_request, unavailable
 from serve.metrics import Metrics
-from serve.parsing.call_grammar import marks_of
+from serve.parsing.grammar import marks_of
 from serve.parsing.reasoning import reasoning_of
 from serve.parsing.tool_format import format_of
 from serve.server_config import Settings

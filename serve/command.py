@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 from compile.start_times import START
 from serve.cluster.options import NumReplicas, check_options, replicas_type
-from serve.server_config import Settings
-from serve.tls import key_pair
+from serve.server_config import Settings, key_pair
 from sharesd.cli.console import err_console
 from sharesd.cli.options import (
     Parser,

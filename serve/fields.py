@@ -1,4 +1,4 @@
-"""Table of request fields that are taken, with nothing to do."""
+"""Base classes of bodies, with the request fields that are accepted and have no effect."""
 
 from __future__ import annotations
 
@@ -6,9 +6,20 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, create_model
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, create_model
 
-from serve.strict import Strict
+
+class Strict(BaseModel):
+    """Base schema without unknown keys, conversions, NaN or infinity."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Loose(Strict):
+    """Base schema that leaves unknown keys out."""
+
+    model_config = ConfigDict(extra="ignore")
+
 
 IGNORED = (
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),

@@ -4,23 +4,50 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import json
 import logging
 import re
 import secrets
+import sys
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from datetime import UTC, datetime
+from typing import Any, TextIO
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve.async_engine import Call
+from serve.choice_state import facts
 from serve.errors import ApiError, unavailable
-from serve.log import RequestLog
 from serve.server_config import Settings
-from serve.usage import facts
+
+
+class RequestLog:
+    """Writer of log lines to a stream."""
+
+    def __init__(self, *, as_json: bool, stream: TextIO | None = None) -> None:
+        self._as_json, self._stream = as_json, stream or sys.stderr
+
+    def write(self, facts: Mapping[str, Any]) -> None:
+        """Write a line with all fields that are not None."""
+        line: dict[str, Any] = {"time": datetime.now(UTC).isoformat(timespec="milliseconds")}
+        line |= {name: round(v, 4) if isinstance(v, float) else v for name, v in facts.items() if v is not None}
+        if self._as_json:
+            text = json.dumps(line)
+        else:
+            text = " ".join(f"{name}={_plain(value)}" for name, value in line.items())
+        print(text, file=self._stream, flush=True)
+
+
+def _plain(value: Any) -> str:
+    """Return a value quoted if it has spaces or line breaks."""
+    text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+    simple = text.isascii() and text.isprintable() and not {*' "='} & {*text}
+    return text if simple or not isinstance(value, str) else json.dumps(text)
+
 
 log = logging.getLogger(__name__)
 

@@ -1,25 +1,178 @@
-"""Routes `POST /v1/messages` and `POST /v1/messages/count_tokens`, in Anthropic's format."""
+"""Routes `POST /v1/messages` and `POST /v1/messages/count_tokens`, in Anthropic's format: bodies, and answers."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
 
 from fastapi import Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import Field
 
-from serve.choice_state import Choice
-from serve.errors import ApiError
+from serve.choice_state import Choice, usage
+from serve.errors import MAX_SHOWN, ApiError, invalid
+from serve.fields import Loose, Strict
 from serve.messages import for_template
-from serve.routes.answer_blocks import Block, events, whole
-from serve.routes.anthropic_schemas import CountBody, MessagesBody
+from serve.routes.answer_blocks import Block, block_events, whole
 from serve.routes.chat import ChatFormat, chat_call, encode_body
 from serve.routes.generation import served_name
-from serve.schemas import ChatBody, read
-from serve.usage import usage
+from serve.schemas import MAX_STOPS, ChatBody, chat_body, read
 from sharesd.models.tokenizer import Tokenizer
+
+
+class Content(Loose):
+    """Block of a message; its type says which keys it has."""
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: str | list[Content] | None = None
+
+
+Contents = str | Annotated[list[Content], Field(fail_fast=True)]
+
+
+class Turn(Loose):
+    """Message of a conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Contents
+
+
+class Tool(Loose):
+    """Function that the model may call."""
+
+    type: str | None = None
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+
+
+class Chosen(Loose):
+    """Choice of a tool."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Loose):
+    """Switch of reasoning."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+
+
+class CountBody(Strict):
+    """Body of `POST /v1/messages/count_tokens`."""
+
+    model: str
+    messages: Annotated[list[Turn], Field(min_length=1, fail_fast=True)]
+    system: Contents | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    tool_choice: Chosen | None = None
+    thinking: Thinking | None = None
+
+    # Accepted, and without effect on the answer.
+    metadata: Any = None
+    service_tier: Any = None
+    context_management: Any = None
+    output_config: Any = None
+    cache_control: Any = None
+    betas: Any = None
+    speed: Any = None
+    inference_geo: Any = None
+
+    # Accepted where they ask for nothing.
+    container: None = None
+    mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = None
+
+    def as_chat(self) -> ChatBody:
+        """Return the request as a chat; ApiError 400 if that is impossible."""
+        tools = [_function(tool) for tool in self.tools or ()]
+        messages = [message for turn in self.messages for message in _messages(turn.role, turn.content)]
+        if self.system:
+            messages.insert(0, {"role": "system", "content": _text(self.system, "system")})
+        body: dict[str, Any] = {"model": self.model, "messages": messages, "tools": tools, **self._more()}
+        if messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"):
+            body["continue_final_message"] = True
+        if self.thinking is not None:
+            body["enable_thinking"] = self.thinking.type != "disabled"
+        choice = self.tool_choice
+        if choice is not None:
+            named = {"type": "function", "function": {"name": choice.name}}
+            body["tool_choice"] = {"auto": "auto", "any": "required", "none": "none", "tool": named}[choice.type]
+            body["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+        return chat_body(body)
+
+    def _more(self) -> dict[str, Any]:
+        """Return further fields of the chat."""
+        return {}
+
+
+class MessagesBody(CountBody):
+    """Body of `POST /v1/messages`."""
+
+    max_tokens: int
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stop_sequences: Annotated[list[str], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    stream: bool | None = None
+
+    def _more(self) -> dict[str, Any]:
+        names = ("max_tokens", "temperature", "top_p", "top_k", "stream")
+        return {name: getattr(self, name) for name in names} | {"stop": self.stop_sequences}
+
+
+def _function(tool: Tool) -> dict[str, Any]:
+    if tool.type not in (None, "custom"):
+        message = f"tools has {tool.name[:MAX_SHOWN]} of type {tool.type[:MAX_SHOWN]}, which runs nowhere here"
+        raise invalid(f"{message}; give functions with an input_schema", "tools")
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    return {"type": "function", "function": function}
+
+
+def _messages(role: str, content: Contents) -> Iterator[dict[str, Any]]:
+    """Yield a turn as messages of a chat, results of tools first."""
+    if isinstance(content, str):
+        yield {"role": role, "content": content}
+        return
+    blocks = [block for block in content if block.type != "redacted_thinking"]
+    for block in blocks:
+        if block.type == "tool_result":
+            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content or "", "messages")}
+    calls = [_call(block) for block in blocks if block.type == "tool_use"]
+    thought = "".join(block.thinking or "" for block in blocks if block.type == "thinking")
+    said = [block for block in blocks if block.type not in ("tool_result", "tool_use", "thinking")]
+    if said or calls or thought:
+        message: dict[str, Any] = {"role": role, "content": _text(said, "messages") if said else None}
+        if calls:
+            message["tool_calls"] = calls
+        yield message | ({"reasoning_content": thought} if thought else {})
+
+
+def _call(block: Content) -> dict[str, Any]:
+    function = {"name": block.name, "arguments": json.dumps(block.input or {}, ensure_ascii=False)}
+    return {"id": block.id, "type": "function", "function": function}
+
+
+def _text(content: Contents | Sequence[Content], param: str) -> str:
+    if isinstance(content, str):
+        return content
+    other = next((block.type for block in content if block.type != "text" or block.text is None), None)
+    if other is not None:
+        message = (
+            f"{param} has a block of type {other[:MAX_SHOWN]}, and this model takes text alone; give blocks of text"
+        )
+        raise invalid(message, param)
+    return "\n".join(block.text or "" for block in content)
+
 
 STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -34,7 +187,7 @@ async def messages(request: Request) -> Response:
     dialect = Messages(request.state.visit.id, name, call.model.tokenizer, body, call.choices[0])
     form = ChatFormat(call.model, body)
     if body.stream:
-        stream = events(call, form, dialect, patience=service.settings.keep_alive)
+        stream = block_events(call, form, dialect, patience=service.settings.keep_alive)
         return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-cache"})
     await call.finish()
     blocks, choice, reason = whole(call, form)

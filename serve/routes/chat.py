@@ -15,8 +15,7 @@ from serve.engine_thread import Model
 from serve.messages import for_template
 from serve.parsing.reasoning import Thoughts, place_after
 from serve.parsing.tool_calls import CallPart, CallReader
-from serve.routes.generation import respond, start
-from serve.routes.response_format import ResponseFormat, alternatives
+from serve.routes.generation import ResponseFormat, alternatives, respond, start
 from serve.routes.tokens import encode_chat, ending_of, token_bytes, token_text
 from serve.schemas import ChatBody, read
 from sharesd.data.json_numbers import finite

@@ -11,8 +11,7 @@ from fastapi.responses import JSONResponse
 
 from serve.async_engine import Call
 from serve.choice_state import Choice, Tokens
-from serve.routes.generation import respond, start
-from serve.routes.response_format import ResponseFormat
+from serve.routes.generation import ResponseFormat, respond, start
 from serve.routes.tokens import TokenTexts, encode, token_text
 from serve.schemas import CompletionBody, PredictBody, read
 from sharesd.data.json_numbers import finite

@@ -9,9 +9,9 @@ from typing import Any
 
 from serve.engine_thread import Model
 from serve.errors import ContextOverflow, invalid
+from serve.messages import Function
 from serve.parsing.tool_format import FORMATS
 from serve.schemas import ChatBody, TokenizeBody
-from serve.tools import Function
 from sharesd.models import chat_prompt
 from sharesd.models.chat_prompt import Ending
 from sharesd.models.text_stream import TextStream

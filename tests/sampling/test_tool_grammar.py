@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken
 
-from serve.parsing.call_grammar import calls_grammar, text_and_calls_grammar
+from serve.messages import Function
+from serve.parsing.grammar import calls_grammar, text_and_calls_grammar
 from serve.parsing.tool_format import FORMATS
-from serve.tools import Function
 from sharesd.models.tokenizer import TOOL_MARKS, Tokenizer, load_tokenizer
 from sharesd.sampling.grammar import Grammars
 from tests.helpers.tiny_tokenizer import SPECIAL, TOOL_TEMPLATE, make_backend

@@ -16,15 +16,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from multigpu import ray_cluster
-from serve.cluster.conversation import conversation_of, preference
-from serve.cluster.ingress import DIED, Cluster, ReplicaDied, make_ingress
+from serve.cluster.ingress import DIED, Cluster, ReplicaDied, conversation_of, make_ingress, preference
 from serve.cluster.metrics_sum import MetricsSum
 from serve.cluster.options import NumReplicas, deployment_options, replicas_type
 from serve.cluster.replica import Forwarded, Replica
 from serve.command import main
 from serve.engine_thread import Model
 from serve.metrics import Metrics
-from serve.routes.stream import KEEP_ALIVE
+from serve.routes.generation import KEEP_ALIVE
 from serve.server_config import Settings
 from tests.helpers.fake_engine import fake_model
 from tests.helpers.serve_requests import CHAT, HELLO, TEXT, error_of

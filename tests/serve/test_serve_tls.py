@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from serve.command import main
-from serve.tls import KeyPair
+from serve.server_config import KeyPair
 from tests.helpers.served_model import served
 
 OPENSSL = shutil.which("openssl")
