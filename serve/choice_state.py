@@ -6,32 +6,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from serve.schemas import Generation
-from sharesd.data.request_errors import RequestError
 from sharesd.sampling_params import SamplingParams
 
+if TYPE_CHECKING:  # the engine's modules need torch, which the server's start does not wait for
+    from serve.schemas import Generation
+    from sharesd.engine.outputs import TokenChunk
 
-class Tokens(Protocol):
-    """Tokens of a round or of a whole answer, with their text."""
-
-    token_ids: list[int]
-    sources: list[Any]
-    drafters: list[str | None]
-    text: str
-    logprobs: list[float] | None
-    top_logprobs: list[list[tuple[int, float]]] | None
-    finish_reason: Any
-
-
-class Chunk(Tokens, Protocol):
-    """Tokens of one round for one request, as the engine returns them."""
-
-    request: Any
-    error: RequestError | None
-    round: Any
-    """Trace of the round, if wanted; None after a prefill."""
+Tokens: TypeAlias = "Choice | TokenChunk"
+"""Tokens of a round or of a whole answer, with their text."""
 
 
 @dataclass(eq=False, slots=True)
@@ -87,7 +71,7 @@ class Choice:
     accepted_at: list[int] = field(default_factory=list)
     """Number of rounds with an accepted draft token, by position."""
 
-    def add(self, chunk: Chunk, num_drafted: int) -> float | None:
+    def add(self, chunk: TokenChunk, num_drafted: int) -> float | None:
         """Append a round's tokens, of which `num_drafted` draft tokens were verified.
 
         Returns the seconds since the previous round; None for the first tokens.
@@ -113,7 +97,7 @@ class Choice:
         self.ended = chunk.finish_reason is not None
         return None if before is None else self.last - before
 
-    def _count_round(self, chunk: Chunk, num_drafted: int) -> None:
+    def _count_round(self, chunk: TokenChunk, num_drafted: int) -> None:
         self.rounds += 1
         self.drafted += num_drafted
         if num_drafted:

@@ -8,33 +8,22 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
-from serve.choice_state import Choice, Chunk
+from serve.choice_state import Choice
 from serve.parsing.reasoning import Reasoning
 from serve.parsing.tool_format import ToolFormat
 from sharesd.models.tokenizer import Tokenizer
-from sharesd.sampling_params import SamplingParams
 
-if TYPE_CHECKING:  # it needs torch, which the server's start does not wait for
+if TYPE_CHECKING:  # they need torch, which the server's start does not wait for
+    from sharesd.engine.engine import Engine
+    from sharesd.engine.outputs import TokenChunk
+    from sharesd.engine.request import Request
     from sharesd.sampling.grammar import Grammars
 
 
 IDLE_S = 0.5
 """Seconds without a command before a text is saved."""
-
-
-class Engine(Protocol):
-    """Interface of the engine, as used by the server."""
-
-    @property
-    def num_running(self) -> int: ...
-    @property
-    def num_waiting(self) -> int: ...
-    def add(self, prompt: list[int], params: SamplingParams, index: int = 0) -> Any: ...
-    def step(self) -> Sequence[Any]: ...
-    def cancel(self, request: Any) -> None: ...
-    def save_text(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -72,7 +61,7 @@ class Output(NamedTuple):
     """Tokens of one round for one choice."""
 
     choice: Choice
-    chunk: Chunk
+    chunk: TokenChunk
     num_drafted: int
     """Number of draft tokens verified in the round."""
     admitted: float
@@ -120,7 +109,7 @@ class EngineThread:
     def __init__(self, load: Callable[[], Model], emit: Callable[[Event], None]) -> None:
         self._load, self._emit = load, emit
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._requests: dict[Choice, Any] = {}
+        self._requests: dict[Choice, Request] = {}
         self._taken: dict[int, _Taken] = {}  # by the identity of the engine's request
         self._stopped = self._has_unsaved = False
         self._step_began: float | None = None
@@ -194,7 +183,7 @@ class EngineThread:
                 self._forget(output.choice)
         self._emit(Round(outputs, self._engine.num_running, self._engine.num_waiting))
 
-    def _output(self, chunk: Chunk) -> Output:
+    def _output(self, chunk: TokenChunk) -> Output:
         taken = self._taken[id(chunk.request)]
         assert taken.admitted is not None
         if not taken.begun:  # no drafts, though a round of the same step may have counted its own already

@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from serve.async_engine import Call, Output, Service
-from serve.choice_state import Choice, Chunk, Tokens, ending, usage
+from serve.choice_state import Choice, Tokens, ending, usage
 from serve.engine_thread import Model
 from serve.errors import ApiError, invalid
 from serve.parsing.grammar import compiled
@@ -23,6 +23,9 @@ from serve.routes.tokens import TokenTexts, check_ids, max_answer_tokens, token_
 from serve.schemas import Generation
 from sharesd import __version__
 from sharesd.models.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # it needs torch
+    from sharesd.engine.outputs import TokenChunk
 
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
@@ -110,7 +113,7 @@ class ResponseFormat:
         self._rounds = bool(body.round_details)
         self._texts: dict[Choice, TokenTexts] = defaultdict(lambda: TokenTexts(tokenizer))
 
-    def part(self, choice: Choice, tokens: Chunk) -> dict[str, Any] | None:
+    def part(self, choice: Choice, tokens: TokenChunk) -> dict[str, Any] | None:
         """Return a choice of a streamed chunk; None without new text."""
         news = tokens.finish_reason is not None or self._details or self._logprobs or self._rounds
         text = self.streamed(choice, tokens, news=news)
