@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -45,11 +46,23 @@ HEADS = {"/", "/health"}
 
 
 class Backend(Protocol):
-    """Interface of the state that handlers share."""
+    """What answers requests: the service of this process, or the replicas of a cluster."""
 
     @property
     def settings(self) -> Settings: ...
+    @property
+    def model(self) -> Any:
+        """None until requests are served."""
+        ...
+
+    @property
+    def failure(self) -> BaseException | None: ...
+    @property
+    def failed(self) -> asyncio.Event: ...
     def on_disconnect(self) -> None: ...
+    async def drain(self, timeout: float) -> None: ...
+    async def wait_after_failure(self) -> None: ...
+    def stop(self) -> bool: ...
 
 
 def make_app(service: Backend, posts: Handlers = POSTS, gets: Handlers = GETS) -> FastAPI:

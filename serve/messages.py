@@ -107,7 +107,7 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools | Mo
 
 
 @dataclass(frozen=True)
-class Choice:
+class ToolPolicy:
     """Meaning of a `tool_choice`."""
 
     mode: Literal["none", "auto", "required"]
@@ -117,17 +117,17 @@ class Choice:
     """True for one call of one function."""
 
 
-def choice_of(given: ToolChoice | None) -> Choice:
+def tool_policy(given: ToolChoice | None) -> ToolPolicy:
     """Return the meaning of a `tool_choice`."""
     match given:
         case NamedTool():
-            return Choice("required", (given.called,), is_one=True)
+            return ToolPolicy("required", (given.called,), is_one=True)
         case AllowedTools():
-            return Choice(given.allowed_tools.mode, tuple(tool.called for tool in given.allowed_tools.tools))
+            return ToolPolicy(given.allowed_tools.mode, tuple(tool.called for tool in given.allowed_tools.tools))
         case Mode():
-            return Choice(given.type)
+            return ToolPolicy(given.type)
         case _:
-            return Choice(given or "auto")
+            return ToolPolicy(given or "auto")
 
 
 class Part(Loose):

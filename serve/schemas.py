@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from serve.errors import invalid, of_schema, unknown_nulls
 from serve.fields import WITHOUT_EMPTY, Strict, Taken, unset
-from serve.messages import Function, Messages, ToolChoice, Tools, choice_of
+from serve.messages import Function, Messages, ToolChoice, Tools, tool_policy
 from sharesd.sampling_params import SamplingParams
 
 
@@ -275,7 +275,7 @@ class ChatBody(Generation):
         twice = next((name for place, name in enumerate(names) if name in names[:place]), None)
         if twice is not None:
             raise invalid(f"tools has two functions {twice}; give each a name of its own", "tools")
-        choice = choice_of(self.tool_choice)
+        choice = tool_policy(self.tool_choice)
         for wanted in choice.names or () if choice.mode != "none" else ():
             if wanted not in names:
                 raise invalid(f"tool_choice is {wanted}, for which tools has no function; add it", "tool_choice")
@@ -290,23 +290,23 @@ class ChatBody(Generation):
     @property
     def shown_functions(self) -> list[Function]:
         """Functions in the prompt."""
-        return [] if choice_of(self.tool_choice).mode == "none" else [tool.function for tool in self.tools or ()]
+        return [] if tool_policy(self.tool_choice).mode == "none" else [tool.function for tool in self.tools or ()]
 
     @property
     def callable_functions(self) -> list[Function]:
         """Functions that may be called."""
-        names = choice_of(self.tool_choice).names
+        names = tool_policy(self.tool_choice).names
         return [function for function in self.shown_functions if names is None or function.name in names]
 
     @property
     def must_call(self) -> bool:
         """True if one of the functions must be called."""
-        return choice_of(self.tool_choice).mode == "required"
+        return tool_policy(self.tool_choice).mode == "required"
 
     @property
     def max_calls(self) -> int | None:
         """Maximum calls in one answer; None: no limit."""
-        return 1 if self.parallel_tool_calls is False or choice_of(self.tool_choice).is_one else None
+        return 1 if self.parallel_tool_calls is False or tool_policy(self.tool_choice).is_one else None
 
     @property
     def begun(self) -> str | None:

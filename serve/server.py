@@ -9,12 +9,11 @@ import socket
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol
 
 import uvicorn
 from fastapi import FastAPI
 
-from serve.app import make_app
+from serve.app import Backend, make_app
 from serve.async_engine import Service
 from serve.engine_thread import Model
 from serve.server_config import Settings
@@ -33,23 +32,6 @@ def listen(host: str, port: int, scheme: str = "http") -> tuple[socket.socket, s
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it: tokens shall not wait
     shown = f"[{host}]" if ":" in host else host
     return sock, f"{scheme}://{shown}:{sock.getsockname()[1]}"
-
-
-class Backend(Protocol):
-    """Interface of what answers, as used by the server."""
-
-    @property
-    def model(self) -> Any:
-        """None until requests are served."""
-        ...
-
-    @property
-    def failure(self) -> BaseException | None: ...
-    @property
-    def failed(self) -> asyncio.Event: ...
-    async def drain(self, timeout: float) -> None: ...
-    async def wait_after_failure(self) -> None: ...
-    def stop(self) -> bool: ...
 
 
 OpenBackend = Callable[[Settings, Callable[[], Model]], tuple[Backend, FastAPI]]

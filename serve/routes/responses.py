@@ -60,7 +60,7 @@ class Text(Loose):
     verbosity: Literal["medium"] | None = None
 
 
-class Reasoning(Loose):
+class ReasoningOptions(Loose):
     """Settings of reasoning."""
 
     effort: str | None = None
@@ -87,7 +87,7 @@ class ResponsesBody(Strict):
     top_p: float | None = None
     stream: bool | None = None
     text: Text | None = None
-    reasoning: Reasoning | None = None
+    reasoning: ReasoningOptions | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
