@@ -7,7 +7,7 @@ import re
 from typing import Any, NamedTuple
 
 from serve.server_config import Settings
-from sharesd.cli.ray_options import check_ray
+from sharesd.cli.options import check_ray
 from sharesd.config import EngineConfig
 
 HEALTH_PERIOD_S = 2.0

@@ -11,9 +11,8 @@ from rich.text import Text
 from compile.start_times import START
 from sharesd.cli.console import err_console, warn
 from sharesd.cli.display import AnswerWriter, legend, one_line, shows_colors, start_table, stats_table
-from sharesd.cli.interactive import answer
-from sharesd.cli.startup import start_engine
-from sharesd.cli.utf8 import read_line, require_utf8
+from sharesd.cli.startup import answer, start_engine
+from sharesd.cli.user_text import read_line, require_utf8
 from sharesd.config import Mode
 from sharesd.data.request_errors import RequestError
 from sharesd.drafters import registry

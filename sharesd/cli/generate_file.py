@@ -11,22 +11,21 @@ import hashlib
 import os
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from multigpu import launcher_replicas
-from multigpu.data_parallel import Numbered, Replica, TaskQueue, start
+from multigpu.data_parallel import LocalTaskQueue, Numbered, Replica, TaskQueue, function_of, run_tasks, start
 from multigpu.device_assignment import environments
 from multigpu.journal import Journal, keep_settings, read_records, with_fields, write_in_order
 from multigpu.ray_data import RayReplicas
 from sharesd.cli import batch_requests, options
 from sharesd.cli.batch_requests import BatchLine
-from sharesd.cli.console import err_console, set_up_logging, warn
-from sharesd.cli.offline import answering
-from sharesd.cli.prompt_encoding import encode
-from sharesd.cli.ray_options import check_ray
-from sharesd.cli.sampling_options import warn_of_idle_noise
+from sharesd.cli.console import err_console, loading_bars, set_up_logging, warn
+from sharesd.cli.flags import warn_of_idle_noise
+from sharesd.cli.user_text import encode
 from sharesd.config import EngineConfig, Mode
 from sharesd.data.chat_messages import text_of
 from sharesd.data.json_lines import checked, each_record, text_lines
@@ -51,8 +50,6 @@ WORK = "sharesd.cli.generate_file:answer"
 
 Prompt = str | list[dict[str, Any]] | BatchLine
 """Text, conversation, or request in OpenAI's batch format."""
-
-
 Replicas = list[Replica] | RayReplicas | None
 """Processes that answer; None: this one."""
 
@@ -153,7 +150,7 @@ def run(args: argparse.Namespace, work: Work) -> int:
     if args.ray:
         if args.replicas == 0:
             raise ValueError("--replicas is 0; it must be at least 1")
-        check_ray(work.config, "data")
+        options.check_ray(work.config, "data")
     places = [] if args.replicas is None or args.ray else environments(args.replicas, work.config.device)
     if not out.parent.is_dir():
         raise ValueError(f"{FLAG} is {out}, but there is no folder {out.parent}; make it, or name another")
@@ -193,6 +190,34 @@ def run(args: argparse.Namespace, work: Work) -> int:
         soft_wrap=True,
     )
     return 1 if failed else 0
+
+
+@contextmanager
+def answering(
+    work: str,
+    settings: Any,
+    tasks: Sequence[Numbered],
+    replicas: Replicas,
+    *,
+    max_assigned: int,
+) -> Iterator[Iterator[Numbered]]:
+    """Yield results of `work` (`module:function`), by `replicas` or by this process."""
+    with loading_bars() as progress:
+        if replicas is None:
+            results = function_of(work)(settings, LocalTaskQueue(tasks), progress)
+        elif isinstance(replicas, RayReplicas):
+            results = replicas.run_tasks(work, settings, tasks, max_assigned=max_assigned)
+        else:
+            results = run_tasks(tasks, replicas, max_assigned=max_assigned)
+
+        def shown() -> Iterator[Numbered]:
+            progress("answering", 0, len(tasks))
+            for done, result in enumerate(results, 1):
+                yield result
+                progress("answering", done, len(tasks))
+
+        with closing(results):  # type: ignore[type-var]
+            yield shown()
 
 
 def _answer(how: str, work: Work, left: Sequence[tuple[int, Prompt]], replicas: Replicas, journal: Journal) -> str:

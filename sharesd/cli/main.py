@@ -30,8 +30,7 @@ from sharesd.cli.options import (
     sampling_params,
 )
 from sharesd.cli.process import INTERRUPTED
-from sharesd.cli.prompt_encoding import encode
-from sharesd.cli.utf8 import read_text, require_utf8
+from sharesd.cli.user_text import encode, read_text, require_utf8
 from sharesd.data.json_numbers import finite
 from sharesd.data.request_errors import RequestError
 from sharesd.drafters import registry, selection
@@ -141,7 +140,7 @@ def _generate(args: argparse.Namespace) -> int:
         return generate_file.run(args, work)
     config = replace(config, max_batch=len(args.prompts))
 
-    from sharesd.cli.startup import follows, load_runtime, start_engine
+    from sharesd.cli.startup import answer, follows, load_runtime, start_engine
 
     prompts = [] if config.tensor_parallel > 1 and follows() else _read_prompts(args.prompts)  # stdin is rank 0's
     runtime = load_runtime(config, (mode,))
@@ -149,7 +148,6 @@ def _generate(args: argparse.Namespace) -> int:
     engine = start_engine(runtime, mode, params)
 
     from sharesd.cli.display import AnswerWriter, legend, shows_colors, start_table, stats_dict, stats_table
-    from sharesd.cli.interactive import answer
     from sharesd.engine.outputs import Completion
 
     if args.verbose and not args.json and shows_colors():

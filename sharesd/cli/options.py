@@ -7,13 +7,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from multigpu.ray_cluster import require_ray
 from quant.config import QuantConfig
 from sharesd.cli.console import main_guard, warn
-from sharesd.cli.model_options import DEFAULTS, ENGINE, OFFLOAD, STAGES, add_model_options, add_trace_option
+from sharesd.cli.flags import (
+    DEFAULTS,
+    ENGINE,
+    OFFLOAD,
+    STAGES,
+    add_model_options,
+    add_sampling_options,
+    add_trace_option,
+    sampling_params,
+)
 from sharesd.cli.options_from_dataclass import shown_flags, values_of
 from sharesd.cli.parse_types import whole
 from sharesd.cli.parser import Parser, parse
-from sharesd.cli.sampling_options import add_sampling_options, sampling_params
 from sharesd.config import EngineConfig, Mode, OffloadConfig, PipelineConfig
 from sharesd.drafters import registry, selection
 from sharesd.drafters.spec import Need, Support
@@ -258,3 +267,18 @@ def _warn_of_idle(args: argparse.Namespace, drafting: set[str], modes: set[str])
         if is_given and not {*users} & (modes if users == mixes else drafting):
             reason = f"no mode is {' or '.join(users)}" if users else "--num-speculative-tokens says how many"
             warn(f"{flag}: no effect, {'only naive decodes' if users == drafters else reason}")
+
+
+def check_ray(config: EngineConfig, library: str) -> None:
+    """Raise ValueError for options that replicas exclude, and if Ray is missing."""
+    excluded = {
+        "--prompt-cache": config.prompt_cache is not None,
+        "--tensor-parallel": config.tensor_parallel > 1,
+        "--devices": config.split.enabled,
+    }
+    given = [flag for flag, is_given in excluded.items() if is_given]
+    if given:
+        raise ValueError(f"{given[0]} belongs to a single process; drop it, or --ray")
+    if config.device not in ("auto", "cuda", "cpu"):
+        raise ValueError(f"--device is {config.device}, and Ray gives each replica its GPU; give cuda, or drop --ray")
+    require_ray(library)

@@ -20,8 +20,7 @@ from typing import Any
 import pytest
 
 import sharesd
-from sharesd.cli import chat, display
-from sharesd.cli import interactive as answering
+from sharesd.cli import chat, display, startup
 from sharesd.cli.main import main
 from sharesd.config import EngineConfig
 from sharesd.engine.engine import Engine
@@ -178,7 +177,7 @@ class Talk:
         admit = Engine._admit
 
         def spy(engine: Engine, prompts: list, params: SamplingParams, shown: Callable, *, reuse: bool) -> list:
-            done = answering.answer(engine, prompts, params, shown, reuse=reuse)
+            done = startup.answer(engine, prompts, params, shown, reuse=reuse)
             self.asked += prompts
             self.answers += done
             return done
@@ -312,7 +311,7 @@ def test_ctrl_c_in_the_middle_of_a_round_leaves_engines_usable(folder: Path, mon
 
             with monkeypatch.context() as patch:
                 patch.setattr(type(engine.target), "forward", forward)
-                (part,) = answering.answer(engine, [ids], params, lambda chunk: None)
+                (part,) = startup.answer(engine, [ids], params, lambda chunk: None)
             assert part.finish_reason is None and whole.text.startswith(part.text)
             for prompt, expected in ((other, whole_other), (ids, whole)):
                 (again,) = engine.generate([prompt], params, reuse=True)

@@ -20,7 +20,7 @@ from multigpu.device_assignment import environments
 from multigpu.launcher_replicas import rank_and_world
 from sharesd.cli import options
 from sharesd.cli.console import console, set_up_logging, warn
-from sharesd.cli.offline import answering
+from sharesd.cli.generate_file import answering
 from sharesd.config import EngineConfig, Mode
 from sharesd.data.json_lines import records
 from sharesd.data.prompt_files import Message, conversation
