@@ -22,7 +22,7 @@ from serve.server_config import Settings
 log = logging.getLogger(__name__)
 
 MAX_STEP_SECONDS = 120.0
-"""Maximum seconds of a step; after that the engine counts as hanging."""
+"""Maximum seconds of a step; a longer one counts as hanging."""
 
 
 NO_TOKENS: Any = SimpleNamespace(
@@ -37,7 +37,7 @@ NO_TOKENS: Any = SimpleNamespace(
     error=None,
     round=None,
 )
-"""Chunk of a choice that asks for no tokens."""
+"""Chunk of a choice with a limit of 0 tokens."""
 
 
 class Service:
@@ -152,7 +152,7 @@ class Service:
 
     def _on_round(self, event: Round) -> None:
         self.metrics.round(event)
-        outputs = [output for output in event.outputs if output.choice in self.owners]  # others were given up
+        outputs = [output for output in event.outputs if output.choice in self.owners]  # others were cancelled
         for output in outputs:
             self.metrics.count_output(output, output.choice.add(output.chunk, output.num_drafted))
         by_call: dict[Call, list[Output]] = {}
@@ -190,7 +190,7 @@ class Call:
         self.model = model
         self.choices: list[Choice] = []
         self.warnings: list[str] = []
-        """Parts of the request that are done in part."""
+        """Parts of the request that are honoured only in part."""
         self._news: asyncio.Queue[list[Output] | ApiError | None] = asyncio.Queue()
 
     async def start(self, choices: Sequence[Choice]) -> None:

@@ -39,7 +39,7 @@ class Model:
     tool_format: ToolFormat | None = None
     """Format of the model's tool calls; None if unknown."""
     reasoning: Reasoning | None = None
-    """Marks of reasoning that is taken out of the content, or None."""
+    """Marks of reasoning that is kept apart from the content, or None."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ class Failed:
 
 
 @dataclass
-class _Taken:
-    """Choice that the engine decodes."""
+class _Running:
+    """State of a choice that the engine has."""
 
     choice: Choice
     admitted: float | None = None
@@ -110,7 +110,7 @@ class EngineThread:
         self._load, self._emit = load, emit
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._requests: dict[Choice, Request] = {}
-        self._taken: dict[int, _Taken] = {}  # by the identity of the engine's request
+        self._states: dict[int, _Running] = {}  # by the identity of the engine's request
         self._stopped = self._has_unsaved = False
         self._step_began: float | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -174,9 +174,9 @@ class EngineThread:
         chunks = self._engine.step()
         self._step_began, self._has_unsaved = None, True
         for request in self._requests.values():
-            taken = self._taken[id(request)]
-            if taken.admitted is None and request.num_read:
-                taken.admitted = began
+            running = self._states[id(request)]
+            if running.admitted is None and request.num_read:
+                running.admitted = began
         outputs = [self._output(chunk) for chunk in chunks]
         for output in outputs:
             if output.chunk.finish_reason is not None:
@@ -184,20 +184,20 @@ class EngineThread:
         self._emit(Round(outputs, self._engine.num_running, self._engine.num_waiting))
 
     def _output(self, chunk: TokenChunk) -> Output:
-        taken = self._taken[id(chunk.request)]
-        assert taken.admitted is not None
-        if not taken.begun:  # no drafts, though a round of the same step may have counted its own already
-            taken.begun = True
-            return Output(taken.choice, chunk, 0, taken.admitted)
-        before, taken.num_drafted = taken.num_drafted, chunk.request.stats.drafted_tokens
-        return Output(taken.choice, chunk, taken.num_drafted - before, taken.admitted)
+        running = self._states[id(chunk.request)]
+        assert running.admitted is not None
+        if not running.begun:  # these come from the prefill, though stats may already count drafts of the same step
+            running.begun = True
+            return Output(running.choice, chunk, 0, running.admitted)
+        before, running.num_drafted = running.num_drafted, chunk.request.stats.drafted_tokens
+        return Output(running.choice, chunk, running.num_drafted - before, running.admitted)
 
     def _add(self, choices: list[Choice]) -> None:
         try:
             for choice in choices:
                 request = self._engine.add(choice.prompt, choice.params, choice.index)
                 request.label, request.wants_rounds = {"id": choice.request_id}, choice.wants_rounds
-                self._requests[choice], self._taken[id(request)] = request, _Taken(choice)
+                self._requests[choice], self._states[id(request)] = request, _Running(choice)
         except ValueError as error:
             self._cancel(choices)
             self._emit(Added(choices, error))
@@ -212,7 +212,7 @@ class EngineThread:
         self._emit(Round([], self._engine.num_running, self._engine.num_waiting))
 
     def _forget(self, choice: Choice) -> None:
-        del self._taken[id(self._requests.pop(choice))]
+        del self._states[id(self._requests.pop(choice))]
 
     def _stop(self) -> None:
         self._stopped = True

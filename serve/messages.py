@@ -34,7 +34,7 @@ class Function(Strict):
     @model_validator(mode="after")
     def _takes_an_object(self) -> Self:
         if self.arguments.get("type", "object") != "object":
-            raise invalid(f"tools: the parameters of {self.name} have another type than object; give that", "tools")
+            raise invalid(f"tools: the parameters of {self.name} must be of type object", "tools")
         return self
 
     @property
@@ -155,7 +155,7 @@ class ToolCall(Loose):
 
 
 class Message(Loose):
-    """Message; unknown keys, of other servers' answers, are left out."""
+    """Message; unknown keys, as other servers' answers have them, are ignored."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[Part], Field(fail_fast=True)] | None = None
@@ -173,11 +173,11 @@ class Message(Loose):
     """Id of the call whose result a tool message has."""
 
     @model_validator(mode="after")
-    def _has_what_its_role_asks_for(self) -> Self:
+    def _fits_its_role(self) -> Self:
         if self.tool_calls and self.role != "assistant":
-            raise invalid(f"tool_calls are in a message of role {self.role}; only assistants have some", "messages")
+            raise invalid(f"tool_calls are only allowed in messages of role assistant, not {self.role}", "messages")
         if (self.tool_call_id is not None) != (self.role == "tool"):
-            raise invalid("messages of role tool have a tool_call_id, and no others", "messages")
+            raise invalid("messages of role tool, and only those, have a tool_call_id", "messages")
         if self.content is None and not self.tool_calls and not self.thoughts:
             raise invalid(f"a message of role {self.role} has no content; give a text", "messages")
         return self

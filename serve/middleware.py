@@ -107,7 +107,7 @@ class Middleware:
                 MutableHeaders(scope=message).update({"x-request-id": visit.id, "x-content-type-options": "nosniff"})
             visit.complete |= message["type"] == "http.response.body" and not message.get("more_body", False)
             if visit.complete and visit.call is not None:
-                visit.call.close()  # before the client hears the end: its next request finds the place free
+                visit.call.close()  # before the client sees the end, so that its next request finds the place free
             await send(message)
 
         try:
@@ -120,7 +120,7 @@ class Middleware:
             except ClientDisconnected:
                 visit.status = CLIENT_CLOSED_REQUEST
                 self._on_disconnect()
-            except asyncio.CancelledError:  # the server ends, and would wait no longer
+            except asyncio.CancelledError:  # the server is stopping and does not wait any longer
                 if not visit.status:
                     await unavailable("the server shuts down").response(scope["path"])(scope, receive, send_out)
                 visit.status = 503
@@ -138,11 +138,11 @@ class Middleware:
         if not keys or PUBLIC.fullmatch(path):
             return
         scheme, _, given = headers.get("authorization", "").partition(" ")
-        if not given and "x-api-key" in headers:  # as Anthropic's clients send it
+        if not given and "x-api-key" in headers:  # Anthropic's clients
             scheme, given = "bearer", headers["x-api-key"]
         matches = [hmac.compare_digest(given.strip().encode("latin-1"), key.encode()) for key in keys]
         if scheme.lower() != "bearer" or not any(matches):
-            message = "the API key is wrong; send `Authorization: Bearer KEY`" if given else "an API key is needed"
+            message = "the API key is wrong; send `Authorization: Bearer KEY`" if given else "an API key is required"
             headers_out = {"www-authenticate": "Bearer", "connection": "close"}
             raise ApiError(401, message, code="invalid_api_key", headers=headers_out)
 
@@ -156,10 +156,10 @@ class Middleware:
             async with asyncio.timeout(timeout):
                 body = await _read(receive, limit)
         except TimeoutError:
-            message = f"the body did not come within {timeout:g} s"
+            message = f"the body did not arrive within {timeout:g} s"
             raise ApiError(408, message, headers={"connection": "close"}) from None
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        if body and kind != "application/json":  # a page of another origin may post anything else without being asked
+        if body and kind != "application/json":  # browsers send other types without a preflight
             raise ApiError(415, f"the content type is {kind[:40]!r}; send application/json")
         return body
 
@@ -201,7 +201,7 @@ async def _until_hang_up(visit: RequestState, receive: Receive, answering: Await
     answer, leaving = asyncio.ensure_future(answering), asyncio.ensure_future(_disconnect(receive))
     try:
         await asyncio.wait({answer, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not answer.done() and not visit.complete:  # when all is sent, uvicorn says disconnect, too
+        if not answer.done() and not visit.complete:  # uvicorn also reports a disconnect when everything was sent
             raise ClientDisconnected
         await answer
     finally:

@@ -13,7 +13,7 @@ from fastapi import Request
 from pydantic import Field, ValidationError, model_validator
 
 from serve.errors import invalid, of_schema, unknown_nulls
-from serve.fields import WITHOUT_EMPTY, Strict, Taken, unset
+from serve.fields import WITHOUT_EMPTY, Accepted, Strict, unset
 from serve.messages import Function, Messages, ToolChoice, Tools, tool_policy
 from sharesd.sampling_params import SamplingParams
 
@@ -47,7 +47,7 @@ class Format(Strict):
     @model_validator(mode="after")
     def _has_schema(self) -> Self:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise invalid("response_format: give json_schema with the type json_schema, only", "response_format")
+            raise invalid("response_format: json_schema belongs to the type json_schema only", "response_format")
         return self
 
 
@@ -82,7 +82,7 @@ Name = Annotated[str | None, unset("")]
 Key = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$")]
 """Token id as a JSON key."""
 
-# Lists end at the first wrong item: an error for each would take seconds to collect.
+# Validation stops at a list's first wrong item: collecting an error for each would take seconds.
 Ids = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 Texts = Annotated[list[str], Field(min_length=1, fail_fast=True)]
 ManyIds = Annotated[list[Ids], Field(min_length=1, fail_fast=True)]
@@ -113,7 +113,7 @@ def chat_body(fields: dict[str, Any]) -> ChatBody:
         raise of_schema(error) from None
 
 
-class Generation(Taken):
+class Generation(Accepted):
     """Parameters shared by chats and completions."""
 
     model: Name = None
@@ -149,13 +149,13 @@ class Generation(Taken):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise invalid("stream_options is given without stream; set that, or leave it out", "stream_options")
+            raise invalid("stream_options needs stream; set stream to true, or leave it out", "stream_options")
         if len(set(self._limits.values())) > 1:
             given = " and ".join(f"{name} is {value}" for name, value in self._limits.items())
             raise invalid(f"{given}; give one of them", next(iter(self._limits)))
         asking = self.shaped_by
         if len(asking) > 1:
-            raise invalid(f"{' and '.join(asking)} say both what the answer must be; leave one out", asking[-1])
+            raise invalid(f"{' and '.join(asking)} both constrain the answer; leave one out", asking[-1])
         return self
 
     @property
@@ -182,7 +182,7 @@ class Generation(Taken):
 
     @property
     def says_limit(self) -> bool:
-        """True if a limit is given, even that there is none."""
+        """True if a limit is given, including -1 for none."""
         return not self.max_tokens is self.max_completion_tokens is self.n_predict is None
 
     @property
@@ -252,7 +252,7 @@ class ChatBody(Generation):
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables of the chat template."""
     enable_thinking: bool | None = None
-    """Variable of the chat template, where it reads this one."""
+    """Variable of the chat template, ignored by templates that do not read it."""
     reasoning_effort: Annotated[str | None, unset("")] = None
     """As `enable_thinking`; "none" is the same as that of false."""
     include_reasoning: bool | None = None
@@ -266,7 +266,7 @@ class ChatBody(Generation):
     @model_validator(mode="after")
     def _has_logprobs(self) -> Self:
         if self.top_logprobs and not self.logprobs:
-            raise invalid("top_logprobs is given without logprobs; set that, or leave it out", "top_logprobs")
+            raise invalid("top_logprobs needs logprobs; set logprobs to true, or leave it out", "top_logprobs")
         return self
 
     @model_validator(mode="after")
@@ -274,13 +274,13 @@ class ChatBody(Generation):
         names = [tool.function.name for tool in self.tools or ()]
         twice = next((name for place, name in enumerate(names) if name in names[:place]), None)
         if twice is not None:
-            raise invalid(f"tools has two functions {twice}; give each a name of its own", "tools")
+            raise invalid(f"tools has two functions named {twice}; give each a different name", "tools")
         choice = tool_policy(self.tool_choice)
         for wanted in choice.names or () if choice.mode != "none" else ():
             if wanted not in names:
-                raise invalid(f"tool_choice is {wanted}, for which tools has no function; add it", "tool_choice")
+                raise invalid(f"tool_choice is {wanted}, which is not a function in tools; add it", "tool_choice")
         if choice.mode == "required" and not self.shown_functions:
-            raise invalid("tool_choice is required, for which tools has no function; add it", "tool_choice")
+            raise invalid("tool_choice is required, but tools has no function; add one", "tool_choice")
         return self
 
     @property
@@ -375,7 +375,7 @@ class TokenizeBody(Strict):
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
-            raise invalid("give prompt or messages, one of the two", "prompt")
+            raise invalid("give either prompt or messages", "prompt")
         of_chats = ["tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"]
         for wrong in of_chats if self.messages is None else ["add_special_tokens"]:
             if getattr(self, wrong) is not None:

@@ -29,13 +29,13 @@ def listen(host: str, port: int, scheme: str = "http") -> tuple[socket.socket, s
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.create_server((host, port), family=family, backlog=2048)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it: tokens shall not wait
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # inherited by connections: send tokens at once
     shown = f"[{host}]" if ":" in host else host
     return sock, f"{scheme}://{shown}:{sock.getsockname()[1]}"
 
 
 OpenBackend = Callable[[Settings, Callable[[], Model]], tuple[Backend, FastAPI]]
-"""Return what answers with a loaded model, and the application."""
+"""Function that returns the backend for a model and its application."""
 
 
 def local(settings: Settings, load: Callable[[], Model]) -> tuple[Backend, FastAPI]:
@@ -63,7 +63,7 @@ class Server:
     def run(self) -> int:
         """Serve until SIGTERM, SIGINT or `stop`; return the exit status.
 
-        The status is 1 after a failure of the engine, else 0. Raises what loading raised. A second signal ends
+        The status is 1 after a failure of the engine, else 0. Raises errors of loading. A second signal ends
         the process at once.
         """
         return asyncio.run(self._run())

@@ -36,7 +36,7 @@ def conversation_of(body: bytes) -> str:
     """
     try:
         given = json.loads(body)
-    except (ValueError, RecursionError):  # the application says what is wrong
+    except (ValueError, RecursionError):  # the application reports the error
         return ""
     if not isinstance(given, Mapping):
         return ""
@@ -62,7 +62,8 @@ def _leading(turns: Any) -> Any:
 def preference(conversation: str, replica: str) -> bytes:
     """Return the rank of a replica for a conversation.
 
-    The highest is taken. A replica that comes or goes moves its own conversations alone (rendezvous hashing).
+    The replica with the highest rank is used. A replica that is added or removed moves only its own conversations
+    (rendezvous hashing).
     """
     return hashlib.sha256(f"{conversation} {replica}".encode()).digest()
 
@@ -70,12 +71,12 @@ def preference(conversation: str, replica: str) -> bytes:
 log = logging.getLogger(__name__)
 
 MAX_TRIES = 3
-"""Replicas that may die before the first byte of one request."""
+"""Replicas that are tried for one request, if they die before the first byte of the answer."""
 SCOPE = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "client", "server")
 """Plain values of a scope."""
 OWN_HEADERS = (b"x-request-id", b"authorization", b"x-api-key")
-"""Headers that the ingress has handled."""
-DIED = "the replica ended before the answer was complete; send the request again"
+"""Headers that the ingress handles itself."""
+DIED = "the replica stopped before the answer was complete; send the request again"
 
 
 class ReplicaDied(Exception):
@@ -111,11 +112,11 @@ class Cluster:
         self.metrics = MetricsSum()
         self.closing = False
         self.is_over = False
-        """True if running requests are ended by force."""
+        """True if running requests are being cancelled."""
         self.running: set[asyncio.Task[Any]] = set()
         """Tasks of forwarded requests."""
         self._loop = asyncio.get_running_loop()
-        self._starting = threading.Thread(target=self._start, daemon=True)  # a signal does not wait for it
+        self._starting = threading.Thread(target=self._start, daemon=True)  # signals must not wait for it
         self._starting.start()
 
     def ready(self) -> Replicas:
@@ -126,7 +127,7 @@ class Cluster:
         return self.model
 
     def on_disconnect(self) -> None:
-        """Do nothing: the replica counts, since its request is cancelled."""
+        """Do nothing: the replica counts it, since its request is cancelled."""
 
     async def drain(self, timeout: float) -> None:
         """Refuse new requests; end running requests after `timeout` seconds."""
@@ -211,10 +212,10 @@ class _Answer(Response):
                     async with aclosing(self._replicas.answer(self._request)) as answer:  # type: ignore[type-var]
                         async for messages in answer:
                             for message in messages:
-                                await client.take(message)
+                                await client.receive(message)
                     return
                 except ReplicaDied:
-                    log.warning("a replica ended while it answered %s", scope["state"]["visit"].id)
+                    log.warning("a replica died while it answered %s", scope["state"]["visit"].id)
                     if client.has_event:
                         break
             await client.end(unavailable(DIED))
@@ -233,15 +234,15 @@ class _Client:
         self._path, self._visit, self._send = scope["path"], scope["state"]["visit"], send
         self._has_status = False
         self._start: Message = {}
-        """Status, sent with the first bytes, so that answers can be repeated."""
+        """Status; it is sent with the first bytes, so that another replica can still answer."""
         self._num_events = 0
         self.has_event = False
-        """True once the answer has begun: comments are none of it."""
+        """True once the answer has begun; comments do not count."""
 
-    async def take(self, message: Message) -> None:
+    async def receive(self, message: Message) -> None:
         """Send a message of a replica.
 
-        A repeated answer goes on after the comments of the first.
+        A repeated answer continues after the comments of the first one.
         """
         if message["type"] == FACTS:
             self._visit.facts, self._visit.prompt = message["facts"], message["prompt"]

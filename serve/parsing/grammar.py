@@ -33,13 +33,13 @@ class Compiled(NamedTuple):
 
     text: str | None
     warnings: list[str]
-    """Parts of its schemas that are not kept."""
+    """Parts of its schemas that are not enforced."""
 
 
 async def compiled(model: Model, body: Generation, prompt: Sequence[int]) -> Compiled:
     """Return the compiled grammar of a request, if it has one.
 
-    In chats of models that think, it begins behind the reasoning.
+    In chats of models that think, it begins after the reasoning.
 
     Compilation runs on another thread. Raises ApiError 400 for a grammar that does not compile or is too long.
     """
@@ -50,7 +50,7 @@ async def compiled(model: Model, body: Generation, prompt: Sequence[int]) -> Com
             return Compiled(None, [])
         if isinstance(body, ChatBody) and model.reasoning is not None and (body.must_call or param != "tools"):
             place = place_after(model.reasoning, model.tokenizer, prompt, body.begun)
-            text = text if place == "behind" else model.reasoning.grammar(text, opened=place == "inside")
+            text = text if place == "after" else model.reasoning.grammar(text, opened=place == "inside")
         if len(text) > MAX_CHARACTERS:
             message = f"the grammar of {param} has {len(text)} characters; give up to {MAX_CHARACTERS}"
             raise invalid(message, param, GrammarTooComplex.code)
@@ -65,7 +65,7 @@ async def compiled(model: Model, body: Generation, prompt: Sequence[int]) -> Com
 
 
 def _schemas(body: Generation, param: str) -> Mapping[str, Mapping[str, Any]]:
-    """Return the schemas of a request by their places."""
+    """Return the schemas of a request, by the name of their place."""
     if isinstance(body, ChatBody) and param == "tools":
         return {f"tools: the parameters of {one.name}": one.arguments for one in body.callable_functions}
     form, outputs = body.response_format, body.structured_outputs
@@ -103,7 +103,7 @@ def _of_text(body: Generation) -> str | None:
 def calls_grammar(form: ToolFormat, tokenizer: Tokenizer, functions: Sequence[Function], *, several: bool) -> str:
     """Return the grammar of one call, or of more with `several`.
 
-    Raises ValueError for parameters that are no schema.
+    Raises ValueError for parameters that are not a schema.
     """
     begin, between, end = (_literal(text, tokenizer) for text in (form.mark + form.opening, form.between, form.end))
     more = f"({between} call)*" if several else ""
@@ -113,12 +113,12 @@ def calls_grammar(form: ToolFormat, tokenizer: Tokenizer, functions: Sequence[Fu
 def text_and_calls_grammar(form: ToolFormat, tokenizer: Tokenizer, functions: Sequence[Function]) -> str:
     """Return the grammar of any text in which all calls are valid.
 
-    Raises ValueError as `calls_grammar`, and for a format whose calls look like any text.
+    Raises ValueError as `calls_grammar` does, and for a format whose calls cannot be told from text.
     """
     if not form.mark:
         raise ValueError(
-            f"strict functions are kept in the format {form.name} of this model only where a call is asked for; leave "
-            "strict out, or give tool_choice required or a function"
+            f"this model's tool format {form.name} supports strict functions only if a call is required; leave strict "
+            "out, or set tool_choice to required or to a function"
         )
     mark, *rest = _parts(form.mark, tokenizer)
     opening, between, end = (_literal(t, tokenizer) for t in ("".join(rest) + form.opening, form.between, form.end))
@@ -156,14 +156,14 @@ def _parameter_rules(parameter: Parameter, function: Function, name: str, head: 
     rules, parts = [], [json.dumps(head)]
     for place, (key, inner) in enumerate(known.items()):
         rule, begin = f"{name}_{place}", json.dumps(parameter.before + key + parameter.between)
-        behind, inner = json.dumps(parameter.behind), inner if isinstance(inner, dict) else {}
+        after, inner = json.dumps(parameter.after), inner if isinstance(inner, dict) else {}
         if inner.get("type") == "string" and "enum" not in inner:
-            rules += [f"{rule}: {begin} {rule}_text", f"{rule}_text[lazy]: /(.|\\n)*/ {behind}"]
+            rules += [f"{rule}: {begin} {rule}_text", f"{rule}_text[lazy]: /(.|\\n)*/ {after}"]
         elif inner.get("type") == "string":
-            rules.append(f"{rule}: {begin} ({' | '.join(json.dumps(str(one)) for one in inner['enum'])}) {behind}")
+            rules.append(f"{rule}: {begin} ({' | '.join(json.dumps(str(one)) for one in inner['enum'])}) {after}")
         else:
             refs: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-            rules.append(f"{rule}: {begin} {rule}_json {behind}")
+            rules.append(f"{rule}: {begin} {rule}_json {after}")
             rules.append(f"{rule}_json: {json_in_lark(adapted({**refs, **inner}))}")
         parts.append(rule if key in needed else f"{rule}?")
     return [f"{name}: {' '.join(parts)}", *rules]

@@ -61,7 +61,7 @@ async def page(request: Request) -> Response:
         return PlainTextResponse("this installation has no page\n", 404)
     headers = {
         "cache-control": "no-cache",
-        "content-security-policy": f"{POLICY}; frame-ancestors 'none'",  # no page can say this of itself
+        "content-security-policy": f"{POLICY}; frame-ancestors 'none'",  # ignored in a page's own meta tag
     }
     return FileResponse(PAGE / "index.html", headers=headers)
 

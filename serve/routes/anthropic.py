@@ -23,7 +23,7 @@ from sharesd.models.tokenizer import Tokenizer
 
 
 class Content(Loose):
-    """Block of a message; its type says which keys it has."""
+    """Block of a message; its keys depend on its type."""
 
     type: str
     text: str | None = None
@@ -78,7 +78,7 @@ class CountBody(Strict):
     tool_choice: Chosen | None = None
     thinking: Thinking | None = None
 
-    # Accepted, and without effect on the answer.
+    # Accepted without effect on the answer.
     metadata: Any = None
     service_tier: Any = None
     context_management: Any = None
@@ -88,7 +88,7 @@ class CountBody(Strict):
     speed: Any = None
     inference_geo: Any = None
 
-    # Accepted where they ask for nothing.
+    # Accepted only if empty.
     container: None = None
     mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = None
 
@@ -132,7 +132,7 @@ class MessagesBody(CountBody):
 
 def _function(tool: Tool) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
-        message = f"tools has {tool.name[:MAX_SHOWN]} of type {tool.type[:MAX_SHOWN]}, which runs nowhere here"
+        message = f"tools has {tool.name[:MAX_SHOWN]} of type {tool.type[:MAX_SHOWN]}, which this server cannot run"
         raise invalid(f"{message}; give functions with an input_schema", "tools")
     function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
     return {"type": "function", "function": function}
@@ -149,9 +149,9 @@ def _messages(role: str, content: Contents) -> Iterator[dict[str, Any]]:
             yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content or "", "messages")}
     calls = [_call(block) for block in blocks if block.type == "tool_use"]
     thought = "".join(block.thinking or "" for block in blocks if block.type == "thinking")
-    said = [block for block in blocks if block.type not in ("tool_result", "tool_use", "thinking")]
-    if said or calls or thought:
-        message: dict[str, Any] = {"role": role, "content": _text(said, "messages") if said else None}
+    shown = [block for block in blocks if block.type not in ("tool_result", "tool_use", "thinking")]
+    if shown or calls or thought:
+        message: dict[str, Any] = {"role": role, "content": _text(shown, "messages") if shown else None}
         if calls:
             message["tool_calls"] = calls
         yield message | ({"reasoning_content": thought} if thought else {})
@@ -168,7 +168,7 @@ def _text(content: Contents | Sequence[Content], param: str) -> str:
     other = next((block.type for block in content if block.type != "text" or block.text is None), None)
     if other is not None:
         message = (
-            f"{param} has a block of type {other[:MAX_SHOWN]}, and this model takes text alone; give blocks of text"
+            f"{param} has a block of type {other[:MAX_SHOWN]}, but this model accepts only text; give blocks of text"
         )
         raise invalid(message, param)
     return "\n".join(block.text or "" for block in content)
@@ -266,7 +266,7 @@ def _content(block: Block) -> dict[str, Any]:
 
 
 def _object(text: str) -> dict[str, Any]:
-    """Return arguments as an object; an empty one if they were cut."""
+    """Return arguments as an object; an empty one if they are incomplete."""
     try:
         return json.loads(text or "{}")
     except ValueError:

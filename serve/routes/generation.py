@@ -1,6 +1,6 @@
 """Path of a request through the engine: its start, the form of its answer, and its stream.
 
-Chats and completions use it with formats of their own; the other APIs render the same answers as blocks.
+Chats and completions each have a response format; the other APIs render the same answers as blocks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def served_name(service: Service, name: str | None) -> str:
     served = service.settings.model_names
     if name is None or name in served:
         return name or served[0]
-    message = f"the model {name[:60]!r} does not exist here; {' or '.join(map(repr, served))} is served"
+    message = f"the model {name[:60]!r} does not exist; this server has {' or '.join(map(repr, served))}"
     raise ApiError(404, message, param="model", code="model_not_found")
 
 
@@ -64,7 +64,7 @@ async def start(
     for p, prompt in enumerate(prompts):
         token_limit = max_answer_tokens(call.model, prompt, body.token_limit, param)
         if (body.min_tokens or 0) > token_limit:
-            message = f"min_tokens is {body.min_tokens} and the answer has room for {token_limit}; give at most that"
+            message = f"min_tokens is {body.min_tokens} but the answer has room for {token_limit}; lower min_tokens"
             raise invalid(message, "min_tokens")
         try:
             params = body.params(token_limit=token_limit, seed=seed, grammar=grammar)
@@ -114,7 +114,7 @@ class ResponseFormat:
         self._texts: dict[Choice, TokenTexts] = defaultdict(lambda: TokenTexts(tokenizer))
 
     def part(self, choice: Choice, tokens: TokenChunk) -> dict[str, Any] | None:
-        """Return a choice of a streamed chunk; None without new text."""
+        """Return a choice of a streamed chunk; None if there is nothing to send."""
         news = tokens.finish_reason is not None or self._details or self._logprobs or self._rounds
         text = self.streamed(choice, tokens, news=news)
         traces = [] if tokens.round is None else [tokens.round]
@@ -202,7 +202,7 @@ async def chunk_events(
 
 
 def part_of(form: ResponseFormat, output: Output) -> dict[str, Any] | None:
-    """Return an output's choice of a chunk; None without news.
+    """Return an output's choice of a chunk; None if there is nothing to send.
 
     An error event follows the tokens before a failure, in place of a finish reason.
     """

@@ -33,7 +33,7 @@ Contents = str | Annotated[list[Content], Field(fail_fast=True)]
 
 
 class Item(Loose):
-    """Item of the input; its type says which keys it has."""
+    """Item of the input; its keys depend on its type."""
 
     type: str = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
@@ -92,7 +92,7 @@ class ResponsesBody(Strict):
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
 
-    # Accepted, and without effect on the answer.
+    # Accepted without effect on the answer.
     store: Any = None
     include: Any = None
     metadata: Any = None
@@ -105,7 +105,7 @@ class ResponsesBody(Strict):
     stream_options: Any = None
     truncation: Literal["disabled"] | None = None
 
-    # Accepted where they ask for nothing.
+    # Accepted only if they have no effect.
     previous_response_id: None = None
     conversation: None = None
     prompt: None = None
@@ -146,11 +146,11 @@ class ResponsesBody(Strict):
             last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
             match item.type:
                 case "message":
-                    said = {"role": item.role, "content": _text(item.content)}
+                    new = {"role": item.role, "content": _text(item.content)}
                     if item.role == "assistant" and last is not None and last["content"] is None:
-                        last["content"] = said["content"]
+                        last["content"] = new["content"]
                     else:
-                        messages.append(said)
+                        messages.append(new)
                 case "reasoning":
                     thought = _text(item.content) or _text(item.summary)
                     if thought:
@@ -173,7 +173,7 @@ class ResponsesBody(Strict):
 
 def _function(tool: Tool) -> dict[str, Any]:
     if tool.type != "function" or tool.name is None:
-        message = f"tools has one of type {tool.type[:MAX_SHOWN]}, which runs nowhere here"
+        message = f"tools has one of type {tool.type[:MAX_SHOWN]}, which this server cannot run"
         raise invalid(f"{message}; give functions with a name and parameters", "tools")
     names = ("name", "description", "parameters")
     return {"type": "function", "function": {name: getattr(tool, name) for name in names}}
@@ -184,7 +184,7 @@ def _text(content: Contents | None) -> str:
         return content or ""
     other = next((part.type for part in content if part.type not in TEXTS or part.text is None), None)
     if other is not None:
-        message = f"input has a part of type {other[:MAX_SHOWN]}, and this model takes text alone; give parts of text"
+        message = f"input has a part of type {other[:MAX_SHOWN]}, but this model accepts only text; give parts of text"
         raise invalid(message, "input")
     return "\n".join(part.text or "" for part in content)
 
@@ -305,7 +305,7 @@ class Responses:
 
 
 def error_event(error: ApiError, number: int) -> dict[str, Any]:
-    """Return the event of an error; `number`: of events before."""
+    """Return the event of an error; `number`: number of earlier events."""
     fields = {"code": error.code or "server_error", "message": error.message, "param": error.param}
     return {"type": "error", "sequence_number": number, **fields}
 

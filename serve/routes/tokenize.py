@@ -50,7 +50,7 @@ def _model(request: Request, name: str | None) -> Model:
     return service.ready_model()
 
 
-# Answers may be megabytes long, so that their JSON is made on the other thread, too.
+# Answers may be megabytes long, so their JSON is also made on the worker thread.
 
 
 def _tokenized(model: Model, body: TokenizeBody) -> JSONResponse:

@@ -74,7 +74,7 @@ def answer(
 
     Chunks go to `answers`, if given. Raises the first RequestError after the last chunk, if prompts failed.
     """
-    from sharesd.engine.outputs import Completion  # torch takes seconds, mistakes should not
+    from sharesd.engine.outputs import Completion  # late: importing torch takes seconds
 
     answers = [Completion() for _ in prompts] if answers is None else answers
     chunks = engine.stream(prompts, params, reuse=reuse)

@@ -48,7 +48,7 @@ def read_line(stream: TextIO, what: str) -> str:
 def _without_zeros(text: str, what: str) -> str:
     """Return the text, or raise ValueError if it is not UTF-8.
 
-    UTF-16 without its mark can be read as UTF-8, with zero bytes.
+    UTF-16 without a byte order mark can be read as UTF-8, with zero bytes.
     """
     if "\0" in require_utf8(text, what):
         place = text.index("\0")
@@ -71,14 +71,12 @@ def encode(
 
     `system` yields to a conversation's own system prompt. ValueError if a conversation or `system` lacks a template.
     """
-    from sharesd.models.chat_prompt import encode_chat  # its packages take a while, mistakes should not
+    from sharesd.models.chat_prompt import encode_chat  # late: its packages are slow to import
 
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if isinstance(prompt, str) and (raw or not tokenizer.has_chat_template):
         if system is not None:
-            raise ValueError(
-                "this checkpoint has no chat template, and so no place for --system; put it into the prompt"
-            )
+            raise ValueError("--system needs a chat template, which this checkpoint lacks; put it into the prompt")
         return tokenizer.encode(prompt)
     if system is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]

@@ -241,8 +241,8 @@ def test_chat_commands(talk: Talk) -> None:
         "/stats", "/help", "/what", "/mode fast", "/mode classic", "", "/system be blue", PROMPTS[0], "/system",
         "/reset", PROMPTS[0], "/exit", "never read",
     )  # fmt: skip
-    assert "nothing was decoded yet" in err and "/reset" in err and "there is no command '/what'" in err
-    assert "there is no mode 'fast'; loaded are naive, ngram, suffix, recycle, auto\n" in err
+    assert "no answer yet" in err and "/reset" in err and "unknown command '/what'" in err
+    assert "unknown mode 'fast'; loaded: naive, ngram, suffix, recycle, auto\n" in err
     assert "mode classic is not loaded; start with --mode classic" in err
     assert len(talk.answers) == 2 and talk.texts[0] != talk.texts[1]
     assert out == "".join(text + "\n" for text in talk.texts)
@@ -257,7 +257,7 @@ def test_a_full_context_is_told_in_one_line(talk: Talk) -> None:
     _, err = talk(PROMPTS[0], PROMPTS[1], "/reset", PROMPTS[0], args=("--mode", "naive", "--max-context", "48"))
     told = err.splitlines()[1:]
     assert told[0].startswith("cut: the context holds 48 tokens; /reset")
-    assert told[1].startswith("the conversation has ") and told[1].endswith("makes room")
+    assert told[1].startswith("the conversation has ") and told[1].endswith("with a larger --max-context")
     assert len(talk.answers) == 2 and talk.texts[0] == talk.texts[1]
 
 
@@ -353,7 +353,7 @@ def test_two_ctrl_c_at_the_prompt_leave(
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["generate"], "there is no prompt; give a text, - for stdin, or --prompts FILE --out FILE"),
+        (["generate"], "no prompt; give a text, - for stdin, or --prompts FILE --out FILE"),
         ([], "the following arguments are required: command"),
         (["generate", "hi", "--bogus"], "unknown argument '--bogus'; see `python -m sharesd generate --help`"),
         (["generate", "hi", "--mode", "fast"], "mode is 'fast'; choose one of"),
@@ -366,8 +366,8 @@ def test_two_ctrl_c_at_the_prompt_leave(
         (["generate", " "], "the prompt ' ' is empty"),
         (["generate", "-", "-"], "the prompt - is given twice"),
         (["generate", "-"], "stdin is empty"),
-        (["generate", "hi", "--raw", "--system", "x"], "--system is not heeded with --raw"),
-        (["generate", "hi", "--logprobs"], "--logprobs cannot be shown as plain text"),
+        (["generate", "hi", "--raw", "--system", "x"], "--system has no effect with --raw"),
+        (["generate", "hi", "--logprobs"], "--logprobs needs --json"),
         (["generate", "hi", "--max-new-tokens", "0"], "max_new_tokens is 0"),
         (["generate", "hi", "--tree", "2:4"], "'2:4' is not K:DEPTH:BUDGET, auto or off; for example"),
         (["generate", "hi", "--tree", "2:4:99"], "tree is 2:4:99; K must be at least 2"),

@@ -84,7 +84,7 @@ def test_text_in_which_calls_are_right(form: str, kind: str) -> None:
 
 
 def test_nothing_tells_calls_of_llama_from_text() -> None:
-    with pytest.raises(ValueError, match="tool_choice required"):
+    with pytest.raises(ValueError, match="tool_choice to required"):
         text_and_calls_grammar(FORMATS["llama"], tokenizer_of("letters"), [ADD])
 
 

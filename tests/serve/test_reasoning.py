@@ -57,7 +57,7 @@ TEXTS: list[tuple[str, str, str, str]] = [
     ("before", "", "", ""),
     ("inside", "\nwhy </thin </think>on", "why </thin", "on"),
     ("inside", "why", "why", ""),
-    ("behind", "<think>a</think>", "", "<think>a</think>"),
+    ("after", "<think>a</think>", "", "<think>a</think>"),
     ("inside", "</think>", "", ""),
 ]
 
@@ -218,7 +218,7 @@ MESSAGES: list[tuple[str, str, str, str]] = [
     ("before", f"{ANALYSIS}why<|end|><|start|>", "why", ""),
     ("before", "<|channel|>ana", "", ""),
     ("before", "the sky", "", "the sky"),
-    ("behind", " blue", "", " blue"),
+    ("after", " blue", "", " blue"),
     ("before", "", "", ""),
 ]
 
