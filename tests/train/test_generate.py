@@ -356,7 +356,7 @@ def test_doubled_and_damaged_lines_are_told(tmp_path: Path) -> None:
     for rank in range(2):
         with Shard(tmp_path, rank, 2) as shard:
             shard.add({"index": 0, "sample": 0, "sequences": []})
-    with pytest.raises(ValueError, match="of-00002.jsonl has answer 0 to record 0, which is there already"):
+    with pytest.raises(ValueError, match="of-00002.jsonl has answer 0 to record 0, which another line has"):
         answers(tmp_path)
     shard.path.write_bytes(b'{"index": 1, "sample"\n')
     with pytest.raises(ValueError, match="00001-of-00002.jsonl:1 is no record"):
@@ -453,7 +453,7 @@ def test_inspect_shows_what_is_in_the_loss(
     status, out, _ = inspect(prompts, "--target", model)
     assert status == 0 and "⟦the cat<|im_end|>⟧" in out and "prompts.jsonl:1: " in out
     status, out, err = inspect(prompts, "--target", model, "--index", "2")
-    assert (status, out) == (2, "") and "prompts.jsonl:3: the assistant says nothing" in err and err.count("\n") == 1
+    assert (status, out) == (2, "") and "prompts.jsonl:3: there is no assistant message" in err and err.count("\n") == 1
     assert "--index is 99 and" in inspect(prompts, "--index", "99")[2]
 
 
