@@ -84,7 +84,7 @@ class ContextOverflow(ApiError):
     """
 
     def __init__(self, prompt: int, answer: int | None, limit: int, param: str) -> None:
-        """Take tokens of prompt, answer (None: no limit was given) and context."""
+        """Store the numbers of tokens of prompt, answer (None: no limit was given) and context."""
         self.prompt, self.answer, self.limit = prompt, answer, limit
         message = (
             f"This model's maximum context length is {limit} tokens. However, you requested {prompt + (answer or 1)} "

@@ -16,7 +16,7 @@ class Strict(BaseModel):
 
 
 class Loose(Strict):
-    """Base schema that leaves unknown keys out."""
+    """Base schema that ignores unknown keys."""
 
     model_config = ConfigDict(extra="ignore")
 

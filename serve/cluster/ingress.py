@@ -26,13 +26,13 @@ from serve.routes.responses import error_event
 from serve.server_config import Settings
 
 MAX_LEADING = 256
-"""Characters, or token ids, of a prompt that count."""
+"""Number of leading characters, or token ids, of a prompt that are hashed."""
 
 
 def conversation_of(body: bytes) -> str:
     """Return a hash of the beginning that all turns share, or "".
 
-    It has the messages up to the first of the user, or the beginning of a prompt.
+    It covers the messages up to the first user message, or the beginning of a prompt.
     """
     try:
         given = json.loads(body)

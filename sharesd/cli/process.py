@@ -178,7 +178,7 @@ def _library_bytes(torch: ModuleSpec | None) -> int:
 
 
 def _named(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method of streams whose errors name the stream; errors of stderr are dropped, there is no reader."""
+    """Return a method of streams whose errors name the stream; stderr drops its own, which it could not report."""
 
     def named(stream: io.FileIO, *args: Any) -> Any:
         try:
