@@ -206,7 +206,7 @@ def _open_streams() -> None:
     lacks_output = sys.stdout is None
     for number, name in enumerate(_STREAMS):
         old: Any = getattr(sys, name)
-        settings = {"encoding": "utf-8", "errors": "backslashreplace"}
+        settings: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace"}
         if old is None:
             _open_null(number)
         else:
