@@ -199,11 +199,11 @@ def test_other_settings_are_refused(whole: Path, model: str, prompts: Path, caps
     [
         ([], "no prompt; give a text, - for stdin, or --prompts FILE --out FILE"),
         (["why", "--out", "x"], "--out needs --prompts FILE"),
-        (["why", "--prompts", "a.txt", "--out", "b"], "--prompts is a.txt and a prompt 'why' is given"),
-        (["--prompts", "a.txt"], "--prompts is a.txt and there is no --out"),
+        (["why", "--prompts", "a.txt", "--out", "b"], "--prompts is a.txt but a prompt 'why' is given"),
+        (["--prompts", "a.txt"], "--prompts is a.txt but --out is missing"),
         (["--prompts", "none.txt", "--out", "b"], "none.txt cannot be read (No such file or directory)"),
         (["--prompts", "none.json", "--out", "b"], "none.json cannot be read (No such file or directory)"),
-        (["--prompts", "/dev/null", "--out", "b"], "/dev/null: no prompts"),
+        (["--prompts", "/dev/null", "--out", "b"], "/dev/null has no prompts"),
         (["--prompts", __file__, "--out", "b"], ":1: not JSON (Extra data at column 3)"),
         (["--prompts", "p.jsonl", "--out", "no/b"], "--out is no/b, but the folder no does not exist"),
         (["--prompts", "p.jsonl", "--out", "p.jsonl"], "--out is p.jsonl, which exists but has no p.j"),
@@ -212,7 +212,7 @@ def test_other_settings_are_refused(whole: Path, model: str, prompts: Path, caps
         (["--prompts", "p.jsonl", "--out", "b", "--ray", "--device", "cuda:1"], "use cuda, or drop --ray"),
         (["--prompts", "p.jsonl", "--out", "b", "--max-batch", "0"], "--max-batch is 0; it must be at least 1"),
         (["--prompts", "bad.jsonl", "--out", "b"], "bad.jsonl:2 has no user message"),
-        (["--prompts", "talk.json", "--raw", "--out", "b"], "talk.json, record 1 is a conversation, and --raw goes on"),
+        (["--prompts", "talk.json", "--raw", "--out", "b"], "talk.json, record 1 is a conversation, but --raw continues"),
         (["--prompts", "p.jsonl", "--out", "b", "--target", "none/x", "--replicas", "2"], "none/x"),
     ],
 )  # fmt: skip

@@ -143,7 +143,7 @@ def test_what_bodies_say_is_no_option(
     assert message in told and told.count("\n") == 1
     Path(file).write_text('"why"\n')
     assert main(["generate", "--prompts", file, "--out", str(tmp_path / "o"), "--model-alias", "y"]) == 2
-    assert "--model-alias: for requests in OpenAI's batch format" in capsys.readouterr().err
+    assert "--model-alias: only for requests in OpenAI's batch format" in capsys.readouterr().err
 
 
 def test_other_names_of_the_model_are_options(tmp_path: Path) -> None:

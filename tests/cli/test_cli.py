@@ -157,10 +157,10 @@ def test_every_piece_of_text_belongs_to_its_token() -> None:
         return TokenChunk(0, ids, sources, ["share" if x == "accepted" else None for x in sources], text, None, end)
 
     pieces = display.SourcedText(Letters())  # type: ignore[arg-type]
-    assert pieces.take(chunk([0], ["target"], "a")) == [("a", "target", None)]
-    assert pieces.take(chunk([1, 2, 100], ["accepted", "accepted", "recovered"], "b")) == [("b", "accepted", "share")]
+    assert pieces.split(chunk([0], ["target"], "a")) == [("a", "target", None)]
+    assert pieces.split(chunk([1, 2, 100], ["accepted", "accepted", "recovered"], "b")) == [("b", "accepted", "share")]
     last = chunk([101, 3, 4], ["accepted", "accepted", "bonus"], "céd", "stop")  # "e" began a stop string
-    assert pieces.take(last) == [(text, "accepted", "share") for text in "céd"]
+    assert pieces.split(last) == [(text, "accepted", "share") for text in "céd"]
 
 
 # chat
@@ -361,7 +361,7 @@ def test_two_ctrl_c_at_the_prompt_leave(
         (["generate", "hi", "--mode", "all"], "--mode is 'all'; give one mode"),
         (
             ["generate", "hi", "--mode", "glide", "--draft-head", "no/such"],
-            "--draft-head is 'no/such', of mode eagle, and no mode is",
+            "--draft-head is 'no/such', of mode eagle, but no mode is",
         ),
         (["generate", " "], "the prompt ' ' is empty"),
         (["generate", "-", "-"], "the prompt - is given twice"),

@@ -258,7 +258,7 @@ def test_the_model_has_further_names() -> None:
                 chunks = server.post(path, model=name, stream=True, **body).text
                 assert set(re.findall(r'"model": ?"([^"]+)"', chunks)) == {name}, path
             refused = server.post(path, model="other", **body)
-            assert refused.status_code == 404 and "'fake' or 'gpt-4o' or 'team/small' is served" in refused.text
+            assert refused.status_code == 404 and "this server has 'fake' or 'gpt-4o' or 'team/small'" in refused.text
         assert server.complete("the cat", max_tokens=2)["model"] == "fake", "the first name without one"
 
 

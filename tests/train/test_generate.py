@@ -375,7 +375,7 @@ def test_doubled_and_damaged_lines_are_told(tmp_path: Path) -> None:
         (["--mode", "fast"], {}, "mode is 'fast'; choose one of"),
         (["--prompts", "none.jsonl"], {}, "none.jsonl cannot be read (No such file or directory)"),
         (["--prompts", "/dev/null"], {}, "/dev/null: no records"),
-        (["--gpu-index", "0", "--device", "cpu"], {}, "--gpu-index is 0 and --device cpu; drop one of the two"),
+        (["--gpu-index", "0", "--device", "cpu"], {}, "--gpu-index is 0 but --device is cpu; drop one or the other"),
         (["--seed", "1"], {}, "settings.json says seed 0 and now it is 1; go on as before, or give another --out-dir"),
         (["--max-new-tokens", "25"], {}, "says max_new_tokens 24 and now it is 25"),
         ([], {"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2 and WORLD_SIZE 2"),

@@ -76,7 +76,7 @@ def test_a_filled_table_knows_what_the_model_says(
         (["--prompts", "bad.jsonl", "--out", "x.npz"], "bad.jsonl:2: not JSON (Expecting value at column 12)"),
         (["--prompts", "empty.jsonl", "--out", "x.npz"], "empty.jsonl:1 has none of instruction, prompt, question"),
         (["--prompts", "few.jsonl", "--out", "x.npz"], "the files hold 1 prompts; give at least 10"),
-        (["--prompts", "few.jsonl", "--out", "x.txt"], "--out is x.txt; name a .npz file"),
+        (["--prompts", "few.jsonl", "--out", "x.txt"], "--out is x.txt; give a .npz file"),
         (["--prompts", "few.jsonl", "--out", "x.npz", "--num-prompts", "0"], "--num-prompts is 0; it must be at least"),
     ],
 )
@@ -109,7 +109,7 @@ def test_the_target_says_what_users_ask(
     assert found[0] == found[1], "whatever is said beside them"
     said = [json.loads(line)["prompt"] for line in found[0].splitlines()]
     assert 0 < len(said) == len(set(said)) < 20
-    assert f"{len(said)} different prompts of 20" in capsys.readouterr().out
+    assert f"{len(said)} distinct prompts of 20" in capsys.readouterr().out
     assert set(read_prompts([str(tmp_path / "said-2.jsonl")])) == set(said)
 
 

@@ -377,7 +377,7 @@ def test_stored_states_are_those_that_are_read(
     store, more = tmp_path / "states", ("--states", str(tmp_path / "states"))
     assert train("eagle3", data, tmp_path / "dry", "--dry-run", *more) == 0
     num_bytes = sum(range(20, 44)) * 4 * 64 * 2  # tokens, depths, hidden size, bfloat16
-    assert f"hidden states: {num_bytes / 1e9:.2f} GB in {store}, 0.00 GB of it there" in capsys.readouterr().out
+    assert f"hidden states: {num_bytes / 1e9:.2f} GB in {store}, 0.00 GB of it stored" in capsys.readouterr().out
     assert not store.exists()
     assert train("eagle3", data, tmp_path / "read") == 0
     assert train("eagle3", data, tmp_path / "storing", *more) == 0
@@ -414,8 +414,8 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(
         (["--held-out", "0"], "--held-out 0.0 leaves no answers to measure with; raise it, or add answers"),
         (["--kl-weight", "0", "--feature-weight", "0"], "none may be below 0, and at least one must be above"),
         (["--costs", "0.1"], "--costs is '0.1'; give two numbers, for example 0.1,1.5"),
-        (["--draft-vocab", "9999"], "--draft-vocab is 9999 and the target knows 384 tokens"),
-        (["--max-length", "600"], "--max-length is 600 and the target takes 512 tokens"),
+        (["--draft-vocab", "9999"], "--draft-vocab is 9999 but the target has 384 tokens"),
+        (["--max-length", "600"], "--max-length is 600 but the target supports 512 tokens"),
         (["--data", "no/such/folder"], "settings.json cannot be read"),
         (["--dtype", "int8"], "--dtype is 'int8'"),
     ],
