@@ -212,7 +212,7 @@ def test_other_settings_are_refused(whole: Path, model: str, prompts: Path, caps
         (["--prompts", "p.jsonl", "--out", "b", "--ray", "--device", "cuda:1"], "use cuda, or drop --ray"),
         (["--prompts", "p.jsonl", "--out", "b", "--max-batch", "0"], "--max-batch is 0; it must be at least 1"),
         (["--prompts", "bad.jsonl", "--out", "b"], "bad.jsonl:2 has no user message"),
-        (["--prompts", "talk.json", "--raw", "--out", "b"], "talk.json, record 1 is a conversation, but --raw continues"),
+        (["--prompts", "talk.json", "--raw", "--out", "b"], "record 1 is a conversation, but --raw continues"),
         (["--prompts", "p.jsonl", "--out", "b", "--target", "none/x", "--replicas", "2"], "none/x"),
     ],
 )  # fmt: skip

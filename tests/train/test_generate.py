@@ -388,7 +388,7 @@ def test_doubled_and_damaged_lines_are_told(tmp_path: Path) -> None:
             "--tensor-parallel is 2 and a launcher has started",
         ),
         (["--replicas", "2", "--tensor-parallel", "3"], {}, "--replicas is 2 and --tensor-parallel 3; drop one of the"),
-        (["--replicas", "2", "--gpu-index", "0"], {}, "--gpu-index is 0 and --replicas 2, which take a GPU each"),
+        (["--replicas", "2", "--gpu-index", "0"], {}, "--gpu-index is 0, but --replicas assigns GPUs"),
     ],
 )
 def test_mistakes_are_one_line(
