@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 NAME = "sharesd"
 COMMANDS = {
-    "generate": "answer prompts: from the command line, or many from a file",
+    "generate": "answer prompts from the command line or from a file",
     "chat": "talk with a model on the terminal",
     "serve": "serve a model over HTTP, with OpenAI's protocol",
     "train": "train drafters for a model, and prepare their data",
     "bench": "measure speed: questions, sweeps, server load, other runtimes",
-    "cache": "show or delete what is kept on disk",
+    "cache": "show or delete cached files",
     "tune": "find the best quantization of drafts, for --draft-quant auto",
     "verify": "check that all modes give the tokens of plain decoding",
 }
@@ -34,9 +34,13 @@ options:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit status."""
     if os.name == "nt":  # files are locked by calls of Unix
-        print("error: ShareSD does not run on Windows; take WSL 2 (`wsl --install`), or Linux", file=sys.stderr)
+        print("error: ShareSD does not run on Windows; use Linux or WSL 2 (`wsl --install`)", file=sys.stderr)
         return 2
-    from sharesd.cli.process import guarded
+    try:
+        from sharesd.cli.process import guarded
+    except (ImportError, AttributeError) as error:  # a file on PYTHONPATH hides a module of Python
+        print(f"error: a module of Python cannot be used: {error}; rename the file that hides it", file=sys.stderr)
+        return 2
 
     return guarded(lambda: _main((sys.argv[1:] if argv is None else argv) or ["--help"]))
 
@@ -52,7 +56,7 @@ def _main(argv: Sequence[str]) -> int:
         print(versions())
         return 0
     if name not in COMMANDS:
-        print(f"error: there is no command {name!r}; see `{NAME} --help`", file=sys.stderr)
+        print(f"error: unknown command {name!r}; see `{NAME} --help`", file=sys.stderr)
         return 2
     return _run(name, rest)
 

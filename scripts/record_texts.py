@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from serve.engine_thread import Model  # noqa: E402
-from serve.log import RequestLog  # noqa: E402
+from serve.middleware import RequestLog  # noqa: E402
 from sharesd import LLM, SamplingParams  # noqa: E402
 from sharesd.cli.environment import environment  # noqa: E402
 from sharesd.devices.selection import device_of  # noqa: E402

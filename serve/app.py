@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -10,13 +11,13 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.staticfiles import StaticFiles
 
-from serve import admin_routes, tokenize
-from serve.anthropic_api import count_tokens, messages
-from serve.chat import chat
-from serve.completions import completions, predict
 from serve.errors import ApiError, of_status
 from serve.middleware import Middleware
-from serve.responses_api import responses
+from serve.routes import admin, tokenize
+from serve.routes.anthropic import count_tokens, messages
+from serve.routes.chat import chat
+from serve.routes.completions import completions, predict
+from serve.routes.responses import responses
 from serve.server_config import Settings
 
 Handlers = Mapping[str, Callable[..., Any]]
@@ -32,12 +33,12 @@ POSTS: Handlers = {
     "/predict": predict,
 }
 GETS: Handlers = {
-    "/": admin_routes.page,
-    "/v1/models": admin_routes.models,
-    "/v1/models/{name:path}": admin_routes.one_model,
-    "/health": admin_routes.health,
-    "/metrics": admin_routes.metrics,
-    "/version": admin_routes.version,
+    "/": admin.page,
+    "/v1/models": admin.models,
+    "/v1/models/{name:path}": admin.one_model,
+    "/health": admin.health,
+    "/metrics": admin.metrics,
+    "/version": admin.version,
     "/tokenizer_info": tokenize.tokenizer_info,
 }
 HEADS = {"/", "/health"}
@@ -45,11 +46,23 @@ HEADS = {"/", "/health"}
 
 
 class Backend(Protocol):
-    """Interface of the state that handlers share."""
+    """What answers requests: the service of this process, or the replicas of a cluster."""
 
     @property
     def settings(self) -> Settings: ...
+    @property
+    def model(self) -> Any:
+        """None until requests are served."""
+        ...
+
+    @property
+    def failure(self) -> BaseException | None: ...
+    @property
+    def failed(self) -> asyncio.Event: ...
     def on_disconnect(self) -> None: ...
+    async def drain(self, timeout: float) -> None: ...
+    async def wait_after_failure(self) -> None: ...
+    def stop(self) -> bool: ...
 
 
 def make_app(service: Backend, posts: Handlers = POSTS, gets: Handlers = GETS) -> FastAPI:
@@ -61,8 +74,8 @@ def make_app(service: Backend, posts: Handlers = POSTS, gets: Handlers = GETS) -
     for path, handler in gets.items():
         methods = ["GET", "HEAD"] if path in HEADS else ["GET"]
         app.add_api_route(path, handler, methods=methods, response_model=None)
-    if admin_routes.PAGE.is_dir():
-        app.mount("/page", StaticFiles(directory=admin_routes.PAGE))
+    if admin.PAGE.is_dir():
+        app.mount("/page", StaticFiles(directory=admin.PAGE))
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_middleware(Middleware, settings=service.settings, on_disconnect=service.on_disconnect)

@@ -10,19 +10,19 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from serve.call_grammar import marks_of
 from serve.choice_state import Choice
 from serve.engine_thread import Added, EngineThread, Event, Failed, Model, Output, Ready, Round
 from serve.errors import ApiError, engine_failed, invalid, of_request, unavailable
 from serve.metrics import Metrics
-from serve.reasoning import reasoning_of
+from serve.parsing.grammar import marks_of
+from serve.parsing.reasoning import reasoning_of
+from serve.parsing.tool_format import format_of
 from serve.server_config import Settings
-from serve.tool_format import format_of
 
 log = logging.getLogger(__name__)
 
 MAX_STEP_SECONDS = 120.0
-"""Maximum seconds of a step; after that the engine counts as hanging."""
+"""Maximum seconds of a step; a longer one counts as hanging."""
 
 
 NO_TOKENS: Any = SimpleNamespace(
@@ -37,7 +37,7 @@ NO_TOKENS: Any = SimpleNamespace(
     error=None,
     round=None,
 )
-"""Chunk of a choice that asks for no tokens."""
+"""Chunk of a choice with a limit of 0 tokens."""
 
 
 class Service:
@@ -152,7 +152,7 @@ class Service:
 
     def _on_round(self, event: Round) -> None:
         self.metrics.round(event)
-        outputs = [output for output in event.outputs if output.choice in self.owners]  # others were given up
+        outputs = [output for output in event.outputs if output.choice in self.owners]  # others were cancelled
         for output in outputs:
             self.metrics.count_output(output, output.choice.add(output.chunk, output.num_drafted))
         by_call: dict[Call, list[Output]] = {}
@@ -190,7 +190,7 @@ class Call:
         self.model = model
         self.choices: list[Choice] = []
         self.warnings: list[str] = []
-        """Parts of the request that are done in part."""
+        """Parts of the request that are honoured only in part."""
         self._news: asyncio.Queue[list[Output] | ApiError | None] = asyncio.Queue()
 
     async def start(self, choices: Sequence[Choice]) -> None:

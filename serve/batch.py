@@ -1,4 +1,4 @@
-"""Answers to the lines of a batch file, by the server's own handlers.
+"""Answers to the lines of a batch file, from the server's own handlers.
 
 The same body gets the same answer as over HTTP, except for ids, times and the noise of requests without a seed.
 """
@@ -21,15 +21,15 @@ from typing import Any
 from fastapi import Request
 
 from multigpu.data_parallel import Numbered, TaskQueue
-from serve.anthropic_api import messages
 from serve.async_engine import Service
-from serve.chat import chat
 from serve.command import EMBEDDED, model_of
-from serve.completions import completions
 from serve.engine_thread import Model
 from serve.errors import ApiError
 from serve.middleware import RequestState
-from serve.responses_api import responses
+from serve.routes.anthropic import messages
+from serve.routes.chat import chat
+from serve.routes.completions import completions
+from serve.routes.responses import responses
 from serve.server_config import Settings
 from sharesd.cli.batch_requests import URLS, BatchLine, answer_line, failure_line, request_id
 from sharesd.cli.console import set_up_logging
@@ -42,16 +42,16 @@ log = logging.getLogger(__name__)
 
 HANDLERS = dict(zip(URLS, (chat, completions, responses, messages), strict=True))
 NO_LIMIT = 2**31
-"""Places in the queue: a file's lines wait for one another, they are not refused."""
+"""Size of the queue: lines of a file wait for each other and are never refused."""
 POLL_S = 0.02
-"""Seconds between looks for new lines while others are answered."""
+"""Seconds between checks for new lines while others are answered."""
 
 
 def answer(work: Work, tasks: TaskQueue, progress: Progress | None = None) -> Iterator[Numbered]:
     """Load the engine and return answers; `progress` is None in replicas."""
     if progress is None:
         set_up_logging(os.environ.get("LOGLEVEL", "WARNING"))
-    from sharesd.runtime import Runtime  # torch takes seconds, mistakes should not
+    from sharesd.runtime import Runtime  # late: importing torch takes seconds
 
     loaded: list[Runtime] = []
 
@@ -77,7 +77,7 @@ def answer(work: Work, tasks: TaskQueue, progress: Progress | None = None) -> It
 
 
 def _answers(service: Service, loop: asyncio.AbstractEventLoop, tasks: TaskQueue, seed: int) -> Iterator[Numbered]:
-    """Yield answers as they end, of as many lines at once as the batch has rows."""
+    """Yield answers as they finish; as many lines as the batch has rows run at once."""
     running: dict[Future[dict[str, Any]], int] = {}
     while True:
         while len(running) < service.settings.max_batch and (task := tasks.take(not running)) is not None:
@@ -90,9 +90,9 @@ def _answers(service: Service, loop: asyncio.AbstractEventLoop, tasks: TaskQueue
 
 
 async def post(service: Service, line: BatchLine, index: int, seed: int) -> dict[str, Any]:
-    """Return the output line of a request; raises what made the engine fail.
+    """Return the output line of a request; raises the error that made the engine fail.
 
-    `seed`: of the command; with `index` it gives the noise of a request without a seed.
+    `seed`: that of the command; with `index` it seeds requests that have no seed.
     """
     mixed = hashlib.sha256(f"{seed} {index}".encode()).digest()[:8]
     visit = RequestState(request_id(index), created=0, seed=int.from_bytes(mixed) >> 1)
@@ -115,7 +115,7 @@ async def post(service: Service, line: BatchLine, index: int, seed: int) -> dict
 
 
 def _request(service: Service, line: BatchLine, visit: RequestState) -> Request:
-    """Return a request as handlers get it from the application."""
+    """Return a request in the form in which the application passes it to handlers."""
     app = SimpleNamespace(state=SimpleNamespace(service=service))
     body = json.dumps(line.body).encode()
 
@@ -127,7 +127,7 @@ def _request(service: Service, line: BatchLine, visit: RequestState) -> Request:
 
 
 def _stats(visit: RequestState) -> dict[str, Any]:
-    """Return the figures of a request, the sum of its choices."""
+    """Return the statistics of a request, summed over its choices."""
     found = [choice.stats for choice in visit.call.choices if choice.stats is not None] if visit.call else []
     if not found:
         return {}
@@ -139,7 +139,7 @@ def _stats(visit: RequestState) -> dict[str, Any]:
 
 @contextmanager
 def _running(settings: Settings, load: Callable[[], Model]) -> Iterator[tuple[Service, asyncio.AbstractEventLoop]]:
-    """Run a service with its event loop in a thread; raises what loading raised."""
+    """Run a service with its event loop in a thread; raises errors of loading."""
     started: Future[tuple[Service, asyncio.AbstractEventLoop]] = Future()
     over = asyncio.Event()
 

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 from compile.start_times import START
 from serve.cluster.options import NumReplicas, check_options, replicas_type
-from serve.server_config import Settings
-from serve.tls import key_pair
+from serve.server_config import Settings, key_pair
 from sharesd.cli.console import err_console
 from sharesd.cli.options import (
     Parser,
@@ -67,7 +66,7 @@ def load_model(config: EngineConfig, mode: Mode, memory_limit: int | None) -> Mo
     taken = runtime.cache.nbytes
     if memory_limit is not None and taken > memory_limit:
         raise ValueError(
-            f"the KV cache of {config.max_batch} rows of {runtime.max_context} tokens takes {taken / 2**20:.0f} MiB "
+            f"the KV cache of {config.max_batch} rows of {runtime.max_context} tokens needs {taken / 2**20:.0f} MiB "
             f"and --memory-limit is {memory_limit / 2**20:.0f} MiB; lower --max-batch or --max-context"
         )
     engine = start_engine(runtime, mode, SamplingParams(), each_kind=True)
@@ -76,7 +75,7 @@ def load_model(config: EngineConfig, mode: Mode, memory_limit: int | None) -> Mo
 
 
 def model_of(runtime: Runtime, engine: Engine) -> Model:
-    """Return a loaded model as the server's handlers use it."""
+    """Return a loaded model in the form that the server's handlers use."""
     from serve.engine_thread import Model
 
     return Model(
@@ -92,37 +91,37 @@ def make_parser(prog: str = PROG) -> Parser:
     """Return the parser; `prog` is the name of the program."""
     parser = Parser(
         prog=prog,
-        description="Serve a model over HTTP as OpenAI's API has it. The address goes to stdout as soon as it listens, "
-        "a line for each request to stderr.",
+        description="Serve a model over HTTP with OpenAI's API. The address is printed to stdout when the server "
+        "listens; each request is logged as a line on stderr.",
     )
     add_mode_option(parser, several=False)
-    parser.add_argument("-v", "--verbose", action="store_true", help="when the model is loaded, show where time went")
+    parser.add_argument("-v", "--verbose", action="store_true", help="show the time of each phase of the start")
     group = parser.add_argument_group("server")
     group.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all")
-    group.add_argument("--port", type=_port, default=8000, help="0: any that is free")
-    group.add_argument("--max-batch", type=_count, default=8, metavar="N", help="answers decoded together")
-    group.add_argument("--max-queue", type=_count, default=64, metavar="N", help="answers that may wait")
+    group.add_argument("--port", type=_port, default=8000, help="0: any free port")
+    group.add_argument("--max-batch", type=_count, default=8, metavar="N", help="maximum answers decoded in one batch")
+    group.add_argument("--max-queue", type=_count, default=64, metavar="N", help="maximum answers that wait")
     group.add_argument(
         "--prefill-chunk",
         type=_count,
         default=None,
         metavar="N",
-        help="tokens of a prompt that are read between two rounds of other answers (default: 512, and on a CPU as many "
-        "as the others hardly notice)",
+        help="tokens of a prompt processed between two rounds of other answers (default: 512; on a CPU chosen from "
+        "measured step times)",
     )
     group.add_argument(
         "--memory-limit",
         type=size,
         default=argparse.SUPPRESS,
         metavar="SIZE",
-        help=f"of the KV cache, as 512M or 2G; more is an error at start; {SIZES}",
+        help=f"maximum size of the KV cache, e.g. 512M or 2G; a larger one is an error at start; {SIZES}",
     )
     group.add_argument(
         "--api-key",
         action="append",
         default=[],
         metavar="KEY",
-        help=f"ask for it (repeatable); {KEY_VARIABLE} in the environment is one, too",
+        help=f"require this key (repeatable); the environment variable {KEY_VARIABLE} adds one",
     )
     group.add_argument(
         "--cors-origin",
@@ -130,44 +129,44 @@ def make_parser(prog: str = PROG) -> Parser:
         action="append",
         default=[],
         metavar="ORIGIN",
-        help="pages of this origin may ask, as https://example.org, or * (repeatable; default: none)",
+        help="allowed CORS origin, e.g. https://example.org, or * (repeatable; default: none)",
     )
     group.add_argument("--ssl-certfile", metavar="FILE", help="PEM file of a certificate: serve HTTPS, not HTTP")
     group.add_argument("--ssl-keyfile", metavar="FILE", help="PEM file of its private key, without a password")
     group.add_argument(
         "--prompt-cache",
         metavar="FOLDER",
-        help="keep the KV of finished texts there, and read it back after a restart; files hold the texts, too",
+        help="save the KV of finished texts here and reuse it after a restart; the files contain the texts, too",
     )
     group.add_argument(
         "--prompt-cache-size",
         type=size,
         default="4G",
         metavar="SIZE",
-        help="of the files in --prompt-cache; the least recently used go first",
+        help="maximum size of --prompt-cache; the least recently used files are deleted first",
     )
-    group.add_argument("--max-body", type=size, default="4M", metavar="SIZE", help="of a request")
+    group.add_argument("--max-body", type=size, default="4M", metavar="SIZE", help="maximum size of a request")
     group.add_argument(
         "--shutdown-timeout",
         type=_seconds,
         default=30.0,
         metavar="S",
-        help="after SIGTERM, seconds for the requests that run",
+        help="seconds that running requests have to finish after SIGTERM",
     )
     add_request_options(group)
     group.add_argument(
         "--ray",
         action="store_true",
-        help="serve by replicas on the Ray cluster of RAY_ADDRESS or this machine, else on one that is started here",
+        help="serve with replicas on the Ray cluster at RAY_ADDRESS or on this machine; starts one if there is none",
     )
     group.add_argument(
         "--replicas",
         type=replicas_type,
         metavar="N",
-        help="processes with the whole model, for --ray; MIN-MAX: as many as the queue needs (default: 1)",
+        help="number of replicas for --ray, each with the whole model; MIN-MAX: scaled by queue length (default: 1)",
     )
-    group.add_argument("--log-format", choices=("text", "json"), default="text", help="of a request's line")
-    group.add_argument("--log-prompts", action="store_true", help="log what was asked, too")
+    group.add_argument("--log-format", choices=("text", "json"), default="text", help="format of the request log")
+    group.add_argument("--log-prompts", action="store_true", help="also log the prompts")
     add_trace_option(group)
     add_model_options(parser)
     return parser
@@ -215,7 +214,7 @@ def _run(args: argparse.Namespace, load: Load) -> int:
         sock, url = listen(args.host, args.port, scheme="https" if settings.key_pair else "http")
     except OSError as error:
         reason = error.strerror or error
-        raise ValueError(f"cannot listen on {args.host}, port {args.port} ({reason}); choose others") from error
+        raise ValueError(f"cannot listen on {args.host}, port {args.port} ({reason}); choose another") from error
     with sock:
         print(url, flush=True)
         load_one = partial(load, config, mode, getattr(args, "memory_limit", None))
@@ -229,7 +228,7 @@ def _run(args: argparse.Namespace, load: Load) -> int:
 
 
 def _load_and_show(load_one: Callable[[], Model]) -> Model:
-    """Load the model, and print where the time of the start went."""
+    """Load the model, and print the time of each phase of the start."""
     model = load_one()
 
     from sharesd.cli.display import start_table
@@ -257,7 +256,7 @@ def _origin(text: str) -> str:
     Other forms would not match.
     """
     if not re.fullmatch(r"\*|[a-z][a-z0-9+.-]*://([^\sA-Z/?#@:\[\]]+|\[[0-9a-f:.]+\])(:\d+)?", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no origin; for example https://example.org, or *")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an origin; use for example https://example.org, or *")
     return text
 
 

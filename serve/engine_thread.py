@@ -8,33 +8,22 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
-from serve.choice_state import Choice, Chunk
-from serve.reasoning import Reasoning
-from serve.tool_format import ToolFormat
+from serve.choice_state import Choice
+from serve.parsing.reasoning import Reasoning
+from serve.parsing.tool_format import ToolFormat
 from sharesd.models.tokenizer import Tokenizer
-from sharesd.sampling_params import SamplingParams
 
-if TYPE_CHECKING:  # it needs torch, which the server's start does not wait for
+if TYPE_CHECKING:  # they need torch, which the server's start does not wait for
+    from sharesd.engine.engine import Engine
+    from sharesd.engine.outputs import TokenChunk
+    from sharesd.engine.request import Request
     from sharesd.sampling.constraints import Grammars
 
 
 IDLE_S = 0.5
 """Seconds without a command before a text is saved."""
-
-
-class Engine(Protocol):
-    """Interface of the engine, as used by the server."""
-
-    @property
-    def num_running(self) -> int: ...
-    @property
-    def num_waiting(self) -> int: ...
-    def add(self, prompt: list[int], params: SamplingParams, index: int = 0) -> Any: ...
-    def step(self) -> Sequence[Any]: ...
-    def cancel(self, request: Any) -> None: ...
-    def save_text(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -50,7 +39,7 @@ class Model:
     tool_format: ToolFormat | None = None
     """Format of the model's tool calls; None if unknown."""
     reasoning: Reasoning | None = None
-    """Marks of reasoning that is taken out of the content, or None."""
+    """Marks of reasoning that is kept apart from the content, or None."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +61,7 @@ class Output(NamedTuple):
     """Tokens of one round for one choice."""
 
     choice: Choice
-    chunk: Chunk
+    chunk: TokenChunk
     num_drafted: int
     """Number of draft tokens verified in the round."""
     admitted: float
@@ -96,8 +85,8 @@ class Failed:
 
 
 @dataclass
-class _Taken:
-    """Choice that the engine decodes."""
+class _Running:
+    """State of a choice that the engine has."""
 
     choice: Choice
     admitted: float | None = None
@@ -120,8 +109,8 @@ class EngineThread:
     def __init__(self, load: Callable[[], Model], emit: Callable[[Event], None]) -> None:
         self._load, self._emit = load, emit
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._requests: dict[Choice, Any] = {}
-        self._taken: dict[int, _Taken] = {}  # by the identity of the engine's request
+        self._requests: dict[Choice, Request] = {}
+        self._states: dict[int, _Running] = {}  # by the identity of the engine's request
         self._stopped = self._has_unsaved = False
         self._step_began: float | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -185,30 +174,30 @@ class EngineThread:
         chunks = self._engine.step()
         self._step_began, self._has_unsaved = None, True
         for request in self._requests.values():
-            taken = self._taken[id(request)]
-            if taken.admitted is None and request.num_read:
-                taken.admitted = began
+            running = self._states[id(request)]
+            if running.admitted is None and request.num_read:
+                running.admitted = began
         outputs = [self._output(chunk) for chunk in chunks]
         for output in outputs:
             if output.chunk.finish_reason is not None:
                 self._forget(output.choice)
         self._emit(Round(outputs, self._engine.num_running, self._engine.num_waiting))
 
-    def _output(self, chunk: Chunk) -> Output:
-        taken = self._taken[id(chunk.request)]
-        assert taken.admitted is not None
-        if not taken.begun:  # no drafts, though a round of the same step may have counted its own already
-            taken.begun = True
-            return Output(taken.choice, chunk, 0, taken.admitted)
-        before, taken.num_drafted = taken.num_drafted, chunk.request.stats.drafted_tokens
-        return Output(taken.choice, chunk, taken.num_drafted - before, taken.admitted)
+    def _output(self, chunk: TokenChunk) -> Output:
+        running = self._states[id(chunk.request)]
+        assert running.admitted is not None
+        if not running.begun:  # these come from the prefill, though stats may already count drafts of the same step
+            running.begun = True
+            return Output(running.choice, chunk, 0, running.admitted)
+        before, running.num_drafted = running.num_drafted, chunk.request.stats.drafted_tokens
+        return Output(running.choice, chunk, running.num_drafted - before, running.admitted)
 
     def _add(self, choices: list[Choice]) -> None:
         try:
             for choice in choices:
                 request = self._engine.add(choice.prompt, choice.params, choice.index)
                 request.label, request.wants_rounds = {"id": choice.request_id}, choice.wants_rounds
-                self._requests[choice], self._taken[id(request)] = request, _Taken(choice)
+                self._requests[choice], self._states[id(request)] = request, _Running(choice)
         except ValueError as error:
             self._cancel(choices)
             self._emit(Added(choices, error))
@@ -223,7 +212,7 @@ class EngineThread:
         self._emit(Round([], self._engine.num_running, self._engine.num_waiting))
 
     def _forget(self, choice: Choice) -> None:
-        del self._taken[id(self._requests.pop(choice))]
+        del self._states[id(self._requests.pop(choice))]
 
     def _stop(self) -> None:
         self._stopped = True

@@ -21,7 +21,7 @@ MAX_ERRORS = 1000
 
 REMEDIES = {
     "prompt": "give a text, a list of texts, a list of token ids, or a list of such lists, none of them empty",
-    "stop": "give a text or a list of up to 64 texts, none of them empty or above 1,000 characters",
+    "stop": "give a text or a list of up to 64 texts, none of them empty or longer than 1,000 characters",
     "content": "give a text, or a list of parts of type text",
     "tools": 'give up to 128 of {"type": "function", "function": {"name", "description", "parameters", "strict"}}',
     "tool_choice": 'give none, auto, required, or {"type": "function", "function": {"name"}}',
@@ -35,7 +35,7 @@ NAME = 'give 1 to 64 of the letters A-Z and a-z, digits, "_", "-" and "."'
 
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/models")
-"""Paths that a message names in place of an unknown one."""
+"""Paths that are listed in the error for an unknown one."""
 ANTHROPIC = {
     **dict.fromkeys((400, 405, 408, 415), "invalid_request_error"),
     **{401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"},
@@ -79,11 +79,11 @@ class ApiError(Exception):
 class ContextOverflow(ApiError):
     """Error of prompt and answer that do not fit the context.
 
-    Clients look for these words.
+    Clients search for this wording.
     """
 
     def __init__(self, prompt: int, answer: int | None, limit: int, param: str) -> None:
-        """Take tokens of prompt, answer (None: no limit was given) and context."""
+        """Store the numbers of tokens of prompt, answer (None: no limit was given) and context."""
         self.prompt, self.answer, self.limit = prompt, answer, limit
         message = (
             f"This model's maximum context length is {limit} tokens. However, you requested {prompt + (answer or 1)} "
@@ -131,7 +131,7 @@ def engine_failed() -> ApiError:
 
     The log has the reason.
     """
-    return ApiError(500, "the engine failed and the server ends; nothing is wrong with the request")
+    return ApiError(500, "the engine failed and the server stops; the request itself was valid")
 
 
 def of_request(error: RequestError) -> ApiError:
@@ -165,7 +165,7 @@ def of_schema(error: ValidationError) -> ApiError:
         return invalid(f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
     if not place:
         return invalid(_reason(first["msg"]))
-    own = first["type"] == "extra_forbidden"  # then the last part is the client's, whatever it is called
+    own = first["type"] == "extra_forbidden"  # the last part is the client's name for it, which may look like a type
     names = [str(part) for part in place[:-1] if not KIND.fullmatch(str(part))]
     names += [str(part) for part in place[-1:] if own or not KIND.fullmatch(str(part))]
     param = ".".join(name if len(name) <= MAX_SHOWN else f"{name[:MAX_SHOWN]} …" for name in names)
@@ -180,7 +180,7 @@ def of_schema(error: ValidationError) -> ApiError:
         return invalid(f"{param} is {shown}; {NAME}", param.partition(".")[0])
     other = _other_part(first["input"]) if name == "content" else None
     if other is not None:
-        return invalid(f"{param} has a part of type {other}, and this model takes text alone; {REMEDIES[name]}", param)
+        return invalid(f"{param} has a part of type {other}, but this model accepts only text; {REMEDIES[name]}", param)
     if name:
         return invalid(f"{param} is {shown}; {REMEDIES[name]}", param.partition(".")[0])
     return invalid(f"{param} is {shown}; {_reason(first['msg'])}", param)

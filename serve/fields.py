@@ -1,4 +1,4 @@
-"""Table of request fields that are taken, with nothing to do."""
+"""Base classes of bodies, with the request fields that are accepted and have no effect."""
 
 from __future__ import annotations
 
@@ -6,15 +6,26 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, create_model
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, create_model
 
-from serve.strict import Strict
+
+class Strict(BaseModel):
+    """Base schema without unknown keys, conversions, NaN or infinity."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Loose(Strict):
+    """Base schema that ignores unknown keys."""
+
+    model_config = ConfigDict(extra="ignore")
+
 
 IGNORED = (
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
     *("prediction", "request_id", "rid", "priority", "cache_salt"),
     *("cache_prompt", "id_slot", "n_keep", "n_discard", "timings_per_token", "return_progress", "backend_sampling"),
-    # of samplers that do not exist here, and are off
+    # parameters of samplers that are not supported and that are off by default
     *("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "xtc_threshold"),
     *("mirostat_tau", "mirostat_eta", "dynatemp_exponent", "repeat_last_n", "adaptive_decay"),
 )
@@ -93,11 +104,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "parse_tool_calls": (True,),
     "thinking_forced_open": (False,),
 }
-"""Field -> values that ask for nothing, besides null; others are refused."""
+"""Field -> values without effect, in addition to null; others are refused."""
 
 
 def unset(*values: Any) -> BeforeValidator:
-    """Return a validator that takes `values` as null."""
+    """Return a validator that treats `values` as null."""
     return BeforeValidator(lambda value: None if _is_one(value, values) else value)
 
 
@@ -106,7 +117,7 @@ def _only(values: tuple[Any, ...]) -> AfterValidator:
 
     def check(value: Any) -> None:
         if value is not None and not _is_one(value, values):
-            raise ValueError(f"nothing else than {shown} can be done here")
+            raise ValueError(f"only {shown} is supported")
 
     return AfterValidator(check)
 
@@ -120,15 +131,15 @@ def _without_empty(stops: Any) -> Any:
 
 
 WITHOUT_EMPTY = BeforeValidator(_without_empty)
-"""Validator that leaves empty texts out."""
+"""Validator that drops empty texts."""
 
 
 if TYPE_CHECKING:
-    Taken = Strict
+    Accepted = Strict
 else:
     _make: Callable[..., type[Strict]] = create_model
-    Taken = _make(
-        "Taken",
+    Accepted = _make(
+        "Accepted",
         __base__=Strict,
         **{name: (Any, None) for name in IGNORED},
         **{name: (Annotated[Any, _only(values)], None) for name, values in NEUTRAL.items()},

@@ -1,16 +1,133 @@
-"""Schemas of chat messages, and conversion for chat templates."""
+"""Schemas of chat messages and tools, and conversion for chat templates."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from serve.errors import invalid
-from serve.strict import Loose
-from serve.tools import Name
+from serve.fields import Loose, Strict
 from sharesd.data import chat_messages
+from sharesd.data.chat_messages import function_for_template
+
+MAX_TOOLS = 128
+"""Maximum tools in a request."""
+
+Name = Annotated[str, Field(pattern="^[A-Za-z0-9_.-]{1,64}$")]
+
+
+class Function(Strict):
+    """Function that the model may call."""
+
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """JSON schema of the arguments."""
+    cache_control: Any = None
+    """Accepted without effect."""
+    strict: bool | None = None
+    """True: arguments of every call must match the schema."""
+
+    @model_validator(mode="after")
+    def _takes_an_object(self) -> Self:
+        if self.arguments.get("type", "object") != "object":
+            raise invalid(f"tools: the parameters of {self.name} must be of type object", "tools")
+        return self
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """JSON schema of the arguments; without a schema, no arguments."""
+        return self.for_template()["function"]["parameters"]
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the function in the form of chat templates."""
+        return function_for_template(self.name, self.description, self.parameters)
+
+
+class Tool(Strict):
+    """Tool; always a function."""
+
+    type: Literal["function"]
+    function: Function
+    cache_control: Any = None
+    """Accepted without effect."""
+
+
+class Named(Strict):
+    """Name of a function."""
+
+    name: Name
+
+
+class NamedTool(Strict):
+    """Choice of one function that must be called."""
+
+    type: Literal["function"]
+    function: Named | None = None
+    name: Name | None = None
+    """Name in the form of the API of responses."""
+
+    @model_validator(mode="after")
+    def _has_a_name(self) -> Self:
+        if (self.function is None) == (self.name is None):
+            raise invalid('tool_choice has no name; give {"type": "function", "function": {"name"}}', "tool_choice")
+        return self
+
+    @property
+    def called(self) -> str:
+        """Name of the function."""
+        return self.function.name if self.function else self.name or ""
+
+
+class Allowed(Strict):
+    """Functions that may be called, of those in the prompt."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+
+class AllowedTools(Strict):
+    """OpenAI's choice of several functions."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: Allowed
+
+
+class Mode(Strict):
+    """Choice of a mode, as an object."""
+
+    type: Literal["none", "auto", "required"]
+
+
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools | Mode
+
+
+@dataclass(frozen=True)
+class ToolPolicy:
+    """Meaning of a `tool_choice`."""
+
+    mode: Literal["none", "auto", "required"]
+    names: tuple[str, ...] | None = None
+    """Functions that may be called; None: all."""
+    is_one: bool = False
+    """True for one call of one function."""
+
+
+def tool_policy(given: ToolChoice | None) -> ToolPolicy:
+    """Return the meaning of a `tool_choice`."""
+    match given:
+        case NamedTool():
+            return ToolPolicy("required", (given.called,), is_one=True)
+        case AllowedTools():
+            return ToolPolicy(given.allowed_tools.mode, tuple(tool.called for tool in given.allowed_tools.tools))
+        case Mode():
+            return ToolPolicy(given.type)
+        case _:
+            return ToolPolicy(given or "auto")
 
 
 class Part(Loose):
@@ -38,7 +155,7 @@ class ToolCall(Loose):
 
 
 class Message(Loose):
-    """Message; unknown keys, of other servers' answers, are left out."""
+    """Message; unknown keys, as other servers' answers have them, are ignored."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[Part], Field(fail_fast=True)] | None = None
@@ -56,11 +173,11 @@ class Message(Loose):
     """Id of the call whose result a tool message has."""
 
     @model_validator(mode="after")
-    def _has_what_its_role_asks_for(self) -> Self:
+    def _fits_its_role(self) -> Self:
         if self.tool_calls and self.role != "assistant":
-            raise invalid(f"tool_calls are in a message of role {self.role}; only assistants have some", "messages")
+            raise invalid(f"tool_calls are only allowed in messages of role assistant, not {self.role}", "messages")
         if (self.tool_call_id is not None) != (self.role == "tool"):
-            raise invalid("messages of role tool have a tool_call_id, and no others", "messages")
+            raise invalid("messages of role tool, and only those, have a tool_call_id", "messages")
         if self.content is None and not self.tool_calls and not self.thoughts:
             raise invalid(f"a message of role {self.role} has no content; give a text", "messages")
         return self

@@ -4,23 +4,50 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import json
 import logging
 import re
 import secrets
+import sys
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from datetime import UTC, datetime
+from typing import Any, TextIO
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve.async_engine import Call
+from serve.choice_state import facts
 from serve.errors import ApiError, unavailable
-from serve.log import RequestLog
 from serve.server_config import Settings
-from serve.usage import facts
+
+
+class RequestLog:
+    """Writer of log lines to a stream."""
+
+    def __init__(self, *, as_json: bool, stream: TextIO | None = None) -> None:
+        self._as_json, self._stream = as_json, stream or sys.stderr
+
+    def write(self, facts: Mapping[str, Any]) -> None:
+        """Write a line with all fields that are not None."""
+        line: dict[str, Any] = {"time": datetime.now(UTC).isoformat(timespec="milliseconds")}
+        line |= {name: round(v, 4) if isinstance(v, float) else v for name, v in facts.items() if v is not None}
+        if self._as_json:
+            text = json.dumps(line)
+        else:
+            text = " ".join(f"{name}={_plain(value)}" for name, value in line.items())
+        print(text, file=self._stream, flush=True)
+
+
+def _plain(value: Any) -> str:
+    """Return a value quoted if it has spaces or line breaks."""
+    text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+    simple = text.isascii() and text.isprintable() and not {*' "='} & {*text}
+    return text if simple or not isinstance(value, str) else json.dumps(text)
+
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +107,7 @@ class Middleware:
                 MutableHeaders(scope=message).update({"x-request-id": visit.id, "x-content-type-options": "nosniff"})
             visit.complete |= message["type"] == "http.response.body" and not message.get("more_body", False)
             if visit.complete and visit.call is not None:
-                visit.call.close()  # before the client hears the end: its next request finds the place free
+                visit.call.close()  # before the client sees the end, so that its next request finds the place free
             await send(message)
 
         try:
@@ -93,7 +120,7 @@ class Middleware:
             except ClientDisconnected:
                 visit.status = CLIENT_CLOSED_REQUEST
                 self._on_disconnect()
-            except asyncio.CancelledError:  # the server ends, and would wait no longer
+            except asyncio.CancelledError:  # the server is stopping and does not wait any longer
                 if not visit.status:
                     await unavailable("the server shuts down").response(scope["path"])(scope, receive, send_out)
                 visit.status = 503
@@ -111,11 +138,11 @@ class Middleware:
         if not keys or PUBLIC.fullmatch(path):
             return
         scheme, _, given = headers.get("authorization", "").partition(" ")
-        if not given and "x-api-key" in headers:  # as Anthropic's clients send it
+        if not given and "x-api-key" in headers:  # Anthropic's clients
             scheme, given = "bearer", headers["x-api-key"]
         matches = [hmac.compare_digest(given.strip().encode("latin-1"), key.encode()) for key in keys]
         if scheme.lower() != "bearer" or not any(matches):
-            message = "the API key is wrong; send `Authorization: Bearer KEY`" if given else "an API key is needed"
+            message = "the API key is wrong; send `Authorization: Bearer KEY`" if given else "an API key is required"
             headers_out = {"www-authenticate": "Bearer", "connection": "close"}
             raise ApiError(401, message, code="invalid_api_key", headers=headers_out)
 
@@ -129,10 +156,10 @@ class Middleware:
             async with asyncio.timeout(timeout):
                 body = await _read(receive, limit)
         except TimeoutError:
-            message = f"the body did not come within {timeout:g} s"
+            message = f"the body did not arrive within {timeout:g} s"
             raise ApiError(408, message, headers={"connection": "close"}) from None
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        if body and kind != "application/json":  # a page of another origin may post anything else without being asked
+        if body and kind != "application/json":  # browsers send other types without a preflight
             raise ApiError(415, f"the content type is {kind[:40]!r}; send application/json")
         return body
 
@@ -174,7 +201,7 @@ async def _until_hang_up(visit: RequestState, receive: Receive, answering: Await
     answer, leaving = asyncio.ensure_future(answering), asyncio.ensure_future(_disconnect(receive))
     try:
         await asyncio.wait({answer, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not answer.done() and not visit.complete:  # when all is sent, uvicorn says disconnect, too
+        if not answer.done() and not visit.complete:  # uvicorn also reports a disconnect when everything was sent
             raise ClientDisconnected
         await answer
     finally:

@@ -13,12 +13,59 @@ from fastapi import Request
 from pydantic import Field, ValidationError, model_validator
 
 from serve.errors import invalid, of_schema, unknown_nulls
-from serve.fields import WITHOUT_EMPTY, Taken, unset
-from serve.messages import Messages
-from serve.output_schemas import Format, StreamOptions, StructuredOutputs
-from serve.strict import Strict
-from serve.tools import Function, ToolChoice, Tools, choice_of
+from serve.fields import WITHOUT_EMPTY, Accepted, Strict, unset
+from serve.messages import Function, Messages, ToolChoice, Tools, tool_policy
 from sharesd.sampling_params import SamplingParams
+
+
+class StreamOptions(Strict):
+    """Options of a stream's last chunk."""
+
+    include_usage: bool | None = None
+    """True: the last chunk has the usage and no choices."""
+    continuous_usage_stats: bool | None = None
+    """True: all chunks have the usage so far."""
+    include_obfuscation: Literal[False] | None = None
+    """False or null: obfuscation is not supported."""
+
+
+class JsonSchema(Strict):
+    """JSON schema of the answer; always strict."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class Format(Strict):
+    """OpenAI's `response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise invalid("response_format: json_schema belongs to the type json_schema only", "response_format")
+        return self
+
+
+class StructuredOutputs(Strict):
+    """vLLM's `structured_outputs`, with exactly one key."""
+
+    json_: Annotated[dict[str, Any] | None, Field(alias="json")] = None
+    regex: Annotated[str, Field(min_length=1)] | None = None
+    choice: Annotated[list[str], Field(min_length=1, max_length=1024, fail_fast=True)] | None = None
+    grammar: Annotated[str, Field(min_length=1)] | None = None
+    """Grammar in llguidance's dialect of Lark."""
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        if sum(part is not None for part in (self.json_, self.regex, self.choice, self.grammar)) != 1:
+            raise invalid("structured_outputs: give one of json, regex, choice and grammar", "structured_outputs")
+        return self
+
 
 MAX_CHOICES = 128
 """Maximum of `n`; the queue's limit may be lower."""
@@ -35,7 +82,7 @@ Name = Annotated[str | None, unset("")]
 Key = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$")]
 """Token id as a JSON key."""
 
-# Lists end at the first wrong item: an error for each would take seconds to collect.
+# Validation stops at a list's first wrong item: collecting an error for each would take seconds.
 Ids = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 Texts = Annotated[list[str], Field(min_length=1, fail_fast=True)]
 ManyIds = Annotated[list[Ids], Field(min_length=1, fail_fast=True)]
@@ -66,7 +113,7 @@ def chat_body(fields: dict[str, Any]) -> ChatBody:
         raise of_schema(error) from None
 
 
-class Generation(Taken):
+class Generation(Accepted):
     """Parameters shared by chats and completions."""
 
     model: Name = None
@@ -102,13 +149,13 @@ class Generation(Taken):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise invalid("stream_options is given without stream; set that, or leave it out", "stream_options")
+            raise invalid("stream_options needs stream; set stream to true, or leave it out", "stream_options")
         if len(set(self._limits.values())) > 1:
             given = " and ".join(f"{name} is {value}" for name, value in self._limits.items())
             raise invalid(f"{given}; give one of them", next(iter(self._limits)))
         asking = self.shaped_by
         if len(asking) > 1:
-            raise invalid(f"{' and '.join(asking)} say both what the answer must be; leave one out", asking[-1])
+            raise invalid(f"{' and '.join(asking)} both constrain the answer; leave one out", asking[-1])
         return self
 
     @property
@@ -135,7 +182,7 @@ class Generation(Taken):
 
     @property
     def says_limit(self) -> bool:
-        """True if a limit is given, even that there is none."""
+        """True if a limit is given, including -1 for none."""
         return not self.max_tokens is self.max_completion_tokens is self.n_predict is None
 
     @property
@@ -205,7 +252,7 @@ class ChatBody(Generation):
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables of the chat template."""
     enable_thinking: bool | None = None
-    """Variable of the chat template, where it reads this one."""
+    """Variable of the chat template, ignored by templates that do not read it."""
     reasoning_effort: Annotated[str | None, unset("")] = None
     """As `enable_thinking`; "none" is the same as that of false."""
     include_reasoning: bool | None = None
@@ -219,7 +266,7 @@ class ChatBody(Generation):
     @model_validator(mode="after")
     def _has_logprobs(self) -> Self:
         if self.top_logprobs and not self.logprobs:
-            raise invalid("top_logprobs is given without logprobs; set that, or leave it out", "top_logprobs")
+            raise invalid("top_logprobs needs logprobs; set logprobs to true, or leave it out", "top_logprobs")
         return self
 
     @model_validator(mode="after")
@@ -227,13 +274,13 @@ class ChatBody(Generation):
         names = [tool.function.name for tool in self.tools or ()]
         twice = next((name for place, name in enumerate(names) if name in names[:place]), None)
         if twice is not None:
-            raise invalid(f"tools has two functions {twice}; give each a name of its own", "tools")
-        choice = choice_of(self.tool_choice)
+            raise invalid(f"tools has two functions named {twice}; give each a different name", "tools")
+        choice = tool_policy(self.tool_choice)
         for wanted in choice.names or () if choice.mode != "none" else ():
             if wanted not in names:
-                raise invalid(f"tool_choice is {wanted}, for which tools has no function; add it", "tool_choice")
+                raise invalid(f"tool_choice is {wanted}, which is not a function in tools; add it", "tool_choice")
         if choice.mode == "required" and not self.shown_functions:
-            raise invalid("tool_choice is required, for which tools has no function; add it", "tool_choice")
+            raise invalid("tool_choice is required, but tools has no function; add one", "tool_choice")
         return self
 
     @property
@@ -243,23 +290,23 @@ class ChatBody(Generation):
     @property
     def shown_functions(self) -> list[Function]:
         """Functions in the prompt."""
-        return [] if choice_of(self.tool_choice).mode == "none" else [tool.function for tool in self.tools or ()]
+        return [] if tool_policy(self.tool_choice).mode == "none" else [tool.function for tool in self.tools or ()]
 
     @property
     def callable_functions(self) -> list[Function]:
         """Functions that may be called."""
-        names = choice_of(self.tool_choice).names
+        names = tool_policy(self.tool_choice).names
         return [function for function in self.shown_functions if names is None or function.name in names]
 
     @property
     def must_call(self) -> bool:
         """True if one of the functions must be called."""
-        return choice_of(self.tool_choice).mode == "required"
+        return tool_policy(self.tool_choice).mode == "required"
 
     @property
     def max_calls(self) -> int | None:
         """Maximum calls in one answer; None: no limit."""
-        return 1 if self.parallel_tool_calls is False or choice_of(self.tool_choice).is_one else None
+        return 1 if self.parallel_tool_calls is False or tool_policy(self.tool_choice).is_one else None
 
     @property
     def begun(self) -> str | None:
@@ -328,7 +375,7 @@ class TokenizeBody(Strict):
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
-            raise invalid("give prompt or messages, one of the two", "prompt")
+            raise invalid("give either prompt or messages", "prompt")
         of_chats = ["tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"]
         for wrong in of_chats if self.messages is None else ["add_special_tokens"]:
             if getattr(self, wrong) is not None:

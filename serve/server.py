@@ -9,12 +9,11 @@ import socket
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol
 
 import uvicorn
 from fastapi import FastAPI
 
-from serve.app import make_app
+from serve.app import Backend, make_app
 from serve.async_engine import Service
 from serve.engine_thread import Model
 from serve.server_config import Settings
@@ -30,30 +29,13 @@ def listen(host: str, port: int, scheme: str = "http") -> tuple[socket.socket, s
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.create_server((host, port), family=family, backlog=2048)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it: tokens shall not wait
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # inherited by connections: send tokens at once
     shown = f"[{host}]" if ":" in host else host
     return sock, f"{scheme}://{shown}:{sock.getsockname()[1]}"
 
 
-class Backend(Protocol):
-    """Interface of what answers, as used by the server."""
-
-    @property
-    def model(self) -> Any:
-        """None until requests are served."""
-        ...
-
-    @property
-    def failure(self) -> BaseException | None: ...
-    @property
-    def failed(self) -> asyncio.Event: ...
-    async def drain(self, timeout: float) -> None: ...
-    async def wait_after_failure(self) -> None: ...
-    def stop(self) -> bool: ...
-
-
 OpenBackend = Callable[[Settings, Callable[[], Model]], tuple[Backend, FastAPI]]
-"""Return what answers with a loaded model, and the application."""
+"""Function that returns the backend for a model and its application."""
 
 
 def local(settings: Settings, load: Callable[[], Model]) -> tuple[Backend, FastAPI]:
@@ -81,7 +63,7 @@ class Server:
     def run(self) -> int:
         """Serve until SIGTERM, SIGINT or `stop`; return the exit status.
 
-        The status is 1 after a failure of the engine, else 0. Raises what loading raised. A second signal ends
+        The status is 1 after a failure of the engine, else 0. Raises errors of loading. A second signal ends
         the process at once.
         """
         return asyncio.run(self._run())

@@ -1,10 +1,44 @@
-"""Options of the server, from the command line."""
+"""Options of the server, from the command line, and its certificate."""
 
 from __future__ import annotations
 
+import ssl
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from serve.tls import KeyPair
+
+class KeyPair(NamedTuple):
+    """Paths of PEM files, under uvicorn's names."""
+
+    ssl_certfile: str
+    ssl_keyfile: str
+
+
+def key_pair(certfile: str | None, keyfile: str | None) -> KeyPair | None:
+    """Return the two files, None if neither is given.
+
+    Raises ValueError if only one is given, and for files that cannot be read or do not match.
+    """
+    if certfile is None and keyfile is None:
+        return None
+    if certfile is None or keyfile is None:
+        given, other = ("certfile", "keyfile") if keyfile is None else ("keyfile", "certfile")
+        raise ValueError(f"--ssl-{given} is {certfile or keyfile} but --ssl-{other} is missing; give both or neither")
+    for option, path in (("certfile", certfile), ("keyfile", keyfile)):
+        try:
+            with open(path, "rb"):
+                pass
+        except OSError as error:
+            raise ValueError(f"--ssl-{option} {path} cannot be read ({error.strerror}); give a PEM file") from error
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile, password=lambda: "")
+    except (ssl.SSLError, ValueError) as error:  # ValueError: the key is encrypted, and a password is missing
+        reason = getattr(error, "reason", None) or error
+        raise ValueError(
+            f"--ssl-certfile {certfile} and --ssl-keyfile {keyfile} are not a certificate and its key ({reason}); "
+            "give matching PEM files, the key without a password"
+        ) from error
+    return KeyPair(certfile, keyfile)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +81,12 @@ class Settings:
             if not getattr(self, name) >= low:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {low}")
         if not all(self.api_keys):
-            raise ValueError("an API key is empty; give a text that is hard to guess")
-        if any(key != key.strip() for key in self.api_keys):  # what clients send is stripped: it would never match
-            raise ValueError("an API key has spaces at its ends; leave them out")
+            raise ValueError("an API key is empty; give a long random text")
+        if any(key != key.strip() for key in self.api_keys):  # it would never match: keys of requests are stripped
+            raise ValueError("an API key begins or ends with spaces; remove them")
 
         if any(not name.strip() or name != name.strip() for name in self.aliases):
-            raise ValueError("a model alias is empty or has spaces at its ends; give a name")
+            raise ValueError("a model alias is empty, or begins or ends with spaces; give a name")
 
     @property
     def model_names(self) -> tuple[str, ...]:

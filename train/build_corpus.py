@@ -21,8 +21,8 @@ def add_parser(subparsers: Any) -> None:
     """Add the subcommand."""
     parser = subparsers.add_parser(
         "corpus",
-        help="make a datastore for mode suffix",
-        description="Sort texts, or the target's answers to prompts, for `--mode suffix --corpus FILE`.",
+        help="build a datastore for mode suffix",
+        description="Index texts, or the target's answers to prompts, for `--mode suffix --corpus FILE`.",
     )
     parser.set_defaults(run=run, parser=parser)
     options.add_model_options(parser)
@@ -43,15 +43,15 @@ def run(args: argparse.Namespace) -> int:
     check(args)
     out = Path(args.out)
     if out.suffix != ".npy" or out.is_dir() or not out.parent.is_dir():
-        raise ValueError(f"--out is {args.out}; name a .npy file in a folder that is there")
+        raise ValueError(f"--out is {args.out}; give a .npy file in an existing folder")
     if not args.texts and not args.prompts:
-        raise ValueError("there is nothing to make a corpus of; give --texts, --prompts or both")
+        raise ValueError("no input; pass --texts, --prompts or both")
     config = replace(options.engine_config(args, modes=("naive",)), max_batch=BATCH)
     prompts = read_prompts(args.prompts, args.num_prompts) if args.prompts else []
     given = [text for name in args.texts for text in _texts(Path(name))]
     with loading_bars() as progress:
         from sharesd.drafters.suffix.datastore import build_datastore
-        from sharesd.models.hub import resolve_target  # torch takes seconds, mistakes should not
+        from sharesd.models.hub import resolve_target  # late: importing torch takes seconds
         from sharesd.models.tokenizer import load_tokenizer
 
         tokenizer = load_tokenizer(resolve_target(config, progress=progress))
@@ -88,6 +88,6 @@ def _texts(path: Path) -> Iterator[str]:
         try:
             text = record["text"]
         except (KeyError, TypeError) as error:
-            raise ValueError(f"{where} is no JSON record with a `text`; correct or drop it") from error
+            raise ValueError(f"{where} is not a JSON record with a `text`; correct or remove it") from error
         if text:
             yield str(text)

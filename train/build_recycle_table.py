@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sharesd.engine.engine import Engine
 
 HELD_OUT = 10
-"""One of this many prompts measures hit rates, the others fill."""
+"""One prompt in this many measures hit rates; the others fill the table."""
 PIECE = 64
 """Tokens of each text per step."""
 
@@ -33,8 +33,8 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "table",
         help="fill a table for mode recycle",
-        description="Let the target answer prompts, and keep which tokens it found likely after which; "
-        "--mode recycle --recycle-table FILE starts from that.",
+        description="Let the target answer prompts, and record the likeliest successors of each token; "
+        "--mode recycle --recycle-table FILE starts with them.",
     )
     parser.set_defaults(run=run, parser=parser)
     options.add_model_options(parser)
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     check(args)
     out = Path(args.out)
     if out.suffix != ".npz" or out.is_dir() or not out.parent.is_dir():
-        raise ValueError(f"--out is {args.out}; name a .npz file in a folder that is there")
+        raise ValueError(f"--out is {args.out}; give a .npz file in an existing folder")
     config = options.engine_config(args, modes=("recycle",))
     config = replace(config, drafter_options={**config.drafter_options, "recycle_table": "empty"}, max_batch=BATCH)
     params = SamplingParams(max_new_tokens=args.max_new_tokens)
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     if num_held_out == 0:
         raise ValueError(f"the files hold {len(prompts)} prompts; give at least {HELD_OUT}")
     with loading_bars() as progress:
-        from sharesd.runtime import Runtime  # torch takes seconds, mistakes should not
+        from sharesd.runtime import Runtime  # late: importing torch takes seconds
 
         runtime = Runtime(config, ("naive", "recycle"), progress=progress)
         plain, recycling = runtime.engine("naive"), runtime.engine("recycle")

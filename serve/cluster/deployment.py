@@ -67,7 +67,7 @@ class RayReplicas:
     async def answer(self, request: Forwarded) -> AsyncIterator[list[Message]]:
         """Yield a replica's messages; raise ReplicaDied if it ends first.
 
-        Waits while there is no replica. If the iterator is closed early, the replica's request is cancelled.
+        Waits until there is a replica. If the iterator is closed early, the replica's request is cancelled.
         """
         answer: Any = self._handle.options(method_name="answer", stream=True).remote(request)
         try:
@@ -89,16 +89,16 @@ class RayReplicas:
         return [result for result in results if not isinstance(result, BaseException)]
 
     def stop(self) -> None:
-        """Stop the replicas, also those that are being started."""
+        """Stop the replicas, including those that are starting."""
         serve.delete(self._name)
         if self._disconnect:
             ray.shutdown()
 
 
 def open_cluster(num_replicas: NumReplicas, device: str) -> OpenBackend:
-    """Connect to Ray; return what opens the backend of a server.
+    """Connect to Ray; return a function that opens the backend of a server.
 
-    The connection comes first, since Ray installs handlers of signals.
+    The connection comes first, since Ray installs signal handlers.
     """
     disconnect = connect()
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import logging
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing, suppress
 from typing import Any, Protocol
 
@@ -13,26 +15,68 @@ from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import Message, Receive, Scope, Send
 
-from serve import admin_routes
-from serve.answer_blocks import named_event
 from serve.app import GETS, POSTS, make_app
-from serve.cluster.conversation import conversation_of
 from serve.cluster.metrics_sum import MetricsSum
 from serve.cluster.replica import FACTS, Forwarded
 from serve.errors import ApiError, unavailable
-from serve.responses_api import error_event
+from serve.routes import admin
+from serve.routes.answer_blocks import named_event
+from serve.routes.generation import DONE, KEEP_ALIVE, event
+from serve.routes.responses import error_event
 from serve.server_config import Settings
-from serve.stream import DONE, KEEP_ALIVE, event
+
+MAX_LEADING = 256
+"""Number of leading characters, or token ids, of a prompt that are hashed."""
+
+
+def conversation_of(body: bytes) -> str:
+    """Return a hash of the beginning that all turns share, or "".
+
+    It covers the messages up to the first user message, or the beginning of a prompt.
+    """
+    try:
+        given = json.loads(body)
+    except (ValueError, RecursionError):  # the application reports the error
+        return ""
+    if not isinstance(given, Mapping):
+        return ""
+    turns = next((given[name] for name in ("messages", "input", "prompt") if given.get(name)), None)
+    if turns is None:
+        return ""
+    if isinstance(given.get("input"), str):
+        turns = [{"role": "user", "content": turns}]  # later turns are a list
+    leading = [given.get("system"), given.get("instructions"), _leading(turns)]
+    return hashlib.sha256(json.dumps(leading).encode()).hexdigest()
+
+
+def _leading(turns: Any) -> Any:
+    if not isinstance(turns, list):
+        return turns[:MAX_LEADING] if isinstance(turns, str) else None
+    users = (place for place, turn in enumerate(turns) if isinstance(turn, Mapping) and turn.get("role") == "user")
+    first = next(users, None)
+    if first is None:
+        return turns[:MAX_LEADING]
+    return [[turn.get("role"), turn.get("content")] for turn in turns[: first + 1] if isinstance(turn, Mapping)]
+
+
+def preference(conversation: str, replica: str) -> bytes:
+    """Return the rank of a replica for a conversation.
+
+    The replica with the highest rank is used. A replica that is added or removed moves only its own conversations
+    (rendezvous hashing).
+    """
+    return hashlib.sha256(f"{conversation} {replica}".encode()).digest()
+
 
 log = logging.getLogger(__name__)
 
 MAX_TRIES = 3
-"""Replicas that may die before the first byte of one request."""
+"""Replicas that are tried for one request, if they die before the first byte of the answer."""
 SCOPE = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "client", "server")
 """Plain values of a scope."""
 OWN_HEADERS = (b"x-request-id", b"authorization", b"x-api-key")
-"""Headers that the ingress has handled."""
-DIED = "the replica ended before the answer was complete; send the request again"
+"""Headers that the ingress handles itself."""
+DIED = "the replica stopped before the answer was complete; send the request again"
 
 
 class ReplicaDied(Exception):
@@ -68,11 +112,11 @@ class Cluster:
         self.metrics = MetricsSum()
         self.closing = False
         self.is_over = False
-        """True if running requests are ended by force."""
+        """True if running requests are being cancelled."""
         self.running: set[asyncio.Task[Any]] = set()
         """Tasks of forwarded requests."""
         self._loop = asyncio.get_running_loop()
-        self._starting = threading.Thread(target=self._start, daemon=True)  # a signal does not wait for it
+        self._starting = threading.Thread(target=self._start, daemon=True)  # signals must not wait for it
         self._starting.start()
 
     def ready(self) -> Replicas:
@@ -83,7 +127,7 @@ class Cluster:
         return self.model
 
     def on_disconnect(self) -> None:
-        """Do nothing: the replica counts, since its request is cancelled."""
+        """Do nothing: the replica counts it, since its request is cancelled."""
 
     async def drain(self, timeout: float) -> None:
         """Refuse new requests; end running requests after `timeout` seconds."""
@@ -122,7 +166,7 @@ class Cluster:
 
 def make_ingress(cluster: Cluster) -> FastAPI:
     """Return the application; the page needs no replica."""
-    own = {"/": admin_routes.page, "/health": health, "/metrics": metrics, "/version": admin_routes.version}
+    own = {"/": admin.page, "/health": health, "/metrics": metrics, "/version": admin.version}
     return make_app(cluster, dict.fromkeys(POSTS, forward), {path: own.get(path, forward) for path in GETS})
 
 
@@ -168,10 +212,10 @@ class _Answer(Response):
                     async with aclosing(self._replicas.answer(self._request)) as answer:  # type: ignore[type-var]
                         async for messages in answer:
                             for message in messages:
-                                await client.take(message)
+                                await client.receive(message)
                     return
                 except ReplicaDied:
-                    log.warning("a replica ended while it answered %s", scope["state"]["visit"].id)
+                    log.warning("a replica died while it answered %s", scope["state"]["visit"].id)
                     if client.has_event:
                         break
             await client.end(unavailable(DIED))
@@ -190,15 +234,15 @@ class _Client:
         self._path, self._visit, self._send = scope["path"], scope["state"]["visit"], send
         self._has_status = False
         self._start: Message = {}
-        """Status, sent with the first bytes, so that answers can be repeated."""
+        """Status; it is sent with the first bytes, so that another replica can still answer."""
         self._num_events = 0
         self.has_event = False
-        """True once the answer has begun: comments are none of it."""
+        """True once the answer has begun; comments do not count."""
 
-    async def take(self, message: Message) -> None:
+    async def receive(self, message: Message) -> None:
         """Send a message of a replica.
 
-        A repeated answer goes on after the comments of the first.
+        A repeated answer continues after the comments of the first one.
         """
         if message["type"] == FACTS:
             self._visit.facts, self._visit.prompt = message["facts"], message["prompt"]

@@ -10,13 +10,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 EARLIEST = ("_created", "_start_time_seconds")
-"""Endings of times: the sum has the earliest."""
+"""Suffixes of start times: the sum has the earliest."""
 MEAN = "_perc"
-"""Ending of shares: the sum has the mean."""
+"""Suffix of ratios: the sum has the mean."""
 
 
 class MetricsSum:
-    """Metrics of living replicas, and counts of those that have ended."""
+    """Metrics of running replicas, and counts of those that have stopped."""
 
     def __init__(self) -> None:
         self._last: dict[str, list[Metric]] = {}
@@ -25,7 +25,7 @@ class MetricsSum:
     def exposition(self, found: Mapping[str, bytes]) -> bytes:
         """Return the sum of `found`, metrics by id of replica.
 
-        Counters and histograms of earlier replicas are kept, so that they never fall.
+        Counters and histograms of earlier replicas are kept, so that they never decrease.
         """
         self._last |= {name: list(text_string_to_metric_families(text.decode())) for name, text in found.items()}
         registry = CollectorRegistry()

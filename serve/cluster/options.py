@@ -1,4 +1,4 @@
-"""Options of a deployment; imports nothing of Ray."""
+"""Options of a deployment; does not import Ray."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import re
 from typing import Any, NamedTuple
 
 from serve.server_config import Settings
-from sharesd.cli.ray_options import check_ray
+from sharesd.cli.options import check_ray
 from sharesd.config import EngineConfig
 
 HEALTH_PERIOD_S = 2.0
-"""Seconds between checks of replicas; a dead one is replaced after that."""
+"""Seconds between health checks; a dead replica is replaced after one."""
 MAX_ONGOING = 100_000
-"""Requests at once in a replica, for Ray: the application refuses before."""
+"""Concurrent requests per replica, for Ray; the application refuses requests long before."""
 
 
 class NumReplicas(NamedTuple):
@@ -28,7 +28,7 @@ def replicas_type(text: str) -> NumReplicas:
     found = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
     low, high = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 1 <= low <= high:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of replicas; give N or MIN-MAX, as 2 or 1-8")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of replicas; give N or MIN-MAX, e.g. 2 or 1-8")
     return NumReplicas(low, high)
 
 
@@ -37,7 +37,7 @@ def check_options(config: EngineConfig, *, ray: bool, num_replicas: NumReplicas 
     if not ray:
         if num_replicas is not None:
             low, high = num_replicas
-            raise ValueError(f"--replicas is {low if low == high else f'{low}-{high}'} and --ray is missing; add --ray")
+            raise ValueError(f"--replicas is {low if low == high else f'{low}-{high}'} but --ray is missing; add --ray")
         return
     check_ray(config, "serve")
 

@@ -1,4 +1,4 @@
-"""Replica: the whole application in a process of Ray's."""
+"""Replica: the whole application in a Ray process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Replica:
     """Deployment of Ray Serve; requests are ASGI messages."""
 
     async def __init__(self, settings: Settings, load: Callable[[], Model], folder: str) -> None:  # type: ignore[misc]
-        """Load the model; raises what loading raised.
+        """Load the model; raises errors of loading.
 
         `folder`: base of relative paths, if this machine has it.
         """
@@ -52,7 +52,7 @@ class Replica:
         self._keep(self._exit_after_failure())
 
     async def answer(self, request: Forwarded) -> AsyncIterator[list[Message]]:
-        """Yield the application's messages, all that are there at once."""
+        """Yield the application's messages, in groups of all that are available."""
         messages: asyncio.Queue[Message | None] = asyncio.Queue()
         left, scope = asyncio.Event(), dict(request.scope)
         bodies: Iterator[Message] = iter([{"type": "http.request", "body": request.body, "more_body": False}])
@@ -89,7 +89,7 @@ class Replica:
         return self._service.unavailable_reason is None
 
     async def check_health(self) -> None:
-        """Raise RuntimeError if Ray shall start another replica."""
+        """Raise RuntimeError if Ray must start another replica."""
         if not await self.is_healthy():
             raise RuntimeError(self._service.unavailable_reason)
 

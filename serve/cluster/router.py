@@ -6,7 +6,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from serve.cluster.conversation import preference
+from serve.cluster.ingress import preference
 
 
 class ConversationRouter(RequestRouter):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from sharesd.data.prompt_files import TALK_FIELDS, TEXT_FIELDS
 
 WORK = "serve.batch:answer"
-"""What answers requests: the server's handlers. By name, since the server is a program above this package."""
+"""Function that answers requests with the server's handlers; by name, since `serve` may not be imported from here."""
 PACKAGES = ("fastapi", "prometheus_client", "llguidance")
 """Packages of the server's handlers."""
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
@@ -86,7 +86,7 @@ def _is_request(record: Any) -> bool:
 
 
 def _check(where: str, record: Any, places: dict[str, str]) -> None:
-    """Raise a _LineError for what is no request; `places` are those of earlier custom ids."""
+    """Raise a _LineError for an invalid request; `places` has the lines of earlier custom ids."""
     if isinstance(record, ValueError):
         raise _LineError(f"the line is {record}")
     if not isinstance(record, Mapping):
@@ -99,7 +99,9 @@ def _check(where: str, record: Any, places: dict[str, str]) -> None:
         raise _LineError(f"custom_id is {_shown(custom_id)}; give a text", "custom_id")
     before = places.setdefault(custom_id, where)
     if before != where:
-        raise _LineError(f"custom_id is {_shown(custom_id)}, as of {before}; give each line its own", "custom_id")
+        raise _LineError(
+            f"custom_id is {_shown(custom_id)}, already used by {before}; give each line a different one", "custom_id"
+        )
     if method not in ("POST", None):
         raise _LineError(f"method is {_shown(method)}; give POST", "method")
     if url not in URLS:
@@ -107,7 +109,7 @@ def _check(where: str, record: Any, places: dict[str, str]) -> None:
     if not isinstance(body, Mapping):
         raise _LineError(f"body is {_shown(body)}; give an object", "body")
     if body.get("stream") is True:
-        raise _LineError("stream is true, and lines of a file are answered as a whole; leave it out", "stream")
+        raise _LineError("stream is true, but batch requests cannot be streamed; leave it out", "stream")
 
 
 def _shown(value: Any) -> str:

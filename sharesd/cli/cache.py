@@ -1,4 +1,4 @@
-"""`cache info` and `cache clear`, which leave files of other programs alone."""
+"""`cache info` and `cache clear`, which never touch files of other programs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sharesd_files import SCRATCH, cache_root
 
 _KEY = "[0-9a-f]" * 16
 _LEFT_OVERS = (f"{SCRATCH}*", "partial-*", "tmp????????", f"hqq-{_KEY}*.tmp", f".*-{_KEY}.json.*")
-"""Patterns of files that killed processes leave."""
+"""Patterns of files that killed processes leave behind."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,15 +30,15 @@ PARTS = {
     "native": Part(holds="CPU kernels", names=(f"kernels-{_KEY}.so",)),
     "checkpoints": Part(holds="converted models", names=(f"*-{_KEY}", f"*-{_KEY}-stored")),
     "quant": Part(holds="quantized weights", names=(f"hqq-{_KEY}.safetensors",)),
-    "records": Part(holds="stored weights in the order of CPU kernels", names=(f"records-{_KEY}.bin",)),
-    "offload": Part(holds="blocks that come from a disk", names=(f"blocks-{_KEY}.store", f"blocks-{_KEY}.part")),
+    "records": Part(holds="stored weights in the layout of CPU kernels", names=(f"records-{_KEY}.bin",)),
+    "offload": Part(holds="blocks offloaded to disk", names=(f"blocks-{_KEY}.store", f"blocks-{_KEY}.part")),
     "gguf": Part(holds="models for other runtimes", names=(f"*-{_KEY}-*.gguf",)),
     "settings": Part(
         holds="measured settings",
         names=(f"*-{_KEY}*.json",),
     ),
     "tiles": Part(holds="tiles measured on GPUs", names=("*.json", "low-bits-*.txt")),
-    "inductor": Part(holds="what Inductor has compiled", names=("*",)),
+    "inductor": Part(holds="code compiled by Inductor", names=("*",)),
     "triton": Part(holds="kernels compiled by Triton", names=("*",)),
     "openvino": Part(holds="models for OpenVINO", names=(f"*-{_KEY}-*",)),
 }
@@ -54,8 +54,8 @@ class Contents:
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "cache",
-        help="show or delete what is kept on disk",
-        description="What ShareSD keeps; SHARESD_CACHE_DIR moves it.",
+        help="show or delete cached files",
+        description="Files that ShareSD caches; SHARESD_CACHE_DIR sets the folder.",
     )
     parser.set_defaults(parser=parser)
     actions = parser.add_subparsers(title="actions", required=True, metavar="info | clear")
@@ -64,11 +64,11 @@ def add_parser(commands: Any) -> None:
     clear = actions.add_parser(
         "clear",
         help="delete all of it, or one part",
-        description="Delete what is kept. All of it is made again when it is needed.",
+        description="Delete cached files. They are created again when needed.",
     )
     clear.set_defaults(run=lambda args: clear_cache(args.part, yes=args.yes), parser=clear)
     clear.add_argument("--part", choices=PARTS, help="delete this part only")
-    clear.add_argument("-y", "--yes", action="store_true", help="do not ask")
+    clear.add_argument("-y", "--yes", action="store_true", help="do not ask for confirmation")
 
 
 def contents(root: Path, part: str) -> Contents:
@@ -85,18 +85,18 @@ def show_info() -> int:
 
 
 def clear_cache(part: str | None = None, *, yes: bool = False) -> int:
-    """Delete entries after confirmation; ValueError if stdin is no terminal."""
+    """Delete entries after confirmation; ValueError if stdin is not a terminal."""
     root = _root()
     found = [contents(root, name) for name in ([part] if part else PARTS)]
     found = [each for each in found if each.entries]
     if not found:
         console.print(f"nothing to delete in {root / part if part else root}", highlight=False, soft_wrap=True)
         return 0
-    console.print(f"to be deleted from {root}:", highlight=False, soft_wrap=True)
+    console.print(f"to delete from {root}:", highlight=False, soft_wrap=True)
     console.print(_table(found))
     if not yes:
         if not sys.stdin.isatty():
-            raise ValueError("stdin is no terminal, so nobody can be asked; add --yes to delete this")
+            raise ValueError("cannot ask for confirmation: stdin is not a terminal; pass --yes")
         if console.input("delete? \\[y/N] ").strip().lower() not in ("y", "yes"):
             console.print("nothing was deleted")
             return 1

@@ -11,9 +11,8 @@ from rich.text import Text
 from compile.start_times import START
 from sharesd.cli.console import err_console, warn
 from sharesd.cli.display import AnswerWriter, legend, one_line, shows_colors, start_table, stats_table
-from sharesd.cli.interactive import answer
-from sharesd.cli.startup import start_engine
-from sharesd.cli.utf8 import read_line, require_utf8
+from sharesd.cli.startup import answer, start_engine
+from sharesd.cli.user_text import read_line, require_utf8
 from sharesd.config import Mode
 from sharesd.data.request_errors import RequestError
 from sharesd.drafters import registry
@@ -25,14 +24,14 @@ from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams, cut_by_context
 
 HELP = {
-    "/mode NAME": "switch to one that is loaded: {loaded}; /mode alone tells the present one",
+    "/mode NAME": "switch to a loaded mode: {loaded}; /mode without a name shows the current one",
     "/system [TEXT]": "set the system prompt, or remove it",
     "/reset": "forget the conversation",
     "/stats": "statistics of the last answer and of each mode",
     "/help": "this list",
-    "/exit": "leave, as Ctrl-D does",
+    "/exit": "leave; so does Ctrl-D",
 }
-TIPS = "A line that ends with \\ goes on in the next one. Ctrl-C stops an answer."
+TIPS = "A line that ends with \\ continues on the next line. Ctrl-C stops an answer."
 
 
 class Chat:
@@ -48,7 +47,7 @@ class Chat:
         cut = cut_by_context([(1, params)], runtime.max_context)
         if cut is not None:
             warn(f"answers may be cut: {cut}")
-        # Later turns have less room, and say so where an answer is cut.
+        # Later turns have less room; an answer that is cut is reported then.
         params = replace(params, max_new_tokens=DefaultLimit(params.max_new_tokens))
         self._runtime, self._params, self._system, self._verbose = runtime, params, system, verbose
         self._messages: list[dict[str, str]] = []
@@ -116,9 +115,13 @@ class Chat:
                 self._set_mode(name)
             case "/system", name:
                 self._system = name or None
-                note("the system prompt is " + ("set" if name else "removed") + "; /reset forgets what was said before")
+                note(
+                    "the system prompt is "
+                    + ("set" if name else "removed")
+                    + "; /reset forgets the conversation so far"
+                )
             case _:
-                note(f"there is no command {line.strip()!r}; /help lists them, and a space before / makes it a message")
+                note(f"unknown command {line.strip()!r}; /help lists all, and a space before / sends it as a message")
         return True
 
     def _answer(self, message: str) -> None:
@@ -130,7 +133,7 @@ class Chat:
         if len(ids) >= engine.max_context:
             raise ValueError(
                 f"the conversation has {len(ids)} tokens and the context holds {engine.max_context}; "
-                "/reset forgets it, a larger --max-context makes room"
+                "/reset forgets it, or start with a larger --max-context"
             )
         writer = AnswerWriter(self._runtime.tokenizer, titles=[message], by_source=self._verbose)
         try:
@@ -157,9 +160,9 @@ class Chat:
     def _set_mode(self, name: str) -> None:
         loaded = self._runtime.modes
         if not name:
-            note(f"mode {self._mode}; loaded are {', '.join(loaded)}")
+            note(f"mode {self._mode}; loaded: {', '.join(loaded)}")
         elif name not in registry.modes():
-            note(f"there is no mode {name!r}; loaded are {', '.join(loaded)}")
+            note(f"unknown mode {name!r}; loaded: {', '.join(loaded)}")
         elif name not in loaded:
             note(f"mode {name} is not loaded; start with --mode {name}")
         else:
@@ -173,7 +176,7 @@ class Chat:
 
     def _stats(self) -> None:
         if self._last is None:
-            note("nothing was decoded yet")
+            note("no answer yet")
         else:
             columns = {"last answer": self._last} | {f"all {mode}": total for mode, total in self._totals.items()}
             err_console.print(stats_table(columns, self._runtime.report(self._mode)))

@@ -32,11 +32,11 @@ from sharesd.models.checkpoint import Progress
 PACKAGES = ("sharesd", "sharesd_files", "compile", "quant", "offload", "multigpu", "benchmark", "train", "serve")
 """Loggers whose level is LOGLEVEL; others log errors only."""
 MIN_BYTES = 10**6
-"""Total of a job from which its steps are bytes."""
+"""Totals of progress bars from this on are shown as bytes."""
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 MAX_MESSAGE = 1200
-"""Characters of an error; longer ones lose their middle."""
+"""Maximum characters of an error; the middle of a longer one is cut."""
 
 console = Console()
 err_console = Console(stderr=True)
@@ -62,33 +62,33 @@ def main_guard(main: Callable[[], int | None]) -> int:
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
         return _ended_by(error)
     except Exception as error:
-        if not type(error).__module__.startswith("triton"):  # whose errors are of kinds of its own
+        if not type(error).__module__.startswith("triton"):  # Triton raises its own exception types
             raise
         why = str(error).strip().partition("\n")[0]
-        return _ended_by(RuntimeError(f"a kernel does not compile or fit ({why}); take --kernels torch"))
+        return _ended_by(RuntimeError(f"a kernel does not compile or fit ({why}); use --kernels torch"))
 
 
 def _ended_by(error: BaseException) -> int:
     if is_interrupt(error):
         return say("interrupted", INTERRUPTED)
-    log.debug("where it happened", exc_info=True)
+    log.debug("traceback", exc_info=True)
     return say(f"error: {describe(error)}", 2)
 
 
 def describe(error: BaseException) -> str:
     """Format an error as one line, with a remedy for missing memory."""
     message = " ".join(str(error).split())
-    if len(message) > MAX_MESSAGE:  # names in damaged files may have any length
+    if len(message) > MAX_MESSAGE:  # names in damaged files can be arbitrarily long
         message = f"{message[: MAX_MESSAGE - 300]} ... {message[-250:]}"
-    if message.startswith("CUDA out of memory"):  # which names other processes, and then goes on about torch
+    if message.startswith("CUDA out of memory"):  # only its first sentences help: sizes, and other processes
         needed = message.partition(" Of the allocated memory")[0].partition(" If reserved but")[0]
-        return f"{needed} Lower --max-batch or --max-context, take --mode naive, or end what else runs on that GPU"
+        return f"{needed} Lower --max-batch or --max-context, use --mode naive, or stop other programs on that GPU"
     known = of_surroundings(error, "use a smaller model, bfloat16 or a smaller --max-context")
     if known is not None:
         return known
     if isinstance(error, ValueError):
         return message
-    return f"{message or type(error).__name__} (LOGLEVEL=DEBUG shows where)"
+    return f"{message or type(error).__name__} (LOGLEVEL=DEBUG shows the traceback)"
 
 
 def set_up_logging(level: str) -> None:
@@ -118,14 +118,16 @@ class _Lines(logging.Handler):
 
 
 class _LogFile(logging.FileHandler):
-    """Log file that ends, with one line, if the disk is full."""
+    """Log file that stops with one warning if the disk is full."""
 
     is_full = False
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (of logging)
         error, before, self.is_full = sys.exc_info()[1], self.is_full, True
         if not before:
-            text = f"warning: {self.baseFilename} cannot be written ({getattr(error, 'strerror', error)}); the log ends"
+            text = (
+                f"warning: {self.baseFilename} cannot be written ({getattr(error, 'strerror', error)}); the log stops"
+            )
             err_console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -160,7 +162,7 @@ class _Done(MofNCompleteColumn):
 
 @contextmanager
 def loading_bars(enabled: bool = True) -> Iterator[Progress]:
-    """Show progress bars on stderr if it is a terminal, erased after."""
+    """Show progress bars on stderr if it is a terminal; they are erased at the end."""
     columns = (TextColumn("{task.description}"), BarColumn(), _Done(), TimeElapsedColumn(), TimeRemainingColumn())
     show = enabled and err_console.is_terminal
     with Bars(*columns, console=err_console, transient=True, disable=not show) as bars:

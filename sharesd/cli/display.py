@@ -34,13 +34,13 @@ assert set(COLORS) == set(MEANINGS) == set(get_args(Source))
 class AnswerWriter:
     """Writer of answers to stdout, one after the other.
 
-    If `by_source`, tokens are colored, and drafters are named where another one begins.
+    If `by_source`, tokens are colored, and a drafter is named where it differs from the one before.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, titles: Sequence[str], by_source: bool) -> None:
         self._tokenizer, self._titles = tokenizer, titles
         self._colored = by_source and shows_colors()
-        self._waiting: list[list[TokenChunk]] = [[] for _ in titles]  # of answers whose turn has not come
+        self._waiting: list[list[TokenChunk]] = [[] for _ in titles]  # chunks of answers after the current one
         self._row = -1  # the answer that is being written
         self._named: str | None = None  # drafter of its last accepted token
         self._open = False
@@ -69,7 +69,7 @@ class AnswerWriter:
 
     def _write(self, chunk: TokenChunk) -> None:
         if self._colored:
-            for text, source, drafter in self._sourced.take(chunk):
+            for text, source, drafter in self._sourced.split(chunk):
                 if drafter not in (None, self._named):
                     self._named = drafter
                     sys.stdout.write(_styled(f"[{drafter}]", "dim"))
@@ -95,7 +95,7 @@ class SourcedText:
         self._stream = TextStream(tokenizer)
         self._waiting: deque[tuple[str, Source, str | None]] = deque()
 
-    def take(self, chunk: TokenChunk) -> list[tuple[str, Source, str | None]]:
+    def split(self, chunk: TokenChunk) -> list[tuple[str, Source, str | None]]:
         for token, source, drafter in zip(chunk.token_ids, chunk.sources, chunk.drafters, strict=True):
             self._waiting.append((self._stream.push([token]), source, drafter))
         if chunk.finish_reason and chunk.sources:

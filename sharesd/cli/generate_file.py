@@ -11,21 +11,29 @@ import hashlib
 import os
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from multigpu import launcher_replicas
-from multigpu.data_parallel import Numbered, Replica, TaskQueue, environments, start
+from multigpu.data_parallel import (
+    LocalTaskQueue,
+    Numbered,
+    Replica,
+    TaskQueue,
+    environments,
+    function_of,
+    run_tasks,
+    start,
+)
 from multigpu.journal import Journal, keep_settings, read_records, with_fields, write_in_order
 from multigpu.ray_cluster import RayReplicas
 from sharesd.cli import batch_requests, options
 from sharesd.cli.batch_requests import BatchLine
-from sharesd.cli.console import err_console, set_up_logging, warn
-from sharesd.cli.offline import answering
-from sharesd.cli.prompt_encoding import encode
-from sharesd.cli.ray_options import check_ray
-from sharesd.cli.sampling_options import warn_of_idle_noise
+from sharesd.cli.console import err_console, loading_bars, set_up_logging, warn
+from sharesd.cli.flags import warn_of_idle_noise
+from sharesd.cli.user_text import encode
 from sharesd.config import EngineConfig, Mode
 from sharesd.data.chat_messages import text_of
 from sharesd.data.json_lines import checked, each_record, text_lines
@@ -50,8 +58,6 @@ WORK = "sharesd.cli.generate_file:answer"
 
 Prompt = str | list[dict[str, Any]] | BatchLine
 """Text, conversation, or request in OpenAI's batch format."""
-
-
 Replicas = list[Replica] | RayReplicas | None
 """Processes that answer; None: this one."""
 
@@ -72,23 +78,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--prompts",
         dest="file",
         metavar="FILE",
-        help="answer those of a file: .txt, a prompt on each line; else JSON or JSON Lines, of texts, or of records "
-        "with instruction, prompt, question or messages, or of requests in OpenAI's batch format",
+        help="answer the prompts of a file: .txt, one per line; else JSON or JSON Lines, of texts, of records with "
+        "instruction, prompt, question or messages, or of requests in OpenAI's batch format",
     )
     group.add_argument(
         "--out",
         metavar="FILE",
-        help="where their answers go, as JSON Lines in the same order; run it again to go on after an end of any kind",
+        help="file of the answers, as JSON Lines in the same order; rerun to resume",
     )
     group.add_argument(
-        "--max-batch", type=int, metavar="N", help=f"prompts at once in a process (default: {MAX_BATCH})"
+        "--max-batch", type=int, metavar="N", help=f"prompts decoded at once by a process (default: {MAX_BATCH})"
     )
     options.add_request_options(group)
     options.add_replicas_option(group)
     group.add_argument(
         "--ray",
         action="store_true",
-        help="replicas on the Ray cluster of RAY_ADDRESS or this machine, else on one that is started here",
+        help="run replicas on the Ray cluster at RAY_ADDRESS or on this machine; starts one if there is none",
     )
 
 
@@ -96,9 +102,9 @@ def check_options(args: argparse.Namespace) -> None:
     """Warn of options without effect; ValueError for missing or contradictory ones."""
     if args.file is None:
         if not args.prompts:
-            raise ValueError("there is no prompt; give a text, - for stdin, or --prompts FILE --out FILE")
+            raise ValueError("no prompt; give a text, - for stdin, or --prompts FILE --out FILE")
         if args.out is not None:
-            raise ValueError(f"{FLAG} belongs to prompts in a file; add --prompts FILE, or drop {FLAG}")
+            raise ValueError(f"{FLAG} needs --prompts FILE; add it, or drop {FLAG}")
         given = {"--max-batch": args.max_batch, "--replicas": args.replicas, "--ray": args.ray}
         given |= {options.REQUEST_FLAGS[name]: True for name in options.request_settings(args)}
         idle = [flag for flag, value in given.items() if value]
@@ -106,9 +112,9 @@ def check_options(args: argparse.Namespace) -> None:
             warn(f"{', '.join(idle)}: no effect without --prompts FILE")
         return
     if args.prompts:
-        raise ValueError(f"--prompts is {args.file} and a prompt {args.prompts[0]!r} is given; drop one of the two")
+        raise ValueError(f"--prompts is {args.file} but a prompt {args.prompts[0]!r} is given as well; drop one")
     if args.out is None:
-        raise ValueError(f"--prompts is {args.file} and there is no --out; add --out FILE for the answers")
+        raise ValueError(f"--prompts is {args.file} but --out is missing; add --out FILE for the answers")
     idle = [flag for flag, value in (("--json", args.json), ("--verbose", args.verbose)) if value]
     if idle:
         warn(f"{', '.join(idle)}: no effect with --prompts, whose answers are JSON Lines in {FLAG}")
@@ -122,7 +128,9 @@ def _check_options_of_format(args: argparse.Namespace, work: Work, in_batch_form
         warn_of_idle_noise(args)
         if work.serving:
             flags = ", ".join(options.REQUEST_FLAGS[name] for name in work.serving)
-            raise ValueError(f"{flags}: for requests in OpenAI's batch format, and --prompts has none; drop it")
+            raise ValueError(
+                f"{flags}: only for requests in OpenAI's batch format, which --prompts does not have; drop it"
+            )
         return
     limit = args.parser.get_default("max_new_tokens")
     plain = SamplingParams(seed=work.params.seed, max_new_tokens=limit)
@@ -130,7 +138,9 @@ def _check_options_of_format(args: argparse.Namespace, work: Work, in_batch_form
     idle = [*(["system"] if work.system is not None else []), *(["raw"] if work.raw else []), *given]
     if idle:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in idle)
-        raise ValueError(f"{flags}: not heeded with requests in OpenAI's batch format, whose bodies say it; drop it")
+        raise ValueError(
+            f"{flags}: no effect on requests in OpenAI's batch format, whose bodies have their own settings; drop it"
+        )
 
 
 def run(args: argparse.Namespace, work: Work) -> int:
@@ -142,7 +152,7 @@ def run(args: argparse.Namespace, work: Work) -> int:
     rank, world = launcher_replicas.rank_and_world()
     options.check_launched(args, world)
     if args.ray and world > 1:
-        raise ValueError(f"--ray is given and a launcher has started {world} processes; take one of two")
+        raise ValueError(f"--ray is given but a launcher has started {world} processes; use one or the other")
     if rank > 0:
         return launcher_replicas.serve_rank_0(work, work.config.device)
     prompts = read(Path(args.file), raw=work.raw)
@@ -152,12 +162,12 @@ def run(args: argparse.Namespace, work: Work) -> int:
     if args.ray:
         if args.replicas == 0:
             raise ValueError("--replicas is 0; it must be at least 1")
-        check_ray(work.config, "data")
+        options.check_ray(work.config, "data")
     places = [] if args.replicas is None or args.ray else environments(args.replicas, work.config.device)
     if not out.parent.is_dir():
-        raise ValueError(f"{FLAG} is {out}, but there is no folder {out.parent}; make it, or name another")
+        raise ValueError(f"{FLAG} is {out}, but the folder {out.parent} does not exist; create it, or give another")
     if out.exists() and not settings.exists():
-        raise ValueError(f"{FLAG} is {out}, which is there and has no {settings.name}; name another file")
+        raise ValueError(f"{FLAG} is {out}, which exists but has no {settings.name}; give another file")
     keep_settings(settings, _settings(args, work, in_batch_format), FLAG)
     with Journal(part, FLAG) as journal:
         done = {record["index"] for record in _records(out if out.exists() else part)}
@@ -194,6 +204,34 @@ def run(args: argparse.Namespace, work: Work) -> int:
     return 1 if failed else 0
 
 
+@contextmanager
+def answering(
+    work: str,
+    settings: Any,
+    tasks: Sequence[Numbered],
+    replicas: Replicas,
+    *,
+    max_assigned: int,
+) -> Iterator[Iterator[Numbered]]:
+    """Yield results of `work` (`module:function`), by `replicas` or by this process."""
+    with loading_bars() as progress:
+        if replicas is None:
+            results = function_of(work)(settings, LocalTaskQueue(tasks), progress)
+        elif isinstance(replicas, RayReplicas):
+            results = replicas.run_tasks(work, settings, tasks, max_assigned=max_assigned)
+        else:
+            results = run_tasks(tasks, replicas, max_assigned=max_assigned)
+
+        def shown() -> Iterator[Numbered]:
+            progress("answering", 0, len(tasks))
+            for done, result in enumerate(results, 1):
+                yield result
+                progress("answering", done, len(tasks))
+
+        with closing(results):  # type: ignore[type-var]
+            yield shown()
+
+
 def _answer(how: str, work: Work, left: Sequence[tuple[int, Prompt]], replicas: Replicas, journal: Journal) -> str:
     """Write answers of replicas or of this process; return their speed."""
     prompts, num_tokens, warned = dict(left), 0, False
@@ -225,7 +263,7 @@ def answer(work: Work, tasks: TaskQueue, progress: Progress | None = None) -> It
     """Load the engine and return answers; `progress` is None in replicas."""
     if progress is None:
         set_up_logging(os.environ.get("LOGLEVEL", "WARNING"))
-    from sharesd.runtime import Runtime  # torch takes seconds, mistakes should not
+    from sharesd.runtime import Runtime  # late: importing torch takes seconds
 
     runtime = Runtime(work.config, (work.mode,), progress=progress or silent)
     engine = runtime.engine(work.mode, warm=work.params)
@@ -283,7 +321,7 @@ def read(path: Path, *, raw: bool) -> list[tuple[str, Prompt]]:
     """Return prompts with their places; ValueError for a record without one."""
     found: Sequence[tuple[str, Any]] = text_lines(path) if path.suffix == ".txt" else each_record(path)
     if not found:
-        raise ValueError(f"{path}: no prompts; give a file that holds some")
+        raise ValueError(f"{path} has no prompts; give a file with prompts")
     if batch_requests.is_batch(found):
         return list(batch_requests.batch_lines(found))
     return read_each(checked(found), lambda where, record: _prompt(where, record, raw))
@@ -293,7 +331,7 @@ def _prompt(where: str, record: Any, raw: bool) -> Prompt:
     """Return a prompt, or raise ValueError with the place."""
     if isinstance(record, str):
         if not record.strip():
-            raise ValueError(f"{where}: the prompt is empty; give it a text, or drop it")
+            raise ValueError(f"{where}: the prompt is empty; fill it in, or remove it")
         return record
     try:
         messages = conversation_in_parts(record)
@@ -302,11 +340,11 @@ def _prompt(where: str, record: Any, raw: bool) -> Prompt:
     while messages and messages[-1]["role"] != "user":
         messages.pop()
     if not messages:
-        raise ValueError(f"{where} has no user's message; give it one, or drop it")
+        raise ValueError(f"{where} has no user message; add one, or remove it")
     if len(messages) == 1 and (raw or isinstance(messages[0]["content"], str)):
         return _prompt(where, text_of(messages[0]["content"]), raw)
     if raw:
-        raise ValueError(f"{where} is a conversation, and --raw goes on with texts; drop one of the two")
+        raise ValueError(f"{where} is a conversation, but --raw continues texts; drop one or the other")
     return messages
 
 

@@ -30,8 +30,7 @@ from sharesd.cli.options import (
     sampling_params,
 )
 from sharesd.cli.process import INTERRUPTED
-from sharesd.cli.prompt_encoding import encode
-from sharesd.cli.utf8 import read_text, require_utf8
+from sharesd.cli.user_text import encode, read_text, require_utf8
 from sharesd.data.json_numbers import finite
 from sharesd.data.request_errors import RequestError
 from sharesd.drafters import registry, selection
@@ -58,13 +57,17 @@ def make_parser(prog: str = PROG) -> Parser:
         "generate",
         help="answer prompts",
         description="Answer prompts and stream the text to stdout. A prompt is an instruction, put to the model "
-        "through its chat template if it has one; --raw takes it as the beginning of a text to go on with. Many "
-        "prompts are given as a file, and answered by several processes if you like.",
+        "through its chat template if it has one; --raw continues it as plain text instead. Many prompts can be given "
+        "as a file, and answered by several processes.",
     )
     generate.set_defaults(run=_generate, parser=generate)
-    generate.add_argument("prompts", nargs="*", metavar="PROMPT", help="a text, or - for stdin; several run together")
+    generate.add_argument(
+        "prompts", nargs="*", metavar="PROMPT", help="a text, or - for stdin; several are decoded together"
+    )
     add_mode_option(generate, several=False)
-    generate.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
+    generate.add_argument(
+        "--raw", action="store_true", help="continue the prompt as plain text, without the chat template"
+    )
     generate.add_argument("--system", default=argparse.SUPPRESS, metavar="TEXT", help="system prompt")
     generate.add_argument(
         "--json", action="store_true", help="print a JSON object per prompt (statistics: of all) instead of text"
@@ -74,7 +77,7 @@ def make_parser(prog: str = PROG) -> Parser:
         "-v",
         "--verbose",
         action="store_true",
-        help="on a terminal, color tokens by where they came from and name their drafters; end with statistics",
+        help="on a terminal, color tokens by source and name their drafters; then show statistics",
     )
     add_trace_option(generate)
     add_model_options(generate)
@@ -93,7 +96,7 @@ def make_parser(prog: str = PROG) -> Parser:
         "-v",
         "--verbose",
         action="store_true",
-        help="color tokens by where they came from and name their drafters; statistics of each answer",
+        help="color tokens by source and name their drafters; show statistics of each answer",
     )
     add_model_options(chat)
     add_sampling_options(chat, max_new_tokens=1024)
@@ -104,7 +107,7 @@ def make_parser(prog: str = PROG) -> Parser:
 
 class _Version(argparse.Action):
     def __init__(self, option_strings: Sequence[str], dest: str) -> None:
-        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help="show versions, and exit")
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help="show versions and exit")
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         print(versions())
@@ -130,10 +133,10 @@ def _generate(args: argparse.Namespace) -> int:
     for prompt in args.prompts:
         require_utf8(prompt, "the prompt")
     if args.raw and system is not None:
-        raise ValueError("--system is not heeded with --raw, which takes no template; drop one of the two")
+        raise ValueError("--system has no effect with --raw, which skips the chat template; use one or the other")
     generate_file.check_options(args)
     if args.logprobs and not args.json and args.file is None:
-        raise ValueError("--logprobs cannot be shown as plain text; add --json or drop --logprobs")
+        raise ValueError("--logprobs needs --json; add it, or drop --logprobs")
     params = replace(sampling_params(args, warns=args.file is None), logprobs=args.logprobs)
     config = engine_config(args, modes=(mode,))
     if args.file is not None:
@@ -141,15 +144,14 @@ def _generate(args: argparse.Namespace) -> int:
         return generate_file.run(args, work)
     config = replace(config, max_batch=len(args.prompts))
 
-    from sharesd.cli.startup import follows, load_runtime, start_engine
+    from sharesd.cli.startup import answer, follows, load_runtime, start_engine
 
-    prompts = [] if config.tensor_parallel > 1 and follows() else _read_prompts(args.prompts)  # stdin is rank 0's
+    prompts = [] if config.tensor_parallel > 1 and follows() else _read_prompts(args.prompts)  # only rank 0 reads stdin
     runtime = load_runtime(config, (mode,))
     ids = [encode(runtime.tokenizer, prompt, raw=args.raw, system=system) for prompt in prompts]
     engine = start_engine(runtime, mode, params)
 
     from sharesd.cli.display import AnswerWriter, legend, shows_colors, start_table, stats_dict, stats_table
-    from sharesd.cli.interactive import answer
     from sharesd.engine.outputs import Completion
 
     if args.verbose and not args.json and shows_colors():
@@ -187,7 +189,7 @@ def _system(args: argparse.Namespace) -> str | None:
 def _read_prompts(given: Sequence[str]) -> list[str]:
     """Return the prompts, with stdin for `-`; ValueError for an empty one."""
     if given.count("-") > 1:
-        raise ValueError("the prompt - is given twice; stdin can be read once")
+        raise ValueError("the prompt - is given twice, but stdin can be read only once")
     prompts = [read_text(sys.stdin, "stdin").removesuffix("\n") if prompt == "-" else prompt for prompt in given]
     empty = next((given[i] for i, prompt in enumerate(prompts) if not prompt.strip()), None)
     if empty is not None:
@@ -198,10 +200,10 @@ def _read_prompts(given: Sequence[str]) -> list[str]:
 def _chat(args: argparse.Namespace) -> int:
     mode = mode_of(args)
     params, system = sampling_params(args), _system(args)
-    # Whatever needs weights besides the target's is loaded only where it is asked for.
-    asked = {mode, *modes_of_heads(args), *(selection.needing(Need.SECOND_MODEL) if hasattr(args, "draft") else ())}
-    asked |= {registry.NAIVE, *registry.names("table")}
-    modes = tuple(each for each in registry.modes() if each in asked)
+    # Modes that need weights in addition to the target's are loaded only on request.
+    wanted = {mode, *modes_of_heads(args), *(selection.needing(Need.SECOND_MODEL) if hasattr(args, "draft") else ())}
+    wanted |= {registry.NAIVE, *registry.names("table")}
+    modes = tuple(each for each in registry.modes() if each in wanted)
     config = engine_config(args, modes=modes)
 
     from sharesd.cli.startup import load_runtime

@@ -7,13 +7,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from multigpu.ray_cluster import require_ray
 from quant.config import QuantConfig
 from sharesd.cli.console import main_guard, warn
-from sharesd.cli.model_options import DEFAULTS, ENGINE, OFFLOAD, STAGES, add_model_options, add_trace_option
+from sharesd.cli.flags import (
+    DEFAULTS,
+    ENGINE,
+    OFFLOAD,
+    STAGES,
+    add_model_options,
+    add_sampling_options,
+    add_trace_option,
+    sampling_params,
+)
 from sharesd.cli.options_from_dataclass import shown_flags, values_of
 from sharesd.cli.parse_types import whole
 from sharesd.cli.parser import Parser, parse
-from sharesd.cli.sampling_options import add_sampling_options, sampling_params
 from sharesd.config import EngineConfig, Mode, OffloadConfig, PipelineConfig
 from sharesd.drafters import registry, selection
 from sharesd.drafters.registry import Need, Support
@@ -48,7 +57,7 @@ def add_mode_option(parser: argparse._ActionsContainer, *, several: bool) -> Non
             "--mode",
             action="append",
             default=argparse.SUPPRESS,
-            help=f"{names} or all (those of heads where there is one); repeatable, or with commas (default: all)",
+            help=f"{names} or all (those of heads only with a head); repeatable, or comma-separated (default: all)",
         )
     else:
         parser.add_argument("--mode", default=argparse.SUPPRESS, help=f"{names} (default: {DEFAULTS.mode})")
@@ -59,7 +68,7 @@ def add_replicas_option(parser: argparse._ActionsContainer) -> None:
         "--replicas",
         type=whole,
         metavar="N",
-        help="processes that share the prompts, each with a GPU of its own, or with its part of the CPU's cores",
+        help="processes that share the prompts, each on its own GPU or its part of the CPU cores",
     )
 
 
@@ -73,30 +82,30 @@ REQUEST_FLAGS = {
 
 
 def add_request_options(group: argparse._ActionsContainer) -> None:
-    """Add options of requests to the API, which come over HTTP or from a file."""
+    """Add options of API requests, which come over HTTP or from a file."""
     group.add_argument(
         "--served-model-name",
         default=argparse.SUPPRESS,
         metavar="NAME",
-        help="what requests call the model (default: the name of its folder, file or repository)",
+        help="name of the model in requests (default: the name of its folder, file or repository)",
     )
     group.add_argument(
         "--model-alias",
         action="append",
         default=[],
         metavar="NAME",
-        help="a further name by which requests may call the model (repeatable)",
+        help="further name of the model in requests (repeatable)",
     )
     group.add_argument(
         "--tool-format",
         choices=("hermes", "llama", "mistral"),
-        help="how the model writes calls of functions (default: as its chat template says)",
+        help="format of the model's function calls (default: from its chat template)",
     )
     group.add_argument(
         "--reasoning-format",
         choices=("auto", "none"),
         default="auto",
-        help="reasoning of models that think: apart, as reasoning_content, or left in the content",
+        help="reasoning of models that think: separate, as reasoning_content (auto), or left in the content (none)",
     )
 
 
@@ -176,7 +185,7 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode]) -> EngineC
     known = replace(known, auto_drafters=known.hybrid_with)
     drafting = {*modes, *selection.active_drafters(known, *modes)}
     mixes, with_second, head_modes = registry.names("mix"), selection.needing(Need.SECOND_MODEL), registry.names("head")
-    if any(mode in mixes and not selection.active_drafters(known, mode) for mode in modes):  # chosen when it is loaded
+    if any(mode in mixes and not selection.active_drafters(known, mode) for mode in modes):  # chosen while loading
         drafting |= {*registry.names()} - {*mixes, *(with_second if draft is None else ())}
     if draft is not None and not drafting.intersection(with_second):
         users = registry.choices(with_second)
@@ -190,10 +199,10 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode]) -> EngineC
         )
     unused = (head for head in heads if known.target is None and selection.head_mode(head) not in drafting)
     idle = next(unused, None)
-    if idle is not None:  # other heads come with the embedded model, and would draft in its place
+    if idle is not None:  # a head shipped with the embedded model would draft instead
         fits = selection.head_mode(idle)
         raise ValueError(
-            f"--draft-head is {idle!r}, of mode {fits}, and no mode is {fits}; add --mode {fits} or drop --draft-head"
+            f"--draft-head is {idle!r}, of mode {fits}, but no mode is {fits}; add --mode {fits} or drop --draft-head"
         )
     _warn_of_idle(args, drafting, {*modes})
     quant = getattr(args, "quant", None)
@@ -228,7 +237,7 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode]) -> EngineC
     )
     check_options(config, modes, replicas=getattr(args, "replicas", None), quant_skip=quant_skip)
     if auto:
-        from sharesd.weights.quant_tuning_cache import best_quant  # torch takes seconds, mistakes should not
+        from sharesd.weights.quant_tuning_cache import best_quant  # late: importing torch takes seconds
 
         config = replace(config, quant=best_quant(config))
     return config
@@ -256,5 +265,20 @@ def _warn_of_idle(args: argparse.Namespace, drafting: set[str], modes: set[str])
             flags[", ".join(named)] = (True, (spec.name,))
     for flag, (is_given, users) in flags.items():
         if is_given and not {*users} & (modes if users == mixes else drafting):
-            reason = f"no mode is {' or '.join(users)}" if users else "--num-speculative-tokens says how many"
-            warn(f"{flag}: no effect, {'only naive decodes' if users == drafters else reason}")
+            reason = f"no mode is {' or '.join(users)}" if users else "--num-speculative-tokens sets the number"
+            warn(f"{flag}: no effect, {'the only mode is naive' if users == drafters else reason}")
+
+
+def check_ray(config: EngineConfig, library: str) -> None:
+    """Raise ValueError for options that replicas exclude, and if Ray is missing."""
+    excluded = {
+        "--prompt-cache": config.prompt_cache is not None,
+        "--tensor-parallel": config.tensor_parallel > 1,
+        "--devices": config.split.enabled,
+    }
+    given = [flag for flag, is_given in excluded.items() if is_given]
+    if given:
+        raise ValueError(f"{given[0]} is not supported with --ray; drop one or the other")
+    if config.device not in ("auto", "cuda", "cpu"):
+        raise ValueError(f"--device is {config.device}, but Ray assigns GPUs to replicas; use cuda, or drop --ray")
+    require_ray(library)

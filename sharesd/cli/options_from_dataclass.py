@@ -1,4 +1,4 @@
-"""Flags from dataclass fields; tyro would slow starts and show second names."""
+"""Flags from dataclass fields; tyro would slow down starts and show second names."""
 
 from __future__ import annotations
 

@@ -28,14 +28,14 @@ __all__ = [
 ]
 
 _T = TypeVar("_T")
-SIZES = "G and GiB are 2^30 bytes, GB is 10^9; so are M, T and K"
+SIZES = "G and GiB are 2^30 bytes, GB is 10^9; likewise K, M and T"
 
 
 def size(text: str) -> int:
     """Return the bytes of a size such as 2G, 2GiB or 512m."""
     parts = re.fullmatch(r"(\d+(?:\.\d+)?)(?:([KMGT])(I?B)?|B)", text.upper())
     if not parts:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write for example 512M, 8GB or 8GiB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; use for example 512M, 8GB or 8GiB")
     power = " KMGT".index(parts[2] or " ")
     return int(float(parts[1]) * (1000 if parts[3] == "B" else 1024) ** power)
 
@@ -44,10 +44,10 @@ def sizes_of_gpus(text: str) -> tuple[tuple[int, int], ...]:
     """Return GPU numbers and bytes of a list such as 0=10GB,1=20GB."""
     sizes: dict[int, int] = {}
     for part in text.split(","):
-        number, _, of_it = part.strip().partition("=")
+        number, _, amount = part.strip().partition("=")
         if not number.isdecimal() or int(number) in sizes:
-            raise argparse.ArgumentTypeError(f"{text!r} is no list of GPUs and sizes; write for example 0=10GB,1=20GB")
-        sizes[int(number)] = size(of_it)
+            raise argparse.ArgumentTypeError(f"{text!r} is not a list of GPUs and sizes; use for example 0=10GB,1=20GB")
+        sizes[int(number)] = size(amount)
     return tuple(sizes.items())
 
 
@@ -97,5 +97,5 @@ def parts_of(name: str, text: str) -> tuple[str, ...]:
     """Return distinct parts of a comma-separated list; ValueError for an empty part."""
     parts = [part.strip() for part in text.split(",")]
     if not all(parts):
-        raise ValueError(f"{name} is {text!r}, which has an empty part; write the parts with ',' between")
+        raise ValueError(f"{name} is {text!r}, which has an empty part; separate the parts with ','")
     return tuple(dict.fromkeys(parts))

@@ -11,8 +11,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
@@ -23,10 +23,7 @@ from sharesd.shadowing import LOWER, PROGRAMS, is_program
 INTERRUPTED, BROKEN_PIPE = 130, 141
 """Exit statuses, as of processes that SIGINT or SIGPIPE ended."""
 IMPORT_BYTES = 512 << 20
-"""Address space that the import of torch takes besides its libraries.
-
-With less, libraries abort the process, which cannot be caught.
-"""
+"""Address space that the import of torch takes in addition to its libraries."""
 _STREAMS = ("stdin", "stdout", "stderr")
 _NO_MEMORY = ("allocate memory", "out of memory", "failed to map segment", "can't start new thread")
 _REMEDIES = {
@@ -37,22 +34,19 @@ _REMEDIES = {
 }
 
 
-class AddressLimit(MemoryError):
-    """torch cannot be imported within the limit on the address space."""
-
-
 def guarded(main: Callable[[], int]) -> int:
     """Run a program, its imports included, and return the exit status.
 
-    An error of the surroundings is one line on stderr wherever it happens: an interrupt, too little memory, output that
-    cannot be written. `sharesd.cli.console.main_guard` does the same for the errors of a command.
+    What the process meets from outside is one line on stderr wherever it happens: an interrupt, too little memory,
+    output that cannot be written. `sharesd.cli.console.main_guard` does the same for the errors of a command.
     """
-    ended = None
+    ended: SystemExit | None = None
+    status = 0
     try:
         _prepare()
         status = main()
     except SystemExit as error:
-        ended, status = error, 0
+        ended = error
     except KeyboardInterrupt:
         status = say("interrupted", INTERRUPTED)
     except BrokenPipeError:
@@ -66,7 +60,7 @@ def guarded(main: Callable[[], int]) -> int:
             raise
     status = _flushed(status)
     if is_program() and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is left to be said
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is left to print
     if ended is not None and status == 0:
         raise ended
     return status
@@ -79,21 +73,26 @@ def say(line: str, status: int) -> int:
 
 
 def drop_output() -> None:
-    """Send what is still buffered for stdout nowhere."""
+    """Discard what is still buffered for stdout."""
     with suppress(OSError, ValueError):
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, sys.stdout.fileno())
+        _open_null(sys.stdout.fileno())
+
+
+def _open_null(number: int) -> None:
+    """Open /dev/null, for writing, as the descriptor with this number."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    if null != number:
+        os.dup2(null, number)
         os.close(null)
+    os.set_inheritable(number, True)
 
 
 def of_surroundings(error: BaseException, advice: str = "") -> str | None:
     """Return a line for an error of memory, limits or files, with a remedy; None for others.
 
-    `advice`: what else helps if memory is exhausted.
+    `advice`: a further remedy if memory is exhausted.
     """
     text = " ".join(str(error).split())
-    if isinstance(error, AddressLimit):
-        return text
     code = error.errno or 0 if isinstance(error, OSError) else 0
     if isinstance(error, MemoryError) or code == errno.ENOMEM or any(each in text for each in _NO_MEMORY):
         limit = _address_limit()
@@ -119,12 +118,12 @@ def _address_limit() -> int | None:
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Return True for an error that other code made of Ctrl-C."""
+    """Return True for an error into which other code turned Ctrl-C."""
     return "KeyboardInterrupt" in str(error) or isinstance(error.__cause__ or error.__context__, KeyboardInterrupt)
 
 
 def _line_of(error: BaseException) -> str | None:
-    """Return a line for an error of surroundings or of packages; None for a fault of the program."""
+    """Return a line for an error of the surroundings or of a package; None for a bug."""
     is_of_package = isinstance(error, ImportError) or (isinstance(error, AttributeError) and _is_foreign(error.obj))
     if not is_of_package or any(each in str(error) for each in _NO_MEMORY):
         return of_surroundings(error)
@@ -153,19 +152,20 @@ def _prepare() -> None:
 
 
 class _BeforeTorch:
-    """Finder that finds nothing, and checks the limit on memory before torch is imported."""
+    """Finder that finds nothing, and checks the limit on memory before torch is imported.
+
+    The check comes first because libraries abort the process where memory is short, which cannot be caught.
+    """
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
         if name != "torch":
             return
         sys.meta_path.remove(self)  # type: ignore[arg-type]
-        limit, spec = _address_limit(), PathFinder.find_spec("torch")
-        needed = IMPORT_BYTES + _library_bytes(spec)
+        limit, needed = _address_limit(), IMPORT_BYTES + _library_bytes(PathFinder.find_spec("torch"))
         if limit is not None and limit < needed:
-            raise AddressLimit(
-                f"the limit on memory is {limit / 1e6:,.0f} MB (ulimit -v), and ShareSD with this torch needs at least "
-                f"{needed / 1e6:,.0f} MB; raise the limit, for example with `ulimit -v unlimited`"
-            )
+            have, need = f"{limit / 1e6:,.0f} MB", f"{needed / 1e6:,.0f} MB"
+            line = f"the limit on memory is {have} (ulimit -v), and ShareSD with this torch needs at least {need}"
+            raise SystemExit(say(f"error: {line}; raise the limit, for example with `ulimit -v unlimited`", 2))
 
 
 def _library_bytes(torch: ModuleSpec | None) -> int:
@@ -177,60 +177,44 @@ def _library_bytes(torch: ModuleSpec | None) -> int:
     return sum(file.stat().st_size for file in files)
 
 
-class _Stream(io.FileIO):
-    """A standard stream whose errors name it. Those of stderr are dropped: there is nowhere to report them."""
+def _named(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of streams whose errors name the stream; stderr drops its own, which it could not report."""
 
-    def readinto(self, buffer: Any) -> int | None:  # type: ignore[override]
-        with self._named():
-            return super().readinto(buffer)
-
-    def readall(self) -> bytes | None:  # type: ignore[override]
-        with self._named():
-            return super().readall()
-
-    def write(self, data: Any) -> int | None:  # type: ignore[override]
+    def named(stream: io.FileIO, *args: Any) -> Any:
         try:
-            with self._named():
-                return super().write(data)
-        except OSError:
-            if self.fileno() == 2:
-                return len(data)
-            raise
-
-    @contextmanager
-    def _named(self) -> Iterator[None]:
-        try:
-            yield
+            return call(stream, *args)
         except OSError as error:
-            raise OSError(error.errno, error.strerror, _STREAMS[self.fileno()]) from None
+            if stream.fileno() == 2:
+                return len(args[0])
+            raise OSError(error.errno, error.strerror, _STREAMS[stream.fileno()]) from None
+
+    return named
+
+
+class _Stream(io.FileIO):
+    """Standard stream whose errors name it."""
+
+    readinto, readall, write = _named(io.FileIO.readinto), _named(io.FileIO.readall), _named(io.FileIO.write)
 
 
 def _open_streams() -> None:
-    """Let errors of the standard streams name them, and open closed ones on /dev/null.
+    """Make errors of the standard streams name them, and open closed ones on /dev/null.
 
-    Otherwise the next file that is opened would get the number of a closed one. stdin is opened in the wrong direction,
-    so that reading it remains an error. A closed stdout is one at once: what a command says may come after hours.
+    Otherwise the next file that is opened would get the number of a closed one. stdin is opened for writing, so that
+    reading it remains an error. A closed stdout is an error at once, since a command may print only after hours.
     """
     lacks_output = sys.stdout is None
     for number, name in enumerate(_STREAMS):
         old: Any = getattr(sys, name)
+        settings: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace"}
         if old is None:
-            null = os.open(os.devnull, os.O_WRONLY)
-            if null != number:
-                os.dup2(null, number)
-                os.close(null)
-            os.set_inheritable(number, True)
+            _open_null(number)
+        else:
+            settings = {key: getattr(old, key) for key in ("encoding", "errors", "line_buffering", "write_through")}
         raw: Any = _Stream(number, "w" if number else "r", closefd=False)
-        unbuffered = old is not None and old.write_through
-        if not unbuffered:
+        if not settings.get("write_through"):
             raw = io.BufferedWriter(raw) if number else io.BufferedReader(raw)
-        stream = io.TextIOWrapper(
-            raw,
-            encoding="utf-8" if old is None else old.encoding,
-            errors="backslashreplace" if number == 2 else "strict" if old is None else old.errors,
-            line_buffering=number == 2 or (old is not None and old.line_buffering),
-            write_through=unbuffered,
-        )
+        stream = io.TextIOWrapper(raw, **settings)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     if lacks_output:

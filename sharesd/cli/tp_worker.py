@@ -17,9 +17,9 @@ from sharesd.loading.tp_worker import run_tp_worker
 def follow(device: str) -> int:
     """Join the launched group, run rank 0's steps, return an exit status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0
-    logging.disable(logging.WARNING)  # rank 0 says the same
+    logging.disable(logging.WARNING)  # rank 0 logs the same
     own = local_device(device_of(device), 1)
-    use(own)  # or each rank would have a context on the first GPU, too
+    use(own)  # otherwise each rank would also have a context on the first GPU
     group = join(own)
     try:
         run_tp_worker(group)
@@ -35,4 +35,4 @@ if __name__ == "__main__":
     status = follow(*sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # threads of a broken connection would end a process that is taken down in order, in their words
+    os._exit(status)  # skip atexit: NCCL/gloo threads would abort with their own message

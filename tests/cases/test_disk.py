@@ -197,7 +197,7 @@ def test_a_log_file(disk: Disk, capsys: pytest.CaptureFixture[str]) -> None:
             for _ in range(3):
                 log.warning("x" * 2 * SIZE)
     lines = [line for line in capsys.readouterr().err.splitlines() if "xxx" not in line]
-    assert len(lines) == 1 and re.match(rf"warning: .*run.log cannot be written .({REASONS}).; the log ends", lines[0])
+    assert len(lines) == 1 and re.match(rf"warning: .*run.log cannot be written .({REASONS}).; the log stops", lines[0])
 
 
 def test_offloaded_blocks(disk: Disk) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from serve.command import load_model
-from serve.tool_calls import CallReader
-from serve.tool_format import format_of
+from serve.parsing.tool_calls import CallReader
+from serve.parsing.tool_format import format_of
 from sharesd.config import EngineConfig
 from sharesd.models.tokenizer import Tokenizer
 from tests.cases.inputs import ANSWER, PLAIN, backend
@@ -124,7 +124,7 @@ def test_pictures_and_sounds_are_refused_by_name(server: Served, kind: str) -> N
     parts = [{"type": "text", "text": "the moon"}, {"type": kind, kind: {"url": "data:,"}}]
     response = server.post(CHAT, messages=[{"role": "user", "content": parts}], max_tokens=4)
     assert response.status_code == 400
-    assert f"has a part of type {kind}, and this model takes text alone" in response.json()["error"]["message"]
+    assert f"has a part of type {kind}, but this model accepts only text" in response.json()["error"]["message"]
 
 
 # Templates

@@ -97,6 +97,7 @@ STARTED: dict[str, tuple[str, int, str]] = {
     "output in ASCII": ("PYTHONIOENCODING=ascii {}", 0, ""),
     "C locale": ("LC_ALL=C PYTHONCOERCECLOCALE=0 PYTHONUTF8=0 {}", 0, ""),
     "hidden package": ("echo >tokenizers.py; PYTHONPATH=.:$PYTHONPATH {}", 2, "error: .*tokenizers.py"),
+    "hidden module of Python": ("echo >typing.py; PYTHONPATH=.:$PYTHONPATH {}", 2, "error: .*typing.py"),
     "warnings are errors": ("PYTHONWARNINGS=error {}", 0, ""),
 }
 """Shell lines, for what is settled before Python runs."""

@@ -66,7 +66,7 @@ WRONG: list[tuple[Any, str | None, str]] = [
     (5, None, "the line is 5; give an object"),
     ({**GOOD, "custom_id": None}, "custom_id", "custom_id is missing"),
     ({**GOOD, "custom_id": 7}, "custom_id", "custom_id is 7; give a text"),
-    (GOOD, "custom_id", 'custom_id is "good", as of .*b.jsonl:1; give each line its own'),
+    (GOOD, "custom_id", 'custom_id is "good", already used by .*b.jsonl:1; give each line a different one'),
     ({**GOOD, "custom_id": "a", "method": "GET"}, "method", 'method is "GET"; give POST'),
     ({**GOOD, "custom_id": "b", "url": "/v1/embeddings"}, "url", 'url is "/v1/embeddings"; give one of /v1/chat'),
     ({"custom_id": "c", "url": TEXT}, "body", "body is missing"),
@@ -129,9 +129,9 @@ def test_a_given_length_beyond_the_context_of_prompts_is_one_warning(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--system", "sing"], "--system: not heeded with requests in OpenAI's batch format"),
-        (["--raw", "--temperature", "1"], "--raw, --temperature: not heeded"),
-        (["--seed", "3", "--max-new-tokens", "9"], "--max-new-tokens: not heeded"),
+        (["--system", "sing"], "--system: no effect on requests in OpenAI's batch format"),
+        (["--raw", "--temperature", "1"], "--raw, --temperature: no effect"),
+        (["--seed", "3", "--max-new-tokens", "9"], "--max-new-tokens: no effect"),
     ],
 )
 def test_what_bodies_say_is_no_option(
@@ -143,7 +143,7 @@ def test_what_bodies_say_is_no_option(
     assert message in told and told.count("\n") == 1
     Path(file).write_text('"why"\n')
     assert main(["generate", "--prompts", file, "--out", str(tmp_path / "o"), "--model-alias", "y"]) == 2
-    assert "--model-alias: for requests in OpenAI's batch format" in capsys.readouterr().err
+    assert "--model-alias: only for requests in OpenAI's batch format" in capsys.readouterr().err
 
 
 def test_other_names_of_the_model_are_options(tmp_path: Path) -> None:

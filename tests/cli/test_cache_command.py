@@ -92,7 +92,7 @@ def test_info_of_a_cache_that_does_not_exist(
 def test_clear_deletes_what_is_ours_and_nothing_else(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cache", "clear", "--part", "quant", "--yes"]) == 0
     out = capsys.readouterr().out
-    assert out.index("to be deleted") < out.index("quantized weights") < out.index("deleted 2.0 MB")
+    assert out.index("to delete") < out.index("quantized weights") < out.index("deleted 2.0 MB")
     assert not contents(cache, "quant").entries and contents(cache, "native").num_bytes == 2 * 10**6
     assert main(["cache", "clear", "-y"]) == 0
     assert files_in(cache) == set(FOREIGN)
@@ -126,7 +126,7 @@ def test_clear_deletes_nothing_where_nobody_can_be_asked(
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
     assert main(["cache", "clear"]) == 2
-    assert capsys.readouterr().err == "error: stdin is no terminal, so nobody can be asked; add --yes to delete this\n"
+    assert capsys.readouterr().err == "error: cannot ask for confirmation: stdin is not a terminal; pass --yes\n"
     assert len(files_in(cache)) == 25
 
 

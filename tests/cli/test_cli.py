@@ -20,8 +20,7 @@ from typing import Any
 import pytest
 
 import sharesd
-from sharesd.cli import chat, display
-from sharesd.cli import interactive as answering
+from sharesd.cli import chat, display, startup
 from sharesd.cli.main import main
 from sharesd.config import EngineConfig
 from sharesd.engine.engine import Engine
@@ -158,10 +157,10 @@ def test_every_piece_of_text_belongs_to_its_token() -> None:
         return TokenChunk(0, ids, sources, ["share" if x == "accepted" else None for x in sources], text, None, end)
 
     pieces = display.SourcedText(Letters())  # type: ignore[arg-type]
-    assert pieces.take(chunk([0], ["target"], "a")) == [("a", "target", None)]
-    assert pieces.take(chunk([1, 2, 100], ["accepted", "accepted", "recovered"], "b")) == [("b", "accepted", "share")]
+    assert pieces.split(chunk([0], ["target"], "a")) == [("a", "target", None)]
+    assert pieces.split(chunk([1, 2, 100], ["accepted", "accepted", "recovered"], "b")) == [("b", "accepted", "share")]
     last = chunk([101, 3, 4], ["accepted", "accepted", "bonus"], "céd", "stop")  # "e" began a stop string
-    assert pieces.take(last) == [(text, "accepted", "share") for text in "céd"]
+    assert pieces.split(last) == [(text, "accepted", "share") for text in "céd"]
 
 
 # chat
@@ -178,7 +177,7 @@ class Talk:
         admit = Engine._admit
 
         def spy(engine: Engine, prompts: list, params: SamplingParams, shown: Callable, *, reuse: bool) -> list:
-            done = answering.answer(engine, prompts, params, shown, reuse=reuse)
+            done = startup.answer(engine, prompts, params, shown, reuse=reuse)
             self.asked += prompts
             self.answers += done
             return done
@@ -242,8 +241,8 @@ def test_chat_commands(talk: Talk) -> None:
         "/stats", "/help", "/what", "/mode fast", "/mode classic", "", "/system be blue", PROMPTS[0], "/system",
         "/reset", PROMPTS[0], "/exit", "never read",
     )  # fmt: skip
-    assert "nothing was decoded yet" in err and "/reset" in err and "there is no command '/what'" in err
-    assert "there is no mode 'fast'; loaded are naive, ngram, suffix, recycle, auto\n" in err
+    assert "no answer yet" in err and "/reset" in err and "unknown command '/what'" in err
+    assert "unknown mode 'fast'; loaded: naive, ngram, suffix, recycle, auto\n" in err
     assert "mode classic is not loaded; start with --mode classic" in err
     assert len(talk.answers) == 2 and talk.texts[0] != talk.texts[1]
     assert out == "".join(text + "\n" for text in talk.texts)
@@ -258,7 +257,7 @@ def test_a_full_context_is_told_in_one_line(talk: Talk) -> None:
     _, err = talk(PROMPTS[0], PROMPTS[1], "/reset", PROMPTS[0], args=("--mode", "naive", "--max-context", "48"))
     told = err.splitlines()[1:]
     assert told[0].startswith("cut: the context holds 48 tokens; /reset")
-    assert told[1].startswith("the conversation has ") and told[1].endswith("makes room")
+    assert told[1].startswith("the conversation has ") and told[1].endswith("with a larger --max-context")
     assert len(talk.answers) == 2 and talk.texts[0] == talk.texts[1]
 
 
@@ -312,7 +311,7 @@ def test_ctrl_c_in_the_middle_of_a_round_leaves_engines_usable(folder: Path, mon
 
             with monkeypatch.context() as patch:
                 patch.setattr(type(engine.target), "forward", forward)
-                (part,) = answering.answer(engine, [ids], params, lambda chunk: None)
+                (part,) = startup.answer(engine, [ids], params, lambda chunk: None)
             assert part.finish_reason is None and whole.text.startswith(part.text)
             for prompt, expected in ((other, whole_other), (ids, whole)):
                 (again,) = engine.generate([prompt], params, reuse=True)
@@ -354,7 +353,7 @@ def test_two_ctrl_c_at_the_prompt_leave(
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["generate"], "there is no prompt; give a text, - for stdin, or --prompts FILE --out FILE"),
+        (["generate"], "no prompt; give a text, - for stdin, or --prompts FILE --out FILE"),
         ([], "the following arguments are required: command"),
         (["generate", "hi", "--bogus"], "unknown argument '--bogus'; see `python -m sharesd generate --help`"),
         (["generate", "hi", "--mode", "fast"], "mode is 'fast'; choose one of"),
@@ -362,13 +361,13 @@ def test_two_ctrl_c_at_the_prompt_leave(
         (["generate", "hi", "--mode", "all"], "--mode is 'all'; give one mode"),
         (
             ["generate", "hi", "--mode", "glide", "--draft-head", "no/such"],
-            "--draft-head is 'no/such', of mode eagle, and no mode is",
+            "--draft-head is 'no/such', of mode eagle, but no mode is",
         ),
         (["generate", " "], "the prompt ' ' is empty"),
         (["generate", "-", "-"], "the prompt - is given twice"),
         (["generate", "-"], "stdin is empty"),
-        (["generate", "hi", "--raw", "--system", "x"], "--system is not heeded with --raw"),
-        (["generate", "hi", "--logprobs"], "--logprobs cannot be shown as plain text"),
+        (["generate", "hi", "--raw", "--system", "x"], "--system has no effect with --raw"),
+        (["generate", "hi", "--logprobs"], "--logprobs needs --json"),
         (["generate", "hi", "--max-new-tokens", "0"], "max_new_tokens is 0"),
         (["generate", "hi", "--tree", "2:4"], "'2:4' is not K:DEPTH:BUDGET, auto or off; for example"),
         (["generate", "hi", "--tree", "2:4:99"], "tree is 2:4:99; K must be at least 2"),

@@ -54,8 +54,8 @@ def test_a_package_that_is_missing_does_not_hide_the_version(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["answer"], "there is no command 'answer'; see `sharesd --help`"),
-        (["--bogus"], "there is no command '--bogus'; see `sharesd --help`"),
+        (["answer"], "unknown command 'answer'; see `sharesd --help`"),
+        (["--bogus"], "unknown command '--bogus'; see `sharesd --help`"),
         (["bench"], "the following arguments are required: BENCHMARK; see `sharesd bench --help`"),
         (["generate", "a", "--bogus"], "unknown argument '--bogus'; see `sharesd generate --help`"),
         (["serve", "--bogus"], "unknown argument '--bogus'; see `sharesd serve --help`"),

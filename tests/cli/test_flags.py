@@ -10,10 +10,10 @@ import pytest
 from benchmark.__main__ import make_parser as bench_parser
 from serve.command import make_parser as serve_parser
 from sharesd.cli import chat, environment, generate_file, options
+from sharesd.cli.flags import sampling_params
 from sharesd.cli.main import make_parser
 from sharesd.cli.parse_types import size, whole_or_auto
 from sharesd.cli.parser import SECOND_NAMES, Parser, parse
-from sharesd.cli.sampling_options import sampling_params
 from sharesd.config import EngineConfig
 from sharesd.drafters import registry, selection
 from sharesd.sampling_params import SamplingParams
@@ -181,12 +181,12 @@ def test_what_only_sampling_uses_is_a_warning_under_greedy_decoding(caplog: pyte
         (("--head-quant", "hqq:8:64"), ("share",), "--head-quant: no effect, no mode is eagle or parallel or glide"),
         (("--draft-quant", "hqq:8:64"), ("suffix",), "--draft-quant: no effect, no mode is share or classic"),
         (("--quant-skip", "proj=down"), ("naive",), "--quant-skip: no effect, no mode is share or classic"),
-        (("--num-speculative-tokens", "3"), ("naive",), "--num-speculative-tokens: no effect, only naive decodes"),
-        (("--max-speculative-tokens", "3"), ("naive",), "--max-speculative-tokens: no effect, only naive decodes"),
+        (("--num-speculative-tokens", "3"), ("naive",), "--num-speculative-tokens: no effect, the only mode is naive"),
+        (("--max-speculative-tokens", "3"), ("naive",), "--max-speculative-tokens: no effect, the only mode is naive"),
         (
             ("--max-speculative-tokens", "3", "--num-speculative-tokens", "2"),
             ("share",),
-            "--max-speculative-tokens: no effect, --num-speculative-tokens says how many",
+            "--max-speculative-tokens: no effect, --num-speculative-tokens sets the number",
         ),
         (("--ngram-recent",), ("share",), "--ngram-recent: no effect, no mode is ngram"),
         (("--corpus", "a.npy"), ("recycle",), "--corpus: no effect, no mode is suffix"),
@@ -218,7 +218,7 @@ def test_flags_that_a_mode_uses_are_no_warning(caplog: pytest.LogCaptureFixture)
         (
             ("--draft-head", "x"),
             ("glide",),
-            "--draft-head is 'x', of mode eagle, and no mode is eagle; add",
+            "--draft-head is 'x', of mode eagle, but no mode is eagle; add",
         ),
         (("--head-quant", "awq"), ("share",), "quantization is 'awq'"),
     ],

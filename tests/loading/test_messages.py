@@ -96,4 +96,4 @@ def test_windows_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         assert sharesd_command.main(["generate", "hello"]) == 2
     finally:
         monkeypatch.undo()
-    assert capsys.readouterr().err.startswith("error: ShareSD does not run on Windows; take WSL 2")
+    assert capsys.readouterr().err.startswith("error: ShareSD does not run on Windows; use Linux or WSL 2")

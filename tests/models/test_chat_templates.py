@@ -11,11 +11,11 @@ import pytest
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerFast
 
-from serve.call_grammar import calls_grammar, text_and_calls_grammar
-from serve.reasoning import reader_of, reasoning_of
-from serve.tool_calls import CallReader
-from serve.tool_format import ToolFormat, format_of
-from serve.tools import Function
+from serve.messages import Function
+from serve.parsing.grammar import calls_grammar, text_and_calls_grammar
+from serve.parsing.reasoning import reader_of, reasoning_of
+from serve.parsing.tool_calls import CallReader
+from serve.parsing.tool_format import ToolFormat, format_of
 from sharesd.models.tokenizer import Tokenizer
 from sharesd.sampling.constraints import Grammars
 from tests.helpers.fake_engine import make_tokenizer

@@ -15,7 +15,7 @@ import transformers
 from packaging.version import Version
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, Starcoder2Config
 
-from serve.token_utils import token_text
+from serve.routes.tokens import token_text
 from sharesd.models import rope
 from sharesd.models.decoder_config import DecoderConfig
 from sharesd.models.gguf.config import config_of

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from serve.tool_calls import CallReader
-from serve.tool_format import FORMATS, HERMES, LLAMA, MISTRAL, format_of
+from serve.parsing.tool_calls import CallReader
+from serve.parsing.tool_format import FORMATS, HERMES, LLAMA, MISTRAL, format_of
 
 NAMES = {"get_weather", "add"}
 Found = tuple[str, list[tuple[str, str]]]

@@ -420,7 +420,7 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 
     assert text("--devices", "cpu,cpu", "--max-memory", "0=1GB,1=3GB") == text() != ""
     for args, complaint in (
-        (["hello", "--max-memory", "10GB"], "is no list of GPUs and sizes"),
+        (["hello", "--max-memory", "10GB"], "is not a list of GPUs and sizes"),
         (
             ["--prompts", str(file), "--devices", "cpu,cpu", "--replicas", "2", "--out", "x"],
             "which have one device each",

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken
 
-from serve.call_grammar import calls_grammar, text_and_calls_grammar
-from serve.tool_format import FORMATS
-from serve.tools import Function
+from serve.messages import Function
+from serve.parsing.grammar import calls_grammar, text_and_calls_grammar
+from serve.parsing.tool_format import FORMATS
 from sharesd.models.tokenizer import TOOL_MARKS, Tokenizer, load_tokenizer
 from sharesd.sampling.constraints import Grammars
 from tests.helpers.tiny_tokenizer import SPECIAL, TOOL_TEMPLATE, make_backend
@@ -84,7 +84,7 @@ def test_text_in_which_calls_are_right(form: str, kind: str) -> None:
 
 
 def test_nothing_tells_calls_of_llama_from_text() -> None:
-    with pytest.raises(ValueError, match="tool_choice required"):
+    with pytest.raises(ValueError, match="tool_choice to required"):
         text_and_calls_grammar(FORMATS["llama"], tokenizer_of("letters"), [ADD])
 
 

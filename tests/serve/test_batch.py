@@ -16,7 +16,7 @@ from serve.batch import _answers, _running
 from serve.server_config import Settings
 from sharesd.cli.batch_requests import URLS, BatchLine, batch_lines
 from sharesd.cli.generate_file import read
-from sharesd.cli.prompt_encoding import encode
+from sharesd.cli.user_text import encode
 from sharesd.llm import LLM
 from tests.helpers.fake_engine import fake_model
 from tests.helpers.served_model import Served, served

@@ -16,16 +16,15 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from multigpu import ray_cluster
-from serve.cluster.conversation import conversation_of, preference
-from serve.cluster.ingress import DIED, Cluster, ReplicaDied, make_ingress
+from serve.cluster.ingress import DIED, Cluster, ReplicaDied, conversation_of, make_ingress, preference
 from serve.cluster.metrics_sum import MetricsSum
 from serve.cluster.options import NumReplicas, deployment_options, replicas_type
 from serve.cluster.replica import Forwarded, Replica
 from serve.command import main
 from serve.engine_thread import Model
 from serve.metrics import Metrics
+from serve.routes.generation import KEEP_ALIVE
 from serve.server_config import Settings
-from serve.stream import KEEP_ALIVE
 from tests.helpers.fake_engine import fake_model
 from tests.helpers.serve_requests import CHAT, HELLO, TEXT, error_of
 from tests.helpers.served_model import Served, served
@@ -241,7 +240,7 @@ def test_metrics_are_sums_that_never_fall() -> None:
 @pytest.mark.parametrize(("text", "found"), [("2", (2, 2)), ("1-8", (1, 8)), ("0", None), ("3-2", None), ("x", None)])
 def test_numbers_of_replicas(text: str, found: tuple[int, int] | None) -> None:
     if found is None:
-        with pytest.raises(argparse.ArgumentTypeError, match="give N or MIN-MAX, as 2 or 1-8"):
+        with pytest.raises(argparse.ArgumentTypeError, match="give N or MIN-MAX, e.g. 2 or 1-8"):
             replicas_type(text)
     else:
         assert replicas_type(text) == found
@@ -269,11 +268,11 @@ def test_cores_are_shared_so_that_all_replicas_find_a_node(monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--replicas", "2"], "--replicas is 2 and --ray is missing; add --ray"),
-        (["--replicas", "1-4"], "--replicas is 1-4 and --ray is missing"),
-        (["--ray", "--prompt-cache", "kv"], "--prompt-cache belongs to a single process"),
-        (["--ray", "--tensor-parallel", "2"], "--tensor-parallel belongs to a single process"),
-        (["--ray", "--device", "cuda:1"], "give cuda, or drop --ray"),
+        (["--replicas", "2"], "--replicas is 2 but --ray is missing; add --ray"),
+        (["--replicas", "1-4"], "--replicas is 1-4 but --ray is missing"),
+        (["--ray", "--prompt-cache", "kv"], "--prompt-cache is not supported with --ray"),
+        (["--ray", "--tensor-parallel", "2"], "--tensor-parallel is not supported with --ray"),
+        (["--ray", "--device", "cuda:1"], "use cuda, or drop --ray"),
         (["--ray"], "run: pip install 'sharesd[ray]'"),
     ],
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from serve.json_schemas import adapted, warnings_of
+from serve.parsing.json_schemas import adapted, warnings_of
 from sharesd.data.grammar_spec import from_json_schema
 from sharesd.sampling.constraints import Grammars
 from tests.helpers.fake_engine import make_tokenizer
@@ -97,7 +97,7 @@ TOOLS = [
 
 def test_the_answer_says_what_is_free(server: Served) -> None:
     body = {"messages": HELLO, "tools": TOOLS, "tool_choice": "required", "max_tokens": 4}
-    expected = ['tools: the parameters of climb: the grammar does not keep "hex-color"']
+    expected = ['tools: the parameters of climb: the grammar does not enforce "hex-color"']
     assert server.post(CHAT, **body).json()["warnings"] == expected
     first, *rest = stream(server, CHAT, **body)
     assert first["warnings"] == expected and not any("warnings" in chunk for chunk in rest)
@@ -105,7 +105,7 @@ def test_the_answer_says_what_is_free(server: Served) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": EITHER}}
     for more in ({"response_format": form}, {"structured_outputs": {"json": EITHER}}):
         done = server.post(TEXT, prompt="the", max_tokens=4, **more).json()
-        assert done["warnings"] == [f"{next(iter(more))}: the grammar keeps oneOf as anyOf"]
+        assert done["warnings"] == [f"{next(iter(more))}: the grammar treats oneOf as anyOf"]
     assert "warnings" not in server.complete(structured_outputs={"json": WORD}, max_tokens=4)
 
 

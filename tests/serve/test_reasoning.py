@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
-from serve.reasoning import Reasoning, ReasoningReader, reader_of, reasoning_of
+from serve.parsing.reasoning import Reasoning, ReasoningReader, reader_of, reasoning_of
 from sharesd.models.tokenizer import load_tokenizer
 from tests.helpers.fake_engine import make_tokenizer
 from tests.helpers.paths import ROOT
@@ -57,7 +57,7 @@ TEXTS: list[tuple[str, str, str, str]] = [
     ("before", "", "", ""),
     ("inside", "\nwhy </thin </think>on", "why </thin", "on"),
     ("inside", "why", "why", ""),
-    ("behind", "<think>a</think>", "", "<think>a</think>"),
+    ("after", "<think>a</think>", "", "<think>a</think>"),
     ("inside", "</think>", "", ""),
 ]
 
@@ -218,7 +218,7 @@ MESSAGES: list[tuple[str, str, str, str]] = [
     ("before", f"{ANALYSIS}why<|end|><|start|>", "why", ""),
     ("before", "<|channel|>ana", "", ""),
     ("before", "the sky", "", "the sky"),
-    ("behind", " blue", "", " blue"),
+    ("after", " blue", "", " blue"),
     ("before", "", "", ""),
 ]
 

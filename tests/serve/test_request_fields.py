@@ -16,7 +16,7 @@ from tests.helpers.served_model import Served, served
 
 PAGE = (Path(__file__).parents[2] / "docs/reference/request-fields.md").read_text("utf-8")
 BODIES: dict[str, dict[str, Any]] = {TEXT: {"prompt": "the cat"}, CHAT: {"messages": HELLO}}
-PATHS = {"Values": [TEXT, CHAT], "Completions alone": [TEXT], "Chats alone": [CHAT]}
+PATHS = {"Values": [TEXT, CHAT], "Only completions": [TEXT], "Only chats": [CHAT]}
 
 
 def section(title: str) -> str:
@@ -110,7 +110,7 @@ def test_ignored_fields_have_no_effect(server: Served, plain: dict[str, Any]) ->
 
 
 def test_neutral_fields_take_their_values_alone(server: Served, plain: dict[str, Any]) -> None:
-    listed = {tuple(fields): values for fields, values, _ in rows("Taken with these values only")}
+    listed = {tuple(fields): values for fields, values, _ in rows("Accepted with these values only")}
     assert {name: tuple(values) for names, values in listed.items() for name in names} == NEUTRAL
     for path in BODIES:
         for place in range(2):
@@ -121,7 +121,7 @@ def test_neutral_fields_take_their_values_alone(server: Served, plain: dict[str,
             for value in ODD:
                 if not any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in values):
                     error = error_of(server.post(path, **BODIES[path], **{name: value}))
-                    assert error["param"] == name and "can be done here" in error["message"]
+                    assert error["param"] == name and "is supported" in error["message"]
 
 
 def test_the_limit_of_completions_may_be_the_context(server: Served) -> None:

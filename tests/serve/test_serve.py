@@ -212,7 +212,7 @@ def test_long_texts_hold_up_nobody(server: Served, monkeypatch: pytest.MonkeyPat
             made.append(threading.current_thread().name)
             return super().render(content)
 
-    monkeypatch.setattr("serve.tokenize.JSONResponse", Recorded)
+    monkeypatch.setattr("serve.routes.tokenize.JSONResponse", Recorded)
     ids = server.post("/tokenize", prompt="the cat").json()["tokens"]
     server.post("/detokenize", tokens=ids)
     assert len(made) == 2 and all("worker" in name for name in made), "not on the event loop's thread"
@@ -229,7 +229,7 @@ def test_models_version_and_page(server: Served, tmp_path: Any, monkeypatch: pyt
     assert server.openai().models.retrieve("fake").id == "fake"
     assert server.http.get("/v1/models/other").status_code == 404
     assert server.http.get("/version").json()["version"]
-    monkeypatch.setattr("serve.admin_routes.PAGE", tmp_path)
+    monkeypatch.setattr("serve.routes.admin.PAGE", tmp_path)
     missing = server.http.get("/")
     assert missing.status_code == 404 and missing.text.count("\n") == 1
     (tmp_path / "index.html").write_text("<p>hello")
@@ -258,7 +258,7 @@ def test_the_model_has_further_names() -> None:
                 chunks = server.post(path, model=name, stream=True, **body).text
                 assert set(re.findall(r'"model": ?"([^"]+)"', chunks)) == {name}, path
             refused = server.post(path, model="other", **body)
-            assert refused.status_code == 404 and "'fake' or 'gpt-4o' or 'team/small' is served" in refused.text
+            assert refused.status_code == 404 and "this server has 'fake' or 'gpt-4o' or 'team/small'" in refused.text
         assert server.complete("the cat", max_tokens=2)["model"] == "fake", "the first name without one"
 
 

@@ -38,8 +38,8 @@ ORIGIN = "http://[::1]:8080"
         (["--max-body", "lots"], "512M, 8GB or 8GiB"),
         (["--shutdown-timeout", "nan"], "not a number of seconds"),
         (["--api-key", ""], "an API key is empty"),
-        (["--api-key", "secret "], "spaces at its ends"),
-        *[(["--cors-origin", o], "is no origin") for o in ("example.org", "https://example.org/", "https://E.org", "")],
+        (["--api-key", "secret "], "ends with spaces"),
+        *[(["--cors-origin", o], "an origin") for o in ("example.org", "https://example.org/", "https://E.org", "")],
         (["--model-alias", " "], "a model alias is empty"),
         (["--mode", "naive,share"], "give one mode"),
         (["--mode", "fast"], "mode is 'fast'"),
@@ -57,7 +57,7 @@ def test_a_mistake_is_one_line(flags: list[str], said: str, capfd: pytest.Captur
     assert status == 2 and captured.err.count("\n") == 1 and said in captured.err and not captured.out
 
 
-@pytest.mark.parametrize(("key", "said"), [("", "an API key is empty"), ("\tsecret", "spaces at its ends")])
+@pytest.mark.parametrize(("key", "said"), [("", "an API key is empty"), ("\tsecret", "ends with spaces")])
 def test_a_wrong_key_of_the_environment_is_no_open_server(
     key: str, said: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -124,7 +124,7 @@ def test_names_and_limits_come_from_the_flags(monkeypatch: pytest.MonkeyPatch) -
 def test_a_cache_above_the_memory_limit_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = SimpleNamespace(cache=SimpleNamespace(nbytes=3 * 2**20), max_context=512)
     monkeypatch.setattr("sharesd.cli.startup.load_runtime", lambda *_: runtime)
-    with pytest.raises(ValueError, match="8 rows of 512 tokens takes 3 MiB and --memory-limit is 2 MiB; lower"):
+    with pytest.raises(ValueError, match="8 rows of 512 tokens needs 3 MiB and --memory-limit is 2 MiB; lower"):
         load_model(EngineConfig(max_batch=8), "naive", 2 * 2**20)
 
 

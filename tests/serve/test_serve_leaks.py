@@ -69,7 +69,7 @@ OURS = {
     "Stats",
     "TextStream",
     "Task",
-    "_Taken",
+    "_Running",
     "CompletionFormat",
     "ChatFormat",
     "TokenTexts",

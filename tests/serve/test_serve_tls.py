@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from serve.command import main
-from serve.tls import KeyPair
+from serve.server_config import KeyPair
 from tests.helpers.served_model import served
 
 OPENSSL = shutil.which("openssl")
@@ -68,7 +68,7 @@ def test_files_that_cannot_serve_are_one_line(pair: KeyPair, tmp_path: Path, cap
     assert f"--ssl-keyfile {absent} cannot be read" in refused(capfd, certfile=cert, keyfile=absent)
     assert "--ssl-keyfile " in refused(capfd, certfile=cert, keyfile=str(tmp_path))
     assert "KEY_VALUES_MISMATCH" in refused(capfd, certfile=cert, keyfile=other.ssl_keyfile)
-    assert "are no certificate with its key" in refused(capfd, certfile=str(text), keyfile=key)
+    assert "are not a certificate and its key" in refused(capfd, certfile=str(text), keyfile=key)
     assert "without a password" in refused(capfd, certfile=locked.ssl_certfile, keyfile=locked.ssl_keyfile)
 
 

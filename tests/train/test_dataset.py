@@ -98,7 +98,7 @@ def test_sequences_without_loss_in_reach_are_left_out(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a sequence has 10 tokens and rows 9"):
         PackedRows(split.train, 9)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="empty holds no answer within 10 tokens; let `sharesd train generate`"):
+    with pytest.raises(ValueError, match="empty has no answer within 10 tokens; raise --max-length"):
         read_split(tmp_path / "empty", 10)
 
 

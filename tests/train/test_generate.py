@@ -356,7 +356,7 @@ def test_doubled_and_damaged_lines_are_told(tmp_path: Path) -> None:
     for rank in range(2):
         with Shard(tmp_path, rank, 2) as shard:
             shard.add({"index": 0, "sample": 0, "sequences": []})
-    with pytest.raises(ValueError, match="of-00002.jsonl has answer 0 to record 0, which is there already"):
+    with pytest.raises(ValueError, match="of-00002.jsonl has answer 0 to record 0, which another line has"):
         answers(tmp_path)
     shard.path.write_bytes(b'{"index": 1, "sample"\n')
     with pytest.raises(ValueError, match="00001-of-00002.jsonl:1 is not a record"):
@@ -375,7 +375,7 @@ def test_doubled_and_damaged_lines_are_told(tmp_path: Path) -> None:
         (["--mode", "fast"], {}, "mode is 'fast'; choose one of"),
         (["--prompts", "none.jsonl"], {}, "none.jsonl cannot be read (No such file or directory)"),
         (["--prompts", "/dev/null"], {}, "/dev/null: no records"),
-        (["--gpu-index", "0", "--device", "cpu"], {}, "--gpu-index is 0 and --device cpu; drop one of the two"),
+        (["--gpu-index", "0", "--device", "cpu"], {}, "--gpu-index is 0 but --device is cpu; drop one or the other"),
         (
             ["--seed", "1"],
             {},
@@ -392,7 +392,7 @@ def test_doubled_and_damaged_lines_are_told(tmp_path: Path) -> None:
             "--tensor-parallel is 2 and a launcher has started",
         ),
         (["--replicas", "2", "--tensor-parallel", "3"], {}, "--replicas is 2 and --tensor-parallel 3; drop one of the"),
-        (["--replicas", "2", "--gpu-index", "0"], {}, "--gpu-index is 0 and --replicas 2, which take a GPU each"),
+        (["--replicas", "2", "--gpu-index", "0"], {}, "--gpu-index is 0, but --replicas assigns GPUs"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -457,7 +457,7 @@ def test_inspect_shows_what_is_in_the_loss(
     status, out, _ = inspect(prompts, "--target", model)
     assert status == 0 and "⟦the cat<|im_end|>⟧" in out and "prompts.jsonl:1: " in out
     status, out, err = inspect(prompts, "--target", model, "--index", "2")
-    assert (status, out) == (2, "") and "prompts.jsonl:3: the assistant says nothing" in err and err.count("\n") == 1
+    assert (status, out) == (2, "") and "prompts.jsonl:3: there is no assistant message" in err and err.count("\n") == 1
     assert "--index is 99 and" in inspect(prompts, "--index", "99")[2]
 
 

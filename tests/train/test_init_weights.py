@@ -69,5 +69,5 @@ def test_a_new_glide_head_begins_as_the_first_block_and_looks_as_the_last_does()
 
 def test_draft_tokens_are_what_is_said_most_often() -> None:
     assert most_frequent([TEXTS, TEXTS], VOCAB, 5).tolist() == [2, 4, 6, 7, 8]
-    with pytest.raises(ValueError, match="--draft-vocab is 41 and the target knows 40 tokens"):
+    with pytest.raises(ValueError, match="--draft-vocab is 41 but the target has 40 tokens"):
         most_frequent([TEXTS], VOCAB, 41)

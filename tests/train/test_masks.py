@@ -147,14 +147,14 @@ def test_each_answer_is_behind_what_the_target_reads_before_it() -> None:
 @pytest.mark.parametrize(
     ("template", "messages", "reason"),
     [
-        (QWEN, TALK, "answer 1 in other words"),
-        (CHATML, TALK[:1], "the assistant says nothing"),
+        (QWEN, TALK, "changes the text of answer 1"),
+        (CHATML, TALK[:1], "there is no assistant message"),
         (CHATML.replace("<|im_end|>", ""), TALK, "no end of turn follows answer 1"),
-        (CHATML, [TALK[0], {"role": "assistant", "content": "the<|im_end|>cat"}], "answer 1 in other words"),
-        (CHATML.replace("m.content", "m.content | upper"), TALK, "answer 1 in other words"),
-        (CHATML.replace("assistant\n{% endif", "model\n{% endif"), TALK, "not what the chat template asks it with"),
+        (CHATML, [TALK[0], {"role": "assistant", "content": "the<|im_end|>cat"}], "changes the text of answer 1"),
+        (CHATML.replace("m.content", "m.content | upper"), TALK, "changes the text of answer 1"),
+        (CHATML.replace("assistant\n{% endif", "model\n{% endif"), TALK, "not the prompt that the chat template"),
         (GEMMA, [SYSTEM, *TALK], "no system"),
-        (MISTRAL, [SYSTEM, *TALK], "not what the chat template asks it with"),
+        (MISTRAL, [SYSTEM, *TALK], "not the prompt that the chat template"),
         (MARKED.replace("{{ m.content }}<|im_end|>{% endgen", "{% endgen"), TALK, "no end of turn follows answer 1"),
         (MARKED.replace("'assistant'", "'robot'"), TALK, "marks 0 of 1 answers"),
         (None, TALK, "no chat template"),
@@ -181,7 +181,7 @@ def test_an_answer_that_would_merge_with_its_prompt_is_cut_where_the_prompt_ends
     """ "ca" + "t" is one token of the vocabulary, which a target that has read "ca" cannot say."""
     tokenizer = tokenizer_of(CHATML.replace("assistant\n{% endif", "assistant\nca{% endif"))
     messages = [TALK[0], {"role": "assistant", "content": "cat"}]
-    with pytest.raises(ValueError, match="other words"):
+    with pytest.raises(ValueError, match="changes the text of answer"):
         masked(tokenizer, messages)
     glued = CHATML.replace("{{ m.content }}", "{{ 'ca' if m.role == 'assistant' else '' }}{{ m.content }}")
     tokenizer = tokenizer_of(glued.replace("assistant\n{% endif", "assistant\nca{% endif"))

@@ -76,7 +76,7 @@ def test_a_filled_table_knows_what_the_model_says(
         (["--prompts", "bad.jsonl", "--out", "x.npz"], "bad.jsonl:2: not JSON (Expecting value at column 12)"),
         (["--prompts", "empty.jsonl", "--out", "x.npz"], "empty.jsonl:1 has none of instruction, prompt, question"),
         (["--prompts", "few.jsonl", "--out", "x.npz"], "the files hold 1 prompts; give at least 10"),
-        (["--prompts", "few.jsonl", "--out", "x.txt"], "--out is x.txt; name a .npz file"),
+        (["--prompts", "few.jsonl", "--out", "x.txt"], "--out is x.txt; give a .npz file"),
         (["--prompts", "few.jsonl", "--out", "x.npz", "--num-prompts", "0"], "--num-prompts is 0; it must be at least"),
     ],
 )
@@ -109,7 +109,7 @@ def test_the_target_says_what_users_ask(
     assert found[0] == found[1], "whatever is said beside them"
     said = [json.loads(line)["prompt"] for line in found[0].splitlines()]
     assert 0 < len(said) == len(set(said)) < 20
-    assert f"{len(said)} different prompts of 20" in capsys.readouterr().out
+    assert f"{len(said)} distinct prompts of 20" in capsys.readouterr().out
     assert set(read_prompts([str(tmp_path / "said-2.jsonl")])) == set(said)
 
 
@@ -119,7 +119,7 @@ def test_what_was_said_before_an_end_is_not_said_again(
     monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / "cache"))
     options = ["--target", str(make_checkpoint(tmp_path / "model")), "--max-context", "256", "--max-batch", "3"]
     options += ["--num-prompts", "12", "--max-new-tokens", "120"]
-    whole, out = tmp_path / "whole.jsonl", tmp_path / "said.jsonl"
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "prompts.jsonl"
     assert main(["prompts", "--out", str(whole), *options]) == 0
     add, added = Journal.add, []
 
@@ -158,7 +158,7 @@ def test_a_corpus_is_looked_into(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["corpus", "--texts", str(answers), "--target", model, "--out", "x.txt"]) == 2
     answers.write_text('{"text": "a"}\n{}\n', encoding="utf-8")
     assert main(["corpus", "--texts", str(answers), "--target", model, "--out", str(out)]) == 2
-    assert "answers-naive.jsonl:2 is no JSON record" in capsys.readouterr().err
+    assert "answers-naive.jsonl:2 is not a JSON record" in capsys.readouterr().err
     build_datastore([1, 2, 10_000], out)
     with pytest.raises(ValueError, match="holds token id 10000 and the target has 384"):
         Runtime(replace(config, drafter_options={"corpus": str(out)}), ("suffix",))
@@ -180,7 +180,7 @@ def test_a_corpus_of_answers(tmp_path: Path, prompts: tuple[Path, Path], capsys:
     assert main(["corpus", "--prompts", str(prompts[0]), *options, "--max-new-tokens", "127"]) == 2
     assert "no prompt leaves room for 127 new tokens in a context of 128" in capsys.readouterr().err
     assert main(["corpus", *options]) == 2
-    assert "give --texts, --prompts or both" in capsys.readouterr().err
+    assert "no input; pass --texts, --prompts or both" in capsys.readouterr().err
 
 
 def test_the_embedded_models_table_and_corpus_ship() -> None:

@@ -106,4 +106,4 @@ def test_sizes_that_do_not_fit_are_one_line(data: Path, tmp_path: Path, capsys: 
     for more in (["--layers", "5"], ["--hidden-size", "128"]):
         assert train("draft", data, tmp_path / "out", *more) == 2
         said = capsys.readouterr().err
-        assert "the target has 4 and 64, give no more" in said and said.count("\n") == 1
+        assert "the target has 4 and 64; give at most that" in said and said.count("\n") == 1

@@ -377,7 +377,7 @@ def test_stored_states_are_those_that_are_read(
     store, more = tmp_path / "states", ("--states", str(tmp_path / "states"))
     assert train("eagle3", data, tmp_path / "dry", "--dry-run", *more) == 0
     num_bytes = sum(range(20, 44)) * 4 * 64 * 2  # tokens, depths, hidden size, bfloat16
-    assert f"hidden states: {num_bytes / 1e9:.2f} GB in {store}, 0.00 GB of it there" in capsys.readouterr().out
+    assert f"hidden states: {num_bytes / 1e9:.2f} GB in {store}, 0.00 GB of it stored" in capsys.readouterr().out
     assert not store.exists()
     assert train("eagle3", data, tmp_path / "read") == 0
     assert train("eagle3", data, tmp_path / "storing", *more) == 0
@@ -412,10 +412,10 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(
         (["--unroll", "1,0"], "--unroll is 1,0; it must be at least 1"),
         (["--lr", "0"], "--lr is 0.0; it must be above 0"),
         (["--held-out", "0"], "--held-out 0.0 leaves no answers to measure with; raise it, or add answers"),
-        (["--kl-weight", "0", "--feature-weight", "0"], "give none below 0 and at least one above"),
+        (["--kl-weight", "0", "--feature-weight", "0"], "none may be below 0, and at least one must be above"),
         (["--costs", "0.1"], "--costs is '0.1'; give two numbers, for example 0.1,1.5"),
-        (["--draft-vocab", "9999"], "--draft-vocab is 9999 and the target knows 384 tokens"),
-        (["--max-length", "600"], "--max-length is 600 and the target takes 512 tokens"),
+        (["--draft-vocab", "9999"], "--draft-vocab is 9999 but the target has 384 tokens"),
+        (["--max-length", "600"], "--max-length is 600 but the target supports 512 tokens"),
         (["--data", "no/such/folder"], "settings.json cannot be read"),
         (["--dtype", "int8"], "--dtype is 'int8'"),
     ],
@@ -433,7 +433,7 @@ def test_a_folder_keeps_its_training(
 ) -> None:
     assert train("eagle", data, tmp_path / "out", "--steps", "1") == 0
     assert train("eagle", data, tmp_path / "out") == 2
-    assert "is not empty; add --resume to go on there, or give another folder" in capsys.readouterr().err
+    assert "is not empty; add --resume to continue there, or give another folder" in capsys.readouterr().err
     assert train("eagle", data, tmp_path / "out", "--resume", "--steps", "1", "--lr", "0.5") == 2
     assert "says lr 0.001 and now it is 0.5" in capsys.readouterr().err
     capsys.readouterr()

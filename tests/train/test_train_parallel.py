@@ -157,7 +157,7 @@ def test_training_goes_on_from_an_eagle3_head(data: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--unroll", "3", "--chain", "4"], "--unroll is 3 and --chain 4; the head guesses as many tokens"),
+        (["--unroll", "3", "--chain", "4"], "--unroll is 3 and --chain 4; the head drafts --unroll tokens"),
         (["--unroll", "1", "--chain", "1"], "at least 2"),
         (["--anchors", "0"], "--anchors is 0.0; give a share above 0, at most 1"),
         (["--layers", "3"], "has 3 layers; heads of kind parallel have at most 2"),

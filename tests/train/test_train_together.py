@@ -102,7 +102,7 @@ def test_states_are_stored_once(together: Path) -> None:
 def test_another_number_of_processes_is_refused(data: Path, together: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train("eagle3", data, together / "whole", "--resume", *RUNS[0][3]) == 2
     said = capsys.readouterr().err
-    assert "says processes 2 and now it is 1; go on as before" in said and said.count("\n") == 1
+    assert "was trained by 2 processes, not 1; use 2" in said and said.count("\n") == 1
 
 
 def test_a_batch_that_cannot_be_shared_is_refused(
@@ -119,5 +119,5 @@ def test_all_end_when_one_fails(together: Path) -> None:
     """Process 0 cannot write its measures; the other one, which waits for it, hears that it has ended."""
     said = (together / "stderr").read_text().splitlines()
     [mine] = [line for line in said if "curves.png: Is a directory" in line]
-    [others] = [line for line in said if "the processes do not come together" in line]
+    [others] = [line for line in said if "the processes cannot connect" in line]
     assert said.index(mine) < said.index(others)

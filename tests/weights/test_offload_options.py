@@ -41,7 +41,7 @@ def test_sizes(text: str, num_bytes: int) -> None:
 def test_sizes_that_are_none(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         config_of(f"--cpu-memory-limit={text}")
-    assert "is no size; write for example 512M, 8GB or 8GiB" in capsys.readouterr().err
+    assert "is not a size; use for example 512M, 8GB or 8GiB" in capsys.readouterr().err
 
 
 def test_the_plan_chooses_what_nobody_gave() -> None:

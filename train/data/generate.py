@@ -19,7 +19,7 @@ from multigpu.data_parallel import Numbered, TaskQueue, environments, start
 from multigpu.launcher_replicas import rank_and_world
 from sharesd.cli import options
 from sharesd.cli.console import console, set_up_logging, warn
-from sharesd.cli.offline import answering
+from sharesd.cli.generate_file import answering
 from sharesd.config import EngineConfig, Mode
 from sharesd.data.json_lines import records
 from sharesd.data.prompt_files import Message, conversation
@@ -62,9 +62,8 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "generate",
         help="have the target answer prompts, as data for draft heads",
-        description="Let the target answer prompts, one user turn after the other, and keep its tokens. Run it again "
-        "to go on after an end of any kind; several processes (--replicas, torchrun, accelerate launch) share the "
-        "prompts.",
+        description="Let the target answer prompts, one user turn after the other, and store its tokens. Rerun to "
+        "resume; several processes (--replicas, torchrun, accelerate launch) share the prompts.",
     )
     parser.set_defaults(run=run, parser=parser)
     options.add_model_options(parser)
@@ -76,23 +75,29 @@ def add_parser(subparsers: Any) -> None:
         metavar="FILE",
         help="JSON or JSON Lines: instructions, questions, messages or ShareGPT's conversations",
     )
-    group.add_argument("--out-dir", required=True, metavar="DIR", help="where the answers go, and are gone on with")
+    group.add_argument(
+        "--out-dir", required=True, metavar="DIR", help="folder of the answers; an existing one is resumed"
+    )
     group.add_argument(
         "--num-prompts", type=int, metavar="N", help="records of each file, drawn at random (default: all)"
     )
-    group.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help="tokens per answer at most")
+    group.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help="maximum tokens per answer")
     group.add_argument(
-        "--temperature", default="0", metavar="T,T", help="0 = greedy; of several each answer takes the next one"
+        "--temperature", default="0", metavar="T,T", help="0 = greedy; of several, each answer uses the next one"
     )
-    group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="where the temperature is above 0")
+    group.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="top-p of answers with a temperature above 0"
+    )
     group.add_argument("--samples", type=int, default=1, metavar="N", help="answers to each record")
-    group.add_argument("--seed", type=int, default=0, help="each answer has a seed made of this one and its number")
-    group = parser.add_argument_group("decoding (which changes no answer)")
+    group.add_argument(
+        "--seed", type=int, default=0, help="seed; that of each answer is derived from it and the answer's number"
+    )
+    group = parser.add_argument_group("decoding (without effect on the answers)")
     group.add_argument("--mode", default="hybrid", help=", ".join(registry.modes()))
-    group.add_argument("--max-batch", type=int, default=8, metavar="N", help="conversations that are had at once")
+    group.add_argument("--max-batch", type=int, default=8, metavar="N", help="conversations decoded at once")
     options.add_replicas_option(group)
     group.add_argument(
-        "--gpu-index", type=int, metavar="N", help="GPU to use (default: LOCAL_RANK, where a launcher sets it)"
+        "--gpu-index", type=int, metavar="N", help="GPU to use (default: LOCAL_RANK, if a launcher sets it)"
     )
 
 
@@ -131,7 +136,7 @@ def run(args: argparse.Namespace) -> int:
     if len(after) + skipped.total() + failed.total() != len(every):
         raise RuntimeError(
             f"{len(every)} answers were wanted, and {len(after)} written + {skipped.total()} skipped + "
-            f"{failed.total()} failed are not as many"
+            f"{failed.total()} failed are a different number"
         )
     process = f" (process {rank} of {world})" if world > 1 else ""
     reasons = [
@@ -180,7 +185,7 @@ def answer(work: Work, tasks: TaskQueue, progress: Progress | None = None) -> It
     """
     if progress is None:
         set_up_logging(os.environ.get("LOGLEVEL", "WARNING"))
-    from sharesd.runtime import Runtime  # torch takes seconds, mistakes should not
+    from sharesd.runtime import Runtime  # late: importing torch takes seconds
 
     runtime = Runtime(work.config, (work.mode,), progress=progress or silent)
     engine = runtime.engine(work.mode, warm=work.warm, each_kind=True)
@@ -200,7 +205,7 @@ def read(files: Sequence[str], limit: int | None, seed: int) -> list[Wanted]:
             random.Random(seed).shuffle(here)
         drawn += sorted(here[:limit], key=lambda record: record.number)
     if not drawn:
-        raise ValueError(f"{', '.join(files)}: no records; give files that hold some")
+        raise ValueError(f"{', '.join(files)}: no records; give files with records")
     return drawn
 
 
@@ -233,11 +238,13 @@ def _sampling(args: argparse.Namespace) -> tuple[list[float], SamplingParams]:
         raise ValueError(f"--temperature is {args.temperature!r}; give numbers, for example 0,0.7,1") from None
     if args.top_p != 1 and not any(temperatures):
         warn("no effect on greedy decoding: --top-p; --temperature 1 samples")
-    taken = ([temperatures[(i + j) % len(temperatures)] for j in range(args.samples)] for i in range(len(temperatures)))
-    if any(each.count(0) > 1 for each in taken):
+    chosen = (
+        [temperatures[(i + j) % len(temperatures)] for j in range(args.samples)] for i in range(len(temperatures))
+    )
+    if any(each.count(0) > 1 for each in chosen):
         raise ValueError(
             f"--samples {args.samples} at --temperature {args.temperature} answers some records greedily twice, "
-            "which gives one answer; lower --samples or give other temperatures"
+            "with the same result; lower --samples or give other temperatures"
         )
     params = SamplingParams(max_new_tokens=args.max_new_tokens, top_p=args.top_p)
     for temperature in temperatures:
@@ -250,7 +257,7 @@ def _places(args: argparse.Namespace, config: EngineConfig) -> list[dict[str, st
     if args.replicas is None:
         return []
     if args.gpu_index is not None:
-        raise ValueError(f"--gpu-index is {args.gpu_index} and --replicas {args.replicas}, which take a GPU each")
+        raise ValueError(f"--gpu-index is {args.gpu_index}, but --replicas assigns GPUs; drop one or the other")
     return environments(args.replicas, config.device)
 
 
@@ -258,7 +265,7 @@ def _device(args: argparse.Namespace, config: EngineConfig) -> str:
     """Return --device, with the GPU's index if one is given."""
     if args.gpu_index is not None:
         if config.device not in ("auto", "cuda"):
-            raise ValueError(f"--gpu-index is {args.gpu_index} and --device {config.device}; drop one of the two")
+            raise ValueError(f"--gpu-index is {args.gpu_index} but --device is {config.device}; drop one or the other")
         return f"cuda:{args.gpu_index}"
     local = os.environ.get("LOCAL_RANK")
     if local is not None and config.device in ("auto", "cuda"):

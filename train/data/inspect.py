@@ -25,15 +25,17 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "inspect",
         help="show which tokens of a conversation are in the loss",
-        description="Show a conversation with the tokens in colour that are in the loss.",
+        description="Show a conversation, with tokens that are in the loss in colour.",
     )
     parser.set_defaults(run=run, parser=parser)
     parser.add_argument("file", metavar="FILE", help="a shard of `train generate`, or conversations with their answers")
-    parser.add_argument("--index", type=int, default=0, metavar="N", help="which one of the file, from 0")
+    parser.add_argument(
+        "--index", type=int, default=0, metavar="N", help="index of the conversation in the file, from 0"
+    )
     parser.add_argument(
         "--target",
         metavar="MODEL",
-        help="whose tokenizer and chat template (default: what answered, for shards; else the embedded model's)",
+        help="model of the tokenizer and chat template (default: the one that wrote a shard, else the embedded one)",
     )
 
 
@@ -43,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     is_shard = path.match(SHARDS)
     found = [(f"{path}:{i}", one) for i, (_, one) in enumerate(read_lines(path), 1)] if is_shard else records(path)
     if not 0 <= args.index < len(found):
-        raise ValueError(f"--index is {args.index} and {path} holds {len(found)} conversations; count from 0")
+        raise ValueError(f"--index is {args.index} but {path} has {len(found)} conversations, counted from 0")
     where, record = found[args.index]
     target = args.target
     if target is None and is_shard and (path.parent / SETTINGS).exists():
@@ -79,7 +81,7 @@ def shown(tokenizer: Tokenizer, example: Example, *, marks: tuple[str, str] = ("
     text, done = Text(), 0
     for start, end in example.loss_spans:
         text.append(tokenizer.decode(example.token_ids[done:start], skip_special_tokens=False))
-        said = tokenizer.decode(example.token_ids[start:end], skip_special_tokens=False)
-        text.append(f"{marks[0]}{said}{marks[1]}", style=IN_LOSS)
+        part = tokenizer.decode(example.token_ids[start:end], skip_special_tokens=False)
+        text.append(f"{marks[0]}{part}{marks[1]}", style=IN_LOSS)
         done = end
     return text.append(tokenizer.decode(example.token_ids[done:], skip_special_tokens=False))

@@ -74,7 +74,7 @@ def masked(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[Example]:
     """
     examples = join(_encoded(tokenizer, *texts) for texts in _answers(tokenizer, messages))
     if not examples:
-        raise ValueError("the assistant says nothing")
+        raise ValueError("there is no assistant message")
     return examples
 
 
@@ -89,15 +89,15 @@ def _answers(tokenizer: Tokenizer, messages: Sequence[Message]) -> Iterator[tupl
         else:
             prompt = tokenizer.render_chat(messages[:place])
             if not text.startswith(prompt):
-                raise ValueError(f"the text before answer {number} is not what the chat template asks it with")
+                raise ValueError(f"the text before answer {number} is not the prompt that the chat template renders")
             start = end = len(prompt)
         stop = re.compile("|".join(re.escape(end) for end in _ends(tokenizer)) or r"(?!)").search(text, start)
         if stop is None:
             raise ValueError(f"no end of turn follows answer {number}")
-        said, shown = messages[place]["content"].strip(), text[start : stop.start()]
+        content, shown = messages[place]["content"].strip(), text[start : stop.start()]
         beyond = text[end : stop.start()] if is_marked else ""
-        if beyond.strip() or (said not in shown if is_marked else said != shown.strip()):
-            raise ValueError(f"the chat template shows answer {number} in other words")
+        if beyond.strip() or (content not in shown if is_marked else content != shown.strip()):
+            raise ValueError(f"the chat template changes the text of answer {number}")
         yield text[:start], text[start : stop.end()], number
 
 
@@ -128,7 +128,7 @@ def _encoded(tokenizer: Tokenizer, prompt: str, answer: str, number: int) -> Tur
     prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
     token_ids = tokenizer.encode(prompt + answer, add_special_tokens=False)
     if token_ids[: len(prompt_ids)] != prompt_ids:
-        # The answer's first token would take in the end of the prompt. Whoever has read the prompt cannot say that one.
+        # The answer's first token would include the end of the prompt; a model that has read the prompt cannot emit it.
         apart = prompt_ids + tokenizer.encode(answer, add_special_tokens=False)
         if tokenizer.decode(apart, False) != tokenizer.decode(token_ids, False):
             raise ValueError(f"answer {number} begins within a token of its prompt")
@@ -136,5 +136,5 @@ def _encoded(tokenizer: Tokenizer, prompt: str, answer: str, number: int) -> Tur
     answer_ids = token_ids[len(prompt_ids) :]
     ends = [place for place, token in enumerate(answer_ids, 1) if token in tokenizer.eos_ids]
     if ends != [len(answer_ids)]:
-        raise ValueError(f"answer {number} has ends of turn at other places than its end")
+        raise ValueError(f"answer {number} has end-of-turn tokens before its end")
     return Turn(prompt_ids, answer_ids)

@@ -64,7 +64,7 @@ def read_split(folder: Path, max_length: int, held_out: float = 0.05) -> Split:
                 parts[_draw(asked) < held_out].append(place)
     if not any(parts.values()):
         raise ValueError(
-            f"{folder} holds no answer within {max_length} tokens; let `sharesd train generate` write some"
+            f"{folder} has no answer within {max_length} tokens; raise --max-length, or run `sharesd train generate`"
         )
     return Split(*(sorted(parts[side]) for side in (False, True)))
 
@@ -87,7 +87,9 @@ class PackedRows(Dataset[dict[str, Tensor]]):
         self._places, self._max_length, self._seed, self._shuffle = list(places), max_length, seed, shuffle
         longest = max((place.length for place in self._places), default=0)
         if longest > max_length:
-            raise ValueError(f"a sequence has {longest} tokens and rows {max_length}; read the split for that length")
+            raise ValueError(
+                f"a sequence has {longest} tokens and rows have {max_length}; read the split with that length"
+            )
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:

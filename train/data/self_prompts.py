@@ -36,8 +36,8 @@ def add_parser(subparsers: Any) -> None:
     """Add the subcommand."""
     parser = subparsers.add_parser(
         "prompts",
-        help="have the target say what users ask, as prompts for `generate`",
-        description="Let the target go on where its chat template has the user speak, and keep what differs.",
+        help="sample user prompts from the target, for `generate`",
+        description="Let the target write the user's message of its chat template, and keep distinct results.",
     )
     parser.set_defaults(run=run, parser=parser)
     options.add_model_options(parser)
@@ -46,32 +46,40 @@ def add_parser(subparsers: Any) -> None:
         "--out",
         required=True,
         metavar="FILE",
-        help="JSON Lines, which `generate --prompts` reads; run it again to go on after an end of any kind",
+        help="JSON Lines, as `generate --prompts` reads them; rerun to resume",
     )
-    group.add_argument("--num-prompts", type=int, default=1000, metavar="N", help="that are said; a few are left out")
-    group.add_argument("--max-new-tokens", type=int, default=160, metavar="N", help="longer ones are left out")
+    group.add_argument(
+        "--num-prompts", type=int, default=1000, metavar="N", help="prompts to sample; a few are dropped"
+    )
+    group.add_argument(
+        "--max-new-tokens",
+        type=int,
+        default=160,
+        metavar="N",
+        help="maximum tokens per prompt; longer ones are dropped",
+    )
     group.add_argument("--temperature", type=float, default=1.0)
     group.add_argument("--top-p", type=float, default=0.9, metavar="P")
     group.add_argument("--seed", type=int, default=0)
-    group.add_argument("--max-batch", type=int, default=32, metavar="N", help="prompts that are said at once")
+    group.add_argument("--max-batch", type=int, default=32, metavar="N", help="prompts decoded at once")
 
 
 def run(args: argparse.Namespace) -> int:
     """Sample and write the prompts; return the exit status."""
     out = Path(args.out)
     if out.suffix != ".jsonl" or out.is_dir() or not out.parent.is_dir():
-        raise ValueError(f"--out is {args.out}; name a .jsonl file in a folder that is there")
+        raise ValueError(f"--out is {args.out}; give a .jsonl file in an existing folder")
     if args.num_prompts < 1:
         raise ValueError(f"--num-prompts is {args.num_prompts}; it must be at least 1")
     if not args.temperature > 0:
-        raise ValueError(f"--temperature is {args.temperature}, where all prompts are one; raise it")
+        raise ValueError(f"--temperature is {args.temperature}, at which all prompts are equal; raise it")
     params = SamplingParams(
         max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_p=args.top_p, seed=args.seed
     )
     config = replace(options.engine_config(args, modes=("naive",)), max_batch=args.max_batch)
     settings, part = (Path(args.out + end) for end in (".settings.json", ".part"))
     if out.exists() and not settings.exists():
-        raise ValueError(f"{FLAG} is {out}, which is there and has no {settings.name}; name another file")
+        raise ValueError(f"{FLAG} is {out}, which exists but has no {settings.name}; give another file")
     keep_settings(settings, _settings(config, params, args.num_prompts), FLAG)
     if not out.exists():
         with Journal(part, FLAG) as journal:
@@ -79,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
             _write_kept(out, part)
         part.unlink()
     console.print(
-        f"{out}: {sum(1 for _ in read_lines(out)):,} different prompts of {args.num_prompts:,} that were said",
+        f"{out}: {sum(1 for _ in read_lines(out)):,} distinct prompts of {args.num_prompts:,} sampled",
         highlight=False,
         markup=False,
         soft_wrap=True,
@@ -89,10 +97,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _sample_prompts(config: EngineConfig, params: SamplingParams, num: int, journal: Journal) -> None:
     """Sample the prompts missing in the journal, and append them."""
-    done = {record["index"] for record in _said(journal.path)}
+    done = {record["index"] for record in _sampled(journal.path)}
     left = iter([index for index in range(num) if index not in done])
     with loading_bars() as progress:
-        from sharesd.runtime import Runtime  # torch takes seconds, mistakes should not
+        from sharesd.runtime import Runtime  # late: importing torch takes seconds
 
         engine = Runtime(config, ("naive",), progress=progress).engine("naive", warm=params)
         begin = before_user(engine.tokenizer)
@@ -105,18 +113,20 @@ def _sample_prompts(config: EngineConfig, params: SamplingParams, num: int, jour
         for number, (index, prompt, mistake) in enumerate(run_conversations(engine, take), 1 + len(done)):
             if mistake is not None:
                 raise mistake
-            journal.add({"index": index, "text": prompt.said.text, "ended": prompt.said.finish_reason == "stop"})
+            journal.add(
+                {"index": index, "text": prompt.completion.text, "ended": prompt.completion.finish_reason == "stop"}
+            )
             progress("prompts", number, num)
 
 
-def _said(journal: Path) -> Iterator[dict[str, Any]]:
+def _sampled(journal: Path) -> Iterator[dict[str, Any]]:
     return (record for _, record in read_records(journal, FLAG, with_fields("index", "text", "ended")))
 
 
 def _write_kept(out: Path, journal: Path) -> None:
     """Write finished, distinct prompts of sufficient length, by number."""
-    said = sorted(_said(journal), key=lambda one: one["index"])
-    kept = dict.fromkeys(text for one in said if one["ended"] and len(text := one["text"].strip()) >= SHORTEST)
+    sampled = sorted(_sampled(journal), key=lambda one: one["index"])
+    kept = dict.fromkeys(text for one in sampled if one["ended"] and len(text := one["text"].strip()) >= SHORTEST)
     atomic_write(out, "".join(json.dumps({"prompt": text}) + "\n" for text in kept))
 
 
@@ -129,13 +139,13 @@ class _Prompt:
         from sharesd.engine.outputs import Completion
 
         self._begin, self._params, self._index = begin, params, index
-        self.said = Completion()
+        self.completion = Completion()
 
     def ask(self, engine: Engine) -> Request:
         return engine.add(self._begin, self._params, self._index)
 
     def take(self, chunk: TokenChunk) -> None:
-        self.said.add(chunk)
+        self.completion.add(chunk)
 
 
 def _settings(config: EngineConfig, params: SamplingParams, num: int) -> dict[str, Any]:
@@ -158,9 +168,11 @@ def before_user(tokenizer: Tokenizer) -> list[int]:
 
     Raises ValueError if there are none.
     """
-    mark = "<what the user says>"
+    mark = "<the user's message>"
     text = tokenizer.render_chat([{"role": "user", "content": mark}])
     before = tokenizer.encode(text[: text.index(mark)], add_special_tokens=False)
     if not before:
-        raise ValueError("the chat template has nothing before what users say, which would tell the target to ask")
+        raise ValueError(
+            "the chat template writes nothing before the user's message, from which the target could continue"
+        )
     return before

@@ -45,7 +45,7 @@ def answers_in(folder: Path) -> Iterator[tuple[Path, int, dict[str, Any]]]:
             key = record["index"], record["sample"]
             if key in found:
                 raise ValueError(
-                    f"{shard} has answer {key[1]} to record {key[0]}, which is there already; drop its line"
+                    f"{shard} has answer {key[1]} to record {key[0]}, which another line has; remove that line"
                 )
             found.add(key)
             yield shard, offset, record

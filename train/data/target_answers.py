@@ -28,7 +28,7 @@ def add_prompt_options(group: Any, *, required: bool) -> None:
         type=int,
         default=NUM_PROMPTS,
         metavar="N",
-        help="prompts of each file that are answered, drawn at random (all, where it holds fewer)",
+        help="prompts of each file to answer, drawn at random (all, if it has fewer)",
     )
     group.add_argument("--max-new-tokens", type=int, default=MAX_NEW_TOKENS, metavar="N", help="tokens per answer")
 

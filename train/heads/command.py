@@ -32,7 +32,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 FREED = 2**31 - 1
 """Bytes of freed memory kept for the next step."""
 SILENCE = 5.0
-"""Seconds between lines of progress, if there is no terminal."""
+"""Seconds between lines of progress without a terminal."""
 SAMPLE = 3
 """Steps of a dry run; the first is not timed."""
 
@@ -44,7 +44,7 @@ def add_parser(subparsers: Any) -> None:
             kind,
             help=f"{does} on what `generate` wrote",
             description=f"{does[0].upper()}{does[1:]} on the target's own answers, which `generate` wrote. The target "
-            "stays as it is. Processes of a launcher (torchrun, accelerate launch) train together.",
+            "does not change. Processes of a launcher (torchrun, accelerate launch) train together.",
         )
         parser.set_defaults(run=run, parser=parser, kind=kind)
         add_options(parser, kind)
@@ -59,29 +59,27 @@ def run(args: argparse.Namespace) -> int:
     costs = costs_of(args)
     made, out = settings_of(Path(args.data)), Path(args.out_dir)
     if not (args.resume or args.dry_run) and out.exists() and any(out.iterdir()):
-        raise ValueError(f"--out-dir {out} is not empty; add --resume to go on there, or give another folder")
+        raise ValueError(f"--out-dir {out} is not empty; add --resume to continue there, or give another folder")
     taps = numbers_of(args, "target_layers", "29,20") if args.kind == "glide" else numbers_of(args, "taps", "2,15,27")
     unroll = numbers_of(args, "unroll", "1,2,4")
     if min(unroll) < 1:
         raise ValueError(f"--unroll is {args.unroll}; it must be at least 1")
     if args.kind == "parallel" and not max(2, args.chain) <= max(unroll):
         raise ValueError(
-            f"--unroll is {args.unroll} and --chain {args.chain}; the head guesses as many tokens as --unroll says, at "
-            "least 2, and chains of no more can be measured"
+            f"--unroll is {args.unroll} and --chain {args.chain}; the head drafts --unroll tokens, at least 2, and "
+            "--chain may not exceed that"
         )
     states = None if args.states is None else Path(args.states)
     with loading_bars(enabled=rank == 0) as progress:
         from compile.adaptive_threads import STEP_THREADS
-        from compile.cpp_extension import keep_freed_memory  # torch takes seconds, mistakes should not
+        from compile.cpp_extension import keep_freed_memory  # late: importing torch takes seconds
         from train.heads.distributed import ALONE, accelerate_started_one, join
         from train.heads.trainer import Recipe, steps_of
         from train.heads.training_run import Task, TrainingRun
 
         if accelerate_started_one():
-            said = (
-                "accelerate launch has started one process; where there are no GPUs it starts several with --multi_gpu"
-            )
-            err_console.print(said, highlight=False, soft_wrap=True)
+            note = "accelerate launch has started one process; without GPUs it starts several with --multi_gpu"
+            err_console.print(note, highlight=False, soft_wrap=True)
         processes = join(rank, world, args.device) if world > 1 else ALONE
         processes.wait()  # all have found --out-dir empty before one writes there
         STEP_THREADS.fix(args.threads or STEP_THREADS.available)
@@ -143,12 +141,12 @@ def _check_states(session: TrainingRun, folder: Path) -> None:
     from train.heads.hidden_state_cache import check_room
 
     stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    _say(f"hidden states: {session.states_bytes / 1e9:.2f} GB in {folder}, {stored / 1e9:.2f} GB of it there")
+    _say(f"hidden states: {session.states_bytes / 1e9:.2f} GB in {folder}, {stored / 1e9:.2f} GB of it stored")
     check_room(folder, session.states_bytes - stored)
 
 
 def _train(session: TrainingRun, check_every: int) -> None:
-    """All steps that are left."""
+    """Run the remaining steps."""
     trainer, total, first = session.trainer, session.recipe.steps, session.processes.first
     if first:
         chain, costs = session.task.chain, session.costs
@@ -169,7 +167,7 @@ def _train(session: TrainingRun, check_every: int) -> None:
     )
     with closing(session), bars:
         places, begun, started = 0, trainer.step, time.perf_counter()
-        said = started
+        last_line = started
         bar = bars.add_task("training", total=total, completed=trainer.step)
         while trainer.step < total:
             found = session.advance()
@@ -177,10 +175,10 @@ def _train(session: TrainingRun, check_every: int) -> None:
             speed = places / (now - started)
             about = f"loss {found['loss']:.3f}{_accepted(session)}, {speed:,.0f} tok/s"
             bars.update(bar, completed=trainer.step, description=about)
-            if bars.disable and first and now - said > SILENCE and trainer.step < total:
+            if bars.disable and first and now - last_line > SILENCE and trainer.step < total:
                 left = (now - started) / (trainer.step - begun) * (total - trainer.step)
                 err_console.print(f"step {trainer.step} of {total}: {about}, {left:,.0f} s left", highlight=False)
-                said = now
+                last_line = now
             if trainer.step % check_every == 0 or trainer.step == total:
                 session.check()
                 if first:
@@ -199,7 +197,7 @@ def _found(record: dict[str, Any], total: int) -> str:
     rates = " ".join(f"{100 * rate:.0f}" for rate in record["conditional_acceptance"])
     gain = f"{record['expected_speedup']:.2f}x plain decoding with chains of {record['best_length']}"
     figures = f"held out, conditional acceptance {rates} %, tau of chains {record['tau_chains']:.2f}"
-    return f"step {record['step']} of {total}: {figures}, {gain if record['best_length'] else 'no chain pays'}"
+    return f"step {record['step']} of {total}: {figures}, {gain if record['best_length'] else 'no chain is faster'}"
 
 
 def _plan(session: TrainingRun) -> str:

@@ -106,7 +106,7 @@ def join(index: int, number: int, device: str) -> Processes:
     """
     given = device_of(device)
     if given.index is not None:
-        raise ValueError(f"--device is {device} and {number} processes were launched, with a GPU each; give cuda")
+        raise ValueError(f"--device is {device} but {number} processes were launched, each on its own GPU; use cuda")
     own = local_device(given, number)
     from accelerate import PartialState
 
@@ -124,5 +124,7 @@ def _together() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        said = " ".join(str(error).split()).partition(". ")[0]
-        raise RuntimeError(f"the processes do not come together, mostly since another one has ended: {said}") from error
+        reason = " ".join(str(error).split()).partition(". ")[0]
+        raise RuntimeError(
+            f"the processes cannot connect, probably because another one has stopped: {reason}"
+        ) from error

@@ -107,7 +107,7 @@ def initial_draft(folder: Path, target: Decoder, *, layers: int, hidden_size: in
         raise ValueError(f"drafts for architecture {c.model_type!r} are not supported; give a target like Llama")
     if not (1 <= layers <= num and 1 <= d <= c.hidden_size):
         raise ValueError(
-            f"--layers is {layers} and --hidden-size {d}; the target has {num} and {c.hidden_size}, give no more"
+            f"--layers is {layers} and --hidden-size {d}; the target has {num} and {c.hidden_size}; give at most that"
         )
     raw = {name: value for name, value in read_config(folder).items() if name not in ("layer_types", "auto_map")}
     raw |= {"num_hidden_layers": layers, "hidden_size": d, "head_dim": c.head_dim, "tie_word_embeddings": True}

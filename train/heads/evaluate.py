@@ -44,14 +44,14 @@ def acceptance(
     frozen: FrozenTarget,
     rows: Iterable[dict[str, Tensor]],
     length: int,
-    beside: Callable[[Lesson], object] = lambda lesson: None,
+    on_lesson: Callable[[Lesson], object] = lambda lesson: None,
 ) -> Acceptance:
-    """Return acceptance of chains; call `beside` with each lesson."""
+    """Return acceptance of chains; call `on_lesson` with each lesson."""
     found = Acceptance([0] * length, [0] * length)
     for row in rows:
         for lesson in frozen.lessons(row):
             _add(found, head, frozen, lesson)
-            beside(lesson)
+            on_lesson(lesson)
     return found
 
 
@@ -59,12 +59,12 @@ def _add(found: Acceptance, head: Learner, frozen: FrozenTarget, lesson: Lesson)
     unrolled = unroll(head, lesson, len(found.reached))
     choices_T = frozen.choices(lesson.teacher_TD)
     on_text_T = choices_T == lesson.foretold_T
-    alive_T = torch.ones_like(on_text_T)  # by where the coming guess is made
+    alive_T = torch.ones_like(on_text_T)  # indexed by the position that drafts next
     for step, states_1TD in enumerate(unrolled):
         reached_T = alive_T & lesson.counted(step)
-        guesses_T = torch.full_like(choices_T, -1)
-        guesses_T[reached_T] = _drafts(head, frozen, states_1TD[0, reached_T])
-        accepted_T = guesses_T == choices_T
+        drafts_T = torch.full_like(choices_T, -1)
+        drafts_T[reached_T] = _drafts(head, frozen, states_1TD[0, reached_T])
+        accepted_T = drafts_T == choices_T
         found.reached[step] += int(reached_T.sum())
         found.accepted[step] += int(accepted_T.sum())
         alive_T = (accepted_T & on_text_T).roll(1)

@@ -89,7 +89,7 @@ class StateStore:
     def _open(self, path: Path) -> None:
         try:
             shard = safe_open(path, "pt")
-        except Exception as error:  # SafetensorError is no subclass of anything narrower
+        except Exception as error:  # SafetensorError has no narrower base class
             raise ValueError(f"{path} cannot be read ({error}); remove it") from error
         self._stored |= dict.fromkeys(shard.keys(), shard)
 
@@ -100,7 +100,7 @@ def check_room(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(parent).free
     if needed > free:
         raise ValueError(
-            f"--states {folder} would take {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free; give another "
+            f"--states {folder} needs {needed / 1e9:.1f} GB but {free / 1e9:.1f} GB are free; give another "
             "folder, fewer answers or a smaller --max-length, or leave --states out"
         )
 

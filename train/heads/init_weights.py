@@ -60,7 +60,7 @@ def initial_head(
     for to, block_of_target in zip(head.blocks[1:], upper, strict=True):
         to.load_state_dict(block_of_target.state_dict())
     if isinstance(head, FeatureHead):
-        head.fc.weight[:, -D:] = torch.eye(D)  # the features lie behind the embedding, the deepest ones last
+        head.fc.weight[:, -D:] = torch.eye(D)  # the features follow the embedding, the deepest ones last
     if isinstance(head, Glide):
         _begin_as_layers(head, target)
     elif isinstance(head, Eagle3):
@@ -71,7 +71,7 @@ def initial_head(
         head.norm.weight.copy_(target.norm.weight)
     else:
         dice, values = torch.Generator().manual_seed(0), block.attn.num_key_value_heads * block.attn.head_dim
-        block.attn.qkv.weight.copy_(last.attn.qkv.weight * attn_norm_D)  # there is no norm to hold these
+        block.attn.qkv.weight.copy_(last.attn.qkv.weight * attn_norm_D)  # the head has no norm for these
         for weight in (block.attn.qkv.weight[-values:], block.mlp.gate_up.weight):
             weight.copy_(torch.randn(weight.shape, generator=dice) * D**-0.5)
         block.mlp_norm.weight.fill_(1)
@@ -130,7 +130,7 @@ def most_frequent(rows: Iterable[dict[str, Tensor]], vocab_size: int, num: int) 
     Of equally frequent tokens, lower ids come first. Raises ValueError if there are fewer than `num`.
     """
     if not 0 < num <= vocab_size:
-        raise ValueError(f"--draft-vocab is {num} and the target knows {vocab_size} tokens; give 1 to {vocab_size}")
+        raise ValueError(f"--draft-vocab is {num} but the target has {vocab_size} tokens; give 1 to {vocab_size}")
     counts_V = torch.zeros(vocab_size, dtype=torch.int64)
     for row in rows:
         counts_V += row["token_ids"][row["loss_mask"]].bincount(minlength=vocab_size)

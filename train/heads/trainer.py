@@ -163,7 +163,7 @@ class Trainer:
         place = {"step": self.step, "epoch": self._epoch, "row": self._row}
         return place | {"head": self.head.state_dict(), "optimizers": [one.state_dict() for one in self._optimizers]}
 
-    def go_on(self, state: dict[str, Any]) -> None:
+    def resume(self, state: dict[str, Any]) -> None:
         """Restore a state returned by `state`."""
         self.step, self._epoch, self._row = state["step"], state["epoch"], state["row"]
         self.head.load_state_dict(state["head"])

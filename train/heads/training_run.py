@@ -118,7 +118,7 @@ class TrainingRun:
         target = load_decoder(folder, dtype=dtype, device=device, progress=progress)
         if task.max_length > target.max_context:
             raise ValueError(
-                f"--max-length is {task.max_length} and the target takes {target.max_context} tokens; lower it"
+                f"--max-length is {task.max_length} but the target supports {target.max_context} tokens; lower it"
             )
         self._written = self._first_head(folder, target)
         """Head in the dtype of decoding."""
@@ -148,8 +148,8 @@ class TrainingRun:
                 raise ValueError(f"--init {task.init} is a head of kind {head.config.kind}, not {task.kind}")
             if head.config.draft_length < task.draft_length:
                 raise ValueError(
-                    f"--init {task.init} guesses {head.config.draft_length} tokens and --unroll asks for "
-                    f"{task.draft_length}; lower that"
+                    f"--init {task.init} drafts {head.config.draft_length} tokens but --unroll is "
+                    f"{task.draft_length}; lower --unroll"
                 )
             return head
         ids_K = None
@@ -161,7 +161,7 @@ class TrainingRun:
         if task.kind != "glide" and task.taps and not 1 <= min(task.taps) <= max(task.taps) <= len(target.blocks):
             given = ",".join(map(str, task.taps))
             raise ValueError(
-                f"--taps is {given} and the target has {len(target.blocks)} blocks; give numbers from 1 to "
+                f"--taps is {given} but the target has {len(target.blocks)} blocks; give numbers from 1 to "
                 f"{len(target.blocks)}, or leave it out"
             )
         return initial_head(task.kind, read_config(folder), target, ids_K=ids_K, taps=task.taps, **changes)
@@ -189,7 +189,7 @@ class TrainingRun:
         self.is_resumed = state is not None
         """Folder, best tau, and the steps of the heads that were best."""
         if state is not None:
-            self._go_on(state)
+            self._resume(state)
         self._agree(-1 if state is None else self.trainer.step)
         if first:
             self.provenance = Provenance(out, str(device_of(self.task.device)))
@@ -223,20 +223,20 @@ class TrainingRun:
             self.processes.wait()
             store.find()
 
-    def _go_on(self, state: dict[str, Any]) -> None:
+    def _resume(self, state: dict[str, Any]) -> None:
         before, number = state.get("processes", 1), self.processes.number
         if before != number:  # as with threads, the bits of sums depend on it
             raise ValueError(
-                f"{self.out / LAST} says processes {before} and now it is {number}; go on as before, or give another "
+                f"{self.out / LAST} was trained by {before} processes, not {number}; use {before}, or give another "
                 "--out-dir"
             )
-        self.trainer.go_on(state["trainer"])
+        self.trainer.resume(state["trainer"])
         self._best, self._kept = state["best"], state["kept"]
 
     def _agree(self, step: int) -> None:
         """Raise ValueError if the processes have different states."""
         if self.processes.totals([step])[0] != step * self.processes.number:
-            raise ValueError(f"{self.out / LAST} is not the same for all processes; give all of them one folder")
+            raise ValueError(f"{self.out / LAST} differs between processes; give all of them the same folder")
 
     def _first_lessons(self) -> Iterator[Lesson]:
         for number in range(min(FITTED, len(self.rows))):
@@ -344,6 +344,6 @@ def _twin(head: Learner, target: Any) -> Learner:
     twin = new_head(head.config, target, ids_K=ids_K, own_lm_head=head.own_lm_head).to(wide)
     found = head.state_dict()
     if found.keys() != twin.state_dict().keys():
-        raise ValueError(f"a head with {', '.join(found)} cannot be gone on with; give one that was trained here")
+        raise ValueError(f"cannot resume from a head with {', '.join(found)}; pass one trained by this command")
     twin.load_state_dict(found)
     return twin

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
-from serve.reasoning import KNOWN
+from serve.parsing.reasoning import KNOWN
 from sharesd.models import call_probe, chat_template
 from sharesd.models.call_probe import ARGUMENTS, NAMES, TOOLS, USER
 from sharesd.models.tokenizer import END_OF_TURN
@@ -20,7 +20,7 @@ class Parameter(NamedTuple):
 
     before: str
     between: str
-    behind: str
+    after: str
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ class ToolFormat:
     middle: str | None = None
     """Text between a name and its arguments; None: calls are objects."""
     parameter: Parameter | None = None
-    """Texts around each argument, if they are no JSON object.
+    """Texts around each argument, if they are not a JSON object.
 
     Then `middle` ends at the first of them.
     """
     several: bool = True
-    """True if the template takes several calls in a turn."""
+    """True if the template accepts several calls in a turn."""
 
 
 HERMES = ToolFormat("hermes", "<tool_call>", "\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>")
@@ -61,9 +61,9 @@ FORMATS = {form.name: form for form in (HERMES, LLAMA, MISTRAL)}
 
 
 def format_of(template: str | None, name: str | None = None) -> ToolFormat | None:
-    """Return the chat template's format, or None if it cannot be known.
+    """Return the chat template's format, or None if it cannot be determined.
 
-    `name`: format to take instead, if the template does not refuse it.
+    `name`: format to use instead, if the template does not refuse it.
     """
     one, two = ([] if template is None else _turns(template, count) for count in (1, 2))
     several = not one or any(names in text for text in two for names in NAMES[1:])
@@ -77,7 +77,7 @@ def format_of(template: str | None, name: str | None = None) -> ToolFormat | Non
 
 
 def _described(template: str) -> ToolFormat | None:
-    """Return the format that a template describes and cannot write itself."""
+    """Return the format that a template describes but cannot render."""
     text = template.replace('\\"', '"')
     if re.search(r'<tool_call>(\s|\\n)*\{"name": ', text):
         return HERMES
@@ -136,7 +136,7 @@ def _format(one: str, two: str | None) -> ToolFormat | None:
     found = _call_object(one, NAMES[0])
     if found is not None:
         start, end, name_key, key = found
-        second = _call_object(two, NAMES[1], behind=NAMES[0]) if two else None
+        second = _call_object(two, NAMES[1], after=NAMES[0]) if two else None
         first = _call_object(two, NAMES[0]) if two else None
         between = two[first[1] : second[0]] if two and first and second else ""
         mark, bracket = one[:start].strip(), ""
@@ -149,7 +149,7 @@ def _format(one: str, two: str | None) -> ToolFormat | None:
     mark = one[:at].strip()
     if arguments is None and mark and not mark[0].isalnum():
         return _with_parameters(one, at, two)
-    if arguments is None or arguments[2] != ARGUMENTS or not mark or mark[0].isalnum():  # words are in any text
+    if arguments is None or arguments[2] != ARGUMENTS or not mark or mark[0].isalnum():  # plain words occur in any text
         return None
     middle, after = one[at + len(NAMES[0]) : at + arguments[0]], one[at + arguments[1] :]
     between = ""
@@ -171,15 +171,15 @@ def _with_parameters(one: str, at: int, two: str | None) -> ToolFormat | None:
     head, inner = one[at + len(NAMES[0]) : places[0]], one[places[1] + len(given) : places[2]]
     shared = commonprefix([head[::-1], inner[::-1]])[::-1]
     before = shared[shared.find("<") :]
-    between, behind = one[places[0] + len(first) : places[1]], inner.removesuffix(before)
+    between, after = one[places[0] + len(first) : places[1]], inner.removesuffix(before)
     end = one[places[3] + len(other) :]
-    if not before.startswith("<") or not between.strip() or not behind.strip() or not end.startswith(behind.rstrip()):
+    if not before.startswith("<") or not between.strip() or not after.strip() or not end.startswith(after.rstrip()):
         return None
-    closing = behind if end.startswith(behind) else behind.rstrip()
+    closing = after if end.startswith(after) else after.rstrip()
     end, joint = end.removeprefix(closing), ""
     if two:
         joint = two[two.find(other) + len(other + closing) : two.find(NAMES[1])]
-    form = Parameter(before, between, behind)
+    form = Parameter(before, between, after)
     return ToolFormat("template", one[:at].strip(), "", joint, end, middle=head.removesuffix(before), parameter=form)
 
 
@@ -198,13 +198,13 @@ def _objects(text: str) -> Iterator[tuple[int, int, Any]]:
         yield found.start(), end, value
 
 
-def _call_object(text: str, name: str, behind: str = "") -> tuple[int, int, str, str] | None:
+def _call_object(text: str, name: str, after: str = "") -> tuple[int, int, str, str] | None:
     """Return start, end and both keys of the innermost call."""
     found = None
     for start, end, value in _objects(text):
         keys = {json.dumps(part): key for key, part in value.items()}
         named, given = keys.get(json.dumps(name)), keys.get(json.dumps(ARGUMENTS))
-        if named is not None and given is not None and start >= text.find(behind):
+        if named is not None and given is not None and start >= text.find(after):
             found = start, end, named, given
     return found
 

@@ -10,8 +10,7 @@ from typing import Any, Literal, Protocol
 from serve.async_engine import Call
 from serve.choice_state import Choice
 from serve.errors import ApiError
-from serve.response_format import ResponseFormat
-from serve.stream import KEEP_ALIVE, part_of
+from serve.routes.generation import KEEP_ALIVE, ResponseFormat, part_of
 
 Kind = Literal["reasoning", "text", "call"]
 
@@ -88,7 +87,7 @@ def whole(call: Call, form: ResponseFormat) -> tuple[list[Block], Choice, str | 
     return blocks.done, choice, found["finish_reason"]
 
 
-async def events(call: Call, form: ResponseFormat, dialect: Dialect, *, patience: float) -> AsyncIterator[bytes]:
+async def block_events(call: Call, form: ResponseFormat, dialect: Dialect, *, patience: float) -> AsyncIterator[bytes]:
     """Yield a stream's bytes; a failure ends it with the dialect's error."""
     blocks, reason = Blocks(), None
     yield b"".join(named_event(data) for data in dialect.begin())

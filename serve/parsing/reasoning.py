@@ -23,10 +23,10 @@ KNOWN = (
     ("<thought>", "</thought>"),
     ("<reasoning>", "</reasoning>"),
 )
-"""Marks of templates that do not show reasoning, but name its marks."""
+"""Marks of templates that do not render reasoning, but contain its marks."""
 _MARK = re.compile(r"([<\[][^<>\[\]\s]+[>\]])\s*$")
-Place = Literal["before", "inside", "behind"]
-"""Place of a text's end, seen from the reasoning."""
+Place = Literal["before", "inside", "after"]
+"""Where a text ends: before, inside or after the reasoning."""
 THOUGHT, SAID = "probe-thought", "probe-answer"
 
 
@@ -37,7 +37,7 @@ class Reasoning:
     begin: str
     end: str
     answer: str = ""
-    """Text before an answer without reasoning, if it has marks, too."""
+    """Mark before an answer without reasoning, if the template writes one."""
 
     def tokens(self, tokenizer: Tokenizer) -> list[str]:
         """Return the added tokens in the marks."""
@@ -59,7 +59,7 @@ class Reasoning:
 
 
 def reasoning_of(tokenizer: Tokenizer) -> Reasoning | None:
-    """Return the marks with which a chat template shows reasoning, or None."""
+    """Return the marks that a chat template writes around reasoning, or None."""
     template = tokenizer.chat_template
     if template is None:
         return None
@@ -84,13 +84,13 @@ def _shown(tokenizer: Tokenizer) -> Reasoning | None:
     begin, end = header[len(shared) :].strip(), between.strip()
     mark = _MARK.search(header)  # templates may write empty reasoning, too
     begin = begin or (mark[1] if mark else "")
-    if begin and end and not begin[0].isalnum():  # words are in any text
+    if begin and end and not begin[0].isalnum():  # plain words occur in any text
         return Reasoning(begin, end)
     return _channels(header, plain.partition(SAID)[0], end, tokenizer)
 
 
 def _channels(thought: str, said: str, end: str, tokenizer: Tokenizer) -> Reasoning | None:
-    """Return the marks of a template whose answers have some, too.
+    """Return the marks of a template that also marks answers.
 
     `thought`, `said`: texts before a reasoning, and before an answer without one.
     """
@@ -118,7 +118,7 @@ class ReasoningReader:
         if self.place == "inside":
             reasoning = self._inside(last)
         content = ""
-        if self.place == "behind":
+        if self.place == "after":
             content, self._buffer = self._buffer, ""
             if not self._has_text and self._was_inside:
                 content = content.lstrip()
@@ -138,7 +138,7 @@ class ReasoningReader:
         elif begin.startswith(begun) and not last:
             return False
         else:
-            self.place = "behind"
+            self.place = "after"
         return True
 
     def _inside(self, last: bool) -> str:
@@ -147,7 +147,7 @@ class ReasoningReader:
         at = self._buffer.find(self._marks.end)
         if at >= 0:
             text, self._buffer = self._buffer[:at].rstrip(), self._buffer[at + len(self._marks.end) :]
-            self.place, self._has_text = "behind", False
+            self.place, self._has_text = "after", False
             return text
         pending = 0 if last else overlap(self._buffer, self._marks.end)
         text = self._buffer[: len(self._buffer) - pending]
@@ -175,7 +175,7 @@ class ChannelReader:
     def push(self, text: str, *, last: bool) -> tuple[str, str]:
         """Return the next reasoning and content; `last` flushes what is held back."""
         self._buffer += text
-        found: dict[Place, str] = {"inside": "", "behind": ""}
+        found: dict[Place, str] = {"inside": "", "after": ""}
         while self.place != "before" or self._header(last):
             at = self._buffer.find(self._joint)
             pending = self._buffer[len(self._buffer) - overlap(self._buffer, self._joint) :] if at < 0 else ""
@@ -190,7 +190,7 @@ class ChannelReader:
                 self._buffer = "" if last else pending
                 break
             self._buffer, self.place = self._buffer[at + len(self._joint) :], "before"
-        return found["inside"], found["behind"]
+        return found["inside"], found["after"]
 
     @property
     def may_end(self) -> bool:
@@ -202,14 +202,14 @@ class ChannelReader:
         begun = self._buffer.lstrip()
         has_none = not self._num_messages and not (begun.startswith(self._lead) or self._lead.startswith(begun))
         if has_none or (last and not begun):
-            self.place = "behind"
+            self.place = "after"
             return True
         header, end, rest = begun.partition(self._header_end)
         if not end:
             self._buffer = "" if last else self._buffer
             return False
         self._num_messages += 1
-        self.place = "inside" if (header + end).endswith(self._marks.begin) else "behind"
+        self.place = "inside" if (header + end).endswith(self._marks.begin) else "after"
         self._between, self._buffer = "\n\n" if self.place in self._with_text else "", rest
         return True
 
@@ -253,6 +253,6 @@ def place_after(marks: Reasoning, tokenizer: Tokenizer, prompt: Sequence[int], b
     """
     if begun is not None:
         begins, ends = begun.rfind(marks.begin), begun.rfind(marks.end)
-        return "before" if begins == ends == -1 and not begun.strip() else "inside" if begins > ends else "behind"
+        return "before" if begins == ends == -1 and not begun.strip() else "inside" if begins > ends else "after"
     end = tokenizer.decode(list(prompt[-64:]), skip_special_tokens=False).rstrip()
-    return "inside" if end.endswith(marks.begin) else "behind" if end.endswith(marks.end) else "before"
+    return "inside" if end.endswith(marks.begin) else "after" if end.endswith(marks.end) else "before"

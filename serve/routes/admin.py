@@ -12,10 +12,10 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from serve.async_engine import Service
 from serve.errors import unavailable
-from serve.handlers import served_name
+from serve.routes.generation import served_name
 from sharesd import __version__
 
-PAGE = Path(__file__).parent / "page"
+PAGE = Path(__file__).parents[1] / "page"
 """Folder of the chat page: `index.html` and its files."""
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
@@ -61,7 +61,7 @@ async def page(request: Request) -> Response:
         return PlainTextResponse("this installation has no page\n", 404)
     headers = {
         "cache-control": "no-cache",
-        "content-security-policy": f"{POLICY}; frame-ancestors 'none'",  # no page can say this of itself
+        "content-security-policy": f"{POLICY}; frame-ancestors 'none'",  # ignored in a page's own meta tag
     }
     return FileResponse(PAGE / "index.html", headers=headers)
 

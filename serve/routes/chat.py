@@ -12,13 +12,12 @@ from fastapi import Request, Response
 from serve.async_engine import Call
 from serve.choice_state import Choice, Tokens
 from serve.engine_thread import Model
-from serve.handlers import respond, start
 from serve.messages import for_template
-from serve.reasoning import Thoughts, place_after
-from serve.response_format import ResponseFormat, alternatives
+from serve.parsing.reasoning import Thoughts, place_after
+from serve.parsing.tool_calls import CallPart, CallReader
+from serve.routes.generation import ResponseFormat, alternatives, respond, start
+from serve.routes.tokens import encode_chat, ending_of, token_bytes, token_text
 from serve.schemas import ChatBody, read
-from serve.token_utils import encode_chat, ending_of, token_bytes, token_text
-from serve.tool_calls import CallPart, CallReader
 from sharesd.data.json_numbers import finite
 
 
@@ -63,7 +62,7 @@ class ChatFormat(ResponseFormat):
 
     def streamed(self, choice: Choice, tokens: Tokens, *, news: bool) -> dict[str, Any] | None:
         reasoning, content, calls = self._read(choice, tokens)
-        said = {
+        delta = {
             **({"reasoning_content": reasoning} if reasoning else {}),
             **({"content": content} if content or not (calls or reasoning) else {}),
             **({"tool_calls": calls} if calls else {}),
@@ -72,7 +71,7 @@ class ChatFormat(ResponseFormat):
             return None
         role = {} if choice in self._begun else {"role": "assistant"}
         self._begun.add(choice)
-        return {"delta": {**role, **said}}
+        return {"delta": {**role, **delta}}
 
     def complete(self, choice: Choice) -> dict[str, Any]:
         reasoning, content, calls = self._read(choice, choice)
@@ -138,8 +137,8 @@ class ChatFormat(ResponseFormat):
 def _call(choice: Choice, part: CallPart) -> dict[str, Any]:
     """Return a call in OpenAI's format.
 
-    Ids have nine characters, as Mistral's templates require. They depend on the request, its prompt, its noise and the
-    place of the call, so that a file of requests gets equal ids from any number of processes.
+    Ids have nine characters, as Mistral's templates require. They depend on the request, its prompt, its seed and the
+    position of the call, so that a file of requests gets the same ids from any number of processes.
     """
     if part.name is None:
         return {"index": part.index, "function": {"arguments": part.arguments}}

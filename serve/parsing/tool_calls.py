@@ -10,15 +10,58 @@ import json
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from serve.call_text import Braces, call_in, white
-from serve.tool_format import ToolFormat
+from serve.parsing.tool_format import ToolFormat
 from sharesd.engine.stop_checker import overlap
+
+
+def white(text: str, end: Literal[0, -1]) -> str:
+    """Return the white space at a text's beginning (0) or end (-1)."""
+    return text[: len(text) - len(text.lstrip())] if end == 0 else text[len(text.rstrip()) :]
+
+
+class Braces:
+    """Incremental search for the end of a JSON object."""
+
+    def __init__(self, depth: int = 0) -> None:
+        """Start with `depth` open brackets."""
+        self._depth, self._quoted, self._escaped = depth, False, False
+
+    def feed(self, text: str) -> int | None:
+        """Return the length up to the object's end; None if not reached."""
+        for at, character in enumerate(text):
+            if self._escaped:
+                self._escaped = False
+            elif self._quoted:
+                self._escaped, self._quoted = character == "\\", character != '"'
+            elif character == '"':
+                self._quoted = True
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                self._depth -= 1
+                if self._depth == 0:
+                    return at + 1
+        return None
+
+
+def call_in(text: str, form: ToolFormat) -> tuple[str, str | None]:
+    """Return name and arguments of a call; None for other objects."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return "", None
+    name = found.get(form.name_key, found.get("name"))
+    arguments = found.get(form.key, found.get("arguments", found.get("parameters")))
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        return "", None
+    return name, json.dumps(arguments, ensure_ascii=False)
+
 
 _NAME = re.compile(r"\s*([A-Za-z0-9_.-]+)\s*")
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
-"""Values that templates write in Python's words."""
+"""Values that templates write as Python literals."""
 MAX_NAME = 200
 """Maximum characters of a name, with white space around it."""
 
@@ -66,8 +109,8 @@ class CallReader:
         self._pattern = re.compile(
             rf'\{{\s*"(?:name|{name_key})"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters|{key})"\s*:\s*(?=\{{)'
         )
-        self._buffer = ""  # text that was not read yet
-        self._markup = ""  # what was read of what may become a call
+        self._buffer = ""  # text that is not parsed yet
+        self._markup = ""  # parsed text of what may become a call
         self._num_calls = 0
         self._braces, self._num_fed = Braces(), 0
         self._last, self._read = False, Read()
@@ -85,7 +128,7 @@ class CallReader:
             pass
         return self._read
 
-    # Each of these reads some of the held text, and says whether there may be more to read.
+    # Each of these methods parses some of the buffer, and returns True if there may be more to parse.
 
     def _text(self) -> bool:
         """Parse content up to a mark and the white space before it."""
@@ -99,13 +142,13 @@ class CallReader:
             self._read.content += content
             self._buffer = buffer[len(content) :]
             return False
-        content, behind = buffer[:at].rstrip(), at + len(mark)
+        content, end = buffer[:at].rstrip(), at + len(mark)
         self._read.content += content
-        self._markup, self._buffer = buffer[len(content) : behind], buffer[behind:]
-        return self._go_on(self._start)
+        self._markup, self._buffer = buffer[len(content) : end], buffer[end:]
+        return self._continue_with(self._start)
 
     def _named(self) -> bool:
-        """Parse a name and the text behind it, up to the arguments."""
+        """Parse a name and the text after it, up to the arguments."""
         middle = (self._form.middle or "").strip()
         at = self._buffer.find(middle or "{")
         if at < 0 and len(self._buffer) <= MAX_NAME and not self._last:
@@ -115,17 +158,17 @@ class CallReader:
             return False
         name = self._buffer[:at].strip()
         if at < 0 or name not in self._names or not rest.startswith("{"):
-            return not (self._last and self._cut()) and self._give_back()
+            return not (self._last and self._cut()) and self._as_content()
         self._begin(name)
         self._buffer, self._braces = rest, Braces()
-        return self._go_on(self._named_arguments)
+        return self._continue_with(self._named_arguments)
 
     def _named_arguments(self) -> bool:
         end = self._braces.feed(self._buffer)
         piece = self._buffer[:end]
         self._add(piece)
         self._buffer = self._buffer[len(piece) :]
-        return end is not None and self._go_on(self._after_named)
+        return end is not None and self._continue_with(self._after_named)
 
     def _named_with_parameters(self) -> bool:
         """Parse a name, if its arguments follow one by one."""
@@ -138,19 +181,19 @@ class CallReader:
         if undecided and not self._last and len(self._buffer) <= MAX_NAME:
             return False
         if found is None or found[1] not in self._names or not any(rest.startswith(mark) for mark in marks):
-            return not (self._last and self._cut()) and self._give_back()
+            return not (self._last and self._cut()) and self._as_content()
         self._begin(found[1])
         self._name, self._num_arguments, self._buffer = found[1], 0, rest.removeprefix(form.middle.strip())
-        return self._go_on(self._parameters)
+        return self._continue_with(self._parameters)
 
     def _parameters(self) -> bool:
         """Parse one argument, or the end of all."""
         assert self._form.parameter is not None
-        before, between, behind = (text.strip() for text in self._form.parameter)
+        before, between, after_value = (text.strip() for text in self._form.parameter)
         rest = self._buffer.lstrip()
         if rest.startswith(before):
             key, found, value = rest[len(before) :].partition(between)
-            value, ended, after = value.partition(behind)
+            value, ended, after = value.partition(after_value)
             if not (found and ended):
                 return False
             shown = json.dumps(self._value(key.strip(), value), ensure_ascii=False)
@@ -161,13 +204,13 @@ class CallReader:
         if before.startswith(rest):
             return False
         self._add("}" if self._num_arguments else "{}")
-        return self._go_on(self._after_named)
+        return self._continue_with(self._after_named)
 
     def _value(self, key: str, text: str) -> Any:
         """Return an argument's value, by its schema if that has a type."""
         assert self._form.parameter is not None
-        _, between, behind = self._form.parameter
-        text = text.removeprefix(white(between, -1)).removesuffix(white(behind, 0))
+        _, between, after = self._form.parameter
+        text = text.removeprefix(white(between, -1)).removesuffix(white(after, 0))
         kinds = self._schemas.get(self._name, {}).get("properties", {}).get(key, {}).get("type")
         if kinds == "string":
             return text
@@ -179,17 +222,17 @@ class CallReader:
     def _after_named(self) -> bool:
         """Parse the text between calls with names, or after the last one."""
         if self._num_calls == self._max_calls:
-            return self._go_on(self._nothing)
+            return self._continue_with(self._nothing)
         rest, end, between = self._buffer.lstrip(), self._form.end.strip(), self._form.between.strip()
         if between and rest.startswith(between):
             self._markup, self._buffer = self._buffer[: len(self._buffer) - len(rest)] + between, rest[len(between) :]
-            return self._go_on(self._start)
+            return self._continue_with(self._start)
         if not self._last and (between.startswith(rest) or (end.startswith(rest) and rest != end)):
             return False
         if self._last and end.startswith(rest):
             rest = end
         self._buffer = rest.removeprefix(end)
-        return self._go_on(self._behind)
+        return self._continue_with(self._after_calls)
 
     def _opening(self) -> bool:
         """Parse the text before an object."""
@@ -201,9 +244,9 @@ class CallReader:
         self._markup += self._buffer[: len(self._buffer) - len(rest)]
         self._buffer = rest
         if not rest.startswith("{"):
-            return not (self._cut() and not rest) and self._give_back()
+            return not (self._cut() and not rest) and self._as_content()
         self._braces, self._num_fed = Braces(), 0
-        return self._go_on(self._head)
+        return self._continue_with(self._head)
 
     def _head(self) -> bool:
         """Parse an object up to the name.
@@ -213,66 +256,66 @@ class CallReader:
         head = self._pattern.match(self._buffer)
         if head:
             if head[1] not in self._names:
-                return self._give_back()
+                return self._as_content()
             self._begin(head[1])
             self._buffer, self._braces = self._buffer[head.end() :], Braces()
-            return self._go_on(self._arguments)
+            return self._continue_with(self._arguments)
         end = self._braces.feed(self._buffer[self._num_fed :])
         if end is None:
             self._num_fed = len(self._buffer)
-            return self._last and not self._cut() and self._give_back()
+            return self._last and not self._cut() and self._as_content()
         end += self._num_fed
         name, arguments = call_in(self._buffer[:end], self._form)
         if name not in self._names or arguments is None:
-            return self._give_back()
+            return self._as_content()
         self._begin(name)
         self._add(arguments)
         self._buffer = self._buffer[end:]
-        return self._go_on(self._after)
+        return self._continue_with(self._after)
 
     def _arguments(self) -> bool:
         end = self._braces.feed(self._buffer)
         piece = self._buffer[:end]
         self._add(piece)
         self._buffer, self._braces = self._buffer[len(piece) :], self._braces if end is None else Braces(depth=1)
-        return end is not None and self._go_on(self._object_end)
+        return end is not None and self._continue_with(self._object_end)
 
     def _object_end(self) -> bool:
         """Parse the rest of the object after its arguments."""
         self._buffer = self._buffer.lstrip()
         if not self._buffer:
             return False
-        return self._go_on(self._object_rest if self._buffer[0] in ",}" else self._after)
+        return self._continue_with(self._object_rest if self._buffer[0] in ",}" else self._after)
 
     def _object_rest(self) -> bool:
         end = self._braces.feed(self._buffer)
         self._buffer = "" if end is None else self._buffer[end:]
-        return end is not None and self._go_on(self._after)
+        return end is not None and self._continue_with(self._after)
 
     def _after(self) -> bool:
         """Parse the text between calls, or after the last one."""
         if self._num_calls == self._max_calls:
-            return self._go_on(self._nothing)
+            return self._continue_with(self._nothing)
         rest, end, between = self._buffer.lstrip(), self._form.end.strip(), self._form.between.strip()
         if end and rest.startswith(end):
             self._buffer = rest[len(end) :]
-            return self._go_on(self._behind)
+            return self._continue_with(self._after_calls)
         if rest.startswith(between):
-            behind = len(self._buffer) - len(rest) + len(between)
-            self._markup, self._buffer = self._buffer[:behind], self._buffer[behind:]
-            return self._go_on(self._opening)
+            begin = len(self._buffer) - len(rest) + len(between)
+            self._markup, self._buffer = self._buffer[:begin], self._buffer[begin:]
+            return self._continue_with(self._opening)
         if not self._form.mark and rest.startswith("{"):
             self._markup = ""
-            return self._go_on(self._opening)
+            return self._continue_with(self._opening)
         if end.startswith(rest):
             self._buffer = "" if self._last else self._buffer
             return False
-        return self._go_on(self._behind)
+        return self._continue_with(self._after_calls)
 
-    def _behind(self) -> bool:
+    def _after_calls(self) -> bool:
         """Drop white space after calls."""
         if self._buffer.strip():
-            return self._go_on(self._text)
+            return self._continue_with(self._text)
         if self._last:
             self._buffer = ""
         return False
@@ -285,15 +328,15 @@ class CallReader:
         """Return True if the answer ends in the beginning of another call."""
         return self._must or self._num_calls > 0
 
-    def _go_on(self, step: Callable[[], bool]) -> bool:
+    def _continue_with(self, step: Callable[[], bool]) -> bool:
         self._next = step
         return True
 
-    def _give_back(self) -> bool:
+    def _as_content(self) -> bool:
         """Return the buffered text as content, since it is not a call."""
         self._read.content += self._markup
         self._markup = ""
-        return self._go_on(self._text)
+        return self._continue_with(self._text)
 
     def _begin(self, name: str) -> None:
         self._read.calls.append(CallPart(self._num_calls, name, ""))

@@ -1,4 +1,4 @@
-"""JSON schemas of clients, written as the grammar engine reads them."""
+"""Conversion of clients' JSON schemas to what the grammar engine supports."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 SINGLE = ("items", "additionalItems", "additionalProperties", "contains", "not", "if", "then", "else")
 DRAFTS = "https://json-schema.org/draft"
 DRAFT = re.compile("https?://json-schema.org/draft")
-"""Dialects that llguidance has; others are read as the newest."""
+"""Dialects that llguidance supports; others are read as the newest."""
 LENIENT = {"lenient": True, "coerce_one_of": True}
-"""Options of llguidance: ignore keywords that it cannot keep, with a warning."""
+"""Options of llguidance: ignore keywords that it cannot enforce, with a warning."""
 
 
 def adapted(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an equal schema in the grammar engine's words.
+    """Return an equivalent schema that the grammar engine supports.
 
-    `nullable` becomes another type, and `propertyNames` become patterns or properties. Keywords that no grammar keeps
-    are ignored; `warnings_of` lists them.
+    `nullable` becomes another type, and `propertyNames` become patterns or properties. Keywords that a grammar cannot
+    enforce are ignored; `warnings_of` lists them.
     """
     options = schema.get("x-guidance", {})
     own = {**LENIENT, **options} if isinstance(options, Mapping) else options
@@ -32,16 +32,16 @@ def adapted(schema: Mapping[str, Any]) -> dict[str, Any]:
 def warnings_of(found: Sequence[str], where: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return llguidance's warnings in terms of the request.
 
-    `where` has its schemas by place.
+    `where` has its schemas, by the name of their place.
     """
     warnings: list[str] = []
     for line in found:
         keys = re.fullmatch(r"Unimplemented keys: (\[.*\])", line)
         unknown = re.fullmatch(r"Unknown format: (.*)", line)
         parts = json.loads(keys[1]) if keys else [unknown[1]] if unknown else []
-        warnings += [f"{_place(part, where)}: the grammar does not keep {json.dumps(part)}" for part in parts]
+        warnings += [f"{_place(part, where)}: the grammar does not enforce {json.dumps(part)}" for part in parts]
         if not parts:
-            warnings.append(f"{_place('oneOf', where)}: the grammar keeps oneOf as anyOf" if "oneOf" in line else line)
+            warnings.append(f"{_place('oneOf', where)}: the grammar treats oneOf as anyOf" if "oneOf" in line else line)
     return list(dict.fromkeys(warnings))
 
 

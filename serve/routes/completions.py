@@ -11,10 +11,9 @@ from fastapi.responses import JSONResponse
 
 from serve.async_engine import Call
 from serve.choice_state import Choice, Tokens
-from serve.handlers import respond, start
-from serve.response_format import ResponseFormat
+from serve.routes.generation import ResponseFormat, respond, start
+from serve.routes.tokens import TokenTexts, encode, token_text
 from serve.schemas import CompletionBody, PredictBody, read
-from serve.token_utils import TokenTexts, encode, token_text
 from sharesd.data.json_numbers import finite
 from sharesd.models.tokenizer import Tokenizer
 

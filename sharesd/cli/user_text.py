@@ -1,9 +1,15 @@
-"""Checks that texts of users are UTF-8."""
+"""Texts of users: checks that they are UTF-8, and their encoding as token ids."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TextIO
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TextIO
+
+from sharesd.data.chat_messages import for_template
+
+if TYPE_CHECKING:
+    from sharesd.models.tokenizer import Tokenizer
+
 
 _REMEDY = "convert it, for example with `iconv -f LATIN1 -t UTF-8`"
 
@@ -42,7 +48,7 @@ def read_line(stream: TextIO, what: str) -> str:
 def _without_zeros(text: str, what: str) -> str:
     """Return the text, or raise ValueError if it is not UTF-8.
 
-    UTF-16 without its mark can be read as UTF-8, with zero bytes.
+    UTF-16 without a byte order mark can be read as UTF-8, with zero bytes.
     """
     if "\0" in require_utf8(text, what):
         place = text.index("\0")
@@ -56,3 +62,22 @@ def _decoded(read: Callable[[], str], what: str) -> str:
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
         raise ValueError(f"{what} is not UTF-8 (byte 0x{byte:02x} after {error.start} bytes); {_REMEDY}") from None
+
+
+def encode(
+    tokenizer: Tokenizer, prompt: str | Sequence[Mapping[str, Any]], *, raw: bool, system: str | None
+) -> list[int]:
+    """Return token ids, through the chat template unless `raw` is set.
+
+    `system` yields to a conversation's own system prompt. ValueError if a conversation or `system` lacks a template.
+    """
+    from sharesd.models.chat_prompt import encode_chat  # late: its packages are slow to import
+
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if isinstance(prompt, str) and (raw or not tokenizer.has_chat_template):
+        if system is not None:
+            raise ValueError("--system needs a chat template, which this checkpoint lacks; put it into the prompt")
+        return tokenizer.encode(prompt)
+    if system is not None and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system}, *messages]
+    return encode_chat(tokenizer, for_template(messages))

@@ -9,9 +9,9 @@ from typing import Any
 
 from serve.engine_thread import Model
 from serve.errors import ContextOverflow, invalid
+from serve.messages import Function
+from serve.parsing.tool_format import FORMATS
 from serve.schemas import ChatBody, TokenizeBody
-from serve.tool_format import FORMATS
-from serve.tools import Function
 from sharesd.models import chat_prompt
 from sharesd.models.chat_prompt import Ending
 from sharesd.models.text_stream import TextStream
@@ -25,7 +25,7 @@ def ending_of(body: ChatBody | TokenizeBody) -> Ending:
     if not body.continue_final_message:
         return "turn" if body.add_generation_prompt is False else "answer"
     if body.add_generation_prompt:
-        message = "continue_final_message and add_generation_prompt are both true; leave one out"
+        message = "continue_final_message and add_generation_prompt exclude each other; leave one out"
         raise invalid(message, "continue_final_message")
     return "last message"
 
@@ -47,10 +47,10 @@ def encode_chat(
 ) -> list[int]:
     """Return the ids of a conversation, as `chat_prompt.encode_chat` does.
 
-    Raises ApiError 400 if it refuses, or for calls that could not be told from text.
+    Raises ApiError 400 if it refuses, or if the format of calls is unknown.
     """
     if functions and model.tokenizer.takes_tools and model.tool_format is None:
-        message = "tools are given, and this model's chat template does not tell how it writes calls; leave them out"
+        message = "tools are given, but this model's chat template does not show the format of calls; leave them out"
         raise invalid(f"{message}, or start with --tool-format {'|'.join(FORMATS)}", "tools")
     tools = [function.for_template() for function in functions]
     given: Any = {"tools": tools, "ending": ending, "variables": variables, "preferences": preferences}
@@ -107,7 +107,7 @@ def token_bytes(tokenizer: Tokenizer, token: int) -> list[int] | None:
 
 
 class TokenTexts:
-    """Incremental decoder: an incomplete character belongs to the completing token."""
+    """Incremental decoder: a character belongs to the token that completes it."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._stream = TextStream(tokenizer)

@@ -7,10 +7,10 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 
 from serve.engine_thread import Model
-from serve.handlers import served_name
 from serve.messages import for_template
+from serve.routes.generation import served_name
+from serve.routes.tokens import decode, encode_chat, ending_of, token_text
 from serve.schemas import DetokenizeBody, TokenizeBody, read
-from serve.token_utils import decode, encode_chat, ending_of, token_text
 
 
 async def tokenize(request: Request) -> JSONResponse:
@@ -50,7 +50,7 @@ def _model(request: Request, name: str | None) -> Model:
     return service.ready_model()
 
 
-# Answers may be megabytes long, so that their JSON is made on the other thread, too.
+# Answers may be megabytes long, so their JSON is also made on the worker thread.
 
 
 def _tokenized(model: Model, body: TokenizeBody) -> JSONResponse:

@@ -1,4 +1,4 @@
-"""Flags of model, drafting, devices and memory."""
+"""Flags of model, drafting, devices, memory and sampling."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from functools import partial
 from typing import get_args
 
 from sharesd.cli import parse_types
-from sharesd.cli.options_from_dataclass import add_flags
+from sharesd.cli.console import warn
+from sharesd.cli.options_from_dataclass import add_flags, values_of
 from sharesd.cli.parser import Parser
+from sharesd.cli.user_text import require_utf8
 from sharesd.config import DType, EngineConfig, OffloadConfig, PipelineConfig, TargetQuant
 from sharesd.drafters import registry, selection
 from sharesd.drafters.registry import DrafterSpec, Flag, Need
+from sharesd.field_types import DefaultLimit
+from sharesd.sampling_params import SamplingParams
 
 DEFAULTS = EngineConfig()
 
@@ -23,33 +27,32 @@ def _modes_needing(need: Need) -> str:
 
 MODEL = {
     "target": Flag(
-        "checkpoint folder, .gguf file or hub id of the model that decides (default: the embedded "
-        "SmolLM2-135M-Instruct)",
+        "checkpoint folder, .gguf file or hub id of the target model (default: the embedded SmolLM2-135M-Instruct)",
         metavar="MODEL",
     ),
     "lora": Flag("folder of a LoRA adapter as PEFT saves it, merged into the target when it is loaded", metavar="DIR"),
     "dtype": Flag(f"{', '.join(get_args(DType))}, or {', '.join(parse_types.DTYPES)}", parse=parse_types.dtype),
     "kv_dtype": Flag(
-        "KV cache as numbers of the dtype (auto), or in 8 bits (q8): about half the bytes of 16 bits, and texts may "
-        "differ from those of auto"
+        "type of the KV cache: the model's dtype (auto), or 8 bits (q8), which takes about half of 16 bits; texts may "
+        "then differ"
     ),
     "max_context": Flag(
         "tokens of prompt and answer that the KV cache holds for each sequence; auto: the model's own length, or what "
-        "half of the free memory holds",
+        "fits in half of the free memory",
         metavar="N",
         parse=parse_types.whole_or_auto,
     ),
     "compile": Flag("how steps are compiled"),
-    "kernels": Flag("torch: torch's kernels (slower); triton: ours on a GPU; auto: ours where they run"),
+    "kernels": Flag("torch: torch's kernels (slower); triton: our GPU kernels; auto: ours where they run"),
     "exact": Flag(
-        "same bits for a row in all modes; --no-batch-invariant: the fastest steps, and texts may differ",
+        "same bits for a row in all modes; --no-batch-invariant: faster steps, but texts may differ",
         name="--batch-invariant",
     ),
-    "trust_remote_code": Flag("run modelling code that a checkpoint brings along"),
+    "trust_remote_code": Flag("run modelling code from the checkpoint"),
     "revision": Flag("branch, tag or commit of the target's hub id (default: its main branch)", metavar="NAME"),
     "dequantize": Flag(
         "expand the weights of a .gguf file or quantized folder to 16 bits; --no-dequantize: run them as they are "
-        "stored (default: that, where it can be done)"
+        "stored (default: as stored, where supported)"
     ),
     "target_quant": Flag(
         "quantize the target's plain weights to this type of .gguf blocks while they are loaded, which changes them: "
@@ -71,15 +74,15 @@ MODEL = {
 }
 DRAFTING = {
     "draft": Flag(
-        f"second model of mode {_modes_needing(Need.SECOND_MODEL)}, with the same tokenizer, or `small`: the one that "
-        "comes with the embedded model (default: a quantized copy of the target)",
+        f"second model of mode {_modes_needing(Need.SECOND_MODEL)}, with the same tokenizer, or `small`: the one "
+        "shipped with the embedded model (default: a quantized copy of the target)",
         metavar="MODEL",
         name="--draft-model",
     ),
     "heads": Flag(
-        "trained head, once for each mode, or as NAME=HEAD with a mode of its own, so that several can be compared: "
+        "trained head, once for each mode, or as NAME=HEAD to add a mode NAME, so that several can be compared: "
         + ", ".join(f"{spec.name} ({spec.source})" for spec in registry.specs("head"))
-        + " (default: the one that comes with the embedded model, if there is one)",
+        + " (default: the one shipped with the embedded model, if there is one)",
         metavar="HEAD",
         name="--draft-head",
         is_list=True,
@@ -87,7 +90,7 @@ DRAFTING = {
     ),
     "head_quant": Flag(
         "METHOD:BITS:GROUP[,PROJECTION=BITS...] of the head's linears, e.g. hqq:8:64 or hqq:4:64,head=4 (default: full "
-        "precision; beside stored weights on a CPU hqq:8:64,head=8)",
+        "precision; with stored weights on a CPU hqq:8:64,head=8)",
         metavar="SPEC",
         parse=str,
     ),
@@ -102,14 +105,14 @@ DRAFTING = {
         is_absent=True,
     ),
     "num_draft": Flag(
-        "draft tokens per round; auto: what pays best at the moment, 0 included",
+        "draft tokens per round; auto: chosen for each round, 0 included",
         metavar="K",
         name="--num-speculative-tokens",
         parse=parse_types.whole_or_auto,
         none="auto",
     ),
     "max_draft": Flag(
-        "draft tokens per round at most, where their number is chosen "
+        "maximum draft tokens per round, where their number is chosen "
         f"(default: {DEFAULTS.max_draft}; as the plan says if offloaded)",
         metavar="K",
         name="--max-speculative-tokens",
@@ -117,16 +120,16 @@ DRAFTING = {
     ),
     "tree": Flag(
         "models draft trees: the K likeliest nodes of each level have K children each, and of all the BUDGET likeliest "
-        "are verified; where the number of draft tokens is chosen, chains and smaller trees are taken where they pay "
-        "more. auto: the same on a CPU with up to --max-speculative-tokens; off: chains alone (default: auto)",
+        "are verified; where the number of draft tokens is chosen, chains and smaller trees are used where they are "
+        "faster. auto: the same on a CPU with up to --max-speculative-tokens; off: only chains (default: auto)",
         metavar="K:DEPTH:BUDGET",
         parse=parse_types.tree,
         is_absent=True,
     ),
     "hybrid_with": Flag(
-        f"what mode hybrid chooses from: one of {', '.join(registry.names('model', 'self', 'head'))}, and any of "
+        f"drafters of mode hybrid: one of {', '.join(registry.names('model', 'self', 'head'))}, and any of "
         f"{', '.join(registry.names('table'))} (default: eagle,suffix where there is a head of eagle, else "
-        "share,suffix; beside weights that run as they are stored suffix,recycle)",
+        "share,suffix; with weights that run as stored suffix,recycle)",
         metavar="NAMES",
         name="--hybrid-drafters",
         parse=parse_types.distinct_names,
@@ -135,7 +138,7 @@ DRAFTING = {
 }
 DRAFTER_MODULES = {
     "drafter_modules": Flag(
-        "file or importable module with a drafter of your own, whose name becomes a mode (repeatable)",
+        "file or importable module with your own drafter, whose name becomes a mode (repeatable)",
         metavar="FILE",
         name="--drafter-module",
         is_list=True,
@@ -145,7 +148,7 @@ DRAFTER_MODULES = {
 DEVICE = {
     "device": Flag("cpu, cuda, cuda:N, or auto: cuda where there is one"),
     "threads": Flag(
-        "CPU threads that share a step; auto: one per core, fewer while other programs keep cores busy",
+        "CPU threads per step; auto: one per core, fewer while other programs use cores",
         metavar="N",
         parse=parse_types.whole_or_auto,
         none="auto",
@@ -153,17 +156,17 @@ DEVICE = {
 }
 STAGES = {
     "devices": Flag(
-        "devices with some of the blocks each, in order, e.g. cuda:0,cuda:1: for models that one does not hold",
+        "devices that hold the blocks, in order, e.g. cuda:0,cuda:1, for models too large for one",
         metavar="NAMES",
         parse=parse_types.names,
         is_absent=True,
     ),
     "device_map": Flag(
-        "in place of --devices: auto (all GPUs), or a JSON file of modules and devices, as accelerate has them",
+        "instead of --devices: auto (all GPUs), or a JSON file of modules and devices in accelerate's format",
         metavar="MAP",
     ),
     "max_memory": Flag(
-        "what may be taken of each GPU, e.g. 0=10GB,1=20GB; others are not used (default: what is free)",
+        "memory to use on each GPU, e.g. 0=10GB,1=20GB; others are not used (default: free memory)",
         metavar="SIZES",
         parse=parse_types.sizes_of_gpus,
         is_absent=True,
@@ -171,42 +174,42 @@ STAGES = {
 }
 SHARING = {
     "draft_device": Flag(
-        f"where the second model of mode {_modes_needing(Need.SECOND_MODEL)} is (default: where the target's head is)",
+        f"device of the second model of mode {_modes_needing(Need.SECOND_MODEL)} (default: that of the target's head)",
         metavar="DEVICE",
     ),
     "tensor_parallel": Flag(
-        "share every linear and the heads of attention among N processes, each with a device of its own (on a CPU with "
-        "a part of the cores), started here or by torchrun; texts stay the same",
+        "split every linear and the attention heads over N processes, each on its own device (on a CPU with a part of "
+        "the cores), started here or by torchrun; texts stay the same",
         metavar="N",
     ),
     "tensor_parallel_style": Flag(
-        "`gather` splits no sum; `reduce` takes half the exchanges, and texts depend on the number of processes"
+        "`gather` splits no sums; `reduce` needs half the exchanges, but texts depend on the number of processes"
     ),
     "steady_cublas": Flag(
-        "on a GPU, keep cuBLAS from splitting sums, so that steps may have any width more often",
+        "on a GPU, keep cuBLAS from splitting sums, which allows more step widths",
         name="--cublas-no-split-k",
     ),
 }
 OFFLOAD = {
     "when": Flag(
-        "auto: weights come from elsewhere if the model does not fit; plan-only: print the plan, and load nothing",
+        "auto: offload weights if the model does not fit; plan-only: print the plan and exit",
         name="--offload",
         dest="offload",
     ),
     "device_memory": Flag(
-        f"what may be taken of a GPU's memory, for example 8G; {parse_types.SIZES} (default: what is free)",
+        f"GPU memory to use, e.g. 8G; {parse_types.SIZES} (default: free memory)",
         metavar="SIZE",
         name="--gpu-memory-limit",
         parse=parse_types.size,
     ),
     "host_memory": Flag(
-        "what may be taken of the host's memory (default: what is free)",
+        "host memory to use (default: free memory)",
         metavar="SIZE",
         name="--cpu-memory-limit",
         parse=parse_types.size,
     ),
     "folder": Flag(
-        "where blocks are kept that come from a disk (default: in the cache folder)",
+        "folder of blocks offloaded to disk (default: in the cache folder)",
         metavar="DIR",
         name="--offload-dir",
         dest="offload_dir",
@@ -214,7 +217,7 @@ OFFLOAD = {
 }
 TRACE = {
     "trace": Flag(
-        "append a line per round to this file: drafter, draft tokens, which were accepted, what was emitted, times",
+        "append a line per round to this file: drafter, draft tokens, accepted and emitted tokens, times",
         metavar="FILE",
     )
 }
@@ -268,3 +271,53 @@ def _add_options_of(group: argparse._ArgumentGroup, shown: set[str], specs: Iter
         if spec.name not in shown:
             add_flags(group, spec.options)
             shown.add(spec.name)
+
+
+SAMPLING = {
+    "temperature": Flag(
+        "0: greedy; above 0: sample, logits are divided by it (default: 0)", metavar="T", is_absent=True
+    ),
+    "top_p": Flag("keep the likeliest tokens whose total probability reaches P", metavar="P"),
+    "top_k": Flag("keep the K likeliest tokens; 0 = all", metavar="K"),
+    "min_p": Flag("keep tokens at least P times as likely as the likeliest", metavar="P"),
+    "seed": Flag("random seed: equal seeds give equal texts in all modes; each of several prompts has its own noise"),
+    "repetition_penalty": Flag("1 = none", metavar="X"),
+    "presence_penalty": Flag("0 = none", metavar="X"),
+    "frequency_penalty": Flag("0 = none", metavar="X"),
+    "acceptance": Flag("match: the same text as naive decoding; rejection, block: only the same distribution"),
+    "stop": Flag("end before this text (repeatable)", metavar="TEXT", is_list=True, is_absent=True),
+    "max_new_tokens": Flag("maximum tokens per answer", metavar="N"),
+}
+
+
+def add_sampling_options(parser: argparse.ArgumentParser, *, max_new_tokens: int = 128) -> None:
+    group = parser.add_argument_group("sampling")
+    add_flags(group, SamplingParams, SAMPLING)
+    group.add_argument("--do-sample", action="store_true", help=argparse.SUPPRESS)  # temperature 1, if none is given
+    parser.set_defaults(max_new_tokens=DefaultLimit(max_new_tokens))
+
+
+def sampling_params(args: argparse.Namespace, *, warns: bool = True) -> SamplingParams:
+    """Return sampling flags as parameters; ValueError if they contradict each other.
+
+    `warns`: call `warn_of_idle_noise`, which may have to wait until the format of a file is known.
+    """
+    given = values_of(args, SamplingParams, SAMPLING)
+    if args.do_sample and getattr(args, "temperature", None) == 0:
+        raise ValueError("--do-sample and --temperature 0 contradict each other; drop one")
+    for text in given.get("stop", ()):
+        require_utf8(text, "--stop")
+    given["max_new_tokens"] = args.max_new_tokens  # its type tells whether it was given
+    given["temperature"] = getattr(args, "temperature", 1.0 if args.do_sample else 0.0)
+    if warns:
+        warn_of_idle_noise(args)
+    return SamplingParams(**given)
+
+
+def warn_of_idle_noise(args: argparse.Namespace) -> None:
+    """Warn of options of sampling without effect on greedy decoding."""
+    given = values_of(args, SamplingParams, SAMPLING)
+    noise = [name for name in ("top_p", "top_k", "min_p", "seed") if name in given]
+    if noise and getattr(args, "temperature", 1.0 if args.do_sample else 0.0) == 0:
+        idle = ", ".join(f"--{name.replace('_', '-')}" for name in noise)
+        warn(f"no effect on greedy decoding: {idle}; --temperature 1 samples")
