@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from compile.block_linear import BLOCK_TYPES, BlockPart, block_sizes
+from compile.block_types import TYPES
 from compile.cpp_extension import kernel
 
-QUANTIZED_TYPES = ("Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q5_1", "Q5_0", "Q4_1", "Q4_0", "MXFP4")
+QUANTIZED_TYPES = tuple(name for name, kind in TYPES.items() if kind.quantizes)
 """GGML types that numbers can be quantized to, without statistics of activations."""
 _ARGTYPES = (c_void_p, *[c_int64] * 6, c_void_p, c_void_p, c_int64)
 

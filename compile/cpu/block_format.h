@@ -7,62 +7,20 @@
 
 namespace sharesd {
 
-enum BlockType : int64_t {  // block_linear.py has these numbers
-  kQ8_0, kQ4_K, kQ6_K, kQ5_K, kQ4_0, kQ5_0, kQ4_1, kQ5_1, kIQ4_NL, kIQ4_XS, kMXFP4, kQ3_K, kQ2_K,
-  kINT4_32, kINT4_64, kINT4_128, kINT8_32, kINT8_64, kINT8_128, kNVFP4_16,
+enum BlockType : int64_t {
+#define BLOCK_TYPE(NAME, ...) k##NAME,
+#include "block_types.def"
   kSplitQ8_0 = 100, kUpperQ8_0,  // in memory only, of one content: Q8_0, and its upper halves alone
   kF32 = 200, kF16, kBF16  // plain numbers beside blocks of the same linear
 };
 
-template <int64_t TYPE> struct FormOf;
-template <> struct FormOf<kQ8_0> { using type = PlainForm<8, 7, false>; };
-template <> struct FormOf<kQ4_K> { using type = MinimaForm<4>; };
-template <> struct FormOf<kQ6_K> { using type = Q6KForm; };
-template <> struct FormOf<kQ5_K> { using type = MinimaForm<5>; };
-template <> struct FormOf<kQ4_0> { using type = PlainForm<4, 3, false>; };
-template <> struct FormOf<kQ5_0> { using type = PlainForm<5, 4, false>; };
-template <> struct FormOf<kQ4_1> { using type = PlainForm<4, 0, true>; };
-template <> struct FormOf<kQ5_1> { using type = PlainForm<5, 0, true>; };
-template <> struct FormOf<kIQ4_NL> { using type = NonLinearForm; };
-template <> struct FormOf<kIQ4_XS> { using type = IQ4XSForm; };
-template <> struct FormOf<kMXFP4> { using type = MXFP4Form; };
-template <> struct FormOf<kQ3_K> { using type = Q3KForm; };
-template <> struct FormOf<kQ2_K> { using type = Q2KForm; };
-template <> struct FormOf<kINT4_32> { using type = ZerosForm<4, 32>; };
-template <> struct FormOf<kINT4_64> { using type = ZerosForm<4, 64>; };
-template <> struct FormOf<kINT4_128> { using type = ZerosForm<4, 128>; };
-template <> struct FormOf<kINT8_32> { using type = ZerosForm<8, 32>; };
-template <> struct FormOf<kINT8_64> { using type = ZerosForm<8, 64>; };
-template <> struct FormOf<kINT8_128> { using type = ZerosForm<8, 128>; };
-template <> struct FormOf<kNVFP4_16> { using type = NVFP4Form; };
-template <> struct FormOf<kSplitQ8_0> { using type = SplitQ8; };
-template <> struct FormOf<kUpperQ8_0> { using type = UpperQ8; };
-
-// Call f with the form of a type.
+// Call f with the codec of a type.
 template <typename F> inline void with_form(int64_t type, F&& f) {
   switch (type) {
-    case kQ8_0: return f(FormOf<kQ8_0>::type{});
-    case kQ4_K: return f(FormOf<kQ4_K>::type{});
-    case kQ6_K: return f(FormOf<kQ6_K>::type{});
-    case kQ5_K: return f(FormOf<kQ5_K>::type{});
-    case kQ4_0: return f(FormOf<kQ4_0>::type{});
-    case kQ5_0: return f(FormOf<kQ5_0>::type{});
-    case kQ4_1: return f(FormOf<kQ4_1>::type{});
-    case kQ5_1: return f(FormOf<kQ5_1>::type{});
-    case kIQ4_NL: return f(FormOf<kIQ4_NL>::type{});
-    case kIQ4_XS: return f(FormOf<kIQ4_XS>::type{});
-    case kMXFP4: return f(FormOf<kMXFP4>::type{});
-    case kQ3_K: return f(FormOf<kQ3_K>::type{});
-    case kQ2_K: return f(FormOf<kQ2_K>::type{});
-    case kINT4_32: return f(FormOf<kINT4_32>::type{});
-    case kINT4_64: return f(FormOf<kINT4_64>::type{});
-    case kINT4_128: return f(FormOf<kINT4_128>::type{});
-    case kINT8_32: return f(FormOf<kINT8_32>::type{});
-    case kINT8_64: return f(FormOf<kINT8_64>::type{});
-    case kINT8_128: return f(FormOf<kINT8_128>::type{});
-    case kNVFP4_16: return f(FormOf<kNVFP4_16>::type{});
-    case kSplitQ8_0: return f(FormOf<kSplitQ8_0>::type{});
-    case kUpperQ8_0: return f(FormOf<kUpperQ8_0>::type{});
+#define BLOCK_TYPE(NAME, INPUTS, BYTES, UNIT, UNIT_BYTES, GPU, QUANTIZE, ...) case k##NAME: return f(__VA_ARGS__{});
+#include "block_types.def"
+    case kSplitQ8_0: return f(SplitQ8{});
+    case kUpperQ8_0: return f(UpperQ8{});
   }
 }
 
@@ -84,6 +42,14 @@ template <typename Form> struct Record {  // sizes in bytes, of K inputs
 template <> struct Record<UpperQ8> : Record<SplitQ8> {
   static constexpr int64_t kLowUnitBytes = 0;
 };
+
+template <typename Form> constexpr bool has_sizes(int64_t inputs, int64_t bytes, int64_t unit, int64_t unit_bytes) {
+  return Form::kInputs == inputs && Form::kBlock == bytes && Form::kUnit == unit && Record<Form>::bytes(unit) == unit_bytes;
+}
+#define BLOCK_TYPE(NAME, INPUTS, BYTES, UNIT, UNIT_BYTES, GPU, QUANTIZE, ...)      \
+  static_assert(has_sizes<__VA_ARGS__>(INPUTS, BYTES, UNIT, UNIT_BYTES),           \
+                "block_types.def: the sizes of " #NAME " are not those of its codec");
+#include "block_types.def"
 
 // 16 rows of a file, `pitch` bytes apart, as a record; rows beyond `rows` are zeros.
 template <typename Form>
