@@ -1,4 +1,4 @@
-// Weights of GGUF files as they are: their codes, scales and minima, none of them rounded again, in an order that kernels read.
+// Codecs of stored blocks: codes, scales and minima as in the file, never rounded again, in the order in which kernels read them.
 //
 // w[n, k] = scale[n, g] * (code - zero) - minimum[n, g], g a group of 16 or 32 inputs; zero is a power of two or, with minima, 0.
 // Integers of checkpoint folders have groups of 32, 64 or 128 inputs, each with a zero of its own.

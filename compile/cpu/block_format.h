@@ -11,7 +11,7 @@ enum BlockType : int64_t {
 #define BLOCK_TYPE(NAME, ...) k##NAME,
 #include "block_types.def"
   kSplitQ8_0 = 100, kUpperQ8_0,  // in memory only, of one content: Q8_0, and its upper halves alone
-  kF32 = 200, kF16, kBF16  // plain numbers beside blocks of the same linear
+  kF32 = 200, kF16, kBF16  // plain numbers next to blocks of the same linear
 };
 
 // Call f with the codec of a type.
@@ -24,7 +24,7 @@ template <typename F> inline void with_form(int64_t type, F&& f) {
   }
 }
 
-// Numbers beside blocks: a record is [K][16], as the rows of `linear.h` are.
+// Numbers next to blocks: a record is [K][16], as the rows of `linear.h` are.
 inline bool is_number(int64_t type) { return type >= kF32; }
 template <typename F> inline void with_number(int64_t type, F&& f) {
   if (type == kF32) return f(float{});
@@ -70,7 +70,7 @@ void repack_record(const uint8_t* raw, int64_t pitch, int64_t rows, int64_t K, u
   }
 }
 
-// Large memory takes fewer lookups if its pages are huge; those that begin and end in it.
+// Large memory needs fewer lookups if its pages are huge: asks for those that lie wholly in it.
 inline void advise_huge_pages([[maybe_unused]] uint8_t* memory, [[maybe_unused]] int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr uintptr_t page = 2 << 20;
