@@ -20,6 +20,7 @@ from compile.start_times import START
 from multigpu.pipeline_parallel import PipelinePlan
 from multigpu.tensor_parallel import UNSHARDED, Shard
 from sharesd.models import checkpoint, lora
+from sharesd.models.architectures import config_from_hf
 from sharesd.models.base import CausalModel
 from sharesd.models.block_filling import MakeLinear, fill_block
 from sharesd.models.checkpoint import Progress, silent
@@ -159,7 +160,7 @@ def decoder_config(folder: Path) -> DecoderConfig:
 
             layout_of(section)
             raw = checkpoint.without_quantization(raw)
-        config = DecoderConfig.from_hf(raw, refuses_unread=True)
+        config = config_from_hf(raw, refuses_unread=True)
         if checkpoint.has_weights(folder):
             checkpoint.check_stored(folder, partial(check_sizes, config))
     if (

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sharesd.models import checkpoint as files
+from sharesd.models.architectures import config_from_hf
 from sharesd.models.checkpoint import Progress, silent, write_tensors
 from sharesd.models.decoder_config import DecoderConfig
 from sharesd.models.loader import decoder_config
@@ -155,7 +156,7 @@ def widen_head(head: Path, folder: Path, out: Path, shape: Shape) -> None:
     for each key/value head as the target.
     """
     target, raw = decoder_config(folder), files.read_config(head)
-    size = DecoderConfig.from_hf(raw | {"model_type": "llama"}).head_dim
+    size = config_from_hf(raw | {"model_type": "llama"}).head_dim
     norm_scale = _norm_scale(target, shape)
     wide = {
         "hidden": (target.hidden_size, shape.hidden_size),

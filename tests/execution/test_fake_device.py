@@ -25,8 +25,8 @@ from sharesd.engine.engine import Engine
 from sharesd.engine.options import EngineOptions
 from sharesd.execution.step_compiler import StepCompiler
 from sharesd.models import hf
+from sharesd.models.architectures import config_from_hf
 from sharesd.models.decoder import Decoder
-from sharesd.models.decoder_config import DecoderConfig
 from sharesd.models.prefill import prefill
 from sharesd.parallel.tp_driver import RankZeroModel
 from sharesd.sampling_params import SamplingParams
@@ -95,7 +95,7 @@ def inference() -> Iterator[None]:
 
 
 def decoder(family: str, part: Shard = UNSHARDED) -> Decoder:
-    config = DecoderConfig.from_hf(SIZES | FAMILIES[family])
+    config = config_from_hf(SIZES | FAMILIES[family])
     return Decoder(config, dtype=torch.bfloat16, device=DEVICE, part=part).eval().requires_grad_(False)
 
 

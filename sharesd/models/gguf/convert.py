@@ -13,10 +13,11 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sharesd.models.architectures import config_from_hf
 from sharesd.models.checkpoint import STORED, Progress, damage_named, refuse_pointers, silent
 from sharesd.models.config_checks import check_sizes
 from sharesd.models.conversion_cache import converted, require_space
-from sharesd.models.decoder_config import DecoderConfig, UnsupportedArchitecture
+from sharesd.models.decoder_config import UnsupportedArchitecture
 from sharesd.models.gguf.parts import model_stem, parts_of
 from sharesd.models.other_files import refuse_other_gguf
 
@@ -92,7 +93,7 @@ def _convert_here(file: GGUFFile, folder: Path, progress: Progress, dequantize: 
     _, layout = layout_of(file)
     check_tokenizer(file)
     config = config_of(file)
-    decoder_config = DecoderConfig.from_hf(config)
+    decoder_config = config_from_hf(config)
     num_weights = sum(math.prod(tensor.shape) for tensor in file.tensors.values())
     check_sizes(decoder_config, num_weights)
     names_of(file, decoder_config)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from compile.block_linear import BLOCK_TYPES, NUMBERS, BlockPart
+from sharesd.models.architectures import config_from_hf
 from sharesd.models.checkpoint import STORED, read_json
 from sharesd.models.decoder_config import DecoderConfig
 from sharesd.models.gguf.config import config_of, layout_of
@@ -77,7 +78,7 @@ def _model(folder: Path) -> tuple[GGUFFile, DecoderConfig]:
     """Return headers of the files that a folder names, and their config."""
     source = read_json(folder / STORED)
     file = read_model([Path(name) for name in source["files"]], source["ignored"])
-    return file, DecoderConfig.from_hf(config_of(file))
+    return file, config_from_hf(config_of(file))
 
 
 def q8_share(folder: Path) -> float:

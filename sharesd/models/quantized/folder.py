@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from compile.block_linear import NUMBERS, WIDENED, BlockPart
+from sharesd.models.architectures import config_from_hf
 from sharesd.models.checkpoint import (
     MODELOPT,
     QUANT_CONFIGS,
@@ -236,7 +237,7 @@ def _read_config(folder: Path) -> tuple[Layout, DecoderConfig | None, Unsupporte
     with damage_named(folder / "config.json"):
         layout = layout_of(section)
         try:
-            config = DecoderConfig.from_hf(without_quantization(raw), refuses_unread=True)
+            config = config_from_hf(without_quantization(raw), refuses_unread=True)
         except UnsupportedArchitecture as reason:
             return layout, None, reason
         check_sizes(config, sum(file.stat().st_size for file in weight_files(folder)))

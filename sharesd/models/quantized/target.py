@@ -13,6 +13,7 @@ from torch import Tensor
 
 from compile.block_linear import NUMBERS, BlockPart, block_sizes
 from compile.block_quantizer import quantize_blocks
+from sharesd.models.architectures import config_from_hf
 from sharesd.models.checkpoint import STORED, TARGET_QUANT, is_quantized, read_config, read_json
 from sharesd.models.conversion_cache import name_of
 from sharesd.models.decoder_config import DecoderConfig, UnsupportedArchitecture
@@ -37,7 +38,7 @@ def folder_to_quantize(base: Path, kind: str) -> Path:
     if (base / STORED).exists():
         _check_plain(base)
     try:
-        config = DecoderConfig.from_hf(read_config(base), refuses_unread=True)
+        config = config_from_hf(read_config(base), refuses_unread=True)
     except UnsupportedArchitecture as reason:
         raise ValueError(f"{base}: {reason}, and quantized weights run in native decoders; {_REMEDY}") from None
     for name, shape in tensor_shapes(config).items():
