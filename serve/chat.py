@@ -19,7 +19,7 @@ from serve.response_format import ResponseFormat, alternatives
 from serve.schemas import ChatBody, read
 from serve.token_utils import encode_chat, ending_of, token_bytes, token_text
 from serve.tool_calls import CallPart, CallReader
-from sharesd.data.json_numbers import finite
+from sharesd.data.json_lines import finite
 
 
 async def chat(request: Request) -> Response:

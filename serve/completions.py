@@ -15,7 +15,7 @@ from serve.handlers import respond, start
 from serve.response_format import ResponseFormat
 from serve.schemas import CompletionBody, PredictBody, read
 from serve.token_utils import TokenTexts, encode, token_text
-from sharesd.data.json_numbers import finite
+from sharesd.data.json_lines import finite
 from sharesd.models.tokenizer import Tokenizer
 
 DEFAULT_TOKENS = 16

@@ -17,8 +17,7 @@ from sharesd.cli.sampling_options import add_sampling_options, sampling_params
 from sharesd.config import EngineConfig, Mode, OffloadConfig, PipelineConfig
 from sharesd.drafters import registry, selection
 from sharesd.drafters.spec import Need, Support
-from sharesd.loading.combination import Combination
-from sharesd.loading.combinations import OPTIONS, check, check_options
+from sharesd.loading.combinations import OPTIONS, Combination, check, check_options
 
 __all__ = [
     "Parser",

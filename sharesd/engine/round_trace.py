@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from sharesd.devices.host_buffers import PinnedBuffers
+from sharesd.devices.transfer import PinnedBuffers
 from sharesd.speculation.draft_tree import DraftTree, model_shape, parents_tensor
 
 Drafts = list[tuple[list[int], list[int] | None, list[float | None] | None]]

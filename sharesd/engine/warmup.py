@@ -11,7 +11,7 @@ import torch
 
 from compile.cuda_graphs import WARM_CALLS
 from compile.start_times import START
-from sharesd.devices.host_buffers import reserve_pinned
+from sharesd.devices.transfer import reserve_pinned
 from sharesd.drafters.base import Drafter
 from sharesd.drafters.draft_checks import checked_draft
 from sharesd.engine.block_sample import first_blocks, is_native

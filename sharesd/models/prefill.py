@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from compile.attention import MAX_STEP
-from sharesd.devices.host_buffers import to_device
+from sharesd.devices.transfer import to_device
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.base import CausalModel
 

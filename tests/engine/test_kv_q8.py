@@ -13,9 +13,8 @@ import torch
 from sharesd.config import EngineConfig, PipelineConfig
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.llm import LLM
-from sharesd.loading.combination import Combination
-from sharesd.loading.combinations import TARGET, first_message
-from sharesd.loading.kv_identity import kv_identity
+from sharesd.loading.cache_keys import kv_identity
+from sharesd.loading.combinations import TARGET, Combination, first_message
 from sharesd.loading.resolve import resolve_config
 from sharesd.models.decoder import Decoder
 from sharesd.models.loader import decoder_config

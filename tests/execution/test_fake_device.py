@@ -28,7 +28,7 @@ from sharesd.models import hf
 from sharesd.models.architectures import config_from_hf
 from sharesd.models.decoder import Decoder
 from sharesd.models.prefill import prefill
-from sharesd.parallel.tp_driver import RankZeroModel
+from sharesd.parallel.tensor_parallel import RankZeroModel
 from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.draft_buffers import DraftBuffers
 from sharesd.speculation.draft_proposal import Proposal

@@ -19,7 +19,7 @@ from quant.config import QuantConfig
 from sharesd.cli.main import main
 from sharesd.config import EngineConfig, OffloadConfig
 from sharesd.drafters.suffix.datastore import TOKEN, _suffix_order
-from sharesd.execution.kernel_choice import choose_kernels
+from sharesd.execution.step_compiler import choose_kernels
 from sharesd.models.loader import decoder_config
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams

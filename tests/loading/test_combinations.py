@@ -11,8 +11,7 @@ import pytest
 from quant.config import QuantConfig
 from sharesd.config import EngineConfig, OffloadConfig, PipelineConfig
 from sharesd.loading import combinations
-from sharesd.loading.combination import Combination
-from sharesd.loading.combinations import Row, check, check_options, first_message
+from sharesd.loading.combinations import Combination, Row, check, check_options, first_message
 
 TWO_STAGES = PipelineConfig(devices=("cpu", "cpu"))
 ALONE = {"target": "other", "mode": "naive"}

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from compile.block_linear import BlockPart
 from sharesd import LLM, EngineConfig, SamplingParams
-from sharesd.loading.costs_file import costs_file
-from sharesd.loading.kv_identity import kv_identity
+from sharesd.loading.cache_keys import costs_file, kv_identity
 from sharesd.loading.resolve import resolve_config
 from sharesd.models.checkpoint import identity
 from sharesd.models.decoder_config import DecoderConfig

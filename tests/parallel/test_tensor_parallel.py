@@ -27,7 +27,7 @@ from sharesd.models.architectures import config_from_hf
 from sharesd.models.decoder import Decoder
 from sharesd.models.loader import Tensors
 from sharesd.models.weight_mapping import check_tensor_parallel, decoder_tensors
-from sharesd.parallel.tp_setup import EAGER_TILE
+from sharesd.parallel.tensor_parallel import EAGER_TILE
 from sharesd.runtime import Runtime
 from tests.helpers.paths import ROOT
 from tests.helpers.recorded_graphs import host_reads, take_the_way_of_cuda

@@ -209,9 +209,7 @@ def test_columns_of_blocks_are_packed_for_a_gpu(kind: str) -> None:
 def test_stages_are_planned_by_the_bytes_of_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They differ from those of numbers by what the models in memory do."""
     config, planned = config_of("k-quants", tmp_path, dtype="float32"), []
-    monkeypatch.setattr(
-        "sharesd.parallel.pipeline_planner.share_blocks", lambda sizes, *rest: planned.append(sizes) or (1, 1)
-    )
+    monkeypatch.setattr("sharesd.parallel.pipeline.share_blocks", lambda sizes, *rest: planned.append(sizes) or (1, 1))
     loaded = []
     for each in (config, replace(config, target_quant=None)):
         target = Runtime(in_stages(each)).target
@@ -281,7 +279,7 @@ def test_cuts_within_blocks_and_records_are_refused(
     make: Any, options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before any weights take memory, and before ranks start."""
-    for place in ("sharesd.runtime.ModelLoader", "sharesd.parallel.tp_setup.spawn"):
+    for place in ("sharesd.runtime.ModelLoader", "sharesd.parallel.tensor_parallel.spawn"):
         monkeypatch.setattr(place, lambda *given, **more: pytest.fail("too late"))
     with pytest.raises(ValueError, match=re.escape(message)):
         Runtime(EngineConfig(**{**SMALL, "target": str(make(tmp_path)), **options}))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compile.attention import MAX_STEP
 from compile.cuda_graphs import Graphs, Replayed
-from sharesd.devices.host_buffers import upload
+from sharesd.devices.transfer import upload
 from sharesd.drafters.base import NOTHING, BuildInputs, DraftContext, Drafter
 from sharesd.drafters.classic.vocabulary import CommonVocabulary
 from sharesd.drafters.draft_stepper import ModelStepper
