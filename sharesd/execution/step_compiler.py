@@ -101,8 +101,6 @@ def problem(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-
-
 class StepCompiler:
     def __init__(self, how: CompileMode, *, given: CompileMode, switch: Switch, group: Group | None) -> None:
         """`how`: resolved `given`, which must do if named. `group`: the target's ranks."""

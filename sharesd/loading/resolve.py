@@ -132,7 +132,6 @@ def _obstacle(config: EngineConfig, device: torch.device) -> str | None:
     return None if option is None else f"{option} yet"
 
 
-
 TREE_TOP, TREE_DEPTH = 3, 6
 """Default branching and maximum levels of draft trees.
 

@@ -152,7 +152,6 @@ def _bytes_per_token(target: CausalModel, taps: Sequence[int], copies: int) -> t
     return copies * (cache.nbytes + features) / cache.slots, cache.expanded_bytes / cache.slots
 
 
-
 BlockSource = Callable[[Decoder], tuple[Prefetcher, Mapping[int, Layout]]]
 """Function that offloads packed weights of some blocks.
 
