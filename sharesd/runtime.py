@@ -44,7 +44,7 @@ from sharesd.models.tokenizer import load_tokenizer
 from sharesd.parallel.tensor_parallel import init_tp, shutdown_tp
 from sharesd.sampling_params import SamplingParams
 from sharesd.weights.draft_heads import DraftHeads
-from sharesd.weights.measured_acceptance import acceptance_recorder
+from sharesd.weights.offload_rates import acceptance_recorder
 from sharesd_files import cache_root
 
 log = logging.getLogger(__name__)

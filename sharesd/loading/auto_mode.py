@@ -24,7 +24,7 @@ from sharesd.weights.backend import backend_for
 from sharesd.weights.memory_estimate import MemoryEstimate
 from sharesd.weights.packing import has_quantized_kernels
 from sharesd.weights.quantize import solver_config
-from sharesd.weights.quantized_sizes import quantizer_for
+from sharesd.weights.sizes import quantizer_for
 
 PAYS = 1.1
 """Minimum predicted speedup to draft with quantized linears."""

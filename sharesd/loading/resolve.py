@@ -43,8 +43,8 @@ from sharesd.models.hub import resolve_target
 from sharesd.models.loader import decoder_config
 from sharesd.parallel.pipeline import plan_pipeline
 from sharesd.weights.backend import CudaBackend, backend_for
-from sharesd.weights.kv_slots import kv_slots
 from sharesd.weights.offload_planner import Offloading, plan_for
+from sharesd.weights.sizes import kv_slots
 from sharesd_files import clean_cache
 
 log = logging.getLogger(__name__)

@@ -42,10 +42,9 @@ from sharesd.models.tokenizer import Tokenizer, load_tokenizer, require_same_voc
 from sharesd.parallel.pipeline import StagedBlocks
 from sharesd.weights.backend import CpuBackend, backend_for
 from sharesd.weights.draft_heads import DraftHeads
-from sharesd.weights.kept_records import KeptRecords
 from sharesd.weights.offload_loader import OffloadLoader, StreamingQuantizer
 from sharesd.weights.offloaded_decoder import OffloadedBlocks
-from sharesd.weights.packing import CpuPacker, make_cpu_linear, make_cuda_linear, packer_for_cuda
+from sharesd.weights.packing import CpuPacker, KeptRecords, make_cpu_linear, make_cuda_linear, packer_for_cuda
 from sharesd.weights.quantize import ModelQuantizer
 
 log = logging.getLogger(__name__)

@@ -28,10 +28,17 @@ from sharesd.models.decoder import Decoder
 from sharesd.models.hub import resolve
 from sharesd.models.loader import decoder_config
 from sharesd.models.weight_mapping import EMBEDDING, HEAD, LAYERS
-from sharesd.weights.kv_slots import WIDEST_STEP, expanded_bytes, kv_bytes, kv_slots
 from sharesd.weights.offload_planner import LEFT_FREE
-from sharesd.weights.outline import TensorOutline, outline_of
-from sharesd.weights.quantized_sizes import quantized_bytes, quantizer_for
+from sharesd.weights.sizes import (
+    WIDEST_STEP,
+    TensorOutline,
+    expanded_bytes,
+    kv_bytes,
+    kv_slots,
+    outline_of,
+    quantized_bytes,
+    quantizer_for,
+)
 
 log = logging.getLogger(__name__)
 

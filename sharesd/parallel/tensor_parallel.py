@@ -32,7 +32,7 @@ from sharesd.models.checkpoint import is_quantized
 from sharesd.models.loader import decoder_config
 from sharesd.models.quantized.folder import reordered
 from sharesd.models.weight_mapping import Cuts, check_tensor_parallel, module_of
-from sharesd.weights.outline import outline_of
+from sharesd.weights.sizes import outline_of
 
 
 def check_stored_cuts(config: EngineConfig, folder: Path) -> None:

@@ -21,7 +21,7 @@ from sharesd.models.loader import decoder_config
 from sharesd.models.prefill import prefill
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
-from sharesd.weights.kv_slots import expanded_bytes, kv_bytes
+from sharesd.weights.sizes import expanded_bytes, kv_bytes
 from tests.execution.test_graphs import new, outcome, pins
 from tests.helpers.each_mode import HEADS, MODES, SIZES, TREES, compare
 from tests.helpers.oracle import tiny_decoder

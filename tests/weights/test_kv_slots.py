@@ -10,7 +10,7 @@ from sharesd.models.architectures import config_from_hf
 from sharesd.models.decoder import Decoder
 from sharesd.models.prefill import CHUNK
 from sharesd.speculation.draft_tree import async_tree_slots
-from sharesd.weights.kv_slots import kv_bytes, kv_slots
+from sharesd.weights.sizes import kv_bytes, kv_slots
 
 
 def test_rounds_write_beyond_the_context() -> None:

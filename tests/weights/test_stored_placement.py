@@ -28,8 +28,8 @@ from sharesd.models.loader import load_decoder, stored_tensors
 from sharesd.models.quantized.target import folder_to_quantize
 from sharesd.models.weight_mapping import text_name
 from sharesd.runtime import Runtime
-from sharesd.weights.outline import TensorOutline, outline_of
 from sharesd.weights.packing import make_cpu_linear
+from sharesd.weights.sizes import TensorOutline, outline_of
 from tests.helpers.block_parts import ggml_type, random_part
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.quantized_folders import write_quantized
