@@ -110,7 +110,7 @@ def with_nested_drafts(config: EngineConfig, modes: Sequence[str], folder: Path,
     if not (folder / STORED).exists():
         return config
 
-    from sharesd.models.gguf.stored import q8_share  # the package gguf takes time to import
+    from sharesd.models.gguf.weights import q8_share  # the package gguf takes time to import
 
     return nested if q8_share(folder) >= 0.5 else config
 

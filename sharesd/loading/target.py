@@ -33,11 +33,10 @@ from sharesd.drafters.spec import Need
 from sharesd.field_types import DefaultLimit
 from sharesd.loading.resolve import ResolvedConfig
 from sharesd.models.base import CausalModel
-from sharesd.models.block_filling import MakeLinear
 from sharesd.models.checkpoint import Progress, identity, is_stored, silent
 from sharesd.models.decoder import Decoder
 from sharesd.models.hub import resolve
-from sharesd.models.loader import BlockCallback, Tensors, decoder_config, load_model, stored_tensors
+from sharesd.models.loader import BlockCallback, MakeLinear, Tensors, decoder_config, load_model, stored_tensors
 from sharesd.models.tokenizer import Tokenizer, load_tokenizer, require_same_vocabulary
 from sharesd.parallel.pipeline import StagedBlocks
 from sharesd.weights.backend import CpuBackend, backend_for

@@ -30,10 +30,9 @@ from transformers.utils import logging as hf_logging
 from compile.attention import TreeAttentionMask
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models import checkpoint
-from sharesd.models.config_checks import check_fields, check_transformers_sizes
 from sharesd.models.decoder_config import UnsupportedArchitecture
-from sharesd.models.unused_tensors import mtp_layers_of, report_unused, unused_part
-from sharesd.models.weight_mapping import MISFIT, check_finite
+from sharesd.models.hf_config import check_fields, check_transformers_sizes
+from sharesd.models.weight_mapping import MISFIT, check_finite, mtp_layers_of, report_unused, unused_part
 
 log = logging.getLogger(__name__)
 

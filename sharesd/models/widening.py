@@ -28,8 +28,8 @@ from sharesd.models import checkpoint as files
 from sharesd.models.architectures import config_from_hf
 from sharesd.models.checkpoint import Progress, silent, write_tensors
 from sharesd.models.decoder_config import DecoderConfig
+from sharesd.models.hub import NAME_KEY
 from sharesd.models.loader import decoder_config
-from sharesd.models.names import NAME_KEY
 from sharesd.models.wide_shapes import Shape
 from sharesd_files import scratch_folder
 

@@ -153,7 +153,7 @@ def _by_kind(parts: Sequence[Tensor | BlockPart]) -> tuple[list[Tensor], list[Bl
     """Return parts of numbers, or of blocks; next to blocks numbers are a `BlockPart`, too."""
     numbers = [part for part in parts if isinstance(part, Tensor)]
     blocks = [part for part in parts if isinstance(part, BlockPart)]
-    assert not (numbers and blocks), "see `sharesd.models.merged_types`"
+    assert not (numbers and blocks), "see `sharesd.models.weight_mapping`"
     return numbers, blocks
 
 

@@ -65,7 +65,7 @@ def _types(folder: Path, identity: str) -> Mapping[str, str]:
         from sharesd.models.quantized.folder import stored_types
 
         return stored_types(folder)
-    from sharesd.models.gguf.stored import stored_types as types_of_file  # whose package takes time to import
+    from sharesd.models.gguf.weights import stored_types as types_of_file  # whose package takes time to import
 
     return types_of_file(folder)
 

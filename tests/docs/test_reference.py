@@ -33,7 +33,7 @@ from sharesd.loading.report import LoadReport
 from sharesd.models.architectures import architectures, config_from_hf, model_types
 from sharesd.models.decoder_config import UnsupportedArchitecture
 from sharesd.models.loader import decoder_config
-from sharesd.models.quantized.formats import METHODS
+from sharesd.models.quantized.folder import METHODS
 from sharesd.sampling_params import SamplingParams
 from train.__main__ import COMMANDS as TRAINING
 

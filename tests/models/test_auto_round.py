@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sharesd.models.loader import resolve, stored_tensors
-from sharesd.models.quantized.formats import layout_of
+from sharesd.models.quantized.folder import layout_of
 from sharesd.models.quantized.layout import Planes
 from tests.helpers.quantized_folders import (
     awq_planes,

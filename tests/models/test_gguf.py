@@ -21,14 +21,12 @@ from sharesd.models.architectures import config_from_hf
 from sharesd.models.decoder_config import DecoderConfig
 from sharesd.models.gguf.config import config_of
 from sharesd.models.gguf.convert import converted_folder
-from sharesd.models.gguf.keys import UnknownKey
 from sharesd.models.gguf.parts import read_model
-from sharesd.models.gguf.reader import GGUFFile, StoredTensor, read_gguf
+from sharesd.models.gguf.reader import GGUFFile, StoredTensor, UnknownKey, read_gguf
 from sharesd.models.gguf.tokenizer import check_tokenizer
 from sharesd.models.gguf.weights import names_of, write_weights
 from sharesd.models.loader import load_model
-from sharesd.models.text_stream import TextStream
-from sharesd.models.tokenizer import load_tokenizer
+from sharesd.models.tokenizer import TextStream, load_tokenizer
 from tests.helpers.gguf_files import write_gguf
 from tests.models.test_weights import weights_of
 

@@ -17,7 +17,7 @@ from compile.widened_linear import WidenedLinear
 from sharesd import LLM, SamplingParams
 from sharesd.models.loader import decoder_config, load_decoder, resolve, stored_tensors
 from sharesd.models.quantized.affine import Affine
-from sharesd.models.quantized.formats import layout_of
+from sharesd.models.quantized.folder import layout_of
 from sharesd.models.quantized.layout import Planes
 from sharesd.weights.packing import make_cpu_linear
 from tests.helpers.block_parts import values

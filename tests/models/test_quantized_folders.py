@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from sharesd import LLM, SamplingParams
 from sharesd.models.hf import HFModel
 from sharesd.models.loader import decoder_config, load_decoder, load_model, resolve, stored_tensors
-from sharesd.models.quantized.formats import layout_of
+from sharesd.models.quantized.folder import layout_of
 from sharesd.models.quantized.layout import Planes
 from sharesd.models.tokenizer import load_tokenizer
 from tests.helpers.quantized_folders import (

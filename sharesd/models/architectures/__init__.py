@@ -12,9 +12,8 @@ from functools import cache
 from typing import Any
 
 from sharesd.models.architecture import Architecture
-from sharesd.models.config_checks import check_fields
 from sharesd.models.decoder_config import DecoderConfig, UnsupportedArchitecture
-from sharesd.models.hf_config import HFConfig
+from sharesd.models.hf_config import HFConfig, check_fields
 
 _WITH_TOWERS = {"llava": "llama", "llava_next": "llama", "mistral3": "mistral"}
 """`model_type` whose `text_config` may be of any family -> its default."""

@@ -6,12 +6,10 @@ import re
 from itertools import chain
 from typing import Any
 
-from sharesd.models.quantized.awq import AWQ, awq_linear
+from sharesd.models.quantized.affine import AWQ, GPTQ, awq_linear, gptq_linear
 from sharesd.models.quantized.compressed_tensors import CompressedTensors
-from sharesd.models.quantized.gptq import GPTQ, gptq_linear
+from sharesd.models.quantized.floats import packed_mxfp4, packed_nvfp4
 from sharesd.models.quantized.layout import Layout, Planes, QuantizedLinear, Settings
-from sharesd.models.quantized.mxfp4 import packed_mxfp4
-from sharesd.models.quantized.nvfp4 import packed_nvfp4
 
 _FORMATS = ("auto_round:auto_gptq", "auto_round:auto_awq", "auto_round", "auto_round:gptqmodel")
 _FLOAT_FORMAT = "auto_round:llm_compressor"

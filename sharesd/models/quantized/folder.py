@@ -11,6 +11,7 @@ from contextlib import closing
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,16 +33,54 @@ from sharesd.models.checkpoint import (
     without_quantization,
     write_tensors,
 )
-from sharesd.models.config_checks import check_sizes
-from sharesd.models.conversion_cache import converted, name_of, require_space
+from sharesd.models.conversion_cache import converted, linked_folder, name_of, require_space
 from sharesd.models.decoder_config import DecoderConfig, UnsupportedArchitecture
-from sharesd.models.linked_folder import linked_folder
-from sharesd.models.merged_types import StoredTypes
-from sharesd.models.quantized.formats import layout_of
-from sharesd.models.quantized.layout import MISFIT, Layout, NotAsStored, Planes, QuantizedLinear
-from sharesd.models.quantized.workers import Workers
-from sharesd.models.unused_tensors import KV_SCALES, is_kv_scale, report_unused
-from sharesd.models.weight_mapping import EMBEDDING, HEAD, check_finite, check_tensors, tensor_shapes, text_name
+from sharesd.models.hf_config import check_sizes
+from sharesd.models.quantized.affine import AWQ, GPTQ
+from sharesd.models.quantized.auto_round import AutoRound
+from sharesd.models.quantized.bitsandbytes import BitsAndBytes
+from sharesd.models.quantized.compressed_tensors import CompressedTensors
+from sharesd.models.quantized.floats import FBGEMM, FP8, MXFP4, ModelOpt
+from sharesd.models.quantized.layout import MISFIT, Layout, NotAsStored, Planes, QuantizedLinear, Settings, Workers
+from sharesd.models.weight_mapping import (
+    EMBEDDING,
+    HEAD,
+    KV_SCALES,
+    StoredTypes,
+    check_finite,
+    check_tensors,
+    is_kv_scale,
+    report_unused,
+    tensor_shapes,
+    text_name,
+)
+
+_LAYOUTS: Mapping[str, Callable[[Settings], Layout]] = {
+    "gptq": GPTQ,
+    "awq": AWQ,
+    "auto-round": AutoRound,
+    "intel/auto-round": AutoRound,
+    "compressed-tensors": CompressedTensors,
+    "bitsandbytes": BitsAndBytes,
+    "mxfp4": MXFP4,
+    "modelopt": ModelOpt,
+    "fp8": FP8,
+    "fbgemm_fp8": FBGEMM,
+}
+METHODS = tuple(_LAYOUTS)
+"""Values of `quant_method` that are read."""
+
+
+def layout_of(section: Mapping[str, Any]) -> Layout:
+    """Return the layout of a `quantization_config`.
+
+    Raises ValueError for one that is not supported.
+    """
+    if "quant_method" not in section and (section.get("load_in_4bit") or section.get("load_in_8bit")):
+        section = {**section, "quant_method": "bitsandbytes"}  # as its first versions wrote it
+    settings = Settings(section)
+    return _LAYOUTS[settings.one_of("quant_method", METHODS)](settings)
+
 
 log = logging.getLogger(__name__)
 

@@ -15,11 +15,9 @@ from compile.block_linear import NUMBERS, BlockPart, block_sizes
 from compile.block_quantizer import quantize_blocks
 from sharesd.models.architectures import config_from_hf
 from sharesd.models.checkpoint import STORED, TARGET_QUANT, is_quantized, read_config, read_json
-from sharesd.models.conversion_cache import name_of
+from sharesd.models.conversion_cache import linked_folder, name_of
 from sharesd.models.decoder_config import DecoderConfig, UnsupportedArchitecture
-from sharesd.models.linked_folder import linked_folder
-from sharesd.models.merged_types import StoredTypes
-from sharesd.models.weight_mapping import EMBEDDING, HEAD, LAYERS, tensor_shapes, text_name
+from sharesd.models.weight_mapping import EMBEDDING, HEAD, LAYERS, StoredTypes, tensor_shapes, text_name
 
 _REMEDY = "drop --target-quant"
 _SMALLEST = 32  # inputs of a block
