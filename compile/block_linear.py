@@ -91,11 +91,11 @@ class BlockPart(NamedTuple):
         if self.type in NUMBERS:
             return self.raw.shape[1]
         if self.type not in TYPES:
-            raise ValueError(f"type {self.type} does not run as it is; types that do: {', '.join(BLOCK_TYPES)}")
+            raise ValueError(f"type {self.type} does not run as stored; types that do: {', '.join(BLOCK_TYPES)}")
         form, row = TYPES[self.type], self.raw.shape[-1]
         if self.raw.dtype != torch.uint8 or self.raw.dim() != 2 or row % form.bytes or not row:
             raise ValueError(
-                f"{self.type} weights of {self.raw.dtype} {list(self.raw.shape)} are no rows of blocks; "
+                f"{self.type} weights of {self.raw.dtype} {list(self.raw.shape)} are not rows of blocks; "
                 f"give uint8 [N, a multiple of {form.bytes}]"
             )
         return row // form.bytes * form.inputs
@@ -188,7 +188,7 @@ class BlockLinear(nn.Module):
         parts, order = aligned_parts(parts, in_features)
         for part in parts:
             if rows % LANES:
-                raise ValueError(f"a {part.type} part begins at output {rows}, which is no multiple of {LANES}")
+                raise ValueError(f"a {part.type} part begins at output {rows}, which is not a multiple of {LANES}")
             num, record = -(-len(part.raw) // LANES), _record_bytes(part.type, in_features)
             table.append([_type_number(part.type), num, size, record])
             rows, size = rows + len(part.raw), size + num * record

@@ -24,7 +24,7 @@ def quantize_blocks(weight_NK: Tensor, kind: str) -> BlockPart:
     N, K = weight_NK.shape
     inputs, num_bytes = block_sizes(kind)
     if kind not in QUANTIZED_TYPES or K % inputs:
-        raise ValueError(f"{K} inputs are no blocks of {kind}, which have {inputs}")
+        raise ValueError(f"{K} inputs are not whole blocks of {kind}, which have {inputs}")
     if weight_NK.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         weight_NK = weight_NK.float()
     if weight_NK.stride(1) != 1:

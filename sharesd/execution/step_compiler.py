@@ -56,7 +56,7 @@ def choose_kernels(
         return _for_cpu(asked, dtype, compile)
     why_not = None if wanted == "torch" else problem(device, dtype)
     if why_not is not None and wanted == "triton":
-        raise ValueError(f"kernels are to be 'triton', which do not run on {device}: {why_not}; take --kernels torch")
+        raise ValueError(f"kernels is 'triton', which does not run on {device}: {why_not}; use --kernels torch")
     if why_not is not None:
         log.warning("our kernels do not run on %s (%s); torch's own do, which is slower", device, why_not)
     use_own_kernels(wanted != "torch" and why_not is None)
@@ -72,7 +72,7 @@ def _for_cpu(asked: Kernels, dtype: torch.dtype, compile: CompileMode) -> Kernel
     runs = asked != "torch" and why_not is None
     if not runs and compile not in ("auto", "off"):
         reason = "kernels are to be 'torch'" if why_not is None else f"CPU kernels do not run here: {why_not}"
-        raise ValueError(f"compile is {compile!r}, which takes CPU kernels, and {reason}; take --compile off, or auto")
+        raise ValueError(f"compile is {compile!r}, which needs CPU kernels, and {reason}; use --compile off, or auto")
     if why_not is not None:
         log.warning("CPU kernels do not run here (%s); torch's operations do, which is slower", why_not)
     use_cpp_kernels(runs)
@@ -189,7 +189,7 @@ class StepCompiler:
                 model.run_stack = self.stack(model)
                 return
             except KernelUnsupported as reason:
-                raise ValueError(f"{reason}; take --compile off, or leave tensor_parallel out") from None
+                raise ValueError(f"{reason}; use --compile off, or remove tensor_parallel") from None
         for name in [name for i in range(len(model.blocks)) for name in (f"{i}.attn.o", f"{i}.mlp.down")]:
             linear = model.blocks.get_submodule(name)
             joined = (

@@ -50,8 +50,8 @@ from sharesd_files import clean_cache
 log = logging.getLogger(__name__)
 NESTED = QuantConfig(method="nested")
 
-HEADS_BESIDE_STORED = QuantConfig(bits=8, head_bits=8)
-"""Default quantization of trained heads beside stored weights on a CPU.
+HEADS_NEXT_TO_STORED = QuantConfig(bits=8, head_bits=8)
+"""Default quantization of trained heads next to stored weights on a CPU.
 
 In float32 a head would read four times the bytes, and a draft step cost a third of the target's.
 """
@@ -79,11 +79,11 @@ def folder_and_config(
     folder = resolve_target(config, progress=progress)
     if config.dequantize is False and not is_stored(folder):
         raise ValueError(
-            f"{folder} is no .gguf file and has no quantized weights to run as they are; drop --no-dequantize"
+            f"{folder} is not a .gguf file and has no quantized weights to run as stored; drop --no-dequantize"
         )
     if warns and obstacle is not None and is_converted(resolve_target(replace(config, lora=None))):
         size = f"{sum(file.stat().st_size for file in weight_files(folder)) / 1e9:.1f} GB"
-        log.warning("weights are expanded to 16 bits, %s: stored ones do not go with %s", size, obstacle)
+        log.warning("weights are expanded to 16 bits, %s: stored ones are not supported with %s", size, obstacle)
     if warns and config.target_quant is not None:
         log.warning("weights are quantized to %s at load: texts are those of the quantized model", config.target_quant)
     return folder, replace(config, dequantize=not is_stored(folder))
@@ -92,7 +92,7 @@ def folder_and_config(
 def with_head_quant(config: EngineConfig) -> EngineConfig:
     """Return the config with the default quantization of trained heads."""
     has_head = any(selection.head_of(config, mode) for mode in registry.names("head"))
-    return replace(config, head_quant=config.head_quant or HEADS_BESIDE_STORED) if has_head else config
+    return replace(config, head_quant=config.head_quant or HEADS_NEXT_TO_STORED) if has_head else config
 
 
 def with_nested_drafts(config: EngineConfig, modes: Sequence[str], folder: Path, device: torch.device) -> EngineConfig:
@@ -118,7 +118,9 @@ def with_nested_drafts(config: EngineConfig, modes: Sequence[str], folder: Path,
 def _check_target_quant(config: EngineConfig, device: torch.device, needs_numbers: bool) -> None:
     obstacle = "weights that the caller makes or offloads" if needs_numbers else _obstacle(config, device)
     if obstacle is not None:
-        raise ValueError(f"target_quant is {config.target_quant!r}, and does not go with {obstacle}; leave it out")
+        raise ValueError(
+            f"target_quant is {config.target_quant!r}, which is not supported with {obstacle}; leave it out"
+        )
     reason = cpu_kernels_obstacle("quantize_ops") if device.type == "cuda" else None
     if reason is not None:
         raise ValueError(f"target_quant is {config.target_quant!r}, and its CPU kernel does not run here: {reason}")
@@ -328,7 +330,7 @@ class _Resolver:
         if offload is None:
             config = with_nested_drafts(config, self._modes, folder, self.device)
         elif config.quant.format.is_nested:
-            raise ValueError("draft_quant is nested, and the weights are offloaded; take hqq:4:64,head=4")
+            raise ValueError("draft_quant is nested, and the weights are offloaded; use hqq:4:64,head=4")
         pipeline = plan_pipeline(config, self._modes, folder, dtype)
         device = self.device if pipeline is None else pipeline.output_device
         use(device)

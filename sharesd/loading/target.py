@@ -105,7 +105,7 @@ def choose_context(
     if (planned or reads_all) and own > PLANNED_CONTEXT:
         max_context = PLANNED_CONTEXT
         reason = "the weights are placed by a plan" if planned else "steps read the whole cache"
-        reason = f"chosen since {reason}; --max-context N takes another"
+        reason = f"chosen since {reason}; --max-context N sets another"
     if planned:
         return Context(max_context, reason)
     free, (per_row, beside) = max(0, _free(device) - mapped_bytes), per_token()
@@ -114,7 +114,7 @@ def choose_context(
     if holds < MIN_CONTEXT:
         raise ValueError(
             f"half of the free memory ({show_bytes(free)}) holds {holds} tokens of context {for_rows}, and at least "
-            f"{MIN_CONTEXT} are needed; lower --max-batch, or end what else takes memory"
+            f"{MIN_CONTEXT} are needed; lower --max-batch, or end what else uses memory"
         )
     if holds < max_context:
         max_context = holds // MIN_CONTEXT * MIN_CONTEXT
@@ -131,8 +131,8 @@ def _require_room(tokens: int, rows: int, per_row: float, device: torch.device, 
     fits = [f"--max-batch {batch}"] if batch else []
     fits += [f"--max-context {context}"] if context >= MIN_CONTEXT else []
     raise ValueError(
-        f"KV caches of {rows} rows of {tokens} tokens take {show_bytes(tokens * per_token)} and {device} has "
-        f"{show_bytes(free)} free; take {' or '.join(fits) or 'a smaller model'}, or end what else runs there"
+        f"KV caches of {rows} rows of {tokens} tokens need {show_bytes(tokens * per_token)} and {device} has "
+        f"{show_bytes(free)} free; use {' or '.join(fits) or 'a smaller model'}, or end what else runs there"
     )
 
 
@@ -144,7 +144,7 @@ def _free(device: torch.device) -> int:
 
 
 def _bytes_per_token(target: CausalModel, taps: Sequence[int], copies: int) -> tuple[float, float]:
-    """Return bytes of a row's token in all caches, and beside them."""
+    """Return bytes of a row's token in all caches, and what they need besides."""
     cache = target.new_cache(1, PROBE_SLOTS, taps)
     features = 0 if cache.features is None else cache.features.nbytes
     return copies * (cache.nbytes + features) / cache.slots, cache.expanded_bytes / cache.slots
@@ -297,8 +297,8 @@ class ModelLoader:
             self._backend.finalize(model)
         if model.max_context < target.context.tokens:
             raise ValueError(
-                f"the draft model's context is {model.max_context} tokens and {target.context.tokens} are asked for; "
-                f"take --max-context {model.max_context}, or another draft model"
+                f"the draft model's context is {model.max_context} tokens and {target.context.tokens} are requested; "
+                f"use --max-context {model.max_context}, or another draft model"
             )
         return model
 

@@ -65,7 +65,7 @@ _GGUF_MODEL = "give the .gguf file of a language model as --target"
 _GGUF_KINDS: Mapping[str, tuple[str, str]] = {
     "adapter": (
         "a LoRA adapter",
-        "give the .gguf file or folder of its base model as --target; --lora takes a folder as PEFT saves it",
+        "give the .gguf file or folder of its base model as --target; --lora needs a folder as PEFT saves it",
     ),
     "mmproj": ("an image projector", "give the .gguf file of the language model that it belongs to"),
     "clip": ("an image projector", "give the .gguf file of the language model that it belongs to"),
@@ -252,13 +252,13 @@ def read_config(folder: Path) -> dict[str, Any]:
     with damage_named(folder / "config.json"):
         parts = raw, section(raw, "text_config")
     if not any(part.get(name) for part in parts for name in QUANTIZATION):
-        beside = _quantization_beside(folder)
-        if beside is not None:
-            raw["quantization_config"] = beside
+        separate = _separate_quantization(folder)
+        if separate is not None:
+            raw["quantization_config"] = separate
     return {name: value for name, value in raw.items() if value is not None or not name.endswith(SECTION)}
 
 
-def _quantization_beside(folder: Path) -> dict[str, Any] | None:
+def _separate_quantization(folder: Path) -> dict[str, Any] | None:
     """Return what another file than config.json says of quantized weights."""
     if has_file(folder / MODELOPT):
         said = section(read_json(folder / MODELOPT), "quantization")
@@ -527,7 +527,7 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
         if isinstance(error, OSError) or "allocate memory" in reason.lower():  # of the system, not of the content
             raise
         if isinstance(error, PickleError):  # torch's advice is to run what the file brings along
-            reason = "it holds other things than tensors, or is no file of torch"
+            reason = "it holds other things than tensors, or is not a file of torch"
         raise ValueError(f"{file} is damaged ({reason}); download it again") from error
 
 

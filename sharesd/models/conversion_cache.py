@@ -47,7 +47,7 @@ def converted(
     """
     paths = [str(file.resolve()) for file in files]
     digest = hashlib.sha256(repr((FORMAT, key, paths)).encode()).hexdigest()[:16]
-    sources = [file_identity(file) for file in files]  # before they are read: one that changes meanwhile is read again
+    sources = [file_identity(file) for file in files]  # before they are read: one that changes in between is read again
 
     def fill(fresh: Path) -> None:
         write(fresh)
@@ -60,7 +60,7 @@ def converted(
 def kept_folder(name: str, is_whole: Callable[[Path], bool], fill: Callable[[Path], None], source: Path) -> Path:
     """Return a checkpoint folder of the cache, which `fill` makes unless it is there and whole.
 
-    Nothing is left behind if that fails.
+    Nothing is left over if that fails.
 
     Raises:
         ValueError: of `fill`, or the cache cannot be written.

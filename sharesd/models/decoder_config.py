@@ -81,7 +81,7 @@ class DecoderConfig:
     eos_ids: tuple[int, ...] = ()
     """Tokens that end a text, according to config.json."""
     num_mtp_layers: int = 0
-    """Unused layers behind the last block, for multi-token prediction."""
+    """Unused layers after the last block, for multi-token prediction."""
 
     @property
     def num_hidden_layers(self) -> int:

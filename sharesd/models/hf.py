@@ -88,7 +88,7 @@ class HFModel(nn.Module):
     def new_cache(self, batch: int, slots: int, taps: Sequence[int] = ()) -> StaticKVCache:
         """See `sharesd.models.base.CausalModel.new_cache`."""
         if taps:
-            raise ValueError(f"{self.name} hands out no hidden states for trained heads; drop --draft-head")
+            raise ValueError(f"{self.name} does not expose hidden states, which trained heads need; drop --draft-head")
         model = self.model
         return StaticKVCache(
             shapes=self._shapes, batch=batch, slots=slots, dtype=model.dtype, device=model.device, plain=True
@@ -102,7 +102,7 @@ class HFModel(nn.Module):
         tree_mask: TreeAttentionMask | None = None,
     ) -> Tensor:
         """See `sharesd.models.base.CausalModel.forward`."""
-        assert tree_mask is None, "the fallback takes no trees"
+        assert tree_mask is None, "the fallback does not support draft trees"
         B, T = tokens_BT.shape
         inputs: dict[str, Any] = {
             "input_ids": tokens_BT,

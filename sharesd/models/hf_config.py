@@ -132,7 +132,7 @@ def check_sizes(config: DecoderConfig, num_stored: int) -> None:
 
         if table > free_memory():
             raise ValueError(
-                f"config.json allows {c.max_context:,} positions, whose rope tables take {table / 1e9:,.0f} GB of "
+                f"config.json allows {c.max_context:,} positions, whose rope tables need {table / 1e9:,.0f} GB of "
                 "memory; correct max_position_embeddings"
             )
 

@@ -90,7 +90,7 @@ log = logging.getLogger(__name__)
 
 _HEAD_MODULE = HEAD.removesuffix("weight")
 Tensors = Callable[[], Iterable[tuple[str, Tensor]]]
-"""Makes a checkpoint's tensors anew, one after the other: names and values."""
+"""Yields a checkpoint's tensors again at each call: names and values."""
 BlockCallback = Callable[[Decoder, int], None]
 """Callback with a decoder and the number of a block just loaded.
 
@@ -294,7 +294,7 @@ def load_decoder(
             except NotFinite as error:
                 for rest, value in values.items():
                     check_finite(folder, f"{LAYERS}{index}.{rest}", value)
-                raise ValueError(f"{folder}: weights of layer {index} exceed {dtype}; take --dtype bf16") from error
+                raise ValueError(f"{folder}: weights of layer {index} exceed {dtype}; use --dtype bf16") from error
             if on_block_loaded is not None:
                 on_block_loaded(decoder, index)
 

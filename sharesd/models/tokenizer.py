@@ -175,7 +175,7 @@ class Tokenizer:
         """Return the text that `chat` encodes.
 
         `tools`: functions in OpenAI's form; `variables`: values of `template_variables`. The content of a message is
-        a text or a list of text parts, or None beside `tool_calls`. Parts are given to templates that iterate over
+        a text or a list of text parts, or None next to `tool_calls`. Parts are given to templates that iterate over
         them, and joined by line breaks for others.
         """
         messages = content_probe.in_form(messages, partial(self._content_form, with_tools=bool(tools)))
@@ -246,7 +246,7 @@ class Tokenizer:
         marked = [*messages[:-1], {**messages[-1], "content": ended}]
         shown, mark, rest = self.render_chat(marked, False, tools=tools, variables=variables).rpartition(_MARK)
         if not mark:
-            raise ValueError("the chat template does not show the last message, which shall be continued")
+            raise ValueError("the chat template does not show the last message, which is to be continued")
         return shown + spaces if rest.startswith(spaces) else shown
 
     @cached_property

@@ -368,7 +368,7 @@ class StoredTypes(NamedTuple):
             for name, following in zip(names, names[1:], strict=False):
                 end += sum(rows[module_of(name)])
                 if end % LANES and types[name] != types[following]:
-                    reason = f"types of a linear change at output {end}, which is no multiple of {LANES}"
+                    reason = f"types of a linear change at output {end}, which is not a multiple of {LANES}"
                     expanded |= dict.fromkeys(names, reason)
                     types |= dict.fromkeys(names, _EXPANDED)
                     break

@@ -75,7 +75,7 @@ def _devices(names: Sequence[str]) -> list[torch.device]:
 def _all_gpus(config: EngineConfig) -> list[str]:
     found = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
     if not found:
-        raise ValueError("the devices are to be found out, and torch finds no GPU; name them (--devices)")
+        raise ValueError("--devices auto found no GPU; list the devices")
     given = [f"cuda:{number}" for number, _ in sorted(config.split.max_memory)]
     return given or found
 
@@ -86,7 +86,7 @@ def _read_map(file: Path) -> dict[str, str | int]:
     except (OSError, ValueError) as error:
         raise ValueError(f"device_map {str(file)!r} is neither `auto` nor a file of JSON: {error}") from None
     if not isinstance(found, dict) or not all(isinstance(place, (str, int)) for place in found.values()):
-        raise ValueError(f"{file} is no device map; it must name modules and their devices")
+        raise ValueError(f"{file} is not a device map; it must name modules and their devices")
     return found
 
 

@@ -41,13 +41,13 @@ def check_stored_cuts(config: EngineConfig, folder: Path) -> None:
     A record has 16 outputs.
     """
     cuts, size = Cuts.of(decoder_config(folder)), config.tensor_parallel
-    expand = "take --dequantize" if config.target_quant is None else "drop --target-quant"
+    expand = "use --dequantize" if config.target_quant is None else "drop --target-quant"
     if config.tensor_parallel_style == "reduce" and is_quantized(folder):
         for name in reordered(folder):
             if module_of(name) in cuts.second:
                 raise ValueError(
                     f"tensor_parallel_style is reduce, and the inputs of {name} are stored in another order, which is "
-                    f"not cut; take --tensor-parallel-style gather, or {expand}"
+                    f"not cut; use --tensor-parallel-style gather, or {expand}"
                 )
     for name, tensor in outline_of(folder).items():
         if tensor.type is None:
@@ -56,7 +56,7 @@ def check_stored_cuts(config: EngineConfig, folder: Path) -> None:
         unit, where, sizes, remedy = TILE, "outputs", cuts.first.get(module, ()), "leave tensor_parallel out"
         if module in cuts.second and config.tensor_parallel_style == "reduce":
             unit, where, sizes = block_sizes(tensor.type)[0], "inputs", (inputs,)
-            remedy = "take --tensor-parallel-style gather"
+            remedy = "use --tensor-parallel-style gather"
         elif module in cuts.second:
             sizes = (outputs,)
         for number in sizes:
@@ -151,7 +151,7 @@ class RankZeroModel:
     def new_cache(self, batch: int, slots: int, taps: Sequence[int] = ()) -> StaticKVCache:
         """See `sharesd.models.base.CausalModel.new_cache`. Hidden states are not supported."""
         if taps:
-            raise ValueError("ranks that share a model hand out no hidden states; leave tensor_parallel out")
+            raise ValueError("ranks that share a model do not expose hidden states; remove tensor_parallel")
         with self._together(_Command.NEW_CACHE, batch, slots):
             self._num_caches += 1
             return BroadcastingKVCache(self._model.new_cache(batch, slots), self._num_caches - 1, self._together)
@@ -178,7 +178,7 @@ class RankZeroModel:
     def _together(self, *command: int, tensors: Sequence[Tensor] = ()) -> Iterator[None]:
         """Broadcast a command, with tensors of int64, before rank 0 runs it."""
         if self._midway:
-            raise RuntimeError("a step was broken off on rank 0, and the other ranks are waiting in it; start anew")
+            raise RuntimeError("rank 0 aborted a step and the other ranks are blocked in it; restart")
         self._midway = True
         self._group.broadcast(torch.tensor([*command, *[0] * (WORDS - len(command))]))
         if tensors:

@@ -203,7 +203,7 @@ def test_without_our_kernels_torch_has_its_own(
     assert choose_with(monkeypatch, why_not) == KernelChoice("torch", False) and not runs_triton(GPU)
     [message] = caplog.messages
     assert why_not in message and "torch's own" in message
-    with pytest.raises(ValueError, match=f"{why_not}; take --kernels torch"):
+    with pytest.raises(ValueError, match=f"{why_not}; use --kernels torch"):
         choose_with(monkeypatch, why_not, "triton")
 
 
@@ -311,13 +311,13 @@ def test_caches_that_do_not_fit_say_what_would(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(target, "_free", lambda gpu: 10 * 2000 * 100)
     target._require_room(2000, 10, 100, GPU)
     with pytest.raises(
-        ValueError, match=r"16 rows of 2000 tokens take 3.2 MB .* 2 MB free; take --max-batch 10 or --max-c"
+        ValueError, match=r"16 rows of 2000 tokens need 3.2 MB .* 2 MB free; use --max-batch 10 or --max-c"
     ):
         target._require_room(2000, 16, 100, GPU)
-    with pytest.raises(ValueError, match="take --max-context 1000, or end what else"):
+    with pytest.raises(ValueError, match="use --max-context 1000, or end what else"):
         target._require_room(30000, 1, 2000, GPU)
     with pytest.raises(
-        ValueError, match="10 rows of 2000 tokens take 2.2 MB .* take --max-batch 9 or --max-context 1818"
+        ValueError, match="10 rows of 2000 tokens need 2.2 MB .* use --max-batch 9 or --max-context 1818"
     ):
         target._require_room(2000, 10, 100, GPU, beside=100)
     with pytest.raises(ValueError, match="take a smaller model"):

@@ -94,7 +94,7 @@ def test_fp8_does_not_run_as_it_is_stored() -> None:
     linear = layout_of({"quant_method": "fp8"}).linear(
         Planes(MODULE, {"weight": floats(64, 64), "weight_scale_inv": random(1, 1)})
     )
-    with pytest.raises(ValueError, match="up_proj does not run as it is stored .FP8 has no kernel.; take --dequantize"):
+    with pytest.raises(ValueError, match="up_proj does not run as stored .FP8 has no kernel.; use --dequantize"):
         linear.block_type()
 
 

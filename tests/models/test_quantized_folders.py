@@ -215,7 +215,7 @@ def plain(tensors: dict[str, Tensor]) -> None:
         ("gptq", {}, lambda t: t.pop(f"{UP}.qweight"), f"tensor {UP}.* has no quantized weights beside it"),
         ("gptq", {}, nan, f"tensor {UP}.scales has NaN or infinite values"),
         ("gptq", {}, plain, f"tensor {UP}.weight is not quantized"),
-        ("gptq", {}, lambda t: t[f"{UP}.g_idx"].add_(9), f"tensor {UP}.g_idx has groups that are none of 2"),
+        ("gptq", {}, lambda t: t[f"{UP}.g_idx"].add_(9), f"tensor {UP}.g_idx has group numbers that are not below 2"),
         ("gptq", {}, lambda t: t.update({f"{UP}.scales": t[f"{UP}.scales"].int()}), "up_proj.scales is int32"),
         ("gptq", {}, lambda t: t.pop("model.norm.weight"), "missing model.norm.weight"),
         ("packed", {"ignore": ["re:.*up_proj"]}, None, f"{UP}.* is quantized, and quantization_config leaves"),

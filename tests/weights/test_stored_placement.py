@@ -253,25 +253,25 @@ def more_heads(folder: Path) -> Path:
             lambda at: write_gguf(at / "a.gguf", pads_to=32),
             {"tensor_parallel": 2, "tensor_parallel_style": "reduce"},
             "tensor_parallel is 2, and the 96 inputs of model.layers.0.mlp.down_proj.weight, which is stored as Q4_0, "
-            "cannot be shared out evenly in groups of 32; take --tensor-parallel-style gather, or take --dequantize",
+            "cannot be shared out evenly in groups of 32; use --tensor-parallel-style gather, or use --dequantize",
         ),
         (
             lambda at: more_heads(write_quantized(at / "model", "awq")),
             {"tensor_parallel": 4},
             "the 32 outputs of model.layers.0.self_attn.k_proj.weight, which is stored as INT4_64, cannot be shared "
-            "out evenly in groups of 16; leave tensor_parallel out, or take --dequantize",
+            "out evenly in groups of 16; leave tensor_parallel out, or use --dequantize",
         ),
         (
             lambda at: write_quantized(at / "model", "gptq act order"),
             {"tensor_parallel": 2, "tensor_parallel_style": "reduce"},
             "tensor_parallel_style is reduce, and the inputs of model.layers.0.mlp.down_proj.weight are stored in "
-            "another order, which is not cut; take --tensor-parallel-style gather, or take --dequantize",
+            "another order, which is not cut; use --tensor-parallel-style gather, or use --dequantize",
         ),
         (
             lambda at: make_checkpoint(at / "model", hidden=256),
             {"tensor_parallel": 2, "tensor_parallel_style": "reduce", "target_quant": "q6_k"},
             "the 256 inputs of model.layers.0.self_attn.o_proj.weight, which is stored as Q6_K, cannot be shared out "
-            "evenly in groups of 256; take --tensor-parallel-style gather, or drop --target-quant",
+            "evenly in groups of 256; use --tensor-parallel-style gather, or drop --target-quant",
         ),
     ],
 )

@@ -80,7 +80,7 @@ def rope_of(file: GGUFFile, fields: Mapping[str, Any], config: Mapping[str, Any]
             if name not in stored:
                 raise ValueError(f"the file has no tensor {name!r}, which its rope needs; download it again")
         if DIVISORS in stored:
-            raise unknown_tensor(DIVISORS, f"stands beside {LONG!r}")
+            raise unknown_tensor(DIVISORS, f"is stored next to {LONG!r}")
         if factor != 1.0:
             raise unknown_key(prefix + factor_key, factor)
         return _longrope(stored[SHORT], stored[LONG], original, magnitude)

@@ -218,7 +218,7 @@ def _convert(parts: list[Path], ignored: list[str], folder: Path, progress: Prog
                 (folder / STORED).write_text(json.dumps({"files": _names(parts), "ignored": ignored}))
         except UnsupportedArchitecture as reason:
             if not dequantize:
-                more = f"{reason}, and stored weights run in native decoders; take --dequantize"
+                more = f"{reason}, and stored weights run in native decoders; use --dequantize"
                 raise UnsupportedArchitecture(more) from None
 
             log.info("%s: %s; converting by transformers", name, reason)

@@ -103,7 +103,7 @@ def write_weights(file: GGUFFile, config: DecoderConfig, path: Path, progress: P
 
 
 def absent_biases(written: Collection[str], config: DecoderConfig) -> dict[str, Tensor]:
-    """Return zeros for the biases that a checkpoint has beside those written."""
+    """Return zeros for the biases that a checkpoint has next to those written."""
     absent = {name: shape for name, shape in tensor_shapes(config).items() if name not in written}
     return {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in absent.items()}
 
@@ -166,8 +166,8 @@ def stored_blocks(folder: Path, *, outlines: bool = False) -> Iterator[tuple[str
             continue
         if kind is None and tensor.kind.name not in NUMBERS:
             raise ValueError(
-                f"{path}: tensor {stored!r} is stored as {tensor.kind.name}, which does not run as it is; "
-                "take --dequantize"
+                f"{path}: tensor {stored!r} is stored as {tensor.kind.name}, which does not run as stored; "
+                "use --dequantize"
             )
         if tensor.kind.name in NUMBERS:
             values = rows.contiguous().view(NUMBERS[tensor.kind.name]).view(tensor.shape)

@@ -73,7 +73,7 @@ class Affine(QuantizedLinear):
         if self._group_K is not None and bool((self._group_K.bincount() != self._group_size).any()):
             raise self.not_as_stored(f"not all of its groups have {self._group_size} inputs")
         if self._group_size % _BLOCK:
-            raise self.not_as_stored(f"groups of {self._group_size} inputs are no multiple of {_BLOCK}")
+            raise self.not_as_stored(f"groups of {self._group_size} inputs are not a multiple of {_BLOCK}")
         if not torch.equal(self._scale_NG.half().float(), self._scale_NG):
             raise self.not_as_stored("float16 does not hold its scales")
         if self._bits < 4:
@@ -249,7 +249,7 @@ def gptq_linear(planes: Planes, bits: int, group_size: int, *, stores_minus_one:
     if "g_idx" in planes:
         group_K = planes.take("g_idx", [torch.int32, torch.int64], (K,)).long()
         if bool((group_K < 0).any()) or bool((group_K >= G).any()):
-            raise planes.error("g_idx", f"has groups that are none of {G}")
+            raise planes.error("g_idx", f"has group numbers that are not below {G}")
         if torch.equal(group_K, torch.arange(K) // size):
             group_K = None
 

@@ -36,7 +36,7 @@ class AutoRound(Layout):
         is_float = self._format == _FLOAT_FORMAT
         settings.one_of("data_type", tuple(_FLOATS) if is_float else ("int",), None if is_float else "int")
         if not is_float and settings.get("act_bits", _PLAIN_BITS) < _PLAIN_BITS:
-            raise settings.error("act_bits", f"{_PLAIN_BITS} beside integers")
+            raise settings.error("act_bits", f"{_PLAIN_BITS} next to integers")
         planes: type[Layout] = CompressedTensors if is_float else AWQ if self._format.endswith("awq") else GPTQ
         self.names, self.codes, self.left_out = planes.names, planes.codes, planes.left_out
         self._extra = {key: settings.section("extra_config").section(key) for key in settings.get("extra_config", {})}

@@ -86,7 +86,7 @@ def _groups(planes: Planes, weights: Settings, K: int, G: int) -> Tensor | None:
         return None
     group_K = planes.take("weight_g_idx", [torch.int32, torch.int64], (K,)).long()
     if bool((group_K < 0).any()) or bool((group_K >= G).any()):
-        raise planes.error("weight_g_idx", f"has groups that are none of {G}")
+        raise planes.error("weight_g_idx", f"has group numbers that are not below {G}")
     return None if torch.equal(group_K, torch.arange(K) // (K // G)) else group_K
 
 

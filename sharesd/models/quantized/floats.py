@@ -195,7 +195,7 @@ class MXFP4(Layout):
         return module
 
     def includes(self, module: str) -> bool:
-        return False  # linears beside the experts
+        return False  # linears next to the experts
 
     def linear(self, planes: Planes) -> Experts:
         blocks = planes.take("blocks", [torch.uint8], (-1, -1, -1, MXFP4_GROUP // 2))

@@ -119,7 +119,7 @@ def check_as_stored(folder: Path) -> None:
     """Raise ValueError for what cannot run as it is stored."""
     _, config, reason = _read_config(folder)
     if config is None:
-        raise ValueError(f"{folder}: {reason}, and stored weights run in native decoders; take --dequantize")
+        raise ValueError(f"{folder}: {reason}, and stored weights run in native decoders; use --dequantize")
     with damage_named(folder):
         _types(folder, identity(folder))
 
@@ -225,7 +225,7 @@ def _expand(folder: Path, fresh: Path, progress: Progress, trust_remote_code: bo
     total, done, shard, shards = sum(sizes.values()), 0, dict[str, Tensor](), list[dict[str, Tensor]]()
     require_space(fresh, sum(_stored_bytes(tensor, sizes[name]) for name, tensor in weights.items()))
     log.warning(
-        "%s: %.2f GB of weights take %.2f GB in 16 bits, on disk and in memory", folder, *_gigabytes(folder, total)
+        "%s: %.2f GB of weights need %.2f GB in 16 bits, on disk and in memory", folder, *_gigabytes(folder, total)
     )
     names: dict[str, str] = {}
 
@@ -319,7 +319,7 @@ def _grouped(stored: Mapping[str, Tensor], layout: Layout) -> Weights:
                 weights[layout.weight_name(module)] = partial(_linear, module, own, layout)
         elif found is not None and found["plane"] not in layout.codes:
             if found["plane"] not in layout.left_out:
-                raise ValueError(f"tensor {name} has no quantized weights beside it; {MISFIT}")
+                raise ValueError(f"tensor {name} has no quantized weights next to it; {MISFIT}")
         else:
             if tensor.dim() == 2 and module.endswith("_proj") and layout.includes(module):
                 raise ValueError(

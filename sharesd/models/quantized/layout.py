@@ -172,7 +172,7 @@ class NotAsStored(ValueError):
     """A linear whose weights no type of blocks holds."""
 
     def __init__(self, module: str, reason: str) -> None:
-        super().__init__(f"linear {module} does not run as it is stored ({reason}); take --dequantize")
+        super().__init__(f"linear {module} does not run as stored ({reason}); use --dequantize")
         self.reason = reason
 
 

@@ -41,7 +41,7 @@ def folder_to_quantize(base: Path, kind: str) -> Path:
         raise ValueError(f"{base}: {reason}, and quantized weights run in native decoders; {_REMEDY}") from None
     for name, shape in tensor_shapes(config).items():
         if len(shape) == 2 and shape[1] % _SMALLEST:
-            raise ValueError(f"{base}: {name} has {shape[1]} inputs, which is no multiple of {_SMALLEST}; {_REMEDY}")
+            raise ValueError(f"{base}: {name} has {shape[1]} inputs, which is not a multiple of {_SMALLEST}; {_REMEDY}")
     return linked_folder(base, f"{name_of(base)}-{kind}", texts={TARGET_QUANT: json.dumps({"type": kind})})
 
 
