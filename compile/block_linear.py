@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from compile.block_types import TYPES
 from compile.cpp_extension import kernel, library
 from compile.input_order import common_order, order_words
 from compile.linear import NotFinite, Zeros
@@ -26,42 +27,8 @@ Activations = Literal["exact", "fast"]
 """Rounding of activations: to 16 or 8 bits, per 32."""
 
 
-class _Format(NamedTuple):
-    inputs: int  # of a block
-    bytes: int  # of a block, in a file
-    unit: int  # inputs of a unit in memory
-    unit_bytes: int  # of the codes and scales of 16 outputs
-
-
-_FORMATS = {
-    "Q8_0": _Format(32, 34, 64, 1088),
-    "Q4_K": _Format(256, 144, 256, 2368),
-    "Q6_K": _Format(256, 210, 256, 3392),
-    "Q5_K": _Format(256, 176, 256, 2880),
-    "Q4_0": _Format(32, 18, 64, 576),
-    "Q5_0": _Format(32, 22, 64, 704),
-    "Q4_1": _Format(32, 20, 64, 640),
-    "Q5_1": _Format(32, 24, 64, 768),
-    "IQ4_NL": _Format(32, 18, 64, 576),
-    "IQ4_XS": _Format(256, 136, 256, 2240),
-    "MXFP4": _Format(32, 17, 64, 576),
-    "Q3_K": _Format(256, 110, 256, 1856),
-    "Q2_K": _Format(256, 84, 256, 1344),
-    "INT4_32": _Format(32, 19, 64, 640),
-    "INT4_64": _Format(64, 35, 64, 576),
-    "INT4_128": _Format(128, 67, 128, 1088),
-    "INT8_32": _Format(32, 35, 64, 1152),
-    "INT8_64": _Format(64, 67, 64, 1088),
-    "INT8_128": _Format(128, 131, 128, 2112),
-    "NVFP4_16": _Format(16, 13, 128, 1216),
-}
-BLOCK_TYPES = tuple(_FORMATS)
-"""Types with a kernel, in order of its numbers.
-
-GGML has none of those from INT4_32 on: INT types have zeros of their own. A block of INT4_64 has 64 inputs, their scale
-in float16, their zero in a byte, and codes in the order of Q4_0; INT8_64 has a byte for each code. A block of NVFP4_16
-has the scale of its row in float32, that of 16 inputs as E4M3, and their codes.
-"""
+BLOCK_TYPES = tuple(TYPES)
+"""Types with a kernel, in order of its numbers: see cpu/block_types.def."""
 NUMBERS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """GGML types of plain numbers, in order of the kernel's numbers for them."""
 WIDENED = "BF16"
@@ -80,7 +47,7 @@ _DECODE_ARGTYPES = (c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_
 
 def block_sizes(kind: str) -> tuple[int, int]:
     """Return inputs and bytes of a block, in a file."""
-    return _FORMATS[kind].inputs, _FORMATS[kind].bytes
+    return TYPES[kind].inputs, TYPES[kind].bytes
 
 
 def packed_bytes(kind: str, outputs: int, inputs: int) -> int:
@@ -91,7 +58,7 @@ def packed_bytes(kind: str, outputs: int, inputs: int) -> int:
 def _record_bytes(kind: str, inputs: int) -> int:
     if kind in NUMBERS:
         return LANES * inputs * NUMBERS[kind].itemsize
-    form = _FORMATS[kind]
+    form = TYPES[kind]
     return -(-inputs // form.unit) * form.unit_bytes
 
 
@@ -123,12 +90,12 @@ class BlockPart(NamedTuple):
         """
         if self.type in NUMBERS:
             return self.raw.shape[1]
-        if self.type not in _FORMATS:
-            raise ValueError(f"type {self.type} does not run as it is; types that do: {', '.join(BLOCK_TYPES)}")
-        form, row = _FORMATS[self.type], self.raw.shape[-1]
+        if self.type not in TYPES:
+            raise ValueError(f"type {self.type} does not run as stored; types that do: {', '.join(BLOCK_TYPES)}")
+        form, row = TYPES[self.type], self.raw.shape[-1]
         if self.raw.dtype != torch.uint8 or self.raw.dim() != 2 or row % form.bytes or not row:
             raise ValueError(
-                f"{self.type} weights of {self.raw.dtype} {list(self.raw.shape)} are no rows of blocks; "
+                f"{self.type} weights of {self.raw.dtype} {list(self.raw.shape)} are not rows of blocks; "
                 f"give uint8 [N, a multiple of {form.bytes}]"
             )
         return row // form.bytes * form.inputs
@@ -138,7 +105,7 @@ class BlockPart(NamedTuple):
         """Return a part on the meta device; its linear is given records."""
         if kind in NUMBERS:
             return cls(kind, torch.empty(outputs, inputs, dtype=NUMBERS[kind], device="meta"))
-        form = _FORMATS[kind]
+        form = TYPES[kind]
         return cls(kind, torch.empty(outputs, inputs // form.inputs * form.bytes, dtype=torch.uint8, device="meta"))
 
     def numbers(self) -> Tensor:
@@ -221,7 +188,7 @@ class BlockLinear(nn.Module):
         parts, order = aligned_parts(parts, in_features)
         for part in parts:
             if rows % LANES:
-                raise ValueError(f"a {part.type} part begins at output {rows}, which is no multiple of {LANES}")
+                raise ValueError(f"a {part.type} part begins at output {rows}, which is not a multiple of {LANES}")
             num, record = -(-len(part.raw) // LANES), _record_bytes(part.type, in_features)
             table.append([_type_number(part.type), num, size, record])
             rows, size = rows + len(part.raw), size + num * record

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from compile.block_linear import BLOCK_TYPES, BlockPart, block_sizes
+from compile.block_types import TYPES
 from compile.cpp_extension import kernel
 
-QUANTIZED_TYPES = ("Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q5_1", "Q5_0", "Q4_1", "Q4_0", "MXFP4")
+QUANTIZED_TYPES = tuple(name for name, kind in TYPES.items() if kind.quantizes)
 """GGML types that numbers can be quantized to, without statistics of activations."""
 _ARGTYPES = (c_void_p, *[c_int64] * 6, c_void_p, c_void_p, c_int64)
 
@@ -23,7 +24,7 @@ def quantize_blocks(weight_NK: Tensor, kind: str) -> BlockPart:
     N, K = weight_NK.shape
     inputs, num_bytes = block_sizes(kind)
     if kind not in QUANTIZED_TYPES or K % inputs:
-        raise ValueError(f"{K} inputs are no blocks of {kind}, which have {inputs}")
+        raise ValueError(f"{K} inputs are not whole blocks of {kind}, which have {inputs}")
     if weight_NK.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         weight_NK = weight_NK.float()
     if weight_NK.stride(1) != 1:

@@ -80,7 +80,7 @@ class Graphs:
             self._streams[device] = torch.cuda.Stream()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # there may be no launch between two calls
-            # Other threads may take memory meanwhile.
+            # Other threads may allocate memory at the same time.
             place = {"pool": self._pool, "stream": self._streams[device], "capture_error_mode": "thread_local"}
             try:
                 with torch.cuda.graph(graph, **place):  # type: ignore[arg-type]

@@ -17,13 +17,13 @@ def common_order(orders: Sequence[Tensor | None], num_inputs: int) -> Tensor | N
     Raises ValueError if parts differ, or the order is no permutation of the inputs.
     """
     if not all(same_order(order, orders[0]) for order in orders):
-        raise ValueError("parts of a linear have their inputs in different orders; take --dequantize")
+        raise ValueError("parts of a linear have their inputs in different orders; use --dequantize")
     order = orders[0] if orders else None
     if order is None:
         return None
     inputs = torch.arange(num_inputs, dtype=torch.int32, device=order.device)
     if order.dtype != torch.int32 or not torch.equal(order.sort().values, inputs):
-        raise ValueError(f"an order of {order.dtype} {list(order.shape)} is none of int32 [{num_inputs}]")
+        raise ValueError(f"an order of {order.dtype} {list(order.shape)} is not int32 [{num_inputs}]")
     return order
 
 

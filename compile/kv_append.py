@@ -24,7 +24,7 @@ def append_kv(
     """Write to slots; return the cache's numbers [B, K, S, d].
 
     `slots` are those after lengths, or with `tree` the last of paths. Caches are not packed. Numbers of 8 bits are a
-    copy: 0 or masked behind the new ones.
+    copy: 0, or masked after the new ones.
     """
     is_q8 = k_cache.dtype == torch.int8
     if is_q8 and runs_triton(k_cache.device):

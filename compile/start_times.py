@@ -19,7 +19,7 @@ class StartTimes:
     """Seconds of each phase of a start; together they are all of its time.
 
     A phase inside another one interrupts it. Once a thread has called `follow`, phases are those of that thread: what
-    others do meanwhile, such as building kernels, takes no time of the start.
+    others do at the same time, such as building kernels, takes no time of the start.
     """
 
     def __init__(self, age: float = 0.0) -> None:

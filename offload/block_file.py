@@ -248,7 +248,7 @@ class Writer:
         free = shutil.disk_usage(folder).free - _MARGIN_BYTES
         if free < needed:
             raise StoreError(
-                f"{folder} has {show_bytes(max(0, free))} free and the blocks take "
+                f"{folder} has {show_bytes(max(0, free))} free and the blocks need "
                 f"{show_bytes(needed, round_up=True)}; free some space there, or give --offload-dir on another disk"
             )
 

@@ -40,7 +40,7 @@ class Limits:
     device: float
     """Limit of device memory; on a CPU, of host memory."""
     host: float | None = None
-    """Limit of host memory beside device memory; None on a CPU."""
+    """Limit of host memory next to device memory; None on a CPU."""
     disk: float | None = math.inf
     """Free disk space for the block file.
 

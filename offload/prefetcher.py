@@ -109,7 +109,7 @@ class Prefetcher:
                 self._check(block, self._record(block, coming.slot))
                 self._unchecked.remove(block)
         except LinkError:
-            self._drop()  # all of it will be fetched anew
+            self._drop()  # all of it will be fetched again
             raise
         finally:
             self._waited_s += time.perf_counter() - started

@@ -205,9 +205,9 @@ def _plan(model: nn.Module, config: QuantConfig, head_name: str, layer_of: Layer
         if layer not in layers.values():
             raise ValueError(f"layer {layer} does not exist in this model; choose from 0 to {max(layers.values())}")
     if config.format.is_nested and not (layers or has_head):
-        raise ValueError(f"quantization is {str(config)!r} and no linear is stored as Q8_0; take hqq:4:64")
+        raise ValueError(f"quantization is {str(config)!r} and no linear is stored as Q8_0; use hqq:4:64")
     if config.head_bits is not None and not has_head:
-        raise ValueError(f"the LM head {head_name!r} is no linear of this model; drop head={config.head_bits}")
+        raise ValueError(f"the LM head {head_name!r} is not a linear of this model; drop head={config.head_bits}")
     tasks = [
         QuantTask(
             path, next((bits for name, bits in proj_bits.items() if _same(name, _proj(path))), config.bits), layer

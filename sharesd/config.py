@@ -270,7 +270,7 @@ class EngineConfig:
     """Maximum tokens of prompt and output per row of the KV cache.
 
     It is reduced to the model's own limit, with a warning. `auto`: the model's limit, or fewer tokens if half of the
-    free memory holds fewer (see `sharesd.loading.max_context`).
+    free memory holds fewer (see `sharesd.loading.target`).
     """
     trust_remote_code: bool = False
     """Allow checkpoints that bring their own modelling code (fallback models only)."""
@@ -279,7 +279,7 @@ class EngineConfig:
     dequantize: bool | None = None
     """Expand weights of .gguf files and quantized folders to 16 bits.
 
-    False: they run as they are stored. None = that, where it is possible (see `sharesd.loading.stored_weights`).
+    False: they run as they are stored. None = that, where it is possible (see `sharesd.loading.resolve`).
     """
     target_quant: TargetQuant | None = None
     """Type of .gguf blocks that plain weights are quantized to."""

@@ -31,8 +31,7 @@ from sharesd.engine.stats import Stats
 from sharesd.engine.trace import TraceFile
 from sharesd.engine.warmup import warm_up, warm_up_all_variants
 from sharesd.kvcache.static import StaticKVCache
-from sharesd.loading.costs_file import costs_file
-from sharesd.loading.kv_identity import kv_identity
+from sharesd.loading.cache_keys import costs_file, kv_identity
 from sharesd.loading.report import LoadReport
 from sharesd.loading.resolve import ResolvedConfig, resolve_config
 from sharesd.loading.steps import TargetSteps
@@ -43,10 +42,10 @@ from sharesd.models.decoder import Decoder
 from sharesd.models.loader import Tensors
 from sharesd.models.prefill import PIECES, prefill
 from sharesd.models.tokenizer import load_tokenizer
-from sharesd.parallel.tp_setup import init_tp, shutdown_tp
+from sharesd.parallel.tensor_parallel import init_tp, shutdown_tp
 from sharesd.sampling_params import SamplingParams
 from sharesd.weights.draft_heads import DraftHeads
-from sharesd.weights.measured_acceptance import acceptance_recorder
+from sharesd.weights.offload_rates import acceptance_recorder
 from sharesd_files import cache_root
 
 log = logging.getLogger(__name__)

@@ -260,7 +260,7 @@ inline const float* decoded_rows(const BlockRows& x, int64_t K) {
   return memory.data();
 }
 
-// Rows against `num` records of numbers. Sums are in the order of the inputs, those of a row are the same beside any others.
+// Rows against `num` records of numbers. Sums are in the order of the inputs, those of a row do not depend on the other rows.
 template <typename E>
 void number_sums(const BlockRows& x, const uint8_t* w, int64_t K, int64_t num, float* sums) {
   const float* values = decoded_rows(x, K);

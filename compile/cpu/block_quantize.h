@@ -249,17 +249,12 @@ template <int BITS> bool quantize_4_or_5_k(const float* x, uint8_t* to) {
   return is_half(most_scale / 63) && is_half(most_minimum / 63);
 }
 
+inline bool cannot_quantize(const float*, uint8_t*) { return false; }
+
 inline bool quantize_block(int64_t type, const float* x, uint8_t* to) {
   switch (type) {
-    case kQ8_0: return quantize_8_0(x, to);
-    case kQ4_0: return quantize_symmetric<4>(x, to);
-    case kQ5_0: return quantize_symmetric<5>(x, to);
-    case kQ4_1: return quantize_with_minimum<4>(x, to);
-    case kQ5_1: return quantize_with_minimum<5>(x, to);
-    case kMXFP4: return quantize_mxfp4(x, to);
-    case kQ6_K: return quantize_6_k(x, to);
-    case kQ4_K: return quantize_4_or_5_k<4>(x, to);
-    case kQ5_K: return quantize_4_or_5_k<5>(x, to);
+#define BLOCK_TYPE(NAME, INPUTS, BYTES, UNIT, UNIT_BYTES, GPU, QUANTIZE, ...) case k##NAME: return QUANTIZE(x, to);
+#include "block_types.def"
     default: return false;
   }
 }

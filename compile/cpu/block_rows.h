@@ -1,6 +1,6 @@
-// Rows against weights of GGUF files as they are: what does not depend on their types. Activations are rounded with one scale for
+// Rows against weights of stored blocks: what does not depend on their types. Activations are rounded with one scale for
 // every 32 of them, so that sums of products within a group are integers; groups are added in float32, in order of the inputs. A
-// row's sums are the same whatever rows are beside it and whichever thread did it.
+// row's sums do not depend on the other rows, nor on the thread that computed them.
 //
 // Rounded activations have 8 bits, or 16: q = 256 a + b, two rows of 8 bits that take the same products.
 #pragma once

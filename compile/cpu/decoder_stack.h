@@ -1,5 +1,5 @@
 // All blocks of a Llama-family decoder in one call: one parallel region with a few barriers per block. Between matrix products
-// there is little work, so that a step takes hardly longer than reading its weights.
+// there is little work, so a step takes little longer than reading its weights.
 //
 // Threads share the outputs of each product; norms and the residual stream are so small that each thread has its own. Every row
 // is computed by itself in a constant order: rows have the same bits at any width.

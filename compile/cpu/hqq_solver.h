@@ -57,7 +57,7 @@ float move_zero(const float* w, int64_t G, float top, Coding& group) {
   return sum;
 }
 
-// First guess: codes 0 and top are the least and the greatest weight of the group.
+// Start: codes 0 and top are the least and the greatest weight of the group.
 inline Coding spread(const float* w, int64_t G, float top) {
   const auto [low, high] = std::minmax_element(w, w + G);
   const float range = *high - *low;

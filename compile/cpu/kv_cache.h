@@ -23,7 +23,7 @@ template <typename T> struct Layout {
   int64_t key_size() const { return round_up(d, P); }
   int64_t value_size() const { return round_up(d, L); }
   int64_t key(int64_t slot) const { return slot / L * L * key_size() + slot % L * P; }  // its numbers i, and i + 1 with P = 2,
-  static int64_t key_step(int64_t i) { return i / P * L * P + i % P; }                  // lie so far behind
+  static int64_t key_step(int64_t i) { return i / P * L * P + i % P; }                  // are this far after it
   int64_t value(int64_t slot) const { return slot / P * P * value_size() + slot % P; }
   static int64_t value_step(int64_t i) { return i * P; }
   // A part: W top, W total, and from element L on W sums [value_size].

@@ -1,4 +1,4 @@
-// Compaction of slots beside keys and values: see compile/kv_compact.py.
+// Compaction of slots next to keys and values: see compile/kv_compact.py.
 #pragma once
 #include <cstdint>
 #include <cstring>

@@ -329,7 +329,7 @@ inline void many_rows_by_tiles(const bf16* x, const bf16* w, const bf16* bias, b
 
 // Vector blocks begin..end of the outputs. A tile of weights is 16 outputs and 32 inputs, a kilobyte that lies in a piece, and
 // multiplies a tile of up to 16 rows in as many cycles; each sum takes its products in the order of the inputs, whatever the
-// rows beside it.
+// other rows are.
 inline void linear_tiles(const bf16* x, const bf16* w, const bf16* bias, bf16* y, int64_t M, int64_t N, int64_t K,
                          int64_t begin, int64_t end) {
   if (M == 1) return linear_as_in_tiles<1, 6>(x, w, bias, y, N, K, begin, end);
@@ -348,7 +348,7 @@ inline void linear_tiles(const bf16* x, const bf16* w, const bf16* bias, bf16* y
 }
 
 // y [M, y_pitch] += x [M, x_pitch] times any number of blocks of weights, for up to 16 rows: see `add_tiles`. Fetches what lies
-// `ahead` bytes behind.
+// `ahead` bytes further on.
 inline void add_tile_products(const bf16* x, int64_t x_pitch, const bf16* w, int64_t block, int64_t row, int64_t step,
                               int64_t blocks, int64_t steps, int64_t ahead, float* y, int64_t y_pitch, int64_t M) {
   auto fetch = [&](const bf16* at, int64_t) {

@@ -125,7 +125,7 @@ def _for_wgmma(outputs: int, inputs: int, bits: int, group: int, processors: int
     """Return a tile fast on an H100; None for other shapes.
 
     16 bits: long pieces of rows, and a program for two processors of three at least. 4 bits: one, two or three programs
-    for each processor, whichever leaves the fewest idle, with as many stages as fit beside each other.
+    for each processor, whichever leaves the fewest idle, with as many stages as fit next to each other.
     """
     if bits == 16:
         tiles, steps = -(-outputs // 64), -(-inputs // 256)
@@ -160,7 +160,7 @@ def block_tile(index: int | None, outputs: int, units: int, step_inputs: int, st
 
 
 def _splits(steps: int) -> list[int]:
-    """Return parts of K with few steps behind its end."""
+    """Return parts of K with few steps after its end."""
     return [s for s in range(1, 9) if s == 1 or (steps >= 2 * s and 10 * -(-steps // s) * s <= 11 * steps)]
 
 
@@ -197,7 +197,7 @@ def read_tiles(path: Path) -> dict[str, Tile]:
     try:
         return {key: Tile(*map(int, values)) for key, values in json.loads(path.read_text()).items()}
     except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} does not hold tiles ({error}); delete it, or measure anew") from error
+        raise ValueError(f"{path} does not hold tiles ({error}); delete it, or measure again") from error
 
 
 def write_tiles(path: Path, tiles: dict[str, Tile]) -> None:

@@ -12,8 +12,7 @@ from typing import Literal
 from sharesd.data.chat_messages import REASONING
 from sharesd.engine.stop_checker import overlap
 from sharesd.models.call_probe import USER
-from sharesd.models.text_stream import TextStream
-from sharesd.models.tokenizer import Tokenizer
+from sharesd.models.tokenizer import TextStream, Tokenizer
 
 KNOWN = (
     ("<think>", "</think>"),

@@ -18,7 +18,7 @@ from serve.parsing.tool_calls import CallPart, CallReader
 from serve.routes.generation import ResponseFormat, alternatives, respond, start
 from serve.routes.tokens import encode_chat, ending_of, token_bytes, token_text
 from serve.schemas import ChatBody, read
-from sharesd.data.json_numbers import finite
+from sharesd.data.json_lines import finite
 
 
 async def chat(request: Request) -> Response:

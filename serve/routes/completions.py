@@ -14,7 +14,7 @@ from serve.choice_state import Choice, Tokens
 from serve.routes.generation import ResponseFormat, respond, start
 from serve.routes.tokens import TokenTexts, encode, token_text
 from serve.schemas import CompletionBody, PredictBody, read
-from sharesd.data.json_numbers import finite
+from sharesd.data.json_lines import finite
 from sharesd.models.tokenizer import Tokenizer
 
 DEFAULT_TOKENS = 16

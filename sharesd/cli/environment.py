@@ -24,8 +24,7 @@ from sharesd.config import EngineConfig
 from sharesd.drafters import registry, selection
 from sharesd.drafters.registry import Need
 from sharesd.models.checkpoint import Progress, content_hash, silent
-from sharesd.models.hub import resolve, resolve_target
-from sharesd.models.names import model_name
+from sharesd.models.hub import model_name, resolve, resolve_target
 from sharesd.weights.quant_tuning_cache import cpu_name
 from sharesd_files import file_hash
 

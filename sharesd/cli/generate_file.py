@@ -36,8 +36,7 @@ from sharesd.cli.flags import warn_of_idle_noise
 from sharesd.cli.user_text import encode
 from sharesd.config import EngineConfig, Mode
 from sharesd.data.chat_messages import text_of
-from sharesd.data.json_lines import checked, each_record, text_lines
-from sharesd.data.json_numbers import finite
+from sharesd.data.json_lines import checked, each_record, finite, text_lines
 from sharesd.data.prompt_files import conversation_in_parts, read_each
 from sharesd.engine.batch_runner import CHUNK, run_conversations
 from sharesd.models.checkpoint import Progress, silent

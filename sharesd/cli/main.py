@@ -31,7 +31,7 @@ from sharesd.cli.options import (
 )
 from sharesd.cli.process import INTERRUPTED
 from sharesd.cli.user_text import encode, read_text, require_utf8
-from sharesd.data.json_numbers import finite
+from sharesd.data.json_lines import finite
 from sharesd.data.request_errors import RequestError
 from sharesd.drafters import registry, selection
 from sharesd.drafters.registry import Need

@@ -26,8 +26,7 @@ from sharesd.cli.parser import Parser, parse
 from sharesd.config import EngineConfig, Mode, OffloadConfig, PipelineConfig
 from sharesd.drafters import registry, selection
 from sharesd.drafters.registry import Need, Support
-from sharesd.loading.combination import Combination
-from sharesd.loading.combinations import OPTIONS, check, check_options
+from sharesd.loading.combinations import OPTIONS, Combination, check, check_options
 
 __all__ = [
     "Parser",

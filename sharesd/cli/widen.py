@@ -32,8 +32,10 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from sharesd.models.hub import resolve
-    from sharesd.models.names import model_name  # torch takes seconds, mistakes should not
+    from sharesd.models.hub import (
+        model_name,  # torch takes seconds, mistakes should not
+        resolve,
+    )
     from sharesd.models.widening import widen
 
     out = Path(args.out)

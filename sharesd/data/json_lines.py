@@ -87,3 +87,12 @@ def _parsed(text: str) -> Any:
         return wrong
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets without end
         return ValueError(f"not JSON that can be read ({error}); write plain fields")
+
+
+MIN_LOGPROB = -9999.0
+"""Replacement of minus infinity."""
+
+
+def finite(logprob: float) -> float:
+    """Return a log-probability, limited to JSON's finite numbers."""
+    return max(logprob, MIN_LOGPROB)

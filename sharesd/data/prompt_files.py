@@ -14,7 +14,7 @@ from sharesd.data.json_lines import records
 TEXT_FIELDS = ("instruction", "prompt", "question")
 """Fields of the prompt: the first present, with an appended input."""
 INPUT_FIELDS = ("input", "context")
-"""Fields of Alpaca and Dolly: a text beside the instruction."""
+"""Fields of Alpaca and Dolly: a text next to the instruction."""
 ANSWER_FIELDS = ("output", "response", "answer", "completion")
 TALK_FIELDS = ("messages", "conversations", "conversation")
 """Lists of turns: `role` and `content`, or ShareGPT's `from` and `value`."""
@@ -80,7 +80,9 @@ def conversation(record: Any) -> list[Message]:
 def conversation_in_parts(record: Any) -> list[dict[str, Any]]:
     """Return what `conversation` returns, with contents in parts as lists, for chat templates that read these."""
     if not isinstance(record, Mapping):
-        raise ValueError(f"is no JSON object; a record has one of {', '.join((*TEXT_FIELDS, 'turns', *TALK_FIELDS))}")
+        raise ValueError(
+            f"is not a JSON object; a record has one of {', '.join((*TEXT_FIELDS, 'turns', *TALK_FIELDS))}"
+        )
     talk = next((record[name] for name in TALK_FIELDS if isinstance(record.get(name), list)), None)
     if talk is not None:
         return _encodable([_message(turn) for turn in talk])
@@ -114,7 +116,7 @@ def code_request(code: str) -> str:
 
 def _message(turn: Any) -> dict[str, Any]:
     if not isinstance(turn, Mapping):
-        raise ValueError("has a turn that is no JSON object; a turn has a role and a content, or from and value")
+        raise ValueError("has a turn that is not a JSON object; a turn has a role and a content, or from and value")
     name, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
     role = ROLES.get(name) if isinstance(name, str) else None
     if role is None:
@@ -122,7 +124,7 @@ def _message(turn: Any) -> dict[str, Any]:
     if isinstance(content, list) and all(isinstance(p, Mapping) and isinstance(p.get("text"), str) for p in content):
         content = [{"type": "text", "text": part["text"]} for part in content]
     elif not isinstance(content, str):
-        raise ValueError("has a turn whose content is no text")
+        raise ValueError("has a turn whose content is not a text")
     return {"role": role, "content": content}
 
 

@@ -1,15 +1,70 @@
-"""Copies between devices, without a wait of the host."""
+"""Copies between host and devices, and between devices, without a wait of the host.
+
+Host memory is named as such: programs may have set another default device.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from compile.cuda_graphs import call_between_graphs
 from sharesd.devices.selection import use
+
+
+def to_device(numbers: Sequence, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    if device.type != "cuda":
+        return torch.tensor(numbers, dtype=dtype, device=device)
+    return torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=True).to(device, non_blocking=True)
+
+
+def upload(tensor: Tensor, numbers: Sequence) -> None:
+    source = torch.tensor(numbers, dtype=tensor.dtype, device="cpu", pin_memory=tensor.device.type == "cuda")
+    tensor.copy_(source, non_blocking=True)
+
+
+def reserve_pinned(num: int, device: torch.device) -> None:
+    """Pin powers of two up to `num` numbers: later copies allocate nothing."""
+    if device.type == "cuda":
+        sizes = [2**power for power in range(num.bit_length() + 1)]
+        blocks = [torch.empty(size, dtype=torch.int64, device="cpu", pin_memory=True) for size in (*sizes, *sizes)]
+        del blocks
+
+
+class PinnedBuffers:
+    """Host buffers by name, in two copies since one may be unread."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+        self._views: dict[tuple[str, torch.Size], list[Tensor]] = {}
+        self._turn = 0
+
+    def turn(self) -> None:
+        """Keep the copies of this round during the next one."""
+        self._turn = 1 - self._turn
+
+    def copy(self, name: str, tensor: Tensor, times: int = 1) -> Tensor:
+        """Copy to a named buffer of `times` the first size, without waiting."""
+        key = name, tensor.shape
+        if key not in self._views:
+            num, buffer = tensor.numel(), self._buffers.get(name)
+            if buffer is None or buffer.shape[1] < num:
+                pinned = tensor.device.type == "cuda"
+                place: dict[str, Any] = {"dtype": tensor.dtype, "device": "cpu", "pin_memory": pinned}
+                buffer = self._buffers[name] = torch.empty(2, num * times, **place)
+            self._views[key] = [half[:num].view(tensor.shape) for half in buffer]
+        return self._views[key][self._turn].copy_(tensor, non_blocking=True)
+
+
+def copy_to_host(tensor: Tensor) -> Tensor:
+    """Return a copy on the host, complete after the device's pending work."""
+    if tensor.device.type != "cuda":
+        return tensor.clone()
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def copy_to_device(

@@ -23,7 +23,7 @@ from compile.attention import TreeAttentionMask
 from compile.cuda_graphs import Graphs, Replayed
 from compile.state_update import commit_round, verify_tokens
 from sharesd import sampling
-from sharesd.devices.host_buffers import PinnedBuffers
+from sharesd.devices.transfer import PinnedBuffers
 from sharesd.drafters.base import DraftContext, Drafter
 from sharesd.engine.trace import Proposed
 from sharesd.kvcache.static import StaticKVCache

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from compile.adaptive_threads import STEP_THREADS
 from compile.device_timer import Clock, Mark
-from sharesd.devices.host_buffers import upload
+from sharesd.devices.transfer import upload
 from sharesd.drafters.draft_checks import checked_draft
 from sharesd.engine.decode_round import BatchState, GrammarMaskFn, Round, RoundResult
 from sharesd.engine.decode_variant import DecodeVariant, DecodeVariants

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from sharesd.models.text_stream import TextStream
-from sharesd.models.tokenizer import Tokenizer
+from sharesd.models.tokenizer import TextStream, Tokenizer
 from sharesd.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "error"]

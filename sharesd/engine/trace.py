@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from multigpu.journal import lock, read_records, with_fields
-from sharesd.devices.host_buffers import PinnedBuffers
+from sharesd.devices.transfer import PinnedBuffers
 from sharesd.engine.request import Request
 from sharesd.speculation.draft_tree import DraftTree, model_shape, parents_tensor
 

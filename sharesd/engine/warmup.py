@@ -12,7 +12,7 @@ import torch
 from compile.cuda_graphs import WARM_CALLS
 from compile.start_times import START
 from sharesd.data.request_errors import NonFiniteLogits
-from sharesd.devices.host_buffers import reserve_pinned
+from sharesd.devices.transfer import reserve_pinned
 from sharesd.drafters.base import Drafter
 from sharesd.drafters.draft_checks import checked_draft
 from sharesd.engine.cost_profiler import first_blocks, is_native, model_drafter_of, profile_costs

@@ -24,7 +24,7 @@ from sharesd.weights.backend import backend_for
 from sharesd.weights.memory_estimate import MemoryEstimate
 from sharesd.weights.packing import has_quantized_kernels
 from sharesd.weights.quantize import solver_config
-from sharesd.weights.quantized_sizes import quantizer_for
+from sharesd.weights.sizes import quantizer_for
 
 PAYS = 1.1
 """Minimum predicted speedup to draft with quantized linears."""
@@ -94,7 +94,7 @@ def _model_drafter(
     if heads:
         return heads[0], "a trained head was given" if config.heads else "a trained head ships with this model"
     if config.dequantize is False:
-        return None, "weights that run as they are stored are no slower than what share drafts with, or hardly"
+        return None, "drafting would be no faster: the target already runs on quantized weights"
     if config.quant.format.solver is None:
         return shares, f"drafts by {config.quant} were asked for"
     if device.type == "cpu" and not runs_cpp(device):
@@ -106,14 +106,11 @@ def _model_drafter(
         return None, f"its linears cannot be quantized ({error})"
     speedup = _predicted_speedup(decoder, config, folder, device, dtype, how)
     if speedup < PAYS:
-        return None, f"quantized linears promise {speedup:.2f} times plain decoding here, and {PAYS} is asked of them"
+        return None, f"the predicted speedup of quantized drafts is {speedup:.2f}x, below the threshold of {PAYS}x"
     seconds = quantizer.solve_seconds() if device.type == "cpu" else 0.0  # a GPU takes seconds
     if seconds > SOLVE_SECONDS:
-        return None, (
-            f"quantizing would take about {_shown(seconds)}; after one start with mode {shares} it is kept, and used "
-            "here"
-        )
-    return shares, f"quantized linears promise {speedup:.2f} times plain decoding"
+        return None, (f"quantizing takes about {_shown(seconds)}; run once with --mode {shares} to cache it")
+    return shares, f"the predicted speedup of quantized drafts is {speedup:.2f}x"
 
 
 def _predicted_speedup(

@@ -8,12 +8,135 @@ an offload plan.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from sharesd.config import SMALL, EngineConfig
 from sharesd.drafters import registry, selection
-from sharesd.drafters.registry import Need
-from sharesd.loading.combination import Combination
+from sharesd.drafters.registry import Need, Support
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Combination:
+    """Options, and facts about device and model that were found so far."""
+
+    config: EngineConfig
+    modes: tuple[str, ...]
+    drafters: frozenset[str]
+    """Active drafters of `modes`.
+
+    Those of mode auto are included once they are chosen.
+    """
+    replicas: int | None = None
+    launched: int = 1
+    """Processes that a launcher started to share prompts."""
+    quant_skip: tuple[str, ...] = ()
+    """`--quant-skip` next to `--draft-quant auto`."""
+    unsupported: str | None = None  # reason why the target is no native decoder
+    device: str = "cpu"
+    compile: str = "auto"
+    """Compile mode, `auto` resolved."""
+    has_triton: bool = True
+    draft_device: str | None = None
+    num_stages: int = 1
+    has_device_memory: bool = False
+    """True if the device has memory of its own.
+
+    Offloaded blocks are then in host memory.
+    """
+    in_memory: bool = False
+    """True if tensors replace the checkpoint's files."""
+    has_block_source: bool = False
+    """True if the caller offloads blocks itself."""
+
+    @classmethod
+    def of(cls, config: EngineConfig, modes: Sequence[str] = (), **facts: object) -> Combination:
+        """Return the combination of a config and its active drafters."""
+        chosen = tuple(modes or (config.mode,))
+        drafters = frozenset(selection.active_drafters(config, *chosen))
+        return cls(config=config, modes=chosen, drafters=drafters, **facts)  # type: ignore[arg-type]
+
+    @property
+    def on_gpu(self) -> bool:
+        """True on a CUDA device."""
+        return self.device.startswith("cuda")
+
+    @property
+    def blocks_obstacle(self) -> str | None:
+        """Option that stored weights do not go with."""
+        config = self.config
+        options = {
+            "--lora": config.lora is not None,
+            "--compile": config.compile not in ("auto", "native")
+            and not (self.on_gpu or config.device.startswith("cuda")),
+        }
+        return next((name for name, is_given in options.items() if is_given), None)
+
+    @property
+    def runs_blocks(self) -> bool:
+        """True if the options ask for stored or quantized weights."""
+        return self.config.dequantize is False or self.config.target_quant is not None
+
+    @property
+    def blocks_flag(self) -> str:
+        """The option that asks for such weights."""
+        return "--no-dequantize" if self.config.target_quant is None else "--target-quant"
+
+    @property
+    def without_blocks(self) -> str:
+        """The remedy that runs numbers instead."""
+        return "use --dequantize" if self.config.target_quant is None else "drop --target-quant"
+
+    @property
+    def nested_obstacle(self) -> str | None:
+        """Reason against drafts by upper halves, if they were asked for."""
+        config = self.config
+        if config.head_quant is not None and config.head_quant.format.is_nested:
+            return "trained heads are not stored as Q8_0; leave out --head-quant"
+        if not config.quant.format.is_nested:
+            return None
+        if self.needs(Need.SECOND_MODEL) and selection.second_model(config) is None:
+            return "drafts would be a second model of as many bytes; use mode share"
+        if not self.needs(Need.QUANTIZED_TARGET):
+            return None
+        if config.dequantize is not False:
+            return "the weights do not run as they are stored; use hqq:4:64,head=4"
+        if config.split.enabled or config.tensor_parallel > 1:
+            return "the weights are split over devices; use hqq:4:64,head=4"
+        return f"{self.device} has no kernel for it yet; use --device cpu" if self.on_gpu else None
+
+    @property
+    def q8_obstacle(self) -> str | None:
+        """Reason against KV in 8 bits, if that was asked for."""
+        if self.config.kv_dtype == "auto":
+            return None
+        if self.config.kernels == "torch" or (self.on_gpu and not self.has_triton):
+            return "KV in 8 bits needs this project's kernels, and torch's run here"
+        return self.unsupported and f"only native decoders keep KV in 8 bits: {self.unsupported}"
+
+    @property
+    def heads(self) -> list[str]:
+        """Active drafters that are trained heads."""
+        return [name for name in registry.names("head") if name in self.drafters]
+
+    @property
+    def not_sharded(self) -> tuple[str, ...]:
+        """Active drafters that need the whole target on one device."""
+        return registry.lacking(self.drafters - {registry.NAIVE}, Support.TENSOR_PARALLEL)
+
+    def needs(self, need: Need) -> bool:
+        """True if an active drafter has this need."""
+        return bool(registry.those(self.drafters, need))
+
+    @property
+    def has_quantized_linears(self) -> bool:
+        """True if linears are quantized for this project's kernels."""
+        config = self.config
+        second = self.needs(Need.SECOND_MODEL) and selection.second_model(config) is None
+        copies = second or self.needs(Need.QUANTIZED_TARGET)
+        head_quant = config.head_quant if self.heads else None
+        quants = (config.quant if copies else None, head_quant)
+        return any(quant is not None and quant.format.solver is not None for quant in quants)
 
 
 class Row(NamedTuple):
@@ -36,7 +159,7 @@ def _missing_head(c: Combination) -> str:
     if not heads:
         return f"mode {mode} needs a trained head; give one (--draft-head FOLDER)"
     other, fits = heads[0], selection.head_mode(heads[0])
-    return f"{other} is a head of mode {fits}: take mode {fits}, not {mode}, or give another head"
+    return f"{other} is a head of mode {fits}: use mode {fits}, not {mode}, or give another head"
 
 
 def _has_unused_draft_model(c: Combination) -> bool:
@@ -137,7 +260,7 @@ OPTIONS: tuple[Row, ...] = (
         lambda c: c.config.tensor_parallel > 1 and c.config.compile in ("regional", "full"),
         lambda c: (
             f"compile is {c.config.compile!r} and tensor_parallel is {c.config.tensor_parallel}, whose steps "
-            "wait for each other between linears; take native on a CPU, off on a GPU, or auto"
+            "synchronise between linears; use native on a CPU, off on a GPU, or auto"
         ),
     ),
     Row(
@@ -150,7 +273,7 @@ OPTIONS: tuple[Row, ...] = (
     Row(
         lambda c: c.config.tensor_parallel > 1 and ":" in c.config.device,
         lambda c: (
-            f"device is {c.config.device!r} and tensor_parallel is {c.config.tensor_parallel}; take cuda for one each"
+            f"device is {c.config.device!r} and tensor_parallel is {c.config.tensor_parallel}; use cuda for one each"
         ),
     ),
     Row(
@@ -163,13 +286,13 @@ OPTIONS: tuple[Row, ...] = (
     ),
     Row(
         lambda c: c.launched > 1 and c.replicas is not None,
-        lambda c: f"--replicas is {c.replicas} and a launcher has started {c.launched} processes; take one of two",
+        lambda c: f"--replicas is {c.replicas} and a launcher has started {c.launched} processes; use one of the two",
     ),
     Row(
         lambda c: c.launched > 1 and c.config.tensor_parallel > 1,
         lambda c: (
             f"--tensor-parallel is {c.config.tensor_parallel} and a launcher has started {c.launched} "
-            "processes; take one of two"
+            "processes; use one of the two"
         ),
     ),
     Row(
@@ -184,7 +307,7 @@ OPTIONS: tuple[Row, ...] = (
     ),
     Row(
         lambda c: c.runs_blocks and c.blocks_obstacle is not None,
-        lambda c: f"stored weights do not go with {c.blocks_obstacle} yet; drop it, or {c.blocks_flag}",
+        lambda c: f"stored weights are not supported with {c.blocks_obstacle}; drop it, or {c.blocks_flag}",
     ),
     Row(
         lambda c: c.config.target_quant is not None and c.config.dequantize is True,
@@ -193,7 +316,7 @@ OPTIONS: tuple[Row, ...] = (
     Row(
         lambda c: c.config.prompt_cache is not None and (c.config.split.enabled or c.config.tensor_parallel > 1),
         lambda c: (
-            f"prompt_cache is {c.config.prompt_cache}, and it has no KV of several devices; drop it, or "
+            f"prompt_cache is {c.config.prompt_cache}, which cannot hold KV of several devices; drop it, or "
             f"{_stage_flag(c) if c.config.split.enabled else '--tensor-parallel'}"
         ),
     ),
@@ -233,7 +356,7 @@ RESOLVED: tuple[Row, ...] = (
     ),
     Row(
         lambda c: c.compile == "full" and c.has_block_source,
-        lambda c: "compile is 'full', and offloaded blocks run one by one; take native, or regional on a GPU",
+        lambda c: "compile is 'full', and offloaded blocks run one by one; use native, or regional on a GPU",
     ),
     Row(
         lambda c: c.draft_device is not None and c.draft_device != c.device.partition(":")[0],
@@ -245,8 +368,8 @@ RESOLVED: tuple[Row, ...] = (
     Row(
         lambda c: c.draft_device is not None and c.compile == "full",
         lambda c: (
-            f"compile is 'full' and draft_device is {c.config.draft_device!r}, where steps go over and come back "
-            "from; take regional, or auto"
+            f"compile is 'full' and draft_device is {c.config.draft_device!r}, to which steps move and back; "
+            "use regional, or auto"
         ),
     ),
     Row(
@@ -255,12 +378,12 @@ RESOLVED: tuple[Row, ...] = (
     ),
     Row(
         lambda c: c.num_stages > 1 and c.compile == "full",
-        lambda c: "compile is 'full' and a step runs on several devices; take regional, or auto",
+        lambda c: "compile is 'full' and a step runs on several devices; use regional, or auto",
     ),
     Row(
         lambda c: c.on_gpu and not c.has_triton and c.has_quantized_linears,
         lambda c: (
-            f"linears are to be quantized, which on {c.device} takes Triton; take a mode without them (naive, "
+            f"quantized linears on {c.device} need Triton; use a mode without them (naive, "
             "eagle, suffix), --draft-quant bnb:4:64, or --device cpu"
         ),
     ),
@@ -268,7 +391,7 @@ RESOLVED: tuple[Row, ...] = (
         lambda c: c.config.activations != "exact" and bool(c.config.dequantize),
         lambda c: (
             f"activations is {c.config.activations!r}, which is for weights that run as they are stored; leave it out, "
-            "or take --no-dequantize"
+            "or use --no-dequantize"
         ),
     ),
     Row(
@@ -294,7 +417,7 @@ NO_OFFLOAD: tuple[Row, ...] = (
     ),
     Row(
         lambda c: c.has_device_memory and c.config.compile == "full",
-        lambda c: "compile is 'full', and offloaded blocks run one by one; take regional, or auto",
+        lambda c: "compile is 'full', and offloaded blocks run one by one; use regional, or auto",
     ),
     Row(
         lambda c: not c.has_device_memory and c.in_memory,

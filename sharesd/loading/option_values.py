@@ -46,7 +46,7 @@ def dtype(text: str) -> str:
     """Return a dtype, by its long or its short name."""
     name = DTYPES.get(text, text)
     if name not in get_args(DType):
-        raise ValueError(f"{text!r} is none of {', '.join((*get_args(DType), *DTYPES))}")
+        raise ValueError(f"{text!r} is not one of {', '.join((*get_args(DType), *DTYPES))}")
     return name
 
 
@@ -81,8 +81,8 @@ def engine_config(
     unknown = next((name for name in given if name not in known), None)
     if unknown is not None:
         near = get_close_matches(unknown, known, n=1)
-        hint = f"take {near[0]}" if near else f"take one of {', '.join(known)}"
-        raise ValueError(f"{unknown} is no option of LLM; {hint}")
+        hint = f"use {near[0]}" if near else f"use one of {', '.join(known)}"
+        raise ValueError(f"{unknown} is not an option of LLM; {hint}")
     values = {name: _parsed(name, value) for name, value in given.items()}
     values["drafter_options"] = {
         name: converted(options, name, values.pop(name)) for name, options in of_drafters.items() if name in values

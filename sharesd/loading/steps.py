@@ -17,15 +17,15 @@ from compile.decoder_stack import NativeStack
 from multigpu.process_group import Group
 from quant.switch_linear import Switch
 from sharesd.engine.scheduler import powers_of_two
-from sharesd.execution.batch_invariance import RowBits, check_rows
+from sharesd.execution.batch_invariance import RowBits, check_rows, choose_step_widths, first_block_view
 from sharesd.execution.step_compiler import StepCompiler
-from sharesd.execution.step_widths import choose_step_widths, first_block_view
 from sharesd.kvcache.static import StaticKVCache
-from sharesd.loading.resolve import ResolvedConfig
-from sharesd.loading.target import LoadedTarget
+from sharesd.loading.resolve import ResolvedConfig, resolve_config
+from sharesd.loading.target import LoadedTarget, ModelLoader, prepare_cpu
 from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
-from sharesd.parallel.tp_driver import RankZeroModel
+from sharesd.models.loader import Tensors
+from sharesd.parallel.tensor_parallel import RankZeroModel, init_tp, worker_loop
 from sharesd.weights.quant_tuning_cache import cpu_name
 from sharesd_files import JsonCache
 
@@ -139,3 +139,25 @@ class TargetSteps:
         if isinstance(self._model.run_stack, NativeStack):
             first.run_stack = self._compiler.stack(first)
         return check(first, first.new_cache(max_batch, self.num_slots), widths)
+
+
+def run_tp_worker(group: Group, tensors: Tensors | None = None) -> None:
+    """Load this rank's part of the target, and run its steps.
+
+    `tensors` replace weight files, as on rank 0.
+
+    Raises:
+        RankLost: rank 0 has ended.
+    """
+    config, modes = group.broadcast_object()
+    resolved = resolve_config(config, modes, in_memory=tensors is not None, is_rank_zero=False)
+    prepare_cpu(resolved)
+    group, part, device = init_tp(
+        config, modes, resolved.folder, device=resolved.device, compile=resolved.compile, group=group
+    )
+    loader = ModelLoader(replace(resolved, device=device), part=part, tensors=tensors)
+    model = loader.load_target().model
+    compiler = StepCompiler(resolved.compile, given=config.compile, switch=loader.switch, group=group)
+    assert isinstance(model, Decoder)
+    compiler.attach_tp(model)
+    worker_loop(model, loader.switch, group)

@@ -11,10 +11,8 @@ from typing import Any, Literal
 
 from compile.activations import ACTIVATIONS
 from sharesd.models.checkpoint import token_ids
-from sharesd.models.config_checks import wrong_value
 from sharesd.models.decoder_config import DecoderConfig, LayerType
-from sharesd.models.hf_config import HFConfig
-from sharesd.models.rope_parameters import ROPE_TYPES, context_limit, read_rope
+from sharesd.models.hf_config import ROPE_TYPES, HFConfig, context_limit, read_rope, wrong_value
 
 BLOCK_NAMES: dict[str, tuple[str, ...]] = {
     "attn.o": ("self_attn.o_proj",),

@@ -28,7 +28,7 @@ Render = Callable[..., str]
 def written(render: Render, calls: Sequence[dict[str, Any]], content: str | None = "") -> str | None:
     """Return the text of a turn with calls; None if refused.
 
-    A call is `{"name", "arguments"}`. Without calls, the turn has the content SAID. The text begins behind the user's
+    A call is `{"name", "arguments"}`. Without calls, the turn has the content SAID. The text begins after the user's
     turn.
     """
     made = [{"id": f"probe{place:04d}", "type": "function", "function": dict(call)} for place, call in enumerate(calls)]

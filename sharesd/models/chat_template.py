@@ -50,7 +50,7 @@ def render(source: str, variables: Mapping[str, Any], origin: str = "") -> str:
     try:
         return _compiled(source).render(variables)
     except _ERRORS as error:
-        raise ValueError(f"the chat template{origin} does not take these messages: {error}") from error
+        raise ValueError(f"the chat template{origin} refuses these messages: {error}") from error
 
 
 def variables_of(source: str) -> frozenset[str]:

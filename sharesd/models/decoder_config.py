@@ -81,23 +81,9 @@ class DecoderConfig:
     eos_ids: tuple[int, ...] = ()
     """Tokens that end a text, according to config.json."""
     num_mtp_layers: int = 0
-    """Unused layers behind the last block, for multi-token prediction."""
+    """Unused layers after the last block, for multi-token prediction."""
 
     @property
     def num_hidden_layers(self) -> int:
         """Number of blocks."""
         return len(self.layer_types)
-
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any], *, refuses_unread: bool = False) -> DecoderConfig:
-        """Return the DecoderConfig of a config.json of transformers 4 or 5.
-
-        With `refuses_unread`, a field that changes results in other families is an error if this one does not read it.
-
-        Raises:
-            UnsupportedArchitecture: the native decoder does not compute a feature exactly.
-            ValueError: a field is missing.
-        """
-        from sharesd.models.architectures import read_config
-
-        return read_config(config, refuses_unread=refuses_unread)

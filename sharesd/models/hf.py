@@ -29,10 +29,9 @@ from transformers.utils import logging as hf_logging
 from compile.attention import TreeAttentionMask
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models import checkpoint
-from sharesd.models.config_checks import check_fields, check_transformers_sizes
 from sharesd.models.decoder_config import UnsupportedArchitecture
-from sharesd.models.unused_tensors import mtp_layers_of, report_unused, unused_part
-from sharesd.models.weight_mapping import MISFIT, check_finite
+from sharesd.models.hf_config import check_fields, check_transformers_sizes
+from sharesd.models.weight_mapping import MISFIT, check_finite, mtp_layers_of, report_unused, unused_part
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +87,7 @@ class HFModel(nn.Module):
     def new_cache(self, batch: int, slots: int, taps: Sequence[int] = ()) -> StaticKVCache:
         """See `sharesd.models.base.CausalModel.new_cache`."""
         if taps:
-            raise ValueError(f"{self.name} hands out no hidden states for trained heads; drop --draft-head")
+            raise ValueError(f"{self.name} does not expose hidden states, which trained heads need; drop --draft-head")
         model = self.model
         return StaticKVCache(
             shapes=self._shapes, batch=batch, slots=slots, dtype=model.dtype, device=model.device, plain=True
@@ -102,7 +101,7 @@ class HFModel(nn.Module):
         tree_mask: TreeAttentionMask | None = None,
     ) -> Tensor:
         """See `sharesd.models.base.CausalModel.forward`."""
-        assert tree_mask is None, "the fallback takes no trees"
+        assert tree_mask is None, "the fallback does not support draft trees"
         B, T = tokens_BT.shape
         inputs: dict[str, Any] = {
             "input_ids": tokens_BT,

@@ -1,9 +1,10 @@
-"""Resolution of a model's name to a checkpoint folder."""
+"""Resolution of a model's name to a checkpoint folder, and names of models in reports."""
 
 from __future__ import annotations
 
 import errno
 import importlib.util
+import json
 import logging
 import re
 from collections.abc import Callable, Collection
@@ -14,6 +15,7 @@ from typing import Any
 
 from sharesd.config import EngineConfig
 from sharesd.models.checkpoint import (
+    GIVE,
     QUANTIZATION,
     WEIGHT_FILES,
     Progress,
@@ -22,13 +24,36 @@ from sharesd.models.checkpoint import (
     leaves_weights,
     quantization_of,
     read_config,
+    refuse_file,
     silent,
 )
+from sharesd.models.conversion_cache import folder_without
 from sharesd.models.gguf.convert import converted_folder
 from sharesd.models.gguf.parts import is_gguf, is_gguf_name, model_stem, models_in
-from sharesd.models.linked_folder import folder_without
 from sharesd.models.lora import folder_with_adapter
-from sharesd.models.other_files import GIVE, refuse_file
+
+EMBEDDED = "SmolLM2-135M-Instruct (embedded)"
+NAME_KEY = "sharesd_name"
+"""Entry of config.json with the name in reports, if ShareSD wrote it."""
+
+
+def model_name(target: str | None) -> str:
+    """Return the name of a target in reports.
+
+    From its config.json if ShareSD wrote one, else of folder or hub id.
+    """
+    if target is None:
+        return EMBEDDED
+    file = Path(target).expanduser() / "config.json"
+    if file.is_file():
+        try:
+            name = json.loads(file.read_text(encoding="utf-8")).get(NAME_KEY)
+        except (ValueError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{file} cannot be read as JSON ({error}); download the checkpoint again") from error
+        if name is not None:
+            return str(name)
+    return Path(target).name or target
+
 
 log = logging.getLogger(__name__)
 

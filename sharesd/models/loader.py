@@ -1,13 +1,14 @@
-"""Checkpoint folders to models: the native decoder, or the transformers fallback."""
+"""Checkpoint folders to models: the native decoder, whose blocks are filled layer by layer, or the fallback."""
 
 from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from typing import cast
 
@@ -20,14 +21,13 @@ from compile.start_times import START
 from multigpu.pipeline_parallel import PipelinePlan
 from multigpu.tensor_parallel import UNSHARDED, Shard
 from sharesd.models import checkpoint, lora
+from sharesd.models.architectures import architecture_of, config_from_hf
 from sharesd.models.base import CausalModel
-from sharesd.models.block_filling import MakeLinear, fill_block
 from sharesd.models.checkpoint import Progress, silent
-from sharesd.models.config_checks import check_sizes
 from sharesd.models.decoder import Block, Decoder
 from sharesd.models.decoder_config import DecoderConfig, UnsupportedArchitecture
+from sharesd.models.hf_config import check_sizes
 from sharesd.models.hub import resolve
-from sharesd.models.unused_tensors import report_unused
 from sharesd.models.weight_mapping import (
     EMBEDDING,
     HEAD,
@@ -40,9 +40,49 @@ from sharesd.models.weight_mapping import (
     cut_part,
     decoder_tensors,
     rename_tensors,
+    report_unused,
     split_tensors,
     text_name,
 )
+
+MakeLinear = Callable[[list[Tensor], Tensor | None, torch.device], nn.Module]
+"""Maker of a linear from parts of its rows, on a device.
+
+The second argument is its bias.
+
+Raises NotFinite.
+"""
+
+
+def fill_block(
+    block: Block,
+    config: DecoderConfig,
+    values: Mapping[str, Tensor],
+    *,
+    device: torch.device,
+    make_linear: MakeLinear | None,
+) -> None:
+    """Give a block on the meta device its weights, on `device`.
+
+    `values`: names as in `block_tensors`. `make_linear`: linears instead of torch's.
+    """
+    if make_linear is not None:
+        for path, names in architecture_of(config.model_type).block_names.items():
+            linear = attrgetter(path)(block)
+            if type(linear) is nn.Linear:
+                bias = None
+                if linear.bias is not None:
+                    bias = torch.cat([values[f"{name}.bias"].to(linear.bias.dtype) for name in names])
+                block.set_submodule(path, make_linear([values[f"{name}.weight"] for name in names], bias, device))
+    for module in block.modules():
+        for key, unset in list(module.named_parameters(recurse=False)):
+            if unset.is_meta:  # to_empty would import sympy for half a second
+                empty = torch.empty(unset.shape, dtype=unset.dtype, device=device)
+                setattr(module, key, nn.Parameter(empty, requires_grad=False))
+    for name, parameter in block_tensors(block, config):
+        parameter.copy_(values[name])
+    block.eval().requires_grad_(False)
+
 
 __all__ = ["decoder_config", "load_decoder", "load_model", "resolve"]
 
@@ -50,7 +90,7 @@ log = logging.getLogger(__name__)
 
 _HEAD_MODULE = HEAD.removesuffix("weight")
 Tensors = Callable[[], Iterable[tuple[str, Tensor]]]
-"""Makes a checkpoint's tensors anew, one after the other: names and values."""
+"""Yields a checkpoint's tensors again at each call: names and values."""
 BlockCallback = Callable[[Decoder, int], None]
 """Callback with a decoder and the number of a block just loaded.
 
@@ -126,7 +166,7 @@ def _source_tensors(folder: Path, *, outlines: bool = False) -> Iterator[tuple[s
 
         return cast("Iterator[tuple[str, Tensor]]", stored_parts(folder, outlines=outlines))
     if (folder / checkpoint.STORED).exists():
-        from sharesd.models.gguf.stored import stored_blocks  # whose package takes time to import
+        from sharesd.models.gguf.weights import stored_blocks  # whose package takes time to import
 
         return cast("Iterator[tuple[str, Tensor]]", stored_blocks(folder, outlines=outlines))
     return lora.merged(folder, plain_tensors(folder))
@@ -155,11 +195,11 @@ def decoder_config(folder: Path) -> DecoderConfig:
     raw = checkpoint.read_config(folder)
     with checkpoint.damage_named(folder / "config.json"):
         if (section := checkpoint.quantization_of(raw)) is not None:
-            from sharesd.models.quantized.formats import layout_of
+            from sharesd.models.quantized.folder import layout_of
 
             layout_of(section)
             raw = checkpoint.without_quantization(raw)
-        config = DecoderConfig.from_hf(raw, refuses_unread=True)
+        config = config_from_hf(raw, refuses_unread=True)
         if checkpoint.has_weights(folder):
             checkpoint.check_stored(folder, partial(check_sizes, config))
     if (
@@ -254,7 +294,7 @@ def load_decoder(
             except NotFinite as error:
                 for rest, value in values.items():
                     check_finite(folder, f"{LAYERS}{index}.{rest}", value)
-                raise ValueError(f"{folder}: weights of layer {index} exceed {dtype}; take --dtype bf16") from error
+                raise ValueError(f"{folder}: weights of layer {index} exceed {dtype}; use --dtype bf16") from error
             if on_block_loaded is not None:
                 on_block_loaded(decoder, index)
 

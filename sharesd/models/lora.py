@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sharesd.models.checkpoint import ADAPTER, ADAPTER_CONFIG, adapter_files, read_json, read_tensors, tensor_outlines
-from sharesd.models.conversion_cache import name_of
-from sharesd.models.linked_folder import linked_folder
+from sharesd.models.conversion_cache import linked_folder, name_of
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from compile.attention import MAX_STEP
-from sharesd.devices.host_buffers import to_device
+from sharesd.devices.transfer import to_device
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.base import CausalModel
 
@@ -100,7 +100,7 @@ def prefill(model: CausalModel, cache: StaticKVCache, prompts: list[list[int]], 
     """Write KV of prompts; return logits [B, V] of last tokens.
 
     A row with an empty prompt stays idle. The first `num_kept` tokens of a row are in the cache already (at least one
-    token is always read anew). On a CPU rows are read together, padded on the right: padding writes above the row's
+    token is always read again). On a CPU rows are read together, padded on the right: padding writes above the row's
     length.
     """
     if reads_in_pieces(cache):

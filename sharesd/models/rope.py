@@ -16,7 +16,7 @@ from torch import Tensor
 def frequencies(rope: Mapping[str, Any], head_dim: int, max_position_embeddings: int) -> tuple[Tensor, float]:
     """Return angles per position [r], and the factor on cosine and sine.
 
-    The angles are in float32. `rope` holds rope parameters as `sharesd.models.rope_parameters` reads them.
+    The angles are in float32. `rope` holds rope parameters as `sharesd.models.hf_config` reads them.
     """
     kind, theta = rope["rope_type"], rope["rope_theta"]
     dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))

@@ -5,23 +5,26 @@ Names, merged rows, parts of tensor parallelism.
 
 from __future__ import annotations
 
+import logging
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from operator import attrgetter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from compile.block_linear import NUMBERS, BlockPart
+from compile.block_linear import BLOCK_TYPES, LANES, NUMBERS, BlockPart
+from compile.input_order import same_order
 from multigpu.tensor_parallel import TILE, Shard, require_divisible
 from sharesd.models.architectures import architecture_of
 from sharesd.models.checkpoint import Progress, damage_named, not_causal, read_config, silent
 from sharesd.models.decoder import Decoder
 from sharesd.models.decoder_config import DecoderConfig
-from sharesd.models.unused_tensors import unused_part
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 LAYERS = "model.layers."
@@ -253,3 +256,141 @@ def check_tensors(folder: Path, found: Mapping[str, Tensor], config: DecoderConf
         put=lambda name, parameter, tensor: None,
         is_checked_elsewhere=lambda name, tensor: True,
     )
+
+
+log = logging.getLogger(__name__)
+
+_TOWERS = (
+    "vision_tower|vision_model|vision_encoder|visual|image_encoder|image_newline|vision_embed_tokens|embed_vision|"
+    "audio_tower|audio_encoder|embed_audio|multi_modal_projector|mm_projector|multimodal_projector|patch_merger|"
+    "vision_language_adapter|connector"
+)
+_BUFFERS = (
+    r"rotary_emb\.(?:original_)?inv_freq|rotary_emb\.cos_cached|rotary_emb\.sin_cached|rotary_emb\.\w+_inv_freq|"
+    r"\w*attn\.masked_bias|attention\.masked_bias|self_attn\.bias|embeddings\.position_ids"
+)
+_UNUSED = re.compile(
+    rf"(?:model\.)?(?:model\.)?(?:language_model\.)?(?P<tower>{_TOWERS})(?:\.|$)"
+    rf"|(?:model\.)?(?:language_model\.)?(?P<mtp>mtp|mtp_layers)\."
+    rf"|(?:.*\.)?(?P<buffer>{_BUFFERS})$"
+)
+_KV_SCALE = re.compile(
+    r".*\.(?:(?:q|k|v|kv|prob)_(?:scale|zero_point)|prob_output_scale|(?:q|k|v|qkv)_proj\.output_scale"
+    r"|[kv]_cache_(?:scale|zero_point)|kv_cache_scaling_factor)"
+)
+"""Names under which AutoFP8, llm-compressor, Model Optimizer and Quark store scales of a quantized KV cache."""
+KV_SCALES = "scales of a KV cache"
+_LAYER = re.compile(r"(?:model\.|language_model\.|transformer\.)*layers\.(\d+)\.")
+
+
+def unused_part(name: str, num_layers: int, num_mtp_layers: int) -> str | None:
+    """Return the unused part to which a stored tensor belongs, or None.
+
+    `num_mtp_layers`: layers for multi-token prediction, numbered on from `num_layers`.
+    """
+    if is_kv_scale(name):
+        return KV_SCALES
+    found, layer = _UNUSED.match(name), _LAYER.match(name)
+    if found is not None:
+        return next(group for group in found.groups() if group)
+    if layer is not None and num_layers <= int(layer[1]) < num_layers + num_mtp_layers:
+        return f"layers.{layer[1]}"
+    return None
+
+
+def is_kv_scale(name: str) -> bool:
+    """Return True for a scale of a quantized KV cache, which is kept otherwise here."""
+    return _KV_SCALE.fullmatch(name) is not None
+
+
+def mtp_layers_of(raw: Mapping[str, Any]) -> int:
+    """Return the number of a config's layers for multi-token prediction."""
+    return raw.get("num_nextn_predict_layers") or raw.get("num_mtp_layers") or 0
+
+
+def report_unused(folder: Path, parts: Iterable[str]) -> None:
+    """Warn once of parts that are left out, one for each tensor."""
+    counts = Counter(parts)
+    if counts.pop(KV_SCALES, 0):
+        _warn(f"{folder}: KV-cache scales are not used: the cache keeps KV as --kv-dtype says")
+    if counts:
+        listed = ", ".join(f"{name} ({num} tensors)" for name, num in sorted(counts.items()))
+        _warn(f"{folder}: left out {listed}, which texts do not need")
+
+
+@cache
+def _warn(text: str) -> None:
+    log.warning("%s", text)
+
+
+_EXPANDED = "F16"
+
+
+class StoredTypes(NamedTuple):
+    """What runs as it is stored, by the decoder's names."""
+
+    types: Mapping[str, str]
+    """Types of matrices in blocks, and of numbers in one linear with blocks."""
+    expanded: Mapping[str, str]
+    """Matrices among these that are expanded -> reason."""
+
+    @classmethod
+    def of(
+        cls,
+        stored: Mapping[str, str],
+        config: DecoderConfig,
+        *,
+        orders: Mapping[str, Tensor | None] | None = None,
+        reasons: Mapping[str, str] | None = None,
+    ) -> StoredTypes:
+        """Choose a type for each matrix.
+
+        A linear runs in the kernels of blocks if one of its parts is stored in blocks. Its other parts run as the
+        numbers that they are, or are expanded. `orders`: of inputs. `reasons`: why a matrix has no kernel.
+        """
+        types, orders = {name: kind for name, kind in stored.items() if kind in BLOCK_TYPES}, orders or {}
+        expanded: dict[str, str] = {}
+        rows = Cuts.of(config).first
+        for names in _merged(config):
+            blocks = [name for name in names if name in types]
+            if not blocks:
+                continue
+            first = max(blocks, key=lambda name: sum(same_order(orders.get(name), orders.get(each)) for each in blocks))
+            for name in names:
+                if name not in types and stored[name] in NUMBERS:
+                    types[name] = stored[name]
+                elif name not in types:
+                    expanded[name] = (reasons or {}).get(name, f"stored as {stored[name]}, which has no kernel")
+                elif not same_order(orders.get(name), orders.get(first)):
+                    expanded[name] = f"its inputs are in another order than those of {first}"
+            types |= {name: _EXPANDED for name in names if name in expanded}
+            end = 0
+            for name, following in zip(names, names[1:], strict=False):
+                end += sum(rows[module_of(name)])
+                if end % LANES and types[name] != types[following]:
+                    reason = f"types of a linear change at output {end}, which is not a multiple of {LANES}"
+                    expanded |= dict.fromkeys(names, reason)
+                    types |= dict.fromkeys(names, _EXPANDED)
+                    break
+        return cls(types, expanded)
+
+    def say(self, source: object, names: Mapping[str, str] | None = None) -> None:
+        """Log a line if something of a file is expanded; `names` has those in the file."""
+        if self.expanded:
+            name, reason = next(iter(self.expanded.items()))
+            more = f", and {len(self.expanded) - 1} more" if len(self.expanded) > 1 else ""
+            _warn_of_expansion(f"{source}: {(names or {}).get(name, name)} is expanded to float16 ({reason}){more}")
+
+
+@cache
+def _warn_of_expansion(line: str) -> None:
+    """Log a line once, however often the weights are read."""
+    log.warning("%s", line)
+
+
+def _merged(config: DecoderConfig) -> Iterator[list[str]]:
+    """Yield the names of matrices that run as one."""
+    groups = [names for names in architecture_of(config.model_type).block_names.values() if len(names) > 1]
+    for layer in range(config.num_hidden_layers):
+        for names in groups:
+            yield [f"{LAYERS}{layer}.{name}.weight" for name in names]

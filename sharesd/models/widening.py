@@ -25,10 +25,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sharesd.models import checkpoint as files
+from sharesd.models.architectures import config_from_hf
 from sharesd.models.checkpoint import Progress, silent, write_tensors
 from sharesd.models.decoder_config import DecoderConfig
+from sharesd.models.hub import NAME_KEY
 from sharesd.models.loader import decoder_config
-from sharesd.models.names import NAME_KEY
 from sharesd.models.wide_shapes import Shape
 from sharesd_files import scratch_folder
 
@@ -155,7 +156,7 @@ def widen_head(head: Path, folder: Path, out: Path, shape: Shape) -> None:
     for each key/value head as the target.
     """
     target, raw = decoder_config(folder), files.read_config(head)
-    size = DecoderConfig.from_hf(raw | {"model_type": "llama"}).head_dim
+    size = config_from_hf(raw | {"model_type": "llama"}).head_dim
     norm_scale = _norm_scale(target, shape)
     wide = {
         "hidden": (target.hidden_size, shape.hidden_size),

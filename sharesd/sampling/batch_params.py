@@ -16,7 +16,7 @@ from torch import Tensor
 
 from compile.logits import NUMBERS
 from sharesd.data.request_errors import NoTokenAllowed
-from sharesd.devices.host_buffers import to_device
+from sharesd.devices.transfer import to_device
 from sharesd.sampling.noise import seeds_of_prompts
 from sharesd.sampling_params import MAX_TOP_LOGPROBS, Acceptance, SamplingParams
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from compile.attention import TreeAttentionMask
 from offload.plan import DEPTHS
-from sharesd.devices.host_buffers import copy_to_host
+from sharesd.devices.transfer import copy_to_host
 from sharesd.speculation.draft_proposal import Proposal
 
 

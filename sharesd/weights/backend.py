@@ -112,7 +112,7 @@ class CpuBackend:
     def time_calls(self, calls: Sequence[Callable[[], object]]) -> float:
         """Return mean seconds at the fastest, by all threads or by one."""
         sizes = {STEP_THREADS.size} if STEP_THREADS.fixed else {STEP_THREADS.size, 1}
-        best = [math.inf] * len(calls)  # of each: beside other programs, hardly a sweep over all is undisturbed
+        best = [math.inf] * len(calls)  # of each: with other programs running, few sweeps over all are undisturbed
         try:
             for size, _, (number, call) in product(sizes, range(SWEEPS), enumerate(calls)):
                 torch.set_num_threads(size)

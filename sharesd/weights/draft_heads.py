@@ -55,7 +55,7 @@ class DraftHeads:
         for mode, folder in self.folders.items():
             head_mode = mode_of(check_head(folder, config))
             if head_mode != (registry.spec_of(mode).base or mode):
-                raise ValueError(f"{folder} is a head of mode {head_mode}: take mode {head_mode}, not {mode}")
+                raise ValueError(f"{folder} is a head of mode {head_mode}: use mode {head_mode}, not {mode}")
 
     def load(self, target: CausalModel, quantizing: ModelQuantizer, device: torch.device) -> dict[str, QuantReport]:
         """Load heads while the target has plain linears; ValueError if unfit."""
@@ -77,20 +77,20 @@ class DraftHeads:
                 weights_on_huge_pages(head)
         read = sorted({head.config.taps for head in self.by_mode.values()} - {()})
         if len(read) > 1:
-            behind = " and behind ".join(", ".join(map(str, taps)) for taps in read)
-            raise ValueError(f"heads read hidden states behind {behind} blocks; decode with one of them at a time")
+            after = " and after ".join(", ".join(map(str, taps)) for taps in read)
+            raise ValueError(f"heads read hidden states after {after} blocks; decode with one of them at a time")
         return reports
 
 
 def _load(mode: str, folder: Path, target: CausalModel) -> Head:
     if not isinstance(target, Decoder):
-        raise ValueError(f"{target.name} hands out no hidden states for trained heads; drop --draft-head")
+        raise ValueError(f"{target.name} does not expose hidden states, which trained heads need; drop --draft-head")
     head, split = load_head(folder, target), target.split
     if head.embed is None and split.stages[0].device != split.output_device:
         head.embed = nn.Embedding.from_pretrained(target.embed.weight.to(split.output_device))
     if any(split.device_of(layer) != split.output_device for layer in head.config.target_layers):
         raise ValueError(
             f"the head attends to layers {', '.join(map(str, head.config.target_layers))}, and runs on "
-            f"{split.output_device}, which does not have all of them; take another mode, or leave devices out"
+            f"{split.output_device}, which does not have all of them; use another mode, or remove devices"
         )
     return head

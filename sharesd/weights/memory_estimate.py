@@ -26,12 +26,9 @@ from sharesd.models.hub import resolve
 from sharesd.models.loader import embedding_dtype
 from sharesd.models.prefill import CHUNK, LONG_CHUNK
 from sharesd.weights.backend import CudaBackend, WeightBackend
-from sharesd.weights.kv_slots import expanded_bytes, kv_bytes, kv_slots
-from sharesd.weights.measured_acceptance import load_acceptance
+from sharesd.weights.offload_rates import StepTimer, load_acceptance
 from sharesd.weights.offloaded_decoder import rows_of_piece
-from sharesd.weights.quantized_sizes import quantized_bytes, quantizer_for
-from sharesd.weights.step_timer import StepTimer
-from sharesd.weights.stored_linears import StoredLinears
+from sharesd.weights.sizes import StoredLinears, expanded_bytes, kv_bytes, kv_slots, quantized_bytes, quantizer_for
 
 LINEARS = ("attn.qkv", "attn.o", "mlp.gate_up", "mlp.down")
 TREE_TOPS = (2, 4)

@@ -35,7 +35,7 @@ from sharesd_files import cache_root
 log = logging.getLogger(__name__)
 
 SHORTER = (1024, 512, 256)
-"""Shorter contexts, tried if weights do not fit beside the usual one."""
+"""Shorter contexts, tried if weights do not fit next to the usual one."""
 LEFT_FREE = 0.05
 """Share of free memory left to others if there is no limit."""
 
@@ -144,7 +144,7 @@ def _plan_for(
         config = replace(config, quant=quant or config.quant, max_context=config.planned_context)
         if free_length and plan.nodes:
             config = replace(config, tree=(top, plan.depth, min(plan.nodes, top + (plan.depth - 1) * top**2)))
-        elif free_length and model.tables_alone:  # whose guesses cost nothing, and are trees
+        elif free_length and model.tables_alone:  # whose drafts cost nothing, and are trees
             config = replace(config, max_draft=DefaultLimit(max_draft))
         elif free_length:
             config = replace(config, max_draft=DefaultLimit(max(plan.depth, 1)))
@@ -223,7 +223,7 @@ def _disk_rate(folder: Path, place: Path, contents: Sequence[Content], limit: fl
             log.debug("%s", reason)
     if not found:
         raise ValueError(
-            f"{file} cannot be read, so that nothing can be planned; make it readable, or take --offload off"
+            f"{file} cannot be read, so that nothing can be planned; make it readable, or use --offload off"
         )
     return min(max(found), limit or math.inf)
 

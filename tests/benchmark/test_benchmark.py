@@ -231,7 +231,7 @@ class TestCommand:
             (["--draft-quant", "hqq:5"], "bits (hqq) is 5"),
             (["--draft-quant", "awq"], "quantization is 'awq'"),
             (["--quant-skip", "heads=1"], "quantization skip is 'heads=1'"),
-            (["--dtype", "int8"], "argument --dtype: 'int8' is none of auto, bfloat16"),
+            (["--dtype", "int8"], "argument --dtype: 'int8' is not one of auto, bfloat16"),
             (["--device", "tpu"], "device is 'tpu'"),
             (["--compile", "max"], "argument --compile: invalid choice: 'max'"),
             (["--acceptance", "typical"], "argument --acceptance: invalid choice"),

@@ -27,7 +27,8 @@ from compile.cuda.gemm_config import Tile
 from compile.linear import PackedLinear
 from quant.formats.hqq.solver import solve
 from quant.quantized_weight import QuantizedWeight
-from sharesd.models.decoder import Decoder, DecoderConfig
+from sharesd.models.architectures import config_from_hf
+from sharesd.models.decoder import Decoder
 from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.draft_tree import chain
 from sharesd.weights.quantize import solve_on_cpu
@@ -226,7 +227,7 @@ def test_linears_of_a_target_are_tuned_first(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "model")
     sizes = tiles._sizes(str(folder))
     first = {shape[:2] for _, shape in sizes[:4]}
-    model = Decoder(DecoderConfig.from_hf(json.loads((folder / "config.json").read_text())), device="meta")
+    model = Decoder(config_from_hf(json.loads((folder / "config.json").read_text())), device="meta")
     linears = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear) and "head" not in name}
     assert linears and {tuple(each.weight.shape) for each in linears.values()} <= first
 

@@ -33,7 +33,7 @@ from sharesd.engine.stats import Stats
 from sharesd.models import hub
 from sharesd.models.checkpoint import write_tensors
 from sharesd.models.gguf.convert import converted_folder
-from sharesd.weights.measured_acceptance import acceptance_recorder
+from sharesd.weights.offload_rates import acceptance_recorder
 from sharesd_files import JsonCache, atomic_write
 from tests.helpers.gguf_files import write_gguf
 

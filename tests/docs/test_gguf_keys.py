@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from sharesd.models.gguf import keys
-from sharesd.models.gguf.pre_tokenizers import PATTERNS
+from sharesd.models.gguf import reader as keys
+from sharesd.models.gguf.tokenizer import PATTERNS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "models.md").read_text(encoding="utf-8")
 

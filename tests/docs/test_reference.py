@@ -30,10 +30,10 @@ from sharesd.drafters.heads.config import ARCHITECTURES as HEADS
 from sharesd.engine.outputs import Completion
 from sharesd.engine.stats import Stats
 from sharesd.loading.report import LoadReport
-from sharesd.models.architectures import architectures, model_types
-from sharesd.models.decoder_config import DecoderConfig, UnsupportedArchitecture
+from sharesd.models.architectures import architectures, config_from_hf, model_types
+from sharesd.models.decoder_config import UnsupportedArchitecture
 from sharesd.models.loader import decoder_config
-from sharesd.models.quantized.formats import METHODS
+from sharesd.models.quantized.folder import METHODS
 from sharesd.sampling_params import SamplingParams
 from train.__main__ import COMMANDS as TRAINING
 
@@ -104,7 +104,7 @@ def test_the_support_table_has_every_architecture() -> None:
 @pytest.mark.parametrize("model_type", ["gpt2", "bloom", "mixtral", "qwen3_moe", "mamba", "t5"])
 def test_what_the_support_table_calls_other_has_no_native_decoder(model_type: str) -> None:
     with pytest.raises(UnsupportedArchitecture, match=model_type):
-        DecoderConfig.from_hf({"model_type": model_type})
+        config_from_hf({"model_type": model_type})
 
 
 def test_the_page_on_quantization_names_what_folders_may_hold(tmp_path: Path) -> None:

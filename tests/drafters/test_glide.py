@@ -231,7 +231,7 @@ def test_a_head_drafts_in_its_own_mode(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="mode glide needs a trained head"):
         check_options(EngineConfig(mode="glide", target=str(checkpoint)))
     for mode, other in (("glide", "eagle"), ("eagle", "glide")):
-        with pytest.raises(ValueError, match=f"is a head of mode {mode}: take mode {mode}, not {other}"):
+        with pytest.raises(ValueError, match=f"is a head of mode {mode}: use mode {mode}, not {other}"):
             check_options(EngineConfig(target=str(checkpoint), heads=(str(tmp_path / mode),), mode=other))  # type: ignore[arg-type]
         parser = Parser()
         add_model_options(parser)

@@ -233,9 +233,9 @@ def test_options_that_do_not_go_together_are_refused(tmp_path: Path, capsys: pyt
     given = {"target": str(checkpoint), "device": "cpu", "max_context": 128}
     with pytest.raises(ValueError, match="mode parallel needs a trained head"):
         check_options(EngineConfig(mode="hybrid", hybrid_with=("parallel", "suffix")))
-    with pytest.raises(ValueError, match="a head of mode parallel: take mode parallel, not eagle"):
+    with pytest.raises(ValueError, match="a head of mode parallel: use mode parallel, not eagle"):
         Runtime(EngineConfig(mode="eagle", heads=(str(tmp_path / "parallel"),), **given))
-    with pytest.raises(ValueError, match="a head of mode eagle: take mode eagle, not parallel"):
+    with pytest.raises(ValueError, match="a head of mode eagle: use mode eagle, not parallel"):
         Runtime(EngineConfig(mode="parallel", heads=(str(tmp_path / "eagle3"),), **given))
     with pytest.raises(ValueError, match="draft depth 5 exceeds the head's maximum of 4"):
         Runtime(EngineConfig(mode="parallel", heads=(str(tmp_path / "parallel"),), num_draft=5, **given))

@@ -89,7 +89,7 @@ def test_names_options_and_layouts_are_of_one_drafter() -> None:
     assert len(shown) == len({*shown, registry.NAIVE_COLOUR}) - 1
 
 
-OTHER_MEANINGS = ("tune.py", "foreign.py", "keys.py")
+OTHER_MEANINGS = ("tune.py", "foreign.py", "reader.py")
 """A command of mode share alone; words of keys in files of heads and of models."""
 
 

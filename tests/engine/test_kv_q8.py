@@ -13,16 +13,15 @@ import torch
 from sharesd.config import EngineConfig, PipelineConfig
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.llm import LLM
-from sharesd.loading.combination import Combination
-from sharesd.loading.combinations import TARGET, first_message
-from sharesd.loading.kv_identity import kv_identity
+from sharesd.loading.cache_keys import kv_identity
+from sharesd.loading.combinations import TARGET, Combination, first_message
 from sharesd.loading.resolve import resolve_config
 from sharesd.models.decoder import Decoder
 from sharesd.models.loader import decoder_config
 from sharesd.models.prefill import prefill
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
-from sharesd.weights.kv_slots import expanded_bytes, kv_bytes
+from sharesd.weights.sizes import expanded_bytes, kv_bytes
 from tests.execution.test_graphs import new, outcome, pins
 from tests.helpers.each_mode import HEADS, MODES, SIZES, TREES, compare
 from tests.helpers.oracle import tiny_decoder

@@ -537,12 +537,12 @@ def test_a_plan_leaves_alone_what_is_given() -> None:
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"max_contxt": 5}, "max_contxt is no option of LLM; take max_context"),
-        ({"zzz": 5}, "zzz is no option of LLM; take one of target, "),
+        ({"max_contxt": 5}, "max_contxt is not an option of LLM; use max_context"),
+        ({"zzz": 5}, "zzz is not an option of LLM; use one of target, "),
         ({"max_context": 5}, "max_context is 5; it must be at least 16"),
         ({"tree": "2:4"}, "tree: '2:4' is not K:DEPTH:BUDGET, auto or off; for example 2:4:8"),
         ({"quant": "hqq4"}, "quantization is 'hqq4'"),
-        ({"dtype": "int3"}, "dtype: 'int3' is none of auto, bfloat16"),
+        ({"dtype": "int3"}, "dtype: 'int3' is not one of auto, bfloat16"),
         ({"offload": "never"}, "offload is 'never'; choose one of"),
         ({"device": "gpu"}, "device is 'gpu'; give cpu, cuda or cuda:N"),
     ],

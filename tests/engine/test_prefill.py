@@ -17,8 +17,8 @@ from sharesd.engine import prefill_scheduler
 from sharesd.engine.engine import Engine
 from sharesd.engine.options import EngineOptions
 from sharesd.kvcache.static import StaticKVCache
+from sharesd.models.architectures import config_from_hf
 from sharesd.models.decoder import Decoder
-from sharesd.models.decoder_config import DecoderConfig
 from sharesd.models.prefill import CHUNK, PIECES, prefill, prefill_in_pieces, slots_for
 from sharesd.models.tokenizer import load_tokenizer
 from sharesd.sampling_params import SamplingParams
@@ -115,7 +115,7 @@ def test_prompts_on_a_gpu_are_read_in_pieces() -> None:
         "max_position_embeddings": CONTEXT,
     }
     with torch.inference_mode():
-        model = Decoder(DecoderConfig.from_hf(config | heads), dtype=torch.bfloat16, device="meta")
+        model = Decoder(config_from_hf(config | heads), dtype=torch.bfloat16, device="meta")
         cache, rows = model.new_cache(2, slots_for(CONTEXT)), []
         run_stack = model._run_stack
         model.run_stack = lambda x, *rest: (rows.append(x.shape[:2]), run_stack(x, *rest))[1]  # type: ignore[func-returns-value]

@@ -15,8 +15,7 @@ from sharesd.config import EngineConfig, OffloadConfig, PipelineConfig
 from sharesd.engine.prompt_cache import ENDING, PromptCache
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.llm import LLM
-from sharesd.loading.combination import Combination
-from sharesd.loading.combinations import NO_OFFLOAD, check_options, first_message
+from sharesd.loading.combinations import NO_OFFLOAD, Combination, check_options, first_message
 from sharesd.sampling_params import SamplingParams
 from tests.helpers.tiny_models import make_checkpoint
 

@@ -13,8 +13,7 @@ import torch
 from compile.attention import attend
 from compile.linear import PackedLinear, pack_linears
 from sharesd.config import EngineConfig
-from sharesd.execution.batch_invariance import RowBits, check_rows
-from sharesd.execution.step_widths import choose_step_widths, first_block_view, fixed_width
+from sharesd.execution.batch_invariance import RowBits, check_rows, choose_step_widths, first_block_view, fixed_width
 from sharesd.models.decoder import Decoder
 from sharesd.runtime import Runtime
 from tests.helpers.compiled import wide_decoder

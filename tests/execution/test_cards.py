@@ -22,9 +22,9 @@ from sharesd.cli.console import describe, main_guard
 from sharesd.config import EngineConfig
 from sharesd.devices import selection
 from sharesd.devices.selection import device_of, dtype_of, open_device
-from sharesd.execution import kernel_choice
-from sharesd.execution.kernel_choice import VARIABLE, KernelChoice, choose_kernels
-from sharesd.loading import max_context, resolve
+from sharesd.execution import step_compiler
+from sharesd.execution.step_compiler import VARIABLE, KernelChoice, choose_kernels
+from sharesd.loading import resolve, target
 from sharesd.loading.auto_mode import choose_drafters
 from sharesd.models.loader import decoder_config
 from sharesd.runtime import Runtime
@@ -191,19 +191,19 @@ def test_a_card_that_is_too_small(
 
 
 def choose_with(patch: pytest.MonkeyPatch, why_not: str | None, asked: Any = "auto") -> KernelChoice:
-    patch.setattr(kernel_choice, "problem", lambda *place: why_not)
-    patch.setattr(kernel_choice, "HAS_TRITON", why_not != kernel_choice.NO_TRITON)
+    patch.setattr(step_compiler, "problem", lambda *place: why_not)
+    patch.setattr(step_compiler, "HAS_TRITON", why_not != step_compiler.NO_TRITON)
     return choose_kernels(asked, GPU, HALF)
 
 
-@pytest.mark.parametrize("why_not", [kernel_choice.NO_TRITON, "Failed to find C compiler"])
+@pytest.mark.parametrize("why_not", [step_compiler.NO_TRITON, "Failed to find C compiler"])
 def test_without_our_kernels_torch_has_its_own(
     why_not: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert choose_with(monkeypatch, why_not) == KernelChoice("torch", False) and not runs_triton(GPU)
     [message] = caplog.messages
     assert why_not in message and "torch's own" in message
-    with pytest.raises(ValueError, match=f"{why_not}; take --kernels torch"):
+    with pytest.raises(ValueError, match=f"{why_not}; use --kernels torch"):
         choose_with(monkeypatch, why_not, "triton")
 
 
@@ -235,9 +235,9 @@ def test_whatever_the_compiler_raises_is_a_reason(monkeypatch: pytest.MonkeyPatc
         raise KeyError("\nno such target\nand more")
 
     monkeypatch.setattr(trial, "try_kernels", fails)
-    assert kernel_choice.problem(GPU, HALF) == r"'\nno such target\nand more'"
-    monkeypatch.setattr(kernel_choice, "HAS_TRITON", False)
-    assert kernel_choice.problem(GPU, HALF) == kernel_choice.NO_TRITON
+    assert step_compiler.problem(GPU, HALF) == r"'\nno such target\nand more'"
+    monkeypatch.setattr(step_compiler, "HAS_TRITON", False)
+    assert step_compiler.problem(GPU, HALF) == step_compiler.NO_TRITON
 
 
 def test_nothing_is_compiled_where_triton_cannot() -> None:
@@ -308,20 +308,20 @@ def test_a_tile_that_does_not_fit_has_fewer_stages(monkeypatch: pytest.MonkeyPat
 
 
 def test_caches_that_do_not_fit_say_what_would(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(max_context, "_free", lambda gpu: 10 * 2000 * 100)
-    max_context._require_room(2000, 10, 100, GPU)
+    monkeypatch.setattr(target, "_free", lambda gpu: 10 * 2000 * 100)
+    target._require_room(2000, 10, 100, GPU)
     with pytest.raises(
-        ValueError, match=r"16 rows of 2000 tokens take 3.2 MB .* 2 MB free; take --max-batch 10 or --max-c"
+        ValueError, match=r"16 rows of 2000 tokens need 3.2 MB .* 2 MB free; use --max-batch 10 or --max-c"
     ):
-        max_context._require_room(2000, 16, 100, GPU)
-    with pytest.raises(ValueError, match="take --max-context 1000, or end what else"):
-        max_context._require_room(30000, 1, 2000, GPU)
+        target._require_room(2000, 16, 100, GPU)
+    with pytest.raises(ValueError, match="use --max-context 1000, or end what else"):
+        target._require_room(30000, 1, 2000, GPU)
     with pytest.raises(
-        ValueError, match="10 rows of 2000 tokens take 2.2 MB .* take --max-batch 9 or --max-context 1818"
+        ValueError, match="10 rows of 2000 tokens need 2.2 MB .* use --max-batch 9 or --max-context 1818"
     ):
-        max_context._require_room(2000, 10, 100, GPU, beside=100)
+        target._require_room(2000, 10, 100, GPU, beside=100)
     with pytest.raises(ValueError, match="take a smaller model"):
-        max_context._require_room(2000, 1, 10**6, GPU)
+        target._require_room(2000, 1, 10**6, GPU)
 
 
 def test_the_plan_says_what_would_stay() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sharesd.devices.host_buffers import PinnedBuffers
+from sharesd.devices.transfer import PinnedBuffers
 
 
 def test_shapes_of_a_name_share_one_place() -> None:

@@ -24,10 +24,10 @@ from sharesd.engine.engine import Engine
 from sharesd.engine.options import EngineOptions
 from sharesd.execution.step_compiler import StepCompiler
 from sharesd.models import hf
+from sharesd.models.architectures import config_from_hf
 from sharesd.models.decoder import Decoder
-from sharesd.models.decoder_config import DecoderConfig
 from sharesd.models.prefill import prefill
-from sharesd.parallel.tp_driver import RankZeroModel
+from sharesd.parallel.tensor_parallel import RankZeroModel
 from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.draft_buffers import DraftBuffers
 from sharesd.speculation.draft_proposal import Proposal
@@ -94,7 +94,7 @@ def inference() -> Iterator[None]:
 
 
 def decoder(family: str, part: Shard = UNSHARDED) -> Decoder:
-    config = DecoderConfig.from_hf(SIZES | FAMILIES[family])
+    config = config_from_hf(SIZES | FAMILIES[family])
     return Decoder(config, dtype=torch.bfloat16, device=DEVICE, part=part).eval().requires_grad_(False)
 
 

@@ -27,8 +27,8 @@ from quant.switch_linear import Switch, SwitchLinear
 from sharesd.drafters.share.drafter import ShareDrafter
 from sharesd.engine.engine import Engine
 from sharesd.engine.options import EngineOptions
+from sharesd.models.architectures import config_from_hf
 from sharesd.models.decoder import Decoder
-from sharesd.models.decoder_config import DecoderConfig
 from sharesd.sampling import logits_processors
 from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape, DraftTree, shapes_of
@@ -68,7 +68,7 @@ class Counting(TorchDispatchMode):
 def decoder(**config: Any) -> Decoder:
     sizes = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": LAYERS}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "eos_token_id": None}
-    hf = DecoderConfig.from_hf({**sizes, "model_type": "llama", **config})
+    hf = config_from_hf({**sizes, "model_type": "llama", **config})
     model = Decoder(hf, dtype=torch.bfloat16, device=DEVICE).eval().requires_grad_(False)
     replace_with_row_linears(model, 16, 2)
     return model

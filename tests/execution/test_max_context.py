@@ -12,8 +12,8 @@ from compile.kv_layout import kv_layout, new_kv
 from sharesd.config import PLANNED_CONTEXT, EngineConfig, OffloadConfig, PipelineConfig
 from sharesd.devices.host_memory import own_memory
 from sharesd.kvcache.static import StaticKVCache
-from sharesd.loading import max_context
-from sharesd.loading.max_context import Context, choose_context
+from sharesd.loading import target
+from sharesd.loading.target import Context, choose_context
 from sharesd.runtime import Runtime
 from tests.helpers.oracle import tiny_decoder
 from tests.helpers.tiny_models import make_checkpoint
@@ -24,7 +24,7 @@ PER_TOKEN = MODEL.new_cache(1, 32).nbytes // 32
 
 
 def choose(monkeypatch: pytest.MonkeyPatch, free: int = 10**12, batch: int = 1, **options: Any) -> Context:
-    monkeypatch.setattr(max_context, "_free", lambda device: free)
+    monkeypatch.setattr(target, "_free", lambda device: free)
     config = EngineConfig(max_batch=batch, max_context=options.pop("given", "auto"))
     return choose_context(config, options.pop("model", MODEL), CPU, **options)
 
@@ -75,7 +75,7 @@ def test_a_plan_has_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_models_whose_steps_read_the_whole_cache_get_a_short_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(max_context, "reads_live_slots", lambda *args: False)
+    monkeypatch.setattr(target, "reads_live_slots", lambda *args: False)
     tokens, reason = choose(monkeypatch)
     assert tokens == PLANNED_CONTEXT and "read the whole cache" in reason
     assert choose(monkeypatch, 2 * 160 * PER_TOKEN).tokens == 160

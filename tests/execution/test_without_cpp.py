@@ -19,7 +19,7 @@ from quant.config import QuantConfig
 from sharesd.cli.main import main
 from sharesd.config import EngineConfig, OffloadConfig
 from sharesd.drafters.suffix.datastore import TOKEN, _suffix_order
-from sharesd.execution.kernel_choice import choose_kernels
+from sharesd.execution.step_compiler import choose_kernels
 from sharesd.models.loader import decoder_config
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
@@ -100,8 +100,8 @@ def test_a_trained_head_without_a_compiler(folder: Path, tmp_path: Path, tree: A
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"compile": "native"}, "compile is 'native'.*no C\\+\\+ compiler found.*take --compile off"),
-        ({"compile": "full"}, "compile is 'full'.*no C\\+\\+ compiler found.*take --compile off"),
+        ({"compile": "native"}, "compile is 'native'.*no C\\+\\+ compiler found.*use --compile off"),
+        ({"compile": "full"}, "compile is 'full'.*no C\\+\\+ compiler found.*use --compile off"),
         ({"offload": OffloadConfig(host_memory=10**8)}, "CPU kernels.*install a C\\+\\+ compiler"),
     ],
     ids=["native", "full", "offload"],

@@ -38,8 +38,8 @@ from sharesd import sampling
 from sharesd.drafters.eagle.head import Eagle3
 from sharesd.drafters.heads.config import LAYER_IDS, HeadConfig
 from sharesd.models import rope
+from sharesd.models.architectures import config_from_hf
 from sharesd.models.decoder import Decoder
-from sharesd.models.decoder_config import DecoderConfig
 
 DEVICE = torch.device("cuda", 0)
 WIDTH, PIECE, SLOTS, LAYERS, GROUP = 16, 128, 4096, 3, 64
@@ -159,7 +159,7 @@ def digest(code: str) -> dict[str, Any]:
 
 
 def decoder(family: str, switch: Switch | None = None) -> Decoder:
-    config = DecoderConfig.from_hf({"model_type": family, **SIZES, **FAMILIES[family]})
+    config = config_from_hf({"model_type": family, **SIZES, **FAMILIES[family]})
     model = Decoder(config, dtype=torch.bfloat16, device=DEVICE).eval().requires_grad_(False)
     replace_with_row_linears(model, WIDTH)
     for path, linear in [(path, part) for path, part in model.named_modules() if switch and hasattr(part, "counters")]:

@@ -25,9 +25,9 @@ from sharesd.drafters.share.drafter import ShareDrafter
 from sharesd.engine.engine import Engine
 from sharesd.engine.options import EngineOptions
 from sharesd.kvcache.static import StaticKVCache
+from sharesd.models.architectures import config_from_hf
 from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
-from sharesd.models.decoder_config import DecoderConfig
 from sharesd.models.tokenizer import Tokenizer
 from sharesd.sampling import RowSampling, SamplingKind
 from sharesd.sampling_params import SamplingParams
@@ -55,7 +55,7 @@ def tiny_decoder(seed: int = 0, *, dtype: torch.dtype = torch.float64, vocab: in
         "eos_token_id": None,
         **sizes,
     }
-    decoder = Decoder(DecoderConfig.from_hf(raw), dtype=dtype).eval().requires_grad_(False)
+    decoder = Decoder(config_from_hf(raw), dtype=dtype).eval().requires_grad_(False)
     dice = torch.Generator().manual_seed(seed)
     for tensor in decoder.parameters():
         noise = torch.randn(tensor.shape, generator=dice, dtype=torch.float64)

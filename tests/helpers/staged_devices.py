@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from multigpu.pipeline_parallel import PipelinePlan
 from sharesd.devices import transfer
 from sharesd.models.decoder import Decoder
-from sharesd.parallel.pipeline_stages import StagedBlocks
+from sharesd.parallel.pipeline import StagedBlocks
 from tests.helpers.recorded_graphs import Recording
 
 copy_between = transfer.copy_between

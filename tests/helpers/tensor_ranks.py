@@ -23,7 +23,7 @@ from multigpu.process_group import Group, ThreadGroup
 from sharesd.cli.console import main_guard
 from sharesd.config import EngineConfig, Mode
 from sharesd.engine import cost_profiler
-from sharesd.loading.tp_worker import run_tp_worker
+from sharesd.loading.steps import run_tp_worker
 from sharesd.models.loader import Tensors
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams

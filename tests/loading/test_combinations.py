@@ -11,8 +11,7 @@ import pytest
 from quant.config import QuantConfig
 from sharesd.config import EngineConfig, OffloadConfig, PipelineConfig
 from sharesd.loading import combinations
-from sharesd.loading.combination import Combination
-from sharesd.loading.combinations import Row, check, check_options, first_message
+from sharesd.loading.combinations import Combination, Row, check, check_options, first_message
 
 TWO_STAGES = PipelineConfig(devices=("cpu", "cpu"))
 ALONE = {"target": "other", "mode": "naive"}
@@ -44,16 +43,19 @@ OPTIONS: list[tuple[Combination, str]] = [
         given(("eagle",), tensor_parallel=2, heads=("a",)),
         "tensor_parallel is 2, and eagle drafts on one device; drop mode eagle",
     ),
-    (given(tensor_parallel=2, device="cuda:0"), "device is 'cuda:0' and tensor_parallel is 2; take cuda for one each"),
+    (given(tensor_parallel=2, device="cuda:0"), "device is 'cuda:0' and tensor_parallel is 2; use cuda for one each"),
     (given(tensor_parallel=2, facts={"replicas": 3}), "--replicas is 3 and --tensor-parallel 2; drop one of the two"),
     (given(split=TWO_STAGES, facts={"replicas": 3}), "--replicas is 3, which have one device each, and there are"),
     (given(facts={"launched": 4, "replicas": 3}), "--replicas is 3 and a launcher has started 4 processes"),
     (given(tensor_parallel=2, facts={"launched": 4}), "--tensor-parallel is 2 and a launcher has started 4 processes"),
     (given(split=TWO_STAGES, facts={"launched": 4}), "which have one device each; drop --devices"),
     (given(facts={"quant_skip": ("proj=down",)}), "--quant-skip is 'proj=down'; drop one of the two"),
-    (given(dequantize=False, compile="off"), "stored weights do not go with --compile yet; drop it"),
+    (given(dequantize=False, compile="off"), "stored weights are not supported with --compile; drop it"),
     (given(target_quant="q8_0", dequantize=True), "target_quant is 'q8_0', and dequantize is given; drop one"),
-    (given(prompt_cache="kv", tensor_parallel=2), "prompt_cache is kv, and it has no KV of several devices; drop it"),
+    (
+        given(prompt_cache="kv", tensor_parallel=2),
+        "prompt_cache is kv, which cannot hold KV of several devices",
+    ),
     (given(trace="t", facts={"replicas": 2}), "trace is t, which one process writes; drop it, or --replicas"),
 ]
 TARGET: list[tuple[Combination, str]] = [
@@ -67,7 +69,7 @@ TARGET: list[tuple[Combination, str]] = [
 RESOLVED: list[tuple[Combination, str]] = [
     (given(draft_device="cpu"), "draft_device is 'cpu' and no mode is classic; leave it out"),
     (given(facts={"compile": "native", "device": "cuda:0"}), "compile is 'native' but device is cuda:0"),
-    (given(facts={"compile": "full", "has_block_source": True}), "offloaded blocks run one by one; take native"),
+    (given(facts={"compile": "full", "has_block_source": True}), "offloaded blocks run one by one; use native"),
     (
         given(mode="classic", draft_device="cuda:1", facts={"draft_device": "cuda", "device": "cpu"}),
         "draft_device is 'cuda:1' and the target is on cpu, which would wait for it",
@@ -80,7 +82,7 @@ RESOLVED: list[tuple[Combination, str]] = [
     (given(split=TWO_STAGES, facts={"num_stages": 2, "compile": "full"}), "a step runs on several devices"),
     (
         given(mode="share", facts={"device": "cuda:0", "has_triton": False}),
-        "linears are to be quantized, which on cuda:0 takes Triton",
+        "quantized linears on cuda:0 need Triton",
     ),
     (given(activations="fast", dequantize=True), "activations is 'fast', which is for weights that run as they are"),
     (given(dequantize=False, facts={"compile": "regional"}), "stored weights run in the CPU kernel, and steps are"),
@@ -143,7 +145,7 @@ def test_a_config_is_checked_for_its_mode_or_for_others(tmp_path: Path) -> None:
 
 def test_a_head_of_another_mode_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLMGlide"]}')
-    with pytest.raises(ValueError, match="is a head of mode glide: take mode glide, not eagle"):
+    with pytest.raises(ValueError, match="is a head of mode glide: use mode glide, not eagle"):
         check_options(EngineConfig(target="other", mode="eagle", heads=(str(tmp_path),)))
 
 

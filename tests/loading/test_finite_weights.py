@@ -49,7 +49,7 @@ def test_packed_weights_that_exceed_the_dtype_are_refused(tmp_path: Path) -> Non
     tensors[DOWN].fill_(1e9)
     save(tmp_path, tensors, config_of("llama", tensors))
     pack = partial(PACK, dtype=torch.float16)
-    with pytest.raises(ValueError, match="weights of layer 1 exceed torch.float16; take --dtype bf16"):
+    with pytest.raises(ValueError, match="weights of layer 1 exceed torch.float16; use --dtype bf16"):
         load_model(tmp_path, dtype=torch.float16, device="cpu", make_linear=pack)
 
 

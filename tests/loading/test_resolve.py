@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sharesd.config import EngineConfig, OffloadConfig, PipelineConfig
-from sharesd.loading.costs_file import costs_file
+from sharesd.loading.cache_keys import costs_file
 from sharesd.loading.resolve import TREE_DEPTH, TREE_TOP, ResolvedConfig, compile_mode, resolve_config
 from sharesd.models.prefill import slots_for
 from sharesd.sampling_params import SamplingParams

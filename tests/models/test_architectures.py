@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from sharesd import LLM, SamplingParams
 from sharesd.models.architecture import BLOCK_NAMES, GGUF_BLOCK_NAMES, Architecture, GGUFLayout, llama_like
-from sharesd.models.architectures import architecture_of, model_types, register, unregister
+from sharesd.models.architectures import architecture_of, config_from_hf, model_types, register, unregister
 from sharesd.models.decoder_config import DecoderConfig, UnsupportedArchitecture
 from sharesd.models.gguf.convert import converted_folder
 from sharesd.models.hf_config import HFConfig
@@ -114,14 +114,14 @@ def test_its_gguf_files_are_converted(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_what_a_family_refuses_is_named() -> None:
     with pytest.raises(UnsupportedArchitecture, match="'banyan' has no native decoder; it serves gemma2, .*smollm3"):
-        DecoderConfig.from_hf({"model_type": "banyan"})
+        config_from_hf({"model_type": "banyan"})
     register(BANYAN)
     try:
         assert "banyan" in model_types()
         with pytest.raises(UnsupportedArchitecture, match="'banyan' with twisted branches"):
-            DecoderConfig.from_hf({"model_type": "banyan", "twisted": True})
+            config_from_hf({"model_type": "banyan", "twisted": True})
         with pytest.raises(ValueError, match="this banyan checkpoint has no 'num_attention_heads'"):
-            DecoderConfig.from_hf({"model_type": "banyan"})
+            config_from_hf({"model_type": "banyan"})
     finally:
         unregister("banyan")
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sharesd.models.loader import resolve, stored_tensors
-from sharesd.models.quantized.formats import layout_of
+from sharesd.models.quantized.folder import layout_of
 from sharesd.models.quantized.layout import Planes
 from tests.helpers.quantized_folders import (
     awq_planes,
@@ -137,7 +137,7 @@ def test_a_folder_is_read(dequantize: bool, tmp_path: Path, monkeypatch: pytest.
         ({"packing_format": "auto_round:llm_compressor_nvfp4_e5m3"}, "packing_format = auto_round:llm_compressor_nv"),
         ({"packing_format": "auto_round:auto_awq", "bits": 5}, "bits = 5, and one of 4 is"),
         ({"bits": 1}, "quantization_config.bits = 1, and one of 2, 3"),
-        ({"act_bits": 8}, "act_bits = 8, and 16 beside integers is"),
+        ({"act_bits": 8}, "act_bits = 8, and 16 next to integers is"),
         ({"rotation_config": {"r1": True}}, "rotation_config = .*, and none is"),
         ({"extra_config": {UP: {"data_type": "mx_fp"}}}, "extra_config.*data_type = mx_fp, and one of int is"),
         ({"extra_config": {UP: {"bits": 9}}}, "extra_config.*bits = 9, and one of 2"),

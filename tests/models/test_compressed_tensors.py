@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sharesd.models.quantized.formats import layout_of
+from sharesd.models.quantized.folder import layout_of
 from sharesd.models.quantized.layout import Planes
 
 compressed_tensors = pytest.importorskip("compressed_tensors", reason="pip install compressed-tensors")

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from sharesd.models.quantized.formats import layout_of
+from sharesd.models.quantized.folder import layout_of
 from sharesd.models.quantized.layout import Planes
 
 MODULE = "model.layers.0.mlp.up_proj"
@@ -94,7 +94,7 @@ def test_fp8_does_not_run_as_it_is_stored() -> None:
     linear = layout_of({"quant_method": "fp8"}).linear(
         Planes(MODULE, {"weight": floats(64, 64), "weight_scale_inv": random(1, 1)})
     )
-    with pytest.raises(ValueError, match="up_proj does not run as it is stored .FP8 has no kernel.; take --dequantize"):
+    with pytest.raises(ValueError, match="up_proj does not run as stored .FP8 has no kernel.; use --dequantize"):
         linear.block_type()
 
 

@@ -17,17 +17,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, Starco
 
 from serve.routes.tokens import token_text
 from sharesd.models import rope
+from sharesd.models.architectures import config_from_hf
 from sharesd.models.decoder_config import DecoderConfig
 from sharesd.models.gguf.config import config_of
 from sharesd.models.gguf.convert import converted_folder
-from sharesd.models.gguf.keys import UnknownKey
 from sharesd.models.gguf.parts import read_model
-from sharesd.models.gguf.reader import GGUFFile, StoredTensor, read_gguf
+from sharesd.models.gguf.reader import GGUFFile, StoredTensor, UnknownKey, read_gguf
 from sharesd.models.gguf.tokenizer import check_tokenizer
 from sharesd.models.gguf.weights import names_of, write_weights
 from sharesd.models.loader import load_model
-from sharesd.models.text_stream import TextStream
-from sharesd.models.tokenizer import load_tokenizer
+from sharesd.models.tokenizer import TextStream, load_tokenizer
 from tests.helpers.gguf_files import write_gguf
 from tests.models.test_weights import weights_of
 
@@ -77,7 +76,7 @@ def test_conversion_equals_that_of_transformers(
     a, b = weights_of(ours), weights_of(theirs)
     assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
-    one, two = (DecoderConfig.from_hf(json.loads((folder / "config.json").read_text())) for folder in (ours, theirs))
+    one, two = (config_from_hf(json.loads((folder / "config.json").read_text())) for folder in (ours, theirs))
     not_theirs = (
         ("layer_types", "attention_multiplier") if name.startswith("gemma") else ()
     )  # they take 256 for the size of heads
@@ -236,7 +235,7 @@ def test_unknown_tensors_and_tokenizers_are_named(tmp_path: Path) -> None:
     file = read_gguf(write_gguf(tmp_path / "tiny.gguf", pre="unheard-of"))
     with pytest.raises(ValueError, match="'unheard-of'"):
         check_tokenizer(file)
-    config = DecoderConfig.from_hf(config_of(file))
+    config = config_from_hf(config_of(file))
     for name in ("blk.0.attn_q.bias", "blk.0.ffn_gate_inp.weight", "blk.2.attn_q.weight", "output.bias", "mystery"):
         more = GGUFFile(file.metadata, file.tensors | {name: file.tensors["output_norm.weight"]})
         with pytest.raises(UnknownKey, match=f"--ignore-key {name}$"):
@@ -268,7 +267,7 @@ def test_keys_of_the_tokenizer_that_are_not_known_are_named(key: str, value: Any
 def test_stretched_positions_are_read(tmp_path: Path) -> None:
     extra = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
     config = config_of(read_gguf(write_gguf(tmp_path / "tiny.gguf", extra=extra)))
-    read = DecoderConfig.from_hf(config)
+    read = config_from_hf(config)
     assert (
         read.rope_parameters[0]["rope_type"] == "linear"
         and read.rope_parameters[0]["factor"] == 4.0
@@ -291,7 +290,7 @@ def test_the_divisors_of_llama_3_become_its_rope(tmp_path: Path) -> None:
     config = config_of(file)
     assert config["rope_scaling"] | {"rope_theta": 10_000.0} == llama3
     add(np.linspace(1, 3, 8, dtype=np.float32))
-    read = DecoderConfig.from_hf(config_of(file))
+    read = config_from_hf(config_of(file))
     divided, factor = rope.frequencies(read.rope_parameters[0], 16, 64)
     torch.testing.assert_close(divided, plain / torch.linspace(1, 3, 8))
     assert factor == 1.0 and read.max_context == 64
@@ -300,7 +299,7 @@ def test_the_divisors_of_llama_3_become_its_rope(tmp_path: Path) -> None:
 def test_weights_do_not_depend_on_blocks_and_report_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = read_gguf(write_gguf(tmp_path / "tiny.gguf"))
     steps: list[tuple[str, int, int]] = []
-    config = DecoderConfig.from_hf(config_of(file))
+    config = config_from_hf(config_of(file))
     write_weights(file, config, tmp_path / "whole.safetensors", lambda *step: steps.append(step))
     monkeypatch.setattr("sharesd.models.gguf.weights._BLOCK_WEIGHTS", 96)
     write_weights(file, config, tmp_path / "parts.safetensors", lambda *step: steps.append(step))

@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.elastic.utils.logging import get_logger
 
+from sharesd.models.architectures import config_from_hf
 from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder, call_block
-from sharesd.models.decoder_config import DecoderConfig, LayerType, UnsupportedArchitecture
+from sharesd.models.decoder_config import LayerType, UnsupportedArchitecture
 from sharesd.models.hf import HFModel, quiet_transformers
 from sharesd.models.loader import load_decoder, load_model
 
@@ -243,7 +244,7 @@ def test_one_compiled_block_serves_all_layers_of_its_kind(tmp_path: Path) -> Non
 
 def test_layer_kinds_are_read_from_the_config() -> None:
     def layer_types(family: str) -> tuple[LayerType, ...]:
-        return DecoderConfig.from_hf(NATIVE[family].to_dict()).layer_types
+        return config_from_hf(NATIVE[family].to_dict()).layer_types
 
     assert layer_types("llama") == (LayerType(0, 0),) * 3
     assert layer_types("mistral_sliding") == (LayerType(5, 0),) * 3
@@ -272,14 +273,14 @@ def old_style(config: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("family", NATIVE)
 def test_config_files_of_transformers_4_mean_the_same(family: str) -> None:
     config = json.loads(NATIVE[family].to_json_string(use_diff=False))
-    new, old = DecoderConfig.from_hf(config), DecoderConfig.from_hf(old_style(config))
+    new, old = config_from_hf(config), config_from_hf(old_style(config))
     rope_parameters = [{k: v for k, v in rope.items() if k != "type"} for rope in old.rope_parameters]
     assert rope_parameters == [dict(rope) for rope in new.rope_parameters]
     assert (old.layer_types, old.max_context, old.head_dim) == (new.layer_types, new.max_context, new.head_dim)
 
 
 def test_context_is_what_the_positions_allow() -> None:
-    contexts = {family: DecoderConfig.from_hf(config.to_dict()).max_context for family, config in NATIVE.items()}
+    contexts = {family: config_from_hf(config.to_dict()).max_context for family, config in NATIVE.items()}
     assert contexts.pop("phi3_longrope") == 32  # beyond, other factors would apply to what is cached already
     assert contexts.pop("llama_linear_rope") == 4 * CONTEXT
     assert set(contexts.values()) == {CONTEXT}
@@ -311,16 +312,16 @@ def test_multimodal_gemma3_is_served_as_text(prefix: str, tmp_path: Path) -> Non
 )
 def test_unsupported_features_are_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedArchitecture, match=message):
-        DecoderConfig.from_hf(NATIVE["llama"].to_dict() | change)
+        config_from_hf(NATIVE["llama"].to_dict() | change)
 
 
 def test_missing_fields_are_named() -> None:
     config = NATIVE["llama"].to_dict()
     with pytest.raises(ValueError, match="'llama3' without 'factor'"):
-        DecoderConfig.from_hf(config | {"rope_parameters": {"rope_type": "llama3"}})
+        config_from_hf(config | {"rope_parameters": {"rope_type": "llama3"}})
     del config["hidden_size"]
     with pytest.raises(ValueError, match="hidden_size"):
-        DecoderConfig.from_hf(config)
+        config_from_hf(config)
 
 
 def test_torch_does_not_read_a_level_in_lower_case(monkeypatch: pytest.MonkeyPatch) -> None:

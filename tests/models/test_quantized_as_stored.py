@@ -17,7 +17,7 @@ from compile.widened_linear import WidenedLinear
 from sharesd import LLM, SamplingParams
 from sharesd.models.loader import decoder_config, load_decoder, resolve, stored_tensors
 from sharesd.models.quantized.affine import Affine
-from sharesd.models.quantized.formats import layout_of
+from sharesd.models.quantized.folder import layout_of
 from sharesd.models.quantized.layout import Planes
 from sharesd.weights.packing import make_cpu_linear
 from tests.helpers.block_parts import values
@@ -192,13 +192,13 @@ def gptq(weight: Tensor, bits: int, group_size: int, **options: Any) -> dict[str
     [
         ({"bits": 4, "group_size": 64}, {"group_K": torch.arange(128) % 3 % 2}, "not all of its groups have 64 inputs"),
         ({"bits": 4, "group_size": 64}, {"group_K": torch.zeros(128)}, "not all of its groups have 64 inputs"),
-        ({"bits": 4, "group_size": 16}, {}, "groups of 16 inputs are no multiple of 32"),
+        ({"bits": 4, "group_size": 16}, {}, "groups of 16 inputs are not a multiple of 32"),
     ],
 )
 def test_what_no_block_holds_is_refused_by_name(section: dict[str, Any], planes: dict[str, Any], reason: str) -> None:
     made = gptq(random(32, 128), section["bits"], section["group_size"], **planes)
     linear = layout_of({"quant_method": "gptq", **section}).linear(Planes("model.layers.0.mlp.up_proj", made))
-    with pytest.raises(ValueError, match=f"up_proj does not run as it is stored .*{reason}.*take --dequantize"):
+    with pytest.raises(ValueError, match=f"up_proj does not run as stored .*{reason}.*use --dequantize"):
         linear.block_type()
 
 
@@ -227,7 +227,7 @@ def test_a_part_that_no_block_holds_is_expanded(tmp_path: Path, caplog: pytest.L
     scales = "model.layers.0.mlp.down_proj.scales"
     tensors[scales] = tensors[scales].float() * 1.0001
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match="mlp.down_proj does not run as it is stored"):
+    with pytest.raises(ValueError, match="mlp.down_proj does not run as stored"):
         resolve(folder, dequantize=False)
 
 
@@ -235,14 +235,14 @@ def test_scales_that_float16_does_not_hold_are_refused() -> None:
     made = gptq(random(32, 64), 4, 64)
     made["scales"] = made["scales"].float() * 1.0001
     linear = layout_of({"quant_method": "gptq", "bits": 4, "group_size": 64}).linear(Planes("x", made))
-    with pytest.raises(ValueError, match="linear x does not run as it is stored .float16 does not hold its scales"):
+    with pytest.raises(ValueError, match="linear x does not run as stored .float16 does not hold its scales"):
         linear.block_type()
 
 
 @pytest.mark.parametrize("kind", ["fp8", "nf4"])
 def test_layouts_without_a_kernel_are_refused_by_name(kind: str, tmp_path: Path) -> None:
     folder = write_quantized(tmp_path / "model", kind)
-    with pytest.raises(ValueError, match=f"{folder}: linear model.* does not run as it is stored .*--dequantize"):
+    with pytest.raises(ValueError, match=f"{folder}: linear model.* does not run as stored .*--dequantize"):
         LLM(folder, mode="naive", dequantize=False)
 
 
@@ -251,5 +251,5 @@ def test_folders_are_refused_before_they_are_loaded(tmp_path: Path) -> None:
     (tmp_path / "model" / "config.json").write_text(
         (folder / "config.json").read_text().replace('"model_type": "llama"', '"model_type": "mixtral"')
     )
-    with pytest.raises(ValueError, match="stored weights run in native decoders; take --dequantize"):
+    with pytest.raises(ValueError, match="stored weights run in native decoders; use --dequantize"):
         resolve(folder, dequantize=False)

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from sharesd import LLM, SamplingParams
 from sharesd.models.hf import HFModel
 from sharesd.models.loader import decoder_config, load_decoder, load_model, resolve, stored_tensors
-from sharesd.models.quantized.formats import layout_of
+from sharesd.models.quantized.folder import layout_of
 from sharesd.models.quantized.layout import Planes
 from sharesd.models.tokenizer import load_tokenizer
 from tests.helpers.quantized_folders import (
@@ -214,7 +214,7 @@ def plain(tensors: dict[str, Tensor]) -> None:
         ("gptq", {}, lambda t: t.pop(f"{UP}.qweight"), f"tensor {UP}.* has no quantized weights beside it"),
         ("gptq", {}, nan, f"tensor {UP}.scales has NaN or infinite values"),
         ("gptq", {}, plain, f"tensor {UP}.weight is not quantized"),
-        ("gptq", {}, lambda t: t[f"{UP}.g_idx"].add_(9), f"tensor {UP}.g_idx has groups that are none of 2"),
+        ("gptq", {}, lambda t: t[f"{UP}.g_idx"].add_(9), f"tensor {UP}.g_idx has group numbers that are not below 2"),
         ("gptq", {}, lambda t: t.update({f"{UP}.scales": t[f"{UP}.scales"].int()}), "up_proj.scales is int32"),
         ("gptq", {}, lambda t: t.pop("model.norm.weight"), "missing model.norm.weight"),
         ("packed", {"ignore": ["re:.*up_proj"]}, None, f"{UP}.* is quantized, and quantization_config leaves"),

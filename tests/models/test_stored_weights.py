@@ -17,7 +17,7 @@ from sharesd.config import Mode
 from sharesd.drafters.hybrid import members
 from sharesd.loading.resolve import resolve_config
 from sharesd.models.gguf.convert import converted_folder
-from sharesd.models.gguf.stored import stored_blocks
+from sharesd.models.gguf.weights import stored_blocks
 from sharesd.models.loader import decoder_config, load_decoder
 from sharesd.runtime import Runtime
 from sharesd.weights.packing import make_cpu_linear
@@ -114,7 +114,7 @@ def test_every_mode_gives_one_text_where_parts_differ(tmp_path: Path) -> None:
 def test_a_part_without_a_kernel_is_expanded_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("sharesd.models.merged_types.BLOCK_TYPES", ("Q8_0", "Q4_0"))
+    monkeypatch.setattr("sharesd.models.weight_mapping.BLOCK_TYPES", ("Q8_0", "Q4_0"))
     file = write_gguf(tmp_path / "a.gguf", types={"blk.0.attn_v": "Q5_1", "blk.1.ffn_up": "Q5_0"})
     blocks = compare(file).blocks
     assert types_of(blocks[0].attn.qkv) == ["Q8_0", "Q8_0", "F16"] and types_of(blocks[1].mlp.gate_up) == [
@@ -175,9 +175,9 @@ def test_share_drafts_by_upper_halves_where_most_weights_have_them(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dequantize": True}, "the weights do not run as they are stored; take hqq:4:64,head=4"),
-        ({"mode": "classic"}, "drafts would be a second model of as many bytes; take mode share"),
-        ({"kind": "Q4_0"}, "no linear is stored as Q8_0; take hqq:4:64"),
+        ({"dequantize": True}, "the weights do not run as they are stored; use hqq:4:64,head=4"),
+        ({"mode": "classic"}, "drafts would be a second model of as many bytes; use mode share"),
+        ({"kind": "Q4_0"}, "no linear is stored as Q8_0; use hqq:4:64"),
     ],
 )
 def test_where_upper_halves_do_not_draft(options: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -189,8 +189,8 @@ def test_where_upper_halves_do_not_draft(options: dict[str, Any], message: str, 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lora": "adapter"}, "stored weights do not go with --lora yet"),
-        ({"compile": "off"}, "stored weights do not go with --compile yet"),
+        ({"lora": "adapter"}, "stored weights are not supported with --lora"),
+        ({"compile": "off"}, "stored weights are not supported with --compile"),
         ({"dequantize": True, "activations": "fast"}, "activations is 'fast', which is for weights that run"),
     ],
 )
@@ -205,9 +205,9 @@ def test_what_has_no_kernel_is_refused_by_name(options: dict[str, Any], message:
         ({}, True, ""),
         ({"dequantize": True}, False, ""),
         ({"dtype": "float32"}, False, ""),
-        ({"compile": "off"}, False, "expanded to 16 bits, 0.0 GB: stored ones do not go with --compile yet"),
+        ({"compile": "off"}, False, "expanded to 16 bits, 0.0 GB: stored ones are not supported with --compile"),
         ({"dtype": "float32", "compile": "off"}, False, ""),
-        ({"kernels": "torch"}, False, "stored ones do not go with torch's kernels"),
+        ({"kernels": "torch"}, False, "stored ones are not supported with torch's kernels"),
     ],
 )
 def test_files_run_as_they_are_stored_by_default(
@@ -258,7 +258,7 @@ def test_the_default_expands_architectures_without_a_native_decoder(
     def convert(file: Any, parts: Any, ignored: Any, folder: Path, progress: Any) -> None:
         (folder / "model.safetensors").write_bytes(b"bfloat16")
 
-    monkeypatch.setattr("sharesd.models.gguf.fallback.convert_by_transformers", convert)
+    monkeypatch.setattr("sharesd.models.gguf.convert.convert_by_transformers", convert)
     folder = converted_folder(write_gguf(tmp_path / "a.gguf", "starcoder2"), dequantize=None)
     assert (folder / "model.safetensors").read_bytes() == b"bfloat16"
 
@@ -270,12 +270,12 @@ def test_a_folder_of_numbers_is_not_stored(checkpoint: Any) -> None:
 
 def test_a_type_without_a_kernel_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write_gguf(tmp_path / "a.gguf")
-    monkeypatch.setattr("sharesd.models.merged_types.BLOCK_TYPES", ("Q4_0",))
-    message = "tensor 'token_embd.weight' is stored as Q8_0, which does not run as it is; take --dequantize"
+    monkeypatch.setattr("sharesd.models.weight_mapping.BLOCK_TYPES", ("Q4_0",))
+    message = "tensor 'token_embd.weight' is stored as Q8_0, which does not run as stored; use --dequantize"
     with pytest.raises(ValueError, match=f"a.gguf: {message}"):
         LLM(file, mode="naive", dequantize=False)
 
 
 def test_architectures_without_a_native_decoder_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="stored weights run in native decoders; take --dequantize"):
+    with pytest.raises(ValueError, match="stored weights run in native decoders; use --dequantize"):
         converted_folder(write_gguf(tmp_path / "a.gguf", "starcoder2"), dequantize=False)

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from compile.block_linear import BlockPart
 from sharesd import LLM, EngineConfig, SamplingParams
-from sharesd.loading.costs_file import costs_file
-from sharesd.loading.kv_identity import kv_identity
+from sharesd.loading.cache_keys import costs_file, kv_identity
 from sharesd.loading.resolve import resolve_config
 from sharesd.models.checkpoint import identity
 from sharesd.models.decoder_config import DecoderConfig
@@ -128,15 +127,19 @@ def test_changed_weights_are_others(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (make_checkpoint, {"kernels": "torch"}, "target_quant is 'q8_0', and does not go with torch's kernels"),
+        (make_checkpoint, {"kernels": "torch"}, "target_quant is 'q8_0', which is not supported with torch's kernels"),
         (
             make_checkpoint,
             {"compile": "off"},
-            "do not go with --compile yet; drop it, or --target-quant",
+            "are not supported with --compile; drop it, or --target-quant",
         ),
         (lambda folder: write_quantized(folder, "awq"), {}, "model has quantized weights; drop --target-quant"),
         (lambda folder: write_gguf(folder.with_suffix(".gguf")), {}, r"quantized weights \(.*Q8_0\); drop --target-"),
-        (lambda folder: make_checkpoint(folder, hidden=48), {}, "48 inputs, which is no multiple of 32; drop --target"),
+        (
+            lambda folder: make_checkpoint(folder, hidden=48),
+            {},
+            "48 inputs, which is not a multiple of 32; drop --tar",
+        ),
     ],
 )
 def test_what_it_does_not_go_with_is_refused(make: Any, options: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -22,8 +22,7 @@ from sharesd.cli.main import main
 from sharesd.config import EngineConfig, PipelineConfig
 from sharesd.devices import transfer
 from sharesd.engine.engine import Engine
-from sharesd.execution.batch_invariance import check_rows
-from sharesd.execution.step_widths import first_block_view
+from sharesd.execution.batch_invariance import check_rows, first_block_view
 from sharesd.models.loader import decoder_config
 from sharesd.models.prefill import Piece, prefill, read_piece
 from sharesd.runtime import Runtime

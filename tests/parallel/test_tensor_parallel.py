@@ -23,11 +23,11 @@ import torch
 from multigpu.process_group import ThreadGroup
 from multigpu.tensor_parallel import Shard, all_reduce, require_divisible
 from sharesd.config import EngineConfig, OffloadConfig
+from sharesd.models.architectures import config_from_hf
 from sharesd.models.decoder import Decoder
-from sharesd.models.decoder_config import DecoderConfig
 from sharesd.models.loader import Tensors
 from sharesd.models.weight_mapping import check_tensor_parallel, decoder_tensors
-from sharesd.parallel.tp_setup import EAGER_TILE
+from sharesd.parallel.tensor_parallel import EAGER_TILE
 from sharesd.runtime import Runtime
 from tests.helpers.paths import ROOT
 from tests.helpers.recorded_graphs import host_reads, take_the_way_of_cuda
@@ -94,7 +94,7 @@ def make_family(folder: Path, tmp_path: Path, family: str, mlp: int) -> Tensors:
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / file).write_bytes((folder / file).read_bytes())
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    whole, dice = Decoder(DecoderConfig.from_hf(raw)), torch.Generator().manual_seed(0)
+    whole, dice = Decoder(config_from_hf(raw)), torch.Generator().manual_seed(0)
     for parameter in whole.parameters():
         parameter.data.copy_(torch.randn(parameter.shape, generator=dice) * parameter.shape[-1] ** -0.5)
 
@@ -307,7 +307,7 @@ def test_what_cannot_be_cut_is_named() -> None:
 
 def test_torchs_activations_need_whole_vectors() -> None:
     raw = {"vocab_size": 384, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
-    config = DecoderConfig.from_hf({**raw, "num_attention_heads": 4, "num_key_value_heads": 2, "model_type": "llama"})
+    config = config_from_hf({**raw, "num_attention_heads": 4, "num_key_value_heads": 2, "model_type": "llama"})
     check_tensor_parallel(config, 2)
     with pytest.raises(ValueError, match="96 outputs of gate and up cannot be divided evenly in whole tiles of 64"):
         check_tensor_parallel(config, 2, EAGER_TILE)

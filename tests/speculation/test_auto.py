@@ -70,7 +70,7 @@ def test_quantized_linears_are_taken_where_they_promise_enough(folder: Path, mon
     for speedup, model in ((1.25, ("share",)), (1.05, ())):
         monkeypatch.setattr(auto_mode, "_predicted_speedup", lambda *_, speedup=speedup: speedup)
         choice = chosen(config_of(folder), folder)
-        assert choice.drafters == (*model, *TABLES) and f"promise {speedup:.2f} times plain decoding" in choice.reason
+        assert choice.drafters == (*model, *TABLES) and f"is {speedup:.2f}x" in choice.reason
 
 
 def test_quantizing_that_takes_minutes_is_left_to_the_user_until_it_is_kept(
@@ -80,7 +80,7 @@ def test_quantizing_that_takes_minutes_is_left_to_the_user_until_it_is_kept(
     config = config_of(folder)
     choice = chosen(config, folder)
     assert choice.drafters == TABLES
-    assert choice.reason.startswith("quantizing would take about") and "one start with mode share" in choice.reason
+    assert choice.reason.startswith("quantizing takes about") and "run once with --mode share" in choice.reason
     Runtime(replace(config, mode="share"))
     assert chosen(config, folder).drafters == ("share", *TABLES), "solutions are on disk now"
 

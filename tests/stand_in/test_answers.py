@@ -131,4 +131,4 @@ def test_memory_that_others_hold() -> None:
 
 def test_caches_that_do_not_fit() -> None:
     lines = generate("--max-context", "8192", "--offload", "off", FAKE_TOTAL="470e6")
-    assert re.match(r"error: KV caches of 1 rows of 8192 tokens take .* free; take --max-context \d+", lines[-1]), lines
+    assert re.match(r"error: KV caches of 1 rows of 8192 tokens need .* free; use --max-context \d+", lines[-1]), lines

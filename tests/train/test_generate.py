@@ -62,12 +62,12 @@ BAD: list[tuple[Any, str]] = [
         "a system message in the midst",
     ),
     ({"conversations": [{"from": "tool", "value": "a"}]}, "has a turn of role 'tool'"),
-    ({"conversations": ["a"]}, "has a turn that is no JSON object"),
-    ({"messages": [{"role": "user", "content": None}]}, "has a turn whose content is no text"),
+    ({"conversations": ["a"]}, "has a turn that is not a JSON object"),
+    ({"messages": [{"role": "user", "content": None}]}, "has a turn whose content is not a text"),
     ({"prompt": "a\ud800"}, "has half a character"),
     ({"messages": [{"role": "user", "content": "\udc00"}]}, "has half a character"),
     ({"text": "a"}, "has none of instruction, prompt, question"),
-    ("a", "is no JSON object"),
+    ("a", "is not a JSON object"),
 ]
 ENVIRONMENT = dict(os.environ)
 """With the cache folder of all tests, in which kernels lie: processes of their own would build them anew."""
@@ -385,7 +385,11 @@ def test_doubled_and_damaged_lines_are_told(tmp_path: Path) -> None:
         ([], {"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2 and WORLD_SIZE 2"),
         ([], {"RANK": "x"}, "RANK is x and WORLD_SIZE None"),
         (["--replicas", "0"], {}, "--replicas is 0; it must be at least 1"),
-        (["--replicas", "2"], {"RANK": "0", "WORLD_SIZE": "2"}, "a launcher has started 2 processes; take one of two"),
+        (
+            ["--replicas", "2"],
+            {"RANK": "0", "WORLD_SIZE": "2"},
+            "launcher has started 2 processes; use one of the two",
+        ),
         (
             ["--tensor-parallel", "2"],
             {"RANK": "0", "WORLD_SIZE": "2"},

@@ -22,8 +22,8 @@ from sharesd.config import EngineConfig
 from sharesd.drafters.heads.checkpoint import load_head
 from sharesd.models import widening
 from sharesd.models.checkpoint import read_config, weight_files
+from sharesd.models.hub import EMBEDDED, model_name
 from sharesd.models.loader import decoder_config, load_decoder
-from sharesd.models.names import EMBEDDED, model_name
 from sharesd.models.tokenizer import load_tokenizer
 from sharesd.models.wide_shapes import SHAPES, Shape
 from sharesd.models.widening import GROUP, describe, wide_tensors, widen, widen_head

@@ -256,7 +256,7 @@ def test_what_cannot_be_honoured_is_told(tiny: Path, gpu: LateDevice, caplog: py
         assert "no effect" in caplog.text
     gpu.free = limit - 1
     refused("--gpu-memory-limit is .* free; give less, or end", device_memory=limit)
-    with pytest.raises(ValueError, match="compile is 'full', and offloaded blocks run one by one; take regional"):
+    with pytest.raises(ValueError, match="compile is 'full', and offloaded blocks run one by one; use regional"):
         resolve.resolve_config(config_of(tiny, limit, compile="full"), ("share",))
 
 

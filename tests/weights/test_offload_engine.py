@@ -224,7 +224,7 @@ def test_weights_that_drafts_need_cannot_travel(tiny: Path, tmp_path: Path) -> N
 
 
 def test_whole_steps_cannot_be_offloaded(tiny: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="compile is 'full', and offloaded blocks run one by one; take native"):
+    with pytest.raises(ValueError, match="compile is 'full', and offloaded blocks run one by one; use native"):
         Runtime(config_of(tiny, compile="full"), offload=from_file(tmp_path / "records", (1, 3)))
 
 

@@ -19,7 +19,7 @@ from sharesd.loading.combinations import check_options
 from sharesd.loading.resolve import resolve_config
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
-from sharesd.weights import block_storage, memory_estimate, offload_planner
+from sharesd.weights import memory_estimate, offload_loader, offload_planner
 from sharesd.weights.memory_estimate import PRIOR_TOKENS
 from sharesd.weights.offload_planner import plan_for
 from sharesd_files import cache_root
@@ -129,7 +129,7 @@ def test_the_store_is_written_once(
     config = config_of(tiny, limit, mode="naive", offload=OffloadConfig(host_memory=limit, folder=str(tmp_path)))
     close_after.append(Runtime(config))
     (store,) = tmp_path.iterdir()
-    monkeypatch.setattr(block_storage, "Writer", None)  # not called
+    monkeypatch.setattr(offload_loader, "Writer", None)  # not called
     close_after.append(Runtime(config))
     with store.open("r+b") as file:
         file.truncate(store.stat().st_size - 1)
@@ -143,7 +143,7 @@ def test_a_store_that_was_begun_is_gone_on_with(
     limit = limit_for(tiny, 3, "naive")
     config = config_of(tiny, limit, mode="naive", offload=OffloadConfig(host_memory=limit, folder=str(tmp_path)))
     written: list[int] = []
-    write = block_storage.Writer.write
+    write = offload_loader.Writer.write
 
     def dies_at_the_fifth(writer: Any, block: int, slot: Any) -> None:
         if len(written) == 4:
@@ -152,7 +152,7 @@ def test_a_store_that_was_begun_is_gone_on_with(
         written.append(block)
         write(writer, block, slot)
 
-    monkeypatch.setattr(block_storage.Writer, "write", dies_at_the_fifth)
+    monkeypatch.setattr(offload_loader.Writer, "write", dies_at_the_fifth)
     with pytest.raises(KeyboardInterrupt):
         Runtime(config)
     close_after.append(Runtime(config))

@@ -28,8 +28,8 @@ from sharesd.models.loader import load_decoder, stored_tensors
 from sharesd.models.quantized.target import folder_to_quantize
 from sharesd.models.weight_mapping import text_name
 from sharesd.runtime import Runtime
-from sharesd.weights.outline import TensorOutline, outline_of
 from sharesd.weights.packing import make_cpu_linear
+from sharesd.weights.sizes import TensorOutline, outline_of
 from tests.helpers.block_parts import ggml_type, random_part
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.quantized_folders import write_quantized
@@ -209,9 +209,7 @@ def test_columns_of_blocks_are_packed_for_a_gpu(kind: str) -> None:
 def test_stages_are_planned_by_the_bytes_of_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They differ from those of numbers by what the models in memory do."""
     config, planned = config_of("k-quants", tmp_path, dtype="float32"), []
-    monkeypatch.setattr(
-        "sharesd.parallel.pipeline_planner.share_blocks", lambda sizes, *rest: planned.append(sizes) or (1, 1)
-    )
+    monkeypatch.setattr("sharesd.parallel.pipeline.share_blocks", lambda sizes, *rest: planned.append(sizes) or (1, 1))
     loaded = []
     for each in (config, replace(config, target_quant=None)):
         target = Runtime(in_stages(each)).target
@@ -255,25 +253,25 @@ def more_heads(folder: Path) -> Path:
             lambda at: write_gguf(at / "a.gguf", pads_to=32),
             {"tensor_parallel": 2, "tensor_parallel_style": "reduce"},
             "tensor_parallel is 2, and the 96 inputs of model.layers.0.mlp.down_proj.weight, which is stored as Q4_0, "
-            "cannot be shared out evenly in groups of 32; take --tensor-parallel-style gather, or take --dequantize",
+            "cannot be shared out evenly in groups of 32; use --tensor-parallel-style gather, or use --dequantize",
         ),
         (
             lambda at: more_heads(write_quantized(at / "model", "awq")),
             {"tensor_parallel": 4},
             "the 32 outputs of model.layers.0.self_attn.k_proj.weight, which is stored as INT4_64, cannot be shared "
-            "out evenly in groups of 16; leave tensor_parallel out, or take --dequantize",
+            "out evenly in groups of 16; leave tensor_parallel out, or use --dequantize",
         ),
         (
             lambda at: write_quantized(at / "model", "gptq act order"),
             {"tensor_parallel": 2, "tensor_parallel_style": "reduce"},
             "tensor_parallel_style is reduce, and the inputs of model.layers.0.mlp.down_proj.weight are stored in "
-            "another order, which is not cut; take --tensor-parallel-style gather, or take --dequantize",
+            "another order, which is not cut; use --tensor-parallel-style gather, or use --dequantize",
         ),
         (
             lambda at: make_checkpoint(at / "model", hidden=256),
             {"tensor_parallel": 2, "tensor_parallel_style": "reduce", "target_quant": "q6_k"},
             "the 256 inputs of model.layers.0.self_attn.o_proj.weight, which is stored as Q6_K, cannot be shared out "
-            "evenly in groups of 256; take --tensor-parallel-style gather, or drop --target-quant",
+            "evenly in groups of 256; use --tensor-parallel-style gather, or drop --target-quant",
         ),
     ],
 )
@@ -281,7 +279,7 @@ def test_cuts_within_blocks_and_records_are_refused(
     make: Any, options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before any weights take memory, and before ranks start."""
-    for place in ("sharesd.runtime.ModelLoader", "sharesd.parallel.tp_setup.spawn"):
+    for place in ("sharesd.runtime.ModelLoader", "sharesd.parallel.tensor_parallel.spawn"):
         monkeypatch.setattr(place, lambda *given, **more: pytest.fail("too late"))
     with pytest.raises(ValueError, match=re.escape(message)):
         Runtime(EngineConfig(**{**SMALL, "target": str(make(tmp_path)), **options}))

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sharesd.drafters.heads.head import Head, qkv
+from sharesd.models.architectures import config_from_hf
 from sharesd.models.checkpoint import copy_texts, read_config, write_tensors
 from sharesd.models.decoder import Block, Decoder
-from sharesd.models.decoder_config import DecoderConfig
 from sharesd.models.weight_mapping import decoder_tensors
 from train.heads.teacher import Lesson
 
@@ -113,7 +113,7 @@ def initial_draft(folder: Path, target: Decoder, *, layers: int, hidden_size: in
     raw |= {"num_hidden_layers": layers, "hidden_size": d, "head_dim": c.head_dim, "tie_word_embeddings": True}
     raw |= {"torch_dtype": str(target.embed.weight.dtype).removeprefix("torch.")}
     place: dict[str, Any] = {"dtype": target.embed.weight.dtype, "device": target.embed.weight.device}
-    draft = Draft(Decoder(DecoderConfig.from_hf(raw), **place).requires_grad_(False), raw, folder)
+    draft = Draft(Decoder(config_from_hf(raw), **place).requires_grad_(False), raw, folder)
     _copy(draft.decoder, target, [target.blocks[i * (num - 1) // max(1, layers - 1)] for i in range(layers)])
     return draft.eval()
 

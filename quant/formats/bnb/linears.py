@@ -66,7 +66,7 @@ class BnbNf4Linear(QuantizedLinear):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes and maxima, which bitsandbytes stores beside the parameter."""
+        """Bytes of codes and maxima, which bitsandbytes stores next to the parameter."""
         return self.inner.weight.nbytes + self.inner.weight.quant_state.absmax.nbytes
 
 
@@ -93,7 +93,7 @@ def check(
     if bits == 4 and K % group_size:
         raise ValueError(f"{what}, and groups of {group_size} do not divide {K}; use hqq:4:32 or {skip}")
     if bits == 4 and N % 32 and device.type == "cpu":
-        raise ValueError(f"{what}, and nf4 on CPU takes multiples of 32 outputs; use hqq or {skip}")
+        raise ValueError(f"{what}, and nf4 on CPU needs multiples of 32 outputs; use hqq or {skip}")
 
 
 def linear(

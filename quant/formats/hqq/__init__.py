@@ -26,7 +26,7 @@ FORMAT = QuantFormat(
     row_bits=(8,),
     # 4 bits: 0.6 to 0.8 for a model of 135M parameters, 0.97 for published ones of 7B.
     acceptance={8: 0.95, 4: 0.80, 3: 0.45, 2: 0.20},
-    # What 8 bits miss is nearly always their second guess.
+    # Where 8 bits miss, their second choice is nearly always right.
     tree_misses={8: {0: 1.0, 2: 0.5, 4: 0.5}, 4: _FEW_BITS, 3: _FEW_BITS, 2: _FEW_BITS},
     planned_bits=(4, 8),
     nbytes=_nbytes,

@@ -118,14 +118,14 @@ def check(
     if device.type == "cpu":
         if bits == 8 and K % 16:
             # Measured: the kernel reads past the end of such rows.
-            raise ValueError(f"{what}, and the int8 kernel takes multiples of 16 inputs; {skip}")
+            raise ValueError(f"{what}, and the int8 kernel needs multiples of 16 inputs; {skip}")
         if bits < 8 and N % 16:
-            raise ValueError(f"{what}, and the int4 kernel takes multiples of 16 outputs; use {proj}=8 or {skip}")
+            raise ValueError(f"{what}, and the int4 kernel needs multiples of 16 outputs; use {proj}=8 or {skip}")
         return
     if bits == 3 and not packs:
         raise ValueError(f"{name} has 3 bits, for which there is no GPU kernel; use 8, 4 or 2 bits")
     if K % 32:
-        raise ValueError(f"{what}, and kernels for GPUs take multiples of 32 inputs; {skip}")
+        raise ValueError(f"{what}, and kernels for GPUs need multiples of 32 inputs; {skip}")
     if not packs:
         import_optional("gemlite")
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from compile.attention import MAX_STEP, TreeAttentionMask
 from compile.cuda_graphs import Graphs, Replayed
-from sharesd.devices.host_buffers import upload
+from sharesd.devices.transfer import upload
 from sharesd.drafters.base import NOTHING, BuildInputs, DraftContext, Drafter
 from sharesd.drafters.chain_draft import ModelStepper
 from sharesd.drafters.selection import second_model

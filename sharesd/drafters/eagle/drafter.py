@@ -18,7 +18,7 @@ from torch import Tensor
 
 from compile.attention import TreeAttentionMask
 from compile.state_update import append_tokens
-from sharesd.devices.host_buffers import upload
+from sharesd.devices.transfer import upload
 from sharesd.drafters.base import NOTHING, BuildInputs, DraftContext, Drafter, num_bytes
 from sharesd.drafters.chain_draft import DraftStepper
 from sharesd.drafters.heads.head import FeatureHead, Head

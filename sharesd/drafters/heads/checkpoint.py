@@ -16,9 +16,9 @@ from sharesd.drafters.heads.config import HeadConfig, Kind, head_class
 from sharesd.drafters.heads.foreign import refuse_foreign
 from sharesd.drafters.heads.head import Head
 from sharesd.models import checkpoint
-from sharesd.models.config_checks import check_sizes
 from sharesd.models.decoder import Decoder
 from sharesd.models.decoder_config import DecoderConfig
+from sharesd.models.hf_config import check_sizes
 from sharesd.models.weight_mapping import block_tensors, copy_tensors
 from sharesd_files import atomic_files
 

@@ -9,6 +9,7 @@ from typing import Any
 from sharesd.config import Mode
 from sharesd.drafters import registry
 from sharesd.drafters.registry import HeadSpec
+from sharesd.models.architectures import config_from_hf
 from sharesd.models.decoder_config import DecoderConfig
 
 Kind = str
@@ -59,7 +60,7 @@ class HeadConfig:
         """Read a config.json; raise ValueError for unknown or unfitting fields."""
         outer = {name: value for name, value in raw.items() if value is not None}
         flat = {"model_type": "llama", **(raw.get("transformer_layer_config") or {}), **outer}
-        block = DecoderConfig.from_hf(flat)
+        block = config_from_hf(flat)
         max_layers = spec_of(kind).max_layers
         if not 1 <= len(block.layer_types) <= max_layers:
             raise ValueError(
@@ -99,7 +100,7 @@ class HeadConfig:
         cls, kind: Kind, target_raw: Mapping[str, Any], *, draft_vocab_size: int | None = None, **changes: Any
     ) -> HeadConfig:
         """Return a new head's config, with the target's sizes but for `changes`."""
-        target = DecoderConfig.from_hf(target_raw)
+        target = config_from_hf(target_raw)
         kept = {k: v for k, v in target_raw.items() if k not in ("layer_types", "max_window_layers", "auto_map")}
         raw = kept | {
             "architectures": [ARCHITECTURES[kind]],

@@ -12,9 +12,8 @@ from functools import cache
 from typing import Any
 
 from sharesd.models.architecture import Architecture
-from sharesd.models.config_checks import check_fields
 from sharesd.models.decoder_config import DecoderConfig, UnsupportedArchitecture
-from sharesd.models.hf_config import HFConfig
+from sharesd.models.hf_config import HFConfig, check_fields
 
 _WITH_TOWERS = {"llava": "llama", "llava_next": "llama", "mistral3": "mistral"}
 """`model_type` whose `text_config` may be of any family -> its default."""
@@ -54,8 +53,15 @@ def architecture_of(model_type: str) -> Architecture:
     return _registry()[model_type]
 
 
-def read_config(fields: Mapping[str, Any], *, refuses_unread: bool = False) -> DecoderConfig:
-    """Return the DecoderConfig of a config.json; see `DecoderConfig.from_hf`."""
+def config_from_hf(fields: Mapping[str, Any], *, refuses_unread: bool = False) -> DecoderConfig:
+    """Return the DecoderConfig of a config.json of transformers 4 or 5.
+
+    With `refuses_unread`, a field that changes results in other families is an error if this one does not read it.
+
+    Raises:
+        UnsupportedArchitecture: the native decoder does not compute a feature exactly.
+        ValueError: a field is missing.
+    """
     model_type = fields.get("model_type") or ""
     check_fields("damaged", {"model_type": model_type})
     inner = next((each.model_type for each in architectures() if model_type == each.multimodal_type != ""), None)

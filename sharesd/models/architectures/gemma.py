@@ -19,8 +19,7 @@ from sharesd.models.architecture import (
     mixed_layers,
 )
 from sharesd.models.decoder_config import DecoderConfig
-from sharesd.models.hf_config import HFConfig
-from sharesd.models.rope_parameters import context_limit, read_rope, stored_rope
+from sharesd.models.hf_config import HFConfig, context_limit, read_rope, stored_rope
 
 _BLOCK_NAMES = {
     **BLOCK_NAMES,

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from sharesd.models.architecture import BLOCK_NAMES, Architecture, GGUFLayout, llama_like
 from sharesd.models.decoder_config import DecoderConfig, LayerType
-from sharesd.models.hf_config import HFConfig
-from sharesd.models.rope_parameters import read_rope
+from sharesd.models.hf_config import HFConfig, read_rope
 
 
 def _read(config: HFConfig) -> DecoderConfig:

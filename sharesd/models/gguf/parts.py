@@ -54,13 +54,13 @@ def parts_of(file: Path) -> list[Path]:
     count, number = int(match["count"]), int(match["number"])
     if not 1 <= number <= count:
         return [file]
-    beside = {other.name.lower(): other for other in file.parent.iterdir()}
+    siblings = {other.name.lower(): other for other in file.parent.iterdir()}
     names = [f"{match['stem']}-{i:05d}-of-{count:05d}{file.suffix}" for i in range(1, count + 1)]
-    missing = [name for name in names if name.lower() not in beside]
+    missing = [name for name in names if name.lower() not in siblings]
     if missing and _num_parts(file) > 1:
         shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         raise ValueError(f"{file} is part {number} of {count}, and {shown} is missing; put all parts in one folder")
-    return [file] if missing else [beside[name.lower()] for name in names]
+    return [file] if missing else [siblings[name.lower()] for name in names]
 
 
 def _num_parts(file: Path) -> int:

@@ -1,6 +1,6 @@
-"""Integers with a scale and a zero for each group.
+"""Integers with scales and zeros: AWQ "gemm", packed along the outputs, and GPTQ, packed along the inputs.
 
-w = (code - zero) * scale.
+w = (q - z) * s; version 1 of GPTQ stores z - 1.
 
 Legend: N outputs, K inputs, G groups of inputs.
 """
@@ -8,15 +8,17 @@ Legend: N outputs, K inputs, G groups of inputs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from compile.block_linear import BlockPart, block_sizes
-from sharesd.models.quantized.layout import QuantizedLinear, Run
-from sharesd.models.quantized.workers import run_here
+from sharesd.models.quantized.layout import Layout, Planes, QuantizedLinear, Run, Settings, pattern_of, run_here
 
 _BLOCK = 32  # inputs
 _ZEROS = {"Q8_0": 0, "Q4_0": 8}
@@ -71,7 +73,7 @@ class Affine(QuantizedLinear):
         if self._group_K is not None and bool((self._group_K.bincount() != self._group_size).any()):
             raise self.not_as_stored(f"not all of its groups have {self._group_size} inputs")
         if self._group_size % _BLOCK:
-            raise self.not_as_stored(f"groups of {self._group_size} inputs are no multiple of {_BLOCK}")
+            raise self.not_as_stored(f"groups of {self._group_size} inputs are not a multiple of {_BLOCK}")
         if not torch.equal(self._scale_NG.half().float(), self._scale_NG):
             raise self.not_as_stored("float16 does not hold its scales")
         if self._bits < 4:
@@ -139,3 +141,119 @@ def unpack_outputs(words: Tensor, fields: Sequence[int]) -> Tensor:
 def num_words(num: int, bits: int) -> int:
     """Return how many int32 words hold `num` codes."""
     return -(-num * bits // 32)
+
+
+_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Field of a word for each of its outputs."""
+
+
+class AWQ(Layout):
+    """Layout of AutoAWQ's kernels "gemm"."""
+
+    names = pattern_of(("qweight", "qzeros", "scales"))
+    codes = frozenset({"qweight"})
+
+    def __init__(self, settings: Settings) -> None:
+        """Read the settings; ValueError for those that are not supported."""
+        if settings.get("backend") == "llm-awq":
+            raise settings.error("backend", "autoawq")
+        key = "version" if settings.get("version") is not None else "format"
+        version = settings.get(key, "gemm")
+        if str(version).lower() != "gemm":
+            raise settings.error(key, "gemm")
+        settings.one_of("w_bit" if settings.get("bits") is None else "bits", (4,), 4)
+        self._group_size = settings.size("q_group_size" if settings.get("group_size") is None else "group_size", 128)
+        self.excluded = settings.texts("modules_to_not_convert")
+
+    def linear(self, planes: Planes) -> Affine:
+        return awq_linear(planes, self._group_size)
+
+
+def awq_linear(planes: Planes, group_size: int) -> Affine:
+    """Return a linear; ValueError for planes that do not fit the settings."""
+    qweight = planes.take("qweight", [torch.int32], (-1, -1))
+    K, N = qweight.shape[0], qweight.shape[1] * 8
+    size = K if group_size == -1 else group_size
+    if K % size:
+        raise planes.error("qweight", f"has {K} inputs, which groups of {size} do not divide")
+    scale_GN = planes.scales("scales", (K // size, N))
+    zero_NG = unpack_outputs(planes.take("qzeros", [torch.int32], (K // size, N // 8)), _ORDER)
+
+    def codes(begin: int, end: int) -> Tensor:
+        return unpack_outputs(qweight[:, begin // 8 : end // 8], _ORDER)
+
+    return Affine(planes.module, codes, K, 4, scale_GN.t(), zero_NG)
+
+
+_BITS = (2, 3, 4, 8)
+
+
+class GPTQ(Layout):
+    """Layout of AutoGPTQ and GPTQModel."""
+
+    names = pattern_of(("qweight", "qzeros", "scales", "g_idx"))
+    codes = frozenset({"qweight"})
+
+    def __init__(self, settings: Settings) -> None:
+        """Read the settings; ValueError for those that are not supported."""
+        if settings.get("is_marlin_format"):
+            raise settings.error("is_marlin_format", "false")
+        key = "format" if settings.get("checkpoint_format") is None else "checkpoint_format"
+        self._stores_minus_one = settings.one_of(key, ("gptq", "gptq_v2"), "gptq") == "gptq"
+        settings.one_of("pack_dtype", ("int32",), "int32")
+        self._bits, self._group_size = settings.one_of("bits", _BITS), settings.size("group_size", -1)
+        self._dynamic = settings.get("dynamic", {})
+        if not isinstance(self._dynamic, Mapping):
+            raise settings.error("dynamic", "an object")
+        listed = settings.get("modules_in_block_to_quantize", [])
+        if not isinstance(listed, list):
+            raise settings.error("modules_in_block_to_quantize", "a list")
+        self._only = tuple(chain.from_iterable([each] if isinstance(each, str) else each for each in listed))
+
+    def _overrides(self, module: str) -> Mapping[str, Any] | None:
+        """Return a module's own settings; None if it is not quantized."""
+        for pattern, values in self._dynamic.items():
+            if pattern.startswith("-:"):
+                if re.match(pattern.removeprefix("-:"), module):
+                    return None
+            elif re.match(pattern.removeprefix("+:"), module):
+                return values
+        return {}
+
+    def excludes(self, module: str) -> bool:
+        return self._overrides(module) is None
+
+    def includes(self, module: str) -> bool:
+        return not self.excludes(module) and (not self._only or module.endswith(self._only))
+
+    def linear(self, planes: Planes) -> Affine:
+        own = Settings(self._overrides(planes.module), "quantization_config.dynamic")
+        bits, group_size = own.one_of("bits", _BITS, self._bits), own.size("group_size", self._group_size)
+        return gptq_linear(planes, bits, group_size, stores_minus_one=self._stores_minus_one)
+
+
+def gptq_linear(planes: Planes, bits: int, group_size: int, *, stores_minus_one: bool) -> Affine:
+    """Return a linear; ValueError for planes that do not fit the settings."""
+    qweight = planes.take("qweight", [torch.int32], (-1, -1))
+    words, N = qweight.shape
+    K = words * 32 // bits
+    size = K if group_size == -1 else group_size
+    if not K or K % size or words * 32 % bits or N * bits % 32:
+        raise planes.error("qweight", f"has {K} inputs of {bits} bits, which groups of {size} do not divide")
+    G = K // size
+    scale_GN = planes.scales("scales", (G, N))
+    zero_GN = unpack(planes.take("qzeros", [torch.int32], (G, N * bits // 32)), bits, N)
+    if stores_minus_one:
+        zero_GN = zero_GN + 1 & (1 << bits) - 1
+    group_K = None
+    if "g_idx" in planes:
+        group_K = planes.take("g_idx", [torch.int32, torch.int64], (K,)).long()
+        if bool((group_K < 0).any()) or bool((group_K >= G).any()):
+            raise planes.error("g_idx", f"has group numbers that are not below {G}")
+        if torch.equal(group_K, torch.arange(K) // size):
+            group_K = None
+
+    def codes(begin: int, end: int) -> torch.Tensor:
+        return unpack(qweight[:, begin:end].t(), bits, K)
+
+    return Affine(planes.module, codes, K, bits, scale_GN.t(), zero_GN.t(), group_K)

@@ -6,12 +6,10 @@ import re
 from itertools import chain
 from typing import Any
 
-from sharesd.models.quantized.awq import AWQ, awq_linear
+from sharesd.models.quantized.affine import AWQ, GPTQ, awq_linear, gptq_linear
 from sharesd.models.quantized.compressed_tensors import CompressedTensors
-from sharesd.models.quantized.gptq import GPTQ, gptq_linear
+from sharesd.models.quantized.floats import packed_mxfp4, packed_nvfp4
 from sharesd.models.quantized.layout import Layout, Planes, QuantizedLinear, Settings
-from sharesd.models.quantized.mxfp4 import packed_mxfp4
-from sharesd.models.quantized.nvfp4 import packed_nvfp4
 
 _FORMATS = ("auto_round:auto_gptq", "auto_round:auto_awq", "auto_round", "auto_round:gptqmodel")
 _FLOAT_FORMAT = "auto_round:llm_compressor"
@@ -38,7 +36,7 @@ class AutoRound(Layout):
         is_float = self._format == _FLOAT_FORMAT
         settings.one_of("data_type", tuple(_FLOATS) if is_float else ("int",), None if is_float else "int")
         if not is_float and settings.get("act_bits", _PLAIN_BITS) < _PLAIN_BITS:
-            raise settings.error("act_bits", f"{_PLAIN_BITS} beside integers")
+            raise settings.error("act_bits", f"{_PLAIN_BITS} next to integers")
         planes: type[Layout] = CompressedTensors if is_float else AWQ if self._format.endswith("awq") else GPTQ
         self.names, self.codes, self.left_out = planes.names, planes.codes, planes.left_out
         self._extra = {key: settings.section("extra_config").section(key) for key in settings.get("extra_config", {})}

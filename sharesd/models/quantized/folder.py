@@ -11,11 +11,13 @@ from contextlib import closing
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from compile.block_linear import NUMBERS, WIDENED, BlockPart
+from sharesd.models.architectures import config_from_hf
 from sharesd.models.checkpoint import (
     MODELOPT,
     QUANT_CONFIGS,
@@ -31,16 +33,54 @@ from sharesd.models.checkpoint import (
     without_quantization,
     write_tensors,
 )
-from sharesd.models.config_checks import check_sizes
-from sharesd.models.conversion_cache import converted, name_of, require_space
+from sharesd.models.conversion_cache import converted, linked_folder, name_of, require_space
 from sharesd.models.decoder_config import DecoderConfig, UnsupportedArchitecture
-from sharesd.models.linked_folder import linked_folder
-from sharesd.models.merged_types import StoredTypes
-from sharesd.models.quantized.formats import layout_of
-from sharesd.models.quantized.layout import MISFIT, Layout, NotAsStored, Planes, QuantizedLinear
-from sharesd.models.quantized.workers import Workers
-from sharesd.models.unused_tensors import KV_SCALES, is_kv_scale, report_unused
-from sharesd.models.weight_mapping import EMBEDDING, HEAD, check_finite, check_tensors, tensor_shapes, text_name
+from sharesd.models.hf_config import check_sizes
+from sharesd.models.quantized.affine import AWQ, GPTQ
+from sharesd.models.quantized.auto_round import AutoRound
+from sharesd.models.quantized.bitsandbytes import BitsAndBytes
+from sharesd.models.quantized.compressed_tensors import CompressedTensors
+from sharesd.models.quantized.floats import FBGEMM, FP8, MXFP4, ModelOpt
+from sharesd.models.quantized.layout import MISFIT, Layout, NotAsStored, Planes, QuantizedLinear, Settings, Workers
+from sharesd.models.weight_mapping import (
+    EMBEDDING,
+    HEAD,
+    KV_SCALES,
+    StoredTypes,
+    check_finite,
+    check_tensors,
+    is_kv_scale,
+    report_unused,
+    tensor_shapes,
+    text_name,
+)
+
+_LAYOUTS: Mapping[str, Callable[[Settings], Layout]] = {
+    "gptq": GPTQ,
+    "awq": AWQ,
+    "auto-round": AutoRound,
+    "intel/auto-round": AutoRound,
+    "compressed-tensors": CompressedTensors,
+    "bitsandbytes": BitsAndBytes,
+    "mxfp4": MXFP4,
+    "modelopt": ModelOpt,
+    "fp8": FP8,
+    "fbgemm_fp8": FBGEMM,
+}
+METHODS = tuple(_LAYOUTS)
+"""Values of `quant_method` that are read."""
+
+
+def layout_of(section: Mapping[str, Any]) -> Layout:
+    """Return the layout of a `quantization_config`.
+
+    Raises ValueError for one that is not supported.
+    """
+    if "quant_method" not in section and (section.get("load_in_4bit") or section.get("load_in_8bit")):
+        section = {**section, "quant_method": "bitsandbytes"}  # as its first versions wrote it
+    settings = Settings(section)
+    return _LAYOUTS[settings.one_of("quant_method", METHODS)](settings)
+
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +119,7 @@ def check_as_stored(folder: Path) -> None:
     """Raise ValueError for what cannot run as it is stored."""
     _, config, reason = _read_config(folder)
     if config is None:
-        raise ValueError(f"{folder}: {reason}, and stored weights run in native decoders; take --dequantize")
+        raise ValueError(f"{folder}: {reason}, and stored weights run in native decoders; use --dequantize")
     with damage_named(folder):
         _types(folder, identity(folder))
 
@@ -185,7 +225,7 @@ def _expand(folder: Path, fresh: Path, progress: Progress, trust_remote_code: bo
     total, done, shard, shards = sum(sizes.values()), 0, dict[str, Tensor](), list[dict[str, Tensor]]()
     require_space(fresh, sum(_stored_bytes(tensor, sizes[name]) for name, tensor in weights.items()))
     log.warning(
-        "%s: %.2f GB of weights take %.2f GB in 16 bits, on disk and in memory", folder, *_gigabytes(folder, total)
+        "%s: %.2f GB of weights need %.2f GB in 16 bits, on disk and in memory", folder, *_gigabytes(folder, total)
     )
     names: dict[str, str] = {}
 
@@ -236,7 +276,7 @@ def _read_config(folder: Path) -> tuple[Layout, DecoderConfig | None, Unsupporte
     with damage_named(folder / "config.json"):
         layout = layout_of(section)
         try:
-            config = DecoderConfig.from_hf(without_quantization(raw), refuses_unread=True)
+            config = config_from_hf(without_quantization(raw), refuses_unread=True)
         except UnsupportedArchitecture as reason:
             return layout, None, reason
         check_sizes(config, sum(file.stat().st_size for file in weight_files(folder)))
@@ -279,7 +319,7 @@ def _grouped(stored: Mapping[str, Tensor], layout: Layout) -> Weights:
                 weights[layout.weight_name(module)] = partial(_linear, module, own, layout)
         elif found is not None and found["plane"] not in layout.codes:
             if found["plane"] not in layout.left_out:
-                raise ValueError(f"tensor {name} has no quantized weights beside it; {MISFIT}")
+                raise ValueError(f"tensor {name} has no quantized weights next to it; {MISFIT}")
         else:
             if tensor.dim() == 2 and module.endswith("_proj") and layout.includes(module):
                 raise ValueError(

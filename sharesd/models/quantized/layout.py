@@ -8,13 +8,47 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from compile.block_linear import BlockPart
-from sharesd.models.quantized.workers import Ranges, run_here
+
+Ranges = Iterable[tuple[int, int]]
+
+
+class Workers:
+    """Threads for ranges of outputs."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(torch.get_num_threads())
+
+    def run(self, function: Callable[[int, int], None], ranges: Ranges) -> None:
+        """Call a function for each range; its error is raised here."""
+        mode, before = torch.is_inference_mode_enabled(), torch.get_num_threads()
+
+        def call(each: tuple[int, int]) -> None:
+            with torch.inference_mode(mode):
+                function(*each)
+
+        torch.set_num_threads(1)  # of threads that begin now
+        try:
+            for _ in self._pool.map(call, ranges):
+                pass
+        finally:
+            torch.set_num_threads(before)
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+def run_here(function: Callable[[int, int], None], ranges: Ranges) -> None:
+    """Call a function for each range, in this thread."""
+    for begin, end in ranges:
+        function(begin, end)
+
 
 MISFIT = "give the config.json that the weights were saved with, or download the checkpoint again"
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -138,7 +172,7 @@ class NotAsStored(ValueError):
     """A linear whose weights no type of blocks holds."""
 
     def __init__(self, module: str, reason: str) -> None:
-        super().__init__(f"linear {module} does not run as it is stored ({reason}); take --dequantize")
+        super().__init__(f"linear {module} does not run as stored ({reason}); use --dequantize")
         self.reason = reason
 
 

@@ -13,12 +13,11 @@ from torch import Tensor
 
 from compile.block_linear import NUMBERS, BlockPart, block_sizes
 from compile.block_quantizer import quantize_blocks
+from sharesd.models.architectures import config_from_hf
 from sharesd.models.checkpoint import STORED, TARGET_QUANT, is_quantized, read_config, read_json
-from sharesd.models.conversion_cache import name_of
+from sharesd.models.conversion_cache import linked_folder, name_of
 from sharesd.models.decoder_config import DecoderConfig, UnsupportedArchitecture
-from sharesd.models.linked_folder import linked_folder
-from sharesd.models.merged_types import StoredTypes
-from sharesd.models.weight_mapping import EMBEDDING, HEAD, LAYERS, tensor_shapes, text_name
+from sharesd.models.weight_mapping import EMBEDDING, HEAD, LAYERS, StoredTypes, tensor_shapes, text_name
 
 _REMEDY = "drop --target-quant"
 _SMALLEST = 32  # inputs of a block
@@ -37,12 +36,12 @@ def folder_to_quantize(base: Path, kind: str) -> Path:
     if (base / STORED).exists():
         _check_plain(base)
     try:
-        config = DecoderConfig.from_hf(read_config(base), refuses_unread=True)
+        config = config_from_hf(read_config(base), refuses_unread=True)
     except UnsupportedArchitecture as reason:
         raise ValueError(f"{base}: {reason}, and quantized weights run in native decoders; {_REMEDY}") from None
     for name, shape in tensor_shapes(config).items():
         if len(shape) == 2 and shape[1] % _SMALLEST:
-            raise ValueError(f"{base}: {name} has {shape[1]} inputs, which is no multiple of {_SMALLEST}; {_REMEDY}")
+            raise ValueError(f"{base}: {name} has {shape[1]} inputs, which is not a multiple of {_SMALLEST}; {_REMEDY}")
     return linked_folder(base, f"{name_of(base)}-{kind}", texts={TARGET_QUANT: json.dumps({"type": kind})})
 
 

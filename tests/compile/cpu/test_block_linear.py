@@ -314,9 +314,9 @@ def test_numbers_next_to_blocks_keep_their_values(is_reordered: bool, activation
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ([("Q8_0", 8, 256), ("Q4_0", 16, 256)], "begins at output 8, which is no multiple of 16"),
+        ([("Q8_0", 8, 256), ("Q4_0", 16, 256)], "begins at output 8, which is not a multiple of 16"),
         ([("Q8_0", 16, 512)], "a Q8_0 part has 512 inputs, the linear 256"),
-        ([("IQ1_S", 16, 256)], "type IQ1_S does not run as it is; types that do: Q8_0, Q4_K"),
+        ([("IQ1_S", 16, 256)], "type IQ1_S does not run as stored; types that do: Q8_0, Q4_K"),
         ([], "a linear without outputs"),
     ],
 )

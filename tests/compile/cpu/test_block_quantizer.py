@@ -83,6 +83,6 @@ def test_values_that_no_scale_holds_are_refused(kind: str, value: float) -> None
 
 
 def test_rows_that_are_no_blocks_are_refused() -> None:
-    with pytest.raises(ValueError, match="96 inputs are no blocks of Q4_K, which have 256"):
+    with pytest.raises(ValueError, match="96 inputs are not whole blocks of Q4_K, which have 256"):
         quantize_blocks(torch.zeros(4, 96), "Q4_K")
     assert set(QUANTIZED_TYPES) < set(BLOCK_TYPES)

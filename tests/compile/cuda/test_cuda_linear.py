@@ -76,7 +76,7 @@ def test_the_faster_low_bit_kernel_is_chosen(tmp_path: Path, monkeypatch: pytest
 
 
 def test_groups_that_the_kernel_lacks_are_refused() -> None:
-    with pytest.raises(ValueError, match="groups have 16 inputs; take one of 32, 64, 128, 256"):
+    with pytest.raises(ValueError, match="groups have 16 inputs; use one of 32, 64, 128, 256"):
         QuantizedRowLinear(
             torch.zeros(8, 64, dtype=torch.uint8), torch.ones(8, 4), torch.ones(8, 4), None, 4, torch.bfloat16, 64
         )

@@ -191,7 +191,7 @@ def test_memory_is_hardly_more_than_the_files() -> None:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(ValueError, match="type IQ1_S does not run as it is; types that do: Q8_0, Q4_K"):
+    with pytest.raises(ValueError, match="type IQ1_S does not run as stored; types that do: Q8_0, Q4_K"):
         linear_of([part_of("IQ1_S", 16, 256)])
     with pytest.raises(ValueError, match="a Q8_0 part has 512 inputs, the linear 256"):
         linear_of([part_of("Q4_K", 16, 256), part_of("Q8_0", 16, 512)])

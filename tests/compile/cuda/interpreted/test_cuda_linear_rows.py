@@ -20,7 +20,8 @@ from compile.cuda.linear import RowLinear, replace_with_row_linears
 from compile.cuda.lowbit import QuantizedRowLinear
 from compile.fused_linear import compose
 from compile.linear import pack_linears
-from sharesd.models.decoder import Decoder, DecoderConfig, RMSNorm
+from sharesd.models.architectures import config_from_hf
+from sharesd.models.decoder import Decoder, RMSNorm
 
 EPSILON = {torch.float32: 4e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 ROWS = (1, 7, 17, 33)
@@ -149,7 +150,7 @@ def test_decoders() -> None:
     common |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
     gemma = {"query_pre_attn_scalar": 16, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
     for hf in ({"model_type": "llama"}, {"model_type": "qwen2"}, {"model_type": "gemma2", **gemma}):
-        config = DecoderConfig.from_hf({**common, **hf})
+        config = config_from_hf({**common, **hf})
         plain = Decoder(config, device=torch.get_default_device()).requires_grad_(False)
         for parameter in plain.parameters():
             parameter.copy_(torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)

@@ -1,23 +1,131 @@
-"""Broadcast of steps from rank 0, which decides, to a model's ranks.
+"""Tensor parallelism: cuts of stored weights, ranks, and steps that rank 0 broadcasts to the others.
 
 Legend: B rows, T new tokens, R kept rows, P slots of a path.
 """
 
 from __future__ import annotations
 
+import atexit
+import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum, auto
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from compile.adaptive_threads import STEP_THREADS
 from compile.attention import TreeAttentionMask
-from multigpu.process_group import Group
+from compile.block_linear import block_sizes
+from multigpu.launch import join, launched_rank, local_device, num_ranks_sharing_cores, spawn
+from multigpu.process_group import Group, ProcessGroup
+from multigpu.tensor_parallel import TILE, Shard
 from quant.switch_linear import Switch
+from sharesd.config import CompileMode, EngineConfig, Mode
+from sharesd.devices.selection import use
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.base import CausalModel
+from sharesd.models.checkpoint import is_quantized
+from sharesd.models.loader import decoder_config
+from sharesd.models.quantized.folder import reordered
+from sharesd.models.weight_mapping import Cuts, check_tensor_parallel, module_of
+from sharesd.weights.sizes import outline_of
+
+
+def check_stored_cuts(config: EngineConfig, folder: Path) -> None:
+    """Raise ValueError for a cut within a record, block or order.
+
+    A record has 16 outputs.
+    """
+    cuts, size = Cuts.of(decoder_config(folder)), config.tensor_parallel
+    expand = "use --dequantize" if config.target_quant is None else "drop --target-quant"
+    if config.tensor_parallel_style == "reduce" and is_quantized(folder):
+        for name in reordered(folder):
+            if module_of(name) in cuts.second:
+                raise ValueError(
+                    f"tensor_parallel_style is reduce, and the inputs of {name} are stored in another order, which is "
+                    f"not cut; use --tensor-parallel-style gather, or {expand}"
+                )
+    for name, tensor in outline_of(folder).items():
+        if tensor.type is None:
+            continue
+        module, (outputs, inputs) = module_of(name), tensor.shape
+        unit, where, sizes, remedy = TILE, "outputs", cuts.first.get(module, ()), "leave tensor_parallel out"
+        if module in cuts.second and config.tensor_parallel_style == "reduce":
+            unit, where, sizes = block_sizes(tensor.type)[0], "inputs", (inputs,)
+            remedy = "use --tensor-parallel-style gather"
+        elif module in cuts.second:
+            sizes = (outputs,)
+        for number in sizes:
+            if number % (size * unit):
+                raise ValueError(
+                    f"tensor_parallel is {size}, and the {number} {where} of {name}, which is stored as {tensor.type}, "
+                    f"cannot be shared out evenly in groups of {unit}; {remedy}, or {expand}"
+                )
+
+
+log = logging.getLogger(__name__)
+
+EAGER_TILE = 64
+"""Outputs of gate per indivisible group: torch rounds remainders of vectors otherwise."""
+
+
+def init_tp(
+    config: EngineConfig,
+    modes: Sequence[Mode],
+    folder: Path,
+    *,
+    device: torch.device,
+    compile: CompileMode,
+    group: Group | None,
+) -> tuple[Group, Shard, torch.device]:
+    """Start or join the ranks that share the target in a folder.
+
+    Rank 0 broadcasts its config and modes. Returns the group, this rank's part of each linear, and its device.
+    `group`: None = start processes, or join those of torchrun. ValueError for a number of ranks that differs or does
+    not divide the target, RankLost if a rank does not join.
+    """
+    size = config.tensor_parallel
+    eager_on_cpu = compile == "off" and device.type == "cpu"
+    check_tensor_parallel(decoder_config(folder), size, EAGER_TILE if eager_on_cpu else TILE)
+    check_stored_cuts(config, folder)
+    if config.tensor_parallel_style == "reduce" and (group is None or group.rank == 0):
+        log.warning(
+            "tensor_parallel_style is reduce: sums are split, so texts may be others than with another number of ranks"
+        )
+    if config.threads is None:
+        STEP_THREADS.reset(max(1, STEP_THREADS.available // num_ranks_sharing_cores(size)))
+    if isinstance(group, ProcessGroup) or group is None:
+        device = local_device(device, size)
+        use(device)
+    if group is None:
+        group = _new_group(size, device)
+    if group.rank == 0:
+        group.broadcast_object((config, modes))
+    return group, Shard(group.rank, group.size, config.tensor_parallel_style == "reduce"), device
+
+
+def _new_group(size: int, device: torch.device) -> Group:
+    if launched_rank() is None:
+        group = spawn(size, (sys.executable, "-m", "sharesd.cli.tp_worker", device.type), device)
+    else:
+        group = join(device)
+    atexit.register(group.close)
+    if (group.rank, group.size) != (0, size):
+        raise ValueError(
+            f"tensor_parallel is {size}, and this is rank {group.rank} of {group.size}; start as many processes as "
+            "tensor_parallel says, of which all but rank 0 follow"
+        )
+    return group
+
+
+def shutdown_tp(group: Group) -> None:
+    atexit.unregister(group.close)
+    group.close()
+
 
 WORDS = 12
 
@@ -43,7 +151,7 @@ class RankZeroModel:
     def new_cache(self, batch: int, slots: int, taps: Sequence[int] = ()) -> StaticKVCache:
         """See `sharesd.models.base.CausalModel.new_cache`. Hidden states are not supported."""
         if taps:
-            raise ValueError("ranks that share a model hand out no hidden states; leave tensor_parallel out")
+            raise ValueError("ranks that share a model do not expose hidden states; remove tensor_parallel")
         with self._together(_Command.NEW_CACHE, batch, slots):
             self._num_caches += 1
             return BroadcastingKVCache(self._model.new_cache(batch, slots), self._num_caches - 1, self._together)
@@ -70,7 +178,7 @@ class RankZeroModel:
     def _together(self, *command: int, tensors: Sequence[Tensor] = ()) -> Iterator[None]:
         """Broadcast a command, with tensors of int64, before rank 0 runs it."""
         if self._midway:
-            raise RuntimeError("a step was broken off on rank 0, and the other ranks are waiting in it; start anew")
+            raise RuntimeError("rank 0 aborted a step and the other ranks are blocked in it; restart")
         self._midway = True
         self._group.broadcast(torch.tensor([*command, *[0] * (WORDS - len(command))]))
         if tensors:

@@ -1,4 +1,4 @@
-"""Pipeline stages from options and a checkpoint's config."""
+"""Stages of a pipeline: which blocks each device has, and the moves between them."""
 
 from __future__ import annotations
 
@@ -7,25 +7,38 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
+from compile.attention import TreeAttentionMask
+from compile.block_ranges import BlockRange
 from multigpu.pipeline_parallel import PipelinePlan, PipelineSizes, parse_device_map
 from multigpu.pipeline_parallel import balance_blocks as share_blocks
 from sharesd.config import EngineConfig, Mode
 from sharesd.devices.selection import device_of
+from sharesd.devices.transfer import copy_to_device
 from sharesd.drafters import registry, selection
 from sharesd.drafters.registry import Need
+from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.checkpoint import weight_files
 from sharesd.models.decoder import Decoder
 from sharesd.models.hub import resolve
 from sharesd.models.loader import decoder_config
 from sharesd.models.weight_mapping import EMBEDDING, HEAD, LAYERS
-from sharesd.weights.kv_slots import WIDEST_STEP, expanded_bytes, kv_bytes, kv_slots
 from sharesd.weights.offload_planner import LEFT_FREE
-from sharesd.weights.outline import TensorOutline, outline_of
-from sharesd.weights.quantized_sizes import quantized_bytes, quantizer_for
+from sharesd.weights.sizes import (
+    WIDEST_STEP,
+    TensorOutline,
+    expanded_bytes,
+    kv_bytes,
+    kv_slots,
+    outline_of,
+    quantized_bytes,
+    quantizer_for,
+)
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +75,7 @@ def _devices(names: Sequence[str]) -> list[torch.device]:
 def _all_gpus(config: EngineConfig) -> list[str]:
     found = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
     if not found:
-        raise ValueError("the devices are to be found out, and torch finds no GPU; name them (--devices)")
+        raise ValueError("--devices auto found no GPU; list the devices")
     given = [f"cuda:{number}" for number, _ in sorted(config.split.max_memory)]
     return given or found
 
@@ -73,7 +86,7 @@ def _read_map(file: Path) -> dict[str, str | int]:
     except (OSError, ValueError) as error:
         raise ValueError(f"device_map {str(file)!r} is neither `auto` nor a file of JSON: {error}") from None
     if not isinstance(found, dict) or not all(isinstance(place, (str, int)) for place in found.values()):
-        raise ValueError(f"{file} is no device map; it must name modules and their devices")
+        raise ValueError(f"{file} is not a device map; it must name modules and their devices")
     return found
 
 
@@ -149,3 +162,34 @@ def _size_of(name: str, config: EngineConfig) -> int:
         file.stat().st_size
         for file in weight_files(resolve(name, ignored=config.ignore_keys, trust_remote_code=config.trust_remote_code))
     )
+
+
+class StagedBlocks:
+    """Block ranges of a decoder in stages."""
+
+    def __init__(self, split: PipelinePlan) -> None:
+        self._split = split
+        self._ranges = tuple(
+            BlockRange(stage.first, stage.num_blocks, move_inputs=partial(self._move_inputs, number))
+            for number, stage in enumerate(split.stages)
+        )
+
+    def ranges(self) -> Sequence[BlockRange]:
+        return self._ranges
+
+    def _move_inputs(
+        self, number: int, x_BTD: Tensor, cache: StaticKVCache, tree_mask: TreeAttentionMask | None
+    ) -> tuple[Tensor, StaticKVCache, TreeAttentionMask | None]:
+        split, device = self._split, self._split.stages[number].device
+        seconds = split.simulated_latency_s if number else 0.0
+        sent = [x_BTD] if number else []  # to the first stage tokens came
+        if split.is_output_stage(number):
+            copies = copy_to_device(device, *sent, seconds=seconds)
+        else:
+            view = cache.on_stage(number)
+            lengths = [(view.lengths, cache.lengths)] if cache.known_length is None else []
+            copies = copy_to_device(device, *(tree_mask or ()), *sent, onto=lengths, seconds=seconds)
+            if cache.known_length is not None:
+                view.lengths.fill_(cache.known_length)
+            cache, tree_mask = view, tree_mask and TreeAttentionMask(*copies[:2])
+        return copies[-1] if sent else x_BTD, cache, tree_mask
