@@ -17,8 +17,8 @@ COMMANDS = (
     "benchmark.gpu.command",
     "benchmark.offline",
     "benchmark.compare",
-    "sharesd.cli.widen",
-    "sharesd.cli.check_drafter",
+    "benchmark.studies.widen",
+    "benchmark.studies.check_drafter",
 )
 REMOVED = {  # removed command -> replacement
     "scaling": "use sweep --over width=1,2,4,8 --over context=128,2048",
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
         print(f"error: the benchmark {argv[0]} was removed; {REMOVED[argv[0]]}", file=sys.stderr)
         return 2
     if argv and argv[0] in MOVED:
-        return run_command(program(prog, "", "BENCHMARK", {f"sharesd.cli.{MOVED[argv[0]]}": argv[0]}), argv)
+        return run_command(program(prog, "", "BENCHMARK", {f"benchmark.studies.{MOVED[argv[0]]}": argv[0]}), argv)
     return run_command(make_parser(prog), argv)
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from benchmark import arguments
 from benchmark.report import Report
-from sharesd.cli import environment
-from sharesd.cli.pictures import can_draw
-from sharesd.cli.tables import ABSENT, Section, bullets, differing, flat, ranged, read_json, write_json
+from sharesd.reports import environment
+from sharesd.reports.pictures import can_draw
+from sharesd.reports.tables import ABSENT, Section, bullets, differing, flat, ranged, read_json, write_json
 
 SAME = {"files.target": "targets", "questions.sha256": "questions", "sampling.max_new_tokens": "lengths of answers"}
 LEGEND = "Over the first: speedup over that of the first run, tokens per second where there is none; ranges of runs."

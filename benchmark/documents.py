@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 
-from sharesd.cli.conversation import prompt_ids
 from sharesd.data.json_lines import read_text
-from sharesd.data.questions import Question
 from sharesd.models.tokenizer import Tokenizer
+from sharesd.reports.conversation import prompt_ids
+from sharesd.reports.questions import Question
 
 MIN_TOKENS = 16  # tokens of a document at least; with room for fewer the question stands alone
 BLANK_LINE = "\n\n"

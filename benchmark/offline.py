@@ -20,12 +20,12 @@ from benchmark.questions.records import Key, TurnRecord
 from benchmark.questions.run_config import add_question_options, chosen_questions
 from sharesd.cli import options
 from sharesd.cli.console import console, err_console
-from sharesd.cli.conversation import prompt_ids
-from sharesd.cli.environment import conditions, load_meter, load_warning, resolved_settings
-from sharesd.cli.tables import Section, number, ranged, times, write_json
 from sharesd.config import Mode
 from sharesd.data.json_lines import read_text
-from sharesd.data.questions import Question, QuestionSet, load
+from sharesd.reports.conversation import prompt_ids
+from sharesd.reports.environment import conditions, load_meter, load_warning, resolved_settings
+from sharesd.reports.questions import Question, QuestionSet, load
+from sharesd.reports.tables import Section, number, ranged, times, write_json
 from sharesd.sampling_params import SamplingParams
 from sharesd_files import file_hash
 

@@ -9,9 +9,9 @@ from statistics import geometric_mean, median
 from typing import TYPE_CHECKING, Any
 
 from benchmark.report import Report
-from sharesd.cli.pictures import can_draw
-from sharesd.cli.tables import Section, bullets, has_drifted, number, times
 from sharesd.drafters import registry
+from sharesd.reports.pictures import can_draw
+from sharesd.reports.tables import Section, bullets, has_drifted, number, times
 
 if TYPE_CHECKING:
     from benchmark.interleave import Comparison

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sharesd.cli.tables import Section, flat
+from sharesd.reports.tables import Section, flat
 from sharesd_files import atomic_write
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Report:
 
     @property
     def warning(self) -> str:
-        from sharesd.cli.environment import load_warning
+        from sharesd.reports.environment import load_warning
 
         return load_warning(self.environment)
 

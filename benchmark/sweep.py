@@ -14,16 +14,17 @@ from typing import Any
 
 from benchmark import arguments
 from benchmark.points import Axis, Point, finish, line_of, point_of, remarks_of
-from sharesd.cli import environment, options
+from sharesd.cli import options
 from sharesd.cli.console import err_console, loading_bars
-from sharesd.cli.environment import conditions, load_meter
 from sharesd.cli.parse_types import parts_of
-from sharesd.cli.tables import write_json
 from sharesd.config import MIN_CONTEXT, EngineConfig, Mode
-from sharesd.data import questions as question_files
-from sharesd.data.questions import Question
 from sharesd.drafters import registry
 from sharesd.field_types import DefaultLimit
+from sharesd.reports import environment
+from sharesd.reports import questions as question_files
+from sharesd.reports.environment import conditions, load_meter
+from sharesd.reports.questions import Question
+from sharesd.reports.tables import write_json
 from sharesd.sampling_params import SamplingParams
 
 NUM_QUESTIONS, MAX_NEW_TOKENS, RUNS = 4, 64, 3
@@ -203,9 +204,9 @@ def _prompts(
 ) -> dict[int | None, list[list[int]]]:
     """Return context -> prompts; None has all questions, without documents, for warmup."""
     from benchmark.documents import Documents, filler_texts
-    from sharesd.cli.conversation import prompt_ids
     from sharesd.models.hub import resolve_target
     from sharesd.models.tokenizer import load_tokenizer
+    from sharesd.reports.conversation import prompt_ids
 
     tokenizer = load_tokenizer(resolve_target(config))
     found: dict[int | None, list[list[int]]] = {None: [prompt_ids(tokenizer, each, []) for each in questions]}

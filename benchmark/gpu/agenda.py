@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sharesd.cli.tables import read_json
+from sharesd.reports.tables import read_json
 
 ROOT = Path(__file__).parents[2]
 LAST_WORDS_S = 5.0  # seconds that a process without time left may take to print its traceback

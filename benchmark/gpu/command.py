@@ -14,9 +14,9 @@ from benchmark.gpu import agenda
 from benchmark.gpu.agenda import STEPS, Step
 from benchmark.report import Report
 from sharesd.cli.console import console, err_console
-from sharesd.cli.environment import command, out_folder
 from sharesd.cli.parse_types import parts_of
-from sharesd.cli.tables import Section, read_json, write_json
+from sharesd.reports.environment import command, out_folder
+from sharesd.reports.tables import Section, read_json, write_json
 from sharesd_files import atomic_write
 
 BUDGET_S = 1740.0
@@ -50,8 +50,8 @@ def run(args: argparse.Namespace) -> int:
         for step in steps:
             console.print(f"| {step.name} | {step.limit_s:g} s | {step.about} |", markup=False, soft_wrap=True)
         return 0
-    from sharesd.cli.environment import environment
     from sharesd.devices.selection import device_of
+    from sharesd.reports.environment import environment
 
     device_of(args.device)  # ValueError without a GPU; only the steps' processes use it
     folder = out_folder(args.out_dir, "gpu")

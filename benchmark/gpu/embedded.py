@@ -10,10 +10,10 @@ from typing import Any
 from benchmark.gpu.modes import SAMPLINGS, compare_modes, loaded, prompts_of
 from benchmark.gpu.worker import Job
 from compile.cuda_graphs import Graphs
-from sharesd.cli.environment import num_compiled_graphs
 from sharesd.config import EngineConfig, Mode
 from sharesd.engine.engine import Engine
 from sharesd.engine.request import Request
+from sharesd.reports.environment import num_compiled_graphs
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
 

@@ -14,7 +14,7 @@ import torch
 from benchmark.gpu.shapes import copy_bandwidth
 from benchmark.gpu.worker import Job
 from compile.cuda.bench import seconds_per_call
-from sharesd.cli.environment import environment
+from sharesd.reports.environment import environment
 
 QUERY = "name,driver_version,clocks.max.sm,clocks.max.mem,clocks.sm,clocks.mem,power.limit,temperature.gpu,memory.used"
 

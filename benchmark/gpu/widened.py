@@ -11,12 +11,12 @@ from typing import Any, cast
 
 from benchmark.gpu.modes import answer, compare_modes, loaded
 from benchmark.gpu.worker import Job
+from benchmark.studies.wide_shapes import SHAPES, Shape
+from benchmark.studies.widening import GROUP, describe, wide_tensors, widen_head
 from sharesd.config import EngineConfig, Mode, PipelineConfig
 from sharesd.drafters.selection import EMBEDDED
 from sharesd.models.decoder_config import DecoderConfig
 from sharesd.models.loader import decoder_config
-from sharesd.models.wide_shapes import SHAPES, Shape
-from sharesd.models.widening import GROUP, describe, wide_tensors, widen_head
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
 

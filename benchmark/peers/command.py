@@ -14,11 +14,12 @@ from benchmark.peers.peer import PEERS, Settings, peer_class
 from benchmark.peers.process import Worker
 from benchmark.report import Report
 from multigpu.device_assignment import num_cores
-from sharesd.cli import environment, options
+from sharesd.cli import options
 from sharesd.cli.console import err_console, loading_bars
-from sharesd.cli.environment import conditions, version_of
-from sharesd.cli.tables import Section, bullets, number, percent, times, write_json
-from sharesd.data import questions as question_files
+from sharesd.reports import environment
+from sharesd.reports import questions as question_files
+from sharesd.reports.environment import conditions, version_of
+from sharesd.reports.tables import Section, bullets, number, percent, times, write_json
 
 HEAD = ("runtime", "decoding", "tok/s", "range", "x naive", "own text", "first", "read")
 LEGEND = (
@@ -68,10 +69,10 @@ def run(args: argparse.Namespace) -> int:
 
     import psutil
 
-    from sharesd.cli.conversation import prompt_ids, require_room
     from sharesd.devices.selection import device_of
     from sharesd.models.hub import gguf_of, resolve_target
     from sharesd.models.tokenizer import load_tokenizer
+    from sharesd.reports.conversation import prompt_ids, require_room
 
     config = replace(config, device=str(device_of(config.device)), max_context=config.planned_context)  # for all
     with loading_bars() as progress:

@@ -11,10 +11,10 @@ from markupsafe import Markup
 from benchmark.questions.records import TurnRecord
 from benchmark.questions.summary import BASE, total
 from sharesd.cli.display import MEANINGS
-from sharesd.cli.tables import number
-from sharesd.data.questions import Question
 from sharesd.models.text_stream import TextStream
 from sharesd.models.tokenizer import Tokenizer
+from sharesd.reports.questions import Question
+from sharesd.reports.tables import number
 
 Answer = tuple[str, TurnRecord]  # mode and record
 SHADES = {"target": "#ffffff", "recovered": "#ffd9a0", "bonus": "#fff3a3"}

@@ -11,11 +11,22 @@ from benchmark.questions.run_config import RunConfig
 from benchmark.questions.summary import BASE, accepted_positions, summarize
 from benchmark.report import Report
 from sharesd.cli.console import err_console
-from sharesd.cli.environment import FORMAT
-from sharesd.cli.pictures import can_draw
-from sharesd.cli.tables import ABSENT, Section, bullets, has_drifted, number, percent, ranged, size, times, write_json
 from sharesd.config import EngineConfig
 from sharesd.drafters import selection
+from sharesd.reports.environment import FORMAT
+from sharesd.reports.pictures import can_draw
+from sharesd.reports.tables import (
+    ABSENT,
+    Section,
+    bullets,
+    has_drifted,
+    number,
+    percent,
+    ranged,
+    size,
+    times,
+    write_json,
+)
 
 WIDENED = "SmolLM2-135M-Instruct widened to"  # begin of names that `sharesd bench widen` gives
 MAX_DIVERGENCES = 10  # differences listed in the report; summary.json has all
@@ -45,7 +56,7 @@ Modes = Mapping[str, Any]
 def write_results(run: RunConfig, state: Mapping[str, Any], done: Mapping[str, Mapping[Key, TurnRecord]]) -> None:
     """Write all files from the finished turns, and print the table."""
     from benchmark.questions.page import answers_of
-    from sharesd.cli.round_text import rounds_by_turn
+    from benchmark.questions.round_text import rounds_by_turn
     from sharesd.models.hub import resolve_target
     from sharesd.models.tokenizer import load_tokenizer
 

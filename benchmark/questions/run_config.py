@@ -17,12 +17,12 @@ from benchmark.questions.records import Key
 from multigpu.device_assignment import environments
 from sharesd.cli import options
 from sharesd.cli.console import loading_bars
-from sharesd.cli.environment import IDENTITY, files_of, load_meter, settings_of
-from sharesd.cli.tables import differing, flat, read_json
 from sharesd.config import EngineConfig, Mode
-from sharesd.data import questions as question_files
-from sharesd.data.questions import QuestionSet
 from sharesd.drafters import registry, selection
+from sharesd.reports import questions as question_files
+from sharesd.reports.environment import IDENTITY, files_of, load_meter, settings_of
+from sharesd.reports.questions import QuestionSet
+from sharesd.reports.tables import differing, flat, read_json
 from sharesd.sampling_params import SamplingParams
 
 NUM_QUESTIONS = 16  # default; a few minutes with the embedded model on two CPU cores

@@ -21,13 +21,13 @@ from benchmark.questions.run_config import RUN_FILE, RunConfig, require_same_mac
 from benchmark.timed import generate
 from multigpu.data_parallel import Numbered, TaskQueue, run_tasks, start
 from multigpu.journal import Journal
-from sharesd.cli import environment
 from sharesd.cli.console import err_console, loading_bars, log_file, set_up_logging
-from sharesd.cli.conversation import prompt_format, prompt_ids, require_room
-from sharesd.cli.tables import number, write_json
 from sharesd.config import Mode
-from sharesd.data.questions import Question
 from sharesd.engine.engine import Engine
+from sharesd.reports import environment
+from sharesd.reports.conversation import prompt_format, prompt_ids, require_room
+from sharesd.reports.questions import Question
+from sharesd.reports.tables import number, write_json
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
 

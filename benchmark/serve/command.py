@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 from benchmark.arguments import rotated
 from benchmark.report import Report
 from benchmark.serve.flags import BASE_URL, QUESTIONS, RANDOM, add_flags
-from sharesd.cli import environment, options
+from sharesd.cli import options
 from sharesd.cli.console import console, err_console, loading_bars
-from sharesd.cli.pictures import can_draw
-from sharesd.cli.tables import ABSENT, Section, bullets, has_drifted, number, ranged, times, write_json
 from sharesd.drafters import registry
+from sharesd.reports import environment
+from sharesd.reports.pictures import can_draw
+from sharesd.reports.tables import ABSENT, Section, bullets, has_drifted, number, ranged, times, write_json
 from sharesd_files import file_hash
 
 if TYPE_CHECKING:

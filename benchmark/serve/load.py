@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmark.serve.client import Answer, Endpoint, first_model, http_client, send_all
 from benchmark.serve.workload import Draw, departures
-from sharesd.cli.tables import spread
+from sharesd.reports.tables import spread
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 RATIOS = ("output_throughput", "median_ttft_ms", "median_tpot_ms", "median_itl_ms", "median_e2el_ms")

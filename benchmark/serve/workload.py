@@ -10,9 +10,9 @@ from itertools import accumulate, cycle, islice
 from pathlib import Path
 from random import Random
 
-from sharesd.data import questions as question_files
 from sharesd.data.json_lines import records
 from sharesd.data.prompt_files import first_question, read_each
+from sharesd.reports import questions as question_files
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,12 +17,12 @@ from benchmark.__main__ import main
 from benchmark.questions import records, session
 from benchmark.questions.records import Key, TurnRecord
 from compile.adaptive_threads import STEP_THREADS
-from sharesd.cli.conversation import prompt_ids, require_room
-from sharesd.data.questions import Question
 from sharesd.drafters import registry
 from sharesd.models.checkpoint import WEIGHT_FILES
 from sharesd.models.loader import decoder_config
 from sharesd.models.tokenizer import load_tokenizer
+from sharesd.reports.conversation import prompt_ids, require_room
+from sharesd.reports.questions import Question
 from tests.helpers.paths import ROOT
 from tests.helpers.tiny_heads import make_head
 from tests.helpers.tiny_models import make_checkpoint

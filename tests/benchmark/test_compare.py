@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmark.__main__ import main
-from sharesd.cli.environment import FORMAT
+from sharesd.reports.environment import FORMAT
 
 PNG = b"\x89PNG"
 

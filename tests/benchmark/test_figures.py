@@ -14,9 +14,9 @@ from rich.console import Console
 from benchmark.questions import records, summary
 from benchmark.questions.records import Key, TurnRecord
 from benchmark.questions.results import headline, noise, noise_remarks, tables_at_start, twins
-from sharesd.cli.tables import differing, flat, percent
 from sharesd.drafters.recycle import EMBEDDED_TABLE
 from sharesd.drafters.suffix import EMBEDDED_CORPUS
+from sharesd.reports.tables import differing, flat, percent
 
 
 def turn(question: int, turn: int = 1, *, run: int = 1, decoded: int, decode_s: float, **fields: Any) -> TurnRecord:

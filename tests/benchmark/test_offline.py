@@ -12,8 +12,8 @@ import pytest
 
 from benchmark import offline
 from benchmark.__main__ import main
-from sharesd.data.questions import Question
 from sharesd.models.tokenizer import load_tokenizer
+from sharesd.reports.questions import Question
 from sharesd.sampling import sampler
 from sharesd.speculation.draft_tree import VerifyResult
 from tests.helpers.tiny_models import CHAT_TEMPLATE, make_checkpoint

@@ -19,13 +19,13 @@ from benchmark.questions.records import TurnRecord
 from benchmark.questions.results import drafters, report_of
 from benchmark.questions.summary import summarize
 from benchmark.report import Report
-from sharesd.cli.tables import Section
-from sharesd.data.questions import Question
 from sharesd.engine.outputs import Completion, TokenChunk
 from sharesd.engine.request import Request
 from sharesd.engine.stats import Stats
 from sharesd.engine.stop_checker import StopChecker
 from sharesd.models.tokenizer import Tokenizer, load_tokenizer
+from sharesd.reports.questions import Question
+from sharesd.reports.tables import Section
 from sharesd.sampling_params import SamplingParams
 from tests.helpers.tiny_models import make_checkpoint
 

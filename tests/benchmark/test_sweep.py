@@ -14,9 +14,9 @@ from benchmark.documents import Documents, filler_texts
 from benchmark.interleave import compare_modes
 from benchmark.points import Point, remarks_of, sections_of
 from sharesd.config import EngineConfig, Mode
-from sharesd.data.questions import Question
 from sharesd.models.prefill import Piece, read_piece
 from sharesd.models.tokenizer import load_tokenizer
+from sharesd.reports.questions import Question
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
 from tests.helpers.tiny_models import WORDS, make_checkpoint

@@ -11,9 +11,9 @@ import torch
 from benchmark import interleave, timed
 from benchmark.questions.session import measure_turn
 from benchmark.timed import TimesDiffer, check_times, generate
-from sharesd.data.questions import Question
 from sharesd.engine.outputs import Completion, TokenChunk
 from sharesd.engine.stats import Stats
+from sharesd.reports.questions import Question
 from sharesd.sampling_params import SamplingParams
 
 PARAMS = SamplingParams(max_new_tokens=101)

@@ -9,13 +9,14 @@ import pytest
 
 from benchmark.__main__ import make_parser as bench_parser
 from serve.command import make_parser as serve_parser
-from sharesd.cli import chat, environment, generate_file, options
+from sharesd.cli import chat, generate_file, options
 from sharesd.cli.main import make_parser
 from sharesd.cli.parse_types import size, whole_or_auto
 from sharesd.cli.parser import SECOND_NAMES, Parser, parse
 from sharesd.cli.sampling_options import sampling_params
 from sharesd.config import EngineConfig
 from sharesd.drafters import registry, selection
+from sharesd.reports import environment
 from sharesd.sampling_params import SamplingParams
 from sharesd_files import cache_root
 from train.__main__ import make_parser as train_parser

@@ -145,7 +145,7 @@ def test_the_checker_names_faults(
     example.write_text(text.replace(before, after))
     monkey = pytest.MonkeyPatch()
     with monkey.context() as patch:
-        patch.setattr("sharesd.cli.check_drafter.PROMPTS", ("abcdefgabcdefgabc", "x"))
+        patch.setattr("benchmark.studies.check_drafter.PROMPTS", ("abcdefgabcdefgabc", "x"))
         assert bench(["check-drafter", str(example)]) == 1
     out = capsys.readouterr().out
     assert re.search(rf"^wrong  .*{re.escape(said)}", out, re.MULTILINE), out

@@ -13,7 +13,7 @@ from types import ModuleType, SimpleNamespace
 import huggingface_hub
 import pytest
 
-from sharesd.data.questions import (
+from sharesd.reports.questions import (
     BUILTIN_FILE,
     BUILTIN_LABEL,
     LAYOUTS,

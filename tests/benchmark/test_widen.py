@@ -17,16 +17,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmark.__main__ import main
+from benchmark.studies import widening
+from benchmark.studies.wide_shapes import SHAPES, Shape
+from benchmark.studies.widening import GROUP, describe, wide_tensors, widen, widen_head
 from quant.formats.hqq.solver import solve
 from sharesd.config import EngineConfig
 from sharesd.drafters.heads.checkpoint import load_head
-from sharesd.models import widening
 from sharesd.models.checkpoint import read_config, weight_files
 from sharesd.models.loader import decoder_config, load_decoder
 from sharesd.models.names import EMBEDDED, model_name
 from sharesd.models.tokenizer import load_tokenizer
-from sharesd.models.wide_shapes import SHAPES, Shape
-from sharesd.models.widening import GROUP, describe, wide_tensors, widen, widen_head
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
 from tests.helpers.tiny_heads import logits_of as logits_of_head

@@ -14,14 +14,16 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from benchmark.studies import questions
 from quant.config import HEAD, QuantConfig
-from sharesd.cli import environment, options, questions
+from sharesd.cli import options
 from sharesd.cli.console import console, err_console, loading_bars
 from sharesd.cli.parse_types import parts_of
-from sharesd.cli.tables import Section
 from sharesd.config import EngineConfig
-from sharesd.data.questions import Question, first_turns
 from sharesd.models.checkpoint import Progress, silent
+from sharesd.reports import environment
+from sharesd.reports.questions import Question, first_turns
+from sharesd.reports.tables import Section
 from sharesd.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 from quant.config import QuantConfig
 from sharesd import __version__
-from sharesd.cli.tables import write_json
 from sharesd.config import EngineConfig
 from sharesd.drafters import registry, selection
 from sharesd.drafters.spec import Need
 from sharesd.models.checkpoint import Progress, content_hash, silent
 from sharesd.models.hub import resolve, resolve_target
 from sharesd.models.names import model_name
+from sharesd.reports.tables import write_json
 from sharesd.weights.quant_tuning_cache import cpu_name
 from sharesd_files import file_hash
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from sharesd.cli import divergence
+from benchmark.studies import divergence
 from sharesd.models.tokenizer import load_tokenizer
 from sharesd_command import main
 from tests.helpers.block_parts import ggml_type

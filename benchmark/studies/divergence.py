@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sharesd.cli.tables import Section
 from sharesd.config import EngineConfig
-from sharesd.data.questions import Question
 from sharesd.models.checkpoint import Progress, is_stored
+from sharesd.reports.questions import Question
+from sharesd.reports.tables import Section
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from benchmark.studies import verify
+from benchmark.studies.verify import compare_answers
 from sharesd import sampling
-from sharesd.cli import verify
-from sharesd.cli.verify import compare_answers
 from sharesd.config import EngineConfig
 from sharesd.models.loader import load_decoder
 from sharesd.runtime import Runtime

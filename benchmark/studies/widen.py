@@ -10,8 +10,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from benchmark.studies.wide_shapes import SHAPES
 from sharesd.cli.console import console, loading_bars
-from sharesd.models.wide_shapes import SHAPES
 
 
 def add_parser(subparsers: Any) -> None:
@@ -32,9 +32,9 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from benchmark.studies.widening import widen
     from sharesd.models.hub import resolve
     from sharesd.models.names import model_name  # torch takes seconds, mistakes should not
-    from sharesd.models.widening import widen
 
     out = Path(args.out)
     with loading_bars() as progress:

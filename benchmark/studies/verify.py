@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.markup import escape
 
-from sharesd.cli import divergence, environment, options, questions
+from benchmark.studies import divergence, questions
+from sharesd.cli import options
 from sharesd.cli.console import console, err_console, loading_bars
-from sharesd.cli.tables import Section
 from sharesd.config import EngineConfig, Mode
-from sharesd.data.questions import Question, first_turns
 from sharesd.drafters import registry
 from sharesd.models.checkpoint import Progress, silent
+from sharesd.reports import environment
+from sharesd.reports.questions import Question, first_turns
+from sharesd.reports.tables import Section
 from sharesd.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

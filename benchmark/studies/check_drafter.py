@@ -102,7 +102,7 @@ class DrafterChecks:
                 return
 
     def _build(self) -> str:
-        from sharesd.models.oracle_checkpoint import write_oracle
+        from benchmark.studies.oracle_checkpoint import write_oracle
         from sharesd.runtime import Runtime  # torch takes seconds, mistakes should not
 
         name = self._spec.name

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sharesd.cli.conversation import prompt_ids, require_room
 from sharesd.cli.parse_types import whole
-from sharesd.data.questions import Question
 from sharesd.models.tokenizer import Tokenizer
+from sharesd.reports.conversation import prompt_ids, require_room
+from sharesd.reports.questions import Question
 
 
 def add_question_options(group: Any, name: str, *, num_questions: int, max_new_tokens: int) -> None:

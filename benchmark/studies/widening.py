@@ -1,4 +1,4 @@
-"""Function-preserving widening of Llama-style checkpoints, for `sharesd.cli.widen`.
+"""Function-preserving widening of Llama-style checkpoints, for `benchmark.studies.widen`.
 
 With D real and D' wide hidden dimensions:
 
@@ -24,12 +24,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmark.studies.wide_shapes import Shape
 from sharesd.models import checkpoint as files
 from sharesd.models.checkpoint import Progress, silent, write_tensors
 from sharesd.models.decoder_config import DecoderConfig
 from sharesd.models.loader import decoder_config
 from sharesd.models.names import NAME_KEY
-from sharesd.models.wide_shapes import Shape
 from sharesd_files import scratch_folder
 
 ARCHITECTURES = ("llama", "mistral")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sharesd.data.questions import Question
 from sharesd.models.tokenizer import Tokenizer
+from sharesd.reports.questions import Question
 
 CHAT, PLAIN = "chat template", "plain"
 
