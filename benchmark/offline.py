@@ -14,7 +14,6 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmark import arguments
 from benchmark.arguments import rotated
 from benchmark.questions.records import Key, TurnRecord
 from benchmark.questions.run_config import add_question_options, chosen_questions
@@ -59,11 +58,6 @@ def add_parser(subparsers: Any) -> None:
     text = "Jinja chat template of demo chat and of questions (default: the checkpoint's)"
     group.add_argument("--template", metavar="FILE", help=text)
     group.add_argument("--save-output", metavar="FILE", default=SAVE_OUTPUT, help="where the results go")
-    hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
-    for end in ("min", "max"):
-        parser.add_argument(f"--ngram-prompt-lookup-{end}", dest=f"ngram_{end}", type=int, **hidden)
-    parser.add_argument("--enforce-eager", dest="compile", action="store_const", const="off", **hidden)
-    arguments.add_removed(parser, gpu_memory_utilization="--max-context auto, the default, takes what memory holds")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -51,7 +51,6 @@ def add_parser(subparsers: Any) -> None:
     group.add_argument("--batches", default="1,4,8", metavar="LIST", help="sequences at once")
     group.add_argument("--temperatures", default="0,1", metavar="LIST", help="0 = greedy")
     _add_measuring(group, "grid")
-    arguments.add_removed(group, busy="keep cores busy by another process")
 
 
 def _add(subparsers: Any, name: str, run: Callable[[argparse.Namespace], int], text: str) -> Any:
@@ -225,8 +224,6 @@ def _axis(text: str) -> Axis:
     parts = tuple(part.strip() for part in values.split(";" if ";" in values else ","))
     if not equals or not name.strip("-") or not all(parts):
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=LIST, such as context=200,2000")
-    if name in ("tree-top", "tree-depth", "tree-budget"):
-        raise argparse.ArgumentTypeError(f"{name} was removed; write whole trees, such as tree=2:4:8,2:6:8")
     return name.strip("-"), tuple(dict.fromkeys(parts))
 
 

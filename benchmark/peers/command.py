@@ -51,8 +51,6 @@ def add_parser(subparsers: Any) -> None:
     group.add_argument("--repeats", type=arguments.number, default=3, metavar="R", help="measure R times")
     arguments.add_out_dir(group, "peers")
     options.add_model_options(parser)
-    serve = "bench serve has many requests at once"
-    arguments.add_removed(parser, concurrency=serve, prompt_tokens="--questions takes prompts of any length")
 
 
 def run(args: argparse.Namespace) -> int:

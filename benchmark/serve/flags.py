@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from benchmark.arguments import add_out_dir, add_removed, number
+from benchmark.arguments import add_out_dir, number
 
 BASE_URL = "http://127.0.0.1:8000"
 RANDOM, QUESTIONS = "random", "questions"
@@ -87,9 +87,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--header", type=_header, action="append", default=[], metavar="K=V", help=text)
     text = "answers have their full length (default: with --dataset random)"
     group.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, help=text)
-    penalties = {f"{name}_penalty": "use --extra-body" for name in ("frequency", "presence", "repetition")}
-    tokens = dict.fromkeys(("vocab_size", "tokenizer"), "prompts are words, and tokens are counted by the server")
-    add_removed(parser, **penalties, **tokens, percentile_metrics="files have all latencies")
 
 
 def _float(text: str, kind: str, *, minimum: float = 0.0, above: bool = False, below: float = math.inf) -> float:

@@ -61,9 +61,9 @@ class Measured:
     """Share of questions with the same tokens as `naive`."""
 
 
-def add_parser(subparsers: Any, name: str = "tune") -> None:
+def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
-        name,
+        "tune",
         help="which quantization makes mode share fastest here?",
         description="Measure mode share under several quantizations and keep the best one for --draft-quant auto.",
     )
@@ -82,7 +82,7 @@ def add_parser(subparsers: Any, name: str = "tune") -> None:
         metavar="LIST",
         help=f"projections which are kept at full precision in turn, with the others as --draft-quant says; or {NONE}",
     )
-    questions.add_question_options(group, name, num_questions=NUM_QUESTIONS, max_new_tokens=MAX_NEW_TOKENS)
+    questions.add_question_options(group, "tune", num_questions=NUM_QUESTIONS, max_new_tokens=MAX_NEW_TOKENS)
 
 
 def run(args: argparse.Namespace) -> int:

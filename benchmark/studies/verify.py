@@ -75,9 +75,9 @@ class Case:
         return f"T={self.temperature:g} seed {self.seed}" if self.temperature else "greedy"
 
 
-def add_parser(subparsers: Any, name: str = "verify") -> None:
+def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
-        name,
+        "verify",
         help="does every mode give the tokens of naive decoding?",
         description="Compare the answers of every mode, at every draft length, with those of naive decoding. The exit "
         "status is 0 if all are identical, else 1.",
@@ -99,7 +99,7 @@ def add_parser(subparsers: Any, name: str = "verify") -> None:
     group.add_argument(
         "--seeds", type=_list_of(int), default="0,1", metavar="LIST", help="seeds; greedy decoding needs no second one"
     )
-    questions.add_question_options(group, name, num_questions=NUM_QUESTIONS, max_new_tokens=MAX_NEW_TOKENS)
+    questions.add_question_options(group, "verify", num_questions=NUM_QUESTIONS, max_new_tokens=MAX_NEW_TOKENS)
     group.add_argument(
         "--against",
         metavar="MODEL",

@@ -198,7 +198,7 @@ class TestCommand:
         assert [path.name for path in Path("out").iterdir()] == ["run.json"]
 
     def test_one_mode_sampled(self, run: Run) -> None:
-        status, _, err = run("--mode", "sd-share", "--temperature", "0.7", "--seed", "3", "--num-questions", "1")
+        status, _, err = run("--mode", "share", "--temperature", "0.7", "--seed", "3", "--num-questions", "1")
         assert status == 0, err
         found = read_summary()
         assert found["settings"]["modes"] == ["share"] and found["settings"]["sampling"]["temperature"] == 0.7

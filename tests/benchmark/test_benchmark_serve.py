@@ -364,7 +364,7 @@ def fake_spawn(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
 def test_modes_are_compared_with_naive(
     fake_spawn: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert fake_spawn("--spawn", "hybrid,sd-share", "--out-dir", str(tmp_path)) == 0
+    assert fake_spawn("--spawn", "hybrid,share", "--out-dir", str(tmp_path)) == 0
     names = [f"{mode}-rate-inf.json" for mode in ("hybrid", "naive", "share")]
     tables = ["serve-over-naive.csv", "serve.csv", "serve.html", "serve.md"]
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*names, *tables])
@@ -477,10 +477,8 @@ def test_a_server_that_does_not_start(fake_spawn: Callable[..., int], capsys: py
         (["--top-p", "nan"], "'nan' is not a number"),
         (["--random-range-ratio", "1"], "from 0 to below 1"),
         (["--metric-percentiles", "101"], "'101' is not a list of percentiles"),
-        (["--percentile-metrics", "ttft"], "--percentile-metrics was removed; files have all latencies"),
         (["--exact", "2"], "name them with --spawn"),
         (["--num-prompts", "0"], "'0' is not a whole number from 1 on"),
-        (["--vocab-size", "9"], "--vocab-size was removed; prompts are words"),
         (["--questions", "x.jsonl"], "add --dataset questions"),
         (["--dataset", "no-such-file.jsonl"], "no-such-file.jsonl cannot be read (No such file"),
         (["--spawn", "fast"], "mode is 'fast'"),

@@ -46,7 +46,7 @@ def run(model: Path, capsys: pytest.CaptureFixture[str]) -> Run:
     def run(*args: str) -> tuple[int, str, str]:
         """Status, stdout and stderr of `offline` on the tiny model."""
         try:
-            status = main(["offline", "--target", str(model), "--enforce-eager", "--max-new-tokens", "8", *args])
+            status = main(["offline", "--target", str(model), "--compile", "off", "--max-new-tokens", "8", *args])
         except SystemExit as stop:
             assert isinstance(stop.code, int)
             status = stop.code
@@ -185,8 +185,7 @@ def test_template(run: Run, model: Path, plain: Path) -> None:
     [
         (["--demo", "fr"], "invalid choice: 'fr'"),
         (["--num-speculative-tokens", "0"], "num_draft is 0"),
-        (["--ngram-prompt-lookup-min", "6"], "ngram_max is 4; it must be at least 6"),
-        (["--gpu-memory-utilization", "0.5"], "--gpu-memory-utilization was removed; --max-context auto"),
+        (["--ngram-min", "6"], "ngram_max is 4; it must be at least 6"),
         (["--max-new-tokens", "0"], "max_new_tokens is 0"),
         (["--max-new-tokens", "600"], "the model's context holds 512; lower --max-new-tokens"),
         (["--temperature", "nan"], "'nan' is not a number"),

@@ -187,10 +187,8 @@ def test_a_machine_that_changed_is_said() -> None:
         (("grid", "--filler", "nowhere.txt"), "nowhere.txt cannot be read (No such file or directory)"),
         (("grid", "--contexts", "100", "--max-context", "90"), "--max-context is 90 and"),
         (("grid", "--contexts", "9000", "--batches", "1"), "the model's context is 4096; lower the contexts"),
-        (("grid", "--busy", "1"), "--busy was removed; keep cores busy by another process"),
         (("sweep", "--over", "K"), "'K' is not NAME=LIST"),
         (("sweep", "--over", "K=1,"), "'K=1,' is not NAME=LIST"),
-        (("sweep", "--over", "tree-top=1"), "tree-top was removed; write whole trees"),
         (("sweep", "--over", "speed=1"), "--over names speed, which is no axis and no option"),
         (("sweep", "--over", "K=x"), "'x' is not a whole number"),
         (("sweep", "--over", "width=1"), "axis width holds '1'; give whole numbers from 2 on"),
@@ -207,10 +205,3 @@ def test_mistakes_cost_a_line(
         status = int(stop.code or 0)
     err = capsys.readouterr().err
     assert status == 2 and says in err and err.count("\n") == 1
-
-
-@pytest.mark.parametrize("name", ["scaling", "offload", "busy", "joins", "multi", "cluster"])
-def test_removed_commands_name_what_to_use(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([name, "--anything"]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith(f"error: the benchmark {name} was removed; use ") and err.count("\n") == 1
