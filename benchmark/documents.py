@@ -9,8 +9,7 @@ from random import Random
 
 from sharesd.data.json_lines import read_text
 from sharesd.models.tokenizer import Tokenizer
-from sharesd.reports.conversation import prompt_ids
-from sharesd.reports.questions import Question
+from sharesd.reports.questions import Question, prompt_ids
 
 MIN_TOKENS = 16  # tokens of a document at least; with room for fewer the question stands alone
 BLANK_LINE = "\n\n"

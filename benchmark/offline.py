@@ -21,9 +21,8 @@ from sharesd.cli import options
 from sharesd.cli.console import console, err_console
 from sharesd.config import Mode
 from sharesd.data.json_lines import read_text
-from sharesd.reports.conversation import prompt_ids
 from sharesd.reports.environment import conditions, load_meter, load_warning, resolved_settings
-from sharesd.reports.questions import Question, QuestionSet, load
+from sharesd.reports.questions import Question, QuestionSet, load, prompt_ids
 from sharesd.reports.tables import Section, number, ranged, times, write_json
 from sharesd.sampling_params import SamplingParams
 from sharesd_files import file_hash

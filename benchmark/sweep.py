@@ -205,7 +205,7 @@ def _prompts(
     from benchmark.documents import Documents, filler_texts
     from sharesd.models.hub import resolve_target
     from sharesd.models.tokenizer import load_tokenizer
-    from sharesd.reports.conversation import prompt_ids
+    from sharesd.reports.questions import prompt_ids
 
     tokenizer = load_tokenizer(resolve_target(config))
     found: dict[int | None, list[list[int]]] = {None: [prompt_ids(tokenizer, each, []) for each in questions]}

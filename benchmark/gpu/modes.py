@@ -18,9 +18,8 @@ from sharesd.config import EngineConfig, Mode
 from sharesd.engine.engine import Engine
 from sharesd.engine.stats import Stats
 from sharesd.models.loader import Tensors
-from sharesd.reports.conversation import prompt_ids
 from sharesd.reports.environment import num_compiled_graphs
-from sharesd.reports.questions import load
+from sharesd.reports.questions import load, prompt_ids
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
 

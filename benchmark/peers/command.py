@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     from sharesd.devices.selection import device_of
     from sharesd.models.hub import gguf_of, resolve_target
     from sharesd.models.tokenizer import load_tokenizer
-    from sharesd.reports.conversation import prompt_ids, require_room
+    from sharesd.reports.questions import prompt_ids, require_room
 
     config = replace(config, device=str(device_of(config.device)), max_context=config.planned_context)  # for all
     with loading_bars() as progress:

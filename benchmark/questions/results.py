@@ -55,8 +55,7 @@ Modes = Mapping[str, Any]
 
 def write_results(run: RunConfig, state: Mapping[str, Any], done: Mapping[str, Mapping[Key, TurnRecord]]) -> None:
     """Write all files from the finished turns, and print the table."""
-    from benchmark.questions.page import answers_of
-    from benchmark.questions.round_text import rounds_by_turn
+    from benchmark.questions.page import answers_of, rounds_by_turn
     from sharesd.models.hub import resolve_target
     from sharesd.models.tokenizer import load_tokenizer
 

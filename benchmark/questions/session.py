@@ -25,8 +25,7 @@ from sharesd.cli.console import err_console, loading_bars, log_file, set_up_logg
 from sharesd.config import Mode
 from sharesd.engine.engine import Engine
 from sharesd.reports import environment
-from sharesd.reports.conversation import prompt_format, prompt_ids, require_room
-from sharesd.reports.questions import Question
+from sharesd.reports.questions import Question, prompt_format, prompt_ids, require_room
 from sharesd.reports.tables import number, write_json
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from benchmark.studies import questions
+from benchmark import arguments
 from quant.config import HEAD, QuantConfig
 from sharesd.cli import options
 from sharesd.cli.console import console, err_console, loading_bars
@@ -22,7 +22,7 @@ from sharesd.cli.parse_types import parts_of
 from sharesd.config import EngineConfig
 from sharesd.models.checkpoint import Progress, silent
 from sharesd.reports import environment
-from sharesd.reports.questions import Question, first_turns
+from sharesd.reports.questions import Question, first_turns, prompts_of
 from sharesd.reports.tables import Section
 from sharesd.sampling_params import SamplingParams
 
@@ -82,7 +82,8 @@ def add_parser(subparsers: Any) -> None:
         metavar="LIST",
         help=f"projections which are kept at full precision in turn, with the others as --draft-quant says; or {NONE}",
     )
-    questions.add_question_options(group, "tune", num_questions=NUM_QUESTIONS, max_new_tokens=MAX_NEW_TOKENS)
+    arguments.add_questions(group, NUM_QUESTIONS, MAX_NEW_TOKENS)
+    arguments.add_out_dir(group, "tune")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -145,7 +146,7 @@ def measure(
 
     runtime = Runtime(config, ("naive", "share"), progress=progress)
     sizes = {"max_new_tokens": params.max_new_tokens, "max_context": runtime.max_context}
-    prompts = list(questions.prompts_of(runtime.tokenizer, asked, **sizes).values())
+    prompts = list(prompts_of(runtime.tokenizer, asked, **sizes).values())
     engines = {mode: runtime.engine(mode, warm=params) for mode in ("naive", "share")}
     share = engines["share"]
     policy = share.variant(params).policy

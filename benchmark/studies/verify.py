@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.markup import escape
 
-from benchmark.studies import divergence, questions
+from benchmark import arguments
+from benchmark.studies import divergence
 from sharesd.cli import options
 from sharesd.cli.console import console, err_console, loading_bars
 from sharesd.config import EngineConfig, Mode
 from sharesd.drafters import registry
 from sharesd.models.checkpoint import Progress, silent
 from sharesd.reports import environment
-from sharesd.reports.questions import Question, first_turns
+from sharesd.reports.questions import Question, first_turns, prompts_of
 from sharesd.reports.tables import Section
 from sharesd.sampling_params import SamplingParams
 
@@ -99,7 +100,8 @@ def add_parser(subparsers: Any) -> None:
     group.add_argument(
         "--seeds", type=_list_of(int), default="0,1", metavar="LIST", help="seeds; greedy decoding needs no second one"
     )
-    questions.add_question_options(group, "verify", num_questions=NUM_QUESTIONS, max_new_tokens=MAX_NEW_TOKENS)
+    arguments.add_questions(group, NUM_QUESTIONS, MAX_NEW_TOKENS)
+    arguments.add_out_dir(group, "verify")
     group.add_argument(
         "--against",
         metavar="MODEL",
@@ -214,7 +216,7 @@ def _compare(
 
     runtime = Runtime(config, modes, progress=progress)
     sizes = {"max_new_tokens": samplings[0].max_new_tokens, "max_context": runtime.max_context}
-    prompts = questions.prompts_of(runtime.tokenizer, asked, **sizes)
+    prompts = prompts_of(runtime.tokenizer, asked, **sizes)
     cases: list[Case] = []
 
     def tick() -> None:

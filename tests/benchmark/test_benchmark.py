@@ -21,8 +21,7 @@ from sharesd.drafters import registry
 from sharesd.models.checkpoint import WEIGHT_FILES
 from sharesd.models.loader import decoder_config
 from sharesd.models.tokenizer import load_tokenizer
-from sharesd.reports.conversation import prompt_ids, require_room
-from sharesd.reports.questions import Question
+from sharesd.reports.questions import Question, prompt_ids, require_room
 from tests.helpers.paths import ROOT
 from tests.helpers.tiny_heads import make_head
 from tests.helpers.tiny_models import make_checkpoint

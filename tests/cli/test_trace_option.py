@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmark.__main__ import main as bench
-from benchmark.questions.round_text import round_text
+from benchmark.questions.page import round_text
 from sharesd.cli.main import main
 from sharesd.engine.trace_file import read_trace
 from sharesd.models.tokenizer import load_tokenizer
