@@ -23,7 +23,7 @@ class Documents:
         self._tokenizer = tokenizer
         pieces = [tokenizer.encode(text + BLANK_LINE, False) for text in texts]
         if not any(pieces):
-            raise ValueError("there is no text to fill contexts with; name a file with --filler")
+            raise ValueError("no text to fill contexts with; pass a file with --filler")
         self._pieces = _endless(pieces)
 
     def prompt(self, question: Question, num_tokens: int) -> list[int]:
@@ -49,7 +49,7 @@ def filler_texts(path: str | Path | None) -> list[str]:
         return [paragraph for topic in topics.values() for paragraph in topic.split(BLANK_LINE)]
     texts = [part.strip() for part in read_text(Path(path)).split(BLANK_LINE) if part.strip()]
     if not texts:
-        raise ValueError(f"--filler {path} holds no text; name another file")
+        raise ValueError(f"--filler {path} contains no text; use another file")
     return texts
 
 

@@ -27,7 +27,7 @@ class Report:
     intro: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=dict)
-    plots: Sequence[str] = ()  # names of pictures beside the report
+    plots: Sequence[str] = ()  # names of pictures next to the report
 
     @property
     def warning(self) -> str:

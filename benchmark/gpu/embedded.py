@@ -39,7 +39,7 @@ def measure_more(job: Job) -> None:
     if job.has_time(40):
         _measure(job, replace(_config(job), tree=(2, 4, 8)), TABLES[:2], ["T=0", "T=1"], 96, "trees")
     if job.has_time(40):
-        label, together = "rows that come and go", replace(_config(job), max_batch=ROWS)
+        label, together = "requests that join and leave", replace(_config(job), max_batch=ROWS)
         with job.part(label), loaded(job, together, TABLES, label=label) as runtime:
             _compare_joining(job, runtime, TABLES, tokens=64)
     _judge(job)

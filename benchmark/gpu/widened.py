@@ -25,7 +25,7 @@ LONG, SHORT = 8192, 2048
 
 def measure(job: Job, size: str, modes: str) -> None:
     """Compare modes prompt by prompt; none should be slower than plain decoding."""
-    known = (mode for mode in modes.split(",") if mode != "eagle" or not job.target)  # of others there is no head
+    known = (mode for mode in modes.split(",") if mode != "eagle" or not job.target)  # other models have no head
     asked = cast("tuple[Mode, ...]", tuple(known))
     with job.part(modes), widened_model(job, size, asked) as runtime:
         found = compare_modes(job, runtime, asked, ["T=0"], prompts=4, tokens=128)

@@ -27,7 +27,7 @@ LEGEND = (
     "repeats as a whole). x naive: over `sharesd naive`. own text: share of answers with the tokens of the runtime's "
     "own plain decoding. first: time to the first token. read: tokens of prompts per second of it."
 )
-NOTES = """- Every runtime has a process of its own; they take turns after each answer, each time in another order.
+NOTES = """- Every runtime has its own process; they alternate after each answer, in a different order each time.
 - One clock times the tokens as they come out. Tokens of the first delivery count as prefill.
 - transformers is uncompiled. The assistant is a copy quantized as `--draft-quant` says.
 - OpenVINO GenAI and llama.cpp have the weights of `--gguf`, which may be those of a smaller model than the others have.
@@ -35,8 +35,8 @@ NOTES = """- Every runtime has a process of its own; they take turns after each 
 
 
 def add_parser(subparsers: Any) -> None:
-    text = "other runtimes beside ours: transformers, OpenVINO GenAI, llama.cpp"
-    parser = subparsers.add_parser("peers", help=text, description=f"Measure greedy decoding and prefill by {text}.")
+    text = "ShareSD and other runtimes: transformers, OpenVINO GenAI, llama.cpp"
+    parser = subparsers.add_parser("peers", help=text, description=f"Measure greedy decoding and prefill of {text}.")
     parser.set_defaults(run=run, parser=parser)
     group = parser.add_argument_group("measurement")
     group.add_argument(
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     if args.max_new_tokens < 2:
         raise ValueError(f"--max-new-tokens is {args.max_new_tokens}; decoding can be timed from 2 on")
     if args.gguf is not None and not os.path.isfile(args.gguf):
-        raise ValueError(f"--gguf {args.gguf} does not exist; name a file")
+        raise ValueError(f"--gguf {args.gguf} does not exist; use an existing file")
     modes = (*peer_class("sharesd").variants, "auto")
     config = options.engine_config(args, modes=modes)
     asked = question_files.first_turns(args.questions, args.num_questions)
@@ -144,7 +144,7 @@ def remarks(results: Iterable[dict[str, Any]]) -> list[str]:
     named = {f"{result['runtime']} {result['variant']}": result for result in results}
     lines = [f"{name}: {result['failure']}" for name, result in named.items() if result["failure"]]
     changing = [n for n, result in named.items() if result["figures"] and not result["figures"]["same_in_all_repeats"]]
-    return [*lines, *([f"another text in another repeat: {', '.join(changing)}"] if changing else [])]
+    return [*lines, *([f"texts that differ between repeats: {', '.join(changing)}"] if changing else [])]
 
 
 def _result(row: Row, found: dict[str, Any] | None) -> dict[str, Any]:

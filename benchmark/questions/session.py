@@ -242,7 +242,7 @@ def measure_turn(
 def announce(run: RunConfig) -> None:
     asked, runs = run.settings["questions"], f", {run.runs} runs" if run.runs > 1 else ""
     which = f"the first {asked['num_questions']} of {asked['num_available']} ({asked['num_turns']} turns{runs})"
-    line = f"{run.settings['model']} in {', '.join(run.modes)}: {asked['label']}, {which}; --num-questions takes others"
+    line = f"{run.settings['model']} in {', '.join(run.modes)}: {asked['label']}, {which}; --num-questions changes that"
     err_console.print(line, highlight=False, soft_wrap=True)
 
 

@@ -67,7 +67,7 @@ def from_file(path: str, output_len: int) -> list[Request]:
             raise ValueError(f"{row.where}: field 'output_tokens' is {length!r}; write a whole number from 1 on")
         requests.append(Request(prompt=row.text("prompt", "prompt"), output_len=length or output_len))
     if not requests:
-        raise ValueError(f"{path} holds no prompts; write one JSON object on each line")
+        raise ValueError(f"{path} contains no prompts; write one JSON object per line")
     return requests
 
 

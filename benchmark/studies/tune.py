@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure all settings and save the best; return the exit status."""
     given = options.engine_config(args, modes=("share",))
     if given.explicit_tree is not None:
-        raise ValueError("--tree does not belong here, tune measures chains; drop it")
+        raise ValueError("tune measures chains, not trees; remove --tree")
     quants = settings_of(args.quants, args.keep, given.quant, args.quant_skip)
     teacher_draft = given.num_draft or min(TEACHER_DRAFT, given.max_draft)
     config = replace(given, num_draft=None, max_draft=max(given.max_draft, teacher_draft), tree="off")
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     _show(measured, best)
     for each in measured:
         if each.identical < 1:
-            err_console.print(f"[bold red]{each.quant} did not give the tokens of naive everywhere[/]")
+            err_console.print(f"[bold red]{each.quant} differs from naive in some tokens[/]")
     _keep(config, quants[measured.index(best)], best)
     sizes = {name: getattr(args, name) for name in ("questions", "num_questions", "max_new_tokens")}
     about = environment.conditions(config, ("share",), teacher_draft=teacher_draft, **sizes)

@@ -117,11 +117,11 @@ def run(args: argparse.Namespace) -> int:
     if args.against is not None:
         return _run_against(args)
     if args.texts is not None:
-        raise ValueError(f"--texts is {args.texts}, which --against reads; give --against too, or drop it")
+        raise ValueError(f"--texts is {args.texts}, which only --against reads; add --against, or remove it")
     modes = options.modes_of(args, default=registry.modes())
     modes = ("naive", *(mode for mode in modes if mode != "naive"))
     if len(modes) == 1:
-        raise ValueError("--mode is naive alone, which leaves nothing to compare; add another mode")
+        raise ValueError("--mode is only naive, which leaves nothing to compare; add another mode")
     config = options.engine_config(argparse.Namespace(**{**vars(args), "num_draft": AUTO}), modes=modes)
     configs = [replace(config, num_draft=None if num == AUTO else num) for num in args.num_draft]
     samplings = [  # greedy decoding once

@@ -17,12 +17,12 @@ from sharesd.cli.console import console, loading_bars
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "widen",
-        help="make a small model as large as wanted without changing what it says",
-        description="Write a checkpoint of the given size which computes what the target computes.",
+        help="make a small model larger without changing its output",
+        description="Write a checkpoint of the given size that computes the same as the target.",
     )
     parser.set_defaults(run=run, parser=parser)
     parser.add_argument("--to", choices=SHAPES, required=True, help="parameters of the result")
-    parser.add_argument("--out", metavar="DIR", required=True, help="folder to write; it must not exist, or be empty")
+    parser.add_argument("--out", metavar="DIR", required=True, help="folder to write, new or empty")
     parser.add_argument(
         "--target",
         metavar="MODEL",

@@ -270,7 +270,7 @@ def out_folder(text: str | None, name: str) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"--out-dir {folder} cannot be made ({error.strerror}); name another folder") from error
+        raise ValueError(f"--out-dir {folder} cannot be made ({error.strerror}); use another folder") from error
     return folder
 
 

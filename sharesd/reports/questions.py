@@ -168,7 +168,7 @@ def load(benchmark: str, path: str | Path | None = None, num_questions: int | No
         name, label, source, rows = "builtin", BUILTIN_LABEL, "built-in", json_rows(BUILTIN_FILE)
     questions = _questions(source, rows, partial(_of_any_layout, layout=layout))
     if num_questions is not None and num_questions > len(questions):
-        raise ValueError(f"num_questions is {num_questions}, but {label} holds {len(questions)}; ask for no more")
+        raise ValueError(f"num_questions is {num_questions}, but {label} has only {len(questions)}; lower it")
     return QuestionSet(name=name, label=label, source=source, questions=questions[:num_questions])
 
 
@@ -227,7 +227,7 @@ def _questions(source: str, rows: Iterable[Row], to_question: Callable[[Row], Qu
         question = to_question(row)
         if question.id in seen:
             raise ValueError(
-                f"{row.where}: id {question.id!r} is that of {seen[question.id]} already; change one of them"
+                f"{row.where}: id {question.id!r} is already that of {seen[question.id]}; change one of them"
             )
         seen[question.id] = row.where
         questions.append(question)

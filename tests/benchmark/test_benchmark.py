@@ -182,10 +182,10 @@ class TestCommand:
         assert all(figures["identical_to_naive"] == 1 for figures in found["modes"].values())
         assert sum(len(answers(mode)) for mode in ("naive", "classic", "share")) == 12
 
-        monkeypatch.setattr(session, "Runtime", None)  # nothing is loaded when nothing is missing
+        monkeypatch.setattr(session, "Runtime", None)  # nothing is loaded when nothing is left to measure
         Path("out/report.md").unlink()
         status, _, err = run("--resume")
-        assert status == 0 and "nothing is missing" in err and Path("out/report.md").exists()
+        assert status == 0 and "nothing is left to measure" in err and Path("out/report.md").exists()
 
     def test_interrupted_before_the_first_answer(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         def interrupt(*args: Any, **kwargs: Any) -> TurnRecord:
@@ -211,7 +211,7 @@ class TestCommand:
             (["--foo"], "unknown argument '--foo'; see `python -m benchmark mtbench --help`"),
             (["--num-questi", "1"], "unknown argument '--num-questi'"),
             (["--num-questions", "0"], "'0' is not a whole number from 1 on"),
-            (["--num-questions", "3"], "--num-questions is 3, but questions.jsonl holds 2"),
+            (["--num-questions", "3"], "--num-questions is 3, but questions.jsonl has only 2"),
             (["--num-questions"], "argument --num-questions: expected one argument"),
             (["--runs", "x"], "argument --runs: 'x' is not a whole number from 1 on"),
             (["--mode", "fast"], "mode is 'fast'; choose one of naive, classic, share, eagle, parallel, glide, ngram"),
@@ -239,7 +239,7 @@ class TestCommand:
             (["--questions", "none.jsonl"], "none.jsonl cannot be read (No such file"),
             (["--questions", "broken.jsonl"], "broken.jsonl:1: not JSON"),
             (["--out-dir", "questions.jsonl"], "--out-dir is questions.jsonl, but questions.jsonl is a file"),
-            (["--log-dir", "questions.jsonl/x"], "is a file; name a folder"),
+            (["--log-dir", "questions.jsonl/x"], "is a file; use a folder"),
             (["--resume"], "run.json does not exist, so there is nothing to resume"),
         ],
     )

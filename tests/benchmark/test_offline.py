@@ -63,7 +63,7 @@ def results(path: str = offline.SAVE_OUTPUT) -> dict[str, Any]:
 def test_three_ways(run: Run, model: Path, demo: str) -> None:
     status, out, err = run("--demo", demo, "--num-speculative-tokens", "3")
     assert status == 0, err
-    assert "all 6 texts are equal" in out and offline.SAVE_OUTPUT in out
+    assert "all 6 texts are the same" in out and offline.SAVE_OUTPUT in out
     found = results()
     assert list(found) == ["default", "speculative", "ngram", "equal", "format", "settings", "environment"]
     assert [found[way]["mode"] for way in offline.DECODINGS] == ["naive", "share", "ngram"]
@@ -92,7 +92,7 @@ SPEC_BENCH = """{"question_id": 1, "category": "writing", "turns": ["why is the 
 def test_questions_are_reported_by_category(run: Run) -> None:
     Path("q.jsonl").write_text(SPEC_BENCH)
     status, out, err = run("--questions", "q.jsonl")
-    assert status == 0 and "all 3 texts are equal" in out, err
+    assert status == 0 and "all 3 texts are the same" in out, err
     found = results()
     asked = found["settings"]["questions"]
     assert (asked["label"], asked["num_questions"], asked["num_turns"]) == ("q.jsonl", 2, 3)
@@ -195,8 +195,8 @@ def test_template(run: Run, model: Path, plain: Path) -> None:
         (["--target", "no/such/model"], "no/such/model does not exist"),
         (["--draft-model", "no/such/model"], "no/such/model does not exist"),
         (["--device", "tpu"], "device is 'tpu'"),
-        (["--demo", "tc", "--questions", "x.jsonl"], "--demo is tc, and --questions names others; drop one of the two"),
-        (["--num-questions", "7"], "--num-questions is 7, but English completions holds 6; ask for no more"),
+        (["--demo", "tc", "--questions", "x.jsonl"], "and --questions gives other prompts; use one"),
+        (["--num-questions", "7"], "--num-questions is 7, but English completions has only 6; lower it"),
         (["--questions", "none.jsonl"], "none.jsonl cannot be read (No such file or directory)"),
         (["--template", "empty.jinja"], "--template has no effect on demo te; use --demo chat"),
         (["--demo", "chat", "--template", "none.jinja"], "none.jinja cannot be read (No such file or directory)"),
@@ -206,8 +206,8 @@ def test_template(run: Run, model: Path, plain: Path) -> None:
             ["--demo", "chat", "--template", "wrong.jinja"],
             "can only concatenate list",
         ),
-        (["--save-output", "."], "--save-output . cannot be written"),
-        (["--save-output", "none/x.json"], "--save-output none/x.json cannot be written"),
+        (["--save-output", "."], "--save-output . is not writable"),
+        (["--save-output", "none/x.json"], "--save-output none/x.json is not writable"),
     ],
 )
 def test_mistakes(run: Run, args: list[str], complaint: str) -> None:
@@ -222,4 +222,4 @@ def test_mistakes(run: Run, args: list[str], complaint: str) -> None:
 
 def test_no_chat_template(run: Run, plain: Path) -> None:
     status, _, err = run("--demo", "chat", "--target", str(plain))
-    assert status == 2 and "has no chat template; give one with --template FILE" in err
+    assert status == 2 and "has no chat template; pass one with --template FILE" in err

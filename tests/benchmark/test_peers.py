@@ -86,7 +86,10 @@ def test_the_first_delivery_stands_apart() -> None:
     found = timed(Fake(settings()), "good", PROMPT)
     assert found.token_ids == [5, 6, 7, 8] and (found.num_prompt, found.num_first) == (3, 1)
     assert found.first_s > 0 and found.decode_s >= 0.003
-    for variant, message in (("short", "gave 3 tokens where 4 were"), ("at once", "at once, so decoding cannot be")):
+    for variant, message in (
+        ("short", "returned 3 tokens instead of 4"),
+        ("at once", "at once, so decoding cannot be"),
+    ):
         with pytest.raises(ValueError, match=message):
             timed(Fake(settings()), variant, PROMPT)
 

@@ -93,7 +93,7 @@ def test_fillers_are_texts(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="cannot be"):
             filler_texts(path)
     text.write_text(" \n\n")
-    with pytest.raises(ValueError, match="holds no text"):
+    with pytest.raises(ValueError, match="contains no text"):
         filler_texts(text)
 
 
@@ -173,26 +173,26 @@ def test_best_is_starred_where_its_range_lies_apart(ranges: dict[str, Any], star
 
 def test_a_machine_that_changed_is_said() -> None:
     lines = remarks_of([point("share", 1.2, drift=0.84), point("share", 1.2, context="9", drift=1.1)])
-    assert lines[1] == "the machine changed, speed of naive in the last run over the first: context=200: 0.84"
+    assert lines[1] == "the machine changed speed; naive in the last run over the first: context=200: 0.84"
 
 
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (("grid", "--modes", "naive"), "only naive is named"),
+        (("grid", "--modes", "naive"), "the only mode is naive"),
         (("grid", "--temperatures", "0,x"), "axis temperature holds 'x'"),
         (("grid", "--temperatures", "-1"), "temperature is -1.0"),
-        (("grid", "--batches", "0"), "axis batch holds '0'; give whole numbers from 1 on"),
-        (("grid", "--num-questions", "40"), "40 questions are asked of the 40 of"),
+        (("grid", "--batches", "0"), "axis batch holds '0'; use whole numbers from 1 on"),
+        (("grid", "--num-questions", "40"), "40 questions and one for warm-up are needed, and "),
         (("grid", "--filler", "nowhere.txt"), "nowhere.txt cannot be read (No such file or directory)"),
         (("grid", "--contexts", "100", "--max-context", "90"), "--max-context is 90 and"),
         (("grid", "--contexts", "9000", "--batches", "1"), "the model's context is 4096; lower the contexts"),
         (("sweep", "--over", "K"), "'K' is not NAME=LIST"),
         (("sweep", "--over", "K=1,"), "'K=1,' is not NAME=LIST"),
-        (("sweep", "--over", "speed=1"), "--over names speed, which is no axis and no option"),
+        (("sweep", "--over", "speed=1"), "--over names speed, which is neither an axis nor an option"),
         (("sweep", "--over", "K=x"), "'x' is not a whole number"),
-        (("sweep", "--over", "width=1"), "axis width holds '1'; give whole numbers from 2 on"),
-        (("sweep", "--over", "batch=1", "--over", "batch=2"), "give each axis once"),
+        (("sweep", "--over", "width=1"), "axis width holds '1'; use whole numbers from 2 on"),
+        (("sweep", "--over", "batch=1", "--over", "batch=2"), "use each axis once"),
         (("sweep", "--over", "tree=2:4"), "tree"),
     ],
 )

@@ -101,7 +101,7 @@ def test_modes_in_turns_are_refused(run: Any) -> None:
 def test_time_that_nobody_counts_is_refused_on_a_gpu_alone(run: Any) -> None:
     """On a CPU, other programs may have had it."""
     generate(run(Launching(async_scheduling=False, device="cpu", lost_s=0.003)), [[1]], PARAMS)
-    with pytest.raises(TimesDiffer, match="counted as 0.200 s, and 0.500 s passed"):
+    with pytest.raises(TimesDiffer, match="add up to 0.200 s, but 0.500 s passed"):
         generate(run(Launching(async_scheduling=False, lost_s=0.003)), [[1]], PARAMS)
 
 

@@ -123,7 +123,7 @@ def test_position_tokens_and_gaps_of_a_mismatch(tiny: Path, temperature: float) 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--mode", "naive"], "--mode is naive alone"),
+        (["--mode", "naive"], "--mode is only naive"),
         (["--num-speculative-tokens", "0,1"], "num_draft is 0"),
         (["--temperatures=-1"], "temperature is -1"),
         (["--seeds=-1"], "seed is -1"),

@@ -95,7 +95,7 @@ def test_clear_deletes_what_is_ours_and_nothing_else(cache: Path, capsys: pytest
     assert not contents(cache, "quant").entries and contents(cache, "native").num_bytes == 2 * 10**6
     assert main(["cache", "clear", "-y"]) == 0
     assert files_in(cache) == set(FOREIGN)
-    assert not (cache / "quant").exists()  # empty folders go, too
+    assert not (cache / "tiles").exists()  # empty folders go, too
 
 
 def test_links_are_removed_and_their_targets_kept(cache: Path, tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ class _Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize(("answer", "status", "left"), [("n", 1, 25), ("", 1, 25), ("y", 0, 5), ("YES", 0, 5)])
+@pytest.mark.parametrize(("answer", "status", "left"), [("n", 1, 24), ("", 1, 24), ("y", 0, 5), ("YES", 0, 5)])
 def test_clear_asks_at_a_terminal(
     cache: Path, monkeypatch: pytest.MonkeyPatch, answer: str, status: int, left: int
 ) -> None:
@@ -126,7 +126,7 @@ def test_clear_deletes_nothing_where_nobody_can_be_asked(
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
     assert main(["cache", "clear"]) == 2
     assert capsys.readouterr().err == "error: stdin is no terminal, so nobody can be asked; add --yes to delete this\n"
-    assert len(files_in(cache)) == 25
+    assert len(files_in(cache)) == 24
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ def test_the_page_has_a_drafter_that_is_right(example: Path, capsys: pytest.Capt
     assert bench(["check-drafter", f"{example}:EchoTable"]) == 0
     *lines, last = capsys.readouterr().out.splitlines()
     assert len(lines) == 16 and all(line.startswith(("ok     chains, ", "ok     trees, ")) for line in lines)
-    found = re.fullmatch(r"echo: nothing is wrong; (\d+) tokens drafted, (\d+) accepted", last)
+    found = re.fullmatch(r"echo: all checks passed; (\d+) tokens drafted, (\d+) accepted", last)
     assert found and int(found[1]) > int(found[2]) > 0
     assert "sharesd bench check-drafter examples/own_drafter.py:EchoTable" in PAGE.read_text("utf-8")
 
