@@ -160,7 +160,7 @@ class TestCommand:
         one_turn = session.measure_turn
         with monkeypatch.context() as patch:
             patch.setattr(session, "measure_turn", measure_five)
-            status, out, err = run()
+            status, _, err = run()
         assert status == 130 and "--resume --out-dir out" in err and "Traceback" not in err
         assert sum(len(answers(mode)) for mode in registry.modes() if Path(f"out/answers-{mode}.jsonl").exists()) == 5
         assert read_summary()["status"] == {"complete": False, "num_missing_turns": 27}

@@ -148,8 +148,9 @@ def test_wrong_files(tmp_path: Path, line: str, message: str) -> None:
 def test_speculation_is_the_difference_of_two_counters() -> None:
     def text(drafts: int, tokens: int, accepted: int, places: tuple[int, ...]) -> str:
         lines = [f"vllm:spec_decode_num_drafts_total {drafts}", f"vllm:spec_decode_num_draft_tokens_total {tokens}"]
-        for engine in (0, 1):  # labels are summed
-            lines.append(f'vllm:spec_decode_num_accepted_tokens_total{{engine="{engine}"}} {accepted / 2}')
+        lines += [  # labels are summed
+            f'vllm:spec_decode_num_accepted_tokens_total{{engine="{engine}"}} {accepted / 2}' for engine in (0, 1)
+        ]
         lines += [
             f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{i}"}} {n}' for i, n in enumerate(places)
         ]

@@ -330,7 +330,7 @@ def test_links_lead_somewhere(page: Path) -> None:
             continue
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
-        if not target.exists() or anchor and (target.suffix != ".md" or anchor not in anchors_of(target)):
+        if not target.exists() or (anchor and (target.suffix != ".md" or anchor not in anchors_of(target))):
             broken.append(link)
     assert not broken, f"broken: {broken}"
 
