@@ -77,7 +77,7 @@ def _run(name: str, rest: Sequence[str]) -> int:
     if name in ("tune", "verify"):
         from sharesd.cli.parser import program, run_command
 
-        return run_command(program(NAME, "", "COMMAND", {f"sharesd.cli.{name}": name}), [name, *rest])
+        return run_command(program(NAME, "", "COMMAND", [f"benchmark.studies.{name}"]), [name, *rest])
     from sharesd.cli.main import main as answer
 
     return answer([name, *rest], NAME)

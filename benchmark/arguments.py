@@ -28,18 +28,6 @@ def add_out_dir(group: Any, name: str) -> None:
     group.add_argument("--out-dir", metavar="DIR", help=f"where the files go (default: results/{name}-DATE-TIME)")
 
 
-def add_removed(parser: Any, **instead: str) -> None:
-    """Add hidden options whose use is an error that names the replacement."""
-
-    class Removed(argparse.Action):
-        def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-            parser.error(f"{option_string} was removed; {instead[self.dest]}")
-
-    for name in instead:
-        flag = f"--{name.replace('_', '-')}"
-        parser.add_argument(flag, action=Removed, nargs="*", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-
-
 def rotated(items: Sequence[_T], by: int) -> list[_T]:
     by %= len(items)
     return [*items[by:], *items[:by]]

@@ -10,9 +10,9 @@ from typing import Any
 
 from benchmark import arguments
 from benchmark.report import Report
-from sharesd.cli import environment
-from sharesd.cli.pictures import can_draw
-from sharesd.cli.tables import ABSENT, Section, bullets, differing, flat, ranged, read_json, write_json
+from sharesd.reports import environment
+from sharesd.reports.pictures import can_draw
+from sharesd.reports.tables import ABSENT, Section, bullets, differing, flat, ranged, read_json, write_json
 
 SAME = {"files.target": "targets", "questions.sha256": "questions", "sampling.max_new_tokens": "lengths of answers"}
 LEGEND = "Over the first: speedup over that of the first run, tokens per second where there is none; ranges of runs."
@@ -22,12 +22,12 @@ Runs = Mapping[str, dict[str, Any]]  # name -> contents of summary.json
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "compare",
-        help="how do finished runs of mtbench, gsm8k or humaneval differ?",
+        help="compare finished runs of mtbench, gsm8k or humaneval",
         description="Compare modes of finished runs with those of the first: ratios with ranges, and other settings.",
     )
     parser.set_defaults(run=run, parser=parser)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run, or its summary.json or CSV")
-    parser.add_argument("--force", action="store_true", help="compare runs of other questions or targets, too")
+    parser.add_argument("--force", action="store_true", help="also compare runs with other questions or targets")
     arguments.add_out_dir(parser, "compare")
 
 
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     """Write the comparison and print it; return 0."""
     runs = {text.rstrip("/"): _read(Path(text)) for text in args.runs}
     if len(runs) < 2:
-        raise ValueError(f"compare is given {', '.join(runs)} alone; name another run")
+        raise ValueError(f"compare needs two runs or more, not only {', '.join(runs)}")
     settings = {name: flat(found["settings"]) for name, found in runs.items()}
     _require_same(settings, args.force)
     for name, found in runs.items():
@@ -55,8 +55,10 @@ def run(args: argparse.Namespace) -> int:
         from benchmark.plots import draw_runs
 
         plots = [draw_runs(out_dir / "compare.png", runs)]
-    said = {"command": environment.command(), "runs": list(runs)}
-    write_json(out_dir / "compare.json", {"format": environment.FORMAT, **said, "ratios": ratios, "differing": changed})
+    about = {"command": environment.command(), "runs": list(runs)}
+    write_json(
+        out_dir / "compare.json", {"format": environment.FORMAT, **about, "ratios": ratios, "differing": changed}
+    )
     changes = [[name, *(ABSENT if x is None else str(x) for x in each)] for name, each in changed.items()]
     sections = [
         Section("", ("mode", "run", "speedup", "over the first"), rows, left=2, text=LEGEND),
@@ -64,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         Section("Figures", ("mode", "run", *columns), figures, left=2),
         Section("Remarks", text=bullets(remarks)),
     ]
-    report = Report(title=f"Comparison with {first}", sections=sections, settings=said, plots=plots)
+    report = Report(title=f"Comparison with {first}", sections=sections, settings=about, plots=plots)
     report.publish(out_dir, "compare", shown=2, remarks=remarks)
     return 0
 
@@ -91,9 +93,9 @@ def remark_on(what: str, first: str, found: Mapping[str, Any]) -> str:
     """Return a sentence on a ratio."""
     low, high = found["ratio_range"]
     if found["is_single"]:
-        return f"{what} over {first}: noise is not known, since one of them was measured once; --runs 3 gives ranges"
+        return f"{what} over {first}: one of them was measured once, so the noise is unknown; use --runs 3"
     if low <= 1 <= high:
-        return f"{what} is not known to differ from {first}: the ranges overlap"
+        return f"{what} does not measurably differ from {first}: the ranges overlap"
     return f"{what} is {'faster' if low > 1 else 'slower'} than {first}: {ranged(found, 'ratio')}"
 
 
@@ -101,10 +103,10 @@ def _read(path: Path) -> dict[str, Any]:
     path = path.parent if path.suffix == ".csv" else path
     file = path / "summary.json" if path.is_dir() else path
     if not file.is_file():
-        raise ValueError(f"{file} does not exist; name the folder of a run of mtbench, gsm8k or humaneval")
+        raise ValueError(f"{file} does not exist; use the folder of a run of mtbench, gsm8k or humaneval")
     found = read_json(file)
     if found.get("format") != environment.FORMAT or not {"modes", "settings", "environment"} <= found.keys():
-        raise ValueError(f"{file} is no summary of format {environment.FORMAT}; measure again with this version")
+        raise ValueError(f"{file} is not a summary of format {environment.FORMAT}; measure again with this version")
     return found
 
 

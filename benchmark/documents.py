@@ -7,10 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 
-from sharesd.cli.conversation import prompt_ids
 from sharesd.data.json_lines import read_text
-from sharesd.data.questions import Question
 from sharesd.models.tokenizer import Tokenizer
+from sharesd.reports.questions import Question, prompt_ids
 
 MIN_TOKENS = 16  # tokens of a document at least; with room for fewer the question stands alone
 BLANK_LINE = "\n\n"
@@ -24,7 +23,7 @@ class Documents:
         self._tokenizer = tokenizer
         pieces = [tokenizer.encode(text + BLANK_LINE, False) for text in texts]
         if not any(pieces):
-            raise ValueError("there is no text to fill contexts with; name a file with --filler")
+            raise ValueError("no text to fill contexts with; pass a file with --filler")
         self._pieces = _endless(pieces)
 
     def prompt(self, question: Question, num_tokens: int) -> list[int]:
@@ -50,7 +49,7 @@ def filler_texts(path: str | Path | None) -> list[str]:
         return [paragraph for topic in topics.values() for paragraph in topic.split(BLANK_LINE)]
     texts = [part.strip() for part in read_text(Path(path)).split(BLANK_LINE) if part.strip()]
     if not texts:
-        raise ValueError(f"--filler {path} holds no text; name another file")
+        raise ValueError(f"--filler {path} contains no text; use another file")
     return texts
 
 

@@ -14,18 +14,16 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmark import arguments
 from benchmark.arguments import rotated
 from benchmark.questions.records import Key, TurnRecord
 from benchmark.questions.run_config import add_question_options, chosen_questions
 from sharesd.cli import options
 from sharesd.cli.console import console, err_console
-from sharesd.cli.conversation import prompt_ids
-from sharesd.cli.environment import conditions, load_meter, load_warning, resolved_settings
-from sharesd.cli.tables import Section, number, ranged, times, write_json
 from sharesd.config import Mode
 from sharesd.data.json_lines import read_text
-from sharesd.data.questions import Question, QuestionSet, load
+from sharesd.reports.environment import conditions, load_meter, load_warning, resolved_settings
+from sharesd.reports.questions import Question, QuestionSet, load, prompt_ids
+from sharesd.reports.tables import Section, number, ranged, times, write_json
 from sharesd.sampling_params import SamplingParams
 from sharesd_files import file_hash
 
@@ -56,14 +54,9 @@ def add_parser(subparsers: Any) -> None:
     shown = ", ".join(f"{name}: {text}" for name, text in DEMOS.items())
     group.add_argument("--demo", choices=DEMOS, help=f"built-in prompts, {shown} (default: {DEFAULT_DEMO})")
     add_question_options(group, "the prompts of --demo")
-    text = "Jinja chat template of demo chat and of questions (default: the checkpoint's)"
+    text = "Jinja chat template of demo chat and of questions (default: that of the checkpoint)"
     group.add_argument("--template", metavar="FILE", help=text)
-    group.add_argument("--save-output", metavar="FILE", default=SAVE_OUTPUT, help="where the results go")
-    hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
-    for end in ("min", "max"):
-        parser.add_argument(f"--ngram-prompt-lookup-{end}", dest=f"ngram_{end}", type=int, **hidden)
-    parser.add_argument("--enforce-eager", dest="compile", action="store_const", const="off", **hidden)
-    arguments.add_removed(parser, gpu_memory_utilization="--max-context auto, the default, takes what memory holds")
+    group.add_argument("--save-output", metavar="FILE", default=SAVE_OUTPUT, help="file for the results")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -106,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
         numbers = ", ".join(str(i + 1) for i in unequal)
         err_console.print(f"[bold red]the texts of prompts {numbers} differ[/], see {output}", highlight=False)
     else:
-        console.print(f"all {about_them['num_turns']} texts are equal in the three ways", highlight=False)
+        console.print(f"all {about_them['num_turns']} texts are the same in all three decodings", highlight=False)
     console.print(f"results: {output}", markup=False, highlight=False, soft_wrap=True)
     return 1 if unequal else 0
 
@@ -127,15 +120,15 @@ def answer_all(
         for i, question in enumerate(questions):
             for name in rotated(list(engines), i):
                 status.update(f"prompt {i + 1} of {len(questions)}: {name}")
-                said: list[str] = []
+                answered: list[str] = []
                 for turn, text in enumerate(question.turns, 1):
-                    prompt = encode(question, said)
+                    prompt = encode(question, answered)
                     record = measure_turn(engines[name], prompt, params, run=1, question=question, turn=turn)
                     about = {"prompt": text, "question_id": question.id, "category": question.category, "turn": turn}
                     answer = {each: getattr(record, each) for each in ("text", "token_ids", "finish_reason")}
                     results[name].append({**about, **answer, **engines[name].stats.to_dict()})
                     records[name][record.key] = record
-                    said.append(record.text)
+                    answered.append(record.text)
     return {
         name: {
             "mode": engine.mode,
@@ -171,14 +164,14 @@ def _show(found: Mapping[str, Mapping[str, Any]], title: str, warning: str) -> N
     ]
     if len(categories) > 1:
         console.print(Section("By category", ("category", "mode", *keys), rows, left=2).table())
-    for line in filter(None, (warning, "Measured once, so noise is not known; bench mtbench --runs 3 gives ranges.")):
+    for line in filter(None, (warning, "Measured once, so the noise is unknown; bench mtbench --runs 3 gives ranges.")):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _demo(args: argparse.Namespace) -> str | None:
     """Return the name of built-in prompts; None with --questions."""
     if args.questions and args.demo:
-        raise ValueError(f"--demo is {args.demo}, and --questions names others; drop one of the two")
+        raise ValueError(f"--demo is {args.demo}, and --questions gives other prompts; use one or the other")
     return None if args.questions else args.demo or DEFAULT_DEMO
 
 
@@ -200,7 +193,7 @@ def _output_file(name: str) -> Path:
     """Return the path of the results; ValueError if it is not writable."""
     file = Path(name)
     if file.is_dir() or not os.access(file.parent, os.W_OK | os.X_OK):
-        raise ValueError(f"--save-output {name} cannot be written; name a file in a folder that can")
+        raise ValueError(f"--save-output {name} is not writable; use a file in a writable folder")
     return file
 
 
@@ -211,11 +204,11 @@ def _encoder(tokenizer: Tokenizer, demo: str | None, template: str | None) -> En
     if template is not None:
         tokenizer.chat_template = template
     elif demo and not tokenizer.has_chat_template:
-        raise ValueError("the checkpoint has no chat template; give one with --template FILE, or use --demo te")
+        raise ValueError("the checkpoint has no chat template; pass one with --template FILE, or use --demo te")
 
     def encode(question: Question, answers: Sequence[str]) -> list[int]:
         if not (ids := prompt_ids(tokenizer, question, answers)):
-            raise ValueError("the chat template renders nothing; give one that shows `messages`")
+            raise ValueError("the chat template renders nothing; use one that prints `messages`")
         return ids
 
     return encode

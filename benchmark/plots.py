@@ -9,8 +9,8 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from benchmark.questions.summary import accepted_positions
-from sharesd.cli.pictures import finish, save
 from sharesd.drafters import registry
+from sharesd.reports.pictures import finish, save
 
 Range = Sequence[float] | None  # least and greatest of several runs
 Line = Sequence[tuple[Any, float | None, Range]]  # points; those without a value are left out

@@ -9,9 +9,9 @@ from statistics import geometric_mean, median
 from typing import TYPE_CHECKING, Any
 
 from benchmark.report import Report
-from sharesd.cli.pictures import can_draw
-from sharesd.cli.tables import Section, bullets, has_drifted, number, times
 from sharesd.drafters import registry
+from sharesd.reports.pictures import can_draw
+from sharesd.reports.tables import Section, bullets, has_drifted, number, times
 
 if TYPE_CHECKING:
     from benchmark.interleave import Comparison
@@ -95,7 +95,7 @@ def remarks_of(points: Sequence[Point]) -> list[str]:
     drifted = {_words(point.values): f"{point.drift:.2f}" for point in points if has_drifted(point.drift)}
     if drifted:
         changes = "; ".join(f"{place}: {drift}" for place, drift in drifted.items())
-        lines.append(f"the machine changed, speed of naive in the last run over the first: {changes}")
+        lines.append(f"the machine changed speed; naive in the last run over the first: {changes}")
     differing = [_place(point) for point in points if not point.identical]
     lines.append(f"text differs from naive: {'; '.join(differing)}" if differing else "all texts identical")
     return lines
@@ -129,7 +129,7 @@ def sections_of(points: Sequence[Point]) -> list[Section]:
         ]
         for point in points
     ]
-    title = f"Speedup over naive (* best, its range apart from all others; < below {MIN_SPEEDUP}x)"
+    title = f"Speedup over naive (* best, with a range above all others; < below {MIN_SPEEDUP}x)"
     return [Section(title, (*axes, *modes), speedups, 0), Section("All figures", (*axes, *head, "identical"), rows, 0)]
 
 

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sharesd.cli.tables import Section, flat
+from sharesd.reports.tables import Section, flat
 from sharesd_files import atomic_write
 
 if TYPE_CHECKING:
@@ -27,11 +27,11 @@ class Report:
     intro: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=dict)
-    plots: Sequence[str] = ()  # names of pictures beside the report
+    plots: Sequence[str] = ()  # names of pictures next to the report
 
     @property
     def warning(self) -> str:
-        from sharesd.cli.environment import load_warning
+        from sharesd.reports.environment import load_warning
 
         return load_warning(self.environment)
 

@@ -14,16 +14,17 @@ from typing import Any
 
 from benchmark import arguments
 from benchmark.points import Axis, Point, finish, line_of, point_of, remarks_of
-from sharesd.cli import environment, options
+from sharesd.cli import options
 from sharesd.cli.console import err_console, loading_bars
-from sharesd.cli.environment import conditions, load_meter
 from sharesd.cli.parse_types import parts_of
-from sharesd.cli.tables import write_json
 from sharesd.config import MIN_CONTEXT, EngineConfig, Mode
-from sharesd.data import questions as question_files
-from sharesd.data.questions import Question
 from sharesd.drafters import registry
 from sharesd.field_types import DefaultLimit
+from sharesd.reports import environment
+from sharesd.reports import questions as question_files
+from sharesd.reports.environment import conditions, load_meter
+from sharesd.reports.questions import Question
+from sharesd.reports.tables import write_json
 from sharesd.sampling_params import SamplingParams
 
 NUM_QUESTIONS, MAX_NEW_TOKENS, RUNS = 4, 64, 3
@@ -37,11 +38,11 @@ def add_parser(subparsers: Any) -> None:
     text = "how fast are modes over contexts, batches, widths, temperatures or any option?"
     group = _add(subparsers, "sweep", run, text)
     group.add_argument("--mode", default="share", metavar="LIST", help="modes, with commas, or all")
-    text = "an axis and its values, with commas, or semicolons if values have commas: context (tokens of prompts), "
-    text += (
-        "batch, width (tokens of a verify step), temperature, or an option, such as num-speculative-tokens=1,2,4 or "
+    text = (
+        "an axis and its values, separated by commas, or by semicolons if values have commas: context (tokens of "
+        "prompts), batch, width (tokens of a verify step), temperature, or an option, such as "
+        "num-speculative-tokens=1,2,4 or tree=2:4:8,off. Repeatable"
     )
-    text += "tree=2:4:8,off. Repeatable"
     group.add_argument("--over", type=_axis, action="append", required=True, metavar="NAME=LIST", help=text)
     _add_measuring(group, "sweep")
     group = _add(subparsers, "grid", run_grid, "where does a mode lose, over contexts, batches and temperatures?")
@@ -50,7 +51,6 @@ def add_parser(subparsers: Any) -> None:
     group.add_argument("--batches", default="1,4,8", metavar="LIST", help="sequences at once")
     group.add_argument("--temperatures", default="0,1", metavar="LIST", help="0 = greedy")
     _add_measuring(group, "grid")
-    arguments.add_removed(group, busy="keep cores busy by another process")
 
 
 def _add(subparsers: Any, name: str, run: Callable[[argparse.Namespace], int], text: str) -> Any:
@@ -66,7 +66,7 @@ def _add(subparsers: Any, name: str, run: Callable[[argparse.Namespace], int], t
 
 def _add_measuring(group: Any, name: str) -> None:
     group.add_argument("--seed", type=int, default=1, help="seed of the noise, above temperature 0")
-    group.add_argument("--runs", type=arguments.number, default=RUNS, metavar="R", help="of which medians are taken")
+    group.add_argument("--runs", type=arguments.number, default=RUNS, metavar="R", help="runs, reported as medians")
     arguments.add_questions(group, NUM_QUESTIONS, MAX_NEW_TOKENS)
     text = "text for documents that fill contexts (default: Python's manual)"
     group.add_argument("--filler", metavar="FILE", help=text)
@@ -89,9 +89,9 @@ def measure_axes(args: argparse.Namespace, axes: Sequence[Axis], name: str) -> i
     """Measure all points and write files; return 1 if a text differs."""
     modes = tuple(mode for mode in options.modes_of(args, default=registry.modes()) if mode != "naive")
     if not modes:
-        raise ValueError("only naive is named, which is what the others are measured against; add another mode")
+        raise ValueError("the only mode is naive, the baseline of the others; add another mode")
     if len(dict(axes)) < len(axes):
-        raise ValueError(f"--over names {', '.join(axis for axis, _ in axes)}; give each axis once")
+        raise ValueError(f"--over names {', '.join(axis for axis, _ in axes)}; use each axis once")
     given = None if args.max_context == "auto" else args.max_context
     plain = argparse.Namespace(**{**vars(args), "max_context": given or MIN_CONTEXT})
     configs = configs_of(plain, axes, modes)
@@ -104,7 +104,7 @@ def measure_axes(args: argparse.Namespace, axes: Sequence[Axis], name: str) -> i
     num_needed = max(-(-args.num_questions // config.max_batch) * config.max_batch for _, config in configs)
     if num_needed >= len(questions):
         raise ValueError(
-            f"{num_needed} questions are asked of the {len(questions)} of {found.label}, and warming up takes another; "
+            f"{num_needed} questions and one for warm-up are needed, and {found.label} has {len(questions)}; "
             "lower --num-questions or the batch"
         )
     out_dir = environment.out_folder(args.out_dir, name)
@@ -115,7 +115,7 @@ def measure_axes(args: argparse.Namespace, axes: Sequence[Axis], name: str) -> i
         prompts = _prompts(config, questions, num_asked, [_context(cell) for cell, _ in cells], args.filler)
         needed = args.max_new_tokens + max(len(prompt) for group in prompts.values() for prompt in group)
         if given is not None and given < needed:
-            raise ValueError(f"--max-context is {given} and {needed} are needed; drop it or raise it")
+            raise ValueError(f"--max-context is {given} and {needed} are needed; raise or remove it")
         config = replace(config, max_context=given or DefaultLimit(needed))
         ids = [question.id for question in questions[:num_asked]]
         for new in measure(config, modes, values, cells, ids, prompts, runs=args.runs):
@@ -152,7 +152,7 @@ def configs_of(
                 value = str(_whole(name, value, 2) - 1) if name == "width" else value
                 _, unknown = parser.parse_known_args([f"--{OPTION_OF.get(name, name)}={value}"], given)
                 if unknown:
-                    raise ValueError(f"--over names {name}, which is no axis and no option; see --help")
+                    raise ValueError(f"--over names {name}, which is neither an axis nor an option; see --help")
         config = options.engine_config(given, modes=modes)
         batch = _whole("batch", values["batch"], 1) if "batch" in values else 1
         found.append((values, replace(config, max_batch=batch)))
@@ -178,7 +178,7 @@ def measure(
         runtime = Runtime(config, modes, progress=progress)
     if runtime.max_context < config.planned_context:
         raise ValueError(
-            f"prompts and answers take up to {config.max_context} tokens and the model's context is "
+            f"prompts and answers need up to {config.max_context} tokens and the model's context is "
             f"{runtime.max_context}; lower the contexts"
         )
     batch, naive = config.max_batch, runtime.new_plain_engine()
@@ -203,9 +203,9 @@ def _prompts(
 ) -> dict[int | None, list[list[int]]]:
     """Return context -> prompts; None has all questions, without documents, for warmup."""
     from benchmark.documents import Documents, filler_texts
-    from sharesd.cli.conversation import prompt_ids
     from sharesd.models.hub import resolve_target
     from sharesd.models.tokenizer import load_tokenizer
+    from sharesd.reports.questions import prompt_ids
 
     tokenizer = load_tokenizer(resolve_target(config))
     found: dict[int | None, list[list[int]]] = {None: [prompt_ids(tokenizer, each, []) for each in questions]}
@@ -224,14 +224,12 @@ def _axis(text: str) -> Axis:
     parts = tuple(part.strip() for part in values.split(";" if ";" in values else ","))
     if not equals or not name.strip("-") or not all(parts):
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=LIST, such as context=200,2000")
-    if name in ("tree-top", "tree-depth", "tree-budget"):
-        raise argparse.ArgumentTypeError(f"{name} was removed; write whole trees, such as tree=2:4:8,2:6:8")
     return name.strip("-"), tuple(dict.fromkeys(parts))
 
 
 def _whole(name: str, text: str, minimum: int) -> int:
     if not text.isdecimal() or int(text) < minimum:
-        raise ValueError(f"axis {name} holds {text!r}; give whole numbers from {minimum} on")
+        raise ValueError(f"axis {name} holds {text!r}; use whole numbers from {minimum} on")
     return int(text)
 
 
@@ -244,4 +242,4 @@ def _temperature(values: Mapping[str, str]) -> float:
     try:
         return float(text)
     except ValueError:
-        raise ValueError(f"axis temperature holds {text!r}; give numbers such as 0,1") from None
+        raise ValueError(f"axis temperature holds {text!r}; use numbers such as 0,1") from None

@@ -39,6 +39,6 @@ def check_times(what: str, counted: Iterable[Stats], wall_s: float, *, on_gpu: b
     twice_s, lost_s = (slack_s + len(stats) * each for each in (TWICE_S, LOST_S))
     if said_s - wall_s > twice_s or (on_gpu and wall_s - said_s > lost_s):
         raise TimesDiffer(
-            f"{what}: prompts and rounds are counted as {said_s:.3f} s, and {wall_s:.3f} s passed; "
-            "the figures are wrong, and no report is written"
+            f"{what}: prompts and rounds add up to {said_s:.3f} s, but {wall_s:.3f} s passed; "
+            "the figures are wrong, so no report is written"
         )

@@ -69,7 +69,7 @@ def commands() -> list[Command]:
         "serve": serve_parser(f"{NAME} serve"),
         "train": train_parser(f"{NAME} train"),
         "bench": bench_parser(f"{NAME} bench"),
-        **{name: _below(program(NAME, "", "", {f"sharesd.cli.{name}": name}))[name] for name in ("tune", "verify")},
+        **_below(program(NAME, "", "", ["benchmark.studies.tune", "benchmark.studies.verify"])),
     }
     return [command for name in COMMANDS if name in programs for command in _commands_of(programs[name])]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sharesd.cli.tables import read_json
+from sharesd.reports.tables import read_json
 
 ROOT = Path(__file__).parents[2]
 LAST_WORDS_S = 5.0  # seconds that a process without time left may take to print its traceback
@@ -23,7 +23,7 @@ TAIL_LINES = 40  # last lines of output of a failed process that are kept
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Measurement in a process of its own."""
+    """Measurement that runs in its own process."""
 
     name: str
     limit_s: float  # the process is ended after this time
@@ -35,22 +35,22 @@ class Step:
 SEVEN, ONE, MODES = {"size": "7b"}, {"size": "1b"}, {"modes": "naive,share,eagle,hybrid"}
 STEPS = (
     Step("machine", 30, "machine:measure", "versions, clocks, bandwidth of copying and reading"),
-    Step("tests", 110, "gpu_tests:measure", "the tests that need a GPU, those of our kernels among them"),
+    Step("tests", 110, "gpu_tests:measure", "the tests that need a GPU, including those of our kernels"),
     Step("7b-costs", 150, "made:measure", "at sizes of 7B: steps, and gains at known acceptance", SEVEN),
     Step("1b-costs", 90, "made:measure", "the same at sizes of 1B", ONE),
     Step("135m", 130, "embedded:measure", "the embedded model: texts, speed, captures, memory; graphs and eager"),
     Step("1b", 90, "widened:measure", "widened to 1B: modes prompt by prompt", ONE | MODES),
     Step("kernels", 90, "own_kernels:measure", "our Triton kernels: speed, and dependent launch"),
-    Step("stored", 60, "own_kernels:measure_stored", "products of the blocks of .gguf files, beside bfloat16"),
-    Step("tiles", 110, "tiles:measure", "the fastest tiles of our products, kept for what follows and to be shipped"),
+    Step("stored", 60, "own_kernels:measure_stored", "products of the blocks of .gguf files, next to bfloat16"),
+    Step("tiles", 110, "tiles:measure", "the fastest tiles of our products, for later steps and for the package"),
     Step("7b", 130, "widened:measure", "widened to 7B: modes prompt by prompt", SEVEN | MODES),
-    Step("135m-more", 150, "embedded:measure_more", "other sampling, trees, rows that come and go"),
-    Step("gemlite", 90, "low_bits:measure", "low-bit products by gemlite, beside ours; the faster ones are used"),
+    Step("135m-more", 150, "embedded:measure_more", "other sampling, trees, requests that join and leave"),
+    Step("gemlite", 90, "low_bits:measure", "low-bit products by gemlite and by our kernels; the faster ones are used"),
     Step("offload", 180, "offloaded:measure", "7B in 8 and 12 GiB: the link, naive, share", SEVEN),
     Step("7b-more", 130, "widened:measure_more", "7B: prompts, steps of any width, a long cache", SEVEN),
     Step("starts", 80, "machine:starts", "seconds of whole processes to the first tokens, caches warm and cold"),
     Step("classic", 50, "widened:measure", "classic against naive, at 1B", ONE | {"modes": "naive,classic"}),
-    Step("stages", 70, "widened:in_stages", "1B in two stages on the one GPU, beside it whole", ONE),
+    Step("stages", 70, "widened:in_stages", "1B in two stages on one GPU, next to the whole model", ONE),
 )
 """Steps by priority: the first six within ten minutes, all within 29."""
 
@@ -59,7 +59,7 @@ def named(names: Sequence[str]) -> tuple[Step, ...]:
     """Return the named steps by priority; ValueError for an unknown name."""
     for name in names:
         if name not in {step.name for step in STEPS}:
-            raise ValueError(f"there is no step {name!r}; choose from {', '.join(step.name for step in STEPS)}")
+            raise ValueError(f"unknown step {name!r}; choose from {', '.join(step.name for step in STEPS)}")
     return tuple(step for step in STEPS if step.name in names)
 
 

@@ -14,9 +14,9 @@ from benchmark.gpu import agenda
 from benchmark.gpu.agenda import STEPS, Step
 from benchmark.report import Report
 from sharesd.cli.console import console, err_console
-from sharesd.cli.environment import command, out_folder
 from sharesd.cli.parse_types import parts_of
-from sharesd.cli.tables import Section, read_json, write_json
+from sharesd.reports.environment import command, out_folder
+from sharesd.reports.tables import Section, read_json, write_json
 from sharesd_files import atomic_write
 
 BUDGET_S = 1740.0
@@ -25,20 +25,20 @@ BUDGET_S = 1740.0
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "gpu",
-        help="the whole agenda for a GPU in one go",
-        description="Measure kernels, speed, acceptance, exactness, start and memory on a GPU, step by step, each in a "
-        "process with a time limit, the most valuable first. In an --out-dir of before it goes on: steps that are done "
-        "stay as they are.",
+        help="all measurements on a GPU in one run",
+        description="Measure kernels, speed, acceptance, exactness, start and memory on a GPU, in steps, each in a "
+        "process with a time limit, the most valuable first. With the --out-dir of an earlier run it resumes: finished "
+        "steps are kept.",
     )
     parser.set_defaults(run=run, parser=parser)
-    parser.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu, where sizes are tiny")
-    parser.add_argument("--step", metavar="NAME[,NAME]", help="these steps only, anew")
-    parser.add_argument("--tiny", action="store_true", help="tiny sizes, to try the steps out")
-    parser.add_argument("--list", action="store_true", help="name the steps and their time limits, and measure nothing")
-    text = "seconds for all; steps that may take longer than what is left are skipped"
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu (with tiny sizes)")
+    parser.add_argument("--step", metavar="NAME[,NAME]", help="run only these steps, again if they are done")
+    parser.add_argument("--tiny", action="store_true", help="use tiny sizes, to try the steps out")
+    parser.add_argument("--list", action="store_true", help="list the steps and their time limits, without measuring")
+    text = "seconds for all steps; a step that may take longer than the time left is skipped"
     parser.add_argument("--budget", type=float, default=BUDGET_S, metavar="S", help=text)
     parser.add_argument(
-        "--target", metavar="MODEL", help="a small Llama checkpoint, in place of the embedded SmolLM2-135M-Instruct"
+        "--target", metavar="MODEL", help="a small Llama checkpoint, instead of the embedded SmolLM2-135M-Instruct"
     )
     arguments.add_out_dir(parser, "gpu")
 
@@ -50,8 +50,8 @@ def run(args: argparse.Namespace) -> int:
         for step in steps:
             console.print(f"| {step.name} | {step.limit_s:g} s | {step.about} |", markup=False, soft_wrap=True)
         return 0
-    from sharesd.cli.environment import environment
     from sharesd.devices.selection import device_of
+    from sharesd.reports.environment import environment
 
     device_of(args.device)  # ValueError without a GPU; only the steps' processes use it
     folder = out_folder(args.out_dir, "gpu")
@@ -70,14 +70,14 @@ def run(args: argparse.Namespace) -> int:
         before = outcomes.get(step.name, {})
         left = args.budget - (time.perf_counter() - started)
         if before.get("state") == "done" and not args.step:
-            _print(f"{step.name} is done already; --step {step.name} measures it anew")
+            _print(f"{step.name} is done; --step {step.name} measures it again")
         elif step.limit_s <= left:
             _print(f"measuring {step.name}, {step.limit_s:g} s at most: {step.about}")
-            record(step.name, {"state": "cut off", "reason": f"it was not ended; see {step.name}.json"})
+            record(step.name, {"state": "cut off", "reason": f"it was interrupted; see {step.name}.json"})
             record(step.name, outcome := _outcome(step, folder, args))
             failed |= outcome["state"] == "failed"
         elif not before:
-            reason = f"it may take {step.limit_s:g} s, and {max(left, 0):.0f} of {args.budget:g} s were left"
+            reason = f"it may take {step.limit_s:g} s, and only {max(left, 0):.0f} of {args.budget:g} s were left"
             record(step.name, {"state": "skipped", "reason": reason})
     console.print(f"report: {folder / 'gpu.md'}", highlight=False, soft_wrap=True)
     return int(failed)

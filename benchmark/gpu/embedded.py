@@ -10,10 +10,10 @@ from typing import Any
 from benchmark.gpu.modes import SAMPLINGS, compare_modes, loaded, prompts_of
 from benchmark.gpu.worker import Job
 from compile.cuda_graphs import Graphs
-from sharesd.cli.environment import num_compiled_graphs
 from sharesd.config import EngineConfig, Mode
 from sharesd.engine.engine import Engine
 from sharesd.engine.request import Request
+from sharesd.reports.environment import num_compiled_graphs
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
 
@@ -39,7 +39,7 @@ def measure_more(job: Job) -> None:
     if job.has_time(40):
         _measure(job, replace(_config(job), tree=(2, 4, 8)), TABLES[:2], ["T=0", "T=1"], 96, "trees")
     if job.has_time(40):
-        label, together = "rows that come and go", replace(_config(job), max_batch=ROWS)
+        label, together = "requests that join and leave", replace(_config(job), max_batch=ROWS)
         with job.part(label), loaded(job, together, TABLES, label=label) as runtime:
             _compare_joining(job, runtime, TABLES, tokens=64)
     _judge(job)

@@ -14,7 +14,7 @@ import torch
 from benchmark.gpu.shapes import copy_bandwidth
 from benchmark.gpu.worker import Job
 from compile.cuda.bench import seconds_per_call
-from sharesd.cli.environment import environment
+from sharesd.reports.environment import environment
 
 QUERY = "name,driver_version,clocks.max.sm,clocks.max.mem,clocks.sm,clocks.mem,power.limit,temperature.gpu,memory.used"
 
@@ -53,7 +53,7 @@ def starts(job: Job) -> None:
         for name, caches in {"as_found_s": {}, "warm_s": {}, "cold_s": {c: f"{empty}/{c}" for c in CACHES}}.items():
             limit_s, started = job.seconds_left - LAST_S, time.perf_counter()
             if limit_s <= 0:
-                job.put(**{name: "no time was left"})
+                job.put(**{name: "no time left"})
                 continue
             try:
                 env = {**os.environ, **caches}

@@ -20,10 +20,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmark.gpu.modes import Answers, answer, loaded
 from benchmark.gpu.shapes import copy_bandwidth
 from benchmark.gpu.worker import Job
+from benchmark.studies.tune import best_length, expected_speedup
 from compile.cuda.bench import seconds_per_call
 from compile.cuda.linear import RowLinear
 from compile.cuda_graphs import WARM_CALLS, Replayed
-from sharesd.cli.tune import best_length, expected_speedup
 from sharesd.config import EngineConfig, Mode
 from sharesd.drafters.base import DraftContext, Drafter
 from sharesd.drafters.heads.config import HeadConfig

@@ -14,13 +14,12 @@ from benchmark.gpu.shapes import copy_bandwidth
 from benchmark.gpu.worker import Job
 from benchmark.timed import generate
 from compile.cuda_graphs import Graphs
-from sharesd.cli.conversation import prompt_ids
-from sharesd.cli.environment import num_compiled_graphs
 from sharesd.config import EngineConfig, Mode
-from sharesd.data.questions import load
 from sharesd.engine.engine import Engine
 from sharesd.engine.stats import Stats
 from sharesd.models.loader import Tensors
+from sharesd.reports.environment import num_compiled_graphs
+from sharesd.reports.questions import load, prompt_ids
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
 

@@ -96,7 +96,7 @@ def _measure_low(job: Job, kernels: SimpleNamespace, bits: int, name: str, N: in
 
 
 def measure_stored(job: Job) -> None:
-    """Time products of blocks as files store them, beside bfloat16."""
+    """Time products of blocks as files store them, next to bfloat16."""
     _kernels(job)
     from compile.cuda.block_linear import BlockRowLinear
 

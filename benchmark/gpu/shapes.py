@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from sharesd.models.wide_shapes import SHAPES
+from benchmark.studies.wide_shapes import SHAPES
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,12 @@ from typing import Any, cast
 
 from benchmark.gpu.modes import answer, compare_modes, loaded
 from benchmark.gpu.worker import Job
+from benchmark.studies.wide_shapes import SHAPES, Shape
+from benchmark.studies.widening import GROUP, describe, wide_tensors, widen_head
 from sharesd.config import EngineConfig, Mode, PipelineConfig
 from sharesd.drafters.selection import EMBEDDED
 from sharesd.models.decoder_config import DecoderConfig
 from sharesd.models.loader import decoder_config
-from sharesd.models.wide_shapes import SHAPES, Shape
-from sharesd.models.widening import GROUP, describe, wide_tensors, widen_head
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
 
@@ -25,7 +25,7 @@ LONG, SHORT = 8192, 2048
 
 def measure(job: Job, size: str, modes: str) -> None:
     """Compare modes prompt by prompt; none should be slower than plain decoding."""
-    known = (mode for mode in modes.split(",") if mode != "eagle" or not job.target)  # of others there is no head
+    known = (mode for mode in modes.split(",") if mode != "eagle" or not job.target)  # other models have no head
     asked = cast("tuple[Mode, ...]", tuple(known))
     with job.part(modes), widened_model(job, size, asked) as runtime:
         found = compare_modes(job, runtime, asked, ["T=0"], prompts=4, tokens=128)

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmark.gpu import agenda
-from sharesd.cli.environment import seconds_since_start
-from sharesd.cli.tables import write_json
+from sharesd.reports.environment import seconds_since_start
+from sharesd.reports.tables import write_json
 
 FAILED = "parts that failed"
 

@@ -14,11 +14,12 @@ from benchmark.peers.peer import PEERS, Settings, peer_class
 from benchmark.peers.process import Worker
 from benchmark.report import Report
 from multigpu.data_parallel import num_cores
-from sharesd.cli import environment, options
+from sharesd.cli import options
 from sharesd.cli.console import err_console, loading_bars
-from sharesd.cli.environment import conditions, version_of
-from sharesd.cli.tables import Section, bullets, number, percent, times, write_json
-from sharesd.data import questions as question_files
+from sharesd.reports import environment
+from sharesd.reports import questions as question_files
+from sharesd.reports.environment import conditions, version_of
+from sharesd.reports.tables import Section, bullets, number, percent, times, write_json
 
 HEAD = ("runtime", "decoding", "tok/s", "range", "x naive", "own text", "first", "read")
 LEGEND = (
@@ -26,7 +27,7 @@ LEGEND = (
     "repeats as a whole). x naive: over `sharesd naive`. own text: share of answers with the tokens of the runtime's "
     "own plain decoding. first: time to the first token. read: tokens of prompts per second of it."
 )
-NOTES = """- Every runtime has a process of its own; they take turns after each answer, each time in another order.
+NOTES = """- Every runtime has its own process; they alternate after each answer, in a different order each time.
 - One clock times the tokens as they come out. Tokens of the first delivery count as prefill.
 - transformers is uncompiled. The assistant is a copy quantized as `--draft-quant` says.
 - OpenVINO GenAI and llama.cpp have the weights of `--gguf`, which may be those of a smaller model than the others have.
@@ -34,8 +35,8 @@ NOTES = """- Every runtime has a process of its own; they take turns after each 
 
 
 def add_parser(subparsers: Any) -> None:
-    text = "other runtimes beside ours: transformers, OpenVINO GenAI, llama.cpp"
-    parser = subparsers.add_parser("peers", help=text, description=f"Measure greedy decoding and prefill by {text}.")
+    text = "ShareSD and other runtimes: transformers, OpenVINO GenAI, llama.cpp"
+    parser = subparsers.add_parser("peers", help=text, description=f"Measure greedy decoding and prefill of {text}.")
     parser.set_defaults(run=run, parser=parser)
     group = parser.add_argument_group("measurement")
     group.add_argument(
@@ -50,8 +51,6 @@ def add_parser(subparsers: Any) -> None:
     group.add_argument("--repeats", type=arguments.number, default=3, metavar="R", help="measure R times")
     arguments.add_out_dir(group, "peers")
     options.add_model_options(parser)
-    serve = "bench serve has many requests at once"
-    arguments.add_removed(parser, concurrency=serve, prompt_tokens="--questions takes prompts of any length")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -60,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     if args.max_new_tokens < 2:
         raise ValueError(f"--max-new-tokens is {args.max_new_tokens}; decoding can be timed from 2 on")
     if args.gguf is not None and not os.path.isfile(args.gguf):
-        raise ValueError(f"--gguf {args.gguf} does not exist; name a file")
+        raise ValueError(f"--gguf {args.gguf} does not exist; use an existing file")
     modes = (*peer_class("sharesd").variants, "auto")
     config = options.engine_config(args, modes=modes)
     asked = question_files.first_turns(args.questions, args.num_questions)
@@ -68,10 +67,10 @@ def run(args: argparse.Namespace) -> int:
 
     import psutil
 
-    from sharesd.cli.conversation import prompt_ids, require_room
     from sharesd.devices.selection import device_of
     from sharesd.models.hub import gguf_of, resolve_target
     from sharesd.models.tokenizer import load_tokenizer
+    from sharesd.reports.questions import prompt_ids, require_room
 
     config = replace(config, device=str(device_of(config.device)), max_context=config.planned_context)  # for all
     with loading_bars() as progress:
@@ -145,7 +144,7 @@ def remarks(results: Iterable[dict[str, Any]]) -> list[str]:
     named = {f"{result['runtime']} {result['variant']}": result for result in results}
     lines = [f"{name}: {result['failure']}" for name, result in named.items() if result["failure"]]
     changing = [n for n, result in named.items() if result["figures"] and not result["figures"]["same_in_all_repeats"]]
-    return [*lines, *([f"another text in another repeat: {', '.join(changing)}"] if changing else [])]
+    return [*lines, *([f"texts that differ between repeats: {', '.join(changing)}"] if changing else [])]
 
 
 def _result(row: Row, found: dict[str, Any] | None) -> dict[str, Any]:

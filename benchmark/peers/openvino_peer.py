@@ -70,7 +70,7 @@ def _converted(library: Any, source: Path) -> Path:
             fresh.mkdir()
             link = fresh / source.name
             link.symlink_to(source.resolve())
-            library.LLMPipeline(link, "CPU", enable_save_ov_model=True)  # writes its format beside the file
+            library.LLMPipeline(link, "CPU", enable_save_ov_model=True)  # writes its format next to the file
             link.unlink()
             os.replace(fresh, converted)
     return converted

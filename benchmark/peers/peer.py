@@ -38,7 +38,7 @@ class Settings:
         if self.config.device.startswith("cuda"):
             raise ValueError(f"{name} is measured on CPU only; compare it with --device cpu")
         if self.gguf is None:
-            raise ValueError(f"{name} reads GGUF; name a file with these weights by --gguf FILE")
+            raise ValueError(f"{name} needs a GGUF file; pass these weights with --gguf FILE")
         return self.gguf
 
 

@@ -139,9 +139,9 @@ def timed(peer: Peer, variant: str, prompt: list[int]) -> Sample:
 
     peer.answer(variant, prompt, deliver)
     if len(token_ids) != wanted:
-        raise ValueError(f"it gave {len(token_ids)} tokens where {wanted} were asked for")
+        raise ValueError(f"it returned {len(token_ids)} tokens instead of {wanted}")
     if len(times) == 1:
-        raise ValueError(f"it gave all {wanted} tokens at once, so decoding cannot be timed; ask for more")
+        raise ValueError(f"all {wanted} tokens came at once, so decoding cannot be timed; raise --max-new-tokens")
     (first, num_first), (last, _) = times[0], times[-1]
     about = {"num_prompt": len(prompt), "num_first": num_first, "first_s": first - started}
     return Sample(token_ids=token_ids, **about, decode_s=last - first)  # type: ignore[arg-type]

@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
             measure = measure_on_replicas if config.replicas else measure_here
             state, interrupted = measure(config, state, done)
         else:
-            err_console.print("nothing is missing: only the report is written again", highlight=False)
+            err_console.print("nothing is left to measure; only the report is written again", highlight=False)
         if state is not None and any(done.values()):
             write_results(config, state, done)
     if interrupted:

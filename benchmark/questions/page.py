@@ -1,9 +1,10 @@
-"""Answers for the HTML report, with each token coloured by its origin."""
+"""Answers for the HTML report: tokens coloured by origin, and the rounds of a trace as text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
+from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
@@ -11,10 +12,13 @@ from markupsafe import Markup
 from benchmark.questions.records import TurnRecord
 from benchmark.questions.summary import BASE, total
 from sharesd.cli.display import MEANINGS
-from sharesd.cli.tables import number
-from sharesd.data.questions import Question
+from sharesd.engine.trace import requests_of
 from sharesd.models.tokenizer import TextStream, Tokenizer
+from sharesd.reports.questions import Question
+from sharesd.reports.tables import number
 
+Turn = tuple[Any, ...]
+"""Mode, run, question, turn, and the tokens of the answer."""
 Answer = tuple[str, TurnRecord]  # mode and record
 SHADES = {"target": "#ffffff", "recovered": "#ffd9a0", "bonus": "#fff3a3"}
 DRAFTER_SHADES = ("#b9ddf5", "#b4e6d2", "#f0cde0", "#d9d2f3", "#d6e8a8", "#e3d5c5")
@@ -94,3 +98,36 @@ def _origins(classes: Mapping[str, str]) -> list[tuple[str, str, str]]:
     shades = cycle(DRAFTER_SHADES)
     accepted = [(css, next(shades), f"{meanings['accepted']}{name}") for css, name in names.items()]
     return [found[0], *accepted, *found[1:]]
+
+
+def rounds_by_turn(path: str | None, tokenizer: Tokenizer) -> dict[Turn, list[str]]:
+    """Return the rounds of a benchmark's answers; {} without a trace."""
+    found: dict[Turn, list[str]] = {}
+    for request in requests_of(Path(path)) if path is not None and Path(path).is_file() else ():
+        label = request.label
+        if "question_id" in label:  # others are warm-up
+            turn = (request.mode, label["run"], label["question_id"], label["turn"], *request.emitted)
+            lines = [round_text(each, tokenizer) for each in request.rounds]
+            found[turn] = [f"{number:>4}  {line}" for number, line in enumerate(lines, 1)]
+    return found
+
+
+def round_text(traced: Mapping[str, Any], tokenizer: Tokenizer) -> str:
+    """Return one request's round as a line: draft, emitted text, times.
+
+    `+` marks accepted draft tokens; `number<parent` stands before the tokens of a tree.
+    """
+    times = ", ".join(f"{name} {1e3 * traced[f'{name}_s']:.1f} ms" for name in ("draft", "verify", "overhead"))
+    emitted = repr(tokenizer.decode(traced["emitted"], False))
+    if not traced["tokens"]:
+        why = ", ".join(traced["reasons"]).replace("_", " ") or "nothing for this request"
+        return f"no draft ({why}) > {emitted}  [{times}]"
+    names = traced["drafter"] + (f"+{traced['filler']} ({traced['filled']})" if traced["filled"] else "")
+    accepted = {*traced["accepted"]}
+    shown = []
+    for node, token in enumerate(traced["tokens"]):
+        place = f"{node}<{traced['parents'][node]} " if traced["parents"] is not None else ""
+        prob = traced["probs"][node] if traced["probs"] else None
+        text = repr(tokenizer.decode([token], False)) + ("" if prob is None else f" {prob:.2f}")
+        shown.append(f"{place}{'+' if node in accepted else ''}{text}")
+    return f"{names}: {'  '.join(shown)} > {emitted}  [{times}]"

@@ -65,6 +65,6 @@ def read(folder: Path, mode: str) -> dict[Key, TurnRecord]:
     found = read_records(path, FLAG, lambda fields: TurnRecord(**fields)) if path.exists() else ()
     for number, (_, record) in enumerate(found, 1):
         if record.key in records:
-            raise ValueError(f"{path}:{number}: a turn comes twice; drop the line, or give another {FLAG}")
+            raise ValueError(f"{path}:{number}: this turn is there already; delete the line, or use another {FLAG}")
         records[record.key] = record
     return records

@@ -11,11 +11,22 @@ from benchmark.questions.run_config import RunConfig
 from benchmark.questions.summary import BASE, accepted_positions, summarize
 from benchmark.report import Report
 from sharesd.cli.console import err_console
-from sharesd.cli.environment import FORMAT
-from sharesd.cli.pictures import can_draw
-from sharesd.cli.tables import ABSENT, Section, bullets, has_drifted, number, percent, ranged, size, times, write_json
 from sharesd.config import EngineConfig
 from sharesd.drafters import selection
+from sharesd.reports.environment import FORMAT
+from sharesd.reports.pictures import can_draw
+from sharesd.reports.tables import (
+    ABSENT,
+    Section,
+    bullets,
+    has_drifted,
+    number,
+    percent,
+    ranged,
+    size,
+    times,
+    write_json,
+)
 
 WIDENED = "SmolLM2-135M-Instruct widened to"  # begin of names that `sharesd bench widen` gives
 MAX_DIVERGENCES = 10  # differences listed in the report; summary.json has all
@@ -29,11 +40,12 @@ ROUNDS_LEGEND = (
     "Speeds are over decoding alone, without loading, compiling, warming up and prefill with the first token. "
     "Means per round. c: a draft step over a step of `naive`; v: a verify step over a step of `naive`. Slowest turn: "
     "its speedup, the median of the runs; slower turns: those below 0.97x. With a single run these two measure the "
-    "noise of the machine as well. Ranges are those of the runs."
+    "noise of the machine as well. Ranges are over the runs."
 )
 DRAFTS_LEGEND = (
-    "tau: tokens per round. tau, drafted: of the rounds with a draft alone. alpha: probability that a draft token is "
-    "accepted, given those before it. draft share: tokens that drafts gave. overhead share: of the time of rounds."
+    "tau: tokens per round. tau, drafted: of rounds with a draft only. alpha: probability that a draft token is "
+    "accepted, given those before it. draft share: share of tokens from drafts. overhead share: "
+    "share of the time of rounds."
 )
 FOUR_BIT_NOTE = (
     "The embedded model's weights came from a 4-bit file (blocks of 32): its quantized drafts agree with it more often "
@@ -44,8 +56,7 @@ Modes = Mapping[str, Any]
 
 def write_results(run: RunConfig, state: Mapping[str, Any], done: Mapping[str, Mapping[Key, TurnRecord]]) -> None:
     """Write all files from the finished turns, and print the table."""
-    from benchmark.questions.page import answers_of
-    from sharesd.cli.round_text import rounds_by_turn
+    from benchmark.questions.page import answers_of, rounds_by_turn
     from sharesd.models.hub import resolve_target
     from sharesd.models.tokenizer import load_tokenizer
 
@@ -61,7 +72,7 @@ def write_results(run: RunConfig, state: Mapping[str, Any], done: Mapping[str, M
     for mode, figures in summary["modes"].items():
         share = figures["identical_to_naive"]
         if share is not None and share < 1 and run.params.acceptance == "match":
-            err_console.print(f"[bold red]{mode} did not give the text of naive everywhere; see the report[/]")
+            err_console.print(f"[bold red]{mode} differs from naive in some texts; see the report[/]")
     answers = [(mode, found[key]) for key in run.keys for mode, found in done.items() if key in found]
     tokenizer = load_tokenizer(resolve_target(run.config))
     shown = answers_of(run.questions.questions, answers, tokenizer)
@@ -160,12 +171,14 @@ def noise(modes: Modes) -> Section:
 def noise_remarks(modes: Modes) -> list[str]:
     """Return remarks on single runs, and on a machine whose speed changed."""
     singles = [mode for mode, figures in modes.items() if figures["num_runs"] == 1]
-    lines = [f"Measured once, so noise is not known: {', '.join(singles)}; --runs 3 gives ranges."] if singles else []
+    lines = []
+    if singles:
+        lines.append(f"Measured once, so the noise is unknown: {', '.join(singles)}; use --runs 3 for ranges.")
     drift = modes.get(BASE, {}).get("last_run_over_first")
     if has_drifted(drift):
         lines.append(
-            f"The machine changed: naive was {drift:.2f} times as fast in the last run as in the first; compare ratios "
-            "of the same run only, or measure again."
+            f"The machine changed speed: naive was {drift:.2f} times as fast in the last run as in the first; compare "
+            "ratios of the same run only, or measure again."
         )
     return lines
 
@@ -177,7 +190,8 @@ def twins(settings: Mapping[str, Any]) -> str:
         if name.startswith("head_"):
             by_hash.setdefault(content, []).append(name.removeprefix("head_"))
     same = ", ".join(" and ".join(names) for names in by_hash.values() if len(names) > 1)
-    return f"The same weights: {same}. Their figures differ by noise, that of draft lengths included." if same else ""
+    note = f"These have the same weights: {same}. Their figures differ by noise, including that of draft lengths."
+    return note if same else ""
 
 
 def tables_at_start(settings: Mapping[str, Any]) -> str:
@@ -224,7 +238,7 @@ def _introduction(summary: Mapping[str, Any]) -> str:
     runs = f"{settings['runs']} runs; figures are medians of runs." if settings["runs"] > 1 else ""
     shared = "processes shared the questions, at the same time on one machine; speeds are those of one of them."
     replicas = f"{settings['replicas']} {shared}" if settings.get("replicas") else ""
-    turns = f"{status['num_missing_turns']} turns are missing; figures are of the finished ones."
+    turns = f"{status['num_missing_turns']} turns are missing; the figures are of the finished ones."
     missing = "" if status["complete"] else f"\n\n**Not complete:** {turns} Run the command again with `--resume`."
     return " ".join(filter(None, [text, tables_at_start(settings), runs, replicas, missing]))
 
@@ -235,7 +249,7 @@ def _exactness(summary: Mapping[str, Any]) -> str:
         return "`naive` was not run, so there is nothing to compare with."
     lines = []
     if sampling["acceptance"] != "match" and sampling["temperature"] > 0:
-        lines.append(f"Acceptance `{sampling['acceptance']}` promises the distribution of `naive`, not its text.\n")
+        lines.append(f"Acceptance `{sampling['acceptance']}` keeps the distribution of `naive`, not its text.\n")
     for mode, figures in modes.items():
         if mode != "naive":
             share, compared = percent(figures["identical_to_naive"]), figures["num_compared"]
@@ -320,7 +334,7 @@ def _notes(summary: Mapping[str, Any]) -> list[str]:
         notes.append(f"Measured in {summary['num_sessions']} sessions; load and compile times are of the first.")
     if summary["added_modes"]:
         added = ", ".join(summary["added_modes"])
-        notes.append(f"Added later: {added}. Their speedups are over naive of an earlier session.")
+        notes.append(f"Added later: {added}. Their speedups are over naive in an earlier session.")
     if recompiles:
-        notes.append(f"{recompiles} graphs were compiled during the measurement, which costs time in it.")
+        notes.append(f"{recompiles} graphs were compiled during the measurement, which slowed it down.")
     return notes

@@ -17,12 +17,12 @@ from benchmark.questions.records import Key
 from multigpu.data_parallel import environments
 from sharesd.cli import options
 from sharesd.cli.console import loading_bars
-from sharesd.cli.environment import IDENTITY, files_of, load_meter, settings_of
-from sharesd.cli.tables import differing, flat, read_json
 from sharesd.config import EngineConfig, Mode
-from sharesd.data import questions as question_files
-from sharesd.data.questions import QuestionSet
 from sharesd.drafters import registry, selection
+from sharesd.reports import questions as question_files
+from sharesd.reports.environment import IDENTITY, files_of, load_meter, settings_of
+from sharesd.reports.questions import QuestionSet
+from sharesd.reports.tables import differing, flat, read_json
 from sharesd.sampling_params import SamplingParams
 
 NUM_QUESTIONS = 16  # default; a few minutes with the embedded model on two CPU cores
@@ -71,7 +71,7 @@ def chosen_questions(args: argparse.Namespace, found: QuestionSet) -> tuple[Ques
     """Return first questions and their settings; ValueError for too many."""
     num_available, asked = len(found.questions), getattr(args, "num_questions", NUM_QUESTIONS)
     if asked is not None and asked > num_available and hasattr(args, "num_questions"):
-        raise ValueError(f"--num-questions is {asked}, but {found.label} holds {num_available}; ask for no more")
+        raise ValueError(f"--num-questions is {asked}, but {found.label} has only {num_available}; lower it")
     chosen = found.questions[:asked]
     texts = json.dumps([[question.id, question.turns] for question in chosen])
     about = {"label": found.label, "source": found.source, "num_questions": len(chosen), "num_available": num_available}
@@ -125,7 +125,7 @@ def previous_state(run: RunConfig) -> dict[str, Any]:
     file = run.out_dir / RUN_FILE
     state = read_json(file)
     if {"settings", "environment", "sessions"} - state.keys():
-        raise ValueError(f"{file} is not the file of a measurement; use another --out-dir")
+        raise ValueError(f"{file} was not written by a measurement; use another --out-dir")
     old, new = state["settings"], {**run.settings}
     new |= {name: old.get(name) for name in ("command", "head")}  # the hashes of heads are compared
     if {*run.modes} > {*old["modes"]}:
@@ -144,7 +144,7 @@ def require_same_machine(old: dict[str, Any], new: dict[str, Any], out_dir: Path
 def _require_same(old: dict[str, Any], new: dict[str, Any], out_dir: Path) -> None:
     for name, (before, now) in differing([flat(old), flat(new)]).items():
         raise ValueError(
-            f"--resume: {name} was {before!r} in {out_dir} and is {now!r} now; give the same, or another --out-dir"
+            f"--resume: {name} was {before!r} in {out_dir} and is {now!r} now; use the same, or another --out-dir"
         )
 
 
@@ -158,7 +158,7 @@ def _out_dir(args: argparse.Namespace) -> Path:
     ours = [RUN_FILE, "summary.json", "report.md", *answers]
     found = next((name for name in ours if (out_dir / name).exists()), None)
     if found and not args.resume:
-        raise ValueError(f"--out-dir {out_dir} holds {found} already; add --resume to continue, or name another folder")
+        raise ValueError(f"--out-dir {out_dir} already has {found}; add --resume to continue, or use another folder")
     return out_dir
 
 
@@ -166,7 +166,7 @@ def _writable(folder: Path, flag: str) -> Path:
     """Return the folder; ValueError if it cannot be written or created."""
     nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not nearest.is_dir():
-        raise ValueError(f"{flag} is {folder}, but {nearest} is a file; name a folder")
+        raise ValueError(f"{flag} is {folder}, but {nearest} is a file; use a folder")
     if not os.access(nearest, os.W_OK | os.X_OK):
-        raise ValueError(f"{flag} is {folder}, but {nearest} cannot be written; name another folder")
+        raise ValueError(f"{flag} is {folder}, but {nearest} is not writable; use another folder")
     return folder

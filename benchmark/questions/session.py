@@ -21,13 +21,12 @@ from benchmark.questions.run_config import RUN_FILE, RunConfig, require_same_mac
 from benchmark.timed import generate
 from multigpu.data_parallel import Numbered, TaskQueue, run_tasks, start
 from multigpu.journal import Journal
-from sharesd.cli import environment
 from sharesd.cli.console import err_console, loading_bars, log_file, set_up_logging
-from sharesd.cli.conversation import prompt_format, prompt_ids, require_room
-from sharesd.cli.tables import number, write_json
 from sharesd.config import Mode
-from sharesd.data.questions import Question
 from sharesd.engine.engine import Engine
+from sharesd.reports import environment
+from sharesd.reports.questions import Question, prompt_format, prompt_ids, require_room
+from sharesd.reports.tables import number, write_json
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
 
@@ -243,7 +242,7 @@ def measure_turn(
 def announce(run: RunConfig) -> None:
     asked, runs = run.settings["questions"], f", {run.runs} runs" if run.runs > 1 else ""
     which = f"the first {asked['num_questions']} of {asked['num_available']} ({asked['num_turns']} turns{runs})"
-    line = f"{run.settings['model']} in {', '.join(run.modes)}: {asked['label']}, {which}; --num-questions takes others"
+    line = f"{run.settings['model']} in {', '.join(run.modes)}: {asked['label']}, {which}; --num-questions changes that"
     err_console.print(line, highlight=False, soft_wrap=True)
 
 

@@ -8,8 +8,8 @@ from statistics import median
 from typing import Any
 
 from benchmark.questions.records import Key, TurnRecord
-from sharesd.cli.tables import spread
 from sharesd.engine.stats import Stats, ratio
+from sharesd.reports.tables import spread
 
 Records = Mapping[Key, TurnRecord]
 CATEGORY = ("tokens_per_second", "tau", "alpha")

@@ -80,7 +80,7 @@ async def first_model(http: httpx.AsyncClient, url: str) -> str:
         why = [*str(error).splitlines(), type(error).__name__][0]
         raise ValueError(f"cannot ask {url} for its models ({why}); start the server or correct --base-url") from error
     except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"{url} names no model at /v1/models; name one with --model") from error
+        raise ValueError(f"{url} lists no model at /v1/models; pass one with --model") from error
 
 
 async def send_all(
@@ -140,7 +140,7 @@ async def _ask(
     except Failed as error:
         answer.failure, answer.detail = error.kind, str(error)
     except (TimeoutError, httpx.TimeoutException):
-        answer.failure, answer.detail = "timeout", f"no whole answer within {timeout_s:g} s"
+        answer.failure, answer.detail = "timeout", f"no complete answer within {timeout_s:g} s"
     except httpx.ConnectError as error:
         answer.failure, answer.detail = "unreachable", str(error)
     except httpx.HTTPError as error:
@@ -161,11 +161,11 @@ async def _read(response: httpx.Response, answer: Answer, sent: float) -> None:
             finished |= _add(json.loads(data), answer, now)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             shown = data[:80].decode(errors="replace")
-            raise Failed("error in stream", f"no event of this protocol: {shown}") from error
+            raise Failed("error in stream", f"not an event of this protocol: {shown}") from error
     if not finished:
         raise Failed("disconnected", "the stream ended without a finish reason")
     if not answer.chunks_s:
-        raise Failed("no answer", "the stream held no token")
+        raise Failed("no answer", "the stream contained no token")
 
 
 async def events(response: httpx.Response) -> AsyncIterator[bytes]:
@@ -202,11 +202,11 @@ def _add(event: dict[str, Any], answer: Answer, now: float) -> bool:
 
 def _refusal(status: int, body: bytes) -> Failed:
     try:
-        said = _message(json.loads(body))
+        message = _message(json.loads(body))
     except (ValueError, AttributeError, RecursionError):
-        said = body.decode(errors="replace")
+        message = body.decode(errors="replace")
     kind = "refused" if status in (429, 503) else "rejected" if status < 500 else "server error"
-    return Failed(kind, f"{status}: {' '.join(said.split())[:200]}")
+    return Failed(kind, f"{status}: {' '.join(message.split())[:200]}")
 
 
 def _message(event: dict[str, Any]) -> str:

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 from benchmark.arguments import rotated
 from benchmark.report import Report
 from benchmark.serve.flags import BASE_URL, QUESTIONS, RANDOM, add_flags
-from sharesd.cli import environment, options
+from sharesd.cli import options
 from sharesd.cli.console import console, err_console, loading_bars
-from sharesd.cli.pictures import can_draw
-from sharesd.cli.tables import ABSENT, Section, bullets, has_drifted, number, ranged, times, write_json
 from sharesd.drafters import registry
+from sharesd.reports import environment
+from sharesd.reports.pictures import can_draw
+from sharesd.reports.tables import ABSENT, Section, bullets, has_drifted, number, ranged, times, write_json
 from sharesd_files import file_hash
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ EXACT_RATE = 16.0  # requests per second of --exact by default
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "serve",
-        help="load for a server that speaks OpenAI's protocol, and how fast it answers",
+        help="load test for a server with OpenAI's protocol",
         description="Send requests to any server that speaks OpenAI's protocol and measure its answers, or start our "
         "own in several modes and compare them. The exit status is 1 if a load got no answer, if texts differ from "
         "those of mode naive, or if --exact finds anything else.",
@@ -72,7 +73,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
     from benchmark.serve.load import Settings
 
     if args.sweep and args.request_rate:
-        raise ValueError(f"--request-rate is {args.request_rate:g}, and --sweep names the rates; drop one of the two")
+        raise ValueError(f"--request-rate is {args.request_rate:g}, and --sweep sets the rates; use one or the other")
     if args.questions and args.dataset != QUESTIONS:
         raise ValueError(f"--questions is {args.questions} and --dataset {args.dataset}; add --dataset {QUESTIONS}")
     if args.dataset == RANDOM:
@@ -111,12 +112,12 @@ def _modes(args: argparse.Namespace) -> tuple[str, ...]:
     """Return modes of servers to start, naive first; ValueError for conflicts."""
     if args.spawn is None:
         if args.exact:
-            raise ValueError(f"--exact is {args.exact} and compares modes with naive; name them with --spawn")
+            raise ValueError(f"--exact is {args.exact} and compares modes with naive; list them with --spawn")
         if args.server_flags:
-            raise ValueError(f"{args.server_flags[0]!r} is for the server that --spawn starts; add --spawn or drop it")
+            raise ValueError(f"{args.server_flags[0]!r} is for a server that --spawn starts; add --spawn or remove it")
         return ()
     if args.base_url is not None:
-        raise ValueError(f"--base-url is {args.base_url}, and --spawn starts a server; drop one of the two")
+        raise ValueError(f"--base-url is {args.base_url}, and --spawn starts a server; use one or the other")
     asked = options.modes_of(argparse.Namespace(mode=args.spawn), default=registry.modes())
     return tuple(dict.fromkeys((NAIVE, *asked)))
 
@@ -260,7 +261,7 @@ def _finish(out_dir: Path | None, loads: Sequence[Load], args: argparse.Namespac
 def noise_remarks(loads: Sequence[Load], num_turns: int) -> list[str]:
     """Return remarks on single turns, and on servers whose speed changed."""
     if num_turns == 1:
-        return ["Measured once, so noise is not known; --turns 3 gives ranges."]
+        return ["Measured once, so the noise is unknown; use --turns 3 for ranges."]
     drifts = {load.name: load.result["last_turn_over_first"] for load in loads if load.mode in (NAIVE, None)}
     return [
         f"{name}: {drift:.2f} times as fast in the last turn as in the first; prompts differ, or the machine changed."

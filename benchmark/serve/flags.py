@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from benchmark.arguments import add_out_dir, add_removed, number
+from benchmark.arguments import add_out_dir, number
 
 BASE_URL = "http://127.0.0.1:8000"
 RANDOM, QUESTIONS = "random", "questions"
@@ -23,22 +23,22 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     not_negative: Convert = lambda text: _float(text, "a number from 0 on")  # noqa: E731
     share: Convert = lambda text: _float(text, "a number from 0 to below 1", below=1.0)  # noqa: E731
     from_zero: Convert = partial(number, minimum=0)
-    spawn = "start our own server in mode naive and in each of these, with commas, and compare; its own options go "
-    spawn += "behind --, such as -- --max-batch 8"
+    spawn = "start our own server in mode naive and in each of these, with commas, and compare; its options follow "
+    spawn += "--, such as -- --max-batch 8"
     turns = "ask N times, with other prompts each time; all servers of --spawn run at once and are asked in turns; "
-    exact = "instead of measuring, N loads of --num-prompts requests of all kinds, each in an order of its own, with "
+    exact = "instead of measuring, N loads of --num-prompts requests of all kinds, each in its own order, with "
     exact += "clients that hang up: texts must be those of mode naive for each request alone (needs --spawn)"
     sweep, limits = "several rates in turn, such as 1,2,4,inf, and a plot", ", ".join(LIMITED)
     bursts = "shape of the gaps between requests: 1 is Poisson, less comes in bursts, inf is even"
     groups: dict[str, list[tuple[str, Any, Any, str, str]]] = {
         "server": [
-            ("--base-url", None, None, "URL", f"of a running server (default: {BASE_URL})"),
+            ("--base-url", None, None, "URL", f"a running server (default: {BASE_URL})"),
             ("--spawn", None, None, "MODES", spawn),
             ("--turns", number, 1, "N", f"{turns}medians and ranges are shown"),
             ("--exact", number, None, "N", exact),
-            ("--model", None, None, "ID", "model to ask (default: the first that the server names)"),
+            ("--model", None, None, "ID", "model to ask (default: the first that the server lists)"),
             ("--timeout", positive, 600.0, "S", "seconds for a whole answer"),
-            ("--num-warmups", from_zero, 1, "N", "requests before each load, one by one, not measured"),
+            ("--num-warmups", from_zero, 1, "N", "requests before each load, one by one and not measured"),
         ],
         "load": [
             ("--request-rate", _rate, None, "R", "requests per second; inf: all at once (default: inf)"),
@@ -58,7 +58,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             ("--random-output-len", number, 128, "N", "tokens of its answer"),
             ("--random-range-ratio", share, 0.0, "R", "lengths are uniform in [N (1 - R), N (1 + R)]"),
             ("--output-len", number, 128, "N", "tokens of other answers at most"),
-            ("--seed", int, 0, "N", "of random prompts, departures and sampling"),
+            ("--seed", int, 0, "N", "seed of random prompts, departures and sampling"),
         ],
         "sampling": [
             ("--temperature", not_negative, 0.0, "T", "0 is greedy"),
@@ -75,21 +75,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         group = parser.add_argument_group(title)
         for flag, convert, default, metavar, text in options:
             group.add_argument(flag, type=convert or str, default=default, metavar=metavar, help=text)
-    group.add_argument("--save-result", action="store_true", help="write files; --out-dir and --sweep do so, too")
-    group.add_argument("--save-detailed", action="store_true", help="the same, with every answer in them")
+    group.add_argument("--save-result", action="store_true", help="write files; implied by --out-dir and --sweep")
+    group.add_argument("--save-detailed", action="store_true", help="write files with every answer")
     text = f"count answers within all of these limits, of {limits}; such as ttft:500 tpot:50"
     group.add_argument("--goodput", type=_limit, nargs="+", default=[], metavar="KEY:MS", help=text)
     add_out_dir(group, "serve")
     group = parser.add_argument_group("requests")
-    group.add_argument("server_flags", nargs="*", metavar="-- FLAGS", help="of the server that --spawn starts")
+    group.add_argument("server_flags", nargs="*", metavar="-- FLAGS", help="options of the server that --spawn starts")
     group.add_argument("--endpoint", choices=("chat", "completions"), default="chat", help="kind of requests")
     text = "sent with each request (OPENAI_API_KEY of the environment is sent as a bearer token)"
     group.add_argument("--header", type=_header, action="append", default=[], metavar="K=V", help=text)
-    text = "answers have their full length (default: with --dataset random)"
+    text = "generate answers of full length (default: with --dataset random)"
     group.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, help=text)
-    penalties = {f"{name}_penalty": "use --extra-body" for name in ("frequency", "presence", "repetition")}
-    tokens = dict.fromkeys(("vocab_size", "tokenizer"), "prompts are words, and tokens are counted by the server")
-    add_removed(parser, **penalties, **tokens, percentile_metrics="files have all latencies")
 
 
 def _float(text: str, kind: str, *, minimum: float = 0.0, above: bool = False, below: float = math.inf) -> float:
@@ -120,7 +117,7 @@ def _percentiles(text: str) -> tuple[float, ...]:
 def _limit(text: str) -> tuple[str, float]:
     name, _, limit = text.partition(":")
     if name not in LIMITED:
-        raise argparse.ArgumentTypeError(f"{text!r} limits none of {', '.join(LIMITED)}; write for example ttft:500")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a limit on {', '.join(LIMITED)}, e.g. ttft:500")
     return name, _float(limit, f"a time in milliseconds, in {text!r}", above=True)
 
 

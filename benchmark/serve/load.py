@@ -16,11 +16,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmark.serve.client import Answer, Endpoint, first_model, http_client, send_all
 from benchmark.serve.workload import Draw, departures
-from sharesd.cli.tables import spread
+from sharesd.reports.tables import spread
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 RATIOS = ("output_throughput", "median_ttft_ms", "median_tpot_ms", "median_itl_ms", "median_e2el_ms")
-"""Figures with a ratio to naive and ranges, besides percentiles."""
+"""Figures with a ratio to naive and ranges, apart from percentiles."""
 DRAFT_COUNTERS = "vllm:spec_decode_num_"
 
 
@@ -162,7 +162,7 @@ def _took(answer: Answer) -> dict[str, float]:
 
 def _require_counts(answers: Sequence[Answer]) -> None:
     if any(answer.failure is None and answer.output_tokens is None for answer in answers):
-        raise ValueError("the server sends neither usage nor token ids with its streams, so tokens are not known")
+        raise ValueError("the server sends neither usage nor token ids with its streams, so tokens cannot be counted")
 
 
 async def _counters(http: httpx.AsyncClient) -> Counter[str] | None:

@@ -45,12 +45,12 @@ def _ready_url(mode: str, process: subprocess.Popen[bytes], output: Path) -> str
     """Return the server's URL once /health answers 200; else RuntimeError."""
     limit = monotonic() + READY_S
     while monotonic() < limit:
-        status, said = process.poll(), output.read_text(errors="replace")
+        status, log = process.poll(), output.read_text(errors="replace")
         if status is not None:
-            last = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "it said nothing")
+            last = next((line.strip() for line in reversed(log.splitlines()) if line.strip()), "it printed nothing")
             raise RuntimeError(f"the server in mode {mode} ended with status {status}: {last}")
         with suppress(httpx.HTTPError):
-            url = URL.search(said)
+            url = URL.search(log)
             if url and httpx.get(f"{url[0]}/health", trust_env=False, timeout=5).status_code == 200:
                 return url[0]
         sleep(0.1)

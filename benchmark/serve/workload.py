@@ -10,9 +10,9 @@ from itertools import accumulate, cycle, islice
 from pathlib import Path
 from random import Random
 
-from sharesd.data import questions as question_files
 from sharesd.data.json_lines import records
 from sharesd.data.prompt_files import first_question, read_each
+from sharesd.reports import questions as question_files
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +67,7 @@ def from_file(path: str, output_len: int) -> list[Request]:
             raise ValueError(f"{row.where}: field 'output_tokens' is {length!r}; write a whole number from 1 on")
         requests.append(Request(prompt=row.text("prompt", "prompt"), output_len=length or output_len))
     if not requests:
-        raise ValueError(f"{path} holds no prompts; write one JSON object on each line")
+        raise ValueError(f"{path} contains no prompts; write one JSON object per line")
     return requests
 
 

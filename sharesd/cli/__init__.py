@@ -1,1 +1,1 @@
-"""Commands, options and console output; no other subpackage imports them."""
+"""Commands, options and console output; of the other rooms only `reports` imports them."""

@@ -32,11 +32,7 @@ PARTS = {
     "quant": Part(holds="quantized weights", names=(f"hqq-{_KEY}.safetensors",)),
     "records": Part(holds="stored weights in the layout of CPU kernels", names=(f"records-{_KEY}.bin",)),
     "offload": Part(holds="blocks offloaded to disk", names=(f"blocks-{_KEY}.store", f"blocks-{_KEY}.part")),
-    "gguf": Part(holds="models for other runtimes", names=(f"*-{_KEY}-*.gguf",)),
-    "settings": Part(
-        holds="measured settings",
-        names=(f"*-{_KEY}*.json",),
-    ),
+    "settings": Part(holds="measured settings", names=(f"*-{_KEY}*.json",)),
     "tiles": Part(holds="tiles measured on GPUs", names=("*.json", "low-bits-*.txt")),
     "inductor": Part(holds="code compiled by Inductor", names=("*",)),
     "triton": Part(holds="kernels compiled by Triton", names=("*",)),

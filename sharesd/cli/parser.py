@@ -6,32 +6,23 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from sharesd.cli.console import main_guard
 
 SECOND_NAMES = {
     "--target": ("--model", "-llm"),
-    "--draft-model": ("--draft", "-ssm", "--speculative-model"),
+    "--draft-model": ("--draft", "-ssm"),
     "--draft-head": ("--head",),
-    "--draft-quant": ("--quant",),
     "--num-speculative-tokens": ("--num-draft",),
-    "--max-speculative-tokens": ("--max-draft",),
-    "--hybrid-drafters": ("--with",),
-    "--gpu-memory-limit": ("--device-memory",),
-    "--cpu-memory-limit": ("--host-memory",),
-    "--batch-invariant": ("--exact",),
-    "--no-batch-invariant": ("--no-exact",),
-    "--cublas-no-split-k": ("--steady-cublas",),
     "--max-context": ("--max-model-len",),
     "--max-batch": ("--max-num-seqs",),
     "--max-new-tokens": ("--max-tokens",),
     "--temperature": ("--temp",),
-    "--temperatures": ("--temps",),
     "--tensor-parallel": ("--tensor-parallel-size",),
 }
-"""Flag -> second names, accepted everywhere but not shown."""
+"""Flag -> names that users of transformers, vLLM and llama.cpp type; accepted everywhere but not shown."""
 PATHS = ("DIR", "FILE", "FOLDER", "HEAD", "MAP", "MODEL", "RUN")
 """Metavars of values that are paths, or may be."""
 
@@ -90,17 +81,15 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) ->
     return args
 
 
-def program(prog: str, description: str, kind: str, modules: Sequence[str] | Mapping[str, str]) -> Parser:
+def program(prog: str, description: str, kind: str, modules: Sequence[str]) -> Parser:
     """Return the parser of a program with subcommands.
 
-    Modules have `add_parser(subparsers)`, which sets defaults `run` (args -> exit status) and `parser`. If `modules` is
-    a mapping, it gives the name of each module's subcommand.
+    Modules have `add_parser(subparsers)`, which sets defaults `run` (args -> exit status) and `parser`.
     """
     parser = Parser(prog=prog, description=description)
     subparsers = parser.add_subparsers(metavar=kind, required=True)
     for module in modules:
-        name = (modules[module],) if isinstance(modules, Mapping) else ()
-        importlib.import_module(module).add_parser(subparsers, *name)
+        importlib.import_module(module).add_parser(subparsers)
     return parser
 
 

@@ -17,12 +17,11 @@ from benchmark.__main__ import main
 from benchmark.questions import records, session
 from benchmark.questions.records import Key, TurnRecord
 from compile.adaptive_threads import STEP_THREADS
-from sharesd.cli.conversation import prompt_ids, require_room
-from sharesd.data.questions import Question
 from sharesd.drafters import registry
 from sharesd.models.checkpoint import WEIGHT_FILES
 from sharesd.models.loader import decoder_config
 from sharesd.models.tokenizer import load_tokenizer
+from sharesd.reports.questions import Question, prompt_ids, require_room
 from tests.helpers.paths import ROOT
 from tests.helpers.tiny_heads import make_head
 from tests.helpers.tiny_models import make_checkpoint
@@ -161,7 +160,7 @@ class TestCommand:
         one_turn = session.measure_turn
         with monkeypatch.context() as patch:
             patch.setattr(session, "measure_turn", measure_five)
-            status, out, err = run()
+            status, _, err = run()
         assert status == 130 and "--resume --out-dir out" in err and "Traceback" not in err
         assert sum(len(answers(mode)) for mode in registry.modes() if Path(f"out/answers-{mode}.jsonl").exists()) == 5
         assert read_summary()["status"] == {"complete": False, "num_missing_turns": 27}
@@ -183,10 +182,10 @@ class TestCommand:
         assert all(figures["identical_to_naive"] == 1 for figures in found["modes"].values())
         assert sum(len(answers(mode)) for mode in ("naive", "classic", "share")) == 12
 
-        monkeypatch.setattr(session, "Runtime", None)  # nothing is loaded when nothing is missing
+        monkeypatch.setattr(session, "Runtime", None)  # nothing is loaded when nothing is left to measure
         Path("out/report.md").unlink()
         status, _, err = run("--resume")
-        assert status == 0 and "nothing is missing" in err and Path("out/report.md").exists()
+        assert status == 0 and "nothing is left to measure" in err and Path("out/report.md").exists()
 
     def test_interrupted_before_the_first_answer(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         def interrupt(*args: Any, **kwargs: Any) -> TurnRecord:
@@ -198,7 +197,7 @@ class TestCommand:
         assert [path.name for path in Path("out").iterdir()] == ["run.json"]
 
     def test_one_mode_sampled(self, run: Run) -> None:
-        status, _, err = run("--mode", "sd-share", "--temperature", "0.7", "--seed", "3", "--num-questions", "1")
+        status, _, err = run("--mode", "share", "--temperature", "0.7", "--seed", "3", "--num-questions", "1")
         assert status == 0, err
         found = read_summary()
         assert found["settings"]["modes"] == ["share"] and found["settings"]["sampling"]["temperature"] == 0.7
@@ -212,7 +211,7 @@ class TestCommand:
             (["--foo"], "unknown argument '--foo'; see `python -m benchmark mtbench --help`"),
             (["--num-questi", "1"], "unknown argument '--num-questi'"),
             (["--num-questions", "0"], "'0' is not a whole number from 1 on"),
-            (["--num-questions", "3"], "--num-questions is 3, but questions.jsonl holds 2"),
+            (["--num-questions", "3"], "--num-questions is 3, but questions.jsonl has only 2"),
             (["--num-questions"], "argument --num-questions: expected one argument"),
             (["--runs", "x"], "argument --runs: 'x' is not a whole number from 1 on"),
             (["--mode", "fast"], "mode is 'fast'; choose one of naive, classic, share, eagle, parallel, glide, ngram"),
@@ -240,7 +239,7 @@ class TestCommand:
             (["--questions", "none.jsonl"], "none.jsonl cannot be read (No such file"),
             (["--questions", "broken.jsonl"], "broken.jsonl:1: not JSON"),
             (["--out-dir", "questions.jsonl"], "--out-dir is questions.jsonl, but questions.jsonl is a file"),
-            (["--log-dir", "questions.jsonl/x"], "is a file; name a folder"),
+            (["--log-dir", "questions.jsonl/x"], "is a file; use a folder"),
             (["--resume"], "run.json does not exist, so there is nothing to resume"),
         ],
     )

@@ -136,7 +136,7 @@ def test_questions_and_files_begin_again_at_their_end(tmp_path: Path) -> None:
         ('{"prompt": [1, 2]}', "f.jsonl:1: field 'prompt' holds a list"),
         ('{"prompt": "x", "output_tokens": true}', "f.jsonl:1: field 'output_tokens' is True"),
         ("{", "f.jsonl:1: not JSON"),
-        ("", "holds no prompts"),
+        ("", "contains no prompts"),
     ],
 )
 def test_wrong_files(tmp_path: Path, line: str, message: str) -> None:
@@ -148,8 +148,9 @@ def test_wrong_files(tmp_path: Path, line: str, message: str) -> None:
 def test_speculation_is_the_difference_of_two_counters() -> None:
     def text(drafts: int, tokens: int, accepted: int, places: tuple[int, ...]) -> str:
         lines = [f"vllm:spec_decode_num_drafts_total {drafts}", f"vllm:spec_decode_num_draft_tokens_total {tokens}"]
-        for engine in (0, 1):  # labels are summed
-            lines.append(f'vllm:spec_decode_num_accepted_tokens_total{{engine="{engine}"}} {accepted / 2}')
+        lines += [  # labels are summed
+            f'vllm:spec_decode_num_accepted_tokens_total{{engine="{engine}"}} {accepted / 2}' for engine in (0, 1)
+        ]
         lines += [
             f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{i}"}} {n}' for i, n in enumerate(places)
         ]
@@ -364,7 +365,7 @@ def fake_spawn(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
 def test_modes_are_compared_with_naive(
     fake_spawn: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert fake_spawn("--spawn", "hybrid,sd-share", "--out-dir", str(tmp_path)) == 0
+    assert fake_spawn("--spawn", "hybrid,share", "--out-dir", str(tmp_path)) == 0
     names = [f"{mode}-rate-inf.json" for mode in ("hybrid", "naive", "share")]
     tables = ["serve-over-naive.csv", "serve.csv", "serve.html", "serve.md"]
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*names, *tables])
@@ -417,7 +418,7 @@ def test_a_server_that_changes_is_said(capsys: pytest.CaptureFixture[str]) -> No
         one = answer(0.0, 0.1, 0.1 + seconds, tokens=3)
         return Load(mode=None, rate=1.0, result=figures([one], 1.0, goodput={}, percentiles=(99,)), answers=[one])
 
-    assert noise_remarks([turn(0.2)], 1) == ["Measured once, so noise is not known; --turns 3 gives ranges."]
+    assert noise_remarks([turn(0.2)], 1) == ["Measured once, so the noise is unknown; use --turns 3 for ranges."]
     assert noise_remarks([median([turn(0.2), turn(0.2)])], 2) == []
     [line] = noise_remarks([median([turn(0.2), turn(0.4)])], 2)
     assert line.startswith("1/s: 0.50 times as fast in the last turn as in the first")
@@ -468,8 +469,8 @@ def test_a_server_that_does_not_start(fake_spawn: Callable[..., int], capsys: py
         (["--request-rate", "0"], "'0' is not a number above 0, or inf"),
         (["--burstiness", "nan"], "'nan' is not a number"),
         (["--sweep", "1,x"], "'x' is not a number"),
-        (["--sweep", "1", "--request-rate", "2"], "--sweep names the rates"),
-        (["--goodput", "itl:5"], "'itl:5' limits none of ttft, tpot, e2el"),
+        (["--sweep", "1", "--request-rate", "2"], "--sweep sets the rates"),
+        (["--goodput", "itl:5"], "'itl:5' is not a limit on ttft, tpot, e2el"),
         (["--goodput", "ttft:x"], "is not a time in milliseconds"),
         (["--header", "nothing"], "'nothing' is not K=V"),
         (["--extra-body", "[1]"], "is not a JSON object"),
@@ -477,14 +478,12 @@ def test_a_server_that_does_not_start(fake_spawn: Callable[..., int], capsys: py
         (["--top-p", "nan"], "'nan' is not a number"),
         (["--random-range-ratio", "1"], "from 0 to below 1"),
         (["--metric-percentiles", "101"], "'101' is not a list of percentiles"),
-        (["--percentile-metrics", "ttft"], "--percentile-metrics was removed; files have all latencies"),
-        (["--exact", "2"], "name them with --spawn"),
+        (["--exact", "2"], "list them with --spawn"),
         (["--num-prompts", "0"], "'0' is not a whole number from 1 on"),
-        (["--vocab-size", "9"], "--vocab-size was removed; prompts are words"),
         (["--questions", "x.jsonl"], "add --dataset questions"),
         (["--dataset", "no-such-file.jsonl"], "no-such-file.jsonl cannot be read (No such file"),
         (["--spawn", "fast"], "mode is 'fast'"),
-        (["--spawn", "naive", "--base-url", "http://x"], "drop one of the two"),
+        (["--spawn", "naive", "--base-url", "http://x"], "use one or the other"),
         (["--", "--max-batch", "8"], "'--max-batch' is for the server that --spawn starts"),
         (["--base-url", "localhost"], "cannot ask localhost for its models"),
     ],

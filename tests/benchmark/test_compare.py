@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmark.__main__ import main
-from sharesd.cli.environment import FORMAT
+from sharesd.reports.environment import FORMAT
 
 PNG = b"\x89PNG"
 
@@ -47,8 +47,8 @@ def test_ratios_have_ranges_and_verdicts(capsys: pytest.CaptureFixture[str]) -> 
     assert found["ratios"]["ngram"] == {}, "the first run has no such mode"
     for line in (
         "eagle of b is faster than a: 1.20 (1.06 to 1.43)",
-        "share of b is not known to differ from a: the ranges overlap",
-        "eagle of c/summary.json over a: noise is not known, since one of them was measured once",
+        "share of b does not measurably differ from a: the ranges overlap",
+        "eagle of c/summary.json over a: one of them was measured once, so the noise is unknown",
     ):
         assert line in out and line in Path("out/compare.md").read_text()
     rows = list(csv.DictReader(Path("out/compare.csv").read_text().splitlines()))
@@ -94,9 +94,9 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     summary_of(Path("a"), {"eagle": (1.5, 1.4, 1.6)})
     Path("old.json").write_text("{}")
     for argv, says in (
-        (["a"], "compare is given a alone; name another run"),
-        (["a", "none"], "none does not exist; name the folder of a run"),
-        (["a", "old.json"], f"old.json is no summary of format {FORMAT}; measure again with this version"),
+        (["a"], "compare needs two runs or more, not only a"),
+        (["a", "none"], "none does not exist; use the folder of a run"),
+        (["a", "old.json"], f"old.json is not a summary of format {FORMAT}; measure again with this version"),
     ):
         assert main(["compare", *argv]) == 2
         err = capsys.readouterr().err

@@ -14,9 +14,9 @@ from rich.console import Console
 from benchmark.questions import records, summary
 from benchmark.questions.records import Key, TurnRecord
 from benchmark.questions.results import headline, noise, noise_remarks, tables_at_start, twins
-from sharesd.cli.tables import differing, flat, percent
 from sharesd.drafters.recycle import EMBEDDED_TABLE
 from sharesd.drafters.suffix import EMBEDDED_CORPUS
+from sharesd.reports.tables import differing, flat, percent
 
 
 def turn(question: int, turn: int = 1, *, run: int = 1, decoded: int, decode_s: float, **fields: Any) -> TurnRecord:
@@ -207,7 +207,7 @@ class TestRecords:
 
     def test_turn_that_comes_twice_is_refused(self, tmp_path: Path) -> None:
         append(tmp_path, *2 * [turn(1, decoded=1, decode_s=1.0)])
-        with pytest.raises(ValueError, match="answers-share.jsonl:2: a turn comes twice"):
+        with pytest.raises(ValueError, match="answers-share.jsonl:2: this turn is there already"):
             records.read(tmp_path, "share")
 
     def test_second_process_is_refused(self, tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ class TestRecords:
 
 def test_heads_with_the_same_weights_are_named() -> None:
     files = {"target": "0", "head_a": "1", "head_b": "2", "head_c": "1", "table_suffix": "1"}
-    assert twins({"files": files}).startswith("The same weights: a and c. Their figures differ by noise")
+    assert twins({"files": files}).startswith("These have the same weights: a and c. Their figures differ by noise")
     assert twins({"files": {**files, "head_c": "3"}}) == ""
 
 
@@ -276,7 +276,7 @@ def test_ranges_of_runs_are_shown_and_single_runs_said() -> None:
         ["naive", "9.2 (8.3 to 10.0)", "1.00x", "1.00"],
         ["share", "22.5 (20.0 to 25.0)", "2.50x (2.00 to 3.00)", "1.00"],
     ]
-    assert noise_remarks(modes)[0].startswith("The machine changed: naive was 0.83 times as fast in the last run")
+    assert noise_remarks(modes)[0].startswith("The machine changed speed: naive was 0.83 times as fast in the last run")
     once = summary.summarize({"naive": NAIVE, "share": SHARE}, list(NAIVE))
     assert not noise(once).rows
-    assert noise_remarks(once) == ["Measured once, so noise is not known: naive, share; --runs 3 gives ranges."]
+    assert noise_remarks(once) == ["Measured once, so the noise is unknown: naive, share; use --runs 3 for ranges."]

@@ -12,8 +12,8 @@ import pytest
 
 from benchmark.__main__ import main
 from benchmark.report import Report
-from sharesd.cli.tables import Section
 from sharesd.engine.stats import Stats
+from sharesd.reports.tables import Section
 from tests.helpers.paths import ROOT
 from tests.helpers.tiny_models import make_checkpoint
 

@@ -296,7 +296,7 @@ def test_a_later_call_goes_on(tmp_path: Path, capsys: Any) -> None:
     states = dict.fromkeys(names[:3], "done") | {names[3]: "cut off", names[4]: "failed", names[5]: "skipped"}
     measured, after = ran(tmp_path, states)
     assert measured == names[3:] and set(after.values()) == {"done"}
-    assert "machine is done already; --step machine measures it anew" in capsys.readouterr().err
+    assert "machine is done; --step machine measures it again" in capsys.readouterr().err
     assert ran(tmp_path, after)[0] == []
     assert ran(tmp_path, after, "--step", "machine")[0] == ["machine"]
     short = str(STEPS[1].limit_s - 1)
@@ -357,8 +357,8 @@ def test_requests(capsys: Any) -> None:
     listed = capsys.readouterr().out
     assert all(f"| {step.name} | {step.limit_s:g} s |" in listed for step in STEPS)
     assert main(["gpu", "--step", "3b"]) == 2
-    assert "there is no step '3b'; choose from machine, tests" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="there is no step"):
+    assert "unknown step '3b'; choose from machine, tests" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="unknown step"):
         agenda.named(["machine", "7B"])
     if not torch.cuda.is_available():
         assert main(["gpu"]) == 2

@@ -12,8 +12,8 @@ import pytest
 
 from benchmark import offline
 from benchmark.__main__ import main
-from sharesd.data.questions import Question
 from sharesd.models.tokenizer import load_tokenizer
+from sharesd.reports.questions import Question
 from sharesd.sampling import sampler
 from sharesd.speculation.draft_tree import VerifyResult
 from tests.helpers.tiny_models import CHAT_TEMPLATE, make_checkpoint
@@ -46,7 +46,7 @@ def run(model: Path, capsys: pytest.CaptureFixture[str]) -> Run:
     def run(*args: str) -> tuple[int, str, str]:
         """Status, stdout and stderr of `offline` on the tiny model."""
         try:
-            status = main(["offline", "--target", str(model), "--enforce-eager", "--max-new-tokens", "8", *args])
+            status = main(["offline", "--target", str(model), "--compile", "off", "--max-new-tokens", "8", *args])
         except SystemExit as stop:
             assert isinstance(stop.code, int)
             status = stop.code
@@ -63,7 +63,7 @@ def results(path: str = offline.SAVE_OUTPUT) -> dict[str, Any]:
 def test_three_ways(run: Run, model: Path, demo: str) -> None:
     status, out, err = run("--demo", demo, "--num-speculative-tokens", "3")
     assert status == 0, err
-    assert "all 6 texts are equal" in out and offline.SAVE_OUTPUT in out
+    assert "all 6 texts are the same" in out and offline.SAVE_OUTPUT in out
     found = results()
     assert list(found) == ["default", "speculative", "ngram", "equal", "format", "settings", "environment"]
     assert [found[way]["mode"] for way in offline.DECODINGS] == ["naive", "share", "ngram"]
@@ -92,7 +92,7 @@ SPEC_BENCH = """{"question_id": 1, "category": "writing", "turns": ["why is the 
 def test_questions_are_reported_by_category(run: Run) -> None:
     Path("q.jsonl").write_text(SPEC_BENCH)
     status, out, err = run("--questions", "q.jsonl")
-    assert status == 0 and "all 3 texts are equal" in out, err
+    assert status == 0 and "all 3 texts are the same" in out, err
     found = results()
     asked = found["settings"]["questions"]
     assert (asked["label"], asked["num_questions"], asked["num_turns"]) == ("q.jsonl", 2, 3)
@@ -185,8 +185,7 @@ def test_template(run: Run, model: Path, plain: Path) -> None:
     [
         (["--demo", "fr"], "invalid choice: 'fr'"),
         (["--num-speculative-tokens", "0"], "num_draft is 0"),
-        (["--ngram-prompt-lookup-min", "6"], "ngram_max is 4; it must be at least 6"),
-        (["--gpu-memory-utilization", "0.5"], "--gpu-memory-utilization was removed; --max-context auto"),
+        (["--ngram-min", "6"], "ngram_max is 4; it must be at least 6"),
         (["--max-new-tokens", "0"], "max_new_tokens is 0"),
         (["--max-new-tokens", "600"], "the model's context holds 512; lower --max-new-tokens"),
         (["--temperature", "nan"], "'nan' is not a number"),
@@ -196,8 +195,8 @@ def test_template(run: Run, model: Path, plain: Path) -> None:
         (["--target", "no/such/model"], "no/such/model does not exist"),
         (["--draft-model", "no/such/model"], "no/such/model does not exist"),
         (["--device", "tpu"], "device is 'tpu'"),
-        (["--demo", "tc", "--questions", "x.jsonl"], "--demo is tc, and --questions names others; drop one of the two"),
-        (["--num-questions", "7"], "--num-questions is 7, but English completions holds 6; ask for no more"),
+        (["--demo", "tc", "--questions", "x.jsonl"], "and --questions gives other prompts; use one"),
+        (["--num-questions", "7"], "--num-questions is 7, but English completions has only 6; lower it"),
         (["--questions", "none.jsonl"], "none.jsonl cannot be read (No such file or directory)"),
         (["--template", "empty.jinja"], "--template has no effect on demo te; use --demo chat"),
         (["--demo", "chat", "--template", "none.jinja"], "none.jinja cannot be read (No such file or directory)"),
@@ -207,8 +206,8 @@ def test_template(run: Run, model: Path, plain: Path) -> None:
             ["--demo", "chat", "--template", "wrong.jinja"],
             "can only concatenate list",
         ),
-        (["--save-output", "."], "--save-output . cannot be written"),
-        (["--save-output", "none/x.json"], "--save-output none/x.json cannot be written"),
+        (["--save-output", "."], "--save-output . is not writable"),
+        (["--save-output", "none/x.json"], "--save-output none/x.json is not writable"),
     ],
 )
 def test_mistakes(run: Run, args: list[str], complaint: str) -> None:
@@ -223,4 +222,4 @@ def test_mistakes(run: Run, args: list[str], complaint: str) -> None:
 
 def test_no_chat_template(run: Run, plain: Path) -> None:
     status, _, err = run("--demo", "chat", "--target", str(plain))
-    assert status == 2 and "has no chat template; give one with --template FILE" in err
+    assert status == 2 and "has no chat template; pass one with --template FILE" in err

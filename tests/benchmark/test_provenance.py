@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from benchmark.__main__ import main
 from benchmark.report import Report
-from sharesd.cli import environment
-from sharesd.cli.environment import LoadMeter, load_warning, source
-from sharesd.cli.tables import flat
 from sharesd.models.loader import decoder_config
+from sharesd.reports import environment
+from sharesd.reports.environment import LoadMeter, load_warning, source
+from sharesd.reports.tables import flat
 from sharesd_files import file_hash
 from tests.helpers.tiny_heads import make_head
 from tests.helpers.tiny_models import make_checkpoint

@@ -19,13 +19,13 @@ from benchmark.questions.records import TurnRecord
 from benchmark.questions.results import drafters, report_of
 from benchmark.questions.summary import summarize
 from benchmark.report import Report
-from sharesd.cli.tables import Section
-from sharesd.data.questions import Question
 from sharesd.engine.outputs import Completion, TokenChunk
 from sharesd.engine.request import Request
 from sharesd.engine.stats import Stats
 from sharesd.engine.stop_checker import StopChecker
 from sharesd.models.tokenizer import Tokenizer, load_tokenizer
+from sharesd.reports.questions import Question
+from sharesd.reports.tables import Section
 from sharesd.sampling_params import SamplingParams
 from tests.helpers.tiny_models import make_checkpoint
 
@@ -172,7 +172,7 @@ def test_answers_that_differ_and_old_records(tokenizer: Tokenizer) -> None:
     text = page(tokenizer, ("naive", turn(tokenizer, "the cat", "ttt", "---")), ("share", old))
     seen = Page(text)
     assert ("differs", "differs from naive") in seen.of("span")
-    assert ("answer", "the mat") in seen.of("div") and "was not recorded" in text
+    assert ("answer", "the mat") in seen.of("div") and "were not recorded" in text
 
 
 def test_old_records_are_read(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ import torch
 from benchmark import interleave, timed
 from benchmark.questions.session import measure_turn
 from benchmark.timed import TimesDiffer, check_times, generate
-from sharesd.data.questions import Question
 from sharesd.engine.outputs import Completion, TokenChunk
 from sharesd.engine.stats import Stats
+from sharesd.reports.questions import Question
 from sharesd.sampling_params import SamplingParams
 
 PARAMS = SamplingParams(max_new_tokens=101)
@@ -101,7 +101,7 @@ def test_modes_in_turns_are_refused(run: Any) -> None:
 def test_time_that_nobody_counts_is_refused_on_a_gpu_alone(run: Any) -> None:
     """On a CPU, other programs may have had it."""
     generate(run(Launching(async_scheduling=False, device="cpu", lost_s=0.003)), [[1]], PARAMS)
-    with pytest.raises(TimesDiffer, match="counted as 0.200 s, and 0.500 s passed"):
+    with pytest.raises(TimesDiffer, match="add up to 0.200 s, but 0.500 s passed"):
         generate(run(Launching(async_scheduling=False, lost_s=0.003)), [[1]], PARAMS)
 
 

@@ -143,8 +143,13 @@ def test_null_is_as_if_it_were_not_there(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("logits_scaling", 8), ("attn_logit_softcapping", 50.0), ("clip_qkv", 8.0), ("embedding_multiplier", 12)]
-    + [("rope_scaling", {"rope_type": "linear", "factor": 2.0, "alpha": 1000})],
+    [
+        ("logits_scaling", 8),
+        ("attn_logit_softcapping", 50.0),
+        ("clip_qkv", 8.0),
+        ("embedding_multiplier", 12),
+        ("rope_scaling", {"rope_type": "linear", "factor": 2.0, "alpha": 1000}),
+    ],
 )
 def test_fields_that_this_family_does_not_compute_are_refused(name: str, value: Any, tmp_path: Path) -> None:
     key = "rope_scaling.alpha" if name == "rope_scaling" else name

@@ -27,12 +27,12 @@ from offload.block_layout import Layout
 from quant.config import QuantConfig
 from quant.weight_cache import write_store
 from sharesd.cli.console import describe, log_file, main_guard
-from sharesd.cli.environment import write_results
 from sharesd.drafters.suffix.datastore import build_datastore
 from sharesd.engine.stats import Stats
 from sharesd.models import hub
 from sharesd.models.checkpoint import write_tensors
 from sharesd.models.gguf.convert import converted_folder
+from sharesd.reports.environment import write_results
 from sharesd.weights.offload_rates import acceptance_recorder
 from sharesd_files import JsonCache, atomic_write
 from tests.helpers.gguf_files import write_gguf

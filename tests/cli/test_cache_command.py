@@ -35,7 +35,6 @@ OURS = {
         *("partial-xy/checkpoint/config.json", ".partial-xy/checkpoint/config.json"),
     ),
     "quant": (f"hqq-{KEY}.safetensors", f"hqq-{KEY}_x.tmp"),
-    "gguf": (f"tiny-{KEY}-F16.gguf",),
     "settings": (f"quant-{KEY}.json", f".quant-{KEY}.json.123"),
     "tiles": ("nvidia-h100.json", "low-bits-nvidia-h100.txt"),
     "inductor": ("ab/cabxyz.py", "fxgraph/ab/x"),
@@ -68,7 +67,7 @@ def test_every_part_of_the_cache_is_known() -> None:
     ]
     pattern = r'(?:cache_root\(\) / |JsonCache\()"(\w+)"'
     named = {name for path in sources for name in re.findall(pattern, path.read_text("utf-8"))}
-    assert named | {"gguf", "inductor", "triton"} == PARTS.keys() == OURS.keys()
+    assert named | {"inductor", "triton"} == PARTS.keys() == OURS.keys()
 
 
 def test_info_counts_what_is_ours(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,7 +76,7 @@ def test_info_counts_what_is_ours(cache: Path, capsys: pytest.CaptureFixture[str
     assert out.startswith(f"cache folder: {cache}\n")
     rows = {line.split()[0]: line.split()[-3:] for line in out.splitlines()[1:] if line.strip()}
     assert rows["native"] == ["2", "2.0", "MB"] and rows["openvino"] == ["1", "1.0", "MB"]
-    assert rows["total"] == ["20", "20.0", "MB"]
+    assert rows["total"] == ["19", "19.0", "MB"]
 
 
 def test_info_of_a_cache_that_does_not_exist(
@@ -96,7 +95,7 @@ def test_clear_deletes_what_is_ours_and_nothing_else(cache: Path, capsys: pytest
     assert not contents(cache, "quant").entries and contents(cache, "native").num_bytes == 2 * 10**6
     assert main(["cache", "clear", "-y"]) == 0
     assert files_in(cache) == set(FOREIGN)
-    assert not (cache / "gguf").exists()  # empty folders go, too
+    assert not (cache / "tiles").exists()  # empty folders go, too
 
 
 def test_links_are_removed_and_their_targets_kept(cache: Path, tmp_path: Path) -> None:
@@ -112,7 +111,7 @@ class _Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize(("answer", "status", "left"), [("n", 1, 25), ("", 1, 25), ("y", 0, 5), ("YES", 0, 5)])
+@pytest.mark.parametrize(("answer", "status", "left"), [("n", 1, 24), ("", 1, 24), ("y", 0, 5), ("YES", 0, 5)])
 def test_clear_asks_at_a_terminal(
     cache: Path, monkeypatch: pytest.MonkeyPatch, answer: str, status: int, left: int
 ) -> None:
@@ -127,7 +126,7 @@ def test_clear_deletes_nothing_where_nobody_can_be_asked(
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
     assert main(["cache", "clear"]) == 2
     assert capsys.readouterr().err == "error: cannot ask for confirmation: stdin is not a terminal; pass --yes\n"
-    assert len(files_in(cache)) == 25
+    assert len(files_in(cache)) == 24
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def test_a_package_that_is_missing_does_not_hide_the_version(monkeypatch: pytest
         (["tune", "--bogus"], "unknown argument '--bogus'; see `sharesd tune --help`"),
         (["verify", "--bogus"], "unknown argument '--bogus'; see `sharesd verify --help`"),
         (["cache", "info", "--bogus"], "unknown argument '--bogus'; see `sharesd cache info --help`"),
-        (["verify", "--mode", "naive"], "--mode is naive alone"),
+        (["verify", "--mode", "naive"], "--mode is only naive"),
     ],
 )
 def test_mistakes_cost_one_line(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Flags: second names of today's and of other programs, sizes, what samples, and what is a warning or a mistake."""
+"""Flags: names of other programs, sizes, what samples, and what is a warning or a mistake."""
 
 from __future__ import annotations
 
@@ -9,38 +9,22 @@ import pytest
 
 from benchmark.__main__ import make_parser as bench_parser
 from serve.command import make_parser as serve_parser
-from sharesd.cli import chat, environment, generate_file, options
+from sharesd.cli import chat, generate_file, options
 from sharesd.cli.flags import sampling_params
 from sharesd.cli.main import make_parser
 from sharesd.cli.parse_types import size, whole_or_auto
 from sharesd.cli.parser import SECOND_NAMES, Parser, parse
 from sharesd.config import EngineConfig
 from sharesd.drafters import registry, selection
+from sharesd.reports import environment
 from sharesd.sampling_params import SamplingParams
 from sharesd_files import cache_root
 from train.__main__ import make_parser as train_parser
 
 MODES, HEADS = registry.modes(), registry.names("head")
-OLD = {
-    "--target": "-llm",
-    "--draft-model": "--draft",
-    "--draft-head": "--head",
-    "--draft-quant": "--quant",
-    "--num-speculative-tokens": "--num-draft",
-    "--max-speculative-tokens": "--max-draft",
-    "--hybrid-drafters": "--with",
-    "--gpu-memory-limit": "--device-memory",
-    "--cpu-memory-limit": "--host-memory",
-    "--temperature": "--temp",
-}
-"""Former names of flags."""
 VALUES = {
     "--num-speculative-tokens": "3",
-    "--max-speculative-tokens": "5",
-    "--gpu-memory-limit": "2G",
-    "--cpu-memory-limit": "3G",
     "--temperature": "0.5",
-    "--temperatures": "0,1",
     "--max-context": "auto",
     "--max-batch": "4",
     "--max-new-tokens": "7",
@@ -75,10 +59,6 @@ def config_of(*argv: str, modes: tuple[str, ...] = ("share",)) -> EngineConfig:
 # Names
 
 
-def test_what_flags_were_called_before_is_a_second_name() -> None:
-    assert all(old in SECOND_NAMES[flag] for flag, old in OLD.items())
-
-
 @pytest.mark.parametrize("parser", EVERY, ids=lambda parser: parser.prog)
 def test_second_names_do_what_first_names_do_and_no_help_shows_them(parser: Parser) -> None:
     shown = {name for action in parser._actions for name in action.option_strings}
@@ -91,9 +71,8 @@ def test_second_names_do_what_first_names_do_and_no_help_shows_them(parser: Pars
         if any(action.required for action in parser._actions):
             continue
         for other in set(others) - shown:
-            is_switch = parser._option_string_actions[flag].nargs == 0
-            value = [] if is_switch else [VALUES.get(flag, "hqq:8:64")]
-            assert vars(parse(parser, ["=".join([flag, *value])])) == vars(parse(parser, [other, *value]))
+            value = VALUES.get(flag, "name")
+            assert vars(parse(parser, [flag, value])) == vars(parse(parser, [other, value]))
 
 
 def test_a_mistake_behind_a_second_name_names_the_first(capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,9 +82,8 @@ def test_a_mistake_behind_a_second_name_names_the_first(capsys: pytest.CaptureFi
 
 
 def test_second_names_of_modes_are_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    assert options.mode_of(generate("--mode", "sd-share")) == "share"
     assert options.mode_of(generate("--mode", "sd-classic")) == "classic"
-    assert not [parser.prog for parser in EVERY if "sd-share" in parser.format_help()]
+    assert not [parser.prog for parser in EVERY if "sd-classic" in parser.format_help()]
     with pytest.raises(ValueError, match="mode is 'fast'; choose one of ") as error:
         options.mode_of(generate("--mode", "fast"))
     assert "sd-" not in str(error.value)
@@ -204,8 +182,10 @@ def test_flags_that_no_mode_uses_are_a_warning(
 
 
 def test_flags_that_a_mode_uses_are_no_warning(caplog: pytest.LogCaptureFixture) -> None:
-    config_of("--num-draft", "8", "--tree", "2:4:8", "--draft-window", "64", "--quant", "hqq:8:64", modes=("share",))
-    config_of("--head-quant", "hqq:8:64", "--with", "eagle,suffix", "--corpus", "a.npy", modes=("hybrid",))
+    config_of(
+        "--num-draft", "8", "--tree", "2:4:8", "--draft-window", "64", "--draft-quant", "hqq:8:64", modes=("share",)
+    )
+    config_of("--head-quant", "hqq:8:64", "--hybrid-drafters", "eagle,suffix", "--corpus", "a.npy", modes=("hybrid",))
     config_of("--corpus", "empty", "--recycle-table", "empty", "--seed", "7", modes=("naive",))
     assert not caplog.records
 

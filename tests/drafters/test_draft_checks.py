@@ -124,7 +124,7 @@ def test_the_page_has_a_drafter_that_is_right(example: Path, capsys: pytest.Capt
     assert bench(["check-drafter", f"{example}:EchoTable"]) == 0
     *lines, last = capsys.readouterr().out.splitlines()
     assert len(lines) == 16 and all(line.startswith(("ok     chains, ", "ok     trees, ")) for line in lines)
-    found = re.fullmatch(r"echo: nothing is wrong; (\d+) tokens drafted, (\d+) accepted", last)
+    found = re.fullmatch(r"echo: all checks passed; (\d+) tokens drafted, (\d+) accepted", last)
     assert found and int(found[1]) > int(found[2]) > 0
     assert "sharesd bench check-drafter examples/own_drafter.py:EchoTable" in PAGE.read_text("utf-8")
 
@@ -147,7 +147,7 @@ def test_the_checker_names_faults(
     example.write_text(text.replace(before, after))
     monkey = pytest.MonkeyPatch()
     with monkey.context() as patch:
-        patch.setattr("sharesd.cli.check_drafter.PROMPTS", ("abcdefgabcdefgabc", "x"))
+        patch.setattr("benchmark.studies.check_drafter.PROMPTS", ("abcdefgabcdefgabc", "x"))
         assert bench(["check-drafter", str(example)]) == 1
     out = capsys.readouterr().out
     assert re.search(rf"^wrong  .*{re.escape(said)}", out, re.MULTILINE), out

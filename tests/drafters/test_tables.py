@@ -275,9 +275,9 @@ def test_suffix_guesses_only_what_followed() -> None:
         text = random_text(seed, 60, 4)
         table = SuffixTable()
         table.begin(0, text)
-        n, ends = longest_earlier(text, 1, len(text))
+        _, ends = longest_earlier(text, 1, len(text))
         proposal = table.propose(0, 16)
-        assert {text[end] for end in ends if end < len(text)} <= set(proposal.tokens[i] for i in roots(proposal))
+        assert {text[end] for end in ends if end < len(text)} <= {proposal.tokens[i] for i in roots(proposal)}
         for path in paths(proposal):  # each node follows the last token and the path before it somewhere in the text
             assert len(ends_of(text, [text[-1], *path][:2])) > 0 and len(ends_of(text, path[-2:])) > 0
 

@@ -372,8 +372,9 @@ def zeros_of(*shape: int) -> Tensor:
         ({"max_draft": 1}, False),
         ({"num_draft": 3}, False),
         ({"tree": "off"}, False),
-    ]
-    + [({"compile": "off"}, False), ({"tree": (2, 2, 4), "compile": "off"}, True)],
+        ({"compile": "off"}, False),
+        ({"tree": (2, 2, 4), "compile": "off"}, True),
+    ],
     ids=str,
 )
 def test_models_draft_trees_by_themselves_where_nothing_is_compiled(

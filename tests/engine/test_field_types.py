@@ -53,7 +53,9 @@ HELD: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(["repetition_penalty", "presence_penalty", "frequency_penalty"], float),
     **dict.fromkeys(["ignore_eos", "logprobs", "prompt_logprobs", "speculate"], bool),
     **dict.fromkeys(["stop", "stop_token_ids"], tuple),
-    **{"logit_bias": dict, "grammar": (str, type(None)), "acceptance": str},
+    "logit_bias": dict,
+    "grammar": (str, type(None)),
+    "acceptance": str,
 }
 ITEMS = {"stop": str, "stop_token_ids": int}
 

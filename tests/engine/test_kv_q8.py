@@ -131,7 +131,11 @@ def test_rows_are_copied_swapped_and_kept_whole() -> None:
     kept = cache.copy_kv_of(1, 40)
     other = StaticKVCache(
         shapes=[(k.shape[1], size) for k, size in zip(cache.k, cache.sizes, strict=True)],
-        **{"batch": 1, "slots": 96, "dtype": torch.bfloat16, "device": "cpu", "q8": True},
+        batch=1,
+        slots=96,
+        dtype=torch.bfloat16,
+        device="cpu",
+        q8=True,
         taps=(1,),
         hidden_size=cache.features.shape[2],  # type: ignore[union-attr]
     )

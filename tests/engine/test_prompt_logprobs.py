@@ -95,7 +95,7 @@ def test_a_prompt_may_be_scored_and_nothing_said(mode: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"max_new_tokens": 0}, {"prompt_logprobs": True}, {"max_new_tokens": -1, **{"prompt_logprobs": True}}]
+    "wrong", [{"max_new_tokens": 0}, {"prompt_logprobs": True}, {"max_new_tokens": -1, "prompt_logprobs": True}]
 )
 def test_scores_need_logprobs(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="at least|switch logprobs on"):

@@ -393,7 +393,7 @@ def test_beginnings_are_copied_from_rows_that_others_decode(monkeypatch: pytest.
         first = engine.add(text, replace(GREEDY, max_new_tokens=30))
         while first.num_emitted < 8:
             engine.step()
-        longer, same_text = first.tokens[:-1] + [3, 4], list(text)
+        longer, same_text = [*first.tokens[:-1], 3, 4], list(text)
         with pytest.MonkeyPatch.context() as patch:
             passes = spy(engine, patch)
             others = [engine.add(longer, GREEDY), engine.add(same_text, GREEDY), engine.add([1, 2, 9], GREEDY)]

@@ -29,8 +29,16 @@ class Browser:
         ours_in, theirs_out = os.pipe()
         high = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (theirs_in, theirs_out)]  # apart from 3 and 4
         self._process = subprocess.Popen(
-            ["bash", "-c", f'exec "$0" "$@" 3<&{high[0]} 4>&{high[1]}', CHROMIUM, *FLAGS]
-            + [f"--user-data-dir={folder}", "--remote-debugging-pipe", "about:blank"],
+            [
+                "bash",
+                "-c",
+                f'exec "$0" "$@" 3<&{high[0]} 4>&{high[1]}',
+                CHROMIUM,
+                *FLAGS,
+                f"--user-data-dir={folder}",
+                "--remote-debugging-pipe",
+                "about:blank",
+            ],
             pass_fds=high,
             stderr=subprocess.DEVNULL,
         )

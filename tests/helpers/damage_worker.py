@@ -253,7 +253,7 @@ def command(kind: str, case: Path, number: int, base: Path, here: Path) -> Calla
 def _read_prompts(case: Path, reader: int) -> int:
     from sharesd.cli.generate_file import read
     from sharesd.data.prompt_files import read_prompts
-    from sharesd.data.questions import load
+    from sharesd.reports.questions import load
 
     if reader == 0:
         read(case, raw=False)

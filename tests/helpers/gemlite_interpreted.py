@@ -10,15 +10,15 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "1"
 
-import json  # noqa: E402
-import sys  # noqa: E402
-from pathlib import Path  # noqa: E402
-from types import SimpleNamespace  # noqa: E402
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
-import torch  # noqa: E402
-import triton.runtime.interpreter as interpreter  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.runtime import driver  # noqa: E402
+import torch
+import triton.runtime.interpreter as interpreter
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
 
 ROWS = (1, 2, 5, 9)
 

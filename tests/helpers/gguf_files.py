@@ -95,8 +95,8 @@ def _add_byte_level(writer: gguf.GGUFWriter, pre: str, pads_to: int) -> int:
 
 def _add_sentencepiece(writer: gguf.GGUFWriter) -> int:
     """Tokens of bytes, runs of lines and of spaces (written as Gemma's files do), words and their beginnings."""
-    kinds = {token: gguf.TokenType.CONTROL for token in CONTROL} | {"<unk>": gguf.TokenType.UNKNOWN}
-    kinds |= {token: gguf.TokenType.USER_DEFINED for token in ("\n\n", "  ", "    ", "<b>")}
+    kinds = dict.fromkeys(CONTROL, gguf.TokenType.CONTROL) | {"<unk>": gguf.TokenType.UNKNOWN}
+    kinds |= dict.fromkeys(("\n\n", "  ", "    ", "<b>"), gguf.TokenType.USER_DEFINED)
     kinds |= {f"<0x{byte:02X}>": gguf.TokenType.BYTE for byte in range(256)}
     marked = [f"▁{word}" for word in WORDS]
     pieces = [word[:i] for word in (*WORDS, *marked) for i in range(2, len(word) + 1)]

@@ -131,7 +131,7 @@ def awq(module: str, weight: Tensor) -> dict[str, Tensor]:
 
 
 def packed(module: str, weight: Tensor) -> dict[str, Tensor]:
-    codes, scale, zero = integers(weight, 4, 32, sym=True)
+    codes, scale, _ = integers(weight, 4, 32, sym=True)
     shape = torch.tensor(weight.shape)
     return {"weight_packed": pack(codes, 4), "weight_scale": scale.bfloat16(), "weight_shape": shape}
 
@@ -148,7 +148,7 @@ def packed_zeros(module: str, weight: Tensor) -> dict[str, Tensor]:
 
 
 def bytes_by_channel(module: str, weight: Tensor) -> dict[str, Tensor]:
-    codes, scale, zero = integers(weight, 8, weight.shape[1], sym=True)
+    codes, scale, _ = integers(weight, 8, weight.shape[1], sym=True)
     return {"weight": (codes - 128).to(torch.int8), "weight_scale": scale}
 
 

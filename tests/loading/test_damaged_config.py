@@ -159,8 +159,16 @@ def test_an_index_without_files(weight_map: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]
-    + ["chat_template.jinja", "model.safetensors", "model.safetensors.index.json"],
+    [
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "chat_template.jinja",
+        "model.safetensors",
+        "model.safetensors.index.json",
+    ],
 )
 def test_links_that_lead_nowhere(name: str, plain: Path, tmp_path: Path) -> None:
     folder = changed(plain, tmp_path / "model")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -165,7 +166,7 @@ def test_rows_have_the_same_bits_however_they_are_read(kind: str, dtype: torch.d
         torch.set_num_threads(threads)
         B = len(tokens[rows])
         cache, states = head.new_cache(B, 64), torch.zeros(B, 7, 32, dtype=dtype)
-        for first, end in zip(cuts, cuts[1:], strict=False):
+        for first, end in pairwise(cuts):
             cache.lengths.fill_(first)
             ends = torch.full((B,), end) if end == cuts[-1] else None
             logits = head.read(tokens[rows], features[rows], end - first, cache, ends, states if end == 40 else None)

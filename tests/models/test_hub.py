@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
 from pathlib import Path
 from threading import Thread
 
@@ -57,7 +58,7 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
         def do_GET(self) -> None:
             parts = self.path.partition("?")[0].strip("/").split("/")
-            revision = next((after for mark, after in zip(parts, parts[1:], strict=False) if mark in MARKS), "")
+            revision = next((after for mark, after in pairwise(parts) if mark in MARKS), "")
             folder = hub.folder(revision)
             commit = REVISIONS.get(folder.name, "")
             hub.asked.append(self.path)

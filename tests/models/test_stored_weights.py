@@ -35,8 +35,11 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 MIXED = {
-    **{"blk.0.attn_q": "F16", "blk.0.attn_k": "Q4_1", "blk.0.ffn_gate": "BF16"},
-    **{"blk.1.attn_v": "F32", "blk.1.ffn_up": "F16"},
+    "blk.0.attn_q": "F16",
+    "blk.0.attn_k": "Q4_1",
+    "blk.0.ffn_gate": "BF16",
+    "blk.1.attn_v": "F32",
+    "blk.1.ffn_up": "F16",
 }
 """Types of tensors, so that parts of merged linears are blocks and numbers."""
 

@@ -43,7 +43,7 @@ ROOMS = (
     {"runtime"},
     {"llm"},
     {"cli"},
-    {"__main__"},
+    {"reports", "__main__"},
 )
 """Rooms of `sharesd`, lowest first: each imports from lower ones alone. `__init__` passes names on."""
 LEVELS = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}

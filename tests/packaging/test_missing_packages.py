@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from serve.command import main as serve
-from sharesd.cli.pictures import can_draw
 from sharesd.data import grammar_spec
+from sharesd.reports.pictures import can_draw
 from train.heads.metrics_log import CURVES, LOG, MetricsLog
 
 

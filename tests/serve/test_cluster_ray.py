@@ -19,17 +19,17 @@ import pytest
 pytest.importorskip("ray.serve", reason="Ray is not installed: pip install '.[ray]'")
 pytest.importorskip("anthropic")
 
-import ray  # noqa: E402
+import ray
 
-from serve.cluster.deployment import RayReplicas, open_cluster  # noqa: E402
-from serve.cluster.ingress import DIED  # noqa: E402
-from serve.cluster.options import NumReplicas  # noqa: E402
-from serve.server import OpenBackend  # noqa: E402
-from serve.server_config import Settings  # noqa: E402
-from tests.helpers.fake_engine import fake_model  # noqa: E402
-from tests.helpers.serve_requests import CHAT, TEXT  # noqa: E402
-from tests.helpers.served_model import Served, served  # noqa: E402
-from tests.serve import (  # noqa: E402
+from serve.cluster.deployment import RayReplicas, open_cluster
+from serve.cluster.ingress import DIED
+from serve.cluster.options import NumReplicas
+from serve.server import OpenBackend
+from serve.server_config import Settings
+from tests.helpers.fake_engine import fake_model
+from tests.helpers.serve_requests import CHAT, TEXT
+from tests.helpers.served_model import Served, served
+from tests.serve import (
     test_anthropic_api,
     test_json_schemas,
     test_responses_api,

@@ -139,7 +139,7 @@ def test_no_tokens_are_no_tokens(server: Served, path: str) -> None:
     assert done["usage"]["completion_tokens"] == 0 and done["usage"]["prompt_tokens"] > 0
     streamed = server.post(path, **body, stream=True).text.split("\n\n")
     assert streamed[-2] == "data: [DONE]" and streamed[0].count('"finish_reason":"length"') == 1
-    assert server.post(path, **body, **{"logprobs": True if path == CHAT else 1}).status_code == 200
+    assert server.post(path, **body, logprobs=True if path == CHAT else 1).status_code == 200
     assert server.complete()["choices"][0]["text"], "places are free again"
 
 
@@ -158,8 +158,14 @@ def test_usage_may_come_with_each_event(server: Served) -> None:
 
 def test_unknown_keys_of_messages_are_left_out(server: Served) -> None:
     message: dict[str, Any] = {
-        **{"role": "assistant", "content": "mat", "provider_specific_fields": {"a": 1}, "thinking_blocks": []},
-        **{"annotations": [{"type": "url_citation"}], "images": None, "id": "m1", "reasoning_details": [1]},
+        "role": "assistant",
+        "content": "mat",
+        "provider_specific_fields": {"a": 1},
+        "thinking_blocks": [],
+        "annotations": [{"type": "url_citation"}],
+        "images": None,
+        "id": "m1",
+        "reasoning_details": [1],
     }
     bodies = [[*HELLO, message, *HELLO], [*HELLO, {"role": "assistant", "content": "mat"}, *HELLO]]
     first, second = (server.post("/tokenize", messages=messages).json() for messages in bodies)

@@ -86,9 +86,20 @@ def test_without_a_seed_texts_differ(server: Served) -> None:
 def test_every_parameter_reaches_the_engine(server: Served) -> None:
     server.engine.added.clear()
     given = {
-        **{"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.1},
-        **{"presence_penalty": 0.2, "frequency_penalty": -0.3, "logit_bias": {"5": -100}, "seed": 4},
-        **{"ignore_eos": True, "stop": ["zzz"], "stop_token_ids": [6], "max_tokens": 9, "logprobs": 2},
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 7,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": -0.3,
+        "logit_bias": {"5": -100},
+        "seed": 4,
+        "ignore_eos": True,
+        "stop": ["zzz"],
+        "stop_token_ids": [6],
+        "max_tokens": 9,
+        "logprobs": 2,
         "speculate": False,
     }
     server.complete(**given)
@@ -100,8 +111,17 @@ def test_every_parameter_reaches_the_engine(server: Served) -> None:
 
 def test_what_benchmark_clients_send_is_accepted(server: Served) -> None:
     neutral: dict[str, Any] = {
-        **{"repetition_penalty": 1.0, "ignore_eos": True, "best_of": 1, "top_k": -1, "stop": None, "seed": None},
-        **{"user": "me", "metadata": {"a": ["b"]}, "store": False, "service_tier": "auto", "logit_bias": {}},
+        "repetition_penalty": 1.0,
+        "ignore_eos": True,
+        "best_of": 1,
+        "top_k": -1,
+        "stop": None,
+        "seed": None,
+        "user": "me",
+        "metadata": {"a": ["b"]},
+        "store": False,
+        "service_tier": "auto",
+        "logit_bias": {},
     }
     neutral |= {"min_tokens": 0, "skip_special_tokens": True, "spaces_between_special_tokens": True}
     neutral |= {"include_stop_str_in_output": False, "use_beam_search": False, "length_penalty": 1.0}

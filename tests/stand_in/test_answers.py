@@ -112,7 +112,7 @@ def test_of_several_cards_the_freest_that_works(tmp_path: Path) -> None:
     if len(set(uuids)) == 3:
         assert took("auto", FAKE_DEVICES="3", PATH=path)[1][-1] == "took cuda:1"
         assert took("auto", FAKE_DEVICES="3", FAKE_BUSY="1", PATH=path)[1][0] == "took cuda:2"
-    status, lines = took("auto", FAKE_DEVICES="2", FAKE_BUSY="0")
+    _, lines = took("auto", FAKE_DEVICES="2", FAKE_BUSY="0")
     assert "took cuda:1" in lines
     said(lines, "cuda:1 is used: cuda:0 cannot be")
 

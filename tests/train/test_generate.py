@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from sharesd.config import EngineConfig
 from sharesd.data.json_lines import records
 from sharesd.data.prompt_files import conversation, read_prompts
-from sharesd.data.questions import load
 from sharesd.models.tokenizer import load_tokenizer
+from sharesd.reports.questions import load
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
 from tests.helpers.paths import ROOT

@@ -15,6 +15,7 @@ from benchmark.gpu import offloaded as agenda
 from benchmark.gpu import widened
 from benchmark.gpu.offloaded import Case
 from benchmark.gpu.worker import FAILED, Job, NotHere
+from benchmark.studies.widening import describe
 from compile import inductor
 from compile.attention import MAX_STEP
 from offload.pinned_transfer import CudaLink, PinnedMemory, _EventCopy, link_rate
@@ -26,7 +27,6 @@ from sharesd.execution.step_compiler import StepCompiler
 from sharesd.loading import resolve, target
 from sharesd.models.decoder import call_block
 from sharesd.models.loader import decoder_config
-from sharesd.models.widening import describe
 from sharesd.runtime import Runtime
 from sharesd.weights import memory_estimate, offload_planner
 from sharesd.weights.offload_planner import plan_for

@@ -12,10 +12,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from multigpu.launcher_replicas import rank_and_world
 from sharesd.cli.console import console, err_console, loading_bars
-from sharesd.cli.environment import load_meter
 from sharesd.cli.parse_types import DTYPES
 from sharesd.drafters import registry
 from sharesd.drafters.selection import best_of
+from sharesd.reports.environment import load_meter
 from train.data.shards import settings_of
 from train.heads.options import add_options, check_options, costs_of, numbers_of
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sharesd.cli.pictures import can_draw, finish, save
+from sharesd.reports.pictures import can_draw, finish, save
 from sharesd_files import atomic_write
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sharesd.cli import environment
+from sharesd.reports import environment
 from sharesd_files import atomic_write
 
 PROVENANCE = "provenance.json"

@@ -39,6 +39,5 @@ SPEC = DrafterSpec(
     build="sharesd.drafters.share.drafter:build",
     options=Options,
     needs=frozenset({Need.QUANTIZED_TARGET, Need.TARGET_KV}),
-    aliases=("sd-share",),
     colour="#0072B2",
 )

@@ -28,11 +28,11 @@ from sharesd.models.decoder import Attention, RMSNorm
 from tests.helpers.oracle import tiny_decoder
 
 pytest.importorskip("triton")
-from compile.cuda import attention as kernels  # noqa: E402
-from compile.cuda.attention import SPLIT, attend_live  # noqa: E402
-from compile.cuda.gemm_config import Device  # noqa: E402
-from compile.cuda.kv_compact import compact_kv  # noqa: E402
-from tests.helpers.absent_gpu import SHARED, Binary, count, gpu  # noqa: E402
+from compile.cuda import attention as kernels
+from compile.cuda.attention import SPLIT, attend_live
+from compile.cuda.gemm_config import Device
+from compile.cuda.kv_compact import compact_kv
+from tests.helpers.absent_gpu import SHARED, Binary, count, gpu
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
 OPTIONS = [{}, {"window": 140, "softcap": 3.0}, {"recent": 20}, {"recent": 20, "window": 9}]

@@ -14,10 +14,10 @@ from compile.kv_layout import new_kv
 from tests.compile.cuda.test_cuda_attention import Noting, launches
 
 pytest.importorskip("triton", reason="Triton is not installed here")
-from compile.cuda.attention import PROGRAMS_PER_SM, SPLIT, slots_per_block  # noqa: E402
-from compile.cuda.kv_compact import compact_kv  # noqa: E402
-from compile.cuda.kv_q8 import expand_kv  # noqa: E402
-from tests.helpers.absent_gpu import SHARED, count, gpu  # noqa: E402
+from compile.cuda.attention import PROGRAMS_PER_SM, SPLIT, slots_per_block
+from compile.cuda.kv_compact import compact_kv
+from compile.cuda.kv_q8 import expand_kv
+from tests.helpers.absent_gpu import SHARED, count, gpu
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
 PLACES = [(90, 128, 4), *(slow(*one) for one in ((80, 64, 3), (89, 80, 1), (90, 256, 2), (120, 128, 4)))]

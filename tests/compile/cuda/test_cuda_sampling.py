@@ -30,10 +30,10 @@ from tests.sampling.test_row_sampling import REQUESTS
 from tests.speculation.test_trees import random_tree
 
 pytest.importorskip("triton")
-from compile.cuda import sampling as kernels  # noqa: E402
-from compile.cuda import tree_verify as walking  # noqa: E402
-from compile.cuda.arg_max import CHUNK, arg_max_rows  # noqa: E402
-from tests.helpers.absent_gpu import SHARED, Binary, gpu  # noqa: E402
+from compile.cuda import sampling as kernels
+from compile.cuda import tree_verify as walking
+from compile.cuda.arg_max import CHUNK, arg_max_rows
+from tests.helpers.absent_gpu import SHARED, Binary, gpu
 
 V = 2 * kernels.BLOCK + 77
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is not installed here")
-from compile.cuda import state_update  # noqa: E402
-from compile.cuda import tree_expand as growing  # noqa: E402
-from tests.helpers.absent_gpu import SHARED, gpu  # noqa: E402
+from compile.cuda import state_update
+from compile.cuda import tree_expand as growing
+from tests.helpers.absent_gpu import SHARED, gpu
 
 ON_ALL = pytest.mark.parametrize(
     "arch", [90, *(pytest.param(arch, marks=pytest.mark.slow) for arch in SHARED if arch != 90)]

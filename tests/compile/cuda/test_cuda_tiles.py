@@ -11,9 +11,9 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is not installed here")
-from benchmark.gpu.shapes import MODELS, Linear  # noqa: E402
-from compile.cuda.gemm_config import ROWS, Device, Tile, by_rule  # noqa: E402
-from scripts.predicted_bandwidth import (  # noqa: E402
+from benchmark.gpu.shapes import MODELS, Linear
+from compile.cuda.gemm_config import ROWS, Device, Tile, by_rule
+from scripts.predicted_bandwidth import (
     A100,
     CARDS,
     FILE,
@@ -29,7 +29,7 @@ from scripts.predicted_bandwidth import (  # noqa: E402
     plan_of,
     predicted_s,
 )
-from tests.helpers.absent_gpu import SHARED, count  # noqa: E402
+from tests.helpers.absent_gpu import SHARED, count
 
 LARGE = MODELS[:-1]
 BY_ARCH = {card.arch: card for card in CARDS}

@@ -66,7 +66,7 @@ def test_preparing_says_when_it_is_too_late(untouched: pytest.MonkeyPatch, caplo
 def test_the_option() -> None:
     parser = Parser()
     options.add_model_options(parser)
-    for given in ([], ["--steady-cublas"]):
+    for given in ([], ["--cublas-no-split-k"]):
         config = options.engine_config(parser.parse_args(given), modes=("naive",))
         assert config.steady_cublas == bool(given)
 

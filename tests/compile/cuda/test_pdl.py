@@ -9,16 +9,16 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is not installed here")
-from benchmark.gpu.shapes import Linear  # noqa: E402
+from benchmark.gpu.shapes import Linear
 from compile.cuda import (
     kv_compact,
-    pdl,  # noqa: E402
+    pdl,
     state_update,
     tree_verify,
 )
-from scripts.predicted_bandwidth import H100, compiled, plan_of  # noqa: E402
-from tests.compile.cuda import test_cuda_attention, test_cuda_sampling  # noqa: E402
-from tests.helpers.absent_gpu import Binary  # noqa: E402
+from scripts.predicted_bandwidth import H100, compiled, plan_of
+from tests.compile.cuda import test_cuda_attention, test_cuda_sampling
+from tests.helpers.absent_gpu import Binary
 
 MEMORY = re.compile(r"^\s*(@\S+ )?(ld|st|atom|red|cp|multimem)\.(?!param|shared)\S*", re.M)
 WAITS, LETS = "griddepcontrol.wait", "griddepcontrol.launch_dependents"

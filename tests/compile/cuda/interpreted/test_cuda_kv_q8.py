@@ -39,8 +39,8 @@ from tests.compile.cuda.test_cuda_attention import (
 )
 
 pytest.importorskip("triton", reason="Triton is not installed here")
-from compile.cuda.attention import SPLIT  # noqa: E402
-from compile.cuda.kv_compact import compact_kv  # noqa: E402
+from compile.cuda.attention import SPLIT
+from compile.cuda.kv_compact import compact_kv
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 PATHS = pytest.mark.parametrize("paths", [CHAIN, TREE], ids=["chain", "tree"])

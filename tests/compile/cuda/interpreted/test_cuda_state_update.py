@@ -13,9 +13,9 @@ from sharesd.sampling.acceptance import accept_match, accept_tree_reference
 from sharesd.speculation.draft_tree import DraftTree
 
 pytest.importorskip("triton", reason="Triton is not installed here")
-from compile.cuda import state_update as update_kernels  # noqa: E402
-from compile.cuda import tree_expand as expand_kernels  # noqa: E402
-from compile.cuda.tree_verify import accept_path  # noqa: E402
+from compile.cuda import state_update as update_kernels
+from compile.cuda import tree_expand as expand_kernels
+from compile.cuda.tree_verify import accept_path
 
 
 def numbers(*shape: int, most: int = 5, seed: int = 0) -> Tensor:

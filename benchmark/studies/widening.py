@@ -1,4 +1,4 @@
-"""Function-preserving widening of Llama-style checkpoints, for `sharesd.cli.widen`.
+"""Function-preserving widening of Llama-style checkpoints, for `benchmark.studies.widen`.
 
 With D real and D' wide hidden dimensions:
 
@@ -24,13 +24,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmark.studies.wide_shapes import Shape
 from sharesd.models import checkpoint as files
 from sharesd.models.architectures import config_from_hf
 from sharesd.models.checkpoint import Progress, silent, write_tensors
 from sharesd.models.decoder_config import DecoderConfig
 from sharesd.models.hub import NAME_KEY
 from sharesd.models.loader import decoder_config
-from sharesd.models.wide_shapes import Shape
 from sharesd_files import scratch_folder
 
 ARCHITECTURES = ("llama", "mistral")
@@ -92,7 +92,7 @@ def widen(
         The number of parameters of the result.
 
     Raises:
-        ValueError: the architecture is no plain Llama, the shape does not fit, `out` exists, or the disk is full.
+        ValueError: the architecture is not a plain Llama, the shape does not fit, `out` exists, or the disk is full.
     """
     config = decoder_config(folder)
     _require_fit(config, shape)
@@ -190,9 +190,9 @@ def _norm_scale(config: DecoderConfig, shape: Shape) -> float:
 
 def _require_fit(config: DecoderConfig, shape: Shape) -> None:
     if config.model_type not in ARCHITECTURES:
-        raise ValueError(f"architecture {config.model_type!r} cannot be widened; give a {' or '.join(ARCHITECTURES)}")
+        raise ValueError(f"architecture {config.model_type!r} cannot be widened; use {' or '.join(ARCHITECTURES)}")
     if config.qkv_bias or config.o_bias or config.mlp_bias:
-        raise ValueError("a checkpoint with biases cannot be widened; give one without")
+        raise ValueError("a checkpoint with biases cannot be widened; use one without")
     pairs = {
         "hidden size": (config.hidden_size, shape.hidden_size, 1),
         "MLP size": (config.intermediate_size, shape.intermediate_size, 1),
@@ -202,7 +202,7 @@ def _require_fit(config: DecoderConfig, shape: Shape) -> None:
     }
     for what, (real, wide, width) in pairs.items():
         if real > wide:
-            raise ValueError(f"the {what} is {real} already, and the shape asks for {wide}; choose a larger shape")
+            raise ValueError(f"the {what} is already {real}, and the shape has {wide}; choose a larger shape")
         for number in (real, wide):
             if number * width % GROUP:
                 raise ValueError(
@@ -212,7 +212,7 @@ def _require_fit(config: DecoderConfig, shape: Shape) -> None:
     if config.num_attention_heads * shape.num_key_value_heads != shape.num_attention_heads * config.num_key_value_heads:
         raise ValueError(
             f"the model has {config.num_attention_heads} query heads on {config.num_key_value_heads} key/value heads, "
-            f"and the shape {shape.num_attention_heads} on {shape.num_key_value_heads}, which is another ratio; "
+            f"and the shape {shape.num_attention_heads} on {shape.num_key_value_heads}, which is a different ratio; "
             "choose another model or shape"
         )
 
@@ -220,10 +220,10 @@ def _require_fit(config: DecoderConfig, shape: Shape) -> None:
 def _require_free(out: Path, num_bytes: int) -> None:
     """Raise ValueError unless `out` can be made and its disk has room."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} exists already; remove it or name another folder")
+        raise ValueError(f"{out} already exists; remove it or use another folder")
     nearest = next(path for path in out.absolute().parents if path.exists())
     if not nearest.is_dir():
-        raise ValueError(f"{out} lies in {nearest}, which is a file; name another folder")
+        raise ValueError(f"{out} lies in {nearest}, which is a file; use another folder")
     free = shutil.disk_usage(nearest).free
     if free < num_bytes:
         sizes = f"needs {num_bytes / 1e6:.1f} MB and {nearest} has {free / 1e6:.1f} MB free"
@@ -237,7 +237,7 @@ class _Source:
         self._folder, self._file_of = folder, dict[str, Path]()
         for file in files.weight_files(folder):
             if file.suffix != ".safetensors":
-                raise ValueError(f"{file} is a pickle; give a checkpoint in safetensors")
+                raise ValueError(f"{file} is a pickle; use a checkpoint in safetensors")
             try:
                 with safe_open(file, framework="pt") as tensors:
                     self._file_of |= dict.fromkeys(tensors.keys(), file)
@@ -247,13 +247,13 @@ class _Source:
     def read(self, part: _Part) -> Tensor:
         """Return a part's real tensor; ValueError if missing or misshapen."""
         if part.twin not in self._file_of:
-            raise ValueError(f"{self._folder} has no tensor {part.twin}; give a complete checkpoint")
+            raise ValueError(f"{self._folder} has no tensor {part.twin}; use a complete checkpoint")
         with safe_open(self._file_of[part.twin], framework="pt") as tensors:
             tensor = tensors.get_tensor(part.twin)
         if tensor.shape != part.real_shape:
             raise ValueError(
                 f"{self._folder}: {part.twin} has shape {list(tensor.shape)} where config.json asks for "
-                f"{list(part.real_shape)}; give a complete checkpoint"
+                f"{list(part.real_shape)}; use a complete checkpoint"
             )
         return tensor
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sharesd.cli.tables import Section
 from sharesd.config import EngineConfig
-from sharesd.data.questions import Question
 from sharesd.models.checkpoint import Progress, is_stored
+from sharesd.reports.questions import Question
+from sharesd.reports.tables import Section
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,9 +56,9 @@ def texts_of(tokenizer: Tokenizer, file: str | None, asked: Sequence[Question], 
         )
         ids = tokenizer.encode(text)
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--texts: {file} cannot be read ({error}); give a text in UTF-8") from error
+        raise ValueError(f"--texts: {file} cannot be read ({error}); use a text in UTF-8") from error
     if len(ids) < 2:
-        raise ValueError(f"--texts: {file} has {len(ids)} tokens; give a longer text")
+        raise ValueError(f"--texts: {file} has {len(ids)} tokens; use a longer text")
     size = min(_WINDOW, max_context)
     return [ids[first : first + size] for first in range(0, len(ids), size)]
 
@@ -69,7 +69,7 @@ def measure(
     """Return the divergence of a target, as it runs, from a reference.
 
     Raises:
-        ValueError: the reference has another vocabulary, or is no model.
+        ValueError: the reference has another vocabulary, or is not a model.
     """
     import torch
 
@@ -91,7 +91,7 @@ def measure(
     model = _load_reference(folder, progress)
     if model.vocab_size != runtime.target.vocab_size:
         raise ValueError(
-            f"--against: {reference} has {model.vocab_size} logits, and the target {runtime.target.vocab_size}; give a "
+            f"--against: {reference} has {model.vocab_size} logits, and the target {runtime.target.vocab_size}; use a "
             "model with the same vocabulary"
         )
     cache = model.new_cache(1, slots_for(_PIECE + max(map(len, texts))))

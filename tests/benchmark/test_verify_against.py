@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from sharesd.cli import divergence
+from benchmark.studies import divergence
 from sharesd.models.tokenizer import load_tokenizer
 from sharesd_command import main
 from tests.helpers.block_parts import ggml_type
@@ -79,9 +79,9 @@ def test_stored_weights_are_close_to_their_values(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--texts", "t"], "--texts is t, which --against reads; give --against too, or drop it"),
+        (["--texts", "t"], "--texts is t, which only --against reads; add --against"),
         (["--against", "nowhere/at-all/x"], "nowhere/at-all/x does not exist"),
-        (["--against", "{model}", "--texts", "{model}/none"], "none cannot be read .*give a text in UTF-8"),
+        (["--against", "{model}", "--texts", "{model}/none"], "none cannot be read .*use a text in UTF-8"),
         (["--against", "{other}"], "vocabular"),
     ],
 )

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 from quant.config import QuantConfig
 from sharesd import __version__
-from sharesd.cli.tables import write_json
 from sharesd.config import EngineConfig
 from sharesd.drafters import registry, selection
 from sharesd.drafters.registry import Need
 from sharesd.models.checkpoint import Progress, content_hash, silent
 from sharesd.models.hub import model_name, resolve, resolve_target
+from sharesd.reports.tables import write_json
 from sharesd.weights.quant_tuning_cache import cpu_name
 from sharesd_files import file_hash
 
@@ -269,7 +269,7 @@ def out_folder(text: str | None, name: str) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"--out-dir {folder} cannot be made ({error.strerror}); name another folder") from error
+        raise ValueError(f"--out-dir {folder} cannot be made ({error.strerror}); use another folder") from error
     return folder
 
 

@@ -13,7 +13,7 @@ from types import ModuleType, SimpleNamespace
 import huggingface_hub
 import pytest
 
-from sharesd.data.questions import (
+from sharesd.reports.questions import (
     BUILTIN_FILE,
     BUILTIN_LABEL,
     LAYOUTS,
@@ -98,9 +98,9 @@ def test_load_takes_the_first_questions_of_a_file(write):
 
 def test_more_questions_than_there_are_is_refused_with_both_numbers(write):
     path = write(mtbench_row())
-    with pytest.raises(ValueError, match=r"num_questions is 2, but questions.jsonl holds 1"):
+    with pytest.raises(ValueError, match=r"num_questions is 2, but questions.jsonl has only 1"):
         load("mtbench", path, 2)
-    with pytest.raises(ValueError, match=r"num_questions is 41, but ShareSD built-in questions holds 40"):
+    with pytest.raises(ValueError, match=r"num_questions is 41, but ShareSD built-in questions has only 40"):
         load("mtbench", None, 41)
 
 
@@ -199,7 +199,7 @@ def test_a_unicode_line_separator_inside_a_text_is_no_new_line(write):
         (b'{"question_id": ' + b"9" * 5000 + b"}", "not JSON that can be read"),
         (b"[" * 100_000, "not JSON"),
         (b'{"category": "caf\xe9"}', "byte 18 (0xe9) is not UTF-8; save the file as UTF-8"),
-        (mtbench_row(question_id="a"), "id 'a' is that of"),
+        (mtbench_row(question_id="a"), "id 'a' is already that of"),
     ],
 )
 def test_a_bad_line_is_named_by_file_and_line(write, row: object, expected: str):
@@ -211,7 +211,7 @@ def test_a_bad_line_is_named_by_file_and_line(write, row: object, expected: str)
 
 def test_a_repeated_id_names_both_lines(write):
     path = write(mtbench_row(question_id=4), b"", mtbench_row(question_id=4))
-    assert complaint(path) == f"{path}:3: id 4 is that of {path}:1 already; change one of them"
+    assert complaint(path) == f"{path}:3: id 4 is already that of {path}:1; change one of them"
 
 
 @pytest.mark.parametrize(

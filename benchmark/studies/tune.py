@@ -14,14 +14,16 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from benchmark import arguments
 from quant.config import HEAD, QuantConfig
-from sharesd.cli import environment, options, questions
+from sharesd.cli import options
 from sharesd.cli.console import console, err_console, loading_bars
 from sharesd.cli.parse_types import parts_of
-from sharesd.cli.tables import Section
 from sharesd.config import EngineConfig
-from sharesd.data.questions import Question, first_turns
 from sharesd.models.checkpoint import Progress, silent
+from sharesd.reports import environment
+from sharesd.reports.questions import Question, first_turns, prompts_of
+from sharesd.reports.tables import Section
 from sharesd.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -59,9 +61,9 @@ class Measured:
     """Share of questions with the same tokens as `naive`."""
 
 
-def add_parser(subparsers: Any, name: str = "tune") -> None:
+def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
-        name,
+        "tune",
         help="which quantization makes mode share fastest here?",
         description="Measure mode share under several quantizations and keep the best one for --draft-quant auto.",
     )
@@ -80,14 +82,15 @@ def add_parser(subparsers: Any, name: str = "tune") -> None:
         metavar="LIST",
         help=f"projections which are kept at full precision in turn, with the others as --draft-quant says; or {NONE}",
     )
-    questions.add_question_options(group, name, num_questions=NUM_QUESTIONS, max_new_tokens=MAX_NEW_TOKENS)
+    arguments.add_questions(group, NUM_QUESTIONS, MAX_NEW_TOKENS)
+    arguments.add_out_dir(group, "tune")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure all settings and save the best; return the exit status."""
     given = options.engine_config(args, modes=("share",))
     if given.explicit_tree is not None:
-        raise ValueError("--tree does not belong here, tune measures chains; drop it")
+        raise ValueError("tune measures chains, not trees; remove --tree")
     quants = settings_of(args.quants, args.keep, given.quant, args.quant_skip)
     teacher_draft = given.num_draft or min(TEACHER_DRAFT, given.max_draft)
     config = replace(given, num_draft=None, max_draft=max(given.max_draft, teacher_draft), tree="off")
@@ -104,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     _show(measured, best)
     for each in measured:
         if each.identical < 1:
-            err_console.print(f"[bold red]{each.quant} did not give the tokens of naive everywhere[/]")
+            err_console.print(f"[bold red]{each.quant} differs from naive in some tokens[/]")
     _keep(config, quants[measured.index(best)], best)
     sizes = {name: getattr(args, name) for name in ("questions", "num_questions", "max_new_tokens")}
     about = environment.conditions(config, ("share",), teacher_draft=teacher_draft, **sizes)
@@ -143,7 +146,7 @@ def measure(
 
     runtime = Runtime(config, ("naive", "share"), progress=progress)
     sizes = {"max_new_tokens": params.max_new_tokens, "max_context": runtime.max_context}
-    prompts = list(questions.prompts_of(runtime.tokenizer, asked, **sizes).values())
+    prompts = list(prompts_of(runtime.tokenizer, asked, **sizes).values())
     engines = {mode: runtime.engine(mode, warm=params) for mode in ("naive", "share")}
     share = engines["share"]
     policy = share.variant(params).policy

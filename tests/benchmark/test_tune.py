@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from benchmark.studies import tune
+from benchmark.studies.tune import Measured, best_length, expected_speedup, settings_of
 from quant.config import QuantConfig
-from sharesd.cli import options, tune
-from sharesd.cli.tune import Measured, best_length, expected_speedup, settings_of
+from sharesd.cli import options
 from sharesd.config import EngineConfig
 from sharesd.speculation.cost_model import Costs, fit_costs
 from sharesd.weights import quant_tuning_cache

@@ -1,4 +1,4 @@
-"""Command `check-drafter`: try a drafter of one's own on a tiny target."""
+"""Command `check-drafter`: test your own drafter on a tiny target."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ SAMPLED = SamplingParams(max_new_tokens=48, temperature=0.8, seed=3)
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "check-drafter",
-        help="is a drafter of one's own right?",
-        description="Try a drafter of one's own on a tiny target: alone, in batches, with chains, trees, sampling, a "
-        "grammar, a cancelled request and a resumed conversation. The exit status is 0 if nothing is wrong, else 1.",
+        help="test your own drafter",
+        description="Test your own drafter on a tiny target: alone, in batches, with chains, trees, sampling, a "
+        "grammar, a cancelled request and a resumed conversation. The exit status is 0 if all checks pass, else 1.",
     )
     parser.set_defaults(run=run, parser=parser)
     parser.add_argument("drafter", metavar="MODULE[:CLASS]", help="module or file with a SPEC; class that this builds")
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     spec: DrafterSpec = found.SPEC
     if spec.kind == "head":
         raise ValueError(
-            f"{spec.name} is a head, which drafts for its own target alone; try both with `sharesd verify`"
+            f"{spec.name} is a head, which drafts only for its own target; test both with `sharesd verify`"
         )
     wanted = _class(found, module, name) if name else None
     num_wrong = num_drafted = num_accepted = 0
@@ -56,10 +56,10 @@ def run(args: argparse.Namespace) -> int:
             checks = DrafterChecks(spec, module, wanted, Path(folder), tree=tree)
             for check, fault in checks.run():
                 num_wrong += bool(fault)
-                said = f"wrong  {check}: {fault}" if fault else f"ok     {check}"
-                console.print(said, markup=False, highlight=False, soft_wrap=True)
+                line = f"wrong  {check}: {fault}" if fault else f"ok     {check}"
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
             num_drafted, num_accepted = num_drafted + checks.num_drafted, num_accepted + checks.num_accepted
-    outcome = f"{num_wrong} checks failed" if num_wrong else "nothing is wrong"
+    outcome = f"{num_wrong} checks failed" if num_wrong else "all checks passed"
     counts = f"{num_drafted} tokens drafted, {num_accepted} accepted"
     if not num_wrong and not num_drafted:
         counts = "but nothing was drafted, although these texts repeat themselves"
@@ -102,7 +102,7 @@ class DrafterChecks:
                 return
 
     def _build(self) -> str:
-        from sharesd.models.oracle_checkpoint import write_oracle
+        from benchmark.studies.oracle_checkpoint import write_oracle
         from sharesd.runtime import Runtime  # torch takes seconds, mistakes should not
 
         name = self._spec.name
@@ -124,7 +124,7 @@ class DrafterChecks:
         drafter: Any = self._engines[name].drafter
         built = [*getattr(drafter, "tables", ()), drafter]
         if self._wanted is not None and not any(isinstance(each, self._wanted) for each in built):
-            return f"SPEC builds a {type(built[0]).__name__}, no {self._wanted.__name__}"
+            return f"SPEC builds a {type(built[0]).__name__}, not a {self._wanted.__name__}"
         return ""
 
     def _propose(self) -> str:
@@ -160,7 +160,7 @@ class DrafterChecks:
         return _difference(naive, own)
 
     def _cancel(self) -> str:
-        """Cancel a request between rounds; another one takes its row."""
+        """Cancel a request between rounds; another one gets its row."""
         naive = self._answers("naive", PROMPTS, GREEDY)
         engine = self._engines[self._spec.name]
         requests = [engine.add(prompt, GREEDY) for prompt in PROMPTS]
@@ -186,7 +186,7 @@ class DrafterChecks:
 
 def _difference(naive: Sequence[list[int]], own: Sequence[list[int]]) -> str:
     wrong = [number for number, (a, b) in enumerate(zip(naive, own, strict=True), 1) if a != b]
-    return f"text {wrong[0]} of {len(naive)} is not that of naive" if wrong else ""
+    return f"text {wrong[0]} of {len(naive)} differs from that of naive" if wrong else ""
 
 
 def _fault_of(check: Any) -> str:
@@ -194,8 +194,8 @@ def _fault_of(check: Any) -> str:
     try:
         return check()
     except Exception as error:
-        said = " ".join(str(error).split())
+        message = " ".join(str(error).split())
         if isinstance(error, ValueError):
-            return said
+            return message
         last = traceback.extract_tb(error.__traceback__)[-1]
-        return f"{type(error).__name__} in {Path(last.filename).name}, line {last.lineno}: {said}"
+        return f"{type(error).__name__} in {Path(last.filename).name}, line {last.lineno}: {message}"

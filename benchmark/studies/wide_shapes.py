@@ -1,4 +1,4 @@
-"""Sizes to which widening takes a model.
+"""Sizes of widened models.
 
 Shapes, for heads of 64 and three query heads to a key/value head, with a tied embedding of 49,152 tokens:
 

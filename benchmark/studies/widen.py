@@ -10,19 +10,19 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from benchmark.studies.wide_shapes import SHAPES
 from sharesd.cli.console import console, loading_bars
-from sharesd.models.wide_shapes import SHAPES
 
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "widen",
-        help="make a small model as large as wanted without changing what it says",
-        description="Write a checkpoint of the given size which computes what the target computes.",
+        help="make a small model larger without changing its output",
+        description="Write a checkpoint of the given size that computes the same as the target.",
     )
     parser.set_defaults(run=run, parser=parser)
     parser.add_argument("--to", choices=SHAPES, required=True, help="parameters of the result")
-    parser.add_argument("--out", metavar="DIR", required=True, help="folder to write; it must not exist, or be empty")
+    parser.add_argument("--out", metavar="DIR", required=True, help="folder to write, new or empty")
     parser.add_argument(
         "--target",
         metavar="MODEL",
@@ -32,11 +32,8 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from sharesd.models.hub import (
-        model_name,  # torch takes seconds, mistakes should not
-        resolve,
-    )
-    from sharesd.models.widening import widen
+    from benchmark.studies.widening import widen
+    from sharesd.models.hub import model_name, resolve  # torch takes seconds, mistakes should not
 
     out = Path(args.out)
     with loading_bars() as progress:

@@ -13,13 +13,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.markup import escape
 
-from sharesd.cli import divergence, environment, options, questions
+from benchmark import arguments
+from benchmark.studies import divergence
+from sharesd.cli import options
 from sharesd.cli.console import console, err_console, loading_bars
-from sharesd.cli.tables import Section
 from sharesd.config import EngineConfig, Mode
-from sharesd.data.questions import Question, first_turns
 from sharesd.drafters import registry
 from sharesd.models.checkpoint import Progress, silent
+from sharesd.reports import environment
+from sharesd.reports.questions import Question, first_turns, prompts_of
+from sharesd.reports.tables import Section
 from sharesd.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -73,9 +76,9 @@ class Case:
         return f"T={self.temperature:g} seed {self.seed}" if self.temperature else "greedy"
 
 
-def add_parser(subparsers: Any, name: str = "verify") -> None:
+def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
-        name,
+        "verify",
         help="does every mode give the tokens of naive decoding?",
         description="Compare the answers of every mode, at every draft length, with those of naive decoding. The exit "
         "status is 0 if all are identical, else 1.",
@@ -97,7 +100,8 @@ def add_parser(subparsers: Any, name: str = "verify") -> None:
     group.add_argument(
         "--seeds", type=_list_of(int), default="0,1", metavar="LIST", help="seeds; greedy decoding needs no second one"
     )
-    questions.add_question_options(group, name, num_questions=NUM_QUESTIONS, max_new_tokens=MAX_NEW_TOKENS)
+    arguments.add_questions(group, NUM_QUESTIONS, MAX_NEW_TOKENS)
+    arguments.add_out_dir(group, "verify")
     group.add_argument(
         "--against",
         metavar="MODEL",
@@ -113,11 +117,11 @@ def run(args: argparse.Namespace) -> int:
     if args.against is not None:
         return _run_against(args)
     if args.texts is not None:
-        raise ValueError(f"--texts is {args.texts}, which --against reads; give --against too, or drop it")
+        raise ValueError(f"--texts is {args.texts}, which only --against reads; add --against, or remove it")
     modes = options.modes_of(args, default=registry.modes())
     modes = ("naive", *(mode for mode in modes if mode != "naive"))
     if len(modes) == 1:
-        raise ValueError("--mode is naive alone, which leaves nothing to compare; add another mode")
+        raise ValueError("--mode is only naive, which leaves nothing to compare; add another mode")
     config = options.engine_config(argparse.Namespace(**{**vars(args), "num_draft": AUTO}), modes=modes)
     configs = [replace(config, num_draft=None if num == AUTO else num) for num in args.num_draft]
     samplings = [  # greedy decoding once
@@ -212,7 +216,7 @@ def _compare(
 
     runtime = Runtime(config, modes, progress=progress)
     sizes = {"max_new_tokens": samplings[0].max_new_tokens, "max_context": runtime.max_context}
-    prompts = questions.prompts_of(runtime.tokenizer, asked, **sizes)
+    prompts = prompts_of(runtime.tokenizer, asked, **sizes)
     cases: list[Case] = []
 
     def tick() -> None:

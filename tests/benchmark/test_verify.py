@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from benchmark.studies import verify
+from benchmark.studies.verify import compare_answers
 from sharesd import sampling
-from sharesd.cli import verify
-from sharesd.cli.verify import compare_answers
 from sharesd.config import EngineConfig
 from sharesd.models.loader import load_decoder
 from sharesd.runtime import Runtime
@@ -123,7 +123,7 @@ def test_position_tokens_and_gaps_of_a_mismatch(tiny: Path, temperature: float) 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--mode", "naive"], "--mode is naive alone"),
+        (["--mode", "naive"], "--mode is only naive"),
         (["--num-speculative-tokens", "0,1"], "num_draft is 0"),
         (["--temperatures=-1"], "temperature is -1"),
         (["--seeds=-1"], "seed is -1"),

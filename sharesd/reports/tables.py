@@ -74,7 +74,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ValueError(f"{path} does not exist, so there is nothing to resume; drop --resume") from None
+        raise ValueError(f"{path} does not exist, so there is nothing to resume; remove --resume") from None
     except ValueError as error:
         raise ValueError(f"{path} is damaged ({error}); use another --out-dir") from error
 

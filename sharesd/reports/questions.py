@@ -1,18 +1,22 @@
-"""Questions of benchmarks and of prompt files; mistakes are one-line ValueErrors."""
+"""Questions of benchmarks, their files and their prompts; mistakes are one-line ValueErrors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from sharesd.data.json_lines import records
 from sharesd.data.prompt_files import code_request
 
+if TYPE_CHECKING:
+    from sharesd.models.tokenizer import Tokenizer
+
 BUILTIN_FILE = Path(__file__).with_name("builtin_questions.jsonl")
 BUILTIN_LABEL = "ShareSD built-in questions"
+CHAT, PLAIN = "chat template", "plain"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,7 +168,7 @@ def load(benchmark: str, path: str | Path | None = None, num_questions: int | No
         name, label, source, rows = "builtin", BUILTIN_LABEL, "built-in", json_rows(BUILTIN_FILE)
     questions = _questions(source, rows, partial(_of_any_layout, layout=layout))
     if num_questions is not None and num_questions > len(questions):
-        raise ValueError(f"num_questions is {num_questions}, but {label} holds {len(questions)}; ask for no more")
+        raise ValueError(f"num_questions is {num_questions}, but {label} has only {len(questions)}; lower it")
     return QuestionSet(name=name, label=label, source=source, questions=questions[:num_questions])
 
 
@@ -223,10 +227,46 @@ def _questions(source: str, rows: Iterable[Row], to_question: Callable[[Row], Qu
         question = to_question(row)
         if question.id in seen:
             raise ValueError(
-                f"{row.where}: id {question.id!r} is that of {seen[question.id]} already; change one of them"
+                f"{row.where}: id {question.id!r} is already that of {seen[question.id]}; change one of them"
             )
         seen[question.id] = row.where
         questions.append(question)
     if not questions:
         raise ValueError(f"{source} holds no questions; write one JSON object on each line")
     return tuple(questions)
+
+
+def prompt_format(tokenizer: Tokenizer) -> str:
+    """Return `chat template` if the checkpoint has one, else `plain`."""
+    return CHAT if tokenizer.has_chat_template else PLAIN
+
+
+def prompt_ids(tokenizer: Tokenizer, question: Question, answers: Sequence[str]) -> list[int]:
+    """Return the prompt of the turn after `answers`, earlier messages included."""
+    messages = [{"role": "user", "content": question.turns[0]}]
+    for answer, turn in zip(answers, question.turns[1:], strict=False):
+        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": turn}]
+    if tokenizer.has_chat_template:
+        return tokenizer.chat(messages)
+    text = "\n\n".join(f"{message['role'].title()}: {message['content']}" for message in messages)
+    return tokenizer.encode(f"{text}\n\nAssistant:")
+
+
+def require_room(tokenizer: Tokenizer, questions: Sequence[Question], *, max_new_tokens: int, max_context: int) -> None:
+    """Raise ValueError if all turns of a question exceed `max_context`."""
+    for question in questions:
+        earlier = [""] * (len(question.turns) - 1)
+        needed = len(prompt_ids(tokenizer, question, earlier)) + max_new_tokens * len(question.turns)
+        if needed > max_context:
+            raise ValueError(
+                f"question {question.id} may need {needed} tokens and the context holds {max_context}; "
+                "raise --max-context or lower --max-new-tokens"
+            )
+
+
+def prompts_of(
+    tokenizer: Tokenizer, questions: Sequence[Question], *, max_new_tokens: int, max_context: int
+) -> dict[str | int, list[int]]:
+    """Return first turns by question id; ValueError if they exceed `max_context`."""
+    require_room(tokenizer, questions, max_new_tokens=max_new_tokens, max_context=max_context)
+    return {question.id: prompt_ids(tokenizer, question, []) for question in questions}

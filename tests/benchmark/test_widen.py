@@ -17,16 +17,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmark.__main__ import main
+from benchmark.studies import widening
+from benchmark.studies.wide_shapes import SHAPES, Shape
+from benchmark.studies.widening import GROUP, describe, wide_tensors, widen, widen_head
 from quant.formats.hqq.solver import solve
 from sharesd.config import EngineConfig
 from sharesd.drafters.heads.checkpoint import load_head
-from sharesd.models import widening
 from sharesd.models.checkpoint import read_config, weight_files
 from sharesd.models.hub import EMBEDDED, model_name
 from sharesd.models.loader import decoder_config, load_decoder
 from sharesd.models.tokenizer import load_tokenizer
-from sharesd.models.wide_shapes import SHAPES, Shape
-from sharesd.models.widening import GROUP, describe, wide_tensors, widen, widen_head
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
 from tests.helpers.tiny_heads import logits_of as logits_of_head
@@ -198,17 +198,17 @@ def test_the_folder_is_a_whole_checkpoint(real: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "shape", "message"),
     [
-        ({"model_type": "qwen2"}, {}, "'qwen2' cannot be widened; give a llama or mistral"),
+        ({"model_type": "qwen2"}, {}, "'qwen2' cannot be widened; use llama or mistral"),
         ({"attention_bias": True}, {}, "with biases cannot be widened"),
-        ({}, {"hidden_size": 0}, "hidden size is 64 already, and the shape asks for 0"),
-        ({}, {"num_layers": 1}, "number of layers is 2 already"),
+        ({}, {"hidden_size": 0}, "hidden size is already 64, and the shape has 0"),
+        ({}, {"num_layers": 1}, "number of layers is already 2"),
         ({}, {"intermediate_size": 160}, r"MLP size is 160 \(160 columns\), not a multiple of 64"),
         ({"intermediate_size": 96}, {}, r"MLP size is 96 \(96 columns\), not a multiple of 64"),
         ({"num_attention_heads": 2, "head_dim": 16}, {}, r"query heads is 2 \(32 columns\), not a multiple of 64"),
         (
             {},
             {"num_key_value_heads": 4},
-            "4 query heads on 2 key/value heads, and the shape 12 on 4, which is another ratio",
+            "4 query heads on 2 key/value heads, and the shape 12 on 4, which is a different ratio",
         ),
         ({"intermediate_size": 192}, {}, r"mlp.gate_proj.weight has shape \[128, 64\] where config.json asks for"),
     ],
@@ -224,14 +224,14 @@ def test_what_does_not_fit_is_refused(
 
 def test_damaged_checkpoints_are_refused(real: Path, tmp_path: Path) -> None:
     edit_weights(real, lambda tensors: {k: v for k, v in tensors.items() if k != "model.layers.1.mlp.up_proj.weight"})
-    with pytest.raises(ValueError, match="has no tensor model.layers.1.mlp.up_proj.weight; give a complete checkpoint"):
+    with pytest.raises(ValueError, match="has no tensor model.layers.1.mlp.up_proj.weight; use a complete checkpoint"):
         widen(real, tmp_path / "wide", WIDE, name="wide")
     (real / "model.safetensors").write_bytes(b"\0" * 100)
     with pytest.raises(ValueError, match="model.safetensors is damaged"):
         widen(real, tmp_path / "wide", WIDE, name="wide")
     torch.save({"model.norm.weight": torch.zeros(10_000)}, real / "pytorch_model.bin")
     (real / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match="pytorch_model.bin is a pickle; give a checkpoint in safetensors"):
+    with pytest.raises(ValueError, match="pytorch_model.bin is a pickle; use a checkpoint in safetensors"):
         widen(real, tmp_path / "wide", WIDE, name="wide")
     assert [path.name for path in tmp_path.iterdir()] == ["real"]
 
@@ -256,9 +256,9 @@ def test_a_full_disk_and_a_taken_folder_are_one_line(
 ) -> None:
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken/file").touch()
-    with pytest.raises(ValueError, match="taken exists already; remove it or name another folder"):
+    with pytest.raises(ValueError, match="taken already exists; remove it or use another folder"):
         widen(real, tmp_path / "taken", WIDE, name="wide")
-    with pytest.raises(ValueError, match="which is a file; name another folder"):
+    with pytest.raises(ValueError, match="which is a file; use another folder"):
         widen(real, tmp_path / "taken/file/wide", WIDE, name="wide")
     usage = namedtuple("usage", "total used free")(0, 0, 10**6)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)

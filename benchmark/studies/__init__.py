@@ -1,0 +1,1 @@
+"""Studies of the runtime: what options change, whether drafters are right, widened models."""

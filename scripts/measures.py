@@ -1,0 +1,77 @@
+"""Sizes of the project: lines and files, and what of it a run imports.
+
+    python scripts/measures.py [--json]
+
+A run is `LLM(mode="share")` on a tiny random model, on a CPU. The engine alone is `import sharesd.engine.engine`.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("sharesd", "compile", "quant", "offload", "multigpu")
+SHARE = """
+from sharesd import LLM, SamplingParams
+
+with LLM({folder!r}, mode="share", device="cpu", max_context=64) as llm:
+    llm.generate("abcabc", SamplingParams(max_new_tokens=4))
+"""
+ENGINE = "import sharesd.engine.engine"
+LIST = "\nimport sys\nprint('\\n'.join(str(getattr(module, '__file__', '')) for module in [*sys.modules.values()]))"
+
+
+def main(argv: list[str]) -> int:
+    """Print the table, or JSON."""
+    with tempfile.TemporaryDirectory() as folder:
+        measures = {
+            "sharesd/": size(sources("sharesd")),
+            "tests/": size(sources("tests")),
+            "imported by a share run through LLM": size(imported(SHARE.format(folder=tiny_model(folder)))),
+            "imported by the engine alone": size(imported(ENGINE)),
+        }
+    if "--json" in argv:
+        print(json.dumps(measures))
+        return 0
+    print("| measure | files | lines |\n| --- | ---: | ---: |")
+    for name, (files, lines) in measures.items():
+        print(f"| {name} | {files:,} | {lines:,} |")
+    return 0
+
+
+def tiny_model(folder: str) -> str:
+    """Write a checkpoint in a process of its own; return its folder."""
+    code = "import pathlib, sys; from benchmark.studies.oracle_checkpoint import write_oracle as write; "
+    subprocess.run([sys.executable, "-c", f"{code}write(pathlib.Path(sys.argv[1]))", folder], cwd=ROOT, check=True)
+    return folder
+
+
+def sources(package: str) -> list[Path]:
+    """Return the Python files of a package that are committed or new."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", f"{package}/*.py"]
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    return [ROOT / name for name in names if (ROOT / name).exists()]
+
+
+def imported(code: str) -> list[Path]:
+    """Return our files that a fresh interpreter has imported after it ran `code`."""
+    done = subprocess.run([sys.executable, "-c", code + LIST], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    paths = {Path(line) for line in done.stdout.splitlines() if line.endswith(".py")}
+    return sorted(path for path in paths if any(path.is_relative_to(ROOT / package) for package in PACKAGES))
+
+
+def size(files: Iterable[Path]) -> tuple[int, int]:
+    """Return the number of files, and that of their lines."""
+    lines = [len(path.read_text("utf-8").splitlines()) for path in files]
+    return len(lines), sum(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""What benchmarks and training share: questions, tables, plots, the environment of a run."""
