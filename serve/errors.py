@@ -38,7 +38,10 @@ ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/me
 """Paths that are listed in the error for an unknown one."""
 ANTHROPIC = {
     **dict.fromkeys((400, 405, 408, 415), "invalid_request_error"),
-    **{401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"},
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
     503: "overloaded_error",
 }
 """Status -> type of error in Anthropic's API."""

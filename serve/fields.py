@@ -141,7 +141,7 @@ else:
     Accepted = _make(
         "Accepted",
         __base__=Strict,
-        **{name: (Any, None) for name in IGNORED},
+        **dict.fromkeys(IGNORED, (Any, None)),
         **{name: (Annotated[Any, _only(values)], None) for name, values in NEUTRAL.items()},
     )
     """Base schema with the fields of both tables."""

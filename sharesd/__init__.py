@@ -26,9 +26,9 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "OffloadConfig",
+    "PipelineConfig",
     "QuantConfig",
     "SamplingParams",
-    "PipelineConfig",
     "TokenChunk",
 ]
 

@@ -133,14 +133,22 @@ class SamplingParams:
         for token, amount in self.logit_bias.items():
             if not amount < math.inf:
                 raise ValueError(f"logit_bias of token {token} is {amount}; give a finite number, or -inf to ban it")
+        self._check_logprobs()
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed is {self.seed}; it must be between 0 and 2^63 - 1")
+        self._check_ends()
+        if self.grammar is not None:
+            self._check_grammar(self.grammar)
+
+    def _check_logprobs(self) -> None:
         if not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
             raise ValueError(f"top_logprobs is {self.top_logprobs}; it must be between 0 and {MAX_TOP_LOGPROBS}")
         if self.top_logprobs and not self.logprobs:
             raise ValueError(f"top_logprobs is {self.top_logprobs} but logprobs is off; switch logprobs on")
         if self.prompt_logprobs and not self.logprobs:
             raise ValueError("prompt_logprobs is on but logprobs is off; switch logprobs on")
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed is {self.seed}; it must be between 0 and 2^63 - 1")
+
+    def _check_ends(self) -> None:
         if any(not s for s in self.stop):
             raise ValueError("stop holds an empty string; give the text to stop at")
         for text in (*self.stop, self.grammar or ""):
@@ -149,8 +157,6 @@ class SamplingParams:
                 raise ValueError(f"{name} has {shown(text)}, with a lone surrogate; give text that is valid UTF-8")
         if any(token < 0 for token in self.stop_token_ids):
             raise ValueError(f"stop_token_ids has {min(self.stop_token_ids)}; token ids are at least 0")
-        if self.grammar is not None:
-            self._check_grammar(self.grammar)
 
     def _check_grammar(self, grammar: str) -> None:
         if not grammar.strip():

@@ -122,7 +122,7 @@ class _LogFile(logging.FileHandler):
 
     is_full = False
 
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (of logging)
+    def handleError(self, record: logging.LogRecord) -> None:
         error, before, self.is_full = sys.exc_info()[1], self.is_full, True
         if not before:
             text = (

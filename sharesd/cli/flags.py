@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import get_args
@@ -260,7 +261,7 @@ def _add_drafters(parser: argparse.ArgumentParser) -> None:
 
 def _load_named(add: Callable[[Iterable[DrafterSpec]], None], args: Sequence[str]) -> None:
     flag = "--drafter-module"
-    modules = [value for name, value in zip(args, args[1:], strict=False) if name == flag]
+    modules = [value for name, value in itertools.pairwise(args) if name == flag]
     modules += [arg.partition("=")[2] for arg in args if arg.startswith(f"{flag}=")]
     registry.load_modules(modules)
     add(registry.specs())

@@ -19,8 +19,8 @@ ANSWER_FIELDS = ("output", "response", "answer", "completion")
 TALK_FIELDS = ("messages", "conversations", "conversation")
 """Lists of turns: `role` and `content`, or ShareGPT's `from` and `value`."""
 ROLES = {
-    **{name: "user" for name in ("user", "human")},
-    **{name: "assistant" for name in ("assistant", "gpt", "chatgpt", "bing", "bard", "model")},
+    **dict.fromkeys(("user", "human"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model"), "assistant"),
     "system": "system",
 }
 

@@ -254,8 +254,8 @@ class RowAllocator:
                 range(cache.batch), key=lambda row: (usable[row], self.requests[row] is None, -self._last_used[row])
             )
         content = oldest if source not in free else source
-        used = self.used
-        row = min(free, key=lambda row: (self._size([*used, row]), row != content))
+        ends = self.used[:: max(len(self.used) - 1, 1)]  # the first and last used row; all between count anyway
+        row = min(free, key=lambda row: (self._size([*ends, row]), row != content))
         if row != content:
             cache.swap_rows(row, content)
             self._last_used[row], self._last_used[content] = self._last_used[content], self._last_used[row]

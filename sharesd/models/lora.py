@@ -53,7 +53,7 @@ def read_scale(adapter: Path) -> float:
     plain: dict[str, tuple[Any, ...]] = {"peft_type": ("LORA",), "bias": ("none", None)}
     plain |= {"fan_in_fan_out": (False, None), "init_lora_weights": _PLAIN_INIT}
     for name, value in config.items():
-        if (value and name not in (*_READ, *_IDLE)) or name in plain and value not in plain[name]:
+        if (value and name not in (*_READ, *_IDLE)) or (name in plain and value not in plain[name]):
             raise ValueError(f"the adapter {adapter} has {name} = {value!r}, which is not merged here; {_REMEDY}")
     rank, alpha = config.get("r"), config.get("lora_alpha", 8)
     if config.get("peft_type") != "LORA" or not isinstance(rank, int) or rank < 1 or not _is_number(alpha):

@@ -5,6 +5,7 @@ Names, merged rows, parts of tensor parallelism.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 from collections import Counter
@@ -365,7 +366,7 @@ class StoredTypes(NamedTuple):
                     expanded[name] = f"its inputs are in another order than those of {first}"
             types |= {name: _EXPANDED for name in names if name in expanded}
             end = 0
-            for name, following in zip(names, names[1:], strict=False):
+            for name, following in itertools.pairwise(names):
                 end += sum(rows[module_of(name)])
                 if end % LANES and types[name] != types[following]:
                     reason = f"types of a linear change at output {end}, which is not a multiple of {LANES}"

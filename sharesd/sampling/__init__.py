@@ -5,8 +5,8 @@ from sharesd.sampling.logits_processors import choose, logprobs_of, probs_of, pr
 from sharesd.sampling.noise import Stream, fork, gumbel, native_choice, native_gumbel, seeds_of_prompts, uniform
 
 __all__ = [
-    "SamplingKind",
     "RowSampling",
+    "SamplingKind",
     "Stream",
     "TokenCounts",
     "check_alike",

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,7 +18,7 @@ from offload.disk_reader import read_rate
 from offload.plan import DEPTHS, Limits, Plan
 from offload.planner import DoesNotFit, make_plan, show_bytes
 from offload.transfer import LinkError
-from sharesd.config import EngineConfig, Mode
+from sharesd.config import EngineConfig, Mode, OffloadConfig
 from sharesd.devices.host_memory import free_memory
 from sharesd.devices.selection import device_of, dtype_of
 from sharesd.drafters.registry import NAIVE
@@ -79,12 +80,10 @@ def _plan_for(
 ) -> Offloading | None:
     wanted = config.offload
     always = wanted.limited or wanted.when == "plan-only"
-    if wanted.when == "off":
+    if wanted.when == "off" or (obstacle is not None and not always):
         return None
     if obstacle is not None:
-        if always:
-            raise ValueError(f"no plan for offloading: {obstacle}")
-        return None
+        raise ValueError(f"no plan for offloading: {obstacle}")
     device = device_of(config.device)
     dtype = dtype or dtype_of(config.dtype, device)
     backend = backend_for(device, dtype, 1 + max(DEPTHS[-1], config.max_draft_tokens), config.max_batch)
@@ -112,21 +111,18 @@ def _plan_for(
         return None  # the context becomes what there is room for
     place = Path(wanted.folder) if wanted.folder is not None else cache_root() / "offload"
     contents = {quant: model.content(quant) for quant in model.quants}
-    disk, link = math.inf, math.inf
     if isinstance(backend, CudaBackend):
-        link = min(backend.link_rate(), wanted.rate or math.inf)
+        rates = model.rates(math.inf, min(backend.link_rate(), wanted.rate or math.inf))
     else:
-        disk = _disk_rate(folder, place, list(contents.values()), wanted.rate)
+        rates = model.rates(_disk_rate(folder, place, list(contents.values()), wanted.rate), math.inf)
         if not any(content.path(place).exists() for content in contents.values()):
             limits = replace(limits, disk=_free_disk(place))
-    rates = model.rates(disk, link)
     free_length = wanted.choose_depth and config.num_draft is None and config.explicit_tree is None
-    given = (0 if config.explicit_tree is None else config.explicit_tree[0],)
+    given_top, given_depth, _ = config.explicit_tree or (0, config.max_draft_tokens, 0)
     may_choose = free_length and config.tree == "auto" and wanted.choose_trees
-    tops = (0, *TREE_TOPS) if may_choose and model.may_draft_trees else given
+    tops = (0, *TREE_TOPS) if may_choose and model.may_draft_trees else (given_top,)
     drafters = {(quant, top): model.drafter(quant, top) for quant in model.quants for top in tops}
     longest = MAX_STEP - 1 if isinstance(backend, CudaBackend) else DEPTHS[-1]
-    given_depth = config.max_draft_tokens if config.explicit_tree is None else config.explicit_tree[1]
     max_draft = longest if free_length else given_depth
     backend.release_freed()  # what was timed
     remedy = _would_stay(config, modes, all_stays) if isinstance(backend, CudaBackend) and not always else ""
@@ -137,18 +133,27 @@ def _plan_for(
         raise DoesNotFit(f"{error}{others}{remedy and f'; all would fit with {remedy}'}") from None
     if plan.offloads and remedy:
         log.warning("weights are offloaded to host memory, which is slow; all fit on %s with %s", device, remedy)
-    if limits.host is not None and wanted.host_memory is not None and not plan.offloads:
-        log.warning("--cpu-memory-limit: no effect, the whole model is resident on %s", device)
+    _warn_of_idle_limit(plan, limits, wanted, device)
     quant, top = next(choice for choice, drafter in drafters.items() if drafter.name == plan.drafter)
     if plan.offloads:
         config = replace(config, quant=quant or config.quant, max_context=config.planned_context)
-        if free_length and plan.nodes:
-            config = replace(config, tree=(top, plan.depth, min(plan.nodes, top + (plan.depth - 1) * top**2)))
-        elif free_length and model.tables_alone:  # whose drafts cost nothing, and are trees
-            config = replace(config, max_draft=DefaultLimit(max_draft))
-        elif free_length:
-            config = replace(config, max_draft=DefaultLimit(max(plan.depth, 1)))
+        if free_length:
+            config = replace(config, **_draft_options(plan, top, max_draft, model.tables_alone))
     return Offloading(plan=plan, config=config, content=contents[quant], folder=place)
+
+
+def _warn_of_idle_limit(plan: Plan, limits: Limits, wanted: OffloadConfig, device: torch.device) -> None:
+    if limits.host is not None and wanted.host_memory is not None and not plan.offloads:
+        log.warning("--cpu-memory-limit: no effect, the whole model is resident on %s", device)
+
+
+def _draft_options(plan: Plan, top: int, max_draft: int, tables_alone: bool) -> dict[str, Any]:
+    """Return the options of the drafts that a plan chose."""
+    if plan.nodes:
+        return {"tree": (top, plan.depth, min(plan.nodes, top + (plan.depth - 1) * top**2))}
+    if tables_alone:  # whose drafts cost nothing, and are trees
+        return {"max_draft": DefaultLimit(max_draft)}
+    return {"max_draft": DefaultLimit(max(plan.depth, 1))}
 
 
 def _bytes_of_all(model: MemoryEstimate) -> int:

@@ -168,7 +168,7 @@ class CpuPacker:
 
     def __call__(self, weight: QuantizedWeight, bias: Tensor | None) -> QuantizedPackedLinear:
         """Pack a weight; ValueError for an unsupported number of inputs."""
-        N, K = weight.q.shape
+        _N, K = weight.q.shape
         if K % QUANTIZED_INPUT_MULTIPLE:
             raise ValueError(
                 f"a linear has {K} inputs, not a multiple of {QUANTIZED_INPUT_MULTIPLE}; use --compile regional"

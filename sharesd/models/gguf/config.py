@@ -55,14 +55,14 @@ def rope_of(file: GGUFFile, fields: Mapping[str, Any], config: Mapping[str, Any]
     rule = _rule(named, factor, magnitude, stored.keys())
     if named not in ("none", "linear", "yarn", "longrope") or (named == "longrope" and LONG not in stored):
         raise unknown_key(prefix + "rope.scaling.type", named)
+    if rule not in kinds and rule in ("yarn", "linear"):
+        raise unknown_key(prefix + (factor_key if rule == "linear" else "rope.scaling.type"), fields.get(factor_key))
     if rule not in kinds:
-        if rule in ("yarn", "linear"):
-            raise unknown_key(
-                prefix + (factor_key if rule == "linear" else "rope.scaling.type"), fields.get(factor_key)
-            )
-        if not stored:
-            raise unknown_key(prefix + "rope.scaling.attn_factor", magnitude)
-        raise unknown_tensor(next(iter(stored)))
+        raise (
+            unknown_tensor(next(iter(stored)))
+            if stored
+            else unknown_key(prefix + "rope.scaling.attn_factor", magnitude)
+        )
     pairs = int(config["head_dim"] * config.get("partial_rotary_factor", 1.0)) // 2
     for name, values_r in stored.items():
         if len(values_r) != pairs:
@@ -76,9 +76,8 @@ def rope_of(file: GGUFFile, fields: Mapping[str, Any], config: Mapping[str, Any]
             raise unknown_tensor(next(iter(stored)), "goes with another rule than yarn")
         return {"rope_scaling": _yarn(fields, prefix, factor, original, magnitude)}
     if rule == "longrope":
-        for name in (LONG, SHORT):
-            if name not in stored:
-                raise ValueError(f"the file has no tensor {name!r}, which its rope needs; download it again")
+        if missing := {LONG, SHORT} - stored.keys():
+            raise ValueError(f"the file has no tensor {min(missing)!r}, which its rope needs; download it again")
         if DIVISORS in stored:
             raise unknown_tensor(DIVISORS, f"is stored next to {LONG!r}")
         if factor != 1.0:
