@@ -31,7 +31,7 @@ def main(url="http://127.0.0.1:8000"):
         model=model,
         messages=messages,
         max_tokens=96,
-        seed=1,  # the same seed gives the same text, in every mode and beside any other requests
+        seed=1,  # the same seed gives the same text, in every mode and next to any other requests
         temperature=0.7,
         response_format={"type": "json_schema", "json_schema": {"name": "colours", "schema": SCHEMA}},
     )

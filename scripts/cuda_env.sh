@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .venv-cuda beside .venv: the same packages with the CUDA build of torch, for the tests under the stand-in driver
+# Makes .venv-cuda next to .venv: the same packages with the CUDA build of torch, for the tests under the stand-in driver
 # (tests/stand_in). It needs no GPU. 5.3 GB on disk; 2 to 10 minutes, most of it the download of 3 GB.
 #   bash scripts/cuda_env.sh           where it is missing, or not up to date
 #   bash scripts/cuda_env.sh --check   fails where it is, and makes nothing

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Packs one archive below 60 MB for a GPU machine without network: what is committed here, and packages it may lack.
 #   scripts/pack_for_gpu.sh OUT_DIR [CUDA [PIECE_MB]]     e.g. CUDA=130: the one library of bitsandbytes that goes along
-# The demo model, 93 MB, lies beside it in pieces of at most PIECE_MB (55). docs/how-to/gpu.md says how to unpack both.
+# The demo model, 93 MB, lies next to it in pieces of at most PIECE_MB (55). docs/how-to/gpu.md says how to unpack both.
 # gemlite is packed if it is installed: pip install --no-deps -c constraints.txt gemlite
 set -euo pipefail
 if [ $# -lt 1 ]; then

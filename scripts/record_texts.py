@@ -127,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def record(prepare: Prepare, *, modes: Sequence[str] | None = None, device: str = "auto") -> tuple[Cells, list[str]]:
-    """Return the cells of a model, and a line for each that breaks a promise."""
+    """Return the cells of a model, and a line for each that breaks a guarantee."""
     with tempfile.TemporaryDirectory() as folder:
         options = {"max_context": 256, "max_batch": max(ROWS), "device": device, **prepare(Path(folder))}
         llm, refused = load(options, modes or registry.modes())

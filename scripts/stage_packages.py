@@ -39,7 +39,7 @@ def main(folder: Path, cuda: str, names: list[str]) -> int:
 
 
 def is_wanted(file: str, cuda: str) -> bool:
-    """Not what lies outside the packages (programs), what Python makes anew, and libraries for other devices."""
+    """Not what lies outside the packages (programs), what Python makes again, and libraries for other devices."""
     if file.startswith("..") or "__pycache__" in file:
         return False
     library = re.search(r"libbitsandbytes_([a-z]+)(\d*)", file)

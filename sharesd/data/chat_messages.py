@@ -18,7 +18,7 @@ def for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
     `developer` becomes `system`, arguments of calls become objects, results of calls get the function's name, and
     reasoning is `reasoning_content`. Contents are texts or lists of text parts, as given; `Tokenizer.render_chat`
-    gives a template the form that it reads. ValueError for an empty list, an item that is no message, or a content
+    gives a template the form that it reads. ValueError for an empty list, an item that is not a message, or a content
     that is not text.
     """
     if not messages:

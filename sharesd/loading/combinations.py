@@ -242,7 +242,7 @@ OPTIONS: tuple[Row, ...] = (
             and not any(selection.head_of(c.config, mode) for mode in registry.names("head"))
         ),
         lambda c: (
-            f"head_quant is {c.config.head_quant} and there is no head; drop it, or give one (--draft-head FOLDER)"
+            f"head_quant is {c.config.head_quant} but no head is given; drop it, or give one (--draft-head FOLDER)"
         ),
     ),
     Row(

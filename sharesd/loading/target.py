@@ -95,8 +95,8 @@ def choose_context(
                 own,
             )
         if device.type == "cuda" and not planned:
-            per_row, beside = per_token()
-            _require_room(tokens, rows, per_row, device, beside)
+            per_row, fixed = per_token()
+            _require_room(tokens, rows, per_row, device, fixed)
         return Context(tokens, "the model's own limit" if cut else "as given")
     max_context, reason = own, "the model's own limit"
     reads_all = not isinstance(target, Decoder) or not reads_live_slots(
@@ -108,8 +108,8 @@ def choose_context(
         reason = f"chosen since {reason}; --max-context N sets another"
     if planned:
         return Context(max_context, reason)
-    free, (per_row, beside) = max(0, _free(device) - mapped_bytes), per_token()
-    holds = int(SHARE_OF_FREE * free / (rows * per_row + beside))
+    free, (per_row, fixed) = max(0, _free(device) - mapped_bytes), per_token()
+    holds = int(SHARE_OF_FREE * free / (rows * per_row + fixed))
     for_rows = f"for {rows} rows" if rows > 1 else "for a row"
     if holds < MIN_CONTEXT:
         raise ValueError(
@@ -122,12 +122,12 @@ def choose_context(
     return Context(max_context, reason)
 
 
-def _require_room(tokens: int, rows: int, per_row: float, device: torch.device, beside: float = 0.0) -> None:
+def _require_room(tokens: int, rows: int, per_row: float, device: torch.device, fixed: float = 0.0) -> None:
     """Raise ValueError if a GPU has too little memory for KV caches."""
-    free, per_token = _free(device), rows * per_row + beside
+    free, per_token = _free(device), rows * per_row + fixed
     if tokens * per_token <= free:
         return
-    batch, context = max(0, int((free / tokens - beside) / per_row)), int(free / per_token)
+    batch, context = max(0, int((free / tokens - fixed) / per_row)), int(free / per_token)
     fits = [f"--max-batch {batch}"] if batch else []
     fits += [f"--max-context {context}"] if context >= MIN_CONTEXT else []
     raise ValueError(

@@ -228,7 +228,7 @@ def folder_without(base: Path, ignored: Collection[str]) -> Path:
     `SECTION.NAME` is a key of a section. Those of `text_config` may be given alone.
 
     Raises:
-        ValueError: the folder is no checkpoint, or the cache cannot be written.
+        ValueError: the folder is not a checkpoint, or the cache cannot be written.
     """
     if not ignored:
         return base

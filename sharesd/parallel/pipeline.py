@@ -138,7 +138,7 @@ def _sizes(
     head = rest.get(HEAD, embedding)
     tables = sum(buffer.nbytes for buffer in decoder.buffers())
     logits = config.max_batch * (1 + config.max_draft_tokens) * c.vocab_size * (2 * dtype.itemsize + 3 * 4)
-    last, copied, beside = head + tables + logits, 0, dict.fromkeys(range(len(devices)), tables + numbers)
+    last, copied, extra = head + tables + logits, 0, dict.fromkeys(range(len(devices)), tables + numbers)
     second = selection.second_model(config) if has_second else None
     if balance_blocks or (has_second and second is None):
         for task in quantizer_for(decoder, config.quant).tasks:
@@ -152,9 +152,9 @@ def _sizes(
         drafts = copied + sum(kv) + embedding if second is None else _size_of(second, config)
         place = devices[-1] if config.draft_device is None else device_of(config.draft_device)
         if place in devices:  # of stages that share it, the last one
-            beside[len(devices) - 1 - devices[::-1].index(place)] += drafts
+            extra[len(devices) - 1 - devices[::-1].index(place)] += drafts
     last += sum(_size_of(head, config) for head in config.heads)
-    return PipelineSizes(blocks=tuple(blocks), first=embedding, last=last, extra=beside)
+    return PipelineSizes(blocks=tuple(blocks), first=embedding, last=last, extra=extra)
 
 
 def _size_of(name: str, config: EngineConfig) -> int:
