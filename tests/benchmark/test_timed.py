@@ -78,8 +78,8 @@ def test_rounds_that_are_counted_twice_are_refused(run: Any, device: str) -> Non
     with pytest.raises(TimesDiffer) as refused:
         generate(engine, [[1]], PARAMS)
     assert str(refused.value) == (
-        "naive: prompts and rounds add up to 0.995 s, but 0.500 s passed; the figures are wrong, and no report "
-        "is written"
+        "naive: prompts and rounds add up to 0.995 s, but 0.500 s passed; "
+        "the figures are wrong, so no report is written"
     )
 
 
