@@ -196,6 +196,7 @@ class TestCommand:
         assert status == 130 and out == "" and "interrupted" in err
         assert [path.name for path in Path("out").iterdir()] == ["run.json"]
 
+    @pytest.mark.smoke
     def test_one_mode_sampled(self, run: Run) -> None:
         status, _, err = run("--mode", "share", "--temperature", "0.7", "--seed", "3", "--num-questions", "1")
         assert status == 0, err

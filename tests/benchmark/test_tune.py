@@ -47,6 +47,7 @@ def config_of(*argv: str) -> EngineConfig:
 # The command
 
 
+@pytest.mark.smoke
 def test_settings_are_measured_and_the_best_is_kept(
     tiny: Path, tmp_path: Path, own_cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

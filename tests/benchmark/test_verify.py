@@ -38,6 +38,7 @@ def compare(tiny: Path, out: Path, *options: str) -> tuple[int, dict[str, Any]]:
     return status, json.loads((out / "verify.json").read_text())
 
 
+@pytest.mark.smoke
 def test_all_modes_are_exact(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     modes = ("classic", "share", "ngram", "suffix")
     status, report = compare(tiny, tmp_path / "out", "--num-speculative-tokens", "1,3", "--mode", ",".join(modes))

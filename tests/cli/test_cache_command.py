@@ -70,6 +70,7 @@ def test_every_part_of_the_cache_is_known() -> None:
     assert named | {"inductor", "triton"} == PARTS.keys() == OURS.keys()
 
 
+@pytest.mark.smoke
 def test_info_counts_what_is_ours(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cache", "info"]) == 0
     out = capsys.readouterr().out

@@ -80,6 +80,7 @@ def test_the_streamed_text_is_that_of_the_json(run: Callable, mode: str) -> None
     assert (mode == "naive") == (drafts == [])
 
 
+@pytest.mark.smoke
 def test_all_modes_say_the_same(run: Callable) -> None:
     sampled = ("--temperature", "0.9", "--seed", "7")
     for how in ((), sampled):
@@ -218,6 +219,7 @@ def test_chat_remembers_and_reads_only_what_is_new(talk: Talk, run: Callable, fo
     assert fresh.token_ids == second.token_ids
 
 
+@pytest.mark.smoke
 def test_chat_modes_give_the_same_answer(talk: Talk) -> None:
     lines = [PROMPTS[0], "/mode naive", "/reset", PROMPTS[0], "/mode classic", "/reset", PROMPTS[0], "/mode suffix"]
     _, err = talk(*lines, "/reset", PROMPTS[0], "/mode", "/stats", args=("--mode", "classic"))
@@ -496,6 +498,7 @@ def _take_terminal() -> None:
 # The package
 
 
+@pytest.mark.smoke
 def test_public_names() -> None:
     assert all(getattr(sharesd, name) for name in sharesd.__all__)
     assert set(sharesd.__all__) <= set(dir(sharesd))

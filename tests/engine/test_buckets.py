@@ -112,7 +112,7 @@ def check(found: list[Completion | None], wanted: list[Completion]) -> None:
             assert (ours.token_ids, ours.finish_reason) == (alone.token_ids, alone.finish_reason)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param("share", marks=pytest.mark.smoke), *(k for k in KINDS if k != "share")])
 def test_texts_are_as_without_and_nothing_is_captured_later(
     kind: str, wanted: list[Completion], monkeypatch: pytest.MonkeyPatch
 ) -> None:

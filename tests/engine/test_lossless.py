@@ -150,6 +150,7 @@ def test_more_prompts_than_rows_are_decoded_in_groups() -> None:
         assert engine.stats.prompt_tokens == sum(map(len, prompts)) and len(engine.stats.accept_lengths) == 5
 
 
+@pytest.mark.smoke
 def test_seed_and_place_decide_and_a_batch_does_not() -> None:
     """Any prompt of a call can be decoded alone, with the seed of its place."""
     engine, single = oracle("sampled", 4, 0.5, batch=3), oracle("sampled", 4, 0.5)
@@ -367,6 +368,7 @@ def test_a_drafter_equal_to_the_target_is_always_accepted(kind: str) -> None:
             assert engine.stats.tau == 5
 
 
+@pytest.mark.smoke
 def test_a_draft_that_is_right_now_and_then_catches_up() -> None:
     """A classic drafter that agrees in stretches: its cache must be right after misses and after full acceptance."""
     near = tiny_decoder(3)

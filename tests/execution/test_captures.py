@@ -98,6 +98,7 @@ def test_what_passes_between_graphs_other_than_by_results_is_poisoned() -> None:
     assert sums[:2] != sums[2:], "a stale read shows"
 
 
+@pytest.mark.smoke
 def test_no_captures_notices_one() -> None:
     graphs, (_, _, step) = RecordedGraphs(), counter()
     replayed = Replayed(step, graphs)

@@ -113,12 +113,14 @@ def rows_of(name: str) -> tuple[Row, ...]:
     return getattr(combinations, name)
 
 
+@pytest.mark.smoke
 def test_each_row_has_a_case() -> None:
     for name in ("OPTIONS", "TARGET", "RESOLVED", "NO_OFFLOAD"):
         assert len(rows_of(name)) == sum(table == name for table, *_ in CASES), name
 
 
 @pytest.mark.parametrize(("table", "number", "combination", "message"), CASES)
+@pytest.mark.smoke
 def test_a_row_refuses_its_case_alone(table: str, number: int, combination: Combination, message: str) -> None:
     rows = rows_of(table)
     assert message in rows[number].message(combination)

@@ -173,6 +173,7 @@ def uses_of(modules: dict[str, Path]) -> dict[str, set[str]]:
     return {name: found & modules.keys() for name, found in uses.items()}
 
 
+@pytest.mark.smoke
 def test_no_modules_import_each_other() -> None:
     """In a circle of any length; `sharesd/__init__.py` apart, which passes names on when they are asked for."""
     modules = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}

@@ -281,6 +281,7 @@ def test_a_tensor_at_a_wrong_place_is_noticed(way_of_cuda: None) -> None:
 
 
 @pytest.mark.parametrize("kind", kinds())
+@pytest.mark.smoke
 def test_the_host_reads_once_a_round(kind: str, way_of_cuda: None) -> None:
     engine = kinds()[kind](1)
     chunks = engine.stream([[1, 2, 3]], replace(GREEDY, max_new_tokens=60))

@@ -24,6 +24,7 @@ def server() -> Iterator[Served]:
         yield running
 
 
+@pytest.mark.smoke
 def test_a_completion_has_openais_shape(server: Served) -> None:
     client = server.openai()
     done = client.completions.create(model="fake", prompt="the cat", max_tokens=7, seed=5)

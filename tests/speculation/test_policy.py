@@ -83,6 +83,7 @@ def test_the_best_length_is_found(alpha: float, draft: float) -> None:
     assert mean_rate > 0.95 * rate(best)
 
 
+@pytest.mark.smoke
 def test_a_losing_drafter_costs_next_to_nothing() -> None:
     costs = Costs({1: 1.0, 9: 1.6}, 0.6)
     policy = Policy(chains(8), costs=Costs(dict(costs.step), costs.draft))
@@ -176,6 +177,7 @@ def test_each_number_of_threads_has_costs_of_its_own() -> None:
     assert live.step(9) / live.step(1) == pytest.approx(1.2, rel=0.02)
 
 
+@pytest.mark.smoke
 def test_what_drafts_lose_is_bounded_however_wrong_the_costs_are() -> None:
     """The table says that drafting is nearly free, and forgets at once what it learns."""
     policy, lost = Policy(chains(8), costs=Costs({1: 1.0, 9: 1.0}, 0.01)), 0.0

@@ -51,6 +51,7 @@ def test_prompts_are_read_once_each(prompts: tuple[Path, Path]) -> None:
     assert read_prompts([str(prompts[0])], 99) == read_prompts([str(prompts[0])]), "no more than there are"
 
 
+@pytest.mark.smoke
 def test_a_filled_table_knows_what_the_model_says(
     tmp_path: Path, prompts: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -226,6 +226,7 @@ def test_attention_takes_slices_of_a_projection(dtype: torch.dtype) -> None:
 
 
 @EACH_DTYPE
+@pytest.mark.smoke
 def test_slots_beyond_the_cache_are_not_written(dtype: torch.dtype) -> None:
     """Padding rows of a row that is full: they vanish, and the rows before them are right."""
     for length in (90, 95, 96, 200):
@@ -309,6 +310,7 @@ def test_a_rows_bits_depend_on_nothing_beside_it(N: int, K: int, dtype: torch.dt
 
 @EACH_DTYPE
 @pytest.mark.parametrize("K", [32, 96, 100])
+@pytest.mark.smoke
 def test_a_rows_bits_where_numbers_are_of_all_sizes(K: int, dtype: torch.dtype) -> None:
     """Tiles of bfloat16 sum in an order of their own and take subnormal numbers for 0; few rows go without tiles."""
     dice = torch.Generator().manual_seed(K)
