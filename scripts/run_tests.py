@@ -21,14 +21,18 @@ LATER = "inductor or interpreted or cuda or stand_in"
 QUICK: Group = "quick", {}, f"not ({LATER} or slow or subprocess or real_model or browser)"
 GROUPS: list[Group] = [
     QUICK,
-    ("slow, processes, browser", {}, f"(slow or subprocess or real_model or browser) and not ({LATER})"),
+    (
+        "slow, processes, browser",
+        {"PYTEST_ADDOPTS": "-n 3"},  # some processes wait for others, so three workers keep two cores busy
+        f"(slow or subprocess or real_model or browser) and not ({LATER})",
+    ),
     ("compiled by Inductor", {}, "inductor and not cuda"),
     ("Triton's kernels, interpreted", {"TRITON_INTERPRET": "1"}, "interpreted and not inductor"),
     ("kernels, a guard page before each region", {"GUARD_PAGES": "before"}, f"kernels and not ({LATER})"),
 ]
-OLDER = {"x86-64-v2": "before", "x86-64-v3": "behind"}
+OLDER = {"x86-64-v3": "behind", "x86-64-v2": "before"}
 """Processors without AVX-512, for which the kernels are built again where this one can run them, and where guard pages
-lie then."""
+lie then; the second one in --long alone."""
 CUDA: Group = "on a GPU", {"TEST_GPU": "1"}, "cuda"
 STAND_IN: Group = "the CUDA path, under a stand-in driver", {}, "stand_in"
 CUDA_ENV = Path("scripts/cuda_env.sh")
@@ -45,7 +49,11 @@ def main(argv: list[str]) -> int:
     args, flags = parser.parse_known_args(argv)
     started, counts, groups = time.monotonic(), Counter[str](), [QUICK]
     if args.all or args.long:
-        groups = [*GROUPS, *older_processors(), *([CUDA] if shutil.which("nvidia-smi") else [])]
+        groups = [
+            *GROUPS,
+            *older_processors()[: None if args.long else 1],
+            *([CUDA] if shutil.which("nvidia-smi") else []),
+        ]
         if has_cuda_build(make=args.long):
             groups.append(STAND_IN)
         else:

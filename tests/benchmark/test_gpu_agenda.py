@@ -259,7 +259,7 @@ def test_kernels_without_triton_are_said_not_to_be_there(tmp_path: Path, monkeyp
         own_kernels._kernels(Job("cuda", tmp_path / "found"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_all_steps_go_through_on_a_cpu(tmp_path: Path, target: str) -> None:
     assert main(["gpu", "--device", "cpu", "--target", target, "--out-dir", str(tmp_path)]) == 0
     values = json.loads((tmp_path / "gpu.json").read_text())
