@@ -171,7 +171,7 @@ class TestCommand:
         status, _, err = run("--resume", "--num-speculative-tokens", "3")
         assert status == 2 and err.startswith("error: --resume: num_draft was 'auto' in out and is 3 now;")
         status, _, err = run()
-        assert status == 2 and "out holds run.json already; add --resume" in err
+        assert status == 2 and "out already has run.json; add --resume" in err
         assert Path("out/answers-naive.jsonl").read_bytes() == before
 
         status, _, err = run("--resume")

@@ -484,7 +484,7 @@ def test_a_server_that_does_not_start(fake_spawn: Callable[..., int], capsys: py
         (["--dataset", "no-such-file.jsonl"], "no-such-file.jsonl cannot be read (No such file"),
         (["--spawn", "fast"], "mode is 'fast'"),
         (["--spawn", "naive", "--base-url", "http://x"], "use one or the other"),
-        (["--", "--max-batch", "8"], "'--max-batch' is for the server that --spawn starts"),
+        (["--", "--max-batch", "8"], "'--max-batch' is for a server that --spawn starts"),
         (["--base-url", "localhost"], "cannot ask localhost for its models"),
     ],
 )

@@ -201,7 +201,7 @@ def test_template(run: Run, model: Path, plain: Path) -> None:
         (["--template", "empty.jinja"], "--template has no effect on demo te; use --demo chat"),
         (["--demo", "chat", "--template", "none.jinja"], "none.jinja cannot be read (No such file or directory)"),
         (["--demo", "chat", "--template", "empty.jinja"], "the chat template renders nothing"),
-        (["--demo", "chat", "--template", "broken.jinja"], "does not take these messages"),
+        (["--demo", "chat", "--template", "broken.jinja"], "refuses these messages"),
         (
             ["--demo", "chat", "--template", "wrong.jinja"],
             "can only concatenate list",

@@ -224,7 +224,7 @@ def test_chat_modes_give_the_same_answer(talk: Talk) -> None:
     lines = [PROMPTS[0], "/mode naive", "/reset", PROMPTS[0], "/mode classic", "/reset", PROMPTS[0], "/mode suffix"]
     _, err = talk(*lines, "/reset", PROMPTS[0], "/mode", "/stats", args=("--mode", "classic"))
     assert len(set(talk.texts)) == 1 and len(talk.texts) == 4
-    assert "mode suffix; loaded are naive, classic, ngram, suffix, recycle\n" in err
+    assert "mode suffix; loaded: naive, classic, ngram, suffix, recycle\n" in err
     assert all(f"all {mode}" in err for mode in ("naive", "suffix", "classic"))
 
 

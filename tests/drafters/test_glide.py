@@ -257,5 +257,5 @@ def test_heads_of_several_modes_draft_in_one_runtime(tmp_path: Path) -> None:
         assert texts(engine, prompts, GREEDY) == want and engine.stats.drafted_tokens > 0
     with pytest.raises(ValueError, match="some of which are for one mode"):
         check_options(EngineConfig(mode="eagle", heads=(*heads, str(tmp_path / "eagle")), **given))
-    with pytest.raises(ValueError, match="behind 1, 2 blocks|behind 1, 2 and behind 3 blocks"):
+    with pytest.raises(ValueError, match="after 1, 2 and after 3 blocks"):
         Runtime(EngineConfig(mode="eagle", heads=(str(tmp_path / "eagle"), heads[1]), **given), ("eagle", "parallel"))

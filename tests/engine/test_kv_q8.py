@@ -166,7 +166,7 @@ def test_what_takes_no_such_cache_is_refused_by_name(folder: Path, monkeypatch: 
     with pytest.raises(ValueError, match="kv_dtype is 'q4'; choose one of auto, q8"):
         config_of(folder, kv_dtype="q4")
     with pytest.raises(
-        ValueError, match="kv_dtype is 'q8', and KV in 8 bits takes this project's kernels, and torch's"
+        ValueError, match="kv_dtype is 'q8', and KV in 8 bits needs this project's kernels, and torch's"
     ):
         resolve_config(config_of(folder, kernels="torch"))
     given = partial(Combination.of, config_of(folder), device="cuda:0")

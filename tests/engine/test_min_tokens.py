@@ -64,7 +64,7 @@ def test_stop_strings_are_not_looked_for_before() -> None:
     [
         ({"min_new_tokens": -1}, "min_new_tokens is -1"),
         ({"min_new_tokens": 9, "max_new_tokens": 8}, "max_new_tokens 8"),
-        ({"min_new_tokens": 2, "acceptance": "block"}, "acceptance block"),
+        ({"min_new_tokens": 2, "acceptance": "block"}, "acceptance is block"),
     ],
 )
 def test_what_does_not_go_together_is_refused(wrong: dict[str, Any], message: str) -> None:

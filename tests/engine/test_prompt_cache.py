@@ -113,7 +113,7 @@ def test_another_identity_is_named_once(tmp_path: Path, caught: list[str]) -> No
     prompts = opened(tmp_path, filled([FIRST, OTHER]))
     assert prompts.save(0) and prompts.save(1)
     assert opened(tmp_path, make_cache(), model="b", dtype="bfloat16").restore(0, FIRST, 0) == 0
-    assert caught == [f"texts of the prompt cache {tmp_path} are ignored: 2 of another model, dtype"]
+    assert caught == [f"texts of the prompt cache {tmp_path} are ignored: 2 with another model, dtype"]
     assert opened(tmp_path, make_cache()).restore(0, FIRST, 0) and len(caught) == 1
 
 

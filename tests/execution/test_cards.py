@@ -319,8 +319,8 @@ def test_caches_that_do_not_fit_say_what_would(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(
         ValueError, match="10 rows of 2000 tokens need 2.2 MB .* use --max-batch 9 or --max-context 1818"
     ):
-        target._require_room(2000, 10, 100, GPU, beside=100)
-    with pytest.raises(ValueError, match="take a smaller model"):
+        target._require_room(2000, 10, 100, GPU, fixed=100)
+    with pytest.raises(ValueError, match="use a smaller model"):
         target._require_room(2000, 1, 10**6, GPU)
 
 
@@ -353,6 +353,6 @@ def test_errors_of_triton_end_in_a_line(capsys: pytest.CaptureFixture[str]) -> N
 
     assert main_guard(fails) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert re.match(r"error: a kernel .*\(PTXAS error: no such target\); take --kernels torch", line)
+    assert re.match(r"error: a kernel .*\(PTXAS error: no such target\); use --kernels torch", line)
     with pytest.raises(KeyError):
         main_guard(lambda: {}["x"])

@@ -147,7 +147,7 @@ CASES: dict[str, tuple[Make, tuple[str, ...]]] = {
     "onnx": (without("model.safetensors", more="onnx/model.onnx"), ("only onnx/model.onnx (ONNX)", "give the folder")),
     "flax": (without("model.safetensors", more="flax_model.msgpack"), ("flax_model.msgpack (Flax)", "give the folder")),
     "meta": (without("model.safetensors", more="consolidated.00.pth"), ("Meta's own format", "give the folder")),
-    "bad torch": (without("model.safetensors", more="pytorch_model.bin"), ("is no file of torch", "download it again")),
+    "bad torch": (without("model.safetensors", more="pytorch_model.bin"), ("not a file of torch", "download it again")),
     "no tokenizer": (without("tokenizer.json"), ("/model has no file of a tokenizer", "add its tokenizer.json")),
     "weights": (lambda at: make_checkpoint(at / "m") / "model.safetensors", ("file of weights", "give its folder")),
     "config": (lambda at: make_checkpoint(at / "m") / "config.json", ("one file of a checkpoint", "give its folder")),

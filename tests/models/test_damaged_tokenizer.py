@@ -55,7 +55,7 @@ def test_a_template_that_is_not_utf8(folder: Path) -> None:
 def test_a_damaged_template_names_its_folder(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text("{% for m in messages %")
     tokenizer = load_tokenizer(folder)
-    with pytest.raises(ValueError, match=f"chat template of {folder} does not take these messages"):
+    with pytest.raises(ValueError, match=f"chat template of {folder} refuses these messages"):
         tokenizer.ask("why")
 
 
@@ -74,5 +74,5 @@ def test_a_damaged_template_is_that_of_what_was_given(tmp_path: Path, monkeypatc
     folder = converted_folder(tmp_path / "model.gguf", dequantize=False)
     (folder / "chat_template.jinja").write_text("{% for m in messages %")
     tokenizer = load_tokenizer(folder, tmp_path / "model.gguf")
-    with pytest.raises(ValueError, match=f"chat template of {tmp_path}/model.gguf does not take these messages"):
+    with pytest.raises(ValueError, match=f"chat template of {tmp_path}/model.gguf refuses these messages"):
         tokenizer.ask("why")

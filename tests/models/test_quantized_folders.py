@@ -211,7 +211,7 @@ def plain(tensors: dict[str, Tensor]) -> None:
         ("gptq", {"quant_method": "aqlm"}, None, "quant_method = aqlm, and one of gptq, awq, "),
         ("gptq", {"dynamic": {"-:.*up_proj": {}}}, None, f"{UP}.* is quantized, and quantization_config leaves"),
         ("gptq", {}, lambda t: t.pop(f"{UP}.scales"), f"tensor {UP}.scales is missing"),
-        ("gptq", {}, lambda t: t.pop(f"{UP}.qweight"), f"tensor {UP}.* has no quantized weights beside it"),
+        ("gptq", {}, lambda t: t.pop(f"{UP}.qweight"), f"tensor {UP}.* has no quantized weights next to it"),
         ("gptq", {}, nan, f"tensor {UP}.scales has NaN or infinite values"),
         ("gptq", {}, plain, f"tensor {UP}.weight is not quantized"),
         ("gptq", {}, lambda t: t[f"{UP}.g_idx"].add_(9), f"tensor {UP}.g_idx has group numbers that are not below 2"),

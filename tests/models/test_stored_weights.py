@@ -267,7 +267,7 @@ def test_the_default_expands_architectures_without_a_native_decoder(
 
 
 def test_a_folder_of_numbers_is_not_stored(checkpoint: Any) -> None:
-    with pytest.raises(ValueError, match="is no .gguf file"):
+    with pytest.raises(ValueError, match="is not a .gguf file"):
         LLM(checkpoint(), mode="naive", dequantize=False)
 
 

@@ -190,8 +190,8 @@ def test_chat_template_may_be_a_file_or_one_of_several(tmp_path: Path) -> None:
     [
         (None, "no chat template"),
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        ("{% for %}", "does not take these messages"),
-        ("{{ messages.append(1) }}", "does not take these messages"),
+        ("{% for %}", "refuses these messages"),
+        ("{{ messages.append(1) }}", "refuses these messages"),
     ],
 )
 def test_chats_that_cannot_be_rendered_are_explained(template: str | None, message: str, tmp_path: Path) -> None:

@@ -190,7 +190,7 @@ def test_free_space_is_looked_at_first(tmp_path: Path, monkeypatch: pytest.Monke
     _write(tmp_path, [0, 1])
     need = 3 * _content().layouts[0].record_bytes + store_module._MARGIN_BYTES
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=need - 1))
-    with pytest.raises(StoreError, match="free and the blocks take 36.9 kB; free some space"):
+    with pytest.raises(StoreError, match="free and the blocks need 36.9 kB; free some space"):
         Writer(tmp_path, _content())
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=need))
     _write(tmp_path)

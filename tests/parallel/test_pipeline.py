@@ -394,7 +394,7 @@ def test_mistakes(folder: Path, options: dict[str, Any], complaint: str) -> None
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")
 def test_gpus_that_are_not_there(folder: Path) -> None:
     for split in (PipelineConfig(device_map="auto"), PipelineConfig(max_memory=((0, 10**9),))):
-        with pytest.raises(ValueError, match="torch finds no GPU; name them"):
+        with pytest.raises(ValueError, match="found no GPU; list the devices"):
             Runtime(config_of(folder, split=split))
     with pytest.raises(ValueError, match="device is 'cuda:1' but torch .* finds no GPU"):
         Runtime(config_of(folder, split=PipelineConfig(devices=("cuda:0", "cuda:1"))))

@@ -281,7 +281,7 @@ def test_a_model_drafter_that_idled_catches_up_in_the_next_call() -> None:
 def test_tables_fill_up_a_models_draft(
     name: str, tree: Any, sampling: str, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def every_third(policy: Policy, may_explore: bool = True, beside: float | None = None) -> DraftShape:
+    def every_third(policy: Policy, may_explore: bool = True, rate_to_beat: float | None = None) -> DraftShape:
         return NO_DRAFT if next(rounds) % 3 else policy.shapes[0]  # the smallest, which leaves room for tables
 
     rounds, turns = count(), count()

@@ -95,7 +95,7 @@ def test_sequences_without_loss_in_reach_are_left_out(tmp_path: Path) -> None:
     assert (
         len(split.train) + len(split.held_out) == sum(example.cut(10).num_in_loss > 0 for example in every) < len(every)
     )
-    with pytest.raises(ValueError, match="a sequence has 10 tokens and rows 9"):
+    with pytest.raises(ValueError, match="a sequence has 10 tokens and rows have 9"):
         PackedRows(split.train, 9)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="empty has no answer within 10 tokens; raise --max-length"):

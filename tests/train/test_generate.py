@@ -462,7 +462,7 @@ def test_inspect_shows_what_is_in_the_loss(
     assert status == 0 and "⟦the cat<|im_end|>⟧" in out and "prompts.jsonl:1: " in out
     status, out, err = inspect(prompts, "--target", model, "--index", "2")
     assert (status, out) == (2, "") and "prompts.jsonl:3: there is no assistant message" in err and err.count("\n") == 1
-    assert "--index is 99 and" in inspect(prompts, "--index", "99")[2]
+    assert "--index is 99 but" in inspect(prompts, "--index", "99")[2]
 
 
 @pytest.mark.real_model

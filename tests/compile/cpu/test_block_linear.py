@@ -323,7 +323,7 @@ def test_numbers_next_to_blocks_keep_their_values(is_reordered: bool, activation
 def test_what_is_refused(parts: list[Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         BlockLinear([random_part(*part) for part in parts], None, 256)
-    with pytest.raises(ValueError, match=r"Q4_K weights of torch.uint8 \[2, 145\] are no rows of blocks"):
+    with pytest.raises(ValueError, match=r"Q4_K weights of torch.uint8 \[2, 145\] are not rows of blocks"):
         BlockLinear([BlockPart("Q4_K", torch.zeros(2, 145, dtype=torch.uint8))], None, 256)
 
 
@@ -334,7 +334,7 @@ def test_orders_that_are_refused() -> None:
         with pytest.raises(ValueError, match="parts of a linear have their inputs in different orders"):
             BlockLinear([part, part._replace(order=other)], None, 256)
     for order in (part.order[:-1], part.order.long(), part.order.clamp(min=1)):
-        with pytest.raises(ValueError, match=r"is none of int32 \[256\]"):
+        with pytest.raises(ValueError, match=r"is not int32 \[256\]"):
             BlockLinear([part._replace(order=order)], None, 256)
 
 

@@ -136,5 +136,5 @@ def test_measured_tiles_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     gemm_config.write_tiles(gemm_config.own_file("NVIDIA H100 80GB"), {key: Tile(32, 64, 1, 3, 8)})
     assert gemm_config.tile_of(0, 96, 64, 16) == Tile(32, 64, 1, 3, 8)
     gemm_config.own_file("NVIDIA H100 80GB").write_text(json.dumps({key: [1, 2]}))
-    with pytest.raises(ValueError, match="does not hold tiles .* measure anew"):
+    with pytest.raises(ValueError, match="does not hold tiles .* measure again"):
         gemm_config.tile_of(0, 96, 64, 16)
