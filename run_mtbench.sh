@@ -3,5 +3,5 @@
 # Tables start empty, as with any other model; the tables shipped with the embedded model are measured by
 # `python -m benchmark mtbench --mode naive,suffix,recycle,hybrid`.
 source "$(dirname "${BASH_SOURCE[0]}")/scripts/env.sh"
-# Eight questions take up to 8 minutes on two cores without AVX-512; --num-questions 16 is the README's table.
+# --num-questions 16 is the README's table.
 exec python -m benchmark mtbench --corpus empty --recycle-table empty --num-questions 8 "$@"
