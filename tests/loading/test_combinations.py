@@ -35,7 +35,7 @@ OPTIONS: list[tuple[Combination, str]] = [
     ),
     (given(heads=("a", "b")), "heads are a, b, some of which are for one mode; give one for each"),
     (given(("eagle",)), "mode eagle needs a trained head; give one (--draft-head FOLDER)"),
-    (given(head_quant=QuantConfig()), "head_quant is hqq:4:64 and there is no head"),
+    (given(head_quant=QuantConfig()), "head_quant is hqq:4:64 but no head is given"),
     (given(draft="small model"), "draft is 'small model' but mode is 'naive'; a draft model belongs to mode classic"),
     (given(draft="small", mode="classic"), "draft is 'small', which is for the embedded model alone"),
     (given(tensor_parallel=2, compile="regional"), "compile is 'regional' and tensor_parallel is 2"),
