@@ -112,7 +112,7 @@ def test_a_batch_that_cannot_be_shared_is_refused(
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert train("eagle", data, tmp_path / "out", "--batch", "3") == 2
     said = capsys.readouterr().err
-    assert "--batch is 3 and 2 processes share its rows; give a multiple of 2" in said and said.count("\n") == 1
+    assert "--batch is 3 but 2 processes share its rows; give a multiple of 2" in said and said.count("\n") == 1
 
 
 def test_all_end_when_one_fails(together: Path) -> None:
