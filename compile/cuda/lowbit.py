@@ -48,7 +48,7 @@ class QuantizedRowLinear(RowLinearBase):
             if self.group_size not in GROUP_SIZES:
                 raise ValueError(f"groups have {self.group_size} inputs; use one of {', '.join(map(str, GROUP_SIZES))}")
             weight, scale = pack4(codes_NK, self.group_size), pack_factors(scale_NG, offset_NG, self.factor_dtype)
-            self.takes_norm = False  # next to so few bytes, a norm in every program takes a third of the time
+            self.takes_norm = False  # with so few bytes to read, a norm in every program takes a third of the time
         self.register_buffer("weight", weight.contiguous())
         self.register_buffer("scale", scale)
         self.register_buffer("bias", bias_N)

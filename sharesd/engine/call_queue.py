@@ -65,7 +65,7 @@ class CallQueue:
 
     def __init__(self, engines: Mapping[Mode, Engine]) -> None:
         """`engines`, by mode, must not be used otherwise from now on."""
-        self._engines: dict[str, Engine] = dict(engines.items())
+        self._engines: dict[str, Engine] = dict(engines)
         self._new: deque[Call] = deque()  # in the order in which they came
         self._running: deque[Call] = deque()  # all of one mode; the next one whose prompt gets a row comes first
         self._owners: dict[Request, Call] = {}

@@ -28,6 +28,7 @@ from sharesd.models.checkpoint import (
     silent,
 )
 from sharesd.models.conversion_cache import folder_without
+from sharesd.models.gguf.convert import converted_folder
 from sharesd.models.gguf.parts import is_gguf, is_gguf_name, model_stem, models_in
 from sharesd.models.lora import folder_with_adapter
 
@@ -103,8 +104,6 @@ def resolve(
     Raises:
         ValueError: nothing is found; the message names the places tried and a remedy.
     """
-    from sharesd.models.gguf.convert import converted_folder  # torch takes seconds, mistakes should not
-
     convert = partial(converted_folder, progress=progress, ignored=ignored, dequantize=dequantize)
     prepare = partial(
         _prepared,

@@ -261,7 +261,7 @@ def test_the_default_expands_architectures_without_a_native_decoder(
     def convert(file: Any, parts: Any, ignored: Any, folder: Path, progress: Any) -> None:
         (folder / "model.safetensors").write_bytes(b"bfloat16")
 
-    monkeypatch.setattr("sharesd.models.gguf.convert.convert_by_transformers", convert)
+    monkeypatch.setattr("sharesd.models.gguf.fallback.convert_by_transformers", convert)
     folder = converted_folder(write_gguf(tmp_path / "a.gguf", "starcoder2"), dequantize=None)
     assert (folder / "model.safetensors").read_bytes() == b"bfloat16"
 
