@@ -104,7 +104,7 @@ STARTED: dict[str, tuple[str, int, str]] = {
 OTHERS = {
     "chat": "chat --target {}",
     "serve": "serve --port 0 --target {}",
-    "train": "train recycle-table --out t.npy --target {}",
+    "train": "train table --out t.npy --target {}",
     "bench": "bench sweep --out-dir o --target {}",
     "tune": "tune --out-dir o --target {}",
     "verify": "verify --out-dir o --target {}",
