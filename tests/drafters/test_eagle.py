@@ -407,7 +407,7 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
         check_options(EngineConfig(target="other", mode="eagle"))
     with pytest.raises(ValueError, match="mode eagle needs a trained head"):
         check_options(EngineConfig(target="other", mode="hybrid", hybrid_with=("eagle", "suffix")))
-    with pytest.raises(ValueError, match="there is no head"):
+    with pytest.raises(ValueError, match="no head is given"):
         check_options(EngineConfig(target="other", mode="naive", head_quant=QuantConfig()))
     checkpoint = make_checkpoint(tmp_path)
     with pytest.raises(ValueError, match=r"the tensor fc\.weight is missing"):
