@@ -112,7 +112,7 @@ def test_each_answer_is_that_of_plain_decoding(whole: Path, model: str, prompts:
 
 
 @pytest.mark.subprocess
-@pytest.mark.parametrize("count", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 4])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_any_number_of_replicas_writes_the_same_file(
     count: int, whole: Path, model: str, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -162,12 +162,12 @@ def num_lines(path: Path) -> int:
 
 @pytest.mark.subprocess
 @pytest.mark.parametrize(
-    ("seed", "num_trials"), [(0, 2), *(pytest.param(seed, 5, marks=pytest.mark.slow) for seed in range(1, 5))]
+    ("seed", "num_trials"), [(0, 2), *(pytest.param(seed, 5, marks=pytest.mark.long) for seed in range(1, 5))]
 )
 def test_kills_at_random_moments_lose_and_double_nothing(
     seed: int, num_trials: int, whole: Path, model: str, prompts: Path, tmp_path: Path
 ) -> None:
-    """Of a replica and of the parent in turns; the slow ones are 20 trials."""
+    """Of a replica and of the parent in turns."""
     dice = random.Random(seed)
     for trial in range(num_trials):
         out = tmp_path / f"answers-{trial}.jsonl"

@@ -31,6 +31,7 @@ KINDS = (
     *("naive", "share", "share tree", "classic", "eagle", "eagle3 tree", "glide", "parallel tree"),
     *("suffix", "recycle", "hybrid classic tree"),
 )
+MARKS = {"share": "smoke", "share tree": "long", "eagle3 tree": "long", "suffix": "long"}
 MIN_HEAT = SamplingParams()
 WARM = SamplingParams(temperature=1.0, top_p=0.9, seed=5)
 REQUESTS = [
@@ -112,7 +113,9 @@ def check(found: list[Completion | None], wanted: list[Completion]) -> None:
             assert (ours.token_ids, ours.finish_reason) == (alone.token_ids, alone.finish_reason)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("share", marks=pytest.mark.smoke), *(k for k in KINDS if k != "share")])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=getattr(pytest.mark, MARKS[kind])) if kind in MARKS else kind for kind in KINDS]
+)
 def test_texts_are_as_without_and_nothing_is_captured_later(
     kind: str, wanted: list[Completion], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -352,6 +352,7 @@ def test_a_copy_that_does_not_fit_on_the_disk_is_not_begun(tmp_path: Path, monke
     ],
 )
 @pytest.mark.parametrize("kind", ["fp8", "packed", "gptq", "awq", "nvfp4"])
+@pytest.mark.thin
 def test_scales_of_kv_caches_are_left_out_with_a_line(
     kind: str, name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -342,7 +342,7 @@ def test_two_processes(folder: Path) -> None:
 
 
 @pytest.mark.subprocess
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("size", "dtypes"), [("2", "float64"), ("4", "bfloat16")])
 def test_more_processes_and_dtypes(folder: Path, size: str, dtypes: str) -> None:
     check(start("equal", str(folder), size, dtypes, "native"), 1800)
@@ -354,7 +354,7 @@ def test_rounds_of_late_processes(folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = [start("delayed", str(folder), "500", "0.002", RANK=str(rank), **place) for rank in range(2)]
+    ranks = [start("delayed", str(folder), "100", "0.002", RANK=str(rank), **place) for rank in range(2)]
     for rank in ranks:
         check(rank, 1800)
 
@@ -386,8 +386,7 @@ def wait_for_all(process: subprocess.Popen[str], others: list[psutil.Process]) -
     ("task", "size"),
     [
         ("endless", 2),
-        pytest.param("endless", 4, marks=pytest.mark.slow),
-        pytest.param("idle", 2, marks=pytest.mark.slow),
+        pytest.param("idle", 4, marks=pytest.mark.slow),
     ],
 )
 def test_a_killed_rank_ends_all(folder: Path, task: str, size: int) -> None:
@@ -437,18 +436,13 @@ def generate(folder: Path, *args: str, launcher: tuple[str, ...] = (sys.executab
 
 @pytest.mark.subprocess
 @pytest.mark.slow
-def test_the_command(folder: Path) -> None:
+def test_the_command_alone_and_under_torchrun(folder: Path) -> None:
     alone = generate(folder, "--mode", "naive")
     assert alone[0] == 0 and alone[1].strip()
     status, out, err = generate(folder, "--tensor-parallel", "2")
     assert (status, out) == alone[:2] and err.startswith("mode auto drafts with ")
-
-
-@pytest.mark.subprocess
-@pytest.mark.slow
-def test_the_command_under_torchrun(folder: Path) -> None:
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
     status, out, _ = generate(folder, "--tensor-parallel", "2", launcher=torchrun)
-    assert (status, out) == generate(folder, "--mode", "naive")[:2]
+    assert (status, out) == alone[:2]
     status, out, err = generate(folder, "--tensor-parallel", "4", launcher=torchrun)
     assert status != 0 and out == "" and "tensor_parallel is 4, and this is rank 0 of 2" in err

@@ -117,8 +117,8 @@ def test_neutral_fields_take_their_values_alone(server: Served, plain: dict[str,
             body = {name: values[place % len(values)] if values else None for name, values in NEUTRAL.items()}
             assert without_seed(asked(server, path, **body)) == without_seed(plain[path])
         assert without_seed(asked(server, path, **dict.fromkeys(NEUTRAL))) == without_seed(plain[path])
-        for name, values in NEUTRAL.items():
-            for value in ODD:
+        for at, (name, values) in enumerate(NEUTRAL.items()):
+            for value in ODD[at % 3 :: 3]:
                 if not any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in values):
                     error = error_of(server.post(path, **BODIES[path], **{name: value}))
                     assert error["param"] == name and "is supported" in error["message"]

@@ -60,8 +60,8 @@ def test_errors_name_parameters_and_nothing_of_ours(server: Served) -> None:
     odd = [5, "", [], {}, [5], [""], [[]], [{}], {"a": 1}, {"type": "x"}, [{"type": "text", "text": 5}]]
     for kind, path in ((ChatBody, CHAT), (CompletionBody, TEXT), (TokenizeBody, "/tokenize")):
         needed = {"messages": HELLO, "max_tokens": 1} if path == CHAT else {}
-        for name in kind.model_fields:
-            for value in odd:
+        for at, name in enumerate(kind.model_fields):
+            for value in odd[at % 2 :: 2]:
                 response = server.post(path, **{**needed, name: value})
                 if response.status_code == 200:
                     continue

@@ -94,7 +94,9 @@ def test_texts_are_those_of_a_model_that_fits(
         assert texts(offloaded, mode) == wanted, mode
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "F16", "q4_k", "awq"])
+@pytest.mark.parametrize(
+    "kind", ["Q8_0", "awq", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("F16", "q4_k"))]
+)
 def test_plans_know_the_bytes(kind: str, tmp_path: Path, close_after: list[Runtime]) -> None:
     target = target_of(kind, tmp_path)
     found = resolved(target, ("naive",), limit_for(target, ("naive",)))

@@ -195,8 +195,7 @@ def test_a_querys_bits_in_long_contexts_depend_on_nothing_beside_it(
         torch.set_num_threads(threads)
         assert torch.equal(attend(*case.fresh(), **settings), out)
         for b in range(3):
-            widths = range(1, 17) if b == 0 and threads == 2 else (1, 9)
-            for width in widths:
+            for width in (1, 2, 5, 11) if threads == 2 else (9,):
                 steps = case.row(b)
                 parts = [attend(*steps.tokens(i, i + width), **settings) for i in range(0, 16, width)]
                 assert torch.equal(torch.cat(parts, 1), out[b : b + 1])

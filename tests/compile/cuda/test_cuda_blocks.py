@@ -36,15 +36,23 @@ def tile_of(name: str, N: int, K: int) -> Tile:
     return block_tile(None, N, units, form.unit, 4 * words)
 
 
-PLACES = [
-    (arch, name, ("", "silu")[(at + arch) % 2]) for at, name in enumerate(BLOCK_TYPES) for arch in (80, 86, 89, 90, 120)
-]
+ARCHS = 80, 86, 89, 90, 120
+PLACES = [(arch, name, ("", "silu")[(at + arch) % 2]) for at, name in enumerate(BLOCK_TYPES) for arch in ARCHS]
 FAST = [(90, "Q8_0"), (80, "Q4_0")]
+
+
+def mark_of(at: int) -> pytest.MarkDecorator | tuple[()]:
+    """Each type is compiled for one of the GPUs in the slow tier, and for all of them in the long one."""
+    arch, name, _ = PLACES[at]
+    if (arch, name) in FAST:
+        return ()
+    type_number, arch_number = divmod(at, len(ARCHS))
+    return pytest.mark.slow if arch_number == type_number % len(ARCHS) else pytest.mark.long
 
 
 @pytest.mark.parametrize(
     "arch, name, gated",
-    [pytest.param(*one, marks=() if one[:2] in FAST else pytest.mark.slow) for one in PLACES],
+    [pytest.param(*place, marks=mark_of(at)) for at, place in enumerate(PLACES)],
 )
 def test_products_do_nothing_twice(arch: int, name: str, gated: str) -> None:
     """In the loop hardly a spill, no plain loads, and each product once."""

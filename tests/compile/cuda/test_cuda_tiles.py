@@ -88,7 +88,11 @@ FAST = COVERED[3:7]
 
 
 @pytest.mark.parametrize(
-    "arch, bits, name, model", [one if one in FAST else pytest.param(*one, marks=pytest.mark.slow) for one in COVERED]
+    "arch, bits, name, model",
+    [
+        one if one in FAST else pytest.param(*one, marks=pytest.mark.slow if one[0] == 90 else pytest.mark.long)
+        for one in COVERED
+    ],
 )
 def test_products_do_nothing_twice(arch: int, bits: int, name: str, model: int) -> None:
     """No spills, no plain loads in the loop, each matrix instruction once, and more weights than memory delivers."""
@@ -139,7 +143,11 @@ PLACES = [(90, size) for size in SIZES] + [((80, 86, 89, 120)[at % 4], size) for
 
 
 @pytest.mark.parametrize(
-    "arch, size", [pytest.param(*one, marks=() if at in (1, 8) else pytest.mark.slow) for at, one in enumerate(PLACES)]
+    "arch, size",
+    [
+        pytest.param(*one, marks=() if at in (1, 8) else pytest.mark.slow if at >= len(SIZES) else pytest.mark.long)
+        for at, one in enumerate(PLACES)
+    ],
 )
 def test_products_of_other_sizes(arch: int, size: tuple[int, int, torch.dtype, dict[str, Any]]) -> None:
     outputs, inputs, dtype, how = size
