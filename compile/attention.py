@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from ctypes import c_double, c_int64, c_void_p
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -270,7 +270,23 @@ def _flash(
     return found_THd[None]
 
 
-def _attend_cpu(q, k, v, cos, sin, k_cache, v_cache, lengths, depth, path, scale, window, recent, softcap, *norms):
+def _attend_cpu(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    depth: Tensor | None,
+    path: Tensor | None,
+    scale: float,
+    window: int,
+    recent: int,
+    softcap: float,
+    *norms: Any,
+) -> Tensor:
     assert cos is None and sin is None and not any(norms), "normalise and rotate before"
     q, k, v = (x if x.stride(3) == 1 and x.stride(2) == x.shape[3] else x.contiguous() for x in (q, k, v))
     B, T, H, d = q.shape
@@ -278,7 +294,7 @@ def _attend_cpu(q, k, v, cos, sin, k_cache, v_cache, lengths, depth, path, scale
     K, S = k_cache.shape[1], k_cache.shape[2] * (SLOT_MULTIPLE if q8 else k_cache.shape[4])
     assert d <= MAX_HEAD, f"head size is {d}"
     assert k_cache.is_contiguous() and v_cache.is_contiguous() and S % SLOT_MULTIPLE == 0, "make caches with new_kv"
-    depth_at, path_at, P = (None, None, 0) if path is None else TreeAttentionMask(depth, path).words()
+    depth_at, path_at, P = (None, None, 0) if depth is None or path is None else TreeAttentionMask(depth, path).words()
     out = q.new_empty((B, T, H, d))
     (q0, q1, _, _), (k0, k1, _, _), (v0, v1, _, _) = q.stride(), k.stride(), v.stride()
     kernel("attend", q.dtype, *_ARGTYPES)(
@@ -301,7 +317,7 @@ def _attend_cpu(q, k, v, cos, sin, k_cache, v_cache, lengths, depth, path, scale
     return out
 
 
-def _attend_cuda(*arguments) -> Tensor:
+def _attend_cuda(*arguments: Any) -> Tensor:
     from compile.cuda.attention import attend_live  # imports Triton, which not every machine has
 
     return attend_live(*arguments)

@@ -12,6 +12,7 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ torch.compiler.config.cache_key_tag += "sharesd: a storage for each tensor"
 # longer do: older code reads beyond their ends, and must not be found.
 
 
-OPTIONS: dict[str, str | int | bool | Callable] = {
+OPTIONS: dict[str, str | int | bool | Callable[..., object]] = {
     "guard_filter_fn": lambda guards: [False] * len(guards),
     "deterministic": True,  # no sum's order depends on what was faster when a form was made
     "triton.autotune_pointwise": False,  # which would time several kernels for each that is kept
@@ -42,7 +43,7 @@ class CompiledBlocks:
         self._widths, self._variant = widths, variant
         self._kinds: dict[int, int] = {}  # id of a block -> its kind
         self._signatures: dict[object, int] = {}
-        self._forms: dict[tuple, Step] = {}
+        self._forms: dict[tuple[object, ...], Step] = {}
 
     def __call__(self, block: nn.Module, x_BTD: Tensor, *tensors: Tensor, **constants: int) -> Tensor:
         if x_BTD.shape[1] not in self._widths:
@@ -61,14 +62,14 @@ class CompiledBlocks:
 class CompiledModel:
     """Causal model with its step as one graph for some widths."""
 
-    def __init__(self, model, widths: set[int], variant: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, model: Any, widths: set[int], variant: Callable[[], object] = lambda: None) -> None:
         self._model, self._widths, self._variant = model, widths, variant
-        self._forms: dict[tuple, Step] = {}
+        self._forms: dict[tuple[object, ...], Step] = {}
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
-    def forward(self, tokens_BT: Tensor, cache, keep_BR: Tensor | None = None, tree_mask=None) -> Tensor:
+    def forward(self, tokens_BT: Tensor, cache: Any, keep_BR: Tensor | None = None, tree_mask: Any = None) -> Tensor:
         """Run the model's forward."""
         if tokens_BT.shape[1] not in self._widths:
             return self._model.forward(tokens_BT, cache, keep_BR, tree_mask)
@@ -88,9 +89,9 @@ class CompiledForms:
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
         self._function = function
-        self._forms: dict[tuple, Step] = {}
+        self._forms: dict[tuple[object, ...], Step] = {}
 
-    def __call__(self, *arguments, **constants) -> Tensor:
+    def __call__(self, *arguments: Any, **constants: Any) -> Tensor:
         values = (*arguments, *(value for _, value in sorted(constants.items())))
         key = (*sorted(constants), *map(_kind, values))
         form = self._forms.get(key)
@@ -120,7 +121,7 @@ def _kind(value: object) -> object:
     return getattr(value, "kind", value)
 
 
-def compile_step(function: Callable) -> Step:
+def compile_step(function: Callable[..., Tensor]) -> Step:
     """Compile a function for tensors of constant shapes, dtypes and layouts."""
     code = function.__code__.replace()  # Dynamo keeps compiled code by code object: each form has its own
     own = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
@@ -128,7 +129,7 @@ def compile_step(function: Callable) -> Step:
     return torch.compile(own, fullgraph=True, dynamic=False, options=dict(OPTIONS))  # torch takes entries out
 
 
-def structure(module: nn.Module) -> tuple:
+def structure(module: nn.Module) -> tuple[object, ...]:
     """Return a module's types, constants and tensor shapes.
 
     The module's graph depends on them and on the inputs.

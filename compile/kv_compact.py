@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from ctypes import c_int64, c_void_p
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -113,7 +114,7 @@ def _addresses(caches: Sequence[Tensor]) -> Tensor:
     return torch.tensor([cache.data_ptr() for cache in caches], device=caches[0].device)
 
 
-def _compact_cuda(*arguments) -> None:
+def _compact_cuda(*arguments: Any) -> None:
     from compile.cuda.kv_compact import compact_kv  # imports Triton, which not every machine has
 
     compact_kv(*arguments)

@@ -65,6 +65,7 @@ class PackedLinear(nn.Module):
     """nn.Linear on the CPU with packed weights."""
 
     weight: Tensor  # [N / L, K / P, L, P]
+    bias: Tensor | None
     is_settled = False
     """True if the weights are in their final memory."""
 
@@ -131,7 +132,7 @@ def pack_linears(model: nn.Module, *, keep: tuple[nn.Module, ...] = ()) -> int:
     return count
 
 
-def _linear_cpu(x, weight, bias, out_features):
+def _linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
     K = x.shape[-1]
     pair = weight.shape[3]
     assert x.dtype == weight.dtype, f"packed for {weight.dtype}, called with {x.dtype}"
@@ -163,6 +164,7 @@ class QuantizedPackedLinear(nn.Module):
     """
 
     weight: Tensor  # uint8 [N / 16, groups, bytes]: codes, then scales and offsets, of 16 outputs and a group of inputs
+    bias: Tensor | None
     is_settled = False
     """True if the weights are in their final memory."""
 
@@ -239,7 +241,9 @@ def _pack_quantized(codes_NK: Tensor, scale_NG: Tensor, offset_NG: Tensor, *, bi
     return torch.cat([packed.reshape(len(packed), groups, -1), *factors], 2)
 
 
-def _quantized_linear_cpu(x, weight, bias, out_features, group_size, bits):
+def _quantized_linear_cpu(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int, group_size: int, bits: int
+) -> Tensor:
     x = x.contiguous()
     K = x.shape[-1]
     y = x.new_empty((*x.shape[:-1], out_features))

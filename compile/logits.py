@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -53,7 +55,7 @@ def process_logits(
     )
 
 
-def _process_cuda(*arguments) -> Tensor:
+def _process_cuda(*arguments: Any) -> Tensor:
     from compile.cuda import sampling  # imports Triton, which not every machine has
 
     return sampling.process_logits(*arguments)

@@ -8,6 +8,7 @@ Legend: B rows, N draft tokens, T verify rows of a result, V vocabulary, W rows 
 from __future__ import annotations
 
 from ctypes import c_int64, c_void_p
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -113,31 +114,40 @@ def append_tokens(text_BS: Tensor, root_B: Tensor, at_B: Tensor, num_new_B: Tens
     text_BS.scatter_(1, kv_slots_BT.where(is_new_BT, at_B1), both_BT.where(is_new_BT, at_root_B1))
 
 
-def _verify_tokens_cuda(*arguments) -> Tensor:
+def _verify_tokens_cuda(*arguments: Any) -> Tensor:
     from compile.cuda import state_update  # imports Triton, which not every machine has
 
     return state_update.verify_tokens(*arguments)
 
 
-def _write_draft_token_cuda(*arguments) -> None:
+def _write_draft_token_cuda(*arguments: Any) -> None:
     from compile.cuda import state_update
 
     state_update.write_draft_token(*arguments)
 
 
-def _append_tokens_cuda(*arguments) -> None:
+def _append_tokens_cuda(*arguments: Any) -> None:
     from compile.cuda import state_update
 
     state_update.append_tokens(*arguments)
 
 
-def _commit_round_cuda(*arguments) -> Tensor:
+def _commit_round_cuda(*arguments: Any) -> Tensor:
     from compile.cuda import state_update
 
     return state_update.commit_round(*arguments)
 
 
-def _commit_round_meta(root, lengths, active, num_new, tokens, path, feedback, logits):
+def _commit_round_meta(
+    root: Tensor,
+    lengths: Tensor,
+    active: Tensor,
+    num_new: Tensor,
+    tokens: Tensor,
+    path: Tensor | None,
+    feedback: Tensor,
+    logits: Tensor,
+) -> Tensor:
     return tokens.new_empty(
         len(tokens), 2 + sum(part.shape[1] for part in (tokens, path, feedback) if part is not None)
     )

@@ -9,7 +9,7 @@ first (whose F is 1), C nodes that can be found, D levels, N nodes of a draft at
 from __future__ import annotations
 
 from ctypes import Array, c_int64, c_void_p
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -140,13 +140,13 @@ def _pick(x_BXD: Tensor, index_BY: Tensor) -> Tensor:
     return x_BXD.gather(1, index_BY[..., None].expand(-1, -1, x_BXD.shape[2]))
 
 
-def _expand_tree_cuda(*arguments) -> None:
+def _expand_tree_cuda(*arguments: Any) -> None:
     from compile.cuda import tree_expand as expand_tree  # imports Triton, which not every machine has
 
     expand_tree.expand_tree(*arguments)
 
 
-def _select_nodes_cuda(*arguments) -> None:
+def _select_nodes_cuda(*arguments: Any) -> None:
     from compile.cuda import tree_expand as expand_tree
 
     expand_tree.select_nodes(*arguments)

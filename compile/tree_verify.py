@@ -6,6 +6,7 @@ Small tensor operations take 3 % of a round on a CPU.
 from __future__ import annotations
 
 from ctypes import c_int64, c_void_p
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,7 +49,7 @@ def _accept_path_cpu(tokens_BN: Tensor, tree_mask: TreeAttentionMask, target_BT:
     return out
 
 
-def _accept_path_cuda(*arguments) -> Tensor:
+def _accept_path_cuda(*arguments: Any) -> Tensor:
     from compile.cuda.tree_verify import accept_path  # imports Triton, which not every machine has
 
     return accept_path(*arguments)

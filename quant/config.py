@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
+from typing import Any
 
 from quant.formats import DEFAULT, FORMATS, QuantFormat
 
@@ -99,7 +100,9 @@ class QuantConfig:
                 f"quantization is {spec!r}; write METHOD:BITS:GROUP with a METHOD of {', '.join(FORMATS)}, "
                 "for example hqq:4:64"
             )
-        fields: dict = dict(zip(("bits", "group_size"), (_int(n, spec, "hqq:4:64") for n in numbers), strict=False))
+        fields: dict[str, Any] = dict(
+            zip(("bits", "group_size"), (_int(n, spec, "hqq:4:64") for n in numbers), strict=False)
+        )
         proj_bits: dict[str, int] = {}
         for override in overrides:
             name, _, bits = override.partition("=")
@@ -162,7 +165,7 @@ def _is_whole(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def _check_choice(name: str, value: object, allowed: tuple) -> None:
+def _check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
     if not _is_whole(value) or value not in allowed:
         raise ValueError(f"{name} is {value!r}; choose one of {', '.join(map(str, allowed))}")
 

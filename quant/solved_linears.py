@@ -108,7 +108,7 @@ class LayerLinears:
             given = self._weight(path, weight_NK(full), bits)
             if self._pack is not None:
                 return self._pack(given, bias)
-            dtype, device = full.weight.dtype, full.weight.device  # type: ignore[union-attr]
+            dtype, device = full.weight.dtype, full.weight.device
             return form.linear(path, given, bias, bits=bits, group_size=group, dtype=dtype, device=device)  # type: ignore[arg-type]
         if self.from_cache:
             shape = weight_shape(full).shape

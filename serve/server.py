@@ -102,7 +102,7 @@ class Server:
             raise service.failure
         return 0 if service.failure is None else 1
 
-    async def _end(self, service: Backend, serving: asyncio.Task) -> None:
+    async def _end(self, service: Backend, serving: asyncio.Task[None]) -> None:
         """Wait for the shutdown, and for running requests."""
         stop, failed = (asyncio.create_task(event.wait()) for event in (self._asked_to_stop, service.failed))
         await asyncio.wait({stop, failed, serving}, return_when=asyncio.FIRST_COMPLETED)

@@ -95,7 +95,7 @@ def _decode(engine: Engine, asked: Sequence[Asked]) -> tuple[list[list[int]], fl
             texts[engine.add(*waiting.pop(0))] = []
         started = time.perf_counter()
         for chunk in engine.step():
-            texts[chunk.request] += chunk.token_ids  # type: ignore[index]
+            texts[chunk.request] += chunk.token_ids
         longest_s = max(longest_s, time.perf_counter() - started)
         num_steps += 1
     return list(texts.values()), longest_s

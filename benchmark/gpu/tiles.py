@@ -27,7 +27,7 @@ def measure(job: Job) -> None:
     run(job, tune.tune, [(name, tune.Shape(*size)) for name, size in named], torch.device(job.device))
 
 
-def run(job: Job, tune: Callable[..., dict], sizes: list[tuple[str, Any]], device: torch.device) -> None:
+def run(job: Job, tune: Callable[..., dict[str, Any]], sizes: list[tuple[str, Any]], device: torch.device) -> None:
     """Tune the shapes and write all measured tiles, earlier runs' included."""
     on = gemm_config.device(torch.cuda.current_device() if device.type == "cuda" else None)
     own = gemm_config.own_file(on.name)

@@ -26,11 +26,11 @@ class ShareSD(Peer):
 
         super().__init__(settings)
         torch.set_num_threads(settings.num_threads)
-        self._runtime = Runtime(settings.config, modes=settings.modes or tuple(self.variants))  # type: ignore[arg-type]
+        self._runtime = Runtime(settings.config, modes=settings.modes or tuple(self.variants))
         self._engines: dict[str, Any] = {}
 
     def prepare(self, variant: str) -> None:
-        self._engines[variant] = self._runtime.engine(variant)  # type: ignore[arg-type]
+        self._engines[variant] = self._runtime.engine(variant)
 
     def answer(self, variant: str, prompt: list[int], deliver: Deliver) -> None:
         from sharesd.sampling_params import SamplingParams

@@ -54,7 +54,8 @@ class Transformers(Peer):
 
     def _assistant(self) -> Any:
         """Return a copy of the model with mode share's quantized linears."""
-        from quant.quantize_model import SolverConfig, quantized_copy
+        from quant.quantize_model import quantized_copy
+        from quant.solved_linears import SolverConfig
         from sharesd_files import cache_root
 
         head = self._model.get_output_embeddings()

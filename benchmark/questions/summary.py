@@ -99,7 +99,8 @@ def speedups(records: Records, base: Records | None) -> dict[str, Any]:
     the minimum, and the number below 1 - `NOISE`.
     """
     pairs = [(record, base[key]) for key, record in records.items() if key in base] if base else []
-    by_run, by_turn = ({}, {})  # type: dict, dict
+    by_run: dict[Any, Any] = {}
+    by_turn: dict[Any, Any] = {}
     for pair in pairs:
         by_run.setdefault(pair[0].run, []).append(pair)
         by_turn.setdefault(pair[0].key[1:], []).append(_speedup([pair]))
@@ -123,7 +124,7 @@ def compare(records: Records, base: Records) -> dict[str, Any]:
     the first divergence is returned: `position` counts from 0, and a token is None after an answer's end.
     """
     compared, identical = 0, 0
-    diverged: set[tuple] = set()
+    diverged: set[tuple[Any, ...]] = set()
     divergences: list[dict[str, Any]] = []
     for key in sorted(records.keys() & base.keys(), key=lambda key: (key[0], str(key[1]), key[2])):
         ours, theirs = records[key].token_ids, base[key].token_ids

@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import product
 from pathlib import Path
@@ -210,7 +210,7 @@ def _about(args: argparse.Namespace, settings: Settings) -> dict[str, Any]:
 
 def _finish(out_dir: Path | None, loads: Sequence[Load], args: argparse.Namespace, about: Mapping[str, Any]) -> None:
     tail = f"p{max(args.metric_percentiles):g}"
-    columns = {
+    columns: dict[str, Callable[[Any], str]] = {
         "done": lambda r: f"{r['completed']}/{r['num_prompts']}",
         "req/s": lambda r: number(r["request_throughput"], 2),
         "good/s": lambda r: number(r["request_goodput"], 2),

@@ -14,9 +14,9 @@ from fastapi import Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from serve.async_engine import Call, Output, Service
+from serve.async_engine import Call, Service
 from serve.choice_state import Choice, Tokens, ending, usage
-from serve.engine_thread import Model
+from serve.engine_thread import Model, Output
 from serve.errors import ApiError, invalid
 from serve.parsing.grammar import compiled
 from serve.routes.tokens import TokenTexts, check_ids, max_answer_tokens, token_text

@@ -166,7 +166,7 @@ class Chat:
         elif name not in loaded:
             note(f"mode {name} is not loaded; start with --mode {name}")
         else:
-            self._switch(name)  # type: ignore[arg-type]
+            self._switch(name)
             note(f"mode {name}")
 
     def _switch(self, mode: Mode) -> None:

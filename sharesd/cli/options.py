@@ -165,7 +165,7 @@ def mode_of(args: argparse.Namespace) -> Mode:
     modes = modes_of(args, default=registry.modes()) if hasattr(args, "mode") else (DEFAULTS.mode,)
     if len(modes) != 1:
         raise ValueError(f"--mode is {args.mode!r}; give one mode")
-    return modes[0]  # type: ignore[return-value]
+    return modes[0]
 
 
 def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode]) -> EngineConfig:

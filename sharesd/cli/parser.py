@@ -53,7 +53,7 @@ class Parser(argparse.ArgumentParser):
         """Expand `~`, which shells leave in `--flag=~/file` and in quotes."""
         if action.metavar in PATHS and arg_string.startswith("~"):
             arg_string = os.path.expanduser(arg_string)
-        return super()._get_value(action, arg_string)  # type: ignore[misc]
+        return super()._get_value(action, arg_string)
 
     def error(self, message: str) -> NoReturn:
         print(f"error: {' '.join(message.split())}; see `{self.prog} --help`", file=sys.stderr)

@@ -160,7 +160,7 @@ class _BeforeTorch:
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
         if name != "torch":
             return
-        sys.meta_path.remove(self)  # type: ignore[arg-type]
+        sys.meta_path.remove(self)
         limit, needed = _address_limit(), IMPORT_BYTES + _library_bytes(PathFinder.find_spec("torch"))
         if limit is not None and limit < needed:
             have, need = f"{limit / 1e6:,.0f} MB", f"{needed / 1e6:,.0f} MB"

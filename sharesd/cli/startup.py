@@ -78,7 +78,7 @@ def answer(
 
     answers = [Completion() for _ in prompts] if answers is None else answers
     chunks = engine.stream(prompts, params, reuse=reuse)
-    with suppress(KeyboardInterrupt), ctrl_c_noted() as stopped, closing(chunks):  # type: ignore[type-var]
+    with suppress(KeyboardInterrupt), ctrl_c_noted() as stopped, closing(chunks):
         for chunk in chunks:
             START.end("first token")
             answers[chunk.row].add(chunk)

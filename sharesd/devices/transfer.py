@@ -16,13 +16,13 @@ from compile.cuda_graphs import call_between_graphs
 from sharesd.devices.selection import use
 
 
-def to_device(numbers: Sequence, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+def to_device(numbers: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     if device.type != "cuda":
         return torch.tensor(numbers, dtype=dtype, device=device)
     return torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=True).to(device, non_blocking=True)
 
 
-def upload(tensor: Tensor, numbers: Sequence) -> None:
+def upload(tensor: Tensor, numbers: Sequence[Any]) -> None:
     source = torch.tensor(numbers, dtype=tensor.dtype, device="cpu", pin_memory=tensor.device.type == "cuda")
     tensor.copy_(source, non_blocking=True)
 

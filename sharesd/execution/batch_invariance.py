@@ -235,7 +235,7 @@ def choose_step_widths(
 def first_block_view(model: Decoder) -> Decoder:
     """Return the first block alone, whose offloaded weights stay in place."""
     twin = copy.copy(model)
-    twin._modules = {**model._modules, "blocks": model.blocks[:1]}  # type: ignore[dict-item]
+    twin._modules = {**model._modules, "blocks": model.blocks[:1]}
     twin.config = replace(model.config, layer_types=model.config.layer_types[:1])
     head = full_head(model)
     if isinstance(head, HeadInPieces):

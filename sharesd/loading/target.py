@@ -22,7 +22,8 @@ from multigpu.tensor_parallel import UNSHARDED, Shard
 from offload.block_layout import Layout
 from offload.planner import show_bytes
 from offload.prefetcher import Prefetcher
-from quant.quantize_model import PackFn, QuantReport
+from quant.quantize_model import QuantReport
+from quant.solved_linears import PackFn
 from quant.switch_linear import Switch
 from sharesd.config import MIN_CONTEXT, PLANNED_CONTEXT, SMALL, EngineConfig
 from sharesd.devices.host_memory import free_memory, own_memory

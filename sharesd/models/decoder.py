@@ -10,6 +10,7 @@ size, P positions, r rotated half, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +59,7 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """Rotary attention with grouped key/value heads over a static cache."""
 
-    def __init__(self, config: DecoderConfig, kind: LayerType, part: Shard = UNSHARDED, **place) -> None:
+    def __init__(self, config: DecoderConfig, kind: LayerType, part: Shard = UNSHARDED, **place: Any) -> None:
         super().__init__()
         c = config
         self.num_attention_heads, self.num_key_value_heads, self.head_dim = (
@@ -115,7 +116,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """down(act(gate(x)) * up(x)) (Shazeer 2020)."""
 
-    def __init__(self, config: DecoderConfig, part: Shard = UNSHARDED, **place) -> None:
+    def __init__(self, config: DecoderConfig, part: Shard = UNSHARDED, **place: Any) -> None:
         super().__init__()
         self.gate_up = empty_linear(
             config.hidden_size, 2 * part.of(config.intermediate_size), bias=config.mlp_bias, **place
@@ -136,7 +137,7 @@ class Block(nn.Module):
     It is equal for all layers of a kind.
     """
 
-    def __init__(self, config: DecoderConfig, kind: LayerType, part: Shard = UNSHARDED, **place) -> None:
+    def __init__(self, config: DecoderConfig, kind: LayerType, part: Shard = UNSHARDED, **place: Any) -> None:
         super().__init__()
 
         def norm() -> RMSNorm:

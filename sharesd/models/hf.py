@@ -313,7 +313,7 @@ class _RowLayer(CacheLayerMixin):
     """Keys and values of one layer, written at each row's length."""
 
     def __init__(self, keys_BKSd: Tensor, values_BKSd: Tensor, lengths_B: Tensor) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.keys = self.k = keys_BKSd
         self.values = self.v = values_BKSd
         self.lengths = lengths_B
@@ -322,7 +322,7 @@ class _RowLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         raise AssertionError("made with its tensors")
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         B, T = key_states.shape[0], key_states.shape[2]
         rows_B1 = torch.arange(B, device=key_states.device)[:, None]
         slots_BT = self.lengths[:, None] + torch.arange(T, device=key_states.device)
@@ -347,7 +347,7 @@ class _RowCache(Cache):
         super().__init__(layers=[_RowLayer(k, v, cache.lengths) for k, v in zip(cache.k, cache.v, strict=True)])
 
 
-def _per_row_mask(*args, **kwargs) -> Tensor | None:
+def _per_row_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """Return the additive mask [B, 1, T, S], one position per row.
 
     Calls without a position per row return transformers' mask.

@@ -192,7 +192,7 @@ def resolved_settings(runtime: Runtime) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     is_nested = is_dataclass(value) and not isinstance(value, QuantConfig | type)
-    return asdict(value) if is_nested else str(value)  # type: ignore[arg-type]
+    return asdict(value) if is_nested else str(value)
 
 
 def peak_memory(device: str) -> int:

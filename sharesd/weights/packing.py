@@ -19,8 +19,8 @@ from compile.linear import QUANTIZED_INPUT_MULTIPLE, NotFinite, PackedLinear, Qu
 from compile.op_registry import HAS_TRITON, runs_triton
 from compile.widened_linear import WidenedLinear
 from quant.formats.hqq.gemlite import GEMLITE_BITS, GemliteLinear
-from quant.quantize_model import PackFn
 from quant.quantized_weight import QuantizedWeight
+from quant.solved_linears import PackFn
 from sharesd.models.checkpoint import Progress
 from sharesd.models.decoder import empty_linear
 from sharesd_files import JsonCache, atomic_path, cache_root, warn_unwritable

@@ -18,13 +18,12 @@ from quant.config import QuantConfig
 from quant.formats.hqq.gemlite_configs import load_configs
 from quant.quantize_model import (
     LinearQuantizer,
-    PackFn,
     QuantReport,
-    SolverConfig,
     quantize_linears,
     replace_with_quantized,
 )
 from quant.quantized_weight import QuantizedWeight
+from quant.solved_linears import PackFn, SolverConfig
 from quant.switch_linear import Switch
 from sharesd.drafters.heads.head import Head
 from sharesd.models.base import CausalModel

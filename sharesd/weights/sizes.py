@@ -15,7 +15,8 @@ from compile.block_linear import BLOCK_TYPES, NUMBERS, WIDENED, packed_bytes
 from compile.cuda.block_form import FORMS
 from compile.kv_layout import new_kv, round_slots
 from quant.config import QuantConfig
-from quant.quantize_model import LinearQuantizer, QuantTask, SolverConfig
+from quant.quantize_model import LinearQuantizer
+from quant.solved_linears import QuantTask, SolverConfig
 from sharesd.config import EngineConfig
 from sharesd.models import checkpoint
 from sharesd.models.architectures import architecture_of

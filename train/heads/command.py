@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
             init=None if args.init is None else Path(best_of(args.init)),
             data=Path(args.data),
             target=args.target or made.get("target"),
-            dtype=DTYPES.get(args.dtype, args.dtype),  # type: ignore[arg-type]
+            dtype=DTYPES.get(args.dtype, args.dtype),
             device=args.device if world == 1 else processes.device,
             threads=STEP_THREADS.max_size,
             max_length=args.max_length,

@@ -73,7 +73,7 @@ def losses(
     states_SND, teacher_ND, weights_SN = _made(head, lessons, step_weights)
     own = teacher.weight_KD if head.lm_head is None else head.lm_head.weight
     more = -states_SND.shape[1] % WHOLE
-    divergence, rejected = _Distances.apply(
+    divergence, rejected = _Distances.apply(  # type: ignore[no-untyped-call]
         F.pad(head.before_logits(states_SND), (0, 0, 0, more)),
         own,
         F.pad(teacher_ND, (0, 0, 0, more)),
@@ -122,7 +122,7 @@ class _Distances(torch.autograd.Function):
     """Weighted sums of KL(target || head) and of total variation."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         states_SND: Tensor,
         weight_KD: Tensor,
@@ -157,7 +157,7 @@ class _Distances(torch.autograd.Function):
         return totals[0], totals[1]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         of_states, of_weight = saved[0] * grads[0], None if saved[1] is None else saved[1].to(grads[0]) * grads[0]
         if len(saved) > 2:

@@ -40,7 +40,9 @@ ROPE_FIELDS = (
 """Keys that are read here."""
 
 
-def rope_of(file: GGUFFile, fields: Mapping[str, Any], config: Mapping[str, Any], kinds: tuple[str, ...]) -> dict:
+def rope_of(
+    file: GGUFFile, fields: Mapping[str, Any], config: Mapping[str, Any], kinds: tuple[str, ...]
+) -> dict[str, Any]:
     """Return the rope scaling of a file as fields of config.json.
 
     Empty if there is none. `kinds`: rules that the family's positions can follow. Raises UnknownKey for others.

@@ -117,9 +117,9 @@ def _is_convertible(architecture: str) -> bool:
 
 def _check_fields(file: GGUFFile, config: Any, ignored: Collection[str]) -> None:
     """Raise UnknownKey for a key that has not reached the config."""
-    from transformers.modeling_gguf_pytorch_utils import GGUF_CONFIG_MAPPING
+    from transformers import modeling_gguf_pytorch_utils
 
-    mappings: Any = GGUF_CONFIG_MAPPING
+    mappings: Any = modeling_gguf_pytorch_utils.GGUF_CONFIG_MAPPING  # type: ignore[attr-defined]
     names: Mapping[str, str | None] = {}
     for family, mapping in mappings.items():
         if family.replace("_", "") == file.architecture.replace("-", ""):
@@ -149,7 +149,8 @@ def _check_tensors(file: GGUFFile, model: Any, config: Any) -> None:
     """Raise UnknownKey for a tensor that has no place in a model."""
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
-    processor = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)(config=config.to_dict())
+    kind: Any = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)
+    processor = kind(config=config.to_dict())
     placed = get_gguf_hf_weights_map(model, processor)
     for name in file.tensors:
         if name not in placed and name.removesuffix(".weight") not in placed:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -169,11 +170,9 @@ class CompressedTensors(Layout):
         expressions by alphabet, then classes. Of groups with the same target the last one counts.
         """
         classes = _classes(module)
-        for names in (lambda target: _matches(target, module), lambda target: target in classes):
-            for target, scheme in self._schemes.items():
-                if names(target):
-                    return scheme
-        return None
+        by_name = (scheme for target, scheme in self._schemes.items() if _matches(target, module))
+        by_class = (scheme for target, scheme in self._schemes.items() if target in classes)
+        return next(chain(by_name, by_class), None)
 
     def linear(self, planes: Planes) -> QuantizedLinear:
         scheme = self._scheme_of(planes.module)
