@@ -43,7 +43,8 @@ def part_of(name: str, N: int, K: int, seed: int = 0) -> BlockPart:
 
 def values(part: BlockPart) -> Tensor:
     with torch.device("cpu"):
-        return block_values(part).to(torch.get_default_device())
+        weights = block_values(part)
+    return weights.to(torch.get_default_device())
 
 
 def sizes(name: str) -> list[tuple[int, int]]:
@@ -138,8 +139,8 @@ def test_numbers_next_to_blocks(is_reordered: bool) -> None:
         blocks = reordered(blocks) if is_reordered else blocks
         rows = [0.1 * torch.randn(N, K) for N in (24, 16)]
     parts = [BlockPart("F16", rows[0].half()), blocks, BlockPart("BF16", rows[1].bfloat16())]
-    weight = torch.cat([values(part) if part is blocks else part.raw.float().to("cpu") for part in parts])
-    weight = weight.to(torch.get_default_device())
+    device = torch.get_default_device()
+    weight = torch.cat([values(part) if part is blocks else part.raw.float().to(device) for part in parts])
     bias, norm = torch.randn(80), RMSNorm(K, 1e-5, False, dtype=torch.float32, device=weight.device)
     norm.requires_grad_(False).weight.fill_(0.5)
     linear = BlockRowLinear(parts, bias, weight.device, 64, dtype=torch.float32)
