@@ -11,7 +11,7 @@ from typing import Literal
 
 from sharesd.data.chat_messages import REASONING
 from sharesd.engine.stop_checker import overlap
-from sharesd.models.call_probe import USER
+from sharesd.models.template_probes import USER
 from sharesd.models.tokenizer import TextStream, Tokenizer
 
 KNOWN = (

@@ -10,8 +10,8 @@ from os.path import commonprefix
 from typing import Any, NamedTuple
 
 from serve.parsing.reasoning import KNOWN
-from sharesd.models import call_probe, chat_template
-from sharesd.models.call_probe import ARGUMENTS, NAMES, TOOLS, USER
+from sharesd.models import chat_template, template_probes
+from sharesd.models.template_probes import ARGUMENTS, NAMES, TOOLS, USER
 from sharesd.models.tokenizer import END_OF_TURN
 
 
@@ -91,14 +91,14 @@ def _turns(template: str, num_calls: int) -> list[str]:
         given = {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": tools}
         return chat_template.render(template, {"bos_token": "", "eos_token": "", "documents": None, **given})
 
-    form = call_probe.call_form(render)
+    form = template_probes.call_form(render)
     arguments = json.dumps(ARGUMENTS) if form.as_text else ARGUMENTS
     calls = [{"name": name, "arguments": arguments} for name in NAMES[:num_calls]]
-    text = call_probe.written(render, calls, form.content)
-    plain = call_probe.written(render, [])
+    text = template_probes.written(render, calls, form.content)
+    plain = template_probes.written(render, [])
     if text is None or plain is None or NAMES[0] not in text:
         return []
-    header = plain.partition(call_probe.SAID)[0]
+    header = plain.partition(template_probes.SAID)[0]
     try:
         before = render([USER], False, TOOLS)
         header = max(header, render([USER], True, TOOLS).removeprefix(before), key=lambda head: _shared(head, text))

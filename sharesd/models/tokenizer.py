@@ -16,7 +16,7 @@ from typing import Any
 
 import tokenizers
 
-from sharesd.models import call_probe, chat_template, content_probe
+from sharesd.models import chat_template, template_probes
 from sharesd.models.checkpoint import damage_named, eos_ids, has_file, source_of
 from sharesd.models.special_tokens import (
     REPEATED,
@@ -73,7 +73,7 @@ class Tokenizer:
         self.special = dict(special or {})
         self.chat_template, self.tool_template = chat_template, tool_template or chat_template
         self._origin = origin
-        self._content_forms: dict[tuple[str, bool], content_probe.ContentForm] = {}
+        self._content_forms: dict[tuple[str, bool], template_probes.ContentForm] = {}
         ends = list(eos_ids)
         ends += [i for i, known in self._repeated.items() if known in ends]
         self.eos_ids = tuple(dict.fromkeys(ends))
@@ -178,7 +178,7 @@ class Tokenizer:
         a text or a list of text parts, or None next to `tool_calls`. Parts are given to templates that iterate over
         them, and joined by line breaks for others.
         """
-        messages = content_probe.in_form(messages, partial(self._content_form, with_tools=bool(tools)))
+        messages = template_probes.with_contents_in_form(messages, partial(self._content_form, with_tools=bool(tools)))
         return self._render_calls(messages, add_generation_prompt, tools=tools, variables=variables)
 
     def _render_calls(
@@ -190,7 +190,7 @@ class Tokenizer:
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         if any(message.get("tool_calls") for message in messages):
-            messages = call_probe.in_form(messages, self._call_form)
+            messages = template_probes.with_calls_in_form(messages, self._call_form)
         return self._render(messages, add_generation_prompt, tools=tools, variables=variables)
 
     def _render(
@@ -216,13 +216,13 @@ class Tokenizer:
         )
 
     @cached_property
-    def _call_form(self) -> call_probe.CallForm:
-        return call_probe.call_form(self._render)
+    def _call_form(self) -> template_probes.CallForm:
+        return template_probes.call_form(self._render)
 
-    def _content_form(self, role: str, with_tools: bool) -> content_probe.ContentForm:
+    def _content_form(self, role: str, with_tools: bool) -> template_probes.ContentForm:
         key = (role, with_tools)
         if key not in self._content_forms:
-            self._content_forms[key] = content_probe.content_form(self._render_calls, role, with_tools)
+            self._content_forms[key] = template_probes.content_form(self._render_calls, role, with_tools)
         return self._content_forms[key]
 
     def render_begun(
