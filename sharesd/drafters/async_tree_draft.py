@@ -58,7 +58,11 @@ class AsyncTreeDraft(TreeDraft):
         depth = min(tree.depth, tree.tokens.shape[1])  # a kept draft may have more levels than are verified
         kv_offset = async_tree_slots(self._branching, self._asked)
         return tree._replace(
-            depth=depth, num_steps=depth, continue_fn=self._go_further, kv_offset=kv_offset, kept=self._was_kept
+            depth=depth,
+            num_steps=depth,
+            continue_fn=self._go_further,
+            kv_offset=kv_offset,
+            drafted_ahead=self._was_kept,
         )
 
     def _grow(self, max_levels: int) -> tuple[int, int]:

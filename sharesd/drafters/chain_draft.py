@@ -1,6 +1,7 @@
-"""Drafting step by step with a model: the steps, which trees use too, and chains of draft tokens.
+"""Drafting step by step with a model: `ModelStepper`, which trees use too, and `ChainDraft`.
 
-Legend: B rows, F tokens that are read in one step, V tokens of the drafter's vocabulary.
+Legend: B rows, T tokens read before the first draft token, F tokens read in one step, V tokens of the drafter's
+vocabulary.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from sharesd.speculation.draft_tree import DraftTree
 
 
 class DraftStepper(Protocol):
-    """Stepper that drafts after roots; tensors keep addresses, for replay."""
+    """Runs a draft model step by step from the roots.
+
+    Its tensors keep their addresses, so that steps can be replayed.
+    """
 
     root_pos_B: Tensor
     """int64: position of each root."""
@@ -31,7 +35,10 @@ class DraftStepper(Protocol):
     ids: Tensor | None
     """int64 [V]: the target's ids of a reduced vocabulary; None = all."""
     logit_noise: float | None
-    """Noise of the target's quantized copy, see `draft_scorer.quantization_logit_noise`; None: another model."""
+    """Scale of the errors in the quantized target's logits, see `draft_scorer.quantization_logit_noise`.
+
+    None if the drafter is another model.
+    """
 
     def start(self) -> Tensor:
         """Read unread tokens and the root; return first logits [B, 1, V]."""
@@ -48,8 +55,8 @@ class DraftStepper(Protocol):
 class ModelStepper:
     """Stepper of a language model.
 
-    Draft steps write their KV into the cache's slots above its lengths, through a view with lengths of its own, so that
-    the verify step overwrites them and nothing has to be undone.
+    Draft steps write their KV into the cache's slots above its lengths, through a view with lengths of its own, so the
+    verify step overwrites it, and nothing has to be undone.
     """
 
     def __init__(
@@ -62,36 +69,39 @@ class ModelStepper:
         ids: Tensor | None = None,
         logit_noise: float | None = None,
     ) -> None:
-        """`lead` returns first tokens [B, T]; `recent`: tokens attended to, 0: all.
+        """`lead` returns the tokens [B, T] to read first: the root, after any that the model has missed.
 
+        `recent`: tokens attended to; 0: all.
         `ids`: see `DraftStepper`.
         """
-        self._model, self._lead, self._ahead = model, lead, cache.draft_view(recent)
+        self._model, self._lead, self._draft_cache = model, lead, cache.draft_view(recent)
         self.ids = ids
         self.logit_noise = logit_noise
-        self.root_pos_B, self.next_pos_B = cache.lengths, self._ahead.lengths
+        # The lengths of both caches. A token's position is its slot, so `next_pos_B += 1` moves where the next step
+        # writes.
+        self.root_pos_B, self.next_pos_B = cache.lengths, self._draft_cache.lengths
 
     def start(self) -> Tensor:
         tokens_BT = self._lead()
         B, T = tokens_BT.shape
         torch.sub(self.root_pos_B, T - 1, out=self.next_pos_B)
         last_B1 = torch.full((B, 1), T - 1, device=tokens_BT.device) if T > 1 else None
-        logits_B1V = self._model.forward(tokens_BT, self._ahead, last_B1)
+        logits_B1V = self._model.forward(tokens_BT, self._draft_cache, last_B1)
         self.next_pos_B += T
         return logits_B1V
 
     def step(self, tokens_BF: Tensor, tree_mask: TreeAttentionMask | None = None) -> Tensor:
-        logits_BFV = self._model.forward(tokens_BF, self._ahead, tree_mask=tree_mask)
+        logits_BFV = self._model.forward(tokens_BF, self._draft_cache, tree_mask=tree_mask)
         if tree_mask is None:
             self.next_pos_B += 1
         return logits_BFV
 
     def move(self, root: int, first: int, num: int) -> None:
-        """Move one row's accepted draft KV; slots count from the last root's."""
+        """Move one row's accepted draft KV, for `AsyncTreeDraft`; slots count from the last root's."""
         places_T = torch.tensor([root, *range(first, first + num)], device=self.root_pos_B.device)
         path_BT = places_T + (self.next_pos_B - self.root_pos_B)[:, None]
         self.next_pos_B.copy_(self.root_pos_B)
-        self._ahead.compact(path_BT, torch.full_like(self.root_pos_B, 1 + num))
+        self._draft_cache.compact(path_BT, torch.full_like(self.root_pos_B, 1 + num))
         self.next_pos_B += 1
 
 
@@ -115,8 +125,7 @@ class ChainDraft:
         self._scorer = None if sampler.needs_draft_probs else policy.scorer
         self._first()
         for num in range(1, length):
-            # Only on a CPU, where the host reads each step's probabilities without waiting; elsewhere there is no
-            # scorer.
+            # There is a scorer only on a CPU, where reading a probability on the host does not wait.
             if self._scorer and not policy.should_continue(num):
                 length = num
                 break
@@ -132,7 +141,7 @@ class ChainDraft:
         return self._drafts[length]
 
     def _start(self) -> None:
-        if self._context.graphs is not None:  # captured verify steps read paths too, perhaps those of a tree before
+        if self._context.graphs is not None:  # a captured verify step also reads the paths, perhaps of an earlier tree
             self._context.buffers.set_chain()
         else:
             self._context.buffers.clear()
@@ -155,6 +164,7 @@ class ChainDraft:
         if self._scorer is not None and chance_B is not None:
             chances = chance_B.tolist()
             self._scorer.add_token([chances[row - self._context.first] for row in self._context.policy.counted_rows])
+        # Writes the token to `_last_B1`, and to column next_pos - root_pos - 1 of `tokens_BN`.
         write_draft_token(token_B, next_pos_B, root_pos_B, self._last_B1, buffers.tokens_BN)
         if probs_BV is not None:
             at_B1V = (next_pos_B - root_pos_B - 1)[:, None, None].expand(-1, 1, probs_BV.shape[1])

@@ -5,7 +5,8 @@ have chosen itself. These and one more token of the target become part of the te
 move. Nothing here waits for the device, and tensors that outlive the round keep their addresses, so that rounds can be
 captured in CUDA graphs and replayed.
 
-Legend: B rows, N draft tokens, T = N + 1 verify rows, W verify width, V vocabulary.
+Legend: B rows of the batch, N draft tokens, T = N + 1 places of a verify step (0: the root, n: node n - 1), P entries
+of a path, V vocabulary, W words of 32 bits, one for each token, X columns of the packed result.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from sharesd.models.base import CausalModel
 from sharesd.speculation.draft_tree import DraftTree
 
 OverlapHook = Callable[[Callable[[], bool] | None], AbstractContextManager[None]]
-"""Context in which its argument runs while weights are awaited (`offload.prefetcher.Stream.overlap`)."""
+"""Returns a context that runs its argument while weights are loading (`offload.prefetcher.Stream.overlap`)."""
 
 
 class BatchState(NamedTuple):
@@ -46,13 +47,13 @@ class BatchState(NamedTuple):
         return BatchState(*(part[first:end] for part in self))
 
 
-class VerifyOutput(NamedTuple):
+class TargetPass(NamedTuple):
     """Result of the target's pass over a draft."""
 
     tree: DraftTree
-    """The draft, with its tokens removed in rows that must not be drafted for."""
+    """The draft, without its tokens in rows that do not want drafts."""
     tree_mask: TreeAttentionMask | None
-    """Branches with padding."""
+    """The tree's mask, padded to the width of the step."""
     logits_BTV: Tensor
     """Logits after root and nodes."""
 
@@ -70,8 +71,8 @@ class RoundResult(NamedTuple):
     packed_result_BX: Tensor
     """Packed result of each row, [B, X] int64.
 
-    Its columns: the number of new tokens; how many of them come before logits that are not numbers; the tokens [T]; of
-    trees, the path [T]; the drafter's feedback.
+    Its columns: the number of new tokens; how many of them come before the first logits that are not finite; the
+    tokens [T]; of trees, the path [T]; the drafter's feedback.
     """
     logprobs_BT: Tensor | None  # of the tokens, if asked for
     top_BTk: tuple[Tensor, Tensor] | None  # the likeliest tokens and their log-probabilities, if asked for
@@ -81,7 +82,7 @@ class RoundResult(NamedTuple):
     is_tree: bool
 
     def path(self, packed: Sequence[int]) -> Sequence[int]:
-        """Return the verify rows of accepted nodes from one packed row."""
+        """Return the places of accepted nodes from one row of the packed result."""
         if not self.is_tree:
             return range(1, packed[0])
         return packed[self.num_rows + 3 : self.num_rows + 2 + packed[0]]
@@ -111,41 +112,43 @@ class Round:
         eager: bool = False,
         overlap_hook: OverlapHook | None = None,
     ) -> None:
-        """`cache` and `state` have the rows of `context`.
+        """`cache` and `state` have the rows of `context`, which is what drafters get of a round.
 
-        `widths`: numbers of tokens that steps may have, to the next of which they are padded; None: any. `eager`:
-        graphs are only for drafts. `overlap_hook` runs draft steps while the target waits for weights.
+        `widths`: numbers of tokens that a step may have; each step is padded to the next one. None: any number.
+        `eager`: graphs are only for drafts. `overlap_hook` runs draft steps while the target waits for weights.
         """
         self._overlap_hook = overlap_hook
         self._host = PinnedBuffers()
         self._target, self._cache, self._drafter, self._state = target, cache, drafter, state
         self.context = context
         self._sampler, self._buffers, self._widths = context.sampler, context.buffers, widths
-        # A graph reads the tensors that it was captured with. So one form of the step reads only the root, and one
-        # reads root and draft buffers; every draft is written to these buffers, padded to the largest with nodes of -1.
+        # A graph reads the tensors that it was captured with. So there are two steps: one reads only the root, the
+        # other the root and the draft buffers, to which every draft is written, padded to the largest with nodes of -1.
         graphs, match = None if eager else context.graphs, not context.sampler.needs_draft_probs
         self._constrained = context.sampler.kind.constrained
         self.no_draft = DraftTree(state.root_B[:, None][:, :0])
         """Draft of a plain round."""
         self._verify_root = self._step(self.no_draft, graphs)
         self._verify_draft: Callable[..., RoundResult] | None = None
-        self._root_width_differs = True
+        self._plain_step_apart = True
         if context.graphs is not None and drafter is not None:
             tree = context.buffers.tree(tree_mask=drafter.trees and match, probs=not match)
             self._verify_draft = self._step(tree, graphs)
-            # If both have the same width, an empty draft takes no longer than a plain step, and one graph is enough.
-            self._root_width_differs = not match or self._width(1) < self._width(1 + context.buffers.max_nodes)
+            # If both have the same width, verifying an empty draft costs no more than a plain step, and one graph is
+            # enough, unless acceptance needs the probabilities of a draft.
+            self._plain_step_apart = not match or self._width(1) < self._width(1 + context.buffers.max_nodes)
 
-    def verify(self, tree: DraftTree, masks: GrammarMaskFn | None = None) -> RoundResult:
-        """Verify a draft.
+    def run(self, tree: DraftTree, masks: GrammarMaskFn | None = None) -> RoundResult:
+        """Run the round: verify the draft, accept, commit.
 
-        `masks` of grammars are computed while the target reads the draft.
+        Moves the roots and the cache's lengths, and returns what the host reads. `masks` of grammars are computed while
+        the target reads the draft.
         """
         num_nodes = tree.tokens.shape[1]
         given = (masks,) if self._constrained else ()
         if self._verify_draft is None and num_nodes:
             return self._step(tree, None)(*given)
-        if self._verify_draft is None or (self._root_width_differs and not num_nodes):
+        if self._verify_draft is None or (self._plain_step_apart and not num_nodes):
             return self._verify_root(*given)
         if not num_nodes:
             self._buffers.clear()
@@ -156,14 +159,14 @@ class Round:
     def copy_to_host(self, result: RoundResult) -> RoundResult:
         """Start copies to host memory, since the next round overwrites the result.
 
-        They are valid until the round after the next is copied.
+        They are valid until two more rounds have been copied.
         """
         self._host.turn()
         packed_result_BX, logprobs_BT, top_BTk, num_allowed_B, num_rows, is_tree = result
-        copy, times = self._host.copy, -(-(1 + self._buffers.max_nodes) // num_rows)  # of the largest draft
+        copy, times = self._host.copy, -(-(1 + self._buffers.max_nodes) // num_rows)  # reserves for the largest draft
         top = None if top_BTk is None else (copy("ids", top_BTk[0], times), copy("top", top_BTk[1], times))
         logprobs_BT = None if logprobs_BT is None else copy("logprobs", logprobs_BT, times)
-        packed_result_BX = copy("counted", packed_result_BX, times if is_tree else 2 * times)  # trees have a path, too
+        packed_result_BX = copy("packed", packed_result_BX, times if is_tree else 2 * times)  # trees have a path, too
         num_allowed_B = None if num_allowed_B is None else copy("allowed", num_allowed_B, 1)
         return RoundResult(packed_result_BX, logprobs_BT, top, num_allowed_B, num_rows, is_tree)
 
@@ -178,20 +181,21 @@ class Round:
         With grammars it has two parts, with masks in between.
         """
         if not self._constrained:
-            return Replayed(lambda: self._accept(self._verify(tree)), graphs)
+            return Replayed(lambda: self._accept(self._target_pass(tree)), graphs)
         tree = tree._replace(grammar_mask=self._buffers.grammar_mask_BTW[:, : 1 + tree.tokens.shape[1]])
         # The host computes masks while the device runs the target. Two functions, since a graph cannot wait for the
         # host; the list hands the tensors of the first to the second, which is captured with them.
-        readings: list[VerifyOutput] = []
-        read, decide = Replayed(partial(self._verify, tree), graphs), Replayed(lambda: self._accept(*readings), graphs)
+        passes: list[TargetPass] = []
+        read = Replayed(partial(self._target_pass, tree), graphs)
+        decide = Replayed(lambda: self._accept(*passes), graphs)
 
         def verify_then_accept(masks: GrammarMaskFn | None) -> RoundResult:
-            readings[:] = [read()]
+            passes[:] = [read()]
             if masks is not None:
                 grammar_mask_BTW, lost = masks()
                 self._buffers.copy_grammar_mask(grammar_mask_BTW)
                 for line, node in lost:
-                    readings[0].tree.tokens[line, node] = -1
+                    passes[0].tree.tokens[line, node] = -1
             return decide()
 
         return verify_then_accept
@@ -199,30 +203,31 @@ class Round:
     def _width(self, rows: int) -> int:
         return next(width for width in self._widths if width >= rows) if self._widths else rows
 
-    def _verify(self, tree: DraftTree) -> VerifyOutput:
+    def _target_pass(self, tree: DraftTree) -> TargetPass:
         cache, (root_B, _, drafts_B) = self._cache, self._state
         num_rows = 1 + tree.tokens.shape[1]
         if tree.tokens.device != root_B.device:
             tree = _to_device(tree, root_B.device)
         if num_rows > 1:
-            tree = tree._replace(tokens=tree.tokens.where(drafts_B[:, None], -1))  # -1 equals no choice of the target
+            tree = tree._replace(tokens=tree.tokens.where(drafts_B[:, None], -1))  # -1 never equals the target's choice
         if tree.tree_mask is not None:  # a slice of the buffers, if rounds are not replayed
             tree = tree._replace(tree_mask=TreeAttentionMask(*(part.contiguous() for part in tree.tree_mask)))
         width = self._width(num_rows)
-        tokens_BW = root_B[:, None] if width == 1 else verify_tokens(root_B, tree.tokens, width)
-        # Kernels whose bits depend on the width get one fixed width; the padding's logits are cut off below.
+        tokens = root_B[:, None] if width == 1 else verify_tokens(root_B, tree.tokens, width)  # [B, width]
+        # Kernels whose results differ in the last bits with the width always get one width; logits of the padding are
+        # cut off below.
         tree_mask, padding = tree.tree_mask, width - num_rows
         if tree_mask is not None and padding:
-            tree_mask = _pad_branches(tree_mask, padding)
+            tree_mask = _pad_tree_mask(tree_mask, padding)
         if tree_mask is not None and tree.kv_offset:
             tree_mask = tree_mask._replace(path_BTP=tree_mask.path_BTP + tree.kv_offset)
         with nullcontext() if self._overlap_hook is None else self._overlap_hook(tree.continue_fn):
-            logits_BTV = self._target.forward(tokens_BW, cache, tree_mask=tree_mask)[:, :num_rows]
-        return VerifyOutput(tree, tree_mask, logits_BTV)
+            logits_BTV = self._target.forward(tokens, cache, tree_mask=tree_mask)[:, :num_rows]
+        return TargetPass(tree, tree_mask, logits_BTV)
 
-    def _accept(self, reading: VerifyOutput) -> RoundResult:
+    def _accept(self, target_pass: TargetPass) -> RoundResult:
         cache, (root_B, active_B, _) = self._cache, self._state
-        tree, tree_mask, logits_BTV = reading
+        tree, tree_mask, logits_BTV = target_pass
         num_rows = logits_BTV.shape[1]
         verified = self._sampler.accept(tree, logits_BTV, cache.lengths)
         verified = verified._replace(num_new=verified.num_new * active_B)  # 0 in idle rows, which stay as they are
@@ -233,7 +238,9 @@ class Round:
         if drafter is not None and (num_rows > 1 or drafter.commits_plain_rounds):
             drafter_feedback_BX = drafter.commit(self.context, tree, verified, logits_BTV)
         path_BT = verified.path if tree_mask is not None else None
-        # One kernel moves lengths and roots, and packs all that the host needs into one tensor: one copy, one wait.
+        # One kernel adds num_new to the lengths and sets the roots to the last new tokens, both in place, and packs all
+        # that the host needs into one tensor: one copy, one wait. Drafters commit before, since they count from the old
+        # root.
         packed_result_BX = commit_round(
             *(root_B, cache.lengths, active_B, verified.num_new, verified.tokens, path_BT, drafter_feedback_BX),
             logits_BTV,
@@ -260,10 +267,10 @@ def _to_device(tree: DraftTree, device: torch.device) -> DraftTree:
     )
 
 
-def _pad_branches(tree_mask: TreeAttentionMask, padding: int) -> TreeAttentionMask:
-    """Return branches with padding rows that no other row sees.
+def _pad_tree_mask(tree_mask: TreeAttentionMask, padding: int) -> TreeAttentionMask:
+    """Return a tree's mask with padding that no other place sees.
 
-    Paths may have the width's length.
+    Paths may already be as long as the padded width.
     """
     depth_BT, path_BTP = tree_mask
     T = path_BTP.shape[1]

@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 
 class Engine:
-    """Decoder with one target and at most one drafter, for one thread.
+    """Decodes requests with one target and at most one drafter. Not thread-safe.
 
     `add`, `step` and `cancel` serve requests that come and go (`LLM`, the server); `generate` and `stream` are loops
     for the prompts of one call.
@@ -74,9 +74,12 @@ class Engine:
             batch=cache.batch, vocab_size=target.vocab_size, device=self._device, replayed=options.graphs is not None
         )
         self.async_scheduling = options.async_scheduling and (drafter is None or drafter.supports_async)
-        """True if rounds are launched before the last one is read."""
+        """True if a round may be launched before the one before it is read.
+
+        On GPUs, with a drafter that can go ahead.
+        """
         self.compact_batch = not on_gpu and options.graphs is None and options.widths is None and not target.step_widths
-        """True if a round covers only the rows in use: nothing is compiled for a number of rows."""
+        """True if a round covers only the rows in use. Steps that are compiled for given widths also fix their rows."""
         buckets = options.buckets or (self.compact_batch and not self.offloaded)
         self.batch_sizes = powers_of_two(cache.batch) if buckets else [cache.batch]
         """Numbers of rows that have separate costs and captured graphs."""
@@ -85,7 +88,8 @@ class Engine:
         """The target's cache, and that of a model drafter."""
         if options.buckets:
             for each in self.caches:
-                each.parked_length = options.max_context - each.slots  # negative, so that kernels skip the row
+                # Negative, so that kernels skip the row, even after a round in flight has added to it.
+                each.parked_length = options.max_context - each.slots
         self._scheduler = Scheduler(
             target, tokenizer, self.caches, drafter, self.sampling, options=options, span=self._span
         )
@@ -99,7 +103,7 @@ class Engine:
         self._outputs.begin_call(self._new_stats())
         self._in_flight: InFlightRound | None = None  # launched before its predecessor was read
         self.label: Mapping[str, Any] = {}
-        """Fields that traces of later requests get; JSON types."""
+        """Fields of JSON types that are added to the trace of each request from now on."""
 
     @property
     def drafter(self) -> Drafter | None:
@@ -120,7 +124,7 @@ class Engine:
 
     @property
     def stats(self) -> Stats:
-        """Counts of the last `generate` or `stream`, or of later steps."""
+        """Counts since the last call of `generate` or `stream`, or since the start."""
         return self._outputs.stats
 
     @property
@@ -163,7 +167,7 @@ class Engine:
     def add(self, prompt: Prompt, params: SamplingParams | None = None, index: int = 0) -> Request:
         """Append a request to the queue; `step` decodes it.
 
-        `index`: number among the prompts of one call or choices of one request, each of which has its own noise.
+        `index`: number of this prompt in its call, or of this choice in its request; each number has its own noise.
         Raises ValueError for an unsupported prompt or parameters, its subclass QueueFull if too many requests wait, and
         RuntimeError if another engine has used the cache while requests of this one run.
         """
@@ -177,7 +181,7 @@ class Engine:
         return self._enqueue(ids, params, index)
 
     def step(self) -> list[TokenChunk]:
-        """Prefill a waiting prompt's chunk; run a round of decoding requests.
+        """Prefill one chunk of a prompt, if one waits, then run a round over the requests that are being decoded.
 
         Returns the new tokens. Raises RuntimeError if another engine has used the cache. Any error cancels all
         requests: the device may be ahead of the tokens that were returned.
@@ -189,7 +193,8 @@ class Engine:
         try:
             is_decoding = bool(self._scheduler.live)
             chunks = self._prefill_prompts(whole=False)
-            return [*chunks, *self._round()] if is_decoding or not chunks else chunks  # first tokens are sent at once
+            # A first token is returned at once if nothing else is being decoded.
+            return [*chunks, *self._round()] if is_decoding or not chunks else chunks
         except BaseException:
             self.cancel_all()
             raise
@@ -207,7 +212,7 @@ class Engine:
     def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams | None = None, *, reuse: bool = False
     ) -> list[Completion]:
-        """Return one completion per prompt. Arguments and errors as of `stream`."""
+        """Return one completion per prompt. Takes the arguments of `stream`, and raises its errors."""
         done = [Completion() for _ in prompts]
         for chunk in self.stream(prompts, sampling, reuse=reuse):
             done[chunk.row].add(chunk)
@@ -218,10 +223,10 @@ class Engine:
     ) -> Generator[TokenChunk, None, None]:
         """Decode prompts, up to one per cache row at a time; yield chunks.
 
-        Earlier calls end. Each prompt has its own noise, by its index in the call. `reuse`: KV of the longest prefix
-        that a prompt shares with a row is not recomputed (chat turns). Raises ValueError as `add`; RuntimeError if
-        requests of `add` run, or another call has used the cache since the last chunk; the first RequestError after the
-        last chunk, if prompts failed. A given `max_new_tokens` beyond the context is a warning.
+        Ends any earlier call. Each prompt has its own noise, by its index in the call. `reuse`: KV of the longest
+        prefix that a prompt shares with a row is not recomputed (chat turns). Warns if `max_new_tokens` is given and
+        exceeds the context. Raises ValueError as `add`, and RuntimeError if requests of `add` run, or another call has
+        used the cache since the last chunk. If prompts failed, raises the first RequestError after the last chunk.
         """
         if isinstance(prompts, str):
             raise ValueError("prompts is one string; give a list of prompts")
@@ -265,7 +270,7 @@ class Engine:
         return Stats(self.num_draft, accepted_at=[0] * self.num_draft, reached_at=[0] * self.num_draft)
 
     def _acquire_cache(self) -> object:
-        """Make this engine the cache's owner; requests of earlier calls end."""
+        """Make this engine the cache's owner, which ends requests of earlier calls."""
         self._in_flight = None
         self._launcher.reset()
         return self._scheduler.acquire_cache()
@@ -293,13 +298,13 @@ class Engine:
                 self.trace.add_request(request, self.mode, chunks[-1].token_ids)
             if not whole:
                 break
-        self._outputs.busy_since = time.perf_counter()
-        self.stats.prefill_s += self._outputs.busy_since - started
+        self._outputs.last_ended = time.perf_counter()
+        self.stats.prefill_s += self._outputs.last_ended - started
         self._outputs.record_transfers()
         return chunks
 
     def _admit(self) -> Request:
-        """Give the next request a row; begin an idle policy's new text."""
+        """Give the next request a row; tell the policy that a new text begins, if nothing is being decoded."""
         request = self._scheduler.admit()
         assert request.row is not None
         if not self._scheduler.live:
@@ -321,7 +326,7 @@ class Engine:
         # On a GPU the device must not idle while the host works, so the next round is launched before this one is read.
         # Its root and lengths are on the device already; only drafters that need the tokens on the host must wait.
         in_flight, self._in_flight = self._in_flight or self._launcher.launch(), None
-        if self.options.async_scheduling:
+        if self.options.async_scheduling:  # None if this round must be read first; `_launch_early` then launches
             self._in_flight = self._launcher.launch(in_flight)
         return [] if in_flight is None else self._collect(in_flight)
 
@@ -335,6 +340,7 @@ class Engine:
         return True
 
     def _span(self, rows: Sequence[int]) -> tuple[int, int]:
+        """Return the first row, and the row after the last, of a round over these rows."""
         if self.compact_batch:
             return min(rows), max(rows) + 1
         return 0, next(size for size in self.batch_sizes if size > max(rows))

@@ -31,7 +31,7 @@ from sharesd.sampling.sampler import Sampler
 from sharesd.speculation.draft_tree import DraftTree
 
 Cut = Literal["not_numbers", "none_allowed"]
-"""Reason why no token can be chosen: logits that are not numbers, or every token is excluded."""
+"""Reason why no token can be chosen: the logits are not finite, or every token is excluded."""
 
 
 class Tokens(NamedTuple):
@@ -51,16 +51,16 @@ class OutputProcessor:
     """Reads the results of launched rounds and emits their tokens."""
 
     def __init__(self, cache: StaticKVCache, scheduler: Scheduler, clock: Clock, options: EngineOptions) -> None:
-        """As `Engine` has them."""
+        """The arguments are the engine's own."""
         self._cache, self._scheduler, self._clock = cache, scheduler, clock
         self._on_finish, self._transfer_stats = options.on_finish, options.transfer_stats
         self._model_name = options.model_name
         self.stats = Stats()
-        """Counts of the last call, or of all steps since."""
+        """Counts since the last call began, or since the start."""
         self._traffic_before = self._transfer_stats() if self._transfer_stats else None
         self.trace: TraceFile | None = None
         """File of all rounds."""
-        self.busy_since = 0.0
+        self.last_ended = 0.0
         """End time of the last collected round or prompt chunk."""
 
     def begin_call(self, stats: Stats) -> None:
@@ -71,23 +71,23 @@ class OutputProcessor:
     def collect(self, in_flight: InFlightRound, launch_early: Callable[[], bool]) -> list[TokenChunk]:
         """Return the tokens of a round; record its acceptance and times.
 
-        `launch_early` launches the next round as soon as the tokens are known, if rounds may overlap with the host's
-        work; it returns True if it did.
+        `launch_early` launches the next round as soon as the tokens are known, if scheduling is asynchronous; it
+        returns True if it did.
         """
         batch, tree, result, marks = in_flight.batch, in_flight.tree, in_flight.result, in_flight.marks
         num_nodes, policy = tree.tokens.shape[1], batch.variant.policy
-        # A round that was launched early waited for the device: that time was counted in the round before.
-        started = max(in_flight.started, self.busy_since)
+        # A round that was launched early first waits for the one before it; that time is counted there.
+        started = max(in_flight.started, self.last_ended)
         self._clock.wait(marks[-1])
         packed = result.packed_result_BX.tolist()  # the one host synchronisation of a round
         logprobs = None if result.logprobs_BT is None else result.logprobs_BT.tolist()
         top = None if result.top_BTk is None else [part.tolist() for part in result.top_BTk]
         allowed = None if result.num_allowed_B is None else result.num_allowed_B.tolist()
         drafts = None if in_flight.proposed is None else in_flight.proposed.to_lists()
-        # Requests may have ended or been cancelled since the launch; the device computed their rows in vain.
+        # Requests may have ended or been cancelled since the launch; their results are discarded.
         live = [request for request in batch.live if request.row is not None]
         if not live:
-            self.busy_since = time.perf_counter()
+            self.last_ended = time.perf_counter()
             return []
         lines = [request.row - batch.first for request in live]  # type: ignore[operator]
         drafter = self._scheduler.drafter
@@ -96,36 +96,37 @@ class OutputProcessor:
         names = _drafters_by_node(tree)
         before, chunks, paths = [request.num_emitted for request in live], [], {}
         for request, line in zip(live, lines, strict=True):
-            # num_new: accepted draft tokens and the target's own. If num_right is less, the token after so many had
-            # logits that are not numbers, or all tokens were excluded there, which ends the request with an error.
+            # num_new: accepted draft tokens and the target's own. num_valid: those before the first that could not be
+            # chosen, since its logits were not finite or all tokens were excluded, which ends the request with an
+            # error.
             (num_new, num_finite), num_drafted = packed[line][:2], num_nodes if request.params.speculate else 0
-            num_right = num_finite if allowed is None else min(num_finite, allowed[line])
-            cut: Cut = "not_numbers" if num_right == num_finite else "none_allowed"
+            num_valid = num_finite if allowed is None else min(num_finite, allowed[line])
+            cut: Cut = "not_numbers" if num_valid == num_finite else "none_allowed"
             path = paths[request] = result.path(packed[line])
             last: Source = "target" if not num_drafted else "bonus" if num_new > tree.depth else "recovered"
             accepted: list[Source] = ["accepted"] * (num_new - 1)
             chunk = self.emit(
                 request,
                 Tokens(
-                    packed[line][2 : 2 + num_right],
-                    [*accepted, last][:num_right],
-                    [*(names[node - 1] for node in path), None][:num_right],
-                    logprobs[line][:num_right] if logprobs and request.params.logprobs else None,
-                    top_logprobs(request, *(part[line][:num_right] for part in top)) if top else None,
-                    cut=cut if num_right < num_new else None,
+                    packed[line][2 : 2 + num_valid],
+                    [*accepted, last][:num_valid],
+                    [*(names[node - 1] for node in path), None][:num_valid],
+                    logprobs[line][:num_valid] if logprobs and request.params.logprobs else None,
+                    top_logprobs(request, *(part[line][:num_valid] for part in top)) if top else None,
+                    cut=cut if num_valid < num_new else None,
                 ),
             )
             for each in (self.stats, request.stats):
-                each.record_round(num_drafted, tree.depth, min(num_new - 1, num_right), len(chunk.token_ids))
+                each.record_round(num_drafted, tree.depth, min(num_new - 1, num_valid), len(chunk.token_ids))
             request.stats.accept_lengths[0].append(len(chunk.token_ids))
             chunks.append(chunk)
         ended = time.perf_counter()
         if early := launch_early():  # the rest of the host's work overlaps with the next round
-            self.busy_since = ended
+            self.last_ended = ended
         # Two marks without a draft, three with one.
         draft_s, verify_s = ([0.0] + [self._clock.seconds(a, b) for a, b in pairwise(marks)])[-2:]
-        # The next round may have been launched, so the policy first goes back to the state in which it decided this
-        # one.
+        # The next round may have been launched: restore the policy to its state when it decided this one. The next
+        # launch sets all of it again.
         policy.live.at(*in_flight.place)
         policy.restore(in_flight.decision)
         progress = mean_progress(live, before, in_flight.is_last_call)
@@ -137,8 +138,8 @@ class OutputProcessor:
         if not num_nodes:
             self._scheduler.prefill.record_round_time(took)
         traces = trace_rows(in_flight, chunks, [paths[each] for each in live], lines, drafts) if batch.traced else []
-        self.busy_since = ended if early else time.perf_counter()
-        overhead_s = self.busy_since - started - draft_s - verify_s
+        self.last_ended = ended if early else time.perf_counter()
+        overhead_s = self.last_ended - started - draft_s - verify_s
         for each in (self.stats, *(request.stats for request in live)):
             each.record_step(tree.num_steps, draft_s, verify_s, overhead_s)
         self.record_transfers()
@@ -163,11 +164,11 @@ class OutputProcessor:
     def emit(self, request: Request, tokens: Tokens) -> TokenChunk:
         """Return the chunk of a row's new tokens.
 
-        Tokens after the end of the text are dropped and not counted. A text that has not ended before a position
-        at which no token can be chosen ends with an error.
+        Tokens after the end of the text are dropped and not counted. If no token can be chosen at a position and the
+        text has not ended before it, the request fails.
         """
         ids, sources, drafters, logprobs, top, cut_by = tokens
-        count, text = request.take(ids)
+        count, text = request.take(ids)  # appends tokens up to the first stop rule that holds
         error: RequestError | None = None
         if cut_by == "not_numbers" and request.finish_reason is None:
             request.bad_position = request.bad_position or len(request.tokens)
@@ -178,13 +179,13 @@ class OutputProcessor:
         if error is not None:
             text += request.fail()
         logprobs, top = logprobs and logprobs[:count], top and top[:count]
-        cut = ids[:count], sources[:count], list(drafters[:count])
-        chunk = TokenChunk(request, *cut, text, logprobs, top, request.finish_reason, error)
+        emitted = ids[:count], sources[:count], list(drafters[:count])
+        chunk = TokenChunk(request, *emitted, text, logprobs, top, request.finish_reason, error)
         for stats in (self.stats, request.stats):
             stats.record_tokens(chunk.sources)
         assert request.row is not None
         cached_ids = self._cache.cached_ids[request.row]
-        cached_ids += request.tokens[len(cached_ids) : -1]  # KV of dropped tokens is never read
+        cached_ids += request.tokens[len(cached_ids) : -1]  # all but the next root, which has no KV yet
         if chunk.finish_reason is not None:
             if error is not None:
                 self._scheduler.discard_kv(request.row)
@@ -194,7 +195,7 @@ class OutputProcessor:
         return chunk
 
     def _not_numbers(self, position: int) -> NonFiniteLogits:
-        """Return the error of logits that are not numbers."""
+        """Return the error of logits that are not finite."""
         dtype = str(self._cache.dtype).removeprefix("torch.")
         remedy = "check its weights" if dtype in ("float32", "float64") else "try dtype float32, or check its weights"
         return NonFiniteLogits(
@@ -266,9 +267,9 @@ def trace_rows(
 
 
 def sample_first(request: Request, sampler: Sampler, logits_1V: Tensor, length_1: Tensor, root_1: Tensor) -> Tokens:
-    """Sample a prompt's first token into `root`.
+    """Sample the first token after a prompt, and write it to `root_1`.
 
-    The sampler is for its row only.
+    `sampler` covers only that row.
     """
     params = request.params
     if params.max_new_tokens == 0:

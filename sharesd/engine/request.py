@@ -94,9 +94,10 @@ class Request:
 
 
 def counted_requests(live: Sequence[Request], is_last_call: bool) -> list[Request]:
-    """Return the requests whose tokens count in the coming round.
+    """Return the requests for which the policy chooses the next draft.
 
-    If `is_last_call`, those that have emitted the fewest tokens, or few more: they determine the call's duration.
+    All, or, if `is_last_call`, those that have emitted the fewest tokens or few more: they determine the call's
+    duration.
     """
     if not is_last_call:
         return list(live)

@@ -1,6 +1,6 @@
 """Launch of rounds: forms the batch, makes the draft, starts the verification.
 
-Legend: B rows, N draft tokens, T = N + 1 (the root and the nodes), W words of 32 tokens.
+Legend: B rows, N draft tokens, T = N + 1 (the root and the nodes), W words of 32 bits, one for each token.
 """
 
 from __future__ import annotations
@@ -33,16 +33,20 @@ log = logging.getLogger(__name__)
 class Batch(NamedTuple):
     """Requests decoded together, unchanged until one joins or leaves.
 
-    Tensors of a round have a line for each row of the cache from `first` to before `end`, idle rows included.
+    A round's tensors cover the cache's rows from `first` (inclusive) to `end` (exclusive), idle ones too. A line is the
+    index of a row in them: row - `first`.
     """
 
     live: list[Request]
     texts: dict[int, list[int]]
     """Token ids by row; the lists grow with the requests."""
     plain: list[int]
-    """Rows that must not be drafted for."""
+    """Rows whose requests do not want drafts.
+
+    Draft steps run over them all the same; verification ignores their tokens.
+    """
     constrained: bool
-    """True if any request has a grammar."""
+    """True if any request has a grammar or a minimum length, which need masks from the host."""
     first: int
     """Row of the first line of results."""
     end: int
@@ -52,7 +56,7 @@ class Batch(NamedTuple):
     round: Round
     """Verify, accept and commit over these rows."""
     traced: bool
-    """True if any trace is made of the rounds."""
+    """True if its rounds are traced."""
 
 
 class InFlightRound(NamedTuple):
@@ -60,11 +64,11 @@ class InFlightRound(NamedTuple):
 
     batch: Batch
     counted: list[Request]
-    """Requests whose tokens the policy counts."""
+    """Requests for which the policy chooses the draft; see `counted_requests`."""
     is_last_call: bool
     """True if all requests are prompts of one call, and none waits."""
     place: tuple[float, int, int]
-    """Circumstances that costs depend on: mean live slots, threads, rows (arguments of `LiveCosts.at`)."""
+    """What costs of steps depend on: mean live slots, threads, rows (arguments of `LiveCosts.at`)."""
     tree: DraftTree
     decision: Decision
     """State of the policy, which the round's result is recorded with."""
@@ -74,7 +78,7 @@ class InFlightRound(NamedTuple):
     started: float
     """Host time of the launch."""
     reasons: dict[str, str]
-    """Reasons why nothing was drafted."""
+    """Reasons why nothing was drafted, by who decided it: the engine, the policy or a drafter."""
     proposed: Proposed | None
     """Draft for the trace; None without one."""
 
@@ -92,18 +96,18 @@ class RoundLauncher:
         *,
         async_scheduling: bool,
     ) -> None:
-        """As `Engine` has them."""
+        """The arguments are the engine's own."""
         self._cache, self._scheduler, self._variants, self._state = cache, scheduler, variants, state
         self._clock, self._on_gpu = clock, cache.lengths.device.type == "cuda"
         self._copies_result = async_scheduling or self._on_gpu
         self._batch: Batch | None = None
         self._num_changes = -1  # of the scheduler, when the batch was formed
-        self._num_idle = 0  # rounds since the drafter last drafted
+        self._plain_rounds = 0  # since the last round with a draft
         self._deferred_shape: DraftShape | None = None  # of a draft that could not be launched before a result was read
         self.prefilled = False
         """A prompt chunk was read since the last round."""
         self.traces_all = False
-        """True if rounds are traced, whatever the requests want."""
+        """True if rounds are traced even if no request asks for it."""
 
     def reset(self) -> None:
         """Drop the batch and a deferred draft."""
@@ -124,9 +128,9 @@ class RoundLauncher:
         batch, drafter = self._batch, scheduler.drafter
         if batch is None or (before is not None and batch.constrained):
             return None
-        # What the policy must know of the coming round. It decides in `variant.shape` and `drafter.draft` below, and
-        # learns from the round's result in `OutputProcessor.collect`, perhaps after it has decided about the next
-        # round.
+        # Tell the policy about the coming round. It chooses a shape from the costs of steps (`policy.live`) and the
+        # acceptance so far in `variant.shape`, may end a chain early in `drafter.draft` (on a CPU), and learns from the
+        # round's result in `OutputProcessor.collect`, perhaps after it has decided about the next round.
         policy, live, first = batch.variant.policy, batch.live, batch.first
         is_last_call = not scheduler.waiting and scheduler.prefill.request is None and live[0].call is not None
         counted = counted_requests(live, is_last_call)
@@ -134,9 +138,11 @@ class RoundLauncher:
         policy.max_round_cost = max_round_cost(live, self.prefilled)
         policy.reasons = reasons = {}
         num = batch.end - first
-        place = sum(map(len, self._cache.cached_ids[first : batch.end])) / num + 1, STEP_THREADS.size, num
+        mean_slots = sum(map(len, self._cache.cached_ids[first : batch.end])) / num + 1  # and the root
+        place = mean_slots, STEP_THREADS.size, num
         policy.live.at(*place)
-        # With async scheduling, `before` is still running. Drafters on the host need its tokens, and so do grammars.
+        # With async scheduling, `before` is still running. A drafter goes ahead if it needs neither its tokens on the
+        # host nor what the policy learns from them. Grammars need the tokens (see above).
         if before is not None and not (drafter is None or drafter.goes_ahead(policy)):
             return None
         tree, shape = batch.round.no_draft, NO_DRAFT
@@ -144,31 +150,31 @@ class RoundLauncher:
             reasons["engine"] = "no_drafter" if drafter is None else "not_requested"
         else:
             policy.num_unread_tokens = drafter.num_unread_tokens(batch.texts)
-            shape, self._deferred_shape = self._deferred_shape or batch.variant.shape(self._num_idle), None
+            shape, self._deferred_shape = self._deferred_shape or batch.variant.shape(self._plain_rounds), None
             # After plain rounds, a drafter with KV of its own must read tokens that the host does not have yet. The
             # shape is kept for the launch after the result of `before` was read, so that the policy does not decide
             # twice.
-            if shape.nodes and before is not None and self._num_idle and drafter.needs_catch_up:
+            if shape.nodes and before is not None and self._plain_rounds and drafter.needs_catch_up:
                 self._deferred_shape = shape
                 return None
         marks = [self._clock.mark()]
         if shape.nodes:
             assert drafter is not None
-            drafter.catch_up(batch.texts, self._num_idle > 0, batch.plain, _max_unread_tokens(before))
-            tree = checked_draft(drafter, batch.round.context, shape)
+            drafter.catch_up(batch.texts, self._plain_rounds > 0, batch.plain, _max_unread_tokens(before))
+            tree = checked_draft(drafter, batch.round.context, shape)  # `drafter.draft`, checked against the shape
             if tree.num_steps:
                 tree = tree._replace(num_unread_tokens=policy.num_unread_tokens)
             marks.append(self._clock.mark())
         if log.isEnabledFor(logging.DEBUG):
             _log_decision(batch, shape, tree)
-        result = batch.round.verify(tree, self._grammar_masks(batch, tree) if batch.constrained else None)
+        result = batch.round.run(tree, self._grammar_masks(batch, tree) if batch.constrained else None)
         proposed = Proposed.of(tree) if batch.traced and tree.tokens.shape[1] else None
         # The device overwrites its result in the next round, which may be launched before the host reads this one.
         if self._copies_result:
             result = batch.round.copy_to_host(result)
             proposed = proposed and batch.round.copy_proposed(proposed)
         marks.append(self._clock.mark())
-        self._num_idle = 0 if shape.nodes else self._num_idle + 1
+        self._plain_rounds = 0 if shape.nodes else self._plain_rounds + 1
         decision = policy.decision()
         return InFlightRound(
             batch, counted, is_last_call, place, tree, decision, result, marks, started, reasons, proposed
@@ -223,7 +229,7 @@ def _log_decision(batch: Batch, shape: DraftShape, tree: DraftTree) -> None:
 
 
 def _max_unread_tokens(before: InFlightRound | None) -> dict[int, int]:
-    """Return the most tokens that an unread round adds to each row."""
+    """Return upper bounds on the tokens that an unread round adds to each row."""
     if before is None:
         return {}
     max_tokens = 1 + before.tree.tokens.shape[1]

@@ -65,9 +65,12 @@ class Scheduler:
         )
         self.grammars = Grammars(tokenizer, vocab_size=target.vocab_size, eos_ids=self._eos_ids())
         self.num_changes = 0
-        """Number of times that a request joined or left the decoded ones."""
+        """Changes of what a batch consists of: rows, their parameters, and which requests are being decoded."""
         self.owner: object | None = None
-        """The mark that the cache has as its owner while requests of this engine use it."""
+        """What `cache.owner` must be while requests of this engine use the cache.
+
+        Engines of several modes may share a cache; the last one to acquire it owns it.
+        """
 
     @property
     def mode(self) -> str:
@@ -80,7 +83,7 @@ class Scheduler:
 
     @property
     def live(self) -> list[Request]:
-        """Requests that are being decoded, by row."""
+        """Requests that are being decoded, in row order."""
         prefilled = self.prefill.request
         return [request for request in self.rows.requests if request is not None and request is not prefilled]
 
@@ -140,7 +143,10 @@ class Scheduler:
         reuse: bool = True,
         call: object | None = None,
     ) -> Request:
-        """Append a new request to the queue. Arguments as of `Request`."""
+        """Append a new request to the queue.
+
+        Takes arguments of `Request`; `call` marks the `stream` call that makes it, None is for `Engine.add`.
+        """
         room = self._options.max_context - len(ids)
         checker = StopChecker(self._tokenizer, params, eos_ids=self._eos_ids(), room=room)
         matcher: Constraint | None = None if params.grammar is None else self.grammars.matcher(params.grammar)
@@ -233,7 +239,7 @@ class RowAllocator:
         self._prompt_cache = prompt_cache
         self._cache, self._recompute_decoded_kv, self.span = cache, recompute_decoded_kv, span
         self.requests: list[Request | None] = [None] * cache.batch
-        self._last_used = [0] * cache.batch  # number of the allocation in which each row was last given to a request
+        self._last_used = [0] * cache.batch  # allocation count at which each row was last given to a request
         self._num_allocated = 0
 
     @property
@@ -246,6 +252,9 @@ class RowAllocator:
 
     def allocate(self, request: Request) -> int:
         """Return a free row with KV of the longest shared prompt prefix."""
+        # source: the row with the most KV of this prompt, perhaps in use. victim: the free row whose KV is given up,
+        # which is `source` if that is free. row: the free row that keeps rounds short; if it is another than the
+        # victim, both swap their contents, so that what `row` held is kept.
         cache, free = self._cache, self.free
         usable = self._usable(request)
         source = oldest = min(free, key=lambda row: self._last_used[row])
@@ -253,14 +262,14 @@ class RowAllocator:
             source = max(
                 range(cache.batch), key=lambda row: (usable[row], self.requests[row] is None, -self._last_used[row])
             )
-        content = oldest if source not in free else source
-        ends = self.used[:: max(len(self.used) - 1, 1)]  # the first and last used row; all between count anyway
-        row = min(free, key=lambda row: (self._size([*ends, row]), row != content))
-        if row != content:
-            cache.swap_rows(row, content)
-            self._last_used[row], self._last_used[content] = self._last_used[content], self._last_used[row]
-            source = row if source == content else source
-            usable[row], usable[content] = usable[content], usable[row]
+        victim = oldest if source not in free else source
+        ends = self.used[:: max(len(self.used) - 1, 1)]  # the first and last used row; a round spans all between
+        row = min(free, key=lambda row: (self._size([*ends, row]), row != victim))
+        if row != victim:
+            cache.swap_rows(row, victim)
+            self._last_used[row], self._last_used[victim] = self._last_used[victim], self._last_used[row]
+            source = row if source == victim else source
+            usable[row], usable[victim] = usable[victim], usable[row]
         kept = usable[source]
         cache.begin_row(row, request.prompt_ids[:kept], source, whole_chunks(kept) if self._recompute_decoded_kv else 0)
         if self._prompt_cache is not None and request.reuse:
@@ -292,7 +301,11 @@ class RowAllocator:
         return end - first
 
     def _usable(self, request: Request) -> list[int]:
-        """Return the reusable prompt tokens of each row, never the last one."""
+        """Return the reusable prompt tokens of each row.
+
+        The last token is always read again, for its logits. With `recompute_decoded_kv` only KV that whole prefill
+        chunks wrote is reused: that of verify steps may differ in the last bits.
+        """
         if not request.reuse:
             return [0] * self._cache.batch
         max_shared = len(request.prompt_ids) - 1

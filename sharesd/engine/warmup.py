@@ -98,7 +98,7 @@ def _capture(engine: Engine, params: SamplingParams) -> None:
 
     def verify(round_: Round, tree: DraftTree) -> None:
         if not engine.offloaded:
-            round_.copy_to_host(round_.verify(tree))
+            round_.copy_to_host(round_.run(tree))
 
     for rows, _ in product(reversed(engine.batch_sizes), range(1 + WARM_CALLS)):
         round_ = variant.round(0, rows)
@@ -131,7 +131,7 @@ def _verify_tree(engine: Engine, params: SamplingParams) -> None:
     engine.deactivate_rows()
     siblings = Proposal(list(range(engine.num_draft)), [-1] * engine.num_draft, [0.0] * engine.num_draft)
     tree = pack([siblings] * engine.cache.batch, engine.num_draft, "")
-    engine.variant(params).round().verify(tree)
+    engine.variant(params).round().run(tree)
 
 
 def _shapes(engine: Engine, params: SamplingParams) -> list[DraftShape]:

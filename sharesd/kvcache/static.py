@@ -22,9 +22,10 @@ from sharesd.devices.transfer import copy_to_device
 
 
 class StaticKVCache:
-    """Keys and values of each layer, and live slots of each row.
+    """Keys and values of each layer, and the number of live slots of each row.
 
-    Layout of `compile.kv_layout`, or `plain`, [B, K, S, d]. Legend: B rows, K key/value heads, S slots, d head size, T
+    `k[layer]` and `v[layer]` are [B, K, blocks, ...], in the layout of `compile.kv_layout`, or `plain`, [B, K, S, d];
+    only attention, `kv` and `compact` look into a block. Legend: B rows, K key/value heads, S slots, d head size, T
     tokens of a step, D hidden size, F features of a token.
     """
 
@@ -46,8 +47,8 @@ class StaticKVCache:
         """`shapes`: (key/value heads, head size) of every layer.
 
         `taps`: depths whose hidden states are kept: numbers of blocks, and one more for the output of the last norm.
-        `whole_rows`: attention reads only live slots, however many slots it gets. `q8`: keys and values are kept in 8
-        bits, `dtype` is that of the model.
+        `whole_rows`: attention reads only live slots, whatever the size of the cache. `q8`: keys and values are kept in
+        8 bits, `dtype` is that of the model.
         """
         self.slots, self.dtype, self.q8 = round_slots(slots), dtype, q8
         device = torch.device(device) if split is None else split.output_device
@@ -60,7 +61,7 @@ class StaticKVCache:
             for (heads, size), place in zip(shapes, places, strict=True)
         ]
         self.k, self.v = [k for k, _ in pairs], [v for _, v in pairs]
-        if device.type == "cpu":  # memory that is not touched before tokens are written
+        if device.type == "cpu":  # pages are not allocated before tokens are written
             both = zeros_like([*self.k, *self.v])
             self.k, self.v = both[: len(pairs)], both[len(pairs) :]
         self.taps = tuple(taps)
@@ -77,12 +78,16 @@ class StaticKVCache:
         self.recent = 0
         """Last slots that steps attend to, in addition to the first few; 0: all."""
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
+        """int64 [B].
+
+        Slots with verified KV; also the position and slot of the next token that a step reads (the root).
+        """
         self.known_length: int | None = None
-        """Length of all rows, if on the host: stages need not wait."""
+        """Length of all rows if the host knows it, so that stages need not copy `lengths`."""
         self.cached_ids: list[list[int]] = [[] for _ in range(batch)]
-        """Tokens whose KV each row holds; engines of several modes may share."""
+        """Tokens whose KV each row holds."""
         self.num_prefilled = [0] * batch
-        """Number of these tokens, from the first, that whole prefill chunks wrote."""
+        """How many of these tokens, from the first, whole prefill chunks wrote."""
         self.parked_length: int | None = None
         """Negative length of rows without a request, which kernels skip; None: unchanged."""
         self.owner: object | None = None
@@ -93,7 +98,7 @@ class StaticKVCache:
     def acquire(self, owner: object) -> object:
         """Make `owner` the only user, and return it; earlier ones must stop."""
         self.owner = owner
-        self.lengths.clamp_(min=1)  # drafters' steps may read the token before
+        self.lengths.clamp_(min=1)  # some drafters read slot length - 1, which must exist
         return owner
 
     def forget(self) -> None:
@@ -101,7 +106,7 @@ class StaticKVCache:
         self.cached_ids[:], self.num_prefilled[:] = [[] for _ in range(self.batch)], [0] * self.batch
 
     def discard_row(self, row: int) -> None:
-        """Drop a row's tokens and zero its KV, which may have NaN.
+        """Drop a row's tokens and zero its KV, which may contain NaN.
 
         Masked slots would spoil later texts: NaN times 0 is NaN.
         """
@@ -110,7 +115,7 @@ class StaticKVCache:
             tensor[row].zero_()
 
     def rows(self, first: int, end: int) -> StaticKVCache:
-        """Return a view of rows, made once, since kernels remember views."""
+        """Return a view of some rows, made once: kernels keep state by view."""
         if (first, end) == (0, self.batch):
             return self
         if (first, end) not in self._views:
@@ -136,7 +141,7 @@ class StaticKVCache:
         return view
 
     def on_stage(self, stage: int) -> StaticKVCache:
-        """Return the cache with own, uncopied lengths on a stage's device."""
+        """Return a view with lengths of its own on a stage's device, which are not filled in yet."""
         assert self._split is not None
         view = self._on_stages.get(stage)
         if view is None:
@@ -160,7 +165,7 @@ class StaticKVCache:
         self.lengths[row : row + 1].fill_(len(tokens))
 
     def park(self, first: int, end: int) -> None:
-        """Park rows `first` to before `end`; their KV stays."""
+        """Park rows from `first` (inclusive) to `end` (exclusive); their KV stays."""
         if self.parked_length is not None:
             self.lengths[first:end].fill_(self.parked_length)
 
@@ -230,7 +235,7 @@ class StaticKVCache:
         return -(-num_tokens * tensor.shape[2] // self.slots)
 
     def draft_view(self, recent: int = 0) -> StaticKVCache:
-        """Return a twin cache for drafts: shared KV, own lengths."""
+        """Return a view for drafts, which shares the KV and has lengths of its own."""
         twin = self._view()
         twin.lengths, twin.recent = torch.zeros_like(self.lengths), recent
         twin.taps, twin.features = (), None
@@ -257,7 +262,7 @@ class StaticKVCache:
         return torch.arange(self.batch, device=device)[:, None], slots_BT
 
     def compact(self, path_BT: Tensor, num_B: Tensor, kv_offset: int = 0) -> None:
-        """Move KV of an ascending path, written `kv_offset` higher, after the lengths."""
+        """Move KV of an ascending path from slots lengths + kv_offset + place to those from `lengths` on."""
         if self._compact_kv is None:
             self._compact_kv = self._kv_compactor()
         self._compact_kv(self.lengths, path_BT + kv_offset if kv_offset else path_BT, num_B)
@@ -273,15 +278,15 @@ class StaticKVCache:
             part = slice(stage.blocks.start, stage.blocks.stop)
             compactors.append(kv_compactor(self.k[part], self.v[part], self.sizes[part], self.dtype))
 
-        def keep(*places: Tensor) -> None:
-            for number, keeper in enumerate(compactors):
+        def compact_stages(*places: Tensor) -> None:
+            for number, compactor in enumerate(compactors):
                 on_output_stage = split.is_output_stage(number)
                 copies = copy_to_device(split.stages[number].device, *(() if on_output_stage else places))
-                keeper(*(places if on_output_stage else copies))
+                compactor(*(places if on_output_stage else copies))
             if split.caller_device is not None:
                 copy_to_device(split.caller_device)
 
-        return keep
+        return compact_stages
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -299,7 +304,7 @@ class StaticKVCache:
 
     @property
     def expanded_bytes(self) -> int:
-        """Bytes of a layer's row that prompts expand on a GPU."""
+        """Bytes that a row of one layer takes when a prompt expands it from 8 bits on a GPU."""
         if not self.q8 or self.packed:
             return 0
         widest = max(k.shape[1] * size for k, size in zip(self.k, self.sizes, strict=True))

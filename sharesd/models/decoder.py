@@ -1,10 +1,12 @@
 """The native decoder: one config-driven model for the Llama family.
 
-Q, K, V and gate, up are merged into one linear each: fewer and larger matrix products. Linears are only ever called, so
-that others may be put in their place.
+Q, K, V and gate, up are merged into one linear each: fewer and larger matrix products. Linears are used only through
+`project(linear, x, norm=, gated=, residual=)`: norm, product, activation and residual, in one kernel where the linear
+has one. So `quant.switch_linear` can put linears in their place that hold both weights, of which a `Switch` selects
+one.
 
-Legend: B rows of the batch, T new tokens, R kept rows, D hidden size, H query heads, K key/value heads, S slots, d head
-size, P positions, r rotated half, V vocabulary.
+Legend: B rows of the batch, T new tokens, R places whose logits are kept (all T by default), D hidden size, H query
+heads, K key/value heads, S slots, d head size, P positions, r rotated half, V vocabulary.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from sharesd.models.decoder_config import DecoderConfig, LayerType
 
 
 def empty_linear(inputs: int, outputs: int, *, bias: bool, dtype: torch.dtype, device: torch.device | str) -> nn.Linear:
-    """Return a linear without values.
+    """Return a linear with uninitialised weights.
 
     torch's skip_init would import sympy and Dynamo for a second.
     """
@@ -132,9 +134,9 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, a pure function of tensors.
+    """Attention and MLP: a function of tensors, which writes only to the cache's.
 
-    It is equal for all layers of a kind.
+    All layers of one kind run the same code.
     """
 
     def __init__(self, config: DecoderConfig, kind: LayerType, part: Shard = UNSHARDED, **place: Any) -> None:
@@ -185,7 +187,7 @@ class Decoder(nn.Module):
     """
 
     q8_kv = False
-    """True if new KV caches are in 8 bits."""
+    """True if `new_cache` returns caches of 8 bits."""
 
     def __init__(
         self,
@@ -197,7 +199,7 @@ class Decoder(nn.Module):
         part: Shard = UNSHARDED,
         split: PipelinePlan | None = None,
     ) -> None:
-        """Allocate a decoder without values.
+        """Allocate a decoder with uninitialised weights.
 
         Args:
             block_device: device of the blocks, if not `device`; on `meta` they take no memory before they are replaced.
@@ -213,6 +215,7 @@ class Decoder(nn.Module):
         self.vocab_size, self.max_context, self.eos_ids = config.vocab_size, config.max_context, config.eos_ids
         self.takes_trees = True
         self.step_widths: frozenset[int] = frozenset()
+        """Numbers of tokens that steps are compiled for; empty: any."""
         table_VD = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=first)
         self.embed = nn.Embedding.from_pretrained(table_VD)
         self.blocks = nn.ModuleList(
@@ -238,14 +241,14 @@ class Decoder(nn.Module):
         self.run_block: Callable[..., Tensor] = call_block
         """Runner of a block, replaced by compilation.
 
-        (block, x, cos, sin, k_cache, v_cache, lengths, *branches, recent=) -> x.
+        (block, x, cos, sin, k_cache, v_cache, lengths, *tree_mask, recent=) -> x.
         """
         self.ranges: BlockRanges = lambda: (BlockRange(0, config.num_hidden_layers),)
         """Ranges of blocks to run, read at each call; offloading replaces them."""
         self.run_stack: Callable[..., Tensor] | None = None
         """Runner of all blocks and the last norm, if compilation sets one.
 
-        (x, cache, branches) -> x.
+        (x, cache, tree_mask) -> x.
         """
 
     def new_cache(self, batch: int, slots: int, taps: Sequence[int] = ()) -> StaticKVCache:
@@ -294,13 +297,13 @@ class Decoder(nn.Module):
 
     @property
     def supports_flash(self) -> bool:
-        """True if prefill runs flash attention, which reads live slots alone."""
+        """True if prefill runs flash attention, which reads only live slots."""
         c, table = self.config, self.get_buffer("cos_0")
         return supports_flash(table.device, table.dtype, c.head_dim, c.attn_logit_softcapping)
 
     @property
     def _norm_in_head(self) -> bool:
-        """True if the launch of the head includes the last norm."""
+        """True if the head's kernel also applies the last norm."""
         return self.run_stack is None and getattr(self.head, "fuses", False)
 
     @property
@@ -325,20 +328,21 @@ class Decoder(nn.Module):
 
     def _run_stack(self, x_BTD: Tensor, cache: StaticKVCache, tree_mask: TreeAttentionMask | None) -> Tensor:
         tables = self.rope_tables
-        for each in limit_ranges(self.ranges(), len(self.blocks)):
+        for each in limit_ranges(self.ranges(), len(self.blocks)):  # one, unless weights are offloaded or split
             each.before()
-            here, view = cache, tree_mask
+            here, mask = cache, tree_mask
             if each.move_inputs is not None:
-                x_BTD, here, view = each.move_inputs(x_BTD, cache, tree_mask)
+                # A pipeline stage on another device: its copies of the inputs.
+                x_BTD, here, mask = each.move_inputs(x_BTD, cache, tree_mask)
                 tables = self._tables_on(x_BTD.device)
             for index in range(each.first, each.first + each.num_blocks):
                 rotary = tables[max(self.config.layer_types[index].rope, 0)]
-                tensors = (*rotary, here.k[index], here.v[index], here.lengths, *(view or ()))
+                tensors = (*rotary, here.k[index], here.v[index], here.lengths, *(mask or ()))
                 x_BTD = self.run_block(self.blocks[index], x_BTD, *tensors, recent=here.recent)
                 cache.tap(index + 1, x_BTD)
             each.after()
         end = self.split.stages[-1].device
-        if end != self.split.device_of(len(self.blocks) - 1):  # where only the first few blocks ran
+        if end != self.split.device_of(len(self.blocks) - 1):  # if only the first few blocks were run
             [x_BTD] = copy_to_device(end, x_BTD)
         if self._norm_in_head and self.normed_depth not in cache.taps:
             return x_BTD

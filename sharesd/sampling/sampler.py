@@ -1,9 +1,10 @@
-"""Sampler of a round: draft and accept decisions.
+"""Sampler of a round: chooses draft tokens and decides acceptance.
 
 Absolute positions count from the start of the prompt. The root of a round is at position n (the cache length); row t of
 the verify step, and draft step t, choose the token at position n + t + 1.
 
-Legend: B rows, N draft tokens, T = N + 1 verify rows, D positions, V vocabulary.
+Legend: B rows, N draft tokens, T = N + 1 verify rows, D positions, F nodes scored together, C nodes so far, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -43,15 +44,15 @@ class Sampler:
     def __init__(
         self, kind: SamplingKind, rows: RowSampling, *, gumbel: Callable[..., Tensor] = sampling.gumbel
     ) -> None:
-        """`gumbel` is equal in all modes; may be a compiled form."""
+        """`gumbel` must be the same function in all modes; it may be compiled."""
         self.kind, self.rows, self.vocab_size = kind, rows, rows.vocab_size
         self._gumbel, self._by_kernel = gumbel, gumbel is sampling.native_gumbel
         self._one_B = torch.ones(rows.batch, dtype=torch.int64, device=rows.device)
         self._root_B1 = torch.zeros_like(self._one_B)[:, None]
-        # Compiled but uncaptured forms must not be compiled again for each number of positions.
+        # Without graphs, a compiled function would be compiled again for each number of positions.
         self._draw_together = rows.replayed or rows.device.type == "cpu"
         if kind.biased:
-            assert rows.bias_BV is not None  # memory that a capture could not ask for
+            assert rows.bias_BV is not None  # allocated now, since a capture cannot
         if kind.penalized:
             assert rows.counts is not None
 
@@ -74,12 +75,12 @@ class Sampler:
         with_confidence: bool = False,
         logit_noise: float | None = None,
     ) -> DraftSample:
-        """Return a draft model's token for these positions.
+        """Return a draft model's token at `positions`.
 
-        The token comes after root and `drafted` (-1: none yet); logits are for the tokens `ids` (None: all). With
-        `match` it uses the target's noise of that position, so that both choose alike. `with_confidence` (for `match`):
-        also return the token's probability; if the logits are the target's with errors of scale `logit_noise`, the
-        probability that errors do not change the choice.
+        It comes after the root, whose position is `root_at`, and the draft tokens so far (`drafted`; -1: none yet).
+        Logits are for the tokens `ids` (None: all). With `match` it uses the target's noise of that position, so that
+        both choose alike. `with_confidence` (for `match`): also return the token's probability, or, if the logits are
+        the target's with errors of scale `logit_noise`, the probability that quantization does not change the choice.
         """
         kind, logits_B1V = self.kind, logits_BV[:, None]
         if kind.acceptance == "match" and with_confidence:
@@ -169,7 +170,7 @@ class Sampler:
             self.rows.counts.update(tokens_BT, num_new_B)
 
     def _choose(self, *args: Any, **context: Any) -> Tensor:
-        """Return choices as indices [B, T]; arguments as of `_decide`."""
+        """Return choices as indices [B, T]; takes the arguments of `_decide`."""
         return self._decide(*args, **context)[0]
 
     def _decide(
@@ -186,7 +187,8 @@ class Sampler:
     ) -> tuple[Tensor, Tensor | None]:
         """Return choices as indices [B, T], and whether each is allowed; None: all are.
 
-        Equal tree positions share noise. The choice where none is allowed is any token.
+        Row t chooses the token at position `at + first + t`, a node of a tree that at `at + first + depth` (`deepest`:
+        the largest depth); nodes of equal depth share noise. If every token is excluded, any may be returned.
         """
         # The target's choice at a position is argmax(log p + noise), with noise that depends on the request's seed and
         # the position alone. So it is the same in a plain step, in any row of a verify step, and with any other
@@ -262,7 +264,7 @@ class Sampler:
         )
 
     def _draw(self, positions_BD: Tensor, stream: Stream, fork_at_B: Tensor | None = None) -> Tensor:
-        """Return Gumbel noise [B, D, V], in every mode by one function."""
+        """Return Gumbel noise [B, D, V], from the same function in every mode."""
         seeds_B = self.rows.seeds_B if fork_at_B is None else sampling.fork(self.rows.seeds_B, fork_at_B)
         return self._gumbel(seeds_B, positions_BD, self.vocab_size, stream=stream)
 

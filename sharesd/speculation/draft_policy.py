@@ -345,7 +345,7 @@ class Policy:
             estimates.record_table_nodes(shape, num_nodes - shape.nodes, self._table_gains, paths, progress)
         if self._has_queried and not shape.nodes:
             self.gate.record_seconds(draft_s)
-        if tree.kept:  # made while the last draft was verified, so its time is not that of drafting
+        if tree.drafted_ahead:  # made while the last draft was verified, so its time is not that of drafting
             draft_s = live.draft(shape) * live.drift
         drafting_s = draft_s - tree.num_unread_tokens * self.costs.read * live.drift
         # At least half of the measured time is left for the draft itself, however much the estimate of catching up is.

@@ -4,7 +4,8 @@ The root is the last emitted token, whose KV the target has not written yet. Nod
 a tree in which each node has one child. A verify step has T rows: row 0 is the root, row n is node n - 1, and a row's
 logits decide which token follows on its path.
 
-Shapes: B rows (requests), N draft nodes, T = N + 1 (the root and the nodes), V vocabulary, W words of 32 tokens.
+Legend: B rows (requests), N draft nodes, T = N + 1 (the root and the nodes), P entries of a path, V vocabulary, W words
+of 32 bits, one for each token.
 """
 
 from __future__ import annotations
@@ -57,7 +58,10 @@ def coarse_chains(max_depth: int) -> tuple[DraftShape, ...]:
 
 
 def shapes_of(top: int, depth: int, budget: int) -> tuple[DraftShape, ...]:
-    """Return chains of at most `budget` tokens, and trees, the largest last."""
+    """Return chains of at most `budget` tokens, and trees, the largest last.
+
+    `top`: nodes that a level expands, and children of each: `top` nodes on the first level, `top`² on later ones.
+    """
     full = [top + level * top**2 for level in range(depth)]  # nodes of full trees, by number of levels
     sizes = product(range(1, depth + 1), (budget // 2, budget))
     shapes = {DraftShape(level, min(size, full[level - 1])) for level, size in sizes}
@@ -70,7 +74,7 @@ def async_tree_slots(top: int, depth: int) -> int:
 
 
 def with_windows(shapes: Sequence[DraftShape], windows: Sequence[int]) -> tuple[DraftShape, ...]:
-    """Return each shape with each window, the first window last."""
+    """Return each shape with each window, the first window last: drafters take the last shape as the largest."""
     return tuple(shape._replace(window=window) for window in reversed(windows) for shape in shapes)
 
 
@@ -84,7 +88,11 @@ class DraftTree(NamedTuple):
     tokens: Tensor
     """[B, N] int64; -1 = no node."""
     tree_mask: TreeAttentionMask | None = None
-    """Mask of root and nodes; None = a chain."""
+    """Depth [B, T] of root and nodes (0: the root), and their paths [B, T, P]; None = a chain.
+
+    A path lists verify rows from the root to the node, then padding. As slots that count from the lengths, they are
+    also where KV is written and read.
+    """
     probs: Tensor | None = None
     """[B, N, V] float32 draft distribution; None = deterministic (one-hot)."""
     depth: int = 0
@@ -96,7 +104,7 @@ class DraftTree(NamedTuple):
     drafter: str = ""
     """Name of the drafter."""
     num_filled: int = 0
-    """Nodes, the last ones, that tables added to a model's draft."""
+    """Number of nodes, at the end, that tables added to a model's draft."""
     filler: str = ""
     """Names of those tables."""
     kv_slots: Tensor | None = None
@@ -108,17 +116,17 @@ class DraftTree(NamedTuple):
     kv_offset: int = 0
     """Slots, from the root's, that the verify step skips, since `continue_fn` reads and writes there."""
     num_unread_tokens: int = 0
-    """Tokens that a model had missed and read before this draft."""
-    kept: bool = False
-    """Drafted while the last draft was verified."""
+    """Tokens that the model had missed, and read before this draft."""
+    drafted_ahead: bool = False
+    """True if it was drafted while the last draft was verified."""
     grammar_mask: Tensor | None = None
     """[B, T, W] int32: bits of the tokens that grammars allow after root and nodes."""
     path_probs: Sequence[Sequence[float]] = ()
-    """Of tables: by row, probabilities of the paths to the nodes."""
+    """From tables: for each row, the probability of the path to each node."""
 
 
 def tree_on_host(tree: DraftTree) -> DraftTree:
-    """Return tokens and branches in host memory, without waiting for device copies."""
+    """Return tokens and mask in host memory, without waiting for device copies."""
     if tree.tokens.device.type == "cpu":
         return tree
     tree_mask = tree.tree_mask and TreeAttentionMask(*(copy_to_host(part) for part in tree.tree_mask))
@@ -152,7 +160,9 @@ class VerifyResult(NamedTuple):
     tokens: Tensor  # [B, T] int64, the first num_new are valid
     num_new: Tensor  # [B] int64, 1..T (accepted drafts + the bonus or recovered token)
     path: Tensor  # [B, T] int64, ascending; the first num_new are the verify rows that were kept (row 0 is the root)
-    num_allowed: Tensor | None = None  # [B]: new tokens before one for which none was allowed; None = all
+    num_allowed: Tensor | None = (
+        None  # [B]: new tokens before the first position at which all are excluded; None = nothing is excluded
+    )
 
 
 def pack(proposals: Sequence[Proposal], num_nodes: int, drafter: str) -> DraftTree:
@@ -164,7 +174,7 @@ def pack(proposals: Sequence[Proposal], num_nodes: int, drafter: str) -> DraftTr
     if all(row == list(range(-1, len(row) - 1)) for row in parents):
         tokens_BN, depth = torch.tensor(tokens, dtype=torch.int64), max(map(len, parents))
         return DraftTree(tokens_BN, depth=depth, drafter=drafter, path_probs=path_probs)
-    # Paths as lists of verify rows, of all trees one after the other; rows without a node are children of the root.
+    # Paths (lists of verify rows) of all trees, concatenated; rows without a node are children of the root.
     paths: list[list[int]] = []
     for row in parents:
         first = len(paths)

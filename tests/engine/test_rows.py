@@ -299,15 +299,15 @@ def test_a_draft_that_was_interrupted_leaves_no_noise() -> None:
     params = SamplingParams(max_new_tokens=12, temperature=6.0, seed=5)
     engine = new("share", batch=1, auto_length=False)
     round_ = engine.variant(params).round()
-    verify, rounds = round_.verify, []
+    run, rounds = round_.run, []
 
     def interrupted(tree: Any, *masks: Any) -> Any:
         rounds.append(tree)
         if len(rounds) == 2:
             raise KeyboardInterrupt
-        return verify(tree, *masks)
+        return run(tree, *masks)
 
-    round_.verify = interrupted  # type: ignore[method-assign]
+    round_.run = interrupted  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         engine.generate([[1, 2, 3]], replace(params, seed=77))
     want = new("naive", batch=1).generate([[4, 5, 6]], params)[0].token_ids

@@ -133,7 +133,7 @@ def rounds(engine: Engine, params: SamplingParams, shapes: Any) -> list[str]:
         for shape in shapes:
             no_draft = DraftTree(engine.state.root_B[:, None][:, :0])
             tree = drafter.draft(round_.context, shape) if drafter and shape.nodes else no_draft
-            result = round_.verify(tree)
+            result = round_.run(tree)
             tensors = [t for t in tree_leaves(tuple(result)) if isinstance(t, torch.Tensor)]
             assert {t.device.type for t in tensors} == {DEVICE.type}
     return watch.found

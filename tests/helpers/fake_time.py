@@ -65,7 +65,7 @@ def fake_time(decoder: Engine, *, runs_ahead: bool) -> Iterator[FakeTime]:
         if runs_ahead:
             for part in (decoder._launcher, decoder._outputs):
                 patch.setattr(part, "_clock", made_up)
-        patch.setattr(Round, "verify", takes(0.001, 0.010, Round.verify))
+        patch.setattr(Round, "run", takes(0.001, 0.010, Round.run))
         patch.setattr(OutputProcessor, "emit", takes(0.002, 0.0, OutputProcessor.emit))
         patch.setattr(prefill_scheduler, "read_piece", takes(0.001, 0.020, prefill_scheduler.read_piece))
         if decoder.drafter is not None:

@@ -153,17 +153,17 @@ class HeadStepper:
         self._target, self._tokens_BS, self._lead = target, tokens_BS, lead
         self.ids: Tensor | None = None if head.ids is None else head.get_buffer("ids")
         self.logit_noise: float | None = None
-        self._ahead = own.draft_view()
+        self._draft_cache = own.draft_view()
         self.root_pos_B, self.next_pos_B = target.lengths, torch.zeros_like(target.lengths)
 
     def _read_inputs(self) -> tuple[Tensor, Tensor, int, StaticKVCache, Tensor]:
         num = self._begin()
         assert self._target.features is not None
-        return self._tokens_BS, self._target.features, num, self._ahead, self.root_pos_B
+        return self._tokens_BS, self._target.features, num, self._draft_cache, self.root_pos_B
 
     def _begin(self) -> int:
-        """Return the number of places to read from `_ahead.lengths` on."""
-        places_B, num = self._ahead.lengths, self._lead()
+        """Return the number of places to read from `_draft_cache.lengths` on."""
+        places_B, num = self._draft_cache.lengths, self._lead()
         torch.sub(self.root_pos_B, num, out=places_B)
         places_B.clamp_(min=0)  # reads past the end of shorter rows are ignored
         torch.add(self.root_pos_B, 1, out=self.next_pos_B)
@@ -182,13 +182,13 @@ class _FeatureStepper(HeadStepper):
     def start(self) -> Tensor:
         logits_B1K: Tensor | None = self._head.read(*self._read_inputs(), self._states_BPD)
         assert logits_B1K is not None
-        self._ahead.lengths.copy_(self.root_pos_B)
+        self._draft_cache.lengths.copy_(self.root_pos_B)
         return logits_B1K
 
     def step(self, tokens_BF: Tensor, tree_mask: TreeAttentionMask | None = None) -> Tensor:
-        logits_BFK: Tensor = self._head.step(tokens_BF, self._states_BPD, self._ahead, tree_mask)
+        logits_BFK: Tensor = self._head.step(tokens_BF, self._states_BPD, self._draft_cache, tree_mask)
         if tree_mask is None:
-            self._ahead.lengths += 1
+            self._draft_cache.lengths += 1
             self.next_pos_B += 1
         return logits_BFK
 

@@ -37,15 +37,15 @@ class _CrossAttentionStepper(HeadStepper):
         self._head = head.steps
 
     def start(self) -> Tensor:
-        logits_B1K: Tensor | None = self._head.read(self._tokens_BS, self._begin(), self._ahead, self._target)
+        logits_B1K: Tensor | None = self._head.read(self._tokens_BS, self._begin(), self._draft_cache, self._target)
         assert logits_B1K is not None
-        self._ahead.lengths.copy_(self.root_pos_B)
+        self._draft_cache.lengths.copy_(self.root_pos_B)
         return logits_B1K
 
     def step(self, tokens_BF: Tensor, tree_mask: TreeAttentionMask | None = None) -> Tensor:
-        logits_BFK: Tensor = self._head.step(tokens_BF, self._ahead, self._target, tree_mask)
+        logits_BFK: Tensor = self._head.step(tokens_BF, self._draft_cache, self._target, tree_mask)
         if tree_mask is None:
-            self._ahead.lengths += 1
+            self._draft_cache.lengths += 1
             self.next_pos_B += 1
         return logits_BFK
 

@@ -157,7 +157,11 @@ class HybridDrafter(Drafter):
         self._mixed = True
         tree = pack(list(mixed.values()), shape.nodes + num_added, draft.drafter)
         return tree._replace(
-            num_steps=draft.num_steps, window=draft.window, kept=draft.kept, num_filled=num_added, filler=self._names
+            num_steps=draft.num_steps,
+            window=draft.window,
+            drafted_ahead=draft.drafted_ahead,
+            num_filled=num_added,
+            filler=self._names,
         )
 
     def _read(self) -> None:

@@ -34,8 +34,9 @@ DRAFT_WINDOW = 256
 class ShareDrafter(Drafter):
     """Self-drafting through the precision switch.
 
-    Inside `switch.quantized_weights()` each linear of the target multiplies by its quantized copy. So the same model,
-    over the same cache, is the drafter there and the target elsewhere.
+    The switch is a flag on the host, which each switched linear reads when it is called; a captured graph keeps the
+    value that it had at the capture. Inside `switch.quantized_weights()` each linear of the target multiplies by its
+    quantized copy. So the same model, over the same cache, is the drafter there and the target elsewhere.
     """
 
     name = "share"
@@ -53,13 +54,17 @@ class ShareDrafter(Drafter):
         logit_noise: float | None = None,
         continues_trees: bool = False,
     ) -> None:
-        """`continues_trees`: trees grow while the target waits for its weights."""
+        """`model`: the target's module, with the steps compiled for its quantized linears.
+
+        `continues_trees`: keep growing a tree during verification, while offloaded weights of the target are loading.
+        """
         self.model, self.cache, self.switch = model, cache, switch
         self.shapes, self._branching, self._quantized_bytes = shapes, branching, quantized_bytes
         self._logit_noise, self._continues_trees = logit_noise, continues_trees
         self.trees = shapes[-1].is_tree
 
     def draft(self, context: DraftContext, shape: DraftShape) -> DraftTree:
+        # One generator per window drafts chains by `ChainDraft`, and shapes with branches by `TreeDraft`.
         key = (self, shape.window)
         if key not in context.generators:
             context.generators[key] = DraftGenerator(
@@ -86,7 +91,7 @@ class ShareDrafter(Drafter):
 
     def commit(self, context: DraftContext, tree: DraftTree, verified: VerifyResult, logits_BTV: Tensor) -> None:
         # The verify step has written the target's own KV of all accepted tokens, which the next draft reads. Only trees
-        # that grow on during verification have state to keep.
+        # that keep growing during verification need an update here.
         if tree.continue_fn is not None:
             trees = context.generators[self, tree.window].tree
             assert isinstance(trees, AsyncTreeDraft)
@@ -96,6 +101,7 @@ class ShareDrafter(Drafter):
         return self.model
 
     def extra_bytes(self) -> tuple[int, int]:
+        """Return bytes of the quantized weights, and of KV (none)."""
         return self._quantized_bytes, 0
 
 
