@@ -56,7 +56,7 @@ def deviation(counts: Tensor, expected: Tensor) -> float:
     "num_draft, sampling",
     [
         (3, {"temperature": 1.0}),
-        pytest.param(1, {"temperature": 1.5, "top_k": 4, "top_p": 0.9}, marks=pytest.mark.slow),
+        pytest.param(1, {"temperature": 1.5, "top_k": 4, "top_p": 0.9}, marks=pytest.mark.long),
     ],
     ids=str,
 )

@@ -71,7 +71,7 @@ def test_stored_weights_take_it(tmp_path: Path) -> None:
     require_same_texts(write_quantized(tmp_path / "model", "gptq symmetric"), dequantize=False, kv_dtype="q8")
 
 
-@pytest.mark.parametrize("compile", ["off", pytest.param("regional", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("compile", ["off", pytest.param("regional", marks=pytest.mark.long)])
 def test_steps_without_the_whole_kernel_take_it(folder: Path, compile: Any) -> None:
     runtime = Runtime(config_of(folder, compile=compile), ("naive", "share"))
     for params in (GREEDY, SAMPLED):

@@ -68,17 +68,17 @@ def test_a_crash_of_a_group_without_workers_fails_the_run_too(tmp_path: Path) ->
 
 
 def test_tiers(tmp_path: Path) -> None:
-    status, out = run(tmp_path)
+    status, out = run(tmp_path, "-n", "0")
     assert status == 0 and out.splitlines()[-1].startswith("2 passed"), "the quick ones alone"
-    status, out = run(tmp_path, "--long", "-k", "kernel")
+    status, out = run(tmp_path, "-n", "0", "--long", "-k", "kernel")
     assert status == 0 and out.splitlines()[-1].startswith(f"{2 * (OLDER + 2)} passed")
-    assert run(tmp_path, "-k", "nothing_of_that_name")[0] == 1
+    assert run(tmp_path, "-n", "0", "-k", "nothing_of_that_name")[0] == 1
 
 
 def test_the_cuda_build_is_used_where_it_is_and_made_for_long_runs(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "cuda_env.sh").write_text('[ -e made ] || { [ "${1:-}" = "" ] && touch made; }\n')
-    flags = ("-k", "cuda_path")
+    flags = ("-n", "0", "-k", "cuda_path")
     status, out = run(tmp_path, "--all", *flags)
     assert status == 1 and "skipped: the CUDA path" in out and out.splitlines()[-1].startswith("1 skipped")
     for tier in ("--long", "--all"):

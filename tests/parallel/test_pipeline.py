@@ -78,7 +78,7 @@ def test_texts_of_all_modes_are_those_of_one_device(folder: Path, num_stages: in
             assert texts_of(runtime, mode, params) == wanted, mode
 
 
-@pytest.mark.parametrize("compile", ["off", pytest.param("regional", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("compile", ["off", pytest.param("regional", marks=pytest.mark.long)])
 def test_texts_without_the_kernel(folder: Path, compile: Any) -> None:
     options: dict[str, Any] = {"compile": compile, "max_batch": 2, "num_draft": 3}
     runtime = staged(folder, 3, ("naive", "share"), **options)

@@ -37,7 +37,11 @@ from tests.helpers.tiny_heads import random_head
 
 pytestmark = pytest.mark.skipif(os.environ.get("GUARD_PAGES") == "off", reason="guard pages are off")
 Hand = Callable[[str, Tensor], Tensor]
-DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    *(pytest.param(dtype, marks=pytest.mark.long) for dtype in (torch.float64, torch.float16)),
+]
 CHAIN = TreeAttentionMask(torch.tensor([[0, 1, 2]]), torch.tensor([[[0, 0, 0], [0, 1, 0], [0, 1, 2]]]))
 T = 3
 CPU = torch.device("cpu")
@@ -150,7 +154,7 @@ def test_linears(dtype: torch.dtype) -> None:
         every_region_is_guarded(call)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.long), torch.bfloat16], ids=str)
 def test_linears_of_blocks(dtype: torch.dtype) -> None:
     def call(hand: Hand) -> None:
         for name in BLOCK_TYPES:
