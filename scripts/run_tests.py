@@ -28,11 +28,12 @@ GROUPS: list[Group] = [
     ),
     ("compiled by Inductor", {}, "inductor and not cuda"),
     ("Triton's kernels, interpreted", {"TRITON_INTERPRET": "1"}, "interpreted and not inductor"),
-    ("kernels, a guard page before each region", {"GUARD_PAGES": "before"}, f"kernels and not ({LATER})"),
 ]
-OLDER = {"x86-64-v3": "behind", "x86-64-v2": "before"}
+KERNELS = f"kernels and not ({LATER})"
+OLDER = {"x86-64-v3": "before", "x86-64-v2": "behind"}
 """Processors without AVX-512, for which the kernels are built again where this one can run them, and where guard pages
-lie then; the second one in --long alone."""
+lie then (in the quick group: behind each region); the second one in --long alone."""
+GUARDED: Group = "kernels, a guard page before each region", {"GUARD_PAGES": "before"}, KERNELS
 CUDA: Group = "on a GPU", {"TEST_GPU": "1"}, "cuda"
 STAND_IN: Group = "the CUDA path, under a stand-in driver", {}, "stand_in"
 CUDA_ENV = Path("scripts/cuda_env.sh")
@@ -51,7 +52,7 @@ def main(argv: list[str]) -> int:
     if args.all or args.long:
         groups = [
             *GROUPS,
-            *older_processors()[: None if args.long else 1],
+            *([*older_processors(), GUARDED] if args.long else [*older_processors(), GUARDED][:1]),
             *([CUDA] if shutil.which("nvidia-smi") else []),
         ]
         if has_cuda_build(make=args.long):
@@ -95,7 +96,7 @@ def older_processors() -> list[Group]:
         (
             f"kernels, built for {level}",
             {"GUARD_PAGES": place, "SHARESD_CXXFLAGS": f"{flags} -march={level}".strip()},
-            f"kernels and not ({LATER})",
+            KERNELS,
         )
         for level, place in OLDER.items()
         if f"{level} (supported" in known
