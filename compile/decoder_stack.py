@@ -22,7 +22,15 @@ from compile.adaptive_threads import STEP_THREADS
 from compile.attention import TreeAttentionMask
 from compile.block_ranges import BlockRange, BlockRanges, limit_ranges
 from compile.cpp_extension import kernel
-from compile.native_structs import Block, KernelUnsupported, Norm, Step, TreeMask, full_precision, linears_of
+from compile.native_structs import (
+    BlockStruct,
+    KernelUnsupported,
+    NormStruct,
+    StepStruct,
+    TreeMask,
+    full_precision,
+    linears_of,
+)
 
 __all__ = ["KernelUnsupported", "NativeStack"]
 
@@ -59,7 +67,7 @@ class NativeStack:
         self._kv: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()  # addresses of each cache's tensors
         blocks = list(blocks)
         self._modules = blocks  # keeps alive what the structs point at
-        self._blocks = (Block * len(blocks))(*(Block.of(*each) for each in zip(blocks, ropes, strict=True)))
+        self._blocks = (BlockStruct * len(blocks))(*(BlockStruct.of(*each) for each in zip(blocks, ropes, strict=True)))
         self._ranges = ranges or (lambda: (BlockRange(0, len(blocks)),))
         attn = blocks[0].attn
         self._sizes = (attn.num_attention_heads, attn.num_key_value_heads, attn.head_dim)
@@ -115,7 +123,7 @@ class NativeStack:
         cache: Any,
         tree_mask: TreeAttentionMask | None,
         blocks: BlockRange | None = None,
-    ) -> Step:
+    ) -> StepStruct:
         """Return the step of rows [B, T, D] over some blocks, or over all; `x` and `features` are not set."""
         B, T, D = shape
         first, num_blocks = (0, len(cache.k)) if blocks is None else (blocks.first, blocks.num_blocks)
@@ -126,15 +134,15 @@ class NativeStack:
             pairs = [(k.data_ptr(), v.data_ptr()) for k, v in zip(cache.k, cache.v, strict=True)]
             kv = self._kv[cache] = torch.tensor(pairs)
         positions, r = self._tables[0][0].shape
-        return Step(
-            blocks=ctypes.addressof(self._blocks) + first * ctypes.sizeof(Block),
+        return StepStruct(
+            blocks=ctypes.addressof(self._blocks) + first * ctypes.sizeof(BlockStruct),
             num_blocks=num_blocks,
             kv=kv.data_ptr() + first * kv.stride(0) * kv.itemsize,
             angles=self._angles.data_ptr(),
             num_ropes=len(self._tables),
             positions=positions,
             lengths=cache.lengths.data_ptr(),
-            norm=Norm.of(self._norm if is_last else None),
+            norm=NormStruct.of(self._norm if is_last else None),
             B=B,
             T=T,
             H=H,

@@ -17,7 +17,7 @@ from torch import Tensor
 from compile.attention import TreeAttentionMask
 from compile.cpp_extension import kernel
 from compile.decoder_stack import NativeStack
-from compile.native_structs import CrossAttention, HeadStep, Linear, Norm, address, full_precision
+from compile.native_structs import CrossAttentionStruct, HeadStep, LinearStruct, NormStruct, address, full_precision
 
 
 class NativeHead:
@@ -73,14 +73,14 @@ class NativeHead:
             "embed": embed_VD.data_ptr(),
             "vocab": len(embed_VD),
             **{
-                name: Linear() if linear is None else Linear.of(full_precision(linear))
+                name: LinearStruct() if linear is None else LinearStruct.of(full_precision(linear))
                 for name, linear in (("fuse", fuse), ("mix", mix), ("lm_head", lm_head))
             },
-            "embed_norm": Norm.of(embed_norm),
-            "state_norm": Norm.of(state_norm),
+            "embed_norm": NormStruct.of(embed_norm),
+            "state_norm": NormStruct.of(state_norm),
             "normed": int(normed),
             "num_cross_attentions": len(self._crosses),
-            "cross_norm": Norm.of(cross_norm),
+            "cross_norm": NormStruct.of(cross_norm),
         }
         """Fields that are the same in every step."""
 
@@ -192,8 +192,10 @@ class NativeHead:
         """Set the fields of the target's cache."""
         table = self._cross_tables.get(target)
         if table is None:
-            crosses = (CrossAttention.of(each, target.k[each.layer], target.v[each.layer]) for each in self._crosses)
-            table = self._cross_tables[target] = (CrossAttention * len(self._crosses))(*crosses)
+            crosses = (
+                CrossAttentionStruct.of(each, target.k[each.layer], target.v[each.layer]) for each in self._crosses
+            )
+            table = self._cross_tables[target] = (CrossAttentionStruct * len(self._crosses))(*crosses)
         cross = self._crosses[0]
         step.cross_attentions, step.seen = ctypes.addressof(table), target.lengths.data_ptr()
         step.H, step.K = full_precision(cross.q).out_features // cross.head_dim, cross.num_key_value_heads

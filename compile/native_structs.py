@@ -37,7 +37,7 @@ def address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-class Linear(Structure):
+class LinearStruct(Structure):
     """A linear; without a weight: none."""
 
     _fields_ = [
@@ -50,7 +50,7 @@ class Linear(Structure):
     ]
 
     @classmethod
-    def of(cls, linear: Any) -> Linear:
+    def of(cls, linear: Any) -> LinearStruct:
         """Describe a linear; raises KernelUnsupported for a module that the kernel does not know."""
         if isinstance(linear, WidenedLinear):
             bits, group = 16, 0
@@ -66,46 +66,46 @@ class Linear(Structure):
         return cls(bits=bits, weight=weight, bias=bias, N=linear.out_features, K=linear.in_features, G=group)
 
 
-class Norm(Structure):
+class NormStruct(Structure):
     """An RMSNorm; without a weight: none."""
 
     _fields_ = [("weight", c_void_p), ("wide", c_int64)]
 
     @classmethod
-    def of(cls, norm: Any) -> Norm:
+    def of(cls, norm: Any) -> NormStruct:
         weight = getattr(norm, "weight", None)
         return cls() if weight is None else cls(weight=weight.data_ptr(), wide=int(norm.gemma))
 
 
-class Block(Structure):
+class BlockStruct(Structure):
     """A block of a decoder."""
 
     _fields_ = [
-        ("attn_norm", Norm),
-        ("q_norm", Norm),
-        ("k_norm", Norm),
-        ("attn_out_norm", Norm),
-        ("mlp_norm", Norm),
-        ("mlp_out_norm", Norm),
-        ("linears", Linear * 4 * 2),
+        ("attn_norm", NormStruct),
+        ("q_norm", NormStruct),
+        ("k_norm", NormStruct),
+        ("attn_out_norm", NormStruct),
+        ("mlp_norm", NormStruct),
+        ("mlp_out_norm", NormStruct),
+        ("linears", LinearStruct * 4 * 2),
         ("window", c_int64),
         ("rope", c_int64),
     ]
 
     @classmethod
-    def of(cls, block: Any, rope: int) -> Block:
+    def of(cls, block: Any, rope: int) -> BlockStruct:
         """Describe a block; `rope` is the number of its table of angles, -1: none."""
         attn, parts = block.attn, linears_of(block)
         return cls(
-            attn_norm=Norm.of(block.attn_norm),
-            q_norm=Norm.of(attn.q_norm),
-            k_norm=Norm.of(attn.k_norm),
-            attn_out_norm=Norm.of(block.attn_out_norm),
-            mlp_norm=Norm.of(block.mlp_norm),
-            mlp_out_norm=Norm.of(block.mlp_out_norm),
+            attn_norm=NormStruct.of(block.attn_norm),
+            q_norm=NormStruct.of(attn.q_norm),
+            k_norm=NormStruct.of(attn.k_norm),
+            attn_out_norm=NormStruct.of(block.attn_out_norm),
+            mlp_norm=NormStruct.of(block.mlp_norm),
+            mlp_out_norm=NormStruct.of(block.mlp_out_norm),
             linears=(
-                tuple(Linear.of(full_precision(part)) for part in parts),
-                tuple(Linear.of(quantized(part)) for part in parts),
+                tuple(LinearStruct.of(full_precision(part)) for part in parts),
+                tuple(LinearStruct.of(quantized(part)) for part in parts),
             ),
             window=attn.window,
             rope=rope,
@@ -127,7 +127,7 @@ class TreeMask(Structure):
         return cls() if mask is None else cls(*mask.words())
 
 
-class Step(Structure):
+class StepStruct(Structure):
     """A step of some blocks."""
 
     _fields_ = [
@@ -139,7 +139,7 @@ class Step(Structure):
         ("positions", c_int64),
         ("lengths", c_void_p),
         ("x", c_void_p),
-        ("norm", Norm),
+        ("norm", NormStruct),
         ("B", c_int64),
         ("T", c_int64),
         ("H", c_int64),
@@ -163,13 +163,13 @@ class Step(Structure):
     ]
 
 
-class CrossAttention(Structure):
+class CrossAttentionStruct(Structure):
     """Cross attention of a head to a layer of the target."""
 
     _fields_ = [
-        ("q", Linear),
-        ("o", Linear),
-        ("q_norm", Norm),
+        ("q", LinearStruct),
+        ("o", LinearStruct),
+        ("q_norm", NormStruct),
         ("k", c_void_p),
         ("v", c_void_p),
         ("cos", c_void_p),
@@ -182,12 +182,12 @@ class CrossAttention(Structure):
     ]
 
     @classmethod
-    def of(cls, cross: Any, keys: Tensor, values: Tensor) -> CrossAttention:
+    def of(cls, cross: Any, keys: Tensor, values: Tensor) -> CrossAttentionStruct:
         """Describe one of `NativeHead`'s cross attentions over the target's cache of its layer."""
         found = cls(
-            q=Linear.of(full_precision(cross.q)),
-            o=Linear.of(full_precision(cross.o)),
-            q_norm=Norm.of(cross.q_norm),
+            q=LinearStruct.of(full_precision(cross.q)),
+            o=LinearStruct.of(full_precision(cross.o)),
+            q_norm=NormStruct.of(cross.q_norm),
             k=keys.data_ptr(),
             v=values.data_ptr(),
             window=cross.window,
@@ -205,7 +205,7 @@ class HeadStep(Structure):
     """A step of a trained head."""
 
     _fields_ = [
-        ("stack", Step),
+        ("stack", StepStruct),
         ("tokens", c_void_p),
         ("token_pitch", c_int64),
         ("embed", c_void_p),
@@ -218,15 +218,15 @@ class HeadStep(Structure):
         ("mask_states", c_void_p),
         ("states", c_void_p),
         ("P", c_int64),
-        ("fuse", Linear),
-        ("mix", Linear),
-        ("lm_head", Linear),
-        ("embed_norm", Norm),
-        ("state_norm", Norm),
+        ("fuse", LinearStruct),
+        ("mix", LinearStruct),
+        ("lm_head", LinearStruct),
+        ("embed_norm", NormStruct),
+        ("state_norm", NormStruct),
         ("normed", c_int64),
         ("cross_attentions", c_void_p),
         ("num_cross_attentions", c_int64),
-        ("cross_norm", Norm),
+        ("cross_norm", NormStruct),
         ("seen", c_void_p),
         ("H", c_int64),
         ("K", c_int64),
@@ -238,12 +238,12 @@ class HeadStep(Structure):
 
 
 STRUCTS: Sequence[tuple[str, type[Structure]]] = (
-    ("Linear", Linear),
-    ("Norm", Norm),
-    ("Block", Block),
+    ("Linear", LinearStruct),
+    ("Norm", NormStruct),
+    ("Block", BlockStruct),
     ("TreeAttentionMask", TreeMask),
-    ("Step", Step),
-    ("CrossAttention", CrossAttention),
+    ("Step", StepStruct),
+    ("CrossAttention", CrossAttentionStruct),
     ("HeadStep", HeadStep),
 )
 """C++ name and declaration of each struct."""

@@ -38,7 +38,7 @@ class Frontier(NamedTuple):
     depth_Bk: Tensor  # nodes above each
 
 
-class Draft(NamedTuple):
+class ExpandedDraft(NamedTuple):
     """Draft tree to verify, masked as `TreeAttentionMask` says.
 
     A missing node is -1, a child of the root.
@@ -93,7 +93,7 @@ def expand_tree_reference(level_B: Tensor, nodes: Nodes, frontier: Frontier, new
     level_B += 1
 
 
-def select_nodes(max_nodes_1: Tensor, top: int, nodes: Nodes, draft: Draft) -> None:
+def select_nodes(max_nodes_1: Tensor, top: int, nodes: Nodes, draft: ExpandedDraft) -> None:
     """Write the best `max_nodes` nodes into the draft; `top` is k.
 
     Of equal ones the first: parents are always selected.
@@ -108,7 +108,7 @@ def select_nodes(max_nodes_1: Tensor, top: int, nodes: Nodes, draft: Draft) -> N
         select_nodes_reference(max_nodes_1, top, nodes, draft)
 
 
-def select_nodes_reference(max_nodes_1: Tensor, top: int, nodes: Nodes, draft: Draft) -> None:
+def select_nodes_reference(max_nodes_1: Tensor, top: int, nodes: Nodes, draft: ExpandedDraft) -> None:
     """`select_nodes` in tensor operations."""
     (_, C, D), N = nodes.ancestors_BCD.shape, draft.tokens_BN.shape[1]
     M, device = min(N, C), max_nodes_1.device
@@ -130,7 +130,7 @@ def select_nodes_reference(max_nodes_1: Tensor, top: int, nodes: Nodes, draft: D
     draft.kv_slots_BT[:, 1 : 1 + M] = nodes.places_BC.gather(1, kept_BM) + 1
 
 
-def addresses(tensors: Nodes | Frontier | Draft) -> Array[c_int64]:
+def addresses(tensors: Nodes | Frontier | ExpandedDraft) -> Array[c_int64]:
     """Return the words of the struct of this name in cpu/tree_expand.h."""
     assert all(tensor.is_contiguous() for tensor in tensors)
     return (c_int64 * len(tensors))(*(tensor.data_ptr() for tensor in tensors))

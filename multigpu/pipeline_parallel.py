@@ -72,7 +72,7 @@ class PipelinePlan:
         return self.caller_device is None and stage == len(self.stages) - 1
 
 
-class DoesNotFit(ValueError):
+class StagesDoNotFit(ValueError):
     """No assignment of blocks fits; the message has the closest one."""
 
 
@@ -126,7 +126,7 @@ def balance_blocks(sizes: PipelineSizes, limits: Sequence[float], names: Sequenc
             f"{name} would hold blocks {first} to {end - 1} with {num / 1e9:.2f} GB, and may hold {limit / 1e9:.2f} GB"
             for name, (first, end), num, limit in zip(names, pairwise(ends), bytes_of_stages, limits, strict=True)
         )
-        raise DoesNotFit(f"the model does not fit: {plan}; give more devices or memory, or a shorter max_context")
+        raise StagesDoNotFit(f"the model does not fit: {plan}; give more devices or memory, or a shorter max_context")
     return chosen
 
 

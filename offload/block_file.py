@@ -23,7 +23,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from offload.block_layout import PAGE, Layout
+from offload.block_layout import PAGE, RecordLayout
 from offload.planner import show_bytes
 from offload.transfer import LinkError
 from sharesd_files import sync_folder
@@ -51,7 +51,7 @@ class Record:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Content:
+class StoreContent:
     """Content of a block file; equal contents have the same file name."""
 
     what: Mapping[str, object]
@@ -59,7 +59,7 @@ class Content:
 
     It includes all that determines the weights' values and order.
     """
-    layouts: tuple[Layout, ...]
+    layouts: tuple[RecordLayout, ...]
     """Layout of each block's record."""
 
     @property
@@ -102,7 +102,7 @@ class Content:
 class Store:
     """Complete block file, opened for reading."""
 
-    def __init__(self, path: Path, content: Content, checksums: list[int]) -> None:
+    def __init__(self, path: Path, content: StoreContent, checksums: list[int]) -> None:
         self.path = path
         sizes = (layout.record_bytes for layout in content.layouts)
         self.records = tuple(
@@ -137,7 +137,7 @@ class Store:
             )
 
 
-def open_store(folder: Path, content: Content) -> Store | None:
+def open_store(folder: Path, content: StoreContent) -> Store | None:
     """Return the file with this content, or None if there is none.
 
     Raises StoreError if the file is unusable. A record's checksum is compared when the record is read.
@@ -166,7 +166,7 @@ class Writer:
     `finish` returns the complete file.
     """
 
-    def __init__(self, folder: Path, content: Content) -> None:
+    def __init__(self, folder: Path, content: StoreContent) -> None:
         """Create or continue a file.
 
         Raises StoreError if the disk has too little space, or if another process writes the same file.
@@ -259,7 +259,7 @@ def _unwritable(path: Path, error: OSError) -> StoreError:
     )
 
 
-def _check_header(path: Path, header: bytes, content: Content) -> None:
+def _check_header(path: Path, header: bytes, content: StoreContent) -> None:
     if header == content.header:
         return
     try:
@@ -274,7 +274,7 @@ def _check_header(path: Path, header: bytes, content: Content) -> None:
     raise StoreError(f"{path} is damaged: its header is not what was written; delete it, and it will be written again")
 
 
-def _read_table(file: int, content: Content) -> list[tuple[int, int]]:
+def _read_table(file: int, content: StoreContent) -> list[tuple[int, int]]:
     """Return (1 if written else 0, checksum) for every block."""
     return list(_ENTRY.iter_unpack(os.pread(file, content.num_blocks * _ENTRY.size, len(content.header))))
 

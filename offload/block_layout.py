@@ -37,13 +37,13 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class RecordLayout:
     """Tensors of a record, by offset."""
 
     places: tuple[Place, ...]
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> Layout:
+    def of(cls, tensors: Mapping[str, Tensor]) -> RecordLayout:
         """Return the layout of tensors in this order, without reading values."""
         places: list[Place] = []
         end = 0
@@ -66,7 +66,7 @@ class Layout:
         ]
 
 
-def views(slot: Tensor, layout: Layout) -> dict[str, Tensor]:
+def views(slot: Tensor, layout: RecordLayout) -> dict[str, Tensor]:
     """Return views of a slot's tensors by name.
 
     The slot is uint8 [record_bytes], on any device.
@@ -75,7 +75,7 @@ def views(slot: Tensor, layout: Layout) -> dict[str, Tensor]:
     return {p.name: slot[p.offset : p.offset + p.nbytes].view(p.dtype).view(p.shape) for p in layout.places}
 
 
-def fill(slot: Tensor, layout: Layout, tensors: Mapping[str, Tensor]) -> None:
+def fill(slot: Tensor, layout: RecordLayout, tensors: Mapping[str, Tensor]) -> None:
     """Copy a block's tensors into a slot, with zeros in the gaps."""
     end = 0
     for place, view in zip(layout.places, views(slot, layout).values(), strict=True):

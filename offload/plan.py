@@ -63,7 +63,7 @@ class Rates:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Drafter:
+class PlannedDrafter:
     """Drafter that a plan may select, with its costs and acceptance."""
 
     name: str

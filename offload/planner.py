@@ -15,7 +15,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from offload.plan import DEPTHS, NAIVE, Drafter, Limits, Plan, Rates, Reason, Sizes
+from offload.plan import DEPTHS, NAIVE, Limits, Plan, PlannedDrafter, Rates, Reason, Sizes
 
 IN_FLIGHT = 16 * 2**20
 """Bytes prefetched, so that the link is not idle between small blocks.
@@ -28,7 +28,9 @@ class DoesNotFit(ValueError):
     """No plan within the limits; the message names the smallest sufficient limits."""
 
 
-def make_plan(sizes: Sizes, limits: Limits, rates: Rates, drafters: Sequence[Drafter], max_depth: int = 64) -> Plan:
+def make_plan(
+    sizes: Sizes, limits: Limits, rates: Rates, drafters: Sequence[PlannedDrafter], max_depth: int = 64
+) -> Plan:
     """Return the plan with the highest predicted speed within the limits.
 
     The plan has one of the drafters, and drafts of at most `max_depth` tokens. Raises DoesNotFit if no plan fits.
@@ -69,7 +71,7 @@ def make_plan(sizes: Sizes, limits: Limits, rates: Rates, drafters: Sequence[Dra
 class _Case:
     """Memory and times of a pass with one drafter."""
 
-    def __init__(self, sizes: Sizes, limits: Limits, rates: Rates, drafter: Drafter) -> None:
+    def __init__(self, sizes: Sizes, limits: Limits, rates: Rates, drafter: PlannedDrafter) -> None:
         self.sizes, self.limits, self.rates, self.drafter = sizes, limits, rates, drafter
         self.blocks = sizes.blocks if drafter.blocks is None else drafter.blocks
         self.slot, self.fixed = max(self.blocks), sizes.fixed + drafter.resident
@@ -176,7 +178,7 @@ class _Case:
         return max((self.speed(depth), depth) for depth in (0, *ladder))
 
 
-_NO_DRAFTER = Drafter(name=NAIVE, resident=0, step=0.0, cumulative_acceptance=())
+_NO_DRAFTER = PlannedDrafter(name=NAIVE, resident=0, step=0.0, cumulative_acceptance=())
 
 
 def _spread(blocks: Sequence[int], num: int) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmark.gpu.shapes import MODELS, Linear, Model  # noqa: E402
+from benchmark.gpu.shapes import MODELS, LinearShape, ModelShape  # noqa: E402
 from compile.cuda.gemm import multiply  # noqa: E402
 from compile.cuda.gemm_config import ROWS, Device, Tile, by_rule  # noqa: E402
 from tests.helpers.absent_gpu import SHARED, Binary, gpu  # noqa: E402
@@ -93,7 +93,7 @@ class Plan:
         return min(resident, self.programs / card.processors) * (self.tile.stages - 1) * self.step_bytes
 
 
-def plan_of(linear: Linear, bits: int, card: Card) -> Plan:
+def plan_of(linear: LinearShape, bits: int, card: Card) -> Plan:
     """By the rule."""
     group = GROUP if bits == 4 else 0
     tile = by_rule(linear.outputs, linear.inputs, bits, group, card.device)
@@ -109,7 +109,7 @@ def plan_of(linear: Linear, bits: int, card: Card) -> Plan:
     )
 
 
-def compiled(linear: Linear, bits: int, tile: Tile, arch: int, dtype: torch.dtype = torch.bfloat16) -> Binary:
+def compiled(linear: LinearShape, bits: int, tile: Tile, arch: int, dtype: torch.dtype = torch.bfloat16) -> Binary:
     """The product of one row as that GPU would run it."""
     N, K, group = linear.outputs, linear.inputs, GROUP if bits == 4 else 0
     values = {8: torch.int8, 4: torch.int16}.get(bits, dtype)
@@ -133,13 +133,13 @@ def compiled(linear: Linear, bits: int, tile: Tile, arch: int, dtype: torch.dtyp
 
 
 @cache
-def _loop(linear: Linear, bits: int, tile: Tile, arch: int) -> tuple[int, int]:
+def _loop(linear: LinearShape, bits: int, tile: Tile, arch: int) -> tuple[int, int]:
     """Instructions of a step of a warp, and programs that a processor holds."""
     made = compiled(linear, bits, tile, arch)
     return len(made.loop), made.resident()
 
 
-def loop_of(linear: Linear, bits: int, tile: Tile, arch: int) -> tuple[int, int]:
+def loop_of(linear: LinearShape, bits: int, tile: Tile, arch: int) -> tuple[int, int]:
     """See `_loop`: one kernel is compiled for all linears that differ in their sizes alone."""
     long = replace(linear, outputs=8192, inputs=LONG)
     return _loop(long, bits, Tile(tile.outputs, tile.inputs, 1, tile.stages, tile.warps), arch)
@@ -160,7 +160,7 @@ def predicted_s(plan: Plan, card: Card, instructions: int, resident: int) -> flo
     return LAUNCH_S + joined_s + max(fullest_s, plan.nbytes / (ACHIEVED * card.bandwidth))
 
 
-def layer(model: Model, bits: int, card: Card) -> tuple[float, float]:
+def layer(model: ModelShape, bits: int, card: Card) -> tuple[float, float]:
     """Predicted seconds of a layer's linears, and the share of the bandwidth that their weights come at."""
     seconds, nbytes = 0.0, 0
     for linear in model.linears.values():

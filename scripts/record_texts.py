@@ -36,7 +36,7 @@ import transformers
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from serve.engine_thread import Model  # noqa: E402
+from serve.engine_thread import ServedModel  # noqa: E402
 from serve.middleware import RequestLog  # noqa: E402
 from sharesd import LLM, SamplingParams  # noqa: E402
 from sharesd.devices.selection import device_of  # noqa: E402
@@ -178,7 +178,7 @@ def serving(llm: LLM, mode: str) -> Iterator[Served]:
     runtime = llm._runtime
     assert runtime is not None
     engine = runtime.engine(mode, each_kind=True)
-    model = Model(
+    model = ServedModel(
         engine=engine,
         tokenizer=runtime.tokenizer,
         max_context=runtime.max_context,

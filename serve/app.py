@@ -18,7 +18,7 @@ from serve.routes.anthropic import count_tokens, messages
 from serve.routes.chat import chat
 from serve.routes.completions import completions, predict
 from serve.routes.responses import responses
-from serve.server_config import Settings
+from serve.server_config import ServerSettings
 
 Handlers = Mapping[str, Callable[..., Any]]
 """Path -> handler."""
@@ -49,7 +49,7 @@ class Backend(Protocol):
     """What answers requests: the service of this process, or the replicas of a cluster."""
 
     @property
-    def settings(self) -> Settings: ...
+    def settings(self) -> ServerSettings: ...
     @property
     def model(self) -> Any:
         """None until requests are served."""

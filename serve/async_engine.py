@@ -11,13 +11,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from serve.choice_state import Choice
-from serve.engine_thread import Added, EngineThread, Event, Failed, Model, Output, Ready, Round
+from serve.engine_thread import Added, EngineThread, Event, FailedEvent, Output, Ready, RoundEvent, ServedModel
 from serve.errors import ApiError, engine_failed, invalid, of_request, unavailable
 from serve.metrics import Metrics
 from serve.parsing.grammar import marks_of
 from serve.parsing.reasoning import reasoning_of
 from serve.parsing.tool_format import format_of
-from serve.server_config import Settings
+from serve.server_config import ServerSettings
 
 log = logging.getLogger(__name__)
 
@@ -43,14 +43,14 @@ NO_TOKENS: Any = SimpleNamespace(
 class Service:
     """Admission and delivery on one event loop; loading starts immediately."""
 
-    def __init__(self, settings: Settings, load: Callable[[], Model]) -> None:
+    def __init__(self, settings: ServerSettings, load: Callable[[], ServedModel]) -> None:
         self.settings, self.metrics = settings, Metrics(settings.model_name, self._kv_use)
-        self.model: Model | None = None
+        self.model: ServedModel | None = None
         self.failure: BaseException | None = None
         self.failed = asyncio.Event()
         self.closing = False
-        self.calls: set[Call] = set()
-        self.owners: dict[Choice, Call] = {}
+        self.calls: set[ServerCall] = set()
+        self.owners: dict[Choice, ServerCall] = {}
         """Choice in the engine -> its call."""
         self.num_places_used = 0
         """Queue places in use."""
@@ -76,14 +76,14 @@ class Service:
             return f"the engine has not finished a step for {self.engine.seconds_in_step:.0f} s"
         return None
 
-    def ready_model(self) -> Model:
+    def ready_model(self) -> ServedModel:
         """Return the model; raise ApiError 503 if it cannot serve."""
         unavailable_reason = self.unavailable_reason
         if unavailable_reason is not None or self.model is None:
             raise unavailable(f"{unavailable_reason}; try again later")
         return self.model
 
-    def open(self, num_choices: int) -> Call:
+    def open(self, num_choices: int) -> ServerCall:
         """Reserve queue places for a request's choices; `Call.close` releases them.
 
         Raises ApiError: 503 if the server is not ready, 429 if the queue is full, 400 for more choices than places.
@@ -103,7 +103,7 @@ class Service:
                 headers={"retry-after": "1"},
             )
         self.num_places_used += num_choices
-        call = Call(self, model, num_choices)
+        call = ServerCall(self, model, num_choices)
         self.calls.add(call)
         return call
 
@@ -140,9 +140,9 @@ class Service:
                 call = self.owners.get(choices[0])
                 if call is not None:
                     call.added(error)
-            case Round():
+            case RoundEvent():
                 self._on_round(event)
-            case Failed(error):
+            case FailedEvent(error):
                 self.failure = error
                 if self.model is not None:
                     log.error("the engine failed", exc_info=error)
@@ -150,12 +150,12 @@ class Service:
                     call.fail(engine_failed())
                 self.failed.set()
 
-    def _on_round(self, event: Round) -> None:
+    def _on_round(self, event: RoundEvent) -> None:
         self.metrics.round(event)
         outputs = [output for output in event.outputs if output.choice in self.owners]  # others were cancelled
         for output in outputs:
             self.metrics.count_output(output, output.choice.add(output.chunk, output.num_drafted))
-        by_call: dict[Call, list[Output]] = {}
+        by_call: dict[ServerCall, list[Output]] = {}
         for output in outputs:
             by_call.setdefault(self.owners[output.choice], []).append(output)
         for call, group in by_call.items():
@@ -173,7 +173,7 @@ class Service:
         return used / (self.settings.max_batch * self.model.max_context)
 
 
-def _with_formats(model: Model, settings: Settings) -> Model:
+def _with_formats(model: ServedModel, settings: ServerSettings) -> ServedModel:
     """Return a model with the formats of its chat template."""
     form = format_of(model.tokenizer.tool_template, settings.tool_format)
     reasoning = None if settings.reasoning_format == "none" else reasoning_of(model.tokenizer)
@@ -182,10 +182,10 @@ def _with_formats(model: Model, settings: Settings) -> Model:
     return replace(model, tool_format=form, reasoning=reasoning)
 
 
-class Call:
+class ServerCall:
     """All choices of one HTTP request, from admission to the last token."""
 
-    def __init__(self, service: Service, model: Model, num_choices: int) -> None:
+    def __init__(self, service: Service, model: ServedModel, num_choices: int) -> None:
         self._service, self._num_places = service, num_choices
         self.model = model
         self.choices: list[Choice] = []

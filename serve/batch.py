@@ -23,17 +23,17 @@ from fastapi import Request
 from multigpu.data_parallel import Numbered, TaskQueue
 from serve.async_engine import Service
 from serve.command import EMBEDDED, model_of
-from serve.engine_thread import Model
+from serve.engine_thread import ServedModel
 from serve.errors import ApiError
 from serve.middleware import RequestState
 from serve.routes.anthropic import messages
 from serve.routes.chat import chat
 from serve.routes.completions import completions
 from serve.routes.responses import responses
-from serve.server_config import Settings
+from serve.server_config import ServerSettings
 from sharesd.cli.batch_requests import URLS, BatchLine, answer_line, failure_line, request_id
 from sharesd.cli.console import set_up_logging
-from sharesd.cli.generate_file import Work
+from sharesd.cli.generate_file import GenerateWork
 from sharesd.engine.stats import Stats
 from sharesd.models.checkpoint import Progress, silent
 from sharesd.sampling_params import SamplingParams
@@ -47,7 +47,7 @@ POLL_S = 0.02
 """Seconds between checks for new lines while others are answered."""
 
 
-def answer(work: Work, tasks: TaskQueue, progress: Progress | None = None) -> Iterator[Numbered]:
+def answer(work: GenerateWork, tasks: TaskQueue, progress: Progress | None = None) -> Iterator[Numbered]:
     """Load the engine and return answers; `progress` is None in replicas."""
     if progress is None:
         set_up_logging(os.environ.get("LOGLEVEL", "WARNING"))
@@ -55,7 +55,7 @@ def answer(work: Work, tasks: TaskQueue, progress: Progress | None = None) -> It
 
     loaded: list[Runtime] = []
 
-    def load() -> Model:
+    def load() -> ServedModel:
         runtime = Runtime(work.config, (work.mode,), progress=progress or silent)
         loaded.append(runtime)
         engine = runtime.engine(work.mode, warm=SamplingParams(), each_kind=True)
@@ -63,7 +63,7 @@ def answer(work: Work, tasks: TaskQueue, progress: Progress | None = None) -> It
 
     target = work.config.target or EMBEDDED
     named = {"model_name": Path(target).name, "root": target, "mode": work.mode} | work.serving
-    settings = Settings(**named, max_batch=work.config.max_batch, max_queue=NO_LIMIT)
+    settings = ServerSettings(**named, max_batch=work.config.max_batch, max_queue=NO_LIMIT)
 
     def answers() -> Iterator[Numbered]:
         try:
@@ -138,7 +138,9 @@ def _stats(visit: RequestState) -> dict[str, Any]:
 
 
 @contextmanager
-def _running(settings: Settings, load: Callable[[], Model]) -> Iterator[tuple[Service, asyncio.AbstractEventLoop]]:
+def _running(
+    settings: ServerSettings, load: Callable[[], ServedModel]
+) -> Iterator[tuple[Service, asyncio.AbstractEventLoop]]:
     """Run a service with its event loop in a thread; raises errors of loading."""
     started: Future[tuple[Service, asyncio.AbstractEventLoop]] = Future()
     over = asyncio.Event()

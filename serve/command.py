@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from compile.start_times import START
 from serve.cluster.options import NumReplicas, check_options, replicas_type
-from serve.server_config import Settings, key_pair
+from serve.server_config import ServerSettings, key_pair
 from sharesd.cli.console import err_console
 from sharesd.cli.options import (
     Parser,
@@ -31,7 +31,7 @@ from sharesd.cli.parse_types import SIZES, size
 from sharesd.config import EngineConfig, Mode
 
 if TYPE_CHECKING:
-    from serve.engine_thread import Model
+    from serve.engine_thread import ServedModel
     from sharesd.engine.engine import Engine
     from sharesd.runtime import Runtime
 
@@ -43,7 +43,7 @@ PACKAGES = "fastapi uvicorn prometheus-client llguidance"
 KEY_VARIABLE = "SHARESD_API_KEY"
 """Environment variable of an API key, not visible in process lists."""
 
-Load = Callable[[EngineConfig, Mode, int | None], "Model"]
+Load = Callable[[EngineConfig, Mode, int | None], "ServedModel"]
 
 
 def main(argv: Sequence[str] | None = None, load: Load | None = None, prog: str = PROG) -> int:
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None, load: Load | None = None, prog: str 
     return main_guard(lambda: _run(parse(make_parser(prog), argv), load or load_model))
 
 
-def load_model(config: EngineConfig, mode: Mode, memory_limit: int | None) -> Model:
+def load_model(config: EngineConfig, mode: Mode, memory_limit: int | None) -> ServedModel:
     """Load the model and warm up its engine.
 
     With `memory_limit` (bytes of the KV cache), a context of `auto` is the default length, not the model's own. Raises
@@ -74,11 +74,11 @@ def load_model(config: EngineConfig, mode: Mode, memory_limit: int | None) -> Mo
     return model_of(runtime, engine)
 
 
-def model_of(runtime: Runtime, engine: Engine) -> Model:
+def model_of(runtime: Runtime, engine: Engine) -> ServedModel:
     """Return a loaded model in the form that the server's handlers use."""
-    from serve.engine_thread import Model
+    from serve.engine_thread import ServedModel
 
-    return Model(
+    return ServedModel(
         engine=engine,
         tokenizer=runtime.tokenizer,
         max_context=runtime.max_context,
@@ -186,7 +186,7 @@ def _run(args: argparse.Namespace, load: Load) -> int:
         load(config, mode, None)  # ends with the plan
     environment_key = os.environ.get(KEY_VARIABLE)
     target = config.target or EMBEDDED
-    settings = Settings(
+    settings = ServerSettings(
         **{"model_name": Path(target).name, **request_settings(args)},
         root=target,
         mode=config.mode,
@@ -227,7 +227,7 @@ def _run(args: argparse.Namespace, load: Load) -> int:
     return status
 
 
-def _load_and_show(load_one: Callable[[], Model]) -> Model:
+def _load_and_show(load_one: Callable[[], ServedModel]) -> ServedModel:
     """Load the model, and print the time of each phase of the start."""
     model = load_one()
 

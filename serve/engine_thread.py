@@ -27,7 +27,7 @@ IDLE_S = 0.5
 
 
 @dataclass(frozen=True)
-class Model:
+class ServedModel:
     """Loaded model."""
 
     engine: Engine
@@ -46,7 +46,7 @@ class Model:
 class Ready:
     """Event: the model is loaded."""
 
-    model: Model
+    model: ServedModel
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Output(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Round:
+class RoundEvent:
     """Event: a step of the engine has ended."""
 
     outputs: list[Output]
@@ -78,7 +78,7 @@ class Round:
 
 
 @dataclass(frozen=True)
-class Failed:
+class FailedEvent:
     """Event: loading or decoding failed and the thread has ended."""
 
     error: BaseException
@@ -97,7 +97,7 @@ class _Running:
     """Draft tokens of the rounds emitted so far."""
 
 
-Event = Ready | Added | Round | Failed
+Event = Ready | Added | RoundEvent | FailedEvent
 
 
 class EngineThread:
@@ -106,7 +106,7 @@ class EngineThread:
     All methods may be called from any thread.
     """
 
-    def __init__(self, load: Callable[[], Model], emit: Callable[[Event], None]) -> None:
+    def __init__(self, load: Callable[[], ServedModel], emit: Callable[[Event], None]) -> None:
         self._load, self._emit = load, emit
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._requests: dict[Choice, Request] = {}
@@ -151,7 +151,7 @@ class EngineThread:
             while self._engine.save_text():
                 pass
         except BaseException as error:
-            self._emit(Failed(error))
+            self._emit(FailedEvent(error))
 
     def _read_inbox(self) -> None:
         """Run queued commands; block until the next if no request is active.
@@ -181,7 +181,7 @@ class EngineThread:
         for output in outputs:
             if output.chunk.finish_reason is not None:
                 self._forget(output.choice)
-        self._emit(Round(outputs, self._engine.num_running, self._engine.num_waiting))
+        self._emit(RoundEvent(outputs, self._engine.num_running, self._engine.num_waiting))
 
     def _output(self, chunk: TokenChunk) -> Output:
         running = self._states[id(chunk.request)]
@@ -209,7 +209,7 @@ class EngineThread:
             if choice in self._requests:
                 self._engine.cancel(self._requests[choice])
                 self._forget(choice)
-        self._emit(Round([], self._engine.num_running, self._engine.num_waiting))
+        self._emit(RoundEvent([], self._engine.num_running, self._engine.num_waiting))
 
     def _forget(self, choice: Choice) -> None:
         del self._states[id(self._requests.pop(choice))]

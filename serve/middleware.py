@@ -19,10 +19,10 @@ from typing import Any, TextIO
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve.async_engine import Call
+from serve.async_engine import ServerCall
 from serve.choice_state import facts
 from serve.errors import ApiError, unavailable
-from serve.server_config import Settings
+from serve.server_config import ServerSettings
 
 
 class RequestLog:
@@ -71,7 +71,7 @@ class RequestState:
     """Time of the answer, as Unix seconds."""
     seed: int = field(default_factory=lambda: secrets.randbits(63))
     """Seed of a request that has none."""
-    call: Call | None = None
+    call: ServerCall | None = None
     """Call of the request, closed at its end."""
     prompt: Any = None
     """Prompt for the log, with `--log-prompts`."""
@@ -89,7 +89,7 @@ class ClientDisconnected(Exception):
 class Middleware:
     """ASGI middleware. Handlers find their `RequestState` in `request.state.visit`."""
 
-    def __init__(self, app: ASGIApp, settings: Settings, on_disconnect: Callable[[], None]) -> None:
+    def __init__(self, app: ASGIApp, settings: ServerSettings, on_disconnect: Callable[[], None]) -> None:
         self._app, self._settings, self._on_disconnect = app, settings, on_disconnect
         self._log = RequestLog(as_json=settings.json_log)
 

@@ -15,8 +15,8 @@ from fastapi import FastAPI
 
 from serve.app import Backend, make_app
 from serve.async_engine import Service
-from serve.engine_thread import Model
-from serve.server_config import Settings
+from serve.engine_thread import ServedModel
+from serve.server_config import ServerSettings
 
 LAST_TIMEOUT = 2
 """Seconds for unread responses and unsent bodies, after all answers."""
@@ -34,11 +34,11 @@ def listen(host: str, port: int, scheme: str = "http") -> tuple[socket.socket, s
     return sock, f"{scheme}://{shown}:{sock.getsockname()[1]}"
 
 
-OpenBackend = Callable[[Settings, Callable[[], Model]], tuple[Backend, FastAPI]]
+OpenBackend = Callable[[ServerSettings, Callable[[], ServedModel]], tuple[Backend, FastAPI]]
 """Function that returns the backend for a model and its application."""
 
 
-def local(settings: Settings, load: Callable[[], Model]) -> tuple[Backend, FastAPI]:
+def local(settings: ServerSettings, load: Callable[[], ServedModel]) -> tuple[Backend, FastAPI]:
     """Return the engine of this process and its application."""
     service = Service(settings, load)
     return service, make_app(service)
@@ -49,8 +49,8 @@ class Server:
 
     def __init__(
         self,
-        settings: Settings,
-        load: Callable[[], Model],
+        settings: ServerSettings,
+        load: Callable[[], ServedModel],
         sock: socket.socket,
         open_backend: OpenBackend = local,
     ) -> None:

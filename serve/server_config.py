@@ -42,7 +42,7 @@ def key_pair(certfile: str | None, keyfile: str | None) -> KeyPair | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class ServerSettings:
     """Limits and names of a server; raises ValueError for invalid values."""
 
     model_name: str

@@ -22,7 +22,7 @@ TAIL_LINES = 40  # last lines of output of a failed process that are kept
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class AgendaStep:
     """Measurement that runs in its own process."""
 
     name: str
@@ -34,28 +34,30 @@ class Step:
 
 SEVEN, ONE, MODES = {"size": "7b"}, {"size": "1b"}, {"modes": "naive,share,eagle,hybrid"}
 STEPS = (
-    Step("machine", 30, "machine:measure", "versions, clocks, bandwidth of copying and reading"),
-    Step("tests", 110, "gpu_tests:measure", "the tests that need a GPU, including those of our kernels"),
-    Step("7b-costs", 150, "made:measure", "at sizes of 7B: steps, and gains at known acceptance", SEVEN),
-    Step("1b-costs", 90, "made:measure", "the same at sizes of 1B", ONE),
-    Step("135m", 130, "embedded:measure", "the embedded model: texts, speed, captures, memory; graphs and eager"),
-    Step("1b", 90, "widened:measure", "widened to 1B: modes prompt by prompt", ONE | MODES),
-    Step("kernels", 90, "own_kernels:measure", "our Triton kernels: speed, and dependent launch"),
-    Step("stored", 60, "own_kernels:measure_stored", "products of the blocks of .gguf files, next to bfloat16"),
-    Step("tiles", 110, "tiles:measure", "the fastest tiles of our products, for later steps and for the package"),
-    Step("7b", 130, "widened:measure", "widened to 7B: modes prompt by prompt", SEVEN | MODES),
-    Step("135m-more", 150, "embedded:measure_more", "other sampling, trees, requests that join and leave"),
-    Step("gemlite", 90, "low_bits:measure", "low-bit products by gemlite and by our kernels; the faster ones are used"),
-    Step("offload", 180, "offloaded:measure", "7B in 8 and 12 GiB: the link, naive, share", SEVEN),
-    Step("7b-more", 130, "widened:measure_more", "7B: prompts, steps of any width, a long cache", SEVEN),
-    Step("starts", 80, "machine:starts", "seconds of whole processes to the first tokens, caches warm and cold"),
-    Step("classic", 50, "widened:measure", "classic against naive, at 1B", ONE | {"modes": "naive,classic"}),
-    Step("stages", 70, "widened:in_stages", "1B in two stages on one GPU, next to the whole model", ONE),
+    AgendaStep("machine", 30, "machine:measure", "versions, clocks, bandwidth of copying and reading"),
+    AgendaStep("tests", 110, "gpu_tests:measure", "the tests that need a GPU, including those of our kernels"),
+    AgendaStep("7b-costs", 150, "made:measure", "at sizes of 7B: steps, and gains at known acceptance", SEVEN),
+    AgendaStep("1b-costs", 90, "made:measure", "the same at sizes of 1B", ONE),
+    AgendaStep("135m", 130, "embedded:measure", "the embedded model: texts, speed, captures, memory; graphs and eager"),
+    AgendaStep("1b", 90, "widened:measure", "widened to 1B: modes prompt by prompt", ONE | MODES),
+    AgendaStep("kernels", 90, "own_kernels:measure", "our Triton kernels: speed, and dependent launch"),
+    AgendaStep("stored", 60, "own_kernels:measure_stored", "products of the blocks of .gguf files, next to bfloat16"),
+    AgendaStep("tiles", 110, "tiles:measure", "the fastest tiles of our products, for later steps and for the package"),
+    AgendaStep("7b", 130, "widened:measure", "widened to 7B: modes prompt by prompt", SEVEN | MODES),
+    AgendaStep("135m-more", 150, "embedded:measure_more", "other sampling, trees, requests that join and leave"),
+    AgendaStep(
+        "gemlite", 90, "low_bits:measure", "low-bit products by gemlite and by our kernels; the faster ones are used"
+    ),
+    AgendaStep("offload", 180, "offloaded:measure", "7B in 8 and 12 GiB: the link, naive, share", SEVEN),
+    AgendaStep("7b-more", 130, "widened:measure_more", "7B: prompts, steps of any width, a long cache", SEVEN),
+    AgendaStep("starts", 80, "machine:starts", "seconds of whole processes to the first tokens, caches warm and cold"),
+    AgendaStep("classic", 50, "widened:measure", "classic against naive, at 1B", ONE | {"modes": "naive,classic"}),
+    AgendaStep("stages", 70, "widened:in_stages", "1B in two stages on one GPU, next to the whole model", ONE),
 )
 """Steps by priority: the first six within ten minutes, all within 29."""
 
 
-def named(names: Sequence[str]) -> tuple[Step, ...]:
+def named(names: Sequence[str]) -> tuple[AgendaStep, ...]:
     """Return the named steps by priority; ValueError for an unknown name."""
     for name in names:
         if name not in {step.name for step in STEPS}:
@@ -63,7 +65,9 @@ def named(names: Sequence[str]) -> tuple[Step, ...]:
     return tuple(step for step in STEPS if step.name in names)
 
 
-def run_step(step: Step, command: Sequence[str], findings: Path, *, limit_s: float | None = None) -> dict[str, Any]:
+def run_step(
+    step: AgendaStep, command: Sequence[str], findings: Path, *, limit_s: float | None = None
+) -> dict[str, Any]:
     """Return a step's outcome, with findings even after a crash or limit."""
     limit_s = step.limit_s if limit_s is None else limit_s
     started = time.perf_counter()
@@ -97,7 +101,7 @@ def run_step(step: Step, command: Sequence[str], findings: Path, *, limit_s: flo
     return outcome
 
 
-def worker(step: Step, findings: Path, *options: str) -> list[str]:
+def worker(step: AgendaStep, findings: Path, *options: str) -> list[str]:
     program = [sys.executable, "-X", "faulthandler", "-m", "benchmark.gpu.worker", step.name]
     return [*program, "--findings", str(findings.absolute()), *options]
 

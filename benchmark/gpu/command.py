@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmark import arguments
 from benchmark.gpu import agenda
-from benchmark.gpu.agenda import STEPS, Step
+from benchmark.gpu.agenda import STEPS, AgendaStep
 from benchmark.report import Report
 from sharesd.cli.console import console, err_console
 from sharesd.cli.parse_types import parts_of
@@ -87,7 +87,7 @@ def _print(text: str) -> None:
     err_console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def _outcome(step: Step, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+def _outcome(step: AgendaStep, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     findings = folder / f"{step.name}.json"
     findings.unlink(missing_ok=True)
     options = ["--device", args.device, *(["--target", args.target] if args.target else [])]

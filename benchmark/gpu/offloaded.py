@@ -24,7 +24,7 @@ SECONDS = 40  # of a case at most
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class OffloadCase:
     """Mode under a limit of device memory."""
 
     mode: Mode
@@ -38,11 +38,11 @@ class Case:
 
 
 CASES = (
-    Case("naive"),
-    Case("naive", 8 * GIB),
-    Case("share", 8 * GIB),
-    Case("naive", 12 * GIB),
-    Case("share", 12 * GIB, 8),
+    OffloadCase("naive"),
+    OffloadCase("naive", 8 * GIB),
+    OffloadCase("share", 8 * GIB),
+    OffloadCase("naive", 12 * GIB),
+    OffloadCase("share", 12 * GIB, 8),
 )
 
 
@@ -53,7 +53,7 @@ def measure(job: Job, size: str) -> None:
     run(job, size, CASES, prompts=2, tokens=32)
 
 
-def run(job: Job, size: str, cases: Sequence[Case], *, prompts: int, tokens: int) -> None:
+def run(job: Job, size: str, cases: Sequence[OffloadCase], *, prompts: int, tokens: int) -> None:
     """Compare speeds at the same memory limit, and texts with the first."""
     params = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
     texts: list[list[int]] = []

@@ -11,7 +11,7 @@ from benchmark.studies.wide_shapes import SHAPES
 
 
 @dataclass(frozen=True, slots=True)
-class Linear:
+class LinearShape:
     """Weights [outputs, inputs] and the operations fused into their kernel."""
 
     outputs: int
@@ -22,7 +22,7 @@ class Linear:
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class ModelShape:
     """Sizes of a model from its checkpoint's configuration."""
 
     name: str
@@ -33,14 +33,14 @@ class Model:
     head_dim: int
 
     @property
-    def linears(self) -> dict[str, Linear]:
+    def linears(self) -> dict[str, LinearShape]:
         """Linears of a layer by name, with fused norms and residuals."""
         queries = self.heads * self.head_dim
         return {
-            "qkv": Linear(queries + 2 * self.kv_heads * self.head_dim, self.hidden, norm=True),
-            "o": Linear(self.hidden, queries),
-            "gate_up": Linear(2 * self.mlp, self.hidden, norm=True, gated="silu"),
-            "down": Linear(self.hidden, self.mlp),
+            "qkv": LinearShape(queries + 2 * self.kv_heads * self.head_dim, self.hidden, norm=True),
+            "o": LinearShape(self.hidden, queries),
+            "gate_up": LinearShape(2 * self.mlp, self.hidden, norm=True, gated="silu"),
+            "down": LinearShape(self.hidden, self.mlp),
         }
 
     @property
@@ -50,11 +50,11 @@ class Model:
 
 
 MODELS = (
-    Model("Llama-2-7B", 4096, 11008, 32, 32, 128),
-    Model("Llama-3.1-8B", 4096, 14336, 32, 8, 128),
-    Model("Qwen2.5-7B", 3584, 18944, 28, 4, 128),
-    Model("Qwen3-4B", 2560, 9728, 32, 8, 128),
-    Model("SmolLM2-135M", 576, 1536, 9, 3, 64),
+    ModelShape("Llama-2-7B", 4096, 11008, 32, 32, 128),
+    ModelShape("Llama-3.1-8B", 4096, 14336, 32, 8, 128),
+    ModelShape("Qwen2.5-7B", 3584, 18944, 28, 4, 128),
+    ModelShape("Qwen3-4B", 2560, 9728, 32, 8, 128),
+    ModelShape("SmolLM2-135M", 576, 1536, 9, 3, 64),
 )
 VOCAB = 49_152  # of the embedded model, also when it is widened
 
@@ -64,17 +64,17 @@ def linears(size: str) -> dict[str, tuple[int, int]]:
     model = MODELS[-1]
     if size != "135m":
         shape = SHAPES[size]
-        model = Model(
+        model = ModelShape(
             size, shape.hidden_size, shape.intermediate_size, shape.num_attention_heads, shape.num_key_value_heads, 64
         )
     return {**model.sizes, "head": (VOCAB, model.hidden)}
 
 
-def model_of(folder: Path) -> Model:
+def model_of(folder: Path) -> ModelShape:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     kv_heads, head_dim = config.get("num_key_value_heads") or heads, config.get("head_dim") or hidden // heads
-    return Model(folder.name, hidden, config["intermediate_size"], heads, kv_heads, head_dim)
+    return ModelShape(folder.name, hidden, config["intermediate_size"], heads, kv_heads, head_dim)
 
 
 @cache

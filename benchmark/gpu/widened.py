@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from benchmark.gpu.modes import answer, compare_modes, loaded
 from benchmark.gpu.worker import Job
-from benchmark.studies.wide_shapes import SHAPES, Shape
+from benchmark.studies.wide_shapes import SHAPES, WideShape
 from benchmark.studies.widening import GROUP, describe, wide_tensors, widen_head
 from sharesd.config import EngineConfig, Mode, PipelineConfig
 from sharesd.drafters.selection import EMBEDDED
@@ -86,8 +86,8 @@ def widened_model(
             yield runtime
 
 
-def _next_larger(config: DecoderConfig) -> Shape:
-    return Shape(
+def _next_larger(config: DecoderConfig) -> WideShape:
+    return WideShape(
         hidden_size=config.hidden_size + GROUP,
         intermediate_size=config.intermediate_size + GROUP,
         num_attention_heads=2 * config.num_attention_heads,

@@ -9,8 +9,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from benchmark import arguments
-from benchmark.peers.measure import Row, figures, measure
-from benchmark.peers.peer import PEERS, Settings, peer_class
+from benchmark.peers.measure import PeerResult, figures, measure
+from benchmark.peers.peer import PEERS, PeerSettings, peer_class
 from benchmark.peers.process import Worker
 from benchmark.report import Report
 from multigpu.data_parallel import num_cores
@@ -55,7 +55,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure all rows and write the report; return 1 if all failed."""
-    rows = [Row(name, variant, peer_class(name).missing()) for name, variant in variants_of(args.peers)]
+    rows = [PeerResult(name, variant, peer_class(name).missing()) for name, variant in variants_of(args.peers)]
     if args.max_new_tokens < 2:
         raise ValueError(f"--max-new-tokens is {args.max_new_tokens}; decoding can be timed from 2 on")
     if args.gguf is not None and not os.path.isfile(args.gguf):
@@ -81,7 +81,9 @@ def run(args: argparse.Namespace) -> int:
     num_threads = config.threads or min(num_cores(), psutil.cpu_count(logical=False) or num_cores())
     gguf = str(args.gguf or gguf_of(config.target) or "") or None
     ours = tuple(row.variant for row in rows if row.runtime == "sharesd")
-    settings = Settings(config=config, num_tokens=args.max_new_tokens, num_threads=num_threads, modes=ours, gguf=gguf)
+    settings = PeerSettings(
+        config=config, num_tokens=args.max_new_tokens, num_threads=num_threads, modes=ours, gguf=gguf
+    )
     with loading_bars() as progress:
 
         def report(what: str, done: int, total: int) -> None:
@@ -147,7 +149,7 @@ def remarks(results: Iterable[dict[str, Any]]) -> list[str]:
     return [*lines, *([f"texts that differ between repeats: {', '.join(changing)}"] if changing else [])]
 
 
-def _result(row: Row, found: dict[str, Any] | None) -> dict[str, Any]:
+def _result(row: PeerResult, found: dict[str, Any] | None) -> dict[str, Any]:
     samples = [{"repeat": r, "prompt": b, **asdict(sample)} for (r, b), sample in row.samples.items()]
     return {
         "runtime": row.runtime,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import islice
 from typing import Any
 
-from benchmark.peers.peer import Deliver, Peer, Settings
+from benchmark.peers.peer import Deliver, Peer, PeerSettings
 
 LOOKUP_TOKENS = 2  # from the package's documentation, for CPUs
 
@@ -16,7 +16,7 @@ class LlamaCpp(Peer):
     package, pip = "llama_cpp", "llama-cpp-python"
     variants = {"plain": "Llama.generate", "lookup": "LlamaPromptLookupDecoding"}
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: PeerSettings) -> None:
         import llama_cpp
 
         super().__init__(settings)

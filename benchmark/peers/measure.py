@@ -19,7 +19,7 @@ OURS = ("sharesd", "naive")
 
 
 @dataclass(slots=True)
-class Row:
+class PeerResult:
     """Variant of a runtime, with its samples or failure."""
 
     runtime: str
@@ -29,7 +29,7 @@ class Row:
 
 
 def measure(
-    rows: Sequence[Row],
+    rows: Sequence[PeerResult],
     prompts: Sequence[list[int]],
     *,
     repeats: int,
@@ -37,7 +37,7 @@ def measure(
     report: Callable[[str, int, int], None],
 ) -> None:
     """Fill rows with samples, prompt by prompt; failed rows are not repeated."""
-    steps: list[tuple[Row, Key | None]] = [(row, None) for row in rows]  # first all are warmed up
+    steps: list[tuple[PeerResult, Key | None]] = [(row, None) for row in rows]  # first all are warmed up
     for i, key in enumerate(product(range(repeats), range(len(prompts)))):
         steps += [(row, key) for row in rotated(rows, i)]
     workers: dict[str, Any] = {}
@@ -63,7 +63,7 @@ def measure(
             worker.close()
 
 
-def figures(rows: Sequence[Row], plain: Callable[[str], str]) -> list[dict[str, Any] | None]:
+def figures(rows: Sequence[PeerResult], plain: Callable[[str], str]) -> list[dict[str, Any] | None]:
     """Return figures of each row, or None; `plain` names plain variants."""
     whole = {(row.runtime, row.variant): row for row in rows if row.failure is None}
     naive = whole.get(OURS)
@@ -91,7 +91,7 @@ def figures(rows: Sequence[Row], plain: Callable[[str], str]) -> list[dict[str, 
     return found
 
 
-def _grouped(row: Row, part: int) -> list[list[Sample]]:
+def _grouped(row: PeerResult, part: int) -> list[list[Sample]]:
     """Return the samples grouped by repeat (`part` 0) or prompt (`part` 1)."""
     groups: dict[int, list[Sample]] = {}
     for key, sample in row.samples.items():
@@ -105,6 +105,6 @@ def _speed(samples: Iterable[Sample]) -> float:
     return sum(len(s.token_ids) - s.num_first for s in samples) / sum(s.decode_s for s in samples)
 
 
-def _fastest(row: Row) -> float:
+def _fastest(row: PeerResult) -> float:
     """Return tokens per second, with the fastest repeat of each prompt."""
     return _speed(max(group, key=lambda sample: _speed([sample])) for group in _grouped(row, 1))

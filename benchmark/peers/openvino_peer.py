@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from benchmark.peers.peer import Deliver, Peer, Settings
+from benchmark.peers.peer import Deliver, Peer, PeerSettings
 
 LOOKUP_TOKENS, LOOKUP_NGRAM = 5, 3  # from the library's sample for prompt lookup
 PRECISIONS = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
@@ -22,7 +22,7 @@ class OpenVino(Peer):
         "lookup": f"prompt_lookup: {LOOKUP_TOKENS} tokens after {LOOKUP_NGRAM}-grams",
     }
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: PeerSettings) -> None:
         import openvino_genai
 
         super().__init__(settings)

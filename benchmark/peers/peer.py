@@ -21,7 +21,7 @@ Deliver = Callable[[Sequence[int]], None]  # takes tokens as they come out
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
+class PeerSettings:
     config: EngineConfig
     num_tokens: int  # tokens per answer, whatever end tokens come up
     num_threads: int
@@ -49,7 +49,7 @@ class Peer:
     pip: ClassVar[str]  # name for pip install
     variants: ClassVar[dict[str, str]]  # name -> way of decoding; the first is plain decoding
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: PeerSettings) -> None:
         """Load the model; ValueError for settings that the runtime does not support."""
         self.settings = settings
 

@@ -12,7 +12,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
-from benchmark.peers.peer import Peer, Settings, peer_class
+from benchmark.peers.peer import Peer, PeerSettings, peer_class
 
 LIMIT_S = 900.0  # longest wait for an answer, loading and converting a model included
 
@@ -39,7 +39,7 @@ class PeerError(Exception):
 class Worker:
     """Handle of a runtime's process."""
 
-    def __init__(self, name: str, settings: Settings, *, limit_s: float = LIMIT_S) -> None:
+    def __init__(self, name: str, settings: PeerSettings, *, limit_s: float = LIMIT_S) -> None:
         """Start the process; PeerError with `dead` if the runtime does not load."""
         context = get_context("spawn")
         self._limit_s, self._output = limit_s, tempfile.NamedTemporaryFile()  # noqa: SIM115 (closed in close)
@@ -96,7 +96,7 @@ class Worker:
         return f"its process ended {how}{f': {last}' if last else ''}"[:300]
 
 
-def serve(pipe: Connection, name: str, settings: Settings, output: str) -> None:
+def serve(pipe: Connection, name: str, settings: PeerSettings, output: str) -> None:
     """Answer requests with a sample, None after warm-up, or an error's text."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmark.peers.peer import Deliver, Peer, Settings
+from benchmark.peers.peer import Deliver, Peer, PeerSettings
 
 
 class ShareSD(Peer):
@@ -19,7 +19,7 @@ class ShareSD(Peer):
         "hybrid": "per round the best of its drafters",
     }
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: PeerSettings) -> None:
         import torch
 
         from sharesd.runtime import Runtime

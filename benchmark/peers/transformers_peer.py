@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from benchmark.peers.peer import Deliver, Peer, Settings
+from benchmark.peers.peer import Deliver, Peer, PeerSettings
 
 LOOKUP_TOKENS = 10  # from the library's documentation
 
@@ -21,7 +21,7 @@ class Transformers(Peer):
         "lookup": f"prompt_lookup_num_tokens={LOOKUP_TOKENS}",
     }
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: PeerSettings) -> None:
         import torch
         from transformers import AutoModelForCausalLM
 

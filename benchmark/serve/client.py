@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import httpx
 
-from benchmark.serve.workload import Request
+from benchmark.serve.workload import LoadRequest
 
 Endpoint = Literal["chat", "completions"]
 PATHS: dict[Endpoint, str] = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
@@ -42,7 +42,7 @@ class Answer:
         return self.chunks_s[-1]
 
 
-class Failed(Exception):
+class RequestFailed(Exception):
     """Failure of a request, with its kind.
 
     Kinds are refused (429, 503), rejected, server error, error in stream, disconnected and no answer.
@@ -86,7 +86,7 @@ async def first_model(http: httpx.AsyncClient, url: str) -> str:
 async def send_all(
     http: httpx.AsyncClient,
     endpoint: Endpoint,
-    requests: Sequence[Request],
+    requests: Sequence[LoadRequest],
     due_s: Sequence[float],
     *,
     body: Callable[[int], Mapping[str, Any]],
@@ -117,7 +117,7 @@ async def send_all(
 async def _ask(
     http: httpx.AsyncClient,
     endpoint: Endpoint,
-    request: Request,
+    request: LoadRequest,
     name: str,
     extra: Mapping[str, Any],
     answer: Answer,
@@ -137,7 +137,7 @@ async def _ask(
             if response.status_code != 200:
                 raise _refusal(response.status_code, await response.aread())
             await _read(response, answer, sent)
-    except Failed as error:
+    except RequestFailed as error:
         answer.failure, answer.detail = error.kind, str(error)
     except (TimeoutError, httpx.TimeoutException):
         answer.failure, answer.detail = "timeout", f"no complete answer within {timeout_s:g} s"
@@ -161,11 +161,11 @@ async def _read(response: httpx.Response, answer: Answer, sent: float) -> None:
             finished |= _add(json.loads(data), answer, now)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             shown = data[:80].decode(errors="replace")
-            raise Failed("error in stream", f"not an event of this protocol: {shown}") from error
+            raise RequestFailed("error in stream", f"not an event of this protocol: {shown}") from error
     if not finished:
-        raise Failed("disconnected", "the stream ended without a finish reason")
+        raise RequestFailed("disconnected", "the stream ended without a finish reason")
     if not answer.chunks_s:
-        raise Failed("no answer", "the stream contained no token")
+        raise RequestFailed("no answer", "the stream contained no token")
 
 
 async def events(response: httpx.Response) -> AsyncIterator[bytes]:
@@ -183,7 +183,7 @@ async def events(response: httpx.Response) -> AsyncIterator[bytes]:
 def _add(event: dict[str, Any], answer: Answer, now: float) -> bool:
     """Record an event; return True if it has the finish reason."""
     if event.get("error"):
-        raise Failed("error in stream", _message(event))
+        raise RequestFailed("error in stream", _message(event))
     if usage := event.get("usage"):
         answer.prompt_tokens, answer.output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
     if not event.get("choices"):
@@ -200,13 +200,13 @@ def _add(event: dict[str, Any], answer: Answer, now: float) -> bool:
     return ended
 
 
-def _refusal(status: int, body: bytes) -> Failed:
+def _refusal(status: int, body: bytes) -> RequestFailed:
     try:
         message = _message(json.loads(body))
     except (ValueError, AttributeError, RecursionError):
         message = body.decode(errors="replace")
     kind = "refused" if status in (429, 503) else "rejected" if status < 500 else "server error"
-    return Failed(kind, f"{status}: {' '.join(message.split())[:200]}")
+    return RequestFailed(kind, f"{status}: {' '.join(message.split())[:200]}")
 
 
 def _message(event: dict[str, Any]) -> str:

@@ -26,7 +26,7 @@ from sharesd.reports.tables import ABSENT, Section, bullets, has_drifted, number
 from sharesd_files import file_hash
 
 if TYPE_CHECKING:
-    from benchmark.serve.load import Load, Settings
+    from benchmark.serve.load import Load, LoadSettings
 
 NAIVE = "naive"
 EXACT_RATE = 16.0  # requests per second of --exact by default
@@ -67,10 +67,10 @@ def run(args: argparse.Namespace) -> int:
     return 1 if differs or any(load.result["completed"] == 0 for load in loads) else 0
 
 
-def settings_of(args: argparse.Namespace) -> Settings:
+def settings_of(args: argparse.Namespace) -> LoadSettings:
     """Return the settings of a command line; ValueError for bad options."""
     from benchmark.serve import workload
-    from benchmark.serve.load import Settings
+    from benchmark.serve.load import LoadSettings
 
     if args.sweep and args.request_rate:
         raise ValueError(f"--request-rate is {args.request_rate:g}, and --sweep sets the rates; use one or the other")
@@ -89,7 +89,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
     ignore_eos = args.dataset == RANDOM if args.ignore_eos is None else args.ignore_eos
     sampling = {name: value for name in ("top_p", "top_k", "min_p") if (value := getattr(args, name)) is not None}
     same = {name: getattr(args, name) for name in ("num_prompts", "num_warmups", "endpoint", "model", "burstiness")}
-    return Settings(
+    return LoadSettings(
         **same,
         draw=draw,
         num_turns=args.turns,
@@ -122,7 +122,7 @@ def _modes(args: argparse.Namespace) -> tuple[str, ...]:
     return tuple(dict.fromkeys((NAIVE, *asked)))
 
 
-def _loads(args: argparse.Namespace, modes: Sequence[str], settings: Settings) -> Iterator[Load]:
+def _loads(args: argparse.Namespace, modes: Sequence[str], settings: LoadSettings) -> Iterator[Load]:
     """Yield loads by rate and mode, as medians of turns, against naive."""
     from benchmark.serve.load import compare, measure, median
     from benchmark.serve.spawn import spawned
@@ -196,7 +196,7 @@ def _write_load(out_dir: Path, load: Load, about: Mapping[str, Any], *, in_detai
     write_json(out_dir / load.file, {**load.result, **more, **found})
 
 
-def _about(args: argparse.Namespace, settings: Settings) -> dict[str, Any]:
+def _about(args: argparse.Namespace, settings: LoadSettings) -> dict[str, Any]:
     """Return the command, and hashes of its requests and file."""
     asked = [[each.prompt, each.output_len] for each in settings.draw(args.num_prompts * args.turns, args.seed)]
     file = Path(args.questions or args.dataset)

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmark.serve.client import PATHS, Endpoint, Failed, events, http_client
+from benchmark.serve.client import PATHS, Endpoint, RequestFailed, events, http_client
 from benchmark.serve.workload import departures, random_words
 
 LONGEST = 1500  # words of the one long prompt; each is a token or more
@@ -23,7 +23,7 @@ GAUGES = ("sharesd:num_requests_running", "sharesd:num_requests_waiting", "share
 
 
 @dataclass(slots=True)
-class Choice:
+class AnswerChoice:
     """Text and end of a choice."""
 
     text: str = ""
@@ -93,7 +93,7 @@ def _request(text: str, random: Random) -> Mixed:
     return Mixed(endpoint="completions", body={"prompt": text, **body})
 
 
-async def alone(url: str, requests: Sequence[Mixed], timeout_s: float) -> list[list[Choice]]:
+async def alone(url: str, requests: Sequence[Mixed], timeout_s: float) -> list[list[AnswerChoice]]:
     """Return each request's choices, sent one by one; Failed if rejected."""
     async with http_client(url, {}, timeout_s) as http:
         return [await _ask(http, request, stream=False, speculate=False) for request in requests]
@@ -102,7 +102,7 @@ async def alone(url: str, requests: Sequence[Mixed], timeout_s: float) -> list[l
 async def together(
     url: str,
     requests: Sequence[Mixed],
-    expected: Sequence[Sequence[Choice]],
+    expected: Sequence[Sequence[AnswerChoice]],
     *,
     mode: str,
     order: int,
@@ -124,7 +124,7 @@ async def together(
         await asyncio.sleep(due_s)
         try:
             choices = await _ask(http, requests[i], stream=stream, speculate=speculate, pieces=pieces)
-        except (Failed, httpx.HTTPError) as error:
+        except (RequestFailed, httpx.HTTPError) as error:
             outcome.failures.append(f"request {i}: {error or type(error).__name__}")
             return
         for k, (wanted, given) in enumerate(zip(expected[i], choices, strict=True)):
@@ -145,25 +145,25 @@ async def together(
 
 async def _ask(
     http: httpx.AsyncClient, request: Mixed, *, stream: bool, speculate: bool, pieces: int | None = None
-) -> list[Choice]:
+) -> list[AnswerChoice]:
     """Return an answer's choices, or the texts after `pieces` events."""
     body = {**request.body, "stream": stream, "speculate": speculate}
-    choices = [Choice() for _ in range(body["n"])]
+    choices = [AnswerChoice() for _ in range(body["n"])]
     async with http.stream("POST", PATHS[request.endpoint], json=body) as response:
         if response.status_code != 200 or not stream:
             whole = json.loads(await response.aread())
             if response.status_code != 200:
-                raise Failed("rejected", f"{response.status_code}: {whole['error']['message']}")
+                raise RequestFailed("rejected", f"{response.status_code}: {whole['error']['message']}")
             for choice in whole["choices"]:
                 text = choice["message"]["content"] if request.endpoint == "chat" else choice["text"]
-                choices[choice["index"]] = Choice(text, choice["finish_reason"])
+                choices[choice["index"]] = AnswerChoice(text, choice["finish_reason"])
             return choices
         async for data in events(response):
             if data == b"[DONE]":
                 continue
             event = json.loads(data)
             if "error" in event:
-                raise Failed("error in stream", event["error"]["message"])
+                raise RequestFailed("error in stream", event["error"]["message"])
             for choice in event["choices"]:
                 part = choices[choice["index"]]
                 part.text += choice["delta"]["content"] if request.endpoint == "chat" else choice["text"]

@@ -25,7 +25,7 @@ DRAFT_COUNTERS = "vllm:spec_decode_num_"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
+class LoadSettings:
     """Settings of all loads of a command."""
 
     draw: Draw
@@ -63,7 +63,7 @@ class Load:
 
 
 async def measure(
-    settings: Settings,
+    settings: LoadSettings,
     base_url: str,
     *,
     rate: float,

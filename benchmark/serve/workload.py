@@ -16,17 +16,17 @@ from sharesd.reports import questions as question_files
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
+class LoadRequest:
     """Prompt and max. tokens of its answer."""
 
     prompt: str
     output_len: int
 
 
-Draw = Callable[[int, int], list[Request]]  # (how many, seed) -> requests; the same ones for the same seed
+Draw = Callable[[int, int], list[LoadRequest]]  # (how many, seed) -> requests; the same ones for the same seed
 
 
-def random_words(num: int, input_len: int, output_len: int, range_ratio: float, seed: int) -> list[Request]:
+def random_words(num: int, input_len: int, output_len: int, range_ratio: float, seed: int) -> list[LoadRequest]:
     """Return requests with prompts of random words of about one token each.
 
     Lengths are uniform in [mean * (1 - range_ratio), mean * (1 + range_ratio)], and at least 1.
@@ -41,17 +41,17 @@ def random_words(num: int, input_len: int, output_len: int, range_ratio: float, 
     requests = []
     for _ in range(num):
         num_words, output = length(input_len), length(output_len)
-        requests.append(Request(prompt=" ".join(random.choices(words, k=num_words)), output_len=output))
+        requests.append(LoadRequest(prompt=" ".join(random.choices(words, k=num_words)), output_len=output))
     return requests
 
 
-def questions(path: str | None, output_len: int) -> list[Request]:
+def questions(path: str | None, output_len: int) -> list[LoadRequest]:
     """Return first turns of an MT-Bench-style file, by default the built-in ones."""
     found = question_files.first_turns(path).questions
-    return [Request(prompt=question.turns[0], output_len=output_len) for question in found]
+    return [LoadRequest(prompt=question.turns[0], output_len=output_len) for question in found]
 
 
-def from_file(path: str, output_len: int) -> list[Request]:
+def from_file(path: str, output_len: int) -> list[LoadRequest]:
     """Return requests of a file; ValueError if bad.
 
     JSON lines with `prompt` and optional `output_tokens`, or conversations of ShareGPT's form, of which the first
@@ -59,19 +59,19 @@ def from_file(path: str, output_len: int) -> list[Request]:
     """
     rows = records(Path(path))
     if rows and isinstance(rows[0][1], Mapping) and "conversations" in rows[0][1]:
-        return [Request(prompt=prompt, output_len=output_len) for _, prompt in read_each(rows, first_question)]
+        return [LoadRequest(prompt=prompt, output_len=output_len) for _, prompt in read_each(rows, first_question)]
     requests = []
     for row in question_files.json_rows(Path(path)):
         length = row.get("output_tokens")
         if length is not None and (type(length) is not int or length < 1):
             raise ValueError(f"{row.where}: field 'output_tokens' is {length!r}; write a whole number from 1 on")
-        requests.append(Request(prompt=row.text("prompt", "prompt"), output_len=length or output_len))
+        requests.append(LoadRequest(prompt=row.text("prompt", "prompt"), output_len=length or output_len))
     if not requests:
         raise ValueError(f"{path} contains no prompts; write one JSON object per line")
     return requests
 
 
-def repeated(requests: list[Request]) -> Draw:
+def repeated(requests: list[LoadRequest]) -> Draw:
     """Return a Draw that cycles through the requests."""
     return lambda num, seed: list(islice(cycle(requests), num))
 

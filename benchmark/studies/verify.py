@@ -52,7 +52,7 @@ class Mismatch:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
+class VerifyCase:
     mode: str
     num_draft: int | None
     """Draft tokens per round; None = chosen for each round."""
@@ -131,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
     ]
     asked = first_turns(args.questions, args.num_questions).questions
     out_dir = environment.out_folder(args.out_dir, "verify")
-    cases: list[Case] = []
+    cases: list[VerifyCase] = []
     total = len(configs) * len(samplings) * len(asked) * len(modes)
     with loading_bars() as progress:
         for config in configs:
@@ -167,7 +167,7 @@ def compare_answers(
     *,
     num_draft: int | None,
     tick: Callable[[], None] = lambda: None,
-) -> list[Case]:
+) -> list[VerifyCase]:
     """Return a case for each engine but `naive`, at batch size 1."""
     naive = engines["naive"]
     found: dict[Mode, list[Mismatch]] = {mode: [] for mode in engines if mode != "naive"}
@@ -182,7 +182,7 @@ def compare_answers(
             if given != wanted:
                 mismatches.append(_mismatch(naive, question_id, prompt, wanted, given, params))
     return [
-        Case(
+        VerifyCase(
             mode=mode,
             num_draft=num_draft,
             temperature=params.temperature,
@@ -210,14 +210,14 @@ def _compare(
     progress: Progress = silent,
     done: int,
     total: int,
-) -> list[Case]:
+) -> list[VerifyCase]:
     """Return the cases of one draft length, then free the models."""
     from sharesd.runtime import Runtime  # torch takes seconds, mistakes should not
 
     runtime = Runtime(config, modes, progress=progress)
     sizes = {"max_new_tokens": samplings[0].max_new_tokens, "max_context": runtime.max_context}
     prompts = prompts_of(runtime.tokenizer, asked, **sizes)
-    cases: list[Case] = []
+    cases: list[VerifyCase] = []
 
     def tick() -> None:
         nonlocal done
@@ -277,7 +277,7 @@ def _gaps(engine: Engine, tokens: list[int], params: SamplingParams) -> tuple[fl
     return logit_gap, score_gap
 
 
-def _show(cases: Sequence[Case]) -> None:
+def _show(cases: Sequence[VerifyCase]) -> None:
     samplings = list(dict.fromkeys(case.sampling for case in cases))
     by_row: dict[tuple[str, str, str], dict[str, str]] = {}
     for case in cases:

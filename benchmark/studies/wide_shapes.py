@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shape:
+class WideShape:
     """Sizes of a decoder that widening may choose.
 
     Head size and vocabulary stay as they are.
@@ -47,11 +47,13 @@ class Shape:
 
 
 SHAPES = {
-    "1b": Shape(hidden_size=2304, intermediate_size=2688, num_attention_heads=24, num_key_value_heads=8, num_layers=32),
-    "7b": Shape(
+    "1b": WideShape(
+        hidden_size=2304, intermediate_size=2688, num_attention_heads=24, num_key_value_heads=8, num_layers=32
+    ),
+    "7b": WideShape(
         hidden_size=4096, intermediate_size=11008, num_attention_heads=66, num_key_value_heads=22, num_layers=36
     ),
-    "13b": Shape(
+    "13b": WideShape(
         hidden_size=5120, intermediate_size=13824, num_attention_heads=78, num_key_value_heads=26, num_layers=45
     ),
 }

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmark.studies.wide_shapes import Shape
+from benchmark.studies.wide_shapes import WideShape
 from sharesd.models import checkpoint as files
 from sharesd.models.architectures import config_from_hf
 from sharesd.models.checkpoint import Progress, silent, write_tensors
@@ -76,7 +76,7 @@ class _Part(NamedTuple):
 def widen(
     folder: Path,
     out: Path,
-    shape: Shape,
+    shape: WideShape,
     *,
     name: str,
     seed: int = 0,
@@ -124,7 +124,7 @@ def widen(
     return num_parameters
 
 
-def describe(folder: Path, out: Path, shape: Shape, *, name: str) -> None:
+def describe(folder: Path, out: Path, shape: WideShape, *, name: str) -> None:
     """Write the widened checkpoint without its weights into `out`.
 
     Raises ValueError as `widen`.
@@ -136,7 +136,7 @@ def describe(folder: Path, out: Path, shape: Shape, *, name: str) -> None:
 
 
 def wide_tensors(
-    folder: Path, shape: Shape, *, device: torch.device | str, seed: int = 0
+    folder: Path, shape: WideShape, *, device: torch.device | str, seed: int = 0
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield names and tensors of the widened checkpoint, made on `device`.
 
@@ -149,7 +149,7 @@ def wide_tensors(
         yield part.name, _tensor(part, source.read(part).to(device), _norm_scale(config, shape), seed)
 
 
-def widen_head(head: Path, folder: Path, out: Path, shape: Shape) -> None:
+def widen_head(head: Path, folder: Path, out: Path, shape: WideShape) -> None:
     """Write a trained head, widened with its checkpoint to `shape`, into `out`.
 
     The head was trained for the checkpoint in `folder`. Added values are zero. The result has as many attention heads
@@ -184,11 +184,11 @@ def widen_head(head: Path, folder: Path, out: Path, shape: Shape) -> None:
     _write_json(out / "config.json", raw | changed | {"target_hidden_size": shape.hidden_size})
 
 
-def _norm_scale(config: DecoderConfig, shape: Shape) -> float:
+def _norm_scale(config: DecoderConfig, shape: WideShape) -> float:
     return (config.hidden_size / shape.hidden_size) ** 0.5
 
 
-def _require_fit(config: DecoderConfig, shape: Shape) -> None:
+def _require_fit(config: DecoderConfig, shape: WideShape) -> None:
     if config.model_type not in ARCHITECTURES:
         raise ValueError(f"architecture {config.model_type!r} cannot be widened; use {' or '.join(ARCHITECTURES)}")
     if config.qkv_bias or config.o_bias or config.mlp_bias:
@@ -258,7 +258,7 @@ class _Source:
         return tensor
 
 
-def _parts(config: DecoderConfig, shape: Shape) -> Iterator[_Part]:
+def _parts(config: DecoderConfig, shape: WideShape) -> Iterator[_Part]:
     """Yield all tensors of the result, in the order of writing."""
     real, wide = (
         {"hidden": D, "mlp": M, "queries": H * config.head_dim, "keys": K * config.head_dim, "vocab": config.vocab_size}
@@ -325,7 +325,7 @@ def _noise(part: _Part, real: Tensor, seed: int) -> Tensor:
     return wide
 
 
-def _changed_config(config: DecoderConfig, shape: Shape, name: str) -> dict[str, object]:
+def _changed_config(config: DecoderConfig, shape: WideShape, name: str) -> dict[str, object]:
     """Return the fields of config.json that differ from the real model's."""
     return {
         NAME_KEY: name,

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class WeightShape:
     """Weights [outputs, inputs] of 32, 16, 8 or 4 bits.
 
     Those of 4 bits are in groups.
@@ -41,19 +41,19 @@ class Shape:
 
 
 def tune(
-    shapes: Sequence[Shape],
+    shapes: Sequence[WeightShape],
     device: torch.device,
     dtype: torch.dtype = torch.bfloat16,
     *,
     rows: int = 1,
     measure: Callable[[Calls], float] = seconds_per_call,
-) -> dict[Shape, dict[Tile, float]]:
+) -> dict[WeightShape, dict[Tile, float]]:
     """Return seconds per product of every tile, and save the fastest.
 
     `measure` returns seconds per call. Tiles are saved for this device.
     """
     on = gemm_config.device(_index(device))
-    found: dict[Shape, dict[Tile, float]] = {}
+    found: dict[WeightShape, dict[Tile, float]] = {}
     for shape in shapes:
         products = _products(shape, device, dtype, rows)
         found[shape] = {}
@@ -65,12 +65,12 @@ def tune(
     return found
 
 
-def fastest(found: Mapping[Shape, Mapping[Tile, float]]) -> dict[str, Tile]:
+def fastest(found: Mapping[WeightShape, Mapping[Tile, float]]) -> dict[str, Tile]:
     """Return the fastest tiles, for `write_tiles`."""
     return {shape.key: min(times, key=times.__getitem__) for shape, times in found.items() if times}
 
 
-def runs(product: Callable[[], object], shape: Shape, tile: Tile) -> bool:
+def runs(product: Callable[[], object], shape: WeightShape, tile: Tile) -> bool:
     """Return True if this device supports a tile; else log the reason."""
     try:
         product()
@@ -80,7 +80,7 @@ def runs(product: Callable[[], object], shape: Shape, tile: Tile) -> bool:
     return True
 
 
-def candidates(shape: Shape, on: gemm_config.Device) -> list[Tile]:
+def candidates(shape: WeightShape, on: gemm_config.Device) -> list[Tile]:
     """Return the rule's tile and neighbouring tiles."""
     rule = gemm_config.by_rule(shape.outputs, shape.inputs, shape.bits, shape.group, on)
     other = 64 if rule.outputs == 32 else 32
@@ -101,7 +101,7 @@ def _index(device: torch.device) -> int | None:
     return torch.cuda.current_device() if device.index is None else device.index
 
 
-def _products(shape: Shape, device: torch.device, dtype: torch.dtype, rows: int) -> list[Callable[..., Tensor]]:
+def _products(shape: WeightShape, device: torch.device, dtype: torch.dtype, rows: int) -> list[Callable[..., Tensor]]:
     """Return functions of a tile: products with different random weights."""
     columns, values = shape.inputs, {8: torch.int8, 4: torch.int16}.get(shape.bits, dtype)
     scale = None

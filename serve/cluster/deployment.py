@@ -20,24 +20,24 @@ from starlette.types import Message
 from multigpu.ray_cluster import connect, resources_of_replica
 from serve.cluster.ingress import Cluster, ReplicaDied, make_ingress
 from serve.cluster.options import NumReplicas, deployment_options
-from serve.cluster.replica import Forwarded, Replica
-from serve.engine_thread import Model
+from serve.cluster.replica import Forwarded, ServeReplica
+from serve.engine_thread import ServedModel
 from serve.server import OpenBackend
-from serve.server_config import Settings
+from serve.server_config import ServerSettings
 
 CALL_TIMEOUT_S = 5.0
 """Time limit in seconds for a call of all replicas."""
 
 
-class RayReplicas:
+class RayServeReplicas:
     """Replicas of one deployment on the connected cluster."""
 
     def __init__(
         self,
         num_replicas: NumReplicas,
         device: str,
-        settings: Settings,
-        load: Callable[[], Model],
+        settings: ServerSettings,
+        load: Callable[[], ServedModel],
         disconnect: bool = False,
     ) -> None:
         """Store the options; with `disconnect`, `stop` leaves the cluster."""
@@ -57,7 +57,7 @@ class RayReplicas:
         serve.start(proxy_location="Disabled", logging_config=quiet)
         options = deployment_options(self._settings, self._num_replicas)
         resources = resources_of_replica(*self._num_replicas, self._device)
-        deployment = serve.deployment(**options, ray_actor_options=resources, logging_config=quiet)(Replica)
+        deployment = serve.deployment(**options, ray_actor_options=resources, logging_config=quiet)(ServeReplica)
         application = deployment.bind(self._settings, self._load, os.getcwd())
         try:
             self._handle = serve.run(application, name=self._name, route_prefix=None)
@@ -102,8 +102,8 @@ def open_cluster(num_replicas: NumReplicas, device: str) -> OpenBackend:
     """
     disconnect = connect()
 
-    def open_backend(settings: Settings, load: Callable[[], Model]) -> tuple[Cluster, FastAPI]:
-        cluster = Cluster(settings, RayReplicas(num_replicas, device, settings, load, disconnect))
+    def open_backend(settings: ServerSettings, load: Callable[[], ServedModel]) -> tuple[Cluster, FastAPI]:
+        cluster = Cluster(settings, RayServeReplicas(num_replicas, device, settings, load, disconnect))
         return cluster, make_ingress(cluster)
 
     return open_backend

@@ -23,7 +23,7 @@ from serve.routes import admin
 from serve.routes.answer_blocks import named_event
 from serve.routes.generation import DONE, KEEP_ALIVE, event
 from serve.routes.responses import error_event
-from serve.server_config import Settings
+from serve.server_config import ServerSettings
 
 MAX_LEADING = 256
 """Number of leading characters, or token ids, of a prompt that are hashed."""
@@ -104,7 +104,7 @@ class Replicas(Protocol):
 class Cluster:
     """Backend of the server; replicas are started immediately."""
 
-    def __init__(self, settings: Settings, replicas: Replicas) -> None:
+    def __init__(self, settings: ServerSettings, replicas: Replicas) -> None:
         self.settings, self._replicas = settings, replicas
         self.model: Replicas | None = None
         self.failure: BaseException | None = None

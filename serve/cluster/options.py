@@ -6,7 +6,7 @@ import argparse
 import re
 from typing import Any, NamedTuple
 
-from serve.server_config import Settings
+from serve.server_config import ServerSettings
 from sharesd.cli.options import check_ray
 from sharesd.config import EngineConfig
 
@@ -42,7 +42,7 @@ def check_options(config: EngineConfig, *, ray: bool, num_replicas: NumReplicas 
     check_ray(config, "serve")
 
 
-def deployment_options(settings: Settings, num_replicas: NumReplicas) -> dict[str, Any]:
+def deployment_options(settings: ServerSettings, num_replicas: NumReplicas) -> dict[str, Any]:
     """Return Ray Serve's options; the queue's length scales a range of replicas."""
     router = "serve.cluster.router.ConversationRouter"
     options: dict[str, Any] = {

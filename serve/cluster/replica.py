@@ -13,9 +13,9 @@ from starlette.types import Message
 
 from serve.app import make_app
 from serve.async_engine import Service
-from serve.engine_thread import Model
+from serve.engine_thread import ServedModel
 from serve.middleware import facts_of
-from serve.server_config import Settings
+from serve.server_config import ServerSettings
 
 FACTS = "sharesd.facts"
 """Type of a request's last message: fields for the ingress's log."""
@@ -31,10 +31,10 @@ class Forwarded(NamedTuple):
     """Key of the requests that begin in the same way."""
 
 
-class Replica:
+class ServeReplica:
     """Deployment of Ray Serve; requests are ASGI messages."""
 
-    async def __init__(self, settings: Settings, load: Callable[[], Model], folder: str) -> None:  # type: ignore[misc]
+    async def __init__(self, settings: ServerSettings, load: Callable[[], ServedModel], folder: str) -> None:  # type: ignore[misc]
         """Load the model; raises errors of loading.
 
         `folder`: base of relative paths, if this machine has it.

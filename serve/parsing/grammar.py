@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from anyio import to_thread
 
-from serve.engine_thread import Model
+from serve.engine_thread import ServedModel
 from serve.errors import invalid
 from serve.messages import Function
 from serve.parsing.json_schemas import adapted, warnings_of
@@ -36,7 +36,7 @@ class Compiled(NamedTuple):
     """Parts of its schemas that are not enforced."""
 
 
-async def compiled(model: Model, body: Generation, prompt: Sequence[int]) -> Compiled:
+async def compiled(model: ServedModel, body: Generation, prompt: Sequence[int]) -> Compiled:
     """Return the compiled grammar of a request, if it has one.
 
     In chats of models that think, it begins after the reasoning.
@@ -73,7 +73,7 @@ def _schemas(body: Generation, param: str) -> Mapping[str, Mapping[str, Any]]:
     return {param: named or {}}
 
 
-def _of_calls(model: Model, body: ChatBody) -> str | None:
+def _of_calls(model: ServedModel, body: ChatBody) -> str | None:
     form, functions = model.tool_format, body.callable_functions
     assert form is not None
     if body.must_call:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from serve.async_engine import Call
+from serve.async_engine import ServerCall
 from serve.choice_state import Choice
 from serve.errors import ApiError
 from serve.routes.generation import KEEP_ALIVE, ResponseFormat, part_of
@@ -16,7 +16,7 @@ Kind = Literal["reasoning", "text", "call"]
 
 
 @dataclass
-class Block:
+class AnswerBlock:
     """Part of an answer."""
 
     kind: Kind
@@ -31,10 +31,10 @@ class Blocks:
     """Blocks of one answer, in order; the last one may be open."""
 
     def __init__(self) -> None:
-        self.done: list[Block] = []
-        self._open: Block | None = None
+        self.done: list[AnswerBlock] = []
+        self._open: AnswerBlock | None = None
 
-    def feed(self, delta: Mapping[str, Any]) -> Iterator[tuple[Literal["open", "more", "close"], Block, str]]:
+    def feed(self, delta: Mapping[str, Any]) -> Iterator[tuple[Literal["open", "more", "close"], AnswerBlock, str]]:
         """Yield the blocks that open, grow and close by a chat's delta."""
         for kind, text in (("reasoning", delta.get("reasoning_content")), ("text", delta.get("content"))):
             if text:
@@ -43,21 +43,21 @@ class Blocks:
             function = call["function"]
             if "id" in call:
                 yield from self.close()
-                self._open = Block("call", len(self.done), name=function["name"], call_id=call["id"])
+                self._open = AnswerBlock("call", len(self.done), name=function["name"], call_id=call["id"])
                 yield "open", self._open, ""
             yield from self._grow("call", function["arguments"])
 
-    def close(self) -> Iterator[tuple[Literal["close"], Block, str]]:
+    def close(self) -> Iterator[tuple[Literal["close"], AnswerBlock, str]]:
         """Yield the end of the open block, if there is one."""
         if self._open is not None:
             block, self._open = self._open, None
             self.done.append(block)
             yield "close", block, ""
 
-    def _grow(self, kind: Kind, text: str) -> Iterator[tuple[Literal["open", "more", "close"], Block, str]]:
+    def _grow(self, kind: Kind, text: str) -> Iterator[tuple[Literal["open", "more", "close"], AnswerBlock, str]]:
         if self._open is None or self._open.kind != kind:
             yield from self.close()
-            self._open = Block(kind, len(self.done))
+            self._open = AnswerBlock(kind, len(self.done))
             yield "open", self._open, ""
         if text:
             self._open.text += text
@@ -68,12 +68,12 @@ class Dialect(Protocol):
     """Events and answers of an API."""
 
     def begin(self) -> Iterator[dict[str, Any]]: ...
-    def change(self, what: str, block: Block, text: str) -> Iterator[dict[str, Any]]: ...
-    def end(self, blocks: list[Block], choice: Choice, reason: str | None) -> Iterator[dict[str, Any]]: ...
+    def change(self, what: str, block: AnswerBlock, text: str) -> Iterator[dict[str, Any]]: ...
+    def end(self, blocks: list[AnswerBlock], choice: Choice, reason: str | None) -> Iterator[dict[str, Any]]: ...
     def error(self, error: ApiError) -> dict[str, Any]: ...
 
 
-def whole(call: Call, form: ResponseFormat) -> tuple[list[Block], Choice, str | None]:
+def whole(call: ServerCall, form: ResponseFormat) -> tuple[list[AnswerBlock], Choice, str | None]:
     """Return blocks, choice and finish reason of a finished answer."""
     [choice] = call.choices
     found = form.whole(choice)
@@ -87,7 +87,9 @@ def whole(call: Call, form: ResponseFormat) -> tuple[list[Block], Choice, str | 
     return blocks.done, choice, found["finish_reason"]
 
 
-async def block_events(call: Call, form: ResponseFormat, dialect: Dialect, *, patience: float) -> AsyncIterator[bytes]:
+async def block_events(
+    call: ServerCall, form: ResponseFormat, dialect: Dialect, *, patience: float
+) -> AsyncIterator[bytes]:
     """Yield a stream's bytes; a failure ends it with the dialect's error."""
     blocks, reason = Blocks(), None
     yield b"".join(named_event(data) for data in dialect.begin())

@@ -15,14 +15,14 @@ from serve.choice_state import Choice, usage
 from serve.errors import MAX_SHOWN, ApiError, invalid
 from serve.fields import Loose, Strict
 from serve.messages import for_template
-from serve.routes.answer_blocks import Block, block_events, whole
+from serve.routes.answer_blocks import AnswerBlock, block_events, whole
 from serve.routes.chat import ChatFormat, chat_call, encode_body
 from serve.routes.generation import served_name
 from serve.schemas import MAX_STOPS, ChatBody, chat_body, read
 from sharesd.models.tokenizer import Tokenizer
 
 
-class Content(Loose):
+class AnthropicContent(Loose):
     """Block of a message; its keys depend on its type."""
 
     type: str
@@ -32,20 +32,20 @@ class Content(Loose):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: str | list[Content] | None = None
+    content: str | list[AnthropicContent] | None = None
 
 
-Contents = str | Annotated[list[Content], Field(fail_fast=True)]
+Contents = str | Annotated[list[AnthropicContent], Field(fail_fast=True)]
 
 
-class Turn(Loose):
+class AnthropicMessage(Loose):
     """Message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
     content: Contents
 
 
-class Tool(Loose):
+class AnthropicTool(Loose):
     """Function that the model may call."""
 
     type: str | None = None
@@ -72,9 +72,9 @@ class CountBody(Strict):
     """Body of `POST /v1/messages/count_tokens`."""
 
     model: str
-    messages: Annotated[list[Turn], Field(min_length=1, fail_fast=True)]
+    messages: Annotated[list[AnthropicMessage], Field(min_length=1, fail_fast=True)]
     system: Contents | None = None
-    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[AnthropicTool], Field(fail_fast=True)] | None = None
     tool_choice: Chosen | None = None
     thinking: Thinking | None = None
 
@@ -130,7 +130,7 @@ class MessagesBody(CountBody):
         return {name: getattr(self, name) for name in names} | {"stop": self.stop_sequences}
 
 
-def _function(tool: Tool) -> dict[str, Any]:
+def _function(tool: AnthropicTool) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
         message = f"tools has {tool.name[:MAX_SHOWN]} of type {tool.type[:MAX_SHOWN]}, which this server cannot run"
         raise invalid(f"{message}; give functions with an input_schema", "tools")
@@ -157,12 +157,12 @@ def _messages(role: str, content: Contents) -> Iterator[dict[str, Any]]:
         yield message | ({"reasoning_content": thought} if thought else {})
 
 
-def _call(block: Content) -> dict[str, Any]:
+def _call(block: AnthropicContent) -> dict[str, Any]:
     function = {"name": block.name, "arguments": json.dumps(block.input or {}, ensure_ascii=False)}
     return {"id": block.id, "type": "function", "function": function}
 
 
-def _text(content: Contents | Sequence[Content], param: str) -> str:
+def _text(content: Contents | Sequence[AnthropicContent], param: str) -> str:
     if isinstance(content, str):
         return content
     other = next((block.type for block in content if block.type != "text" or block.text is None), None)
@@ -211,7 +211,7 @@ class Messages:
         self._id, self._model, self._tokenizer = f"msg_{request_id}", model, tokenizer
         self._stops, self._choice = body.stop or [], choice
 
-    def message(self, blocks: list[Block], choice: Choice, reason: str | None) -> dict[str, Any]:
+    def message(self, blocks: list[AnswerBlock], choice: Choice, reason: str | None) -> dict[str, Any]:
         """Return the whole answer."""
         head = {"id": self._id, "type": "message", "role": "assistant", "model": self._model}
         content = [_content(block) for block in blocks]
@@ -221,10 +221,10 @@ class Messages:
         message = self.message([], self._choice, None)
         yield {"type": "message_start", "message": message | {"stop_reason": None}}
 
-    def change(self, what: str, block: Block, text: str) -> Iterator[dict[str, Any]]:
+    def change(self, what: str, block: AnswerBlock, text: str) -> Iterator[dict[str, Any]]:
         match what, block.kind:
             case "open", _:
-                empty = Block(block.kind, block.index, "", block.name, block.call_id)
+                empty = AnswerBlock(block.kind, block.index, "", block.name, block.call_id)
                 yield {"type": "content_block_start", "index": block.index, "content_block": _content(empty)}
             case "close", _:
                 yield {"type": "content_block_stop", "index": block.index}
@@ -236,7 +236,7 @@ class Messages:
                 }[kind]
                 yield {"type": "content_block_delta", "index": block.index, "delta": {"type": name, key: text}}
 
-    def end(self, blocks: list[Block], choice: Choice, reason: str | None) -> Iterator[dict[str, Any]]:
+    def end(self, blocks: list[AnswerBlock], choice: Choice, reason: str | None) -> Iterator[dict[str, Any]]:
         yield {"type": "message_delta", "delta": self._ending(choice, reason), "usage": _usage(choice)}
         yield {"type": "message_stop"}
 
@@ -255,7 +255,7 @@ class Messages:
         return min(places)[1] if places else None
 
 
-def _content(block: Block) -> dict[str, Any]:
+def _content(block: AnswerBlock) -> dict[str, Any]:
     match block.kind:
         case "text":
             return {"type": "text", "text": block.text}

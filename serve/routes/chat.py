@@ -9,9 +9,9 @@ from typing import Any
 
 from fastapi import Request, Response
 
-from serve.async_engine import Call
+from serve.async_engine import ServerCall
 from serve.choice_state import Choice, Tokens
-from serve.engine_thread import Model
+from serve.engine_thread import ServedModel
 from serve.messages import for_template
 from serve.parsing.reasoning import Thoughts, place_after
 from serve.parsing.tool_calls import CallPart, CallReader
@@ -28,13 +28,13 @@ async def chat(request: Request) -> Response:
     return await respond(request, call, body, ChatFormat(call.model, body))
 
 
-async def chat_call(request: Request, body: ChatBody) -> Call:
+async def chat_call(request: Request, body: ChatBody) -> ServerCall:
     """Return the queued call of a chat; raises ApiError."""
     messages = request.state.visit.prompt = for_template(body.messages)
     return await start(request, body, "messages", 1, lambda model: [encode_body(model, body, messages)])
 
 
-def encode_body(model: Model, body: ChatBody, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+def encode_body(model: ServedModel, body: ChatBody, messages: Sequence[Mapping[str, Any]]) -> list[int]:
     """Return the ids of a chat's prompt; raises ApiError 400."""
     return encode_chat(
         model,
@@ -51,7 +51,7 @@ class ChatFormat(ResponseFormat):
 
     kind, chunk_kind, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
-    def __init__(self, model: Model, body: ChatBody) -> None:
+    def __init__(self, model: ServedModel, body: ChatBody) -> None:
         super().__init__(model.tokenizer, body)
         self._model, self._body = model, body
         self._marks = None if body.reasoning_format == "none" else model.reasoning

@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
-from serve.async_engine import Call
+from serve.async_engine import ServerCall
 from serve.choice_state import Choice, Tokens
 from serve.routes.generation import ResponseFormat, respond, start
 from serve.routes.tokens import TokenTexts, encode, token_text
@@ -39,7 +39,7 @@ async def predict(request: Request) -> Response:
     return JSONResponse(prompt + call.choices[0].text)
 
 
-async def _start(request: Request, body: CompletionBody) -> Call:
+async def _start(request: Request, body: CompletionBody) -> ServerCall:
     prompts = request.state.visit.prompt = body.prompts
     if not body.says_limit:
         body = body.model_copy(update={"max_tokens": DEFAULT_TOKENS})

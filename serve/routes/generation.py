@@ -14,9 +14,9 @@ from fastapi import Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from serve.async_engine import Call, Service
+from serve.async_engine import ServerCall, Service
 from serve.choice_state import Choice, Tokens, ending, usage
-from serve.engine_thread import Model, Output
+from serve.engine_thread import Output, ServedModel
 from serve.errors import ApiError, invalid
 from serve.parsing.grammar import compiled
 from serve.routes.tokens import TokenTexts, check_ids, max_answer_tokens, token_text
@@ -44,8 +44,8 @@ def served_name(service: Service, name: str | None) -> str:
 
 
 async def start(
-    request: Request, body: Generation, param: str, num_prompts: int, encode: Callable[[Model], list[list[int]]]
-) -> Call:
+    request: Request, body: Generation, param: str, num_prompts: int, encode: Callable[[ServedModel], list[list[int]]]
+) -> ServerCall:
     """Return a queued call.
 
     The call is closed at the end of the request. Queue places are reserved before encoding. `param`
@@ -79,7 +79,7 @@ async def start(
     return call
 
 
-async def respond(request: Request, call: Call, body: Generation, form: ResponseFormat) -> Response:
+async def respond(request: Request, call: ServerCall, body: Generation, form: ResponseFormat) -> Response:
     """Return the response to a started call, streamed or whole."""
     service: Service = request.app.state.service
     head = {
@@ -169,7 +169,7 @@ def alternatives(tokens: Tokens) -> list[list[tuple[int, float]]]:
 
 
 async def chunk_events(
-    call: Call,
+    call: ServerCall,
     form: ResponseFormat,
     head: Mapping[str, Any],
     body: Generation,

@@ -13,7 +13,7 @@ from serve.choice_state import Choice, usage
 from serve.errors import MAX_SHOWN, ApiError, invalid
 from serve.fields import Loose, Strict
 from serve.middleware import RequestState
-from serve.routes.answer_blocks import Block, block_events, whole
+from serve.routes.answer_blocks import AnswerBlock, block_events, whole
 from serve.routes.chat import ChatFormat, chat_call
 from serve.routes.generation import served_name
 from serve.schemas import ChatBody, Name, chat_body, read
@@ -22,14 +22,14 @@ TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 """Types of content that is text."""
 
 
-class Content(Loose):
+class ResponsesContent(Loose):
     """Part of an item's content."""
 
     type: str
     text: str | None = None
 
 
-Contents = str | Annotated[list[Content], Field(fail_fast=True)]
+Contents = str | Annotated[list[ResponsesContent], Field(fail_fast=True)]
 
 
 class Item(Loose):
@@ -66,7 +66,7 @@ class ReasoningOptions(Loose):
     effort: str | None = None
 
 
-class Tool(Loose):
+class ResponsesTool(Loose):
     """Function that the model may call."""
 
     type: str
@@ -88,7 +88,7 @@ class ResponsesBody(Strict):
     stream: bool | None = None
     text: Text | None = None
     reasoning: ReasoningOptions | None = None
-    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[ResponsesTool], Field(fail_fast=True)] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
 
@@ -171,7 +171,7 @@ class ResponsesBody(Strict):
         return messages
 
 
-def _function(tool: Tool) -> dict[str, Any]:
+def _function(tool: ResponsesTool) -> dict[str, Any]:
     if tool.type != "function" or tool.name is None:
         message = f"tools has one of type {tool.type[:MAX_SHOWN]}, which this server cannot run"
         raise invalid(f"{message}; give functions with a name and parameters", "tools")
@@ -212,7 +212,7 @@ class Responses:
         self._id, self._model, self._body, self._choice = visit.id, model, body, choice
         self._created, self._number = visit.created, -1
 
-    def response(self, blocks: list[Block], choice: Choice | None, reason: str | None) -> dict[str, Any]:
+    def response(self, blocks: list[AnswerBlock], choice: Choice | None, reason: str | None) -> dict[str, Any]:
         """Return the whole answer; without a reason it is in progress."""
         body, cut = self._body, reason == "length"
         status = "in_progress" if reason is None else "incomplete" if cut else "completed"
@@ -243,17 +243,17 @@ class Responses:
             "metadata": body.metadata or {},
         }
 
-    def _status(self, blocks: list[Block], block: Block, cut: bool) -> str:
+    def _status(self, blocks: list[AnswerBlock], block: AnswerBlock, cut: bool) -> str:
         return "incomplete" if cut and block is blocks[-1] else "completed"
 
     def begin(self) -> Iterator[dict[str, Any]]:
         for kind in ("response.created", "response.in_progress"):
             yield self._event(kind, response=self.response([], None, None))
 
-    def change(self, what: str, block: Block, text: str) -> Iterator[dict[str, Any]]:
+    def change(self, what: str, block: AnswerBlock, text: str) -> Iterator[dict[str, Any]]:
         place = {"output_index": block.index, "item_id": self._item_id(block)}
         inner = place if block.kind == "call" else {**place, "content_index": 0}
-        empty = Block(block.kind, block.index, "", block.name, block.call_id)
+        empty = AnswerBlock(block.kind, block.index, "", block.name, block.call_id)
         piece = {"call": "function_call_arguments", "text": "output_text", "reasoning": "reasoning_text"}[block.kind]
         more: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
         match what:
@@ -272,7 +272,7 @@ class Responses:
                 item = self._item(block, "completed")
                 yield self._event("response.output_item.done", output_index=block.index, item=item)
 
-    def end(self, blocks: list[Block], choice: Choice, reason: str | None) -> Iterator[dict[str, Any]]:
+    def end(self, blocks: list[AnswerBlock], choice: Choice, reason: str | None) -> Iterator[dict[str, Any]]:
         response = self.response(blocks, choice, reason)
         yield self._event(f"response.{response['status']}", response=response)
 
@@ -284,11 +284,11 @@ class Responses:
         self._number += 1
         return {"type": kind, "sequence_number": self._number, **fields}
 
-    def _item_id(self, block: Block) -> str:
+    def _item_id(self, block: AnswerBlock) -> str:
         prefix = {"text": "msg", "call": "fc", "reasoning": "rs"}[block.kind]
         return f"{prefix}_{self._id}_{block.index}"
 
-    def _item(self, block: Block, status: str) -> dict[str, Any]:
+    def _item(self, block: AnswerBlock, status: str) -> dict[str, Any]:
         head = {"id": self._item_id(block), "status": status}
         match block.kind:
             case "text":
@@ -310,7 +310,7 @@ def error_event(error: ApiError, number: int) -> dict[str, Any]:
     return {"type": "error", "sequence_number": number, **fields}
 
 
-def _part(block: Block) -> dict[str, Any]:
+def _part(block: AnswerBlock) -> dict[str, Any]:
     if block.kind == "reasoning":
         return {"type": "reasoning_text", "text": block.text}
     return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}

@@ -6,7 +6,7 @@ from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 
-from serve.engine_thread import Model
+from serve.engine_thread import ServedModel
 from serve.messages import for_template
 from serve.routes.generation import served_name
 from serve.routes.tokens import decode, encode_chat, ending_of, token_text
@@ -44,7 +44,7 @@ async def tokenizer_info(request: Request) -> JSONResponse:
     )
 
 
-def _model(request: Request, name: str | None) -> Model:
+def _model(request: Request, name: str | None) -> ServedModel:
     service = request.app.state.service
     served_name(service, name)
     return service.ready_model()
@@ -53,18 +53,18 @@ def _model(request: Request, name: str | None) -> Model:
 # Answers may be megabytes long, so their JSON is also made on the worker thread.
 
 
-def _tokenized(model: Model, body: TokenizeBody) -> JSONResponse:
+def _tokenized(model: ServedModel, body: TokenizeBody) -> JSONResponse:
     tokens = _ids(model, body)
     texts = [token_text(model.tokenizer, token) for token in tokens] if body.return_token_strs else None
     more = {} if texts is None else {"token_strs": texts}
     return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": model.max_context, **more})
 
 
-def _detokenized(model: Model, body: DetokenizeBody) -> JSONResponse:
+def _detokenized(model: ServedModel, body: DetokenizeBody) -> JSONResponse:
     return JSONResponse({"prompt": decode(model, body.tokens, "tokens")})
 
 
-def _ids(model: Model, body: TokenizeBody) -> list[int]:
+def _ids(model: ServedModel, body: TokenizeBody) -> list[int]:
     if body.messages is None:
         return model.tokenizer.encode(body.prompt or "", body.add_special_tokens is not False)
     return encode_chat(

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from serve.engine_thread import Model
+from serve.engine_thread import ServedModel
 from serve.errors import ContextOverflow, invalid
 from serve.messages import Function
 from serve.parsing.tool_format import FORMATS
@@ -29,14 +29,14 @@ def ending_of(body: ChatBody | TokenizeBody) -> Ending:
     return "last message"
 
 
-def encode(model: Model, prompt: str | Sequence[int], add_special_tokens: bool = True) -> list[int]:
+def encode(model: ServedModel, prompt: str | Sequence[int], add_special_tokens: bool = True) -> list[int]:
     """Return a prompt's ids; raises ApiError 400 for an invalid prompt."""
     ids = model.tokenizer.encode(prompt, add_special_tokens) if isinstance(prompt, str) else list(prompt)
     return _checked(model, ids, "prompt")
 
 
 def encode_chat(
-    model: Model,
+    model: ServedModel,
     messages: Sequence[Mapping[str, Any]],
     *,
     functions: Sequence[Function] = (),
@@ -60,7 +60,7 @@ def encode_chat(
     return _checked(model, ids, "messages")
 
 
-def max_answer_tokens(model: Model, prompt: Sequence[int], asked: int | None, param: str) -> int:
+def max_answer_tokens(model: ServedModel, prompt: Sequence[int], asked: int | None, param: str) -> int:
     """Return the token limit of the answer.
 
     It is the requested limit, or else the rest of the context. Raises ApiError 400 with both numbers if
@@ -72,13 +72,13 @@ def max_answer_tokens(model: Model, prompt: Sequence[int], asked: int | None, pa
     return left if asked is None else asked
 
 
-def decode(model: Model, ids: Sequence[int], param: str) -> str:
+def decode(model: ServedModel, ids: Sequence[int], param: str) -> str:
     """Return the text of ids; ApiError 400 for ids outside the vocabulary."""
     check_ids(model, ids, param)
     return model.tokenizer.decode(ids)
 
 
-def check_ids(model: Model, ids: Sequence[int], param: str) -> None:
+def check_ids(model: ServedModel, ids: Sequence[int], param: str) -> None:
     """Raise ApiError 400 for ids outside the vocabulary."""
     wrong = next((i for i in ids if not 0 <= i < model.vocab_size), None)
     if wrong is not None:
@@ -130,7 +130,7 @@ def _byte_of() -> dict[str, int]:
     return {chr(byte): byte for byte in printed} | {chr(256 + place): byte for place, byte in enumerate(moved)}
 
 
-def _checked(model: Model, ids: list[int], param: str) -> list[int]:
+def _checked(model: ServedModel, ids: list[int], param: str) -> list[int]:
     if not ids:
         raise invalid(f"{param} has no tokens; give at least one", param)
     check_ids(model, ids, param)

@@ -19,7 +19,7 @@ _LEFT_OVERS = (f"{SCRATCH}*", "partial-*", "tmp????????", f"hqq-{_KEY}*.tmp", f"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class CachePart:
     """One folder of the cache."""
 
     holds: str
@@ -27,16 +27,16 @@ class Part:
 
 
 PARTS = {
-    "native": Part(holds="CPU kernels", names=(f"kernels-{_KEY}.so",)),
-    "checkpoints": Part(holds="converted models", names=(f"*-{_KEY}", f"*-{_KEY}-stored")),
-    "quant": Part(holds="quantized weights", names=(f"hqq-{_KEY}.safetensors",)),
-    "records": Part(holds="stored weights in the layout of CPU kernels", names=(f"records-{_KEY}.bin",)),
-    "offload": Part(holds="blocks offloaded to disk", names=(f"blocks-{_KEY}.store", f"blocks-{_KEY}.part")),
-    "settings": Part(holds="measured settings", names=(f"*-{_KEY}*.json",)),
-    "tiles": Part(holds="tiles measured on GPUs", names=("*.json", "low-bits-*.txt")),
-    "inductor": Part(holds="code compiled by Inductor", names=("*",)),
-    "triton": Part(holds="kernels compiled by Triton", names=("*",)),
-    "openvino": Part(holds="models for OpenVINO", names=(f"*-{_KEY}-*",)),
+    "native": CachePart(holds="CPU kernels", names=(f"kernels-{_KEY}.so",)),
+    "checkpoints": CachePart(holds="converted models", names=(f"*-{_KEY}", f"*-{_KEY}-stored")),
+    "quant": CachePart(holds="quantized weights", names=(f"hqq-{_KEY}.safetensors",)),
+    "records": CachePart(holds="stored weights in the layout of CPU kernels", names=(f"records-{_KEY}.bin",)),
+    "offload": CachePart(holds="blocks offloaded to disk", names=(f"blocks-{_KEY}.store", f"blocks-{_KEY}.part")),
+    "settings": CachePart(holds="measured settings", names=(f"*-{_KEY}*.json",)),
+    "tiles": CachePart(holds="tiles measured on GPUs", names=("*.json", "low-bits-*.txt")),
+    "inductor": CachePart(holds="code compiled by Inductor", names=("*",)),
+    "triton": CachePart(holds="kernels compiled by Triton", names=("*",)),
+    "openvino": CachePart(holds="models for OpenVINO", names=(f"*-{_KEY}-*",)),
 }
 
 

@@ -61,7 +61,7 @@ Replicas = list[Replica] | RayReplicas | None
 """Processes that answer; None: this one."""
 
 
-class Work(NamedTuple):
+class GenerateWork(NamedTuple):
     config: EngineConfig
     mode: Mode
     params: SamplingParams
@@ -121,7 +121,7 @@ def check_options(args: argparse.Namespace) -> None:
         raise ValueError(f"--max-batch is {args.max_batch}; it must be at least 1")
 
 
-def _check_options_of_format(args: argparse.Namespace, work: Work, in_batch_format: bool) -> None:
+def _check_options_of_format(args: argparse.Namespace, work: GenerateWork, in_batch_format: bool) -> None:
     """Raise ValueError for options that the format of the prompts leaves without effect."""
     if not in_batch_format:
         warn_of_idle_noise(args)
@@ -142,7 +142,7 @@ def _check_options_of_format(args: argparse.Namespace, work: Work, in_batch_form
         )
 
 
-def run(args: argparse.Namespace, work: Work) -> int:
+def run(args: argparse.Namespace, work: GenerateWork) -> int:
     """Answer prompts without an answer; return 1 if any failed, else 0."""
     work = work._replace(
         config=replace(work.config, max_batch=args.max_batch or MAX_BATCH, prefill_chunk=CHUNK),
@@ -231,7 +231,9 @@ def answering(
             yield shown()
 
 
-def _answer(how: str, work: Work, left: Sequence[tuple[int, Prompt]], replicas: Replicas, journal: Journal) -> str:
+def _answer(
+    how: str, work: GenerateWork, left: Sequence[tuple[int, Prompt]], replicas: Replicas, journal: Journal
+) -> str:
     """Write answers of replicas or of this process; return their speed."""
     prompts, num_tokens, warned = dict(left), 0, False
     with answering(how, work, left, replicas, max_assigned=work.config.max_batch) as results:
@@ -258,7 +260,7 @@ def _num_tokens(result: dict[str, Any]) -> int:
     return result["stats"]["new_tokens"] if "stats" in result else 0
 
 
-def answer(work: Work, tasks: TaskQueue, progress: Progress | None = None) -> Iterator[Numbered]:
+def answer(work: GenerateWork, tasks: TaskQueue, progress: Progress | None = None) -> Iterator[Numbered]:
     """Load the engine and return answers; `progress` is None in replicas."""
     if progress is None:
         set_up_logging(os.environ.get("LOGLEVEL", "WARNING"))
@@ -284,7 +286,7 @@ def answer(work: Work, tasks: TaskQueue, progress: Progress | None = None) -> It
 class _Question:
     goes_on = False
 
-    def __init__(self, work: Work, index: int, prompt: str | list[dict[str, Any]]) -> None:
+    def __init__(self, work: GenerateWork, index: int, prompt: str | list[dict[str, Any]]) -> None:
         from sharesd.engine.outputs import Completion
 
         self._work, self._index, self._prompt = work, index, prompt
@@ -351,7 +353,7 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
     return (record for _, record in read_records(path, FLAG, with_fields("index", "prompt")))
 
 
-def _settings(args: argparse.Namespace, work: Work, in_batch_format: bool) -> dict[str, Any]:
+def _settings(args: argparse.Namespace, work: GenerateWork, in_batch_format: bool) -> dict[str, Any]:
     file, config = Path(args.file), work.config
     return {
         "prompts": [file.name, hashlib.sha256(file.read_bytes()).hexdigest()],

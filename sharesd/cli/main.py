@@ -140,7 +140,7 @@ def _generate(args: argparse.Namespace) -> int:
     params = replace(sampling_params(args, warns=args.file is None), logprobs=args.logprobs)
     config = engine_config(args, modes=(mode,))
     if args.file is not None:
-        work = generate_file.Work(config, mode, params, args.raw, system, request_settings(args))
+        work = generate_file.GenerateWork(config, mode, params, args.raw, system, request_settings(args))
         return generate_file.run(args, work)
     config = replace(config, max_batch=len(args.prompts))
 

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from sharesd.cli.parse_types import number, shown, whole
-from sharesd.cli.parser import Switch
+from sharesd.cli.parser import OnOffAction
 from sharesd.drafters.registry import Flag
 
 
@@ -24,7 +24,7 @@ def add_flags(group: argparse._ActionsContainer, options: type, flags: Mapping[s
         given: dict[str, Any] = {"dest": flag.dest or name, "help": flag.help}
         given["default"] = argparse.SUPPRESS if default is None or flag.is_absent else default
         if bool in (types[name], *get_args(types[name])):
-            group.add_argument(_name(name, flag), action="store_true" if default is False else Switch, **given)
+            group.add_argument(_name(name, flag), action="store_true" if default is False else OnOffAction, **given)
             continue
         if get_origin(types[name]) is Literal and flag.parse is None:
             given["choices"] = get_args(types[name])

@@ -60,7 +60,7 @@ class Parser(argparse.ArgumentParser):
         sys.exit(2)
 
 
-class Switch(argparse.BooleanOptionalAction):
+class OnOffAction(argparse.BooleanOptionalAction):
     """Action of `--flag` and `--no-flag`, which may have second names."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:

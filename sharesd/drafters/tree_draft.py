@@ -18,7 +18,7 @@ from torch import Tensor
 
 from compile.attention import TreeAttentionMask
 from compile.cuda_graphs import Replayed
-from compile.tree_expand import Draft, Frontier, Nodes, expand_tree, select_nodes
+from compile.tree_expand import ExpandedDraft, Frontier, Nodes, expand_tree, select_nodes
 from compile.tree_rescore import BestNodes, record_best_nodes, rescore_children
 from sharesd.drafters.base import DraftContext
 from sharesd.drafters.chain_draft import ChainDraft, DraftStepper
@@ -170,7 +170,7 @@ class TreeDraft:
     def _choose(self) -> None:
         """Write the best of all nodes to the buffers."""
         buffers = self._context.buffers
-        draft = Draft(buffers.tokens_BN, buffers.depth_BT, buffers.path_BTT, buffers.kv_slots_BT)
+        draft = ExpandedDraft(buffers.tokens_BN, buffers.depth_BT, buffers.path_BTT, buffers.kv_slots_BT)
         select_nodes(self._num_1, self._branching, self._nodes, draft)
 
 

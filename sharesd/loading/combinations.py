@@ -139,7 +139,7 @@ class Combination:
         return any(quant is not None and quant.format.solver is not None for quant in quants)
 
 
-class Row(NamedTuple):
+class Rule(NamedTuple):
     """A combination that is refused."""
 
     applies: Callable[[Combination], bool]
@@ -193,50 +193,50 @@ def _processes(c: Combination) -> str:
     return "the launcher" if c.replicas is None else "--replicas"
 
 
-OPTIONS: tuple[Row, ...] = (
-    Row(
+OPTIONS: tuple[Rule, ...] = (
+    Rule(
         lambda c: c.config.tensor_parallel_style == "reduce" and c.config.tensor_parallel == 1,
         lambda c: "tensor_parallel_style is 'reduce' and tensor_parallel is 1; give ranks, or leave it out",
     ),
-    Row(
+    Rule(
         lambda c: c.config.offload.when == "off" and (c.config.offload.limited or c.config.offload.folder is not None),
         lambda c: "offload is off, and a limit or a folder for it is given; leave it at auto",
     ),
-    Row(
+    Rule(
         lambda c: bool(c.config.split.devices) and c.config.split.device_map is not None,
         lambda c: (
             f"devices are {', '.join(c.config.split.devices)} and device_map is {c.config.split.device_map!r}; "
             "give one of the two"
         ),
     ),
-    Row(
+    Rule(
         lambda c: c.config.split.device_map not in (None, "auto") and bool(c.config.split.max_memory),
         lambda c: f"device_map {c.config.split.device_map!r} says where blocks go, and max_memory is given; drop it",
     ),
-    Row(
+    Rule(
         lambda c: c.config.split.enabled and c.config.device != "auto",
         lambda c: f"device is {c.config.device!r} and the stages have devices of their own; leave device out",
     ),
-    Row(
+    Rule(
         lambda c: c.config.split.enabled and c.config.tensor_parallel > 1,
         lambda c: (
             f"tensor_parallel is {c.config.tensor_parallel}, whose ranks have one device each, and there are "
             "stages; drop one of the two"
         ),
     ),
-    Row(
+    Rule(
         _has_other_budget,
         lambda c: (
             f"num_draft is {c.config.num_draft} and tree is {_tree(c)}; leave num_draft to be chosen, or make it "
             f"{c.config.max_draft_tokens} for the whole tree in every round"
         ),
     ),
-    Row(
+    Rule(
         _has_duplicate_heads,
         lambda c: f"heads are {', '.join(c.config.heads)}, some of which are for one mode; give one for each",
     ),
-    Row(lambda c: _mode_without_head(c) is not None, _missing_head),
-    Row(
+    Rule(lambda c: _mode_without_head(c) is not None, _missing_head),
+    Rule(
         lambda c: (
             c.config.head_quant is not None
             and not any(selection.head_of(c.config, mode) for mode in registry.names("head"))
@@ -245,201 +245,201 @@ OPTIONS: tuple[Row, ...] = (
             f"head_quant is {c.config.head_quant} but no head is given; drop it, or give one (--draft-head FOLDER)"
         ),
     ),
-    Row(
+    Rule(
         _has_unused_draft_model,
         lambda c: (
             f"draft is {c.config.draft!r} but mode is {c.config.mode!r}; a draft model belongs to mode "
             f"{registry.choices(selection.needing(Need.SECOND_MODEL))}"
         ),
     ),
-    Row(
+    Rule(
         lambda c: c.config.draft == SMALL and selection.second_model(c.config) is None,
         lambda c: f"draft is {SMALL!r}, which is for the embedded model alone; give a folder, or leave it out",
     ),
-    Row(
+    Rule(
         lambda c: c.config.tensor_parallel > 1 and c.config.compile in ("regional", "full"),
         lambda c: (
             f"compile is {c.config.compile!r} and tensor_parallel is {c.config.tensor_parallel}, whose steps "
             "synchronise between linears; use native on a CPU, off on a GPU, or auto"
         ),
     ),
-    Row(
+    Rule(
         lambda c: c.config.tensor_parallel > 1 and bool(c.not_sharded),
         lambda c: (
             f"tensor_parallel is {c.config.tensor_parallel}, and {c.not_sharded[0]} drafts on one device; drop "
             f"mode {c.not_sharded[0]}"
         ),
     ),
-    Row(
+    Rule(
         lambda c: c.config.tensor_parallel > 1 and ":" in c.config.device,
         lambda c: (
             f"device is {c.config.device!r} and tensor_parallel is {c.config.tensor_parallel}; use cuda for one each"
         ),
     ),
-    Row(
+    Rule(
         lambda c: c.replicas is not None and c.config.tensor_parallel > 1,
         lambda c: f"--replicas is {c.replicas} and --tensor-parallel {c.config.tensor_parallel}; drop one of the two",
     ),
-    Row(
+    Rule(
         lambda c: c.replicas is not None and c.config.split.enabled,
         lambda c: f"--replicas is {c.replicas}, which have one device each, and there are stages; drop one of them",
     ),
-    Row(
+    Rule(
         lambda c: c.launched > 1 and c.replicas is not None,
         lambda c: f"--replicas is {c.replicas} and a launcher has started {c.launched} processes; use one of the two",
     ),
-    Row(
+    Rule(
         lambda c: c.launched > 1 and c.config.tensor_parallel > 1,
         lambda c: (
             f"--tensor-parallel is {c.config.tensor_parallel} and a launcher has started {c.launched} "
             "processes; use one of the two"
         ),
     ),
-    Row(
+    Rule(
         lambda c: c.launched > 1 and c.config.split.enabled,
         lambda c: f"a launcher has started {c.launched} processes, which have one device each; drop {_stage_flag(c)}",
     ),
-    Row(
+    Rule(
         lambda c: bool(c.quant_skip),
         lambda c: (
             f"--draft-quant auto chooses what to skip, and --quant-skip is {c.quant_skip[0]!r}; drop one of the two"
         ),
     ),
-    Row(
+    Rule(
         lambda c: c.runs_blocks and c.blocks_obstacle is not None,
         lambda c: f"stored weights are not supported with {c.blocks_obstacle}; drop it, or {c.blocks_flag}",
     ),
-    Row(
+    Rule(
         lambda c: c.config.target_quant is not None and c.config.dequantize is True,
         lambda c: f"target_quant is {c.config.target_quant!r}, and dequantize is given; drop one of the two",
     ),
-    Row(
+    Rule(
         lambda c: c.config.prompt_cache is not None and (c.config.split.enabled or c.config.tensor_parallel > 1),
         lambda c: (
             f"prompt_cache is {c.config.prompt_cache}, which cannot hold KV of several devices; drop it, or "
             f"{_stage_flag(c) if c.config.split.enabled else '--tensor-parallel'}"
         ),
     ),
-    Row(
+    Rule(
         lambda c: c.config.trace is not None and (c.replicas is not None or c.launched > 1),
         lambda c: f"trace is {c.config.trace}, which one process writes; drop it, or {_processes(c)}",
     ),
 )
 """Rows about options alone."""
 
-TARGET: tuple[Row, ...] = (
-    Row(
+TARGET: tuple[Rule, ...] = (
+    Rule(
         lambda c: c.unsupported is not None and c.config.split.enabled,
         lambda c: f"only native decoders are split among devices: {c.unsupported}; leave devices out",
     ),
-    Row(
+    Rule(
         lambda c: c.unsupported is not None and c.config.tensor_parallel > 1,
         lambda c: (
             f"tensor_parallel is {c.config.tensor_parallel}, and only native decoders are shared out: {c.unsupported}"
         ),
     ),
-    Row(lambda c: bool(c.q8_obstacle), lambda c: f"kv_dtype is 'q8', and {c.q8_obstacle}; leave it out"),
+    Rule(lambda c: bool(c.q8_obstacle), lambda c: f"kv_dtype is 'q8', and {c.q8_obstacle}; leave it out"),
 )
 """Rows about options, the device and the target's architecture."""
 
-RESOLVED: tuple[Row, ...] = (
-    Row(
+RESOLVED: tuple[Rule, ...] = (
+    Rule(
         lambda c: c.config.draft_device is not None and not c.needs(Need.SECOND_MODEL),
         lambda c: (
             f"draft_device is {c.config.draft_device!r} and no mode is "
             f"{registry.choices(selection.needing(Need.SECOND_MODEL))}; leave it out"
         ),
     ),
-    Row(
+    Rule(
         lambda c: c.compile == "native" and c.on_gpu,
         lambda c: f"compile is 'native' but device is {c.device}; use regional or full on a GPU",
     ),
-    Row(
+    Rule(
         lambda c: c.compile == "full" and c.has_block_source,
         lambda c: "compile is 'full', and offloaded blocks run one by one; use native, or regional on a GPU",
     ),
-    Row(
+    Rule(
         lambda c: c.draft_device is not None and c.draft_device != c.device.partition(":")[0],
         lambda c: (
             f"draft_device is {c.config.draft_device!r} and the target is on {c.device}, which would wait for "
             "it; give a device of its kind"
         ),
     ),
-    Row(
+    Rule(
         lambda c: c.draft_device is not None and c.compile == "full",
         lambda c: (
             f"compile is 'full' and draft_device is {c.config.draft_device!r}, to which steps move and back; "
             "use regional, or auto"
         ),
     ),
-    Row(
+    Rule(
         lambda c: c.config.split.enabled and c.has_block_source,
         lambda c: "blocks in stages stay where they are; drop offload, or devices",
     ),
-    Row(
+    Rule(
         lambda c: c.num_stages > 1 and c.compile == "full",
         lambda c: "compile is 'full' and a step runs on several devices; use regional, or auto",
     ),
-    Row(
+    Rule(
         lambda c: c.on_gpu and not c.has_triton and c.has_quantized_linears,
         lambda c: (
             f"quantized linears on {c.device} need Triton; use a mode without them (naive, "
             "eagle, suffix), --draft-quant bnb:4:64, or --device cpu"
         ),
     ),
-    Row(
+    Rule(
         lambda c: c.config.activations != "exact" and bool(c.config.dequantize),
         lambda c: (
             f"activations is {c.config.activations!r}, which is for weights that run as they are stored; leave it out, "
             "or use --no-dequantize"
         ),
     ),
-    Row(
+    Rule(
         lambda c: c.config.dequantize is False and c.compile != "native" and not c.on_gpu,
         lambda c: f"stored weights run in the CPU kernel, and steps are compiled by {c.compile!r}; {c.without_blocks}",
     ),
-    Row(
+    Rule(
         lambda c: c.config.dequantize is False and c.on_gpu and c.config.kernels == "torch",
         lambda c: f"stored weights run in the Triton kernels, and torch's run here; {c.without_blocks}",
     ),
-    Row(lambda c: c.nested_obstacle is not None, lambda c: f"draft_quant is nested, and {c.nested_obstacle}"),
-    Row(
+    Rule(lambda c: c.nested_obstacle is not None, lambda c: f"draft_quant is nested, and {c.nested_obstacle}"),
+    Rule(
         lambda c: c.config.activations != "exact" and c.on_gpu,
         lambda c: f"activations is {c.config.activations!r}, which rounds them on a CPU alone; leave it out",
     ),
 )
 """Rows about options and how they were resolved."""
 
-NO_OFFLOAD: tuple[Row, ...] = (
-    Row(
+NO_OFFLOAD: tuple[Rule, ...] = (
+    Rule(
         lambda c: c.config.split.enabled,
         lambda c: "the model is split among devices, which keep all of it; drop the limit of memory, or the split",
     ),
-    Row(
+    Rule(
         lambda c: c.has_device_memory and c.config.compile == "full",
         lambda c: "compile is 'full', and offloaded blocks run one by one; use regional, or auto",
     ),
-    Row(
+    Rule(
         lambda c: not c.has_device_memory and c.in_memory,
         lambda c: (
             "the weights are made in memory, and on a CPU they are offloaded to files; write them, and give the folder"
         ),
     ),
-    Row(
+    Rule(
         lambda c: not c.has_device_memory and c.config.compile not in ("auto", "native"),
         lambda c: f"compile is {c.config.compile!r}; offloaded blocks run in the CPU kernel (--compile native)",
     ),
-    Row(
+    Rule(
         lambda c: not c.has_device_memory and c.config.kernels == "torch",
         lambda c: "offloaded blocks run in the CPU kernels, and torch's operations run here; install a C++ compiler",
     ),
-    Row(
+    Rule(
         lambda c: c.config.tensor_parallel > 1,
         lambda c: (
             f"tensor_parallel is {c.config.tensor_parallel}, and ranks keep all of their weights; drop one of the two"
         ),
     ),
-    Row(
+    Rule(
         lambda c: c.config.prompt_cache is not None,
         lambda c: f"prompt_cache is {c.config.prompt_cache}, and it needs all weights in memory; drop one of the two",
     ),
@@ -450,14 +450,14 @@ With a memory limit a reason is an error; without one the model is resident.
 """
 
 
-def check(rows: Sequence[Row], combination: Combination) -> None:
+def check(rows: Sequence[Rule], combination: Combination) -> None:
     """Raise ValueError with the message of the first row that applies."""
     message = first_message(rows, combination)
     if message is not None:
         raise ValueError(message)
 
 
-def first_message(rows: Sequence[Row], combination: Combination) -> str | None:
+def first_message(rows: Sequence[Rule], combination: Combination) -> str | None:
     """Return the message of the first row that applies."""
     return next((row.message(combination) for row in rows if row.applies(combination)), None)
 

@@ -19,7 +19,7 @@ from compile.op_registry import runs_cpp, runs_triton
 from compile.start_times import START
 from multigpu.pipeline_parallel import PipelinePlan
 from multigpu.tensor_parallel import UNSHARDED, Shard
-from offload.block_layout import Layout
+from offload.block_layout import RecordLayout
 from offload.planner import show_bytes
 from offload.prefetcher import Prefetcher
 from quant.quantize_model import QuantReport
@@ -151,7 +151,7 @@ def _bytes_per_token(target: CausalModel, taps: Sequence[int], copies: int) -> t
     return copies * (cache.nbytes + features) / cache.slots, cache.expanded_bytes / cache.slots
 
 
-BlockSource = Callable[[Decoder], tuple[Prefetcher, Mapping[int, Layout]]]
+BlockSource = Callable[[Decoder], tuple[Prefetcher, Mapping[int, RecordLayout]]]
 """Function that offloads packed weights of some blocks.
 
 It returns their prefetcher, and the layout of each record.

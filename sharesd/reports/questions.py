@@ -40,7 +40,7 @@ class QuestionSet:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class QuestionRecord:
     where: str
     index: int
     """Number among the questions of the file, from 0."""
@@ -63,7 +63,7 @@ class Row:
         return text_field(self, field, self.need(field, layout))
 
 
-def _mtbench(row: Row) -> Question:
+def _mtbench(row: QuestionRecord) -> Question:
     layout = "question_id, category and turns"
     id_ = row.need("question_id", layout)
     if isinstance(id_, bool) or not isinstance(id_, int | str) or id_ == "":
@@ -77,11 +77,11 @@ def _mtbench(row: Row) -> Question:
     return Question(id=id_, category=category, turns=texts)
 
 
-def _gsm8k(row: Row) -> Question:
+def _gsm8k(row: QuestionRecord) -> Question:
     return Question(id=row.index, category="math", turns=(row.text("question", "question"),))
 
 
-def _humaneval(row: Row) -> Question:
+def _humaneval(row: QuestionRecord) -> Question:
     layout = "task_id and prompt"
     task, code = row.text("task_id", layout), row.text("prompt", layout)
     return Question(id=task, category="coding", turns=(code_request(code),))
@@ -93,7 +93,7 @@ USERS = ("human", "user")
 ONE_TURN = ("prompt", "question", "instruction")
 
 
-def _of_any_layout(row: Row, layout: Layout) -> Question:
+def _of_any_layout(row: QuestionRecord, layout: QuestionLayout) -> Question:
     """Return the question of a row in any known layout.
 
     The benchmark's own goes first. Others are `turns` (MT-Bench, Spec-Bench), a text (`ONE_TURN`), and conversations
@@ -113,7 +113,7 @@ def _of_any_layout(row: Row, layout: Layout) -> Question:
     return Question(id=id_, category=category if isinstance(category, str) and category else "all", turns=turns)
 
 
-def _said_by_users(row: Row, field: str) -> tuple[str, ...]:
+def _said_by_users(row: QuestionRecord, field: str) -> tuple[str, ...]:
     speaker, said = SPOKEN[field]
     found = row.get(field)
     if not isinstance(found, list) or not all(isinstance(each, Mapping) for each in found):
@@ -124,23 +124,23 @@ def _said_by_users(row: Row, field: str) -> tuple[str, ...]:
     return tuple(text_field(row, f"{field}[{i}]", text) for i, text in enumerate(texts))
 
 
-class Layout(NamedTuple):
+class QuestionLayout(NamedTuple):
     """Layout of a benchmark's files, and its test set on the hub."""
 
-    to_question: Callable[[Row], Question]
+    to_question: Callable[[QuestionRecord], Question]
     fields: tuple[str, ...]
     repo: str = ""
     file: str = ""
 
-    def has(self, row: Row) -> bool:
+    def has(self, row: QuestionRecord) -> bool:
         """Return True if a row has the layout's fields."""
         return all(row.get(field) is not None for field in self.fields)
 
 
 LAYOUTS = {
-    "mtbench": Layout(_mtbench, ("turns",)),
-    "gsm8k": Layout(_gsm8k, ("question",), "openai/gsm8k", "main/test-00000-of-00001.parquet"),
-    "humaneval": Layout(
+    "mtbench": QuestionLayout(_mtbench, ("turns",)),
+    "gsm8k": QuestionLayout(_gsm8k, ("question",), "openai/gsm8k", "main/test-00000-of-00001.parquet"),
+    "humaneval": QuestionLayout(
         _humaneval, ("task_id", "prompt"), "openai/openai_humaneval", "openai_humaneval/test-00000-of-00001.parquet"
     ),
 }
@@ -177,7 +177,7 @@ def first_turns(path: str | Path | None, num_questions: int | None = None) -> Qu
     return replace(found, questions=tuple(replace(each, turns=each.turns[:1]) for each in found.questions))
 
 
-def text_field(row: Row, field: str, value: object) -> str:
+def text_field(row: QuestionRecord, field: str, value: object) -> str:
     """Return a text; ValueError if blank or with half a character."""
     if not isinstance(value, str):
         raise ValueError(f"{row.where}: field {field!r} holds {_kind(value)}; write a text")
@@ -191,8 +191,8 @@ def text_field(row: Row, field: str, value: object) -> str:
     return value
 
 
-def json_rows(path: Path) -> Iterable[Row]:
-    return [Row(where=where, index=i, fields=fields) for i, (where, fields) in enumerate(records(path))]
+def json_rows(path: Path) -> Iterable[QuestionRecord]:
+    return [QuestionRecord(where=where, index=i, fields=fields) for i, (where, fields) in enumerate(records(path))]
 
 
 def _kind(value: object) -> str:
@@ -200,7 +200,7 @@ def _kind(value: object) -> str:
     return kinds.get(type(value), "a number")
 
 
-def _hub_rows(repo: str, file: str, source: str) -> Iterable[Row]:
+def _hub_rows(repo: str, file: str, source: str) -> Iterable[QuestionRecord]:
     remedy = "pass the benchmark's own JSON Lines file with --questions FILE"
     try:
         import pyarrow.parquet as parquet
@@ -216,10 +216,12 @@ def _hub_rows(repo: str, file: str, source: str) -> Iterable[Row]:
     except Exception as error:  # the type depends on the versions of three libraries
         reason = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")
         raise ValueError(f"cannot read {repo} ({file}) from the Hugging Face hub ({reason}); {remedy}") from error
-    return [Row(where=f"{source}:{i + 1}", index=i, fields=row) for i, row in enumerate(rows)]
+    return [QuestionRecord(where=f"{source}:{i + 1}", index=i, fields=row) for i, row in enumerate(rows)]
 
 
-def _questions(source: str, rows: Iterable[Row], to_question: Callable[[Row], Question]) -> tuple[Question, ...]:
+def _questions(
+    source: str, rows: Iterable[QuestionRecord], to_question: Callable[[QuestionRecord], Question]
+) -> tuple[Question, ...]:
     """Return questions; ValueError if there are none, or an id repeats."""
     questions: list[Question] = []
     seen: dict[str | int, str] = {}

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from compile.attention import supports_flash
 from compile.cpp_extension import kernels_version
-from offload.block_file import Content
-from offload.block_layout import Layout
-from offload.plan import DEPTHS, Drafter, Rates, Sizes, constant_acceptance
+from offload.block_file import StoreContent
+from offload.block_layout import RecordLayout
+from offload.plan import DEPTHS, PlannedDrafter, Rates, Sizes, constant_acceptance
 from quant.config import QuantConfig
 from quant.quantize_model import LinearQuantizer
 from sharesd.config import EngineConfig, Mode
@@ -66,7 +66,7 @@ class MemoryEstimate:
         self._stored = StoredLinears(decoder, folder) if folder is not None and is_stored(folder) else None
         kind = None if self._stored is None else self._stored.type("blocks.0.mlp.gate_up")
         self._timer = StepTimer(backend, self._dtype, decoder.config.hidden_size, kind)
-        self._layouts: dict[frozenset[str], tuple[Layout, ...]] = {}
+        self._layouts: dict[frozenset[str], tuple[RecordLayout, ...]] = {}
         self._quantizers: dict[QuantConfig, LinearQuantizer] = {}
         self.quants = self._choices()
         self.num_blocks = len(decoder.blocks)
@@ -97,19 +97,21 @@ class MemoryEstimate:
             return [quant]
         return [replace(quant, bits=bits, head_bits=quant.head_bits and bits) for bits in planned]
 
-    def layouts(self, quant: QuantConfig | None) -> tuple[Layout, ...]:
+    def layouts(self, quant: QuantConfig | None) -> tuple[RecordLayout, ...]:
         """Return each record's layout: weights that drafts do not read in full."""
         if not self._pieces:
             return self._block_layouts(quant)
         rows = nn.Linear(self.decoder.config.hidden_size, self._piece_rows, False, "meta", self._dtype)
-        return self._block_layouts(quant) + (Layout.of({"weight": self._packed(rows)}),) * self._pieces
+        return self._block_layouts(quant) + (RecordLayout.of({"weight": self._packed(rows)}),) * self._pieces
 
-    def _block_layouts(self, quant: QuantConfig | None) -> tuple[Layout, ...]:
+    def _block_layouts(self, quant: QuantConfig | None) -> tuple[RecordLayout, ...]:
         shares = quant is not None and self._shares
         paths = frozenset(LINEARS) - (self._skipped(quant) if quant is not None and shares else set())
         if paths not in self._layouts:
             self._layouts[paths] = tuple(
-                Layout.of({f"{path}.weight": self._weight(f"blocks.{i}.{path}") for path in LINEARS if path in paths})
+                RecordLayout.of(
+                    {f"{path}.weight": self._weight(f"blocks.{i}.{path}") for path in LINEARS if path in paths}
+                )
                 for i in range(self.num_blocks)
             )
         return self._layouts[paths]
@@ -118,13 +120,13 @@ class MemoryEstimate:
         """Return the bytes of each record."""
         return tuple(layout.record_bytes for layout in self.layouts(quant))
 
-    def content(self, quant: QuantConfig | None) -> Content:
+    def content(self, quant: QuantConfig | None) -> StoreContent:
         what = {"dtype": str(self._dtype), "order": "as it is"}
         if not self._on_gpu:
             assert self._folder is not None
             kernels = kernels_version() if is_stored(self._folder) else "the CPU kernel"  # blocks change with these
             what |= {"checkpoint": identity(self._folder), "order": f"packed for {kernels}"}
-        return Content(what=what, layouts=self.layouts(quant))
+        return StoreContent(what=what, layouts=self.layouts(quant))
 
     def sizes(self) -> Sizes:
         host = own_memory() + RUNTIME_BYTES
@@ -247,7 +249,7 @@ class MemoryEstimate:
     def tables_alone(self) -> bool:
         return {*selection.active_drafters(self.config, self.config.mode)} <= {*registry.names("table")}
 
-    def drafter(self, quant: QuantConfig | None, top: int) -> Drafter:
+    def drafter(self, quant: QuantConfig | None, top: int) -> PlannedDrafter:
         """Return a drafter of trees (`top` parents per level) or chains (0)."""
         trees, mode, bits = top > 0, self.config.mode, None if quant is None else quant.bits
         cumulative_acceptance, step, seen = (
@@ -260,7 +262,7 @@ class MemoryEstimate:
         elif quant is not None and mode not in self._heads and not self.tables_alone:
             alpha, seen = self._acceptance(mode, quant, top)
             cumulative_acceptance, step = constant_acceptance(alpha), self._draft_seconds(quant, rows=max(1, top))
-        return Drafter(
+        return PlannedDrafter(
             name=(mode if bits is None else f"{mode}, {bits} bits") + (f", trees of {top}" if trees else ""),
             nodes=(self.config.explicit_tree[2] if self.config.explicit_tree is not None else DEPTHS[-1])
             if trees

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from compile.linear import PackedLinear
 from offload.block_file import Store, Writer, open_store
-from offload.block_layout import Layout, fill, views
+from offload.block_layout import RecordLayout, fill, views
 from offload.disk_reader import DiskLink
 from offload.pinned_transfer import PinnedMemory
 from offload.plan import Plan
@@ -212,7 +212,7 @@ class OffloadLoader:
         for name, view in views(record, layout).items():
             use_tensor(owners[name], "weight", view if stays else view.to("meta"))
 
-    def stream(self, decoder: Decoder) -> tuple[Prefetcher, Mapping[int, Layout]]:
+    def stream(self, decoder: Decoder) -> tuple[Prefetcher, Mapping[int, RecordLayout]]:
         """Return prefetcher and layouts once the whole checkpoint is read."""
         stream = self._storage.stream(self._offloading.plan, self._offloading.config.offload.rate)
         return stream, dict(enumerate(self._layouts))

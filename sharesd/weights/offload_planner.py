@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from compile.attention import MAX_STEP
-from offload.block_file import Content
+from offload.block_file import StoreContent
 from offload.disk_reader import read_rate
 from offload.plan import DEPTHS, Limits, Plan
 from offload.planner import DoesNotFit, make_plan, show_bytes
@@ -46,7 +46,7 @@ class Offloading:
     plan: Plan
     config: EngineConfig
     """Config with the plan's bits and draft length; given options stay."""
-    content: Content
+    content: StoreContent
     folder: Path
 
 
@@ -216,7 +216,7 @@ def _plainly_fits(folder: Path, shape: DecoderConfig, config: EngineConfig, limi
     return 6 * weights + 3 * kv + 10**9 < limit
 
 
-def _disk_rate(folder: Path, place: Path, contents: Sequence[Content], limit: float | None) -> float:
+def _disk_rate(folder: Path, place: Path, contents: Sequence[StoreContent], limit: float | None) -> float:
     """Return bytes per second of the offload file, else of the checkpoint."""
     stores = [content.path(place) for content in contents if content.path(place).exists()]
     file = stores[0] if stores else max(weight_files(folder), key=lambda path: path.stat().st_size)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from compile.block_ranges import BlockRange
 from compile.linear import LAYOUT, PackedLinear
-from offload.block_layout import Layout, views
+from offload.block_layout import RecordLayout, views
 from offload.prefetcher import Prefetcher
 from quant.switch_linear import SwitchLinear
 from sharesd.models.decoder import Decoder
@@ -55,7 +55,7 @@ class OffloadedBlocks:
         self,
         decoder: Decoder,
         stream: Prefetcher,
-        layouts: Mapping[int, Layout],
+        layouts: Mapping[int, RecordLayout],
         low: Callable[[], bool] | None = None,
     ) -> None:
         """Point linears to slots of `stream`; ValueError if quantized steps need them.
@@ -81,7 +81,7 @@ class OffloadedBlocks:
                         f"{name} of block {block} has no quantized weights, and drafts need it: keep the block resident"
                     )
         self._owners = {block: [(name, *owner[1:]) for name, owner in each.items()] for block, each in owners.items()}
-        self._views: dict[tuple[Layout, int], dict[str, Tensor]] = {}
+        self._views: dict[tuple[RecordLayout, int], dict[str, Tensor]] = {}
         self._slot_of: dict[int, int] = {}
         for block in stream.blocks:
             self._point(block, 0)  # memory of the right shapes, until they are needed
@@ -151,7 +151,7 @@ def full_head(decoder: Decoder) -> nn.Module:
     return head.full if isinstance(head, SwitchLinear) else head
 
 
-def _owners(block: Any, layout: Layout) -> dict[str, tuple[bool, Any, str]]:
+def _owners(block: Any, layout: RecordLayout) -> dict[str, tuple[bool, Any, str]]:
     """Return owners by name: True if quantized too, linear, attribute."""
     found = {}
     for place in layout.places:

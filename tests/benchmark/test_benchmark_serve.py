@@ -20,8 +20,8 @@ from benchmark.__main__ import main
 from benchmark.serve import spawn
 from benchmark.serve.client import Answer
 from benchmark.serve.command import draw, noise_remarks
-from benchmark.serve.load import Load, Settings, compare, counters, figures, measure, median, speculation
-from benchmark.serve.workload import Request, departures, from_file, questions, random_words, repeated
+from benchmark.serve.load import Load, LoadSettings, compare, counters, figures, measure, median, speculation
+from benchmark.serve.workload import LoadRequest, departures, from_file, questions, random_words, repeated
 from tests.helpers.openai_server import GAP_S, RUNS, TOKENS, serving
 from tests.helpers.paths import HELPERS
 
@@ -401,7 +401,7 @@ def test_modes_take_turns(fake_spawn: Callable[..., int], tmp_path: Path, capsys
 def test_another_mode_begins_each_turn(fake_spawn: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    async def measured(settings: Settings, url: str, *, mode: str, rate: float, turn: int, **_: Any) -> Load:
+    async def measured(settings: LoadSettings, url: str, *, mode: str, rate: float, turn: int, **_: Any) -> Load:
         asked.append((turn, mode))
         one = answer(0.0, 0.1, 0.3 / (1 + turn), tokens=3)
         about = {"model_id": "m", "num_prompts": 1, **figures([one], 1.0, goodput={}, percentiles=(90, 99))}
@@ -439,8 +439,8 @@ def test_files_name_the_hash_of_their_data(tmp_path: Path) -> None:
 
 
 def test_each_turn_has_prompts_of_its_own() -> None:
-    settings = Settings(
-        draw=lambda num, seed: [Request(prompt=f"number {i}", output_len=2) for i in range(num)],
+    settings = LoadSettings(
+        draw=lambda num, seed: [LoadRequest(prompt=f"number {i}", output_len=2) for i in range(num)],
         num_prompts=2,
         num_turns=2,
         num_warmups=1,

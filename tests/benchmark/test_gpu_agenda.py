@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from benchmark.__main__ import main
 from benchmark.gpu import agenda, command, gpu_tests, made, own_kernels, tiles
-from benchmark.gpu.agenda import STEPS, Step, run_step
+from benchmark.gpu.agenda import STEPS, AgendaStep, run_step
 from benchmark.gpu.worker import FAILED, Job, NotHere, the_only_gpu
 from compile.attention import attend_reference
 from compile.cuda import gemm_config
@@ -34,7 +34,7 @@ from sharesd.speculation.draft_tree import chain
 from sharesd.weights.quantize import solve_on_cpu
 from tests.helpers.tiny_models import make_checkpoint
 
-STEP = Step("trial", 60, "", "what is tried")
+STEP = AgendaStep("trial", 60, "", "what is tried")
 
 
 @pytest.fixture(scope="module")
@@ -275,7 +275,7 @@ def ran(folder: Path, state: dict[str, str], *options: str) -> tuple[list[str], 
     """The steps that a call measures in a folder with steps in these states, and the states afterwards."""
     measured: list[str] = []
 
-    def outcome(step: Step, folder: Path, args: Any) -> dict[str, Any]:
+    def outcome(step: AgendaStep, folder: Path, args: Any) -> dict[str, Any]:
         measured.append(step.name)
         noted = json.loads((folder / "gpu.json").read_text())["steps"]
         assert noted[step.name]["state"] == "cut off", "what a killed call leaves"

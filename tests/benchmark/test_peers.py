@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from benchmark.__main__ import main
-from benchmark.peers.measure import Row, figures, measure
-from benchmark.peers.peer import PEERS, Peer, Settings, peer_class
+from benchmark.peers.measure import PeerResult, figures, measure
+from benchmark.peers.peer import PEERS, Peer, PeerSettings, peer_class
 from benchmark.peers.process import PeerError, Sample, Worker, timed
 from sharesd.config import EngineConfig
 from tests.helpers.tiny_models import make_checkpoint
@@ -27,8 +27,8 @@ PROMPT = [5, 6, 7]
 LOOPING = [300, 301, 302, 300, 301]
 
 
-def settings(**config: Any) -> Settings:
-    return Settings(config=EngineConfig(**config), num_tokens=4, num_threads=1)
+def settings(**config: Any) -> PeerSettings:
+    return PeerSettings(config=EngineConfig(**config), num_tokens=4, num_threads=1)
 
 
 def sample(*ids: int, **fields: Any) -> Sample:
@@ -42,7 +42,7 @@ class Fake(Peer):
     package, pip = "benchmark", "benchmark"
     variants = {"good": "well", "fails": "never", "dies": "", "hangs": "", "at once": "", "short": ""}
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: PeerSettings) -> None:
         super().__init__(settings)
         if settings.config.target == "damaged":
             raise OSError("weights are damaged")
@@ -141,8 +141,8 @@ class FakeWorker:
 
 
 def test_the_loop_takes_turns_and_isolates_failures() -> None:
-    rows = [Row("a", name) for name in ("plain", "impossible", "dies")]
-    rows += [Row("b", "plain"), Row("c", "plain", failure="not installed")]
+    rows = [PeerResult("a", name) for name in ("plain", "impossible", "dies")]
+    rows += [PeerResult("b", "plain"), PeerResult("c", "plain", failure="not installed")]
     log: list[str] = []
     said: list[tuple] = []
 
@@ -163,7 +163,9 @@ def test_the_loop_takes_turns_and_isolates_failures() -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        measure([Row("a", "p")], [[1]], repeats=1, open_worker=lambda name: FakeWorker(name, log), report=interrupt)
+        measure(
+            [PeerResult("a", "p")], [[1]], repeats=1, open_worker=lambda name: FakeWorker(name, log), report=interrupt
+        )
     assert log[-1] == "close a"
 
 
@@ -171,9 +173,9 @@ def test_figures_of_handmade_samples() -> None:
     """Two prompts, two repeats, 3 decoded tokens each."""
     keys = [(repeat, prompt) for repeat in (0, 1) for prompt in (0, 1)]
     rows = [
-        Row("sharesd", "naive", samples={(r, p): sample(decode_s=1.0 + r) for r, p in keys}),
-        Row("openvino", "plain", samples={key: sample(1, 2, 3, 9, decode_s=2.0) for key in keys}),
-        Row(
+        PeerResult("sharesd", "naive", samples={(r, p): sample(decode_s=1.0 + r) for r, p in keys}),
+        PeerResult("openvino", "plain", samples={key: sample(1, 2, 3, 9, decode_s=2.0) for key in keys}),
+        PeerResult(
             "openvino",
             "lookup",
             samples={
@@ -183,7 +185,7 @@ def test_figures_of_handmade_samples() -> None:
                 (1, 1): sample(1, 2, 3, 9, num_first=2),
             },
         ),
-        Row("llamacpp", "plain", failure="not installed"),
+        PeerResult("llamacpp", "plain", failure="not installed"),
     ]
     found = figures(rows, lambda name: next(iter(peer_class(name).variants)))
     naive, plain, lookup = (each for each in found if each)
@@ -237,9 +239,9 @@ def test_mistakes_cost_a_line(
     assert message in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
-def small(checkpoint: Path, gguf: str | None = None, **config: Any) -> Settings:
+def small(checkpoint: Path, gguf: str | None = None, **config: Any) -> PeerSettings:
     config = {"device": "cpu", "compile": "off", "max_context": 64, **config}
-    return Settings(config=EngineConfig(target=str(checkpoint), **config), num_tokens=12, num_threads=1, gguf=gguf)
+    return PeerSettings(config=EngineConfig(target=str(checkpoint), **config), num_tokens=12, num_threads=1, gguf=gguf)
 
 
 def deliveries(peer: Peer, variant: str, prompt: list[int]) -> list[list[int]]:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from benchmark.__main__ import main
 from benchmark.studies import widening
-from benchmark.studies.wide_shapes import SHAPES, Shape
+from benchmark.studies.wide_shapes import SHAPES, WideShape
 from benchmark.studies.widening import GROUP, describe, wide_tensors, widen, widen_head
 from quant.formats.hqq.solver import solve
 from sharesd.config import EngineConfig
@@ -33,7 +33,7 @@ from tests.helpers.tiny_heads import logits_of as logits_of_head
 from tests.helpers.tiny_heads import make_head
 from tests.helpers.tiny_models import make_checkpoint
 
-WIDE = Shape(hidden_size=192, intermediate_size=320, num_attention_heads=12, num_key_value_heads=6, num_layers=5)
+WIDE = WideShape(hidden_size=192, intermediate_size=320, num_attention_heads=12, num_key_value_heads=6, num_layers=5)
 FOURFOLD = replace(WIDE, hidden_size=256)
 TOKENS = list(range(3, 90, 4))
 

@@ -22,8 +22,8 @@ from huggingface_hub import constants
 import sharesd_files
 from compile import cpp_extension
 from multigpu.journal import Journal, keep_settings
-from offload.block_file import Content, StoreError, Writer
-from offload.block_layout import Layout
+from offload.block_file import StoreContent, StoreError, Writer
+from offload.block_layout import RecordLayout
 from quant.config import QuantConfig
 from quant.weight_cache import write_store
 from sharesd.cli.console import describe, log_file, main_guard
@@ -201,7 +201,7 @@ def test_a_log_file(disk: Disk, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_offloaded_blocks(disk: Disk) -> None:
-    content = Content(what={"x": 1}, layouts=(Layout.of({"w": torch.zeros(SIZE)}),) * 2)
+    content = StoreContent(what={"x": 1}, layouts=(RecordLayout.of({"w": torch.zeros(SIZE)}),) * 2)
     remedy = f"({REASONS}|has .* free).*free some space there, or give --offload-dir on another disk"
     with disk.filled(), pytest.raises(StoreError, match=remedy), Writer(disk.folder / "offload", content) as writer:
         writer.write(0, torch.zeros(content.layouts[0].record_bytes, dtype=torch.uint8))

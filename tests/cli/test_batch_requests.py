@@ -14,7 +14,7 @@ import pytest
 from multigpu.ray_cluster import _Replica
 from serve.command import load_model
 from sharesd.cli import batch_requests
-from sharesd.cli.generate_file import Work, read
+from sharesd.cli.generate_file import GenerateWork, read
 from sharesd.cli.main import main
 from sharesd.config import EngineConfig
 from sharesd.engine.batch_runner import CHUNK
@@ -179,7 +179,7 @@ def test_replicas_of_ray_answer_the_same(tmp_path: Path) -> None:
     target, file = str(llama(tmp_path / "x", seed=81)), write(tmp_path / "b.jsonl", [*BODIES, *BODIES[:2]])
     expected = without_figures(run(target, file, tmp_path / "o.jsonl"))
     config = EngineConfig(target=target, device="cpu", max_context=128, max_batch=8, prefill_chunk=CHUNK)
-    work = Work(config, "naive", SamplingParams(max_new_tokens=512), False, None, {})
+    work = GenerateWork(config, "naive", SamplingParams(max_new_tokens=512), False, None, {})
     replica, found = _Replica(batch_requests.WORK, work, str(tmp_path)), []
     tasks = [(index, line) for index, (_, line) in enumerate(read(Path(file), raw=False))]
     for numbers in (tasks[:4], tasks[4:]):

@@ -25,7 +25,7 @@ from tests.helpers.paths import ROOT
 from tests.helpers.served_model import served
 from tests.helpers.tiny_models import make_checkpoint
 from tests.helpers.tiny_tokenizer import TOOL_TEMPLATE
-from train.data.shards import Shard
+from train.data.shards import AnswerShard
 
 PAGES = sorted(
     [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "sharesd" / "drafters").rglob("README.md")],
@@ -285,7 +285,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": TOOL_TEMPLATE}))
     (home / "prompts.txt").write_text("the cat\nthe mat\n")
     (home / "data").mkdir()
-    answers = Shard(home / "data", 0, 1)
+    answers = AnswerShard(home / "data", 0, 1)
     for index in range(8):
         asked = {"role": "user", "content": f"prompt {index}"}
         answer = {"token_ids": [1, 2, 3, 4], "loss_spans": [[2, 4]]}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from compile.attention import TreeAttentionMask
 from compile.tree_expand import (
-    Draft,
+    ExpandedDraft,
     Frontier,
     Nodes,
     expand_tree,
@@ -258,7 +258,7 @@ def test_the_kernel_grows_trees_as_tensor_operations_do(
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(2, *shape, dtype=torch.int64)
 
-    def state() -> tuple[Tensor, Nodes, Frontier, Draft]:
+    def state() -> tuple[Tensor, Nodes, Frontier, ExpandedDraft]:
         nodes = Nodes(zeros(C) - 1, torch.full((2, C), -torch.inf), zeros(C, max_depth), zeros(C) + 77)
         frontier = Frontier(
             zeros(branching),
@@ -271,7 +271,7 @@ def test_the_kernel_grows_trees_as_tensor_operations_do(
             zeros(),
             nodes,
             frontier,
-            Draft(zeros(most) - 9, zeros(1 + most), zeros(1 + most, 1 + most), zeros(1 + most)),
+            ExpandedDraft(zeros(most) - 9, zeros(1 + most), zeros(1 + most, 1 + most), zeros(1 + most)),
         )
 
     (level, nodes, frontier, draft), (levels_B, *theirs) = state(), state()
@@ -324,7 +324,7 @@ def test_nodes_are_weighed_by_what_experience_makes_of_them(logit_noise: float |
     C = branching + (max_depth - 1) * branching**2
     chances = torch.tensor([0.0, 0.02, 0.1, 0.2, 0.3, 0.5, 0.55, 0.6, 0.8, 0.9, 0.97])
     middles = [0.0, *((number + 0.5) / 10 for number in range(10))]
-    draft = Draft(zeros_of(most), zeros_of(1 + most), zeros_of(1 + most, 1 + most), zeros_of(1 + most))
+    draft = ExpandedDraft(zeros_of(most), zeros_of(1 + most), zeros_of(1 + most, 1 + most), zeros_of(1 + most))
     nodes = Nodes(zeros_of(C) - 1, torch.full((2, C), -torch.inf), zeros_of(C, max_depth), zeros_of(C))
     frontier = Frontier(
         zeros_of(branching),

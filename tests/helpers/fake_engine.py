@@ -17,7 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from serve.engine_thread import Model
+from serve.engine_thread import ServedModel
 from sharesd.data.request_errors import GrammarTooComplex, NonFiniteLogits, RequestError
 from sharesd.engine.stats import Stats
 from sharesd.engine.stop_checker import StopChecker
@@ -221,11 +221,11 @@ class FakeEngine:
         return int.from_bytes(hashlib.md5(repr((request.prompt_ids, noise, position, what)).encode()).digest()[:4])
 
 
-def fake_model(*, template: str = CHAT_TEMPLATE, **settings: Any) -> Model:
+def fake_model(*, template: str = CHAT_TEMPLATE, **settings: Any) -> ServedModel:
     tokenizer = make_tokenizer(template)
     engine = FakeEngine(tokenizer, **settings)
     grammars = Grammars(tokenizer, vocab_size=tokenizer.vocab_size, eos_ids=tokenizer.eos_ids)
-    return Model(engine, tokenizer, engine.max_context, tokenizer.vocab_size, grammars)
+    return ServedModel(engine, tokenizer, engine.max_context, tokenizer.vocab_size, grammars)
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
@@ -235,7 +235,7 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
 if __name__ == "__main__":
     from serve.command import main
 
-    def load(config: Any, mode: str, memory_limit: int | None) -> Model:
+    def load(config: Any, mode: str, memory_limit: int | None) -> ServedModel:
         model = fake_model(max_batch=config.max_batch)
         model.engine.held = lambda: not Path(os.environ["ANSWERS_WHEN"]).exists()  # type: ignore[attr-defined]
         return model

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from compile.linear import PackedLinear
-from offload.block_layout import Layout, fill
+from offload.block_layout import RecordLayout, fill
 from offload.disk_reader import DiskLink
 from offload.prefetcher import Prefetcher
 from offload.transfer import Link, Throttled, host_slots
@@ -71,17 +71,17 @@ def spill(
     num_slots: int = 2,
     bytes_per_second: float | None = None,
     direct: bool | None = None,
-) -> tuple[Prefetcher, dict[int, Layout]]:
+) -> tuple[Prefetcher, dict[int, RecordLayout]]:
     """Write `packed_weights` of some blocks into a file; returns how they come back, and what a record holds.
 
     ValueError where these blocks do not have the same.
     """
-    layout = Layout.of(packed_weights(decoder.blocks[blocks[0]]))
+    layout = RecordLayout.of(packed_weights(decoder.blocks[blocks[0]]))
     record = torch.empty(layout.record_bytes, dtype=torch.uint8)
     with path.open("wb") as file:
         for block in blocks:
             weights = packed_weights(decoder.blocks[block])
-            if Layout.of(weights) != layout:
+            if RecordLayout.of(weights) != layout:
                 raise ValueError(f"block {block} has other weights than block {blocks[0]}; let it stay")
             fill(record, layout, weights)
             file.write(record.numpy().data)

@@ -13,16 +13,16 @@ from typing import Any
 import httpx
 import openai
 
-from serve.engine_thread import Model
+from serve.engine_thread import ServedModel
 from serve.server import OpenBackend, Server, listen, local
-from serve.server_config import Settings
+from serve.server_config import ServerSettings
 from tests.helpers.fake_engine import FakeEngine, fake_model
 
 
 class Served:
     """A running server: its address, its engine, and clients."""
 
-    def __init__(self, url: str, model: Model | None, trusted: ssl.SSLContext | None = None) -> None:
+    def __init__(self, url: str, model: ServedModel | None, trusted: ssl.SSLContext | None = None) -> None:
         self.url, self.model = url, model
         self.http = httpx.Client(base_url=url, timeout=300, verify=trusted or True)
         self.status: int | None = None
@@ -56,13 +56,13 @@ class Served:
 
 @contextmanager
 def served(
-    load: Callable[[], Model] | None = None,
+    load: Callable[[], ServedModel] | None = None,
     settings: dict[str, Any] | None = None,
     open_backend: OpenBackend = local,
     **engine: Any,
 ) -> Iterator[Served]:
     """Serve a fake model with these settings, until the end of the block; ready, unless `load` loads."""
-    options = Settings(**{"model_name": "fake", "root": "/models/fake", "mode": "suffix", **(settings or {})})
+    options = ServerSettings(**{"model_name": "fake", "root": "/models/fake", "mode": "suffix", **(settings or {})})
     made = partial(fake_model, max_batch=options.max_batch, **engine)
     model = None if load else made()
     sock, url = listen("127.0.0.1", 0, "https" if options.key_pair else "http")

@@ -11,7 +11,7 @@ import pytest
 from quant.config import QuantConfig
 from sharesd.config import EngineConfig, OffloadConfig, PipelineConfig
 from sharesd.loading import combinations
-from sharesd.loading.combinations import Combination, Row, check, check_options, first_message
+from sharesd.loading.combinations import Combination, Rule, check, check_options, first_message
 
 TWO_STAGES = PipelineConfig(devices=("cpu", "cpu"))
 ALONE = {"target": "other", "mode": "naive"}
@@ -109,7 +109,7 @@ CASES = [
 ]
 
 
-def rows_of(name: str) -> tuple[Row, ...]:
+def rows_of(name: str) -> tuple[Rule, ...]:
     return getattr(combinations, name)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from compile.adaptive_threads import STEP_THREADS
-from offload.plan import DEPTHS, Drafter, Limits, Rates, Sizes, constant_acceptance
+from offload.plan import DEPTHS, Limits, PlannedDrafter, Rates, Sizes, constant_acceptance
 from offload.planner import DoesNotFit, make_plan, show_bytes
 from sharesd.weights.backend import CpuBackend
 
@@ -24,8 +24,8 @@ WIDE = Sizes(blocks=(56_033_280,) * 32, fixed=int((0.2265 + 0.14) * GB))
 """SmolLM2-135M widened to 1B."""
 
 
-def share(bits: int, resident: float, step: float, alpha: float) -> Drafter:
-    return Drafter(
+def share(bits: int, resident: float, step: float, alpha: float) -> PlannedDrafter:
+    return PlannedDrafter(
         name=f"{bits} bits",
         bits=bits,
         resident=int(resident * GB),
@@ -148,7 +148,7 @@ def test_blocks_travel_at_even_distances_and_those_that_must_not_do_not() -> Non
     plan = make_plan(WIDE, Limits(device=room), rates, [])
     assert plan.offloaded == plan.from_disk and len(plan.resident) == 8
     assert max(b - a for a, b in zip((-1, *plan.offloaded), (*plan.offloaded, 32), strict=True)) == 2
-    keeps = Drafter(
+    keeps = PlannedDrafter(
         name="keeps",
         resident=0,
         step=0.01,

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from offload import block_file as store_module
-from offload.block_file import Content, StoreError, Writer, open_store
-from offload.block_layout import ALIGNMENT, PAGE, Layout, fill, views
+from offload.block_file import StoreContent, StoreError, Writer, open_store
+from offload.block_layout import ALIGNMENT, PAGE, RecordLayout, fill, views
 from offload.transfer import host_memory
 from tests.helpers.paths import ROOT
 
@@ -33,7 +33,7 @@ def _tensors() -> dict[str, torch.Tensor]:
 
 def test_a_record_gives_back_its_tensors() -> None:
     tensors = _tensors()
-    layout = Layout.of({name: tensor.to("meta") for name, tensor in tensors.items()})
+    layout = RecordLayout.of({name: tensor.to("meta") for name, tensor in tensors.items()})
     assert layout.record_bytes % PAGE == 0 and all(place.offset % ALIGNMENT == 0 for place in layout.places)
     slot = torch.full((layout.record_bytes,), 255, dtype=torch.uint8)
     fill(slot, layout, tensors)
@@ -46,9 +46,9 @@ def test_a_record_gives_back_its_tensors() -> None:
     assert slot.long().sum().item() == held, "something lies between the tensors"
 
 
-def _content(what: str = "weights") -> Content:
+def _content(what: str = "weights") -> StoreContent:
     tensors = {"attn.qkv.weight": torch.empty(50, 60, device="meta"), "mlp.down.weight": torch.empty(9, device="meta")}
-    return Content(what={"name": what}, layouts=(Layout.of(tensors),) * BLOCKS)
+    return StoreContent(what={"name": what}, layouts=(RecordLayout.of(tensors),) * BLOCKS)
 
 
 def _record(block: int) -> torch.Tensor:
@@ -76,8 +76,8 @@ def _read_all(folder: Path) -> None:
 
 
 def test_records_have_bytes_of_their_own(tmp_path: Path) -> None:
-    layouts = tuple(Layout.of({"w": torch.empty(size, device="meta")}) for size in (5, 5000, 2000))
-    content = Content(what={}, layouts=layouts)
+    layouts = tuple(RecordLayout.of({"w": torch.empty(size, device="meta")}) for size in (5, 5000, 2000))
+    content = StoreContent(what={}, layouts=layouts)
     records = [torch.full((layout.record_bytes,), i, dtype=torch.uint8) for i, layout in enumerate(layouts)]
     with Writer(tmp_path, content) as writer:
         for block in (1, 2, 0):
@@ -144,7 +144,7 @@ def _spoil(path: Path, offset: int, data: bytes) -> None:
 def test_the_order_in_which_content_is_described_changes_nothing() -> None:
     one, other = ({"a": 1, "b": 2}, {"b": 2, "a": 1})
     layouts = _content().layouts
-    a, b = (Content(what=what, layouts=layouts) for what in (one, other))
+    a, b = (StoreContent(what=what, layouts=layouts) for what in (one, other))
     assert (a.key, a.header) == (b.key, b.header)
 
 
@@ -174,7 +174,7 @@ def test_files_that_are_damaged_are_told_and_not_used(tmp_path: Path, monkeypatc
         path.unlink()
 
 
-def _other_version(path: Path, content: Content) -> None:
+def _other_version(path: Path, content: StoreContent) -> None:
     _spoil(path, 0, content.header.replace(b'"format": 1', b'"format": 2'))
 
 

@@ -18,7 +18,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from serve.server_config import Settings
+from serve.server_config import ServerSettings
 from tests.helpers.paths import ROOT
 from tests.helpers.tiny_models import make_checkpoint
 
@@ -116,7 +116,7 @@ def test_the_unit_starts_with_a_key_and_stops(tmp_path: Path) -> None:
         body = {"prompt": "the cat", "max_tokens": 4}
         assert status(f"{url}/v1/completions", body) == 401
         assert status(f"{url}/v1/completions", body, Authorization="Bearer secret") == 200
-    assert int(service["TimeoutStopSec"]) > Settings.__dataclass_fields__["shutdown_timeout"].default
+    assert int(service["TimeoutStopSec"]) > ServerSettings.__dataclass_fields__["shutdown_timeout"].default
 
 
 def test_the_unit_does_not_restart_what_cannot_start(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from compile import inductor
 from compile.inductor import CompiledBlocks
-from multigpu.pipeline_parallel import DoesNotFit, PipelineSizes, balance_blocks, parse_device_map
+from multigpu.pipeline_parallel import PipelineSizes, StagesDoNotFit, balance_blocks, parse_device_map
 from serve.command import load_model
 from sharesd.cli.main import main
 from sharesd.config import EngineConfig, PipelineConfig
@@ -334,7 +334,7 @@ def test_no_split_is_fuller_than_need_be() -> None:
 
 def test_what_does_not_fit_is_shown() -> None:
     sizes = PipelineSizes(blocks=(10**9,) * 4, last=10**9)
-    with pytest.raises(DoesNotFit) as error:
+    with pytest.raises(StagesDoNotFit) as error:
         balance_blocks(sizes, [2e9, 2.5e9], NAMES[:2])
     assert "a would hold blocks 0 to 1 with 2.00 GB, and may hold 2.00 GB" in str(error.value)
     assert "b would hold blocks 2 to 3 with 3.00 GB, and may hold 2.50 GB" in str(error.value)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 import pytest
 
 from serve.batch import _answers, _running
-from serve.server_config import Settings
+from serve.server_config import ServerSettings
 from sharesd.cli.batch_requests import URLS, BatchLine, batch_lines
 from sharesd.cli.generate_file import read
 from sharesd.cli.user_text import encode
@@ -112,7 +112,7 @@ def lines_of(name: str, bodies: dict[str, tuple[str, Any]]) -> dict[str, dict[st
     rows = [{"custom_id": each, "method": "POST", "url": url, "body": body} for each, (url, body) in bodies.items()]
     lines = [line for _, line in batch_lines([(f"b:{i}", row) for i, row in enumerate(rows)])]
     assert not any(line.error for line in lines)
-    settings = Settings(model_name="fake", root="fake", mode="suffix", max_batch=4, max_queue=2**31)
+    settings = ServerSettings(model_name="fake", root="fake", mode="suffix", max_batch=4, max_queue=2**31)
     model = model_of(name)
 
     class Tasks:

@@ -14,7 +14,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from serve.command import load_model
-from serve.engine_thread import Model
+from serve.engine_thread import ServedModel
 from sharesd.config import EngineConfig
 from sharesd.models.tokenizer import Tokenizer
 from tests.helpers.serve_requests import CHAT
@@ -217,7 +217,7 @@ def _said(message: Any, usage: Any) -> Said:
     return Said(message.content or "", calls, usage.prompt_tokens, usage.completion_tokens, message)
 
 
-def load() -> Model:
+def load() -> ServedModel:
     """Load the embedded model, with a chat template that has a place for tools."""
     model = load_model(EngineConfig(mode="suffix", max_batch=2, max_context=CONTEXT), "suffix", None)
     own = model.tokenizer

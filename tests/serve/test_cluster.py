@@ -19,12 +19,12 @@ from multigpu import ray_cluster
 from serve.cluster.ingress import DIED, Cluster, ReplicaDied, conversation_of, make_ingress, preference
 from serve.cluster.metrics_sum import MetricsSum
 from serve.cluster.options import NumReplicas, deployment_options, replicas_type
-from serve.cluster.replica import Forwarded, Replica
+from serve.cluster.replica import Forwarded, ServeReplica
 from serve.command import main
-from serve.engine_thread import Model
+from serve.engine_thread import ServedModel
 from serve.metrics import Metrics
 from serve.routes.generation import KEEP_ALIVE
-from serve.server_config import Settings
+from serve.server_config import ServerSettings
 from tests.helpers.fake_engine import fake_model
 from tests.helpers.serve_requests import CHAT, HELLO, TEXT, error_of
 from tests.helpers.served_model import Served, served
@@ -41,10 +41,10 @@ BODIES: dict[str, dict[str, Any]] = {
 class OneReplica:
     """A replica in the server's process, which dies where `dies` says: after so many messages of each try."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: ServerSettings) -> None:
         self.settings, self.dies, self.comments = settings, list[int](), 0
         self.requests: list[Forwarded] = []
-        self.replica: Replica
+        self.replica: ServeReplica
 
     def start(self) -> None: ...
 
@@ -66,9 +66,9 @@ class OneReplica:
     async def of_each(self, method: str) -> list[Any]:
         return [await getattr(await self._replica(), method)()]
 
-    async def _replica(self) -> Replica:
+    async def _replica(self) -> ServeReplica:
         if not hasattr(self, "replica"):
-            self.replica = Replica.__new__(Replica)
+            self.replica = ServeReplica.__new__(ServeReplica)
             await self.replica.__init__(self.settings, fake_model, "no such folder")  # type: ignore[misc]
         return self.replica
 
@@ -77,7 +77,7 @@ class OneReplica:
 def clustered(**settings: Any) -> Iterator[tuple[Served, OneReplica]]:
     made: list[OneReplica] = []
 
-    def open_backend(settings: Settings, load: Any) -> Any:
+    def open_backend(settings: ServerSettings, load: Any) -> Any:
         made.append(OneReplica(replace(settings, api_keys=(), log_prompts=True)))
         cluster = Cluster(settings, made[0])
         return cluster, make_ingress(cluster)
@@ -247,7 +247,7 @@ def test_numbers_of_replicas(text: str, found: tuple[int, int] | None) -> None:
 
 
 def test_replicas_are_added_by_the_length_of_the_queue() -> None:
-    settings = Settings(model_name="m", root="m", mode="naive", max_batch=6, shutdown_timeout=11)
+    settings = ServerSettings(model_name="m", root="m", mode="naive", max_batch=6, shutdown_timeout=11)
     fixed, scaled = (deployment_options(settings, NumReplicas(2, most)) for most in (2, 5))
     assert fixed["num_replicas"] == 2 and "autoscaling_config" not in fixed and "num_replicas" not in scaled
     wanted = {"min_replicas": 2, "max_replicas": 5, "target_ongoing_requests": 6}
@@ -282,7 +282,7 @@ def test_a_mistake_is_one_line(
     for name in ("ray", "ray.serve"):
         monkeypatch.setitem(sys.modules, name, None)
 
-    def load(*_: Any) -> Model:
+    def load(*_: Any) -> ServedModel:
         pytest.fail("nothing is loaded")
 
     assert main([*flags, "--port", "0"], load) == 2
@@ -297,7 +297,7 @@ def test_a_server_ends_while_its_replicas_start() -> None:
         def start(self) -> None:
             starts.wait()
 
-    def open_backend(settings: Settings, load: Any) -> Any:
+    def open_backend(settings: ServerSettings, load: Any) -> Any:
         cluster = Cluster(settings, Slow(settings))
         return cluster, make_ingress(cluster)
 

@@ -21,11 +21,11 @@ pytest.importorskip("anthropic")
 
 import ray
 
-from serve.cluster.deployment import RayReplicas, open_cluster
+from serve.cluster.deployment import RayServeReplicas, open_cluster
 from serve.cluster.ingress import DIED
 from serve.cluster.options import NumReplicas
 from serve.server import OpenBackend
-from serve.server_config import Settings
+from serve.server_config import ServerSettings
 from tests.helpers.fake_engine import fake_model
 from tests.helpers.serve_requests import CHAT, TEXT
 from tests.helpers.served_model import Served, served
@@ -130,7 +130,7 @@ def test_a_client_that_hangs_up_frees_its_row(cluster: OpenBackend) -> None:
 def test_only_what_was_streaming_is_lost_with_a_replica(cluster: OpenBackend) -> None:
     names: list[str] = []
 
-    def open_named(settings: Settings, load: Any) -> Any:
+    def open_named(settings: ServerSettings, load: Any) -> Any:
         backend, app = cluster(settings, load)
         names.append(backend._replicas._name)  # type: ignore[attr-defined]
         return backend, app
@@ -168,8 +168,8 @@ def test_only_what_was_streaming_is_lost_with_a_replica(cluster: OpenBackend) ->
 
 
 def test_a_model_that_cannot_be_loaded_is_named(cluster: OpenBackend) -> None:
-    settings = Settings(model_name="m", root="m", mode="naive")
-    replicas = RayReplicas(TWO, "cpu", settings, partial(fake_model, color="red"))
+    settings = ServerSettings(model_name="m", root="m", mode="naive")
+    replicas = RayServeReplicas(TWO, "cpu", settings, partial(fake_model, color="red"))
     with pytest.raises(ValueError, match="^TypeError: .* unexpected keyword argument 'color'$"):
         replicas.start()
     replicas.stop()

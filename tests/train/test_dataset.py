@@ -12,7 +12,7 @@ from torch import Tensor
 
 from train.data.loss_mask import Example
 from train.data.packed_dataset import OPEN_ROWS, PADDING, PackedRows, pack, read_split
-from train.data.shards import Shard
+from train.data.shards import AnswerShard
 
 LENGTH = 32
 
@@ -21,7 +21,7 @@ def write(folder: Path, world: int, num: int = 60) -> list[Example]:
     """Answers to half as many prompts, two each, by so many processes; returns all sequences."""
     folder.mkdir()
     dice, every = random.Random(0), []
-    shards = [Shard(folder, rank, world) for rank in range(world)]
+    shards = [AnswerShard(folder, rank, world) for rank in range(world)]
     for number in range(num):
         sequences = []
         for _ in range(1 + (number % 5 == 0)):

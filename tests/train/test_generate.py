@@ -29,7 +29,7 @@ from tests.helpers.tiny_tokenizer import SPECIAL, WORDS
 from train.__main__ import main
 from train.data.generate import read
 from train.data.loss_mask import masked
-from train.data.shards import Shard, answers_in
+from train.data.shards import AnswerShard, answers_in
 
 RECORDS = [
     {"instruction": "why is the sky blue", "input": "red", "output": "the cat"},
@@ -322,7 +322,7 @@ def test_a_writer_that_is_killed_at_any_moment(tmp_path: Path) -> None:
         now = killed([sys.executable, "-c", WRITER, str(tmp_path)], tmp_path, left + dice.randint(1, 200))
         assert now > left
         left = now
-    with Shard(tmp_path, 0, 1) as shard:
+    with AnswerShard(tmp_path, 0, 1) as shard:
         assert shard.path.read_bytes().endswith(b"\n")
     found = [record for _, _, record in answers_in(tmp_path)]
     assert [record["index"] for record in found] == list(range(left))
@@ -332,29 +332,29 @@ def test_a_writer_that_is_killed_at_any_moment(tmp_path: Path) -> None:
 @pytest.mark.parametrize("cut", [1, 10, 30])
 def test_a_line_that_was_cut_off_is_dropped(cut: int, tmp_path: Path) -> None:
     record = {"index": 0, "sample": 0, "sequences": []}
-    with Shard(tmp_path, 0, 1) as shard:
+    with AnswerShard(tmp_path, 0, 1) as shard:
         shard.add(record)
         shard.add({**record, "index": 1})
     content = shard.path.read_bytes()
     shard.path.write_bytes(content[:-cut])
     assert len(answers(tmp_path)) == 1
-    with Shard(tmp_path, 0, 1) as shard:
+    with AnswerShard(tmp_path, 0, 1) as shard:
         shard.add({**record, "index": 1})
     assert shard.path.read_bytes() == content
 
 
 def test_nobody_else_writes_the_same_answers(tmp_path: Path) -> None:
-    with Shard(tmp_path, 0, 2), Shard(tmp_path, 1, 2):
+    with AnswerShard(tmp_path, 0, 2), AnswerShard(tmp_path, 1, 2):
         for rank, world in ((0, 2), (0, 1), (2, 3)):
             with pytest.raises(ValueError, match="another process writes .*; wait for its end"):
-                Shard(tmp_path, rank, world)
-    with Shard(tmp_path, 0, 1):
+                AnswerShard(tmp_path, rank, world)
+    with AnswerShard(tmp_path, 0, 1):
         pass
 
 
 def test_doubled_and_damaged_lines_are_told(tmp_path: Path) -> None:
     for rank in range(2):
-        with Shard(tmp_path, rank, 2) as shard:
+        with AnswerShard(tmp_path, rank, 2) as shard:
             shard.add({"index": 0, "sample": 0, "sequences": []})
     with pytest.raises(ValueError, match="of-00002.jsonl has answer 0 to record 0, which another line has"):
         answers(tmp_path)

@@ -13,7 +13,7 @@ import torch
 
 from benchmark.gpu import offloaded as agenda
 from benchmark.gpu import widened
-from benchmark.gpu.offloaded import Case
+from benchmark.gpu.offloaded import OffloadCase
 from benchmark.gpu.worker import FAILED, Job, NotHere
 from benchmark.studies.widening import describe
 from compile import inductor
@@ -273,7 +273,7 @@ def test_the_agenda_of_a_gpu_compares_limits(
     assert found is not None
     limit = found.plan.device_bytes - 4 * found.plan.slot
     job = Job("cpu", tmp_path / "offload.json", str(tiny))
-    cases = [Case("naive"), Case("naive", limit), Case("share", limit)]
+    cases = [OffloadCase("naive"), OffloadCase("naive", limit), OffloadCase("share", limit)]
     agenda.run(job, "7b", cases, prompts=1, tokens=6)
     assert not job.table(FAILED)
     whole, plain, share = job.table("offload")

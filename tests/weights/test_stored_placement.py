@@ -17,7 +17,7 @@ from compile.block_linear import NUMBERS, WIDENED, BlockEmbedding, BlockLinear, 
 from compile.cuda.block_form import FORMS, pack
 from compile.decoder_stack import full_precision
 from compile.huge_pages import HugePageArena
-from multigpu.pipeline_parallel import DoesNotFit, PipelinePlan
+from multigpu.pipeline_parallel import PipelinePlan, StagesDoNotFit
 from quant.config import QuantConfig
 from sharesd.config import EngineConfig, PipelineConfig
 from sharesd.drafters.hybrid import WITH_STORED_WEIGHTS, members
@@ -226,7 +226,7 @@ def test_a_limit_holds_blocks_that_numbers_would_exceed(tmp_path: Path) -> None:
     config = config_of("k-quants", tmp_path, dtype="float32")
     limited = in_stages(config, max_memory=((0, 9 * 10**6), (1, 9 * 10**6)))
     assert resolve_config(limited).pipeline is not None
-    with pytest.raises(DoesNotFit, match="the model does not fit"):
+    with pytest.raises(StagesDoNotFit, match="the model does not fit"):
         resolve_config(replace(limited, target_quant=None))
 
 

@@ -27,8 +27,8 @@ from sharesd.drafters import registry
 from sharesd.engine.batch_runner import CHUNK, run_conversations
 from sharesd.models.checkpoint import Progress, silent
 from sharesd.sampling_params import SamplingParams
-from train.data.multi_turn import Conversation, Unusable, prompts_of, seed_of
-from train.data.shards import Shard, answers_in, keep_settings
+from train.data.multi_turn import AnswerTurns, Unusable, prompts_of, seed_of
+from train.data.shards import AnswerShard, answers_in, keep_settings
 
 Key = tuple[int, int]
 """(number of the record in the input, index of the answer)."""
@@ -119,14 +119,14 @@ def run(args: argparse.Namespace) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     keep_settings(folder, _settings(args, config, temperatures))
 
-    def dialogue(record: Wanted, sample: int) -> Conversation:
+    def dialogue(record: Wanted, sample: int) -> AnswerTurns:
         assert record.talk is not None
         temperature = temperatures[(record.number + sample) % len(temperatures)]
         seed = seed_of(args.seed, record.number, sample)
         sampling = replace(params, temperature=temperature, seed=seed, top_p=args.top_p if temperature else 1.0)
-        return Conversation(record.number, sample, record.source, *record.talk, sampling)
+        return AnswerTurns(record.number, sample, record.source, *record.talk, sampling)
 
-    with Shard(folder, rank, world) as shard:
+    with AnswerShard(folder, rank, world) as shard:
         before = written(folder, keys)
         left = [one for one in every if one[0].talk is not None and (one[0].number, one[1]) not in before]
         work = Work(config, mode, replace(params, temperature=max(temperatures)))
@@ -156,9 +156,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _answer(
     work: Work,
-    dialogues: list[tuple[int, Conversation]],
+    dialogues: list[tuple[int, AnswerTurns]],
     places: list[dict[str, str]],
-    shard: Shard,
+    shard: AnswerShard,
     skipped: Counter[str],
     failed: Counter[str],
 ) -> str:

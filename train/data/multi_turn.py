@@ -32,7 +32,7 @@ def prompts_of(messages: list[Message]) -> tuple[list[Message], list[Message]]:
 
 
 @dataclass(eq=False)
-class Conversation:
+class AnswerTurns:
     """Conversation in progress."""
 
     index: int

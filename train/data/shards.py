@@ -51,7 +51,7 @@ def answers_in(folder: Path) -> Iterator[tuple[Path, int, dict[str, Any]]]:
             yield shard, offset, record
 
 
-class Shard(Journal):
+class AnswerShard(Journal):
     """Shard that only this process appends to."""
 
     def __init__(self, folder: Path, rank: int, world: int) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from sharesd.drafters.heads.checkpoint import save_head
 from sharesd_files import atomic_files, atomic_path
-from train.heads.draft_decoder import Draft, Learner, save_draft
+from train.heads.draft_decoder import DraftDecoder, Learner, save_draft
 
 LAST, BEST, STATE = "last", "best", "training.pt"
 """Names in a training folder: latest head, best head, training state."""
@@ -22,7 +22,7 @@ STEP = "step-"
 def write_head(head: Learner, folder: Path) -> None:
     """Write a head in the public layout, replacing an existing one."""
     with atomic_files(folder) as fresh:
-        if isinstance(head, Draft):
+        if isinstance(head, DraftDecoder):
             save_draft(head, fresh)
         else:
             save_head(head, fresh)

@@ -37,7 +37,7 @@ class DraftConfig:
     target_layers: tuple[int, ...] = ()
 
 
-class Draft(nn.Module):
+class DraftDecoder(nn.Module):
     """Draft decoder in plain operations, with the trainer's interface of heads."""
 
     ids = None
@@ -79,19 +79,19 @@ class Draft(nn.Module):
         return [x_1TD[:, 1:]] * steps
 
 
-Learner = Head | Draft
+Learner = Head | DraftDecoder
 """Head or draft decoder."""
 
 
 def unroll(learner: Learner, lesson: Lesson, steps: int) -> list[Tensor]:
     """Return states [1, T, D] of a text and its chains."""
-    if isinstance(learner, Draft):
+    if isinstance(learner, DraftDecoder):
         return learner.unroll(lesson, steps)
     return learner.unroll(lesson.tokens_1T, lesson.features_1TF, steps)
 
 
 @torch.no_grad()
-def initial_draft(folder: Path, target: Decoder, *, layers: int, hidden_size: int | None) -> Draft:
+def initial_draft(folder: Path, target: Decoder, *, layers: int, hidden_size: int | None) -> DraftDecoder:
     """Return a draft decoder of evenly spread target layers, projected if narrower.
 
     The target must have its plain linears. Raises ValueError for unknown architectures.
@@ -113,7 +113,7 @@ def initial_draft(folder: Path, target: Decoder, *, layers: int, hidden_size: in
     raw |= {"num_hidden_layers": layers, "hidden_size": d, "head_dim": c.head_dim, "tie_word_embeddings": True}
     raw |= {"torch_dtype": str(target.embed.weight.dtype).removeprefix("torch.")}
     place: dict[str, Any] = {"dtype": target.embed.weight.dtype, "device": target.embed.weight.device}
-    draft = Draft(Decoder(config_from_hf(raw), **place).requires_grad_(False), raw, folder)
+    draft = DraftDecoder(Decoder(config_from_hf(raw), **place).requires_grad_(False), raw, folder)
     _copy(draft.decoder, target, [target.blocks[i * (num - 1) // max(1, layers - 1)] for i in range(layers)])
     return draft.eval()
 
@@ -146,7 +146,7 @@ def _copy(decoder: Decoder, target: Decoder, blocks: Iterable[nn.Module]) -> Non
                 slot.copy_(wide)
 
 
-def save_draft(draft: Draft, folder: Path) -> None:
+def save_draft(draft: DraftDecoder, folder: Path) -> None:
     """Write a checkpoint: weights, config and the target's tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(draft.raw, indent=2) + "\n")

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from sharesd.drafters.heads.head import FeatureHead
 from sharesd.drafters.parallel.head import Parallel
-from train.heads.draft_decoder import Draft, Learner, unroll
+from train.heads.draft_decoder import DraftDecoder, Learner, unroll
 from train.heads.mask_anchors import draft_states
 from train.heads.teacher import Lesson
 
@@ -81,7 +81,7 @@ def losses(
         F.pad(weights_SN, (0, more)),
         rejection,
     )
-    if not feature or isinstance(head, Draft):  # whose states are not meant to be the target's
+    if not feature or isinstance(head, DraftDecoder):  # whose states are not meant to be the target's
         return Losses(divergence, torch.zeros_like(divergence), rejected)
     distances_SND = F.smooth_l1_loss(states_SND, teacher_ND.expand_as(states_SND), reduction="none")
     return Losses(divergence, (distances_SND.mean(2) * weights_SN).sum(), rejected)

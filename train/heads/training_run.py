@@ -30,7 +30,7 @@ from train.data.packed_dataset import PackedRows, read_split
 from train.data.shards import SETTINGS, keep_settings, shards_in
 from train.heads.checkpoint import BEST, LAST, STEP, drop_others, link, read_state, write_head, write_state
 from train.heads.distributed import ALONE, Processes
-from train.heads.draft_decoder import Draft, Learner, initial_draft
+from train.heads.draft_decoder import DraftDecoder, Learner, initial_draft
 from train.heads.evaluate import Acceptance, acceptance, best_chain
 from train.heads.hidden_state_cache import StateStore
 from train.heads.init_weights import initial_head, most_frequent, with_masks
@@ -336,7 +336,7 @@ class TrainingRun:
 
 def _twin(head: Learner, target: Any) -> Learner:
     """Return a trainable copy of the head, in the dtype of lessons."""
-    if isinstance(head, Draft):
+    if isinstance(head, DraftDecoder):
         wide = torch.promote_types(head.decoder.embed.weight.dtype, torch.float32)
         return copy.deepcopy(head).to(wide).requires_grad_(True)
     wide = torch.promote_types(head.place["dtype"], torch.float32)

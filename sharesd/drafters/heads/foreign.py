@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 
-class Format(NamedTuple):
+class HeadFormat(NamedTuple):
     """A published format of heads, and what identifies it in a folder."""
 
     name: str
@@ -19,24 +19,24 @@ class Format(NamedTuple):
 
 
 FORMATS = (
-    Format("Medusa", ("medusa",), ("medusa_num_heads", "medusa_num_layers"), ("medusa_head.", "0.0.linear.weight")),
-    Format("Hydra", ("hydra",), ("hydra_num_heads", "hydra_head_arch")),
-    Format("MLP speculator", ("mlpspeculator", "mlp_speculator"), ("n_predict",)),
-    Format("Domino", ("domino",)),
-    Format("XPress", ("xpress",), (), ("refiner_head.",)),
-    Format("DSpark", ("dspark",), ("markov_rank", "markov_head_type"), ("markov_head.",)),
-    Format(
+    HeadFormat("Medusa", ("medusa",), ("medusa_num_heads", "medusa_num_layers"), ("medusa_head.", "0.0.linear.weight")),
+    HeadFormat("Hydra", ("hydra",), ("hydra_num_heads", "hydra_head_arch")),
+    HeadFormat("MLP speculator", ("mlpspeculator", "mlp_speculator"), ("n_predict",)),
+    HeadFormat("Domino", ("domino",)),
+    HeadFormat("XPress", ("xpress",), (), ("refiner_head.",)),
+    HeadFormat("DSpark", ("dspark",), ("markov_rank", "markov_head_type"), ("markov_head.",)),
+    HeadFormat(
         "DFlash 2",
         ("dflash2",),
         ("selector_rank", "conv_kernel_size"),
         ("candidate_selector.", ".attention_conv.", ".mlp_conv."),
     ),
-    Format("DFlash", ("dflash",), ("dflash_config",)),
-    Format("P-EAGLE", ("peagle",), ("ptd_token_id",), ("mask_hidden",)),
-    Format("Gemma 4 assistant", ("assistant",), ("backbone_hidden_size",), ("pre_projection.", "post_projection.")),
-    Format("MTP", ("mtp",), ("mtp_hybrid_override_pattern",), ("mtp_layers.", "mtp.", ".eh_proj.")),
-    Format("EAGLE with latent attention (MLA)", ("deepseek",), ("kv_lora_rank",), (".kv_a_proj_with_mqa.",)),
-    Format("EAGLE-3.1", (), ("fc_norm",), ("fc_norm.",)),
+    HeadFormat("DFlash", ("dflash",), ("dflash_config",)),
+    HeadFormat("P-EAGLE", ("peagle",), ("ptd_token_id",), ("mask_hidden",)),
+    HeadFormat("Gemma 4 assistant", ("assistant",), ("backbone_hidden_size",), ("pre_projection.", "post_projection.")),
+    HeadFormat("MTP", ("mtp",), ("mtp_hybrid_override_pattern",), ("mtp_layers.", "mtp.", ".eh_proj.")),
+    HeadFormat("EAGLE with latent attention (MLA)", ("deepseek",), ("kv_lora_rank",), (".kv_a_proj_with_mqa.",)),
+    HeadFormat("EAGLE-3.1", (), ("fc_norm",), ("fc_norm.",)),
 )
 """Formats, the narrower before the wider."""
 
@@ -90,7 +90,7 @@ def refuse_foreign(raw: Mapping[str, Any], tensors: Collection[str]) -> None:
             raise ValueError(f"layer_types has {sliding!r} in its config.json, not supported; {_REMEDY}")
 
 
-def _reason(each: Format, parts: Collection[Mapping[str, Any]], tensors: Collection[str]) -> str:
+def _reason(each: HeadFormat, parts: Collection[Mapping[str, Any]], tensors: Collection[str]) -> str:
     """Return what identifies the format, or nothing."""
     for part in parts:
         names = [part.get(name) for name in ("speculators_model_type", "model_type", "projector_type", "algorithm")]

@@ -6,7 +6,7 @@ from sharesd.drafters.registry import DrafterSpec, option
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class NgramOptions:
     ngram_min: int = option(1, "mode ngram: shortest match", metavar="N")
     ngram_max: int = option(4, "mode ngram: longest match", metavar="N")
     ngram_recent: bool = option(False, "mode ngram: the most recent match, not the first")
@@ -24,6 +24,6 @@ SPEC = DrafterSpec(
     order=0,
     help="what followed the last tokens earlier in the text",
     build="sharesd.drafters.ngram.table:build",
-    options=Options,
+    options=NgramOptions,
     colour="#F0E442",
 )

@@ -11,7 +11,7 @@ EMBEDDED_TABLE = Path(__file__).parents[1] / "tables" / "smollm2-135m-instruct.n
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class RecycleOptions:
     recycle_table: PathText | None = option(
         None,
         "mode recycle: table to start from, or `empty` (default: the one of the embedded model, for that model)",
@@ -25,7 +25,7 @@ SPEC = DrafterSpec(
     order=2,
     help="trees of the successors that the target found likely the last time",
     build="sharesd.drafters.recycle.table:build",
-    options=Options,
+    options=RecycleOptions,
     file="recycle_table",
     embedded=EMBEDDED_TABLE,
     needs=frozenset({Need.LOGITS}),

@@ -17,7 +17,7 @@ def window(text: str) -> int | str:
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class ShareOptions:
     draft_window: int | Literal["auto", "off"] = option(
         "auto",
         "mode share: draft steps attend to the last N tokens and the first few; auto: only in long contexts; "
@@ -37,7 +37,7 @@ SPEC = DrafterSpec(
     order=0,
     help="the target drafts for itself with quantized linears",
     build="sharesd.drafters.share.drafter:build",
-    options=Options,
+    options=ShareOptions,
     needs=frozenset({Need.QUANTIZED_TARGET, Need.TARGET_KV}),
     colour="#0072B2",
 )

@@ -11,7 +11,7 @@ EMBEDDED_CORPUS = Path(__file__).parents[1] / "tables" / "smollm2-135m-instruct.
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class SuffixOptions:
     corpus: PathText | None = option(
         None,
         "mode suffix: datastore of texts to search as well, or `empty` (`sharesd train corpus` makes one; "
@@ -26,7 +26,7 @@ SPEC = DrafterSpec(
     order=1,
     help="trees of what followed the longest repeated suffix of the text, and of a corpus",
     build="sharesd.drafters.suffix.table:build",
-    options=Options,
+    options=SuffixOptions,
     file="corpus",
     embedded=EMBEDDED_CORPUS,
     auto_with=frozenset({"", "model", "self", "head"}),

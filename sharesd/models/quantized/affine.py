@@ -18,14 +18,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from compile.block_linear import BlockPart, block_sizes
-from sharesd.models.quantized.layout import Layout, Planes, QuantizedLinear, Run, Settings, pattern_of, run_here
+from sharesd.models.quantized.layout import FolderLayout, Planes, QuantSection, Run, StoredLinear, pattern_of, run_here
 
 _BLOCK = 32  # inputs
 _ZEROS = {"Q8_0": 0, "Q4_0": 8}
 """Code of 0, modulo 256, of types without zeros of their own."""
 
 
-class Affine(QuantizedLinear):
+class Affine(StoredLinear):
     """Linear of integers, however they are packed."""
 
     def __init__(
@@ -147,13 +147,13 @@ _ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Field of a word for each of its outputs."""
 
 
-class AWQ(Layout):
+class AWQ(FolderLayout):
     """Layout of AutoAWQ's kernels "gemm"."""
 
     names = pattern_of(("qweight", "qzeros", "scales"))
     codes = frozenset({"qweight"})
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: QuantSection) -> None:
         """Read the settings; ValueError for those that are not supported."""
         if settings.get("backend") == "llm-awq":
             raise settings.error("backend", "autoawq")
@@ -188,13 +188,13 @@ def awq_linear(planes: Planes, group_size: int) -> Affine:
 _BITS = (2, 3, 4, 8)
 
 
-class GPTQ(Layout):
+class GPTQ(FolderLayout):
     """Layout of AutoGPTQ and GPTQModel."""
 
     names = pattern_of(("qweight", "qzeros", "scales", "g_idx"))
     codes = frozenset({"qweight"})
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: QuantSection) -> None:
         """Read the settings; ValueError for those that are not supported."""
         if settings.get("is_marlin_format"):
             raise settings.error("is_marlin_format", "false")
@@ -227,7 +227,7 @@ class GPTQ(Layout):
         return not self.excludes(module) and (not self._only or module.endswith(self._only))
 
     def linear(self, planes: Planes) -> Affine:
-        own = Settings(self._overrides(planes.module), "quantization_config.dynamic")
+        own = QuantSection(self._overrides(planes.module), "quantization_config.dynamic")
         bits, group_size = own.one_of("bits", _BITS, self._bits), own.size("group_size", self._group_size)
         return gptq_linear(planes, bits, group_size, stores_minus_one=self._stores_minus_one)
 

@@ -9,7 +9,7 @@ from typing import Any
 from sharesd.models.quantized.affine import AWQ, GPTQ, awq_linear, gptq_linear
 from sharesd.models.quantized.compressed_tensors import CompressedTensors
 from sharesd.models.quantized.floats import packed_mxfp4, packed_nvfp4
-from sharesd.models.quantized.layout import Layout, Planes, QuantizedLinear, Settings
+from sharesd.models.quantized.layout import FolderLayout, Planes, QuantSection, StoredLinear
 
 _FORMATS = ("auto_round:auto_gptq", "auto_round:auto_awq", "auto_round", "auto_round:gptqmodel")
 _FLOAT_FORMAT = "auto_round:llm_compressor"
@@ -24,10 +24,10 @@ _FLOATS = {
 _PLAIN_BITS = 16
 
 
-class AutoRound(Layout):
+class AutoRound(FolderLayout):
     """Layout of auto-round's checkpoints of its own format."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: QuantSection) -> None:
         """Read the settings; ValueError for those that are not supported."""
         for key in ("rotation_config", "spinquant_config"):
             if settings.get(key):
@@ -37,14 +37,14 @@ class AutoRound(Layout):
         settings.one_of("data_type", tuple(_FLOATS) if is_float else ("int",), None if is_float else "int")
         if not is_float and settings.get("act_bits", _PLAIN_BITS) < _PLAIN_BITS:
             raise settings.error("act_bits", f"{_PLAIN_BITS} next to integers")
-        planes: type[Layout] = CompressedTensors if is_float else AWQ if self._format.endswith("awq") else GPTQ
+        planes: type[FolderLayout] = CompressedTensors if is_float else AWQ if self._format.endswith("awq") else GPTQ
         self.names, self.codes, self.left_out = planes.names, planes.codes, planes.left_out
         self._extra = {key: settings.section("extra_config").section(key) for key in settings.get("extra_config", {})}
         self._blocks = _blocks_of(settings)
         for own in (settings, *self._extra.values()):
             self._check(own)
 
-    def _check(self, own: Settings) -> None:
+    def _check(self, own: QuantSection) -> None:
         """Raise ValueError for settings of modules that have no reader."""
         if own.get("bits", 0) >= _PLAIN_BITS:
             return
@@ -55,7 +55,7 @@ class AutoRound(Layout):
             own.one_of("bits", (4,) if is_float or self._format.endswith("awq") else tuple(range(2, 9)))
         own.size("group_size", -1)
 
-    def _own(self, module: str) -> Settings | None:
+    def _own(self, module: str) -> QuantSection | None:
         """Return what is said of a module: by its name, or by the first expression that finds it."""
         if module in self._extra:
             return self._extra[module]
@@ -72,17 +72,17 @@ class AutoRound(Layout):
         in_blocks = not self._blocks or module.startswith(self._blocks)
         return not self.excludes(module) and (in_blocks or module in self._extra)
 
-    def linear(self, planes: Planes) -> QuantizedLinear:
+    def linear(self, planes: Planes) -> StoredLinear:
         bits, size = (self._setting(planes.module, key, -1) for key in ("bits", "group_size"))
         if self._format == _FLOAT_FORMAT:
-            own = Settings({"group_size": size}, "quantization_config")
+            own = QuantSection({"group_size": size}, "quantization_config")
             return _FLOATS[self._setting(planes.module, "data_type")](planes, own)
         if self._format.endswith("awq"):
             return awq_linear(planes, size)
         return gptq_linear(planes, bits, size, stores_minus_one=self._format.endswith("auto_gptq"))
 
 
-def _format_of(settings: Settings) -> str:
+def _format_of(settings: QuantSection) -> str:
     """Return the format of the planes in its present name."""
     key = "packing_format" if settings.get("packing_format") is not None else "backend"
     said = settings.get(key, "auto")
@@ -97,7 +97,7 @@ def _format_of(settings: Settings) -> str:
     return name
 
 
-def _blocks_of(settings: Settings) -> tuple[str, ...]:
+def _blocks_of(settings: QuantSection) -> tuple[str, ...]:
     """Return the beginnings of the names of quantized modules; none if all blocks are."""
     key = "block_name_to_quantize"
     said = settings.get(key, [])

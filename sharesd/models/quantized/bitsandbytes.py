@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sharesd.models.quantized.layout import Layout, Planes, QuantizedLinear, Settings, pattern_of
+from sharesd.models.quantized.layout import FolderLayout, Planes, QuantSection, StoredLinear, pattern_of
 
 _STATE = "weight.quant_state.bitsandbytes__"
 _TYPES = ("nf4", "fp4")
 
 
-class BitsAndBytesLinear(QuantizedLinear):
+class BitsAndBytesLinear(StoredLinear):
     """Linear of table entries."""
 
     def __init__(self, module: str, packed: Tensor, table: Tensor, scale_NG: Tensor, K: int) -> None:
@@ -39,7 +39,7 @@ class BitsAndBytesLinear(QuantizedLinear):
         raise self.not_as_stored("tables of floats have no kernel")
 
 
-class BitsAndBytes(Layout):
+class BitsAndBytes(FolderLayout):
     """Layout of bitsandbytes in transformers, 4 bits."""
 
     names = pattern_of(
@@ -50,7 +50,7 @@ class BitsAndBytes(Layout):
     )
     codes = frozenset({"weight"})
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: QuantSection) -> None:
         """Read the settings; ValueError for those that are not supported."""
         if settings.get("load_in_8bit"):
             raise settings.error("load_in_8bit", "load_in_4bit")

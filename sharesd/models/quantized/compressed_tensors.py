@@ -16,10 +16,10 @@ from torch import Tensor
 
 from sharesd.models.quantized.affine import Affine, num_words, unpack
 from sharesd.models.quantized.floats import Float8, float8, packed_mxfp4, packed_nvfp4
-from sharesd.models.quantized.layout import Layout, Planes, QuantizedLinear, Settings, pattern_of
+from sharesd.models.quantized.layout import FolderLayout, Planes, QuantSection, StoredLinear, pattern_of
 
 
-def packed_integers(planes: Planes, weights: Settings) -> Affine:
+def packed_integers(planes: Planes, weights: QuantSection) -> Affine:
     """Return a linear of format pack-quantized."""
     bits = weights.one_of("num_bits", tuple(range(2, 9)))
     shape = planes.take("weight_shape", [torch.int64, torch.int32], (2,)).tolist()
@@ -46,7 +46,7 @@ def packed_integers(planes: Planes, weights: Settings) -> Affine:
     )
 
 
-def byte_integers(planes: Planes, weights: Settings) -> Affine:
+def byte_integers(planes: Planes, weights: QuantSection) -> Affine:
     """Return a linear of format int-quantized."""
     weights.one_of("num_bits", tuple(range(2, 9)))
     weight = planes.take("weight", [torch.int8], (-1, -1))
@@ -63,7 +63,7 @@ def byte_integers(planes: Planes, weights: Settings) -> Affine:
     return Affine(planes.module, codes, K, 8, scale_NG, zero_NG, _groups(planes, weights, K, G))
 
 
-def _scales(planes: Planes, weights: Settings, N: int, K: int) -> Tensor:
+def _scales(planes: Planes, weights: QuantSection, N: int, K: int) -> Tensor:
     """Return the scales [N, G]."""
     strategy = weights.one_of(
         "strategy", ("tensor", "channel", "group"), "group" if weights.get("group_size") else "tensor"
@@ -78,7 +78,7 @@ def _scales(planes: Planes, weights: Settings, N: int, K: int) -> Tensor:
     return planes.scales("weight_scale", (N, K // group_size))
 
 
-def _groups(planes: Planes, weights: Settings, K: int, G: int) -> Tensor | None:
+def _groups(planes: Planes, weights: QuantSection, K: int, G: int) -> Tensor | None:
     """Return the groups of inputs that are no runs; else None."""
     order = weights.get("actorder", False)
     if order not in (False, True, "group", "weight", "static", "dynamic"):
@@ -91,7 +91,7 @@ def _groups(planes: Planes, weights: Settings, K: int, G: int) -> Tensor | None:
     return None if torch.equal(group_K, torch.arange(K) // (K // G)) else group_K
 
 
-def _floats(planes: Planes, weights: Settings) -> Float8:
+def _floats(planes: Planes, weights: QuantSection) -> Float8:
     """Return a linear of format float-quantized."""
     weights.one_of("num_bits", (8,))
     strategy = weights.one_of("strategy", ("tensor", "channel", "group", "block"))
@@ -101,12 +101,12 @@ def _floats(planes: Planes, weights: Settings) -> Float8:
     return float8(planes, "weight_scale", (-1 if strategy == "tensor" else 1, inputs))
 
 
-def _naive(planes: Planes, weights: Settings) -> QuantizedLinear:
+def _naive(planes: Planes, weights: QuantSection) -> StoredLinear:
     """Return a linear of format naive-quantized."""
     return (byte_integers if weights.one_of("type", ("int", "float"), "int") == "int" else _floats)(planes, weights)
 
 
-_FORMATS: Mapping[str, tuple[str, Callable[[Planes, Settings], QuantizedLinear]]] = {
+_FORMATS: Mapping[str, tuple[str, Callable[[Planes, QuantSection], StoredLinear]]] = {
     "pack-quantized": ("int", packed_integers),
     "int-quantized": ("int", byte_integers),
     "float-quantized": ("float", _floats),
@@ -123,7 +123,7 @@ _ACTIVATIONS = (
 )
 
 
-class CompressedTensors(Layout):
+class CompressedTensors(FolderLayout):
     """Layout of llm-compressor's checkpoints."""
 
     names = pattern_of(
@@ -135,13 +135,13 @@ class CompressedTensors(Layout):
     codes = frozenset({"weight_packed", "weight"})
     left_out = frozenset(_ACTIVATIONS)
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: QuantSection) -> None:
         """Read the settings; ValueError for those that are not supported."""
         if settings.section("sparsity_config").get("format", "dense") != "dense":
             raise settings.error("sparsity_config", "none")
         if settings.section("transform_config").get("config_groups"):
             raise settings.error("transform_config", "none")
-        schemes: dict[str, tuple[str, Settings] | None] = {}
+        schemes: dict[str, tuple[str, QuantSection] | None] = {}
         for group in settings.section("config_groups").sections():
             scheme, weights = None, group.section("weights")
             if weights.get("num_bits"):  # else a group of activations or KV alone
@@ -163,7 +163,7 @@ class CompressedTensors(Layout):
     def includes(self, module: str) -> bool:
         return self._scheme_of(module) is not None and not self.excludes(module)
 
-    def _scheme_of(self, module: str) -> tuple[str, Settings] | None:
+    def _scheme_of(self, module: str) -> tuple[str, QuantSection] | None:
         """Return format and settings of a module; None if its weights are not quantized.
 
         If several targets match, the order is that of the compressed-tensors package: the exact name, regular
@@ -174,7 +174,7 @@ class CompressedTensors(Layout):
         by_class = (scheme for target, scheme in self._schemes.items() if target in classes)
         return next(chain(by_name, by_class), None)
 
-    def linear(self, planes: Planes) -> QuantizedLinear:
+    def linear(self, planes: Planes) -> StoredLinear:
         scheme = self._scheme_of(planes.module)
         if scheme is None:
             plane = "weight_packed" if "weight_packed" in planes else "weight"

@@ -16,13 +16,22 @@ import torch
 from torch import Tensor
 
 from compile.block_linear import BlockPart, block_sizes
-from sharesd.models.quantized.layout import FLOATS, Layout, Planes, QuantizedLinear, Run, Settings, pattern_of, run_here
+from sharesd.models.quantized.layout import (
+    FLOATS,
+    FolderLayout,
+    Planes,
+    QuantSection,
+    Run,
+    StoredLinear,
+    pattern_of,
+    run_here,
+)
 
 _DTYPE = torch.float8_e4m3fn
 _POWERS = torch.float8_e8m0fnu
 
 
-class Float8(QuantizedLinear):
+class Float8(StoredLinear):
     """Linear of numbers of 8 bits, with a grid of scales."""
 
     def __init__(self, module: str, weight_NK: Tensor, scale: Tensor, block: tuple[int, int]) -> None:
@@ -58,14 +67,14 @@ def float8(planes: Planes, scales: str, block: tuple[int, int]) -> Float8:
     return Float8(planes.module, weight, scale.reshape(grid), (outputs, inputs))
 
 
-class FP8(Layout):
+class FP8(FolderLayout):
     """Layout of DeepSeek V3 and Qwen3: `weight_scale_inv`, which multiplies."""
 
     names = pattern_of(("weight", "weight_scale_inv", "weight_scale", "activation_scale", "input_scale"))
     codes = frozenset({"weight"})
     left_out = frozenset({"activation_scale", "input_scale"})
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: QuantSection) -> None:
         """Read the settings; ValueError for those that are not supported."""
         settings.one_of("fmt", ("e4m3",), "e4m3")
         for key in ("weight_scale_method", "weight_scale_semantics"):  # of GPTQModel, whose scales divide
@@ -80,14 +89,14 @@ class FP8(Layout):
         return float8(planes, "weight_scale" if "weight_scale" in planes else "weight_scale_inv", self._block)
 
 
-class FBGEMM(Layout):
+class FBGEMM(FolderLayout):
     """Layout of fbgemm: FP8 with a scale for each output."""
 
     names = pattern_of(("weight", "weight_scale", "input_scale_ub"))
     codes = frozenset({"weight"})
     left_out = frozenset({"input_scale_ub"})
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: QuantSection) -> None:
         """Read the settings."""
         self.excluded = settings.texts("modules_to_not_convert")
 
@@ -102,7 +111,7 @@ _NAN = 255  # as a power
 _POWER_TYPES = (torch.uint8, torch.float8_e8m0fnu)
 
 
-class Float4(QuantizedLinear):
+class Float4(StoredLinear):
     """Linear of floats of 4 bits (E2M1).
 
     Of two in a byte the lower half is first.
@@ -143,7 +152,7 @@ class Float4(QuantizedLinear):
         return BlockPart(self._kind, raw.flatten(1))
 
 
-class Experts(QuantizedLinear):
+class Experts(StoredLinear):
     """Linears of MXFP4 for all experts, each transposed: [E, K, N]."""
 
     def __init__(self, module: str, experts: list[Float4]) -> None:
@@ -159,7 +168,7 @@ class Experts(QuantizedLinear):
         return torch.stack([expert.values().t() for expert in self._experts[begin:end]])
 
 
-def packed_mxfp4(planes: Planes, weights: Settings) -> Float4:
+def packed_mxfp4(planes: Planes, weights: QuantSection) -> Float4:
     """Return a linear of format mxfp4-pack-quantized."""
     weights.one_of("group_size", (MXFP4_GROUP,), MXFP4_GROUP)
     packed = planes.take("weight_packed", [torch.uint8], (-1, -1))
@@ -181,13 +190,13 @@ def _powers(planes: Planes, plane: str, shape: tuple[int, ...]) -> Tensor:
     return powers
 
 
-class MXFP4(Layout):
+class MXFP4(FolderLayout):
     """Layout of gpt-oss: experts alone are quantized."""
 
     names = re.compile(r"(?P<module>.+)_(?P<plane>blocks|scales)")
     codes = frozenset({"blocks"})
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: QuantSection) -> None:
         """Read the settings."""
         self.excluded = settings.texts("modules_to_not_convert")
 
@@ -208,7 +217,7 @@ NVFP4_GROUP = 16
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
-def packed_nvfp4(planes: Planes, weights: Settings) -> Float4:
+def packed_nvfp4(planes: Planes, weights: QuantSection) -> Float4:
     """Return a linear of format nvfp4-pack-quantized, whose scale of all divides."""
     weights.one_of("group_size", (NVFP4_GROUP,), NVFP4_GROUP)
     return _linear(planes, "weight_packed", "weight_global_scale", divides=True)
@@ -229,7 +238,7 @@ def _linear(planes: Planes, codes: str, whole_plane: str, *, divides: bool = Fal
     return Float4(planes.module, packed, scale_NG / whole if divides else scale_NG * whole, "NVFP4_16", *fields)
 
 
-class ModelOpt(Layout):
+class ModelOpt(FolderLayout):
     """Layout of NVIDIA's Model Optimizer: NVFP4 or FP8."""
 
     names = pattern_of(
@@ -241,7 +250,7 @@ class ModelOpt(Layout):
     codes = frozenset({"weight"})
     left_out = frozenset({"input_scale", "output_scale"})
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: QuantSection) -> None:
         """Read the settings; ValueError for those that are not supported."""
         self._is_fp8 = settings.one_of("quant_algo", ("NVFP4", "W4A16_NVFP4", "FP8")) == "FP8"
         if not self._is_fp8:
@@ -249,7 +258,7 @@ class ModelOpt(Layout):
         named = settings.texts("ignore") + settings.texts("exclude_modules")
         self.excluded = tuple(f"re:{fnmatch.translate(each)}" if "*" in each else each for each in named)
 
-    def linear(self, planes: Planes) -> QuantizedLinear:
+    def linear(self, planes: Planes) -> StoredLinear:
         if self._is_fp8:
             return float8(planes, "weight_scale", (-1, -1))
         return _linear(planes, "weight", "weight_scale_2")

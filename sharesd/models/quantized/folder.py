@@ -41,7 +41,15 @@ from sharesd.models.quantized.auto_round import AutoRound
 from sharesd.models.quantized.bitsandbytes import BitsAndBytes
 from sharesd.models.quantized.compressed_tensors import CompressedTensors
 from sharesd.models.quantized.floats import FBGEMM, FP8, MXFP4, ModelOpt
-from sharesd.models.quantized.layout import MISFIT, Layout, NotAsStored, Planes, QuantizedLinear, Settings, Workers
+from sharesd.models.quantized.layout import (
+    MISFIT,
+    FolderLayout,
+    NotAsStored,
+    Planes,
+    QuantSection,
+    StoredLinear,
+    Workers,
+)
 from sharesd.models.weight_mapping import (
     EMBEDDING,
     HEAD,
@@ -55,7 +63,7 @@ from sharesd.models.weight_mapping import (
     text_name,
 )
 
-_LAYOUTS: Mapping[str, Callable[[Settings], Layout]] = {
+_LAYOUTS: Mapping[str, Callable[[QuantSection], FolderLayout]] = {
     "gptq": GPTQ,
     "awq": AWQ,
     "auto-round": AutoRound,
@@ -71,14 +79,14 @@ METHODS = tuple(_LAYOUTS)
 """Values of `quant_method` that are read."""
 
 
-def layout_of(section: Mapping[str, Any]) -> Layout:
+def layout_of(section: Mapping[str, Any]) -> FolderLayout:
     """Return the layout of a `quantization_config`.
 
     Raises ValueError for one that is not supported.
     """
     if "quant_method" not in section and (section.get("load_in_4bit") or section.get("load_in_8bit")):
         section = {**section, "quant_method": "bitsandbytes"}  # as its first versions wrote it
-    settings = Settings(section)
+    settings = QuantSection(section)
     return _LAYOUTS[settings.one_of("quant_method", METHODS)](settings)
 
 
@@ -89,7 +97,7 @@ _SHARD_BYTES = 2 << 30
 _NUMBERS = {dtype: kind for kind, dtype in NUMBERS.items()}
 
 
-Linear = Callable[[], QuantizedLinear]
+Linear = Callable[[], StoredLinear]
 """Reader of a quantized linear.
 
 Its scales take memory while it is used.
@@ -147,7 +155,7 @@ def _types(folder: Path, identity: str) -> StoredTypes:
     assert config is not None
     stored, orders, errors = dict[str, str](), dict[str, Tensor | None](), dict[str, NotAsStored]()
 
-    def see(name: str, linear: Tensor | QuantizedLinear) -> None:
+    def see(name: str, linear: Tensor | StoredLinear) -> None:
         name = text_name(name)
         if isinstance(linear, Tensor):
             stored[name] = _NUMBERS.get(linear.dtype, "F32")
@@ -265,7 +273,7 @@ def _gigabytes(folder: Path, num_weights: int) -> tuple[float, float]:
     return sum(file.stat().st_size for file in weight_files(folder)) / 1e9, 2 * num_weights / 1e9
 
 
-def _read_config(folder: Path) -> tuple[Layout, DecoderConfig | None, UnsupportedArchitecture | None]:
+def _read_config(folder: Path) -> tuple[FolderLayout, DecoderConfig | None, UnsupportedArchitecture | None]:
     """Return layout and native config, or the reason for no such config.
 
     Raises ValueError if config.json cannot be used.
@@ -283,7 +291,7 @@ def _read_config(folder: Path) -> tuple[Layout, DecoderConfig | None, Unsupporte
         return layout, config, None
 
 
-def _read_weights(folder: Path, layout: Layout, config: DecoderConfig | None) -> Weights:
+def _read_weights(folder: Path, layout: FolderLayout, config: DecoderConfig | None) -> Weights:
     """Return all weights, mapped, but for biases of zeros without a place.
 
     Raises ValueError for files that are damaged, and tensors that disagree with the config.
@@ -300,7 +308,7 @@ def _read_weights(folder: Path, layout: Layout, config: DecoderConfig | None) ->
     return weights
 
 
-def _grouped(stored: Mapping[str, Tensor], layout: Layout) -> Weights:
+def _grouped(stored: Mapping[str, Tensor], layout: FolderLayout) -> Weights:
     """Return tensors with those of each quantized linear put together."""
     planes: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
     for name, tensor in stored.items():
@@ -329,7 +337,7 @@ def _grouped(stored: Mapping[str, Tensor], layout: Layout) -> Weights:
     return weights
 
 
-def _linear(module: str, tensors: Mapping[str, Tensor], layout: Layout) -> QuantizedLinear:
+def _linear(module: str, tensors: Mapping[str, Tensor], layout: FolderLayout) -> StoredLinear:
     """Return a linear; ValueError for a tensor that it does not use."""
     planes = Planes(module, tensors)
     linear = layout.linear(planes)
@@ -343,7 +351,7 @@ def _check(
     folder: Path,
     weights: Weights,
     config: DecoderConfig | None,
-    see: Callable[[str, Tensor | QuantizedLinear], None] = lambda name, linear: None,
+    see: Callable[[str, Tensor | StoredLinear], None] = lambda name, linear: None,
 ) -> dict[str, tuple[int, ...]]:
     """Return the shape of each tensor; `see` gets names and tensors.
 

@@ -60,7 +60,7 @@ Run = Callable[[Callable[[int, int], None], Ranges], None]
 """Call of a function for ranges of outputs."""
 
 
-class Settings:
+class QuantSection:
     """Section of config.json that says how weights are quantized."""
 
     def __init__(self, values: object, name: str = "quantization_config") -> None:
@@ -102,10 +102,10 @@ class Settings:
             raise self.error(key, "a list of texts")
         return tuple(value)
 
-    def section(self, key: str) -> Settings:
-        return Settings(self.get(key, {}), f"{self._name}.{key}")
+    def section(self, key: str) -> QuantSection:
+        return QuantSection(self.get(key, {}), f"{self._name}.{key}")
 
-    def sections(self) -> Iterator[Settings]:
+    def sections(self) -> Iterator[QuantSection]:
         """Yield the sections within this one."""
         for key in self._values:
             yield self.section(key)
@@ -176,7 +176,7 @@ class NotAsStored(ValueError):
         self.reason = reason
 
 
-class QuantizedLinear(ABC):
+class StoredLinear(ABC):
     """Weights of one linear, as they are stored."""
 
     order: Tensor | None = None
@@ -230,7 +230,7 @@ class QuantizedLinear(ABC):
         return NotAsStored(self.module, reason)
 
 
-class Layout(ABC):
+class FolderLayout(ABC):
     """Layout of the linears of a checkpoint."""
 
     names: re.Pattern[str]
@@ -245,7 +245,7 @@ class Layout(ABC):
     """Modules that are not quantized: names, or parts of them."""
 
     @abstractmethod
-    def linear(self, planes: Planes) -> QuantizedLinear:
+    def linear(self, planes: Planes) -> StoredLinear:
         """Return a linear; ValueError if its tensors are not of this layout."""
 
     def is_quantized(self, planes: Mapping[str, Tensor]) -> bool:

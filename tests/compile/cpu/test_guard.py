@@ -26,7 +26,7 @@ from compile.linear import PackedLinear, QuantizedPackedLinear, pack_linears
 from compile.noise import Hash, hashed_gumbel, hashed_sample
 from compile.suffix_search import suffix_finder
 from compile.topk import arg_max, top_k, top_logp, top_p
-from compile.tree_expand import Draft, Frontier, Nodes, expand_tree, select_nodes
+from compile.tree_expand import ExpandedDraft, Frontier, Nodes, expand_tree, select_nodes
 from compile.tree_rescore import BestNodes, record_best_nodes, rescore_children
 from compile.tree_verify import accept_path
 from sharesd.drafters.heads.head import native_head
@@ -302,7 +302,7 @@ def test_tree_expansion() -> None:
             expand_tree(level, nodes, frontier, hand(f"new {num}", new), hand(f"logp {num}", logp))
         places = torch.zeros(1, 7, dtype=torch.int64)  # the root's is left alone
         places = hand("draft places", places) if guard.place() == "behind" else places
-        draft = Draft(zeros("draft tokens", 6), zeros("draft depth", 7), zeros("draft path", 7, 7), places)
+        draft = ExpandedDraft(zeros("draft tokens", 6), zeros("draft depth", 7), zeros("draft path", 7, 7), places)
         select_nodes(hand("wanted", torch.tensor([6])), 2, nodes, draft)
         level, said, chances = (
             zeros("levels"),

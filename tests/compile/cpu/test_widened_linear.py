@@ -8,7 +8,7 @@ import torch
 from compile.block_linear import WIDENED, BlockEmbedding, BlockPart
 from compile.huge_pages import HugePageArena
 from compile.linear import NotFinite, PackedLinear
-from compile.native_structs import Linear
+from compile.native_structs import LinearStruct
 from compile.widened_linear import WidenedLinear
 
 
@@ -45,7 +45,7 @@ def test_embeddings_read_its_rows() -> None:
 
 def test_the_stack_takes_it() -> None:
     linear = WidenedLinear(weights(32, 64), HugePageArena().zeros)
-    found = Linear.of(linear)
+    found = LinearStruct.of(linear)
     assert (found.bits, found.weight, found.bias) == (16, linear.weight.data_ptr(), None)
     assert (found.N, found.K, found.G) == (32, 64, 0)
     part = BlockPart(WIDENED, weights(32, 64))

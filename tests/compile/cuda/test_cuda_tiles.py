@@ -11,7 +11,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is not installed here")
-from benchmark.gpu.shapes import MODELS, Linear
+from benchmark.gpu.shapes import MODELS, LinearShape
 from compile.cuda.gemm_config import ROWS, Device, Tile, by_rule
 from scripts.predicted_bandwidth import (
     A100,
@@ -116,7 +116,7 @@ def test_products_do_nothing_twice(arch: int, bits: int, name: str, model: int) 
 @pytest.mark.parametrize("bits", [16, 8, pytest.param(4, marks=pytest.mark.slow)])
 def test_products_of_a_small_model(bits: int) -> None:
     """Split in parts; nothing but prefetches stands before the wait."""
-    linear = Linear(576, 1536, bias=True)
+    linear = LinearShape(576, 1536, bias=True)
     made = compiled(linear, bits, plan_of(linear, bits, H100).tile, 90)
     assert made.spilled == 0 and "mma" in made.ptx and "cp.async" in made.ptx
     waits = made.ptx.find("griddepcontrol.wait")
@@ -151,7 +151,7 @@ PLACES = [(90, size) for size in SIZES] + [((80, 86, 89, 120)[at % 4], size) for
 )
 def test_products_of_other_sizes(arch: int, size: tuple[int, int, torch.dtype, dict[str, Any]]) -> None:
     outputs, inputs, dtype, how = size
-    linear, bits = Linear(outputs, inputs, **how), 32 if dtype == FULL else 16
+    linear, bits = LinearShape(outputs, inputs, **how), 32 if dtype == FULL else 16
     made = compiled(linear, bits, plan_of(linear, bits, BY_ARCH[arch]).tile, arch, dtype)
     assert made.shared <= SHARED[arch] * 1024 and made.spilled == 0, (made.shared, made.spilled)
     assert "tf32" not in made.ptx, "float32 is multiplied as such"
@@ -187,5 +187,5 @@ def test_the_table_is_what_is_predicted() -> None:
 
 
 def test_one_kernel_stands_for_all_sizes() -> None:
-    linear, tile = Linear(4096, 4096), plan_of(Linear(4096, 4096), 16, RTX4090).tile
+    linear, tile = LinearShape(4096, 4096), plan_of(LinearShape(4096, 4096), 16, RTX4090).tile
     assert loop_of(linear, 16, tile, 89) is loop_of(replace(linear, outputs=11008), 16, replace(tile, split=4), 89)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is not installed here")
-from benchmark.gpu.shapes import Linear
+from benchmark.gpu.shapes import LinearShape
 from compile.cuda import (
     kv_compact,
     pdl,
@@ -61,16 +61,16 @@ def test_kernels_wait_before_they_touch_memory(launches: Callable[[int], list[Bi
 @pytest.mark.parametrize(
     "linear, bits",
     [
-        (Linear(4096, 4096, norm=True), 16),
-        (Linear(22016, 4096, norm=True, gated="silu"), 16),
-        (Linear(576, 1536, bias=True), 16),  # split
-        (Linear(576, 1536, norm=True), 8),
-        (Linear(576, 1536, norm=True), 4),
-        (Linear(151936, 1024, norm=True), 16),
+        (LinearShape(4096, 4096, norm=True), 16),
+        (LinearShape(22016, 4096, norm=True, gated="silu"), 16),
+        (LinearShape(576, 1536, bias=True), 16),  # split
+        (LinearShape(576, 1536, norm=True), 8),
+        (LinearShape(576, 1536, norm=True), 4),
+        (LinearShape(151936, 1024, norm=True), 16),
     ],
     ids=str,
 )
-def test_products_wait_before_they_touch_memory(linear: Linear, bits: int) -> None:
+def test_products_wait_before_they_touch_memory(linear: LinearShape, bits: int) -> None:
     tile = plan_of(linear, bits, H100).tile
     made = compiled(linear, bits, tile, 90)
     check(made.ptx)

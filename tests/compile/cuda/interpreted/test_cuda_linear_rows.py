@@ -13,7 +13,7 @@ from torch import Tensor, nn
 pytest.importorskip("triton", reason="Triton is not installed here")
 
 from compile.cuda import gemm_config
-from compile.cuda.autotune import Shape, candidates, tune
+from compile.cuda.autotune import WeightShape, candidates, tune
 from compile.cuda.gemm import multiply
 from compile.cuda.gemm_config import Tile
 from compile.cuda.linear import RowLinear, replace_with_row_linears
@@ -165,7 +165,7 @@ def test_decoders() -> None:
 def test_tuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the tuner measures to be fastest is what later calls use, on this device, for this shape."""
     monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path))
-    shape, on = Shape(96, 256, 4, 64), gemm_config.device(gpu())
+    shape, on = WeightShape(96, 256, 4, 64), gemm_config.device(gpu())
     slow_first = iter(range(100, 0, -1))
     found = tune([shape], torch.get_default_device(), measure=lambda calls: float(next(slow_first)))
     assert list(found[shape]) == candidates(shape, on)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from compile import state_update, tree_expand
 from compile.attention import TreeAttentionMask
-from compile.tree_expand import Draft, Frontier, Nodes
+from compile.tree_expand import ExpandedDraft, Frontier, Nodes
 from sharesd.sampling.acceptance import accept_match, accept_tree_reference
 from sharesd.speculation.draft_tree import DraftTree
 
@@ -125,7 +125,7 @@ def test_accepted_paths() -> None:
     assert torch.equal(out[:, 8:].where(kept, 0), verified.path.where(kept, 0))
 
 
-def state(B: int, top: int, deepest: int, most: int) -> tuple[Tensor, Nodes, Frontier, Draft]:
+def state(B: int, top: int, deepest: int, most: int) -> tuple[Tensor, Nodes, Frontier, ExpandedDraft]:
     C = top + (deepest - 1) * top**2
 
     def zeros(*shape: int) -> Tensor:
@@ -133,7 +133,12 @@ def state(B: int, top: int, deepest: int, most: int) -> tuple[Tensor, Nodes, Fro
 
     nodes = Nodes(zeros(C) - 1, torch.full((B, C), -torch.inf), zeros(C, deepest), zeros(C) + 77)
     frontier = Frontier(zeros(top), torch.zeros(B, top), zeros(top, deepest), zeros(top, deepest), zeros(top))
-    return zeros(), nodes, frontier, Draft(zeros(most) - 9, zeros(1 + most), zeros(1 + most, 1 + most), zeros(1 + most))
+    return (
+        zeros(),
+        nodes,
+        frontier,
+        ExpandedDraft(zeros(most) - 9, zeros(1 + most), zeros(1 + most, 1 + most), zeros(1 + most)),
+    )
 
 
 @pytest.mark.parametrize("top, levels, deepest, wanted, most", [(3, 4, 5, 11, 15), (1, 2, 2, 1, 3), (4, 2, 3, 36, 40)])
