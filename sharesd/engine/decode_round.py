@@ -162,13 +162,14 @@ class Round:
         They are valid until two more rounds have been copied.
         """
         self._host.turn()
-        packed_result_BX, logprobs_BT, top_BTk, num_allowed_B, num_rows, is_tree = result
-        copy, times = self._host.copy, -(-(1 + self._buffers.max_nodes) // num_rows)  # reserves for the largest draft
-        top = None if top_BTk is None else (copy("ids", top_BTk[0], times), copy("top", top_BTk[1], times))
-        logprobs_BT = None if logprobs_BT is None else copy("logprobs", logprobs_BT, times)
-        packed_result_BX = copy("packed", packed_result_BX, times if is_tree else 2 * times)  # trees have a path, too
-        num_allowed_B = None if num_allowed_B is None else copy("allowed", num_allowed_B, 1)
-        return RoundResult(packed_result_BX, logprobs_BT, top, num_allowed_B, num_rows, is_tree)
+        copy, times = self._host.copy, -(-(1 + self._buffers.max_nodes) // result.num_rows)  # for the largest draft
+        top, logprobs, allowed = result.top_BTk, result.logprobs_BT, result.num_allowed_B
+        return result._replace(
+            packed_result_BX=copy("packed", result.packed_result_BX, times if result.is_tree else 2 * times),  # + path
+            logprobs_BT=None if logprobs is None else copy("logprobs", logprobs, times),
+            top_BTk=None if top is None else (copy("ids", top[0], times), copy("top", top[1], times)),
+            num_allowed_B=None if allowed is None else copy("allowed", allowed, 1),
+        )
 
     def copy_proposed(self, proposed: Proposed) -> Proposed:
         """Start copies of a draft, after those of the round's result."""

@@ -167,20 +167,27 @@ class OutputProcessor:
         Tokens after the end of the text are dropped and not counted. If no token can be chosen at a position and the
         text has not ended before it, the request fails.
         """
-        ids, sources, drafters, logprobs, top, cut_by = tokens
-        count, text = request.take(ids)  # appends tokens up to the first stop rule that holds
+        count, text = request.take(tokens.ids)  # appends tokens up to the first stop rule that holds
         error: RequestError | None = None
-        if cut_by == "not_numbers" and request.finish_reason is None:
+        if tokens.cut == "not_numbers" and request.finish_reason is None:
             request.bad_position = request.bad_position or len(request.tokens)
         if request.bad_position is not None:
             error = self._not_numbers(request.bad_position)
-        elif cut_by == "none_allowed" and request.finish_reason is None:
+        elif tokens.cut == "none_allowed" and request.finish_reason is None:
             error = _none_allowed(request)
         if error is not None:
             text += request.fail()
-        logprobs, top = logprobs and logprobs[:count], top and top[:count]
-        emitted = ids[:count], sources[:count], list(drafters[:count])
-        chunk = TokenChunk(request, *emitted, text, logprobs, top, request.finish_reason, error)
+        chunk = TokenChunk(
+            request,
+            token_ids=tokens.ids[:count],
+            sources=tokens.sources[:count],
+            drafters=list(tokens.drafters[:count]),
+            text=text,
+            logprobs=tokens.logprobs and tokens.logprobs[:count],
+            top_logprobs=tokens.top_logprobs and tokens.top_logprobs[:count],
+            finish_reason=request.finish_reason,
+            error=error,
+        )
         for stats in (self.stats, request.stats):
             stats.record_tokens(chunk.sources)
         assert request.row is not None

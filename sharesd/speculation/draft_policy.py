@@ -328,7 +328,9 @@ class Policy:
 
     def restore(self, decision: Decision) -> None:
         """Make the next `record` belong to the round of this decision."""
-        self._requested, self._has_queried, self.tables_match, self._table_gains, self.scorer = decision
+        self._requested, self._has_queried = decision.requested, decision.has_queried
+        self.tables_match, self._table_gains = decision.tables_match, decision.table_gains
+        self.scorer = decision.scorer
 
     def record(
         self, tree: DraftTree, paths: Sequence[Sequence[int]], draft_s: float, step_s: float, progress: float

@@ -21,9 +21,11 @@ from tests.helpers.block_parts import values as block_values
 
 EPSILON = {torch.float32: 4e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 QUICK = ("Q8_0", "Q4_K", "Q6_K", "INT4_128", "INT8_32", "NVFP4_16")
-EACH_TYPE = pytest.mark.parametrize(
-    "type_name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in BLOCK_TYPES]
+EACH_TYPE = pytest.mark.parametrize("type_name", BLOCK_TYPES)
+EACH_LAYOUT = pytest.mark.parametrize(
+    "type_name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in BLOCK_TYPES]
 )
+"""Types that differ in more than how codes are decoded, which `test_values_are_those_of_the_file` sees for all."""
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +70,7 @@ def test_values_are_those_of_the_file(type_name: str) -> None:
         assert torch.equal(linear.full_weight(torch.bfloat16), values(part).bfloat16())
 
 
-@EACH_TYPE
+@EACH_LAYOUT
 @torch.no_grad()
 def test_products(type_name: str) -> None:
     """Against the file's values in float64: what is left is the rounding of float32 sums, and of the outputs."""
@@ -105,7 +107,7 @@ def test_norm_gate_and_residual(dtype: torch.dtype) -> None:
             assert got.dtype == dtype and error(got, want) < EPSILON[dtype], (len(used), gated)
 
 
-@EACH_TYPE
+@EACH_LAYOUT
 @torch.no_grad()
 def test_a_rows_bits_depend_on_nothing_beside_it(type_name: str) -> None:
     linear = linear_of([part_of(type_name, 40, 512)])
