@@ -118,7 +118,7 @@ def captures(
     round_ = engine_of(model, drafter, cache, **options).variant(SamplingParams()).round(0, rows)
 
     def verify(tree: DraftTree) -> object:
-        return round_._accept(round_._verify(tree))
+        return round_._accept(round_._target_pass(tree))
 
     found: dict[str, Callable[[], object]] = {"plain": partial(verify, round_.no_draft)}
     if drafter is None:
