@@ -61,6 +61,7 @@ class Recording(TorchDispatchMode):
         self.operations: Counter[str] = Counter()
         """Names of what a replay runs."""
         self.num_replays = 0
+        self._is_poisoned = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -98,15 +99,17 @@ class Recording(TorchDispatchMode):
         self._returned = {_storage(t) for t in tree_leaves(result) if isinstance(t, Tensor)}
 
     def poison(self, *, returned: bool) -> None:
-        """Overwrite what was made here; what was returned, too, if so wanted."""
+        """Overwrite what was made here since the last time; what was returned, too, if so wanted."""
         for place, tensor in self._made.items():
-            if returned or place not in self._returned:
+            if returned if place in self._returned else not self._is_poisoned:
                 value = math.nan if tensor.is_floating_point() else 2**40 if tensor.dtype == torch.int64 else 1
                 tensor.fill_(value)
+        self._is_poisoned = True
 
     def replay(self) -> None:
         """Do again what was recorded."""
         self.num_replays += 1
+        self._is_poisoned = False
         for func, args, kwargs, fresh in self._steps:
             again = func(*args, **kwargs)
             if fresh:

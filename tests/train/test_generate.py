@@ -306,9 +306,9 @@ def test_a_killed_process_loses_and_doubles_nothing(num_kills: int, model: str, 
 WRITER = """
 import sys
 from pathlib import Path
-from train.data.shards import Shard, read_lines
+from train.data.shards import AnswerShard, read_lines
 folder = Path(sys.argv[1])
-with Shard(folder, 0, 1) as shard:
+with AnswerShard(folder, 0, 1) as shard:
     done = {record["index"] for _, record in read_lines(shard.path)}
     for index in range(len(done), 4000):
         assert index not in done

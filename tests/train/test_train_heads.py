@@ -347,7 +347,6 @@ def test_an_interruption_at_any_step_changes_no_bit(
     assert len(flat[0]) > 20
     for a, b in zip(*flat, strict=True):
         assert torch.equal(a, b) if isinstance(a, Tensor) else a == b
-    assert (tmp_path / "whole" / "curves.png").stat().st_size > 10_000
     head = load_head(tmp_path / "whole" / "best", load_decoder(data / "model", dtype=torch.bfloat16))
     assert head.config.draft_vocab_size == (384 if kind == "eagle" else 100)
     assert head.config.target_layers == ((3, 1) if kind == "glide" else ())
