@@ -83,7 +83,7 @@ class Engine:
         buckets = options.buckets or (self.compact_batch and not self.offloaded)
         self.batch_sizes = powers_of_two(cache.batch) if buckets else [cache.batch]
         """Numbers of rows that have separate costs and captured graphs."""
-        model = getattr(drafter, "model_drafter", drafter)
+        model = getattr(drafter, "model_drafter", drafter)  # of a mixture: the model drafter in it
         self.caches: list[StaticKVCache] = list(dict.fromkeys([cache, getattr(model, "cache", cache)]))
         """The target's cache, and that of a model drafter."""
         if options.buckets:

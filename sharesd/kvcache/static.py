@@ -266,7 +266,7 @@ class StaticKVCache:
         if self._compact_kv is None:
             self._compact_kv = self._kv_compactor()
         self._compact_kv(self.lengths, path_BT + kv_offset if kv_offset else path_BT, num_B)
-        if self.features is not None:
+        if self.features is not None:  # tapped at lengths + place, without the offset
             compact_slots(self.features, self.lengths, path_BT, num_B)
 
     def _kv_compactor(self) -> Callable[[Tensor, Tensor, Tensor], None]:

@@ -51,10 +51,11 @@ class Sampler:
         self._root_B1 = torch.zeros_like(self._one_B)[:, None]
         # Without graphs, a compiled function would be compiled again for each number of positions.
         self._draw_together = rows.replayed or rows.device.type == "cpu"
+        # Both allocate at their first use, which must not be in a capture.
         if kind.biased:
-            assert rows.bias_BV is not None  # allocated now, since a capture cannot
+            _ = rows.bias_BV
         if kind.penalized:
-            assert rows.counts is not None
+            _ = rows.counts
 
     def first(self, logits_BV: Tensor, lengths_B: Tensor, grammar_mask_B1W: Tensor | None = None) -> VerifyResult:
         """Return first tokens [B, 1] after prompts, at positions `lengths`."""
