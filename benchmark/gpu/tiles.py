@@ -24,7 +24,7 @@ def measure(job: Job) -> None:
     job.require_gpu("own kernels")
     tune = importlib.import_module("compile.cuda.autotune")  # imports Triton, which not every machine has
     named = [("tiny", (256, 192, 16, 0))] if job.tiny else _sizes(job.target)
-    run(job, tune.tune, [(name, tune.Shape(*size)) for name, size in named], torch.device(job.device))
+    run(job, tune.tune, [(name, tune.WeightShape(*size)) for name, size in named], torch.device(job.device))
 
 
 def run(job: Job, tune: Callable[..., dict[str, Any]], sizes: list[tuple[str, Any]], device: torch.device) -> None:

@@ -194,7 +194,7 @@ def test_tiles_are_measured_once_kept_and_shipped(tmp_path: Path, monkeypatch: p
     pytest.importorskip("triton", reason="Triton is not installed here")
     tune = importlib.import_module("compile.cuda.autotune")
     monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / "cache"))
-    shapes = [("first", tune.Shape(96, 256)), ("second", tune.Shape(64, 512, 4, 64))]
+    shapes = [("first", tune.WeightShape(96, 256)), ("second", tune.WeightShape(64, 512, 4, 64))]
     tried: list[Any] = []
 
     def measured(given: list[Any], device: torch.device) -> Any:
