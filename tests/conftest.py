@@ -48,6 +48,21 @@ MARKS: dict[str, tuple[str, ...]] = {
     "stand_in": ("stand_in",),
 }
 """Markers of all tests under a path; tests that differ from their neighbours have theirs by hand."""
+LONGEST = (
+    "compile/cuda/test_cuda_blocks.py",
+    "loading/test_damaged_files.py",
+    "parallel/test_tensor_parallel.py",
+    "cases/test_surroundings.py",
+    "cli/test_batch.py",
+    "compile/cpu/test_guard.py",
+    "weights/test_offload_loading.py",
+    "compile/cpu/test_avx_vnni.py",
+    "train/test_generate.py",
+    "execution/test_graphs.py",
+    "serve/test_request_fields.py",
+    "docs/test_docs.py",
+)
+"""Files that take longest begin first: a file runs on one worker, and no worker should end long after the others."""
 
 
 @pytest.hookimpl(tryfirst=True)  # markers that are put here count for `-m`
@@ -57,6 +72,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     What Triton's interpreter would run is marked `cuda`, and runs on the GPU, where there is one and no interpreter.
     """
     has_gpu = torch.cuda.is_available()
+    first = {(HERE / path): place for place, path in enumerate(LONGEST)}
+    items.sort(key=lambda item: first.get(item.path, len(first)))
     for item in items:
         where = item.path.relative_to(HERE).as_posix() if item.path.is_relative_to(HERE) else ""
         for path, names in MARKS.items():
