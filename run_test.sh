@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Lint, types, every entry point once, then the quick tests. Flags go to pytest, e.g. -k lossless.
-#   --all   also the slow tiers: more modes, guard pages, older processors, Inductor, Triton's interpreter, processes,
+#   --all   also the slow tiers: more modes, kernels for an older processor, Inductor, Triton's interpreter, processes,
 #           browser, clients of the server (0.3 GB); the CUDA path under a stand-in driver, where .venv-cuda has the
 #           CUDA build of torch
 #   --long  also whole products of parameters, fuzzing in full, second models; makes .venv-cuda (5.3 GB), installs
 #           Gemma 3 270M (0.25 GB, under Google's terms for Gemma) and Ray, for two replicas of the server
-# Whatever they make lies in folders of their own, which go away.
+# Whatever they make lies in folders of their own, which go away, but for CPU kernels, which stay in .venv.
 source "$(dirname "${BASH_SOURCE[0]}")/scripts/env.sh"
 source scripts/scratch.sh
 out=$scratch/out

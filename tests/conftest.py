@@ -59,8 +59,7 @@ LONGEST = (
     "compile/cpu/test_avx_vnni.py",
     "train/test_generate.py",
     "execution/test_graphs.py",
-    "serve/test_request_fields.py",
-    "docs/test_docs.py",
+    "cli/test_cli.py",
 )
 """Files that take longest begin first: a file runs on one worker, and no worker should end long after the others."""
 

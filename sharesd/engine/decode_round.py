@@ -5,8 +5,8 @@ have chosen itself. These and one more token of the target become part of the te
 move. Nothing here waits for the device, and tensors that outlive the round keep their addresses, so that rounds can be
 captured in CUDA graphs and replayed.
 
-Legend: B rows of the batch, N draft tokens, T = N + 1 places of a verify step (0: the root, n: node n - 1), P entries
-of a path, V vocabulary, W words of 32 bits, one for each token, X columns of the packed result.
+Legend: B rows of the batch, N draft tokens, T = N + 1 verify rows (0: the root, n: node n - 1), P entries of a path,
+V vocabulary, W words of 32 bits, one for each token, X columns of the packed result.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class RoundResult(NamedTuple):
     is_tree: bool
 
     def path(self, packed: Sequence[int]) -> Sequence[int]:
-        """Return the places of accepted nodes from one row of the packed result."""
+        """Return the verify rows of accepted nodes from one row of the packed result."""
         if not self.is_tree:
             return range(1, packed[0])
         return packed[self.num_rows + 3 : self.num_rows + 2 + packed[0]]
@@ -164,8 +164,9 @@ class Round:
         self._host.turn()
         copy, times = self._host.copy, -(-(1 + self._buffers.max_nodes) // result.num_rows)  # for the largest draft
         top, logprobs, allowed = result.top_BTk, result.logprobs_BT, result.num_allowed_B
+        # The largest draft may be a tree, whose result has a path, too.
         return result._replace(
-            packed_result_BX=copy("packed", result.packed_result_BX, times if result.is_tree else 2 * times),  # + path
+            packed_result_BX=copy("packed", result.packed_result_BX, times if result.is_tree else 2 * times),
             logprobs_BT=None if logprobs is None else copy("logprobs", logprobs, times),
             top_BTk=None if top is None else (copy("ids", top[0], times), copy("top", top[1], times)),
             num_allowed_B=None if allowed is None else copy("allowed", allowed, 1),
@@ -269,7 +270,7 @@ def _to_device(tree: DraftTree, device: torch.device) -> DraftTree:
 
 
 def _pad_tree_mask(tree_mask: TreeAttentionMask, padding: int) -> TreeAttentionMask:
-    """Return a tree's mask with padding that no other place sees.
+    """Return a tree's mask with padding that no other verify row sees.
 
     Paths may already be as long as the padded width.
     """

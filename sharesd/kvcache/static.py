@@ -78,9 +78,9 @@ class StaticKVCache:
         self.recent = 0
         """Last slots that steps attend to, in addition to the first few; 0: all."""
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
-        """int64 [B].
+        """Slots with verified KV, int64 [B].
 
-        Slots with verified KV; also the position and slot of the next token that a step reads (the root).
+        They are also the position and slot of the next token that a step reads, the root.
         """
         self.known_length: int | None = None
         """Length of all rows if the host knows it, so that stages need not copy `lengths`."""
@@ -262,11 +262,11 @@ class StaticKVCache:
         return torch.arange(self.batch, device=device)[:, None], slots_BT
 
     def compact(self, path_BT: Tensor, num_B: Tensor, kv_offset: int = 0) -> None:
-        """Move KV of an ascending path from slots lengths + kv_offset + place to those from `lengths` on."""
+        """Move KV of an ascending path from slots lengths + kv_offset + verify row to those from `lengths` on."""
         if self._compact_kv is None:
             self._compact_kv = self._kv_compactor()
         self._compact_kv(self.lengths, path_BT + kv_offset if kv_offset else path_BT, num_B)
-        if self.features is not None:  # tapped at lengths + place, without the offset
+        if self.features is not None:  # stored at lengths + verify row, without the offset
             compact_slots(self.features, self.lengths, path_BT, num_B)
 
     def _kv_compactor(self) -> Callable[[Tensor, Tensor, Tensor], None]:

@@ -5,7 +5,7 @@ Q, K, V and gate, up are merged into one linear each: fewer and larger matrix pr
 has one. So `quant.switch_linear` can put linears in their place that hold both weights, of which a `Switch` selects
 one.
 
-Legend: B rows of the batch, T new tokens, R places whose logits are kept (all T by default), D hidden size, H query
+Legend: B rows of the batch, T new tokens, R tokens whose logits are kept (all T by default), D hidden size, H query
 heads, K key/value heads, S slots, d head size, P positions, r rotated half, V vocabulary.
 """
 

@@ -101,7 +101,8 @@ class Recording(TorchDispatchMode):
     def poison(self, *, returned: bool) -> None:
         """Overwrite what was made here since the last time; what was returned, too, if so wanted."""
         for place, tensor in self._made.items():
-            if returned if place in self._returned else not self._is_poisoned:
+            is_wanted = returned if place in self._returned else not self._is_poisoned
+            if is_wanted:
                 value = math.nan if tensor.is_floating_point() else 2**40 if tensor.dtype == torch.int64 else 1
                 tensor.fill_(value)
         self._is_poisoned = True

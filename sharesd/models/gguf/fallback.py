@@ -62,7 +62,7 @@ def convert_by_transformers(
         )
     if not _is_convertible(file.architecture):
         raise ValueError(
-            f"its architecture {file.architecture!r} is none that transformers {transformers.__version__} converts; "
+            f"transformers {transformers.__version__} does not convert its architecture {file.architecture!r}; "
             f"{advice} of a language model"
         )
     check_tokenizer(file)
