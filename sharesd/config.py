@@ -1,7 +1,7 @@
 """Options of the runtime, as frozen dataclasses.
 
 The annotations say which types are accepted, see `sharesd.field_types`. Single values are checked here, and
-combinations in `loading`.
+combinations in `sharesd.loading.conflicts`.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from sharesd.cli.parser import Parser, parse
 from sharesd.config import EngineConfig, Mode, OffloadConfig, PipelineConfig
 from sharesd.drafters import registry, selection
 from sharesd.drafters.registry import Need, Support
-from sharesd.loading.combinations import OPTIONS, Combination, check, check_options
+from sharesd.loading.conflicts import check, check_options, option_conflicts
 
 __all__ = [
     "Parser",
@@ -123,7 +123,7 @@ def check_launched(args: argparse.Namespace, world: int) -> None:
     """Raise ValueError for options of processes or devices that a launcher excludes."""
     shared = {"tensor_parallel": args.tensor_parallel, "split": _pipeline_config(args)}
     config = EngineConfig(mode=registry.NAIVE, trace=getattr(args, "trace", None), **shared)
-    check(OPTIONS, Combination.of(config, replicas=args.replicas, launched=world))
+    check(option_conflicts(config, replicas=args.replicas, launched=world))
 
 
 def _pipeline_config(args: argparse.Namespace) -> PipelineConfig:

@@ -89,12 +89,17 @@ def head_of(config: EngineConfig, mode: str) -> str | None:
 def require_head(config: EngineConfig, mode: str) -> str:
     """Return the head of a mode; raise ValueError if there is none."""
     head = head_of(config, mode)
-    if head is not None:
-        return head
+    if head is None:
+        raise ValueError(missing_head(config, mode))
+    return head
+
+
+def missing_head(config: EngineConfig, mode: str) -> str:
+    """Return the message for a mode without a head."""
     if not config.heads:
-        raise ValueError(f"mode {mode} needs a trained head; give one (--draft-head FOLDER)")
+        return f"mode {mode} needs a trained head; give one (--draft-head FOLDER)"
     other, fits = config.heads[0], head_mode(config.heads[0])
-    raise ValueError(f"{other} is a head of mode {fits}; use mode {fits}, or give a head of mode {mode}")
+    return f"{other} is a head of mode {fits}: use mode {fits}, not {mode}, or give another head"
 
 
 def second_model(config: EngineConfig) -> str | None:

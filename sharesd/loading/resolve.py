@@ -6,7 +6,7 @@ A checkpoint's config and the sizes of its tensors suffice.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -35,7 +35,14 @@ from sharesd.execution.batch_invariance import fixed_width
 from sharesd.execution.step_compiler import choose_kernels
 from sharesd.field_types import DefaultLimit
 from sharesd.loading.auto_mode import AutoDrafters, choose_drafters
-from sharesd.loading.combinations import NO_OFFLOAD, RESOLVED, TARGET, Combination, check, check_options, first_message
+from sharesd.loading.conflicts import (
+    blocks_obstacle,
+    check,
+    check_options,
+    nested_obstacle,
+    offload_obstacles,
+    target_conflicts,
+)
 from sharesd.models.checkpoint import STORED, TARGET_QUANT, Progress, is_stored, silent, weight_files
 from sharesd.models.conversion_cache import is_converted
 from sharesd.models.decoder_config import UnsupportedArchitecture
@@ -101,9 +108,10 @@ def with_nested_drafts(config: EngineConfig, modes: Sequence[str], folder: Path,
     A quantization that was given is kept.
     """
     nested = replace(config, quant=NESTED)
-    asked = Combination.of(nested, modes, device=str(device))
+    drafters = selection.active_drafters(nested, *modes)
     is_given = not config.offload.choose_bits or config.quant != EngineConfig().quant
-    if is_given or asked.nested_obstacle is not None or not asked.needs(Need.QUANTIZED_TARGET):
+    obstacle = nested_obstacle(nested, drafters, str(device))
+    if is_given or obstacle is not None or not registry.those(drafters, Need.QUANTIZED_TARGET):
         return config
     if (folder / TARGET_QUANT).exists():
         return nested if config.target_quant == "q8_0" else config
@@ -130,7 +138,7 @@ def _obstacle(config: EngineConfig, device: torch.device) -> str | None:
     """Return what has no kernel for stored weights."""
     if config.kernels == "torch" or not (runs_cpp(device) or runs_triton(device)):
         return "torch's kernels"
-    option = Combination.of(config, device=str(device)).blocks_obstacle
+    option = blocks_obstacle(config, on_gpu=device.type == "cuda")
     return None if option is None else f"{option} yet"
 
 
@@ -180,6 +188,12 @@ class ResolvedConfig:
     def drafters_with(self, need: Need) -> tuple[str, ...]:
         """Return the active drafters with a need."""
         return registry.those(self.drafters, need)
+
+    @property
+    def draft_device_type(self) -> str | None:
+        """Type of the given device of a second model."""
+        draft_device = self.config.draft_device
+        return None if draft_device is None else device_of(draft_device).type
 
     @property
     def offloads(self) -> bool:
@@ -349,7 +363,7 @@ class _Resolver:
             has_block_source=self._has_block_source,
             in_memory=self._in_memory,
         )
-        check(RESOLVED, combination_of(resolved))
+        check(resolved_conflicts(resolved))
         _warn_of_small_trees(resolved)
         return resolved
 
@@ -376,21 +390,77 @@ class _Resolver:
             decoder_config(folder)
         except UnsupportedArchitecture as reason:
             unsupported = str(reason)
-        facts = {"unsupported": unsupported, "device": str(self.device), "has_triton": has_triton}
-        check(TARGET, Combination.of(config, self._modes, **facts))
+        on_gpu = self.device.type == "cuda"
+        check(target_conflicts(config, unsupported=unsupported, on_gpu=on_gpu, has_triton=has_triton))
 
     def _plan(self, config: EngineConfig, dtype: torch.dtype) -> Offloading | None:
         width = fixed_width(self.device.type, config.max_draft_tokens)
         has_device_memory = isinstance(backend_for(self.device, dtype, width, config.max_batch), CudaBackend)
-        facts = Combination.of(config, self._modes, has_device_memory=has_device_memory, in_memory=self._in_memory)
+        obstacles = offload_obstacles(config, has_device_memory=has_device_memory, in_memory=self._in_memory)
         return plan_for(
             config,
             self._modes,
             dtype=dtype,
             progress=self._progress,
             in_memory=self._in_memory,
-            obstacle=first_message(NO_OFFLOAD, facts),
+            obstacle=next(obstacles, None),
         )
+
+
+def resolved_conflicts(resolved: ResolvedConfig) -> Iterator[str]:
+    """Yield what the chosen device, compile mode and drafters exclude."""
+    config, device, compile = resolved.config, str(resolved.device), resolved.compile
+    on_gpu, second = resolved.device.type == "cuda", resolved.drafters_with(Need.SECOND_MODEL)
+    draft_device = resolved.draft_device_type
+    if config.draft_device is not None and not second:
+        users = registry.choices(selection.needing(Need.SECOND_MODEL))
+        yield f"draft_device is {config.draft_device!r} and no mode is {users}; leave it out"
+    if compile == "native" and on_gpu:
+        yield f"compile is 'native' but device is {device}; use regional or full on a GPU"
+    if compile == "full" and resolved.has_block_source:
+        yield "compile is 'full', and offloaded blocks run one by one; use native, or regional on a GPU"
+    if draft_device is not None and draft_device != resolved.device.type:
+        yield (
+            f"draft_device is {config.draft_device!r} and the target is on {device}, which would wait for it; give a "
+            "device of its kind"
+        )
+    if draft_device is not None and compile == "full":
+        yield (
+            f"compile is 'full' and draft_device is {config.draft_device!r}, to which steps move and back; use "
+            "regional, or auto"
+        )
+    if config.split.enabled and resolved.has_block_source:
+        yield "blocks in stages stay where they are; drop offload, or devices"
+    if resolved.pipeline is not None and len(resolved.pipeline.stages) > 1 and compile == "full":
+        yield "compile is 'full' and a step runs on several devices; use regional, or auto"
+    if on_gpu and not resolved.has_triton and _solves_linears(config, resolved.drafters):
+        yield (
+            f"quantized linears on {device} need Triton; use a mode without them (naive, eagle, suffix), --draft-quant "
+            "bnb:4:64, or --device cpu"
+        )
+    if config.activations != "exact" and config.dequantize:
+        yield (
+            f"activations is {config.activations!r}, which is for weights that run as they are stored; leave it out, "
+            "or use --no-dequantize"
+        )
+    numbers = "use --dequantize" if config.target_quant is None else "drop --target-quant"
+    if config.dequantize is False and compile != "native" and not on_gpu:
+        yield f"stored weights run in the CPU kernel, and steps are compiled by {compile!r}; {numbers}"
+    if config.dequantize is False and on_gpu and config.kernels == "torch":
+        yield f"stored weights run in the Triton kernels, and torch's run here; {numbers}"
+    if (obstacle := nested_obstacle(config, resolved.drafters, device)) is not None:
+        yield f"draft_quant is nested, and {obstacle}"
+    if config.activations != "exact" and on_gpu:
+        yield f"activations is {config.activations!r}, which rounds them on a CPU alone; leave it out"
+
+
+def _solves_linears(config: EngineConfig, drafters: Collection[str]) -> bool:
+    """True if linears are quantized for this project's kernels."""
+    second = registry.those(drafters, Need.SECOND_MODEL) and selection.second_model(config) is None
+    copies = second or registry.those(drafters, Need.QUANTIZED_TARGET)
+    head_quant = config.head_quant if {*registry.names("head")} & {*drafters} else None
+    quants = (config.quant if copies else None, head_quant)
+    return any(quant is not None and quant.format.solver is not None for quant in quants)
 
 
 def _warn_of_small_trees(resolved: ResolvedConfig) -> None:
@@ -404,21 +474,6 @@ def _warn_of_small_trees(resolved: ResolvedConfig) -> None:
             config.max_draft,
             tree[2],
         )
-
-
-def combination_of(resolved: ResolvedConfig) -> Combination:
-    """Return the facts that rows of `combinations.RESOLVED` depend on."""
-    config = resolved.config
-    return Combination.of(
-        config,
-        resolved.modes,
-        device=str(resolved.device),
-        compile=resolved.compile,
-        has_triton=resolved.has_triton,
-        draft_device=None if config.draft_device is None else device_of(config.draft_device).type,
-        num_stages=1 if resolved.pipeline is None else len(resolved.pipeline.stages),
-        has_block_source=resolved.has_block_source,
-    )
 
 
 def compile_mode(config: EngineConfig, device: torch.device, has_triton: bool) -> CompileMode:

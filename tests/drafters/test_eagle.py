@@ -27,7 +27,7 @@ from sharesd.drafters.ngram.table import NgramTable
 from sharesd.drafters.parallel.drafter import ParallelDrafter
 from sharesd.engine.engine import Engine
 from sharesd.kvcache.static import StaticKVCache
-from sharesd.loading.combinations import check_options
+from sharesd.loading.conflicts import check_options
 from sharesd.models.decoder import Decoder
 from sharesd.models.loader import decoder_config
 from sharesd.runtime import Runtime

@@ -21,7 +21,7 @@ from sharesd.drafters.glide.head import Glide
 from sharesd.drafters.heads.checkpoint import load_head, new_head, save_head
 from sharesd.drafters.heads.config import HeadConfig
 from sharesd.drafters.heads.head import native_head
-from sharesd.loading.combinations import check_options
+from sharesd.loading.conflicts import check_options
 from sharesd.models.decoder import Decoder
 from sharesd.models.loader import decoder_config
 from sharesd.runtime import Runtime

@@ -22,7 +22,7 @@ from sharesd.drafters.heads.head import native_head
 from sharesd.drafters.parallel import drafter
 from sharesd.drafters.parallel.head import Parallel
 from sharesd.engine.cost_profiler import measure_costs
-from sharesd.loading.combinations import check_options
+from sharesd.loading.conflicts import check_options
 from sharesd.models.loader import decoder_config
 from sharesd.runtime import Runtime
 from sharesd.speculation.cost_model import Costs

@@ -27,7 +27,7 @@ from sharesd.config import EngineConfig
 from sharesd.drafters.base import DraftContext
 from sharesd.drafters.chain_draft import ChainDraft, ModelStepper
 from sharesd.drafters.tree_draft import DraftGenerator
-from sharesd.loading.combinations import check_options
+from sharesd.loading.conflicts import check_options
 from sharesd.models.decoder import Decoder
 from sharesd.models.prefill import prefill
 from sharesd.runtime import Runtime

@@ -14,7 +14,7 @@ from sharesd.config import EngineConfig, PipelineConfig
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.llm import LLM
 from sharesd.loading.cache_keys import kv_identity
-from sharesd.loading.combinations import TARGET, Combination, first_message
+from sharesd.loading.conflicts import target_conflicts
 from sharesd.loading.resolve import resolve_config
 from sharesd.models.decoder import Decoder
 from sharesd.models.loader import decoder_config
@@ -169,9 +169,10 @@ def test_what_takes_no_such_cache_is_refused_by_name(folder: Path, monkeypatch: 
         ValueError, match="kv_dtype is 'q8', and KV in 8 bits needs this project's kernels, and torch's"
     ):
         resolve_config(config_of(folder, kernels="torch"))
-    given = partial(Combination.of, config_of(folder), device="cuda:0")
-    assert first_message(TARGET, given()) is None
-    assert "and torch's run here; leave it out" in str(first_message(TARGET, given(has_triton=False)))
+    conflicts = partial(target_conflicts, config_of(folder), unsupported=None, on_gpu=True)
+    assert not [*conflicts(has_triton=True)]
+    [message] = conflicts(has_triton=False)
+    assert "and torch's run here; leave it out" in message
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from sharesd.config import EngineConfig, OffloadConfig, PipelineConfig
 from sharesd.engine.prompt_cache import ENDING, PromptCache
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.llm import LLM
-from sharesd.loading.combinations import NO_OFFLOAD, Combination, check_options, first_message
+from sharesd.loading.conflicts import check_options, offload_obstacles
 from sharesd.sampling_params import SamplingParams
 from tests.helpers.tiny_models import make_checkpoint
 
@@ -185,8 +185,9 @@ def test_what_it_cannot_serve_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=said):
             check_options(config)
-    offloaded = Combination.of(EngineConfig(prompt_cache="kv", offload=OffloadConfig(host_memory=2**30)))
-    assert "prompt_cache is kv, and it needs all weights in memory" in (first_message(NO_OFFLOAD, offloaded) or "")
+    offloaded = EngineConfig(prompt_cache="kv", offload=OffloadConfig(host_memory=2**30))
+    [message] = offload_obstacles(offloaded, has_device_memory=False, in_memory=False)
+    assert "prompt_cache is kv, and it needs all weights in memory" in message
     with pytest.raises(ValueError, match="prompt_cache_size is 0"):
         EngineConfig(prompt_cache_size=0)
     (tmp_path / "file").touch()

@@ -18,7 +18,7 @@ from sharesd.drafters.recycle.table import RecycleTable
 from sharesd.drafters.selection import EMBEDDED, file_of, head_of, second_model
 from sharesd.drafters.suffix import EMBEDDED_CORPUS
 from sharesd.drafters.suffix.datastore import build_datastore, open_datastore
-from sharesd.loading.combinations import check_options
+from sharesd.loading.conflicts import check_options
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
 from tests.helpers.tiny_models import make_checkpoint

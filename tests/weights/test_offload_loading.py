@@ -15,7 +15,7 @@ from offload.planner import DoesNotFit
 from quant.config import QuantConfig
 from quant.formats import FORMATS
 from sharesd.config import EngineConfig, Mode, OffloadConfig
-from sharesd.loading.combinations import check_options
+from sharesd.loading.conflicts import check_options
 from sharesd.loading.resolve import resolve_config
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
