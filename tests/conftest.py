@@ -43,8 +43,6 @@ MARKS: dict[str, tuple[str, ...]] = {
     "compile/cpu/test_guard.py": ("slow",),
     "compile/inductor": ("inductor",),
     "compile/cuda/interpreted": ("interpreted",),
-    "compile/cuda/test_cuda_launch.py": ("slow",),
-    "compile/cuda/test_cuda_shapes.py": ("slow",),
     "serve/test_page.py": ("browser",),
     "stand_in": ("stand_in",),
 }
@@ -56,6 +54,7 @@ LONGEST = (
     "cases/test_surroundings.py",
     "cli/test_batch.py",
     "compile/cpu/test_guard.py",
+    "engine/test_lossless.py",
     "weights/test_offload_loading.py",
     "compile/cpu/test_avx_vnni.py",
     "train/test_generate.py",

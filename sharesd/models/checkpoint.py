@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -217,12 +218,15 @@ def read_json(path: Path) -> dict[str, Any]:
 
     Raises:
         ValueError: the file is missing, unreadable or not an object.
+        OSError: the process has too many open files.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist; give a folder with a complete checkpoint") from None
     except (OSError, ValueError, RecursionError) as error:  # numbers of thousands of digits, brackets without end
+        if isinstance(error, OSError) and error.errno == errno.EMFILE:
+            raise  # a limit of the process, for which the file cannot help
         raise ValueError(f"{path} cannot be read as JSON ({error}); download the checkpoint again") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds a {type(value).__name__}, not a JSON object; download the checkpoint again")

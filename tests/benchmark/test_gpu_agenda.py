@@ -8,11 +8,12 @@ import os
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import Tensor, nn
@@ -32,39 +33,38 @@ from sharesd.models.decoder import Decoder
 from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.draft_tree import chain
 from sharesd.weights.quantize import solve_on_cpu
-from tests.helpers.tiny_models import make_checkpoint
-
-STEP = AgendaStep("trial", 60, "", "what is tried")
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_checkpoint(tmp_path_factory.mktemp("tiny")))
 
 
 def python(code: str) -> list[str]:
     return [sys.executable, "-X", "faulthandler", "-c", code]
 
 
-def writes(file: Path, rest: str) -> str:
-    """Code that finds something and goes on with the rest."""
-    return f"open({str(file)!r}, 'w').write('{{\"figure\": 7}}'); {rest}"
+def outcome_of(folder: Path, rest: str, **limit: float) -> dict[str, Any]:
+    """That of a step which finds something and goes on with the rest."""
+    code = f"open({str(folder / 'found')!r}, 'w').write('{{\"figure\": 7}}'); {rest}"
+    outcome = run_step(AgendaStep("trial", 60, "", "what is tried"), python(code), folder / "found", **limit)
+    assert outcome["found"] == {"figure": 7}
+    return outcome
+
+
+def steps_and_states(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    steps = json.loads((folder / "gpu.json").read_text())["steps"]
+    return steps, {name: outcome["state"] for name, outcome in steps.items()}
 
 
 @pytest.mark.parametrize(
     ("rest", "state", "reason", "tail"),
     [
-        ("print('well')", "done", None, None),
+        ("print('well')", "done", None, ""),
         ("raise RuntimeError('out of memory')", "failed", "exit status 1", "RuntimeError: out of memory"),
         ("import os; os.kill(os.getpid(), 11)", "failed", "ended by SIGSEGV", "Segmentation fault"),
     ],
 )
 def test_what_a_process_found_counts_even_if_it_died(
-    tmp_path: Path, rest: str, state: str, reason: str | None, tail: str | None
+    tmp_path: Path, rest: str, state: str, reason: str | None, tail: str
 ) -> None:
-    outcome = run_step(STEP, python(writes(tmp_path / "found", rest)), tmp_path / "found")
-    assert (outcome["state"], outcome.get("reason"), outcome["found"]) == (state, reason, {"figure": 7})
-    assert tail is None or tail in outcome["tail"]
+    outcome = outcome_of(tmp_path, rest)
+    assert (outcome["state"], outcome.get("reason")) == (state, reason) and tail in outcome.get("tail", "")
 
 
 def test_a_process_that_hangs_says_where_and_is_ended_with_its_children(
@@ -76,31 +76,22 @@ def test_a_process_that_hangs_says_where_and_is_ended_with_its_children(
         def wait(self, timeout: float | None = None) -> int:
             if timeout != 3:
                 return super().wait(timeout)
-            while not ((tmp_path / "child").exists() and (tmp_path / "child").read_text()):
+            while not (child.exists() and child.read_text()):
                 assert self.poll() is None
                 time.sleep(0.01)
             raise subprocess.TimeoutExpired(self.args, timeout)
 
     monkeypatch.setattr(agenda.subprocess, "Popen", Clocked)
-    child = f"import subprocess, sys; p = subprocess.Popen({python('import time; time.sleep(900)')!r}); "
-    rest = f"{child} open({str(tmp_path / 'child')!r}, 'w').write(str(p.pid)); p.wait()"
-    outcome = run_step(STEP, python(writes(tmp_path / "found", rest)), tmp_path / "found", limit_s=3)
-    assert outcome["reason"] == "not finished after 3 s" and outcome["found"] == {"figure": 7}
+    child, sleep = tmp_path / "child", python("import time; time.sleep(900)")
+    rest = f"import subprocess; p = subprocess.Popen({sleep!r}); open({str(child)!r}, 'w').write(str(p.pid)); p.wait()"
+    outcome = outcome_of(tmp_path, rest, limit_s=3)
+    assert outcome["reason"] == "not finished after 3 s"
     assert 'File "<string>", line 1 in' in outcome["tail"]  # the traceback of where it stood
-    pid = int((tmp_path / "child").read_text())
-    deadline = time.monotonic() + 300
-    while is_alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not is_alive(pid)
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended may wait for its parent to be told."""
-    try:
-        os.kill(pid, 0)
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (ProcessLookupError, FileNotFoundError):
-        return False
+    pid, deadline = int(child.read_text()), time.monotonic() + 300
+    with suppress(psutil.NoSuchProcess):  # one that has ended may wait for its parent to be told
+        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
 
 
 def test_the_steps_fit_into_29_minutes_and_their_functions_exist() -> None:
@@ -114,25 +105,21 @@ def test_the_steps_fit_into_29_minutes_and_their_functions_exist() -> None:
 
 
 @pytest.mark.subprocess
-def test_steps_are_measured_and_reported(tmp_path: Path, target: str, capsys: Any) -> None:
+def test_steps_are_measured_and_reported(tmp_path: Path, tiny: Path, capsys: Any) -> None:
     """On a CPU, in tiny sizes: a step that needs a GPU, one without time, two modes of a model widened in memory."""
-    options = ["--device", "cpu", "--target", target, "--out-dir", str(tmp_path / "out"), "--budget", "120"]
+    options = ["--device", "cpu", "--target", str(tiny), "--out-dir", str(tmp_path), "--budget", "120"]
     assert main(["gpu", *options, "--step", "7b,kernels,machine"]) == 0
-    steps = json.loads((tmp_path / "out/gpu.json").read_text())["steps"]
-    assert {name: outcome["state"] for name, outcome in steps.items()} == {
-        "machine": "done",
-        "kernels": "not here",
-        "7b": "skipped",
-    }
+    steps, states = steps_and_states(tmp_path)
+    assert states == {"machine": "done", "kernels": "not here", "7b": "skipped"}
     assert steps["machine"]["found"]["copy_bytes_per_second"] > 0
     assert main(["gpu", *options, "--step", "classic"]) == 0
-    steps = json.loads((tmp_path / "out/gpu.json").read_text())["steps"]
+    steps, _ = steps_and_states(tmp_path)
     assert list(steps) == ["machine", "kernels", "7b", "classic"], "in the order of the agenda, earlier ones too"
     found = steps["classic"]["found"]
     assert found["model"].endswith("widened to a little more")
     assert [(row["mode"], row["identical"]) for row in found["modes"]] == [("naive", "1 of 1"), ("classic", "1 of 1")]
     assert all(row["captures later"] == row["compiled later"] == 0 < row["tok/s"] for row in found["modes"])
-    text = (tmp_path / "out/gpu.md").read_text()
+    text = (tmp_path / "gpu.md").read_text()
     assert "| classic | T=0 |" in text and "| classic | done |" in text
     assert "report:" in capsys.readouterr().out
 
@@ -141,8 +128,7 @@ def test_steps_are_measured_and_reported(tmp_path: Path, target: str, capsys: An
 def test_one_that_fails_is_noted_and_the_next_goes_on(tmp_path: Path, capsys: Any) -> None:
     options = ["--device", "cpu", "--target", "no/such/folder/here", "--out-dir", str(tmp_path)]
     assert main(["gpu", *options, "--step", "machine,1b"]) == 1
-    steps = json.loads((tmp_path / "gpu.json").read_text())["steps"]
-    assert steps["machine"]["state"] == "done" and steps["1b"]["state"] == "failed"
+    assert steps_and_states(tmp_path)[1] == {"machine": "done", "1b": "failed"}
     assert "no/such/folder/here does not exist" in (tmp_path / "gpu.md").read_text()
     assert "1b failed: exit status 1" in capsys.readouterr().err
 
@@ -166,6 +152,7 @@ class Library(nn.Module):
         return cls(linear, max_rows)
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_kernels_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """With others in their place, of which those of 8 bits fail; the rest goes on."""
 
@@ -174,13 +161,9 @@ def test_kernels_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
 
     kernels = SimpleNamespace(linear=Library, low=Library.low, attend=attend, one_by_one=nullcontext)
     monkeypatch.setattr(own_kernels, "_kernels", lambda job: kernels)
-    monkeypatch.setattr(
-        own_kernels, "solve", lambda w, bits, group: (solve if bits == 8 else solve_on_cpu)(w, bits, group)
-    )
-    job, threads = Job("cpu", tmp_path / "found"), torch.get_num_threads()
-    torch.set_num_threads(1)  # operations this small are slower with more
+    monkeypatch.setattr(own_kernels, "solve", lambda w, bits, n: (solve if bits == 8 else solve_on_cpu)(w, bits, n))
+    job = Job("cpu", tmp_path / "found")
     own_kernels.measure(job)
-    torch.set_num_threads(threads)
     assert [row["kind"] for row in job.table("attention")] == ["chain", "window", "recent"] * 2
     assert [row["linear"] for row in job.table("linears")] == ["o"] and len(job.table("low-bit linears")) == 1
     assert all(row["us, 1 rows"] > 0 < row["of copy, 1"] for row in job.table("attention") + job.table("linears"))
@@ -217,17 +200,12 @@ def test_tiles_are_measured_once_kept_and_shipped(tmp_path: Path, monkeypatch: p
     assert tried == [shapes[0][1], shapes[1][1], shapes[1][1]]
 
 
-def test_every_shape_that_models_multiply_with_is_tuned() -> None:
+def test_every_shape_that_models_multiply_with_is_tuned_those_of_a_target_first(tiny: Path) -> None:
     names = [name for name, _ in tiles._sizes()]
     assert len(set(names)) == len(names) == 3 * (5 + 4) + 4 * 8 and names[0] == "qkv, 7b, 16 bits"
     assert ("gate_up, 7b, 4 bits", (22016, 4096, 4, 64)) in tiles._sizes()
-
-
-def test_linears_of_a_target_are_tuned_first(tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path / "model")
-    sizes = tiles._sizes(str(folder))
-    first = {shape[:2] for _, shape in sizes[:4]}
-    model = Decoder(config_from_hf(json.loads((folder / "config.json").read_text())), device="meta")
+    first = {shape[:2] for _, shape in tiles._sizes(str(tiny))[:4]}
+    model = Decoder(config_from_hf(json.loads((tiny / "config.json").read_text())), device="meta")
     linears = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear) and "head" not in name}
     assert linears and {tuple(each.weight.shape) for each in linears.values()} <= first
 
@@ -253,21 +231,15 @@ def test_one_gpu_is_all_that_a_step_sees(monkeypatch: pytest.MonkeyPatch) -> Non
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
 
 
-def test_kernels_without_triton_are_said_not_to_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_kernels, "HAS_TRITON", False)
-    with pytest.raises(NotHere, match="Triton, which is not installed"):
-        own_kernels._kernels(Job("cuda", tmp_path / "found"))
-
-
 @pytest.mark.long
-def test_all_steps_go_through_on_a_cpu(tmp_path: Path, target: str) -> None:
-    assert main(["gpu", "--device", "cpu", "--target", target, "--out-dir", str(tmp_path)]) == 0
-    values = json.loads((tmp_path / "gpu.json").read_text())
-    states = {name: outcome["state"] for name, outcome in values["steps"].items()}
+def test_all_steps_go_through_on_a_cpu(tmp_path: Path, tiny: Path) -> None:
+    assert main(["gpu", "--device", "cpu", "--target", str(tiny), "--out-dir", str(tmp_path)]) == 0
+    steps, states = steps_and_states(tmp_path)
     assert states.keys() == {step.name for step in STEPS}
     need_a_gpu = {"kernels", "stored", "tiles", "gemlite", "tests", "offload"}
     assert {name for name, state in states.items() if state != "done"} == need_a_gpu
-    assert values["steps"]["135m"]["found"]["all_texts_identical"]
+    assert steps["135m"]["found"]["all_texts_identical"]
+    values = json.loads((tmp_path / "gpu.json").read_text())
     assert command.markdown(values) == (tmp_path / "gpu.md").read_text()
 
 
@@ -277,8 +249,7 @@ def ran(folder: Path, state: dict[str, str], *options: str) -> tuple[list[str], 
 
     def outcome(step: AgendaStep, folder: Path, args: Any) -> dict[str, Any]:
         measured.append(step.name)
-        noted = json.loads((folder / "gpu.json").read_text())["steps"]
-        assert noted[step.name]["state"] == "cut off", "what a killed call leaves"
+        assert steps_and_states(folder)[1][step.name] == "cut off", "what a killed call leaves"
         return {"state": "done", "found": {}}
 
     steps = {name: {"state": each, "reason": "", "found": {}} for name, each in state.items()}
@@ -286,8 +257,7 @@ def ran(folder: Path, state: dict[str, str], *options: str) -> tuple[list[str], 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(command, "_outcome", outcome)
         assert main(["gpu", "--device", "cpu", "--out-dir", str(folder), *options]) == 0
-    noted = json.loads((folder / "gpu.json").read_text())["steps"]
-    return measured, {name: outcome["state"] for name, outcome in noted.items()}
+    return measured, steps_and_states(folder)[1]
 
 
 def test_a_later_call_goes_on(tmp_path: Path, capsys: Any) -> None:
@@ -297,10 +267,8 @@ def test_a_later_call_goes_on(tmp_path: Path, capsys: Any) -> None:
     measured, after = ran(tmp_path, states)
     assert measured == names[3:] and set(after.values()) == {"done"}
     assert "machine is done; --step machine measures it again" in capsys.readouterr().err
-    assert ran(tmp_path, after)[0] == []
-    assert ran(tmp_path, after, "--step", "machine")[0] == ["machine"]
-    short = str(STEPS[1].limit_s - 1)
-    measured, after = ran(tmp_path, {names[1]: "failed"}, "--budget", short)
+    assert ran(tmp_path, after)[0] == [] and ran(tmp_path, after, "--step", "machine")[0] == ["machine"]
+    measured, after = ran(tmp_path, {names[1]: "failed"}, "--budget", str(STEPS[1].limit_s - 1))
     assert names[1] not in measured and after[names[1]] == "failed", "an outcome of before stays"
     assert after[names[2]] == "skipped" and measured[0] == "machine"
 
@@ -331,17 +299,14 @@ def test_costs_and_gains_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     made.measure(job, "7b")
     assert [row["mode"] for row in job.table("steps, of a plain one")] == ["share", "eagle"]
     rows = job.table("drafts that hold")
-    assert [(row["mode"], row["acceptance"], row["identical"]) for row in rows] == [
-        ("share", 0.9, True),
-        ("eagle", 0.9, True),
-    ]
-    assert all(row["x naive"] > 0 and row["tau"] > 1 for row in rows)
-    names = [row["what"] for row in job.table("plain step")]
-    assert names == ["products, our kernels", "products, cuBLAS", "whole steps"]
+    assert [row["mode"] for row in rows] == ["share", "eagle"]
+    assert all(row["acceptance"] == 0.9 and row["identical"] and row["x naive"] > 0 and row["tau"] > 1 for row in rows)
+    plain = [row["what"] for row in job.table("plain step")]
+    assert plain == ["products, our kernels", "products, cuBLAS", "whole steps"]
     assert not job.table(FAILED)
 
 
-def test_without_the_embedded_model_steps_are_not_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_embedded_model_or_triton_steps_are_not_here(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("sharesd.models.hub.EMBEDDED_PACKAGE", "no_such_package")
     for step in agenda.named(["135m", "1b", "7b", "starts"]):
         module, _, function = step.measure.partition(":")
@@ -350,6 +315,9 @@ def test_without_the_embedded_model_steps_are_not_here(tmp_path: Path, monkeypat
             measure(Job("cpu", tmp_path / "found"), **step.settings)
     with pytest.raises(ValueError, match="no/such/folder/here does not exist"):
         Job("cpu", tmp_path / "found", "no/such/folder/here").source()
+    monkeypatch.setattr(own_kernels, "HAS_TRITON", False)
+    with pytest.raises(NotHere, match="Triton, which is not installed"):
+        own_kernels._kernels(Job("cuda", tmp_path / "found"))
 
 
 def test_requests(capsys: Any) -> None:

@@ -8,7 +8,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -64,16 +63,16 @@ class Fake(Peer):
             deliver(each)
 
 
+class Absent(Fake):
+    package, pip, variants = "no_such_package", "no-such", {"plain": "never"}
+
+
 @pytest.fixture(autouse=True)
 def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two runtimes more, in processes too: what they import is this file."""
     monkeypatch.setitem(PEERS, "fake", f"{__name__}:Fake")
     monkeypatch.setitem(PEERS, "absent", f"{__name__}:Absent")
     monkeypatch.setattr("benchmark.peers.process.serve", serve_fake)
-
-
-class Absent(Fake):
-    package, pip, variants = "no_such_package", "no-such", {"plain": "never"}
 
 
 def serve_fake(*arguments: Any) -> None:
@@ -87,35 +86,31 @@ def test_the_first_delivery_stands_apart() -> None:
     found = timed(Fake(settings()), "good", PROMPT)
     assert found.token_ids == [5, 6, 7, 8] and (found.num_prompt, found.num_first) == (3, 1)
     assert found.first_s > 0 and found.decode_s >= 0.003
-    for variant, message in (
-        ("short", "returned 3 tokens instead of 4"),
-        ("at once", "at once, so decoding cannot be"),
-    ):
+    messages = {"short": "returned 3 tokens instead of 4", "at once": "at once, so decoding cannot be"}
+    for variant, message in messages.items():
         with pytest.raises(ValueError, match=message):
             timed(Fake(settings()), variant, PROMPT)
 
 
 @pytest.mark.subprocess
 def test_processes_are_measured_and_their_death_is_an_error() -> None:
+    def failed(what: Callable[[], object], message: str, *, dead: bool = True) -> None:
+        with pytest.raises(PeerError, match=message) as caught:
+            what()
+        assert caught.value.dead is dead
+
     worker = Worker("fake", settings(), limit_s=60.0)
     worker.prepare("good", PROMPT)
     assert worker.measure("good", PROMPT).token_ids == [5, 6, 7, 8]
-    with pytest.raises(PeerError, match="cannot do that") as caught:
-        worker.measure("fails", PROMPT)
-    assert not caught.value.dead and worker.measure("good", [9]).token_ids == [9, 10, 11, 12]
-    with pytest.raises(PeerError, match=r"ended by SIGKILL: out of ideas") as caught:
-        worker.measure("dies", PROMPT)
-    assert caught.value.dead
+    failed(lambda: worker.measure("fails", PROMPT), "cannot do that", dead=False)
+    assert worker.measure("good", [9]).token_ids == [9, 10, 11, 12]
+    failed(lambda: worker.measure("dies", PROMPT), "ended by SIGKILL: out of ideas")
     worker.close()
     worker = Worker("fake", settings(), limit_s=60.0)
     worker._limit_s = 0.5
-    with pytest.raises(PeerError, match="no answer within 0.5 s") as caught:
-        worker.measure("hangs", PROMPT)
-    assert caught.value.dead
+    failed(lambda: worker.measure("hangs", PROMPT), "no answer within 0.5 s")
     worker.close()
-    with pytest.raises(PeerError, match="weights are damaged") as caught:
-        Worker("fake", settings(target="damaged"), limit_s=60.0)
-    assert caught.value.dead
+    failed(lambda: Worker("fake", settings(target="damaged"), limit_s=60.0), "weights are damaged")
 
 
 class FakeWorker:
@@ -144,12 +139,12 @@ def test_the_loop_takes_turns_and_isolates_failures() -> None:
     rows = [PeerResult("a", name) for name in ("plain", "impossible", "dies")]
     rows += [PeerResult("b", "plain"), PeerResult("c", "plain", failure="not installed")]
     log: list[str] = []
-    said: list[tuple] = []
+    said: list[Any] = []
 
-    def report(*what: Any) -> None:
-        said.append(what)
+    def open_worker(name: str) -> FakeWorker:
+        return FakeWorker(name, log)
 
-    measure(rows, [[10], [20]], repeats=2, open_worker=lambda name: FakeWorker(name, log), report=report)
+    measure(rows, [[10], [20]], repeats=2, open_worker=open_worker, report=lambda *what: said.append(what))
     assert [row.failure for row in rows] == [None, "impossible", "it died", None, "not installed"]
     assert rows[0].samples.keys() == rows[3].samples.keys() == {(0, 0), (0, 1), (1, 0), (1, 1)}
     assert log[:5] == ["open a", "prepare a plain", "prepare a impossible", "prepare a dies", "open b"]
@@ -163,28 +158,19 @@ def test_the_loop_takes_turns_and_isolates_failures() -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        measure(
-            [PeerResult("a", "p")], [[1]], repeats=1, open_worker=lambda name: FakeWorker(name, log), report=interrupt
-        )
+        measure([PeerResult("a", "p")], [[1]], repeats=1, open_worker=open_worker, report=interrupt)
     assert log[-1] == "close a"
 
 
 def test_figures_of_handmade_samples() -> None:
     """Two prompts, two repeats, 3 decoded tokens each."""
     keys = [(repeat, prompt) for repeat in (0, 1) for prompt in (0, 1)]
+    looked_up = [sample(1, 2, 3, 9, first_s=0.2), sample(1, 7, 8, 9, num_first=2)]
+    looked_up += [sample(1, 2, 3, 9, decode_s=0.5), sample(1, 2, 3, 9, num_first=2)]
     rows = [
         PeerResult("sharesd", "naive", samples={(r, p): sample(decode_s=1.0 + r) for r, p in keys}),
         PeerResult("openvino", "plain", samples={key: sample(1, 2, 3, 9, decode_s=2.0) for key in keys}),
-        PeerResult(
-            "openvino",
-            "lookup",
-            samples={
-                (0, 0): sample(1, 2, 3, 9, first_s=0.2),
-                (0, 1): sample(1, 7, 8, 9, num_first=2),
-                (1, 0): sample(1, 2, 3, 9, decode_s=0.5),
-                (1, 1): sample(1, 2, 3, 9, num_first=2),
-            },
-        ),
+        PeerResult("openvino", "lookup", samples=dict(zip(keys, looked_up, strict=True))),
         PeerResult("llamacpp", "plain", failure="not installed"),
     ]
     found = figures(rows, lambda name: next(iter(peer_class(name).variants)))
@@ -199,14 +185,9 @@ def test_figures_of_handmade_samples() -> None:
     assert alone and alone["ratio_to_naive"] is None
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("tiny") / "model")
-
-
 @pytest.mark.subprocess
-def test_the_command_writes_a_report(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--target", str(checkpoint), "--num-questions", "2", "--max-new-tokens", "5", "--repeats", "2"]
+def test_the_command_writes_a_report(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--target", str(tiny), "--num-questions", "2", "--max-new-tokens", "5", "--repeats", "2"]
     flags += ["--threads", "1", "--out-dir", str(tmp_path)]
     assert main(["peers", "--peers", "fake:good, absent,fake:fails,fake:good", *flags]) == 0
     report = json.loads((tmp_path / "peers.json").read_text())
@@ -232,32 +213,28 @@ def test_the_command_writes_a_report(checkpoint: Path, tmp_path: Path, capsys: p
         (["--gguf", "none.gguf"], "--gguf none.gguf does not exist"),
     ],
 )
-def test_mistakes_cost_a_line(
-    flags: list[str], message: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["peers", "--target", str(checkpoint), "--out-dir", str(tmp_path), *flags]) == 2
-    assert message in capsys.readouterr().err and not list(tmp_path.iterdir())
+def test_mistakes_cost_a_line(flags: list[str], message: str, tiny: Path, tmp_path: Path, bench: Any) -> None:
+    status, _, err = bench("peers", "--target", str(tiny), "--out-dir", str(tmp_path), *flags)
+    assert status == 2 and message in err and not list(tmp_path.iterdir())
 
 
-def small(checkpoint: Path, gguf: str | None = None, **config: Any) -> PeerSettings:
+def small(tiny: Path, gguf: str | None = None, **config: Any) -> PeerSettings:
     config = {"device": "cpu", "compile": "off", "max_context": 64, **config}
-    return PeerSettings(config=EngineConfig(target=str(checkpoint), **config), num_tokens=12, num_threads=1, gguf=gguf)
+    return PeerSettings(config=EngineConfig(target=str(tiny), **config), num_tokens=12, num_threads=1, gguf=gguf)
 
 
 def deliveries(peer: Peer, variant: str, prompt: list[int]) -> list[list[int]]:
     found: list[list[int]] = []
     peer.prepare(variant)
     peer.answer(variant, prompt, lambda ids: found.append(list(ids)))
-    return [ids for ids in found if ids]
+    return list(filter(None, found))
 
 
-def test_transformers_gives_our_text_in_all_variants(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path))
+@pytest.mark.usefixtures("own_cache")
+def test_transformers_gives_our_text_in_all_variants(tiny: Path) -> None:
     texts = set()
     for name in ("transformers", "sharesd"):
-        peer = peer_class(name)(small(checkpoint, dtype="float32"))
+        peer = peer_class(name)(small(tiny, dtype="float32"))
         for variant in peer.variants:
             found = deliveries(peer, variant, LOOPING)
             assert len(found) > 1
@@ -279,9 +256,8 @@ def gguf(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def stand_in_openvino(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
+def stand_in_openvino(monkeypatch: pytest.MonkeyPatch, own_cache: None) -> ModuleType:
     """Records how it is used and answers with the numbers from 0 on, two at a time after the first."""
-    monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / "cache"))
     library: Any = ModuleType("openvino_genai")
     library.used = []
 
@@ -289,15 +265,12 @@ def stand_in_openvino(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Module
         assert options == {"enable_save_ov_model": True}
         (Path(path).parent / "openvino_model.xml").write_text("<net/>")
 
-    class Handle:
-        given = 0
-
+    class Handle(list[list[int]]):
         def can_read(self) -> bool:
-            return self.given < 12
+            return bool(self)
 
         def read(self) -> dict[int, Any]:
-            first, self.given = self.given, min(12, self.given + 2 if self.given else 1)
-            return {0: SimpleNamespace(generated_ids=list(range(first, self.given)))}
+            return {0: SimpleNamespace(generated_ids=self.pop(0))}
 
     class Pipeline:
         def __init__(self, path: Path, scheduler: Any, device: str, options: dict[str, Any]) -> None:
@@ -305,14 +278,9 @@ def stand_in_openvino(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Module
 
         def add_request(self, number: int, ids: Any, config: Any) -> Handle:
             library.used.append((ids.tolist(), vars(config)))
-            self.handle = Handle()
-            return self.handle
-
-        def has_non_finished_requests(self) -> bool:
-            return self.handle.can_read()
-
-        def step(self) -> None:
-            pass
+            handle = Handle([[0], *([i, i + 1] for i in range(1, 11, 2)), [11]])
+            self.has_non_finished_requests, self.step = handle.can_read, lambda: None
+            return handle
 
     library.LLMPipeline, library.ContinuousBatchingPipeline = convert, Pipeline
     library.SchedulerConfig = library.GenerationConfig = SimpleNamespace
@@ -324,8 +292,8 @@ def stand_in_openvino(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Module
     return library
 
 
-def test_openvino_is_asked_for_comparable_work(stand_in_openvino: Any, checkpoint: Path, gguf: str) -> None:
-    peer = peer_class("openvino")(small(checkpoint, gguf))
+def test_openvino_is_asked_for_comparable_work(stand_in_openvino: Any, tiny: Path, gguf: str) -> None:
+    peer = peer_class("openvino")(small(tiny, gguf))
     for variant in peer.variants:
         assert [*chain.from_iterable(deliveries(peer, variant, PROMPT))] == list(range(12))
         (folder, scheduler, options), (ids, config) = stand_in_openvino.used[-2:]
@@ -335,16 +303,16 @@ def test_openvino_is_asked_for_comparable_work(stand_in_openvino: Any, checkpoin
         assert config["ignore_eos"] and not config["do_sample"] and config["max_new_tokens"] == 12
         assert ("prompt_lookup" in options) == ("max_ngram_size" in config) == (variant == "lookup")
     with pytest.raises(ValueError, match="float64"):
-        peer_class("openvino")(small(checkpoint, gguf, dtype="float64"))
+        peer_class("openvino")(small(tiny, gguf, dtype="float64"))
 
 
-def test_llamacpp_is_asked_for_comparable_work(monkeypatch: pytest.MonkeyPatch, checkpoint: Path, gguf: str) -> None:
+def test_llamacpp_is_asked_for_comparable_work(monkeypatch: pytest.MonkeyPatch, tiny: Path, gguf: str) -> None:
     library: Any = ModuleType("llama_cpp")
-    library.used = []
+    used: list[Any] = []
 
     class Llama:
         def __init__(self, path: str, **options: Any) -> None:
-            library.used.append((path, options))
+            used.append((path, options))
             self.held = 1
 
         def reset(self) -> None:
@@ -360,22 +328,19 @@ def test_llamacpp_is_asked_for_comparable_work(monkeypatch: pytest.MonkeyPatch, 
     speculative.LlamaPromptLookupDecoding = lambda num_pred_tokens: ("lookup", num_pred_tokens)
     monkeypatch.setitem(sys.modules, "llama_cpp", library)
     monkeypatch.setitem(sys.modules, "llama_cpp.llama_speculative", speculative)
-    peer = peer_class("llamacpp")(small(checkpoint, gguf))
+    peer = peer_class("llamacpp")(small(tiny, gguf))
     for variant in peer.variants:
         for _ in range(2):
             assert [*chain.from_iterable(deliveries(peer, variant, PROMPT))] == list(range(12))
-        path, options = library.used[-1]
+        path, options = used[-1]
         assert path == gguf and options["n_ctx"] == 64 and options["n_threads"] == options["n_threads_batch"] == 1
         assert options["logits_all"] == (variant == "lookup") == (options["draft_model"] is not None)
 
 
-@pytest.mark.parametrize("name", ["openvino", "llamacpp"])
-def test_runtimes_say_what_they_need(
-    name: str, stand_in_openvino: Any, monkeypatch: pytest.MonkeyPatch, checkpoint: Path, gguf: str
-) -> None:
+def test_runtimes_say_what_they_need(stand_in_openvino: Any, monkeypatch: Any, tiny: Path, gguf: str) -> None:
     monkeypatch.setitem(sys.modules, "llama_cpp", ModuleType("llama_cpp"))
-    with pytest.raises(ValueError, match="--gguf FILE"):
-        peer_class(name)(small(checkpoint))
-    told = small(checkpoint, gguf)
-    with pytest.raises(ValueError, match="--device cpu"):
-        peer_class(name)(replace(told, config=replace(told.config, device="cuda")))
+    for name in ("openvino", "llamacpp"):
+        with pytest.raises(ValueError, match="--gguf FILE"):
+            peer_class(name)(small(tiny))
+        with pytest.raises(ValueError, match="--device cpu"):
+            peer_class(name)(small(tiny, gguf, device="cuda"))

@@ -1,36 +1,46 @@
-"""Sweeps on a tiny model: points, prompts of a length, runs that share nothing, files, and mistakes."""
+"""Sweeps on a tiny model: points, prompts, runs that share nothing, mistakes; reported times are held to the clock."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from benchmark import interleave, timed
 from benchmark.__main__ import main
 from benchmark.documents import Documents, filler_texts
 from benchmark.interleave import compare_modes
 from benchmark.points import Point, remarks_of, sections_of
+from benchmark.questions.records import TurnRecord
+from benchmark.questions.session import measure_turn
+from benchmark.timed import TimesDiffer, check_times
 from sharesd.config import EngineConfig, Mode
+from sharesd.engine.outputs import Completion, TokenChunk
+from sharesd.engine.stats import Stats
 from sharesd.models.prefill import Piece, read_piece
 from sharesd.models.tokenizer import load_tokenizer
 from sharesd.reports.questions import Question
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
-from tests.helpers.tiny_models import WORDS, make_checkpoint
+from tests.helpers.tiny_tokenizer import WORDS
 
 PNG = b"\x89PNG\r\n\x1a\n"
+PARAMS = SamplingParams(max_new_tokens=101)
+ROUND_S = 0.005
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("tiny") / "model", context=4096)
+def tiny(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint(context=4096)
 
 
 def measured(name: str, tiny: Path, out: Path, *argv: str) -> dict[str, Any]:
-    """The JSON of a sweep or grid."""
     sizes = ["--num-questions", "3", "--max-new-tokens", "10", "--runs", "2"]
     assert main([name, "--target", str(tiny), "--out-dir", str(out), *sizes, *argv]) == 0
     assert sorted(path.suffix for path in out.iterdir()) == [".csv", ".csv", ".html", ".json", ".md", ".png"]
@@ -65,15 +75,14 @@ def test_width_and_options_are_axes(tiny: Path, tmp_path: Path) -> None:
     quants = "draft-quant=hqq:8:64;hqq:4:64,head=4"
     report = measured("sweep", tiny, tmp_path / "out", "--mode", "share", "--over", "width=2,4", "--over", quants)
     points = report["points"]
-    assert [tuple(point["values"].values()) for point in points] == [
-        (width, quant) for width in "24" for quant in ("hqq:8:64", "hqq:4:64,head=4")
-    ]
+    values = [tuple(point["values"].values()) for point in points]
+    assert values == list(product("24", ("hqq:8:64", "hqq:4:64,head=4")))
     for point in points:
         assert 1 <= point["tau"] <= int(point["values"]["width"]) and point["identical"]
         assert point["draft_ms"] > 0 and point["verify_ms"] > 0 and point["naive_ms"] > 0
 
 
-def test_prompts_hold_other_texts_each(tiny: Path) -> None:
+def test_prompts_hold_other_texts_each_and_fillers_are_texts(tiny: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(tiny)
     texts = [" ".join(WORDS[i % len(WORDS)] for i in range(start, start + 40)) for start in range(12)]
     documents = Documents(tokenizer, texts)
@@ -83,9 +92,6 @@ def test_prompts_hold_other_texts_each(tiny: Path) -> None:
     assert all(270 <= len(tokenizer.encode(prompt)) <= 330 for prompt in prompts)
     alone = documents.prompt(question, 1)
     assert len(alone) < 60 and "notes" not in tokenizer.decode(alone)
-
-
-def test_fillers_are_texts(tmp_path: Path) -> None:
     text = tmp_path / "a.txt"
     text.write_text("one\ntwo\n\nthree\n")
     assert filler_texts(text) == ["one\ntwo", "three"] and sum(map(len, filler_texts(None))) > 10**5
@@ -124,18 +130,10 @@ def test_tables_have_not_seen_the_answer_of_an_earlier_run(tiny: Path, monkeypat
     assert found["recycle"].stats.tau > 1, "nothing was drafted, so that nothing was put back"
 
 
-def point(
-    mode: str,
-    speedup: float | None,
-    *,
-    context: str = "200",
-    identical: bool = True,
-    around: list[float] | None = None,
-    drift: float | None = None,
-) -> Point:
-    figures = dict.fromkeys(("draft_ms", "verify_ms", "naive_ms", "slowest", "first"), speedup)
-    fixed: dict[str, Any] = {"tau": 1.0, "alpha": 0.0, "turns": [], "range": around, "drift": drift, **figures}
-    return Point(values={"context": context}, mode=mode, speedup=speedup, identical=identical, **fixed)
+def point(mode: str, speedup: float | None, *, context: str = "200", **given: Any) -> Point:
+    figures: dict[str, Any] = dict.fromkeys(("draft_ms", "verify_ms", "naive_ms", "slowest", "first"), speedup)
+    figures |= {"tau": 1.0, "alpha": 0.0, "turns": [], "range": None, "drift": None, "identical": True, **given}
+    return Point(values={"context": context}, mode=mode, speedup=speedup, **figures)
 
 
 def test_verdicts() -> None:
@@ -151,6 +149,8 @@ def test_verdicts() -> None:
         "hybrid below 0.99 of the best single drafter at 1 of 2 points: context=9: 0.98",
         "text differs from naive: hybrid context=9: 0.95x",
     ]
+    drifted = remarks_of([point("share", 1.2, drift=0.84), point("share", 1.2, context="9", drift=1.1)])
+    assert drifted[1] == "the machine changed speed; naive in the last run over the first: context=200: 0.84"
 
 
 @pytest.mark.parametrize(
@@ -164,16 +164,11 @@ def test_verdicts() -> None:
 )
 def test_best_is_starred_where_its_range_lies_apart(ranges: dict[str, Any], starred: str | None) -> None:
     speedups = {"a": 1.5, "b": 1.2, "c": 1.1}
-    points = [point(mode, speedups[mode], around=around) for mode, around in ranges.items()]
+    points = [point(mode, speedups[mode], range=around) for mode, around in ranges.items()]
     [row] = sections_of(points)[0].rows
     assert [mode for mode, cell in zip(ranges, row[1:], strict=True) if cell.endswith("*")] == [starred] * bool(starred)
     shown = [dict(zip(sections_of(points)[1].head, each, strict=True))["range"] for each in sections_of(points)[1].rows]
     assert shown[0] == ("one run" if ranges["a"] is None else f"{ranges['a'][0]:.2f}x to 1.60x")
-
-
-def test_a_machine_that_changed_is_said() -> None:
-    lines = remarks_of([point("share", 1.2, drift=0.84), point("share", 1.2, context="9", drift=1.1)])
-    assert lines[1] == "the machine changed speed; naive in the last run over the first: context=200: 0.84"
 
 
 @pytest.mark.parametrize(
@@ -196,12 +191,93 @@ def test_a_machine_that_changed_is_said() -> None:
         (("sweep", "--over", "tree=2:4"), "tree"),
     ],
 )
-def test_mistakes_cost_a_line(
-    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], says: str
-) -> None:
-    try:
-        status = main([argv[0], "--target", str(tiny), "--out-dir", str(tmp_path / "out"), *argv[1:]])
-    except SystemExit as stop:
-        status = int(stop.code or 0)
-    err = capsys.readouterr().err
+def test_mistakes_cost_a_line(tiny: Path, tmp_path: Path, bench: Any, argv: tuple[str, ...], says: str) -> None:
+    status, _, err = bench(argv[0], "--target", str(tiny), "--out-dir", str(tmp_path / "out"), *argv[1:])
     assert status == 2 and says in err and err.count("\n") == 1
+
+
+class Launching:
+    """An engine on a GPU of its own clock, whose rounds take 5 ms each."""
+
+    mode = "naive"
+
+    def __init__(self, device: str = "cuda", is_async: bool = True, twice: bool = False, lost_s: float = 0.0) -> None:
+        """`twice`: a round that is launched ahead is timed from its launch, when the last one had not ended yet.
+        `lost_s`: seconds a round that are not reported.
+        """
+        self.async_scheduling, self._twice, self._lost_s = is_async, twice, lost_s
+        self.cache = SimpleNamespace(lengths=SimpleNamespace(device=torch.device(device)))
+        self.stats = Stats()
+        self.now = 0.0
+
+    def stream(self, prompts: list[list[int]], params: SamplingParams, reuse: bool = False) -> Any:
+        self.stats = Stats(num_draft=0, new_tokens=1)
+        launched = collected = self.now
+        for _ in range(params.max_new_tokens - 1):
+            next_launched = self.now  # before the last round has been read
+            self.now += ROUND_S
+            began = launched if self._twice else max(launched, collected)
+            self.stats.record_step(0, 0.0, ROUND_S - self._lost_s, self.now - began - ROUND_S)
+            collected, launched = self.now, next_launched if self.async_scheduling else self.now
+            self.stats.decoded_tokens += 1
+            request: Any = SimpleNamespace(index=0, call=None)
+            yield TokenChunk(request, [7], ["target"], [None], "", None, None, None)
+
+    def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[Completion]:
+        for _ in self.stream(prompts, params):
+            pass
+        self.stats.accept_lengths, self.stats.new_tokens = [[]], 0
+        return [Completion(finish_reason="length")]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def use(engine: Launching) -> Launching:
+        for module in (timed, interleave):
+            monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: engine.now))
+        return engine
+
+    return use
+
+
+@pytest.fixture
+def turn(run: Any) -> Callable[..., TurnRecord]:
+    """A turn of mtbench, answered by an engine of this kind."""
+    question = Question(id=1, category="writing", turns=("why",))
+    return lambda **kind: measure_turn(run(Launching(**kind)), [1], PARAMS, run=1, question=question, turn=1)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_true_times_pass(turn: Callable[..., TurnRecord], is_async: bool) -> None:
+    assert turn(is_async=is_async).decode_s == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_rounds_that_are_counted_twice_are_refused(turn: Callable[..., TurnRecord], device: str) -> None:
+    """Timed from their launch, they hold the round before: naive is reported at half its speed."""
+    with pytest.raises(TimesDiffer) as refused:
+        turn(twice=True, device=device)
+    assert str(refused.value) == (
+        "naive: prompts and rounds add up to 0.995 s, but 0.500 s passed; "
+        "the figures are wrong, so no report is written"
+    )
+
+
+def test_modes_in_turns_are_refused(run: Any) -> None:
+    engine = run(Launching(twice=True))
+    with pytest.raises(TimesDiffer, match="naive and naive: "):
+        interleave._answers([engine, engine], [[1]], PARAMS)
+
+
+def test_time_that_nobody_counts_is_refused_on_a_gpu_alone(turn: Callable[..., TurnRecord]) -> None:
+    """On a CPU, other programs may have had it."""
+    turn(is_async=False, device="cpu", lost_s=0.003)
+    with pytest.raises(TimesDiffer, match="add up to 0.200 s, but 0.500 s passed"):
+        turn(is_async=False, lost_s=0.003)
+
+
+def test_a_little_between_the_rounds_passes() -> None:
+    stats = Stats(steps=100, verify_s=1.0)
+    check_times("naive", [stats], 1.08, on_gpu=True)
+    with pytest.raises(TimesDiffer):
+        check_times("naive", [stats], 1.10, on_gpu=True)

@@ -1,34 +1,52 @@
-"""`sharesd verify`: all modes on a tiny model, and mistakes made on purpose, which it must find."""
+"""`sharesd verify`, which must find mistakes made on purpose, and --against; `sharesd tune`, `--draft-quant auto`."""
 
 from __future__ import annotations
 
 import json
+import logging
+import shutil
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import gguf
 import pytest
 import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
 
-from benchmark.studies import verify
+from benchmark.studies import divergence, tune, verify
+from benchmark.studies.tune import Measured, best_length, expected_speedup, settings_of
 from benchmark.studies.verify import compare_answers
+from quant.config import QuantConfig
 from sharesd import sampling
+from sharesd.cli import options
 from sharesd.config import EngineConfig
 from sharesd.models.loader import load_decoder
+from sharesd.models.tokenizer import load_tokenizer
 from sharesd.runtime import Runtime
 from sharesd.sampling import sampler
 from sharesd.sampling_params import SamplingParams
+from sharesd.speculation.cost_model import Costs, fit_costs
 from sharesd.speculation.draft_tree import VerifyResult
+from sharesd.weights import quant_tuning_cache
+from sharesd.weights.quant_tuning_cache import TuningKey, load_tuned, save_tuned, tuning_key
 from sharesd_command import main
-from tests.helpers.tiny_models import make_checkpoint
+from tests.helpers.block_parts import ggml_type
+from tests.helpers.gguf_files import write_gguf
 
+TEXT = "What is heard is not what was said, and what was said was not heard. " * 9
+FOUR, DEFAULT = QuantConfig.parse("hqq:4:64"), EngineConfig().quant
 PROMPTS: dict[str | int, list[int]] = {"a": [5, 6, 7, 8], "b": list(range(20, 40))}
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("tiny") / "model")
+@pytest.fixture(autouse=True)
+def own_cache_and_short_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(divergence, "_WINDOW", 100)
+    monkeypatch.setattr(divergence, "_PIECE", 40)
 
 
 def compare(tiny: Path, out: Path, *options: str) -> tuple[int, dict[str, Any]]:
@@ -55,7 +73,7 @@ def test_all_modes_are_exact(tiny: Path, tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_a_wrong_acceptance_rule_is_found(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """The first draft token of each round is accepted, whatever the target says."""
 
@@ -122,29 +140,46 @@ def test_position_tokens_and_gaps_of_a_mismatch(tiny: Path, temperature: float) 
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("argv", "says"),
     [
-        (["--mode", "naive"], "--mode is only naive"),
-        (["--num-speculative-tokens", "0,1"], "num_draft is 0"),
-        (["--temperatures=-1"], "temperature is -1"),
-        (["--seeds=-1"], "seed is -1"),
-        (["--questions", "none.jsonl"], "none.jsonl cannot be read (No such file"),
-        (["--out-dir", "taken/x"], "--out-dir taken/x cannot be made"),
+        ("verify --mode naive", "--mode is only naive"),
+        ("verify --num-speculative-tokens 0,1", "num_draft is 0"),
+        ("verify --temperatures=-1", "temperature is -1"),
+        ("verify --seeds=-1", "seed is -1"),
+        ("verify --questions none.jsonl", "none.jsonl cannot be read (No such file"),
+        ("verify --out-dir taken/x", "--out-dir taken/x cannot be made"),
+        ("verify --texts t", "--texts is t, which only --against reads; add --against"),
+        ("verify --against nowhere/at-all/x", "nowhere/at-all/x does not exist"),
+        ("verify --against {tiny} --texts {tiny}/none", "none cannot be read ... use a text in UTF-8"),
+        ("verify --against {tmp}/other.gguf", "vocabular"),
+        ("tune --quants hqq:4:64,,hqq:8:64", "--quants is 'hqq:4:64,,hqq:8:64', which has an empty part"),
+        ("tune --quants hqq:5:64", "bits (hqq) is 5; choose one of 8, 4, 3, 2"),
+        ("tune --keep nose --quants hqq:8:64", "projection 'nose' does not exist in this model; choose from qkv"),
+        ("tune --num-questions 9999", "num_questions is 9999, but"),
+        ("tune --max-new-tokens 500 --max-context 512", "raise --max-context or lower --max-new-tokens"),
     ],
 )
-def test_mistakes_cost_a_line(
-    options: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_mistakes_cost_a_line_and_keep_nothing(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, argv: str, says: str
 ) -> None:
+    figures: dict[str, Any] = dict.fromkeys(Measured.__dataclass_fields__, 1)
+    known = {"hqq:8:64": Measured(**{**figures, "quant": "hqq:8:64"})} if "nose" in argv else {}
+    measure = tune.measure
+
+    def measured(config: EngineConfig, *rest: Any, **how: Any) -> Measured:
+        return known.get(str(config.quant)) or measure(config, *rest, **how)
+
+    monkeypatch.setattr(tune, "measure", measured)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "taken").touch()
-    assert main(["verify", *options]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and message in error
-    assert not (tmp_path / "results").exists()
+    Path("taken").touch()
+    if "other" in argv:
+        write_gguf(tmp_path / "other.gguf")
+    command, *options = argv.format(tiny=tiny, tmp=tmp_path).split()
+    assert main([command, "--target", str(tiny), "--out-dir", "out", *options]) == 2
+    err = capsys.readouterr().err
+    assert all(part in " ".join(err.split()) for part in says.split(" ... "))
+    assert err.count("\n") == 1 or "--against" in argv
+    assert not [*tmp_path.glob("cache/settings/quant-*"), *tmp_path.glob("out/*")]
 
 
 def test_lists_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,3 +187,169 @@ def test_lists_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
         main(["verify", "--num-speculative-tokens", "1,x"])
     assert "'1,x' is not a list of numbers such as 1,2" in capsys.readouterr().err
     assert verify._list_of(int)("2,1,2") == (2, 1)
+
+
+def against(target: Path, reference: Path, out: Path, *options: str) -> dict[str, Any]:
+    out.with_suffix(".txt").write_text(TEXT)
+    given = ["--target", str(target), "--against", str(reference), "--texts", f"{out}.txt", "--out-dir", str(out)]
+    assert main(["verify", *given, *options]) == 0
+    return json.loads((out / "verify.json").read_text())["divergence"]
+
+
+@torch.inference_mode()
+def log_probs(model: Any, text: list[int]) -> Tensor:
+    windows = [torch.tensor([text[first : first + 100]]) for first in range(0, len(text), 100)]
+    return torch.cat([model(window).logits[0].double().log_softmax(-1) for window in windows])
+
+
+def test_it_is_the_divergence_that_transformers_gives(tiny: Path, tmp_path: Path, capsys: Any) -> None:
+    found = against(tiny, tiny, tmp_path / "out", "--target-quant", "q4_0")
+    model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    ids = load_tokenizer(tiny).encode(TEXT)
+    wanted = log_probs(model, ids)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2:
+            kind = ggml_type("Q8_0" if name == "lm_head.weight" else "Q4_0")
+            values = gguf.dequantize(gguf.quantize(parameter.detach().numpy(), kind), kind)
+            parameter.data.copy_(torch.from_numpy(values.copy()))
+    ours = log_probs(model, ids)
+    kl = (wanted.exp() * (wanted - ours)).sum(-1)
+    assert found["num_positions"] == len(ids) > 200
+    assert found["mean"] == pytest.approx(float(kl.mean()), rel=1e-3) and found["mean"] > 1e-4
+    assert found["percentile_99"] == pytest.approx(float(kl.quantile(0.99)), rel=1e-2)
+    assert found["max"] == pytest.approx(float(kl.max()), rel=1e-2)
+    same = (ours.argmax(-1) == wanted.argmax(-1)).double().mean()
+    assert found["same_argmax"] == pytest.approx(float(same), abs=0.01)
+    assert f"{found['mean']:.3g}" in capsys.readouterr().out
+
+
+def test_stored_weights_are_close_to_their_values(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "a.gguf")
+    exact = against(file, file, tmp_path / "exact")
+    fast = against(file, file, tmp_path / "fast", "--activations", "fast")
+    assert exact["num_positions"] == fast["num_positions"] > 20
+    assert exact["mean"] < 1e-6 < 10 * fast["mean"] and exact["mean"] < fast["mean"]
+    assert exact["same_argmax"] == 1
+
+
+def config_of(*argv: str) -> EngineConfig:
+    parser = options.Parser()
+    options.add_model_options(parser)
+    return options.engine_config(options.parse(parser, argv), modes=("share",))
+
+
+@pytest.mark.smoke
+def test_settings_are_measured_and_the_best_is_kept(tiny: Path, tmp_path: Path, capsys: Any) -> None:
+    sizes = ["--num-questions", "2", "--max-new-tokens", "12", "--max-context", "512", "--max-speculative-tokens", "4"]
+    argv = ["tune", "--target", str(tiny), "--quants", "hqq:8:64,hqq:4:64+head=4"]
+    assert main([*argv, "--draft-quant", "hqq:4:64", "--keep", "down", *sizes, "--out-dir", str(tmp_path / "out")]) == 0
+    report = json.loads((tmp_path / "out" / "tune.json").read_text())
+    measured = report["measured"]
+    assert [each["quant"] for each in measured] == ["hqq:8:64", "hqq:4:64,head=4", "hqq:4:64 skip proj=down"]
+    for each in measured:
+        assert each["c"] > 0 and each["v"] > 0 and 0 <= each["alpha"] <= 1 and 1 <= each["num_draft"] <= 4
+        assert each["expected"] > 0 and 1 <= each["tau"] <= 1 + each["num_draft"] and each["identical"] == 1
+        assert each["speedup"] == pytest.approx(each["share_tokens_per_second"] / each["naive_tokens_per_second"])
+    best = max(measured, key=lambda each: each["speedup"])
+    assert report["best"] == best["quant"] and report["settings"]["teacher_draft"] == 4
+    [file] = tmp_path.glob("cache/settings/quant-*")
+    entry = json.loads(file.read_text())["value"]
+    assert str(QuantConfig.parse(entry["quant"], entry["skips"])) == best["quant"]
+    assert entry["facts"]["alpha"] == best["alpha"]
+    assert str(config_of("--target", str(tiny), "--draft-quant", "auto").quant) == best["quant"]
+    out = capsys.readouterr().out
+    assert " * " in out and f"--draft-quant auto now uses {best['quant']}" in out
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["tune.json"]
+
+
+def test_settings_are_measured_once_and_keep_what_they_can() -> None:
+    names = [str(quant) for quant in settings_of(tune.QUANTS, tune.PROJECTIONS, FOUR)]
+    kept = [f"hqq:4:64 skip proj={name}" for name in ("qkv", "o", "gate_up", "down")]
+    assert names == ["hqq:8:64", "hqq:4:64", "hqq:4:64,head=4", "hqq:3:64,head=4", *kept]
+    base = QuantConfig.parse("hqq:4:64,down=8,head=4")
+    assert settings_of("hqq:4:64,hqq:4:64", "none", base) == [FOUR]
+    without = [str(quant) for quant in settings_of("hqq:4:64", "down,head,o", base, ["layers=0"])[1:]]
+    assert without == ["hqq:4:64,head=4 skip proj=down", "hqq:4:64,down=8", "hqq:4:64,down=8,head=4 skip proj=o"]
+
+
+def test_the_formula() -> None:
+    costs = Costs(step={1: 2.0, 2: 2.0, 4: 4.0, 5: 5.0}, draft=1.0)
+    # alpha 0.5 and K = 3: 1 + 1/2 + 1/4 + 1/8 tokens in 3 * 0.5 + 2 plain steps
+    assert expected_speedup(0.5, 3, costs) == pytest.approx(1.875 / 3.5)
+    assert expected_speedup(1.0, 3, costs) == pytest.approx(4 / 3.5)
+    assert expected_speedup(0.0, 1, costs) == pytest.approx(1 / 1.5)
+    assert best_length(0.0, costs, 4) == 1
+    assert best_length(1.0, Costs(step={1: 2.0, 9: 2.0}, draft=0.1), 8) == 8
+
+
+def place(**other: str) -> TuningKey:
+    fields = {"model": "/models/a", "dtype": "bfloat16", "device": "cpu", "processor": "p", "version": "1"}
+    return TuningKey(**{**fields, **other})
+
+
+def test_a_setting_is_kept_for_its_place_alone(tmp_path: Path) -> None:
+    quant = QuantConfig.parse("hqq:4:64,head=4", ["layers=0", "proj=down"])
+    assert load_tuned(place()) is None
+    save_tuned(place(), FOUR, {})
+    file = save_tuned(place(), quant, {"speedup": 2.0})
+    assert load_tuned(place()) == quant and list((tmp_path / "cache/settings").iterdir()) == [file]
+    for name in ("model", "dtype", "device", "processor", "version"):
+        assert load_tuned(place(**{name: "other"})) is None
+
+
+def test_an_entry_that_cannot_be_read_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    file = save_tuned(place(), FOUR, {})
+    file.write_text(file.read_text().replace("hqq:4:64", "hqq:5:64"))
+    with caplog.at_level(logging.WARNING, "sharesd.weights.quant_tuning_cache"):
+        assert load_tuned(place()) is None
+    assert f"{file} is ignored" in caplog.text and len(caplog.records) == 1
+
+
+def test_auto_falls_back_to_the_default_and_says_so(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "sharesd.weights.quant_tuning_cache"):
+        config = config_of("--target", str(tiny), "--draft-quant", "auto")
+    default = config_of("--target", str(tiny))
+    assert config == replace(default, offload=replace(default.offload, choose_bits=False))  # bits were asked for
+    [record] = caplog.records
+    assert record.levelno == logging.INFO and "nothing was measured for this model" in record.message
+    assert str(DEFAULT) in record.message and "sharesd tune" in record.message
+
+
+def test_auto_takes_what_was_measured_for_dtype_and_device(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
+    quant = QuantConfig.parse("hqq:8:64", ["proj=o"])
+    save_tuned(tuning_key(EngineConfig(target=str(tiny), device="cpu")), quant, {})
+    auto = ("--target", str(tiny), "--draft-quant", "auto", "--device", "cpu", "--dtype")
+    with caplog.at_level(logging.INFO, "sharesd.weights.quant_tuning_cache"):
+        assert config_of(*auto, "bf16").quant == quant
+    assert "measured best" in caplog.text
+    assert config_of(*auto, "fp32").quant == DEFAULT
+    with pytest.raises(ValueError, match="--draft-quant auto chooses what to skip, and --quant-skip is 'proj=o'; drop"):
+        config_of(*auto, "fp32", "--quant-skip", "proj=o")
+
+
+def test_a_place_names_content_processor_and_version(tiny: Path, tmp_path: Path) -> None:
+    found = tuning_key(EngineConfig(target=str(tiny), device="cpu"))
+    assert found.processor and found.version == quant_tuning_cache.__version__
+    copy = shutil.copytree(tiny, tmp_path / "copy")
+    assert tuning_key(EngineConfig(target=str(copy), device="cpu")) == found
+    changed = bytearray((copy / "model.safetensors").read_bytes())
+    changed[-1] ^= 1
+    (copy / "model.safetensors").write_bytes(changed)
+    assert tuning_key(EngineConfig(target=str(copy), device="cpu")) != found
+
+
+@pytest.mark.parametrize("four", [1.9, 0.8, 0.5], ids=["as it is", "equal", "sooner"])
+def test_draft_steps_are_never_free(four: float) -> None:
+    """Amid noise, four steps may have been timed as short as one, or shorter."""
+    ratios = {("step", 1, False): [1.0], ("draft", 1, False): [0.8], ("draft", 4, False): [four]}
+    costs = fit_costs(ratios, {False: [2.0], True: []}, near=10.0, far=None, single_pass=False)
+    each, begin = (2 * (four - 0.8) / 3, 1.6) if four > 0.8 else (2 * four / 4, 1.6)
+    assert costs.draft == pytest.approx(each) and costs.draft > 0
+    assert costs.draft + costs.draft_begin == pytest.approx(begin)
+
+
+def test_a_long_context_timed_amid_noise_leaves_no_step_free() -> None:
+    """A step that another program held up at the long context would begin below zero without one."""
+    ratios = {("step", 1, far): [1.0] for far in (False, True)} | {("draft", 1, far): [0.8] for far in (False, True)}
+    costs = fit_costs(ratios, {False: [1.0], True: [99.0]}, near=100.0, far=200.0, single_pass=True)
+    assert costs.step[1] == pytest.approx(0.5) and costs.draft == pytest.approx(0.4)

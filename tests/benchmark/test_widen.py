@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmark.__main__ import main
 from benchmark.studies import widening
 from benchmark.studies.wide_shapes import SHAPES, WideShape
 from benchmark.studies.widening import GROUP, describe, wide_tensors, widen, widen_head
@@ -45,8 +44,7 @@ def real(tmp_path: Path) -> Path:
 
 
 def edit_config(folder: Path, **changes: object) -> None:
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    (folder / "config.json").write_text(json.dumps(read_config(folder) | changes))
 
 
 def edit_weights(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
@@ -68,11 +66,9 @@ def stored(folder: Path) -> dict[str, Tensor]:
 @pytest.mark.parametrize("tie_word_embeddings", [False, True])
 def test_logits_stay(real: Path, tmp_path: Path, tie_word_embeddings: bool) -> None:
     def in_float64(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        wide = {
-            name: tensor.double()
-            for name, tensor in tensors.items()
-            if not (tie_word_embeddings and name == "lm_head.weight")
-        }
+        """Norms that change something; no head where the embedding is it."""
+        left_out = ["lm_head.weight"] if tie_word_embeddings else []
+        wide = {name: tensor.double() for name, tensor in tensors.items() if name not in left_out}
         return {name: tensor * 1.3 if name.endswith("norm.weight") else tensor for name, tensor in wide.items()}
 
     edit_weights(real, in_float64)
@@ -87,16 +83,15 @@ def test_fourfold_width_keeps_the_bits_of_bfloat16(real: Path, tmp_path: Path) -
     """sqrt(D/D') is 1/2 then; the kernels add the zeros last. All modes, so quantized weights stay as good, too."""
     widen(real, tmp_path / "wide", FOURFOLD, name="wide")
     params = SamplingParams(max_new_tokens=48, ignore_eos=True)
-    texts: dict[str, list[list[int]]] = {}
-    rounds: dict[str, list[int]] = {}
+    texts: list[list[int]] = []
+    rounds: list[int] = []
     for folder in (real, tmp_path / "wide"):
         runtime = Runtime(EngineConfig(target=str(folder), num_draft=3, max_context=128), ("naive", "share"))
         for mode in ("naive", "share"):
             engine = runtime.engine(mode)
-            texts.setdefault(mode, []).append(engine.generate([TOKENS], params)[0].token_ids)
-            rounds.setdefault(mode, []).append(engine.stats.rounds)
-    assert texts["naive"][0] == texts["naive"][1] == texts["share"][0] == texts["share"][1]
-    assert rounds["share"][0] == rounds["share"][1] < rounds["naive"][0]
+            texts.append(engine.generate([TOKENS], params)[0].token_ids)
+            rounds.append(engine.stats.rounds)
+    assert texts == 4 * texts[:1] and rounds[1] == rounds[3] < rounds[0]
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
@@ -117,7 +112,7 @@ def test_a_widened_head_guesses_the_same(real: Path, tmp_path: Path, kind: str) 
     assert (found[0] - found[1]).abs().max() <= 1e-12 * found[0].abs().max()
 
 
-def test_groups_never_mix_real_and_added_columns(real: Path, tmp_path: Path) -> None:
+def test_groups_never_mix_what_must_be_zero_is_and_the_rest_is_noise(real: Path, tmp_path: Path) -> None:
     """The codes, scales and zeros of the real columns are those of the real matrix alone."""
     widen(real, tmp_path / "wide", WIDE, name="wide")
     small, large = stored(real), stored(tmp_path / "wide")
@@ -131,11 +126,6 @@ def test_groups_never_mix_real_and_added_columns(real: Path, tmp_path: Path) -> 
         assert torch.equal(alone.zero, inside.zero[:, : columns // GROUP])
         low = inside.dequantize()[:, columns:]
         assert low.isfinite().all() and (kind not in ("self_attn.o_proj", "mlp.down_proj") or not low.any())
-
-
-def test_what_must_be_zero_is_and_the_rest_is_noise(real: Path, tmp_path: Path) -> None:
-    widen(real, tmp_path / "wide", WIDE, name="wide")
-    small, large = stored(real), stored(tmp_path / "wide")
     assert not large["model.embed_tokens.weight"][:, 64:].any()
     for layer in range(WIDE.num_layers):
         for kind in ("self_attn.o_proj", "mlp.down_proj"):
@@ -164,7 +154,7 @@ def test_what_is_widened_in_memory_is_what_would_be_written(real: Path, tmp_path
         config = EngineConfig(target=str(tmp_path / folder), num_draft=3, max_context=128)
         runtime = Runtime(config, ("naive", "classic"), tensors=tensors)
         texts += [runtime.engine(mode).generate([TOKENS], params)[0].token_ids for mode in ("naive", "classic")]
-    assert texts[0] == texts[1] == texts[2] == texts[3]
+    assert texts == 4 * texts[:1]
 
 
 def test_a_seed_gives_the_same_bytes(real: Path, tmp_path: Path) -> None:
@@ -205,11 +195,7 @@ def test_the_folder_is_a_whole_checkpoint(real: Path, tmp_path: Path) -> None:
         ({}, {"intermediate_size": 160}, r"MLP size is 160 \(160 columns\), not a multiple of 64"),
         ({"intermediate_size": 96}, {}, r"MLP size is 96 \(96 columns\), not a multiple of 64"),
         ({"num_attention_heads": 2, "head_dim": 16}, {}, r"query heads is 2 \(32 columns\), not a multiple of 64"),
-        (
-            {},
-            {"num_key_value_heads": 4},
-            "4 query heads on 2 key/value heads, and the shape 12 on 4, which is a different ratio",
-        ),
+        ({}, {"num_key_value_heads": 4}, "on 2 key/value heads, and the shape 12 on 4, which is a different ratio"),
         ({"intermediate_size": 192}, {}, r"mlp.gate_proj.weight has shape \[128, 64\] where config.json asks for"),
     ],
 )
@@ -237,9 +223,7 @@ def test_damaged_checkpoints_are_refused(real: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
-def test_an_interrupted_write_leaves_nothing(
-    real: Path, tmp_path: Path, error: BaseException, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_write_leaves_nothing(real: Path, tmp_path: Path, error: Any, monkeypatch: Any) -> None:
     def fail_late(tensors: dict[str, Tensor], file: Path, **kwargs: Any) -> None:
         save_file(tensors, file, **kwargs)
         if "00003" in file.name:
@@ -251,9 +235,7 @@ def test_an_interrupted_write_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["real"]
 
 
-def test_a_full_disk_and_a_taken_folder_are_one_line(
-    real: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_and_a_taken_folder_are_one_line(real: Path, tmp_path: Path, monkeypatch: Any, bench: Any) -> None:
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken/file").touch()
     with pytest.raises(ValueError, match="taken already exists; remove it or use another folder"):
@@ -264,30 +246,25 @@ def test_a_full_disk_and_a_taken_folder_are_one_line(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(ValueError, match=r"wide needs \d+\.\d MB and .* has 1.0 MB free; free some space there"):
         widen(real, tmp_path / "wide", WIDE, name="wide")
-    assert main(["widen", "--to", "1b", "--target", str(real), "--out", str(tmp_path / "wide")]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "4 query heads on 2 key/value heads, and the shape 24 on 8" in error
+    status, _, error = bench("widen", "--to", "1b", "--target", str(real), "--out", str(tmp_path / "wide"))
+    assert status == 2 and error.count("\n") == 1
+    assert "4 query heads on 2 key/value heads, and the shape 24 on 8" in error
 
 
-def test_the_command_names_its_result(
-    real: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_names_its_result(real: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bench: Any) -> None:
     monkeypatch.setitem(SHAPES, "1b", WIDE)
-    out = tmp_path / "wide"
-    assert main(["widen", "--to", "1b", "--target", str(real), "--out", str(out)]) == 0
-    assert capsys.readouterr().out.startswith("real widened to 1B: 0.00e9 parameters in ")
-    assert model_name(str(out)) == read_config(out)["sharesd_name"] == "real widened to 1B"
-    assert main(["widen", "--to", "1b", "--target", str(real), "--out", str(out)]) == 2
+    argv = ("widen", "--to", "1b", "--target", str(real), "--out", str(tmp_path / "wide"))
+    status, out, _ = bench(*argv)
+    assert status == 0 and out.startswith("real widened to 1B: 0.00e9 parameters in ")
+    assert model_name(argv[-1]) == read_config(tmp_path / "wide")["sharesd_name"] == "real widened to 1B"
+    assert bench(*argv)[0] == 2
 
 
 def test_shapes_have_the_sizes_that_they_are_named_for() -> None:
-    sizes = {
-        to: shape.num_parameters(vocab_size=49152, head_dim=64, tie_word_embeddings=True) / 1e9
-        for to, shape in SHAPES.items()
-    }
+    model: dict[str, Any] = {"vocab_size": 49152, "head_dim": 64, "tie_word_embeddings": True}
+    sizes = {to: shape.num_parameters(**model) / 1e9 for to, shape in SHAPES.items()}
     assert sizes == pytest.approx({"1b": 1.01, "7b": 6.73, "13b": 12.87}, abs=0.01)
     for shape in SHAPES.values():
         assert shape.num_attention_heads == 3 * shape.num_key_value_heads
-        assert all(
-            size % 128 == 0 for size in (shape.hidden_size, shape.intermediate_size, 64 * shape.num_attention_heads)
-        )
+        columns = (shape.hidden_size, shape.intermediate_size, 64 * shape.num_attention_heads)
+        assert all(size % 128 == 0 for size in columns)

@@ -2,46 +2,29 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
-import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
+from sharesd import EngineConfig, SamplingParams
 from sharesd.cli.generate_file import read
 from sharesd.cli.main import main
-from sharesd.config import EngineConfig
+from sharesd.data.json_lines import read_text, records, text_lines
 from sharesd.runtime import Runtime
-from sharesd.sampling_params import SamplingParams
 from tests.helpers.paths import ROOT
 from tests.helpers.tiny_models import make_checkpoint
 from tests.helpers.tiny_tokenizer import WORDS
+from tests.multigpu.test_replicas import ENVIRONMENT, killed
 
-ENVIRONMENT = dict(os.environ)
-"""With the cache folder of all tests, in which kernels lie: processes of their own would build them anew."""
-NUM = 40
-TOO_LONG = 7
-"""Number of a prompt that does not fit."""
-SAMPLED = [
-    "--temperature",
-    "1",
-    "--seed",
-    "5",
-    "--max-new-tokens",
-    "12",
-    "--max-context",
-    "96",
-    "--max-batch",
-    "3",
-]
+NUM, TOO_LONG = 40, 7  # and the number of a prompt that does not fit
+SAMPLED = ["--temperature", "1", "--seed", "5", "--max-new-tokens", "12", "--max-context", "96", "--max-batch", "3"]
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +38,8 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
     records: list[Any] = [f"{WORDS[i % 5]} {WORDS[i // 5]} cat" if i % 4 else "the cat" for i in range(NUM)]
     records[2] = {"prompt": "why is the sky blue"}
-    records[3] = {
-        "messages": [{"role": role, "content": "the mat"} for role in ("system", "user", "assistant", "user")]
-    }
+    roles = ("system", "user", "assistant", "user")
+    records[3] = {"messages": [{"role": role, "content": "the mat"} for role in roles]}
     records[TOO_LONG] = "how " * 200
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     return path
@@ -65,7 +47,6 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(model: str, prompts: Path, tmp_path_factory: pytest.TempPathFactory, own_cache: None) -> Path:
-    """Answers of one process that nobody disturbed."""
     out = tmp_path_factory.mktemp("whole") / "answers.jsonl"
     assert generate(model, prompts, out) == 1
     return out
@@ -112,58 +93,31 @@ def test_each_answer_is_that_of_plain_decoding(whole: Path, model: str, prompts:
 
 
 @pytest.mark.subprocess
-@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_any_number_of_replicas_writes_the_same_file(
-    count: int, whole: Path, model: str, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    whole: Path, model: str, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "answers.jsonl"
-    assert generate(model, prompts, out, "--replicas", str(count), "--mode", "ngram") == 1
+    assert generate(model, prompts, out, "--replicas", "3", "--mode", "ngram") == 1
     assert texts(out) == texts(whole)
     said = " ".join(capsys.readouterr().err.split())
     assert f"{NUM} prompts = {NUM - 1} answered + 1 failed (0 of them before)" in said
-    assert f"prompts.jsonl:{TOO_LONG + 1}: a prompt has " in said and f"the start of {count} replicas included" in said
+    assert f"prompts.jsonl:{TOO_LONG + 1}: a prompt has " in said and "the start of 3 replicas included" in said
 
 
-def test_a_whole_file_is_left_as_it_is(
+def test_a_whole_file_is_left_as_it_is_and_other_settings_are_refused(
     whole: Path, model: str, prompts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = whole.stat().st_mtime_ns
     assert generate(model, prompts, whole, "--replicas", "2") == 1
-    assert whole.stat().st_mtime_ns == before and not whole.with_name("answers.jsonl.part").exists()
     assert f"({NUM} of them before)" in capsys.readouterr().err
-
-
-def killed(given: list[str], part: Path, lines: int, whom: str, dice: random.Random) -> bool:
-    """Run it until so many answers are kept, kill the parent or a replica there, and wait for the end of all of it.
-    Returns whether it was killed in time."""
-    with subprocess.Popen([sys.executable, "-m", "sharesd", *given], cwd=ROOT, env=ENVIRONMENT) as process:
-        parent, family, deadline = psutil.Process(process.pid), [], time.monotonic() + 600
-        while process.poll() is None and (not family or num_lines(part) < lines):
-            with suppress(psutil.Error):  # one that just ended
-                family = [child for child in parent.children() if "spawn_main" in " ".join(child.cmdline())]
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-        in_time = process.poll() is None
-        for victim in [parent] if whom == "parent" else [dice.choice(family)] if family else []:
-            if victim.is_running():
-                victim.send_signal(signal.SIGKILL)
-        process.wait()
-        _, left = psutil.wait_procs(family, timeout=300)
-        assert not left, "replicas without a parent end by themselves"
-    return in_time
-
-
-def num_lines(path: Path) -> int:
-    try:
-        return path.read_bytes().count(b"\n")
-    except FileNotFoundError:
-        return 0
+    assert generate(model, prompts, whole, "--seed", "6") == 2
+    assert "settings.json says sampling" in (said := capsys.readouterr().err) and "give another --out" in said
+    assert said.count("\n") == 1
+    assert whole.stat().st_mtime_ns == before and not whole.with_name("answers.jsonl.part").exists()
 
 
 @pytest.mark.subprocess
-@pytest.mark.parametrize(
-    ("seed", "num_trials"), [(0, 2), *(pytest.param(seed, 5, marks=pytest.mark.long) for seed in range(1, 5))]
-)
+@pytest.mark.parametrize(("seed", "num_trials"), [(0, 2), pytest.param(1, 8, marks=pytest.mark.long)])
 def test_kills_at_random_moments_lose_and_double_nothing(
     seed: int, num_trials: int, whole: Path, model: str, prompts: Path, tmp_path: Path
 ) -> None:
@@ -172,7 +126,7 @@ def test_kills_at_random_moments_lose_and_double_nothing(
     for trial in range(num_trials):
         out = tmp_path / f"answers-{trial}.jsonl"
         part = Path(f"{out}.part")
-        given = command(model, prompts, out, "--replicas", "2", "--threads", "1")
+        given = [sys.executable, "-m", "sharesd", *command(model, prompts, out), "--replicas", "2", "--threads", "1"]
         whom = ("replica", "parent")[trial % 2]
         for _ in range(10):  # a busy machine may kill too late
             if killed(given, part, dice.randint(0, NUM - 8), whom, dice):
@@ -186,12 +140,6 @@ def test_kills_at_random_moments_lose_and_double_nothing(
         assert texts(out) == texts(whole) and not part.exists()
         found = answers(out)
         assert all(record == found[record["index"]] for record in kept)
-
-
-def test_other_settings_are_refused(whole: Path, model: str, prompts: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert generate(model, prompts, whole, "--seed", "6") == 2
-    assert "settings.json says sampling" in (said := capsys.readouterr().err) and "give another --out" in said
-    assert said.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -214,15 +162,12 @@ def test_other_settings_are_refused(whole: Path, model: str, prompts: Path, caps
         (["--prompts", "bad.jsonl", "--out", "b"], "bad.jsonl:2 has no user message"),
         (["--prompts", "talk.json", "--raw", "--out", "b"], "record 1 is a conversation, but --raw continues"),
         pytest.param(
-            ["--prompts", "p.jsonl", "--out", "b", "--target", "none/x", "--replicas", "2"],
-            "none/x",
+            ["--prompts", "p.jsonl", "--out", "b", "--target", "none/x", "--replicas", "2"], "none/x",
             marks=pytest.mark.subprocess,
         ),
     ],
 )  # fmt: skip
-def test_mistakes_are_one_line(
-    args: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes_are_one_line(args: list[str], message: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     Path("p.jsonl").write_text('"why"\n')
     Path("bad.jsonl").write_text('"why"\n{"messages": []}\n')
@@ -230,12 +175,6 @@ def test_mistakes_are_one_line(
     assert main(["generate", *args]) == 2
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1
-
-
-def test_lines_of_text_are_prompts(tmp_path: Path) -> None:
-    path = tmp_path / "prompts.txt"
-    path.write_text("why\n\n how is it\u2028the cat \n", encoding="utf-8")
-    assert read(path, raw=True) == [(f"{path}:1", "why"), (f"{path}:3", " how is it\u2028the cat ")]
 
 
 @pytest.mark.subprocess
@@ -246,13 +185,46 @@ def test_ranks_of_a_launcher_take_from_one_queue(
 ) -> None:
     out = tmp_path / "answers.jsonl"
     flags = ["--nproc-per-node", "2"] if launcher == "torch.distributed.run" else ["--num_processes", "2", "--cpu"]
-    done = subprocess.run(
-        [sys.executable, "-m", launcher, *flags, "-m", "sharesd", *command(model, prompts, out)],
-        cwd=ROOT,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-    )
+    given = [sys.executable, "-m", launcher, *flags, "-m", "sharesd", *command(model, prompts, out)]
+    done = subprocess.run(given, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
     assert out.exists() and texts(out) == texts(whole), done.stderr[-3000:]
     if launcher == "torch.distributed.run":  # the other one starts a single process where there are no GPUs
         assert "the start of 2 replicas included" in done.stderr
+
+
+LINES = '\ufeff{"a": 1}\r\n\n  \n "x\u2028y" \n'.encode()
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_lines_and_lists_hold_the_same_records(tmp_path: Path, pack) -> None:
+    lines, one = tmp_path / "lines", tmp_path / "list"
+    lines.write_bytes(pack(LINES))
+    one.write_bytes(pack('\ufeff \n[{"a": 1},\n"x\u2028y"]\n'.encode()))
+    assert records(lines) == [(f"{lines}:1", {"a": 1}), (f"{lines}:4", "x\u2028y")]
+    assert records(one) == [(f"{one}, record 1", {"a": 1}), (f"{one}, record 2", "x\u2028y")]
+    assert text_lines(lines) == [(f"{lines}:1", '{"a": 1}'), (f"{lines}:4", ' "x\u2028y" ')]
+    assert read_text(lines) == '{"a": 1}\n\n  \n "x\u2028y" \n'
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"{}\n{1}", ":2: not JSON (Expecting property name enclosed in double quotes at column 2); write one JSON"),
+        (b"[{},\n\n {]", ":3: not JSON (Expecting property name enclosed in double quotes at column 3); write one"),
+        (b"[1]\n[2]", ":2: not JSON (Extra data at column 1)"),
+        (b"{}\n" + b"9" * 5000, ":2: not JSON that can be read (Exceeds the limit"),
+        (b"[" * 100_000, ":1: not JSON that can be read (maximum recursion depth"),
+        (b"\xef\xbb\xbf\xff", ":1: byte 1 (0xff) is not UTF-8; save the file as UTF-8"),
+        (b"{}\n\n[\xe4", ":3: byte 2 (0xe4) is not UTF-8"),
+        ("{}".encode("utf-16-le"), ":1: byte 2 is zero, as in UTF-16 or a binary file; save the file as UTF-8"),
+        ("[]\n{}".encode("utf-16-be"), ":1: byte 1 is zero"),
+        (gzip.compress(b"{}\n\0", mtime=0), ":2: byte 1 is zero"),
+        (b"\x1f\x8b", ": not a whole gzip file ("),
+    ],
+)
+def test_a_mistake_has_its_place(tmp_path: Path, content: bytes, says: str) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    with pytest.raises(ValueError) as error:
+        records(path)
+    assert str(error.value).startswith(f"{path}{says}") and "\n" not in str(error.value)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import io
-import logging
 import os
 import re
 import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -62,11 +62,9 @@ def files_in(root: Path) -> set[str]:
 
 def test_every_part_of_the_cache_is_known() -> None:
     """Whoever adds a folder to the cache adds it to PARTS."""
-    sources = [
-        path for package in ("sharesd", "compile", "quant", "benchmark") for path in (ROOT / package).rglob("*.py")
-    ]
-    pattern = r'(?:cache_root\(\) / |JsonCache\()"(\w+)"'
-    named = {name for path in sources for name in re.findall(pattern, path.read_text("utf-8"))}
+    packages = ("sharesd", "compile", "quant", "benchmark")
+    texts = [path.read_text("utf-8") for package in packages for path in (ROOT / package).rglob("*.py")]
+    named = {name for text in texts for name in re.findall(r'(?:cache_root\(\) / |JsonCache\()"(\w+)"', text)}
     assert named | {"inductor", "triton"} == PARTS.keys() == OURS.keys()
 
 
@@ -80,9 +78,7 @@ def test_info_counts_what_is_ours(cache: Path, capsys: pytest.CaptureFixture[str
     assert rows["total"] == ["19", "19.0", "MB"]
 
 
-def test_info_of_a_cache_that_does_not_exist(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_info_of_a_cache_that_does_not_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / "none"))
     assert main(["cache", "info"]) == 0 and "0.0 MB" in capsys.readouterr().out
     assert main(["cache", "clear", "--part", "quant"]) == 0 and "nothing to delete in" in capsys.readouterr().out
@@ -94,17 +90,13 @@ def test_clear_deletes_what_is_ours_and_nothing_else(cache: Path, capsys: pytest
     out = capsys.readouterr().out
     assert out.index("to delete") < out.index("quantized weights") < out.index("deleted 2.0 MB")
     assert not contents(cache, "quant").entries and contents(cache, "native").num_bytes == 2 * 10**6
+    link, elsewhere = cache / f"checkpoints/tiny.Q4-{KEY}", cache.with_name("elsewhere")
+    shutil.move(link, elsewhere)
+    link.symlink_to(elsewhere)
     assert main(["cache", "clear", "-y"]) == 0
+    assert (elsewhere / "model.safetensors").exists() and not link.is_symlink(), "targets of links are kept"
     assert files_in(cache) == set(FOREIGN)
     assert not (cache / "tiles").exists()  # empty folders go, too
-
-
-def test_links_are_removed_and_their_targets_kept(cache: Path, tmp_path: Path) -> None:
-    elsewhere = tmp_path / "elsewhere"
-    shutil.move(cache / f"checkpoints/tiny.Q4-{KEY}", elsewhere)
-    (cache / f"checkpoints/tiny.Q4-{KEY}").symlink_to(elsewhere)
-    assert main(["cache", "clear", "--yes"]) == 0
-    assert (elsewhere / "model.safetensors").exists() and not (cache / f"checkpoints/tiny.Q4-{KEY}").is_symlink()
 
 
 class _Terminal(io.StringIO):
@@ -112,38 +104,28 @@ class _Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize(("answer", "status", "left"), [("n", 1, 24), ("", 1, 24), ("y", 0, 5), ("YES", 0, 5)])
-def test_clear_asks_at_a_terminal(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, answer: str, status: int, left: int
-) -> None:
-    monkeypatch.setattr(sys, "stdin", _Terminal(f"{answer}\n"))
-    assert main(["cache", "clear"]) == status
-    assert len(files_in(cache)) == left
-
-
-def test_clear_deletes_nothing_where_nobody_can_be_asked(
+def test_clear_asks_at_a_terminal_and_deletes_nothing_where_nobody_can_be_asked(
     cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
     assert main(["cache", "clear"]) == 2
     assert capsys.readouterr().err == "error: cannot ask for confirmation: stdin is not a terminal; pass --yes\n"
-    assert len(files_in(cache)) == 24
+    for answer, status, left in (("n", 1, 24), ("", 1, 24), ("YES", 0, 5)):
+        assert len(files_in(cache)) == 24
+        monkeypatch.setattr(sys, "stdin", _Terminal(f"{answer}\n"))
+        assert main(["cache", "clear"]) == status and len(files_in(cache)) == left
+    (cache / "tiles").mkdir()
+    (cache / "tiles/nvidia-h100.json").touch()
+    monkeypatch.setattr(sys, "stdin", _Terminal("y\n"))
+    assert main(["cache", "clear"]) == 0 and len(files_in(cache)) == 5
 
 
-@pytest.mark.parametrize(
-    "argv", [["cache"], ["cache", "clear", "--part", "none"], ["cache", "info", "--part", "quant"]]
-)
-def test_mistakes_cost_a_line(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(argv)
-    assert caught.value.code == 2 and capsys.readouterr().err.count("\n") == 1
-
-
-def test_sizes_are_readable() -> None:
+@pytest.mark.parametrize("argv", ["cache", "cache clear --part none", "cache info --part quant"])
+def test_mistakes_cost_a_line_and_sizes_are_readable(argv: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(argv.split())
+    assert capsys.readouterr().err.count("\n") == 1
     assert [cache_command._size(n) for n in (0, 123_456, 1_234_567_890)] == ["0.0 MB", "0.1 MB", "1.23 GB"]
-
-
-# Damaged and stale entries
 
 
 def flip(file: Path, at: int) -> None:
@@ -159,24 +141,25 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "one bit in the middle": lambda file: flip(file, file.stat().st_size // 2),
     "the last bit": lambda file: flip(file, -1),
     "zeros of the right size": lambda file: file.write_bytes(bytes(file.stat().st_size)),
-}
-"""`zeros` is what a power cut leaves of a file whose name came to the disk before its contents."""
+}  # zeros are what a power cut leaves of a file whose name came to the disk before its contents
 damages = pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 
 
-@damages
-def test_damaged_checkpoints_are_converted_again(
-    damage: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.fixture
+def converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
     monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / "cache"))
     source = write_gguf(tmp_path / "tiny.gguf")
-    folder = converted_folder(source)
+    return source, converted_folder(source)
+
+
+@damages
+def test_damaged_checkpoints_are_converted_again(damage: Any, converted: tuple[Path, Path], caplog: Any) -> None:
+    source, folder = converted
     whole = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != convert.MANIFEST}
     for name in ("model.safetensors", "tokenizer.json", convert.MANIFEST):
         damage(folder / name)
         caplog.clear()
-        with caplog.at_level(logging.WARNING):
-            assert converted_folder(source) == folder
+        assert converted_folder(source) == folder
         if name != convert.MANIFEST:  # which may also say less than before, and be taken at its word
             assert f"{folder} is damaged or outdated; converted tiny.gguf again" in caplog.text
         assert {path.name: path.read_bytes() for path in folder.iterdir() if path.name in whole} == whole
@@ -185,11 +168,9 @@ def test_damaged_checkpoints_are_converted_again(
 
 
 def test_converted_files_are_read_only_where_size_or_time_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    converted: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / "cache"))
-    source = write_gguf(tmp_path / "tiny.gguf")
-    folder, read, hashed = converted_folder(source), [], convert._sha256
+    (source, folder), read, hashed = converted, [], convert._sha256
     monkeypatch.setattr(convert, "_sha256", lambda file: read.append(file.name) or hashed(file))
     assert converted_folder(source) == folder and not read
     os.utime(folder / "tokenizer.json", ns=(0, 12345))
@@ -197,36 +178,28 @@ def test_converted_files_are_read_only_where_size_or_time_changed(
     assert converted_folder(source) == folder and read == ["tokenizer.json"]  # its new time is known now
 
 
-def test_a_checkpoint_made_of_another_file_is_converted_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / "cache"))
-    source = write_gguf(tmp_path / "tiny.gguf")
-    folder = converted_folder(source)
+def test_a_checkpoint_made_of_another_file_is_converted_again(converted: tuple[Path, Path], caplog: Any) -> None:
+    source, folder = converted
     before = (folder / "model.safetensors").read_bytes()
     flip(source, source.stat().st_size // 3)
-    with caplog.at_level(logging.WARNING):
-        assert converted_folder(source) == folder
+    assert converted_folder(source) == folder
     assert "is damaged or outdated" in caplog.text and (folder / "model.safetensors").read_bytes() != before
 
 
 @damages
-def test_damaged_quantized_weights_are_not_read(
-    damage: Callable[[Path], object], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damaged_quantized_weights_are_not_read(damage: Callable[[Path], object], tmp_path: Path, caplog: Any) -> None:
     tensors = {"a.q": torch.arange(64, dtype=torch.uint8), "a.scale": torch.rand(8)}
     path = store_path(tmp_path, "key")
     write_store(path, "key", tensors)
     kept = read_store(path, "key")
     assert kept is not None and all(torch.equal(kept[name], tensors[name]) for name in tensors) and not caplog.text
     damage(path)
-    with caplog.at_level(logging.WARNING):
-        assert read_store(path, "key") is None
+    assert read_store(path, "key") is None
     assert f"{path}" in caplog.text and "quantizing again" in caplog.text
 
 
 @pytest.fixture
-def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiler that hands out the library built before, and notes in `log` that it was asked."""
     script = tmp_path / "c++"
     script.write_text(
@@ -236,16 +209,12 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     script.chmod(0o755)
     monkeypatch.setenv("CXX", str(script))
     monkeypatch.setattr(cpp_extension, "library", functools.cache(cpp_extension.library.__wrapped__))
-    return script
 
 
 @damages
+@pytest.mark.usefixtures("compiler")
 def test_damaged_kernels_are_built_again(
-    damage: Callable[[Path], object],
-    compiler: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    damage: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Without ever being loaded: many of these libraries would load, and crash or compute something else."""
 
@@ -256,16 +225,13 @@ def test_damaged_kernels_are_built_again(
         return Path(cpp_extension.library("float32")._name)
 
     built = load("one")
-    kept = tmp_path / "two" / built.relative_to(tmp_path / "one")
-    kept.parent.mkdir(parents=True)
-    shutil.copy(built, kept)
+    kept, damaged = (tmp_path / name / built.relative_to(tmp_path / "one") for name in ("two", "three"))
+    for copy in (kept, damaged):
+        copy.parent.mkdir(parents=True)
+        shutil.copy(built, copy)
     assert load("two") == kept and not caplog.text
-    damaged = tmp_path / "three" / built.relative_to(tmp_path / "one")
-    damaged.parent.mkdir(parents=True)
-    shutil.copy(built, damaged)
     damage(damaged)
-    with caplog.at_level(logging.WARNING):
-        assert load("three") == damaged
+    assert load("three") == damaged
     assert f"rebuilding {damaged}" in caplog.text
     assert (tmp_path / "log").read_text().count("asked") == 2
     assert damaged.read_bytes() == built.read_bytes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import os
@@ -11,34 +12,35 @@ import select
 import signal
 import subprocess
 import sys
+import termios
 import tomllib
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 import sharesd
+from sharesd import Engine, EngineConfig, SamplingParams
 from sharesd.cli import chat, display, startup
 from sharesd.cli.main import main
-from sharesd.config import EngineConfig
-from sharesd.engine.engine import Engine
 from sharesd.engine.outputs import Completion, Source, TokenChunk
 from sharesd.runtime import Runtime
-from sharesd.sampling_params import SamplingParams
 from sharesd_files import cache_root
 from tests.helpers.paths import ROOT
 from tests.helpers.tiny_models import make_checkpoint
 
 PROMPTS = ("why is the sky blue", "the cat sat on the mat")
 FAST = ("--compile", "off", "--max-new-tokens", "40")
-SHARE = ("--mode", "share")
+NAIVE, SHARE = ("--mode", "naive"), ("--mode", "share")
+LONG = (*NAIVE, "--compile", "off", "--max-context", "8000", "--max-new-tokens", "7000")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("tiny"))
+def folder(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint()
 
 
 @pytest.fixture(autouse=True)
@@ -52,25 +54,17 @@ def own_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def run(folder: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[str, str]]:
     def run(command: str, *args: str, status: int = 0) -> tuple[str, str]:
-        """What a command prints on stdout and stderr."""
-        assert main([command, *args, "--target", str(folder), *FAST]) == status
+        assert main([command, "--target", str(folder), *FAST, *args]) == status
         return capsys.readouterr()
 
     return run
-
-
-def objects(out: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in out.splitlines()]
-
-
-# generate
 
 
 @pytest.mark.parametrize("mode", ["naive", "share", "classic"])
 def test_the_streamed_text_is_that_of_the_json(run: Callable, mode: str) -> None:
     text, err = run("generate", PROMPTS[0], "--mode", mode)
     out, _ = run("generate", PROMPTS[0], "--mode", mode, "--json", "--logprobs")
-    (found,) = objects(out)
+    found = json.loads(out)
     assert text == found["text"] + "\n" and found["text"] and err == ""
     assert found["mode"] == mode and found["prompt"] == PROMPTS[0] and found["finish_reason"] == "length"
     assert len(found["token_ids"]) == len(found["sources"]) == len(found["logprobs"]) == 40
@@ -89,48 +83,39 @@ def test_all_modes_say_the_same(run: Callable) -> None:
 
 
 def test_prompts_go_through_the_chat_template_unless_raw(run: Callable, folder: Path, tmp_path: Path) -> None:
-    wrapped = run("generate", PROMPTS[0])[0]
+    wrapped = run("generate", PROMPTS[0], *NAIVE)[0]
     written = f"<|im_start|>user\n{PROMPTS[0]}<|im_end|>\n<|im_start|>assistant\n"
-    assert run("generate", written, "--raw")[0] == wrapped
-    raw = run("generate", PROMPTS[0], "--raw")[0]
+    assert run("generate", written, "--raw", *NAIVE)[0] == wrapped
+    raw = run("generate", PROMPTS[0], "--raw", *NAIVE)[0]
     assert raw != wrapped
-    assert run("generate", PROMPTS[0], "--system", "be red")[0] not in (raw, wrapped)
+    assert run("generate", PROMPTS[0], "--system", "be red", *NAIVE)[0] not in (raw, wrapped)
     plain = make_checkpoint(tmp_path / "plain", chat=False)
-    assert run("generate", PROMPTS[0], "--target", str(plain)) != ("", "")
+    assert run("generate", PROMPTS[0], "--target", str(plain), *NAIVE)[0] == raw
 
 
-def test_several_prompts_are_answered_as_if_alone(run: Callable) -> None:
-    alone = [run("generate", prompt)[0] for prompt in PROMPTS]
-    together, _ = run("generate", *PROMPTS)
-    assert together == f"[1/2] {PROMPTS[0]}\n{alone[0]}\n[2/2] {PROMPTS[1]}\n{alone[1]}"
-    assert [found["text"] + "\n" for found in objects(run("generate", *PROMPTS, "--json")[0])] == alone
+def test_several_prompts_are_answered_as_if_alone(run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = run("generate", PROMPTS[0], *NAIVE)[0]
+    monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPTS[1] + "\n"))
+    second = run("generate", "-", *NAIVE)[0]
+    assert run("generate", *PROMPTS)[0] == f"[1/2] {PROMPTS[0]}\n{first}\n[2/2] {PROMPTS[1]}\n{second}"
+    lines = run("generate", *PROMPTS, "--json", *NAIVE)[0].splitlines()
+    assert [json.loads(line)["text"] + "\n" for line in lines] == [first, second]
 
 
 def test_a_given_length_beyond_the_context_is_one_warning(run: Callable, caplog: pytest.LogCaptureFixture) -> None:
     """One for all prompts; FAST gives 40 tokens."""
-    run("generate", *PROMPTS[:2], "--max-context", "64", "--mode", "naive")
+    run("generate", *PROMPTS[:2], "--max-context", "64", *NAIVE)
     [record] = caplog.records
     assert "max_new_tokens is 40 and the context of 64 tokens has room for " in record.getMessage()
 
 
-def test_a_prompt_may_come_from_stdin(run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = run("generate", PROMPTS[1])[0]
-    monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPTS[1] + "\n"))
-    assert run("generate", "-")[0] == alone
-
-
-def test_verbose_ends_with_statistics_and_leaves_stdout_alone(run: Callable) -> None:
-    text = run("generate", PROMPTS[0])[0]
-    out, err = run("generate", PROMPTS[0], "-v")
-    assert out == text and "\x1b" not in err
-    labels = "tok/s", "tau", "alpha", "by position", "draft", "verify", "overhead", "prefill", "start"
-    assert all(label in err for label in labels)
-
-
 @pytest.mark.parametrize("stop", [(), ("--stop", "sky")])
 def test_colors_change_nothing_but_colors(run: Callable, monkeypatch: pytest.MonkeyPatch, stop: tuple) -> None:
+    """And verbose answers end with statistics."""
     pinned = ("--num-speculative-tokens", "4")  # left to itself, the policy may find that drafts do not pay
-    text = run("generate", *PROMPTS, *stop, *pinned)[0]
+    text, plain = run("generate", *PROMPTS, "-v", *stop, *pinned)
+    labels = "tok/s", "tau", "alpha", "by position", "draft", "verify", "overhead", "prefill", "start"
+    assert all(label in plain for label in labels) and "\x1b" not in text + plain
     monkeypatch.setattr(display, "shows_colors", lambda: True)
     out, err = run("generate", *PROMPTS, "-v", *stop, *pinned)
     assert "\x1b[32m" in out and "\x1b[33m" in out and "accepted draft" in err
@@ -138,10 +123,7 @@ def test_colors_change_nothing_but_colors(run: Callable, monkeypatch: pytest.Mon
     assert names.search(out)
     for answer in out.split("[2/2]"):
         assert all(one != other for one, other in pairwise(names.findall(answer))), "named where another one begins"
-    out = names.sub("", out)
-    for code in ("\x1b[32m", "\x1b[33m", "\x1b[36m", "\x1b[0m"):
-        out = out.replace(code, "")
-    assert out == text
+    assert re.sub(r"\x1b\[(32|33|36|0)m", "", names.sub("", out)) == text
 
 
 def test_every_piece_of_text_belongs_to_its_token() -> None:
@@ -162,9 +144,6 @@ def test_every_piece_of_text_belongs_to_its_token() -> None:
     assert pieces.split(chunk([1, 2, 100], ["accepted", "accepted", "recovered"], "b")) == [("b", "accepted", "share")]
     last = chunk([101, 3, 4], ["accepted", "accepted", "bonus"], "céd", "stop")  # "e" began a stop string
     assert pieces.split(last) == [(text, "accepted", "share") for text in "céd"]
-
-
-# chat
 
 
 class Talk:
@@ -206,12 +185,13 @@ def talk(run: Callable, monkeypatch: pytest.MonkeyPatch) -> Talk:
 
 
 def test_chat_remembers_and_reads_only_what_is_new(talk: Talk, run: Callable, folder: Path) -> None:
-    out, _ = talk(*PROMPTS)
+    """A line that ends with a backslash goes on."""
+    out, _ = talk("the cat \\", "sat", PROMPTS[1])
     (first, second), kept = talk.answers, talk.kept[-1]
     assert out == f"{first.text}\n{second.text}\n"
-    assert run("generate", PROMPTS[0])[0] == first.text + "\n"
+    assert run("generate", "the cat \nsat", *NAIVE)[0] == first.text + "\n"
     runtime = Runtime(EngineConfig(target=str(folder), mode="naive", compile="off"))
-    said = [("user", PROMPTS[0]), ("assistant", first.text), ("user", PROMPTS[1])]
+    said = [("user", "the cat \nsat"), ("assistant", first.text), ("user", PROMPTS[1])]
     asked = runtime.tokenizer.chat([{"role": role, "content": text} for role, text in said])
     assert talk.asked[1] == asked
     assert len(talk.asked[0]) <= kept < len(asked)
@@ -230,9 +210,7 @@ def test_chat_modes_give_the_same_answer(talk: Talk) -> None:
 
 def test_chat_goes_on_after_a_change_of_mode(talk: Talk, folder: Path) -> None:
     elsewhere = ("/mode naive", "/reset", PROMPTS[1], "/mode share", "/reset")  # another text in the same cache
-    talk(
-        PROMPTS[0], "/mode naive", PROMPTS[1], "/mode share", PROMPTS[1], *elsewhere, PROMPTS[0], PROMPTS[1], args=SHARE
-    )
+    talk(PROMPTS[0], "/mode naive", PROMPTS[1], "/mode share", PROMPTS[1], *elsewhere, *PROMPTS, args=SHARE)
     engine = Runtime(EngineConfig(target=str(folder), mode="naive", compile="off")).engine()
     fresh = [engine.generate([asked], SamplingParams(max_new_tokens=40))[0] for asked in talk.asked]
     assert [done.token_ids for done in fresh] == [done.token_ids for done in talk.answers]
@@ -250,37 +228,31 @@ def test_chat_commands(talk: Talk) -> None:
     assert out == "".join(text + "\n" for text in talk.texts)
 
 
-def test_a_line_that_ends_with_a_backslash_goes_on(talk: Talk, run: Callable) -> None:
-    talk("the cat \\", "sat")
-    assert run("generate", "the cat \nsat")[0] == talk.texts[0] + "\n"
-
-
 def test_a_full_context_is_told_in_one_line(talk: Talk) -> None:
-    _, err = talk(PROMPTS[0], PROMPTS[1], "/reset", PROMPTS[0], args=("--mode", "naive", "--max-context", "48"))
+    _, err = talk(PROMPTS[0], PROMPTS[1], "/reset", PROMPTS[0], args=(*NAIVE, "--max-context", "48"))
     told = err.splitlines()[1:]
     assert told[0].startswith("cut: the context holds 48 tokens; /reset")
     assert told[1].startswith("the conversation has ") and told[1].endswith("with a larger --max-context")
     assert len(talk.answers) == 2 and talk.texts[0] == talk.texts[1]
 
 
-# Ctrl-C
+def press_ctrl_c(patch: pytest.MonkeyPatch, *behind: int) -> None:
+    """Behind pieces of answers of these numbers."""
+    real, calls = display.AnswerWriter.write, count(1)
+
+    def write(writer: display.AnswerWriter, chunk: TokenChunk) -> None:
+        real(writer, chunk)
+        if next(calls) in behind:
+            signal.raise_signal(signal.SIGINT)
+
+    patch.setattr(display.AnswerWriter, "write", write)
 
 
 @pytest.mark.parametrize("mode", ["naive", "share", "classic"])
 def test_ctrl_c_ends_the_answer_and_not_the_chat(talk: Talk, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     talk(PROMPTS[0], PROMPTS[1], args=("--mode", mode))
     full, after_full = talk.answers
-    real = display.AnswerWriter.write
-    calls = 0
-
-    def write(writer: display.AnswerWriter, chunk: TokenChunk) -> None:
-        nonlocal calls
-        real(writer, chunk)
-        calls += 1
-        if calls == 4:
-            signal.raise_signal(signal.SIGINT)
-
-    monkeypatch.setattr(display.AnswerWriter, "write", write)
+    press_ctrl_c(monkeypatch, 4)
     handler = signal.getsignal(signal.SIGINT)
     out, err = talk(PROMPTS[0], PROMPTS[1], "/reset", PROMPTS[0], args=("--mode", mode))
     _, _, part, after_part, again = talk.answers
@@ -299,15 +271,13 @@ def test_ctrl_c_in_the_middle_of_a_round_leaves_engines_usable(folder: Path, mon
         engine = runtime.engine(mode)  # type: ignore[arg-type]
         ids, other = (engine.tokenizer.encode(prompt) for prompt in PROMPTS)
         (whole,), (whole_other,) = engine.generate([ids], params), engine.generate([other], params)
-        for fail_at in range(1, 30, 7):
+        for fail_at in range(1, 23, 7):
             engine.generate([other], params)
-            real, calls = type(engine.target).forward, 0
+            real, calls = type(engine.target).forward, count(1)
 
-            def forward(*args: Any, real: Callable = real, fail_at: int = fail_at, **named: Any) -> Any:
-                nonlocal calls
-                calls += 1
+            def forward(*args: Any, real: Any = real, fail: int = fail_at, calls: Any = calls, **named: Any) -> Any:
                 logits = real(*args, **named)
-                if calls == fail_at:
+                if next(calls) == fail:
                     raise KeyboardInterrupt
                 return logits
 
@@ -321,50 +291,28 @@ def test_ctrl_c_in_the_middle_of_a_round_leaves_engines_usable(folder: Path, mon
 
 
 def test_ctrl_c_ends_generate_with_what_there_is(run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = run("generate", PROMPTS[0])[0]
-    real = display.AnswerWriter.write
-
-    def write(writer: display.AnswerWriter, chunk: TokenChunk) -> None:
-        real(writer, chunk)
-        signal.raise_signal(signal.SIGINT)
-
-    monkeypatch.setattr(display.AnswerWriter, "write", write)
-    out, err = run("generate", PROMPTS[0], "-v", status=130)
+    text = run("generate", PROMPTS[0], *NAIVE)[0]
+    press_ctrl_c(monkeypatch, *range(40))
+    out, err = run("generate", PROMPTS[0], "-v", *NAIVE, status=130)
     assert text.startswith(out.removesuffix("\n")) and len(out) < len(text) and "tok/s" in err
 
 
-def test_two_ctrl_c_at_the_prompt_leave(
-    talk: Talk, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    keys = iter(["", PROMPTS[0], "", ""])
-
-    def read() -> str:
-        key = next(keys)
-        if not key:
-            raise KeyboardInterrupt
-        return key
-
-    monkeypatch.setattr(chat, "read_message", read)
-    _, err = talk()
+def test_two_ctrl_c_at_the_prompt_leave(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = [KeyboardInterrupt, PROMPTS[0], KeyboardInterrupt, KeyboardInterrupt]
+    monkeypatch.setattr(chat, "read_message", Mock(side_effect=keys))
+    _, err = talk(args=NAIVE)
     assert len(talk.answers) == 1 and err.count("Ctrl-C again leaves") == 2
-
-
-# Mistakes
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["generate"], "no prompt; give a text, - for stdin, or --prompts FILE --out FILE"),
         ([], "the following arguments are required: command"),
         (["generate", "hi", "--bogus"], "unknown argument '--bogus'; see `python -m sharesd generate --help`"),
         (["generate", "hi", "--mode", "fast"], "mode is 'fast'; choose one of"),
         (["generate", "hi", "--mode", "naive,share"], "--mode is 'naive,share'; give one mode"),
         (["generate", "hi", "--mode", "all"], "--mode is 'all'; give one mode"),
-        (
-            ["generate", "hi", "--mode", "glide", "--draft-head", "no/such"],
-            "--draft-head is 'no/such', of mode eagle, but no mode is",
-        ),
+        (["generate", "hi", "--mode", "glide", "--draft-head", "x"], "--draft-head is 'x', of mode eagle, but no mode"),
         (["generate", " "], "the prompt ' ' is empty"),
         (["generate", "-", "-"], "the prompt - is given twice"),
         (["generate", "-"], "stdin is empty"),
@@ -380,9 +328,7 @@ def test_two_ctrl_c_at_the_prompt_leave(
         (["chat", "extra"], "unknown argument 'extra'"),
     ],
 )
-def test_mistakes_cost_one_line_and_status_2(
-    args: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mistakes_cost_one_line_and_status_2(args: list[str], message: str, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     try:
         status = main(args)
@@ -393,23 +339,19 @@ def test_mistakes_cost_one_line_and_status_2(
     assert err.startswith("error: ") and err.count("\n") == 1 and message in err
 
 
-def test_mistakes_about_the_checkpoint(run: Callable, talk: Talk, tmp_path: Path) -> None:
+def test_mistakes_about_the_checkpoint(run: Callable, tmp_path: Path) -> None:
     plain = ("--target", str(make_checkpoint(tmp_path / "plain", chat=False)))
     for args, message in (
-        (("generate", "hi " * 200, "--max-context", "64", *SHARE), "a prompt has "),
-        (("generate", "hi", "--max-context", "64", "--num-speculative-tokens", "0", *SHARE), "num_draft is 0"),
+        (("generate", "hi " * 200, "--max-context", "64", *NAIVE), "a prompt has "),
+        (("generate", "hi", "--num-speculative-tokens", "0", *SHARE), "num_draft is 0"),
+        (("generate", "hi", "--system", "x", *plain, *NAIVE), "--system needs a chat template, which this checkpoint"),
+        (("chat", *plain, *NAIVE), "this checkpoint has no chat template"),
     ):
         out, err = run(*args, status=2)
         assert out == "" and err.startswith("error: ") and err.count("\n") == 1 and message in err
-    assert main(["generate", "hi", "--system", "x", *plain, *FAST]) == 2
-    assert main(["chat", *plain, *FAST]) == 2
-
-
-# As a program
 
 
 def program(*args: str, **options: Any) -> subprocess.Popen:
-    """`python -m sharesd`, as a user starts it."""
     return subprocess.Popen([sys.executable, "-m", "sharesd", *args], cwd=ROOT, **options)
 
 
@@ -430,11 +372,8 @@ def test_help_and_mistakes_come_without_torch() -> None:
 @pytest.mark.subprocess
 def test_a_reader_that_goes_away_ends_it_quietly(tmp_path: Path) -> None:
     model = str(make_checkpoint(tmp_path / "long", context=8192))
-    args = ("--target", model, "--mode", "naive", "--compile", "off", "--max-context", "8000")
-    running = program(
-        "generate", "the", *args, "--max-new-tokens", "7000", stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    assert running.stdout and running.stderr
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    running = program("generate", "the", "--target", model, *LONG, **pipes)
     assert len(running.stdout.read(5)) == 5
     running.stdout.close()
     assert running.stderr.read() == b""
@@ -445,7 +384,6 @@ def test_a_reader_that_goes_away_ends_it_quietly(tmp_path: Path) -> None:
 @pytest.mark.subprocess
 def test_chat_on_a_terminal(tmp_path: Path) -> None:
     model = str(make_checkpoint(tmp_path / "long", context=8192))
-    args = ("--target", model, "--mode", "naive", "--compile", "off", "--max-context", "8000")
     ours, theirs = pty.openpty()
     shown = ""
 
@@ -460,10 +398,9 @@ def test_chat_on_a_terminal(tmp_path: Path) -> None:
     kernels.mkdir(parents=True, exist_ok=True)
     (tmp_path / "native").symlink_to(kernels)  # built before; all else goes to a cache of the test's own
     environment = {**os.environ, "TERM": "xterm", "SHARESD_CACHE_DIR": str(tmp_path)}
-    running = program(
-        "chat", *args, "--max-new-tokens", "7000", "-v", stdin=theirs, stdout=theirs, stderr=theirs, env=environment,
-        start_new_session=True, preexec_fn=_take_terminal,
-    )  # fmt: skip
+    terminal = {"start_new_session": True, "preexec_fn": _take_terminal, "env": environment}
+    terminal |= dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
+    running = program("chat", "--target", model, *LONG, "-v", **terminal)
     os.close(theirs)
     wait_for("> ")
     os.write(ours, b"the cat\n")
@@ -487,15 +424,8 @@ def test_chat_on_a_terminal(tmp_path: Path) -> None:
 
 def _take_terminal() -> None:
     """Make stdin the controlling terminal, so that Ctrl-C becomes a signal, which jobs in the background ignore."""
-    import fcntl
-    import signal
-    import termios
-
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-
-
-# The package
 
 
 @pytest.mark.smoke

@@ -63,10 +63,8 @@ def test_a_benchmark_names_its_questions(model: str) -> None:
     found = [(label, ids) for label, ids in texts_of("t.jsonl") if "question_id" in label]
     files = [Path(f"out/answers-{mode}.jsonl") for mode in ("naive", "ngram")]
     answers = [json.loads(line) for file in files for line in file.read_text().splitlines()]
-    expected = [
-        ({"index": 0, "run": 1, "question_id": 81, "turn": answer["turn"]}, answer["token_ids"]) for answer in answers
-    ]
-    assert found == expected
+    label = {"index": 0, "run": 1, "question_id": 81}
+    assert found == [(label | {"turn": answer["turn"]}, answer["token_ids"]) for answer in answers]
     page = Path("out/report.html").read_text()
     counts = [answer["rounds"] for answer in answers]
     assert sorted(map(int, re.findall(r"<summary>(\d+) rounds</summary>", page))) == sorted(counts)
@@ -80,17 +78,14 @@ def test_a_benchmark_names_its_questions(model: str) -> None:
 def test_a_round_as_text(model: str) -> None:
     tokenizer = load_tokenizer(Path(model))
     tokens = tokenizer.encode("the cat on")
-    shown = {"drafter": "share", "filler": "suffix", "filled": 1, "reasons": [], "parents": None, "probs": None}
-    row = {"tokens": tokens[:3], "accepted": [0], "emitted": tokens[:2]}
-    times = {"draft_s": 0.0031, "verify_s": 0.02, "overhead_s": 0.0}
-    text = round_text({**shown, **row, **times}, tokenizer)
+    row = {"drafter": "share", "filler": "suffix", "filled": 1, "reasons": [], "parents": None, "probs": None}
+    row |= {"tokens": tokens[:3], "accepted": [0], "emitted": tokens[:2]}
+    row |= {"draft_s": 0.0031, "verify_s": 0.02, "overhead_s": 0.0}
     a, b, c = (repr(tokenizer.decode([token], False)) for token in tokens[:3])
     end = f"> {tokenizer.decode(tokens[:2], False)!r}  [draft 3.1 ms, verify 20.0 ms, overhead 0.0 ms]"
-    assert text == f"share+suffix (1): +{a}  {b}  {c} {end}"
-    tree = {"parents": [-1, 0, 0], "probs": [0.5, None, 0.251]}
-    assert round_text({**shown, **row, **times, **tree}, tokenizer).startswith(
-        f"share+suffix (1): 0<-1 +{a} 0.50  1<0 {b}  2<0 {c} 0.25 >"
-    )
+    assert round_text(row, tokenizer) == f"share+suffix (1): +{a}  {b}  {c} {end}"
+    text = round_text(row | {"parents": [-1, 0, 0], "probs": [0.5, None, 0.251]}, tokenizer)
+    assert text.startswith(f"share+suffix (1): 0<-1 +{a} 0.50  1<0 {b}  2<0 {c} 0.25 >")
 
 
 @pytest.mark.parametrize("command", ["generate", "mtbench"])
@@ -105,12 +100,9 @@ def test_replicas_are_refused(command: str, model: str, capsys: pytest.CaptureFi
     assert not Path("t.jsonl").exists()
 
 
-def test_a_full_disk_is_one_line_before_loading(
-    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_one_line_before_loading(model: str, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sharesd.runtime.ModelLoader", None)
     assert main(["generate", "--target", model, *SIZES, "--trace", "/dev/full", "the cat"]) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert line.endswith(
-        "trace /dev/full cannot be written (No space left on device); free some space there, or name another file"
-    )
+    told = "trace /dev/full cannot be written (No space left on device); free some space there, or name another file"
+    assert line.endswith(told)

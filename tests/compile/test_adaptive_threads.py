@@ -34,8 +34,10 @@ def live(step_threads: StepThreads, rounds: int, neighbours: int, cores: int = 4
     return took, sizes
 
 
-def test_a_quiet_machine_keeps_all_threads(step_threads: StepThreads) -> None:
+def test_a_quiet_machine_keeps_all_threads_and_one_thread_has_nobody_to_wait_for(step_threads: StepThreads) -> None:
     assert set(live(step_threads, 2000, 0)[1]) == {4}
+    step_threads.reset(1)
+    assert set(live(step_threads, 100, 4)[1]) == {1}
 
 
 @pytest.mark.parametrize("neighbours", [1, 2])
@@ -43,8 +45,7 @@ def test_threads_make_room_for_neighbours_and_come_back(step_threads: StepThread
     took, sizes = live(step_threads, 2000, neighbours)
     assert sizes[8 * NUM_AVERAGED :].count(4 - neighbours) > 0.95 * (2000 - 8 * NUM_AVERAGED)
     assert took < 1.05 * 2000 * (0.5 + 2.0 / (4 - neighbours))
-    sizes = live(step_threads, 4 * MAX_BACKOFF_UP, 0)[1]
-    assert sizes[-1] == 4
+    assert live(step_threads, 4 * MAX_BACKOFF_UP, 0)[1][-1] == 4
 
 
 def test_waiting_that_fewer_threads_do_not_mend_is_lived_with(step_threads: StepThreads) -> None:
@@ -67,20 +68,13 @@ def test_a_fixed_number_stays_and_one_set_by_others_is_taken(step_threads: StepT
     step_threads.fix(3)
     assert set(live(step_threads, 200, 2)[1]) == {3}
     step_threads.fix(None)
-    assert not step_threads.fixed and step_threads.size == step_threads.available, (
-        "a number fixed once binds nobody later"
-    )
+    assert not step_threads.fixed and step_threads.size == step_threads.available, "it binds nobody later"
     step_threads.reset(4)
     step_threads.fix(None)
     assert step_threads.size == 4
     torch.set_num_threads(2)
     step_threads.record_round(1.0)
     assert step_threads.size == step_threads.max_size == 2
-
-
-def test_one_thread_has_nobody_to_wait_for(step_threads: StepThreads) -> None:
-    step_threads.reset(1)
-    assert set(live(step_threads, 100, 4)[1]) == {1}
 
 
 def test_threads_beyond_the_cores_are_not_used(

@@ -1,11 +1,11 @@
-"""Attention of prompts on a GPU, computed on a CPU: what flash attention is asked for, and masks without copies of
-keys.
+"""Attention of prompts on a GPU, computed on a CPU: what flash attention is asked for, masks without copies of keys.
 
 Legend: T new tokens, H query heads, K key/value heads, S slots, d head size.
 """
 
 from __future__ import annotations
 
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,33 +42,23 @@ def step(T: int) -> list[Tensor]:
     return [torch.randn(*size, generator=dice, dtype=torch.float64) for size in sizes]
 
 
-@pytest.mark.parametrize("window", [0, 40])
-@pytest.mark.parametrize("length", [0, 37])
-def test_flash_attention_sees_what_the_reference_sees(
-    length: int, window: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flash_attention_sees_what_the_reference_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash)
-    new, lengths_B = step(100), torch.tensor([length])
-    ours, theirs = [x.clone() for x in new], [x.clone() for x in new]
-    append_kv(*ours[1:], lengths_B, lengths_B[:, None] + torch.arange(100))
-    ends_B = (lengths_B + 100).to(torch.int32)
-    out = attention._flash(ours[0], *ours[3:], ends_B, 0.25, window)
-    torch.testing.assert_close(out, attend_reference(*theirs, lengths_B, scale=0.25, window=window))
-    assert all(torch.equal(a, b) for a, b in zip(ours[3:], theirs[3:], strict=True)), "both have written the same"
+    for length, window in product((0, 37), (0, 40)):
+        ours, theirs, lengths_B = step(100), step(100), torch.tensor([length])
+        append_kv(*ours[1:], lengths_B, lengths_B[:, None] + torch.arange(100))
+        out = attention._flash(ours[0], *ours[3:], (lengths_B + 100).to(torch.int32), 0.25, window)
+        torch.testing.assert_close(out, attend_reference(*theirs, lengths_B, scale=0.25, window=window))
+        assert all(map(torch.equal, ours[3:], theirs[3:])), "both have written the same"
 
 
 def test_flash_attention_takes_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "has_flash", lambda device: True)
     gpu, half = torch.device("cuda", 0), torch.bfloat16
     assert supports_flash(gpu, half, 128, 0.0) and supports_flash(gpu, torch.float16, 256, 0.0)
-    for device, dtype, size, softcap in (
-        (torch.device("cpu"), half, 128, 0.0),
-        (gpu, torch.float32, 128, 0.0),
-        (gpu, half, 512, 0.0),
-        (gpu, half, 60, 0.0),
-        (gpu, half, 128, 30.0),
-    ):
-        assert not supports_flash(device, dtype, size, softcap)
+    assert not supports_flash(torch.device("cpu"), half, 128, 0.0)
+    for dtype, size, softcap in ((torch.float32, 128, 0.0), (half, 512, 0.0), (half, 60, 0.0), (half, 128, 30.0)):
+        assert not supports_flash(gpu, dtype, size, softcap)
 
 
 def test_old_gpus_have_no_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,10 +75,10 @@ def test_another_torch_has_sdpa_and_one_warning(
     """An operator that is missing, and one with an argument of another name."""
     taken = [*attention.FLASH_PLACES, *sorted(attention.FLASH_NAMES - {"seqused_k"}), named]
     schema = SimpleNamespace(arguments=[SimpleNamespace(name=name) for name in taken])
-    operators = (
-        {} if named is None else {"_flash_attention_forward": SimpleNamespace(default=SimpleNamespace(_schema=schema))}
-    )
-    monkeypatch.setattr(torch.ops, "aten", SimpleNamespace(**operators))
+    operators = SimpleNamespace()
+    if named is not None:
+        operators._flash_attention_forward = SimpleNamespace(default=SimpleNamespace(_schema=schema))
+    monkeypatch.setattr(torch.ops, "aten", operators)
     assert not attention._knows_flash()
     monkeypatch.setattr(attention, "KNOWS_FLASH", False)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
@@ -97,9 +87,8 @@ def test_another_torch_has_sdpa_and_one_warning(
     attention.warn_unknown_flash.cache_clear()
     for _ in range(2):
         attention.warn_unknown_flash()
-    assert [record.message for record in caplog.records if "SDPA" in record.message] == [
-        f"torch {torch.__version__} has another flash attention: prompts run SDPA, which takes more time"
-    ]
+    said = f"torch {torch.__version__} has another flash attention: prompts run SDPA, which takes more time"
+    assert [record.message for record in caplog.records if "SDPA" in record.message] == [said]
 
 
 def test_masks_take_groups_of_heads_without_copies_of_keys() -> None:
@@ -113,8 +102,8 @@ def test_masks_take_groups_of_heads_without_copies_of_keys() -> None:
 def test_a_piece_reads_its_row_in_whole_where_attention_reads_live_slots() -> None:
     """A view of other slots would be another shape, for which another form would be compiled."""
     for whole in (False, True):
-        options: dict[str, Any] = {"batch": 2, "slots": 128, "dtype": torch.float32, "device": "cpu", "plain": True}
-        cache = StaticKVCache(shapes=[(1, 8)], whole_rows=whole, **options)
+        options: dict[str, Any] = {"dtype": torch.float32, "device": "cpu", "plain": True, "whole_rows": whole}
+        cache = StaticKVCache(shapes=[(1, 8)], batch=2, slots=128, **options)
         assert cache.row(1, 64).slots == (128 if whole else 64)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from threading import Thread
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,22 +11,14 @@ from compile import start_times
 from compile.start_times import FIRST, OTHER, StartTimes
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(start_times.time, "monotonic", clock.monotonic)
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(start_times.time, "monotonic", lambda: clock.now)
     return clock
 
 
-def test_phases_add_up_and_inner_ones_interrupt_outer_ones(clock: Clock) -> None:
+def test_phases_add_up_and_inner_ones_interrupt_outer_ones(clock: SimpleNamespace) -> None:
     start = StartTimes(age=2.0)
     clock.now += 1
     with start.phase("weights"):
@@ -46,7 +39,7 @@ def test_phases_add_up_and_inner_ones_interrupt_outer_ones(clock: Clock) -> None
     assert start.total == clock.now - 98 - 256 - 512
 
 
-def test_a_phase_that_fails_ends(clock: Clock) -> None:
+def test_a_phase_that_fails_ends(clock: SimpleNamespace) -> None:
     start = StartTimes()
     with pytest.raises(ValueError, match="no"), start.phase("weights"):
         clock.now += 1
@@ -56,7 +49,7 @@ def test_a_phase_that_fails_ends(clock: Clock) -> None:
     assert start.seconds == {FIRST: 0, "weights": 1, OTHER: 2}
 
 
-def test_phases_of_another_thread_take_no_time_of_the_start(clock: Clock) -> None:
+def test_phases_of_another_thread_take_no_time_of_the_start(clock: SimpleNamespace) -> None:
     start = StartTimes()
     start.follow()
 
@@ -71,7 +64,3 @@ def test_phases_of_another_thread_take_no_time_of_the_start(clock: Clock) -> Non
         clock.now += 2
     start.end()
     assert start.seconds == {FIRST: 1, "weights": 2, OTHER: 0}
-
-
-def test_the_start_of_this_process_began_before_its_first_module() -> None:
-    assert start_times._process_age() >= 0

@@ -1,9 +1,9 @@
-"""README and docs against the project: commands, options, examples, links, symbols and lengths."""
+"""README and docs against the project: commands, options, examples, links, symbols; the programs of `examples`."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
+import importlib.util
 import json
 import re
 import shlex
@@ -11,11 +11,14 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from itertools import chain, count
 from pathlib import Path
+from textwrap import dedent
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 import sharesd
 from sharesd.cli.parser import SECOND_NAMES
@@ -46,44 +49,33 @@ OTHER_OPTIONS |= {"--nproc-per-node"}
 MODEL = "Qwen2.5-0.5B-Instruct"
 """Folder that examples take as the model."""
 README_LINES, WIDTH = 120, 120
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 class Block(NamedTuple):
     """A fenced block."""
 
     page: Path
-    line: int
-    """Line of the opening fence, from 1."""
+    line: int  # of the opening fence, from 1
     language: str
     text: str
-    mark: str
-    """The comment above it, if there is one."""
+    mark: str  # the comment above it, if there is one
 
     def __str__(self) -> str:
         return f"{self.page.relative_to(ROOT)}:{self.line}"
 
 
 def blocks_of(page: Path) -> Iterator[Block]:
-    """Fenced blocks of a page."""
-    lines = page.read_text(encoding="utf-8").splitlines()
-    opened: tuple[int, str, str] | None = None
-    for number, line in enumerate(lines):
-        fence = re.match(r"\s*```(\w*)\s*$", line)
-        if fence is None:
-            continue
-        if opened is None:
-            opened = number, fence[1], lines[number - 1] if number and lines[number - 1].startswith("<!--") else ""
-        else:
-            first, language, mark = opened
-            indent = len(lines[first]) - len(lines[first].lstrip())
-            text = "\n".join(part[indent:] for part in lines[first + 1 : number])
-            yield Block(page, first + 1, language, text, mark)
-            opened = None
-    assert opened is None, f"{page}: the block of line {opened[0] + 1} is not closed"  # type: ignore[index]
+    text = page.read_text(encoding="utf-8")
+    blocks = list(re.finditer(r"^( *)```(\w*) *\n(.*?)^ *``` *$", text, flags=re.DOTALL | re.MULTILINE))
+    assert 2 * len(blocks) == len(re.findall(r"^ *```", text, re.MULTILINE)), f"{page} has a block that is not closed"
+    for found in blocks:
+        above = text[: found.start()].split("\n")
+        mark = above[-2] if len(above) > 1 and above[-2].startswith("<!--") else ""
+        yield Block(page, len(above), found[2], dedent(found[3]), mark)
 
 
 def prose_of(page: Path) -> str:
-    """The page without its fenced blocks."""
     return re.sub(r"^\s*```.*?^\s*```\s*$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
 
 
@@ -127,11 +119,7 @@ EXAMPLES = [block for block in BLOCKS if block.language == "python"]
 
 
 class Parsed(BaseException):
-    """A command line was parsed. Not an Exception: programs catch those."""
-
-    def __init__(self, options: argparse.Namespace, unknown: list[str]) -> None:
-        super().__init__()
-        self.options, self.unknown = options, unknown
+    """A command line was parsed: options, and what is unknown. Not an Exception: programs catch those."""
 
 
 @pytest.fixture
@@ -157,10 +145,11 @@ def parse(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
         try:
             status = main(argv)
         except Parsed as parsed:
-            assert not parsed.unknown, f"unknown: {parsed.unknown}"
-            given = getattr(parsed.options, "mode", None) or ()
+            options, unknown = parsed.args
+            assert not unknown, f"unknown: {unknown}"
+            given = getattr(options, "mode", None) or ()
             modes = {name for text in ([given] if isinstance(given, str) else given) for name in text.split(",")}
-            named = {head.partition("=")[0] for head in getattr(parsed.options, "heads", None) or ()}
+            named = {head.partition("=")[0] for head in getattr(options, "heads", None) or ()}
             assert modes <= {*registry.modes(), "all", *named}, f"unknown modes: {modes}"
         except SystemExit as end:
             assert end.code in (0, None), capsys.readouterr().err
@@ -171,19 +160,12 @@ def parse(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 
 
 def main_of(program: str) -> Callable[[Sequence[str]], int]:
-    """Entry points of `python -m PROGRAM`."""
     return importlib.import_module(f"{program}.__main__").main
 
 
 def console_command() -> Callable[[Sequence[str]], int]:
-    """Entry points of the command `sharesd`."""
-    module, _, name = project()["scripts"]["sharesd"].partition(":")
+    module, _, name = PROJECT["scripts"]["sharesd"].partition(":")
     return getattr(importlib.import_module(module), name)
-
-
-@cache
-def project() -> dict[str, Any]:
-    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 @pytest.mark.parametrize("words", COMMANDS)
@@ -221,21 +203,20 @@ def check_pip(argv: list[str]) -> None:
         elif word.startswith("."):
             extras = re.fullmatch(r"\.(?:\[([\w,]+)\])?", word)
             assert extras, word
-            unknown = {*(extras[1] or "").split(",")} - {"", *project()["optional-dependencies"]}
+            unknown = {*(extras[1] or "").split(",")} - {"", *PROJECT["optional-dependencies"]}
             assert not unknown, f"pyproject.toml has no extra {unknown}"
         elif not word.startswith("-"):
             assert word in REQUIREMENTS, f"{word} is not in REQUIREMENTS"
 
 
 @pytest.fixture(scope="module")
-def options() -> dict[str, bool]:
-    """All options of all programs; True for those that help shows."""
-    found: dict[str, bool] = {}
+def options() -> set[str]:
+    """All options of all programs that help shows."""
+    found: set[str] = set()
     original = argparse._ActionsContainer._add_action
 
     def record(self: Any, action: argparse.Action) -> argparse.Action:
-        for name in action.option_strings:
-            found[name] = found.get(name, False) or action.help != argparse.SUPPRESS
+        found.update(action.option_strings if action.help != argparse.SUPPRESS else ())
         return original(self, action)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -251,13 +232,12 @@ def options() -> dict[str, bool]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_options_in_the_text_exist(page: Path, options: dict[str, bool]) -> None:
-    known = {name for name, shown in options.items() if shown} | OTHER_OPTIONS
+def test_options_in_the_text_exist(page: Path, options: set[str]) -> None:
+    known = options | OTHER_OPTIONS
     if page == CHANGELOG:
         known |= {other for others in SECOND_NAMES.values() for other in others}
     words = {word for span in spans_of(page) for word in re.findall(r"(?<![\w-])--[a-z][\w-]*", span)}
-    unknown = sorted(words - known)
-    assert not unknown, f"no parser has {unknown}"
+    assert words <= known, f"no parser has {sorted(words - known)}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -295,7 +275,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def address(folder: Path) -> Iterator[str]:
-    """A server with the model of the examples."""
     from serve.command import load_model
 
     config = EngineConfig(target=str(folder / MODEL), mode="suffix", max_batch=2, max_context=512)
@@ -322,6 +301,49 @@ def test_python_examples_run(
     exec(compile(lines + text, str(example.page), "exec"), module.__dict__)
 
 
+@pytest.fixture
+def program(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module of the file of `examples` that the test is named after."""
+    name = request.node.name.removeprefix("test_")
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)  # where dataclasses look types up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_minimal_speculation(program: ModuleType, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program.main(["the cat", "--target", str(folder / MODEL), "--max-new-tokens", "24"])
+    text, passes, same = capsys.readouterr().out.splitlines()
+    found = re.fullmatch(r"plain decoding: (\d+) passes of the target; with drafts: (\d+)", passes)
+    assert text and found and int(found[1]) == 23 and int(found[2]) < 20 and same == "the same text: True"
+    model, _ = program.load(str(folder / MODEL))
+    cache, new = model.new_cache(1, 16), program.accept([5, 6, 7], [5, 6, 8, 9])
+    assert new == [5, 6, 8] and program.accept([], [3]) == [3] and program.accept([1], [1, 2]) == [1, 2]
+    with torch.inference_mode():
+        root = program.prefill(model, cache, [1, 2, 3])
+    assert cache.lengths.tolist() == [3] and 0 <= root < model.vocab_size
+
+
+def test_own_drafter(program: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(registry, "_added", {})
+    program.main(str(folder / MODEL))
+    assert capsys.readouterr().out.splitlines()[-1].endswith("the same text: True")
+
+
+def test_server_client(program: ModuleType, address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    program.main(f"http://{address}")
+    streamed, parsed = capsys.readouterr().out.rstrip("\n").rsplit("\n", 1)
+    assert streamed and parsed.startswith("{'colours': [")
+
+
+def test_batch_file(program: ModuleType, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert program.main(str(folder / MODEL)) == 0
+    answered = re.findall(r"^question-\d+(?= )", capsys.readouterr().out, re.MULTILINE)
+    assert answered == [f"question-{i}" for i in range(3)]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(page: Path) -> None:
     broken = []
@@ -342,10 +364,8 @@ def anchors_of(page: Path) -> set[str]:
     for heading in re.findall(r"^#+ +(.+?)\s*$", prose_of(page), re.MULTILINE):
         plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").lower()
         name = re.sub(r"[^\w\- ]", "", plain).replace(" ", "-")
-        number = 0
-        while (f"{name}-{number}" if number else name) in anchors:
-            number += 1
-        anchors.add(f"{name}-{number}" if number else name)
+        names = chain([name], (f"{name}-{number}" for number in count(1)))
+        anchors.add(next(each for each in names if each not in anchors))
     return anchors
 
 
@@ -354,9 +374,8 @@ def test_symbols_and_files_exist(page: Path) -> None:
     missing = []
     for span in spans_of(page):
         name = span.removesuffix("()")
-        if re.fullmatch(rf"({'|'.join(PACKAGES)})(\.\w+)+", name) and not re.search(
-            r"\.(csv|json|md|png|py|sh)$", name
-        ):
+        is_file = re.search(r"\.(csv|json|md|png|py|sh)$", name)
+        if re.fullmatch(rf"({'|'.join(PACKAGES)})(\.\w+)+", name) and not is_file:
             found = has_symbol(name)
         elif re.fullmatch(r"[A-Z]\w+(\.[a-z_]\w*)+", name) and name.partition(".")[0] in sharesd.__all__:
             found = has_symbol(f"sharesd.{name}")
@@ -372,12 +391,12 @@ def test_symbols_and_files_exist(page: Path) -> None:
 def has_symbol(name: str) -> bool:
     """True for a module, or an attribute or field of one."""
     parts = name.split(".")
-    for count in range(len(parts), 0, -1):
+    for length in range(len(parts), 0, -1):
         try:
-            found: Any = importlib.import_module(".".join(parts[:count]))
+            found: Any = importlib.import_module(".".join(parts[:length]))
         except ModuleNotFoundError:
             continue
-        for part in parts[count:]:
+        for part in parts[length:]:
             if not hasattr(found, part):
                 return part in getattr(found, "__annotations__", {}) and part == parts[-1]
             found = getattr(found, part)
@@ -385,16 +404,10 @@ def has_symbol(name: str) -> bool:
     return False
 
 
-def test_the_readme_is_short() -> None:
+def test_the_readme_is_short_and_the_index_lists_every_page() -> None:
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
-    count, wide = len(lines), [line for line in lines if len(line) > WIDTH]
-    assert count <= README_LINES
-    assert not wide
-
-
-def test_the_index_lists_every_page() -> None:
+    assert len(lines) <= README_LINES and not [line for line in lines if len(line) > WIDTH]
     index = ROOT / "docs" / "index.md"
     links = re.findall(r"\]\(([^()\s#]+)", index.read_text(encoding="utf-8"))
     listed = {(index.parent / link).resolve() for link in links} | {index}
-    missing = [page.name for page in (ROOT / "docs").rglob("*.md") if page not in listed]
-    assert not missing
+    assert not [page.name for page in (ROOT / "docs").rglob("*.md") if page not in listed]

@@ -5,23 +5,19 @@ from __future__ import annotations
 import argparse
 import csv
 import importlib
-import json
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from benchmark.__main__ import COMMANDS as BENCHMARKS
 from compile.start_times import FIRST, OTHER
 from offload.prefetcher import TransferStats
-from quant.config import QuantConfig
 from quant.formats import FORMATS
-from quant.formats.hqq.solver import solve
+from scripts import results_tables, room_diagram
 from sharesd.cli.cache import PARTS
 from sharesd.cli.display import stats_table
 from sharesd.config import EngineConfig, OffloadConfig, PipelineConfig
@@ -32,20 +28,17 @@ from sharesd.engine.stats import Stats
 from sharesd.loading.report import LoadReport
 from sharesd.models.architectures import architectures, config_from_hf, model_types
 from sharesd.models.decoder_config import UnsupportedArchitecture
-from sharesd.models.loader import decoder_config
+from sharesd.models.gguf import reader as keys
+from sharesd.models.gguf.tokenizer import PATTERNS
 from sharesd.models.quantized.folder import METHODS
 from sharesd.sampling_params import SamplingParams
+from tests.helpers.paths import ROOT
 from train.__main__ import COMMANDS as TRAINING
 
-ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(page for folder in ("reference", "explanation", "results") for page in (DOCS / folder).glob("*.md"))
 WRITTEN = [page for page in PAGES if page.name not in ("cli.md", "http-api.md")]
 """Pages whose plan is checked here; the others are generated, or checked by test_docs."""
-
-sys.path.insert(0, str(ROOT / "scripts"))
-import results_tables  # noqa: E402
-import room_diagram  # noqa: E402
 
 
 def text_of(name: str) -> str:
@@ -65,28 +58,24 @@ def marked(page: str, name: str) -> list[list[str]]:
 
 
 def commands_of(modules: Sequence[str]) -> set[str]:
-    """Names of the subcommands in these modules."""
     commands = argparse.ArgumentParser().add_subparsers()
     for module in modules:
         importlib.import_module(module).add_parser(commands)
     return set(commands.choices)
 
 
-@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: f"{page.parent.name}/{page.name}")
-def test_pages_are_short_and_their_lines_too(page: Path) -> None:
-    lines = page.read_text(encoding="utf-8").splitlines()
-    assert [line for line in lines if len(line) > 120 and line[0] not in "|<"] == []
+def sources_of(*packages: str) -> list[str]:
+    return [path.read_text(encoding="utf-8") for package in packages for path in (ROOT / package).rglob("*.py")]
 
 
 @pytest.mark.parametrize("page", WRITTEN, ids=lambda page: f"{page.parent.name}/{page.name}")
-def test_files_that_pages_name_exist(page: Path) -> None:
+def test_lines_of_pages_are_short_and_files_that_they_name_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert [line for line in text.splitlines() if len(line) > 120 and line[0] not in "|<"] == []
     folders = ("", "sharesd/", "sharesd/engine/", "sharesd/drafters/", "compile/", "compile/cpu/", "compile/cuda/")
-    named = re.findall(r"`((?:[\w-]+/)*[\w-]+\.(?:py|h|cpp|sh))`", page.read_text(encoding="utf-8"))
+    named = re.findall(r"`((?:[\w-]+/)*[\w-]+\.(?:py|h|cpp|sh))`", text)
     missing = [name for name in named if not any((ROOT / folder / name).is_file() for folder in folders)]
     assert [name for name in missing if name != "sharesd_command.py"] == []
-
-
-# Models
 
 
 def test_the_support_table_has_every_architecture() -> None:
@@ -99,62 +88,41 @@ def test_the_support_table_has_every_architecture() -> None:
         if row[3] != "no" and model_type != "mistral":  # whose files say llama
             assert gguf[row[3]] == model_type
     assert [row[1:4] for row in rows if row[2] != "native"] == [["other", "fallback", "no"]] * 2
+    for other in ("gpt2", "bloom", "mixtral", "qwen3_moe", "mamba", "t5"):
+        with pytest.raises(UnsupportedArchitecture, match=other):
+            config_from_hf({"model_type": other})
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "bloom", "mixtral", "qwen3_moe", "mamba", "t5"])
-def test_what_the_support_table_calls_other_has_no_native_decoder(model_type: str) -> None:
-    with pytest.raises(UnsupportedArchitecture, match=model_type):
-        config_from_hf({"model_type": model_type})
-
-
-def test_the_page_on_quantization_names_what_folders_may_hold(tmp_path: Path) -> None:
-    text = text_of("reference/quantization.md")
-    for method in METHODS:
-        assert f"`{method}`" in text
-    config = {"model_type": "llama", "quantization_config": {"quant_method": "aqlm"}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=f"quant_method = aqlm, and one of {', '.join(METHODS)} is supported"):
-        decoder_config(tmp_path)
-
-
-# Modes, quantization
+def test_all_known_keys_and_pre_tokenizers_of_gguf_files_are_listed() -> None:
+    text = text_of("reference/models.md")
+    table = re.search(r"<!-- gguf keys.*?-->\n(.*?)<!-- /gguf keys -->", text, re.DOTALL)
+    known = {*keys.WITHOUT_EFFECT, *keys.NEUTRAL, *keys.TOKENIZER_USED, *keys.TOKENIZER_WITHOUT_EFFECT}
+    known |= {*keys.TOKENIZER_NEUTRAL, "tokenizer.chat_template.NAME"}
+    assert table is not None and set(re.findall(r"`([^`]+)`", table[1])) == known
+    splits = re.search(r"a pre-tokenizer that is not one of these:\n(.*?)\n\n", text, re.DOTALL)
+    assert splits is not None and set(re.findall(r"`([^`]+)`", splits[1])) == PATTERNS.keys()
 
 
 def test_every_mode_has_a_section_and_a_row() -> None:
     text = text_of("reference/modes.md")
     first = [row[0].strip("`") for row in rows_of(text)]
-    for mode in registry.modes():
-        assert f"\n## {mode}\n" in text and mode in first
+    assert all(f"\n## {mode}\n" in text and mode in first for mode in registry.modes())
 
 
-def test_the_page_on_quantization_has_all_methods_bits_and_groups() -> None:
-    rows = {row[0]: row[1] for row in rows_of(text_of("reference/quantization.md"))}
+def test_the_page_on_quantization_has_all_methods_bits_groups_and_kinds_of_folders() -> None:
+    text = text_of("reference/quantization.md")
+    rows = {row[0]: row[1] for row in rows_of(text)}
     for name, cell in (("bits", rows["BITS"]), ("group_sizes", rows["GROUP"])):
         assert cell == "; ".join(f"{f.name}: {', '.join(map(str, getattr(f, name)))}" for f in FORMATS.values())
-    assert f"`{EngineConfig().quant.spec}`" in text_of("reference/quantization.md")
-
-
-def test_8_bits_are_symmetric_with_a_scale_per_row() -> None:
-    """As the page says, the group is ignored."""
-    weight_NK = torch.randn(4, 128)
-    solved = solve(weight_NK, 8, 64)
-    assert solved.scale.shape == (4, 1) and bool((solved.zero == 128).all())
-    assert torch.equal(solved.q.float() - 128, (weight_NK / solved.scale).round())
-    assert QuantConfig.parse("hqq:8:64").bits == 8
-
-
-# Python API
-
-
-@pytest.mark.parametrize("kind", [EngineConfig, SamplingParams, Completion, OffloadConfig, PipelineConfig])
-def test_every_field_is_on_the_page(kind: Any) -> None:
-    text = text_of("reference/python-api.md")
-    assert [field.name for field in fields(kind) if f"`{field.name}`" not in text] == []
+    assert all(f"`{each}`" in text for each in (EngineConfig().quant.spec, *METHODS))
 
 
 @pytest.mark.parametrize("kind", [EngineConfig, SamplingParams])
-def test_defaults_on_the_page_are_those_of_the_code(kind: Any) -> None:
-    section = text_of("reference/python-api.md").partition(f"\n## {kind.__name__}\n")[2].partition("\n## ")[0]
+def test_fields_on_the_page_are_those_of_the_code_with_their_defaults(kind: Any) -> None:
+    text = text_of("reference/python-api.md")
+    others = [field.name for each in (Completion, OffloadConfig, PipelineConfig) for field in fields(each)]
+    assert [name for name in others if f"`{name}`" not in text] == []
+    section = text.partition(f"\n## {kind.__name__}\n")[2].partition("\n## ")[0]
     shown: dict[str, str] = {}
     for names, defaults, *_ in rows_of(section)[2:]:
         split = re.findall(r"`(\w+)`", names)
@@ -167,24 +135,13 @@ def test_defaults_on_the_page_are_those_of_the_code(kind: Any) -> None:
             assert shown[field.name].strip("`") == plain, field.name
 
 
-# Commands, files, output
-
-
-def test_every_benchmark_has_a_row() -> None:
-    named = [
-        re.fullmatch(r"`sharesd bench ([\w-]+)`", row[0]) for row in marked("reference/benchmarks.md", "benchmarks")
-    ]
+def test_every_benchmark_has_a_row_and_every_command_of_train_and_kind_of_head_is_named() -> None:
+    rows = marked("reference/benchmarks.md", "benchmarks")
+    named = [re.fullmatch(r"`sharesd bench ([\w-]+)`", row[0]) for row in rows]
     assert {match[1] for match in named if match} == commands_of(BENCHMARKS)
-
-
-def test_every_command_of_train_and_every_kind_of_head_is_named() -> None:
     text = text_of("reference/training.md")
     assert [name for name in commands_of(TRAINING) if f"`{name}`" not in text and f"train {name}`" not in text] == []
     assert [name for name in HEADS.values() if f"`{name}`" not in text] == []
-
-
-def test_every_part_of_the_cache_is_named() -> None:
-    assert [row[0].strip("`") for row in marked("reference/environment.md", "cache")] == list(PARTS)
 
 
 def test_every_line_of_the_statistics_is_explained() -> None:
@@ -195,33 +152,21 @@ def test_every_line_of_the_statistics_is_explained() -> None:
     assert [row[0] for row in marked("reference/environment.md", "verbose")] == labels
 
 
-def test_every_phase_of_a_start_is_explained() -> None:
-    sources = [
-        path.read_text("utf-8") for name in ("compile", "sharesd", "serve") for path in (ROOT / name).rglob("*.py")
-    ]
-    phases = {name for source in sources for name in re.findall(r'START\.(?:phase|end)\("([^"]+)"\)', source)}
+def test_phases_of_a_start_parts_of_the_cache_and_variables_are_explained() -> None:
+    sources = "\n".join(sources_of("compile", "sharesd", "serve"))
+    phases = set(re.findall(r'START\.(?:phase|end)\("([^"]+)"\)', sources))
     shown = {name for row in marked("reference/environment.md", "start") for name in row[0].split(", ")}
     assert len(phases) > 10 and shown == phases | {FIRST, OTHER}
-
-
-def test_every_environment_variable_of_ours_is_named() -> None:
-    packages = ("sharesd", "compile", "quant", "offload", "multigpu", "benchmark", "train", "serve")
-    sources = [path.read_text(encoding="utf-8") for package in packages for path in (ROOT / package).rglob("*.py")]
-    named = {name for source in sources for name in re.findall(r'"(SHARESD_[A-Z]+)"', source)}
-    assert named and [name for name in named if f"`{name}`" not in text_of("reference/environment.md")] == []
+    assert [row[0].strip("`") for row in marked("reference/environment.md", "cache")] == list(PARTS)
+    sources += "\n".join(sources_of("quant", "offload", "multigpu", "benchmark", "train"))
+    named, text = set(re.findall(r'"(SHARESD_[A-Z]+)"', sources)), text_of("reference/environment.md")
+    assert named and [name for name in named if f"`{name}`" not in text] == []
 
 
 def test_the_glossary_has_a_line_per_word() -> None:
     words = [row[0] for row in rows_of(text_of("reference/glossary.md"))[2:]]
     assert 40 <= len(words) <= 60 and len(set(words)) == len(words)
     assert words == sorted(words, key=str.lower)
-
-
-# Results
-
-
-def test_tables_of_results_are_those_of_the_files(capsys: pytest.CaptureFixture[str]) -> None:
-    assert results_tables.main(["--check"]) == 0, capsys.readouterr().out
 
 
 def test_every_figure_has_its_conditions() -> None:
@@ -276,7 +221,8 @@ def test_cards_have_data_licences_and_recipes() -> None:
         assert all(word in text for word in ("SmolLM2-135M-Instruct", "4-bit", "MIT", "Apache-2.0", "Data", "$ "))
 
 
-def test_the_diagram_of_rooms_is_that_of_the_imports() -> None:
+def test_tables_of_results_are_those_of_the_files_and_the_diagram_of_rooms_that_of_the_imports(capsys: Any) -> None:
+    assert results_tables.main(["--check"]) == 0, capsys.readouterr().out
     assert room_diagram.page() == room_diagram.PAGE.read_text("utf-8"), "run python scripts/room_diagram.py"
     graph = {"a": {"b", "c"}, "b": {"c"}, "c": set[str]()}
     assert room_diagram.reduced(graph) == {"a": {"b"}, "b": {"c"}, "c": set()}

@@ -10,19 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from compile.tree_expand import Frontier, Nodes, expand_tree
+from compile.tree_expand import expand_tree
 from offload.prefetcher import Prefetcher
 from quant.config import QuantConfig
 from sharesd.config import EngineConfig, Mode
 from sharesd.drafters.async_tree_draft import AsyncTreeDraft, replant
-from sharesd.drafters.chain_draft import ModelStepper
 from sharesd.drafters.share.drafter import ShareDrafter
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.draft_tree import DraftShape, DraftTree, shapes_of
+from tests.drafters.test_tree_draft import new_tree
 from tests.helpers.offloaded import WAYS, spill
 from tests.helpers.oracle import logits_of, new_engine, switched, tiny_decoder
-from tests.helpers.tiny_models import make_checkpoint
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -31,31 +30,23 @@ PROMPTS: list[str | list[int]] = ["the cat sat on the mat and the cat sat on the
 PENALIZED = SamplingParams(max_new_tokens=16, temperature=0.8, seed=5, repetition_penalty=1.3, ignore_eos=True)
 
 
+def level_of(node: int) -> int:
+    return 0 if node < TOP else (node - TOP) // TOP**2 + 1
+
+
 class Grown:
     """A tree of one row that grows by tokens and probabilities of chance."""
 
     def __init__(self, seed: int) -> None:
         self._dice = torch.Generator().manual_seed(seed)
-        num = TOP + (LEVELS - 1) * TOP**2
-
-        def zeros(*size: int) -> torch.Tensor:
-            return torch.zeros(1, *size, dtype=torch.int64)
-
-        nowhere = torch.full((1, num), (LEVELS - 1) * TOP)
-        self.level_B = torch.zeros(1, dtype=torch.int64)
-        self.nodes = Nodes(zeros(num) - 1, torch.full((1, num), -torch.inf), zeros(num, LEVELS), nowhere)
-        self.frontier = Frontier(zeros(TOP), torch.zeros(1, TOP), zeros(TOP, LEVELS), zeros(TOP, LEVELS), zeros(TOP))
-        self.draft_probs_BC = torch.rand(1, num, generator=self._dice)
+        self.level_B, self.nodes, self.frontier = new_tree(TOP, LEVELS, B=1)
+        self.draft_probs_BC = torch.rand(self.nodes.scores_BC.shape, generator=self._dice)
 
     def expand_tree(self) -> None:
         num = TOP if int(self.level_B) else 1
         tokens = torch.randint(1000, (1, num, TOP), generator=self._dice)
         logp = torch.rand(1, num, TOP, generator=self._dice).log()
         expand_tree(self.level_B, self.nodes, self.frontier, tokens, logp)
-
-    def levels(self) -> list[int]:
-        """Of each node."""
-        return [0 if node < TOP else (node - TOP) // TOP**2 + 1 for node in range(self.nodes.tokens_BC.shape[1])]
 
     def paths(self) -> dict[tuple[int, ...], tuple[float, int | None, float]]:
         """By the tokens down to a node: its score, where it was read, and what is said of it."""
@@ -66,18 +57,17 @@ class Grown:
                 int(kv_slots[node]) if kv_slots[node] < (LEVELS - 1) * TOP else None,
                 float(self.draft_probs_BC[0, node]),
             )
-            for node, level in enumerate(self.levels())
+            for node, level in enumerate(map(level_of, range(len(tokens))))
             if scores[node] > -torch.inf
         }
 
     def fronts(self) -> dict[tuple[int, ...], tuple[float, list[int]]]:
         """By the tokens down to a node that is expanded next: its score, and the slots of its path."""
-        tokens, depth = self.nodes.tokens_BC[0], int(self.frontier.depth_Bk[0, 0])
+        _, scores, paths, places, depths = (part[0] for part in self.frontier)
+        num = int(depths[0]) + 1
         return {
-            tuple(tokens[path[: depth + 1]].tolist()): (float(score), slots[: depth + 1].tolist())
-            for path, slots, score in zip(
-                self.frontier.paths_BkD[0], self.frontier.slots_BkD[0], self.frontier.scores_Bk[0], strict=True
-            )
+            tuple(self.nodes.tokens_BC[0, path[:num]].tolist()): (float(score), slots[:num].tolist())
+            for path, slots, score in zip(paths, places, scores, strict=True)
             if score > -torch.inf
         }
 
@@ -114,23 +104,6 @@ def test_what_lies_behind_a_node_becomes_a_tree_of_its_own_that_grows_on(seed: i
     assert {path[:-1] for path in new} == set(fronts) and len(new) == TOP * len(fronts)
 
 
-def test_what_was_read_moves_to_where_the_coming_draft_looks() -> None:
-    model = tiny_decoder()
-    cache = model.new_cache(1, 64)
-    for tensor in (*cache.k, *cache.v):
-        tensor.copy_(torch.randn_like(tensor))
-    before = [[part.clone() for part in cache.kv(layer, 64)] for layer in range(len(cache.k))]
-    stepper = ModelStepper(model, cache, lambda: torch.zeros(1, 1, dtype=torch.int64))
-    stepper.next_pos_B.fill_(11)  # the root was at 10
-    cache.lengths.fill_(13)
-    stepper.move(5, 8, 4)
-    assert stepper.next_pos_B.tolist() == [14] and cache.lengths.tolist() == [13]
-    for layer, parts in enumerate(before):
-        for was, now in zip(parts, cache.kv(layer, 64), strict=True):
-            was[:, :, 13:18] = was[:, :, [16, 19, 20, 21, 22]]
-            assert torch.equal(now, was)
-
-
 def test_what_is_kept_is_what_the_model_says_behind_the_new_root(monkeypatch: pytest.MonkeyPatch) -> None:
     model, switch = switched(tiny_decoder(4))
     cache = model.new_cache(1, 200)
@@ -151,8 +124,7 @@ def test_what_is_kept_is_what_the_model_says_behind_the_new_root(monkeypatch: py
         tree, nodes = draft(self, shape), self._nodes
         num_kept += tree.drafted_ahead
         for node in (nodes.scores_BC[0] > -torch.inf).nonzero()[:, 0].tolist():
-            level = 0 if node < TOP else (node - TOP) // TOP**2 + 1
-            path = nodes.tokens_BC[0, nodes.ancestors_BCD[0, node, : level + 1]].tolist()
+            path = nodes.tokens_BC[0, nodes.ancestors_BCD[0, node, : level_of(node) + 1]].tolist()
             logp = logits_of(model, [*request.tokens, *path]).log_softmax(-1)
             said = sum(float(logp[len(request.tokens) - 1 + i, token]) for i, token in enumerate(path))
             assert float(nodes.scores_BC[0, node]) == pytest.approx(said, abs=1e-4)
@@ -163,11 +135,6 @@ def test_what_is_kept_is_what_the_model_says_behind_the_new_root(monkeypatch: py
     while request.finish_reason is None:
         engine.step()
     assert num_kept > 5, "what is kept grows on, too"
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("tiny"), layers=5, context=1024)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +149,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_texts_are_those_of_weights_that_stay_while_drafts_are_kept(
-    tiny: Path,
+    checkpoint: Callable[..., Path],
     tmp_path: Path,
     close_after: list[Runtime],
     monkeypatch: pytest.MonkeyPatch,
@@ -204,7 +171,8 @@ def test_texts_are_those_of_weights_that_stay_while_drafts_are_kept(
 
     monkeypatch.setattr(AsyncTreeDraft, "draft", noted)
     monkeypatch.setattr(Prefetcher, "_use_the_wait", always)
-    given = {"target": str(tiny), "device": "cpu", "dtype": "float32", "max_context": 256, "max_batch": 1}
+    target = str(checkpoint(layers=5, context=1024))
+    given = {"target": target, "device": "cpu", "dtype": "float32", "max_context": 256, "max_batch": 1}
     tree = {"num_draft": 6, "tree": (2, 3, 6)}
     config = EngineConfig(**{**given, **tree, "quant": QuantConfig(bits=8, head_bits=8), **options})
     modes: tuple[Mode, ...] = ("naive", mode)

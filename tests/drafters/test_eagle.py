@@ -1,11 +1,9 @@
-"""Trained heads as drafters: texts stay those of plain decoding, and what they read is the target's.
-
-What heads that guess in one pass have of their own is in test_parallel.py.
-"""
+"""Trained heads as drafters: texts stay those of plain decoding, and what they read is the target's."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,27 +25,21 @@ from sharesd.drafters.ngram.table import NgramTable
 from sharesd.drafters.parallel.drafter import ParallelDrafter
 from sharesd.engine.engine import Engine
 from sharesd.kvcache.static import StaticKVCache
-from sharesd.loading.conflicts import check_options
 from sharesd.models.decoder import Decoder
-from sharesd.models.loader import decoder_config
 from sharesd.runtime import Runtime
 from sharesd.sampling.sampler import Sampler
 from sharesd.sampling_params import SamplingParams
+from tests.drafters.test_tree_draft import likeliest, rows_of
 from tests.helpers.compiled import compiled
 from tests.helpers.oracle import VOCAB, kv_of, new_engine, placed, shapes_for, tiny_decoder
-from tests.helpers.tiny_heads import logits_of, make_head
-from tests.helpers.tiny_models import make_checkpoint
+from tests.helpers.shared_runtimes import Shared
+from tests.helpers.tiny_heads import logits_of, make_head, random_head
 
 PROMPTS = [[3, 17, 9], [21, 4, 4, 30, 8, 12, 1, 5, 6, 7, 2, 9, 9], [5]]
 GREEDY, SAMPLED = SamplingParams(max_new_tokens=30), SamplingParams(max_new_tokens=30, temperature=1.0, seed=4)
 IDS = sorted({7, 3, 31, 12, 0, 39, 22, 9, 14, 15, 16, 17, 28})
 TREE = (2, 3, 6)
-DRAFTERS: dict[str, Any] = {
-    "eagle": EagleDrafter,
-    "eagle3": EagleDrafter,
-    "parallel": ParallelDrafter,
-    "glide": GlideDrafter,
-}
+DRAFTERS: Any = {"eagle": EagleDrafter, "eagle3": EagleDrafter, "parallel": ParallelDrafter, "glide": GlideDrafter}
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -83,12 +75,10 @@ def texts(engine: Engine, prompts: Any, params: SamplingParams, **options: Any) 
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("kind", DRAFTERS)
-def test_texts_are_those_of_plain_decoding(
-    kind: str, tree: Any, batch: int, params: SamplingParams, tmp_path: Path
-) -> None:
+def test_texts_are_those_of_plain_decoding(kind: str, tree: Any, batch: int, params: SamplingParams) -> None:
     target = tiny_decoder(3)
     want = texts(new_engine(target, batch=batch), PROMPTS, params)
-    engine = built(head_for(target, tmp_path, kind, ids=IDS), target, batch=batch, tree=tree)
+    engine = built(random_head(target, kind, ids=IDS), target, batch=batch, tree=tree)
     assert texts(engine, PROMPTS, params) == want
     assert engine.stats.drafted_tokens > 60
 
@@ -116,12 +106,9 @@ def features_of(head: Head, cache: StaticKVCache, row: int, num: int) -> Tensor:
     return cache.features[row : row + 1, :num]
 
 
-# ---- a head that knows the target
-
-
-def bigram(dtype: torch.dtype = torch.float64) -> Decoder:
+def bigram() -> Decoder:
     """A target whose blocks add nothing: the hidden state behind the norm is the token's embedding, made of signs."""
-    target = tiny_decoder(5, dtype=dtype)
+    target = tiny_decoder(5)
     target.embed.weight.copy_(target.embed.weight.sign())
     target.norm.weight.fill_(1)
     for block in target.blocks:
@@ -144,10 +131,8 @@ def test_the_guesses_of_a_head_that_knows_are_accepted(tree: Any, tmp_path: Path
     engine = built(knowing(target, tmp_path), target, tree=tree, batch=3)
     for params in (GREEDY, SAMPLED):
         assert texts(engine, PROMPTS, params) == texts(new_engine(target, batch=3), PROMPTS, params)
-        if tree is None:
-            assert engine.stats.alpha == 1.0, "the noise is that of the target's tokens"
-        else:
-            assert engine.stats.tau > 3.0
+        found = engine.stats.alpha == 1.0 if tree is None else engine.stats.tau > 3.0
+        assert found, "the noise is that of the target's tokens"
 
 
 def test_tokens_of_a_smaller_vocabulary_are_those_of_the_target(tmp_path: Path) -> None:
@@ -156,59 +141,37 @@ def test_tokens_of_a_smaller_vocabulary_are_those_of_the_target(tmp_path: Path) 
     head.lm_head.weight.copy_(target.head.weight[IDS])  # type: ignore[union-attr]
     rest = [token for token in range(VOCAB) if token not in IDS]
     for params in (GREEDY, SAMPLED):
-        known = SamplingParams(
-            **{name: getattr(params, name) for name in ("max_new_tokens", "temperature", "seed")},
-            logit_bias=dict.fromkeys(rest, float("-inf")),
-        )
+        known = replace(params, logit_bias=dict.fromkeys(rest, float("-inf")))
         engine = built(head, target)
         assert texts(engine, PROMPTS, known) == texts(new_engine(target), PROMPTS, known)
         assert engine.stats.alpha == 1.0
 
 
-def likeliest(head: Head, text: list[int], features: Tensor, top: int, depth: int, budget: int) -> set[tuple[int, ...]]:
-    """The best `budget` paths of a tree whose levels expand the `top` best nodes, each looked at from the beginning."""
-
-    def children(path: tuple[int, ...]) -> list[tuple[float, tuple[int, ...]]]:
-        known = torch.nn.functional.pad(features, (0, 0, 0, len(path)))  # a chain needs none of its guesses
-        states = head.unroll(torch.tensor([[*text[1:], *path]]), known, steps=1 + len(path))
-        best = logits_of(head, states[-1][:, -1:])[0, 0].log_softmax(0).topk(top)
-        return [(p, (*path, t)) for p, t in zip(best.values.tolist(), best.indices.tolist(), strict=True)]
-
-    front, found = [(0.0, ())], []
-    for _ in range(depth):
-        level = [(kv_offset + p, path) for kv_offset, parent in front for p, path in children(parent)]
-        front = sorted(level, reverse=True)[:top]  # type: ignore[assignment]
-        found += level
-    return {path for _, path in sorted(found, reverse=True)[:budget]}
+def unrolled(head: Head, text: list[int], features: Tensor, path: tuple[int, ...]) -> Tensor:
+    """Log-probabilities [V] after a path, looked at from the beginning."""
+    known = torch.nn.functional.pad(features, (0, 0, 0, len(path)))  # a chain needs none of its guesses
+    states = head.unroll(torch.tensor([[*text[1:], *path]]), known, steps=1 + len(path))
+    return logits_of(head, states[-1][:, -1:])[0, 0].log_softmax(0)
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize(("top", "depth", "budget"), [(1, 4, 4), (2, 3, 6), (3, 4, 16)])
-def test_drafts_are_what_the_unrolled_head_finds_likeliest(
-    kind: str, top: int, depth: int, budget: int, tmp_path: Path
-) -> None:
+def test_drafts_are_what_the_unrolled_head_finds_likeliest(kind: str, top: int, depth: int, budget: int) -> None:
     """Chains and trees, behind a few rounds of which the features are the target's."""
     target = tiny_decoder(3)
-    engine = built(head_for(target, tmp_path, kind, ids=IDS), target, tree=(top, depth, budget) if top > 1 else None)
+    engine = built(random_head(target, kind, ids=IDS), target, tree=(top, depth, budget) if top > 1 else None)
     drafter, request = engine.drafter, engine.add(PROMPTS[1], GREEDY)
     assert isinstance(drafter, EagleDrafter)
     for _ in range(3):
         engine.step()
         drafter.catch_up({0: request.tokens}, False)
         draft = drafter.draft(engine.variant(GREEDY).round(0, 1).context, drafter.shapes[-1])
-        num = len(request.tokens) - 1
-        tokens = [request.tokens[-1], *draft.tokens[0].tolist()]
-        paths = [list(range(row + 1)) for row in range(len(tokens))]
-        if draft.tree_mask is not None:
-            depths, rows = (part[0].tolist() for part in draft.tree_mask)
-            paths = [rows[row][: depths[row] + 1] for row in range(len(tokens))]
-        ours = {tuple(tokens[row] for row in path[1:]) for path in paths[1:]}
-        features = features_of(drafter.head, engine.cache, 0, num)
-        assert ours == likeliest(drafter.head, request.tokens, features, top, depth, budget)
-
-
-# ---- what it reads
+        tokens = draft.tokens[0].tolist()
+        ours = {tuple(tokens[row - 1] for row in path[1:]) for path in rows_of(draft)[1:]}
+        features = features_of(drafter.head, engine.cache, 0, len(request.tokens) - 1)
+        after = partial(unrolled, drafter.head, request.tokens, features)
+        assert ours == likeliest(after, top, depth, budget)
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)
@@ -249,10 +212,7 @@ def test_chats_reuse_what_the_head_has_read(kind: str, tmp_path: Path) -> None:
     for turn in range(3):
         answer = texts(engine, [chat], SAMPLED, reuse=True)[0]
         assert answer == texts(plain, [chat], SAMPLED, reuse=True)[0]
-        check(
-            engine,
-            next(row for row, cached_ids in enumerate(engine.cache.cached_ids) if cached_ids[: len(chat)] == chat),
-        )
+        check(engine, [ids[: len(chat)] for ids in engine.cache.cached_ids].index(chat))
         chat += [*answer, 4, turn]
 
 
@@ -326,41 +286,29 @@ def test_the_policy_is_told_what_was_missed(tmp_path: Path) -> None:
     assert [request.tokens[len(PROMPTS[1]) :]] == want
 
 
-# ---- put together
+def config_of(target: Path, head: Path, quant: str | None = None, **options: Any) -> EngineConfig:
+    given = {"target": str(target), "heads": (str(head),), "device": "cpu", "max_context": 128, "num_draft": 3}
+    quantized: Any = quant and QuantConfig.parse(quant)
+    return EngineConfig(head_quant=quantized, **(given | options))  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize(
     ("kind", "compile", "quant"),
     [
-        ("eagle", "native", None),
-        ("eagle3", "native", None),
+        *((kind, "native", None) for kind in DRAFTERS),
         ("eagle3", "off", None),
-        ("parallel", "native", None),
-        ("glide", "native", None),
         ("eagle", "native", "hqq:4:32,head=8"),
         ("eagle3", "native", "hqq:8:64,fc=4"),
         ("parallel", "native", "hqq:4:32"),
     ],
 )
-def test_a_folder_in_the_public_layout_drafts(kind: str, compile: Any, quant: str | None, tmp_path: Path) -> None:
+def test_a_folder_in_the_public_layout_drafts(kind: str, compile: Any, quant: str | None, shared: Shared) -> None:
     """Loaded as users do; with naive and hybrid on the same target and cache."""
-    checkpoint = make_checkpoint(tmp_path / "target")
-    make_head(tmp_path / "head", decoder_config(checkpoint), kind, ids=range(0, 384, 3), dtype=torch.bfloat16, mlp=64)
     mode: Any = mode_of(kind)  # type: ignore[arg-type]
-    config = EngineConfig(
-        target=str(checkpoint),
-        heads=(str(tmp_path / "head"),),
-        head_quant=None if quant is None else QuantConfig.parse(quant),
-        mode=mode,
-        hybrid_with=(mode, "suffix"),
-        compile=compile,
-        device="cpu",
-        max_context=128,
-        max_batch=2,
-        num_draft=3,
-    )
-    runtime = Runtime(config, ("naive", mode, "hybrid"))
+    head = shared.head(shared.checkpoint(), kind, ids=range(0, 384, 3), dtype=torch.bfloat16, mlp=64)
+    options = {"mode": mode, "hybrid_with": (mode, "suffix"), "compile": compile, "max_batch": 2}
+    runtime = Runtime(config_of(shared.checkpoint(), head, quant, **options), ("naive", mode, "hybrid"))
     prompts = ["the cat sat on the mat and the cat", "a dog ran"]
     for params in (GREEDY, SAMPLED):
         want = texts(runtime.engine("naive"), prompts, params)
@@ -382,36 +330,14 @@ def test_a_folder_in_the_public_layout_drafts(kind: str, compile: Any, quant: st
 
 
 @pytest.mark.usefixtures("own_cache")
-def test_an_lm_head_that_is_the_targets_is_quantized_for_the_head_alone(tmp_path: Path) -> None:
-    checkpoint = make_checkpoint(tmp_path / "target")
-    make_head(tmp_path / "head", decoder_config(checkpoint), "eagle", dtype=torch.bfloat16, mlp=64)
+def test_an_lm_head_that_is_the_targets_is_quantized_for_the_head_alone(shared: Shared) -> None:
+    head = shared.head(shared.checkpoint(), "eagle", dtype=torch.bfloat16, mlp=64)
     kinds: dict[str | None, int] = {}
     for quant in (None, "hqq:4:32", "hqq:4:32,head=4"):
-        config = EngineConfig(
-            target=str(checkpoint),
-            heads=(str(tmp_path / "head"),),
-            head_quant=quant and QuantConfig.parse(quant),  # type: ignore[arg-type]
-            mode="eagle",
-            device="cpu",
-            max_context=128,
-            num_draft=3,
-        )
-        runtime = Runtime(config, ("naive", "eagle"))
+        runtime = Runtime(config_of(shared.checkpoint(), head, quant, mode="eagle"), ("naive", "eagle"))
         assert texts(runtime.engine("eagle"), PROMPTS, GREEDY) == texts(runtime.engine("naive"), PROMPTS, GREEDY)
         kinds[quant] = runtime.engine("eagle").drafter.extra_bytes()[0]  # type: ignore[union-attr]
     assert kinds["hqq:4:32"] < kinds["hqq:4:32,head=4"] < kinds[None]
-
-
-def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="mode eagle needs a trained head"):
-        check_options(EngineConfig(target="other", mode="eagle"))
-    with pytest.raises(ValueError, match="mode eagle needs a trained head"):
-        check_options(EngineConfig(target="other", mode="hybrid", hybrid_with=("eagle", "suffix")))
-    with pytest.raises(ValueError, match="no head is given"):
-        check_options(EngineConfig(target="other", mode="naive", head_quant=QuantConfig()))
-    checkpoint = make_checkpoint(tmp_path)
-    with pytest.raises(ValueError, match=r"the tensor fc\.weight is missing"):
-        Runtime(EngineConfig(target=str(checkpoint), heads=(str(checkpoint),), mode="eagle", device="cpu"))
 
 
 @pytest.mark.parametrize(

@@ -1,33 +1,47 @@
-"""The registry of drafters: shipped specs, and a drafter from a file outside of the package."""
+"""The registry of drafters: what ships, a drafter from a file outside of the package, heads with names of their own.
+
+Wrong drafts are errors that name the drafter; the checker finds them before use.
+"""
 
 from __future__ import annotations
 
 import ast
 import json
+import logging
 import re
 import shutil
 import subprocess
 import sys
-from dataclasses import fields, replace
+from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from pytest import CaptureFixture, MonkeyPatch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from benchmark.__main__ import main as bench
-from serve.command import load_model
+from compile.attention import TreeAttentionMask
 from serve.command import make_parser as serve_parser
 from sharesd.cli.main import main
 from sharesd.cli.options import engine_config, mode_of
 from sharesd.cli.parser import parse
 from sharesd.config import EngineConfig
 from sharesd.drafters import registry, selection
+from sharesd.drafters.draft_checks import WrongDraft, check_proposal
 from sharesd.drafters.registry import DrafterSpec, HeadSpec, Need, Support
 from sharesd.llm import LLM
+from sharesd.models.loader import decoder_config
+from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
+from sharesd.speculation.draft_proposal import Proposal
+from sharesd.speculation.draft_tree import DraftTree
+from tests.helpers.oracle import VOCAB, OracleDrafter, new_engine, tiny_decoder
 from tests.helpers.paths import ROOT
-from tests.helpers.served_model import served
-from tests.helpers.tiny_models import make_checkpoint
+from tests.helpers.tiny_heads import make_head
 
 ECHO = ROOT / "examples" / "own_drafter.py"
 PROMPTS = ["the cat sat on the mat and the cat sat", "a blue sky"]
@@ -44,26 +58,20 @@ assert "torch" not in sys.modules and "numpy" not in sys.modules
 """
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("tiny"))
+@pytest.fixture
+def folder(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint()
+
+
+@pytest.fixture(autouse=True)
+def own_registry(monkeypatch: MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_added", {})
 
 
 @pytest.fixture
-def echo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def echo(tmp_path: Path) -> Path:
     """A copy of the file, in a folder that nothing imports from."""
-    monkeypatch.setattr(registry, "_added", {})
     return Path(shutil.copy(ECHO, tmp_path / "my_echo.py"))
-
-
-# ---- what ships
-
-
-def test_every_folder_with_a_drafter_has_a_spec() -> None:
-    folders = {
-        file.parent.name for name in ("drafter", "table") for file in (ROOT / "sharesd/drafters").glob(f"*/{name}.py")
-    }
-    assert folders | {"auto"} == {*registry.names()}
 
 
 @pytest.mark.parametrize("spec", registry.specs(), ids=lambda spec: spec.name)
@@ -78,7 +86,9 @@ def test_specs_are_complete(spec: DrafterSpec) -> None:
     assert spec.needs <= {*Need} and spec.supports <= {*Support}
 
 
-def test_names_options_and_layouts_are_of_one_drafter() -> None:
+def test_each_drafter_has_a_folder_names_options_and_layouts_of_its_own() -> None:
+    files = [file for name in ("drafter", "table") for file in (ROOT / "sharesd/drafters").glob(f"*/{name}.py")]
+    assert {file.parent.name for file in files} | {"auto"} == {*registry.names()}
     specs = registry.specs()
     options = [field.name for spec in specs for field in fields(spec.options)]
     heads: list[HeadSpec] = [head for spec in specs for head in spec.heads]
@@ -98,10 +108,9 @@ def test_drafters_are_named_in_their_folders_alone() -> None:
     found = []
     for file in (ROOT / "sharesd").rglob("*.py"):
         if file.parent.name not in registry.names() and file.name not in OTHER_MEANINGS:
-            constants = (
-                node for node in ast.walk(ast.parse(file.read_text("utf-8"))) if isinstance(node, ast.Constant)
-            )
-            found += [f"{file.name}: {node.value}" for node in constants if node.value in named]
+            nodes = ast.walk(ast.parse(file.read_text("utf-8")))
+            constants = [node.value for node in nodes if isinstance(node, ast.Constant)]
+            found += [f"{file.name}: {value}" for value in constants if value in named]
     assert not found
 
 
@@ -111,49 +120,23 @@ def test_help_and_specs_import_no_torch() -> None:
     assert all(name in done.stdout for name in registry.modes())
 
 
-# ---- a drafter of one's own
-
-
-def answers(capsys: pytest.CaptureFixture[str], folder: Path, *flags: str) -> list[list[int]]:
+def answers(capsys: CaptureFixture[str], folder: Path, *flags: str) -> list[list[int]]:
     """Token ids that `generate --json` prints."""
     given = ["--target", str(folder), "--max-new-tokens", "24", "--max-context", "128", "--raw", "--json"]
     assert main(["generate", *PROMPTS, *given, *flags]) == 0
     return [json.loads(line)["token_ids"] for line in capsys.readouterr().out.splitlines()]
 
 
-def test_generate(echo: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate(echo: Path, folder: Path, capsys: CaptureFixture[str]) -> None:
     module = ("--drafter-module", str(echo))
     naive = answers(capsys, folder, "--mode", "naive")
     assert answers(capsys, folder, "--mode", "echo", *module, "--echo-length", "3") == naive
     assert answers(capsys, folder, "--mode", "hybrid", "--hybrid-drafters", "share,echo", *module) == naive
+    args = parse(serve_parser(), ["--target", str(folder), "--mode", "echo", *module])
+    assert mode_of(args) == "echo" and engine_config(args, modes=("echo",)).drafter_modules == (str(echo),)
     with pytest.raises(SystemExit):
         main(["generate", "hi", *module, "--echo-length", "x"])
     assert "argument --echo-length: 'x' is not a whole number" in capsys.readouterr().err
-
-
-def test_mtbench(echo: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    question = {"question_id": 1, "category": "cat", "turns": ["why is the red mat the red mat", "the cat"]}
-    Path("questions.jsonl").write_text(json.dumps(question) + "\n")
-    given = ["--target", str(folder), "--questions", "questions.jsonl", "--compile", "off", "--max-context", "256"]
-    modes = ["--mode", "naive,echo", "--drafter-module", str(echo)]
-    assert bench(["mtbench", *given, "--max-new-tokens", "16", "--out-dir", "out", *modes]) == 0
-    found = json.loads(Path("out/summary.json").read_text())["modes"]
-    assert list(found) == ["naive", "echo"] and found["echo"]["identical_to_naive"] == 1
-    assert found["echo"]["num_compared"] == 2 and found["echo"]["acceptance_by_position"]
-
-
-def test_server(echo: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--target", str(folder), "--mode", "echo", "--drafter-module", str(echo), "--max-context", "128"]
-    args = parse(serve_parser(), flags)
-    config = replace(engine_config(args, modes=(mode_of(args),)), max_batch=2)
-    with served(lambda: load_model(config, "echo", None), settings={"max_batch": 2}) as server:
-        server.wait(lambda: server.http.get("/health").status_code == 200, 60)
-        done = server.complete(prompt=PROMPTS, max_tokens=24, temperature=0)
-    plain = LLM(folder, mode="naive", max_context=128)
-    expected = plain.generate(PROMPTS, SamplingParams(max_new_tokens=24))
-    assert [choice["text"] for choice in done["choices"]] == [answer.text for answer in expected]
-    plain.close()
 
 
 def test_llm(echo: Path, folder: Path) -> None:
@@ -197,3 +180,181 @@ def test_what_is_wrong_with_a_module_is_said(echo: Path, tmp_path: Path) -> None
 def test_configs_are_checked(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         selection.check_drafters(EngineConfig(**given))
+
+
+@pytest.fixture
+def heads(folder: Path, tmp_path: Path) -> tuple[str, str]:
+    """Folders of two EAGLE heads with other weights."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    for head in (first, second):
+        make_head(head, decoder_config(folder), "eagle3", dtype=torch.bfloat16)
+    tensors = load_file(second / "model.safetensors")
+    changed = {name: 0.5 * each if each.is_floating_point() else each for name, each in tensors.items()}
+    save_file(changed, second / "model.safetensors")
+    return str(first), str(second)
+
+
+def test_two_heads_of_a_kind_decode_in_modes_of_their_own(heads: tuple[str, str], folder: Path) -> None:
+    named = (f"a={heads[0]}", f"b={heads[1]}")
+    config = EngineConfig(target=str(folder), mode="a", heads=named, compile="off", max_context=64)
+    runtime = Runtime(config, ("naive", "a", "b"))
+    params = SamplingParams(max_new_tokens=8)
+    texts = {mode: runtime.engine(mode).generate([[1, 2, 3]], params)[0].token_ids for mode in runtime.modes}
+    assert texts["a"] == texts["b"] == texts["naive"]
+    a, b = (runtime.engine(mode).drafter for mode in ("a", "b"))
+    assert a is not None and b is not None and (a.name, b.name) == ("a", "b")
+    weights = [next(drafter.head.parameters()) for drafter in (a, b)]  # type: ignore[attr-defined]
+    assert not torch.equal(*weights) and runtime.engine("a").mode == "a"
+
+
+def test_names_are_modes_wherever_the_config_is(heads: tuple[str, str]) -> None:
+    config = EngineConfig(target="x", heads=(f"a={heads[0]}", heads[1]))
+    assert "a" not in registry.modes()
+    assert selection.active_drafters(config, "a", "eagle") == ("a", "eagle") and "a" in registry.names("head")
+    assert selection.head_of(config, "a") == heads[0] and selection.head_of(config, "eagle") == heads[1]
+    assert registry.spec_of("a").base == "eagle"
+    for name in ("c", "d", "c", "c", "d"):  # colours are their own, whenever and however often a head is named
+        registry.name_head(name, "eagle")
+    colours = [registry.colour_of(name) for name in {"a", "c", "d", *registry.modes()}]
+    assert len({*colours}) == len(colours)
+
+
+def test_names_of_modes_are_taken_and_paths_are_no_names(heads: tuple[str, str], tmp_path: Path) -> None:
+    for name in ("naive", "share", "eagle"):
+        with pytest.raises(ValueError, match=f"a head '{name}', which is already a mode; rename it"):
+            selection.head_mode(f"{name}={heads[0]}")
+    path = tmp_path / "lr=3"
+    Path(heads[0]).rename(path)
+    assert selection.head_folder(str(path)) == str(path) and selection.head_mode(str(path)) == "eagle"
+    assert selection.head_mode(f"a={path}") == "a" and selection.head_folder(f"a={path}") == str(path)
+    (tmp_path / "run").mkdir()  # of a training, in which the best head is found
+    Path(heads[1]).rename(tmp_path / "run" / "step-4")
+    (tmp_path / "run" / "best").symlink_to("step-4")
+    run, best = str(tmp_path / "run"), str(tmp_path / "run" / "best")
+    assert selection.head_folder(run) == selection.head_folder(f"new={run}") == selection.head_folder(best) == best
+    assert selection.head_of(EngineConfig(target="x", heads=(run,)), "eagle") == best
+    assert selection.head_of(EngineConfig(target="x", heads=(f"new={run}",)), "new") == best
+
+
+PAGE = ROOT / "docs/how-to/add-a-drafter.md"
+PROPOSAL = "return Proposal(tokens, list(range(-1, len(tokens) - 1)), scores)"
+ON_PATH = torch.tensor([[[0, 0, 0], [0, 1, 0], [0, 2, 0]]])
+BACKWARD = torch.tensor([[[0, 0, 0], [0, 2, 1], [0, 2, 0]]])
+
+
+@pytest.mark.parametrize(
+    "proposal, said",
+    [
+        (Proposal([3, 99], [-1, 0], [0.5, 0.2]), "token 99 of node 1 is outside the vocabulary of 99"),
+        (Proposal([-1], [-1], [0.5]), "token -1 of node 0 is outside"),
+        (Proposal([1.5], [-1], [float("inf")]), "score inf of node 0 is not a finite number"),  # type: ignore[list-item]
+        (Proposal(["a"], [-1], [0.5]), "token 'a' of node 0 is outside"),  # type: ignore[list-item]
+        (Proposal([3, 4], [1, -1], [0.5, 0.2]), "parent 1 of node 0 is not before it"),
+        (Proposal([3, 4], [-1, -2], [0.5, 0.2]), "parent -2 of node 1 is not before it"),
+        (Proposal([3, 5, 3], [-1] * 3, [0.5] * 3), "nodes 0 and 2 are duplicate siblings: token 3 after parent -1"),
+        (Proposal([3], [-1], [float("nan")]), "score nan of node 0 is not a finite number"),
+        (Proposal([3], [-1], [None]), "score None of node 0 is not a finite number"),  # type: ignore[list-item]
+        (Proposal([1, 2, 3, 4], [-1, 0, 1, 2], [0.5] * 4), "4 nodes, and at most 3 were requested"),
+        (Proposal([1, 2], [-1], [0.5]), "2 tokens, 1 parents and 1 scores; give the same number of each"),
+        ([1, 2], "list is not a Proposal of tokens, parents and scores"),
+        (None, "NoneType is not a Proposal"),
+    ],
+)
+def test_wrong_proposals_are_named(proposal: Any, said: str) -> None:
+    with pytest.raises(WrongDraft, match=re.escape(f"drafter mine returned an invalid draft: {said}")):
+        check_proposal("mine", proposal, 3, 99)
+
+
+def test_right_proposals_are_taken() -> None:
+    for proposal in (Proposal([], [], []), Proposal([3, 4, 3, 98], [-1, -1, 0, 2], [0.5, 0.3, 0.2, 0.1])):
+        assert check_proposal("mine", proposal, 4, 99) is proposal
+
+
+def test_generate_ends_with_one_line(echo: Path, folder: Path, capsys: CaptureFixture[str]) -> None:
+    echo.write_text(echo.read_text().replace("(tokens, list", "([9999 for _ in tokens], list"))
+    given = ["--target", str(folder), "--max-context", "128", "--raw", "--compile", "off"]
+    flags = ["--drafter-module", str(echo), "--mode", "echo", "--num-speculative-tokens", "3"]
+    assert main(["generate", "the cat sat on the mat and the cat sat", *given, *flags]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    said = "drafter echo returned an invalid draft: token 9999 of node 0 is outside the vocabulary of 384"
+    assert line == f"error: {said}"
+
+
+def _tree(tokens: list[int], depths: tuple[int, ...] = (0, 1, 1), path: Tensor = ON_PATH) -> DraftTree:
+    return DraftTree(torch.tensor([tokens]), TreeAttentionMask(torch.tensor([depths]), path), depth=1)
+
+
+@pytest.mark.parametrize(
+    "tree, said",
+    [
+        (DraftTree(torch.tensor([[1, VOCAB]]), depth=2), f"token {VOCAB} of node 1 is outside"),
+        (DraftTree(torch.tensor([[-2]]), depth=1), "token -2 of node 0 is outside"),
+        (DraftTree(torch.tensor([[1, 2, 3, 4, 5]]), depth=5), "5 nodes, and at most 4 were requested"),
+        (DraftTree(torch.tensor([1, 2]), depth=2), "tokens of shape [2]; give a tensor [1, nodes]"),
+        (DraftTree([[1]], depth=1), "tokens of shape list; give a tensor [1, nodes]"),  # type: ignore[arg-type]
+        (_tree([7, 7]), "nodes 0 and 1 are duplicate siblings: token 7 after parent -1"),
+        (_tree([7, 8], (0, 2, 1), BACKWARD), "parent 1 of node 0 is not before it"),
+    ],
+)
+def test_wrong_drafts_are_named(tree: DraftTree, said: str) -> None:
+    drafter: Any = OracleDrafter({}, num_draft=4, accuracy=1.0)
+    drafter.draft = lambda context, shape: tree
+    engine = new_engine(tiny_decoder(), drafter)
+    with pytest.raises(WrongDraft, match=re.escape(f"drafter oracle returned an invalid draft: {said}")):
+        engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=8))
+    assert not engine.num_running
+    drafter.draft = lambda context, shape: _tree([7, -1])
+    assert len(engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=8))[0].token_ids) == 8
+
+
+def test_the_page_has_a_drafter_that_is_right(echo: Path, capsys: CaptureFixture[str]) -> None:
+    assert bench(["check-drafter", f"{echo}:EchoTable"]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert len(lines) == 16 and all(line.startswith(("ok     chains, ", "ok     trees, ")) for line in lines)
+    found = re.fullmatch(r"echo: all checks passed; (\d+) tokens drafted, (\d+) accepted", last)
+    assert found and int(found[1]) > int(found[2]) > 0
+    assert "sharesd bench check-drafter examples/own_drafter.py:EchoTable" in PAGE.read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    "before, after, said",
+    [
+        (PROPOSAL, "return Proposal([999], [-1], [0.5])", "token 999 of node 0 is outside the vocabulary of 320"),
+        (PROPOSAL, "return Proposal(tokens, [-1] * len(tokens), scores)[:2]", "tuple is not a Proposal"),
+        ("min(budget, self.length)", "self.length", "4 nodes, and at most 1 were requested"),
+        ("0.5 ** (depth + 1)", "2.0", "each is a probability, from 0 to 1"),
+        ("start is None", "1 / 0", "ZeroDivisionError in my_echo.py, line"),
+    ],
+)
+def test_the_checker_names_faults(
+    echo: Path, monkeypatch: MonkeyPatch, capsys: CaptureFixture[str], before: str, after: str, said: str
+) -> None:
+    text = echo.read_text()
+    assert before in text
+    echo.write_text(text.replace(before, after))
+    monkeypatch.setattr("benchmark.studies.check_drafter.PROMPTS", ("abcdefgabcdefgabc", "x"))
+    assert bench(["check-drafter", str(echo)]) == 1
+    out = capsys.readouterr().out
+    assert re.search(rf"^wrong  .*{re.escape(said)}", out, re.MULTILINE), out
+
+
+def test_the_checker_says_what_it_cannot_check(echo: Path, capsys: CaptureFixture[str]) -> None:
+    has = "has no class Ech; its classes are DrafterSpec, Table, Proposal, Options, EchoTable"
+    for given, said in (("none.py", "drafter module none.py does not exist"), (f"{echo}:Ech", has)):
+        assert bench(["check-drafter", given]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_each_decision_is_one_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    prompt, params = [1, 2, 3], SamplingParams(max_new_tokens=8)
+    future = new_engine(tiny_decoder()).generate([prompt], params)[0].token_ids
+    engine = new_engine(tiny_decoder(), OracleDrafter({(1, 2, 3): future}, num_draft=3, accuracy=1.0))  # type: ignore[arg-type]
+    with caplog.at_level(logging.INFO, "sharesd"):
+        engine.generate([prompt], params)
+    assert not caplog.messages
+    with caplog.at_level(logging.DEBUG, "sharesd"):
+        engine.generate([prompt], params)
+    lines = [record.getMessage() for record in caplog.records if record.name == "sharesd.engine.round_launcher"]
+    assert len(lines) == engine.stats.rounds
+    first = r"1 rows from slot 4: (a plain step|3 of at most 3 tokens by oracle); "
+    assert re.fullmatch(first + "(the draft's length is given|.* expected .*|costs are not measured yet)", lines[0])

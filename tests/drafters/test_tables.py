@@ -42,8 +42,7 @@ def natural_text(seed: int, length: int) -> list[int]:
 
 def ends_of(text: Sequence[int], part: Sequence[int]) -> list[int]:
     """Where `part` ends in `text`, each as the index behind it."""
-    n = len(part)
-    return [i for i in range(n, len(text) + 1) if list(text[i - n : i]) == list(part)]
+    return [i for i in range(len(part), len(text) + 1) if list(text[i - len(part) : i]) == list(part)]
 
 
 def longest_earlier(text: Sequence[int], shortest: int, longest: int) -> tuple[int, list[int]]:
@@ -61,12 +60,11 @@ def check(proposal: Proposal, budget: int) -> None:
     assert all(-1 <= parent < node for node, parent in enumerate(parents))
     assert len(set(zip(parents, tokens, strict=True))) == len(tokens), "siblings with the same token"
     assert all(a >= b for a, b in zip([1.0, *scores], scores, strict=False))
-    assert all(
-        0 < score <= (1.0 if parent < 0 else scores[parent]) for score, parent in zip(scores, parents, strict=True)
-    )
+    assert all(0 < score <= [*scores, 1.0][parent] for score, parent in zip(scores, parents, strict=True))
 
 
 def paths(proposal: Proposal) -> list[list[int]]:
+    """Tokens down to each node."""
     found: list[list[int]] = []
     for token, parent in zip(proposal.tokens, proposal.parents, strict=True):
         found.append([*(found[parent] if parent >= 0 else []), token])
@@ -85,9 +83,6 @@ def play(table: Table, text: Sequence[int], prompt: int, budget: int, row: int =
         table.extend(row, emitted)
         at, rounds = at + len(emitted), rounds + 1
     return (len(text) - prompt) / rounds
-
-
-# ---- what all tables share
 
 
 def test_outcomes_are_told_of_decided_nodes_only() -> None:
@@ -110,18 +105,16 @@ def test_grow_takes_the_most_probable_nodes() -> None:
     assert proposal.parents == [-1, -1, 1, 0, 0]
     assert len(grow(99, (), children)[0].tokens) == 6
     assert grow(0, (), children)[0] == Proposal([], [], [])
-
-
-def test_children_without_a_chance_may_be_left_out() -> None:
     rng = np.random.default_rng(0)
-    chances = {i: rng.dirichlet([0.3] * 5).tolist() for i in range(7)}
+    by_state = {i: rng.dirichlet([0.3] * 5).tolist() for i in range(7)}
 
-    def children(state: int, least: float) -> list[tuple[float, int, int]]:
-        return [(p, i, (state * 5 + i) % 7) for i, p in enumerate(chances[state]) if p > least]
+    def likely(state: int, least: float) -> list[tuple[float, int, int]]:
+        """Children without a chance may be left out."""
+        return [(p, i, (state * 5 + i) % 7) for i, p in enumerate(by_state[state]) if p > least]
 
     for budget in (1, 2, 5, 20):
-        assert grow(budget, 3, children) == grow(budget, 3, lambda state, _: children(state, 0.0))
-        assert grow(budget, 3, children)[0].scores == grow(40, 3, children)[0].scores[:budget]
+        assert grow(budget, 3, likely) == grow(budget, 3, lambda state, _: likely(state, 0.0))
+        assert grow(budget, 3, likely)[0].scores == grow(40, 3, likely)[0].scores[:budget]
 
 
 def test_hit_rates_follow_what_happens() -> None:
@@ -167,7 +160,7 @@ def test_nothing_known_means_no_guess(make: Callable[[], Table]) -> None:
 
 
 @every_table
-def test_texts_of_rows_do_not_mix(make: Callable[[], Table]) -> None:
+def test_texts_of_rows_do_not_mix_and_may_come_in_pieces(make: Callable[[], Table]) -> None:
     table, alone = make(), make()
     texts = [random_text(7, 60, 4), [t + 100 for t in random_text(8, 60, 4)]]
     for row in (0, 1):
@@ -178,10 +171,6 @@ def test_texts_of_rows_do_not_mix(make: Callable[[], Table]) -> None:
     assert set(table.propose(0, 16).tokens) <= set(texts[0])
     table.begin(0, [7])
     assert table.propose(1, 8) == alone.propose(1, 8)
-
-
-@every_table
-def test_a_text_in_pieces_is_the_text_at_once(make: Callable[[], Table]) -> None:
     text, table, whole = natural_text(2, 300), make(), make()
     whole.begin(0, text)
     table.begin(0, text[:100])
@@ -214,7 +203,19 @@ def test_hits_raise_scores_and_misses_lower_them(make: Callable[[], Table]) -> N
     assert table.propose(0, 3).scores[0] < 0.3
 
 
-# ---- n-grams
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: NgramTable(0, 1, 2), "num_draft is 0; it must be at least 1"),
+        (lambda: NgramTable(4, 0, 2), "ngram_min is 0"),
+        (lambda: NgramTable(4, 3, 2), "ngram_max is 2"),
+        (lambda: RecycleTable(0, 4), "vocab_size is 0"),
+        (lambda: RecycleTable(9, 0), "num_successors is 0; it must be"),
+    ],
+)
+def test_wrong_sizes_are_refused(make: Callable[[], Table], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
 
 
 def test_the_example_of_vllm() -> None:
@@ -240,23 +241,8 @@ def test_ngrams_match_brute_force(low: int, high: int, most_recent: bool) -> Non
             table.extend(0, [text[end]])
 
 
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ((0, 1, 2), "num_draft is 0; it must be at least 1"),
-        ((4, 0, 2), "ngram_min is 0"),
-        ((4, 3, 2), "ngram_max is 2"),
-    ],
-)
-def test_wrong_sizes_of_ngrams_are_refused(sizes: tuple[int, int, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        NgramTable(*sizes)
-
-
-# ---- suffixes
-
-
-def test_the_automaton_matches_brute_force() -> None:
+def test_suffixes_match_brute_force() -> None:
+    """The automaton's, and what a table guesses, which is only what followed."""
     for seed in range(8):
         text, automaton = random_text(seed, 48, 2 + seed % 3), SuffixAutomaton()
         for end, token in enumerate(text, 1):
@@ -268,22 +254,13 @@ def test_the_automaton_matches_brute_force() -> None:
             for end in range(start, len(text)):
                 state = automaton.next[state][text[end]]
                 assert automaton.count[state] == len(ends_of(text, text[start : end + 1]))
-
-
-def test_suffix_guesses_only_what_followed() -> None:
-    for seed in range(8):
-        text = random_text(seed, 60, 4)
-        table = SuffixTable()
+        text, table = random_text(seed, 60, 4), SuffixTable()
         table.begin(0, text)
+        found = paths(table.propose(0, 16))
         _, ends = longest_earlier(text, 1, len(text))
-        proposal = table.propose(0, 16)
-        assert {text[end] for end in ends if end < len(text)} <= {proposal.tokens[i] for i in roots(proposal)}
-        for path in paths(proposal):  # each node follows the last token and the path before it somewhere in the text
-            assert len(ends_of(text, [text[-1], *path][:2])) > 0 and len(ends_of(text, path[-2:])) > 0
-
-
-def roots(proposal: Proposal) -> list[int]:
-    return [node for node, parent in enumerate(proposal.parents) if parent < 0]
+        assert {text[end] for end in ends if end < len(text)} <= {path[0] for path in found if len(path) == 1}
+        for path in found:  # each node follows the last token and the path before it somewhere in the text
+            assert ends_of(text, [text[-1], *path][:2]) and ends_of(text, path[-2:])
 
 
 def test_frequent_continuations_come_first_and_long_matches_go_deeper() -> None:
@@ -299,29 +276,19 @@ def test_frequent_continuations_come_first_and_long_matches_go_deeper() -> None:
     assert long.propose(0, 1).scores[0] >= short.propose(0, 1).scores[0]
 
 
-def test_a_hundred_thousand_tokens() -> None:
-    text = natural_text(1, 100_000)
-    table = SuffixTable()
+def test_long_and_periodic_texts_take_no_more_than_others() -> None:
+    text, table, lookup = natural_text(1, 30_000), SuffixTable(), NgramTable(8, 2, 4)
     table.begin(0, text)
     automaton = table._rows[0].automaton
-    assert len(automaton.next) <= 2 * len(text)
-    assert sum(map(len, automaton.next)) <= 3 * len(text)
+    assert len(automaton.next) <= 2 * len(text) and sum(map(len, automaton.next)) <= 3 * len(text)
     check(table.propose(0, 16), 16)
-    lookup = NgramTable(8, 2, 4)
     lookup.begin(0, text)
     assert len(lookup._rows[0].after) <= 3 * len(text)
     check(lookup.propose(0, 16), 16)
-
-
-def test_periodic_text_costs_no_more_than_other_text() -> None:
-    table = SuffixTable()
     table.begin(0, [5] * 50_000)  # the chain of links is as long as the text; an uncut walk would never end
     assert table.propose(0, 4).tokens == [5] * 4
     table.begin(0, [1, 2, 3] * 5_000)
     assert table.propose(0, 6).tokens == [1, 2, 3] * 2
-
-
-# ---- corpus
 
 
 def stored(tmp_path: Path, tokens: Sequence[int]) -> Datastore:
@@ -362,12 +329,6 @@ def test_the_corpus_helps_where_the_text_is_new(tmp_path: Path) -> None:
     play(SuffixTable(stored(tmp_path, natural_text(5, 3000))), natural_text(5, 300), 20, 16)
 
 
-def test_building_again_replaces_the_file_and_leaves_no_other(tmp_path: Path) -> None:
-    stored(tmp_path, [1, 2, 3])
-    assert stored(tmp_path, [4, 5]).num_tokens == 2
-    assert [file.name for file in tmp_path.iterdir()] == ["corpus.npy"]
-
-
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [([], "give at least one token"), ([1, -2], "token id -2"), ([1, 2**31], f"token id {2**31}"), ([0.5], "float64")],
@@ -382,7 +343,8 @@ def test_a_damaged_corpus_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "corpus.npy"
     with pytest.raises(ValueError, match="corpus.npy does not exist; give a file"):
         open_datastore(file)
-    build_datastore(random_text(0, 500, 9), file)
+    assert stored(tmp_path, [1, 2, 3]).num_tokens == 3 and stored(tmp_path, random_text(0, 500, 9)).num_tokens == 500
+    assert [*tmp_path.iterdir()] == [file], "building again replaces the file and leaves no other"
     whole = file.read_bytes()
     shuffled = np.load(file)
     shuffled[1, :-1] = shuffled[1, -2::-1]
@@ -398,10 +360,7 @@ def test_a_damaged_corpus_is_refused(tmp_path: Path) -> None:
             open_datastore(file)
 
 
-# ---- token recycling
-
-
-def learnt(**kwargs: int) -> RecycleTable:
+def learnt() -> RecycleTable:
     table = RecycleTable(VOCAB, 3)
     table.learn(np.array([1, 2, 3]), np.array([[2, 3, 4], [3, 5, 6], [1, 7, 8]]))
     return table
@@ -412,16 +371,13 @@ def test_recycling_grows_trees_over_the_targets_own_candidates() -> None:
     table.begin(0, [9, 1])
     proposal = table.propose(0, 7)
     check(proposal, 7)
-    assert [proposal.tokens[i] for i in roots(proposal)] == [2, 3, 4][: len(roots(proposal))]
-    assert [2, 3] in paths(proposal)
+    first = [path[0] for path in paths(proposal) if len(path) == 1]
+    assert first == [2, 3, 4][: len(first)] and [2, 3] in paths(proposal)
     table.learn(np.array([1]), np.array([[40, 41, 42]]))
     assert table.propose(0, 1).tokens == [40]
     table.begin(0, [40])
     assert table.propose(0, 7) == Proposal([], [], [])
-
-
-def test_what_the_target_emitted_comes_first() -> None:
-    table = learnt()
+    table = learnt()  # what the target emitted comes first
     table.begin(0, [2])
     table.extend(0, [6, 1])
     assert table.successors[2].tolist() == [6, 3, 5]
@@ -490,9 +446,3 @@ def test_other_and_damaged_tables_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="table.npz is not a token recycling table, or it is damaged; delete it"):
             table.load(file)
     assert table.successors[1].tolist() == [2, 3, 4]
-
-
-@pytest.mark.parametrize(("V", "k", "message"), [(0, 4, "vocab_size is 0"), (9, 0, "num_successors is 0; it must be")])
-def test_wrong_sizes_of_recycling_are_refused(V: int, k: int, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        RecycleTable(V, k)

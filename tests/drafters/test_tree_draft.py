@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from compile import tree_expand
 from compile.attention import TreeAttentionMask
-from compile.tree_expand import (
-    ExpandedDraft,
-    Frontier,
-    Nodes,
-    expand_tree,
-    expand_tree_reference,
-    select_nodes,
-    select_nodes_reference,
-)
+from compile.tree_expand import ExpandedDraft, Frontier, Nodes, expand_tree, select_nodes
 from compile.tree_rescore import BestNodes, record_best_nodes, rescore_children
 from sharesd.config import EngineConfig
 from sharesd.drafters.base import DraftContext
 from sharesd.drafters.chain_draft import ChainDraft, ModelStepper
 from sharesd.drafters.tree_draft import DraftGenerator
+from sharesd.engine.engine import Engine
 from sharesd.loading.conflicts import check_options
 from sharesd.models.decoder import Decoder
 from sharesd.models.prefill import prefill
@@ -38,19 +34,8 @@ from sharesd.speculation.cost_model import Costs
 from sharesd.speculation.draft_buffers import DraftBuffers
 from sharesd.speculation.draft_policy import Policy
 from sharesd.speculation.draft_tree import DraftShape, DraftTree, chain, chains, parents_of, shapes_of
-from tests.helpers.oracle import (
-    SCRATCH,
-    VOCAB,
-    classic_engine,
-    kv_of,
-    logits_of,
-    new_engine,
-    placed,
-    share_engine,
-    switched,
-    tiny_decoder,
-)
-from tests.helpers.tiny_models import make_checkpoint
+from tests.helpers import oracle
+from tests.helpers.oracle import VOCAB, classic_engine, logits_of, new_engine, share_engine, switched, tiny_decoder
 from tests.speculation.test_policy import live
 
 PROMPTS = ([3, 17, 9], [21, 4, 4, 30, 8, 12, 1, 0, 33, 2, 7], [5] * 6)
@@ -62,18 +47,56 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 TREE = (3, 4, 11)
 
 
-def likeliest(model: Decoder, text: list[int], branching: int, depth: int, budget: int) -> set[tuple[int, ...]]:
-    """Paths of the tree, by plain forwards of whole texts."""
+def near(model: Decoder) -> Decoder:
+    """A model that mostly agrees."""
+    twin, noise = copy.deepcopy(model), torch.Generator().manual_seed(0)
+    for weight in twin.parameters():
+        weight.data += 0.02 * weight.data.std() * torch.randn(weight.shape, generator=noise, dtype=weight.dtype)
+    return twin
+
+
+def engine_of(kind: str, model: Decoder, **options: Any) -> Engine:
+    """Its drafts are good, and not those of the model."""
+    if kind == "share":
+        return share_engine(*switched(model, 0.1), **options)
+    return classic_engine(model, near(model), **options)
+
+
+zeros = partial(torch.zeros, dtype=torch.int64)
+
+
+def new_tree(k: int, D: int, B: int = 2) -> tuple[Tensor, Nodes, Frontier]:
+    """The level, nodes and frontier with which trees of D levels begin that expand k nodes of each."""
+    num = k + (D - 1) * k**2
+    nodes = Nodes(zeros(B, num) - 1, torch.full((B, num), -torch.inf), zeros(B, num, D), zeros(B, num) + (D - 1) * k)
+    return zeros(B), nodes, Frontier(zeros(B, k), torch.zeros(B, k), zeros(B, k, D), zeros(B, k, D), zeros(B, k))
+
+
+def new_draft(N: int) -> ExpandedDraft:
+    return ExpandedDraft(zeros(2, N) - 9, zeros(2, 1 + N), zeros(2, 1 + N, 1 + N), zeros(2, 1 + N))
+
+
+def likeliest(
+    after: Callable[[tuple[int, ...]], Tensor], branching: int, depth: int, budget: int
+) -> set[tuple[int, ...]]:
+    """Paths of a tree, by log-probabilities [V] after each path."""
     found: dict[tuple[int, ...], float] = {}
     level: dict[tuple[int, ...], float] = {(): 0.0}
     for _ in range(depth):
-        children: dict[tuple[int, ...], float] = {}
-        for path, score in level.items():
-            logp, ids = logits_of(model, [*text, *path])[-1].log_softmax(-1).topk(branching)
-            children |= {(*path, int(i)): score + float(p) for p, i in zip(logp, ids, strict=True)}
+        best = [(path, score, after(path).topk(branching)) for path, score in level.items()]
+        children = {(*path, int(i)): score + float(p) for path, score, top in best for p, i in zip(*top, strict=True)}
         found |= children
         level = dict(sorted(children.items(), key=lambda item: -item[1])[:branching])
     return set(sorted(found, key=lambda path: -found[path])[:budget])
+
+
+def rows_of(draft: DraftTree, row: int = 0) -> list[list[int]]:
+    """Of each node of a row's draft, the verify rows from the root's on."""
+    num = 1 + draft.tokens.shape[1]
+    if draft.tree_mask is None:
+        return [list(range(node + 1)) for node in range(num)]
+    depths, paths = (part[row].tolist() for part in draft.tree_mask)
+    return [paths[node][: depths[node] + 1] for node in range(num)]
 
 
 @pytest.mark.parametrize("tree", [(2, 1, 2), (2, 3, 4), (3, 4, 11), (4, 3, 36), (2, 6, 7)])
@@ -82,23 +105,25 @@ def test_the_likeliest_paths_are_drafted(tree: tuple[int, int, int]) -> None:
     model = tiny_decoder(3)
     cache = model.new_cache(len(PROMPTS), 96)
     prefill(model, cache, [list(prompt) for prompt in PROMPTS], [0] * len(PROMPTS))
-    sampler = Sampler(*placed([SamplingParams()] * len(PROMPTS), VOCAB))
+    sampler = Sampler(*oracle.placed([SamplingParams()] * len(PROMPTS), VOCAB))
     before = cache.lengths.clone()
     root = torch.tensor([7, 8, 9])
     buffers = DraftBuffers(len(PROMPTS), budget, VOCAB, root.device)
     shape = DraftShape(depth, budget)
     context = DraftContext(0, len(PROMPTS), sampler, root, buffers, Policy([shape]), None)
-    draft = DraftGenerator(
-        ModelStepper(model, cache, lambda: root[:, None]), context, shapes=[shape], branching=branching
-    ).draft(shape)
+    stepper = ModelStepper(model, cache, lambda: root[:, None])
+    draft = DraftGenerator(stepper, context, shapes=[shape], branching=branching).draft(shape)
     assert torch.equal(cache.lengths, before) and draft.tree_mask is not None
     for b, prompt in enumerate(PROMPTS):
-        depths, rows = (part[b].tolist() for part in draft.tree_mask)
-        tokens = [int(root[b]), *draft.tokens[b].tolist()]
-        paths = [rows[row][: depths[row] + 1] for row in range(budget + 1)]
+        text, tokens, paths = [*prompt, int(root[b])], draft.tokens[b].tolist(), rows_of(draft, b)
         assert all(path[0] == 0 and path[-1] == row and path == sorted(path) for row, path in enumerate(paths))
-        ours = {tuple(tokens[row] for row in path[1:]) for path in paths[1:]}
-        assert ours == likeliest(model, [*prompt, int(root[b])], branching, depth, budget)
+        assert len(paths) == 1 + budget
+        ours = {tuple(tokens[row - 1] for row in path[1:]) for path in paths[1:]}
+
+        def after(path: tuple[int, ...], text: list[int] = text) -> Tensor:
+            return logits_of(model, [*text, *path])[-1].log_softmax(-1)
+
+        assert ours == likeliest(after, branching, depth, budget)
 
 
 @pytest.mark.parametrize("batch", [1, 3, 4])
@@ -107,11 +132,7 @@ def test_the_likeliest_paths_are_drafted(tree: tuple[int, int, int]) -> None:
 def test_drafted_trees_do_not_change_the_text(kind: str, sampling: str, batch: int) -> None:
     model = tiny_decoder(3)
     params = SamplingParams(max_new_tokens=40, **SAMPLINGS[sampling])
-    if kind == "share":
-        model, switch = switched(model, 0.1)
-        engine = share_engine(model, switch, num_draft=TREE[2], tree=TREE, batch=batch)
-    else:
-        engine = classic_engine(model, near(model), num_draft=TREE[2], tree=TREE, batch=batch)
+    engine = engine_of(kind, model, num_draft=TREE[2], tree=TREE, batch=batch)
     want = [c.token_ids for c in new_engine(model, batch=batch).generate(PROMPTS, params)]
     assert [c.token_ids for c in engine.generate(PROMPTS, params)] == want
     assert engine.stats.sources["accepted"] > 30, "the trees shall hit"
@@ -130,11 +151,7 @@ def test_chains_that_end_early_do_not_change_the_text(
 ) -> None:
     model = tiny_decoder(3)
     params = SamplingParams(max_new_tokens=60, **SAMPLINGS[sampling])
-    if kind == "share":
-        model, switch = switched(model, 0.1)
-        engine = share_engine(model, switch, num_draft=6, batch=batch, auto_length=True)
-    else:
-        engine = classic_engine(model, near(model), num_draft=6, batch=batch, auto_length=True)
+    engine = engine_of(kind, model, num_draft=6, batch=batch, auto_length=True)
     want = [c.token_ids for c in new_engine(model, batch=batch).generate(PROMPTS, params)]
     engine.variant(params).policy.reset(Costs({1: 1.0, 8: 1.2}, 0.1))
     drafts, draft = list[tuple[int, int]](), ChainDraft.draft
@@ -152,14 +169,6 @@ def test_chains_that_end_early_do_not_change_the_text(
     assert params.temperature or len({steps for _, steps in drafts}) > 1
 
 
-def near(model: Decoder) -> Decoder:
-    """A model that mostly agrees."""
-    twin, noise = copy.deepcopy(model), torch.Generator().manual_seed(0)
-    for weight in twin.parameters():
-        weight.data += 0.02 * weight.data.std() * torch.randn(weight.shape, generator=noise, dtype=weight.dtype)
-    return twin
-
-
 def test_the_drafters_own_cache_keeps_the_accepted_path() -> None:
     model = tiny_decoder(3)
     engine = classic_engine(model, copy.deepcopy(model), num_draft=TREE[2], tree=TREE)
@@ -172,14 +181,18 @@ def test_the_drafters_own_cache_keeps_the_accepted_path() -> None:
         known = int(drafter.cache.lengths) - 1  # the last token may not have been read
         assert known >= len(text) - 1 - TREE[2]
         known = min(known, len(text) - 1)
-        for ours, theirs in zip(kv_of(drafter.cache), kv_of(fresh), strict=True):
+        for ours, theirs in zip(oracle.kv_of(drafter.cache), oracle.kv_of(fresh), strict=True):
             assert torch.allclose(ours[:, :, :known], theirs[:, :, :known], rtol=0, atol=1e-12)
         assert engine.stats.tau > 2.5
 
 
-def test_shapes() -> None:
+def test_shapes_are_what_can_be_and_only_match_decides_about_trees() -> None:
     assert shapes_of(2, 3, 6) == (*chains(6), DraftShape(1, 2), DraftShape(2, 3), DraftShape(2, 6), DraftShape(3, 6))
     assert shapes_of(2, 1, 2)[-1] == DraftShape(1, 2) and not any(shape.is_tree for shape in chains(4))
+    model = tiny_decoder(3)
+    engine = classic_engine(model, model, num_draft=8, tree=(2, 4, 8))
+    with pytest.raises(ValueError, match="acceptance rejection supports chains only"):
+        engine.generate([PROMPTS[0]], SamplingParams(acceptance="rejection", temperature=1.0))
 
 
 @pytest.mark.parametrize(
@@ -197,24 +210,11 @@ def test_impossible_trees_are_refused(tree: Any, num_draft: int | None, message:
         check_options(EngineConfig(tree=tree, num_draft=num_draft))
 
 
-def test_only_match_decides_about_trees() -> None:
-    model = tiny_decoder(3)
-    engine = classic_engine(model, model, num_draft=8, tree=(2, 4, 8))
-    with pytest.raises(ValueError, match="acceptance rejection supports chains only"):
-        engine.generate([PROMPTS[0]], SamplingParams(acceptance="rejection", temperature=1.0))
-
-
+@pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("compile", ["native", "off"])
-def test_loaded_engines_draft_trees(compile: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / "cache"))
-    config = EngineConfig(
-        target=str(make_checkpoint(tmp_path / "model")),
-        compile=compile,
-        max_context=64,
-        max_batch=2,
-        tree=(4, 3, 32),
-        num_draft=32,
-    )
+def test_loaded_engines_draft_trees(compile: Any, checkpoint: Callable[..., Path]) -> None:
+    options: dict[str, Any] = {"compile": compile, "tree": (4, 3, 32), "num_draft": 32}
+    config = EngineConfig(target=str(checkpoint()), max_context=64, max_batch=2, **options)
     runtime = Runtime(config, ("naive", "share", "classic", "hybrid"))
     for params in (SamplingParams(max_new_tokens=64), SamplingParams(max_new_tokens=64, temperature=0.7, seed=5)):
         texts = {
@@ -222,7 +222,7 @@ def test_loaded_engines_draft_trees(compile: Any, tmp_path: Path, monkeypatch: p
             for mode in runtime.modes
         }
         assert all(text == texts["naive"] for text in texts.values())
-    assert runtime.cache.slots >= 64 + SCRATCH
+    assert runtime.cache.slots >= 64 + oracle.SCRATCH
 
 
 def test_trees_are_taken_where_they_pay() -> None:
@@ -238,11 +238,10 @@ def test_trees_are_taken_where_they_pay() -> None:
     assert math.isfinite(policy.shape_rate(shapes[-1]))
 
 
-def test_rows_that_have_ended_have_room_for_the_trees_of_others(tmp_path: Path) -> None:
+def test_rows_that_have_ended_have_room_for_the_trees_of_others(checkpoint: Callable[..., Path]) -> None:
     """A row may rest so far behind the context as its last round reached; a tree writes all that it expands there."""
     branching, depth, budget = 8, 6, 15
-    target = str(make_checkpoint(tmp_path / "model"))
-    config = EngineConfig(target=target, compile="native", max_context=64, tree=(branching, depth, budget))
+    config = EngineConfig(target=str(checkpoint()), compile="native", max_context=64, tree=(branching, depth, budget))
     runtime = Runtime(config, ("naive", "share"))
     assert runtime._steps.num_slots >= runtime.max_context + (1 + budget) + (2 + branching * depth)
 
@@ -253,44 +252,22 @@ def test_rows_that_have_ended_have_room_for_the_trees_of_others(tmp_path: Path) 
 def test_the_kernel_grows_trees_as_tensor_operations_do(
     branching: int, levels: int, max_depth: int, wanted: int, most: int
 ) -> None:
-    C = branching + (max_depth - 1) * branching**2
-
-    def zeros(*shape: int) -> Tensor:
-        return torch.zeros(2, *shape, dtype=torch.int64)
-
-    def state() -> tuple[Tensor, Nodes, Frontier, ExpandedDraft]:
-        nodes = Nodes(zeros(C) - 1, torch.full((2, C), -torch.inf), zeros(C, max_depth), zeros(C) + 77)
-        frontier = Frontier(
-            zeros(branching),
-            torch.zeros(2, branching),
-            zeros(branching, max_depth),
-            zeros(branching, max_depth),
-            zeros(branching),
-        )
-        return (
-            zeros(),
-            nodes,
-            frontier,
-            ExpandedDraft(zeros(most) - 9, zeros(1 + most), zeros(1 + most, 1 + most), zeros(1 + most)),
-        )
-
-    (level, nodes, frontier, draft), (levels_B, *theirs) = state(), state()
+    (level, nodes, frontier), draft = new_tree(branching, max_depth), new_draft(most)
+    (levels_B, *theirs), other = new_tree(branching, max_depth), new_draft(most)
     dice = torch.Generator().manual_seed(0)
     for step in range(levels):
         num = 1 if step == 0 else branching
-        logp, new = (
-            -torch.rand(2, num, branching, generator=dice),
-            torch.randint(99, (2, num, branching), generator=dice),
-        )
+        logp = -torch.rand(2, num, branching, generator=dice)
+        new = torch.randint(99, (2, num, branching), generator=dice)
         logp[0, 0, -1] = -torch.inf  # a banned token
         expand_tree(level, nodes, frontier, new, logp)
-        expand_tree_reference(levels_B, *theirs[:2], new, logp)
+        tree_expand.expand_tree_reference(levels_B, *theirs, new, logp)
         for a, b in zip((level, *nodes, *frontier), (levels_B, *theirs[0], *theirs[1]), strict=True):
             assert torch.equal(a, b)
     select_nodes(torch.tensor([wanted]), branching, nodes, draft)
-    select_nodes_reference(torch.tensor([wanted]), branching, theirs[0], theirs[2])
+    tree_expand.select_nodes_reference(torch.tensor([wanted]), branching, theirs[0], other)
     read = torch.arange(1 + most) <= draft.depth_BT[..., None]
-    for a, b in zip(draft, theirs[2], strict=True):
+    for a, b in zip(draft, other, strict=True):
         assert torch.equal(a.where(read, 0), b.where(read, 0)) if a.ndim == 3 else torch.equal(a, b)
 
 
@@ -302,7 +279,7 @@ def test_how_sure_a_guess_is(banned: bool, logit_noise: float | None, heat: floa
     And what the target chooses depends on the noise, too, which the drafter knows.
     """
     params = SamplingParams(logit_bias={3: -100.0} if banned else {}, temperature=heat)
-    sampler = Sampler(*placed([params] * 2, VOCAB))
+    sampler = Sampler(*oracle.placed([params] * 2, VOCAB))
     logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(1))
     logits[:, 3], logits[:, 5], logits[0, 7] = 9.0, 8.75, 8.5
     none, at = torch.full((2, 4), -1), torch.tensor([6, 9])
@@ -321,19 +298,10 @@ def test_how_sure_a_guess_is(banned: bool, logit_noise: float | None, heat: floa
 @pytest.mark.parametrize("logit_noise", [None, 1.0, 0.1])
 def test_nodes_are_weighed_by_what_experience_makes_of_them(logit_noise: float | None) -> None:
     branching, max_depth, most = 3, 3, 9
-    C = branching + (max_depth - 1) * branching**2
     chances = torch.tensor([0.0, 0.02, 0.1, 0.2, 0.3, 0.5, 0.55, 0.6, 0.8, 0.9, 0.97])
     middles = [0.0, *((number + 0.5) / 10 for number in range(10))]
-    draft = ExpandedDraft(zeros_of(most), zeros_of(1 + most), zeros_of(1 + most, 1 + most), zeros_of(1 + most))
-    nodes = Nodes(zeros_of(C) - 1, torch.full((2, C), -torch.inf), zeros_of(C, max_depth), zeros_of(C))
-    frontier = Frontier(
-        zeros_of(branching),
-        torch.zeros(2, branching),
-        zeros_of(branching, max_depth),
-        zeros_of(branching, max_depth),
-        zeros_of(branching),
-    )
-    level, said, dice = zeros_of(), torch.zeros(2, C), torch.Generator().manual_seed(0)
+    (level, nodes, frontier), draft = new_tree(branching, max_depth), new_draft(most)
+    said, dice = torch.zeros_like(nodes.scores_BC), torch.Generator().manual_seed(0)
     for step in range(max_depth):
         num = 1 if step == 0 else branching
         logp = torch.rand(2, num, branching, generator=dice).log().sort(descending=True).values
@@ -350,7 +318,7 @@ def test_nodes_are_weighed_by_what_experience_makes_of_them(logit_noise: float |
         assert np.allclose(np.maximum(logp.flatten(1).numpy(), np.log(1e-30)), want, atol=1e-5)
         expand_tree(level, nodes, frontier, torch.randint(99, (2, num, branching), generator=dice), logp)
     select_nodes(torch.tensor([most]), branching, nodes, draft)
-    best = BestNodes(torch.zeros(2, most), torch.zeros(2, most), zeros_of(most))
+    best = BestNodes(torch.zeros(2, most), torch.zeros(2, most), zeros(2, most))
     record_best_nodes(nodes, said, branching, best)
     for row in range(2):
         order = nodes.scores_BC[row].argsort(descending=True, stable=True)[:most]
@@ -358,10 +326,6 @@ def test_nodes_are_weighed_by_what_experience_makes_of_them(logit_noise: float |
         assert torch.allclose(best.accept_probs_BN[row], nodes.scores_BC[row, order].exp())
     tree_mask = TreeAttentionMask(draft.depth_BT, draft.path_BTT)
     assert best.parents_BN.tolist() == parents_of(DraftTree(draft.tokens_BN, tree_mask))
-
-
-def zeros_of(*shape: int) -> Tensor:
-    return torch.zeros(2, *shape, dtype=torch.int64)
 
 
 @pytest.mark.parametrize(
@@ -378,15 +342,13 @@ def zeros_of(*shape: int) -> Tensor:
     ids=str,
 )
 def test_models_draft_trees_by_themselves_where_nothing_is_compiled(
-    settings: dict[str, Any], trees: bool, tmp_path: Path
+    settings: dict[str, Any], trees: bool, checkpoint: Callable[..., Path]
 ) -> None:
-    target = str(make_checkpoint(tmp_path / "model"))
-    config = EngineConfig(**{"target": target, "compile": "native", "max_context": 64, **settings})
+    config = EngineConfig(**{"target": str(checkpoint()), "compile": "native", "max_context": 64, **settings})
     runtime = Runtime(config, ("share",))
     drafter = runtime._drafters["share"]
     assert drafter is not None and drafter.trees is trees
     if "tree" not in settings:  # chains serve other rules of acceptance
-        [answer] = runtime.engine("share").generate(
-            [[1, 2, 3]], SamplingParams(acceptance="rejection", temperature=1.0, max_new_tokens=8, ignore_eos=True)
-        )
+        params = SamplingParams(acceptance="rejection", temperature=1.0, max_new_tokens=8, ignore_eos=True)
+        [answer] = runtime.engine("share").generate([[1, 2, 3]], params)
         assert len(answer.token_ids) == 8

@@ -1,16 +1,16 @@
 """Rounds that are launched before the one in front of them has been read: texts are those of plain decoding, whatever
-is drafted, whoever joins, leaves or is cancelled.
+is drafted, whoever joins, leaves or is cancelled; times are those that passed.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from compile.adaptive_threads import STEP_THREADS
 from sharesd.engine.decode_variant import DecodeVariant
 from sharesd.engine.engine import Engine
 from sharesd.engine.output_processor import OutputProcessor
@@ -19,29 +19,28 @@ from sharesd.engine.round_launcher import RoundLauncher
 from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.draft_policy import Policy
 from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape, DraftTree
-from tests.drafters.test_eagle import TREE, built, head_for
+from tests.drafters.test_eagle import TREE, built
 from tests.engine import test_grammar
-from tests.engine.test_rows import MODEL, REQUESTS, alone, check_load, new
+from tests.engine.test_rows import MODEL, REQUESTS, alone, check_load, new, parts_of
+from tests.helpers.fake_time import fake_time
 from tests.helpers.oracle import new_engine
+from tests.helpers.tiny_heads import random_head
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-COUNT = 64
 HEADS = ("eagle", "eagle3", "parallel", "glide")
 STOPS = SamplingParams(max_new_tokens=24, stop=("ab", "er."), temperature=1.0, seed=3)
 
 
 @pytest.fixture(scope="module")
 def wanted() -> list[Completion]:
-    return alone(REQUESTS[:COUNT])
+    return alone(REQUESTS[:40])
 
 
-def launched_ahead(mode: str, folder: Path, *, batch: int = 3, async_scheduling: bool = True, **options: Any) -> Engine:
-    kind, _, tree = mode.partition(" ")
-    options |= {"batch": batch, "async_scheduling": async_scheduling, "auto_length": True}
-    if kind not in HEADS:
-        return new(kind, **({"tree": TREE} if tree else {}), **options)
-    return built(head_for(MODEL, folder, kind), MODEL, tree=TREE if tree else None, **options)
+def launched_ahead(mode: str, *, batch: int = 3, async_scheduling: bool = True, **options: Any) -> Engine:
+    kind, tree = mode.removesuffix(" tree"), TREE if mode.endswith("tree") else None
+    options |= {"batch": batch, "async_scheduling": async_scheduling, "auto_length": True, "tree": tree}
+    return built(random_head(MODEL, kind), MODEL, **options) if kind in HEADS else new(kind, **options)
 
 
 def noted(draft: Callable[..., DraftTree], drafts: list[Any]) -> Callable[..., DraftTree]:
@@ -74,30 +73,29 @@ def any_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     dice = random.Random(5)
 
     def some_shape(self: DecodeVariant, num_idle: int) -> DraftShape:
-        return dice.choice(
-            [NO_DRAFT, *self.policy.shapes, self.policy.shapes[-1]] if dice.random() < 0.7 else [NO_DRAFT]
-        )
+        shapes = [*self.policy.shapes, self.policy.shapes[-1]] if dice.random() < 0.7 else []
+        return dice.choice([NO_DRAFT, *shapes])
 
     monkeypatch.setattr(DecodeVariant, "shape", some_shape)
 
 
 @pytest.mark.parametrize("mode", ["naive", "share", "classic", "share tree", *HEADS])
 def test_a_load_of_requests_gives_each_what_it_gets_alone(
-    mode: str, wanted: list[Completion], launches: list[bool], any_draft: None, tmp_path: Path
+    mode: str, wanted: list[Completion], launches: list[bool], any_draft: None
 ) -> None:
-    engine = launched_ahead(mode, tmp_path, prefill_chunk=16)
+    engine = launched_ahead(mode, prefill_chunk=16)
     assert engine.async_scheduling
     check_load(mode, engine, wanted)
     assert sum(launches) > len(launches) / (3 if mode.startswith("classic") else 1.5)
 
 
 @pytest.mark.parametrize("mode", ["share", "classic", "classic tree", *HEADS, "eagle tree", "glide tree"])
-def test_drafts_are_those_that_come_one_by_one(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_are_those_that_come_one_by_one(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """After plain rounds, few and many, too: what the host does not know yet, the device does."""
     found = []
     for async_scheduling in (False, True):
         dice, drafts = random.Random(7), list[Any]()
-        engine = launched_ahead(mode, tmp_path / str(async_scheduling), batch=1, async_scheduling=async_scheduling)
+        engine = launched_ahead(mode, batch=1, async_scheduling=async_scheduling)
         assert engine.drafter is not None
         often = [index % 16 not in (3, 4, *range(7, 15)) for index in range(90)]
         shapes = iter([dice.choice(engine.drafter.shapes) if drafted else NO_DRAFT for drafted in often])
@@ -110,18 +108,15 @@ def test_drafts_are_those_that_come_one_by_one(mode: str, tmp_path: Path, monkey
     assert drafts == drafts_ahead[: len(drafts)] and len(drafts) > 15
 
 
-@pytest.mark.parametrize("mode", ["naive", "share", "classic", *HEADS])
-def test_texts_end_at_stop_strings(mode: str, any_draft: None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["naive", "share", "classic", "eagle"])
+def test_texts_end_at_stop_strings(mode: str, any_draft: None) -> None:
     prompts = [[3, 17, 9], [21, 4, 4, 30], [5], [8, 9, 10, 11], [1, 2]]
     want = new_engine(MODEL, batch=3).generate(prompts, STOPS)
-    found = launched_ahead(mode, tmp_path).generate(prompts, STOPS)
-    assert [(one.text, one.token_ids, one.finish_reason) for one in found] == [
-        (one.text, one.token_ids, one.finish_reason) for one in want
-    ]
+    assert [*map(parts_of, launched_ahead(mode).generate(prompts, STOPS))] == [*map(parts_of, want)]
     assert {one.finish_reason for one in want} == {"stop", "length"}
 
 
-@pytest.mark.parametrize("mode", ["suffix", "hybrid", "hybrid classic", "ngram+recycle"])
+@pytest.mark.parametrize("mode", ["hybrid", "hybrid classic", "ngram+recycle"])
 def test_who_needs_the_tokens_is_launched_as_soon_as_they_are_read(
     mode: str, wanted: list[Completion], launches: list[bool]
 ) -> None:
@@ -138,33 +133,75 @@ def test_who_needs_the_tokens_is_launched_as_soon_as_they_are_read(
     assert not any(launches) and sum(early) > len(early) / 2
 
 
-@pytest.mark.parametrize("mode", ["suffix", "ngram+recycle", "hybrid", "hybrid classic", "eagle3", "glide"])
+@pytest.mark.parametrize("mode", ["ngram+recycle", "hybrid", "hybrid classic", "eagle3", "glide"])
 def test_rounds_go_ahead_while_tables_pause(
-    mode: str, wanted: list[Completion], launches: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mode: str, wanted: list[Completion], launches: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tables are asked every third round; a second model would have to read what the host does not know."""
     dice = random.Random(9)
     monkeypatch.setattr(Policy, "tables_pause", property(lambda self: self.gate.pauses(True)))
     monkeypatch.setattr(Policy, "should_query_tables", lambda self: self.gate.opens(True))
     monkeypatch.setattr(Policy, "next_shape", lambda self, **_: dice.choice([NO_DRAFT, *self.shapes]))
-    options: dict[str, Any] = {"batch": 3, "async_scheduling": True, "auto_length": True, "prefill_chunk": 16}
-    if mode in HEADS:
-        engine = built(head_for(MODEL, tmp_path, mode), MODEL, mixed=True, **options)
-    else:
-        engine = new(mode, **options)
+    engine = launched_ahead(mode, prefill_chunk=16, **({"mixed": True} if mode in HEADS else {}))
     assert not engine.async_scheduling and engine.options.async_scheduling
     check_load(mode, engine, wanted)
     assert (sum(launches) > len(launches) / 4) == (mode != "hybrid classic")
 
 
+WITH_GRAMMARS = [*test_grammar.REQUESTS[:12], ([1, 2], SamplingParams(max_new_tokens=80))]
+
+
+@pytest.fixture(scope="module")
+def wanted_of_grammars() -> list[Completion]:
+    return alone(WITH_GRAMMARS, test_grammar.new("naive", batch=1))
+
+
 @pytest.mark.parametrize("mode", ["share", "share tree", "hybrid"])
-def test_rounds_with_grammars_wait_for_what_comes_out(mode: str, launches: list[bool]) -> None:
+def test_rounds_with_grammars_wait_for_what_comes_out(
+    mode: str, wanted_of_grammars: list[Completion], launches: list[bool]
+) -> None:
     """And go ahead again once these have ended."""
-    requests = test_grammar.REQUESTS[:12]
-    requests.append(([1, 2], SamplingParams(max_new_tokens=80)))
-    want = [test_grammar.answers(test_grammar.new("naive", batch=1), [request])[0] for request in requests]
-    found = test_grammar.answers(test_grammar.new(mode, async_scheduling=True), requests)
-    assert [(one.token_ids, one.text, one.finish_reason) for one in found] == [
-        (one.token_ids, one.text, one.finish_reason) for one in want
-    ]
+    found = test_grammar.answers(test_grammar.new(mode, async_scheduling=True), WITH_GRAMMARS)
+    assert [*map(parts_of, found)] == [*map(parts_of, wanted_of_grammars)]
     assert (0 < sum(launches) < len(launches)) == (mode != "hybrid")
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True], ids=["a CPU", "a device that runs ahead"])
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["one by one", "ahead"])
+@pytest.mark.parametrize("mode", ["naive", "share", "suffix", "hybrid", "classic"])
+def test_rounds_take_the_time_that_passes(
+    mode: str, async_scheduling: bool, runs_ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asks: reports, the policy, control of threads and of prompts."""
+    engine = new(mode, batch=2, async_scheduling=async_scheduling, max_context=300)
+    told: dict[str, float] = {"policy": 0.0, "threads": 0.0, "prompts": 0.0, "plain": 0.0}
+    prefill = engine._scheduler.prefill
+    record, took = Policy.record, prefill.record_round_time
+
+    def recorded(self: Any, tree: Any, paths: Any, draft_s: float, step_s: float, moved: float) -> None:
+        told["policy"] += draft_s + step_s
+        told["plain"] += 0.0 if tree.tokens.shape[1] else draft_s + step_s
+        record(self, tree, paths, draft_s, step_s, moved)
+
+    def taken(round_s: float) -> None:
+        told["prompts"] += round_s
+        took(round_s)
+
+    def record_round(seconds: float, work: float) -> None:
+        told["threads"] += seconds
+
+    monkeypatch.setattr(Policy, "record", recorded)
+    monkeypatch.setattr(STEP_THREADS, "record_round", record_round)
+    monkeypatch.setattr(prefill, "record_round_time", taken)
+    with fake_time(engine, runs_ahead=runs_ahead) as clock:
+        began = clock.now
+        engine.generate([[1, 2, 3], [4, 5]], SamplingParams(max_new_tokens=250))
+        passed = clock.now - began
+    stats = engine.stats
+    assert stats.steps > 50
+    assert stats.seconds == pytest.approx(passed, rel=0.01)
+    assert told["threads"] == pytest.approx(stats.decode_s, rel=0.01)
+    if runs_ahead or not async_scheduling:  # else a CPU has done the next round before this one is read
+        assert told["policy"] == pytest.approx(stats.decode_s, rel=0.05)
+        assert told["prompts"] == pytest.approx(told["plain"], rel=0.05)
+    assert mode != "naive" or told["prompts"] == pytest.approx(stats.decode_s, rel=0.01)

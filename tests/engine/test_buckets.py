@@ -1,6 +1,5 @@
-"""Rounds over 1, 2, 4 ... rows, each captured for itself: texts are as without, and idle rows are left alone.
-
-Graphs are recorded on a CPU.
+"""Requests that come and go while rounds are replayed from graphs, which are recorded on a CPU: over all rows, or over
+1, 2, 4 ... rows, each captured for itself. Texts are as without, and nothing is captured but in warm-up.
 """
 
 from __future__ import annotations
@@ -17,43 +16,37 @@ from sharesd.engine.engine import Engine
 from sharesd.engine.outputs import Completion
 from sharesd.engine.request import Request
 from sharesd.engine.scheduler import powers_of_two
-from sharesd.engine.warmup import warm_up
+from sharesd.engine.warmup import warm_up, warm_up_all_variants
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.cost_model import Costs
+from tests.engine import test_rows
 from tests.execution.test_graphs import new
 from tests.helpers.recorded_graphs import RecordedGraphs, take_the_way_of_cuda
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 GREEDY = SamplingParams(max_new_tokens=8)
-KINDS = (
-    *("naive", "share", "share tree", "classic", "eagle", "eagle3 tree", "glide", "parallel tree"),
-    *("suffix", "recycle", "hybrid classic tree"),
-)
-MARKS = {"share": "smoke", "share tree": "long", "eagle3 tree": "long", "suffix": "long"}
-MIN_HEAT = SamplingParams()
+KINDS = ["naive", "classic", "glide", "parallel tree", "recycle", "hybrid classic tree"]
+RARE = [pytest.param(kind, marks=pytest.mark.long) for kind in ("share tree", "eagle", "eagle3 tree", "suffix")]
 WARM = SamplingParams(temperature=1.0, top_p=0.9, seed=5)
 REQUESTS = [
-    ([3, 17, 9], replace(WARM, max_new_tokens=60)),  # always there, so that all rounds are of one kind
-    ([21, 4, 4, 30], replace(MIN_HEAT, max_new_tokens=3)),
-    ([8, 12, 1, 7, 7], replace(MIN_HEAT, max_new_tokens=12)),
-    ([5, 5, 2], replace(WARM, max_new_tokens=50)),  # cancelled
-    ([3, 17, 9, 11, 2], replace(WARM, max_new_tokens=6)),
-    ([21, 4, 6], replace(MIN_HEAT, max_new_tokens=5, speculate=False)),
-    ([9, 9, 1, 2], replace(MIN_HEAT, max_new_tokens=7)),
+    (0, [3, 17, 9], replace(WARM, max_new_tokens=60)),  # always there, so that all rounds are of one kind
+    (2, [21, 4, 4, 30], SamplingParams(max_new_tokens=3)),
+    (2, [8, 12, 1, 7, 7], SamplingParams(max_new_tokens=12)),
+    (3, [5, 5, 2], replace(WARM, max_new_tokens=50)),  # cancelled at step 6
+    (4, [3, 17, 9, 11, 2], replace(WARM, max_new_tokens=6)),
+    (5, [21, 4, 6], SamplingParams(max_new_tokens=5, speculate=False)),
+    (9, [9, 9, 1, 2], SamplingParams(max_new_tokens=7)),
 ]
-JOIN_AT = (0, 2, 2, 3, 4, 5, 9)
-"""Steps at which they are added."""
-CANCEL_AT = 6
+"""Steps at which they are added, prompts, and parameters."""
 
 
 @pytest.fixture(autouse=True)
 def way_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     take_the_way_of_cuda(monkeypatch)
-    monkeypatch.setattr(
-        cost_profiler, "measure_costs", lambda *_: (Costs({1: 1.0, 7: 1.1}, 0.2, 0.2, {1: 0.0, 7: 0.0}), True)
-    )
+    costs = Costs({1: 1.0, 7: 1.1}, 0.2, 0.2, {1: 0.0, 7: 0.0})
+    monkeypatch.setattr(cost_profiler, "measure_costs", lambda *_: (costs, True))
 
 
 def in_buckets(kind: str, batch: int, **options: Any) -> tuple[Engine, RecordedGraphs]:
@@ -78,12 +71,12 @@ def decode(engine: Engine) -> tuple[list[Completion | None], list[list[int]]]:
     """Results of each request, None = it was cancelled; and what its rounds gave."""
     done: dict[Request, Completion] = {}
     requests: list[Request] = []
-    waiting, step = list(zip(JOIN_AT, REQUESTS, strict=True)), 0
+    waiting, step = list(REQUESTS), 0
     while waiting or engine.num_running or engine.num_waiting:
         while waiting and waiting[0][0] <= step:
-            prompt, params = waiting.pop(0)[1]
+            _, prompt, params = waiting.pop(0)
             requests.append(engine.add(prompt, params, len(requests)))
-        if step == CANCEL_AT:
+        if step == 6:
             engine.cancel(requests[3])
         for chunk in engine.step():
             done.setdefault(chunk.request, Completion()).add(chunk)
@@ -94,28 +87,11 @@ def decode(engine: Engine) -> tuple[list[Completion | None], list[list[int]]]:
 
 @pytest.fixture(scope="module")
 def wanted() -> list[Completion]:
-    engine = new("naive", 1, widths=[7])
-    found = []
-    for number, (prompt, params) in enumerate(REQUESTS):
-        engine.forget()
-        request, done = engine.add(prompt, params, number), Completion()
-        while request.finish_reason is None:
-            for chunk in engine.step():
-                done.add(chunk)
-        found.append(done)
-    return found
+    requests = [(prompt, params, number) for number, (_, prompt, params) in enumerate(REQUESTS)]
+    return test_rows.alone(requests, new("naive", 1, widths=[7]))
 
 
-def check(found: list[Completion | None], wanted: list[Completion]) -> None:
-    assert [number for number, each in enumerate(found) if each is None] == [3]
-    for ours, alone in zip(found, wanted, strict=True):
-        if ours is not None:
-            assert (ours.token_ids, ours.finish_reason) == (alone.token_ids, alone.finish_reason)
-
-
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=getattr(pytest.mark, MARKS[kind])) if kind in MARKS else kind for kind in KINDS]
-)
+@pytest.mark.parametrize("kind", [*KINDS, pytest.param("share", marks=pytest.mark.smoke), *RARE])
 def test_texts_are_as_without_and_nothing_is_captured_later(
     kind: str, wanted: list[Completion], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,11 +103,35 @@ def test_texts_are_as_without_and_nothing_is_captured_later(
     sizes = sizes_of(engine, monkeypatch)
     with no_captures():
         found, advances = decode(engine)
-    check(found, wanted)
+    texts, texts_alone = ([one and (one.token_ids, one.finish_reason) for one in each] for each in (found, wanted))
+    assert texts == [*texts_alone[:3], None, *texts_alone[4:]]
     assert {*sizes} == {1, 2, 4} and sizes[0] == 1
     if engine.drafter is None or not engine.drafter.runs_on_host:  # what tables guess depends on time
         eager = new(kind, 4, widths=[1, 7], auto_length=False)
         assert decode(eager)[1] == advances, "drafts hold as often"
+
+
+@pytest.fixture(scope="module")
+def wanted_of_load() -> list[Completion]:
+    return test_rows.alone(test_rows.REQUESTS[:24])
+
+
+@pytest.mark.parametrize("mode", ["naive ahead", "share", "classic ahead", "hybrid"])
+def test_a_load_of_requests_captures_nothing_after_warm_up(mode: str, wanted_of_load: list[Completion]) -> None:
+    mode, _, ahead = mode.partition(" ")
+    options: dict[str, Any] = {"widths": [5], "prefill_chunk": 16, "auto_length": False}
+    graphs = RecordedGraphs()
+    engine = test_rows.new(mode, batch=3, graphs=graphs, async_scheduling=bool(ahead), **options)
+    warm_up(engine, GREEDY)
+    one = len(graphs.recorded)
+    warm_up_all_variants(engine)
+    assert engine.async_scheduling == bool(ahead) and not engine.compact_batch
+    assert len(engine._variants) == 6, "greedy, sampled, adjusted; each with log-probabilities, or without"
+    assert len(graphs.recorded) == 3 * (one + 1), "drafts are shared where these are all that differs"
+    before = graphs.num_replays
+    with no_captures():
+        test_rows.check_load(mode, engine, wanted_of_load)
+    assert graphs.num_replays - before > 30
 
 
 def test_a_request_gets_a_row_that_makes_rounds_small(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,9 +140,7 @@ def test_a_request_gets_a_row_that_makes_rounds_small(monkeypatch: pytest.Monkey
     for prompt in ([1, 2, 3], [4, 5, 6], [1, 2, 3, 7]):
         engine.generate([prompt], GREEDY, reuse=True)
     assert {*sizes} == {1}, "one user needs one row, whoever came before"
-    assert sorted(len(cached_ids) for cached_ids in engine.cache.cached_ids) == [0] * 6 + [10, 11], (
-        "what they left is kept"
-    )
+    assert sorted(map(len, engine.cache.cached_ids)) == [0] * 6 + [10, 11], "what they left is kept"
     assert engine.generate([[4, 5, 6, 8]], GREEDY, reuse=True) and engine.cache.cached_ids[0][:4] == [4, 5, 6, 8]
     sizes.clear()
     requests = [engine.add([1 + number], replace(GREEDY, max_new_tokens=40)) for number in range(8)]
@@ -163,15 +161,14 @@ def kv_of_row_0(cache: StaticKVCache) -> torch.Tensor:
     return torch.stack([tensor[0, :, : len(cache.cached_ids[0])] for tensor in (*cache.k, *cache.v)])
 
 
-def test_idle_rows_are_parked_and_keep_what_they_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_rows_are_parked_and_keep_what_they_hold() -> None:
     engine, _ = in_buckets("classic", 4)
     first, second = engine.add([1, 2, 3], GREEDY), engine.add([4, 5, 6], replace(GREEDY, max_new_tokens=40))
     while first.finish_reason is None:
         engine.step()
     for cache in engine.caches:
-        assert (
-            cache.parked_length is not None and cache.lengths.tolist()[0] == cache.parked_length < 0 < cache.lengths[1]
-        )
+        assert cache.parked_length is not None
+        assert cache.lengths[0] == cache.parked_length < 0 < cache.lengths[1]
         assert cache.parked_length + cache.slots == engine.max_context, "counted from the end, behind all texts"
     before = [kv_of_row_0(cache) for cache in engine.caches]
     for _ in range(5):
@@ -181,10 +178,7 @@ def test_idle_rows_are_parked_and_keep_what_they_hold(monkeypatch: pytest.Monkey
         assert torch.equal(kv_of_row_0(cache), kv)
     engine.cancel(second)
     assert (engine.cache.lengths < 0).all()
-
-
-def test_a_prompt_that_is_read_in_pieces_takes_no_part_meanwhile() -> None:
-    engine, _ = in_buckets("naive", 2, prefill_chunk=8)
+    engine, _ = in_buckets("naive", 2, prefill_chunk=8)  # a prompt that is read in pieces takes no part meanwhile
     engine.add([1, 2, 3], replace(GREEDY, max_new_tokens=40))
     engine.step()
     late = engine.add(list(range(20)), GREEDY)

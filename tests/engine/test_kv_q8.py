@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from sharesd.config import EngineConfig, PipelineConfig
-from sharesd.kvcache.static import StaticKVCache
 from sharesd.llm import LLM
 from sharesd.loading.cache_keys import kv_identity
 from sharesd.loading.conflicts import target_conflicts
@@ -30,22 +29,15 @@ from tests.helpers.recorded_graphs import RecordedGraphs, take_the_way_of_cuda
 from tests.helpers.same_texts import require_same_texts
 from tests.helpers.tensor_ranks import GREEDY, SAMPLED, texts_of, texts_of_moved_rows, threads
 from tests.helpers.tiny_heads import make_head
-from tests.helpers.tiny_models import make_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread", "own_cache")
 
-REPLAYED = SamplingParams(max_new_tokens=24)
+KINDS = ("share tree", "classic", "eagle3 tree", "glide", "parallel", "suffix", "hybrid classic tree")
 
 
-@pytest.fixture(autouse=True)
-def short_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Costs of rounds decide how far is drafted, and nothing here."""
-    monkeypatch.setattr("sharesd.engine.cost_profiler.SECONDS", 0.0)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("tiny") / "model")
+@pytest.fixture
+def folder(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint()
 
 
 def config_of(folder: Path, **options: Any) -> EngineConfig:
@@ -58,6 +50,7 @@ def test_every_mode_gives_the_text_of_plain_decoding(folder: Path, shape: str) -
     compare(shape, config_of(folder, **TREES[shape]), MODES)
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("shape", TREES)
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "parallel", "glide"])
 def test_trained_heads_give_the_text_of_plain_decoding(folder: Path, tmp_path: Path, kind: str, shape: str) -> None:
@@ -90,10 +83,8 @@ def test_stages_and_ranks_give_the_texts_of_one_device(folder: Path) -> None:
 
 
 def test_rows_join_and_leave_and_chats_go_on(folder: Path) -> None:
-    moved = [
-        texts_of_moved_rows(Runtime(config_of(folder, compile=compile), ("hybrid",))) for compile in ("native", "off")
-    ]
-    assert moved[0] == moved[1]
+    native, off = (Runtime(config_of(folder, compile=how), ("hybrid",)) for how in ("native", "off"))
+    assert texts_of_moved_rows(native) == texts_of_moved_rows(off)
 
 
 def test_a_text_on_disk_is_read_by_its_own_form_alone(folder: Path, tmp_path: Path) -> None:
@@ -118,9 +109,10 @@ def test_identities_of_kv_differ_in_its_form_alone(folder: Path) -> None:
     assert [name for name, value in found["auto"].items() if found["q8"][name] != value] == ["KV format"]
 
 
-def test_rows_are_copied_swapped_and_kept_whole() -> None:
+@pytest.mark.parametrize("q8", [False, True])
+def test_rows_are_copied_swapped_and_kept_whole(q8: bool) -> None:
     model = tiny_decoder(0, dtype=torch.bfloat16)
-    model.q8_kv = True
+    model.q8_kv = q8
     cache, texts = model.new_cache(3, 96, taps=(1,)), [list(range(40)), list(range(7, 30)), [3]]
     with torch.inference_mode():
         prefill(model, cache, texts, [0, 0, 0])
@@ -128,17 +120,8 @@ def test_rows_are_copied_swapped_and_kept_whole() -> None:
     before = [[part.clone() for part in cache.kv(layer, 40)] for layer in range(len(cache.k))]
     cache.copy_row(0, 2, 40)
     cache.swap_rows(0, 1)
-    kept = cache.copy_kv_of(1, 40)
-    other = StaticKVCache(
-        shapes=[(k.shape[1], size) for k, size in zip(cache.k, cache.sizes, strict=True)],
-        batch=1,
-        slots=96,
-        dtype=torch.bfloat16,
-        device="cpu",
-        q8=True,
-        taps=(1,),
-        hidden_size=cache.features.shape[2],  # type: ignore[union-attr]
-    )
+    assert [len(cached_ids) for cached_ids in cache.cached_ids] == [23, 40, 1]
+    kept, other = cache.copy_kv_of(1, 40), model.new_cache(1, 96, taps=(1,))
     other.write_kv_of(0, 40, kept)
     for layer, parts in enumerate(before):
         for was, now, copied in zip(parts, cache.kv(layer, 40), other.kv(layer, 40), strict=True):
@@ -158,44 +141,7 @@ def test_memory_is_counted_in_its_form(folder: Path) -> None:
         assert sizes[0] == share * sizes[1]
         decoder.q8_kv = True
         assert decoder.new_cache(2, 512).nbytes == sizes[0]
-
-
-def test_what_takes_no_such_cache_is_refused_by_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for kernels in ("cpp", "triton"):
-        monkeypatch.setattr(f"compile.op_registry._use_{kernels}", True)  # and as before after the test
-    with pytest.raises(ValueError, match="kv_dtype is 'q4'; choose one of auto, q8"):
-        config_of(folder, kv_dtype="q4")
-    with pytest.raises(
-        ValueError, match="kv_dtype is 'q8', and KV in 8 bits needs this project's kernels, and torch's"
-    ):
-        resolve_config(config_of(folder, kernels="torch"))
-    conflicts = partial(target_conflicts, config_of(folder), unsupported=None, on_gpu=True)
-    assert not [*conflicts(has_triton=True)]
-    [message] = conflicts(has_triton=False)
-    assert "and torch's run here; leave it out" in message
-
-
-@pytest.mark.parametrize(
-    "params", [REPLAYED, replace(REPLAYED, temperature=1.0, top_p=0.9, seed=5)], ids=["T=0", "T=1"]
-)
-@pytest.mark.parametrize(
-    "kind", ["share tree", "classic", "eagle3 tree", "glide", "parallel", "suffix", "hybrid classic tree"]
-)
-def test_replayed_rounds_give_the_text_of_plain_decoding(
-    kind: str, params: SamplingParams, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As a GPU runs them, in tensor operations."""
-    take_the_way_of_cuda(monkeypatch)
-    monkeypatch.setattr(Decoder, "q8_kv", True)
-    graphs = RecordedGraphs()
-    plain, engine = new("naive", 2), new(kind, 2, widths=[7], graphs=graphs)
-    engine.variant(params).policy.pinned = pins(engine)[0]
-    assert engine.cache.q8 and not engine.cache.packed and engine.cache.k[0].dtype == torch.int8
-    assert outcome(engine, params)[0] == outcome(plain, params)[0] and graphs.num_replays > 3
-
-
-def test_numbers_of_a_prompts_row_are_counted_on_gpus(folder: Path) -> None:
-    for kv_dtype in ("q8", "auto"):
+    for kv_dtype in ("q8", "auto"):  # and numbers of a prompt's row, on GPUs
         decoder, config = tiny_decoder(0, dtype=torch.bfloat16, head_dim=32), config_of(folder, kv_dtype=kv_dtype)
         decoder.q8_kv = kv_dtype == "q8"
         with pytest.MonkeyPatch.context() as patch:
@@ -206,3 +152,31 @@ def test_numbers_of_a_prompts_row_are_counted_on_gpus(folder: Path) -> None:
         assert cache.expanded_bytes == expanded_bytes(decoder, config, 512, on_gpu=True) == wanted
         assert expanded_bytes(decoder, config, 512, on_gpu=False) == decoder.new_cache(2, 512).expanded_bytes == 0
         assert cache.nbytes == sum(kv_bytes(decoder, config, 512))
+
+
+def test_what_takes_no_such_cache_is_refused_by_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kernels in ("cpp", "triton"):
+        monkeypatch.setattr(f"compile.op_registry._use_{kernels}", True)  # and as before after the test
+    with pytest.raises(ValueError, match="kv_dtype is 'q4'; choose one of auto, q8"):
+        config_of(folder, kv_dtype="q4")
+    with pytest.raises(ValueError, match="'q8', and KV in 8 bits needs this project's kernels, and torch's"):
+        resolve_config(config_of(folder, kernels="torch"))
+    conflicts = partial(target_conflicts, config_of(folder), unsupported=None, on_gpu=True)
+    assert not [*conflicts(has_triton=True)]
+    [message] = conflicts(has_triton=False)
+    assert "and torch's run here; leave it out" in message
+
+
+@pytest.mark.thin
+@pytest.mark.parametrize("way", [{}, {"temperature": 1.0, "top_p": 0.9, "seed": 5}], ids=["T=0", "T=1"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_replayed_rounds_give_the_text_of_plain_decoding(kind: str, way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a GPU runs them, in tensor operations."""
+    params = SamplingParams(max_new_tokens=24, **way)
+    take_the_way_of_cuda(monkeypatch)
+    monkeypatch.setattr(Decoder, "q8_kv", True)
+    graphs = RecordedGraphs()
+    plain, engine = new("naive", 2), new(kind, 2, widths=[7], graphs=graphs)
+    engine.variant(params).policy.pinned = pins(engine)[0]
+    assert engine.cache.q8 and not engine.cache.packed and engine.cache.k[0].dtype == torch.int8
+    assert outcome(engine, params)[0] == outcome(plain, params)[0] and graphs.num_replays > 3

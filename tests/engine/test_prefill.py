@@ -6,8 +6,8 @@ position and the number of rows of its pass, and logits are a hash of all keys s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +20,8 @@ from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.architectures import config_from_hf
 from sharesd.models.decoder import Decoder
 from sharesd.models.prefill import CHUNK, PIECES, prefill, prefill_in_pieces, slots_for
-from sharesd.models.tokenizer import load_tokenizer
 from sharesd.sampling_params import SamplingParams
-from tests.helpers.tiny_models import make_checkpoint
+from tests.helpers.oracle import tiny_tokenizer
 
 VOCAB, CONTEXT = 97, 1300
 
@@ -58,23 +57,12 @@ def tokens(count: int, seed: int = 0) -> list[int]:
     return torch.randint(VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-@pytest.fixture
-def toy_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Engine]:
-    """Makes engines that read prompts as on a GPU."""
-    tokenizer = load_tokenizer(make_checkpoint(tmp_path))
-    monkeypatch.setattr(prefill_scheduler, "reads_in_pieces", lambda cache: True)
-
-    def make(batch: int = 1, *, recompute_decoded_kv: bool = True) -> Engine:
-        toy = Toy()
-        return Engine(
-            target=toy,  # type: ignore[arg-type]
-            tokenizer=tokenizer,
-            cache=toy.new_cache(batch, slots_for(CONTEXT)),
-            drafter=None,
-            options=EngineOptions(max_context=CONTEXT, recompute_decoded_kv=recompute_decoded_kv),
-        )
-
-    return make
+def toy_engine(*, recompute_decoded_kv: bool = True) -> Engine:
+    """An engine that reads prompts as on a GPU."""
+    toy: Any = Toy()
+    options = EngineOptions(max_context=CONTEXT, recompute_decoded_kv=recompute_decoded_kv)
+    cache = toy.new_cache(1, slots_for(CONTEXT))
+    return Engine(target=toy, tokenizer=tiny_tokenizer(), cache=cache, drafter=None, options=options)
 
 
 def test_pieces_have_few_sizes_and_begin_at_multiples_of_a_chunk() -> None:
@@ -92,7 +80,7 @@ def test_pieces_have_few_sizes_and_begin_at_multiples_of_a_chunk() -> None:
         assert all(slots == first + CHUNK for first, size, slots in toy.passes if size != PIECES[0])
 
 
-def test_a_row_is_read_alone(toy_engine: Callable[..., Engine]) -> None:
+def test_a_row_is_read_alone() -> None:
     """Its logits are those that it has without the others, whatever their lengths; rows without a prompt stay idle."""
     prompts = [tokens(length, length) for length in (700, 30, 513)]
     toy = Toy()
@@ -107,15 +95,11 @@ def test_a_row_is_read_alone(toy_engine: Callable[..., Engine]) -> None:
 
 def test_prompts_on_a_gpu_are_read_in_pieces() -> None:
     """By tensors without values, on a device that is no CPU: all stay there, and none is read."""
-    config = {"model_type": "llama", "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 64}
-    heads = {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "num_hidden_layers": 2,
-        "max_position_embeddings": CONTEXT,
-    }
+    config: dict[str, Any] = {"model_type": "llama", "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 64}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    config["max_position_embeddings"] = CONTEXT
     with torch.inference_mode():
-        model = Decoder(config_from_hf(config | heads), dtype=torch.bfloat16, device="meta")
+        model = Decoder(config_from_hf(config), dtype=torch.bfloat16, device="meta")
         cache, rows = model.new_cache(2, slots_for(CONTEXT)), []
         run_stack = model._run_stack
         model.run_stack = lambda x, *rest: (rows.append(x.shape[:2]), run_stack(x, *rest))[1]  # type: ignore[func-returns-value]
@@ -137,7 +121,7 @@ def conversation(engine: Engine, first: Sequence[int], *, reuse: bool) -> list[l
 
 
 @pytest.mark.parametrize("length", [10, 480, 500, 512, 1000])
-def test_reuse_changes_no_text(toy_engine: Callable[..., Engine], length: int) -> None:
+def test_reuse_changes_no_text(length: int) -> None:
     """What steps wrote has other bits than what a prompt would have written, so it is read again; chunks are not."""
     engine, fresh = toy_engine(), toy_engine()
     assert conversation(engine, tokens(length), reuse=True) == conversation(fresh, tokens(length), reuse=False)
@@ -145,7 +129,8 @@ def test_reuse_changes_no_text(toy_engine: Callable[..., Engine], length: int) -
     assert (sum(reused) < sum(again)) == (length + 25 >= CHUNK)  # the first turn's prompt had a whole chunk
 
 
-def test_without_reading_again_texts_differ(toy_engine: Callable[..., Engine]) -> None:
+def test_without_reading_again_texts_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     """As they may with --no-exact: the test above could fail."""
+    monkeypatch.setattr(prefill_scheduler, "reads_in_pieces", lambda cache: True)
     engine, fresh = toy_engine(recompute_decoded_kv=False), toy_engine(recompute_decoded_kv=False)
     assert conversation(engine, tokens(500), reuse=True) != conversation(fresh, tokens(500), reuse=False)

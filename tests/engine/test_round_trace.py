@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
-import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -25,7 +25,6 @@ from sharesd.speculation.draft_tree import pack
 from tests.benchmark.test_formats import named
 from tests.engine.test_async_scheduling import launched_ahead, noted
 from tests.helpers.tiny_heads import make_head
-from tests.helpers.tiny_models import make_checkpoint
 
 PROMPTS: list[str | list[int]] = ["the cat sat on the mat and the cat sat on the", [7, 8, 7, 8, 7, 8], [5, 6, 7] * 9]
 GREEDY = SamplingParams(max_new_tokens=24)
@@ -42,18 +41,17 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("traced") / "model")
+@pytest.fixture
+def model(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint()
 
 
 def runtime_of(model: Path, mode: str, path: Path | None, **options: Any) -> Runtime:
-    heads = ()
-    if mode == "hybrid":
-        heads = (str(make_head(path.parent / "head", decoder_config(model), "eagle", ids=range(0, 384, 3), mlp=64)),)  # type: ignore[union-attr]
+    if mode == "hybrid" and path is not None:
+        head = make_head(path.parent / "head", decoder_config(model), "eagle", ids=range(0, 384, 3), mlp=64)
+        options["heads"] = (str(head),)
     given = {"target": str(model), "device": "cpu", "max_context": 128, "max_batch": 2, "dtype": "float32", **options}
-    trace = None if path is None else str(path)
-    return Runtime(EngineConfig(**given, mode=mode, heads=heads, trace=trace), (mode,))
+    return Runtime(EngineConfig(**given, mode=mode, trace=None if path is None else str(path)), (mode,))
 
 
 def lines_of(path: Path, event: str) -> list[dict[str, Any]]:
@@ -93,13 +91,14 @@ def check(path: Path, done: list[Completion], stats: Stats) -> Iterator[dict[str
         assert sum(line[name] for line in rounds) == pytest.approx(getattr(stats, name), abs=1e-6 * len(rounds))
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_lines_have_what_happened(case: str, params: SamplingParams, model: Path, tmp_path: Path) -> None:
     mode, path = case.partition(" ")[0], tmp_path / "trace.jsonl"
     runtime = runtime_of(model, mode, path, **CASES[case])
     engine = runtime.engine()
-    drafts: list[Any] = []
+    drafts = list[Any]()
     if engine.drafter is not None:
         engine.drafter.draft = noted(engine.drafter.draft, drafts)  # type: ignore[method-assign]
     done, stats = engine.generate(PROMPTS, params), engine.stats
@@ -129,9 +128,8 @@ def test_probabilities_are_given_the_parent() -> None:
 
 @pytest.mark.parametrize("acceptance", ["rejection", "block"])
 def test_probabilities_of_the_acceptance_rule_are_shown(acceptance: Any, model: Path, tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
+    path, params = tmp_path / "trace.jsonl", replace(SAMPLED, max_new_tokens=20, acceptance=acceptance)
     runtime = runtime_of(model, "share", path, num_draft=3)
-    params = SamplingParams(max_new_tokens=20, temperature=1.0, seed=3, acceptance=acceptance)
     engine = runtime.engine(warm=params)
     done = engine.generate(PROMPTS, params)
     runtime.close()
@@ -142,7 +140,7 @@ def test_probabilities_of_the_acceptance_rule_are_shown(acceptance: Any, model: 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("mode", ["share", "share tree", "classic tree", "eagle"])
 def test_drafts_are_copied_where_the_next_round_is_launched_before(mode: str, tmp_path: Path) -> None:
-    engine, drafts = launched_ahead(mode, tmp_path, batch=1), []  # type: ignore[var-annotated]
+    engine, drafts = launched_ahead(mode, batch=1), []  # type: ignore[var-annotated]
     assert engine.drafter is not None and engine.async_scheduling
     engine.drafter.draft = noted(engine.drafter.draft, drafts)  # type: ignore[method-assign]
     engine.variant(GREEDY).policy.pinned = engine.drafter.shapes[-1]
@@ -152,13 +150,6 @@ def test_drafts_are_copied_where_the_next_round_is_launched_before(mode: str, tm
     rows = list(check(tmp_path / "trace.jsonl", done, engine.stats))
     shown = [[token for token in draft[0] if token >= 0] for draft in drafts]
     assert len(rows) > 5 and [row["tokens"] for row in rows] == shown[: len(rows)]
-
-
-def test_requests_without_drafts_say_so(model: Path, tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    with LLM(model, mode="suffix", max_context=128, device="cpu", trace=str(path)) as llm:
-        llm.generate(["the cat sat"], SamplingParams(max_new_tokens=6, speculate=False))
-    assert {reason for line in lines_of(path, "round") for reason in line["reasons"]} == {"not_requested"}
 
 
 def test_a_chunk_has_its_round_if_wanted(model: Path) -> None:
@@ -174,9 +165,6 @@ def test_a_chunk_has_its_round_if_wanted(model: Path) -> None:
                 assert (row.request, row.emitted) == (asked.number, chunk.token_ids)
 
 
-# The file
-
-
 def test_a_start_appends_and_cuts_what_a_killed_one_left(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     for _ in range(2):
@@ -188,33 +176,29 @@ def test_a_start_appends_and_cuts_what_a_killed_one_left(tmp_path: Path) -> None
     assert [line["event"] for line in found] == ["start"] * 3 and found[0]["target"] == "x"
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ('{"prompt": "x"}\n', "is not a trace; name another file"),
-        ("words\n", "is not a trace; name another file"),
-        ('{"event": "start", "format": 2}\n', "has format 2, and this version writes 1; name another file"),
-    ],
-)
-def test_other_files_are_left_as_they_are(content: str, message: str, tmp_path: Path, model: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_text(content)
-    with pytest.raises(ValueError, match=message):
-        runtime_of(model, "naive", path)
-    assert path.read_text() == content
-
-
 def test_a_file_that_cannot_be_written_is_an_error_before_loading(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Other files are left as they are."""
     monkeypatch.setattr("sharesd.runtime.ModelLoader", None)
-    with pytest.raises(ValueError, match=r"trace .*none/t.jsonl cannot be written \(No such file or directory\); name"):
-        runtime_of(model, "naive", tmp_path / "none" / "t.jsonl")
-    with pytest.raises(ValueError, match=r"trace /dev/full cannot be written \(No space left on device\); free some"):
-        runtime_of(model, "naive", Path("/dev/full"))
+    path = tmp_path / "trace.jsonl"
+    for content, message in (
+        ('{"prompt": "x"}\n', "is not a trace; name another file"),
+        ("words\n", "is not a trace; name another file"),
+        ('{"event": "start", "format": 2}\n', "has format 2, and this version writes 1; name another file"),
+    ):
+        path.write_text(content)
+        with pytest.raises(ValueError, match=message):
+            runtime_of(model, "naive", path)
+        assert path.read_text() == content
     other = TraceFile(tmp_path / "t.jsonl", modes=["naive"])
-    with pytest.raises(ValueError, match=r"another process writes .*t.jsonl; wait for its end"):
-        runtime_of(model, "naive", tmp_path / "t.jsonl")
+    for path, message in (
+        (tmp_path / "none" / "t.jsonl", r"trace .*none/t.jsonl cannot be written \(No such file or directory\); name"),
+        (Path("/dev/full"), r"trace /dev/full cannot be written \(No space left on device\); free some"),
+        (other.path, r"another process writes .*t.jsonl; wait for its end"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            runtime_of(model, "naive", path)
     other.close()
 
 
@@ -223,11 +207,7 @@ def test_a_disk_that_fills_ends_the_trace_and_not_the_text(
 ) -> None:
     runtime = runtime_of(model, "suffix", tmp_path / "t.jsonl")
     engine = runtime.engine()
-
-    def full(lines: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(runtime.trace, "_write", full)
+    monkeypatch.setattr(runtime.trace, "_write", Mock(side_effect=OSError(28, "No space left on device")))
     with caplog.at_level(logging.WARNING, "sharesd.engine.trace"):
         for _ in range(2):
             [done] = engine.generate(PROMPTS[:1], GREEDY)
@@ -238,17 +218,15 @@ def test_a_disk_that_fills_ends_the_trace_and_not_the_text(
     assert record.getMessage().endswith("t.jsonl ends here (No space left on device); decoding continues")
 
 
-# The page
-
-
 def test_every_field_and_reason_is_documented(model: Path, tmp_path: Path) -> None:
     assert named("trace-round") == {"event", "round", *RoundTrace._fields}
     assert named("trace-row") == {*RowTrace._fields}
     assert named("trace-reasons") == {*REASONS}
     path = tmp_path / "trace.jsonl"
     with LLM(model, mode="suffix", max_context=128, device="cpu", trace=str(path)) as llm:
-        llm.generate(["the cat sat"], GREEDY)
+        llm.generate(["the cat sat"], SamplingParams(max_new_tokens=6, speculate=False))
     assert lines_of(path, "start")[0].keys() == named("trace-start")
     assert lines_of(path, "request")[0].keys() == named("trace-request")
-    line = lines_of(path, "round")[0]
+    line, *others = lines_of(path, "round")
+    assert {reason for each in (line, *others) for reason in each["reasons"]} == {"not_requested"}
     assert line.keys() == named("trace-round") and line["rows"][0].keys() == named("trace-row")

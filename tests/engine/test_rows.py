@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from compile.linear import pack_linears
 from sharesd.drafters.classic.drafter import ClassicDrafter
 from sharesd.drafters.hybrid.drafter import HybridDrafter
 from sharesd.drafters.ngram.table import NgramTable
@@ -28,13 +27,14 @@ from sharesd.engine.request import Request
 from sharesd.models.prefill import CHUNK, slots_for
 from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.cost_model import Costs
-from sharesd.speculation.draft_tree import chains
+from tests.helpers.compiled import compiled
 from tests.helpers.oracle import (
     MAX_CONTEXT,
     VOCAB,
     classic_engine,
-    kv_of,
+    near,
     new_engine,
+    shapes_for,
     share_engine,
     switched,
     tiny_decoder,
@@ -47,87 +47,74 @@ MODES = ("naive", "share", "suffix", "hybrid", "classic", "hybrid classic", "ngr
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def new(mode: str, *, batch: int = 4, **options: Any) -> Engine:
+def new(mode: str, *, batch: int = 4, target: Any = MODEL, noise: float = 0.15, **options: Any) -> Engine:
     """An engine of this mode, whose drafts are often right and often wrong."""
-    model, switch = switched(MODEL, 0.15)
-    near, slots = switched(MODEL, 0.1)[0], options.get("max_context", MAX_CONTEXT) + 40
+    (model, switch), second = switched(target, noise), near(target, 0.1)
     options = {"batch": batch, "auto_length": True} | options
+    num_draft, num_nodes = options.pop("num_draft", 4), options.pop("num_nodes", 4)
+    tree, tables = options.pop("tree", None), options.pop("tables", None) or [SuffixTable()]
     if mode == "naive":
         return new_engine(model, **options)
     if mode == "share":
-        return share_engine(model, switch, **options)
+        return share_engine(model, switch, num_draft=num_draft, tree=tree, **options)
     if mode == "classic":
-        return classic_engine(model, near, **options)
+        return classic_engine(model, second, num_draft=num_draft, tree=tree, **options)
+    slots, (top, shapes) = options.get("max_context", MAX_CONTEXT) + 60, shapes_for(num_draft, tree)
     cache = model.new_cache(batch, slots)
     inner: Any = None
     if mode == "hybrid":
-        inner = ShareDrafter(model, cache, switch, shapes=chains(4), quantized_bytes=0)
+        inner = ShareDrafter(model, cache, switch, shapes=shapes, quantized_bytes=0, branching=top)
     if mode == "hybrid classic":
-        inner = ClassicDrafter(near, batch=batch, slots=slots, shapes=chains(4), weight_bytes=0)
-    tables: list[Any] = [SuffixTable()]
+        inner = ClassicDrafter(second, batch=batch, slots=slots, shapes=shapes, weight_bytes=0, branching=top)
     if mode == "ngram+recycle":
         tables = [NgramTable(4, 1, 3), RecycleTable(VOCAB, 3)]
-    return new_engine(model, HybridDrafter(mode, tables, inner, num_nodes=4, trees=True), cache=cache, **options)
+    drafter = HybridDrafter(mode, tables, inner, num_nodes=num_nodes, trees=True)
+    return new_engine(model, drafter, cache=cache, **options)
 
 
 def some_params(dice: random.Random) -> SamplingParams:
     """Greedy, sampled, truncated, penalised, biased, with logprobs, without speculation, of any length."""
-    return SamplingParams(
-        max_new_tokens=dice.choice([1, 2, 5, 9, 14]),
-        temperature=dice.choice([0.0, 0.0, 0.7, 1.0, 1.3]),
-        top_k=dice.choice([0, 0, 12]),
-        top_p=dice.choice([1.0, 1.0, 0.8]),
-        min_p=dice.choice([0.0, 0.0, 0.03]),
-        repetition_penalty=dice.choice([1.0, 1.0, 1.4]),
-        presence_penalty=dice.choice([0.0, 0.0, 0.4]),
-        frequency_penalty=dice.choice([0.0, 0.0, 0.7]),
-        logit_bias=dice.choice([{}, {}, {7: 1.5, 3: -float("inf")}]),
-        stop_token_ids=dice.choice([(), (), (5, 11)]),
-        seed=dice.randrange(2**40),
-        logprobs=dice.random() < 0.3,
-        speculate=dice.random() < 0.8,
-    )
+    ways: dict[str, Any] = {"max_new_tokens": (1, 2, 5, 9, 14), "temperature": (0.0, 0.0, 0.7, 1.0, 1.3)}
+    ways |= {"top_k": (0, 0, 12), "top_p": (1.0, 1.0, 0.8), "min_p": (0.0, 0.0, 0.03)}
+    ways |= {"repetition_penalty": (1.0, 1.0, 1.4), "presence_penalty": (0.0, 0.0, 0.4)}
+    ways |= {"frequency_penalty": (0.0, 0.0, 0.7), "logit_bias": ({}, {}, {7: 1.5, 3: -float("inf")})}
+    ways["stop_token_ids"] = (), (), (5, 11)
+    chosen = {name: dice.choice(values) for name, values in ways.items()} | {"seed": dice.randrange(2**40)}
+    return SamplingParams(**chosen, logprobs=dice.random() < 0.3, speculate=dice.random() < 0.8)
 
 
-def some_prompt(dice: random.Random, shared: Sequence[int]) -> list[int]:
-    """Short or long; some begin alike."""
-    own = [dice.randrange(VOCAB) for _ in range(dice.choice([1, 2, 6, 17, 30]))]
-    return [*shared[: dice.choice([0, 0, 10, 25])], *own]
-
-
-def drain(engine: Engine, done: dict[Request, Completion]) -> None:
+def drain(engine: Engine) -> dict[Request, Completion]:
     """Step until nothing is left."""
+    done: dict[Request, Completion] = {}
     while engine.num_running or engine.num_waiting:
         for chunk in engine.step():
             done.setdefault(chunk.request, Completion()).add(chunk)
-
-
-# ---- the promise
+    return done
 
 
 def load(seed: int, count: int) -> list[tuple[list[int], SamplingParams, int]]:
-    """Requests: prompt, parameters, index."""
-    dice = random.Random(seed)
+    """Requests: prompt, short or long, parameters, index."""
+    dice, found = random.Random(seed), []
     shared = [dice.randrange(VOCAB) for _ in range(25)]
-    return [(some_prompt(dice, shared), some_params(dice), dice.choice([0, 0, 1, 5])) for _ in range(count)]
-
-
-def alone(requests: Sequence[tuple[list[int], SamplingParams, int]]) -> list[Completion]:
-    """What each gives by itself, in an engine of one row without a drafter, with nothing to reuse."""
-    engine = new_engine(switched(MODEL, 0.15)[0])
-    found = []
-    for prompt, params, index in requests:
-        engine.forget()
-        engine.add(prompt, params, index)
-        done: dict[Request, Completion] = {}
-        drain(engine, done)
-        found.extend(done.values())
+    for _ in range(count):
+        own = [dice.randrange(VOCAB) for _ in range(dice.choice([1, 2, 6, 17, 30]))]
+        prompt = [*shared[: dice.choice([0, 0, 10, 25])], *own]  # some begin alike
+        found.append((prompt, some_params(dice), dice.choice([0, 0, 1, 5])))
     return found
 
 
-def same(a: Completion, b: Completion) -> bool:
-    logprobs = [round(x, 4) for x in a.logprobs or []] == [round(x, 4) for x in b.logprobs or []]
-    return (a.token_ids, a.text, a.finish_reason) == (b.token_ids, b.text, b.finish_reason) and logprobs
+def alone(requests: Sequence[tuple], engine: Engine | None = None) -> list[Completion]:
+    """What each gives by itself, in an engine of one row without a drafter, with nothing to reuse."""
+    engine, found = engine or new("naive", batch=1), []
+    for request in requests:
+        engine.forget()
+        engine.add(*request)
+        found.extend(drain(engine).values())
+    return found
+
+
+def parts_of(one: Completion) -> tuple[Any, ...]:
+    return one.token_ids, one.text, one.finish_reason, [round(x, 4) for x in one.logprobs or []]
 
 
 REQUESTS = load(1, 64)
@@ -156,29 +143,26 @@ def check_load(mode: str, engine: Engine, wanted: list[Completion]) -> None:
         while todo and dice.random() < 0.8:
             at = todo.pop()
             number[engine.add(*REQUESTS[at])] = at
-        if dice.random() < 0.1 and number:
-            request = dice.choice(list(number))
-            if request.finish_reason is None:
-                engine.cancel(request)
-                cancelled.add(request)
+        unfinished = [each for each in number if each.finish_reason is None and each not in cancelled]
+        if dice.random() < 0.1 and unfinished:
+            request = dice.choice(unfinished)
+            engine.cancel(request)
+            cancelled.add(request)
         for chunk in engine.step():
             assert chunk.request not in cancelled, "no chunk follows"
             done.setdefault(chunk.request, Completion()).add(chunk)
             accepted += sum(source == "accepted" for source in chunk.sources)
             assert chunk.request.params.speculate or set(chunk.sources) == {"target"}
         most = max(most, engine.num_running)
-    assert (
-        most > 2
-        and engine.num_running == engine.num_waiting == 0
-        and len(engine._scheduler.rows.free) == engine.cache.batch
-    )
+    assert most > 2 and engine.num_running == engine.num_waiting == 0
+    assert len(engine._scheduler.rows.free) == engine.cache.batch
     assert 0 < len(cancelled) < len(wanted) // 2
     for request, at in number.items():
         if request in cancelled:
             count = len(request.tokens) - len(request.prompt_ids)
             assert request.tokens[len(request.prompt_ids) :] == wanted[at].token_ids[:count]
         else:
-            assert same(done[request], wanted[at]), (mode, at, REQUESTS[at])
+            assert parts_of(done[request]) == parts_of(wanted[at]), (mode, at, REQUESTS[at])
             assert request.stats.new_tokens == len(done[request].token_ids)
     assert any(request.cached_tokens > 5 for request in number), "beginnings are shared"
     assert mode == "naive" or accepted > 10 * (mode in ("share", "classic", "hybrid")), "drafts hit"
@@ -186,32 +170,14 @@ def check_load(mode: str, engine: Engine, wanted: list[Completion]) -> None:
 
 def test_kernels_keep_the_promise_too() -> None:
     """All blocks in one call, in bfloat16: rounds over some rows, prompts in pieces, packed KV copied."""
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
-    model = tiny_decoder(5, dtype=torch.bfloat16, **sizes)
-    pack_linears(model)
-    from compile.decoder_stack import NativeStack
-
-    model.run_stack = NativeStack(
-        model.blocks,
-        tables=model.rope_tables,
-        ropes=[kind.rope for kind in model.config.layer_types],
-        hidden_act=model.config.hidden_act,
-        norm=model.norm,
-    )
+    model = compiled(tiny_decoder(5, dtype=torch.bfloat16, hidden_size=64, intermediate_size=128), "native")
     requests = [(prompt, replace(params, logprobs=False), index) for prompt, params, index in load(2, 24)]
-    single = new_engine(model)
-    wanted = []
-    for prompt, params, index in requests:
-        single.forget()
-        single.add(prompt, params, index)
-        done: dict[Request, Completion] = {}
-        drain(single, done)
-        wanted.extend(done.values())
+    wanted = alone(requests, new_engine(model))
     drafter = HybridDrafter("suffix", [SuffixTable()], num_nodes=4, trees=True)
     engine = new_engine(model, drafter, batch=4, auto_length=True, prefill_chunk=5)
     assert engine.compact_batch
-    done, waiting, dice = {}, list(requests), random.Random(0)
-    handles = []
+    done: dict[Request, Completion] = {}
+    waiting, handles, dice = list(requests), [], random.Random(0)
     while waiting or engine.num_running or engine.num_waiting:
         if waiting and dice.random() < 0.4:
             handles.append(engine.add(*waiting.pop(0)))
@@ -219,9 +185,6 @@ def test_kernels_keep_the_promise_too() -> None:
             done.setdefault(chunk.request, Completion()).add(chunk)
     assert [done[request].token_ids for request in handles] == [each.token_ids for each in wanted]
     assert sum(request.cached_tokens for request in handles) > 20
-
-
-# ---- joining and leaving
 
 
 def test_no_row_waits_for_another() -> None:
@@ -338,32 +301,20 @@ def test_what_is_added_ends_a_call_that_is_not_used_up() -> None:
         list(chunks)
 
 
-def test_one_of_eight_rows_costs_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever row it is: the one that has read its prompt before."""
-    engine = new("share", batch=8)
-    for first in range(8):
-        engine.add([first, 9, 9, 9], replace(GREEDY, max_new_tokens=3))
-    drain(engine, {})
-    passes = spy(engine, monkeypatch)
-    for first in (5, 2, 7):
-        request = engine.add([first, 9, 9, 9, 8], GREEDY)
-        drain(engine, {})
-        assert request.cached_tokens == 4 and {b for b, _, _ in passes} == {1}
-
-
 def test_neighbours_are_what_requests_become(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row that rests far away comes along with its KV, and what it gives way to is not lost."""
-    engine, fresh = new("naive", batch=8), new("naive", batch=1)
+    """One of eight rows costs one row, whichever it is. A row that rests far away comes along with its KV, and what it
+    gives way to is not lost.
+    """
+    engine, fresh = new("share", batch=8), new("naive", batch=1)
     texts = [[first, *range(9, 20)] for first in range(8)]
     for text in texts:
         engine.add(text, replace(GREEDY, max_new_tokens=2))
-    drain(engine, {})
-    for pair in ((0, 7), (3, 6), (7, 1), (5, 0)):
-        requests = [engine.add([*texts[which], 5], GREEDY) for which in pair]
-        passes, done = spy(engine, monkeypatch), dict[Request, Completion]()
-        drain(engine, done)
-        assert [request.cached_tokens for request in requests] == [12, 12]
-        assert max(b for b, _, _ in passes) == 2
+    drain(engine)
+    for places in ((5,), (2,), (7,), (0, 7), (3, 6), (7, 1), (5, 0)):
+        requests = [engine.add([*texts[place], 5], GREEDY) for place in places]
+        passes, done = spy(engine, monkeypatch), drain(engine)
+        assert [request.cached_tokens for request in requests] == [12] * len(places)
+        assert max(b for b, _, _ in passes) == len(places)
         for request in requests:
             assert done[request].token_ids == fresh.generate([request.prompt_ids], GREEDY)[0].token_ids
 
@@ -382,10 +333,7 @@ def test_cancelled_rows_are_free_before_the_next_round() -> None:
     assert engine.step() == [] and all(request.finish_reason is None for request in requests)
 
 
-# ---- prefix reuse
-
-
-def test_beginnings_are_copied_from_rows_that_others_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beginnings_are_copied_from_rows_that_others_decode() -> None:
     """Also what was decoded, up to the root; copies are copies: both go on as they would alone."""
     for mode in ("naive", "share", "classic", "hybrid classic"):
         engine, fresh = new(mode), new("naive", batch=1)
@@ -396,62 +344,40 @@ def test_beginnings_are_copied_from_rows_that_others_decode(monkeypatch: pytest.
         longer, same_text = [*first.tokens[:-1], 3, 4], list(text)
         with pytest.MonkeyPatch.context() as patch:
             passes = spy(engine, patch)
-            others = [engine.add(longer, GREEDY), engine.add(same_text, GREEDY), engine.add([1, 2, 9], GREEDY)]
-            done: dict[Request, Completion] = {}
-            drain(engine, done)
+            others = [engine.add(prompt, GREEDY) for prompt in (longer, same_text, [1, 2, 9])]
+            done = drain(engine)
         assert [request.cached_tokens for request in others] == [len(longer) - 2, len(text) - 1, 2]
         assert (1, 2, [len(longer) - 2]) in passes
         for request in others:
-            want = fresh.generate([request.prompt_ids], GREEDY)[0].token_ids
-            assert done[request].token_ids == want
+            assert done[request].token_ids == fresh.generate([request.prompt_ids], GREEDY)[0].token_ids
         assert first.tokens[19:] == fresh.generate([text], replace(GREEDY, max_new_tokens=30))[0].token_ids
-
-
-def test_copied_and_swapped_rows_hold_what_they_say() -> None:
-    cache = MODEL.new_cache(3, 64)
-    for tensor in (*cache.k, *cache.v):
-        tensor.copy_(torch.rand(tensor.shape, dtype=tensor.dtype))
-    cache.cached_ids[:] = [[1] * 37, [2] * 9, []]
-    before = [tensor.clone() for tensor in kv_of(cache)]
-    cache.copy_row(0, 2, 37)
-    cache.swap_rows(0, 1)
-    for then, now in zip(before, kv_of(cache), strict=True):
-        assert torch.equal(now[2, :, :37], then[0, :, :37])
-        assert torch.equal(now[1, :, :37], then[0, :, :37]) and torch.equal(now[0, :, :9], then[1, :, :9])
-    assert [len(cached_ids) for cached_ids in cache.cached_ids] == [9, 37, 0]
 
 
 def test_a_classic_drafter_stays_right_with_copied_rows() -> None:
     """A copy of the target, in its own cache: it never errs, whatever rows were copied or swapped."""
-    engine = classic_engine(MODEL, copy.deepcopy(MODEL), batch=3)
-    text = list(range(1, 20))
-    requests = []
+    engine, text, requests = classic_engine(MODEL, copy.deepcopy(MODEL), batch=3), list(range(1, 20)), []
     for turn in range(5):
         requests += [engine.add([*text, turn, 7][: 19 + turn], replace(GREEDY, max_new_tokens=11)) for _ in range(2)]
         engine.step(), engine.step()
-    drain(engine, {})
+    drain(engine)
     assert sum(request.cached_tokens > 15 for request in requests) > 5
     assert all(set(request.stats.sources) <= {"target", "accepted", "bonus"} for request in requests)
 
 
 def test_where_steps_have_other_bits_only_chunks_are_reused() -> None:
     model = tiny_decoder(3, max_position_embeddings=2048)
-    engine = new_engine(
-        model, batch=2, max_context=1200, cache=model.new_cache(2, slots_for(1200)), recompute_decoded_kv=True
-    )
+    engine = new_engine(model, max_context=1200, cache=model.new_cache(2, slots_for(1200)), recompute_decoded_kv=True)
     text = [i % VOCAB for i in range(1100)]
     for length, kept in ((1100, 0), (1100, 1024), (1025, 1024), (1024, 512), (600, 512), (300, 0)):
-        request = engine.add(text[:length], replace(GREEDY, max_new_tokens=2))
-        other = engine.add(text[:length], replace(GREEDY, max_new_tokens=2))
-        drain(engine, {})
-        assert request.cached_tokens == kept
-        assert other.cached_tokens == (length - 1) // CHUNK * CHUNK
+        requests = [engine.add(text[:length], replace(GREEDY, max_new_tokens=2)) for _ in range(2)]
+        drain(engine)
+        assert [request.cached_tokens for request in requests] == [kept, (length - 1) // CHUNK * CHUNK]
 
 
 def test_calls_that_measure_reuse_nothing() -> None:
     engine = new("classic", batch=2)
     request = engine.add(list(range(20)), GREEDY)
-    drain(engine, {})
+    drain(engine)
     for reuse, kept in ((False, 0), (True, 19)):
         first = next(engine.stream([list(range(20))], GREEDY, reuse=reuse))
         assert first.request.cached_tokens == kept

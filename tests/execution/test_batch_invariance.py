@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,29 @@ from sharesd.execution.batch_invariance import RowBits, check_rows, choose_step_
 from sharesd.models.decoder import Decoder
 from sharesd.runtime import Runtime
 from tests.helpers.compiled import wide_decoder
-from tests.helpers.tiny_models import make_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread", "own_cache")
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+@pytest.fixture
+def model() -> Decoder:
+    model = wide_decoder()
+    pack_linears(model)
+    return model
+
+
+def spoil(patch: pytest.MonkeyPatch, where: Callable[[torch.Size], bool]) -> None:
+    """Linears compute something else for inputs of such shapes."""
+    plain = PackedLinear.forward
+
+    def sloppy(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return plain(self, x) * (1 + 2**-6 * where(x.shape))
+
+    patch.setattr(PackedLinear, "forward", sloppy)
+
+
+def config_of(checkpoint: Callable[..., Path], **options: Any) -> EngineConfig:
+    return EngineConfig(target=str(checkpoint()), device="cpu", compile="off", max_context=128, **options)
 
 
 def rows_of(model: Decoder, widths: Sequence[int] = (1, 2, 5, 8)) -> tuple[bool, bool]:
@@ -34,75 +49,45 @@ def rows_of(model: Decoder, widths: Sequence[int] = (1, 2, 5, 8)) -> tuple[bool,
 
 
 def test_the_self_check_tells_whether_rows_depend_on_the_width(
-    checkpoint: Path, monkeypatch: Any, caplog: pytest.LogCaptureFixture
+    model: Decoder, checkpoint: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = wide_decoder()
-    pack_linears(model)
     assert rows_of(model) == (True, True), "packed linears and attention are row-invariant"
-    plain = PackedLinear.forward
-
-    def sloppy(self: Any, x: torch.Tensor) -> torch.Tensor:
-        y = plain(self, x)
-        return y * (1 + 2**-6) if x.shape[1] == 5 else y
-
-    monkeypatch.setattr(PackedLinear, "forward", sloppy)
+    spoil(monkeypatch, lambda shape: shape[1] == 5)
     assert rows_of(model) == (False, False) and rows_of(model, (1, 8)) == (True, True)
     for num_draft, width in ((3, 9), (8, 9), (12, 16)):
-        config = EngineConfig(target=str(checkpoint), device="cpu", compile="off", num_draft=num_draft, max_context=128)
+        config = config_of(checkpoint, num_draft=num_draft)
         runtime = Runtime(config, ("naive", "share"))
         assert [runtime.engine(mode).options.widths for mode in ("naive", "share")] == [(width,), (width,)]
     assert "texts" not in caplog.text
     assert Runtime(replace(config, exact=False), ("share",)).engine("share").options.widths is None
 
 
-def test_fixed_widths_do_not_follow_the_length_of_drafts() -> None:
-    assert {fixed_width("cuda", max_width) for max_width in range(16)} == {16} and fixed_width("cuda", 40) == 41
-    assert {fixed_width("cpu", max_width) for max_width in range(9)} == {9}, "the default"
-
-
 @pytest.mark.parametrize("sloppy_in", [(), (3, 1), (1, 8), (2, 8)], ids=str)
-def test_the_self_check_looks_at_numbers_of_rows(sloppy_in: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    model = wide_decoder()
-    pack_linears(model)
-    plain = PackedLinear.forward
-
-    def sloppy(self: Any, x: torch.Tensor) -> torch.Tensor:
-        y = plain(self, x)
-        return y * (1 + 2**-6) if x.shape[:2] == sloppy_in else y
-
-    monkeypatch.setattr(PackedLinear, "forward", sloppy)
+def test_the_self_check_looks_at_numbers_of_rows(sloppy_in: tuple[int, ...], model: Decoder, monkeypatch: Any) -> None:
+    spoil(monkeypatch, lambda shape: shape[:2] == sloppy_in)
     first = first_block_view(model)
     for batches in ([1, 2], []):
         bits = check_rows(first, first.new_cache(3, 256), (1, 8), trees=True, batches=batches)
         assert bits == (sloppy_in != (3, 1), sloppy_in != (3, 1), sloppy_in == () and bool(batches)), batches
 
 
-def test_where_rows_depend_on_the_width_there_are_no_buckets() -> None:
-    model = wide_decoder()
+def test_where_rows_depend_on_the_width_there_are_no_buckets_and_drafts_do_not_decide_it(model: Decoder) -> None:
+    assert {fixed_width("cuda", max_width) for max_width in range(16)} == {16} and fixed_width("cuda", 40) == 41
+    assert {fixed_width("cpu", max_width) for max_width in range(9)} == {9}, "the default"
     for chains, asked in ((True, True), (False, True), (False, False)):
 
         def bits_of(step: Any, widths: Sequence[int], chains: bool = chains) -> RowBits:
             agree = chains or len(widths) == 1
             return RowBits(agree, False, agree)
 
-        rows = choose_step_widths(
-            model,
-            fixed=16,
-            max_width=5,
-            exact=asked,
-            wants_trees=False,
-            compiles=True,
-            step_of=lambda widths: model,
-            bits_of=bits_of,
-        )
+        wanted: dict[str, Any] = {"fixed": 16, "max_width": 5, "exact": asked, "wants_trees": False, "compiles": True}
+        rows = choose_step_widths(model, **wanted, step_of=lambda widths: model, bits_of=bits_of)
         assert rows.buckets == chains and rows.depends_on_width == (not chains and asked)
 
 
 @pytest.mark.parametrize("place", ["compiled blocks", "far slots", "the last norm", "the head"])
-def test_the_self_check_looks_at_what_runs(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_self_check_looks_at_what_runs(place: str, model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that differ somewhere only."""
-    model = wide_decoder()
-    pack_linears(model)
 
     def wrong(x: torch.Tensor, *, here: bool = True) -> torch.Tensor:
         return x * (1 + 2**-6) if x.shape[1] == 8 and here else x
@@ -122,14 +107,14 @@ def test_the_self_check_looks_at_what_runs(place: str, monkeypatch: pytest.Monke
     assert rows_of(model) == (False, False)
 
 
-def test_trees_whose_rows_differ_are_not_drafted(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trees_whose_rows_differ_are_not_drafted(checkpoint: Callable[..., Path], monkeypatch: Any) -> None:
     def scattered(*tensors: Any, tree_mask: Any = None, **options: Any) -> torch.Tensor:
         out = attend(*tensors, tree_mask=tree_mask, **options)
         return out if tree_mask is None else out * (1 + 2**-6)
 
     monkeypatch.setattr("sharesd.models.decoder.attend", scattered)
     assert rows_of(wide_decoder()) == (True, False)
-    config = EngineConfig(target=str(checkpoint), device="cpu", compile="off", num_draft=4, max_context=128)
+    config = config_of(checkpoint, num_draft=4)
     engine = Runtime(config, ("hybrid",)).engine("hybrid")
     assert engine.options.widths is None and engine.drafter is not None and not engine.drafter.trees
     grown = replace(config, tree=(2, 2, 4))

@@ -1,4 +1,4 @@
-"""Captures of CUDA graphs, recorded on a CPU, and replays of them."""
+"""Captures of CUDA graphs, recorded on a CPU, and replays of them; copies in the host's memory, in one place each."""
 
 from __future__ import annotations
 
@@ -6,21 +6,20 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from operator import methodcaller
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from compile.cuda_graphs import Graphs, Replayed, call_between_graphs, no_captures
-from sharesd.sampling_params import SamplingParams
-from tests.helpers.oracle import new_engine, tiny_decoder
+from sharesd.devices.transfer import PinnedBuffers
 from tests.helpers.recorded_graphs import RecordedGraphs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-GREEDY = SamplingParams(max_new_tokens=8)
 
 
 def counter() -> tuple[Tensor, Tensor, Callable[[], Tensor]]:
@@ -34,31 +33,11 @@ def counter() -> tuple[Tensor, Tensor, Callable[[], Tensor]]:
     return number, seen, step
 
 
-def test_a_capture_runs_nothing_and_replays_do() -> None:
-    graphs, (number, seen, step) = RecordedGraphs(), counter()
-    replayed = Replayed(step, graphs)
-    for call in range(1, 6):
-        assert replayed().tolist() == [2 * call + 1] * 3
-        assert number.tolist() == [call] * 3 and seen.tolist() == [2 * call] * 3
-    [recording] = graphs.recorded
-    assert recording.num_replays == 4 and recording.operations.total() == 5  # add_, mul, _to_copy, copy_, add
+READS = [methodcaller(name) for name in ("tolist", "item", "cpu", "numpy", "nonzero")]
 
 
-@pytest.mark.parametrize(
-    "read",
-    [
-        lambda x: x.tolist(),
-        lambda x: x.item(),
-        lambda x: x.cpu(),
-        lambda x: x.numpy(),
-        lambda x: [] if x > 7 else None,
-        lambda x: x.nonzero(),
-        lambda x: torch.tensor([1, 2]),
-    ],
-)
-def test_a_capture_that_needs_the_host_fails_once_and_calls_go_on(
-    read: Callable, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("read", [*READS, lambda x: [] if x > 7 else None, lambda x: torch.tensor([1, 2])])
+def test_a_capture_that_needs_the_host_fails_once_and_calls_go_on(read: Callable, caplog: Any) -> None:
     number = torch.zeros(1)
 
     def step() -> None:
@@ -82,14 +61,10 @@ def test_what_passes_between_graphs_other_than_by_results_is_poisoned() -> None:
         kept[:] = [start * 3]
         return kept[0] + 1
 
-    def use() -> Tensor:
-        return kept[0] + made()  # type: ignore[operator]
-
     first = Replayed(make, graphs)
     for _ in range(3):
         result = first()
-    made: Callable[[], Tensor] = lambda: result  # noqa: E731
-    second = Replayed(use, graphs)
+    second = Replayed(lambda: kept[0] + result, graphs)
     sums = []
     for _ in range(4):
         first()
@@ -132,22 +107,26 @@ def test_calls_between_graphs_are_made_by_every_replay() -> None:
         assert seen.tolist() == [2 * call + 2 * (2 * call + 1)] * 3
     assert calls == [1, 2, 2, 3, 4, 5]  # the second one is that of the capture, which is undone
     assert [recording.num_replays for recording in graphs.recorded] == [4, 4]
+    assert graphs.recorded[0].operations.total() == 6  # add_, mul, _to_copy, copy_, add, mul
 
 
 def test_what_fails_between_graphs_is_not_captured(caplog: pytest.LogCaptureFixture) -> None:
     graphs, (number, _, step) = RecordedGraphs(), counter()
 
-    def fails() -> None:
-        raise RuntimeError("no way to there")
-
     def in_pieces() -> None:
         step()
-        call_between_graphs(fails)
+        call_between_graphs(Mock(side_effect=RuntimeError("no way to there")))
 
     assert graphs.capture(in_pieces) is None and "no way to there" in caplog.text
     assert number.tolist() == [0] * 3
     call_between_graphs(step)  # nothing is being captured
     assert number.tolist() == [1] * 3
+
+
+def patch_cuda(patch: pytest.MonkeyPatch, **functions: object) -> None:
+    patch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
+    for name, function in functions.items():
+        patch.setattr(torch.cuda, name, function)
 
 
 def test_graphs_share_a_pool_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,11 +139,8 @@ def test_graphs_share_a_pool_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         taken.append(stream)
         yield
 
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
-    monkeypatch.setattr(torch.cuda, "graph", captures)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: next(streams))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: device)
+    patch_cuda(monkeypatch, graph=captures, graph_pool_handle=object)
+    patch_cuda(monkeypatch, Stream=lambda: next(streams), current_device=lambda: device)
     graphs, device = Graphs(), 0
 
     def go_to(number: int) -> None:
@@ -186,9 +162,7 @@ def test_graphs_share_a_pool_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert taken == [0, 2, 0] and len(pools) == 7 and len({*pools[:3], *pools[4:]}) == 1
 
 
-def test_a_broken_capture_leaves_streams_and_other_functions_alone(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_broken_capture_leaves_streams_and_other_functions_alone(monkeypatch: Any, caplog: Any) -> None:
     """As torch leaves them, whose capture raises on its way out: its stream current, its pool open."""
     current: list[str] = ["mine"]
     closed: list[tuple[int, object]] = []
@@ -203,19 +177,17 @@ def test_a_broken_capture_leaves_streams_and_other_functions_alone(
         current[0] = "mine"
 
     synchronised: list[str] = []
-    patches = {
-        "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None),
-        "graph": captures,
-        "graph_pool_handle": lambda: (0, 1),
-        "Stream": lambda: "its own",
-        "current_device": lambda: 0,
-        "is_initialized": lambda: True,
-        "current_stream": lambda: current[0],
-        "set_stream": lambda stream: current.__setitem__(0, stream),
-        "synchronize": lambda: synchronised.append(current[0]),
-    }
-    for name, patch in patches.items():
-        monkeypatch.setattr(torch.cuda, name, patch)
+    patch_cuda(
+        monkeypatch,
+        graph=captures,
+        graph_pool_handle=lambda: (0, 1),
+        Stream=lambda: "its own",
+        current_device=lambda: 0,
+        is_initialized=lambda: True,
+        current_stream=lambda: current[0],
+        set_stream=lambda stream: current.__setitem__(0, stream),
+        synchronize=lambda: synchronised.append(current[0]),
+    )
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *place: closed.append(place), raising=False)
     graphs, calls = Graphs(), [0, 0, 0]
 
@@ -236,21 +208,34 @@ def test_a_broken_capture_leaves_streams_and_other_functions_alone(
     [record] = [each for each in caplog.records if each.levelno == logging.WARNING]
     assert record.message.endswith("(operation failed due to a previous error during capture)")
 
-    def lost() -> None:
-        raise RuntimeError("an illegal memory access was encountered")
-
+    lost = Mock(side_effect=RuntimeError("an illegal memory access was encountered"))
     monkeypatch.setattr(torch.cuda, "synchronize", lost)
     broken = True
     with pytest.raises(RuntimeError, match="illegal memory access"):
         graphs.capture(lambda: None)
 
 
-def test_without_cuda_capturing_is_reported_and_rounds_go_on(caplog: pytest.LogCaptureFixture) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("CUDA graphs can be captured here")
-    engine = new_engine(tiny_decoder(3), graphs=Graphs())
-    assert (
-        engine.generate([[1, 2]], GREEDY)[0].token_ids
-        == new_engine(tiny_decoder(3)).generate([[1, 2]], GREEDY)[0].token_ids
-    )
-    assert ["without CUDA graphs" in record.message for record in caplog.records] == [True]
+def test_shapes_of_a_name_share_one_place() -> None:
+    copies = PinnedBuffers()
+    plain = copies.copy("counted", torch.tensor([[1, 2], [3, 4]]), times=5)
+    assert plain.tolist() == [[1, 2], [3, 4]]
+    places = {plain.untyped_storage().data_ptr()}
+    for num in (10, 3, 7, 10):
+        found = copies.copy("counted", torch.arange(2 * num).view(2, num), times=9)
+        assert found.tolist() == [[*range(num)], [*range(num, 2 * num)]]
+        places.add(found.untyped_storage().data_ptr())
+    assert len(places) == 1
+    assert plain.untyped_storage().nbytes() == 2 * 8 * 4 * 5
+
+
+def test_copies_of_the_round_before_stay_and_names_have_places_of_their_own() -> None:
+    copies = PinnedBuffers()
+    first = copies.copy("counted", torch.tensor([1, 2]))
+    copies.turn()
+    second = copies.copy("counted", torch.tensor([3, 4]))
+    assert first.tolist() == [1, 2] and second.tolist() == [3, 4]
+    copies.turn()
+    assert copies.copy("counted", torch.tensor([5, 6])).data_ptr() == first.data_ptr() and second.tolist() == [3, 4]
+    ids, logprobs = copies.copy("ids", torch.tensor([1])), copies.copy("logprobs", torch.tensor([0.5]))
+    longer = copies.copy("ids", torch.tensor([7, 8]))  # grown
+    assert (ids.tolist(), logprobs.tolist(), longer.tolist()) == ([1], [0.5], [7, 8])

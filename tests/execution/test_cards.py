@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -31,7 +32,6 @@ from sharesd.runtime import Runtime
 from sharesd.weights import offload_planner
 from sharesd.weights.packing import has_quantized_kernels
 from tests.helpers.tiny_heads import make_head
-from tests.helpers.tiny_models import make_checkpoint
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 HALF = torch.bfloat16
@@ -42,17 +42,12 @@ class Cards:
     """GPUs that torch sees, by what they answer."""
 
     capabilities: list[tuple[int, int]]
-    said: str = "Torch not compiled with CUDA enabled"
-    """Said by torch where it finds none."""
-    broken: dict[int, str] = field(default_factory=dict)
-    """Errors of those that cannot be used."""
-    smi: str = ""
-    """Output of nvidia-smi."""
+    said: str = "Torch not compiled with CUDA enabled"  # where it finds none
+    broken: dict[int, str] = field(default_factory=dict)  # errors of those that cannot be used
+    smi: str = ""  # output of nvidia-smi
+    hip: str | None = None  # the version of ROCm
 
     def put(self, patch: pytest.MonkeyPatch) -> None:
-        def init() -> None:
-            raise AssertionError(self.said)
-
         def free(gpu: torch.device) -> tuple[int, int]:
             if gpu.index in self.broken:
                 raise RuntimeError(self.broken[gpu.index])
@@ -60,7 +55,7 @@ class Cards:
 
         answers: dict[str, Any] = {
             "is_available": lambda: bool(self.capabilities),
-            "init": init,
+            "init": Mock(side_effect=AssertionError(self.said)),
             "is_initialized": lambda: False,
             "device_count": lambda: len(self.capabilities),
             "get_device_capability": lambda gpu: self.capabilities[gpu.index],
@@ -70,18 +65,18 @@ class Cards:
         }
         for name, answer in answers.items():
             patch.setattr(torch.cuda, name, answer)
+        patch.setattr(torch.version, "hip", self.hip)
         patch.setattr(selection, "_auto", None)
         patch.setattr(selection, "_warned_dtypes", set())
-        run = lambda *args, **options: SimpleNamespace(stdout=self.smi)  # noqa: E731
+        run = Mock(return_value=SimpleNamespace(stdout=self.smi))
         patch.setattr(selection, "subprocess", SimpleNamespace(run=run, SubprocessError=RuntimeError))
 
 
 @pytest.fixture(autouse=True)
-def as_before(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+def as_before(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setattr(compile.op_registry, "_use_triton", compile.op_registry._use_triton)
     caplog.set_level(logging.WARNING)
-    yield
 
 
 def opens(cards: Cards, patch: pytest.MonkeyPatch, name: str = "auto") -> torch.device:
@@ -89,16 +84,8 @@ def opens(cards: Cards, patch: pytest.MonkeyPatch, name: str = "auto") -> torch.
     return open_device(device_of(name), auto=name == "auto")
 
 
-# ---- which device
-
-
-def test_a_good_card_is_taken_without_a_word(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    assert opens(Cards([(9, 0)]), monkeypatch) == GPU == device_of("auto") and not caplog.messages
-
-
-def test_without_any_gpu_the_cpu_is_taken_without_a_word(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_good_card_or_else_the_cpu_is_taken_without_a_word(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    assert opens(Cards([(9, 0)]), monkeypatch) == GPU == device_of("auto")
     assert opens(Cards([]), monkeypatch) == CPU and not caplog.messages
     with pytest.raises(ValueError, match=r"finds no GPU \(Torch not compiled .*\); use --device cpu"):
         device_of("cuda")
@@ -108,30 +95,20 @@ def test_without_any_gpu_the_cpu_is_taken_without_a_word(
     ("cards", "reason"),
     [
         (Cards([], said="The NVIDIA driver on your system is too old (found version 11040). Update."), "too old"),
+        (Cards([(9, 4)], hip="6.4"), selection.ROCM),
         (Cards([(7, 0)]), "has no kernels for compute capability 7.0"),
         (Cards([(9, 0)], broken={0: "CUDA error: devices unavailable\nmore"}), "CUDA error: devices unavailable"),
     ],
 )
-def test_a_card_that_cannot_be_used(
-    cards: Cards, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_card_that_cannot_be_used(cards: Cards, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     """With auto one warning, and the CPU from then on; by name an error, which says what to do."""
-    for _ in range(2):
-        assert open_device(device_of("auto"), auto=True) == CPU if _ else opens(cards, monkeypatch) == CPU
+    assert opens(cards, monkeypatch) == CPU == open_device(device_of("auto"), auto=True)
     [message] = caplog.messages
     assert message.startswith("the CPU is used, not a GPU: ") and reason in message and "\n" not in message
     assert device_of("auto") == CPU
     with pytest.raises(ValueError, match="--device cpu") as error:
         opens(cards, monkeypatch, "cuda")
     assert reason in str(error.value) and "\n" not in str(error.value)
-
-
-def test_rocm(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert opens(Cards([(9, 4)]), monkeypatch) == CPU
-    assert caplog.messages == [f"the CPU is used, not a GPU: {selection.ROCM}"]
-    with pytest.raises(ValueError, match="ROCm.*--device cpu"):
-        opens(Cards([(9, 4)]), monkeypatch, "cuda:0")
 
 
 def test_of_several_the_freest_is_taken(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -145,14 +122,11 @@ def test_of_several_the_freest_is_taken(monkeypatch: pytest.MonkeyPatch, caplog:
     assert opens(cards, monkeypatch) == GPU, "where nobody tells"
 
 
-def test_which_kernels_run_where() -> None:
+def test_which_kernels_run_where_and_old_cards_have_float16(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     built = ["sm_75", "sm_80", "sm_90a", "compute_100"]
     able = {(7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)}
     assert {cc for cc in (*able, (7, 0), (6, 1), (9, 0)) if selection._built_for(cc, built)} == able
     assert selection._built_for((7, 0), []), "torch does not say"
-
-
-def test_old_cards_have_float16(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     Cards([(7, 5), (8, 0)]).put(monkeypatch)
     for _ in range(2):
         assert dtype_of("auto", GPU) == torch.float16
@@ -163,9 +137,7 @@ def test_old_cards_have_float16(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
         dtype_of("bfloat16", GPU)
 
 
-def test_a_card_that_is_too_small(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
+def test_a_card_that_is_too_small(monkeypatch: Any, caplog: Any, checkpoint: Callable[..., Path]) -> None:
     """The plan finds out; with auto the model is loaded on the CPU then."""
     Cards([(9, 0)]).put(monkeypatch)
     monkeypatch.setattr(resolve, "prepare_cuda", lambda steady: None)
@@ -180,14 +152,11 @@ def test_a_card_that_is_too_small(
         return plan(config, *args, **options)
 
     monkeypatch.setattr(resolve, "plan_for", no_plan)
-    target = str(make_checkpoint(tmp_path / "model"))
-    assert Runtime(EngineConfig(target=target, mode="naive")).device == CPU
+    config = EngineConfig(target=str(checkpoint()), mode="naive")
+    assert Runtime(config).device == CPU
     assert caplog.messages == ["the CPU is used, not a GPU: cuda:0 is too small, the model does not fit"]
     with pytest.raises(DoesNotFit):
-        Runtime(EngineConfig(target=target, mode="naive", device="cuda"))
-
-
-# ---- which kernels
+        Runtime(replace(config, device="cuda"))
 
 
 def choose_with(patch: pytest.MonkeyPatch, why_not: str | None, asked: Any = "auto") -> KernelChoice:
@@ -197,9 +166,7 @@ def choose_with(patch: pytest.MonkeyPatch, why_not: str | None, asked: Any = "au
 
 
 @pytest.mark.parametrize("why_not", [step_compiler.NO_TRITON, "Failed to find C compiler"])
-def test_without_our_kernels_torch_has_its_own(
-    why_not: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_our_kernels_torch_has_its_own(why_not: str, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     assert choose_with(monkeypatch, why_not) == KernelChoice("torch", False) and not runs_triton(GPU)
     [message] = caplog.messages
     assert why_not in message and "torch's own" in message
@@ -230,25 +197,14 @@ def test_kernels_on_a_cpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCap
 
 def test_whatever_the_compiler_raises_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     trial = pytest.importorskip("compile.cuda.trial", reason="Triton is not installed here")
-
-    def fails(*place: Any) -> None:
-        raise KeyError("\nno such target\nand more")
-
-    monkeypatch.setattr(trial, "try_kernels", fails)
+    monkeypatch.setattr(trial, "try_kernels", Mock(side_effect=KeyError("\nno such target\nand more")))
     assert step_compiler.problem(GPU, HALF) == r"'\nno such target\nand more'"
     monkeypatch.setattr(step_compiler, "HAS_TRITON", False)
     assert step_compiler.problem(GPU, HALF) == step_compiler.NO_TRITON
 
 
-def test_nothing_is_compiled_where_triton_cannot() -> None:
-    config = EngineConfig()
-    assert resolve.compile_mode(config, GPU, True) == "regional" and resolve.compile_mode(config, GPU, False) == "off"
-    assert resolve.compile_mode(EngineConfig(compile="full"), GPU, False) == "full"
-    assert resolve.compile_mode(config, CPU, False) == "native"
-
-
-def test_short_steps_do_not_wait_for_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path / "model")
+def test_short_steps_do_not_wait_for_tables(monkeypatch: Any, tmp_path: Path, checkpoint: Callable[..., Path]) -> None:
+    folder = checkpoint()
     head = make_head(tmp_path / "head", decoder_config(folder), "eagle")
     config = EngineConfig(target=str(folder), heads=(str(head),))
     monkeypatch.setattr("sharesd.loading.auto_mode.has_quantized_kernels", lambda gpu: True)
@@ -258,18 +214,14 @@ def test_short_steps_do_not_wait_for_tables(monkeypatch: pytest.MonkeyPatch, tmp
     assert choose_drafters(config, folder, GPU, HALF, "off", offloads=False).drafters == ("eagle", "suffix")
 
 
-def test_auto_leaves_out_what_has_no_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path / "model")
+def test_auto_leaves_out_what_has_no_kernels(monkeypatch: pytest.MonkeyPatch, checkpoint: Callable[..., Path]) -> None:
+    folder = checkpoint()
     monkeypatch.setattr("sharesd.loading.auto_mode.has_quantized_kernels", lambda gpu: False)
     choice = choose_drafters(EngineConfig(target=str(folder)), folder, GPU, HALF, "off", offloads=False)
     assert "share" not in choice.drafters and "gemlite" in choice.reason
-    for own, triton, gemlite, able in (
-        (True, True, False, True),
-        (False, True, True, True),
-        (False, True, False, False),
-    ):
+    monkeypatch.setattr("sharesd.weights.packing.HAS_TRITON", True)
+    for own, gemlite, able in ((True, False, True), (False, True, True), (False, False, False)):
         monkeypatch.setattr("sharesd.weights.packing.runs_triton", lambda gpu, own=own: own)
-        monkeypatch.setattr("sharesd.weights.packing.HAS_TRITON", triton)
         monkeypatch.setattr("sharesd.weights.packing.find_spec", lambda name, there=gemlite: there or None)
         assert has_quantized_kernels(GPU) == able
 
@@ -301,57 +253,42 @@ def test_a_tile_that_does_not_fit_has_fewer_stages(monkeypatch: pytest.MonkeyPat
     with pytest.raises(OutOfResources):
         with_room(lambda stages: run(stages, 0), 4, "third")
     with pytest.raises(ZeroDivisionError):
-        with_room(lambda stages: 1 // 0, 4, "fourth")  # type: ignore[arg-type, return-value]
-
-
-# ---- what does not fit
+        with_room(lambda stages: 1 // 0, 4, "fourth")
 
 
 def test_caches_that_do_not_fit_say_what_would(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(target, "_free", lambda gpu: 10 * 2000 * 100)
     target._require_room(2000, 10, 100, GPU)
-    with pytest.raises(
-        ValueError, match=r"16 rows of 2000 tokens need 3.2 MB .* 2 MB free; use --max-batch 10 or --max-c"
+    for (tokens, rows, num_bytes, fixed), told in (
+        ((2000, 16, 100, 0), "16 rows of 2000 tokens need 3.2 MB .* 2 MB free; use --max-batch 10 or --max-context"),
+        ((30000, 1, 2000, 0), "use --max-context 1000, or end what else"),
+        ((2000, 10, 100, 100), "10 rows of 2000 tokens need 2.2 MB .* use --max-batch 9 or --max-context 1818"),
+        ((2000, 1, 10**6, 0), "use a smaller model"),
     ):
-        target._require_room(2000, 16, 100, GPU)
-    with pytest.raises(ValueError, match="use --max-context 1000, or end what else"):
-        target._require_room(30000, 1, 2000, GPU)
-    with pytest.raises(
-        ValueError, match="10 rows of 2000 tokens need 2.2 MB .* use --max-batch 9 or --max-context 1818"
-    ):
-        target._require_room(2000, 10, 100, GPU, fixed=100)
-    with pytest.raises(ValueError, match="use a smaller model"):
-        target._require_room(2000, 1, 10**6, GPU)
+        with pytest.raises(ValueError, match=told):
+            target._require_room(tokens, rows, num_bytes, GPU, fixed=fixed)
 
 
 def test_the_plan_says_what_would_stay() -> None:
     def stays(config: EngineConfig, modes: Any) -> bool:
         return config.max_batch * config.planned_context * (1 if modes == ("naive",) else 2) <= 8 * 1024
 
-    config = EngineConfig(max_batch=8, mode="share")
-    assert offload_planner._would_stay(config, ("share",), stays) == "--max-batch 2 or --max-context 512"
-    smaller = EngineConfig(max_batch=4, mode="share")
-    assert offload_planner._would_stay(smaller, ("share",), stays).endswith(" or --mode naive")
-    assert offload_planner._would_stay(config, ("share",), lambda *_: False) == ""
+    large, small = (EngineConfig(max_batch=batch, mode="share") for batch in (8, 4))
+    assert offload_planner._would_stay(large, ("share",), stays) == "--max-batch 2 or --max-context 512"
+    assert offload_planner._would_stay(small, ("share",), stays).endswith(" or --mode naive")
+    assert offload_planner._would_stay(large, ("share",), lambda *_: False) == ""
 
 
 def test_running_out_of_a_gpus_memory_names_who_holds_it_and_what_to_do() -> None:
-    text = (
-        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.6 GiB of which 1.0 GiB is "
-        "free. Process 77 has 20.0 GiB memory in use. Of the allocated memory 1.0 GiB is allocated by PyTorch. If "
-        "reserved but unallocated memory is large try setting X"
-    )
+    text = "CUDA out of memory. Tried to allocate 2.00 GiB. Process 77 has 20.0 GiB memory in use. Of the allocated "
+    text += "memory 1.0 GiB is allocated by PyTorch. If reserved but unallocated memory is large try setting X"
     line = describe(RuntimeError(text))
     assert "Process 77 has 20.0 GiB" in line and "--max-batch or --max-context" in line and "PyTorch" not in line
 
 
 def test_errors_of_triton_end_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     failed = type("PTXASError", (Exception,), {"__module__": "triton.runtime.errors"})
-
-    def fails() -> None:
-        raise failed("PTXAS error: no such target\nand more")
-
-    assert main_guard(fails) == 2
+    assert main_guard(Mock(side_effect=failed("PTXAS error: no such target\nand more"))) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert re.match(r"error: a kernel .*\(PTXAS error: no such target\); use --kernels torch", line)
     with pytest.raises(KeyError):

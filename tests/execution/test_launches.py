@@ -24,21 +24,19 @@ from compile.cuda.gemm_config import ROWS
 from compile.cuda.linear import replace_with_row_linears
 from compile.cuda_graphs import Graphs
 from quant.switch_linear import Switch, SwitchLinear
+from sharesd import Engine, SamplingParams
 from sharesd.drafters.share.drafter import ShareDrafter
-from sharesd.engine.engine import Engine
 from sharesd.engine.options import EngineOptions
 from sharesd.models.architectures import config_from_hf
 from sharesd.models.decoder import Decoder
 from sharesd.sampling import logits_processors
-from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape, DraftTree, shapes_of
 from tests.helpers.oracle import VOCAB, tiny_tokenizer
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 DEVICE = torch.device("meta")
 LAYERS = 3
-LAUNCHES = {"attend_": 3}
-"""Of operators that are more than one."""
+LAUNCHES = {"attend_": 3}  # of operators that are more than one
 TREE = (2, 3, 6)
 
 
@@ -75,7 +73,6 @@ def decoder(**config: Any) -> Decoder:
 
 
 def switched(model: Decoder) -> Switch:
-    """Every linear drafts with another of its kind."""
     switch = Switch()
     for path, linear in [(path, part) for path, part in model.named_modules() if hasattr(part, "counters")]:
         model.set_submodule(path, SwitchLinear(linear, linear, switch))
@@ -90,18 +87,9 @@ def takes_meta_for_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def engine_of(model: Decoder, drafter: Any, cache: Any, **options: Any) -> Engine:
-    return Engine(
-        target=model,
-        tokenizer=tiny_tokenizer(),
-        cache=cache,
-        drafter=drafter,
-        options=EngineOptions(max_context=200, auto_length=True, widths=[1, 7], graphs=Graphs(), **options),
-    )
-
-
-def count(function: Callable[[], object]) -> Counter[str]:
-    return counted(function).launches
+def share_drafter(model: Decoder, switch: Switch, cache: Any, trees: bool) -> ShareDrafter:
+    shapes, top = (shapes_of(*TREE), TREE[0]) if trees else ((DraftShape(1, 1), DraftShape(6, 6)), 1)
+    return ShareDrafter(model, cache, switch, shapes=shapes, quantized_bytes=0, branching=top)
 
 
 def counted(function: Callable[[], object]) -> Counting:
@@ -115,7 +103,9 @@ def captures(
     model: Decoder, drafter: Any, cache: Any, rows: int | None = None, **options: Any
 ) -> dict[str, Callable[[], object]]:
     """Captures of an engine for so many rows (default: all), by kind."""
-    round_ = engine_of(model, drafter, cache, **options).variant(SamplingParams()).round(0, rows)
+    options = {"max_context": 200, "auto_length": True, "widths": [1, 7], "graphs": Graphs(), **options}
+    parts: dict[str, Any] = {"target": model, "drafter": drafter, "cache": cache, "tokenizer": tiny_tokenizer()}
+    round_ = Engine(**parts, options=EngineOptions(**options)).variant(SamplingParams()).round(0, rows)
 
     def verify(tree: DraftTree) -> object:
         return round_._accept(round_._target_pass(tree))
@@ -158,13 +148,9 @@ TREES = {
 def test_what_each_capture_launches(batch: int, trees: bool) -> None:
     model = decoder()
     switch, cache = switched(model), model.new_cache(batch, 256)
-    shapes = shapes_of(*TREE) if trees else (DraftShape(1, 1), DraftShape(6, 6))
-    drafter = ShareDrafter(model, cache, switch, shapes=shapes, quantized_bytes=0, branching=TREE[0] if trees else 1)
-    wanted = WANTED | TREES if trees else WANTED
-    if trees:
-        wanted["verify"] = WANTED["verify"] + Counter({"compact_kv_": 1})
-    for name, function in captures(model, drafter, cache).items():
-        assert count(function) == wanted[name], name
+    wanted = WANTED | TREES | {"verify": WANTED["verify"] + Counter({"compact_kv_": 1})} if trees else WANTED
+    for name, function in captures(model, share_drafter(model, switch, cache, trees), cache).items():
+        assert counted(function).launches == wanted[name], name
 
 
 @pytest.mark.parametrize("trees", [False, True])
@@ -172,12 +158,10 @@ def test_one_user_of_eight_pays_what_one_of_one_does(trees: bool) -> None:
     """By tiles of rows, rows of the cache that are read, and bytes that launches make; at most 5 % are allowed."""
     model = decoder()
     switch = switched(model)
-    shapes, top = (shapes_of(*TREE), TREE[0]) if trees else ((DraftShape(1, 1), DraftShape(6, 6)), 1)
 
     def work(batch: int, rows: int) -> dict[str, Counting]:
         cache = model.new_cache(batch, 256)
-        drafter = ShareDrafter(model, cache, switch, shapes=shapes, quantized_bytes=0, branching=top)
-        kinds = captures(model, drafter, cache, rows, buckets=True)
+        kinds = captures(model, share_drafter(model, switch, cache, trees), cache, rows, buckets=True)
         return {name: counted(function) for name, function in kinds.items()}
 
     alone, of_eight, whole = work(1, 1), work(8, 1), work(8, 8)
@@ -194,5 +178,5 @@ def test_one_user_of_eight_pays_what_one_of_one_does(trees: bool) -> None:
 def test_a_plain_step_launches_little_beside_its_layers(family: str) -> None:
     """At most 8 a layer and 12, whatever the norms and biases of its heads."""
     model = decoder(model_type=family, head_dim=16)
-    launches = count(captures(model, None, model.new_cache(1, 256))["plain"])
+    launches = counted(captures(model, None, model.new_cache(1, 256))["plain"]).launches
     assert launches == PLAIN_STEP and launches.total() <= 8 * LAYERS + 12

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,6 @@ from torch import Tensor
 
 from compile.decoder_stack import NativeStack
 from compile.inductor import CompiledModel
-from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.decoder import Decoder
 from sharesd.models.prefill import prefill
 from sharesd.sampling_params import SamplingParams
@@ -38,28 +38,19 @@ def native_bits(model: Decoder, tokens: list[int]) -> Tensor:
     """[T, F] of a text, from a stack of the first blocks for each depth: what the kernel computes, to the bit."""
     x_BTD, parts = model.embed(torch.tensor([tokens])), []
     for depth in TAPS:
-        first = NativeStack(
-            model.blocks[:depth],
-            tables=model.rope_tables,
-            ropes=[0, 0][:depth],
-            hidden_act=model.config.hidden_act,
-            norm=model.norm if depth == model.normed_depth else None,
-        )
+        how: dict[str, Any] = {"tables": model.rope_tables, "hidden_act": model.config.hidden_act}
+        norm = model.norm if depth == model.normed_depth else None
+        first = NativeStack(model.blocks[:depth], ropes=[0, 0][:depth], norm=norm, **how)
         cache = model.new_cache(1, 128)
         del cache.k[depth:], cache.v[depth:]
         parts.append(first(x_BTD, cache)[0])
     return torch.cat(parts, 1)
 
 
-def like(model: Decoder, how: str) -> Decoder:
+def twin(how: str, dtype: torch.dtype = torch.float64) -> Decoder:
     """The same weights as they run: packed and native, or one by one."""
-    twin = tiny_decoder(3, dtype=next(model.parameters()).dtype)
-    return compiled(twin, "native") if how == "native" else twin
-
-
-def features(cache: StaticKVCache, row: int, first: int, end: int) -> Tensor:
-    assert cache.features is not None
-    return cache.features[row, first:end]
+    model = tiny_decoder(3, dtype=dtype)
+    return compiled(model, "native") if how == "native" else model
 
 
 @pytest.mark.parametrize(
@@ -67,8 +58,7 @@ def features(cache: StaticKVCache, row: int, first: int, end: int) -> Tensor:
 )
 def test_features_are_the_hidden_states_of_a_plain_pass(how: str, dtype: torch.dtype) -> None:
     """Of a prompt read in two goes, plain rounds, in rows of different lengths; without taps nothing is kept."""
-    plain, dice = tiny_decoder(3, dtype=dtype), random.Random(1)
-    model = like(plain, how)
+    plain, model, dice = tiny_decoder(3, dtype=dtype), twin(how, dtype), random.Random(1)
     prompts = [[dice.randrange(VOCAB) for _ in range(size)] for size in (9, 14)]
     cache = model.new_cache(2, 96, TAPS)
     engine = new_engine(model, cache=cache)
@@ -77,7 +67,7 @@ def test_features_are_the_hidden_states_of_a_plain_pass(how: str, dtype: torch.d
     texts = {tuple(prompts[1] + done[1].token_ids), tuple(prompts[0] + done[0].token_ids + [5, 7] + again[0].token_ids)}
     for row, cached_ids in enumerate(cache.cached_ids):
         assert any(tuple(cached_ids) == text[: len(cached_ids)] for text in texts) and len(cached_ids) > 20
-        kept = features(cache, row, 0, len(cached_ids))
+        kept = cache.features[row, : len(cached_ids)]
         if how == "native":
             assert torch.equal(kept, native_bits(model, cached_ids))
         if dtype == torch.float64:
@@ -88,12 +78,11 @@ def test_features_are_the_hidden_states_of_a_plain_pass(how: str, dtype: torch.d
 @torch.inference_mode()
 @pytest.mark.parametrize("how", ["native", "off"])
 def test_features_of_accepted_nodes_move_with_their_kv(how: str) -> None:
-    plain, dice = tiny_decoder(3), random.Random(5)
-    model, text = like(plain, how), [dice.randrange(VOCAB) for _ in range(7)]
+    plain, model, dice = tiny_decoder(3), twin(how), random.Random(5)
+    text = [dice.randrange(VOCAB) for _ in range(7)]
     cache = model.new_cache(2, 96, TAPS)
     prefill(model, cache, [text, text[:4]], [0, 0])
     tree = pack([random_tree(dice, 6), random_tree(dice, 6)], 6, "")
-    assert tree.tree_mask is not None
     rows = torch.cat([torch.tensor([[1], [2]]), tree.tokens], 1)
     model.forward(rows, cache, tree_mask=tree.tree_mask)
     depth, path = tree.tree_mask
@@ -103,11 +92,11 @@ def test_features_of_accepted_nodes_move_with_their_kv(how: str) -> None:
     cache.compact(padded, torch.tensor([len(p) for p in paths]))
     for b, before in enumerate((text, text[:4])):
         whole = before + rows[b, paths[b]].tolist()
-        torch.testing.assert_close(features(cache, b, 0, len(whole)), expected(plain, whole))
+        torch.testing.assert_close(cache.features[b, : len(whole)], expected(plain, whole))
 
 
 @torch.inference_mode()
-def test_features_go_where_rows_go() -> None:
+def test_features_go_where_rows_go_and_quantized_steps_leave_them_alone() -> None:
     model, (a, b) = tiny_decoder(3), ([3, 1, 4, 1, 5], [2, 7, 1])
     cache = model.new_cache(3, 96, TAPS)
     prefill(model, cache, [a, b, []], [0, 0, 0])
@@ -115,19 +104,14 @@ def test_features_go_where_rows_go() -> None:
     cache.swap_rows(0, 2)
     cache.copy_row(1, 0, 2)
     for row, text in ((2, a), (1, b), (0, b[:2])):
-        torch.testing.assert_close(features(cache, row, 0, len(text)), expected(model, text))
+        torch.testing.assert_close(cache.features[row, : len(text)], expected(model, text))
     view = cache.rows(1, 3)
     view.lengths.fill_(0)
     model.forward(torch.tensor([[9], [8]]), view)
-    torch.testing.assert_close(features(cache, 2, 0, 1), expected(model, [8]))
-
-
-@torch.inference_mode()
-def test_quantized_steps_leave_features_alone() -> None:
+    torch.testing.assert_close(cache.features[2, :1], expected(model, [8]))
     model, switch = switched(tiny_decoder(3), noise=0.1)
     cache = model.new_cache(1, 96, TAPS)
     prefill(model, cache, [[3, 1, 4]], [0])
-    assert cache.features is not None
     before, ahead = cache.features.clone(), cache.draft_view()
     ahead.lengths.copy_(cache.lengths)
     with switch.quantized_weights():
@@ -148,4 +132,4 @@ def test_compiled_steps_keep_features(how: str) -> None:
         cache = twin.new_cache(1, 96, taps)
         prefill(twin, cache, [text], [0])
         model.forward(torch.tensor([step]), cache)
-    torch.testing.assert_close(features(cache, 0, 0, 9), expected(plain, text + step), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(cache.features[0, :9], expected(plain, text + step), rtol=1e-3, atol=1e-3)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +16,24 @@ import torch
 from compile import cpp_extension, suffix_search
 from compile.op_registry import runs_cpp, use_cpp_kernels
 from compile.suffix_search import suffix_finder
-from quant.config import QuantConfig
-from sharesd.cli.main import main
-from sharesd.config import EngineConfig, OffloadConfig
+from sharesd import EngineConfig, OffloadConfig, QuantConfig, SamplingParams
 from sharesd.drafters.suffix.datastore import TOKEN, _suffix_order
 from sharesd.execution.step_compiler import choose_kernels
 from sharesd.models.loader import decoder_config
 from sharesd.runtime import Runtime
-from sharesd.sampling_params import SamplingParams
 from tests.helpers.tiny_heads import make_head
-from tests.helpers.tiny_models import make_checkpoint
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(max_new_tokens=24)
 SAMPLED = SamplingParams(max_new_tokens=24, temperature=0.8, top_p=0.9, presence_penalty=0.5, seed=5)
-FOREIGN = ("aarch64", "arm64", "ARM64", "ppc64le", "riscv64", "")
+
+
+SMALL: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_batch": 3, "max_context": 128, "threads": 1}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("model"))
+def folder(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint()
 
 
 @pytest.fixture(autouse=True)
@@ -61,9 +60,7 @@ def texts(runtime: Runtime, mode: str, params: SamplingParams) -> list[list[int]
 @pytest.mark.usefixtures("no_compiler")
 def test_texts_of_all_modes_without_a_compiler(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     modes = ("naive", "share", "suffix")
-    options: dict[str, Any] = {"target": str(folder), "device": "cpu", "dtype": "float32", "threads": 1}
-    options |= {"max_batch": 3, "max_context": 128}
-    runtime = Runtime(EngineConfig(**options, quant=QuantConfig.parse("hqq:8")), modes)
+    runtime = Runtime(EngineConfig(**SMALL, target=str(folder), quant=QuantConfig.parse("hqq:8")), modes)
     [message] = [message for message in caplog.messages if "CPU kernels" in message]
     assert "no C++ compiler found" in message and "install one" in message and "torch's operations do" in message
     assert runtime.compile == "off" and runtime.config.kernels == "torch" and not runs_cpp(CPU)
@@ -76,12 +73,12 @@ def test_texts_of_all_modes_without_a_compiler(folder: Path, caplog: pytest.LogC
 
 def test_tokens_are_those_of_the_kernels(folder: Path) -> None:
     """In double precision, where sums of another order choose the same tokens."""
-    config: dict[str, Any] = {"target": str(folder), "device": "cpu", "dtype": "float64", "max_context": 128}
-    config |= {"mode": "naive", "max_batch": 3, "threads": 1}
-    wanted = [texts(Runtime(EngineConfig(**config)), "naive", params) for params in (GREEDY, SAMPLED)]
-    runtime = Runtime(EngineConfig(**config, kernels="torch"))
-    assert runtime.compile == "off" and not runs_cpp(CPU)
-    assert [texts(runtime, "naive", params) for params in (GREEDY, SAMPLED)] == wanted
+    config = EngineConfig(**SMALL | {"dtype": "float64"}, target=str(folder), mode="naive")
+    found = []
+    for each in (config, replace(config, kernels="torch")):
+        runtime = Runtime(each)
+        found.append([texts(runtime, "naive", params) for params in (GREEDY, SAMPLED)])
+    assert runtime.compile == "off" and not runs_cpp(CPU) and found[0] == found[1]
 
 
 @pytest.mark.usefixtures("no_compiler")
@@ -89,9 +86,8 @@ def test_tokens_are_those_of_the_kernels(folder: Path) -> None:
 def test_a_trained_head_without_a_compiler(folder: Path, tmp_path: Path, tree: Any) -> None:
     """Rows of trees have other bits than those of chains: they are asked for by name."""
     head = make_head(tmp_path / "head", decoder_config(folder), "eagle", dtype=torch.float32)
-    options: dict[str, Any] = {"target": str(folder), "device": "cpu", "dtype": "float32", "threads": 1}
-    options |= {"heads": (str(head),), "max_batch": 3, "max_context": 128, "tree": tree, "exact": tree == "auto"}
-    runtime = Runtime(EngineConfig(**options), ("naive", "eagle"))
+    options: dict[str, Any] = {"heads": (str(head),), "tree": tree, "exact": tree == "auto"}
+    runtime = Runtime(EngineConfig(**SMALL, target=str(folder), **options), ("naive", "eagle"))
     answers = texts(runtime, "eagle", SAMPLED)
     assert answers == texts(runtime, "naive", SAMPLED) if tree == "auto" else all(len(each) == 24 for each in answers)
 
@@ -111,27 +107,19 @@ def test_what_needs_the_kernels_is_refused(folder: Path, options: dict[str, Any]
         Runtime(EngineConfig(target=str(folder), device="cpu", mode="naive", **options))
 
 
-@pytest.mark.parametrize("machine", FOREIGN)
-def test_another_processor(machine: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(platform, "machine", lambda: machine)
-    assert choose_kernels("auto", CPU, torch.float32).kernels == "torch" and not runs_cpp(CPU)
-    [message] = caplog.messages
-    assert "for x86-64" in message and (machine or "an unknown processor") in message and "--compile native" in message
-
-
-@pytest.mark.parametrize("machine", ["x86_64", "AMD64"])
-def test_names_of_the_processor_that_they_are_for(
-    machine: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_another_processor(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Kernels are for one, of two names, and are tried on any by name."""
     monkeypatch.setattr(cpp_extension, "_try", lambda compiler: None)
-    monkeypatch.setattr(platform, "machine", lambda: machine)
-    assert choose_kernels("auto", CPU, torch.float32).kernels == "auto" and runs_cpp(CPU) and not caplog.messages
-
-
-def test_by_name_they_are_tried_on_any(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "-D_Float16=__fp16" not in cpp_extension._command()
-    monkeypatch.setattr(cpp_extension, "_try", lambda compiler: None)
-    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    for machine in ("x86_64", "AMD64"):
+        monkeypatch.setattr(platform, "machine", lambda machine=machine: machine)
+        assert choose_kernels("auto", CPU, torch.float32).kernels == "auto" and runs_cpp(CPU) and not caplog.messages
+        assert "-D_Float16=__fp16" not in cpp_extension._command()
+    for machine in ("arm64", "ARM64", "ppc64le", "riscv64", "", "aarch64"):
+        caplog.clear()
+        monkeypatch.setattr(platform, "machine", lambda machine=machine: machine)
+        assert choose_kernels("auto", CPU, torch.float32).kernels == "torch" and not runs_cpp(CPU)
+        [message] = caplog.messages
+        assert "x86-64" in message and (machine or "an unknown processor") in message and "--compile native" in message
     assert choose_kernels("auto", CPU, torch.float32, "native").kernels == "auto" and runs_cpp(CPU)
     assert "-D_Float16=__fp16" in cpp_extension._command(), "which g++ 12 lacks there"
 
@@ -160,14 +148,6 @@ def test_a_compiler_that_builds_no_library(
     assert not (tmp_path / "cache").exists()
 
 
-@pytest.mark.usefixtures("no_compiler")
-def test_the_command_says_it_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ("--device", "cpu", "--max-context", "128", "--max-new-tokens", "4")
-    assert main(["generate", "--mode", "naive", "--target", str(folder), *sizes, "the moon"]) == 0
-    said = capsys.readouterr().err
-    assert said.count("torch's operations do") == 1 and said.startswith("warning: CPU kernels do not run here (no C++")
-
-
 def test_search_of_suffixes_without_kernels() -> None:
     dice = np.random.default_rng(3)
     backward = dice.integers(0, 4, 300)
@@ -180,9 +160,6 @@ def test_search_of_suffixes_without_kernels() -> None:
     for _ in range(300):
         wanted = dice.integers(0, 5, dice.integers(1, 12)).tolist()
         assert theirs(wanted) == ours(wanted), wanted
-    broken = order.copy()
-    broken[:] = 10**6
-    use_cpp_kernels(True)
-    assert suffix_finder(stored, broken, 5)([1, 2])[0] == 0
-    use_cpp_kernels(False)
-    assert suffix_finder(stored, broken, 5)([1, 2])[0] == 0
+    for runs in (True, False):
+        use_cpp_kernels(runs)
+        assert suffix_finder(stored, np.full_like(order, 10**6), 5)([1, 2])[0] == 0, "a damaged order"

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -37,7 +38,6 @@ class Binary:
 
     @property
     def ptx(self) -> str:
-        """The code of the virtual machine."""
         return self.asm["ptx"]
 
     @property
@@ -48,11 +48,6 @@ class Binary:
     @cached_property
     def _usage(self) -> dict[str, int]:
         return {key: int(value) for key, value in re.findall(r"([A-Z]+):(\d+)", self._dumped("-res-usage"))}
-
-    @property
-    def registers(self) -> int:
-        """Registers of each thread."""
-        return self._usage["REG"]
 
     @property
     def spilled(self) -> int:
@@ -76,7 +71,7 @@ class Binary:
 
     def resident(self) -> int:
         """Programs that a processor holds at once, as far as registers, warps and shared memory go."""
-        registers = 65536 // (-(-self.registers // 8) * 8 * 32 * self.warps)
+        registers = 65536 // (-(-self._usage["REG"] // 8) * 8 * 32 * self.warps)
         warps = {80: 64, 90: 64}.get(self.arch, 48) // self.warps
         shared = (SHARED[self.arch] + 1) * 1024 // (self.shared + 1024)
         return min(registers, warps, shared)
@@ -90,7 +85,6 @@ class Binary:
 
 
 def count(code: list[str], name: str) -> int:
-    """Instructions of this name."""
     return sum(bool(re.search(rf"(^|\s){name}\b", line)) for line in code)
 
 
@@ -101,27 +95,14 @@ class _Pointer:
         self.dtype, self._address = tensor.dtype, int(tensor.storage_offset()) * tensor.itemsize
 
     def data_ptr(self) -> int:
-        """An address in memory that begins at a multiple of 16."""
         return self._address
 
 
-class _Driver:
-    """Answers that a launch asks of a driver; each compute capability is a device of its own."""
-
-    def __init__(self, arch: int) -> None:
-        self.arch = arch
-
-    def get_current_device(self) -> int:
-        """The key of what was compiled already."""
-        return self.arch
-
-    def get_current_stream(self, device: int) -> int:
-        """None."""
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        """The GPU that is not there."""
-        return GPUTarget("cuda", self.arch, 32)
+def use_driver(arch: int, device: int = 0, **more: Any) -> None:
+    """Have Triton ask a driver that is made up, for a GPU of this compute capability; `more`: further answers."""
+    target = GPUTarget("cuda", arch, 32)
+    answers = {"get_current_target": lambda: target, "get_current_device": lambda: device} | more
+    driver.set_active(SimpleNamespace(get_current_stream=lambda device=0: 0, **answers))
 
 
 @contextmanager
@@ -137,7 +118,7 @@ def gpu(arch: int) -> Iterator[list[Binary]]:
         made.append(Binary(about.name, arch, tuple(grid), about.num_warps, kernel.asm, about.shared))
 
     capability = mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: divmod(arch, 10))
-    driver.set_active(_Driver(arch))
+    use_driver(arch, device=arch)  # what is compiled is kept by device
     try:
         with FakeTensorMode(), capability, mock.patch.object(JITFunction, "run", compiled):
             yield made

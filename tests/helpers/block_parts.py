@@ -9,17 +9,9 @@ from torch import Tensor
 
 from compile.block_linear import BlockPart, block_sizes
 
-HALVES = {  # places of float16 numbers in a block
-    "Q2_K": (80, 82),
-    "Q3_K": (108,),
-    "Q4_K": (0, 2),
-    "Q5_K": (0, 2),
-    "Q6_K": (208,),
-    "Q4_1": (0, 2),
-    "Q5_1": (0, 2),
-    "MXFP4": (),
-    "NVFP4_16": (),
-}
+HALVES = dict.fromkeys(("Q4_K", "Q5_K", "Q4_1", "Q5_1"), (0, 2))
+HALVES |= {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "MXFP4": (), "NVFP4_16": ()}
+"""Places of float16 numbers in a block, where they are not at its beginning."""
 
 
 def ggml_type(name: str) -> gguf.GGMLQuantizationType:
@@ -37,25 +29,16 @@ def random_part(name: str, N: int, K: int, seed: int = 0) -> BlockPart:
     dice = np.random.default_rng(seed)
     blocks = dice.integers(0, 256, (N, K // inputs, size), dtype=np.uint8)
     if name == "NVFP4_16":
-        scales = dice.normal(0, 0.01, (N, 1, 1)).astype(np.float32).view(np.uint8)
-        blocks[..., :4] = scales
+        blocks[..., :4] = dice.normal(0, 0.01, (N, 1, 1)).astype(np.float32).view(np.uint8)
         blocks[..., 4][blocks[..., 4] & 127 == 127] = 0  # no NaN
     for place in HALVES.get(name, (0,)):
-        halves = dice.normal(0, 0.01, (N, K // inputs, 1)).astype(np.float16)
-        blocks[..., place : place + 2] = halves.view(np.uint8)
+        blocks[..., place : place + 2] = dice.normal(0, 0.01, (N, K // inputs, 1)).astype(np.float16).view(np.uint8)
     if name == "MXFP4":
         blocks[..., 0] = dice.integers(100, 130, blocks.shape[:2])
     return BlockPart(name, torch.from_numpy(blocks.reshape(N, -1)))
 
 
 FLOATS_OF_4_BITS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
-
-
-def floats_of_8_bits(codes: np.ndarray) -> np.ndarray:
-    """E4M3 in float64: a sign, four bits of exponent and three of mantissa."""
-    exponent, mantissa = (codes >> 3 & 15).astype(int), codes & 7
-    sizes = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10))
-    return np.where(codes > 127, -sizes, sizes)
 
 
 def reordered(part: BlockPart) -> BlockPart:
@@ -74,7 +57,8 @@ def values(part: BlockPart) -> Tensor:
     blocks = part.raw.numpy().reshape(len(part.raw), -1, size)
     if part.type == "NVFP4_16":
         codes = np.concatenate([blocks[..., 5:] & 15, blocks[..., 5:] >> 4], -1)
-        scale = blocks[..., :4].copy().view(np.float32) * floats_of_8_bits(blocks[..., 4:5]).astype(np.float32)
+        fine = torch.from_numpy(blocks[..., 4:5].copy()).view(torch.float8_e4m3fn).float().numpy()
+        scale = blocks[..., :4].copy().view(np.float32) * fine
         return torch.from_numpy((FLOATS_OF_4_BITS[codes] * scale).astype(np.float32).reshape(len(part.raw), -1))
     scale, zero, codes = blocks[..., :2].copy().view(np.float16), blocks[..., 2:3], blocks[..., 3:]
     if part.type.startswith("INT4"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import fcntl
 import json
 import os
@@ -17,7 +16,6 @@ from typing import Any
 CHROMIUM = shutil.which("chromium")
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run")
 KEYS = {"Enter": (13, "\r"), "Escape": (27, ""), "Tab": (9, ""), "ArrowRight": (39, ""), " ": (32, " ")}
-"""Code and text of keys that `Tab.press` knows."""
 
 
 class Browser:
@@ -28,20 +26,9 @@ class Browser:
         theirs_in, ours_out = os.pipe()
         ours_in, theirs_out = os.pipe()
         high = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (theirs_in, theirs_out)]  # apart from 3 and 4
-        self._process = subprocess.Popen(
-            [
-                "bash",
-                "-c",
-                f'exec "$0" "$@" 3<&{high[0]} 4>&{high[1]}',
-                CHROMIUM,
-                *FLAGS,
-                f"--user-data-dir={folder}",
-                "--remote-debugging-pipe",
-                "about:blank",
-            ],
-            pass_fds=high,
-            stderr=subprocess.DEVNULL,
-        )
+        flags = [*FLAGS, f"--user-data-dir={folder}", "--remote-debugging-pipe", "about:blank"]
+        command = ["bash", "-c", f'exec "$0" "$@" 3<&{high[0]} 4>&{high[1]}', CHROMIUM, *flags]
+        self._process = subprocess.Popen(command, pass_fds=high, stderr=subprocess.DEVNULL)
         for end in (theirs_in, theirs_out, *high):
             os.close(end)
         self._out, self._in = os.fdopen(ours_out, "wb", 0), os.fdopen(ours_in, "rb")
@@ -50,7 +37,7 @@ class Browser:
         threading.Thread(target=self._read, daemon=True).start()
 
     def call(self, method: str, session: str | None = None, **params: Any) -> dict[str, Any]:
-        """What a command gives; RuntimeError if it fails, queue.Empty after 60 s."""
+        """What a command gives; RuntimeError if it fails, queue.Empty after 300 s."""
         number = len(self._answers)
         self._answers[number] = queue.Queue()
         message = {"id": number, "method": method, "params": params} | ({"sessionId": session} if session else {})
@@ -61,7 +48,6 @@ class Browser:
         return answer["result"]
 
     def close(self) -> None:
-        """End the browser."""
         self.call("Browser.close")
         self._process.wait(30)
 
@@ -88,11 +74,9 @@ class Tab:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """A command to this page."""
         return self._browser.call(method, self._session, **params)
 
     def close(self) -> None:
-        """End the page."""
         self._browser.call("Target.disposeBrowserContext", browserContextId=self._context)
 
     def evaluate(self, expression: str) -> Any:
@@ -111,31 +95,23 @@ class Tab:
         return value
 
     def text(self, selector: str) -> str:
-        """The text of the first element that fits, as it is shown."""
         return self.evaluate(f"document.querySelector({json.dumps(selector)}).innerText")
 
     def type(self, text: str) -> None:
-        """Give text to what has the focus."""
         self.call("Input.insertText", text=text)
 
     def press(self, key: str, shift: bool = False) -> None:
-        """A key of KEYS, down and up."""
         code, text = KEYS[key]
         event = {"key": key, "windowsVirtualKeyCode": code, "modifiers": 8 * shift}
         self.call("Input.dispatchKeyEvent", type="keyDown", text=text, **event)
         self.call("Input.dispatchKeyEvent", type="keyUp", **event)
 
     def click(self, selector: str) -> None:
-        """A click of the mouse in the middle of an element."""
         box = f"document.querySelector({json.dumps(selector)}).getBoundingClientRect()"
         x, y = self.evaluate(f"(b => [b.x + b.width / 2, b.y + b.height / 2])({box})")
         for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
             pressed = {} if kind == "mouseMoved" else {"button": "left", "clickCount": 1}
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **pressed)
-
-    def screenshot(self, path: Path) -> None:
-        """A picture of what is seen, as PNG."""
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))
 
     def events(self, method: str) -> list[dict[str, Any]]:
         """The parameters of this page's events of one kind, from its beginning."""

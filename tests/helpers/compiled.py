@@ -10,11 +10,7 @@ from compile.kv_layout import CHUNK, SINKS
 from compile.linear import pack_linears
 from quant.switch_linear import Switch
 from sharesd.models.decoder import Decoder
-from tests.helpers.oracle import (
-    kv_of,
-    put_kv,
-    tiny_decoder,
-)
+from tests.helpers.oracle import kv_of, put_kv, tiny_decoder
 
 NUM_DRAFT = 3
 
@@ -25,14 +21,8 @@ def compiled(model: Decoder, how: str, switch: Switch | None = None) -> Decoder:
     pack_linears(model)
     if how == "native":
         ropes = [kind.rope for kind in model.config.layer_types]
-        model.run_stack = NativeStack(
-            model.blocks,
-            tables=model.rope_tables,
-            norm=model.norm,
-            ropes=ropes,
-            hidden_act=model.config.hidden_act,
-            use_quantized=low,
-        )
+        how_all = {"tables": model.rope_tables, "norm": model.norm, "hidden_act": model.config.hidden_act}
+        model.run_stack = NativeStack(model.blocks, ropes=ropes, use_quantized=low, **how_all)
     else:
         model.step_widths = frozenset({1, 2, 1 + NUM_DRAFT})
         model.run_block = CompiledBlocks({1, 2, 1 + NUM_DRAFT}, low)

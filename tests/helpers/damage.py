@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,9 +23,8 @@ DEEP = 100_000
 
 def damaged_bytes(data: bytes, dice: Dice, end: int | None = None) -> bytes:
     """Return bytes with one random damage; most of it before `end`."""
-    end = min(end or len(data), len(data)) if data else 0
-    at = dice.randrange(end) if end else 0
-    changed = bytearray(data)
+    end = min(end or len(data), len(data))
+    at, changed = dice.randrange(end) if end else 0, bytearray(data)
     match dice.randrange(8):
         case 0:
             return data[:at]
@@ -81,8 +79,7 @@ def _damage_value(root: list[Any], dice: Dice, more: dict[str, Any]) -> None:
             value = value | {dice.choice(list(value)): dice.choice(EXTREMES)}
         root[0][name] = value if dice.random() < 0.6 else dice.choice(EXTREMES)
         return
-    holder: Any = root
-    key: Any = 0
+    holder, key = root, 0
     while isinstance(holder[key], dict | list) and holder[key] and dice.random() < (1.0 if holder is root else 0.7):
         holder = holder[key]
         key = dice.choice(list(holder)) if isinstance(holder, dict) else dice.randrange(len(holder))
@@ -111,9 +108,8 @@ def _with_deep(text: str, dice: Dice) -> str:
     return deep if dice.random() < 0.3 or not text.startswith("{") or text == "{}" else f'{{"deep": {deep}, {text[1:]}'
 
 
-_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-"""Type of a .gguf value -> bytes of it."""
 _FORMS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+"""Type of a .gguf value -> its format."""
 
 
 @dataclass(slots=True)
@@ -128,7 +124,6 @@ class GGUFHeader:
 
     @classmethod
     def read(cls, data: bytes) -> GGUFHeader:
-        """Return the parts of an undamaged file."""
         header, at = cls(), 24
         num_tensors, num_fields = struct.unpack_from("<QQ", data, 8)
         for _ in range(num_fields):
@@ -169,7 +164,7 @@ def _after_value(data: bytes, at: int, kind: int) -> int:
     if kind == 8:
         return _text(data, at)[1]
     if kind != 9:
-        return at + _SIZES[kind]
+        return at + struct.calcsize(_FORMS[kind])
     kind, count = struct.unpack_from("<IQ", data, at)
     at += 12
     for _ in range(count):
@@ -181,13 +176,15 @@ def _random_value(dice: Dice) -> bytes:
     """Return type and value of a field, of any type and size."""
     kind = dice.choice((*_FORMS, 8, 8, 9, 9))
     if kind == 8:
-        return struct.pack("<I", 8) + _packed(dice.choice(("", "x", "llama", "yarn", "\0", "\ud800", "a" * 100_000)))
-    if kind == 9:
-        return struct.pack("<I", 9) + _random_array(dice)
-    if kind in (6, 12):
+        value = _packed(dice.choice(("", "x", "llama", "yarn", "\0", "\ud800", "a" * 100_000)))
+    elif kind == 9:
+        value = _random_array(dice)
+    elif kind in (6, 12):
         number = dice.choice((0.0, 1.0, -1.0, 0.5, 1e-30, 1e30, float("nan"), float("inf")))
-        return struct.pack("<I", kind) + struct.pack(_FORMS[kind], number)
-    return struct.pack("<I", kind) + struct.pack("<Q", dice.choice(INTEGERS))[: _SIZES[kind]]
+        value = struct.pack(_FORMS[kind], number)
+    else:
+        value = struct.pack("<Q", dice.choice(INTEGERS))[: struct.calcsize(_FORMS[kind])]
+    return struct.pack("<I", kind) + value
 
 
 def _random_array(dice: Dice) -> bytes:
@@ -199,7 +196,6 @@ def _random_array(dice: Dice) -> bytes:
 
 
 def damaged_gguf(data: bytes, dice: Dice) -> bytes:
-    """Return a .gguf file with one random damage, most of it in the header."""
     header = GGUFHeader.read(data)
     end = len(data) - len(header.rest)
     act = dice.randrange(10)
@@ -221,25 +217,21 @@ def _damage_tensor(header: GGUFHeader, dice: Dice) -> None:
     match dice.randrange(7):
         case 0:
             del header.tensors[at]
+            return
         case 1:
             header.tensors.insert(at, header.tensors[at])
         case 2:
-            header.tensors[at] = (
-                dice.choice((name + "x", "", "rope_freqs.weight", "blk.9.attn_q.weight")),
-                *header.tensors[at][1:],
-            )
+            name = dice.choice((name + "x", "", "rope_freqs.weight", "blk.9.attn_q.weight"))
         case 3:
-            dims = dice.choice(
-                ([], [0], dims[::-1], [*dims, 1], [d * 2 for d in dims], [1] * dice.choice((4, 5, 1000)))
-            )
-            header.tensors[at] = (name, dims, kind, offset)
+            many = [1] * dice.choice((4, 5, 1000))
+            dims = dice.choice(([], [0], dims[::-1], [*dims, 1], [d * 2 for d in dims], many))
         case 4:
             dims = [dice.choice((d, *INTEGERS)) for d in dims]
-            header.tensors[at] = (name, dims, kind, offset)
         case 5:
-            header.tensors[at] = (name, dims, dice.choice((*range(42), 99, 2**32 - 1)), offset)
+            kind = dice.choice((*range(42), 99, 2**32 - 1))
         case _:
-            header.tensors[at] = (name, dims, kind, dice.choice((offset + 1, offset + 32, *INTEGERS)))
+            offset = dice.choice((offset + 1, offset + 32, *INTEGERS))
+    header.tensors[at] = (name, dims, kind, offset)
 
 
 def _damage_field(header: GGUFHeader, dice: Dice) -> None:
@@ -259,17 +251,12 @@ def _damage_field(header: GGUFHeader, dice: Dice) -> None:
             name = dice.choice(("general.alignment", "llama.rope.scaling.factor", "gemma3.attention.scale", "split.no"))
             header.fields.append((name, value[:4] + struct.pack("<Q", dice.choice(INTEGERS))[: len(number)]))
         case 5:
-            changed = damaged_bytes(value, dice)
-            header.fields[at] = (key, changed)
+            header.fields[at] = (key, damaged_bytes(value, dice))
         case _:
             header.fields[at] = (key, _random_value(dice))
 
 
-Damage = Callable[[bytes, Dice], bytes]
-
-
 def damaged_safetensors(data: bytes, dice: Dice) -> bytes:
-    """Return a safetensors file with a damaged header."""
     (size,) = struct.unpack_from("<Q", data)
     act = dice.randrange(6)
     if act == 0:
@@ -277,11 +264,7 @@ def damaged_safetensors(data: bytes, dice: Dice) -> bytes:
     if act == 1:
         return struct.pack("<Q", dice.choice((size - 1, size + 1, len(data), *INTEGERS))) + data[8:]
     header = data[8 : 8 + size].decode()
-    if act == 2:
-        header = _damaged_tensors(json.loads(header), dice)
-        text = header.encode()
-    else:
-        text = damaged_json(header, dice)
+    text = _damaged_tensors(json.loads(header), dice).encode() if act == 2 else damaged_json(header, dice)
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text + data[8 + size :]
 
@@ -316,6 +299,6 @@ def damaged_lines(text: str, dice: Dice) -> bytes:
     lines = text.splitlines()
     if dice.random() < 0.3:
         return damaged_bytes(text.encode(), dice)
-    at = dice.randrange(len(lines))
-    damaged = damaged_json(lines[at], dice)
-    return b"\n".join([*(line.encode() for line in lines[:at]), damaged, *(line.encode() for line in lines[at + 1 :])])
+    written, at = [line.encode() for line in lines], dice.randrange(len(lines))
+    written[at] = damaged_json(lines[at], dice)
+    return b"\n".join(written)

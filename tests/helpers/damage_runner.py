@@ -31,7 +31,6 @@ Record = dict[str, Any]
 
 
 def load_damaged(kind: str, first: int, last: int) -> list[Record]:
-    """Return the outcomes of files `first` to before `last` of a kind."""
     records: list[Record] = []
     while first < last:
         with tempfile.TemporaryDirectory() as folder:
@@ -51,23 +50,17 @@ def _run_child(kind: str, first: int, last: int, folder: str) -> tuple[list[Reco
     with subprocess.Popen(command, cwd=ROOT, env=settings, stdout=subprocess.PIPE, text=True) as child:
         lines: queue.Queue[str] = queue.Queue()
         Thread(target=_read, args=(child, lines), daemon=True).start()
-        records: list[Record] = []
-        limit, began = START_SECONDS, False
-        while True:
-            try:
-                line = lines.get(timeout=limit)
-            except queue.Empty:
-                child.kill()
-                line, end = "", "hang"
-            else:
-                end = "" if line else f"exit status {child.wait()}"
-            if not line:
-                if not began:
-                    raise RuntimeError(f"the child for files {kind} {first} to {last} does not start ({end})")
-                return records, end
-            limit, began, record = CASE_SECONDS, True, json.loads(line)
-            if "outcome" in record:
-                records.append(record)
+        said: list[Record] = []
+        try:
+            while line := lines.get(timeout=CASE_SECONDS if said else START_SECONDS):
+                said.append(json.loads(line))
+            end = f"exit status {child.wait()}"
+        except queue.Empty:
+            child.kill()
+            end = "hang"
+        if not said:
+            raise RuntimeError(f"the child for files {kind} {first} to {last} does not start ({end})")
+        return [record for record in said if "outcome" in record], end
 
 
 def _read(child: subprocess.Popen[str], lines: queue.Queue[str]) -> None:
@@ -86,11 +79,8 @@ def load_all(number: int) -> list[Record]:
 
 def wrong(records: Sequence[Record]) -> list[str]:
     """Return a line for each file with another outcome than FINE."""
-    return [
-        f"{record['kind']} {record['number']}: {record['outcome']} ({record['text'][:600]})"
-        for record in records
-        if record["outcome"] not in FINE
-    ]
+    others = [record for record in records if record["outcome"] not in FINE]
+    return [f"{each['kind']} {each['number']}: {each['outcome']} ({each['text'][:600]})" for each in others]
 
 
 def table(records: Sequence[Record]) -> str:
@@ -99,12 +89,10 @@ def table(records: Sequence[Record]) -> str:
     for kind in KINDS:
         here = [record for record in records if record["kind"] == kind]
         counts = Counter(record["outcome"] for record in here)
-        fine = [counts[name] for name in FINE]
-        slowest = max(record["seconds"] for record in here)
-        peak = max(record["max_bytes"] for record in here) / 1e6
-        rows.append(
-            f"| {kind} | {len(here)} | {fine[0]} | {fine[1]} | {len(here) - sum(fine)} | {slowest:.1f} | {peak:.0f} |"
-        )
+        loaded, refused = (counts[name] for name in FINE)
+        slowest, peak = (max(record[name] for record in here) for name in ("seconds", "max_bytes"))
+        numbers = f"{len(here)} | {loaded} | {refused} | {len(here) - loaded - refused} | {slowest:.1f}"
+        rows.append(f"| {kind} | {numbers} | {peak / 1e6:.0f} |")
     return "\n".join(rows)
 
 

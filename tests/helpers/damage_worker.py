@@ -11,6 +11,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import sys
 import time
 import traceback
@@ -27,8 +28,11 @@ from safetensors.torch import load_file, save_file
 
 from compile import cpp_extension
 from sharesd.cli.console import main_guard
+from sharesd.cli.generate_file import read
+from sharesd.data.prompt_files import read_prompts
 from sharesd.engine import cost_profiler
 from sharesd.models.loader import decoder_config
+from sharesd.reports.questions import load
 from sharesd_command import main
 from tests.cases import inputs
 from tests.helpers import damage
@@ -48,20 +52,12 @@ CONFIG_FIELDS: dict[str, Any] = {
     "text_config": {"model_type": "llama", "hidden_size": 64},
     "quantization_config": {"quant_method": "gptq"},
     "layer_types": ["full_attention", "sliding_attention"],
-    "model_type": "gemma3_text",
-    "sliding_window": 16,
-    "head_dim": 32,
-    "eos_token_id": [2, 3],
-    "num_hidden_layers": 3,
-    "attention_bias": True,
-    "partial_rotary_factor": 0.5,
-    "tie_word_embeddings": True,
-    "num_nextn_predict_layers": 1,
-    "max_position_embeddings": 1 << 20,
-    "no_rope_layers": [1, 0],
-    "query_pre_attn_scalar": 16,
-    "auto_map": {"AutoModelForCausalLM": "code.Model"},
 }
+CONFIG_FIELDS |= {"model_type": "gemma3_text", "sliding_window": 16, "head_dim": 32, "eos_token_id": [2, 3]}
+CONFIG_FIELDS |= {"num_hidden_layers": 3, "attention_bias": True, "partial_rotary_factor": 0.5}
+CONFIG_FIELDS |= {"tie_word_embeddings": True, "num_nextn_predict_layers": 1, "max_position_embeddings": 1 << 20}
+CONFIG_FIELDS |= {"no_rope_layers": [1, 0], "query_pre_attn_scalar": 16}
+CONFIG_FIELDS |= {"auto_map": {"AutoModelForCausalLM": "code.Model"}}
 TOKENIZER_FIELDS: dict[str, Any] = {
     "added_tokens_decoder": {"0": {"content": "<|endoftext|>", "special": True}, "999999": {"content": "<far>"}},
     "extra_special_tokens": {"image_token": "<image>"},
@@ -73,15 +69,9 @@ TOKENIZER_FIELDS: dict[str, Any] = {
     "truncation": {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0},
     "padding": {"strategy": {"Fixed": 8}, "direction": "Right", "pad_id": 0, "pad_token": "x"},
 }
-ADAPTER_FIELDS: dict[str, Any] = {
-    "rank_pattern": {"q_proj": 8},
-    "alpha_pattern": {"q_proj": 8},
-    "modules_to_save": ["lm_head"],
-    "use_rslora": True,
-    "use_dora": True,
-    "init_lora_weights": "gaussian",
-    "target_modules": "all-linear",
-}
+ADAPTER_FIELDS: dict[str, Any] = {"rank_pattern": {"q_proj": 8}, "alpha_pattern": {"q_proj": 8}}
+ADAPTER_FIELDS |= {"modules_to_save": ["lm_head"], "use_rslora": True, "use_dora": True}
+ADAPTER_FIELDS |= {"init_lora_weights": "gaussian", "target_modules": "all-linear"}
 RECORDS = (
     '{"prompt": "the cat"}',
     '"the mat"',
@@ -92,8 +82,7 @@ RECORDS = (
 )
 
 
-def gguf_case(base: Path, number: int, dice: random.Random, here: Path) -> Path:
-    """Write a damaged .gguf file."""
+def gguf_case(base: Path, dice: random.Random, here: Path) -> Path:
     file = dice.choice(sorted(base.glob("*.gguf")))
     for other in base.glob(f"{file.stem.partition('-0')[0]}-0*.gguf"):  # the other parts of its model
         if other != file:
@@ -106,11 +95,11 @@ def gguf_case(base: Path, number: int, dice: random.Random, here: Path) -> Path:
 def folder_case(names: tuple[str, ...], besides: str = "") -> Callable[..., Path]:
     """Return what writes a folder, one of whose named files is damaged; `besides`: a folder that is left alone."""
 
-    def write(base: Path, number: int, dice: random.Random, here: Path) -> Path:
+    def write(base: Path, dice: random.Random, here: Path) -> Path:
         folders = [path for path in sorted(base.iterdir()) if path.name != besides]
         source = dice.choice([path for path in folders if any((path / name).exists() for name in names)])
-        found = [name for name in names if (source / name).exists()]
-        name, folder = dice.choice(found), here / source.name
+        name = dice.choice([name for name in names if (source / name).exists()])
+        folder = here / source.name
         folder.mkdir()
         for file in source.iterdir():
             if file.name != name:
@@ -119,8 +108,8 @@ def folder_case(names: tuple[str, ...], besides: str = "") -> Callable[..., Path
         if name.endswith(".safetensors"):
             written = damage.damaged_safetensors(data, dice)
         elif name.endswith(".json"):
-            more = CONFIG_FIELDS if name == "config.json" else TOKENIZER_FIELDS if "token" in name else {}
-            more = ADAPTER_FIELDS if name == "adapter_config.json" else more
+            fields = {"config.json": CONFIG_FIELDS, "adapter_config.json": ADAPTER_FIELDS}
+            more = fields.get(name, TOKENIZER_FIELDS if "token" in name else {})
             written = damage.damaged_json(data.decode(), dice, more)
         else:
             written = damage.damaged_bytes(data, dice)
@@ -130,8 +119,7 @@ def folder_case(names: tuple[str, ...], besides: str = "") -> Callable[..., Path
     return write
 
 
-def prompts_case(base: Path, number: int, dice: random.Random, here: Path) -> Path:
-    """Write a damaged file of prompts."""
+def prompts_case(base: Path, dice: random.Random, here: Path) -> Path:
     lines = [dice.choice(RECORDS) for _ in range(3)]
     text = f"[{', '.join(lines)}]" if dice.random() < 0.2 else "\n".join(lines)
     data = damage.damaged_lines(text, dice)
@@ -142,12 +130,11 @@ def prompts_case(base: Path, number: int, dice: random.Random, here: Path) -> Pa
     return file
 
 
-TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-TOKENIZERS += ("vocab.json", "merges.txt")
+TOKENIZERS = [f"{name}.json" for name in ("tokenizer", "tokenizer_config", "special_tokens_map", "added_tokens")]
 KINDS: dict[str, Callable[..., Path]] = {
     "gguf": gguf_case,
     "weights": folder_case(("model.safetensors", "model-00001-of-00002.safetensors", "pytorch_model.bin")),
-    "tokenizer": folder_case((*TOKENIZERS, "tokenizer.json", "chat_template.jinja")),
+    "tokenizer": folder_case((*TOKENIZERS, "vocab.json", "merges.txt", "tokenizer.json", "chat_template.jinja")),
     "config": folder_case(("config.json", "config.json", "generation_config.json", "model.safetensors.index.json")),
     "adapter": folder_case(("adapter_config.json", "adapter_model.safetensors")),
     "heads": folder_case(("config.json", "config.json", "model.safetensors"), besides="llama"),
@@ -159,22 +146,31 @@ def make_base(kind: str, base: Path) -> None:
     """Write the undamaged files."""
     base.mkdir()
     if kind == "gguf":
-        write_gguf(base / "llama.gguf")
-        write_gguf(base / "gemma3.gguf", "gemma3", "spm")
-        write_gguf(base / "qwen3.gguf", "qwen3", "qwen2", {"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0})
-        write_gguf(base / "phi3.gguf", "phi3", "spm")
+        yarn = {"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0}
+        for name, *more in (("llama",), ("gemma3", "spm"), ("qwen3", "qwen2", yarn), ("phi3", "spm")):
+            write_gguf(base / f"{name}.gguf", name, *more)
         tensors = inputs.weights(seed=4)
         inputs.write_gguf(base / "parts.gguf", tensors, inputs.config_of("llama", tensors), split=8)
         return
     make_checkpoint(base / "llama")
-    if kind == "prompts":
-        return
-    if kind == "adapter":
-        _make_adapter(base / "tuned")
-        return
-    if kind == "heads":
-        _make_heads(base)
-        return
+    if kind == "adapter":  # of rank 4, for one linear
+        (base / "tuned").mkdir()
+        config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", "target_modules": ["q_proj"]}
+        config["base_model_name_or_path"] = "owner/base"
+        (base / "tuned" / "adapter_config.json").write_text(json.dumps(config))
+        module = "base_model.model.model.layers.0.self_attn.q_proj"
+        factors = {f"{module}.lora_A.weight": torch.ones(4, 64), f"{module}.lora_B.weight": torch.ones(64, 4)}
+        save_file(factors, base / "tuned" / "adapter_model.safetensors")
+    elif kind == "heads":
+        target = decoder_config(base / "llama")
+        for head in ("eagle", "eagle3", "parallel", "glide"):
+            make_head(base / head, target, head, ids=range(64) if head == "eagle3" else None, dtype=torch.float32)
+    elif kind != "prompts":
+        _make_folders(kind, base)
+
+
+def _make_folders(kind: str, base: Path) -> None:
+    """Store more models, with files of every name."""
     for i, family in enumerate(("qwen2", "qwen3", "phi3")):
         tensors = inputs.weights(family, seed=i, kv=4 if family == "phi3" else 2, biases="qkv" if i == 0 else "")
         inputs.save(base / family, tensors, inputs.config_of(family, tensors, num_key_value_heads=4 if i == 2 else 2))
@@ -185,82 +181,46 @@ def make_base(kind: str, base: Path) -> None:
     for folder in sorted(base.iterdir()):
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 1], "temperature": 0.6}))
     _split(base / "llama")
-    torch.save(load_file(base / "phi3" / "model.safetensors"), base / "phi3" / "pytorch_model.bin")
-    (base / "phi3" / "model.safetensors").unlink()
-    if kind == "tokenizer":
-        _convert_later(base / "phi3")
-    old = base / "qwen2"
-    (old / "special_tokens_map.json").write_text(
-        json.dumps({"eos_token": "<|close|>", "unk_token": {"content": "<u>"}})
-    )
-    (old / "added_tokens.json").write_text(json.dumps({"<extra>": 500, "<more>": 501}))
-
-
-def _make_adapter(folder: Path) -> None:
-    """Store an adapter of rank 4 for one linear of the model."""
-    folder.mkdir()
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", "target_modules": ["q_proj"]}
-    (folder / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "owner/base"}))
-    module = "base_model.model.model.layers.0.self_attn.q_proj"
-    factors = {f"{module}.lora_A.weight": torch.ones(4, 64), f"{module}.lora_B.weight": torch.ones(64, 4)}
-    save_file(factors, folder / "adapter_model.safetensors")
-
-
-def _make_heads(base: Path) -> None:
-    """Store a head of each kind."""
-    target = decoder_config(base / "llama")
-    for kind in ("eagle", "eagle3", "parallel", "glide"):
-        ids = range(64) if kind == "eagle3" else None
-        make_head(base / kind, target, kind, ids=ids, dtype=torch.float32)
-
-
-def _convert_later(folder: Path) -> None:
-    """Store the tokenizer as a vocabulary and merges, which transformers converts."""
-    inputs.backend().model.save(str(folder))
-    (folder / "tokenizer.json").unlink()
-    config = json.loads((folder / "tokenizer_config.json").read_text()) | {"tokenizer_class": "GPT2Tokenizer"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    phi3 = base / "phi3"
+    torch.save(load_file(phi3 / "model.safetensors"), phi3 / "pytorch_model.bin")
+    (phi3 / "model.safetensors").unlink()
+    if kind == "tokenizer":  # a vocabulary and merges, which transformers converts
+        inputs.backend().model.save(str(phi3))
+        (phi3 / "tokenizer.json").unlink()
+        config = json.loads((phi3 / "tokenizer_config.json").read_text()) | {"tokenizer_class": "GPT2Tokenizer"}
+        (phi3 / "tokenizer_config.json").write_text(json.dumps(config))
+    special = {"eos_token": "<|close|>", "unk_token": {"content": "<u>"}}
+    (base / "qwen2" / "special_tokens_map.json").write_text(json.dumps(special))
+    (base / "qwen2" / "added_tokens.json").write_text(json.dumps({"<extra>": 500, "<more>": 501}))
 
 
 def _split(folder: Path) -> None:
-    """Store a checkpoint's tensors in two shards with an index."""
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
-    shards = {i: f"model-0000{i}-of-00002.safetensors" for i in (1, 2)}
-    place = {name: 1 + (i > len(tensors) // 2) for i, name in enumerate(tensors)}
-    for i, shard in shards.items():
-        save_file({name: each for name, each in tensors.items() if place[name] == i}, folder / shard)
-    index = {"metadata": {}, "weight_map": {name: shards[place[name]] for name in tensors}}
+    shard = {name: f"model-0000{1 + (i > len(tensors) // 2)}-of-00002.safetensors" for i, name in enumerate(tensors)}
+    for each in set(shard.values()):
+        save_file({name: tensors[name] for name in tensors if shard[name] == each}, folder / each)
+    index = {"metadata": {}, "weight_map": shard}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 def command(kind: str, case: Path, number: int, base: Path, here: Path) -> Callable[[], int]:
-    """Return the command that reads a case."""
-    model = ["generate", "the cat", "--target", str(base / "llama"), *OPTIONS]
+    prompts, target, more = ["the cat"], base / "llama", NAIVE
     if kind == "adapter":
-        return lambda: main([*model, "--lora", str(case), *NAIVE])
-    if kind == "heads":
-        return lambda: main([*model, "--draft-head", str(case), "--mode", case.name.replace("eagle3", "eagle")])
-    if kind != "prompts":
-        return lambda: main(["generate", "the cat", "--target", str(case), *OPTIONS, *NAIVE])
-    if number % 10 == 0:
-        out = str(here / "out.jsonl")
-        prompts = ["--prompts", str(case), "--out", out, "--max-batch", "2"]
-        return lambda: main(["generate", *prompts, "--target", str(base / "llama"), *OPTIONS, *NAIVE])
-    return lambda: main_guard(lambda: _read_prompts(case, number % 3))
+        more = ("--lora", str(case), *NAIVE)
+    elif kind == "heads":
+        more = ("--draft-head", str(case), "--mode", case.name.replace("eagle3", "eagle"))
+    elif kind != "prompts":
+        target = case
+    elif number % 10:
+        return lambda: main_guard(lambda: _read_prompts(case, number % 3))
+    else:
+        prompts = ["--prompts", str(case), "--out", str(here / "out.jsonl"), "--max-batch", "2"]
+    return lambda: main(["generate", *prompts, "--target", str(target), *OPTIONS, *more])
 
 
 def _read_prompts(case: Path, reader: int) -> int:
-    from sharesd.cli.generate_file import read
-    from sharesd.data.prompt_files import read_prompts
-    from sharesd.reports.questions import load
-
-    if reader == 0:
-        read(case, raw=False)
-    elif reader == 1:
-        load("mtbench", case)
-    else:
-        read_prompts([str(case)])
+    (lambda: read(case, raw=False), lambda: load("mtbench", case), lambda: read_prompts([str(case)]))[reader]()
     return 0
 
 
@@ -269,9 +229,7 @@ def outcome(status: int, text: str, case: Path) -> str:
     lines = [line for line in text.splitlines() if line and not line.startswith(("warning:", "sharesd"))]
     if "Traceback" in text or "panicked" in text:
         return "traceback"
-    if status == 0:
-        return "loaded"
-    if status == 1 and " answered + " in text:
+    if status == 0 or (status == 1 and " answered + " in text):
         return "loaded"
     if len(lines) != 1 or not lines[0].startswith("error: "):
         return f"status {status} with {len(lines)} lines"
@@ -279,37 +237,29 @@ def outcome(status: int, text: str, case: Path) -> str:
         return "a long line"
     if lines[0].startswith(("error: a prompt ", "error: the logits of ")):
         return "refused"
-    # A converted file's folder in the cache begins with its name.
-    if not any(name in lines[0] for name in (str(case), f"{case.stem}-", *_files(case))):
+    # A folder's files, or the parts beside a file. A converted file's folder in the cache begins with its name.
+    files = [file.name for file in (case if case.is_dir() else case.parent).iterdir()]
+    if not any(name in lines[0] for name in (str(case), f"{case.stem}-", *files)):
         return "no file is named"
     if "out of memory" in lines[0] or "LOGLEVEL=DEBUG" in lines[0]:
         return "error of a library"
     return "refused"
 
 
-def _files(case: Path) -> list[str]:
-    """Return the names of a folder's files, or of the parts beside a file."""
-    return [file.name for file in (case if case.is_dir() else case.parent).iterdir()]
-
-
 def leftovers(cache: Path, status: int) -> list[str]:
     """Return what should not be in the cache, and empty it."""
-    found = sorted((cache / "checkpoints").glob("*")) if (cache / "checkpoints").exists() else []
+    found = sorted((cache / "checkpoints").glob("*"))
     whole = [path for path in found if (path / "converted.json").exists() or (path / "lora_adapter").exists()]
     wrong = [path.name for path in found if path.name.startswith(".") or (status == 2 and path not in whole)]
     for path in found:
-        for file in sorted(path.rglob("*"), reverse=True):
-            file.unlink() if file.is_symlink() or not file.is_dir() else file.rmdir()
-        path.rmdir() if path.is_dir() else path.unlink()
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
     return wrong
 
 
 def warm_up(kind: str, base: Path) -> None:
     """Load what takes seconds: kernels, and for some kinds transformers."""
-    target = base / "llama"
-    if kind in ("config", "tokenizer"):
-        target = base / ("olmo" if kind == "config" else "phi3")
-    elif kind == "gguf":
+    target = base / {"config": "olmo", "tokenizer": "phi3"}.get(kind, "llama")
+    if kind == "gguf":
         header = damage.GGUFHeader.read((base / "llama.gguf").read_bytes())
         header.fields[0] = (header.fields[0][0], header.fields[0][1].replace(b"llama", b"mamba"))
         target = base.parent / "mamba.gguf"
@@ -319,16 +269,14 @@ def warm_up(kind: str, base: Path) -> None:
 
 
 def run(kind: str, first: int, last: int, folder: Path, results: TextIO) -> None:
-    """Try the cases from `first` to before `last`."""
     for dtype in ("float32", "bfloat16", "sampling_ops"):
         cpp_extension.library(dtype)
     cost_profiler.SECONDS, cost_profiler.SWEEPS = 0.0, (1, 1)
     torch.set_num_threads(1)
-    cache, base = folder / "cache", folder / "base"
+    cache, base, said = folder / "cache", folder / "base", folder / "stderr"
     os.environ["SHARESD_CACHE_DIR"] = str(cache)
     make_base(kind, base)
     warm_up(kind, base)
-    said = folder / "stderr"
     stream = said.open("w+")
     os.dup2(stream.fileno(), 2)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -338,21 +286,19 @@ def run(kind: str, first: int, last: int, folder: Path, results: TextIO) -> None
     for number in range(first, last):
         here = folder / str(number)
         here.mkdir()
-        dice = random.Random(f"{kind} {number}")
-        case = KINDS[kind](base, number, dice, here)
+        case = KINDS[kind](base, random.Random(f"{kind} {number}"), here)
         stream.seek(0)
         stream.truncate()
         os.lseek(2, 0, os.SEEK_SET)
         print(json.dumps({"number": number, "began": True}), file=results, flush=True)
         started = time.monotonic()
         try:
-            status = command(kind, case, number, base, here)()
-            what = ""
+            status, what = command(kind, case, number, base, here)(), ""
         except BaseException as error:
             status, what = 3, "traceback"
             where = "".join(traceback.format_exception(error)[-3:])
             print(f"{type(error).__name__}: {error}"[:2000] + "\n" + where[-1500:], file=sys.stderr)
-        seconds = time.monotonic() - started
+        record = {"number": number, "seconds": round(time.monotonic() - started, 3)}
         gc.collect()  # models in cycles take room below the limit
         sys.stderr.flush()
         text = said.read_text(errors="replace")
@@ -360,12 +306,10 @@ def run(kind: str, first: int, last: int, folder: Path, results: TextIO) -> None
         wrong = leftovers(cache, status)
         if wrong and what in ("loaded", "refused"):
             what = f"left {wrong[0]} in the cache"
-        record = {"number": number, "outcome": what, "seconds": round(seconds, 3), "text": text[:3000]}
+        record |= {"outcome": what, "text": text[:3000]}
         record["max_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         print(json.dumps(record), file=results, flush=True)
-        for file in sorted(here.rglob("*"), reverse=True):
-            file.rmdir() if file.is_dir() and not file.is_symlink() else file.unlink()
-        here.rmdir()
+        shutil.rmtree(here)
 
 
 if __name__ == "__main__":

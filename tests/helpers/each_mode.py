@@ -28,7 +28,6 @@ PROMPTS: list[str | list[int]] = ["the cat sat on the mat and the cat sat on the
 
 
 def main() -> None:
-    """AssertionError where texts differ."""
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = str(make_checkpoint(Path(folder)))
         for name, options in TREES.items():

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from os.path import commonprefix
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,10 +29,8 @@ from tests.helpers.tiny_tokenizer import CHAT_TEMPLATE, SPECIAL, WORDS, make_bac
 
 DRAFT = 3
 """Draft tokens in each round that drafts."""
-FAILING, REFUSED, SPOILT = "why red", "why blue", "why green"
-"""Prompts with these words make a step fail, are not taken, or have logits that are no numbers soon."""
-LIMITED = "why the cat"
-"""Prompts with these words reach a limit of their grammar soon."""
+FAILING, REFUSED, SPOILT, LIMITED = "why red", "why blue", "why green", "why the cat"
+"""Prompts with these words make a step fail, are not taken, or soon have no numbers or reach their grammar's limit."""
 
 
 def make_tokenizer(template: str = CHAT_TEMPLATE) -> Tokenizer:
@@ -102,8 +101,8 @@ class FakeEngine:
         eager: bool = False,
         scripts: str | None = None,
     ) -> None:
-        self.tokenizer, self.max_batch, self.max_context, self.delay = tokenizer, max_batch, max_context, delay
-        self.piece, self.eager = piece, eager
+        self.tokenizer, self.max_batch, self.max_context = tokenizer, max_batch, max_context
+        self.delay, self.piece, self.eager = delay, piece, eager
         self.scripts: dict[str, str] = {} if scripts is None else SharedScripts(scripts)
         self.held: Callable[[], bool] = lambda: False
         self.running: list[FakeRequest] = []
@@ -165,7 +164,7 @@ class FakeEngine:
 
     def _place(self, request: FakeRequest) -> FakeRequest:
         prompt = request.prompt_ids
-        shared = max((_common(prompt, held) for held in self._read), default=0)
+        shared = max((len(commonprefix([prompt, read])) for read in self._read), default=0)
         request.cached_tokens = min(shared, len(prompt) - 1)
         self._read.append(prompt)
         return request
@@ -173,14 +172,11 @@ class FakeEngine:
     def _emit(self, request: FakeRequest) -> Any:
         first = request.unread > 0
         request.unread = 0
-        if first or not request.params.speculate:
-            sources = ["target"]
-        else:
+        sources = ["target"] if request.params.max_new_tokens else []
+        if request.params.speculate and not first:
             accepted = self._dice(request, request.position, "accepted") % (DRAFT + 1)
-            sources = ["accepted"] * accepted + (["bonus"] if accepted == DRAFT else ["recovered"])
+            sources = ["accepted"] * accepted + ["bonus" if accepted == DRAFT else "recovered"]
             request.stats.drafted_tokens += DRAFT
-        if request.params.max_new_tokens == 0:
-            sources = []
         ids = [self._token(request, request.position + n) for n in range(len(sources))]
         count, text, reason = request.checker.push(ids)
         start, request.position = request.position, request.position + count
@@ -191,6 +187,8 @@ class FakeEngine:
             reason, error = "error", GrammarTooComplex(f"the grammar became too complex at position {request.position}")
         request.finish_reason = reason
         wanted, top = request.params.logprobs, request.params.top_logprobs
+        others = [(i, float("-inf")) for i in self._spoken]
+        tops = [[(i, -0.25), *(other for other in others if other[0] != i)][:top] for i in ids[:count]]
         return SimpleNamespace(
             request=request,
             token_ids=ids[:count],
@@ -198,15 +196,11 @@ class FakeEngine:
             drafters=["suffix" if source == "accepted" else None for source in sources[:count]],
             text=text,
             logprobs=[-0.5 * (start + n) for n in range(count)] if wanted else None,
-            top_logprobs=[self._top(i, top) for i in ids[:count]] if wanted and top else None,
+            top_logprobs=tops if wanted and top else None,
             finish_reason=reason,
             error=error,
             round=None,
         )
-
-    def _top(self, token: int, count: int) -> list[tuple[int, float]]:
-        others = [i for i in self._spoken if i != token]
-        return [(token, -0.25), *((i, float("-inf")) for i in others)][:count]
 
     def _token(self, request: FakeRequest, position: int) -> int:
         prompt = self.tokenizer.decode(request.prompt_ids, skip_special_tokens=False)
@@ -226,10 +220,6 @@ def fake_model(*, template: str = CHAT_TEMPLATE, **settings: Any) -> ServedModel
     engine = FakeEngine(tokenizer, **settings)
     grammars = Grammars(tokenizer, vocab_size=tokenizer.vocab_size, eos_ids=tokenizer.eos_ids)
     return ServedModel(engine, tokenizer, engine.max_context, tokenizer.vocab_size, grammars)
-
-
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 if __name__ == "__main__":

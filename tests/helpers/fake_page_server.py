@@ -1,18 +1,15 @@
-"""A server for the tests of the page: the page itself, and a chat that is made up. The question chooses how it goes.
-
-Run by itself to look at the page: python -m tests.helpers.fake_page_server [PORT]
-"""
+"""A server for the tests of the page: the page itself, and a chat that is made up. The question chooses how it goes."""
 
 from __future__ import annotations
 
 import json
-import sys
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from typing import Any
 from zlib import crc32
 
+from tests.helpers.openai_server import EVENTS, Answers
 from tests.helpers.paths import ROOT
 
 PAGE = ROOT / "serve" / "page"
@@ -39,9 +36,10 @@ class FakeServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, port: int = 0, *, wants_key: bool = False) -> None:
-        super().__init__(("127.0.0.1", port), Handler)
-        self.wants_key = wants_key
+    wants_key = False
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
         self.requests: list[dict[str, Any]] = []
         self.hung_up = threading.Event()
         """A client left in the middle of an answer."""
@@ -51,19 +49,16 @@ class FakeServer(ThreadingHTTPServer):
         """Clients leave; that is no news."""
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(Answers):
     server: FakeServer
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Nothing."""
 
     def do_GET(self) -> None:
         path = PAGE / "index.html" if self.path == "/" else PAGE.parent / self.path.lstrip("/")
         if self.path == "/v1/models":
             if self._allowed():
-                self._json(200, {"object": "list", "data": [{"id": MODEL}]})
+                self._say(200, json.dumps({"object": "list", "data": [{"id": MODEL}]}))
         elif path.parent == PAGE and path.is_file():
-            self._answer(200, TYPES[path.suffix], path.read_bytes())
+            self._say(200, path.read_bytes(), TYPES[path.suffix])
         else:
             self._error(404, f"no {self.path}")
 
@@ -76,9 +71,7 @@ class Handler(BaseHTTPRequestHandler):
         if "full" in question:
             self._error(503, "the queue is full\n(64 requests): try again in 2 s")
             return
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
-        self.end_headers()
+        self._begin(200, EVENTS)
         try:
             self._stream(question, body)
         except (BrokenPipeError, ConnectionResetError):
@@ -94,10 +87,9 @@ class Handler(BaseHTTPRequestHandler):
             if number == 3 and "cut" in question:
                 return
             time.sleep(0.05 if "slow" in question else 0.002)
-            content = "".join(token["text"] for token in tokens)
-            delta = {"content": content}
+            delta = {"content": "".join(token["text"] for token in tokens)}
             if number < 2 and "think" in question:
-                delta = {"reasoning_content": content}
+                delta = {"reasoning_content": delta["content"]}
                 tokens = [token | {"reasoning": True} for token in tokens]
             traced = {"rounds": [trace_of(tokens)] if number else []} if body.get("round_details") else {}
             self._event({"choices": [{"index": 0, "delta": delta, "tokens": tokens, **traced}]})
@@ -120,17 +112,7 @@ class Handler(BaseHTTPRequestHandler):
         return True
 
     def _error(self, status: int, message: str) -> None:
-        self._json(status, {"error": {"message": message, "type": "error", "param": None, "code": None}})
-
-    def _json(self, status: int, data: dict[str, Any]) -> None:
-        self._answer(status, "application/json", json.dumps(data).encode())
-
-    def _answer(self, status: int, kind: str, data: bytes) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
+        self._say(status, json.dumps({"error": {"message": message, "type": "error", "param": None, "code": None}}))
 
 
 def trace_of(tokens: list[dict[str, Any]]) -> dict[str, Any]:
@@ -143,22 +125,10 @@ def trace_of(tokens: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def rounds_of(question: str, speculate: bool) -> list[list[dict[str, Any]]]:
-    """The tokens of each round, as the server sends them."""
     rounds = ROUNDS * (60 if "long" in question else 1)
     if not speculate:
         rounds = [[(text, "target", None)] for tokens in rounds for text, *_ in tokens]
         if "differ" in question:
             rounds[2] = [(" is", "target", None)]
-    return [
-        [
-            {"id": crc32(text.encode()), "text": text, "source": source, "drafter": drafter}
-            for text, source, drafter in tokens
-        ]
-        for tokens in rounds
-    ]
-
-
-if __name__ == "__main__":
-    fake = FakeServer(int(sys.argv[1]) if len(sys.argv) > 1 else 8000)
-    print(fake.url)
-    fake.serve_forever()
+    keys = ("text", "source", "drafter")
+    return [[dict(zip(keys, each, strict=True), id=crc32(each[0].encode())) for each in tokens] for tokens in rounds]

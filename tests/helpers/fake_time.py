@@ -19,17 +19,15 @@ from sharesd.engine.output_processor import OutputProcessor
 class FakeTime:
     """Stands in for `time` and `compile.device_timer.Clock`; the device works while the host goes on."""
 
-    def __init__(self) -> None:
-        self.now = 1000.0
-        """Time of the host."""
-        self.done_at = 0.0
-        """When the device will have done all that was asked of it."""
+    now = 1000.0
+    """Time of the host."""
+    done_at = 0.0
+    """When the device will have done all that was asked of it."""
 
     def perf_counter(self) -> float:
         return self.now
 
     def launch(self, host_s: float, device_s: float) -> None:
-        """The host asks the device for something."""
         self.now += host_s
         self.done_at = max(self.done_at, self.now) + device_s
 

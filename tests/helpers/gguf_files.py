@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from tokenizers import pre_tokenizers
 WORDS = ("the", "thing", "is", "in", "it", "on", "of", "and", "to", "that")
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TEMPLATE = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+HEAD_DIM = defaultdict(lambda: 16, qwen3=128)  # transformers overlooks that a Qwen3 file names another size than 128
 
 
 def write_gguf(
@@ -34,22 +37,17 @@ def write_gguf(
     architecture, numbers or texts. `kind`: type of most matrices; `types`: of single ones, as `blk.0.attn_v`. The
     table has a multiple of `pads_to` rows. `repeats`: token -> another one, whose string and type it gets.
     """
-    writer = gguf.GGUFWriter(file, architecture)
-    writer.add_block_count(layers)
-    writer.add_context_length(64)
-    writer.add_embedding_length(64)
-    writer.add_feed_forward_length(mlp)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10_000.0)
+    writer, head = gguf.GGUFWriter(file, architecture), HEAD_DIM[architecture]
+    sizes = {"block_count": layers, "context_length": 64, "embedding_length": 64, "feed_forward_length": mlp}
+    sizes |= {"head_count": 4, "head_count_kv": 2, "layer_norm_rms_eps": 1e-5, "rope_freq_base": 10_000.0}
     if architecture.startswith("gemma"):
-        writer.add_sliding_window(16)
+        sizes["sliding_window"] = 16
     if architecture.startswith("gemma") or architecture == "qwen3":
-        writer.add_key_length(head_dim(architecture))
-        writer.add_value_length(head_dim(architecture))
+        sizes |= {"key_length": head, "value_length": head}
     else:
-        writer.add_rope_dimension_count(16)
+        sizes["rope_dimension_count"] = 16
+    for name, size in sizes.items():
+        getattr(writer, f"add_{name}")(size)
     for key, value in (extra or {}).items():
         add = writer.add_string if isinstance(value, str) else writer.add_float32
         (writer.add_uint32 if isinstance(value, int) else add)(f"{architecture}.{key}", value)
@@ -64,7 +62,7 @@ def write_gguf(
     writer.add_pad_token_id(0)
     writer.add_add_bos_token(pre == "spm")
     writer.add_chat_template(TEMPLATE)
-    _add_tensors(writer, architecture, num_tokens, mlp, gguf.GGMLQuantizationType[kind], layers, types or {})
+    _add_tensors(writer, architecture, num_tokens, mlp, kind, layers, types or {})
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -72,16 +70,9 @@ def write_gguf(
     return file
 
 
-def head_dim(architecture: str) -> int:
-    """transformers overlooks that a Qwen3 file names another size than 128."""
-    return 128 if architecture == "qwen3" else 16
-
-
 def _add_byte_level(writer: gguf.GGUFWriter, pre: str, pads_to: int) -> int:
-    merges = []
-    for word in WORDS:
-        merges += [f"{word[:i]} {word[i]}" for i in range(1, len(word))] + [f"Ġ {word}"]
-    merges = list(dict.fromkeys(merges))
+    pairs = [[*(f"{word[:i]} {word[i]}" for i in range(1, len(word))), f"Ġ {word}"] for word in WORDS]
+    merges = list(dict.fromkeys(chain(*pairs)))
     made = [merge.replace(" ", "") for merge in merges]
     tokens = list(dict.fromkeys([*CONTROL, *sorted(pre_tokenizers.ByteLevel.alphabet()), *made]))
     tokens += [f"<unused{i}>" for i in range(-len(tokens) % pads_to)]
@@ -113,44 +104,35 @@ def _add_sentencepiece(writer: gguf.GGUFWriter) -> int:
 
 
 def _add_tensors(
-    writer: gguf.GGUFWriter,
-    architecture: str,
-    num_tokens: int,
-    mlp: int,
-    matrices: gguf.GGMLQuantizationType,
-    layers: int,
-    types: Mapping[str, str],
+    writer: gguf.GGUFWriter, arch: str, num_tokens: int, mlp: int, matrices: str, layers: int, types: Mapping[str, str]
 ) -> None:
-    random, head = np.random.default_rng(0), head_dim(architecture)
+    random, head = np.random.default_rng(0), HEAD_DIM[arch]
     heads = {"attn_q": 4 * head, "attn_k": 2 * head, "attn_v": 2 * head}
 
-    def add(name: str, *shape: int, kind: gguf.GGMLQuantizationType | None = None) -> None:
+    def add(name: str, *shape: int, kind: str = "") -> None:
         data = random.standard_normal(shape, dtype=np.float32) * 0.1 + (len(shape) == 1)
-        if (own := types.get(name.removesuffix(".weight"))) is not None:
-            kind = gguf.GGMLQuantizationType[own]
-        kind = kind or (matrices if len(shape) == 2 else gguf.GGMLQuantizationType.F32)
-        writer.add_tensor(name, gguf.quantize(data, kind), raw_dtype=kind)
+        usual = kind or (matrices if len(shape) == 2 else "F32")
+        wanted = gguf.GGMLQuantizationType[types.get(name.removesuffix(".weight"), usual)]
+        writer.add_tensor(name, gguf.quantize(data, wanted), raw_dtype=wanted)
 
     add("token_embd.weight", num_tokens, 64)
     add("output_norm.weight", 64)
-    if architecture in ("qwen3", "phi3"):
-        add("output.weight", num_tokens, 64, kind=gguf.GGMLQuantizationType.F16)
+    if arch in ("qwen3", "phi3"):
+        add("output.weight", num_tokens, 64, kind="F16")
     rows: dict[str, tuple[int, ...]] = {"attn_output": (64, 4 * head), "attn_norm": (64,), "ffn_norm": (64,)}
-    if architecture == "phi3":
+    if arch == "phi3":
         rows |= {"attn_qkv": (128, 64), "ffn_up": (2 * mlp, 64)}
     else:
         rows |= {name: (size, 64) for name, size in heads.items()} | {"ffn_gate": (mlp, 64), "ffn_up": (mlp, 64)}
-    if architecture.startswith("gemma"):
+    if arch.startswith("gemma"):
         rows |= {"post_attention_norm": (64,), "post_ffw_norm": (64,)}
-    if architecture in ("gemma3", "qwen3"):
+    if arch in ("gemma3", "qwen3"):
         rows |= {"attn_q_norm": (head,), "attn_k_norm": (head,)}
     for i in range(layers):
         for name, shape in rows.items():
-            kind = gguf.GGMLQuantizationType.BF16 if name == "attn_output" else None
-            add(f"blk.{i}.{name}.weight", *shape, kind=kind)
-        is_plain = matrices == gguf.GGMLQuantizationType.F16
-        down = gguf.GGMLQuantizationType.Q8_0 if i % 3 == 2 else gguf.GGMLQuantizationType.Q4_0
-        add(f"blk.{i}.ffn_down.weight", 64, mlp, kind=None if is_plain else down)
-        if architecture == "qwen2":
+            add(f"blk.{i}.{name}.weight", *shape, kind="BF16" if name == "attn_output" else "")
+        down = "Q8_0" if i % 3 == 2 else "Q4_0"
+        add(f"blk.{i}.ffn_down.weight", 64, mlp, kind="" if matrices == "F16" else down)
+        if arch == "qwen2":
             for name, size in heads.items():
                 add(f"blk.{i}.{name}.bias", size)

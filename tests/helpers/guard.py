@@ -27,7 +27,6 @@ _place = "off"
 
 
 def place() -> str:
-    """The place that holds now."""
     return _place
 
 
@@ -47,10 +46,7 @@ def put(wanted: str) -> None:
 def install() -> None:
     """Let `put` reach all that kernels are handed. Call it before the modules that call kernels are imported."""
     cpp_extension.kernel = cache(_moving_arrays(cpp_extension.kernel))
-    from compile import (
-        huge_pages,
-        suffix_search,  # what they take from `native` is guarded already
-    )
+    from compile import huge_pages, suffix_search  # what they take from `native` is guarded already
 
     huge_pages.zeros_like = _apart(huge_pages.zeros_like)
     suffix_search.suffix_finder = _moving_corpus(suffix_search.suffix_finder)
@@ -96,9 +92,8 @@ def _moving_arrays(kernel: Callable) -> Callable:
                 return
             arrays = {i: arg for i, arg in enumerate(args) if isinstance(arg, ctypes.Array)}
             moved = {i: torch.frombuffer(array, dtype=torch.uint8).clone() for i, array in arrays.items() if len(array)}
-            function(
-                *(type(arg).from_address(moved[i].data_ptr()) if i in moved else arg for i, arg in enumerate(args))
-            )
+            given = {i: type(args[i]).from_address(memory.data_ptr()) for i, memory in moved.items()}
+            function(*(given.get(i, arg) for i, arg in enumerate(args)))
             for i, memory in moved.items():
                 ctypes.memmove(arrays[i], memory.data_ptr(), memory.nbytes)
 
@@ -109,13 +104,11 @@ def _moving_arrays(kernel: Callable) -> Callable:
 
 def _moving_corpus(suffix_finder: Callable) -> Callable:
     def guarded_finder(backward: np.ndarray, order: np.ndarray, most: int) -> Callable[[Sequence[int]], Any]:
-        if _place != "off":
-            backward, order = moved(backward), moved(order)
-        return suffix_finder(backward, order, most)
+        given = (backward, order) if _place == "off" else (moved(backward), moved(order))
+        return suffix_finder(*given, most)
 
     return guarded_finder
 
 
 def moved(array: np.ndarray) -> np.ndarray:
-    """A copy in a tensor's memory."""
     return torch.from_numpy(array.view(np.uint8).copy()).clone().numpy().view(array.dtype)

@@ -8,23 +8,13 @@ import torch
 from torch import Tensor
 
 from sharesd.drafters.heads.head import Head
-from tests.helpers.oracle import VOCAB
+from tests.helpers.oracle import RAW as RAW
 from train.data.loss_mask import Example
 from train.data.packed_dataset import row_of
 from train.heads.losses import Teacher
 from train.heads.teacher import FrozenTarget
 
 IDS = torch.tensor(sorted({7, 3, 31, 12, 0, 39, 22}))
-RAW = {
-    "model_type": "llama",
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-}
 
 
 def teacher_of(target: Any, ids_K: Tensor | None) -> Teacher:

@@ -26,8 +26,6 @@ from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Interpreter
 from torch.utils.cpp_extension import include_paths, library_paths
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
 
 from compile.attention import TreeAttentionMask
 from compile.cuda.linear import replace_with_row_linears
@@ -40,25 +38,14 @@ from sharesd.drafters.heads.config import LAYER_IDS, HeadConfig
 from sharesd.models import rope
 from sharesd.models.architectures import config_from_hf
 from sharesd.models.decoder import Decoder
+from tests.helpers.absent_gpu import use_driver
 
 DEVICE = torch.device("cuda", 0)
 WIDTH, PIECE, SLOTS, LAYERS, GROUP = 16, 128, 4096, 3, 64
-SIZES = {
-    "vocab_size": 512,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": SLOTS,
-    "eos_token_id": None,
-}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "qwen3": {},
-    "gemma2": {"sliding_window": 64, "query_pre_attn_scalar": 64},
-}
+SIZES: dict[str, Any] = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": LAYERS}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+SIZES |= {"max_position_embeddings": SLOTS, "eos_token_id": None}
+FAMILIES = {"llama": {}, "qwen3": {}, "gemma2": {"sliding_window": 64, "query_pre_attn_scalar": 64}}
 GUARD = """
 #include <c10/core/impl/FakeGuardImpl.h>
 using namespace c10::impl;
@@ -69,21 +56,18 @@ VIEWS = ("reinterpret_tensor", "as_strided", "alloc_from_pool")
 
 
 def make_up_a_gpu(folder: Path) -> None:
-    """What Dynamo, Inductor and Triton ask of a device."""
     source, library = folder / "guard.cpp", folder / "guard.so"
     source.write_text(GUARD)
     includes = [f"-I{path}" for path in include_paths()]
     links = [*(f"-L{path}" for path in library_paths()), "-lc10"]
-    subprocess.run(
-        ["c++", "-std=c++20", "-shared", "-fPIC", *includes, str(source), *links, "-o", str(library)], check=True
-    )
+    command = ["c++", "-std=c++20", "-shared", "-fPIC", *includes, str(source), *links, "-o", str(library)]
+    subprocess.run(command, check=True)
     ctypes.CDLL(str(library))
-    kilobyte = 1024
     properties = SimpleNamespace(
         name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, warp_size=32, gcnArchName="",
         max_threads_per_multi_processor=2048, max_threads_per_block=1024, regs_per_multiprocessor=65536,
-        shared_memory_per_block=48 * kilobyte, shared_memory_per_block_optin=227 * kilobyte,
-        shared_memory_per_multiprocessor=228 * kilobyte, L2_cache_size=50 * kilobyte**2, total_memory=141 * kilobyte**3,
+        shared_memory_per_block=48 << 10, shared_memory_per_block_optin=227 << 10,
+        shared_memory_per_multiprocessor=228 << 10, L2_cache_size=50 << 20, total_memory=141 << 30,
     )  # fmt: skip
 
     def always(value: object) -> Any:
@@ -106,14 +90,7 @@ def make_up_a_gpu(folder: Path) -> None:
     torch.cuda.get_device_capability = lambda *_: (9, 0)  # type: ignore[assignment]
     torch.cuda.current_device = lambda: 0
     torch.backends.cuda.is_flash_attention_available = lambda: True
-    driver.set_active(
-        SimpleNamespace(
-            get_current_target=lambda: GPUTarget("cuda", 90, 32),
-            get_current_device=lambda: 0,
-            get_current_stream=lambda _=0: 0,
-            get_active_torch_device=lambda: torch.device("cuda", 0),
-        )
-    )
+    use_driver(90, get_active_torch_device=lambda: DEVICE)
 
 
 @contextmanager
@@ -182,20 +159,14 @@ def steps(model: Decoder, step: Any, codes: list[str], low_bits: Callable[[], An
     """The forms of each kind of step, and of a piece of a prompt: run twice each, and of layers that are alike."""
     reads_pieces = step is model and model.supports_flash
     cache, tree = model.new_cache(1, SLOTS), TreeAttentionMask(numbers(1, WIDTH), numbers(1, WIDTH, WIDTH))
-    found = {}
-    for name, width, tree_mask in (
-        ("plain", 1, None),
-        ("chain", WIDTH, None),
-        ("tree", WIDTH, tree),
-        ("prompt", PIECE, None),
-        ("draft", 1, None),
-    ):
+    widths, found = {"plain": 1, "chain": WIDTH, "tree": WIDTH, "prompt": PIECE, "draft": 1}, {}
+    for name, width in widths.items():
         if (name == "draft" and low_bits is None) or (name == "prompt" and not reads_pieces):
             continue
         before = len(codes)
         for _ in range(2):
             with low_bits() if name == "draft" and low_bits is not None else nullcontext():
-                out_BTV = step.forward(numbers(1, width), cache, tree_mask=tree_mask)
+                out_BTV = step.forward(numbers(1, width), cache, tree_mask=tree if name == "tree" else None)
         assert out_BTV.shape == (1, width, model.vocab_size) and out_BTV.device.type == "cuda"
         found[name] = [digest(code) for code in codes[before:]]
     return found
@@ -213,20 +184,17 @@ def head_step(codes: list[str]) -> dict[str, Any]:
 
 
 def main(folder: Path) -> dict[str, Any]:
-    """Compile steps of each family by blocks, one's as a whole, a head's, and noise."""
     make_up_a_gpu(folder)
     torch._inductor.config.compile_threads = 1
     torch._inductor.config.force_disable_caches = True
     # Angles come from the host: of no interest here.
-    rope.tables = lambda freq_r, _, *, positions, dtype, device: (
-        (torch.empty(positions, len(freq_r), dtype=dtype, device=device),) * 2
-    )  # type: ignore[assignment]
+    rope.tables = lambda freq_r, _, *, positions, **how: (torch.empty(positions, len(freq_r), **how),) * 2
     found: dict[str, Any] = {}
     with noted() as codes:
         for family in FAMILIES:
             switch = Switch()
             model = decoder(family, switch)
-            model.run_block = CompiledBlocks({1, WIDTH, PIECE}, lambda switch=switch: switch.quantized)  # type: ignore[misc]
+            model.run_block = CompiledBlocks({1, WIDTH, PIECE}, lambda switch=switch: switch.quantized)
             found[family] = steps(model, model, codes, switch.quantized_weights)
         model = decoder("llama")
         found["whole"] = steps(model, CompiledModel(model, {1, WIDTH}), codes)

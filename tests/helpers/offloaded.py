@@ -5,6 +5,7 @@ whole, moved to a file from which they come back, without a planner.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,11 @@ def texts(runtime: Runtime, modes: tuple[Mode, ...]) -> dict[tuple[str, float], 
     """By mode and temperature, the tokens of the answers to `PROMPTS`."""
     return {
         (mode, way.temperature): [done.token_ids for done in runtime.engine(mode, warm=way).generate(PROMPTS, way)]
-        for mode in modes
-        for way in WAYS
+        for mode, way in product(modes, WAYS)
     }
 
 
 def planned(config: EngineConfig, *modes: Mode) -> Offloading:
-    """The plan of a config."""
     found = plan_for(config, modes or (config.mode,))
     assert found is not None
     return found
@@ -56,10 +55,9 @@ def packed_weights(block: nn.Module) -> dict[str, Tensor]:
     """What may travel of a block on the CPU, with names in the block: weights of its packed linears at full precision,
     but for those which have no quantized weights while others have.
     """
-    switched = {name: linear for name, linear in block.named_modules() if isinstance(linear, SwitchLinear)}
-    linears: dict[str, Any] = {name: linear.full for name, linear in switched.items()}
-    if not linears:
-        linears = {name: linear for name, linear in block.named_modules() if isinstance(linear, PackedLinear)}
+    parts = dict(block.named_modules())
+    switched: dict[str, Any] = {name: part.full for name, part in parts.items() if isinstance(part, SwitchLinear)}
+    linears = switched or {name: part for name, part in parts.items() if isinstance(part, PackedLinear)}
     return {f"{name}.weight": linear.weight for name, linear in linears.items()}
 
 

@@ -19,6 +19,7 @@ GAP_S = 0.03
 RUNS = ("one", " two\u2028three", " four")
 """What the chunks of an answer say; the middle one holds two tokens, and a character at which lines could be cut."""
 TOKENS = 4
+EVENTS = {"Content-Type": "text/event-stream"}
 
 
 class FakeServer(ThreadingHTTPServer):
@@ -43,11 +44,26 @@ class FakeServer(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
 
-class Handler(BaseHTTPRequestHandler):
-    server: FakeServer
+class Answers(BaseHTTPRequestHandler):
+    """Answers in one piece, or begins a stream; logs nothing."""
 
     def log_message(self, *_: Any) -> None:
         pass
+
+    def _say(self, status: int, data: str | bytes, kind: str = "application/json") -> None:
+        data = data.encode() if isinstance(data, str) else data
+        self._begin(status, {"Content-Type": kind, "Content-Length": str(len(data))})
+        self.wfile.write(data)
+
+    def _begin(self, status: int, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+
+class Handler(Answers):
+    server: FakeServer
 
     def do_GET(self) -> None:
         if self.path == "/v1/models":
@@ -77,16 +93,9 @@ class Handler(BaseHTTPRequestHandler):
         if name in statuses:
             self._say(statuses[name], json.dumps({"error": {"message": f"it is {name}\nreally"}}))
             return
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
-        if name == "cut":
-            self.send_header("Content-Length", "100000")
-        self.end_headers()
-        if name == "silent":
-            self._event("[DONE]")
-            return
-        if name == "odd":
-            self._event('{"choices": 7}')
+        self._begin(200, EVENTS | ({"Content-Length": "100000"} if name == "cut" else {}))
+        if name in ("silent", "odd"):
+            self._event("[DONE]" if name == "silent" else '{"choices": 7}')
             return
         if chat:
             self._choice({"delta": {"role": "assistant", "content": ""}, "finish_reason": None})
@@ -106,8 +115,7 @@ class Handler(BaseHTTPRequestHandler):
             finish = "length" if i == 2 else None
             self._choice({**({"delta": {"content": text}} if chat else {"text": text}), "finish_reason": finish, **ids})
         if self.server.usage:
-            usage = {"prompt_tokens": 7, "completion_tokens": TOKENS}
-            self._event(json.dumps({"choices": [], "usage": usage}))
+            self._event(json.dumps({"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": TOKENS}}))
         with self.server.lock:
             self.server.num_answered += 1
         self._event("[DONE]")
@@ -119,25 +127,16 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(f": a comment\ndata: {data}\n\n".encode())
         self.wfile.flush()
 
-    def _say(self, status: int, text: str) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(text.encode())))
-        self.end_headers()
-        self.wfile.write(text.encode())
-
 
 @contextmanager
 def serving(**settings: Any) -> Iterator[FakeServer]:
-    """A server in a thread of this process."""
     with FakeServer(**settings) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-        thread.start()
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         try:
             yield server
         finally:
             server.ends.set()
             server.shutdown()
-            thread.join()
 
 
 if __name__ == "__main__":

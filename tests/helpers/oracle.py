@@ -6,7 +6,7 @@ Legend: B rows, N draft tokens, T tokens, V vocabulary.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from quant.config import QuantConfig
 from quant.quantize_model import quantize_linears
 from quant.switch_linear import Switch, SwitchLinear
 from sharesd import sampling
-from sharesd.drafters.base import NOTHING, DraftContext, Drafter
+from sharesd.drafters.base import DraftContext, Drafter
 from sharesd.drafters.classic.drafter import ClassicDrafter
 from sharesd.drafters.share.drafter import ShareDrafter
 from sharesd.engine.engine import Engine
@@ -31,31 +31,22 @@ from sharesd.models.decoder import Decoder
 from sharesd.models.tokenizer import Tokenizer
 from sharesd.sampling import RowSampling, SamplingKind
 from sharesd.sampling_params import SamplingParams
-from sharesd.speculation.draft_estimates import FIRST_ALPHAS
-from sharesd.speculation.draft_tree import DraftShape, DraftTree, VerifyResult, chains, shapes_of, with_windows
+from sharesd.speculation.draft_tree import DraftShape, DraftTree, chains, shapes_of, with_windows
 
-_WORDS = "the an he ing tion ab ba aba abab of .. , ! is it er"
-PIECES = [*"abcdefghijklmnop", " ", "Ã", "©", *_WORDS.split(), "Ġa", "Ġth"]
+_WORDS = "Ã © the an he ing tion ab ba aba abab of .. , ! is it er Ġa Ġth"
+PIECES = [*"abcdefghijklmnop", " ", *_WORDS.split()]
 """Tokens of one to four characters; two of them are the halves of an é."""
 VOCAB = 40
 MAX_CONTEXT = 96
+RAW: dict[str, Any] = {"model_type": "llama", "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64}
+RAW |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+"""The config.json of a tiny model."""
 
 
 def tiny_decoder(seed: int = 0, *, dtype: torch.dtype = torch.float64, vocab: int = VOCAB, **sizes: int) -> Decoder:
     """A random Llama whose next token depends on all tokens before it. No token ends the text."""
-    raw: dict[str, Any] = {
-        "model_type": "llama",
-        "vocab_size": vocab,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "eos_token_id": None,
-        **sizes,
-    }
-    decoder = Decoder(config_from_hf(raw), dtype=dtype).eval().requires_grad_(False)
+    config = config_from_hf({**RAW, "vocab_size": vocab, "eos_token_id": None, **sizes})
+    decoder = Decoder(config, dtype=dtype).eval().requires_grad_(False)
     dice = torch.Generator().manual_seed(seed)
     for tensor in decoder.parameters():
         noise = torch.randn(tensor.shape, generator=dice, dtype=torch.float64)
@@ -113,7 +104,6 @@ def shapes_for(num_draft: int, tree: tuple[int, int, int] | None) -> tuple[int, 
 def classic_engine(
     target: Decoder, draft: CausalModel, *, num_draft: int = 4, batch: int = 1, **options: Any
 ) -> Engine:
-    """`classic` with any second model."""
     slots = options.get("max_context", MAX_CONTEXT) + SCRATCH * (1 + num_draft)
     top, shapes = shapes_for(num_draft, options.pop("tree", None))
     drafter = ClassicDrafter(draft, batch=batch, slots=slots, shapes=shapes, weight_bytes=0, branching=top)
@@ -121,12 +111,10 @@ def classic_engine(
 
 
 def layer_of(path: str) -> int | None:
-    """Index of the layer that a linear of `Decoder` belongs to."""
     return int(path.split(".")[1]) if path.startswith("blocks.") else None
 
 
 def quantized(model: Decoder, config: QuantConfig) -> tuple[Decoder, Switch]:
-    """A copy of the model with switched linears."""
     twin, switch = copy.deepcopy(model), Switch()
     quantize_linears(twin, config, switch, head_name="head", layer_of=layer_of)
     return twin, switch
@@ -144,6 +132,13 @@ def switched(model: Decoder, noise: float = 0.0) -> tuple[Decoder, Switch]:
     return twin, switch
 
 
+def near(model: Decoder, noise: float) -> Decoder:
+    """A second model: this one with noise on its weights, which guesses wrong now and then."""
+    twin, switch = switched(model, noise)
+    switch.quantized = True
+    return twin
+
+
 def kv_of(cache: StaticKVCache) -> list[Tensor]:
     """Copies of the keys [B, K, S, d] of all layers, then of the values."""
     pairs = [unpack_kv(k, v, size) for k, v, size in zip(cache.k, cache.v, cache.sizes, strict=True)]
@@ -151,7 +146,6 @@ def kv_of(cache: StaticKVCache) -> list[Tensor]:
 
 
 def put_kv(cache: StaticKVCache, tensors: Sequence[Tensor]) -> None:
-    """Replace what a cache holds by such tensors."""
     layers = len(cache.k)
     for i in range(layers):
         k, v = pack_kv(tensors[i], tensors[layers + i])
@@ -196,17 +190,12 @@ def continue_plainly(model: CausalModel, prompt: Sequence[int], params: Sampling
     return tokens[len(prompt) :]
 
 
-class OracleDrafter:
+class OracleDrafter(Drafter):
     """Knows how each prompt goes on and guesses right at a given accuracy, by a fixed pattern of positions."""
 
     name = "oracle"
     trees = False
-    runs_on_host = False
-    needs_catch_up = False
     supports_async = True
-    commits_plain_rounds = False
-    first_alphas = FIRST_ALPHAS
-    single_pass = False
 
     def __init__(self, futures: Mapping[tuple[int, ...], Sequence[int]], *, num_draft: int, accuracy: float) -> None:
         """`futures` maps prompts to their tokens to come; beyond those (and for idle rows) the guess is 0."""
@@ -217,22 +206,7 @@ class OracleDrafter:
     def begin(self, row: int, tokens: list[int], reuse: bool) -> None:
         self._futures[row], self._starts[row] = self.futures.get(tuple(tokens), ()), len(tokens)
 
-    def read(self, row: int, tokens: list[int]) -> None:
-        pass
-
-    def num_unread_tokens(self, texts: Mapping[int, list[int]]) -> int:
-        return 0
-
-    def time_catch_up(self, context: DraftContext, num: int) -> bool:
-        return False
-
-    def catch_up(
-        self,
-        texts: Mapping[int, list[int]],
-        idle: bool,
-        plain: Collection[int] = (),
-        coming: Mapping[int, int] = NOTHING,
-    ) -> None:
+    def catch_up(self, texts: Mapping[int, list[int]], *_: Any, **__: Any) -> None:
         self._at = {row: len(text) - self._starts[row] for row, text in texts.items()}
 
     def draft(self, context: DraftContext, shape: DraftShape) -> DraftTree:
@@ -246,12 +220,3 @@ class OracleDrafter:
         token = future[at] if at < len(future) else 0
         right = (37 * at + 11 * row) % 64 < 64 * self.accuracy
         return token if right else (token + 1) % self._vocab
-
-    def commit(self, context: DraftContext, tree: DraftTree, verified: VerifyResult, logits_BTV: Tensor) -> None:
-        pass
-
-    def forget(self) -> None:
-        pass
-
-    def extra_bytes(self) -> tuple[int, int]:
-        return 0, 0

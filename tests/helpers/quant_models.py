@@ -6,11 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from quant.config import QuantConfig
-from quant.quantize_model import (
-    QuantReport,
-    quantize_linears,
-)
+from quant.quantize_model import QuantReport, quantize_linears
 from quant.switch_linear import Switch, SwitchLinear
+from tests.helpers.oracle import layer_of
 
 # Largest relative error of a product against float64: about the rounding of the output itself.
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 2e-6, torch.float64: 1e-14}
@@ -32,19 +30,14 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """An embedding, a few blocks, a head."""
-
     def __init__(self, dim: int = 64, num_layers: int = 3, vocab: int = 96) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocab, dim)
-        self.blocks = nn.ModuleList(Block(dim) for _ in range(num_layers))
+        self.blocks = nn.Sequential(*(Block(dim) for _ in range(num_layers)))
         self.head = nn.Linear(dim, vocab, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+        return self.head(self.blocks(self.embed(tokens)))
 
 
 class Conv1D(nn.Module):
@@ -57,10 +50,6 @@ class Conv1D(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.weight + self.bias
-
-
-def layer_of(path: str) -> int | None:
-    return int(path.split(".")[1]) if path.startswith("blocks.") else None
 
 
 def new_model(dtype: torch.dtype = torch.float32, **shape: int) -> Model:
@@ -79,8 +68,7 @@ def quantized_paths(model: nn.Module) -> set[str]:
 
 
 def weight_of(N: int = 48, K: int = 128, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(N, K, generator=generator) * 0.02 + 0.003
+    return torch.randn(N, K, generator=torch.Generator().manual_seed(seed)) * 0.02 + 0.003
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:

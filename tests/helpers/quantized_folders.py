@@ -49,10 +49,13 @@ def integers(weight: Tensor, bits: int, group_size: int, *, sym: bool) -> tuple[
     return codes.to(torch.int32), scale, zero.to(torch.int32)
 
 
+def groups_of(codes: Tensor, scale: Tensor) -> Tensor:
+    return torch.arange(codes.shape[1]) // (codes.shape[1] // scale.shape[1])
+
+
 def values(codes: Tensor, scale: Tensor, zero: Tensor, group_K: Tensor | None = None) -> Tensor:
     """Return (code - zero) * scale in float64."""
-    if group_K is None:
-        group_K = torch.arange(codes.shape[1]) // (codes.shape[1] // scale.shape[1])
+    group_K = groups_of(codes, scale) if group_K is None else group_K
     return (codes.double() - zero.double()[:, group_K]) * scale.double()[:, group_K]
 
 
@@ -68,14 +71,9 @@ def gptq_planes(
     codes: Tensor, scale: Tensor, zero: Tensor, bits: int, *, stored_zero: int = -1, group_K: Tensor | None = None
 ) -> dict[str, Tensor]:
     """`stored_zero`: what version 1 adds to a zero before it stores it; 0 for version 2."""
-    if group_K is None:
-        group_K = torch.arange(codes.shape[1]) // (codes.shape[1] // scale.shape[1])
-    return {
-        "qweight": pack(codes, bits).t(),
-        "qzeros": pack((zero.t() + stored_zero) & (1 << bits) - 1, bits),
-        "scales": scale.t(),
-        "g_idx": group_K.to(torch.int32),
-    }
+    zeros = pack((zero.t() + stored_zero) & (1 << bits) - 1, bits)
+    groups = (groups_of(codes, scale) if group_K is None else group_K).int()
+    return {"qweight": pack(codes, bits).t(), "qzeros": zeros, "scales": scale.t(), "g_idx": groups}
 
 
 def awq_planes(codes: Tensor, scale: Tensor, zero: Tensor) -> dict[str, Tensor]:
@@ -88,46 +86,24 @@ def awq_planes(codes: Tensor, scale: Tensor, zero: Tensor) -> dict[str, Tensor]:
     return {"qweight": packed(codes.t()), "qzeros": packed(zero.t()), "scales": scale.t()}
 
 
-def gptq(module: str, weight: Tensor) -> dict[str, Tensor]:
-    return gptq_planes(*integers(weight, 4, 32, sym=False), 4)
-
-
-def gptq_symmetric(module: str, weight: Tensor) -> dict[str, Tensor]:
-    return gptq_planes(*integers(weight, 4, 32, sym=True), 4, stored_zero=0)
-
-
-def gptq_8(module: str, weight: Tensor) -> dict[str, Tensor]:
-    return gptq_planes(*integers(weight, 8, weight.shape[1], sym=True), 8)
-
-
-def gptq_8_zeros(module: str, weight: Tensor) -> dict[str, Tensor]:
-    return gptq_planes(*integers(weight, 8, 64, sym=False), 8)
-
-
 def act_order(weight: Tensor, size: int) -> Tensor:
     """Groups of inputs by what linears with the same inputs share, as their statistics are."""
     K = weight.shape[1]
     return torch.randperm(K, generator=torch.Generator().manual_seed(K)) // size
 
 
-def gptq_act_order(module: str, weight: Tensor) -> dict[str, Tensor]:
-    return gptq_planes(*integers(weight, 4, 32, sym=False), 4, group_K=act_order(weight, 32))
+def gptq_folder(
+    bits: int, size: int, *, sym: bool = False, ordered: bool = False, stored_zero: int = -1, **section: Any
+) -> tuple[dict[str, Any], Quantize]:
+    """A layout of FOLDERS. `size`: inputs of a group, or -1 for all; `ordered`: whether `act_order` makes groups."""
 
+    def planes(module: str, weight: Tensor) -> dict[str, Tensor]:
+        group_K = act_order(weight, size) if ordered else None
+        linear = integers(weight, bits, size if size > 0 else weight.shape[1], sym=sym)
+        return gptq_planes(*linear, bits, stored_zero=stored_zero, group_K=group_K)
 
-def gptq_symmetric_act_order(module: str, weight: Tensor) -> dict[str, Tensor]:
-    return gptq_planes(*integers(weight, 8, 32, sym=True), 8, group_K=act_order(weight, 32))
-
-
-def packed_act_order(module: str, weight: Tensor) -> dict[str, Tensor]:
-    return packed(module, weight) | {"weight_g_idx": act_order(weight, 32).int()}
-
-
-def gptq_3(module: str, weight: Tensor) -> dict[str, Tensor]:
-    return gptq_planes(*integers(weight, 3, 64, sym=False), 3)
-
-
-def awq(module: str, weight: Tensor) -> dict[str, Tensor]:
-    return awq_planes(*integers(weight, 4, 64, sym=False))
+    order = {"desc_act": True} if ordered else {}
+    return {"quant_method": "gptq", "bits": bits, "group_size": size, **order, **section}, planes
 
 
 def packed(module: str, weight: Tensor) -> dict[str, Tensor]:
@@ -138,24 +114,18 @@ def packed(module: str, weight: Tensor) -> dict[str, Tensor]:
 
 def packed_zeros(module: str, weight: Tensor) -> dict[str, Tensor]:
     codes, scale, zero = integers(weight, 4, 64, sym=False)
-    shape = torch.tensor(weight.shape)
-    return {
-        "weight_packed": pack(codes, 4),
-        "weight_scale": scale,
-        "weight_shape": shape,
-        "weight_zero_point": pack(zero.t(), 4).t(),
-    }
+    made = {"weight_packed": pack(codes, 4), "weight_scale": scale, "weight_shape": torch.tensor(weight.shape)}
+    return made | {"weight_zero_point": pack(zero.t(), 4).t()}
 
 
 def bytes_by_channel(module: str, weight: Tensor) -> dict[str, Tensor]:
     codes, scale, _ = integers(weight, 8, weight.shape[1], sym=True)
-    return {"weight": (codes - 128).to(torch.int8), "weight_scale": scale}
+    return {"weight": (codes - 128).char(), "weight_scale": scale}
 
 
 def bytes_with_zeros(module: str, weight: Tensor) -> dict[str, Tensor]:
     codes, scale, zero = integers(weight, 8, 32, sym=False)
-    shifted = {"weight": codes - 128, "weight_zero_point": zero - 128}
-    return {"weight_scale": scale, **{name: tensor.to(torch.int8) for name, tensor in shifted.items()}}
+    return {"weight": (codes - 128).char(), "weight_scale": scale, "weight_zero_point": (zero - 128).char()}
 
 
 def fp8(module: str, weight: Tensor) -> dict[str, Tensor]:
@@ -169,28 +139,22 @@ def nf4(module: str, weight: Tensor) -> dict[str, Tensor]:
 
 
 def mxfp4(module: str, weight: Tensor) -> dict[str, Tensor]:
-    dice = torch.Generator().manual_seed(len(module))
-    N, K = weight.shape
+    dice, (N, K) = torch.Generator().manual_seed(len(module)), weight.shape
     codes = torch.randint(0, 256, (N, K // 2), generator=dice, dtype=torch.uint8)
     return {"weight_packed": codes, "weight_scale": torch.randint(120, 124, (N, K // 32), generator=dice).byte()}
 
 
 def nvfp4(module: str, weight: Tensor) -> dict[str, Tensor]:
-    N, K = weight.shape
-    codes = torch.randint(0, 256, (N, K // 2), generator=torch.Generator().manual_seed(len(module)), dtype=torch.uint8)
+    codes = mxfp4(module, weight)["weight_packed"]
     scale = (weight.unflatten(1, (-1, 16)).abs().amax(-1) * 60).to(torch.float8_e4m3fn)
-    return {
-        "weight": codes,
-        "weight_scale": scale,
-        "weight_scale_2": torch.tensor(1 / 360),
-        "input_scale": torch.ones(()),
-    }
+    made = {"weight": codes, "weight_scale": scale, "weight_scale_2": torch.tensor(1 / 360)}
+    return made | {"input_scale": torch.ones(())}
 
 
 def packed_nvfp4(module: str, weight: Tensor) -> dict[str, Tensor]:
-    made = nvfp4(module, weight)
+    codes, scale, *_ = nvfp4(module, weight).values()
     whole = torch.tensor([512.0])  # whose inverse is exact
-    return {"weight_packed": made["weight"], "weight_scale": made["weight_scale"], "weight_global_scale": whole}
+    return {"weight_packed": codes, "weight_scale": scale, "weight_global_scale": whole}
 
 
 def group(form: str, strategy: str, bits: int, size: int | None = None, **weights: Any) -> dict[str, Any]:
@@ -201,20 +165,17 @@ def group(form: str, strategy: str, bits: int, size: int | None = None, **weight
 
 
 FOLDERS: dict[str, tuple[dict[str, Any], Quantize]] = {
-    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 32}, gptq),
-    "gptq symmetric": (
-        {"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "gptq_v2"},
-        gptq_symmetric,
+    "gptq": gptq_folder(4, 32),
+    "gptq symmetric": gptq_folder(4, 32, sym=True, stored_zero=0, checkpoint_format="gptq_v2"),
+    "gptq 8": gptq_folder(8, -1, sym=True),
+    "gptq 8 with zeros": gptq_folder(8, 64),
+    "gptq act order": gptq_folder(4, 32, ordered=True),
+    "gptq 8 act order": gptq_folder(8, 32, sym=True, ordered=True),
+    "packed act order": (
+        group("pack-quantized", "group", 4, 32, actorder="group"),
+        lambda module, weight: packed(module, weight) | {"weight_g_idx": act_order(weight, 32).int()},
     ),
-    "gptq 8": ({"quant_method": "gptq", "bits": 8, "group_size": -1}, gptq_8),
-    "gptq 8 with zeros": ({"quant_method": "gptq", "bits": 8, "group_size": 64}, gptq_8_zeros),
-    "gptq act order": ({"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True}, gptq_act_order),
-    "gptq 8 act order": (
-        {"quant_method": "gptq", "bits": 8, "group_size": 32, "desc_act": True},
-        gptq_symmetric_act_order,
-    ),
-    "packed act order": (group("pack-quantized", "group", 4, 32, actorder="group"), packed_act_order),
-    "gptq 3": ({"quant_method": "gptq", "bits": 3, "group_size": 64}, gptq_3),
+    "gptq 3": gptq_folder(3, 64),
     "packed": (group("pack-quantized", "group", 4, 32), packed),
     "packed with zeros": (group("pack-quantized", "group", 4, 64, symmetric=False), packed_zeros),
     "bytes": (group("int-quantized", "channel", 8), bytes_by_channel),
@@ -224,9 +185,13 @@ FOLDERS: dict[str, tuple[dict[str, Any], Quantize]] = {
     "mxfp4": (group("mxfp4-pack-quantized", "group", 4, 32, type="float"), mxfp4),
     "nvfp4": ({"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}, nvfp4),
     "packed nvfp4": (group("nvfp4-pack-quantized", "tensor_group", 4, 16, type="float"), packed_nvfp4),
-    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 64}, awq),
+    "awq": (
+        {"quant_method": "awq", "bits": 4, "group_size": 64},
+        lambda module, weight: awq_planes(*integers(weight, 4, 64, sym=False)),
+    ),
 }
 """Layout -> its section of config.json, and the maker of its planes."""
+_, gptq = FOLDERS["gptq"]
 
 
 def write_quantized(folder: Path, kind: str, *, layers: int = 1, **changes: Any) -> Path:

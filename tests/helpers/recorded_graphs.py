@@ -57,17 +57,17 @@ class Recording(TorchDispatchMode):
         self._made: dict[int, Tensor] = {}  # a tensor of each storage that was made here
         self._found: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}  # changed ones, and copies
         self._alive: list[Any] = []  # storages are told apart by their addresses
-        self._returned: set[int] = set()
+        self.returned: set[int] = set()
+        """Storages that the captured function returned: they stay as they are while other functions are replayed."""
         self.operations: Counter[str] = Counter()
         """Names of what a replay runs."""
         self.num_replays = 0
         self._is_poisoned = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        name = func._schema.name.removeprefix("aten::")
+        kwargs, name = kwargs or {}, func._schema.name.removeprefix("aten::")
         if name in SYNCHRONISING:
-            raise HostRead(f"{name} in a capture")
+            refuse(name)
         for value, argument in zip(args, func._schema.arguments, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 self._keep_before(value)
@@ -94,21 +94,14 @@ class Recording(TorchDispatchMode):
             storage.copy_(before)
         self._found.clear()
 
-    def spare(self, result: Any) -> None:
-        """What the captured function returned stays as it is while other functions are replayed."""
-        self._returned = {_storage(t) for t in tree_leaves(result) if isinstance(t, Tensor)}
-
     def poison(self, *, returned: bool) -> None:
         """Overwrite what was made here since the last time; what was returned, too, if so wanted."""
         for place, tensor in self._made.items():
-            is_wanted = returned if place in self._returned else not self._is_poisoned
-            if is_wanted:
-                value = math.nan if tensor.is_floating_point() else 2**40 if tensor.dtype == torch.int64 else 1
-                tensor.fill_(value)
+            if returned if place in self.returned else not self._is_poisoned:
+                tensor.fill_(math.nan if tensor.is_floating_point() else 2**40 if tensor.dtype == torch.int64 else 1)
         self._is_poisoned = True
 
     def replay(self) -> None:
-        """Do again what was recorded."""
         self.num_replays += 1
         self._is_poisoned = False
         for func, args, kwargs, fresh in self._steps:
@@ -119,8 +112,6 @@ class Recording(TorchDispatchMode):
 
 
 class RecordedGraphs(Graphs):
-    """One pool of recordings."""
-
     def __init__(self) -> None:
         super().__init__()
         self.recorded: list[Recording] = []
@@ -136,7 +127,7 @@ class RecordedGraphs(Graphs):
                     recording.undo()
         ours = [*self._recording]
         for recording in ours:
-            recording.spare(result)
+            recording.returned = {_storage(t) for t in tree_leaves(result) if isinstance(t, Tensor)}
         self.recorded += ours
 
         def poisoned_before() -> None:
@@ -153,54 +144,39 @@ class RecordedGraphs(Graphs):
         self._recording.append(recording)
         Recording.in_progress = True
         try:
-            with no_host_reads(), recording:
+            with host_reads(refuse), recording:
                 yield recording.replay
         finally:
             Recording.in_progress = False
 
     @property
     def num_replays(self) -> int:
-        """Of all recordings."""
         return sum(recording.num_replays for recording in self.recorded)
 
 
 @contextmanager
 def host_reads(noticed: Callable[[str], None]) -> Iterator[None]:
     """Within the block, `noticed` is told of each method by which the host looks at a tensor."""
-    before = {name: getattr(torch.Tensor, name) for name in READS}
 
-    def wrapped(name: str, self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        noticed(name)
-        return before[name](self, *args, **kwargs)
+    def watched(name: str) -> Callable[..., Any]:
+        read = getattr(Tensor, name)
+        return lambda *args, **kwargs: (noticed(name), read(*args, **kwargs))[1]
 
     with pytest.MonkeyPatch.context() as patch:
         for name in READS:
-            patch.setattr(torch.Tensor, name, lambda *args, _name=name, **kwargs: wrapped(_name, *args, **kwargs))
+            patch.setattr(Tensor, name, watched(name))
         yield
 
 
-@contextmanager
-def no_host_reads() -> Iterator[None]:
-    """HostRead within the block if the host looks at a tensor."""
-
-    def refuse(name: str) -> None:
-        raise HostRead(f"{name} in a capture")
-
-    with host_reads(refuse):
-        yield
+def refuse(name: str) -> None:
+    raise HostRead(f"{name} in a capture")
 
 
 def take_the_way_of_cuda(patch: pytest.MonkeyPatch) -> None:
     """On a CPU, run the tensor operations that run on CUDA, in place of kernels for CPUs."""
 
     def attend(
-        q_BTHd: Tensor,
-        k_BTKd: Tensor,
-        v_BTKd: Tensor,
-        *old: Tensor,
-        rotary: tuple[Tensor, Tensor] | None = None,
-        norms: Any = None,
-        **how: Any,
+        q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, *old: Tensor, rotary: Any = None, norms: Any = None, **how: Any
     ) -> Tensor:
         k_cache, v_cache, lengths_B = old
         slots = k_cache.shape[2] * (SLOT_MULTIPLE if k_cache.dtype == torch.int8 else 1)
@@ -212,31 +188,33 @@ def take_the_way_of_cuda(patch: pytest.MonkeyPatch) -> None:
             q_BTHd, k_BTKd = rotate(q_BTHd, *angles), rotate(k_BTKd, *angles)
         return compile.attention.attend_reference(q_BTHd, k_BTKd, v_BTKd, k_cache, v_cache, lengths_B, **how)
 
+    def plain(make: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *size, **how: make(*size, **{**how, "plain": True})
+
+    accept_tree, expand = acceptance.accept_tree_reference, compile.tree_expand
     for module in (decoder, glide_head):
         patch.setattr(module, "attend", attend)
-    for name in ("new_kv", "kv_layout"):
-        make = getattr(compile.kv_layout, name)
-        patch.setattr(
-            sharesd.kvcache.static, name, lambda *size, make=make, **how: make(*size, **{**how, "plain": True})
-        )
-    patch.setattr(sharesd.kvcache.static, "is_packed", lambda device, **_: False)
-    patch.setattr(
-        sharesd.kvcache.static,
-        "kv_compactor",
-        lambda keys, values, sizes, dtype: compile.kv_compact.compactor_reference(keys, values, sizes),
-    )
-    patch.setattr(sharesd.kvcache.static, "compact_slots", compile.kv_compact.compact_slots_reference)
-    patch.setattr(logits_processors, "arg_max", lambda x: x.argmax(-1))
-    patch.setattr(compile.state_update, "count_finite", compile.state_update.count_finite_reference)
     for module in (logits_processors, hybrid_drafter):
         patch.setattr(module, "top_k", lambda x_RV, k: x_RV.topk(k).indices)
-    patch.setattr(sampler, "top_logp", compile.topk.top_logp_reference)
-    patch.setattr(tree_draft, "expand_tree", compile.tree_expand.expand_tree_reference)
-    patch.setattr(tree_draft, "select_nodes", compile.tree_expand.select_nodes_reference)
-    accept_tree_reference = acceptance.accept_tree_reference
-    patch.setattr(
-        sampler, "accept_tree", lambda tree, target_BT: accept_tree_reference(tree, tree.tree_mask, target_BT)
-    )
+    ways: dict[Any, dict[str, Callable[..., Any]]] = {
+        sharesd.kvcache.static: {
+            "new_kv": plain(compile.kv_layout.new_kv),
+            "kv_layout": plain(compile.kv_layout.kv_layout),
+            "is_packed": lambda device, **_: False,
+            "kv_compactor": lambda keys, values, sizes, _: compile.kv_compact.compactor_reference(keys, values, sizes),
+            "compact_slots": compile.kv_compact.compact_slots_reference,
+        },
+        compile.state_update: {"count_finite": compile.state_update.count_finite_reference},
+        logits_processors: {"arg_max": lambda x: x.argmax(-1)},
+        sampler: {
+            "top_logp": compile.topk.top_logp_reference,
+            "accept_tree": lambda tree, target_BT: accept_tree(tree, tree.tree_mask, target_BT),
+        },
+        tree_draft: {"expand_tree": expand.expand_tree_reference, "select_nodes": expand.select_nodes_reference},
+    }
+    for module, functions in ways.items():
+        for name, function in functions.items():
+            patch.setattr(module, name, function)
 
 
 def _storage(tensor: Tensor) -> int:

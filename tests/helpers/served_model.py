@@ -63,18 +63,13 @@ def served(
 ) -> Iterator[Served]:
     """Serve a fake model with these settings, until the end of the block; ready, unless `load` loads."""
     options = ServerSettings(**{"model_name": "fake", "root": "/models/fake", "mode": "suffix", **(settings or {})})
-    made = partial(fake_model, max_batch=options.max_batch, **engine)
+    made, pair = partial(fake_model, max_batch=options.max_batch, **engine), options.key_pair
     model = None if load else made()
-    sock, url = listen("127.0.0.1", 0, "https" if options.key_pair else "http")
+    sock, url = listen("127.0.0.1", 0, "https" if pair else "http")
     load = load or ((lambda: model) if open_backend is local else made)  # type: ignore[assignment, return-value]
     server = Server(options, load, sock, open_backend)  # type: ignore[arg-type]
-    pair = options.key_pair
     running = Served(url, model, ssl.create_default_context(cafile=pair.ssl_certfile) if pair else None)
-
-    def run() -> None:
-        running.status = server.run()
-
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=lambda: setattr(running, "status", server.run()))
     thread.start()
     try:
         if model is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ from filelock import FileLock
 
 
 class Shared:
-    """Made folders and texts by name."""
+    """Made folders by name."""
 
     def __init__(self, root: Path) -> None:
         self._root = root / "shared"
@@ -31,28 +30,16 @@ class Shared:
         return folder
 
     def checkpoint(self, **sizes: Any) -> Path:
-        """A tiny random model of these sizes."""
         from tests.helpers.tiny_models import make_checkpoint
 
         return self.folder(_named("model", sizes), lambda folder: make_checkpoint(folder, **sizes))
 
     def head(self, target: Path, kind: str, **options: Any) -> Path:
-        """A tiny random head for a checkpoint."""
         from sharesd.models.loader import decoder_config
         from tests.helpers.tiny_heads import make_head
 
         name = _named(f"{target.name}-{kind}", options)
         return self.folder(name, lambda folder: make_head(folder, decoder_config(target), kind, **options))
-
-    def texts(self, key: Any, decode: Callable[[], list[list[int]]]) -> list[list[int]]:
-        """Reference texts (token ids) of whatever `key` describes in full; `decode` makes them where there are none."""
-        name = _named("texts", key)
-
-        def write(folder: Path) -> None:
-            folder.mkdir()
-            (folder / "texts.json").write_text(json.dumps(decode()))
-
-        return json.loads((self.folder(name, write) / "texts.json").read_text())
 
 
 def _named(kind: str, what: Any) -> str:

@@ -18,11 +18,9 @@ from multigpu.pipeline_parallel import PipelinePlan
 from sharesd.devices import transfer
 from sharesd.models.decoder import Decoder
 from sharesd.parallel.pipeline import StagedBlocks
-from tests.helpers.recorded_graphs import Recording
+from tests.helpers.recorded_graphs import Recording, _storage
 
 copy_between = transfer.copy_between
-CROSSES = ("copy_",)
-"""Operations that read another device's tensor than the one they write."""
 
 
 class Hop(NamedTuple):
@@ -58,9 +56,8 @@ class Places(TorchDispatchMode):
         self._place: dict[int, tuple[int, Tensor]] = {}  # storages, which are kept alive: addresses are used again
 
     def put(self, tensors: Iterable[Tensor], place: int) -> None:
-        """These are there."""
         for tensor in tensors:
-            self._place[tensor.untyped_storage()._cdata] = place, tensor
+            self._place[_storage(tensor)] = place, tensor
 
     def copy_between(self, copy: Tensor, tensor: Tensor) -> None:
         """`sharesd.devices.transfer.copy_between`; what nobody has put anywhere is put where it is taken to be."""
@@ -75,17 +72,17 @@ class Places(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        places = {self._place[key][0] for t in given if (key := t.untyped_storage()._cdata) in self._place}
+        places = {self._place[key][0] for t in given if (key := _storage(t)) in self._place}
         out = func(*args, **(kwargs or {}))
         name = func._schema.name.removeprefix("aten::")
-        if len(places) > 1 and name in CROSSES:
+        if len(places) > 1 and name == "copy_":  # reads another device's tensor than the one it writes
             self._cross(*args, **(kwargs or {}))
         elif len(places) > 1:
             self.found.append(f"{name} of places {sorted(places)}: {[tuple(t.shape) for t in given]}")
         elif places - {self.current} and not func.is_view and not name.startswith("empty"):
             self.found.append(f"{name} on {min(places)} while {self.current} is the current device")
-        before = {t.untyped_storage()._cdata for t in given}
-        fresh = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.untyped_storage()._cdata not in before]
+        before = {_storage(t) for t in given}
+        fresh = [t for t in tree_leaves(out) if isinstance(t, Tensor) and _storage(t) not in before]
         asked = (kwargs or {}).get("device")
         if asked is not None and asked.index is not None:
             self.put(fresh, asked.index)
@@ -94,7 +91,7 @@ class Places(TorchDispatchMode):
         return out
 
     def _place_of(self, tensor: Tensor) -> int:
-        return self._place.get(tensor.untyped_storage()._cdata, (self._home, tensor))[0]
+        return self._place.get(_storage(tensor), (self._home, tensor))[0]
 
     def _cross(self, written: Tensor, read: Tensor, non_blocking: bool = False) -> None:
         source, target = self._place_of(read), self._place_of(written)
@@ -117,16 +114,14 @@ class TimedPlaces(Places):
         """Place -> when its products began."""
 
     def copy_between(self, copy: Tensor, tensor: Tensor) -> None:
-        if tensor.untyped_storage()._cdata in self._place:
+        if _storage(tensor) in self._place:
             super().copy_between(copy, tensor)
         else:  # from the host
             copy.copy_(tensor)
 
     def _cross(self, written: Tensor, read: Tensor, non_blocking: bool = False) -> None:
         super()._cross(written, read, non_blocking)
-        self._wait_for_each_other(self._place_of(read), self._place_of(written))
-
-    def _wait_for_each_other(self, *places: int) -> None:
+        places = self._place_of(read), self._place_of(written)
         self.clocks |= dict.fromkeys(places, max(self.clocks[place] for place in places))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -144,7 +139,8 @@ def watched(decoder: Decoder, *caches: Any, kind: type[Places] = Places) -> Iter
     its own, all else at the last.
     """
     stages = decoder.split.stages
-    places = kind(stages[-1].device.index)
+    last = stages[-1].device.index
+    places = kind(last)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transfer, "copy_between", places.copy_between)
         patch.setattr(transfer, "use", places.use)
@@ -154,11 +150,9 @@ def watched(decoder: Decoder, *caches: Any, kind: type[Places] = Places) -> Iter
             for block in stage.blocks:
                 places.put(decoder.blocks[block].parameters(), number)
                 places.put((t for cache in caches for t in (cache.k[block], cache.v[block])), number)
-            for cache in caches:
-                places.put([cache.lengths], stages[-1].device.index)
-                if stage is not stages[-1]:
-                    places.put([cache.on_stage(number).lengths], number)
+            if stage is not stages[-1]:
+                places.put((cache.on_stage(number).lengths for cache in caches), number)
         places.put(decoder.embed.parameters(), 0)
-        places.put([*decoder.norm.parameters(), *decoder.head.parameters()], stages[-1].device.index)
+        places.put([*decoder.norm.parameters(), *decoder.head.parameters(), *(cache.lengths for cache in caches)], last)
         with places:
             yield places

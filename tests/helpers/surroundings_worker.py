@@ -23,7 +23,6 @@ import sharesd.cli.startup
 import sharesd.runtime  # noqa: F401
 import sharesd_command
 
-CLONE_NEWNS = 0x20000
 CANNOT = 77
 """Status of surroundings that cannot be made here."""
 AT_ONCE = 2
@@ -32,7 +31,7 @@ AT_ONCE = 2
 def mount(folder: str, *options: str) -> None:
     """Mount a temporary file system for this process alone."""
     os.makedirs(folder, exist_ok=True)
-    if ctypes.CDLL(None).unshare(CLONE_NEWNS):
+    if ctypes.CDLL(None).unshare(0x20000):  # CLONE_NEWNS
         os._exit(CANNOT)
     for command in (["mount", "--make-rprivate", "/"], ["mount", "-t", "tmpfs", *options, "none", folder]):
         if subprocess.run(command, stderr=subprocess.DEVNULL).returncode:
@@ -70,17 +69,16 @@ def main(arguments: list[str]) -> None:
     while waiting or running:
         while waiting and len(running) < AT_ONCE:
             name, code = waiting.pop(0)
-            out, err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
+            files = [tempfile.TemporaryFile(), tempfile.TemporaryFile()]  # noqa: SIM115
             process = os.fork()
             if process == 0:
-                child(code, arguments, out.fileno(), err.fileno())
-            running[process] = name, out, err
+                child(code, arguments, *(file.fileno() for file in files))
+            running[process] = name, files
         process, status = os.wait()
-        name, *files = running.pop(process)
-        texts = []
+        name, files = running.pop(process)
         for file in files:
             file.seek(0)
-            texts.append(file.read().decode(errors="replace"))
+        texts = [file.read().decode(errors="replace") for file in files]
         ended[name] = [os.waitstatus_to_exitcode(status), *texts]
     json.dump(ended, sys.stdout)
 

@@ -6,9 +6,10 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from itertools import count
+from functools import partial
+from itertools import count, product
 from threading import Thread
 from typing import Any
 
@@ -38,33 +39,29 @@ SMALL: dict[str, Any] = {"device": "cpu", "mode": "naive", "max_context": 128, "
 class Delayed:
     """A group in which this rank comes late now and then."""
 
-    def __init__(self, group: Group, most: float) -> None:
-        """`most`: seconds of a delay at most."""
-        self._group, self._most, self._dice = group, most, random.Random(group.rank)
-        self.rank, self.size = group.rank, group.size
+    _exchanges = ("all_gather", "broadcast", "broadcast_object", "barrier")
 
-    def _wait(self) -> None:
+    def __init__(self, group: Group, most: float) -> None:
+        self._group, self._most, self._dice = group, most, random.Random(group.rank)
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._group, name)
+        return partial(self._exchange, found) if name in self._exchanges else found
+
+    def _exchange(self, exchange: Callable[..., Any], *given: Any) -> Any:
         if self._dice.random() < 0.1:
             time.sleep(self._dice.random() * self._most)
+        return exchange(*given)
 
-    def all_gather(self, part: Tensor, parts: Tensor) -> None:
-        self._wait()
-        self._group.all_gather(part, parts)
 
-    def broadcast(self, tensor: Tensor) -> None:
-        self._wait()
-        self._group.broadcast(tensor)
+class Unwatched(Delayed):
+    """A group whose own copies nobody notes."""
 
-    def broadcast_object(self, value: Any = None) -> Any:
-        self._wait()
-        return self._group.broadcast_object(value)
+    _exchanges = ("all_gather", "broadcast")
 
-    def barrier(self) -> None:
-        self._wait()
-        self._group.barrier()
-
-    def close(self) -> None:
-        self._group.close()
+    def _exchange(self, exchange: Callable[..., Any], *given: Any) -> Any:
+        with _disable_current_modes():
+            return exchange(*given)
 
 
 class OwnTensors(TorchDispatchMode):
@@ -80,32 +77,18 @@ class OwnTensors(TorchDispatchMode):
         self._rank, self._makers, self._found = group.rank, makers, found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        for tensor in given:
-            maker, _ = self._makers.get(tensor.untyped_storage()._cdata, (self._rank, None))
+        for storage in _storages((args, kwargs)):
+            maker, _ = self._makers.get(storage._cdata, (self._rank, None))
             if maker != self._rank:
                 self._found.append(f"{func._schema.name} on rank {self._rank} of a tensor of rank {maker}")
         out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                self._makers.setdefault(storage._cdata, (self._rank, storage))
+        for storage in _storages(out):
+            self._makers.setdefault(storage._cdata, (self._rank, storage))
         return out
 
 
-class Unwatched(Delayed):
-    """A group whose own copies nobody notes."""
-
-    def _wait(self) -> None:
-        pass
-
-    def all_gather(self, part: Tensor, parts: Tensor) -> None:
-        with _disable_current_modes():
-            super().all_gather(part, parts)
-
-    def broadcast(self, tensor: Tensor) -> None:
-        with _disable_current_modes():
-            super().broadcast(tensor)
+def _storages(values: Any) -> list[UntypedStorage]:
+    return [value.untyped_storage() for value in tree_leaves(values) if isinstance(value, Tensor)]
 
 
 @contextmanager
@@ -125,10 +108,8 @@ def threads(
 
     def rank(group: Group) -> None:
         try:
-            with around(group):
+            with around(group), suppress(RankLost):
                 run_tp_worker(group, tensors)
-        except RankLost:
-            return
         except BaseException as failure:
             failures.append(failure)
             group.close()
@@ -137,12 +118,8 @@ def threads(
     for other in others:
         other.start()
     try:
-        with around(groups[0]):
-            runtime = Runtime(config, modes, group=groups[0], tensors=tensors)
-            try:
-                yield runtime
-            finally:
-                runtime.close()
+        with around(groups[0]), closing(Runtime(config, modes, group=groups[0], tensors=tensors)) as runtime:
+            yield runtime
     finally:
         groups[0].close()
         for other in others:
@@ -154,12 +131,10 @@ def threads(
 @torch.inference_mode()
 def logits_of(runtime: Runtime) -> list[Tensor]:
     """Of a prompt of three rows, and of a step behind it."""
-    cache, dice = runtime.cache, torch.Generator().manual_seed(0)
-    vocab = runtime.target.vocab_size
+    cache, dice, found = runtime.cache, torch.Generator().manual_seed(0), []
     cache.lengths.zero_()
-    found = []
     for num in (17, 5):
-        tokens_BT = torch.randint(vocab, (cache.batch, num), generator=dice)
+        tokens_BT = torch.randint(runtime.target.vocab_size, (cache.batch, num), generator=dice)
         found.append(runtime.step.forward(tokens_BT, cache))
         cache.lengths += num
     cache.lengths.zero_()
@@ -182,21 +157,18 @@ def texts_of_moved_rows(runtime: Runtime) -> list[list[int]]:
             engine.cancel(requests[2])
             requests.append(engine.add([*first, 11], GREEDY))
         engine.step()
-    found = [request.tokens for request in requests]
-    return [*found[:2], found[3]]
+    return [requests[i].tokens for i in (0, 1, 3)]
 
 
 def equal(folder: str, size: str, dtypes: str, compiles: str) -> None:
-    """Logits and texts are those of one process."""
-    for dtype in dtypes.split(","):
-        for compile in compiles.split(","):
-            config: dict[str, Any] = {**SMALL, "target": folder, "dtype": dtype, "compile": compile, "max_batch": 3}
-            alone = Runtime(EngineConfig(**config))
-            runtime = Runtime(EngineConfig(**config, tensor_parallel=int(size)), ("hybrid",))
-            assert all(map(torch.equal, logits_of(runtime), logits_of(alone)))
-            for params in (GREEDY, SAMPLED):
-                assert texts_of(runtime, "hybrid", params) == texts_of(alone, "naive", params), (dtype, compile)
-            runtime.close()
+    for dtype, compile in product(dtypes.split(","), compiles.split(",")):
+        config: dict[str, Any] = {**SMALL, "target": folder, "dtype": dtype, "compile": compile, "max_batch": 3}
+        alone = Runtime(EngineConfig(**config))
+        runtime = Runtime(EngineConfig(**config, tensor_parallel=int(size)), ("hybrid",))
+        assert all(map(torch.equal, logits_of(runtime), logits_of(alone)))
+        for params in (GREEDY, SAMPLED):
+            assert texts_of(runtime, "hybrid", params) == texts_of(alone, "naive", params), (dtype, compile)
+        runtime.close()
 
 
 def delayed(folder: str, rounds: str, most: str) -> None:
@@ -211,11 +183,9 @@ def delayed(folder: str, rounds: str, most: str) -> None:
     runtime = Runtime(EngineConfig(**config, tensor_parallel=group.size), ("hybrid",), group=group)
     engine, num_rounds = runtime.engine("hybrid"), 0
     for seed in count():
-        params = replace(SAMPLED, max_new_tokens=100, seed=seed)
-        prompts = [[seed % 300, 7, 8], [9]]
-        assert [done.token_ids for done in engine.generate(prompts, params)] == [
-            done.token_ids for done in alone.generate(prompts, params)
-        ]
+        params, prompts = replace(SAMPLED, max_new_tokens=100, seed=seed), [[seed % 300, 7, 8], [9]]
+        ours, wanted = ([done.token_ids for done in each.generate(prompts, params)] for each in (engine, alone))
+        assert ours == wanted
         num_rounds += engine.stats.steps
         if num_rounds >= int(rounds):
             break
@@ -223,7 +193,6 @@ def delayed(folder: str, rounds: str, most: str) -> None:
 
 
 def endless(folder: str, size: str) -> None:
-    """Decode until something happens."""
     runtime = Runtime(EngineConfig(**SMALL, target=folder, tensor_parallel=int(size)), ("share",))
     engine = runtime.engine("share")
     for seed in count():
@@ -233,7 +202,6 @@ def endless(folder: str, size: str) -> None:
 
 
 def idle(folder: str, size: str) -> None:
-    """Load, and do nothing."""
     runtime = Runtime(EngineConfig(**SMALL, target=folder, tensor_parallel=int(size)))
     runtime.engine()
     print("ready", flush=True)

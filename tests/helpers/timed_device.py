@@ -49,18 +49,14 @@ class TimedEvent:
 class TimedDevice:
     """Stands in for `torch.cuda`. `took` tells how long each copy and each block takes."""
 
-    Event = TimedEvent
+    Event, Stream = TimedEvent, TimedStream
 
     def __init__(self, took: Callable[[], float], refuses: int = 0) -> None:
-        self.took = took
-        self.compute = self._current = TimedStream()
+        self.took, self._refuses = took, refuses
+        self.compute = self._current = self.Stream()
         self.writes: list[Use] = []
         self.reads: list[Use] = []
         self.pinned: dict[int, int] = {}
-        self._refuses = refuses
-
-    def Stream(self) -> TimedStream:
-        return TimedStream()
 
     def current_stream(self) -> TimedStream:
         return self._current
@@ -72,11 +68,9 @@ class TimedDevice:
         self._current = before
 
     def run(self, slot: int, block: int) -> None:
-        """Compute with a block that should lie in this slot."""
         self.reads.append(self._use(slot, block))
 
     def write(self, slot: int, block: int) -> None:
-        """Copy a block into a slot."""
         self.writes.append(self._use(slot, block))
 
     def _use(self, slot: int, block: int) -> Use:
@@ -90,10 +84,9 @@ class TimedDevice:
                 self.pinned[pointer] = num_bytes
             return self._refuses
 
-        def unregister(pointer: int) -> int:
-            return 0 if self.pinned.pop(pointer, None) is not None else 1
-
-        return SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
+        return SimpleNamespace(
+            cudaHostRegister=register, cudaHostUnregister=lambda pointer: int(self.pinned.pop(pointer, None) is None)
+        )
 
 
 class TimedSlot:

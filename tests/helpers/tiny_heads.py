@@ -39,22 +39,11 @@ def make_head(
     `draft_length` are for kind `parallel`, `target_layers` (none: the last one) for `glide`.
     """
     D, H, K, d, V = target.hidden_size, 4, 2, 8, target.vocab_size
-    name = {"eagle": "Eagle", "eagle3": "Eagle3", "parallel": "Parallel", "glide": "Glide"}[kind]
-    config = {
-        "architectures": [f"LlamaForCausalLM{name}"],
-        "model_type": "llama",
-        "vocab_size": V,
-        "hidden_size": D,
-        "intermediate_size": mlp,
-        "num_hidden_layers": layers,
-        "num_attention_heads": H,
-        "num_key_value_heads": K,
-        "head_dim": d,
-        "max_position_embeddings": target.max_position_embeddings,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "hidden_act": "silu",
-    }
+    config: dict[str, Any] = {"architectures": [f"LlamaForCausalLM{kind.capitalize()}"], "model_type": "llama"}
+    config |= {"vocab_size": V, "hidden_size": D, "intermediate_size": mlp, "num_hidden_layers": layers}
+    config |= {"num_attention_heads": H, "num_key_value_heads": K, "head_dim": d}
+    config |= {"max_position_embeddings": target.max_position_embeddings, "rms_norm_eps": 1e-5}
+    config |= {"rope_theta": 10000.0, "hidden_act": "silu"}
     dice = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> Tensor:
@@ -66,16 +55,10 @@ def make_head(
     for number in range(layers):
         layer = "midlayer" if kind == "eagle3" else f"layers.{number}"
         wide = 2 * D if fused and number == 0 else D
-        tensors |= {
-            f"{layer}.self_attn.q_proj.weight": random(H * d, wide),
-            f"{layer}.self_attn.k_proj.weight": random(K * d, wide),
-            f"{layer}.self_attn.v_proj.weight": random(K * d, wide),
-            f"{layer}.self_attn.o_proj.weight": random(D, H * d),
-            f"{layer}.mlp.gate_proj.weight": random(mlp, D),
-            f"{layer}.mlp.up_proj.weight": random(mlp, D),
-            f"{layer}.mlp.down_proj.weight": random(D, mlp),
-            f"{layer}.post_attention_layernorm.weight": random(D),
-        }
+        shapes = {"self_attn.q": (H * d, wide), "self_attn.k": (K * d, wide), "self_attn.v": (K * d, wide)}
+        shapes |= {"self_attn.o": (D, H * d), "mlp.gate": (mlp, D), "mlp.up": (mlp, D), "mlp.down": (D, mlp)}
+        tensors |= {f"{layer}.{name}_proj.weight": random(*shape) for name, shape in shapes.items()}
+        tensors[f"{layer}.post_attention_layernorm.weight"] = random(D)
         if fused:
             tensors[f"{layer}.input_layernorm.weight"] = random(D)
             tensors |= {} if number else {f"{layer}.hidden_norm.weight": random(D)}
@@ -87,14 +70,10 @@ def make_head(
         tensors["fc.bias"] = random(D) - 1
     if kind == "glide":
         width = target.num_attention_heads * target.head_dim
-        config["glide_config"] = {
-            "target_layer_ids": list(target_layers or [target.num_hidden_layers - 1]),
-            "target_num_hidden_layers": target.num_hidden_layers,
-            "target_num_attention_heads": target.num_attention_heads,
-            "target_num_key_value_heads": target.num_key_value_heads,
-            "target_head_dim": target.head_dim,
-        }
-        for i in config["glide_config"]["target_layer_ids"]:
+        sizes = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+        crossed = list(target_layers or [target.num_hidden_layers - 1])
+        config["glide_config"] = {"target_layer_ids": crossed, **{f"target_{at}": getattr(target, at) for at in sizes}}
+        for i in crossed:
             cross = f"{layer}.cross_attn.{i}"
             tensors |= {f"{cross}.q_proj.weight": random(width, D), f"{cross}.o_proj.weight": random(D, width)}
             if target.use_qk_norm:
@@ -128,6 +107,5 @@ def logits_of(head: Head, states_BTD: Tensor) -> Tensor:
 
 
 def random_head(target: Decoder, kind: str, **options: Any) -> Head:
-    """A head for this target, as `make_head` makes it."""
     with tempfile.TemporaryDirectory() as folder:
         return load_head(make_head(Path(folder), target.config, kind, **options), target)

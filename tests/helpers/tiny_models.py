@@ -35,24 +35,12 @@ def make_checkpoint(
     if chat:
         tokenizer_config["chat_template"] = CHAT_TEMPLATE
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": 2 * hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": hidden // 16,
-        "num_key_value_heads": hidden // 32,
-        "max_position_embeddings": context,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "bos_token_id": backend.token_to_id(SPECIAL[1]),
-        "eos_token_id": backend.token_to_id(SPECIAL[2]),
-    }
+    _, bos, eos = map(backend.token_to_id, SPECIAL)
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": vocab}
+    config |= {"hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": layers}
+    config |= {"num_attention_heads": hidden // 16, "num_key_value_heads": hidden // 32}
+    config |= {"max_position_embeddings": context, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu"}
+    config |= {"tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": bos, "eos_token_id": eos}
     (folder / "config.json").write_text(json.dumps(config))
     save_file(_tensors(config, _spoken(backend), seed), folder / "model.safetensors", metadata={"format": "pt"})
     return folder
@@ -80,17 +68,10 @@ def _tensors(config: dict, spoken: list[int], seed: int) -> dict[str, torch.Tens
         "lm_head.weight": head,
     }
     for layer in range(config["num_hidden_layers"]):
-        shapes = {
-            "self_attn.q_proj": (hidden, hidden, 2.0),
-            "self_attn.k_proj": (kv, hidden, 2.0),
-            "self_attn.v_proj": (kv, hidden, 2.0),
-            "self_attn.o_proj": (hidden, hidden, 2.0),
-            "mlp.gate_proj": (mlp, hidden, 1.5),
-            "mlp.up_proj": (mlp, hidden, 1.5),
-            "mlp.down_proj": (hidden, mlp, 1.5),
-        }
-        for name, shape in shapes.items():
-            tensors[f"model.layers.{layer}.{name}.weight"] = random(*shape)
+        for name, rows in {"q": hidden, "k": kv, "v": kv, "o": hidden}.items():
+            tensors[f"model.layers.{layer}.self_attn.{name}_proj.weight"] = random(rows, hidden, 2.0)
+        for name, shape in {"gate": (mlp, hidden), "up": (mlp, hidden), "down": (hidden, mlp)}.items():
+            tensors[f"model.layers.{layer}.mlp.{name}_proj.weight"] = random(*shape, 1.5)
         for name in ("input_layernorm", "post_attention_layernorm"):
             tensors[f"model.layers.{layer}.{name}.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
     return tensors

@@ -33,7 +33,6 @@ with 2 finds a folder where process 0 is to write curves.
 
 
 def run(name: str, kind: str, status: int, more: tuple[str, ...], data: Path, work: Path) -> None:
-    """One training."""
     sessions: list[TrainingRun] = []
     begin, advance = TrainingRun.begin, Trainer.advance
 

@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from sharesd.config import EngineConfig, OffloadConfig, PipelineConfig
+from sharesd import EngineConfig, OffloadConfig, PipelineConfig, SamplingParams
 from sharesd.loading.cache_keys import costs_file
 from sharesd.loading.resolve import TREE_DEPTH, TREE_TOP, ResolvedConfig, compile_mode, resolve_config
 from sharesd.models.prefill import slots_for
-from sharesd.sampling_params import SamplingParams
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+CPU, GPU, STAGES = torch.device("cpu"), torch.device("cuda", 0), PipelineConfig(devices=("cpu", "cpu"))
 RAW = {"model_type": "llama", "vocab_size": 384, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
 
 
@@ -46,26 +45,19 @@ def test_options_of_a_cpu(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "modes", "tree"),
+    ("options", "mode", "tree"),
     [
-        ({}, ("share",), (TREE_TOP, TREE_DEPTH, 8)),
-        ({"max_draft": 3}, ("share",), (TREE_TOP, 2, 3)),
-        ({}, ("suffix",), None),
-        ({"num_draft": 4}, ("share",), None),
-        ({"tree": "off"}, ("share",), None),
-        ({"compile": "off"}, ("share",), None),
-        ({"compile": "off", "tree": (2, 4, 8)}, ("share",), (2, 4, 8)),
+        *(({}, "share", (TREE_TOP, TREE_DEPTH, 8)), ({"max_draft": 3}, "share", (TREE_TOP, 2, 3))),
+        *(({}, "suffix", None), ({"num_draft": 4}, "share", None), ({"tree": "off"}, "share", None)),
+        *(({"compile": "off"}, "share", None), ({"compile": "off", "tree": (2, 4, 8)}, "share", (2, 4, 8))),
     ],
 )
-def test_trees_of_models(folder: Path, options: dict[str, Any], modes: tuple[str, ...], tree: Any) -> None:
-    found = resolved(folder, *modes, **options)
-    assert found.tree == tree
-    assert found.drafts_trees == (tree is not None or modes == ("suffix",))
+def test_trees_of_models(folder: Path, options: dict[str, Any], mode: str, tree: Any) -> None:
+    found = resolved(folder, mode, **options)
+    assert found.tree == tree and found.drafts_trees == (tree is not None or mode == "suffix")
 
 
-def test_a_given_maximum_above_that_of_chosen_trees_is_a_warning(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_given_maximum_above_that_of_chosen_trees_is_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     for options in ({}, {"max_draft": 48}, {"max_draft": 60, "tree": "off"}, {"num_draft": 60}):
         resolved(folder, "share", **options)
     assert not [record for record in caplog.records if "max_draft" in record.getMessage()]
@@ -74,33 +66,25 @@ def test_a_given_maximum_above_that_of_chosen_trees_is_a_warning(
 
 
 def test_slots_hold_the_context_a_rest_and_a_draft(folder: Path) -> None:
+    """And rounds are captured on a GPU unless ranks share the target."""
     plain = resolved(folder, num_draft=4)
     assert plain.step_width == 9 and plain.num_slots(100) == 100 + 9 + 9
     tree = resolved(folder, "share", tree=(4, 6, 8))
     assert tree.num_slots(100) == 100 + 9 + 2 + 4 * 6
     captured = replace(plain, device=GPU)
     assert captured.captures and captured.num_slots(100) == 100 + 2 * 16 + 16
+    for options in ({"compile": "off"}, {"tensor_parallel": 2}):
+        assert not replace(captured, config=replace(captured.config, **options)).captures
     growing = replace(tree, has_block_source=True)
     assert growing.has_async_trees and growing.num_slots(100) == tree.num_slots(100) + 1 + 4 * (2 * 6 + 1)
     assert replace(plain, compile="off").num_slots(100) == max(118, slots_for(100))
 
 
-def test_rounds_are_captured_on_a_gpu_unless_ranks_share_the_target(folder: Path) -> None:
-    found = replace(resolved(folder), device=GPU)
-    assert found.captures
-    for options in ({"compile": "off"}, {"tensor_parallel": 2}):
-        assert not replace(found, config=replace(found.config, **options)).captures
-
-
 @pytest.mark.parametrize(
     ("given", "device", "has_triton", "ranks", "mode"),
     [
-        ("auto", CPU, True, 1, "native"),
-        ("auto", GPU, True, 1, "regional"),
-        ("auto", GPU, False, 1, "off"),
-        ("auto", GPU, True, 2, "off"),
-        ("full", GPU, False, 1, "full"),
-        ("off", CPU, True, 1, "off"),
+        *(("auto", CPU, False, 1, "native"), ("auto", GPU, True, 1, "regional"), ("auto", GPU, False, 1, "off")),
+        *(("auto", GPU, True, 2, "off"), ("full", GPU, False, 1, "full"), ("off", CPU, True, 1, "off")),
     ],
 )
 def test_compile_modes(given: Any, device: torch.device, has_triton: bool, ranks: int, mode: str) -> None:
@@ -108,7 +92,7 @@ def test_compile_modes(given: Any, device: torch.device, has_triton: bool, ranks
 
 
 def test_stages_and_auto_drafters_are_chosen_without_weights(folder: Path) -> None:
-    found = resolved(folder, split=PipelineConfig(devices=("cpu", "cpu")))
+    found = resolved(folder, split=STAGES)
     assert found.pipeline is not None and [stage.num_blocks for stage in found.pipeline.stages] == [2, 2]
     assert found.device == found.pipeline.output_device
     auto = resolved(folder, "auto", "naive", draft="other")
@@ -121,19 +105,15 @@ def test_stages_and_auto_drafters_are_chosen_without_weights(folder: Path) -> No
     [
         ({"tree": (2, 4, 8), "num_draft": 4}, "num_draft is 4 and tree is 2:4:8"),
         ({"draft_device": "cpu"}, "no mode is classic"),
-        ({"split": PipelineConfig(devices=("cpu", "cpu")), "compile": "full"}, "a step runs on several devices"),
+        ({"split": STAGES, "compile": "full"}, "a step runs on several devices"),
+        *(({"split": STAGES}, "only native decoders are"), ({"tensor_parallel": 2}, "only native decoders are")),
         ({"offload": OffloadConfig(host_memory=10**9)}, "no plan for offloading: the weights are made in memory"),
     ],
 )
 def test_rows_of_all_tables_are_checked(folder: Path, options: dict[str, Any], message: str) -> None:
+    if message.startswith("only native"):
+        (folder / "config.json").write_text(json.dumps({**RAW, "model_type": "new"}))
     with pytest.raises(ValueError, match=message):
-        resolved(folder, **options)
-
-
-@pytest.mark.parametrize("options", [{"tensor_parallel": 2}, {"split": PipelineConfig(devices=("cpu", "cpu"))}])
-def test_only_native_decoders_are_split(folder: Path, options: dict[str, Any]) -> None:
-    (folder / "config.json").write_text(json.dumps({**RAW, "model_type": "new"}))
-    with pytest.raises(ValueError, match="only native decoders are"):
         resolved(folder, **options)
 
 
@@ -143,18 +123,12 @@ def test_costs_are_kept_for_all_that_they_depend_on(folder: Path, own_cache: Non
     def file(config: ResolvedConfig = found, mode: str = "share", params: SamplingParams = params, widths: Any = None):
         return costs_file(config, mode, params, widths=widths, streamed=None).file
 
-    same = [
-        file(params=SamplingParams(seed=4, max_new_tokens=9, stop=("a",))),
-        file(replace(found, config=replace(found.config, max_queue=3))),
-    ]
-    assert {*same} == {file()} and file().name.startswith("costs-")
-    others = [
-        file(mode="naive"),
-        file(widths=(9,)),
-        file(params=SamplingParams(temperature=1.0)),
-        file(replace(found, dtype=torch.float32)),
-        file(replace(found, config=replace(found.config, max_batch=2))),
-    ]
+    assert file() == file(params=SamplingParams(seed=4, max_new_tokens=9, stop=("a",)))
+    assert file() == file(replace(found, config=replace(found.config, max_queue=3)))
+    assert file().name.startswith("costs-")
+    others = [file(mode="naive"), file(widths=(9,)), file(params=SamplingParams(temperature=1.0))]
+    others += [file(replace(found, dtype=torch.float32))]
+    others += [file(replace(found, config=replace(found.config, max_batch=2)))]
     assert len({file(), *others}) == 6
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from sharesd import LLM, SamplingParams
 from sharesd.models.architecture import BLOCK_NAMES, GGUF_BLOCK_NAMES, Architecture, GGUFLayout, llama_like
@@ -22,21 +21,13 @@ from sharesd.models.loader import load_decoder
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.paths import ROOT
 from tests.helpers.tiny_models import make_checkpoint
+from tests.models.folders import edit_config, edit_tensors
 
-NAMES = {
-    "self_attn.q_proj": "mixer.query",
-    "self_attn.k_proj": "mixer.key",
-    "self_attn.v_proj": "mixer.value",
-    "self_attn.o_proj": "mixer.out",
-    "mlp.gate_proj": "ffn.w1",
-    "mlp.up_proj": "ffn.w3",
-    "mlp.down_proj": "ffn.w2",
-    "input_layernorm": "norm_1",
-    "post_attention_layernorm": "norm_2",
-}
+NAMES = {"self_attn.q_proj": "mixer.query", "self_attn.k_proj": "mixer.key", "self_attn.v_proj": "mixer.value"}
+NAMES |= {"self_attn.o_proj": "mixer.out", "input_layernorm": "norm_1", "post_attention_layernorm": "norm_2"}
+NAMES |= {"mlp.gate_proj": "ffn.w1", "mlp.up_proj": "ffn.w3", "mlp.down_proj": "ffn.w2"}
 """Llama's modules -> those of the made-up family."""
-FACTOR = 2.0
-"""On embeddings; exact in every dtype."""
+FACTOR = 2.0  # on embeddings; exact in every dtype
 
 
 def _read(config: HFConfig) -> DecoderConfig:
@@ -71,18 +62,17 @@ def banyan() -> Iterator[None]:
 
 def as_banyan(llama: Path, folder: Path) -> Path:
     """The same model as a checkpoint of the made-up family, its embedding divided by FACTOR."""
-    folder.mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((llama / name).read_bytes())
-    config = json.loads((llama / "config.json").read_text()) | {"model_type": "banyan"}
-    (folder / "config.json").write_text(json.dumps(config))
-    tensors = {"roots.weight": torch.zeros(3)}
-    for name, tensor in load_file(llama / "model.safetensors").items():
-        for old, new in NAMES.items():
-            name = name.replace(old, new)
-        tensors[name] = tensor / FACTOR if "embed_tokens" in name else tensor
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            tensor, new_name = tensors.pop(name), name
+            for old, new in NAMES.items():
+                new_name = new_name.replace(old, new)
+            tensors[new_name] = tensor / FACTOR if "embed_tokens" in name else tensor
+        tensors["roots.weight"] = torch.zeros(3)
+
+    shutil.copytree(llama, folder)
+    return edit_tensors(edit_config(folder, model_type="banyan"), rename)
 
 
 @pytest.mark.usefixtures("banyan")
@@ -95,35 +85,28 @@ def test_a_family_of_another_file_loads_and_decodes(tmp_path: Path) -> None:
     assert texts[0] == texts[1] and len(set(texts[0])) > 3
 
 
-@pytest.mark.usefixtures("banyan")
-def test_its_gguf_files_are_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path))
+@pytest.mark.usefixtures("banyan", "own_cache")
+def test_its_gguf_files_are_converted(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "banyan.gguf", "banyan", extra={"embedding_scale": 4.0})
     plain = load_decoder(converted_folder(write_gguf(tmp_path / "llama.gguf")), dtype=torch.float32)
     scaled = load_decoder(converted_folder(file), dtype=torch.float32)
-    assert scaled.config.model_type == "banyan"
-    assert scaled.config.embedding_multiplier == 4.0
+    assert scaled.config.model_type == "banyan" and scaled.config.embedding_multiplier == 4.0
     plain.embed.weight.data.mul_(4.0)  # and the head, which is tied
     of_plain, of_scaled = (model(torch.arange(40, 48)[None], model.new_cache(1, 16)) for model in (plain, scaled))
     assert torch.equal(of_plain / 4.0, of_scaled)
-    layout = architecture_of("banyan").gguf
-    assert layout is not None
-    names = layout.tensor_names(1)
+    names = architecture_of("banyan").gguf.tensor_names(1)
     assert "blk.0.attn_q.weight" in names and "blk.0.roots.weight" not in names
 
 
-def test_what_a_family_refuses_is_named() -> None:
+def test_what_a_family_refuses_is_named(request: pytest.FixtureRequest) -> None:
     with pytest.raises(UnsupportedArchitecture, match="'banyan' has no native decoder; it serves gemma2, .*smollm3"):
         config_from_hf({"model_type": "banyan"})
-    register(BANYAN)
-    try:
-        assert "banyan" in model_types()
-        with pytest.raises(UnsupportedArchitecture, match="'banyan' with twisted branches"):
-            config_from_hf({"model_type": "banyan", "twisted": True})
-        with pytest.raises(ValueError, match="this banyan checkpoint has no 'num_attention_heads'"):
-            config_from_hf({"model_type": "banyan"})
-    finally:
-        unregister("banyan")
+    request.getfixturevalue("banyan")
+    assert "banyan" in model_types()
+    with pytest.raises(UnsupportedArchitecture, match="'banyan' with twisted branches"):
+        config_from_hf({"model_type": "banyan", "twisted": True})
+    with pytest.raises(ValueError, match="this banyan checkpoint has no 'num_attention_heads'"):
+        config_from_hf({"model_type": "banyan"})
 
 
 @pytest.mark.subprocess

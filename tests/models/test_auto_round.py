@@ -13,35 +13,17 @@ from torch import Tensor
 from sharesd.models.loader import resolve, stored_tensors
 from sharesd.models.quantized.folder import layout_of
 from sharesd.models.quantized.layout import Planes
-from tests.helpers.quantized_folders import (
-    awq_planes,
-    gptq,
-    gptq_planes,
-    integers,
-    mxfp4,
-    packed_nvfp4,
-    quantize_folder,
-    values,
-)
+from tests.helpers.quantized_folders import FOLDERS, awq_planes, gptq, gptq_planes, integers, quantize_folder, values
 from tests.helpers.tiny_models import make_checkpoint
+from tests.models.folders import DOWN, UP, random, read, take_field
 
 N, K = 96, 128
-UP, DOWN = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"
-
-
-def random(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 0.1
 
 
 def section(**more: Any) -> dict[str, Any]:
     return {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": False, "data_type": "int", **more}
 
 
-def read(said: dict[str, Any], planes: dict[str, Tensor], module: str = UP) -> Tensor:
-    return layout_of(said).linear(Planes(module, planes)).values()
-
-
-@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 7, 8])
 @pytest.mark.parametrize(
     ("settings", "stored_zero"),
     [
@@ -56,11 +38,12 @@ def read(said: dict[str, Any], planes: dict[str, Tensor], module: str = UP) -> T
         ({"backend": "autoround:exllamav2", "quant_method": "intel/auto-round"}, 0),
     ],
 )
-def test_planes_of_gptq(settings: dict[str, Any], stored_zero: int, bits: int) -> None:
-    made = integers(random(N, K), bits, 32, sym=False)
-    planes = gptq_planes(*made, bits, stored_zero=stored_zero)
-    del planes["g_idx"]
-    assert torch.equal(read(section(bits=bits, **settings), planes).double(), values(*made))
+def test_planes_of_gptq(settings: dict[str, Any], stored_zero: int) -> None:
+    for bits in range(2, 9):
+        made = integers(random(N, K), bits, 32, sym=False)
+        planes = gptq_planes(*made, bits, stored_zero=stored_zero)
+        del planes["g_idx"]
+        assert torch.equal(read(section(bits=bits, **settings), planes).double(), values(*made)), bits
 
 
 @pytest.mark.parametrize("group_size", [32, -1])
@@ -71,27 +54,18 @@ def test_planes_of_awq(form: str, group_size: int) -> None:
     assert torch.equal(read(said, awq_planes(*made)).double(), values(*made))
 
 
-@pytest.mark.parametrize(
-    ("kind", "size", "form", "make"),
-    [("mx_fp", 32, "mxfp4-pack-quantized", mxfp4), ("nv_fp", 16, "nvfp4-pack-quantized", packed_nvfp4)],
-)
-def test_planes_of_floats_are_those_of_compressed_tensors(kind: str, size: int, form: str, make: Any) -> None:
+@pytest.mark.parametrize(("kind", "size", "name"), [("mx_fp", 32, "mxfp4"), ("nv_fp", 16, "packed nvfp4")])
+def test_planes_of_floats_are_those_of_compressed_tensors(kind: str, size: int, name: str) -> None:
+    theirs, make = FOLDERS[name]
     planes = make(UP, random(N, K)) | ({"input_global_scale": torch.ones(1)} if kind == "nv_fp" else {})
-    weights = {"num_bits": 4, "type": "float", "group_size": size}
-    group = {"targets": ["Linear"], "weights": weights}
-    wanted = read({"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}}, planes)
+    wanted = read(theirs, planes)
     said = section(packing_format="auto_round:llm_compressor", data_type=kind, group_size=size, act_bits=4)
     assert torch.equal(read(said, planes), wanted)
 
 
 def test_modules_have_settings_of_their_own() -> None:
-    extra = {
-        DOWN: {"bits": 8, "group_size": 64},
-        "lm_head": {"bits": 16, "data_type": "float"},
-        r".*layers\.1\..*down_proj.*": {"bits": 2},
-        "down_proj": {"bits": 16},
-        "[": {"bits": 16},
-    }
+    extra = {DOWN: {"bits": 8, "group_size": 64}, "lm_head": {"bits": 16, "data_type": "float"}, "[": {"bits": 16}}
+    extra |= {r".*layers\.1\..*down_proj.*": {"bits": 2}, "down_proj": {"bits": 16}}
     layout = layout_of(section(extra_config=extra, block_name_to_quantize="model.layers"))
     for module, bits, size in ((UP, 4, 32), (DOWN, 8, 64), ("model.layers.1.mlp.down_proj", 2, 32)):
         made = integers(random(N, K), bits, size, sym=True)
@@ -104,9 +78,8 @@ def test_modules_have_settings_of_their_own() -> None:
     assert not layout.includes(outside) and not layout.excludes(outside)
 
 
-@pytest.mark.parametrize("dequantize", [True, False])
-def test_a_folder_is_read(dequantize: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / "cache"))
+@pytest.mark.usefixtures("own_cache")
+def test_a_folder_is_read(tmp_path: Path) -> None:
     said = section(packing_format="auto_round:auto_gptq", autoround_version="0.5.1", extra_config={UP: {"bits": 16}})
     plain = make_checkpoint(tmp_path / "model", layers=1)
     wanted = dict(stored_tensors(plain))[f"{UP}.weight"]
@@ -115,14 +88,12 @@ def test_a_folder_is_read(dequantize: bool, tmp_path: Path, monkeypatch: pytest.
         return {"weight": weight.bfloat16()} if module == UP else gptq(module, weight)
 
     folder = quantize_folder(plain, said, quantize)
-    config = json.loads((folder / "config.json").read_text())
-    beside = config.pop("quantization_config")
-    for file, content in ((folder / "config.json", config), (folder / "quantization_config.json", beside)):
-        file.write_text(json.dumps(content))
-    found = dict(stored_tensors(resolve(folder, dequantize=dequantize)))
-    up = found[f"{UP}.weight"]  # next to blocks numbers are a part, too
-    assert torch.equal(up if isinstance(up, Tensor) else up.raw, wanted)
-    assert isinstance(found[f"{DOWN}.weight"], Tensor) == dequantize
+    (folder / "quantization_config.json").write_text(json.dumps(take_field(folder, "quantization_config")))
+    for dequantize in (True, False):
+        found = dict(stored_tensors(resolve(folder, dequantize=dequantize)))
+        up = found[f"{UP}.weight"]  # next to blocks numbers are a part, too
+        assert torch.equal(up if isinstance(up, Tensor) else up.raw, wanted)
+        assert isinstance(found[f"{DOWN}.weight"], Tensor) == dequantize
 
 
 @pytest.mark.parametrize(

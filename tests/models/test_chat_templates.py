@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from serve.messages import Function
 from serve.parsing.grammar import calls_grammar, text_and_calls_grammar
 from serve.parsing.reasoning import reader_of, reasoning_of
-from serve.parsing.tool_calls import CallReader
+from serve.parsing.tool_calls import CallReader, Read
 from serve.parsing.tool_format import ToolFormat, format_of
 from sharesd.models.tokenizer import Tokenizer
 from sharesd.sampling.constraints import Grammars
@@ -65,29 +67,42 @@ def written(tokenizer: Tokenizer, *names: str) -> str:
     return shown.removeprefix(begun) if shown.startswith(begun) else behind
 
 
+def pushed(reader: CallReader, text: str, size: int) -> list[Read]:
+    """What is read of a text that comes in pieces of this size."""
+    places = range(0, len(text), size)
+    return [reader.push(text[place : place + size], last=place + size >= len(text)) for place in places]
+
+
 def read(form: ToolFormat, text: str, size: int) -> list[Call]:
-    reader, calls = CallReader(form, {"climb", "sing"}, max_calls=None if form.several else 1), []
-    for place in range(0, len(text), size):
-        for part in reader.push(text[place : place + size], last=place + size >= len(text)).calls:
-            if part.name is not None:
-                calls.append([part.name, ""])
-            calls[part.index][1] += part.arguments
+    reader, calls = CallReader(form, {"climb", "sing"}, max_calls=None if form.several else 1), list[list[str]]()
+    for part in chain.from_iterable(each.calls for each in pushed(reader, text, size)):
+        if part.name is not None:
+            calls.append([part.name, ""])
+        calls[part.index][1] += part.arguments
     return [(name, json.loads(arguments)) for name, arguments in calls]
 
 
-@pytest.mark.parametrize("size", [1, 4, 10_000])
+def taker(tokenizer: Tokenizer) -> Callable[[str, str], bool]:
+    """A function that says whether a grammar takes a text to its end."""
+    grammars = Grammars(tokenizer, vocab_size=tokenizer.vocab_size, eos_ids=tokenizer.eos_ids)
+
+    def takes(grammar: str, text: str) -> bool:
+        ids = [*tokenizer.encode(text), tokenizer.eos_ids[0]]
+        return grammars.matcher(grammar).advance(ids) == len(ids)
+
+    return takes
+
+
 @pytest.mark.parametrize("name", CALLING)
-def test_calls_are_read_as_the_template_writes_them(name: str, size: int) -> None:
+def test_calls_are_read_as_the_template_writes_them(name: str) -> None:
     form, tokenizer = CALLING[name], make_tokenizer(TEMPLATES[name])
     one = written(tokenizer, "climb")
-    if form.mark:
-        assert read(form, one[one.index(form.mark) :], size) == [("climb", ARGUMENTS)]
-    else:
-        assert read(form, one[one.index("{") :], size) == [("climb", ARGUMENTS)]
-    if form.several:
-        two = written(tokenizer, "sing", "climb")
-        assert read(form, two[two.index(form.mark) :], size) == [("sing", ARGUMENTS), ("climb", ARGUMENTS)]
-    else:
+    two = written(tokenizer, "sing", "climb") if form.several else ""
+    for size in (1, 4, 10_000):
+        assert read(form, one[one.index(form.mark or "{") :], size) == [("climb", ARGUMENTS)]
+        if form.several:
+            assert read(form, two[two.index(form.mark) :], size) == [("sing", ARGUMENTS), ("climb", ARGUMENTS)]
+    if not form.several:
         with pytest.raises(ValueError):
             tokenizer.render_chat([USER, {"role": "assistant", "tool_calls": calls_of("climb", "sing")}])
 
@@ -95,12 +110,7 @@ def test_calls_are_read_as_the_template_writes_them(name: str, size: int) -> Non
 @pytest.mark.parametrize("name", CALLING)
 def test_what_the_grammar_allows_is_read(name: str) -> None:
     form, tokenizer = CALLING[name], make_tokenizer(TEMPLATES[name])
-    grammars = Grammars(tokenizer, vocab_size=tokenizer.vocab_size, eos_ids=tokenizer.eos_ids)
-
-    def takes(grammar: str, text: str) -> bool:
-        ids = [*tokenizer.encode(text), tokenizer.eos_ids[0]]
-        return grammars.matcher(grammar).advance(ids) == len(ids)
-
+    takes = taker(tokenizer)
     call = f'{{"{form.name_key}": "climb", "{form.key}": {json.dumps(ARGUMENTS)}}}'
     if form.middle is not None:
         call = f"climb{form.middle}{json.dumps(ARGUMENTS)}"
@@ -125,7 +135,6 @@ def test_what_the_grammar_allows_is_read(name: str) -> None:
 def test_reasoning_is_read_as_the_template_writes_it(name: str) -> None:
     tokenizer = make_tokenizer(TEMPLATES[name])
     marks = reasoning_of(tokenizer)
-    assert marks is not None
     loose = "" if marks.answer else "\n"  # channels are exact
     for space in (loose, ""):
         text = f"{marks.begin}{space}the red mat{space}{marks.end}{space}{space}the cat"
@@ -186,10 +195,8 @@ NAMED = (  # a name, and then its arguments
 @pytest.mark.parametrize("size", [1, 3, 10_000])
 def test_names_before_their_arguments_are_read(size: int) -> None:
     form = format_of(NAMED)
-    assert form is not None
     assert (form.mark, form.middle, form.between, form.end) == ("<run>", "<with>", "</run><run>", "</run>")
-    arguments = json.dumps(ARGUMENTS)
-    one = f"<run>climb<with>{arguments}</run>"
+    one = f"<run>climb<with>{json.dumps(ARGUMENTS)}</run>"
     cases: list[tuple[str, list[Call], str]] = [
         (f"I look.\n{one}", [("climb", ARGUMENTS)], "I look."),
         (f"{one}{one}\n", [("climb", ARGUMENTS)] * 2, ""),
@@ -202,21 +209,14 @@ def test_names_before_their_arguments_are_read(size: int) -> None:
     ]
     for text, calls, content in cases:
         assert read(form, text, size) == calls
-        reader = CallReader(form, {"climb", "sing"})
-        pieces = [text[i : i + size] for i in range(0, len(text), size)]
-        found = [reader.push(piece, last=i == len(pieces) - 1).content for i, piece in enumerate(pieces)]
-        assert "".join(found) == content
+        assert "".join(each.content for each in pushed(CallReader(form, {"climb", "sing"}), text, size)) == content
     tokenizer = make_tokenizer(NAMED)
-    grammars = Grammars(tokenizer, vocab_size=tokenizer.vocab_size, eos_ids=tokenizer.eos_ids)
-    grammar = calls_grammar(form, tokenizer, FUNCTIONS, several=True)
-    ids = [*tokenizer.encode(one + one), tokenizer.eos_ids[0]]
-    assert grammars.matcher(grammar).advance(ids) == len(ids)
+    assert taker(tokenizer)(calls_grammar(form, tokenizer, FUNCTIONS, several=True), one + one)
 
 
 def test_templates_that_want_arguments_as_text_get_text() -> None:
     template = NAMED.replace("c.function.arguments | tojson", "'' + c.function.arguments")
-    tokenizer = make_tokenizer(template)
-    assert f"<run>climb<with>{json.dumps(ARGUMENTS)}</run>" in written(tokenizer, "climb")
+    assert f"<run>climb<with>{json.dumps(ARGUMENTS)}</run>" in written(make_tokenizer(template), "climb")
     assert format_of(template) == format_of(NAMED)
 
 
@@ -230,15 +230,10 @@ def test_values_between_tags_are_of_their_schemas_types(size: int) -> None:
     text = f"I look.\n\n<tool_call>\n<function=climb>\n{given}</function>\n</tool_call>"
     schemas = {"climb": {"properties": {"tree": {"type": "string"}, "days": {"type": "integer"}}}}
     for wanted in (text, f"{text}\n<tool_call>\n<function=sing>\n</function>\n</tool_call>"):
-        reader = CallReader(QWEN, {"climb", "sing"}, schemas=schemas)
-        pieces = [wanted[i : i + size] for i in range(0, len(wanted), size)]
-        content, arguments = "", ["", ""]
-        for place, piece in enumerate(pieces):
-            found = reader.push(piece, last=place == len(pieces) - 1)
-            content += found.content
-            for part in found.calls:
-                arguments[part.index] += part.arguments
-        assert content == "I look."
+        found, arguments = pushed(CallReader(QWEN, {"climb", "sing"}, schemas=schemas), wanted, size), ["", ""]
+        for part in chain.from_iterable(each.calls for each in found):
+            arguments[part.index] += part.arguments
+        assert "".join(each.content for each in found) == "I look."
         expected = {"tree": "5", "days": 5, "is_old": True, "more": {"a": None}, "none": None, "odd": "old oak"}
         assert json.loads(arguments[0]) == expected and arguments[1] == ("" if wanted == text else "{}")
 
@@ -249,24 +244,20 @@ OTHER = "<tool_call>\n<function=fly>\n</function>\n</tool_call>"
 @pytest.mark.parametrize("text", [OTHER, "<tool_call>\n<funct", "<tool"])
 @pytest.mark.parametrize("size", [1, 10_000])
 def test_tags_of_other_functions_are_content(text: str, size: int) -> None:
-    reader = CallReader(QWEN, {"climb"})
-    pieces = [text[i : i + size] for i in range(0, len(text), size)]
-    found = [reader.push(piece, last=place == len(pieces) - 1) for place, piece in enumerate(pieces)]
+    found = pushed(CallReader(QWEN, {"climb"}), text, size)
     assert "".join(one.content for one in found) == text and not any(one.calls for one in found)
 
 
 def test_a_value_is_one_of_its_enum_and_needed_ones_are_there() -> None:
     tokenizer = make_tokenizer(TEMPLATES["qwen3_6"])
-    grammars = Grammars(tokenizer, vocab_size=tokenizer.vocab_size, eos_ids=tokenizer.eos_ids)
     properties = {"tree": {"type": "string", "enum": ["oak", "ash"]}, "days": {"type": "integer"}}
     schema = {"type": "object", "properties": properties, "required": ["tree"]}
     grammar = calls_grammar(QWEN, tokenizer, [Function(name="climb", parameters=schema)], several=False)
+    allows = taker(tokenizer)
 
     def takes(**values: Any) -> bool:
         given = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
-        text = f"<tool_call>\n<function=climb>\n{given}</function>\n</tool_call>"
-        ids = [*tokenizer.encode(text), tokenizer.eos_ids[0]]
-        return grammars.matcher(grammar).advance(ids) == len(ids)
+        return allows(grammar, f"<tool_call>\n<function=climb>\n{given}</function>\n</tool_call>")
 
     assert takes(tree="oak") and takes(tree="ash", days=5)
     assert not takes() and not takes(tree="fir") and not takes(tree="oak", days="many") and not takes(days=5)

@@ -21,41 +21,27 @@ from compressed_tensors.quantization import (  # noqa: E402
 from compressed_tensors.quantization.utils import calculate_qparams  # noqa: E402
 
 from tests.helpers.block_parts import values  # noqa: E402
+from tests.models.folders import DOWN, UP, random, read  # noqa: E402
 
-MODULE = "model.layers.0.mlp.up_proj"
-
-
-@pytest.fixture(autouse=True)
-def several_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sharesd.models.quantized.layout._CHUNK_WEIGHTS", 1 << 12)
-
-
-def random(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 0.1
+pytestmark = pytest.mark.usefixtures("several_pieces")
 
 
 def compressed(form: str, weights: dict[str, Any], N: int, K: int) -> tuple[dict[str, Tensor], Tensor]:
     """Planes of a random linear, and the values that the package reads."""
     scheme, weight = QuantizationScheme(targets=["Linear"], weights=weights), random(N, K).bfloat16()
     args = scheme.weights
-    rows, columns = {
-        "tensor": (N, K),
-        "channel": (1, K),
-        "group": (1, args.group_size),
-        "tensor_group": (1, args.group_size),
-        "block": args.block_structure,
-    }[args.strategy]
+    cells = {"tensor": (N, K), "channel": (1, K), "block": args.block_structure}
+    rows, columns = cells.get(args.strategy, (1, args.group_size))
     padded = torch.nn.functional.pad(weight, (0, -K % columns, 0, -N % rows))
-    cells = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+    parts = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
     options = {}
     if args.strategy == "tensor_group":
         options["global_scale"] = torch.tensor([6.0 * 448 / weight.abs().max()], dtype=torch.float32)
-    scale, zero = calculate_qparams(cells.amin((1, 3)), cells.amax((1, 3)), args, **options)
+    scale, zero = calculate_qparams(parts.amin((1, 3)), parts.amax((1, 3)), args, **options)
     if args.strategy == "tensor":
         scale, zero = scale.reshape(1), zero.reshape(1)
     state = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero}
-    if options:
-        state["weight_global_scale"] = options["global_scale"]
+    state |= {f"weight_{name}": value for name, value in options.items()}
     compressor = BaseCompressor.get_value_from_registry(form)
     planes = compressor.compress(state, scheme)
     return planes, compressor.decompress(dict(planes), scheme)["weight"]
@@ -66,126 +52,84 @@ def section(form: str, weights: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}, **more}
 
 
-def read(form: str, weights: dict[str, Any], planes: dict[str, Tensor]) -> Tensor:
-    return layout_of(section(form, weights)).linear(Planes(MODULE, planes)).values()
-
-
 def ints(bits: int, strategy: str, size: int | None = None, *, sym: bool = True) -> dict[str, Any]:
     return {"num_bits": bits, "type": "int", "strategy": strategy, "group_size": size, "symmetric": sym}
 
 
-FLOATS_4 = [("nvfp4-pack-quantized", "tensor_group", 16), ("mxfp4-pack-quantized", "group", 32)]
+def floats(bits: int, strategy: str, **more: Any) -> dict[str, Any]:
+    return {"num_bits": bits, "type": "float", "strategy": strategy, "symmetric": True, **more}
 
 
-@pytest.mark.parametrize("sym", [True, False])
-@pytest.mark.parametrize(
-    ("bits", "strategy", "size"),
-    [
-        (4, "group", 32),
-        (4, "group", 128),
-        (4, "channel", None),
-        (8, "channel", None),
-        (8, "group", 64),
-        (3, "group", 64),
-    ],
-)
-def test_packed_integers(bits: int, strategy: str, size: int | None, sym: bool) -> None:
-    weights = ints(bits, strategy, size, sym=sym)
-    for N, K in ((96, 256), (33, 128)):
-        planes, wanted = compressed("pack-quantized", weights, N, K)
-        assert torch.equal(read("pack-quantized", weights, planes).bfloat16(), wanted)
+PACKED = ((4, "group", 32), (4, "channel", None), (8, "channel", None), (8, "group", 64), (3, "group", 64))
+BYTES = ((8, "tensor", None), (8, "channel", None), (8, "group", 64))
+WEIGHTS = [
+    *(("pack-quantized", ints(*each, sym=sym)) for each in PACKED for sym in (True, False)),
+    *(("int-quantized", ints(*each, sym=sym)) for each in BYTES for sym in (True, False)),
+    *(("float-quantized", floats(8, strategy)) for strategy in ("tensor", "channel")),
+    ("float-quantized", floats(8, "group", group_size=32)),
+    ("float-quantized", floats(8, "block", block_structure=[128, 128])),
+    ("nvfp4-pack-quantized", floats(4, "tensor_group", group_size=16, scale_dtype="torch.float8_e4m3fn")),
+    ("mxfp4-pack-quantized", floats(4, "group", group_size=32, scale_dtype="torch.uint8")),
+]
+SHAPES = {"pack-quantized": ((96, 256), (33, 128)), "float-quantized": ((256, 128), (96, 320))}
 
 
-@pytest.mark.parametrize("sym", [True, False])
-@pytest.mark.parametrize(("strategy", "size"), [("tensor", None), ("channel", None), ("group", 64)])
-def test_byte_integers(strategy: str, size: int | None, sym: bool) -> None:
-    weights = ints(8, strategy, size, sym=sym)
-    planes, wanted = compressed("int-quantized", weights, 96, 128)
-    for form in ("int-quantized", "naive-quantized"):
-        assert torch.equal(read(form, weights, planes).bfloat16(), wanted)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "more"),
-    [("tensor", {}), ("channel", {}), ("group", {"group_size": 32}), ("block", {"block_structure": [128, 128]})],
-)
-def test_floats(strategy: str, more: dict[str, Any]) -> None:
-    weights = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, **more}
-    for N, K in ((256, 128), (96, 320)):
-        planes, wanted = compressed("float-quantized", weights, N, K)
-        assert torch.equal(read("float-quantized", weights, planes).bfloat16(), wanted)
-
-
-@pytest.mark.parametrize(("form", "strategy", "size"), FLOATS_4)
-def test_floats_of_four_bits(form: str, strategy: str, size: int) -> None:
-    weights = {"num_bits": 4, "type": "float", "strategy": strategy, "symmetric": True, "group_size": size}
-    weights["scale_dtype"] = "torch.uint8" if size == 32 else "torch.float8_e4m3fn"
-    planes, wanted = compressed(form, weights, 96, 128)
-    assert torch.equal(read(form, weights, planes).to(wanted.dtype), wanted)
+@pytest.mark.parametrize(("form", "weights"), WEIGHTS)
+def test_values_are_those_of_the_package(form: str, weights: dict[str, Any]) -> None:
+    for N, K in SHAPES.get(form, ((96, 128),)):
+        planes, wanted = compressed(form, weights, N, K)
+        for name in (form, "naive-quantized") if form == "int-quantized" else (form,):
+            assert torch.equal(read(section(name, weights), planes).to(wanted.dtype), wanted)
 
 
 @pytest.mark.parametrize("whole", [4096.0, 8070.4])
 def test_blocks_have_the_rounded_inverse_of_a_scale(whole: float) -> None:
-    weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "symmetric": True, "group_size": 16}
-    planes, _ = compressed(FLOATS_4[0][0], weights | {"scale_dtype": "torch.float8_e4m3fn"}, 96, 128)
+    form, weights = WEIGHTS[-2]
+    planes, _ = compressed(form, weights, 96, 128)
     planes["weight_global_scale"] = torch.tensor([whole])
-    linear = layout_of(section(FLOATS_4[0][0], weights)).linear(Planes(MODULE, planes))
+    linear = layout_of(section(form, weights)).linear(Planes(UP, planes))
     stored, wanted = values(linear.block_part()).double(), linear.values().double()
     assert ((stored - wanted).abs() <= 2**-22 * wanted.abs()).all()
     assert torch.equal(stored, wanted) == (whole == 4096)
 
 
 def test_inputs_in_another_order() -> None:
-    weights = ints(4, "group", 64) | {"actorder": "group"}
     planes, _ = compressed("pack-quantized", ints(4, "group", 64), 32, 256)
-    plain = read("pack-quantized", ints(4, "group", 64), planes)
+    plain = read(section("pack-quantized", ints(4, "group", 64)), planes)
+    ordered = section("pack-quantized", ints(4, "group", 64) | {"actorder": "group"})
     with pytest.raises(ValueError, match="tensor model.layers.0.mlp.up_proj.weight_g_idx is missing"):
-        read("pack-quantized", weights, planes)
+        read(ordered, planes)
     groups = torch.arange(256, dtype=torch.int32) // 64
-    assert torch.equal(read("pack-quantized", weights, planes | {"weight_g_idx": groups}), plain)
+    assert torch.equal(read(ordered, planes | {"weight_g_idx": groups}), plain)
     ones = dict(planes, weight_scale=torch.ones_like(planes["weight_scale"]))
     order = torch.arange(256, dtype=torch.int32) % 4
-    codes = read("pack-quantized", weights, ones | {"weight_g_idx": groups})
-    wanted = codes * planes["weight_scale"].float()[:, order]
-    assert torch.equal(read("pack-quantized", weights, planes | {"weight_g_idx": order}), wanted)
+    wanted = read(ordered, ones | {"weight_g_idx": groups}) * planes["weight_scale"].float()[:, order]
+    assert torch.equal(read(ordered, planes | {"weight_g_idx": order}), wanted)
 
 
 def test_groups_of_modules_have_their_own_formats() -> None:
-    packed, floats = ints(4, "group", 32), {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+    packed, of_down = ints(4, "group", 32), floats(8, "channel")
     groups = {
         "group_0": {"targets": ["Linear"], "weights": packed, "format": "pack-quantized"},
-        "group_1": {"targets": ["re:.*down_proj"], "weights": floats, "format": "float-quantized"},
+        "group_1": {"targets": ["re:.*down_proj"], "weights": of_down, "format": "float-quantized"},
         "kv": {"targets": ["re:.*self_attn"], "weights": None},
     }
     layout = layout_of({**section("mixed-precision", packed), "config_groups": groups, "ignore": ["lm_head"]})
-    for module, form, weights in (
-        (MODULE, "pack-quantized", packed),
-        ("model.layers.0.mlp.down_proj", "float-quantized", floats),
-    ):
+    for module, form, weights in ((UP, "pack-quantized", packed), (DOWN, "float-quantized", of_down)):
         planes, wanted = compressed(form, weights, 64, 64)
         assert torch.equal(layout.linear(Planes(module, planes)).values().bfloat16(), wanted)
-    assert layout.excludes("lm_head") and not layout.excludes(MODULE) and layout.includes(MODULE)
+    assert layout.excludes("lm_head") and not layout.excludes(UP) and layout.includes(UP)
 
 
-class Part(torch.nn.Module):
-    """A module of others by name."""
-
-    def __init__(self, **parts: torch.nn.Module) -> None:
-        super().__init__()
-        for name, part in parts.items():
-            self.add_module(name, part)
+def projections(*names: str) -> torch.nn.ModuleDict:
+    return torch.nn.ModuleDict({f"{name}_proj": torch.nn.Linear(64, 64, bias=False) for name in names})
 
 
-def model() -> Part:
-    layers = [
-        Part(
-            self_attn=Part(**{f"{name}_proj": torch.nn.Linear(64, 64, bias=False) for name in "qo"}),
-            mlp=Part(**{f"{name}_proj": torch.nn.Linear(64, 64, bias=False) for name in ("up", "down")}),
-        )
-        for _ in range(2)
-    ]
-    inner = Part(embed_tokens=torch.nn.Embedding(64, 64), layers=torch.nn.ModuleList(layers))
-    return Part(model=inner, lm_head=torch.nn.Linear(64, 64, bias=False))
+def model() -> torch.nn.ModuleDict:
+    parts = [{"self_attn": projections("q", "o"), "mlp": projections("up", "down")} for _ in range(2)]
+    layers = torch.nn.ModuleList(map(torch.nn.ModuleDict, parts))
+    inner = torch.nn.ModuleDict({"embed_tokens": torch.nn.Embedding(64, 64), "layers": layers})
+    return torch.nn.ModuleDict({"model": inner, "lm_head": torch.nn.Linear(64, 64, bias=False)})
 
 
 @pytest.mark.parametrize(
@@ -231,16 +175,12 @@ def test_targets_that_overlap_have_the_order_of_the_package(targets: list[list[s
         ("pack-quantized", {"group_size": 64}, {}, r"up_proj.weight_scale has shape \[32, 4\], and \[32, 2\] fits"),
         ("pack-quantized", {"num_bits": 8}, {}, "up_proj.weight_packed has shape"),
         ("pack-quantized", {"symmetric": False}, {}, "up_proj.weight_zero_point is missing"),
-        ("pack-quantized", {}, {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config = .* none is"),
-        ("pack-quantized", {}, {"transform_config": {"config_groups": {"a": {}}}}, "transform_config = .* none is"),
         ("pack-quantized", {}, {"config_groups": {}}, "config_groups = {}, and at least one group"),
         ("int-quantized", {}, {}, "tensor model.layers.0.mlp.up_proj.weight is missing"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(
-    form: str, changes: dict[str, Any], more: dict[str, Any], message: str
-) -> None:
+def test_what_does_not_fit_is_refused_by_name(form: str, changes: dict, more: dict, message: str) -> None:
     weights = ints(4, "group", 32)
     planes, _ = compressed("pack-quantized", weights, 32, 128)
     with pytest.raises(ValueError, match=message):
-        layout_of(section(form, weights | changes, **more)).linear(Planes(MODULE, planes))
+        read(section(form, weights | changes, **more), planes)

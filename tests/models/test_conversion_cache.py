@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -10,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,53 +24,33 @@ from sharesd_files import SCRATCH, clean_cache, file_identity, scratch_folder
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.quantized_folders import write_quantized
 from tests.helpers.tiny_models import make_checkpoint
+from tests.models.folders import edit_config
 from tests.models.test_lora import adapter_of
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def template_of(folder: Path) -> str | None:
     return load_tokenizer(folder).chat_template
 
 
-def quantized(folder: Path) -> Callable[[Path], Path]:
-    write_quantized(folder, "fp8")
-    return resolve
+def prepared_by(kind: str, folder: Path) -> Callable[[Path], Path]:
+    """Write a source of this kind; return what makes a folder of the cache of it."""
+    write_quantized(folder, "fp8") if "fp8" in kind else make_checkpoint(folder)
+    if kind == "fp8":
+        return resolve
+    if kind.endswith("without a key"):
+        edit_config(folder, more_key=1)
+        return lambda path: resolve(path, ignored=["more_key"])
+    lora = str(adapter_of(folder, folder.parent / "adapter")) if kind == "adapter" else None
+    quant: Any = "q8_0" if kind == "type" else None
+    return lambda path: resolve_target(EngineConfig(target=str(path), target_quant=quant, lora=lora))
 
 
-def with_type(folder: Path) -> Callable[[Path], Path]:
-    make_checkpoint(folder)
-    return lambda path: resolve_target(EngineConfig(target=str(path), target_quant="q8_0"))
-
-
-def with_adapter(folder: Path) -> Callable[[Path], Path]:
-    make_checkpoint(folder)
-    adapter = str(adapter_of(folder, folder.parent / "adapter"))
-    return lambda path: resolve_target(EngineConfig(target=str(path), lora=adapter))
-
-
-def with_ignored_key(folder: Path) -> Callable[[Path], Path]:
-    make_checkpoint(folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"more_key": 1}))
-    return lambda path: resolve(path, ignored=["more_key"])
-
-
-def expanded_without_key(folder: Path) -> Callable[[Path], Path]:
-    write_quantized(folder, "fp8")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"more_key": 1}))
-    return lambda path: resolve(path, ignored=["more_key"])
-
-
-@pytest.mark.parametrize("make", [quantized, with_type, with_adapter, with_ignored_key, expanded_without_key])
-def test_texts_are_those_of_the_source_as_it_is_now(make: Callable[[Path], Callable], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["fp8", "type", "adapter", "plain without a key", "fp8 without a key"])
+def test_texts_are_those_of_the_source_as_it_is_now(kind: str, tmp_path: Path) -> None:
     folder = tmp_path / "one/model"
-    prepared = make(folder)
+    prepared = prepared_by(kind, folder)
     (folder / "chat_template.jinja").write_text("A")
     assert template_of(prepared(folder)) == "A"
     copy = tmp_path / "two/model"
@@ -116,34 +96,26 @@ def test_a_link_to_another_folder_is_another_source(tmp_path: Path) -> None:
 
 def test_an_edited_config_counts(tmp_path: Path) -> None:
     folder = write_quantized(tmp_path / "model", "fp8")
-    before = eos_ids(resolve(folder))
-    config = json.loads((folder / "config.json").read_text())
-    for ids in ([3, 4], [3, 5]):
-        (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": ids}))
-        assert list(eos_ids(resolve(folder))) == ids != list(before)
-
-
-def in_place(file: Path, fresh: bytes) -> None:
-    file.write_bytes(fresh)
-
-
-def replaced(file: Path, fresh: bytes) -> None:
-    other = file.with_name("other")
-    other.write_bytes(fresh)
-    other.replace(file)
+    assert 7 not in eos_ids(resolve(folder))
+    (folder / "generation_config.json").write_text('{"eos_token_id": [7, 3]}')
+    for i in (4, 5):
+        edit_config(folder, eos_token_id=[3, i])
+        assert eos_ids(resolve(folder)) == (7, 3, i)
 
 
 @pytest.mark.parametrize("small", [1, 2**30])
-@pytest.mark.parametrize("change", [in_place, replaced])
+@pytest.mark.parametrize("in_place", [True, False])
 def test_bytes_of_the_same_size_and_time_are_others(
-    change: Callable[[Path, bytes], None], small: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    in_place: bool, small: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sharesd_files, "SMALL_BYTES", small)
     file = write_gguf(tmp_path / "tiny.gguf")
     folder, status = converted_folder(file), file.stat()
     before, content = (folder / "model.safetensors").read_bytes(), bytearray(file.read_bytes())
     content[len(content) // 3] ^= 1
-    change(file, content)
+    written = file if in_place else tmp_path / "other"
+    written.write_bytes(content)
+    written.replace(file)
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert (file.stat().st_size, file.stat().st_mtime_ns) == (status.st_size, status.st_mtime_ns)
     assert (converted_folder(file) / "model.safetensors").read_bytes() != before
@@ -179,11 +151,8 @@ def test_a_linked_folder_that_was_changed_is_made_again(tmp_path: Path) -> None:
         assert {file.name: file.read_bytes() for file in linked.iterdir()} == before
 
 
-# Interrupted conversions
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device"), ValueError("damaged")])
-def test_what_was_begun_is_removed(error: BaseException, tmp_path: Path, cache: Path) -> None:
+def test_what_was_begun_is_removed(error: BaseException, tmp_path: Path, own_cache: Path) -> None:
     def write(fresh: Path) -> None:
         (fresh / "model.safetensors").write_bytes(b"half")
         raise error
@@ -191,7 +160,7 @@ def test_what_was_begun_is_removed(error: BaseException, tmp_path: Path, cache: 
     (tmp_path / "source").touch()
     with pytest.raises((KeyboardInterrupt, ValueError)):
         converted(tmp_path, [tmp_path / "source"], stem="model", key=None, write=write)
-    assert not list((cache / "checkpoints").iterdir())
+    assert not list((own_cache / "checkpoints").iterdir())
 
 
 KILLED = """
@@ -204,8 +173,8 @@ with scratch_folder(Path(sys.argv[1])) as scratch:
 """
 
 
-def test_scratch_folders_of_killed_processes_are_removed_at_the_next_start(cache: Path) -> None:
-    part = cache / "checkpoints"
+def test_scratch_folders_of_killed_processes_are_removed_at_the_next_start(own_cache: Path) -> None:
+    part = own_cache / "checkpoints"
     done = subprocess.run([sys.executable, "-c", KILLED, part])
     (left,) = part.iterdir()
     assert done.returncode == -signal.SIGKILL and left.name.startswith(SCRATCH) and (left / "half").exists()
@@ -216,7 +185,7 @@ def test_scratch_folders_of_killed_processes_are_removed_at_the_next_start(cache
 
 
 def test_a_new_scratch_folder_that_another_start_removes_is_replaced(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened, removed = os.open, []
 
@@ -227,5 +196,5 @@ def test_a_new_scratch_folder_that_another_start_removes_is_replaced(
         return opened(path, flags)
 
     monkeypatch.setattr(os, "open", open_late)
-    with scratch_folder(cache) as mine:
+    with scratch_folder(own_cache) as mine:
         assert removed and mine.is_dir() and mine not in removed

@@ -13,25 +13,9 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from sharesd.models.quantized.folder import layout_of
 from sharesd.models.quantized.layout import Planes
+from tests.models.folders import UP, random, read
 
-MODULE = "model.layers.0.mlp.up_proj"
-
-
-@pytest.fixture(autouse=True)
-def several_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sharesd.models.quantized.layout._CHUNK_WEIGHTS", 1 << 12)
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.1
-
-
-def read(section: dict[str, Any], planes: dict[str, Tensor], module: str = MODULE) -> Tensor:
-    """The values of one linear."""
-    return layout_of(section).linear(Planes(module, planes)).values()
-
-
-# FP8
+pytestmark = pytest.mark.usefixtures("several_pieces")
 
 
 def floats(*shape: int) -> Tensor:
@@ -42,7 +26,7 @@ def by_transformers(weight: Tensor, scale: Tensor) -> Tensor:
     return Fp8Dequantize(None)._dequantize_one(weight, scale, output_dtype=torch.float32)
 
 
-@pytest.mark.parametrize("block", [(128, 128), (64, 32), None])
+@pytest.mark.parametrize("block", [(64, 32), None])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu, torch.uint8])
 def test_fp8_with_scales_of_blocks_or_of_all(block: tuple[int, int] | None, dtype: torch.dtype) -> None:
     N, K = 256, 384
@@ -69,45 +53,9 @@ def test_fbgemm_has_a_scale_for_each_output() -> None:
     assert torch.equal(found, (weight.double() * scale.double()).float())
 
 
-@pytest.mark.parametrize(
-    ("section", "planes", "message"),
-    [
-        ({"weight_block_size": [128]}, {}, r"weight_block_size = \[128\], and two whole numbers above 0"),
-        ({"weight_block_size": [64, 128]}, {}, r"up_proj.weight_scale_inv has shape \[1, 1\], and \[2, 1\] fits"),
-        ({"fmt": "e5m2"}, {}, "fmt = e5m2, and one of e4m3 is supported"),
-        ({}, {"weight": torch.zeros(128, 128, dtype=torch.float8_e5m2)}, "up_proj.weight is float8_e5m2"),
-        ({}, {"weight_scale_inv": torch.full((1, 1), torch.nan)}, "weight_scale_inv has NaN or infinite values"),
-        ({}, {"weight_scale_inv": torch.full((1, 1), 255, dtype=torch.uint8)}, "weight_scale_inv has NaN values"),
-        ({}, {"weight_scale_inv": None}, "up_proj.weight_scale_inv is missing"),
-    ],
-)
-def test_fp8_that_does_not_fit_is_refused_by_name(
-    section: dict[str, Any], planes: dict[str, Any], message: str
-) -> None:
-    made = {"weight": floats(128, 128), "weight_scale_inv": random(1, 1).abs()} | planes
-    section = {"quant_method": "fp8", "weight_block_size": [128, 128]} | section
-    with pytest.raises(ValueError, match=message):
-        read(section, {name: tensor for name, tensor in made.items() if tensor is not None})
-
-
-def test_fp8_does_not_run_as_it_is_stored() -> None:
-    linear = layout_of({"quant_method": "fp8"}).linear(
-        Planes(MODULE, {"weight": floats(64, 64), "weight_scale_inv": random(1, 1)})
-    )
-    with pytest.raises(ValueError, match="up_proj does not run as stored .FP8 has no kernel.; use --dequantize"):
-        linear.block_type()
-
-
-# bitsandbytes
-
-
-def by_bitsandbytes(
-    kind: str, N: int, K: int, *, nested: bool = False, block: int = 64, storage: torch.dtype = torch.uint8
-) -> tuple[dict[str, Tensor], Tensor]:
+def by_bitsandbytes(kind: str, N: int, K: int, **options: Any) -> tuple[dict[str, Tensor], Tensor]:
     """Planes of a random linear, and the values that the package reads."""
-    codes, state = functional.quantize_4bit(
-        random(N, K), blocksize=block, quant_type=kind, compress_statistics=nested, quant_storage=storage
-    )
+    codes, state = functional.quantize_4bit(random(N, K), quant_type=kind, **({"blocksize": 64} | options))
     planes = {f"weight.{name}": tensor for name, tensor in state.as_dict(packed=True).items()}
     return {"weight": codes, **planes}, functional.dequantize_4bit(codes, state)
 
@@ -120,45 +68,15 @@ BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 @pytest.mark.parametrize("block", [64, 128])
 def test_bitsandbytes(kind: str, nested: bool, block: int) -> None:
     for N, K in ((96, 256), (40, 128)):
-        planes, wanted = by_bitsandbytes(kind, N, K, nested=nested, block=block)
+        planes, wanted = by_bitsandbytes(kind, N, K, compress_statistics=nested, blocksize=block)
         assert torch.equal(read(BNB | {"bnb_4bit_quant_type": kind}, planes), wanted)
 
 
 def test_bitsandbytes_in_words_of_other_types() -> None:
-    planes, wanted = by_bitsandbytes("nf4", 32, 128, storage=torch.bfloat16)
+    planes, wanted = by_bitsandbytes("nf4", 32, 128, quant_storage=torch.bfloat16)
     assert planes["weight"].dtype == torch.bfloat16
     section = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}  # without quant_method, as the first versions
     assert torch.equal(read(section, planes), wanted)
-
-
-@pytest.mark.parametrize(
-    ("section", "change", "message"),
-    [
-        ({"load_in_4bit": False, "load_in_8bit": True}, {}, "load_in_8bit = True, and load_in_4bit is supported"),
-        ({"bnb_4bit_quant_type": "int4"}, {}, "bnb_4bit_quant_type = int4, and one of nf4, fp4"),
-        ({"bnb_4bit_quant_type": "fp4"}, {}, "quant_state.bitsandbytes__fp4 is missing"),
-        ({}, {"weight.absmax": None}, "up_proj.weight.absmax is missing"),
-        ({}, {"weight.absmax": torch.full((96,), torch.inf)}, "weight.absmax has NaN or infinite values"),
-        ({}, {"weight.absmax": torch.ones(95)}, r"weight.absmax has shape \[95\], and \[96\] fits"),
-        ({}, {"weight": torch.zeros(100, 1, dtype=torch.uint8)}, "weight has 100 bytes for 32 x 192 codes"),
-        ({}, {"weight.quant_state.bitsandbytes__nf4": torch.ones(9).byte()}, "nf4 has no sizes that can be used"),
-    ],
-)
-def test_bitsandbytes_that_does_not_fit_is_refused_by_name(
-    section: dict[str, Any], change: dict[str, Any], message: str
-) -> None:
-    made = by_bitsandbytes("nf4", 32, 192)[0] | change
-    section = BNB | {"bnb_4bit_quant_type": "nf4"} | section
-    with pytest.raises(ValueError, match=message):
-        read(section, {name: tensor for name, tensor in made.items() if tensor is not None})
-
-
-def test_blocks_of_bitsandbytes_that_cross_outputs_are_refused() -> None:
-    with pytest.raises(ValueError, match="weight has 96 inputs, which blocks of 64 do not divide"):
-        read(BNB | {"bnb_4bit_quant_type": "nf4"}, by_bitsandbytes("nf4", 32, 96)[0])
-
-
-# MXFP4 and NVFP4
 
 
 def test_experts_of_mxfp4_are_those_of_transformers() -> None:
@@ -184,13 +102,13 @@ def nvfp4_planes(N: int, K: int) -> dict[str, Tensor]:
     return {"weight": packed, "weight_scale": floats(N, K // 16).abs(), "weight_scale_2": torch.tensor(0.03)}
 
 
-@pytest.mark.parametrize("algo", ["NVFP4", "W4A16_NVFP4"])
-def test_nvfp4_of_model_optimizer(algo: str) -> None:
+def test_nvfp4_of_model_optimizer() -> None:
     planes = nvfp4_planes(48, 64)
     codes = torch.stack([planes["weight"] & 15, planes["weight"] >> 4], dim=-1).flatten(1).long()
     scale = (planes["weight_scale"].double() * planes["weight_scale_2"].double()).float()
     wanted = TABLE[codes] * scale.double().repeat_interleave(16, dim=1)
-    assert torch.equal(read({"quant_method": "modelopt", "quant_algo": algo}, planes), wanted.float())
+    for algo in ("NVFP4", "W4A16_NVFP4"):
+        assert torch.equal(read({"quant_method": "modelopt", "quant_algo": algo}, planes), wanted.float())
 
 
 def test_fp8_of_model_optimizer() -> None:
@@ -199,32 +117,53 @@ def test_fp8_of_model_optimizer() -> None:
     section = {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_head", "model.layers.1*"]}
     assert torch.equal(read(section, planes), wanted)
     layout = layout_of(section)
-    assert layout.excludes("model.layers.1.mlp.up_proj") and not layout.excludes(MODULE)
+    assert layout.excludes("model.layers.1.mlp.up_proj") and not layout.excludes(UP)
+
+
+def fitting(kind: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A section, and planes that fit it."""
+    if kind == "fp8":
+        section = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+        return section, {"weight": floats(128, 128), "weight_scale_inv": random(1, 1).abs()}
+    if kind == "nvfp4":
+        return {"quant_method": "modelopt", "quant_algo": "NVFP4"}, nvfp4_planes(48, 64)
+    inputs = 96 if kind == "nf4, 96 inputs" else 192
+    return BNB | {"bnb_4bit_quant_type": "nf4"}, by_bitsandbytes("nf4", 32, inputs)[0]
 
 
 @pytest.mark.parametrize(
-    ("section", "change", "message"),
+    ("kind", "change", "message"),
     [
-        ({"quant_algo": "NVFP4_AWQ"}, {}, "quant_algo = NVFP4_AWQ, and one of NVFP4, W4A16_NVFP4, FP8 is supported"),
-        ({"group_size": 32}, {}, "group_size = 32, and one of 16 is supported"),
-        ({}, {"weight": torch.zeros(48, 28, dtype=torch.uint8)}, "weight has 56 inputs, which groups of 16 do not"),
-        ({}, {"weight_scale": random(48, 4)}, "up_proj.weight_scale is float32, and float8_e4m3fn fits"),
-        (
-            {},
-            {"weight_scale": random(48, 4).mul(torch.nan).to(torch.float8_e4m3fn)},
-            "up_proj.weight_scale has NaN",
-        ),
-        ({}, {"weight_scale_2": None}, "up_proj.weight_scale_2 is missing"),
-        (
-            {},
-            {"weight_scale_2": torch.tensor(2.0**120)},
-            "is 1.3.*e.36, which makes scales that float32 does not hold",
-        ),
+        ("fp8", {"weight_block_size": [128]}, r"weight_block_size = \[128\], and two whole numbers above 0"),
+        ("fp8", {"weight_block_size": [64, 128]}, r"up_proj.weight_scale_inv has shape \[1, 1\], and \[2, 1\] fits"),
+        ("fp8", {"fmt": "e5m2"}, "fmt = e5m2, and one of e4m3 is supported"),
+        ("fp8", {"weight": torch.zeros(128, 128, dtype=torch.float8_e5m2)}, "up_proj.weight is float8_e5m2"),
+        ("fp8", {"weight_scale_inv": torch.full((1, 1), torch.nan)}, "weight_scale_inv has NaN or infinite values"),
+        ("fp8", {"weight_scale_inv": torch.full((1, 1), 255, dtype=torch.uint8)}, "weight_scale_inv has NaN values"),
+        ("fp8", {"weight_scale_inv": None}, "up_proj.weight_scale_inv is missing"),
+        ("nf4", {"load_in_4bit": False, "load_in_8bit": True}, "load_in_8bit = True, and load_in_4bit is supported"),
+        ("nf4", {"bnb_4bit_quant_type": "int4"}, "bnb_4bit_quant_type = int4, and one of nf4, fp4"),
+        ("nf4", {"bnb_4bit_quant_type": "fp4"}, "quant_state.bitsandbytes__fp4 is missing"),
+        ("nf4", {"weight.absmax": None}, "up_proj.weight.absmax is missing"),
+        ("nf4", {"weight.absmax": torch.full((96,), torch.inf)}, "weight.absmax has NaN or infinite values"),
+        ("nf4", {"weight.absmax": torch.ones(95)}, r"weight.absmax has shape \[95\], and \[96\] fits"),
+        ("nf4", {"weight": torch.zeros(100, 1, dtype=torch.uint8)}, "weight has 100 bytes for 32 x 192 codes"),
+        ("nf4", {"weight.quant_state.bitsandbytes__nf4": torch.ones(9).byte()}, "nf4 has no sizes that can be used"),
+        ("nf4, 96 inputs", {}, "weight has 96 inputs, which blocks of 64 do not divide"),
+        ("nvfp4", {"quant_algo": "NVFP4_AWQ"}, "quant_algo = NVFP4_AWQ, and one of NVFP4, W4A16_NVFP4, FP8 is support"),
+        ("nvfp4", {"group_size": 32}, "group_size = 32, and one of 16 is supported"),
+        ("nvfp4", {"weight": torch.zeros(48, 28, dtype=torch.uint8)}, "has 56 inputs, which groups of 16 do not"),
+        ("nvfp4", {"weight_scale": random(48, 4)}, "up_proj.weight_scale is float32, and float8_e4m3fn fits"),
+        ("nvfp4", {"weight_scale": random(48, 4).mul(torch.nan).to(torch.float8_e4m3fn)}, "weight_scale has NaN"),
+        ("nvfp4", {"weight_scale_2": None}, "up_proj.weight_scale_2 is missing"),
+        ("nvfp4", {"weight_scale_2": torch.tensor(2.0**120)}, "is 1.3.*e.36, which makes scales that float32 does not"),
     ],
 )
-def test_nvfp4_that_does_not_fit_is_refused_by_name(
-    section: dict[str, Any], change: dict[str, Any], message: str
-) -> None:
-    made = {name: tensor for name, tensor in (nvfp4_planes(48, 64) | change).items() if tensor is not None}
+def test_what_does_not_fit_is_refused_by_name(kind: str, change: dict[str, Any], message: str) -> None:
+    """Tensors are planes, None is a plane that is missing, and all else are settings."""
+    section, planes = fitting(kind)
+    is_plane = {name: value is None or isinstance(value, Tensor) for name, value in change.items()}
+    section = section | {name: value for name, value in change.items() if not is_plane[name]}
+    planes = planes | {name: value for name, value in change.items() if is_plane[name]}
     with pytest.raises(ValueError, match=message):
-        read({"quant_method": "modelopt", "quant_algo": "NVFP4"} | section, made)
+        read(section, {name: tensor for name, tensor in planes.items() if tensor is not None})

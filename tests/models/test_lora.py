@@ -16,7 +16,7 @@ from sharesd import LLM, SamplingParams
 from sharesd.config import EngineConfig, Mode, OffloadConfig
 from sharesd.loading.resolve import resolve_config
 from sharesd.models.gguf.convert import converted_folder
-from sharesd.models.loader import decoder_config, load_decoder, load_model
+from sharesd.models.loader import load_decoder, load_model
 from sharesd.models.lora import folder_with_adapter
 from sharesd.runtime import Runtime
 from sharesd.weights import memory_estimate, offload_planner
@@ -25,20 +25,21 @@ from tests.helpers.gguf_files import write_gguf
 from tests.helpers.offloaded import LAYERS, limit_leaving
 from tests.helpers.tensor_ranks import threads
 from tests.helpers.tiny_models import make_checkpoint
+from tests.models.folders import edit_config
 
 LINEARS = ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
 RANK, ALPHA = 4, 8
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / "cache"))
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return llama(tmp_path / "base", seed=71)
 
 
 def factors(base: Path, prefix: str = "base_model.model.") -> dict[str, Tensor]:
-    stored, dice = load_file(base / "model.safetensors"), torch.Generator().manual_seed(9)
-    found = {}
-    for name, tensor in stored.items():
+    found, dice = {}, torch.Generator().manual_seed(9)
+    for name, tensor in load_file(base / "model.safetensors").items():
         module = name.removesuffix(".weight")
         if module.endswith(LINEARS):
             rows, columns = tensor.shape
@@ -58,8 +59,7 @@ def adapter_of(base: Path, folder: Path, tensors: dict[str, Tensor] | None = Non
 
 
 @pytest.mark.parametrize(("rslora", "scale"), [(False, ALPHA / RANK), (True, ALPHA / RANK**0.5)])
-def test_weights_are_those_of_base_and_product(rslora: bool, scale: float, tmp_path: Path) -> None:
-    base = llama(tmp_path / "base", seed=71)
+def test_weights_are_those_of_base_and_product(rslora: bool, scale: float, base: Path, tmp_path: Path) -> None:
     adapter = adapter_of(base, tmp_path / "tuned", use_rslora=rslora)
     pairs, tensors = factors(base, ""), weights(vocab=384, seed=71)
     for name in tensors:
@@ -75,16 +75,14 @@ def test_weights_are_those_of_base_and_product(rslora: bool, scale: float, tmp_p
     assert all(torch.equal(found[name], right[name]) for name in right)
 
 
-@pytest.mark.parametrize("mode", ["share", "classic", "suffix"])
-def test_drafts_are_the_tuned_targets_too(mode: Any, tmp_path: Path) -> None:
-    base = llama(tmp_path / "base", seed=71)
-    lora = str(adapter_of(base, tmp_path / "tuned"))
+def test_drafts_are_the_tuned_targets_too(base: Path, tmp_path: Path) -> None:
+    tuned = {"lora": str(adapter_of(base, tmp_path / "tuned"))}
     options: dict[str, Any] = {"target": str(base), "device": "cpu", "dtype": "float32", "max_context": 64}
     texts = []
-    for name, adapter in (("naive", None), ("naive", lora), (mode, lora)):
-        with LLM(mode=name, lora=adapter, **options) as llm:
+    for more in ({"mode": "naive"}, *({"mode": mode, **tuned} for mode in ("naive", "share", "classic", "suffix"))):
+        with LLM(**options, **more) as llm:
             texts.append(llm.generate(["the old tree"], SamplingParams(max_new_tokens=12))[0].token_ids)
-    assert texts[0] != texts[1] == texts[2]
+    assert texts[0] != texts[1] == texts[2] == texts[3] == texts[4]
 
 
 def texts(runtime: Runtime, mode: Mode = "share") -> list[list[int]]:
@@ -138,53 +136,33 @@ def test_offloaded_blocks_are_the_tuned_ones(tmp_path: Path, monkeypatch: pytest
         ({"r": None}, "rank r"),
     ],
 )
-def test_other_adapters_are_refused_by_name(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    base = llama(tmp_path / "base", seed=71)
-    adapter = adapter_of(base, tmp_path / "tuned", **changes)
+def test_other_adapters_are_refused_by_name(changes: dict, message: str, base: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
-        folder_with_adapter(base, adapter)
+        folder_with_adapter(base, adapter_of(base, tmp_path / "tuned", **changes))
     assert not (tmp_path / "cache/checkpoints").exists()
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"base_model.model.lm_head.lora_embedding_A": (4, 8)}, "lora_embedding_A"),
-        ({"base_model.model.model.layers.9.mlp.up_proj.lora_A.weight": (4, 64)}, "lacks a factor of model.layers.9"),
-        ({"base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight": (9, 4)}, "has factors"),
-        ({"base_model.model.model.layers.0.x.lora_A.weight": (4, 64)} | {}, "lacks a factor"),
+        ({"lm_head.lora_embedding_A": (4, 8)}, "lora_embedding_A"),
+        ({"model.layers.9.mlp.up_proj.lora_A.weight": (4, 64)}, "lacks a factor of model.layers.9"),
+        ({"model.layers.0.self_attn.q_proj.lora_B.weight": (9, 4)}, "has factors"),
+        ({f"model.layers.7.mlp.up_proj.lora_{x}.weight": (4, 4) for x in "AB"}, "changes model.layers.7"),
     ],
 )
-def test_tensors_without_a_place_are_named(change: dict[str, tuple[int, int]], message: str, tmp_path: Path) -> None:
-    base = llama(tmp_path / "base", seed=71)
-    more = {name: torch.ones(shape) for name, shape in change.items()}
+def test_tensors_without_a_place_are_named(change: dict, message: str, base: Path, tmp_path: Path) -> None:
+    more = {f"base_model.model.{name}": torch.ones(shape) for name, shape in change.items()}
     adapter = adapter_of(base, tmp_path / "tuned", factors(base) | more)
     with pytest.raises(ValueError, match=message):
         load_decoder(folder_with_adapter(base, adapter), dtype=torch.float32)
 
 
-def test_an_adapter_of_another_base_is_refused(tmp_path: Path) -> None:
-    base = llama(tmp_path / "base", seed=71)
-    other = {name.replace("layers.0", "layers.7"): tensor for name, tensor in factors(base).items()}
-    adapter = adapter_of(base, tmp_path / "tuned", other)
-    with pytest.raises(ValueError, match="changes model.layers.7"):
-        load_decoder(folder_with_adapter(base, adapter), dtype=torch.float32)
-
-
-def test_folders_in_the_wrong_place_are_explained(tmp_path: Path) -> None:
-    base = llama(tmp_path / "base", seed=71)
+def test_adapters_in_the_wrong_place_are_explained(base: Path, tmp_path: Path) -> None:
     adapter = adapter_of(base, tmp_path / "tuned")
-    with pytest.raises(ValueError, match="LoRA adapter; give owner/base as --target, and this folder as --lora"):
-        decoder_config(adapter)
     with pytest.raises(ValueError, match=r"no adapter_config.json; give --lora"):
         folder_with_adapter(base, base)
-
-
-def test_the_fallback_refuses_adapters(tmp_path: Path) -> None:
-    base = llama(tmp_path / "base", seed=71)
-    adapter = adapter_of(base, tmp_path / "tuned")
-    config = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps(config | {"model_type": "olmo2"}))
+    edit_config(base, model_type="olmo2")  # which the fallback runs
     with pytest.raises(ValueError, match="--lora is given, and architecture 'olmo2'"):
         load_model(folder_with_adapter(base, adapter), dtype=torch.float32, device="cpu")
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from compile.block_linear import NUMBERS, BlockLinear, BlockPart
 from compile.huge_pages import HugePageArena
 from compile.widened_linear import WidenedLinear
-from sharesd import LLM, SamplingParams
+from sharesd import LLM
 from sharesd.models.loader import decoder_config, load_decoder, resolve, stored_tensors
 from sharesd.models.quantized.affine import Affine
 from sharesd.models.quantized.folder import layout_of
@@ -23,35 +21,15 @@ from sharesd.weights.packing import make_cpu_linear
 from tests.helpers.block_parts import values
 from tests.helpers.quantized_folders import FOLDERS, gptq_planes, integers, write_quantized
 from tests.helpers.same_texts import PROMPTS, require_same_texts
+from tests.models.folders import DOWN, UP, edit_config, edit_tensors, random
 
-AS_STORED = {
-    "gptq": "INT4_32",
-    "gptq symmetric": "Q4_0",
-    "gptq 8": "Q8_0",
-    "gptq 8 with zeros": "INT8_64",
-    "gptq 3": "Q4_0",
-    "gptq act order": "INT4_32",
-    "gptq 8 act order": "Q8_0",
-    "packed act order": "Q4_0",
-    "awq": "INT4_64",
-    "packed": "Q4_0",
-    "packed with zeros": "INT4_64",
-    "bytes": "Q8_0",
-    "bytes with zeros": "INT8_32",
-    "mxfp4": "MXFP4",
-    "nvfp4": "NVFP4_16",
-    "packed nvfp4": "NVFP4_16",
-}
+AS_STORED = {"gptq": "INT4_32", "gptq symmetric": "Q4_0", "gptq 8": "Q8_0", "gptq 8 with zeros": "INT8_64"}
+AS_STORED |= {"gptq 3": "Q4_0", "gptq act order": "INT4_32", "gptq 8 act order": "Q8_0", "packed act order": "Q4_0"}
+AS_STORED |= {"awq": "INT4_64", "packed": "Q4_0", "packed with zeros": "INT4_64", "bytes": "Q8_0"}
+AS_STORED |= {"bytes with zeros": "INT8_32", "mxfp4": "MXFP4", "nvfp4": "NVFP4_16", "packed nvfp4": "NVFP4_16"}
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr("sharesd.models.quantized.layout._CHUNK_WEIGHTS", 1 << 12)  # several pieces
-
-
-def random(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 0.1
+pytestmark = pytest.mark.usefixtures("own_cache", "several_pieces")
 
 
 def values_of(tensor: Tensor | BlockPart) -> Tensor:
@@ -64,8 +42,7 @@ def values_of(tensor: Tensor | BlockPart) -> Tensor:
 def test_blocks_hold_the_values_of_the_checkpoint(kind: str) -> None:
     section, quantize = FOLDERS[kind]
     for N, K in ((96, 256), (32, 64)):
-        planes = quantize("model.layers.0.mlp.up_proj", random(N, K))
-        linear = layout_of(section).linear(Planes("model.layers.0.mlp.up_proj", planes))
+        linear = layout_of(section).linear(Planes(UP, quantize(UP, random(N, K))))
         part = linear.block_part()
         assert part.type == linear.block_type() == AS_STORED[kind]
         assert torch.equal(values_of(part), linear.values())
@@ -113,18 +90,6 @@ def test_logits_are_those_of_the_dequantized_weights(kind: str, tmp_path: Path) 
     assert decoder.head.weight.dtype == decoder.embed.linear.weight.dtype == torch.bfloat16
 
 
-def without(folder: Path, module: str, **section: Any) -> Tensor:
-    """Leave a linear of a folder at full precision; return its weight."""
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] |= section
-    (folder / "config.json").write_text(json.dumps(config))
-    name, weight = f"model.layers.0.{module}", random(128 if "mlp" in module else 32, 64).bfloat16()
-    tensors = load_file(folder / "model.safetensors")
-    tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith(f"{name}.")}
-    save_file(tensors | {f"{name}.weight": weight}, folder / "model.safetensors", metadata={"format": "pt"})
-    return weight
-
-
 @pytest.mark.parametrize(
     ("kind", "module", "section"),
     [
@@ -137,8 +102,15 @@ def without(folder: Path, module: str, **section: Any) -> Tensor:
 def test_linears_next_to_others_may_be_left_out(
     kind: str, module: str, section: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = write_quantized(tmp_path / "model", kind)
-    weight = without(folder, module, **section)
+    folder = write_quantized(tmp_path / "model", kind, **section)
+    weight = random(128 if "mlp" in module else 32, 64).bfloat16()
+
+    def leave_out(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if f".{module}." in name]:
+            del tensors[name]
+        tensors[f"model.layers.0.{module}.weight"] = weight
+
+    edit_tensors(folder, leave_out)
     assert resolve(folder, dequantize=None) == folder
     block = compare(folder).blocks[0]
     rows_NK = (block.mlp.gate_up if "mlp" in module else block.attn.qkv).unpacked()
@@ -146,17 +118,9 @@ def test_linears_next_to_others_may_be_left_out(
     assert any(torch.equal(rows, weight.float()) for rows in shown) and not caplog.text
 
 
-def tied(folder: Path) -> Path:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
-    return folder
-
-
 def test_linears_of_a_model_with_one_table_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, read, made = tied(write_quantized(tmp_path / "model", "packed")), [], Affine.block_part
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["lm_head.weight"]
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    folder, read, made = write_quantized(tmp_path / "model", "packed"), [], Affine.block_part
+    edit_tensors(edit_config(folder, tie_word_embeddings=True), lambda tensors: tensors.pop("lm_head.weight"))
     monkeypatch.setattr(Affine, "block_part", lambda linear, *run: read.append(linear.module) or made(linear, *run))
     assert decoder_config(folder).tie_word_embeddings and not read
     LLM(folder, mode="naive", dequantize=False, max_context=64)
@@ -164,18 +128,16 @@ def test_linears_of_a_model_with_one_table_are_read_once(tmp_path: Path, monkeyp
 
 
 def test_a_quantized_head_beside_the_table_is_used(tmp_path: Path) -> None:
-    folder = tied(write_quantized(tmp_path / "model", "gptq"))
-    tensors, (_, quantize) = load_file(folder / "model.safetensors"), FOLDERS["gptq"]
-    head = tensors.pop("lm_head.weight").float()
-    made = {f"lm_head.{plane}": tensor.contiguous() for plane, tensor in quantize("lm_head", head).items()}
-    save_file(tensors | made, folder / "model.safetensors", metadata={"format": "pt"})
+    def quantize_head(tensors: dict[str, Tensor]) -> None:
+        made = FOLDERS["gptq"][1]("lm_head", tensors.pop("lm_head.weight").float())
+        tensors |= {f"lm_head.{plane}": tensor.contiguous() for plane, tensor in made.items()}
+
+    folder = edit_config(write_quantized(tmp_path / "model", "gptq"), tie_word_embeddings=True)
+    edit_tensors(folder, quantize_head)
     assert not decoder_config(folder).tie_word_embeddings
     parts = dict(stored_tensors(resolve(folder, dequantize=False)))
     assert isinstance(parts["lm_head.weight"], BlockPart)
-    params = SamplingParams(max_new_tokens=4, temperature=0, ignore_eos=True)
-    llm = LLM(folder, modes=("naive", "suffix"), dequantize=False, max_context=64)
-    texts = [llm.generate([[5, 9, 14]], params, mode=mode)[0].token_ids for mode in ("naive", "suffix")]
-    assert texts[0] == texts[1]
+    require_same_texts(folder, ("naive", "suffix"), dequantize=False)
 
 
 @pytest.mark.parametrize("kind", ["gptq symmetric", "awq", "gptq act order", "nvfp4"])
@@ -197,59 +159,42 @@ def gptq(weight: Tensor, bits: int, group_size: int, **options: Any) -> dict[str
 )
 def test_what_no_block_holds_is_refused_by_name(section: dict[str, Any], planes: dict[str, Any], reason: str) -> None:
     made = gptq(random(32, 128), section["bits"], section["group_size"], **planes)
-    linear = layout_of({"quant_method": "gptq", **section}).linear(Planes("model.layers.0.mlp.up_proj", made))
+    linear = layout_of({"quant_method": "gptq", **section}).linear(Planes(UP, made))
     with pytest.raises(ValueError, match=f"up_proj does not run as stored .*{reason}.*use --dequantize"):
         linear.block_type()
 
 
 @pytest.mark.parametrize("module", ["self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj"])
 def test_a_part_in_another_order_is_expanded(module: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder = write_quantized(tmp_path / "model", "gptq act order")
-    tensors = load_file(folder / "model.safetensors")
-    tensors[f"model.layers.0.{module}.g_idx"] = tensors[f"model.layers.0.{module}.g_idx"].flip(0).contiguous()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    folder, name = write_quantized(tmp_path / "model", "gptq act order"), f"model.layers.0.{module}"
+    edit_tensors(folder, lambda tensors: tensors.update({f"{name}.g_idx": tensors[f"{name}.g_idx"].flip(0)}))
     compare(resolve(folder, dequantize=False))
     [line] = [record.getMessage() for record in caplog.records]
-    name = f"model.layers.0.{module}.weight"
-    assert line.startswith(f"{folder}: {name} is expanded to float16 (its inputs are in another order than those of ")
+    reason = "its inputs are in another order than those of "
+    assert line.startswith(f"{folder}: {name}.weight is expanded to float16 ({reason}")
 
 
 def test_a_part_that_no_block_holds_is_expanded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Its scales are no float16; alone in its linear it is refused."""
-    folder = write_quantized(tmp_path / "model", "gptq")
-    tensors = load_file(folder / "model.safetensors")
-    scales = "model.layers.0.mlp.up_proj.scales"
-    tensors[scales] = tensors[scales].float() * 1.0001
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    compare(resolve(folder, dequantize=False))
-    reason = "float16 does not hold its scales"
-    assert f"{folder}: model.layers.0.mlp.up_proj.weight is expanded to float16 ({reason})" in caplog.text
-    scales = "model.layers.0.mlp.down_proj.scales"
-    tensors[scales] = tensors[scales].float() * 1.0001
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match="mlp.down_proj does not run as stored"):
-        resolve(folder, dequantize=False)
+
+    def scale(name: str) -> Path:
+        return edit_tensors(folder, lambda tensors: tensors.update({name: tensors[name].float() * 1.0001}))
+
+    folder, reason = write_quantized(tmp_path / "model", "gptq"), "float16 does not hold its scales"
+    compare(resolve(scale(f"{UP}.scales"), dequantize=False))
+    assert f"{folder}: {UP}.weight is expanded to float16 ({reason})" in caplog.text
+    with pytest.raises(ValueError, match=f"linear {DOWN} does not run as stored .{reason}"):
+        resolve(scale(f"{DOWN}.scales"), dequantize=False)
 
 
-def test_scales_that_float16_does_not_hold_are_refused() -> None:
-    made = gptq(random(32, 64), 4, 64)
-    made["scales"] = made["scales"].float() * 1.0001
-    linear = layout_of({"quant_method": "gptq", "bits": 4, "group_size": 64}).linear(Planes("x", made))
-    with pytest.raises(ValueError, match="linear x does not run as stored .float16 does not hold its scales"):
-        linear.block_type()
-
-
-@pytest.mark.parametrize("kind", ["fp8", "nf4"])
-def test_layouts_without_a_kernel_are_refused_by_name(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "reason"), [("fp8", "FP8 has no kernel"), ("nf4", "tables of floats have no kernel")])
+def test_layouts_without_a_kernel_are_refused_by_name(kind: str, reason: str, tmp_path: Path) -> None:
     folder = write_quantized(tmp_path / "model", kind)
-    with pytest.raises(ValueError, match=f"{folder}: linear model.* does not run as stored .*--dequantize"):
+    with pytest.raises(ValueError, match=f"{folder}: linear model.* does not run as stored .{reason}.; use --dequant"):
         LLM(folder, mode="naive", dequantize=False)
 
 
 def test_folders_are_refused_before_they_are_loaded(tmp_path: Path) -> None:
     folder = write_quantized(tmp_path / "model", "gptq", desc_act=True)
-    (tmp_path / "model" / "config.json").write_text(
-        (folder / "config.json").read_text().replace('"model_type": "llama"', '"model_type": "mixtral"')
-    )
     with pytest.raises(ValueError, match="stored weights run in native decoders; use --dequantize"):
-        resolve(folder, dequantize=False)
+        resolve(edit_config(folder, model_type="mixtral"), dequantize=False)

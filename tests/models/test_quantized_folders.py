@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -18,45 +17,20 @@ from sharesd import LLM, SamplingParams
 from sharesd.models.hf import HFModel
 from sharesd.models.loader import decoder_config, load_decoder, load_model, resolve, stored_tensors
 from sharesd.models.quantized.folder import layout_of
-from sharesd.models.quantized.layout import Planes
 from sharesd.models.tokenizer import load_tokenizer
-from tests.helpers.quantized_folders import (
-    FOLDERS,
-    awq_planes,
-    gptq_planes,
-    integers,
-    quantize_folder,
-    values,
-    write_quantized,
-)
+from tests.helpers.quantized_folders import FOLDERS, gptq_planes, integers, quantize_folder, values, write_quantized
 from tests.helpers.tiny_models import make_checkpoint
+from tests.models.folders import DOWN, UP, edit_config, edit_tensors, random, read, take_field
 
 N, K = 96, 128
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr("sharesd.models.quantized.layout._CHUNK_WEIGHTS", 1 << 12)  # several pieces
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.1
-
-
-def read(section: dict[str, Any], planes: dict[str, Tensor], module: str = "model.layers.0.mlp.up_proj") -> Tensor:
-    """The values of one linear."""
-    return layout_of(section).linear(Planes(module, planes)).values()
-
-
-# GPTQ and AWQ, against the formula in float64: a code, a zero and a scale have fewer bits than float32
+pytestmark = pytest.mark.usefixtures("own_cache", "several_pieces")
 
 
 @pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
 @pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (4, 128), (8, 64), (3, 32), (2, 64), (4, -1)])
-@pytest.mark.parametrize("sym", [True, False])
-def test_gptq(version: str, bits: int, group_size: int, sym: bool) -> None:
-    made = integers(random(N, K), bits, K if group_size == -1 else group_size, sym=sym)
+def test_gptq(version: str, bits: int, group_size: int) -> None:
+    """Against the formula in float64: a code, a zero and a scale have fewer bits than float32."""
+    made = integers(random(N, K), bits, K if group_size == -1 else group_size, sym=False)
     planes = gptq_planes(*made, bits, stored_zero=-1 if version == "gptq" else 0)
     section = {"quant_method": "gptq", "bits": bits, "group_size": group_size, "checkpoint_format": version}
     assert torch.equal(read(section, planes).double(), values(*made))
@@ -65,11 +39,10 @@ def test_gptq(version: str, bits: int, group_size: int, sym: bool) -> None:
 
 
 def test_gptq_with_inputs_in_another_order() -> None:
-    codes, scale, zero = integers(random(N, K), 4, 32, sym=False)
+    made = integers(random(N, K), 4, 32, sym=False)
     group_K = torch.randperm(K, generator=torch.Generator().manual_seed(1)) % 4
-    planes = gptq_planes(codes, scale, zero, 4, group_K=group_K)
     section = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True}
-    assert torch.equal(read(section, planes).double(), values(codes, scale, zero, group_K))
+    assert torch.equal(read(section, gptq_planes(*made, 4, group_K=group_K)).double(), values(*made, group_K))
 
 
 def test_gptq_with_settings_of_single_modules() -> None:
@@ -78,37 +51,25 @@ def test_gptq_with_settings_of_single_modules() -> None:
     section = {"quant_method": "gptq", "bits": 4, "group_size": 32, "dynamic": dynamic}
     assert torch.equal(read(section, gptq_planes(*made, 8)).double(), values(*made))
     layout = layout_of(section)
-    assert layout.excludes("lm_head") and not layout.excludes("model.layers.0.mlp.down_proj")
+    assert layout.excludes("lm_head") and not layout.excludes(DOWN)
 
 
-@pytest.mark.parametrize("group_size", [32, 128, -1])
-def test_awq(group_size: int) -> None:
-    made = integers(random(N, K), 4, K if group_size == -1 else group_size, sym=False)
-    section = {"quant_method": "awq", "bits": 4, "group_size": group_size, "version": "gemm", "zero_point": True}
-    assert torch.equal(read(section, awq_planes(*made)).double(), values(*made))
+def up_of(folder: Path, kind: str) -> Tensor:
+    """The values of one linear of a folder."""
+    stored = load_file(folder / "model.safetensors").items()
+    return read(FOLDERS[kind][0], {name.removeprefix(f"{UP}."): t for name, t in stored if name.startswith(f"{UP}.")})
 
 
-# Folders
-
-
-EACH = pytest.mark.parametrize("kind", FOLDERS)
-
-
-@EACH
+@pytest.mark.parametrize("kind", ["gptq", "awq", "packed", "bytes with zeros", "fp8", "nf4", "mxfp4", "nvfp4"])
 def test_folders_are_expanded_once(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    section, _ = FOLDERS[kind]
     folder = write_quantized(tmp_path / "model", kind)
     expanded = resolve(folder)
     assert "GB in 16 bits" in caplog.text
     config = json.loads((expanded / "config.json").read_text())
     assert "quantization_config" not in config and load_tokenizer(expanded).has_chat_template
-    stored, found = load_file(folder / "model.safetensors"), {}
-    for file in expanded.glob("*.safetensors"):
-        found |= load_file(file)
-    layout, name = layout_of(section), "model.layers.0.mlp.up_proj"
-    planes = {key.removeprefix(f"{name}."): tensor for key, tensor in stored.items() if key.startswith(f"{name}.")}
-    assert torch.equal(found[f"{name}.weight"], layout.linear(Planes(name, planes)).values().bfloat16())
-    assert torch.equal(found["lm_head.weight"], stored["lm_head.weight"])
+    [file] = expanded.glob("*.safetensors")
+    assert torch.equal(load_file(file)[f"{UP}.weight"], up_of(folder, kind).bfloat16())
+    assert torch.equal(load_file(file)["lm_head.weight"], load_file(folder / "model.safetensors")["lm_head.weight"])
     caplog.clear()
     assert resolve(folder) == expanded and not caplog.text
     load_decoder(expanded, dtype=torch.float32)
@@ -122,41 +83,34 @@ def test_a_text_is_that_of_the_expanded_weights(tmp_path: Path) -> None:
             if name.endswith("_proj.weight"):
                 tensors[name] = values(*integers(tensor.float(), 4, 32, sym=False)).bfloat16()
 
-    edit(plain, expand)
+    edit_tensors(plain, expand)
     params = SamplingParams(max_new_tokens=16, temperature=0, ignore_eos=True)
-    both = write_quantized(tmp_path / "model", "gptq"), plain
-    texts = [LLM(each, mode="naive", max_context=64).generate([[5, 9, 14]], params)[0].token_ids for each in both]
+    llms = (LLM(each, mode="naive", max_context=64) for each in (write_quantized(tmp_path / "model", "gptq"), plain))
+    texts = [llm.generate([[5, 9, 14]], params)[0].token_ids for llm in llms]
     assert texts[0] == texts[1] and len(set(texts[0])) > 4
 
 
-def test_weights_of_float16_checkpoints_stay_in_float16(tmp_path: Path) -> None:
-    section, quantize = FOLDERS["awq"]
-    folder = quantize_folder(make_checkpoint(tmp_path / "model", layers=1), section, quantize, torch_dtype="float16")
-    (file,) = resolve(folder).glob("*.safetensors")
-    assert load_file(file)["model.layers.0.mlp.up_proj.weight"].dtype == torch.float16
-
-
-@pytest.mark.parametrize("dequantize", [True, False])
-def test_biases_of_zeros_without_a_place_are_left_out(dequantize: bool, tmp_path: Path) -> None:
+def test_biases_of_zeros_without_a_place_are_left_out(tmp_path: Path) -> None:
     folder = write_quantized(tmp_path / "model", "gptq")
-    edit(folder, lambda tensors: tensors.update({"model.layers.0.mlp.up_proj.bias": torch.zeros(128)}))
-    ready = resolve(folder, dequantize=dequantize)
-    assert "model.layers.0.mlp.up_proj.bias" not in dict(stored_tensors(ready))
+    edit_tensors(folder, lambda tensors: tensors.update({f"{UP}.bias": torch.zeros(128)}))
+    for dequantize in (True, False):
+        assert f"{UP}.bias" not in dict(stored_tensors(resolve(folder, dequantize=dequantize)))
+
+
+def stablelm(folder: Path) -> Path:
+    """A quantized model of an architecture that has no native decoder."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = AutoConfig.for_model("stablelm", vocab_size=96, num_key_value_heads=2, **sizes)
+    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
+    return quantize_folder(folder, *FOLDERS["gptq"])
 
 
 @torch.inference_mode()
 def test_the_fallback_runs_expanded_weights(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = AutoConfig.for_model("stablelm", vocab_size=96, num_key_value_heads=2, **sizes)
-    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(tmp_path / "plain")
-    section, quantize = FOLDERS["gptq"]
-    folder = quantize_folder(tmp_path / "plain", section, quantize)
+    folder = stablelm(tmp_path / "plain")
     model = load_model(resolve(folder), dtype=torch.float32, device="cpu")
     assert isinstance(model, HFModel)
-    found, name = dict(model.model.named_parameters()), "model.layers.0.mlp.up_proj"
-    stored = load_file(folder / "model.safetensors")
-    planes = {key.removeprefix(f"{name}."): tensor for key, tensor in stored.items() if key.startswith(f"{name}.")}
-    assert torch.equal(found[f"{name}.weight"], read(section, planes, name).bfloat16().float())
+    assert torch.equal(model.model.get_parameter(f"{UP}.weight"), up_of(folder, "gptq").bfloat16().float())
 
 
 @pytest.mark.parametrize(
@@ -168,36 +122,26 @@ def test_the_fallback_runs_expanded_weights(tmp_path: Path) -> None:
     ],
 )
 def test_the_fallback_is_asked_before_a_byte_is_written(change: Any, message: str, tmp_path: Path) -> None:
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = AutoConfig.for_model("stablelm", vocab_size=96, num_key_value_heads=2, **sizes)
-    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(tmp_path / "plain")
-    folder = quantize_folder(tmp_path / "plain", *FOLDERS["gptq"])
-    edit(folder, change)
     with pytest.raises(ValueError, match=message):
-        resolve(folder)
+        resolve(edit_tensors(stablelm(tmp_path / "plain"), change))
     assert not list((tmp_path / "cache").rglob("*/*"))
-
-
-def edit(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-UP = "model.layers.0.mlp.up_proj"
-
-
-def nan(tensors: dict[str, Tensor]) -> None:
-    tensors[f"{UP}.scales"][0, 0] = torch.nan
 
 
 def plain(tensors: dict[str, Tensor]) -> None:
     for plane in ("qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_shape"):
         tensors.pop(f"{UP}.{plane}", None)
-    tensors[f"{UP}.weight"] = torch.zeros(128, 64)
+    tensors[f"{UP}.weight"] = torch.ones(128, 64)
 
 
-@pytest.mark.parametrize("dequantize", [True, False])
+def refused(folder: Path, message: str, cache: Path) -> None:
+    """Neither the folder's file nor expanded ones are used, and nothing is kept."""
+    for dequantize in (True, False):
+        with pytest.raises(ValueError, match=message) as caught:
+            resolve(folder, dequantize=dequantize)
+        assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
+        assert not list(cache.rglob("*/*"))
+
+
 @pytest.mark.parametrize(
     ("kind", "changes", "change", "message"),
     [
@@ -212,7 +156,7 @@ def plain(tensors: dict[str, Tensor]) -> None:
         ("gptq", {"dynamic": {"-:.*up_proj": {}}}, None, f"{UP}.* is quantized, and quantization_config leaves"),
         ("gptq", {}, lambda t: t.pop(f"{UP}.scales"), f"tensor {UP}.scales is missing"),
         ("gptq", {}, lambda t: t.pop(f"{UP}.qweight"), f"tensor {UP}.* has no quantized weights next to it"),
-        ("gptq", {}, nan, f"tensor {UP}.scales has NaN or infinite values"),
+        ("gptq", {}, lambda t: t[f"{UP}.scales"].fill_(torch.nan), f"tensor {UP}.scales has NaN or infinite values"),
         ("gptq", {}, plain, f"tensor {UP}.weight is not quantized"),
         ("gptq", {}, lambda t: t[f"{UP}.g_idx"].add_(9), f"tensor {UP}.g_idx has group numbers that are not below 2"),
         ("gptq", {}, lambda t: t.update({f"{UP}.scales": t[f"{UP}.scales"].int()}), "up_proj.scales is int32"),
@@ -231,22 +175,19 @@ def plain(tensors: dict[str, Tensor]) -> None:
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(
-    kind: str, changes: dict[str, Any], change: Any, message: str, dequantize: bool, tmp_path: Path
+    kind: str, changes: dict[str, Any], change: Any, message: str, tmp_path: Path, own_cache: Path
 ) -> None:
     folder = write_quantized(tmp_path / "model", kind, **changes)
     if change is not None:
-        edit(folder, change)
-    with pytest.raises(ValueError, match=message) as caught:
-        resolve(folder, dequantize=dequantize)
-    assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
-    assert not list((tmp_path / "cache").rglob("*.safetensors"))
+        edit_tensors(folder, change)
+    refused(folder, message, own_cache)
 
 
 PACKED = {"num_bits": 4, "type": "int", "group_size": 128, "strategy": "group"}
 MXFP8 = {"num_bits": 8, "type": "float", "group_size": 32, "strategy": "group"}
 
 
-def by_llm_compressor(form: str, weights: dict[str, Any], **more: Any) -> dict[str, Any]:
+def by_llm(form: str, weights: dict[str, Any], **more: Any) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights}
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}} | more
 
@@ -254,10 +195,8 @@ def by_llm_compressor(form: str, weights: dict[str, Any], **more: Any) -> dict[s
 @pytest.mark.parametrize(
     ("section", "field"),
     [
-        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_p"}, "checkpoint_format = gptq_p"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format = marlin"),
         ({"quant_method": "gptq", "bits": 4, "format": "bitblas"}, "format = bitblas"),
-        ({"quant_method": "gptq", "bits": 5}, "bits = 5"),
         *(
             ({"quant_method": "awq", "bits": 4, "version": form, "format": form}, f"version = {form}")
             for form in ("gemv", "gemv_fast", "llm-awq", "marlin", "bitblas")
@@ -269,22 +208,14 @@ def by_llm_compressor(form: str, weights: dict[str, Any], **more: Any) -> dict[s
         ({"quant_method": "fp8", "format": "float8_e4m3fn", "weight_scale_method": "row"}, "weight_scale_method = row"),
         ({"quant_method": "fp8", "weight_scale_semantics": "inverse"}, "weight_scale_semantics = inverse"),
         ({"quant_method": "bitsandbytes", "format": "nf4", "bits": 4}, "load_in_4bit"),
-        (by_llm_compressor("mxfp8-quantized", MXFP8), "format = mxfp8-quantized"),
-        (by_llm_compressor("mxfp6-pack-quantized", MXFP8 | {"num_bits": 6}), "format = mxfp6-pack-quantized"),
-        (by_llm_compressor("marlin-24", PACKED), "format = marlin-24"),
-        (
-            by_llm_compressor("pack-quantized", PACKED, sparsity_config={"format": "sparse-24-bitmask"}),
-            "sparsity_config = .*sparse-24-bitmask",
-        ),
-        (
-            by_llm_compressor("pack-quantized", PACKED, transform_config={"config_groups": {"R1": {}}}),
-            "transform_config = .*R1",
-        ),
+        (by_llm("mxfp8-quantized", MXFP8), "format = mxfp8-quantized"),
+        (by_llm("mxfp6-pack-quantized", MXFP8 | {"num_bits": 6}), "format = mxfp6-pack-quantized"),
+        (by_llm("marlin-24", PACKED), "format = marlin-24"),
+        (by_llm("pack-quantized", PACKED, sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config = .*24"),
+        (by_llm("pack-quantized", PACKED, transform_config={"config_groups": {"R1": {}}}), "transform_config = .*R1"),
     ],
 )
-def test_formats_of_writers_that_have_no_reader_are_refused_by_name(
-    section: dict[str, Any], field: str, tmp_path: Path
-) -> None:
+def test_formats_of_writers_that_have_no_reader_are_refused_by_name(section: dict, field: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": section}))
     with pytest.raises(ValueError, match=rf"config.json has (no )?quantization_config.{field}.*; give a checkpoint"):
         decoder_config(tmp_path)
@@ -293,7 +224,6 @@ def test_formats_of_writers_that_have_no_reader_are_refused_by_name(
 ATTENTION = "model.layers.0.self_attn"
 
 
-@pytest.mark.parametrize("dequantize", [True, False])
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
@@ -305,22 +235,23 @@ ATTENTION = "model.layers.0.self_attn"
     ],
 )
 def test_tensors_without_a_place_are_refused_before_a_byte_is_written(
-    extra: dict[str, Tensor], message: str, dequantize: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    extra: dict[str, Tensor], message: str, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = write_quantized(tmp_path / "model", "gptq")
-    edit(folder, lambda tensors: tensors.update(extra))
+    folder = edit_tensors(write_quantized(tmp_path / "model", "gptq"), lambda tensors: tensors.update(extra))
     monkeypatch.setattr("sharesd.models.quantized.folder.write_tensors", None)
-    with pytest.raises(ValueError, match=message) as caught:
-        resolve(folder, dequantize=dequantize)
-    assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
-    assert not list((tmp_path / "cache").rglob("*/*"))
+    refused(folder, message, own_cache)
 
 
-def test_a_number_that_is_none_leaves_nothing_behind(tmp_path: Path) -> None:
-    folder = write_quantized(tmp_path / "model", "gptq")
-    edit(folder, lambda tensors: tensors["model.norm.weight"].fill_(torch.nan))
-    with pytest.raises(ValueError, match=r"model\.norm\.weight has NaN"):
-        resolve(folder)
+@pytest.mark.parametrize(
+    ("kind", "change", "name"),
+    [
+        ("gptq", lambda t: t["model.norm.weight"].fill_(torch.nan), "model.norm.weight"),
+        ("fp8", lambda t: t[f"{UP}.weight"].view(torch.uint8)[0, 0].fill_(127), f"{UP}.weight"),
+    ],
+)
+def test_values_that_are_no_numbers_leave_nothing_behind(kind: str, change: Any, name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"{name} has NaN or infinite values"):
+        resolve(edit_tensors(write_quantized(tmp_path / "model", kind), change))
     assert not list((tmp_path / "cache").rglob("*/*"))
 
 
@@ -328,7 +259,7 @@ def test_a_refusal_has_no_warning_of_an_expansion(tmp_path: Path, caplog: pytest
     folder = write_quantized(tmp_path / "model", "fp8")
     assert resolve(folder, dequantize=None) != folder and "weights are expanded to 16 bits" in caplog.text
     caplog.clear()
-    edit(folder, lambda tensors: tensors.update({f"{ATTENTION}.bogus": torch.ones(1)}))
+    edit_tensors(folder, lambda tensors: tensors.update({f"{ATTENTION}.bogus": torch.ones(1)}))
     with pytest.raises(ValueError, match="bogus"):
         resolve(folder, dequantize=None)
     assert not caplog.text
@@ -344,78 +275,57 @@ def test_a_copy_that_does_not_fit_on_the_disk_is_not_begun(tmp_path: Path, monke
     assert not list((tmp_path / "cache").rglob("*/*"))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("k_scale", "v_scale", "q_scale", "k_zero_point", "attn.k_scale", "k_proj.k_scale", "k_proj.output_scale"),
-        *("qkv_proj.v_scale", "kv_scale", "prob_output_scale"),
-    ],
-)
+KV_SCALES = ("k_scale", "v_scale", "q_scale", "k_zero_point", "attn.k_scale", "k_proj.k_scale", "k_proj.output_scale")
+KV_SCALES += ("qkv_proj.v_scale", "kv_scale", "prob_output_scale")
+
+
 @pytest.mark.parametrize("kind", ["fp8", "packed", "gptq", "awq", "nvfp4"])
-@pytest.mark.thin
 def test_scales_of_kv_caches_are_left_out_with_a_line(
-    kind: str, name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = write_quantized(tmp_path / "model", kind)
-    edit(folder, lambda tensors: tensors.update({f"{ATTENTION}.{name}": torch.ones(1)}))
+    scales = {f"{ATTENTION}.{name}": torch.ones(1) for name in KV_SCALES}
+    folder = edit_tensors(write_quantized(tmp_path / "model", kind), lambda tensors: tensors.update(scales))
     expanded = resolve(folder)
     assert caplog.text.count("KV-cache scales are not used") == 1
-    assert not any(name in key for file in expanded.glob("*.safetensors") for key in load_file(file))
+    assert not any(name in scales for file in expanded.glob("*.safetensors") for name in load_file(file))
     if kind != "fp8":
         assert resolve(folder, dequantize=False) == folder
-        assert not any(name in key for key, _ in stored_tensors(folder))
+        assert not any(name in scales for name, _ in stored_tensors(folder))
 
 
 def test_scales_of_kv_caches_beside_plain_weights_are_left_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = make_checkpoint(tmp_path / "model", layers=1)
-    edit(folder, lambda tensors: tensors.update({f"{ATTENTION}.k_scale": torch.ones(1)}))
+    scale = {f"{ATTENTION}.k_scale": torch.ones(1)}
+    folder = edit_tensors(make_checkpoint(tmp_path / "model", layers=1), lambda tensors: tensors.update(scale))
     load_decoder(folder, dtype=torch.float32)
     assert "KV-cache scales are not used" in caplog.text
 
 
-def test_values_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
-    folder = write_quantized(tmp_path / "model", "fp8")
-
-    def damage(tensors: dict[str, Tensor]) -> None:
-        tensors[f"{UP}.weight"].view(torch.uint8)[0, 0] = 127  # NaN
-
-    edit(folder, damage)
-    with pytest.raises(ValueError, match=f"{UP}.weight has NaN or infinite values"):
-        resolve(folder)
-    assert not list((tmp_path / "cache").rglob("*.safetensors"))
-
-
 def test_sizes_that_disagree_with_the_config_are_refused(tmp_path: Path) -> None:
-    folder = write_quantized(tmp_path / "model", "gptq")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 192}))
+    folder = edit_config(write_quantized(tmp_path / "model", "gptq"), intermediate_size=192)
     with pytest.raises(ValueError, match=r"_proj.weight has shape .* where config.json asks for"):
         resolve(folder)
 
 
-def test_modules_that_the_config_leaves_out_stay_as_they_are(tmp_path: Path) -> None:
+def test_modules_that_the_config_leaves_out_stay_as_they_are_and_others_in_float16(tmp_path: Path) -> None:
     folder = write_quantized(tmp_path / "model", "awq", modules_to_not_convert=["up_proj"])
-    edit(folder, plain)
-    edit(folder, lambda tensors: tensors.update({f"{UP}.weight": torch.ones(128, 64)}))
+    edit_config(edit_tensors(folder, plain), torch_dtype="float16")
     (file,) = resolve(folder).glob("*.safetensors")
-    assert torch.equal(load_file(file)[f"{UP}.weight"], torch.ones(128, 64))
+    stored = load_file(file)
+    assert torch.equal(stored[f"{UP}.weight"], torch.ones(128, 64)) and stored[f"{DOWN}.weight"].dtype == torch.float16
 
 
 def test_activations_and_zeros_of_symmetric_weights_are_left_out(tmp_path: Path) -> None:
-    folder = write_quantized(tmp_path / "model", "packed")
-    more = {f"{UP}.input_scale": torch.ones(1), "model.layers.0.self_attn.k_scale": torch.ones(1)}
+    more = {f"{UP}.input_scale": torch.ones(1), f"{ATTENTION}.k_scale": torch.ones(1)}
     more |= {f"{UP}.weight_zero_point": torch.zeros(128, 2, dtype=torch.int8)}
-    edit(folder, lambda tensors: tensors.update(more))
+    folder = edit_tensors(write_quantized(tmp_path / "model", "packed"), lambda tensors: tensors.update(more))
     load_decoder(resolve(folder), dtype=torch.float32)
 
 
 def test_settings_may_stand_in_a_file_of_model_optimizer(tmp_path: Path) -> None:
     folder = write_quantized(tmp_path / "model", "nvfp4")
-    config = json.loads((folder / "config.json").read_text())
-    section = config.pop("quantization_config")
-    (folder / "config.json").write_text(json.dumps(config))
+    section = take_field(folder, "quantization_config")
     said = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": None}}
     (folder / "hf_quant_config.json").write_text(json.dumps(said))
     assert resolve(folder) == folder
@@ -429,48 +339,37 @@ def test_settings_may_stand_in_a_file_of_model_optimizer(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("kind", "file", "changes", "weights"),
     [
-        (
-            "gptq",
-            "quantize_config.json",
-            {"quant_method": None, "damp_percent": 0.01, "model_file_base_name": "m"},
-            "m",
-        ),
-        ("gptq 8", "quantize_config.json", {"quant_method": None, "is_marlin_format": False}, "gptq_model-8bit--1g"),
-        ("gptq act order", "quantize_config.json", {"quant_method": None}, "model"),
-        ("awq", "quant_config.json", {"quant_method": None, "w_bit": 4, "bits": None, "version": "GEMM"}, "model"),
-        ("awq", "quantize_config.json", {"quant_method": None, "q_group_size": 64, "zero_point": True}, "model"),
+        ("gptq", "quantize_config.json", {"damp_percent": 0.01, "model_file_base_name": "m"}, "m"),
+        ("gptq 8", "quantize_config.json", {"is_marlin_format": False}, "gptq_model-8bit--1g"),
+        ("gptq act order", "quantize_config.json", {}, "model"),
+        ("awq", "quant_config.json", {"w_bit": 4, "bits": None, "version": "GEMM"}, "model"),
+        ("awq", "quantize_config.json", {"q_group_size": 64, "zero_point": True}, "model"),
     ],
 )
-@pytest.mark.parametrize("dequantize", [True, False])
 def test_settings_may_stand_in_a_file_of_autogptq_or_autoawq(
-    kind: str, file: str, changes: dict[str, Any], weights: str, dequantize: bool, tmp_path: Path
+    kind: str, file: str, changes: dict[str, Any], weights: str, tmp_path: Path
 ) -> None:
     wanted = dict(stored_tensors(resolve(write_quantized(tmp_path / "with section", kind))))
     folder = write_quantized(tmp_path / "model", kind)
-    config = json.loads((folder / "config.json").read_text())
-    section = config.pop("quantization_config") | changes
-    (folder / "config.json").write_text(json.dumps(config))
+    section = take_field(folder, "quantization_config") | {"quant_method": None} | changes
     (folder / file).write_text(json.dumps({name: value for name, value in section.items() if value is not None}))
     (folder / "model.safetensors").rename(folder / f"{weights}.safetensors")
-    ready = resolve(folder, dequantize=dequantize)
-    assert (ready == folder) is not dequantize
-    if dequantize:
-        assert not (ready / file).exists()
-        found = dict(stored_tensors(ready))
-        assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in found)
-    else:
-        assert len(dict(stored_tensors(ready))) == len(wanted)
+    assert resolve(folder, dequantize=False) == folder and len(dict(stored_tensors(folder))) == len(wanted)
+    ready = resolve(folder)
+    assert ready != folder and not (ready / file).exists()
+    found = dict(stored_tensors(ready))
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in found)
 
 
 KV = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
-ATTENTION = {"targets": ["LlamaAttention"], "weights": None, "input_activations": KV}
+GROUP = {"targets": ["LlamaAttention"], "weights": None, "input_activations": KV}
 
 
 @pytest.mark.parametrize(
     "section",
     [
         {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "kv_cache_scheme": KV},
-        {"quant_method": "compressed-tensors", "config_groups": {"group_0": ATTENTION}, "sparsity_config": {}},
+        {"quant_method": "compressed-tensors", "config_groups": {"group_0": GROUP}, "sparsity_config": {}},
         {"quant_method": "modelopt", "quant_algo": None, "kv_cache_scheme": KV},
     ],
 )
@@ -479,10 +378,8 @@ def test_schemes_of_kv_alone_leave_the_weights(
     section: dict[str, Any], nested: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain = make_checkpoint(tmp_path / "model", layers=1)
-    wanted = dict(stored_tensors(plain))
-    config = json.loads((plain / "config.json").read_text())
-    added = {"text_config": {"quantization_config": section}} if nested else {"quantization_config": section}
-    (plain / "config.json").write_text(json.dumps(config | added))
+    wanted, added = dict(stored_tensors(plain)), {"quantization_config": section}
+    edit_config(plain, **({"text_config": added} if nested else added))
     for dequantize in (None, True, False):
         found = dict(stored_tensors(resolve(plain, dequantize=dequantize)))
         assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in found)

@@ -2,89 +2,48 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 import torch
-from torch import Tensor
 
-from compile.block_linear import BLOCK_TYPES, NUMBERS, BlockEmbedding, BlockLinear, BlockPart
-from compile.huge_pages import HugePageArena
+from compile.block_linear import BLOCK_TYPES, NUMBERS, BlockEmbedding, BlockLinear
 from sharesd import LLM, EngineConfig, QuantConfig, SamplingParams
 from sharesd.config import Mode
 from sharesd.drafters.hybrid import members
 from sharesd.loading.resolve import resolve_config
 from sharesd.models.gguf.convert import converted_folder
 from sharesd.models.gguf.weights import stored_blocks
-from sharesd.models.loader import decoder_config, load_decoder
+from sharesd.models.loader import decoder_config
 from sharesd.runtime import Runtime
-from sharesd.weights.packing import make_cpu_linear
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.same_texts import PROMPTS, require_same_texts
 from tests.helpers.tiny_heads import make_head
+from tests.models.test_quantized_as_stored import compare as compare_folder
 
+pytestmark = pytest.mark.usefixtures("own_cache")
 TOKENIZERS = {"llama": "smollm", "qwen2": "qwen2", "qwen3": "qwen2", "gemma2": "spm", "gemma3": "spm", "phi3": "spm"}
-KINDS = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"]
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / "cache"))
-
-
-MIXED = {
-    "blk.0.attn_q": "F16",
-    "blk.0.attn_k": "Q4_1",
-    "blk.0.ffn_gate": "BF16",
-    "blk.1.attn_v": "F32",
-    "blk.1.ffn_up": "F16",
-}
+MIXED = {"blk.0.attn_q": "F16", "blk.0.attn_k": "Q4_1", "blk.0.ffn_gate": "BF16"}
+MIXED |= {"blk.1.attn_v": "F32", "blk.1.ffn_up": "F16"}
 """Types of tensors, so that parts of merged linears are blocks and numbers."""
 
 
-def values_of(tensor: Tensor | BlockPart) -> Tensor:
-    if isinstance(tensor, Tensor):
-        return tensor
-    if tensor.type in NUMBERS:
-        return tensor.raw.float()
-    return torch.from_numpy(gguf.dequantize(tensor.raw.numpy(), gguf.GGMLQuantizationType[tensor.type]).copy())
-
-
-def logits_of(decoder: Any, tokens: list[int]) -> Tensor:
-    return decoder.forward(torch.tensor([tokens]), decoder.new_cache(1, 32))
-
-
-@torch.inference_mode()
 def compare(file: Path) -> Any:
     """Compare logits with those of the dequantized weights; return the decoder."""
-    folder = converted_folder(file, dequantize=False)
-    make = {"dtype": torch.float32, "zeros": HugePageArena().zeros, "activations": "exact"}
-    decoder = load_decoder(folder, dtype=torch.float32, make_linear=lambda *parts: make_cpu_linear(*parts, **make))
-    plain = load_decoder(
-        folder,
-        dtype=torch.float32,
-        tensors=lambda: [(name, values_of(tensor)) for name, tensor in stored_blocks(folder)],
-    )
-    for tokens in PROMPTS:
-        ours, wanted = logits_of(decoder, tokens), logits_of(plain, tokens)
-        assert (ours - wanted).norm() < 1e-3 * wanted.norm()
-    return decoder
+    return compare_folder(converted_folder(file, dequantize=False))
 
 
 @pytest.mark.parametrize("architecture", TOKENIZERS)
 def test_logits_are_those_of_the_dequantized_weights(architecture: str, tmp_path: Path) -> None:
-    pre = {"qwen2": "qwen2", "qwen3": "qwen2", "phi3": "spm", "gemma2": "spm", "gemma3": "spm"}.get(
-        architecture, "smollm"
-    )
-    decoder = compare(write_gguf(tmp_path / "a.gguf", architecture, pre))
-    block = decoder.blocks[0]
-    assert isinstance(block.attn.qkv, BlockLinear) and not isinstance(block.attn.o, BlockLinear)  # stored as bfloat16
+    decoder = compare(write_gguf(tmp_path / "a.gguf", architecture, TOKENIZERS[architecture]))
+    attn = decoder.blocks[0].attn
+    assert isinstance(attn.qkv, BlockLinear) and not isinstance(attn.o, BlockLinear)  # stored as bfloat16
     assert isinstance(decoder.embed, BlockEmbedding)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1"])
 def test_each_type_gives_the_values_of_the_file(kind: str, tmp_path: Path) -> None:
     compare(write_gguf(tmp_path / "a.gguf", kind=kind))
 
@@ -96,22 +55,13 @@ def types_of(linear: Any) -> list[str]:
 def test_parts_of_a_linear_are_blocks_and_numbers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The second start maps what the first one kept."""
     file = write_gguf(tmp_path / "a.gguf", types=MIXED)
-    blocks = compare(file).blocks
-    assert types_of(blocks[0].attn.qkv) == ["F16", "Q4_1", "Q8_0"] and types_of(blocks[1].mlp.gate_up) == [
-        "Q8_0",
-        "F16",
-    ]
-    options: dict[str, Any] = {"mode": "naive", "max_context": 64, "dequantize": False}
-    params = SamplingParams(max_new_tokens=16, ignore_eos=True, logprobs=True)
-    texts = []
+    first, second = compare(file).blocks
+    assert types_of(first.attn.qkv) == ["F16", "Q4_1", "Q8_0"] and types_of(second.mlp.gate_up) == ["Q8_0", "F16"]
+    params, texts = SamplingParams(max_new_tokens=16, ignore_eos=True, logprobs=True), []
     for _ in range(2):
-        with LLM(file, **options) as llm:
+        with LLM(file, mode="naive", max_context=64, dequantize=False) as llm:
             texts.append(llm.generate([PROMPTS[0]], params)[0].logprobs)
     assert texts[0] == texts[1] and not caplog.text
-
-
-def test_every_mode_gives_one_text_where_parts_differ(tmp_path: Path) -> None:
-    require_same_texts(write_gguf(tmp_path / "a.gguf", types=MIXED), dequantize=False)
 
 
 def test_a_part_without_a_kernel_is_expanded_and_named(
@@ -119,15 +69,10 @@ def test_a_part_without_a_kernel_is_expanded_and_named(
 ) -> None:
     monkeypatch.setattr("sharesd.models.weight_mapping.BLOCK_TYPES", ("Q8_0", "Q4_0"))
     file = write_gguf(tmp_path / "a.gguf", types={"blk.0.attn_v": "Q5_1", "blk.1.ffn_up": "Q5_0"})
-    blocks = compare(file).blocks
-    assert types_of(blocks[0].attn.qkv) == ["Q8_0", "Q8_0", "F16"] and types_of(blocks[1].mlp.gate_up) == [
-        "Q8_0",
-        "F16",
-    ]
-    line = (
-        f"{file}: tensor 'blk.0.attn_v.weight' is expanded to float16 (stored as Q5_1, which has no kernel), and 1 more"
-    )
-    assert [record.getMessage() for record in caplog.records] == [line]
+    first, second = compare(file).blocks
+    assert types_of(first.attn.qkv) == ["Q8_0", "Q8_0", "F16"] and types_of(second.mlp.gate_up) == ["Q8_0", "F16"]
+    reason = "is expanded to float16 (stored as Q5_1, which has no kernel), and 1 more"
+    assert [record.getMessage() for record in caplog.records] == [f"{file}: tensor 'blk.0.attn_v.weight' {reason}"]
 
 
 def test_parts_that_end_within_a_record(tmp_path: Path) -> None:
@@ -137,9 +82,11 @@ def test_parts_that_end_within_a_record(tmp_path: Path) -> None:
     assert [types_of(block.mlp.gate_up) for block in blocks] == [["Q8_0"], ["F16"]]
 
 
-@pytest.mark.parametrize("activations", ["exact", "fast"])
-def test_every_mode_gives_the_text_of_plain_decoding(activations: str, tmp_path: Path) -> None:
-    require_same_texts(write_gguf(tmp_path / "a.gguf"), dequantize=False, activations=activations)
+@pytest.mark.parametrize(
+    ("types", "options"), [(MIXED, {}), (None, {"activations": "exact"}), (None, {"activations": "fast"})]
+)
+def test_every_mode_gives_the_text_of_plain_decoding(types: Any, options: dict[str, Any], tmp_path: Path) -> None:
+    require_same_texts(write_gguf(tmp_path / "a.gguf", types=types), dequantize=False, **options)
 
 
 @pytest.mark.parametrize("activations", ["exact", "fast"])
@@ -175,31 +122,23 @@ def test_share_drafts_by_upper_halves_where_most_weights_have_them(
     assert resolve_config(config).config.quant.method == method
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"dequantize": True}, "the weights do not run as they are stored; use hqq:4:64,head=4"),
-        ({"mode": "classic"}, "drafts would be a second model of as many bytes; use mode share"),
-        ({"kind": "Q4_0"}, "no linear is stored as Q8_0; use hqq:4:64"),
-    ],
-)
-def test_where_upper_halves_do_not_draft(options: dict[str, Any], message: str, tmp_path: Path) -> None:
-    file = write_gguf(tmp_path / "a.gguf", kind=options.pop("kind", "Q8_0"))
-    with pytest.raises(ValueError, match=message):
-        LLM(file, **{"mode": "share", "quant": "nested", "dequantize": False, "max_context": 64, **options})
+NESTED = {"mode": "share", "quant": "nested", "max_context": 64}
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("kind", "options", "message"),
     [
-        ({"lora": "adapter"}, "stored weights are not supported with --lora"),
-        ({"compile": "off"}, "stored weights are not supported with --compile"),
-        ({"dequantize": True, "activations": "fast"}, "activations is 'fast', which is for weights that run"),
+        ("Q8_0", NESTED | {"dequantize": True}, "the weights do not run as they are stored; use hqq:4:64,head=4"),
+        ("Q8_0", NESTED | {"mode": "classic"}, "drafts would be a second model of as many bytes; use mode share"),
+        ("Q4_0", NESTED, "no linear is stored as Q8_0; use hqq:4:64"),
+        ("Q8_0", {"lora": "adapter"}, "stored weights are not supported with --lora"),
+        ("Q8_0", {"compile": "off"}, "stored weights are not supported with --compile"),
+        ("Q8_0", {"dequantize": True, "activations": "fast"}, "activations is 'fast', which is for weights that run"),
     ],
 )
-def test_what_has_no_kernel_is_refused_by_name(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_what_has_no_kernel_is_refused_by_name(kind: str, options: dict, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
-        LLM(write_gguf(tmp_path / "a.gguf"), mode="naive", **{"dequantize": False, **options})
+        LLM(write_gguf(tmp_path / "a.gguf", kind=kind), **{"mode": "naive", "dequantize": False, **options})
 
 
 @pytest.mark.parametrize(
@@ -224,20 +163,17 @@ def test_files_run_as_they_are_stored_by_default(
 
 
 def test_hybrid_mixes_tables_beside_stored_weights(tmp_path: Path) -> None:
-    target = str(write_gguf(tmp_path / "a.gguf"))
-    stored = resolve_config(EngineConfig(target=target, mode="hybrid", max_context=64)).config
-    numbers = resolve_config(EngineConfig(target=target, mode="hybrid", max_context=64, dequantize=True)).config
-    assert (members(stored), members(numbers)) == (("suffix", "recycle"), ("share", "suffix"))
+    config = EngineConfig(target=str(write_gguf(tmp_path / "a.gguf")), mode="hybrid", max_context=64)
+    assert members(resolve_config(config).config) == ("suffix", "recycle")
+    assert members(resolve_config(replace(config, dequantize=True)).config) == ("share", "suffix")
 
 
 @pytest.mark.parametrize(("kind", "spec"), [("eagle", "hqq:8:64"), ("eagle3", "hqq:8:64,head=8")])
 def test_heads_have_8_bits_beside_stored_weights(kind: str, spec: str, tmp_path: Path) -> None:
     """The LM head of kind `eagle` is the target's, which stays as it is stored."""
     target = write_gguf(tmp_path / "a.gguf")
-    config = decoder_config(converted_folder(target, dequantize=False))
-    head = make_head(
-        tmp_path / "head", config, kind, dtype=torch.bfloat16, mlp=64, ids=None if kind == "eagle" else range(64)
-    )
+    config, ids = decoder_config(converted_folder(target, dequantize=False)), None if kind == "eagle" else range(64)
+    head = make_head(tmp_path / "head", config, kind, dtype=torch.bfloat16, mlp=64, ids=ids)
     modes: tuple[Mode, ...] = ("naive", "eagle", "hybrid")
     runtime = Runtime(EngineConfig(target=str(target), heads=(str(head),), max_context=128, max_batch=2), modes)
     params = SamplingParams(max_new_tokens=24, ignore_eos=True)
@@ -250,20 +186,19 @@ def test_heads_have_8_bits_beside_stored_weights(kind: str, spec: str, tmp_path:
 def test_a_file_that_was_moved_is_found(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "a.gguf")
     converted_folder(file, dequantize=False)
-    (tmp_path / "elsewhere").mkdir()
-    moved = file.rename(tmp_path / "elsewhere" / "a.gguf")
+    moved = file.rename(tmp_path / "b.gguf")
     assert next(iter(stored_blocks(converted_folder(moved, dequantize=False))))
 
 
-def test_the_default_expands_architectures_without_a_native_decoder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_architectures_are_refused_or_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def convert(file: Any, parts: Any, ignored: Any, folder: Path, progress: Any) -> None:
         (folder / "model.safetensors").write_bytes(b"bfloat16")
 
+    file = write_gguf(tmp_path / "a.gguf", "starcoder2")
+    with pytest.raises(ValueError, match="stored weights run in native decoders; use --dequantize"):
+        converted_folder(file, dequantize=False)
     monkeypatch.setattr("sharesd.models.gguf.fallback.convert_by_transformers", convert)
-    folder = converted_folder(write_gguf(tmp_path / "a.gguf", "starcoder2"), dequantize=None)
-    assert (folder / "model.safetensors").read_bytes() == b"bfloat16"
+    assert (converted_folder(file, dequantize=None) / "model.safetensors").read_bytes() == b"bfloat16"
 
 
 def test_a_folder_of_numbers_is_not_stored(checkpoint: Any) -> None:
@@ -272,13 +207,7 @@ def test_a_folder_of_numbers_is_not_stored(checkpoint: Any) -> None:
 
 
 def test_a_type_without_a_kernel_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = write_gguf(tmp_path / "a.gguf")
     monkeypatch.setattr("sharesd.models.weight_mapping.BLOCK_TYPES", ("Q4_0",))
-    message = "tensor 'token_embd.weight' is stored as Q8_0, which does not run as stored; use --dequantize"
-    with pytest.raises(ValueError, match=f"a.gguf: {message}"):
-        LLM(file, mode="naive", dequantize=False)
-
-
-def test_architectures_without_a_native_decoder_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="stored weights run in native decoders; use --dequantize"):
-        converted_folder(write_gguf(tmp_path / "a.gguf", "starcoder2"), dequantize=False)
+    message = "a.gguf: tensor 'token_embd.weight' is stored as Q8_0, which does not run as stored; use --dequantize"
+    with pytest.raises(ValueError, match=message):
+        LLM(write_gguf(tmp_path / "a.gguf"), mode="naive", dequantize=False)

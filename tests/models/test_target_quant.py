@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import logging
 from pathlib import Path
 from typing import Any
 
 import gguf
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from compile.block_linear import BlockPart
@@ -18,23 +16,21 @@ from sharesd import LLM, EngineConfig, SamplingParams
 from sharesd.loading.cache_keys import costs_file, kv_identity
 from sharesd.loading.resolve import resolve_config
 from sharesd.models.checkpoint import identity
-from sharesd.models.decoder_config import DecoderConfig
 from sharesd.models.hub import resolve_target
 from sharesd.models.loader import decoder_config, load_decoder, stored_tensors
 from sharesd.models.quantized.target import block_type
-from tests.helpers.block_parts import ggml_type
+from tests.helpers.block_parts import ggml_type, values
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.quantized_folders import write_quantized
 from tests.helpers.same_texts import require_same_texts
 from tests.helpers.tiny_models import make_checkpoint
+from tests.models.folders import UP, edit_config, edit_tensors
 
 KINDS = ("q8_0", "q6_k", "q5_k", "q4_k", "q5_1", "q5_0", "q4_1", "q4_0", "mxfp4")
 LAYER = "model.layers.0."
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def tensors_of(target: Path, kind: Any) -> dict[str, Tensor | BlockPart]:
@@ -53,15 +49,13 @@ def test_matrices_are_quantized_and_nothing_else(kind: str, tmp_path: Path) -> N
             continue
         assert tensor.type == ("Q8_0" if name == "lm_head.weight" else kind.upper())  # 64 inputs are no block of Q6_K
         wanted = gguf.quantize(plain[name].float().numpy(), ggml_type(tensor.type))
-        assert (gguf.dequantize(wanted, ggml_type(tensor.type)) == gguf.dequantize(*raw_of(tensor))).all()
-
-
-def raw_of(part: BlockPart) -> tuple[Any, gguf.GGMLQuantizationType]:
-    return part.raw.numpy(), ggml_type(part.type)
+        assert torch.equal(torch.from_numpy(gguf.dequantize(wanted, ggml_type(tensor.type))), values(tensor))
 
 
 def test_types_are_those_of_llama_cpp(tmp_path: Path) -> None:
     config = decoder_config(make_checkpoint(tmp_path / "model", layers=16))
+    for kind in map(str.upper, KINDS):
+        assert block_type(f"{LAYER}mlp.up_proj.weight", 256, kind, config) == kind
     assert block_type("lm_head.weight", 2048, "Q4_0", config) == "Q6_K"
     assert block_type("lm_head.weight", 2048, "Q8_0", config) == "Q8_0"
     assert block_type("lm_head.weight", 2048, "MXFP4", config) == "Q8_0"
@@ -69,20 +63,14 @@ def test_types_are_those_of_llama_cpp(tmp_path: Path) -> None:
     assert block_type("model.embed_tokens.weight", 2048, "Q4_K", config) == "Q4_K"
     for kind, small in (("Q4_K", "Q5_0"), ("Q5_K", "Q5_1"), ("Q6_K", "Q8_0")):
         assert block_type(f"{LAYER}self_attn.q_proj.weight", 576, kind, config) == small
-    more = [
-        n for n in range(16) if block_type(f"model.layers.{n}.mlp.down_proj.weight", 2048, "Q4_K", config) == "Q6_K"
-    ]
-    assert more == [0, 1, 4, 7, 10, 13, 14, 15]
+    of_down = [block_type(f"model.layers.{n}.mlp.down_proj.weight", 2048, "Q4_K", config) for n in range(16)]
+    assert [n for n, kind in enumerate(of_down) if kind == "Q6_K"] == [0, 1, 4, 7, 10, 13, 14, 15]
     assert block_type(f"{LAYER}self_attn.v_proj.weight", 2048, "Q6_K", config) == "Q6_K"
 
 
 def test_a_tied_table_is_quantized_as_a_head(tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path / "model", hidden=256)
-    config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": True}
-    (folder / "config.json").write_text(json.dumps(config))
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["lm_head.weight"]
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    folder = edit_config(make_checkpoint(tmp_path / "model", hidden=256), tie_word_embeddings=True)
+    edit_tensors(folder, lambda tensors: tensors.pop("lm_head.weight"))
     assert tensors_of(folder, "q4_k")["model.embed_tokens.weight"].type == "Q6_K"
 
 
@@ -102,10 +90,9 @@ def test_it_is_a_target_of_its_own(tmp_path: Path, caplog: pytest.LogCaptureFixt
     folder, said = make_checkpoint(tmp_path / "model"), []
     identities, costs, codes = set(), set(), set()
     for kind in (None, "q8_0", "q4_0"):
-        with caplog.at_level(logging.WARNING):
-            caplog.clear()
-            resolved = resolve_config(EngineConfig(target=str(folder), target_quant=kind, dtype="float32"), ("naive",))
-            said.append(caplog.text)
+        caplog.clear()
+        resolved = resolve_config(EngineConfig(target=str(folder), target_quant=kind, dtype="float32"), ("naive",))
+        said.append(caplog.text)
         cache = load_decoder(folder, dtype=torch.float32).new_cache(1, 32)
         identities.add(kv_identity(resolved, cache, recompute_decoded_kv=False)["model"])
         costs.add(costs_file(resolved, "share", SamplingParams(), widths=None, streamed=None).file)
@@ -124,22 +111,20 @@ def test_changed_weights_are_others(tmp_path: Path) -> None:
     assert identity(resolve_target(config)) != before
 
 
+def with_nan(folder: Path) -> Path:
+    return edit_tensors(make_checkpoint(folder), lambda tensors: tensors[f"{UP}.weight"][3, 5].fill_(torch.nan))
+
+
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
         (make_checkpoint, {"kernels": "torch"}, "target_quant is 'q8_0', which is not supported with torch's kernels"),
-        (
-            make_checkpoint,
-            {"compile": "off"},
-            "are not supported with --compile; drop it, or --target-quant",
-        ),
+        (make_checkpoint, {"compile": "off"}, "are not supported with --compile; drop it, or --target-quant"),
         (lambda folder: write_quantized(folder, "awq"), {}, "model has quantized weights; drop --target-quant"),
         (lambda folder: write_gguf(folder.with_suffix(".gguf")), {}, r"quantized weights \(.*Q8_0\); drop --target-"),
-        (
-            lambda folder: make_checkpoint(folder, hidden=48),
-            {},
-            "48 inputs, which is not a multiple of 32; drop --tar",
-        ),
+        (lambda folder: make_checkpoint(folder, hidden=48), {}, "48 inputs, which is not a multiple of 32; drop --tar"),
+        (lambda folder: edit_config(make_checkpoint(folder), model_type="gpt2"), {}, "decoders; drop --target-quant"),
+        (with_nan, {}, "layers.0.mlp.up_proj.weight cannot be quantized to Q8_0 .it has values"),
     ],
 )
 def test_what_it_does_not_go_with_is_refused(make: Any, options: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -150,27 +135,3 @@ def test_what_it_does_not_go_with_is_refused(make: Any, options: dict[str, Any],
 def test_an_unknown_type_is_refused() -> None:
     with pytest.raises(ValueError, match="target_quant is 'q3_k'; choose one of q8_0, q6_k"):
         EngineConfig(target_quant="q3_k")  # type: ignore[arg-type]
-
-
-def test_an_architecture_without_native_decoder_is_refused(tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path / "model")
-    config = json.loads((folder / "config.json").read_text()) | {"model_type": "gpt2"}
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="quantized weights run in native decoders; drop --target-quant"):
-        resolve_target(EngineConfig(target=str(folder), target_quant="q8_0"))
-
-
-def test_values_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path / "model")
-    tensors = load_file(folder / "model.safetensors")
-    tensors[f"{LAYER}mlp.up_proj.weight"][3, 5] = float("nan")
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match="layers.0.mlp.up_proj.weight cannot be quantized to Q4_0 .it has values"):
-        LLM(folder, mode="naive", target_quant="q4_0")
-
-
-def test_config_of_all_types(tmp_path: Path) -> None:
-    config = decoder_config(make_checkpoint(tmp_path / "model"))
-    assert isinstance(config, DecoderConfig)
-    for kind in KINDS:
-        assert block_type(f"{LAYER}mlp.up_proj.weight", 256, kind.upper(), config) == kind.upper()

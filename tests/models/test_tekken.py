@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,8 @@ def tekken(version: str, *, special: bool = True) -> dict[str, Any]:
         {"rank": i, "token_bytes": base64.b64encode(token).decode(), "token_str": token.decode(errors="replace")}
         for i, token in enumerate(tokens)
     ]
-    config = {
-        "pattern": PATTERN,
-        "num_vocab_tokens": len(tokens),
-        "default_vocab_size": len(tokens) - UNUSED + NUM_SPECIAL,
-        "default_num_special_tokens": NUM_SPECIAL,
-        "version": version,
-    }
+    config = {"pattern": PATTERN, "version": version, "num_vocab_tokens": len(tokens)}
+    config |= {"default_vocab_size": len(tokens) - UNUSED + NUM_SPECIAL, "default_num_special_tokens": NUM_SPECIAL}
     listed = [{"rank": i, "token_str": token, "is_control": True} for i, token in enumerate(SPECIAL.split())]
     return {"config": config, "vocab": vocab} | ({"special_tokens": listed} if special else {})
 
@@ -52,18 +48,11 @@ TEXTS = {
 }
 
 
-def system(content: Any) -> dict[str, Any]:
-    return {"role": "system", "content": content}
+def message_of(role: str) -> Callable[[Any], dict[str, Any]]:
+    return lambda content: {"role": role, "content": content}
 
 
-def user(content: Any) -> dict[str, Any]:
-    return {"role": "user", "content": content}
-
-
-def answer(content: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": content}
-
-
+system, user, answer = map(message_of, ("system", "user", "assistant"))
 PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "the"}]
 CHATS = [
     [user("Hello")],
@@ -87,11 +76,7 @@ V7 = [
     [1, 17, 127, 301, 287, 18, 3, 304, 4],
 ]
 IDS = {"v3": V3, "v7": V7, "v11": V7, "v13": V7}
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def folder_with(tmp_path: Path, said: dict[str, Any]) -> Path:
@@ -130,9 +115,7 @@ def test_ids_are_those_of_mistral_common(version: str, special: bool, tmp_path: 
         ([user("a"), answer("b"), system("c")], "a system message does not follow one of the assistant"),
     ],
 )
-def test_what_the_template_has_no_tokens_for_is_refused(
-    messages: list[dict[str, Any]], message: str, tmp_path: Path
-) -> None:
+def test_what_the_template_has_no_tokens_for_is_refused(messages: list, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         load(tmp_path, "v11").render_chat(messages)
 
@@ -168,12 +151,12 @@ def damaged(**changes: Any) -> dict[str, Any]:
         ({}, "has a value that cannot be used"),
     ],
 )
-def test_damaged_files_are_refused_by_name(said: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_damaged_files_are_refused_by_name(said: dict[str, Any], message: str, tmp_path: Path, own_cache: Path) -> None:
     folder = folder_with(tmp_path, said)
     with pytest.raises(ValueError, match=message) as caught:
         load_tokenizer(resolve(folder))
     assert str(folder / "tekken.json") in str(caught.value)
-    assert not list((tmp_path / "cache").rglob("tokenizer.json"))
+    assert not list(own_cache.rglob("tokenizer.json"))
 
 
 def test_the_format_of_mistral_is_refused_with_its_remedy(tmp_path: Path) -> None:

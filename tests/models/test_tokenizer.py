@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +24,8 @@ def byte_level() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, initial_alphabet=alphabet, special_tokens=["<s>", "</s>"], show_progress=False
-    )
-    tokenizer.train_from_iterator(LINES, trainer)
+    options = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "special_tokens": ["<s>", "</s>"]}
+    tokenizer.train_from_iterator(LINES, trainers.BpeTrainer(vocab_size=300, show_progress=False, **options))
     return tokenizer
 
 
@@ -39,11 +35,8 @@ def byte_fallback() -> Tokenizer:
     merges = ["▁ t", "▁t h", "▁th e", "▁ c", "▁c a", "▁ca t"]
     pieces = dict.fromkeys([*vocab, *(merge.replace(" ", "") for merge in merges)])
     pairs = [(left, right) for left, right in (merge.split() for merge in merges)]
-    tokenizer = Tokenizer(
-        models.BPE(
-            {token: i for i, token in enumerate(pieces)}, pairs, unk_token="<unk>", byte_fallback=True, fuse_unk=True
-        )
-    )
+    ids = {token: i for i, token in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(ids, pairs, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -99,15 +92,12 @@ def test_streamed_pieces_are_the_whole_text(kind: str, skip_special: bool, tmp_p
         if round_ % 3 == 0:  # mostly well-formed text with a hole in it
             ids = emoji * 2
             del ids[dice.randrange(len(ids))]
-        stream, pieces, at = TextStream(tokenizer, skip_special), [], 0
+        stream, shown, at = TextStream(tokenizer, skip_special), "", 0
         while at < len(ids):
             step = dice.randint(1, 4)
-            pieces.append(stream.push(ids[at : at + step]))
+            shown += stream.push(ids[at : at + step])
             at += step
-        whole = tokenizer.decode(ids, skip_special)
-        shown = "".join(pieces)
-        assert shown + stream.finish() == whole
-        assert whole.startswith(shown)
+        assert shown + stream.finish() == tokenizer.decode(ids, skip_special)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -117,10 +107,7 @@ def test_stream_shows_text_at_once_but_never_half_a_character(kind: str, tmp_pat
     assert [stream.push([i]) for i in tokenizer.encode("the cat", False)] == ["the", " cat"]
     pieces = [stream.push([i]) for i in tokenizer.encode("ß!", False)]
     assert "".join(pieces).endswith("ß!") and not any("\ufffd" in piece for piece in pieces)
-
-
-def test_stream_of_nothing_is_nothing(tmp_path: Path) -> None:
-    stream = TextStream(load_tokenizer(write(tmp_path, byte_level())))
+    stream = TextStream(tokenizer)
     assert stream.push([]) == stream.push([1]) == stream.finish() == ""
 
 
@@ -139,50 +126,32 @@ def test_truncation_and_padding_of_the_file_are_ignored(tmp_path: Path) -> None:
         "{% for m in messages %}\n  {% if loop.index > 1 %}{% break %}{% endif %}\n  {{ m.content }}\n{% endfor %}",
         "{% for m in messages %}{% generation %}{{ m.content | trim }}{% endgeneration %}{% endfor %}",
         "{{ messages | tojson }}{{ {'ü': '<'} | tojson(indent=2) }}",
-        "{{ strftime_now('%Y') }}{% if tools is none %}no tools{% endif %}{% if add_generation_prompt %}go{% endif %}",
+        "{{ strftime_now('%d') }}{% if tools is none %}no tools{% endif %}{% if add_generation_prompt %}go{% endif %}",
         "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
     ],
 )
 def test_chat_templates_render_as_in_transformers(template: str, tmp_path: Path) -> None:
     folder = write(tmp_path, byte_level(), chat_template=template)
-    ours = load_tokenizer(folder)
-    theirs: Any = AutoTokenizer.from_pretrained(folder)
+    ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
     chat = [*HI, {"role": "assistant", "content": " sat "}]
     for prompt in (True, False):
-        assert ours.render_chat(chat, prompt) == theirs.apply_chat_template(
-            chat, tokenize=False, add_generation_prompt=prompt
-        )
+        wanted = theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=prompt)
+        assert ours.render_chat(chat, prompt) == wanted
         assert ours.chat(chat, prompt) == theirs.apply_chat_template(chat, add_generation_prompt=prompt)["input_ids"]
 
 
 def test_tools_and_variables_render_as_in_transformers(tmp_path: Path) -> None:
     several = [{"name": "tool_use", "template": TOOL_TEMPLATE}, {"name": "default", "template": CHAT}]
     folder = write(tmp_path, byte_level(), chat_template=several)
-    ours = load_tokenizer(folder)
-    theirs: Any = AutoTokenizer.from_pretrained(folder)
+    ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"b": "<é>"}}}
     chat = [*HI, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "5"}]
     function = {"name": "f", "description": "é", "parameters": {"type": "object", "properties": {}}}
-    tools = [{"type": "function", "function": function}]
-    for given in (None, tools):
-        wanted = theirs.apply_chat_template(
-            chat, tools=given, tokenize=False, add_generation_prompt=True, thinking=True
-        )
+    options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, "thinking": True}
+    for given in (None, [{"type": "function", "function": function}]):
+        wanted = theirs.apply_chat_template(chat, tools=given, **options)
         assert ours.render_chat(chat, tools=given, variables={"thinking": True}) == wanted
     assert ours.takes_tools and ours.template_variables == {"thinking"}
-
-
-def test_chat_templates_know_the_date(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(write(tmp_path, byte_level(), chat_template="{{ strftime_now('%d %b %Y') }}"))
-    assert tokenizer.render_chat(HI) == datetime.now().strftime("%d %b %Y")
-
-
-def test_chat_template_may_be_a_file_or_one_of_several(tmp_path: Path) -> None:
-    several = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "default"}]
-    folder = write(tmp_path, byte_level(), chat_template=several)
-    assert load_tokenizer(folder).render_chat(HI) == "default"
-    (folder / "chat_template.jinja").write_text("a file of its own")
-    assert load_tokenizer(folder).render_chat(HI) == "a file of its own"
 
 
 @pytest.mark.parametrize(
@@ -217,21 +186,14 @@ def test_added_tokens_of_one_string_keep_their_ids(tmp_path: Path) -> None:
     num, known = backend.get_vocab_size(), backend.token_to_id("a")
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     contents = ["<x>", "<x>", "a", "</s>", "<y>"]
-    written["added_tokens"] += [
-        {"id": num + i, "content": content, "special": content in ("</s>", "<y>"), **flags}
-        for i, content in enumerate(contents)
-    ]
+    for i, content in enumerate(contents, num):
+        written["added_tokens"].append({"id": i, "content": content, "special": content in ("</s>", "<y>"), **flags})
     (tmp_path / "tokenizer.json").write_text(json.dumps(written))
     tokenizer = load_tokenizer(tmp_path)
     ids = range(num, num + len(contents))
     assert [tokenizer.decode([i], skip_special_tokens=False) for i in ids] == contents
     assert [tokenizer.decode([i]) for i in ids] == ["<x>", "<x>", "a", "", ""]
     assert tokenizer.encode("<x>a<y>") == [num, known, num + 4] and tokenizer.vocab_size == num + len(contents)
-
-
-def test_special_tokens_may_be_objects(tmp_path: Path) -> None:
-    folder = write(tmp_path, byte_level(), eos_token={"content": "</s>", "special": True}, chat_template=CHAT)
-    assert load_tokenizer(folder).render_chat(HI) == "<s>[user]the cat</s>"
 
 
 def test_draft_models_need_the_same_vocabulary(tmp_path: Path) -> None:
@@ -249,23 +211,14 @@ def test_draft_models_need_the_same_vocabulary(tmp_path: Path) -> None:
 def test_folders_without_tokenizer_json_are_converted(tmp_path: Path) -> None:
     backend = byte_level()
     backend.model.save(str(tmp_path))  # vocab.json and merges.txt, as GPT-2 has them
-    (tmp_path / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "GPT2Tokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<s>"})
-    )
+    config = {"tokenizer_class": "GPT2Tokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "eos_token_id": 1}')
     tokenizer = load_tokenizer(tmp_path)
     text = "the cat sat on a naïve café"
     assert tokenizer.encode(text, False) == backend.encode(text, add_special_tokens=False).ids
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.eos_ids == (1,)
-
-
-def test_broken_tokenizers_are_explained(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no file of a tokenizer"):
-        load_tokenizer(tmp_path)
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match="tokenizer.json is damaged"):
-        load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize(

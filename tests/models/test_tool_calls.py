@@ -34,15 +34,12 @@ CITY = '{"city": "Par}is \\"]", "days": [1, {"a": 2}]}'
 ADD = '{"name": "add", "arguments": {}}'
 ODD = '{ "arguments": {"city": "é"}, "name": "get_weather"}'
 OTHER = '{"name": "launch", "arguments": {"city": "x"}}'
+TWO = f"<tool_call>\n{ADD}\n</tool_call>\n<tool_call>\n{WEATHER}\n</tool_call>"
 
 CASES: list[tuple[str, str, Found]] = [
     ("hermes", f"<tool_call>\n{WEATHER}\n</tool_call>", ("", [("get_weather", CITY)])),
     ("hermes", f"I look.\n<tool_call>{WEATHER}</tool_call>\n", ("I look.", [("get_weather", CITY)])),
-    (
-        "hermes",
-        f"\n<tool_call>\n{ADD}\n</tool_call>\n<tool_call>\n{WEATHER}\n</tool_call>",
-        ("", [("add", "{}"), ("get_weather", CITY)]),
-    ),
+    ("hermes", f"\n{TWO}", ("", [("add", "{}"), ("get_weather", CITY)])),
     ("hermes", f"<tool_call>{ODD}</tool_call>", ("", [("get_weather", '{"city": "é"}')])),
     ("hermes", f"<tool_call>{ADD}</tool_call>\n\nand so on ", ("\n\nand so on ", [("add", "{}")])),
     ("hermes", f"<tool_call>{ADD[:-1]}</tool_call>", ("", [("add", "{}")])),  # a brace is missing
@@ -103,23 +100,15 @@ def test_arguments_come_as_they_are_written() -> None:
     reader = CallReader(HERMES, NAMES)
     head = '<tool_call>\n{"name": "add", "arguments": {"text": "'
     seen = [reader.push(piece, last=False) for piece in (head[:-12], head[-12:], "once upon", " a time")]
-    assert [[(part.name, part.arguments) for part in read.calls] for read in seen] == [
-        [],
-        [("add", '{"text": "')],
-        [(None, "once upon")],
-        [(None, " a time")],
-    ]
+    found = [[(part.name, part.arguments) for part in read.calls] for read in seen]
+    assert found == [[], [("add", '{"text": "')], [(None, "once upon")], [(None, " a time")]]
     assert not any(read.content for read in seen)
 
 
 def test_text_before_a_call_is_not_held_back() -> None:
     reader = CallReader(MISTRAL, NAMES)
-    assert [reader.push(piece, last=False).content for piece in ("I ", "look [", "here", " [TOOL")] == [
-        "I",
-        " look",
-        " [here",
-        "",
-    ]
+    shown = [reader.push(piece, last=False).content for piece in ("I ", "look [", "here", " [TOOL")]
+    assert shown == ["I", " look", " [here", ""]
 
 
 def test_what_follows_the_calls_that_are_wanted_is_left_out() -> None:
@@ -140,17 +129,7 @@ def test_a_long_object_is_read_once() -> None:
     ("template", "name"),
     [
         (r'"<tool_call>\n{\"name\": <function-name>, \"arguments\": <args-json-object>}\n</tool_call>"', "hermes"),
-        (
-            """{{ 'Respond in the format {"name": function name, "parameters": dictionary of its arguments}. ' }}""",
-            "llama",
-        ),
-        (
-            "{% for m in messages %}{{ m.content }}{% if m.tool_calls %}[TOOL_CALLS] ["
-            '{% for c in m.tool_calls %}{"name": "{{ c.function.name }}", "arguments": '
-            "{{ c.function.arguments | tojson }}}"
-            "{% if not loop.last %}, {% endif %}{% endfor %}]{% endif %}{% endfor %}",
-            "mistral",
-        ),
+        ("""{{ 'In the format {"name": function name, "parameters": dictionary of its arguments}. ' }}""", "llama"),
         ("<tool_call>\n<function=example>\n<parameter=x>", None),
         ("<tool_call>{{ name }}\n<arg_key>", None),
         ("{{ '[TOOL_CALLS]' + name + '[ARGS]' }}", None),

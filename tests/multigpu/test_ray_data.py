@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,14 +23,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.subprocess]
 def cluster() -> Iterator[None]:
     import ray
 
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
-    paths = {"env_vars": {"PYTHONPATH": str(ROOT)}}
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, runtime_env=paths)
-    yield
-    ray.shutdown()
-    if before is None:
-        del os.environ["OMP_NUM_THREADS"]
+    options: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        ray.init(num_cpus=2, runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}}, **options)
+        yield
+        ray.shutdown()
 
 
 def test_each_task_is_done_once(cluster: None) -> None:
@@ -48,7 +45,6 @@ def test_wrong_settings_are_one_line(cluster: None) -> None:
 
 
 def answers(file: Path) -> list[dict[str, Any]]:
-    """Lines of a file without `stats`, which has times."""
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     return [{name: value for name, value in line.items() if name != "stats"} for line in lines]
 

@@ -15,41 +15,36 @@ from offload.planner import DoesNotFit, make_plan, show_bytes
 from sharesd.weights.backend import CpuBackend
 
 GB = 10**9
-GIB = 2**30
 QWEN = Sizes(blocks=(466 * 10**6,) * 28, fixed=int((1.09 + 1.09 + 0.13 + 0.85) * GB), host=0)
 """Qwen2.5-7B in bfloat16: head, embedding, KV of 2,048 tokens, and what libraries take."""
 LLAMA = Sizes(blocks=(634 * 10**6,) * 40, fixed=int((1.68 + 0.66 + 1.9) * GB))
 """Llama-2-13B: KV of 2,048 tokens, embedding and head, libraries and activations."""
 WIDE = Sizes(blocks=(56_033_280,) * 32, fixed=int((0.2265 + 0.14) * GB))
 """SmolLM2-135M widened to 1B."""
+RATES = Rates(disk=GB, link=10 * GB, block={1: 0.003}, rest={1: 0.01})
+SLOW = Rates(disk=GB / 2, block={1: 0.0028, 65: 0.006}, rest={1: 0.02, 65: 0.04})
+ALPHAS = (0.975, 0.968, 0.90, 0.80)
 
 
 def share(bits: int, resident: float, step: float, alpha: float) -> PlannedDrafter:
-    return PlannedDrafter(
-        name=f"{bits} bits",
-        bits=bits,
-        resident=int(resident * GB),
-        step=step,
-        cumulative_acceptance=constant_acceptance(alpha),
-    )
+    size, held = int(resident * GB), constant_acceptance(alpha)
+    return PlannedDrafter(name=f"{bits} bits", bits=bits, resident=size, step=step, cumulative_acceptance=held)
 
 
 @pytest.mark.parametrize(
-    ("link", "plain", "step", "alphas", "speeds"),
+    ("link", "plain", "step", "speeds"),
     [
-        (25, 2.75, 0.012, (0.975, 0.968, 0.90, 0.80), (25.9, 22.9, 11.7, 7.1)),
-        (25, 2.75, 0.005, (0.975, 0.968, 0.90, 0.80), (38.3, 32.8, 14.4, 8.1)),
-        (50, 5.35, 0.012, (0.975, 0.968, 0.90, 0.80), (34.6, 31.4, 18.1, 11.8)),
-        (50, 5.35, 0.005, (0.975, 0.968, 0.90, 0.80), (55.6, 48.9, 24.0, 14.3)),
+        (25, 2.75, 0.012, (25.9, 22.9, 11.7, 7.1)),
+        (25, 2.75, 0.005, (38.3, 32.8, 14.4, 8.1)),
+        (50, 5.35, 0.012, (34.6, 31.4, 18.1, 11.8)),
+        (50, 5.35, 0.005, (55.6, 48.9, 24.0, 14.3)),
     ],
 )
-def test_7b_on_a_gpu_with_8_gib(
-    link: int, plain: float, step: float, alphas: tuple[float, ...], speeds: tuple[float, ...]
-) -> None:
+def test_7b_on_a_gpu_with_8_gib(link: int, plain: float, step: float, speeds: tuple[float, ...]) -> None:
     """Blocks at 1 TB/s; what else a pass takes follows from the figures: 5 ms with one row, 19 ms with many."""
     rates = Rates(link=link * GB, disk=GB, block={1: 0.466e-3, 65: 0.6e-3}, rest={1: 5e-3, 9: 19e-3, 65: 19e-3})
-    limits = Limits(device=8 * GIB, host=64 * GB)
-    for alpha, speed in zip(alphas, speeds, strict=True):
+    limits = Limits(device=8 * 2**30, host=64 * GB)
+    for alpha, speed in zip(ALPHAS, speeds, strict=True):
         plan = make_plan(QWEN, limits, rates, [share(4, 3.67 + 0.31, step, alpha)])
         assert plan.tokens_per_second == pytest.approx(speed, rel=0.05)
         assert plan.naive_tokens_per_second == pytest.approx(plain, rel=0.05)
@@ -60,17 +55,11 @@ def test_7b_on_a_gpu_with_8_gib(
     assert naive.tokens_per_second == pytest.approx(plain, rel=0.05)
 
 
-@pytest.mark.parametrize(
-    ("step", "alphas", "speeds"),
-    [
-        (0.36, (0.975, 0.968, 0.90, 0.80), (0.88, 0.78, 0.40, 0.24)),
-        (0.15, (0.975, 0.968, 0.90, 0.80), (1.31, 1.12, 0.50, 0.28)),
-    ],
-)
-def test_13b_on_a_cpu_with_24_gb_from_a_disk(step: float, alphas: tuple[float, ...], speeds: tuple[float, ...]) -> None:
+@pytest.mark.parametrize(("step", "speeds"), [(0.36, (0.88, 0.78, 0.40, 0.24)), (0.15, (1.31, 1.12, 0.50, 0.28))])
+def test_13b_on_a_cpu_with_24_gb_from_a_disk(step: float, speeds: tuple[float, ...]) -> None:
     """Memory at 40 GB/s; half a second for what is resident follows from the figures."""
     rates = Rates(disk=GB, block={1: 0.0158, 9: 0.025, 65: 0.025}, rest={1: 0.02, 9: 0.08, 65: 0.08})
-    for alpha, speed in zip(alphas, speeds, strict=True):
+    for alpha, speed in zip(ALPHAS, speeds, strict=True):
         plan = make_plan(LLAMA, Limits(device=24 * GB), rates, [share(4, 7.2 + 0.09, step, alpha)])
         assert plan.tokens_per_second == pytest.approx(speed, rel=0.05)
         assert plan.naive_tokens_per_second == pytest.approx(0.13, rel=0.05)
@@ -79,46 +68,40 @@ def test_13b_on_a_cpu_with_24_gb_from_a_disk(step: float, alphas: tuple[float, .
 
 def test_more_bits_win_where_the_link_is_slow() -> None:
     """Acceptance beats bytes: 2.4 times plain with 4 bits, 8 times with 8; but not if 4 bits hold nearly as often."""
-    rates = Rates(disk=GB / 2, block={1: 0.0028, 65: 0.006}, rest={1: 0.02, 65: 0.04})
     four, eight = share(4, 0.568, 0.028, 0.82), share(8, 1.01, 0.053, 0.984)
-    plans = [make_plan(WIDE, Limits(device=1.6 * GB), rates, [drafter]) for drafter in (four, eight)]
+    plans = [make_plan(WIDE, Limits(device=1.6 * GB), SLOW, [drafter]) for drafter in (four, eight)]
     assert [plan.tokens_per_second for plan in plans] == [pytest.approx(1.77, rel=0.05), pytest.approx(5.87, rel=0.05)]
     assert plans[0].naive_tokens_per_second == pytest.approx(0.734, rel=0.05)
-    both = make_plan(WIDE, Limits(device=1.6 * GB), rates, [four, eight])
+    both = make_plan(WIDE, Limits(device=1.6 * GB), SLOW, [four, eight])
     assert (both.bits, both.depth, both.tokens_per_second) == (8, 64, plans[1].tokens_per_second)
     assert "4 bits 1.7" in next(line.why for line in both.reasons if line.what == "drafts")
-    small = make_plan(WIDE, Limits(device=1.2 * GB), rates, [four, eight])
-    assert small.bits == 4
-    assert "8 bits needs --cpu-memory-limit of at least 1.49 GB" in next(
-        r.why for r in small.reasons if r.what == "drafts"
-    )
+    small = make_plan(WIDE, Limits(device=1.2 * GB), SLOW, [four, eight])
+    [why] = [line.why for line in small.reasons if line.what == "drafts"]
+    assert small.bits == 4 and "8 bits needs --cpu-memory-limit of at least 1.49 GB" in why
     often = replace(four, cumulative_acceptance=constant_acceptance(0.968))
-    assert make_plan(WIDE, Limits(device=1.6 * GB), rates, [often, eight]).bits == 4
+    assert make_plan(WIDE, Limits(device=1.6 * GB), SLOW, [often, eight]).bits == 4
 
 
 def test_trees_where_rows_cost_little() -> None:
     """All nodes of a tree are verified, whatever its depth: where a pass waits for the link that costs nothing."""
     chain = share(4, 0.568, 0.028, 0.8)
     tree = replace(chain, name="trees", nodes=64, step=0.034, cumulative_acceptance=constant_acceptance(0.88))
-    rates = Rates(disk=GB / 2, block={1: 0.0028, 65: 0.006}, rest={1: 0.02, 65: 0.04})
-    plan = make_plan(WIDE, Limits(device=1.2 * GB), rates, [chain, tree])
+    plan = make_plan(WIDE, Limits(device=1.2 * GB), SLOW, [chain, tree])
     assert (plan.drafter, plan.nodes) == ("trees", 64) and plan.depth <= 32
     assert plan.transfer_s == pytest.approx(len(plan.offloaded) * WIDE.blocks[0] * 2 / GB)
     tokens = sum(0.88**i for i in range(plan.depth + 1))
-    assert plan.tokens_per_second == pytest.approx(
-        tokens / (plan.depth * 0.034 + plan.transfer_s + len(plan.resident) * 0.006 + 0.04), rel=1e-3
-    )
-    dear = replace(rates, block={1: 0.0028, 65: 0.5})
+    took = plan.depth * 0.034 + plan.transfer_s + len(plan.resident) * 0.006 + 0.04
+    assert plan.tokens_per_second == pytest.approx(tokens / took, rel=1e-3)
+    dear = replace(SLOW, block={1: 0.0028, 65: 0.5})
     assert make_plan(WIDE, Limits(device=1.2 * GB), dear, [chain, tree]).nodes == 0
 
 
 def test_what_fits_stays() -> None:
-    rates = Rates(disk=GB, block={1: 0.003}, rest={1: 0.01})
     need = WIDE.fixed + sum(WIDE.blocks)
-    for limits in (Limits(device=need), Limits(device=math.inf)):
-        plan = make_plan(WIDE, limits, rates, [])
+    for limit in (need, math.inf):
+        plan = make_plan(WIDE, Limits(device=limit), RATES, [])
         assert not plan.offloads and (plan.slots, plan.resident) == (0, tuple(range(32)))
-    assert make_plan(WIDE, Limits(device=need - 1), rates, []).offloads
+    assert make_plan(WIDE, Limits(device=need - 1), RATES, []).offloads
 
 
 def test_the_last_round_of_an_answer_seldom_has_room_for_all_that_it_confirms() -> None:
@@ -143,32 +126,24 @@ def test_the_last_round_of_an_answer_seldom_has_room_for_all_that_it_confirms() 
 
 
 def test_blocks_travel_at_even_distances_and_those_that_must_not_do_not() -> None:
-    rates = Rates(disk=GB, link=10 * GB, block={1: 0.003}, rest={1: 0.01})
     room = WIDE.fixed + (8 + 2) * WIDE.blocks[0]
-    plan = make_plan(WIDE, Limits(device=room), rates, [])
+    plan = make_plan(WIDE, Limits(device=room), RATES, [])
     assert plan.offloaded == plan.from_disk and len(plan.resident) == 8
     assert max(b - a for a, b in zip((-1, *plan.offloaded), (*plan.offloaded, 32), strict=True)) == 2
-    keeps = PlannedDrafter(
-        name="keeps",
-        resident=0,
-        step=0.01,
-        cumulative_acceptance=constant_acceptance(0.9),
-        resident_blocks=(0, 1, 2, 31),
-    )
-    assert {0, 1, 2, 31} <= set(make_plan(WIDE, Limits(device=room), rates, [keeps]).resident)
-    with pytest.raises(DoesNotFit, match="keeps: --cpu-memory-limit of at least 703 MB"):
-        make_plan(WIDE, Limits(device=WIDE.fixed + 5 * WIDE.blocks[0]), rates, [keeps])
+    keeps = replace(share(4, 0, 0.01, 0.9), resident_blocks=(0, 1, 2, 31))
+    assert {0, 1, 2, 31} <= set(make_plan(WIDE, Limits(device=room), RATES, [keeps]).resident)
+    with pytest.raises(DoesNotFit, match="4 bits: --cpu-memory-limit of at least 703 MB"):
+        make_plan(WIDE, Limits(device=WIDE.fixed + 5 * WIDE.blocks[0]), RATES, [keeps])
 
 
 def test_three_tiers() -> None:
     """What the host's memory does not hold comes from the disk through slots there, which counts at the slower rate."""
-    rates = Rates(disk=GB, link=10 * GB, block={1: 0.003}, rest={1: 0.01})
     limits = Limits(device=WIDE.fixed + (8 + 2) * WIDE.blocks[0], host=(14 + 2) * WIDE.blocks[0])
-    plan = make_plan(WIDE, limits, rates, [])
+    plan = make_plan(WIDE, limits, RATES, [])
     assert (len(plan.from_host), len(plan.from_disk), plan.slots, plan.host_slots) == (14, 10, 2, 2)
     assert plan.host_bytes == limits.host and not set(plan.from_host) & set(plan.from_disk)
     assert 1 / plan.tokens_per_second == pytest.approx(10 * WIDE.blocks[0] / GB + 8 * 0.003 + 0.01)
-    roomy = make_plan(WIDE, replace(limits, host=24 * WIDE.blocks[0]), rates, [])
+    roomy = make_plan(WIDE, replace(limits, host=24 * WIDE.blocks[0]), RATES, [])
     assert (len(roomy.from_host), roomy.from_disk, roomy.host_slots) == (24, (), 0)
 
 
@@ -183,12 +158,11 @@ def test_three_tiers() -> None:
     ],
 )
 def test_the_smallest_limits_are_told_and_would_do(limits: Limits, message: str) -> None:
-    rates = Rates(disk=GB, link=10 * GB, block={1: 0.003}, rest={1: 0.01})
     with pytest.raises(DoesNotFit, match=message):
-        make_plan(WIDE, limits, rates, [])
+        make_plan(WIDE, limits, RATES, [])
     told = float(message.split()[-2]) * (1e6 if message.endswith("MB") else 1e9) if "least" in message else 1.8 * GB
     field = "disk" if "disk" in message else "device" if "--gpu" in message or limits.host is None else "host"
-    assert make_plan(WIDE, replace(limits, **{field: told}), rates, []).offloads
+    assert make_plan(WIDE, replace(limits, **{field: told}), RATES, []).offloads
 
 
 def test_blocks_of_different_bytes() -> None:
@@ -222,24 +196,15 @@ def test_small_blocks_have_more_slots() -> None:
 
 
 def test_depth_is_limited() -> None:
-    rates = Rates(disk=GB / 2, block={1: 0.0028}, rest={1: 0.02})
-    drafter = share(8, 1.01, 0.053, 0.984)
-    assert make_plan(WIDE, Limits(device=1.6 * GB), rates, [drafter], max_depth=10).depth == 8
-    assert (
-        make_plan(
-            WIDE, Limits(device=1.6 * GB), rates, [replace(drafter, cumulative_acceptance=constant_acceptance(0.01))]
-        ).depth
-        == 0
-    )
+    assert make_plan(WIDE, Limits(device=1.6 * GB), SLOW, [share(8, 1.01, 0.053, 0.984)], max_depth=10).depth == 8
+    assert make_plan(WIDE, Limits(device=1.6 * GB), SLOW, [share(8, 1.01, 0.053, 0.01)]).depth == 0
 
 
 @pytest.mark.parametrize(
     ("number", "shown", "limit"),
     [
-        (1_490_001, "1.49 MB", "1.5 MB"),
-        (12.34e9, "12.3 GB", "12.4 GB"),
-        (703.2e6, "703 MB", "704 MB"),
-        (7, "7 bytes", "7 bytes"),
+        *((1_490_001, "1.49 MB", "1.5 MB"), (12.34e9, "12.3 GB", "12.4 GB")),
+        *((703.2e6, "703 MB", "704 MB"), (7, "7 bytes", "7 bytes")),
     ],
 )
 def test_bytes_are_shown(number: float, shown: str, limit: str) -> None:

@@ -22,17 +22,13 @@ from tests.helpers.paths import ROOT
 BLOCKS = 5
 
 
-def _tensors() -> dict[str, torch.Tensor]:
+def test_a_record_gives_back_its_tensors() -> None:
     dice = torch.Generator().manual_seed(0)
-    return {
+    tensors = {
         "attn.qkv.weight": torch.randn(3, 5, 7, generator=dice).bfloat16(),
         "attn.o.weight": torch.randn(11, generator=dice).double(),
         "mlp.down.weight": torch.randint(0, 256, (1000, 3), generator=dice, dtype=torch.uint8),
     }
-
-
-def test_a_record_gives_back_its_tensors() -> None:
-    tensors = _tensors()
     layout = RecordLayout.of({name: tensor.to("meta") for name, tensor in tensors.items()})
     assert layout.record_bytes % PAGE == 0 and all(place.offset % ALIGNMENT == 0 for place in layout.places)
     slot = torch.full((layout.record_bytes,), 255, dtype=torch.uint8)
@@ -52,9 +48,8 @@ def _content(what: str = "weights") -> StoreContent:
 
 
 def _record(block: int) -> torch.Tensor:
-    slot = host_memory(_content().layouts[block].record_bytes)
-    slot.copy_(torch.randint(0, 256, slot.shape, generator=torch.Generator().manual_seed(block), dtype=torch.uint8))
-    return slot
+    slot, dice = host_memory(_content().layouts[block].record_bytes), torch.Generator().manual_seed(block)
+    return slot.random_(0, 256, generator=dice)
 
 
 def _write(folder: Path, blocks: list[int] | None = None) -> None:
@@ -67,7 +62,6 @@ def _write(folder: Path, blocks: list[int] | None = None) -> None:
 
 def _read_all(folder: Path) -> None:
     store = open_store(folder, _content())
-    assert store is not None
     for record in store.records:
         slot = host_memory(record.nbytes)
         assert record.offset % PAGE == 0
@@ -97,6 +91,8 @@ def test_a_store_is_found_again_by_what_it_holds(tmp_path: Path) -> None:
     _read_all(tmp_path)
     assert open_store(tmp_path, _content("others")) is None
     assert [path.suffix for path in tmp_path.iterdir()] == [".store"]
+    a, b = (StoreContent(what=what, layouts=()) for what in ({"a": 1, "b": 2}, {"b": 2, "a": 1}))
+    assert (a.key, a.header) == (b.key, b.header)
 
 
 def test_nothing_has_its_name_before_it_is_whole_and_what_is_missing_is_added(tmp_path: Path) -> None:
@@ -141,21 +137,15 @@ def _spoil(path: Path, offset: int, data: bytes) -> None:
         file.write(data)
 
 
-def test_the_order_in_which_content_is_described_changes_nothing() -> None:
-    one, other = ({"a": 1, "b": 2}, {"b": 2, "a": 1})
-    layouts = _content().layouts
-    a, b = (StoreContent(what=what, layouts=layouts) for what in (one, other))
-    assert (a.key, a.header) == (b.key, b.header)
-
-
-def test_files_that_are_damaged_are_told_and_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_are_damaged_are_told_and_not_used(tmp_path: Path) -> None:
     content = _content()
     path, table = content.path(tmp_path), len(content.header)
+    other = content.header.replace(b'"format": 1', b'"format": 2')
     spoils = {
         "was cut short": lambda: os.truncate(path, content.nbytes - 1),
         "is damaged: its header": lambda: _spoil(path, 3, b"x"),
         "is damaged: its table lacks": lambda: _spoil(path, table + 8, bytes(4)),
-        r"was written by another version \(format 2, this one reads 1\)": lambda: _other_version(path, content),
+        r"was written by another version \(format 2, this one reads 1\)": lambda: _spoil(path, 0, other),
     }
     for message, spoil in spoils.items():
         _write(tmp_path)
@@ -167,26 +157,20 @@ def test_files_that_are_damaged_are_told_and_not_used(tmp_path: Path, monkeypatc
         _write(tmp_path)
         _spoil(path, offset, bytes([path.read_bytes()[offset] ^ 1]))
         store, slot = open_store(tmp_path, content), host_memory(content.layouts[3].record_bytes)
-        assert store is not None
         store.read(2, slot)
         with pytest.raises(StoreError, match="block 3 does not have its checksum"):
             store.read(3, slot)
         path.unlink()
 
 
-def _other_version(path: Path, content: StoreContent) -> None:
-    _spoil(path, 0, content.header.replace(b'"format": 1', b'"format": 2'))
-
-
-def test_what_another_version_began_is_begun_anew(tmp_path: Path) -> None:
+def test_free_space_is_looked_at_first_and_what_another_version_began_is_begun_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _write(tmp_path, [0, 1])
     (part,) = tmp_path.iterdir()
-    _other_version(part, _content())
+    _spoil(part, 0, _content().header.replace(b'"format": 1', b'"format": 2'))
     with Writer(tmp_path, _content()) as writer:
         assert writer.missing == list(range(BLOCKS))
-
-
-def test_free_space_is_looked_at_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _write(tmp_path, [0, 1])
     need = 3 * _content().layouts[0].record_bytes + store_module._MARGIN_BYTES
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=need - 1))

@@ -6,9 +6,11 @@ import os
 import random
 import threading
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,7 +24,10 @@ from tests.helpers.timed_device import TimedDevice, TimedSlot, Use, wrong_uses
 RECORD = 3 * 4096
 
 
-# ---- order, with clocks that are made up
+def go_through(stream: Prefetcher, blocks: Iterable[int]) -> None:
+    for block in blocks:
+        stream.need(block)
+        stream.done(block)
 
 
 def random_passes(dice: random.Random) -> tuple[list[int], int, list[list[int]]]:
@@ -33,14 +38,18 @@ def random_passes(dice: random.Random) -> tuple[list[int], int, list[list[int]]]
     return blocks, dice.randint(1, 5), passes
 
 
+def stream_of(device: TimedDevice, blocks: Iterable[int], num_slots: int) -> Prefetcher:
+    slots: Any = [TimedSlot(number, device) for number in range(num_slots)]
+    records: Any = {block: SimpleNamespace(tensor=block) for block in blocks}
+    return Prefetcher([*blocks], slots, CudaLink(records, cuda=device))
+
+
 def run_on_device(seed: int) -> list[str]:
     """Passes over a device whose copies and blocks take random times. Returns what went wrong."""
     dice = random.Random(seed)
     blocks, num_slots, passes = random_passes(dice)
     device = TimedDevice(lambda: dice.choice([0.1, 1.0, 10.0]) * dice.random())
-    slots = [TimedSlot(number, device) for number in range(num_slots)]
-    records: Any = {block: SimpleNamespace(tensor=block) for block in blocks}
-    stream = Prefetcher(blocks, slots, CudaLink(records, cuda=device))  # type: ignore[misc]
+    stream = stream_of(device, blocks, num_slots)
     for each in passes:
         for block in each:
             device.run(stream.need(block), block)
@@ -48,31 +57,30 @@ def run_on_device(seed: int) -> list[str]:
     return wrong_uses(device.writes, device.reads)
 
 
-def test_events_keep_copies_and_computation_apart() -> None:
+def test_events_keep_copies_and_computation_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is missing, towards computation or towards the copies, shows."""
     assert [problem for seed in range(300) for problem in run_on_device(seed)] == []
-
-
-def test_a_missing_event_towards_the_copies_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CudaLink, "mark", lambda self: None)
-    assert any("overwritten" in problem for seed in range(20) for problem in run_on_device(seed))
-
-
-def test_a_missing_event_towards_computation_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_EventCopy, "wait", lambda self: None)
-    assert any("before it lay" in problem for seed in range(20) for problem in run_on_device(seed))
+    for link, method, shown in ((CudaLink, "mark", "overwritten"), (_EventCopy, "wait", "before it lay")):
+        with monkeypatch.context() as patch:
+            patch.setattr(link, method, lambda self: None)
+            assert any(shown in problem for seed in range(20) for problem in run_on_device(seed))
 
 
 class ClockLink:
     """A link of a host that waits, over a clock that is made up."""
 
-    def __init__(self, took) -> None:
+    def __init__(self, took: Callable[[], float] = lambda: 1.0) -> None:
         self.now, self.free, self.busy_s, self._took = 0.0, 0.0, 0.0, took
         self.writes: list[Use] = []
+
+    def stream(self, blocks: Iterable[int], num_slots: int) -> Prefetcher:
+        slots: Any = [SimpleNamespace(number=number, nbytes=1) for number in range(num_slots)]
+        return Prefetcher([*blocks], slots, self)
 
     def mark(self) -> None:
         pass
 
-    def start(self, block: int, slot, after: None):
+    def start(self, block: int, slot: Any, after: None) -> ClockCopy:
         start = max(self.now, self.free)
         self.free = start + self._took()
         self.busy_s += self.free - start
@@ -83,32 +91,24 @@ class ClockLink:
         pass
 
 
-class ClockCopy:
-    def __init__(self, link: ClockLink, end: float) -> None:
-        self._link, self._end = link, end
+class ClockCopy(NamedTuple):
+    link: ClockLink
+    end: float
 
     def wait(self) -> None:
-        self._link.now = max(self._link.now, self._end)
+        self.link.now = max(self.link.now, self.end)
 
     @property
     def arrived(self) -> float | None:
-        return self._end if self._link.now >= self._end else None
-
-
-class ClockSlot:
-    nbytes = 1
-
-    def __init__(self, number: int) -> None:
-        self.number = number
+        return self.end if self.link.now >= self.end else None
 
 
 def run_on_host(seed: int, *, early: bool = False) -> list[str]:
     """As `run_on_device`, on a host that waits. `early`: slots are given back before the block has run."""
     dice = random.Random(seed)
     blocks, num_slots, passes = random_passes(dice)
-    link = ClockLink(lambda: dice.random())
-    stream = Prefetcher(blocks, [ClockSlot(number) for number in range(num_slots)], link)  # type: ignore[misc]
-    reads = []
+    link = ClockLink(dice.random)
+    stream, reads = link.stream(blocks, num_slots), []
     for each in passes:
         for block in each:
             slot, start = stream.need(block), link.now
@@ -121,74 +121,52 @@ def run_on_host(seed: int, *, early: bool = False) -> list[str]:
     return wrong_uses(link.writes, reads)
 
 
-def test_no_block_is_used_early_or_overwritten_in_use() -> None:
+def test_no_block_is_used_early_or_overwritten_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slot that is given back early shows, and a copy that nobody waits for."""
     assert [problem for seed in range(300) for problem in run_on_host(seed)] == []
-
-
-def test_a_slot_given_back_early_shows() -> None:
     assert any("overwritten" in problem for seed in range(20) for problem in run_on_host(seed, early=True))
-
-
-def test_a_copy_nobody_waits_for_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ClockCopy, "wait", lambda self: None)
     assert any("before it lay" in problem for seed in range(20) for problem in run_on_host(seed))
 
 
 @pytest.mark.parametrize(("copy_s", "compute_s"), [(1.0, 0.2), (1.0, 1.0), (0.2, 1.0)])
 def test_a_pass_takes_as_long_as_the_slower_of_link_and_computation(copy_s: float, compute_s: float) -> None:
-    link = ClockLink(lambda: copy_s)
-    stream = Prefetcher(range(10), [ClockSlot(number) for number in range(2)], link)  # type: ignore[misc]
-    for _ in range(5):
-        for block in range(10):
-            stream.need(block)
-            link.now += compute_s
-            stream.done(block)
-    assert link.now <= 5 * 10 * max(copy_s, compute_s) + copy_s + compute_s
-
-
-@pytest.mark.parametrize(("copy_s", "compute_s"), [(1.0, 0.2), (1.0, 1.0), (0.2, 1.0)])
-def test_so_it_does_on_a_device(copy_s: float, compute_s: float) -> None:
+    link, most = ClockLink(lambda: copy_s), 5 * 10 * max(copy_s, compute_s) + copy_s + compute_s
     device = TimedDevice(lambda: compute_s if device.current_stream() is device.compute else copy_s)
-    slots = [TimedSlot(number, device) for number in range(2)]
-    records: Any = {block: SimpleNamespace(tensor=block) for block in range(10)}
-    stream = Prefetcher(range(10), slots, CudaLink(records, cuda=device))  # type: ignore[misc]
-    for _ in range(5):
-        for block in range(10):
-            device.run(stream.need(block), block)
-            stream.done(block)
-    assert device.compute.time <= 5 * 10 * max(copy_s, compute_s) + copy_s + compute_s
-    assert stream.traffic.waited_s < 1, "the host waits for nothing"
+    on_host, on_device = link.stream(range(10), 2), stream_of(device, range(10), 2)
+    for block in [*range(10)] * 5:
+        on_host.need(block)
+        link.now += compute_s
+        on_host.done(block)
+        device.run(on_device.need(block), block)
+        on_device.done(block)
+    assert link.now <= most and device.compute.time <= most
+    assert on_device.traffic.waited_s < 1, "the host waits for nothing"
 
 
 def test_the_next_pass_arrives_while_others_compute() -> None:
-    link = ClockLink(lambda: 1.0)
-    stream = Prefetcher(range(6), [ClockSlot(number) for number in range(3)], link)  # type: ignore[misc]
+    link = ClockLink()
+    stream = link.stream(range(6), 3)
     for _ in range(2):
-        for block in range(6):
-            stream.need(block)
-            stream.done(block)
+        go_through(stream, range(6))
         link.now += 10.0  # a draft
     before = link.now
-    for block in range(3):
-        stream.need(block)
-        stream.done(block)
+    go_through(stream, range(3))
     assert link.now == before
 
 
 def test_what_a_slot_holds_is_not_moved_again() -> None:
-    link = ClockLink(lambda: 1.0)
-    stream = Prefetcher([4, 7], [ClockSlot(number) for number in range(5)], link)  # type: ignore[misc]
-    for _ in range(3):
-        for block in (4, 7):
-            stream.need(block)
-            stream.done(block)
-    for _ in range(3):  # passes of the first block alone
-        stream.need(4)
-        stream.done(4)
+    """And a stream needs blocks and slots."""
+    for blocks, num_slots in (([], 1), ([1], 0), ([1, 1], 1)):
+        with pytest.raises(ValueError, match="give different blocks and a slot"):
+            ClockLink().stream(blocks, num_slots)
+    link = ClockLink()
+    stream = link.stream([4, 7], 5)
+    go_through(stream, [4, 7] * 3)
+    go_through(stream, [4] * 3)  # passes of the first block alone
     assert len(link.writes) == 2
-
-
-# ---- pinned memory
+    with pytest.raises(ValueError, match="block 3 is not in this stream"):
+        stream.need(3)
 
 
 def test_memory_is_pinned_at_its_exact_size_and_given_back() -> None:
@@ -203,33 +181,27 @@ def test_memory_is_pinned_at_its_exact_size_and_given_back() -> None:
     del memory  # whoever forgets it does not leave it locked
     assert device.pinned == {}
 
-
-def test_a_link_that_is_closed_gives_pinned_memory_back() -> None:
-    device = TimedDevice(lambda: 0.0)
     link = CudaLink({block: PinnedMemory(4096, cuda=device) for block in range(3)}, cuda=device)
     assert len(device.pinned) == 3
     link.close()
     link.close()
     assert device.pinned == {}
-
-
-def test_memory_that_cannot_be_pinned_is_one_clear_error() -> None:
     with pytest.raises(ValueError, match=r"0\.0 GB of host memory cannot be pinned \(CUDA error 2\); raise"):
         PinnedMemory(4096, cuda=TimedDevice(lambda: 0.0, refuses=2))
 
 
-# ---- files
-
-
 @pytest.fixture
 def record_file(tmp_path: Path) -> Path:
-    """Six records, each full of its number."""
     path = tmp_path / "records"
     path.write_bytes(b"".join(bytes([number]) * RECORD for number in range(6)))
     return path
 
 
 OFFSETS = {number: number * RECORD for number in range(6)}
+
+
+def from_file(file: Path, blocks: Iterable[int], num_slots: int, **options: Any) -> Prefetcher:
+    return Prefetcher([*blocks], host_slots(RECORD, num_slots), DiskLink(file, OFFSETS, direct=False), **options)
 
 
 @pytest.mark.parametrize("direct", [False, True])
@@ -242,10 +214,9 @@ def test_records_of_a_file_arrive_whole(record_file: Path, direct: bool, monkeyp
     monkeypatch.setattr("offload.disk_reader.PIECE", 4096)  # several pieces for each record
     before = threading.active_count()
     stream = Prefetcher([1, 2, 4, 5], host_slots(RECORD, 2), DiskLink(record_file, OFFSETS, direct=direct))
-    for _ in range(20):
-        for block in (1, 2, 4, 5):
-            assert stream.slots[stream.need(block)].eq(block).all()
-            stream.done(block)
+    for block in [1, 2, 4, 5] * 20:
+        assert stream.slots[stream.need(block)].eq(block).all()
+        stream.done(block)
     traffic = stream.traffic
     stream.close()
     stream.close()
@@ -256,8 +227,7 @@ def test_records_of_a_file_arrive_whole(record_file: Path, direct: bool, monkeyp
 
 def test_no_more_than_a_record_is_read_into_a_slot(record_file: Path) -> None:
     sizes = {block: (1 + block % 3) * 4096 for block in range(6)}
-    link = DiskLink(record_file, OFFSETS, direct=False)
-    stream = Prefetcher(range(6), host_slots(RECORD, 1), link, sizes=sizes)
+    stream = from_file(record_file, range(6), 1, sizes=sizes)
     stream.slots[0][sizes[0] :] = 255
     for block in range(6):
         slot = stream.slots[stream.need(block)]
@@ -270,25 +240,21 @@ def test_no_more_than_a_record_is_read_into_a_slot(record_file: Path) -> None:
 
 def test_a_file_that_ends_early_is_one_clear_error(record_file: Path) -> None:
     os.truncate(record_file, 4 * RECORD + 100)
-    stream = Prefetcher([1, 4, 5], host_slots(RECORD, 2), DiskLink(record_file, OFFSETS, direct=False))
+    stream, told = from_file(record_file, [1, 4, 5], 2), f"the file ends at byte {4 * RECORD + 100}$"
     for _ in range(2):  # it is no better at the second try
-        stream.need(1)
-        stream.done(1)
-        with pytest.raises(
-            LinkError, match=rf"block 4 cannot be read from .*records: the file ends at byte {4 * RECORD + 100}$"
-        ):
+        go_through(stream, [1])
+        with pytest.raises(LinkError, match=f"block 4 cannot be read from .*records: {told}"):
             stream.need(4)
     stream.close()
+    with pytest.raises(LinkError, match="none cannot be opened for reading: No such file or directory"):
+        DiskLink(record_file.with_name("none"), {}, direct=False)
 
 
 def test_a_failing_disk_is_one_clear_error(record_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_) -> int:
-        raise OSError(5, "Input/output error")
-
-    stream = Prefetcher([1, 2, 3], host_slots(RECORD, 1), DiskLink(record_file, OFFSETS, direct=False))
+    stream = from_file(record_file, [1, 2, 3], 1)
     stream.need(1)
     with monkeypatch.context() as patched:
-        patched.setattr(os, "preadv", fail)
+        patched.setattr(os, "preadv", Mock(side_effect=OSError(5, "Input/output error")))
         stream.done(1)
         with pytest.raises(LinkError, match="block 2 cannot be read from .*: Input/output error$"):
             stream.need(2)
@@ -298,12 +264,7 @@ def test_a_failing_disk_is_one_clear_error(record_file: Path, monkeypatch: pytes
 
 def test_closing_leaves_nothing_behind(record_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read = os.preadv
-
-    def slowly(*arguments) -> int:
-        time.sleep(0.02)
-        return read(*arguments)
-
-    monkeypatch.setattr(os, "preadv", slowly)
+    monkeypatch.setattr(os, "preadv", lambda *given: time.sleep(0.02) or read(*given))
     before = threading.active_count()
     link = DiskLink(record_file, OFFSETS, direct=False, threads=2)
     slots = host_slots(RECORD, 6)
@@ -314,11 +275,6 @@ def test_closing_leaves_nothing_behind(record_file: Path, monkeypatch: pytest.Mo
         copies[5].wait()
     with pytest.raises(LinkError, match="the link was closed"):
         link.start(0, slots[0], None)
-
-
-def test_a_missing_file_is_one_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(LinkError, match="none cannot be opened for reading: No such file or directory"):
-        DiskLink(tmp_path / "none", {}, direct=False)
 
 
 def test_the_faster_way_of_reading_is_taken(record_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,18 +296,13 @@ def test_blocks_are_checked_when_they_are_first_used(record_file: Path) -> None:
     with record_file.open("r+b") as file:
         file.seek(3 * RECORD + 5)
         file.write(b"x")
-    stream = Prefetcher([1, 2, 3], host_slots(RECORD, 2), DiskLink(record_file, OFFSETS, direct=False), check=check)
+    stream = from_file(record_file, [1, 2, 3], 2, check=check)
     for _ in range(2):
-        for block in (1, 2):
-            stream.need(block)
-            stream.done(block)
+        go_through(stream, [1, 2])
         with pytest.raises(LinkError, match="block 3 is damaged"):
             stream.need(3)
     stream.close()
     assert seen == [1, 2]
-
-
-# ---- a slower link
 
 
 def test_a_throttled_link_is_as_fast_as_it_says(record_file: Path) -> None:
@@ -367,42 +318,22 @@ def test_a_throttled_link_is_as_fast_as_it_says(record_file: Path) -> None:
         stream.done(block)
         assert now[0] == pytest.approx(5 + (block + 1) / 20)
     now[0] += 10.0  # two records have arrived meanwhile, and no more
-    for block in range(3):
-        stream.need(block)
-        stream.done(block)
+    go_through(stream, range(3))
     stream.close()
     assert now[0] == pytest.approx(5 + 6 / 20 + 10 + 1 / 20)
     assert stream.traffic.busy_s == pytest.approx(11 / 20)
-
-
-def test_throttling_holds_on_a_real_clock(record_file: Path) -> None:
-    link = Throttled(DiskLink(record_file, OFFSETS, direct=False), 50 * RECORD)
-    started = time.perf_counter()
+    link, started = Throttled(DiskLink(record_file, OFFSETS, direct=False), 50 * RECORD), time.perf_counter()
     stream = Prefetcher(range(6), host_slots(RECORD, 2), link)
-    for block in range(6):
-        stream.need(block)
-        stream.done(block)
-    took = time.perf_counter() - started
+    go_through(stream, range(6))
+    assert time.perf_counter() - started >= 6 / 50 - 0.001, "on a real clock"
     stream.close()
-    assert took >= 6 / 50 - 0.001
-
-
-def test_a_stream_needs_blocks_and_slots() -> None:
-    for blocks, slots in (([], [ClockSlot(0)]), ([1], []), ([1, 1], [ClockSlot(0)])):
-        with pytest.raises(ValueError, match="give different blocks and a slot"):
-            Prefetcher(blocks, slots, ClockLink(lambda: 1.0))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="block 3 is not in this stream"):
-        Prefetcher([1], [ClockSlot(0)], ClockLink(lambda: 1.0)).need(3)  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize(("piece_s", "most"), [(0.3, 20), (5.0, 1)])
-def test_waits_are_used_for_other_work_that_makes_nobody_wait(
-    monkeypatch: pytest.MonkeyPatch, piece_s: float, most: int
-) -> None:
-    link = ClockLink(lambda: 1.0)
+def test_waits_are_used_for_other_work_that_makes_nobody_wait(monkeypatch: Any, piece_s: float, most: int) -> None:
+    link, pieces = ClockLink(), list[float]()
     monkeypatch.setattr("offload.prefetcher.time", SimpleNamespace(perf_counter=lambda: link.now))
-    stream = Prefetcher(range(10), [ClockSlot(number) for number in range(2)], link)  # type: ignore[misc]
-    pieces = []
+    stream = link.stream(range(10), 2)
 
     def work() -> bool:
         link.now += piece_s
@@ -432,13 +363,10 @@ def test_waits_are_used_for_other_work_that_makes_nobody_wait(
 
 
 def test_other_work_ends_when_there_is_no_more_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    link = ClockLink(lambda: 1.0)
+    link, calls = ClockLink(), []
     monkeypatch.setattr("offload.prefetcher.time", SimpleNamespace(perf_counter=lambda: link.now))
-    stream = Prefetcher(range(4), [ClockSlot(number) for number in range(2)], link)  # type: ignore[misc]
-    calls = []
+    stream = link.stream(range(4), 2)
     for _ in range(3):
         with stream.overlap(lambda: bool(calls.append(0))):
-            for block in range(4):
-                stream.need(block)
-                stream.done(block)
+            go_through(stream, range(4))
     assert len(calls) == 2  # in the first pass nobody knows yet how long blocks are awaited

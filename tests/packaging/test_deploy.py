@@ -10,12 +10,11 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
+import httpx
 import pytest
 
 from serve.server_config import ServerSettings
@@ -28,18 +27,9 @@ pytestmark = pytest.mark.slow
 
 
 def instructions() -> list[tuple[str, str]]:
-    """Names and arguments of the Dockerfile's lines."""
     text = (DEPLOY / "Dockerfile").read_text().replace("\\\n", " ")
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
     return [(name, rest) for name, _, rest in (line.partition(" ") for line in lines)]
-
-
-def unit() -> Mapping[str, str]:
-    """The section of the service."""
-    parser = configparser.ConfigParser(interpolation=None)
-    parser.optionxform = str  # type: ignore[assignment, method-assign]
-    parser.read(DEPLOY / "sharesd.service")
-    return parser["Service"]
 
 
 def ours(command: Sequence[str], target: Path) -> list[str]:
@@ -53,15 +43,13 @@ def ours(command: Sequence[str], target: Path) -> list[str]:
 def running(command: Sequence[str], folder: Path, **variables: str) -> Iterator[str]:
     """The address of a server that is ready; at the end it stops with status 0."""
     errors = folder / "stderr"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
     with errors.open("w") as stderr:
-        server = subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True
-        )
+        server = subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=stderr, text=True)
     try:
         assert server.stdout is not None
         url = server.stdout.readline().strip()
-        while server.poll() is None and status(f"{url}/health") != 200:
+        while server.poll() is None and ask(f"{url}/health")[0] != 200:
             time.sleep(0.1)
         assert server.poll() is None, errors.read_text()[-3000:]
         yield url
@@ -71,14 +59,10 @@ def running(command: Sequence[str], folder: Path, **variables: str) -> Iterator[
     assert server.returncode == 0
 
 
-def status(url: str, body: object = None, **headers: str) -> int:
-    """The status of an answer."""
-    data = None if body is None else json.dumps(body).encode()
-    try:
-        with urlopen(Request(url, data, {"Content-Type": "application/json", **headers}), timeout=60) as answer:
-            return answer.status
-    except HTTPError as error:
-        return error.code
+def ask(url: str, body: object = None, **headers: str) -> tuple[int, bytes]:
+    method = "GET" if body is None else "POST"
+    answer = httpx.request(method, url, json=body, headers=headers, timeout=60, trust_env=False)
+    return answer.status_code, answer.content
 
 
 def test_the_image_installs_the_server(tmp_path: Path) -> None:
@@ -109,17 +93,17 @@ def test_the_image_starts_and_its_health_check_tells(tmp_path: Path) -> None:
     assert subprocess.run([sys.executable, *rest], stderr=subprocess.DEVNULL).returncode == 1
 
 
-def test_the_unit_starts_with_a_key_and_stops(tmp_path: Path) -> None:
-    service = unit()
+def test_the_unit_starts_with_a_key_and_stops_and_does_not_restart_what_cannot_start(tmp_path: Path) -> None:
+    parser = configparser.ConfigParser(interpolation=None)
+    parser.optionxform = str  # type: ignore[assignment, method-assign]
+    parser.read(DEPLOY / "sharesd.service")
+    service = parser["Service"]
     command = ours(shlex.split(service["ExecStart"]), make_checkpoint(tmp_path / "tiny"))
     with running(command, tmp_path, SHARESD_API_KEY="secret") as url:
         body = {"prompt": "the cat", "max_tokens": 4}
-        assert status(f"{url}/v1/completions", body) == 401
-        assert status(f"{url}/v1/completions", body, Authorization="Bearer secret") == 200
+        assert ask(f"{url}/v1/completions", body)[0] == 401
+        assert ask(f"{url}/v1/completions", body, Authorization="Bearer secret")[0] == 200
     assert int(service["TimeoutStopSec"]) > ServerSettings.__dataclass_fields__["shutdown_timeout"].default
-
-
-def test_the_unit_does_not_restart_what_cannot_start(tmp_path: Path) -> None:
-    command = ours(shlex.split(unit()["ExecStart"]), tmp_path / "no-model")
+    command = ours(shlex.split(service["ExecStart"]), tmp_path / "no-model")
     done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True)
-    assert done.returncode == int(unit()["RestartPreventExitStatus"]), done.stderr
+    assert done.returncode == int(service["RestartPreventExitStatus"]), done.stderr

@@ -6,6 +6,7 @@ Nothing is installed: pip is a stand-in, and the indexes are folders that this m
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -22,11 +23,7 @@ import pytest
 
 from tests.helpers.paths import ROOT
 
-VERSION = next(
-    line.removeprefix("torch==").strip()
-    for line in (ROOT / "constraints.txt").read_text().splitlines()
-    if line.startswith("torch==")
-)
+[VERSION] = re.findall(r"^torch==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
 PIP = """#!/usr/bin/env bash
 echo "pip $*"
 [ "$1 $2" = "-m pip" ] || exit 0
@@ -81,14 +78,6 @@ def test_a_failure_names_its_reason_and_the_remedy(status: int, tmp_path: Path) 
     assert not (tmp_path / ".venv/made-from").exists()  # so that the next run begins anew
 
 
-# Which torch
-
-
-class Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 @contextmanager
 def index_of(folder: Path, version: str) -> Iterator[str]:
     """The address of a package index that has a wheel of torch in this version."""
@@ -100,7 +89,8 @@ def index_of(folder: Path, version: str) -> Iterator[str]:
         wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
         wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr(f"{info}/RECORD", "")
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder)))
+    quiet = type("Quiet", (SimpleHTTPRequestHandler,), {"log_message": lambda *_: None})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(quiet, directory=str(folder)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_port}"
@@ -109,18 +99,12 @@ def index_of(folder: Path, version: str) -> Iterator[str]:
         server.server_close()
 
 
-def choose(
-    index: str, *, nvidia: bool = False, wait: float = 30, system: str = "Linux", **variables: str
-) -> tuple[str, str]:
-    """Output of `torch_index` on a machine with or without a device."""
-    command = (
-        f"source scripts/torch_build.sh; torch_wait={wait}; has_nvidia() {{ {str(nvidia).lower()}; }}\n"
-        f"uname() {{ echo {system}; }}; torch_index {sys.executable}"
-    )
-    environment = {**bare(), "SHARESD_TORCH_INDEX": index, **variables}
-    done = subprocess.run(
-        ["bash", "-euc", command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
-    )
+def choose(index: str, nvidia: bool = False, wait: float = 30, system: str = "Linux", **more: str) -> tuple[str, str]:
+    """Output of `torch_index` on a machine with or without a device, and with more variables."""
+    script = f"source scripts/torch_build.sh; torch_wait={wait}; has_nvidia() {{ {str(nvidia).lower()}; }}\n"
+    command = ["bash", "-euc", f"{script}uname() {{ echo {system}; }}; torch_index {sys.executable}"]
+    environment = {**bare(), "SHARESD_TORCH_INDEX": index, **more}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip(), done.stderr
 
@@ -138,34 +122,27 @@ def downloaded(index: str, plain: str, folder: Path) -> list[str]:
 def test_the_build_that_fits_the_machine_is_installed(nvidia: bool, tmp_path: Path) -> None:
     with index_of(tmp_path / "cpu", f"{VERSION}+cpu") as cpu, index_of(tmp_path / "plain", VERSION) as plain:
         index, said = choose(cpu, nvidia=nvidia)
-        assert index == ("" if nvidia else cpu)
-        build = "the CUDA build" if nvidia else "the CPU build"
+        wanted, build, suffix = ("", "the CUDA build", "") if nvidia else (cpu, "the CPU build", "+cpu")
+        assert index == wanted
         assert said.startswith(f"torch {VERSION}: {build}") and said.count("\n") == 1 and "GB on disk" in said
-        suffix = "" if nvidia else "+cpu"
         assert downloaded(index, plain, tmp_path) == [f"torch-{VERSION}{suffix}-py3-none-any.whl"]
 
 
-def test_an_index_that_refuses_or_lacks_the_version_is_left(tmp_path: Path) -> None:
+def test_an_index_that_refuses_hangs_or_lacks_the_version_is_left(tmp_path: Path) -> None:
     with socket.socket() as taken, index_of(tmp_path, "1.0.0+cpu") as old:
         taken.bind(("127.0.0.1", 0))  # and listens not
         for index in (f"http://127.0.0.1:{taken.getsockname()[1]}", old, f"{old}/nothing"):
             chosen, said = choose(index)
             assert not chosen and "the plain build" in said and "several GB on disk" in said and index in said
-
-
-def test_an_index_that_hangs_is_left_after_a_while() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         chosen, said = choose(f"http://127.0.0.1:{silent.getsockname()[1]}", wait=0.5)
     assert not chosen and "did not answer within 0.5 seconds" in said
 
 
-@pytest.mark.parametrize("variable", ["PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL"])
-def test_the_index_that_a_user_names_is_taken(variable: str, tmp_path: Path) -> None:
+def test_the_index_that_a_user_names_and_that_of_other_systems_are_taken(tmp_path: Path) -> None:
     with index_of(tmp_path, f"{VERSION}+cpu") as cpu:
-        chosen, said = choose(cpu, **{variable: "http://127.0.0.1:9/simple"})
-    assert not chosen and variable in said
-
-
-def test_other_systems_have_the_cpu_build_in_the_plain_index() -> None:
+        for variable in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL"):
+            chosen, said = choose(cpu, **{variable: "http://127.0.0.1:9/simple"})
+            assert not chosen and variable in said
     chosen, said = choose("http://127.0.0.1:9", system="Darwin")
     assert not chosen and "which the plain index has for Darwin" in said

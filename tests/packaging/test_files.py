@@ -9,20 +9,12 @@ import stat
 import subprocess
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import sharesd_files
-from sharesd_files import (
-    JsonCache,
-    atomic_files,
-    atomic_path,
-    atomic_write,
-    cache_root,
-    file_hash,
-    files_hash,
-    made_once,
-)
+from sharesd_files import JsonCache, atomic_files, atomic_path, atomic_write, cache_root, file_hash, made_once
 
 
 def names(folder: Path) -> list[str]:
@@ -43,22 +35,18 @@ def test_a_file_is_replaced_as_a_whole(tmp_path: Path, durable: bool) -> None:
     assert path.read_bytes() == b"\0" and names(path.parent) == ["x.txt"]
 
 
-def test_nothing_moves_after_an_error(tmp_path: Path) -> None:
+def test_several_files_and_folders_move_together_and_nothing_after_an_error(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("old")
     with pytest.raises(OSError, match="full"), atomic_files(tmp_path) as scratch:
         (scratch / "a").write_text("new")
         (scratch / "b").write_text("new")
         raise OSError("full")
     assert names(tmp_path) == ["a"] and (tmp_path / "a").read_text() == "old"
-
-
-def test_several_files_and_folders_move_together(tmp_path: Path) -> None:
-    (tmp_path / "other").write_text("stays")
     with atomic_files(tmp_path) as scratch:
-        (scratch / "a").write_text("1")
         (scratch / "folder").mkdir()
         (scratch / "folder" / "b").write_text("2")
-    assert names(tmp_path) == ["a", "folder", "other"] and (tmp_path / "folder" / "b").read_text() == "2"
+        (scratch / "c").touch()
+    assert names(tmp_path) == ["a", "c", "folder"] and (tmp_path / "folder" / "b").read_text() == "2"
 
 
 def test_a_file_is_made_by_one_at_a_time(tmp_path: Path) -> None:
@@ -97,12 +85,11 @@ def test_values_are_cached_by_key(cache: JsonCache) -> None:
     assert cache.with_key(4).load(float) == 3.0 and cache.load(float) == 2.0
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"[]", b"\xff", b"[" * 100_000, b'{"tries": 1}', b'{"key": "other", "value": 1}', b"value"]
-)
-def test_an_old_or_damaged_form_is_made_anew(
-    content: bytes, cache: JsonCache, caplog: pytest.LogCaptureFixture
-) -> None:
+DAMAGED = [b"", b"[]", b"\xff", b"[" * 100_000, b'{"tries": 1}', b'{"key": "other", "value": 1}', b"value"]
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+def test_an_old_or_damaged_form_is_made_anew(content: bytes, cache: JsonCache, caplog: Any) -> None:
     file = cache.save(1)
     if content == b"value":
         content = json.dumps({**json.loads(file.read_text()), "value": "x"}).encode()
@@ -114,18 +101,16 @@ def test_an_old_or_damaged_form_is_made_anew(
     assert cache.load(float) == 5.0
 
 
-def test_hashes_are_those_of_sha256sum(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("cache")
+def test_hashes_are_those_of_sha256sum_and_of_large_files_kept_until_they_change(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     paths = [tmp_path / "b.json", tmp_path / "a.bin"]
     for path in paths:
         path.write_bytes(path.name.encode())
     said = subprocess.run(["sha256sum", "a.bin", "b.json"], cwd=tmp_path, capture_output=True, check=True).stdout
     assert said.decode().split()[0] == file_hash(paths[1])
-    assert files_hash(paths) == hashlib.sha256(said).hexdigest()
-
-
-def test_hashes_of_large_files_are_kept_until_they_change(
-    tmp_path: Path, cache: JsonCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    assert sharesd_files.files_hash(paths) == hashlib.sha256(said).hexdigest()
     monkeypatch.setattr(sharesd_files, "KEPT_BYTES", 4)
     path = tmp_path / "weights"
     path.write_bytes(b"abcd")

@@ -1,4 +1,4 @@
-"""Native checkpoints run without transformers, hqq, bitsandbytes and matplotlib: importing any of them fails here."""
+"""Native checkpoints run without transformers, hqq, bitsandbytes, matplotlib; what needs a missing package says so."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ import json
 import os
 import subprocess
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
+from typing import Any
 
 import pytest
 import torch
 
+from serve.command import main as serve
+from sharesd.data import grammar_spec
 from sharesd.models.loader import decoder_config
+from sharesd.reports.pictures import can_draw
 from tests.helpers.paths import ROOT
 from tests.helpers.tiny_heads import make_head
-from tests.helpers.tiny_models import make_checkpoint
+from tests.packaging.test_deploy import ask, running
+from train.heads.metrics_log import CURVES, LOG, MetricsLog
 
 HEAVY = ("transformers", "hqq", "bitsandbytes", "matplotlib")
 BLOCKER = f"""
@@ -49,8 +52,8 @@ print(len(texts), "modes")
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("light") / "tiny")
+def model(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint()
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +65,6 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def run(environment: dict[str, str], *arguments: str | Path, stdin: str = "") -> str:
-    """Output of Python."""
     command = [sys.executable, *map(str, arguments)]
     done = subprocess.run(command, env=environment, input=stdin, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -76,53 +78,63 @@ def test_the_blocker_blocks(environment: dict[str, str]) -> None:
         assert done.returncode == 1 and f"{name} is blocked" in done.stderr
 
 
-def test_generate_runs_without_them(checkpoint: Path, environment: dict[str, str]) -> None:
-    flags = ["--target", checkpoint, "--max-new-tokens", "8", "--mode", "hybrid"]
+def test_generate_runs_without_them(model: Path, environment: dict[str, str]) -> None:
+    flags = ["--target", model, "--max-new-tokens", "8", "--mode", "hybrid"]
     assert run(environment, "-m", "sharesd", "generate", "the cat", *flags).strip()
 
 
-def test_a_runtime_of_all_modes_runs_without_them(
-    checkpoint: Path, environment: dict[str, str], tmp_path: Path
-) -> None:
-    sizes = {"dtype": torch.bfloat16, "mlp": 64, "ids": range(0, 384, 3)}
-    for kind in ("eagle3", "parallel", "glide"):
-        make_head(tmp_path / kind, decoder_config(checkpoint), kind, **sizes)  # type: ignore[arg-type]
-    heads = [tmp_path / kind for kind in ("eagle3", "parallel", "glide")]
-    assert run(environment, "-c", RUNTIME, checkpoint, *heads) == "10 modes\n"
+def test_a_runtime_of_all_modes_runs_without_them(model: Path, environment: dict[str, str], tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"dtype": torch.bfloat16, "mlp": 64, "ids": range(0, 384, 3)}
+    kinds = ("eagle3", "parallel", "glide")
+    heads = [make_head(tmp_path / kind, decoder_config(model), kind, **sizes) for kind in kinds]
+    assert run(environment, "-c", RUNTIME, model, *heads) == "10 modes\n"
 
 
 @pytest.mark.slow
-def test_chat_runs_without_them(checkpoint: Path, environment: dict[str, str]) -> None:
-    flags = ["--target", checkpoint, "--max-new-tokens", "8", "--mode", "share"]
+def test_chat_runs_without_them(model: Path, environment: dict[str, str]) -> None:
+    flags = ["--target", model, "--max-new-tokens", "8", "--mode", "share"]
     assert run(environment, "-m", "sharesd", "chat", *flags, stdin="the cat\n/mode suffix\nthe dog\n/stats\n").strip()
 
 
 @pytest.mark.slow
-def test_the_server_runs_without_them(checkpoint: Path, environment: dict[str, str], tmp_path: Path) -> None:
-    flags = ["--target", str(checkpoint), "--mode", "share", "--port", "0", "--max-context", "128"]
-    command, errors = [sys.executable, "-m", "serve", *flags], tmp_path / "stderr"
-    with errors.open("w") as stderr:
-        server = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True)
-    try:
-        assert server.stdout is not None
-        url = server.stdout.readline().strip()
-        while server.poll() is None and not is_ready(url):
-            time.sleep(0.1)
-        assert server.poll() is None, errors.read_text()[-3000:]
-        body = json.dumps({"prompt": "the cat", "max_tokens": 8}).encode()
-        request = Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
-        with urlopen(request, timeout=60) as answer:
-            assert json.load(answer)["usage"]["completion_tokens"] == 8
-    finally:
-        server.terminate()
-        server.communicate(timeout=60)
-    assert server.returncode == 0
+def test_the_server_runs_without_them(model: Path, environment: dict[str, str], tmp_path: Path) -> None:
+    flags = ["--target", str(model), "--mode", "share", "--port", "0", "--max-context", "128"]
+    with running([sys.executable, "-m", "serve", *flags], tmp_path, **environment) as url:
+        status, answer = ask(f"{url}/v1/completions", {"prompt": "the cat", "max_tokens": 8})
+    assert status == 200 and json.loads(answer)["usage"]["completion_tokens"] == 8
 
 
-def is_ready(url: str) -> bool:
-    """True once the model is loaded."""
-    try:
-        with urlopen(f"{url}/health", timeout=60) as answer:
-            return answer.status == 200
-    except HTTPError:
-        return False
+def curves(folder: Path, steps: int) -> Path:
+    """The picture of a training that was drawn after each step, if it could be."""
+    log = MetricsLog(folder, -1)
+    for step in range(steps):
+        log.add(step, loss=1.0)
+        log.draw()
+    log.close()
+    return folder / CURVES
+
+
+def test_without_matplotlib_it_is_said_once_and_records_stay(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert not can_draw("speed.png", "acceptance.png")
+    line = "speed.png and acceptance.png: not drawn, matplotlib is not installed; run: pip install matplotlib\n"
+    assert capsys.readouterr().err == line
+    assert not curves(tmp_path, 2).exists() and len((tmp_path / LOG).read_text().splitlines()) == 2
+    assert capsys.readouterr().err.count(f"{CURVES}: not drawn") == 1
+
+
+def test_with_matplotlib_curves_are_drawn_and_nothing_is_said(tmp_path: Path, capsys: Any) -> None:
+    pytest.importorskip("matplotlib")
+    assert can_draw("speed.png")
+    assert curves(tmp_path, 1).stat().st_size > 10_000 and not capsys.readouterr().err
+
+
+def test_the_server_and_grammars_name_their_packages(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    monkeypatch.setitem(sys.modules, "serve.server", None)
+    assert serve(["--port", "0"]) == 2
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1 and "run: pip install fastapi uvicorn prometheus-client llguidance" in said
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ValueError, match="run: pip install llguidance"):
+        grammar_spec.llguidance()

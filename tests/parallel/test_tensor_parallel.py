@@ -8,9 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from threading import current_thread, main_thread
@@ -29,28 +28,15 @@ from sharesd.models.loader import Tensors
 from sharesd.models.weight_mapping import check_tensor_parallel, decoder_tensors
 from sharesd.parallel.tensor_parallel import EAGER_TILE
 from sharesd.runtime import Runtime
+from tests.helpers import tensor_ranks
 from tests.helpers.paths import ROOT
 from tests.helpers.recorded_graphs import host_reads, take_the_way_of_cuda
-from tests.helpers.tensor_ranks import (
-    GREEDY,
-    MODES,
-    PROMPTS,
-    SAMPLED,
-    SMALL,
-    Delayed,
-    OwnTensors,
-    Unwatched,
-    logits_of,
-    texts_of,
-    texts_of_moved_rows,
-    threads,
-)
-from tests.helpers.tiny_models import make_checkpoint
+from tests.helpers.tensor_ranks import GREEDY, MODES, SAMPLED, SMALL, logits_of, texts_of, texts_of_moved_rows, threads
 
 pytestmark = pytest.mark.usefixtures("one_thread", "own_cache")
 
 REDUCED: dict[str, Any] = {"tensor_parallel": 2, "tensor_parallel_style": "reduce"}
-DTYPES = ("bfloat16", "float32", "float64")
+CHAINS, TREES = {"max_draft": 4, "num_draft": None}, {"num_draft": 6, "tree": (2, 3, 6)}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {},  # biases of q, k, v
     "qwen3": {"head_dim": 32},  # norms of heads
@@ -60,16 +46,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def short_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What rounds cost decides how far is drafted, and nothing here."""
-    monkeypatch.setattr("sharesd.engine.cost_profiler.SECONDS", 0.0)
-
-
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(checkpoint: Callable[..., Path]) -> Path:
     """Eight heads, four of keys and values."""
-    return make_checkpoint(tmp_path_factory.mktemp("tiny") / "model", hidden=128)
+    return checkpoint(hidden=128)
 
 
 def config_of(folder: Path, **options: Any) -> EngineConfig:
@@ -77,7 +57,7 @@ def config_of(folder: Path, **options: Any) -> EngineConfig:
 
 
 @pytest.mark.parametrize("compile", ["native", "off"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_logits_are_those_of_one_rank(folder: Path, size: int, dtype: str, compile: str) -> None:
     config = config_of(folder, dtype=dtype, compile=compile, max_batch=3)
@@ -98,10 +78,7 @@ def make_family(folder: Path, tmp_path: Path, family: str, mlp: int) -> Tensors:
     for parameter in whole.parameters():
         parameter.data.copy_(torch.randn(parameter.shape, generator=dice) * parameter.shape[-1] ** -0.5)
 
-    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        return decoder_tensors(whole)
-
-    return tensors
+    return lambda: decoder_tensors(whole)
 
 
 @pytest.mark.thin
@@ -115,7 +92,7 @@ def test_logits_of_each_family(folder: Path, tmp_path: Path, family: str, compil
         assert all(map(torch.equal, logits_of(runtime), logits_of(Runtime(config, tensors=tensors))))
 
 
-@pytest.mark.parametrize("options", [{"max_draft": 4, "num_draft": None}, {"num_draft": 6, "tree": (2, 3, 6)}])
+@pytest.mark.parametrize("options", [CHAINS, TREES])
 def test_texts_of_all_modes_are_those_of_one_rank(folder: Path, options: dict[str, Any]) -> None:
     """With lengths that clocks decide, and with trees."""
     config = config_of(folder, max_batch=3, **options)
@@ -127,14 +104,7 @@ def test_texts_of_all_modes_are_those_of_one_rank(folder: Path, options: dict[st
                 assert texts_of(runtime, mode, params) == wanted, mode
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"max_draft": 4, "num_draft": None},
-        {"num_draft": 6, "tree": (2, 3, 6)},
-        {"num_draft": 6, "tree": (2, 3, 6), "compile": "off"},
-    ],
-)
+@pytest.mark.parametrize("options", [TREES, TREES | {"compile": "off"}, pytest.param(CHAINS, marks=pytest.mark.long)])
 def test_texts_of_all_modes_where_sums_are_split(folder: Path, options: dict[str, Any]) -> None:
     config = config_of(folder, **REDUCED, max_batch=3, **options)
     with threads(config, (*MODES, "classic")) as runtime:
@@ -160,10 +130,15 @@ def test_split_sums_are_those_of_one_rank_but_for_rounding(
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_split_sums_are_as_near_to_the_truth_as_whole_ones(folder: Path, size: int) -> None:
+def test_split_sums_are_as_near_to_the_truth_as_whole_ones(folder: Path, size: int, caplog: Any) -> None:
+    """And are told."""
     config = config_of(folder, max_batch=3)
     truth, whole = (logits_of(Runtime(replace(config, dtype=dtype))) for dtype in ("float64", "bfloat16"))
+    caplog.clear()
     with threads(replace(config, **{**REDUCED, "tensor_parallel": size})) as runtime:
+        assert caplog.messages == [
+            "tensor_parallel_style is reduce: sums are split, so texts may be others than with another number of ranks"
+        ]
         for split, one, exact in zip(logits_of(runtime), whole, truth, strict=True):
             assert (split - exact).norm() < 1.2 * (one - exact).norm()
 
@@ -202,31 +177,22 @@ def test_rank_0_reads_once_a_round(folder: Path, style: str, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(("style", "exempt"), [("gather", True), ("reduce", True), ("gather", False)])
-def test_ranks_share_no_tensor_but_through_the_group(
-    folder: Path, style: str, exempt: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_share_no_tensor_but_through_the_group(folder: Path, style: str, exempt: bool, monkeypatch: Any) -> None:
     """As on devices of their own, in the way of CUDA; what the group itself does is noticed where it is watched."""
     take_the_way_of_cuda(monkeypatch)
     found: list[str] = []
     makers: dict[int, tuple[int, Any]] = {}
-    trees = {"tree": (2, 3, 6), "num_draft": 6} if style == "gather" else {}
+    trees = TREES if style == "gather" else {}
     options: dict[str, Any] = {**REDUCED, "tensor_parallel_style": style, "compile": "off", **trees}
     with threads(
         config_of(folder, **options),
         ("share",),
-        wrap=(lambda group: Unwatched(group, 0)) if exempt else (lambda group: group),
-        around=lambda group: OwnTensors(group, makers, found),
+        wrap=(lambda group: tensor_ranks.Unwatched(group, 0)) if exempt else (lambda group: group),
+        around=lambda group: tensor_ranks.OwnTensors(group, makers, found),
     ) as runtime:
-        texts_of(runtime, "share", SAMPLED)
+        runtime.engine("share", warm=SAMPLED).generate(tensor_ranks.PROMPTS[:2], replace(SAMPLED, max_new_tokens=12))
     assert {rank for rank, _ in makers.values()} == {0, 1}
     assert (found == []) == exempt, found[:3]
-
-
-def test_split_sums_are_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with threads(config_of(folder, **REDUCED)):
-        assert [record.message for record in caplog.records] == [
-            "tensor_parallel_style is reduce: sums are split, so texts may be others than with another number of ranks"
-        ]
 
 
 def test_ranks_draft_with_their_own_quantized_rows(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
@@ -237,25 +203,19 @@ def test_ranks_draft_with_their_own_quantized_rows(folder: Path, tmp_path: Path,
     for size in (1, 2, 2):
         with threads(config_of(folder, tensor_parallel=size), ("share",)) as runtime:
             engine = runtime.engine("share", warm=GREEDY)
-            engine.generate([PROMPTS[0]], replace(GREEDY, max_new_tokens=100))
+            engine.generate([[5, 6, 7] * 5], replace(GREEDY, max_new_tokens=100))
             taus.append(engine.stats.tau)
             assert runtime.report("share").quant.from_cache == (len(taus) == 3)  # type: ignore[union-attr]
     assert taus[1] == taus[2] == pytest.approx(taus[0], rel=0.15)
 
 
-def test_rows_that_move_move_on_all_ranks(folder: Path) -> None:
-    config = config_of(folder, max_batch=2)
-    with threads(replace(config, tensor_parallel=2), ("hybrid",)) as runtime:
-        shared = texts_of_moved_rows(runtime)
-    assert shared == texts_of_moved_rows(Runtime(config, ("naive",)))
-
-
-def test_late_ranks_change_nothing(folder: Path) -> None:
-    params = replace(SAMPLED, max_new_tokens=60)
-    config = config_of(folder, max_batch=3)
-    wanted = texts_of(Runtime(config, ("naive",)), "naive", params)
-    with threads(replace(config, tensor_parallel=2), ("hybrid",), wrap=lambda group: Delayed(group, 0.002)) as runtime:
-        for _ in range(3):
+def test_late_ranks_change_nothing_and_rows_that_move_move_on_all_ranks(folder: Path) -> None:
+    params, config = replace(SAMPLED, max_new_tokens=60), config_of(folder, max_batch=2)
+    alone, late = Runtime(config, ("naive",)), lambda group: tensor_ranks.Delayed(group, 0.002)
+    wanted, moved = texts_of(alone, "naive", params), texts_of_moved_rows(alone)
+    with threads(replace(config, tensor_parallel=2), ("hybrid",), wrap=late) as runtime:
+        assert texts_of_moved_rows(runtime) == moved
+        for _ in range(2):
             assert texts_of(runtime, "hybrid", params) == wanted
 
 
@@ -273,18 +233,10 @@ def test_a_step_that_was_broken_off_is_the_last(folder: Path) -> None:
     ("options", "complaint"),
     [
         ({"tensor_parallel": 0}, "tensor_parallel is 0; it must be at least 1"),
-        (
-            {"tensor_parallel": 3},
-            "is 3, and the model's 4 key/value heads cannot be divided evenly; use 2 or 4, or",
-        ),
-        ({"tensor_parallel_style": "reduce"}, "tensor_parallel_style is 'reduce' and tensor_parallel is 1; give ranks"),
+        ({"tensor_parallel": 3}, "is 3, and the model's 4 key/value heads cannot be divided evenly; use 2 or 4, or"),
         ({"tensor_parallel": 2, "tensor_parallel_style": "sum"}, "tensor_parallel_style is 'sum'; choose one of"),
         ({"tensor_parallel": 2, "compile": "regional"}, "compile is 'regional' and tensor_parallel is 2"),
-        ({"tensor_parallel": 2, "mode": "eagle", "heads": (".",)}, "eagle drafts on one device; drop mode eagle"),
-        (
-            {"tensor_parallel": 2, "offload": OffloadConfig(host_memory=10**9)},
-            "tensor_parallel is 2, and ranks keep all of their weights; drop one of the two",
-        ),
+        ({"tensor_parallel": 2, "offload": OffloadConfig(host_memory=10**9)}, "2, and ranks keep all of their weights"),
     ],
 )
 def test_mistakes(folder: Path, options: dict[str, Any], complaint: str) -> None:
@@ -292,7 +244,7 @@ def test_mistakes(folder: Path, options: dict[str, Any], complaint: str) -> None
         Runtime(config_of(folder, **options))
 
 
-def test_what_cannot_be_cut_is_named() -> None:
+def test_what_cannot_be_cut_is_named_and_torchs_activations_need_whole_vectors() -> None:
     cuts = {"heads": (6, 1), "outputs": (96, 16)}
     require_divisible(2, cuts)
     with pytest.raises(ValueError, match="the model's 6 heads cannot be divided evenly; use 2 or 3 or 6, or leave"):
@@ -303,9 +255,6 @@ def test_what_cannot_be_cut_is_named() -> None:
         require_divisible(2, {"heads": (5, 1), "outputs": (96, 16)})
     weight = torch.arange(12)[:, None]
     assert Shard(1, 2).cut(weight, (8, 4)).flatten().tolist() == [4, 5, 6, 7, 10, 11]
-
-
-def test_torchs_activations_need_whole_vectors() -> None:
     raw = {"vocab_size": 384, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
     config = config_from_hf({**raw, "num_attention_heads": 4, "num_key_value_heads": 2, "model_type": "llama"})
     check_tensor_parallel(config, 2)
@@ -313,39 +262,24 @@ def test_torchs_activations_need_whole_vectors() -> None:
         check_tensor_parallel(config, 2, EAGER_TILE)
 
 
-# processes
-
-
 def start(*args: str, **environment: str) -> subprocess.Popen[str]:
-    """A task of `tensor_ranks.py`."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.helpers.tensor_ranks", *args],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-m", "tests.helpers.tensor_ranks", *args], env=environment, **pipes)
 
 
-def check(process: subprocess.Popen[str], seconds: float) -> None:
-    """It must end well."""
+def check(process: subprocess.Popen[str]) -> None:
     try:
-        _, err = process.communicate(timeout=seconds)
+        _, err = process.communicate(timeout=1800)
     finally:
         process.kill()
     assert (process.returncode, err) == (0, "")
 
 
 @pytest.mark.subprocess
-def test_two_processes(folder: Path) -> None:
-    check(start("equal", str(folder), "2", "bfloat16", "native"), 1800)
-
-
-@pytest.mark.subprocess
-@pytest.mark.long
-@pytest.mark.parametrize(("size", "dtypes"), [("2", "float64"), ("4", "bfloat16")])
-def test_more_processes_and_dtypes(folder: Path, size: str, dtypes: str) -> None:
-    check(start("equal", str(folder), size, dtypes, "native"), 1800)
+@pytest.mark.parametrize(("size", "dtype"), [("2", "bfloat16"), pytest.param("4", "float64", marks=pytest.mark.long)])
+def test_processes(folder: Path, size: str, dtype: str) -> None:
+    check(start("equal", str(folder), size, dtype, "native"))
 
 
 @pytest.mark.subprocess
@@ -356,81 +290,48 @@ def test_rounds_of_late_processes(folder: Path) -> None:
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [start("delayed", str(folder), "100", "0.002", RANK=str(rank), **place) for rank in range(2)]
     for rank in ranks:
-        check(rank, 1800)
+        check(rank)
 
 
-@contextmanager
-def running(task: str, folder: Path, size: int) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
-    """Rank 0 at work, and the other ranks."""
-    process = start(task, str(folder), str(size))
-    others: list[psutil.Process] = []
-    try:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        others = psutil.Process(process.pid).children()
-        assert len(others) == size - 1
-        yield process, others
-    finally:
-        for each in (process, *others):
-            if each.poll() is None if isinstance(each, subprocess.Popen) else each.is_running():
-                each.kill()
-
-
-def wait_for_all(process: subprocess.Popen[str], others: list[psutil.Process]) -> None:
-    """None of them would end by itself."""
-    process.wait(600)
-    assert not psutil.wait_procs(others, timeout=600)[1]
+KILL, KILLED, SLOW = signal.SIGKILL, "has ended: killed by signal 9 (SIGKILL)", pytest.mark.slow
 
 
 @pytest.mark.subprocess
 @pytest.mark.parametrize(
-    ("task", "size"),
+    ("task", "size", "victims", "by", "statuses", "told"),
     [
-        ("endless", 2),
-        pytest.param("idle", 4, marks=pytest.mark.slow),
+        ("endless", 2, [1], KILL, (2, 3), f"error: rank 1 {KILLED}"),
+        pytest.param("idle", 4, [3], KILL, (2, 3), f"error: rank 3 {KILLED}", marks=SLOW),
+        pytest.param("endless", 2, [0], KILL, (-9,), "rank 0 has ended: it was killed, or its machine is", marks=SLOW),
+        pytest.param("idle", 2, [1, 0], signal.SIGINT, (130,), "interrupted\n", marks=SLOW),
     ],
 )
-def test_a_killed_rank_ends_all(folder: Path, task: str, size: int) -> None:
-    with running(task, folder, size) as (process, others):
-        others[-1].kill()
-        wait_for_all(process, others)
-        _, err = process.communicate()
-        number = size - 1
-        assert process.returncode in (2, 3) and err.count("\n") == 1
-        assert f"error: rank {number} has ended: killed by signal 9 (SIGKILL)" in err
-
-
-@pytest.mark.subprocess
-@pytest.mark.slow
-def test_the_death_of_rank_0_ends_all(folder: Path) -> None:
-    with running("endless", folder, 2) as (process, others):
-        process.send_signal(signal.SIGKILL)
-        wait_for_all(process, others)
-        _, err = process.communicate()
-        assert err == "error: rank 0 has ended: it was killed, or its machine is gone\n"
-
-
-@pytest.mark.subprocess
-@pytest.mark.slow
-def test_ctrl_c_is_for_rank_0(folder: Path) -> None:
-    with running("idle", folder, 2) as (process, others):
-        for each in others:
-            each.send_signal(signal.SIGINT)
-        process.send_signal(signal.SIGINT)
-        wait_for_all(process, others)
-        assert process.communicate()[1] == "interrupted\n"
-        assert process.returncode == 130
+def test_the_end_of_a_rank_ends_all(
+    folder: Path, task: str, size: int, victims: list[int], by: int, statuses: tuple[int, ...], told: str
+) -> None:
+    """None of them would end by itself. Ctrl-C is for rank 0."""
+    ranks: list[Any] = [start(task, str(folder), str(size))]
+    try:
+        assert ranks[0].stdout.readline() == "ready\n"
+        ranks += psutil.Process(ranks[0].pid).children()
+        assert len(ranks) == size
+        for victim in victims:
+            ranks[victim].send_signal(by)
+        ranks[0].wait(600)
+        assert not psutil.wait_procs(ranks[1:], timeout=600)[1]
+        _, err = ranks[0].communicate()
+        assert ranks[0].returncode in statuses and err.count("\n") == 1 and told in err
+    finally:
+        ranks[0].kill()
+        for other in ranks[1:]:
+            if other.is_running():
+                other.kill()
 
 
 def generate(folder: Path, *args: str, launcher: tuple[str, ...] = (sys.executable,)) -> tuple[int, str, str]:
-    done = subprocess.run(
-        [*launcher, "-m", "sharesd", "generate", "-", "--target", str(folder), "--max-new-tokens", "20", *args],
-        input="why is the sky blue",
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=1800,
-    )
+    command = [*launcher, "-m", "sharesd", "generate", "-", "--target", str(folder), "--max-new-tokens", "20", *args]
+    options: dict[str, Any] = {"cwd": ROOT, "env": {**os.environ, "OMP_NUM_THREADS": "1"}, "timeout": 1800}
+    done = subprocess.run(command, input="why is the sky blue", capture_output=True, text=True, **options)
     return done.returncode, done.stdout, done.stderr
 
 

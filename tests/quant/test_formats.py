@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
-from types import ModuleType
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -44,8 +43,7 @@ def test_bytes_are_those_of_the_packed_linear(bits: int, shape: tuple[int, int])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_bytes_are_those_of_bitsandbytes(bits: int) -> None:
     weight, form = torch.randn(64, 128, dtype=torch.bfloat16), FORMATS["bnb"]
-    device, dtype = weight.device, weight.dtype
-    linear = form.linear("o", weight, None, bits=bits, group_size=64, dtype=dtype, device=device)
+    linear = form.linear("o", weight, None, bits=bits, group_size=64, dtype=weight.dtype, device=weight.device)
     estimate = form.nbytes(64, 128, bits, 64)  # CPUs with AVX512-BF16 keep maxima of groups as bfloat16
     assert linear.nbytes == estimate if bits == 8 else 0.9 * estimate < linear.nbytes <= estimate
 
@@ -62,17 +60,12 @@ class SignLinear(QuantizedLinear):
         return nn.functional.linear(x, self.sign * self.scale, self.bias)
 
 
-@pytest.fixture
-def sign(monkeypatch: pytest.MonkeyPatch) -> Iterator[QuantFormat]:
-    """A made-up format in a module of its own."""
-    module = ModuleType("sign_format")
-
-    def linear(name: str, weight: Tensor, bias: Tensor | None, **_: object) -> SignLinear:
-        return SignLinear(weight, bias)
-
-    module.linear, module.check = linear, lambda *args, **options: None  # type: ignore[attr-defined]
+def test_a_new_format_needs_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A made-up one, in a module of its own."""
+    linear, check = (lambda name, weight, bias, **_: SignLinear(weight, bias)), (lambda *_, **__: None)
+    module = SimpleNamespace(linear=linear, check=check)
     monkeypatch.setitem(sys.modules, "sign_format", module)
-    form = QuantFormat(
+    sign = QuantFormat(
         name="sign",
         bits=(1,),
         group_sizes=(64,),
@@ -83,19 +76,14 @@ def sign(monkeypatch: pytest.MonkeyPatch) -> Iterator[QuantFormat]:
         check="sign_format:check",
         linears={"cpu": "sign_format:linear"},
     )
-    monkeypatch.setitem(FORMATS, "sign", form)
-    yield form
-
-
-def test_a_new_format_needs_nothing_else(sign: QuantFormat) -> None:
+    monkeypatch.setitem(FORMATS, "sign", sign)
     config = QuantConfig.parse("sign:1,head=1")
     with pytest.raises(ValueError, match=re.escape("bits (sign) is 2; choose one of 1")):
         replace(config, bits=2)
     model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(64, 32)]), "head": nn.Linear(32, 64)})
     want = SignLinear(model["layers"][0].weight, model["layers"][0].bias)
-    report = replace_with_quantized(
-        model, config, head_name="head", layer_of=lambda path: 0 if "layers" in path else None, progress=None
-    )
+    layer_of = {"layers.0": 0}.get
+    report = replace_with_quantized(model, config, head_name="head", layer_of=layer_of)
     x = torch.randn(3, 64)
     assert torch.equal(model["layers"][0](x), want(x)) and isinstance(model["head"], SignLinear)
     assert report.quantized_bytes == sign.nbytes(32, 64, 1, 64) + sign.nbytes(64, 32, 1, 64)

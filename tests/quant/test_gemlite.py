@@ -40,16 +40,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_products_are_those_of_the_dequantized_weights(found: dict[str, Any]) -> None:
     assert len(found["errors"]) == 12
     assert all(row["error"] < 1e-5 for row in found["errors"]), found["errors"]
-
-
-def test_eight_bits_are_summed_up_in_float32(found: dict[str, Any]) -> None:
-    assert found["atomics"] == [True, False]
+    assert found["atomics"] == [True, False], "eight bits are summed up in float32"
 
 
 def test_configurations_are_kept(found: dict[str, Any]) -> None:
     """Found again as they were; where the file is damaged there are none."""
     kept = found["kept"]
-    assert kept["num_saved"] > 0 and kept["loaded"] and kept["same"]
-    assert not kept["before"] and not kept["damaged"]
+    assert kept["num_saved"] > 0 and kept["loaded"] and kept["same"] and not kept["before"] and not kept["damaged"]
     [file] = kept["files"]
     assert any(fnmatch(file, pattern) for pattern in PARTS["settings"].names)  # `cache info` counts it

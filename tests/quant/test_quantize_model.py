@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,48 +15,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quant.config import QuantConfig, parse_quant
 from quant.formats.hqq.linears import ReferenceLinear
-from quant.quantize_model import (
-    LinearQuantizer,
-    SolverConfig,
-    quantize_linears,
-    quantized_copy,
-    replace_with_quantized,
-)
+from quant.quantize_model import LinearQuantizer, SolverConfig, quantize_linears, quantized_copy, replace_with_quantized
 from quant.quantized_weight import QuantizedWeight
 from quant.switch_linear import QuantizedLinear, Switch
 from quant.weight_cache import content_key
 from sharesd.weights.quantize import solver_config
-from tests.helpers.quant_models import (
-    DTYPES,
-    Conv1D,
-    attach,
-    layer_of,
-    new_model,
-    quantized_paths,
-    relative_error,
-    weight_of,
+from tests.helpers.quant_models import DTYPES, Conv1D, attach, layer_of, new_model, quantized_paths, relative_error
+
+
+@pytest.mark.parametrize(
+    ("dtype", "spec"), [*((dtype, "hqq:4:64") for dtype in DTYPES), (torch.bfloat16, "bnb:4:64,o=8")]
 )
-
-
-def test_bnb_serves_a_model() -> None:
-    model, tokens = new_model(torch.bfloat16), torch.arange(7)[None]
-    full = model(tokens)
-    switch, report = attach(model, "bnb:4,o=8")
-    assert report.num_linears == 9 and not report.from_cache
-    assert torch.equal(model(tokens), full)
-    with switch.quantized_weights():
-        assert 0 < relative_error(model(tokens), full) < 0.2
-
-
-# Attaching to a model
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_switch_chooses_the_weights(dtype: torch.dtype) -> None:
+def test_switch_chooses_the_weights(dtype: torch.dtype, spec: str) -> None:
     model, tokens = new_model(dtype), torch.arange(7)[None]
     full = model(tokens)
-    switch, report = attach(model)
-    assert report.num_linears == 9 and report.spec == "hqq:4:64"
+    switch, report = attach(model, spec)
+    assert report.num_linears == 9 and report.spec == spec and not report.from_cache
     assert torch.equal(model(tokens), full)
     with switch.quantized_weights():
         low = model(tokens)
@@ -76,15 +49,12 @@ def test_switch_chooses_the_weights(dtype: torch.dtype) -> None:
     ],
 )
 def test_skips(spec: str, skips: tuple[str, ...], paths: set[str]) -> None:
-    model = new_model()
-    _, report = attach(model, spec, *skips)
-    assert quantized_paths(model) == paths
-    assert report.num_linears == len(paths)
+    _, report = attach(model := new_model(), spec, *skips)
+    assert quantized_paths(model) == paths and report.num_linears == len(paths)
 
 
 def test_bits_per_projection() -> None:
-    model = new_model(torch.bfloat16)
-    attach(model, "hqq:4:64,down=8,head=2")
+    attach(model := new_model(torch.bfloat16), "hqq:4:64,down=8,head=2")
     kinds = {path: type(model.get_submodule(path).quantized).__name__ for path in quantized_paths(model)}
     assert kinds["blocks.0.down_proj"] == "Int8Linear"
     assert kinds["blocks.0.qkv"] == kinds["head"] == "Int4Linear"
@@ -97,10 +67,11 @@ def test_bits_per_projection() -> None:
         ("hqq:4,gate=8", (), "'gate'", "qkv, o, down_proj"),
         ("hqq:4", ("layers=3",), "layer 3", "0 to 2"),
         ("hqq:4", ("layers=0-2",), "layers=0,1,2", "skip less"),
+        ("hqq:4,head=4", (), "head has 100 outputs", "leave head full"),  # found last
     ],
 )
-def test_names_that_the_model_has_not(spec: str, skips: tuple[str, ...], value: str, remedy: str) -> None:
-    model = new_model()
+def test_errors_leave_the_model_alone(spec: str, skips: tuple[str, ...], value: str, remedy: str) -> None:
+    model = new_model(vocab=100)
     with pytest.raises(ValueError) as error:
         attach(model, spec, *skips)
     assert value in str(error.value) and remedy in str(error.value)
@@ -110,13 +81,6 @@ def test_names_that_the_model_has_not(spec: str, skips: tuple[str, ...], value: 
 def test_missing_head_is_an_error() -> None:
     with pytest.raises(ValueError, match="lm_head.*drop head=4"):
         quantize_linears(new_model(), parse_quant("hqq:4,head=4"), Switch(), head_name="lm_head", layer_of=layer_of)
-
-
-def test_late_errors_leave_the_model_alone() -> None:
-    model = new_model(vocab=100)
-    with pytest.raises(ValueError, match="head has 100 outputs"):
-        attach(model, "hqq:4:64,head=4")
-    assert not quantized_paths(model)
 
 
 @pytest.mark.parametrize(("spec", "error"), [("hqq:8", 0.01), ("hqq:4", 0.1), ("bnb:8", 0.02), ("bnb:4", 0.11)])
@@ -132,40 +96,29 @@ def test_conv1d_of_gpt2(spec: str, error: float) -> None:
         assert 0 < relative_error(model["c_attn"](x), want) < error
 
 
-def test_four_bits_take_at_most_35_percent() -> None:
-    _, report = attach(new_model(torch.bfloat16, dim=128))
+def test_four_bits_take_at_most_35_percent_and_every_linear_is_counted() -> None:
+    calls: list[tuple[int, int, str]] = []
+    _, report = attach(new_model(torch.bfloat16, dim=128), progress=lambda *call: calls.append(call))
     assert report.full_bytes == 3 * 2 * (256 * 128 + 128 * 256 + 128 * 128)
     assert report.quantized_bytes <= 0.35 * report.full_bytes
-
-
-def test_progress_counts_every_linear() -> None:
-    calls: list[tuple[int, int, str]] = []
-    attach(new_model(), progress=lambda done, total, what: calls.append((done, total, what)))
-    assert [call[:2] for call in calls] == [(i, 9) for i in range(1, 10)]
-    assert calls[0][2] == "blocks.0.qkv"
+    assert [call[:2] for call in calls] == [(i, 9) for i in range(1, 10)] and calls[0][2] == "blocks.0.qkv"
 
 
 def test_make_low_and_quantized_copy_equal_the_switched_model() -> None:
     model, tokens = new_model(torch.bfloat16), torch.arange(7)[None]
     full = model(tokens)
     twin, report = quantized_copy(model, QuantConfig(), head_name="head", layer_of=layer_of)
-    assert report.num_linears == 9
-    assert torch.equal(model(tokens), full)
+    assert report.num_linears == 9 and torch.equal(model(tokens), full)
     shared = {p.data_ptr() for p in model.parameters()}
     assert all(p.data_ptr() in shared for p in twin.parameters())
     assert sum(type(module) is nn.Linear for module in twin.modules()) == 1  # the head
-
     switch, _ = attach(switched := new_model(torch.bfloat16))
     with switch.quantized_weights():
         low = switched(tokens)
     assert torch.equal(twin(tokens), low) and not torch.equal(low, full)
-
     replace_with_quantized(model, QuantConfig(), head_name="head", layer_of=layer_of)
     assert torch.equal(model(tokens), low)
     assert sum(isinstance(module, QuantizedLinear) for module in model.modules()) == 9
-
-
-# The cache on disk
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
@@ -180,45 +133,27 @@ def kept_files(folder: Path) -> list[Path]:
 
 
 def test_cache_hit_gives_identical_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    attach(
-        first := new_model(torch.bfloat16),
-        "hqq:4:32,o=3,down=8",
-        solver_config=SolverConfig(cache_dir=tmp_path / "new"),
-    )
+    solver_config = SolverConfig(cache_dir=tmp_path / "new")
+    attach(first := new_model(torch.bfloat16), "hqq:4:32,o=3,down=8", solver_config=solver_config)
     monkeypatch.setitem(sys.modules, "hqq.core.quantize", None)  # a hit needs no solver
-    _, report = attach(
-        second := new_model(torch.bfloat16),
-        "hqq:4:32,o=3,down=8",
-        solver_config=SolverConfig(cache_dir=tmp_path / "new"),
-    )
+    _, report = attach(second := new_model(torch.bfloat16), "hqq:4:32,o=3,down=8", solver_config=solver_config)
     assert report.from_cache and report.num_linears == 9
     want, got = tensors_of(first), tensors_of(second)
     assert want.keys() == got.keys() and want
     assert all(torch.equal(want[name], got[name]) for name in want)
 
 
-def damage_end(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-
-
 @pytest.mark.parametrize(
-    "damage",
-    [
-        damage_end,
-        lambda file: file.write_bytes(file.read_bytes()[:-100]),
-        lambda file: file.write_bytes(b""),
-    ],
-    ids=["one bit", "cut", "empty"],
+    "damage", [lambda raw: raw[:-1] + bytes([raw[-1] ^ 1]), lambda raw: raw[:-100], lambda raw: b""]
 )
-def test_damaged_file_is_rebuilt(damage, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    attach(first := new_model(), solver_config=SolverConfig(cache_dir=tmp_path))
-    damage(kept_files(tmp_path)[1])
-    with caplog.at_level(logging.WARNING):
-        _, report = attach(second := new_model(), solver_config=SolverConfig(cache_dir=tmp_path))
+def test_damaged_file_is_rebuilt(damage: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    solver_config = SolverConfig(cache_dir=tmp_path)
+    attach(first := new_model(), solver_config=solver_config)
+    file = kept_files(tmp_path)[1]
+    file.write_bytes(damage(file.read_bytes()))
+    _, report = attach(second := new_model(), solver_config=solver_config)
     assert not report.from_cache and "quantizing again" in caplog.text
-    _, report = attach(third := new_model(), solver_config=SolverConfig(cache_dir=tmp_path))
+    _, report = attach(third := new_model(), solver_config=solver_config)
     assert report.from_cache and kept_files(tmp_path)
     want, rebuilt, read = map(tensors_of, (first, second, third))
     assert all(torch.equal(want[name], rebuilt[name]) and torch.equal(want[name], read[name]) for name in want)
@@ -246,36 +181,19 @@ def test_layers_are_kept_one_by_one(tmp_path: Path, caplog: pytest.LogCaptureFix
         model.blocks[layer] = source.blocks[layer]
         quantizer.quantize(layer)
     assert len(list(tmp_path.iterdir())) == 2 and quantizer.report().num_linears == 6
-    with caplog.at_level(logging.WARNING):
-        _, report = attach(again := new_model(), solver_config=solver_config)
+    _, report = attach(again := new_model(), solver_config=solver_config)
     assert not report.from_cache and not caplog.text and kept_files(tmp_path)
     assert all(torch.equal(want[name], tensor) for name, tensor in tensors_of(again).items())
 
 
-def test_cache_that_cannot_be_written_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "file").write_text("in the way")
-    _, report = attach(new_model(), solver_config=SolverConfig(cache_dir=tmp_path / "file" / "cache"))
-    assert report.num_linears == 9 and "cannot be written" in caplog.text
-
-
 def test_key_depends_on_weights_and_options() -> None:
-    weight = weight_of()
+    """An identity stands for the values."""
+    weight = torch.ones(48, 128)
     other = weight.clone()
     other[0, 0] += 1e-3
-    keys = {
-        content_key([("a", weight, 4, 64)]),
-        content_key([("b", weight, 4, 64)]),
-        content_key([("a", other, 4, 64)]),
-        content_key([("a", weight, 3, 64)]),
-        content_key([("a", weight, 4, 32)]),
-        content_key([("a", weight.bfloat16(), 4, 64)]),
-    }
-    assert len(keys) == 6
-    assert content_key([("a", weight.clone(), 4, 64)]) in keys
-
-
-def test_an_identity_stands_for_the_values() -> None:
-    weight, other = weight_of(), weight_of(seed=1)
+    weights = (("a", weight, 4, 64), ("b", weight, 4, 64), ("a", other, 4, 64), ("a", weight, 3, 64))
+    keys = [content_key([each]) for each in (*weights, ("a", weight, 4, 32), ("a", weight.bfloat16(), 4, 64))]
+    assert len(set(keys)) == 6 and content_key([("a", weight.clone(), 4, 64)]) == keys[0]
     named = content_key([("a", weight, 4, 64)], "here")
     assert named == content_key([("a", other, 4, 64)], "here") != content_key([("a", weight, 4, 64)])
     assert named != content_key([("a", weight, 4, 64)], "there")
@@ -314,15 +232,9 @@ def quantized_on_fake_gpu(solver_config: SolverConfig) -> int:
         linear = nn.Linear(128, 64, bias=False, device="meta")
         linear.weight = nn.Parameter(torch.empty(64, 128, dtype=torch.float64, device="cuda"), requires_grad=False)
         model = nn.ModuleDict({"layers": nn.ModuleList([linear])})
-        quantize_linears(
-            model,
-            QuantConfig(),
-            Switch(),
-            head_name="head",
-            layer_of=lambda path: 0,
-            solver_config=replace(solver_config, solve=solve_fake),
-            pack=pack_fake,
-        )
+        options: dict[str, Any] = {"head_name": "head", "layer_of": lambda path: 0, "pack": pack_fake}
+        solver_config = replace(solver_config, solve=solve_fake)
+        quantize_linears(model, QuantConfig(), Switch(), solver_config=solver_config, **options)
     return copies.elements
 
 

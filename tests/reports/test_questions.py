@@ -13,12 +13,7 @@ from types import ModuleType, SimpleNamespace
 import huggingface_hub
 import pytest
 
-from sharesd.reports.questions import (
-    BUILTIN_FILE,
-    BUILTIN_LABEL,
-    LAYOUTS,
-    load,
-)
+from sharesd.reports.questions import BUILTIN_FILE, LAYOUTS, load
 
 CATEGORIES = ["writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"]
 
@@ -27,19 +22,14 @@ def mtbench_row(**changes: object) -> dict:
     return {"question_id": 7, "category": "stem", "turns": ["Why is ice slippery?", "Since when?"]} | changes
 
 
-def without(field: str) -> dict:
-    return {name: value for name, value in mtbench_row().items() if name != field}
-
-
 @pytest.fixture
 def write(tmp_path: Path):
     """Writes rows (or raw bytes) to a file and returns its path."""
 
-    def _write(*rows: object, name: str = "questions.jsonl") -> Path:
-        path = tmp_path / name
+    def _write(*rows: object) -> Path:
         lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
-        path.write_bytes(b"\n".join(lines))
-        return path
+        (tmp_path / "questions.jsonl").write_bytes(b"\n".join(lines))
+        return tmp_path / "questions.jsonl"
 
     return _write
 
@@ -52,29 +42,17 @@ def complaint(path: str | Path, benchmark: str = "mtbench") -> str:
     return message
 
 
-# The built-in set
-
-
-def test_builtin_set_has_five_two_turn_questions_in_each_of_eight_categories():
+def test_builtin_set_has_five_two_turn_questions_in_each_of_eight_categories_and_is_never_called_mt_bench():
     found = load("mtbench")
     assert Counter(q.category for q in found.questions) == dict.fromkeys(CATEGORIES, 5)
     assert [q.id for q in found.questions] == list(range(1001, 1041))
     assert all(len(q.turns) == 2 for q in found.questions)
-    assert all(turn == turn.strip() and len(turn) > 20 for q in found.questions for turn in q.turns)
-    turns = [turn.lower() for q in found.questions for turn in q.turns]
-    assert len(set(turns)) == 80
-
-
-def test_builtin_set_has_passages_to_extract_from_and_fits_a_small_context():
-    found = load("mtbench")
-    assert all(len(q.turns[0].split()) > 80 for q in found.questions if q.category == "extraction")
-    assert all(sum(len(turn) for turn in q.turns) < 2000 for q in found.questions)
-
-
-def test_builtin_set_is_never_called_mt_bench():
-    found = load("mtbench")
+    turns = [turn for q in found.questions for turn in q.turns]
+    assert all(turn == turn.strip() and len(turn) > 20 for turn in turns)
+    assert len({turn.lower() for turn in turns}) == 80
+    assert all(len(q.turns[0].split()) > 80 for q in found.questions if q.category == "extraction"), "has passages"
+    assert all(sum(len(turn) for turn in q.turns) < 2000 for q in found.questions), "fits a small context"
     assert (found.name, found.label, found.source) == ("builtin", "ShareSD built-in questions", "built-in")
-    assert found.label == BUILTIN_LABEL
     text = BUILTIN_FILE.read_text(encoding="utf-8").lower()
     assert "mt-bench" not in text and "mtbench" not in text
 
@@ -87,36 +65,26 @@ def test_any_number_of_builtin_questions_is_spread_evenly_over_the_categories(nu
     assert max(per_category) - min(per_category) <= 1
 
 
-# Choosing
-
-
 def test_load_takes_the_first_questions_of_a_file(write):
     path = write(*(mtbench_row(question_id=i) for i in (5, 3, 9)))
     assert [q.id for q in load("mtbench", path, 2).questions] == [5, 3]
     assert [q.id for q in load("mtbench", path).questions] == [5, 3, 9]
+    with pytest.raises(ValueError, match=r"num_questions is 4, but questions.jsonl has only 3"):
+        load("mtbench", path, 4)
 
 
-def test_more_questions_than_there_are_is_refused_with_both_numbers(write):
-    path = write(mtbench_row())
-    with pytest.raises(ValueError, match=r"num_questions is 2, but questions.jsonl has only 1"):
-        load("mtbench", path, 2)
-    with pytest.raises(ValueError, match=r"num_questions is 41, but ShareSD built-in questions has only 40"):
-        load("mtbench", None, 41)
-
-
-@pytest.mark.parametrize("num_questions", [0, -3])
-def test_fewer_than_one_question_is_refused(num_questions: int):
-    with pytest.raises(ValueError, match=rf"num_questions is {num_questions}; it must be at least 1"):
-        load("mtbench", None, num_questions)
-
-
-def test_unknown_benchmark_is_refused_and_the_known_ones_are_named():
-    with pytest.raises(ValueError, match="benchmark is 'mmlu'; choose one of mtbench, gsm8k, humaneval"):
-        load("mmlu")
-    assert list(LAYOUTS) == ["mtbench", "gsm8k", "humaneval"]
-
-
-# The three layouts
+@pytest.mark.parametrize(
+    ("benchmark", "num_questions", "expected"),
+    [
+        ("mtbench", 41, "num_questions is 41, but ShareSD built-in questions has only 40"),
+        ("mtbench", 0, "num_questions is 0; it must be at least 1"),
+        ("mtbench", -3, "num_questions is -3; it must be at least 1"),
+        ("mmlu", None, "benchmark is 'mmlu'; choose one of mtbench, gsm8k, humaneval"),
+    ],
+)
+def test_other_numbers_and_benchmarks_are_refused(benchmark: str, num_questions: int | None, expected: str):
+    with pytest.raises(ValueError, match=expected):
+        load(benchmark, None, num_questions)
 
 
 def test_mtbench_layout(write):
@@ -138,13 +106,10 @@ def test_fields_that_are_not_asked_are_no_reason_to_refuse(write, unused: object
     assert load("humaneval", write(code)).questions[0].id == "HumanEval/0"
 
 
-def test_gsm8k_layout(write):
-    found = load("gsm8k", write({"question": "2 + 2?", "answer": "#### 4"}, {"question": "2 + 3?"}))
-    first, second = found.questions
+def test_gsm8k_layout_and_humaneval_layout_which_is_wrapped_for_chat_without_changing_the_code(write):
+    rows = ({"question": "2 + 2?", "answer": "#### 4"}, {"question": "2 + 3?"})
+    first, second = load("gsm8k", write(*rows)).questions
     assert (first.id, first.category, first.turns) == (0, "math", ("2 + 2?",)) and second.id == 1
-
-
-def test_humaneval_layout_is_wrapped_for_chat_without_changing_the_code(write):
     code = 'def half(x: float) -> float:\n    """Half of x."""\n'
     row = {"task_id": "HumanEval/0", "prompt": "\n" + code, "canonical_solution": "    return x / 2\n", "test": "..."}
     (question,) = load("humaneval", write(row)).questions
@@ -153,33 +118,12 @@ def test_humaneval_layout_is_wrapped_for_chat_without_changing_the_code(write):
     assert turn.startswith("Complete this Python function") and f"```python\n{code}```" in turn
 
 
-@pytest.mark.parametrize("name", ["questions.jsonl.gz", "questions.jsonl"])
-def test_gzip_is_known_by_its_content(tmp_path: Path, name: str):
-    path = tmp_path / name
-    path.write_bytes(gzip.compress(json.dumps(mtbench_row()).encode()))
-    assert load("mtbench", path).questions[0].id == 7
-
-
-def test_blank_lines_windows_line_ends_and_a_byte_order_mark_are_harmless(write):
-    path = write(b"\xef\xbb\xbf" + json.dumps(mtbench_row()).encode() + b"\r", b"", b"  ", b'{"question_id": 8}')
-    message = complaint(path)
-    assert message.startswith(f"{path}:4: field 'category' is missing")
-
-
-def test_a_unicode_line_separator_inside_a_text_is_no_new_line(write):
-    row = json.dumps(mtbench_row(turns=["one\u2028two\u0085three"]), ensure_ascii=False).encode()
-    assert load("mtbench", write(row)).questions[0].turns == ("one\u2028two\u0085three",)
-
-
-# What is wrong with a file
-
-
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
-        (without("question_id"), "field 'question_id' is missing; a question needs question_id, category and turns"),
-        (without("category"), "field 'category' is missing"),
-        (without("turns"), "field 'turns' is missing"),
+        ({"category": "stem"}, "field 'question_id' is missing; a question needs question_id, category and turns"),
+        ({"question_id": 7, "turns": ["Why?"]}, "field 'category' is missing"),
+        ({"question_id": 7, "category": "stem"}, "field 'turns' is missing"),
         (mtbench_row(turns=None), "field 'turns' is missing"),
         (mtbench_row(turns=[]), "field 'turns' is empty; write at least one message"),
         (mtbench_row(turns="Why?"), "field 'turns' holds a text; write a list of texts"),
@@ -195,18 +139,13 @@ def test_a_unicode_line_separator_inside_a_text_is_no_new_line(write):
         ([1, 2], "found a list; a question is an object"),
         (None, "found null; a question is an object"),
         (b'{"question_id": 8', "not JSON (Expecting ',' delimiter at column 18); write one JSON object on each line"),
-        (b"question 8", "not JSON (Expecting value at column 1)"),
-        (b'{"question_id": ' + b"9" * 5000 + b"}", "not JSON that can be read"),
-        (b"[" * 100_000, "not JSON"),
         (b'{"category": "caf\xe9"}', "byte 18 (0xe9) is not UTF-8; save the file as UTF-8"),
-        (mtbench_row(question_id="a"), "id 'a' is already that of"),
     ],
 )
 def test_a_bad_line_is_named_by_file_and_line(write, row: object, expected: str):
     path = write(mtbench_row(question_id="a"), row, mtbench_row(question_id="c"))
     message = complaint(path)
-    assert message.startswith(f"{path}:2: ")
-    assert expected in message
+    assert message.startswith(f"{path}:2: ") and expected in message
 
 
 def test_a_repeated_id_names_both_lines(write):
@@ -232,17 +171,13 @@ def test_a_repeated_id_names_both_lines(write):
 def test_the_other_layouts_are_checked_too(write, benchmark: str, row: dict, expected: str):
     path = write(row)
     message = complaint(path, benchmark)
-    assert message.startswith(f"{path}:1: ")
-    assert expected in message
+    assert message.startswith(f"{path}:1: ") and expected in message
 
 
-@pytest.mark.parametrize("content", [(), (b"", b"  ", b"")])
-def test_an_empty_file_is_refused(write, content: tuple[bytes, ...]):
-    path = write(*content)
-    assert complaint(path) == f"{path} holds no questions; write one JSON object on each line"
-
-
-def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path):
+def test_empty_and_missing_files_and_a_folder_are_refused(write, tmp_path: Path):
+    for content in (), (b"", b"  ", b""):
+        path = write(*content)
+        assert complaint(path) == f"{path} holds no questions; write one JSON object on each line"
     missing = tmp_path / "none.jsonl"
     assert complaint(missing) == f"{missing} cannot be read (No such file or directory); name a file of JSON Lines"
     assert complaint(tmp_path) == f"{tmp_path} cannot be read (Is a directory); name a file of JSON Lines"
@@ -253,11 +188,7 @@ def test_a_broken_gzip_file_is_refused(tmp_path: Path, damage):
     path = tmp_path / "questions.jsonl.gz"
     path.write_bytes(damage(gzip.compress(json.dumps(mtbench_row()).encode())))
     message = complaint(path)
-    assert message.startswith(f"{path}: not a whole gzip file (")
-    assert "fetch it again" in message
-
-
-# The hub
+    assert message.startswith(f"{path}: not a whole gzip file (") and "fetch it again" in message
 
 
 @pytest.fixture
@@ -286,35 +217,26 @@ def test_gsm8k_and_humaneval_come_from_the_hub_where_no_file_is_given(hub):
     assert (found.label, found.questions[0].turns) == ("openai/gsm8k (test)", ("2 + 2?",))
     hub.rows = [{"task_id": "HumanEval/0", "prompt": "def f():\n"}]
     assert load("humaneval").questions[0].id == "HumanEval/0"
-    assert [(repo, kind) for repo, _, kind in hub.asked] == [
-        ("openai/gsm8k", "dataset"),
-        ("openai/openai_humaneval", "dataset"),
-    ]
+    asked = [(repo, kind) for repo, _, kind in hub.asked]
+    assert asked == [("openai/gsm8k", "dataset"), ("openai/openai_humaneval", "dataset")]
 
 
-def test_a_row_of_the_hub_is_named_too(hub):
+def test_what_is_wrong_with_the_hub_is_said_with_a_way_to_go_on(hub, monkeypatch: pytest.MonkeyPatch):
     hub.rows = [{"question": "2 + 2?"}, {"question": None}]
     with pytest.raises(ValueError, match=r"hub:openai/gsm8k/main/.*\.parquet:2: field 'question' is missing"):
         load("gsm8k")
-
-
-def test_offline_says_what_was_tried_and_how_to_go_on(hub):
     hub.error = huggingface_hub.errors.LocalEntryNotFoundError("not in the cache,\nand no network.")
     with pytest.raises(ValueError) as caught:
         load("gsm8k")
-    message = str(caught.value)
-    assert "openai/gsm8k (main/test-00000-of-00001.parquet)" in message
-    assert "not in the cache, and no network" in message
-    assert "--questions FILE" in message and "\n" not in message
-
-
-@pytest.mark.parametrize("benchmark", ["gsm8k", "humaneval"])
-def test_without_pyarrow_nothing_is_downloaded(hub, monkeypatch: pytest.MonkeyPatch, benchmark: str):
+    message, tried = str(caught.value), "openai/gsm8k (main/test-00000-of-00001.parquet)"
+    assert all(part in message for part in (tried, "not in the cache, and no network", "--questions FILE"))
+    assert "\n" not in message
+    hub.asked.clear()
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.delitem(sys.modules, "pyarrow.parquet")
     with pytest.raises(ValueError, match="needs pyarrow, which is not installed; install pyarrow, or .*--questions"):
-        load(benchmark)
-    assert hub.asked == []
+        load("gsm8k")
+    assert hub.asked == [], "nothing is downloaded"
 
 
 @pytest.mark.parametrize("benchmark", LAYOUTS)
@@ -326,16 +248,8 @@ def test_prompt_files_of_other_layouts_are_read_by_all_benchmarks(write, benchma
         {"id": "x", "conversations": [*turns, {"from": "human", "value": "And?"}], "category": "chat"},
         {"messages": [{"role": "user", "content": "Say"}]},
     )
-    found = [(each.id, each.category, each.turns) for each in load(benchmark, path).questions]
-    assert found == [
-        (81, "translation", ("Why is ice slippery?", "Since when?")),
-        (1, "all", ("Why?",)),
-        ("x", "chat", ("Hi", "And?")),
-        (3, "all", ("Say",)),
-    ]
-
-
-def test_rows_of_the_benchmarks_own_layout_come_first(write):
-    path = write({"task_id": "t/1", "prompt": "def f():"}, {"prompt": "Why?"})
-    own, other = load("humaneval", path).questions
+    spec_bench, *others = ((each.id, each.category, each.turns) for each in load(benchmark, path).questions)
+    assert spec_bench == (81, "translation", ("Why is ice slippery?", "Since when?"))
+    assert others == [(1, "all", ("Why?",)), ("x", "chat", ("Hi", "And?")), (3, "all", ("Say",))]
+    own, other = load("humaneval", write({"task_id": "t/1", "prompt": "def f():"}, {"prompt": "Why?"})).questions
     assert own.category == "coding" and "```python" in own.turns[0] and other.turns == ("Why?",)

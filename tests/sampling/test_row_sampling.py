@@ -6,6 +6,7 @@ Legend: B rows of the batch, T logit rows, N draft tokens, V vocabulary.
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -14,22 +15,16 @@ import torch
 from torch import Tensor
 
 from compile.attention import TreeAttentionMask
-from sharesd.sampling import (
-    RowSampling,
-    SamplingKind,
-    logprobs_of,
-    native_gumbel,
-    process,
-    seeds_of_prompts,
-    top_logprobs_of,
-)
+from sharesd import sampling
+from sharesd.sampling import RowSampling, SamplingKind, native_gumbel, process, seeds_of_prompts
 from sharesd.sampling.sampler import Sampler
 from sharesd.sampling_params import SamplingParams
-from sharesd.speculation.draft_tree import DraftTree, VerifyResult, pack
+from sharesd.speculation.draft_tree import DraftTree, pack
 from tests.helpers.oracle import placed
 from tests.speculation.test_trees import random_tree
 
 V, N = 203, 5
+TRUNCATED: Any = {"temperature": 0.8, "top_k": 30, "top_p": 0.9, "min_p": 0.02, "seed": 11}
 WAYS = {
     "greedy": SamplingParams(top_k=5, top_p=0.5, min_p=0.5),
     "sampled": SamplingParams(temperature=1.0, seed=2**62 + 1),
@@ -45,15 +40,7 @@ WAYS = {
     "repetition": SamplingParams(temperature=0.8, repetition_penalty=0.8, top_p=0.6),
     "bias": SamplingParams(logit_bias={3: 2.5, 9: -math.inf}),
     "everything": SamplingParams(
-        temperature=0.8,
-        top_k=30,
-        top_p=0.9,
-        min_p=0.02,
-        repetition_penalty=1.2,
-        presence_penalty=-0.5,
-        frequency_penalty=0.3,
-        logit_bias={1: 1.5, 200: -1.0},
-        seed=11,
+        **TRUNCATED, repetition_penalty=1.2, presence_penalty=-0.5, frequency_penalty=0.3, logit_bias={1: 1.5, 20: -1.0}
     ),
 }
 REQUESTS = list(WAYS.values())
@@ -69,12 +56,6 @@ def logits_of(dice: torch.Generator, num: int, dtype: torch.dtype) -> Tensor:
     logits = torch.randn(B, num, V, generator=dice, dtype=torch.float64) * 3
     logits[:, :, ::3] = logits[:, :, ::3].round()
     return logits.to(dtype)
-
-
-def just(row: int, tree: DraftTree) -> DraftTree:
-    """One row of a draft."""
-    tree_mask = tree.tree_mask and TreeAttentionMask(*(part[row : row + 1] for part in tree.tree_mask))
-    return tree._replace(tokens=tree.tokens[row : row + 1], tree_mask=tree_mask)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -96,15 +77,10 @@ def test_each_row_is_processed_as_if_it_were_alone(dtype: torch.dtype, replayed:
 @pytest.mark.parametrize("replayed", [False, True])
 def test_each_row_decides_as_if_it_were_alone(shape: str, dtype: torch.dtype, replayed: bool) -> None:
     """First tokens, drafts, verdicts and counts of three rounds, the last of which begins with other requests."""
-    import random
-
     dice, coin = torch.Generator().manual_seed(1), random.Random(2)
     texts = prompts(dice)
     kind, rows = placed(REQUESTS, V, texts, first_index=4, replayed=replayed)
-    alone = [
-        placed([params], V, [text], first_index=4 + i)
-        for i, (params, text) in enumerate(zip(REQUESTS, texts, strict=True))
-    ]
+    alone = [placed([params], V, [texts[i]], first_index=4 + i) for i, params in enumerate(REQUESTS)]
     lengths = torch.tensor([len(text) for text in texts])
     hits = 0
     for step in range(3):
@@ -140,9 +116,14 @@ def test_each_row_decides_as_if_it_were_alone(shape: str, dtype: torch.dtype, re
         sampler.commit(verified.tokens, verified.num_new)
         for b, one in enumerate(own):
             here = slice(b, b + 1)
-            expected = one.accept(just(b, tree), logits[here], lengths[here])
+            tree_mask = tree.tree_mask and TreeAttentionMask(*(part[here] for part in tree.tree_mask))
+            own_tree = tree._replace(tokens=tree.tokens[here], tree_mask=tree_mask)
+            expected = one.accept(own_tree, logits[here], lengths[here])
             one.commit(expected.tokens, expected.num_new)
-            assert same(verified, b, expected), REQUESTS[b]
+            num = int(expected.num_new)
+            assert int(verified.num_new[b]) == num, REQUESTS[b]
+            for ours, theirs in ((verified.tokens, expected.tokens), (verified.path, expected.path)):
+                assert torch.equal(ours[b, :num], theirs[0, :num]), REQUESTS[b]
             if one.kind.penalized:
                 assert torch.equal(rows.counts.output_counts[b], one.rows.counts.output_counts[0])
         hits += int((verified.num_new > 1).sum())
@@ -154,20 +135,10 @@ def remarks_of(kind: SamplingKind, rows: RowSampling, tree: DraftTree, logits: T
     """The target's choices [B, T] for the rows of a draft."""
     choices: list[Tensor] = []
     with pytest.MonkeyPatch.context() as patch:
-        from sharesd import sampling
-
         right = sampling.choose
         patch.setattr(sampling, "choose", lambda *given: choices.append(right(*given)) or choices[-1])
         Sampler(kind, rows).accept(tree, logits, lengths)
     return choices[-1]
-
-
-def same(verified: VerifyResult, row: int, alone: VerifyResult) -> bool:
-    num = int(verified.num_new[row])
-    return num == int(alone.num_new) and all(
-        verified_part[row, :num].tolist() == part[0, :num].tolist()
-        for verified_part, part in ((verified.tokens, alone.tokens), (verified.path, alone.path))
-    )
 
 
 def test_noise_of_neighbouring_positions_is_drawn_in_one_call() -> None:
@@ -208,74 +179,47 @@ def test_the_kernel_chooses_as_tensor_operations_do(tree: TreeAttentionMask | No
     assert few[0].equal(few[1])
 
 
-def test_one_row_by_itself_is_the_row_of_the_batch() -> None:
-    dice = torch.Generator().manual_seed(3)
-    texts, logits = prompts(dice), logits_of(dice, 1, torch.bfloat16)[:, 0]
-    kind, rows = placed(REQUESTS, V, texts)
-    lengths = torch.tensor([len(text) for text in texts])
-    first = Sampler(kind, rows).first(logits, lengths).tokens
-    for row, params in enumerate(REQUESTS):
-        one, here = Sampler(SamplingKind.of(params), rows.only_row(row)), slice(row, row + 1)
-        token = one.first(logits[here], lengths[here]).tokens
-        one.commit(token, torch.ones_like(token[:, 0]))
-        assert token.equal(first[here])
-    Sampler(kind, rows).commit(first, torch.zeros_like(first[:, 0]))
-    emitted = [row for row, params in enumerate(REQUESTS) if params.uses_penalties]
-    assert rows.counts.output_counts.sum(-1).nonzero()[:, 0].tolist() == emitted
-
-
-# ---- what the host knows
-
-
-def test_tensors_keep_their_place() -> None:
-    _, rows = placed(REQUESTS, V)
-    numbers, bias, counts = rows.numbers_BF.data_ptr(), rows.bias_BV.data_ptr(), rows.counts.output_counts.data_ptr()
-    for row, params in enumerate(reversed(REQUESTS)):
-        rows.place(row, params, 7, [1, 2])
-    assert numbers == rows.numbers_BF.data_ptr() and bias == rows.bias_BV.data_ptr()
-    assert counts == rows.counts.output_counts.data_ptr()
-    biased = [row for row, params in enumerate(reversed(REQUESTS)) if params.logit_bias]
-    assert (rows.bias_BV != 0).any(-1).nonzero()[:, 0].tolist() == biased
-    seeds = [int(seeds_of_prompts(params.seed, torch.tensor([7]))) for params in reversed(REQUESTS)]
-    assert rows.seeds_B.tolist() == seeds
-
-
-def test_memory_is_taken_when_it_is_needed() -> None:
+def test_memory_is_taken_when_it_is_needed_and_keeps_its_place() -> None:
     _, rows = placed([WAYS["sampled"], WAYS["greedy"]], V)
     assert "counts" not in vars(rows) and "bias_BV" not in vars(rows)
     rows.place(0, WAYS["everything"], 0, [1])
     assert "counts" in vars(rows) and "bias_BV" in vars(rows)
+    _, rows = placed(REQUESTS, V)
+    parts = (rows.numbers_BF, rows.bias_BV, rows.counts.output_counts)
+    for row, params in enumerate(reversed(REQUESTS)):
+        rows.place(row, params, 7, [1, 2])
+    now = (rows.numbers_BF, rows.bias_BV, rows.counts.output_counts)
+    assert [each.data_ptr() for each in now] == [each.data_ptr() for each in parts]
+    biased = [row for row, params in enumerate(reversed(REQUESTS)) if params.logit_bias]
+    assert (rows.bias_BV != 0).any(-1).nonzero()[:, 0].tolist() == biased
+    seeds = [int(seeds_of_prompts(params.seed, torch.tensor([7]))) for params in reversed(REQUESTS)]
+    assert rows.seeds_B.tolist() == seeds
+    _, rows = placed([WAYS["greedy"], WAYS["everything"], WAYS["top_k"]], V)  # a released row costs nothing
+    assert rows.rows_using("top_k") == [1, 2] and rows.max_k == 30 and rows.rows_using("penalties") == [1]
+    rows.release(1)
+    assert rows.rows_using("top_k") == [2] and rows.max_k == 7 and rows.rows_using("penalties") == []
+    rows.release(2)
+    assert rows.rows_using("top_k") == [] and rows.max_k == 0 and rows.rows_using("greedy") == [0]
 
 
-def test_kind_is_the_union_of_what_rows_ask_for() -> None:
+def test_kind_is_the_union_of_what_rows_ask_for_and_replayed_rounds_have_few() -> None:
     asks = [SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(logprobs=True, top_logprobs=3)]
     asks += [SamplingParams(top_p=0.5, presence_penalty=1.0), SamplingParams(temperature=1.0, min_p=0.1)]
     _, rows = placed(asks, V)
-    assert (
-        rows.kind([0]) == SamplingKind()
-        and rows.kind([]) == SamplingKind()
-        and rows.kind([0, 1]) == SamplingKind(sampled=True)
-    )
+    assert rows.kind([0]) == rows.kind([]) == SamplingKind() and rows.kind([0, 1]) == SamplingKind(sampled=True)
     assert rows.kind([1, 2]) == SamplingKind(sampled=True, logprobs=True, top_logprobs=3)
     assert rows.kind([3]) == SamplingKind(penalized=True), "greedy rows are not truncated"
     assert rows.kind(range(5)) == SamplingKind(True, True, True, logprobs=True, top_logprobs=3)
     assert hash(rows.kind([1])) == hash(SamplingKind(sampled=True))
-
-
-def test_replayed_rounds_have_few_kinds() -> None:
     kinds = {placed([params], V, replayed=True)[0] for params in REQUESTS}
-    assert kinds == {SamplingKind(), SamplingKind(True, True), SamplingKind(True, True, True, True)}, (
-        "what is adjusted can be sampled, too"
-    )
+    most = SamplingKind(True, True, True, True)  # what is adjusted can be sampled, too
+    assert kinds == {SamplingKind(), SamplingKind(True, True), most}
     assert placed([SamplingParams(logprobs=True)], V, replayed=True)[0].top_logprobs == 20
     apart = SamplingKind(penalized=True, acceptance="block").rounded()
     assert not apart.sampled, "others than `match` look at distributions, which differ where rows are sampled"
-
-
-def test_kinds_that_differ_in_what_the_target_does_share_drafts() -> None:
     asks = [SamplingParams(), SamplingParams(logprobs=True, top_logprobs=3), SamplingParams(temperature=1.0)]
     greedy, told, sampled = (SamplingKind.of(params).rounded().of_drafts() for params in asks)
-    assert greedy == told == greedy._replace(constrained=True).of_drafts() != sampled
+    assert greedy == told == greedy._replace(constrained=True).of_drafts() != sampled, "of other rounds of a target"
 
 
 def test_other_acceptance_is_for_rows_that_are_sampled_alike() -> None:
@@ -291,45 +235,18 @@ def test_other_acceptance_is_for_rows_that_are_sampled_alike() -> None:
     assert rows.kind([3]).acceptance == "match"
 
 
-def test_a_released_row_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, rows = placed([WAYS["greedy"], WAYS["everything"], WAYS["top_k"]], V)
-    assert rows.rows_using("top_k") == [1, 2] and rows.max_k == 30 and rows.rows_using("penalties") == [1]
-    rows.release(1)
-    assert rows.rows_using("top_k") == [2] and rows.max_k == 7 and rows.rows_using("penalties") == []
-    rows.release(2)
-    assert rows.rows_using("top_k") == [] and rows.max_k == 0 and rows.rows_using("greedy") == [0]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_alternatives_are_the_likeliest_tokens_of_the_raw_logits(dtype: torch.dtype) -> None:
-    logits = logits_of(torch.Generator().manual_seed(5), 2, dtype)
-    tokens, logprobs = top_logprobs_of(logits, 20)
-    assert tokens.shape == logprobs.shape == (B, 2, 20) and logprobs.dtype == torch.float32
-    ranked = logits.sort(dim=-1, descending=True, stable=True)
-    assert torch.equal(tokens, ranked.indices[..., :20])
-    for place in (0, 7, 19):
-        assert torch.equal(logprobs[..., place], logprobs_of(logits, tokens[..., place]))
-
-
-# ---- parameters
-
-
-@pytest.mark.parametrize("name", ["temperature", "repetition_penalty", "presence_penalty", "frequency_penalty"])
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_parameters_are_finite(name: str, value: float) -> None:
-    with pytest.raises(ValueError, match=f"^{name} is {value}; give a finite number$"):
-        SamplingParams(**{name: value})
-
-
-@pytest.mark.parametrize("name", ["top_p", "min_p"])
-def test_what_is_no_number_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f"^{name} is nan; it must be"):
-        SamplingParams(**{name: math.nan})
-
-
 @pytest.mark.parametrize(
-    "settings", [{"top_logprobs": 2}, {"top_logprobs": 21, "logprobs": True}, {"top_logprobs": -1}]
+    ("settings", "message"),
+    [
+        *(
+            ({name: value}, f"{name} is {value}; give a finite number$")
+            for name in ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty")
+            for value in (math.nan, math.inf, -math.inf)
+        ),
+        *(({name: math.nan}, f"{name} is nan; it must be") for name in ("top_p", "min_p")),
+        *(({"top_logprobs": num, "logprobs": num > 20}, "top_logprobs is ") for num in (2, 21, -1)),
+    ],
 )
-def test_alternatives_are_counted_and_need_logprobs(settings: Any) -> None:
-    with pytest.raises(ValueError, match="^top_logprobs is "):
+def test_what_is_no_number_and_alternatives_without_logprobs_are_refused(settings: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
         SamplingParams(**settings)

@@ -6,44 +6,21 @@ Legend: B rows of the batch, T logit rows, N draft tokens, V vocabulary.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers.generation.logits_process import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers.generation import logits_process as hf
 
-from sharesd.sampling import (
-    SamplingKind,
-    Stream,
-    choose,
-    fork,
-    gumbel,
-    logprobs_of,
-    native_choice,
-    native_gumbel,
-    probs_of,
-    process,
-    seeds_of_prompts,
-    uniform,
-)
+from sharesd import sampling
+from sharesd.sampling import SamplingKind, Stream, choose, fork, gumbel, native_gumbel, probs_of, process, uniform
 from sharesd.sampling.logits_processors import _top_p, top_p_reference
 from sharesd.sampling_params import SamplingParams
 from tests.helpers.oracle import placed
-
-
-def deviation(counts: Tensor, expected: Tensor) -> float:
-    """Chi-square of counts against expectation as standard deviations from its mean (Wilson and Hilferty 1931)."""
-    df = counts.numel() - 1
-    chi_square = float(((counts - expected) ** 2 / expected).sum())
-    return ((chi_square / df) ** (1 / 3) - (1 - 2 / (9 * df))) / math.sqrt(2 / (9 * df))
+from tests.sampling.test_acceptance import deviation
+from tests.sampling.test_row_sampling import WAYS
 
 
 def cells(u: Tensor, num: int) -> Tensor:
@@ -58,43 +35,15 @@ def assert_uniform_and_independent(u: Tensor, v: Tensor) -> None:
     assert abs(deviation(pairs, torch.full((1024,), n / 1024))) < 4
 
 
-def gumbel_uniform(noise: Tensor) -> Tensor:
-    """Back to the uniform variable which the noise was made of."""
-    return torch.exp(-torch.exp(-noise.double()))
-
-
-# ---- noise
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("vocab_size", [5, 1003])
-def test_noise_drawn_together_equals_noise_drawn_one_by_one(vocab_size: int, dtype: torch.dtype) -> None:
-    seeds_B = torch.tensor([0, 1, 2**63 - 1])
-    positions_BT = torch.tensor([[0, 1, 2, 3], [7, 8, 9, 10], [5, 2**29 - 1, 4096, 0]])
-    noise = gumbel(seeds_B, positions_BT, vocab_size, dtype=dtype)
-    u = uniform(seeds_B, positions_BT, dtype=dtype)
-    assert noise.shape == (3, 4, vocab_size) and noise.dtype == u.dtype == dtype
-    for b in range(3):
-        for t in range(4):
-            one = seeds_B[b : b + 1], positions_BT[b : b + 1, t : t + 1]
-            assert torch.equal(gumbel(*one, vocab_size, dtype=dtype)[0, 0], noise[b, t])
-            assert torch.equal(uniform(*one, dtype=dtype)[0, 0], u[b, t])
-
-
-def test_noise_is_pinned() -> None:
+def test_noise_is_pinned_and_finite_at_the_ends_of_its_range() -> None:
     """The text of a seed must not change from release to release."""
     u = uniform(torch.tensor([0, 123456789012345]), torch.tensor([[0, 1], [0, 1]]), dtype=torch.float64)
     words = (u * 2**32).floor().long()
     assert words.tolist() == [[3431952692, 487937224], [2948165037, 1345714528]]
     noise = gumbel(torch.tensor([42]), torch.tensor([[7]]), 4)[0, 0]
     torch.testing.assert_close(noise, torch.tensor([-0.16999, -0.249079, 2.712409, 1.500654]), atol=1e-5, rtol=1e-5)
-
-
-def test_noise_is_finite_at_the_ends_of_its_range() -> None:
-    from sharesd.sampling import noise
-
     for dtype in (torch.float32, torch.float64):
-        u = noise._unit(torch.tensor([0, 1, 2**23, 2**24 - 1, 2**31, 2**32 - 2**7, 2**32 - 1]), dtype)
+        u = sampling.noise._unit(torch.tensor([0, 1, 2**23, 2**24 - 1, 2**31, 2**32 - 2**7, 2**32 - 1]), dtype)
         assert (u > 0).all() and (u < 1).all() and (u.diff() >= 0).all()
         assert (-torch.log(-torch.log1p(-u))).isfinite().all()
 
@@ -104,7 +53,7 @@ def test_noise_is_gumbel_and_neighbours_are_independent() -> None:
     noise = gumbel(seeds_B, positions_BT, V)
     assert noise.isfinite().all()
     assert abs(float(noise.mean()) - 0.57722) < 0.01 and abs(float(noise.var()) - math.pi**2 / 6) < 0.02
-    u = gumbel_uniform(noise)
+    u = torch.exp(-torch.exp(-noise.double()))  # back to the uniform variable which the noise was made of
     for step in (1, 2, 64, 256, 4096, 16384):
         assert_uniform_and_independent(u[..., :-step], u[..., step:])
     assert_uniform_and_independent(u[:, :-1], u[:, 1:])
@@ -129,24 +78,11 @@ def test_uniform_streams_positions_and_seeds_are_independent() -> None:
 def test_forked_seeds_are_distinct_and_valid() -> None:
     seeds = fork(torch.arange(100).repeat_interleave(100), torch.arange(100).repeat(100))
     assert seeds.unique().numel() == 10_000 and int(seeds.min()) >= 0
-    of_prompts = torch.cat([seeds_of_prompts(seed, torch.arange(1, 101)) for seed in range(100)])
+    of_prompts = torch.cat([sampling.seeds_of_prompts(seed, torch.arange(1, 101)) for seed in range(100)])
     assert torch.cat([seeds, of_prompts]).unique().numel() == 20_000 and int(of_prompts.min()) >= 0
-    assert seeds_of_prompts(2**63 - 1, torch.arange(2))[0] == 2**63 - 1
-
-
-def test_high_bits_of_the_seed_matter() -> None:
-    positions = torch.zeros(1, 1, dtype=torch.int64)
-    u = torch.stack([uniform(torch.tensor([1 << bit]), positions) for bit in range(63)])
-    assert u.unique().numel() == 63
-
-
-def test_argmax_with_gumbel_noise_samples_the_softmax() -> None:
-    logits_V = torch.tensor([2.0, 1.0, 0.0, -1.0, -3.0, 1.5, -torch.inf])
-    seeds_B, positions_BT = torch.arange(300), torch.arange(500).repeat(300, 1)
-    tokens = choose(logits_V.expand(300, 500, 7), gumbel(seeds_B, positions_BT, 7))
-    counts = torch.bincount(tokens.flatten(), minlength=7)
-    assert counts[6] == 0
-    assert deviation(counts[:6], 150_000 * logits_V.softmax(-1)[:6]) < 4
+    assert sampling.seeds_of_prompts(2**63 - 1, torch.arange(2))[0] == 2**63 - 1
+    every_bit = uniform(torch.tensor([1 << bit for bit in range(63)]), torch.zeros(63, 1, dtype=torch.int64))
+    assert every_bit.unique().numel() == 63, "high bits of the seed matter, too"
 
 
 @pytest.mark.slow
@@ -162,9 +98,6 @@ def test_compiled_noise_has_the_same_bits_whatever_the_number_of_rows() -> None:
     assert torch.equal(torch.cat(one, 1), noise[:1])
 
 
-# ---- processing
-
-
 def alone(logits: Tensor, params: SamplingParams, **context: Any) -> Tensor:
     """Processed for one way of sampling, all rows alike."""
     return process(logits, *placed([params] * len(logits), logits.shape[-1]), **context)
@@ -175,31 +108,23 @@ def rows(num: int, vocab_size: int, dtype: torch.dtype = torch.float32, seed: in
     return torch.randn(1, num, vocab_size, generator=torch.Generator().manual_seed(seed), dtype=dtype) * 3
 
 
-SINGLE = [
-    ({"temperature": 0.7}, [TemperatureLogitsWarper(0.7)]),
-    ({"top_k": 1}, [TopKLogitsWarper(1)]),
-    ({"top_k": 20}, [TopKLogitsWarper(20)]),
-    ({"top_k": 10_000}, [TopKLogitsWarper(10_000)]),
-    ({"top_p": 0.1}, [TopPLogitsWarper(0.1)]),
-    ({"top_p": 0.5}, [TopPLogitsWarper(0.5)]),
-    ({"top_p": 0.95}, [TopPLogitsWarper(0.95)]),
-    ({"min_p": 0.05}, [MinPLogitsWarper(0.05)]),
-    ({"min_p": 1.0}, [MinPLogitsWarper(1.0)]),
-    ({"top_k": 20, "top_p": 0.8}, [TopKLogitsWarper(20), TopPLogitsWarper(0.8)]),
-    (
-        {"temperature": 1.3, "top_k": 50, "top_p": 0.9, "min_p": 0.02},
-        [TemperatureLogitsWarper(1.3), TopKLogitsWarper(50), TopPLogitsWarper(0.9), MinPLogitsWarper(0.02)],
-    ),
+WARPERS: dict[str, Any] = {"temperature": hf.TemperatureLogitsWarper, "top_k": hf.TopKLogitsWarper}
+WARPERS |= {"top_p": hf.TopPLogitsWarper, "min_p": hf.MinPLogitsWarper}
+SETTINGS: list[dict[str, Any]] = [
+    *({"temperature": 0.7}, {"top_k": 1}, {"top_k": 20}, {"top_k": 10_000}, {"top_p": 0.1}, {"top_p": 0.5}),
+    *({"top_p": 0.95}, {"min_p": 0.05}, {"min_p": 1.0}, {"top_k": 20, "top_p": 0.8}),
+    {"temperature": 1.3, "top_k": 50, "top_p": 0.9, "min_p": 0.02},
 ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("vocab_size", [61, 1003])
-@pytest.mark.parametrize(("settings", "processors"), SINGLE, ids=[str(s) for s, _ in SINGLE])
-def test_processing_equals_transformers(settings: dict, processors: list, vocab_size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_processing_equals_transformers(settings: dict[str, Any], vocab_size: int, dtype: torch.dtype) -> None:
     logits = rows(40, vocab_size, dtype)
-    oracle: Any = LogitsProcessorList(processors)
-    expected = oracle(torch.zeros(40, 1, dtype=torch.int64), logits[0])
+    expected: Any = logits[0]
+    for name, value in settings.items():
+        expected = WARPERS[name](value)(torch.zeros(40, 1, dtype=torch.int64), expected)
     result = alone(logits, SamplingParams(**{"temperature": 1.0, **settings}))
     assert result.dtype == dtype
     torch.testing.assert_close(result[0], expected)
@@ -229,64 +154,40 @@ def test_temperatures_near_zero_choose_as_greedy_decoding_does(
     torch.testing.assert_close(probs_of(result, SamplingKind.of(params)), ties / ties.sum(-1, keepdim=True))
 
 
-@pytest.mark.parametrize("temperature", [0.01, 0.1, 0.7, 1.3, 100.0])
-def test_usual_temperatures_divide_and_no_more(temperature: float) -> None:
-    """The bits of texts rest on it."""
+def test_usual_temperatures_divide_and_no_more_and_those_without_end_choose_evenly() -> None:
     logits = rows(40, 1003)
-    assert torch.equal(alone(logits, SamplingParams(temperature=temperature)), logits / temperature)
+    for temperature in (0.01, 0.1, 0.7, 1.3, 100.0):  # the bits of texts rest on it
+        assert torch.equal(alone(logits, SamplingParams(temperature=temperature)), logits / temperature)
+    logits[..., 7] = -math.inf  # banned
+    for temperature in (1e38, 1e300):
+        probs = probs_of(alone(logits, SamplingParams(temperature=temperature)), SamplingKind(sampled=True))
+        assert (probs[..., 7] == 0).all() and torch.allclose(probs[..., :7], torch.tensor(1 / 1002))
 
 
-@pytest.mark.parametrize("temperature", [1e38, 1e300])
-def test_without_end_temperatures_choose_evenly_among_what_is_not_banned(temperature: float) -> None:
-    logits = rows(3, 61)
-    logits[..., 7] = -math.inf
-    probs = probs_of(alone(logits, SamplingParams(temperature=temperature)), SamplingKind(sampled=True))
-    assert (probs[..., 7] == 0).all() and torch.allclose(probs[..., :7], torch.tensor(1 / 60))
+@pytest.mark.parametrize(
+    ("probs", "settings", "kept"),
+    [
+        ([0.3, 0.1, 0.2, 0.2, 0.2, 0.05], {"top_k": 2}, [0, 2, 3, 4]),  # as transformers does
+        *(([0.4, 0.2, 0.2, 0.2], {"top_p": 0.39, "top_k": k}, [0]) for k in (0, 2)),
+        *(([0.4, 0.2, 0.2, 0.2], {"top_p": p, "top_k": k}, [0, 1, 2, 3]) for p in (0.41, 0.63, 0.99) for k in (0, 2)),
+        *(([0.25, 0.5, 0.125, 0.125], {"top_p": 0.5, "top_k": k}, [1]) for k in (0, 3)),
+    ],
+)
+def test_ties_are_treated_alike_and_top_p_stops_as_soon_as_the_mass_is_reached(
+    probs: list[float], settings: dict, kept: list[int]
+) -> None:
+    result = alone(torch.tensor([[probs]]).log(), SamplingParams(temperature=1.0, **settings))
+    assert result[0, 0].isfinite().nonzero()[:, 0].tolist() == kept
 
 
-@pytest.mark.parametrize("penalty", [0.5, 1.3])
-def test_repetition_penalty_equals_transformers(penalty: float) -> None:
-    prompts = torch.randint(0, 61, (40, 12), generator=torch.Generator().manual_seed(1))
-    logits = rows(40, 61).transpose(0, 1)
-    kind, asked = placed([SamplingParams(repetition_penalty=penalty)] * 40, 61, prompts[:, :8].tolist())
-    asked.counts.update(prompts[:, 8:], torch.full((40,), 4))
-    result = process(logits, kind, asked)
-    torch.testing.assert_close(result[:, 0], RepetitionPenaltyLogitsProcessor(penalty)(prompts, logits[:, 0]))
-
-
-def test_top_k_keeps_ties_as_transformers_does() -> None:
-    logits = torch.tensor([[[3.0, 1.0, 2.0, 2.0, 2.0, 0.0]]])
-    result = alone(logits, SamplingParams(temperature=1.0, top_k=2))
-    assert result.isfinite().tolist() == [[[True, False, True, True, True, False]]]
-    torch.testing.assert_close(result[0], TopKLogitsWarper(2)(torch.zeros(1, 1), logits[0]))
-
-
-def test_top_p_treats_ties_alike_and_counts_those_of_top_k() -> None:
-    logits = torch.tensor([[[0.4, 0.2, 0.2, 0.2]]]).log()
-    keeps = [
-        alone(logits, SamplingParams(temperature=1.0, top_p=p, top_k=k)).isfinite()[0, 0].tolist()
-        for p, k in [(0.39, 0), (0.41, 0), (0.99, 0), (0.39, 2), (0.41, 2), (0.63, 2)]
-    ]
-    assert keeps == [[True, False, False, False], [True] * 4, [True] * 4] * 2
-
-
-@pytest.mark.parametrize("top_k", [0, 3])
-def test_top_p_stops_as_soon_as_the_mass_is_reached(top_k: int) -> None:
-    logits = torch.tensor([[[0.25, 0.5, 0.125, 0.125]]]).log()
-    result = alone(logits, SamplingParams(temperature=1.0, top_p=0.5, top_k=top_k))
-    assert result.isfinite().tolist() == [[[False, True, False, False]]]
-
-
-def test_greedy_without_penalties_gives_the_logits_back() -> None:
-    logits = rows(3, 61).bfloat16()
-    assert alone(logits, SamplingParams(top_k=5, top_p=0.5, min_p=0.5)) is logits
-
-
-def test_greedy_with_bias_is_not_truncated() -> None:
-    logits = rows(3, 61)
-    params = SamplingParams(logit_bias={7: 100.0}, top_k=1)
-    result = alone(logits, params)
+def test_greedy_rows_take_the_first_of_the_best_whatever_truncates_others() -> None:
+    logits, truncated = rows(3, 61).bfloat16(), SamplingParams(top_k=1, top_p=0.5, min_p=0.5)
+    assert alone(logits, truncated) is logits
+    result = alone(logits, replace(truncated, logit_bias={7: 100.0}))
     assert result.isfinite().all() and choose(result).tolist() == [[7, 7, 7]]
+    assert choose(torch.tensor([[[1.0, 5.0, 5.0], [2.0, 2.0, 2.0]]])).tolist() == [[1, 0]]
+    one_hot = probs_of(logits, SamplingKind())
+    assert torch.equal(one_hot.argmax(-1), logits.argmax(-1)) and torch.equal(one_hot.sum(-1), torch.ones(1, 3))
 
 
 def test_bias_bans_and_adds() -> None:
@@ -297,42 +198,18 @@ def test_bias_bans_and_adds() -> None:
     assert (change[..., 0] == -math.inf).all() and (change[..., 60] == 2.5).all()
 
 
-@pytest.mark.parametrize("token", [-1, 61])
-def test_bias_outside_the_vocabulary_is_refused(token: int) -> None:
-    with pytest.raises(ValueError, match=rf"token {token}; .* 0 to 60"):
-        placed([SamplingParams(logit_bias={token: 1.0})], 61)
-
-
-@pytest.mark.parametrize("amount", [math.nan, math.inf])
-def test_bias_that_is_no_number_is_refused(amount: float) -> None:
-    with pytest.raises(ValueError, match="token 3 is"):
-        SamplingParams(logit_bias={3: amount})
-
-
-def test_counts_take_only_what_was_emitted() -> None:
-    _, asked = placed([PENALTIES] * 3, 5, [[1, 2], [3], [0, 1, 0]])
-    counts = asked.counts
-    assert counts.prompt_mask.int().tolist() == [[0, 1, 1, 0, 0], [0, 0, 0, 1, 0], [1, 1, 0, 0, 0]]
-    mask, output = counts.prompt_mask, counts.output_counts
-    counts.update(torch.tensor([[1, 1, 4], [2, 3, 3], [4, 4, 4]]), torch.tensor([2, 3, 0]))
-    counts.update(torch.tensor([[1, -1, -1], [0, -1, -1], [9, 9, 9]]), torch.tensor([1, 1, 0]))
-    assert counts.output_counts.tolist() == [[0, 3, 0, 0, 0], [1, 0, 1, 2, 0], [0, 0, 0, 0, 0]]
-    assert counts.prompt_mask is mask and counts.output_counts is output
-    asked.place(1, PENALTIES, 0, [4])
-    assert counts.prompt_mask.int().tolist() == [[0, 1, 1, 0, 0], [0, 0, 0, 0, 1], [1, 1, 0, 0, 0]]
-    assert counts.output_counts.tolist() == [[0, 3, 0, 0, 0], [0, 0, 0, 0, 0], [0, 0, 0, 0, 0]]
-
-
-EVERYTHING = SamplingParams(
-    temperature=0.8,
-    top_k=30,
-    top_p=0.9,
-    min_p=0.03,
-    repetition_penalty=1.4,
-    presence_penalty=0.6,
-    frequency_penalty=-0.9,
-    logit_bias={2: 1.5, 5: -2.0},
+@pytest.mark.parametrize(
+    ("bias", "message"),
+    [
+        *(({token: 1.0}, f"token {token}; .* 0 to 60") for token in (-1, 61)),
+        *(({3: amount}, "token 3 is") for amount in (math.nan, math.inf)),
+    ],
 )
+def test_a_bias_outside_the_vocabulary_or_without_a_number_is_refused(bias: dict[int, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        placed([SamplingParams(logit_bias=bias)], 61)
+
+
 PENALTIES = SamplingParams(repetition_penalty=0.7, presence_penalty=1.1, frequency_penalty=0.4)
 
 
@@ -359,7 +236,7 @@ def process_naively(logits_V: Tensor, params: SamplingParams, prompt: list[int],
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("params", [EVERYTHING, PENALTIES], ids=["everything", "greedy with penalties"])
+@pytest.mark.parametrize("params", [WAYS["everything"], PENALTIES], ids=["everything", "greedy with penalties"])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_every_verify_row_sees_its_own_prefix(batch: int, params: SamplingParams, dtype: torch.dtype) -> None:
     V, N = 61, 5
@@ -390,31 +267,22 @@ def test_every_verify_row_sees_its_own_prefix(batch: int, params: SamplingParams
             counts.update(draft[:, t : t + 1], torch.ones(batch, dtype=torch.int64))
 
 
-def test_a_draft_token_is_penalized_only_in_later_rows() -> None:
-    params = SamplingParams(presence_penalty=1.0)
-    result = alone(torch.zeros(1, 3, 7), params, draft_BN=torch.tensor([[4, 6]]))
-    assert result[0].nonzero().tolist() == [[1, 4], [2, 4], [2, 6]]
-
-
-def test_choose_takes_the_first_of_equals() -> None:
-    assert choose(torch.tensor([[[1.0, 5.0, 5.0], [2.0, 2.0, 2.0]]])).tolist() == [[1, 0]]
-
-
-def test_probs_of_greedy_is_one_hot_and_otherwise_softmax() -> None:
-    logits = rows(4, 61)
-    assert torch.equal(probs_of(logits, SamplingKind()).argmax(-1), logits.argmax(-1))
-    assert torch.equal(probs_of(logits, SamplingKind()).sum(-1), torch.ones(1, 4))
-    torch.testing.assert_close(probs_of(logits, SamplingKind(sampled=True)), logits.softmax(-1))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_logprobs_are_those_of_the_raw_logits(dtype: torch.dtype) -> None:
-    logits = rows(6, 61, dtype=torch.float64).to(dtype)
-    tokens = torch.tensor([[0, 3, 60, 60, 1, 2]])
+    """Of tokens that were chosen, and of the likeliest."""
+    logits = rows(6, 203, dtype=torch.float64).view(3, 2, 203)
+    logits[..., ::3] = logits[..., ::3].round()  # ties
+    logits = logits.to(dtype)
+    tokens = torch.tensor([[0, 3], [202, 202], [1, 2]])
     expected = logits.double().log_softmax(-1).gather(-1, tokens[..., None])[..., 0].float()
-    result = logprobs_of(logits, tokens)
+    result = sampling.logprobs_of(logits, tokens)
     assert result.dtype == torch.float32
     torch.testing.assert_close(result, expected)
+    likeliest, logprobs = sampling.top_logprobs_of(logits, 20)
+    assert torch.equal(likeliest, logits.sort(dim=-1, descending=True, stable=True).indices[..., :20])
+    assert logprobs.shape == (3, 2, 20) and logprobs.dtype == torch.float32
+    for place in (0, 7, 19):
+        assert torch.equal(logprobs[..., place], sampling.logprobs_of(logits, likeliest[..., place]))
 
 
 @pytest.mark.kernels
@@ -425,6 +293,8 @@ def test_the_native_noise_is_the_noise():
     assert torch.allclose(plain, native, rtol=1e-5, atol=2e-6)
     alone = native_gumbel(seeds_B[1:], positions_BT[1:, 1:2], 1003)
     assert torch.equal(alone[0, 0], native[1, 1])  # the same bits whatever the number of rows
+    ids = torch.tensor([2, 40, 999])
+    assert torch.equal(native_gumbel(seeds_B, positions_BT, 1003, ids_K=ids), native[..., ids])
 
 
 @pytest.mark.kernels
@@ -446,19 +316,10 @@ def test_the_native_choice_is_that_among_sums_with_the_native_noise(size: int, d
             sums = x.to(wide) / heat_B.to(wide)[:, None, None] + noise * noisy_B.float()[:, None, None]
             for threads in (1, 3):
                 torch.set_num_threads(threads)
-                chosen = native_choice(x, seeds_B, positions_BT, temperature_B=heat_B, noise_B=noisy_B, ids_K=some_ids)
+                chosen = sampling.native_choice(
+                    x, seeds_B, positions_BT, temperature_B=heat_B, noise_B=noisy_B, ids_K=some_ids
+                )
                 assert torch.equal(chosen, choose(sums))
-
-
-@pytest.mark.kernels
-def test_noise_of_named_tokens_is_theirs() -> None:
-    seeds_B, positions_BT, ids = (
-        torch.tensor([7, 2**40]),
-        torch.tensor([[0, 1], [5, 2**28]]),
-        torch.tensor([2, 40, 999]),
-    )
-    some = native_gumbel(seeds_B, positions_BT, 1003, ids_K=ids)
-    assert torch.equal(some, native_gumbel(seeds_B, positions_BT, 1003)[..., ids])
 
 
 @pytest.mark.kernels

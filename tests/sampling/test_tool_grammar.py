@@ -17,15 +17,8 @@ from tests.helpers.tiny_tokenizer import SPECIAL, TOOL_TEMPLATE, make_backend
 
 pytest.importorskip("llguidance")
 
-ADD = Function(
-    name="add",
-    parameters={
-        "properties": {"a": {"$ref": "#/$defs/small"}},
-        "required": ["a"],
-        "$defs": {"small": {"enum": [1, 2]}},
-    },
-    strict=True,
-)
+SMALL = {"properties": {"a": {"$ref": "#/$defs/small"}}, "required": ["a"], "$defs": {"small": {"enum": [1, 2]}}}
+ADD = Function(name="add", parameters=SMALL, strict=True)
 TIME = Function(name="get_time")
 
 
@@ -63,9 +56,8 @@ def test_calls_and_nothing_else(form: str, kind: str) -> None:
     good, time, bad = call(form, "add", '{"a": 1}'), call(form, "get_time", "{}"), call(form, "add", '{"a": 3}')
     for text in (good, time):
         assert takes(tokenizer, one, around(form, text)) and takes(tokenizer, more, around(form, text))
-    assert takes(tokenizer, more, around(form, good, time, good)) and not takes(
-        tokenizer, one, around(form, good, time)
-    )
+    assert takes(tokenizer, more, around(form, good, time, good))
+    assert not takes(tokenizer, one, around(form, good, time))
     wrong = [around(form, bad), around(form, call(form, "sub", "{}")), around(form, call(form, "get_time", '{"a": 1}'))]
     for text in (*wrong, "the cat", "", f"the {around(form, good)}", f"{around(form, good)} cat"):
         assert not takes(tokenizer, one, text) and not takes(tokenizer, more, text), text
@@ -81,11 +73,8 @@ def test_text_in_which_calls_are_right(form: str, kind: str) -> None:
         assert takes(tokenizer, grammar, text), text
     for text in (bad, f"{good}{bad}", f"the {FORMATS[form].mark} cat"):
         assert not takes(tokenizer, grammar, text), text
-
-
-def test_nothing_tells_calls_of_llama_from_text() -> None:
-    with pytest.raises(ValueError, match="tool_choice to required"):
-        text_and_calls_grammar(FORMATS["llama"], tokenizer_of("letters"), [ADD])
+    with pytest.raises(ValueError, match="tool_choice to required"):  # nothing tells calls of llama from text
+        text_and_calls_grammar(FORMATS["llama"], tokenizer, [ADD])
 
 
 def test_marks_are_text_also_where_they_are_special(tmp_path: Path) -> None:
@@ -98,11 +87,8 @@ def test_marks_are_text_also_where_they_are_special(tmp_path: Path) -> None:
     ids = tokenizer.encode(f"[TOOL_CALLS] the{SPECIAL[2]}")
     assert tokenizer.backend.id_to_token(ids[0]) == "[TOOL_CALLS]"
     assert tokenizer.decode(ids) == "[TOOL_CALLS] the", "others are left out as ever"
-    assert takes(
-        tokenizer,
-        calls_grammar(FORMATS["mistral"], tokenizer, [TIME], several=True),
-        around("mistral", call("", "get_time", "{}")),
-    )
+    grammar = calls_grammar(FORMATS["mistral"], tokenizer, [TIME], several=True)
+    assert takes(tokenizer, grammar, around("mistral", call("", "get_time", "{}")))
     assert not tokenizer.takes_tools
     config["chat_template"].append({"name": "tool_use", "template": TOOL_TEMPLATE})  # type: ignore[attr-defined]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))

@@ -3,79 +3,59 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.helpers.fake_engine import SPOILT
 from tests.helpers.served_model import Served, served
-from tests.serve.test_responses_api import CALL, TEMPLATE
+from tests.serve.common import prompt_of
+from tests.serve.test_responses_api import CALL, CITY, SCRIPTS, SERVED, TEMPLATE  # noqa: F401
 
 anthropic = pytest.importorskip("anthropic")
 
 PATH = "/v1/messages"
-TOOL: dict[str, Any] = {
-    "name": "get_weather",
-    "description": "d",
-    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
-    "cache_control": {"type": "ephemeral"},
-}
+TOOL = {"name": "get_weather", "description": "d", "input_schema": CITY, "cache_control": {"type": "ephemeral"}}
 HELLO = [{"role": "user", "content": "the mat is"}]
-SCRIPTS = {
-    "the weather": f"<think>why is it red</think>\nI look.\n{CALL}",
-    "the mat is": "the cat sat on the mat",
-}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with served(template=TEMPLATE, max_context=2048) as running:
-        running.engine.scripts |= SCRIPTS
-        yield running
 
 
 def client_of(server: Served, key: str = "none") -> Any:
     return anthropic.Anthropic(base_url=server.url, api_key=key, max_retries=0)
 
 
-def prompt_of(server: Served) -> str:
-    return server.engine.tokenizer.decode(server.engine.added[-1].prompt_ids, skip_special_tokens=False)
+def said(server: Served, **more: Any) -> Any:
+    return client_of(server).messages.create(**{"model": "fake", "max_tokens": 50, "messages": HELLO, **more})
 
 
 def test_a_text_has_the_clients_shape(server: Served) -> None:
     system = [{"type": "text", "text": "be on the mat", "cache_control": {"type": "ephemeral"}}]
-    done = client_of(server).messages.create(model="fake", max_tokens=50, messages=HELLO, system=system)
+    done = said(server, system=system)
     assert (done.type, done.role, done.model, done.stop_reason) == ("message", "assistant", "fake", "end_turn")
     assert [(block.type, block.text) for block in done.content] == [("text", "the cat sat on the mat")]
     assert "<|im_start|>system\nbe on the mat<|im_end|>\n<|im_start|>user\nthe mat is<|im_end|>" in prompt_of(server)
-    again = client_of(server).messages.create(model="fake", max_tokens=50, messages=HELLO, system=system)
+    again = said(server, system=system)
     for usage in (done.usage, again.usage):
-        total = usage.input_tokens + usage.cache_read_input_tokens
-        assert total == len(server.engine.added[-1].prompt_ids)
+        assert usage.input_tokens + usage.cache_read_input_tokens == len(server.engine.added[-1].prompt_ids)
     assert again.usage.cache_read_input_tokens > 0
 
 
 def test_stop_reasons(server: Served) -> None:
-    create = client_of(server).messages.create
-    cut = create(model="fake", max_tokens=2, messages=HELLO)
-    assert cut.stop_reason == "max_tokens"
-    stopped = create(model="fake", max_tokens=50, messages=HELLO, stop_sequences=["zzz", " on"])
+    assert said(server, max_tokens=2).stop_reason == "max_tokens"
+    stopped = said(server, stop_sequences=["zzz", " on"])
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", " on")
     assert stopped.content[0].text == "the cat sat"
 
 
 def test_thinking_and_calls_are_blocks_and_are_taken_back(server: Served) -> None:
-    create = client_of(server).messages.create
     talk: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "the weather"}]}]
-    done = create(model="fake", max_tokens=300, messages=talk, tools=[TOOL])
-    thought, said, call = done.content
+    done = said(server, max_tokens=300, messages=talk, tools=[TOOL])
+    thought, text, call = done.content
     assert (thought.type, thought.thinking) == ("thinking", "why is it red")
-    assert (said.text, call.type, call.name, call.input) == ("I look.", "tool_use", "get_weather", {"city": "the mat"})
+    assert (text.text, call.type, call.name, call.input) == ("I look.", "tool_use", "get_weather", {"city": "the mat"})
     assert done.stop_reason == "tool_use"
     result = [{"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "sunny"}]}]
-    talk += [{"role": "assistant", "content": done.content}, {"role": "user", "content": [*result, *HELLO[:0]]}]
-    create(model="fake", max_tokens=5, messages=talk, tools=[TOOL])
+    talk += [{"role": "assistant", "content": done.content}, {"role": "user", "content": result}]
+    said(server, messages=talk, tools=[TOOL])
     turn = f"assistant\n<think>why is it red</think>I look.{CALL}<|im_end|>"
     assert f"{turn}\n<|im_start|>tool\nsunny<|im_end|>" in prompt_of(server)
 
@@ -108,15 +88,14 @@ def test_choices_of_tools(server: Served) -> None:
 
 
 def test_the_last_turn_of_an_assistant_is_continued(server: Served) -> None:
-    begun = [*HELLO, {"role": "assistant", "content": "the cat"}]
-    client_of(server).messages.create(model="fake", max_tokens=4, messages=begun)
+    said(server, messages=[*HELLO, {"role": "assistant", "content": "the cat"}])
     assert prompt_of(server).endswith("<|im_start|>assistant\nthe cat")
 
 
 def test_tokens_are_counted_as_they_are_read(server: Served) -> None:
-    client = client_of(server)
-    counted = client.messages.count_tokens(model="fake", messages=HELLO, tools=[TOOL], system="the red mat")
-    client.messages.create(model="fake", max_tokens=2, messages=HELLO, tools=[TOOL], system="the red mat")
+    more = {"tools": [TOOL], "system": "the red mat"}
+    counted = client_of(server).messages.count_tokens(model="fake", messages=HELLO, **more)
+    said(server, **more)
     assert counted.input_tokens == len(server.engine.added[-1].prompt_ids)
 
 
@@ -146,10 +125,10 @@ def test_what_cannot_be_done_is_refused_by_name(server: Served, more: dict[str, 
 
 def test_errors_are_the_clients(server: Served) -> None:
     with pytest.raises(anthropic.NotFoundError):
-        client_of(server).messages.create(model="other", max_tokens=4, messages=HELLO)
+        said(server, model="other")
     spoilt = [{"role": "user", "content": SPOILT}]
     with pytest.raises(anthropic.InternalServerError, match="not numbers"):
-        client_of(server).messages.create(model="fake", max_tokens=9, messages=spoilt)
+        said(server, messages=spoilt)
     with (
         pytest.raises(anthropic.APIStatusError, match="not numbers"),
         client_of(server).messages.stream(model="fake", max_tokens=9, messages=spoilt) as stream,

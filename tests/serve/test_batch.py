@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import pytest
 
@@ -23,27 +22,15 @@ from tests.helpers.served_model import Served, served
 
 CHAT, TEXT, RESPONSES, MESSAGES = URLS
 FOLDER = Path(__file__).parents[1] / "models/chat_templates"
-TEMPLATES = ("qwen3_6", "gptoss", "llama3_1")
-"""Thinking that the template opens, channels, and calls as JSON."""
+TEMPLATE = (FOLDER / "qwen3_6.jinja").read_text("utf-8")
+"""Thinking that the template opens, and calls with a tag for each argument."""
 XML_CALL = "<tool_call>\n<function=climb>\n<parameter=tree>\nred mat\n</parameter>\n</function>\n</tool_call>"
-SCRIPTS = {
-    "qwen3_6": {"why is the sky": "how is it\n</think>\n\nthe mat", "the red cat": f"why\n</think>\n\n{XML_CALL}"},
-    "gptoss": {
-        "why is the sky": "<|channel|>analysis<|message|>how is it<|end|><|start|>assistant<|channel|>final"
-        "<|message|>the mat",
-    },
-    "llama3_1": {"the red cat": '{"name": "climb", "parameters": {"tree": "red mat"}}'},
-}
+SCRIPTS = {"why is the sky": "how is it\n</think>\n\nthe mat", "the red cat": f"why\n</think>\n\n{XML_CALL}"}
 USER = {"role": "user", "content": "the cat sat"}
 WHY = {"role": "user", "content": "why is the sky blue"}
 PARTS = {"role": "user", "content": [{"type": "text", "text": "the cat"}, {"type": "text", "text": "sat"}]}
 SCHEMA = {"type": "object", "properties": {"tree": {"type": "string"}}, "required": ["tree"]}
 TOOLS = [{"type": "function", "function": {"name": "climb", "parameters": SCHEMA}}]
-CALLED = {
-    "role": "assistant",
-    "content": None,
-    "tool_calls": [{"id": "call00000", "type": "function", "function": {"name": "climb", "arguments": "{}"}}],
-}
 SHAPED = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
 
 
@@ -58,40 +45,24 @@ def text(prompt: Any = "the cat", **more: Any) -> tuple[str, Any]:
 BODIES: dict[str, tuple[str, Any]] = {
     "thoughts": chat(WHY, max_tokens=60),
     "thoughts left in": chat(WHY, max_tokens=60, reasoning_format="none"),
-    "thoughts left out": chat(WHY, max_tokens=60, include_reasoning=False),
-    "no thinking": chat(WHY, chat_template_kwargs={"enable_thinking": False}),
-    "earlier thoughts": chat(USER, {"role": "assistant", "content": "no", "reasoning": "how"}, USER),
     "parts": chat({"role": "developer", "content": PARTS["content"]}, PARTS),
     "samples": chat(n=3, temperature=0.7, top_p=0.9, top_k=-1, min_p=0.1),
-    "penalties": chat(repetition_penalty=1.1, presence_penalty=1, frequency_penalty=-1, ignore_eos=True),
-    "logprobs": chat(logprobs=True, top_logprobs=3),
-    "stops": chat(stop=["zz", ""], stop_token_ids=[7], min_tokens=2),
-    "bias": chat(logit_bias={"5": 2}),
     "JSON": chat(response_format={"type": "json_object"}, max_tokens=40),
     "a schema": chat(response_format=SHAPED, max_tokens=40),
-    "a choice": chat(structured_outputs={"choice": ["the mat", "a cat"]}),
     "tools": chat({"role": "user", "content": "the red cat"}, tools=TOOLS, max_tokens=120),
-    "results": chat(USER, CALLED, {"role": "tool", "tool_call_id": "call00000", "content": "red"}, tools=TOOLS),
-    "no tools wanted": chat(tools=TOOLS, tool_choice="none"),
     "continued": chat(USER, {"role": "assistant", "content": "the"}, continue_final_message=True),
-    "neutral fields": chat(user="me", metadata={}, best_of=1, stream=False, speculate=False),
     "no limit": (CHAT, {"messages": [USER], "seed": 5}),
-    "its name": chat(model="fake"),
     "texts": text(["the cat", "a mat"], n=2),
-    "ids": text([3, 4, 5], echo=True),
     "echo with logprobs": text(echo=True, logprobs=2, max_tokens=0),
     "16 tokens": (TEXT, {"prompt": "the cat", "seed": 5, "stop": "zz"}),
     "a response": (RESPONSES, {"input": "the cat", "max_output_tokens": 8, "temperature": 0}),
     "a message": (MESSAGES, {"model": "fake", "messages": [USER], "max_tokens": 8, "temperature": 0}),
     # refused
     "unknown field": chat(unknown_key=1),
-    "wrong type": chat(temperature="hot"),
     "out of range": chat(temperature=-1),
     "no messages": (CHAT, {"messages": []}),
-    "a picture": chat({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}),
     "other model": chat(model="other"),
     "prompt too long": chat({"role": "user", "content": "the cat " * 3000}),
-    "limit too high": chat(max_tokens=100_000),
     "no such variable": chat(chat_template_kwargs={"red": 1}),
     "no such tool": chat(tools=TOOLS, tool_choice={"type": "function", "function": {"name": "fly"}}),
     "wrong grammar": chat(structured_outputs={"regex": "("}),
@@ -102,18 +73,16 @@ BODIES: dict[str, tuple[str, Any]] = {
 }
 
 
-class Both(NamedTuple):
-    server: Served
-    lines: dict[str, dict[str, Any]]
+Lines = dict[str, dict[str, Any]]
+Both = tuple[Served, Lines]
 
 
-def lines_of(name: str, bodies: dict[str, tuple[str, Any]]) -> dict[str, dict[str, Any]]:
+def lines_of(bodies: dict[str, tuple[str, Any]]) -> Lines:
     """Output lines of these bodies as a batch file."""
     rows = [{"custom_id": each, "method": "POST", "url": url, "body": body} for each, (url, body) in bodies.items()]
     lines = [line for _, line in batch_lines([(f"b:{i}", row) for i, row in enumerate(rows)])]
     assert not any(line.error for line in lines)
     settings = ServerSettings(model_name="fake", root="fake", mode="suffix", max_batch=4, max_queue=2**31)
-    model = model_of(name)
 
     class Tasks:
         left = list(enumerate(lines))
@@ -121,28 +90,26 @@ def lines_of(name: str, bodies: dict[str, tuple[str, Any]]) -> dict[str, dict[st
         def take(self, wait: bool) -> Any:
             return self.left.pop(0) if self.left else None
 
-    with _running(settings, lambda: model) as (service, loop):
+    async def calls() -> set[Any]:
+        return service.calls
+
+    with _running(settings, scripted_model) as (service, loop):
         found = dict(_answers(service, loop, Tasks(), seed=0))
-        assert not asyncio.run_coroutine_threadsafe(_calls(service), loop).result()
+        assert not asyncio.run_coroutine_threadsafe(calls(), loop).result()
     return {line["custom_id"]: line for _, line in sorted(found.items())}
 
 
-async def _calls(service: Any) -> set[Any]:
-    return service.calls
-
-
-def model_of(name: str) -> Any:
-    model = fake_model(template=(FOLDER / f"{name}.jinja").read_text("utf-8"), max_context=2048)
-    model.engine.scripts |= SCRIPTS[name]  # type: ignore[attr-defined]
+def scripted_model() -> Any:
+    model = fake_model(template=TEMPLATE, max_context=2048)
+    model.engine.scripts |= SCRIPTS  # type: ignore[attr-defined]
     return model
 
 
-@pytest.fixture(scope="module", params=TEMPLATES)
-def both(request: pytest.FixtureRequest) -> Iterator[Both]:
-    with ExitStack() as stack:
-        server = stack.enter_context(served(lambda: model_of(request.param)))
+@pytest.fixture(scope="module")
+def both() -> Iterator[Both]:
+    with served(scripted_model) as server:
         server.wait(lambda: server.http.get("/health").status_code == 200)
-        yield Both(server, lines_of(request.param, BODIES))
+        yield server, lines_of(BODIES)
 
 
 def scrubbed(value: Any) -> Any:
@@ -157,8 +124,8 @@ def scrubbed(value: Any) -> Any:
 
 @pytest.mark.parametrize("name", BODIES)
 def test_a_line_gets_the_servers_answer(name: str, both: Both) -> None:
-    url, body = BODIES[name]
-    line, theirs = both.lines[name], both.server.http.post(url, json=body)
+    (server, lines), (url, body) = both, BODIES[name]
+    line, theirs = lines[name], server.http.post(url, json=body)
     expected = theirs.json()
     if theirs.status_code == 200:
         assert line["error"] is None and line["response"]["status_code"] == 200
@@ -170,29 +137,25 @@ def test_a_line_gets_the_servers_answer(name: str, both: Both) -> None:
 
 def test_the_table_holds_thoughts_calls_and_refusals(both: Both) -> None:
     """So that the comparison above compares something."""
-    messages = [
-        line["response"]["body"]["choices"][0]["message"]
-        for line in both.lines.values()
-        if line["response"] and "message" in line["response"]["body"].get("choices", [{}])[0]
-    ]
-    assert len(messages) > 15
-    thinks = any(message.get("reasoning_content") for message in messages)
-    calls = any(message.get("tool_calls") for message in messages)
-    assert thinks or calls
-    assert sum(line["error"] is not None for line in both.lines.values()) >= 14
+    bodies = [line["response"]["body"] for line in both[1].values() if line["response"]]
+    messages = [body["choices"][0].get("message", {}) for body in bodies if "choices" in body]
+    assert any(message.get("reasoning_content") and message.get("content") for message in messages)
+    assert any(message.get("tool_calls") for message in messages)
+    assert sum(line["error"] is not None for line in both[1].values()) >= 11
 
 
 def test_lines_without_a_seed_depend_on_their_place_alone() -> None:
-    sampled = {"messages": [{"role": "user", "content": "the red cat"}], "max_tokens": 60, "temperature": 1.0}
-    bodies = {str(place): (CHAT, sampled | {"tools": TOOLS} if place == 1 else sampled) for place in range(4)}
-    first, second = (lines_of("llama3_1", bodies) for _ in range(2))
+    def asked(said: str, **more: Any) -> tuple[str, Any]:
+        return CHAT, {"messages": [{"role": "user", "content": said}], "max_tokens": 150, "temperature": 1.0, **more}
+
+    bodies = {"0": asked("the red cat", tools=TOOLS)} | {str(place): asked("a mat") for place in range(1, 5)}
+    first, second = (lines_of(bodies) for _ in range(2))
     for line in (*first.values(), *second.values()):
         line.pop("stats")
         line["response"]["body"]["usage"].pop("prompt_tokens_details")
     assert json.dumps(first) == json.dumps(second), "ids of calls and times included"
-    free = lines_of("gptoss", {str(place): (CHAT, sampled) for place in range(4)})
-    said = {line["response"]["body"]["choices"][0]["message"]["content"] for line in free.values()}
-    assert len(said) == 4, "each has noise of its own"
+    messages = [line["response"]["body"]["choices"][0]["message"] for line in first.values()]
+    assert messages[0]["tool_calls"] and len(set(map(json.dumps, messages))) == 5, "each has noise of its own"
 
 
 @pytest.mark.parametrize(("name", "shown"), [("qwen3", "the\n cat"), ("qwen3_vl", "the cat")])

@@ -1,4 +1,7 @@
-"""Official clients on a server with the embedded model: the same answers, calls, objects and errors."""
+"""Clients on a server with the embedded model: the same answers, calls, objects and errors.
+
+Anthropic's client has tests of its own, with a fake engine.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from types import ModuleType
 from typing import Any
 
 import openai
@@ -18,21 +20,17 @@ from serve.engine_thread import ServedModel
 from sharesd.config import EngineConfig
 from sharesd.models.tokenizer import Tokenizer
 from tests.helpers.serve_requests import CHAT
-from tests.helpers.served_model import Served, served
+from tests.helpers.served_model import Served
 from tests.helpers.tiny_tokenizer import TOOL_TEMPLATE
-from tests.serve.test_reasoning import QWEN
+from tests.serve.common import real
 
 pytestmark = [pytest.mark.real_model, pytest.mark.filterwarnings("ignore")]
-KEY, NAME, CONTEXT = "secret", "smollm", 1024
+KEY, NAME = "secret", "smollm"
 COLOURS, WEATHER, ANNA = "Name three colours.", "Weather in Paris?", "Anna is 30 years old."
 TOO_LONG = "cat " * 2000
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 64}
-PARAMETERS = {
-    "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 20}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
+CITY = {"city": {"type": "string", "maxLength": 20}}
+PARAMETERS = {"type": "object", "properties": CITY, "required": ["city"], "additionalProperties": False}
 FUNCTION: dict[str, Any] = {"name": "get_weather", "description": "Weather of a city", "parameters": PARAMETERS}
 TOOL: Any = {"type": "function", "function": FUNCTION}
 
@@ -65,14 +63,12 @@ class OpenAI:
         self.url = url
 
     def ask(self, talk: Any, *, tools: bool = False, key: str = KEY, name: str = NAME) -> Said:
-        done = self._create(talk, tools, key, name)
-        return _said(done.choices[0].message, done.usage)
+        return _said(self._create(key, **self._body(talk, tools, name)))
 
     def stream(self, talk: Any, *, tools: bool = False) -> Said:
         body: Any = {"stream_options": {"include_usage": True}, **self._body(talk, tools, NAME)}
         with self._client(KEY).chat.completions.stream(**body) as stream:
-            done = stream.get_final_completion()
-        return _said(done.choices[0].message, done.usage)
+            return _said(stream.get_final_completion())
 
     def person(self) -> Person | None:
         body: Any = {"messages": _user(ANNA), "response_format": Person, "model": NAME, **GREEDY}
@@ -89,8 +85,8 @@ class OpenAI:
         more = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False} if tools else {}
         return {"model": name, "messages": talk, **GREEDY, **more}
 
-    def _create(self, talk: Any, tools: bool, key: str, name: str) -> Any:
-        return self._client(key).chat.completions.create(**self._body(talk, tools, name))
+    def _create(self, key: str, **body: Any) -> Any:
+        return self._client(key).chat.completions.create(**body)
 
 
 class LiteLLM(OpenAI):
@@ -99,29 +95,20 @@ class LiteLLM(OpenAI):
     def __init__(self, url: str) -> None:
         super().__init__(url)
         os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else its import asks a server for prices
-        self.module: ModuleType = pytest.importorskip("litellm")
-        self.errors = (
-            self.module.ContextWindowExceededError,
-            self.module.NotFoundError,
-            self.module.AuthenticationError,
-        )
+        module = self.module = pytest.importorskip("litellm")
+        self.errors = (module.ContextWindowExceededError, module.NotFoundError, module.AuthenticationError)
 
     def stream(self, talk: Any, *, tools: bool = False) -> Said:
         body = {"stream": True, "stream_options": {"include_usage": True}, **self._body(talk, tools, NAME)}
-        done = self.module.stream_chunk_builder(list(self.complete(KEY, **body)))
-        return _said(done.choices[0].message, done.usage)
+        return _said(self.module.stream_chunk_builder(list(self._create(KEY, **body))))
 
     def person(self) -> Person | None:
-        done = self.complete(KEY, model=NAME, messages=_user(ANNA), response_format=Person, **GREEDY)
+        done = self._create(KEY, model=NAME, messages=_user(ANNA), response_format=Person, **GREEDY)
         return Person.model_validate_json(done.choices[0].message.content)
 
-    def _create(self, talk: Any, tools: bool, key: str, name: str) -> Any:
-        return self.complete(key, **self._body(talk, tools, name))
-
-    def complete(self, key: str, *, model: str, **body: Any) -> Any:
-        return self.module.completion(
-            model=f"openai/{model}", api_base=f"{self.url}/v1", api_key=key, max_retries=0, **body
-        )
+    def _create(self, key: str, **body: Any) -> Any:
+        place = {"model": f"openai/{body.pop('model')}", "api_base": f"{self.url}/v1"}
+        return self.module.completion(api_key=key, max_retries=0, **body, **place)
 
 
 class LangChain:
@@ -162,46 +149,8 @@ class LangChain:
         return Said(message.text, calls, usage["input_tokens"], usage["output_tokens"], message)
 
 
-class Anthropic:
-    """anthropic, messages."""
-
-    def __init__(self, url: str) -> None:
-        self.url, self.module = url, pytest.importorskip("anthropic")
-        self.errors = (self.module.BadRequestError, self.module.NotFoundError, self.module.AuthenticationError)
-
-    def ask(self, talk: Any, *, tools: bool = False, key: str = KEY, name: str = NAME) -> Said:
-        return self._said(self._client(key).messages.create(**self._body(talk, tools, name)))
-
-    def stream(self, talk: Any, *, tools: bool = False) -> Said:
-        with self._client(KEY).messages.stream(**self._body(talk, tools, NAME)) as stream:
-            return self._said(stream.get_final_message())
-
-    def person(self) -> None:
-        pytest.skip("this API has no schemas of answers here")
-
-    def results(self, said: Said, talk: Any) -> Any:
-        ids = [block.id for block in said.message.content if block.type == "tool_use"]
-        results = [{"type": "tool_result", "tool_use_id": call_id, "content": "sunny"} for call_id in ids]
-        return [*talk, {"role": "assistant", "content": said.message.content}, {"role": "user", "content": results}]
-
-    def _client(self, key: str) -> Any:
-        return self.module.Anthropic(base_url=self.url, api_key=key, max_retries=0)
-
-    def _body(self, talk: Any, tools: bool, name: str) -> Any:
-        tool = {"name": FUNCTION["name"], "description": FUNCTION["description"], "input_schema": PARAMETERS}
-        more = {"tools": [tool], "tool_choice": {"type": "any"}} if tools else {}
-        return {"model": name, "messages": talk, "extra_body": {"temperature": 0}, "max_tokens": 64, **more}
-
-    def _said(self, message: Any) -> Said:
-        text = "".join(block.text for block in message.content if block.type == "text")
-        calls = [(block.name, block.input) for block in message.content if block.type == "tool_use"]
-        usage = message.usage
-        return Said(text, calls, usage.input_tokens + usage.cache_read_input_tokens, usage.output_tokens, message)
-
-
 CLIENTS: dict[str, Callable[[str], Any]] = {
     "openai": OpenAI,
-    "anthropic": Anthropic,
     "langchain": LangChain,
     "langchain responses": lambda url: LangChain(url, responses=True),
     "litellm": LiteLLM,
@@ -212,14 +161,15 @@ def _user(text: str) -> list[Any]:
     return [{"role": "user", "content": text}]
 
 
-def _said(message: Any, usage: Any) -> Said:
+def _said(done: Any) -> Said:
+    message, usage = done.choices[0].message, done.usage
     calls = [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls or ()]
     return Said(message.content or "", calls, usage.prompt_tokens, usage.completion_tokens, message)
 
 
-def load() -> ServedModel:
+def load(*args: Any) -> ServedModel:
     """Load the embedded model, with a chat template that has a place for tools."""
-    model = load_model(EngineConfig(mode="suffix", max_batch=2, max_context=CONTEXT), "suffix", None)
+    model = load_model(*args)
     own = model.tokenizer
     shown = Tokenizer(own.backend, special=own.special, chat_template=TOOL_TEMPLATE, eos_ids=own.eos_ids)
     return replace(model, tokenizer=shown)
@@ -227,10 +177,9 @@ def load() -> ServedModel:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
-    settings = {"max_batch": 2, "model_name": NAME, "api_keys": (KEY,)}
-    with served(load, settings=settings) as running:
+    config = EngineConfig(mode="suffix", max_batch=2, max_context=1024)
+    with real(config, load, model_name=NAME, api_keys=(KEY,)) as running:
         running.http.headers["authorization"] = f"Bearer {KEY}"
-        running.wait(lambda: running.http.get("/health").status_code == 200)
         yield running
 
 
@@ -262,24 +211,9 @@ def test_an_answer_is_an_object_of_the_schema(client: Any) -> None:
 
 def test_errors_have_the_clients_own_classes(client: Any) -> None:
     too_long, no_model, wrong_key = client.errors
-    with pytest.raises(too_long, match="maximum context length|prompt is too long"):
+    with pytest.raises(too_long, match="maximum context length"):
         client.ask(_user(TOO_LONG))
     with pytest.raises(no_model, match=NAME):
         client.ask(_user(COLOURS), name="other")
     with pytest.raises(wrong_key, match="key is wrong"):
         client.ask(_user(COLOURS), key="wrong")
-
-
-def test_reasoning_is_apart_where_a_client_has_a_place_for_it() -> None:
-    with served(template=QWEN) as thinking:
-        thinking.engine.scripts[COLOURS] = "<think>\nwhy the sky\n</think>\n\nred"
-        client = LiteLLM(thinking.url)
-        body: dict[str, Any] = {"model": "fake", "messages": _user(COLOURS), "max_tokens": 100}
-        whole = client.complete("none", **body).choices[0].message
-        pieces = list(client.complete("none", stream=True, **body))
-        streamed = client.module.stream_chunk_builder(pieces).choices[0].message
-        for message in (whole, streamed):
-            assert (message.reasoning_content, message.content) == ("why the sky", "red")
-        client.complete("none", **body | {"messages": [*_user(COLOURS), whole]})
-        prompt = thinking.engine.tokenizer.decode(thinking.engine.added[-1].prompt_ids)
-        assert "<think>\nwhy the sky\n</think>\n\nred" in prompt

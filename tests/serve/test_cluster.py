@@ -21,21 +21,15 @@ from serve.cluster.metrics_sum import MetricsSum
 from serve.cluster.options import NumReplicas, deployment_options, replicas_type
 from serve.cluster.replica import Forwarded, ServeReplica
 from serve.command import main
-from serve.engine_thread import ServedModel
 from serve.metrics import Metrics
 from serve.routes.generation import KEEP_ALIVE
 from serve.server_config import ServerSettings
 from tests.helpers.fake_engine import fake_model
-from tests.helpers.serve_requests import CHAT, HELLO, TEXT, error_of
+from tests.helpers.serve_requests import CHAT, TEXT, error_of
 from tests.helpers.served_model import Served, served
+from tests.serve.common import MESSAGES, bodies, events, stream
 
-MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
-BODIES: dict[str, dict[str, Any]] = {
-    TEXT: {"prompt": "the cat", "max_tokens": 6},
-    CHAT: {"messages": HELLO, "max_tokens": 6},
-    MESSAGES: {"model": "fake", "messages": HELLO, "max_tokens": 6},
-    RESPONSES: {"input": "the cat", "max_output_tokens": 6},
-}
+BODIES = bodies()
 
 
 class OneReplica:
@@ -73,21 +67,25 @@ class OneReplica:
         return self.replica
 
 
+Pair = tuple[Served, OneReplica]
+
+
 @contextmanager
-def clustered(**settings: Any) -> Iterator[tuple[Served, OneReplica]]:
+def clustered(kind: type[OneReplica] = OneReplica, load: Any = None, **settings: Any) -> Iterator[Pair]:
     made: list[OneReplica] = []
 
     def open_backend(settings: ServerSettings, load: Any) -> Any:
-        made.append(OneReplica(replace(settings, api_keys=(), log_prompts=True)))
+        made.append(kind(replace(settings, api_keys=(), log_prompts=True)))
         cluster = Cluster(settings, made[0])
         return cluster, make_ingress(cluster)
 
-    with served(settings=settings, open_backend=open_backend) as server:
+    with served(load, settings, open_backend) as server:
+        server.wait(lambda: bool(made))
         yield server, made[0]
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[tuple[Served, OneReplica]]:
+def pair() -> Iterator[Pair]:
     with clustered() as found:
         yield found
 
@@ -101,9 +99,7 @@ def answer_of(path: str, server: Served, **more: Any) -> str:
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_replica_that_dies_before_the_first_byte_is_not_seen(
-    path: str, stream: bool, pair: tuple[Served, OneReplica]
-) -> None:
+def test_a_replica_that_dies_before_the_first_byte_is_not_seen(path: str, stream: bool, pair: Pair) -> None:
     server, replica = pair
     answer_of(path, server, stream=stream)
     whole = answer_of(path, server, stream=stream)  # the prompt is cached from now on
@@ -114,32 +110,31 @@ def test_a_replica_that_dies_before_the_first_byte_is_not_seen(
         assert len(replica.requests) == len(dies) + 1 and len(set(map(repr, replica.requests))) == 1
 
 
-def test_an_answer_goes_on_after_comments(pair: tuple[Served, OneReplica]) -> None:
+def test_an_answer_goes_on_after_comments(pair: Pair) -> None:
     server, replica = pair
     replica.dies, replica.comments = [1], 1
     try:
         text = server.post(TEXT, **BODIES[TEXT], stream=True, seed=3).text
     finally:
         replica.comments = 0
-    plain = server.post(TEXT, **BODIES[TEXT], stream=True, seed=3).text
+    plain = stream(server, **BODIES[TEXT], seed=3)
     assert text.count(KEEP_ALIVE.decode()) == 2
-    assert [json.loads(e[6:])["choices"] for e in text.split("\n\n") if e.startswith("data: {")] == [
-        json.loads(e[6:])["choices"] for e in plain.split("\n\n") if e.startswith("data: {")
-    ]
+    assert [one["choices"] for one in events(text)] == [one["choices"] for one in plain]
 
 
-def test_a_request_that_ends_three_replicas_is_an_error(pair: tuple[Served, OneReplica]) -> None:
+def test_a_request_that_ends_three_replicas_is_an_error(pair: Pair) -> None:
     server, replica = pair
-    for path in (TEXT, CHAT, RESPONSES):
+    for path, body in BODIES.items():
         replica.dies = [0, 0, 0]
-        assert error_of(server.post(path, **BODIES[path]), 503)["message"] == DIED
-    replica.dies = [0, 0, 0]
-    error = server.post(MESSAGES, **BODIES[MESSAGES])
-    assert error.json() == {"type": "error", "error": {"type": "overloaded_error", "message": DIED}}
+        response = server.post(path, **body)
+        if path == MESSAGES:
+            assert response.json() == {"type": "error", "error": {"type": "overloaded_error", "message": DIED}}
+        else:
+            assert error_of(response, 503)["message"] == DIED
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_a_stream_that_breaks_ends_in_its_dialect(path: str, pair: tuple[Served, OneReplica]) -> None:
+def test_a_stream_that_breaks_ends_in_its_dialect(path: str, pair: Pair) -> None:
     server, replica = pair
     replica.dies = [3]
     *events, last, rest = server.post(path, **BODIES[path], stream=True).text.split("\n\n")
@@ -158,7 +153,7 @@ def test_a_stream_that_breaks_ends_in_its_dialect(path: str, pair: tuple[Served,
         assert numbers == list(range(len(numbers))) and error["message"] == DIED
 
 
-def test_own_routes_and_metrics(pair: tuple[Served, OneReplica]) -> None:
+def test_own_routes_and_metrics(pair: Pair) -> None:
     server, _ = pair
     assert server.http.get("/health").json() == {"status": "ok"} and server.http.get("/").status_code == 200
     assert server.http.get("/version").json()["mode"] == "suffix"
@@ -230,20 +225,16 @@ def test_metrics_are_sums_that_never_fall() -> None:
     second.rejected("queue_full")
     left = values(b=second)
     assert left["sharesd:admission_rejections_total"] == 4 and left["sharesd:kv_cache_usage_perc"] == 1.0
-    headers = [
-        {line for line in text.decode().splitlines() if line.startswith("#")}
-        for text in (first.exposition(), total.exposition({"b": second.exposition()}))
-    ]
+    texts = [text.decode() for text in (first.exposition(), total.exposition({"b": second.exposition()}))]
+    headers = [{line for line in text.splitlines() if line.startswith("#")} for text in texts]
     assert headers[0] == headers[1]
 
 
-@pytest.mark.parametrize(("text", "found"), [("2", (2, 2)), ("1-8", (1, 8)), ("0", None), ("3-2", None), ("x", None)])
-def test_numbers_of_replicas(text: str, found: tuple[int, int] | None) -> None:
-    if found is None:
+def test_numbers_of_replicas() -> None:
+    assert [replicas_type(text) for text in ("2", "1-8")] == [(2, 2), (1, 8)]
+    for wrong in ("0", "3-2", "x"):
         with pytest.raises(argparse.ArgumentTypeError, match="give N or MIN-MAX, e.g. 2 or 1-8"):
-            replicas_type(text)
-    else:
-        assert replicas_type(text) == found
+            replicas_type(wrong)
 
 
 def test_replicas_are_added_by_the_length_of_the_queue() -> None:
@@ -281,11 +272,7 @@ def test_a_mistake_is_one_line(
 ) -> None:
     for name in ("ray", "ray.serve"):
         monkeypatch.setitem(sys.modules, name, None)
-
-    def load(*_: Any) -> ServedModel:
-        pytest.fail("nothing is loaded")
-
-    assert main([*flags, "--port", "0"], load) == 2
+    assert main([*flags, "--port", "0"], lambda *_: pytest.fail("nothing is loaded")) == 2
     captured = capfd.readouterr()
     assert said in captured.err and captured.err.count("\n") == 1 and not captured.out
 
@@ -297,12 +284,8 @@ def test_a_server_ends_while_its_replicas_start() -> None:
         def start(self) -> None:
             starts.wait()
 
-    def open_backend(settings: ServerSettings, load: Any) -> Any:
-        cluster = Cluster(settings, Slow(settings))
-        return cluster, make_ingress(cluster)
-
     try:
-        with served(fake_model, open_backend=open_backend) as server:
+        with clustered(Slow, fake_model) as (server, _):
             for response in (server.post(TEXT, **BODIES[TEXT]), server.http.get("/health")):
                 assert error_of(response, 503)["message"] == "the model is being loaded; try again later"
             assert server.http.get("/").status_code == 200

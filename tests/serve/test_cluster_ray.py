@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import cache, partial
+from importlib import import_module
 from inspect import getsource, signature
-from types import ModuleType
 from typing import Any
 
 import psutil
@@ -29,33 +27,19 @@ from serve.server_config import ServerSettings
 from tests.helpers.fake_engine import fake_model
 from tests.helpers.serve_requests import CHAT, TEXT
 from tests.helpers.served_model import Served, served
-from tests.serve import (
-    test_anthropic_api,
-    test_json_schemas,
-    test_responses_api,
-    test_serve,
-    test_serve_errors,
-    test_serve_streams,
-    test_serve_tools,
-)
+from tests.serve.common import stream
 
 pytestmark = [pytest.mark.long, pytest.mark.subprocess]
 TWO = NumReplicas(2, 2)
-KINDS: dict[str, tuple[tuple[ModuleType, ...], dict[str, Any], dict[str, str]]] = {
-    "plain": ((test_serve, test_serve_errors, test_serve_streams), {"settings": {"max_queue": 28}}, {}),
-    "tools": (
-        (test_serve_tools, test_json_schemas),
-        {"template": test_serve_tools.TOOL_TEMPLATE, "max_context": 2048},
-        test_serve_tools.SCRIPTS,
-    ),
-    "dialects": (
-        (test_anthropic_api, test_responses_api),
-        {"template": test_responses_api.TEMPLATE, "max_context": 2048},
-        test_responses_api.SCRIPTS,
-    ),
+RUNNING = 'sharesd:num_requests_running{engine="0",model_name="fake"}'
+KINDS: dict[str, tuple[str, ...]] = {
+    "plain": ("serve", "serve_errors", "serve_streams"),
+    "tools": ("serve_tools",),
+    "dialects": ("responses_api", "anthropic_api"),
 }
-"""Modules whose tests run here against replicas, how they are served, and what the engine says."""
-HOLDS_TESTS = {module.__name__: kind for kind, (modules, *_) in KINDS.items() for module in modules}
+"""Modules whose tests run here against replicas, which are served as the first of them says."""
+MODULES = {kind: [import_module(f"tests.serve.test_{name}") for name in names] for kind, names in KINDS.items()}
+HOLDS_TESTS = {module.__name__: kind for kind, modules in MODULES.items() for module in modules}
 
 
 def looks_inside(source: str) -> bool:
@@ -63,7 +47,7 @@ def looks_inside(source: str) -> bool:
     return any(word in source for word in ("engine.added", "prompt_of(", "monkeypatch"))
 
 
-for _module in [module for modules, *_ in KINDS.values() for module in modules]:
+for _module in [module for modules in MODULES.values() for module in modules]:
     for _name, _test in list(vars(_module).items()):
         if _name.startswith("test_") and "server" in signature(_test).parameters and not looks_inside(getsource(_test)):
             globals()[f"{_name}_{_module.__name__.rpartition('.')[2].removeprefix('test_')}"] = _test
@@ -71,13 +55,11 @@ for _module in [module for modules, *_ in KINDS.values() for module in modules]:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[OpenBackend]:
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    yield open_cluster(TWO, "cpu")
-    ray.shutdown()
-    if before is None:
-        del os.environ["OMP_NUM_THREADS"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+        yield open_cluster(TWO, "cpu")
+        ray.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -87,10 +69,9 @@ def served_kinds(cluster: OpenBackend, tmp_path_factory: pytest.TempPathFactory)
 
         @cache
         def of_kind(kind: str) -> Served:
-            _, options, scripts = KINDS[kind]
-            path = str(tmp_path_factory.mktemp(kind) / "scripts.json")
-            running = stack.enter_context(served(open_backend=cluster, scripts=path, **options))
-            running.engine.scripts |= scripts
+            first, path = MODULES[kind][0], str(tmp_path_factory.mktemp(kind) / "scripts.json")
+            running = stack.enter_context(served(open_backend=cluster, scripts=path, **first.SERVED))
+            running.engine.scripts |= getattr(first, "SCRIPTS", {})
             return running
 
         yield of_kind
@@ -118,13 +99,12 @@ def test_turns_of_a_conversation_find_their_prefix(server: Served) -> None:
 
 def test_a_client_that_hangs_up_frees_its_row(cluster: OpenBackend) -> None:
     gone = 'sharesd:http_requests_client_disconnected_total{engine="0",model_name="fake"}'
-    running = 'sharesd:num_requests_running{engine="0",model_name="fake"}'
     with served(open_backend=cluster, delay=0.05) as server:
         body = {"prompt": "the cat", "max_tokens": 200, "stream": True}
         with server.http.stream("POST", TEXT, json=body) as response:
             assert next(response.iter_bytes())
-            assert server.metrics()[running] == 1
-        server.wait(lambda: server.metrics()[gone] == 1 and server.metrics()[running] == 0)
+            assert server.metrics()[RUNNING] == 1
+        server.wait(lambda: server.metrics()[gone] == 1 and server.metrics()[RUNNING] == 0)
 
 
 def test_only_what_was_streaming_is_lost_with_a_replica(cluster: OpenBackend) -> None:
@@ -143,9 +123,7 @@ def test_only_what_was_streaming_is_lost_with_a_replica(cluster: OpenBackend) ->
             body = {"prompt": f"the cat {number}", "max_tokens": 40, "seed": number, "speculate": False}
             if number % 2:
                 return server.complete(**body)["choices"][0]["text"]
-            *events, last, rest = server.post(TEXT, **body, stream=True).text.split("\n\n")
-            found = [json.loads(data.removeprefix("data: ")) for data in events if data.startswith("data: ")]
-            assert (last, rest) == ("data: [DONE]", "")
+            found = stream(server, **body)
             if "error" in found[-1]:
                 assert found[-1]["error"]["message"] == DIED
                 return None
@@ -155,8 +133,7 @@ def test_only_what_was_streaming_is_lost_with_a_replica(cluster: OpenBackend) ->
         assert None not in whole
         first, _ = replicas_of(names[0])
         again = [pool.submit(ask, number) for number in range(32)]
-        running = 'sharesd:num_requests_running{engine="0",model_name="fake"}'
-        server.wait(lambda: server.metrics()[running] > 4)
+        server.wait(lambda: server.metrics()[RUNNING] > 4)
         first.kill()
         found = [answer.result() for answer in again]
         lost = [number for number, text in enumerate(found) if text is None]

@@ -3,39 +3,31 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
 from tests.helpers.serve_requests import error_of
-from tests.helpers.served_model import Served, served
+from tests.helpers.served_model import Served
 from tests.helpers.tiny_tokenizer import TOOL_TEMPLATE
+from tests.serve.common import prompt_of
 
 PATH = "/v1/responses"
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOL: dict[str, Any] = {
     "type": "function",
     "name": "get_weather",
     "description": "d",
-    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    "parameters": CITY,
     "strict": None,
 }
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "the mat"}}\n</tool_call>'
 TEMPLATE = TOOL_TEMPLATE.replace(
     "{{ m.role }}\n", "{{ m.role }}\n{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
 )
-SCRIPTS = {
-    "the weather": f"<think>why is it red</think>\nI look.\n{CALL}",
-    "the mat is": "the cat sat on the mat",
-}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with served(template=TEMPLATE, max_context=2048) as running:
-        running.engine.scripts |= SCRIPTS
-        yield running
+SERVED = {"template": TEMPLATE, "max_context": 2048}
+SCRIPTS = {"the weather": f"<think>why is it red</think>\nI look.\n{CALL}", "the mat is": "the cat sat on the mat"}
 
 
 def test_a_text_has_the_clients_shape(server: Served) -> None:
@@ -43,8 +35,7 @@ def test_a_text_has_the_clients_shape(server: Served) -> None:
     assert (done.object, done.status, done.model, done.error) == ("response", "completed", "fake", None)
     assert done.output_text == "the cat sat on the mat" and len(done.output) == 1
     assert done.usage is not None and done.usage.total_tokens == done.usage.input_tokens + done.usage.output_tokens
-    shown = server.engine.tokenizer.decode(server.engine.added[-1].prompt_ids, skip_special_tokens=False)
-    assert "<|im_start|>system\nbe on the mat<|im_end|>\n<|im_start|>user\nthe mat is<|im_end|>" in shown
+    assert "<|im_start|>system\nbe on the mat<|im_end|>\n<|im_start|>user\nthe mat is<|im_end|>" in prompt_of(server)
 
 
 def test_a_cut_answer_is_incomplete(server: Served) -> None:
@@ -64,9 +55,8 @@ def test_reasoning_and_calls_are_items_and_are_taken_back(server: Served) -> Non
     assert json.loads(call.arguments) == {"city": "the mat"}
     talk += [*done.output, {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}]
     client.responses.create(model="fake", input=talk, tools=[TOOL])  # type: ignore[list-item]
-    shown = server.engine.tokenizer.decode(server.engine.added[-1].prompt_ids, skip_special_tokens=False)
-    turn = f"assistant\n<think>why is it red</think>I look.{CALL.replace(': {', ': {')}<|im_end|>"
-    assert f"{turn}\n<|im_start|>tool\nsunny<|im_end|>" in shown
+    turn = f"assistant\n<think>why is it red</think>I look.{CALL}<|im_end|>"
+    assert f"{turn}\n<|im_start|>tool\nsunny<|im_end|>" in prompt_of(server)
 
 
 @pytest.mark.parametrize("question", ["the weather", "the mat is", "the sky"])
@@ -105,11 +95,10 @@ def test_schemas_and_choices_are_those_of_chats(server: Served) -> None:
     done = server.post(PATH, input="the cat", text=form, max_output_tokens=4)
     assert done.status_code == 200 and done.json()["warnings"]
     assert server.engine.added[-1].params.grammar
-    for choice in ("required", {"type": "function", "name": "get_weather"}):
+    named = {"type": "function", "name": "get_weather"}
+    for choice in ("required", named, {"type": "allowed_tools", "mode": "required", "tools": [named]}):
         assert server.post(PATH, input="the", tools=[TOOL], tool_choice=choice, max_output_tokens=4).status_code == 200
         assert "get_weather" in (server.engine.added[-1].params.grammar or "")
-    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "get_weather"}]}
-    assert server.post(PATH, input="the", tools=[TOOL], tool_choice=allowed, max_output_tokens=4).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -134,9 +123,3 @@ def test_errors_are_the_clients(server: Served) -> None:
         server.openai().responses.create(model="other", input="the")
     with pytest.raises(openai.BadRequestError, match="maximum context length"):
         server.openai().responses.create(model="fake", input="the cat " * 3000)
-
-
-def test_other_paths_are_told_what_there_is(server: Served) -> None:
-    for path in ("/v1/embeddings", "/v1/audio/speech", "/v1/images/generations"):
-        message = error_of(server.post(path, input="x"), 404)["message"]
-        assert path in message and "/v1/chat/completions" in message and "/v1/responses" in message

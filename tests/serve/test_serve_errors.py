@@ -1,4 +1,4 @@
-"""Answers to wrong requests over real HTTP, with a fake engine."""
+"""Answers to wrong requests, and limits that an answer meets, over real HTTP with a fake engine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import re
 import socket
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,15 +15,14 @@ from pydantic import ValidationError
 
 from serve.errors import of_schema
 from serve.schemas import ChatBody, CompletionBody, DetokenizeBody, Strict, TokenizeBody
-from tests.helpers.fake_engine import REFUSED, SPOILT
+from tests.helpers.fake_engine import LIMITED, REFUSED, SPOILT
 from tests.helpers.serve_requests import CHAT, HELLO, TEXT, error_of
 from tests.helpers.served_model import Served, served
+from tests.serve import common
+from tests.serve.common import bodies, sent, stream
 
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with served(settings={"max_queue": 28}) as running:  # 36 places
-        yield running
+SERVED = {"settings": {"max_queue": 28}}  # 36 places
+BODIES: dict[str, dict[str, Any]] = {TEXT: {"prompt": "the"}, CHAT: {"messages": HELLO}}
 
 
 @pytest.mark.parametrize(
@@ -50,7 +48,7 @@ def server() -> Iterator[Served]:
     ids=lambda value: str(value)[:20],
 )
 def test_wrong_values_are_named(server: Served, param: str, value: Any) -> None:
-    for path, body in ((TEXT, {"prompt": "the"}), (CHAT, {"messages": HELLO})):
+    for path, body in BODIES.items():
         error = error_of(server.post(path, **{**body, param: value}))
         assert error["param"].partition(".")[0] == param and param in error["message"]
         assert error["type"] == "invalid_request_error"
@@ -73,36 +71,34 @@ def test_errors_name_parameters_and_nothing_of_ours(server: Served) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "body"),
+    ("kind", "body"),
     [
-        (TEXT, {"prompt": [1] * 1_000_000 + ["a"]}),
-        (TEXT, {"prompt": [None] * 600_000}),
-        (CHAT, {"messages": [{}] * 1_000_000}),
-        (CHAT, {"messages": [{"role": "user", "content": [5] * 1_000_000}]}),
-        ("/detokenize", {"tokens": [None] * 600_000}),
+        (CompletionBody, {"prompt": [1] * 200_000 + ["a"]}),
+        (CompletionBody, {"prompt": [None] * 200_000}),
+        (ChatBody, {"messages": [{}] * 200_000}),
+        (ChatBody, {"messages": [{"role": "user", "content": [5] * 200_000}]}),
+        (DetokenizeBody, {"tokens": [None] * 200_000}),
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_a_long_wrong_list_is_refused_at_its_first_error(path: str, body: dict[str, Any]) -> None:
-    kind: type[Strict] = {TEXT: CompletionBody, CHAT: ChatBody}.get(path, DetokenizeBody)
+def test_a_long_wrong_list_is_refused_at_its_first_error(kind: type[Strict], body: dict[str, Any]) -> None:
     data = json.dumps(body)
     started = time.process_time()
     with pytest.raises(ValidationError) as raised:
         kind.model_validate_json(data)
     assert of_schema(raised.value).param
-    assert raised.value.error_count() <= 4 and time.process_time() - started < 2
+    assert raised.value.error_count() <= 4 and time.process_time() - started < 0.5
 
 
 def test_the_name_of_a_nested_field_is_whole() -> None:
     function = {"name": "f", "parameters": {}, "no_such_key_of_a_function": 1}
-    with pytest.raises(ValidationError) as raised:
-        ChatBody.model_validate({"messages": HELLO, "tools": [{"type": "function", "function": function}]})
-    error = of_schema(raised.value)
-    assert "no_such_key_of_a_function" in error.message, error.message
-    with pytest.raises(ValidationError) as raised:
-        ChatBody.model_validate({"messages": HELLO, "stream_options": {"x" * 10_000: 1}})
-    error = of_schema(raised.value)
-    assert error.param == f"stream_options.{'x' * 40} …" and len(error.message) < 200
+    errors = []
+    for more in ({"tools": [{"type": "function", "function": function}]}, {"stream_options": {"x" * 10_000: 1}}):
+        with pytest.raises(ValidationError) as raised:
+            ChatBody.model_validate({"messages": HELLO, **more})
+        errors.append(of_schema(raised.value))
+    assert "no_such_key_of_a_function" in errors[0].message, errors[0].message
+    assert errors[1].param == f"stream_options.{'x' * 40} …" and len(errors[1].message) < 200
 
 
 @pytest.mark.parametrize("inner", [False, True])
@@ -118,17 +114,11 @@ def test_very_many_unknown_keys_are_refused_all_at_once(inner: bool) -> None:
 
 
 WRONG_OUTPUTS: list[dict[str, Any]] = [
-    {},
-    {"regex": "a", "choice": ["b"]},
-    {"regex": "("},
-    {"grammar": "start: foo"},
-    {"json": {"type": "nonsense"}},
-    {"json": {"x-guidance": 5}},
-    {"choice": []},
-    {"regex": "a" * 100_001},
-    {"xml": "a"},
-    {"grammar": "start: A\nA: /a/ & /b/"},
+    *[{}, {"xml": "a"}, {"choice": []}, {"regex": "a", "choice": ["b"]}, {"regex": "("}, {"regex": "a" * 100_001}],
+    *[{"grammar": wrong} for wrong in ("start: foo", "start: A\nA: /a/ & /b/")],
+    *[{"json": wrong} for wrong in ({"type": "nonsense"}, {"x-guidance": 5})],
 ]
+USER, PICTURE = {"role": "user", "content": "x"}, {"type": "image_url", "image_url": {}}
 
 
 @pytest.mark.parametrize(
@@ -154,12 +144,9 @@ def test_wrong_completions(server: Served, body: dict[str, Any], param: str) -> 
     [
         *[({"messages": messages}, "messages") for messages in ([], None, "hello", [5], [{}])],
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages"),
-        ({"messages": [{"role": "user", "content": "x", "tool_call_id": "a"}]}, "messages"),
-        ({"messages": [{"role": "user", "content": None}]}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
-        ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, "messages"),
-        ({"logprobs": 2}, "logprobs"),
-        ({"top_logprobs": 2}, "top_logprobs"),
+        *[({"messages": [USER | more]}, "messages") for more in ({"tool_call_id": "a"}, {"tool_calls": [{}]})],
+        *[({"messages": [USER | {"content": content}]}, "messages") for content in (None, [PICTURE])],
+        *[({"logprobs": 2}, "logprobs"), ({"top_logprobs": 2}, "top_logprobs")],
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema"),
         ({"tools": [{"type": "function"}]}, "tools.0.function"),
@@ -217,10 +204,8 @@ def test_what_the_engine_refuses_is_a_wrong_request(server: Served) -> None:
 def test_a_request_without_numbers_fails_alone() -> None:
     """Whole or in a stream, beside another one, and it is counted."""
     failed = 'sharesd:request_failure_total{engine="0",model_name="fake"}'
-    asked: dict[str, dict[str, Any]] = {
-        TEXT: {"prompt": SPOILT, "seed": 1},
-        CHAT: {"messages": [{"role": "user", "content": SPOILT}], "seed": 1},
-    }
+    said = [{"role": "user", "content": SPOILT}]
+    asked: dict[str, dict[str, Any]] = {TEXT: {"prompt": SPOILT, "seed": 1}, CHAT: {"messages": said, "seed": 1}}
     with served(settings={"max_batch": 2, "max_queue": 2}, delay=0.01) as server:
         whole = server.complete(max_tokens=200, seed=2)["choices"]
         with ThreadPoolExecutor() as pool:
@@ -228,14 +213,12 @@ def test_a_request_without_numbers_fails_alone() -> None:
             for path, body in asked.items():
                 error = error_of(server.post(path, **body, logprobs=1 if path == TEXT else True), 500)
                 assert "not numbers at position" in error["message"] and error["code"] == "logits_not_numbers"
-                lines = server.post(path, **body, stream=True, token_details=True).text.split("\n\n")
-                events = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
-                assert events[-1] == {"error": error}
-                parts = [event["choices"][0] for event in events[:-1]]
+                *found, last = stream(server, path, **body, token_details=True)
+                assert last == {"error": error}
+                parts = [event["choices"][0] for event in found]
                 num_tokens = sum(len(part["tokens"]) for part in parts)
                 assert num_tokens == server.engine.added[-1].position, "those of the last round, too"
                 assert not any(part["finish_reason"] for part in parts)
-                assert lines[-2:] == ["data: [DONE]", ""]
             assert other.result()["choices"] == whole
         assert server.metrics()[failed] == 4
         server.wait(lambda: (server.engine.num_running, server.engine.num_waiting) == (0, 0))
@@ -254,15 +237,9 @@ def test_unknown_models_paths_and_methods(server: Served) -> None:
 def test_large_bodies_are_refused_and_the_connection_survives_other_errors() -> None:
     with served(settings={"max_body": 2000}) as server:
         error_of(server.post(TEXT, prompt="a" * 3000), 413)
-
-        def chunks() -> Iterator[bytes]:
-            for _ in range(100):
-                yield b" " * 100
-
-        error_of(server.http.post(TEXT, content=chunks(), headers={"content-type": "application/json"}), 413)
-        body = [b'{"pro', b'mpt": ', b'"the cat"}']
-        done = server.http.post(TEXT, content=iter(body), headers={"content-type": "application/json"})
-        assert done.status_code == 200, "chunked bodies are as good as others"
+        for chunks, status in (([b" " * 100] * 100, 413), ([b'{"pro', b'mpt": ', b'"the cat"}'], 200)):
+            done = server.http.post(TEXT, content=iter(chunks), headers={"content-type": "application/json"})
+            assert done.status_code == status, "chunked bodies are as good as others"
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as raw:  # one connection: a wrong request, then a right one
             for body in (b"{}", b'{"prompt": "the cat"}'):
@@ -276,20 +253,12 @@ def test_large_bodies_are_refused_and_the_connection_survives_other_errors() -> 
                 assert answer.startswith(b"HTTP/1.1 400" if body == b"{}" else b"HTTP/1.1 200")
 
 
-def half_a_body(server: Served) -> socket.socket:
-    host, port = server.url.removeprefix("http://").split(":")
-    sock = socket.create_connection((host, int(port)), timeout=10)
-    head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
-    sock.sendall(f'{head}{{"prompt":'.encode())
-    return sock
-
-
 def rest_of(sock: socket.socket) -> bytes:
     return b"".join(iter(lambda: sock.recv(4096), b""))
 
 
 def test_a_body_that_does_not_come_is_not_waited_for() -> None:
-    with served(settings={"body_timeout": 0.2}) as server, half_a_body(server) as sock:
+    with served(settings={"body_timeout": 0.2}) as server, sent(server, b'{"prompt":', length=100) as sock:
         head, _, body = rest_of(sock).partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 408 ") and b"\r\nconnection: close" in head
         assert json.loads(body)["error"]["type"] == "invalid_request_error"
@@ -299,9 +268,46 @@ def test_a_body_that_does_not_come_ends_with_the_server(
     capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     with served() as server:
-        sock = half_a_body(server)
+        sock = sent(server, b'{"prompt":', length=100)
         server.http.get("/version")  # by now the other request has begun
     with sock:
         assert rest_of(sock).startswith(b"HTTP/1.1 503 ")
     assert "status=503" in capfd.readouterr().err
     assert not any(record.exc_info for record in caplog.records)
+
+
+LIMITED_BODIES, CODE = bodies(LIMITED), "grammar_too_complex"
+
+
+@pytest.mark.parametrize("path", LIMITED_BODIES)
+def test_a_limit_in_the_middle_of_an_answer(server: Served, path: str) -> None:
+    whole = server.post(path, **LIMITED_BODIES[path])
+    assert whole.status_code == 400 and len(whole.content) < 1000
+    error = whole.json()["error"]
+    assert "too complex at position" in error["message"] and error["type"] == "invalid_request_error"
+    streamed = server.post(path, **LIMITED_BODIES[path], stream=True)
+    lines = [line.removeprefix("data: ") for line in streamed.text.splitlines() if line.startswith("data: ")]
+    *before, last = [json.loads(line) for line in lines if line != "[DONE]"]
+    spoken = "".join(re.findall(r'"(?:text|content|delta)":"([^"]+)"', streamed.text))
+    assert streamed.status_code == 200 and len(spoken.split()) > 1, "the tokens so far are sent"
+    assert '"finish_reason":"' not in streamed.text
+    assert not any("response.completed" in str(event) or event.get("type") == "message_stop" for event in before)
+    match path:
+        case common.MESSAGES:
+            assert whole.json()["type"] == "error" and last["error"]["type"] == "invalid_request_error"
+        case common.RESPONSES:
+            assert error["code"] == CODE and (last["type"], last["code"]) == ("error", CODE)
+            assert [event["sequence_number"] for event in [*before, last]] == list(range(len(before) + 1))
+        case _:
+            assert error["code"] == last["error"]["code"] == CODE
+    message = last["message"] if path == common.RESPONSES else last["error"]["message"]
+    assert "too complex at position" in message
+
+
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+def test_a_limit_at_the_first_token_is_400_before_it(server: Served, path: str) -> None:
+    for streamed in (False, True):
+        outputs = {"grammar": 'start: "a"{50000}'}
+        error = error_of(server.post(path, **BODIES[path], structured_outputs=outputs, stream=streamed))
+        assert error["code"] == CODE and error["param"] == "structured_outputs"
+        assert "too complex at its first token" in error["message"]

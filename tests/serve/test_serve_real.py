@@ -2,61 +2,69 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from benchmark.serve.exact import Mixed, alone, mixed, together
 from serve.command import load_model
-from sharesd.config import EngineConfig, OffloadConfig
+from sharesd.config import EngineConfig, Mode, OffloadConfig
 from sharesd.data.grammar_spec import from_choices, from_json_schema, from_lark, from_regex
+from sharesd.engine.engine import Engine
 from sharesd.engine.trace import read_trace
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
 from sharesd.weights import memory_estimate, offload_planner
 from tests.helpers.served_model import Served, served
 from tests.helpers.tiny_models import make_checkpoint
+from tests.serve.common import real, stream
 
 PROMPTS = ["the cat sat", "a blue sky and", "why is the red mat"]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("tiny"))
+def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    folder = make_checkpoint(tmp_path_factory.mktemp("tiny"))
+    return EngineConfig(target=str(folder), mode="suffix", max_batch=4, max_context=256)
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Served]:
-    config = EngineConfig(target=str(folder), mode="suffix", max_batch=4, max_context=256)
-    with served(lambda: load_model(config, "suffix", None), settings={"max_batch": 4}) as running:
-        running.wait(lambda: running.http.get("/health").status_code == 200, 60)
+def server(config: EngineConfig) -> Iterator[Served]:
+    with real(config) as running:
         yield running
 
 
-def test_rounds_of_all_kinds_are_ready_before_the_first_request(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def plain(config: EngineConfig) -> Engine:
+    """The engine of plain decoding."""
+    return Runtime(replace(config, mode="naive", max_batch=2)).engine()
+
+
+def test_rounds_of_all_kinds_are_ready_before_the_first_request(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     warmed: list[Any] = []
     monkeypatch.setattr("sharesd.runtime.warm_up_all_variants", warmed.append)
-    model = load_model(EngineConfig(target=str(folder), mode="naive", max_context=64), "naive", None)
+    model = load_model(replace(config, mode="naive", max_batch=1, max_context=64), "naive", None)
     assert warmed == [model.engine]
 
 
-def test_a_trace_has_the_ids_of_requests(folder: Path, tmp_path: Path) -> None:
+def test_a_trace_has_the_ids_of_requests(config: EngineConfig, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
-    config = EngineConfig(target=str(folder), mode="suffix", max_batch=4, max_context=256, trace=str(path))
     models: list[Any] = []
 
-    def load() -> Any:
-        models.append(load_model(config, "suffix", None))
+    def load(*args: Any) -> Any:
+        models.append(load_model(*args))
         return models[0]
 
-    with served(load, settings={"max_batch": 4}) as running:
-        running.wait(lambda: running.http.get("/health").status_code == 200, 60)
+    with real(replace(config, trace=str(path)), load) as running:
         asked = {"prompt": PROMPTS[:1], "n": 2, "max_tokens": 5, "temperature": 0}
         answer = running.http.post("/v1/completions", json=asked, headers={"x-request-id": "mine"})
         assert answer.status_code == 200
@@ -65,8 +73,7 @@ def test_a_trace_has_the_ids_of_requests(folder: Path, tmp_path: Path) -> None:
     assert found == [{"index": index, "id": "mine"} for index in range(2)]
 
 
-def test_texts_are_those_of_plain_decoding_whatever_runs_beside(folder: Path, server: Served) -> None:
-    plain = Runtime(EngineConfig(target=str(folder), mode="naive", max_batch=2, max_context=256)).engine()
+def test_texts_are_those_of_plain_decoding_whatever_runs_beside(plain: Engine, server: Served) -> None:
     asked: list[dict[str, Any]] = [
         {"prompt": PROMPTS, "n": 2, "seed": seed, "temperature": temperature, "max_tokens": 12 + 3 * seed}
         for seed, temperature in ((1, 0.8), (2, 0.0), (3, 1.2), (4, 0.6))
@@ -86,30 +93,25 @@ def test_texts_are_those_of_plain_decoding_whatever_runs_beside(folder: Path, se
     assert ask({**asked[0], "speculate": False}) == expected[0]
 
 
+COLOURS = {"type": "array", "items": {"enum": ["blue"]}, "maxItems": 2}
 SCHEMA = {
     "type": "object",
-    "properties": {
-        "animal": {"enum": ["cat", "the red cat"]},
-        "colours": {"type": "array", "items": {"enum": ["blue"]}, "maxItems": 2},
-    },
+    "properties": {"animal": {"enum": ["cat", "the red cat"]}, "colours": COLOURS},
     "required": ["animal", "colours"],
     "additionalProperties": False,
 }
 
 
-def test_structured_answers_are_those_of_plain_decoding_with_the_grammar(folder: Path, server: Served) -> None:
-    plain = Runtime(EngineConfig(target=str(folder), mode="naive", max_context=256)).engine()
+def test_structured_answers_are_those_of_plain_decoding_with_the_grammar(plain: Engine, server: Served) -> None:
     schema = {"type": "json_schema", "json_schema": {"name": "animals", "schema": SCHEMA, "strict": True}}
+    lark = 'start: "the" /( cat| mat){2,4}/'
     asked: list[tuple[dict[str, Any], str]] = [
         ({"response_format": schema}, from_json_schema(SCHEMA)),
         ({"response_format": {"type": "json_object"}}, from_json_schema({"type": "object"})),
         ({"structured_outputs": {"json": SCHEMA}}, from_json_schema(SCHEMA)),
         ({"structured_outputs": {"regex": "(the|cat| )+[.]"}}, from_regex("(the|cat| )+[.]")),
         ({"structured_outputs": {"choice": ["the cat", 'a "mat"']}}, from_choices(["the cat", 'a "mat"'])),
-        (
-            {"structured_outputs": {"grammar": 'start: "the" /( cat| mat){2,4}/'}},
-            from_lark('start: "the" /( cat| mat){2,4}/'),
-        ),
+        ({"structured_outputs": {"grammar": lark}}, from_lark(lark)),
     ]
 
     def ask(body: dict[str, Any], temperature: float) -> tuple[str, str]:
@@ -127,8 +129,7 @@ def test_structured_answers_are_those_of_plain_decoding_with_the_grammar(folder:
             assert found[4][0] in ("the cat", 'a "mat"') and found[4][1] == "stop"
 
 
-def test_prompts_are_scored_as_evaluation_harnesses_ask_for(folder: Path, server: Served) -> None:
-    plain = Runtime(EngineConfig(target=str(folder), mode="naive", max_context=256)).engine()
+def test_prompts_are_scored_as_evaluation_harnesses_ask_for(plain: Engine, server: Served) -> None:
     prompts = [plain.tokenizer.encode(prompt) for prompt in (*PROMPTS, PROMPTS[0])]
     given = {"max_tokens": 1, "temperature": 0, "seed": 1234}
     choices = server.complete(prompts, echo=True, logprobs=1, **given)["choices"]
@@ -151,48 +152,32 @@ def test_prompts_are_scored_as_evaluation_harnesses_ask_for(folder: Path, server
         assert choice["logprobs"]["token_logprobs"] == whole["logprobs"]["token_logprobs"][:-1]
 
 
-def test_a_chat_may_ask_for_json(server: Served) -> None:
-    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["the cat"]}}}
-    body = {"messages": [{"role": "user", "content": "why"}], "max_tokens": 20, "response_format": schema}
-    done = server.post("/v1/chat/completions", **body).json()["choices"][0]
-    assert (done["message"]["content"], done["finish_reason"]) == ('"the cat"', "stop")
-
-
-def test_details_and_metrics_of_real_drafts(server: Served) -> None:
-    prompt = "the cat sat the cat sat the cat"
-    done = server.complete(prompt, temperature=0, max_tokens=40, token_details=True, logprobs=2)
-    choice, rounds = done["choices"][0], done["speculative"]
-    sources = [token["source"] for token in choice["tokens"]]
-    assert len(sources) == done["usage"]["completion_tokens"] == len(choice["logprobs"]["token_logprobs"])
-    assert rounds["accepted"] == sources.count("accepted") <= rounds["drafted"]
+def test_rounds_details_and_metrics_are_those_of_the_answer(server: Served) -> None:
+    asked = {"prompt": "the cat sat the cat sat the cat", "temperature": 0, "max_tokens": 40, "logprobs": 2}
+    body: dict[str, Any] = {**asked, "round_details": True, "token_details": True}
+    done = server.complete(**body)
+    choice, counts = done["choices"][0], done["speculative"]
+    rounds, ids = choice["rounds"], [token["id"] for token in choice["tokens"]]
+    num_accepted = [token["source"] for token in choice["tokens"]].count("accepted")
+    assert len(ids) == done["usage"]["completion_tokens"] == len(choice["logprobs"]["token_logprobs"])
     assert all(len(top) == 2 for top in choice["logprobs"]["top_logprobs"])
-    name = '{engine="0",model_name="fake"}'
-    metrics = server.metrics()
+    assert ids == [ids[0], *(token for each in rounds for token in each["emitted"])], "the first is the prefill's"
+    assert sum(len(each["accepted"]) for each in rounds) == num_accepted == counts["accepted"] <= counts["drafted"]
+    for each in rounds:
+        assert each["emitted"][: len(each["accepted"])] == [each["tokens"][node] for node in each["accepted"]]
+        assert len(each["texts"]) == len(each["tokens"]) and "rows" not in each
+    streamed = [part for event in stream(server, **body) for part in event["choices"]]
+    assert [len(part["rounds"]) for part in streamed] == [0] + [1] * (len(streamed) - 1)
+    assert [token for part in streamed for each in part["rounds"] for token in each["emitted"]] == ids[1:]
+    assert "rounds" not in server.complete(**asked)["choices"][0]
+    metrics, name = server.metrics(), '{engine="0",model_name="fake"}'
     drafted = metrics[f"vllm:spec_decode_num_draft_tokens_total{name}"]
     accepted = metrics[f"vllm:spec_decode_num_accepted_tokens_total{name}"]
-    assert rounds["drafted"] <= drafted and accepted <= drafted
+    assert counts["drafted"] <= drafted and accepted <= drafted
     for counter in ("accepted_tokens_per_pos_total", "accepted_tokens_per_drafter_total"):
         prefix = f"sharesd:spec_decode_num_{counter}{{"
         assert sum(value for key, value in metrics.items() if key.startswith(prefix)) == accepted > 0, counter
     assert metrics[f"sharesd:num_requests_running{name}"] == 0
-
-
-def test_rounds_are_those_of_the_answer(server: Served) -> None:
-    body = {"temperature": 0, "max_tokens": 40, "round_details": True, "token_details": True}
-    prompt = "the cat sat the cat sat the cat"
-    choice = server.complete(prompt, **body)["choices"][0]
-    rounds, ids = choice["rounds"], [token["id"] for token in choice["tokens"]]
-    assert ids == [ids[0], *(token for each in rounds for token in each["emitted"])], "the first is the prefill's"
-    assert sum(len(each["accepted"]) for each in rounds) == [t["source"] for t in choice["tokens"]].count("accepted")
-    for each in rounds:
-        assert each["emitted"][: len(each["accepted"])] == [each["tokens"][node] for node in each["accepted"]]
-        assert len(each["texts"]) == len(each["tokens"]) and "rows" not in each
-    lines = server.post("/v1/completions", prompt=prompt, stream=True, **body).text.split("\n\n")
-    parts = [json.loads(line.removeprefix("data: "))["choices"] for line in lines if line.startswith("data: {")]
-    streamed = [part for [*found] in parts for part in found]
-    assert [len(part["rounds"]) for part in streamed] == [0] + [1] * (len(streamed) - 1)
-    assert [token for part in streamed for each in part["rounds"] for token in each["emitted"]] == ids[1:]
-    assert "rounds" not in server.complete(prompt, temperature=0, max_tokens=4)["choices"][0]
 
 
 def test_weights_may_travel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_cache: None) -> None:
@@ -200,49 +185,100 @@ def test_weights_may_travel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own
     monkeypatch.setattr(memory_estimate, "own_memory", lambda: 0)
     monkeypatch.setattr(memory_estimate, "RUNTIME_BYTES", 0)
     monkeypatch.setattr(offload_planner, "_disk_rate", lambda *args: 1e6)
-    config = EngineConfig(target=str(make_checkpoint(tmp_path / "model", layers=8)), max_batch=4, max_context=256)
+    target = str(make_checkpoint(tmp_path / "model", layers=8))
+    config = EngineConfig(target=target, mode="share", max_batch=4, max_context=256)
     roomy = OffloadConfig(host_memory=10**10, choose_bits=False)
     need = offload_planner.plan_for(replace(config, offload=roomy), ("share",))
     assert need is not None
     limited = replace(config, offload=replace(roomy, host_memory=need.plan.device_bytes - 5 * need.plan.slot))
     answers, models = [], []
 
-    def load(each: EngineConfig) -> Any:
-        models.append(load_model(each, "share", None))
+    def load(*args: Any) -> Any:
+        models.append(load_model(*args))
         return models[-1]
 
     for each in (config, limited):
-        with served(partial(load, each), settings={"mode": "share", "max_batch": 4}) as running:
-            running.wait(lambda: running.http.get("/health").status_code == 200, 60)
+        with real(each, load) as running:
             assert models[-1].engine.offloaded == (each is limited)
             body = {"prompt": PROMPTS, "temperature": 0.7, "seed": 3, "max_tokens": 16}
             answers.append([choice["text"] for choice in running.complete(**body)["choices"]])
     assert answers[0] == answers[1]
 
 
-def test_a_restart_answers_the_next_turn_without_reading_the_prompt_again(folder: Path, tmp_path: Path) -> None:
-    kept = str(tmp_path / "kv")
-    config = EngineConfig(target=str(folder), mode="suffix", max_batch=2, max_context=256, prompt_cache=kept)
+def test_a_restart_answers_the_next_turn_without_reading_the_prompt_again(config: EngineConfig, tmp_path: Path) -> None:
+    kept = tmp_path / "kv"
+    saving = replace(config, max_batch=2, prompt_cache=str(kept))
     body: dict[str, Any] = {"temperature": 0.7, "seed": 5, "max_tokens": 20, "ignore_eos": True}
     prompt = "why is the red mat a blue sky and the cat sat " * 4
 
-    def start(config: EngineConfig) -> Any:
-        return served(lambda: load_model(config, "suffix", None), settings={"max_batch": 2})
-
     def ask(server: Served, prompt: str) -> tuple[str, int, int]:
-        server.wait(lambda: server.http.get("/health").status_code == 200, 60)
         answer = server.complete(prompt, **body)
         usage = answer["usage"]
         return answer["choices"][0]["text"], usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
 
-    with start(replace(config, prompt_cache=None)) as plain:
+    with real(replace(config, max_batch=2)) as plain:
         first = ask(plain, prompt)
         more = prompt + first[0] + " and then the cat"
         second = ask(plain, more)
-    with start(config) as server:
+    with real(saving) as server:
         assert ask(server, prompt) == first
-        server.wait(lambda: bool(list(Path(kept).glob("*.kv.safetensors"))), 60)  # it is idle
-    with start(config) as server:
+        server.wait(lambda: bool(list(kept.glob("*.kv.safetensors"))), 60)  # it is idle
+    with real(saving) as server:
         assert ask(server, more) == second and second[2] >= first[1], "as much is cached as without a restart"
         assert ask(server, "a " * 60)[2] <= 1
-    assert len(list(Path(kept).glob("*.kv.safetensors"))) > 1, "the end saves what there is"
+    assert len(list(kept.glob("*.kv.safetensors"))) > 1, "the end saves what there is"
+
+
+@pytest.fixture(scope="module")
+def naive(checkpoint: Callable[..., Path]) -> EngineConfig:
+    return EngineConfig(target=str(checkpoint(context=1024)), mode="naive", max_batch=4)
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[Mixed]:
+    return mixed(24, seed=0, longest=200)
+
+
+@pytest.fixture(scope="module")
+def expected(naive: EngineConfig, requests: list[Mixed]) -> list[Any]:
+    with real(naive, max_queue=100) as server:
+        return asyncio.run(alone(server.url, requests, 300.0))
+
+
+def loaded(server: Served, requests: list[Mixed], expected: list[Any], order: int = 0) -> Any:
+    """The outcome of these requests together."""
+    load = together(server.url, requests, expected, mode="x", order=order, rate=100.0, timeout_s=300.0)
+    return asyncio.run(load)
+
+
+@pytest.mark.parametrize("mode", ["suffix", "share", "hybrid"])
+def test_texts_among_others_are_those_of_plain_decoding_alone(
+    mode: Mode, naive: EngineConfig, requests: list[Mixed], expected: list[Any]
+) -> None:
+    with real(replace(naive, mode=mode), max_queue=100) as server:
+        for order in range(2):
+            outcome = loaded(server, requests, expected, order)
+            assert outcome.good, outcome
+            assert outcome.num_identical == outcome.num_choices > len(requests)
+
+
+def test_another_text_is_found() -> None:
+    requests = mixed(6, seed=0, longest=40)
+    with served(max_context=1024) as server:
+        expected = asyncio.run(alone(server.url, requests, 300.0))
+        expected[2][0].text = "x" + expected[2][0].text
+        outcome = loaded(server, requests, expected)
+    assert not outcome.good and outcome.num_identical == outcome.num_choices - 1
+    assert all(line.startswith("request 2, choice 0") for line in outcome.differing)
+
+
+def test_a_row_that_stays_taken_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmark.serve.exact.IDLE_S", 0.2)
+    requests = mixed(2, seed=0, longest=40)
+    with served(max_context=1024) as server:
+        expected = asyncio.run(alone(server.url, requests, 300.0))
+        body = {"prompt": "the cat", "max_tokens": 500, "stream": True, "speculate": False}
+        server.engine.held = lambda: len(server.engine.running) == 1  # the row would end by itself
+        with server.http.stream("POST", "/v1/completions", json=body):
+            outcome = loaded(server, requests, expected)
+    assert not outcome.good and outcome.left["sharesd:num_requests_running"] == 1

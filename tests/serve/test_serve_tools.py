@@ -1,37 +1,45 @@
-"""Tools in chats, over real HTTP: a fake engine says what it is told, and a tiny model must call."""
+"""Tools in chats, over real HTTP: a fake engine says what it is told, and a tiny model must call.
+
+Schemas as zod and MCP servers write them are kept as far as a grammar can, and the rest is named.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from serve.command import load_model
+from serve.parsing.json_schemas import adapted, warnings_of
 from sharesd.config import EngineConfig, Mode
+from sharesd.data.grammar_spec import from_json_schema
+from sharesd.sampling.constraints import Grammars
+from tests.helpers.fake_engine import make_tokenizer
+from tests.helpers.serve_requests import CHAT, HELLO, TEXT, error_of
 from tests.helpers.served_model import Served, served
-from tests.helpers.tiny_models import make_checkpoint
 from tests.helpers.tiny_tokenizer import CHAT_TEMPLATE, TOOL_TEMPLATE
-from tests.serve.test_serve import CHAT, HELLO, error_of
-from tests.serve.test_serve_streams import stream
+from tests.serve.common import make_model, prompt_of, real, stream
 
-WEATHER: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "The weather in a city.",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"$ref": "#/$defs/city"}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
-            "required": ["city", "days"],
-            "additionalProperties": False,
-            "$defs": {"city": {"enum": ["the red mat", "the blue sky"]}},
-        },
+SERVED = {"template": TOOL_TEMPLATE, "max_context": 2048}
+
+
+def function(name: str = "f", **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **more}}
+
+
+WEATHER = function(
+    "get_weather",
+    description="The weather in a city.",
+    parameters={
+        "type": "object",
+        "properties": {"city": {"$ref": "#/$defs/city"}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+        "required": ["city", "days"],
+        "additionalProperties": False,
+        "$defs": {"city": {"enum": ["the red mat", "the blue sky"]}},
     },
-}
-TIME: dict[str, Any] = {"type": "function", "function": {"name": "get_time"}}
+)
+TIME = function("get_time")
 TOOLS = [WEATHER, TIME]
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "the red mat", "days": 2}}\n</tool_call>'
 ARGUMENTS = {"city": "the red mat", "days": 2}
@@ -40,13 +48,6 @@ SCRIPTS = {
     "both": f"{CALL}\n<tool_call>\n" + '{"name": "get_time", "arguments": {}}\n</tool_call>',
     "nonsense": "<tool_call>nothing</tool_call>",
 }
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with served(template=TOOL_TEMPLATE, max_context=2048) as running:
-        running.engine.scripts |= SCRIPTS
-        yield running
 
 
 def asked(text: str, **more: Any) -> dict[str, Any]:
@@ -64,10 +65,8 @@ def test_the_openai_client_gets_calls_and_sends_them_back(server: Served) -> Non
     assert call.type == "function" and len(call.id) == 9 and call.id.isalnum()
     assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", ARGUMENTS)
     messages += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
-    server.engine.added.clear()
     client.chat.completions.create(model="fake", messages=messages, tools=TOOLS, max_tokens=5)  # type: ignore
-    [request] = server.engine.added
-    shown = server.engine.tokenizer.decode(request.prompt_ids, skip_special_tokens=False)
+    shown = prompt_of(server)
     assert json.dumps(WEATHER) in shown and '"name": "get_time", "parameters": {"type": "object"' in shown
     assert f"assistant\nI look.{CALL}<|im_end|>\n<|im_start|>tool\nsunny<|im_end|>" in shown
 
@@ -78,13 +77,14 @@ def test_a_stream_of_calls_is_the_whole_answer(server: Served, question: str, sp
     body = asked(question, max_tokens=300, speculate=speculate)
     whole = server.post(CHAT, **body).json()["choices"][0]
     message: dict[str, Any] = {"role": None, "content": "", "tool_calls": []}
-    reasons = []
+    reasons, num_pieces = [], 0
     for chunk in stream(server, CHAT, **body):
         delta = chunk["choices"][0]["delta"]
         reasons.append(chunk["choices"][0]["finish_reason"])
         assert "role" not in delta or message["role"] is None
         message["role"] = delta.get("role", message["role"])
         message["content"] += delta.get("content", "")
+        num_pieces += "tool_calls" in delta
         for part in delta.get("tool_calls", ()):
             if part["index"] == len(message["tool_calls"]):
                 message["tool_calls"].append({**part, "function": dict(part["function"])})
@@ -98,32 +98,23 @@ def test_a_stream_of_calls_is_the_whole_answer(server: Served, question: str, sp
     assert said == [call["function"] for call in expected.get("tool_calls", [])]
     assert len(said) == {"the weather": 1, "both": 2}.get(question, 0)
     assert (whole["finish_reason"] == "tool_calls") == bool(said)
-    assert expected["content"] is None if question == "both" else expected["content"]
-    if not speculate and said:
-        num_pieces = sum("tool_calls" in chunk["choices"][0]["delta"] for chunk in stream(server, CHAT, **body))
-        assert num_pieces > 5, "arguments come as they are written"
+    contents = {"the weather": "I look.", "both": None, "nonsense": SCRIPTS["nonsense"]}
+    assert expected["content"] == contents[question] if question in contents else expected["content"]
+    assert num_pieces > 5 or speculate or not said, "arguments come as they are written"
 
 
-def test_unparsable_markup_is_content(server: Served) -> None:
-    done = server.post(CHAT, **asked("nonsense")).json()["choices"][0]
-    assert (done["message"]["content"], done["finish_reason"]) == ("<tool_call>nothing</tool_call>", "stop")
+def test_calls_are_as_many_as_are_wanted_and_fit(server: Served) -> None:
+    def done(**more: Any) -> tuple[dict[str, Any], str]:
+        choice = server.post(CHAT, **asked("both", **more)).json()["choices"][0]
+        return choice["message"], choice["finish_reason"]
 
-
-def test_one_call_where_no_more_are_wanted(server: Served) -> None:
-    done = server.post(CHAT, **asked("both", parallel_tool_calls=False)).json()["choices"][0]
-    assert [call["function"]["name"] for call in done["message"]["tool_calls"]] == ["get_weather"]
-
-
-def test_a_call_that_is_cut_ends_with_length(server: Served) -> None:
-    done = server.post(CHAT, **asked("both", max_tokens=70)).json()["choices"][0]
-    assert done["finish_reason"] == "length" and done["message"]["tool_calls"]
-
-
-def test_the_model_is_not_shown_tools_that_it_may_not_call(server: Served) -> None:
-    server.engine.added.clear()
-    done = server.post(CHAT, **asked("both", tool_choice="none")).json()["choices"][0]
-    assert done["message"]["content"].startswith("<tool_call>") and "tool_calls" not in done["message"]
-    assert "get_weather" not in server.engine.tokenizer.decode(server.engine.added[0].prompt_ids)
+    message, _ = done(parallel_tool_calls=False)
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["get_weather"]
+    message, reason = done(max_tokens=70)
+    assert reason == "length" and message["tool_calls"], "a call is cut"
+    message, _ = done(tool_choice="none")
+    assert message["content"].startswith("<tool_call>") and "tool_calls" not in message
+    assert "get_weather" not in prompt_of(server), "the model is not shown tools that it may not call"
 
 
 def test_tokens_of_a_conversation_are_those_of_its_chat(server: Served) -> None:
@@ -140,22 +131,17 @@ def test_variables_reach_the_template(server: Served) -> None:
     for more in ({}, {"chat_template_kwargs": {"thinking": True}}, {"add_generation_prompt": False}):
         server.post(CHAT, messages=HELLO, max_tokens=1, **more)
     ends = [server.engine.tokenizer.decode(r.prompt_ids, skip_special_tokens=False) for r in server.engine.added]
-    assert [end.rpartition("the cat")[2] for end in ends] == [
-        "<|im_end|>\n<|im_start|>assistant\n",
-        "<|im_end|>\n<|im_start|>assistant\nHm",
-        "<|im_end|>\n",
-    ]
+    turn = "<|im_end|>\n<|im_start|>assistant\n"
+    assert [end.rpartition("the cat")[2] for end in ends] == [turn, f"{turn}Hm", "<|im_end|>\n"]
     for name in ("think", "messages", "tools"):
         error = error_of(server.post(CHAT, messages=HELLO, chat_template_kwargs={name: 1}))
         assert error["param"] == "chat_template_kwargs" and name in error["message"] and "thinking" in error["message"]
 
 
-def function(name: str = "f", **more: Any) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name, **more}}
-
-
-NAMED = {"type": "function", "function": {"name": "get_weather"}}
+NAMED = function("get_weather")
 CALLED = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+NO_GRAMMARS: tuple[dict[str, Any], ...] = ({"properties": 5}, {"x-guidance": 5}, {"enum": ["x" * 100_000]})
+NO_OBJECT = {**CALLED, "function": {"name": "f", "arguments": "5"}}
 
 
 @pytest.mark.parametrize(
@@ -170,20 +156,10 @@ CALLED = {"id": "a", "type": "function", "function": {"name": "f", "arguments": 
         ({"tools": [TIME], "tool_choice": NAMED}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "tools"),
         ({"tools": TOOLS, "structured_outputs": {"regex": "a"}}, "tools"),
-        ({"tools": [function(parameters={"properties": 5})], "tool_choice": "required"}, "tools"),
-        ({"tools": [function(parameters={"x-guidance": 5})], "tool_choice": "required"}, "tools"),
-        ({"tools": [function(parameters={"enum": ["x" * 100_000]})], "tool_choice": "required"}, "tools"),
+        *[({"tools": [function(parameters=wrong)], "tool_choice": "required"}, "tools") for wrong in NO_GRAMMARS],
         ({"tools": TOOLS, "tool_choice": "required", "ignore_eos": True}, None),
         ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALLED]}]}, "messages"),
-        ({"messages": [{"role": "assistant", "tool_calls": []}]}, "messages"),
-        (
-            {
-                "messages": [
-                    {"role": "assistant", "tool_calls": [{**CALLED, "function": {"name": "f", "arguments": "5"}}]}
-                ]
-            },
-            "messages",
-        ),
+        *[({"messages": [{"role": "assistant", "tool_calls": calls}]}, "messages") for calls in ([], [NO_OBJECT])],
     ],
     ids=lambda value: str(value)[:60],
 )
@@ -192,12 +168,12 @@ def test_wrong_tools_are_named(server: Served, more: dict[str, Any], param: str 
     assert (error["param"] or "").partition(".")[0] == (param or "")
 
 
+SILENT = CHAT_TEMPLATE + "{% if tools %}{% endif %}"
+"""With a place for tools, but no format of calls."""
+
+
 @pytest.mark.parametrize(
-    ("template", "said"),
-    [
-        (CHAT_TEMPLATE, "no place for them"),
-        (CHAT_TEMPLATE + "{% if tools %}{% endif %}", "--tool-format hermes|llama|"),
-    ],
+    ("template", "said"), [(CHAT_TEMPLATE, "no place for them"), (SILENT, "--tool-format hermes|llama|")]
 )
 def test_a_template_without_tools_is_told(template: str, said: str) -> None:
     with served(template=template) as server:
@@ -209,21 +185,17 @@ def test_a_template_without_tools_is_told(template: str, said: str) -> None:
 
 
 def test_the_format_may_be_given() -> None:
-    template = CHAT_TEMPLATE + "{% if tools %}{% endif %}"
-    with served(settings={"tool_format": "llama"}, template=template) as server:
+    with served(settings={"tool_format": "llama"}, template=SILENT) as server:
         server.engine.scripts["the cat"] = '{"name": "get_time", "parameters": {}}'
         done = server.post(CHAT, messages=HELLO, tools=TOOLS).json()["choices"][0]
         assert done["message"]["tool_calls"][0]["function"] == {"name": "get_time", "arguments": "{}"}
-        strict = [function(strict=True)]
-        assert "strict" in error_of(server.post(CHAT, messages=HELLO, tools=strict))["message"]
+        refused = server.post(CHAT, messages=HELLO, tools=[function(strict=True)])
+        assert "strict" in error_of(refused)["message"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = make_checkpoint(tmp_path_factory.mktemp("tiny"), context=1024)
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": TOOL_TEMPLATE}))
-    return folder
+    return make_model(tmp_path_factory.mktemp("tiny"), TOOL_TEMPLATE, context=1024)
 
 
 CHOICES: list[dict[str, Any]] = [
@@ -237,9 +209,7 @@ ANSWERS: dict[Mode, list[Any]] = {}
 
 @pytest.mark.parametrize("mode", ["naive", "share", "suffix", "hybrid"])
 def test_a_model_that_must_call_does(folder: Path, mode: Mode) -> None:
-    config = EngineConfig(target=str(folder), mode=mode, max_batch=2)
-    with served(lambda: load_model(config, mode, None), settings={"max_batch": 2}) as server:
-        server.wait(lambda: server.http.get("/health").status_code == 200, 60)
+    with real(EngineConfig(target=str(folder), mode=mode, max_batch=2)) as server:
         found = []
         for more in CHOICES:
             done = server.post(CHAT, **asked("why is the sky blue", max_tokens=300, **more)).json()
@@ -247,8 +217,7 @@ def test_a_model_that_must_call_does(folder: Path, mode: Mode) -> None:
                 assert choice["message"]["content"] is None
                 calls = [call["function"] for call in choice["message"]["tool_calls"]]
                 assert choice["finish_reason"] == "tool_calls" or len(calls) > 2, "whole, unless there are many"
-                for call in calls[: None if choice["finish_reason"] == "tool_calls" else -1]:
-                    check(call)
+                assert all(map(is_valid, calls[: None if choice["finish_reason"] == "tool_calls" else -1]))
                 found.append(calls)
         assert len(found[3]) == len(found[4]) == 1 and found[4][0]["name"] == "get_weather"
         streamed: dict[int, str] = {}
@@ -258,18 +227,114 @@ def test_a_model_that_must_call_does(folder: Path, mode: Mode) -> None:
                 said = part["function"].get("name", "") + part["function"]["arguments"]
                 streamed[choice["index"]] = streamed.get(choice["index"], "") + said
         assert streamed == {i: "".join(c["name"] + c["arguments"] for c in found[1 + i]) for i in range(2)}
-        strict = [{"type": "function", "function": {**WEATHER["function"], "strict": True}}]
+        strict = [function(**WEATHER["function"], strict=True)]
         free = server.post(CHAT, **asked("why is the sky blue", max_tokens=40, tools=strict)).json()["choices"][0]
         assert free["message"]["content"], "a model that may call need not"
         ANSWERS[mode] = [*found, free["message"]["content"]]
     assert ANSWERS[mode] == next(iter(ANSWERS.values())), "the same in all modes"
 
 
-def check(call: dict[str, str]) -> None:
-    """It is valid."""
+def is_valid(call: dict[str, str]) -> bool:
     arguments = json.loads(call["arguments"])
     if call["name"] == "get_time":
-        assert arguments == {}
-        return
-    assert call["name"] == "get_weather" and set(arguments) == {"city", "days"}
-    assert arguments["city"] in ("the red mat", "the blue sky") and 1 <= arguments["days"] <= 9
+        return arguments == {}
+    right = [{"city": city, "days": days} for city in ("the red mat", "the blue sky") for days in range(1, 10)]
+    return call["name"] == "get_weather" and arguments in right
+
+
+TOKENIZER = make_tokenizer()
+GRAMMARS = Grammars(TOKENIZER, vocab_size=TOKENIZER.vocab_size, eos_ids=TOKENIZER.eos_ids)
+WORD, COLOUR = {"type": "string", "maxLength": 4}, {"type": "string", "format": "hex-color"}
+EITHER = {"type": "object", "properties": {"a": WORD, "b": WORD}, "oneOf": [{"required": ["a"]}, {"required": ["b"]}]}
+
+
+def takes(schema: dict[str, Any], value: Any) -> bool:
+    ids = [*TOKENIZER.encode(json.dumps(value)), TOKENIZER.eos_ids[0]]
+    return GRAMMARS.matcher(from_json_schema(adapted(schema))).advance(ids) == len(ids)
+
+
+def warnings(schema: dict[str, Any]) -> list[str]:
+    return warnings_of(GRAMMARS.matcher(from_json_schema(adapted(schema))).warnings, {"here": schema})
+
+
+RECORD = {"type": "object", "additionalProperties": {"type": "integer"}}
+REFERRED = {"type": "object", "properties": {"a": {"$ref": "#/$defs/w", "maxLength": 2}}}
+NULLABLE = {"type": "string", "nullable": True}
+KEPT: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
+    (NULLABLE, ["a", None], [5]),
+    ({**RECORD, "propertyNames": {"type": "string"}}, [{"a": 1}, {}], [{"a": "b"}]),
+    ({**RECORD, "propertyNames": {"type": "string", "pattern": "^[a-z]+$"}}, [{"ab": 1}], [{"A": 1}, {"a": "x"}]),
+    ({**RECORD, "propertyNames": {"enum": ["x", "y"]}}, [{"x": 1, "y": 2}], [{"z": 1}]),
+    ({**RECORD, "propertyNames": {"const": "x"}}, [{"x": 1}], [{"z": 1}]),
+    ({"const": {"a": 1}}, [{"a": 1}], [{"a": 2}]),
+    ({"anyOf": [{"type": "string"}, {"type": "null"}], "default": None, "title": "x"}, ["a", None], [5]),
+    ({**REFERRED, "$defs": {"w": WORD}}, [{"a": "xy"}], [{"a": "xyz"}]),
+    ({"type": "object", "properties": {"propertyNames": WORD, "nullable": WORD}}, [{"nullable": "a"}], [5]),
+    ({"type": "array", "items": NULLABLE, "$schema": "http://json-schema.org/x"}, [["a", None]], [[1]]),
+]
+
+
+@pytest.mark.parametrize(("schema", "right", "wrong"), KEPT, ids=lambda value: str(value)[:40])
+def test_what_a_grammar_can_say_is_kept(schema: dict[str, Any], right: list[Any], wrong: list[Any]) -> None:
+    assert all(takes(schema, value) for value in right)
+    assert not any(takes(schema, value) for value in wrong)
+    assert warnings(schema) == []
+
+
+FREE: list[tuple[dict[str, Any], Any, str]] = [
+    (COLOUR, "x", '"hex-color"'),
+    ({**RECORD, "propertyNames": {"minLength": 2}}, {"a": 1}, '"propertyNames"'),
+    ({"type": "string", "not": {"const": "a"}}, "a", '"not"'),
+    ({"type": "array", "items": WORD, "uniqueItems": True}, ["a", "a"], '"uniqueItems"'),
+    (EITHER, {"a": "x", "b": "y"}, "oneOf as anyOf"),
+]
+
+
+@pytest.mark.parametrize(("schema", "value", "named"), FREE, ids=lambda value: str(value)[:40])
+def test_what_it_cannot_is_free_and_named(schema: dict[str, Any], value: Any, named: str) -> None:
+    assert takes(schema, value)
+    [warning] = warnings(schema)
+    assert warning.startswith("here: the grammar ") and warning.endswith(named)
+    assert not takes(schema, 5), "the rest is kept"
+
+
+PLACES = {name: {"type": "object", "properties": {"at": at}} for name, at in (("climb", COLOUR), ("sing", WORD))}
+ODD_TOOLS = [function(name, parameters=schema) for name, schema in PLACES.items()]
+
+
+def test_the_answer_says_what_is_free(server: Served) -> None:
+    body = {"messages": HELLO, "tools": ODD_TOOLS, "tool_choice": "required", "max_tokens": 4}
+    expected = ['tools: the parameters of climb: the grammar does not enforce "hex-color"']
+    assert server.post(CHAT, **body).json()["warnings"] == expected
+    first, *rest = stream(server, CHAT, **body)
+    assert first["warnings"] == expected and not any("warnings" in chunk for chunk in rest)
+    assert "warnings" not in server.post(CHAT, messages=HELLO, tools=ODD_TOOLS, max_tokens=4).json(), "nothing is kept"
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": EITHER}}
+    for more in ({"response_format": form}, {"structured_outputs": {"json": EITHER}}):
+        done = server.post(TEXT, prompt="the", max_tokens=4, **more).json()
+        assert done["warnings"] == [f"{next(iter(more))}: the grammar treats oneOf as anyOf"]
+    assert "warnings" not in server.complete(structured_outputs={"json": WORD}, max_tokens=4)
+
+
+def test_functions_may_be_chosen_in_all_of_openais_forms(server: Served) -> None:
+    def grammar(choice: Any) -> str:
+        response = server.post(CHAT, messages=HELLO, tools=ODD_TOOLS, tool_choice=choice, max_tokens=2)
+        assert response.status_code == 200, response.text
+        return server.engine.added[-1].params.grammar or ""
+
+    def allowed(mode: str, *names: str) -> dict[str, Any]:
+        return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [*map(function, names)]}}
+
+    one = grammar(function("sing"))
+    assert "sing" in one and "climb" not in one
+    assert grammar({"type": "function", "name": "sing"}) == one
+    both = grammar("required")
+    assert "sing" in both and "climb" in both
+    assert grammar({"type": "required"}) == both == grammar(allowed("required", "sing", "climb"))
+    assert "climb" not in grammar(allowed("required", "sing")) and grammar({"type": "auto"}) == ""
+    server.engine.scripts["the cat"] = '<tool_call>\n{"name": "climb", "arguments": {}}\n</tool_call>'
+    done = server.post(CHAT, messages=HELLO, tools=ODD_TOOLS, tool_choice=allowed("auto", "sing")).json()
+    assert "tool_calls" not in done["choices"][0]["message"], "climb is not allowed"
+    for wrong in (allowed("auto", "fly"), allowed("auto"), allowed("any", "sing"), {"type": "function"}):
+        error = error_of(server.post(CHAT, messages=HELLO, tools=ODD_TOOLS, tool_choice=wrong))
+        assert error["param"].startswith("tool_choice")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,6 @@ import transformers
 
 from quant.formats import FORMATS
 from sharesd.config import EngineConfig, OffloadConfig, PipelineConfig
-from sharesd.engine import cost_profiler
 from sharesd.loading import auto_mode
 from sharesd.loading.auto_mode import choose_drafters
 from sharesd.models.decoder import Decoder
@@ -29,14 +29,9 @@ TABLES = ("suffix", "recycle")
 BF16 = torch.bfloat16
 
 
-@pytest.fixture(autouse=True)
-def short_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cost_profiler, "SECONDS", 0.0)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("tiny"), layers=LAYERS)
+@pytest.fixture
+def folder(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint(layers=LAYERS)
 
 
 @pytest.fixture
@@ -53,23 +48,32 @@ def chosen(config: EngineConfig, folder: Path, *, offloads: bool = False) -> aut
     return choose_drafters(config, folder, torch.device("cpu"), BF16, "native", offloads=offloads)
 
 
-def test_a_head_is_taken_where_there_is_one(folder: Path, tmp_path: Path) -> None:
-    for kind, mode in (("eagle", "eagle"), ("glide", "glide")):
-        head = make_head(tmp_path / kind, decoder_config(folder), kind)
-        choice = chosen(config_of(folder, heads=(str(head),)), folder)
-        assert choice.drafters == (mode, "suffix") and choice.reason == "a trained head was given"
-    assert str(choice) == "mode auto drafts with glide, suffix: a trained head was given"
+def test_a_head_or_draft_model_is_taken_where_there_is_one(folder: Path, tmp_path: Path, pays: None) -> None:
+    def choice_of(of: Path | None = folder, *, offloads: bool = False, **options: Any) -> tuple[Any, str]:
+        choice = chosen(config_of(of, **options), folder, offloads=offloads)
+        return choice.drafters, choice.reason
 
-
-def test_a_head_that_ships_is_taken(folder: Path) -> None:
-    choice = chosen(config_of(None), folder)
-    assert choice.drafters == ("eagle", "suffix") and choice.reason == "a trained head ships with this model"
+    eagle, glide = ((str(make_head(tmp_path / kind, decoder_config(folder), kind)),) for kind in ("eagle", "glide"))
+    assert choice_of(heads=eagle) == (("eagle", "suffix"), "a trained head was given")
+    assert choice_of(heads=glide) == (("glide", "suffix"), "a trained head was given")
+    assert choice_of(None) == (("eagle", "suffix"), "a trained head ships with this model")
+    assert choice_of(draft="other") == (("classic", *TABLES), "the draft model other was given")
+    assert choice_of(heads=eagle, offloads=True)[0] == ("share", *TABLES), "a head cannot travel"
+    assert choice_of(heads=eagle, tensor_parallel=2)[0] == ("share", *TABLES), "ranks take no head"
+    drafters, reason = choice_of(quant=replace(EngineConfig().quant, group_size=256))
+    assert drafters == TABLES and "cannot be quantized" in reason
+    found = chosen(config_of(folder, heads=glide), folder)
+    assert str(found) == "mode auto drafts with glide, suffix: a trained head was given"
 
 
 def test_quantized_linears_are_taken_where_they_promise_enough(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, device = config_of(folder), torch.device("cpu")
+    decoder = Decoder(decoder_config(folder), dtype=BF16, device="meta")
+    measured = auto_mode._predicted_speedup(decoder, config, folder, device, BF16, "native")
+    assert 0 < measured < 1 / (1 - FORMATS["hqq"].acceptance[4])
     for speedup, model in ((1.25, ("share",)), (1.05, ())):
         monkeypatch.setattr(auto_mode, "_predicted_speedup", lambda *_, speedup=speedup: speedup)
-        choice = chosen(config_of(folder), folder)
+        choice = chosen(config, folder)
         assert choice.drafters == (*model, *TABLES) and f"is {speedup:.2f}x" in choice.reason
 
 
@@ -85,49 +89,23 @@ def test_quantizing_that_takes_minutes_is_left_to_the_user_until_it_is_kept(
     assert chosen(config, folder).drafters == ("share", *TABLES), "solutions are on disk now"
 
 
-def test_the_prediction_is_measured(folder: Path) -> None:
-    config, device = config_of(folder), torch.device("cpu")
-    decoder = Decoder(decoder_config(folder), dtype=BF16, device="meta")
-    assert (
-        0
-        < auto_mode._predicted_speedup(decoder, config, folder, device, BF16, "native")
-        < 1 / (1 - FORMATS["hqq"].acceptance[4])
-    )
-
-
-def test_a_draft_model_that_was_given_is_taken(folder: Path) -> None:
-    choice = chosen(config_of(folder, draft="other"), folder)
-    assert choice.drafters == ("classic", *TABLES) and choice.reason == "the draft model other was given"
-
-
-def test_quantized_linears_are_taken_where_weights_are_offloaded(folder: Path, tmp_path: Path) -> None:
-    head = make_head(tmp_path / "head", decoder_config(folder), "eagle")
-    assert chosen(config_of(folder, heads=(str(head),)), folder, offloads=True).drafters == ("share", *TABLES)
-
-
-def test_ranks_take_no_head(folder: Path, tmp_path: Path, pays: None) -> None:
-    head = make_head(tmp_path / "head", decoder_config(folder), "eagle")
-    config = config_of(folder, heads=(str(head),), tensor_parallel=2)
-    assert chosen(config, folder).drafters == ("share", *TABLES)
-
-
-def test_what_cannot_be_quantized_drafts_by_tables(folder: Path) -> None:
-    config = config_of(folder, quant=replace(EngineConfig().quant, group_size=256))
-    choice = chosen(config, folder)
-    assert choice.drafters == TABLES and "cannot be quantized" in choice.reason
+def check(runtime: Runtime, drafters: tuple[str, ...]) -> str:
+    """Texts are those of naive; returns the reason for these drafters."""
+    assert runtime.auto is not None and runtime.auto.drafters == drafters
+    found = texts(runtime, ("naive", "auto"))
+    assert all(found["auto", t] == found["naive", t] for t in (0.0, 1.0))
+    return runtime.auto.reason
 
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"split": PipelineConfig(devices=("cpu", "cpu")), "device": "auto"}, {"max_batch": 2}, {"compile": "off"}],
+    [{"split": PipelineConfig(devices=("cpu", "cpu")), "device": "auto"}, {"max_batch": 2}, {"compile": "off"}],
     ids=str,
 )
 def test_texts_are_those_of_naive(folder: Path, pays: None, options: dict[str, Any]) -> None:
     runtime = Runtime(config_of(folder, num_draft=None, **options), ("naive", "auto"))
-    assert runtime.auto is not None and runtime.auto.drafters == ("share", *TABLES)
     assert runtime.engine("auto").mode == "auto"
-    found = texts(runtime, ("naive", "auto"))
-    assert all(found["auto", t] == found["naive", t] for t in (0.0, 1.0))
+    check(runtime, ("share", *TABLES))
 
 
 def test_texts_of_the_fallback(tmp_path: Path) -> None:
@@ -136,19 +114,12 @@ def test_texts_of_the_fallback(tmp_path: Path) -> None:
     torch.manual_seed(0)
     transformers.GPT2LMHeadModel(config).save_pretrained(folder)
     runtime = Runtime(config_of(folder, dtype="float64"), ("naive", "auto"))
-    assert runtime.auto is not None and runtime.auto.drafters == TABLES
-    assert "runs through transformers" in runtime.auto.reason
-    found = texts(runtime, ("naive", "auto"))
-    assert all(found["auto", t] == found["naive", t] for t in (0.0, 1.0))
+    assert "runs through transformers" in check(runtime, TABLES)
 
 
 @pytest.mark.parametrize(("resident", "drafters"), [(5, ("share", *TABLES)), (0, TABLES)])
 def test_an_offloaded_model_drafts_with_its_quantized_linears_if_these_fit(
-    folder: Path,
-    resident: int,
-    drafters: tuple[str, ...],
-    monkeypatch: pytest.MonkeyPatch,
-    close_after: list[Runtime],
+    folder: Path, resident: int, drafters: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, close_after: list[Runtime]
 ) -> None:
     monkeypatch.setattr(auto_mode, "_predicted_speedup", lambda *_: 1.0)
     monkeypatch.setattr(memory_estimate, "own_memory", lambda: 10**8)
@@ -156,6 +127,5 @@ def test_an_offloaded_model_drafts_with_its_quantized_linears_if_these_fit(
     limit = limit_leaving(resident, given, "naive", "auto")
     runtime = Runtime(config_of(folder, offload=OffloadConfig(host_memory=limit)), ("naive", "auto"))
     close_after.append(runtime)
-    assert runtime.streamed is not None and runtime.auto is not None and runtime.auto.drafters == drafters
-    found = texts(runtime, ("naive", "auto"))
-    assert all(found["auto", t] == found["naive", t] for t in (0.0, 1.0))
+    assert runtime.streamed is not None
+    check(runtime, drafters)

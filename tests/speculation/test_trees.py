@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 
 from compile.attention import TreeAttentionMask, attend, attend_reference
-from compile.decoder_stack import NativeStack
 from compile.kv_compact import kv_compactor
 from compile.kv_layout import CHUNK, pack_kv, unpack_kv
-from compile.linear import pack_linears
 from sharesd.drafters.classic.drafter import ClassicDrafter
 from sharesd.drafters.hybrid.drafter import HybridDrafter
 from sharesd.drafters.ngram.table import NgramTable
@@ -26,16 +24,15 @@ from sharesd.drafters.recycle.table import RecycleTable
 from sharesd.drafters.share.drafter import ShareDrafter
 from sharesd.drafters.suffix.table import SuffixTable
 from sharesd.engine.outputs import Completion
-from sharesd.models.decoder import Decoder
 from sharesd.sampling.acceptance import accept_tree, accept_tree_reference
 from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.cost_model import Costs, LiveCosts
 from sharesd.speculation.draft_policy import Policy
 from sharesd.speculation.draft_proposal import Proposal, best_chain, fill_up, merge
 from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape, chain, chains, pack, shapes_of, with_windows
+from tests.engine.test_lossless import PROMPTS, ids
+from tests.helpers.compiled import compiled
 from tests.helpers.oracle import VOCAB, continue_plainly, logits_of, new_engine, switched, tiny_decoder
-
-PROMPTS = ([3, 17, 9], [21, 4, 4, 30, 8, 12, 1, 0, 33, 2, 7], [5] * 6)
 
 
 def random_tree(dice: random.Random, num: int, vocab: int = VOCAB) -> Proposal:
@@ -56,9 +53,6 @@ def paths_of(proposal: Proposal) -> list[list[int]]:
     for index, parent in enumerate(proposal.parents, 1):
         paths.append([*paths[parent + 1], index])
     return paths
-
-
-# ---- kernels
 
 
 @pytest.mark.kernels
@@ -89,12 +83,9 @@ def test_a_nodes_bits_are_those_of_its_path(options: dict[str, Any], dtype: torc
 
 @pytest.mark.kernels
 def test_kept_rows_are_moved_together() -> None:
+    sizes = (16, 32)
     for dtype in (torch.bfloat16, torch.float64):
-        sizes = (16, 32)
-        before = [
-            [torch.randn(2, heads, 64, size).to(dtype) for _ in range(2)]
-            for heads, size in zip((2, 1), sizes, strict=True)
-        ]
+        before = [[torch.randn(2, heads, 64, size).to(dtype) for _ in range(2)] for heads, size in ((2, 16), (1, 32))]
         layers = [pack_kv(*pair) for pair in before]
         lengths, num = torch.tensor([7, 40]), torch.tensor([3, 1])
         path = torch.tensor([[0, 2, 5, 6, 6], [0, 4, 4, 4, 4]])
@@ -105,21 +96,11 @@ def test_kept_rows_are_moved_together() -> None:
                 assert torch.equal(cache, was)
 
 
-def native_decoder(dtype: torch.dtype) -> Decoder:
-    model = tiny_decoder(3, dtype=dtype)
-    pack_linears(model)
-    ropes = [kind.rope for kind in model.config.layer_types]
-    model.run_stack = NativeStack(
-        model.blocks, tables=model.rope_tables, norm=model.norm, ropes=ropes, hidden_act=model.config.hidden_act
-    )
-    return model
-
-
 @torch.inference_mode()
 @pytest.mark.kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_logits_of_a_node_are_those_of_its_path(dtype: torch.dtype) -> None:
-    model, dice = native_decoder(dtype), random.Random(5)
+    model, dice = compiled(tiny_decoder(3, dtype=dtype), "native"), random.Random(5)
     for length in (3, 40):
         text = [dice.randrange(VOCAB) for _ in range(length)]
         proposal = random_tree(dice, 15)
@@ -133,9 +114,6 @@ def test_logits_of_a_node_are_those_of_its_path(dtype: torch.dtype) -> None:
             alone = model.forward(rows[:, path], cache)
             assert torch.equal(logits[0, row], alone[0, -1])
             model.forward(rows, cache, tree_mask=tree.tree_mask)
-
-
-# ---- acceptance
 
 
 @pytest.mark.kernels
@@ -182,9 +160,14 @@ def test_merging_and_the_best_chain() -> None:
     assert both == Proposal([1, 2, 4, 3, 9], [-1, 0, 0, -1, 2], [0.6, 0.5, 0.3, 0.2, 0.1])
     assert best_chain(both) == Proposal([1, 2], [-1, 0], [0.6, 0.5])
     assert merge([one]) is one and best_chain(Proposal([], [], [])) == Proposal([], [], [])
-
-
-# ---- the loop
+    # Weaving keeps the model's nodes, and adds what they leave open.
+    model = Proposal([1, 2], [-1, 0], [0.8, 0.6])
+    root = Proposal([1, 9, 7, 8], [-1, 0, -1, 2], [0.5, 0.4, 0.35, 0.2])  # 1: the model has said what comes there
+    after = Proposal([3, 4, 5], [-1, -1, 0], [0.9, 0.1, 0.5])
+    woven = fill_up(model, [(-1, root), (1, after)])
+    assert woven.tokens == [1, 2, 3, 5, 7, 4, 8] and woven.parents == [-1, 0, 1, 2, -1, 1, 4]
+    assert woven.scores == pytest.approx([0.8, 0.6, 0.54, 0.3, 0.07, 0.06, 0.04])
+    assert fill_up(model, []) == model
 
 
 class OracleTable:
@@ -225,47 +208,42 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("batch", [1, 3, 4])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_trees_do_not_change_the_text(sampling: str, batch: int) -> None:
     model = tiny_decoder(3)
     params = SamplingParams(max_new_tokens=30, logprobs=True, **SAMPLINGS[sampling])
     naive = new_engine(model, batch=batch).generate(PROMPTS, params)
-    assert [c.token_ids for c in naive] == [
-        continue_plainly(model, prompt, params, i) for i, prompt in enumerate(PROMPTS)
-    ]
-    futures = {tuple(p): c.token_ids for p, c in zip(PROMPTS, naive, strict=True)}
+    plain = [continue_plainly(model, prompt, params, i) for i, prompt in enumerate(PROMPTS)]
+    assert ids(naive) == plain
+    futures = dict(zip(map(tuple, PROMPTS), plain, strict=True))
     for seed in range(3):
         drafter = HybridDrafter("oracle", [OracleTable(futures, seed)], num_nodes=9, trees=True)
         engine = new_engine(model, drafter, batch=batch)
         done = engine.generate(PROMPTS, params)
-        assert [c.token_ids for c in done] == [c.token_ids for c in naive]
+        assert ids(done) == plain
         for ours, theirs in zip(done, naive, strict=True):
             assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-6)
         assert engine.stats.sources["accepted"] > 10, "the trees shall hit"
 
 
-@pytest.mark.parametrize("acceptance", ["match", "rejection"])
-def test_real_tables_do_not_change_the_text(acceptance: Any) -> None:
+def test_real_tables_do_not_change_the_text() -> None:
     model = tiny_decoder(3)
-    for params in (
-        SamplingParams(max_new_tokens=60, acceptance=acceptance),
-        SamplingParams(max_new_tokens=60, temperature=0.3, seed=2),
-    ):
-        want = [c.token_ids for c in new_engine(model, batch=3).generate(PROMPTS, params)]
+    ways: list[dict[str, Any]] = [{}, {"acceptance": "rejection"}, {"temperature": 0.3, "seed": 2}]
+    for more in ways:
+        params = SamplingParams(max_new_tokens=60, **more)
+        want = ids(new_engine(model, batch=3).generate(PROMPTS, params))
         for tables in ([SuffixTable()], [NgramTable(4, 1, 3)], [SuffixTable(), NgramTable(4, 1, 3)]):
             drafter = HybridDrafter("tables", tables, num_nodes=6, trees=True)
-            done = new_engine(model, drafter, batch=3).generate(PROMPTS, params)
-            assert [c.token_ids for c in done] == want
+            assert ids(new_engine(model, drafter, batch=3).generate(PROMPTS, params)) == want
 
 
 def test_a_model_drafter_that_idled_catches_up_in_the_next_call() -> None:
-    model, draft = tiny_decoder(3), tiny_decoder(3)
-    params = SamplingParams(max_new_tokens=24)
-    inner = ClassicDrafter(draft, batch=1, slots=128, shapes=chains(4), weight_bytes=0)
+    model, params, text = tiny_decoder(3), SamplingParams(max_new_tokens=24), list(PROMPTS[2])
+    inner = ClassicDrafter(tiny_decoder(3), batch=1, slots=128, shapes=chains(4), weight_bytes=0)
     drafter = HybridDrafter("hybrid", [SuffixTable()], inner, num_nodes=4, trees=True)
     engine, naive = new_engine(model, drafter, auto_length=True), new_engine(model)
-    text = list(PROMPTS[2])
     for _ in range(3):  # turns of a chat; its text repeats itself, so that tables and model take turns
         engine.variant(params).policy.reset(Costs({1: 1.0, 5: 1.1}, 0.6))
         [want], [got] = naive.generate([text], params), engine.generate([text], params, reuse=True)
@@ -281,30 +259,23 @@ def test_a_model_drafter_that_idled_catches_up_in_the_next_call() -> None:
 def test_tables_fill_up_a_models_draft(
     name: str, tree: Any, sampling: str, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def every_third(policy: Policy, may_explore: bool = True, rate_to_beat: float | None = None) -> DraftShape:
-        return NO_DRAFT if next(rounds) % 3 else policy.shapes[0]  # the smallest, which leaves room for tables
-
-    rounds, turns = count(), count()
-    monkeypatch.setattr(Policy, "next_shape", every_third)
-    learnt: list[DraftShape] = []
+    rounds, turns, learnt = count(), count(), list[DraftShape]()
+    # Now and then the smallest draft of the model, which leaves room for tables, and rounds without any draft.
+    monkeypatch.setattr(Policy, "next_shape", lambda self, *_, **__: NO_DRAFT if next(rounds) % 3 else self.shapes[0])
+    monkeypatch.setattr(Policy, "should_query_tables", lambda _: next(turns) % 4 > 0)
     monkeypatch.setattr(LiveCosts, "record", lambda _, shape, *times: learnt.append(shape))
-    monkeypatch.setattr(
-        Policy, "should_query_tables", lambda _: next(turns) % 4 > 0
-    )  # rounds without any draft between
     plain = tiny_decoder(3)
     model, switch = switched(plain, 0.1)
     params = SamplingParams(max_new_tokens=30, **SAMPLINGS[sampling])
-    naive = new_engine(plain, batch=batch).generate(PROMPTS, params)
-    futures = {tuple(p): c.token_ids for p, c in zip(PROMPTS, naive, strict=True)}
-    shapes = (*(shapes_of(*tree)[-1:] if tree else [chain(2)]), chain(9))
+    naive = ids(new_engine(plain, batch=batch).generate(PROMPTS, params))
+    futures = dict(zip(map(tuple, PROMPTS), naive, strict=True))
     recent = 4 if name == "share" else 0
+    shapes = (*(shapes_of(*tree)[-1:] if tree else [chain(2)]), chain(9))
     shapes = with_windows(shapes, [recent])  # which are all: steps look back by whole chunks
     cache = model.new_cache(batch, 128)
-    inner = (
-        ShareDrafter(model, cache, switch, shapes=shapes, quantized_bytes=0, branching=2)
-        if name == "share"
-        else ClassicDrafter(tiny_decoder(3), batch=batch, slots=128, shapes=shapes, weight_bytes=0, branching=2)
-    )
+    inner: Any = ClassicDrafter(plain, batch=batch, slots=128, shapes=shapes, weight_bytes=0, branching=2)
+    if name == "share":
+        inner = ShareDrafter(model, cache, switch, shapes=shapes, quantized_bytes=0, branching=2)
     drafter = HybridDrafter("hybrid", [OracleTable(futures, 1)], inner, num_nodes=9, trees=True)
     engine = new_engine(model, drafter, batch=batch, cache=cache, auto_length=True)
     engine.variant(params).policy.reset(Costs({1: 1.0, 10: 1.01}, 0.2, 0.2))
@@ -314,19 +285,9 @@ def test_tables_fill_up_a_models_draft(
         for chunk in engine.stream(PROMPTS, params, reuse=True):
             done[chunk.row].add(chunk)
             together += {name, "oracle"} <= set(chunk.drafters)
-        assert [c.token_ids for c in done] == [c.token_ids for c in naive]
+        assert ids(done) == naive
     assert together > 1, "rounds in which nodes of both were accepted"
     assert {shape.window for shape in learnt if shape.nodes} == {recent}, "what came of drafts is learnt of their shape"
-
-
-def test_weaving_keeps_the_models_nodes_and_adds_what_they_leave_open() -> None:
-    model = Proposal([1, 2], [-1, 0], [0.8, 0.6])
-    root = Proposal([1, 9, 7, 8], [-1, 0, -1, 2], [0.5, 0.4, 0.35, 0.2])  # 1: the model has said what comes there
-    after = Proposal([3, 4, 5], [-1, -1, 0], [0.9, 0.1, 0.5])
-    woven = fill_up(model, [(-1, root), (1, after)])
-    assert woven.tokens == [1, 2, 3, 5, 7, 4, 8] and woven.parents == [-1, 0, 1, 2, -1, 1, 4]
-    assert woven.scores == pytest.approx([0.8, 0.6, 0.54, 0.3, 0.07, 0.06, 0.04])
-    assert fill_up(model, []) == model
 
 
 def test_recycling_learns_from_plain_steps_too() -> None:

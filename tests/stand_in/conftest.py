@@ -16,14 +16,11 @@ def environment() -> None:
         pytest.skip("there is no .venv-cuda; bash scripts/cuda_env.sh makes it")
 
 
-@pytest.fixture(scope="session")
-def outcomes() -> dict[Point, Outcome]:
-    """Outcomes of points so far."""
-    return {}
+outcomes: dict[Point, Outcome] = {}
 
 
 @pytest.fixture
-def outcome(request: pytest.FixtureRequest, point: Point, outcomes: dict[Point, Outcome], shared: Shared) -> Outcome:
+def outcome(request: pytest.FixtureRequest, point: Point, shared: Shared) -> Outcome:
     """Outcome of decoding at this point: decoded together with all points of this class on as many GPUs."""
     if point not in outcomes:
         of_class = [item for item in request.session.items if getattr(item, "cls", None) is request.cls]

@@ -7,13 +7,15 @@ from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
+import torch
+
 from sharesd.config import EngineConfig, Mode, PipelineConfig
 from sharesd.data import grammar_spec as grammar
 from sharesd.sampling_params import SamplingParams
 from tests.helpers.covering import covering
 from tests.helpers.shared_runtimes import Shared
 from tests.helpers.tiny_tokenizer import WORDS, make_backend
-from tests.stand_in.decoding import decode, decode_on_replicas
+from tests.stand_in.decoding import decode
 
 MODES: dict[str, tuple[Mode, str, dict[str, Any]]] = {
     **{mode: (mode, "", {}) for mode in ("naive", "share", "classic", "ngram", "suffix", "recycle")},
@@ -38,36 +40,26 @@ CHOICES: dict[str, dict[str, Any]] = {
     "rejection": {"temperature": 1.0, "acceptance": "rejection"},
     "block": {"temperature": 1.0, "acceptance": "block"},
 }
-PENALTIES: dict[str, dict[str, Any]] = {
-    "": {},
-    "penalties": {"repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.1},
-}
-LOGPROBS: dict[str, dict[str, Any]] = {
-    "": {},
-    "logprobs": {"logprobs": True},
-    "top": {"logprobs": True, "top_logprobs": 3},
-}
+PENALTIES = {"penalties": {"repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.1}}
+LOGPROBS: dict[str, dict[str, Any]] = {"logprobs": {"logprobs": True}, "top": {"logprobs": True, "top_logprobs": 3}}
+STAGES = [{"split": PipelineConfig(devices=tuple(f"cuda:{i}" for i in range(num)))} for num in (2, 4)]
 PLACES: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {"device": "cuda"}),
     "rows differ": (1, {"device": "cuda"}),
     "offload": (1, {"device": "cuda"}),
     "second": (4, {"device": "cuda:1"}),
-    "2 stages": (4, {"split": PipelineConfig(devices=("cuda:0", "cuda:1"))}),
-    "4 stages": (4, {"split": PipelineConfig(devices=("cuda:0", "cuda:1", "cuda:2", "cuda:3"))}),
+    "2 stages": (4, STAGES[0]),
+    "4 stages": (4, STAGES[1]),
     "draft elsewhere": (4, {"device": "cuda", "draft_device": "cuda:1"}),
-    "draft behind stages": (4, {"split": PipelineConfig(devices=("cuda:0", "cuda:1")), "draft_device": "cuda:2"}),
+    "draft behind stages": (4, STAGES[0] | {"draft_device": "cuda:2"}),
     "2 ranks": (4, {"device": "cuda", "tensor_parallel": 2}),
-    "4 ranks": (4, {"device": "cuda", "tensor_parallel": 4}),
-    "2 replicas": (4, {"device": "cuda"}),
 }
 """Name -> GPUs of the machine, and options."""
-SLOW_PLACES = ("4 ranks", "2 replicas")
-"""Places of several processes, each of which loads: a few points tell what these places add."""
 HIDDEN, LAYERS = 128, 8
 
 
 class Point(NamedTuple):
-    """One of them; keys of the tables above."""
+    """One of them; keys of the tables above, or nothing."""
 
     mode: str
     place: str
@@ -83,25 +75,12 @@ class Point(NamedTuple):
 
     @property
     def devices(self) -> int:
-        """GPUs of the machine."""
         return PLACES[self.place][0]
 
-    @property
-    def captured(self) -> bool:
-        """Are rounds replayed from graphs?"""
-        return self.place != "offload" and "ranks" not in self.place
-
-    @property
-    def always_drafts(self) -> bool:
-        """Has every round a draft of the same length?"""
-        return "num_draft" in MODES[self.mode][2]
-
     def params(self) -> SamplingParams:
-        """Parameters of sampling of a request."""
-        given = {**CHOICES[self.choice], **PENALTIES[self.penalties], **LOGPROBS[self.logprobs]}
-        if self.grammar:
-            return SamplingParams(max_new_tokens=24, grammar=grammar.from_regex("[a-z ]*"), **given)
-        return SamplingParams(max_new_tokens=24, ignore_eos=True, **given)
+        given = CHOICES[self.choice] | PENALTIES.get(self.penalties, {}) | LOGPROBS.get(self.logprobs, {})
+        end = {"grammar": grammar.from_regex("[a-z ]*")} if self.grammar else {"ignore_eos": True}
+        return SamplingParams(max_new_tokens=24, **end, **given)
 
     def call(self, shared: Shared) -> Callable[[], dict[str, float]]:
         """The call of `decode` for it, with models that are made where they are not there yet."""
@@ -111,48 +90,33 @@ class Point(NamedTuple):
         if beside == "draft":
             options["draft"] = str(shared.checkpoint(layers=1, seed=1))
         elif beside:
-            import torch
-
             options["heads"] = (str(shared.head(target, beside, dtype=torch.bfloat16)),)
         config = EngineConfig(**{**options, **PLACES[self.place][1]})
-        together = self.mode in ALONE and self.place not in ("offload", *SLOW_PLACES)
-        modes: tuple[Mode, ...] = ALONE if together else (mode,)  # type: ignore[assignment]
-        if config.draft_device is not None:
-            modes = (mode,)
-        results = {"ids": _spoken(), "rows_agree": self.place != "rows differ"}
+        alone = self.place == "offload" or config.draft_device is not None
+        modes: tuple[Mode, ...] = ALONE if self.mode in ALONE and not alone else (mode,)  # type: ignore[assignment]
+        words = sorted(i for token, i in make_backend().get_vocab().items() if token.lstrip("Ġ") in WORDS)
+        results = {"ids": words, "rows_agree": self.place != "rows differ"}
         resident = LAYERS // 2 if self.place == "offload" else None
-        function = decode_on_replicas if self.place == "2 replicas" else decode
-        return partial(
-            function, config, modes, mode, self.params(), joins=bool(self.joins), resident=resident, **results
-        )
-
-
-def _spoken() -> list[int]:
-    """Ids of words."""
-    return sorted(i for token, i in make_backend().get_vocab().items() if token.lstrip("Ġ") in WORDS)
+        call = partial(decode, config, modes, mode, self.params(), joins=bool(self.joins))
+        return partial(call, resident=resident, **results)
 
 
 def _possible(point: Point) -> bool:
     """Is it more than an error that says so?"""
     mode, beside, options = MODES[point.mode]
-    trees, by_chance = "tree" in options, point.choice in ("rejection", "block")
-    if by_chance and (trees or point.grammar):
-        return False
-    if "ranks" in point.place and mode in ("eagle", "parallel", "glide", "hybrid") and beside:
-        return False
-    few = point.mode in ("naive", "share", "suffix") and point.choice in ("greedy", "top-p")
-    if point.place in SLOW_PLACES and not few:
-        return False
-    if "stages" in point.place and mode == "glide":
-        return False
-    if point.place == "offload" and beside:
-        return mode in ("classic", "parallel")
-    return not point.place.startswith("draft") or mode == "classic"
+    by_chance = point.choice in ("rejection", "block")
+    return not (
+        (by_chance and ("tree" in options or point.grammar))
+        or ("ranks" in point.place and mode in ("eagle", "parallel", "glide", "hybrid") and beside)
+        or ("stages" in point.place and mode == "glide")
+        or (point.place == "offload" and beside and mode not in ("classic", "parallel"))
+        or (point.place.startswith("draft") and mode != "classic")
+    )
 
 
 def points() -> tuple[list[Point], set[Point]]:
     """All pairs of values that can be, in few points, and those of them in which every value is."""
-    axes = (MODES, PLACES, CHOICES, PENALTIES, LOGPROBS, ("", "grammar"), ("", "joins"))
+    axes = (MODES, PLACES, CHOICES, ("", *PENALTIES), ("", *LOGPROBS), ("", "grammar"), ("", "joins"))
     every = [point for point in map(Point._make, product(*axes)) if _possible(point)]
     pairs = [every[i] for i in sorted(covering(every, 2))]
     return pairs, {pairs[i] for i in covering(pairs, 1)}

@@ -6,38 +6,28 @@ import json
 import os
 import re
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-MODES = "--modes naive,suffix --kinds greedy --tokens 8 --config"
+from sharesd.config import EngineConfig, Mode
+from sharesd.sampling_params import SamplingParams
+from tests.helpers.paths import ROOT
+from tests.stand_in import worker
+from tests.stand_in.decoding import decode
+
+MODES: tuple[Mode, ...] = ("naive", "suffix")
 pytestmark = pytest.mark.subprocess
-
-
-@pytest.fixture(scope="session", autouse=True)
-def environment() -> None:
-    """Skip all of them where there is no environment to run them in."""
-    if not (ROOT / ".venv-cuda/bin/python").exists():
-        pytest.skip("there is no .venv-cuda; bash scripts/cuda_env.sh makes it")
 
 
 def run(*arguments: str, **settings: str) -> tuple[int, list[str]]:
     """Status and lines of a program under the stand-in driver."""
     environment = {**os.environ, "FAKE_STRICT": "1", "FAKE_PEER": "0", **settings}
-    for name in ("CUDA_VISIBLE_DEVICES", "SHARESD_KERNELS"):
-        if name not in settings:
-            environment.pop(name, None)
+    environment.pop("CUDA_VISIBLE_DEVICES", None)
     command = [str(ROOT / "tests/stand_in/run.sh"), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     return done.returncode, (done.stdout + done.stderr).splitlines()
-
-
-def decoded(lines: list[str], num: int) -> None:
-    """AssertionError where one of so many cases did not decode by graphs, all captured in warm-up."""
-    cases = [line for line in lines if re.match(r"\w+, greedy: ", line)]
-    assert len(cases) == num and all("after 0," in line and "violations 0" in line for line in cases), lines
-    assert all(re.search(r"graphs [1-9]", line) for line in cases), cases
 
 
 def said(lines: list[str], pattern: str) -> None:
@@ -45,42 +35,24 @@ def said(lines: list[str], pattern: str) -> None:
     assert sum(re.search(pattern, line) is not None for line in lines) == 1, lines
 
 
-def modes(config: str, **settings: str) -> list[str]:
-    """Lines of plain decoding and a table with this config."""
-    status, lines = run("-m", "tests.stand_in.run_modes", *MODES.split(), f"num_draft=3, {config}", **settings)
-    assert status == 0, lines
-    return lines
-
-
-def test_a_card_without_bfloat16() -> None:
-    lines = modes("device='auto'", FAKE_CC="7.5")
-    decoded(lines, 2)
-    said(lines, "cuda:0 has no bfloat16: weights are float16")
-
-
-def test_torchs_own_kernels() -> None:
-    decoded(modes("device='cuda'", SHARESD_KERNELS="torch"), 2)
+def without_a_compiler(folder: str, mode: Mode) -> dict[str, float]:
+    """Triton builds its launchers by a C compiler; nothing that it kept helps."""
+    os.environ.update(CC="no compiler", TRITON_CACHE_DIR=folder)
+    return decode(EngineConfig(), MODES, mode, SamplingParams(max_new_tokens=8, ignore_eos=True))
 
 
 def test_without_a_compiler_torchs_own_kernels_are_replayed(tmp_path: Path) -> None:
-    """Triton builds its launchers by a C compiler; nothing that it kept helps."""
-    arguments = ["", *MODES.split(), "device='auto'"]
-    code = (
-        f"import os, runpy, sys; os.environ.update(CC='no compiler', TRITON_CACHE_DIR={str(tmp_path)!r}); "
-        f"sys.argv = {arguments!r}; runpy.run_module('tests.stand_in.run_modes', run_name='__main__')"
-    )
-    status, lines = run("-c", code)
-    assert status == 0, lines
-    decoded(lines, 2)
-    said(lines, "our kernels do not run on cuda:0 .*no compiler.*; torch's own do")
-
-
-PROBE = "from sharesd.devices import selection as s; print('took', s.open_device(s.device_of({name!r}), auto={auto}))"
+    outcomes = worker.run([partial(without_a_compiler, str(tmp_path), mode) for mode in MODES])
+    for outcome in outcomes:
+        assert not outcome.trouble, outcome.trouble
+        assert outcome.value["graphs"] >= 1 and not outcome.value["after"], outcome.value
+    log = [line for outcome in outcomes for line in outcome.log.splitlines()]
+    said(log, "our kernels do not run on cuda:0 .*no compiler.*; torch's own do")
 
 
 def took(name: str, **settings: str) -> tuple[int, list[str]]:
-    """The device that a name stands for."""
-    code = "import logging; logging.basicConfig(format='%(message)s'); " + PROBE.format(name=name, auto=name == "auto")
+    code = "import logging; from sharesd.devices import selection as s; logging.basicConfig(format='%(message)s'); "
+    code += f"print('took', s.open_device(s.device_of({name!r}), auto={name == 'auto'}))"
     return run("-c", code, **settings)
 
 
@@ -102,11 +74,9 @@ def test_a_card_that_cannot_be_used(settings: dict[str, str], reason: str) -> No
 
 def test_of_several_cards_the_freest_that_works(tmp_path: Path) -> None:
     code = "import json, torch; print(json.dumps([str(torch.cuda.get_device_properties(i).uuid) for i in range(3)]))"
-    uuids = json.loads(run("-c", code, FAKE_DEVICES="3")[1][-1])
-    smi = tmp_path / "nvidia-smi"
-    smi.write_text(
-        "#!/bin/sh\n" + "".join(f"echo GPU-{u}, {f}\n" for u, f in zip(uuids, (100, 9000, 500), strict=True))
-    )
+    uuids, smi = json.loads(run("-c", code, FAKE_DEVICES="3")[1][-1]), tmp_path / "nvidia-smi"
+    answers = [f"echo GPU-{uuid}, {free}\n" for uuid, free in zip(uuids, (100, 9000, 500), strict=True)]
+    smi.write_text("#!/bin/sh\n" + "".join(answers))
     smi.chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"
     if len(set(uuids)) == 3:
@@ -117,18 +87,18 @@ def test_of_several_cards_the_freest_that_works(tmp_path: Path) -> None:
     said(lines, "cuda:1 is used: cuda:0 cannot be")
 
 
-def generate(*flags: str, **settings: str) -> list[str]:
-    status, lines = run("-m", "sharesd", "generate", "Hello", "--mode", "naive", "--device", "cuda", *flags, **settings)
-    assert status == 2
-    return lines
+def refused(message: str, *flags: str, **settings: str) -> None:
+    generate = ("-m", "sharesd", "generate", "Hello", "--mode", "naive", "--device", "cuda", "--max-context", "8192")
+    status, lines = run(*generate, *flags, **settings)
+    assert status == 2 and re.match(f"error: {message}", lines[-1]), lines
 
 
 def test_memory_that_others_hold() -> None:
     """The model and its caches would need some 0.7 GB."""
-    lines = generate("--max-context", "8192", FAKE_TOTAL="24e9", FAKE_OTHERS="23.6e9")
-    assert re.match(r"error: the model does not fit.*23.6 GB of 24 GB are held by others", lines[-1]), lines
+    message = "the model does not fit.*23.6 GB of 24 GB are held by others"
+    refused(message, FAKE_TOTAL="24e9", FAKE_OTHERS="23.6e9")
 
 
 def test_caches_that_do_not_fit() -> None:
-    lines = generate("--max-context", "8192", "--offload", "off", FAKE_TOTAL="470e6")
-    assert re.match(r"error: KV caches of 1 rows of 8192 tokens need .* free; use --max-context \d+", lines[-1]), lines
+    message = r"KV caches of 1 rows of 8192 tokens need .* free; use --max-context \d+"
+    refused(message, "--offload", "off", FAKE_TOTAL="470e6")

@@ -1,13 +1,19 @@
-"""Steps of `bench gpu` run to their end on what takes itself for a GPU; texts and speeds mean nothing there."""
+"""Steps of `bench gpu` run to their end, in tiny sizes, on what takes itself for a GPU; speeds mean nothing there."""
 
 from __future__ import annotations
 
+import json
+import os
+import sys
+import tempfile
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from tests.stand_in.run_step import run_step
 from tests.stand_in.worker import Outcome, run
 
 QUICK = ("machine", "1b-costs", "135m")
@@ -18,6 +24,32 @@ TABLES = {
     "gemlite": {"products": 12},
 }
 """Rows of tables in tiny sizes."""
+PROGRAM = "from tests.stand_in.plausible import install; install(); from sharesd.cli.main import main; main()"
+"""What takes `-m sharesd` and its arguments: `sharesd` with results that are possible."""
+
+
+def run_step(name: str) -> dict[str, Any]:
+    """Findings of the step of this name; what is measured here is not kept for others."""
+    from benchmark import timed
+    from benchmark.gpu import machine, worker
+    from compile.cpp_extension import set_compiler_caches
+    from compile.cuda import bench
+    from tests.helpers.tiny_models import make_checkpoint
+    from tests.stand_in.plausible import install
+
+    install()
+    timed.TWICE_S = timed.LOST_S = 60.0  # times are those of a busy host
+    bench.UNCACHED_BYTES = 2**18
+    worker.seconds_since_start = lambda: -3600.0  # and so is what is left of them
+    set_compiler_caches()
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, SHARESD_CACHE_DIR=f"{folder}/cache"):
+        target, findings, python = (Path(folder) / each for each in ("tiny", "found.json", "python"))
+        make_checkpoint(target)
+        python.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} -c "{PROGRAM}" "$@"\n')
+        python.chmod(0o755)
+        machine.sys = SimpleNamespace(executable=str(python))  # type: ignore[assignment]
+        worker.main([name, "--findings", str(findings), "--device", "cuda", "--tiny", "--target", str(target)])
+        return json.loads(findings.read_text())
 
 
 @pytest.fixture(scope="module")

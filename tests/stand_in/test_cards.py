@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -46,18 +45,17 @@ class TestCards:
 class TestMemory:
     """Cards that are nearly full."""
 
-    def decode(self, shared: Shared, total: str, **options: object) -> Outcome:
-        config = EngineConfig(target=str(shared.checkpoint(hidden=128, layers=8)), device="cuda")
+    def decode(self, shared: Shared, **options: object) -> Outcome:
+        config = EngineConfig(target=str(shared.checkpoint(hidden=128, layers=8)), device="cuda", **options)  # type: ignore
         params = SamplingParams(max_new_tokens=8, ignore_eos=True)
-        call = partial(decode, replace(config, **options), ("naive",), "naive", params, ids=range(60, 300))  # type: ignore
-        return run([call], FAKE_TOTAL=total)[0]
+        return run([partial(decode, config, ("naive",), "naive", params, ids=range(60, 300))], FAKE_TOTAL="300M")[0]
 
     def test_the_context_is_what_the_memory_holds(self, shared: Shared) -> None:
-        outcome = self.decode(shared, "300M", max_batch=200, offload=OffloadConfig(when="off"))
+        outcome = self.decode(shared, max_batch=200, offload=OffloadConfig(when="off"))
         assert not outcome.trouble, outcome.trouble
         assert "what half of the free memory" in outcome.log
         assert outcome.value["taken"] < 300e6
 
     def test_what_cannot_fit_is_an_error_with_a_remedy(self, shared: Shared) -> None:
-        outcome = self.decode(shared, "300M")
+        outcome = self.decode(shared)
         assert "does not fit" in outcome.error and "at least" in outcome.error

@@ -1,18 +1,27 @@
 """Compiled code of Inductor and Triton is kept: a second start has the same forms and compiles none. Few kernels are
 launched for a prompt, and few are nodes of a draft step's graph.
+
+As a program, the counts of the embedded model: tests/stand_in/run.sh -m tests.stand_in.test_compiling COMPILE [MODE]...
 """
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from sharesd.config import EngineConfig
+from sharesd.sampling_params import SamplingParams
 from tests.helpers.shared_runtimes import Shared
-from tests.stand_in.compiling import compiled, launched
-from tests.stand_in.worker import Outcome, run
+from tests.stand_in.decoding import load
+from tests.stand_in.plausible import counts, install
+from tests.stand_in.worker import run
 
 LAYERS, TAPS = 2, 2
 PER_LAYER, PER_TAP, BESIDE = 13, 5, 6
@@ -20,25 +29,65 @@ PER_LAYER, PER_TAP, BESIDE = 13, 5, 6
 rest.
 """
 DRAFT_STEP = 21
+PARAMS = SamplingParams(max_new_tokens=24, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def starts(shared: Shared, tmp_path_factory: pytest.TempPathFactory) -> list[list[Outcome]]:
-    """Two starts of mode eagle, with a cache folder that is empty before the first."""
-    target = shared.checkpoint(hidden=128, layers=LAYERS)
-    head = shared.head(target, "eagle3", dtype=torch.bfloat16)
-    config = EngineConfig(target=str(target), heads=(str(head),), device="cuda", max_context=512)
-    calls = [partial(compiled, config, "eagle"), partial(launched, config, "eagle")]
-    folder = str(tmp_path_factory.mktemp("cache"))
-    found = [run(calls, SHARESD_STAND_IN_CACHE=folder) for _ in range(2)]
-    for start in found:
-        for outcome in start:
-            assert not outcome.error and not outcome.violations, outcome.error or outcome.log
+def compiled(config: EngineConfig) -> dict[str, int]:
+    """Load and warm up; count forms, those of them that caches did not have, and files that were written there."""
+    install()
+    load(config, (config.mode,)).engine(warm=PARAMS)
+    from torch._dynamo.utils import counters
+
+    stats = counters["inductor"]
+    return {
+        "forms": counters["stats"]["unique_graphs"],
+        "generated": stats["fxgraph_cache_miss"] + stats["fxgraph_cache_bypass"],
+        "traced by autograd": counters["aot_autograd"]["autograd_cache_miss"],
+        "kernels": len(list(Path(os.environ["TRITON_CACHE_DIR"]).rglob("*.cubin"))),
+        "modules": len(list(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).rglob("*.py"))),
+    }
+
+
+def launched(config: EngineConfig) -> dict[str, int]:
+    """Kernels of a prompt of each size of pieces, and of the first and a further step of a chain of drafts."""
+    from sharesd.engine.cost_profiler import model_drafter_of
+    from sharesd.models.prefill import PIECES, prefill
+
+    install()
+    runtime = load(config, (config.mode,))
+    engine, found = runtime.engine(warm=PARAMS), {}
+    with torch.inference_mode():
+        for size in PIECES:
+            found[f"prompt of {size}"] = _kernels(partial(prefill, runtime.step, runtime.cache, [[0] * size], [0]))
+        drafter = model_drafter_of(engine)
+        if drafter is not None:
+            chain = engine.variant(PARAMS).round().context.generators[drafter]._chain
+            found |= {"first draft step": _kernels(chain._first), "draft step": _kernels(chain._next)}
     return found
 
 
-def test_a_second_start_compiles_nothing(starts: list[list[Outcome]]) -> None:
-    first, second = (start[0].value for start in starts)
+def _kernels(call: Callable[[], Any]) -> int:
+    before = counts()
+    call()
+    made = counts() - before
+    return made["launches"] + made["blas"] + made["replayed"]
+
+
+@pytest.fixture(scope="module")
+def starts(shared: Shared, tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, int]]]:
+    """What two starts of mode eagle count, with a cache folder that is empty before the first."""
+    target = shared.checkpoint(hidden=128, layers=LAYERS)
+    heads = (str(shared.head(target, "eagle3", dtype=torch.bfloat16)),)
+    config = EngineConfig(target=str(target), heads=heads, mode="eagle", device="cuda", max_context=512)
+    folder, calls = str(tmp_path_factory.mktemp("cache")), [partial(compiled, config), partial(launched, config)]
+    found = [run(each, SHARESD_STAND_IN_CACHE=folder) for each in (calls, calls[:1])]
+    for outcome in found[0] + found[1]:
+        assert not outcome.error and not outcome.violations, outcome.error or outcome.log
+    return [[outcome.value for outcome in start] for start in found]
+
+
+def test_a_second_start_compiles_nothing(starts: list[list[dict[str, int]]]) -> None:
+    first, second = (start[0] for start in starts)
     assert first["forms"] == first["generated"] >= 2 + 4 + 2, "steps, pieces of prompts, steps of the head"
     assert second["forms"] == first["forms"]
     assert second["generated"] == second["traced by autograd"] == 0
@@ -46,8 +95,15 @@ def test_a_second_start_compiles_nothing(starts: list[list[Outcome]]) -> None:
     assert first["modules"] and second["modules"] == first["modules"]
 
 
-def test_prompts_and_drafts_are_few_kernels(starts: list[list[Outcome]]) -> None:
-    found = starts[0][1].value
+def test_prompts_and_drafts_are_few_kernels(starts: list[list[dict[str, int]]]) -> None:
+    found = starts[0][1]
     for size in (128, 256, 512):
         assert found[f"prompt of {size}"] <= PER_LAYER * LAYERS + PER_TAP * TAPS + BESIDE, found
     assert max(found["first draft step"], found["draft step"]) <= DRAFT_STEP, found
+
+
+if __name__ == "__main__":
+    _, compile, *modes = sys.argv
+    for mode in modes or ("naive", "eagle", "glide"):
+        config = EngineConfig(device="cuda", mode=mode, compile=compile)  # type: ignore[arg-type]
+        print(mode, compiled(config), launched(config), flush=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.stand_in.points import SLOW_PLACES, Point, in_order, points
+from tests.stand_in.points import MODES, Point, in_order, points
 from tests.stand_in.worker import Outcome
 
 EVERY_PAIR, EVERY_VALUE = points()
@@ -23,7 +23,6 @@ def chosen(*places: str) -> pytest.MarkDecorator:
 
 
 def check(point: Point, outcome: Outcome) -> None:
-    """AssertionError for whatever is not as it must be."""
     if outcome.trouble:
         pytest.fail(outcome.trouble, pytrace=False)
     assert "without CUDA graphs" not in outcome.log, outcome.log
@@ -31,8 +30,8 @@ def check(point: Point, outcome: Outcome) -> None:
     pinned = () if point.grammar else ("host_mallocs",)  # masks are pinned for each round, in sizes that drafts decide
     new = {name: found[name] for name in ("after", "first mallocs", "mallocs", "modules", *pinned)}
     assert not any(new.values()), f"after warming up: {new}"
-    assert found["drafted"] or not point.always_drafts, found
-    if point.captured:
+    assert found["drafted"] or "num_draft" not in MODES[point.mode][2], found
+    if point.place != "offload" and "ranks" not in point.place:  # rounds are replayed from graphs
         assert found["captures"] and found["replayed"] >= 1, found
         early = "hybrid" in point.mode  # drafts that are launched before tables answer may be dropped, by the clock
         assert found["launched"] <= 2 + early, found  # what a draft brings into its buffers
@@ -53,6 +52,6 @@ class TestOneGpu:
 
 
 class TestSeveralGpus:
-    @chosen("second", "2 stages", "4 stages", "draft elsewhere", "draft behind stages", "2 ranks", *SLOW_PLACES)
+    @chosen("second", "2 stages", "4 stages", "draft elsewhere", "draft behind stages", "2 ranks")
     def test_decodes(self, point: Point, outcome: Outcome) -> None:
         check(point, outcome)

@@ -1,4 +1,6 @@
-"""A .gguf file runs as it is stored: blocks go to the device, and steps, prompts and lookups launch their kernels."""
+"""Weights of fewer bits: a .gguf file runs as it is stored, its blocks go to the device, and steps, prompts and lookups
+launch their kernels; what gemlite packs lies on the model's device, and so do the kernels that pack it.
+"""
 
 from __future__ import annotations
 
@@ -32,3 +34,22 @@ def test_blocks_are_loaded_and_decoded(options: dict[str, Any], tmp_path: Path) 
         assert "without CUDA graphs" not in outcome.log, outcome.log
         assert outcome.value["captures"] and outcome.value["replayed"] >= 1, (mode, outcome.value)
         assert not outcome.value["after"] and not outcome.value["mallocs"], (mode, outcome.value)
+
+
+def packed() -> tuple[int, list[str]]:
+    """Current device and devices of the tensors of a linear that is packed on the second of two GPUs."""
+    import torch
+
+    from quant.formats.hqq.gemlite import GemliteLinear
+    from quant.quantized_weight import QuantizedWeight
+
+    codes, table = torch.zeros(64, 128, dtype=torch.uint8, device="cuda:1"), torch.ones(64, 2, device="cuda:1")
+    weight = QuantizedWeight(q=codes, scale=table, zero=table, bits=4, group_size=64)
+    linear = GemliteLinear(weight, None, torch.bfloat16)
+    return torch.cuda.current_device(), sorted({str(tensor.device) for tensor in linear.buffers()})
+
+
+def test_gemlite_packs_weights_on_their_own_device() -> None:
+    [outcome] = run([packed], FAKE_DEVICES="2", FAKE_PEER="0")
+    assert not outcome.trouble, outcome.trouble
+    assert outcome.value == (0, ["cuda:1"])

@@ -13,7 +13,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -21,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from tests.helpers.paths import ROOT
+
 PYTHON = ROOT / ".venv-cuda" / "bin" / "python"
 _BEGINS = "== call "
 _SHOWN = 30
@@ -32,18 +32,14 @@ PATIENCE = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Outcome of a call."""
-
     value: Any
     error: str
     """Its traceback, where it raised something; "" where it did not."""
-    seconds: float
     log: str
     """Lines that were printed meanwhile, by processes that it started, too."""
 
     @property
     def violations(self) -> dict[str, int]:
-        """Rules that were broken, and how often."""
         return dict(Counter(re.findall(r"^VIOLATION (.*)", self.log, re.M)))
 
     @property
@@ -79,9 +75,9 @@ def run(calls: Sequence[Callable[[], Any]], **settings: str) -> list[Outcome]:
                 try:
                     found.append(Outcome(*pickle.load(file), log=text))
                 except EOFError:
-                    found.append(Outcome(None, f"the process {how} in this call:\n{text[-4000:]}", 0.0, text))
+                    found.append(Outcome(None, f"the process {how} in this call:\n{text[-4000:]}", text))
         last = (logs or [before])[-1]
-        missing = Outcome(None, f"the process {how} before this call:\n{last[-4000:]}", 0.0, last)
+        missing = Outcome(None, f"the process {how} before this call:\n{last[-4000:]}", last)
         return [*found, *[missing] * (len(calls) - len(found))]
 
 
@@ -101,13 +97,13 @@ def _serve(asked: str, given: str) -> None:
     """Call what a file holds; outcomes go into another, each at once."""
     for number, call in enumerate(pickle.loads(Path(asked).read_bytes())):
         print(f"{_BEGINS}{number}", file=sys.stderr, flush=True)
-        started, value, error = time.perf_counter(), None, ""
+        value, error = None, ""
         try:
             value = call()
         except Exception:
             error = traceback.format_exc()
         with Path(given).open("ab") as file:
-            pickle.dump((value, error, time.perf_counter() - started), file)
+            pickle.dump((value, error), file)
 
 
 if __name__ == "__main__":

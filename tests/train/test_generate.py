@@ -14,11 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from pytest import CaptureFixture, MonkeyPatch
 from safetensors.torch import load_file, save_file
 
+from sharesd.cli import options
 from sharesd.config import EngineConfig
 from sharesd.data.json_lines import records
 from sharesd.data.prompt_files import conversation, read_prompts
+from sharesd.engine.engine import Engine
 from sharesd.models.tokenizer import load_tokenizer
 from sharesd.reports.questions import load
 from sharesd.runtime import Runtime
@@ -27,26 +31,23 @@ from tests.helpers.paths import ROOT
 from tests.helpers.tiny_models import make_checkpoint
 from tests.helpers.tiny_tokenizer import SPECIAL, WORDS
 from train.__main__ import main
-from train.data.generate import read
+from train.data.generate import _device, add_parser, read
 from train.data.loss_mask import masked
 from train.data.shards import AnswerShard, answers_in
 
-RECORDS = [
+SHARE = ("from", "value")
+"""Names in ShareGPT's form."""
+
+
+def turns(*said: tuple[str, Any], names: tuple[str, str] = ("role", "content")) -> list[dict[str, Any]]:
+    return [dict(zip(names, each, strict=True)) for each in said]
+
+
+ASKED = (("human", "how is it"), ("human", "why"))
+RECORDS: list[dict[str, Any]] = [
     {"instruction": "why is the sky blue", "input": "red", "output": "the cat"},
-    {
-        "conversations": [
-            {"from": "human", "value": "the cat"},
-            {"from": "gpt", "value": "no"},
-            {"from": "human", "value": "how is it"},
-            {"from": "human", "value": "why"},
-        ]
-    },
-    {
-        "messages": [
-            {"role": "system", "content": "this is a mat"},
-            {"role": "user", "content": [{"type": "text", "text": "sat on"}]},
-        ]
-    },
+    {"conversations": turns(("human", "the cat"), ("gpt", "no"), *ASKED, names=SHARE)},
+    {"messages": turns(("system", "this is a mat"), ("user", [{"type": "text", "text": "sat on"}]))},
     {"instruction": "the mat", "instances": [{"input": "was red", "output": "yes"}]},
     {"question": "how is it", "answer": "fine"},
     {"prompt": "why\u2028how", "system": "the sky is blue"},
@@ -55,17 +56,14 @@ RECORDS = [
 BAD: list[tuple[Any, str]] = [
     ({"prompt": "how " * 200}, "too long for the context"),
     ({"question": "how is it"}, "asks what an earlier one does"),
-    ({"messages": [{"role": "assistant", "content": "the"}]}, "a user's message is missing or empty"),
-    ({"messages": [{"role": "user", "content": " "}]}, "a user's message is missing or empty"),
-    (
-        {"messages": [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]},
-        "a system message in the midst",
-    ),
-    ({"conversations": [{"from": "tool", "value": "a"}]}, "has a turn of role 'tool'"),
+    ({"messages": turns(("assistant", "the"))}, "a user's message is missing or empty"),
+    ({"messages": turns(("user", " "))}, "a user's message is missing or empty"),
+    ({"messages": turns(("user", "a"), ("system", "b"))}, "a system message in the midst"),
+    ({"conversations": turns(("tool", "a"), names=SHARE)}, "has a turn of role 'tool'"),
     ({"conversations": ["a"]}, "has a turn that is not a JSON object"),
-    ({"messages": [{"role": "user", "content": None}]}, "has a turn whose content is not a text"),
+    ({"messages": turns(("user", None))}, "has a turn whose content is not a text"),
     ({"prompt": "a\ud800"}, "has half a character"),
-    ({"messages": [{"role": "user", "content": "\udc00"}]}, "has half a character"),
+    ({"messages": turns(("user", "\udc00"))}, "has half a character"),
     ({"text": "a"}, "has none of instruction, prompt, question"),
     ("a", "is not a JSON object"),
 ]
@@ -94,18 +92,27 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
+Generate = Callable[..., int]
+
+
 @pytest.fixture(scope="module")
-def whole(model: str, prompts: str, tmp_path_factory: pytest.TempPathFactory, own_cache: None) -> Path:
+def generate(model: str, prompts: str, own_cache: None) -> Generate:
+    """The command, given a folder and more options."""
+
+    def run(folder: Path, *more: str, mode: str = "naive") -> int:
+        sampling = ["--temperature", "0,1", "--samples", "2"]
+        given = ["--target", model, "--prompts", prompts, "--out-dir", str(folder), "--mode", mode, *sampling, *OPTIONS]
+        return main(["generate", *given, *more])
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def whole(generate: Generate, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Answers of one process that nobody disturbed."""
     folder = tmp_path_factory.mktemp("whole")
-    assert generate(model, prompts, folder) == 0
+    assert generate(folder) == 0
     return folder
-
-
-def generate(model: str, prompts: str, folder: Path, *more: str, mode: str = "naive") -> int:
-    sampling = ["--temperature", "0,1", "--samples", "2"]
-    given = ["--target", model, "--prompts", prompts, "--out-dir", str(folder), "--mode", mode, *sampling, *OPTIONS]
-    return main(["generate", *given, *more])
 
 
 def answers(folder: Path) -> dict[tuple[int, int], dict[str, Any]]:
@@ -113,14 +120,12 @@ def answers(folder: Path) -> dict[tuple[int, int], dict[str, Any]]:
     return {(record["index"], record["sample"]): record for _, _, record in answers_in(folder)}
 
 
-def test_questions_of_benchmarks_are_conversations() -> None:
+def test_questions_of_benchmarks_are_conversations(tmp_path: Path) -> None:
+    """Those of HumanEval are asked as the benchmark asks them."""
     record = {"question_id": 81, "category": "writing", "turns": ["why is the sky blue", "and the sea"]}
     assert conversation(record) == [{"role": "user", "content": text} for text in record["turns"]]
     with pytest.raises(ValueError, match="has none of instruction"):
         conversation({"turns": ["", "x"]})
-
-
-def test_humaneval_is_asked_as_the_benchmark_asks_it(tmp_path: Path) -> None:
     code = '\ndef half(x: float) -> float:\n    """Half of x."""\n'
     row = {"task_id": "HumanEval/0", "prompt": code, "entry_point": "half", "canonical_solution": "    return x / 2\n"}
     file = tmp_path / "HumanEval.jsonl"
@@ -130,7 +135,7 @@ def test_humaneval_is_asked_as_the_benchmark_asks_it(tmp_path: Path) -> None:
     assert conversation({"task_id": "x", "prompt": "why"}) == [{"role": "user", "content": "why"}], "no code is known"
 
 
-def test_every_format_is_a_conversation(prompts: str) -> None:
+def test_every_format_is_a_conversation(prompts: str, tmp_path: Path) -> None:
     found = [conversation(record) for _, record in records(Path(prompts))[: len(RECORDS)]]
     assert [[(m["role"], m["content"]) for m in messages] for messages in found[:6]] == [
         [("user", "why is the sky blue\n\nred"), ("assistant", "the cat")],
@@ -143,13 +148,10 @@ def test_every_format_is_a_conversation(prompts: str) -> None:
     for record, reason in BAD[5:]:
         with pytest.raises(ValueError, match=reason):
             conversation(record)
-
-
-def test_prompts_of_conversations_are_what_their_user_says_first(tmp_path: Path) -> None:
     path = tmp_path / "talks.json"
     path.write_text(json.dumps(RECORDS[:3]), encoding="utf-8")
-    assert set(read_prompts([str(path)])) == {"why is the sky blue\n\nred", "the cat", "sat on"}
-    path.write_text(json.dumps([{"messages": [{"role": "tool", "content": "a"}]}]), encoding="utf-8")
+    assert set(read_prompts([str(path)])) == {"why is the sky blue\n\nred", "the cat", "sat on"}, "what is said first"
+    path.write_text(json.dumps([{"messages": turns(("tool", "a"))}]), encoding="utf-8")
     with pytest.raises(ValueError, match=r"talks.json, record 1 has a turn of role 'tool'"):
         read_prompts([str(path)])
 
@@ -161,9 +163,8 @@ def test_answers_are_the_targets_and_only_they_are_in_the_loss(whole: Path, mode
     reasons, lengths = set(), set()
     for (index, sample), record in found.items():
         sampling = record["sampling"]
-        assert sampling["temperature"] == (index + sample) % 2 and record["source"].endswith(
-            f"prompts.jsonl:{index + 1}"
-        )
+        assert sampling["temperature"] == (index + sample) % 2
+        assert record["source"].endswith(f"prompts.jsonl:{index + 1}")
         params = SamplingParams(max_new_tokens=24, temperature=sampling["temperature"], seed=sampling["seed"])
         said = [i for i, message in enumerate(record["messages"]) if message["role"] == "assistant"]
         spans = [e["token_ids"][a:b] for e in record["sequences"] for a, b in e["loss_spans"]]
@@ -179,26 +180,23 @@ def test_answers_are_the_targets_and_only_they_are_in_the_loss(whole: Path, mode
         if reason == "stop":  # texts, since the tiny model says words in other tokens than the tokenizer
             by_template = masked(engine.tokenizer, record["messages"])
             again = [example.token_ids[a:b] for example in by_template for a, b in example.loss_spans]
-            assert [engine.tokenizer.decode(ids, False) for ids in again] == [
-                engine.tokenizer.decode(ids, False) for ids in spans
-            ]
+            ours, theirs = ([engine.tokenizer.decode(ids, False) for ids in each] for each in (spans, again))
+            assert ours == theirs
     assert reasons == {"stop", "length"} and lengths >= {1, 2}, "all of it has happened"
     seeds = [record["sampling"]["seed"] for record in found.values()]
     assert len(set(seeds)) == len(seeds)
 
 
 def test_neither_drafts_nor_the_number_at_once_change_an_answer(
-    whole: Path, model: str, prompts: str, tmp_path: Path
+    whole: Path, generate: Generate, tmp_path: Path
 ) -> None:
-    assert generate(model, prompts, tmp_path, "--max-batch", "3", mode="hybrid") == 0
+    assert generate(tmp_path, "--max-batch", "3", mode="hybrid") == 0
     assert answers(tmp_path) == answers(whole)
 
 
 @pytest.mark.subprocess
-def test_replicas_share_the_work(
-    whole: Path, model: str, prompts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert generate(model, prompts, tmp_path, "--replicas", "2", "--max-batch", "2") == 0
+def test_replicas_share_the_work(whole: Path, generate: Generate, tmp_path: Path, capsys: CaptureFixture[str]) -> None:
+    assert generate(tmp_path, "--replicas", "2", "--max-batch", "2") == 0
     assert answers(tmp_path) == answers(whole)
     said = capsys.readouterr().out
     assert f"{2 * len(RECORDS)} written (0 of them before) + {2 * len(BAD)} skipped + 0 failed" in said
@@ -206,10 +204,8 @@ def test_replicas_share_the_work(
 
 
 def test_written_skipped_and_failed_are_all(
-    model: str, prompts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    generate: Generate, tmp_path: Path, capsys: CaptureFixture[str], monkeypatch: MonkeyPatch
 ) -> None:
-    from sharesd.engine.engine import Engine
-
     add = Engine.add
 
     def refusing(self: Engine, prompt: list[int], *rest: Any) -> Any:
@@ -218,24 +214,24 @@ def test_written_skipped_and_failed_are_all(
         return add(self, prompt, *rest)
 
     monkeypatch.setattr(Engine, "add", refusing)
-    assert generate(model, prompts, tmp_path) == 0
+    assert generate(tmp_path) == 0
     said = capsys.readouterr().out
     assert f"{2 * (len(RECORDS) + len(BAD))} wanted = {2 * len(RECORDS) - 2} written (0 of them before) " in said
     assert f"+ {2 * len(BAD)} skipped + 2 failed" in said and "failed 2: the engine does not like this one" in said
     for _, reason in BAD:
         assert reason in said
     monkeypatch.setattr(Engine, "add", add)
-    assert generate(model, prompts, tmp_path) == 0
+    assert generate(tmp_path) == 0
     assert f"{2 * len(RECORDS)} written ({2 * len(RECORDS) - 2} of them before)" in capsys.readouterr().out
 
 
 def test_processes_share_the_work_however_many_go_on(
-    whole: Path, model: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    whole: Path, generate: Generate, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     def share(rank: int, world: int) -> None:
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("WORLD_SIZE", str(world))
-        assert generate(model, prompts, tmp_path) == 0
+        assert generate(tmp_path) == 0
 
     share(0, 2)
     assert len(answers(tmp_path)) == len(RECORDS)
@@ -251,11 +247,11 @@ def test_processes_share_the_work_however_many_go_on(
     assert sum(1 for _ in answers_in(tmp_path)) == len(answers(whole))
 
 
-def test_more_prompts_hold_those_of_fewer(model: str, prompts: str, tmp_path: Path, whole: Path) -> None:
-    assert generate(model, prompts, tmp_path, "--num-prompts", "5") == 0
+def test_more_prompts_hold_those_of_fewer(generate: Generate, tmp_path: Path, whole: Path) -> None:
+    assert generate(tmp_path, "--num-prompts", "5") == 0
     some = answers(tmp_path)
     assert 0 < len(some) <= 10
-    assert generate(model, prompts, tmp_path, "--num-prompts", "9") == 0
+    assert generate(tmp_path, "--num-prompts", "9") == 0
     assert len(answers(tmp_path)) > len(some)
     assert answers(tmp_path).items() <= answers(whole).items() and some.items() <= answers(tmp_path).items()
 
@@ -302,32 +298,6 @@ def test_a_killed_process_loses_and_doubles_nothing(model: str, tmp_path: Path) 
     assert before.items() <= answers(folder).items() and answers(folder) == answers(tmp_path / "undisturbed")
 
 
-WRITER = """
-import sys
-from pathlib import Path
-from train.data.shards import AnswerShard, read_lines
-folder = Path(sys.argv[1])
-with AnswerShard(folder, 0, 1) as shard:
-    done = {record["index"] for _, record in read_lines(shard.path)}
-    for index in range(len(done), 4000):
-        assert index not in done
-        shard.add({"index": index, "sample": 0, "sequences": ["x" * (index * 37 % 9000)]})
-"""
-
-
-def test_a_writer_that_is_killed_at_any_moment(tmp_path: Path) -> None:
-    dice, left = random.Random(1), 0
-    for _ in range(6):
-        now = killed([sys.executable, "-c", WRITER, str(tmp_path)], tmp_path, left + dice.randint(1, 200))
-        assert now > left
-        left = now
-    with AnswerShard(tmp_path, 0, 1) as shard:
-        assert shard.path.read_bytes().endswith(b"\n")
-    found = [record for _, _, record in answers_in(tmp_path)]
-    assert [record["index"] for record in found] == list(range(left))
-    assert all(record["sequences"] == ["x" * (record["index"] * 37 % 9000)] for record in found)
-
-
 @pytest.mark.parametrize("cut", [1, 10, 30])
 def test_a_line_that_was_cut_off_is_dropped(cut: int, tmp_path: Path) -> None:
     record = {"index": 0, "sample": 0, "sequences": []}
@@ -342,16 +312,13 @@ def test_a_line_that_was_cut_off_is_dropped(cut: int, tmp_path: Path) -> None:
     assert shard.path.read_bytes() == content
 
 
-def test_nobody_else_writes_the_same_answers(tmp_path: Path) -> None:
+def test_nobody_else_writes_the_same_answers_and_doubled_or_damaged_lines_are_told(tmp_path: Path) -> None:
     with AnswerShard(tmp_path, 0, 2), AnswerShard(tmp_path, 1, 2):
         for rank, world in ((0, 2), (0, 1), (2, 3)):
             with pytest.raises(ValueError, match="another process writes .*; wait for its end"):
                 AnswerShard(tmp_path, rank, world)
     with AnswerShard(tmp_path, 0, 1):
         pass
-
-
-def test_doubled_and_damaged_lines_are_told(tmp_path: Path) -> None:
     for rank in range(2):
         with AnswerShard(tmp_path, rank, 2) as shard:
             shard.add({"index": 0, "sample": 0, "sequences": []})
@@ -363,65 +330,40 @@ def test_doubled_and_damaged_lines_are_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "environment", "message"),
+    ("more", "message"),
     [
-        (["--temperature", "0,x"], {}, "--temperature is '0,x'; give numbers"),
-        (["--temperature", "-1"], {}, "temperature is -1.0; it must be at least 0"),
-        (["--max-batch", "0"], {}, "--max-batch is 0; it must be at least 1"),
-        (["--samples", "0"], {}, "--samples is 0; it must be at least 1"),
-        (["--samples", "3"], {}, "--samples 3 at --temperature 0,1 answers some records greedily twice"),
-        (["--num-prompts", "0"], {}, "--num-prompts is 0; it must be at least 1"),
-        (["--mode", "fast"], {}, "mode is 'fast'; choose one of"),
-        (["--prompts", "none.jsonl"], {}, "none.jsonl cannot be read (No such file or directory)"),
-        (["--prompts", "/dev/null"], {}, "/dev/null: no records"),
-        (["--gpu-index", "0", "--device", "cpu"], {}, "--gpu-index is 0 but --device is cpu; drop one or the other"),
-        (
-            ["--seed", "1"],
-            {},
-            "settings.json says seed 0 and now it is 1; use the same settings to resume, or give",
-        ),
-        (["--max-new-tokens", "25"], {}, "says max_new_tokens 24 and now it is 25"),
-        ([], {"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2 and WORLD_SIZE 2"),
-        ([], {"RANK": "x"}, "RANK is x and WORLD_SIZE None"),
-        (["--replicas", "0"], {}, "--replicas is 0; it must be at least 1"),
-        (
-            ["--replicas", "2"],
-            {"RANK": "0", "WORLD_SIZE": "2"},
-            "launcher has started 2 processes; use one of the two",
-        ),
-        (
-            ["--tensor-parallel", "2"],
-            {"RANK": "0", "WORLD_SIZE": "2"},
-            "--tensor-parallel is 2 and a launcher has started",
-        ),
-        (["--replicas", "2", "--tensor-parallel", "3"], {}, "--replicas is 2 and --tensor-parallel 3; drop one of the"),
-        (["--replicas", "2", "--gpu-index", "0"], {}, "--gpu-index is 0, but --replicas assigns GPUs"),
+        ("--temperature 0,x", "--temperature is '0,x'; give numbers"),
+        ("--temperature -1", "temperature is -1.0; it must be at least 0"),
+        *((f"--{name} 0", f"--{name} is 0; it must be at least 1") for name in ("max-batch", "samples", "num-prompts")),
+        ("--samples 3", "--samples 3 at --temperature 0,1 answers some records greedily twice"),
+        ("--mode fast", "mode is 'fast'; choose one of"),
+        ("--prompts none.jsonl", "none.jsonl cannot be read (No such file or directory)"),
+        ("--prompts /dev/null", "/dev/null: no records"),
+        ("--gpu-index 0 --device cpu", "--gpu-index is 0 but --device is cpu; drop one or the other"),
+        ("--seed 1", "settings.json says seed 0 and now it is 1; use the same settings to resume, or give"),
+        ("--max-new-tokens 25", "says max_new_tokens 24 and now it is 25"),
+        ("RANK=2 WORLD_SIZE=2", "RANK is 2 and WORLD_SIZE 2"),
+        ("RANK=x", "RANK is x and WORLD_SIZE None"),
+        ("--replicas 0", "--replicas is 0; it must be at least 1"),
+        ("RANK=0 WORLD_SIZE=2 --replicas 2", "launcher has started 2 processes; use one of the two"),
+        ("RANK=0 WORLD_SIZE=2 --tensor-parallel 2", "--tensor-parallel is 2 and a launcher has started"),
+        ("--replicas 2 --tensor-parallel 3", "--replicas is 2 and --tensor-parallel 3; drop one of the"),
+        ("--replicas 2 --gpu-index 0", "--gpu-index is 0, but --replicas assigns GPUs"),
     ],
 )
 def test_mistakes_are_one_line(
-    more: list[str],
-    environment: dict[str, str],
-    message: str,
-    whole: Path,
-    model: str,
-    prompts: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    more: str, message: str, whole: Path, generate: Generate, monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]
 ) -> None:
-    for name, value in environment.items():
+    """Of options, and of what a launcher has set."""
+    for name, _, value in (word.partition("=") for word in more.split() if "=" in word):
         monkeypatch.setenv(name, value)
     before = sorted(os.listdir(whole))
-    assert generate(model, prompts, whole, *more) == 2
+    assert generate(whole, *(word for word in more.split() if "=" not in word)) == 2
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1 and sorted(os.listdir(whole)) == before
 
 
-def test_a_launchers_processes_take_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    from sharesd.cli import options
-    from train.data.generate import _device, add_parser
-
+def test_a_launchers_processes_take_a_gpu_each(monkeypatch: MonkeyPatch) -> None:
     parser = options.Parser()
     add_parser(parser.add_subparsers())
 
@@ -437,18 +379,11 @@ def test_a_launchers_processes_take_a_gpu_each(monkeypatch: pytest.MonkeyPatch) 
     assert device() == "auto"
 
 
-@pytest.fixture
-def inspect(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    def run(*args: str) -> tuple[int, str, str]:
+def test_inspect_shows_what_is_in_the_loss(whole: Path, model: str, prompts: str, capsys: CaptureFixture[str]) -> None:
+    def inspect(*args: str) -> tuple[int, str, str]:
         status = main(["inspect", *args])
         return status, *capsys.readouterr()
 
-    return run
-
-
-def test_inspect_shows_what_is_in_the_loss(
-    whole: Path, model: str, prompts: str, inspect: Callable[..., tuple[int, str, str]]
-) -> None:
     [shard] = whole.glob("answers-*.jsonl")
     record = json.loads(shard.read_text(encoding="utf-8").splitlines()[2])
     status, out, _ = inspect(str(shard), "--index", "2")  # the target's name is in settings.json

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from pytest import CaptureFixture, MonkeyPatch
 
 from multigpu.journal import Journal
 from sharesd.config import EngineConfig
@@ -21,7 +23,6 @@ from sharesd.drafters.suffix.datastore import build_datastore, open_datastore
 from sharesd.loading.conflicts import check_options
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
-from tests.helpers.tiny_models import make_checkpoint
 from train.__main__ import main
 
 RECORDS = [
@@ -31,6 +32,14 @@ RECORDS = [
     {"prompt": "this is the cat"},
     *({"prompt": f"the cat and the mat {i}"} for i in range(10)),
 ]
+
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+
+@pytest.fixture
+def model(checkpoint: Callable[..., Path]) -> str:
+    return str(checkpoint())
 
 
 @pytest.fixture
@@ -53,10 +62,9 @@ def test_prompts_are_read_once_each(prompts: tuple[Path, Path]) -> None:
 
 @pytest.mark.smoke
 def test_a_filled_table_knows_what_the_model_says(
-    tmp_path: Path, prompts: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model: str, tmp_path: Path, prompts: tuple[Path, Path], capsys: CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / "cache"))
-    model, out = str(make_checkpoint(tmp_path / "model")), tmp_path / "table.npz"
+    out = tmp_path / "table.npz"
     options = ["--target", model, "--max-context", "128", "--max-new-tokens", "24"]
     assert main(["table", "--prompts", str(prompts[0]), "--num-prompts", "14", "--out", str(out), *options]) == 0
     assert "from 13 answers" in capsys.readouterr().out
@@ -82,11 +90,7 @@ def test_a_filled_table_knows_what_the_model_says(
     ],
 )
 def test_mistakes_are_one_line(
-    args: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    args: list[str], message: str, tmp_path: Path, monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("few.jsonl").write_text('{"prompt": "hello"}\n')
@@ -97,32 +101,16 @@ def test_mistakes_are_one_line(
     assert message in err and err.count("\n") == 1 and not Path("x.npz").exists()
 
 
-def test_the_target_says_what_users_ask(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_target_says_what_users_ask_and_nothing_of_it_again_after_an_end(
+    model: str, tmp_path: Path, monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / "cache"))
-    model, found = str(make_checkpoint(tmp_path / "model")), []
-    for batch in ("2", "5"):
-        out = tmp_path / f"said-{batch}.jsonl"
-        options = ["--target", model, "--max-context", "256", "--max-new-tokens", "120", "--max-batch", batch]
-        assert main(["prompts", "--out", str(out), "--num-prompts", "20", *options]) == 0
-        found.append(out.read_text())
-    assert found[0] == found[1], "whatever is said beside them"
-    said = [json.loads(line)["prompt"] for line in found[0].splitlines()]
-    assert 0 < len(said) == len(set(said)) < 20
-    assert f"{len(said)} distinct prompts of 20" in capsys.readouterr().out
-    assert set(read_prompts([str(tmp_path / "said-2.jsonl")])) == set(said)
-
-
-def test_what_was_said_before_an_end_is_not_said_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path / "cache"))
-    options = ["--target", str(make_checkpoint(tmp_path / "model")), "--max-context", "256", "--max-batch", "3"]
-    options += ["--num-prompts", "12", "--max-new-tokens", "120"]
+    options = ["--target", model, "--max-context", "256", "--num-prompts", "20", "--max-new-tokens", "120"]
     whole, out = tmp_path / "whole.jsonl", tmp_path / "prompts.jsonl"
-    assert main(["prompts", "--out", str(whole), *options]) == 0
-    add, added = Journal.add, []
+    assert main(["prompts", "--out", str(whole), *options, "--max-batch", "2"]) == 0
+    said = [json.loads(line)["prompt"] for line in whole.read_text().splitlines()]
+    assert 0 < len(said) == len(set(said)) < 20 and set(read_prompts([str(whole)])) == set(said)
+    assert f"{len(said)} distinct prompts of 20" in capsys.readouterr().out
+    command, add, added = ["prompts", "--out", str(out), *options, "--max-batch", "5"], Journal.add, []
 
     def ends(journal: Journal, record: dict[str, Any]) -> None:
         if len(added) == 5:
@@ -131,20 +119,18 @@ def test_what_was_said_before_an_end_is_not_said_again(
         add(journal, record)
 
     monkeypatch.setattr(Journal, "add", ends)
-    assert main(["prompts", "--out", str(out), *options]) == 130
-    assert not out.exists()
+    assert main(command) == 130 and not out.exists()
     monkeypatch.setattr(Journal, "add", lambda journal, record: (added.append(record["index"]), add(journal, record)))
-    assert main(["prompts", "--out", str(out), *options]) == 0
-    assert sorted(added) == [*range(12)] and out.read_text() == whole.read_text()
-    assert main(["prompts", "--out", str(out), *options]) == 0 and len(added) == 12, "all is there"
+    assert main(command) == 0 and sorted(added) == [*range(20)]
+    assert out.read_text() == whole.read_text(), "whatever is said beside them"
+    assert main(command) == 0 and len(added) == 20, "all is there"
     capsys.readouterr()
-    assert main(["prompts", "--out", str(out), *options, "--seed", "7"]) == 2
+    assert main([*command, "--seed", "7"]) == 2
     assert "use the same settings to resume, or give another --out" in capsys.readouterr().err
 
 
-def test_a_corpus_is_looked_into(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model, out = str(make_checkpoint(tmp_path / "model")), tmp_path / "corpus.npy"
-    text, answers = tmp_path / "a.txt", tmp_path / "answers-naive.jsonl"
+def test_a_corpus_is_looked_into(model: str, tmp_path: Path, capsys: CaptureFixture[str]) -> None:
+    out, text, answers = (tmp_path / name for name in ("corpus.npy", "a.txt", "answers-naive.jsonl"))
     text.write_text("the cat sat on the mat", encoding="utf-8")
     config = EngineConfig(target=model, mode="suffix", max_context=128, compile="off", num_draft=4)
     engine = Runtime(config, ("suffix",)).engine("suffix")
@@ -165,8 +151,10 @@ def test_a_corpus_is_looked_into(tmp_path: Path, capsys: pytest.CaptureFixture[s
         Runtime(replace(config, drafter_options={"corpus": str(out)}), ("suffix",))
 
 
-def test_a_corpus_of_answers(tmp_path: Path, prompts: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    model, out = str(make_checkpoint(tmp_path / "model")), tmp_path / "corpus.npy"
+def test_a_corpus_of_answers(
+    model: str, tmp_path: Path, prompts: tuple[Path, Path], capsys: CaptureFixture[str]
+) -> None:
+    out = tmp_path / "corpus.npy"
     options = ["--target", model, "--max-context", "128", "--max-new-tokens", "24", "--out", str(out)]
     assert main(["corpus", "--prompts", str(prompts[0]), "--num-prompts", "5", *options]) == 0
     assert "of 5 texts" in capsys.readouterr().out
@@ -198,22 +186,18 @@ def test_the_embedded_models_table_and_corpus_ship() -> None:
     assert not any(file_of(EngineConfig(target="elsewhere"), table) for table in ("recycle", "suffix"))
 
 
-def test_the_embedded_models_heads_ship() -> None:
+def test_the_embedded_models_heads_and_small_decoder_ship_for_it_alone() -> None:
     assert not (head_of(EngineConfig(target="other"), "eagle") or head_of(EngineConfig(), "parallel"))
     assert head_of(EngineConfig(heads=("mine",)), "eagle") == "mine"
     sizes = []
     folders = {mode: head_of(EngineConfig(mode=mode), mode) for mode in ("eagle", "glide")}
-    for folder in map(
-        Path, filter(None, (*folders.values(), second_model(EngineConfig(mode="classic", draft="small"))))
-    ):
+    small = second_model(EngineConfig(mode="classic", draft="small"))
+    for folder in map(Path, filter(None, (*folders.values(), small))):
         card = (folder / "README.md").read_text(encoding="utf-8")
         assert all(word in card for word in ("python -m train", "steps", "tau", "SmolLM2-135M-Instruct", "4-bit"))
         assert json.loads((folder / "config.json").read_text())["vocab_size"] == 49152
         sizes.append((folder / "model.safetensors").stat().st_size)
     assert len(sizes) == 3 and 1e6 < sum(sizes) < 40e6
-
-
-def test_the_small_decoder_is_for_the_embedded_model() -> None:
     assert second_model(EngineConfig(mode="classic", draft="small")) == str(EMBEDDED / "classic")
     assert second_model(EngineConfig(mode="classic")) is None
     assert second_model(EngineConfig(mode="classic", target="other", draft="mine")) == "mine"

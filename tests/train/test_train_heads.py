@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import astuple
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from pytest import CaptureFixture, MonkeyPatch
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from sharesd.config import EngineConfig
 from sharesd.drafters.eagle.head import Eagle3
@@ -21,6 +23,7 @@ from sharesd.drafters.glide.head import Glide
 from sharesd.drafters.heads.checkpoint import load_head
 from sharesd.drafters.heads.head import Head
 from sharesd.drafters.heads.unrolled_attention import attend_chains
+from sharesd.drafters.parallel.head import Parallel
 from sharesd.drafters.selection import second_model
 from sharesd.models.loader import load_decoder
 from sharesd.sampling_params import SamplingParams
@@ -29,7 +32,6 @@ from tests.drafters.test_eagle import features_of
 from tests.helpers.head_lessons import IDS, RAW, TEXTS, frozen_for, row, teacher_of
 from tests.helpers.oracle import new_engine, tiny_decoder
 from tests.helpers.tiny_heads import random_head
-from tests.helpers.tiny_models import make_checkpoint
 from train.__main__ import main
 from train.heads import hidden_state_cache as states
 from train.heads import losses as losses_file
@@ -44,20 +46,22 @@ from train.heads.trainer import Recipe, Trainer
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-# ---- what is read, and the losses
+ALONE = ([3, 17, 9, 4, 30, 8, 12, 1, 5, 6, 7, 2], [5, 6, 7, 8, 9])
+"""Those of TEXTS that foretell something: the other one has two tokens."""
 
 
 def test_lessons_are_the_targets_states_of_each_text_alone() -> None:
+    """For GLIDE, keys and values."""
     target = tiny_decoder(3)
-    cache = target.new_cache(1, 64, (1, 2, 3))
-    alone, logits = [], []
-    for tokens in ([3, 17, 9, 4, 30, 8, 12, 1, 5, 6, 7, 2], [5, 6, 7, 8, 9]):
+    glide, cache = random_head(target, "glide", target_layers=(1, 0)), target.new_cache(1, 64, (1, 2, 3))
+    alone, looks, logits = [], [], []
+    for tokens in ALONE:
         logits.append(target(torch.tensor([tokens]), cache)[0])
         alone.append(cache.features[0, : len(tokens)].clone())
+        looks.append(features_of(glide, cache, 0, len(tokens) - 2))
     teacher = teacher_of(target, None)
     frozen = FrozenTarget(target, (1, 2), 64)
     lessons = frozen.lessons(TEXTS)
-    assert len(lessons) == 2, "two tokens foretell nothing"
     for lesson, features, want in zip(lessons, alone, logits, strict=True):
         torch.testing.assert_close(lesson.features_1TF[0], features[:-2, :64])
         torch.testing.assert_close(teacher.logits(lesson.teacher_TD), want[1:-1])
@@ -65,25 +69,11 @@ def test_lessons_are_the_targets_states_of_each_text_alone() -> None:
     assert lessons[0].tokens_1T.tolist() == [[17, 9, 4, 30, 8, 12, 1, 5, 6, 7]]
     assert lessons[0].foretold_T.tolist() == [9, 4, 30, 8, 12, 1, 5, 6, 7, 2]
     # Said are tokens 3 to 6 and 9 to 11: the first of each is nobody's guess.
-    assert [lessons[0].counted(step).nonzero()[:, 0].tolist() for step in range(4)] == [
-        [2, 3, 4, 8, 9],
-        [3, 4, 9],
-        [4],
-        [],
-    ]
+    counted = [lessons[0].counted(step).nonzero()[:, 0].tolist() for step in range(4)]
+    assert counted == [[2, 3, 4, 8, 9], [3, 4, 9], [4], []]
     assert not lessons[1].counted(9).any()
-
-
-def test_lessons_for_glide_are_keys_and_values_of_each_text_alone() -> None:
-    target = tiny_decoder(3)
-    head = random_head(target, "glide", target_layers=(1, 0))
-    alone = []
-    for tokens in ([3, 17, 9, 4, 30, 8, 12, 1, 5, 6, 7, 2], [5, 6, 7, 8, 9]):
-        cache = target.new_cache(1, 64)
-        target(torch.tensor([tokens]), cache)
-        alone.append(features_of(head, cache, 0, len(tokens) - 2))
-    frozen = frozen_for(head, target)
-    for lesson, features in zip(frozen.lessons(TEXTS), alone, strict=True):
+    frozen = frozen_for(glide, tiny_decoder(3))
+    for lesson, features in zip(frozen.lessons(TEXTS), looks, strict=True):
         torch.testing.assert_close(lesson.features_1TF, features)
     assert frozen.bytes_per_token == (2 * 2 * 16 + 32) * 8
 
@@ -107,9 +97,8 @@ def test_chains_attend_as_masks_say(step: int, T: int) -> None:
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
     if step < T:
         weights = torch.randn(want.shape, generator=dice, dtype=torch.float64)
-        for a, b in zip(
-            *(torch.autograd.grad((x * weights).sum(), [q, *keys, *values]) for x in (got, want)), strict=True
-        ):
+        gradients = (torch.autograd.grad((x * weights).sum(), [q, *keys, *values]) for x in (got, want))
+        for a, b in zip(*gradients, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
@@ -117,12 +106,13 @@ def test_chains_attend_as_masks_say(step: int, T: int) -> None:
 @pytest.mark.parametrize("cap", [0.0, 2.0])
 @pytest.mark.parametrize(("kind", "ids"), [("eagle", None), ("eagle", IDS), ("eagle3", IDS), ("glide", IDS)])
 def test_losses_are_those_of_their_definitions(
-    kind: str, ids: Tensor | None, cap: float, logits: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, ids: Tensor | None, cap: float, logits: int, monkeypatch: MonkeyPatch
 ) -> None:
     """In float64, values and gradients, place by place and with autograd."""
     monkeypatch.setattr(losses_file, "LOGITS", logits)
     target = tiny_decoder(3)
-    head = random_head(target, kind, ids=None if ids is None else ids.tolist()).requires_grad_(True)
+    options: dict[str, Any] = {"ids": None if ids is None else ids.tolist(), "target_layers": (1, 0)}
+    head = random_head(target, kind, **options).requires_grad_(True)
     teacher = teacher_of(target, ids)._replace(softcap=cap)
     weight_VD = target.head.weight.clone()
     lesson = frozen_for(head, target).lessons(TEXTS)[0]
@@ -131,6 +121,7 @@ def test_losses_are_those_of_their_definitions(
     found = losses(head, [lesson], teacher, weights, rejection=True)
     (found.divergence + 0.3 * found.feature + 0.7 * found.rejection).backward()
     got = [parameter.grad.clone() for parameter in head.parameters()]
+    assert all(gradient.any() for gradient in got), "each parameter learns"
     head.zero_grad()
 
     divergence, feature, rejection = torch.zeros(3, dtype=torch.float64)
@@ -156,7 +147,7 @@ def test_losses_are_those_of_their_definitions(
         torch.testing.assert_close(gradient, parameter.grad)
 
 
-def test_a_step_averages_over_its_places(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_averages_over_its_places(monkeypatch: MonkeyPatch) -> None:
     """Two rows in one step are as one step over all their places; the rate rises, then falls to a tenth."""
     target = tiny_decoder(3)
     head = random_head(target, "eagle").requires_grad_(True)
@@ -168,10 +159,8 @@ def test_a_step_averages_over_its_places(monkeypatch: pytest.MonkeyPatch) -> Non
 
     recipe = Recipe(steps=1, batch=2, lr=0.0, unroll=(2,), decay=0.5)
     trainer = Trainer(head, frozen, teacher, Rows([TEXTS, TEXTS]), recipe)  # type: ignore[arg-type]
-    want = sum(
-        sum(losses(head, [lesson], teacher, weights).divergence.item() for lesson in frozen.lessons(TEXTS))
-        for weights in ([1 / 1.5 / 8, 0], [0, 0.5 / 1.5 / 5])  # places of both steps: 5 + 3, and 3 + 2
-    )
+    both = [1 / 1.5 / 8, 0.5 / 1.5 / 5]  # places of both steps: 5 + 3, and 3 + 2
+    want = sum(losses(head, [lesson], teacher, both).divergence.item() for lesson in frozen.lessons(TEXTS))
     share = trainer.loss_on([TEXTS, TEXTS])
     held_out = sum(share(lesson).item() for _ in range(2) for lesson in frozen.lessons(TEXTS))
     assert held_out == pytest.approx(want), "the same on held-out texts, text by text"
@@ -184,59 +173,66 @@ def test_a_step_averages_over_its_places(monkeypatch: pytest.MonkeyPatch) -> Non
     assert rates[10] == 1.0 and rates[10:] == sorted(rates[10:], reverse=True) and rates[100] == pytest.approx(0.1)
 
 
-# ---- held-out texts
-
-
-def chains_by_hand(head: Head, target: Any, text: list[int], said: list[bool], length: int) -> Acceptance:
+def by_hand(head: Head, target: Any, text: list[int], length: int) -> Acceptance:
     """Token by token through the head's own cache, as the drafter does it."""
     found = Acceptance([0] * length, [0] * length)
     memory = target.new_cache(1, 64, head.config.taps)
     choices = target(torch.tensor([text]), memory)[0].argmax(1).tolist()
-    tokens, states = torch.tensor([text]), torch.zeros(1, 1, 32, dtype=torch.float64)
-    for root in reversed(range(1, len(text))):  # drafts may write behind it
+    tokens, states = pad(torch.tensor([text]), (0, 65 - len(text))), torch.zeros(1, 1, 32, dtype=torch.float64)
+    for root in reversed(range(SAID, len(text))):  # drafts may write behind it
         cache = head.new_cache(1, 64)
         memory.lengths.fill_(root)
-        if isinstance(head, Glide):
+        if isinstance(head, Parallel):
+            logits = head.propose(tokens, memory.features, root, cache, memory.lengths, length)
+        elif isinstance(head, Glide):
             logits = head.read(tokens, root, cache, memory)
         else:
             logits = head.read(tokens, memory.features, root, cache, memory.lengths, states)
-        for k in range(length):
-            if root + k + 1 >= len(text) or not all(said[root : root + k + 2]):
-                break
-            guess = int(logits[0, 0].argmax())  # draft tokens are the first of all
+        for k in range(min(length, len(text) - root - 1)):
+            guess = int(logits[0, k if isinstance(head, Parallel) else 0].argmax())  # draft tokens are the first of all
             found.reached[k] += 1
             found.accepted[k] += guess == choices[root + k]
             if not guess == choices[root + k] == text[root + k + 1]:
                 break
             cache.lengths.fill_(root + k)
-            read = torch.tensor([[guess]])
-            logits = head.step(read, *((cache, memory) if isinstance(head, Glide) else (states, cache)))
+            if isinstance(head, Glide):
+                logits = head.step(torch.tensor([[guess]]), cache, memory)
+            elif not isinstance(head, Parallel):
+                logits = head.step(torch.tensor([[guess]]), states, cache)
     return found
 
 
+SAID = 3
+"""Tokens of a text before those that are in the loss."""
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "glide"])
-def test_acceptance_is_that_of_chains_one_by_one(kind: str) -> None:
-    target = tiny_decoder(3, num_hidden_layers=2)
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "glide", "parallel", "parallel 2"])
+def test_acceptance_is_that_of_chains_one_by_one(name: str) -> None:
+    """So what training sees is what decoding sees."""
+    target = tiny_decoder(3)
     for layer in target.blocks:
         layer.attn.o.weight.mul_(0.1), layer.mlp.down.weight.mul_(0.1)
-    taps = (1,) if kind == "eagle3" else ()
-    head = initial_head(kind, RAW, target, ids_K=torch.arange(30), taps=taps)
+    kind, _, layers = name.partition(" ")
+    sizes = {"draft_length": 4, "num_hidden_layers": int(layers or 1)} if kind == "parallel" else {}
+    taps = (1,) if kind in ("eagle3", "parallel") else ()
+    head: Any = initial_head(kind, RAW, target, ids_K=torch.arange(30), taps=taps, **sizes)  # type: ignore[arg-type]
     if kind == "eagle":  # whose block adds nothing yet
         head.block.attn.o.weight.copy_(target.blocks[-1].attn.o.weight)
         head.block.mlp.down.weight.copy_(target.blocks[-1].mlp.down.weight)
+    if isinstance(head, Parallel):
+        dice = torch.Generator().manual_seed(0)
+        for mask in (head.mask_states, head.mask_embeds):
+            mask.copy_(0.3 * torch.randn(mask.shape, generator=dice))
     # It guesses what the target said last; so texts that repeat themselves are what it knows.
     [done] = new_engine(target).generate([[3, 17, 9]], SamplingParams(max_new_tokens=30))
-    texts = [[3, 17, 9, *done.token_ids], [9, 4] * 12, TEXTS["token_ids"][:12].tolist()]
-    want = Acceptance([0] * 4, [0] * 4)
-    for text in texts:
-        by_hand = chains_by_hand(head, target, text, [i >= 3 for i in range(len(text))], 4)
-        want.reached = [a + b for a, b in zip(want.reached, by_hand.reached, strict=True)]
-        want.accepted = [a + b for a, b in zip(want.accepted, by_hand.accepted, strict=True)]
-    rows = [row((text, [(3, len(text))])) for text in texts]
+    texts = [[3, 17, 9, *done.token_ids], *([a, b] * 12 for a, b in ((9, 4), (9, 9), (7, 3))), ALONE[0]]
+    each = [by_hand(head, target, text, 4) for text in texts]
+    reached, accepted = (torch.tensor(parts).sum(0).tolist() for parts in zip(*map(astuple, each), strict=True))
+    rows = [row((text, [(SAID, len(text))])) for text in texts]
     found = acceptance(head, frozen_for(head, target), rows, 4)
-    assert found == want
-    assert found.accepted[0] < found.reached[0] and found.reached[1] > 0
+    assert found == Acceptance(reached, accepted)
+    assert 0 < found.accepted[0] < found.reached[0] and found.reached[1] > 0
 
 
 def test_tau_and_gain_follow_from_rates_and_costs() -> None:
@@ -247,53 +243,41 @@ def test_tau_and_gain_follow_from_rates_and_costs() -> None:
     assert best_chain([1.1, 1.1], costs) == (0, 1.0)
 
 
-# ---- the command
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Answers of a tiny model; its folder lies beside."""
-    folder = tmp_path_factory.mktemp("data")
-    model = make_checkpoint(folder / "model", layers=4)
-    (folder / "answers").mkdir()
-    (folder / "answers" / "settings.json").write_text(json.dumps({"target": str(model)}))
-    dice, records = torch.Generator().manual_seed(0), []
-    for index in range(24):
-        ids = torch.randint(300, (20 + index,), generator=dice).tolist()
-        messages = [{"role": "user", "content": f"the cat {index}"}]
-        sequence = {"token_ids": ids, "loss_spans": [[5, len(ids)]]}
-        records.append({"index": index, "sample": 0, "messages": messages, "sequences": [sequence]})
-    lines = "".join(json.dumps(record) + "\n" for record in records)
-    (folder / "answers" / "answers-00000-of-00001.jsonl").write_text(lines)
-    return folder
+OWN = {"eagle3": "--taps 1,2,3", "parallel": "--taps 1,2,3 --layers 2", "glide": "--target-layers 3,1"}
+"""Sizes of heads that do not begin as others; each drafts 100 tokens."""
 
 
 def train(kind: str, data: Path, out: Path, *more: str) -> int:
-    sizes = ["--max-length", "96", "--batch", "2", "--held-out", "0.3", "--costs", "0.1,1.3", "--threads", "1"]
-    sizes += ["--unroll", "2,3", "--chain", "3"] if kind == "parallel" else []
-    if "--init" not in more:
-        sizes += ["--draft-vocab", "100"] if kind in ("eagle3", "parallel", "glide") else []
-        sizes += ["--taps", "1,2,3"] if kind in ("eagle3", "parallel") else []
-        sizes += ["--target-layers", "3,1"] if kind == "glide" else []
-        sizes += ["--layers", "2"] if kind == "parallel" else []
-    given = [
-        "--data",
-        str(data / "answers"),
-        "--out-dir",
-        str(out),
-        "--steps",
-        "7",
-        "--check-every",
-        "3",
-        "--lr",
-        "1e-3",
-    ]
-    return main([kind, *given, *sizes, *more])
+    sizes = "--max-length 96 --batch 2 --held-out 0.3 --costs 0.1,1.3 --threads 1 --steps 7 --check-every 3 --lr 1e-3"
+    sizes += " --unroll 2,3 --chain 3" if kind == "parallel" else ""
+    own = f"--draft-vocab 100 {OWN[kind]}" if kind in OWN and "--init" not in more else ""
+    return main([kind, "--data", str(data / "answers"), "--out-dir", str(out), *f"{sizes} {own}".split(), *more])
 
 
 def curve(out: Path) -> list[dict[str, Any]]:
     lines = map(json.loads, (out / "log.jsonl").read_text().splitlines())
     return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
+
+
+def losses_of(out: Path) -> list[float]:
+    """Of each step."""
+    return [line["loss"] for line in curve(out) if "loss" in line]
+
+
+def train_in_two_goes(step: int, kind: str, data: Path, out: Path, *more: str) -> None:
+    """Train, with an interruption before this step."""
+    advance = Trainer.advance
+
+    def killed(self: Trainer) -> dict[str, float]:
+        if self.step == step:
+            raise KeyboardInterrupt
+        return advance(self)
+
+    with MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "advance", killed)
+        assert train(kind, data, out, *more) == 130
+    assert len(losses_of(out)) == step
+    assert train(kind, data, out, "--resume", *more) == 0
 
 
 @pytest.mark.parametrize(
@@ -307,28 +291,11 @@ def curve(out: Path) -> list[dict[str, Any]]:
     ],
 )
 def test_an_interruption_at_any_step_changes_no_bit(
-    kind: str,
-    after: int,
-    more: tuple[str, ...],
-    data: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    kind: str, after: int, more: tuple[str, ...], data: Path, tmp_path: Path, capsys: CaptureFixture[str]
 ) -> None:
     assert train(kind, data, tmp_path / "whole", *more) == 0
     assert "step 7 of 7: held out, conditional acceptance" in capsys.readouterr().out
-    advance = Trainer.advance
-
-    def killed(self: Trainer) -> dict[str, float]:
-        if self.step == after:
-            raise KeyboardInterrupt
-        return advance(self)
-
-    monkeypatch.setattr(Trainer, "advance", killed)
-    assert train(kind, data, tmp_path / "broken", *more) == 130
-    monkeypatch.setattr(Trainer, "advance", advance)
-    assert len([line for line in curve(tmp_path / "broken") if "loss" in line]) == after
-    assert train(kind, data, tmp_path / "broken", "--resume", *more) == 0
+    train_in_two_goes(after, kind, data, tmp_path / "broken", *more)
     assert curve(tmp_path / "whole") == curve(tmp_path / "broken")
     for name in ("last", "best"):
         whole, broken = (load_file(tmp_path / run / name / "model.safetensors") for run in ("whole", "broken"))
@@ -351,14 +318,14 @@ def test_an_interruption_at_any_step_changes_no_bit(
     assert head.config.draft_vocab_size == (384 if kind == "eagle" else 100)
     assert head.config.target_layers == ((3, 1) if kind == "glide" else ())
     assert all(line["held_out_loss"] > 0 for line in curve(tmp_path / "whole") if "tau_chains" in line)
-    losses = [line["loss"] for line in curve(tmp_path / "whole") if "loss" in line]
-    assert losses[3] < losses[0], "while chains are as long"
+    found = losses_of(tmp_path / "whole")
+    assert found[3] < found[0], "while chains are as long"
 
 
-def test_training_goes_on_from_a_trained_head(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_goes_on_from_a_trained_head(data: Path, tmp_path: Path, capsys: CaptureFixture[str]) -> None:
     assert train("eagle3", data, tmp_path / "first", "--steps", "20") == 0
     assert train("eagle3", data, tmp_path / "more", "--steps", "1", "--init", str(tmp_path / "first" / "last")) == 0
-    begun, gone_on = ([line["loss"] for line in curve(tmp_path / run) if "loss" in line] for run in ("first", "more"))
+    begun, gone_on = (losses_of(tmp_path / run) for run in ("first", "more"))
     assert gone_on[0] < (begun[0] + begun[-1]) / 2
     a, b = (load_file(tmp_path / run / "last" / "model.safetensors")["d2t"] for run in ("first", "more"))
     assert torch.equal(a, b)
@@ -370,14 +337,17 @@ def test_training_goes_on_from_a_trained_head(data: Path, tmp_path: Path, capsys
 
 
 def test_stored_states_are_those_that_are_read(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    data: Path, tmp_path: Path, monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]
 ) -> None:
+    """And a dry run, which prints the plan, writes none."""
     monkeypatch.setattr(states, "SHARD", 20_000)
     store, more = tmp_path / "states", ("--states", str(tmp_path / "states"))
     assert train("eagle3", data, tmp_path / "dry", "--dry-run", *more) == 0
     num_bytes = sum(range(20, 44)) * 4 * 64 * 2  # tokens, depths, hidden size, bfloat16
-    assert f"hidden states: {num_bytes / 1e9:.2f} GB in {store}, 0.00 GB of it stored" in capsys.readouterr().out
-    assert not store.exists()
+    said = capsys.readouterr().out
+    assert "7 steps of 2 rows of 96 tokens" in said and "s a step" in said
+    assert f"hidden states: {num_bytes / 1e9:.2f} GB in {store}, 0.00 GB of it stored" in said
+    assert not store.exists() and not (tmp_path / "dry").exists()
     assert train("eagle3", data, tmp_path / "read") == 0
     assert train("eagle3", data, tmp_path / "storing", *more) == 0
     assert len(list(store.iterdir())) > 3 and num_bytes <= sum(path.stat().st_size for path in store.iterdir())
@@ -395,40 +365,36 @@ def test_stored_states_are_those_that_are_read(
     assert "0.0 GB are free" in capsys.readouterr().err
 
 
-def test_a_dry_run_prints_the_plan_and_writes_nothing(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert train("eagle", data, tmp_path / "out", "--dry-run") == 0
-    said = capsys.readouterr().out
-    assert "7 steps of 2 rows of 96 tokens" in said and "s a step" in said
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize(
-    ("more", "message"),
+    ("kind", "more", "message"),
     [
-        (["--steps", "0"], "--steps is 0; it must be at least 1"),
-        (["--unroll", "1,0"], "--unroll is 1,0; it must be at least 1"),
-        (["--lr", "0"], "--lr is 0.0; it must be above 0"),
-        (["--held-out", "0"], "--held-out 0.0 leaves no answers to measure with; raise it, or add answers"),
-        (["--kl-weight", "0", "--feature-weight", "0"], "none may be below 0, and at least one must be above"),
-        (["--costs", "0.1"], "--costs is '0.1'; give two numbers, for example 0.1,1.5"),
-        (["--draft-vocab", "9999"], "--draft-vocab is 9999 but the target has 384 tokens"),
-        (["--max-length", "600"], "--max-length is 600 but the target supports 512 tokens"),
-        (["--data", "no/such/folder"], "settings.json cannot be read"),
-        (["--dtype", "int8"], "--dtype is 'int8'"),
+        ("eagle", "--steps 0", "--steps is 0; it must be at least 1"),
+        ("eagle", "--unroll 1,0", "--unroll is 1,0; it must be at least 1"),
+        ("eagle", "--lr 0", "--lr is 0.0; it must be above 0"),
+        ("eagle", "--held-out 0", "--held-out 0.0 leaves no answers to measure with; raise it, or add answers"),
+        ("eagle", "--kl-weight 0 --feature-weight 0", "none may be below 0, and at least one must be above"),
+        ("eagle", "--costs 0.1", "--costs is '0.1'; give two numbers, for example 0.1,1.5"),
+        ("eagle", "--draft-vocab 9999", "--draft-vocab is 9999 but the target has 384 tokens"),
+        ("eagle", "--max-length 600", "--max-length is 600 but the target supports 512 tokens"),
+        ("eagle", "--data no/such/folder", "settings.json cannot be read"),
+        ("eagle", "--dtype int8", "--dtype is 'int8'"),
+        ("parallel", "--unroll 3 --chain 4", "--unroll is 3 and --chain 4; the head drafts --unroll tokens"),
+        ("parallel", "--unroll 1 --chain 1", "at least 2"),
+        ("parallel", "--anchors 0", "--anchors is 0.0; give a share above 0, at most 1"),
+        ("parallel", "--layers 3", "has 3 layers; heads of kind parallel have at most 2"),
+        *(("draft", more, "has 4 and 64; give at most that") for more in ("--layers 5", "--hidden-size 128")),
     ],
 )
 def test_mistakes_are_one_line(
-    more: list[str], message: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: str, more: str, message: str, data: Path, tmp_path: Path, capsys: CaptureFixture[str]
 ) -> None:
-    assert train("eagle", data, tmp_path / "out", *more) == 2
+    assert train(kind, data, tmp_path / "out", *more.split()) == 2
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1 and not (tmp_path / "out").exists()
 
 
 def test_a_folder_keeps_its_training(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    data: Path, tmp_path: Path, monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]
 ) -> None:
     assert train("eagle", data, tmp_path / "out", "--steps", "1") == 0
     assert train("eagle", data, tmp_path / "out") == 2
@@ -443,10 +409,9 @@ def test_a_folder_keeps_its_training(
     assert train("eagle", data, out, "--resume", "--steps", "3") == 0
     said = capsys.readouterr()
     assert f"the training in {out} has 1 of 3 steps\n" in said.out
-    assert re.search(
-        r"^step 2 of 3: loss [\d.]+, acceptance \d+ %, [\d,]+ tok/s, [\d,]+ s left$", said.err, re.MULTILINE
-    )
-    assert len([line for line in curve(out) if "loss" in line]) == 3
+    line = r"^step 2 of 3: loss [\d.]+, acceptance \d+ %, [\d,]+ tok/s, [\d,]+ s left$"
+    assert re.search(line, said.err, re.MULTILINE)
+    assert len(losses_of(out)) == 3
     assert train("eagle", data, out, "--resume", "--steps", "1") == 2
     assert "says steps 3 and now it is 1" in capsys.readouterr().err
     assert train("eagle", data, tmp_path / "next", "--steps", "1", "--init", str(out)) == 0

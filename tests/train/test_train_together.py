@@ -18,11 +18,10 @@ from torch.utils._pytree import tree_flatten
 
 from tests.helpers.paths import ROOT
 from tests.helpers.trained_together import HELD_OUT, RUNS
-from tests.train.test_train_heads import curve, data, train
+from tests.train.test_train_heads import curve, train
 from train.data.packed_dataset import PackedRows, read_split
 from train.heads.checkpoint import read_state
 
-__all__ = ["data"]  # a fixture
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 pytestmark = [pytest.mark.subprocess, pytest.mark.usefixtures("one_thread")]
 
@@ -51,16 +50,10 @@ def equal(a: Any, b: Any) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "status", "more"), [one for one in RUNS if one[0] in ("whole", "linear", "parallel")]
+    ("name", "kind", "more"), [(*run[:2], run[3]) for run in RUNS if run[0] in ("whole", "linear", "parallel")]
 )
 def test_two_processes_train_as_one_does(
-    name: str,
-    kind: str,
-    status: int,
-    more: tuple[str, ...],
-    data: Path,
-    together: Path,
-    tmp_path: Path,
+    name: str, kind: str, more: tuple[str, ...], data: Path, together: Path, tmp_path: Path
 ) -> None:
     """In float64, but for the order of sums. The last row of an epoch leaves one of the two without any."""
     rows = PackedRows(read_split(data / "answers", 96, HELD_OUT).train, 96)
@@ -88,10 +81,7 @@ def test_both_have_the_same_bits_and_an_interruption_changes_none(together: Path
     for name in ("last", "best"):
         whole, broken = ((together / run / name / "model.safetensors").read_bytes() for run in ("whole", "broken"))
         assert whole == broken
-
-
-def test_states_are_stored_once(together: Path) -> None:
-    """The broken training has them, and the whole one has not."""
+    # States are stored once, by the broken training; the whole one has none.
     keys = Counter[str]()
     for shard in (together / "states").glob("*.safetensors"):
         with safe_open(shard, "pt") as file:
@@ -99,15 +89,12 @@ def test_states_are_stored_once(together: Path) -> None:
     assert len(keys) == 24 and set(keys.values()) == {1}
 
 
-def test_another_number_of_processes_is_refused(data: Path, together: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_number_of_processes_and_a_batch_that_cannot_be_shared_are_refused(
+    data: Path, together: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert train("eagle3", data, together / "whole", "--resume", *RUNS[0][3]) == 2
     said = capsys.readouterr().err
     assert "was trained by 2 processes, not 1; use 2" in said and said.count("\n") == 1
-
-
-def test_a_batch_that_cannot_be_shared_is_refused(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert train("eagle", data, tmp_path / "out", "--batch", "3") == 2

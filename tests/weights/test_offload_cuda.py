@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,10 +19,8 @@ from benchmark.gpu.worker import FAILED, Job, NotHere
 from benchmark.studies.widening import describe
 from compile import inductor
 from compile.attention import MAX_STEP
-from offload.pinned_transfer import CudaLink, PinnedMemory, _EventCopy, link_rate
-from offload.planner import DoesNotFit
-from quant.config import QuantConfig
-from sharesd import sampling
+from offload.pinned_transfer import PinnedMemory, _EventCopy, link_rate
+from sharesd import QuantConfig, sampling
 from sharesd.config import EngineConfig, Mode, OffloadConfig
 from sharesd.execution.step_compiler import StepCompiler
 from sharesd.loading import resolve, target
@@ -35,13 +34,14 @@ from tests.helpers.offloaded import LAYERS, PROMPTS, WAYS, limit_leaving, planne
 from tests.helpers.recorded_graphs import RecordedGraphs, take_the_way_of_cuda
 from tests.helpers.timed_device import wrong_uses
 from tests.helpers.tiny_models import make_checkpoint
+from tests.weights.test_offload_engine import Passes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("tiny"), layers=LAYERS)
+def tiny(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint(layers=LAYERS)
 
 
 @pytest.fixture
@@ -60,14 +60,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch, own_cache: None) -> LateDevice:
 
 
 def config_of(tiny: Path, limit: int | None = None, **options: Any) -> EngineConfig:
-    offload = OffloadConfig(device_memory=limit, choose_bits=False)
-    usual = {"target": str(tiny), "device": "cpu", "compile": "off", "max_context": 128, "num_draft": 4}
-    usual |= {"threads": 1, "offload": offload}
-    return EngineConfig(**usual | options)
+    usual = {"target": str(tiny), "device": "cpu", "compile": "off", "max_context": 128, "num_draft": 4, "threads": 1}
+    return EngineConfig(**usual | {"offload": OffloadConfig(device_memory=limit, choose_bits=False)} | options)
 
 
 def limit_for(tiny: Path, num_resident: int, *modes: Mode, **options: Any) -> int:
-    """The limit of the device that leaves so many blocks there."""
     return limit_leaving(num_resident, config_of(tiny, 10**9, **options), *modes)
 
 
@@ -93,31 +90,23 @@ def notes_reads(runtime: Runtime, gpu: LateDevice) -> None:
         pytest.param(("suffix", "hybrid"), {}, 3, marks=pytest.mark.slow),
         (("share",), {"dtype": "float32", "max_batch": 2, "num_draft": 6, "tree": (2, 3, 6)}, 0),
         pytest.param(
-            ("naive", "share"),
-            {"dtype": "float64", "quant": QuantConfig(skip_layers=(0, 5))},
-            3,
+            ("naive", "share"), {"dtype": "float64", "quant": QuantConfig(skip_layers=(0, 5))}, 3,
             marks=pytest.mark.slow,
         ),
         pytest.param(
             ("share",), {"dtype": "float32", "quant": QuantConfig(skip_projs=("down",))}, 2, marks=pytest.mark.slow
         ),
     ],
-)
+)  # fmt: skip
 def test_texts_are_those_of_a_model_that_fits(
-    tiny: Path,
-    gpu: LateDevice,
-    modes: tuple[Mode, ...],
-    options: dict[str, Any],
-    num_resident: int,
-    close_after: list[Runtime],
+    tiny: Path, gpu: LateDevice, modes: Any, options: dict[str, Any], num_resident: int, close_after: list[Runtime]
 ) -> None:
     limit = limit_for(tiny, num_resident, *modes, **options)
     whole = Runtime(config_of(tiny, **options), modes)
     assert whole.streamed is None and not gpu.pinned
     offloaded = Runtime(config_of(tiny, limit, **options), modes)
     close_after.append(offloaded)
-    assert offloaded.plan is not None and offloaded.plan.from_disk == ()
-    assert offloaded.streamed is not None and len(offloaded.streamed.stream.blocks) == LAYERS - num_resident
+    assert offloaded.plan.from_disk == () and len(offloaded.streamed.stream.blocks) == LAYERS - num_resident
     assert list(gpu.pinned.values()) == [offloaded.plan.slot] * (LAYERS - num_resident), "at exact sizes"
     notes_reads(offloaded, gpu)
     assert texts(offloaded, modes) == texts(whole, modes)
@@ -130,6 +119,7 @@ def test_texts_are_those_of_a_model_that_fits(
 def test_a_missing_event_towards_computation_changes_the_text(
     tiny: Path, gpu: LateDevice, close_after: list[Runtime], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And shows in the times of both. (What is missing towards the copies is tested with the links.)"""
     config = config_of(tiny, limit_for(tiny, 2, "naive"), mode="naive")
     whole = Runtime(config_of(tiny, mode="naive"))
     monkeypatch.setattr(_EventCopy, "wait", lambda self: None)
@@ -140,17 +130,6 @@ def test_a_missing_event_towards_computation_changes_the_text(
     assert any("before it lay" in problem for problem in wrong_uses(gpu.writes, gpu.reads))
 
 
-def test_a_missing_event_towards_the_copies_shows(
-    tiny: Path, gpu: LateDevice, close_after: list[Runtime], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(CudaLink, "mark", lambda self: None)
-    offloaded = Runtime(config_of(tiny, limit_for(tiny, 2, "naive"), mode="naive"))
-    close_after.append(offloaded)
-    notes_reads(offloaded, gpu)
-    texts(offloaded, ("naive",))
-    assert any("overwritten" in problem for problem in wrong_uses(gpu.writes, gpu.reads))
-
-
 def test_drafts_are_captured_and_passes_are_not(
     tiny: Path, gpu: LateDevice, close_after: list[Runtime], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,12 +137,11 @@ def test_drafts_are_captured_and_passes_are_not(
     monkeypatch.setattr(StepCompiler, "noise", lambda steps, on_cpu: sampling.gumbel)
     options: dict[str, Any] = {"mode": "share", "dtype": "float32", "num_draft": 6}
     whole = Runtime(config_of(tiny, **options))
-    graphs = RecordedGraphs()
-    offloaded = Runtime(config_of(tiny, limit_for(tiny, 2, "share", **options), **options))
+    offloaded: Any = Runtime(config_of(tiny, limit_for(tiny, 2, "share", **options), **options))
     close_after.append(offloaded)
-    offloaded._steps.graphs = graphs  # type: ignore[assignment]
+    offloaded._steps.graphs = graphs = RecordedGraphs()
     offloaded._engines["share"] = offloaded._engine("share")
-    passes = count_passes(offloaded)
+    passes = Passes(offloaded)
     for way in WAYS:
         plain = whole.engine("share", warm=way)
         wanted = [done.token_ids for done in plain.generate(PROMPTS, way)]
@@ -173,29 +151,6 @@ def test_drafts_are_captured_and_passes_are_not(
         assert [done.token_ids for done in engine.generate(PROMPTS, way)] == wanted
         assert passes.take() >= engine.stats.steps and graphs.num_replays > replays
         assert engine.stats.sources == plain.stats.sources and engine.stats.sources["accepted"]
-
-
-def count_passes(runtime: Runtime) -> Any:
-    """Counts how often the first block that travels was needed."""
-    assert runtime.streamed is not None
-    stream = runtime.streamed.stream
-    need, first = stream.need, stream.blocks[0]
-
-    class Passes:
-        count = 0
-
-        def take(self) -> int:
-            count, self.count = self.count, 0
-            return count
-
-    passes = Passes()
-
-    def counted(block: int) -> int:
-        passes.count += block == first
-        return need(block)
-
-    stream.need = counted  # type: ignore[method-assign]
-    return passes
 
 
 def test_compiled_blocks_read_the_slots_that_hold_their_weights(
@@ -216,8 +171,7 @@ def test_compiled_blocks_read_the_slots_that_hold_their_weights(
 def test_memory_that_cannot_be_pinned_ends_the_start_and_nothing_stays_pinned(
     tiny: Path, gpu: LateDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limit = limit_for(tiny, 2, "naive")
-    new = memory_estimate.CudaBackend.pinned
+    limit, new = limit_for(tiny, 2, "naive"), memory_estimate.CudaBackend.pinned
 
     def refuses_the_third(home: Any, num_bytes: int) -> PinnedMemory:
         gpu._refuses = 2 if len(gpu.pinned) == 2 else 0
@@ -230,7 +184,11 @@ def test_memory_that_cannot_be_pinned_ends_the_start_and_nothing_stays_pinned(
 
 
 def test_a_model_that_fits_the_device_has_no_plan(tiny: Path, gpu: LateDevice) -> None:
+    """And where it does not, tables fill a step of a GPU and no more."""
     assert plan_for(config_of(tiny), ("share",)) is None
+    options: dict[str, Any] = {"mode": "suffix", "num_draft": None}
+    found = planned(config_of(tiny, limit_for(tiny, 2, "suffix", **options), **options))
+    assert found.plan.offloads and 1 + found.config.max_draft == MAX_STEP
     gpu.free = limit_for(tiny, 3, "naive")
     found = planned(config_of(tiny, mode="naive"))
     assert found.plan.offloads and found.plan.device_bytes <= 0.95 * gpu.free
@@ -242,17 +200,15 @@ def test_what_cannot_be_honoured_is_told(tiny: Path, gpu: LateDevice, caplog: py
         with pytest.raises(ValueError, match=message):
             plan_for(config_of(tiny, offload=OffloadConfig(**limits)), ("share",))
 
-    plan = planned(config_of(tiny, limit_for(tiny, 3, "share")), "share").plan
     limit = limit_for(tiny, 3, "share")
-    with pytest.raises(DoesNotFit, match="--gpu-memory-limit of at least"):
-        plan_for(config_of(tiny, 1000), ("share",))
+    plan = planned(config_of(tiny, limit), "share").plan
+    refused("--gpu-memory-limit of at least", device_memory=1000, choose_bits=False)
     refused("--cpu-memory-limit of at least", device_memory=limit, host_memory=plan.host_bytes - 1, choose_bits=False)
     fits = OffloadConfig(device_memory=limit, host_memory=plan.host_bytes, choose_bits=False)
     assert planned(config_of(tiny, offload=fits), "share").plan == replace(plan, reasons=plan.reasons)
-    idle: dict[str, Any]
-    for idle in ({"host_memory": 10**9}, {"device_memory": limit, "folder": "here"}):
+    for idle in (OffloadConfig(host_memory=10**9), OffloadConfig(device_memory=limit, folder="here")):
         caplog.clear()
-        plan_for(config_of(tiny, offload=OffloadConfig(**idle)), ("share",))
+        plan_for(config_of(tiny, offload=idle), ("share",))
         assert "no effect" in caplog.text
     gpu.free = limit - 1
     refused("--gpu-memory-limit is .* free; give less, or end", device_memory=limit)
@@ -260,18 +216,15 @@ def test_what_cannot_be_honoured_is_told(tiny: Path, gpu: LateDevice, caplog: py
         resolve.resolve_config(config_of(tiny, limit, compile="full"), ("share",))
 
 
-def test_the_agenda_of_a_gpu_compares_limits(
-    tiny: Path, gpu: LateDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_agenda_of_a_gpu_compares_limits(tiny: Path, gpu: LateDevice, tmp_path: Path, monkeypatch: Any) -> None:
     """A model whose weights are made in memory, as it is measured on a GPU, in a tiny size."""
     fixed = partial(EngineConfig, compile="off", threads=1)
     monkeypatch.setattr(widened, "EngineConfig", fixed)
     describe(tiny, tmp_path, widened._next_larger(decoder_config(tiny)), name="widened")
     everything = OffloadConfig(device_memory=10**9, choose_bits=False, choose_depth=False)
     config = fixed(target=str(tmp_path), device="cpu", max_context=widened.SHORT, max_draft=32, offload=everything)
-    found = plan_for(config, ("share",), in_memory=True)
-    assert found is not None
-    limit = found.plan.device_bytes - 4 * found.plan.slot
+    plan = plan_for(config, ("share",), in_memory=True).plan
+    limit = plan.device_bytes - 4 * plan.slot
     job = Job("cpu", tmp_path / "offload.json", str(tiny))
     cases = [OffloadCase("naive"), OffloadCase("naive", limit), OffloadCase("share", limit)]
     agenda.run(job, "7b", cases, prompts=1, tokens=6)
@@ -279,24 +232,15 @@ def test_the_agenda_of_a_gpu_compares_limits(
     whole, plain, share = job.table("offload")
     assert [row["identical"] for row in (whole, plain, share)] == ["1 of 1"] * 3
     assert (whole["x naive"], plain["x naive"]) == (1, 1) and "resident" not in whole
-    assert share["resident"] == "3 of 9" and share["pinned, GB"] == pytest.approx(6 * found.plan.slot / 1e9)
+    assert share["resident"] == "3 of 9" and share["pinned, GB"] == pytest.approx(6 * plan.slot / 1e9)
     assert plain["its bytes, ms"] > 0 and plain["a pass, ms"] > 0 and not gpu.pinned
     with pytest.raises(NotHere):
         agenda.measure(job, "7b")
 
 
-def test_tables_fill_a_step_of_a_gpu_and_no_more(tiny: Path, gpu: LateDevice) -> None:
-    options: dict[str, Any] = {"mode": "suffix", "num_draft": None}
-    found = plan_for(config_of(tiny, limit_for(tiny, 2, "suffix", **options), **options), ("suffix",))
-    assert found is not None and found.plan.offloads
-    assert 1 + found.config.max_draft == MAX_STEP
-
-
 @pytest.mark.cuda
 @pytest.mark.parametrize("how", ["off", "regional"])
-def test_texts_on_a_gpu(
-    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_cache: None, close_after: list[Runtime]
-) -> None:
+def test_texts_on_a_gpu(how: str, tmp_path: Path, monkeypatch: Any, own_cache: None, close_after: Any) -> None:
     for name in ("DEVICE_BYTES", "SOLVING_BYTES"):
         monkeypatch.setattr(memory_estimate, name, 0)
     folder = make_checkpoint(tmp_path / "model", hidden=256, layers=LAYERS)
@@ -306,7 +250,7 @@ def test_texts_on_a_gpu(
     whole = Runtime(config_of(folder, **options), ("naive", "share"))
     few = Runtime(config_of(folder, limit, **options), ("naive", "share"))
     close_after.append(few)
-    assert few.streamed is not None and len(few.streamed.stream.blocks) == LAYERS - 3
+    assert len(few.streamed.stream.blocks) == LAYERS - 3
     assert all(slot.is_cuda for slot in few.streamed.stream.slots)
     assert texts(few, ("naive", "share")) == texts(whole, ("naive", "share"))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,11 @@ from offload.transfer import LinkError
 from quant.config import QuantConfig
 from sharesd.cli.display import stats_dict, stats_table
 from sharesd.config import EngineConfig, Mode
-from sharesd.engine import cost_profiler
-from sharesd.loading.target import BlockSource
 from sharesd.models.loader import decoder_config
 from sharesd.runtime import Runtime
-from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.draft_tree import coarse_chains
 from tests.helpers.offloaded import PROMPTS, WAYS, packed_weights, spill, texts
 from tests.helpers.tiny_heads import make_head
-from tests.helpers.tiny_models import make_checkpoint
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -33,16 +29,24 @@ MODES: tuple[Mode, ...] = ("naive", "share", "classic", "suffix", "hybrid")
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("tiny"), layers=LAYERS, context=1024)
-
-
-def from_file(path: Path, blocks: Sequence[int], **options: Any) -> BlockSource:
-    return lambda decoder: spill(decoder, blocks, path, **{"direct": False} | options)
+def tiny(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint(layers=LAYERS, context=1024)
 
 
 def config_of(tiny: Path, **options: Any) -> EngineConfig:
     return EngineConfig(**{"target": str(tiny), "device": "cpu", "max_context": 256, "num_draft": 4} | options)
+
+
+@pytest.fixture
+def travelling(tmp_path: Path, close_after: list[Runtime]) -> Callable[..., Any]:
+
+    def load(config: EngineConfig, blocks: Sequence[int], modes: Any = None, **how: Any) -> Runtime:
+        file = tmp_path / "records"
+        runtime = Runtime(config, modes, offload=lambda decoder: spill(decoder, blocks, file, direct=False, **how))
+        close_after.append(runtime)
+        return runtime
+
+    return load
 
 
 def logits(runtime: Runtime) -> list[torch.Tensor]:
@@ -57,55 +61,34 @@ def logits(runtime: Runtime) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "options", "blocks", "num_slots"),
+    ("options", "blocks", "num_slots"),
     [
-        ("bfloat16", {}, (0, 1, 2, 3, 4), 2),
-        ("float16", {"max_batch": 3}, (1, 3), 1),
-        ("float32", {"num_draft": 6, "tree": (2, 3, 6)}, (0, 2, 3), 2),
-        ("float64", {"max_batch": 3, "num_draft": 6, "tree": (2, 3, 6)}, (1, 2, 4), 9),
+        ({"dtype": "bfloat16"}, (0, 1, 2, 3, 4), 2),
+        ({"dtype": "float16", "max_batch": 3}, (1, 3), 1),
+        ({"dtype": "float32", "num_draft": 6, "tree": (2, 3, 6)}, (0, 2, 3), 2),
+        ({"dtype": "float64", "num_draft": 6, "tree": (2, 3, 6), "max_batch": 3}, (1, 2, 4), 9),
+        ({"dtype": "float32", "compile": "off"}, (0, 1, 3), 2),
     ],
 )
 def test_texts_and_logits_are_those_of_weights_that_stay(
-    tiny: Path,
-    tmp_path: Path,
-    close_after: list[Runtime],
-    dtype: str,
-    options: dict[str, Any],
-    blocks: tuple[int, ...],
-    num_slots: int,
+    tiny: Path, travelling: Callable, options: dict[str, Any], blocks: tuple[int, ...], num_slots: int
 ) -> None:
-    config = config_of(tiny, dtype=dtype, **options)
-    resident = Runtime(config, MODES)
-    wanted = texts(resident, MODES)
-    streamed = Runtime(config, MODES, offload=from_file(tmp_path / "records", blocks, num_slots=num_slots))
-    close_after.append(streamed)
-    assert texts(streamed, MODES) == wanted
-    assert all(wanted[mode, t] == wanted["naive", t] for mode in MODES for t in (0.0, 1.0))
-    for ours, theirs in zip(logits(streamed), logits(resident), strict=True):
-        assert torch.equal(ours, theirs)
-
-
-def test_blocks_run_eagerly_too(tiny: Path, tmp_path: Path, close_after: list[Runtime]) -> None:
-    config = config_of(tiny, compile="off", dtype="float32")
-    modes: tuple[Mode, ...] = ("naive", "share")
+    config, modes = config_of(tiny, **options), MODES[:2] if "compile" in options else MODES
     resident = Runtime(config, modes)
-    streamed = Runtime(config, modes, offload=from_file(tmp_path / "records", (0, 1, 3)))
-    close_after.append(streamed)
-    assert texts(streamed, modes) == texts(resident, modes)
-    for ours, theirs in zip(logits(streamed), logits(resident), strict=True):
-        assert torch.equal(ours, theirs)
+    wanted = texts(resident, modes)
+    streamed = travelling(config, blocks, modes, num_slots=num_slots)
+    assert texts(streamed, modes) == wanted
+    assert all(wanted[mode, t] == wanted["naive", t] for mode in modes for t in (0.0, 1.0))
+    assert all(map(torch.equal, logits(streamed), logits(resident)))
 
 
-def test_heads_see_hidden_states_of_blocks_that_travel(tiny: Path, tmp_path: Path, close_after: list[Runtime]) -> None:
+def test_heads_see_hidden_states_of_blocks_that_travel(tiny: Path, tmp_path: Path, travelling: Callable) -> None:
     head = make_head(tmp_path / "head", decoder_config(tiny), "eagle3", taps=(1, 3, 4), dtype=torch.float32)
     config = config_of(tiny, mode="eagle", heads=(str(head),), dtype="float32")
     engines = []
-    for offload in (None, from_file(tmp_path / "records", (0, 2, 3))):
-        runtime = Runtime(config, offload=offload)
-        close_after.append(runtime)
+    for runtime in (Runtime(config), travelling(config, (0, 2, 3))):
         engine = runtime.engine()
         done = engine.generate(PROMPTS[:1], WAYS[0])
-        assert runtime.cache.features is not None
         engines.append((done[0].token_ids, engine.stats.drafted_tokens, runtime.cache.features[:, :30].clone()))
     (ours, drafted, features), (theirs, _, wanted) = engines
     assert ours == theirs and drafted and torch.equal(features, wanted) and wanted.any()
@@ -115,11 +98,10 @@ class Passes:
     """Counts passes of blocks that travel."""
 
     def __init__(self, runtime: Runtime) -> None:
-        assert runtime.streamed is not None
-        stream = runtime.streamed.stream
+        stream: Any = runtime.streamed.stream
         self._need, self.needed = stream.need, 0
         self._num_blocks = len(stream.blocks)
-        stream.need = self.count  # type: ignore[method-assign]
+        stream.need = self.count
 
     def count(self, block: int) -> int:
         self.needed += 1
@@ -131,13 +113,8 @@ class Passes:
 
 
 @pytest.mark.parametrize("mode", ["naive", "share", "suffix", "hybrid"])
-def test_only_the_target_moves_weights_and_prompts_take_one_pass(
-    tiny: Path, tmp_path: Path, close_after: list[Runtime], mode: Mode, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cost_profiler, "SECONDS", 0.0)  # as where one pass takes longer than that
-    config = config_of(tiny, mode=mode, max_context=1024, num_draft=None, max_draft=64)
-    runtime = Runtime(config, offload=from_file(tmp_path / "records", (1, 3, 4)))
-    close_after.append(runtime)
+def test_only_the_target_moves_weights_and_prompts_take_one_pass(tiny: Path, travelling: Callable, mode: Mode) -> None:
+    runtime = travelling(config_of(tiny, mode=mode, max_context=1024, num_draft=None, max_draft=64), (1, 3, 4))
     passes = Passes(runtime)
     for params in WAYS:
         engine = runtime.engine(warm=params)
@@ -145,26 +122,20 @@ def test_only_the_target_moves_weights_and_prompts_take_one_pass(
         engine.generate([[5, 6, 7] * 250], params)  # longer than a chunk
         assert passes.take() == 1 + engine.stats.steps
         assert (engine.stats.draft_steps > 0) == (mode in ("share", "hybrid"))
-        traffic = engine.stats.traffic
-        assert traffic is not None and runtime.streamed is not None
-        record = runtime.streamed.stream.slots[0].nbytes
+        traffic, record = engine.stats.traffic, runtime.streamed.stream.slots[0].nbytes
         assert traffic.num_bytes == pytest.approx(3 * record * (1 + engine.stats.steps), abs=2 * record)
         assert 0 < traffic.utilisation <= 1
 
 
-def test_a_start_moves_little(tiny: Path, tmp_path: Path, close_after: list[Runtime]) -> None:
+def test_a_start_moves_little(tiny: Path, travelling: Callable) -> None:
     """Whether rows keep their bits is looked up in many steps of the first block, which stays where it is for them."""
-    runtime = Runtime(config_of(tiny, mode="naive"), offload=from_file(tmp_path / "records", range(LAYERS)))
-    close_after.append(runtime)
-    assert runtime.streamed is not None
-    stream = runtime.streamed.stream
+    stream = travelling(config_of(tiny, mode="naive"), range(LAYERS)).streamed.stream
     assert stream.traffic.num_bytes == len(stream.slots) * stream.slots[0].nbytes
 
 
-def test_requests_that_join_are_read_in_one_pass(tiny: Path, tmp_path: Path, close_after: list[Runtime]) -> None:
+def test_requests_that_join_are_read_in_one_pass(tiny: Path, travelling: Callable) -> None:
     config = config_of(tiny, mode="share", max_batch=2, max_context=1024)
-    runtime = Runtime(config, ("naive", "share"), offload=from_file(tmp_path / "records", (0, 2, 3)))
-    close_after.append(runtime)
+    runtime = travelling(config, (0, 2, 3), ("naive", "share"))
     prompts = [[7, 9, 11], [5, 6, 7] * 200]
     plain = runtime.engine("naive")
     wanted = [plain.generate([prompt], WAYS[0])[0].token_ids for prompt in prompts]
@@ -187,15 +158,10 @@ def test_depths_come_from_a_coarse_ladder() -> None:
     assert [shape.nodes for shape in coarse_chains(1)] == [1]
 
 
-def test_a_disk_that_fails_ends_the_call_and_not_the_engine(
-    tiny: Path, tmp_path: Path, close_after: list[Runtime]
-) -> None:
-    config = config_of(tiny, mode="share")
-    file = tmp_path / "records"
-    runtime = Runtime(config, offload=from_file(file, (1, 3, 4)))
-    close_after.append(runtime)
-    engine = runtime.engine()
+def test_a_disk_that_fails_ends_the_call_and_not_the_engine(tiny: Path, tmp_path: Path, travelling: Callable) -> None:
+    engine = travelling(config_of(tiny, mode="share"), (1, 3, 4)).engine()
     wanted = engine.generate(PROMPTS[:1], WAYS[0])[0].token_ids
+    file = tmp_path / "records"
     content = file.read_bytes()
     os.truncate(file, len(content) // 2)
     with pytest.raises(LinkError, match="block [34] cannot be read from .*records: the file ends at byte"):
@@ -204,11 +170,9 @@ def test_a_disk_that_fails_ends_the_call_and_not_the_engine(
     assert engine.generate(PROMPTS[:1], WAYS[0])[0].token_ids == wanted
 
 
-def test_what_drafts_need_must_stay(tiny: Path, tmp_path: Path, close_after: list[Runtime]) -> None:
-    quant = QuantConfig(head_bits=4, skip_projs=("down",))
-    config = config_of(tiny, mode="share", quant=quant)
-    runtime = Runtime(config, offload=from_file(tmp_path / "records", (1, 3)))
-    close_after.append(runtime)
+def test_what_drafts_need_must_stay(tiny: Path, travelling: Callable) -> None:
+    config = config_of(tiny, mode="share", quant=QuantConfig(head_bits=4, skip_projs=("down",)))
+    runtime = travelling(config, (1, 3))
     assert runtime.streamed is not None
     assert all("down" not in name for name in packed_weights(runtime.target.blocks[1]))
     resident = Runtime(config)
@@ -217,46 +181,38 @@ def test_what_drafts_need_must_stay(tiny: Path, tmp_path: Path, close_after: lis
         assert ours.token_ids == theirs.token_ids
 
 
-def test_weights_that_drafts_need_cannot_travel(tiny: Path, tmp_path: Path) -> None:
-    config = config_of(tiny, mode="share", quant=QuantConfig(head_bits=4, skip_layers=(3,)))
-    with pytest.raises(ValueError, match=r"attn\.qkv\.weight of block 3 has no quantized weights"):
-        Runtime(config, offload=from_file(tmp_path / "records", (1, 3)))
-
-
-def test_whole_steps_cannot_be_offloaded(tiny: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="compile is 'full', and offloaded blocks run one by one; use native"):
-        Runtime(config_of(tiny, compile="full"), offload=from_file(tmp_path / "records", (1, 3)))
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"quant": QuantConfig(head_bits=4, skip_layers=(3,))}, "qkv.weight of block 3 has no quantized weights"),
+        ({"compile": "full"}, "compile is 'full', and offloaded blocks run one by one; use native"),
+    ],
+)
+def test_what_cannot_travel_is_refused(tiny: Path, travelling: Callable, options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        travelling(config_of(tiny, mode="share", **options), (1, 3))
 
 
 @pytest.mark.slow
-def test_the_embedded_model_through_a_slow_link(tmp_path: Path, close_after: list[Runtime]) -> None:
+def test_the_embedded_model_through_a_slow_link(travelling: Callable) -> None:
     """All but a few blocks come at 3 GB/s."""
     modes: tuple[Mode, ...] = ("naive", "share", "suffix")
     config = EngineConfig(device="cpu", max_context=512, max_draft=16)
     prompt = ["Give three tips for staying healthy. Number them."]
     blocks = [block for block in range(30) if block % 5]
     resident = Runtime(config, modes)
-    streamed = Runtime(
-        config, modes, offload=from_file(tmp_path / "records", blocks, num_slots=3, bytes_per_second=3e9)
-    )
-    close_after.append(streamed)
-    for params in (
-        SamplingParams(max_new_tokens=16, ignore_eos=True),
-        SamplingParams(max_new_tokens=16, ignore_eos=True, temperature=1.0),
-    ):
+    streamed = travelling(config, blocks, modes, num_slots=3, bytes_per_second=3e9)
+    for params in WAYS:
         wanted = resident.engine("naive", warm=params).generate(prompt, params)[0].token_ids
         for mode in modes:
             engine = streamed.engine(mode, warm=params)
             assert engine.generate(prompt, params)[0].token_ids == wanted
-            traffic = engine.stats.traffic
-            assert traffic is not None and 0 < traffic.utilisation <= 1
-    for ours, theirs in zip(logits(streamed), logits(resident), strict=True):
-        assert torch.equal(ours, theirs)
+            assert 0 < engine.stats.traffic.utilisation <= 1
+    assert all(map(torch.equal, logits(streamed), logits(resident)))
 
 
-def test_reports_say_what_was_moved(tiny: Path, tmp_path: Path, close_after: list[Runtime]) -> None:
-    runtime = Runtime(config_of(tiny, mode="share"), offload=from_file(tmp_path / "records", (1, 3, 4)))
-    close_after.append(runtime)
+def test_reports_say_what_was_moved(tiny: Path, travelling: Callable) -> None:
+    runtime = travelling(config_of(tiny, mode="share"), (1, 3, 4))
     engine = runtime.engine()
     engine.generate(PROMPTS[:1], WAYS[0])
     told = stats_dict(engine.stats, runtime.report())

@@ -1,36 +1,38 @@
-"""Models that are loaded block by block, as a plan says: the same texts, from a store that is found again."""
+"""Models that are loaded block by block, as a plan says, also as they are stored: the same texts, from a store."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from offload.block_file import StoreError
-from offload.planner import DoesNotFit
-from quant.config import QuantConfig
+from offload.block_file import StoreError, open_store
 from quant.formats import FORMATS
-from sharesd.config import EngineConfig, Mode, OffloadConfig
-from sharesd.loading.conflicts import check_options
+from sharesd import EngineConfig, OffloadConfig, QuantConfig, SamplingParams
+from sharesd.config import Mode
 from sharesd.loading.resolve import resolve_config
+from sharesd.models.decoder import Decoder
 from sharesd.runtime import Runtime
-from sharesd.sampling_params import SamplingParams
 from sharesd.weights import memory_estimate, offload_loader, offload_planner
-from sharesd.weights.memory_estimate import PRIOR_TOKENS
+from sharesd.weights.backend import CpuBackend
+from sharesd.weights.memory_estimate import LINEARS, PRIOR_TOKENS, MemoryEstimate
 from sharesd.weights.offload_planner import plan_for
 from sharesd_files import cache_root
-from tests.helpers.offloaded import LAYERS, PROMPTS, limit_leaving, planned, texts
+from tests.helpers.gguf_files import write_gguf
+from tests.helpers.offloaded import LAYERS, PROMPTS, WAYS, limit_leaving, planned, texts
 from tests.helpers.paths import ROOT
+from tests.helpers.quantized_folders import write_quantized
 from tests.helpers.tiny_models import make_checkpoint
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("tiny"), layers=LAYERS)
+def tiny(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint(layers=LAYERS)
 
 
 @pytest.fixture(autouse=True)
@@ -42,13 +44,11 @@ def only_the_model(monkeypatch: pytest.MonkeyPatch, own_cache: None) -> None:
 
 
 def config_of(tiny: Path, limit: int | None = None, **options: Any) -> EngineConfig:
-    offload = OffloadConfig(host_memory=limit, choose_bits=False)
-    usual = {"target": str(tiny), "mode": "share", "device": "cpu", "max_context": 256, "offload": offload}
-    return EngineConfig(**usual | options)
+    usual = {"target": str(tiny), "mode": "share", "device": "cpu", "max_context": 256}
+    return EngineConfig(**usual | {"offload": OffloadConfig(host_memory=limit, choose_bits=False)} | options)
 
 
 def limit_for(tiny: Path, num_resident: int, *modes: Mode, **options: Any) -> int:
-    """The limit that leaves so many blocks in memory."""
     return limit_leaving(num_resident, config_of(tiny, 10**9, **options), *modes)
 
 
@@ -58,24 +58,20 @@ def limit_for(tiny: Path, num_resident: int, *modes: Mode, **options: Any) -> in
         (("naive", "share", "classic"), {}),
         (("naive", "hybrid"), {"kv_dtype": "q8"}),
         pytest.param(
-            ("share", "hybrid"),
-            {"max_batch": 2, "dtype": "float32", "quant": QuantConfig(skip_projs=("down",))},
+            ("share", "hybrid"), {"max_batch": 2, "dtype": "float32", "quant": QuantConfig(skip_projs=("down",))},
             marks=pytest.mark.slow,
         ),
         pytest.param(
             ("share",), {"dtype": "float64", "quant": QuantConfig(skip_layers=(0, 5))}, marks=pytest.mark.slow
         ),
     ],
-)
-def test_texts_are_those_of_a_model_that_fits(
-    tiny: Path, modes: tuple[Mode, ...], options: dict[str, Any], close_after: list[Runtime]
-) -> None:
+)  # fmt: skip
+def test_texts_are_those_of_a_model_that_fits(tiny: Path, modes: Any, options: Any, close_after: list[Runtime]) -> None:
     limit = limit_for(tiny, 3, *modes, **options)
     whole = Runtime(config_of(tiny, **options), modes)
     offloaded = Runtime(config_of(tiny, limit, **options), modes)
     close_after.append(offloaded)
-    assert whole.streamed is None and offloaded.streamed is not None
-    assert len(offloaded.streamed.stream.blocks) == LAYERS - 3
+    assert whole.streamed is None and len(offloaded.streamed.stream.blocks) == LAYERS - 3
     assert texts(offloaded, modes) == texts(whole, modes)
     assert offloaded.weight_bytes == pytest.approx(whole.weight_bytes, rel=0.01)
 
@@ -90,44 +86,51 @@ def test_rows_of_a_large_head_travel_too(tmp_path: Path, num_resident: int, clos
     limit = plan.device_bytes - (plan.num_blocks - num_resident - 2) * plan.slot
     offloaded = Runtime(config_of(folder, limit, **options), modes)
     close_after.append(offloaded)
-    assert offloaded.streamed is not None and len(offloaded.streamed.stream.blocks) == 11 - num_resident
-    if not num_resident:
-        assert set(offloaded.streamed.stream.blocks) == set(range(11))
+    assert len(set(offloaded.streamed.stream.blocks)) == 11 - num_resident
     assert texts(offloaded, modes) == texts(Runtime(config_of(folder, **options), modes), modes)
-    reads_it = planned(config_of(folder, 10**9, quant=QuantConfig()), "share").plan
-    assert reads_it.num_blocks == 4
+    assert planned(config_of(folder, 10**9, quant=QuantConfig()), "share").plan.num_blocks == 4, "it is read"
 
 
 def test_acceptance_is_measured_for_later_plans(tmp_path: Path, close_after: list[Runtime]) -> None:
     tiny = make_checkpoint(tmp_path / "model", layers=LAYERS, seed=1)
-    limit = limit_for(tiny, 3, "share")
-    config = config_of(tiny, limit, mode="share", num_draft=4)
+    config = config_of(tiny, limit_for(tiny, 3, "share"), mode="share", num_draft=4)
 
     def drafts() -> str:
         return next(line.why for line in planned(config).plan.reasons if line.what == "drafts")
 
     assert "80.0% (assumed)" in drafts()
-    runtime = Runtime(config)
-    close_after.append(runtime)
-    engine = runtime.engine()
-    assert "assumed" in drafts()  # warming up tells nothing
+    close_after.append(Runtime(config))
+    engine = close_after[0].engine()
+    assert "80.0% (assumed)" in drafts()  # warming up tells nothing
     engine.generate(PROMPTS, SamplingParams(max_new_tokens=16, ignore_eos=True))
-    held = engine.stats.sources["accepted"]
-    tries = held + engine.stats.sources["recovered"]
-    assumed = FORMATS["hqq"].acceptance[4]
+    held, missed = (engine.stats.sources[source] for source in ("accepted", "recovered"))
+    tries, assumed = held + missed, FORMATS["hqq"].acceptance[4]
     alpha = (PRIOR_TOKENS * assumed + held) / (PRIOR_TOKENS + tries)  # one answer does not decide alone
     assert tries > 0 and f"{alpha:.1%} (assumed, and {tries} seen)" in drafts()
     for file in (cache_root() / "settings").glob("acceptance-*.json"):
         file.write_text('{"tries": 1}')
-    assert "assumed" in drafts()
+    assert "80.0% (assumed)" in drafts()
 
 
-def test_the_store_is_written_once(
+def test_a_store_is_written_once_and_one_that_was_begun_is_gone_on_with(
     tiny: Path, tmp_path: Path, close_after: list[Runtime], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = limit_for(tiny, 3, "naive")
     config = config_of(tiny, limit, mode="naive", offload=OffloadConfig(host_memory=limit, folder=str(tmp_path)))
+    written: list[int] = []
+    write = offload_loader.Writer.write
+
+    def dies_at_the_fifth(writer: Any, block: int, slot: Any) -> None:
+        written.append(block)
+        if len(written) == 5:
+            raise KeyboardInterrupt
+        write(writer, block, slot)
+
+    monkeypatch.setattr(offload_loader.Writer, "write", dies_at_the_fifth)
+    with pytest.raises(KeyboardInterrupt):
+        Runtime(config)
     close_after.append(Runtime(config))
+    assert sorted([*written[:4], *written[5:]]) == list(range(LAYERS))
     (store,) = tmp_path.iterdir()
     monkeypatch.setattr(offload_loader, "Writer", None)  # not called
     close_after.append(Runtime(config))
@@ -137,34 +140,10 @@ def test_the_store_is_written_once(
         Runtime(config)
 
 
-def test_a_store_that_was_begun_is_gone_on_with(
-    tiny: Path, tmp_path: Path, close_after: list[Runtime], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limit = limit_for(tiny, 3, "naive")
-    config = config_of(tiny, limit, mode="naive", offload=OffloadConfig(host_memory=limit, folder=str(tmp_path)))
-    written: list[int] = []
-    write = offload_loader.Writer.write
-
-    def dies_at_the_fifth(writer: Any, block: int, slot: Any) -> None:
-        if len(written) == 4:
-            written.append(-1)
-            raise KeyboardInterrupt
-        written.append(block)
-        write(writer, block, slot)
-
-    monkeypatch.setattr(offload_loader.Writer, "write", dies_at_the_fifth)
-    with pytest.raises(KeyboardInterrupt):
-        Runtime(config)
-    close_after.append(Runtime(config))
-    written.remove(-1)
-    assert sorted(written) == list(range(LAYERS))
-
-
 def test_plans_are_made_where_the_model_does_not_fit(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan_for(config_of(tiny), ("share",)) is None
     monkeypatch.setattr(offload_planner, "free_memory", lambda: limit_for(tiny, 3, "naive"))
-    found = plan_for(config_of(tiny, mode="naive"), ("naive",))
-    assert found is not None and found.plan.offloads
+    assert plan_for(config_of(tiny, mode="naive"), ("naive",)).plan.offloads
     assert plan_for(config_of(tiny, offload=OffloadConfig(when="off")), ("naive",)) is None
 
 
@@ -175,33 +154,22 @@ def test_the_plan_chooses_bits_and_shape_unless_they_are_given(tiny: Path, monke
     assert (found.plan.bits, found.config.quant.spec) == (8, "hqq:8:64,head=8")
     assert found.config.max_draft == found.plan.depth > 8
     hardly_ever = {0: 1.0} | dict.fromkeys(memory_estimate.TREE_TOPS, 0.01)
-    form = replace(FORMATS["hqq"], tree_misses=dict.fromkeys((4, 8), hardly_ever))
-    monkeypatch.setitem(FORMATS, "hqq", form)
+    monkeypatch.setitem(FORMATS, "hqq", replace(FORMATS["hqq"], tree_misses=dict.fromkeys((4, 8), hardly_ever)))
     found = planned(config_of(tiny, offload=OffloadConfig(host_memory=limit)), "share")
-    assert found.config.explicit_tree is not None and found.plan.nodes == 64
     top, depth, nodes = found.config.explicit_tree
-    assert top in memory_estimate.TREE_TOPS and f"trees of {top}" in found.plan.drafter
+    assert found.plan.nodes == 64 and top in memory_estimate.TREE_TOPS and f"trees of {top}" in found.plan.drafter
     assert (depth, nodes) == (found.plan.depth, min(64, top + (depth - 1) * top**2))
     kept = replace(config_of(tiny, limit).offload, choose_bits=False, choose_depth=False)
     found = planned(config_of(tiny, limit, offload=kept), "share")
     assert (found.plan.bits, found.plan.depth, found.config.max_draft) == (4, 8, 8)
 
 
-@pytest.mark.parametrize("options", [{"mode": "suffix"}, {"mode": "hybrid", "hybrid_with": ("suffix", "recycle")}])
-def test_tables_may_fill_the_step_however_little_they_promise(tiny: Path, options: dict[str, Any]) -> None:
+def test_tables_may_fill_the_step_however_little_they_promise(tiny: Path) -> None:
     """Their guesses cost nothing, and how many pay is seen round by round."""
+    options: dict[str, Any] = {"mode": "hybrid", "hybrid_with": ("suffix", "recycle")}
     found = planned(config_of(tiny, limit_for(tiny, 2, options["mode"], **options), **options), options["mode"])
     assert found.plan.offloads and found.plan.depth < 64 == found.config.max_draft
     assert found.plan.tokens_per_second < 1.5 * found.plan.naive_tokens_per_second
-
-
-def test_what_cannot_be_honoured_is_told(tiny: Path, tmp_path: Path) -> None:
-    with pytest.raises(DoesNotFit, match="--cpu-memory-limit of at least"):
-        plan_for(config_of(tiny, 1000), ("share",))
-    with pytest.raises(ValueError, match="compile is 'off'; offloaded blocks run in the CPU kernel"):
-        resolve_config(config_of(tiny, 10**9, compile="off"), ("share",))
-    with pytest.raises(ValueError, match="offload is off, and a limit"):
-        check_options(EngineConfig(offload=OffloadConfig(when="off", host_memory=10**9)))
 
 
 @pytest.mark.subprocess
@@ -211,13 +179,14 @@ def test_memory_stays_below_the_limit_while_loading_and_decoding(tmp_path: Path)
     folder = make_checkpoint(tmp_path / "large", hidden=1024, layers=20)
     code = f"""
 import threading, time
-from sharesd.config import EngineConfig, OffloadConfig
-from sharesd.sampling_params import SamplingParams
+from sharesd import EngineConfig, OffloadConfig, SamplingParams
 from sharesd.runtime import Runtime
 from sharesd.devices.host_memory import own_memory
 from sharesd.weights.offload_planner import plan_for
-config = dict(target={str(folder)!r}, device="cpu", max_context=256)
-need = plan_for(EngineConfig(**config, offload=OffloadConfig(host_memory=10**11, choose_bits=False)), ("share",)).plan
+def config_of(limit):
+    offload = OffloadConfig(host_memory=limit, choose_bits=False)
+    return EngineConfig(target={str(folder)!r}, device="cpu", max_context=256, offload=offload)
+need = plan_for(config_of(10**11), ("share",)).plan
 limit = need.device_bytes - 12 * need.slot
 peak, ends = 0, False
 def look():
@@ -227,7 +196,7 @@ def look():
         time.sleep(0.002)
 watch = threading.Thread(target=look)
 watch.start()
-runtime = Runtime(EngineConfig(**config, offload=OffloadConfig(host_memory=limit, choose_bits=False)), ("share",))
+runtime = Runtime(config_of(limit), ("share",))
 runtime.engine("share").generate(["the cat sat on"], SamplingParams(max_new_tokens=16, ignore_eos=True))
 ends = True
 watch.join()
@@ -239,3 +208,85 @@ runtime.close()
     offloaded, limit, peak, block = map(int, done.stdout.split())
     assert offloaded >= 12 and peak <= limit + 64 * 10**6
     assert peak > limit - 12 * block, "the plan asks for much more than is used"
+
+
+def target_of(kind: str, at: Path) -> dict[str, Any]:
+    if kind in ("awq", "gptq act order"):
+        return {"target": str(write_quantized(at / "model", kind, layers=LAYERS))}
+    if kind == "q4_k":
+        return {"target": str(make_checkpoint(at / "model", hidden=256, layers=LAYERS)), "target_quant": kind}
+    types = {"blk.0.attn_q": "F16", "blk.1.ffn_up": "F32"} if kind == "Q8_0" else {}
+    return {"target": str(write_gguf(at / "a.gguf", kind=kind, layers=LAYERS, types=types))}
+
+
+def stored_config(target: dict[str, Any], limit: int | None = None, **options: Any) -> EngineConfig:
+    offload = OffloadConfig(host_memory=limit, choose_bits=False, choose_depth=False)
+    usual: dict[str, Any] = {"mode": "naive", "device": "cpu", "max_context": 64, "offload": offload}
+    usual |= {"quant": QuantConfig.parse("hqq:4:32"), "hybrid_with": ("share", "suffix")}
+    return EngineConfig(**target | usual | options)
+
+
+def limited(target: dict[str, Any], modes: tuple[Mode, ...], **options: Any) -> EngineConfig:
+    """With a limit that leaves about half of the blocks in memory."""
+    plan = resolve_config(stored_config(target, 10**9, **options), modes).plan
+    assert not plan.offloads
+    return stored_config(target, plan.device_bytes - sum(plan.blocks) // 2 + 2 * plan.slot, **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "modes", "options"),
+    [
+        ("Q8_0", ("naive", "share", "suffix", "recycle", "classic", "hybrid", "auto"), {"max_batch": 2}),
+        ("Q5_1", ("naive", "share"), {"activations": "fast", "num_draft": 6, "tree": (2, 3, 6)}),
+        ("q4_k", ("naive", "share"), {"num_draft": 4}),
+        ("gptq act order", ("naive", "share"), {"num_draft": 4}),
+        pytest.param("awq", ("naive", "share"), {"num_draft": 4}, marks=pytest.mark.long),
+    ],
+)
+def test_texts_of_stored_weights_are_those_of_a_model_that_fits(
+    kind: str, modes: tuple[Mode, ...], options: dict[str, Any], tmp_path: Path, close_after: list[Runtime]
+) -> None:
+    target = target_of(kind, tmp_path)
+    whole, offloaded = Runtime(stored_config(target, **options)), Runtime(limited(target, modes, **options), modes)
+    close_after.append(offloaded)
+    assert whole.streamed is None and offloaded._resolved.config.dequantize is False
+    assert 2 <= len(offloaded.streamed.stream.blocks) < LAYERS
+    assert offloaded.weight_bytes == whole.weight_bytes
+    prompts = [[5, 9, 14, 3, 77, 8], [40, 41, 42]]
+
+    def texts_in(runtime: Runtime, mode: Mode) -> list[list[int]]:
+        return [done.token_ids for way in WAYS for done in runtime.engine(mode, warm=way).generate(prompts, way)]
+
+    wanted = texts_in(whole, "naive")
+    for mode in modes:
+        assert texts_in(offloaded, mode) == wanted, mode
+
+
+@pytest.mark.parametrize(
+    "kind", ["Q8_0", "awq", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("F16", "q4_k"))]
+)
+def test_plans_know_the_bytes(kind: str, tmp_path: Path, close_after: list[Runtime]) -> None:
+    target = target_of(kind, tmp_path)
+    found = resolve_config(limited(target, ("naive",)), ("naive",))
+    layouts, plan = found.offload.content.layouts, found.offload.plan
+    assert plan.blocks == tuple(layout.record_bytes for layout in layouts) and len(plan.blocks) == LAYERS
+    assert kind != "Q8_0" or len(set(plan.blocks)) == 3
+    offloaded, whole = Runtime(found.config), Runtime(stored_config(target))
+    close_after.append(offloaded)
+    model: Any = whole.target
+    for block, layout in zip(model.blocks, layouts, strict=True):
+        weights = [block.get_submodule(path).weight for path in LINEARS]
+        assert [place.nbytes for place in layout.places] == [weight.nbytes for weight in weights]
+    store = open_store(found.offload.folder, found.offload.content)
+    assert store is not None and store.path.stat().st_size == found.offload.content.nbytes
+    engine = offloaded.engine("naive", warm=WAYS[0])
+    engine.generate([[5, 9]], WAYS[0])
+    passes = 1 + engine.stats.steps
+    assert engine.stats.traffic.num_bytes == pytest.approx(passes * plan.offloaded_bytes, abs=2 * plan.slot)
+    # embedding, head and norms
+    meta = Decoder(model.config, dtype=found.dtype, device="meta")
+    estimate = MemoryEstimate(meta, found.config, ("naive",), found.folder, CpuBackend())
+    linears = {id(block.get_submodule(path).weight) for block in model.blocks for path in LINEARS}
+    tensors = [*model.parameters(), *(t for name, t in model.named_buffers() if not name.endswith("table"))]
+    kept = sum(tensor.nbytes for tensor in {id(t): t for t in tensors}.values() if id(tensor) not in linears)
+    assert estimate._small() + estimate._tail == pytest.approx(kept, rel=0.02)

@@ -6,6 +6,8 @@ import json
 import re
 from dataclasses import replace
 from functools import partial
+from itertools import product
+from operator import sub
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,7 @@ from compile.cuda.block_form import FORMS, pack
 from compile.decoder_stack import full_precision
 from compile.huge_pages import HugePageArena
 from multigpu.pipeline_parallel import PipelinePlan, StagesDoNotFit
-from quant.config import QuantConfig
-from sharesd.config import EngineConfig, PipelineConfig
+from sharesd import EngineConfig, PipelineConfig, QuantConfig
 from sharesd.drafters.hybrid import WITH_STORED_WEIGHTS, members
 from sharesd.loading.resolve import resolve_config
 from sharesd.models.checkpoint import STORED
@@ -28,6 +29,7 @@ from sharesd.models.loader import load_decoder, stored_tensors
 from sharesd.models.quantized.target import folder_to_quantize
 from sharesd.models.weight_mapping import text_name
 from sharesd.runtime import Runtime
+from sharesd.weights.memory_estimate import LINEARS
 from sharesd.weights.packing import make_cpu_linear
 from sharesd.weights.sizes import TensorOutline, outline_of
 from tests.helpers.block_parts import ggml_type, random_part
@@ -41,12 +43,6 @@ pytestmark = pytest.mark.usefixtures("one_thread", "own_cache")
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
-@pytest.fixture(autouse=True)
-def short_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What rounds cost decides how far is drafted, and nothing here."""
-    monkeypatch.setattr("sharesd.engine.cost_profiler.SECONDS", 0.0)
-
-
 def folder_of(kind: str, at: Path) -> Path:
     if kind == "target":
         return folder_to_quantize(make_checkpoint(at / "model", hidden=128), "q4_k")
@@ -55,22 +51,19 @@ def folder_of(kind: str, at: Path) -> Path:
     if kind == "plain":
         return make_checkpoint(at / "model")
     if kind == "mixed":
-        types = {"blk.0.attn_k": "F32", "blk.1.ffn_up": "BF16"}
-        return resolve(write_gguf(at / "a.gguf", types=types), dequantize=False)
-    return resolve(write_gguf(at / "a.gguf", kind, "spm" if kind in ("gemma2", "phi3") else "smollm"), dequantize=False)
+        file = write_gguf(at / "a.gguf", types={"blk.0.attn_k": "F32", "blk.1.ffn_up": "BF16"})
+    else:
+        file = write_gguf(at / "a.gguf", kind, "smollm" if kind == "llama" else "spm")
+    return resolve(file, dequantize=False)
 
 
 @pytest.mark.parametrize("kind", ["llama", "mixed", "gemma2", "phi3", "target", "folder", "plain"])
 def test_an_outline_is_that_of_the_tensors(kind: str, tmp_path: Path) -> None:
     folder = folder_of(kind, tmp_path)
     assert (folder / STORED).exists() is (kind in ("llama", "mixed", "gemma2", "phi3"))
-    outline = outline_of(folder)
-    read = {text_name(name): tensor for name, tensor in stored_tensors(folder)}
-    assert outline == {
-        name: TensorOutline(tuple(t.shape), t.type if isinstance(t, BlockPart) else None)
-        for name, t in read.items()
-        if name in outline
-    }
+    outline, read = outline_of(folder), [(text_name(name), tensor) for name, tensor in stored_tensors(folder)]
+    types = {name: t.type if isinstance(t, BlockPart) else None for name, t in read}
+    assert outline == {name: TensorOutline(tuple(t.shape), types[name]) for name, t in read if name in outline}
     assert {tensor.type for tensor in outline.values()} != {None} or kind == "plain"
 
 
@@ -81,22 +74,9 @@ def test_bytes_are_those_of_the_linear(kind: str) -> None:
     assert outline.nbytes(torch.float32, CPU) == BlockLinear([part], None, 512).nbytes
     in_file, on_gpu = part.raw.nbytes * 48 / 40, outline.nbytes(torch.bfloat16, GPU)
     assert in_file <= on_gpu <= 1.06 * in_file
-
-
-@pytest.mark.parametrize(
-    ("type", "dtype", "device", "size"),
-    [
-        (None, "float32", CPU, 4),
-        (WIDENED, "float32", CPU, 2),
-        (WIDENED, "float64", CPU, 8),
-        (WIDENED, "bfloat16", GPU, 2),
-    ],
-)
-def test_bytes_of_numbers(type: Any, dtype: str, device: torch.device, size: int) -> None:
-    assert TensorOutline((32, 3), type).nbytes(getattr(torch, dtype), device) == 96 * size
-
-
-# ---- logits and texts
+    assert TensorOutline((32, 3), None).nbytes(torch.float32, CPU) == 96 * 4, "of numbers"
+    for dtype, device, size in ((torch.float32, CPU, 2), (torch.float64, CPU, 8), (torch.bfloat16, GPU, 2)):
+        assert TensorOutline((32, 3), WIDENED).nbytes(dtype, device) == 96 * size
 
 
 def config_of(kind: str, at: Path, **options: Any) -> EngineConfig:
@@ -108,9 +88,8 @@ def config_of(kind: str, at: Path, **options: Any) -> EngineConfig:
         options["target"] = write_quantized(at / "model", kind, layers=2)
     else:
         options |= {"target": make_checkpoint(at / "model", hidden=512), "target_quant": "q4_k"}
-    quant = QuantConfig.parse("hqq:4:32")
-    options["target"] = str(options["target"])
-    return EngineConfig(**{**SMALL, "max_context": 64, "max_batch": 3, "quant": quant, **options})
+    usual = {**SMALL, "max_context": 64, "max_batch": 3, "quant": QuantConfig.parse("hqq:4:32")}
+    return EngineConfig(**{**usual, **options, "target": str(options["target"])})
 
 
 def in_stages(config: EngineConfig, **limits: Any) -> EngineConfig:
@@ -121,31 +100,26 @@ def down_of(runtime: Runtime) -> Any:
     return full_precision(runtime.target.blocks[0].mlp.down)  # type: ignore[union-attr, index]
 
 
-@pytest.mark.parametrize("kind", ["file", "gptq act order", "k-quants"])
-def test_stages_give_logits_and_texts_of_one_device(kind: str, tmp_path: Path) -> None:
-    config = config_of(kind, tmp_path)
-    alone, runtime = Runtime(config), Runtime(in_stages(config), (*MODES, "recycle", "classic"))
-    assert runtime.config.dequantize is False and isinstance(down_of(runtime), BlockLinear)
-    assert all(map(torch.equal, logits_of(runtime), logits_of(alone)))
-    for params in (GREEDY, SAMPLED):
-        wanted = texts_of(alone, "naive", params)
-        for mode in runtime.modes:
-            assert texts_of(runtime, mode, params) == wanted, mode
-
-
-@pytest.mark.parametrize("kind", ["file", "awq", "gptq act order", "k-quants"])
-def test_ranks_give_logits_and_texts_of_one(kind: str, tmp_path: Path) -> None:
-    """Mode hybrid mixes tables, as it does on one device."""
-    config = config_of(kind, tmp_path)
+@pytest.mark.parametrize("kind", ["file", "gptq act order", "k-quants", pytest.param("awq", marks=pytest.mark.long)])
+def test_stages_and_ranks_give_logits_and_texts_of_one_device(kind: str, tmp_path: Path) -> None:
+    """Mode hybrid of ranks mixes tables, as it does on one device."""
+    config, modes = config_of(kind, tmp_path), (*MODES, "recycle", "classic")
     alone = Runtime(config)
-    with threads(replace(config, tensor_parallel=2), (*MODES, "recycle", "classic")) as runtime:
-        assert members(runtime.config) == WITH_STORED_WEIGHTS
-        assert isinstance(down_of(runtime), BlockLinear) and 2 * down_of(runtime).nbytes == down_of(alone).nbytes
+    wanted = [(params, texts_of(alone, "naive", params)) for params in (GREEDY, SAMPLED)]
+
+    def compare(runtime: Runtime) -> None:
+        assert isinstance(down_of(runtime), BlockLinear)
         assert all(map(torch.equal, logits_of(runtime), logits_of(alone)))
-        for params in (GREEDY, SAMPLED):
-            wanted = texts_of(alone, "naive", params)
-            for mode in runtime.modes:
-                assert texts_of(runtime, mode, params) == wanted, mode
+        for (params, texts), mode in product(wanted, modes):
+            assert texts_of(runtime, mode, params) == texts, mode
+
+    stages = Runtime(in_stages(config), modes)
+    assert stages.config.dequantize is False
+    compare(stages)
+    with threads(replace(config, tensor_parallel=2), modes) as runtime:
+        assert members(runtime.config) == WITH_STORED_WEIGHTS
+        assert 2 * down_of(runtime).nbytes == down_of(alone).nbytes
+        compare(runtime)
 
 
 @pytest.mark.parametrize("kind", ["file", "k-quants"])
@@ -172,9 +146,6 @@ def values_of(tensor: torch.Tensor | BlockPart) -> torch.Tensor:
     return torch.from_numpy(gguf.dequantize(tensor.raw.numpy(), ggml_type(tensor.type)).copy())
 
 
-# ---- devices
-
-
 def test_each_stage_makes_its_own_linears(tmp_path: Path) -> None:
     """A head that is the table is made again on another device; the first one here holds no values."""
     folder, made = folder_of("llama", tmp_path), []
@@ -187,10 +158,7 @@ def test_each_stage_makes_its_own_linears(tmp_path: Path) -> None:
     split = PipelinePlan.of([torch.device("meta"), CPU], [1, 1])
     decoder = load_decoder(folder, dtype=torch.float32, make_linear=record, split=split)
     assert decoder.embed.linear is not decoder.head  # type: ignore[union-attr]
-    vocab = decoder.vocab_size
-    assert sorted(made) == sorted(
-        [(vocab, "cpu"), (vocab, "meta")] + [(rows, device) for rows in (128, 0, 192, 64) for device in ("cpu", "meta")]
-    )
+    assert sorted(made) == sorted(product((decoder.vocab_size, 128, 0, 192, 64), ("cpu", "meta")))
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q6_K"])
@@ -203,23 +171,18 @@ def test_columns_of_blocks_are_packed_for_a_gpu(kind: str) -> None:
     assert half.in_features == 256 and torch.equal(found, wanted)
 
 
-# ---- plans
-
-
 def test_stages_are_planned_by_the_bytes_of_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They differ from those of numbers by what the models in memory do."""
     config, planned = config_of("k-quants", tmp_path, dtype="float32"), []
     monkeypatch.setattr("sharesd.parallel.pipeline.share_blocks", lambda sizes, *rest: planned.append(sizes) or (1, 1))
     loaded = []
     for each in (config, replace(config, target_quant=None)):
-        target = Runtime(in_stages(each)).target
-        loaded.append([sum(linear.weight.nbytes for linear in linears_of(block)) for block in target.blocks])  # type: ignore[union-attr]
-        embed = target.embed  # type: ignore[union-attr]
+        target: Any = Runtime(in_stages(each)).target
+        loaded.append([sum(block.get_submodule(path).weight.nbytes for path in LINEARS) for block in target.blocks])
+        embed = target.embed
         assert planned[-1].first == (embed.linear if isinstance(embed, BlockEmbedding) else embed.weight).nbytes
-    blocks, numbers = planned
-    assert [b - a for a, b in zip(blocks.blocks, numbers.blocks, strict=True)] == [
-        b - a for a, b in zip(*loaded, strict=True)
-    ]
+    blocks, numbers = ([*sizes.blocks] for sizes in planned)
+    assert list(map(sub, numbers, blocks)) == list(map(sub, loaded[1], loaded[0])) and len(blocks) == len(loaded[0])
 
 
 def test_a_limit_holds_blocks_that_numbers_would_exceed(tmp_path: Path) -> None:
@@ -228,13 +191,6 @@ def test_a_limit_holds_blocks_that_numbers_would_exceed(tmp_path: Path) -> None:
     assert resolve_config(limited).pipeline is not None
     with pytest.raises(StagesDoNotFit, match="the model does not fit"):
         resolve_config(replace(limited, target_quant=None))
-
-
-def linears_of(block: Any) -> list[Any]:
-    return [block.attn.qkv, block.attn.o, block.mlp.gate_up, block.mlp.down]
-
-
-# ---- cuts that are refused
 
 
 def more_heads(folder: Path) -> Path:

@@ -1,28 +1,28 @@
-"""Linears of GGUF blocks: values of the file, and rows whose bits depend on nothing beside them.
+"""Linears of GGUF blocks and of bfloat16: values of the file, and rows whose bits depend on nothing beside them.
 
 Legend: M rows, N outputs, K inputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shutil
+from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from compile.block_linear import (
-    BLOCK_TYPES,
-    NUMBERS,
-    Activations,
-    BlockEmbedding,
-    BlockLinear,
-    BlockPart,
-    block_sizes,
-)
-from compile.linear import NotFinite
+from compile import block_linear, cpp_extension
+from compile.block_linear import BLOCK_TYPES, NUMBERS, Activations, BlockEmbedding, BlockLinear, BlockPart, block_sizes
+from compile.block_types import TABLE, TYPES, BlockType, read_table
+from compile.cuda.block_form import CODECS, FORMS, BlockForm
+from compile.huge_pages import HugePageArena
+from compile.linear import NotFinite, PackedLinear
+from compile.native_structs import LinearStruct
+from compile.widened_linear import WidenedLinear
 from sharesd.models.decoder import Decoder
 from tests.helpers.block_parts import ggml_type, is_of_folders, random_part, reordered, values
 from tests.helpers.compiled import compiled
@@ -32,14 +32,18 @@ EACH_TYPE = pytest.mark.parametrize("type_name", BLOCK_TYPES)
 EACH_KIND = pytest.mark.parametrize("activations", ["exact", "fast"])
 ROUNDING = {"exact": (32639, 3e-5), "fast": (127, 1e-2)}
 """The largest code of an activation, and what rounding costs of a row's norm."""
-
-
-@pytest.fixture(autouse=True)
-def keep_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+ROW = "BLOCK_TYPE(MADE_UP, 32, 18, 64, 576, GPU(low=4, zero=4), cannot_quantize, MadeUpForm)"
+CODEC = """
+// Codes of neighbours share a byte, and the scale comes last; w = scale * (code - 4).
+struct MadeUpForm : PlainForm<4, 2, false> {
+  static void header(const uint8_t* block, int64_t index, int64_t o, uint8_t* to) {
+    std::memcpy(to + index * 32 + o * 2, block + 16, 2);
+  }
+  static void decode(const uint8_t* __restrict block, uint8_t* __restrict codes) {
+    for (int i = 0; i < 16; ++i) codes[2 * i] = block[i] & 15, codes[2 * i + 1] = block[i] >> 4;
+  }
+};
+"""
 
 
 def random(*shape: int) -> Tensor:
@@ -53,31 +57,9 @@ def sizes(name: str) -> list[tuple[int, int]]:
     return [(32, 512), (40, 768), (7, 256)] if inputs > 32 else [(32, 512), *odd]
 
 
-@EACH_TYPE
-def test_values_are_those_of_the_file(type_name: str) -> None:
-    for N, K in sizes(type_name):
-        part = random_part(type_name, N, K)
-        linear = BlockLinear([part], None, K)
-        assert torch.equal(linear.dequantize(slice(None)), values(part))
-        rows = torch.tensor([N - 1, 0, N // 2])
-        assert torch.equal(linear.dequantize(rows), values(part)[rows])
-
-
-@pytest.mark.parametrize("type_name", [name for name in BLOCK_TYPES if not is_of_folders(name)])
-def test_quantized_weights_keep_their_values(type_name: str) -> None:
-    """Blocks by the quantizer of the gguf package, of those types for which it has one."""
-    try:
-        raw = gguf.quantize(random(24, 512).numpy(), ggml_type(type_name))
-    except NotImplementedError:
-        raw = random_part(type_name, 24, 512).raw.numpy()
-    part = BlockPart(type_name, torch.from_numpy(raw))
-    assert torch.equal(BlockLinear([part], None, 512).dequantize(slice(3, 20)), values(part)[3:20])
-
-
 def test_types_of_folders_follow_those_of_ggml() -> None:
-    """Names of GGML are those of its blocks."""
-    assert [is_of_folders(name) for name in BLOCK_TYPES] == sorted(is_of_folders(name) for name in BLOCK_TYPES)
-    assert not is_of_folders(BLOCK_TYPES[0]) and is_of_folders(BLOCK_TYPES[-1])
+    of_folders = [is_of_folders(name) for name in BLOCK_TYPES]
+    assert of_folders == sorted(of_folders) and set(of_folders) == {False, True}
 
 
 def test_small_floats_are_exact_where_tiny_numbers_are_flushed() -> None:
@@ -91,15 +73,9 @@ def test_small_floats_are_exact_where_tiny_numbers_are_flushed() -> None:
         torch.set_flush_denormal(False)
 
 
-@EACH_TYPE
-def test_memory_is_hardly_more_than_the_files(type_name: str) -> None:
-    part = random_part(type_name, 32, 2048)
-    assert BlockLinear([part], None, 2048).nbytes <= 1.15 * part.raw.nbytes
-
-
 def rounded(x: Tensor, activations: Activations) -> Tensor:
     """Activations as integers times a scale for every 32 of them."""
-    most, _ = ROUNDING[activations]
+    most = ROUNDING[activations][0]
     groups = nn.functional.pad(x.float(), (0, -x.shape[1] % 32)).unflatten(1, (-1, 32))
     top = groups.abs().amax(2, keepdim=True)
     return ((groups * (most / top)).round().double() * (top / most)).flatten(1)[:, : x.shape[1]]
@@ -107,46 +83,55 @@ def rounded(x: Tensor, activations: Activations) -> Tensor:
 
 @EACH_KIND
 @EACH_TYPE
-def test_products(type_name: str, activations: Activations) -> None:
+def test_values_and_products_are_those_of_the_file(type_name: str, activations: Activations) -> None:
+    """Of rows that lie apart, too, and in hardly more memory."""
+    costs = ROUNDING[activations][1]
     for N, K in sizes(type_name):
-        part, bias = random_part(type_name, N, K), random(N)
-        linear = BlockLinear([part], bias, K, activations=activations)
+        part, bias, rows = random_part(type_name, N, K), random(N), torch.tensor([N - 1, 0, N // 2])
+        apart = torch.zeros(N, part.raw.shape[1] + 5, dtype=torch.uint8)
+        apart[:, 3:-2] = part.raw
+        for raw in (apart[:, 3:-2], part.raw):
+            linear = BlockLinear([part._replace(raw=raw)], bias, K, activations=activations)
+            assert torch.equal(linear.dequantize(slice(None)), values(part))
+            assert torch.equal(linear.dequantize(rows), values(part)[rows])
         weight = values(part).double()
         for M in (1, 2, 3, 9):
             x = random(M, K)
-            size = x.norm(dim=1, keepdim=True) * weight.norm(dim=1)
-            assert ((rounded(x, activations) - x).norm(dim=1) < ROUNDING[activations][1] * x.norm(dim=1)).all()
+            near, size = rounded(x, activations), x.norm(dim=1, keepdim=True) * weight.norm(dim=1)
+            assert ((near - x).norm(dim=1) < costs * x.norm(dim=1)).all()
             y = linear(x).double() - bias
-            assert ((y - rounded(x, activations) @ weight.T).abs() < 2e-6 * size + 1e-6).all()
-            assert ((y - x.double() @ weight.T).abs() < 5 * ROUNDING[activations][1] * size + 1e-6).all()
+            assert ((y - near @ weight.T).abs() < 2e-6 * size + 1e-6).all()
+            assert ((y - x.double() @ weight.T).abs() < 5 * costs * size + 1e-6).all()
             linear.bias = bias.bfloat16().float()
             wanted = linear(x.bfloat16().float()).bfloat16()
             linear.bias = linear.bias.bfloat16()
             assert torch.equal(linear(x.bfloat16()), wanted)
             linear.bias = bias
+    part = random_part(type_name, 32, 2048)
+    assert BlockLinear([part], None, 2048).nbytes <= 1.15 * part.raw.nbytes
 
 
 @EACH_KIND
 @EACH_TYPE
 def test_a_rows_bits_depend_on_nothing_beside_it(type_name: str, activations: Activations) -> None:
-    N, K = 88, 768
-    linear = BlockLinear([random_part(type_name, N, K)], None, K, activations=activations)
-    x = random(71, K) * torch.logspace(-3, 3, 71)[:, None]
-    one_by_one = torch.cat([linear(row[None]) for row in x])
-    for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
-        for M in (*range(1, 17), 35, 64, 71):
-            assert torch.equal(linear(x[-M:]), one_by_one[-M:])
-            assert torch.equal(linear(x[:M]), one_by_one[:M])
+    """Nor do those of upper halves."""
+    linear = BlockLinear([random_part(type_name, 88, 768)], None, 768, activations=activations)
+    x = random(71, 768) * torch.logspace(-3, 3, 71)[:, None]
+    assert linear.has_halves == (type_name == "Q8_0")
+    for same in (linear, linear.upper_halves()) if linear.has_halves else (linear,):
+        torch.set_num_threads(1)
+        one_by_one = torch.cat([same(row[None]) for row in x])
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            for M in (*range(1, 17), 35, 64, 71):
+                assert torch.equal(same(x[-M:]), one_by_one[-M:])
+                assert torch.equal(same(x[:M]), one_by_one[:M])
 
 
 @EACH_KIND
 def test_parts_of_different_types(activations: Activations) -> None:
     K = 512
-    parts = [
-        random_part(name, N, K, seed)
-        for seed, (name, N) in enumerate(zip(BLOCK_TYPES, (48, 16, 32, 64) * 9, strict=False))
-    ]
+    parts = [random_part(name, (48, 16, 32, 64)[seed % 4], K, seed) for seed, name in enumerate(BLOCK_TYPES)]
     parts.append(random_part("Q6_K", 21, K))
     merged = BlockLinear(parts, None, K, activations=activations)
     alone = [BlockLinear([part], None, K, activations=activations) for part in parts]
@@ -203,26 +188,15 @@ def q8_part(N: int, K: int) -> BlockPart:
 def test_upper_halves_are_numbers_of_the_same_memory() -> None:
     for N, K in sizes("Q8_0"):
         part, bias = q8_part(N, K), random(N)
-        linear = BlockLinear([part], bias, K)
+        linear, weight = BlockLinear([part], bias, K), upper_values(part)
         upper = linear.upper_halves()
         assert linear.has_halves and upper.weight.data_ptr() == linear.weight.data_ptr()
-        weight = upper_values(part)
         assert torch.equal(upper.dequantize(slice(None)).double(), weight)
         for M in (1, 2, 3, 9):
             x = random(M, K)
             size = x.norm(dim=1, keepdim=True) * weight.norm(dim=1)
             assert ((upper(x).double() - bias - rounded(x, "fast") @ weight.T).abs() < 2e-6 * size + 1e-6).all()
         assert torch.equal(linear.dequantize(slice(None)), values(part))
-
-
-def test_a_rows_bits_of_upper_halves_depend_on_nothing_beside_it() -> None:
-    upper = BlockLinear([q8_part(72, 576), random_part("Q4_0", 16, 576)][::-1], None, 576).upper_halves()
-    x = random(16, 576) * torch.logspace(-3, 3, 16)[:, None]
-    one_by_one = torch.cat([upper(row[None]) for row in x])
-    for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
-        for M in range(1, 17):
-            assert torch.equal(upper(x[-M:]), one_by_one[-M:])
 
 
 def test_scales_that_leave_no_bit_free_are_not_split() -> None:
@@ -236,32 +210,20 @@ def test_scales_that_leave_no_bit_free_are_not_split() -> None:
     assert not BlockLinear([part, random_part("Q4_0", 16, 512)], None, 512).has_halves
 
 
-def test_rows_may_lie_apart() -> None:
-    part = random_part("Q4_K", 32, 512)
-    apart = torch.zeros(32, part.raw.shape[1] + 5, dtype=torch.uint8)
-    apart[:, 3:-2] = part.raw
-    assert torch.equal(
-        BlockLinear([BlockPart("Q4_K", apart[:, 3:-2])], None, 512).dequantize(slice(None)), values(part)
-    )
-
-
-@pytest.mark.parametrize("activations", ["exact", "fast"])
+@EACH_KIND
 def test_odd_rows(activations: Activations) -> None:
     """Zeros give zeros; a row that is not finite gives none that is, and leaves others alone."""
-    linear = BlockLinear([random_part("Q8_0", 32, 512)], None, 512, activations=activations)
-    x = random(4, 512)
+    linear, x = BlockLinear([random_part("Q8_0", 32, 512)], None, 512, activations=activations), random(4, 512)
     wanted = linear(x)
-    x[1] = 0
-    x[2, 100], x[3, 7] = float("nan"), float("inf")
+    x[1], x[2, 100], x[3, 7] = 0, float("nan"), float("inf")
     y = linear(x)
     assert torch.equal(y[0], wanted[0]) and not y[1].any() and not y[2:].isfinite().any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_embeddings(dtype: torch.dtype) -> None:
-    part = random_part("Q6_K", 70, 512)
+    part, ids = random_part("Q6_K", 70, 512), torch.tensor([[3, 69, 0], [64, 64, 15]])
     head = BlockLinear([part], None, 512)
-    ids = torch.tensor([[3, 69, 0], [64, 64, 15]])
     for is_head in (True, False):
         embedding = BlockEmbedding(head, dtype, is_head=is_head)
         assert torch.equal(embedding(ids), values(part).to(dtype)[ids])
@@ -272,19 +234,16 @@ def test_embeddings(dtype: torch.dtype) -> None:
 
 def test_operators_of_compiled_code() -> None:
     """Inductor calls them, and takes shapes from those without numbers."""
-    linear, x, rows = (
-        BlockLinear([random_part("Q4_K", 40, 256)], random(40), 256),
-        random(2, 3, 256),
-        torch.tensor([[7]]),
-    )
-    tensors = linear.weight, linear.table, linear.bias
-    multiply, decode = torch.ops.sharesd.block_linear, torch.ops.sharesd.decode_rows
-    assert torch.equal(multiply(x, *tensors, 40), linear(x))
-    assert torch.equal(decode(rows, *tensors[:2], 40, 256, torch.bfloat16), linear.dequantize(rows).bfloat16())
-    shape = multiply(x.to("meta"), *(tensor.to("meta") for tensor in tensors), 40)
-    assert (shape.shape, shape.dtype) == ((2, 3, 40), torch.float32)
-    shape = decode(rows.to("meta"), *(tensor.to("meta") for tensor in tensors[:2]), 40, 256, torch.bfloat16)
-    assert (shape.shape, shape.dtype) == ((1, 1, 256), torch.bfloat16)
+    linear = BlockLinear([random_part("Q4_K", 40, 256)], random(40), 256)
+    x, rows = random(2, 3, 256), torch.tensor([[7]])
+    for where in ("cpu", "meta"):
+        x, rows, *tensors = (each.to(where) for each in (x, rows, linear.weight, linear.table, linear.bias))
+        product = torch.ops.sharesd.block_linear(x, *tensors, 40)
+        decoded = torch.ops.sharesd.decode_rows(rows, *tensors[:2], 40, 256, torch.bfloat16)
+        if where == "cpu":
+            assert torch.equal(product, linear(x)) and torch.equal(decoded, linear.dequantize(rows).bfloat16())
+        assert (product.shape, product.dtype) == ((2, 3, 40), torch.float32)
+        assert (decoded.shape, decoded.dtype) == ((1, 1, 256), torch.bfloat16)
 
 
 @EACH_KIND
@@ -294,10 +253,8 @@ def test_numbers_next_to_blocks_keep_their_values(is_reordered: bool, activation
     for K in (96, 512):
         blocks = [random_part("Q8_0", N, K, N) for N in (24, 24)]
         blocks = [part._replace(order=reordered(blocks[0]).order) for part in blocks] if is_reordered else blocks
-        numbers = [
-            BlockPart(kind, random(N, K).to(dtype))
-            for (kind, dtype), N in zip(NUMBERS.items(), (16, 32, 41), strict=True)
-        ]
+        kinds = zip(NUMBERS.items(), (16, 32, 41), strict=True)
+        numbers = [BlockPart(kind, random(N, K).to(dtype)) for (kind, dtype), N in kinds]
         linear = BlockLinear([*blocks, *numbers], None, K, activations=activations)
         weight = torch.cat([*map(values, blocks), *(part.raw.float() for part in numbers)])
         assert torch.equal(linear.unpacked(), weight)
@@ -343,12 +300,11 @@ def block_model(dtype: torch.dtype, activations: Activations) -> Decoder:
     model = tiny_decoder(2, dtype=dtype, hidden_size=64, intermediate_size=96, num_attention_heads=4)
 
     def with_blocks(linear: nn.Linear, first: int) -> BlockLinear:
-        types = ["Q8_0", "Q4_0", "Q5_0", "Q4_1", "Q5_1"]
         pieces = linear.weight.float().split(linear.out_features // 2 // 16 * 16)
-        raws = [gguf.quantize(piece.numpy(), ggml_type(types[(first + i) % 5])) for i, piece in enumerate(pieces)]
-        parts = [BlockPart(types[(first + i) % 5], torch.from_numpy(raw)) for i, raw in enumerate(raws)]
-        if first:
-            parts = [reordered(part) for part in parts]
+        types = (["Q8_0", "Q4_0", "Q5_0", "Q4_1", "Q5_1"] * 2)[first:]
+        raws = [gguf.quantize(piece.numpy(), ggml_type(name)) for piece, name in zip(pieces, types, strict=False)]
+        parts = [BlockPart(name, torch.from_numpy(raw)) for raw, name in zip(raws, types, strict=False)]
+        parts = [reordered(part) for part in parts] if first else parts
         return BlockLinear(parts, linear.bias, linear.in_features, activations=activations)
 
     for number, block in enumerate(model.blocks):
@@ -377,3 +333,105 @@ def test_a_stack_step_equals_the_composed_one(dtype: torch.dtype, activations: A
                 parts.append(stack.forward(tokens[:, i : i + width], cache))
                 cache.lengths += width
             assert torch.equal(torch.cat(parts, 1), together)
+
+
+def widened(weight_NK: Tensor) -> WidenedLinear:
+    """Weights of bfloat16 that have the bits of float32 ones with the same values."""
+    return WidenedLinear(weight_NK, HugePageArena().zeros)
+
+
+@pytest.mark.parametrize("size", [(16, 32), (70, 96), (48, 33), (1, 5)])
+def test_bits_are_those_of_float32_weights(size: tuple[int, int]) -> None:
+    plain, x = random(*size).bfloat16(), random(20, size[1])
+    linear, wide = widened(plain), PackedLinear(plain.float(), None)
+    assert linear.weight.nbytes * 2 == wide.weight.nbytes
+    assert torch.equal(linear.unpacked(), plain.float()) and linear.dtype == torch.float32
+    for rows in (1, 2, 3, 9, 17, 20):
+        assert torch.equal(linear(x[:rows]), wide(x[:rows]))
+        assert torch.equal(linear(x[:rows])[-1], wide(x[rows - 1 : rows])[0])
+    of_stack, part = LinearStruct.of(linear), BlockPart("BF16", plain)
+    assert (of_stack.bits, of_stack.weight, of_stack.bias) == (16, linear.weight.data_ptr(), None)
+    assert size == (of_stack.N, of_stack.K) and of_stack.G == 0
+    assert part.shape == size and torch.equal(part.numbers(), plain.float())
+
+
+def test_rows_of_bfloat16_may_lie_apart_and_embeddings_read_them() -> None:
+    for apart in (random(70, 100).bfloat16()[:, 3:67], random(64, 70).bfloat16().t()):
+        linear, wanted = widened(apart), apart.float()
+        assert torch.equal(linear.unpacked(), wanted)
+        embedding, ids = BlockEmbedding(linear, torch.float32, is_head=True), torch.tensor([[3, 69], [0, 17]])
+        assert torch.equal(embedding(ids), wanted[ids]) and torch.equal(embedding.weight, wanted)
+        assert torch.equal(linear.dequantize(ids), wanted[ids])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_bfloat16_that_is_not_finite_is_refused(value: float) -> None:
+    large = torch.full((16, 32), 2.0**125).bfloat16()
+    assert torch.equal(widened(large).unpacked(), large.float())
+    large[3, 4] = value
+    with pytest.raises(NotFinite):
+        widened(large)
+
+
+def sources(folder: Path, row: str) -> Path:
+    """A copy of the kernels with one type of the project, which compile sooner than all, and a made-up one."""
+    copied = Path(shutil.copytree(cpp_extension.SOURCE_FOLDER, folder / "cpu"))
+    first = next(line for line in TABLE.read_text(encoding="utf-8").splitlines() if line.startswith("BLOCK_TYPE(Q8_0"))
+    (copied / TABLE.name).write_text("\n".join([first, row, "#undef BLOCK_TYPE", ""]))
+    codecs = copied / "block_codecs.h"
+    before, end, after = codecs.read_text().rpartition("}  // namespace sharesd")
+    codecs.write_text(before + CODEC + end + after)
+    return copied
+
+
+@pytest.mark.slow
+def test_a_row_and_its_codec_make_a_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = sources(tmp_path, ROW)
+    with monkeypatch.context() as patch:
+        patch.setattr(cpp_extension, "SOURCE_FOLDER", folder)
+        built = cpp_extension.library.__wrapped__("block_ops")
+    types = read_table((folder / TABLE.name).read_text())
+    changes = {"TYPES": types, "BLOCK_TYPES": tuple(types), "library": lambda part: built}
+    for name, value in {**changes, "_block_kernel": block_linear._block_kernel.__wrapped__}.items():
+        monkeypatch.setattr(block_linear, name, value)
+
+    def kernel(name: str, dtype: torch.dtype, *argtypes: type) -> object:
+        if name == "block_linear":  # a kernel of the model's dtype, which does not depend on types
+            return cpp_extension.kernel(name, dtype, *argtypes)
+        function = getattr(built, f"{name}_{str(dtype).removeprefix('torch.')}")
+        function.argtypes, function.restype = argtypes, None
+        return function
+
+    monkeypatch.setattr(block_linear, "kernel", kernel)
+    N, K, dice = 40, 96, np.random.default_rng(1)
+    codes = dice.integers(0, 16, (N, K // 32, 32), dtype=np.uint8)
+    scales = dice.normal(0, 0.01, (N, K // 32, 1)).astype(np.float16)
+    blocks = np.concatenate([codes[..., ::2] | codes[..., 1::2] << 4, scales.view(np.uint8)], -1)
+    weights = torch.from_numpy(((codes.astype(np.float64) - 4) * scales.astype(np.float64)).reshape(N, K))
+    linear = BlockLinear([BlockPart("MADE_UP", torch.from_numpy(blocks.reshape(N, -1)))], None, K)
+    assert torch.equal(linear.unpacked().double(), weights)
+    x = torch.randn(5, K, generator=torch.Generator().manual_seed(1))
+    y, exact = linear(x), x.double() @ weights.T
+    assert ((y - exact).norm() / exact.norm()).item() < 3e-5
+    assert torch.equal(linear(x[2:3])[0], y[2])
+
+
+@pytest.mark.slow
+def test_sizes_that_are_not_the_codecs_do_not_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = sources(tmp_path, ROW.replace("18", "19"))
+    monkeypatch.setattr(cpp_extension, "SOURCE_FOLDER", folder)
+    monkeypatch.setenv("SHARESD_CXXFLAGS", "-fsyntax-only")
+    with pytest.raises(RuntimeError, match="the sizes of MADE_UP are not those of its codec"):
+        cpp_extension.library.__wrapped__("block_ops")
+
+
+def test_rows_are_read() -> None:
+    assert read_table(ROW) == {"MADE_UP": BlockType(32, 18, 64, 576, {"low": 4, "zero": 4}, quantizes=False)}
+    with pytest.raises(ValueError, match="block_types.def: cannot read the row 'BLOCK_TYPE"):
+        read_table(ROW.replace("GPU", "CUDA"))
+
+
+def test_all_types_have_a_form_for_gpus() -> None:
+    assert list(FORMS) == list(TYPES)
+    assert {form.codec for form in FORMS.values()} == {*CODECS}
+    assert FORMS["Q6_K"] == BlockForm(4, 2, 32, group=16, scales="bytes", bias=128, codec="q6_k")

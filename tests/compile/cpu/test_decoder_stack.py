@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,33 +20,16 @@ from sharesd.models.decoder import Decoder
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
 from tests.helpers.compiled import NUM_DRAFT, check_looking_back, compiled, wide_decoder
-from tests.helpers.oracle import (
-    kv_of,
-    new_engine,
-    put_kv,
-    share_engine,
-    switched,
-    tiny_decoder,
-)
-from tests.helpers.tiny_models import make_checkpoint
+from tests.helpers.oracle import kv_of, new_engine, put_kv, share_engine, switched, tiny_decoder
 
-pytestmark = pytest.mark.usefixtures("one_thread", "own_cache")
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"))
-
-
+pytestmark = pytest.mark.usefixtures("own_cache")
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
+HALF_TURNED = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {"model_type": "qwen2"},
     "qwen3": {"model_type": "qwen3", "head_dim": 24, "attention_bias": True},
-    "phi3": {
-        "model_type": "phi3",
-        "partial_rotary_factor": 0.5,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
-    },
+    "phi3": {"model_type": "phi3", "partial_rotary_factor": 0.5, "rope_parameters": HALF_TURNED},
     "smollm3": {"model_type": "smollm3", "no_rope_layer_interval": 2, "hidden_act": "gelu"},
     "gemma2": {"model_type": "gemma2", "head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 12},
     "gemma3": {"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 7, "sliding_window_pattern": 2},
@@ -59,8 +43,8 @@ def family(name: str, dtype: torch.dtype) -> Decoder:
 
 @pytest.mark.thin
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_the_stack_equals_the_blocks(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_the_stack_equals_the_blocks_and_a_rows_bits_depend_on_nothing_beside_it(name: str, dtype: torch.dtype) -> None:
     plain = family(name, dtype)
     stack = compiled(copy.deepcopy(plain), "native")
     tokens = torch.randint(0, 40, (2, 11), generator=torch.Generator().manual_seed(0))
@@ -69,27 +53,19 @@ def test_the_stack_equals_the_blocks(name: str, dtype: torch.dtype) -> None:
         for cache in caches:
             cache.lengths += torch.tensor([0, 5])
         wanted, ours = (m.forward(tokens, cache) for m, cache in zip((plain, stack), caches, strict=True))
-    tolerance = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}[dtype]
     for theirs, mine in zip((wanted, *caches[0].k, *caches[0].v), (ours, *caches[1].k, *caches[1].v), strict=True):
-        assert (mine - theirs).double().norm() < tolerance * theirs.double().norm()
-
-
-@pytest.mark.thin
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_a_rows_bits_in_the_stack_depend_on_nothing_beside_it(name: str, dtype: torch.dtype) -> None:
-    model = compiled(family(name, dtype), "native")
+        assert (mine - theirs).double().norm() < TOLERANCE[dtype] * theirs.double().norm()
     tokens = torch.randint(0, 40, (3, 17), generator=torch.Generator().manual_seed(0))
     starts = torch.tensor([0, 9, 30])
 
     def run(rows: slice, width: int, slots: int = 64) -> Tensor:
-        cache = model.new_cache(len(starts[rows]), slots)
+        cache = stack.new_cache(len(starts[rows]), slots)
         values_S1 = torch.arange(cache.slots)[:, None] % 7 - 3
         put_kv(cache, [values_S1.to(dtype).expand_as(tensor) for tensor in kv_of(cache)])
         cache.lengths += starts[rows]
         parts = []
         for i in range(0, 17, width):
-            parts.append(model.forward(tokens[rows, i : i + width], cache))
+            parts.append(stack.forward(tokens[rows, i : i + width], cache))
             cache.lengths += width
         return torch.cat(parts, 1)
 
@@ -103,7 +79,6 @@ def test_a_rows_bits_in_the_stack_depend_on_nothing_beside_it(name: str, dtype: 
         for threads in (2, 3):
             torch.set_num_threads(threads)
             assert torch.equal(run(slice(0, 3), 5), together)
-        torch.set_num_threads(1)
 
 
 def test_the_stack_refuses_what_it_does_not_know() -> None:
@@ -113,10 +88,10 @@ def test_the_stack_refuses_what_it_does_not_know() -> None:
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_the_low_kernel_comes_close_to_the_weights_it_stands_for(bits: int, checkpoint: Path) -> None:
+def test_the_low_kernel_comes_close_to_the_weights_it_stands_for(bits: int, checkpoint: Callable[..., Path]) -> None:
     """The kernel rounds activations, the reference does not: that must cost less than rounding the weights."""
     quant, tokens = QuantConfig(bits=bits, group_size=32, head_bits=bits), torch.tensor([[3, 9, 27, 81, 5]])
-    config = EngineConfig(target=str(checkpoint), device="cpu", num_draft=NUM_DRAFT, max_context=128, quant=quant)
+    config = EngineConfig(target=str(checkpoint()), device="cpu", num_draft=NUM_DRAFT, max_context=128, quant=quant)
     modes: tuple[CompileMode, ...] = ("native", "off")
     ours, reference = (Runtime(replace(config, compile=mode), ("share",)) for mode in modes)
 
@@ -129,9 +104,6 @@ def test_the_low_kernel_comes_close_to_the_weights_it_stands_for(bits: int, chec
             low, wanted = logits(ours), logits(reference)
     error = (low - wanted).norm() / full.norm()
     assert error < (0.1 if bits == 8 else 0.5 * (low - full).norm() / full.norm())
-
-
-# ---- drafts that look back only so far
 
 
 @pytest.mark.parametrize("how", ["eager", "native"])

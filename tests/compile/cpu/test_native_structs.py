@@ -11,19 +11,13 @@ from compile.native_structs import STRUCTS
 from tests.helpers.paths import ROOT
 
 
-def assertions() -> list[str]:
-    """A static assertion for the size of each struct, and for the offset of each field."""
+def test_fields_are_where_the_kernels_read_them(tmp_path: Path) -> None:
     lines = []
     for name, struct in STRUCTS:
         lines.append(f"static_assert(sizeof(sharesd::{name}) == {ctypes.sizeof(struct)});")
         for field, *_ in struct._fields_:
             offset = getattr(struct, field).offset
             lines.append(f"static_assert(offsetof(sharesd::{name}, {field}) == {offset});")
-    return lines
-
-
-def test_fields_are_where_the_kernels_read_them(tmp_path: Path) -> None:
-    lines = assertions()
     assert len(lines) > 90
     source = tmp_path / "structs.cpp"
     source.write_text("\n".join(["#include <cstddef>", '#include "head_step.h"', *lines]))

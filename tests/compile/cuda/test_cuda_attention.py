@@ -2,8 +2,7 @@
 
 Triton's interpreter runs the kernels on a CPU (`triton_cpu.py` mends its bfloat16), unless there is a GPU.
 
-Legend: B rows of the batch, T new tokens, H query heads, K key/value
-heads, S slots, d head size.
+Legend: B rows of the batch, T new tokens, H query heads, K key/value heads, S slots, d head size.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -20,11 +19,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from compile.attention import TreeAttentionMask, attend_reference, position_angles
+from compile import attention, kv_append
+from compile.attention import TreeAttentionMask, attend, attend_reference, position_angles
 from compile.kv_compact import kv_compactor
-from compile.kv_layout import new_kv
+from compile.kv_layout import new_kv, pack_q8, unpack_q8
 from compile.rotary import rotate
 from sharesd.models.decoder import Attention, RMSNorm
+from tests.compile.cpu.test_kernels import Case
 from tests.helpers.oracle import tiny_decoder
 
 pytest.importorskip("triton")
@@ -32,26 +33,29 @@ from compile.cuda import attention as kernels
 from compile.cuda.attention import SPLIT, attend_live
 from compile.cuda.gemm_config import Device
 from compile.cuda.kv_compact import compact_kv
+from compile.cuda.kv_q8 import expand_kv
 from tests.helpers.absent_gpu import SHARED, Binary, count, gpu
 
-slow = partial(pytest.param, marks=pytest.mark.slow)
+slow, BF16 = partial(pytest.param, marks=pytest.mark.slow), torch.bfloat16
 OPTIONS = [{}, {"window": 140, "softcap": 3.0}, {"recent": 20}, {"recent": 20, "window": 9}]
 TREE = ((0,), (0, 1), (0, 2), (0, 1, 3), (0, 2, 4), (0, 1, 3, 5), (0, 2, 6))
 CHAIN = tuple(tuple(range(row + 1)) for row in range(7))
+PATHS = pytest.mark.parametrize("paths", [CHAIN, TREE], ids=["chain", "tree"])
+Q8 = pytest.mark.parametrize("q8", [False, True], ids=["numbers", "8 bits"])
+SHAPES = [(64, 3), (80, 1), (128, 4), (128, 1), (256, 2)]
+PLACES = [(90, *shape, False) for shape in SHAPES]
+PLACES += [((80, 86, 89, 120)[at % 4], *shape, False) for at, shape in enumerate([*SHAPES[2:], *SHAPES])]
+PLACES += [(90, 128, 4, True), (80, 64, 3, True), (89, 80, 1, True), (90, 256, 2, True), (120, 128, 4, True)]
+FAST = [*(place for place in PLACES if place[1:] == (128, 4, False)), (90, 128, 4, True)]
 
 
-class Step(NamedTuple):
-    """Inputs of one step; the caches are full of old values, live or not."""
+class Step(Case):
+    """Inputs of one step, with caches [B, K, S, d]."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
-    lengths: Tensor
-
-    def fresh(self) -> Step:
-        return self._replace(k_cache=self.k_cache.clone(), v_cache=self.v_cache.clone())
+    def in_8_bits(self) -> Step:
+        """With caches quantized by tensor operations."""
+        k_cache, v_cache = pack_q8(self.k_cache, self.v_cache, plain=True)
+        return self._replace(k_cache=k_cache, v_cache=v_cache)
 
     def alone(self, b: int, path: tuple[int, ...], slots: int) -> Step:
         """The last row of a path in plain decoding: what is before it lies in the cache, in order; others are other."""
@@ -71,73 +75,62 @@ def random_step(T: int, H: int, K: int, d: int, S: int, lengths: list[int], dtyp
     return Step(*(torch.randn(shape, generator=dice).to(dtype) for shape in shapes), torch.tensor(lengths))
 
 
-def branches_of(paths: tuple[tuple[int, ...], ...], batch: int) -> TreeAttentionMask:
+def branches_of(paths: tuple[tuple[int, ...], ...], batch: int) -> TreeAttentionMask | None:
+    if paths is CHAIN:
+        return None
     longest = max(map(len, paths))
     padded = [[*path, *[0] * (longest - len(path))] for path in paths]
     return TreeAttentionMask(torch.tensor([[len(path) - 1 for path in paths]] * batch), torch.tensor([padded] * batch))
 
 
 def live(
-    step: Step,
-    tree_mask: TreeAttentionMask | None = None,
-    rotary: tuple[Tensor, Tensor] | None = None,
-    *,
-    norms: tuple[RMSNorm, RMSNorm] | None = None,
-    window: int = 0,
-    recent: int = 0,
-    softcap: float = 0.0,
+    step: Step, tree_mask: TreeAttentionMask | None = None, rotary: Any = None, *, norms: Any = None, **options: Any
 ) -> Tensor:
+    """Attention with tables of cosines and sines, RMSNorms of queries and keys, windows and the like."""
     places, turn = tree_mask or (None, None), rotary or (None, None)
-    sight = (step.q.shape[3] ** -0.5, window, recent, softcap)
+    sight = {"window": 0, "recent": 0, "softcap": 0.0, **options}
     how = () if norms is None else (norms[0].weight, norms[1].weight, norms[0].eps, norms[0].gemma)
-    return attend_live(*step[:3], *turn, *step[3:], *places, *sight, *how)
+    return attend_live(*step[:3], *turn, *step[3:], *places, step.q.shape[3] ** -0.5, *sight.values(), *how)
 
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("paths", [CHAIN, TREE], ids=["chain", "tree"])
+@PATHS
 def test_a_row_has_the_bits_of_plain_decoding(paths: tuple[tuple[int, ...], ...], options: dict[str, Any]) -> None:
-    step = random_step(7, 6, 2, 40, 3 * SPLIT, [SPLIT - 3, 2 * SPLIT + 50])
-    out = live(step.fresh(), None if paths is CHAIN else branches_of(paths, 2), **options)
-    for b, row in ((0, 0), (0, 3), (1, 6)):
-        alone = step.alone(b, paths[row], slots=(b + 2) * SPLIT)
-        assert torch.equal(live(alone, **options)[0, 0], out[b, row])
+    """And sees what the reference sees."""
+    step = random_step(7, 6, 2, 40, 3 * SPLIT, [SPLIT - 3, 2 * SPLIT + 50, 5])
+    tree_mask = branches_of(paths, 3)
+    wanted = attend_reference(*step.double(), scale=40**-0.5, tree_mask=tree_mask, **options)
+    torch.testing.assert_close(live(step.fresh(), tree_mask, **options).double(), wanted, rtol=1e-5, atol=1e-5)
+    for q8 in (False,) if options else (False, True):
+        out = live(step.in_8_bits() if q8 else step.fresh(), tree_mask, **options)
+        for b, row in ((0, 0), (0, 3), (1, 6)):
+            alone = step.alone(b, paths[row], slots=(b + 2) * SPLIT)
+            assert torch.equal(live(alone.in_8_bits() if q8 else alone, **options)[0, 0], out[b, row])
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16], ids=str)
 @pytest.mark.parametrize(
     "T, H, K, d", [(1, 4, 4, 32), (9, 8, 2, 64), (7, 3, 1, 80), (2, 7, 1, 128), (7, 2, 1, 256), (1, 71, 1, 64)]
 )
 def test_values_are_those_of_float64(T: int, H: int, K: int, d: int, dtype: torch.dtype) -> None:
     step = random_step(T, H, K, d, 2 * SPLIT, [SPLIT - 2], dtype)
     for tree_mask in [None, branches_of(TREE, 1)] if T == 7 else [None]:
-        ours, exact = step.fresh(), Step(*(x.double() for x in step[:5]), step.lengths)
+        ours, exact = step.fresh(), step.double()
         out, wanted = live(ours, tree_mask), attend_reference(*exact, scale=d**-0.5, tree_mask=tree_mask)
         assert out.dtype == dtype
-        tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
+        tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, BF16: 1.6e-2}[dtype]
         torch.testing.assert_close(out.double(), wanted, rtol=tolerance, atol=tolerance)
         assert all(torch.equal(a.double(), b) for a, b in zip(ours[3:5], exact[3:5], strict=True))
-
-
-@pytest.mark.interpreted
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_sight_is_that_of_the_reference(options: dict[str, Any]) -> None:
-    step = random_step(7, 4, 2, 16, 3 * SPLIT, [5, 2 * SPLIT + 50])
-    for tree_mask in (None, branches_of(TREE, 2)):
-        exact = Step(*(x.double() for x in step[:5]), step.lengths)
-        wanted = attend_reference(*exact, scale=0.25, tree_mask=tree_mask, **options)
-        torch.testing.assert_close(live(step.fresh(), tree_mask, **options).double(), wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.interpreted
 def test_long_texts_are_joined_in_groups() -> None:
     S = (kernels.GROUP + 2) * SPLIT
     step = random_step(3, 1, 1, 16, S, [S - SPLIT - 1])
-    exact = Step(*(x.double() for x in step[:5]), step.lengths)
     for options in ({}, {"recent": 200}, {"window": 200}):
-        out = live(step.fresh(), **options)
-        wanted = attend_reference(*exact, scale=0.25, **options)
+        out, wanted = live(step.fresh(), **options), attend_reference(*step.double(), scale=0.25, **options)
         torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=1e-5)
         assert torch.equal(live(step.alone(0, (0, 1, 2), S), **options)[0, 0], out[0, 2])
 
@@ -159,16 +152,18 @@ def test_what_is_not_seen_is_not_read(options: dict[str, int]) -> None:
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("paths", [CHAIN, TREE], ids=["chain", "tree"])
-def test_a_row_that_takes_no_part_reads_and_writes_nothing(paths: tuple[tuple[int, ...], ...]) -> None:
+@Q8
+@PATHS
+def test_a_row_that_takes_no_part_reads_and_writes_nothing(paths: tuple[tuple[int, ...], ...], q8: bool) -> None:
     step = random_step(7, 6, 2, 40, 2 * SPLIT, [SPLIT - 3, -40])
-    turn, tree_mask = tables(2 * SPLIT, 8, torch.float32), None if paths is CHAIN else branches_of(paths, 2)
-    wanted = live(Step(*(x[:1].clone() for x in step)), branches_of(paths, 1) if tree_mask else None, turn)
+    step = step.in_8_bits() if q8 else step
+    turn, tree_mask = tables(2 * SPLIT, 8, torch.float32), branches_of(paths, 2)
+    wanted = live(Step(*(x[:1].clone() for x in step)), branches_of(paths, 1), turn)
     for part in step[:5]:
-        part[1].fill_(math.nan)
+        part[1].view(torch.int8).fill_(-1)  # NaN, as are scales
     out = live(step, tree_mask, turn)
     assert torch.equal(out[:1], wanted) and not out[1].any()
-    assert step.k_cache[1].isnan().all() and step.v_cache[1].isnan().all()
+    assert all((cache[1].view(torch.int8) == -1).all() for cache in step[3:5])
 
 
 def heads_of(step: Step) -> Step:
@@ -183,7 +178,7 @@ def tables(positions: int, r: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("r, dtype", [(8, torch.bfloat16), (8, torch.float16), (5, torch.float16), (0, torch.float32)])
+@pytest.mark.parametrize("r, dtype", [(8, BF16), (8, torch.float16), (5, torch.float16), (0, torch.float32)])
 def test_rotation_rounds_as_the_plain_one(dtype: torch.dtype, r: int) -> None:
     step = heads_of(random_step(7, 4, 2, 16, SPLIT, [5, 90], dtype))
     rotary = tables(94, r, dtype) if r else None  # the last rows lie behind the last position
@@ -201,7 +196,7 @@ def test_rotation_rounds_as_the_plain_one(dtype: torch.dtype, r: int) -> None:
 @pytest.mark.parametrize("gemma", [False, True])
 @pytest.mark.parametrize(
     "d, dtype",
-    [(40, torch.bfloat16), (16, torch.float16), (40, torch.float16), (24, torch.float32)],
+    [(40, BF16), (16, torch.float16), (40, torch.float16), (24, torch.float32)],
 )
 def test_norms_of_heads_round_as_separate_ones(dtype: torch.dtype, d: int, gemma: bool) -> None:
     """The sums of squares may be added in another order, which halves seldom show; a row's bits are its own."""
@@ -229,9 +224,7 @@ def test_norms_of_heads_round_as_separate_ones(dtype: torch.dtype, d: int, gemma
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize(
-    "dtype, gemma", [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, True)], ids=str
-)
+@pytest.mark.parametrize("dtype, gemma", [(BF16, False), (BF16, True), (torch.float32, True)], ids=str)
 def test_normalised_and_rotated_keys_are_those_of_float64(dtype: torch.dtype, gemma: bool) -> None:
     """But for the roundings on the way: after the norm, its weight, the cosine, and the sum."""
     n, T, d = 90, 5, 64
@@ -251,76 +244,63 @@ def test_normalised_and_rotated_keys_are_those_of_float64(dtype: torch.dtype, ge
 
 
 @pytest.mark.interpreted
-def test_rows_behind_the_cache_are_not_written() -> None:
+@Q8
+def test_rows_behind_the_cache_are_not_written(q8: bool) -> None:
     step = random_step(7, 4, 2, 16, SPLIT, [SPLIT - 3])
-    memory = torch.full((2, 3, 2, SPLIT, 16), 2.0)  # caches of three texts; ours is the middle one
-    caches = [both[1:2].copy_(cache) for both, cache in zip(memory, step[3:5], strict=True)]
+    stored = step.in_8_bits() if q8 else step
+    memory = torch.full((2, 3, *stored.k_cache.shape[1:]), 2, dtype=stored.k_cache.dtype)
+    caches = [both[1:2].copy_(cache) for both, cache in zip(memory, stored[3:5], strict=True)]  # of the middle one of 3
     live(step._replace(k_cache=caches[0], v_cache=caches[1]))
     assert (memory[:, [0, 2]] == 2).all()
-    assert torch.equal(caches[0][0, :, SPLIT - 3 :], step.k[0, :3].transpose(0, 1))
+    assert q8 or torch.equal(caches[0][0, :, SPLIT - 3 :], step.k[0, :3].transpose(0, 1))
 
 
 @pytest.mark.interpreted
-def test_kept_rows_are_moved_together_in_all_layers() -> None:
+@pytest.mark.parametrize("q8, d", [(False, 24), (True, 24), (True, 80)])
+def test_kept_rows_are_moved_together_in_all_layers(q8: bool, d: int) -> None:
     dice = torch.Generator().manual_seed(3)
-    caches = [torch.randn(2, 3, SPLIT, 24, generator=dice) for _ in range(4)]
-    lengths, num = torch.tensor([7, 40]), torch.tensor([4, 1])
+    numbers = [torch.randn(2, 3, SPLIT, d, generator=dice) for _ in range(4)]
+    caches = [pack_q8(x, x, plain=True)[0] if q8 else x.clone() for x in numbers]
+    wanted = [unpack_q8(x, x, d, torch.float32, plain=True)[0] if q8 else x.clone() for x in caches]
+    lengths, num = torch.tensor([27, 40]), torch.tensor([4, 1])
     path = torch.tensor([[0, 2, 3, 6, 6, 6, 6], [0, 4, 4, 4, 4, 4, 4]])
-    wanted = [cache.clone() for cache in caches]
-    for cache in wanted:
-        cache[0, :, 7:11] = cache[0, :, [7, 9, 10, 13]]
-    addresses = torch.tensor([cache.data_ptr() for cache in caches])
-    compact_kv(caches, addresses, 24, lengths, path, num)
-    assert all(torch.equal(a, b) for a, b in zip(caches, wanted, strict=True))
+    compact_kv(caches, torch.tensor([cache.data_ptr() for cache in caches]), d, lengths, path, num)
+    for cache, was in zip(caches, wanted, strict=True):
+        was[0, :, 27:31] = was[0, :, [27, 29, 30, 33]]
+        assert torch.equal(unpack_q8(cache, cache, d, torch.float32, plain=True)[0] if q8 else cache, was)
 
 
 # ---- on GPUs that are not there
 
 
 def launches(
-    arch: int,
-    d: int = 128,
-    G: int = 4,
-    *,
-    T: int = 1,
-    S: int = 4096,
-    softcap: float = 0.0,
-    dtype: Any = torch.bfloat16,
-    q8: bool = False,
-) -> tuple[Binary, Binary, Binary]:
-    """The three kernels of a step of eight key/value heads, with rotary embedding and norms of heads."""
+    arch: int, d: int = 128, G: int = 4, *, T: int = 1, S: int = 4096, full: bool = False, q8: bool = False
+) -> list[Binary]:
+    """The three kernels of a step of eight key/value heads, with rotary embedding and norms of heads.
+
+    `full`: in float32, with soft caps."""
+    dtype, softcap = (torch.float32, 30.0) if full else (BF16, 0.0)
     with gpu(arch) as made, mock.patch.object(kernels, "device", lambda index: Device("none", 132, 0)):
         empty = partial(torch.empty, dtype=dtype, device="cuda")
         new = (empty(1, T, 8 * G, d), empty(1, T, 8, d), empty(1, T, 8, d), *(empty(S, d // 2) for _ in range(2)))
-        old = (
-            *new_kv(1, 8, S, d, dtype, torch.device("cuda"), q8=q8),
-            torch.empty(1, dtype=torch.int64, device="cuda"),
-        )
-        attend_live(*new, *old, None, None, d**-0.5, 0, 0, softcap, empty(d), empty(d), 1e-5)
-    turn, parts, join = made
-    return turn, parts, join
+        caches = new_kv(1, 8, S, d, dtype, torch.device("cuda"), q8=q8)
+        lengths = torch.empty(1, dtype=torch.int64, device="cuda")
+        attend_live(*new, *caches, lengths, None, None, d**-0.5, 0, 0, softcap, empty(d), empty(d), 1e-5)
+    assert len(made) == 3
+    return made
 
 
-SHAPES = [(64, 3), (80, 1), (128, 4), (128, 1), (256, 2)]
-PLACES = [(90, *shape) for shape in SHAPES]
-PLACES += [((80, 86, 89, 120)[at % 4], *shape) for at, shape in enumerate([*SHAPES[2:], *SHAPES])]
-
-
-@pytest.mark.parametrize("arch, d, G", [one if one[1:] == (128, 4) else slow(*one) for one in PLACES])
-def test_parts_have_loads_in_flight(arch: int, d: int, G: int) -> None:
+@pytest.mark.parametrize("arch, d, G, q8", [one if one in FAST else slow(*one) for one in PLACES])
+def test_parts_have_loads_in_flight(arch: int, d: int, G: int, q8: bool) -> None:
     """While a block is multiplied, the next one's keys and values are on their way; nothing lies on the stack."""
-    turn, parts, join = launches(arch, d, G)
-    for made in (turn, parts, join):
-        assert made.spilled <= 8 * (d == 256) and made.shared <= SHARED[arch] * 1024, (
-            made.name,
-            made.spilled,
-            made.shared,
-        )
-        assert ("griddepcontrol.wait" in made.ptx) == (arch >= 90)
-    D = 1 << (d - 1).bit_length()
-    assert f"memdesc<2x{kernels.slots_per_block(D, torch.bfloat16)}x{D}xbf16" in parts.ttgir
+    made = launches(arch, d, G, q8=q8)
+    for each in made:
+        assert each.spilled <= 8 * (d == 256) and each.shared <= SHARED[arch] * 1024, (each.name, each.spilled)
+        assert ("griddepcontrol.wait" in each.ptx) == (arch >= 90)
+    parts, D, stored = made[1], 1 << (d - 1).bit_length(), "i8" if q8 else "bf16"
+    assert f"memdesc<2x{kernels.slots_per_block(D, BF16)}x{D}x{stored}" in parts.ttgir
     waits = [int(num) for num in re.findall(r"async_wait.*?num = (\d+)", parts.ttgir)]
-    assert waits.count(3) == 2, "two waits in the loop leave three loads in flight"
+    assert q8 or waits.count(3) == 2, "two waits in the loop leave three loads in flight"
     assert count(parts.loop, "LDGSTS") and parts.resident() >= (kernels.PROGRAMS_PER_SM if D <= 128 else 1)
 
 
@@ -328,22 +308,27 @@ def test_parts_have_loads_in_flight(arch: int, d: int, G: int) -> None:
     "arch, d, G", [(90, 64, 3), *(slow(*one) for one in ((80, 128, 4), (86, 96, 1), (89, 256, 2), (120, 128, 1)))]
 )
 def test_parts_of_float32(arch: int, d: int, G: int) -> None:
-    parts = launches(arch, d, G, dtype=torch.float32, softcap=30.0)[1]
+    parts = launches(arch, d, G, full=True)[1]
     assert parts.shared <= SHARED[arch] * 1024 and parts.spilled <= 32, (parts.shared, parts.spilled)
     assert "tf32" not in parts.ptx, "float32 is multiplied as such"
 
 
-def test_one_binary_serves_all_steps() -> None:
-    ways = ({}, {"T": 9}, {"T": 16, "S": 2048}, {"S": 1000})
-    assert len({launches(90, **way)[1].ptx for way in ways}) == 1
+@Q8
+def test_one_binary_serves_all_steps(q8: bool) -> None:
+    ways: tuple[dict[str, Any], ...] = ({}, {"T": 9}, {"T": 16, "S": 2048}, {"S": 1000})
+    assert len({launches(90, q8=q8, **way)[1].ptx for way in ways}) == 1
 
 
-def test_kept_rows_are_moved_without_a_stack() -> None:
-    with gpu(89) as made:
-        caches = [torch.empty(2, 8, SPLIT, 80, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
-        addresses, *places = (torch.empty(shape, dtype=torch.int64, device="cuda") for shape in (2, 2, (2, 7), 2))
-        compact_kv(caches, addresses, 80, *places)
-    assert made[0].spilled == 0 and made[0].grid == (2, 16)
+@pytest.mark.parametrize("arch", [90, slow(80), slow(120)])
+def test_other_kernels_need_no_stack(arch: int) -> None:
+    for d, q8 in ((80, False), (64, True), (80, True), (128, True)):
+        with gpu(arch) as made:
+            caches = new_kv(2, 8, SPLIT, d, BF16, torch.device("cuda"), q8=q8)
+            lengths, path = (torch.empty(shape, dtype=torch.int64, device="cuda") for shape in ((2,), (2, 7)))
+            compact_kv(caches, lengths, d, lengths, path, lengths)
+            if q8:
+                expand_kv(*caches, lengths, 128, d, BF16)
+        assert not any(each.spilled for each in made) and [each.grid for each in made] == [(2, 16), (4, 16)][: 1 + q8]
 
 
 def test_programs_are_those_that_have_work() -> None:
@@ -359,13 +344,10 @@ def test_programs_are_those_that_have_work() -> None:
 @pytest.mark.interpreted
 @pytest.mark.parametrize("processors", [1, 6, 1000])
 def test_bits_do_not_depend_on_the_number_of_programs(processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = random_step(7, 4, 2, 16, 5 * SPLIT, [4 * SPLIT - 3])
-    wanted = [live(step.fresh(), tree_mask) for tree_mask in (None, branches_of(TREE, 1))]
+    step, masks = random_step(7, 4, 2, 16, 5 * SPLIT, [4 * SPLIT - 3]), (None, branches_of(TREE, 1))
+    wanted = [live(step.fresh(), tree_mask) for tree_mask in masks]
     monkeypatch.setattr(kernels, "device", lambda index: Device("none", processors, 0))
-    assert all(
-        torch.equal(live(step.fresh(), tree_mask), want)
-        for tree_mask, want in zip((None, branches_of(TREE, 1)), wanted, strict=True)
-    )
+    assert all(map(torch.equal, [live(step.fresh(), tree_mask) for tree_mask in masks], wanted))
 
 
 class Noting(TorchDispatchMode):
@@ -383,15 +365,13 @@ class Noting(TorchDispatchMode):
 @pytest.mark.parametrize("tokens, tree", [(1, False), (7, True)])
 def test_a_step_attends_by_one_operator(tokens: int, tree: bool) -> None:
     config = tiny_decoder(0).config
-    r = config.head_dim // 2
+    size, r = (2, config.num_key_value_heads, 256, config.head_dim), config.head_dim // 2
     with torch.no_grad(), FakeTensorMode(), torch.device("cuda"):
         tree_mask = [torch.empty(shape, dtype=torch.int64) for shape in ((2, 7), (2, 7, 4))] if tree else []
-        attention = Attention(config, config.layer_types[0], dtype=torch.bfloat16, device="cuda")
-        x_BTD = torch.empty(2, tokens, config.hidden_size, dtype=torch.bfloat16)
-        turn = (torch.empty(99, r, dtype=torch.bfloat16) for _ in range(2))
-        caches = (
-            torch.empty(2, config.num_key_value_heads, 256, config.head_dim, dtype=torch.bfloat16) for _ in range(2)
-        )
+        attention = Attention(config, config.layer_types[0], dtype=BF16, device="cuda")
+        x_BTD = torch.empty(2, tokens, config.hidden_size, dtype=BF16)
+        turn = (torch.empty(99, r, dtype=BF16) for _ in range(2))
+        caches = (torch.empty(size, dtype=BF16) for _ in range(2))
         with Noting() as noting:
             out_BTD = attention(x_BTD, *turn, *caches, torch.empty(2, dtype=torch.int64), *tree_mask)
     assert out_BTD.shape == x_BTD.shape and out_BTD.device.type == "cuda"
@@ -399,10 +379,28 @@ def test_a_step_attends_by_one_operator(tokens: int, tree: bool) -> None:
     assert not {"aten::cat", "aten::mul", "aten::index_put_"} & set(noting.calls)
 
 
-def test_kept_rows_move_by_one_operator() -> None:
+@Q8
+def test_kept_rows_move_by_one_operator(q8: bool) -> None:
     with FakeTensorMode(), torch.device("cuda"):
-        caches = [torch.empty(2, 3, SPLIT, 24) for _ in range(6)]
-        keep = kv_compactor(caches[:3], caches[3:], [24] * 3)
+        pairs = [new_kv(2, 3, SPLIT, 64, BF16, torch.device("cuda"), q8=q8) for _ in range(3)]
+        keep = kv_compactor([k for k, _ in pairs], [v for _, v in pairs], [64] * 3, BF16)
         with Noting() as noting:
             keep(*(torch.zeros(shape, dtype=torch.int64) for shape in ((2,), (2, 7), (2,))))
     assert noting.calls.count("sharesd::compact_kv_") == 1 and "aten::index_put_" not in noting.calls
+
+
+@pytest.mark.parametrize("flash", [False, True])
+def test_a_prompt_is_written_and_expanded_by_one_operator(flash: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "supports_flash", lambda *_: flash)
+    for module in (attention, kv_append):
+        monkeypatch.setattr(module, "runs_triton", lambda device: True)
+    calls = {}
+    for T in (1, 100):
+        with torch.no_grad(), torch.device("meta"):
+            q, k = torch.empty(1, T, 6, 64, dtype=BF16), torch.empty(1, T, 2, 64, dtype=BF16)
+            caches = new_kv(1, 2, 256, 64, BF16, q.device, q8=True)
+            with Noting() as noting:
+                out = attend(q, k, k, *caches, torch.empty(1, dtype=torch.int64), scale=0.125)
+        assert out.shape == q.shape and "aten::index_put_" not in noting.calls
+        calls[T] = [name for name in noting.calls if name.startswith("sharesd::")]
+    assert calls == {1: ["sharesd::attend_"], 100: ["sharesd::append_q8_", *(["sharesd::flash"] if flash else [])]}

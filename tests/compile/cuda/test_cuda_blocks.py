@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from functools import partial
+from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +17,12 @@ from compile.cuda.block_codes import TABLES, _instructions
 from compile.cuda.block_form import FORMS
 from compile.cuda.block_gemm import decode_rows, multiply_blocks
 from compile.cuda.gemm_config import ROWS, Tile, block_tile
-from tests.compile.cuda.test_pdl import check
+from tests.compile.cuda.test_cuda_tiles import check
 from tests.helpers.absent_gpu import SHARED, Binary, count, gpu
+
+ARCHS = 80, 86, 89, 90, 120
+PLACES = [(arch, name, ("", "silu")[(at + arch) % 2]) for at, name in enumerate(BLOCK_TYPES) for arch in ARCHS]
+FAST = [(90, "Q8_0"), (80, "Q4_0")]
 
 
 def compiled(name: str, N: int, K: int, tile: Tile, arch: int, *, gated: str = "") -> Binary:
@@ -34,11 +40,6 @@ def tile_of(name: str, N: int, K: int) -> Tile:
     form = FORMS[name]
     _, units, words = form.records(N, K)
     return block_tile(None, N, units, form.unit, 4 * words)
-
-
-ARCHS = 80, 86, 89, 90, 120
-PLACES = [(arch, name, ("", "silu")[(at + arch) % 2]) for at, name in enumerate(BLOCK_TYPES) for arch in ARCHS]
-FAST = [(90, "Q8_0"), (80, "Q4_0")]
 
 
 def mark_of(at: int) -> pytest.MarkDecorator | tuple[()]:
@@ -83,33 +84,29 @@ def test_decoding_compiles() -> None:
         assert made[0].spilled == 0, name
 
 
-def number(text: str, names: dict[str, int]) -> int:
-    return names[text] if text in names else int(text, 0)
+def halves(words: np.ndarray, is_bfloat16: bool) -> np.ndarray:
+    """The two numbers of each word, in float64."""
+    pairs = np.atleast_1d(words).astype(np.uint32).view(np.uint16).reshape(-1, 2)
+    return ((pairs.astype(np.uint32) << 16).view(np.float32) if is_bfloat16 else pairs.view(np.float16)).astype(float)
 
 
-def halves(value: int, is_bfloat16: bool) -> np.ndarray:
-    """The two numbers of a word, in float64."""
-    pair = np.array([value], np.uint32).view(np.uint16)
-    return ((pair.astype(np.uint32) << 16).view(np.float32) if is_bfloat16 else pair.view(np.float16)).astype(float)
-
-
-def run(ptx: str, words: dict[str, int], is_bfloat16: bool) -> np.ndarray:
-    """Result in $0 of a few instructions of PTX, one after the other."""
+def run(ptx: str, words: dict[str, Any], is_bfloat16: bool) -> np.ndarray:
+    """Result in $0 of a few instructions of PTX, one after the other, for many words at once."""
     names = dict(words)
     for line in ptx.strip("{} ").split(";"):
         name, _, rest = line.strip().partition(" ")
         if not name or name == ".reg":
             continue
         to, *given = (part.strip() for part in rest.split(","))
+        values = [names[text] if text in names else np.int64(int(text, 0)) for text in given]
         if name.startswith("fma"):
-            a, b, c = (halves(number(each, names), is_bfloat16) for each in given)
+            a, b, c = (halves(value, is_bfloat16) for value in values)
             return a * b + c
-        values = [number(each, names) for each in given]
         if name.startswith("prmt"):
-            eight = (values[0] | values[1] << 32).to_bytes(8, "little")
             picked = [values[2] >> 4 * i & 15 for i in range(4)]
-            assert max(picked) < 8
-            names[to] = int.from_bytes(bytes(eight[i] for i in picked), "little")
+            assert np.max(picked) < 8
+            eight = values[0] | values[1] << 32
+            names[to] = sum((eight >> 8 * pick & 255) << 8 * i for i, pick in enumerate(picked))
             continue
         names[to] = {
             "mov": lambda a: a,
@@ -127,22 +124,20 @@ def run(ptx: str, words: dict[str, int], is_bfloat16: bool) -> np.ndarray:
 @pytest.mark.parametrize("name", BLOCK_TYPES)
 def test_codes_are_exact_operands(name: str, is_bfloat16: bool) -> None:
     """The instructions that make pairs of numbers of words, by an interpreter of them."""
-    form, dice = FORMS[name], np.random.default_rng(0)
-    seen = set()
-    for low, high in dice.integers(0, 2**32, (600, 2), dtype=np.uint32).tolist():
-        for t in range(128 // form.columns):
-            for half in range(form.unit // 128):
-                ptx = _instructions.fn(t, is_bfloat16, form.low, form.high, form.zero, form.table)
-                got = run(ptx, {"$1": low, "$2": high, "$3": 8 * half}, is_bfloat16)
-                for place, value in enumerate(got):
-                    code = low >> 16 * place + t * form.low % 16 & 2**form.low - 1
-                    if form.high:
-                        shift = t * form.high % 16 + (8 * half if form.high == 1 else 0)
-                        code |= (high >> 16 * place + shift & 2**form.high - 1) << form.low
-                    if form.low == 8:
-                        code -= 256 * (code > 127)
-                    want = TABLES[form.table][code] if form.table else code - form.zero
-                    assert value == want, (t, half, place)
-                    seen.add(code)
+    form, seen = FORMS[name], set()
+    low, high = np.random.default_rng(0).integers(0, 2**32, (2, 600))
+    for t, half in product(range(128 // form.columns), range(form.unit // 128)):
+        ptx = _instructions.fn(t, is_bfloat16, form.low, form.high, form.zero, form.table)
+        got = run(ptx, {"$1": low, "$2": high, "$3": np.int64(8 * half)}, is_bfloat16)
+        for place in (0, 1):
+            code = low >> 16 * place + t * form.low % 16 & 2**form.low - 1
+            if form.high:
+                shift = t * form.high % 16 + (8 * half if form.high == 1 else 0)
+                code |= (high >> 16 * place + shift & 2**form.high - 1) << form.low
+            if form.low == 8:
+                code -= 256 * (code > 127)
+            want = np.array(TABLES[form.table])[code] if form.table else code - form.zero
+            assert np.array_equal(got[:, place], want), (t, half, place)
+            seen.update(code.tolist())
     assert len(seen) == 2 ** (form.low + form.high)
     assert re.search("fma.rn.bf16x2" if is_bfloat16 else "fma.rn.f16x2", ptx)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from compile.cuda import gemm_config
 from compile.cuda.gemm_config import Device, Tile, by_rule
@@ -20,13 +20,13 @@ from sharesd.weights import packing
 from sharesd.weights.packing import pack_for_cuda
 
 pytest.importorskip("triton", reason="Triton is not installed here")
+from compile.cuda.gemm import row_gemm
+
 timing = importlib.import_module("compile.cuda.bench")
 
 
 def test_one_binary_for_any_number_of_rows() -> None:
     """Triton makes another for a number that is 1, or a multiple of 16, unless told that it does not matter."""
-    from compile.cuda.gemm import row_gemm
-
     assert row_gemm.do_not_specialize == ["M"]
     assert not any(p.is_constexpr for p in row_gemm.params if p.name == "M")
 
@@ -66,20 +66,20 @@ def test_the_faster_low_bit_kernel_is_chosen(tmp_path: Path, monkeypatch: pytest
         assert build is not None
         return [type(build(weight, None)) for weight in (solved, of_three_bits)]
 
-    assert kernels() == [QuantizedRowLinear, QuantizedRowLinear]
+    own = [QuantizedRowLinear, QuantizedRowLinear]
+    assert kernels() == own
     assert packing.choose_cuda_kernel(solved, device, torch.bfloat16) == {"own": 2.0, "gemlite": 1.0}
     assert kernels() == [nn.Identity, QuantizedRowLinear], "it has no kernel for 3 bits"
-    assert kernels(installed=False) == [QuantizedRowLinear, QuantizedRowLinear], "it was uninstalled since"
+    assert kernels(installed=False) == own, "it was uninstalled since"
     packing.choose_cuda_kernel(solved, device, torch.bfloat16)
-    assert kernels() == [QuantizedRowLinear, QuantizedRowLinear]
+    assert kernels() == own
     assert packing.packer_for_cuda(device, torch.float64, 64) is None
 
 
 def test_groups_that_the_kernel_lacks_are_refused() -> None:
+    codes, ones = torch.zeros(8, 64, dtype=torch.uint8), torch.ones(8, 4)
     with pytest.raises(ValueError, match="groups have 16 inputs; use one of 32, 64, 128, 256"):
-        QuantizedRowLinear(
-            torch.zeros(8, 64, dtype=torch.uint8), torch.ones(8, 4), torch.ones(8, 4), None, 4, torch.bfloat16, 64
-        )
+        QuantizedRowLinear(codes, ones, ones, None, 4, torch.bfloat16, 64)
 
 
 def test_linears_are_replaced_in_place() -> None:
@@ -94,8 +94,6 @@ def test_linears_are_replaced_in_place() -> None:
 
 def test_traced_as_one_operator() -> None:
     """On a fake GPU: torch.compile sees shapes, and nothing of the kernel."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     with FakeTensorMode(), torch.no_grad():
         full = nn.Linear(64, 96, bias=False, device="meta")
         full.weight = nn.Parameter(torch.empty(96, 64, device="cuda", dtype=torch.bfloat16))
@@ -105,18 +103,6 @@ def test_traced_as_one_operator() -> None:
     assert y.shape == (2, 3, 48) and y.device.type == "cuda" and y.dtype == torch.bfloat16
 
 
-@pytest.mark.inductor
-def test_compiled_as_one_operator() -> None:
-    linear, seen = RowLinear(nn.Linear(64, 96), 64), []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list) -> Any:
-        seen.extend(node.target for node in graph.graph.nodes if node.op == "call_function")
-        return lambda *tensors: (torch.zeros(3, 48),)
-
-    torch.compile(linear, fullgraph=True, dynamic=False, backend=backend)(torch.randn(3, 64), gated="silu")
-    assert seen == [torch.ops.sharesd.row_linear]
-
-
 def test_measured_tiles_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(gemm_config, "device", lambda index: Device("NVIDIA H100 80GB", 132, 227 * 1024))
@@ -124,15 +110,13 @@ def test_measured_tiles_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(gemm_config, "SHIPPED", shipped)
     for cached in (gemm_config._measured, gemm_config.tile_of):
         monkeypatch.setattr(gemm_config, cached.__name__, cached.__wrapped__)
-    rule = by_rule(96, 64, 16, 0, gemm_config.device(0))
-    assert gemm_config.tile_of(0, 96, 64, 16) == rule
+    on = gemm_config.device(0)
+    assert gemm_config.tile_of(0, 96, 64, 16) == by_rule(96, 64, 16, 0, on)
     gemm_config.write_tiles(shipped / "nvidia-h100-80gb.json", {key: Tile(64, 64, 1, 3, 4)})
     assert gemm_config.tile_of(0, 96, 64, 16) == Tile(64, 64, 1, 3, 4)
     assert gemm_config.tile_of(0, 112, 64, 16) == Tile(64, 64, 1, 3, 4), "a neighbour's"
     for outputs, bits, group in ((128, 16, 0), (96, 8, 0), (96, 4, 32)):
-        assert gemm_config.tile_of(0, outputs, 64, bits, group) == by_rule(
-            outputs, 64, bits, group, gemm_config.device(0)
-        )
+        assert gemm_config.tile_of(0, outputs, 64, bits, group) == by_rule(outputs, 64, bits, group, on)
     gemm_config.write_tiles(gemm_config.own_file("NVIDIA H100 80GB"), {key: Tile(32, 64, 1, 3, 8)})
     assert gemm_config.tile_of(0, 96, 64, 16) == Tile(32, 64, 1, 3, 8)
     gemm_config.own_file("NVIDIA H100 80GB").write_text(json.dumps({key: [1, 2]}))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +22,6 @@ from sharesd.devices.selection import CUBLAS_WITHOUT_SPLITS, prepare_cuda, stead
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
 from tests.helpers.oracle import new_engine, tiny_decoder
-from tests.helpers.tiny_models import make_checkpoint
 
 
 @pytest.fixture
@@ -71,14 +70,6 @@ def test_the_option() -> None:
         assert config.steady_cublas == bool(given)
 
 
-def test_the_gpu_that_was_asked_for_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    current: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    for name in ("cpu", "cuda:3"):
-        selection.use(torch.device(name))
-    assert current == [torch.device("cuda:3")]
-
-
 def test_a_gpu_has_its_number_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device without one is no device that tensors are on, and copies there go to whichever is current."""
     monkeypatch.setattr(selection, "_auto", None)
@@ -91,25 +82,29 @@ def test_a_gpu_has_its_number_from_the_start(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
     assert selection.device_of("cuda") == torch.device("cuda", 2)
     assert selection.device_of("cuda:3") == torch.device("cuda", 3)
+    current: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    for name in ("cpu", "cuda:3"):
+        selection.use(torch.device(name))
+    assert current == [torch.device("cuda:3")], "the one that was asked for becomes the current one"
 
 
-def test_loading_and_every_call_make_it_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_and_every_call_make_it_so(checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[torch.device] = []
     for module in ("loading.resolve", "engine.engine"):
         monkeypatch.setattr(f"sharesd.{module}.use", used.append)
-    checkpoint = str(make_checkpoint(tmp_path / "model"))
-    Runtime(EngineConfig(target=checkpoint, device="cpu", compile="off", max_context=64), ("naive",))
+    Runtime(EngineConfig(target=str(checkpoint()), device="cpu", compile="off", max_context=64), ("naive",))
     assert used == [torch.device("cpu")]
-    new_engine(tiny_decoder(0)).generate([[1]], SamplingParams(max_new_tokens=2))
+    engine, params = new_engine(tiny_decoder(0)), SamplingParams(max_new_tokens=2)
+    engine.generate([[1]], params)
     assert len(used) == 2, "the calling thread may be another one"
-    engine = new_engine(tiny_decoder(0))
-    engine.add([1], SamplingParams(max_new_tokens=2))
+    engine.add([1], params)
     engine.step()
     assert len(used) == 3
 
 
 def test_kernels_are_launched_where_their_tensors_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    registered: dict[tuple[str, str], Any] = {}
+    registered: dict[str, Any] = {}
     current: list[Tensor | None] = [None]
 
     @contextmanager
@@ -118,13 +113,14 @@ def test_kernels_are_launched_where_their_tensors_are(monkeypatch: pytest.Monkey
         yield
         current.pop()
 
-    monkeypatch.setattr(
-        op_registry, "LIBRARY", SimpleNamespace(impl=lambda name, kernel, key: registered.update({(name, key): kernel}))
-    )
+    def impl(name: str, kernel: Any, key: str) -> None:
+        registered[f"{name} on {key}"] = kernel
+
+    monkeypatch.setattr(op_registry, "LIBRARY", SimpleNamespace(impl=impl))
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
-    op_registry.register_cuda("one", lambda first, *rest: (current[-1], rest))
-    op_registry.register_cuda("many", lambda first, *rest: (current[-1], rest))
-    assert list(registered) == [("one", "CUDA"), ("many", "CUDA")]
+    for name in ("one", "many"):
+        op_registry.register_cuda(name, lambda first, *rest: (current[-1], rest))
+    one, many = registered["one on CUDA"], registered["many on CUDA"]
     tensors = [torch.zeros(1), torch.zeros(2)]
-    assert registered["one", "CUDA"](tensors[0], 3, "x") == (tensors[0], (3, "x"))
-    assert registered["many", "CUDA"](tensors[::-1]) == (tensors[1], ()) and current == [None]
+    assert one(tensors[0], 3, "x") == (tensors[0], (3, "x"))
+    assert many(tensors[::-1]) == (tensors[1], ()) and current == [None]

@@ -85,26 +85,15 @@ def test_all_modes_emit_the_same_tokens_from_compiled_steps_over_caches_in_place
 
 @pytest.mark.parametrize("family", ["bloom", "opt", "starcoder2_sliding"])
 def test_steps_are_traced_whole_and_their_rounds_captured(
-    family: str,
-    tmp_path: Path,
-    traced_only: None,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    family: str, tmp_path: Path, traced_only: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     take_the_way_of_cuda(monkeypatch)
     save_random(FALLBACK[family], tmp_path)
     model, switch = load_hf(tmp_path, dtype=torch.float64), Switch()
-    quantize_linears(
-        model,
-        QuantConfig(bits=4, group_size=32),
-        switch,
-        head_name=head_name(model),
-        layer_of=layer_of,
-    )
+    quantize_linears(model, QuantConfig(bits=4, group_size=32), switch, head_name=head_name(model), layer_of=layer_of)
     caplog.clear()
     compiled = CompiledModel(model, {1, WIDTH}, lambda: switch.quantized)
-    graphs = RecordedGraphs()
-    found = []
+    graphs, found = RecordedGraphs(), []
     for steps, captured in ((model, None), (compiled, None), (compiled, graphs)):
         cache = model.new_cache(2, 40 + 3 * WIDTH)
         if steps is compiled:
@@ -134,11 +123,8 @@ def test_what_cannot_be_traced_runs_eagerly_and_says_why(
     eager = new_runtime(checkpoint, "off", max_context=128)
     caplog.clear()
     runtime = new_runtime(checkpoint, "full", max_context=128)
-    [said] = [
-        r.message
-        for r in caplog.records
-        if r.levelno >= logging.WARNING and r.name == "sharesd.execution.step_compiler"
-    ]
+    warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    [said] = [warning.message for warning in warnings if warning.name == "sharesd.execution.step_compiler"]
     assert said.startswith("gpt2 (transformers) runs eagerly, which is slower: ")
     assert runtime.step is runtime.target and runtime.target.step_widths == frozenset()
     for mode in MODES:

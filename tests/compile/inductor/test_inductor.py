@@ -1,6 +1,6 @@
 """Compiled steps in bfloat16: modes emit the same tokens, rows the same bits at any width, and nothing compiles twice.
 
-Legend: B rows, T tokens, V vocabulary.
+Legend: B rows, T tokens, V vocabulary, S slots, F features, P states, D hidden size.
 """
 
 from __future__ import annotations
@@ -8,7 +8,9 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,62 +19,47 @@ import torch
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
-from compile.inductor import CompiledModel, compile_step, no_recompiles, structure
+from compile.attention import TreeAttentionMask
+from compile.inductor import CompiledMethods, CompiledModel, compile_step, no_recompiles, structure
 from compile.linear import pack_linears
 from quant.config import QuantConfig
 from quant.quantize_model import quantize_linears
 from quant.switch_linear import Switch
 from sharesd.config import CompileMode, EngineConfig, Mode
+from sharesd.drafters.heads.head import Head
+from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
 from tests.helpers.compiled import NUM_DRAFT, check_looking_back, compiled, wide_decoder
-from tests.helpers.oracle import (
-    classic_engine,
-    layer_of,
-    new_engine,
-    share_engine,
-    switched,
-    tiny_decoder,
-)
-from tests.helpers.tiny_models import make_checkpoint
+from tests.helpers.oracle import classic_engine, layer_of, new_engine, share_engine, switched, tiny_decoder
+from tests.helpers.tiny_heads import random_head
 
 pytestmark = pytest.mark.usefixtures("one_thread", "own_cache")
 MODES: tuple[Mode, ...] = ("naive", "classic", "share")
-PROMPTS: list[str | list[int]] = [
-    "why is the sky blue",
-    [7],
-    "the cat sat on the mat, and the sky was",
-    [5, 6, 7, 8],
-    [9] * 33,
-]
+BUFFER = r"= empty_strided\w*\(\(([\d, ]+)\)"
+CAT = "the cat sat on the mat, and the sky was"
+PROMPTS: list[str | list[int]] = ["why is the sky blue", [7], CAT, [5, 6, 7, 8], [9] * 33]
 GREEDY = SamplingParams(max_new_tokens=40)
 SAMPLED = SamplingParams(max_new_tokens=40, temperature=1.0, top_p=0.95, seed=3)
+B, S, D, LEAD = 2, 64, 32, 3
+TREE = TreeAttentionMask(*(torch.tensor([values] * B) for values in ([0, 0, 1], [[0, 0], [1, 0], [0, 2]])))
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"))
-
-
-def new_runtime(checkpoint: Path, mode: CompileMode, modes: tuple[Mode, ...] = MODES, **options: Any) -> Runtime:
-    config = EngineConfig(
-        target=str(checkpoint), device="cpu", compile=mode, num_draft=NUM_DRAFT, max_context=128, **options
-    )
-    return Runtime(config, modes)
+def new_runtime(checkpoint: Any, mode: CompileMode, modes: Sequence[Mode] = MODES, **options: Any) -> Runtime:
+    where: dict[str, Any] = {"target": str(checkpoint()), "device": "cpu", "compile": mode, "max_context": 128}
+    return Runtime(EngineConfig(**{**where, "num_draft": NUM_DRAFT, **options}), modes)
 
 
 @pytest.fixture(scope="module", params=["regional", "full"])
-def runtime(request: pytest.FixtureRequest, checkpoint: Path) -> Runtime:
+def runtime(request: pytest.FixtureRequest, checkpoint: Callable[..., Path]) -> Runtime:
     """`full` has two modes only: each form of it takes seconds to compile."""
     return new_runtime(checkpoint, request.param, ("naive", "share") if request.param == "full" else MODES)
 
 
-# ---- what users get
-
-
 def test_all_modes_emit_the_same_tokens_and_nothing_compiles_after_warm_up(runtime: Runtime) -> None:
+    """Nor in a chat in changing modes."""
     engines = {mode: runtime.engine(mode, warm=SAMPLED) for mode in runtime.modes}
     assert engines["share"].drafter.model is engines["share"].target, "drafts are compiled, too"
     with no_recompiles():
@@ -84,46 +71,31 @@ def test_all_modes_emit_the_same_tokens_and_nothing_compiles_after_warm_up(runti
             assert all(0 < engines[mode].stats.alpha < 1 for mode in runtime.modes[1:])
         for length in range(1, 12):  # every width that steps have, and others
             engines["share"].generate([list(range(length))], GREEDY)
-
-
-def test_a_chat_in_changing_modes_is_the_same_and_compiles_nothing(runtime: Runtime) -> None:
-    engines = [runtime.engine(mode) for mode in runtime.modes]
-    text, params = [3, 4, 5, 6, 7], SamplingParams(max_new_tokens=9)
-    with no_recompiles():
+        text, params, in_turn = [3, 4, 5, 6, 7], SamplingParams(max_new_tokens=9), [*engines.values()]
         for turn in range(6):
-            first, second = (engines[(turn + i) % len(engines)] for i in range(2))
+            first, second = (in_turn[(turn + i) % len(in_turn)] for i in range(2))
             (done,) = first.generate([text], params, reuse=True)
             assert second.generate([text], params, reuse=True)[0].token_ids == done.token_ids
             text = [*text, *done.token_ids, turn]
 
 
-def test_share_costs_no_kv_and_little_weight(runtime: Runtime) -> None:
-    drafter, quant = runtime.engine("share").drafter, runtime.report("share").quant
-    assert drafter is not None and quant is not None
-    assert drafter.extra_bytes() == (quant.quantized_bytes, 0) and 0 < quant.quantized_bytes <= 0.35 * quant.full_bytes
-    assert runtime.engine("naive").cache is runtime.engine("share").cache
-
-
 def test_rows_of_a_step_have_the_same_bits_at_any_width(runtime: Runtime) -> None:
-    model, width = runtime.step, 1 + NUM_DRAFT
-    tokens = torch.tensor([[11, 12, 13, 14, 15, 16, 17, 18, 19, 20]])
+    model, tokens, following = runtime.step, torch.arange(11, 21)[None], torch.arange(21, 22 + NUM_DRAFT)[None]
     with torch.inference_mode():
         caches = [model.new_cache(1, runtime.cache.slots) for _ in range(2)]
         for cache in caches:
             model.forward(tokens, cache)
             cache.lengths += tokens.shape[1]
-        following = torch.tensor([[21, 22, 23, 24]])
         wide = model.forward(following, caches[0])
-        for t in range(width):
+        for t in range(1 + NUM_DRAFT):
             one = model.forward(following[:, t : t + 1], caches[1])
             assert torch.equal(one[:, 0], wide[:, t])
             caches[1].lengths += 1
-        live = tokens.shape[1] + width
         for ours, theirs in zip((*caches[0].k, *caches[0].v), (*caches[1].k, *caches[1].v), strict=True):
-            assert torch.equal(ours[:, :, :live], theirs[:, :, :live])
+            assert torch.equal(ours[:, :, : 11 + NUM_DRAFT], theirs[:, :, : 11 + NUM_DRAFT])
 
 
-def test_prompts_as_long_as_a_step_compile_nothing(checkpoint: Path) -> None:
+def test_prompts_as_long_as_a_step_compile_nothing(checkpoint: Callable[..., Path]) -> None:
     """With one mode loaded, some forms of its widths do not exist: full weights at width 1."""
     engine = new_runtime(checkpoint, "regional", ("share",)).engine("share")
     with no_recompiles():
@@ -131,7 +103,7 @@ def test_prompts_as_long_as_a_step_compile_nothing(checkpoint: Path) -> None:
             engine.generate([list(range(length))], GREEDY)
 
 
-def test_layers_that_stay_full_do_not_share_a_form(checkpoint: Path) -> None:
+def test_layers_that_stay_full_do_not_share_a_form(checkpoint: Callable[..., Path]) -> None:
     """A skipped layer has other modules than the rest: the same compiled function would read the wrong weights."""
     quant = QuantConfig(bits=4, group_size=32, skip_layers=(0,), skip_projs=("down",), head_bits=8)
     for mode in ("native", "regional"):
@@ -139,9 +111,6 @@ def test_layers_that_stay_full_do_not_share_a_form(checkpoint: Path) -> None:
         naive, share = (runtime.engine(m).generate(PROMPTS[:3], SAMPLED) for m in ("naive", "share"))
         assert [c.token_ids for c in share] == [c.token_ids for c in naive]
         assert runtime.engine("share").stats.alpha > 0.3
-
-
-# ---- a drafter with the target's own weights
 
 
 @pytest.mark.parametrize("how", ["native", "regional"])
@@ -163,26 +132,16 @@ def test_drafts_by_the_targets_own_weights_are_all_accepted(how: str) -> None:
                 assert engine.stats.alpha > 0.95
 
 
-def test_draft_trees_of_any_shape_compile_nothing_after_warm_up(checkpoint: Path) -> None:
-    drafters: tuple[Mode, ...] = ("share", "suffix")
-    config = EngineConfig(target=str(checkpoint), compile="regional", max_context=128, tree=(2, 3, 6))
-    runtime = Runtime(config, ("naive", *drafters))
-    engines = {mode: runtime.engine(mode) for mode in runtime.modes}
+def test_draft_trees_of_any_shape_compile_nothing_after_warm_up(checkpoint: Callable[..., Path]) -> None:
+    runtime = new_runtime(checkpoint, "regional", ("naive", "share", "suffix"), num_draft=None, tree=(2, 3, 6))
+    naive, *drafting = (runtime.engine(mode) for mode in runtime.modes)
     prompts = [list(range(20)), [5, 6, 1, 5, 7, 2, 5, 8, 3, 5, 6, 4, 5]]  # what follows 5 is a matter of choice
     with no_recompiles():
-        want = [[c.token_ids for c in engines["naive"].generate([prompt], GREEDY)] for prompt in prompts]
-        for mode in drafters:
-            engine = engines[mode]
+        want = [naive.generate([prompt], GREEDY)[0].token_ids for prompt in prompts]
+        for engine in drafting:
             policy = engine.variant(GREEDY).policy
             for policy.pinned in engine.drafter.shapes:  # type: ignore[union-attr]
-                assert [[c.token_ids for c in engine.generate([prompt], GREEDY)] for prompt in prompts] == want
-
-
-# ---- compiled steps and the cache
-
-
-def regional(model: Decoder) -> Decoder:
-    return compiled(model, "regional")
+                assert [engine.generate([prompt], GREEDY)[0].token_ids for prompt in prompts] == want
 
 
 def full(model: Decoder) -> CompiledModel:
@@ -190,7 +149,7 @@ def full(model: Decoder) -> CompiledModel:
     return CompiledModel(model, {2, 1 + NUM_DRAFT})
 
 
-EACH_FORM = pytest.mark.parametrize("form", [regional, full], ids=lambda form: form.__name__)
+EACH_FORM = pytest.mark.parametrize("form", [partial(compiled, how="regional"), full], ids=["regional", "full"])
 
 
 @EACH_FORM
@@ -200,12 +159,8 @@ def test_compiled_code_holds_no_copy_of_the_cache(form: Callable[[Decoder], Caus
     with torch.inference_mode():
         _, codes = run_and_get_code(lambda: model.forward(torch.tensor([[3, 4]]), cache))
     buffers = [math.prod(map(int, re.findall(r"\d+", shape))) for shape in re.findall(BUFFER, "".join(codes))]
-    limit = cache.k[0].numel() // 4
-    assert buffers and max(buffers) < limit
+    assert buffers and max(buffers) < cache.k[0].numel() // 4
     assert "as_strided" not in "".join(codes), "a view of a storage which several tensors share"
-
-
-BUFFER = r"= empty_strided\w*\(\(([\d, ]+)\)"
 
 
 @EACH_FORM
@@ -229,9 +184,6 @@ def test_compiled_steps_read_and_write_the_cache_they_are_given(form: Callable[[
         for ours, theirs in caches:
             for mine, wanted in zip((*ours.k, *ours.v), (*theirs.k, *theirs.v), strict=True):
                 torch.testing.assert_close(mine, wanted, rtol=1e-9, atol=1e-9)
-
-
-# ---- the parts
 
 
 def test_structure_tells_blocks_apart() -> None:
@@ -277,3 +229,67 @@ def test_compiled_functions_are_their_own() -> None:
 
 def test_compiled_steps_that_look_back_see_the_first_slots_and_recent_chunks() -> None:
     check_looking_back("regional")
+
+
+def begin(head: Head, seed: int) -> tuple[Tensor, Tensor, StaticKVCache]:
+    dice = torch.Generator().manual_seed(seed)
+    tokens_BS = torch.randint(0, 40, (B, S), generator=dice)
+    features_BSF = torch.randn(B, S, len(head.config.taps) * D, generator=dice, dtype=torch.float64)
+    return tokens_BS, features_BSF, head.new_cache(B, S).draft_view()
+
+
+def feature_steps(head: Head, steps: Any, seed: int, *, trees: bool) -> Iterator[Tensor]:
+    """Logits of a first step, of a chain's next guesses, and of a tree's nodes; then what was kept."""
+    tokens_BS, features_BSF, cache = begin(head, seed)
+    states_BPD, ends_B = torch.zeros(B, 9, D, dtype=torch.float64), torch.tensor([5 + seed, 2])
+    cache.lengths.copy_((ends_B - LEAD).clamp(min=0))
+    yield steps.read(tokens_BS, features_BSF, LEAD, cache, ends_B, states_BPD)
+    cache.lengths.copy_(ends_B)
+    if trees:
+        yield steps.step(tokens_BS[:, 9:12].contiguous(), states_BPD, cache, TREE)
+    for place in (7, 8):
+        yield steps.step(tokens_BS[:, place, None], states_BPD, cache, None)
+        cache.lengths += 1
+    yield from (states_BPD, *cache.k, *cache.v)
+
+
+def masks(head: Head, steps: Any, seed: int) -> Iterator[Tensor]:
+    """Logits of all guesses of one pass; then what was kept."""
+    tokens_BS, features_BSF, cache = begin(head, seed)
+    ends_B = torch.tensor([5 + seed, 3])
+    cache.lengths.copy_(ends_B - LEAD)
+    yield steps.propose(tokens_BS, features_BSF, LEAD, cache, ends_B, 4)
+    yield from (*cache.k, *cache.v)
+
+
+def looks(head: Head, steps: Any, seed: int) -> Iterator[Tensor]:
+    """Logits of a first step and of a chain's next guesses, with a target's cache; then what was kept."""
+    tokens_BS, _, cache = begin(head, seed)
+    target = head._target[0].new_cache(B, S)
+    head._target[0].forward(tokens_BS[:, :20].contiguous(), target)
+    target.lengths.copy_(torch.tensor([5 + seed, 3]))
+    cache.lengths.copy_(target.lengths - LEAD)
+    yield steps.read(tokens_BS, LEAD, cache, target)
+    cache.lengths.copy_(target.lengths)
+    for place in (7, 8):
+        yield steps.step(tokens_BS[:, place, None], cache, target, None)
+        cache.lengths += 1
+    yield from (*cache.k, *cache.v)
+
+
+RUNS: dict[str, Any] = {"eagle": partial(feature_steps, trees=False), "parallel": masks, "glide": looks}
+RUNS["eagle3"] = partial(feature_steps, trees=True)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", RUNS)
+def test_compiled_steps_are_the_heads_own(kind: str) -> None:
+    """One form for each kind of step: caches and texts of later calls are others."""
+    head, run = random_head(tiny_decoder(3), kind), RUNS[kind]
+    steps = CompiledMethods(head)
+    for seed in range(3):
+        wanted = [x.clone() for x in run(head, head, seed)]
+        with no_recompiles() if seed else nullcontext():
+            found = [x.clone() for x in run(head, steps, seed)]
+        for ours, theirs in zip(found, wanted, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)

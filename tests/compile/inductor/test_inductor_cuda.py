@@ -18,41 +18,38 @@ import torch
 from tests.helpers.paths import HELPERS, ROOT
 
 PROGRAM = HELPERS / "inductor_cuda.py"
+Found = dict[str, dict[str, list[dict[str, Any]]]]
+"""Compiled forms by family and step."""
 LAYERS = 3
 LINEAR, ATTEND, NORM, FUSED = "sharesd.row_linear", "sharesd.attend_", "sharesd.row_norm", "triton"
 LAYER = [LINEAR, ATTEND, LINEAR, LINEAR, LINEAR]
 SANDWICHED = [LINEAR, ATTEND, LINEAR, FUSED, LINEAR, LINEAR, FUSED]
 """Norms behind both halves of a layer, each with the sum that it goes into."""
 MATMUL, FLASH = "extern_kernels.mm", "sharesd.flash"
-PIECE = [
-    *(FUSED, MATMUL),  # norm
-    *(FUSED, FUSED, FUSED, FUSED, FLASH, MATMUL),  # norms of heads and rotation: queries, keys; values; lengths
-    *(FUSED, MATMUL),  # residual and norm
-    *(FUSED, MATMUL),  # gate
-    FUSED,  # residual
+PIECE = [  # norm; norms of heads and rotation of queries and keys; values; lengths; residual and norm; gate; residual
+    *(FUSED, MATMUL, FUSED, FUSED, FUSED, FUSED, FLASH, MATMUL, FUSED, MATMUL, FUSED, MATMUL, FUSED)
 ]
 """A layer of a piece of a prompt: rotated keys and values are written into the caches right away."""
+HEAD = [FUSED, FUSED, MATMUL, ATTEND, MATMUL, FUSED, MATMUL, FUSED, MATMUL, FUSED, MATMUL]
+"""Embedding and norms, products with what is between them, and the state that is kept."""
+WHOLE = [FUSED, *LAYER * LAYERS, LINEAR]
+"""Embedding, layers, the head with its norm."""
+NOISE = [FUSED, FUSED]
+"""The keys of positions, and what they make of tokens."""
 
 pytestmark = [
     pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed here"),
-    pytest.mark.skipif(
-        torch.backends.cuda.is_built(), reason="this torch has a guard of its own, which asks the driver"
-    ),
+    pytest.mark.skipif(torch.backends.cuda.is_built(), reason="this torch has a guard that asks the driver"),
     pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler"),
 ]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list[dict[str, Any]]]]:
-    """Compiled forms by family and step."""
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), str(tmp_path_factory.mktemp("guard"))],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-        timeout=1800,
-    )
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command, environment = [sys.executable, str(PROGRAM), str(tmp_path_factory.mktemp("guard"))], {**os.environ}
+    environment["PYTHONPATH"] = paths
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -64,9 +61,7 @@ def launches(form: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize("family, layer, kinds", [("llama", LAYER, 1), ("qwen3", LAYER, 1), ("gemma2", SANDWICHED, 2)])
 @pytest.mark.parametrize("step", ["plain", "chain", "tree", "draft"])
-def test_a_block_is_our_operators(
-    family: str, layer: list[str], kinds: int, step: str, found: dict[str, dict[str, list[dict[str, Any]]]]
-) -> None:
+def test_a_block_is_our_operators(family: str, layer: list[str], kinds: int, step: str, found: Found) -> None:
     """One form for all layers of a kind and all calls: with a window and without are kinds of their own."""
     forms = found[family][step]
     if step == "draft":  # norms before products of 4 bits have a launch of their own
@@ -75,35 +70,20 @@ def test_a_block_is_our_operators(
     assert [launches(form) for form in forms] == [layer] * kinds
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_a_piece_of_a_prompt_is_products_and_fused_kernels(
-    family: str, found: dict[str, dict[str, list[dict[str, Any]]]]
-) -> None:
-    """One form for all layers and calls."""
-    [form] = found[family]["prompt"]
-    assert launches(form) == PIECE
+@pytest.mark.parametrize(
+    "name, step, wanted",
+    [
+        *(("llama", "prompt", PIECE), ("qwen3", "prompt", PIECE), ("heads", "eagle3", HEAD), ("noise", "noise", NOISE)),
+        *(("whole", step, WHOLE) for step in ("plain", "chain", "tree")),
+    ],
+)
+def test_a_form_is_products_and_fused_kernels(name: str, step: str, wanted: list[str], found: Found) -> None:
+    [form] = found[name][step]
+    assert launches(form) == wanted
+    assert name != "whole" or len(set(form["caches"])) == 2 * LAYERS
 
 
-def test_a_draft_step_of_a_head_is_one_form(found: dict[str, dict[str, list[dict[str, Any]]]]) -> None:
-    """Embedding and norms, products with what is between them, and the state that is kept."""
-    [form] = found["heads"]["eagle3"]
-    attention = [MATMUL, ATTEND, MATMUL]
-    assert launches(form) == [FUSED, FUSED, *attention, FUSED, MATMUL, FUSED, MATMUL, FUSED, MATMUL]
-
-
-@pytest.mark.parametrize("step", ["plain", "chain", "tree"])
-def test_a_whole_step_is_one_form(step: str, found: dict[str, dict[str, list[dict[str, Any]]]]) -> None:
-    [form] = found["whole"][step]
-    assert launches(form) == [FUSED, *LAYER * LAYERS, LINEAR], "embedding, layers, the head with its norm"
-    assert len(set(form["caches"])) == 2 * LAYERS
-
-
-def test_noise_is_two_kernels(found: dict[str, dict[str, list[dict[str, Any]]]]) -> None:
-    [form] = found["noise"]["noise"]
-    assert launches(form) == [FUSED, FUSED], "the keys of positions, and what they make of tokens"
-
-
-def test_caches_stay_where_they_are(found: dict[str, dict[str, list[dict[str, Any]]]]) -> None:
+def test_caches_stay_where_they_are(found: Found) -> None:
     """Attention writes into the tensors that a form is given, which are not copied, nor taken for parts of others."""
     steps = {(name, step): forms for name in found if name != "noise" for step, forms in found[name].items()}
     assert sum(map(len, steps.values())) == 5 + 5 + 8 + 3 + 1

@@ -1,5 +1,4 @@
-"""Keys and values in 8 bits on CUDA: under Triton's interpreter, bits are those of the CPU's rounding, and attention is
-that over a cache of the numbers for which codes stand.
+"""Keys and values in 8 bits on CUDA: bits are those of the CPU's rounding, attention is that over numbers of codes.
 
 Legend: B rows of the batch, T new tokens, K key/value heads, S slots, d head size.
 """
@@ -15,56 +14,20 @@ from torch import Tensor
 
 from compile.attention import TreeAttentionMask, attend_reference
 from compile.kv_append import append_kv
-from compile.kv_layout import (
-    GROUP,
-    MIN_SIZE,
-    SLOT_MULTIPLE,
-    dequantize_kv,
-    pack_q8,
-    q8_views,
-    quantize_kv,
-    unpack_q8,
-    write_slots,
-)
+from compile.kv_layout import GROUP, MIN_SIZE, SLOT_MULTIPLE, q8_views, unpack_q8
 from sharesd.models.decoder import RMSNorm
-from tests.compile.cuda.test_cuda_attention import (
-    CHAIN,
-    OPTIONS,
-    TREE,
-    Step,
-    branches_of,
-    live,
-    random_step,
-    tables,
-)
+from tests.compile.cpu.test_kv_q8 import in_numbers, rounded, spread
+from tests.compile.cuda.test_cuda_attention import OPTIONS, PATHS, TREE, Step, branches_of, live, random_step, tables
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 from compile.cuda.attention import SPLIT
-from compile.cuda.kv_compact import compact_kv
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-PATHS = pytest.mark.parametrize("paths", [CHAIN, TREE], ids=["chain", "tree"])
-
-
-def rounded(x_BKSd: Tensor) -> Tensor:
-    return dequantize_kv(*quantize_kv(x_BKSd), x_BKSd.dtype)
-
-
-def in_8_bits(step: Step) -> Step:
-    """With caches quantized by tensor operations."""
-    k_cache, v_cache = pack_q8(step.k_cache, step.v_cache, plain=True)
-    return step._replace(k_cache=k_cache, v_cache=v_cache)
-
-
-def in_numbers(step: Step) -> Step:
-    """With numbers that were rounded to 8 bits before."""
-    k, v = (rounded(x.transpose(1, 2)).transpose(1, 2) for x in (step.k, step.v))
-    return step._replace(k=k, v=v, k_cache=rounded(step.k_cache), v_cache=rounded(step.v_cache))
 
 
 def check(step: Step, tree_mask: TreeAttentionMask | None = None, **options: Any) -> None:
     """Bits of the output and all numbers of the caches."""
-    ours, theirs = in_8_bits(step), in_numbers(step)
+    ours, theirs = step.in_8_bits(), in_numbers(step)
     assert torch.equal(live(ours, tree_mask, **options), live(theirs, tree_mask, **options))
     for part, other in zip(unpacked(ours), theirs[3:5], strict=True):
         assert torch.equal(part, other)
@@ -74,42 +37,26 @@ def unpacked(step: Step) -> tuple[Tensor, Tensor]:
     return unpack_q8(step.k_cache, step.v_cache, step.q.shape[3], step.q.dtype, plain=True)
 
 
-def scaled(step: Step) -> Step:
-    """With tokens of very different sizes."""
-    dice = torch.Generator().manual_seed(5)
-    k, v = (x * (10.0 ** torch.randint(-3, 3, (*x.shape[:3], 1), generator=dice)).to(x.dtype) for x in step[1:3])
-    return step._replace(k=k, v=v)
-
-
 @DTYPES
 @pytest.mark.parametrize("d", [16, 33, 80, 128])
 def test_output_and_cache_are_those_of_the_rounded_numbers(d: int, dtype: torch.dtype) -> None:
-    check(scaled(random_step(3, 4, 2, d, 2 * SPLIT, [SPLIT - 2, 31], dtype)))
+    check(spread(random_step(3, 4, 2, d, 2 * SPLIT, [SPLIT - 2, 31], dtype)))
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @PATHS
 def test_sight_is_that_of_numbers(paths: tuple[tuple[int, ...], ...], options: dict[str, Any]) -> None:
     step = random_step(7, 6, 2, 40, 3 * SPLIT, [SPLIT - 3, 2 * SPLIT + 50], torch.bfloat16)
-    check(step, None if paths is CHAIN else branches_of(paths, 2), **options)
-
-
-@PATHS
-def test_a_row_has_the_bits_of_plain_decoding(paths: tuple[tuple[int, ...], ...]) -> None:
-    step = random_step(7, 6, 2, 40, 3 * SPLIT, [SPLIT - 3, 2 * SPLIT + 50])
-    out = live(in_8_bits(step), None if paths is CHAIN else branches_of(paths, 2))
-    for b, row in ((0, 0), (0, 3), (1, 6)):
-        alone = in_8_bits(step.alone(b, paths[row], slots=(b + 2) * SPLIT))
-        assert torch.equal(live(alone)[0, 0], out[b, row])
+    check(step, branches_of(paths, 2), **options)
 
 
 @DTYPES
 def test_output_is_near_that_of_float64(dtype: torch.dtype) -> None:
     step = random_step(7, 6, 2, 64, 2 * SPLIT, [SPLIT - 2], dtype)
     for tree_mask in (None, branches_of(TREE, 1)):
-        out = live(in_8_bits(step), tree_mask).double()
-        exact, plain = (Step(*(x.double() for x in one[:5]), one.lengths) for one in (in_numbers(step), step.fresh()))
-        wanted, unrounded = (attend_reference(*one, scale=0.125, tree_mask=tree_mask) for one in (exact, plain))
+        out = live(step.in_8_bits(), tree_mask).double()
+        both = (in_numbers(step).double(), step.double())
+        wanted, unrounded = (attend_reference(*one, scale=0.125, tree_mask=tree_mask) for one in both)
         tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
         torch.testing.assert_close(out, wanted, rtol=tolerance, atol=tolerance)
         assert 0 < (out - unrounded).norm() < 0.02 * unrounded.norm()
@@ -120,7 +67,7 @@ def test_norms_and_rotation_come_before_codes(dtype: torch.dtype) -> None:
     step = random_step(7, 4, 2, 40, SPLIT, [5, 90], dtype)
     norm = RMSNorm(40, 1e-6, False, dtype=dtype, device=step.q.device).requires_grad_(False)
     norm.weight.copy_(1 + 0.3 * torch.randn(40, generator=torch.Generator().manual_seed(0)))
-    ours, plain = in_8_bits(step), step.fresh()
+    ours, plain = step.in_8_bits(), step.fresh()
     for one in (ours, plain):
         live(one, None, tables(97, 20, dtype), norms=(norm, norm))
     for part, numbers in zip(unpacked(ours), plain[3:5], strict=True):
@@ -132,7 +79,7 @@ def test_norms_and_rotation_come_before_codes(dtype: torch.dtype) -> None:
 def test_a_group_with_no_number_is_none(bad: float, dtype: torch.dtype) -> None:
     step = random_step(1, 1, 1, 80, SPLIT, [3], dtype)
     step.k[..., 3], step.v[..., 70] = bad, -bad
-    wanted, ours = in_numbers(step), in_8_bits(step)
+    wanted, ours = in_numbers(step), step.in_8_bits()
     for one in (wanted, ours):
         live(one)
     for part, numbers in zip(unpacked(ours), wanted[3:5], strict=True):
@@ -143,42 +90,11 @@ def test_halves_are_rounded_to_even_and_tiny_groups_are_zero() -> None:
     step = random_step(2, 1, 1, 96, SPLIT, [0])
     step.k[0, 0, 0], step.k[0, 1, 0] = 0, MIN_SIZE / 10
     step.k[0, 0, 0, 0], step.k[0, 0, 0, 40], step.k[0, 0, 0, 41] = 127, 1, -0.5
-    ours = in_8_bits(step)
+    ours = step.in_8_bits()
     live(ours)
     codes, scales = (view[0, 0, 0] for view in q8_views(ours.k_cache, 96))
     assert codes[0, [0, 40, 41]].tolist() == [127, 127, -64] and not codes[1].any()
     assert scales[0].tolist() == [1, pytest.approx(1 / 127), 0] and not scales[1].any()
-
-
-def test_rows_behind_the_cache_are_not_written() -> None:
-    step = in_8_bits(random_step(7, 4, 2, 16, SPLIT, [SPLIT - 3]))
-    memory = torch.full((2, 3, *step.k_cache.shape[1:]), 2, dtype=torch.int8)
-    caches = [both[1:2].copy_(cache) for both, cache in zip(memory, step[3:5], strict=True)]
-    live(step._replace(k_cache=caches[0], v_cache=caches[1]))
-    assert (memory[:, [0, 2]] == 2).all()
-
-
-@PATHS
-def test_an_idle_row_reads_and_writes_nothing(paths: tuple[tuple[int, ...], ...]) -> None:
-    step = in_8_bits(random_step(7, 6, 2, 40, 2 * SPLIT, [SPLIT - 3, -40]))
-    for cache in step[3:5]:
-        cache[1].fill_(-1)  # scales are NaN
-    out = live(step, None if paths is CHAIN else branches_of(paths, 2))
-    assert out[0].isfinite().all() and not out[1].any() and all((cache[1] == -1).all() for cache in step[3:5])
-
-
-@pytest.mark.parametrize("d", [24, 80])
-def test_kept_rows_are_moved_together_in_all_layers(d: int) -> None:
-    dice = torch.Generator().manual_seed(3)
-    numbers = [torch.randn(2, 3, SPLIT, d, generator=dice) for _ in range(4)]
-    caches = [pack_q8(x, x, plain=True)[0] for x in numbers]
-    lengths, num = torch.tensor([27, 40]), torch.tensor([4, 1])
-    path = torch.tensor([[0, 2, 3, 6, 6, 6, 6], [0, 4, 4, 4, 4, 4, 4]])
-    compact_kv(caches, torch.tensor([cache.data_ptr() for cache in caches]), d, lengths, path, num)
-    for cache, was in zip(caches, numbers, strict=True):
-        wanted = rounded(was)
-        wanted[0, :, 27:31] = wanted[0, :, [27, 29, 30, 33]]
-        assert torch.equal(unpack_q8(cache, cache, d, torch.float32, plain=True)[0], wanted)
 
 
 @DTYPES
@@ -186,7 +102,7 @@ def test_kept_rows_are_moved_together_in_all_layers(d: int) -> None:
 @pytest.mark.parametrize("blocks", [4, 3], ids=["whole", "view"])
 def test_a_prompts_tokens_are_written_and_all_are_read_as_numbers(blocks: int, d: int, dtype: torch.dtype) -> None:
     T, n = 70, 20
-    step, theirs = (in_8_bits(random_step(T, 4, 2, d, 4 * SLOT_MULTIPLE, [n], dtype)) for _ in range(2))
+    step, theirs = (random_step(T, 4, 2, d, 4 * SLOT_MULTIPLE, [n], dtype).in_8_bits() for _ in range(2))
     merged = torch.cat(step[:3], 2)
     k, v = merged[:, :, 4:6], merged[:, :, 6:]
     caches = [cache[:, :, :blocks] for cache in step[3:5]]
@@ -201,19 +117,10 @@ def test_a_prompts_tokens_are_written_and_all_are_read_as_numbers(blocks: int, d
 
 def test_nodes_of_a_tree_are_written_where_the_reference_writes_them() -> None:
     """Heads that are larger than what the kernels of steps take."""
-    step = in_8_bits(random_step(7, 2, 1, 320, SPLIT, [50]))
+    step = random_step(7, 2, 1, 320, SPLIT, [50]).in_8_bits()
     theirs, mask = step.fresh(), branches_of(TREE, 1)
     found = torch.ops.sharesd.append_q8_(step.k, step.v, *step[3:], *mask)
     slots_BT = 50 + mask.path_BTP.gather(2, mask.depth_BT[..., None])[..., 0]
     wanted = append_kv(*theirs[1:], slots_BT, mask)
     assert all(torch.equal(a, b) for a, b in zip(step[3:5], theirs[3:5], strict=True))
     assert all(torch.equal(a[:, :, :57], b[:, :, :57]) for a, b in zip(found, wanted, strict=True))
-
-
-def test_tensor_operations_write_the_bits_of_whole_caches() -> None:
-    x = torch.randn(2, 3, SPLIT, 40, generator=torch.Generator().manual_seed(0)).bfloat16()
-    whole, _ = pack_q8(x, x, plain=True)
-    parts = torch.zeros_like(whole)
-    for first, end in ((0, 1), (1, 50), (50, SPLIT)):
-        write_slots(parts, x[:, :, first:end].transpose(1, 2), torch.arange(first, end).repeat(2, 1))
-    assert torch.equal(parts, whole)

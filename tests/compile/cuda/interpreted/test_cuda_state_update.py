@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
 
 from compile import state_update, tree_expand
-from compile.attention import TreeAttentionMask
 from compile.tree_expand import ExpandedDraft, Frontier, Nodes
-from sharesd.sampling.acceptance import accept_match, accept_tree_reference
-from sharesd.speculation.draft_tree import DraftTree
+from sharesd.sampling.acceptance import accept_match
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 from compile.cuda import state_update as update_kernels
@@ -22,17 +22,11 @@ def numbers(*shape: int, most: int = 5, seed: int = 0) -> Tensor:
     return torch.randint(most, shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
 
 
-@pytest.mark.parametrize("width", [4, 7])
-def test_tokens_of_a_step(width: int) -> None:
+def test_tokens_of_a_step_and_a_chains_next_token() -> None:
     root, draft = numbers(3), (numbers(3, 5, most=9) - 1)[:, :3]
-    want = state_update.verify_tokens(root, draft, width)
-    assert torch.equal(update_kernels.verify_tokens(root, draft, width), want) and want.shape == (3, width)
-    assert torch.equal(
-        update_kernels.verify_tokens(root, draft[:, :0], width), state_update.verify_tokens(root, draft[:, :0], width)
-    )
-
-
-def test_a_chains_next_token() -> None:
+    for width, tokens in product((4, 7), (draft, draft[:, :0])):
+        want = state_update.verify_tokens(root, tokens, width)
+        assert torch.equal(update_kernels.verify_tokens(root, tokens, width), want) and want.shape == (3, width)
     found = []
     for note in (state_update.write_draft_token, update_kernels.write_draft_token):
         last, draft = torch.zeros(3, 1, dtype=torch.int64), torch.full((3, 6), -1)
@@ -43,8 +37,7 @@ def test_a_chains_next_token() -> None:
 
 @pytest.mark.parametrize("parts", [(), ("path",), ("told",), ("path", "told")], ids="+".join)
 def test_what_a_round_decided(parts: tuple[str, ...]) -> None:
-    both = numbers(2, 3, 9)
-    path, told = both[0] if "path" in parts else None, numbers(3, 13) if "told" in parts else None
+    path, told = (numbers(*size) if name in parts else None for name, size in (("path", (3, 9)), ("told", (3, 13))))
     for T in (1, 4):
         found = []
         for note in (state_update.commit_round, update_kernels.commit_round):
@@ -80,13 +73,11 @@ def test_logits_that_are_not_numbers_are_found(dtype: torch.dtype, V: int) -> No
             spoilt = bad is not None and bad != -torch.inf
             for paths, first in ((None, 1 if spoilt else 3), (path, 2 if spoilt else 3)):
                 want = [first, 2, 2, 0]
-                counts = [
-                    count(logits, paths, num).tolist()
-                    for count in (state_update.count_finite, state_update.count_finite_reference)
-                ]
+                for count in (state_update.count_finite, state_update.count_finite_reference):
+                    assert count(logits, paths, num).tolist() == want
                 state = torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int64), num.clamp(max=1)
                 packed = update_kernels.commit_round(*state, num, numbers(4, T), paths, None, logits)
-                assert counts == [want, want] and packed[:, 1].tolist() == want
+                assert packed[:, 1].tolist() == want
 
 
 @pytest.mark.parametrize("T", [1, 4])
@@ -107,22 +98,9 @@ def test_accepted_paths() -> None:
     tokens, target = numbers(40, 6, most=2) - numbers(40, 6, most=2, seed=1), numbers(40, 7, most=2)
     out, want = accept_path(tokens, None, None, target), accept_match(tokens, target)
     assert torch.equal(out[:, 0], want.num_new) and len(set(want.num_new.tolist())) > 3
-    for row, num, path in zip(out.tolist(), want.num_new.tolist(), want.path.tolist(), strict=True):
-        assert row[8 : 8 + num] == path[:num]
-        assert row[1 : 1 + num] == target[out.tolist().index(row)].tolist()[:num]
-    depth, path_7 = torch.tensor([[0, 1, 1, 2, 2, 3, 3]]), [[0], [0, 1], [0, 2], [0, 1, 3], [0, 2, 4], [0, 1, 3, 5]]
-    rows = torch.tensor([[[*path, *[0] * (7 - len(path))] for path in [*path_7, [0, 2, 4, 6]]]])
-    tree = DraftTree(
-        torch.tensor([[1, 2, 3, 3, 4, 4]] * 40), TreeAttentionMask(depth.repeat(40, 1), rows.repeat(40, 1, 1))
-    )
-    target = 1 + numbers(40, 7, most=4)
-    assert tree.tree_mask is not None
-    verified = accept_tree_reference(tree, tree.tree_mask, target)
-    out = accept_path(tree.tokens, *tree.tree_mask, target)
-    assert torch.equal(out[:, 0], verified.num_new)
-    kept = torch.arange(7) < verified.num_new[:, None]
-    assert torch.equal(out[:, 1:8].where(kept, 0), verified.tokens.where(kept, 0))
-    assert torch.equal(out[:, 8:].where(kept, 0), verified.path.where(kept, 0))
+    kept = torch.arange(7) < want.num_new[:, None]
+    for found, wanted in ((out[:, 1:8], target), (out[:, 8:], want.path)):
+        assert torch.equal(found.where(kept, 0), wanted.where(kept, 0))
 
 
 def state(B: int, top: int, deepest: int, most: int) -> tuple[Tensor, Nodes, Frontier, ExpandedDraft]:
@@ -133,12 +111,8 @@ def state(B: int, top: int, deepest: int, most: int) -> tuple[Tensor, Nodes, Fro
 
     nodes = Nodes(zeros(C) - 1, torch.full((B, C), -torch.inf), zeros(C, deepest), zeros(C) + 77)
     frontier = Frontier(zeros(top), torch.zeros(B, top), zeros(top, deepest), zeros(top, deepest), zeros(top))
-    return (
-        zeros(),
-        nodes,
-        frontier,
-        ExpandedDraft(zeros(most) - 9, zeros(1 + most), zeros(1 + most, 1 + most), zeros(1 + most)),
-    )
+    draft = ExpandedDraft(zeros(most) - 9, zeros(1 + most), zeros(1 + most, 1 + most), zeros(1 + most))
+    return zeros(), nodes, frontier, draft
 
 
 @pytest.mark.parametrize("top, levels, deepest, wanted, most", [(3, 4, 5, 11, 15), (1, 2, 2, 1, 3), (4, 2, 3, 36, 40)])
@@ -146,8 +120,7 @@ def test_trees_grow_alike(top: int, levels: int, deepest: int, wanted: int, most
     ours, theirs = state(2, top, deepest, most), state(2, top, deepest, most)
     for level in range(levels):
         num = 1 if level == 0 else top
-        dice = torch.Generator().manual_seed(level)
-        logp = -torch.rand(2, num, top, generator=dice)
+        logp = -torch.rand(2, num, top, generator=torch.Generator().manual_seed(level))
         if top > 1:
             logp[0, 0, 0] = -torch.inf  # a banned token
         new = numbers(2, num, top, most=99, seed=level)
@@ -160,6 +133,5 @@ def test_trees_grow_alike(top: int, levels: int, deepest: int, wanted: int, most
     tree_expand.select_nodes(num_1, top, theirs[1], theirs[3])
     read = torch.arange(1 + most) <= theirs[3].depth_BT[..., None]
     for a, b in zip(ours[3], theirs[3], strict=True):
-        whole = a.ndim < 3
-        assert torch.equal(a if whole else a.where(read, 0), b if whole else b.where(read, 0))
+        assert torch.equal(a, b) if a.ndim < 3 else torch.equal(a.where(read, 0), b.where(read, 0))
     assert (ours[3].tokens_BN >= 0).sum(1).tolist() == [min(wanted, ours[1].tokens_BC.shape[1])] * 2 or levels < deepest

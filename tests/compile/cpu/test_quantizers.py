@@ -1,4 +1,4 @@
-"""Quantizing to blocks, against the gguf package's and llama.cpp's quantizers."""
+"""Quantizing, against the gguf package's and llama.cpp's quantizers to blocks, and the hqq package's solver."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from torch import Tensor
 
 from compile.block_linear import BLOCK_TYPES
 from compile.block_quantizer import QUANTIZED_TYPES, quantize_blocks
+from compile.hqq_solver import solve_hqq
+from quant.formats.hqq.solver import solve
+from quant.quantized_weight import QuantizedWeight
 from tests.helpers.block_parts import ggml_type
 
 BY_GGUF = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0", "MXFP4")
@@ -53,21 +56,17 @@ def test_bytes_are_those_of_llama_cpp(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", QUANTIZED_TYPES)
 def test_rows_may_lie_apart_and_have_many_threads(kind: str) -> None:
+    """Errors become smaller with more bits."""
     plain = weights(torch.bfloat16)
     wanted = quantize_blocks(plain, kind).raw
+    error = gguf.dequantize(wanted.numpy(), ggml_type(kind)) - plain.float().numpy()
+    largest = {"Q8_0": 0.006, "Q6_K": 0.021, "Q5_K": 0.04, "Q5_1": 0.04, "Q5_0": 0.045, "MXFP4": 0.12}.get(kind, 0.09)
+    assert np.linalg.norm(error) < largest * plain.float().norm().item()
     apart = torch.zeros(64, 600, dtype=torch.bfloat16)
     apart[:, :512] = plain
-    assert torch.equal(quantize_blocks(apart[:, :512], kind).raw, wanted)
-    assert torch.equal(quantize_blocks(plain.double(), kind).raw, wanted)
-    assert torch.equal(quantize_blocks(plain.t().contiguous().t(), kind).raw, wanted)
-
-
-@pytest.mark.parametrize("kind", QUANTIZED_TYPES)
-def test_errors_become_smaller_with_more_bits(kind: str) -> None:
-    plain = weights(torch.float32)
-    values = gguf.dequantize(quantize_blocks(plain, kind).raw.numpy(), ggml_type(kind))
-    largest = {"Q8_0": 0.006, "Q6_K": 0.021, "Q5_K": 0.04, "Q5_1": 0.04, "Q5_0": 0.045, "MXFP4": 0.12}.get(kind, 0.09)
-    assert np.linalg.norm(values - plain.numpy()) < largest * np.linalg.norm(plain.numpy())
+    torch.set_num_threads(3)
+    for same in (apart[:, :512], plain.double(), plain.t().contiguous().t()):
+        assert torch.equal(quantize_blocks(same, kind).raw, wanted)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 3e38])
@@ -86,3 +85,47 @@ def test_rows_that_are_no_blocks_are_refused() -> None:
     with pytest.raises(ValueError, match="96 inputs are not whole blocks of Q4_K, which have 256"):
         quantize_blocks(torch.zeros(4, 96), "Q4_K")
     assert set(QUANTIZED_TYPES) < set(BLOCK_TYPES)
+
+
+def by_kernel(weight: Tensor, bits: int, group_size: int) -> QuantizedWeight:
+    q, scale, zero = solve_hqq(weight, bits, group_size)
+    return QuantizedWeight(q=q, scale=scale, zero=zero, bits=bits, group_size=group_size)
+
+
+def random_weight(N: int, K: int, std: float = 0.02) -> Tensor:
+    return torch.randn(N, K, generator=torch.Generator().manual_seed(N)) * std + 0.1 * std
+
+
+def assert_like_hqq(weight: Tensor, bits: int, group_size: int) -> None:
+    ours, theirs = by_kernel(weight, bits, group_size), solve(weight, bits, group_size)
+    assert (ours.q == theirs.q).float().mean() > 0.999
+    torch.testing.assert_close(ours.scale, theirs.scale, rtol=1e-5, atol=0)
+    error, wanted = ((solved.dequantize() - weight.float()).abs().mean() for solved in (ours, theirs))
+    assert error <= 1.001 * wanted + 1e-9
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize(("bits", "group_size"), [(4, 64), (4, 32), (3, 128), (2, 256)])
+def test_codes_are_those_of_hqq(bits: int, group_size: int, dtype: torch.dtype) -> None:
+    assert_like_hqq(random_weight(130, 512).to(dtype), bits, group_size)
+
+
+def test_rows_longer_than_a_block_and_errors_beyond_what_the_norm_takes() -> None:
+    assert_like_hqq(random_weight(3, 2**15 + 64), 4, 64)
+    assert_like_hqq(random_weight(64, 256, std=5.0), 3, 64)
+
+
+def test_groups_of_one_value_and_outliers() -> None:
+    weight = random_weight(32, 256)
+    weight[1], weight[2], weight[3, :64], weight[4, 7] = 0.0, 7.0, 1e-6, 30.0
+    assert_like_hqq(weight, 4, 64)
+    solved = by_kernel(weight, 4, 64).dequantize()
+    assert torch.equal(solved[1], weight[1]) and torch.equal(solved[2], weight[2])
+
+
+def test_codes_do_not_depend_on_threads_or_strides() -> None:
+    weight = random_weight(300, 512)
+    one = solve_hqq(weight, 4, 64)
+    torch.set_num_threads(3)
+    for same in (weight, weight.t().contiguous().t()):
+        assert all(map(torch.equal, one, solve_hqq(same, 4, 64)))

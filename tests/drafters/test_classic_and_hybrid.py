@@ -1,0 +1,195 @@
+"""Modes classic and hybrid: with another padding of the vocabulary, and in which order the parts of a draft are made.
+
+A second model reads what it missed in chunks of one size, which are captured; the outcome is as without.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from compile.attention import MAX_STEP
+from compile.cuda_graphs import no_captures
+from sharesd import SamplingParams
+from sharesd.config import EngineConfig
+from sharesd.drafters.classic.drafter import ClassicDrafter
+from sharesd.drafters.hybrid.drafter import HybridDrafter
+from sharesd.models.tokenizer import load_tokenizer
+from sharesd.runtime import Runtime
+from sharesd.speculation.cost_model import Costs
+from sharesd.speculation.draft_policy import Policy
+from sharesd.speculation.draft_proposal import Proposal
+from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape, DraftTree, chain, chains
+from tests.cases.inputs import llama
+from tests.helpers.oracle import tiny_decoder
+from tests.helpers.recorded_graphs import RecordedGraphs, take_the_way_of_cuda
+
+TARGET, SMALLER, LARGER = 640, 384, 704
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Targets and drafts of the same weights."""
+    folder = tmp_path_factory.mktemp("padding")
+    for vocab in (TARGET, SMALLER, LARGER):
+        llama(folder / str(vocab), vocab=vocab, seed=31)
+    return folder
+
+
+def runtime(folder: Path, vocab: int, **options: Any) -> Runtime:
+    target, draft = str(folder / str(TARGET)), str(folder / str(vocab))
+    given: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_context": 128, "max_batch": 2}
+    config = EngineConfig(target=target, draft=draft, **given, **options)
+    return Runtime(config, ("naive", "classic"))
+
+
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "hot": {"temperature": 3.0, "seed": 2},
+    "truncated": {"temperature": 3.0, "top_p": 0.99, "repetition_penalty": 1.2, "seed": 3},
+    "rejection": {"temperature": 3.0, "seed": 4, "acceptance": "rejection"},
+    "block": {"temperature": 3.0, "seed": 5, "acceptance": "block"},
+}
+
+
+@pytest.mark.parametrize("vocab", [SMALLER, LARGER])
+@pytest.mark.parametrize("options", [{"num_draft": 3}, {"tree": (3, 3, 8), "num_draft": 8}], ids=str)
+def test_texts_are_those_of_naive(folder: Path, vocab: int, options: dict[str, Any]) -> None:
+    """With a hot target that emits ids that the smaller model does not have, and a prompt of such ids."""
+    loaded = runtime(folder, vocab, **options)
+    naive, classic = loaded.engine("naive"), loaded.engine("classic")
+    prompts = [loaded.tokenizer.encode("the old tree"), [5, TARGET - 1, SMALLER, 7]]
+    drafted: set[int] = set()
+    commit = classic.drafter.commit  # type: ignore[union-attr]
+
+    def noted(context: Any, tree: Any, *rest: Any) -> Any:
+        drafted.update(tree.tokens.flatten().tolist())
+        return commit(context, tree, *rest)
+
+    classic.drafter.commit = noted  # type: ignore[union-attr, method-assign]
+    for name, sampling in SAMPLING.items():
+        if "acceptance" in sampling and "tree" in options:
+            continue
+        params = SamplingParams(max_new_tokens=40, ignore_eos=True, **sampling)
+        found = classic.generate(prompts, params)
+        if name in ("greedy", "hot", "truncated"):
+            wanted = naive.generate(prompts, params)
+            assert [done.token_ids for done in found] == [done.token_ids for done in wanted]
+        if name == "greedy" and "tree" not in options:
+            sources = [source for done in found for source in done.sources[1:]]
+            assert sources.count("recovered") <= 2, "the same model guesses right"
+        elif name == "hot":
+            assert any(token >= SMALLER for done in found for token in done.token_ids)
+    assert drafted and max(drafted) < min(vocab, TARGET)
+    loaded.close()
+
+
+def test_another_tokenizer_of_the_same_size_is_refused(folder: Path, tmp_path: Path) -> None:
+    other = llama(tmp_path / str(SMALLER), vocab=SMALLER, seed=31)
+    said = json.loads((other / "tokenizer.json").read_text())
+    ids = said["model"]["vocab"]
+    ids["Ġmoon"], ids["Ġgreen"] = ids["Ġgreen"], ids["Ġmoon"]
+    (other / "tokenizer.json").write_text(json.dumps(said))
+    assert load_tokenizer(other).vocab_size == load_tokenizer(folder / str(TARGET)).vocab_size
+    with pytest.raises(ValueError, match="another vocabulary"):
+        Runtime(EngineConfig(target=str(folder / str(TARGET)), draft=str(other), device="cpu"), ("classic",))
+
+
+SLOTS = 4 * MAX_STEP
+
+
+def drafter(graphs: Any) -> ClassicDrafter:
+    """A drafter of two rows, whose second has read a short prompt."""
+    found = ClassicDrafter(tiny_decoder(1), batch=2, slots=SLOTS, shapes=chains(4), weight_bytes=0, graphs=graphs)
+    found.begin(1, [3, 4, 5], False)
+    found.read(1, [3, 4, 5])
+    return found
+
+
+@pytest.mark.parametrize("missed", [1, 5, MAX_STEP, 2 * MAX_STEP + 7, SLOTS - 4])
+def test_missed_tokens_are_read_by_replays(missed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    take_the_way_of_cuda(monkeypatch)
+    graphs = RecordedGraphs()
+    eager, captured = drafter(None), drafter(graphs)
+    for num in (1, 2):  # a plain call, and the capture
+        captured.catch_up({1: [3, 4, 5, *[6] * (1 + num)]}, idle=True)
+    captured.begin(1, [3, 4, 5], False)
+    captured.read(1, [3, 4, 5])
+    text = [3, 4, 5, *(7 + i % 20 for i in range(missed)), 1]
+    eager.catch_up({1: text}, idle=True)
+    before = graphs.num_replays
+    with no_captures():
+        captured.catch_up({1: text}, idle=True)
+    assert graphs.num_replays - before == -(-missed // MAX_STEP) and len(graphs.recorded) == 1
+    assert captured.cache.cached_ids[1] == eager.cache.cached_ids[1] == text[:-1]
+    assert captured.cache.lengths.tolist() == eager.cache.lengths.tolist() == [1, len(text) - 1]
+    assert captured._before_B.tolist() == eager._before_B.tolist() == [0, text[-2]]
+    for ours, theirs in zip((*captured.cache.k, *captured.cache.v), (*eager.cache.k, *eager.cache.v), strict=True):
+        ours, theirs = (part[1, :, : len(text) - 1] for part in (ours, theirs))
+        torch.testing.assert_close(ours, theirs)
+
+
+FOUR = chain(4)
+
+
+class Recorded:
+    """A table and a model that note when they are asked, and a policy that takes the shapes which it is given."""
+
+    def __init__(self, shapes: list[DraftShape], *, draft_s: float, graphs: object = object()) -> None:
+        self.shapes, self.events = shapes, []
+        costs = Costs({1: 1.0, 5: 1.1}, draft_s, draft_s, {1: 0.0, 5: 0.0})
+        self.policy = Policy([FOUR], costs=costs)
+        self.policy.gate.seconds = 0.05
+        self.policy.next_shape = lambda *_, **__: self.shapes.pop(0)  # type: ignore[method-assign]
+        table: Any = SimpleNamespace(name="table", num_successors=0, propose=self.propose, extend=lambda *_: None)
+        said = {"name": "model", "shapes": (FOUR,), "first_alphas": (0.5, 0.5), "runs_on_host": False}
+        model: Any = SimpleNamespace(**said, catch_up=lambda *_, **__: None, draft=self.draft)
+        self.drafter = HybridDrafter("hybrid", [table], model, num_nodes=4, trees=False)
+        self.drafter._known[0] = 1
+        given = {"first": 0, "end": 1, "graphs": graphs, "root_B": torch.zeros(1, dtype=torch.int64)}
+        sampler = SimpleNamespace(needs_draft_probs=False, vocab_size=99)
+        self.context: Any = SimpleNamespace(**given, policy=self.policy, sampler=sampler)
+
+    def propose(self, row: int, num: int, ahead: Any = ()) -> Proposal:
+        self.events.append("asked")
+        return Proposal([], [], [])
+
+    def draft(self, context: Any, shape: DraftShape) -> DraftTree:
+        self.events.append("launched")
+        return DraftTree(torch.zeros(1, shape.nodes, dtype=torch.int64), num_steps=shape.depth)
+
+    def round(self) -> list[str]:
+        """Events of a round."""
+        self.events.clear()
+        self.drafter.catch_up({0: [1]}, False)
+        self.drafter.draft(self.context, FOUR)
+        return list(self.events)
+
+
+def test_a_draft_like_the_last_one_is_launched_before_tables_are_asked() -> None:
+    recorded = Recorded([FOUR, FOUR, NO_DRAFT, NO_DRAFT, FOUR, FOUR], draft_s=0.1)
+    assert recorded.round() == ["asked", "launched"]
+    assert recorded.round() == ["launched", "asked"]
+    assert recorded.round() == ["launched", "asked"], "which is dropped"
+    assert not recorded.policy._has_queried
+    assert recorded.round() == ["asked"], "the last round had none"
+    assert recorded.round() == ["asked", "launched"]
+    assert recorded.round() == ["launched", "asked"], "what is dropped takes less time than asking"
+    recorded = Recorded([FOUR] * 3, draft_s=0.0)
+    recorded.round()
+    for pinned, early in ((chain(3), NO_DRAFT), (FOUR, FOUR)):
+        recorded.policy.pinned = pinned
+        assert recorded.policy.early_shape() == early
+
+
+@pytest.mark.parametrize(("draft_s", "graphs"), [(1.0, object()), (0.1, None)])
+def test_tables_come_first_where_drafts_are_dropped_or_not_replayed(draft_s: float, graphs: object) -> None:
+    recorded = Recorded([FOUR, NO_DRAFT, FOUR, FOUR], draft_s=draft_s, graphs=graphs)
+    for _ in range(3):
+        recorded.round()
+    assert recorded.round() == ["asked", "launched"]
