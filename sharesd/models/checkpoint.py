@@ -523,6 +523,7 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
         else:
             with suppress(RuntimeError):  # it is only faster
                 Thread(target=_read_ahead, args=(file,), daemon=True).start()
+            file.open("rb").close()  # safetensors calls every file missing that it cannot open
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.offset_keys():
                     yield name, tensors.get_tensor(name)
