@@ -40,7 +40,7 @@ def python(code: str) -> list[str]:
 
 
 def outcome_of(folder: Path, rest: str, **limit: float) -> dict[str, Any]:
-    """That of a step which finds something and goes on with the rest."""
+    """The exit of a step that finds something and continues with the rest."""
     code = f"open({str(folder / 'found')!r}, 'w').write('{{\"figure\": 7}}'); {rest}"
     outcome = run_step(AgendaStep("trial", 60, "", "what is tried"), python(code), folder / "found", **limit)
     assert outcome["found"] == {"figure": 7}

@@ -185,7 +185,7 @@ def talk(run: Callable, monkeypatch: pytest.MonkeyPatch) -> Talk:
 
 
 def test_chat_remembers_and_reads_only_what_is_new(talk: Talk, run: Callable, folder: Path) -> None:
-    """A line that ends with a backslash goes on."""
+    """A line that ends with a backslash continues on the next one."""
     out, _ = talk("the cat \\", "sat", PROMPTS[1])
     (first, second), kept = talk.answers, talk.kept[-1]
     assert out == f"{first.text}\n{second.text}\n"
@@ -237,7 +237,7 @@ def test_a_full_context_is_told_in_one_line(talk: Talk) -> None:
 
 
 def press_ctrl_c(patch: pytest.MonkeyPatch, *behind: int) -> None:
-    """Behind pieces of answers of these numbers."""
+    """After pieces of answers of these numbers."""
     real, calls = display.AnswerWriter.write, count(1)
 
     def write(writer: display.AnswerWriter, chunk: TokenChunk) -> None:

@@ -66,7 +66,7 @@ def read(target: Decoder, text: list[int]) -> Any:
 
 
 def by_hand(folder: Path, target: Decoder, text: list[int], root: int) -> Tensor:
-    """The logits [VOCAB] behind a text that was guessed behind place `root`."""
+    """The logits [VOCAB] after a text that was guessed after place `root`."""
     t, config = load_file(folder / "model.safetensors"), target.config
     layer = {name.removeprefix("layers.0."): value for name, value in t.items()}
     x = target.embed.weight[text[1:]]  # the first token it knows from the target only
@@ -105,7 +105,7 @@ def test_logits_are_those_of_the_paper(name: str, tmp_path: Path) -> None:
 
 
 def drafted(head: Glide, target: Decoder, text: list[int], root: int, num: int) -> Iterator[tuple[int, Tensor]]:
-    """Logits [1, 1, K] of a chain that goes on as the text does, by place, and of the same as the path of a tree."""
+    """Logits [1, 1, K] of a chain that continues as the text does, by place, and of the same as the path of a tree."""
     known, own = read(target, text), head.new_cache(1, 64)
     known.lengths.fill_(root)
     first, tokens = root // 2, torch.tensor([text])
@@ -188,7 +188,7 @@ def a_text() -> tuple[Tensor, Tensor]:
 
 
 def behind_anchor(t: dict[str, Tensor], embed: Tensor, tokens: Tensor, features: Tensor, num_masks: int) -> Tensor:
-    """States of a text [T] and of masks behind its last place, as one sequence [T + num_masks, D]."""
+    """States of a text [T] and of masks after its last place, as one sequence [T + num_masks, D]."""
     states, embeds = features @ t["fc.weight"].T, embed[tokens]
     states = torch.cat([states, *(states[-1:] + t["mask_states"][i] for i in range(num_masks))])
     embeds = torch.cat([embeds, *(embeds[-1:] + t["mask_embeds"][i] for i in range(num_masks))])
@@ -225,7 +225,7 @@ def test_masks_see_the_text_up_to_their_anchor_and_one_another(layers: int, tmp_
 @torch.inference_mode()
 @pytest.mark.parametrize("layers, how", [(1, "off"), (1, "native"), (2, "off")])
 def test_cached_passes_agree_with_training(layers: int, how: str) -> None:
-    """Two texts, the second of which ends earlier, in two pieces; masks behind."""
+    """Two texts, the second of which ends earlier, in two pieces; masks after them."""
     target = tiny_decoder(3)
     head, (tokens, features) = random_head(target, "parallel", ids=IDS, layers=layers), a_text()
     assert isinstance(head, Parallel)

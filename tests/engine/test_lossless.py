@@ -430,7 +430,7 @@ def test_a_classic_drafter_knows_what_it_has_read() -> None:
 
 
 def test_reuse_of_rows_with_different_beginnings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One row keeps nearly all of a full context while another reads a long prompt anew; both fit their slots."""
+    """One row keeps nearly all of a full context while another reads a long prompt again; both fit their slots."""
     engine, fresh = share_engine(*quantized(MODEL, QuantConfig(group_size=32)), batch=3), new_engine(MODEL, batch=3)
     params, long = params_of("sampled", 4), [1 + i % 37 for i in range(MAX_CONTEXT - 4)]
     prompts = [[*long, 9], long[::-1], [7, 7, 8]]

@@ -22,7 +22,7 @@ from tests.helpers.paths import ROOT
 
 NUM = 100
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
-"""With the cache folder of all tests, in which kernels lie: processes of their own would build them anew."""
+"""With the cache folder of all tests, in which kernels lie: processes of their own would build them again."""
 MAIN = "import sys; from tests.helpers import replica_work; replica_work.main(*sys.argv[1:])"
 
 

@@ -116,7 +116,7 @@ class TableModel:
 def drafted(
     target: TableModel, draft: TableModel | None, prefix_B: Tensor, noise_BNV: Tensor
 ) -> tuple[DraftTree, Tensor]:
-    """Drafts behind prefixes, and the target's probabilities. Without a draft model they are token 0, then 1, ..."""
+    """Drafts after prefixes, and the target's probabilities. Without a draft model they are token 0, then 1, ..."""
     V, tokens, q, p = target.vocab_size, list[Tensor](), list[Tensor](), [target[prefix_B]]
     for i in range(noise_BNV.shape[1]):
         q.append(one_hot(torch.full_like(prefix_B, i % V), V) if draft is None else draft[prefix_B])

@@ -18,7 +18,7 @@ def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Answers of a tiny model; its folder lies beside. Tests must not write there."""
+    """Answers of a tiny model; the model's folder is next to them. Tests must not write there."""
     folder = tmp_path_factory.mktemp("data")
     model = make_checkpoint(folder / "model", layers=4)
     (folder / "answers").mkdir()

@@ -68,7 +68,7 @@ BAD: list[tuple[Any, str]] = [
     ("a", "is not a JSON object"),
 ]
 ENVIRONMENT = dict(os.environ)
-"""With the cache folder of all tests, in which kernels lie: processes of their own would build them anew."""
+"""With the cache folder of all tests, in which kernels lie: processes of their own would build them again."""
 OPTIONS = ["--max-context", "128", "--max-new-tokens", "24"]
 
 

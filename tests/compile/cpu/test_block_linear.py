@@ -1,4 +1,4 @@
-"""Linears of GGUF blocks and of bfloat16: values of the file, and rows whose bits depend on nothing beside them.
+"""Linears of GGUF blocks and of bfloat16: values of the file, and rows whose bits depend on nothing next to them.
 
 Legend: M rows, N outputs, K inputs.
 """

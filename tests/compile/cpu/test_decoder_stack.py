@@ -1,4 +1,4 @@
-"""All blocks in one kernel: the values of the blocks, and rows whose bits depend on nothing beside them."""
+"""All blocks in one kernel: the values of the blocks, and rows whose bits depend on nothing next to them."""
 
 from __future__ import annotations
 

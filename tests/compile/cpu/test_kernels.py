@@ -32,7 +32,7 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 COMPILERS = {"": "no C\\+\\+ compiler found.*install one.*or set CXX", "false": "could not build"}
 COMPILERS |= {"no-such-compiler": "no-such-compiler does not run"}
-"""What is said of those that are missing or fail."""
+"""Messages about compilers that are missing or fail."""
 Heads = tuple[int, int]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 WINDOWS = ({"window": 1}, {"window": 5}, {"window": 33}, {"softcap": 2.0}, {"softcap": 1.5, "window": 20})
@@ -256,7 +256,7 @@ def inputs(dtype: torch.dtype, *shape: int) -> Tensor:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("N", "K"), LINEARS)
 def test_packed_linear_equals_linear_row_by_row(N: int, K: int, bias: bool, dtype: torch.dtype) -> None:
-    """A row's bits depend on nothing beside it."""
+    """A row's bits depend on nothing next to it."""
     linear = make_linear(dtype, N, K, bias)
     packed, tolerance = PackedLinear(linear.weight, linear.bias), TOLERANCE[dtype]
     assert (packed.in_features, packed.out_features) == (K, N)

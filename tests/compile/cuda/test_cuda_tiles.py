@@ -160,7 +160,7 @@ def test_one_kernel_stands_for_all_sizes() -> None:
 
 
 def check(ptx: str) -> None:
-    """One wait, in everybody's way; nothing but prefetches before it; the next kernel may begin behind it alone."""
+    """One wait, in everybody's way; nothing but prefetches before it; only after it may the next kernel begin."""
     body = ptx[ptx.index(".entry") :]
     assert body.count(WAITS) == body.count(LETS) == 1
     before = body[: body.index(WAITS)]
