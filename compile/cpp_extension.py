@@ -158,6 +158,9 @@ def _load(target: Path) -> ctypes.CDLL | None:
                 return ctypes.CDLL(str(target))
             log.warning("rebuilding %s, which does not hold what was built", target)
     except OSError as error:
+        too_many = os.strerror(errno.EMFILE)
+        if too_many in str(error):  # the loader's errors have no number; another build would not load either
+            raise OSError(errno.EMFILE, too_many, str(target)) from error
         log.warning("rebuilding %s, which does not load: %s", target, error)
     return None
 

@@ -475,10 +475,16 @@ def write_tensors(tensors: dict[str, Tensor], file: Path, more: Mapping[str, str
     try:
         save_file(tensors, file, metadata={"format": "pt", **(more or {})})
     except SafetensorError as error:
-        number = re.search(r"os error (\d+)", str(error))
-        if number is None:
-            raise
-        raise OSError(int(number[1]), os.strerror(int(number[1])), str(file)) from error
+        raise system_error(error, file) or error from None
+
+
+def system_error(error: Exception, file: Path) -> OSError | None:
+    """Return the system's error where a library raised one of its own for it, like `... open files (os error 24)`."""
+    text = str(error)
+    for number in re.findall(r"\((?:os error )?(\d{1,3})\)", text):
+        if os.strerror(int(number)) in text:
+            return OSError(int(number), os.strerror(int(number)), str(file))
+    return None
 
 
 def content_hash(folder: Path) -> str:
@@ -510,6 +516,7 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
 
     Raises:
         ValueError: the file is damaged.
+        OSError: the file cannot be opened.
     """
     try:
         if file.suffix == ".bin":
@@ -531,6 +538,8 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
         reason = " ".join(str(error).split())
         if isinstance(error, OSError) or "allocate memory" in reason.lower():  # of the system, not of the content
             raise
+        if of_system := system_error(error, file):
+            raise of_system from error
         if isinstance(error, PickleError):  # torch's advice is to run what the file brings along
             reason = "it holds other things than tensors, or is not a file of torch"
         raise ValueError(f"{file} is damaged ({reason}); download it again") from error

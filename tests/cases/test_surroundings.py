@@ -64,7 +64,7 @@ FORKED: dict[str, tuple[str, int, str]] = {
     "0 threads": ("more += ['--threads', '0']", 2, "error: .*threads.* 0"),
     "40 files": ("limit('NOFILE', 40)", 0, ""),
     "16 files": ("limit('NOFILE', 16)", 0, ""),
-    "8 files": ("limit('NOFILE', 8)", 2, "error: .*Too many open files; raise the limit"),
+    **{f"{n} files": (f"limit('NOFILE', {n})", 2, "error: .*Too many open files; raise the limit") for n in (5, 6, 8)},
     "small stack": ("limit('STACK', 256 << 10)", 0, ""),
     "small files": ("limit('FSIZE', 1024); env['SHARESD_CACHE_DIR'] = 'new'\n" + NEW, 0, UNKEPT),
     "little memory": ("limit('AS', 64 << 20)", 2, r"error: out of memory .*raise the limit on memory, 67 MB"),
