@@ -20,7 +20,6 @@ from benchmark.peers.measure import PeerResult, figures, measure
 from benchmark.peers.peer import PEERS, Peer, PeerSettings, peer_class
 from benchmark.peers.process import PeerError, Sample, Worker, timed
 from sharesd.config import EngineConfig
-from tests.helpers.tiny_models import make_checkpoint
 
 PROMPT = [5, 6, 7]
 LOOPING = [300, 301, 302, 300, 301]
@@ -243,6 +242,8 @@ def test_transformers_gives_our_text_in_all_variants(tiny: Path) -> None:
 
 
 def test_transformers_goes_on_after_end_tokens(tmp_path: Path) -> None:
+    from tests.helpers.tiny_models import make_checkpoint  # not above: processes import this file, and no torch with it
+
     folder, peer = make_checkpoint(tmp_path / "model"), peer_class("transformers")
     text = deliveries(peer(small(folder, dtype="float32")), "plain", PROMPT)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": text[2][0]}))

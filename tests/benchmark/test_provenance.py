@@ -273,7 +273,7 @@ def test_texts_that_differ(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 
     right = sampler.accept_match
     monkeypatch.setattr(sampler, "accept_match", credulous)
-    status, out, err = run("--max-new-tokens", "24")
+    status, out, err = run("--max-new-tokens", "12")
     assert status == 1 and "the texts of prompts" in err and "equal" not in out
     assert results()["equal"] is False
 

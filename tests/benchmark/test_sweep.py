@@ -49,12 +49,12 @@ def measured(name: str, tiny: Path, out: Path, *argv: str) -> dict[str, Any]:
 
 
 def test_every_point_of_a_grid_is_measured(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    axes = ("--contexts", "900,100", "--batches", "1,2", "--temperatures", "0,1")
+    axes = ("--contexts", "300,100", "--batches", "1,2", "--temperatures", "0,1")
     drafts = ("--modes", "ngram,hybrid", "--hybrid-drafters", "suffix,ngram", "--max-speculative-tokens", "2")
     report = measured("grid", tiny, tmp_path / "out", *axes, *drafts)
     points = report["points"]
     places = [(*point["values"].values(), point["mode"]) for point in points]
-    assert places == list(product("12", ("900", "100"), "01", ("ngram", "hybrid")))
+    assert places == list(product("12", ("300", "100"), "01", ("ngram", "hybrid")))
     for point in points:
         assert point["identical"] and point["speedup"] > 0 and point["tau"] >= 1
         assert len(point["turns"]) == {"1": 3, "2": 2}[point["values"]["batch"]]
@@ -62,8 +62,8 @@ def test_every_point_of_a_grid_is_measured(tiny: Path, tmp_path: Path, capsys: p
         for turn in point["turns"]:
             assert len(turn["question_ids"]) == len(turn["prompt_tokens"]) == int(point["values"]["batch"])
             assert len(turn["ratios"]) == 2 and turn["decoded_tokens"] > 0
-            if point["values"]["context"] == "900":
-                assert all(880 <= length <= 920 for length in turn["prompt_tokens"])
+            if point["values"]["context"] == "300":
+                assert all(280 <= length <= 320 for length in turn["prompt_tokens"])
     assert report["complete"] and report["settings"]["axes"]["batch"] == ["1", "2"]
     out, err = capsys.readouterr()
     assert "points below 0.98x" in out and "best single drafter" in out and "all texts identical" in out
@@ -72,8 +72,8 @@ def test_every_point_of_a_grid_is_measured(tiny: Path, tmp_path: Path, capsys: p
 
 
 def test_width_and_options_are_axes(tiny: Path, tmp_path: Path) -> None:
-    quants = "draft-quant=hqq:8:64;hqq:4:64,head=4"
-    report = measured("sweep", tiny, tmp_path / "out", "--mode", "share", "--over", "width=2,4", "--over", quants)
+    quants, one = "draft-quant=hqq:8:64;hqq:4:64,head=4", ("--num-questions", "1")
+    report = measured("sweep", tiny, tmp_path / "out", "--mode", "share", "--over", "width=2,4", "--over", quants, *one)
     points = report["points"]
     values = [tuple(point["values"].values()) for point in points]
     assert values == list(product("24", ("hqq:8:64", "hqq:4:64,head=4")))

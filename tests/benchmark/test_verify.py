@@ -59,7 +59,9 @@ def compare(tiny: Path, out: Path, *options: str) -> tuple[int, dict[str, Any]]:
 @pytest.mark.smoke
 def test_all_modes_are_exact(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     modes = ("classic", "share", "ngram", "suffix")
-    status, report = compare(tiny, tmp_path / "out", "--num-speculative-tokens", "1,3", "--mode", ",".join(modes))
+    status, report = compare(
+        tiny, tmp_path / "out", "--num-speculative-tokens", "1,3", "--mode", ",".join(modes), "--max-new-tokens", "12"
+    )
     assert status == 0 and report["identical"] is True
     seen = [(c["mode"], c["num_draft"], c["temperature"], c["seed"]) for c in report["cases"]]
     ways = ((0, 0), (1, 0), (1, 1))  # greedy decoding knows no seeds

@@ -266,12 +266,12 @@ def test_ctrl_c_ends_the_answer_and_not_the_chat(talk: Talk, monkeypatch: pytest
 
 def test_ctrl_c_in_the_middle_of_a_round_leaves_engines_usable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = Runtime(EngineConfig(target=str(folder), compile="off"), ("naive", "share", "classic"))
-    params = SamplingParams(max_new_tokens=40, temperature=0.8, seed=3)
+    params = SamplingParams(max_new_tokens=30, temperature=0.8, seed=3)
     for mode in runtime.modes:
         engine = runtime.engine(mode)  # type: ignore[arg-type]
         ids, other = (engine.tokenizer.encode(prompt) for prompt in PROMPTS)
         (whole,), (whole_other,) = engine.generate([ids], params), engine.generate([other], params)
-        for fail_at in range(1, 23, 7):
+        for fail_at in (1, 8, 15):
             engine.generate([other], params)
             real, calls = type(engine.target).forward, count(1)
 

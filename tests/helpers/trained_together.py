@@ -14,6 +14,7 @@ import torch
 
 from tests.train.test_train_heads import train
 from train.heads.distributed import Processes
+from train.heads.metrics_log import MetricsLog
 from train.heads.trainer import Trainer
 from train.heads.training_run import TrainingRun
 
@@ -34,7 +35,7 @@ with 2 finds a folder where process 0 is to write curves.
 
 def run(name: str, kind: str, status: int, more: tuple[str, ...], data: Path, work: Path) -> None:
     sessions: list[TrainingRun] = []
-    begin, advance = TrainingRun.begin, Trainer.advance
+    begin, advance, draw = TrainingRun.begin, Trainer.advance, MetricsLog.draw
 
     def noted(self: TrainingRun, *args: Any) -> None:
         sessions.append(self)
@@ -45,12 +46,14 @@ def run(name: str, kind: str, status: int, more: tuple[str, ...], data: Path, wo
             raise KeyboardInterrupt
         return advance(self)
 
+    if status != 2:  # curves take most of the time, and only that run is about them
+        MetricsLog.draw = lambda log: None  # type: ignore[method-assign]
     TrainingRun.begin = noted  # type: ignore[method-assign]
     Trainer.advance = killed if status == 130 else advance  # type: ignore[method-assign]
     try:
         assert train(kind, data, work / name, *more) == status, name
     finally:
-        TrainingRun.begin, Trainer.advance = begin, advance  # type: ignore[method-assign]
+        TrainingRun.begin, Trainer.advance, MetricsLog.draw = begin, advance, draw  # type: ignore[method-assign]
     torch.save(sessions[0].trainer.state(), work / f"{name}-{os.environ['RANK']}.pt")
 
 

@@ -15,7 +15,7 @@ from tests.helpers.damage_runner import KINDS, load_all, load_damaged, table, wr
 @pytest.mark.subprocess
 @pytest.mark.parametrize("kind", KINDS)
 def test_damage(kind: str) -> None:
-    records = load_damaged(kind, 0, 25)
+    records = load_damaged(kind, 0, 10)
     assert wrong(records) == []
     assert {record["outcome"] for record in records} == {"loaded", "refused"}
 

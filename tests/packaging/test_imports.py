@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from importlib.util import find_spec
 from pathlib import Path
@@ -46,13 +47,19 @@ MODULES = [
 ]
 
 
+@cache
+def parsed(source: str) -> list[ast.Import | ast.ImportFrom]:
+    """Its imports, wherever they stand."""
+    return [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
 def imports_of(source: str, path: str) -> Iterator[tuple[int, str, bool]]:
     """Line, module and whether names are taken from it, of every import, wherever it stands."""
-    for node in ast.walk(ast.parse(source, path)):
+    for node in parsed(source):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name, False
-        elif isinstance(node, ast.ImportFrom):
+        else:
             assert node.level == 0, f"{path}:{node.lineno} has a relative import; write the package's name"
             assert node.module is not None
             yield node.lineno, node.module, True
@@ -99,10 +106,10 @@ def test_wrong_imports_are_found(source: str, package: str, num: int) -> None:
 def upward_imports(source: str, room: str) -> list[str]:
     """Return the modules of `sharesd` that a file of this room imports from rooms that are not lower."""
     modules = []
-    for node in ast.walk(ast.parse(source)):
+    for node in parsed(source):
         if isinstance(node, ast.Import):
             modules += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
+        else:
             package = node.module == "sharesd"
             modules += [f"sharesd.{alias.name}" for alias in node.names] if package else [str(node.module)]
     rooms = {module: module.split(".")[1] for module in modules if module.startswith("sharesd.")}
@@ -146,10 +153,10 @@ def uses_of(modules: dict[str, Path]) -> dict[str, set[str]]:
     """Module -> those that it imports, late imports and those for types included."""
     uses: dict[str, set[str]] = {name: set() for name in modules}
     for name, path in modules.items():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in parsed(path.read_text(encoding="utf-8")):
             if isinstance(node, ast.Import):
                 uses[name] |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom):
+            else:
                 names = [f"{node.module}.{alias.name}" for alias in node.names]
                 uses[name] |= {full if full in modules else str(node.module) for full in names}
     return {name: found & modules.keys() for name, found in uses.items()}

@@ -301,8 +301,10 @@ KILL, KILLED, SLOW = signal.SIGKILL, "has ended: killed by signal 9 (SIGKILL)", 
     ("task", "size", "victims", "by", "statuses", "told"),
     [
         ("endless", 2, [1], KILL, (2, 3), f"error: rank 1 {KILLED}"),
-        pytest.param("idle", 4, [3], KILL, (2, 3), f"error: rank 3 {KILLED}", marks=SLOW),
-        pytest.param("endless", 2, [0], KILL, (-9,), "rank 0 has ended: it was killed, or its machine is", marks=SLOW),
+        pytest.param("idle", 4, [3], KILL, (2, 3), f"error: rank 3 {KILLED}", marks=pytest.mark.long),
+        pytest.param(
+            "endless", 2, [0], KILL, (-9,), "rank 0 has ended: it was killed, or its machine is", marks=pytest.mark.long
+        ),
         pytest.param("idle", 2, [1, 0], signal.SIGINT, (130,), "interrupted\n", marks=SLOW),
     ],
 )
@@ -317,7 +319,7 @@ def test_the_end_of_a_rank_ends_all(
         assert len(ranks) == size
         for victim in victims:
             ranks[victim].send_signal(by)
-        ranks[0].wait(600)
+        ranks[0].wait(120)
         assert not psutil.wait_procs(ranks[1:], timeout=600)[1]
         _, err = ranks[0].communicate()
         assert ranks[0].returncode in statuses and err.count("\n") == 1 and told in err

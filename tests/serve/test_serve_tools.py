@@ -207,7 +207,7 @@ CHOICES: list[dict[str, Any]] = [
 ANSWERS: dict[Mode, list[Any]] = {}
 
 
-@pytest.mark.parametrize("mode", ["naive", "share", "suffix", "hybrid"])
+@pytest.mark.parametrize("mode", ["naive", "share", pytest.param("suffix", marks=pytest.mark.long), "hybrid"])
 def test_a_model_that_must_call_does(folder: Path, mode: Mode) -> None:
     with real(EngineConfig(target=str(folder), mode=mode, max_batch=2)) as server:
         found = []

@@ -283,8 +283,8 @@ def train_in_two_goes(step: int, kind: str, data: Path, out: Path, *more: str) -
 @pytest.mark.parametrize(
     ("kind", "after", "more"),
     [
-        ("eagle", 5, ()),
-        pytest.param("eagle", 0, ("--optimizer", "muon"), marks=pytest.mark.slow),
+        ("eagle", 0, ()),
+        pytest.param("eagle", 5, ("--optimizer", "muon"), marks=pytest.mark.long),
         pytest.param("eagle3", 4, ("--unroll", "1,3", "--precision", "bf16"), marks=pytest.mark.slow),
         ("parallel", 5, ()),
         pytest.param("glide", 4, ("--optimizer", "muon"), marks=pytest.mark.slow),

@@ -93,6 +93,7 @@ def live(
     return attend_live(*step[:3], *turn, *step[3:], *places, step.q.shape[3] ** -0.5, *sight.values(), *how)
 
 
+@pytest.mark.thin
 @pytest.mark.interpreted
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @PATHS
@@ -109,6 +110,7 @@ def test_a_row_has_the_bits_of_plain_decoding(paths: tuple[tuple[int, ...], ...]
             assert torch.equal(live(alone.in_8_bits() if q8 else alone, **options)[0, 0], out[b, row])
 
 
+@pytest.mark.thin
 @pytest.mark.interpreted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16], ids=str)
 @pytest.mark.parametrize(
@@ -151,6 +153,7 @@ def test_what_is_not_seen_is_not_read(options: dict[str, int]) -> None:
         assert torch.equal(live(clean, tree_mask, **options), live(poisoned, tree_mask, **options))
 
 
+@pytest.mark.thin
 @pytest.mark.interpreted
 @Q8
 @PATHS
@@ -192,6 +195,7 @@ def test_rotation_rounds_as_the_plain_one(dtype: torch.dtype, r: int) -> None:
         assert all(torch.equal(a, b) for a, b in zip(ours[3:5], theirs[3:5], strict=True))
 
 
+@pytest.mark.thin
 @pytest.mark.interpreted
 @pytest.mark.parametrize("gemma", [False, True])
 @pytest.mark.parametrize(

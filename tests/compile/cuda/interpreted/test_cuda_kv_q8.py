@@ -37,12 +37,14 @@ def unpacked(step: Step) -> tuple[Tensor, Tensor]:
     return unpack_q8(step.k_cache, step.v_cache, step.q.shape[3], step.q.dtype, plain=True)
 
 
+@pytest.mark.thin
 @DTYPES
 @pytest.mark.parametrize("d", [16, 33, 80, 128])
 def test_output_and_cache_are_those_of_the_rounded_numbers(d: int, dtype: torch.dtype) -> None:
     check(spread(random_step(3, 4, 2, d, 2 * SPLIT, [SPLIT - 2, 31], dtype)))
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @PATHS
 def test_sight_is_that_of_numbers(paths: tuple[tuple[int, ...], ...], options: dict[str, Any]) -> None:
@@ -97,6 +99,7 @@ def test_halves_are_rounded_to_even_and_tiny_groups_are_zero() -> None:
     assert scales[0].tolist() == [1, pytest.approx(1 / 127), 0] and not scales[1].any()
 
 
+@pytest.mark.thin
 @DTYPES
 @pytest.mark.parametrize("d", [16, 80])
 @pytest.mark.parametrize("blocks", [4, 3], ids=["whole", "view"])
