@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
             counts["skipped"] += 1
     for name, settings, markers in groups:
         print(f"\n-- {name}", flush=True)
-        # Guard pages' own tests and processes of kernels for an older processor are the slow ones among kernels.
+        # The slow ones among the kernels' tests run once, with the kernels of this processor.
         left_out = [] if args.long else ["not long", *(["not slow"] if markers == KERNELS else [])]
         wanted = [markers, *left_out, *([args.markers] if args.markers else [])]
         flags_of_group = [*flags, "-m", " and ".join(f"({each})" for each in wanted)]

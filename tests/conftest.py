@@ -29,7 +29,7 @@ import torch
 from compile import cpp_extension
 from tests.helpers import guard
 from tests.helpers.covering import thin
-from tests.helpers.shared_runtimes import Shared
+from tests.helpers.shared_runtimes import Shared, link_kernels
 
 guard.install()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -180,7 +180,9 @@ def close_after() -> Iterator[list[Any]]:
 
 @pytest.fixture(scope="module")
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What is kept on disk goes away (the kernels' library is loaded before)."""
+    """A cache folder of this file's tests, which has the kernels: processes would build them again."""
+    folder = tmp_path_factory.mktemp("cache")
+    link_kernels(folder)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SHARESD_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("SHARESD_CACHE_DIR", str(folder))
         yield

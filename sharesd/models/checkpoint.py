@@ -475,7 +475,9 @@ def write_tensors(tensors: dict[str, Tensor], file: Path, more: Mapping[str, str
     try:
         save_file(tensors, file, metadata={"format": "pt", **(more or {})})
     except SafetensorError as error:
-        raise system_error(error, file) or error from None
+        if of_system := system_error(error, file):
+            raise of_system from error
+        raise
 
 
 def system_error(error: Exception, file: Path) -> OSError | None:

@@ -65,14 +65,6 @@ def answers(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
 
 
-def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replicas find the kernels in the cache folder of all tests; in one of their own they would build them again."""
-    if "SHARESD_CACHE_DIR" in ENVIRONMENT:
-        monkeypatch.setenv("SHARESD_CACHE_DIR", ENVIRONMENT["SHARESD_CACHE_DIR"])
-    else:
-        monkeypatch.delenv("SHARESD_CACHE_DIR")
-
-
 def texts(out: Path) -> list[dict[str, Any]]:
     """All but the statistics, whose times are those of a run."""
     return [{name: value for name, value in record.items() if name != "stats"} for record in answers(out)]
@@ -102,10 +94,9 @@ def test_each_answer_is_that_of_plain_decoding(whole: Path, model: str, prompts:
 
 @pytest.mark.subprocess
 def test_any_number_of_replicas_writes_the_same_file(
-    whole: Path, model: str, prompts: Path, tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+    whole: Path, model: str, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "answers.jsonl"
-    with_kernels(monkeypatch)
     assert generate(model, prompts, out, "--replicas", "2", "--mode", "ngram") == 1
     assert texts(out) == texts(whole)
     said = " ".join(capsys.readouterr().err.split())

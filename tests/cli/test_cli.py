@@ -28,8 +28,8 @@ from sharesd.cli import chat, display, startup
 from sharesd.cli.main import main
 from sharesd.engine.outputs import Completion, Source, TokenChunk
 from sharesd.runtime import Runtime
-from sharesd_files import cache_root
 from tests.helpers.paths import ROOT
+from tests.helpers.shared_runtimes import link_kernels
 from tests.helpers.tiny_models import make_checkpoint
 
 PROMPTS = ("why is the sky blue", "the cat sat on the mat")
@@ -394,9 +394,7 @@ def test_chat_on_a_terminal(tmp_path: Path) -> None:
             shown += os.read(ours, 65536).decode()
         shown = shown[shown.index(text) + len(text) :]
 
-    kernels = cache_root() / "native"
-    kernels.mkdir(parents=True, exist_ok=True)
-    (tmp_path / "native").symlink_to(kernels)  # built before; all else goes to a cache of the test's own
+    link_kernels(tmp_path)
     environment = {**os.environ, "TERM": "xterm", "SHARESD_CACHE_DIR": str(tmp_path)}
     terminal = {"start_new_session": True, "preexec_fn": _take_terminal, "env": environment}
     terminal |= dict.fromkeys(("stdin", "stdout", "stderr"), theirs)

@@ -10,15 +10,15 @@ from itertools import combinations
 import pytest
 
 FEW = 6
-"""Products of so many tests stay whole unless they are marked `thin`."""
+"""Products of so many tests stay whole."""
 Point = tuple[Hashable, ...]
 
 
 def thin(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     """The tests that a covering set leaves out.
 
-    Of a product that is marked `thin`, every value stays; of three or more `parametrize` with more than `FEW` tests
-    together, all pairs of values do.
+    Of functions with more than `FEW` tests: where three or more `parametrize` make up a product, all pairs of values
+    stay; where it is two, and the test is marked `thin`, every value stays.
     """
     by_function = defaultdict(list)
     for item in items:
@@ -26,10 +26,12 @@ def thin(items: Sequence[pytest.Item]) -> list[pytest.Item]:
             by_function[item.nodeid.partition("[")[0]].append(item)
     left_out: list[pytest.Item] = []
     for tests in by_function.values():
+        if len(tests) <= FEW:
+            continue
         points = [_point(test) for test in tests]
-        is_thin = tests[0].get_closest_marker("thin") is not None
-        if len(points[0]) > 1 and (is_thin or (len(points[0]) > 2 and len(tests) > FEW)):
-            kept = covering(points, 1 if is_thin else 2)
+        pairs = len(points[0]) > 2
+        if pairs or (len(points[0]) == 2 and tests[0].get_closest_marker("thin")):
+            kept = covering(points, 2 if pairs else 1)
             left_out += [test for i, test in enumerate(tests) if i not in kept]
     return left_out
 

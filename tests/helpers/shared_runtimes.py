@@ -10,6 +10,8 @@ from typing import Any
 
 from filelock import FileLock
 
+from sharesd_files import cache_root
+
 
 class Shared:
     """Made folders by name."""
@@ -40,6 +42,13 @@ class Shared:
 
         name = _named(f"{target.name}-{kind}", options)
         return self.folder(name, lambda folder: make_head(folder, decoder_config(target), kind, **options))
+
+
+def link_kernels(cache: Path) -> None:
+    """Let an empty cache folder have the CPU kernels that are built; files there are named after what they are of."""
+    kernels = cache_root() / "native"
+    kernels.mkdir(parents=True, exist_ok=True)
+    (cache / "native").symlink_to(kernels)
 
 
 def _named(kind: str, what: Any) -> str:

@@ -95,15 +95,6 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
 Generate = Callable[..., int]
 
 
-@pytest.fixture
-def common_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cache folder of all tests, for processes that would build kernels again, and for the demo model."""
-    if "SHARESD_CACHE_DIR" in ENVIRONMENT:
-        monkeypatch.setenv("SHARESD_CACHE_DIR", ENVIRONMENT["SHARESD_CACHE_DIR"])
-    else:
-        monkeypatch.delenv("SHARESD_CACHE_DIR", raising=False)
-
-
 @pytest.fixture(scope="module")
 def generate(model: str, prompts: str, own_cache: None) -> Generate:
     """The command, given a folder and more options."""
@@ -204,7 +195,6 @@ def test_neither_drafts_nor_the_number_at_once_change_an_answer(
 
 
 @pytest.mark.subprocess
-@pytest.mark.usefixtures("common_cache")
 def test_replicas_share_the_work(whole: Path, generate: Generate, tmp_path: Path, capsys: CaptureFixture[str]) -> None:
     assert generate(tmp_path, "--replicas", "2", "--max-batch", "2") == 0
     assert answers(tmp_path) == answers(whole)
@@ -410,7 +400,6 @@ def test_inspect_shows_what_is_in_the_loss(whole: Path, model: str, prompts: str
 
 
 @pytest.mark.real_model
-@pytest.mark.usefixtures("common_cache")
 def test_the_embedded_model_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = tmp_path / "asked.json"
     questions = ["What is the capital of France?", "Say hello.", "Name a colour.", "Count to five."]

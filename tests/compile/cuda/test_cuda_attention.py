@@ -153,7 +153,6 @@ def test_what_is_not_seen_is_not_read(options: dict[str, int]) -> None:
         assert torch.equal(live(clean, tree_mask, **options), live(poisoned, tree_mask, **options))
 
 
-@pytest.mark.thin
 @pytest.mark.interpreted
 @Q8
 @PATHS

@@ -99,7 +99,6 @@ def test_halves_are_rounded_to_even_and_tiny_groups_are_zero() -> None:
     assert scales[0].tolist() == [1, pytest.approx(1 / 127), 0] and not scales[1].any()
 
 
-@pytest.mark.thin
 @DTYPES
 @pytest.mark.parametrize("d", [16, 80])
 @pytest.mark.parametrize("blocks", [4, 3], ids=["whole", "view"])
