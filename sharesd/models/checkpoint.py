@@ -489,6 +489,13 @@ def system_error(error: Exception, file: Path) -> OSError | None:
     return None
 
 
+def raise_open_files(error: Exception, file: Path) -> None:
+    """Raise OSError where a library failed since the process has too many open files, whatever the file holds."""
+    found = system_error(error, file)
+    if found is not None and found.errno == errno.EMFILE:
+        raise found from error
+
+
 def content_hash(folder: Path) -> str:
     """Return the hash of weights, adapter, configs, tokenizer and templates."""
     adapter = adapter_files(folder / ADAPTER) if (folder / ADAPTER).is_dir() else []
@@ -540,8 +547,7 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
         reason = " ".join(str(error).split())
         if isinstance(error, OSError) or "allocate memory" in reason.lower():  # of the system, not of the content
             raise
-        if of_system := system_error(error, file):
-            raise of_system from error
+        raise_open_files(error, file)
         if isinstance(error, PickleError):  # torch's advice is to run what the file brings along
             reason = "it holds other things than tensors, or is not a file of torch"
         raise ValueError(f"{file} is damaged ({reason}); download it again") from error

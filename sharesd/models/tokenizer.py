@@ -17,7 +17,7 @@ from typing import Any
 import tokenizers
 
 from sharesd.models import chat_template, template_probes
-from sharesd.models.checkpoint import damage_named, eos_ids, has_file, source_of, system_error
+from sharesd.models.checkpoint import damage_named, eos_ids, has_file, raise_open_files, source_of
 from sharesd.models.special_tokens import (
     REPEATED,
     TOOL_MARKS,
@@ -313,8 +313,7 @@ def _read_backend(file: Path) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
     try:
         return with_own_ids(tokenizers.Tokenizer.from_file(str(file)), file)
     except Exception as error:  # the package raises nothing narrower
-        if of_system := system_error(error, file):
-            raise of_system from error
+        raise_open_files(error, file)
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"{file} is damaged ({reason}); download it again") from error
 

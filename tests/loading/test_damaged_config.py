@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from sharesd.models.loader import decoder_config, load_decoder, load_model
 from sharesd.models.tokenizer import load_tokenizer
 from sharesd.weights.packing import make_cpu_linear
 from tests.cases.inputs import config_of, llama, save, weights
+from tests.helpers.tiny_models import make_checkpoint
 
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
 
@@ -137,6 +139,23 @@ def test_too_many_open_files_are_no_fault_of_a_file(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(Path, "read_text", refuse)
     with pytest.raises(OSError, match="Too many open files"):
         read_json(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize(
+    "text, kind", [("Too many open files (os error 24)", OSError), ("Is a directory (os error 21)", ValueError)]
+)
+def test_a_tokenizer_that_cannot_be_opened(
+    text: str, kind: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the limit of the process is no fault of the file."""
+
+    def refuse(path: str) -> None:
+        raise Exception(text)
+
+    folder = make_checkpoint(tmp_path / "model")
+    monkeypatch.setattr("tokenizers.Tokenizer", SimpleNamespace(from_file=refuse))
+    with pytest.raises(kind, match=text.partition(" (")[0]):
+        load_tokenizer(folder)
 
 
 @pytest.mark.parametrize("weight_map", [[], 1.5, {"lm_head.weight": None}, {"lm_head.weight": ["x"]}])
