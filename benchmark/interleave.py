@@ -1,13 +1,13 @@
 """Comparison of modes with `naive`, interleaved round by round.
 
-The engine with fewer tokens decodes the next round, so that changes of the machine's speed affect both. With
-asynchronous scheduling, engines alternate by whole answers.
+A second engine decodes plainly. The one with fewer tokens decodes the next round, so that changes of the machine's
+speed affect both. With asynchronous scheduling, they alternate by whole answers.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING
@@ -40,22 +40,28 @@ class Comparison:
 
 
 def compare_modes(
-    naive: Engine, engines: Mapping[Mode, Engine], prompts: Sequence[list[int]], params: SamplingParams, *, runs: int
+    naive: Engine,
+    engine: Engine,
+    modes: Sequence[Mode],
+    prompts: Sequence[list[int]],
+    params: SamplingParams,
+    *,
+    runs: int,
 ) -> dict[Mode, Comparison]:
-    """Compare modes with `naive`; recycle tables are reset before each run."""
-    found: dict[Mode, Comparison] = {mode: Comparison() for mode in engines}
+    """Compare modes of `engine` with `naive`, another engine; recycle tables are reset before each run."""
+    found: dict[Mode, Comparison] = {mode: Comparison() for mode in modes}
     tables: list[tuple[RecycleTable, ndarray]] = [
         (table, table.successors.copy())
-        for engine in engines.values()
-        for table in getattr(engine.drafter, "tables", ())
+        for mode in modes
+        for table in getattr(engine.modes[mode].drafter, "tables", ())
         if isinstance(table, RecycleTable)
     ]
     for run in range(runs):
         for table, successors in tables:
             table.successors = successors.copy()
-        for mode in rotated(list(engines), run):
-            engine, comparison = engines[mode], found[mode]
-            wanted, given = _answers((naive, engine), prompts, params)
+        for mode in rotated(list(modes), run):
+            comparison = found[mode]
+            wanted, given = _answers(naive, engine, mode, prompts, params)
             comparison.identical &= given == wanted
             comparison.stats.merge(engine.stats)
             if engine.stats.decoded_tokens:
@@ -65,14 +71,16 @@ def compare_modes(
     return found
 
 
-def _answers(engines: Sequence[Engine], prompts: Sequence[list[int]], params: SamplingParams) -> list[list[list[int]]]:
+def _answers(
+    naive: Engine, engine: Engine, mode: Mode, prompts: Sequence[list[int]], params: SamplingParams
+) -> list[list[list[int]]]:
     """Return token ids of each engine's rows, decoded alternately; raises TimesDiffer."""
     started = time.perf_counter()
-    streams = [engine.stream(prompts, params, reuse=True) for engine in engines]
-    answers: list[list[list[int]]] = [[[] for _ in prompts] for _ in engines]
-    counts = [0] * len(engines)
-    running = list(range(len(engines)))
-    is_whole = any(engine.async_scheduling for engine in engines)
+    streams = [each.stream(prompts, params, mode=name, reuse=True) for each, name in ((naive, None), (engine, mode))]
+    answers: list[list[list[int]]] = [[[] for _ in prompts] for _ in streams]
+    counts = [0] * len(streams)
+    running = list(range(len(streams)))
+    is_whole = engine.options.async_scheduling
     while running:
         next_one = running[0] if is_whole else min(running, key=counts.__getitem__)
         chunk = next(streams[next_one], None)
@@ -81,6 +89,6 @@ def _answers(engines: Sequence[Engine], prompts: Sequence[list[int]], params: Sa
         else:
             answers[next_one][chunk.row] += chunk.token_ids
             counts[next_one] += len(chunk.token_ids)
-    modes, stats = " and ".join(engine.mode for engine in engines), [engine.stats for engine in engines]
-    check_times(modes, stats, time.perf_counter() - started, on_gpu=is_on_gpu(engines[0]))
+    took, stats = time.perf_counter() - started, [naive.stats, engine.stats]
+    check_times(f"naive and {mode}", stats, took, on_gpu=is_on_gpu(engine))
     return answers

@@ -85,8 +85,9 @@ def run(args: argparse.Namespace) -> int:
             f"the longest prompt and --max-new-tokens {params.max_new_tokens} need {needed} tokens, and the model's "
             f"context holds {runtime.max_context}; lower --max-new-tokens"
         )
-    engines = {name: start_engine(runtime, mode, params) for name, mode in modes.items()}
-    found = answer_all(engines, asked.questions, encode, params)
+    for mode in modes.values():
+        start_engine(runtime, mode, params)
+    found = answer_all(runtime.engine, modes, asked.questions, encode, params)
     unequal = differing(found)
     settings: dict[str, Any] = {"demo": demo, "questions": about_them, "template": args.template}
     settings |= {"max_tokens": params.max_new_tokens, "temperature": params.temperature, "seed": params.seed}
@@ -105,38 +106,38 @@ def run(args: argparse.Namespace) -> int:
 
 
 def answer_all(
-    engines: Mapping[str, Engine], questions: Sequence[Question], encode: Encode, params: SamplingParams
+    engine: Engine, modes: Mapping[str, Mode], questions: Sequence[Question], encode: Encode, params: SamplingParams
 ) -> dict[str, dict[str, Any]]:
-    """Return answers, totals and figures by category of each decoding.
+    """Return answers, totals and figures by category of each decoding; `modes`: their modes by name.
 
     Each question is answered by all decodings, of which another one begins each time.
     """
     from benchmark.questions import summary
     from benchmark.questions.session import measure_turn
 
-    records: dict[str, dict[Key, TurnRecord]] = {name: {} for name in engines}
-    results: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
+    records: dict[str, dict[Key, TurnRecord]] = {name: {} for name in modes}
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in modes}
     with err_console.status("answering") as status:
         for i, question in enumerate(questions):
-            for name in rotated(list(engines), i):
+            for name in rotated(list(modes), i):
                 status.update(f"prompt {i + 1} of {len(questions)}: {name}")
                 answered: list[str] = []
                 for turn, text in enumerate(question.turns, 1):
                     prompt = encode(question, answered)
-                    record = measure_turn(engines[name], prompt, params, run=1, question=question, turn=turn)
+                    record = measure_turn(engine, modes[name], prompt, params, run=1, question=question, turn=turn)
                     about = {"prompt": text, "question_id": question.id, "category": question.category, "turn": turn}
                     answer = {each: getattr(record, each) for each in ("text", "token_ids", "finish_reason")}
-                    results[name].append({**about, **answer, **engines[name].stats.to_dict()})
+                    results[name].append({**about, **answer, **engine.stats.to_dict()})
                     records[name][record.key] = record
                     answered.append(record.text)
     return {
         name: {
-            "mode": engine.mode,
+            "mode": mode,
             "results": results[name],
             "totals": summary.total(records[name].values()).to_dict(),
             "by_category": summary.by_category(records[name], records["default"]),
         }
-        for name, engine in engines.items()
+        for name, mode in modes.items()
     }
 
 

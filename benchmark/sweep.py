@@ -184,17 +184,16 @@ def measure(
     batch, naive = config.max_batch, runtime.new_plain_engine()
     for cell, params in cells:
         asked, others = prompts[_context(cell)][: len(question_ids)], prompts[None][len(question_ids) :]
-        engines = {}
-        warm_up(naive, params)
+        warm_up(naive, naive.mode, params)
         for mode in modes:
             with err_console.status(f"warming up {mode}, {batch} rows"):
-                engines[mode] = runtime.engine(mode, warm=params)
-                engines[mode].generate([others[row % len(others)] for row in range(batch)], params)
+                engine = runtime.warm_up(mode, params)
+                engine.generate([others[row % len(others)] for row in range(batch)], params, mode=mode)
         turns = []
         for first in range(0, len(asked), batch):
             group = slice(first, first + batch)
             about = {"question_ids": list(question_ids[group]), "prompt_tokens": list(map(len, asked[group]))}
-            turns.append((about, compare_modes(naive, engines, asked[group], params, runs=runs)))
+            turns.append((about, compare_modes(naive, engine, modes, asked[group], params, runs=runs)))
         yield [point_of(values | cell, mode, [(about, by_mode[mode]) for about, by_mode in turns]) for mode in modes]
 
 

@@ -1,4 +1,4 @@
-"""Check of engines' reported times, to detect rounds counted twice."""
+"""Check of an engine's reported times, to detect rounds counted twice."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Sequence
 from math import fsum
 
+from sharesd.config import Mode
 from sharesd.engine.engine import Engine, Prompt
 from sharesd.engine.outputs import Completion
 from sharesd.engine.stats import Stats
@@ -19,11 +20,11 @@ class TimesDiffer(ValueError):
     """Reported times differ from the wall time."""
 
 
-def generate(engine: Engine, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
+def generate(engine: Engine, mode: Mode, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
     """Return answers of `engine.generate`; TimesDiffer if times differ from the wall's."""
     started = time.perf_counter()
-    done = engine.generate(prompts, params)
-    check_times(engine.mode, [engine.stats], time.perf_counter() - started, on_gpu=is_on_gpu(engine))
+    done = engine.generate(prompts, params, mode=mode)
+    check_times(mode, [engine.stats], time.perf_counter() - started, on_gpu=is_on_gpu(engine))
     return done
 
 

@@ -177,7 +177,8 @@ def serving(llm: LLM, mode: str) -> Iterator[Served]:
     """Serve a mode of a loaded model over HTTP."""
     runtime = llm._runtime
     assert runtime is not None
-    engine = runtime.engine(mode, each_kind=True)
+    engine = runtime.warm_up(mode, each_kind=True)
+    engine.mode = mode
     model = ServedModel(
         engine=engine,
         tokenizer=runtime.tokenizer,

@@ -36,7 +36,6 @@ from sharesd.cli.console import set_up_logging
 from sharesd.cli.generate_file import GenerateWork
 from sharesd.engine.stats import Stats
 from sharesd.models.checkpoint import Progress, silent
-from sharesd.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -58,8 +57,8 @@ def answer(work: GenerateWork, tasks: TaskQueue, progress: Progress | None = Non
     def load() -> ServedModel:
         runtime = Runtime(work.config, (work.mode,), progress=progress or silent)
         loaded.append(runtime)
-        engine = runtime.engine(work.mode, warm=SamplingParams(), each_kind=True)
-        return model_of(runtime, engine)
+        runtime.warm_up(work.mode, each_kind=True)
+        return model_of(runtime)
 
     target = work.config.target or EMBEDDED
     named = {"model_name": Path(target).name, "root": target, "mode": work.mode} | work.serving

@@ -32,7 +32,6 @@ from sharesd.config import EngineConfig, Mode
 
 if TYPE_CHECKING:
     from serve.engine_thread import ServedModel
-    from sharesd.engine.engine import Engine
     from sharesd.runtime import Runtime
 
 PROG = "python -m serve"
@@ -69,21 +68,21 @@ def load_model(config: EngineConfig, mode: Mode, memory_limit: int | None) -> Se
             f"the KV cache of {config.max_batch} rows of {runtime.max_context} tokens needs {taken / 2**20:.0f} MiB "
             f"and --memory-limit is {memory_limit / 2**20:.0f} MiB; lower --max-batch or --max-context"
         )
-    engine = start_engine(runtime, mode, SamplingParams(), each_kind=True)
+    start_engine(runtime, mode, SamplingParams(), each_kind=True)
     START.end()
-    return model_of(runtime, engine)
+    return model_of(runtime)
 
 
-def model_of(runtime: Runtime, engine: Engine) -> ServedModel:
+def model_of(runtime: Runtime) -> ServedModel:
     """Return a loaded model in the form that the server's handlers use."""
     from serve.engine_thread import ServedModel
 
     return ServedModel(
-        engine=engine,
+        engine=runtime.engine,
         tokenizer=runtime.tokenizer,
         max_context=runtime.max_context,
         vocab_size=runtime.target.vocab_size,
-        grammars=engine.grammars,
+        grammars=runtime.engine.grammars,
     )
 
 

@@ -87,8 +87,9 @@ class LLM:
         self._runtime: Runtime | None = Runtime(config, loaded)
         self._tokenizer, self._max_context = self._runtime.tokenizer, self._runtime.max_context
         self._vocab_size = self._runtime.target.vocab_size
-        runtime, warm = self._runtime, SamplingParams()
-        self._calls = CallQueue({name: runtime.engine(name, warm=warm, each_kind=True) for name in loaded})
+        for name in loaded:
+            self._runtime.warm_up(name, each_kind=True)
+        self._calls = CallQueue(self._runtime.engine)
 
     @property
     def tokenizer(self) -> Tokenizer:

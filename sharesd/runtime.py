@@ -1,10 +1,10 @@
-"""Composition: resolved options -> target -> steps -> drafters -> engines."""
+"""Composition: resolved options -> target -> steps -> drafters -> engine."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -52,9 +52,9 @@ log = logging.getLogger(__name__)
 
 
 class Runtime:
-    """A loaded target with the drafters of several modes.
+    """A loaded target with the drafters of several modes, and the engine that decodes with them.
 
-    Engines of all modes share target, tokenizer and KV cache.
+    `warm_up` comes before the first call of a mode.
     """
 
     def __init__(
@@ -120,7 +120,9 @@ class Runtime:
         inputs = self._build_inputs()
         with START.phase("drafters"):
             self._drafters: dict[str, Drafter | None] = {mode: _build_drafter(mode, inputs) for mode in resolved.modes}
-        self._engines = {mode: self._engine(mode) for mode in resolved.modes}
+        # The mode of calls without one is the config's, if it is loaded.
+        modes_in_order = sorted(resolved.modes, key=lambda mode: mode != resolved.config.mode)
+        self.engine = self._new_engine({mode: self._drafters[mode] for mode in modes_in_order}, self._steps.cache)
         self.load_seconds = time.perf_counter() - started
         self.compile_seconds: dict[Mode, float] = {}
         self.config, self.modes, self.compile = resolved.config, resolved.modes, resolved.compile
@@ -130,24 +132,23 @@ class Runtime:
         self.max_context, self.context_reason = self._target.context
         self.cache, self.step = self._steps.cache, self._steps.step
 
-    def engine(
-        self, mode: Mode | None = None, *, warm: SamplingParams | None = None, each_kind: bool = False
+    def warm_up(
+        self, mode: Mode | None = None, params: SamplingParams | None = None, *, each_kind: bool = False
     ) -> Engine:
-        """Return the engine of a mode, compiled and warmed up.
+        """Compile a mode's rounds and time them; return the engine.
 
         Args:
             mode: one of the loaded modes; None = the config's.
-            warm: sampling parameters to warm up for.
+            params: sampling parameters to warm up for.
             each_kind: warm up for all rounds that requests together may need.
         """
-        mode = mode or self.config.mode
-        if mode not in self._engines:
-            raise ValueError(f"mode {mode!r} was not loaded; loaded are {', '.join(self._engines)}")
-        engine = self._engines[mode]
+        mode, engine = mode or self.config.mode, self.engine
+        if mode not in engine.modes:
+            raise ValueError(f"mode {mode!r} was not loaded; loaded are {', '.join(engine.modes)}")
         engine.trace = None  # warm-up is left out
         started, graphs = time.perf_counter(), self._steps.graphs
         num_before, bytes_before = Graphs.num_captures, 0 if graphs is None else graphs.nbytes
-        params = warm or SamplingParams()
+        params = params or SamplingParams()
         costs = costs_file(
             self._resolved,
             mode,
@@ -157,9 +158,9 @@ class Runtime:
             folders=self._cost_folders,
         )
         with START.phase("warm-up"):
-            warm_up(engine, params, costs)
+            warm_up(engine, mode, params, costs)
             if each_kind:
-                warm_up_all_variants(engine)
+                warm_up_all_variants(engine, mode)
             if self.device.type == "cuda":
                 self._warm_prompts()
                 save_configs(cache_root() / "settings")
@@ -173,7 +174,7 @@ class Runtime:
 
     def new_plain_engine(self) -> Engine:
         """Return an engine of mode naive with its own KV cache, which can alternate with another engine."""
-        return self._engine(registry.NAIVE, self._steps.new_cache())
+        return self._new_engine({registry.NAIVE: None}, self._steps.new_cache())
 
     def report(self, mode: Mode | None = None) -> LoadReport:
         """Return the times and bytes of loading and warming up a mode."""
@@ -190,7 +191,7 @@ class Runtime:
 
     def close(self) -> None:
         """Save texts to the prompt cache; end prefetching, ranks and the trace."""
-        while self._engines[self.modes[0]].save_text():
+        while self.engine.save_text():
             pass
         if self.streamed is not None:
             self.streamed.stream.close()
@@ -276,14 +277,14 @@ class Runtime:
             recompute_decoded_kv=recompute,
         )
 
-    def _engine(self, mode: Mode, cache: StaticKVCache | None = None) -> Engine:
+    def _new_engine(self, drafters: Mapping[str, Drafter | None], cache: StaticKVCache) -> Engine:
         resolved, target, steps = self._resolved, self._target, self._steps
         config, streamed = resolved.config, target.streamed
         return Engine(
             target=steps.step,
             tokenizer=self.tokenizer,
-            cache=cache or steps.cache,
-            drafter=self._drafters.get(mode),
+            cache=cache,
+            drafters=drafters,
             options=EngineOptions(
                 max_context=target.context.tokens,
                 model_name=config.target or "the embedded model",
@@ -298,8 +299,8 @@ class Runtime:
                 async_scheduling=steps.graphs is not None and streamed is None,  # a pass too many takes long
                 transfer_stats=None if streamed is None else partial(getattr, streamed.stream, "traffic"),
                 overlap_hook=None if streamed is None else streamed.stream.overlap,
-                on_finish=self._keeper(mode),
-                prompt_cache=self._prompt_cache if cache is None else None,
+                on_finish={mode: keeper for mode in drafters if (keeper := self._keeper(mode)) is not None},
+                prompt_cache=self._prompt_cache if cache is steps.cache else None,
                 require_trees=config.explicit_tree is not None,
             ),
         )

@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         if prompts:
             from sharesd.runtime import Runtime
 
-            engine = Runtime(config, ("naive",), progress=progress).engine("naive")
+            engine = Runtime(config, ("naive",), progress=progress).warm_up("naive")
             found = answered(engine, prompts, SamplingParams(max_new_tokens=args.max_new_tokens), progress=progress)
             texts += _with_beginnings(found)
         tokens = [token for text in texts for token in text]

@@ -60,12 +60,14 @@ def run(args: argparse.Namespace) -> int:
         from sharesd.runtime import Runtime  # late: importing torch takes seconds
 
         runtime = Runtime(config, ("naive", "recycle"), progress=progress)
-        plain, recycling = runtime.engine("naive"), runtime.engine("recycle")
-        [table] = recycling.drafter.tables  # type: ignore[union-attr]
-        texts = answered(plain, prompts[num_held_out:], params, progress=progress)
-        fill(table, plain, [[*prompt, *answer] for prompt, answer in texts])
+        for mode in runtime.modes:
+            runtime.warm_up(mode)
+        engine = runtime.engine
+        [table] = engine.modes["recycle"].drafter.tables  # type: ignore[union-attr]
+        texts = answered(engine, prompts[num_held_out:], params, mode="naive", progress=progress)
+        fill(table, engine, [[*prompt, *answer] for prompt, answer in texts])
         successors = table.successors.copy()
-        answered(recycling, prompts[:num_held_out], params)  # which teaches hit rates
+        answered(engine, prompts[:num_held_out], params, mode="recycle")  # which teaches hit rates
     table.successors = successors
     table.save(out)
     known = int((successors[:, 0] >= 0).sum())

@@ -72,11 +72,13 @@ def _compare_joining(job: Job, runtime: Runtime, modes: Sequence[Mode], *, token
         (prompt, replace(samplings[i % len(samplings)], max_new_tokens=length, ignore_eos=True))
         for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
     ]
-    engines = {mode: runtime.engine(mode, each_kind=True) for mode in modes}
-    wanted = [_decode(engines[modes[0]], [one])[0][0] for one in asked]
-    for mode, engine in engines.items():
+    engine = runtime.engine
+    for mode in modes:
+        runtime.warm_up(mode, each_kind=True)
+    wanted = [_decode(engine, modes[0], [one])[0][0] for one in asked]
+    for mode in modes:
         captured, compiled, started = Graphs.num_captures, num_compiled_graphs(), time.perf_counter()
-        texts, longest_s = _decode(engine, asked)
+        texts, longest_s = _decode(engine, mode, asked)
         seconds = time.perf_counter() - started
         row: dict[str, Any] = {"mode": mode, "rows": runtime.cache.batch, "requests": count}
         row["identical"] = f"{sum(a == b for a, b in zip(texts, wanted, strict=True))} of {count}"
@@ -85,14 +87,14 @@ def _compare_joining(job: Job, runtime: Runtime, modes: Sequence[Mode], *, token
         job.add("joining", row)
 
 
-def _decode(engine: Engine, asked: Sequence[Asked]) -> tuple[list[list[int]], float]:
+def _decode(engine: Engine, mode: Mode, asked: Sequence[Asked]) -> tuple[list[list[int]], float]:
     """Return token ids of the requests and seconds of the longest step."""
     engine.forget()
     texts: dict[Request, list[int]] = {}
     waiting, num_steps, longest_s = list(asked), 0, 0.0
     while waiting or engine.num_running or engine.num_waiting:
         if waiting and num_steps % STEPS_BETWEEN == 0:
-            texts[engine.add(*waiting.pop(0))] = []
+            texts[engine.add(*waiting.pop(0), mode=mode)] = []
         started = time.perf_counter()
         for chunk in engine.step():
             texts[chunk.request] += chunk.token_ids

@@ -56,9 +56,9 @@ def measure(job: Job, size: str) -> None:
         _note_step(job, runtime, "whole steps", 1 / speed)
         for mode in MODES[1:]:
             with job.part(mode):
-                engine = runtime.engine(mode, warm=params)
-                _note_costs(job, runtime, engine, engine.variant(params).policy.costs)
-                _note_gains(job, engine, prompt, text, params, speed)
+                costs = runtime.warm_up(mode, params).variant(params, mode).policy.costs
+                _note_costs(job, runtime, mode, costs)
+                _note_gains(job, runtime.engine, mode, prompt, text, params, speed)
     if job.on_gpu and job.has_time(40):
         library: dict[str, Any] = {"kernels": "torch", "exact": False}
         with job.part("torch's kernels"), made_model(job, size, MODES[:1], **library) as runtime:
@@ -68,9 +68,9 @@ def measure(job: Job, size: str) -> None:
 
 def _plain(runtime: Runtime, prompt: list[int], params: SamplingParams) -> Answers:
     """Return the second answer of naive; the first may still compile."""
-    engine = runtime.engine("naive", warm=params)
-    answer(engine, [prompt], params)
-    return answer(engine, [prompt], params)
+    engine = runtime.warm_up("naive", params)
+    answer(engine, "naive", [prompt], params)
+    return answer(engine, "naive", [prompt], params)
 
 
 def _note_step(job: Job, runtime: Runtime, what: str, seconds: float) -> None:
@@ -91,29 +91,29 @@ def _note_products(job: Job, runtime: Runtime) -> None:
             _note_step(job, runtime, name, len(calls) * seconds_per_call(calls))
 
 
-def _note_costs(job: Job, runtime: Runtime, engine: Engine, costs: Costs) -> None:
-    plain, drafter = costs.of_step(1), engine.drafter
+def _note_costs(job: Job, runtime: Runtime, mode: Mode, costs: Costs) -> None:
+    plain, drafter = costs.of_step(1), runtime.engine.modes[mode].drafter
     assert drafter is not None
-    row = {"mode": engine.mode, "plain, ms": 1e3 * plain, "draft": costs.draft / plain}
+    row = {"mode": mode, "plain, ms": 1e3 * plain, "draft": costs.draft / plain}
     row |= {"its bytes": drafter.extra_bytes()[0] / runtime.weight_bytes, "first draft more": costs.draft_begin / plain}
     job.add("steps, of a plain one", row | {f"verify {width}": costs.of_step(width) / plain for width in WIDTHS})
 
 
 def _note_gains(
-    job: Job, engine: Engine, prompt: list[int], text: list[int], params: SamplingParams, speed: float
+    job: Job, engine: Engine, mode: Mode, prompt: list[int], text: list[int], params: SamplingParams, speed: float
 ) -> None:
     """Time answers at each acceptance: best length by costs, then draft policy."""
-    variant = engine.variant(params)
+    variant = engine.variant(params, mode)
     policy, context, costs = variant.policy, variant.round().context, variant.policy.costs
     for alpha in ALPHAS[-1:] if job.tiny else ALPHAS:
-        best = best_length(alpha, costs, engine.num_draft)
-        row: dict[str, Any] = {"mode": engine.mode, "acceptance": alpha, "drafts": best}
+        best = best_length(alpha, costs, engine.modes[mode].num_draft)
+        row: dict[str, Any] = {"mode": mode, "acceptance": alpha, "drafts": best}
         row["x naive by costs"] = expected_speedup(alpha, best, costs)
-        with knowing(engine, [*prompt, *text], alpha, context):
+        with knowing(engine, mode, [*prompt, *text], alpha, context):
             for name, shape in {"x naive": chain(best), "x naive, auto": None}.items():
                 policy.reset(costs, policy.live.measured)
                 policy.pinned = shape
-                found = answer(engine, [prompt], params)
+                found = answer(engine, mode, [prompt], params)
                 row |= {name: found.together.tokens_per_second / speed, f"tau{name[7:]}": found.together.tau}
                 row["identical"] = row.get("identical", True) and found.token_ids == [text]
         policy.pinned = None
@@ -157,19 +157,20 @@ class Oracle:
 
 
 @contextmanager
-def knowing(engine: Engine, text: Sequence[int], alpha: float, context: DraftContext) -> Iterator[None]:
-    """Replace an engine's drafter by an `Oracle`; needs one row, warm rounds."""
-    drafter = engine.drafter
+def knowing(engine: Engine, mode: Mode, text: Sequence[int], alpha: float, context: DraftContext) -> Iterator[None]:
+    """Replace a mode's drafter by an `Oracle`; needs one row, warm rounds."""
+    variants = engine.modes[mode]
+    drafter = variants.drafter
     assert drafter is not None and len(engine.cache.lengths) == 1
     oracle = Oracle(drafter, engine.cache.lengths, text, alpha, engine.target.vocab_size)
     with torch.inference_mode():
         for _ in range(1 + WARM_CALLS):
             oracle.put(context)
-    engine.drafter = oracle  # type: ignore[assignment]
+    variants.drafter = oracle  # type: ignore[assignment]
     try:
         yield
     finally:
-        engine.drafter = drafter
+        variants.drafter = drafter
 
 
 @contextmanager

@@ -97,41 +97,41 @@ def compare_modes(
         if answers and not job.has_time(45):
             break
         params = replace(SAMPLINGS[sampling], max_new_tokens=8 if job.tiny else tokens, ignore_eos=True)
-        engines, warmed = {}, {}
+        warmed = {}
         for mode in modes:
             reserved = torch.cuda.memory_reserved() if job.on_gpu else 0
             earlier_s, captured = runtime.compile_seconds.get(mode, 0.0), Graphs.num_captures
-            engines[mode] = runtime.engine(mode, warm=params)
+            runtime.warm_up(mode, params)
             more = {"more memory, GB": (torch.cuda.memory_reserved() - reserved) / 1e9} if job.on_gpu else {}
             warm_s = runtime.compile_seconds[mode] - earlier_s
             warmed[mode] = {"warm up, s": warm_s, "captures": Graphs.num_captures - captured, **more}
-        for mode, engine in engines.items():
+        for mode in modes:
             captured, compiled = Graphs.num_captures, num_compiled_graphs()
-            found = answers[mode, sampling] = answer(engine, asked, params)
+            found = answers[mode, sampling] = answer(runtime.engine, mode, asked, params)
             base = answers[modes[0], sampling]
             same = sum(a == b for a, b in zip(found.token_ids, base.token_ids, strict=True))
             row: dict[str, Any] = {**({"model": label} if label else {}), "mode": mode, "sampling": sampling}
-            row |= _figures(job, engine, params, found, base, runtime.weight_bytes)
+            row |= _figures(job, runtime, mode, params, found, base)
             row |= {"identical": f"{same} of {len(asked)}", **warmed[mode]}
             row |= {"captures later": Graphs.num_captures - captured}
             job.add("modes", row | {"compiled later": num_compiled_graphs() - compiled})
     return answers
 
 
-def answer(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams) -> Answers:
+def answer(engine: Engine, mode: Mode, prompts: Sequence[list[int]], params: SamplingParams) -> Answers:
     """Return the answers to prompts, which run one by one."""
     found = Answers([], [])
     for prompt in prompts:
-        found.token_ids.append(generate(engine, [prompt], params)[0].token_ids)
+        found.token_ids.append(generate(engine, mode, [prompt], params)[0].token_ids)
         found.stats.append(engine.stats)
     return found
 
 
 def _figures(
-    job: Job, engine: Engine, params: SamplingParams, found: Answers, base: Answers, weight_bytes: int
+    job: Job, runtime: Runtime, mode: Mode, params: SamplingParams, found: Answers, base: Answers
 ) -> dict[str, float | None]:
-    stats, costs = found.together, engine.variant(params).policy.costs
-    speed, drafts = stats.tokens_per_second, engine.drafter is not None
+    stats, costs = found.together, runtime.engine.variant(params, mode).policy.costs
+    speed, drafts = stats.tokens_per_second, runtime.engine.modes[mode].drafter is not None
     one, widest = costs.step.get(1), costs.step[max(costs.step)] if len(costs.step) > 1 else None
     return {
         "tok/s": speed,
@@ -141,5 +141,5 @@ def _figures(
         "alpha": stats.alpha if drafts else None,
         "c": costs.draft / one if one and costs.draft else None,
         "v": widest / one if one and widest else None,
-        "of copy": None if drafts else weight_bytes * speed / copy_bandwidth(job.device),
+        "of copy": None if drafts else runtime.weight_bytes * speed / copy_bandwidth(job.device),
     }

@@ -67,8 +67,8 @@ def run(job: Job, size: str, cases: Sequence[OffloadCase], *, prompts: int, toke
         model = widened_model(job, size, (case.mode,), label=case.label, **options)
         with job.part(case.label), model as runtime, closing(runtime):
             memory = {"loading, GB": _peak_gb(job)}
-            engine = runtime.engine(case.mode, warm=params)
-            found = answer(engine, prompts_of(runtime, prompts), params)
+            engine = runtime.warm_up(case.mode, params)
+            found = answer(engine, case.mode, prompts_of(runtime, prompts), params)
             texts, speed = texts or found.token_ids, found.together.tokens_per_second
             if case.mode == "naive":
                 naive[case.limit] = speed

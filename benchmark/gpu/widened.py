@@ -38,9 +38,9 @@ def measure(job: Job, size: str, modes: str) -> None:
 def measure_more(job: Job, size: str) -> None:
     """Time prefill of new prompt lengths, inexact steps and a long cache."""
     with job.part("prompts"), widened_model(job, size, ("naive",)) as runtime:
-        engine = runtime.engine("naive")
+        engine = runtime.warm_up("naive")
         for length in (33,) if job.tiny else (33, 70, 150, 310):
-            answer(engine, [[1 + i % 50 for i in range(length)]], SamplingParams(max_new_tokens=1))
+            answer(engine, "naive", [[1 + i % 50 for i in range(length)]], SamplingParams(max_new_tokens=1))
             job.add("prompts", {"tokens": length, "first token, ms": 1e3 * engine.stats.prefill_s})
     long = SHORT if job.tiny else LONG
     cases: dict[str, dict[str, Any]] = {"not exact": {"exact": False}, f"{long} slots": {"max_context": long}}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from benchmark.peers.peer import Deliver, Peer, PeerSettings
 
 
@@ -27,14 +25,13 @@ class ShareSD(Peer):
         super().__init__(settings)
         torch.set_num_threads(settings.num_threads)
         self._runtime = Runtime(settings.config, modes=settings.modes or tuple(self.variants))
-        self._engines: dict[str, Any] = {}
 
     def prepare(self, variant: str) -> None:
-        self._engines[variant] = self._runtime.engine(variant)
+        self._runtime.warm_up(variant)
 
     def answer(self, variant: str, prompt: list[int], deliver: Deliver) -> None:
         from sharesd.sampling_params import SamplingParams
 
         params = SamplingParams(max_new_tokens=self.settings.num_tokens, ignore_eos=True)
-        for chunk in self._engines[variant].stream([prompt], params):
+        for chunk in self._runtime.engine.stream([prompt], params, mode=variant):
             deliver(chunk.token_ids)

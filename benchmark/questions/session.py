@@ -102,9 +102,9 @@ def measure_here(run: RunConfig, state: State | None, done: Done) -> tuple[State
     machine = environment.environment(str(runtime.device))
     if state is not None:
         require_same_machine(state["environment"], machine, run.out_dir)
-    engines = _warm_engines(run, runtime)
+    _warm_up(run, runtime)
     state = state or {"format": environment.FORMAT, "settings": run.settings, "environment": machine, "sessions": []}
-    session = _session(runtime, engines)
+    session = _session(runtime)
     state["sessions"].append(session)
     run.out_dir.mkdir(parents=True, exist_ok=True)
     graphs_before, state_file = environment.num_compiled_graphs(), run.out_dir / RUN_FILE
@@ -114,7 +114,7 @@ def measure_here(run: RunConfig, state: State | None, done: Done) -> tuple[State
             log.info("%s", run.settings["command"])
             for number_, index in _order(run):
                 question = run.questions.questions[index]
-                for mode, record in measure_question(engines, number_, index, question, run.params, done):
+                for mode, record in measure_question(runtime.engine, number_, index, question, run.params, done):
                     recorder.add(mode, record)
                 session |= _usage(runtime, graphs_before)
                 write_json(state_file, state)
@@ -182,41 +182,42 @@ def answer_tasks(run: RunConfig, tasks: TaskQueue) -> Iterator[Numbered]:
     set_up_logging(os.environ.get("LOGLEVEL", "WARNING"))
     runtime = Runtime(run.config, run.modes)
     _require_room(run, runtime)
-    machine, engines = environment.environment(str(runtime.device)), _warm_engines(run, runtime, quiet=True)
-    session, graphs_before = _session(runtime, engines), environment.num_compiled_graphs()
+    machine = environment.environment(str(runtime.device))
+    _warm_up(run, runtime, quiet=True)
+    session, graphs_before = _session(runtime), environment.num_compiled_graphs()
     while (task := tasks.take(wait=True)) is not None:
         number_, (repetition, index, done) = task
         question = run.questions.questions[index]
-        turns = list(measure_question(engines, repetition, index, question, run.params, done))
+        turns = list(measure_question(runtime.engine, repetition, index, question, run.params, done))
         session |= _usage(runtime, graphs_before)
         yield number_, Answered(os.getpid(), machine, session, turns)
 
 
 def measure_question(
-    engines: Mapping[Mode, Engine],
+    engine: Engine,
     run: int,
     index: int,
     question: Question,
     params: SamplingParams,
     done: Mapping[str, dict[Key, TurnRecord]],
 ) -> Iterator[tuple[Mode, TurnRecord]]:
-    """Add and yield turns missing in `done`; the first mode rotates."""
-    for mode in rotated(list(engines), index + run - 1):
+    """Add and yield turns missing in `done`, by mode; the first mode rotates."""
+    for mode in rotated(list(done), index + run - 1):
         answers: list[str] = []
         for turn in range(1, len(question.turns) + 1):
             key = (run, question.id, turn)
             if key not in done[mode]:
-                prompt = prompt_ids(engines[mode].tokenizer, question, answers)
-                done[mode][key] = measure_turn(engines[mode], prompt, params, run=run, question=question, turn=turn)
+                prompt = prompt_ids(engine.tokenizer, question, answers)
+                done[mode][key] = measure_turn(engine, mode, prompt, params, run=run, question=question, turn=turn)
                 yield mode, done[mode][key]
             answers.append(done[mode][key].text)
 
 
 def measure_turn(
-    engine: Engine, prompt: list[int], params: SamplingParams, *, run: int, question: Question, turn: int
+    engine: Engine, mode: Mode, prompt: list[int], params: SamplingParams, *, run: int, question: Question, turn: int
 ) -> TurnRecord:
     engine.label = {"run": run, "question_id": question.id, "turn": turn}
-    [completion] = generate(engine, [prompt], params)
+    [completion] = generate(engine, mode, [prompt], params)
     stats = engine.stats
     accepted_by = Counter(name for name in completion.drafters if name is not None)
     numbers = {name: str(number) for number, name in enumerate(accepted_by)}
@@ -255,19 +256,16 @@ def _require_room(run: RunConfig, runtime: Runtime) -> None:
     require_room(runtime.tokenizer, run.questions.questions, **lengths)
 
 
-def _warm_engines(run: RunConfig, runtime: Runtime, *, quiet: bool = False) -> dict[Mode, Engine]:
-    """Return engines, compiled for all shapes and warmed up with a prompt."""
-    engines: dict[Mode, Engine] = {}
+def _warm_up(run: RunConfig, runtime: Runtime, *, quiet: bool = False) -> None:
+    """Compile all shapes of each mode, and answer a prompt."""
     prompt = prompt_ids(runtime.tokenizer, run.questions.questions[0], [])
     short = replace(run.params, max_new_tokens=min(WARM_UP_TOKENS, run.params.max_new_tokens))
     for mode in run.modes:
         with nullcontext() if quiet else err_console.status(f"compiling and warming up {mode}"):
-            engines[mode] = runtime.engine(mode, warm=run.params)
-            engines[mode].generate([prompt], short)
+            runtime.warm_up(mode, run.params).generate([prompt], short, mode=mode)
     if not quiet:
-        warm = "  ".join(f"{mode} {runtime.report(mode).compile_seconds:.1f} s" for mode in engines)
+        warm = "  ".join(f"{mode} {runtime.report(mode).compile_seconds:.1f} s" for mode in run.modes)
         err_console.print(f"loaded in {runtime.load_seconds:.1f} s; warmed up: {warm}", highlight=False, soft_wrap=True)
-    return engines
 
 
 def _usage(runtime: Runtime, graphs_before: int) -> dict[str, Any]:
@@ -278,12 +276,12 @@ def _usage(runtime: Runtime, graphs_before: int) -> dict[str, Any]:
     }
 
 
-def _session(runtime: Runtime, engines: Mapping[Mode, Engine]) -> dict[str, Any]:
+def _session(runtime: Runtime) -> dict[str, Any]:
     """Return the session entry of this process for run.json."""
     modes = {}
-    for mode, engine in engines.items():
+    for mode, variants in runtime.engine.modes.items():
         report = runtime.report(mode)
-        weights, kv = engine.drafter.extra_bytes() if engine.drafter else (0, 0)
+        weights, kv = variants.drafter.extra_bytes() if variants.drafter else (0, 0)
         facts = {"extra_weight_bytes": weights, "extra_kv_bytes": kv, "compile_seconds": report.compile_seconds}
         modes[mode] = {**facts, "quantized": asdict(report.quant) if report.quant else None}
     return {

@@ -81,7 +81,7 @@ class DrafterChecks:
     def __init__(self, spec: DrafterSpec, module: str, wanted: type | None, folder: Path, *, tree: bool) -> None:
         self._spec, self._module, self._wanted, self._folder, self._tree = spec, module, wanted, folder, tree
         self.num_drafted = self.num_accepted = 0
-        self._engines: dict[str, Engine] = {}
+        self._engine: Engine | None = None
 
     def run(self) -> Iterator[tuple[str, str]]:
         """Yield each check's name and fault; "": none."""
@@ -98,7 +98,7 @@ class DrafterChecks:
         }
         for name, check in checks.items():
             yield f"{kind}, {name}", _fault_of(check)
-            if not self._engines:
+            if self._engine is None:
                 return
 
     def _build(self) -> str:
@@ -120,8 +120,9 @@ class DrafterChecks:
             threads=1,
         )
         runtime: Runtime = Runtime(config, ("naive", name))
-        self._engines = {mode: runtime.engine(mode) for mode in runtime.modes}
-        drafter: Any = self._engines[name].drafter
+        for mode in runtime.modes:
+            self._engine = runtime.warm_up(mode)
+        drafter: Any = runtime.engine.modes[name].drafter
         built = [*getattr(drafter, "tables", ()), drafter]
         if self._wanted is not None and not any(isinstance(each, self._wanted) for each in built):
             return f"SPEC builds a {type(built[0]).__name__}, not a {self._wanted.__name__}"
@@ -131,9 +132,9 @@ class DrafterChecks:
         """Ask tables directly, with more conditions than rounds check."""
         from sharesd.drafters.draft_checks import check_proposal
 
-        engine = self._engines[self._spec.name]
+        engine, name = self._loaded, self._spec.name
         tokens = engine.check(PROMPTS[0], GREEDY)
-        for table in getattr(engine.drafter, "tables", ()):
+        for table in getattr(engine.modes[name].drafter, "tables", ()):
             table.begin(0, tokens)
             for budget in (1, 2, 4, 16):
                 for ahead in ((), tokens[:2]):
@@ -146,11 +147,16 @@ class DrafterChecks:
                         return f"scores {found.scores} rise; the best node comes first"
         return ""
 
+    @property
+    def _loaded(self) -> Engine:
+        assert self._engine is not None
+        return self._engine
+
     def _answers(
         self, mode: str, prompts: Sequence[Any], params: SamplingParams, reuse: bool = False
     ) -> list[list[int]]:
-        engine = self._engines[mode]
-        answers = engine.generate(prompts, params, reuse=reuse)
+        engine = self._loaded
+        answers = engine.generate(prompts, params, mode=mode, reuse=reuse)
         self.num_drafted += engine.stats.drafted_tokens
         self.num_accepted += engine.stats.sources["accepted"]
         return [answer.token_ids for answer in answers]
@@ -162,20 +168,19 @@ class DrafterChecks:
     def _cancel(self) -> str:
         """Cancel a request between rounds; another one gets its row."""
         naive = self._answers("naive", PROMPTS, GREEDY)
-        engine = self._engines[self._spec.name]
-        requests = [engine.add(prompt, GREEDY) for prompt in PROMPTS]
+        engine, mode = self._loaded, self._spec.name
+        requests = [engine.add(prompt, GREEDY, mode=mode) for prompt in PROMPTS]
         for _ in range(len(PROMPTS) + 3):
             engine.step()
         engine.cancel(requests[1])
-        requests[1] = engine.add(PROMPTS[1], GREEDY)
+        requests[1] = engine.add(PROMPTS[1], GREEDY, mode=mode)
         while engine.num_running or engine.num_waiting:
             engine.step()
         return _difference(naive, [request.tokens[len(request.prompt_ids) :] for request in requests])
 
     def _resume(self) -> str:
         """Continue texts, once after more tokens and once from the middle."""
-        engine = self._engines[self._spec.name]
-        first = engine.check(PROMPTS[0], GREEDY)
+        first = self._loaded.check(PROMPTS[0], GREEDY)
         (answer,) = self._answers(self._spec.name, [first], GREEDY)
         longer = [first + answer + first[:3], first + answer[:5]]
         naive = [self._answers("naive", [text], GREEDY)[0] for text in longer]

@@ -19,7 +19,7 @@ from quant.config import HEAD, QuantConfig
 from sharesd.cli import options
 from sharesd.cli.console import console, err_console, loading_bars
 from sharesd.cli.parse_types import parts_of
-from sharesd.config import EngineConfig
+from sharesd.config import EngineConfig, Mode
 from sharesd.models.checkpoint import Progress, silent
 from sharesd.reports import environment
 from sharesd.reports.questions import Question, first_turns, prompts_of
@@ -147,18 +147,19 @@ def measure(
     runtime = Runtime(config, ("naive", "share"), progress=progress)
     sizes = {"max_new_tokens": params.max_new_tokens, "max_context": runtime.max_context}
     prompts = list(prompts_of(runtime.tokenizer, asked, **sizes).values())
-    engines = {mode: runtime.engine(mode, warm=params) for mode in ("naive", "share")}
-    share = engines["share"]
-    policy = share.variant(params).policy
+    for mode in runtime.modes:
+        runtime.warm_up(mode, params)
+    engine = runtime.engine
+    policy = engine.variant(params, "share").policy
     policy.pinned = chain(teacher_draft)
     teacher = Stats()
     for prompt in prompts:
-        share.generate([prompt], params)
-        teacher.merge(share.stats)
-    costs, _ = measure_costs(share, params)
+        engine.generate([prompt], params, mode="share")
+        teacher.merge(engine.stats)
+    costs, _ = measure_costs(engine, "share", params)
     num_draft = best_length(teacher.alpha, costs, config.max_draft)
     policy.pinned = chain(num_draft)
-    stats, num_identical = take_turns(engines, prompts, params)
+    stats, num_identical = take_turns(engine, runtime.modes, prompts, params)
     naive_speed, share_speed = (stats[mode].tokens_per_second for mode in ("naive", "share"))
     report = runtime.report("share").quant
     assert report is not None
@@ -191,18 +192,18 @@ def best_length(alpha: float, costs: Costs, max_length: int) -> int:
 
 
 def take_turns(
-    engines: dict[str, Engine], prompts: Sequence[list[int]], params: SamplingParams
+    engine: Engine, modes: Sequence[Mode], prompts: Sequence[list[int]], params: SamplingParams
 ) -> tuple[dict[str, Stats], int]:
     """Return stats by mode, alternating the order, and the equal answers' number."""
     from sharesd.engine.stats import Stats
 
-    stats = {mode: Stats() for mode in engines}
+    stats = {mode: Stats() for mode in modes}
     num_identical = 0
     for index, prompt in enumerate(prompts):
         answers = []
-        for mode in list(engines)[:: -1 if index % 2 else 1]:
-            answers.append(engines[mode].generate([prompt], params)[0].token_ids)
-            stats[mode].merge(engines[mode].stats)
+        for mode in list(modes)[:: -1 if index % 2 else 1]:
+            answers.append(engine.generate([prompt], params, mode=mode)[0].token_ids)
+            stats[mode].merge(engine.stats)
         num_identical += answers[0] == answers[1]
     return stats, num_identical
 

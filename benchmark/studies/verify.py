@@ -161,33 +161,33 @@ def _run_against(args: argparse.Namespace) -> int:
 
 
 def compare_answers(
-    engines: Mapping[Mode, Engine],
+    engine: Engine,
+    modes: Sequence[Mode],
     prompts: Mapping[str | int, list[int]],
     params: SamplingParams,
     *,
     num_draft: int | None,
     tick: Callable[[], None] = lambda: None,
 ) -> list[VerifyCase]:
-    """Return a case for each engine but `naive`, at batch size 1."""
-    naive = engines["naive"]
-    found: dict[Mode, list[Mismatch]] = {mode: [] for mode in engines if mode != "naive"}
+    """Return a case for each mode but `naive`, at batch size 1."""
+    found: dict[Mode, list[Mismatch]] = {mode: [] for mode in modes if mode != "naive"}
     num_tokens = 0
     for question_id, prompt in prompts.items():
-        wanted = naive.generate([prompt], params)[0].token_ids
+        wanted = engine.generate([prompt], params, mode="naive")[0].token_ids
         num_tokens += len(wanted)
         tick()
         for mode, mismatches in found.items():
-            given = engines[mode].generate([prompt], params)[0].token_ids
+            given = engine.generate([prompt], params, mode=mode)[0].token_ids
             tick()
             if given != wanted:
-                mismatches.append(_mismatch(naive, question_id, prompt, wanted, given, params))
+                mismatches.append(_mismatch(engine, question_id, prompt, wanted, given, params))
     return [
         VerifyCase(
             mode=mode,
             num_draft=num_draft,
             temperature=params.temperature,
             seed=params.seed,
-            verify_width=_verify_width(engines[mode]),
+            verify_width=_verify_width(engine, mode),
             num_turns=len(prompts),
             num_tokens=num_tokens,
             mismatches=tuple(mismatches),
@@ -196,8 +196,8 @@ def compare_answers(
     ]
 
 
-def _verify_width(engine: Engine) -> int:
-    rows = 1 + engine.num_draft
+def _verify_width(engine: Engine, mode: Mode) -> int:
+    rows = 1 + engine.modes[mode].num_draft
     return next(width for width in engine.options.widths if width >= rows) if engine.options.widths else rows
 
 
@@ -225,13 +225,14 @@ def _compare(
         progress("comparing answers", done, total)
 
     for params in samplings:
-        engines = {mode: runtime.engine(mode, warm=params) for mode in modes}
-        cases += compare_answers(engines, prompts, params, num_draft=config.num_draft, tick=tick)
+        for mode in modes:
+            runtime.warm_up(mode, params)
+        cases += compare_answers(runtime.engine, modes, prompts, params, num_draft=config.num_draft, tick=tick)
     return cases
 
 
 def _mismatch(
-    naive: Engine,
+    engine: Engine,
     question_id: str | int,
     prompt: list[int],
     wanted: list[int],
@@ -240,9 +241,9 @@ def _mismatch(
 ) -> Mismatch:
     same = (i for i, (a, b) in enumerate(zip(wanted, given, strict=False)) if a != b)
     position = next(same, min(len(wanted), len(given)))
-    logit_gap, score_gap = _gaps(naive, prompt + wanted[:position], params)
+    logit_gap, score_gap = _gaps(engine, prompt + wanted[:position], params)
     tokens = [answer[position] if position < len(answer) else None for answer in (wanted, given)]
-    texts = ["" if token is None else naive.tokenizer.decode([token], False) for token in tokens]
+    texts = ["" if token is None else engine.tokenizer.decode([token], False) for token in tokens]
     return Mismatch(
         question_id=question_id,
         position=position,

@@ -16,7 +16,6 @@ from sharesd.cli.user_text import read_line, require_utf8
 from sharesd.config import Mode
 from sharesd.data.request_errors import RequestError
 from sharesd.drafters import registry
-from sharesd.engine.engine import Engine
 from sharesd.engine.outputs import Completion
 from sharesd.engine.stats import Stats
 from sharesd.field_types import DefaultLimit
@@ -35,7 +34,7 @@ TIPS = "A line that ends with \\ continues on the next line. Ctrl-C stops an ans
 
 
 class Chat:
-    """One conversation and its engines."""
+    """One conversation, whose mode may change between answers."""
 
     def __init__(
         self, runtime: Runtime, mode: Mode, params: SamplingParams, *, system: str | None, verbose: bool
@@ -51,7 +50,7 @@ class Chat:
         params = replace(params, max_new_tokens=DefaultLimit(params.max_new_tokens))
         self._runtime, self._params, self._system, self._verbose = runtime, params, system, verbose
         self._messages: list[dict[str, str]] = []
-        self._engines: dict[Mode, Engine] = {}
+        self._warm_modes: set[Mode] = set()
         self._totals: dict[Mode, Stats] = {}
         self._last: Stats | None = None
         self._switch(mode)
@@ -129,7 +128,7 @@ class Chat:
         head = [] if self._system is None else [{"role": "system", "content": self._system}]
         asked = [*self._messages, {"role": "user", "content": message}]
         ids = self._runtime.tokenizer.chat([*head, *asked])
-        engine = self._engines[self._mode]
+        engine = self._runtime.engine
         if len(ids) >= engine.max_context:
             raise ValueError(
                 f"the conversation has {len(ids)} tokens and the context holds {engine.max_context}; "
@@ -137,7 +136,7 @@ class Chat:
             )
         writer = AnswerWriter(self._runtime.tokenizer, titles=[message], by_source=self._verbose)
         try:
-            (done,) = answer(engine, [ids], self._params, writer.write, reuse=True)
+            (done,) = answer(engine, [ids], self._params, writer.write, mode=self._mode, reuse=True)
         finally:
             writer.end()
         self._last = engine.stats
@@ -149,7 +148,7 @@ class Chat:
             note(one_line(engine.stats))
 
     def _tell_end(self, done: Completion, num_tokens: int) -> None:
-        limit = self._engines[self._mode].max_context
+        limit = self._runtime.max_context
         if done.finish_reason is None:
             note("stopped")
         elif done.finish_reason == "length" and num_tokens >= limit:
@@ -170,8 +169,9 @@ class Chat:
             note(f"mode {name}")
 
     def _switch(self, mode: Mode) -> None:
-        if mode not in self._engines:
-            self._engines[mode] = start_engine(self._runtime, mode, self._params)
+        if mode not in self._warm_modes:
+            start_engine(self._runtime, mode, self._params)
+            self._warm_modes.add(mode)
         self._mode = mode
 
     def _stats(self) -> None:

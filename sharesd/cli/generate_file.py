@@ -267,7 +267,7 @@ def answer(work: GenerateWork, tasks: TaskQueue, progress: Progress | None = Non
     from sharesd.runtime import Runtime  # late: importing torch takes seconds
 
     runtime = Runtime(work.config, (work.mode,), progress=progress or silent)
-    engine = runtime.engine(work.mode, warm=work.params)
+    engine = runtime.warm_up(work.mode, work.params)
 
     def take(wait: bool) -> tuple[int, _Question] | None:
         task = tasks.take(wait)

@@ -58,7 +58,7 @@ def _chosen(runtime: Runtime) -> str:
 
 def start_engine(runtime: Runtime, mode: Mode, params: SamplingParams, *, each_kind: bool = False) -> Engine:
     with err_console.status(f"compiling mode {mode}"):
-        return runtime.engine(mode, warm=params, each_kind=each_kind)
+        return runtime.warm_up(mode, params, each_kind=each_kind)
 
 
 def answer(
@@ -67,6 +67,7 @@ def answer(
     params: SamplingParams,
     show: Callable[[TokenChunk], None],
     *,
+    mode: Mode | None = None,
     reuse: bool = False,
     answers: list[Completion] | None = None,
 ) -> list[Completion]:
@@ -77,7 +78,7 @@ def answer(
     from sharesd.engine.outputs import Completion  # late: importing torch takes seconds
 
     answers = [Completion() for _ in prompts] if answers is None else answers
-    chunks = engine.stream(prompts, params, reuse=reuse)
+    chunks = engine.stream(prompts, params, mode=mode, reuse=reuse)
     with suppress(KeyboardInterrupt), ctrl_c_noted() as stopped, closing(chunks):
         for chunk in chunks:
             START.end("first token")

@@ -1,4 +1,4 @@
-"""Calls of several threads that share the engines of a runtime.
+"""Calls of several threads that share an engine.
 
 A waiting thread steps the engine for all; calls of other modes or acceptance rules wait in order of arrival.
 """
@@ -6,12 +6,11 @@ A waiting thread steps the engine for all; calls of other modes or acceptance ru
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from threading import Condition, Lock
 
 from compile.adaptive_threads import STEP_THREADS
 from sharesd import sampling
-from sharesd.config import Mode
 from sharesd.data.request_errors import NonFiniteLogits
 from sharesd.engine.engine import Engine
 from sharesd.engine.outputs import TokenChunk
@@ -61,11 +60,11 @@ class Call:
 
 
 class CallQueue:
-    """Queue of calls on engines that share a KV cache. Thread-safe."""
+    """Queue of calls on an engine. Thread-safe."""
 
-    def __init__(self, engines: Mapping[Mode, Engine]) -> None:
-        """`engines`, by mode, must not be used otherwise from now on."""
-        self._engines: dict[str, Engine] = dict(engines)
+    def __init__(self, engine: Engine) -> None:
+        """`engine` must not be used otherwise from now on."""
+        self._engine: Engine | None = engine
         self._new: deque[Call] = deque()  # in the order in which they came
         self._running: deque[Call] = deque()  # all of one mode; the next one whose prompt gets a row comes first
         self._owners: dict[Request, Call] = {}
@@ -100,8 +99,9 @@ class CallQueue:
                 self._changed.wait(POLL_SECONDS)
             for call in (*self._running, *self._new):
                 call.error = call.error or reason
-            for calls in (self._owners, self._running, self._new, self._engines):
+            for calls in (self._owners, self._running, self._new):
                 calls.clear()
+            self._engine = None
             self._changed.notify_all()
 
     def _wait(self, call: Call) -> None:
@@ -129,10 +129,11 @@ class CallQueue:
         try:
             with _STEP_LOCK:
                 STEP_THREADS.enter()
-                self._drop_finished()
-                self._admit()
+                engine = self._engine
+                assert engine is not None  # `close` waits for a running step
+                self._drop_finished(engine)
+                self._admit(engine)
                 if self._running:
-                    engine = self._engines[self._running[0].mode]
                     self._fill_rows(engine)
                     for chunk in engine.step():
                         self._deliver(chunk)
@@ -143,14 +144,14 @@ class CallQueue:
             with self._changed:
                 self._changed.notify_all()
 
-    def _drop_finished(self) -> None:
+    def _drop_finished(self, engine: Engine) -> None:
         for call in [call for call in self._running if call.closed or not call.num_unfinished]:
             for request in call.requests:
                 if self._owners.pop(request, None) is not None:
-                    self._engines[call.mode].cancel(request)
+                    engine.cancel(request)
             self._running.remove(call)
 
-    def _admit(self) -> None:
+    def _admit(self, engine: Engine) -> None:
         """Start waiting calls up to the first incompatible with the running ones."""
         while self._new and (self._new[0].closed or self._is_compatible(self._new[0])):
             call = self._new.popleft()
@@ -159,7 +160,7 @@ class CallQueue:
             try:
                 sampling.check_alike([params for _, params, _ in call.prompts])
                 for ids, params, _ in call.prompts:
-                    self._engines[call.mode].check(ids, params)
+                    engine.check(ids, params, call.mode)
             except ValueError as error:
                 call.error = error
             else:
@@ -184,7 +185,7 @@ class CallQueue:
             while not self._running[0].num_unqueued:
                 self._running.rotate(-1)
             call = self._running[0]
-            request = engine.add(*call.prompts[len(call.requests)])
+            request = engine.add(*call.prompts[len(call.requests)], mode=call.mode)
             self._owners[request] = call
             call.requests.append(request)
             self._running.rotate(-1)
@@ -205,5 +206,5 @@ class CallQueue:
                 call.error = RuntimeError(f"another call failed in the middle of a step ({error!r}); repeat this one")
         self._running.clear()
         self._owners.clear()
-        for engine in self._engines.values():
-            engine.cancel_all()
+        if self._engine is not None:
+            self._engine.cancel_all()

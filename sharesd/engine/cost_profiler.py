@@ -103,12 +103,13 @@ def is_native(model: CausalModel) -> bool:
 
 
 @contextmanager
-def first_blocks(engine: Engine) -> Iterator[None]:
-    """Run one block of each native model of an engine."""
+def first_blocks(engine: Engine, mode: str) -> Iterator[None]:
+    """Run one block of each native model of a mode."""
     if engine.offloaded:
         yield
         return
-    models = [engine.target, *(model for model, _ in (engine.drafter.prompt_readers() if engine.drafter else ()))]
+    drafter = engine.modes[mode].drafter
+    models = [engine.target, *(model for model, _ in (drafter.prompt_readers() if drafter else ()))]
     with ExitStack() as stack:
         for model in models:
             stack.enter_context(BlockSample(model, is_timed=False).blocks(1))
@@ -121,19 +122,22 @@ def _timed(function: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def profile_costs(engine: Engine, params: SamplingParams, kept: JsonCache | None) -> dict[int, Costs]:
-    """Return costs by number of rows, kept ones if there are any.
+def profile_costs(engine: Engine, mode: str, params: SamplingParams, kept: JsonCache | None) -> dict[int, Costs]:
+    """Return a mode's costs by number of rows, kept ones if there are any.
 
     Those of several rows are predicted for the C++ kernel.
     """
     fewest, *more = engine.batch_sizes
-    costs = {fewest: _costs_of_rows(engine, params, fewest, kept, BRIEFLY if engine.offloaded else SWEEPS[0])}
+    sweeps = BRIEFLY if engine.offloaded else SWEEPS[0]
+    costs = {fewest: _costs_of_rows(engine, mode, params, fewest, kept, sweeps)}
     if not is_native(engine.target):
-        return costs | {rows: _costs_of_rows(engine, params, rows, kept, BRIEFLY) for rows in more}
+        return costs | {rows: _costs_of_rows(engine, mode, params, rows, kept, BRIEFLY) for rows in more}
     return costs | {rows: of_more_rows(costs[fewest], rows / fewest) for rows in more}
 
 
-def _costs_of_rows(engine: Engine, params: SamplingParams, rows: int, kept: JsonCache | None, sweeps: int) -> Costs:
+def _costs_of_rows(
+    engine: Engine, mode: str, params: SamplingParams, rows: int, kept: JsonCache | None, sweeps: int
+) -> Costs:
     """Return kept costs, or time rounds if there are none.
 
     Plain steps show whether kept costs were measured while the machine was slower; rounds correct them later.
@@ -142,10 +146,10 @@ def _costs_of_rows(engine: Engine, params: SamplingParams, rows: int, kept: Json
         kept = kept.with_key(rows)
     earlier = load_costs(kept) if kept else None
     if earlier is not None:
-        now = min(_timed(_step(engine, params, 0, rows)) for _ in range(PLAIN_STEPS))
+        now = min(_timed(_step(engine, mode, params, 0, rows)) for _ in range(PLAIN_STEPS))
         if earlier.step[1] < SLOWER * now:
             return earlier
-    fresh, agree = measure_costs(engine, params, rows, sweeps, SECONDS)
+    fresh, agree = measure_costs(engine, mode, params, rows, sweeps, SECONDS)
     if kept and agree:
         save_costs(kept, fresh)
     return fresh
@@ -154,29 +158,30 @@ def _costs_of_rows(engine: Engine, params: SamplingParams, rows: int, kept: Json
 @torch.inference_mode()
 def measure_costs(
     engine: Engine,
+    mode: str,
     params: SamplingParams,
     rows: int | None = None,
     sweeps: int = SWEEPS[0],
     seconds: float | None = None,
 ) -> tuple[Costs, bool]:
-    """Time rounds, each between plain steps, at two contexts; return costs, and True if repeats agree.
+    """Time a mode's rounds, each between plain steps, at two contexts; return costs, and True if repeats agree.
 
     Of large models only some blocks are timed, see `BlockSample`. Repeats start until `seconds` have passed, or
     SECONDS.
     """
     rows = rows or engine.cache.batch
-    model = model_drafter_of(engine)
-    for cache in engine.caches:
+    model, caches, num_draft = model_drafter_of(engine, mode), engine.modes[mode].caches, engine.modes[mode].num_draft
+    for cache in caches:
         cache.unpark()
-    lengths = [cache.lengths for cache in engine.caches]
+    lengths = [cache.lengths for cache in caches]
     before = [lengths_B.clone() for lengths_B in lengths]
     near = float(engine.cache.lengths.double().mean())
-    room = min(engine.max_context, engine.cache.slots) - 2 * (1 + engine.num_draft) - 1
+    room = min(engine.max_context, engine.cache.slots) - 2 * (1 + num_draft) - 1
     sample = BlockSample(engine.target)
     far = min(FAR, room) if min(FAR, room) > 2 * near + 64 and not engine.offloaded else None
     contexts = (False, True) if far is not None and sample.is_whole else (False,)
-    timers = _timers(engine, params, rows, sample)
-    step = _step(engine, params, 0, rows)
+    timers = _timers(engine, mode, params, rows, sample)
+    step = _step(engine, mode, params, 0, rows)
     plain = partial(sample.seconds, step)
     ratios: dict[tuple[str, int, bool], list[float]] = {}
     bases: dict[bool, list[float]] = {False: [], True: []}
@@ -207,13 +212,13 @@ def measure_costs(
     if not sample.is_whole:
         bases[False] = [_timed(step)]
         if far is not None:
-            slot = _slot_seconds(sample, _step(engine, params, engine.num_draft, rows), lengths, near, far)
+            slot = _slot_seconds(sample, _step(engine, mode, params, num_draft, rows), lengths, near, far)
     for lengths_B, before_B in zip(lengths, before, strict=True):
         lengths_B.copy_(before_B)
-    for cache in engine.caches:
+    for cache in caches:
         cache.park(0, cache.batch)
     costs = fit_costs(ratios, bases, near, far if sample.is_whole else None, model is not None and model.single_pass)
-    return costs if sample.is_whole else _with_slots(costs, engine, sample, slot), agree
+    return costs if sample.is_whole else _with_slots(costs, engine, model, sample, slot), agree
 
 
 def _slot_seconds(
@@ -233,16 +238,16 @@ def _slot_seconds(
     return sample.num_all * max(0.0, took[1] - took[0]) / (far - int(near))
 
 
-def _with_slots(costs: Costs, engine: Engine, sample: BlockSample, widest: float) -> Costs:
+def _with_slots(costs: Costs, engine: Engine, model: Drafter | None, sample: BlockSample, widest: float) -> Costs:
     """Fill in seconds of live slots.
 
     Those of one token follow from the bytes of its KV, those of the widest step are given.
     """
-    cache, drafter = engine.cache, model_drafter_of(engine)
+    cache = engine.cache
     narrowest = costs.step[1] * cache.nbytes / (cache.slots * cache.batch) / sample.model_bytes
     ends = Costs({1: narrowest, max(costs.step): max(narrowest, widest)})
     slots = {width: ends.of_step(width) for width in costs.step}
-    drafts = drafter is not None and drafter.step_model() is engine.target
+    drafts = model is not None and model.step_model() is engine.target
     return replace(
         costs,
         step_slot=slots,
@@ -252,19 +257,20 @@ def _with_slots(costs: Costs, engine: Engine, sample: BlockSample, widest: float
 
 
 def _timers(
-    engine: Engine, params: SamplingParams, rows: int, sample: BlockSample
+    engine: Engine, mode: str, params: SamplingParams, rows: int, sample: BlockSample
 ) -> dict[tuple[str, int], Callable[[], float]]:
     """Return timers, in seconds, by kind and width or depth."""
-    model, context = model_drafter_of(engine), engine.variant(params).round(0, rows).context
+    model, variant, longest = model_drafter_of(engine, mode), engine.variant(params, mode), engine.modes[mode].num_draft
+    context = variant.round(0, rows).context
     timers: dict[tuple[str, int], Callable[[], float]] = {}
-    longest, briefly = engine.num_draft, engine.offloaded or not sample.is_whole
+    briefly = engine.offloaded or not sample.is_whole
     short = max(1, longest // SHARE_OF_LONGEST)
     few = {short, longest} if engine.offloaded else {1, short, longest}
     for num_nodes in sorted(few) if briefly and longest else _lengths(longest)[1:]:
-        timers["step", 1 + num_nodes] = partial(sample.seconds, _step(engine, params, num_nodes, rows))
+        timers["step", 1 + num_nodes] = partial(sample.seconds, _step(engine, mode, params, num_nodes, rows))
     if model is not None:
         sample = BlockSample(model.step_model())
-        deepest, largest = chain(max(1, engine.num_draft // 2)), engine.variant(params).policy.shapes[-1]
+        deepest, largest = chain(max(1, longest // 2)), variant.policy.shapes[-1]
         kinds = {"draft": deepest, **({"level": largest} if largest.is_tree else {})}
         for kind, shape in kinds.items():
             last = shape.depth if sample.is_whole else min(2, shape.depth)
@@ -277,16 +283,16 @@ def _timers(
     return timers
 
 
-def model_drafter_of(engine: Engine) -> Drafter | None:
-    """Return the engine's model drafter, also of a hybrid; None without one."""
-    drafter = engine.drafter
+def model_drafter_of(engine: Engine, mode: str) -> Drafter | None:
+    """Return a mode's model drafter, also of a hybrid; None without one."""
+    drafter = engine.modes[mode].drafter
     return getattr(drafter, "model_drafter", None) if drafter and drafter.runs_on_host else drafter
 
 
-def _step(engine: Engine, params: SamplingParams, num_nodes: int, rows: int) -> Callable[[], object]:
+def _step(engine: Engine, mode: str, params: SamplingParams, num_nodes: int, rows: int) -> Callable[[], object]:
     """Return a round of idle rows, which changes nothing."""
     engine.deactivate_rows()
-    round_ = engine.variant(params).round(0, rows)
+    round_ = engine.variant(params, mode).round(0, rows)
     tree = DraftTree(torch.zeros(rows, num_nodes, dtype=torch.int64))
 
     @torch.inference_mode()

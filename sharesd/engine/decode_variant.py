@@ -106,10 +106,11 @@ class DecodeVariant:
 
 
 class DecodeVariants:
-    """Decode variants of one engine, made when first used."""
+    """Decode variants of one mode, made when first used."""
 
     def __init__(
         self,
+        mode: str,
         target: CausalModel,
         cache: StaticKVCache,
         drafter: Drafter | None,
@@ -117,13 +118,22 @@ class DecodeVariants:
         state: BatchState,
         *,
         options: EngineOptions,
-        async_scheduling: bool,
     ) -> None:
         self._parts = target, cache, drafter, row_sampling, state
-        self._sampling, self._options, self._async_scheduling = row_sampling, options, async_scheduling
+        self.mode, self.drafter = mode, drafter
+        self.num_draft = max(shape.nodes for shape in drafter.shapes) if drafter else 0
+        """Largest number of draft tokens in a round."""
+        self.async_scheduling = options.async_scheduling and (drafter is None or drafter.supports_async)
+        """True if a round may be launched before the one before it is read.
+
+        On GPUs, with a drafter that can go ahead.
+        """
+        model = getattr(drafter, "model_drafter", drafter)  # of a mixture: the model drafter in it
+        self.caches: list[StaticKVCache] = list(dict.fromkeys([cache, getattr(model, "cache", cache)]))
+        """The target's cache, and that of a model drafter."""
+        self._sampling, self._options = row_sampling, options
         self.auto_length = options.auto_length and drafter is not None
         """True if policies choose the shapes of drafts."""
-        self.vocab_size = target.vocab_size
         self._variants: dict[SamplingKind, DecodeVariant] = {}
         self._drafts: Drafts = {}
 
@@ -147,7 +157,7 @@ class DecodeVariants:
                 *self._parts,
                 options=self._options,
                 auto_length=self.auto_length,
-                async_scheduling=self._async_scheduling,
+                async_scheduling=self.async_scheduling,
                 drafts=self._drafts,
             )
             policies = (other.policy for other in reversed(self._variants.values()))

@@ -47,10 +47,11 @@ log = logging.getLogger(__name__)
 
 
 class Engine:
-    """Decodes requests with one target and at most one drafter. Not thread-safe.
+    """Decodes requests with one target, in modes that differ by their drafter. Not thread-safe.
 
     `add`, `step` and `cancel` serve requests that come and go (`LLM`, the server); `generate` and `stream` are loops
-    for the prompts of one call.
+    for the prompts of one call. Requests of one mode are decoded together; those of another wait for their end. `mode`
+    of methods: a name in `modes`; None = the attribute of that name.
     """
 
     def __init__(
@@ -59,10 +60,13 @@ class Engine:
         target: CausalModel,
         tokenizer: Tokenizer,
         cache: StaticKVCache,
-        drafter: Drafter | None,
+        drafters: Mapping[str, Drafter | None],
         options: EngineOptions,
     ) -> None:
-        """Build an engine on a `cache` with one row per concurrent request."""
+        """Build an engine on a `cache` with one row per concurrent request.
+
+        `drafters`: by mode; None decodes plainly.
+        """
         self.target, self.tokenizer, self.cache, self.options = target, tokenizer, cache, options
         self.max_context, self.graphs, self.offloaded = options.max_context, options.graphs, options.is_offloaded
         self._device = cache.lengths.device
@@ -73,45 +77,41 @@ class Engine:
         self.sampling = RowSampling(
             batch=cache.batch, vocab_size=target.vocab_size, device=self._device, replayed=options.graphs is not None
         )
-        self.async_scheduling = options.async_scheduling and (drafter is None or drafter.supports_async)
-        """True if a round may be launched before the one before it is read.
-
-        On GPUs, with a drafter that can go ahead.
-        """
         self.compact_batch = not on_gpu and options.graphs is None and options.widths is None and not target.step_widths
         """True if a round covers only the rows in use. Steps that are compiled for given widths also fix their rows."""
         buckets = options.buckets or (self.compact_batch and not self.offloaded)
         self.batch_sizes = powers_of_two(cache.batch) if buckets else [cache.batch]
         """Numbers of rows that have separate costs and captured graphs."""
-        model = getattr(drafter, "model_drafter", drafter)  # of a mixture: the model drafter in it
-        self.caches: list[StaticKVCache] = list(dict.fromkeys([cache, getattr(model, "cache", cache)]))
-        """The target's cache, and that of a model drafter."""
+        self.modes = {
+            mode: DecodeVariants(mode, target, cache, drafter, self.sampling, self.state, options=options)
+            for mode, drafter in drafters.items()
+        }
+        """Drafter, rounds and policies of each mode."""
         if options.buckets:
-            for each in self.caches:
+            for each in {cache for variants in self.modes.values() for cache in variants.caches}:
                 # Negative, so that kernels skip the row, even after a round in flight has added to it.
                 each.parked_length = options.max_context - each.slots
-        self._scheduler = Scheduler(
-            target, tokenizer, self.caches, drafter, self.sampling, options=options, span=self._span
-        )
-        self._variants = DecodeVariants(
-            target, cache, drafter, self.sampling, self.state, options=options, async_scheduling=self.async_scheduling
-        )
+        self.mode, first = next(iter(self.modes.items()))
+        """Mode of calls without one; the first, until it is set."""
+        self._scheduler = Scheduler(target, tokenizer, cache, first, self.sampling, options=options, span=self._span)
         self._launcher = RoundLauncher(
-            cache, self._scheduler, self._variants, self.state, self._clock, async_scheduling=self.async_scheduling
+            cache,
+            self._scheduler,
+            self.state,
+            self._clock,
+            vocab_size=target.vocab_size,
+            async_scheduling=options.async_scheduling,
         )
         self._outputs = OutputProcessor(cache, self._scheduler, self._clock, options)
-        self._outputs.begin_call(self._new_stats())
+        self._outputs.begin_call(_new_stats(max(variants.num_draft for variants in self.modes.values())))
         self._in_flight: InFlightRound | None = None  # launched before its predecessor was read
+        self._call: object = None  # the last call of `stream`, unless requests were added after it
         self.label: Mapping[str, Any] = {}
         """Fields of JSON types that are added to the trace of each request from now on."""
 
-    @property
-    def drafter(self) -> Drafter | None:
-        return self._scheduler.drafter
-
-    @drafter.setter
-    def drafter(self, drafter: Drafter | None) -> None:
-        self._scheduler.drafter = drafter
+    def of_mode(self, mode: str | None) -> DecodeVariants:
+        """Return drafter, rounds and policies of a mode."""
+        return self.modes[self.mode if mode is None else mode]
 
     @property
     def trace(self) -> TraceFile | None:
@@ -132,16 +132,6 @@ class Engine:
         return self._scheduler.grammars
 
     @property
-    def mode(self) -> str:
-        """Name of the drafter, or `naive`."""
-        return self._scheduler.mode
-
-    @property
-    def num_draft(self) -> int:
-        """Largest number of draft tokens in a round."""
-        return max(shape.nodes for shape in self.drafter.shapes) if self.drafter else 0
-
-    @property
     def num_running(self) -> int:
         return len(self._scheduler.rows.used)
 
@@ -152,43 +142,46 @@ class Engine:
     def forget(self) -> None:
         """Drop KV that later prompts could reuse. Running requests keep theirs."""
         self.cache.forget()
-        if self.drafter is not None:
-            self.drafter.forget()
+        for variants in self.modes.values():
+            if variants.drafter is not None:
+                variants.drafter.forget()
 
     @torch.inference_mode()
     def save_text(self) -> bool:
         """Save a finished text to disk; return False if none is left."""
         return self._scheduler.rows.save_text()
 
-    def check(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+    def check(self, prompt: Prompt, params: SamplingParams, mode: str | None = None) -> list[int]:
         """Return prompt token ids; raise ValueError if `add` would reject the prompt."""
-        return self._scheduler.check(prompt, params)
+        ids = self._scheduler.tokenize(prompt)
+        self._scheduler.check_params(params, self.of_mode(mode).drafter)
+        return ids
 
-    def add(self, prompt: Prompt, params: SamplingParams | None = None, index: int = 0) -> Request:
+    def add(
+        self, prompt: Prompt, params: SamplingParams | None = None, index: int = 0, *, mode: str | None = None
+    ) -> Request:
         """Append a request to the queue; `step` decodes it.
 
         `index`: number of this prompt in its call, or of this choice in its request; each number has its own noise.
-        Raises ValueError for an unsupported prompt or parameters, its subclass QueueFull if too many requests wait, and
-        RuntimeError if another engine has used the cache while requests of this one run.
+        Ends a call of `stream`. Raises ValueError for an unsupported prompt or parameters, and its subclass QueueFull
+        if too many requests wait.
         """
         params, scheduler = params or SamplingParams(), self._scheduler
         scheduler.check_queue()
-        ids = self.check(prompt, params)
+        ids = self.check(prompt, params, mode)
         sampling.check_alike([params, *(request.params for request in scheduler.requests)])
         if all(request.call is not None for request in scheduler.requests):
-            self._acquire_cache()
-        scheduler.check_owner()
-        return self._enqueue(ids, params, index)
+            self._begin_call()
+        return self._enqueue(ids, params, index, self.of_mode(mode))
 
     def step(self) -> list[TokenChunk]:
         """Prefill one chunk of a prompt, if one waits, then run a round over the requests that are being decoded.
 
-        Returns the new tokens. Raises RuntimeError if another engine has used the cache. Any error cancels all
-        requests: the device may be ahead of the tokens that were returned.
+        Returns the new tokens. Any error cancels all requests: the device may be ahead of the tokens that were
+        returned.
         """
         if not self._scheduler.is_busy:
             return []
-        self._scheduler.check_owner()
         use(self._device)
         try:
             is_decoding = bool(self._scheduler.live)
@@ -210,43 +203,54 @@ class Engine:
         self._scheduler.cancel(request)
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams | None = None, *, reuse: bool = False
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | None = None,
+        *,
+        mode: str | None = None,
+        reuse: bool = False,
     ) -> list[Completion]:
         """Return one completion per prompt. Takes the arguments of `stream`, and raises its errors."""
         done = [Completion() for _ in prompts]
-        for chunk in self.stream(prompts, sampling, reuse=reuse):
+        for chunk in self.stream(prompts, sampling, mode=mode, reuse=reuse):
             done[chunk.row].add(chunk)
         return done
 
     def stream(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams | None = None, *, reuse: bool = False
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | None = None,
+        *,
+        mode: str | None = None,
+        reuse: bool = False,
     ) -> Generator[TokenChunk, None, None]:
         """Decode prompts, up to one per cache row at a time; yield chunks.
 
         Ends any earlier call. Each prompt has its own noise, by its index in the call. `reuse`: KV of the longest
         prefix that a prompt shares with a row is not recomputed (chat turns). Warns if `max_new_tokens` is given and
         exceeds the context. Raises ValueError as `add`, and RuntimeError if requests of `add` run, or another call has
-        used the cache since the last chunk. If prompts failed, raises the first RequestError after the last chunk.
+        begun since the last chunk. If prompts failed, raises the first RequestError after the last chunk.
         """
         if isinstance(prompts, str):
             raise ValueError("prompts is one string; give a list of prompts")
-        params, scheduler = sampling or SamplingParams(), self._scheduler
+        params, scheduler, variants = sampling or SamplingParams(), self._scheduler, self.of_mode(mode)
         rows = [scheduler.tokenize(prompt) for prompt in prompts]
-        scheduler.check_params(params)
+        scheduler.check_params(params, variants.drafter)
         if any(request.call is None for request in scheduler.requests):
             raise RuntimeError("added requests are still being decoded; finish or cancel them before this call")
         cut = cut_by_context(((len(ids), params) for ids in rows), self.max_context)
         if cut is not None:
             log.warning("answers may be cut: %s", cut)
-        owner = self._acquire_cache()
+        call = self._begin_call()
         use(self._device)
-        self._outputs.begin_call(self._new_stats())
-        requests = [self._enqueue(ids, params, i, reuse=reuse, call=owner) for i, ids in enumerate(rows)]
+        self._outputs.begin_call(_new_stats(variants.num_draft))
+        requests = [self._enqueue(ids, params, i, variants, reuse=reuse, call=call) for i, ids in enumerate(rows)]
         self.stats.accept_lengths = [request.stats.accept_lengths[0] for request in requests]
         error: RequestError | None = None
         try:
             while any(request.finish_reason is None and not request.cancelled for request in requests):
-                scheduler.check_owner(owner)
+                if self._call is not call:
+                    raise RuntimeError("another call has begun since the last chunk; finish or close a call first")
                 chunks = self._prefill_prompts(whole=True)  # one caller waits for all: large rounds are best
                 for chunk in chunks or self._round():
                     error = error or chunk.error
@@ -254,26 +258,32 @@ class Engine:
             if error is not None:
                 raise error
         finally:
-            if scheduler.owner is owner:
-                for request in requests:
-                    self.cancel(request)
+            for request in requests:
+                self.cancel(request)
 
     def _enqueue(
-        self, ids: list[int], params: SamplingParams, index: int, *, reuse: bool = True, call: object | None = None
+        self,
+        ids: list[int],
+        params: SamplingParams,
+        index: int,
+        variants: DecodeVariants,
+        *,
+        reuse: bool = True,
+        call: object | None = None,
     ) -> Request:
-        request = self._scheduler.add(ids, params, index, self._new_stats(), reuse=reuse, call=call)
+        stats = _new_stats(variants.num_draft)
+        request = self._scheduler.add(ids, params, index, stats, mode=variants.mode, reuse=reuse, call=call)
         request.label = self.label
         self.stats.prompt_tokens += len(ids)
         return request
 
-    def _new_stats(self) -> Stats:
-        return Stats(self.num_draft, accepted_at=[0] * self.num_draft, reached_at=[0] * self.num_draft)
-
-    def _acquire_cache(self) -> object:
-        """Make this engine the cache's owner, which ends requests of earlier calls."""
+    def _begin_call(self) -> object:
+        """End the requests of earlier calls; return a mark of this one."""
         self._in_flight = None
         self._launcher.reset()
-        return self._scheduler.acquire_cache()
+        self._scheduler.clear()
+        self._call = object()
+        return self._call
 
     def _prefill_prompts(self, *, whole: bool) -> list[TokenChunk]:
         """Prefill a prompt chunk, or, if `whole`, all prompts; return first tokens."""
@@ -287,7 +297,7 @@ class Engine:
         scheduler, prefill = self._scheduler, self._scheduler.prefill
         while scheduler.can_prefill:
             request = prefill.request or self._admit()
-            logits_1V = prefill.read(others_wait=not whole and bool(scheduler.live))
+            logits_1V = prefill.read(scheduler.drafter, others_wait=not whole and bool(scheduler.live))
             self._launcher.prefilled = True
             if logits_1V is not None:
                 scheduler.num_changes += 1  # its request is decoded from now on
@@ -295,7 +305,7 @@ class Engine:
             began, before = time.perf_counter(), began
             request.stats.prefill_s += began - before
             if logits_1V is not None and self.trace is not None:
-                self.trace.add_request(request, self.mode, chunks[-1].token_ids)
+                self.trace.add_request(request, request.mode, chunks[-1].token_ids)
             if not whole:
                 break
         self._outputs.last_ended = time.perf_counter()
@@ -305,10 +315,16 @@ class Engine:
 
     def _admit(self) -> Request:
         """Give the next request a row; tell the policy that a new text begins, if nothing is being decoded."""
-        request = self._scheduler.admit()
+        scheduler = self._scheduler
+        variants = self.modes[scheduler.waiting[0].mode]
+        if variants is not scheduler.active:
+            self._in_flight = None
+            self._launcher.reset()
+            scheduler.activate(variants)
+        request = scheduler.admit()
         assert request.row is not None
-        if not self._scheduler.live:
-            self._variants.of_rows([request.row]).policy.begin()
+        if not scheduler.live:
+            variants.of_rows([request.row]).policy.begin()
         return request
 
     def _first_token(self, request: Request, logits_1V: Tensor) -> TokenChunk:
@@ -351,8 +367,13 @@ class Engine:
         self.state.drafts_B.fill_(True)
         self._launcher.invalidate()
 
-    def variant(self, params: SamplingParams) -> DecodeVariant:
+    def variant(self, params: SamplingParams, mode: str | None = None) -> DecodeVariant:
         """Return rounds and policy for requests with these parameters."""
-        self._scheduler.check_params(params)
+        variants = self.of_mode(mode)
+        self._scheduler.check_params(params, variants.drafter)
         kind = SamplingKind.of(params)
-        return self._variants.of(kind.rounded() if self.sampling.replayed else kind)
+        return variants.of(kind.rounded() if self.sampling.replayed else kind)
+
+
+def _new_stats(num_draft: int) -> Stats:
+    return Stats(num_draft, accepted_at=[0] * num_draft, reached_at=[0] * num_draft)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -54,8 +54,8 @@ class EngineOptions:
     """Total transfers of offloaded weights, if there are any."""
     overlap_hook: OverlapHook | None = None
     """Runs draft steps while the target waits for offloaded weights."""
-    on_finish: Callable[[Stats], None] | None = None
-    """Called with the counts of each finished request."""
+    on_finish: Mapping[str, Callable[[Stats], None]] = field(default_factory=dict)
+    """By mode: called with the counts of each finished request."""
     prompt_cache: PromptCache | None = None
     """KV of finished texts on disk."""
     require_trees: bool = True

@@ -153,7 +153,7 @@ class OutputProcessor:
         times: tuple[float, float, float],
     ) -> list[TokenChunk]:
         """Write a round's trace; return chunks with the traces wanted."""
-        found = round_trace(self._scheduler.mode, in_flight.tree, in_flight.reasons, times, rows)
+        found = round_trace(self._scheduler.active.mode, in_flight.tree, in_flight.reasons, times, rows)
         if self.trace is not None:
             self.trace.add(found)
         return [
@@ -197,8 +197,8 @@ class OutputProcessor:
             if error is not None:
                 self._scheduler.discard_kv(request.row)
             self._scheduler.release(request)
-            if self._on_finish is not None and error is None:
-                self._on_finish(request.stats)
+            if error is None and request.mode in self._on_finish:
+                self._on_finish[request.mode](request.stats)
         return chunk
 
     def _not_numbers(self, position: int) -> NonFiniteLogits:

@@ -48,7 +48,6 @@ class PrefillScheduler:
         self,
         target: CausalModel,
         cache: StaticKVCache,
-        drafter: Drafter | None,
         *,
         recompute_decoded_kv: bool,
         prefill_chunk: int | None,
@@ -60,7 +59,7 @@ class PrefillScheduler:
 
         Raises ValueError for a `prefill_chunk` that the target does not support.
         """
-        self._target, self._cache, self._drafter = target, cache, drafter
+        self._target, self._cache = target, cache
         self._in_pieces = recompute_decoded_kv or reads_in_pieces(cache)
         if self._in_pieces and prefill_chunk not in (None, CHUNK):
             raise ValueError(
@@ -73,8 +72,8 @@ class PrefillScheduler:
         self._round_s: deque[float] = deque(maxlen=NUM_TIMES)
         self._token_s: deque[float] = deque(maxlen=NUM_TIMES)
 
-    def read(self, *, others_wait: bool) -> Tensor | None:
-        """Prefill a chunk, a small one if other requests await a round.
+    def read(self, drafter: Drafter | None, *, others_wait: bool) -> Tensor | None:
+        """Prefill a chunk for target and drafter, a small one if other requests await a round.
 
         Returns the logits [1, V] after the last token once the prompt is complete; `request` is None then.
         """
@@ -99,8 +98,8 @@ class PrefillScheduler:
         cache.cached_ids[row] += prompt[request.num_read : piece.end]
         cache.num_prefilled[row] = whole_chunks(piece.end)
         request.num_read = piece.end
-        if self._drafter is not None:
-            self._drafter.read(row, prompt[: piece.end])
+        if drafter is not None:
+            drafter.read(row, prompt[: piece.end])
         if piece.size >= MIN_PIECE:
             self._token_s.append((time.perf_counter() - started) / piece.size)
         if piece.end < len(prompt):

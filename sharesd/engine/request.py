@@ -36,13 +36,14 @@ class Request:
         checker: StopChecker,
         stats: Stats,
         *,
+        mode: str,
         matcher: Constraint | None = None,
         reuse: bool = True,
         call: object | None = None,
     ) -> None:
-        """Request number `index` of its `call`, None for `Engine.add`."""
+        """Request number `index` of its `call`, None for `Engine.add`; `mode` names its drafter."""
         self.prompt_ids, self.params, self.index, self.matcher = prompt_ids, params, index, matcher
-        self.reuse, self.call = reuse, call
+        self.reuse, self.call, self.mode = reuse, call, mode
         self.number = next(_numbers)
         """Number in this process, by which traces name the request."""
         self.label: Mapping[str, Any] = {}

@@ -18,7 +18,7 @@ from compile.device_timer import Clock, Mark
 from sharesd.devices.transfer import upload
 from sharesd.drafters.draft_checks import checked_draft
 from sharesd.engine.decode_round import BatchState, GrammarMaskFn, Round, RoundResult
-from sharesd.engine.decode_variant import DecodeVariant, DecodeVariants
+from sharesd.engine.decode_variant import DecodeVariant
 from sharesd.engine.request import Request, counted_requests, max_round_cost
 from sharesd.engine.scheduler import Scheduler
 from sharesd.engine.trace import Proposed
@@ -90,14 +90,14 @@ class RoundLauncher:
         self,
         cache: StaticKVCache,
         scheduler: Scheduler,
-        variants: DecodeVariants,
         state: BatchState,
         clock: Clock,
         *,
+        vocab_size: int,
         async_scheduling: bool,
     ) -> None:
         """The arguments are the engine's own."""
-        self._cache, self._scheduler, self._variants, self._state = cache, scheduler, variants, state
+        self._cache, self._scheduler, self._state, self._vocab_size = cache, scheduler, state, vocab_size
         self._clock, self._on_gpu = clock, cache.lengths.device.type == "cuda"
         self._copies_result = async_scheduling or self._on_gpu
         self._batch: Batch | None = None
@@ -112,6 +112,7 @@ class RoundLauncher:
     def reset(self) -> None:
         """Drop the batch and a deferred draft."""
         self._batch = self._deferred_shape = None
+        self._plain_rounds = 0
 
     def invalidate(self) -> None:
         """Form a new batch before the next round."""
@@ -187,7 +188,7 @@ class RoundLauncher:
             return None
         rows: list[int] = [request.row for request in live]  # type: ignore[misc]
         first, end = self._scheduler.rows.span(rows)
-        variant = self._variants.of_rows(rows)
+        variant = self._scheduler.active.of_rows(rows)
         active, drafts = [0] * self._cache.batch, [False] * self._cache.batch
         for row, request in zip(rows, live, strict=True):
             active[row], drafts[row] = 1, request.params.speculate
@@ -206,7 +207,7 @@ class RoundLauncher:
         def masks() -> tuple[Tensor, list[tuple[int, int]]]:
             if tree.tokens.shape[1]:
                 self._clock.wait(mark)
-            return compute_grammar_mask(draft, batch.live, batch.first, self._variants.vocab_size, pinned=self._on_gpu)
+            return compute_grammar_mask(draft, batch.live, batch.first, self._vocab_size, pinned=self._on_gpu)
 
         return masks
 

@@ -1,8 +1,9 @@
 """Admission of requests: the queue, batch rows, and the prompt in prefill.
 
 A request waits, gets a row, is prefilled (`prefill_scheduler.py` reads its prompt in chunks, for target and drafter)
-and is decoded from then on. KV of released rows stays until another request gets the row: a prompt that begins like the
-text of any row starts with a copy of that KV.
+and is decoded from then on. Requests that have rows at the same time have one mode: a waiting request of another mode,
+and all after it, wait until the rows are free. KV of released rows stays until another request gets the row: a prompt
+that begins like the text of any row starts with a copy of that KV.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 from sharesd import sampling
 from sharesd.drafters.base import Drafter
+from sharesd.engine.decode_variant import DecodeVariants
 from sharesd.engine.options import EngineOptions
 from sharesd.engine.prefill_scheduler import PrefillScheduler
 from sharesd.engine.prompt_cache import PromptCache
@@ -36,18 +38,18 @@ class Scheduler:
         self,
         target: CausalModel,
         tokenizer: Tokenizer,
-        caches: Sequence[StaticKVCache],
-        drafter: Drafter | None,
+        cache: StaticKVCache,
+        variants: DecodeVariants,
         row_sampling: RowSampling,
         *,
         options: EngineOptions,
         span: Callable[[Sequence[int]], tuple[int, int]],
     ) -> None:
         """Raise ValueError for a `prefill_chunk` that the target does not support."""
-        self._target, self._tokenizer, self._caches, self._options = target, tokenizer, caches, options
+        self._target, self._tokenizer, self._options = target, tokenizer, options
         self._sampling = row_sampling
-        self.drafter = drafter
-        cache = caches[0]
+        self.active = variants
+        """The active mode: drafter, rounds and policies of the requests that have rows."""
         self.waiting: deque[Request] = deque()
         self.rows = RowAllocator(
             cache,
@@ -58,7 +60,6 @@ class Scheduler:
         self.prefill = PrefillScheduler(
             target,
             cache,
-            drafter,
             recompute_decoded_kv=options.recompute_decoded_kv,
             prefill_chunk=options.prefill_chunk,
             offloaded=options.is_offloaded,
@@ -66,16 +67,11 @@ class Scheduler:
         self.grammars = Grammars(tokenizer, vocab_size=target.vocab_size, eos_ids=self._eos_ids())
         self.num_changes = 0
         """Changes of what a batch consists of: rows, their parameters, and which requests are being decoded."""
-        self.owner: object | None = None
-        """What `cache.owner` must be while requests of this engine use the cache.
-
-        Engines of several modes may share a cache; the last one to acquire it owns it.
-        """
 
     @property
-    def mode(self) -> str:
-        """Name of the drafter, or `naive`."""
-        return self.drafter.name if self.drafter else "naive"
+    def drafter(self) -> Drafter | None:
+        """Drafter of the active mode."""
+        return self.active.drafter
 
     @property
     def requests(self) -> list[Request]:
@@ -93,14 +89,10 @@ class Scheduler:
 
     @property
     def can_prefill(self) -> bool:
-        """A prompt is in prefill, or waits while a row is free."""
-        return bool(self.prefill.request or (self.waiting and self.rows.free))
-
-    def check(self, prompt: Prompt, params: SamplingParams) -> list[int]:
-        """Return prompt token ids; raise ValueError if they cannot be decoded."""
-        ids = self.tokenize(prompt)
-        self.check_params(params)
-        return ids
+        """A prompt is in prefill, or the next one gets a row."""
+        if self.prefill.request is not None or not self.waiting:
+            return self.prefill.request is not None
+        return not self.rows.used or (bool(self.rows.free) and self.waiting[0].mode == self.active.mode)
 
     def tokenize(self, prompt: Prompt) -> list[int]:
         """Return token ids; raise ValueError if empty, too long or unknown."""
@@ -118,12 +110,12 @@ class Scheduler:
             raise ValueError(f"token id {wrong} is outside the vocabulary of {size}; give 0 to {size - 1}")
         return ids
 
-    def check_params(self, params: SamplingParams) -> None:
-        """Raise ValueError for parameters that this engine does not support."""
+    def check_params(self, params: SamplingParams, drafter: Drafter | None) -> None:
+        """Raise ValueError for parameters that this engine does not support with a drafter."""
         sampling.check_tokens(params, self._target.vocab_size)
         if params.grammar is not None:
             self.grammars.matcher(params.grammar)
-        shapes = self.drafter.shapes if self.drafter and self._options.require_trees else ()
+        shapes = drafter.shapes if drafter and self._options.require_trees else ()
         if params.acceptance != "match" and any(shape.is_tree for shape in shapes):
             raise ValueError(f"acceptance {params.acceptance} supports chains only; use match, or no draft trees")
 
@@ -140,6 +132,7 @@ class Scheduler:
         index: int,
         stats: Stats,
         *,
+        mode: str,
         reuse: bool = True,
         call: object | None = None,
     ) -> Request:
@@ -153,7 +146,7 @@ class Scheduler:
         if params.min_new_tokens:
             matcher = MinTokens(params.min_new_tokens, checker.end_ids, matcher)
         reuse = reuse and not params.prompt_logprobs
-        request = Request(ids, params, index, checker, stats, matcher=matcher, reuse=reuse, call=call)
+        request = Request(ids, params, index, checker, stats, mode=mode, matcher=matcher, reuse=reuse, call=call)
         stats.accept_lengths.append([])
         stats.prompt_tokens = len(ids)
         self.waiting.append(request)
@@ -183,40 +176,36 @@ class Scheduler:
         request.cancelled = request.finish_reason is None
 
     def release(self, request: Request) -> None:
-        """Free a request's row; park it unless the cache has another owner."""
+        """Free a request's row and park it."""
         assert request.row is not None
         row = request.row
         self._sampling.release(row)
         self.rows.release(request)
-        if self._caches[0].owner is self.owner:
-            for cache in self._caches:
-                cache.park(row, row + 1)
+        for cache in self.active.caches:
+            cache.park(row, row + 1)
         if self.prefill.request is request:
             self.prefill.request = None
         self.num_changes += 1
 
     def discard_kv(self, row: int) -> None:
         """Drop a row's tokens and KV, which later prompts must not reuse."""
-        for cache in self._caches:
+        for cache in self.active.caches:
             cache.discard_row(row)
 
-    def acquire_cache(self) -> object:
-        """Drop all requests, park all rows; return the new ownership mark."""
-        for row in self.rows.used:
-            self._sampling.release(row)
-        self.rows.clear()
+    def clear(self) -> None:
+        """Drop all requests."""
+        for request in self.rows.requests:
+            if request is not None:
+                self.release(request)
         self.waiting.clear()
-        self.prefill.request = None
-        self.num_changes += 1
-        self.owner = self._caches[0].acquire(object())
-        for cache in self._caches:
-            cache.park(0, cache.batch)
-        return self.owner
+        self.activate(self.active)
 
-    def check_owner(self, owner: object | None = None) -> None:
-        """Raise RuntimeError if another engine or call has acquired the cache since."""
-        if self._caches[0].owner is not (owner or self.owner):
-            raise RuntimeError("the cache is in use by another call; finish or close it first")
+    def activate(self, variants: DecodeVariants) -> None:
+        """Decode the requests to come in a mode; none may have a row."""
+        self.active = variants
+        self.num_changes += 1
+        for cache in variants.caches:
+            cache.release_rows()
 
 
 def powers_of_two(batch: int) -> list[int]:
@@ -291,10 +280,6 @@ class RowAllocator:
             return False
         rows = sorted(self.free, key=lambda row: -self._last_used[row])
         return any(self._prompt_cache.save(row) for row in rows)
-
-    def clear(self) -> None:
-        for row in self.used:
-            self.release(self.requests[row])  # type: ignore[arg-type]
 
     def _size(self, rows: Sequence[int]) -> int:
         first, end = self.span(rows)

@@ -100,6 +100,8 @@ class Stats:
         self.drafted_tokens += num_drafted
         self.drafted_rounds += 1
         self.drafted_round_tokens += count
+        for counts in (self.accepted_at, self.reached_at):  # of a call with shorter drafts, or none
+            counts += [0] * (depth - len(counts))
         num_accepted = min(count, num_accepted)
         for position in range(num_accepted):
             self.accepted_at[position] += 1

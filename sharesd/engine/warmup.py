@@ -25,11 +25,11 @@ from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape, DraftTree, pack
 from sharesd_files import JsonCache
 
 
-def warm_up(engine: Engine, params: SamplingParams, costs: JsonCache | None = None) -> None:
-    """Compile the rounds of one kind of sampling; time them if needed."""
-    policy = engine.variant(params).policy
+def warm_up(engine: Engine, mode: str, params: SamplingParams, costs: JsonCache | None = None) -> None:
+    """Compile the rounds of a mode for one kind of sampling; time them if needed."""
+    policy, drafter = engine.variant(params, mode).policy, engine.modes[mode].drafter
     short = replace(params, ignore_eos=True, stop=(), stop_token_ids=(), grammar=None, min_new_tokens=0)
-    shapes = _shapes(engine, params)
+    shapes = _shapes(engine, mode, params)
     prompt = [i % engine.target.vocab_size for i in range(min(8, engine.max_context // 2))]
     before = policy.pinned
     if engine.offloaded or is_native(engine.target):  # nothing compiles: a round of each model builds their kernels
@@ -38,42 +38,42 @@ def warm_up(engine: Engine, params: SamplingParams, costs: JsonCache | None = No
         num_tokens = 3 * (1 + max(shape.depth for shape in shapes))
     for shape in dict.fromkeys(shapes):
         policy.pinned = shape
-        _run(engine, [prompt] * engine.cache.batch, replace(short, max_new_tokens=DefaultLimit(num_tokens)))
+        _run(engine, mode, [prompt] * engine.cache.batch, replace(short, max_new_tokens=DefaultLimit(num_tokens)))
     policy.pinned = before
     if engine.graphs is not None:
         reserve_pinned(engine.max_context, engine.cache.lengths.device)
-        _capture(engine, params)
-    if engine.drafter is not None and engine.drafter.runs_on_host:
-        _verify_tree(engine, params)
-    if policy.is_adaptive or (engine.drafter is not None and engine.drafter.runs_on_host):
+        _capture(engine, mode, params)
+    if drafter is not None and drafter.runs_on_host:
+        _verify_tree(engine, mode, params)
+    if policy.is_adaptive or (drafter is not None and drafter.runs_on_host):
         with START.phase("costs of rounds"):
-            measured = profile_costs(engine, params, costs)
+            measured = profile_costs(engine, mode, params, costs)
         policy.reset(measured[engine.cache.batch], measured)
     engine.forget()
 
 
-def warm_up_all_variants(engine: Engine) -> None:
+def warm_up_all_variants(engine: Engine, mode: str) -> None:
     """Run rounds of variants that requests may need together, except grammars."""
     if engine.graphs is None:
-        _run_all_samplers(engine)
+        _run_all_samplers(engine, mode)
         return
     for temperature, bias, logprobs in product((0.0, 1.0), ({}, {0: 0.0}), (False, True)):
         params = SamplingParams(max_new_tokens=1, temperature=temperature, logit_bias=bias, logprobs=logprobs)
-        _run(engine, [[0]], params)  # a first token, which no round makes
-        _capture(engine, params)
+        _run(engine, mode, [[0]], params)  # a first token, which no round makes
+        _capture(engine, mode, params)
     engine.forget()
 
 
-def _run(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> None:
+def _run(engine: Engine, mode: str, prompts: list[list[int]], params: SamplingParams) -> None:
     """Decode prompts of any tokens, by one block of large models.
 
     Logits that are not numbers are ignored here: those of real requests may be.
     """
-    with suppress(NonFiniteLogits), first_blocks(engine):
-        engine.generate(prompts, params)
+    with suppress(NonFiniteLogits), first_blocks(engine, mode):
+        engine.generate(prompts, params, mode=mode)
 
 
-def _run_all_samplers(engine: Engine) -> None:
+def _run_all_samplers(engine: Engine, mode: str) -> None:
     """Sample in all ways to build or compile kernels, without captures."""
     if engine.offloaded:
         return
@@ -81,18 +81,18 @@ def _run_all_samplers(engine: Engine) -> None:
         params = SamplingParams(
             max_new_tokens=3, temperature=temperature, top_k=4, top_p=0.9, min_p=0.01, logprobs=True, top_logprobs=1
         )
-        policy = engine.variant(params).policy
+        policy = engine.variant(params, mode).policy
         known = copy.deepcopy((policy.costs, policy.live.measured))
-        _run(engine, [[0]], params)
+        _run(engine, mode, [[0]], params)
         policy.reset(*known)  # a round of one block says nothing about whole rounds
     engine.forget()
 
 
 @torch.inference_mode()
-def _capture(engine: Engine, params: SamplingParams) -> None:
+def _capture(engine: Engine, mode: str, params: SamplingParams) -> None:
     """Replay every form with idle rows; largest first, for memory reuse."""
     engine.deactivate_rows()
-    model, variant = model_drafter_of(engine), engine.variant(params)
+    model, variant = model_drafter_of(engine, mode), engine.variant(params, mode)
     shapes = variant.policy.shapes if model is not None else ()
     kinds = {(shape.is_tree, shape.window): shape for shape in shapes}
 
@@ -106,7 +106,7 @@ def _capture(engine: Engine, params: SamplingParams) -> None:
         for shape in kinds.values():  # the largest of each kind
             assert model is not None
             verify(round_, checked_draft(model, round_.context, shape))
-        if engine.num_draft:
+        if engine.modes[mode].num_draft:
             verify(round_, DraftTree(torch.zeros(rows, 1, dtype=torch.int64)))
     if model is not None and model.needs_catch_up:
         _capture_catch_up(model)
@@ -124,21 +124,21 @@ def _capture_catch_up(model: Drafter) -> None:
 
 
 @torch.inference_mode()
-def _verify_tree(engine: Engine, params: SamplingParams) -> None:
+def _verify_tree(engine: Engine, mode: str, params: SamplingParams) -> None:
     """Verify a tree, as tables may not have drafted one so far."""
-    if not engine.target.takes_trees or params.acceptance != "match" or engine.num_draft < 2:
+    num_draft = engine.modes[mode].num_draft
+    if not engine.target.takes_trees or params.acceptance != "match" or num_draft < 2:
         return
     engine.deactivate_rows()
-    siblings = Proposal(list(range(engine.num_draft)), [-1] * engine.num_draft, [0.0] * engine.num_draft)
-    tree = pack([siblings] * engine.cache.batch, engine.num_draft, "")
-    engine.variant(params).round().run(tree)
+    siblings = Proposal(list(range(num_draft)), [-1] * num_draft, [0.0] * num_draft)
+    engine.variant(params, mode).round().run(pack([siblings] * engine.cache.batch, num_draft, ""))
 
 
-def _shapes(engine: Engine, params: SamplingParams) -> list[DraftShape]:
+def _shapes(engine: Engine, mode: str, params: SamplingParams) -> list[DraftShape]:
     """Return shapes with compiled forms, including NO_DRAFT if the policy may choose."""
-    if engine.drafter is None:
+    if engine.modes[mode].drafter is None:
         return [NO_DRAFT]
-    policy = engine.variant(params).policy
+    policy = engine.variant(params, mode).policy
     if not policy.is_adaptive:
         return [shape for shape in policy.shapes if shape[:2] == policy.shapes[-1][:2]]
     chains = [shape for shape in policy.shapes if not shape.is_tree]  # a tree may have more nodes than any has tokens

@@ -90,16 +90,8 @@ class StaticKVCache:
         """How many of these tokens, from the first, whole prefill chunks wrote."""
         self.parked_length: int | None = None
         """Negative length of rows without a request, which kernels skip; None: unchanged."""
-        self.owner: object | None = None
-        """The caller that uses the cache; others must acquire it first."""
         self._views: dict[tuple[int, int], StaticKVCache] = {}
         self._on_stages: dict[int, StaticKVCache] = {}
-
-    def acquire(self, owner: object) -> object:
-        """Make `owner` the only user, and return it; earlier ones must stop."""
-        self.owner = owner
-        self.lengths.clamp_(min=1)  # some drafters read slot length - 1, which must exist
-        return owner
 
     def forget(self) -> None:
         """Drop cached ids that a later prompt could reuse."""
@@ -163,6 +155,11 @@ class StaticKVCache:
             self.copy_row(source, row, len(tokens))
         self.cached_ids[row], self.num_prefilled[row] = list(tokens), num_prefilled
         self.lengths[row : row + 1].fill_(len(tokens))
+
+    def release_rows(self) -> None:
+        """Prepare all rows for new texts; their KV stays."""
+        self.lengths.clamp_(min=1)  # some drafters read slot length - 1, which must exist
+        self.park(0, self.batch)
 
     def park(self, first: int, end: int) -> None:
         """Park rows from `first` (inclusive) to `end` (exclusive); their KV stays."""

@@ -450,7 +450,7 @@ def test_answers_that_differ_and_old_records(tokenizer: Tokenizer) -> None:
 
 def test_completion_knows_the_drafters_and_tables_show_their_shares(tokenizer: Tokenizer) -> None:
     completion, params = Completion(), SamplingParams()
-    request = Request([0], params, 0, StopChecker(tokenizer, params, eos_ids=(), room=9), Stats())
+    request = Request([0], params, 0, StopChecker(tokenizer, params, eos_ids=(), room=9), Stats(), mode="naive")
     completion.add(TokenChunk(request, [1], ["target"], [None], ""))
     completion.add(TokenChunk(request, [2, 3], ["accepted", "bonus"], ["suffix", None], ""))
     completion.add(TokenChunk(request, [4], ["recovered"], [None], ""))

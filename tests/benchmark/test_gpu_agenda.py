@@ -33,6 +33,7 @@ from sharesd.models.decoder import Decoder
 from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.draft_tree import chain
 from sharesd.weights.quantize import solve_on_cpu
+from tests.helpers.in_mode import in_mode
 
 
 def python(code: str) -> list[str]:
@@ -278,13 +279,13 @@ def test_drafts_hold_as_often_as_wished(tmp_path: Path) -> None:
     job = Job("cpu", tmp_path / "found")
     with made.made_model(job, "1b", made.MODES) as runtime:
         prompt, params = list(range(40, 60)), SamplingParams(max_new_tokens=61, ignore_eos=True)
-        text = runtime.engine("naive").generate([prompt], params)[0].token_ids
+        text = in_mode(runtime, "naive").generate([prompt], params)[0].token_ids
         for mode in ("share", "eagle"):
-            engine = runtime.engine(mode, warm=params)
+            engine = in_mode(runtime, mode, warm=params)
             variant, drafter, tau = engine.variant(params), engine.drafter, []
             for alpha in (0.0, 0.7, 1.0):
                 variant.policy.pinned = chain(5)
-                with made.knowing(engine, [*prompt, *text], alpha, variant.round().context):
+                with made.knowing(engine, mode, [*prompt, *text], alpha, variant.round().context):
                     assert engine.generate([prompt], params)[0].token_ids == text
                 tau.append(engine.stats.tau)
             assert engine.drafter is drafter

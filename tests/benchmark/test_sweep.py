@@ -107,8 +107,9 @@ def test_tables_have_not_seen_the_answer_of_an_earlier_run(tiny: Path, monkeypat
     """And prompts are read once: what `reuse` finds grows with the first answer to them only."""
     modes: tuple[Mode, ...] = ("recycle", "classic")
     runtime = Runtime(EngineConfig(target=str(tiny), mode="recycle", num_draft=4, max_batch=2, max_context=512), modes)
-    engines = {mode: runtime.engine(mode) for mode in modes}
-    table = engines["recycle"].drafter.tables[0]  # type: ignore[union-attr]
+    for mode in modes:
+        engine = runtime.warm_up(mode)
+    table = engine.modes["recycle"].drafter.tables[0]  # type: ignore[union-attr]
     before, at_start = table.successors.copy(), []
     begin, read = table.begin, []
 
@@ -123,7 +124,8 @@ def test_tables_have_not_seen_the_answer_of_an_earlier_run(tiny: Path, monkeypat
     monkeypatch.setattr("sharesd.drafters.classic.drafter.read_piece", counted)
     monkeypatch.setattr(table, "begin", noted)
     prompts = [list(range(20, 90)), list(range(30, 80))]
-    found = compare_modes(runtime.new_plain_engine(), engines, prompts, SamplingParams(max_new_tokens=12), runs=3)
+    params = SamplingParams(max_new_tokens=12)
+    found = compare_modes(runtime.new_plain_engine(), engine, modes, prompts, params, runs=3)
     assert at_start[::2] == [True] * 3  # the second row's prompt comes after the first one's
     assert [length for length in read if length >= 50] == [70, 50]  # classic has read them once
     assert all(each.identical and len(each.ratios) == 3 for each in found.values())
@@ -199,18 +201,16 @@ def test_mistakes_cost_a_line(tiny: Path, tmp_path: Path, bench: Any, argv: tupl
 class Launching:
     """An engine on a GPU of its own clock, whose rounds take 5 ms each."""
 
-    mode = "naive"
-
     def __init__(self, device: str = "cuda", is_async: bool = True, twice: bool = False, lost_s: float = 0.0) -> None:
         """`twice`: a round that is launched ahead is timed from its launch, when the last one had not ended yet.
         `lost_s`: seconds a round that are not reported.
         """
-        self.async_scheduling, self._twice, self._lost_s = is_async, twice, lost_s
+        self.options, self._twice, self._lost_s = SimpleNamespace(async_scheduling=is_async), twice, lost_s
         self.cache = SimpleNamespace(lengths=SimpleNamespace(device=torch.device(device)))
         self.stats = Stats()
         self.now = 0.0
 
-    def stream(self, prompts: list[list[int]], params: SamplingParams, reuse: bool = False) -> Any:
+    def stream(self, prompts: list[list[int]], params: SamplingParams, **_: Any) -> Any:
         self.stats = Stats(num_draft=0, new_tokens=1)
         launched = collected = self.now
         for _ in range(params.max_new_tokens - 1):
@@ -218,12 +218,12 @@ class Launching:
             self.now += ROUND_S
             began = launched if self._twice else max(launched, collected)
             self.stats.record_step(0, 0.0, ROUND_S - self._lost_s, self.now - began - ROUND_S)
-            collected, launched = self.now, next_launched if self.async_scheduling else self.now
+            collected, launched = self.now, next_launched if self.options.async_scheduling else self.now
             self.stats.decoded_tokens += 1
             request: Any = SimpleNamespace(index=0, call=None)
             yield TokenChunk(request, [7], ["target"], [None], "", None, None, None)
 
-    def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[Completion]:
+    def generate(self, prompts: list[list[int]], params: SamplingParams, mode: str) -> list[Completion]:
         for _ in self.stream(prompts, params):
             pass
         self.stats.accept_lengths, self.stats.new_tokens = [[]], 0
@@ -244,7 +244,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
 def turn(run: Any) -> Callable[..., TurnRecord]:
     """A turn of mtbench, answered by an engine of this kind."""
     question = Question(id=1, category="writing", turns=("why",))
-    return lambda **kind: measure_turn(run(Launching(**kind)), [1], PARAMS, run=1, question=question, turn=1)
+    return lambda **kind: measure_turn(run(Launching(**kind)), "naive", [1], PARAMS, run=1, question=question, turn=1)
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -266,7 +266,7 @@ def test_rounds_that_are_counted_twice_are_refused(turn: Callable[..., TurnRecor
 def test_modes_in_turns_are_refused(run: Any) -> None:
     engine = run(Launching(twice=True))
     with pytest.raises(TimesDiffer, match="naive and naive: "):
-        interleave._answers([engine, engine], [[1]], PARAMS)
+        interleave._answers(engine, engine, "naive", [[1]], PARAMS)
 
 
 def test_time_that_nobody_counts_is_refused_on_a_gpu_alone(turn: Callable[..., TurnRecord]) -> None:

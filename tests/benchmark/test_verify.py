@@ -102,22 +102,28 @@ def test_position_tokens_and_gaps_of_a_mismatch(tiny: Path, temperature: float) 
     config = EngineConfig(target=str(tiny), dtype="float32", compile="off", max_context=128, num_draft=2)
     runtime = Runtime(config, ("naive", "share"))
     params = SamplingParams(temperature=temperature, seed=3, max_new_tokens=12, ignore_eos=True)
-    engines: dict[Any, Any] = {mode: runtime.engine(mode) for mode in ("naive", "share")}
-    wanted = engines["naive"].generate([PROMPTS["b"]], params)[0].token_ids
+    for mode in runtime.modes:
+        runtime.warm_up(mode)
+    engine = runtime.engine
+    wanted = engine.generate([PROMPTS["b"]], params, mode="naive")[0].token_ids
 
     class Doctored:
         """Says something else at position 5 of the second prompt, and stops after position 8 of the first."""
 
-        num_draft, options = 2, SimpleNamespace(widths=(8,))
+        modes, options = {"share": SimpleNamespace(num_draft=2)}, SimpleNamespace(widths=(8,))
 
-        def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[Any]:
-            ids = engines["share"].generate(prompts, params)[0].token_ids
-            ids = ids[:8] if prompts[0] == PROMPTS["a"] else [*ids[:5], ids[5] ^ 1, *ids[6:]]
+        def __getattr__(self, name: str) -> Any:
+            return getattr(engine, name)
+
+        def generate(self, prompts: list[list[int]], params: SamplingParams, mode: str) -> list[Any]:
+            ids = engine.generate(prompts, params, mode=mode)[0].token_ids
+            if mode == "share":
+                ids = ids[:8] if prompts[0] == PROMPTS["a"] else [*ids[:5], ids[5] ^ 1, *ids[6:]]
             return [SimpleNamespace(token_ids=ids)]
 
     ticks: list[None] = []
-    doctored = {"naive": engines["naive"], "share": Doctored()}
-    [case] = compare_answers(doctored, PROMPTS, params, num_draft=2, tick=lambda: ticks.append(None))  # type: ignore[arg-type]
+    doctored: Any = Doctored()
+    [case] = compare_answers(doctored, runtime.modes, PROMPTS, params, num_draft=2, tick=lambda: ticks.append(None))
     assert (case.num_turns, case.num_identical, case.num_tokens, case.verify_width) == (2, 0, 24, 8)
     assert len(ticks) == 4
     short, wrong = case.mismatches
@@ -137,7 +143,7 @@ def test_position_tokens_and_gaps_of_a_mismatch(tiny: Path, temperature: float) 
     for gap, values in ((wrong.logit_gap, logits_V), (wrong.score_gap, scores_V)):
         first, second = values.topk(2).values
         assert gap == pytest.approx(float(first - second), abs=1e-4)
-    [case] = compare_answers(engines, PROMPTS, params, num_draft=2)
+    [case] = compare_answers(engine, runtime.modes, PROMPTS, params, num_draft=2)
     assert not case.mismatches
 
 

@@ -28,6 +28,7 @@ from sharesd.models.loader import decoder_config, load_decoder
 from sharesd.models.tokenizer import load_tokenizer
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
+from tests.helpers.in_mode import in_mode
 from tests.helpers.tiny_heads import logits_of as logits_of_head
 from tests.helpers.tiny_heads import make_head
 from tests.helpers.tiny_models import make_checkpoint
@@ -88,7 +89,7 @@ def test_fourfold_width_keeps_the_bits_of_bfloat16(real: Path, tmp_path: Path) -
     for folder in (real, tmp_path / "wide"):
         runtime = Runtime(EngineConfig(target=str(folder), num_draft=3, max_context=128), ("naive", "share"))
         for mode in ("naive", "share"):
-            engine = runtime.engine(mode)
+            engine = in_mode(runtime, mode)
             texts.append(engine.generate([TOKENS], params)[0].token_ids)
             rounds.append(engine.stats.rounds)
     assert texts == 4 * texts[:1] and rounds[1] == rounds[3] < rounds[0]
@@ -153,7 +154,7 @@ def test_what_is_widened_in_memory_is_what_would_be_written(real: Path, tmp_path
     for folder, tensors in (("wide", None), ("bare", lambda: wide_tensors(real, WIDE, device="cpu"))):
         config = EngineConfig(target=str(tmp_path / folder), num_draft=3, max_context=128)
         runtime = Runtime(config, ("naive", "classic"), tensors=tensors)
-        texts += [runtime.engine(mode).generate([TOKENS], params)[0].token_ids for mode in ("naive", "classic")]
+        texts += [in_mode(runtime, mode).generate([TOKENS], params)[0].token_ids for mode in ("naive", "classic")]
     assert texts == 4 * texts[:1]
 
 

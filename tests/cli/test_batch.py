@@ -18,6 +18,7 @@ from sharesd.cli.generate_file import read
 from sharesd.cli.main import main
 from sharesd.data.json_lines import read_text, records, text_lines
 from sharesd.runtime import Runtime
+from tests.helpers.in_mode import in_mode
 from tests.helpers.paths import ROOT
 from tests.helpers.tiny_models import make_checkpoint
 from tests.helpers.tiny_tokenizer import WORDS
@@ -74,7 +75,7 @@ def test_each_answer_is_that_of_plain_decoding(whole: Path, model: str, prompts:
     found = answers(whole)
     assert [record["index"] for record in found] == list(range(NUM))
     assert sorted(os.listdir(whole.parent)) == ["answers.jsonl", "answers.jsonl.settings.json"]
-    engine = Runtime(EngineConfig(target=model, mode="naive", max_context=96)).engine()
+    engine = in_mode(Runtime(EngineConfig(target=model, mode="naive", max_context=96)))
     params = SamplingParams(temperature=1.0, seed=5, max_new_tokens=12)
     for record, (_, prompt) in zip(found, read(prompts, raw=False), strict=True):
         assert record["prompt"] == prompt

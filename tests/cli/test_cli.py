@@ -28,6 +28,7 @@ from sharesd.cli import chat, display, startup
 from sharesd.cli.main import main
 from sharesd.engine.outputs import Completion, Source, TokenChunk
 from sharesd.runtime import Runtime
+from tests.helpers.in_mode import in_mode
 from tests.helpers.paths import ROOT
 from tests.helpers.shared_runtimes import link_kernels
 from tests.helpers.tiny_models import make_checkpoint
@@ -156,8 +157,8 @@ class Talk:
         self.answers: list[Completion] = []
         admit = Engine._admit
 
-        def spy(engine: Engine, prompts: list, params: SamplingParams, shown: Callable, *, reuse: bool) -> list:
-            done = startup.answer(engine, prompts, params, shown, reuse=reuse)
+        def spy(engine: Engine, prompts: list, params: SamplingParams, shown: Callable, **how: Any) -> list:
+            done = startup.answer(engine, prompts, params, shown, **how)
             self.asked += prompts
             self.answers += done
             return done
@@ -195,7 +196,7 @@ def test_chat_remembers_and_reads_only_what_is_new(talk: Talk, run: Callable, fo
     asked = runtime.tokenizer.chat([{"role": role, "content": text} for role, text in said])
     assert talk.asked[1] == asked
     assert len(talk.asked[0]) <= kept < len(asked)
-    (fresh,) = runtime.engine().generate([asked], SamplingParams(max_new_tokens=40))
+    (fresh,) = in_mode(runtime).generate([asked], SamplingParams(max_new_tokens=40))
     assert fresh.token_ids == second.token_ids
 
 
@@ -211,7 +212,7 @@ def test_chat_modes_give_the_same_answer(talk: Talk) -> None:
 def test_chat_goes_on_after_a_change_of_mode(talk: Talk, folder: Path) -> None:
     elsewhere = ("/mode naive", "/reset", PROMPTS[1], "/mode share", "/reset")  # another text in the same cache
     talk(PROMPTS[0], "/mode naive", PROMPTS[1], "/mode share", PROMPTS[1], *elsewhere, *PROMPTS, args=SHARE)
-    engine = Runtime(EngineConfig(target=str(folder), mode="naive", compile="off")).engine()
+    engine = in_mode(Runtime(EngineConfig(target=str(folder), mode="naive", compile="off")))
     fresh = [engine.generate([asked], SamplingParams(max_new_tokens=40))[0] for asked in talk.asked]
     assert [done.token_ids for done in fresh] == [done.token_ids for done in talk.answers]
 
@@ -268,7 +269,7 @@ def test_ctrl_c_in_the_middle_of_a_round_leaves_engines_usable(folder: Path, mon
     runtime = Runtime(EngineConfig(target=str(folder), compile="off"), ("naive", "share", "classic"))
     params = SamplingParams(max_new_tokens=30, temperature=0.8, seed=3)
     for mode in runtime.modes:
-        engine = runtime.engine(mode)  # type: ignore[arg-type]
+        engine = in_mode(runtime, mode)  # type: ignore[arg-type]
         ids, other = (engine.tokenizer.encode(prompt) for prompt in PROMPTS)
         (whole,), (whole_other,) = engine.generate([ids], params), engine.generate([other], params)
         for fail_at in (1, 8, 15):

@@ -20,6 +20,7 @@ from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.draft_tree import DraftShape, DraftTree, shapes_of
 from tests.drafters.test_tree_draft import new_tree
+from tests.helpers.in_mode import in_mode
 from tests.helpers.offloaded import WAYS, spill
 from tests.helpers.oracle import logits_of, new_engine, switched, tiny_decoder
 
@@ -179,8 +180,8 @@ def test_texts_are_those_of_weights_that_stay_while_drafts_are_kept(
     streamed = Runtime(config, modes, offload=lambda decoder: spill(decoder, blocks, tmp_path / "records"))
     close_after.append(streamed)
     for way in (*WAYS, PENALIZED):
-        wanted = streamed.engine("naive", warm=way).generate(PROMPTS, way)
-        found = streamed.engine(mode, warm=way).generate(PROMPTS, way)
+        wanted = in_mode(streamed, "naive", warm=way).generate(PROMPTS, way)
+        found = in_mode(streamed, mode, warm=way).generate(PROMPTS, way)
         assert [done.token_ids for done in found] == [done.token_ids for done in wanted]
     if "num_draft" not in options and config.max_batch == 1:  # else the policy's clock, or the other rows, decide
         assert any(tree.drafted_ahead for tree in drafts)

@@ -26,6 +26,7 @@ from sharesd.speculation.draft_policy import Policy
 from sharesd.speculation.draft_proposal import Proposal
 from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape, DraftTree, chain, chains
 from tests.cases.inputs import llama
+from tests.helpers.in_mode import in_mode
 from tests.helpers.oracle import tiny_decoder
 from tests.helpers.recorded_graphs import RecordedGraphs, take_the_way_of_cuda
 
@@ -62,7 +63,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
 def test_texts_are_those_of_naive(folder: Path, vocab: int, options: dict[str, Any]) -> None:
     """With a hot target that emits ids that the smaller model does not have, and a prompt of such ids."""
     loaded = runtime(folder, vocab, **options)
-    naive, classic = loaded.engine("naive"), loaded.engine("classic")
+    naive, classic = in_mode(loaded, "naive"), in_mode(loaded, "classic")
     prompts = [loaded.tokenizer.encode("the old tree"), [5, TARGET - 1, SMALLER, 7]]
     drafted: set[int] = set()
     commit = classic.drafter.commit  # type: ignore[union-attr]

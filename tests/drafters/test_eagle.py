@@ -31,6 +31,7 @@ from sharesd.sampling.sampler import Sampler
 from sharesd.sampling_params import SamplingParams
 from tests.drafters.test_tree_draft import likeliest, rows_of
 from tests.helpers.compiled import compiled
+from tests.helpers.in_mode import in_mode
 from tests.helpers.oracle import VOCAB, kv_of, new_engine, placed, shapes_for, tiny_decoder
 from tests.helpers.shared_runtimes import Shared
 from tests.helpers.tiny_heads import logits_of, make_head, random_head
@@ -311,11 +312,11 @@ def test_a_folder_in_the_public_layout_drafts(kind: str, compile: Any, quant: st
     runtime = Runtime(config_of(shared.checkpoint(), head, quant, **options), ("naive", mode, "hybrid"))
     prompts = ["the cat sat on the mat and the cat", "a dog ran"]
     for params in (GREEDY, SAMPLED):
-        want = texts(runtime.engine("naive"), prompts, params)
+        want = texts(in_mode(runtime, "naive"), prompts, params)
         for one in (mode, "hybrid"):
-            engine = runtime.engine(one, warm=params)
+            engine = in_mode(runtime, one, warm=params)
             assert texts(engine, prompts, params) == want
-    engine = runtime.engine(mode)
+    engine = in_mode(runtime, mode)
     assert engine.drafter is not None
     weights, kv = engine.drafter.extra_bytes()
     assert weights > 384 // 3 * 64
@@ -335,8 +336,8 @@ def test_an_lm_head_that_is_the_targets_is_quantized_for_the_head_alone(shared: 
     kinds: dict[str | None, int] = {}
     for quant in (None, "hqq:4:32", "hqq:4:32,head=4"):
         runtime = Runtime(config_of(shared.checkpoint(), head, quant, mode="eagle"), ("naive", "eagle"))
-        assert texts(runtime.engine("eagle"), PROMPTS, GREEDY) == texts(runtime.engine("naive"), PROMPTS, GREEDY)
-        kinds[quant] = runtime.engine("eagle").drafter.extra_bytes()[0]  # type: ignore[union-attr]
+        assert texts(in_mode(runtime, "eagle"), PROMPTS, GREEDY) == texts(in_mode(runtime, "naive"), PROMPTS, GREEDY)
+        kinds[quant] = in_mode(runtime, "eagle").drafter.extra_bytes()[0]  # type: ignore[union-attr]
     assert kinds["hqq:4:32"] < kinds["hqq:4:32,head=4"] < kinds[None]
 
 

@@ -36,6 +36,7 @@ from sharesd.speculation.draft_tree import DraftShape, chain
 from tests.drafters.test_eagle import GREEDY, IDS, PROMPTS, SAMPLED, TREE, built, config_of, features_of, texts
 from tests.helpers.each_mode import SIZES
 from tests.helpers.head_lessons import RAW
+from tests.helpers.in_mode import in_mode
 from tests.helpers.oracle import VOCAB, new_engine, tiny_decoder
 from tests.helpers.shared_runtimes import Shared
 from tests.helpers.tiny_heads import logits_of, make_head, random_head
@@ -170,9 +171,9 @@ def test_heads_of_several_modes_draft_in_one_runtime(shared: Shared) -> None:
     given: dict[str, Any] = {"target": str(checkpoint), "device": "cpu", "max_context": 128, "num_draft": 3}
     runtime = Runtime(EngineConfig(mode="eagle", heads=tuple(heads), **given), ("naive", *kinds.values()))  # type: ignore[arg-type]
     prompts = ["the cat sat on the mat and the cat", "a dog ran"]
-    want = texts(runtime.engine("naive"), prompts, GREEDY)
+    want = texts(in_mode(runtime, "naive"), prompts, GREEDY)
     for mode in kinds.values():
-        engine = runtime.engine(mode)
+        engine = in_mode(runtime, mode)
         assert texts(engine, prompts, GREEDY) == want and engine.stats.drafted_tokens > 0
     with pytest.raises(ValueError, match="some of which are for one mode"):
         check_options(EngineConfig(mode="eagle", heads=(*heads, first), **given))
@@ -372,7 +373,8 @@ def test_a_draft_costs_one_pass() -> None:
     assert costs.of_draft(DraftShape(3, 6)) == pytest.approx(0.3)
     target = tiny_decoder(3)
     for kind, single_pass in (("parallel", True), ("eagle3", False)):
-        measured, _ = measure_costs(built(random_head(target, kind), target), GREEDY)
+        engine = built(random_head(target, kind), target)
+        measured, _ = measure_costs(engine, engine.mode, GREEDY)
         assert measured.single_pass is single_pass and measured.draft > 0
 
 
@@ -382,9 +384,9 @@ def test_a_head_that_guesses_few_tokens_has_trees_with_more_nodes(shared: Shared
     checkpoint = shared.checkpoint()
     folder = shared.head(checkpoint, "parallel", dtype=torch.bfloat16, draft_length=3)
     runtime = Runtime(config_of(checkpoint, folder, mode="parallel", num_draft=None), ("naive", "parallel"))
-    engine = runtime.engine("parallel", warm=GREEDY)
+    engine = in_mode(runtime, "parallel", warm=GREEDY)
     assert engine.num_draft > 3
-    assert texts(engine, PROMPTS, GREEDY) == texts(runtime.engine("naive"), PROMPTS, GREEDY)
+    assert texts(engine, PROMPTS, GREEDY) == texts(in_mode(runtime, "naive"), PROMPTS, GREEDY)
 
 
 @pytest.mark.usefixtures("own_cache")

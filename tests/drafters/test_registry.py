@@ -39,6 +39,7 @@ from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.draft_proposal import Proposal
 from sharesd.speculation.draft_tree import DraftTree
+from tests.helpers.in_mode import in_mode
 from tests.helpers.oracle import VOCAB, OracleDrafter, new_engine, tiny_decoder
 from tests.helpers.paths import ROOT
 from tests.helpers.tiny_heads import make_head
@@ -199,12 +200,12 @@ def test_two_heads_of_a_kind_decode_in_modes_of_their_own(heads: tuple[str, str]
     config = EngineConfig(target=str(folder), mode="a", heads=named, compile="off", max_context=64)
     runtime = Runtime(config, ("naive", "a", "b"))
     params = SamplingParams(max_new_tokens=8)
-    texts = {mode: runtime.engine(mode).generate([[1, 2, 3]], params)[0].token_ids for mode in runtime.modes}
+    texts = {mode: in_mode(runtime, mode).generate([[1, 2, 3]], params)[0].token_ids for mode in runtime.modes}
     assert texts["a"] == texts["b"] == texts["naive"]
-    a, b = (runtime.engine(mode).drafter for mode in ("a", "b"))
+    a, b = (in_mode(runtime, mode).drafter for mode in ("a", "b"))
     assert a is not None and b is not None and (a.name, b.name) == ("a", "b")
     weights = [next(drafter.head.parameters()) for drafter in (a, b)]  # type: ignore[attr-defined]
-    assert not torch.equal(*weights) and runtime.engine("a").mode == "a"
+    assert not torch.equal(*weights) and in_mode(runtime, "a").mode == "a"
 
 
 def test_names_are_modes_wherever_the_config_is(heads: tuple[str, str]) -> None:

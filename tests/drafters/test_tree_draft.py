@@ -35,6 +35,7 @@ from sharesd.speculation.draft_buffers import DraftBuffers
 from sharesd.speculation.draft_policy import Policy
 from sharesd.speculation.draft_tree import DraftShape, DraftTree, chain, chains, parents_of, shapes_of
 from tests.helpers import oracle
+from tests.helpers.in_mode import in_mode
 from tests.helpers.oracle import VOCAB, classic_engine, logits_of, new_engine, share_engine, switched, tiny_decoder
 from tests.speculation.test_policy import live
 
@@ -137,8 +138,8 @@ def test_drafted_trees_do_not_change_the_text(kind: str, sampling: str, batch: i
     assert [c.token_ids for c in engine.generate(PROMPTS, params)] == want
     assert engine.stats.sources["accepted"] > 30, "the trees shall hit"
     for widest in (1.2, 0.9):  # where more rows seem to take less time, no more are verified than were found
-        engine._variants.auto_length = True
-        engine._variants.clear()
+        engine.variants.auto_length = True
+        engine.variants.clear()
         engine.variant(params).policy.reset(Costs({1: 1.0, 12: widest}, 0.2, 0.25))
         assert [c.token_ids for c in engine.generate(PROMPTS, params)] == want
 
@@ -218,7 +219,7 @@ def test_loaded_engines_draft_trees(compile: Any, checkpoint: Callable[..., Path
     runtime = Runtime(config, ("naive", "share", "classic", "hybrid"))
     for params in (SamplingParams(max_new_tokens=64), SamplingParams(max_new_tokens=64, temperature=0.7, seed=5)):
         texts = {
-            mode: [c.token_ids for c in runtime.engine(mode).generate(["the cat sat", "why"], params)]  # type: ignore[arg-type]
+            mode: [c.token_ids for c in in_mode(runtime, mode).generate(["the cat sat", "why"], params)]  # type: ignore[arg-type]
             for mode in runtime.modes
         }
         assert all(text == texts["naive"] for text in texts.values())
@@ -350,5 +351,5 @@ def test_models_draft_trees_by_themselves_where_nothing_is_compiled(
     assert drafter is not None and drafter.trees is trees
     if "tree" not in settings:  # chains serve other rules of acceptance
         params = SamplingParams(acceptance="rejection", temperature=1.0, max_new_tokens=8, ignore_eos=True)
-        [answer] = runtime.engine("share").generate([[1, 2, 3]], params)
+        [answer] = in_mode(runtime, "share").generate([[1, 2, 3]], params)
         assert len(answer.token_ids) == 8

@@ -97,8 +97,9 @@ def test_texts_are_as_without_and_nothing_is_captured_later(
 ) -> None:
     engine, graphs = in_buckets(kind, 4, async_scheduling=True)
     assert engine.batch_sizes == powers_of_two(4) == [1, 2, 4]
-    warm_up(engine, WARM)
-    warm_up(new(kind, 1, widths=[1, 7], graphs=(alone := RecordedGraphs()), auto_length=False), WARM)
+    warm_up(engine, engine.mode, WARM)
+    one = new(kind, 1, widths=[1, 7], graphs=(alone := RecordedGraphs()), auto_length=False)
+    warm_up(one, one.mode, WARM)
     assert len(graphs.recorded) == 3 * len(alone.recorded), "for each number of rows"
     sizes = sizes_of(engine, monkeypatch)
     with no_captures():
@@ -122,11 +123,11 @@ def test_a_load_of_requests_captures_nothing_after_warm_up(mode: str, wanted_of_
     options: dict[str, Any] = {"widths": [5], "prefill_chunk": 16, "auto_length": False}
     graphs = RecordedGraphs()
     engine = test_rows.new(mode, batch=3, graphs=graphs, async_scheduling=bool(ahead), **options)
-    warm_up(engine, GREEDY)
+    warm_up(engine, engine.mode, GREEDY)
     one = len(graphs.recorded)
-    warm_up_all_variants(engine)
+    warm_up_all_variants(engine, engine.mode)
     assert engine.async_scheduling == bool(ahead) and not engine.compact_batch
-    assert len(engine._variants) == 6, "greedy, sampled, adjusted; each with log-probabilities, or without"
+    assert len(engine.variants) == 6, "greedy, sampled, adjusted; each with log-probabilities, or without"
     assert len(graphs.recorded) == 3 * (one + 1), "drafts are shared where these are all that differs"
     before = graphs.num_replays
     with no_captures():
@@ -166,15 +167,15 @@ def test_idle_rows_are_parked_and_keep_what_they_hold() -> None:
     first, second = engine.add([1, 2, 3], GREEDY), engine.add([4, 5, 6], replace(GREEDY, max_new_tokens=40))
     while first.finish_reason is None:
         engine.step()
-    for cache in engine.caches:
+    for cache in engine.variants.caches:
         assert cache.parked_length is not None
         assert cache.lengths[0] == cache.parked_length < 0 < cache.lengths[1]
         assert cache.parked_length + cache.slots == engine.max_context, "counted from the end, behind all texts"
-    before = [kv_of_row_0(cache) for cache in engine.caches]
+    before = [kv_of_row_0(cache) for cache in engine.variants.caches]
     for _ in range(5):
         engine.step()
     assert second.finish_reason is None
-    for cache, kv in zip(engine.caches, before, strict=True):
+    for cache, kv in zip(engine.variants.caches, before, strict=True):
         assert torch.equal(kv_of_row_0(cache), kv)
     engine.cancel(second)
     assert (engine.cache.lengths < 0).all()
@@ -191,13 +192,11 @@ def test_idle_rows_are_parked_and_keep_what_they_hold() -> None:
 
 
 def test_ending_a_call_late_leaves_the_rows_of_another_alone() -> None:
-    """Engines of two modes share a cache."""
     engine, _ = in_buckets("naive", 2)
-    other, _ = in_buckets("naive", 2, cache=engine.cache)
-    [wanted] = other.generate([[7, 8, 9]], GREEDY)
+    [wanted] = engine.generate([[7, 8, 9]], GREEDY)
     chunks = engine.stream([[1, 2, 3]], GREEDY)
     next(chunks)
-    late = other.stream([[7, 8, 9]], GREEDY)
+    late = engine.stream([[7, 8, 9]], GREEDY)
     found = next(late).token_ids
     chunks.close()
     assert [*found, *(token for chunk in late for token in chunk.token_ids)] == wanted.token_ids

@@ -34,6 +34,7 @@ from sharesd.speculation.draft_tree import chains
 from tests.cases.inputs import llama
 from tests.cases.test_checkpoints import inf_row
 from tests.engine.test_rows import GREEDY, MODEL, drain, new
+from tests.helpers.in_mode import in_mode, in_one_engine
 from tests.helpers.oracle import (
     MAX_CONTEXT,
     VOCAB,
@@ -79,7 +80,7 @@ def test_an_interrupted_call_cannot_go_on_after_another(engine: Engine) -> None:
     first = engine.stream([[1, 2, 3]], FEW)
     next(first)
     want = engine.generate([[4, 5, 6]], FEW, reuse=True)[0].token_ids
-    with pytest.raises(RuntimeError, match="the cache is in use by another call"):
+    with pytest.raises(RuntimeError, match="another call has begun since the last chunk"):
         next(first)
     engine.forget()
     assert engine.generate([[4, 5, 6]], FEW)[0].token_ids == want
@@ -130,19 +131,22 @@ def test_wrong_requests_hurt_nobody() -> None:
     assert request.finish_reason == "length" and request.num_emitted == 12
 
 
-def test_a_cache_has_one_user_at_a_time() -> None:
+def test_requests_of_another_mode_wait_until_the_rows_are_free() -> None:
     cache = MODEL.new_cache(2, MAX_CONTEXT + 10)
-    one, other = new_engine(MODEL, cache=cache), new_engine(MODEL, cache=cache)
-    lost = one.add([1, 2, 3], GREEDY)
-    one.step()
-    want = new_engine(MODEL).generate([[4, 5]], GREEDY)[0].token_ids
-    assert other.generate([[4, 5]], GREEDY)[0].token_ids == want
-    with pytest.raises(RuntimeError, match="the cache is in use by another call"):
-        one.step()
-    one.cancel(lost)
-    request = one.add([4, 5], GREEDY)
-    drain(one)
-    assert request.tokens[2:] == want
+    near = OracleDrafter({}, num_draft=3, accuracy=1.0)
+    engine = in_one_engine(new_engine(MODEL, cache=cache), new_engine(MODEL, near, cache=cache))["naive"].engine
+    engine.generate([[1]], GREEDY, mode="naive")  # whose counts have no drafts
+    prompts, modes = [[1, 2, 3], [4, 5], [6], [7, 8], [9]], ["naive", near.name, near.name, "naive", "naive"]
+    requests = [engine.add(prompt, GREEDY, mode=mode) for prompt, mode in zip(prompts, modes, strict=True)]
+    together = set()
+    while engine.num_running or engine.num_waiting:
+        engine.step()
+        together.add(tuple(number for number, request in enumerate(requests) if request.row is not None))
+    assert together == {(0,), (1,), (1, 2), (3,), (3, 4), ()}, "in order, of one mode at a time"
+    alone = new_engine(MODEL)
+    for prompt, request in zip(prompts, requests, strict=True):
+        assert request.tokens[len(prompt) :] == alone.generate([prompt], GREEDY)[0].token_ids
+    assert all(request.stats.drafted_rounds == 0 for request in (requests[0], *requests[3:]))
 
 
 def test_memory_of_what_has_ended_is_given_back() -> None:
@@ -315,7 +319,7 @@ def test_only_its_request_ends(
     """At the token that naive would have to choose, whatever the draft."""
     target = str(llama(tmp_path / "x", seed=90))
     runtime = Runtime(EngineConfig(target=target, device="cpu", dtype="float32", max_context=96, max_batch=3), (mode,))
-    engine = runtime.engine(mode)
+    engine = in_mode(runtime, mode)
     params = SamplingParams(max_new_tokens=24, ignore_eos=True, **more)
     prompts = [runtime.tokenizer.encode(text) for text in ("the old tree", "the river", "a bird sings")]
     healthy = [done for done, _ in run(engine, prompts, params)]
@@ -354,10 +358,10 @@ def test_a_rejected_draft_that_is_no_number_is_without_effect(dtype: Any, tmp_pa
     runtime = Runtime(EngineConfig(target=folder, mode="naive", device="cpu", dtype=dtype, max_context=96, max_batch=2))
     params = SamplingParams(max_new_tokens=24, ignore_eos=True)
     prompts = [runtime.tokenizer.encode(text) for text in ("the old tree", "the river")]
-    wanted = [done.token_ids for done, _ in run(runtime.engine(), prompts, params)]
+    wanted = [done.token_ids for done, _ in run(in_mode(runtime), prompts, params)]
     drafter: Any = SpoiltDrafts(dict(zip(map(tuple, prompts), wanted, strict=True)), num_draft=5, accuracy=1.0)
     [drafter.spoilt] = runtime.tokenizer.encode(" moon", add_special_tokens=False)
-    engine = new_engine(runtime.engine().target, drafter, batch=2)
+    engine = new_engine(in_mode(runtime).target, drafter, batch=2)
     found = run(engine, prompts, params)
     assert engine.stats.drafted_tokens > 0 and not any(drafter.spoilt in ids for ids in wanted)
     assert [(done.token_ids, error) for done, error in found] == [(ids, None) for ids in wanted]
@@ -376,7 +380,7 @@ def test_it_is_found_in_replayed_rounds(mode: str, async_scheduling: bool, monke
     spoil(engine, monkeypatch, spoilt_1, math.nan)
     params = SamplingParams(max_new_tokens=12, ignore_eos=True)
     prompts = [[5, 6, 7], [9, 8], [11, 12, 13, 14]]
-    warm_up(engine, params)
+    warm_up(engine, engine.mode, params)
     healthy = [done.token_ids for done, _ in run(engine, prompts, params)]
     others = {*healthy[1], *healthy[2], *(token for prompt in prompts for token in prompt), 0}
     token = next(token for token in healthy[0][2:] if token not in others)

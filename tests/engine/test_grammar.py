@@ -162,7 +162,7 @@ def test_plain_decoding_with_a_grammar_is_what_it_says() -> None:
 def test_an_engine_warms_up_for_requests_with_a_grammar(mode: str) -> None:
     engine, params = new(mode), SamplingParams(max_new_tokens=12, grammar=from_regex(PATTERNS[0]))
     expected = answers(engine, [([3, 4], params)])
-    warm_up(engine, params)
+    warm_up(engine, engine.mode, params)
     assert [done.token_ids for done in answers(engine, [([3, 4], params)])] == [done.token_ids for done in expected]
 
 
@@ -419,7 +419,7 @@ def test_it_is_found_in_replayed_rounds(monkeypatch: pytest.MonkeyPatch) -> None
     wanted = run(of_mode("naive"), requests)
     take_the_way_of_cuda(monkeypatch)
     engine = new("share", graphs=RecordedGraphs(), widths=[5], auto_length=False, async_scheduling=True)
-    warm_up(engine, requests[0][1])
+    warm_up(engine, engine.mode, requests[0][1])
     assert run(engine, requests) == wanted and message in str(wanted[0][3])
 
 

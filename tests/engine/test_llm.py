@@ -26,6 +26,7 @@ from sharesd.loading.option_values import engine_config
 from sharesd.models.loader import decoder_config
 from sharesd.runtime import Runtime
 from tests.engine.test_lossless import ids as ids_of
+from tests.helpers.in_mode import in_mode
 from tests.helpers.tiny_heads import make_head
 from tests.helpers.tiny_models import make_checkpoint
 
@@ -57,7 +58,7 @@ def llm(options: dict[str, Any]) -> Iterator[LLM]:
 def expected(options: dict[str, Any]) -> dict[int, list[list[int]]]:
     """Token ids of `Engine.generate` in mode naive, by the seed."""
     config = EngineConfig(**{**options, "heads": tuple(options["heads"]), "mode": "naive"})
-    engine = Runtime(config).engine()
+    engine = in_mode(Runtime(config))
     return {params.seed: ids_of(engine.generate(PROMPTS, params)) for params in (GREEDY, SAMPLED, LONG)}
 
 

@@ -30,6 +30,7 @@ from sharesd.runtime import Runtime
 from sharesd.sampling import probs_of, process, seeds_of_prompts
 from sharesd.sampling_params import SamplingParams
 from tests.engine.test_rows import spy
+from tests.helpers.in_mode import in_mode, in_one_engine
 from tests.helpers.oracle import (
     MAX_CONTEXT,
     PIECES,
@@ -359,13 +360,13 @@ def test_a_draft_that_is_right_now_and_then_catches_up() -> None:
             torch.testing.assert_close(ours[row, :, : len(held)], wanted[0, :, : len(held)])
 
 
-def three_modes() -> dict[str, Engine]:
-    """Engines of all modes over one target and one cache, as `load.Runtime` makes them."""
+def three_modes() -> dict[str, Any]:
+    """An engine in three modes, as `Runtime` makes it."""
     model, switch = quantized(MODEL, QuantConfig(bits=4, group_size=32))
     cache = model.new_cache(1, MAX_CONTEXT + 10)
     classic = classic_engine(model, near(MODEL, 0.05), cache=cache)
     share = share_engine(model, switch, cache=cache)
-    return {"naive": new_engine(model, cache=cache), "share": share, "classic": classic}
+    return in_one_engine(new_engine(model, cache=cache), share, classic)
 
 
 @pytest.mark.parametrize("sampling", ["greedy", "min-p, penalties"])
@@ -566,4 +567,4 @@ def test_the_fallback_says_what_it_cannot_do(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
             Runtime(EngineConfig(**options, **asked), ("share",))
     runtime = Runtime(EngineConfig(**options, drafter_options={"draft_window": "auto"}), ("share",))
-    assert runtime.engine("share").drafter is not None
+    assert in_mode(runtime, "share").drafter is not None

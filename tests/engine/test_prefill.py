@@ -62,7 +62,7 @@ def toy_engine(*, recompute_decoded_kv: bool = True) -> Engine:
     toy: Any = Toy()
     options = EngineOptions(max_context=CONTEXT, recompute_decoded_kv=recompute_decoded_kv)
     cache = toy.new_cache(1, slots_for(CONTEXT))
-    return Engine(target=toy, tokenizer=tiny_tokenizer(), cache=cache, drafter=None, options=options)
+    return Engine(target=toy, tokenizer=tiny_tokenizer(), cache=cache, drafters={"naive": None}, options=options)
 
 
 def test_pieces_have_few_sizes_and_begin_at_multiples_of_a_chunk() -> None:

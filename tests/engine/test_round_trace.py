@@ -24,6 +24,7 @@ from sharesd.speculation.draft_proposal import Proposal
 from sharesd.speculation.draft_tree import pack
 from tests.benchmark.test_formats import named
 from tests.engine.test_async_scheduling import launched_ahead, noted
+from tests.helpers.in_mode import in_mode
 from tests.helpers.tiny_heads import make_head
 
 PROMPTS: list[str | list[int]] = ["the cat sat on the mat and the cat sat on the", [7, 8, 7, 8, 7, 8], [5, 6, 7] * 9]
@@ -97,7 +98,7 @@ def check(path: Path, done: list[Completion], stats: Stats) -> Iterator[dict[str
 def test_lines_have_what_happened(case: str, params: SamplingParams, model: Path, tmp_path: Path) -> None:
     mode, path = case.partition(" ")[0], tmp_path / "trace.jsonl"
     runtime = runtime_of(model, mode, path, **CASES[case])
-    engine = runtime.engine()
+    engine = in_mode(runtime)
     drafts = list[Any]()
     if engine.drafter is not None:
         engine.drafter.draft = noted(engine.drafter.draft, drafts)  # type: ignore[method-assign]
@@ -130,7 +131,7 @@ def test_probabilities_are_given_the_parent() -> None:
 def test_probabilities_of_the_acceptance_rule_are_shown(acceptance: Any, model: Path, tmp_path: Path) -> None:
     path, params = tmp_path / "trace.jsonl", replace(SAMPLED, max_new_tokens=20, acceptance=acceptance)
     runtime = runtime_of(model, "share", path, num_draft=3)
-    engine = runtime.engine(warm=params)
+    engine = in_mode(runtime, warm=params)
     done = engine.generate(PROMPTS, params)
     runtime.close()
     rows = [row for row in check(path, done, engine.stats) if row["tokens"]]
@@ -153,7 +154,7 @@ def test_drafts_are_copied_where_the_next_round_is_launched_before(mode: str, tm
 
 
 def test_a_chunk_has_its_round_if_wanted(model: Path) -> None:
-    engine: Engine = runtime_of(model, "suffix", None).engine()
+    engine: Engine = in_mode(runtime_of(model, "suffix", None))
     asked, other = engine.add(PROMPTS[0], GREEDY), engine.add(PROMPTS[1], GREEDY)
     asked.wants_rounds = True
     while asked.finish_reason is None or other.finish_reason is None:
@@ -206,7 +207,7 @@ def test_a_disk_that_fills_ends_the_trace_and_not_the_text(
     tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runtime = runtime_of(model, "suffix", tmp_path / "t.jsonl")
-    engine = runtime.engine()
+    engine = in_mode(runtime)
     monkeypatch.setattr(runtime.trace, "_write", Mock(side_effect=OSError(28, "No space left on device")))
     with caplog.at_level(logging.WARNING, "sharesd.engine.trace"):
         for _ in range(2):

@@ -297,7 +297,7 @@ def test_what_is_added_ends_a_call_that_is_not_used_up() -> None:
     chunks = engine.stream([[1, 2, 3]], GREEDY)
     next(chunks)
     engine.add([7, 8], GREEDY)
-    with pytest.raises(RuntimeError, match="the cache is in use"):
+    with pytest.raises(RuntimeError, match="another call has begun"):
         list(chunks)
 
 

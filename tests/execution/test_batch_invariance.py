@@ -17,6 +17,7 @@ from sharesd.execution.batch_invariance import RowBits, check_rows, choose_step_
 from sharesd.models.decoder import Decoder
 from sharesd.runtime import Runtime
 from tests.helpers.compiled import wide_decoder
+from tests.helpers.in_mode import in_mode
 
 pytestmark = pytest.mark.usefixtures("one_thread", "own_cache")
 
@@ -57,9 +58,9 @@ def test_the_self_check_tells_whether_rows_depend_on_the_width(
     for num_draft, width in ((3, 9), (8, 9), (12, 16)):
         config = config_of(checkpoint, num_draft=num_draft)
         runtime = Runtime(config, ("naive", "share"))
-        assert [runtime.engine(mode).options.widths for mode in ("naive", "share")] == [(width,), (width,)]
+        assert [in_mode(runtime, mode).options.widths for mode in ("naive", "share")] == [(width,), (width,)]
     assert "texts" not in caplog.text
-    assert Runtime(replace(config, exact=False), ("share",)).engine("share").options.widths is None
+    assert in_mode(Runtime(replace(config, exact=False), ("share",)), "share").options.widths is None
 
 
 @pytest.mark.parametrize("sloppy_in", [(), (3, 1), (1, 8), (2, 8)], ids=str)
@@ -115,10 +116,10 @@ def test_trees_whose_rows_differ_are_not_drafted(checkpoint: Callable[..., Path]
     monkeypatch.setattr("sharesd.models.decoder.attend", scattered)
     assert rows_of(wide_decoder()) == (True, False)
     config = config_of(checkpoint, num_draft=4)
-    engine = Runtime(config, ("hybrid",)).engine("hybrid")
+    engine = in_mode(Runtime(config, ("hybrid",)), "hybrid")
     assert engine.options.widths is None and engine.drafter is not None and not engine.drafter.trees
     grown = replace(config, tree=(2, 2, 4))
     with pytest.raises(ValueError, match="rows of draft trees are not bit-exact here; drop --tree, or add --no-batch"):
         Runtime(grown, ("share",))
-    loose = Runtime(replace(grown, exact=False), ("share",)).engine("share")
+    loose = in_mode(Runtime(replace(grown, exact=False), ("share",)), "share")
     assert loose.drafter is not None and loose.drafter.trees

@@ -31,6 +31,7 @@ from sharesd.parallel.tensor_parallel import RankZeroModel
 from sharesd.speculation.draft_buffers import DraftBuffers
 from sharesd.speculation.draft_proposal import Proposal
 from sharesd.speculation.draft_tree import NO_DRAFT, DraftTree, chain, chains, pack, shapes_of
+from tests.helpers.in_mode import InMode
 from tests.helpers.oracle import VOCAB, tiny_tokenizer
 
 DEVICE = torch.device("meta")
@@ -116,9 +117,10 @@ def rounds(engine: Engine, params: SamplingParams, shapes: Any) -> list[str]:
     return watch.found
 
 
-def new(model: Any, drafter: Any, cache: Any) -> Engine:
+def new(model: Any, drafter: Any, cache: Any) -> Any:
     options = EngineOptions(max_context=200, auto_length=True, widths=[16])
-    return Engine(target=model, tokenizer=tiny_tokenizer(), cache=cache, drafter=drafter, options=options)
+    parts = {"target": model, "tokenizer": tiny_tokenizer(), "cache": cache, "options": options}
+    return InMode(Engine(**parts, drafters={"drafting": drafter}), "drafting")
 
 
 @pytest.mark.parametrize("name", ["share", "classic"])

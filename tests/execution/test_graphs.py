@@ -213,7 +213,7 @@ def new_pool(kind: str, widths: list[int], patch: pytest.MonkeyPatch) -> tuple[E
     patch.setattr(cost_profiler, "measure_costs", lambda *_: (costs, True))
     graphs = RecordedGraphs()
     engine = new(kind, 1, widths=widths, graphs=graphs)
-    warm_up(engine, GREEDY)
+    warm_up(engine, engine.mode, GREEDY)
     return engine, graphs
 
 
@@ -266,11 +266,11 @@ def test_ways_of_sampling_do_not_keep_graphs_without_end(monkeypatch: pytest.Mon
     for step in range(24):
         params = replace(SAMPLED, temperature=step % 3 / 2, top_p=1 - step % 2 / 2, **wishes[step % 4])
         engine.generate(PROMPTS[:1], replace(params, max_new_tokens=3))
-    assert 1 < len(engine._variants) <= 8, "kinds that are captured are few"
+    assert 1 < len(engine.variants) <= 8, "kinds that are captured are few"
     monkeypatch.setattr("sharesd.engine.decode_variant.MAX_VARIANTS", 2)
     engine.generate(PROMPTS[:1], replace(GREEDY, logprobs=True)), engine.generate(PROMPTS[:1], SAMPLED)
     gc.collect()
-    assert first() is None and len(engine._variants) < 9
+    assert first() is None and len(engine.variants) < 9
 
 
 def test_draft_steps_are_timed_as_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,5 +289,5 @@ def test_draft_steps_are_timed_as_they_run(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(cost_profiler, "_timed", counted)
     monkeypatch.setattr(cost_profiler, "SWEEPS", (1, 12))
     with no_captures():
-        measure(engine, GREEDY)
+        measure(engine, engine.mode, GREEDY)
     assert set(ran) == {1, 3}, "a round, plain or with a draft that is there; a chain of half the longest"

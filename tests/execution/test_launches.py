@@ -104,7 +104,8 @@ def captures(
 ) -> dict[str, Callable[[], object]]:
     """Captures of an engine for so many rows (default: all), by kind."""
     options = {"max_context": 200, "auto_length": True, "widths": [1, 7], "graphs": Graphs(), **options}
-    parts: dict[str, Any] = {"target": model, "drafter": drafter, "cache": cache, "tokenizer": tiny_tokenizer()}
+    parts: dict[str, Any] = {"target": model, "cache": cache, "tokenizer": tiny_tokenizer()}
+    parts["drafters"] = {"naive" if drafter is None else drafter.name: drafter}
     round_ = Engine(**parts, options=EngineOptions(**options)).variant(SamplingParams()).round(0, rows)
 
     def verify(tree: DraftTree) -> object:

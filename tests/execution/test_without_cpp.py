@@ -21,6 +21,7 @@ from sharesd.drafters.suffix.datastore import TOKEN, _suffix_order
 from sharesd.execution.step_compiler import choose_kernels
 from sharesd.models.loader import decoder_config
 from sharesd.runtime import Runtime
+from tests.helpers.in_mode import in_mode
 from tests.helpers.tiny_heads import make_head
 
 CPU = torch.device("cpu")
@@ -53,7 +54,7 @@ def no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def texts(runtime: Runtime, mode: str, params: SamplingParams) -> list[list[int]]:
-    answers = runtime.engine(mode, warm=params).generate([[5, 6, 7] * 5, [9], list(range(10, 60))], params)
+    answers = in_mode(runtime, mode, warm=params).generate([[5, 6, 7] * 5, [9], list(range(10, 60))], params)
     return [answer.token_ids for answer in answers]
 
 

@@ -15,6 +15,7 @@ from sharesd.config import EngineConfig, Mode
 from sharesd.models.loader import decoder_config
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
+from tests.helpers.in_mode import in_mode
 from tests.helpers.tiny_heads import make_head
 from tests.helpers.tiny_models import make_checkpoint
 
@@ -45,7 +46,7 @@ def compare(name: str, config: EngineConfig, modes: Sequence[Mode]) -> None:
     for params in (GREEDY, SAMPLED):
         texts = {}
         for mode in modes:
-            engine = runtime.engine(mode, warm=params)
+            engine = in_mode(runtime, mode, warm=params)
             texts[mode] = [done.token_ids for done in engine.generate(PROMPTS, params)]
             assert texts[mode] == texts["naive"], f"{mode}: {texts}"
             print(f"{name}, temperature {params.temperature}: {mode} ok", flush=True)

@@ -23,6 +23,7 @@ from sharesd.models.decoder import Decoder
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
 from sharesd.weights.offload_planner import Offloading, plan_for
+from tests.helpers.in_mode import in_mode
 
 LAYERS = 8
 """Of the models that plans are made for."""
@@ -33,7 +34,7 @@ WAYS = tuple(SamplingParams(max_new_tokens=16, temperature=t, seed=3, ignore_eos
 def texts(runtime: Runtime, modes: tuple[Mode, ...]) -> dict[tuple[str, float], list[list[int]]]:
     """By mode and temperature, the tokens of the answers to `PROMPTS`."""
     return {
-        (mode, way.temperature): [done.token_ids for done in runtime.engine(mode, warm=way).generate(PROMPTS, way)]
+        (mode, way.temperature): [done.token_ids for done in in_mode(runtime, mode, warm=way).generate(PROMPTS, way)]
         for mode, way in product(modes, WAYS)
     }
 

@@ -32,6 +32,7 @@ from sharesd.models.tokenizer import Tokenizer
 from sharesd.sampling import RowSampling, SamplingKind
 from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.draft_tree import DraftShape, DraftTree, chains, shapes_of, with_windows
+from tests.helpers.in_mode import InMode
 
 _WORDS = "Ã © the an he ing tion ab ba aba abab of .. , ! is it er Ġa Ġth"
 PIECES = [*"abcdefghijklmnop", " ", *_WORDS.split()]
@@ -70,19 +71,21 @@ def new_engine(
     max_context: int = MAX_CONTEXT,
     cache: StaticKVCache | None = None,
     **options: Any,
-) -> Engine:
-    """An eager engine. `cache` for drafters and engines that share one."""
+) -> Any:
+    """An eager engine in the mode of this drafter. `cache` for drafters and engines that share one."""
     width = 1 + (drafter.shapes[-1].nodes if drafter else 0)
-    return Engine(
+    mode = drafter.name if drafter else "naive"
+    engine = Engine(
         target=target,
         tokenizer=tiny_tokenizer(),
         cache=cache or target.new_cache(batch, max_context + 2 * width),
-        drafter=drafter,
+        drafters={mode: drafter},
         options=EngineOptions(max_context=max_context, **options),
     )
+    return InMode(engine, mode)
 
 
-def share_engine(model: CausalModel, switch: Switch, *, num_draft: int = 4, batch: int = 1, **options: Any) -> Engine:
+def share_engine(model: CausalModel, switch: Switch, *, num_draft: int = 4, batch: int = 1, **options: Any) -> Any:
     """`share` with a model that has its switched linears already."""
     max_context = options.get("max_context", MAX_CONTEXT)
     top, shapes = shapes_for(num_draft, options.pop("tree", None))
@@ -101,9 +104,7 @@ def shapes_for(num_draft: int, tree: tuple[int, int, int] | None) -> tuple[int, 
     return (tree[0], shapes_of(*tree)) if tree else (1, chains(num_draft))
 
 
-def classic_engine(
-    target: Decoder, draft: CausalModel, *, num_draft: int = 4, batch: int = 1, **options: Any
-) -> Engine:
+def classic_engine(target: Decoder, draft: CausalModel, *, num_draft: int = 4, batch: int = 1, **options: Any) -> Any:
     slots = options.get("max_context", MAX_CONTEXT) + SCRATCH * (1 + num_draft)
     top, shapes = shapes_for(num_draft, options.pop("tree", None))
     drafter = ClassicDrafter(draft, batch=batch, slots=slots, shapes=shapes, weight_bytes=0, branching=top)

@@ -29,6 +29,7 @@ from sharesd.loading.steps import run_tp_worker
 from sharesd.models.loader import Tensors
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
+from tests.helpers.in_mode import in_mode
 
 MODES: tuple[Mode, ...] = ("naive", "share", "suffix", "hybrid")
 PROMPTS = ([5, 6, 7] * 5, [9], [30, 31, 8, 2])
@@ -143,13 +144,13 @@ def logits_of(runtime: Runtime) -> list[Tensor]:
 
 
 def texts_of(runtime: Runtime, mode: Mode, params: SamplingParams) -> list[list[int]]:
-    return [done.token_ids for done in runtime.engine(mode, warm=params).generate(PROMPTS, params)]
+    return [done.token_ids for done in in_mode(runtime, mode, warm=params).generate(PROMPTS, params)]
 
 
 def texts_of_moved_rows(runtime: Runtime) -> list[list[int]]:
     """Requests join and leave, later prompts go on from what earlier ones left in other rows, and one is cancelled."""
     first, other = [5, 6, 7] * 9, [9, 8, 7, 6]
-    engine = runtime.engine(runtime.modes[0], warm=GREEDY)
+    engine = in_mode(runtime, runtime.modes[0], warm=GREEDY)
     done = engine.generate([first, other], GREEDY, reuse=True)
     later = [[*other, *done[1].token_ids, 3], [*first, *done[0].token_ids, 4], [*first, 12, 13]]
     requests = [engine.add(prompt, SAMPLED) for prompt in later]
@@ -180,9 +181,9 @@ def delayed(folder: str, rounds: str, most: str) -> None:
             run_tp_worker(group)
         return
     config: dict[str, Any] = {**SMALL, "target": folder, "max_batch": 2}
-    alone = Runtime(EngineConfig(**config)).engine()
+    alone = in_mode(Runtime(EngineConfig(**config)))
     runtime = Runtime(EngineConfig(**config, tensor_parallel=group.size), ("hybrid",), group=group)
-    engine, num_rounds = runtime.engine("hybrid"), 0
+    engine, num_rounds = in_mode(runtime, "hybrid"), 0
     for seed in count():
         params, prompts = replace(SAMPLED, max_new_tokens=100, seed=seed), [[seed % 300, 7, 8], [9]]
         ours, wanted = ([done.token_ids for done in each.generate(prompts, params)] for each in (engine, alone))
@@ -195,7 +196,7 @@ def delayed(folder: str, rounds: str, most: str) -> None:
 
 def endless(folder: str, size: str) -> None:
     runtime = Runtime(EngineConfig(**SMALL, target=folder, tensor_parallel=int(size)), ("share",))
-    engine = runtime.engine("share")
+    engine = in_mode(runtime, "share")
     for seed in count():
         engine.generate(PROMPTS, replace(SAMPLED, seed=seed))
         if seed == 0:
@@ -204,7 +205,7 @@ def endless(folder: str, size: str) -> None:
 
 def idle(folder: str, size: str) -> None:
     runtime = Runtime(EngineConfig(**SMALL, target=folder, tensor_parallel=int(size)))
-    runtime.engine()
+    in_mode(runtime)
     print("ready", flush=True)
     time.sleep(1800)
 

@@ -22,6 +22,7 @@ from sharesd.runtime import Runtime
 from sharesd.weights import memory_estimate, offload_planner
 from tests.cases.inputs import config_of, llama, save, weights
 from tests.helpers.gguf_files import write_gguf
+from tests.helpers.in_mode import in_mode
 from tests.helpers.offloaded import LAYERS, limit_leaving
 from tests.helpers.tensor_ranks import threads
 from tests.helpers.tiny_models import make_checkpoint
@@ -87,7 +88,7 @@ def test_drafts_are_the_tuned_targets_too(base: Path, tmp_path: Path) -> None:
 
 def texts(runtime: Runtime, mode: Mode = "share") -> list[list[int]]:
     params = SamplingParams(max_new_tokens=12, ignore_eos=True)
-    return [done.token_ids for done in runtime.engine(mode).generate([[5, 6, 7, 8], "the cat sat"], params)]
+    return [done.token_ids for done in in_mode(runtime, mode).generate([[5, 6, 7, 8], "the cat sat"], params)]
 
 
 def test_ranks_merge_their_rows(tmp_path: Path, one_thread: None) -> None:

@@ -17,6 +17,7 @@ from sharesd.models.loader import decoder_config, resolve
 from sharesd.models.tokenizer import Tokenizer, load_tokenizer
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
+from tests.helpers.in_mode import in_mode
 from tests.helpers.served_model import Served, served
 from tests.helpers.shared_runtimes import Shared
 from tests.helpers.tiny_heads import make_head
@@ -79,7 +80,7 @@ def test_tokens_are_those_of_transformers(file: Path, tokenizer: Tokenizer, prom
     config = EngineConfig(target=str(file), mode="naive", dtype="float32", device="cpu", max_context=2048, max_batch=4)
     runtime = Runtime(config)
     params = SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True)
-    answers = [done.token_ids for done in runtime.engine().generate(prompts, params)]
+    answers = [done.token_ids for done in in_mode(runtime).generate(prompts, params)]
     runtime.close()
     gaps: list[float] = []
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -106,7 +107,7 @@ def test_all_modes_give_the_tokens_of_naive(
     for params in (SamplingParams(max_new_tokens=24, ignore_eos=True), sampled):
         texts = []
         for mode in ("naive", *modes):
-            done = runtime.engine(mode).generate([prompts[0], prompts[2], *prompts[17:19]], params)
+            done = in_mode(runtime, mode).generate([prompts[0], prompts[2], *prompts[17:19]], params)
             texts.append([each.token_ids for each in done])
             assert texts[-1] == texts[0], mode
     runtime.close()
@@ -123,7 +124,7 @@ def server(file: Path) -> Iterator[Served]:
 def test_completions_on_the_server(file: Path, prompts: list[list[int]], server: Served) -> None:
     plain = Runtime(EngineConfig(target=str(file), mode="naive", device="cpu", max_batch=2, max_context=1024))
     asked: list[Any] = [prompts[0], prompts[18]]
-    wanted = [done.text for done in plain.engine().generate(asked, SamplingParams(max_new_tokens=24))]
+    wanted = [done.text for done in in_mode(plain).generate(asked, SamplingParams(max_new_tokens=24))]
     plain.close()
     greedy: dict[str, Any] = {"max_tokens": 24, "temperature": 0}
     assert [choice["text"] for choice in server.complete(asked, **greedy)["choices"]] == wanted

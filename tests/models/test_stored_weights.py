@@ -19,6 +19,7 @@ from sharesd.models.gguf.weights import stored_blocks
 from sharesd.models.loader import decoder_config
 from sharesd.runtime import Runtime
 from tests.helpers.gguf_files import write_gguf
+from tests.helpers.in_mode import in_mode
 from tests.helpers.same_texts import PROMPTS, require_same_texts
 from tests.helpers.tiny_heads import make_head
 from tests.models.test_quantized_as_stored import compare as compare_folder
@@ -96,7 +97,7 @@ def test_upper_halves_draft_and_add_no_bytes(quant: str, activations: str, tmp_p
     modes = ("naive", "share", "hybrid")
     llm = require_same_texts(target, modes, quant=quant, dequantize=False, activations=activations, num_draft=3)
     runtime: Any = llm._runtime
-    assert runtime.engine("share").drafter.extra_bytes() == (0, 0)
+    assert in_mode(runtime, "share").drafter.extra_bytes() == (0, 0)
     block = runtime.target.blocks[0]
     full, upper = block.attn.qkv.full, block.attn.qkv.quantized
     assert upper.weight is full.weight and not torch.equal(upper.unpacked(), full.unpacked())
@@ -177,10 +178,10 @@ def test_heads_have_8_bits_beside_stored_weights(kind: str, spec: str, tmp_path:
     modes: tuple[Mode, ...] = ("naive", "eagle", "hybrid")
     runtime = Runtime(EngineConfig(target=str(target), heads=(str(head),), max_context=128, max_batch=2), modes)
     params = SamplingParams(max_new_tokens=24, ignore_eos=True)
-    texts = [[done.token_ids for done in runtime.engine(mode).generate(PROMPTS, params)] for mode in modes]
+    texts = [[done.token_ids for done in in_mode(runtime, mode).generate(PROMPTS, params)] for mode in modes]
     assert texts[1] == texts[2] == texts[0]
     report = runtime.report("eagle").quant
-    assert report is not None and report.spec == spec and runtime.engine("eagle").stats.drafted_tokens
+    assert report is not None and report.spec == spec and in_mode(runtime, "eagle").stats.drafted_tokens
 
 
 def test_a_file_that_was_moved_is_found(tmp_path: Path) -> None:

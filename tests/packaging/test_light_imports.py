@@ -45,7 +45,7 @@ config = sharesd.EngineConfig(target=target, device="cpu", max_context=128, head
 params = sharesd.SamplingParams(max_new_tokens=16)
 modes = ("naive", "share", "classic", "eagle", "parallel", "glide", "ngram", "suffix", "recycle", "hybrid")
 runtime = Runtime(config, modes)
-texts = {mode: runtime.engine(mode).generate(["the cat sat on the"], params)[0].token_ids for mode in modes}
+texts = {mode: runtime.warm_up(mode).generate(["the cat sat on the"], params, mode=mode)[0].token_ids for mode in modes}
 assert len(set(map(str, texts.values()))) == 1, texts
 print(len(texts), "modes")
 """

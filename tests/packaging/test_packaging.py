@@ -34,7 +34,7 @@ from sharesd.runtime import Runtime
 modes = ("naive", "hybrid")
 runtime = Runtime(EngineConfig(device="cpu", max_context=256, hybrid_with=("eagle", "suffix", "recycle")), modes)
 params = SamplingParams(max_new_tokens=12)
-texts = [runtime.engine(mode).generate(["Once upon a time"], params)[0] for mode in modes]
+texts = [runtime.warm_up(mode).generate(["Once upon a time"], params, mode=mode)[0] for mode in modes]
 assert len({done.text for done in texts}) == 1, texts
 print(texts[0].text)
 """

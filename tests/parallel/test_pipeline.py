@@ -24,6 +24,7 @@ from sharesd.execution.batch_invariance import check_rows, first_block_view
 from sharesd.models.loader import decoder_config
 from sharesd.models.prefill import Piece, prefill, read_piece
 from sharesd.runtime import Runtime
+from tests.helpers.in_mode import in_mode
 from tests.helpers.oracle import classic_engine, new_engine, share_engine, switched, tiny_decoder
 from tests.helpers.recorded_graphs import host_reads, take_the_way_of_cuda
 from tests.helpers.staged_devices import Hop, TimedPlaces, in_stages, watched
@@ -86,7 +87,7 @@ def test_as_much_is_accepted_as_on_one_device(folder: Path, tmp_path: Path, kind
     found = []
     for num_stages in (1, 3):
         place = {"draft_device": "cpu"} if mode == "classic" and num_stages > 1 else {}
-        engine = staged(folder, num_stages, (mode,), **options, **place).engine(mode, warm=SAMPLED)
+        engine = in_mode(staged(folder, num_stages, (mode,), **options, **place), mode, warm=SAMPLED)
         done = engine.generate([[5, 6, 7] * 5, [9]], replace(SAMPLED, max_new_tokens=40))
         found.append(([each.token_ids for each in done], engine.stats.accept_lengths))
     assert found[0] == found[1]
@@ -103,7 +104,7 @@ def test_a_pass_takes_a_hop_for_each_stage(folder: Path, monkeypatch: pytest.Mon
     split = PipelineConfig(devices=("cpu",) * 3, simulated_latency_s=0.02)
     runtime = Runtime(config_of(folder, num_draft=4, split=split), ("naive", "share"))
     for mode, passes in (("naive", 1), ("share", 1 + 4)):
-        engine = runtime.engine(mode, warm=GREEDY)  # type: ignore[arg-type]
+        engine = in_mode(runtime, mode, warm=GREEDY)  # type: ignore[arg-type]
         chunks = engine.stream([[5, 6, 7]], GREEDY)
         next(chunks)
         for _ in range(2):

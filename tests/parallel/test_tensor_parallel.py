@@ -29,6 +29,7 @@ from sharesd.models.weight_mapping import check_tensor_parallel, decoder_tensors
 from sharesd.parallel.tensor_parallel import EAGER_TILE
 from sharesd.runtime import Runtime
 from tests.helpers import tensor_ranks
+from tests.helpers.in_mode import in_mode
 from tests.helpers.paths import ROOT
 from tests.helpers.recorded_graphs import host_reads, take_the_way_of_cuda
 from tests.helpers.tensor_ranks import GREEDY, MODES, SAMPLED, SMALL, logits_of, texts_of, texts_of_moved_rows, threads
@@ -163,7 +164,7 @@ def test_rank_0_reads_once_a_round(folder: Path, style: str, monkeypatch: pytest
     take_the_way_of_cuda(monkeypatch)
     options: dict[str, Any] = {**REDUCED, "tensor_parallel_style": style, "compile": "off"}
     with threads(config_of(folder, **options), ("share",)) as runtime:
-        chunks = runtime.engine("share", warm=GREEDY).stream([[1, 2, 3]], replace(GREEDY, max_new_tokens=60))
+        chunks = in_mode(runtime, "share", warm=GREEDY).stream([[1, 2, 3]], replace(GREEDY, max_new_tokens=60))
         next(chunks)
         reads: list[tuple[bool, str]] = []
         for _ in range(3):
@@ -190,7 +191,7 @@ def test_ranks_share_no_tensor_but_through_the_group(folder: Path, style: str, e
         wrap=(lambda group: tensor_ranks.Unwatched(group, 0)) if exempt else (lambda group: group),
         around=lambda group: tensor_ranks.OwnTensors(group, makers, found),
     ) as runtime:
-        runtime.engine("share", warm=SAMPLED).generate(tensor_ranks.PROMPTS[:2], replace(SAMPLED, max_new_tokens=12))
+        in_mode(runtime, "share", warm=SAMPLED).generate(tensor_ranks.PROMPTS[:2], replace(SAMPLED, max_new_tokens=12))
     assert {rank for rank, _ in makers.values()} == {0, 1}
     assert (found == []) == exempt, found[:3]
 
@@ -202,7 +203,7 @@ def test_ranks_draft_with_their_own_quantized_rows(folder: Path, tmp_path: Path,
     taus = []
     for size in (1, 2, 2):
         with threads(config_of(folder, tensor_parallel=size), ("share",)) as runtime:
-            engine = runtime.engine("share", warm=GREEDY)
+            engine = in_mode(runtime, "share", warm=GREEDY)
             engine.generate([[5, 6, 7] * 5], replace(GREEDY, max_new_tokens=100))
             taus.append(engine.stats.tau)
             assert runtime.report("share").quant.from_cache == (len(taus) == 3)  # type: ignore[union-attr]
@@ -221,7 +222,7 @@ def test_late_ranks_change_nothing_and_rows_that_move_move_on_all_ranks(folder: 
 
 def test_a_step_that_was_broken_off_is_the_last(folder: Path) -> None:
     with threads(config_of(folder, tensor_parallel=2)) as runtime:
-        engine = runtime.engine(warm=GREEDY)
+        engine = in_mode(runtime, warm=GREEDY)
         runtime._group.close()  # type: ignore[union-attr]
         with pytest.raises(RuntimeError, match="another rank has ended"):
             engine.generate([[5]], GREEDY)

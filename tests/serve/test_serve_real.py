@@ -22,6 +22,7 @@ from sharesd.engine.trace import read_trace
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
 from sharesd.weights import memory_estimate, offload_planner
+from tests.helpers.in_mode import in_mode
 from tests.helpers.served_model import Served, served
 from tests.helpers.tiny_models import make_checkpoint
 from tests.serve.common import real, stream
@@ -44,16 +45,16 @@ def server(config: EngineConfig) -> Iterator[Served]:
 @pytest.fixture(scope="module")
 def plain(config: EngineConfig) -> Engine:
     """The engine of plain decoding."""
-    return Runtime(replace(config, mode="naive", max_batch=2)).engine()
+    return in_mode(Runtime(replace(config, mode="naive", max_batch=2)))
 
 
 def test_rounds_of_all_kinds_are_ready_before_the_first_request(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     warmed: list[Any] = []
-    monkeypatch.setattr("sharesd.runtime.warm_up_all_variants", warmed.append)
+    monkeypatch.setattr("sharesd.runtime.warm_up_all_variants", lambda engine, mode: warmed.append((engine, mode)))
     model = load_model(replace(config, mode="naive", max_batch=1, max_context=64), "naive", None)
-    assert warmed == [model.engine]
+    assert warmed == [(model.engine, "naive")]
 
 
 def test_a_trace_has_the_ids_of_requests(config: EngineConfig, tmp_path: Path) -> None:

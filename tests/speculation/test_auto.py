@@ -19,6 +19,7 @@ from sharesd.models.decoder import Decoder
 from sharesd.models.loader import decoder_config
 from sharesd.runtime import Runtime
 from sharesd.weights import memory_estimate
+from tests.helpers.in_mode import in_mode
 from tests.helpers.offloaded import LAYERS, limit_leaving, texts
 from tests.helpers.tiny_heads import make_head
 from tests.helpers.tiny_models import make_checkpoint
@@ -104,7 +105,7 @@ def check(runtime: Runtime, drafters: tuple[str, ...]) -> str:
 )
 def test_texts_are_those_of_naive(folder: Path, pays: None, options: dict[str, Any]) -> None:
     runtime = Runtime(config_of(folder, num_draft=None, **options), ("naive", "auto"))
-    assert runtime.engine("auto").mode == "auto"
+    assert in_mode(runtime, "auto").mode == "auto"
     check(runtime, ("share", *TABLES))
 
 

@@ -30,6 +30,7 @@ from sharesd.speculation.draft_estimates import PolicyConfig
 from sharesd.speculation.draft_policy import Policy
 from sharesd.speculation.draft_scorer import ProbabilityCalibration
 from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape, DraftTree, chain, chains, with_windows
+from tests.helpers.in_mode import in_mode
 from tests.helpers.tiny_models import make_checkpoint
 
 FIRST_TRIAL = PolicyConfig().trial_periods[0]
@@ -289,7 +290,7 @@ def test_tables_that_never_gain_are_asked_now_and_then() -> None:
 def test_rows_that_lead_by_far_or_have_ended_are_not_awaited(tmp_path: Path) -> None:
     tokenizer, params = load_tokenizer(make_checkpoint(tmp_path)), SamplingParams(max_new_tokens=40)
     rows = [
-        Request(prompt, params, i, StopChecker(tokenizer, params, eos_ids=(), room=512), Stats())
+        Request(prompt, params, i, StopChecker(tokenizer, params, eos_ids=(), room=512), Stats(), mode="naive")
         for i, prompt in enumerate([[5] * 9, [5], [5, 6]])
     ]
 
@@ -326,11 +327,11 @@ def test_costs_are_kept_and_damaged_ones_measured_again(
     settings = tmp_path / "cache" / "settings"
 
     def costs_of(runtime: Runtime, mode: Mode = "share") -> Costs:
-        return runtime.engine(mode).variant(SamplingParams()).policy.costs
+        return in_mode(runtime, mode).variant(SamplingParams()).policy.costs
 
     with monkeypatch.context() as patch:
         patch.setattr("sharesd.engine.cost_profiler._spread", lambda times: 9.0)
-        Runtime(config, ("share",)).engine("share")
+        in_mode(Runtime(config, ("share",)), "share")
         assert not settings.exists(), "times that disagree are not kept"
     monkeypatch.setattr("sharesd.engine.cost_profiler._spread", lambda times: 1.0)
     runtime = Runtime(config, ("naive", "share", "suffix", "hybrid"))
@@ -550,18 +551,18 @@ def test_the_first_blocks_stand_for_all(runtime: Runtime, monkeypatch: pytest.Mo
 def test_warm_up_runs_a_model_whole_for_a_plain_step_alone(
     runtime: Runtime, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ran, engine, stack = list[int](), runtime.engine(), runtime.target.run_stack
+    ran, engine, stack = list[int](), in_mode(runtime), runtime.target.run_stack
     run = stack._run
     monkeypatch.setattr(stack, "_run", lambda blocks, *rest: (ran.append(blocks.num_blocks), run(blocks, *rest)))
-    warm_up(engine, SamplingParams())  # without costs of earlier starts
+    warm_up(engine, engine.mode, SamplingParams())  # without costs of earlier starts
     assert ran.count(len(runtime.target.blocks)) == 1
-    warm_up_all_variants(engine)
-    assert all(variant.policy.live.drift == 1.0 for variant in engine._variants._variants.values())
-    costs = profile_costs(engine, SamplingParams(), None)
+    warm_up_all_variants(engine, engine.mode)
+    assert all(variant.policy.live.drift == 1.0 for variant in engine.variants._variants.values())
+    costs = profile_costs(engine, engine.mode, SamplingParams(), None)
     assert set(costs) == set(engine.batch_sizes) and costs[2].step[1] >= costs[1].step[1] > 0
     params = SamplingParams(max_new_tokens=12)
     plain = Runtime(EngineConfig(target=folder, mode="naive", max_context=128, max_batch=2, compile="off"))
-    texts = [each.generate([[1, 2, 3]], params)[0].token_ids for each in (engine, plain.engine())]
+    texts = [each.generate([[1, 2, 3]], params)[0].token_ids for each in (engine, in_mode(plain))]
     assert texts[0] == texts[1], "texts after warm-up are those of all blocks"
 
 
@@ -575,13 +576,13 @@ def test_costs_of_more_rows_are_those_of_more_tokens() -> None:
 
 def test_costs_of_a_sample_are_measured(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     """And its slots cost what one block takes longer."""
-    engine = runtime.engine()
+    engine = in_mode(runtime)
     longest = 1 + engine.num_draft
-    costs, _ = measure_costs(engine, SamplingParams())
+    costs, _ = measure_costs(engine, engine.mode, SamplingParams())
     assert set(costs.step) == {1, 2, 1 + engine.num_draft // 4, longest}
     assert min(costs.step.values()) > 0 and costs.draft > 0
     monkeypatch.setattr(cost_profiler, "_step", lambda *_: lambda: None)
     monkeypatch.setattr(cost_profiler, "_timed", lambda _: 1e3 if engine.cache.lengths.max().item() > 64 else 1.0)
-    costs, _ = measure_costs(engine, SamplingParams())
+    costs, _ = measure_costs(engine, engine.mode, SamplingParams())
     assert 0 < costs.step_slot[1] < costs.step_slot[2] < costs.step_slot[longest]
     assert costs.step_slot[longest] * engine.max_context > 999 * len(runtime.target.blocks)

@@ -11,6 +11,7 @@ import torch
 
 from sharesd.config import EngineConfig, Mode, OffloadConfig
 from sharesd.sampling_params import SamplingParams
+from tests.helpers.in_mode import in_mode
 from tests.stand_in.plausible import counts, driver, in_rounds, install
 
 PROMPT = [5, 6, 7, 8] * 3
@@ -38,7 +39,7 @@ def decode(
     install(**results)
     runtime = load(config, modes, results.get("rows_agree", True), resident)
     before_warm = Graphs.num_captures
-    engine = runtime.engine(mode, warm=params)
+    engine = in_mode(runtime, mode, warm=params)
     warmed, most = counts(), runtime.config.max_batch + 2
     if joins:
         joined(engine, params, most)

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from tests.helpers.in_mode import in_mode
 from tests.stand_in.plausible import counts, install
 
 PROMPT = [504, 2365, 6354, 16438, 27003, 690, 260, 23790, 2767, 30]
@@ -179,7 +180,7 @@ def main() -> None:
         params = SamplingParams(
             max_new_tokens=args.rounds, ignore_eos=True, temperature=args.temperature, logprobs=args.logprobs
         )
-        engine = runtime.engine(mode, warm=params)
+        engine = in_mode(runtime, mode, warm=params)
         policy = engine.variant(params).policy
         for name, shape in shapes_of(policy).items():
             if shape is None and mode == "naive":

@@ -10,6 +10,7 @@ import torch
 
 from sharesd.config import EngineConfig, Kernels, Mode
 from sharesd.sampling_params import SamplingParams
+from tests.helpers.in_mode import in_mode
 from tests.helpers.shared_runtimes import Shared
 from tests.stand_in.decoding import PROMPT, joined, load
 from tests.stand_in.plausible import install
@@ -55,7 +56,7 @@ def decoded(config: EngineConfig, each_kind: bool) -> dict[str, Any]:
     graphs, before = runtime._steps.graphs, Graphs.num_captures
     assert graphs is not None
     bytes_before = graphs.nbytes
-    engine = runtime.engine(config.mode, warm=PARAMS, each_kind=each_kind)
+    engine = in_mode(runtime, config.mode, warm=PARAMS, each_kind=each_kind)
     found = {"captures": Graphs.num_captures - before, "megabytes": (graphs.nbytes - bytes_before) / 1e6}
     before = Graphs.num_captures
     _replayed.clear()

@@ -18,6 +18,7 @@ import torch
 
 from sharesd.config import EngineConfig
 from sharesd.sampling_params import SamplingParams
+from tests.helpers.in_mode import in_mode
 from tests.helpers.shared_runtimes import Shared
 from tests.stand_in.decoding import load
 from tests.stand_in.plausible import counts, install
@@ -35,7 +36,7 @@ PARAMS = SamplingParams(max_new_tokens=24, ignore_eos=True)
 def compiled(config: EngineConfig) -> dict[str, int]:
     """Load and warm up; count forms, those of them that caches did not have, and files that were written there."""
     install()
-    load(config, (config.mode,)).engine(warm=PARAMS)
+    in_mode(load(config, (config.mode,)), warm=PARAMS)
     from torch._dynamo.utils import counters
 
     stats = counters["inductor"]
@@ -55,11 +56,11 @@ def launched(config: EngineConfig) -> dict[str, int]:
 
     install()
     runtime = load(config, (config.mode,))
-    engine, found = runtime.engine(warm=PARAMS), {}
+    engine, found = in_mode(runtime, warm=PARAMS), {}
     with torch.inference_mode():
         for size in PIECES:
             found[f"prompt of {size}"] = _kernels(partial(prefill, runtime.step, runtime.cache, [[0] * size], [0]))
-        drafter = model_drafter_of(engine)
+        drafter = model_drafter_of(engine, engine.mode)
         if drafter is not None:
             chain = engine.variant(PARAMS).round().context.generators[drafter]._chain
             found |= {"first draft step": _kernels(chain._first), "draft step": _kernels(chain._next)}

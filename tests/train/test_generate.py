@@ -27,6 +27,7 @@ from sharesd.models.tokenizer import load_tokenizer
 from sharesd.reports.questions import load
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
+from tests.helpers.in_mode import in_mode
 from tests.helpers.paths import ROOT
 from tests.helpers.tiny_models import make_checkpoint
 from tests.helpers.tiny_tokenizer import SPECIAL, WORDS
@@ -159,7 +160,7 @@ def test_every_format_is_a_conversation(prompts: str, tmp_path: Path) -> None:
 def test_answers_are_the_targets_and_only_they_are_in_the_loss(whole: Path, model: str) -> None:
     found = answers(whole)
     assert found.keys() == {(index, sample) for index in range(len(RECORDS)) for sample in range(2)}
-    engine = Runtime(EngineConfig(target=model, mode="naive", max_context=128)).engine()
+    engine = in_mode(Runtime(EngineConfig(target=model, mode="naive", max_context=128)))
     reasons, lengths = set(), set()
     for (index, sample), record in found.items():
         sampling = record["sampling"]

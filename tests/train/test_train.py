@@ -23,6 +23,7 @@ from sharesd.drafters.suffix.datastore import build_datastore, open_datastore
 from sharesd.loading.conflicts import check_options
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
+from tests.helpers.in_mode import in_mode
 from train.__main__ import main
 
 RECORDS = [
@@ -72,7 +73,7 @@ def test_a_filled_table_knows_what_the_model_says(
     known = table.successors[table.successors[:, 0] >= 0]
     assert len(known) > 10 and (np.sort(known, 1)[:, 1:] != np.sort(known, 1)[:, :-1]).all()
     config = EngineConfig(target=model, mode="recycle", max_context=128, drafter_options={"recycle_table": str(out)})
-    engine = Runtime(config, ("recycle",)).engine("recycle")
+    engine = in_mode(Runtime(config, ("recycle",)), "recycle")
     [done] = engine.generate(["the cat and the mat 3"])
     hits = sum(b in table.successors[a] for a, b in zip(done.token_ids, done.token_ids[1:], strict=False))
     assert hits > 0.2 * len(done.token_ids), "by chance it would be 8 of 384"
@@ -133,13 +134,13 @@ def test_a_corpus_is_looked_into(model: str, tmp_path: Path, capsys: CaptureFixt
     out, text, answers = (tmp_path / name for name in ("corpus.npy", "a.txt", "answers-naive.jsonl"))
     text.write_text("the cat sat on the mat", encoding="utf-8")
     config = EngineConfig(target=model, mode="suffix", max_context=128, compile="off", num_draft=4)
-    engine = Runtime(config, ("suffix",)).engine("suffix")
+    engine = in_mode(Runtime(config, ("suffix",)), "suffix")
     [said] = engine.generate(["why is the sky"])
     answers.write_text(json.dumps({"text": said.text}) + "\n", encoding="utf-8")
     assert main(["corpus", "--texts", str(text), str(answers), "--target", model, "--out", str(out)]) == 0
     assert "of 2 texts" in capsys.readouterr().out
     before = engine.stats.steps
-    engine = Runtime(replace(config, drafter_options={"corpus": str(out)}), ("suffix",)).engine("suffix")
+    engine = in_mode(Runtime(replace(config, drafter_options={"corpus": str(out)}), ("suffix",)), "suffix")
     [again] = engine.generate(["why is the sky"])
     assert again.token_ids == said.token_ids and engine.stats.steps < before
     assert main(["corpus", "--texts", str(answers), "--target", model, "--out", "x.txt"]) == 2
@@ -162,7 +163,7 @@ def test_a_corpus_of_answers(
     config = EngineConfig(target=model, mode="suffix", max_context=128, num_draft=4)
     rounds = []
     for corpus in (None, str(out)):
-        engine = Runtime(replace(config, drafter_options={"corpus": corpus}), ("suffix",)).engine("suffix")
+        engine = in_mode(Runtime(replace(config, drafter_options={"corpus": corpus}), ("suffix",)), "suffix")
         engine.generate([engine.tokenizer.ask(asked[0])], SamplingParams(max_new_tokens=24))
         rounds.append(engine.stats.rounds)
     assert rounds[1] < 0.5 * rounds[0], "it has seen the very answer"

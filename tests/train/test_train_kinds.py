@@ -17,6 +17,7 @@ from sharesd.models.loader import load_decoder
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
 from tests.helpers.head_lessons import IDS, RAW, TEXTS, frozen_for, row, teacher_of
+from tests.helpers.in_mode import in_mode
 from tests.helpers.oracle import VOCAB, tiny_decoder
 from tests.helpers.tiny_heads import random_head
 from tests.train.test_train_heads import curve, losses_of, train, train_in_two_goes
@@ -210,5 +211,5 @@ def test_training_resumes_with_the_same_bits_and_its_draft_decodes(data: Path, t
     config = EngineConfig(mode="classic", max_context=128, num_draft=3, **given)  # type: ignore[arg-type]
     runtime = Runtime(config, ("naive", "classic"))
     prompts, params = ["the cat sat on", "a dog"], SamplingParams(max_new_tokens=20)
-    found = [[done.token_ids for done in runtime.engine(mode).generate(prompts, params)] for mode in runtime.modes]
-    assert found[0] == found[1] and runtime.engine("classic").stats.drafted_tokens > 0
+    found = [[done.token_ids for done in in_mode(runtime, mode).generate(prompts, params)] for mode in runtime.modes]
+    assert found[0] == found[1] and in_mode(runtime, "classic").stats.drafted_tokens > 0

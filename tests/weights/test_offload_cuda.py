@@ -29,6 +29,7 @@ from sharesd.models.loader import decoder_config
 from sharesd.runtime import Runtime
 from sharesd.weights import memory_estimate, offload_planner
 from sharesd.weights.offload_planner import plan_for
+from tests.helpers.in_mode import in_mode
 from tests.helpers.lagging_device import LateDevice
 from tests.helpers.offloaded import LAYERS, PROMPTS, WAYS, limit_leaving, planned, texts
 from tests.helpers.recorded_graphs import RecordedGraphs, take_the_way_of_cuda
@@ -140,12 +141,12 @@ def test_drafts_are_captured_and_passes_are_not(
     offloaded: Any = Runtime(config_of(tiny, limit_for(tiny, 2, "share", **options), **options))
     close_after.append(offloaded)
     offloaded._steps.graphs = graphs = RecordedGraphs()
-    offloaded._engines["share"] = offloaded._engine("share")
+    offloaded.engine = offloaded._new_engine(offloaded._drafters, offloaded.cache)
     passes = Passes(offloaded)
     for way in WAYS:
-        plain = whole.engine("share", warm=way)
+        plain = in_mode(whole, "share", warm=way)
         wanted = [done.token_ids for done in plain.generate(PROMPTS, way)]
-        engine = offloaded.engine("share", warm=way)
+        engine = in_mode(offloaded, "share", warm=way)
         assert passes.take() <= 12, "warming up takes few passes"
         replays = graphs.num_replays
         assert [done.token_ids for done in engine.generate(PROMPTS, way)] == wanted
@@ -162,9 +163,9 @@ def test_compiled_blocks_read_the_slots_that_hold_their_weights(
     whole = Runtime(config_of(tiny, **options))
     offloaded = Runtime(config_of(tiny, limit_for(tiny, 2, "share", **options), **options))
     close_after.append(offloaded)
-    wanted, found = ([e.engine().generate(PROMPTS, WAYS[0])[0].token_ids] for e in (whole, offloaded))
+    wanted, found = ([in_mode(e).generate(PROMPTS, WAYS[0])[0].token_ids] for e in (whole, offloaded))
     with inductor.no_recompiles():
-        again = [offloaded.engine().generate(PROMPTS, WAYS[0])[0].token_ids]
+        again = [in_mode(offloaded).generate(PROMPTS, WAYS[0])[0].token_ids]
     assert found == wanted == again
 
 

@@ -19,6 +19,7 @@ from sharesd.config import EngineConfig, Mode
 from sharesd.models.loader import decoder_config
 from sharesd.runtime import Runtime
 from sharesd.speculation.draft_tree import coarse_chains
+from tests.helpers.in_mode import in_mode
 from tests.helpers.offloaded import PROMPTS, WAYS, packed_weights, spill, texts
 from tests.helpers.tiny_heads import make_head
 
@@ -87,7 +88,7 @@ def test_heads_see_hidden_states_of_blocks_that_travel(tiny: Path, tmp_path: Pat
     config = config_of(tiny, mode="eagle", heads=(str(head),), dtype="float32")
     engines = []
     for runtime in (Runtime(config), travelling(config, (0, 2, 3))):
-        engine = runtime.engine()
+        engine = in_mode(runtime)
         done = engine.generate(PROMPTS[:1], WAYS[0])
         engines.append((done[0].token_ids, engine.stats.drafted_tokens, runtime.cache.features[:, :30].clone()))
     (ours, drafted, features), (theirs, _, wanted) = engines
@@ -117,7 +118,7 @@ def test_only_the_target_moves_weights_and_prompts_take_one_pass(tiny: Path, tra
     runtime = travelling(config_of(tiny, mode=mode, max_context=1024, num_draft=None, max_draft=64), (1, 3, 4))
     passes = Passes(runtime)
     for params in WAYS:
-        engine = runtime.engine(warm=params)
+        engine = in_mode(runtime, warm=params)
         assert passes.take() <= 14
         engine.generate([[5, 6, 7] * 250], params)  # longer than a chunk
         assert passes.take() == 1 + engine.stats.steps
@@ -137,9 +138,9 @@ def test_requests_that_join_are_read_in_one_pass(tiny: Path, travelling: Callabl
     config = config_of(tiny, mode="share", max_batch=2, max_context=1024)
     runtime = travelling(config, (0, 2, 3), ("naive", "share"))
     prompts = [[7, 9, 11], [5, 6, 7] * 200]
-    plain = runtime.engine("naive")
+    plain = in_mode(runtime, "naive")
     wanted = [plain.generate([prompt], WAYS[0])[0].token_ids for prompt in prompts]
-    engine = runtime.engine("share")
+    engine = in_mode(runtime, "share")
     passes, steps_before = Passes(runtime), engine.stats.steps
     found: list[list[int]] = [[], []]
     requests = [engine.add(prompts[0], WAYS[0])]
@@ -159,7 +160,7 @@ def test_depths_come_from_a_coarse_ladder() -> None:
 
 
 def test_a_disk_that_fails_ends_the_call_and_not_the_engine(tiny: Path, tmp_path: Path, travelling: Callable) -> None:
-    engine = travelling(config_of(tiny, mode="share"), (1, 3, 4)).engine()
+    engine = in_mode(travelling(config_of(tiny, mode="share"), (1, 3, 4)))
     wanted = engine.generate(PROMPTS[:1], WAYS[0])[0].token_ids
     file = tmp_path / "records"
     content = file.read_bytes()
@@ -177,7 +178,7 @@ def test_what_drafts_need_must_stay(tiny: Path, travelling: Callable) -> None:
     assert all("down" not in name for name in packed_weights(runtime.target.blocks[1]))
     resident = Runtime(config)
     for params in WAYS:
-        ours, theirs = (each.engine().generate(PROMPTS[:1], params)[0] for each in (runtime, resident))
+        ours, theirs = (in_mode(each).generate(PROMPTS[:1], params)[0] for each in (runtime, resident))
         assert ours.token_ids == theirs.token_ids
 
 
@@ -203,9 +204,9 @@ def test_the_embedded_model_through_a_slow_link(travelling: Callable) -> None:
     resident = Runtime(config, modes)
     streamed = travelling(config, blocks, modes, num_slots=3, bytes_per_second=3e9)
     for params in WAYS:
-        wanted = resident.engine("naive", warm=params).generate(prompt, params)[0].token_ids
+        wanted = in_mode(resident, "naive", warm=params).generate(prompt, params)[0].token_ids
         for mode in modes:
-            engine = streamed.engine(mode, warm=params)
+            engine = in_mode(streamed, mode, warm=params)
             assert engine.generate(prompt, params)[0].token_ids == wanted
             assert 0 < engine.stats.traffic.utilisation <= 1
     assert all(map(torch.equal, logits(streamed), logits(resident)))
@@ -213,7 +214,7 @@ def test_the_embedded_model_through_a_slow_link(travelling: Callable) -> None:
 
 def test_reports_say_what_was_moved(tiny: Path, travelling: Callable) -> None:
     runtime = travelling(config_of(tiny, mode="share"), (1, 3, 4))
-    engine = runtime.engine()
+    engine = in_mode(runtime)
     engine.generate(PROMPTS[:1], WAYS[0])
     told = stats_dict(engine.stats, runtime.report())
     assert told["resident_share"] == pytest.approx(2 / LAYERS)
@@ -222,6 +223,6 @@ def test_reports_say_what_was_moved(tiny: Path, travelling: Callable) -> None:
     Console(file=shown).print(stats_table({"share": engine.stats}, runtime.report()))
     assert "40% of blocks" in shown.getvalue() and "MB/token" in shown.getvalue() and "link in use" in shown.getvalue()
     resident = Runtime(config_of(tiny, mode="naive"))
-    engine = resident.engine()
+    engine = in_mode(resident)
     engine.generate(PROMPTS[:1], WAYS[0])
     assert "bytes_per_token" not in stats_dict(engine.stats, resident.report())

@@ -24,6 +24,7 @@ from sharesd.weights.memory_estimate import LINEARS, PRIOR_TOKENS, MemoryEstimat
 from sharesd.weights.offload_planner import plan_for
 from sharesd_files import cache_root
 from tests.helpers.gguf_files import write_gguf
+from tests.helpers.in_mode import in_mode
 from tests.helpers.offloaded import LAYERS, PROMPTS, WAYS, limit_leaving, planned, texts
 from tests.helpers.paths import ROOT
 from tests.helpers.quantized_folders import write_quantized
@@ -100,7 +101,7 @@ def test_acceptance_is_measured_for_later_plans(tmp_path: Path, close_after: lis
 
     assert "80.0% (assumed)" in drafts()
     close_after.append(Runtime(config))
-    engine = close_after[0].engine()
+    engine = in_mode(close_after[0])
     assert "80.0% (assumed)" in drafts()  # warming up tells nothing
     engine.generate(PROMPTS, SamplingParams(max_new_tokens=16, ignore_eos=True))
     held, missed = (engine.stats.sources[source] for source in ("accepted", "recovered"))
@@ -197,7 +198,7 @@ def look():
 watch = threading.Thread(target=look)
 watch.start()
 runtime = Runtime(config_of(limit), ("share",))
-runtime.engine("share").generate(["the cat sat on"], SamplingParams(max_new_tokens=16, ignore_eos=True))
+runtime.warm_up("share").generate(["the cat sat on"], SamplingParams(max_new_tokens=16, ignore_eos=True))
 ends = True
 watch.join()
 print(len(runtime.streamed.stream.blocks), limit, peak, need.slot)
@@ -255,7 +256,7 @@ def test_texts_of_stored_weights_are_those_of_a_model_that_fits(
     prompts = [[5, 9, 14, 3, 77, 8], [40, 41, 42]]
 
     def texts_in(runtime: Runtime, mode: Mode) -> list[list[int]]:
-        return [done.token_ids for way in WAYS for done in runtime.engine(mode, warm=way).generate(prompts, way)]
+        return [done.token_ids for way in WAYS for done in in_mode(runtime, mode, warm=way).generate(prompts, way)]
 
     wanted = texts_in(whole, "naive")
     for mode in modes:
@@ -279,7 +280,7 @@ def test_plans_know_the_bytes(kind: str, tmp_path: Path, close_after: list[Runti
         assert [place.nbytes for place in layout.places] == [weight.nbytes for weight in weights]
     store = open_store(found.offload.folder, found.offload.content)
     assert store is not None and store.path.stat().st_size == found.offload.content.nbytes
-    engine = offloaded.engine("naive", warm=WAYS[0])
+    engine = in_mode(offloaded, "naive", warm=WAYS[0])
     engine.generate([[5, 9]], WAYS[0])
     passes = 1 + engine.stats.steps
     assert engine.stats.traffic.num_bytes == pytest.approx(passes * plan.offloaded_bytes, abs=2 * plan.slot)

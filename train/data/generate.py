@@ -188,7 +188,7 @@ def answer(work: Work, tasks: TaskQueue, progress: Progress | None = None) -> It
     from sharesd.runtime import Runtime  # late: importing torch takes seconds
 
     runtime = Runtime(work.config, (work.mode,), progress=progress or silent)
-    engine = runtime.engine(work.mode, warm=work.warm, each_kind=True)
+    engine = runtime.warm_up(work.mode, work.warm, each_kind=True)
     return ((number, reason or talk.record()) for number, talk, reason in run_conversations(engine, tasks.take))
 
 

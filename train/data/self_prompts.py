@@ -102,7 +102,7 @@ def _sample_prompts(config: EngineConfig, params: SamplingParams, num: int, jour
     with loading_bars() as progress:
         from sharesd.runtime import Runtime  # late: importing torch takes seconds
 
-        engine = Runtime(config, ("naive",), progress=progress).engine("naive", warm=params)
+        engine = Runtime(config, ("naive",), progress=progress).warm_up("naive", params)
         begin = before_user(engine.tokenizer)
 
         def take(wait: bool) -> tuple[int, _Prompt] | None:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from sharesd.config import Mode
 from sharesd.models.checkpoint import Progress, silent
 
 if TYPE_CHECKING:
@@ -41,7 +42,12 @@ def check(args: argparse.Namespace) -> None:
 
 
 def answered(
-    engine: Engine, prompts: Sequence[str], params: SamplingParams, *, progress: Progress = silent
+    engine: Engine,
+    prompts: Sequence[str],
+    params: SamplingParams,
+    *,
+    mode: Mode | None = None,
+    progress: Progress = silent,
 ) -> list[tuple[list[int], list[int]]]:
     """Return the token ids of every prompt and its answer.
 
@@ -64,6 +70,7 @@ def answered(
     for first in range(0, len(asked), engine.cache.batch):
         progress("answering prompts", first, len(asked))
         group = asked[first : first + engine.cache.batch]
-        found += [(ids, done.token_ids) for ids, done in zip(group, engine.generate(group, params), strict=True)]
+        answers = engine.generate(group, params, mode=mode)
+        found += [(ids, done.token_ids) for ids, done in zip(group, answers, strict=True)]
     progress("answering prompts", len(asked), len(asked))
     return found

@@ -331,7 +331,7 @@ class TrainingRun:
             max_draft=task.chain,
         )
         params = SamplingParams()
-        return Runtime(config).engine(mode, warm=params).variant(params).policy.costs
+        return Runtime(config).warm_up(mode, params).variant(params).policy.costs
 
 
 def _twin(head: Learner, target: Any) -> Learner:

@@ -26,6 +26,7 @@ from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
 from sharesd.weights.quantize import head_name, layer_of
 from tests.compile.inductor.test_inductor import BUFFER
+from tests.helpers.in_mode import in_mode
 from tests.helpers.oracle import new_engine, share_engine
 from tests.helpers.recorded_graphs import RecordedGraphs, take_the_way_of_cuda
 from tests.helpers.tiny_models import make_checkpoint
@@ -72,7 +73,7 @@ def test_all_modes_emit_the_same_tokens_from_compiled_steps_over_caches_in_place
     assert isinstance(runtime.step, CompiledModel) and runtime.target.step_widths == {1, 9}
     buffers = [math.prod(map(int, re.findall(r"\d+", shape))) for shape in re.findall(BUFFER, "".join(codes))]
     assert len(codes) == 2 and buffers and max(buffers) < runtime.cache.k[0].numel() // 4
-    engines = [runtime.engine(mode, warm=SAMPLED) for mode in MODES]
+    engines = [in_mode(runtime, mode, warm=SAMPLED) for mode in MODES]
     assert isinstance(engines[1].drafter.model, CompiledModel), "drafts are compiled, too"
     with no_recompiles():
         for params in (GREEDY, SAMPLED):
@@ -129,7 +130,7 @@ def test_what_cannot_be_traced_runs_eagerly_and_says_why(
     assert runtime.step is runtime.target and runtime.target.step_widths == frozenset()
     for mode in MODES:
         with no_recompiles():
-            texts = [[c.token_ids for c in each.engine(mode).generate(PROMPTS, SAMPLED)] for each in (eager, runtime)]
+            texts = [[c.token_ids for c in in_mode(each, mode).generate(PROMPTS, SAMPLED)] for each in (eager, runtime)]
         assert texts[0] == texts[1]
 
 

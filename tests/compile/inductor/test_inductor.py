@@ -33,6 +33,7 @@ from sharesd.models.decoder import Decoder
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
 from tests.helpers.compiled import NUM_DRAFT, check_looking_back, compiled, wide_decoder
+from tests.helpers.in_mode import in_mode
 from tests.helpers.oracle import classic_engine, layer_of, new_engine, share_engine, switched, tiny_decoder
 from tests.helpers.tiny_heads import random_head
 
@@ -60,7 +61,7 @@ def runtime(request: pytest.FixtureRequest, checkpoint: Callable[..., Path]) -> 
 
 def test_all_modes_emit_the_same_tokens_and_nothing_compiles_after_warm_up(runtime: Runtime) -> None:
     """Nor in a chat in changing modes."""
-    engines = {mode: runtime.engine(mode, warm=SAMPLED) for mode in runtime.modes}
+    engines = {mode: in_mode(runtime, mode, warm=SAMPLED) for mode in runtime.modes}
     assert engines["share"].drafter.model is engines["share"].target, "drafts are compiled, too"
     with no_recompiles():
         for params in (GREEDY, SAMPLED):
@@ -97,7 +98,7 @@ def test_rows_of_a_step_have_the_same_bits_at_any_width(runtime: Runtime) -> Non
 
 def test_prompts_as_long_as_a_step_compile_nothing(checkpoint: Callable[..., Path]) -> None:
     """With one mode loaded, some forms of its widths do not exist: full weights at width 1."""
-    engine = new_runtime(checkpoint, "regional", ("share",)).engine("share")
+    engine = in_mode(new_runtime(checkpoint, "regional", ("share",)), "share")
     with no_recompiles():
         for length in range(1, 3 + NUM_DRAFT):
             engine.generate([list(range(length))], GREEDY)
@@ -108,9 +109,9 @@ def test_layers_that_stay_full_do_not_share_a_form(checkpoint: Callable[..., Pat
     quant = QuantConfig(bits=4, group_size=32, skip_layers=(0,), skip_projs=("down",), head_bits=8)
     for mode in ("native", "regional"):
         runtime = new_runtime(checkpoint, mode, ("naive", "share"), quant=quant)
-        naive, share = (runtime.engine(m).generate(PROMPTS[:3], SAMPLED) for m in ("naive", "share"))
+        naive, share = (in_mode(runtime, m).generate(PROMPTS[:3], SAMPLED) for m in ("naive", "share"))
         assert [c.token_ids for c in share] == [c.token_ids for c in naive]
-        assert runtime.engine("share").stats.alpha > 0.3
+        assert in_mode(runtime, "share").stats.alpha > 0.3
 
 
 @pytest.mark.parametrize("how", ["native", "regional"])
@@ -134,7 +135,7 @@ def test_drafts_by_the_targets_own_weights_are_all_accepted(how: str) -> None:
 
 def test_draft_trees_of_any_shape_compile_nothing_after_warm_up(checkpoint: Callable[..., Path]) -> None:
     runtime = new_runtime(checkpoint, "regional", ("naive", "share", "suffix"), num_draft=None, tree=(2, 3, 6))
-    naive, *drafting = (runtime.engine(mode) for mode in runtime.modes)
+    naive, *drafting = (in_mode(runtime, mode) for mode in runtime.modes)
     prompts = [list(range(20)), [5, 6, 1, 5, 7, 2, 5, 8, 3, 5, 6, 4, 5]]  # what follows 5 is a matter of choice
     with no_recompiles():
         want = [naive.generate([prompt], GREEDY)[0].token_ids for prompt in prompts]

@@ -1,0 +1,75 @@
+"""An engine whose calls are all of one mode, for tests that compare modes."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+from sharesd.config import Mode
+from sharesd.drafters.base import Drafter
+from sharesd.engine.decode_variant import DecodeVariant, DecodeVariants
+from sharesd.engine.engine import Engine
+from sharesd.engine.outputs import Completion, TokenChunk
+from sharesd.engine.request import Request
+from sharesd.runtime import Runtime
+from sharesd.sampling_params import SamplingParams
+
+
+class InMode:
+    """An engine's calls, drafter and policies of one mode; all else is the engine's."""
+
+    def __init__(self, engine: Engine, mode: str) -> None:
+        vars(self).update(engine=engine, mode=mode)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.engine, name, value)
+
+    @property
+    def variants(self) -> DecodeVariants:
+        return self.engine.modes[self.mode]
+
+    @property
+    def drafter(self) -> Drafter | None:
+        return self.variants.drafter
+
+    @property
+    def num_draft(self) -> int:
+        return self.variants.num_draft
+
+    @property
+    def async_scheduling(self) -> bool:
+        return self.variants.async_scheduling
+
+    def generate(self, *args: Any, **options: Any) -> list[Completion]:
+        return self.engine.generate(*args, **{"mode": self.mode, **options})
+
+    def stream(self, *args: Any, **options: Any) -> Generator[TokenChunk, None, None]:
+        return self.engine.stream(*args, **{"mode": self.mode, **options})
+
+    def add(self, *args: Any, **options: Any) -> Request:
+        return self.engine.add(*args, **{"mode": self.mode, **options})
+
+    def check(self, prompt: Any, params: SamplingParams, mode: str | None = None) -> list[int]:
+        return self.engine.check(prompt, params, mode or self.mode)
+
+    def variant(self, params: SamplingParams, mode: str | None = None) -> DecodeVariant:
+        return self.engine.variant(params, mode or self.mode)
+
+
+def in_one_engine(*engines: Any) -> dict[str, Any]:
+    """Return one engine in the mode of each of these engines, which have one cache."""
+    first, drafters = engines[0], {each.mode: each.drafter for each in engines}
+    parts = {"target": first.target, "tokenizer": first.tokenizer, "cache": first.cache, "options": first.options}
+    engine = Engine(**parts, drafters=drafters)
+    return {mode: InMode(engine, mode) for mode in drafters}
+
+
+def in_mode(
+    runtime: Runtime, mode: Mode | None = None, *, warm: SamplingParams | None = None, each_kind: bool = False
+) -> Any:
+    """Warm up a mode of a runtime, its own one by default, and return the engine in it."""
+    mode = mode or runtime.config.mode
+    return InMode(runtime.warm_up(mode, warm, each_kind=each_kind), mode)
