@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from quant.config import QuantConfig
-from sharesd.field_types import DefaultLimit, NoneIsDefault, PathText, convert_fields
+from sharesd.field_types import DefaultLimit, NoneIsDefault, PathText, check_min, convert_fields
 
 Mode = str
 """Name of a drafter, or `naive`; see `sharesd.drafters.registry.modes`."""
@@ -45,12 +45,6 @@ class PlanOnly(Exception):
     def __init__(self, lines: Sequence[tuple[str, str, str]]) -> None:
         super().__init__("only a plan was requested; nothing is loaded")
         self.lines = lines
-
-
-def check_min(name: str, value: float, low: float) -> None:
-    """Raise ValueError if a number is below its minimum."""
-    if not value >= low:
-        raise ValueError(f"{name} is {value}; it must be at least {low:g}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

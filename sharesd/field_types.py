@@ -324,3 +324,9 @@ def _inner(kind: _Kind, place: str, value: Any) -> Any:
         return kind.convert(value)
     except _Wrong as wrong:
         raise _Wrong(place + wrong.place, wrong.value, wrong.remedy) from None
+
+
+def check_min(name: str, value: float, low: float) -> None:
+    """Raise ValueError if a number is below its minimum."""
+    if not value >= low:
+        raise ValueError(f"{name} is {value}; it must be at least {low:g}")

@@ -8,27 +8,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from compile.cuda_graphs import Graphs
 from compile.start_times import START
-from multigpu.process_group import Group
 from multigpu.tensor_parallel import UNSHARDED
-from offload.plan import Plan
-from quant.formats.hqq.gemlite_configs import save_configs
+from offload.plan import DEPTHS, Plan
 from sharesd import __version__
 from sharesd.config import EngineConfig, Mode, PlanOnly
 from sharesd.drafters import registry
 from sharesd.drafters.base import BuildInputs, Drafter, num_bytes
-from sharesd.drafters.hybrid.drafter import build as build_mix
 from sharesd.drafters.registry import Need
 from sharesd.drafters.selection import active_drafters
 from sharesd.engine.engine import Engine
 from sharesd.engine.options import EngineOptions
-from sharesd.engine.prompt_cache import PromptCache, make_folder
 from sharesd.engine.stats import Stats
-from sharesd.engine.trace import TraceFile
 from sharesd.engine.warmup import warm_up, warm_up_all_variants
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.loading.cache_keys import costs_file, kv_identity
@@ -42,11 +38,14 @@ from sharesd.models.decoder import Decoder
 from sharesd.models.loader import Tensors
 from sharesd.models.prefill import PIECES, prefill
 from sharesd.models.tokenizer import load_tokenizer
-from sharesd.parallel.tensor_parallel import init_tp, shutdown_tp
 from sharesd.sampling_params import SamplingParams
 from sharesd.weights.draft_heads import DraftHeads
-from sharesd.weights.offload_rates import acceptance_recorder
 from sharesd_files import cache_root
+
+if TYPE_CHECKING:
+    from multigpu.process_group import Group
+    from sharesd.engine.prompt_cache import PromptCache
+    from sharesd.engine.trace_file import TraceFile
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +91,8 @@ class Runtime:
         if resolved.config.offload.when == "plan-only":
             raise PlanOnly(() if self.plan is None else self.plan.reasons)
         if config.prompt_cache is not None:
+            from sharesd.engine.prompt_cache import make_folder
+
             make_folder(config.prompt_cache)
         self.trace = None if config.trace is None else _open_trace(config.trace, resolved)
         if self.plan is not None and planned is not None:
@@ -106,6 +107,8 @@ class Runtime:
         self._group, part = None, UNSHARDED
         if resolved.is_sharded:
             options, chosen, folder = resolved.config, resolved.modes, resolved.folder
+            from sharesd.parallel.tensor_parallel import init_tp
+
             self._group, part, device = init_tp(
                 options, chosen, folder, device=resolved.device, compile=resolved.compile, group=group
             )
@@ -163,6 +166,8 @@ class Runtime:
                 warm_up_all_variants(engine, mode)
             if self.device.type == "cuda":
                 self._warm_prompts()
+                from quant.formats.hqq.gemlite_configs import save_configs
+
                 save_configs(cache_root() / "settings")
         if graphs is not None:
             num, megabytes = Graphs.num_captures - num_before, (graphs.nbytes - bytes_before) / 1e6
@@ -196,6 +201,8 @@ class Runtime:
         if self.streamed is not None:
             self.streamed.stream.close()
         if self._group is not None:
+            from sharesd.parallel.tensor_parallel import shutdown_tp
+
             shutdown_tp(self._group)
         self.close_trace()
 
@@ -233,7 +240,7 @@ class Runtime:
             dtype=resolved.dtype,
             takes_trees=steps.widths.trees,
             tree=resolved.tree,
-            offloads=target.streamed is not None,
+            chain_lengths=None if target.streamed is None else DEPTHS,
             continues_trees=resolved.has_async_trees,
             switch=loader.switch,
             quantized_bytes=loader.reports[sharing[0]].quantized_bytes if sharing else 0,
@@ -255,6 +262,8 @@ class Runtime:
         is_kept = resolved.offload is not None and not resolved.in_memory and bool(self._loader.reports)
         if not is_kept or mode not in registry.names("self", "model", "mix"):
             return None
+        from sharesd.weights.offload_rates import acceptance_recorder
+
         return acceptance_recorder(
             resolved.folder, mode, resolved.config.quant, (resolved.config.explicit_tree or (0,))[0]
         )
@@ -269,6 +278,8 @@ class Runtime:
         config, cache, recompute = self._resolved.config, self._steps.cache, self._recompute_decoded_kv
         if config.prompt_cache is None:
             return None
+        from sharesd.engine.prompt_cache import PromptCache
+
         return PromptCache(
             Path(config.prompt_cache),
             cache,
@@ -312,11 +323,15 @@ def _build_drafter(mode: str, inputs: BuildInputs) -> Drafter | None:
         return None
     spec = registry.spec_of(mode)
     if spec.is_model:
-        return inputs.build(spec)
-    return build_mix(inputs, mode, active_drafters(inputs.config, mode))
+        return registry.build_model_drafter(spec, inputs)
+    from sharesd.drafters.hybrid.drafter import build
+
+    return build(inputs, mode, active_drafters(inputs.config, mode))
 
 
 def _open_trace(path: str, resolved: ResolvedConfig) -> TraceFile:
     """Open the trace; ValueError if it cannot be written."""
+    from sharesd.engine.trace_file import TraceFile
+
     versions = {"sharesd": __version__, "torch": torch.__version__}
     return TraceFile(Path(path), modes=resolved.modes, target=resolved.config.target or "embedded", **versions)

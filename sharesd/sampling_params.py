@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from sharesd.config import check_min
-from sharesd.field_types import DefaultLimit, NoneIsDefault, convert_fields, is_utf8, shown
+from sharesd.field_types import DefaultLimit, NoneIsDefault, check_min, convert_fields, is_utf8, shown
 
 Acceptance = Literal["match", "rejection", "block"]
 MAX_TOP_LOGPROBS = 20

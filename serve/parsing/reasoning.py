@@ -12,7 +12,8 @@ from typing import Literal
 from sharesd.data.chat_messages import REASONING
 from sharesd.engine.stop_checker import overlap
 from sharesd.models.template_probes import USER
-from sharesd.models.tokenizer import TextStream, Tokenizer
+from sharesd.models.text_stream import TextStream
+from sharesd.models.tokenizer import Tokenizer
 
 KNOWN = (
     ("<think>", "</think>"),

@@ -14,7 +14,8 @@ from serve.parsing.tool_format import FORMATS
 from serve.schemas import ChatBody, TokenizeBody
 from sharesd.models import chat_prompt
 from sharesd.models.chat_prompt import Ending
-from sharesd.models.tokenizer import TextStream, Tokenizer
+from sharesd.models.text_stream import TextStream
+from sharesd.models.tokenizer import Tokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 

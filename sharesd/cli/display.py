@@ -18,7 +18,8 @@ from sharesd.cli.console import console
 from sharesd.engine.outputs import Source, TokenChunk
 from sharesd.engine.stats import Stats
 from sharesd.loading.report import LoadReport
-from sharesd.models.tokenizer import TextStream, Tokenizer
+from sharesd.models.text_stream import TextStream
+from sharesd.models.tokenizer import Tokenizer
 
 COLORS: dict[Source, str] = {"target": "none", "accepted": "green", "recovered": "yellow", "bonus": "cyan"}
 MEANINGS: dict[Source, str] = {

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from compile.cuda_graphs import Graphs
 from quant.switch_linear import Switch
-from sharesd.config import EngineConfig
-from sharesd.drafters import registry
-from sharesd.drafters.registry import DrafterSpec
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.base import CausalModel
 from sharesd.sampling.sampler import Sampler
 from sharesd.speculation.draft_buffers import DraftBuffers
 from sharesd.speculation.draft_estimates import FIRST_ALPHAS
 from sharesd.speculation.draft_policy import Policy
-from sharesd.speculation.draft_tree import DraftShape, DraftTree, VerifyResult, chains, coarse_chains, shapes_of
+from sharesd.speculation.draft_tree import DraftShape, DraftTree, VerifyResult, chains, shapes_of
+
+if TYPE_CHECKING:
+    from sharesd.config import EngineConfig
 
 NOTHING: Mapping[int, int] = MappingProxyType({})
 
@@ -152,8 +152,8 @@ class BuildInputs:
     """Rows of trees have the bits of chains."""
     tree: tuple[int, int, int] | None
     """Draft trees of models: expanded nodes per level, depth, nodes."""
-    offloads: bool
-    """True if weights of the target are offloaded."""
+    chain_lengths: Sequence[int] | None
+    """Lengths of chains to choose from if weights of the target are offloaded, as passes are slow then; None: all."""
     continues_trees: bool
     """Trees are expanded while the target waits for its weights."""
     switch: Switch
@@ -166,15 +166,6 @@ class BuildInputs:
     """Load the second model: compiled step, bytes of weights, graphs if capturable."""
     heads: Mapping[str, nn.Module]
     """Trained heads, by mode."""
-
-    def build(self, spec: DrafterSpec) -> Drafter:
-        """Build a drafter that takes time on the device."""
-        build: Callable[[BuildInputs], Drafter] = registry.imported(spec.build)
-        if not spec.base:
-            return build(self)
-        drafter = build(replace(self, heads={**self.heads, spec.base: self.heads[spec.name]}))
-        drafter.name = spec.name
-        return drafter
 
     @property
     def branching(self) -> int:
@@ -191,7 +182,7 @@ class BuildInputs:
         if self.tree is not None and self.takes_trees:
             return shapes_of(*self.tree)
         num_nodes = self.config.max_draft_tokens
-        return coarse_chains(num_nodes) if self.offloads else chains(num_nodes)
+        return chains(num_nodes, self.chain_lengths)
 
 
 def num_bytes(module: object) -> int:

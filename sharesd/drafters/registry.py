@@ -13,9 +13,12 @@ from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import sharesd.drafters
+
+if TYPE_CHECKING:
+    from sharesd.drafters.base import BuildInputs, Drafter
 
 DrafterKind = Literal["model", "self", "head", "table", "mix"]
 """Second model, target itself, trained head, lookup table, or a mix."""
@@ -265,6 +268,16 @@ def imported(reference: str) -> Callable[..., Any]:
     module, _, name = reference.partition(":")
     found: Callable[..., Any] = getattr(import_module(module), name)
     return found
+
+
+def build_model_drafter(spec: DrafterSpec, inputs: BuildInputs) -> Drafter:
+    """Build a drafter that takes time on the device."""
+    build: Callable[[BuildInputs], Drafter] = imported(spec.build)
+    if not spec.base:
+        return build(inputs)
+    drafter = build(replace(inputs, heads={**inputs.heads, spec.base: inputs.heads[spec.name]}))
+    drafter.name = spec.name
+    return drafter
 
 
 def choices(values: Sequence[str]) -> str:

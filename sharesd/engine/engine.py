@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Generator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -32,14 +32,16 @@ from sharesd.engine.request import Request
 from sharesd.engine.round_launcher import InFlightRound, RoundLauncher
 from sharesd.engine.scheduler import Prompt, Scheduler, powers_of_two
 from sharesd.engine.stats import Stats
-from sharesd.engine.trace import TraceFile
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.base import CausalModel
-from sharesd.models.tokenizer import Tokenizer
 from sharesd.sampling import RowSampling, SamplingKind
 from sharesd.sampling.constraints import Grammars
 from sharesd.sampling.sampler import Sampler
 from sharesd.sampling_params import SamplingParams, cut_by_context
+
+if TYPE_CHECKING:
+    from sharesd.engine.trace_file import TraceFile
+    from sharesd.models.tokenizer import Tokenizer
 
 __all__ = ["Engine", "Prompt"]
 

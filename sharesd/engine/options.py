@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from compile.cuda_graphs import Graphs
-from offload.prefetcher import TransferStats
 from sharesd import sampling
 from sharesd.engine.decode_round import OverlapHook
-from sharesd.engine.prompt_cache import PromptCache
 from sharesd.engine.stats import Stats
+
+if TYPE_CHECKING:
+    from offload.prefetcher import TransferStats
+    from sharesd.engine.prompt_cache import PromptCache
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

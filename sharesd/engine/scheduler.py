@@ -10,23 +10,26 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from sharesd import sampling
 from sharesd.drafters.base import Drafter
 from sharesd.engine.decode_variant import DecodeVariants
 from sharesd.engine.options import EngineOptions
 from sharesd.engine.prefill_scheduler import PrefillScheduler
-from sharesd.engine.prompt_cache import PromptCache
 from sharesd.engine.request import QueueFull, Request
 from sharesd.engine.stats import Stats
 from sharesd.engine.stop_checker import StopChecker
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.base import CausalModel
 from sharesd.models.prefill import whole_chunks
-from sharesd.models.tokenizer import Tokenizer
 from sharesd.sampling import RowSampling
 from sharesd.sampling.constraints import Constraint, Grammars, MinTokens
 from sharesd.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from sharesd.engine.prompt_cache import PromptCache
+    from sharesd.models.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 

@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from offload.prefetcher import TransferStats
+if TYPE_CHECKING:
+    from offload.prefetcher import TransferStats
 
 
 @dataclass(slots=True)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from sharesd.models.tokenizer import TextStream, Tokenizer
+from sharesd.models.text_stream import TextStream
 from sharesd.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from sharesd.models.tokenizer import Tokenizer
 
 FinishReason = Literal["stop", "length", "error"]
 

@@ -7,7 +7,7 @@ import os
 import platform
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, get_args
+from typing import TYPE_CHECKING, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -16,18 +16,20 @@ from compile.cpp_extension import obstacle
 from compile.decoder_stack import KernelUnsupported, NativeStack
 from compile.inductor import CompiledBlocks, CompiledForms, CompiledMethods, CompiledModel
 from compile.op_registry import HAS_TRITON, runs_cpp, use_cpp_kernels, use_own_kernels
-from multigpu.process_group import Group
 from multigpu.tensor_parallel import UNSHARDED, ColumnParallelLinear, RowParallelLinear, all_gather_columns, all_reduce
 from quant.switch_linear import Switch
 from sharesd import sampling
 from sharesd.config import CompileMode, Kernels
 from sharesd.devices.selection import first_line
-from sharesd.drafters.heads.head import Head, native_head
 from sharesd.execution.batch_invariance import check_compiled
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
 from sharesd.models.prefill import PIECES
+
+if TYPE_CHECKING:
+    from multigpu.process_group import Group
+    from sharesd.drafters.heads.head import Head
 
 log = logging.getLogger(__name__)
 
@@ -164,6 +166,8 @@ class StepCompiler:
             head.compiled = CompiledMethods(head)
         if self.how != "native" or len(head.blocks) != 1:
             return
+        from sharesd.drafters.heads.head import native_head
+
         try:
             head.native = native_head(head)
         except KernelUnsupported as reason:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,8 +18,10 @@ from torch import Tensor
 from compile.huge_pages import zeros_like
 from compile.kv_compact import compact_slots, kv_compactor
 from compile.kv_layout import is_packed, kv_layout, new_kv, round_slots, unpack_kv, unpack_q8
-from multigpu.pipeline_parallel import PipelinePlan
 from sharesd.devices.transfer import copy_to_device
+
+if TYPE_CHECKING:
+    from multigpu.pipeline_parallel import PipelinePlan
 
 
 class StaticKVCache:

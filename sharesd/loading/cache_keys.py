@@ -10,21 +10,23 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from compile.adaptive_threads import STEP_THREADS
 from compile.cpp_extension import kernels_version
-from compile.cuda import gemm_config
 from sharesd import __version__
 from sharesd.drafters import registry, selection
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.loading.resolve import ResolvedConfig
 from sharesd.models.checkpoint import content_hash, layout_hash
 from sharesd.sampling_params import SamplingParams
-from sharesd.weights.offloaded_decoder import OffloadedBlocks
 from sharesd.weights.quant_tuning_cache import cpu_name
 from sharesd_files import JsonCache
+
+if TYPE_CHECKING:
+    from sharesd.weights.offloaded_decoder import OffloadedBlocks
 
 
 def costs_file(
@@ -59,7 +61,7 @@ def costs_file(
     )
     # Drafts take as long on any disk, and steps do not: costs of one that is half as fast again are others.
     transfer = plan and plan.offloads and round(2 * math.log2(plan.transfer_s))
-    gpu = (torch.cuda.get_device_name(device), gemm_config.kernels_version()) if device.type == "cuda" else None
+    gpu = (torch.cuda.get_device_name(device), _cuda_kernels_version()) if device.type == "cuda" else None
     what = (
         *(__version__, torch.__version__, resolved.dtype, resolved.compile, widths, mode, options),
         *map(layout_hash, (resolved.folder, *folders)),
@@ -82,7 +84,7 @@ def kv_identity(resolved: ResolvedConfig, cache: StaticKVCache, *, recompute_dec
     on_gpu = device.type == "cuda"
     kernels = (
         *(kernels_version(), resolved.compile, config.kernels, config.exact, recompute_decoded_kv),
-        *((gemm_config.kernels_version(), config.steady_cublas) if on_gpu else ()),
+        *((_cuda_kernels_version(), config.steady_cublas) if on_gpu else ()),
     )
     weights = (content_hash(resolved.folder), config.dequantize or config.activations, config.ignore_keys)
     layout = [(tuple(tensor.shape[1:2]), tuple(tensor.shape[3:])) for tensor in (*cache.k, *cache.v)]
@@ -94,6 +96,12 @@ def kv_identity(resolved: ResolvedConfig, cache: StaticKVCache, *, recompute_dec
         "kernels": _digest(kernels),
         "KV format": _digest((FORMAT, layout, cache.taps)),
     }
+
+
+def _cuda_kernels_version() -> str:
+    from compile.cuda.gemm_config import kernels_version  # on GPUs only
+
+    return kernels_version()
 
 
 def _digest(value: object) -> str:

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,8 +17,6 @@ from compile.attention import warn_unknown_flash
 from compile.cpp_extension import obstacle as cpu_kernels_obstacle
 from compile.cpp_extension import set_compiler_caches
 from compile.op_registry import runs_cpp, runs_triton
-from multigpu.pipeline_parallel import PipelinePlan
-from offload.plan import Plan
 from offload.planner import DoesNotFit
 from quant.config import QuantConfig
 from sharesd.config import CompileMode, EngineConfig, Mode
@@ -48,11 +47,14 @@ from sharesd.models.conversion_cache import is_converted
 from sharesd.models.decoder_config import UnsupportedArchitecture
 from sharesd.models.hub import resolve_target
 from sharesd.models.loader import decoder_config
-from sharesd.parallel.pipeline import plan_pipeline
 from sharesd.weights.backend import CudaBackend, backend_for
 from sharesd.weights.offload_planner import Offloading, plan_for
 from sharesd.weights.sizes import kv_slots
 from sharesd_files import clean_cache
+
+if TYPE_CHECKING:
+    from multigpu.pipeline_parallel import PipelinePlan
+    from offload.plan import Plan
 
 log = logging.getLogger(__name__)
 NESTED = QuantConfig(method="nested")
@@ -345,7 +347,11 @@ class _Resolver:
             config = with_nested_drafts(config, self._modes, folder, self.device)
         elif config.quant.format.is_nested:
             raise ValueError("draft_quant is nested, and the weights are offloaded; use hqq:4:64,head=4")
-        pipeline = plan_pipeline(config, self._modes, folder, dtype)
+        pipeline = None
+        if config.split.enabled:
+            from sharesd.parallel.pipeline import plan_pipeline
+
+            pipeline = plan_pipeline(config, self._modes, folder, dtype)
         device = self.device if pipeline is None else pipeline.output_device
         use(device)
         resolved = ResolvedConfig(

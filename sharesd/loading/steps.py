@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,7 +15,6 @@ from compile.attention import reads_live_slots
 from compile.cpp_extension import kernels_version
 from compile.cuda_graphs import Graphs
 from compile.decoder_stack import NativeStack
-from multigpu.process_group import Group
 from quant.switch_linear import Switch
 from sharesd.engine.scheduler import powers_of_two
 from sharesd.execution.batch_invariance import RowBits, check_rows, choose_step_widths, first_block_view
@@ -25,9 +25,11 @@ from sharesd.loading.target import LoadedTarget, ModelLoader, prepare_cpu
 from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
 from sharesd.models.loader import Tensors
-from sharesd.parallel.tensor_parallel import RankZeroModel, init_tp, worker_loop
 from sharesd.weights.quant_tuning_cache import cpu_name
 from sharesd_files import JsonCache
+
+if TYPE_CHECKING:
+    from multigpu.process_group import Group
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +49,11 @@ class TargetSteps:
             log.warning("weights are offloaded: passes of the target are not captured in CUDA graphs, drafts are")
         self.graphs = Graphs() if resolved.captures else None
         self._draft_widths = {1, *([config.explicit_tree[0]] if config.explicit_tree else [])}
-        self._rank_zero = None if group is None else RankZeroModel(model, switch, group)
+        self._rank_zero = None
+        if group is not None:
+            from sharesd.parallel.tensor_parallel import RankZeroModel
+
+            self._rank_zero = RankZeroModel(model, switch, group)
         self.num_slots = resolved.num_slots(target.context.tokens)
         self.cache = (self._rank_zero or model).new_cache(config.max_batch, self.num_slots, target.taps)
         self.widths = choose_step_widths(
@@ -149,6 +155,8 @@ def run_tp_worker(group: Group, tensors: Tensors | None = None) -> None:
     Raises:
         RankLost: rank 0 has ended.
     """
+    from sharesd.parallel.tensor_parallel import init_tp, worker_loop
+
     config, modes = group.broadcast_object()
     resolved = resolve_config(config, modes, in_memory=tensors is not None, is_rank_zero=False)
     prepare_cpu(resolved)

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 
@@ -19,9 +19,7 @@ from compile.op_registry import runs_cpp, runs_triton
 from compile.start_times import START
 from multigpu.pipeline_parallel import PipelinePlan
 from multigpu.tensor_parallel import UNSHARDED, Shard
-from offload.block_layout import RecordLayout
 from offload.planner import show_bytes
-from offload.prefetcher import Prefetcher
 from quant.quantize_model import QuantReport
 from quant.solved_linears import PackFn
 from quant.switch_linear import Switch
@@ -39,13 +37,16 @@ from sharesd.models.decoder import Decoder
 from sharesd.models.hub import resolve
 from sharesd.models.loader import BlockCallback, MakeLinear, Tensors, decoder_config, load_model, stored_tensors
 from sharesd.models.tokenizer import Tokenizer, load_tokenizer, require_same_vocabulary
-from sharesd.parallel.pipeline import StagedBlocks
 from sharesd.weights.backend import CpuBackend, backend_for
 from sharesd.weights.draft_heads import DraftHeads
-from sharesd.weights.offload_loader import OffloadLoader, StreamingQuantizer
-from sharesd.weights.offloaded_decoder import OffloadedBlocks
 from sharesd.weights.packing import CpuPacker, KeptRecords, make_cpu_linear, make_cuda_linear, packer_for_cuda
 from sharesd.weights.quantize import ModelQuantizer
+
+if TYPE_CHECKING:
+    from offload.block_layout import RecordLayout
+    from offload.prefetcher import Prefetcher
+    from sharesd.weights.offload_loader import OffloadLoader
+    from sharesd.weights.offloaded_decoder import OffloadedBlocks
 
 log = logging.getLogger(__name__)
 
@@ -151,7 +152,7 @@ def _bytes_per_token(target: CausalModel, taps: Sequence[int], copies: int) -> t
     return copies * (cache.nbytes + features) / cache.slots, cache.expanded_bytes / cache.slots
 
 
-BlockSource = Callable[[Decoder], tuple[Prefetcher, Mapping[int, RecordLayout]]]
+BlockSource: TypeAlias = "Callable[[Decoder], tuple[Prefetcher, Mapping[int, RecordLayout]]]"
 """Function that offloads packed weights of some blocks.
 
 It returns their prefetcher, and the layout of each record.
@@ -238,12 +239,13 @@ class ModelLoader:
 
         Heads come before the target's linears are quantized, since they may share the LM head.
         """
-        resolved, quantized = self._resolved, None
+        resolved, quantized, placed = self._resolved, None, None
         sharing = resolved.drafters_with(Need.QUANTIZED_TARGET)
-        if sharing:
-            quantized = StreamingQuantizer(partial(self._quantizing.layer_quantizer, switch=self.switch))
-        placed = None
         if resolved.offload is not None:
+            from sharesd.weights.offload_loader import OffloadLoader, StreamingQuantizer
+
+            if sharing:
+                quantized = StreamingQuantizer(partial(self._quantizing.layer_quantizer, switch=self.switch))
             placed = OffloadLoader(resolved.offload, self._backend, quantized, self._progress)
         with nullcontext() if placed is None else placed:
             model = self._read(
@@ -257,16 +259,16 @@ class ModelLoader:
                 split=resolved.pipeline,
             )
             weight_bytes = num_bytes(model)
-            if placed is not None and quantized is not None:
+            if quantized is not None:
                 weight_bytes -= quantized.report().quantized_bytes
             if heads is not None:
                 with START.phase("trained heads"):
                     found = heads.load(model, self._quantizing, resolved.device)
                 for mode, report in found.items():
                     self._record(mode, report=report)
-            if quantized is not None:
+            if sharing:
                 with START.phase("quantize drafts"):
-                    report = quantized.finish() if placed else self._quantizing.whole(model, self.switch)
+                    report = quantized.finish() if quantized else self._quantizing.whole(model, self.switch)
                 self._record(*sharing, report=report)
             if placed is not None:
                 assert isinstance(model, Decoder)
@@ -310,6 +312,8 @@ class ModelLoader:
             model = self._read(folder)
             self._record(*drafters, report=self._quantizing.whole(model))
             return model
+        from sharesd.weights.offload_loader import StreamingQuantizer
+
         quantized = StreamingQuantizer(self._quantizing.layer_quantizer)
         model = self._read(
             folder,
@@ -359,6 +363,8 @@ class ModelLoader:
         if isinstance(model, Decoder):
             model.q8_kv = resolved.config.kv_dtype == "q8"
         if split is not None and split.crosses_devices:
+            from sharesd.parallel.pipeline import StagedBlocks
+
             assert isinstance(model, Decoder)
             model.ranges = StagedBlocks(split).ranges
         return model
@@ -398,6 +404,8 @@ class ModelLoader:
         if block_source is not None:
             shares = self._resolved.drafters_with(Need.QUANTIZED_TARGET)
             is_quantized = (lambda: self.switch.quantized) if shares else None
+            from sharesd.weights.offloaded_decoder import OffloadedBlocks
+
             streamed = OffloadedBlocks(model, *block_source(model), is_quantized)
             model.ranges = streamed.ranges
         if not is_placed:

@@ -28,9 +28,7 @@ from sharesd.models.checkpoint import (
     silent,
 )
 from sharesd.models.conversion_cache import folder_without
-from sharesd.models.gguf.convert import converted_folder
 from sharesd.models.gguf.parts import is_gguf, is_gguf_name, model_stem, models_in
-from sharesd.models.lora import folder_with_adapter
 
 EMBEDDED = "SmolLM2-135M-Instruct (embedded)"
 NAME_KEY = "sharesd_name"
@@ -81,7 +79,11 @@ def resolve_target(config: EngineConfig, *, progress: Progress = silent) -> Path
         from sharesd.models.quantized.target import folder_to_quantize  # which imports the decoder
 
         return folder_to_quantize(folder, config.target_quant)
-    return folder if config.lora is None else folder_with_adapter(folder, config.lora)
+    if config.lora is None:
+        return folder
+    from sharesd.models.lora import folder_with_adapter
+
+    return folder_with_adapter(folder, config.lora)
 
 
 def resolve(
@@ -104,7 +106,12 @@ def resolve(
     Raises:
         ValueError: nothing is found; the message names the places tried and a remedy.
     """
-    convert = partial(converted_folder, progress=progress, ignored=ignored, dequantize=dequantize)
+
+    def convert(file: Path) -> Path:
+        from sharesd.models.gguf.convert import converted_folder
+
+        return converted_folder(file, progress=progress, ignored=ignored, dequantize=dequantize)
+
     prepare = partial(
         _prepared,
         ignored=ignored,

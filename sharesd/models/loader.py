@@ -10,7 +10,7 @@ from functools import cache, partial
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from compile.block_linear import WIDENED, BlockEmbedding, BlockPart
 from compile.linear import NotFinite
 from compile.start_times import START
-from multigpu.pipeline_parallel import PipelinePlan
 from multigpu.tensor_parallel import UNSHARDED, Shard
 from sharesd.models import checkpoint, lora
 from sharesd.models.architectures import architecture_of, config_from_hf
@@ -44,6 +43,9 @@ from sharesd.models.weight_mapping import (
     split_tensors,
     text_name,
 )
+
+if TYPE_CHECKING:
+    from multigpu.pipeline_parallel import PipelinePlan
 
 MakeLinear = Callable[[list[Tensor], Tensor | None, torch.device], nn.Module]
 """Maker of a linear from parts of its rows, on a device.

@@ -43,11 +43,9 @@ from sharesd.weights.sizes import (
 log = logging.getLogger(__name__)
 
 
-def plan_pipeline(config: EngineConfig, modes: Sequence[Mode], folder: Path, dtype: torch.dtype) -> PipelinePlan | None:
-    """Plan given stages, or return None; ValueError for missing devices, small limits."""
+def plan_pipeline(config: EngineConfig, modes: Sequence[Mode], folder: Path, dtype: torch.dtype) -> PipelinePlan:
+    """Plan the given stages; ValueError for missing devices, small limits."""
     wanted = config.split
-    if not wanted.enabled:
-        return None
     shape = decoder_config(folder)
     if wanted.device_map not in (None, "auto"):
         names, num_blocks = parse_device_map(_read_map(Path(str(wanted.device_map))), shape.num_hidden_layers)

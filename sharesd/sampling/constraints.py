@@ -17,10 +17,11 @@ from torch import Tensor
 
 from sharesd.data.grammar_spec import llguidance
 from sharesd.data.request_errors import GrammarTooComplex
-from sharesd.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+
+    from sharesd.models.tokenizer import Tokenizer
 
 MAX_COMPILED = 64
 """Number of kept compiled grammars; the least recently used is dropped first."""

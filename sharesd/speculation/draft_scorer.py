@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from collections.abc import Set as AbstractSet
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quant.config import QuantConfig
 from sharesd.speculation.acceptance_stats import DECAY
 from sharesd.speculation.draft_proposal import best_path
+
+if TYPE_CHECKING:
+    from quant.config import QuantConfig
 
 GROWTH = 4.0, 2.0
 """Sums before the first draft: parents' acceptance probabilities, and accepted tokens."""

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from compile.attention import TreeAttentionMask
-from offload.plan import DEPTHS
 from sharesd.devices.transfer import copy_to_host
 from sharesd.speculation.draft_proposal import Proposal
 
@@ -47,14 +46,10 @@ def chain(length: int) -> DraftShape:
     return DraftShape(length, length)
 
 
-def chains(max_depth: int) -> tuple[DraftShape, ...]:
-    """Return chains of 1 to `max_depth` tokens."""
-    return tuple(map(chain, range(1, max_depth + 1)))
-
-
-def coarse_chains(max_depth: int) -> tuple[DraftShape, ...]:
-    """Return chains of a few lengths up to `max_depth`, for slow passes."""
-    return tuple(map(chain, (*(depth for depth in DEPTHS if depth < max_depth), max_depth)))
+def chains(max_depth: int, lengths: Sequence[int] | None = None) -> tuple[DraftShape, ...]:
+    """Return chains of 1 to `max_depth` tokens, or of these lengths below it and of `max_depth`."""
+    shorter = range(1, max_depth) if lengths is None else [length for length in lengths if length < max_depth]
+    return tuple(map(chain, (*shorter, max_depth)))
 
 
 def shapes_of(top: int, depth: int, budget: int) -> tuple[DraftShape, ...]:

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import product
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +17,17 @@ from torch import Tensor, nn
 from compile.adaptive_threads import STEP_THREADS
 from compile.block_linear import BlockLinear, BlockPart
 from compile.cpp_extension import release_freed_memory
-from compile.cuda.bench import seconds_per_call
 from compile.huge_pages import HugePageArena, huge_pages, weights_on_huge_pages
 from compile.linear import PackedLinear, pack_linears
 from compile.op_registry import runs_triton
-from offload.pinned_transfer import CudaLink, PinnedMemory, link_rate
 from offload.planner import show_bytes
 from offload.transfer import Link, host_slots
 from quant.formats import QuantFormat
 from quant.quantized_weight import QuantizedWeight
 from sharesd.weights.packing import make_cuda_linear, pack_for_cpu, packer_for_cuda
+
+if TYPE_CHECKING:
+    from offload.pinned_transfer import PinnedMemory
 
 OWN_CONTEXT = 2 * 10**9
 """Upper bound of this process's GPU bytes outside of torch's allocator."""
@@ -172,6 +173,8 @@ class CudaBackend:
         return [self.allocate(num_bytes) for _ in range(count)]
 
     def time_calls(self, calls: Sequence[Callable[[], object]]) -> float:
+        from compile.cuda.bench import seconds_per_call  # on GPUs only
+
         return seconds_per_call(calls)
 
     def free_memory(self) -> int:
@@ -185,12 +188,18 @@ class CudaBackend:
 
     def pinned(self, num_bytes: int) -> PinnedMemory:
         """Return pinned host memory; ValueError if no more can be pinned."""
+        from offload.pinned_transfer import PinnedMemory
+
         return PinnedMemory(num_bytes, cuda=self._cuda)
 
     def link(self, records: Mapping[int, PinnedMemory]) -> Link:
+        from offload.pinned_transfer import CudaLink
+
         return CudaLink(records, cuda=self._cuda)
 
     def link_rate(self) -> float:
+        from offload.pinned_transfer import link_rate
+
         return link_rate(self.device, cuda=self._cuda)
 
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -16,9 +17,6 @@ from quant.quantize_model import QuantReport
 from sharesd.config import EngineConfig
 from sharesd.drafters import registry, selection
 from sharesd.drafters.base import num_bytes
-from sharesd.drafters.heads.checkpoint import check_head, load_head
-from sharesd.drafters.heads.config import mode_of
-from sharesd.drafters.heads.head import Head
 from sharesd.models.base import CausalModel
 from sharesd.models.checkpoint import Progress
 from sharesd.models.decoder import Decoder
@@ -26,6 +24,9 @@ from sharesd.models.decoder_config import UnsupportedArchitecture
 from sharesd.models.hub import resolve
 from sharesd.models.loader import decoder_config
 from sharesd.weights.quantize import ModelQuantizer
+
+if TYPE_CHECKING:
+    from sharesd.drafters.heads.head import Head
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +49,9 @@ class DraftHeads:
         """Raise ValueError for a head that does not fit the checkpoint of a target, before that is read."""
         if not self.folders:
             return
+        from sharesd.drafters.heads.checkpoint import check_head
+        from sharesd.drafters.heads.config import mode_of
+
         try:
             config = decoder_config(target)
         except UnsupportedArchitecture:  # which `load` refuses
@@ -85,6 +89,8 @@ class DraftHeads:
 def _load(mode: str, folder: Path, target: CausalModel) -> Head:
     if not isinstance(target, Decoder):
         raise ValueError(f"{target.name} does not expose hidden states, which trained heads need; drop --draft-head")
+    from sharesd.drafters.heads.checkpoint import load_head
+
     head, split = load_head(folder, target), target.split
     if head.embed is None and split.stages[0].device != split.output_device:
         head.embed = nn.Embedding.from_pretrained(target.embed.weight.to(split.output_device))

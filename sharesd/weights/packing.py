@@ -18,7 +18,6 @@ from compile.block_linear import WIDENED, Activations, BlockLinear, BlockPart, R
 from compile.linear import QUANTIZED_INPUT_MULTIPLE, NotFinite, PackedLinear, QuantizedPackedLinear, Zeros
 from compile.op_registry import HAS_TRITON, runs_triton
 from compile.widened_linear import WidenedLinear
-from quant.formats.hqq.gemlite import GEMLITE_BITS, GemliteLinear
 from quant.quantized_weight import QuantizedWeight
 from quant.solved_linears import PackFn
 from sharesd.models.checkpoint import Progress
@@ -199,6 +198,7 @@ def packer_for_cuda(device: torch.device, dtype: torch.dtype, max_rows: int, bat
     own = partial(pack_for_cuda, dtype=dtype, max_rows=max_rows, batch=batch)
     if _kernel_choice(device).load(str) != "gemlite" or find_spec("gemlite") is None:
         return own
+    from quant.formats.hqq.gemlite import GEMLITE_BITS, GemliteLinear
 
     def build(weight: QuantizedWeight, bias: Tensor | None) -> nn.Module:
         return GemliteLinear(weight, bias, dtype) if weight.bits in GEMLITE_BITS else own(weight, bias)
@@ -223,6 +223,7 @@ def pack_for_cuda(
 def choose_cuda_kernel(weight: QuantizedWeight, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     """Time both kernels on one row, cache the faster one, return seconds."""
     from compile.cuda.bench import num_weight_copies, seconds_per_call
+    from quant.formats.hqq.gemlite import GemliteLinear
 
     builders: dict[str, Callable[..., nn.Module]] = {
         "own": partial(pack_for_cuda, max_rows=1),

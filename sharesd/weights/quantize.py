@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,6 @@ from compile.hqq_solver import solve_hqq
 from compile.op_registry import runs_cpp
 from multigpu.tensor_parallel import UNSHARDED, Shard
 from quant.config import QuantConfig
-from quant.formats.hqq.gemlite_configs import load_configs
 from quant.quantize_model import (
     LinearQuantizer,
     QuantReport,
@@ -25,11 +24,13 @@ from quant.quantize_model import (
 from quant.quantized_weight import QuantizedWeight
 from quant.solved_linears import PackFn, SolverConfig
 from quant.switch_linear import Switch
-from sharesd.drafters.heads.head import Head
 from sharesd.models.base import CausalModel
 from sharesd.models.checkpoint import Progress, identity
 from sharesd.models.decoder import Decoder
 from sharesd_files import cache_root
+
+if TYPE_CHECKING:
+    from sharesd.drafters.heads.head import Head
 
 
 class ModelQuantizer:
@@ -75,6 +76,8 @@ class ModelQuantizer:
     def _options(self, config: QuantConfig, solved: SolverConfig) -> dict[str, Any]:
         packs = config.format.solver is not None
         if self._device.type == "cuda" and packs:
+            from quant.formats.hqq.gemlite_configs import load_configs
+
             load_configs(cache_root() / "settings")
         return {
             "progress": lambda done, total, _: self._progress("quantizing", done, total),

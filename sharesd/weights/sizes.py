@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from compile.block_linear import BLOCK_TYPES, NUMBERS, WIDENED, packed_bytes
-from compile.cuda.block_form import FORMS
 from compile.kv_layout import new_kv, round_slots
 from quant.config import QuantConfig
 from quant.quantize_model import LinearQuantizer
@@ -45,6 +44,8 @@ class TensorOutline(NamedTuple):
         outputs, inputs = self.shape
         if device.type == "cpu":
             return packed_bytes(self.type, outputs, inputs)
+        from compile.cuda.block_form import FORMS  # on GPUs only
+
         return math.prod(FORMS[self.type].records(outputs, inputs)) * torch.int32.itemsize
 
 

@@ -12,7 +12,7 @@ import pytest
 from benchmark.__main__ import main as bench
 from benchmark.questions.page import round_text
 from sharesd.cli.main import main
-from sharesd.engine.trace import read_trace
+from sharesd.engine.trace_file import read_trace
 from sharesd.models.tokenizer import load_tokenizer
 from tests.helpers.tiny_models import make_checkpoint
 

@@ -17,7 +17,8 @@ from sharesd import LLM, EngineConfig, SamplingParams
 from sharesd.engine.engine import Engine
 from sharesd.engine.outputs import Completion
 from sharesd.engine.stats import Stats
-from sharesd.engine.trace import REASONS, RoundTrace, RowTrace, TraceFile, node_probs, read_trace
+from sharesd.engine.trace import REASONS, RoundTrace, RowTrace, node_probs
+from sharesd.engine.trace_file import TraceFile, read_trace
 from sharesd.models.loader import decoder_config
 from sharesd.runtime import Runtime
 from sharesd.speculation.draft_proposal import Proposal

@@ -27,7 +27,8 @@ from sharesd.models.gguf.reader import GGUFFile, StoredTensor, UnknownKey, read_
 from sharesd.models.gguf.tokenizer import check_tokenizer
 from sharesd.models.gguf.weights import names_of, write_weights
 from sharesd.models.loader import load_model
-from sharesd.models.tokenizer import TextStream, load_tokenizer
+from sharesd.models.text_stream import TextStream
+from sharesd.models.tokenizer import load_tokenizer
 from tests.helpers.gguf_files import write_gguf
 from tests.models.test_weights import weights_of
 

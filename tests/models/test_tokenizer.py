@@ -11,7 +11,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from sharesd.models.tokenizer import TextStream, load_tokenizer, require_same_vocabulary
+from sharesd.models.text_stream import TextStream
+from sharesd.models.tokenizer import load_tokenizer, require_same_vocabulary
 from tests.helpers.tiny_tokenizer import TOOL_TEMPLATE
 
 LINES = ["the cat sat on the mat", "a naïve café — 日本語 🎉", "don't  stop\n\nnow 123"] * 3

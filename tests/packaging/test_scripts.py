@@ -98,13 +98,15 @@ def test_a_mode_with_a_text_of_its_own_breaks_the_promise(monkeypatch: pytest.Mo
 
 @pytest.mark.subprocess
 def test_the_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    """The engine is part of what a share run imports, and that is part of the project."""
+    """The engine is part of what a share run imports, and both stay small: what they do not need is imported later."""
     assert measures.main([]) == 0
     rows = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines()[2:]]
     found = {name.strip(): [int(cell.replace(",", "")) for cell in cells] for name, *cells in rows}
     package, tests, share, engine = found.values()
     assert all(0 < alone < run for alone, run in zip(engine, share, strict=True))
     assert all(each[0] < each[1] for each in (package, tests))
+    assert share[0] <= 190 and share[1] <= 27_800, f"{share[0]} files, {share[1]} lines"
+    assert engine[0] <= 75 and engine[1] <= 11_000, f"{engine[0]} files, {engine[1]} lines"
 
 
 def run(folder: Path, *flags: str) -> tuple[int, str]:

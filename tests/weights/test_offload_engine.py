@@ -12,13 +12,14 @@ import pytest
 import torch
 from rich.console import Console
 
+from offload.plan import DEPTHS
 from offload.transfer import LinkError
 from quant.config import QuantConfig
 from sharesd.cli.display import stats_dict, stats_table
 from sharesd.config import EngineConfig, Mode
 from sharesd.models.loader import decoder_config
 from sharesd.runtime import Runtime
-from sharesd.speculation.draft_tree import coarse_chains
+from sharesd.speculation.draft_tree import chains
 from tests.helpers.in_mode import in_mode
 from tests.helpers.offloaded import PROMPTS, WAYS, packed_weights, spill, texts
 from tests.helpers.tiny_heads import make_head
@@ -154,9 +155,9 @@ def test_requests_that_join_are_read_in_one_pass(tiny: Path, travelling: Callabl
 
 
 def test_depths_come_from_a_coarse_ladder() -> None:
-    assert [shape.nodes for shape in coarse_chains(64)] == [1, 2, 4, 8, 12, 16, 24, 32, 48, 64]
-    assert [shape.nodes for shape in coarse_chains(10)] == [1, 2, 4, 8, 10]
-    assert [shape.nodes for shape in coarse_chains(1)] == [1]
+    assert [shape.nodes for shape in chains(64, DEPTHS)] == [1, 2, 4, 8, 12, 16, 24, 32, 48, 64]
+    assert [shape.nodes for shape in chains(10, DEPTHS)] == [1, 2, 4, 8, 10]
+    assert [shape.nodes for shape in chains(1, DEPTHS)] == [1]
 
 
 def test_a_disk_that_fails_ends_the_call_and_not_the_engine(tiny: Path, tmp_path: Path, travelling: Callable) -> None:

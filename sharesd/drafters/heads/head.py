@@ -10,7 +10,7 @@ hidden size, E inputs of the queries, K draft tokens, V vocabulary, P positions,
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,6 @@ from torch.nn import functional as F
 from compile.attention import TreeAttentionMask
 from compile.fused_linear import project
 from compile.head_step import NativeHead
-from compile.inductor import CompiledMethods
 from compile.rotary import rotate
 from sharesd.drafters.heads.config import HeadConfig
 from sharesd.drafters.heads.unrolled_attention import attend_chains_of_texts
@@ -27,6 +26,9 @@ from sharesd.kvcache.static import StaticKVCache
 from sharesd.models import rope
 from sharesd.models.decoder import MLP, Attention, Decoder, RMSNorm, empty_linear
 from sharesd.models.decoder_config import DecoderConfig
+
+if TYPE_CHECKING:
+    from compile.inductor import CompiledMethods
 
 
 class HeadBlock(nn.Module):

@@ -219,7 +219,7 @@ def build(inputs: BuildInputs, name: str, drafters: Sequence[str]) -> HybridDraf
     """Build a mix of tables, perhaps with a model drafter."""
     specs = [registry.spec_of(drafter) for drafter in drafters]
     tables: list[Table] = [registry.imported(spec.build)(inputs) for spec in specs if not spec.is_model]
-    models: list[Drafter] = [inputs.build(spec) for spec in specs if spec.is_model]
+    models: list[Drafter] = [registry.build_model_drafter(spec, inputs) for spec in specs if spec.is_model]
     return HybridDrafter(
         name, tables, models[0] if models else None, num_nodes=inputs.config.max_draft_tokens, trees=inputs.takes_trees
     )
