@@ -171,8 +171,8 @@ def measure(
 ) -> Iterator[list[Point]]:
     """Load one runtime, and yield each cell's points, one per mode."""
     from benchmark.interleave import compare_modes
-    from sharesd.engine.warmup import warm_up
     from sharesd.runtime import Runtime  # torch takes seconds, mistakes should not
+    from sharesd.startup.warmup import warm_up
 
     with loading_bars() as progress:
         runtime = Runtime(config, modes, progress=progress)

@@ -41,10 +41,10 @@ from serve.middleware import RequestLog  # noqa: E402
 from sharesd import LLM, SamplingParams  # noqa: E402
 from sharesd.devices.selection import device_of  # noqa: E402
 from sharesd.drafters import registry  # noqa: E402
-from sharesd.loading import option_values  # noqa: E402
 from sharesd.models.hub import gguf_of  # noqa: E402
 from sharesd.models.loader import decoder_config  # noqa: E402
 from sharesd.reports.environment import environment  # noqa: E402
+from sharesd.startup import option_values  # noqa: E402
 from sharesd.weights.quant_tuning_cache import best_quant  # noqa: E402
 from tests.helpers.quantized_folders import write_quantized  # noqa: E402
 from tests.helpers.served_model import Served, served  # noqa: E402

@@ -1,7 +1,7 @@
 """Options of the runtime, as frozen dataclasses.
 
 The annotations say which types are accepted, see `sharesd.field_types`. Single values are checked here, and
-combinations in `sharesd.loading.conflicts`.
+combinations in `sharesd.startup.conflicts`.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class EngineConfig:
     auto_drafters: tuple[str, ...] = ()
     """Drafters of mode `auto`, as `hybrid_with`.
 
-    (): chosen when the model is loaded (`sharesd.loading.auto_mode`).
+    (): chosen when the model is loaded (`sharesd.startup.auto_mode`).
     """
     drafter_options: Mapping[str, Any] = field(default_factory=dict)
     """Options of single drafters by name; see `options` of each `SPEC`."""
@@ -264,7 +264,7 @@ class EngineConfig:
     """Maximum tokens of prompt and output per row of the KV cache.
 
     It is reduced to the model's own limit, with a warning. `auto`: the model's limit, or fewer tokens if half of the
-    free memory holds fewer (see `sharesd.loading.target`).
+    free memory holds fewer (see `sharesd.startup.target`).
     """
     trust_remote_code: bool = False
     """Allow checkpoints that bring their own modelling code (fallback models only)."""
@@ -273,7 +273,7 @@ class EngineConfig:
     dequantize: bool | None = None
     """Expand weights of .gguf files and quantized folders to 16 bits.
 
-    False: they run as they are stored. None = that, where it is possible (see `sharesd.loading.resolve`).
+    False: they run as they are stored. None = that, where it is possible (see `sharesd.startup.resolve`).
     """
     target_quant: TargetQuant | None = None
     """Type of .gguf blocks that plain weights are quantized to."""

@@ -10,18 +10,18 @@ from typing import Any, overload
 
 import torch
 
+from sharesd.call_queue import Call, CallQueue
 from sharesd.config import EngineConfig, Mode
 from sharesd.data.chat_messages import EXAMPLE, for_template
 from sharesd.drafters import registry
 from sharesd.engine.batch_runner import CHUNK
-from sharesd.engine.call_queue import Call, CallQueue
 from sharesd.engine.outputs import Completion, TokenChunk
 from sharesd.field_types import as_list, converted, plain, shown, typed
-from sharesd.loading import option_values
 from sharesd.models.chat_prompt import encode_chat
 from sharesd.models.tokenizer import Tokenizer
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams, cut_by_context
+from sharesd.startup import option_values
 from sharesd.weights.quant_tuning_cache import best_quant
 
 log = logging.getLogger(__name__)

@@ -25,13 +25,7 @@ from sharesd.drafters.selection import active_drafters
 from sharesd.engine.engine import Engine
 from sharesd.engine.options import EngineOptions
 from sharesd.engine.stats import Stats
-from sharesd.engine.warmup import warm_up, warm_up_all_variants
 from sharesd.kvcache.static import StaticKVCache
-from sharesd.loading.cache_keys import costs_file, kv_identity
-from sharesd.loading.report import LoadReport
-from sharesd.loading.resolve import ResolvedConfig, resolve_config
-from sharesd.loading.steps import TargetSteps
-from sharesd.loading.target import BlockSource, ModelLoader, find_draft_model, prepare_cpu
 from sharesd.models.base import CausalModel
 from sharesd.models.checkpoint import Progress, silent
 from sharesd.models.decoder import Decoder
@@ -39,6 +33,12 @@ from sharesd.models.loader import Tensors
 from sharesd.models.prefill import PIECES, prefill
 from sharesd.models.tokenizer import load_tokenizer
 from sharesd.sampling_params import SamplingParams
+from sharesd.startup.cache_keys import costs_file, kv_identity
+from sharesd.startup.report import LoadReport
+from sharesd.startup.resolve import ResolvedConfig, resolve_config
+from sharesd.startup.steps import TargetSteps
+from sharesd.startup.target import BlockSource, ModelLoader, find_draft_model, prepare_cpu
+from sharesd.startup.warmup import warm_up, warm_up_all_variants
 from sharesd.weights.draft_heads import DraftHeads
 from sharesd_files import cache_root
 

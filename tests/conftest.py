@@ -125,8 +125,8 @@ def costs_are_not_timed(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
     """Engines time their rounds once, not for half a second, and plans time small products, unless a test is marked
     `times_costs`."""
     if request.node.get_closest_marker("times_costs") is None:
-        monkeypatch.setattr("sharesd.engine.cost_profiler.SECONDS", 0.0)
-        monkeypatch.setattr("sharesd.engine.cost_profiler.SWEEPS", (1, 1))
+        monkeypatch.setattr("sharesd.startup.cost_profiler.SECONDS", 0.0)
+        monkeypatch.setattr("sharesd.startup.cost_profiler.SWEEPS", (1, 1))
         for name in ("PROBE_BYTES", "PROBED_BYTES"):
             monkeypatch.setattr(f"sharesd.weights.offload_rates.{name}", 2**18)
 

@@ -139,10 +139,10 @@ def measure(
     progress: Progress = silent,
 ) -> Measured:
     """Load, measure and free one setting."""
-    from sharesd.engine.cost_profiler import measure_costs
     from sharesd.engine.stats import Stats
     from sharesd.runtime import Runtime  # torch takes seconds, mistakes should not
     from sharesd.speculation.draft_tree import chain
+    from sharesd.startup.cost_profiler import measure_costs
 
     runtime = Runtime(config, ("naive", "share"), progress=progress)
     sizes = {"max_new_tokens": params.max_new_tokens, "max_context": runtime.max_context}

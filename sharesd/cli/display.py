@@ -17,9 +17,9 @@ from compile.start_times import StartTimes
 from sharesd.cli.console import console
 from sharesd.engine.outputs import Source, TokenChunk
 from sharesd.engine.stats import Stats
-from sharesd.loading.report import LoadReport
 from sharesd.models.text_stream import TextStream
 from sharesd.models.tokenizer import Tokenizer
+from sharesd.startup.report import LoadReport
 
 COLORS: dict[Source, str] = {"target": "none", "accepted": "green", "recovered": "yellow", "bonus": "cyan"}
 MEANINGS: dict[Source, str] = {

@@ -26,7 +26,7 @@ from sharesd.cli.parser import Parser, parse
 from sharesd.config import EngineConfig, Mode, OffloadConfig, PipelineConfig
 from sharesd.drafters import registry, selection
 from sharesd.drafters.registry import Need, Support
-from sharesd.loading.conflicts import check, check_options, option_conflicts
+from sharesd.startup.conflicts import check, check_options, option_conflicts
 
 __all__ = [
     "Parser",

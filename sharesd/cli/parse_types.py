@@ -8,8 +8,8 @@ import re
 from collections.abc import Callable
 from typing import TypeVar
 
-from sharesd.loading import option_values
-from sharesd.loading.option_values import DTYPES
+from sharesd.startup import option_values
+from sharesd.startup.option_values import DTYPES
 
 __all__ = [
     "DTYPES",

@@ -25,13 +25,13 @@ from sharesd.drafters import registry
 from sharesd.drafters.heads.config import ARCHITECTURES as HEADS
 from sharesd.engine.outputs import Completion
 from sharesd.engine.stats import Stats
-from sharesd.loading.report import LoadReport
 from sharesd.models.architectures import architectures, config_from_hf, model_types
 from sharesd.models.decoder_config import UnsupportedArchitecture
 from sharesd.models.gguf import reader as keys
 from sharesd.models.gguf.tokenizer import PATTERNS
 from sharesd.models.quantized.folder import METHODS
 from sharesd.sampling_params import SamplingParams
+from sharesd.startup.report import LoadReport
 from tests.helpers.paths import ROOT
 from train.__main__ import COMMANDS as TRAINING
 

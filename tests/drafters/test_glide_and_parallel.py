@@ -27,12 +27,12 @@ from sharesd.drafters.heads.config import HeadConfig, mode_of
 from sharesd.drafters.heads.head import native_head
 from sharesd.drafters.parallel import drafter
 from sharesd.drafters.parallel.head import Parallel
-from sharesd.engine.cost_profiler import measure_costs
-from sharesd.loading.conflicts import check_options
 from sharesd.models.decoder import Decoder
 from sharesd.runtime import Runtime
 from sharesd.speculation.cost_model import Costs
 from sharesd.speculation.draft_tree import DraftShape, chain
+from sharesd.startup.conflicts import check_options
+from sharesd.startup.cost_profiler import measure_costs
 from tests.drafters.test_eagle import GREEDY, IDS, PROMPTS, SAMPLED, TREE, built, config_of, features_of, texts
 from tests.helpers.each_mode import SIZES
 from tests.helpers.head_lessons import RAW

@@ -23,7 +23,6 @@ from sharesd.drafters.base import DraftContext
 from sharesd.drafters.chain_draft import ChainDraft, ModelStepper
 from sharesd.drafters.tree_draft import DraftGenerator
 from sharesd.engine.engine import Engine
-from sharesd.loading.conflicts import check_options
 from sharesd.models.decoder import Decoder
 from sharesd.models.prefill import prefill
 from sharesd.runtime import Runtime
@@ -34,6 +33,7 @@ from sharesd.speculation.cost_model import Costs
 from sharesd.speculation.draft_buffers import DraftBuffers
 from sharesd.speculation.draft_policy import Policy
 from sharesd.speculation.draft_tree import DraftShape, DraftTree, chain, chains, parents_of, shapes_of
+from sharesd.startup.conflicts import check_options
 from tests.helpers import oracle
 from tests.helpers.in_mode import in_mode
 from tests.helpers.oracle import VOCAB, classic_engine, logits_of, new_engine, share_engine, switched, tiny_decoder

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from compile.cuda_graphs import no_captures
-from sharesd.engine import cost_profiler
 from sharesd.engine.engine import Engine
 from sharesd.engine.outputs import Completion
 from sharesd.engine.request import Request
 from sharesd.engine.scheduler import powers_of_two
-from sharesd.engine.warmup import warm_up, warm_up_all_variants
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.cost_model import Costs
+from sharesd.startup import cost_profiler
+from sharesd.startup.warmup import warm_up, warm_up_all_variants
 from tests.engine import test_rows
 from tests.execution.test_graphs import new
 from tests.helpers.recorded_graphs import RecordedGraphs, take_the_way_of_cuda

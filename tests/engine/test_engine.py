@@ -27,10 +27,10 @@ from sharesd.engine.engine import Engine
 from sharesd.engine.outputs import Completion
 from sharesd.engine.request import QueueFull, Request
 from sharesd.engine.stats import Stats
-from sharesd.engine.warmup import warm_up
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.draft_tree import chains
+from sharesd.startup.warmup import warm_up
 from tests.cases.inputs import llama
 from tests.cases.test_checkpoints import inf_row
 from tests.engine.test_rows import GREEDY, MODEL, drain, new

@@ -23,8 +23,8 @@ from quant.config import QuantConfig
 from sharesd.config import EngineConfig, OffloadConfig, PipelineConfig
 from sharesd.drafters import registry
 from sharesd.field_types import DefaultLimit
-from sharesd.loading.option_values import engine_config
 from sharesd.sampling_params import SamplingParams, cut_by_context
+from sharesd.startup.option_values import engine_config
 
 
 class Broken:

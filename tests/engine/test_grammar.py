@@ -28,12 +28,12 @@ from sharesd.drafters.suffix.table import SuffixTable
 from sharesd.engine.engine import Engine
 from sharesd.engine.outputs import Completion
 from sharesd.engine.stop_checker import StopChecker
-from sharesd.engine.warmup import warm_up
 from sharesd.models.tokenizer import Tokenizer
 from sharesd.sampling import constraints
 from sharesd.sampling.constraints import Grammars, Matcher, MinTokens, apply_grammar_mask
 from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.draft_buffers import num_words
+from sharesd.startup.warmup import warm_up
 from tests.cases.inputs import llama
 from tests.engine import test_rows
 from tests.helpers.oracle import PIECES, VOCAB, logits_of, new_engine, placed, tiny_decoder

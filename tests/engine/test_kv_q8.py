@@ -12,14 +12,14 @@ import torch
 
 from sharesd.config import EngineConfig, PipelineConfig
 from sharesd.llm import LLM
-from sharesd.loading.cache_keys import kv_identity
-from sharesd.loading.conflicts import target_conflicts
-from sharesd.loading.resolve import resolve_config
 from sharesd.models.decoder import Decoder
 from sharesd.models.loader import decoder_config
 from sharesd.models.prefill import prefill
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
+from sharesd.startup.cache_keys import kv_identity
+from sharesd.startup.conflicts import target_conflicts
+from sharesd.startup.resolve import resolve_config
 from sharesd.weights.sizes import expanded_bytes, kv_bytes
 from tests.execution.test_graphs import new, outcome, pins
 from tests.helpers.each_mode import HEADS, MODES, SIZES, TREES, compare

@@ -18,13 +18,13 @@ import torch
 
 from sharesd import LLM, EngineConfig, OffloadConfig, PipelineConfig, QuantConfig, SamplingParams
 from sharesd import llm as llm_module
+from sharesd.call_queue import Call
 from sharesd.config import Mode
 from sharesd.drafters import registry
-from sharesd.engine.call_queue import Call
 from sharesd.engine.engine import Engine
-from sharesd.loading.option_values import engine_config
 from sharesd.models.loader import decoder_config
 from sharesd.runtime import Runtime
+from sharesd.startup.option_values import engine_config
 from tests.engine.test_lossless import ids as ids_of
 from tests.helpers.in_mode import in_mode
 from tests.helpers.tiny_heads import make_head

@@ -14,8 +14,8 @@ from sharesd.config import EngineConfig, OffloadConfig, PipelineConfig
 from sharesd.engine.prompt_cache import ENDING, PromptCache
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.llm import LLM
-from sharesd.loading.conflicts import check_options, offload_obstacles
 from sharesd.sampling_params import SamplingParams
+from sharesd.startup.conflicts import check_options, offload_obstacles
 from tests.helpers.tiny_models import make_checkpoint
 
 IDENTITY = {"model": "a", "dtype": "float32"}

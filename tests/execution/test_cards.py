@@ -25,10 +25,10 @@ from sharesd.devices import selection
 from sharesd.devices.selection import device_of, dtype_of, open_device
 from sharesd.execution import step_compiler
 from sharesd.execution.step_compiler import VARIABLE, KernelChoice, choose_kernels
-from sharesd.loading import resolve, target
-from sharesd.loading.auto_mode import choose_drafters
 from sharesd.models.loader import decoder_config
 from sharesd.runtime import Runtime
+from sharesd.startup import resolve, target
+from sharesd.startup.auto_mode import choose_drafters
 from sharesd.weights import offload_planner
 from sharesd.weights.packing import has_quantized_kernels
 from tests.helpers.tiny_heads import make_head
@@ -207,16 +207,16 @@ def test_short_steps_do_not_wait_for_tables(monkeypatch: Any, tmp_path: Path, ch
     folder = checkpoint()
     head = make_head(tmp_path / "head", decoder_config(folder), "eagle")
     config = EngineConfig(target=str(folder), heads=(str(head),))
-    monkeypatch.setattr("sharesd.loading.auto_mode.has_quantized_kernels", lambda gpu: True)
+    monkeypatch.setattr("sharesd.startup.auto_mode.has_quantized_kernels", lambda gpu: True)
     choice = choose_drafters(config, folder, GPU, HALF, "off", offloads=False)
     assert choice.drafters == ("eagle",) and "do not wait for tables" in choice.reason
-    monkeypatch.setattr("sharesd.loading.auto_mode.SHORT_STEP_BYTES", 0)
+    monkeypatch.setattr("sharesd.startup.auto_mode.SHORT_STEP_BYTES", 0)
     assert choose_drafters(config, folder, GPU, HALF, "off", offloads=False).drafters == ("eagle", "suffix")
 
 
 def test_auto_leaves_out_what_has_no_kernels(monkeypatch: pytest.MonkeyPatch, checkpoint: Callable[..., Path]) -> None:
     folder = checkpoint()
-    monkeypatch.setattr("sharesd.loading.auto_mode.has_quantized_kernels", lambda gpu: False)
+    monkeypatch.setattr("sharesd.startup.auto_mode.has_quantized_kernels", lambda gpu: False)
     choice = choose_drafters(EngineConfig(target=str(folder)), folder, GPU, HALF, "off", offloads=False)
     assert "share" not in choice.drafters and "gemlite" in choice.reason
     monkeypatch.setattr("sharesd.weights.packing.HAS_TRITON", True)

@@ -22,10 +22,10 @@ from sharesd.drafters.parallel.drafter import ParallelDrafter
 from sharesd.drafters.recycle.table import RecycleTable
 from sharesd.drafters.share.drafter import ShareDrafter
 from sharesd.drafters.suffix.table import SuffixTable
-from sharesd.engine import cost_profiler
-from sharesd.engine.warmup import warm_up
 from sharesd.speculation.cost_model import Costs
 from sharesd.speculation.draft_tree import NO_DRAFT, chains, shapes_of
+from sharesd.startup import cost_profiler
+from sharesd.startup.warmup import warm_up
 from tests.helpers.oracle import classic_engine, new_engine, share_engine, switched, tiny_decoder
 from tests.helpers.recorded_graphs import RecordedGraphs, host_reads, take_the_way_of_cuda
 from tests.helpers.staged_devices import in_stages, watched

@@ -13,11 +13,11 @@ from compile.kv_layout import kv_layout, new_kv
 from sharesd.config import PLANNED_CONTEXT, EngineConfig, OffloadConfig, PipelineConfig
 from sharesd.devices.host_memory import own_memory
 from sharesd.kvcache.static import StaticKVCache
-from sharesd.loading import target
-from sharesd.loading.target import Context, choose_context
 from sharesd.models.prefill import CHUNK
 from sharesd.runtime import Runtime
 from sharesd.speculation.draft_tree import async_tree_slots
+from sharesd.startup import target
+from sharesd.startup.target import Context, choose_context
 from sharesd.weights.sizes import kv_slots
 from tests.helpers.oracle import tiny_decoder
 

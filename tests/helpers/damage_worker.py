@@ -30,9 +30,9 @@ from compile import cpp_extension
 from sharesd.cli.console import main_guard
 from sharesd.cli.generate_file import read
 from sharesd.data.prompt_files import read_prompts
-from sharesd.engine import cost_profiler
 from sharesd.models.loader import decoder_config
 from sharesd.reports.questions import load
+from sharesd.startup import cost_profiler
 from sharesd_command import main
 from tests.cases import inputs
 from tests.helpers import damage

@@ -24,11 +24,11 @@ from multigpu.launch import join
 from multigpu.process_group import Group, ThreadGroup
 from sharesd.cli.console import main_guard
 from sharesd.config import EngineConfig, Mode
-from sharesd.engine import cost_profiler
-from sharesd.loading.steps import run_tp_worker
 from sharesd.models.loader import Tensors
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
+from sharesd.startup import cost_profiler
+from sharesd.startup.steps import run_tp_worker
 from tests.helpers.in_mode import in_mode
 
 MODES: tuple[Mode, ...] = ("naive", "share", "suffix", "hybrid")

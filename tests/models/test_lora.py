@@ -14,11 +14,11 @@ from torch import Tensor
 
 from sharesd import LLM, SamplingParams
 from sharesd.config import EngineConfig, Mode, OffloadConfig
-from sharesd.loading.resolve import resolve_config
 from sharesd.models.gguf.convert import converted_folder
 from sharesd.models.loader import load_decoder, load_model
 from sharesd.models.lora import folder_with_adapter
 from sharesd.runtime import Runtime
+from sharesd.startup.resolve import resolve_config
 from sharesd.weights import memory_estimate, offload_planner
 from tests.cases.inputs import config_of, llama, save, weights
 from tests.helpers.gguf_files import write_gguf

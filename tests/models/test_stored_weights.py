@@ -13,11 +13,11 @@ from compile.block_linear import BLOCK_TYPES, NUMBERS, BlockEmbedding, BlockLine
 from sharesd import LLM, EngineConfig, QuantConfig, SamplingParams
 from sharesd.config import Mode
 from sharesd.drafters.hybrid import members
-from sharesd.loading.resolve import resolve_config
 from sharesd.models.gguf.convert import converted_folder
 from sharesd.models.gguf.weights import stored_blocks
 from sharesd.models.loader import decoder_config
 from sharesd.runtime import Runtime
+from sharesd.startup.resolve import resolve_config
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.in_mode import in_mode
 from tests.helpers.same_texts import PROMPTS, require_same_texts

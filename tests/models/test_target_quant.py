@@ -13,12 +13,12 @@ from torch import Tensor
 
 from compile.block_linear import BlockPart
 from sharesd import LLM, EngineConfig, SamplingParams
-from sharesd.loading.cache_keys import costs_file, kv_identity
-from sharesd.loading.resolve import resolve_config
 from sharesd.models.checkpoint import identity
 from sharesd.models.hub import resolve_target
 from sharesd.models.loader import decoder_config, load_decoder, stored_tensors
 from sharesd.models.quantized.target import block_type
+from sharesd.startup.cache_keys import costs_file, kv_identity
+from sharesd.startup.resolve import resolve_config
 from tests.helpers.block_parts import ggml_type, values
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.quantized_folders import write_quantized

@@ -137,7 +137,7 @@ def test_rooms_import_from_lower_rooms() -> None:
         ("def f():\n    from sharesd.engine.engine import Engine", "kvcache", 1),
         ("from sharesd import data, runtime", "loading", 1),
         ("import sharesd.parallel.ranks", "execution", 1),
-        ("from sharesd.engine.warmup import warm_up", "engine", 0),
+        ("from sharesd.startup.warmup import warm_up", "engine", 0),
     ],
 )
 def test_upward_imports_are_found(source: str, room: str, num: int) -> None:

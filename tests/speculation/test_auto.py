@@ -13,11 +13,11 @@ import transformers
 
 from quant.formats import FORMATS
 from sharesd.config import EngineConfig, OffloadConfig, PipelineConfig
-from sharesd.loading import auto_mode
-from sharesd.loading.auto_mode import choose_drafters
 from sharesd.models.decoder import Decoder
 from sharesd.models.loader import decoder_config
 from sharesd.runtime import Runtime
+from sharesd.startup import auto_mode
+from sharesd.startup.auto_mode import choose_drafters
 from sharesd.weights import memory_estimate
 from tests.helpers.in_mode import in_mode
 from tests.helpers.offloaded import LAYERS, limit_leaving, texts

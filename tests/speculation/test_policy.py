@@ -15,12 +15,9 @@ import torch
 
 from compile.attention import TreeAttentionMask
 from sharesd.config import EngineConfig, Mode
-from sharesd.engine import cost_profiler
-from sharesd.engine.cost_profiler import BlockSample, measure_costs, profile_costs
 from sharesd.engine.request import MAX_LEAD, Request, counted_requests, mean_progress
 from sharesd.engine.stats import Stats
 from sharesd.engine.stop_checker import StopChecker
-from sharesd.engine.warmup import warm_up, warm_up_all_variants
 from sharesd.models.tokenizer import load_tokenizer
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
@@ -30,6 +27,9 @@ from sharesd.speculation.draft_estimates import PolicyConfig
 from sharesd.speculation.draft_policy import Policy
 from sharesd.speculation.draft_scorer import ProbabilityCalibration
 from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape, DraftTree, chain, chains, with_windows
+from sharesd.startup import cost_profiler
+from sharesd.startup.cost_profiler import BlockSample, measure_costs, profile_costs
+from sharesd.startup.warmup import warm_up, warm_up_all_variants
 from tests.helpers.in_mode import in_mode
 from tests.helpers.tiny_models import make_checkpoint
 
@@ -330,10 +330,10 @@ def test_costs_are_kept_and_damaged_ones_measured_again(
         return in_mode(runtime, mode).variant(SamplingParams()).policy.costs
 
     with monkeypatch.context() as patch:
-        patch.setattr("sharesd.engine.cost_profiler._spread", lambda times: 9.0)
+        patch.setattr("sharesd.startup.cost_profiler._spread", lambda times: 9.0)
         in_mode(Runtime(config, ("share",)), "share")
         assert not settings.exists(), "times that disagree are not kept"
-    monkeypatch.setattr("sharesd.engine.cost_profiler._spread", lambda times: 1.0)
+    monkeypatch.setattr("sharesd.startup.cost_profiler._spread", lambda times: 1.0)
     runtime = Runtime(config, ("naive", "share", "suffix", "hybrid"))
     costs = costs_of(runtime)
     assert min(costs.step) == 1 and max(costs.step) == 9 and costs.draft > 0
@@ -342,7 +342,7 @@ def test_costs_are_kept_and_damaged_ones_measured_again(
     wanted = Costs({1: 1e-9, 9: 2e-9}, 3e-9, 0.0, {1: 0.0, 9: 0.0}, draft_begin=4e-9)
     file.write_text(json.dumps(entry | {"value": asdict(wanted)}))
     with monkeypatch.context() as patch:
-        patch.setattr("sharesd.engine.cost_profiler.measure_costs", None)  # which a second start does not wait for
+        patch.setattr("sharesd.startup.cost_profiler.measure_costs", None)  # which a second start does not wait for
         assert costs_of(Runtime(config, ("share",))) == wanted
     for first in (7.0, -7.0):  # of a moment when all was slow; damaged
         value = asdict(wanted) | {"step": {"1": first, "9": 8.0}}

@@ -51,8 +51,8 @@ def compiled(config: EngineConfig) -> dict[str, int]:
 
 def launched(config: EngineConfig) -> dict[str, int]:
     """Kernels of a prompt of each size of pieces, and of the first and a further step of a chain of drafts."""
-    from sharesd.engine.cost_profiler import model_drafter_of
     from sharesd.models.prefill import PIECES, prefill
+    from sharesd.startup.cost_profiler import model_drafter_of
 
     install()
     runtime = load(config, (config.mode,))

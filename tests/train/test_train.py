@@ -20,9 +20,9 @@ from sharesd.drafters.recycle.table import RecycleTable
 from sharesd.drafters.selection import EMBEDDED, file_of, head_of, second_model
 from sharesd.drafters.suffix import EMBEDDED_CORPUS
 from sharesd.drafters.suffix.datastore import build_datastore, open_datastore
-from sharesd.loading.conflicts import check_options
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
+from sharesd.startup.conflicts import check_options
 from tests.helpers.in_mode import in_mode
 from train.__main__ import main
 

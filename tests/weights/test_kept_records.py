@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from compile import block_linear
 from sharesd import LLM, EngineConfig, QuantConfig, SamplingParams
-from sharesd.loading import target as loading
 from sharesd.models.loader import decoder_config
 from sharesd.runtime import Runtime
+from sharesd.startup import target as loading
 from sharesd.weights import quantize
 from sharesd_files import cache_root
 from tests.helpers.gguf_files import write_gguf

@@ -23,10 +23,10 @@ from offload.pinned_transfer import PinnedMemory, _EventCopy, link_rate
 from sharesd import QuantConfig, sampling
 from sharesd.config import EngineConfig, Mode, OffloadConfig
 from sharesd.execution.step_compiler import StepCompiler
-from sharesd.loading import resolve, target
 from sharesd.models.decoder import call_block
 from sharesd.models.loader import decoder_config
 from sharesd.runtime import Runtime
+from sharesd.startup import resolve, target
 from sharesd.weights import memory_estimate, offload_planner
 from sharesd.weights.offload_planner import plan_for
 from tests.helpers.in_mode import in_mode

@@ -15,9 +15,9 @@ from offload.block_file import StoreError, open_store
 from quant.formats import FORMATS
 from sharesd import EngineConfig, OffloadConfig, QuantConfig, SamplingParams
 from sharesd.config import Mode
-from sharesd.loading.resolve import resolve_config
 from sharesd.models.decoder import Decoder
 from sharesd.runtime import Runtime
+from sharesd.startup.resolve import resolve_config
 from sharesd.weights import memory_estimate, offload_loader, offload_planner
 from sharesd.weights.backend import CpuBackend
 from sharesd.weights.memory_estimate import LINEARS, PRIOR_TOKENS, MemoryEstimate

@@ -70,7 +70,7 @@ def test_limits_without_effect_are_a_warning(given: dict[str, Any], warning: str
 
 @pytest.mark.parametrize("program", [lambda *args: main(["generate", "hello", *args]), lambda *args: serve(args)])
 def test_a_plan_alone(program: Callable[..., int], checkpoint: Any, capsys: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("sharesd.loading.target.load_model", None)  # not called
+    monkeypatch.setattr("sharesd.startup.target.load_model", None)  # not called
     assert program("--target", str(checkpoint()), "--device", "cpu", "--offload", "plan-only") == 0
     out = capsys.readouterr().out
     assert out.startswith("plan") and "2 of 2 blocks" in out and "tok/s" in out

@@ -22,13 +22,13 @@ from compile.huge_pages import HugePageArena
 from multigpu.pipeline_parallel import PipelinePlan, StagesDoNotFit
 from sharesd import EngineConfig, PipelineConfig, QuantConfig
 from sharesd.drafters.hybrid import WITH_STORED_WEIGHTS, members
-from sharesd.loading.resolve import resolve_config
 from sharesd.models.checkpoint import STORED
 from sharesd.models.hub import resolve
 from sharesd.models.loader import load_decoder, stored_tensors
 from sharesd.models.quantized.target import folder_to_quantize
 from sharesd.models.weight_mapping import text_name
 from sharesd.runtime import Runtime
+from sharesd.startup.resolve import resolve_config
 from sharesd.weights.memory_estimate import LINEARS
 from sharesd.weights.packing import make_cpu_linear
 from sharesd.weights.sizes import TensorOutline, outline_of

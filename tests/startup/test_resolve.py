@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from sharesd import EngineConfig, OffloadConfig, PipelineConfig, SamplingParams
-from sharesd.loading.cache_keys import costs_file
-from sharesd.loading.resolve import TREE_DEPTH, TREE_TOP, ResolvedConfig, compile_mode, resolve_config
 from sharesd.models.prefill import slots_for
+from sharesd.startup.cache_keys import costs_file
+from sharesd.startup.resolve import TREE_DEPTH, TREE_TOP, ResolvedConfig, compile_mode, resolve_config
 
 CPU, GPU, STAGES = torch.device("cpu"), torch.device("cuda", 0), PipelineConfig(devices=("cpu", "cpu"))
 RAW = {"model_type": "llama", "vocab_size": 384, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}

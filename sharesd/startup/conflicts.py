@@ -2,7 +2,7 @@
 
 Each function yields the messages of what does not go together, in the order in which they are checked; it is called as
 soon as its facts are known: `option_conflicts` with the command line, `target_conflicts` after the checkpoint's config
-is read, `sharesd.loading.resolve.resolved_conflicts` after device and compile mode are chosen. Imports no torch.
+is read, `sharesd.startup.resolve.resolved_conflicts` after device and compile mode are chosen. Imports no torch.
 """
 
 from __future__ import annotations

@@ -30,13 +30,13 @@ from sharesd.drafters import selection
 from sharesd.drafters.base import num_bytes
 from sharesd.drafters.registry import Need
 from sharesd.field_types import DefaultLimit
-from sharesd.loading.resolve import ResolvedConfig
 from sharesd.models.base import CausalModel
 from sharesd.models.checkpoint import Progress, identity, is_stored, silent
 from sharesd.models.decoder import Decoder
 from sharesd.models.hub import resolve
 from sharesd.models.loader import BlockCallback, MakeLinear, Tensors, decoder_config, load_model, stored_tensors
 from sharesd.models.tokenizer import Tokenizer, load_tokenizer, require_same_vocabulary
+from sharesd.startup.resolve import ResolvedConfig
 from sharesd.weights.backend import CpuBackend, backend_for
 from sharesd.weights.draft_heads import DraftHeads
 from sharesd.weights.packing import CpuPacker, KeptRecords, make_cpu_linear, make_cuda_linear, packer_for_cuda

@@ -20,11 +20,11 @@ from sharesd.engine.scheduler import powers_of_two
 from sharesd.execution.batch_invariance import RowBits, check_rows, choose_step_widths, first_block_view
 from sharesd.execution.step_compiler import StepCompiler
 from sharesd.kvcache.static import StaticKVCache
-from sharesd.loading.resolve import ResolvedConfig, resolve_config
-from sharesd.loading.target import LoadedTarget, ModelLoader, prepare_cpu
 from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
 from sharesd.models.loader import Tensors
+from sharesd.startup.resolve import ResolvedConfig, resolve_config
+from sharesd.startup.target import LoadedTarget, ModelLoader, prepare_cpu
 from sharesd.weights.quant_tuning_cache import cpu_name
 from sharesd_files import JsonCache
 

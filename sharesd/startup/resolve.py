@@ -33,8 +33,13 @@ from sharesd.drafters.registry import Need
 from sharesd.execution.batch_invariance import fixed_width
 from sharesd.execution.step_compiler import choose_kernels
 from sharesd.field_types import DefaultLimit
-from sharesd.loading.auto_mode import AutoDrafters, choose_drafters
-from sharesd.loading.conflicts import (
+from sharesd.models.checkpoint import STORED, TARGET_QUANT, Progress, is_stored, silent, weight_files
+from sharesd.models.conversion_cache import is_converted
+from sharesd.models.decoder_config import UnsupportedArchitecture
+from sharesd.models.hub import resolve_target
+from sharesd.models.loader import decoder_config
+from sharesd.startup.auto_mode import AutoDrafters, choose_drafters
+from sharesd.startup.conflicts import (
     blocks_obstacle,
     check,
     check_options,
@@ -42,11 +47,6 @@ from sharesd.loading.conflicts import (
     offload_obstacles,
     target_conflicts,
 )
-from sharesd.models.checkpoint import STORED, TARGET_QUANT, Progress, is_stored, silent, weight_files
-from sharesd.models.conversion_cache import is_converted
-from sharesd.models.decoder_config import UnsupportedArchitecture
-from sharesd.models.hub import resolve_target
-from sharesd.models.loader import decoder_config
 from sharesd.weights.backend import CudaBackend, backend_for
 from sharesd.weights.offload_planner import Offloading, plan_for
 from sharesd.weights.sizes import kv_slots

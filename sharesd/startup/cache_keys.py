@@ -19,9 +19,9 @@ from compile.cpp_extension import kernels_version
 from sharesd import __version__
 from sharesd.drafters import registry, selection
 from sharesd.kvcache.static import StaticKVCache
-from sharesd.loading.resolve import ResolvedConfig
 from sharesd.models.checkpoint import content_hash, layout_hash
 from sharesd.sampling_params import SamplingParams
+from sharesd.startup.resolve import ResolvedConfig
 from sharesd.weights.quant_tuning_cache import cpu_name
 from sharesd_files import JsonCache
 

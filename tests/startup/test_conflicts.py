@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from sharesd import EngineConfig, OffloadConfig, PipelineConfig, QuantConfig
-from sharesd.loading import conflicts
-from sharesd.loading.conflicts import check, check_options, offload_obstacles, option_conflicts, target_conflicts
-from sharesd.loading.resolve import ResolvedConfig, resolved_conflicts
+from sharesd.startup import conflicts
+from sharesd.startup.conflicts import check, check_options, offload_obstacles, option_conflicts, target_conflicts
+from sharesd.startup.resolve import ResolvedConfig, resolved_conflicts
 
 TWO_STAGES, NESTED = PipelineConfig(devices=("cpu", "cpu")), QuantConfig(method="nested")
 ALONE = {"target": "other", "mode": "naive"}  # a model that comes without heads, and a mode without drafters

@@ -13,7 +13,7 @@ from sharesd.config import DType, EngineConfig, Offload, OffloadConfig, Pipeline
 from sharesd.drafters import selection
 from sharesd.drafters.registry import Need
 from sharesd.field_types import converted, typed
-from sharesd.loading.conflicts import check_options
+from sharesd.startup.conflicts import check_options
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 """Short names of dtypes."""

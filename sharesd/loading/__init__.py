@@ -1,4 +1,0 @@
-"""Resolution of options, and loading of models.
-
-Imports every package but the CLI.
-"""
