@@ -22,7 +22,6 @@ from sharesd.models.tokenizer import Tokenizer
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams, cut_by_context
 from sharesd.startup import option_values
-from sharesd.weights.quant_tuning_cache import best_quant
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +82,7 @@ class LLM:
         if fields.get("max_batch", 0) is None:
             del fields["max_batch"]
         given = {"max_batch": MAX_BATCH, "prefill_chunk": CHUNK, "target": target, **fields}
-        config = option_values.engine_config(given, modes=(self._mode, *loaded), best=best_quant)
+        config = option_values.engine_config(given, modes=(self._mode, *loaded))
         self._runtime: Runtime | None = Runtime(config, loaded)
         self._tokenizer, self._max_context = self._runtime.tokenizer, self._runtime.max_context
         self._vocab_size = self._runtime.target.vocab_size

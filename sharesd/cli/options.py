@@ -26,7 +26,8 @@ from sharesd.cli.parser import Parser, parse
 from sharesd.config import EngineConfig, Mode, OffloadConfig, PipelineConfig
 from sharesd.drafters import registry, selection
 from sharesd.drafters.registry import Need, Support
-from sharesd.startup.conflicts import check, check_options, option_conflicts
+from sharesd.startup import option_values
+from sharesd.startup.conflicts import check, option_conflicts
 
 __all__ = [
     "Parser",
@@ -204,13 +205,9 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode]) -> EngineC
             f"--draft-head is {idle!r}, of mode {fits}, but no mode is {fits}; add --mode {fits} or drop --draft-head"
         )
     _warn_of_idle(args, drafting, {*modes})
-    quant = getattr(args, "quant", None)
-    auto = quant == "auto"
-    quant_skip = tuple(args.quant_skip) if auto else ()
-    drafter_options: dict[str, Any] = {}
+    quant, given = getattr(args, "quant", None), values_of(args, EngineConfig, ENGINE)
     for spec in registry.specs():
-        drafter_options |= values_of(args, spec.options)
-    given = values_of(args, EngineConfig, ENGINE) | {"quant": DEFAULTS.quant}
+        given |= values_of(args, spec.options)
     if not drafting.intersection(registry.names("self", "model", "head")):
         given.pop("tree", None)
     if not drafting.intersection(with_second):
@@ -218,28 +215,21 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode]) -> EngineC
     if "head_quant" in given:
         head_quant = QuantConfig.parse(given.pop("head_quant"))
         given |= {"head_quant": head_quant} if drafting.intersection(head_modes) else {}
-    if not auto:
+    if quant != "auto":
         given["quant"] = QuantConfig.parse(quant or DEFAULTS.quant.spec, args.quant_skip)
-    second = next((mode for mode in modes if mode in with_second), modes[-1])
-    config = EngineConfig(
-        **given,
-        mode=second if draft is not None else modes[-1],
-        auto_drafters=known.auto_drafters,
-        drafter_options=drafter_options,
-        split=_pipeline_config(args),
-        offload=OffloadConfig(
-            **values_of(args, OffloadConfig, OFFLOAD),
-            choose_bits=quant is None,
-            choose_depth=not hasattr(args, "max_draft"),
-            choose_trees=getattr(args, "acceptance", "match") == "match",
-        ),
+    given["auto_drafters"], given["split"] = known.auto_drafters, _pipeline_config(args)
+    given["offload"] = OffloadConfig(
+        **values_of(args, OffloadConfig, OFFLOAD),
+        choose_bits=quant is None,
+        choose_depth=not hasattr(args, "max_draft"),
+        choose_trees=getattr(args, "acceptance", "match") == "match",
     )
-    check_options(config, modes, replicas=getattr(args, "replicas", None), quant_skip=quant_skip)
-    if auto:
-        from sharesd.weights.quant_tuning_cache import best_quant  # late: importing torch takes seconds
-
-        config = replace(config, quant=best_quant(config))
-    return config
+    return option_values.engine_config(
+        given,
+        modes=modes[::-1],
+        replicas=getattr(args, "replicas", None),
+        quant_skip=tuple(args.quant_skip) if quant == "auto" else (),
+    )
 
 
 def _warn_of_idle(args: argparse.Namespace, drafting: set[str], modes: set[str]) -> None:

@@ -57,13 +57,8 @@ class AsyncTreeDraft(TreeDraft):
         self._limit = min(self._max_depth, tree.depth + 1 + self._asked)
         depth = min(tree.depth, tree.tokens.shape[1])  # a kept draft may have more levels than are verified
         kv_offset = async_tree_slots(self._branching, self._asked)
-        return tree._replace(
-            depth=depth,
-            num_steps=depth,
-            continue_fn=self._go_further,
-            kv_offset=kv_offset,
-            drafted_ahead=self._was_kept,
-        )
+        tree = tree._replace(depth=depth, continue_fn=self._go_further, kv_offset=kv_offset)
+        return tree.with_record(num_steps=depth, drafted_ahead=self._was_kept)
 
     def _grow(self, max_levels: int) -> tuple[int, int]:
         kept, self._kept = self._kept, None

@@ -19,7 +19,7 @@ from sharesd.drafters.base import DraftContext
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.base import CausalModel
 from sharesd.speculation.draft_scorer import DraftScorer
-from sharesd.speculation.draft_tree import DraftTree
+from sharesd.speculation.draft_tree import DraftRecord, DraftTree
 
 
 class DraftStepper(Protocol):
@@ -135,8 +135,8 @@ class ChainDraft:
                 buffers.tokens_BN[:, :length],
                 probs=buffers.probs_BNV[:, :length] if sampler.needs_draft_probs else None,
                 depth=length,
-                num_steps=length,
                 in_buffers=True,
+                record=DraftRecord(num_steps=length),
             )
         return self._drafts[length]
 

@@ -23,7 +23,7 @@ from compile.tree_rescore import BestNodes, record_best_nodes, rescore_children
 from sharesd.drafters.base import DraftContext
 from sharesd.drafters.chain_draft import ChainDraft, DraftStepper
 from sharesd.speculation.draft_scorer import DraftScorer
-from sharesd.speculation.draft_tree import DraftShape, DraftTree
+from sharesd.speculation.draft_tree import DraftRecord, DraftShape, DraftTree
 
 
 class DraftGenerator:
@@ -97,9 +97,9 @@ class TreeDraft:
             buffers.tokens_BN[:, :num],
             tree_mask,
             depth=depth,
-            num_steps=depth,
             kv_slots=buffers.kv_slots_BT[:, :T],
             in_buffers=True,
+            record=DraftRecord(num_steps=depth),
         )
 
     def _grow(self, max_levels: int) -> tuple[int, int]:

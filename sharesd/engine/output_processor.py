@@ -144,7 +144,7 @@ class OutputProcessor:
         self.last_ended = ended if early else time.perf_counter()
         overhead_s = self.last_ended - started - draft_s - verify_s
         for each in (self.stats, *(request.stats for request in live)):
-            each.record_step(tree.num_steps, draft_s, verify_s, overhead_s)
+            each.record_step(tree.record.num_steps, draft_s, verify_s, overhead_s)
         self.record_transfers()
         return self._with_traces(in_flight, chunks, traces, (draft_s, verify_s, overhead_s)) if traces else chunks
 
@@ -236,7 +236,8 @@ def _none_allowed(request: Request) -> RequestError:
 
 def _drafters_by_node(tree: DraftTree) -> list[str | None]:
     """Return the name of each node's drafter."""
-    return [tree.drafter or None] * (tree.tokens.shape[1] - tree.num_filled) + [tree.filler] * tree.num_filled
+    made = tree.record
+    return [made.drafter or None] * (tree.tokens.shape[1] - made.num_filled) + [made.filler] * made.num_filled
 
 
 def top_logprobs(
@@ -265,7 +266,7 @@ def trace_rows(
         drafts: the draft as `Proposed.to_lists` returns it; None: there is none.
     """
     tree, scorer, found = in_flight.tree, in_flight.decision.scorer, []
-    scored = dict(zip(in_flight.counted, scorer.draft_probs if scorer and tree.num_steps else (), strict=False))
+    scored = dict(zip(in_flight.counted, scorer.draft_probs if scorer and tree.record.num_steps else (), strict=False))
     for chunk, path, line in zip(chunks, paths, lines, strict=True):
         request, num = chunk.request, len(chunk.token_ids)
         tokens, parents, probs = drafts[line] if drafts and request.params.speculate else NO_TOKENS

@@ -163,8 +163,8 @@ class RoundLauncher:
             assert drafter is not None
             drafter.catch_up(batch.texts, self._plain_rounds > 0, batch.plain, _max_unread_tokens(before))
             tree = checked_draft(drafter, batch.round.context, shape)  # `drafter.draft`, checked against the shape
-            if tree.num_steps:
-                tree = tree._replace(num_unread_tokens=policy.num_unread_tokens)
+            if tree.record.num_steps:
+                tree = tree.with_record(num_unread_tokens=policy.num_unread_tokens)
             marks.append(self._clock.mark())
         if log.isEnabledFor(logging.DEBUG):
             _log_decision(batch, shape, tree)
@@ -215,9 +215,9 @@ class RoundLauncher:
 def _log_decision(batch: Batch, shape: DraftShape, tree: DraftTree) -> None:
     """Log the policy's decision about a round in one line."""
     policy, drafted = batch.variant.policy, tree.tokens.shape[1]
-    what = f"{drafted} of at most {shape.nodes} tokens by {tree.drafter}" if drafted else "a plain step"
-    if tree.num_filled:
-        what += f", {tree.num_filled} of them by {tree.filler}"
+    what = f"{drafted} of at most {shape.nodes} tokens by {tree.record.drafter}" if drafted else "a plain step"
+    if tree.record.num_filled:
+        what += f", {tree.record.num_filled} of them by {tree.record.filler}"
     if policy.pinned is not None:
         why = "the draft's length is given"
     elif not policy.live.is_measured:

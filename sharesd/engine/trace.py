@@ -124,9 +124,10 @@ def round_trace(
     """Return the trace of a round; `times`: drafting, verifying, overhead."""
     nodes = tree.tokens.shape[1]
     why = [] if nodes else list(dict.fromkeys(reasons.values())) or ["no_match"]
-    depth, window = (tree.depth, tree.window) if nodes else (0, 0)
-    drafter = (tree.drafter or None) if nodes else None
-    return RoundTrace(mode, drafter, tree.filler or None, tree.num_filled, depth, nodes, window, why, *times, rows)
+    made = tree.record
+    depth, window = (tree.depth, made.window) if nodes else (0, 0)
+    drafter = (made.drafter or None) if nodes else None
+    return RoundTrace(mode, drafter, made.filler or None, made.num_filled, depth, nodes, window, why, *times, rows)
 
 
 def node_probs(
@@ -136,7 +137,8 @@ def node_probs(
 
     `draft_probs`: those of a model, in host memory; tables have theirs in the draft. None: a drafter gave none.
     """
-    num_model, path_probs = min(num, model_shape(tree).nodes), tree.path_probs[line] if tree.path_probs else ()
+    of_tables = tree.record.path_probs
+    num_model, path_probs = min(num, model_shape(tree).nodes), of_tables[line] if of_tables else ()
     found: list[float | None] = [*draft_probs[:num_model]]
     found += [None] * (num_model - len(found))
     for node in range(num_model, num):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from compile.attention import TreeAttentionMask
-from sharesd.speculation.draft_tree import DraftTree
+from sharesd.speculation.draft_tree import DraftRecord, DraftTree
 
 ALIGNED = 16
 """Alignment, in numbers, of the array's parts, as compiled code vectorizes."""
@@ -74,8 +74,8 @@ class DraftBuffers:
             TreeAttentionMask(self.depth_BT, self.path_BTT) if tree_mask else None,
             self.probs_BNV if probs else None,
             depth=self.max_nodes,
-            num_steps=self.max_nodes,
             kv_slots=self.kv_slots_BT if tree_mask else None,
+            record=DraftRecord(num_steps=self.max_nodes),
         )
 
     def copy_grammar_mask(self, grammar_mask_BTW: Tensor) -> None:

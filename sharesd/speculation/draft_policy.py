@@ -211,7 +211,7 @@ class Policy:
         """Return the predicted time of a round, in a shared unit."""
         if not self.live.is_measured:
             return 1.0
-        catch_up = tree.num_unread_tokens * self.costs.read
+        catch_up = tree.record.num_unread_tokens * self.costs.read
         return catch_up + self.live.draft(model_shape(tree)) + self.live.step(1 + tree.tokens.shape[1])
 
     def must_probe(self, speedup: float) -> bool:
@@ -347,9 +347,9 @@ class Policy:
             estimates.record_table_nodes(shape, num_nodes - shape.nodes, self._table_gains, paths, progress)
         if self._has_queried and not shape.nodes:
             self.gate.record_seconds(draft_s)
-        if tree.drafted_ahead:  # made while the last draft was verified, so its time is not that of drafting
+        if tree.record.drafted_ahead:  # made while the last draft was verified, so its time is not that of drafting
             draft_s = live.draft(shape) * live.drift
-        drafting_s = draft_s - tree.num_unread_tokens * self.costs.read * live.drift
+        drafting_s = draft_s - tree.record.num_unread_tokens * self.costs.read * live.drift
         # At least half of the measured time is left for the draft itself, however much the estimate of catching up is.
         live.record(shape, 1 + num_nodes, max(drafting_s, draft_s / 2), step_s)
         self._explorer.record(is_plain=not num_nodes)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import chain as joined
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -73,6 +73,27 @@ def with_windows(shapes: Sequence[DraftShape], windows: Sequence[int]) -> tuple[
     return tuple(shape._replace(window=window) for window in reversed(windows) for shape in shapes)
 
 
+class DraftRecord(NamedTuple):
+    """How a draft was made, which verification ignores and the policy, counts and traces read."""
+
+    drafter: str = ""
+    """Name of the drafter."""
+    num_steps: int = 0
+    """Steps of a draft model or head."""
+    window: int = 0
+    """Recent tokens that these steps attended to; 0 = all."""
+    num_filled: int = 0
+    """Number of nodes, at the end, that tables added to a model's draft."""
+    filler: str = ""
+    """Names of those tables."""
+    num_unread_tokens: int = 0
+    """Tokens that the model had missed, and read before this draft."""
+    drafted_ahead: bool = False
+    """True if it was drafted while the last draft was verified."""
+    path_probs: Sequence[Sequence[float]] = ()
+    """From tables: for each row, the probability of the path to each node."""
+
+
 class DraftTree(NamedTuple):
     """Draft tokens of each row. Without `tree_mask` it is a chain: each node's parent is the node before it.
 
@@ -92,16 +113,6 @@ class DraftTree(NamedTuple):
     """[B, N, V] float32 draft distribution; None = deterministic (one-hot)."""
     depth: int = 0
     """Nodes on the longest path."""
-    num_steps: int = 0
-    """Steps of a draft model or head."""
-    window: int = 0
-    """Recent tokens that these steps attended to; 0 = all."""
-    drafter: str = ""
-    """Name of the drafter."""
-    num_filled: int = 0
-    """Number of nodes, at the end, that tables added to a model's draft."""
-    filler: str = ""
-    """Names of those tables."""
     kv_slots: Tensor | None = None
     """[B, T] int64: slots, from the root's, where a model drafter wrote root and nodes."""
     in_buffers: bool = False
@@ -110,14 +121,13 @@ class DraftTree(NamedTuple):
     """Runs one more draft step during verification; returns False when done."""
     kv_offset: int = 0
     """Slots, from the root's, that the verify step skips, since `continue_fn` reads and writes there."""
-    num_unread_tokens: int = 0
-    """Tokens that the model had missed, and read before this draft."""
-    drafted_ahead: bool = False
-    """True if it was drafted while the last draft was verified."""
     grammar_mask: Tensor | None = None
     """[B, T, W] int32: bits of the tokens that grammars allow after root and nodes."""
-    path_probs: Sequence[Sequence[float]] = ()
-    """From tables: for each row, the probability of the path to each node."""
+    record: DraftRecord = DraftRecord()
+
+    def with_record(self, **fields: Any) -> DraftTree:
+        """Return the draft with some fields of its record replaced."""
+        return self._replace(record=self.record._replace(**fields))
 
 
 def tree_on_host(tree: DraftTree) -> DraftTree:
@@ -130,9 +140,10 @@ def tree_on_host(tree: DraftTree) -> DraftTree:
 
 def model_shape(tree: DraftTree) -> DraftShape:
     """Return the shape of the part that a model drafted."""
-    return (
-        DraftShape(tree.num_steps, tree.tokens.shape[1] - tree.num_filled, tree.window) if tree.num_steps else NO_DRAFT
-    )
+    made = tree.record
+    if not made.num_steps:
+        return NO_DRAFT
+    return DraftShape(made.num_steps, tree.tokens.shape[1] - made.num_filled, made.window)
 
 
 def parents_of(tree: DraftTree) -> list[list[int]]:
@@ -165,10 +176,10 @@ def pack(proposals: Sequence[Proposal], num_nodes: int, drafter: str) -> DraftTr
     B, T = len(proposals), num_nodes + 1
     parents = [proposal.parents[:num_nodes] for proposal in proposals]
     tokens = [(proposal.tokens + [-1] * num_nodes)[:num_nodes] for proposal in proposals]
-    path_probs = [proposal.scores for proposal in proposals]
+    record = DraftRecord(drafter, path_probs=[proposal.scores for proposal in proposals])
     if all(row == list(range(-1, len(row) - 1)) for row in parents):
         tokens_BN, depth = torch.tensor(tokens, dtype=torch.int64), max(map(len, parents))
-        return DraftTree(tokens_BN, depth=depth, drafter=drafter, path_probs=path_probs)
+        return DraftTree(tokens_BN, depth=depth, record=record)
     # Paths (lists of verify rows) of all trees, concatenated; rows without a node are children of the root.
     paths: list[list[int]] = []
     for row in parents:
@@ -182,4 +193,4 @@ def pack(proposals: Sequence[Proposal], num_nodes: int, drafter: str) -> DraftTr
     # One array, made by numpy in half the time of torch.
     parts = torch.from_numpy(np.array(numbers)).split([B * num_nodes, B * T, B * T * T])
     tokens_BN, tree_mask = parts[0].view(B, num_nodes), TreeAttentionMask(parts[1].view(B, T), parts[2].view(B, T, T))
-    return DraftTree(tokens_BN, tree_mask, depth=max(depths), drafter=drafter, path_probs=path_probs)
+    return DraftTree(tokens_BN, tree_mask, depth=max(depths), record=record)

@@ -61,16 +61,20 @@ def split(text: str) -> PipelineConfig:
 
 
 def engine_config(
-    given: Mapping[str, Any], *, modes: Sequence[str], best: Callable[[EngineConfig], QuantConfig]
+    given: Mapping[str, Any],
+    *,
+    modes: Sequence[str],
+    replicas: int | None = None,
+    quant_skip: Sequence[str] = (),
 ) -> EngineConfig:
-    """Return the config from keywords of `LLM`.
+    """Return the config from options by name: keywords of `LLM`, or the values of flags.
 
     Nested options may be texts. The annotations of `EngineConfig` and of the drafters' options say what else is
     accepted.
 
     Args:
-        modes: modes that are loaded; the first is the config's.
-        best: returns the quantization of quant `auto`.
+        modes: modes that are loaded; the first is the config's, or the first with a second model, if that is given.
+        replicas: as in `conflicts.option_conflicts`, as is `quant_skip`.
 
     Raises:
         ValueError: unknown keywords, and values that cannot be honoured.
@@ -96,8 +100,12 @@ def engine_config(
     users = selection.needing(Need.SECOND_MODEL) if values.get("draft") is not None else ()
     mode = next((mode for mode in modes if mode in users), modes[0])
     config = EngineConfig(mode=mode, **values)
-    check_options(config, modes)
-    return replace(config, quant=best(config)) if auto else config
+    check_options(config, modes, replicas=replicas, quant_skip=quant_skip)
+    if auto:
+        from sharesd.weights.quant_tuning_cache import best_quant  # importing torch takes seconds
+
+        config = replace(config, quant=best_quant(config))
+    return config
 
 
 def _offload(when: str, given: Collection[str]) -> OffloadConfig:

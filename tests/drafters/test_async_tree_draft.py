@@ -123,7 +123,7 @@ def test_what_is_kept_is_what_the_model_says_behind_the_new_root(monkeypatch: py
     def checked(self: AsyncTreeDraft, shape: DraftShape) -> DraftTree:
         nonlocal num_kept
         tree, nodes = draft(self, shape), self._nodes
-        num_kept += tree.drafted_ahead
+        num_kept += tree.record.drafted_ahead
         for node in (nodes.scores_BC[0] > -torch.inf).nonzero()[:, 0].tolist():
             path = nodes.tokens_BC[0, nodes.ancestors_BCD[0, node, : level_of(node) + 1]].tolist()
             logp = logits_of(model, [*request.tokens, *path]).log_softmax(-1)
@@ -184,4 +184,4 @@ def test_texts_are_those_of_weights_that_stay_while_drafts_are_kept(
         found = in_mode(streamed, mode, warm=way).generate(PROMPTS, way)
         assert [done.token_ids for done in found] == [done.token_ids for done in wanted]
     if "num_draft" not in options and config.max_batch == 1:  # else the policy's clock, or the other rows, decide
-        assert any(tree.drafted_ahead for tree in drafts)
+        assert any(tree.record.drafted_ahead for tree in drafts)

@@ -24,7 +24,7 @@ from sharesd.runtime import Runtime
 from sharesd.speculation.cost_model import Costs
 from sharesd.speculation.draft_policy import Policy
 from sharesd.speculation.draft_proposal import Proposal
-from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape, DraftTree, chain, chains
+from sharesd.speculation.draft_tree import NO_DRAFT, DraftRecord, DraftShape, DraftTree, chain, chains
 from tests.cases.inputs import llama
 from tests.helpers.in_mode import in_mode
 from tests.helpers.oracle import tiny_decoder
@@ -162,7 +162,7 @@ class Recorded:
 
     def draft(self, context: Any, shape: DraftShape) -> DraftTree:
         self.events.append("launched")
-        return DraftTree(torch.zeros(1, shape.nodes, dtype=torch.int64), num_steps=shape.depth)
+        return DraftTree(torch.zeros(1, shape.nodes, dtype=torch.int64), record=DraftRecord(num_steps=shape.depth))
 
     def round(self) -> list[str]:
         """Events of a round."""

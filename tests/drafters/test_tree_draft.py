@@ -159,8 +159,8 @@ def test_chains_that_end_early_do_not_change_the_text(
 
     def noted(chain: ChainDraft, length: int) -> DraftTree:
         tree = draft(chain, length)
-        drafts.append((length, tree.num_steps))
-        assert tree.tokens.shape[1] == tree.depth == tree.num_steps
+        drafts.append((length, tree.record.num_steps))
+        assert tree.tokens.shape[1] == tree.depth == tree.record.num_steps
         return tree
 
     monkeypatch.setattr(ChainDraft, "draft", noted)

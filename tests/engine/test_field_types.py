@@ -97,7 +97,7 @@ def test_keywords_of_llm_raise_value_errors_alone() -> None:
     for place, name in enumerate((*names, *options, "max_contxt")):
         for value in ODD[place % 5 :: 5]:
             try:
-                engine_config({name: value}, modes=("suffix",), best=lambda config: QuantConfig())
+                engine_config({name: value}, modes=("suffix",))
             except ValueError as error:
                 assert str(error)
 

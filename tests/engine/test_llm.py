@@ -394,10 +394,11 @@ def test_public_fields() -> None:
 
 
 def config(mode: str = "share", **given: Any) -> EngineConfig:
-    return engine_config(given, modes=(mode,), best=lambda config: QuantConfig(bits=8))
+    return engine_config(given, modes=(mode,))
 
 
-def test_nested_options_are_objects_or_texts() -> None:
+def test_nested_options_are_objects_or_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sharesd.weights.quant_tuning_cache.best_quant", lambda config: QuantConfig(bits=8))
     quant = QuantConfig.parse("hqq:4:64,head=4")
     assert config(quant="hqq:4:64,head=4").quant == config(quant=quant).quant == quant
     assert config(quant="auto").quant == QuantConfig(bits=8)

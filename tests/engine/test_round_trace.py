@@ -120,7 +120,7 @@ def test_lines_have_what_happened(case: str, params: SamplingParams, model: Path
 def test_probabilities_are_given_the_parent() -> None:
     """A model drafted two tokens, a table two more: their paths have 0.3 and 0.15."""
     proposal = Proposal([5, 6, 7, 8], [-1, 0, -1, 2], [0.5, 0.4, 0.3, 0.15])
-    tree = pack([proposal], 4, "share")._replace(num_steps=2, num_filled=2)
+    tree = pack([proposal], 4, "share").with_record(num_steps=2, num_filled=2)
     assert node_probs(tree, 0, 4, proposal.parents, [0.9, 0.8]) == [0.9, 0.8, 0.3, 0.5]
     assert node_probs(tree, 0, 4, proposal.parents, []) == [None, None, 0.3, 0.5]
     assert node_probs(tree, 0, 2, proposal.parents, []) is None

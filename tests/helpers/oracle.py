@@ -31,7 +31,7 @@ from sharesd.models.decoder import Decoder
 from sharesd.models.tokenizer import Tokenizer
 from sharesd.sampling import RowSampling, SamplingKind
 from sharesd.sampling_params import SamplingParams
-from sharesd.speculation.draft_tree import DraftShape, DraftTree, chains, shapes_of, with_windows
+from sharesd.speculation.draft_tree import DraftRecord, DraftShape, DraftTree, chains, shapes_of, with_windows
 from tests.helpers.in_mode import InMode
 
 _WORDS = "Ã © the an he ing tion ab ba aba abab of .. , ! is it er Ġa Ġth"
@@ -214,7 +214,7 @@ class OracleDrafter(Drafter):
         self._vocab = context.sampler.vocab_size
         rows = range(context.first, context.end)
         tokens = [[self._guess(row, self._at.get(row, 0) + i) for i in range(shape.depth)] for row in rows]
-        return DraftTree(torch.tensor(tokens), depth=shape.depth, num_steps=shape.depth, drafter=self.name)
+        return DraftTree(torch.tensor(tokens), depth=shape.depth, record=DraftRecord(self.name, shape.depth))
 
     def _guess(self, row: int, at: int) -> int:
         future = self._futures.get(row, ())

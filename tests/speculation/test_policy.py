@@ -26,7 +26,7 @@ from sharesd.speculation.cost_model import Costs, LiveCosts, of_more_rows
 from sharesd.speculation.draft_estimates import PolicyConfig
 from sharesd.speculation.draft_policy import Policy
 from sharesd.speculation.draft_scorer import ProbabilityCalibration
-from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape, DraftTree, chain, chains, with_windows
+from sharesd.speculation.draft_tree import NO_DRAFT, DraftRecord, DraftShape, DraftTree, chain, chains, with_windows
 from sharesd.startup import cost_profiler
 from sharesd.startup.cost_profiler import BlockSample, measure_costs, profile_costs
 from sharesd.startup.warmup import warm_up, warm_up_all_variants
@@ -42,7 +42,7 @@ def tree_of(shape: DraftShape) -> DraftTree:
         torch.zeros(1, shape.nodes, dtype=torch.int64),
         TreeAttentionMask(none, none) if shape.is_tree else None,
         depth=shape.depth,
-        num_steps=shape.depth,
+        record=DraftRecord(num_steps=shape.depth),
     )
 
 
@@ -150,7 +150,7 @@ def test_how_far_drafts_look_back_is_chosen_by_what_it_brings() -> None:
             accepted = 0
             while accepted < shape.depth and dice.random() < (alpha if shape.window else 0.97):
                 accepted += 1
-            tree = tree_of(shape)._replace(window=shape.window)
+            tree = tree_of(shape).with_record(window=shape.window)
             draft_s, step_s = costs.of_draft(shape, 6000), costs.of_step(1 + shape.nodes, 6000)
             policy.record(tree, [range(1, 1 + accepted)], draft_s, step_s, 1 + accepted)
             chosen.append(shape.window)
@@ -372,7 +372,9 @@ def test_reading_what_was_missed_is_shared_by_drafts_and_is_no_fault_of_theirs()
     policy.num_unread_tokens = 100
     assert 0.9 * before < policy.shape_rate(chain(4)) < before and policy.shape_rate(NO_DRAFT) > 0
     for _ in range(20):
-        policy.record(tree_of(chain(4))._replace(num_unread_tokens=100), [range(1, 4)], 0.4 + 2.0, costs.of_step(5), 4)
+        policy.record(
+            tree_of(chain(4)).with_record(num_unread_tokens=100), [range(1, 4)], 0.4 + 2.0, costs.of_step(5), 4
+        )
     assert policy.live.draft(chain(4)) == pytest.approx(draft_s, rel=0.1)
 
 

@@ -174,7 +174,7 @@ class ClassicDrafter(Drafter):
                 branching=self._branching,
             )
         tree: DraftTree = context.generators[self].draft(shape)
-        return tree._replace(drafter=self.name)
+        return tree.with_record(drafter=self.name)
 
     def commit(self, context: DraftContext, tree: DraftTree, verified: VerifyResult, logits_BTV: Tensor) -> None:
         cache = self.cache.rows(context.first, context.end)

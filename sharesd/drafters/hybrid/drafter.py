@@ -155,13 +155,10 @@ class HybridDrafter(Drafter):
         if num_added == 0:
             return draft
         self._mixed = True
-        tree = pack(list(mixed.values()), shape.nodes + num_added, draft.drafter)
+        tree = pack(list(mixed.values()), shape.nodes + num_added, draft.record.drafter)
+        path_probs = tree.record.path_probs
         return tree._replace(
-            num_steps=draft.num_steps,
-            window=draft.window,
-            drafted_ahead=draft.drafted_ahead,
-            num_filled=num_added,
-            filler=self._names,
+            record=draft.record._replace(num_filled=num_added, filler=self._names, path_probs=path_probs)
         )
 
     def _read(self) -> None:
@@ -191,7 +188,7 @@ class HybridDrafter(Drafter):
         self, context: DraftContext, tree: DraftTree, verified: VerifyResult, logits_BTV: Tensor
     ) -> Tensor | None:
         model = self.model_drafter
-        if model is not None and (model.commits_plain_rounds or (tree.num_steps and not tree.num_filled)):
+        if model is not None and (model.commits_plain_rounds or (tree.record.num_steps and not tree.record.num_filled)):
             model.commit(context, tree, verified, logits_BTV)
         if not self._num_successors or not (context.graphs or context.policy.tables_should_learn):
             return None

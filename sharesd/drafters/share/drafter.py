@@ -83,7 +83,7 @@ class ShareDrafter(Drafter):
         with self.switch.quantized_weights():
             tree: DraftTree = context.generators[key].draft(shape)
         continue_fn = tree.continue_fn and partial(self._step, tree.continue_fn)
-        return tree._replace(drafter=self.name, window=shape.window, continue_fn=continue_fn)
+        return tree._replace(continue_fn=continue_fn).with_record(drafter=self.name, window=shape.window)
 
     def _step(self, continue_fn: Callable[[], bool]) -> bool:
         with self.switch.quantized_weights():
@@ -93,7 +93,7 @@ class ShareDrafter(Drafter):
         # The verify step has written the target's own KV of all accepted tokens, which the next draft reads. Only trees
         # that keep growing during verification need an update here.
         if tree.continue_fn is not None:
-            trees = context.generators[self, tree.window].tree
+            trees = context.generators[self, tree.record.window].tree
             assert isinstance(trees, AsyncTreeDraft)
             trees.committed(verified)
 
