@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 from tempfile import gettempdir
 
 if os.environ.get("TEST_GPU") != "1":
@@ -19,12 +20,15 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from _pytest.mark.expression import Expression
 
 from compile import cpp_extension
 from tests.helpers import guard
@@ -64,8 +68,27 @@ LONGEST = (
 """Files that take longest begin first: a file runs on one worker, and no worker should end long after the others."""
 
 
+@cache
+def _named(path: Path) -> set[str]:
+    """The markers that a file's tests may have: its folder's, those that its text names, and those given below."""
+    where = path.relative_to(HERE).as_posix() if path.is_relative_to(HERE) else ""
+    by_folder = {name for at, names in MARKS.items() if where == at or where.startswith(f"{at}/") for name in names}
+    return by_folder | {"long", "cuda"} | set(re.findall(r"\bmark\.(\w+)", path.read_text()))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files none of whose tests can be wanted, since importing all takes each worker 10 seconds."""
+    given = (config.invocation_params.dir / arg.partition("::")[0] for arg in config.args)
+    if not config.option.markexpr or not collection_path.match("test_*.py") or collection_path in given:
+        return None
+    may, wanted = _named(collection_path), Expression.compile(config.option.markexpr)
+    unsure = sorted(may & set(re.findall(r"\w+", config.option.markexpr)))
+    ways = (dict(zip(unsure, way, strict=True)) for way in product((False, True), repeat=len(unsure)))
+    return None if any(wanted.evaluate(lambda name, way=way, **_: way.get(name, False)) for way in ways) else True
+
+
 @pytest.hookimpl(tryfirst=True)  # markers that are put here count for `-m`
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark by folder. Mark what a covering set leaves out of a product `long`. Skip what this machine cannot run.
 
     What Triton's interpreter would run is marked `cuda`, and runs on the GPU, where there is one and no interpreter.
@@ -73,6 +96,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     has_gpu = torch.cuda.is_available()
     first = {(HERE / path): place for place, path in enumerate(LONGEST)}
     items.sort(key=lambda item: first.get(item.path, len(first)))
+    selecting = {line.partition(":")[0] for line in config.getini("markers")}
     for item in items:
         where = item.path.relative_to(HERE).as_posix() if item.path.is_relative_to(HERE) else ""
         for path, names in MARKS.items():
@@ -89,6 +113,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU, and TEST_GPU=1"))
     for item in thin(items):
         item.add_marker("long")
+    for item in items:
+        for name in selecting & {mark.name for mark in item.iter_markers()} - _named(item.path):
+            raise pytest.UsageError(f"{item.nodeid} is marked {name}, which its file has to name: `mark.{name}`")
 
 
 @pytest.hookimpl(trylast=True)
