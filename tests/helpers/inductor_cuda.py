@@ -46,6 +46,8 @@ SIZES: dict[str, Any] = {"vocab_size": 512, "hidden_size": 256, "intermediate_si
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
 SIZES |= {"max_position_embeddings": SLOTS, "eos_token_id": None}
 FAMILIES = {"llama": {}, "qwen3": {}, "gemma2": {"sliding_window": 64, "query_pre_attn_scalar": 64}}
+BY_BLOCKS = ("qwen3", "gemma2")
+"""Families that run by blocks; llama runs whole."""
 GUARD = """
 #include <c10/core/impl/FakeGuardImpl.h>
 using namespace c10::impl;
@@ -155,13 +157,22 @@ def numbers(*shape: int) -> Tensor:
     return torch.zeros(*shape, dtype=torch.int64, device=DEVICE)
 
 
-def steps(model: Decoder, step: Any, codes: list[str], low_bits: Callable[[], Any] | None = None) -> dict[str, Any]:
-    """The forms of each kind of step, and of a piece of a prompt: run twice each, and of layers that are alike."""
-    reads_pieces = step is model and model.supports_flash
+def steps(
+    model: Decoder, step: Any, codes: list[str], low_bits: Callable[[], Any] | None = None, *, chains: bool = False
+) -> dict[str, Any]:
+    """The forms of each kind of step, and of a piece of a prompt: run twice each, and of layers that are alike.
+
+    Chains differ from plain steps in their width alone.
+    """
+    left_out = [
+        *([] if step is model and model.supports_flash else ["prompt"]),
+        *([] if low_bits else ["draft"]),
+        *([] if chains else ["chain"]),
+    ]
     cache, tree = model.new_cache(1, SLOTS), TreeAttentionMask(numbers(1, WIDTH), numbers(1, WIDTH, WIDTH))
     widths, found = {"plain": 1, "chain": WIDTH, "tree": WIDTH, "prompt": PIECE, "draft": 1}, {}
     for name, width in widths.items():
-        if (name == "draft" and low_bits is None) or (name == "prompt" and not reads_pieces):
+        if name in left_out:
             continue
         before = len(codes)
         for _ in range(2):
@@ -191,11 +202,11 @@ def main(folder: Path) -> dict[str, Any]:
     rope.tables = lambda freq_r, _, *, positions, **how: (torch.empty(positions, len(freq_r), **how),) * 2
     found: dict[str, Any] = {}
     with noted() as codes:
-        for family in FAMILIES:
+        for family in BY_BLOCKS:
             switch = Switch()
             model = decoder(family, switch)
             model.run_block = CompiledBlocks({1, WIDTH, PIECE}, lambda switch=switch: switch.quantized)
-            found[family] = steps(model, model, codes, switch.quantized_weights)
+            found[family] = steps(model, model, codes, switch.quantized_weights, chains=family == "qwen3")
         model = decoder("llama")
         found["whole"] = steps(model, CompiledModel(model, {1, WIDTH}), codes)
         found["heads"] = head_step(codes)

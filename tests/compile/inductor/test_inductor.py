@@ -44,6 +44,7 @@ CAT = "the cat sat on the mat, and the sky was"
 PROMPTS: list[str | list[int]] = ["why is the sky blue", [7], CAT, [5, 6, 7, 8], [9] * 33]
 GREEDY = SamplingParams(max_new_tokens=40)
 SAMPLED = SamplingParams(max_new_tokens=40, temperature=1.0, top_p=0.95, seed=3)
+SHORT = SamplingParams(max_new_tokens=9)
 B, S, D, LEAD = 2, 64, 32, 3
 TREE = TreeAttentionMask(*(torch.tensor([values] * B) for values in ([0, 0, 1], [[0, 0], [1, 0], [0, 2]])))
 
@@ -71,7 +72,7 @@ def test_all_modes_emit_the_same_tokens_and_nothing_compiles_after_warm_up(runti
             assert len({tuple(c.token_ids) for c in naive}) == len(PROMPTS)
             assert all(0 < engines[mode].stats.alpha < 1 for mode in runtime.modes[1:])
         for length in range(1, 12):  # every width that steps have, and others
-            engines["share"].generate([list(range(length))], GREEDY)
+            engines["share"].generate([list(range(length))], SHORT)
         text, params, in_turn = [3, 4, 5, 6, 7], SamplingParams(max_new_tokens=9), [*engines.values()]
         for turn in range(6):
             first, second = (in_turn[(turn + i) % len(in_turn)] for i in range(2))
@@ -101,7 +102,7 @@ def test_prompts_as_long_as_a_step_compile_nothing(checkpoint: Callable[..., Pat
     engine = in_mode(new_runtime(checkpoint, "regional", ("share",)), "share")
     with no_recompiles():
         for length in range(1, 3 + NUM_DRAFT):
-            engine.generate([list(range(length))], GREEDY)
+            engine.generate([list(range(length))], SHORT)
 
 
 def test_layers_that_stay_full_do_not_share_a_form(checkpoint: Callable[..., Path]) -> None:
@@ -167,7 +168,7 @@ def test_compiled_code_holds_no_copy_of_the_cache(form: Callable[[Decoder], Caus
 @EACH_FORM
 def test_compiled_steps_read_and_write_the_cache_they_are_given(form: Callable[[Decoder], CausalModel]) -> None:
     """Each layer its own keys and values, in whichever cache: nothing of the traced one is left in the code."""
-    plain = tiny_decoder(3, num_hidden_layers=3)
+    plain = tiny_decoder(3, num_hidden_layers=2)
     model = form(copy.deepcopy(plain))
     tokens = torch.randint(0, 40, (2, 5, 4), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
