@@ -32,10 +32,12 @@ class NativeHead:
         embed_VD: Tensor,
         lm_head: Any,
         fuse: Any = None,
+        features_norm: Any = None,
         mix: Any = None,
         embed_norm: Any = None,
         state_norm: Any = None,
         normed: bool = False,
+        norms_states: bool = False,
         norm: Any = None,
         masks: tuple[Tensor, Tensor] | None = None,
         cross_attentions: Sequence[Any] = (),
@@ -43,10 +45,12 @@ class NativeHead:
     ) -> None:
         """Describe the head for the kernel; raises KernelUnsupported for other linears.
 
-        `fuse` makes a state of a position's features, which are one without it; then embedding and state are
-        normalised, if their norms are given, and joined. Queries read the joined pair, and the residual stream begins
-        with the state (`normed`: the normalised one); or both are the output of `mix`. `norm` stands before the LM
-        head. `masks` are added to the root's embedding and state, to draft several tokens per pass.
+        `fuse` makes a state of a position's features, which are one without it; before it, `features_norm` normalises
+        each of their parts, for which its weight [parts, size] has a row. Then embedding and state are normalised, if
+        their norms are given, and joined. Queries read the joined pair, and the residual stream begins with the state
+        (`normed`: the normalised one); or both are the output of `mix`. `norm` stands before the LM head; with
+        `norms_states` drafts continue from its output. `masks` are added to the root's embedding and state, to draft
+        several tokens per pass.
 
         A head with `cross_attentions` reads tokens alone: its residual stream begins with the embedding. Each has
         `layer`, linears `q` and `o`, `q_norm`, `rotary` (cosines, sines) or None, `num_key_value_heads`,
@@ -58,6 +62,7 @@ class NativeHead:
             fuse,
             mix,
             lm_head,
+            features_norm,
             embed_norm,
             state_norm,
             embed_VD,
@@ -76,9 +81,12 @@ class NativeHead:
                 name: LinearStruct() if linear is None else LinearStruct.of(full_precision(linear))
                 for name, linear in (("fuse", fuse), ("mix", mix), ("lm_head", lm_head))
             },
+            "features_norm": NormStruct.of(features_norm),
+            "normed_parts": 0 if features_norm is None else len(features_norm.weight),
             "embed_norm": NormStruct.of(embed_norm),
             "state_norm": NormStruct.of(state_norm),
             "normed": int(normed),
+            "norms_states": int(norms_states),
             "num_cross_attentions": len(self._crosses),
             "cross_norm": NormStruct.of(cross_norm),
         }

@@ -34,8 +34,11 @@ struct HeadStep {
   void* states;  // [B, P, D]: of the root or a chain's last token, and of a tree's nodes, by slots after the length
   int64_t P;
   Linear fuse, mix, lm_head;  // F -> D, 2 D -> D, D -> draft tokens; without a weight: none
+  Norm features_norm;    // [F], of features
+  int64_t normed_parts;  // so many equal parts of them are each normalised by themselves
   Norm embed_norm, state_norm;
-  int64_t normed;  // the residual stream begins with the normalised state
+  int64_t normed;        // the residual stream begins with the normalised state
+  int64_t norms_states;  // states are the output of the norm before the LM head
   // Rows with cross attention have no features and no states.
   const CrossAttention* cross_attentions;
   int64_t num_cross_attentions;
@@ -144,7 +147,12 @@ void run_head(const HeadStep& head, const Numbers& n) {
         const int64_t b = m / s.T, slot = std::clamp<int64_t>(s.lengths[b] + place(m), 0, s.S - 1);
         const T* from = reads ? static_cast<const T*>(head.features) + (b * s.S + slot) * F : state(m, false);
         const int64_t size = reads ? F : D;
-        std::memcpy(before.data() + m * size, from, size * sizeof(T));
+        T* to = before.data() + m * size;
+        std::memcpy(to, from, size * sizeof(T));
+        if (!reads || !head.features_norm.weight) continue;
+        const int64_t part = F / head.normed_parts;
+        for (int64_t i = 0; i < F; i += part)
+          norm<T>({static_cast<const T*>(head.features_norm.weight) + i, 0}, to + i, to + i, part, n.eps);
       }
       if (reads && head.fuse.weight) {
         worker.multiply(head.fuse, head.mix.weight ? &head.mix : linears, begin, fused.data(), M);
@@ -200,10 +208,11 @@ void run_head(const HeadStep& head, const Numbers& n) {
         attend_to_target(worker, head, head.cross_attentions[layer], *buffers, scratch, joined.data(), x.data(), position);
     }
     worker.feed_forward(0, num, &head.lm_head, x.data(), h.data());
-    for (int64_t i = share(num, me, all); head.states && i < share(num, me + 1, all); ++i)
-      std::memcpy(reads ? static_cast<T*>(head.states) + i * head.P * D : state(i, true), x.data() + i * D, D * sizeof(T));
     if (s.norm.weight)
       for (int64_t i = 0; i < num; ++i) norm(s.norm, x.data() + i * D, h.data() + i * D, D, n.eps);
+    const std::vector<T>& after = head.norms_states ? h : x;
+    for (int64_t i = share(num, me, all); head.states && i < share(num, me + 1, all); ++i)
+      std::memcpy(reads ? static_cast<T*>(head.states) + i * head.P * D : state(i, true), after.data() + i * D, D * sizeof(T));
     product(head.lm_head, nullptr, s.norm.weight ? h.data() : x.data(), static_cast<T*>(head.logits), num, me, all,
             worker.rounded);
   });

@@ -223,15 +223,6 @@ def test_a_quantization_section_of_null_in_a_head_says_nothing(tmp_path: Path) -
     load_head(edited(head, quantization_config=None), load_decoder(target, dtype=torch.float32))
 
 
-def test_a_head_that_hands_on_its_normed_output_is_refused_by_name(tmp_path: Path) -> None:
-    """Or honoured: then compare the second step's logits with those of an engine that has the switch."""
-    target = load_decoder(llama(tmp_path / "target", seed=160), dtype=torch.float32)
-    load_head(make_head(tmp_path / "plain", target.config, "eagle3"), target)
-    changed = edited(make_head(tmp_path / "changed", target.config, "eagle3"), norm_output=True)
-    with pytest.raises(ValueError, match="norm_output"):
-        load_head(changed, target)
-
-
 @pytest.mark.parametrize("kind", ["llava", "mistral3"])
 def test_the_text_model_of_a_checkpoint_with_towers_is_that_of_transformers(kind: str, tmp_path: Path) -> None:
     sizes = {"vocab_size": 384, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from compile.linear import pack_linears
 from quant.config import QuantConfig
+from sharesd.cli.main import main
 from sharesd.config import EngineConfig
 from sharesd.drafters.eagle.drafter import EagleDrafter
 from sharesd.drafters.glide.drafter import GlideDrafter
@@ -25,7 +26,9 @@ from sharesd.drafters.ngram.table import NgramTable
 from sharesd.drafters.parallel.drafter import ParallelDrafter
 from sharesd.engine.engine import Engine
 from sharesd.kvcache.static import StaticKVCache
+from sharesd.llm import LLM
 from sharesd.models.decoder import Decoder
+from sharesd.models.loader import decoder_config
 from sharesd.runtime import Runtime
 from sharesd.sampling.sampler import Sampler
 from sharesd.sampling_params import SamplingParams
@@ -346,3 +349,60 @@ def test_an_lm_head_that_is_the_targets_is_quantized_for_the_head_alone(shared: 
 )
 def test_taps_of_targets_of_any_depth(layers: int, taps: tuple[int, ...]) -> None:
     assert taps_of({}, layers) == taps
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]},  # blocks before: vLLM, speculators
+        {"aux_hidden_state_layer_ids": [2, 4, 5]},
+        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}},  # the block itself: SGLang, SpecForge
+        {"target_layer_ids": [1, 3, 4]},  # DeepSpec
+        {"eagle_aux_hidden_state_layer_ids": [2, 4, 5], "target_layer_ids": [1, 3, 4], "eagle_config": None},
+    ],
+    ids=str,
+)
+def test_taps_are_counted_as_the_place_says_where_they_are_written(said: dict[str, Any]) -> None:
+    assert taps_of(said, 8) == (2, 4, 5)
+
+
+SPECULATORS = {"norm_before_fc": True, "norm_output": True, "layer_types": ["sliding_attention"], "sliding_window": 5}
+TWO_LAYERS = {"fc_norm": True, "norm_output": True, "layers": 2}
+LAST_STATE = {"eagle_config": {"use_aux_hidden_state": False}}
+
+
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize(
+    ("switches", "options"),
+    [(SPECULATORS, {}), (TWO_LAYERS, {"head_quant": "hqq:8:64,fc=4"}), (LAST_STATE, {"compile": "off"})],
+    ids=["speculators", "two layers", "last state"],
+)
+def test_texts_do_not_depend_on_the_switches_of_a_head(switches: dict[str, Any], options: Any, shared: Shared) -> None:
+    target = shared.checkpoint()
+    head = shared.head(target, "eagle3", ids=range(0, 384, 3), dtype=torch.bfloat16, mlp=64, **switches)
+    given = {"heads": (str(head),), "device": "cpu", "max_context": 128, "num_draft": 3, "compile": "native"}
+    with LLM(target, modes=["naive", "eagle"], **given | options) as llm:
+        for params in (GREEDY, SAMPLED):
+            want, found = (llm.generate(PROMPTS, params, mode=mode) for mode in ("naive", "eagle"))
+            assert [done.token_ids for done in found] == [done.token_ids for done in want]
+            assert any(done.stats is not None and done.stats.drafted_tokens for done in found)
+
+
+@pytest.mark.parametrize("switches", [SPECULATORS, TWO_LAYERS], ids=["speculators", "two layers"])
+def test_trees_do_not_depend_on_the_switches_of_a_head(switches: dict[str, Any]) -> None:
+    target = tiny_decoder(3)
+    engine = built(random_head(target, "eagle3", ids=IDS, **switches), target, batch=3, tree=TREE)
+    assert texts(engine, PROMPTS, SAMPLED) == texts(new_engine(target, batch=3), PROMPTS, SAMPLED)
+    assert engine.stats.drafted_tokens > 60
+
+
+def test_a_switch_that_is_not_supported_ends_the_command(
+    shared: Shared, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = shared.checkpoint()
+    head = make_head(tmp_path, decoder_config(target), "eagle3", parallel_drafting=True)
+    options = ["--target", str(target), "--mode", "eagle", "--draft-head", str(head), "--device", "cpu"]
+    assert main(["generate", "the", *options]) == 2
+    said = capsys.readouterr().err.strip()
+    assert "parallel_drafting is True in its config.json (P-EAGLE), not supported; give a head" in said
+    assert len(said.splitlines()) == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,9 @@ def make_head(
     target_layers: tuple[int, ...] = (),
     **changes: Any,
 ) -> Path:
-    """Write config.json and model.safetensors of a head for such a target; `ids` are its draft tokens. `layers` and
-    `draft_length` are for kind `parallel`, `target_layers` (none: the last one) for `glide`.
+    """Write config.json and model.safetensors of a head for such a target; `ids` are its draft tokens. `draft_length`
+    is for kind `parallel`, `target_layers` (none: the last one) for `glide`. `changes` of config.json that need tensors
+    get them.
     """
     D, H, K, d, V = target.hidden_size, 4, 2, 8, target.vocab_size
     config: dict[str, Any] = {"architectures": [f"LlamaForCausalLM{kind.capitalize()}"], "model_type": "llama"}
@@ -52,8 +53,9 @@ def make_head(
 
     fused = kind in ("eagle3", "parallel")
     tensors = {} if kind == "glide" else {"fc.weight": random(D, len(taps) * D if fused else 2 * D)}
+    set_switches(tensors, changes, len(taps), random)
     for number in range(layers):
-        layer = "midlayer" if kind == "eagle3" else f"layers.{number}"
+        layer = "midlayer" if kind == "eagle3" and number == 0 else f"layers.{number}"
         wide = 2 * D if fused and number == 0 else D
         shapes = {"self_attn.q": (H * d, wide), "self_attn.k": (K * d, wide), "self_attn.v": (K * d, wide)}
         shapes |= {"self_attn.o": (D, H * d), "mlp.gate": (mlp, D), "mlp.up": (mlp, D), "mlp.down": (D, mlp)}
@@ -95,6 +97,18 @@ def make_head(
     (folder / "config.json").write_text(json.dumps(config | changes))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def set_switches(
+    tensors: dict[str, Tensor], config: Mapping[str, Any], num_taps: int, random: Callable[..., Tensor]
+) -> None:
+    """Add the tensors of a config's switches to those of an EAGLE-3 head, or take away its fc."""
+    if (config.get("eagle_config") or {}).get("use_aux_hidden_state") is False:
+        del tensors["fc.weight"]
+    if config.get("norm_before_fc"):
+        tensors["input_norm.weight"] = random(tensors["fc.weight"].shape[1])
+    for i in range(num_taps if config.get("fc_norm") else 0):
+        tensors[f"fc_norm.{i}.weight"] = random(tensors["fc.weight"].shape[1] // num_taps)
 
 
 def logits_of(head: Head, states_BTD: Tensor) -> Tensor:

@@ -23,6 +23,21 @@ from tests.models.folders import edit_config as edit
 from tests.models.folders import take_field
 
 KINDS = ("eagle", "eagle3")
+TRAINED = {"sliding_window": 3, "norm_before_fc": True, "norm_output": True}
+"""Settings that speculators' trainer has by default."""
+FORMS: dict[str, tuple[str, dict]] = {
+    "eagle": ("eagle", {}),
+    "eagle3": ("eagle3", {}),
+    "norm_before_residual": ("eagle3", {"norm_before_residual": True}),
+    "norm_before_fc": ("eagle3", {"norm_before_fc": True}),
+    "fc_norm": ("eagle3", {"fc_norm": True}),
+    "norm_output": ("eagle3", {"norm_output": True}),
+    "sliding": ("eagle3", {"layer_types": ["sliding_attention"], "sliding_window": 3}),
+    "EAGLE-3.1": ("eagle3", {"fc_norm": True, "norm_output": True, "norm_before_residual": True}),
+    "use_aux_hidden_state": ("eagle3", {"eagle_config": {"use_aux_hidden_state": False}, "norm_output": True}),
+    "two layers": ("eagle3", {"layers": 2, "layer_types": ["sliding_attention", "full_attention"], **TRAINED}),
+}
+"""Heads in all the ways that published files differ -> kind and options of `make_head`."""
 IDS = sorted({7, 3, 31, 12, 0, 39, 22})
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -44,16 +59,17 @@ def rotated(x: Tensor, first: int = 0) -> Tensor:
     return torch.cat([z.real, z.imag], 1)
 
 
-def self_attention(t: Mapping[str, Tensor], x: Tensor, inputs: Tensor) -> Tensor:
-    """Over a whole text [T, D], head by head and place by place."""
+def self_attention(t: Mapping[str, Tensor], x: Tensor, inputs: Tensor, window: int = 1000) -> Tensor:
+    """Over a whole text [T, D], head by head and place by place; `window`: the last places that one sees."""
     q, k, v = (inputs @ t[f"self_attn.{name}_proj.weight"].T for name in "qkv")
     out = torch.zeros(len(x), 32, dtype=x.dtype)
     for h in range(4):
         of_q, of_kv = slice(8 * h, 8 * h + 8), slice(8 * (h // 2), 8 * (h // 2) + 8)
         queries, keys = rotated(q[:, of_q]), rotated(k[:, of_kv])
         for i in range(len(x)):
-            weights = (keys[: i + 1] @ queries[i] / 8**0.5).softmax(0)
-            out[i, of_q] = weights @ v[: i + 1, of_kv]
+            seen = slice(max(0, i + 1 - window), i + 1)
+            weights = (keys[seen] @ queries[i] / 8**0.5).softmax(0)
+            out[i, of_q] = weights @ v[seen, of_kv]
     return x + out @ t["self_attn.o_proj.weight"].T
 
 
@@ -63,22 +79,37 @@ def mlp(t: Mapping[str, Tensor], x: Tensor) -> Tensor:
     return x + (torch.nn.functional.silu(gate) * up) @ t["mlp.down_proj.weight"].T
 
 
-def block(t: Mapping[str, Tensor], x: Tensor, inputs: Tensor) -> Tensor:
-    return mlp(t, self_attention(t, x, inputs))
+def block(t: Mapping[str, Tensor], x: Tensor, inputs: Tensor, window: int = 1000) -> Tensor:
+    return mlp(t, self_attention(t, x, inputs, window))
 
 
 def chain(folder: Path, embed: Tensor, tokens: list[int], features: Tensor, guessed: int) -> Tensor:
     """The state [D] behind a text whose last tokens were guessed: those have no features."""
-    t = load_file(folder / "model.safetensors")
-    layer = {name.split(".", 2 if name[0] == "l" else 1)[-1]: v for name, v in t.items() if "layer" in name}
-    embeds, eagle3 = embed[tokens], "norm.weight" in t
-    states = list(features @ t["fc.weight"].T if eagle3 else features)
+    t, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    layers: list[dict[str, Tensor]] = [{} for _ in range(config["num_hidden_layers"])]
+    for name, value in t.items():
+        place, _, rest = name.replace("midlayer", "layers.0").removeprefix("layers.").partition(".")
+        if place.isdigit():
+            layers[int(place)][rest] = value
+    windows = [config["sliding_window"] if kind[0] == "s" else 1000 for kind in config.get("layer_types", ["full"])]
+    layer, embeds, eagle3 = layers[0], embed[tokens], "norm.weight" in t
+    if config.get("norm_before_fc"):
+        features = rms(features, t["input_norm.weight"])
+    if config.get("fc_norm"):
+        parts = [rms(part, t[f"fc_norm.{i}.weight"]) for i, part in enumerate(features.split(32, 1))]
+        features = torch.cat(parts, 1)
+    states = list(features @ t["fc.weight"].T if eagle3 and "fc.weight" in t else features)
     for _ in range(guessed + 1):
         before = torch.stack(states)
         e = embeds[: len(before)]
         if eagle3:
-            inputs = torch.cat([rms(e, layer["input_layernorm.weight"]), rms(before, layer["hidden_norm.weight"])], 1)
-            after = block(layer, before, inputs)
+            normed = rms(before, layer["hidden_norm.weight"])
+            inputs = torch.cat([rms(e, layer["input_layernorm.weight"]), normed], 1)
+            after = block(layer, normed if config.get("norm_before_residual") else before, inputs, windows[0])
+            for upper, window in zip(layers[1:], windows[1:], strict=True):
+                after = block(upper, after, rms(after, upper["input_layernorm.weight"]), window)
+            if config.get("norm_output"):
+                after = rms(after, t["norm.weight"])
         else:
             x = torch.cat([e, before], 1) @ t["fc.weight"].T + t["fc.bias"]
             after = block(layer, x, x)
@@ -87,12 +118,13 @@ def chain(folder: Path, embed: Tensor, tokens: list[int], features: Tensor, gues
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("kind", KINDS)
-def test_states_and_logits_are_those_of_the_papers(kind: str, tmp_path: Path) -> None:
-    head, dice = loaded(tmp_path, kind, ids=IDS), torch.Generator().manual_seed(1)
+@pytest.mark.parametrize("form", FORMS)
+def test_states_and_logits_are_those_of_the_papers(form: str, tmp_path: Path) -> None:
+    kind, options = FORMS[form]
+    head, dice = loaded(tmp_path, kind, ids=IDS, **options), torch.Generator().manual_seed(1)
     target = tiny_decoder(3)
     tokens = torch.randint(VOCAB, (1, 6), generator=dice)
-    features = torch.randn(1, 6, 64 if kind == "eagle3" else 32, generator=dice, dtype=torch.float64)
+    features = torch.randn(1, 6, 32 * len(head.config.taps), generator=dice, dtype=torch.float64)
     unrolled = head.unroll(tokens, features, steps=3)
     for step, states in enumerate(unrolled):
         for place in range(step, 6):
@@ -100,7 +132,8 @@ def test_states_and_logits_are_those_of_the_papers(kind: str, tmp_path: Path) ->
             torch.testing.assert_close(states[0, place], chain(tmp_path, target.embed.weight, text, known, step))
     t = load_file(tmp_path / "model.safetensors")
     last = unrolled[0][0, -1]
-    narrow = (rms(last, t["norm.weight"]) if kind == "eagle3" else last) @ t["lm_head.weight"].T
+    is_normed = kind == "eagle" or "norm_output" in options
+    narrow = (last if is_normed else rms(last, t["norm.weight"])) @ t["lm_head.weight"].T
     wide = torch.full((VOCAB,), -torch.inf, dtype=torch.float64)
     wide[IDS] = narrow
     torch.testing.assert_close(logits_of(head, unrolled[0])[0, -1], wide)
@@ -108,16 +141,17 @@ def test_states_and_logits_are_those_of_the_papers(kind: str, tmp_path: Path) ->
 
 @torch.inference_mode()
 @pytest.mark.parametrize("how", ["off", "native"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_cached_steps_agree_with_training(kind: str, how: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_cached_steps_agree_with_training(form: str, how: str, tmp_path: Path) -> None:
     """Texts in two pieces, the second shorter in one row; then a chain, and the same as the path of a tree."""
-    head, dice = loaded(tmp_path, kind, own_embed=True, ids=IDS), torch.Generator().manual_seed(1)
+    kind, options = FORMS[form]
+    head, dice = loaded(tmp_path, kind, own_embed=True, ids=IDS, **options), torch.Generator().manual_seed(1)
     tokens = torch.randint(VOCAB, (2, 64), generator=dice)
-    features = torch.randn(2, 64, 64 if kind == "eagle3" else 32, generator=dice, dtype=torch.float64)
+    features = torch.randn(2, 64, 32 * len(head.config.taps), generator=dice, dtype=torch.float64)
     unrolled = head.unroll(tokens[:, 1:10], features[:, :9], steps=3)
     if how == "native":
         pack_linears(head)
-        head.native = native_head(head)
+        head.native = native_head(head) if len(head.blocks) == 1 else None
     cache, ends = head.new_cache(2, 64), torch.tensor([7, 6])
     states = torch.randn(2, 5, 32, generator=dice, dtype=torch.float64)
     assert head.read(tokens, features, 4, cache) is None
@@ -190,9 +224,10 @@ def test_rows_have_the_same_bits_however_they_are_read(kind: str, dtype: torch.d
 
 
 @pytest.mark.parametrize("options", [{}, {"ids": IDS}, {"own_embed": True, "bias": False}], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_was_read_is_written_again(kind: str, options: dict, tmp_path: Path) -> None:
-    head = loaded(tmp_path / "a", kind, **options)
+@pytest.mark.parametrize("form", ["eagle", "EAGLE-3.1", "two layers"])
+def test_what_was_read_is_written_again(form: str, options: dict, tmp_path: Path) -> None:
+    kind, switches = FORMS[form]
+    head = loaded(tmp_path / "a", kind, **switches, **options)
     save_head(head, tmp_path / "b")
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
@@ -233,7 +268,7 @@ def test_names_of_other_engines_are_known(tmp_path: Path) -> None:
     outer = {"draft_vocab_size": len(IDS), "eagle_aux_hidden_state_layer_ids": [1, 2], "norm_before_residual": True}
     (tmp_path / "config.json").write_text(json.dumps({"transformer_layer_config": config, **outer}))
     again = load_head(tmp_path, tiny_decoder(3))
-    assert again.config.taps == (1, 2) and again.config.norm_before_residual
+    assert again.config.taps == (1, 2) and again.config.switches == {"norm_before_residual"}
     assert all(torch.equal(a, b) for a, b in zip(head.parameters(), again.parameters(), strict=True))
 
 
@@ -262,21 +297,36 @@ def test_new_heads_have_the_sizes_of_the_target(tmp_path: Path) -> None:
         ("eagle3", {"target_hidden_size": 64}, "hidden size of 64 and the target has 32"),
         ("eagle3", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 5]}}, "after 1, 6 blocks"),
         ("eagle3", {"eagle_aux_hidden_state_layer_ids": [0, 1]}, "which name different layers"),
-        ("eagle3", {"num_hidden_layers": 2}, "has 2 layers"),
+        ("eagle", {"num_hidden_layers": 2}, "has 2 layers"),
+        ("eagle3", {"num_hidden_layers": 17}, "has 17 layers; heads of kind eagle3 have at most 16"),
+        ("eagle3", {"num_hidden_layers": 2}, "missing layers.1"),
         ("eagle3", {"draft_vocab_size": 9}, "draft_vocab_size is 9"),
         ("eagle", {"quantization_config": {}}, "quantized"),
         ("eagle", {"model_type": "mamba"}, "mamba"),
         ("eagle3", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 0]}}, "do not ascend"),
-        ("eagle3", {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
-        ("eagle3", {"norm_output": True}, "norm_output.*EAGLE-3.1"),
-        ("eagle3", {"norm_before_fc": True}, "norm_before_fc"),
-        ("eagle3", {"fc_norm": True}, "fc_norm"),
-        ("eagle3", {"transformer_layer_config": {"norm_output": True}}, "norm_output"),
+        (
+            "eagle3",
+            {"eagle_config": None, "target_layer_ids": [0, 1]},
+            "before it; give eagle_aux_hidden_state_layer_ids",
+        ),
+        ("eagle3", {"norm_before_fc": True}, "missing input_norm.weight"),
+        ("eagle3", {"fc_norm": True}, "missing fc_norm.0.weight, fc_norm.1.weight"),
+        ("eagle3", {"fc_norm": True, "norm_before_fc": True}, "fc_norm and norm_before_fc are both true"),
+        ("eagle3", {"fc_norm": True, "eagle_config": {"use_aux_hidden_state": False}}, "such a head has no fc"),
+        (
+            "eagle3",
+            {"hidden_size": 64, "eagle_config": {"use_aux_hidden_state": False}},
+            "no fc, but its hidden size is 64",
+        ),
+        ("eagle", {"norm_output": True}, "norm_output is true, which heads of kind eagle do not have"),
+        ("eagle", {"transformer_layer_config": {"norm_output": True}}, "norm_output is true"),
         ("eagle3", {"parallel_drafting": True}, "parallel_drafting"),
         ("eagle3", {"ptd_token_id": 7}, "P-EAGLE"),
         ("eagle3", {"norm_after_attention": True}, "norm_after_attention"),
         ("eagle", {"norm_before_residual": True}, "norm_before_residual"),
-        ("eagle3", {"layer_types": ["sliding_attention"], "sliding_window": 8}, "layer_types has 'sliding_attention'"),
+        ("eagle3", {"layer_types": ["sliding_attention"]}, "sliding_attention layers but no sliding_window"),
+        ("eagle3", {"layer_types": ["chunked_attention"]}, "layer type 'chunked_attention'"),
+        ("glide", {"layer_types": ["sliding_attention"], "sliding_window": 8}, "sliding window of 8, which heads of"),
         ("eagle", {"medusa_num_heads": 4}, "Medusa"),
         ("eagle", {"speculators_model_type": "dflash"}, "DFlash"),
         ("eagle", {"architectures": ["DFlash2DraftModel"]}, "DFlash 2"),
@@ -304,7 +354,8 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
             load_head(tmp_path, target)
 
     refused({"norm.weight": None}, "missing norm.weight")
-    refused({"fc_norm.0.weight": good["norm.weight"].clone()}, "EAGLE-3.1")
+    refused({"fc_norm.0.weight": good["norm.weight"].clone()}, "but fc_norm is not true in its config.json")
+    refused({"input_norm.weight": good["norm.weight"].clone()}, "but norm_before_fc is not true")
     refused({"mask_hidden": good["norm.weight"].clone()}, "P-EAGLE")
     refused({"fc.weight": None}, "the tensor fc.weight is missing")
     refused({"gate.weight": good["norm.weight"].clone()}, "unexpected gate.weight")
@@ -312,6 +363,18 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
     refused({"d2t": None, "t2d": None}, "the tensor d2t, with their ids, is missing")
     refused({"d2t": good["d2t"] + 100}, "distinct ids of 40 tokens")
     refused({"t2d": ~good["t2d"]}, "t2d and d2t name different tokens")
+
+
+def test_a_head_of_the_last_state_alone_has_no_use_for_fc(tmp_path: Path) -> None:
+    """EAGLE-1 has one anyway; EAGLE-3 then drafts as without."""
+    last_state = {"use_aux_hidden_state": False}
+    eagle, kept = loaded(tmp_path / "eagle", "eagle"), loaded(tmp_path / "eagle3", "eagle3", ids=IDS)
+    for folder in ("eagle", "eagle3"):
+        edit(tmp_path / folder, eagle_config=last_state)
+    assert torch.equal(load_head(tmp_path / "eagle", tiny_decoder(3)).fc.weight, eagle.fc.weight)
+    head = load_head(tmp_path / "eagle3", tiny_decoder(3))
+    assert head.config.taps == (3,) and isinstance(head.fc, torch.nn.Identity)
+    assert torch.equal(head.block.attn.qkv.weight, kept.block.attn.qkv.weight)
 
 
 def test_sections_and_fields_of_null_in_a_head_say_nothing(tmp_path: Path) -> None:

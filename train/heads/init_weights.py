@@ -89,8 +89,8 @@ def with_masks(head: Eagle3, target: Decoder, draft_length: int) -> Parallel:
     """
     raw = {**head.config.raw, "architectures": [ARCHITECTURES["parallel"]], "draft_length": draft_length}
     config = HeadConfig.of(raw, "parallel", target.config)
-    ids_K = None if head.ids is None else head.get_buffer("ids")
-    one = new_head(config, target, ids_K=ids_K, own_embed=head.embed is not None, fc_bias=head.fc.bias is not None)
+    ids_K, has_bias = None if head.ids is None else head.get_buffer("ids"), getattr(head.fc, "bias", None) is not None
+    one = new_head(config, target, ids_K=ids_K, own_embed=head.embed is not None, fc_bias=has_bias)
     assert isinstance(one, Parallel)
     given = dict(head.named_parameters())
     for name, parameter in one.named_parameters():

@@ -22,6 +22,7 @@ SPEC = DrafterSpec(
             layout="eagle3",
             architecture="LlamaForCausalLMEagle3",
             marks=frozenset({"layers.0.hidden_norm.weight"}),
+            max_layers=16,
             build="sharesd.drafters.eagle.head:Eagle3",
             help="train an EAGLE-3 head",
             training={"draft_vocab": 8192, "feature_weight": 0.0},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sharesd.drafters import registry
-from sharesd.drafters.heads.config import HeadConfig, Kind, head_class
+from sharesd.drafters.heads.config import SWITCHES, HeadConfig, Kind, head_class, reads_depths
 from sharesd.drafters.heads.foreign import refuse_foreign
 from sharesd.drafters.heads.head import Head
 from sharesd.models import checkpoint
@@ -70,8 +70,12 @@ def _empty_head(folder: Path, target: Decoder) -> tuple[Head, list[tuple[str, st
             tensors[name] = stored_name, tensor
     with checkpoint.damage_named(folder):
         refuse_foreign(raw, tensors)
-        config = HeadConfig.of(raw, _kind(raw, tensors), target.config)
+        kind = _kind(raw, tensors)
+        if kind != "eagle" and not reads_depths(raw):  # fc has no effect then, as in vLLM
+            tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("fc.")}
+        config = HeadConfig.of(raw, kind, target.config)
         check_sizes(config.block, sum(file.stat().st_size for file in files))
+        _check_switches(tensors, config)
         ids_K = _draft_ids(tensors, config)
         head = new_head(
             config,
@@ -125,9 +129,20 @@ def _kind(raw: Mapping[str, Any], tensors: Mapping[str, tuple[str, Tensor]]) -> 
     for layout in layouts:
         if not layout.is_public and raw.get("architectures") == [layout.architecture]:
             return layout.layout
-    if "fc.weight" not in tensors:
+    if "fc.weight" not in tensors and reads_depths(raw):
         raise ValueError("the tensor fc.weight is missing; give the folder of a trained head")
     return next((each.layout for each in reversed(layouts) if each.marks & tensors.keys()), layouts[0].layout)
+
+
+def _check_switches(tensors: Collection[str], config: HeadConfig) -> None:
+    """Raise ValueError for a tensor of a switch that config.json does not set."""
+    for switch, prefix in SWITCHES.items():
+        found = next((name for name in tensors if prefix and name.startswith(prefix)), None)
+        if found is not None and switch not in config.switches:
+            raise ValueError(
+                f"it has the tensor {found}, but {switch} is not true in its config.json; add the key if the head was "
+                "trained so, else remove the tensor"
+            )
 
 
 def _draft_ids(tensors: dict[str, tuple[str, Tensor]], config: HeadConfig) -> Tensor | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
+from sharesd.drafters.heads.config import SWITCHES
+
 
 class HeadFormat(NamedTuple):
     """A published format of heads, and what identifies it in a folder."""
@@ -36,21 +38,17 @@ FORMATS = (
     HeadFormat("Gemma 4 assistant", ("assistant",), ("backbone_hidden_size",), ("pre_projection.", "post_projection.")),
     HeadFormat("MTP", ("mtp",), ("mtp_hybrid_override_pattern",), ("mtp_layers.", "mtp.", ".eh_proj.")),
     HeadFormat("EAGLE with latent attention (MLA)", ("deepseek",), ("kv_lora_rank",), (".kv_a_proj_with_mqa.",)),
-    HeadFormat("EAGLE-3.1", (), ("fc_norm",), ("fc_norm.",)),
 )
 """Formats, the narrower before the wider."""
 
-SWITCHES = {
-    "norm_output": "EAGLE-3.1",
-    "norm_before_fc": "EAGLE-3 with a norm before fc",
-    "fc_norm": "EAGLE-3.1",
+REFUSED = {
     "parallel_drafting": "P-EAGLE",
     "layernorms": "EAGLE with layer norms",
 }
 """Keys of config.json that are refused if set -> format."""
 SAFE: tuple[str, ...] = (
     "use_cache",
-    "norm_before_residual",
+    *SWITCHES,
     "tie_word_embeddings",
     "embed_requires_grad",
     "use_sliding_window",
@@ -62,7 +60,7 @@ HINTS = {"norm", "fc", "residual", "aux", "draft", "parallel", "causal", "mask",
 
 SECTIONS = ("eagle_config", "transformer_layer_config", "speculators_config", "dflash_config")
 """Sections of config.json that are searched."""
-_REMEDY = "give a head in a layout of EAGLE, EAGLE-2 or EAGLE-3 without it, or use a mode without a head"
+_REMEDY = "give a head in a layout of EAGLE, EAGLE-2, EAGLE-3 or EAGLE-3.1 without it, or use a mode without a head"
 
 
 def refuse_foreign(raw: Mapping[str, Any], tensors: Collection[str]) -> None:
@@ -71,7 +69,7 @@ def refuse_foreign(raw: Mapping[str, Any], tensors: Collection[str]) -> None:
     `raw`: config.json; `tensors`: names of the stored tensors.
     """
     parts = [raw, *(part for name in SECTIONS if isinstance(part := raw.get(name), Mapping))]
-    for name, known in SWITCHES.items():
+    for name, known in REFUSED.items():
         for part in parts:
             if part.get(name):
                 raise ValueError(f"{name} is {part[name]!r} in its config.json ({known}), not supported; {_REMEDY}")
@@ -80,14 +78,9 @@ def refuse_foreign(raw: Mapping[str, Any], tensors: Collection[str]) -> None:
         if reason:
             raise ValueError(f"{reason}: a head of the format {each.name}, not supported; {_REMEDY}")
     for part in parts:
-        if part.get("use_aux_hidden_state") is False:
-            raise ValueError(f"use_aux_hidden_state is False in its config.json, not supported; {_REMEDY}")
         for name, value in part.items():
             if value is True and name not in SAFE and not HINTS.isdisjoint(name.split("_")):
                 raise ValueError(f"{name} is True in its config.json, not supported; {_REMEDY}")
-        sliding = next((kind for kind in part.get("layer_types") or () if kind != "full_attention"), None)
-        if sliding is not None:
-            raise ValueError(f"layer_types has {sliding!r} in its config.json, not supported; {_REMEDY}")
 
 
 def _reason(each: HeadFormat, parts: Collection[Mapping[str, Any]], tensors: Collection[str]) -> str:

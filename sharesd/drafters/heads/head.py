@@ -59,7 +59,10 @@ class Head(nn.Module):
     """Name of the first block in files that are written."""
     HAS_TARGET_WIDTH: ClassVar[bool] = False
     """Its hidden size is the target's."""
-    HAS_NORM_BEFORE_RESIDUAL: ClassVar[bool] = False  # the residual stream may begin with the normalised state
+    SWITCHES: ClassVar[frozenset[str]] = frozenset()
+    """Those of `config.SWITCHES` that it may have."""
+    TAKES_WINDOWS: ClassVar[bool] = False
+    """Its blocks may attend to the last places only."""
     block: Any
     lm_head: nn.Linear | None
     """None: the target's."""
@@ -172,7 +175,9 @@ class Head(nn.Module):
 class FeatureHead(Head):
     """Head over the target's hidden states, or its own where unread."""
 
-    fc: nn.Linear
+    TAKES_WINDOWS = True
+    fc: Any
+    """Linear; the identity of a head that reads the state of one depth as it is."""
     block: HeadBlock
 
     def __init__(self, config: HeadConfig, target: Decoder, *, inputs: int, **options: Any) -> None:
@@ -193,6 +198,10 @@ class FeatureHead(Head):
     def mix(self, states_BTD: Tensor, embeds_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """Return residual stream [B, T, D] and query inputs [B, T, E]."""
         raise NotImplementedError
+
+    def states_of(self, x_BTD: Tensor) -> Tensor:
+        """Return states from the residual stream after all blocks."""
+        return x_BTD
 
     # ---- what does not
 
@@ -216,7 +225,7 @@ class FeatureHead(Head):
         x_BTD = first(x_BTD, inputs_BTE, *tables, cache.k[0], cache.v[0], *places)
         for block, k_BKSd, v_BKSd in zip(upper, cache.k[1:], cache.v[1:], strict=True):
             x_BTD = block(x_BTD, *tables, k_BKSd, v_BKSd, *places)
-        return x_BTD
+        return self.states_of(x_BTD)
 
     def read(
         self,
@@ -280,17 +289,22 @@ class FeatureHead(Head):
         """Return states of `unroll` for concatenated texts, separate in attention."""
         embeds_BTD, states_BTD = self._embed(tokens_BT), self.fuse(features_BTF)
         place_T = torch.cat([torch.arange(length, device=tokens_BT.device) for length in lengths])
-        keys, values, unrolled = [], [], []
+        known: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in self.blocks]
+        unrolled = []
         for _ in range(steps):
             x_BTD, inputs_BTE = self.mix(states_BTD, embeds_BTD)
-            q_BHTd, k_BKTd, v_BKTd = self.qkv(self.block.attn, inputs_BTE, place_T)
-            keys.append(k_BKTd)
-            values.append(v_BKTd)
-            attended_BHTd = attend_chains_of_texts(q_BHTd, keys, values, self.block.attn.scale, lengths)
-            x_BTD = x_BTD + self.block.attn.o(attended_BHTd.transpose(1, 2).flatten(2))
-            x_BTD = self.block.mlp(x_BTD, self.block.mlp_norm, x_BTD)
-            unrolled.append(x_BTD)
-            states_BTD = F.pad(x_BTD, (0, 0, 1, 0))[:, :-1]
+            for block, (keys, values) in zip(self.blocks, known, strict=True):
+                inputs_BTE = inputs_BTE if block is self.block else block.attn_norm(x_BTD)
+                q_BHTd, k_BKTd, v_BKTd = self.qkv(block.attn, inputs_BTE, place_T)
+                keys.append(k_BKTd)
+                values.append(v_BKTd)
+                attended_BHTd = attend_chains_of_texts(
+                    q_BHTd, keys, values, block.attn.scale, lengths, window=block.attn.window
+                )
+                x_BTD = x_BTD + block.attn.o(attended_BHTd.transpose(1, 2).flatten(2))
+                x_BTD = block.mlp(x_BTD, block.mlp_norm, x_BTD)
+            unrolled.append(self.states_of(x_BTD))
+            states_BTD = F.pad(unrolled[-1], (0, 0, 1, 0))[:, :-1]
         return unrolled
 
 

@@ -18,28 +18,38 @@ from torch.nn import functional as F
 
 
 def attend_chains_of_texts(
-    q_BHTd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float, lengths: Sequence[int]
+    q_BHTd: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    scale: float,
+    lengths: Sequence[int],
+    *,
+    window: int = 0,
 ) -> Tensor:
     """Return `attend_chains` of concatenated texts, separate in attention."""
     texts = zip(*(x.split(list(lengths), 2) for x in (q_BHTd, *keys, *values)), strict=True)
     num = len(keys)
-    return torch.cat([attend_chains(q, known[:num], known[num:], scale) for q, *known in texts], 2)
+    return torch.cat([attend_chains(q, known[:num], known[num:], scale, window) for q, *known in texts], 2)
 
 
-def attend_chains(q_BHTd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float) -> Tensor:
+def attend_chains(
+    q_BHTd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float, window: int = 0
+) -> Tensor:
     """Return attention [B, H, T, d] of the newest step's queries.
 
-    Keys and values [B, K, T, d] are those of all steps from 0. The first s places of step s are undefined.
+    Keys and values [B, K, T, d] are those of all steps from 0. The first s places of step s are undefined. `window`:
+    the last so many places are seen; 0: all.
     """
     device = q_BHTd.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         q_BHTd, keys, values = q_BHTd.to(dtype), [k.to(dtype) for k in keys], [v.to(dtype) for v in values]
     step, T = len(keys) - 1, q_BHTd.shape[2]
-    if device != "cpu":
+    if device != "cpu" or window:
         place_T = torch.arange(T, device=q_BHTd.device)
         back_TT = place_T[:, None] - place_T  # how far each place looks back
-        masks = [back_TT >= step, *(back_TT == step - earlier for earlier in range(1, step + 1))]
+        near_TT = back_TT < (window or T)
+        masks = [(back_TT >= step) & near_TT, *(back_TT == step - earlier for earlier in range(1, step + 1))]
         return F.scaled_dot_product_attention(
             q_BHTd,
             torch.cat(list(keys), 2),

@@ -18,7 +18,7 @@ from sharesd.drafters.eagle.head import Eagle3
 from sharesd.drafters.heads.config import LAYER_IDS, HeadConfig, taps_of
 from sharesd.drafters.heads.head import each
 from sharesd.kvcache.static import StaticKVCache
-from sharesd.models.decoder import Block, Decoder
+from sharesd.models.decoder import Decoder
 from sharesd.models.decoder_config import DecoderConfig
 
 ANCHORS = 64
@@ -30,13 +30,14 @@ KeysAndValues = list[list[Tensor]]
 
 
 class Parallel(Eagle3):
-    """EAGLE-3 with masks, and perhaps a second block.
+    """EAGLE-3 with masks.
 
     Legend: M masks, A anchors (places that masks follow), C of them that are read together, N draft tokens; else as
     `head.py` has it.
     """
 
     BLOCK_NAME = "layers.0"
+    TAKES_WINDOWS = False
 
     def __init__(self, config: HeadConfig, target: Decoder, **options: Any) -> None:
         """Options are those of `Eagle3`."""
@@ -44,7 +45,6 @@ class Parallel(Eagle3):
         c, M = config.block, config.draft_length - 1
         self.mask_embeds = nn.Parameter(torch.empty(M, c.hidden_size, **self.place))
         self.mask_states = nn.Parameter(torch.empty(M, c.hidden_size, **self.place))
-        self.upper = nn.ModuleList(Block(c, layer, **self.place) for layer in c.layer_types[1:])
 
     @classmethod
     def config_fields(cls, raw: Mapping[str, Any], target: DecoderConfig) -> dict[str, Any]:
@@ -64,10 +64,6 @@ class Parallel(Eagle3):
 
     def native_parts(self) -> dict[str, Any]:
         return {**super().native_parts(), "masks": (self.mask_embeds, self.mask_states)}
-
-    @property
-    def blocks(self) -> list[Any]:
-        return [self.block, *self.upper]
 
     def propose(
         self, tokens_BS: Tensor, features_BSF: Tensor, num: int, cache: StaticKVCache, ends_B: Tensor, depth: int
@@ -159,4 +155,4 @@ class Parallel(Eagle3):
             )
             x_BTD = x_BTD + block.attn.o(attended_BHTd.transpose(1, 2).flatten(2))
             x_BTD = block.mlp(x_BTD, block.mlp_norm, x_BTD)
-        return x_BTD
+        return self.states_of(x_BTD)

@@ -215,12 +215,14 @@ def nodes_of_a_tree(hand: Hand) -> TreeAttentionMask:
 
 
 @EACH_DTYPE
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "EAGLE-3.1"])
 @every_region_is_guarded
 @torch.inference_mode()
 def test_a_head(hand: Hand, dtype: torch.dtype, kind: str) -> None:
     """Places up to the last slot, then a chain and a tree behind them."""
-    head, cache, tokens = head_on(tiny_decoder(0, dtype=dtype, max_position_embeddings=64), kind, hand)
+    switches = {"fc_norm": True, "norm_output": True} if kind == "EAGLE-3.1" else {}
+    kind = "eagle" if kind == "eagle" else "eagle3"
+    head, cache, tokens = head_on(tiny_decoder(0, dtype=dtype, max_position_embeddings=64), kind, hand, **switches)
     native = native_head(head)
     features = hand("features", random(dtype, 1, 64, 64 if kind == "eagle3" else 32))
     states = hand("states", random(dtype, 1, 4, 32))
