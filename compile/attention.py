@@ -128,6 +128,7 @@ def attend(
     tree_mask: TreeAttentionMask | None = None,
     rotary: tuple[Tensor, Tensor] | None = None,
     norms: tuple[Norm, Norm] | None = None,
+    query_factors: Tensor | None = None,
 ) -> Tensor:
     """Write k and v in place; return the attention output.
 
@@ -137,8 +138,8 @@ def attend(
     2309.17453). `softcap` > 0 squashes the scores to softcap * tanh(score / softcap) before masking (Gemma 2). With
     `tree_mask` a row is written to the last slot of its path, and attends to slots < lengths and its path. Before,
     queries and keys are normalised by `norms` and rotated by `rotary`: cosines and sines [P, r] of all positions, fewer
-    than padding may have. If `reads_live_slots`, a query's result has the same bits whatever T, S, B, the number of
-    threads, and its place in a tree. Caches may be in 8 bits.
+    than padding may have; then queries are multiplied by `query_factors` [P]. If `reads_live_slots`, a query's result
+    has the same bits whatever T, S, B, the number of threads, and its place in a tree. Caches may be in 8 bits.
     """
     (B, T, _, d), device = q_BTHd.shape, q_BTHd.device
     is_step = T <= MAX_STEP or tree_mask is not None
@@ -149,12 +150,15 @@ def attend(
         if rotary is not None:
             angles = position_angles(rotary, T, lengths_B, tree_mask)
             q_BTHd, k_BTKd, rotary = rotate(q_BTHd, *angles), rotate(k_BTKd, *angles), None
+        if query_factors is not None:
+            q_BTHd = q_BTHd * query_factors[_positions(len(query_factors), T, lengths_B, tree_mask)][..., None, None]
+            query_factors = None
     new, old, extent = (q_BTHd, k_BTKd, v_BTKd), (k_cache, v_cache, lengths_B), (scale, window, recent, softcap)
     if has_kernel:
         places = (*(rotary or (None, None)), *old, *(tree_mask or (None, None)))
         q_norm, k_norm = norms or (None, None)
         how = () if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight, q_norm.eps, q_norm.gemma)
-        return torch.ops.sharesd.attend_(*new, *places, *extent, *how)
+        return torch.ops.sharesd.attend_(*new, *places, *extent, *how, query_factors=query_factors)
     if B == 1 and tree_mask is None and not recent and supports_flash(device, q_BTHd.dtype, d, softcap):
         kept = append_kv(*new[1:], *old, lengths_B[:, None] + torch.arange(T, device=device))
         ends_B = (lengths_B + T).to(torch.int32)
@@ -166,9 +170,14 @@ def position_angles(
     rotary: tuple[Tensor, Tensor], num_rows: int, lengths_B: Tensor, tree_mask: TreeAttentionMask | None
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines [B, T, r] of new tokens' positions."""
-    ahead = torch.arange(num_rows, device=lengths_B.device) if tree_mask is None else tree_mask.depth_BT
-    position_BT = (lengths_B[:, None] + ahead).clamp(0, len(rotary[0]) - 1)  # of padding, which is never read
+    position_BT = _positions(len(rotary[0]), num_rows, lengths_B, tree_mask)
     return rotary[0][position_BT], rotary[1][position_BT]
+
+
+def _positions(num: int, num_rows: int, lengths_B: Tensor, tree_mask: TreeAttentionMask | None) -> Tensor:
+    """Return positions [B, T] of new tokens, below `num`: those of padding are never read."""
+    ahead = torch.arange(num_rows, device=lengths_B.device) if tree_mask is None else tree_mask.depth_BT
+    return (lengths_B[:, None] + ahead).clamp(0, num - 1)
 
 
 def attend_reference(
@@ -286,8 +295,9 @@ def _attend_cpu(
     recent: int,
     softcap: float,
     *norms: Any,
+    query_factors: None = None,
 ) -> Tensor:
-    assert cos is None and sin is None and not any(norms), "normalise and rotate before"
+    assert cos is None and sin is None and not any(norms) and query_factors is None, "normalise and rotate before"
     q, k, v = (x if x.stride(3) == 1 and x.stride(2) == x.shape[3] else x.contiguous() for x in (q, k, v))
     B, T, H, d = q.shape
     q8 = k_cache.dtype == torch.int8
@@ -317,20 +327,21 @@ def _attend_cpu(
     return out
 
 
-def _attend_cuda(*arguments: Any) -> Tensor:
+def _attend_cuda(*arguments: Any, **more: Any) -> Tensor:
     from compile.cuda.attention import attend_live  # imports Triton, which not every machine has
 
-    return attend_live(*arguments)
+    return attend_live(*arguments, **more)
 
 
 LIBRARY.define(
     "attend_(Tensor q, Tensor k, Tensor v, Tensor? cos, Tensor? sin, Tensor(a!) k_cache, Tensor(b!) v_cache, "
     "Tensor lengths, Tensor? depth, Tensor? path, float scale, int window, int recent, float softcap, "
-    "Tensor? q_norm=None, Tensor? k_norm=None, float eps=0.0, bool gemma=False) -> Tensor"
+    "Tensor? q_norm=None, Tensor? k_norm=None, float eps=0.0, bool gemma=False, *, Tensor? query_factors=None) "
+    "-> Tensor"
 )
 LIBRARY.impl("attend_", _attend_cpu, "CPU")
 register_cuda("attend_", _attend_cuda)
-LIBRARY.impl("attend_", lambda q, *rest: q.new_empty(q.shape), "Meta")
+LIBRARY.impl("attend_", lambda q, *rest, **more: q.new_empty(q.shape), "Meta")
 LIBRARY.define("flash(Tensor q, Tensor k_cache, Tensor v_cache, Tensor ends, float scale, int window) -> Tensor")
 register_cuda("flash", _flash)
 LIBRARY.impl("flash", lambda q, *rest: q.new_empty(q.shape), "Meta")

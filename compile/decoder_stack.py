@@ -2,8 +2,8 @@
 
 If blocks have to wait, for weights that are not loaded yet, each range of them is a call.
 
-A block has `attn` (`qkv`, `o`, perhaps `q_norm`, `k_norm`; sizes and constants), `mlp` (`gate_up`, `down`) and norms
-(`weight`, `eps`, `gemma`).
+A block has `attn` (`qkv`, `o`, perhaps `q_norm`, `k_norm`, `query_factors`; sizes and constants), `mlp` (`gate_up`,
+`down`) and norms (`weight`, `eps`, `gemma`).
 """
 
 from __future__ import annotations

@@ -90,6 +90,7 @@ class BlockStruct(Structure):
         ("linears", LinearStruct * 4 * 2),
         ("window", c_int64),
         ("rope", c_int64),
+        ("query_factors", c_void_p),
     ]
 
     @classmethod
@@ -109,6 +110,7 @@ class BlockStruct(Structure):
             ),
             window=attn.window,
             rope=rope,
+            query_factors=address(attn.query_factors),
         )
 
 

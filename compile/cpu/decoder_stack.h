@@ -26,6 +26,7 @@ struct Block {
   Norm attn_norm, q_norm, k_norm, attn_out_norm, mlp_norm, mlp_out_norm;
   Linear linears[2][4];  // full precision, quantized: qkv, o, gate_up, down
   int64_t window, rope;  // rope: number of the table of angles, -1 = none
+  const void* query_factors;  // [positions], of rotated queries; null: none
 };
 struct Step {
   const Block* blocks;  // of this call: all of a decoder's, or some neighbours
@@ -218,11 +219,15 @@ template <typename T> struct Worker {
       T* vector = shared.qkv.data() + m * row + head * s.d;
       const Norm& how = head < s.H ? block.q_norm : block.k_norm;
       if (how.weight) norm(how, vector, vector, s.d, n.eps);
-      if (block.rope < 0) return vector;
       const int64_t ahead = s.tree.path ? s.tree.depth[m] : m % s.T;
-      const int64_t at = std::min(s.lengths[m / s.T] + ahead, s.positions - 1) * s.r;  // padding may lie beyond
-      rotate(vector, reinterpret_cast<const T*>(s.angles[block.rope]) + at,
-             reinterpret_cast<const T*>(s.angles[s.num_ropes + block.rope]) + at, s.r);
+      const int64_t at = std::min(s.lengths[m / s.T] + ahead, s.positions - 1);  // padding may lie beyond
+      if (block.rope >= 0)
+        rotate(vector, reinterpret_cast<const T*>(s.angles[block.rope]) + at * s.r,
+               reinterpret_cast<const T*>(s.angles[s.num_ropes + block.rope]) + at * s.r, s.r);
+      if (head < s.H && block.query_factors) {
+        const auto factor = widen(static_cast<const T*>(block.query_factors)[at]);
+        by_vectors<T>(s.d, [&](auto get, auto put) { put(get(vector) * factor, vector); });
+      }
       return vector;
     };
     for (int64_t item = share(M * s.H, me, all); item < share(M * s.H, me + 1, all); ++item) turn(item / s.H, item % s.H);

@@ -250,8 +250,10 @@ def attend_live(
     k_norm_d: Tensor | None = None,
     eps: float = 0.0,
     gemma: bool = False,
+    *,
+    query_factors: Tensor | None = None,
 ) -> Tensor:
-    """Run `compile.attention.attend` with its norms and rotary embedding: [B, T, H, d].
+    """Run `compile.attention.attend` with its norms, rotary embedding and factors of queries: [B, T, H, d].
 
     Tensors of bfloat16, float16 or float32 on a GPU, or on a CPU under Triton's interpreter. Caches are [B, K, S, d],
     or in 8 bits.
@@ -265,9 +267,8 @@ def attend_live(
     if depth_BT is not None and path_BTP is not None:
         depth, path, P = depth_BT.contiguous(), path_BTP.contiguous(), path_BTP.shape[2]
     launch = launch_options(q.device)
-    turned = write_new_kv(
-        q, k, v, cos_Nr, sin_Nr, k_cache, v_cache, lengths_B, depth, path, P, (q_norm_d, k_norm_d, eps, gemma)
-    )
+    norms, caches = (q_norm_d, k_norm_d, eps, gemma), (k_cache, v_cache)
+    turned = write_new_kv(q, k, v, cos_Nr, sin_Nr, *caches, lengths_B, depth, path, P, norms, query_factors)
     G = H // K
     BLOCK = slots_per_block(D, q.dtype)
     programs, num_programs = count_programs(

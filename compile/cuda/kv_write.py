@@ -26,6 +26,7 @@ def norm_rotate_write(
     v_ptr,
     cos_ptr,  # [N, R]
     sin_ptr,
+    factor_ptr,  # [N] or None
     q_norm_ptr,  # [d] or None
     k_norm_ptr,
     k_cache_ptr,
@@ -82,6 +83,7 @@ def norm_rotate_write(
         cache_ptr, kept = v_cache_ptr, kept - K
     i = tl.arange(0, D)
     x = tl.load(source + i, mask=i < d, other=0.0)
+    position = tl.maximum(tl.minimum(length + ahead, N - 1), 0)
     if head < H + K:
         root = 0.0
         if q_norm_ptr is not None:
@@ -94,13 +96,15 @@ def norm_rotate_write(
             other = tl.load(source + across, mask=turned, other=0.0)
             if q_norm_ptr is not None:
                 other = _normalised(other, root, q_norm_ptr, k_norm_ptr, head < H, across, turned, GEMMA)
-            angle = tl.maximum(tl.minimum(length + ahead, N - 1), 0) * R + tl.where(i < R, i, i - R)
+            angle = position * R + tl.where(i < R, i, i - R)
             cos = tl.load(cos_ptr + angle, mask=turned, other=0.0).to(tl.float32)
             sin = tl.load(sin_ptr + angle, mask=turned, other=0.0).to(tl.float32)
             straight = (x.to(tl.float32) * cos).to(x.dtype).to(tl.float32)
             crossed = (other.to(tl.float32) * sin).to(x.dtype).to(tl.float32)
             y = tl.where(i < R, straight - crossed, straight + crossed)
             x = tl.where(turned, y.to(x.dtype), x)
+    if factor_ptr is not None and head < H:
+        x = (x.to(tl.float32) * tl.load(factor_ptr + position).to(tl.float32)).to(x.dtype)
     out_ptr += (token.to(tl.int64) * H + head) * d
     if not Q8:
         target = tl.where(head < H, out_ptr, cache_ptr + (kept * S + slot) * d)
@@ -134,8 +138,9 @@ def write_new_kv(
     path: Tensor,
     P: int,
     norms: tuple[Tensor | None, Tensor | None, float, bool],
+    factors_N: Tensor | None = None,
 ) -> Tensor:
-    """Return normalised and rotated queries; write new keys and values.
+    """Return normalised and rotated queries, times their positions' factors; write new keys and values.
 
     `norms` are the weights of queries and keys, epsilon, and True if they are Gemma's.
     """
@@ -145,9 +150,12 @@ def write_new_kv(
     cos, sin, N, R = turned, turned, 0, 0
     if cos_Nr is not None and sin_Nr is not None:
         cos, sin, (N, R) = cos_Nr.contiguous(), sin_Nr.contiguous(), cos_Nr.shape
+    if factors_N is not None:
+        assert N in (0, len(factors_N)), "factors and angles have other numbers of positions"
+        N = len(factors_N)
     S = num_cache_slots(k_cache)
     norm_rotate_write[(B * T, H + 2 * K)](
-        *(q, k, v, cos, sin, q_norm_d, k_norm_d, k_cache, v_cache, lengths_B, depth, path, turned),
+        *(q, k, v, cos, sin, factors_N, q_norm_d, k_norm_d, k_cache, v_cache, lengths_B, depth, path, turned),
         *(T, S, P, N, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], eps),
         **{"H": H, "K": K, "d": d, "D": power_above(d, q8=q8), "R": R, "GEMMA": gemma, "Q8": q8},
         **launch_options(q.device),

@@ -76,6 +76,8 @@ class GGUFLayout:
     """Norm weights include the one that checkpoints leave out."""
     fields: Mapping[str, str] = field(default_factory=dict)
     """Further keys, without the name -> fields of config.json."""
+    yarn_fields: tuple[str, ...] = ()
+    """Further keys that go with YaRN."""
     ropes: tuple[str, ...] = ("default", "linear", "yarn", "longrope", "divisors")
     """Rules that positions can follow; "divisors" are stored numbers."""
     partial_rotary: bool = False

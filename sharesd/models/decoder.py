@@ -76,6 +76,8 @@ class Attention(nn.Module):
         self.o = empty_linear(
             *part.of_second(c.num_attention_heads * c.head_dim, c.hidden_size), bias=c.o_bias, **place
         )
+        self.query_factors: Tensor | None
+        self.register_buffer("query_factors", None, persistent=False)
         self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps, c.gemma_norm, **place) if c.use_qk_norm else None
         self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps, c.gemma_norm, **place) if c.use_qk_norm else None
 
@@ -111,6 +113,7 @@ class Attention(nn.Module):
             tree_mask=TreeAttentionMask(*tree_mask) if tree_mask else None,
             rotary=(cos_Pr, sin_Pr) if self.use_rope else None,
             norms=None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm),
+            query_factors=self.query_factors,
         )
         return project(self.o, out_BTHd.flatten(2), residual=residual)
 
@@ -237,6 +240,12 @@ class Decoder(nn.Module):
             cos, sin = rope.tables(inv_freq_r, factor, positions=config.max_context, dtype=dtype, device=device)
             self.register_buffer(f"cos_{i}", cos, persistent=False)
             self.register_buffer(f"sin_{i}", sin, persistent=False)
+        factors_P = rope.query_factors(config.llama_4_scaling_beta, config.rope_parameters[0], config.max_context)
+        if factors_P is not None:
+            factors = {place: factors_P.to(place, dtype) for place in {stage.device for stage in self.split.stages}}
+            for i, block in enumerate(self.blocks):
+                assert isinstance(block, Block)
+                block.attn.query_factors = factors[self.split.device_of(i)]
         self._tables_elsewhere: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
         self.run_block: Callable[..., Tensor] = call_block
         """Runner of a block, replaced by compilation.

@@ -72,6 +72,8 @@ class DecoderConfig:
     """Attention and MLP outputs are normalised too (Gemma 2 and 3)."""
     attention_multiplier: float
     """Factor on attention scores."""
+    llama_4_scaling_beta: float = 0.0
+    """Queries at position p are multiplied by 1 + this * ln(1 + p // original context); 0 = not."""
     attn_logit_softcapping: float = 0.0
     """Attention scores are squashed to this; 0 = not."""
     final_logit_softcapping: float = 0.0

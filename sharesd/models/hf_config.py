@@ -71,7 +71,7 @@ _KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "a number, 0 or more",
         lambda value: _is_number(value) and value >= 0,
-        "rms_norm_eps attn_logit_softcapping final_logit_softcapping mscale mscale_all_dim",
+        "rms_norm_eps attn_logit_softcapping final_logit_softcapping mscale mscale_all_dim llama_4_scaling_beta",
     ),
     ("true or false", _is_flag, "attention_bias mlp_bias tie_word_embeddings use_sliding_window truncate"),
     ("a text", _is_text, "model_type hidden_act hidden_activation rope_type type"),
@@ -193,7 +193,7 @@ CHANGING_ROPE: dict[str, Any] = {
     "short_mscale": None,
     "long_mscale": None,
 }
-"""The same, of the section about rope, for all families."""
+"""The same, of the section about rope."""
 
 
 class HFConfig:
@@ -213,6 +213,11 @@ class HFConfig:
         self._read.add(key)
         return self._fields.get(key, default)
 
+    def get_rope(self, key: str) -> Any:
+        """Return a field of the section about rope; None if the config leaves it out."""
+        self._read.add(key)
+        return stored_rope(self).get(key)
+
     def require(self, key: str) -> Any:
         """Return a field; ValueError if the config leaves it out."""
         if key not in self:
@@ -228,7 +233,10 @@ class HFConfig:
     def refuse_unread(self) -> None:
         """Raise ValueError for a field that changes results, but was not read."""
         unread = {name: value for name, value in self._fields.items() if name in CHANGING and name not in self._read}
-        ropes = [(f"{name}.", self._fields.get(name) or {}) for name in ("rope_scaling", "rope_parameters")]
+        ropes = [
+            (f"{name}.", {key: value for key, value in (self._fields.get(name) or {}).items() if key not in self._read})
+            for name in ("rope_scaling", "rope_parameters")
+        ]
         for known, section, fields in ((CHANGING, "", unread), *((CHANGING_ROPE, *rope) for rope in ropes)):
             for name, value in fields.items():
                 if name in known and value not in (None, False, 0, [], known[name]):

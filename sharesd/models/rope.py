@@ -44,6 +44,17 @@ def tables(
     return (angles_Pr.cos() * factor).to(device, dtype), (angles_Pr.sin() * factor).to(device, dtype)
 
 
+def query_factors(beta: float, rope: Mapping[str, Any], positions: int) -> Tensor | None:
+    """Return factors [P] of rotated queries, in float32; None if all are 1.
+
+    They grow with the logarithm of the position, in steps of the original context (Llama 4, Ministral 3).
+    """
+    original = rope["original_max_position_embeddings"]
+    if not beta or positions <= original:
+        return None
+    return 1 + beta * torch.log(1.0 + torch.arange(positions) // original)
+
+
 def _llama3(inv_freq_r: Tensor, rope: Mapping[str, Any]) -> Tensor:
     """Return frequencies scaled by Llama 3.1's rule.
 

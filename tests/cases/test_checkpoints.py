@@ -18,6 +18,7 @@ from transformers import (
     GPT2Config,
     LlamaConfig,
     LlavaConfig,
+    Ministral3Config,
     Mistral3Config,
     MistralConfig,
     PixtralVisionConfig,
@@ -223,11 +224,13 @@ def test_a_quantization_section_of_null_in_a_head_says_nothing(tmp_path: Path) -
     load_head(edited(head, quantization_config=None), load_decoder(target, dtype=torch.float32))
 
 
-@pytest.mark.parametrize("kind", ["llava", "mistral3"])
+@pytest.mark.parametrize("kind", ["llava", "mistral3", "ministral3"])
 def test_the_text_model_of_a_checkpoint_with_towers_is_that_of_transformers(kind: str, tmp_path: Path) -> None:
     sizes = {"vocab_size": 384, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
-    text = (LlamaConfig if kind == "llava" else MistralConfig)(**sizes)
+    text = {"llava": LlamaConfig, "mistral3": MistralConfig, "ministral3": Ministral3Config}[kind](**sizes)
+    if kind == "ministral3":
+        text.rope_parameters |= {"original_max_position_embeddings": 8, "rope_type": "yarn"}
     eyes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     eyes |= {"image_size": 8, "patch_size": 4}
     vision = CLIPVisionConfig(**eyes) if kind == "llava" else PixtralVisionConfig(**eyes)

@@ -176,8 +176,16 @@ def take_the_way_of_cuda(patch: pytest.MonkeyPatch) -> None:
     """On a CPU, run the tensor operations that run on CUDA, in place of kernels for CPUs."""
 
     def attend(
-        q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, *old: Tensor, rotary: Any = None, norms: Any = None, **how: Any
+        q_BTHd: Tensor,
+        k_BTKd: Tensor,
+        v_BTKd: Tensor,
+        *old: Tensor,
+        rotary: Any = None,
+        norms: Any = None,
+        query_factors: Any = None,
+        **how: Any,
     ) -> Tensor:
+        assert query_factors is None
         k_cache, v_cache, lengths_B = old
         slots = k_cache.shape[2] * (SLOT_MULTIPLE if k_cache.dtype == torch.int8 else 1)
         lengths_B = lengths_B % slots  # idle rows, which kernels leave out, write behind all texts

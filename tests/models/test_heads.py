@@ -327,6 +327,7 @@ def test_new_heads_have_the_sizes_of_the_target(tmp_path: Path) -> None:
         ("eagle3", {"layer_types": ["sliding_attention"]}, "sliding_attention layers but no sliding_window"),
         ("eagle3", {"layer_types": ["chunked_attention"]}, "layer type 'chunked_attention'"),
         ("glide", {"layer_types": ["sliding_attention"], "sliding_window": 8}, "sliding window of 8, which heads of"),
+        ("eagle3", {"model_type": "ministral3"}, "heads of architecture 'ministral3' are not supported"),
         ("eagle", {"medusa_num_heads": 4}, "Medusa"),
         ("eagle", {"speculators_model_type": "dflash"}, "DFlash"),
         ("eagle", {"architectures": ["DFlash2DraftModel"]}, "DFlash 2"),

@@ -30,6 +30,8 @@ FACTOR = THETA | {"factor": 4.0}
 LLAMA3 = THETA | {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 32}
 YARN = THETA | {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}
+MINISTRAL_ROPE = YARN | {"factor": 8.0, "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.3}
+MINISTRAL_ROPE |= {"mscale": 1.0, "mscale_all_dim": 1.0}
 LONGROPE = THETA | {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 3.5], "long_factor": [4.0] * 6}
 LONGROPE |= {"partial_rotary_factor": 0.75}
 GEMMA: dict[str, Any] = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 5}
@@ -47,6 +49,8 @@ NATIVE = {
     "llama_linear_rope": hf.LlamaConfig(**SMALL, rope_parameters=FACTOR | {"rope_type": "linear"}),
     "llama_dynamic_rope": hf.LlamaConfig(**SMALL, rope_parameters=FACTOR | {"rope_type": "dynamic"}),
     "mistral_sliding": hf.MistralConfig(**SMALL, sliding_window=5),
+    "ministral3": hf.Ministral3Config(**SMALL, head_dim=16, rope_parameters=MINISTRAL_ROPE),
+    "ministral3_sliding": hf.Ministral3Config(**SMALL, head_dim=32, sliding_window=5, rope_parameters=MINISTRAL_ROPE),
     "qwen2": hf.Qwen2Config(**SMALL),
     "qwen2_sliding_yarn": hf.Qwen2Config(**SMALL, **SLIDING, rope_parameters=YARN),
     "qwen3": hf.Qwen3Config(**SMALL, head_dim=32),

@@ -72,8 +72,10 @@ class DraftDecoder(nn.Module):
         tables = self.get_buffer("cos")[None, place_T], self.get_buffer("sin")[None, place_T]
         for block in self.decoder.blocks:
             assert isinstance(block, Block)
-            heads = qkv(block.attn, block.attn_norm(x_1TD), *tables)
-            attended = F.scaled_dot_product_attention(*heads, is_causal=True, scale=block.attn.scale, enable_gqa=True)
+            q, k, v = qkv(block.attn, block.attn_norm(x_1TD), *tables)
+            if block.attn.query_factors is not None:
+                q = q * block.attn.query_factors[place_T, None]
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=block.attn.scale, enable_gqa=True)
             x_1TD = x_1TD + block.attn.o(attended.transpose(1, 2).flatten(2))
             x_1TD = block.mlp(x_1TD, block.mlp_norm, x_1TD)
         return [x_1TD[:, 1:]] * steps

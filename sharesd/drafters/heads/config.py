@@ -92,7 +92,8 @@ class HeadConfig:
                 f"the head has a sliding window of {max(layer.window for layer in block.layer_types)}, which heads of "
                 f"kind {kind} do not have; train one without layer_types and sliding_window"
             )
-        if any(layer.rope != 0 for layer in block.layer_types) or block.sandwich_norms or block.gemma_norm:
+        has_one_rope = all(layer.rope == 0 for layer in block.layer_types) and not block.llama_4_scaling_beta
+        if not has_one_rope or block.sandwich_norms or block.gemma_norm:
             raise ValueError(f"heads of architecture {block.model_type!r} are not supported; give one like Llama's")
         if block.vocab_size != target.vocab_size:
             raise ValueError(

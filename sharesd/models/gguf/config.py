@@ -111,7 +111,10 @@ def _values(file: GGUFFile, name: str) -> Tensor:
 
 
 def _yarn(fields: Mapping[str, Any], prefix: str, factor: float, original: int, magnitude: float) -> dict[str, Any]:
-    """Return YaRN's parameters; llama.cpp multiplies the usual magnitude by `attn_factor`."""
+    """Return YaRN's parameters; llama.cpp multiplies the usual magnitude by `attn_factor`.
+
+    `yarn_log_multiplier` has the magnitude of all numbers of a head, by which the usual one is divided.
+    """
     for key, usual in (("ext_factor", (1.0, -1.0)), ("attn_factor", (1.0, -1.0))):
         value = fields.get(f"rope.scaling.yarn_{key}", 1.0)
         if value not in usual:
@@ -120,8 +123,13 @@ def _yarn(fields: Mapping[str, Any], prefix: str, factor: float, original: int, 
     for name in ("beta_fast", "beta_slow"):
         if fields.get(f"rope.scaling.yarn_{name}", -1.0) > 0:
             scaling[name] = fields[f"rope.scaling.yarn_{name}"]
+    if beta := fields.get("attention.temperature_scale", 0.0):
+        scaling["llama_4_scaling_beta"] = beta
+    if all_dim := fields.get("rope.scaling.yarn_log_multiplier", 0.0):
+        scaling |= {"mscale": 1.0, "mscale_all_dim": all_dim}
     if magnitude != 1.0:
-        scaling["attention_factor"] = magnitude * (0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0)
+        log = 0.1 * math.log(factor) if factor > 1 else 0.0
+        scaling["attention_factor"] = magnitude * (log + 1.0) / (all_dim * log + 1.0)
     return scaling
 
 
@@ -262,12 +270,15 @@ def _check_fields(
 ) -> None:
     """Raise UnknownKey for a key that is neither read nor without effect."""
     known = {*sizes, *_HEADS, *ROPE_FIELDS, *WITHOUT_EFFECT}
+    if fields.get("rope.scaling.type") == "yarn":
+        known |= set(layout.yarn_fields)
     if layout.mixes_windows:
         known |= {_PATTERN, "attention.scale"}
     head_dim, rotated = config["head_dim"], fields.get("rope.dimension_count", config["head_dim"])
     same = {"attention.key_length_swa": head_dim, "attention.value_length_swa": head_dim}
     same |= {"rope.dimension_count_swa": rotated, "rope.freq_base_swa": config.get("rope_theta", 10_000.0)}
     same |= {"attention.scale": head_dim**-0.5}
+    same["attention.temperature_length"] = fields.get("rope.scaling.original_context_length", 0)
     for key, value in fields.items():
         if key in known or is_neutral(key, value, NEUTRAL) or (key in same and is_close(value, same[key])):
             continue

@@ -25,8 +25,11 @@ from tests.helpers.oracle import kv_of, new_engine, put_kv, share_engine, switch
 pytestmark = pytest.mark.usefixtures("own_cache")
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
 HALF_TURNED = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+GROWING = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 32.0, "original_max_position_embeddings": 8}
+GROWING |= {"llama_4_scaling_beta": 0.3}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
+    "ministral3": {"model_type": "ministral3", "head_dim": 16, "rope_parameters": GROWING},
     "qwen2": {"model_type": "qwen2"},
     "qwen3": {"model_type": "qwen3", "head_dim": 24, "attention_bias": True},
     "phi3": {"model_type": "phi3", "partial_rotary_factor": 0.5, "rope_parameters": HALF_TURNED},

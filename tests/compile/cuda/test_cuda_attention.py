@@ -84,13 +84,20 @@ def branches_of(paths: tuple[tuple[int, ...], ...], batch: int) -> TreeAttention
 
 
 def live(
-    step: Step, tree_mask: TreeAttentionMask | None = None, rotary: Any = None, *, norms: Any = None, **options: Any
+    step: Step,
+    tree_mask: TreeAttentionMask | None = None,
+    rotary: Any = None,
+    *,
+    norms: Any = None,
+    query_factors: Tensor | None = None,
+    **options: Any,
 ) -> Tensor:
     """Attention with tables of cosines and sines, RMSNorms of queries and keys, windows and the like."""
     places, turn = tree_mask or (None, None), rotary or (None, None)
     sight = {"window": 0, "recent": 0, "softcap": 0.0, **options}
     how = () if norms is None else (norms[0].weight, norms[1].weight, norms[0].eps, norms[0].gemma)
-    return attend_live(*step[:3], *turn, *step[3:], *places, step.q.shape[3] ** -0.5, *sight.values(), *how)
+    extent, more = (step.q.shape[3] ** -0.5, *sight.values()), {"query_factors": query_factors}
+    return attend_live(*step[:3], *turn, *step[3:], *places, *extent, *how, **more)
 
 
 @pytest.mark.thin
@@ -192,6 +199,12 @@ def test_rotation_rounds_as_the_plain_one(dtype: torch.dtype, r: int) -> None:
         assert torch.equal(live(ours, tree_mask, rotary), live(theirs, tree_mask))
         attend_reference(*theirs, scale=0.25, tree_mask=tree_mask)
         assert all(torch.equal(a, b) for a, b in zip(ours[3:5], theirs[3:5], strict=True))
+        if rotary is not None:
+            factors, fresh = torch.linspace(1, 2, 94).to(dtype), step.fresh()
+            of_each = position_angles((factors, factors), 7, step.lengths, tree_mask)[0][..., None, None]
+            found = live(fresh, tree_mask, rotary, query_factors=factors)
+            assert torch.equal(found, live(theirs._replace(q=theirs.q * of_each), tree_mask))
+            assert torch.equal(fresh.k_cache, ours.k_cache)
 
 
 @pytest.mark.thin
