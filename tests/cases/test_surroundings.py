@@ -119,6 +119,8 @@ CRASHING = {
     "stdin closed": ("{} <&-", 2, "error: "),
 }
 WITHOUT_TORCH = ("cache", "help")
+LONG = {f"{command}: stdin closed" for command in ("train", "bench", "tune", "verify")}
+"""Cases that begin to load a model, as others of the same surroundings do."""
 
 
 def cases_of_others() -> dict[str, tuple[str, int, str]]:
@@ -140,8 +142,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def outcomes(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Outcome]:
-    """All outcomes, of two processes at a time."""
+def outcomes(
+    model: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Callable[[str], Outcome]:
+    """All outcomes that are wanted, of two processes at a time."""
+    tests = [item for item in request.session.items if item.path == request.path]
+    wanted = {item.callspec.params["name"] for item in tests if isinstance(item, pytest.Function)}
     environment = {**os.environ, "PYTHONPATH": ROOT, "MODEL": str(model), "HF_HUB_OFFLINE": "1"}
     environment.pop("OMP_NUM_THREADS", None)
     command = ["generate", "--raw", "--target", str(model), "--max-new-tokens", "4", "--mode", "naive", "the cat"]
@@ -159,11 +165,12 @@ def outcomes(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[
 
     started = {name: script.replace("{}", call) for name, (script, _, _) in STARTED.items()}
     started |= {name: script for name, (script, _, _) in cases_of_others().items()}
+    started = {name: script for name, script in started.items() if name in wanted}
     with ThreadPoolExecutor(2) as pool:
         found = dict(zip(started, pool.map(start, started.values()), strict=True))
     forked = subprocess.run(
         [sys.executable, "-m", "tests.helpers.surroundings_worker", *command],
-        input=json.dumps({name: code for name, (code, _, _) in FORKED.items()}),
+        input=json.dumps({name: code for name, (code, _, _) in FORKED.items() if name in wanted}),
         capture_output=True,
         text=True,
         cwd=tmp_path_factory.mktemp("forked"),
@@ -175,7 +182,13 @@ def outcomes(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[
     return found.__getitem__
 
 
-@pytest.mark.parametrize("name", [*FORKED, *STARTED, *cases_of_others()])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long) if name in LONG else name
+        for name in (*FORKED, *STARTED, *cases_of_others())
+    ],
+)
 def test_surroundings(name: str, outcomes: Callable[[str], Outcome]) -> None:
     _, status, said = (FORKED | STARTED | cases_of_others())[name]
     found, out, err = outcomes(name)
