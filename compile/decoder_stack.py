@@ -3,7 +3,7 @@
 If blocks have to wait, for weights that are not loaded yet, each range of them is a call.
 
 A block has `attn` (`qkv`, `o`, perhaps `q_norm`, `k_norm`, `query_factors`; sizes and constants), `mlp` (`gate_up`,
-`down`) and norms (`weight`, `eps`, `gemma`).
+`down`, or `router` and `experts`, each of which has these) and norms (`weight`, `eps`, `gemma`).
 """
 
 from __future__ import annotations
@@ -24,11 +24,14 @@ from compile.block_ranges import BlockRange, BlockRanges, limit_ranges
 from compile.cpp_extension import kernel
 from compile.native_structs import (
     BlockStruct,
+    ExpertsStruct,
     KernelUnsupported,
     NormStruct,
     StepStruct,
     TreeMask,
+    expert_linears,
     full_precision,
+    has_experts,
     linears_of,
 )
 
@@ -67,12 +70,16 @@ class NativeStack:
         self._kv: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()  # addresses of each cache's tensors
         blocks = list(blocks)
         self._modules = blocks  # keeps alive what the structs point at
-        self._blocks = (BlockStruct * len(blocks))(*(BlockStruct.of(*each) for each in zip(blocks, ropes, strict=True)))
+        self._experts = [ExpertsStruct.of(block.mlp) if has_experts(block) else None for block in blocks]
+        described = (BlockStruct.of(*each) for each in zip(blocks, ropes, self._experts, strict=True))
+        self._blocks = (BlockStruct * len(blocks))(*described)
         self._ranges = ranges or (lambda: (BlockRange(0, len(blocks)),))
         attn = blocks[0].attn
         self._sizes = (attn.num_attention_heads, attn.num_key_value_heads, attn.head_dim)
-        gate_up = full_precision(blocks[0].mlp.gate_up)  # which reads the residual stream, whole on each rank
-        self.hidden_size, self._mlp_size = gate_up.in_features, gate_up.out_features // 2
+        # Router, or gate and up, read the residual stream, which is whole on each rank.
+        mlp, dense = blocks[0].mlp, [full_precision(each.mlp.gate_up) for each in blocks if not has_experts(each)]
+        self.hidden_size = (mlp.router if has_experts(blocks[0]) else dense[0]).in_features
+        self._mlp_size = dense[0].out_features // 2 if dense else 0
         self._activation = ACTIVATIONS.index(hidden_act)
         self.constants = (blocks[0].mlp_norm.eps, attn.scale, attn.softcap)
         self._join = join
@@ -165,7 +172,11 @@ class NativeStack:
     def _update_weight_addresses(self, blocks: BlockRange) -> None:
         """Update addresses of full-precision weights that may have moved."""
         for index in range(blocks.first, blocks.first + blocks.num_blocks):
-            for described, linear in zip(self._blocks[index].linears[0], linears_of(self._modules[index]), strict=True):
+            block, experts = self._modules[index], self._experts[index]
+            pairs = [*zip(self._blocks[index].linears[0], linears_of(block), strict=False)]
+            if experts is not None:
+                pairs += zip(experts.full, expert_linears(block.mlp), strict=True)
+            for described, linear in pairs:
                 described.weight = full_precision(linear).weight.data_ptr()
 
     def _join_rows(self, part: int, whole: int, rows: int, part_bytes: int, whole_bytes: int) -> None:

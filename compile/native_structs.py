@@ -8,7 +8,7 @@ tensors: whoever makes a struct keeps the tensors alive.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import Structure, c_double, c_int64, c_void_p
+from ctypes import Array, Structure, addressof, c_double, c_int64, c_void_p
 from typing import Any
 
 from torch import Tensor
@@ -77,6 +77,48 @@ class NormStruct(Structure):
         return cls() if weight is None else cls(weight=weight.data_ptr(), wide=int(norm.gemma))
 
 
+class ExpertsStruct(Structure):
+    """Experts of a block, and their router."""
+
+    _fields_ = [
+        ("count", c_int64),
+        ("per_row", c_int64),
+        ("mlp", c_int64),
+        ("normalised", c_int64),
+        ("router", LinearStruct),
+        ("linears", c_void_p * 2),
+    ]
+    full: Array[LinearStruct]
+    """Linears at full precision, in the order of `expert_linears`."""
+
+    @classmethod
+    def of(cls, mlp: Any) -> ExpertsStruct:
+        """Describe a module with `router`, `experts`, `num_experts_per_tok` and `norm_topk_prob`.
+
+        It keeps the memory of its linears alive.
+        """
+        linears = expert_linears(mlp)
+        made = [
+            (LinearStruct * len(linears))(*(LinearStruct.of(part(linear)) for linear in linears))
+            for part in (full_precision, quantized)
+        ]
+        found = cls(
+            count=len(mlp.experts),
+            per_row=mlp.num_experts_per_tok,
+            mlp=full_precision(linears[1]).in_features,
+            normalised=int(mlp.norm_topk_prob),
+            router=LinearStruct.of(mlp.router),
+            linears=tuple(map(addressof, made)),
+        )
+        found.full, found._quantized = made
+        return found
+
+
+def expert_linears(mlp: Any) -> list[Any]:
+    """Return the linears of a block's experts, in the order of `Experts.linears`."""
+    return [linear for expert in mlp.experts for linear in (expert.gate_up, expert.down)]
+
+
 class BlockStruct(Structure):
     """A block of a decoder."""
 
@@ -91,12 +133,17 @@ class BlockStruct(Structure):
         ("window", c_int64),
         ("rope", c_int64),
         ("query_factors", c_void_p),
+        ("experts", c_void_p),
     ]
 
     @classmethod
-    def of(cls, block: Any, rope: int) -> BlockStruct:
-        """Describe a block; `rope` is the number of its table of angles, -1: none."""
+    def of(cls, block: Any, rope: int, experts: ExpertsStruct | None = None) -> BlockStruct:
+        """Describe a block; `rope` is the number of its table of angles, -1: none.
+
+        `experts`: those of its MLP, which the caller keeps alive.
+        """
         attn, parts = block.attn, linears_of(block)
+        unused = [LinearStruct()] * (4 - len(parts))
         return cls(
             attn_norm=NormStruct.of(block.attn_norm),
             q_norm=NormStruct.of(attn.q_norm),
@@ -105,18 +152,25 @@ class BlockStruct(Structure):
             mlp_norm=NormStruct.of(block.mlp_norm),
             mlp_out_norm=NormStruct.of(block.mlp_out_norm),
             linears=(
-                tuple(LinearStruct.of(full_precision(part)) for part in parts),
-                tuple(LinearStruct.of(quantized(part)) for part in parts),
+                (*(LinearStruct.of(full_precision(part)) for part in parts), *unused),
+                (*(LinearStruct.of(quantized(part)) for part in parts), *unused),
             ),
             window=attn.window,
             rope=rope,
             query_factors=address(attn.query_factors),
+            experts=None if experts is None else addressof(experts),
         )
 
 
 def linears_of(block: Any) -> tuple[Any, ...]:
-    """Return the linears of a block, in the order of `Block.linears`."""
-    return block.attn.qkv, block.attn.o, block.mlp.gate_up, block.mlp.down
+    """Return the linears of a block, in the order of `Block.linears`; without those of experts."""
+    attention = block.attn.qkv, block.attn.o
+    return attention if has_experts(block) else (*attention, block.mlp.gate_up, block.mlp.down)
+
+
+def has_experts(block: Any) -> bool:
+    """Return True if the MLP of a block is a mixture."""
+    return hasattr(block.mlp, "experts")
 
 
 class TreeMask(Structure):
@@ -245,6 +299,7 @@ class HeadStep(Structure):
 STRUCTS: Sequence[tuple[str, type[Structure]]] = (
     ("Linear", LinearStruct),
     ("Norm", NormStruct),
+    ("Experts", ExpertsStruct),
     ("Block", BlockStruct),
     ("TreeAttentionMask", TreeMask),
     ("Step", StepStruct),

@@ -22,11 +22,19 @@ struct Norm {
   const void* weight;  // null: no norm here
   int64_t wide;        // the weight is of the wide type and multiplies before rounding (Gemma)
 };
+// MLPs of which each row goes through those that its router scores highest.
+struct Experts {
+  int64_t count, per_row;  // all, and those of a row
+  int64_t mlp, normalised;  // size between gate/up and down; the chosen probabilities are divided by their sum
+  Linear router;
+  const Linear* linears[2];  // full precision, quantized: gate_up and down of each expert, [count][2]
+};
 struct Block {
   Norm attn_norm, q_norm, k_norm, attn_out_norm, mlp_norm, mlp_out_norm;
   Linear linears[2][4];  // full precision, quantized: qkv, o, gate_up, down
   int64_t window, rope;  // rope: number of the table of angles, -1 = none
   const void* query_factors;  // [positions], of rotated queries; null: none
+  const Experts* experts;  // instead of gate_up and down; null: none
 };
 struct Step {
   const Block* blocks;  // of this call: all of a decoder's, or some neighbours
@@ -104,44 +112,78 @@ struct Rounded {
   const BlockRows* shared = nullptr;
 };
 
+// Vector blocks of a product's outputs; of blocks of a file see `block_share`.
+template <typename T> int64_t blocks_of(const Linear& l) {
+  const int64_t width = l.bits ? 16 : lanes<T>();
+  return (l.N + width - 1) / width;
+}
+
+// Compute vector blocks begin..end of a product, not one of blocks of a file; then the thread reads from `next` on, if given.
+template <typename T>
+void product_blocks(const Linear& l, const void* next, const T* x, T* y, int64_t M, int64_t begin, int64_t end,
+                    Rounded& rounded) {
+  const T* bias = static_cast<const T*>(l.bias);
+  if constexpr (std::is_same_v<T, float>)
+    if (l.bits == 16) return linear_blocks(x, static_cast<const bf16*>(l.weight), bias, y, M, l.N, l.K, begin, end);
+  if (l.bits) {
+    round_rows(l.bits, x, M, l.K, rounded.rows);
+    low_blocks(static_cast<int>(l.bits), rounded.rows, static_cast<const uint8_t*>(l.weight), bias, y, M, l.N, l.K, l.G, begin,
+               end);
+  } else {
+    linear_blocks(x, static_cast<const T*>(l.weight), bias, y, M, l.N, l.K, begin, end, next);
+  }
+}
+
 // Compute this thread's share of a product; `next` is the following product.
 template <typename T>
 void product(const Linear& l, const Linear* next, const T* x, T* y, int64_t M, int64_t me, int64_t all, Rounded& rounded) {
-  const T* bias = static_cast<const T*>(l.bias);
-  const uint8_t* codes = static_cast<const uint8_t*>(l.weight);
   if (l.bits < 0) {
     if (!rounded.shared) {
       rounded.block_rows.resize(M, l.K, l.blocks().exact);
       round_block_rows(x, l.K, l.blocks().order(), rounded.block_rows, 0, M);
     }
     const auto kernel = reinterpret_cast<BlockKernel>(l.blocks().kernel);
-    return block_share(rounded.shared ? *rounded.shared : rounded.block_rows, codes, l.blocks(), kernel, bias, y, l.N, l.K, me,
-                       all);
+    return block_share(rounded.shared ? *rounded.shared : rounded.block_rows, static_cast<const uint8_t*>(l.weight), l.blocks(),
+                       kernel, static_cast<const T*>(l.bias), y, l.N, l.K, me, all);
   }
-  const int64_t width = l.bits ? 16 : lanes<T>(), blocks = (l.N + width - 1) / width;
-  const int64_t begin = share(blocks, me, all), end = share(blocks, me + 1, all);
-  if constexpr (std::is_same_v<T, float>)
-    if (l.bits == 16) return linear_blocks(x, static_cast<const bf16*>(l.weight), bias, y, M, l.N, l.K, begin, end);
-  if (l.bits) {
-    round_rows(l.bits, x, M, l.K, rounded.rows);
-    low_blocks(static_cast<int>(l.bits), rounded.rows, codes, bias, y, M, l.N, l.K, l.G, begin, end);
-  } else {
-    linear_blocks(x, static_cast<const T*>(l.weight), bias, y, M, l.N, l.K, begin, end, begin_of<T>(next, me, all));
-  }
+  const int64_t blocks = blocks_of<T>(l);
+  product_blocks(l, begin_of<T>(next, me, all), x, y, M, share(blocks, me, all), share(blocks, me + 1, all), rounded);
 }
 
 struct Numbers { double eps, scale, softcap; };
+
+// An expert of a row, and the factor of its result.
+template <typename T> struct Choice { int64_t expert; typename Wide<T>::type factor; };
+
+// Results of experts that are kept at once, at least those of one expert: of a prompt all would need much memory.
+inline int64_t visits_at_once(int64_t rows, const Experts& e) {
+  return std::min(rows * e.per_row, std::max<int64_t>(rows, 256));
+}
 
 // Buffers that threads exchange: queries, keys and values of all new rows, and the rest of `kept` rows.
 template <typename T> struct Shared {
   std::vector<T> qkv, attended, out, gate_up, hidden;
   std::vector<T> whole;  // one of these from all ranks
+  std::vector<T> scores;  // of experts, for each row; their choices, and sums of their results
+  std::vector<Choice<T>> chosen;
+  std::vector<typename Wide<T>::type> sums;
   BlockRows block_rows;
   Shared(const Step& s, int64_t kept)
       : qkv(s.B * s.T * (s.H + 2 * s.K) * s.d), attended(kept * s.H * s.d), out(kept * s.D), gate_up(kept * 2 * s.mlp),
         hidden(kept * s.mlp) {
     const Linear* linears = s.blocks->linears[0];
     if (s.join) whole.resize(kept * std::max({linears[1].K, linears[3].K, s.D}));
+    const auto grow = [](auto& v, int64_t n) { v.resize(std::max<int64_t>(v.size(), n)); };
+    for (const Block* block = s.blocks; block < s.blocks + s.num_blocks; ++block)
+      if (const Experts* e = block->experts) {
+        const int64_t visits = visits_at_once(kept, *e);
+        grow(gate_up, visits * 2 * e->mlp);
+        grow(hidden, visits * e->mlp);
+        grow(out, visits * s.D);
+        grow(scores, kept * e->count);
+        grow(chosen, kept * e->per_row);
+        grow(sums, kept * s.D);
+      }
   }
 };
 
@@ -158,6 +200,46 @@ template <typename Work> int64_t together(int64_t threads, Work&& work) {
   return barrier->lost();
 }
 
+// Choose experts by scores [count] of a row: those of the highest probability, of equal ones the lowest. In the order of their
+// numbers.
+template <typename T> void choose_experts(const Experts& e, const T* scores, Choice<T>* chosen) {
+  using W = typename Wide<T>::type;
+  thread_local std::vector<W> probs;
+  probs.resize(e.count);
+  W most = widen(scores[0]), sum = 0, sum_of_chosen = 0;
+  for (int64_t i = 1; i < e.count; ++i) most = std::max<W>(most, widen(scores[i]));
+  for (int64_t i = 0; i < e.count; ++i) sum += probs[i] = std::exp(widen(scores[i]) - most);
+  for (W& p : probs) p /= sum;
+  for (int64_t j = 0; j < e.per_row; ++j) {
+    int64_t best = -1;
+    for (int64_t i = 0; i < e.count; ++i)
+      if (!(probs[i] < 0) && (best < 0 || probs[i] > probs[best])) best = i;
+    chosen[j] = {best, probs[best]};
+    sum_of_chosen += probs[best];
+    probs[best] = -1;  // taken; NaN is not below 0, so that no expert is chosen twice
+  }
+  std::sort(chosen, chosen + e.per_row, [](const Choice<T>& a, const Choice<T>& b) { return a.expert < b.expert; });
+  for (Choice<T>* each = chosen; each < chosen + e.per_row; ++each) {
+    T factor;
+    narrow(e.normalised ? each->factor / sum_of_chosen : each->factor, &factor);
+    each->factor = widen(factor);
+  }
+}
+
+// Rows by the experts that they chose; those of an expert are in order.
+template <typename T> struct Visits {
+  struct Visit { int64_t row; typename Wide<T>::type factor; };
+  std::vector<Visit> all;
+  std::vector<int64_t> first;  // number of each expert's first visit, and of all
+  void group(const Experts& e, const Choice<T>* chosen, int64_t M) {
+    first.assign(e.count + 2, 0);
+    all.resize(M * e.per_row);
+    for (int64_t i = 0; i < M * e.per_row; ++i) ++first[chosen[i].expert + 2];
+    for (int64_t i = 0; i < e.count; ++i) first[i + 2] += first[i + 1];
+    for (int64_t i = 0; i < M * e.per_row; ++i) all[first[chosen[i].expert + 1]++] = {i / e.per_row, chosen[i].factor};
+  }
+};
+
 // One of the threads that run blocks.
 template <typename T> struct Worker {
   const Step& s;
@@ -166,6 +248,8 @@ template <typename T> struct Worker {
   Barrier& barrier;
   int64_t me, all;
   Rounded rounded{};
+  Visits<T> visits{};
+  std::vector<T> gathered = std::vector<T>(shared.sums.size());  // rows of an expert
 
   void multiply(const Linear& l, const Linear* next, const T* x, T* y, int64_t M) {
     if (l.bits < 0 && M >= kSharedRows) {
@@ -255,26 +339,100 @@ template <typename T> struct Worker {
     add(joined(shared.out, o.N, s.D, M), block.attn_out_norm, M, x, h);
   }
 
-  // MLP of M rows, likewise.
-  void feed_forward(int64_t index, int64_t M, const Linear* next, T* x, T* h) {
+  // This thread's share of act(gate) * up of M rows.
+  void activate(int64_t M, int64_t mlp) {
     using W = typename Wide<T>::type;
-    const Block& block = s.blocks[index];
-    const Linear* linears = block.linears[s.quantized];
-    for (int64_t m = 0; m < M; ++m) norm(block.mlp_norm, x + m * s.D, h + m * s.D, s.D, n.eps);
-    multiply(linears[2], &linears[3], h, shared.gate_up.data(), M);
+    const int64_t begin = share(mlp, me, all), end = share(mlp, me + 1, all);
     for (int64_t m = 0; m < M; ++m) {
-      const T* gate = shared.gate_up.data() + m * 2 * s.mlp;
-      const T* up = gate + s.mlp;
-      T* to = shared.hidden.data() + m * s.mlp;
-      const int64_t begin = share(s.mlp, me, all), end = share(s.mlp, me + 1, all);
+      const T* gate = shared.gate_up.data() + m * 2 * mlp;
+      const T* up = gate + mlp;
+      T* to = shared.hidden.data() + m * mlp;
       if (s.activation == 0)
         gate_by_silu(gate + begin, up + begin, to + begin, end - begin);
       else
         for (int64_t i = begin; i < end; ++i) narrow(gelu<W>(widen(gate[i]), s.activation) * widen(up[i]), to + i);
     }
     barrier.wait();
+  }
+
+  // MLP of M rows, likewise.
+  void feed_forward(int64_t index, int64_t M, const Linear* next, T* x, T* h) {
+    const Block& block = s.blocks[index];
+    const Linear* linears = block.linears[s.quantized];
+    for (int64_t m = 0; m < M; ++m) norm(block.mlp_norm, x + m * s.D, h + m * s.D, s.D, n.eps);
+    if (block.experts) {
+      add_experts(*block.experts, M, h);
+      return add(h, block.mlp_out_norm, M, x, h);
+    }
+    multiply(linears[2], &linears[3], h, shared.gate_up.data(), M);
+    activate(M, s.mlp);
     multiply(linears[3], next, inputs(shared.hidden, s.mlp, linears[3].K, M), shared.out.data(), M);
     add(joined(shared.out, linears[3].N, s.D, M), block.mlp_out_norm, M, x, h);
+  }
+
+  // Replace M rows of h by the results of their experts. A row's experts are added in the order of their numbers: it has the
+  // same bits whatever the others chose.
+  void add_experts(const Experts& e, int64_t M, T* h) {
+    const Linear* linears = e.linears[s.quantized];
+    multiply(e.router, nullptr, h, shared.scores.data(), M);
+    for (int64_t m = share(M, me, all); m < share(M, me + 1, all); ++m)
+      choose_experts(e, shared.scores.data() + m * e.count, shared.chosen.data() + m * e.per_row);
+    barrier.wait();
+    visits.group(e, shared.chosen.data(), M);
+    const int64_t begin = share(s.D, me, all), size = share(s.D, me + 1, all) - begin, room = visits_at_once(M, e);
+    for (int64_t m = 0; m < M; ++m) std::fill_n(shared.sums.data() + m * s.D + begin, size, 0);
+    for (int64_t from = 0, to = 0; from < e.count; from = to) {
+      const int64_t first = visits.first[from];
+      for (to = from + 1; to < e.count && visits.first[to + 1] - first <= room;) ++to;
+      const int64_t num = visits.first[to] - first;
+      if (!num) continue;
+      multiply_each(linears, from, to, shared.gate_up.data(), [&](int64_t i) {
+        const int64_t rows = visits.first[i + 1] - visits.first[i];
+        if (rows == M) return static_cast<const T*>(h);
+        for (int64_t r = 0; r < rows; ++r) {
+          const int64_t row = visits.all[visits.first[i] + r].row;
+          std::memcpy(gathered.data() + r * s.D, h + row * s.D, s.D * sizeof(T));
+        }
+        return static_cast<const T*>(gathered.data());
+      });
+      activate(num, e.mlp);
+      multiply_each(linears + 1, from, to, shared.out.data(),
+                    [&](int64_t i) { return shared.hidden.data() + (visits.first[i] - first) * e.mlp; });
+      for (int64_t i = 0; i < num; ++i) {
+        const auto& visit = visits.all[first + i];
+        const T* out = shared.out.data() + i * s.D + begin;
+        auto* sum = shared.sums.data() + visit.row * s.D + begin;
+        by_vectors<typename Wide<T>::type>(size, [&](auto get, auto put) { put(get(sum) + visit.factor * get(out), sum); });
+      }
+    }
+    barrier.wait();
+    for (int64_t i = 0; i < M * s.D; ++i) narrow(shared.sums[i], h + i);
+  }
+
+  // Products of experts from..to, whose linears are every other one: this thread's share of all their outputs. A few rows cost
+  // about what reading the weights does.
+  template <typename Inputs>
+  void multiply_each(const Linear* linears, int64_t from, int64_t to, T* y, Inputs&& inputs) {
+    constexpr int64_t kReading = 8;
+    const auto rows_of = [&](int64_t i) { return visits.first[i + 1] - visits.first[i]; };
+    const auto cost_of = [&](int64_t i) { return rows_of(i) ? kReading + rows_of(i) : 0; };
+    int64_t total = 0, before = 0;
+    for (int64_t i = from; i < to; ++i) total += cost_of(i) * blocks_of<T>(linears[2 * i]);
+    for (int64_t i = from; i < to; ++i) {
+      const Linear& l = linears[2 * i];
+      const int64_t rows = rows_of(i), cost = cost_of(i), blocks = blocks_of<T>(l);
+      if (!rows) continue;
+      const auto block_at = [&](int64_t thread) {
+        return std::min(blocks, (std::max<int64_t>(share(total, thread, all) - before, 0) + cost - 1) / cost);
+      };
+      T* to_rows = y + (visits.first[i] - visits.first[from]) * l.N;
+      if (l.bits < 0)
+        product(l, nullptr, inputs(i), to_rows, rows, me, all, rounded);
+      else if (block_at(me) < block_at(me + 1))
+        product_blocks(l, nullptr, inputs(i), to_rows, rows, block_at(me), block_at(me + 1), rounded);
+      before += cost * blocks;
+    }
+    barrier.wait();
   }
 };
 

@@ -5,8 +5,9 @@ Q, K, V and gate, up are merged into one linear each: fewer and larger matrix pr
 has one. So `quant.switch_linear` can put linears in their place that hold both weights, of which a `Switch` selects
 one.
 
-Legend: B rows of the batch, T new tokens, R tokens whose logits are kept (all T by default), D hidden size, H query
-heads, K key/value heads, S slots, d head size, P positions, r rotated half, V vocabulary.
+Legend: B rows of the batch, T new tokens, M = B * T, E experts, k of a token, R tokens whose logits are kept (all T by
+default), D hidden size, H query heads, K key/value heads, S slots, d head size, P positions, r rotated half, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compile.attention import TreeAttentionMask, attend, supports_flash
@@ -33,9 +35,12 @@ def empty_linear(inputs: int, outputs: int, *, bias: bool, dtype: torch.dtype, d
 
     torch's skip_init would import sympy and Dynamo for a second.
     """
-    linear = nn.Linear(inputs, outputs, bias=bias, device="meta")
-    for name, parameter in list(linear.named_parameters()):
-        setattr(linear, name, nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device=device)))
+    linear = nn.Linear.__new__(nn.Linear)  # whose own values would take most of the time that a mixture's outline takes
+    nn.Module.__init__(linear)
+    linear.in_features, linear.out_features = inputs, outputs
+    linear.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=dtype, device=device))
+    added = nn.Parameter(torch.empty(outputs, dtype=dtype, device=device)) if bias else None
+    linear.register_parameter("bias", added)
     return linear
 
 
@@ -121,19 +126,71 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """down(act(gate(x)) * up(x)) (Shazeer 2020)."""
 
-    def __init__(self, config: DecoderConfig, part: Shard = UNSHARDED, **place: Any) -> None:
+    def __init__(
+        self, config: DecoderConfig, part: Shard = UNSHARDED, *, intermediate_size: int = 0, **place: Any
+    ) -> None:
+        """`intermediate_size`: instead of the config's."""
         super().__init__()
-        self.gate_up = empty_linear(
-            config.hidden_size, 2 * part.of(config.intermediate_size), bias=config.mlp_bias, **place
-        )
-        self.down = empty_linear(
-            *part.of_second(config.intermediate_size, config.hidden_size), bias=config.mlp_bias, **place
-        )
+        size = intermediate_size or config.intermediate_size
+        self.gate_up = empty_linear(config.hidden_size, 2 * part.of(size), bias=config.mlp_bias, **place)
+        self.down = empty_linear(*part.of_second(size, config.hidden_size), bias=config.mlp_bias, **place)
         self.hidden_act = config.hidden_act
 
     def forward(self, x: Tensor, norm: nn.Module | None = None, residual: Tensor | None = None) -> Tensor:
         """Return residual + MLP of norm(x)."""
         return project(self.down, project(self.gate_up, x, norm=norm, gated=self.hidden_act), residual=residual)
+
+
+class ExpertMLP(nn.Module):
+    """Sum of the MLPs of the k experts whose router gives a token the highest probabilities (Shazeer et al. 2017).
+
+    A row's result depends on nothing but the row: of equal probabilities the lowest expert's counts, and the chosen
+    experts are added in the order of their numbers.
+    """
+
+    def __init__(self, config: DecoderConfig, **place: Any) -> None:
+        super().__init__()
+        assert config.experts is not None
+        found = config.experts
+        self.num_experts_per_tok, self.norm_topk_prob = found.num_experts_per_tok, found.norm_topk_prob
+        self.hidden_act = config.hidden_act
+        self.router = empty_linear(config.hidden_size, found.num_experts, bias=False, **place)
+        self.experts = nn.ModuleList(
+            MLP(config, intermediate_size=found.intermediate_size, **place) for _ in range(found.num_experts)
+        )
+
+    def choose(self, x_MD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the numbers [M, k] of each row's experts, and their factors in the dtype of x."""
+        scores_ME: Tensor = self.router(x_MD)
+        wide = torch.promote_types(x_MD.dtype, torch.float32)
+        probs_ME = F.softmax(scores_ME, dim=-1, dtype=wide)
+        probs_ME, experts_ME = probs_ME.sort(dim=-1, descending=True, stable=True)
+        factors_Mk = probs_ME[:, : self.num_experts_per_tok]
+        if self.norm_topk_prob:
+            factors_Mk = factors_Mk / factors_Mk.sum(-1, keepdim=True)
+        return experts_ME[:, : self.num_experts_per_tok], factors_Mk.to(x_MD.dtype)
+
+    def forward(self, x: Tensor, norm: nn.Module | None = None, residual: Tensor | None = None) -> Tensor:
+        """Return residual + the chosen experts' MLPs of norm(x), times their factors."""
+        x_MD = (x if norm is None else norm(x)).flatten(0, -2)
+        experts_Mk, factors_Mk = self.choose(x_MD)
+        sums_MD = torch.zeros_like(x_MD, dtype=torch.promote_types(x_MD.dtype, torch.float32))
+        for number in experts_Mk.unique().tolist():  # in ascending order
+            rows, places = (experts_Mk == number).nonzero(as_tuple=True)
+            out_ND = self._run(self.experts[number], x_MD, rows)
+            sums_MD[rows] += out_ND.to(sums_MD.dtype) * factors_Mk[rows, places, None].to(sums_MD.dtype)
+        out = sums_MD.to(x.dtype).view(x.shape)
+        return out if residual is None else residual + out
+
+    @staticmethod
+    def _run(expert: nn.Module, x_MD: Tensor, rows: Tensor) -> Tensor:
+        """Return the expert's MLP [N, D] of N rows.
+
+        With torch's linears, whose sums depend on the number of rows, it runs for all of them.
+        """
+        if isinstance(getattr(expert.gate_up, "full", expert.gate_up), nn.Linear):
+            return expert(x_MD)[rows]  # type: ignore[no-any-return]
+        return expert(x_MD[rows])  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
@@ -149,7 +206,8 @@ class Block(nn.Module):
             return RMSNorm(config.hidden_size, config.rms_norm_eps, config.gemma_norm, **place)
 
         self.attn_norm, self.attn = norm(), Attention(config, kind, part, **place)
-        self.mlp_norm, self.mlp = norm(), MLP(config, part, **place)
+        self.mlp_norm = norm()
+        self.mlp = ExpertMLP(config, **place) if kind.has_experts else MLP(config, part, **place)
         self.sandwiched = config.sandwich_norms
         self.attn_out_norm = norm() if self.sandwiched else nn.Identity()
         self.mlp_out_norm = norm() if self.sandwiched else nn.Identity()

@@ -21,6 +21,21 @@ class LayerType(NamedTuple):
     """Only the last so many tokens are seen; 0 = all."""
     rope: int
     """Index into `DecoderConfig.rope_parameters`; -1 = no positions (NoPE)."""
+    has_experts: bool = False
+    """The MLP is a mixture, as `DecoderConfig.experts` says."""
+
+
+class ExpertConfig(NamedTuple):
+    """Experts of a mixture, each of which is an MLP, and how a router chooses among them."""
+
+    num_experts: int
+    """Experts of a layer."""
+    num_experts_per_tok: int
+    """Experts that each token goes through."""
+    intermediate_size: int
+    """Size between gate/up and down of an expert."""
+    norm_topk_prob: bool
+    """The chosen experts' probabilities are divided by their sum."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +49,7 @@ class DecoderConfig:
     hidden_size: int
     """Size of the residual stream."""
     intermediate_size: int
-    """Size between gate/up and down."""
+    """Size between gate/up and down, of layers without experts."""
     num_attention_heads: int
     """Query heads."""
     num_key_value_heads: int
@@ -84,6 +99,8 @@ class DecoderConfig:
     """Tokens that end a text, according to config.json."""
     num_mtp_layers: int = 0
     """Unused layers after the last block, for multi-token prediction."""
+    experts: ExpertConfig | None = None
+    """Experts of the layers that have some."""
 
     @property
     def num_hidden_layers(self) -> int:
