@@ -1,6 +1,7 @@
 """Quantization of a model's linears, with or without the full ones.
 
-A projection is named by the last part of its path, e.g. `down`; a trailing `_proj` may be left out.
+A projection is named by the last part of its path, e.g. `down`; a trailing `_proj` may be left out. Routers stay as
+they are: rounded ones would choose other experts.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ LayerOf = Callable[[str], int | None]
 """Path of a linear -> its layer; None outside the layers."""
 Progress = Callable[[int, int, str], None]
 """Callback (linears done, total linears, path of the last linear)."""
+ROUTER = "router"
 PROBED_ROWS, PROBES = 256, 3
 """Rows of the matrix solved to estimate times, and repetitions."""
 
@@ -189,7 +191,7 @@ def _plan(model: nn.Module, config: QuantConfig, head_name: str, layer_of: Layer
     has_head = False
     for path, module in model.named_modules():
         assert not isinstance(module, (SwitchLinear, QuantizedLinear)), f"{path} is quantized already"
-        if not is_linear(module) or (config.format.is_nested and not has_halves(module)):
+        if not is_linear(module) or _proj(path) == ROUTER or (config.format.is_nested and not has_halves(module)):
             continue
         layer = layer_of(path)
         if path == head_name:
