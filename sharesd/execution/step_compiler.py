@@ -138,6 +138,9 @@ class StepCompiler:
             except KernelUnsupported as reason:
                 if self._by_name:
                     raise
+                if model.config.experts is not None:
+                    log.warning("%s; steps with experts run uncompiled instead", reason)
+                    return model
                 log.warning("%s; blocks are compiled by Inductor instead", reason)
         model.step_widths = frozenset(widths)
         model.run_block = CompiledBlocks(widths | pieces, self._low)

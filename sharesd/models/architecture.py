@@ -28,6 +28,17 @@ BLOCK_NAMES: dict[str, tuple[str, ...]] = {
 
 The block's module holds the rows of the layer's modules, in this order.
 """
+EXPERT_NAMES: dict[str, tuple[str, ...]] = {
+    "mlp.router": ("mlp.gate",),
+    "mlp.experts.*.down": ("mlp.experts.*.down_proj",),
+    "mlp.experts.*.gate_up": ("mlp.experts.*.gate_proj", "mlp.experts.*.up_proj"),
+}
+"""The same of a mixture, next to BLOCK_NAMES; `*` is the number of an expert."""
+MERGED_EXPERTS: dict[str, tuple[str, ...]] = {
+    "mlp.experts.gate_up_proj": ("mlp.experts.*.gate_proj.weight", "mlp.experts.*.up_proj.weight"),
+    "mlp.experts.down_proj": ("mlp.experts.*.down_proj.weight",),
+}
+"""Tensors [experts, outputs, inputs] with the weights of all experts, as transformers keeps them in memory."""
 
 GGUF_ATTENTION = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj"}
 GGUF_ATTENTION_BIAS = {"attention_bias": ("attn_q", "attn_k", "attn_v", "attn_output")}
@@ -37,6 +48,13 @@ GGUF_BIASES = {
 }
 """Field of config.json -> parts of a block with a bias."""
 GGUF_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+GGUF_EXPERT_NAMES = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.*.gate_proj",
+    "ffn_up_exps": "mlp.experts.*.up_proj",
+    "ffn_down_exps": "mlp.experts.*.down_proj",
+}
+"""Parts of a mixture; tensors with `*` in the checkpoint's name hold all experts, [experts, outputs, inputs]."""
 GGUF_BLOCK_NAMES = {
     **GGUF_ATTENTION,
     "attn_output": "self_attn.o_proj",
@@ -123,7 +141,9 @@ class Architecture:
     multimodal_type: str = ""
     """`model_type` of checkpoints with further towers, whose `text_config` is of this family."""
     block_names: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: BLOCK_NAMES)
-    """Module of a block -> modules of a checkpoint's layer, see BLOCK_NAMES."""
+    """Module of a block -> modules of a checkpoint's layer, see BLOCK_NAMES and EXPERT_NAMES."""
+    merged_experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Tensor of a layer with the weights of all experts -> those of one, see MERGED_EXPERTS."""
     ignored_prefixes: tuple[str, ...] = ()
     """Prefixes of further unused tensors, with or without `model.` before them."""
     gguf: GGUFLayout | None = None

@@ -189,8 +189,8 @@ class ExpertMLP(nn.Module):
         With torch's linears, whose sums depend on the number of rows, it runs for all of them.
         """
         if isinstance(getattr(expert.gate_up, "full", expert.gate_up), nn.Linear):
-            return expert(x_MD)[rows]  # type: ignore[no-any-return]
-        return expert(x_MD[rows])  # type: ignore[no-any-return]
+            return expert(x_MD)[rows]
+        return expert(x_MD[rows])
 
 
 class Block(nn.Module):

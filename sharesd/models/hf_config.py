@@ -53,7 +53,7 @@ _KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         _whole(1),
         "vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim "
         "max_position_embeddings original_max_position_embeddings no_rope_layer_interval sliding_window_pattern "
-        "draft_vocab_size target_hidden_size",
+        "draft_vocab_size target_hidden_size num_experts_per_tok moe_intermediate_size decoder_sparse_step",
     ),
     (f"a whole number from 1 to {MAX_LAYERS}", _whole(1, MAX_LAYERS), "num_hidden_layers draft_length"),
     (
@@ -61,7 +61,8 @@ _KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         _whole(0, MAX_LAYERS),
         "num_nextn_predict_layers num_mtp_layers max_window_layers",
     ),
-    ("a whole number", _whole(0), "sliding_window"),
+    ("a whole number", _whole(0), "sliding_window num_experts num_local_experts"),
+    ("a list of whole numbers", _all_are(_whole(0)), "mlp_only_layers"),
     (
         "a number above 0",
         _is_positive,
@@ -73,7 +74,11 @@ _KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         lambda value: _is_number(value) and value >= 0,
         "rms_norm_eps attn_logit_softcapping final_logit_softcapping mscale mscale_all_dim llama_4_scaling_beta",
     ),
-    ("true or false", _is_flag, "attention_bias mlp_bias tie_word_embeddings use_sliding_window truncate"),
+    (
+        "true or false",
+        _is_flag,
+        "attention_bias mlp_bias tie_word_embeddings use_sliding_window truncate norm_topk_prob",
+    ),
     ("a text", _is_text, "model_type hidden_act hidden_activation rope_type type"),
     ("a list of texts", _all_are(_is_text), "layer_types"),
     ("a list of 0 and 1", _all_are(_is_flag), "no_rope_layers"),
@@ -118,8 +123,11 @@ def check_sizes(config: DecoderConfig, num_stored: int) -> None:
     """
     c = config
     heads = 2 * c.num_attention_heads + 2 * c.num_key_value_heads
-    per_layer = c.hidden_size * (heads * c.head_dim + 3 * c.intermediate_size)
-    num_asked = c.vocab_size * c.hidden_size + c.num_hidden_layers * per_layer
+    inner = [
+        c.experts.num_experts * c.experts.intermediate_size if kind.has_experts and c.experts else c.intermediate_size
+        for kind in c.layer_types
+    ]
+    num_asked = c.hidden_size * (c.vocab_size + c.num_hidden_layers * heads * c.head_dim + 3 * sum(inner))
     _check_asked(num_asked, num_stored, c.num_hidden_layers, c.hidden_size, c.vocab_size)
     if c.max_context < MIN_CONTEXT:
         raise ValueError(

@@ -20,10 +20,10 @@ from compile.linear import NotFinite
 from compile.start_times import START
 from multigpu.tensor_parallel import UNSHARDED, Shard
 from sharesd.models import checkpoint, lora
-from sharesd.models.architectures import architecture_of, config_from_hf
+from sharesd.models.architectures import config_from_hf
 from sharesd.models.base import CausalModel
 from sharesd.models.checkpoint import Progress, silent
-from sharesd.models.decoder import Block, Decoder
+from sharesd.models.decoder import Block, Decoder, ExpertMLP
 from sharesd.models.decoder_config import DecoderConfig, UnsupportedArchitecture
 from sharesd.models.hf_config import check_sizes
 from sharesd.models.hub import resolve
@@ -38,6 +38,7 @@ from sharesd.models.weight_mapping import (
     copy_tensors,
     cut_part,
     decoder_tensors,
+    module_names,
     rename_tensors,
     report_unused,
     split_tensors,
@@ -69,7 +70,7 @@ def fill_block(
     `values`: names as in `block_tensors`. `make_linear`: linears instead of torch's.
     """
     if make_linear is not None:
-        for path, names in architecture_of(config.model_type).block_names.items():
+        for path, names in module_names(config, has_experts=isinstance(block.mlp, ExpertMLP)).items():
             linear = attrgetter(path)(block)
             if type(linear) is nn.Linear:
                 bias = None
@@ -123,7 +124,7 @@ def load_model(
         ValueError: neither serves the architecture, or the checkpoint is damaged or incomplete.
     """
     try:
-        config = decoder_config(folder)
+        config = native_config(folder, torch.device(device))
     except UnsupportedArchitecture as reason:
         if tensors is not None or on_block_loaded is not None or part != UNSHARDED or split is not None:
             raise
@@ -211,6 +212,16 @@ def decoder_config(folder: Path) -> DecoderConfig:
     ):
         log.warning("%s: tie_word_embeddings is true, and another lm_head is stored, which is used", folder)
         return replace(config, tie_word_embeddings=False)
+    return config
+
+
+def native_config(folder: Path, device: torch.device) -> DecoderConfig:
+    """Return the DecoderConfig of a folder that the native decoder runs on this device; errors as `decoder_config`."""
+    config = decoder_config(folder)
+    if config.experts is not None and device.type != "cpu":
+        raise UnsupportedArchitecture(
+            f"architecture {config.model_type!r} has experts, which the native decoder runs on CPUs alone"
+        )
     return config
 
 

@@ -24,7 +24,7 @@ from compile.input_order import same_order
 from multigpu.tensor_parallel import TILE, Shard, require_divisible
 from sharesd.models.architectures import architecture_of
 from sharesd.models.checkpoint import Progress, damage_named, not_causal, read_config, silent
-from sharesd.models.decoder import Decoder
+from sharesd.models.decoder import Decoder, ExpertMLP
 from sharesd.models.decoder_config import DecoderConfig
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -52,12 +52,35 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in decoder_tensors(decoder)}
 
 
+def module_names(config: DecoderConfig, *, has_experts: bool) -> dict[str, tuple[str, ...]]:
+    """Return module of a block -> modules of a checkpoint's layer, experts one by one.
+
+    `has_experts`: the layer is a mixture.
+    """
+    names = architecture_of(config.model_type).block_names
+    if not has_experts or config.experts is None:
+        return {path: modules for path, modules in names.items() if not path.startswith(("mlp.router", "mlp.experts."))}
+    found: dict[str, tuple[str, ...]] = {}
+    for path, modules in names.items():
+        if "*" in path:
+            for number in map(str, range(config.experts.num_experts)):
+                found[path.replace("*", number)] = tuple(module.replace("*", number) for module in modules)
+        elif path not in ("mlp.gate_up", "mlp.down"):
+            found[path] = modules
+    return found
+
+
+def is_router(name: str, config: DecoderConfig) -> bool:
+    """Return True for the weight that chooses a layer's experts, which stays in numbers."""
+    return module_of(name) in architecture_of(config.model_type).block_names.get("mlp.router", ())
+
+
 def block_tensors(block: nn.Module, config: DecoderConfig) -> Iterator[tuple[str, Tensor]]:
     """Yield name and parameter of one block, as `decoder_tensors` does.
 
     Names are without the layer's number; modules without parameters are left out.
     """
-    for path, names in architecture_of(config.model_type).block_names.items():
+    for path, names in module_names(config, has_experts=isinstance(block.mlp, ExpertMLP)).items():
         module = attrgetter(path)(block)
         if module is None:
             continue
@@ -81,7 +104,7 @@ def rename_tensors(
 
     Each is (name in the file, name as in `decoder_tensors`, values). `unused` gets the part of each tensor left out.
     """
-    for stored_name, tensor in stored:
+    for stored_name, tensor in _single_experts(stored, config):
         name, part = text_name(stored_name), left_out(stored_name, config)
         if part is not None:
             if unused is not None:
@@ -92,6 +115,30 @@ def rename_tensors(
         if config.gemma_norm and name.endswith("norm.weight"):
             tensor = tensor.double() + 1.0  # stored minus one
         yield stored_name, name, tensor
+
+
+def _single_experts(stored: Iterable[tuple[str, Tensor]], config: DecoderConfig) -> Iterator[tuple[str, Tensor]]:
+    """Yield stored tensors, those of all experts as one for each.
+
+    Raises ValueError for one of another shape than the config asks for.
+    """
+    merged = architecture_of(config.model_type).merged_experts
+    for stored_name, tensor in stored:
+        before, dot, name = stored_name.rpartition(".mlp.")
+        parts = merged.get(f"mlp.{name}", ()) if dot and config.experts is not None else ()
+        if not parts:
+            yield stored_name, tensor
+            continue
+        assert config.experts is not None
+        count, size = config.experts.num_experts, config.experts.intermediate_size
+        inputs = size if len(parts) == 1 else config.hidden_size
+        outputs = config.hidden_size if len(parts) == 1 else 2 * size
+        if tuple(tensor.shape) != (count, outputs, inputs):
+            found, wanted = list(tensor.shape), [count, outputs, inputs]
+            raise ValueError(f"{stored_name} has shape {found} where config.json asks for {wanted}; {MISFIT}")
+        for number, expert in enumerate(tensor):
+            for part, rows in zip(parts, expert.chunk(len(parts)), strict=True):
+                yield f"{before}.{part.replace('*', str(number))}", rows
 
 
 def left_out(stored_name: str, config: DecoderConfig) -> str | None:
@@ -123,11 +170,14 @@ class Cuts(NamedTuple):
         q, k = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
         first: dict[str, tuple[int, ...]] = {HEAD.removesuffix(".weight"): (config.vocab_size,)}
         second: set[str] = set()
-        for path, names in architecture_of(config.model_type).block_names.items():
+        of_expert = 0 if config.experts is None else config.experts.intermediate_size
+        layers = [module_names(config, has_experts=has) for has in {kind.has_experts for kind in config.layer_types}]
+        for path, names in (item for layer in layers for item in layer.items()):
             if path in ("attn.o", "mlp.down"):
                 second |= set(names)
-            if path in ("attn.qkv", "mlp.gate_up"):
-                sizes = (q, k, k) if path == "attn.qkv" else (config.intermediate_size,) * 2
+            if path == "attn.qkv" or path.endswith(".gate_up"):
+                mlp = of_expert if ".experts." in path else config.intermediate_size
+                sizes = (q, k, k) if path == "attn.qkv" else (mlp,) * 2
                 if len(names) == 1:
                     first[names[0]] = sizes
                 else:
@@ -391,7 +441,7 @@ def _warn_of_expansion(line: str) -> None:
 
 def _merged(config: DecoderConfig) -> Iterator[list[str]]:
     """Yield the names of matrices that run as one."""
-    groups = [names for names in architecture_of(config.model_type).block_names.values() if len(names) > 1]
-    for layer in range(config.num_hidden_layers):
-        for names in groups:
-            yield [f"{LAYERS}{layer}.{name}.weight" for name in names]
+    for layer, kind in enumerate(config.layer_types):
+        for names in module_names(config, has_experts=kind.has_experts).values():
+            if len(names) > 1:
+                yield [f"{LAYERS}{layer}.{name}.weight" for name in names]

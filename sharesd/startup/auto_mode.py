@@ -19,7 +19,7 @@ from sharesd.drafters.registry import Need, Support
 from sharesd.models.checkpoint import weight_files
 from sharesd.models.decoder import Decoder
 from sharesd.models.decoder_config import UnsupportedArchitecture
-from sharesd.models.loader import decoder_config
+from sharesd.models.loader import native_config
 from sharesd.weights.backend import backend_for
 from sharesd.weights.memory_estimate import MemoryEstimate
 from sharesd.weights.packing import has_quantized_kernels
@@ -79,7 +79,7 @@ def _model_drafter(
     if config.draft is not None:
         return selection.needing(Need.SECOND_MODEL)[0], f"the draft model {config.draft} was given"
     try:
-        shape = decoder_config(folder)
+        shape = native_config(folder, device)
     except UnsupportedArchitecture as error:
         return None, f"the model runs through transformers ({error})"
     if device.type == "cuda" and config.quant.format.solver is not None and not has_quantized_kernels(device):

@@ -153,11 +153,21 @@ def _uses_draft_model(config: EngineConfig, modes: Collection[str]) -> bool:
     return not all(active) or bool(drafters.intersection(selection.needing(Need.SECOND_MODEL)))
 
 
-def target_conflicts(config: EngineConfig, *, unsupported: str | None, on_gpu: bool, has_triton: bool) -> Iterator[str]:
+def target_conflicts(
+    config: EngineConfig, *, unsupported: str | None, has_experts: bool = False, on_gpu: bool, has_triton: bool
+) -> Iterator[str]:
     """Yield what the device and the target's architecture exclude.
 
-    `unsupported`: reason why the target is not a native decoder, if it is not.
+    Args:
+        unsupported: reason why the target is not a native decoder, if it is not.
+        has_experts: it is a native decoder with a mixture of experts.
     """
+    if has_experts and config.split.enabled:
+        yield f"a mixture of experts is not split among devices; leave {_stage_flag(config.split)} out"
+    if has_experts and config.tensor_parallel > 1:
+        yield f"tensor_parallel is {config.tensor_parallel}, and a mixture of experts is not shared out; leave it out"
+    if has_experts and config.compile in ("regional", "full"):
+        yield f"compile is {config.compile!r}, and a mixture of experts runs in the CPU kernel; use native, or off"
     if unsupported is not None and config.split.enabled:
         yield f"only native decoders are split among devices: {unsupported}; leave devices out"
     if unsupported is not None and config.tensor_parallel > 1:

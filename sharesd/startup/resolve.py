@@ -37,7 +37,7 @@ from sharesd.models.checkpoint import STORED, TARGET_QUANT, Progress, is_stored,
 from sharesd.models.conversion_cache import is_converted
 from sharesd.models.decoder_config import UnsupportedArchitecture
 from sharesd.models.hub import resolve_target
-from sharesd.models.loader import decoder_config
+from sharesd.models.loader import native_config
 from sharesd.startup.auto_mode import AutoDrafters, choose_drafters
 from sharesd.startup.conflicts import (
     blocks_obstacle,
@@ -86,6 +86,12 @@ def folder_and_config(
         obstacle = None if wants_numbers else _obstacle(config, device)
         config = replace(config, dequantize=True if wants_numbers or obstacle is not None else None)
     folder = resolve_target(config, progress=progress)
+    if device.type != "cpu" and is_stored(folder) and (reason := _not_native(folder, device)) is not None:
+        if config.dequantize is False:
+            flag = "--dequantize" if config.target_quant is None else "another --device than a GPU"
+            raise ValueError(f"{folder}: {reason}, and stored weights run there; use {flag}")
+        config = replace(config, dequantize=True)
+        folder = resolve_target(config, progress=progress)
     if config.dequantize is False and not is_stored(folder):
         raise ValueError(
             f"{folder} is not a .gguf file and has no quantized weights to run as stored; drop --no-dequantize"
@@ -96,6 +102,15 @@ def folder_and_config(
     if warns and config.target_quant is not None:
         log.warning("weights are quantized to %s at load: texts are those of the quantized model", config.target_quant)
     return folder, replace(config, dequantize=not is_stored(folder))
+
+
+def _not_native(folder: Path, device: torch.device) -> UnsupportedArchitecture | None:
+    """Return the reason why a folder does not run natively on a device, if there is one."""
+    try:
+        native_config(folder, device)
+    except UnsupportedArchitecture as reason:
+        return reason
+    return None
 
 
 def with_head_quant(config: EngineConfig) -> EngineConfig:
@@ -389,15 +404,20 @@ class _Resolver:
         return device
 
     def _check_target(self, folder: Path, config: EngineConfig, *, has_triton: bool) -> None:
-        if not config.split.enabled and config.tensor_parallel == 1 and config.kv_dtype == "auto":
+        is_plain = not config.split.enabled and config.tensor_parallel == 1 and config.kv_dtype == "auto"
+        if is_plain and config.compile not in ("regional", "full"):
             return
-        unsupported = None
+        unsupported, has_experts = None, False
         try:
-            decoder_config(folder)
+            has_experts = native_config(folder, self.device).experts is not None
         except UnsupportedArchitecture as reason:
             unsupported = str(reason)
         on_gpu = self.device.type == "cuda"
-        check(target_conflicts(config, unsupported=unsupported, on_gpu=on_gpu, has_triton=has_triton))
+        check(
+            target_conflicts(
+                config, unsupported=unsupported, has_experts=has_experts, on_gpu=on_gpu, has_triton=has_triton
+            )
+        )
 
     def _plan(self, config: EngineConfig, dtype: torch.dtype) -> Offloading | None:
         width = fixed_width(self.device.type, config.max_draft_tokens)

@@ -28,9 +28,16 @@ from sharesd.models.prefill import CHUNK, LONG_CHUNK
 from sharesd.weights.backend import CudaBackend, WeightBackend
 from sharesd.weights.offload_rates import StepTimer, load_acceptance
 from sharesd.weights.offloaded_decoder import rows_of_piece
-from sharesd.weights.sizes import StoredLinears, expanded_bytes, kv_bytes, kv_slots, quantized_bytes, quantizer_for
+from sharesd.weights.sizes import (
+    StoredLinears,
+    expanded_bytes,
+    kv_bytes,
+    kv_slots,
+    linear_paths,
+    quantized_bytes,
+    quantizer_for,
+)
 
-LINEARS = ("attn.qkv", "attn.o", "mlp.gate_up", "mlp.down")
 TREE_TOPS = (2, 4)
 """Branchings of draft trees: children of a node, and parents per level."""
 PRIOR_TOKENS = 100
@@ -64,7 +71,8 @@ class MemoryEstimate:
         self._copies = self._has_second and selection.second_model(config) is None
         self._dtype = decoder.embed.weight.dtype
         self._stored = StoredLinears(decoder, folder) if folder is not None and is_stored(folder) else None
-        kind = None if self._stored is None else self._stored.type("blocks.0.mlp.gate_up")
+        self._paths = [tuple(linear_paths(block)) for block in decoder.blocks]
+        kind = None if self._stored is None else self._stored.type(f"blocks.0.{self._paths[0][-1]}")
         self._timer = StepTimer(backend, self._dtype, decoder.config.hidden_size, kind)
         self._layouts: dict[frozenset[str], tuple[RecordLayout, ...]] = {}
         self._quantizers: dict[QuantConfig, LinearQuantizer] = {}
@@ -106,15 +114,19 @@ class MemoryEstimate:
 
     def _block_layouts(self, quant: QuantConfig | None) -> tuple[RecordLayout, ...]:
         shares = quant is not None and self._shares
-        paths = frozenset(LINEARS) - (self._skipped(quant) if quant is not None and shares else set())
+        paths = self._all_paths - (self._skipped(quant) if quant is not None and shares else set())
         if paths not in self._layouts:
             self._layouts[paths] = tuple(
                 RecordLayout.of(
-                    {f"{path}.weight": self._weight(f"blocks.{i}.{path}") for path in LINEARS if path in paths}
+                    {f"{path}.weight": self._weight(f"blocks.{i}.{path}") for path in self._paths[i] if path in paths}
                 )
                 for i in range(self.num_blocks)
             )
         return self._layouts[paths]
+
+    @property
+    def _all_paths(self) -> frozenset[str]:
+        return frozenset(path for paths in self._paths for path in paths)
 
     def _records(self, quant: QuantConfig | None) -> tuple[int, ...]:
         """Return the bytes of each record."""
@@ -140,7 +152,7 @@ class MemoryEstimate:
     def _small(self) -> int:
         """Return bytes besides linears and the head."""
         decoder = self.decoder
-        linears = {id(self._linear(i, path).weight) for i in range(self.num_blocks) for path in LINEARS}
+        linears = {id(self._linear(i, path).weight) for i, paths in enumerate(self._paths) for path in paths}
         linears |= {id(decoder.head.weight), id(decoder.embed.weight)}
         small = sum(p.nbytes for p in decoder.parameters() if id(p) not in linears)
         return small + self._embedding() + sum(buffer.nbytes for buffer in decoder.buffers())
@@ -161,7 +173,10 @@ class MemoryEstimate:
         logits = rows * c.vocab_size * (2 * self._dtype.itemsize + 3 * 4)
         longest = CHUNK if self._on_gpu else LONG_CHUNK  # tokens of a prompt at a time, one row after the other
         read = min(longest, self.config.planned_context)
-        activations = read * (4 * c.hidden_size + 3 * c.intermediate_size) * self._dtype.itemsize
+        inner = c.intermediate_size
+        if c.experts is not None:  # whose results are kept for so many rows, next to a sum in float32
+            inner = max(inner, c.experts.intermediate_size) + 2 * c.hidden_size
+        activations = read * (4 * c.hidden_size + 3 * inner) * self._dtype.itemsize
         numbers = expanded_bytes(self.decoder, self.config, self._slots, on_gpu=self._on_gpu)
         return self._kv() + numbers + logits + activations + self._masked(read)
 
@@ -185,7 +200,9 @@ class MemoryEstimate:
             return block if self._on_gpu else 3 * block // 2
         codes, wide, wide_head = c.vocab_size * c.hidden_size, 0, 0
         if self._stored is not None:
-            wide = 4 * max(self._linear(0, path).weight.numel() for path in LINEARS)
+            wide = 4 * max(
+                self._linear(i, path).weight.numel() for i, paths in enumerate(self._paths) for path in paths
+            )
             wide_head = 4 * codes
         if self._on_gpu:
             return max(block + wide, 3 * codes + wide_head) + SOLVING_BYTES
@@ -296,35 +313,52 @@ class MemoryEstimate:
         return Rates(
             disk=disk,
             link=link,
-            block={rows: seconds * block for rows, seconds in per_byte.items()},
+            block={rows: seconds * block * self._share_of_blocks(rows) for rows, seconds in per_byte.items()},
             rest={rows: seconds * self._tail for rows, seconds in per_byte.items()},
         )
 
     def step_seconds(self, quant: QuantConfig, rows: int) -> tuple[float, float, float]:
         """Return measured seconds of plain, wider (`rows`) and draft steps."""
-        blocks = sum(layout.record_bytes for layout in self._block_layouts(None))
-        num_bytes = blocks + self._weight("head").nbytes
-        plain, several = (seconds * num_bytes for seconds in self._timer.full((1, rows)))
+        blocks, head = sum(layout.record_bytes for layout in self._block_layouts(None)), self._weight("head").nbytes
+        plain, several = (
+            seconds * (self._share_of_blocks(num) * blocks + head)
+            for num, seconds in zip((1, rows), self._timer.full((1, rows)), strict=True)
+        )
         return plain, max(plain, several), self._draft_seconds(quant, rows=1)
 
     def _draft_seconds(self, quant: QuantConfig, rows: int) -> float:
         total = 0.0
-        sizes = self._quantized_bytes(quant)
+        sizes = self._quantized_bytes(quant, rows)
         for bits, num_bytes in sizes.items():
             total += self._timer.quantized(quant, bits, rows) * num_bytes
         if quant.head_bits is None:
             total += self._timer.full([rows])[0] * self._weight("head").nbytes
         return total
 
-    def _quantized_bytes(self, quant: QuantConfig) -> dict[int, int]:
+    def _quantized_bytes(self, quant: QuantConfig, rows: int = 0) -> dict[int, int]:
+        """Return bytes by bits; with `rows` those that a step reads."""
         found: dict[int, int] = {}
         for task in self._quantizer(quant).tasks:
-            found[task.bits] = found.get(task.bits, 0) + quantized_bytes(self.decoder, task, quant)
+            share = self._share_read(task.path, rows) if rows else 1.0
+            found[task.bits] = found.get(task.bits, 0) + round(share * quantized_bytes(self.decoder, task, quant))
         return found
+
+    def _share_of_blocks(self, rows: int) -> float:
+        """Return the share of the blocks' bytes that a step of so many rows reads."""
+        places = [place for layout in self._block_layouts(None) for place in layout.places]
+        read = sum(self._share_read(place.name, rows) * place.nbytes for place in places)
+        return read / sum(place.nbytes for place in places)
+
+    def _share_read(self, path: str, rows: int) -> float:
+        """Return the share of a linear that rows read: of an expert's, the chance that one of them chose it."""
+        experts = self.decoder.config.experts
+        if experts is None or ".experts." not in path:
+            return 1.0
+        return 1.0 - (1.0 - experts.num_experts_per_tok / experts.num_experts) ** rows
 
     def _skipped(self, quant: QuantConfig) -> set[str]:
         paths = [task.path.split(".", 2) for task in self._quantizer(quant).tasks if task.layer is not None]
-        return set(LINEARS) - {path for _, _, path in paths}
+        return set(self._all_paths) - {path for _, _, path in paths}
 
     def _quantizer(self, quant: QuantConfig) -> LinearQuantizer:
         if quant not in self._quantizers:

@@ -28,7 +28,7 @@ from sharesd.models.checkpoint import Progress, silent, weight_files
 from sharesd.models.decoder import Decoder
 from sharesd.models.decoder_config import DecoderConfig, UnsupportedArchitecture
 from sharesd.models.hub import resolve_target
-from sharesd.models.loader import decoder_config
+from sharesd.models.loader import native_config
 from sharesd.weights.backend import CudaBackend, WeightBackend, backend_for
 from sharesd.weights.memory_estimate import TREE_TOPS, MemoryEstimate
 from sharesd_files import cache_root
@@ -89,7 +89,7 @@ def _plan_for(
     backend = backend_for(device, dtype, 1 + max(DEPTHS[-1], config.max_draft_tokens), config.max_batch)
     folder = resolve_target(config, progress=progress)
     try:
-        shape = decoder_config(folder)
+        shape = native_config(folder, device)
     except UnsupportedArchitecture as reason:
         if always:
             raise ValueError(f"no plan for offloading: {reason}; drop the limit of memory") from None

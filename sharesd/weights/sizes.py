@@ -18,11 +18,10 @@ from quant.quantize_model import LinearQuantizer
 from quant.solved_linears import QuantTask, SolverConfig
 from sharesd.config import EngineConfig
 from sharesd.models import checkpoint
-from sharesd.models.architectures import architecture_of
 from sharesd.models.decoder import Decoder
 from sharesd.models.loader import decoder_config
 from sharesd.models.prefill import slots_for
-from sharesd.models.weight_mapping import EMBEDDING, HEAD, LAYERS, tensor_shapes
+from sharesd.models.weight_mapping import EMBEDDING, HEAD, LAYERS, module_names, tensor_shapes
 from sharesd.speculation.draft_tree import async_tree_slots
 from sharesd.weights.packing import pack_for_cpu
 
@@ -97,8 +96,14 @@ class StoredLinears:
         if not path.startswith("blocks."):
             return (EMBEDDING,) if path == "embed" or self._config.tie_word_embeddings else (HEAD,)
         _, layer, rest = path.split(".", 2)
-        names = architecture_of(self._config.model_type).block_names[rest]
+        has_experts = self._config.layer_types[int(layer)].has_experts
+        names = module_names(self._config, has_experts=has_experts)[rest]
         return tuple(f"{LAYERS}{layer}.{name}.weight" for name in names)
+
+
+def linear_paths(block: nn.Module) -> list[str]:
+    """Return the paths of a block's linears, whose weights are most of it; without a router, which stays as it is."""
+    return [path for path, module in block.named_modules() if isinstance(module, nn.Linear) and path != "mlp.router"]
 
 
 def quantizer_for(decoder: Decoder, quant: QuantConfig, solver_config: SolverConfig | None = None) -> LinearQuantizer:

@@ -14,8 +14,11 @@ from tokenizers import pre_tokenizers
 
 WORDS = ("the", "thing", "is", "in", "it", "on", "of", "and", "to", "that")
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+EXPERTS = 5
 TEMPLATE = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
-HEAD_DIM = defaultdict(lambda: 16, qwen3=128)  # transformers overlooks that a Qwen3 file names another size than 128
+HEAD_DIM = defaultdict(
+    lambda: 16, qwen3=128, qwen3moe=32
+)  # transformers overlooks that a Qwen3 file names another size than 128
 
 
 def write_gguf(
@@ -42,10 +45,12 @@ def write_gguf(
     sizes |= {"head_count": 4, "head_count_kv": 2, "layer_norm_rms_eps": 1e-5, "rope_freq_base": 10_000.0}
     if architecture.startswith("gemma"):
         sizes["sliding_window"] = 16
-    if architecture.startswith("gemma") or architecture == "qwen3":
+    if architecture.startswith("gemma") or architecture in ("qwen3", "qwen3moe"):
         sizes |= {"key_length": head, "value_length": head}
     else:
         sizes["rope_dimension_count"] = 16
+    if architecture == "qwen3moe":
+        sizes |= {"expert_count": EXPERTS, "expert_used_count": 2, "expert_feed_forward_length": mlp}
     for name, size in sizes.items():
         getattr(writer, f"add_{name}")(size)
     for key, value in (extra or {}).items():
@@ -111,27 +116,34 @@ def _add_tensors(
 
     def add(name: str, *shape: int, kind: str = "") -> None:
         data = random.standard_normal(shape, dtype=np.float32) * 0.1 + (len(shape) == 1)
-        usual = kind or (matrices if len(shape) == 2 else "F32")
+        usual = kind or (matrices if len(shape) > 1 else "F32")
         wanted = gguf.GGMLQuantizationType[types.get(name.removesuffix(".weight"), usual)]
         writer.add_tensor(name, gguf.quantize(data, wanted), raw_dtype=wanted)
 
     add("token_embd.weight", num_tokens, 64)
     add("output_norm.weight", 64)
-    if arch in ("qwen3", "phi3"):
+    if arch in ("qwen3", "qwen3moe", "phi3"):
         add("output.weight", num_tokens, 64, kind="F16")
     rows: dict[str, tuple[int, ...]] = {"attn_output": (64, 4 * head), "attn_norm": (64,), "ffn_norm": (64,)}
     if arch == "phi3":
         rows |= {"attn_qkv": (128, 64), "ffn_up": (2 * mlp, 64)}
     else:
-        rows |= {name: (size, 64) for name, size in heads.items()} | {"ffn_gate": (mlp, 64), "ffn_up": (mlp, 64)}
+        rows |= {name: (size, 64) for name, size in heads.items()}
+        rows |= {"ffn_gate": (mlp, 64), "ffn_up": (mlp, 64)} if arch != "qwen3moe" else {}
     if arch.startswith("gemma"):
         rows |= {"post_attention_norm": (64,), "post_ffw_norm": (64,)}
-    if arch in ("gemma3", "qwen3"):
+    if arch in ("gemma3", "qwen3", "qwen3moe"):
         rows |= {"attn_q_norm": (head,), "attn_k_norm": (head,)}
     for i in range(layers):
         for name, shape in rows.items():
             add(f"blk.{i}.{name}.weight", *shape, kind="BF16" if name == "attn_output" else "")
         down = "Q8_0" if i % 3 == 2 else "Q4_0"
+        if arch == "qwen3moe":
+            add(f"blk.{i}.ffn_gate_inp.weight", EXPERTS, 64, kind="F32")
+            for part in ("gate", "up"):
+                add(f"blk.{i}.ffn_{part}_exps.weight", EXPERTS, mlp, 64)
+            add(f"blk.{i}.ffn_down_exps.weight", EXPERTS, 64, mlp, kind="" if matrices == "F16" else down)
+            continue
         add(f"blk.{i}.ffn_down.weight", 64, mlp, kind="" if matrices == "F16" else down)
         if arch == "qwen2":
             for name, size in heads.items():

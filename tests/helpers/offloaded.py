@@ -25,6 +25,7 @@ from sharesd.sampling_params import SamplingParams
 from sharesd.weights.offload_planner import Offloading, plan_for
 from tests.helpers.in_mode import in_mode
 
+LINEARS = ("attn.qkv", "attn.o", "mlp.gate_up", "mlp.down")
 LAYERS = 8
 """Of the models that plans are made for."""
 PROMPTS: list[str | list[int]] = ["the cat sat on the mat and the cat sat on the", [7, 9], [5, 6, 7] * 20]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
+from sharesd.models.architectures import config_from_hf
+from sharesd.models.weight_mapping import tensor_shapes
 from tests.helpers.tiny_tokenizer import CHAT_TEMPLATE, SPECIAL, WORDS, make_backend
 
 
@@ -43,6 +46,26 @@ def make_checkpoint(
     config |= {"tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": bos, "eos_token_id": eos}
     (folder / "config.json").write_text(json.dumps(config))
     save_file(_tensors(config, _spoken(backend), seed), folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def make_mixture(folder: Path, *, dtype: torch.dtype = torch.bfloat16, **fields: Any) -> Path:
+    """Write a random Qwen3-MoE with the tokenizer of `make_checkpoint`; every second layer is a mixture.
+
+    `fields`: of config.json, instead of those here.
+    """
+    raw = json.loads((make_checkpoint(folder) / "config.json").read_text())
+    raw |= {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "decoder_sparse_step": 2}
+    raw |= {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True, **fields}
+    (folder / "config.json").write_text(json.dumps(raw))
+    dice = torch.Generator().manual_seed(0)
+    tensors = {
+        name: torch.randn(shape, generator=dice) * (2.0 if len(shape) == 2 else 0.2) * shape[-1] ** -0.5
+        for name, shape in tensor_shapes(config_from_hf(raw)).items()
+    }
+    for name, tensor in tensors.items():
+        tensors[name] = (tensor + 1 if tensor.ndim == 1 else tensor).to(dtype)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 

@@ -49,21 +49,24 @@ def both_ways(file: Path) -> tuple[Path, Path]:
     return converted_folder(file), theirs
 
 
-KINDS = ("llama smollm", "llama llama-bpe", "llama spm", "qwen2 qwen2", "qwen3 qwen2", "phi3 spm")
+KINDS = ("llama smollm", "llama llama-bpe", "llama spm", "qwen2 qwen2", "qwen3 qwen2", "qwen3moe qwen2", "phi3 spm")
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "gemma2 spm", "gemma3 spm"])
 def test_conversion_equals_that_of_transformers(kind: str, tmp_path: Path, own_cache: Path) -> None:
     name, pre = kind.split()
-    ours, theirs = both_ways(write_gguf(tmp_path / "tiny.gguf", name, pre))
+    experts = name == "qwen3moe"  # of which they take 768 for the size, and leave their factors as they are
+    ours, theirs = both_ways(write_gguf(tmp_path / "tiny.gguf", name, pre, mlp=768 if experts else 96))
     a, b = weights_of(ours), weights_of(theirs)
     assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
     one, two = (config_from_hf(json.loads((folder / "config.json").read_text())) for folder in (ours, theirs))
     is_gemma = name.startswith("gemma")  # of which they take 256 for the size of heads
-    not_theirs = ("layer_types", "attention_multiplier") if is_gemma else ()
+    not_theirs = ("layer_types", "attention_multiplier") if is_gemma else ("experts",) if experts else ()
     for field in set(DecoderConfig.__slots__) - {"rope_parameters", "eos_ids", *not_theirs}:
         assert getattr(one, field) == getattr(two, field), field
     assert [r["rope_theta"] for r in one.rope_parameters] == [r["rope_theta"] for r in two.rope_parameters]
+    if experts:
+        assert one.experts == two.experts._replace(norm_topk_prob=True)
     if is_gemma:
         assert one.layer_types == two.layer_types and one.attention_multiplier == 16**-0.5
 

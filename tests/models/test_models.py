@@ -39,6 +39,8 @@ GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
     "sliding_attention": THETA | {"rope_type": "default"},
 }
+DENSE_BETWEEN: dict[str, Any] = {"mlp_only_layers": [1], "norm_topk_prob": True}
+EXPERTS: dict[str, Any] = {"head_dim": 32, "moe_intermediate_size": 40}
 SLIDING: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 
 NATIVE = {
@@ -54,6 +56,8 @@ NATIVE = {
     "qwen2": hf.Qwen2Config(**SMALL),
     "qwen2_sliding_yarn": hf.Qwen2Config(**SMALL, **SLIDING, rope_parameters=YARN),
     "qwen3": hf.Qwen3Config(**SMALL, head_dim=32),
+    "qwen3_moe": hf.Qwen3MoeConfig(**SMALL, **EXPERTS, num_experts=7, num_experts_per_tok=3, **DENSE_BETWEEN),
+    "qwen3_moe_top1": hf.Qwen3MoeConfig(**SMALL, **EXPERTS, num_experts=5, num_experts_per_tok=1, **SLIDING),
     "smollm3": hf.SmolLM3Config(**SMALL, no_rope_layer_interval=2),
     "phi3": hf.Phi3Config(**SMALL),
     "phi3_longrope": hf.Phi3Config(**SMALL, original_max_position_embeddings=32, rope_parameters=LONGROPE),

@@ -20,6 +20,7 @@ from sharesd.startup.resolve import ResolvedConfig, resolved_conflicts
 
 TWO_STAGES, NESTED = PipelineConfig(devices=("cpu", "cpu")), QuantConfig(method="nested")
 ALONE = {"target": "other", "mode": "naive"}  # a model that comes without heads, and a mode without drafters
+MIXTURE = {"has_experts": True}
 Found = Callable[[], Iterator[str]]
 
 
@@ -27,9 +28,9 @@ def options(*modes: str, facts: dict[str, Any] | None = None, **given: Any) -> F
     return lambda: option_conflicts(EngineConfig(**ALONE | given), modes, **facts or {})
 
 
-def target(*, unsupported: str | None = None, on_gpu: bool = False, has_triton: bool = True, **given: Any) -> Found:
-    config = EngineConfig(**ALONE | given)
-    return lambda: target_conflicts(config, unsupported=unsupported, on_gpu=on_gpu, has_triton=has_triton)
+def target(*, facts: dict[str, Any] | None = None, unsupported: str | None = None, **given: Any) -> Found:
+    found: dict[str, Any] = {"unsupported": unsupported, "on_gpu": False, "has_triton": True} | (facts or {})
+    return lambda: target_conflicts(EngineConfig(**ALONE | given), **found)
 
 
 def resolved(*, on: str = "cpu", facts: dict[str, Any] | None = None, num_stages: int = 1, **given: Any) -> Found:
@@ -75,7 +76,13 @@ OPTIONS: list[tuple[Found, str]] = [
 TARGET: list[tuple[Found, str]] = [
     (target(split=TWO_STAGES, unsupported="it is new"), "split among devices: it is new; leave devices out"),
     (target(tensor_parallel=2, unsupported="it is new"), "native decoders are shared out: it is new"),
-    (target(kv_dtype="q8", on_gpu=True, has_triton=False), "needs this project's kernels, and torch's run here"),
+    (target(split=TWO_STAGES, facts=MIXTURE), "a mixture of experts is not split among devices; leave --devices out"),
+    (target(tensor_parallel=2, facts=MIXTURE), "tensor_parallel is 2, and a mixture of experts is not shared out"),
+    (target(compile="full", facts=MIXTURE), "compile is 'full', and a mixture of experts runs in the CPU kernel"),
+    (
+        target(kv_dtype="q8", facts={"on_gpu": True, "has_triton": False}),
+        "needs this project's kernels, and torch's run here",
+    ),
     (target(kv_dtype="q8", unsupported="it is new"), "only native decoders keep KV in 8 bits: it is new; leave"),
 ]
 CLASSIC: dict[str, Any] = {"mode": "classic", "draft_device": "cpu"}

@@ -20,12 +20,12 @@ from sharesd.runtime import Runtime
 from sharesd.startup.resolve import resolve_config
 from sharesd.weights import memory_estimate, offload_loader, offload_planner
 from sharesd.weights.backend import CpuBackend
-from sharesd.weights.memory_estimate import LINEARS, PRIOR_TOKENS, MemoryEstimate
+from sharesd.weights.memory_estimate import PRIOR_TOKENS, MemoryEstimate
 from sharesd.weights.offload_planner import plan_for
 from sharesd_files import cache_root
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.in_mode import in_mode
-from tests.helpers.offloaded import LAYERS, PROMPTS, WAYS, limit_leaving, planned, texts
+from tests.helpers.offloaded import LAYERS, LINEARS, PROMPTS, WAYS, limit_leaving, planned, texts
 from tests.helpers.paths import ROOT
 from tests.helpers.quantized_folders import write_quantized
 from tests.helpers.tiny_models import make_checkpoint

@@ -29,11 +29,11 @@ from sharesd.models.quantized.target import folder_to_quantize
 from sharesd.models.weight_mapping import text_name
 from sharesd.runtime import Runtime
 from sharesd.startup.resolve import resolve_config
-from sharesd.weights.memory_estimate import LINEARS
 from sharesd.weights.packing import make_cpu_linear
 from sharesd.weights.sizes import TensorOutline, outline_of
 from tests.helpers.block_parts import ggml_type, random_part
 from tests.helpers.gguf_files import write_gguf
+from tests.helpers.offloaded import LINEARS
 from tests.helpers.quantized_folders import write_quantized
 from tests.helpers.tensor_ranks import GREEDY, MODES, SAMPLED, SMALL, logits_of, texts_of, threads
 from tests.helpers.tiny_models import make_checkpoint

@@ -21,7 +21,7 @@ from sharesd.drafters.heads.checkpoint import new_head
 from sharesd.drafters.heads.config import ARCHITECTURES, LAYER_IDS, HeadConfig, Kind
 from sharesd.drafters.heads.head import FeatureHead, Head
 from sharesd.drafters.parallel.head import Parallel
-from sharesd.models.decoder import Block, Decoder
+from sharesd.models.decoder import MLP, Block, Decoder
 
 
 @torch.no_grad()
@@ -47,6 +47,8 @@ def initial_head(
     head = new_head(config, target, ids_K=ids_K)
     (last, *upper), D = target.blocks[-len(head.blocks) :], config.block.hidden_size
     assert isinstance(last, Block)
+    if not isinstance(last.mlp, MLP):
+        raise ValueError("a head begins as the target's last block, which has experts; train it for another target")
     attn_norm_D, mlp_norm_D = (norm.get_parameter("weight") for norm in (last.attn_norm, last.mlp_norm))
     block = head.block
     for parameter in head.parameters():

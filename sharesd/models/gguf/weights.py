@@ -31,7 +31,7 @@ _BLOCK_WEIGHTS = 1 << 16
 
 
 def names_of(file: GGUFFile, config: DecoderConfig) -> dict[str, str]:
-    """Return tensor names in the file -> names in a checkpoint.
+    """Return tensor names in the file -> names in a checkpoint; `*` in these stands for the numbers of all experts.
 
     Names, types and shapes are checked.
 
@@ -39,6 +39,10 @@ def names_of(file: GGUFFile, config: DecoderConfig) -> dict[str, str]:
     """
     _, layout = layout_of(file)
     possible, shapes = layout.tensor_names(config.num_hidden_layers), tensor_shapes(config)
+    if config.experts is not None:
+        first, count = ".experts.0.", config.experts.num_experts
+        together = {name.replace(first, ".experts.*."): shape for name, shape in shapes.items() if first in name}
+        shapes |= {name: (count, *shape) for name, shape in together.items()}
     wanted = {stored: name for stored, name in possible.items() if name in shapes}
     names = {}
     for stored, tensor in file.tensors.items():
@@ -97,9 +101,18 @@ def write_weights(file: GGUFFile, config: DecoderConfig, path: Path, progress: P
                 pairs = tensor.unflatten(0, (heads[part], -1, 2))
                 tensors[stored] = pairs.transpose(1, 2).reshape(tensor.shape)
     progress("writing weights", 0, 1)
-    written = {names[stored]: tensor for stored, tensor in tensors.items()}
+    written = {name: part for stored, tensor in tensors.items() for name, part in experts_of(names[stored], tensor)}
     write_tensors(written | absent_biases(written, config), path)
     progress("writing weights", 1, 1)
+
+
+def experts_of(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield a tensor, or those of its experts, with names in a checkpoint; see `names_of`."""
+    if "*" not in name:
+        yield name, tensor
+        return
+    for number, expert in enumerate(tensor):
+        yield name.replace("*", str(number)), expert
 
 
 def absent_biases(written: Collection[str], config: DecoderConfig) -> dict[str, Tensor]:
@@ -151,14 +164,19 @@ def stored_blocks(folder: Path, *, outlines: bool = False) -> Iterator[tuple[str
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     names, path = names_of(file, config), read_json(folder / STORED)["files"][0]
     types = _types(file, names, config)
-    types.say(path, {name: f"tensor {stored!r}" for stored, name in names.items()})
-    yield from absent_biases(names.values(), config).items()
-    for stored, name in names.items():
+    single = {name: stored for stored, given in names.items() for name in _names_of_experts(given, config)}
+    types.say(path, {name: f"tensor {stored!r}" for name, stored in single.items()})
+    yield from absent_biases(single, config).items()
+    for name, stored in single.items():
         tensor, part, kind = file.tensors[stored], stored.split(".")[-2], types.types.get(name)
-        if outlines and kind is not None:
-            yield name, BlockPart.without_bytes(kind, *tensor.shape)
+        shape, rows = tensor.shape, None if outlines and kind is not None else _rows(tensor)
+        if "*" in names[stored]:
+            shape, number = shape[1:], int(name.partition(".experts.")[2].partition(".")[0])
+            rows = None if rows is None else rows.view(tensor.shape[0], shape[0], -1)[number]
+        if rows is None:
+            assert kind is not None
+            yield name, BlockPart.without_bytes(kind, *shape)
             continue
-        rows = _rows(tensor)
         if layout.pairs_rows and part in heads:
             rows = rows.unflatten(0, (heads[part], -1, 2)).transpose(1, 2).flatten(0, 2)
         if kind in BLOCK_TYPES:
@@ -170,7 +188,7 @@ def stored_blocks(folder: Path, *, outlines: bool = False) -> Iterator[tuple[str
                 "use --dequantize"
             )
         if tensor.kind.name in NUMBERS:
-            values = rows.contiguous().view(NUMBERS[tensor.kind.name]).view(tensor.shape)
+            values = rows.contiguous().view(NUMBERS[tensor.kind.name]).view(shape)
         else:
             values = torch.from_numpy(gguf.dequantize(rows.numpy(), tensor.kind))
         if kind is not None:
@@ -181,8 +199,20 @@ def stored_blocks(folder: Path, *, outlines: bool = False) -> Iterator[tuple[str
 
 
 def _types(file: GGUFFile, names: Mapping[str, str], config: DecoderConfig) -> StoredTypes:
-    matrices = {name: file.tensors[stored] for stored, name in names.items() if len(file.tensors[stored].shape) == 2}
-    return StoredTypes.of({name: tensor.kind.name for name, tensor in matrices.items()}, config)
+    matrices = {stored: name for stored, name in names.items() if len(file.tensors[stored].shape) > 1}
+    kinds = {
+        name: file.tensors[stored].kind.name
+        for stored, given in matrices.items()
+        for name in _names_of_experts(given, config)
+    }
+    return StoredTypes.of(kinds, config)
+
+
+def _names_of_experts(name: str, config: DecoderConfig) -> list[str]:
+    """Return a name, or those of all experts that it stands for."""
+    if "*" not in name or config.experts is None:
+        return [name]
+    return [name.replace("*", str(number)) for number in range(config.experts.num_experts)]
 
 
 def _model(folder: Path) -> tuple[GGUFFile, DecoderConfig]:

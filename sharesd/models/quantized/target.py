@@ -17,7 +17,7 @@ from sharesd.models.architectures import config_from_hf
 from sharesd.models.checkpoint import STORED, TARGET_QUANT, is_quantized, read_config, read_json
 from sharesd.models.conversion_cache import linked_folder, name_of
 from sharesd.models.decoder_config import DecoderConfig, UnsupportedArchitecture
-from sharesd.models.weight_mapping import EMBEDDING, HEAD, LAYERS, StoredTypes, tensor_shapes, text_name
+from sharesd.models.weight_mapping import EMBEDDING, HEAD, LAYERS, StoredTypes, is_router, tensor_shapes, text_name
 
 _REMEDY = "drop --target-quant"
 _SMALLEST = 32  # inputs of a block
@@ -62,8 +62,8 @@ def quantized_types(folder: Path, config: DecoderConfig) -> dict[str, str]:
 
 def _types(folder: Path, config: DecoderConfig) -> StoredTypes:
     kind, shapes = read_json(folder / TARGET_QUANT)["type"].upper(), tensor_shapes(config)
-    types = {name: block_type(name, shape[1], kind, config) for name, shape in shapes.items() if len(shape) == 2}
-    return StoredTypes.of(types, config)
+    matrices = {name: shape for name, shape in shapes.items() if len(shape) == 2 and not is_router(name, config)}
+    return StoredTypes.of({name: block_type(name, shape[1], kind, config) for name, shape in matrices.items()}, config)
 
 
 def quantized_tensors(
@@ -83,7 +83,7 @@ def quantized_tensors(
     types.say(folder)
     for name, tensor in stored:
         known = text_name(name)
-        if tensor.ndim != 2 or known not in shapes or tuple(tensor.shape) != shapes[known]:
+        if known not in types.types or tuple(tensor.shape) != shapes[known]:
             yield name, tensor
             continue
         type_of_tensor = types.types[known]

@@ -36,6 +36,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "smollm3": {"model_type": "smollm3", "no_rope_layer_interval": 2, "hidden_act": "gelu"},
     "gemma2": {"model_type": "gemma2", "head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 12},
     "gemma3": {"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 7, "sliding_window_pattern": 2},
+    "qwen3_moe": {"model_type": "qwen3_moe", "num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
 }
 
 

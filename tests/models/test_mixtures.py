@@ -1,0 +1,258 @@
+"""Mixtures of experts: layouts of a folder, rows by themselves, texts of all modes, and what is refused.
+
+Their logits are compared with those of transformers in `test_models.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from torch import Tensor
+
+from compile.block_linear import BlockLinear
+from quant.switch_linear import SwitchLinear
+from sharesd import LLM, OffloadConfig, SamplingParams
+from sharesd.config import EngineConfig, PipelineConfig
+from sharesd.models.architectures import config_from_hf
+from sharesd.models.checkpoint import read_config
+from sharesd.models.decoder import Decoder, ExpertMLP
+from sharesd.models.gguf.config import config_of
+from sharesd.models.gguf.reader import GGUFFile, read_gguf
+from sharesd.models.gguf.weights import names_of
+from sharesd.models.loader import load_decoder, native_config
+from sharesd.startup.resolve import resolve_config
+from sharesd.weights import memory_estimate, offload_planner
+from tests.helpers.compiled import compiled
+from tests.helpers.gguf_files import write_gguf
+from tests.helpers.oracle import tiny_decoder
+from tests.helpers.same_texts import require_same_texts
+from tests.helpers.tiny_models import make_mixture
+from tests.models.folders import edit_config, edit_tensors
+
+pytestmark = pytest.mark.usefixtures("one_thread", "own_cache")
+STAGES = PipelineConfig(devices=("cpu", "cpu"))
+SIZES: dict[str, Any] = {"model_type": "qwen3_moe", "moe_intermediate_size": 24, "head_dim": 8}
+
+
+def mixture(dtype: torch.dtype = torch.float32, **sizes: Any) -> Decoder:
+    return tiny_decoder(2, dtype=dtype, **SIZES | {"num_experts": 6, "num_experts_per_tok": 3} | sizes)
+
+
+def test_layers_are_mixtures_as_the_config_says() -> None:
+    raw = {"model_type": "qwen3_moe", "num_hidden_layers": 6, "mlp_only_layers": [3], "decoder_sparse_step": 2}
+    raw |= {"num_attention_heads": 4, "hidden_size": 32, "vocab_size": 40, "intermediate_size": 64, "num_experts": 4}
+    raw |= {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    sparse = [kind.has_experts for kind in config_from_hf(raw).layer_types]
+    assert sparse == [False, True, False, False, False, True]
+    assert config_from_hf(raw | {"num_experts": 0}).experts is None
+
+
+def merge_experts(tensors: dict[str, Tensor]) -> None:
+    """Put experts together as transformers has them in memory."""
+    layers = {name.partition(".experts.")[0] for name in tensors if ".experts." in name}
+    for layer in layers:
+        own = [tensors.pop(name) for name in sorted(tensors) if name.startswith(f"{layer}.experts.")]
+        down, gate, up = (torch.stack(own[i::3]) for i in range(3))  # by number, then by name
+        tensors[f"{layer}.experts.gate_up_proj"] = torch.cat([gate, up], 1)
+        tensors[f"{layer}.experts.down_proj"] = down
+
+
+def test_experts_are_stored_one_by_one_or_together(tmp_path: Path) -> None:
+    apart, together = make_mixture(tmp_path / "apart"), make_mixture(tmp_path / "together")
+    edit_tensors(together, merge_experts)
+    one, other = (dict(load_decoder(each, dtype=torch.bfloat16).state_dict()) for each in (apart, together))
+    assert one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+@pytest.mark.parametrize("how", ["native", "eager"])
+def test_of_equal_probabilities_the_lowest_expert_counts_and_others_are_not_read(how: str) -> None:
+    model = mixture(norm_topk_prob=True)
+    for block in model.blocks:
+        block.mlp.router.weight.zero_()
+    tokens, spoilt = torch.arange(8).view(2, 4), copy.deepcopy(model)
+    for block in spoilt.blocks:
+        for expert in block.mlp.experts[3:]:
+            expert.down.weight.fill_(float("nan"))
+    numbers, factors = model.blocks[0].mlp.choose(torch.ones(2, 32))
+    assert numbers.tolist() == [[0, 1, 2]] * 2 and factors[0].tolist() == pytest.approx([1 / 3] * 3)
+    logits = []
+    for each in (model, spoilt):
+        runs = compiled(each, "native") if how == "native" else each
+        logits.append(runs(tokens, runs.new_cache(2, 32)))
+    assert torch.equal(*logits) and logits[0].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_prompt_has_the_same_bits_in_pieces(dtype: torch.dtype) -> None:
+    """Its rows choose more experts than have room at once."""
+    model = compiled(mixture(dtype, max_position_embeddings=512), "native")
+    tokens = torch.randint(0, 40, (1, 290), generator=torch.Generator().manual_seed(1))
+    whole = model(tokens, model.new_cache(1, 320))
+    for piece in (13, 128):
+        cache, parts = model.new_cache(1, 320), []
+        for part in tokens.split(piece, 1):
+            parts.append(model(part, cache))
+            cache.lengths += part.shape[1]
+        assert torch.equal(torch.cat(parts, 1), whole)
+
+
+def test_rows_of_numbers_that_are_none_choose_experts_that_exist() -> None:
+    model = compiled(mixture(), "native")
+    model.embed.weight[7] = float("nan")
+    tokens = torch.tensor([[7, 7, 7, 7], [1, 2, 3, 4]])
+    logits = model(tokens, model.new_cache(2, 32))
+    assert logits[0].isnan().all() and torch.equal(logits[1:], model(tokens[1:], model.new_cache(1, 32)))
+
+
+@pytest.mark.parametrize("options", [{"num_draft": 4}, {"num_draft": 6, "tree": (2, 3, 6), "dtype": "fp32"}])
+def test_all_modes_have_one_text(options: dict[str, Any], tmp_path: Path) -> None:
+    modes = ("naive", "share", "suffix", "hybrid")
+    llm = require_same_texts(str(make_mixture(tmp_path / "model")), modes, device="cpu", max_batch=2, **options)
+    runtime = llm._runtime
+    assert runtime is not None and isinstance(runtime.target, Decoder)
+    mlp = runtime.target.blocks[1].mlp
+    assert isinstance(mlp, ExpertMLP) and runtime.target.run_stack is not None
+    assert not isinstance(mlp.router, SwitchLinear)
+    assert all(isinstance(linear, SwitchLinear) for each in mlp.experts for linear in (each.gate_up, each.down))
+
+
+def test_whole_blocks_are_offloaded_and_experts_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_estimate, "own_memory", lambda: 0)  # which is much more than such a model
+    monkeypatch.setattr(memory_estimate, "RUNTIME_BYTES", 0)
+    monkeypatch.setattr(offload_planner, "_disk_rate", lambda *_: 1e9)
+    target, modes, options = str(make_mixture(tmp_path / "model", num_hidden_layers=6)), ("naive", "share"), {}
+    options |= {"device": "cpu", "max_context": 128, "mode": "share", "dtype": "bfloat16"}
+    config = EngineConfig(target=target, offload=OffloadConfig(host_memory=10**9), **options)
+    plan = resolve_config(config, modes).plan
+    attention, expert = 64 * (64 + 2 * 32) + 64 * 64, 3 * 64 * 64
+    assert plan is not None and plan.blocks == (2 * (attention + 2 * expert), 2 * (attention + 5 * expert)) * 3
+    texts = []
+    for limit in (None, plan.device_bytes - 2 * plan.slot):
+        llm = LLM(target, modes=modes, max_batch=1, offload=OffloadConfig(host_memory=limit), **options)
+        params = SamplingParams(max_new_tokens=12, temperature=1.0, seed=3, ignore_eos=True)
+        texts += [llm.generate([[5, 9, 14, 3]], params, mode=mode)[0].token_ids for mode in modes]
+    runtime = llm._runtime
+    assert runtime is not None and runtime.streamed is not None and len(runtime.streamed.stream.blocks) > 3
+    assert all(text == texts[0] for text in texts) and len(texts) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel": 2}, "tensor_parallel is 2, and a mixture of experts is not shared out; leave it out"),
+        ({"split": STAGES, "device": "auto"}, "a mixture of experts is not split among devices; leave --devices out"),
+        ({"compile": "regional"}, "compile is 'regional', and a mixture of experts runs in the CPU kernel; use native"),
+    ],
+)
+def test_what_mixtures_do_not_do_is_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    config = EngineConfig(target=str(make_mixture(tmp_path / "model")), mode="naive", **{"device": "cpu"} | options)
+    with pytest.raises(ValueError, match=message):
+        resolve_config(config)
+
+
+@pytest.fixture
+def gguf_file(tmp_path: Path) -> Path:
+    return write_gguf(tmp_path / "model.gguf", "qwen3moe", "qwen2", mlp=64)
+
+
+def test_experts_of_a_gguf_file_run_as_stored(gguf_file: Path) -> None:
+    """Their values are those of the package `gguf`, and drafts leave the text as it is."""
+    llm = require_same_texts(str(gguf_file), ("naive", "share", "suffix"), device="cpu", max_batch=2)
+    target: Any = llm._runtime.target
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(gguf_file).tensors}
+
+    def of_package(part: str, number: int) -> Tensor:
+        tensor = tensors[f"blk.1.ffn_{part}_exps.weight"]
+        return torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type)[number])
+
+    for number, expert in enumerate(target.blocks[1].mlp.experts):
+        full = expert.gate_up.full, expert.down.full
+        assert all(isinstance(linear, BlockLinear) for linear in full)
+        gate_up = torch.cat([of_package("gate", number), of_package("up", number)])
+        assert torch.equal(full[0].unpacked(), gate_up) and torch.equal(full[1].unpacked(), of_package("down", number))
+    tokens = torch.arange(40, 60)[None]
+    with torch.inference_mode():
+        ours = target(tokens, target.new_cache(1, 32))
+        target.run_stack = None  # the same linears, one after the other
+        wanted = target(tokens, target.new_cache(1, 32))
+    torch.testing.assert_close(ours, wanted, atol=1e-4 * wanted.abs().max().item(), rtol=0)
+
+
+def test_tensors_and_keys_of_a_gguf_file_that_do_not_fit_are_named(gguf_file: Path) -> None:
+    file = read_gguf(gguf_file)
+    config = config_from_hf(config_of(file))
+    for name in ("blk.1.ffn_up_exps.weight", "blk.0.ffn_gate_inp.weight"):
+        tensors = {other: tensor for other, tensor in file.tensors.items() if other != name}
+        with pytest.raises(ValueError, match=f"it has no tensor '{name}'"):
+            names_of(GGUFFile(file.metadata, tensors), config)
+    more = config_from_hf(config_of(GGUFFile(file.metadata | {"qwen3moe.expert_count": 6}, file.tensors)))
+    with pytest.raises(ValueError, match=r"'blk.0.ffn_gate_inp.weight' has shape \[5, 64\] .* asks for \[6, 64\]"):
+        names_of(file, more)
+    metadata = {key: value for key, value in file.metadata.items() if key != "qwen3moe.expert_used_count"}
+    with pytest.raises(ValueError, match="has no 'num_experts_per_tok'"):
+        config_from_hf(config_of(GGUFFile(metadata, file.tensors)))
+
+
+def test_on_a_gpu_transformers_runs_them(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'qwen3_moe' has experts, which the native decoder runs on CPUs alone"):
+        native_config(make_mixture(tmp_path / "model"), torch.device("cuda"))
+
+
+EXPERT, ROUTER = "model.layers.1.mlp.experts.2.up_proj.weight", "model.layers.1.mlp.gate.weight"
+
+
+def _leave_out(name: str) -> Callable[[dict[str, Tensor]], object]:
+    return lambda tensors: tensors.pop(name)
+
+
+def _add_expert(tensors: dict[str, Tensor]) -> None:
+    tensors[EXPERT.replace(".2.", ".5.")] = tensors[EXPERT].clone()
+
+
+def _merge_fewer(tensors: dict[str, Tensor]) -> None:
+    merge_experts(tensors)
+    name = "model.layers.1.mlp.experts.down_proj"
+    tensors[name] = tensors[name][:4].clone()
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (_leave_out(ROUTER), f"missing {ROUTER}"),
+        (_leave_out(EXPERT), f"missing {EXPERT}"),
+        (_add_expert, "unexpected model.layers.1.mlp.experts.5.up_proj.weight"),
+        (_merge_fewer, r"experts.down_proj has shape \[4, 64, 64\] where config.json asks for \[5, 64, 64\]"),
+        (lambda tensors: tensors.update({ROUTER: tensors[ROUTER][:4].clone()}), r"gate.weight has shape \[4, 64\]"),
+        (lambda tensors: tensors[EXPERT].fill_(float("nan")), f"{EXPERT} has NaN or infinite values"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(
+    edit: Callable[[dict[str, Tensor]], Any], message: str, tmp_path: Path
+) -> None:
+    folder = edit_tensors(make_mixture(tmp_path / "model"), edit)
+    with pytest.raises(ValueError, match=message):
+        load_decoder(folder, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_experts": None}, "has no 'num_experts'"),
+        ({"num_local_experts": 6}, "'num_local_experts' = 6, which is not num_experts, 5"),
+        ({"num_experts_per_tok": 6}, "'num_experts_per_tok' = 6, which is not at most the 5 experts"),
+        ({"num_experts_per_tok": 0}, "'num_experts_per_tok' = 0, which is not a whole number above 0"),
+        ({"num_experts": 10**7}, "config.json asks for .* weights"),
+        ({"mlp_only_layers": ["1"]}, "'mlp_only_layers' = .* not a list of whole numbers"),
+    ],
+)
+def test_configs_that_make_no_sense_are_refused(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+    folder = edit_config(make_mixture(tmp_path / "model"), **fields)
+    assert read_config(folder)["model_type"] == "qwen3_moe"
+    with pytest.raises(ValueError, match=message):
+        load_decoder(folder, dtype=torch.bfloat16)
