@@ -68,6 +68,7 @@ class Eagle3(FeatureHead):
 
     OPTIONS = frozenset({"fc_bias"})
     SWITCHES = frozenset(SWITCHES)
+    READS_DEPTHS = True
     BLOCK_NAME = "midlayer"
 
     def __init__(

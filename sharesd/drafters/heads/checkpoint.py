@@ -71,7 +71,7 @@ def _empty_head(folder: Path, target: Decoder) -> tuple[Head, list[tuple[str, st
     with checkpoint.damage_named(folder):
         refuse_foreign(raw, tensors)
         kind = _kind(raw, tensors)
-        if kind != "eagle" and not reads_depths(raw):  # fc has no effect then, as in vLLM
+        if head_class(kind).READS_DEPTHS and not reads_depths(raw):  # fc has no effect then, as in vLLM
             tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("fc.")}
         config = HeadConfig.of(raw, kind, target.config)
         check_sizes(config.block, sum(file.stat().st_size for file in files))

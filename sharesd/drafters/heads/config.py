@@ -32,7 +32,7 @@ Nothing where they count the blocks before (vLLM, speculators), one where they n
 """
 SWITCHES = {"norm_before_residual": "", "norm_before_fc": "input_norm.", "fc_norm": "fc_norm.", "norm_output": ""}
 """Switches of config.json -> prefix of the tensors that only heads with this switch have."""
-SECTIONS = ("eagle_config", "transformer_layer_config")
+_SECTIONS = ("eagle_config", "transformer_layer_config")
 """Sections of config.json that may hold switches, too."""
 
 
@@ -198,7 +198,7 @@ def _fitting(taps: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
 
 def _parts(raw: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return config.json and its sections that may hold switches."""
-    return [raw, *(part for name in SECTIONS if isinstance(part := raw.get(name), Mapping))]
+    return [raw, *(part for name in _SECTIONS if isinstance(part := raw.get(name), Mapping))]
 
 
 def _switches(raw: Mapping[str, Any]) -> frozenset[str]:
@@ -213,7 +213,10 @@ def _switches(raw: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _with_windows(block: DecoderConfig, raw: Mapping[str, Any]) -> DecoderConfig:
-    """Return a block with the windows of `layer_types`, which Llama's own config does not read."""
+    """Return a block with the windows of `layer_types`, which Llama's own config does not read.
+
+    They end at each place, as in vLLM; while speculators trains, those of a chain end at its first place.
+    """
     if not raw.get("layer_types") or block.model_type != "llama":
         return block
     if len(raw["layer_types"]) < len(block.layer_types):

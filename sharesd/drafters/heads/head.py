@@ -61,6 +61,8 @@ class Head(nn.Module):
     """Its hidden size is the target's."""
     SWITCHES: ClassVar[frozenset[str]] = frozenset()
     """Those of `config.SWITCHES` that it may have."""
+    READS_DEPTHS: ClassVar[bool] = False
+    """Its features are hidden states at depths that config.json names."""
     TAKES_WINDOWS: ClassVar[bool] = False
     """Its blocks may attend to the last places only."""
     block: Any
