@@ -37,6 +37,7 @@ from compile.cuda.kv_q8 import expand_kv
 from tests.helpers.absent_gpu import SHARED, Binary, count, gpu
 
 slow, BF16 = partial(pytest.param, marks=pytest.mark.slow), torch.bfloat16
+long = partial(pytest.param, marks=pytest.mark.long)
 OPTIONS = [{}, {"window": 140, "softcap": 3.0}, {"recent": 20}, {"recent": 20, "window": 9}]
 TREE = ((0,), (0, 1), (0, 2), (0, 1, 3), (0, 2, 4), (0, 1, 3, 5), (0, 2, 6))
 CHAIN = tuple(tuple(range(row + 1)) for row in range(7))
@@ -45,6 +46,8 @@ Q8 = pytest.mark.parametrize("q8", [False, True], ids=["numbers", "8 bits"])
 SHAPES = [(64, 3), (80, 1), (128, 4), (128, 1), (256, 2)]
 PLACES = [(90, *shape, False) for shape in SHAPES]
 PLACES += [((80, 86, 89, 120)[at % 4], *shape, False) for at, shape in enumerate([*SHAPES[2:], *SHAPES])]
+MORE = [place for place in PLACES[len(SHAPES) + 4 :] if place[1:] != (128, 4, False)]
+"""In the long tier: these GPUs have another shape above, and these shapes another GPU."""
 PLACES += [(90, 128, 4, True), (80, 64, 3, True), (89, 80, 1, True), (90, 256, 2, True), (120, 128, 4, True)]
 FAST = [*(place for place in PLACES if place[1:] == (128, 4, False)), (90, 128, 4, True)]
 
@@ -306,7 +309,9 @@ def launches(
     return made
 
 
-@pytest.mark.parametrize("arch, d, G, q8", [one if one in FAST else slow(*one) for one in PLACES])
+@pytest.mark.parametrize(
+    "arch, d, G, q8", [one if one in FAST else long(*one) if one in MORE else slow(*one) for one in PLACES]
+)
 def test_parts_have_loads_in_flight(arch: int, d: int, G: int, q8: bool) -> None:
     """While a block is multiplied, the next one's keys and values are on their way; nothing lies on the stack."""
     made = launches(arch, d, G, q8=q8)
