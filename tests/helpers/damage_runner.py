@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Thread
 from typing import Any
@@ -34,32 +35,48 @@ def load_damaged(kind: str, first: int, last: int) -> list[Record]:
     records: list[Record] = []
     while first < last:
         with tempfile.TemporaryDirectory() as folder:
-            found, end = _run_child(kind, first, last, folder)
+            found, end = _run_child([kind, str(first), str(last)], folder)
         records += found
         first += len(found)
         if first < last:
-            records.append({"number": first, "outcome": end, "seconds": CASE_SECONDS, "text": "", "max_bytes": 0})
+            lost = {"kind": kind, "number": first, "outcome": end, "text": ""}
+            records.append({**lost, "seconds": CASE_SECONDS, "max_bytes": 0})
             first += 1
-    return [{"kind": kind, **record} for record in records]
+    return records
 
 
-def _run_child(kind: str, first: int, last: int, folder: str) -> tuple[list[Record], str]:
+def load_few(first: Mapping[str, int], number: int) -> list[Record]:
+    """Return the outcomes of `number` files of each kind, from a first one (or 0) on, by one child.
+
+    Its fork for a kind ends where one of them ends it; none is replaced.
+    """
+    places = {kind: first.get(kind, 0) for kind in KINDS}
+    jobs = [str(part) for kind, at in places.items() for part in (kind, at, at + number)]
+    with tempfile.TemporaryDirectory() as folder:
+        records, end = _run_child(jobs, folder)
+    assert end == "exit status 0", end
+    return records
+
+
+def _run_child(jobs: list[str], folder: str) -> tuple[list[Record], str]:
     """Return the outcomes until the child ended, and the kind of its end."""
-    command = [sys.executable, "-m", "tests.helpers.damage_worker", kind, str(first), str(last), folder]
+    command = [sys.executable, "-m", "tests.helpers.damage_worker", *jobs, folder]
     settings = {**os.environ, "OMP_NUM_THREADS": "1", "LOGLEVEL": "WARNING"}
-    with subprocess.Popen(command, cwd=ROOT, env=settings, stdout=subprocess.PIPE, text=True) as child:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True}
+    with subprocess.Popen(command, cwd=ROOT, env=settings, **pipes) as child:
         lines: queue.Queue[str] = queue.Queue()
         Thread(target=_read, args=(child, lines), daemon=True).start()
         said: list[Record] = []
+        limit = CASE_SECONDS if len(jobs) == 3 else START_SECONDS  # several kinds have a start each
         try:
-            while line := lines.get(timeout=CASE_SECONDS if said else START_SECONDS):
+            while line := lines.get(timeout=limit if said else START_SECONDS):
                 said.append(json.loads(line))
             end = f"exit status {child.wait()}"
         except queue.Empty:
-            child.kill()
+            os.killpg(child.pid, signal.SIGKILL)  # its forks, too
             end = "hang"
         if not said:
-            raise RuntimeError(f"the child for files {kind} {first} to {last} does not start ({end})")
+            raise RuntimeError(f"the child for files {' '.join(jobs)} does not start ({end})")
         return [record for record in said if "outcome" in record], end
 
 

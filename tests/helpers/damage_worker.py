@@ -1,6 +1,7 @@
-"""`python -m tests.helpers.damage_worker KIND FIRST LAST FOLDER`: load damaged files through the command line.
+"""`python -m tests.helpers.damage_worker KIND FIRST LAST ... FOLDER`: load damaged files through the command line.
 
-Prints a JSON line per file: number, outcome, seconds and the text on stderr. Memory is limited.
+Prints a JSON line per file: kind, number, outcome, seconds and the text on stderr. Memory is limited. Several kinds run
+one after the other, in a fork each, so that what takes seconds to import is imported once.
 """
 
 from __future__ import annotations
@@ -298,7 +299,7 @@ def run(kind: str, first: int, last: int, folder: Path, results: TextIO) -> None
             status, what = 3, "traceback"
             where = "".join(traceback.format_exception(error)[-3:])
             print(f"{type(error).__name__}: {error}"[:2000] + "\n" + where[-1500:], file=sys.stderr)
-        record = {"number": number, "seconds": round(time.monotonic() - started, 3)}
+        record = {"kind": kind, "number": number, "seconds": round(time.monotonic() - started, 3)}
         gc.collect()  # models in cycles take room below the limit
         sys.stderr.flush()
         text = said.read_text(errors="replace")
@@ -312,6 +313,26 @@ def run(kind: str, first: int, last: int, folder: Path, results: TextIO) -> None
         shutil.rmtree(here)
 
 
+def run_forked(kind: str, first: int, last: int, folder: Path, results: TextIO) -> None:
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            run(kind, first, last, folder, results)
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    if status := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+        end = {"kind": kind, "number": -1, "outcome": f"exit status {status}", "text": ""}
+        print(json.dumps(end), file=results, flush=True)
+
+
 if __name__ == "__main__":
-    kind, first, last, folder = sys.argv[1:]
-    run(kind, int(first), int(last), Path(folder), os.fdopen(os.dup(1), "w"))
+    *jobs, folder = sys.argv[1:]
+    results, run_job = os.fdopen(os.dup(1), "w"), run if len(jobs) == 3 else run_forked
+    for at in range(0, len(jobs), 3):
+        place = Path(folder) / jobs[at]
+        place.mkdir()
+        run_job(jobs[at], int(jobs[at + 1]), int(jobs[at + 2]), place, results)

@@ -6,21 +6,28 @@ The damage of a number is always the same. To see one again:
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from tests.helpers.damage_runner import KINDS, load_all, load_damaged, table, wrong
+from tests.helpers.damage_runner import KINDS, load_all, load_few, table, wrong
 
 FIRST = {"weights": 4, "tokenizer": 12, "heads": 8}
 """Numbers from which eight files have both outcomes; else 0."""
 
 
+@pytest.fixture(scope="module")
+def outcomes() -> list[dict[str, Any]]:
+    return load_few(FIRST, 8)
+
+
 @pytest.mark.slow
 @pytest.mark.subprocess
 @pytest.mark.parametrize("kind", KINDS)
-def test_damage(kind: str) -> None:
-    first = FIRST.get(kind, 0)
-    records = load_damaged(kind, first, first + 8)
+def test_damage(kind: str, outcomes: list[dict[str, Any]]) -> None:
+    records = [record for record in outcomes if record["kind"] == kind]
     assert wrong(records) == []
+    assert [record["number"] for record in records] == [FIRST.get(kind, 0) + i for i in range(8)]
     assert {record["outcome"] for record in records} == {"loaded", "refused"}
 
 
