@@ -29,7 +29,7 @@ LINEARS = ("attn.qkv", "attn.o", "mlp.gate_up", "mlp.down")
 LAYERS = 8
 """Of the models that plans are made for."""
 PROMPTS: list[str | list[int]] = ["the cat sat on the mat and the cat sat on the", [7, 9], [5, 6, 7] * 20]
-WAYS = tuple(SamplingParams(max_new_tokens=16, temperature=t, seed=3, ignore_eos=True) for t in (0.0, 1.0))
+WAYS = tuple(SamplingParams(max_new_tokens=10, temperature=t, seed=3, ignore_eos=True) for t in (0.0, 1.0))
 
 
 def texts(runtime: Runtime, modes: tuple[Mode, ...]) -> dict[tuple[str, float], list[list[int]]]:
