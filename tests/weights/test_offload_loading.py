@@ -177,7 +177,7 @@ def test_tables_may_fill_the_step_however_little_they_promise(tiny: Path) -> Non
 @pytest.mark.slow
 def test_memory_stays_below_the_limit_while_loading_and_decoding(tmp_path: Path) -> None:
     """Of a program of its own, looked at every few milliseconds: what no file backs, at most 64 MB above the limit."""
-    folder = make_checkpoint(tmp_path / "large", hidden=1024, layers=20)
+    folder = make_checkpoint(tmp_path / "large", hidden=1024, layers=13)
     code = f"""
 import threading, time
 from sharesd import EngineConfig, OffloadConfig, SamplingParams
@@ -188,7 +188,7 @@ def config_of(limit):
     offload = OffloadConfig(host_memory=limit, choose_bits=False)
     return EngineConfig(target={str(folder)!r}, device="cpu", max_context=256, offload=offload)
 need = plan_for(config_of(10**11), ("share",)).plan
-limit = need.device_bytes - 12 * need.slot
+limit = need.device_bytes - 9 * need.slot
 peak, ends = 0, False
 def look():
     global peak
@@ -207,8 +207,8 @@ runtime.close()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
     offloaded, limit, peak, block = map(int, done.stdout.split())
-    assert offloaded >= 12 and peak <= limit + 64 * 10**6
-    assert peak > limit - 12 * block, "the plan asks for much more than is used"
+    assert offloaded >= 9 and peak <= limit + 64 * 10**6
+    assert peak > limit - 9 * block, "the plan asks for much more than is used"
 
 
 def target_of(kind: str, at: Path) -> dict[str, Any]:
