@@ -379,7 +379,11 @@ template <typename T> struct Worker {
       choose_experts(e, shared.scores.data() + m * e.count, shared.chosen.data() + m * e.per_row);
     barrier.wait();
     visits.group(e, shared.chosen.data(), M);
-    const int64_t begin = share(s.D, me, all), size = share(s.D, me + 1, all) - begin, room = visits_at_once(M, e);
+    // Columns of sums that this thread adds, in whole vectors: where a rest begins must not depend on the number of threads.
+    const auto columns = [&](int64_t thread) {
+      return std::min(s.D, share((s.D + lanes<T>() - 1) / lanes<T>(), thread, all) * lanes<T>());
+    };
+    const int64_t begin = columns(me), size = columns(me + 1) - begin, room = visits_at_once(M, e);
     for (int64_t m = 0; m < M; ++m) std::fill_n(shared.sums.data() + m * s.D + begin, size, 0);
     for (int64_t from = 0, to = 0; from < e.count; from = to) {
       const int64_t first = visits.first[from];
