@@ -312,7 +312,7 @@ def load_decoder(
                 on_block_loaded(decoder, index)
 
     unused: list[str] = []
-    named = split_tensors(rename_tensors(stored, config, unused), config, part)
+    named = split_tensors(rename_tensors(stored, config, folder, unused), config, part)
 
     def is_checked_elsewhere(name: str, tensor: Tensor) -> bool:
         if name == EMBEDDING:  # of which only rows of the text are read

@@ -98,13 +98,14 @@ def _rows(block: nn.Module, path: str, names: tuple[str, ...], parameter: Tensor
 
 
 def rename_tensors(
-    stored: Iterable[tuple[str, Tensor]], config: DecoderConfig, unused: list[str] | None = None
+    stored: Iterable[tuple[str, Tensor]], config: DecoderConfig, folder: Path, unused: list[str] | None = None
 ) -> Iterator[tuple[str, str, Tensor]]:
     """Yield the tensors that the decoder needs, renamed.
 
     Each is (name in the file, name as in `decoder_tensors`, values). `unused` gets the part of each tensor left out.
+    Raises ValueError that names the folder, and a tensor of all experts of another shape than the config asks for.
     """
-    for stored_name, tensor in _single_experts(stored, config):
+    for stored_name, tensor in _single_experts(stored, config, folder):
         name, part = text_name(stored_name), left_out(stored_name, config)
         if part is not None:
             if unused is not None:
@@ -117,11 +118,10 @@ def rename_tensors(
         yield stored_name, name, tensor
 
 
-def _single_experts(stored: Iterable[tuple[str, Tensor]], config: DecoderConfig) -> Iterator[tuple[str, Tensor]]:
-    """Yield stored tensors, those of all experts as one for each.
-
-    Raises ValueError for one of another shape than the config asks for.
-    """
+def _single_experts(
+    stored: Iterable[tuple[str, Tensor]], config: DecoderConfig, folder: Path
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield stored tensors, those of all experts as one for each."""
     merged = architecture_of(config.model_type).merged_experts
     for stored_name, tensor in stored:
         before, dot, name = stored_name.rpartition(".mlp.")
@@ -135,7 +135,7 @@ def _single_experts(stored: Iterable[tuple[str, Tensor]], config: DecoderConfig)
         outputs = config.hidden_size if len(parts) == 1 else 2 * size
         if tuple(tensor.shape) != (count, outputs, inputs):
             found, wanted = list(tensor.shape), [count, outputs, inputs]
-            raise ValueError(f"{stored_name} has shape {found} where config.json asks for {wanted}; {MISFIT}")
+            raise ValueError(f"{folder}: {stored_name} has shape {found} where config.json asks for {wanted}; {MISFIT}")
         for number, expert in enumerate(tensor):
             for part, rows in zip(parts, expert.chunk(len(parts)), strict=True):
                 yield f"{before}.{part.replace('*', str(number))}", rows
@@ -301,7 +301,7 @@ def check_tensors(folder: Path, found: Mapping[str, Tensor], config: DecoderConf
         decoder = Decoder(replace(config, max_context=1), device="meta")
     copy_tensors(
         dict(decoder_tensors(decoder)),
-        rename_tensors(((name, tensor.to("meta")) for name, tensor in found.items()), config),
+        rename_tensors(((name, tensor.to("meta")) for name, tensor in found.items()), config, folder),
         folder,
         f"architecture {config.model_type!r}",
         put=lambda name, parameter, tensor: None,

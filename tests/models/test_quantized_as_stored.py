@@ -11,16 +11,19 @@ from torch import Tensor
 
 from compile.block_linear import NUMBERS, BlockLinear, BlockPart
 from compile.huge_pages import HugePageArena
+from compile.linear import PackedLinear
 from compile.widened_linear import WidenedLinear
 from sharesd import LLM
 from sharesd.models.loader import decoder_config, load_decoder, resolve, stored_tensors
 from sharesd.models.quantized.affine import Affine
 from sharesd.models.quantized.folder import layout_of
 from sharesd.models.quantized.layout import Planes
+from sharesd.models.quantized.target import folder_to_quantize
 from sharesd.weights.packing import make_cpu_linear
 from tests.helpers.block_parts import values
-from tests.helpers.quantized_folders import FOLDERS, gptq_planes, integers, write_quantized
+from tests.helpers.quantized_folders import FOLDERS, gptq_planes, integers, quantize_folder, write_quantized
 from tests.helpers.same_texts import PROMPTS, require_same_texts
+from tests.helpers.tiny_models import make_mixture
 from tests.models.folders import DOWN, UP, edit_config, edit_tensors, random
 
 AS_STORED = {"gptq": "INT4_32", "gptq symmetric": "Q4_0", "gptq 8": "Q8_0", "gptq 8 with zeros": "INT8_64"}
@@ -198,3 +201,19 @@ def test_folders_are_refused_before_they_are_loaded(tmp_path: Path) -> None:
     folder = write_quantized(tmp_path / "model", "gptq", desc_act=True)
     with pytest.raises(ValueError, match="stored weights run in native decoders; use --dequantize"):
         resolve(edit_config(folder, model_type="mixtral"), dequantize=False)
+
+
+@pytest.mark.parametrize("kind", ["awq", "gptq act order", "nvfp4"])
+def test_experts_of_a_quantized_folder_run_as_stored(kind: str, tmp_path: Path) -> None:
+    plain = make_mixture(tmp_path / "model", hidden_size=128, head_dim=32)
+    target = compare(resolve(quantize_folder(plain, *FOLDERS[kind]), dequantize=False))
+    mlp = target.blocks[1].mlp
+    assert isinstance(mlp.router, PackedLinear)
+    assert all(isinstance(linear, BlockLinear) for each in mlp.experts for linear in (each.gate_up, each.down))
+
+
+def test_a_router_is_not_quantized_with_its_target(tmp_path: Path) -> None:
+    folder = folder_to_quantize(make_mixture(tmp_path / "model"), "q4_0")
+    parts, layer = dict(stored_tensors(folder)), "model.layers.1.mlp"
+    expert, router = f"{layer}.experts.2.up_proj.weight", f"{layer}.gate.weight"
+    assert parts[expert].type == "Q4_0" and parts[router].dtype == torch.bfloat16
