@@ -35,6 +35,8 @@ from sharesd_files import scratch_folder
 
 ARCHITECTURES = ("llama", "mistral")
 GROUP = 64
+DITHERED_BLOCK = 32
+"""Weights of a row that shared a scale before the model was expanded."""
 SHARD_BYTES = 10**9
 """Weights per file at most; one tensor may be larger."""
 
@@ -80,13 +82,15 @@ def widen(
     *,
     name: str,
     seed: int = 0,
+    dither: bool = False,
     progress: Progress = silent,
     shard_bytes: int = SHARD_BYTES,
 ) -> int:
     """Write the checkpoint in `folder` widened to `shape` into `out`.
 
     `out` appears when all is written, or not at all. `name` is the model's name in reports. A seed always gives the
-    same bytes. The source must be safetensors. Memory: one shard.
+    same bytes. `dither`: real matrices get noise of the size of their rounding error, see `_dithered`. The source must
+    be safetensors. Memory: one shard.
 
     Returns:
         The number of parameters of the result.
@@ -113,7 +117,9 @@ def widen(
             file_name = f"model-{number:05}-of-{len(shards):05}.safetensors"
             tensors: dict[str, Tensor] = {}
             for part in shard:
-                tensors[part.name] = _tensor(part, source.read(part).to(dtype), norm_scale, seed)
+                real = source.read(part).to(dtype)
+                real = _dithered(part, real, seed) if dither and part.kind in _MATRICES else real
+                tensors[part.name] = _tensor(part, real, norm_scale, seed)
                 progress("writing weights", len(index) + len(tensors), len(parts))
             write_tensors(tensors, fresh / file_name)
             index |= dict.fromkeys(tensors, file_name)
@@ -315,10 +321,29 @@ def _tensor(part: _Part, real: Tensor, norm_scale: float, seed: int) -> Tensor:
     return wide
 
 
+def _dithered(part: _Part, real: Tensor, seed: int) -> Tensor:
+    """Return a real matrix with as much error as rounding to blocks made, drawn anew by seed and name.
+
+    Weights of a model that was expanded from such blocks lie on a grid. Blocks of embedding and LM head have 8 bits,
+    others 4.
+    """
+    blocks = real.float().unflatten(-1, (-1, DITHERED_BLOCK))
+    if part.kind in ("model.embed_tokens", "lm_head"):
+        step = blocks.abs().amax(-1, keepdim=True) / 127
+    else:
+        step = (blocks.amax(-1, keepdim=True) - blocks.amin(-1, keepdim=True)) / 15
+    noise = torch.rand(blocks.shape, generator=_dice(f"{seed} dither {part.twin}", real.device), device=real.device)
+    return (blocks + (noise - 0.5) * step).flatten(-2).to(real.dtype)
+
+
+def _dice(text: str, device: torch.device) -> torch.Generator:
+    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+    return torch.Generator(device).manual_seed(number)
+
+
 def _noise(part: _Part, real: Tensor, seed: int) -> Tensor:
     """Return normal noise with the real matrix's deviation, by seed and name."""
-    number = int.from_bytes(hashlib.sha256(f"{seed} {part.name}".encode()).digest()[:8], "little")
-    dice, scale = torch.Generator(real.device).manual_seed(number), float(real.float().std())
+    dice, scale = _dice(f"{seed} {part.name}", real.device), float(real.float().std())
     wide = torch.empty(part.shape, dtype=real.dtype, device=real.device)
     for rows in wide.split(1024):  # float32 noise of one block at a time
         rows.copy_(torch.randn(rows.shape, generator=dice, device=real.device) * scale)

@@ -170,6 +170,45 @@ def test_a_seed_gives_the_same_bytes(real: Path, tmp_path: Path) -> None:
     assert len(files) > 3 and all(file.stat().st_size < 120_000 or len(load_file(file)) == 1 for file in files)
 
 
+def test_dithered_weights_lie_on_no_grid(real: Path, tmp_path: Path) -> None:
+    """The error of each weight is at most half a step of its block: 4 bits, in embedding and head 8."""
+    same = WideShape(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, num_layers=2)
+
+    def expanded(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {
+            name: _expanded(tensor.float(), name) if tensor.ndim == 2 else tensor for name, tensor in tensors.items()
+        }
+
+    edit_weights(real, expanded)
+    for out, seed in (("a", 0), ("b", 0), ("c", 1)):
+        widen(real, tmp_path / out, same, name="dithered", seed=seed, dither=True)
+    before, a, b, c = stored(real), *(stored(tmp_path / out) for out in "abc")
+    assert all(torch.equal(a[name], b[name]) for name in before) and before.keys() == a.keys()
+    for name, weight in before.items():
+        if weight.ndim < 2:
+            assert torch.equal(a[name], weight)
+            continue
+        assert weight.any() and not torch.equal(a[name], c[name])
+        blocks = weight.unflatten(-1, (-1, 32))
+        peak = 2 * blocks.abs().amax(-1, keepdim=True) / 254
+        step = peak if _is_table(name) else (blocks.amax(-1, keepdim=True) - blocks.amin(-1, keepdim=True)) / 15
+        error = (a[name] - weight).unflatten(-1, (-1, 32)) / step.clamp(min=1e-9)
+        assert error.abs().max() <= 0.5 + 1e-4
+        assert float(error[step.flatten(1)[:, 0] > 0].std()) == pytest.approx(12**-0.5, rel=0.1)  # uniform
+
+
+def _expanded(weight: Tensor, name: str) -> Tensor:
+    """Weights as blocks of 32 with 4 bits hold them, or with 8."""
+    blocks = weight.unflatten(-1, (-1, 32))
+    low, levels = blocks.amin(-1, keepdim=True), 255 if _is_table(name) else 15
+    step = ((blocks.amax(-1, keepdim=True) - low) / levels).clamp(min=1e-9)
+    return (((blocks - low) / step).round() * step + low).flatten(-2)
+
+
+def _is_table(name: str) -> bool:
+    return "embed" in name or "lm_head" in name
+
+
 def test_the_folder_is_a_whole_checkpoint(real: Path, tmp_path: Path) -> None:
     calls: list[tuple[str, int, int]] = []
     num = widen(real, tmp_path / "in/wide", WIDE, name="Tiny widened", progress=lambda *call: calls.append(call))
@@ -258,14 +297,17 @@ def test_the_command_names_its_result(real: Path, tmp_path: Path, monkeypatch: p
     status, out, _ = bench(*argv)
     assert status == 0 and out.startswith("real widened to 1B: 0.00e9 parameters in ")
     assert model_name(argv[-1]) == read_config(tmp_path / "wide")["sharesd_name"] == "real widened to 1B"
+    other = str(tmp_path / "dithered")
+    status, out, _ = bench("widen", "--to", "1b", "--target", str(real), "--out", other, "--dither")
+    assert status == 0 and out.startswith("real widened to 1B, dithered: ") and model_name(other).endswith("dithered")
     assert bench(*argv)[0] == 2
 
 
 def test_shapes_have_the_sizes_that_they_are_named_for() -> None:
     model: dict[str, Any] = {"vocab_size": 49152, "head_dim": 64, "tie_word_embeddings": True}
     sizes = {to: shape.num_parameters(**model) / 1e9 for to, shape in SHAPES.items()}
-    assert sizes == pytest.approx({"1b": 1.01, "7b": 6.73, "13b": 12.87}, abs=0.01)
-    for shape in SHAPES.values():
+    assert sizes == pytest.approx({"135m": 0.13, "1b": 1.01, "7b": 6.73, "13b": 12.87}, abs=0.01)
+    for to, shape in SHAPES.items():
         assert shape.num_attention_heads == 3 * shape.num_key_value_heads
         columns = (shape.hidden_size, shape.intermediate_size, 64 * shape.num_attention_heads)
-        assert all(size % 128 == 0 for size in columns)
+        assert all(size % (64 if to == "135m" else 128) == 0 for size in columns)
