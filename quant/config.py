@@ -10,6 +10,7 @@ from typing import Any
 from quant.formats import DEFAULT, FORMATS, QuantFormat
 
 HEAD = "head"
+CALIBRATED = "calibrated"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +40,8 @@ class QuantConfig:
     """Indices of layers left at full precision."""
     skip_projs: tuple[str, ...] = ()
     """Projections left at full precision in every layer, e.g. `down`."""
+    calibrated: bool = False
+    """True if weights of fewer than 8 bits are rounded for the model's own answers, by an earlier calibration."""
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -52,6 +55,10 @@ class QuantConfig:
         for name, bits in named_bits.items():
             _check_choice(f"{name} ({self.method})", bits, self.format.bits)
         _check_choice(f"group size ({self.method})", self.group_size, self.format.group_sizes)
+        if self.calibrated and not set(named_bits.values()) & set(self.format.calibrated_bits):
+            raise ValueError(
+                f"{self.spec} cannot be calibrated; use hqq with 4, 3 or 2 bits, for example hqq:4:64,head=4"
+            )
         if HEAD in proj_bits:
             raise ValueError(f"proj_bits names the LM head; use head_bits={proj_bits[HEAD]} instead")
         for layer in self.skip_layers:
@@ -88,7 +95,7 @@ class QuantConfig:
 
     @classmethod
     def parse(cls, spec: str, skips: Sequence[str] = ()) -> QuantConfig:
-        """Parse `METHOD[:BITS[:GROUP]][,PROJECTION=BITS...]` and skips.
+        """Parse `METHOD[:BITS[:GROUP]][,PROJECTION=BITS...][,calibrated]` and skips.
 
         A skip is e.g. `layers=0,29`, `layers=10-14` or `proj=down,o`. `head=BITS` quantizes the LM head. Raises
         ValueError for anything else.
@@ -104,7 +111,8 @@ class QuantConfig:
             zip(("bits", "group_size"), (_int(n, spec, "hqq:4:64") for n in numbers), strict=False)
         )
         proj_bits: dict[str, int] = {}
-        for override in overrides:
+        calibrated = CALIBRATED in overrides
+        for override in (each for each in overrides if each != CALIBRATED):
             name, _, bits = override.partition("=")
             if name in proj_bits:
                 raise ValueError(f"quantization is {spec!r}, which gives {name} twice; keep one")
@@ -117,6 +125,7 @@ class QuantConfig:
             proj_bits=proj_bits,
             skip_layers=layers,
             skip_projs=projs,
+            calibrated=calibrated,
             **fields,
         )
 
@@ -129,7 +138,8 @@ class QuantConfig:
     def spec(self) -> str:
         """First argument of `parse` in canonical form, e.g. `hqq:4:64,down=8,head=4`."""
         pairs = [*dict(self.proj_bits).items(), *([(HEAD, self.head_bits)] if self.head_bits else [])]
-        return ",".join([f"{self.method}:{self.bits}:{self.group_size}", *(f"{name}={bits}" for name, bits in pairs)])
+        parts = [f"{self.method}:{self.bits}:{self.group_size}", *(f"{name}={bits}" for name, bits in pairs)]
+        return ",".join([*parts, *([CALIBRATED] if self.calibrated else [])])
 
     @property
     def skips(self) -> tuple[str, ...]:

@@ -118,10 +118,12 @@ class LinearQuantizer:
         self._seconds += time.perf_counter() - started
 
     def solve_seconds(self) -> float:
-        """Return the estimated seconds of solving; 0 if solutions are cached.
+        """Return the estimated seconds of solving; 0 if solutions are cached or calibrated.
 
         Weights may be on the meta device if `SolverConfig` has an identity.
         """
+        if self._solver_config.calibrated is not None:
+            return 0.0
         slow = [task for task in self.tasks if task.bits in self._config.format.cached_bits]
         tasks = self.tasks if isinstance(self._pack, PackCache) else slow
         settings = self._config, self._solver_config, self._pack

@@ -26,6 +26,10 @@ class QuantizedWeight:
     group_size: int
     """Weights of a row with one scale and zero: K / G."""
 
+    def to(self, device: torch.device) -> QuantizedWeight:
+        parts = {name: getattr(self, name).to(device) for name in ("q", "scale", "zero")}
+        return QuantizedWeight(**parts, bits=self.bits, group_size=self.group_size)
+
     def dequantize(self) -> Tensor:
         """Return the float32 [N, K] matrix."""
         return dequantize(self.q, self.scale, self.zero)

@@ -39,8 +39,19 @@ class PackCache(Protocol):
         ...
 
 
+class QuantTask(NamedTuple):
+    """Linear to quantize."""
+
+    path: str
+    bits: int
+    layer: int | None
+    """Layer; None: the head."""
+
+
 SolveFn = Callable[[Tensor, int, int], QuantizedWeight]
 """Solver (weight [N, K], bits, group size) -> quantized weight."""
+CalibratedFn = Callable[[QuantTask], QuantizedWeight]
+"""Reader of a calibration: linear -> its quantized weight, on the CPU."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,16 +63,9 @@ class SolverConfig:
     cache_dir: Path | None = None
     """Folder of cached solutions; None: no cache."""
     identity: str | None = None
-    """Identity of the checkpoint's weights; None: a hash of the values."""
-
-
-class QuantTask(NamedTuple):
-    """Linear to quantize."""
-
-    path: str
-    bits: int
-    layer: int | None
-    """Layer; None: the head."""
+    """Identity of the checkpoint's weights, and of their calibration; None: a hash of the values."""
+    calibrated: CalibratedFn | None = None
+    """Weights of an earlier calibration, for the format's `calibrated_bits`; None: they are solved."""
 
 
 class LayerLinears:
@@ -81,6 +85,7 @@ class LayerLinears:
     ) -> None:
         self._config, self._pack = config, pack
         self._solve = solver_config.solve or config.format.solve
+        self._calibrated, self._tasks = solver_config.calibrated, {task.path: task for task in tasks}
         self.path: Path | None = None
         self._tensors: dict[str, Tensor] = {}
         self.from_cache = False
@@ -113,7 +118,7 @@ class LayerLinears:
         if self.from_cache:
             shape = weight_shape(full).shape
             return self._pack.restored(self._tensors[path], bias, shape, bits, form.group(shape[1], bits, group))
-        linear = self._pack(self._solved(weight_NK(full), bits), bias)
+        linear = self._pack(self._solved(path, weight_NK(full), bits), bias)
         if self.path is not None:
             self._tensors[path] = self._pack.packed(linear)
         return linear
@@ -123,13 +128,15 @@ class LayerLinears:
         if self.from_cache and is_cached:
             group, device = self._config.group_size, weight_NK.device
             return unpack_weight(path, self._tensors, bits=bits, group_size=group, device=device)
-        weight = self._solved(weight_NK, bits)
+        weight = self._solved(path, weight_NK, bits)
         if is_cached:
             self._tensors |= pack_weight(path, weight)
         return weight
 
-    def _solved(self, weight_NK: Tensor, bits: int) -> QuantizedWeight:
+    def _solved(self, path: str, weight_NK: Tensor, bits: int) -> QuantizedWeight:
         form = self._config.format
+        if self._calibrated is not None and bits in form.calibrated_bits:
+            return self._calibrated(self._tasks[path]).to(weight_NK.device)
         return (self._solve if bits in form.cached_bits else form.solve)(weight_NK, bits, self._config.group_size)
 
     def save(self) -> None:

@@ -52,6 +52,8 @@ class QuantFormat:
     """
     cached_bits: tuple[int, ...] = ()
     """Bits with a slow solver, whose solutions are cached on disk."""
+    calibrated_bits: tuple[int, ...] = ()
+    """Bits that a calibration rounds, in place of the solver."""
     linears: Mapping[str, str]
     """Device type -> linear (name, weight, bias, bits=, group_size=, dtype=).
 

@@ -33,5 +33,6 @@ FORMAT = QuantFormat(
     check="quant.formats.hqq.linears:check",
     solver="quant.formats.hqq.solver:solve",
     cached_bits=(4, 3, 2),
+    calibrated_bits=(4, 3, 2),
     linears={"cpu": "quant.formats.hqq.linears:cpu_linear", "cuda": "quant.formats.hqq.linears:cuda_linear"},
 )

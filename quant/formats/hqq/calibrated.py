@@ -1,0 +1,83 @@
+"""Rounding to HQQ's codes that passes errors on to the inputs that follow (GPTQ, Frantar et al. 2023).
+
+The sum of squared errors of the outputs is weighed by the inputs that a model really has. So the error of a column is
+made up for by the columns after it. Scales and zeros are those that HQQ finds for the weights as they are by then.
+
+Legend: N output features, K input features, G weights of a group, L the columns after one within its group.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quant.quantized_weight import QuantizedWeight
+from quant.solved_linears import SolveFn
+
+DAMPING = 0.01
+"""Share of the mean diagonal that is added to it, so that weights stay near where few inputs say otherwise."""
+_MOST_DAMPING = 1e4
+
+
+def round_calibrated(
+    weight_NK: Tensor, gram_KK: Tensor, bits: int, group_size: int, solve: SolveFn, *, damping: float = DAMPING
+) -> QuantizedWeight:
+    """Quantize a weight so that its outputs stay, for inputs with the products `gram_KK`.
+
+    Args:
+        gram_KK: sum of x x^T over inputs x, float32, on the weight's device. Inputs that were always zero are allowed.
+        bits: 4, 3 or 2.
+        group_size: divides K.
+        solve: HQQ's solver, which finds scale and zero of each group.
+
+    Raises:
+        ValueError: `gram_KK` has NaN or infinite values.
+    """
+    upper_KK = _inverse_factor(gram_KK, damping)
+    left_KN = weight_NK.t().float().contiguous()  # a column of the weight is a row here, and changes until its turn
+    largest, N = 2**bits - 1, len(weight_NK)
+    codes_KN = torch.empty_like(left_KN, dtype=torch.uint8)
+    scales, zeros = [], []
+    for first, end in ((first, first + group_size) for first in range(0, len(left_KN), group_size)):
+        group_GN = left_KN[first:end]
+        grid = solve(group_GN.t().contiguous(), bits, group_size)
+        scale_N, zero_N = grid.scale.view(N), grid.zero.view(N)
+        errors_GN = torch.empty_like(group_GN)
+        diagonal = upper_KK.diagonal()[first:end].tolist()
+        for column, weight_N in enumerate(group_GN):
+            code_N = torch.addcdiv(zero_N, weight_N, scale_N).round_().clamp_(0, largest)
+            codes_KN[first + column] = code_N
+            error_N = torch.sub(weight_N, code_N.sub_(zero_N).mul_(scale_N), out=errors_GN[column])
+            error_N.div_(diagonal[column])
+            passed_L = upper_KK[first + column, first + column + 1 : end]
+            group_GN[column + 1 :].addr_(passed_L, error_N, alpha=-1)
+        left_KN[end:].addmm_(upper_KK[first:end, end:].t(), errors_GN, alpha=-1)
+        scales.append(scale_N)
+        zeros.append(zero_N)
+    return QuantizedWeight(
+        q=codes_KN.t().contiguous(),
+        scale=torch.stack(scales, 1),
+        zero=torch.stack(zeros, 1),
+        bits=bits,
+        group_size=group_size,
+    )
+
+
+def _inverse_factor(gram_KK: Tensor, damping: float) -> Tensor:
+    """Return the upper triangular U with U^T U = the inverse of the damped `gram_KK`.
+
+    Damping grows tenfold until float32 can invert the matrix.
+    """
+    mean = float(gram_KK.diagonal().mean())
+    if not gram_KK.isfinite().all():
+        raise ValueError("inputs of calibration have NaN or infinite values")
+    while damping <= _MOST_DAMPING:
+        damped_KK = gram_KK.clone()
+        damped_KK.diagonal().add_(damping * mean or 1.0)  # 1: no input was ever used
+        lower_KK, failed = torch.linalg.cholesky_ex(damped_KK)
+        if not failed:
+            upper_KK, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower_KK), upper=True)
+            if not failed:
+                return upper_KK
+        damping *= 10
+    raise ValueError("products of inputs of calibration cannot be inverted")
