@@ -55,7 +55,7 @@ class QuantConfig:
         for name, bits in named_bits.items():
             _check_choice(f"{name} ({self.method})", bits, self.format.bits)
         _check_choice(f"group size ({self.method})", self.group_size, self.format.group_sizes)
-        if self.calibrated and not set(named_bits.values()) & set(self.format.calibrated_bits):
+        if self.calibrated and not can_be_calibrated(self):
             raise ValueError(
                 f"{self.spec} cannot be calibrated; use hqq with 4, 3 or 2 bits, for example hqq:4:64,head=4"
             )
@@ -152,6 +152,12 @@ class QuantConfig:
 
 
 parse_quant = QuantConfig.parse
+
+
+def can_be_calibrated(quant: QuantConfig) -> bool:
+    """True if a calibration rounds some weights of a quantization."""
+    bits = {quant.bits, quant.head_bits, *dict(quant.proj_bits).values()}
+    return bool(bits & {*quant.format.calibrated_bits})
 
 
 def _parse_skips(skips: Sequence[str]) -> tuple[tuple[int, ...], tuple[str, ...]]:

@@ -62,14 +62,28 @@ def read_store(path: Path, key: str) -> dict[str, Tensor] | None:
     return tensors
 
 
+def save_store(path: Path, key: str, tensors: dict[str, Tensor]) -> None:
+    """Write a file atomically; SafetensorError or OSError if the disk does not take it."""
+    with atomic_path(path) as fresh:
+        save_file(tensors, fresh, metadata={"key": key, "payload": _payload(tensors)})
+
+
+def holds_key(path: Path, key: str) -> bool:
+    """Return True if a file has its whole length and this key; its content is not read."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return (file.metadata() or {}).get("key") == key
+    except (SafetensorError, OSError):
+        return False
+
+
 def write_store(path: Path, key: str, tensors: dict[str, Tensor]) -> None:
     """Write a file atomically.
 
     If writing fails, a warning is logged once, and the next start quantizes again.
     """
     try:
-        with atomic_path(path) as fresh:
-            save_file(tensors, fresh, metadata={"key": key, "payload": _payload(tensors)})
+        save_store(path, key, tensors)
     except (SafetensorError, OSError) as error:
         warn_unwritable(path, error, "weights are quantized again at each start")
 

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from benchmark import arguments
+from benchmark.studies import calibration
 from quant.config import HEAD, QuantConfig
 from sharesd.cli import options
 from sharesd.cli.console import console, err_console, loading_bars
@@ -65,11 +66,18 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "tune",
         help="which quantization makes mode share fastest here?",
-        description="Measure mode share under several quantizations and keep the best one for --draft-quant auto.",
+        description="Measure mode share under several quantizations and keep the best one for --draft-quant auto. Or, "
+        "with --calibrate, round weights of drafts for the model's own answers, so that more drafts are accepted.",
     )
     parser.set_defaults(run=run, parser=parser)
     options.add_model_options(parser)
-    group = parser.add_argument_group("calibration")
+    parser.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="calibrate --draft-quant (default: what auto would use) for --draft-quant auto, and measure nothing; what "
+        "was interrupted goes on where it stopped",
+    )
+    group = parser.add_argument_group("measurement")
     group.add_argument(
         "--quants",
         default=QUANTS,
@@ -87,8 +95,11 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure all settings and save the best; return the exit status."""
+    """Measure all settings and save the best, or calibrate one; return the exit status."""
     given = options.engine_config(args, modes=("share",))
+    if args.calibrate:
+        calibration.run(given, is_chosen=getattr(args, "quant", "auto") != "auto")
+        return 0
     if given.explicit_tree is not None:
         raise ValueError("tune measures chains, not trees; remove --tree")
     quants = settings_of(args.quants, args.keep, given.quant, args.quant_skip)

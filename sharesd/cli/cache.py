@@ -29,7 +29,7 @@ class CachePart:
 PARTS = {
     "native": CachePart(holds="CPU kernels", names=(f"kernels-{_KEY}.so",)),
     "checkpoints": CachePart(holds="converted models", names=(f"*-{_KEY}", f"*-{_KEY}-stored")),
-    "quant": CachePart(holds="quantized weights", names=(f"hqq-{_KEY}.safetensors",)),
+    "quant": CachePart(holds="quantized weights", names=(f"hqq-{_KEY}.safetensors", f"calibrated-{_KEY}")),
     "records": CachePart(holds="stored weights in the layout of CPU kernels", names=(f"records-{_KEY}.bin",)),
     "offload": CachePart(holds="blocks offloaded to disk", names=(f"blocks-{_KEY}.store", f"blocks-{_KEY}.part")),
     "settings": CachePart(holds="measured settings", names=(f"*-{_KEY}*.json",)),

@@ -101,7 +101,7 @@ def _model_drafter(
         return None, "without CPU kernels quantized linears gain little"
     decoder = Decoder(shape, dtype=dtype, device="meta")
     try:
-        quantizer = quantizer_for(decoder, config.quant, solver_config(device, folder))
+        quantizer = quantizer_for(decoder, config.quant, solver_config(device, folder, quant=config.quant))
     except ValueError as error:
         return None, f"its linears cannot be quantized ({error})"
     speedup = _predicted_speedup(decoder, config, folder, device, dtype, how)

@@ -1,4 +1,4 @@
-"""Best quantization measured by `sharesd tune`, for `--draft-quant auto`."""
+"""Best quantization that `sharesd tune` measured or calibrated, for `--draft-quant auto`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quant.config import QuantConfig
+from quant.config import QuantConfig, can_be_calibrated
 from sharesd import __version__
 from sharesd.config import EngineConfig
 from sharesd_files import JsonCache
@@ -62,17 +62,40 @@ def load_tuned(key: TuningKey) -> QuantConfig | None:
 
 
 def best_quant(config: EngineConfig) -> QuantConfig:
-    """Return the quantization of `--draft-quant auto`: the best measured, else the config's."""
-    found = load_tuned(tuning_key(config))
+    """Return the quantization of `--draft-quant auto`: the best measured, else the config's.
+
+    It is calibrated if there is a calibration of these weights in this quantization.
+    """
+    key = tuning_key(config)
+    found = load_tuned(key)
     if found is None:
         log.info(
             "--draft-quant auto: nothing was measured for this model on this machine, so drafts use %s; "
             "`sharesd tune` measures",
             config.quant,
         )
-        return config.quant
-    log.info("--draft-quant auto: %s measured best for this model on this machine", found)
-    return found
+    else:
+        log.info("--draft-quant auto: %s measured best for this model on this machine", found)
+    return _calibrated(found or config.quant, config, key.model)
+
+
+def _calibrated(quant: QuantConfig, config: EngineConfig, weights: str) -> QuantConfig:
+    """Return a quantization as calibrated, or as it is, with a line if there is a calibration that is not used."""
+    from sharesd.models.hub import resolve_target
+    from sharesd.weights.kept_calibration import KeptCalibration, other_calibration
+
+    if quant.calibrated or not can_be_calibrated(quant):
+        return quant
+    kept = KeptCalibration(weights, quant)
+    problem = kept.problem() if kept.folder.exists() else other_calibration(resolve_target(config), weights)
+    if problem is None and kept.folder.exists() and config.tensor_parallel > 1:
+        problem = "the calibration is of whole linears, and ranks have parts of them"
+    if problem is not None:
+        log.warning("--draft-quant auto: %s; drafts use %s without it", problem, quant)
+    if problem is not None or not kept.folder.exists():
+        return quant
+    log.info("--draft-quant auto: drafts use the calibration in %s", kept.folder)
+    return kept.quant
 
 
 def cpu_name() -> str:

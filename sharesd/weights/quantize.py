@@ -27,6 +27,7 @@ from quant.switch_linear import Switch
 from sharesd.models.base import CausalModel
 from sharesd.models.checkpoint import Progress, identity
 from sharesd.models.decoder import Decoder
+from sharesd.weights.kept_calibration import KeptCalibration
 from sharesd_files import cache_root
 
 if TYPE_CHECKING:
@@ -61,6 +62,10 @@ class ModelQuantizer:
         return quantize_linears(model, self._config, switch, **self._of_model(model))
 
     def head(self, head: Head, config: QuantConfig, folder: Path) -> QuantReport:
+        if config.calibrated:
+            raise ValueError(
+                f"head_quant is {config}, and calibrations are of a target's weights; leave out `calibrated`"
+            )
         solved = solver_config(self._device, None if self._folder is None else folder)
         if solved.identity is not None and self._folder is not None:  # a head may read the target's LM head
             solved = replace(solved, identity=f"{solved.identity} {identity(self._folder)}")
@@ -70,7 +75,7 @@ class ModelQuantizer:
     def _of_model(self, model: CausalModel) -> dict[str, Any]:
         assert isinstance(model, nn.Module)
         part = getattr(model, "part", UNSHARDED)
-        options = self._options(self._config, solver_config(self._device, self._folder, part))
+        options = self._options(self._config, solver_config(self._device, self._folder, part, self._config))
         return {**options, "head_name": head_name(model), "layer_of": layer_of}
 
     def _options(self, config: QuantConfig, solved: SolverConfig) -> dict[str, Any]:
@@ -86,15 +91,24 @@ class ModelQuantizer:
         }
 
 
-def solver_config(device: torch.device, folder: Path | None, part: Shard = UNSHARDED) -> SolverConfig:
-    """Return the solver; solutions are cached only for checkpoints on a CPU."""
+def solver_config(
+    device: torch.device, folder: Path | None, part: Shard = UNSHARDED, quant: QuantConfig | None = None
+) -> SolverConfig:
+    """Return the solver; solutions are cached only for checkpoints on a CPU.
+
+    Raises:
+        ValueError: `quant` is calibrated, and there is no calibration for these weights.
+    """
+    kept = KeptCalibration.required(folder, quant, part) if quant is not None and quant.calibrated else None
+    calibrated = None if kept is None else kept.read
     if device.type != "cpu":
-        return SolverConfig()
+        return SolverConfig(calibrated=calibrated)
     solve = solve_on_cpu if runs_cpp(device) else None
     if folder is None:
         return SolverConfig(solve=solve)
-    name = identity(folder) if part == UNSHARDED else f"{identity(folder)} {part}"
-    return SolverConfig(solve=solve, cache_dir=cache_root() / "quant", identity=name)
+    names = [identity(folder), *([] if part == UNSHARDED else [part]), *([] if kept is None else [kept.key])]
+    name = " ".join(map(str, names))
+    return SolverConfig(solve=solve, cache_dir=cache_root() / "quant", identity=name, calibrated=calibrated)
 
 
 def solve_on_cpu(weight_NK: Tensor, bits: int, group_size: int) -> QuantizedWeight:

@@ -3,7 +3,7 @@
 The sum of squared errors of the outputs is weighed by the inputs that a model really has. So the error of a column is
 made up for by the columns after it. Scales and zeros are those that HQQ finds for the weights as they are by then.
 
-Legend: N output features, K input features, G weights of a group, L the columns after one within its group.
+Legend: N output features, K input features, G groups of a row, L columns of a group.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from quant.solved_linears import SolveFn
 DAMPING = 0.01
 """Share of the mean diagonal that is added to it, so that weights stay near where few inputs say otherwise."""
 _MOST_DAMPING = 1e4
+_ROWS = 8192
+"""Rows rounded at a time, to limit the memory for LM heads."""
 
 
 def round_calibrated(
@@ -34,33 +36,37 @@ def round_calibrated(
         ValueError: `gram_KK` has NaN or infinite values.
     """
     upper_KK = _inverse_factor(gram_KK, damping)
+    parts = [_round_rows(rows_NK, upper_KK, bits, group_size, solve) for rows_NK in weight_NK.split(_ROWS)]
+    q_NK, scale_NG, zero_NG = (torch.cat(each) for each in zip(*parts, strict=True))
+    return QuantizedWeight(q=q_NK, scale=scale_NG, zero=zero_NG, bits=bits, group_size=group_size)
+
+
+def _round_rows(
+    weight_NK: Tensor, upper_KK: Tensor, bits: int, group_size: int, solve: SolveFn
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes, scales and zeros; no row depends on another."""
     left_KN = weight_NK.t().float().contiguous()  # a column of the weight is a row here, and changes until its turn
     largest, N = 2**bits - 1, len(weight_NK)
     codes_KN = torch.empty_like(left_KN, dtype=torch.uint8)
     scales, zeros = [], []
-    for first, end in ((first, first + group_size) for first in range(0, len(left_KN), group_size)):
-        group_GN = left_KN[first:end]
-        grid = solve(group_GN.t().contiguous(), bits, group_size)
+    for first in range(0, len(left_KN), group_size):
+        end = first + group_size
+        group_LN = left_KN[first:end]
+        grid = solve(group_LN.t().contiguous(), bits, group_size)
         scale_N, zero_N = grid.scale.view(N), grid.zero.view(N)
-        errors_GN = torch.empty_like(group_GN)
+        errors_LN = torch.empty_like(group_LN)
         diagonal = upper_KK.diagonal()[first:end].tolist()
-        for column, weight_N in enumerate(group_GN):
+        for column, weight_N in enumerate(group_LN):
             code_N = torch.addcdiv(zero_N, weight_N, scale_N).round_().clamp_(0, largest)
             codes_KN[first + column] = code_N
-            error_N = torch.sub(weight_N, code_N.sub_(zero_N).mul_(scale_N), out=errors_GN[column])
+            error_N = torch.sub(weight_N, code_N.sub_(zero_N).mul_(scale_N), out=errors_LN[column])
             error_N.div_(diagonal[column])
             passed_L = upper_KK[first + column, first + column + 1 : end]
-            group_GN[column + 1 :].addr_(passed_L, error_N, alpha=-1)
-        left_KN[end:].addmm_(upper_KK[first:end, end:].t(), errors_GN, alpha=-1)
+            group_LN[column + 1 :].addr_(passed_L, error_N, alpha=-1)
+        left_KN[end:].addmm_(upper_KK[first:end, end:].t(), errors_LN, alpha=-1)
         scales.append(scale_N)
         zeros.append(zero_N)
-    return QuantizedWeight(
-        q=codes_KN.t().contiguous(),
-        scale=torch.stack(scales, 1),
-        zero=torch.stack(zeros, 1),
-        bits=bits,
-        group_size=group_size,
-    )
+    return codes_KN.t().contiguous(), torch.stack(scales, 1), torch.stack(zeros, 1)
 
 
 def _inverse_factor(gram_KK: Tensor, damping: float) -> Tensor:

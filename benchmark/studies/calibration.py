@@ -1,0 +1,153 @@
+"""`sharesd tune --calibrate`: a model answers prompts, and weights of drafts are rounded for these answers.
+
+Legend: B rows of a batch, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quant.config import QuantConfig
+from sharesd.cli.console import console, loading_bars
+from sharesd.config import EngineConfig
+from sharesd.field_types import DefaultLimit
+from sharesd.models.checkpoint import Progress
+from sharesd.reports import environment
+from sharesd.reports.questions import Question, prompt_ids
+
+if TYPE_CHECKING:
+    from sharesd.loading.resolve import ResolvedConfig
+    from sharesd.runtime import Runtime
+    from sharesd.weights.kept_calibration import Answer
+
+PROMPTS = Path(__file__).parent.parent / "data" / "calibration_prompts.txt"
+"""Prompts, a line each: stories, letters, explanations, advice, sums, code, edits; none of a benchmark."""
+TEMPERATURE = 0.7
+MAX_NEW_TOKENS = 96
+"""Longest answers, in tokens."""
+MAX_CONTEXT = 512
+"""Longest prompts and answers together, in tokens; longer prompts are left out."""
+BATCH = 32
+"""Prompts that are answered together."""
+
+
+def run(config: EngineConfig, *, is_chosen: bool) -> None:
+    """Calibrate the config's quantization, or if it was not chosen the best measured, for `--draft-quant auto`.
+
+    Raises:
+        ValueError: the target or the quantization cannot be calibrated, or answers are too few.
+        OSError: the disk is full; layers that were finished are kept.
+    """
+    from sharesd.loading.resolve import resolve_config  # torch takes seconds, mistakes should not
+    from sharesd.models.checkpoint import content_hash
+    from sharesd.models.decoder import Decoder
+    from sharesd.models.loader import decoder_config, load_decoder
+    from sharesd.weights.calibrate import calibrate, require_enough, tasks_of
+    from sharesd.weights.kept_calibration import KeptCalibration
+    from sharesd.weights.quant_tuning_cache import load_tuned, save_tuned, tuning_key
+
+    started, key = time.perf_counter(), tuning_key(config)
+    quant = replace(config.quant if is_chosen else load_tuned(key) or config.quant, calibrated=False)
+    config = replace(config, quant=quant)
+    require_whole(config)
+    with loading_bars() as progress:
+        resolved = resolve_config(config, ("share",), progress=progress)
+        require_resident(resolved)
+        kept = KeptCalibration(content_hash(resolved.folder), quant)
+        outline = Decoder(decoder_config(resolved.folder), dtype=resolved.dtype, device="meta")
+        layers = list(dict.fromkeys(task.layer for task in tasks_of(outline, quant)))
+        answers = kept.answers()
+        if not answers:
+            answers = own_answers(config, progress)
+            require_enough(answers)
+            kept.begin(resolved.folder, layers, answers)
+        if kept.problem() is not None:
+            decoder = load_decoder(resolved.folder, dtype=resolved.dtype, device=resolved.device, progress=progress)
+            calibrate(decoder, answers, kept, progress=progress)
+    seconds = time.perf_counter() - started
+    save_tuned(key, quant, {"command": environment.command(), "calibration": str(kept.folder)})
+    num_tokens = sum(len(each.answer) for each in answers)
+    text = f"--draft-quant auto now uses {kept.quant}, of {num_tokens:,} tokens, in {seconds:.0f} s: {kept.folder}"
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def require_whole(config: EngineConfig) -> None:
+    """Raise ValueError for options with which linears are in parts or in several places."""
+    if config.tensor_parallel > 1:
+        raise ValueError(
+            f"tensor_parallel is {config.tensor_parallel}, whose ranks have parts of linears; calibrate without it"
+        )
+    if config.split.enabled:
+        raise ValueError("stages have devices of their own; calibrate on one device, which stages then use")
+
+
+def require_resident(resolved: ResolvedConfig) -> None:
+    """Raise ValueError for a target that is not in memory at full precision, or not of the native decoder."""
+    from sharesd.models.loader import decoder_config
+
+    name = resolved.config.target or "the embedded model"
+    if resolved.config.dequantize is False:
+        raise ValueError(
+            f"{name} runs as it is stored, and drafts of such weights are not calibrated; use --dequantize"
+        )
+    if resolved.offloads:
+        raise ValueError(
+            f"{name} does not fit in memory, and a calibration needs all weights there; use a larger machine"
+        )
+    try:
+        decoder_config(resolved.folder)
+    except ValueError as reason:
+        raise ValueError(f"{name} cannot be calibrated: {reason}, and its weights run through transformers") from reason
+
+
+def own_answers(config: EngineConfig, progress: Progress) -> list[Answer]:
+    """Return the model's own answers to the built-in prompts, at temperature 0.7; some may be empty."""
+    from sharesd.runtime import Runtime
+    from sharesd.weights.kept_calibration import Answer
+
+    plain = replace(config, mode="naive", max_batch=BATCH, max_context=DefaultLimit(MAX_CONTEXT), quant=QuantConfig())
+    runtime = Runtime(plain, ("naive",), progress=progress)
+    room = runtime.max_context - MAX_NEW_TOKENS
+    lines = PROMPTS.read_text("utf-8").splitlines()
+    questions = [Question(id=number, category="", turns=(text,)) for number, text in enumerate(lines)]
+    prompts = [ids for ids in (prompt_ids(runtime.tokenizer, each, []) for each in questions) if len(ids) <= room]
+    found: list[Answer] = []
+    for first in range(0, len(prompts), BATCH):
+        here = prompts[first : first + BATCH]
+        answers: list[list[int]] = [[] for _ in here]
+        for number, tokens in enumerate(_sampled(runtime, here)):
+            for answer, token in zip(answers, tokens, strict=False):
+                if not answer or answer[-1] not in runtime.target.eos_ids:
+                    answer.append(token)
+            progress(
+                "answering prompts", first * MAX_NEW_TOKENS + (number + 1) * len(here), len(prompts) * MAX_NEW_TOKENS
+            )
+            if all(answer[-1] in runtime.target.eos_ids for answer in answers):
+                break
+        found += map(Answer, here, answers)
+    progress("answering prompts", len(prompts) * MAX_NEW_TOKENS, len(prompts) * MAX_NEW_TOKENS)
+    runtime.close()
+    return found
+
+
+def _sampled(runtime: Runtime, prompts: Sequence[list[int]]) -> Iterator[list[int]]:
+    """Yield the next token of each row of a batch, as often as answers are long."""
+    import torch
+
+    from sharesd.models.prefill import prefill
+
+    dice = torch.Generator().manual_seed(0)
+    with torch.inference_mode():
+        cache = runtime.cache
+        rows = [*prompts, *[[] for _ in range(cache.batch - len(prompts))]]
+        logits_BV = prefill(runtime.step, cache, rows, [0] * cache.batch)
+        for _ in range(MAX_NEW_TOKENS):
+            chances_BV = (logits_BV.float().cpu() / TEMPERATURE).softmax(-1)
+            tokens_B1 = torch.multinomial(chances_BV, 1, generator=dice)
+            yield tokens_B1[:, 0].tolist()
+            logits_BV = runtime.step.forward(tokens_B1.to(cache.lengths.device), cache)[:, 0]
+            cache.lengths.add_(1)

@@ -1,0 +1,140 @@
+"""Calibrated weights of drafts in the cache folder: a folder for each checkpoint and quantization, a file per layer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError
+from torch import Tensor, device
+
+from multigpu.tensor_parallel import UNSHARDED, Shard
+from quant.config import QuantConfig
+from quant.quantized_weight import QuantizedWeight
+from quant.solved_linears import QuantTask
+from quant.weight_cache import holds_key, pack_weight, read_store, save_store, unpack_weight
+from sharesd.models.checkpoint import content_hash, system_error
+from sharesd_files import atomic_write, cache_root
+
+_FORMAT = 1  # raise it when the rounding, the prompts or the files change
+_ABOUT = "calibration.json"
+_REMEDY = "run `sharesd tune --calibrate`"
+
+
+class Answer(NamedTuple):
+    """Text that a calibration reads: token ids of a prompt, and of the model's own answer."""
+
+    prompt: list[int]
+    answer: list[int]
+
+
+class KeptCalibration:
+    """The calibration of a checkpoint's weights in one quantization: there, in part there, or missing."""
+
+    def __init__(self, weights: str, quant: QuantConfig) -> None:
+        """`weights`: hash of the checkpoint's content."""
+        self.quant = replace(quant, calibrated=True)
+        self._about = {"weights": weights, "quant": str(self.quant), "format": _FORMAT}
+        self.key = hashlib.sha256(repr(self._about).encode()).hexdigest()
+        self.folder = cache_root() / "quant" / f"calibrated-{self.key[:16]}"
+        self._read: tuple[int | None, dict[str, Tensor]] | None = None
+
+    @classmethod
+    def required(cls, folder: Path | None, quant: QuantConfig, part: Shard) -> KeptCalibration:
+        """Return the whole calibration of a checkpoint folder.
+
+        Raises:
+            ValueError: there is none, or this rank has only a part of each linear.
+        """
+        what = f"draft_quant is {quant}"
+        if folder is None or part != UNSHARDED:
+            why = "weights are not read from a checkpoint" if folder is None else "ranks have parts of linears"
+            raise ValueError(f"{what}, and {why}; leave out `calibrated`")
+        kept = cls(content_hash(folder), quant)
+        problem = kept.problem() if kept.folder.exists() else "these weights were not calibrated so"
+        if problem is not None:
+            raise ValueError(f"{what}, and {problem}; {_REMEDY}, or leave out `calibrated`")
+        return kept
+
+    def begin(self, source: Path, layers: Sequence[int | None], answers: Sequence[Answer]) -> None:
+        """Write what is calibrated, and the answers; OSError if the disk does not take it.
+
+        `source`: the checkpoint folder. `layers`: those with weights to calibrate; None: the head.
+        """
+        about = {**self._about, "source": str(source), "layers": list(layers), "answers": list(answers)}
+        atomic_write(self.folder / _ABOUT, json.dumps(about))
+        self.__dict__.pop("_found", None)
+
+    def answers(self) -> list[Answer]:
+        """Return the answers of a calibration that was begun; else none."""
+        return [] if self._found is None else [Answer(*pair) for pair in self._found["answers"]]
+
+    def has(self, layer: int | None) -> bool:
+        """Return True if a layer's weights are kept."""
+        return holds_key(self._file(layer), self.key)
+
+    def write(self, layer: int | None, weights: Mapping[str, QuantizedWeight]) -> None:
+        """Keep the weights of a layer by path; OSError if the disk does not take them."""
+        tensors: dict[str, Tensor] = {}
+        for path, weight in weights.items():
+            tensors |= pack_weight(path, weight)
+        try:
+            save_store(self._file(layer), self.key, tensors)
+        except SafetensorError as error:
+            raise (system_error(error, self._file(layer)) or error) from error
+
+    def problem(self) -> str | None:
+        """Return why a calibration that was begun cannot be used; None if it can."""
+        if self._found is None:
+            return f"{self.folder / _ABOUT} is damaged, or of other weights or another quantization"
+        missing = [layer for layer in self._found["layers"] if not self.has(layer)]
+        if not missing:
+            return None
+        done = len(self._found["layers"]) - len(missing)
+        return f"the calibration was cut short after {done} of {len(self._found['layers'])} layers; {_REMEDY} to go on"
+
+    def read(self, task: QuantTask) -> QuantizedWeight:
+        """Return a linear's calibrated weight.
+
+        Raises:
+            ValueError: its file is damaged.
+        """
+        if self._read is None or self._read[0] != task.layer:
+            self._read = task.layer, read_store(self._file(task.layer), self.key) or {}
+        tensors = self._read[1]
+        if f"{task.path}.q" not in tensors:
+            raise ValueError(f"{self._file(task.layer)} is damaged; delete {self.folder}, and {_REMEDY}")
+        size = {"bits": task.bits, "group_size": self.quant.group_size}
+        return unpack_weight(task.path, tensors, **size, device=device("cpu"))
+
+    @cached_property
+    def _found(self) -> dict[str, Any] | None:
+        found = _about(self.folder)
+        return found if found is not None and {key: found.get(key) for key in self._about} == self._about else None
+
+    def _file(self, layer: int | None) -> Path:
+        return self.folder / f"{'head' if layer is None else f'layer-{layer}'}.safetensors"
+
+
+def other_calibration(source: Path, weights: str) -> str | None:
+    """Return what a calibration of this checkpoint is of, if it is not of these weights in this quantization."""
+    for folder in sorted((cache_root() / "quant").glob("calibrated-*")):
+        about = _about(folder)
+        if about is not None and about.get("weights") == weights:
+            return f"the calibration of these weights is of {about.get('quant')}"
+        if about is not None and about.get("source") == str(source):
+            return f"the calibration of {source} is of other weights"
+    return None
+
+
+def _about(folder: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads((folder / _ABOUT).read_bytes())
+        return found if isinstance(found, dict) and {"layers", "answers"} <= found.keys() else None
+    except (OSError, ValueError, RecursionError):
+        return None
