@@ -17,8 +17,10 @@ from quant.solved_linears import SolveFn
 DAMPING = 0.01
 """Share of the mean diagonal that is added to it, so that weights stay near where few inputs say otherwise."""
 _MOST_DAMPING = 1e4
-_ROWS = 8192
-"""Rows rounded at a time, to limit the memory for LM heads."""
+_STRIP = 16
+"""Columns whose errors are passed on one by one; to those after them they are passed on together, which is faster."""
+_ROWS = 2048
+"""Rows rounded at a time: they stay in the cache, and torch does not split operations of this size among threads."""
 
 
 def round_calibrated(
@@ -55,18 +57,32 @@ def _round_rows(
         grid = solve(group_LN.t().contiguous(), bits, group_size)
         scale_N, zero_N = grid.scale.view(N), grid.zero.view(N)
         errors_LN = torch.empty_like(group_LN)
-        diagonal = upper_KK.diagonal()[first:end].tolist()
-        for column, weight_N in enumerate(group_LN):
-            code_N = torch.addcdiv(zero_N, weight_N, scale_N).round_().clamp_(0, largest)
-            codes_KN[first + column] = code_N
-            error_N = torch.sub(weight_N, code_N.sub_(zero_N).mul_(scale_N), out=errors_LN[column])
-            error_N.div_(diagonal[column])
-            passed_L = upper_KK[first + column, first + column + 1 : end]
-            group_LN[column + 1 :].addr_(passed_L, error_N, alpha=-1)
+        for begin in range(first, end, _STRIP):
+            here = slice(begin - first, begin - first + _STRIP)
+            codes_KN[begin : begin + _STRIP] = _round_strip(
+                group_LN[here], errors_LN[here], upper_KK[begin : begin + _STRIP, begin:end], scale_N, zero_N, largest
+            )
+            passed_LL = upper_KK[begin : begin + _STRIP, begin + _STRIP : end]
+            group_LN[here.stop :].addmm_(passed_LL.t(), errors_LN[here], alpha=-1)
         left_KN[end:].addmm_(upper_KK[first:end, end:].t(), errors_LN, alpha=-1)
         scales.append(scale_N)
         zeros.append(zero_N)
     return codes_KN.t().contiguous(), torch.stack(scales, 1), torch.stack(zeros, 1)
+
+
+def _round_strip(
+    left_LN: Tensor, errors_LN: Tensor, upper_LL: Tensor, scale_N: Tensor, zero_N: Tensor, largest: int
+) -> Tensor:
+    """Return the codes of a few columns, and write their errors, each over its diagonal."""
+    codes_LN = torch.empty_like(left_LN, dtype=torch.uint8)
+    diagonal = upper_LL.diagonal().tolist()
+    for column, weight_N in enumerate(left_LN):
+        if column:
+            weight_N = weight_N.addmv_(errors_LN[:column].t(), upper_LL[:column, column], alpha=-1)
+        code_N = torch.addcdiv(zero_N, weight_N, scale_N).round_().clamp_(0, largest)
+        codes_LN[column] = code_N
+        torch.sub(weight_N, code_N.sub_(zero_N).mul_(scale_N), out=errors_LN[column]).div_(diagonal[column])
+    return codes_LN
 
 
 def _inverse_factor(gram_KK: Tensor, damping: float) -> Tensor:
@@ -80,10 +96,9 @@ def _inverse_factor(gram_KK: Tensor, damping: float) -> Tensor:
     while damping <= _MOST_DAMPING:
         damped_KK = gram_KK.clone()
         damped_KK.diagonal().add_(damping * mean or 1.0)  # 1: no input was ever used
-        lower_KK, failed = torch.linalg.cholesky_ex(damped_KK)
-        if not failed:
-            upper_KK, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower_KK), upper=True)
-            if not failed:
-                return upper_KK
+        lower_KK, failed = torch.linalg.cholesky_ex(damped_KK.flip(0, 1))
+        if not failed:  # the matrix is R R^T with an upper R, which is the factor of what is reversed, reversed again
+            identity_KK = torch.eye(len(gram_KK), device=gram_KK.device)
+            return torch.linalg.solve_triangular(lower_KK.flip(0, 1), identity_KK, upper=True)
         damping *= 10
     raise ValueError("products of inputs of calibration cannot be inverted")
