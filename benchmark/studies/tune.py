@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmark import arguments
 from benchmark.studies import calibration
+from benchmark.studies.agreement import Agreement, measure_agreement
 from quant.config import HEAD, QuantConfig
 from sharesd.cli import options
 from sharesd.cli.console import console, err_console, loading_bars
@@ -50,6 +51,8 @@ class Measured:
     """Time of a verify step (1 + `num_draft` rows) per plain step."""
     alpha: float
     """Acceptance probability of a draft token after accepted ones, on real texts."""
+    agreement: Agreement | None
+    """How often the first draft token is the target's; None: not with ranks, or models of transformers."""
     num_draft: int
     expected: float
     speedup: float
@@ -151,6 +154,7 @@ def measure(
 ) -> Measured:
     """Load, measure and free one setting."""
     from sharesd.engine.stats import Stats
+    from sharesd.models.decoder import Decoder
     from sharesd.runtime import Runtime  # torch takes seconds, mistakes should not
     from sharesd.speculation.draft_tree import chain
     from sharesd.startup.cost_profiler import measure_costs
@@ -167,6 +171,9 @@ def measure(
     for prompt in prompts:
         engine.generate([prompt], params, mode="share")
         teacher.merge(engine.stats)
+    agreement = None
+    if isinstance(runtime.target, Decoder) and config.tensor_parallel == 1:
+        agreement = measure_agreement(runtime, prompts, params.max_new_tokens)
     costs, _ = measure_costs(engine, "share", params)
     num_draft = best_length(teacher.alpha, costs, config.max_draft)
     policy.pinned = chain(num_draft)
@@ -181,6 +188,7 @@ def measure(
         c=costs.of_draft(chain(num_draft)) / num_draft / plain,
         v=costs.of_step(1 + num_draft) / plain,
         alpha=teacher.alpha,
+        agreement=agreement,
         num_draft=num_draft,
         expected=expected_speedup(teacher.alpha, num_draft, costs),
         speedup=share_speed / naive_speed if naive_speed else 0.0,
@@ -226,12 +234,17 @@ def _keep(config: EngineConfig, quant: QuantConfig, best: Measured) -> None:
     console.print(f"--draft-quant auto now uses {quant}: {file}", markup=False, highlight=False, soft_wrap=True)
 
 
+def _agreement_cells(agreement: Agreement | None) -> tuple[str, str]:
+    return ("-", "-") if agreement is None else (f"{agreement.greedy:.3f}", f"{agreement.overlap:.3f}")
+
+
 def _show(measured: Sequence[Measured], best: Measured) -> None:
-    head = ("drafts", "c", "v", "alpha", "K", "expected", "measured")
+    head = ("drafts", "c", "v", "alpha", "agree", "overlap", "K", "expected", "measured")
     rows = [
         [
             f"{each.quant} *" if each is best else each.quant,
             *(f"{value:.3f}" for value in (each.c, each.v, each.alpha)),
+            *_agreement_cells(each.agreement),
             str(each.num_draft),
             f"{each.expected:.2f}x",
             f"{each.speedup:.2f}x",

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from benchmark.studies import divergence, tune, verify
+from benchmark.studies.agreement import measure_agreement
 from benchmark.studies.tune import Measured, best_length, expected_speedup, settings_of
 from benchmark.studies.verify import compare_answers
 from quant.config import QuantConfig
@@ -25,6 +26,7 @@ from sharesd import sampling
 from sharesd.cli import options
 from sharesd.config import EngineConfig
 from sharesd.models.loader import load_decoder
+from sharesd.models.prefill import prefill
 from sharesd.models.tokenizer import load_tokenizer
 from sharesd.runtime import Runtime
 from sharesd.sampling import sampler
@@ -257,6 +259,8 @@ def test_settings_are_measured_and_the_best_is_kept(tiny: Path, tmp_path: Path, 
     for each in measured:
         assert each["c"] > 0 and each["v"] > 0 and 0 <= each["alpha"] <= 1 and 1 <= each["num_draft"] <= 4
         assert each["expected"] > 0 and 1 <= each["tau"] <= 1 + each["num_draft"] and each["identical"] == 1
+        agreement = each["agreement"]
+        assert agreement["num_tokens"] > 0 and 0 <= agreement["greedy"] <= 1 and 0 < agreement["overlap"] <= 1
         assert each["speedup"] == pytest.approx(each["share_tokens_per_second"] / each["naive_tokens_per_second"])
     best = max(measured, key=lambda each: each["speedup"])
     assert report["best"] == best["quant"] and report["settings"]["teacher_draft"] == 4
@@ -268,6 +272,34 @@ def test_settings_are_measured_and_the_best_is_kept(tiny: Path, tmp_path: Path, 
     out = capsys.readouterr().out
     assert " * " in out and f"--draft-quant auto now uses {best['quant']}" in out
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["tune.json"]
+
+
+def test_agreement_is_that_of_one_quantized_step_after_each_text(tiny: Path) -> None:
+    """Two rows together, one of which ends first, against texts that are read anew for each token."""
+    config = EngineConfig(target=str(tiny), quant=QuantConfig.parse("hqq:3:64"), max_batch=2, max_context=128)
+    runtime = Runtime(config, ("naive", "share"))
+    texts = [[5, 6, 7], list(range(20, 30)), [9, 8]]
+    with torch.inference_mode():
+        equal, overlaps, cache, first = 0, list[float](), runtime.step.new_cache(1, 64), texts[0]
+        for _ in range(4):
+            first = [*first, int(prefill(runtime.step, cache, [first], [0]).argmax())]
+        runtime.target.eos_ids = (first[-1],)
+        found = measure_agreement(runtime, texts, 6)
+        for text in texts:
+            for _ in range(6):
+                wanted = prefill(runtime.step, cache, [text], [0])
+                text = [*text, int(wanted.argmax())]
+                if text[-1] in runtime.target.eos_ids:
+                    break
+                cache.lengths.fill_(len(text) - 1)
+                with runtime._loader.switch.quantized_weights():
+                    draft = runtime.step.forward(torch.tensor([text[-1:]]), cache)[0].float()
+                after = prefill(runtime.step, cache, [text], [0]).float()
+                equal += int(draft.argmax() == after.argmax())
+                overlaps.append(float(torch.minimum(draft.softmax(-1), after.softmax(-1)).sum()))
+    assert found.num_tokens == len(overlaps) and 6 < len(overlaps) < 18
+    assert found.greedy == equal / len(overlaps) and 0 < found.greedy < 1
+    assert found.overlap == pytest.approx(sum(overlaps) / len(overlaps), abs=0.01)
 
 
 def test_settings_are_measured_once_and_keep_what_they_can() -> None:
