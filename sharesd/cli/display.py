@@ -130,6 +130,8 @@ def stats_table(columns: Mapping[str, Stats], report: LoadReport) -> Table:
     for label in dict.fromkeys(label for rows in sorted(shown, key=len, reverse=True) for label in rows):
         table.add_row(label, *(rows.get(label, "") for rows in shown))
     table.add_section()
+    if report.quant is not None:
+        table.add_row("quantized", report.quant.spec)
     table.add_row("context", f"{report.max_context:,} tokens")
     return table
 

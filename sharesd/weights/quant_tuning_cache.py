@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,16 +84,21 @@ def _calibrated(quant: QuantConfig, config: EngineConfig, weights: str) -> Quant
     from sharesd.models.hub import resolve_target
     from sharesd.weights.kept_calibration import KeptCalibration, other_calibration
 
-    if quant.calibrated or not can_be_calibrated(quant):
-        return quant
-    kept = KeptCalibration(weights, quant)
-    problem = kept.problem() if kept.folder.exists() else other_calibration(resolve_target(config), weights)
+    plain = replace(quant, calibrated=False)
+    if not can_be_calibrated(plain):
+        return plain
+    kept = KeptCalibration(weights, plain)
+    if kept.folder.exists():
+        problem = kept.problem()
+    else:
+        gone = f"the calibration of {plain} is gone" if quant.calibrated else None
+        problem = gone or other_calibration(resolve_target(config), weights)
     if problem is None and kept.folder.exists() and config.tensor_parallel > 1:
         problem = "the calibration is of whole linears, and ranks have parts of them"
     if problem is not None:
-        log.warning("--draft-quant auto: %s; drafts use %s without it", problem, quant)
+        log.warning("--draft-quant auto: %s; drafts use %s without it", problem, plain)
     if problem is not None or not kept.folder.exists():
-        return quant
+        return plain
     log.info("--draft-quant auto: drafts use the calibration in %s", kept.folder)
     return kept.quant
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from sharesd.runtime import Runtime
 from sharesd.weights import kept_calibration
 from sharesd.weights.calibrate import calibrate, tasks_of
 from sharesd.weights.kept_calibration import Answer, KeptCalibration
-from sharesd.weights.quant_tuning_cache import best_quant
+from sharesd.weights.quant_tuning_cache import best_quant, save_tuned, tuning_key
 from sharesd.weights.quantize import solve_on_cpu
 from sharesd_command import main
 from sharesd_files import cache_root
@@ -76,6 +77,10 @@ def test_auto_uses_a_calibration_and_texts_are_those_of_naive(tiny: Path, capsys
             here = replace(params, temperature=temperature, seed=3)
             texts = [llm.generate(PROMPT, here, mode=mode)[0] for mode in ("naive", "share")]
         assert texts[0].token_ids == texts[1].token_ids and texts[1].stats.drafted_tokens > 0
+    capsys.readouterr()
+    argv = ["generate", "Hello", "--target", str(tiny), "--mode", "share", "--draft-quant", "auto", "--device", "cpu"]
+    assert main([*argv, "--max-new-tokens", "4", "--max-context", "256", "-v"]) == 0
+    assert re.search(r"quantized +hqq:4:64,head=4,calibrated", capsys.readouterr().err)
     assert main(["tune", "--calibrate", "--target", str(tiny)]) == 0  # nothing is left to do
 
 
@@ -184,6 +189,10 @@ def test_damaged_files_and_ranks_do_without(tiny: Path, caplog: pytest.LogCaptur
         Runtime(config, ("share",))
     (kept.folder / "calibration.json").write_text("{")
     assert "calibration.json is damaged" in auto(tiny, caplog)[1]
+    save_tuned(tuning_key(config), kept.quant, {})  # as `tune` measured it
+    shutil.rmtree(kept.folder)
+    found, warning = auto(tiny, caplog)
+    assert found == DEFAULT and "the calibration of hqq:4:64,head=4 is gone; drafts use" in warning
 
 
 def test_a_tied_head_is_rounded_apart_from_the_embedding(tmp_path: Path) -> None:

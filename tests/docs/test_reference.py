@@ -17,6 +17,7 @@ from benchmark.__main__ import COMMANDS as BENCHMARKS
 from compile.start_times import FIRST, OTHER
 from offload.prefetcher import TransferStats
 from quant.formats import FORMATS
+from quant.quantize_model import QuantReport
 from scripts import results_tables, room_diagram
 from sharesd.cli.cache import PARTS
 from sharesd.cli.display import stats_table
@@ -147,7 +148,8 @@ def test_every_benchmark_has_a_row_and_every_command_of_train_and_kind_of_head_i
 def test_every_line_of_the_statistics_is_explained() -> None:
     traffic = TransferStats(num_bytes=1, waited_s=0.0, busy_s=1.0, elapsed_s=2.0)
     stats = Stats(num_draft=2, draft_steps=1, steps=1, rounds=1, traffic=traffic)
-    report = LoadReport(load_seconds=1.0, compile_seconds=1.0, weight_bytes=1, quant=None, predicted=1.0)
+    quant = QuantReport(spec="hqq:4:64", num_linears=1, full_bytes=4, quantized_bytes=1, seconds=1.0, from_cache=False)
+    report = LoadReport(load_seconds=1.0, compile_seconds=1.0, weight_bytes=1, quant=quant, predicted=1.0)
     labels = [str(cell) for cell in stats_table({"": stats}, report).columns[0].cells]
     assert [row[0] for row in marked("reference/environment.md", "verbose")] == labels
 
