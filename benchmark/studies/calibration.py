@@ -20,8 +20,8 @@ from sharesd.reports import environment
 from sharesd.reports.questions import Question, prompt_ids
 
 if TYPE_CHECKING:
-    from sharesd.loading.resolve import ResolvedConfig
     from sharesd.runtime import Runtime
+    from sharesd.startup.resolve import ResolvedConfig
     from sharesd.weights.kept_calibration import Answer
 
 PROMPTS = Path(__file__).parent.parent / "data" / "calibration_prompts.txt"
@@ -42,10 +42,10 @@ def run(config: EngineConfig, *, is_chosen: bool) -> None:
         ValueError: the target or the quantization cannot be calibrated, or answers are too few.
         OSError: the disk is full; layers that were finished are kept.
     """
-    from sharesd.loading.resolve import resolve_config  # torch takes seconds, mistakes should not
     from sharesd.models.checkpoint import content_hash
     from sharesd.models.decoder import Decoder
     from sharesd.models.loader import decoder_config, load_decoder
+    from sharesd.startup.resolve import resolve_config  # torch takes seconds, mistakes should not
     from sharesd.weights.calibrate import calibrate, require_enough, tasks_of
     from sharesd.weights.kept_calibration import KeptCalibration
     from sharesd.weights.quant_tuning_cache import load_tuned, save_tuned, tuning_key
