@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 PROMPTS = Path(__file__).parent.parent / "data" / "calibration_prompts.txt"
 """Prompts, a line each: stories, letters, explanations, advice, sums, code, edits; none of a benchmark."""
 TEMPERATURE = 0.7
-MAX_NEW_TOKENS = 96
+MAX_NEW_TOKENS = 64
 """Longest answers, in tokens."""
 MAX_CONTEXT = 512
 """Longest prompts and answers together, in tokens; longer prompts are left out."""
