@@ -135,9 +135,9 @@ def test_rooms_import_from_lower_rooms() -> None:
     [
         ("from sharesd.kvcache.static import StaticKVCache", "engine", 0),
         ("def f():\n    from sharesd.engine.engine import Engine", "kvcache", 1),
-        ("from sharesd import data, runtime", "loading", 1),
+        ("from sharesd import data, runtime", "startup", 1),
         ("import sharesd.parallel.ranks", "execution", 1),
-        ("from sharesd.startup.warmup import warm_up", "engine", 0),
+        ("from sharesd.engine.stats import Stats", "engine", 0),
     ],
 )
 def test_upward_imports_are_found(source: str, room: str, num: int) -> None:
