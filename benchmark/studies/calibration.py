@@ -5,6 +5,7 @@ Legend: B rows of a batch, V vocabulary.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -63,6 +64,7 @@ def run(config: EngineConfig, *, is_chosen: bool) -> None:
         answers = kept.answers()
         if not answers:
             answers = own_answers(config, progress)
+            gc.collect()  # the weights that answered, before they are read as plain linears
             require_enough(answers)
             kept.begin(resolved.folder, layers, answers)
         if kept.problem() is not None:
