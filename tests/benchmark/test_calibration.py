@@ -14,14 +14,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from benchmark.studies import calibration
 from quant.config import QuantConfig
+from quant.quantized_weight import QuantizedWeight
 from sharesd import LLM, SamplingParams
 from sharesd.config import EngineConfig
 from sharesd.models.checkpoint import content_hash, read_config
+from sharesd.models.gguf.convert import converted_folder
 from sharesd.models.loader import load_decoder
 from sharesd.runtime import Runtime
+from sharesd.weights import calibrate as calibrating
 from sharesd.weights import kept_calibration
 from sharesd.weights.calibrate import calibrate, tasks_of
 from sharesd.weights.kept_calibration import Answer, KeptCalibration
@@ -73,7 +77,7 @@ def test_auto_uses_a_calibration_and_texts_are_those_of_naive(tiny: Path, capsys
     assert "--draft-quant auto now uses hqq:4:64,head=4,calibrated, of 1," in out
     params = SamplingParams(max_new_tokens=24, ignore_eos=True)
     for temperature in (0.0, 1.0):
-        with LLM(target=str(tiny), modes=("naive", "share"), quant="auto", max_context=256) as llm:
+        with LLM(target=str(tiny), modes=("naive", "share"), quant="auto", num_draft=3, max_context=256) as llm:
             here = replace(params, temperature=temperature, seed=3)
             texts = [llm.generate(PROMPT, here, mode=mode)[0] for mode in ("naive", "share")]
         assert texts[0].token_ids == texts[1].token_ids and texts[1].stats.drafted_tokens > 0
@@ -109,6 +113,33 @@ def test_rounding_for_the_answers_changes_outputs_less_than_rounding_alone(tiny:
         for each in (kept.read(task), solve_on_cpu(weight_NK.bfloat16(), 4, 64))
     ]
     assert losses[0] < 0.95 * losses[1]
+
+
+@pytest.mark.parametrize("kind", ["qwen2 qwen2", "qwen3 qwen2"])
+def test_linears_are_read_with_the_inputs_of_the_whole_model(kind: str, tmp_path: Path) -> None:
+    """Of families with biases, norms of queries, by those of the last linear."""
+    folder = converted_folder(write_gguf(tmp_path / "tiny.gguf", *kind.split(), mlp=128))
+    decoder, grams = load_decoder(folder, dtype=torch.float32), dict[str, Tensor]()
+    answers = [Answer([3, 4], [5, 6, 7]), Answer([8], [9]), Answer([10], [])]
+
+    def remember(weight_NK: Tensor, gram_KK: Tensor, *args: Any, **options: Any) -> QuantizedWeight:
+        grams[str(len(grams))] = gram_KK.clone()
+        return solve_on_cpu(weight_NK.detach(), 4, 32)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibrating, "MIN_TOKENS", 1)
+        patch.setattr(calibrating, "round_calibrated", remember)
+        calibrate(decoder, answers, KeptCalibration("weights", QuantConfig.parse("hqq:4:32")))
+    wanted = torch.zeros_like(list(grams.values())[-1])
+    seen: list[Tensor] = []
+    decoder.get_submodule("blocks.1.mlp.down").register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0][0]))
+    for prompt, answer in answers[:2]:
+        with torch.inference_mode():
+            decoder.forward(torch.tensor([[*prompt, *answer]]), decoder.new_cache(1, 32))
+        x_TD = seen.pop()[len(prompt) - 1 : -1]
+        wanted += x_TD.T @ x_TD
+    assert len(grams) == 4 * len(decoder.blocks) == 8
+    assert torch.allclose(list(grams.values())[-1], wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
 
 
 def test_a_full_disk_keeps_whole_layers_and_the_next_run_goes_on(
