@@ -214,6 +214,6 @@ def test_experts_of_a_quantized_folder_run_as_stored(kind: str, tmp_path: Path) 
 
 def test_a_router_is_not_quantized_with_its_target(tmp_path: Path) -> None:
     folder = folder_to_quantize(make_mixture(tmp_path / "model"), "q4_0")
-    parts, layer = dict(stored_tensors(folder)), "model.layers.1.mlp"
+    parts, layer = dict(stored_tensors(folder, outlines=True)), "model.layers.1.mlp"
     expert, router = f"{layer}.experts.2.up_proj.weight", f"{layer}.gate.weight"
     assert parts[expert].type == "Q4_0" and parts[router].dtype == torch.bfloat16

@@ -104,6 +104,7 @@ def initial_draft(folder: Path, target: Decoder, *, layers: int, hidden_size: in
         c.gemma_norm
         or c.sandwich_norms
         or c.embedding_multiplier != 1
+        or c.experts is not None
         or any(kind != c.layer_types[0] for kind in c.layer_types)
     ):
         raise ValueError(f"drafts for architecture {c.model_type!r} are not supported; give a target like Llama")

@@ -38,17 +38,17 @@ def initial_head(
 
     `changes` override config fields: depths of hidden states (not EAGLE-1), or layers (GLIDE). The next token's
     embedding starts with zero weight. Masks differ from the root by position alone. The target must have its plain
-    linears.
+    linears. Raises ValueError for a mixture of experts.
     """
+    if target.config.experts is not None:
+        raise ValueError("a head begins as the target's last block, and a mixture's has experts; give another target")
     if taps:
         changes |= {GLIDE: {GLIDE_LAYERS: list(taps)}} if kind == "glide" else {LAYER_IDS: list(taps)}
     num_draft_tokens = None if ids_K is None else len(ids_K)
     config = HeadConfig.new(kind, target_raw, draft_vocab_size=num_draft_tokens, **changes)
     head = new_head(config, target, ids_K=ids_K)
     (last, *upper), D = target.blocks[-len(head.blocks) :], config.block.hidden_size
-    assert isinstance(last, Block)
-    if not isinstance(last.mlp, MLP):
-        raise ValueError("a head begins as the target's last block, which has experts; train it for another target")
+    assert isinstance(last, Block) and isinstance(last.mlp, MLP)
     attn_norm_D, mlp_norm_D = (norm.get_parameter("weight") for norm in (last.attn_norm, last.mlp_norm))
     block = head.block
     for parameter in head.parameters():
