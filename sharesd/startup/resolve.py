@@ -88,7 +88,7 @@ def folder_and_config(
     folder = resolve_target(config, progress=progress)
     if device.type != "cpu" and is_stored(folder) and (reason := _not_native(folder, device)) is not None:
         if config.dequantize is False:
-            flag = "--dequantize" if config.target_quant is None else "another --device than a GPU"
+            flag = "--dequantize" if config.target_quant is None else "--device cpu"
             raise ValueError(f"{folder}: {reason}, and stored weights run there; use {flag}")
         config = replace(config, dequantize=True)
         folder = resolve_target(config, progress=progress)

@@ -56,6 +56,12 @@ def tiny_decoder(seed: int = 0, *, dtype: torch.dtype = torch.float64, vocab: in
     return decoder
 
 
+def tiny_mixture(dtype: torch.dtype = torch.float32, **sizes: Any) -> Decoder:
+    """A random Qwen3-MoE, whose layers have 6 experts, 3 for each token."""
+    shape: dict[str, Any] = {"model_type": "qwen3_moe", "moe_intermediate_size": 24, "head_dim": 8}
+    return tiny_decoder(2, dtype=dtype, **shape | {"num_experts": 6, "num_experts_per_tok": 3} | sizes)
+
+
 def tiny_tokenizer() -> Tokenizer:
     """One token for each of PIECES (byte-level, without merges); further ids have no token and no text."""
     backend = Backend(models.BPE({piece: i for i, piece in enumerate(PIECES)}, []))

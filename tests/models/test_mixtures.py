@@ -5,7 +5,6 @@ Their logits are compared with those of transformers in `test_models.py`.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,9 +29,8 @@ from sharesd.models.lora import folder_with_adapter
 from sharesd.startup import resolve as resolve_module
 from sharesd.startup.resolve import folder_and_config, resolve_config
 from sharesd.weights import memory_estimate, offload_planner
-from tests.helpers.compiled import compiled
 from tests.helpers.gguf_files import write_gguf
-from tests.helpers.oracle import tiny_decoder
+from tests.helpers.oracle import tiny_mixture
 from tests.helpers.same_texts import require_same_texts
 from tests.helpers.tiny_heads import make_head
 from tests.helpers.tiny_models import make_mixture
@@ -45,11 +43,6 @@ pytestmark = pytest.mark.usefixtures("one_thread", "own_cache")
 EXPERT, ROUTER = "model.layers.1.mlp.experts.2.up_proj.weight", "model.layers.1.mlp.gate.weight"
 LORA = {"A": (4, 64), "B": (64, 4)}
 STAGES = PipelineConfig(devices=("cpu", "cpu"))
-SIZES: dict[str, Any] = {"model_type": "qwen3_moe", "moe_intermediate_size": 24, "head_dim": 8}
-
-
-def mixture(dtype: torch.dtype = torch.float32, **sizes: Any) -> Decoder:
-    return tiny_decoder(2, dtype=dtype, **SIZES | {"num_experts": 6, "num_experts_per_tok": 3} | sizes)
 
 
 def test_layers_are_mixtures_as_the_config_says() -> None:
@@ -76,46 +69,6 @@ def test_experts_are_stored_one_by_one_or_together(tmp_path: Path) -> None:
     edit_tensors(together, merge_experts)
     one, other = (dict(load_decoder(each, dtype=torch.bfloat16).state_dict()) for each in (apart, together))
     assert one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
-
-
-@pytest.mark.parametrize("how", ["native", "eager"])
-def test_of_equal_probabilities_the_lowest_expert_counts_and_others_are_not_read(how: str) -> None:
-    model = mixture(norm_topk_prob=True)
-    for block in model.blocks:
-        block.mlp.router.weight.zero_()
-    tokens, spoilt = torch.arange(8).view(2, 4), copy.deepcopy(model)
-    for block in spoilt.blocks:
-        for expert in block.mlp.experts[3:]:
-            expert.down.weight.fill_(float("nan"))
-    numbers, factors = model.blocks[0].mlp.choose(torch.ones(2, 32))
-    assert numbers.tolist() == [[0, 1, 2]] * 2 and factors[0].tolist() == pytest.approx([1 / 3] * 3)
-    logits = []
-    for each in (model, spoilt):
-        runs = compiled(each, "native") if how == "native" else each
-        logits.append(runs(tokens, runs.new_cache(2, 32)))
-    assert torch.equal(*logits) and logits[0].isfinite().all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_prompt_has_the_same_bits_in_pieces(dtype: torch.dtype) -> None:
-    """Its rows choose more experts than have room at once."""
-    model = compiled(mixture(dtype, max_position_embeddings=512), "native")
-    tokens = torch.randint(0, 40, (1, 290), generator=torch.Generator().manual_seed(1))
-    whole = model(tokens, model.new_cache(1, 320))
-    for piece in (13, 128):
-        cache, parts = model.new_cache(1, 320), []
-        for part in tokens.split(piece, 1):
-            parts.append(model(part, cache))
-            cache.lengths += part.shape[1]
-        assert torch.equal(torch.cat(parts, 1), whole)
-
-
-def test_rows_of_numbers_that_are_none_choose_experts_that_exist() -> None:
-    model = compiled(mixture(), "native")
-    model.embed.weight[7] = float("nan")
-    tokens = torch.tensor([[7, 7, 7, 7], [1, 2, 3, 4]])
-    logits = model(tokens, model.new_cache(2, 32))
-    assert logits[0].isnan().all() and torch.equal(logits[1:], model(tokens[1:], model.new_cache(1, 32)))
 
 
 @pytest.mark.parametrize("options", [{"num_draft": 4}, {"num_draft": 6, "tree": (2, 3, 6), "dtype": "fp32"}])
@@ -293,6 +246,6 @@ def test_configs_that_make_no_sense_are_refused(fields: dict[str, Any], message:
 
 def test_no_head_or_draft_model_begins_as_blocks_with_experts() -> None:
     with pytest.raises(ValueError, match="a head begins as the target's last block, and a mixture's has experts"):
-        initial_head("eagle3", {}, mixture())
+        initial_head("eagle3", {}, tiny_mixture())
     with pytest.raises(ValueError, match="drafts for architecture 'qwen3_moe' are not supported"):
-        initial_draft(Path(), mixture(), layers=1, hidden_size=None)
+        initial_draft(Path(), tiny_mixture(), layers=1, hidden_size=None)
