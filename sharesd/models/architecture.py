@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from compile.activations import ACTIVATIONS
 from sharesd.models.checkpoint import token_ids
-from sharesd.models.decoder_config import DecoderConfig, LayerType
+from sharesd.models.decoder_config import DecoderConfig, ExpertConfig, LayerType
 from sharesd.models.hf_config import ROPE_TYPES, HFConfig, context_limit, read_rope, wrong_value
 
 BLOCK_NAMES: dict[str, tuple[str, ...]] = {
@@ -55,6 +55,8 @@ GGUF_EXPERT_NAMES = {
     "ffn_down_exps": "mlp.experts.*.down_proj",
 }
 """Parts of a mixture; tensors with `*` in the checkpoint's name hold all experts, [experts, outputs, inputs]."""
+GGUF_EXPERT_FIELDS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+"""Keys of a mixture, without the architecture -> fields of config.json."""
 GGUF_BLOCK_NAMES = {
     **GGUF_ATTENTION,
     "attn_output": "self_attn.o_proj",
@@ -78,7 +80,10 @@ class GGUFLayout:
     """Names and conventions of a family's .gguf files."""
 
     name: str
-    """`general.architecture` of the file."""
+    """`general.architecture` of the file.
+
+    Of two families with one name, a file with experts is of the one that reads their number.
+    """
     class_name: str
     """Class of transformers, for config.json."""
     block_names: Mapping[str, str] = field(default_factory=lambda: GGUF_BLOCK_NAMES)
@@ -143,7 +148,10 @@ class Architecture:
     block_names: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: BLOCK_NAMES)
     """Module of a block -> modules of a checkpoint's layer, see BLOCK_NAMES and EXPERT_NAMES."""
     merged_experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Tensor of a layer with the weights of all experts -> those of one, see MERGED_EXPERTS."""
+    """Tensor of a layer with the weights of all experts -> those of one, see MERGED_EXPERTS.
+
+    A name without `*` is another one of the same tensor.
+    """
     ignored_prefixes: tuple[str, ...] = ()
     """Prefixes of further unused tensors, with or without `model.` before them."""
     gguf: GGUFLayout | None = None
@@ -198,6 +206,23 @@ def llama_like(
     return DecoderConfig(
         model_type=config.model_type, rope_parameters=ropes, hidden_act=hidden_act, **{**values, **fields}
     )
+
+
+def read_experts(config: HFConfig, size: int, *, norm_topk_prob: bool) -> ExpertConfig | None:
+    """Return the experts of a config, whose inner size is `size`; None if it has 0 of them.
+
+    Raises ValueError if their two numbers differ, or tokens choose more than there are.
+    """
+    other = config.get("num_local_experts")  # as Mixtral and transformers 5 name it
+    count = config.require("num_experts") if other is None else config.get("num_experts", other)
+    if other not in (None, count):
+        raise wrong_value(config.model_type, "num_local_experts", other, f"num_experts, {count}")
+    if count == 0:
+        return None
+    chosen = config.require("num_experts_per_tok")
+    if chosen > count:
+        raise wrong_value(config.model_type, "num_experts_per_tok", chosen, f"at most the {count} experts")
+    return ExpertConfig(count, chosen, size, norm_topk_prob)
 
 
 def _check_rope(config: HFConfig, rope: Mapping[str, Any], partial_rotary: bool) -> None:

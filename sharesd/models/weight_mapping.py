@@ -129,6 +129,9 @@ def _single_experts(
         if not parts:
             yield stored_name, tensor
             continue
+        if "*" not in parts[0]:
+            yield f"{before}.{parts[0]}", tensor
+            continue
         assert config.experts is not None
         count, size = config.experts.num_experts, config.experts.intermediate_size
         inputs = size if len(parts) == 1 else config.hidden_size

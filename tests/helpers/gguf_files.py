@@ -16,6 +16,7 @@ WORDS = ("the", "thing", "is", "in", "it", "on", "of", "and", "to", "that")
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 EXPERTS = 5
 TEMPLATE = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+WITH_EXPERTS = ("qwen3moe", "mixtral")
 HEAD_DIM = defaultdict(
     lambda: 16, qwen3=128, qwen3moe=32
 )  # transformers overlooks that a Qwen3 file names another size than 128
@@ -36,11 +37,13 @@ def write_gguf(
 ) -> Path:
     """A tiny model, in which every third block is larger than the others.
 
-    `pre` names the byte-level pre-tokenizer; "spm" asks for sentencepiece. `extra` holds more fields of the
-    architecture, numbers or texts. `kind`: type of most matrices; `types`: of single ones, as `blk.0.attn_v`. The
-    table has a multiple of `pads_to` rows. `repeats`: token -> another one, whose string and type it gets.
+    `architecture` as the file names it, or "mixtral" for a llama with experts. `pre` names the byte-level
+    pre-tokenizer; "spm" asks for sentencepiece. `extra` holds more fields of the architecture, numbers or texts.
+    `kind`: type of most matrices; `types`: of single ones, as `blk.0.attn_v`. The table has a multiple of `pads_to`
+    rows. `repeats`: token -> another one, whose string and type it gets.
     """
-    writer, head = gguf.GGUFWriter(file, architecture), HEAD_DIM[architecture]
+    named = "llama" if architecture == "mixtral" else architecture
+    writer, head = gguf.GGUFWriter(file, named), HEAD_DIM[architecture]
     sizes = {"block_count": layers, "context_length": 64, "embedding_length": 64, "feed_forward_length": mlp}
     sizes |= {"head_count": 4, "head_count_kv": 2, "layer_norm_rms_eps": 1e-5, "rope_freq_base": 10_000.0}
     if architecture.startswith("gemma"):
@@ -49,13 +52,15 @@ def write_gguf(
         sizes |= {"key_length": head, "value_length": head}
     else:
         sizes["rope_dimension_count"] = 16
+    if architecture in WITH_EXPERTS:
+        sizes |= {"expert_count": EXPERTS, "expert_used_count": 2}
     if architecture == "qwen3moe":
-        sizes |= {"expert_count": EXPERTS, "expert_used_count": 2, "expert_feed_forward_length": mlp}
+        sizes["expert_feed_forward_length"] = mlp
     for name, size in sizes.items():
         getattr(writer, f"add_{name}")(size)
     for key, value in (extra or {}).items():
         add = writer.add_string if isinstance(value, str) else writer.add_float32
-        (writer.add_uint32 if isinstance(value, int) else add)(f"{architecture}.{key}", value)
+        (writer.add_uint32 if isinstance(value, int) else add)(f"{named}.{key}", value)
     num_tokens = _add_sentencepiece(writer) if pre == "spm" else _add_byte_level(writer, pre, pads_to)
     for key in ("tokens", "token_type"):
         values = writer.kv_data[0][f"tokenizer.ggml.{key}"].value
@@ -122,14 +127,14 @@ def _add_tensors(
 
     add("token_embd.weight", num_tokens, 64)
     add("output_norm.weight", 64)
-    if arch in ("qwen3", "qwen3moe", "phi3"):
+    if arch in ("qwen3", "phi3", *WITH_EXPERTS):
         add("output.weight", num_tokens, 64, kind="F16")
     rows: dict[str, tuple[int, ...]] = {"attn_output": (64, 4 * head), "attn_norm": (64,), "ffn_norm": (64,)}
     if arch == "phi3":
         rows |= {"attn_qkv": (128, 64), "ffn_up": (2 * mlp, 64)}
     else:
         rows |= {name: (size, 64) for name, size in heads.items()}
-        rows |= {"ffn_gate": (mlp, 64), "ffn_up": (mlp, 64)} if arch != "qwen3moe" else {}
+        rows |= {"ffn_gate": (mlp, 64), "ffn_up": (mlp, 64)} if arch not in WITH_EXPERTS else {}
     if arch.startswith("gemma"):
         rows |= {"post_attention_norm": (64,), "post_ffw_norm": (64,)}
     if arch in ("gemma3", "qwen3", "qwen3moe"):
@@ -138,7 +143,7 @@ def _add_tensors(
         for name, shape in rows.items():
             add(f"blk.{i}.{name}.weight", *shape, kind="BF16" if name == "attn_output" else "")
         down = "Q8_0" if i % 3 == 2 else "Q4_0"
-        if arch == "qwen3moe":
+        if arch in WITH_EXPERTS:
             add(f"blk.{i}.ffn_gate_inp.weight", EXPERTS, 64, kind="F32")
             for part in ("gate", "up"):
                 add(f"blk.{i}.ffn_{part}_exps.weight", EXPERTS, mlp, 64)

@@ -52,7 +52,7 @@ def make_checkpoint(
 def make_mixture(folder: Path, *, dtype: torch.dtype = torch.bfloat16, **fields: Any) -> Path:
     """Write a random Qwen3-MoE with the tokenizer of `make_checkpoint`; every second layer is a mixture.
 
-    `fields`: of config.json, instead of those here.
+    `fields`: of config.json, instead of those here; with `model_type` "mixtral" all layers of a Mixtral are mixtures.
     """
     raw = json.loads((make_checkpoint(folder) / "config.json").read_text())
     raw |= {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "decoder_sparse_step": 2}

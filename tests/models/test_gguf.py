@@ -26,7 +26,7 @@ from sharesd.models.gguf.parts import read_model
 from sharesd.models.gguf.reader import GGUFFile, StoredTensor, UnknownKey, read_gguf
 from sharesd.models.gguf.tokenizer import check_tokenizer
 from sharesd.models.gguf.weights import names_of, write_weights
-from sharesd.models.loader import load_model
+from sharesd.models.loader import load_decoder, load_model
 from sharesd.models.text_stream import TextStream
 from sharesd.models.tokenizer import load_tokenizer
 from tests.helpers.gguf_files import write_gguf
@@ -82,6 +82,28 @@ def test_conversion_equals_that_of_transformers(kind: str, tmp_path: Path, own_c
     message = [{"role": "user", "content": "on it"}]
     assert mine.chat(message) == other.chat(message)
     assert load_model(ours, dtype=torch.float32, device="cpu").name.endswith("(native)")
+
+
+def test_a_llama_file_with_experts_is_a_mixtral(tmp_path: Path, own_cache: Path) -> None:
+    """Its converted folder has the logits of transformers, and rows of queries and keys are in the order of these."""
+    path = write_gguf(tmp_path / "model.gguf", "mixtral", "llama-bpe")
+    folder, file = converted_folder(path), read_gguf(path)
+    ours = load_decoder(folder, dtype=torch.float32, device="cpu")
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokens = torch.arange(40, 60)[None]
+    with torch.inference_mode():
+        wanted = theirs(tokens).logits
+        torch.testing.assert_close(ours(tokens, ours.new_cache(1, 32)), wanted, atol=1e-4, rtol=0)
+    stored = next(tensor for tensor in gguf.GGUFReader(path).tensors if tensor.name == "blk.1.attn_k.weight")
+    pairs = torch.from_numpy(gguf.dequantize(stored.data, stored.tensor_type)).view(2, 8, 2, 64)
+    keys = theirs.model.layers[1].self_attn.k_proj.weight.view(2, 2, 8, 64)
+    assert torch.equal(keys, pairs.transpose(1, 2).bfloat16().float())
+    config = config_of(GGUFFile({key: file.metadata[key] for key in file.metadata if "freq" not in key}, file.tensors))
+    assert config["rope_theta"] == 10_000.0  # as llama.cpp has it, not 1,000,000
+    one = file.tensors["blk.0.ffn_gate_exps.weight"]
+    old = GGUFFile(file.metadata, {"blk.0.ffn_gate.0.weight": one, **file.tensors})
+    with pytest.raises(ValueError, match="'blk.0.ffn_gate.0.weight' holds one expert, as only old files have it"):
+        names_of(old, ours.config)
 
 
 def starcoder(folder: Path, pre: str = "starcoder", extra: Mapping[str, Any] | None = None) -> tuple[Any, Path]:
@@ -144,7 +166,7 @@ def test_what_transformers_would_drop_is_named(
 @pytest.mark.parametrize(
     ("extra", "key"),
     [
-        ({"expert_count": 8}, "expert_count"),
+        ({"expert_shared_count": 1}, "expert_shared_count"),
         ({"attention.value_length": 8}, "attention.value_length"),
         ({"rope.scaling.type": "unheard-of"}, "rope.scaling.type"),
         ({"rope.scaling.alpha": 1000.0}, "rope.scaling.alpha"),

@@ -42,6 +42,7 @@ from train.heads.init_weights import initial_head
 pytestmark = pytest.mark.usefixtures("one_thread", "own_cache")
 EXPERT, ROUTER = "model.layers.1.mlp.experts.2.up_proj.weight", "model.layers.1.mlp.gate.weight"
 LORA = {"A": (4, 64), "B": (64, 4)}
+FAMILIES = ("qwen3_moe", "mixtral")
 STAGES = PipelineConfig(devices=("cpu", "cpu"))
 
 
@@ -55,26 +56,36 @@ def test_layers_are_mixtures_as_the_config_says() -> None:
 
 
 def merge_experts(tensors: dict[str, Tensor]) -> None:
-    """Put experts together as transformers has them in memory."""
-    layers = {name.partition(".experts.")[0] for name in tensors if ".experts." in name}
-    for layer in layers:
+    """Put experts together, and name them and routers, as transformers has them in memory."""
+    for layer in {name.partition(".experts.")[0] for name in tensors if ".experts." in name}:
         own = [tensors.pop(name) for name in sorted(tensors) if name.startswith(f"{layer}.experts.")]
-        down, gate, up = (torch.stack(own[i::3]) for i in range(3))  # by number, then by name
-        tensors[f"{layer}.experts.gate_up_proj"] = torch.cat([gate, up], 1)
-        tensors[f"{layer}.experts.down_proj"] = down
+        first, second, up = (torch.stack(own[i::3]) for i in range(3))  # by number, then by name
+        is_mixtral = layer.endswith("block_sparse_moe")
+        gate, down = (first, second) if is_mixtral else (second, first)
+        inner = layer.replace("block_sparse_moe", "mlp")
+        tensors[f"{inner}.gate.weight"] = tensors.pop(f"{layer}.gate.weight")
+        tensors[f"{inner}.experts.gate_up_proj"] = torch.cat([gate, up], 1)
+        tensors[f"{inner}.experts.down_proj"] = down
 
 
-def test_experts_are_stored_one_by_one_or_together(tmp_path: Path) -> None:
-    apart, together = make_mixture(tmp_path / "apart"), make_mixture(tmp_path / "together")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_are_stored_one_by_one_or_together(family: str, tmp_path: Path) -> None:
+    apart, together = (make_mixture(tmp_path / name, model_type=family) for name in ("apart", "together"))
     edit_tensors(together, merge_experts)
     one, other = (dict(load_decoder(each, dtype=torch.bfloat16).state_dict()) for each in (apart, together))
     assert one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
-@pytest.mark.parametrize("options", [{"num_draft": 4}, {"num_draft": 6, "tree": (2, 3, 6), "dtype": "fp32"}])
-def test_all_modes_have_one_text(options: dict[str, Any], tmp_path: Path) -> None:
+TREES: dict[str, Any] = {"num_draft": 6, "tree": (2, 3, 6), "dtype": "fp32"}
+
+
+@pytest.mark.parametrize(
+    ("family", "options"), [(FAMILIES[0], {"num_draft": 4}), *((each, TREES) for each in FAMILIES)]
+)
+def test_all_modes_have_one_text(family: str, options: dict[str, Any], tmp_path: Path) -> None:
     """Also if a prompt is read in pieces between rounds of another row."""
-    modes, target = ("naive", "share", "suffix", "hybrid"), str(make_mixture(tmp_path / "model"))
+    modes = ("naive", "share", "suffix", "hybrid")
+    target = str(make_mixture(tmp_path / "model", model_type=family))
     llm = require_same_texts(target, modes, device="cpu", max_batch=2, max_context=320, **options)
     prompts, params = [[7, 9], list(range(10, 260))], SamplingParams(max_new_tokens=8, temperature=1.0, seed=5)
     texts = [[each.token_ids for each in llm.generate(prompts, params, mode=mode)] for mode in modes]
@@ -140,8 +151,10 @@ def gguf_file(tmp_path: Path) -> Path:
     return write_gguf(tmp_path / "model.gguf", "qwen3moe", "qwen2", mlp=64)
 
 
-def test_experts_of_a_gguf_file_run_as_stored(gguf_file: Path) -> None:
+@pytest.mark.parametrize("name", ["qwen3moe", "mixtral"])
+def test_experts_of_a_gguf_file_run_as_stored(name: str, tmp_path: Path) -> None:
     """Their values are those of the package `gguf`, and drafts leave the text as it is."""
+    gguf_file = write_gguf(tmp_path / "model.gguf", name, "qwen2", mlp=64)
     llm = require_same_texts(str(gguf_file), ("naive", "share"), device="cpu", max_batch=2)
     target: Any = llm._runtime.target
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(gguf_file).tensors}
@@ -233,13 +246,14 @@ def test_tensors_that_do_not_fit_are_named(
         ({"num_local_experts": 6}, "'num_local_experts' = 6, which is not num_experts, 5"),
         ({"num_experts_per_tok": 6}, "'num_experts_per_tok' = 6, which is not at most the 5 experts"),
         ({"num_experts_per_tok": 0}, "'num_experts_per_tok' = 0, which is not a whole number above 0"),
+        ({"model_type": "mixtral", "num_experts": 0}, "'num_local_experts' = 0, which is not a number above 0"),
         ({"num_experts": 10**7}, "config.json asks for .* weights"),
         ({"mlp_only_layers": ["1"]}, "'mlp_only_layers' = .* not a list of whole numbers"),
     ],
 )
 def test_configs_that_make_no_sense_are_refused(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
     folder = edit_config(make_mixture(tmp_path / "model"), **fields)
-    assert read_config(folder)["model_type"] == "qwen3_moe"
+    assert read_config(folder)["model_type"] in FAMILIES
     with pytest.raises(ValueError, match=message):
         load_decoder(folder, dtype=torch.bfloat16)
 

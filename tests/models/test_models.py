@@ -51,6 +51,8 @@ NATIVE = {
     "llama_linear_rope": hf.LlamaConfig(**SMALL, rope_parameters=FACTOR | {"rope_type": "linear"}),
     "llama_dynamic_rope": hf.LlamaConfig(**SMALL, rope_parameters=FACTOR | {"rope_type": "dynamic"}),
     "mistral_sliding": hf.MistralConfig(**SMALL, sliding_window=5),
+    "mixtral": hf.MixtralConfig(**SMALL, num_local_experts=7, num_experts_per_tok=3),
+    "mixtral_sliding_top1": hf.MixtralConfig(**SMALL, num_local_experts=5, num_experts_per_tok=1, sliding_window=5),
     "ministral3": hf.Ministral3Config(**SMALL, head_dim=16, rope_parameters=MINISTRAL_ROPE),
     "ministral3_sliding": hf.Ministral3Config(**SMALL, head_dim=32, sliding_window=5, rope_parameters=MINISTRAL_ROPE),
     "qwen2": hf.Qwen2Config(**SMALL),

@@ -10,19 +10,22 @@ from sharesd.models.architecture import (
     EXPERT_NAMES,
     GGUF_ATTENTION,
     GGUF_ATTENTION_BIAS,
+    GGUF_EXPERT_FIELDS,
     GGUF_EXPERT_NAMES,
     GGUF_HEAD_NORMS,
     MERGED_EXPERTS,
     Architecture,
     GGUFLayout,
     llama_like,
+    read_experts,
 )
-from sharesd.models.decoder_config import DecoderConfig, ExpertConfig, LayerType
-from sharesd.models.hf_config import HFConfig, wrong_value
+from sharesd.models.decoder_config import DecoderConfig, LayerType
+from sharesd.models.hf_config import HFConfig
 
 
 def _read(config: HFConfig) -> DecoderConfig:
-    bias, experts = config.get("attention_bias", False), _experts(config)
+    bias, norm = config.get("attention_bias", False), config.get("norm_topk_prob", False)
+    experts = read_experts(config, config.require("moe_intermediate_size"), norm_topk_prob=norm)
     window = (config.get("sliding_window") or 0) if config.get("use_sliding_window", False) else 0
     dense, step = config.get("mlp_only_layers", ()), config.get("decoder_sparse_step", 1)
     return llama_like(
@@ -36,20 +39,6 @@ def _read(config: HFConfig) -> DecoderConfig:
         use_qk_norm=True,
         experts=experts,
     )
-
-
-def _experts(config: HFConfig) -> ExpertConfig | None:
-    """Return the experts of a config, None if it has 0 of them."""
-    other = config.get("num_local_experts")  # as transformers 5 names it
-    count = config.require("num_experts") if other is None else config.get("num_experts", other)
-    if other not in (None, count):
-        raise wrong_value(config.model_type, "num_local_experts", other, f"num_experts, {count}")
-    if count == 0:
-        return None
-    chosen = config.require("num_experts_per_tok")
-    if chosen > count:
-        raise wrong_value(config.model_type, "num_experts_per_tok", chosen, f"at most the {count} experts")
-    return ExpertConfig(count, chosen, config.require("moe_intermediate_size"), config.get("norm_topk_prob", False))
 
 
 def _gguf_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,8 +65,7 @@ ARCHITECTURES = (
             },
             biases=GGUF_ATTENTION_BIAS,
             fields={
-                "expert_count": "num_experts",
-                "expert_used_count": "num_experts_per_tok",
+                **GGUF_EXPERT_FIELDS,
                 "expert_feed_forward_length": "moe_intermediate_size",
                 "expert_weights_norm": "norm_topk_prob",
             },

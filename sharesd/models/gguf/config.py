@@ -175,10 +175,12 @@ def layout_of(file: GGUFFile) -> tuple[str, GGUFLayout]:
     """Return `model_type` and layout of a file's architecture; raises UnsupportedArchitecture."""
     if not file.architecture:
         raise ValueError("it has no general.architecture; download it again")
-    for architecture in architectures():
-        if architecture.gguf is not None and architecture.gguf.name == file.architecture:
-            return architecture.model_type, architecture.gguf
-    raise UnsupportedArchitecture(f"architecture {file.architecture!r} is not known")
+    layouts = [(each.model_type, each.gguf) for each in architectures() if each.gguf is not None]
+    found = [(model_type, layout) for model_type, layout in layouts if layout.name == file.architecture]
+    if not found:
+        raise UnsupportedArchitecture(f"architecture {file.architecture!r} is not known")
+    has_experts = bool(fields_of(file).get("expert_count"))
+    return min(found, key=lambda each: ("expert_count" in each[1].fields) != has_experts)
 
 
 def fields_of(file: GGUFFile) -> dict[str, Any]:
@@ -218,7 +220,7 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
             raise unknown_key(prefix + key, config[name])
         if key in _SIZES and name in config and not _fits(config[name], name):
             raise ValueError(f"its {prefix}{key} is {config[name]}, not a number of this kind; download it again")
-    config.setdefault("num_key_value_heads", config["num_attention_heads"])
+    config = {"num_key_value_heads": config["num_attention_heads"], "rope_theta": 10_000.0} | config
     config |= _heads(prefix, fields, config, layout)
     _check_fields(prefix, fields, sizes, config, layout)
     config |= layout.extra_config(config)

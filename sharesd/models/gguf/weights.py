@@ -27,6 +27,8 @@ from sharesd.models.weight_mapping import StoredTypes, tensor_shapes
 
 _COMPUTED = re.compile(r"blk\.\d+\.attn_rot_embd\.weight")
 """Tensors that follow from config.json, in old files."""
+_ONE_EXPERT = re.compile(r"blk\.\d+\.ffn_(?:gate|up|down)\.\d+\.weight")
+"""Tensors of mixtures in files from before April 2024."""
 _BLOCK_WEIGHTS = 1 << 16
 
 
@@ -48,6 +50,8 @@ def names_of(file: GGUFFile, config: DecoderConfig) -> dict[str, str]:
     for stored, tensor in file.tensors.items():
         if stored in ROPE_TENSORS or _COMPUTED.fullmatch(stored):
             continue
+        if _ONE_EXPERT.fullmatch(stored):
+            raise ValueError(f"tensor {stored!r} holds one expert, as only old files have it; give a newer file")
         if stored not in wanted:
             raise unknown_tensor(stored)
         names[stored] = name = wanted[stored]

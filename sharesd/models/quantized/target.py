@@ -21,6 +21,7 @@ from sharesd.models.weight_mapping import EMBEDDING, HEAD, LAYERS, StoredTypes, 
 
 _REMEDY = "drop --target-quant"
 _SMALLEST = 32  # inputs of a block
+_WITH_MORE_BITS = ("v_proj.weight", "down_proj.weight", "w2.weight")
 _FALLBACKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 """Types for rows that are no whole blocks, as llama.cpp takes them."""
 
@@ -107,7 +108,7 @@ def block_type(name: str, num_inputs: int, kind: str, config: DecoderConfig) -> 
     is_head = name == HEAD or (name == EMBEDDING and config.tie_word_embeddings)
     if is_head and kind != "Q8_0":
         kind = "Q8_0" if kind == "MXFP4" else "Q6_K"
-    elif kind in ("Q4_K", "Q5_K") and name.startswith(LAYERS) and name.endswith(("v_proj.weight", "down_proj.weight")):
+    elif kind in ("Q4_K", "Q5_K") and name.startswith(LAYERS) and name.endswith(_WITH_MORE_BITS):
         layer, num = int(name.removeprefix(LAYERS).partition(".")[0]), config.num_hidden_layers
         eighth = num // 8
         if layer < eighth or layer >= 7 * num // 8 or (layer - eighth) % 3 == 2:
