@@ -105,7 +105,7 @@ def rename_tensors(
     Each is (name in the file, name as in `decoder_tensors`, values). `unused` gets the part of each tensor left out.
     Raises ValueError that names the folder, and a tensor of all experts of another shape than the config asks for.
     """
-    for stored_name, tensor in _single_experts(stored, config, folder):
+    for stored_name, tensor in single_experts(stored, config, folder):
         name, part = text_name(stored_name), left_out(stored_name, config)
         if part is not None:
             if unused is not None:
@@ -118,10 +118,13 @@ def rename_tensors(
         yield stored_name, name, tensor
 
 
-def _single_experts(
+def single_experts(
     stored: Iterable[tuple[str, Tensor]], config: DecoderConfig, folder: Path
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield stored tensors, those of all experts as one for each."""
+    """Yield stored tensors, those of all experts as one for each.
+
+    Raises ValueError that names the folder, and a tensor of another shape than the config asks for.
+    """
     merged = architecture_of(config.model_type).merged_experts
     for stored_name, tensor in stored:
         before, dot, name = stored_name.rpartition(".mlp.")

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compile.block_linear import BlockLinear
+from compile.block_linear import BlockLinear, BlockPart
 from quant.switch_linear import SwitchLinear
 from sharesd import LLM, OffloadConfig, SamplingParams
 from sharesd.config import EngineConfig, PipelineConfig
@@ -26,6 +26,7 @@ from sharesd.models.gguf.reader import GGUFFile, read_gguf
 from sharesd.models.gguf.weights import names_of
 from sharesd.models.loader import decoder_config, load_decoder, native_config, stored_tensors
 from sharesd.models.lora import folder_with_adapter
+from sharesd.models.quantized.target import folder_to_quantize
 from sharesd.startup import resolve as resolve_module
 from sharesd.startup.resolve import folder_and_config, resolve_config
 from sharesd.weights import memory_estimate, offload_planner
@@ -70,10 +71,16 @@ def merge_experts(tensors: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_experts_are_stored_one_by_one_or_together(family: str, tmp_path: Path) -> None:
+    one: dict[str, Any]
+    other: dict[str, Any]
     apart, together = (make_mixture(tmp_path / name, model_type=family) for name in ("apart", "together"))
     edit_tensors(together, merge_experts)
     one, other = (dict(load_decoder(each, dtype=torch.bfloat16).state_dict()) for each in (apart, together))
     assert one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+    one, other = (dict(stored_tensors(folder_to_quantize(each, "q4_k"))) for each in (apart, together))
+    experts = [name for name in one if ".experts." in name]
+    assert experts and all(isinstance(one[name], BlockPart) for name in experts)
+    assert all(one[name].type == other[name].type and torch.equal(one[name].raw, other[name].raw) for name in experts)
 
 
 TREES: dict[str, Any] = {"num_draft": 6, "tree": (2, 3, 6), "dtype": "fp32"}

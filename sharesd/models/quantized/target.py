@@ -17,7 +17,16 @@ from sharesd.models.architectures import config_from_hf
 from sharesd.models.checkpoint import STORED, TARGET_QUANT, is_quantized, read_config, read_json
 from sharesd.models.conversion_cache import linked_folder, name_of
 from sharesd.models.decoder_config import DecoderConfig, UnsupportedArchitecture
-from sharesd.models.weight_mapping import EMBEDDING, HEAD, LAYERS, StoredTypes, is_router, tensor_shapes, text_name
+from sharesd.models.weight_mapping import (
+    EMBEDDING,
+    HEAD,
+    LAYERS,
+    StoredTypes,
+    is_router,
+    single_experts,
+    tensor_shapes,
+    text_name,
+)
 
 _REMEDY = "drop --target-quant"
 _SMALLEST = 32  # inputs of a block
@@ -82,7 +91,7 @@ def quantized_tensors(
         _types(folder, config),
     )
     types.say(folder)
-    for name, tensor in stored:
+    for name, tensor in single_experts(stored, config, folder):
         known = text_name(name)
         if known not in types.types or tuple(tensor.shape) != shapes[known]:
             yield name, tensor
