@@ -98,6 +98,11 @@ class KeptCalibration:
         done = len(self._found["layers"]) - len(missing)
         return f"the calibration was cut short after {done} of {len(self._found['layers'])} layers; {_REMEDY} to go on"
 
+    @property
+    def identity(self) -> str:
+        """Identity of the weights of a calibration that was begun, for what is made from them."""
+        return f"{self.key} {hashlib.sha256((self.folder / _ABOUT).read_bytes()).hexdigest()}"
+
     def read(self, task: QuantTask) -> QuantizedWeight:
         """Return a linear's calibrated weight.
 

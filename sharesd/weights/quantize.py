@@ -106,7 +106,7 @@ def solver_config(
     solve = solve_on_cpu if runs_cpp(device) else None
     if folder is None:
         return SolverConfig(solve=solve)
-    names = [identity(folder), *([] if part == UNSHARDED else [part]), *([] if kept is None else [kept.key])]
+    names = [identity(folder), *([] if part == UNSHARDED else [part]), *([] if kept is None else [kept.identity])]
     name = " ".join(map(str, names))
     return SolverConfig(solve=solve, cache_dir=cache_root() / "quant", identity=name, calibrated=calibrated)
 
