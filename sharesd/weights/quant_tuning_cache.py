@@ -81,6 +81,8 @@ def best_quant(config: EngineConfig) -> QuantConfig:
 
 def _calibrated(quant: QuantConfig, config: EngineConfig, weights: str) -> QuantConfig:
     """Return a quantization as calibrated, or as it is, with a line if there is a calibration that is not used."""
+    from sharesd.drafters import selection
+    from sharesd.drafters.registry import Need
     from sharesd.models.hub import resolve_target
     from sharesd.weights.kept_calibration import KeptCalibration, other_calibration
 
@@ -95,6 +97,8 @@ def _calibrated(quant: QuantConfig, config: EngineConfig, weights: str) -> Quant
         problem = gone or other_calibration(resolve_target(config), weights)
     if problem is None and kept.folder.exists() and config.tensor_parallel > 1:
         problem = "the calibration is of whole linears, and ranks have parts of them"
+    if problem is None and kept.folder.exists() and config.mode in selection.needing(Need.SECOND_MODEL):
+        problem = f"the calibration is for drafts over the target's KV, and mode {config.mode} has KV of its own"
     if problem is not None:
         log.warning("--draft-quant auto: %s; drafts use %s without it", problem, plain)
     if problem is not None or not kept.folder.exists():

@@ -210,6 +210,8 @@ def test_damaged_files_and_ranks_do_without(tiny: Path, caplog: pytest.LogCaptur
     assert auto(tiny, caplog) == (kept.quant, "")
     found, warning = auto(tiny, caplog, tensor_parallel=2)
     assert found == DEFAULT and "the calibration is of whole linears, and ranks have parts of them" in warning
+    found, warning = auto(tiny, caplog, mode="classic")
+    assert found == DEFAULT and "for drafts over the target's KV, and mode classic has KV of its own" in warning
     file = kept.folder / "layer-1.safetensors"
     whole = bytearray(file.read_bytes())
     file.write_bytes(whole[:-7])
