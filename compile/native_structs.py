@@ -85,6 +85,9 @@ class ExpertsStruct(Structure):
         ("per_row", c_int64),
         ("mlp", c_int64),
         ("normalised", c_int64),
+        ("shared", c_int64),
+        ("scale", c_double),
+        ("bias", c_void_p),
         ("router", LinearStruct),
         ("linears", c_void_p * 2),
     ]
@@ -93,18 +96,21 @@ class ExpertsStruct(Structure):
 
     @classmethod
     def of(cls, mlp: Any) -> ExpertsStruct:
-        """Describe a module with `router`, `experts`, `num_experts_per_tok` and `norm_topk_prob`.
+        """Describe a module with `router`, `experts`, `num_experts_per_tok`, `norm_topk_prob` and `scaling_factor`.
 
-        It keeps the memory of its linears alive.
+        `router_bias` and `shared_expert` may be None. It keeps the memory of its linears alive.
         """
-        linears = expert_linears(mlp)
+        linears, shared = expert_linears(mlp), int(mlp.shared_expert is not None)
         made = [
             (LinearStruct * len(linears))(*(LinearStruct.of(part(linear)) for linear in linears))
             for part in (full_precision, quantized)
         ]
         found = cls(
-            count=len(mlp.experts),
-            per_row=mlp.num_experts_per_tok,
+            count=len(linears) // 2,
+            per_row=mlp.num_experts_per_tok + shared,
+            shared=shared,
+            scale=mlp.scaling_factor,
+            bias=None if mlp.router_bias is None else address(mlp.router_bias.e_score_correction_bias),
             mlp=full_precision(linears[1]).in_features,
             normalised=int(mlp.norm_topk_prob),
             router=LinearStruct.of(mlp.router),
@@ -115,8 +121,9 @@ class ExpertsStruct(Structure):
 
 
 def expert_linears(mlp: Any) -> list[Any]:
-    """Return the linears of a block's experts, in the order of `Experts.linears`."""
-    return [linear for expert in mlp.experts for linear in (expert.gate_up, expert.down)]
+    """Return the linears of a block's experts, in the order of `Experts.linears`; a shared one is the last."""
+    experts = [*mlp.experts] if mlp.shared_expert is None else [*mlp.experts, mlp.shared_expert]
+    return [linear for expert in experts for linear in (expert.gate_up, expert.down)]
 
 
 class BlockStruct(Structure):

@@ -26,6 +26,9 @@ struct Norm {
 struct Experts {
   int64_t count, per_row;  // all, and those of a row
   int64_t mlp, normalised;  // size between gate/up and down; the chosen probabilities are divided by their sum
+  int64_t shared;  // experts of all rows, which are the last and have no score
+  double scale;  // factor on probabilities
+  const void* bias;  // of the wide type; probabilities are sigmoids, and choose with this added. Null: a softmax
   Linear router;
   const Linear* linears[2];  // full precision, quantized: gate_up and down of each expert, [count][2]
 };
@@ -200,30 +203,40 @@ template <typename Work> int64_t together(int64_t threads, Work&& work) {
   return barrier->lost();
 }
 
-// Choose experts by scores [count] of a row: those of the highest probability, of equal ones the lowest. In the order of their
-// numbers.
+// Choose experts by scores [router.N] of a row: those of the highest probability, of equal ones the lowest. In the order of
+// their numbers, the shared ones last.
 template <typename T> void choose_experts(const Experts& e, const T* scores, Choice<T>* chosen) {
   using W = typename Wide<T>::type;
-  thread_local std::vector<W> probs;
-  probs.resize(e.count);
+  constexpr W kTaken = -std::numeric_limits<W>::infinity();
+  thread_local std::vector<W> probs, by;
+  const int64_t count = e.router.N, per_row = e.per_row - e.shared;
+  const W* bias = static_cast<const W*>(e.bias);
+  probs.resize(count);
   W most = widen(scores[0]), sum = 0, sum_of_chosen = 0;
-  for (int64_t i = 1; i < e.count; ++i) most = std::max<W>(most, widen(scores[i]));
-  for (int64_t i = 0; i < e.count; ++i) sum += probs[i] = std::exp(widen(scores[i]) - most);
-  for (W& p : probs) p /= sum;
-  for (int64_t j = 0; j < e.per_row; ++j) {
+  for (int64_t i = 1; i < count; ++i) most = std::max<W>(most, widen(scores[i]));
+  for (int64_t i = 0; i < count && !bias; ++i) sum += probs[i] = std::exp(widen(scores[i]) - most);
+  for (int64_t i = 0; i < count; ++i) {
+    const W score = widen(scores[i]);
+    probs[i] = bias ? 1 / (1 + std::exp(-score)) : probs[i] / sum;
+  }
+  by = probs;
+  for (int64_t i = 0; i < count && bias; ++i) by[i] += bias[i];
+  for (int64_t j = 0; j < per_row; ++j) {
     int64_t best = -1;
-    for (int64_t i = 0; i < e.count; ++i)
-      if (!(probs[i] < 0) && (best < 0 || probs[i] > probs[best])) best = i;
+    for (int64_t i = 0; i < count; ++i)
+      if (by[i] != kTaken && (best < 0 || by[i] > by[best])) best = i;
     chosen[j] = {best, probs[best]};
     sum_of_chosen += probs[best];
-    probs[best] = -1;  // taken; NaN is not below 0, so that no expert is chosen twice
+    by[best] = kTaken;  // which NaN is not, so that no expert is chosen twice
   }
-  std::sort(chosen, chosen + e.per_row, [](const Choice<T>& a, const Choice<T>& b) { return a.expert < b.expert; });
-  for (Choice<T>* each = chosen; each < chosen + e.per_row; ++each) {
+  std::sort(chosen, chosen + per_row, [](const Choice<T>& a, const Choice<T>& b) { return a.expert < b.expert; });
+  for (Choice<T>* each = chosen; each < chosen + per_row; ++each) {
     T factor;
-    narrow(e.normalised ? each->factor / sum_of_chosen : each->factor, &factor);
+    const W part = e.normalised ? each->factor / (sum_of_chosen + static_cast<W>(1e-20)) : each->factor;
+    narrow(static_cast<W>(part * static_cast<W>(e.scale)), &factor);
     each->factor = widen(factor);
   }
+  for (int64_t j = 0; j < e.shared; ++j) chosen[per_row + j] = {count + j, 1};
 }
 
 // Rows by the experts that they chose; those of an expert are in order.
@@ -376,7 +389,7 @@ template <typename T> struct Worker {
     const Linear* linears = e.linears[s.quantized];
     multiply(e.router, nullptr, h, shared.scores.data(), M);
     for (int64_t m = share(M, me, all); m < share(M, me + 1, all); ++m)
-      choose_experts(e, shared.scores.data() + m * e.count, shared.chosen.data() + m * e.per_row);
+      choose_experts(e, shared.scores.data() + m * e.router.N, shared.chosen.data() + m * e.per_row);
     barrier.wait();
     visits.group(e, shared.chosen.data(), M);
     // Columns of sums that this thread adds, in whole vectors: where a rest begins must not depend on the number of threads.

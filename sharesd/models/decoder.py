@@ -141,11 +141,21 @@ class MLP(nn.Module):
         return project(self.down, project(self.gate_up, x, norm=norm, gated=self.hidden_act), residual=residual)
 
 
+class RouterBias(nn.Module):
+    """Numbers [experts] that are added to a router's probabilities before it chooses, in float32 at least."""
+
+    def __init__(self, num_experts: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        wide = torch.promote_types(dtype, torch.float32)
+        self.e_score_correction_bias = nn.Parameter(torch.empty(num_experts, dtype=wide, device=device))
+
+
 class ExpertMLP(nn.Module):
     """Sum of the MLPs of the k experts whose router gives a token the highest probabilities (Shazeer et al. 2017).
 
-    A row's result depends on nothing but the row: of equal probabilities the lowest expert's counts, and the chosen
-    experts are added in the order of their numbers.
+    With a bias of the router, that choice is by probability plus bias (DeepSeek-AI 2024). A row's result depends on
+    nothing but the row: of equal probabilities the lowest expert's counts, and the chosen experts are added in the
+    order of their numbers, a shared one last.
     """
 
     def __init__(self, config: DecoderConfig, **place: Any) -> None:
@@ -153,22 +163,30 @@ class ExpertMLP(nn.Module):
         assert config.experts is not None
         found = config.experts
         self.num_experts_per_tok, self.norm_topk_prob = found.num_experts_per_tok, found.norm_topk_prob
+        self.scaling_factor = found.scaling_factor
         self.hidden_act = config.hidden_act
         self.router = empty_linear(config.hidden_size, found.num_experts, bias=False, **place)
         self.experts = nn.ModuleList(
             MLP(config, intermediate_size=found.intermediate_size, **place) for _ in range(found.num_experts)
         )
+        self.router_bias = RouterBias(found.num_experts, **place) if found.has_bias else None
+        shared = MLP(config, intermediate_size=found.intermediate_size, **place) if found.has_shared_expert else None
+        self.shared_expert = shared
 
     def choose(self, x_MD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the numbers [M, k] of each row's experts, and their factors in the dtype of x."""
         scores_ME: Tensor = self.router(x_MD)
         wide = torch.promote_types(x_MD.dtype, torch.float32)
-        probs_ME = F.softmax(scores_ME, dim=-1, dtype=wide)
-        probs_ME, experts_ME = probs_ME.sort(dim=-1, descending=True, stable=True)
-        factors_Mk = probs_ME[:, : self.num_experts_per_tok]
+        if self.router_bias is None:
+            probs_ME = by_ME = F.softmax(scores_ME, dim=-1, dtype=wide)
+        else:
+            probs_ME = scores_ME.to(wide).sigmoid()
+            by_ME = probs_ME + self.router_bias.e_score_correction_bias
+        experts_Mk = by_ME.sort(dim=-1, descending=True, stable=True).indices[:, : self.num_experts_per_tok]
+        factors_Mk = probs_ME.gather(1, experts_Mk)
         if self.norm_topk_prob:
-            factors_Mk = factors_Mk / factors_Mk.sum(-1, keepdim=True)
-        return experts_ME[:, : self.num_experts_per_tok], factors_Mk.to(x_MD.dtype)
+            factors_Mk = factors_Mk / (factors_Mk.sum(-1, keepdim=True) + 1e-20)
+        return experts_Mk, (factors_Mk * self.scaling_factor).to(x_MD.dtype)
 
     def forward(self, x: Tensor, norm: nn.Module | None = None, residual: Tensor | None = None) -> Tensor:
         """Return residual + the chosen experts' MLPs of norm(x), times their factors."""
@@ -179,6 +197,8 @@ class ExpertMLP(nn.Module):
             rows, places = (experts_Mk == number).nonzero(as_tuple=True)
             out_ND = self._run(self.experts[number], x_MD, rows)
             sums_MD[rows] += out_ND.to(sums_MD.dtype) * factors_Mk[rows, places, None].to(sums_MD.dtype)
+        if self.shared_expert is not None:
+            sums_MD += self.shared_expert(x_MD).to(sums_MD.dtype)
         out = sums_MD.to(x.dtype).view(x.shape)
         return out if residual is None else residual + out
 

@@ -36,6 +36,12 @@ class ExpertConfig(NamedTuple):
     """Size between gate/up and down of an expert."""
     norm_topk_prob: bool
     """The chosen experts' probabilities are divided by their sum."""
+    has_bias: bool = False
+    """Probabilities are sigmoids, and those with the router's bias added choose; otherwise a softmax."""
+    scaling_factor: float = 1.0
+    """Factor on the chosen experts' probabilities."""
+    has_shared_expert: bool = False
+    """One more expert, which all tokens go through."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -31,6 +31,8 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 LAYERS = "model.layers."
 MISFIT = "give the config.json that the weights were saved with, or download the checkpoint again"
 """Remedy of weights that do not fit a config."""
+_OF_MIXTURES = ("mlp.router", "mlp.experts.", "mlp.shared_expert.")
+"""Beginnings of modules that only mixtures have; `mlp.gate_up` and `mlp.down` are those that others have."""
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Types of weights that need nothing else."""
 
@@ -59,7 +61,7 @@ def module_names(config: DecoderConfig, *, has_experts: bool) -> dict[str, tuple
     """
     names = architecture_of(config.model_type).block_names
     if not has_experts or config.experts is None:
-        return {path: modules for path, modules in names.items() if not path.startswith(("mlp.router", "mlp.experts."))}
+        return {path: modules for path, modules in names.items() if not path.startswith(_OF_MIXTURES)}
     found: dict[str, tuple[str, ...]] = {}
     for path, modules in names.items():
         if "*" in path:
@@ -182,7 +184,7 @@ class Cuts(NamedTuple):
             if path in ("attn.o", "mlp.down"):
                 second |= set(names)
             if path == "attn.qkv" or path.endswith(".gate_up"):
-                mlp = of_expert if ".experts." in path else config.intermediate_size
+                mlp = config.intermediate_size if path == "mlp.gate_up" else of_expert
                 sizes = (q, k, k) if path == "attn.qkv" else (mlp,) * 2
                 if len(names) == 1:
                     first[names[0]] = sizes
