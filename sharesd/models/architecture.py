@@ -97,6 +97,10 @@ class GGUFLayout:
     """
     norms_plus_one: bool = False
     """Norm weights include the one that checkpoints leave out."""
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    """Further tensors of a block -> those of a checkpoint's layer, with the kind."""
+    shown_by: Mapping[str, str] = field(default_factory=dict)
+    """Field of config.json that is true -> part of a block that files then have."""
     fields: Mapping[str, str] = field(default_factory=dict)
     """Further keys, without the name -> fields of config.json."""
     yarn_fields: tuple[str, ...] = ()
@@ -123,11 +127,14 @@ class GGUFLayout:
             for i in range(num_layers)
             for part, name in self.block_names.items()
         }
-        return {
+        names = {
             f"{part}.{kind}": f"{name}.{kind}"
             for part, name in (_GGUF_OUTER_NAMES | parts).items()
             for kind in ("weight", "bias")
         }
+        for i in range(num_layers):
+            names |= {f"blk.{i}.{part}": f"model.layers.{i}.{name}" for part, name in self.tensors.items()}
+        return names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -208,15 +215,18 @@ def llama_like(
     )
 
 
-def read_experts(config: HFConfig, size: int, *, norm_topk_prob: bool) -> ExpertConfig | None:
+def read_experts(
+    config: HFConfig, size: int, *, norm_topk_prob: bool, name: str = "num_experts"
+) -> ExpertConfig | None:
     """Return the experts of a config, whose inner size is `size`; None if it has 0 of them.
 
-    Raises ValueError if their two numbers differ, or tokens choose more than there are.
+    `name`: of the field with their number. Raises ValueError if their two numbers differ, or tokens choose more than
+    there are.
     """
     other = config.get("num_local_experts")  # as Mixtral and transformers 5 name it
-    count = config.require("num_experts") if other is None else config.get("num_experts", other)
+    count = config.require(name) if other is None else config.get(name, other)
     if other not in (None, count):
-        raise wrong_value(config.model_type, "num_local_experts", other, f"num_experts, {count}")
+        raise wrong_value(config.model_type, "num_local_experts", other, f"{name}, {count}")
     if count == 0:
         return None
     chosen = config.require("num_experts_per_tok")

@@ -53,21 +53,22 @@ _KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         _whole(1),
         "vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim "
         "max_position_embeddings original_max_position_embeddings no_rope_layer_interval sliding_window_pattern "
-        "draft_vocab_size target_hidden_size num_experts_per_tok moe_intermediate_size decoder_sparse_step",
+        "draft_vocab_size target_hidden_size num_experts_per_tok moe_intermediate_size decoder_sparse_step "
+        "n_shared_experts",
     ),
     (f"a whole number from 1 to {MAX_LAYERS}", _whole(1, MAX_LAYERS), "num_hidden_layers draft_length"),
     (
         f"a whole number from 0 to {MAX_LAYERS}",
         _whole(0, MAX_LAYERS),
-        "num_nextn_predict_layers num_mtp_layers max_window_layers",
+        "num_nextn_predict_layers num_mtp_layers max_window_layers first_k_dense_replace",
     ),
-    ("a whole number", _whole(0), "sliding_window num_experts num_local_experts"),
+    ("a whole number", _whole(0), "sliding_window num_experts num_local_experts n_routed_experts"),
     ("a list of whole numbers", _all_are(_whole(0)), "mlp_only_layers"),
     (
         "a number above 0",
         _is_positive,
         "rope_theta rope_local_base_freq query_pre_attn_scalar partial_rotary_factor factor attention_factor "
-        "low_freq_factor high_freq_factor beta_fast beta_slow",
+        "low_freq_factor high_freq_factor beta_fast beta_slow routed_scaling_factor",
     ),
     (
         "a number, 0 or more",
@@ -77,7 +78,7 @@ _KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "true or false",
         _is_flag,
-        "attention_bias mlp_bias tie_word_embeddings use_sliding_window truncate norm_topk_prob",
+        "attention_bias mlp_bias tie_word_embeddings use_sliding_window truncate norm_topk_prob use_qk_norm",
     ),
     ("a text", _is_text, "model_type hidden_act hidden_activation rope_type type"),
     ("a list of texts", _all_are(_is_text), "layer_types"),

@@ -16,7 +16,7 @@ WORDS = ("the", "thing", "is", "in", "it", "on", "of", "and", "to", "that")
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 EXPERTS = 5
 TEMPLATE = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
-WITH_EXPERTS = ("qwen3moe", "mixtral")
+WITH_EXPERTS = ("qwen3moe", "mixtral", "glm4moe")
 HEAD_DIM = defaultdict(
     lambda: 16, qwen3=128, qwen3moe=32
 )  # transformers overlooks that a Qwen3 file names another size than 128
@@ -44,7 +44,12 @@ def write_gguf(
     """
     named = "llama" if architecture == "mixtral" else architecture
     writer, head = gguf.GGUFWriter(file, named), HEAD_DIM[architecture]
-    sizes = {"block_count": layers, "context_length": 64, "embedding_length": 64, "feed_forward_length": mlp}
+    sizes: dict[str, Any] = {
+        "block_count": layers,
+        "context_length": 64,
+        "embedding_length": 64,
+        "feed_forward_length": mlp,
+    }
     sizes |= {"head_count": 4, "head_count_kv": 2, "layer_norm_rms_eps": 1e-5, "rope_freq_base": 10_000.0}
     if architecture.startswith("gemma"):
         sizes["sliding_window"] = 16
@@ -54,7 +59,12 @@ def write_gguf(
         sizes["rope_dimension_count"] = 16
     if architecture in WITH_EXPERTS:
         sizes |= {"expert_count": EXPERTS, "expert_used_count": 2}
-    if architecture == "qwen3moe":
+    if architecture == "glm4moe":  # whose last block predicts further tokens
+        sizes |= {"key_length": head, "value_length": head, "rope_dimension_count": head // 2}
+        sizes |= {"block_count": layers + 1, "nextn_predict_layers": 1, "leading_dense_block_count": 1}
+        sizes |= {"expert_shared_count": 1, "expert_weights_norm": True, "expert_weights_scale": 1.5}
+        sizes["expert_gating_func"] = gguf.ExpertGatingFuncType.SIGMOID
+    if architecture in ("qwen3moe", "glm4moe"):
         sizes["expert_feed_forward_length"] = mlp
     for name, size in sizes.items():
         getattr(writer, f"add_{name}")(size)
@@ -113,6 +123,25 @@ def _add_sentencepiece(writer: gguf.GGUFWriter) -> int:
     return len(kinds)
 
 
+def _dense_rows(arch: str, mlp: int) -> dict[str, tuple[int, ...]]:
+    """Parts of a block without experts that have weights -> their shapes."""
+    head = HEAD_DIM[arch]
+    heads = {"attn_q": 4 * head, "attn_k": 2 * head, "attn_v": 2 * head}
+    rows: dict[str, tuple[int, ...]] = {"attn_output": (64, 4 * head), "attn_norm": (64,), "ffn_norm": (64,)}
+    if arch == "phi3":
+        rows |= {"attn_qkv": (128, 64), "ffn_up": (2 * mlp, 64)}
+    else:
+        rows |= {name: (size, 64) for name, size in heads.items()}
+        rows |= {"ffn_gate": (mlp, 64), "ffn_up": (mlp, 64)}
+    if arch.startswith("gemma"):
+        rows |= {"post_attention_norm": (64,), "post_ffw_norm": (64,)}
+    if arch in ("gemma3", "qwen3", "qwen3moe", "glm4moe"):
+        rows |= {"attn_q_norm": (head,), "attn_k_norm": (head,)}
+    if arch == "glm4moe":
+        rows["post_attention_norm"] = rows.pop("ffn_norm")
+    return rows
+
+
 def _add_tensors(
     writer: gguf.GGUFWriter, arch: str, num_tokens: int, mlp: int, matrices: str, layers: int, types: Mapping[str, str]
 ) -> None:
@@ -129,27 +158,27 @@ def _add_tensors(
     add("output_norm.weight", 64)
     if arch in ("qwen3", "phi3", *WITH_EXPERTS):
         add("output.weight", num_tokens, 64, kind="F16")
-    rows: dict[str, tuple[int, ...]] = {"attn_output": (64, 4 * head), "attn_norm": (64,), "ffn_norm": (64,)}
-    if arch == "phi3":
-        rows |= {"attn_qkv": (128, 64), "ffn_up": (2 * mlp, 64)}
-    else:
-        rows |= {name: (size, 64) for name, size in heads.items()}
-        rows |= {"ffn_gate": (mlp, 64), "ffn_up": (mlp, 64)} if arch not in WITH_EXPERTS else {}
-    if arch.startswith("gemma"):
-        rows |= {"post_attention_norm": (64,), "post_ffw_norm": (64,)}
-    if arch in ("gemma3", "qwen3", "qwen3moe"):
-        rows |= {"attn_q_norm": (head,), "attn_k_norm": (head,)}
+    rows = _dense_rows(arch, mlp)
+    if arch == "glm4moe":
+        add(f"blk.{layers}.nextn.eh_proj.weight", 64, 128)
     for i in range(layers):
+        is_mixture = arch in WITH_EXPERTS and (arch, i) != ("glm4moe", 0)
+        if is_mixture:
+            rows = {name: shape for name, shape in rows.items() if name not in ("ffn_gate", "ffn_up")}
         for name, shape in rows.items():
             add(f"blk.{i}.{name}.weight", *shape, kind="BF16" if name == "attn_output" else "")
         down = "Q8_0" if i % 3 == 2 else "Q4_0"
-        if arch in WITH_EXPERTS:
+        if arch in ("qwen2", "glm4moe"):
+            for name, size in heads.items():
+                add(f"blk.{i}.{name}.bias", size)
+        if is_mixture and arch == "glm4moe":
+            add(f"blk.{i}.exp_probs_b.bias", EXPERTS)
+            for part, shape in {"gate": (mlp, 64), "up": (mlp, 64), "down": (64, mlp)}.items():
+                add(f"blk.{i}.ffn_{part}_shexp.weight", *shape)
+        if is_mixture:
             add(f"blk.{i}.ffn_gate_inp.weight", EXPERTS, 64, kind="F32")
             for part in ("gate", "up"):
                 add(f"blk.{i}.ffn_{part}_exps.weight", EXPERTS, mlp, 64)
             add(f"blk.{i}.ffn_down_exps.weight", EXPERTS, 64, mlp, kind="" if matrices == "F16" else down)
             continue
         add(f"blk.{i}.ffn_down.weight", 64, mlp, kind="" if matrices == "F16" else down)
-        if arch == "qwen2":
-            for name, size in heads.items():
-                add(f"blk.{i}.{name}.bias", size)

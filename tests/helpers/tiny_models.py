@@ -52,11 +52,14 @@ def make_checkpoint(
 def make_mixture(folder: Path, *, dtype: torch.dtype = torch.bfloat16, **fields: Any) -> Path:
     """Write a random Qwen3-MoE with the tokenizer of `make_checkpoint`; every second layer is a mixture.
 
-    `fields`: of config.json, instead of those here; with `model_type` "mixtral" all layers of a Mixtral are mixtures.
+    `fields`: of config.json, instead of those here. With `model_type` "mixtral" all layers of a Mixtral are mixtures,
+    with "glm4_moe" those after the first.
     """
     raw = json.loads((make_checkpoint(folder) / "config.json").read_text())
     raw |= {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "decoder_sparse_step": 2}
     raw |= {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True, **fields}
+    if raw["model_type"] == "glm4_moe":
+        raw |= {"n_routed_experts": raw.pop("num_experts"), "attention_bias": True, "routed_scaling_factor": 1.5}
     (folder / "config.json").write_text(json.dumps(raw))
     dice = torch.Generator().manual_seed(0)
     tensors = {

@@ -106,6 +106,23 @@ def test_a_llama_file_with_experts_is_a_mixtral(tmp_path: Path, own_cache: Path)
         names_of(old, ours.config)
 
 
+def test_glm_files_keep_what_chooses_experts_in_float32(tmp_path: Path, own_cache: Path) -> None:
+    """Their converted folder has the logits of transformers, without the block for further tokens."""
+    path = write_gguf(tmp_path / "model.gguf", "glm4moe", "glm4")
+    folder, file = converted_folder(path), read_gguf(path)
+    ours = load_decoder(folder, dtype=torch.float32, device="cpu")
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokens = torch.arange(40, 60)[None]
+    with torch.inference_mode():
+        wanted = theirs(tokens).logits
+        torch.testing.assert_close(ours(tokens, ours.new_cache(1, 32)), wanted, atol=1e-4, rtol=0)
+    bias, stored = ours.blocks[1].mlp.router_bias, file.tensors["blk.1.exp_probs_b.bias"].data.view(np.float32)
+    assert np.array_equal(stored, bias.e_score_correction_bias)
+    softmax = config_of(GGUFFile(file.metadata | {"glm4moe.expert_gating_func": 1}, file.tensors))
+    with pytest.raises(ValueError, match="expert_gating_func 1 is not supported"):
+        config_from_hf(softmax)
+
+
 def starcoder(folder: Path, pre: str = "starcoder", extra: Mapping[str, Any] | None = None) -> tuple[Any, Path]:
     """A tiny model of an architecture that has no native decoder, and its file."""
     vocabulary = write_gguf(folder / "vocabulary.gguf", pre=pre)

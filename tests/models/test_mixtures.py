@@ -43,7 +43,7 @@ from train.heads.init_weights import initial_head
 pytestmark = pytest.mark.usefixtures("one_thread", "own_cache")
 EXPERT, ROUTER = "model.layers.1.mlp.experts.2.up_proj.weight", "model.layers.1.mlp.gate.weight"
 LORA = {"A": (4, 64), "B": (64, 4)}
-FAMILIES = ("qwen3_moe", "mixtral")
+FAMILIES = ("qwen3_moe", "mixtral", "glm4_moe")
 STAGES = PipelineConfig(devices=("cpu", "cpu"))
 
 
@@ -158,7 +158,7 @@ def gguf_file(tmp_path: Path) -> Path:
     return write_gguf(tmp_path / "model.gguf", "qwen3moe", "qwen2", mlp=64)
 
 
-@pytest.mark.parametrize("name", ["qwen3moe", "mixtral"])
+@pytest.mark.parametrize("name", ["qwen3moe", "mixtral", "glm4moe"])
 def test_experts_of_a_gguf_file_run_as_stored(name: str, tmp_path: Path) -> None:
     """Their values are those of the package `gguf`, and drafts leave the text as it is."""
     gguf_file = write_gguf(tmp_path / "model.gguf", name, "qwen2", mlp=64)
@@ -254,6 +254,7 @@ def test_tensors_that_do_not_fit_are_named(
         ({"num_experts_per_tok": 6}, "'num_experts_per_tok' = 6, which is not at most the 5 experts"),
         ({"num_experts_per_tok": 0}, "'num_experts_per_tok' = 0, which is not a whole number above 0"),
         ({"model_type": "mixtral", "num_experts": 0}, "'num_local_experts' = 0, which is not a number above 0"),
+        ({"model_type": "glm4_moe", "num_experts": 5, "n_group": 2}, "'glm4_moe' with n_group 2 is not supported"),
         ({"num_experts": 10**7}, "config.json asks for .* weights"),
         ({"mlp_only_layers": ["1"]}, "'mlp_only_layers' = .* not a list of whole numbers"),
     ],

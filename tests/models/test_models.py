@@ -40,6 +40,8 @@ GEMMA3_ROPE = {
     "sliding_attention": THETA | {"rope_type": "default"},
 }
 DENSE_BETWEEN: dict[str, Any] = {"mlp_only_layers": [1], "norm_topk_prob": True}
+GLM: dict[str, Any] = {"n_routed_experts": 7, "num_experts_per_tok": 3, "first_k_dense_replace": 1}
+GLM |= {"routed_scaling_factor": 2.5, "attention_bias": True, "use_qk_norm": True}
 EXPERTS: dict[str, Any] = {"head_dim": 32, "moe_intermediate_size": 40}
 SLIDING: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 
@@ -60,6 +62,8 @@ NATIVE = {
     "qwen3": hf.Qwen3Config(**SMALL, head_dim=32),
     "qwen3_moe": hf.Qwen3MoeConfig(**SMALL, **EXPERTS, num_experts=7, num_experts_per_tok=3, **DENSE_BETWEEN),
     "qwen3_moe_top1": hf.Qwen3MoeConfig(**SMALL, **EXPERTS, num_experts=5, num_experts_per_tok=1, **SLIDING),
+    "glm4_moe": hf.Glm4MoeConfig(**SMALL, **EXPERTS, **GLM, num_mtp_layers=0),
+    "glm4_moe_top1": hf.Glm4MoeConfig(**SMALL, **EXPERTS, n_routed_experts=5, num_experts_per_tok=1, num_mtp_layers=0),
     "smollm3": hf.SmolLM3Config(**SMALL, no_rope_layer_interval=2),
     "phi3": hf.Phi3Config(**SMALL),
     "phi3_longrope": hf.Phi3Config(**SMALL, original_max_position_embeddings=32, rope_parameters=LONGROPE),
@@ -88,6 +92,9 @@ def save_random(config: hf.PretrainedConfig, folder: Path, **kwargs: Any) -> hf.
     model = hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().requires_grad_(False)
     for tensor in model.parameters():
         tensor.normal_(std=0.15) if tensor.ndim > 1 else tensor.add_(torch.randn_like(tensor) * 0.2)
+    for name, tensor in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            tensor.normal_(std=0.3)
     model.save_pretrained(folder, **kwargs)
     return model
 

@@ -231,6 +231,8 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
     for name, parts in layout.biases.items():
         if any(f".{part}.bias" in stored for stored in file.tensors for part in parts):
             config[name] = True
+    for name, part in layout.shown_by.items():
+        config[name] = any(f".{part}." in stored for stored in file.tensors)
     config |= rope_of(file, fields, config, layout.ropes)
     ends = end_ids(file)
     return config | {

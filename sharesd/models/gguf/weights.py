@@ -29,6 +29,8 @@ _COMPUTED = re.compile(r"blk\.\d+\.attn_rot_embd\.weight")
 """Tensors that follow from config.json, in old files."""
 _ONE_EXPERT = re.compile(r"blk\.\d+\.ffn_(?:gate|up|down)\.\d+\.weight")
 """Tensors of mixtures in files from before April 2024."""
+_KEPT_WIDE = ".e_score_correction_bias"
+"""Names of tensors that stay in float32: bfloat16 is too coarse for a choice among experts."""
 _BLOCK_WEIGHTS = 1 << 16
 
 
@@ -45,10 +47,12 @@ def names_of(file: GGUFFile, config: DecoderConfig) -> dict[str, str]:
         first, count = ".experts.0.", config.experts.num_experts
         together = {name.replace(first, ".experts.*."): shape for name, shape in shapes.items() if first in name}
         shapes |= {name: (count, *shape) for name, shape in together.items()}
+    layers = range(config.num_hidden_layers, config.num_hidden_layers + config.num_mtp_layers)
+    unused = tuple(f"blk.{layer}." for layer in layers)
     wanted = {stored: name for stored, name in possible.items() if name in shapes}
     names = {}
     for stored, tensor in file.tensors.items():
-        if stored in ROPE_TENSORS or _COMPUTED.fullmatch(stored):
+        if stored in ROPE_TENSORS or _COMPUTED.fullmatch(stored) or stored.startswith(unused):
             continue
         if _ONE_EXPERT.fullmatch(stored):
             raise ValueError(f"tensor {stored!r} holds one expert, as only old files have it; give a newer file")
@@ -82,7 +86,12 @@ def write_weights(file: GGUFFile, config: DecoderConfig, path: Path, progress: P
     """
     (_, layout), names = layout_of(file), names_of(file, config)
     unchecked = () if config.tie_word_embeddings else ("token_embd.weight",)
-    tensors = {name: torch.empty(file.tensors[name].shape, dtype=torch.bfloat16) for name in names}
+    tensors = {
+        stored: torch.empty(
+            file.tensors[stored].shape, dtype=torch.float32 if name.endswith(_KEPT_WIDE) else torch.bfloat16
+        )
+        for stored, name in names.items()
+    }
     blocks = [(name, begin, end) for name in names for begin, end in _blocks(file.tensors[name])]
 
     def convert(block: tuple[str, int, int]) -> None:

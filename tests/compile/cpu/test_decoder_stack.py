@@ -36,8 +36,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "smollm3": {"model_type": "smollm3", "no_rope_layer_interval": 2, "hidden_act": "gelu"},
     "gemma2": {"model_type": "gemma2", "head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 12},
     "gemma3": {"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 7, "sliding_window_pattern": 2},
+    "glm4_moe": {"model_type": "glm4_moe", "n_routed_experts": 7, "num_experts_per_tok": 3, "head_dim": 16},
     "qwen3_moe": {"model_type": "qwen3_moe", "num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
 }
+FAMILIES["glm4_moe"] |= {"moe_intermediate_size": 24, "routed_scaling_factor": 1.5, "attention_bias": True}
 
 
 def family(name: str, dtype: torch.dtype) -> Decoder:
