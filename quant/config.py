@@ -82,6 +82,8 @@ class QuantConfig:
         """Raise ValueError for a collection of the wrong type; a single projection is a list of one."""
         if isinstance(self.skip_projs, str):
             object.__setattr__(self, "skip_projs", (self.skip_projs,))
+        if not isinstance(self.calibrated, bool):
+            raise ValueError(f"calibrated is {self.calibrated!r:.80}; give True or False")
         names, layers = self.skip_projs, self.skip_layers
         if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
             raise ValueError(f"skip_projs is {names!r:.80}; give a list of names of projections")

@@ -53,7 +53,7 @@ MARKS: dict[str, tuple[str, ...]] = {
 """Markers of all tests under a path; tests that differ from their neighbours have theirs by hand."""
 LONGEST = (
     "compile/cuda/test_cuda_blocks.py",
-    "loading/test_damaged_files.py",
+    "startup/test_damaged_files.py",
     "parallel/test_tensor_parallel.py",
     "cases/test_surroundings.py",
     "cli/test_batch.py",

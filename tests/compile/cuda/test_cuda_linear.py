@@ -15,6 +15,7 @@ from compile.cuda import gemm_config
 from compile.cuda.gemm_config import Device, Tile, by_rule
 from compile.cuda.linear import RowLinear, replace_with_row_linears
 from compile.cuda.lowbit import QuantizedRowLinear, pack4, unpack4
+from quant.formats.hqq import gemlite
 from quant.formats.hqq.solver import solve
 from sharesd.weights import packing
 from sharesd.weights.packing import pack_for_cuda
@@ -56,7 +57,7 @@ def test_the_faster_low_bit_kernel_is_chosen(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB")
     monkeypatch.setattr(timing, "seconds_per_call", lambda calls: next(seconds))
-    monkeypatch.setattr(packing, "GemliteLinear", lambda weight, bias, dtype: nn.Identity())
+    monkeypatch.setattr(gemlite, "GemliteLinear", lambda weight, bias, dtype: nn.Identity())
     solved = solve(torch.randn(48, 256), 8, 64)
     of_three_bits = solve(torch.randn(48, 256), 3, 64)
 

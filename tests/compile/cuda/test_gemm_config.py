@@ -91,7 +91,7 @@ def test_a_gpu_has_its_number_from_the_start(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_loading_and_every_call_make_it_so(checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[torch.device] = []
-    for module in ("loading.resolve", "engine.engine"):
+    for module in ("startup.resolve", "engine.engine"):
         monkeypatch.setattr(f"sharesd.{module}.use", used.append)
     Runtime(EngineConfig(target=str(checkpoint()), device="cpu", compile="off", max_context=64), ("naive",))
     assert used == [torch.device("cpu")]
