@@ -45,7 +45,6 @@ from sharesd.models.hub import gguf_of  # noqa: E402
 from sharesd.models.loader import decoder_config  # noqa: E402
 from sharesd.reports.environment import environment  # noqa: E402
 from sharesd.startup import option_values  # noqa: E402
-from sharesd.weights.quant_tuning_cache import best_quant  # noqa: E402
 from tests.helpers.quantized_folders import write_quantized  # noqa: E402
 from tests.helpers.served_model import Served, served  # noqa: E402
 from tests.helpers.tiny_heads import make_head  # noqa: E402
@@ -153,7 +152,7 @@ def record(prepare: Prepare, *, modes: Sequence[str] | None = None, device: str 
 
 def load(options: dict[str, Any], modes: Sequence[str]) -> tuple[LLM, dict[str, str]]:
     """Load a model with all modes that it takes; return the messages of the others."""
-    refused = refusals(modes, lambda mode: option_values.engine_config(options, modes=(mode,), best=best_quant))
+    refused = refusals(modes, lambda mode: option_values.engine_config(options, modes=(mode,)))
     try:
         return LLM(modes=[mode for mode in modes if mode not in refused], **options), refused
     except ValueError:  # a mode is refused after options were checked; to find it takes a start of each

@@ -322,7 +322,7 @@ template <typename T> struct Worker {
         rotate(vector, reinterpret_cast<const T*>(s.angles[block.rope]) + at * s.r,
                reinterpret_cast<const T*>(s.angles[s.num_ropes + block.rope]) + at * s.r, s.r);
       if (head < s.H && block.query_factors) {
-        const auto factor = widen(static_cast<const T*>(block.query_factors)[at]);
+        const auto factor = 1.0f * widen(static_cast<const T*>(block.query_factors)[at]);  // at least float
         by_vectors<T>(s.d, [&](auto get, auto put) { put(get(vector) * factor, vector); });
       }
       return vector;

@@ -11,15 +11,16 @@ from sharesd.engine.decode_variant import DecodeVariant, DecodeVariants
 from sharesd.engine.engine import Engine
 from sharesd.engine.outputs import Completion, TokenChunk
 from sharesd.engine.request import Request
+from sharesd.engine.stats import Stats
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
 
 
 class InMode:
-    """An engine's calls, drafter and policies of one mode; all else is the engine's."""
+    """An engine's calls, drafter, policies and counts of one mode; all else is the engine's."""
 
     def __init__(self, engine: Engine, mode: str) -> None:
-        vars(self).update(engine=engine, mode=mode)
+        vars(self).update(engine=engine, mode=mode, _stats=None)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
@@ -43,11 +44,25 @@ class InMode:
     def async_scheduling(self) -> bool:
         return self.variants.async_scheduling
 
+    @property
+    def stats(self) -> Stats:
+        """Those of the last call through this object, else the engine's."""
+        return vars(self)["_stats"] or self.engine.stats
+
     def generate(self, *args: Any, **options: Any) -> list[Completion]:
-        return self.engine.generate(*args, **{"mode": self.mode, **options})
+        try:
+            return self.engine.generate(*args, **{"mode": self.mode, **options})
+        finally:
+            vars(self)["_stats"] = self.engine.stats
 
     def stream(self, *args: Any, **options: Any) -> Generator[TokenChunk, None, None]:
-        return self.engine.stream(*args, **{"mode": self.mode, **options})
+        for chunk in (chunks := self.engine.stream(*args, **{"mode": self.mode, **options})):
+            vars(self)["_stats"] = self.engine.stats
+            try:
+                yield chunk
+            except GeneratorExit:
+                chunks.close()
+                raise
 
     def add(self, *args: Any, **options: Any) -> Request:
         return self.engine.add(*args, **{"mode": self.mode, **options})
