@@ -33,7 +33,8 @@ PROMPTS = ["the cat sat", "a blue sky and", "why is the red mat"]
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     folder = make_checkpoint(tmp_path_factory.mktemp("tiny"))
-    return EngineConfig(target=str(folder), mode="suffix", max_batch=4, max_context=256)
+    # Drafts of a given length: whether one pays would depend on how busy the machine is.
+    return EngineConfig(target=str(folder), mode="suffix", num_draft=4, max_batch=4, max_context=256)
 
 
 @pytest.fixture(scope="module")
