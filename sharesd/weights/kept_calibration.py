@@ -58,7 +58,8 @@ class KeptCalibration:
         kept = cls(content_hash(folder), quant)
         problem = kept.problem() if kept.folder.exists() else "these weights were not calibrated so"
         if problem is not None:
-            raise ValueError(f"{what}, and {problem}; {_REMEDY}, or leave out `calibrated`")
+            remedy = f"run `sharesd tune --calibrate --draft-quant {replace(quant, calibrated=False)}`"
+            raise ValueError(f"{what}, and {problem}; {remedy}, or leave out `calibrated`")
         return kept
 
     def begin(self, source: Path, layers: Sequence[int | None], answers: Sequence[Answer]) -> None:
