@@ -146,8 +146,7 @@ class Runtime:
             each_kind: warm up for all rounds that requests together may need.
         """
         mode, engine = mode or self.config.mode, self.engine
-        if mode not in engine.modes:
-            raise ValueError(f"mode {mode!r} was not loaded; loaded are {', '.join(engine.modes)}")
+        engine.of_mode(mode)  # raises ValueError
         engine.trace = None  # warm-up is left out
         started, graphs = time.perf_counter(), self._steps.graphs
         num_before, bytes_before = Graphs.num_captures, 0 if graphs is None else graphs.nbytes

@@ -112,8 +112,11 @@ class Engine:
         """Fields of JSON types that are added to the trace of each request from now on."""
 
     def of_mode(self, mode: str | None) -> DecodeVariants:
-        """Return drafter, rounds and policies of a mode."""
-        return self.modes[self.mode if mode is None else mode]
+        """Return drafter, rounds and policies of a mode; ValueError if it is not loaded."""
+        mode = self.mode if mode is None else mode
+        if mode not in self.modes:
+            raise ValueError(f"mode {mode!r} was not loaded; loaded are {', '.join(self.modes)}")
+        return self.modes[mode]
 
     @property
     def trace(self) -> TraceFile | None:

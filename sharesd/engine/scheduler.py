@@ -93,8 +93,10 @@ class Scheduler:
     @property
     def can_prefill(self) -> bool:
         """A prompt is in prefill, or the next one gets a row."""
-        if self.prefill.request is not None or not self.waiting:
-            return self.prefill.request is not None
+        if self.prefill.request is not None:
+            return True
+        if not self.waiting:
+            return False
         return not self.rows.used or (bool(self.rows.free) and self.waiting[0].mode == self.active.mode)
 
     def tokenize(self, prompt: Prompt) -> list[int]:

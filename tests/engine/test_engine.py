@@ -136,6 +136,8 @@ def test_requests_of_another_mode_wait_until_the_rows_are_free() -> None:
     near = OracleDrafter({}, num_draft=3, accuracy=1.0)
     engine = in_one_engine(new_engine(MODEL, cache=cache), new_engine(MODEL, near, cache=cache))["naive"].engine
     engine.generate([[1]], GREEDY, mode="naive")  # whose counts have no drafts
+    with pytest.raises(ValueError, match=f"mode 'fast' was not loaded; loaded are naive, {near.name}"):
+        engine.add([1], GREEDY, mode="fast")
     prompts, modes = [[1, 2, 3], [4, 5], [6], [7, 8], [9]], ["naive", near.name, near.name, "naive", "naive"]
     requests = [engine.add(prompt, GREEDY, mode=mode) for prompt, mode in zip(prompts, modes, strict=True)]
     together = set()
