@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from compile.device_timer import Clock
-from sharesd import sampling
 from sharesd.data.request_errors import RequestError
 from sharesd.devices.selection import use
 from sharesd.drafters.base import Drafter
@@ -51,9 +50,9 @@ log = logging.getLogger(__name__)
 class Engine:
     """Decodes requests with one target, in modes that differ by their drafter. Not thread-safe.
 
-    `add`, `step` and `cancel` serve requests that come and go (`LLM`, the server); `generate` and `stream` are loops
-    for the prompts of one call. Requests of one mode are decoded together; those of another wait for their end. `mode`
-    of methods: a name in `modes`; None = the attribute of that name.
+    `add`, `step` and `cancel` are all that `LLM` and the server need; `stream` and `generate` are loops over them for
+    the prompts of one call. Requests of one mode are decoded together; those of another wait for their end. `mode` of
+    methods: a name in `modes`; None = the attribute of that name.
     """
 
     def __init__(
@@ -93,9 +92,11 @@ class Engine:
             for each in {cache for variants in self.modes.values() for cache in variants.caches}:
                 # Negative, so that kernels skip the row, even after a round in flight has added to it.
                 each.parked_length = options.max_context - each.slots
-        self.mode, first = next(iter(self.modes.items()))
+        self.mode, first_variants = next(iter(self.modes.items()))
         """Mode of calls without one; the first, until it is set."""
-        self._scheduler = Scheduler(target, tokenizer, cache, first, self.sampling, options=options, span=self._span)
+        self._scheduler = Scheduler(
+            target, tokenizer, cache, first_variants, self.sampling, options=options, span=self._span
+        )
         self._launcher = RoundLauncher(
             cache,
             self._scheduler,
@@ -105,9 +106,9 @@ class Engine:
             async_scheduling=options.async_scheduling,
         )
         self._outputs = OutputProcessor(cache, self._scheduler, self._clock, options)
-        self._outputs.begin_call(_new_stats(max(variants.num_draft for variants in self.modes.values())))
+        self._outputs.begin(_new_stats(first_variants.num_draft))
         self._in_flight: InFlightRound | None = None  # launched before its predecessor was read
-        self._call: object = None  # the last call of `stream`, unless requests were added after it
+        self._call: object = None  # the last call of `stream`, unless others have added requests after it
         self.label: Mapping[str, Any] = {}
         """Fields of JSON types that are added to the trace of each request from now on."""
 
@@ -129,7 +130,7 @@ class Engine:
 
     @property
     def stats(self) -> Stats:
-        """Counts since the last call of `generate` or `stream`, or since the start."""
+        """Counts since a request was added to an engine without any."""
         return self._outputs.stats
 
     @property
@@ -163,36 +164,58 @@ class Engine:
         return ids
 
     def add(
-        self, prompt: Prompt, params: SamplingParams | None = None, index: int = 0, *, mode: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        index: int = 0,
+        *,
+        mode: str | None = None,
+        reuse: bool = True,
+        call: object | None = None,
     ) -> Request:
         """Append a request to the queue; `step` decodes it.
 
-        `index`: number of this prompt in its call, or of this choice in its request; each number has its own noise.
+        Args:
+            index: number of this prompt in its call, or of this choice in its request; each number has its own noise.
+            reuse: do not recompute KV of the longest prefix that the prompt shares with a row.
+            call: any object that all requests of one caller have, who waits for all of them. While no others run, all
+                prompts are read first, and drafts serve those that are behind. None: others must not wait long.
+
         Ends a call of `stream`. Raises ValueError for an unsupported prompt or parameters, and its subclass QueueFull
-        if too many requests wait.
+        if too many requests of no call wait.
         """
-        params, scheduler = params or SamplingParams(), self._scheduler
-        scheduler.check_queue()
+        params, scheduler, variants = params or SamplingParams(), self._scheduler, self.of_mode(mode)
+        if call is None:
+            scheduler.check_queue()
         ids = self.check(prompt, params, mode)
-        sampling.check_alike([params, *(request.params for request in scheduler.requests)])
-        if all(request.call is not None for request in scheduler.requests):
-            self._begin_call()
-        return self._enqueue(ids, params, index, self.of_mode(mode))
+        if self._call is not None and call is not self._call:
+            self.cancel_all()
+            self._call = None
+        scheduler.check_alike(params)
+        if not scheduler.is_busy:
+            self._begin(variants)
+        stats = _new_stats(variants.num_draft)
+        request = scheduler.add(ids, params, index, stats, mode=variants.mode, reuse=reuse, call=call)
+        request.label = self.label
+        self.stats.prompt_tokens += len(ids)
+        return request
 
     def step(self) -> list[TokenChunk]:
-        """Prefill one chunk of a prompt, if one waits, then run a round over the requests that are being decoded.
+        """Read a piece of a prompt, if one waits; then run a round over the requests that are being decoded.
 
-        Returns the new tokens. Any error cancels all requests: the device may be ahead of the tokens that were
+        Returns the new tokens. There is no round if a first token is all that is decoded, or if the only caller waits
+        for further prompts to be read. Any error cancels all requests: the device may be ahead of the tokens that were
         returned.
         """
-        if not self._scheduler.is_busy:
+        scheduler = self._scheduler
+        if not scheduler.is_busy:
             return []
         use(self._device)
         try:
-            is_decoding = bool(self._scheduler.live)
-            chunks = self._prefill_prompts(whole=False)
-            # A first token is returned at once if nothing else is being decoded.
-            return [*chunks, *self._round()] if is_decoding or not chunks else chunks
+            reads, others_wait = scheduler.can_prefill, bool(scheduler.live) and scheduler.only_call is None
+            self._launcher.prefilled = reads
+            chunks = self._read_prompt(others_wait) if reads else []
+            return [*chunks, *self._round()] if others_wait or not reads else chunks
         except BaseException:
             self.cancel_all()
             raise
@@ -231,90 +254,62 @@ class Engine:
     ) -> Generator[TokenChunk, None, None]:
         """Decode prompts, up to one per cache row at a time; yield chunks.
 
-        Ends any earlier call. Each prompt has its own noise, by its index in the call. `reuse`: KV of the longest
-        prefix that a prompt shares with a row is not recomputed (chat turns). Warns if `max_new_tokens` is given and
-        exceeds the context. Raises ValueError as `add`, and RuntimeError if requests of `add` run, or another call has
-        begun since the last chunk. If prompts failed, raises the first RequestError after the last chunk.
+        Ends any earlier call. Each prompt has its own noise, by its index in the call. `reuse`: as in `add`. Warns if
+        `max_new_tokens` is given and exceeds the context. Raises ValueError as `add`, and RuntimeError if requests of
+        `add` run, or another call has begun since the last chunk. If prompts failed, raises the first RequestError
+        after the last chunk.
         """
         if isinstance(prompts, str):
             raise ValueError("prompts is one string; give a list of prompts")
-        params, scheduler, variants = sampling or SamplingParams(), self._scheduler, self.of_mode(mode)
-        rows = [scheduler.tokenize(prompt) for prompt in prompts]
-        scheduler.check_params(params, variants.drafter)
-        if any(request.call is None for request in scheduler.requests):
+        params, scheduler = sampling or SamplingParams(), self._scheduler
+        rows = [self.check(prompt, params, mode) for prompt in prompts]
+        if self._call is None and scheduler.is_busy:
             raise RuntimeError("added requests are still being decoded; finish or cancel them before this call")
         cut = cut_by_context(((len(ids), params) for ids in rows), self.max_context)
         if cut is not None:
             log.warning("answers may be cut: %s", cut)
-        call = self._begin_call()
-        use(self._device)
-        self._outputs.begin_call(_new_stats(variants.num_draft))
-        requests = [self._enqueue(ids, params, i, variants, reuse=reuse, call=call) for i, ids in enumerate(rows)]
+        self.cancel_all()
+        self._call = call = object()
+        requests = [self.add(ids, params, i, mode=mode, reuse=reuse, call=call) for i, ids in enumerate(rows)]
         self.stats.accept_lengths = [request.stats.accept_lengths[0] for request in requests]
         error: RequestError | None = None
         try:
-            while any(request.finish_reason is None and not request.cancelled for request in requests):
-                if self._call is not call:
-                    raise RuntimeError("another call has begun since the last chunk; finish or close a call first")
-                chunks = self._prefill_prompts(whole=True)  # one caller waits for all: large rounds are best
-                for chunk in chunks or self._round():
+            while self._call is call and any(request.is_unfinished for request in requests):
+                for chunk in self.step():
                     error = error or chunk.error
                     yield chunk
+            if self._call is not call and any(request.finish_reason is None for request in requests):
+                raise RuntimeError("another call has begun since the last chunk; finish or close a call first")
             if error is not None:
                 raise error
         finally:
             for request in requests:
                 self.cancel(request)
+            if self._call is call:
+                self._call = None
 
-    def _enqueue(
-        self,
-        ids: list[int],
-        params: SamplingParams,
-        index: int,
-        variants: DecodeVariants,
-        *,
-        reuse: bool = True,
-        call: object | None = None,
-    ) -> Request:
-        stats = _new_stats(variants.num_draft)
-        request = self._scheduler.add(ids, params, index, stats, mode=variants.mode, reuse=reuse, call=call)
-        request.label = self.label
-        self.stats.prompt_tokens += len(ids)
-        return request
-
-    def _begin_call(self) -> object:
-        """End the requests of earlier calls; return a mark of this one."""
+    def _begin(self, variants: DecodeVariants) -> None:
+        """Count from now on what is decoded; nothing has a row."""
         self._in_flight = None
         self._launcher.reset()
-        self._scheduler.clear()
-        self._call = object()
-        return self._call
-
-    def _prefill_prompts(self, *, whole: bool) -> list[TokenChunk]:
-        """Prefill a prompt chunk, or, if `whole`, all prompts; return first tokens."""
-        self._launcher.prefilled = False
-        return self._prefill_chunks(whole) if self._scheduler.can_prefill else []
+        self._scheduler.activate(self._scheduler.active)
+        self._outputs.begin(_new_stats(variants.num_draft))
 
     @torch.inference_mode()
-    def _prefill_chunks(self, whole: bool) -> list[TokenChunk]:
+    def _read_prompt(self, others_wait: bool) -> list[TokenChunk]:
+        """Read a piece of a prompt; return the first token if it is the last one."""
+        started, scheduler, prefill = time.perf_counter(), self._scheduler, self._scheduler.prefill
+        request = prefill.request or self._admit()
+        logits_1V = prefill.read(scheduler.drafter, others_wait=others_wait)
         chunks: list[TokenChunk] = []
-        started = began = time.perf_counter()
-        scheduler, prefill = self._scheduler, self._scheduler.prefill
-        while scheduler.can_prefill:
-            request = prefill.request or self._admit()
-            logits_1V = prefill.read(scheduler.drafter, others_wait=not whole and bool(scheduler.live))
-            self._launcher.prefilled = True
-            if logits_1V is not None:
-                scheduler.num_changes += 1  # its request is decoded from now on
-                chunks.append(self._first_token(request, logits_1V))
-            began, before = time.perf_counter(), began
-            request.stats.prefill_s += began - before
-            if logits_1V is not None and self.trace is not None:
-                self.trace.add_request(request, request.mode, chunks[-1].token_ids)
-            if not whole:
-                break
+        if logits_1V is not None:
+            scheduler.num_changes += 1  # its request is decoded from now on
+            chunks.append(self._first_token(request, logits_1V))
         self._outputs.last_ended = time.perf_counter()
-        self.stats.prefill_s += self._outputs.last_ended - started
+        for stats in (self.stats, request.stats):
+            stats.prefill_s += self._outputs.last_ended - started
+        if chunks and self.trace is not None:
+            self.trace.add_request(request, request.mode, chunks[0].token_ids)
         self._outputs.record_transfers()
         return chunks
 

@@ -59,14 +59,14 @@ class OutputProcessor:
         self._on_finish, self._transfer_stats = options.on_finish, options.transfer_stats
         self._model_name = options.model_name
         self.stats = Stats()
-        """Counts since the last call began, or since the start."""
+        """Counts since `begin`."""
         self._traffic_before = self._transfer_stats() if self._transfer_stats else None
         self.trace: TraceFile | None = None
         """File of all rounds."""
         self.last_ended = 0.0
         """End time of the last collected round or prompt chunk."""
 
-    def begin_call(self, stats: Stats) -> None:
+    def begin(self, stats: Stats) -> None:
         """Count into `stats` from now on."""
         self.stats = stats
         self._traffic_before = self._transfer_stats() if self._transfer_stats else None
@@ -214,7 +214,7 @@ class OutputProcessor:
         )
 
     def record_transfers(self) -> None:
-        """Count the transfers of offloaded weights since the call began."""
+        """Count the transfers of offloaded weights since `begin`."""
         if self._transfer_stats is not None and self._traffic_before is not None:
             self.stats.traffic = self._transfer_stats().since(self._traffic_before)
 

@@ -41,7 +41,7 @@ class Request:
         reuse: bool = True,
         call: object | None = None,
     ) -> None:
-        """Request number `index` of its `call`, None for `Engine.add`; `mode` names its drafter."""
+        """Request number `index` of its `call`, whose caller waits for all; None: of none. `mode` names its drafter."""
         self.prompt_ids, self.params, self.index, self.matcher = prompt_ids, params, index, matcher
         self.reuse, self.call, self.mode = reuse, call, mode
         self.number = next(_numbers)
@@ -79,6 +79,11 @@ class Request:
     def num_emitted(self) -> int:
         return len(self.tokens) - len(self.prompt_ids)
 
+    @property
+    def is_unfinished(self) -> bool:
+        """Neither at its end nor cancelled."""
+        return self.finish_reason is None and not self.cancelled
+
     def take(self, ids: list[int]) -> tuple[int, str]:
         """Append new tokens; return the number within the answer, and completed text."""
         count, text, self.finish_reason = self._checker.push(ids)
@@ -106,9 +111,9 @@ def counted_requests(live: Sequence[Request], is_last_call: bool) -> list[Reques
     return [request for request in live if request.num_emitted <= max_emitted]
 
 
-def max_round_cost(live: Sequence[Request], prefilled: bool) -> float:
+def max_round_cost(live: Sequence[Request], prefilled: bool, one_caller: bool) -> float:
     """Return a round's cost limit in plain rounds; `prefilled`: requests have just waited for a prompt chunk."""
-    if live[0].call is not None or (len(live) == 1 and not prefilled):
+    if one_caller or (len(live) == 1 and not prefilled):
         return inf
     return 1.0 if prefilled else MAX_SHARED_ROUND
 

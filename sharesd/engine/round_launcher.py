@@ -133,10 +133,11 @@ class RoundLauncher:
         # acceptance so far in `variant.shape`, may end a chain early in `drafter.draft` (on a CPU), and learns from the
         # round's result in `OutputProcessor.collect`, perhaps after it has decided about the next round.
         policy, live, first = batch.variant.policy, batch.live, batch.first
-        is_last_call = not scheduler.waiting and scheduler.prefill.request is None and live[0].call is not None
+        one_caller = scheduler.only_call is not None
+        is_last_call = one_caller and not scheduler.waiting and scheduler.prefill.request is None
         counted = counted_requests(live, is_last_call)
         policy.counted_rows = [request.row for request in counted]  # type: ignore[misc]
-        policy.max_round_cost = max_round_cost(live, self.prefilled)
+        policy.max_round_cost = max_round_cost(live, self.prefilled, one_caller)
         policy.reasons = reasons = {}
         num = batch.end - first
         mean_slots = sum(map(len, self._cache.cached_ids[first : batch.end])) / num + 1  # and the root

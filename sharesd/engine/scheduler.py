@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 from sharesd import sampling
@@ -87,6 +88,12 @@ class Scheduler:
         return [request for request in self.rows.requests if request is not None and request is not prefilled]
 
     @property
+    def only_call(self) -> object | None:
+        """Mark of the call that all requests with a row and the next one have; None if they have several, or none."""
+        found = [request.call for request in (*filter(None, self.rows.requests), *islice(self.waiting, 1))]
+        return found[0] if found and all(call is found[0] for call in found) else None
+
+    @property
     def is_busy(self) -> bool:
         return bool(self.waiting or self.rows.used)
 
@@ -124,6 +131,12 @@ class Scheduler:
         if params.acceptance != "match" and any(shape.is_tree for shape in shapes):
             raise ValueError(f"acceptance {params.acceptance} supports chains only; use match, or no draft trees")
 
+    def check_alike(self, params: SamplingParams) -> None:
+        """Raise ValueError for parameters with which requests here cannot be decoded together."""
+        # One is enough, as all here could be added to it.
+        other = next(chain(filter(None, self.rows.requests), self.waiting), None)
+        sampling.check_alike([params, *([] if other is None else [other.params])])
+
     def check_queue(self) -> None:
         """Raise QueueFull if no further request may wait."""
         num_waiting, max_queue = len(self.waiting), self._options.max_queue
@@ -143,7 +156,7 @@ class Scheduler:
     ) -> Request:
         """Append a new request to the queue.
 
-        Takes arguments of `Request`; `call` marks the `stream` call that makes it, None is for `Engine.add`.
+        Takes arguments of `Request`.
         """
         room = self._options.max_context - len(ids)
         checker = StopChecker(self._tokenizer, params, eos_ids=self._eos_ids(), room=room)
@@ -196,14 +209,6 @@ class Scheduler:
         """Drop a row's tokens and KV, which later prompts must not reuse."""
         for cache in self.active.caches:
             cache.discard_row(row)
-
-    def clear(self) -> None:
-        """Drop all requests."""
-        for request in self.rows.requests:
-            if request is not None:
-                self.release(request)
-        self.waiting.clear()
-        self.activate(self.active)
 
     def activate(self, variants: DecodeVariants) -> None:
         """Decode the requests to come in a mode; none may have a row."""

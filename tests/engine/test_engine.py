@@ -156,7 +156,8 @@ def test_memory_of_what_has_ended_is_given_back() -> None:
     for turn in range(30):
         engine.add([turn], replace(GREEDY, max_new_tokens=2))
         drain(engine)
-    assert engine.stats.accept_lengths == [] and engine.stats.new_tokens == 60
+        assert engine.stats.accept_lengths == [] and engine.stats.new_tokens == 2
+    assert not engine.num_running and not engine.num_waiting
 
 
 def test_stats_merge_adds_calls() -> None:

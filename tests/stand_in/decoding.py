@@ -47,7 +47,6 @@ def decode(
         engine.generate([PROMPT] * runtime.config.max_batch, params)
     before, seen, seen_in_rounds = Graphs.num_captures, counts(), in_rounds.copy()
     if joins:
-        engine._outputs.begin_call(engine._new_stats())
         requests = joined(engine, params, most)
         assert all(request.finish_reason or request.cancelled for request in requests)
     else:
