@@ -28,7 +28,7 @@ from sharesd.sampling_params import SamplingParams
 from sharesd_files import file_hash
 
 if TYPE_CHECKING:
-    from sharesd.engine.engine import Engine
+    from sharesd.llm import LLM
     from sharesd.models.tokenizer import Tokenizer
 
 PROMPTS_FILE = Path(__file__).parent / "data" / "offline_prompts.json"
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     output, demo = _output_file(args.save_output), _demo(args)
     template = _template(args.template, demo)
     asked, about_them = chosen_questions(args, _demo_questions(demo) if demo else load("mtbench", args.questions))
-    from sharesd.cli.startup import load_runtime, start_engine
+    from sharesd.cli.startup import load_llm, warm_up
     from sharesd.models.hub import resolve_target  # torch takes seconds, mistakes should not
     from sharesd.models.tokenizer import load_tokenizer
 
@@ -79,20 +79,20 @@ def run(args: argparse.Namespace) -> int:
     earlier = [(question, len(question.turns) - 1) for question in asked.questions]
     needed = max(len(encode(each, [""] * num)) + (num + 1) * params.max_new_tokens for each, num in earlier)
     params = _with_ends(params, tokenizer, template)
-    runtime = load_runtime(config, tuple(modes.values()))
-    if needed > runtime.max_context:
+    llm = load_llm(config, tuple(modes.values()), reuse=False)
+    if needed > llm.max_context:
         raise ValueError(
             f"the longest prompt and --max-new-tokens {params.max_new_tokens} need {needed} tokens, and the model's "
-            f"context holds {runtime.max_context}; lower --max-new-tokens"
+            f"context holds {llm.max_context}; lower --max-new-tokens"
         )
     for mode in modes.values():
-        start_engine(runtime, mode, params)
-    found = answer_all(runtime.engine, modes, asked.questions, encode, params)
+        warm_up(llm, mode, params)
+    found = answer_all(llm, modes, asked.questions, encode, params)
     unequal = differing(found)
     settings: dict[str, Any] = {"demo": demo, "questions": about_them, "template": args.template}
     settings |= {"max_tokens": params.max_new_tokens, "temperature": params.temperature, "seed": params.seed}
     about = conditions(config, tuple(modes.values()), **settings)
-    about["settings"] |= resolved_settings(runtime)
+    about["settings"] |= resolved_settings(llm.runtime)
     about["settings"]["files"] |= {"questions": file_hash(Path(args.questions))} if args.questions else {}
     write_json(output, {**found, "equal": not unequal, **about})
     _show(found, f"{about['settings']['model']} · {asked.label}", load_warning(about["environment"]))
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def answer_all(
-    engine: Engine, modes: Mapping[str, Mode], questions: Sequence[Question], encode: Encode, params: SamplingParams
+    llm: LLM, modes: Mapping[str, Mode], questions: Sequence[Question], encode: Encode, params: SamplingParams
 ) -> dict[str, dict[str, Any]]:
     """Return answers, totals and figures by category of each decoding; `modes`: their modes by name.
 
@@ -124,10 +124,10 @@ def answer_all(
                 answered: list[str] = []
                 for turn, text in enumerate(question.turns, 1):
                     prompt = encode(question, answered)
-                    record = measure_turn(engine, modes[name], prompt, params, run=1, question=question, turn=turn)
+                    record = measure_turn(llm, modes[name], prompt, params, run=1, question=question, turn=turn)
                     about = {"prompt": text, "question_id": question.id, "category": question.category, "turn": turn}
                     answer = {each: getattr(record, each) for each in ("text", "token_ids", "finish_reason")}
-                    results[name].append({**about, **answer, **engine.stats.to_dict()})
+                    results[name].append({**about, **answer, **llm.runtime.engine.stats.to_dict()})
                     records[name][record.key] = record
                     answered.append(record.text)
     return {

@@ -1,4 +1,4 @@
-"""Check of an engine's reported times, to detect rounds counted twice."""
+"""Check of reported times, to detect rounds counted twice."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 from math import fsum
 
 from sharesd.config import Mode
-from sharesd.engine.engine import Engine, Prompt
+from sharesd.engine.engine import Engine
 from sharesd.engine.outputs import Completion
 from sharesd.engine.stats import Stats
+from sharesd.llm import LLM
 from sharesd.sampling_params import SamplingParams
 
 MAX_ERROR, TWICE_S, LOST_S, ROUND_S = 0.05, 0.005, 0.02, 1e-4
@@ -20,10 +21,10 @@ class TimesDiffer(ValueError):
     """Reported times differ from the wall time."""
 
 
-def generate(engine: Engine, mode: Mode, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
-    """Return answers of `engine.generate`; TimesDiffer if times differ from the wall's."""
-    started = time.perf_counter()
-    done = engine.generate(prompts, params, mode=mode)
+def generate(llm: LLM, mode: Mode, prompts: Sequence[list[int]], params: SamplingParams) -> list[Completion]:
+    """Return answers of `llm.generate`; TimesDiffer if times differ from the wall's."""
+    started, engine = time.perf_counter(), llm.runtime.engine
+    done = llm.generate(prompts, params, mode=mode)
     check_times(mode, [engine.stats], time.perf_counter() - started, on_gpu=is_on_gpu(engine))
     return done
 

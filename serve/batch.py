@@ -50,15 +50,15 @@ def answer(work: GenerateWork, tasks: TaskQueue, progress: Progress | None = Non
     """Load the engine and return answers; `progress` is None in replicas."""
     if progress is None:
         set_up_logging(os.environ.get("LOGLEVEL", "WARNING"))
-    from sharesd.runtime import Runtime  # late: importing torch takes seconds
+    from sharesd.llm import LLM  # late: importing torch takes seconds
 
-    loaded: list[Runtime] = []
+    loaded: list[LLM] = []
 
     def load() -> ServedModel:
-        runtime = Runtime(work.config, (work.mode,), progress=progress or silent)
-        loaded.append(runtime)
-        runtime.warm_up(work.mode, each_kind=True)
-        return model_of(runtime)
+        llm = LLM.from_config(work.config, (work.mode,), progress=progress or silent)
+        loaded.append(llm)
+        llm.runtime.warm_up(work.mode, each_kind=True)
+        return model_of(llm)
 
     target = work.config.target or EMBEDDED
     named = {"model_name": Path(target).name, "root": target, "mode": work.mode} | work.serving
@@ -69,8 +69,8 @@ def answer(work: GenerateWork, tasks: TaskQueue, progress: Progress | None = Non
             with _running(settings, load) as (service, loop):
                 yield from _answers(service, loop, tasks, work.params.seed)
         finally:
-            for runtime in loaded:
-                runtime.close_trace()
+            for llm in loaded:
+                llm.runtime.close_trace()
 
     return answers()
 

@@ -32,7 +32,7 @@ from sharesd.config import EngineConfig, Mode
 
 if TYPE_CHECKING:
     from serve.engine_thread import ServedModel
-    from sharesd.runtime import Runtime
+    from sharesd.llm import LLM
 
 PROG = "python -m serve"
 EMBEDDED = "SmolLM2-135M-Instruct"
@@ -56,33 +56,33 @@ def load_model(config: EngineConfig, mode: Mode, memory_limit: int | None) -> Se
     With `memory_limit` (bytes of the KV cache), a context of `auto` is the default length, not the model's own. Raises
     ValueError for a larger cache.
     """
-    from sharesd.cli.startup import load_runtime, start_engine
+    from sharesd.cli.startup import load_llm, warm_up
     from sharesd.sampling_params import SamplingParams
 
     if memory_limit is not None:
         config = replace(config, max_context=config.planned_context)
-    runtime = load_runtime(config, (mode,))
-    taken = runtime.cache.nbytes
+    llm = load_llm(config, (mode,))
+    taken = llm.runtime.cache.nbytes
     if memory_limit is not None and taken > memory_limit:
         raise ValueError(
-            f"the KV cache of {config.max_batch} rows of {runtime.max_context} tokens needs {taken / 2**20:.0f} MiB "
+            f"the KV cache of {config.max_batch} rows of {llm.max_context} tokens needs {taken / 2**20:.0f} MiB "
             f"and --memory-limit is {memory_limit / 2**20:.0f} MiB; lower --max-batch or --max-context"
         )
-    start_engine(runtime, mode, SamplingParams(), each_kind=True)
+    warm_up(llm, mode, SamplingParams(), each_kind=True)
     START.end()
-    return model_of(runtime)
+    return model_of(llm)
 
 
-def model_of(runtime: Runtime) -> ServedModel:
+def model_of(llm: LLM) -> ServedModel:
     """Return a loaded model in the form that the server's handlers use."""
     from serve.engine_thread import ServedModel
 
     return ServedModel(
-        engine=runtime.engine,
-        tokenizer=runtime.tokenizer,
-        max_context=runtime.max_context,
-        vocab_size=runtime.target.vocab_size,
-        grammars=runtime.engine.grammars,
+        engine=llm.runtime.engine,
+        tokenizer=llm.tokenizer,
+        max_context=llm.max_context,
+        vocab_size=llm.runtime.target.vocab_size,
+        grammars=llm.runtime.engine.grammars,
     )
 
 

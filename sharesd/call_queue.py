@@ -62,9 +62,10 @@ class Call:
 class CallQueue:
     """Queue of calls on an engine. Thread-safe."""
 
-    def __init__(self, engine: Engine) -> None:
-        """`engine` must not be used otherwise from now on."""
+    def __init__(self, engine: Engine, *, reuse: bool = True) -> None:
+        """Take over an engine, which others must not step while calls run; `reuse`: as in `Engine.add`."""
         self._engine: Engine | None = engine
+        self._reuse = reuse
         self._new: deque[Call] = deque()  # in the order in which they came
         self._running: deque[Call] = deque()  # all of one mode; the next one whose prompt gets a row comes first
         self._owners: dict[Request, Call] = {}
@@ -179,13 +180,14 @@ class CallQueue:
         return True
 
     def _fill_rows(self, engine: Engine) -> None:
-        """Give free rows to prompts of the calls in turn."""
-        num_free = engine.cache.batch - engine.num_running - engine.num_waiting
+        """Give free rows to prompts of the calls in turn; one prompt more waits, so that the engine knows of them."""
+        num_free = engine.cache.batch + 1 - engine.num_running - engine.num_waiting
         for _ in range(min(num_free, sum(call.num_unqueued for call in self._running))):
             while not self._running[0].num_unqueued:
                 self._running.rotate(-1)
             call = self._running[0]
-            request = engine.add(*call.prompts[len(call.requests)], mode=call.mode)
+            prompt = call.prompts[len(call.requests)]
+            request = engine.add(*prompt, mode=call.mode, reuse=self._reuse, call=call)
             self._owners[request] = call
             call.requests.append(request)
             self._running.rotate(-1)

@@ -77,18 +77,42 @@ class LLM:
         for name in (*loaded, mode):
             if name not in registry.modes():
                 raise ValueError(f"mode is {name!r}; choose one of {', '.join(registry.modes())}")
-        self._modes: tuple[Mode, ...] = loaded
-        self._mode = self._loaded(mode)
+        if mode not in loaded:
+            raise _not_loaded(mode, loaded)
         if fields.get("max_batch", 0) is None:
             del fields["max_batch"]
         given = {"max_batch": MAX_BATCH, "prefill_chunk": CHUNK, "target": target, **fields}
-        config = option_values.engine_config(given, modes=(self._mode, *loaded))
-        self._runtime: Runtime | None = Runtime(config, loaded)
-        self._tokenizer, self._max_context = self._runtime.tokenizer, self._runtime.max_context
-        self._vocab_size = self._runtime.target.vocab_size
+        config = option_values.engine_config(given, modes=(mode, *loaded))
+        self._load(config, loaded)
         for name in loaded:
-            self._runtime.warm_up(name, each_kind=True)
-        self._calls = CallQueue(self._runtime.engine)
+            self.runtime.warm_up(name, each_kind=True)
+
+    @classmethod
+    def from_config(cls, config: EngineConfig, modes: Sequence[Mode] = (), *, reuse: bool = True, **hooks: Any) -> LLM:
+        """Load a model without a warm-up; `runtime.warm_up` then compiles and times what is needed of each mode.
+
+        Args:
+            config: all options; its mode is that of calls without one.
+            modes: modes to load; none: the config's.
+            reuse: prompts are not read again as far as a row has their beginning. False: to time all of them.
+            hooks: keywords of `Runtime`, such as `progress`.
+        """
+        made = cls.__new__(cls)
+        made._load(config, tuple(modes) or (config.mode,), reuse=reuse, **hooks)
+        return made
+
+    def _load(self, config: EngineConfig, modes: tuple[Mode, ...], *, reuse: bool = True, **hooks: Any) -> None:
+        self._runtime: Runtime | None = Runtime(config, modes, **hooks)
+        self._mode, self._modes = self._runtime.engine.mode, self._runtime.modes
+        self._tokenizer, self._max_context = self._runtime.tokenizer, self._runtime.max_context
+        self._calls = CallQueue(self._runtime.engine, reuse=reuse)
+
+    @property
+    def runtime(self) -> Runtime:
+        """The loaded model, with its engine: for statistics, reports and warm-ups, while no call runs."""
+        if self._runtime is None:
+            raise _closed()
+        return self._runtime
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -184,24 +208,23 @@ class LLM:
 
     def stream(
         self,
-        prompt: Prompt | Sequence[Message],
+        prompt: Prompt | Sequence[Prompt] | Sequence[Message],
         params: SamplingParams | None = None,
         *,
         mode: Mode | None = None,
     ) -> Generator[TokenChunk, None, None]:
-        """Stream one answer in chunks with `.text` and `.token_ids`.
+        """Stream an answer in chunks with `.text` and `.token_ids`.
 
-        The last chunk has `.finish_reason`. Closing the iterator cancels the request. Other calls may run between
-        chunks.
+        The last chunk of an answer has `.finish_reason`. Closing the iterator cancels the rest. Other calls may run
+        between chunks.
 
         Args:
-            prompt: a text or token ids, as in `generate`, or messages, as in `chat`.
+            prompt: a text or token ids, as in `generate`, or messages, as in `chat`; or a list of texts and token ids,
+                whose chunks come in any order: `.row` is the index of the prompt.
         """
         items = as_list(prompt)
         if items and isinstance(items[0], Mapping):
             asked = [self._chat_ids(items)]
-        elif items and not _is_number(items[0]):
-            raise ValueError(f"stream needs one prompt, not {len(items)}; use generate for several")
         else:
             asked = [self._ids(each) for each in _prompts(prompt, "prompt")]
         if not asked:
@@ -232,7 +255,7 @@ class LLM:
 
     def _loaded(self, mode: Mode) -> Mode:
         if mode not in self._modes:
-            raise ValueError(f"mode {mode!r} is not loaded; loaded are {', '.join(self._modes)}")
+            raise _not_loaded(mode, self._modes)
         return mode
 
     def _ids(self, prompt: str | list[int]) -> list[int]:
@@ -273,6 +296,10 @@ class LLM:
         if cut is not None:
             log.warning("answers may be cut: %s", cut)
         return Call(name, prompts, collected_at_end=whole)
+
+
+def _not_loaded(mode: Mode, modes: Sequence[Mode]) -> ValueError:
+    return ValueError(f"mode {mode!r} is not loaded; loaded are {', '.join(modes)}")
 
 
 def _closed() -> ValueError:

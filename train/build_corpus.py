@@ -57,10 +57,11 @@ def run(args: argparse.Namespace) -> int:
         tokenizer = load_tokenizer(resolve_target(config, progress=progress))
         texts = [tokenizer.encode(text, add_special_tokens=False) for text in given]
         if prompts:
-            from sharesd.runtime import Runtime
+            from sharesd.llm import LLM
 
-            engine = Runtime(config, ("naive",), progress=progress).warm_up("naive")
-            found = answered(engine, prompts, SamplingParams(max_new_tokens=args.max_new_tokens), progress=progress)
+            llm = LLM.from_config(config, ("naive",), progress=progress)
+            llm.runtime.warm_up("naive")
+            found = answered(llm, prompts, SamplingParams(max_new_tokens=args.max_new_tokens), progress=progress)
             texts += _with_beginnings(found)
         tokens = [token for text in texts for token in text]
         build_datastore(tokens, out)

@@ -57,17 +57,17 @@ def run(args: argparse.Namespace) -> int:
     if num_held_out == 0:
         raise ValueError(f"the files hold {len(prompts)} prompts; give at least {HELD_OUT}")
     with loading_bars() as progress:
-        from sharesd.runtime import Runtime  # late: importing torch takes seconds
+        from sharesd.llm import LLM  # late: importing torch takes seconds
 
-        runtime = Runtime(config, ("naive", "recycle"), progress=progress)
-        for mode in runtime.modes:
-            runtime.warm_up(mode)
-        engine = runtime.engine
+        llm = LLM.from_config(config, ("naive", "recycle"), reuse=False, progress=progress)
+        for mode in llm.modes:
+            llm.runtime.warm_up(mode)
+        engine = llm.runtime.engine
         [table] = engine.modes["recycle"].drafter.tables  # type: ignore[union-attr]
-        texts = answered(engine, prompts[num_held_out:], params, mode="naive", progress=progress)
+        texts = answered(llm, prompts[num_held_out:], params, mode="naive", progress=progress)
         fill(table, engine, [[*prompt, *answer] for prompt, answer in texts])
         successors = table.successors.copy()
-        answered(engine, prompts[:num_held_out], params, mode="recycle")  # which teaches hit rates
+        answered(llm, prompts[:num_held_out], params, mode="recycle")  # which teaches hit rates
     table.successors = successors
     table.save(out)
     known = int((successors[:, 0] >= 0).sum())

@@ -13,8 +13,8 @@ from compile.cuda_graphs import Graphs
 from sharesd.config import EngineConfig, Mode
 from sharesd.engine.engine import Engine
 from sharesd.engine.request import Request
+from sharesd.llm import LLM
 from sharesd.reports.environment import num_compiled_graphs
-from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
 
 TABLES: tuple[Mode, ...] = ("naive", "share", "suffix")
@@ -40,8 +40,8 @@ def measure_more(job: Job) -> None:
         _measure(job, replace(_config(job), tree=(2, 4, 8)), TABLES[:2], ["T=0", "T=1"], 96, "trees")
     if job.has_time(40):
         label, together = "requests that join and leave", replace(_config(job), max_batch=ROWS)
-        with job.part(label), loaded(job, together, TABLES, label=label) as runtime:
-            _compare_joining(job, runtime, TABLES, tokens=64)
+        with job.part(label), loaded(job, together, TABLES, label=label) as llm:
+            _compare_joining(job, llm, TABLES, tokens=64)
     _judge(job)
 
 
@@ -54,8 +54,8 @@ def _config(job: Job) -> EngineConfig:
 def _measure(
     job: Job, config: EngineConfig, modes: Sequence[Mode], samplings: Sequence[str], tokens: int, label: str
 ) -> None:
-    with job.part(label), loaded(job, config, modes, label=label) as runtime:
-        compare_modes(job, runtime, modes, samplings, prompts=3, tokens=tokens, label=label)
+    with job.part(label), loaded(job, config, modes, label=label) as llm:
+        compare_modes(job, llm, modes, samplings, prompts=3, tokens=tokens, label=label)
 
 
 def _judge(job: Job) -> None:
@@ -63,10 +63,11 @@ def _judge(job: Job) -> None:
     job.put(all_texts_identical=bool(identical) and all(same == asked for same, asked in identical))
 
 
-def _compare_joining(job: Job, runtime: Runtime, modes: Sequence[Mode], *, tokens: int) -> None:
+def _compare_joining(job: Job, llm: LLM, modes: Sequence[Mode], *, tokens: int) -> None:
     """Compare texts of joining requests with the first mode's requests alone."""
+    runtime = llm.runtime
     count = 3 if job.tiny else 2 * runtime.cache.batch
-    prompts, samplings = prompts_of(runtime, count), list(SAMPLINGS.values())
+    prompts, samplings = prompts_of(llm, count), list(SAMPLINGS.values())
     lengths = [(8 if job.tiny else tokens) * (2 + i % 3) // 4 for i in range(count)]
     asked: list[Asked] = [
         (prompt, replace(samplings[i % len(samplings)], max_new_tokens=length, ignore_eos=True))

@@ -28,6 +28,7 @@ from sharesd.config import EngineConfig, Mode
 from sharesd.drafters.base import DraftContext, Drafter
 from sharesd.drafters.heads.config import HeadConfig
 from sharesd.engine.engine import Engine
+from sharesd.llm import LLM
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.cost_model import Costs
@@ -49,8 +50,8 @@ def measure(job: Job, size: str) -> None:
     """Time plain, draft and verify steps, then answers at known acceptance."""
     prompt = torch.randint(256, (128,), generator=torch.Generator().manual_seed(0)).tolist()
     params = SamplingParams(max_new_tokens=12 if job.tiny else 128, ignore_eos=True)
-    with made_model(job, size, MODES) as runtime:
-        plain = _plain(runtime, prompt, params)
+    with made_model(job, size, MODES) as llm:
+        runtime, plain = llm.runtime, _plain(llm, prompt, params)
         speed, [text] = plain.together.tokens_per_second, plain.token_ids
         _note_products(job, runtime)
         _note_step(job, runtime, "whole steps", 1 / speed)
@@ -58,19 +59,19 @@ def measure(job: Job, size: str) -> None:
             with job.part(mode):
                 costs = runtime.warm_up(mode, params).variant(params, mode).policy.costs
                 _note_costs(job, runtime, mode, costs)
-                _note_gains(job, runtime.engine, mode, prompt, text, params, speed)
+                _note_gains(job, llm, mode, prompt, text, params, speed)
     if job.on_gpu and job.has_time(40):
         library: dict[str, Any] = {"kernels": "torch", "exact": False}
-        with job.part("torch's kernels"), made_model(job, size, MODES[:1], **library) as runtime:
-            speed = _plain(runtime, prompt, params).together.tokens_per_second
-            _note_step(job, runtime, "whole steps, torch's kernels", 1 / speed)
+        with job.part("torch's kernels"), made_model(job, size, MODES[:1], **library) as llm:
+            speed = _plain(llm, prompt, params).together.tokens_per_second
+            _note_step(job, llm.runtime, "whole steps, torch's kernels", 1 / speed)
 
 
-def _plain(runtime: Runtime, prompt: list[int], params: SamplingParams) -> Answers:
+def _plain(llm: LLM, prompt: list[int], params: SamplingParams) -> Answers:
     """Return the second answer of naive; the first may still compile."""
-    engine = runtime.warm_up("naive", params)
-    answer(engine, "naive", [prompt], params)
-    return answer(engine, "naive", [prompt], params)
+    llm.runtime.warm_up("naive", params)
+    answer(llm, "naive", [prompt], params)
+    return answer(llm, "naive", [prompt], params)
 
 
 def _note_step(job: Job, runtime: Runtime, what: str, seconds: float) -> None:
@@ -100,9 +101,10 @@ def _note_costs(job: Job, runtime: Runtime, mode: Mode, costs: Costs) -> None:
 
 
 def _note_gains(
-    job: Job, engine: Engine, mode: Mode, prompt: list[int], text: list[int], params: SamplingParams, speed: float
+    job: Job, llm: LLM, mode: Mode, prompt: list[int], text: list[int], params: SamplingParams, speed: float
 ) -> None:
     """Time answers at each acceptance: best length by costs, then draft policy."""
+    engine = llm.runtime.engine
     variant = engine.variant(params, mode)
     policy, context, costs = variant.policy, variant.round().context, variant.policy.costs
     for alpha in ALPHAS[-1:] if job.tiny else ALPHAS:
@@ -113,7 +115,7 @@ def _note_gains(
             for name, shape in {"x naive": chain(best), "x naive, auto": None}.items():
                 policy.reset(costs, policy.live.measured)
                 policy.pinned = shape
-                found = answer(engine, mode, [prompt], params)
+                found = answer(llm, mode, [prompt], params)
                 row |= {name: found.together.tokens_per_second / speed, f"tau{name[7:]}": found.together.tau}
                 row["identical"] = row.get("identical", True) and found.token_ids == [text]
         policy.pinned = None
@@ -174,7 +176,7 @@ def knowing(engine: Engine, mode: Mode, text: Sequence[int], alpha: float, conte
 
 
 @contextmanager
-def made_model(job: Job, size: str, modes: tuple[Mode, ...], **options: Any) -> Iterator[Runtime]:
+def made_model(job: Job, size: str, modes: tuple[Mode, ...], **options: Any) -> Iterator[LLM]:
     """Load a Llama with an EAGLE head, random weights, and byte tokenizer."""
     name, *numbers = SIZES["tiny" if job.tiny else size]
     config: dict[str, Any] = dict(zip(FIELDS, numbers, strict=True)) | {
@@ -196,8 +198,8 @@ def made_model(job: Job, size: str, modes: tuple[Mode, ...], **options: Any) -> 
         save_file({name: tensor.cpu() for name, tensor in _head(config, job.device)}, head / "model.safetensors")
         sizes: dict[str, Any] = {"max_context": 2048, "tree": "off", "max_draft": 8}
         engine = EngineConfig(target=str(target), heads=(str(head),), device=job.device, **sizes, **options)
-        with loaded(job, engine, modes, partial(_tensors, config, job.device), ", ".join(modes)) as runtime:
-            yield runtime
+        with loaded(job, engine, modes, partial(_tensors, config, job.device), ", ".join(modes)) as llm:
+            yield llm
 
 
 def _tensors(config: dict[str, Any], device: str) -> Iterator[tuple[str, Tensor]]:

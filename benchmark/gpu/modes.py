@@ -15,8 +15,8 @@ from benchmark.gpu.worker import Job
 from benchmark.timed import generate
 from compile.cuda_graphs import Graphs
 from sharesd.config import EngineConfig, Mode
-from sharesd.engine.engine import Engine
 from sharesd.engine.stats import Stats
+from sharesd.llm import LLM
 from sharesd.models.loader import Tensors
 from sharesd.reports.environment import num_compiled_graphs
 from sharesd.reports.questions import load, prompt_ids
@@ -56,30 +56,31 @@ class Answers:
 @contextmanager
 def loaded(
     job: Job, config: EngineConfig, modes: Sequence[Mode], tensors: Tensors | None = None, label: str = ""
-) -> Iterator[Runtime]:
-    """Load a model, yield its runtime, and record load time and memory."""
+) -> Iterator[LLM]:
+    """Load a model, yield it, and record load time and memory."""
     gc.collect()
     copy_bandwidth(job.device)  # takes memory that is not the model's
     if job.on_gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    runtime = Runtime(config, modes, tensors=tensors)
+    llm = LLM.from_config(config, modes, reuse=False, tensors=tensors)
+    runtime = llm.runtime
     row = {"model": label or "all", "load, s": runtime.load_seconds, "weights, GB": runtime.weight_bytes / 1e9}
     try:
-        yield runtime
+        yield llm
     finally:
         peak = {"peak memory, GB": torch.cuda.max_memory_reserved() / 1e9} if job.on_gpu else {}
         job.add("models", {**row, **peak})
 
 
-def prompts_of(runtime: Runtime, count: int) -> list[list[int]]:
+def prompts_of(llm: LLM, count: int) -> list[list[int]]:
     """Return prompts of the first built-in questions."""
-    return [prompt_ids(runtime.tokenizer, question, []) for question in load("mtbench", None, count).questions]
+    return [prompt_ids(llm.tokenizer, question, []) for question in load("mtbench", None, count).questions]
 
 
 def compare_modes(
     job: Job,
-    runtime: Runtime,
+    llm: LLM,
     modes: Sequence[Mode],
     samplings: Sequence[str],
     *,
@@ -91,7 +92,7 @@ def compare_modes(
 
     All modes of a sampling are warmed up before they are timed, so that later captures and compilations should be 0.
     """
-    asked = prompts_of(runtime, 1 if job.tiny else prompts)
+    runtime, asked = llm.runtime, prompts_of(llm, 1 if job.tiny else prompts)
     answers: dict[tuple[str, str], Answers] = {}
     for sampling in samplings:
         if answers and not job.has_time(45):
@@ -107,7 +108,7 @@ def compare_modes(
             warmed[mode] = {"warm up, s": warm_s, "captures": Graphs.num_captures - captured, **more}
         for mode in modes:
             captured, compiled = Graphs.num_captures, num_compiled_graphs()
-            found = answers[mode, sampling] = answer(runtime.engine, mode, asked, params)
+            found = answers[mode, sampling] = answer(llm, mode, asked, params)
             base = answers[modes[0], sampling]
             same = sum(a == b for a, b in zip(found.token_ids, base.token_ids, strict=True))
             row: dict[str, Any] = {**({"model": label} if label else {}), "mode": mode, "sampling": sampling}
@@ -118,12 +119,12 @@ def compare_modes(
     return answers
 
 
-def answer(engine: Engine, mode: Mode, prompts: Sequence[list[int]], params: SamplingParams) -> Answers:
+def answer(llm: LLM, mode: Mode, prompts: Sequence[list[int]], params: SamplingParams) -> Answers:
     """Return the answers to prompts, which run one by one."""
     found = Answers([], [])
     for prompt in prompts:
-        found.token_ids.append(generate(engine, mode, [prompt], params)[0].token_ids)
-        found.stats.append(engine.stats)
+        found.token_ids.append(generate(llm, mode, [prompt], params)[0].token_ids)
+        found.stats.append(llm.runtime.engine.stats)
     return found
 
 

@@ -65,10 +65,10 @@ def run(job: Job, size: str, cases: Sequence[OffloadCase], *, prompts: int, toke
         options: dict[str, Any] = {"mode": case.mode, "offload": offload, "max_draft": MAX_DRAFT}
         options["quant"] = QuantConfig(bits=case.bits, head_bits=case.bits)
         model = widened_model(job, size, (case.mode,), label=case.label, **options)
-        with job.part(case.label), model as runtime, closing(runtime):
+        with job.part(case.label), model as llm, closing(llm):
             memory = {"loading, GB": _peak_gb(job)}
-            engine = runtime.warm_up(case.mode, params)
-            found = answer(engine, case.mode, prompts_of(runtime, prompts), params)
+            llm.runtime.warm_up(case.mode, params)
+            found = answer(llm, case.mode, prompts_of(llm, prompts), params)
             texts, speed = texts or found.token_ids, found.together.tokens_per_second
             if case.mode == "naive":
                 naive[case.limit] = speed
@@ -77,7 +77,7 @@ def run(job: Job, size: str, cases: Sequence[OffloadCase], *, prompts: int, toke
             row["identical"] = f"{sum(a == b for a, b in zip(found.token_ids, texts, strict=True))} of {len(texts)}"
             job.add(
                 "offload",
-                row | _of_link(runtime, found) | (memory | {"decoding, GB": _peak_gb(job)} if job.on_gpu else {}),
+                row | _of_link(llm.runtime, found) | (memory | {"decoding, GB": _peak_gb(job)} if job.on_gpu else {}),
             )
 
 
@@ -87,7 +87,7 @@ def _of_link(runtime: Runtime, found: Answers) -> dict[str, Any]:
         return {}
     row = {"resident": f"{len(plan.resident)} of {plan.num_blocks}", "tau": stats.tau}
     row["pinned, GB"] = plan.offloaded_bytes / 1e9
-    row["of predicted"] = stats.tokens_per_second / plan.speed_of([sum(rounds) for rounds in stats.accept_lengths])
+    row["of predicted"] = stats.tokens_per_second / plan.speed_of([each.decoded_tokens for each in found.stats])
     row |= {"a pass, ms": 1e3 * stats.verify_s / stats.steps, "its bytes, ms": 1e3 * plan.transfer_s}
     row["MB/token"] = stats.traffic.num_bytes / stats.new_tokens / 1e6
     return row | {"link in use": stats.traffic.utilisation}

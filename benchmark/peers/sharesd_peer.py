@@ -20,18 +20,18 @@ class ShareSD(Peer):
     def __init__(self, settings: PeerSettings) -> None:
         import torch
 
-        from sharesd.runtime import Runtime
+        from sharesd.llm import LLM
 
         super().__init__(settings)
         torch.set_num_threads(settings.num_threads)
-        self._runtime = Runtime(settings.config, modes=settings.modes or tuple(self.variants))
+        self._llm = LLM.from_config(settings.config, settings.modes or tuple(self.variants), reuse=False)
 
     def prepare(self, variant: str) -> None:
-        self._runtime.warm_up(variant)
+        self._llm.runtime.warm_up(variant)
 
     def answer(self, variant: str, prompt: list[int], deliver: Deliver) -> None:
         from sharesd.sampling_params import SamplingParams
 
         params = SamplingParams(max_new_tokens=self.settings.num_tokens, ignore_eos=True)
-        for chunk in self._runtime.engine.stream([prompt], params, mode=variant):
+        for chunk in self._llm.stream(prompt, params, mode=variant):
             deliver(chunk.token_ids)

@@ -23,7 +23,7 @@ from multigpu.data_parallel import Numbered, TaskQueue, run_tasks, start
 from multigpu.journal import Journal
 from sharesd.cli.console import err_console, loading_bars, log_file, set_up_logging
 from sharesd.config import Mode
-from sharesd.engine.engine import Engine
+from sharesd.llm import LLM
 from sharesd.reports import environment
 from sharesd.reports.questions import Question, prompt_format, prompt_ids, require_room
 from sharesd.reports.tables import number, write_json
@@ -95,14 +95,15 @@ def measure_here(run: RunConfig, state: State | None, done: Done) -> tuple[State
     """Measure turns missing in `done`; return the new state, True if interrupted."""
     announce(run)
     with loading_bars() as progress:
-        runtime = Runtime(run.config, run.modes, progress=progress)
+        llm = LLM.from_config(run.config, run.modes, reuse=False, progress=progress)
+    runtime = llm.runtime
     if runtime.auto is not None:
         err_console.print(str(runtime.auto), highlight=False, markup=False, soft_wrap=True)
     _require_room(run, runtime)
     machine = environment.environment(str(runtime.device))
     if state is not None:
         require_same_machine(state["environment"], machine, run.out_dir)
-    _warm_up(run, runtime)
+    _warm_up(run, llm)
     state = state or {"format": environment.FORMAT, "settings": run.settings, "environment": machine, "sessions": []}
     session = _session(runtime)
     state["sessions"].append(session)
@@ -114,7 +115,7 @@ def measure_here(run: RunConfig, state: State | None, done: Done) -> tuple[State
             log.info("%s", run.settings["command"])
             for number_, index in _order(run):
                 question = run.questions.questions[index]
-                for mode, record in measure_question(runtime.engine, number_, index, question, run.params, done):
+                for mode, record in measure_question(llm, number_, index, question, run.params, done):
                     recorder.add(mode, record)
                 session |= _usage(runtime, graphs_before)
                 write_json(state_file, state)
@@ -180,21 +181,22 @@ def measure_on_replicas(run: RunConfig, state: State | None, done: Done) -> tupl
 def answer_tasks(run: RunConfig, tasks: TaskQueue) -> Iterator[Numbered]:
     """Load, warm up, and answer the tasks' questions, in a replica."""
     set_up_logging(os.environ.get("LOGLEVEL", "WARNING"))
-    runtime = Runtime(run.config, run.modes)
+    llm = LLM.from_config(run.config, run.modes, reuse=False)
+    runtime = llm.runtime
     _require_room(run, runtime)
     machine = environment.environment(str(runtime.device))
-    _warm_up(run, runtime, quiet=True)
+    _warm_up(run, llm, quiet=True)
     session, graphs_before = _session(runtime), environment.num_compiled_graphs()
     while (task := tasks.take(wait=True)) is not None:
         number_, (repetition, index, done) = task
         question = run.questions.questions[index]
-        turns = list(measure_question(runtime.engine, repetition, index, question, run.params, done))
+        turns = list(measure_question(llm, repetition, index, question, run.params, done))
         session |= _usage(runtime, graphs_before)
         yield number_, Answered(os.getpid(), machine, session, turns)
 
 
 def measure_question(
-    engine: Engine,
+    llm: LLM,
     run: int,
     index: int,
     question: Question,
@@ -207,18 +209,19 @@ def measure_question(
         for turn in range(1, len(question.turns) + 1):
             key = (run, question.id, turn)
             if key not in done[mode]:
-                prompt = prompt_ids(engine.tokenizer, question, answers)
-                done[mode][key] = measure_turn(engine, mode, prompt, params, run=run, question=question, turn=turn)
+                prompt = prompt_ids(llm.tokenizer, question, answers)
+                done[mode][key] = measure_turn(llm, mode, prompt, params, run=run, question=question, turn=turn)
                 yield mode, done[mode][key]
             answers.append(done[mode][key].text)
 
 
 def measure_turn(
-    engine: Engine, mode: Mode, prompt: list[int], params: SamplingParams, *, run: int, question: Question, turn: int
+    llm: LLM, mode: Mode, prompt: list[int], params: SamplingParams, *, run: int, question: Question, turn: int
 ) -> TurnRecord:
-    engine.label = {"run": run, "question_id": question.id, "turn": turn}
-    [completion] = generate(engine, mode, [prompt], params)
-    stats = engine.stats
+    llm.runtime.engine.label = {"run": run, "question_id": question.id, "turn": turn}
+    [completion] = generate(llm, mode, [prompt], params)
+    stats = completion.stats
+    assert stats is not None
     accepted_by = Counter(name for name in completion.drafters if name is not None)
     numbers = {name: str(number) for number, name in enumerate(accepted_by)}
     assert completion.finish_reason is not None and stats.new_tokens == len(completion.token_ids)
@@ -256,13 +259,14 @@ def _require_room(run: RunConfig, runtime: Runtime) -> None:
     require_room(runtime.tokenizer, run.questions.questions, **lengths)
 
 
-def _warm_up(run: RunConfig, runtime: Runtime, *, quiet: bool = False) -> None:
+def _warm_up(run: RunConfig, llm: LLM, *, quiet: bool = False) -> None:
     """Compile all shapes of each mode, and answer a prompt."""
-    prompt = prompt_ids(runtime.tokenizer, run.questions.questions[0], [])
+    runtime, prompt = llm.runtime, prompt_ids(llm.tokenizer, run.questions.questions[0], [])
     short = replace(run.params, max_new_tokens=min(WARM_UP_TOKENS, run.params.max_new_tokens))
     for mode in run.modes:
         with nullcontext() if quiet else err_console.status(f"compiling and warming up {mode}"):
-            runtime.warm_up(mode, run.params).generate([prompt], short, mode=mode)
+            runtime.warm_up(mode, run.params)
+            llm.generate([prompt], short, mode=mode)
     if not quiet:
         warm = "  ".join(f"{mode} {runtime.report(mode).compile_seconds:.1f} s" for mode in run.modes)
         err_console.print(f"loaded in {runtime.load_seconds:.1f} s; warmed up: {warm}", highlight=False, soft_wrap=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,9 +18,9 @@ from sharesd.field_types import DefaultLimit
 from sharesd.models.checkpoint import Progress
 from sharesd.reports import environment
 from sharesd.reports.questions import Question, prompt_ids
+from sharesd.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from sharesd.runtime import Runtime
     from sharesd.startup.resolve import ResolvedConfig
     from sharesd.weights.kept_calibration import Answer
 
@@ -108,48 +107,20 @@ def require_resident(resolved: ResolvedConfig) -> None:
 
 def own_answers(config: EngineConfig, progress: Progress) -> list[Answer]:
     """Return the model's own answers to the built-in prompts, at temperature 0.7; some may be empty."""
-    from sharesd.runtime import Runtime
+    from sharesd.llm import LLM
     from sharesd.weights.kept_calibration import Answer
 
     plain = replace(config, mode="naive", max_batch=BATCH, max_context=DefaultLimit(MAX_CONTEXT), quant=QuantConfig())
-    runtime = Runtime(plain, ("naive",), progress=progress)
-    room = runtime.max_context - MAX_NEW_TOKENS
     lines = PROMPTS.read_text("utf-8").splitlines()
     questions = [Question(id=number, category="", turns=(text,)) for number, text in enumerate(lines)]
-    prompts = [ids for ids in (prompt_ids(runtime.tokenizer, each, []) for each in questions) if len(ids) <= room]
-    found: list[Answer] = []
-    for first in range(0, len(prompts), BATCH):
-        here = prompts[first : first + BATCH]
-        answers: list[list[int]] = [[] for _ in here]
-        for number, tokens in enumerate(_sampled(runtime, here)):
-            for answer, token in zip(answers, tokens, strict=False):
-                if not answer or answer[-1] not in runtime.target.eos_ids:
-                    answer.append(token)
-            progress(
-                "answering prompts", first * MAX_NEW_TOKENS + (number + 1) * len(here), len(prompts) * MAX_NEW_TOKENS
-            )
-            if all(answer[-1] in runtime.target.eos_ids for answer in answers):
-                break
-        found += map(Answer, here, answers)
-    progress("answering prompts", len(prompts) * MAX_NEW_TOKENS, len(prompts) * MAX_NEW_TOKENS)
-    runtime.close()
-    return found
-
-
-def _sampled(runtime: Runtime, prompts: Sequence[list[int]]) -> Iterator[list[int]]:
-    """Yield the next token of each row of a batch, as often as answers are long."""
-    import torch
-
-    from sharesd.models.prefill import prefill
-
-    dice = torch.Generator().manual_seed(0)
-    with torch.inference_mode():
-        cache = runtime.cache
-        rows = [*prompts, *[[] for _ in range(cache.batch - len(prompts))]]
-        logits_BV = prefill(runtime.step, cache, rows, [0] * cache.batch)
-        for _ in range(MAX_NEW_TOKENS):
-            chances_BV = (logits_BV.float().cpu() / TEMPERATURE).softmax(-1)
-            tokens_B1 = torch.multinomial(chances_BV, 1, generator=dice)
-            yield tokens_B1[:, 0].tolist()
-            logits_BV = runtime.step.forward(tokens_B1.to(cache.lengths.device), cache)[:, 0]
-            cache.lengths.add_(1)
+    params = SamplingParams(max_new_tokens=MAX_NEW_TOKENS, temperature=TEMPERATURE, seed=0)
+    with LLM.from_config(plain, ("naive",), progress=progress) as llm:
+        room = llm.max_context - MAX_NEW_TOKENS
+        prompts = [ids for ids in (prompt_ids(llm.tokenizer, each, []) for each in questions) if len(ids) <= room]
+        answers: list[list[int]] = [[] for _ in prompts]
+        num_ended = 0
+        for chunk in llm.stream(prompts, params) if prompts else ():
+            answers[chunk.row] += chunk.token_ids
+            num_ended += chunk.finish_reason is not None
+            progress("answering prompts", num_ended, len(prompts))
+    return list(map(Answer, prompts, answers))

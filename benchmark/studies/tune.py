@@ -29,8 +29,8 @@ from sharesd.reports.tables import Section
 from sharesd.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from sharesd.engine.engine import Engine
     from sharesd.engine.stats import Stats
+    from sharesd.llm import LLM
     from sharesd.speculation.cost_model import Costs
 
 NUM_QUESTIONS, MAX_NEW_TOKENS = 4, 96
@@ -154,12 +154,13 @@ def measure(
 ) -> Measured:
     """Load, measure and free one setting."""
     from sharesd.engine.stats import Stats
+    from sharesd.llm import LLM  # torch takes seconds, mistakes should not
     from sharesd.models.decoder import Decoder
-    from sharesd.runtime import Runtime  # torch takes seconds, mistakes should not
     from sharesd.speculation.draft_tree import chain
     from sharesd.startup.cost_profiler import measure_costs
 
-    runtime = Runtime(config, ("naive", "share"), progress=progress)
+    llm = LLM.from_config(config, ("naive", "share"), reuse=False, progress=progress)
+    runtime = llm.runtime
     sizes = {"max_new_tokens": params.max_new_tokens, "max_context": runtime.max_context}
     prompts = list(prompts_of(runtime.tokenizer, asked, **sizes).values())
     for mode in runtime.modes:
@@ -169,7 +170,7 @@ def measure(
     policy.pinned = chain(teacher_draft)
     teacher = Stats()
     for prompt in prompts:
-        engine.generate([prompt], params, mode="share")
+        llm.generate([prompt], params, mode="share")
         teacher.merge(engine.stats)
     agreement = None
     if isinstance(runtime.target, Decoder) and config.tensor_parallel == 1:
@@ -177,7 +178,7 @@ def measure(
     costs, _ = measure_costs(engine, "share", params)
     num_draft = best_length(teacher.alpha, costs, config.max_draft)
     policy.pinned = chain(num_draft)
-    stats, num_identical = take_turns(engine, runtime.modes, prompts, params)
+    stats, num_identical = take_turns(llm, runtime.modes, prompts, params)
     naive_speed, share_speed = (stats[mode].tokens_per_second for mode in ("naive", "share"))
     report = runtime.report("share").quant
     assert report is not None
@@ -211,7 +212,7 @@ def best_length(alpha: float, costs: Costs, max_length: int) -> int:
 
 
 def take_turns(
-    engine: Engine, modes: Sequence[Mode], prompts: Sequence[list[int]], params: SamplingParams
+    llm: LLM, modes: Sequence[Mode], prompts: Sequence[list[int]], params: SamplingParams
 ) -> tuple[dict[str, Stats], int]:
     """Return stats by mode, alternating the order, and the equal answers' number."""
     from sharesd.engine.stats import Stats
@@ -221,8 +222,8 @@ def take_turns(
     for index, prompt in enumerate(prompts):
         answers = []
         for mode in list(modes)[:: -1 if index % 2 else 1]:
-            answers.append(engine.generate([prompt], params, mode=mode)[0].token_ids)
-            stats[mode].merge(engine.stats)
+            answers.append(llm.generate([prompt], params, mode=mode)[0].token_ids)
+            stats[mode].merge(llm.runtime.engine.stats)
         num_identical += answers[0] == answers[1]
     return stats, num_identical
 

@@ -27,6 +27,7 @@ from sharesd.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from sharesd.engine.engine import Engine
+    from sharesd.llm import LLM
 
 NUM_QUESTIONS, MAX_NEW_TOKENS = 8, 64
 MAX_SHOWN = 20
@@ -161,7 +162,7 @@ def _run_against(args: argparse.Namespace) -> int:
 
 
 def compare_answers(
-    engine: Engine,
+    llm: LLM,
     modes: Sequence[Mode],
     prompts: Mapping[str | int, list[int]],
     params: SamplingParams,
@@ -173,21 +174,21 @@ def compare_answers(
     found: dict[Mode, list[Mismatch]] = {mode: [] for mode in modes if mode != "naive"}
     num_tokens = 0
     for question_id, prompt in prompts.items():
-        wanted = engine.generate([prompt], params, mode="naive")[0].token_ids
+        wanted = llm.generate([prompt], params, mode="naive")[0].token_ids
         num_tokens += len(wanted)
         tick()
         for mode, mismatches in found.items():
-            given = engine.generate([prompt], params, mode=mode)[0].token_ids
+            given = llm.generate([prompt], params, mode=mode)[0].token_ids
             tick()
             if given != wanted:
-                mismatches.append(_mismatch(engine, question_id, prompt, wanted, given, params))
+                mismatches.append(_mismatch(llm.runtime.engine, question_id, prompt, wanted, given, params))
     return [
         VerifyCase(
             mode=mode,
             num_draft=num_draft,
             temperature=params.temperature,
             seed=params.seed,
-            verify_width=_verify_width(engine, mode),
+            verify_width=_verify_width(llm.runtime.engine, mode),
             num_turns=len(prompts),
             num_tokens=num_tokens,
             mismatches=tuple(mismatches),
@@ -212,11 +213,11 @@ def _compare(
     total: int,
 ) -> list[VerifyCase]:
     """Return the cases of one draft length, then free the models."""
-    from sharesd.runtime import Runtime  # torch takes seconds, mistakes should not
+    from sharesd.llm import LLM  # torch takes seconds, mistakes should not
 
-    runtime = Runtime(config, modes, progress=progress)
-    sizes = {"max_new_tokens": samplings[0].max_new_tokens, "max_context": runtime.max_context}
-    prompts = prompts_of(runtime.tokenizer, asked, **sizes)
+    llm = LLM.from_config(config, modes, reuse=False, progress=progress)
+    sizes = {"max_new_tokens": samplings[0].max_new_tokens, "max_context": llm.max_context}
+    prompts = prompts_of(llm.tokenizer, asked, **sizes)
     cases: list[VerifyCase] = []
 
     def tick() -> None:
@@ -226,8 +227,8 @@ def _compare(
 
     for params in samplings:
         for mode in modes:
-            runtime.warm_up(mode, params)
-        cases += compare_answers(runtime.engine, modes, prompts, params, num_draft=config.num_draft, tick=tick)
+            llm.runtime.warm_up(mode, params)
+        cases += compare_answers(llm, modes, prompts, params, num_draft=config.num_draft, tick=tick)
     return cases
 
 

@@ -11,7 +11,7 @@ from rich.text import Text
 from compile.start_times import START
 from sharesd.cli.console import err_console, warn
 from sharesd.cli.display import AnswerWriter, legend, one_line, shows_colors, start_table, stats_table
-from sharesd.cli.startup import answer, start_engine
+from sharesd.cli.startup import answer, warm_up
 from sharesd.cli.user_text import read_line, require_utf8
 from sharesd.config import Mode
 from sharesd.data.request_errors import RequestError
@@ -19,7 +19,7 @@ from sharesd.drafters import registry
 from sharesd.engine.outputs import Completion
 from sharesd.engine.stats import Stats
 from sharesd.field_types import DefaultLimit
-from sharesd.runtime import Runtime
+from sharesd.llm import LLM
 from sharesd.sampling_params import SamplingParams, cut_by_context
 
 HELP = {
@@ -36,19 +36,17 @@ TIPS = "A line that ends with \\ continues on the next line. Ctrl-C stops an ans
 class Chat:
     """One conversation, whose mode may change between answers."""
 
-    def __init__(
-        self, runtime: Runtime, mode: Mode, params: SamplingParams, *, system: str | None, verbose: bool
-    ) -> None:
-        if not runtime.tokenizer.has_chat_template:
+    def __init__(self, llm: LLM, mode: Mode, params: SamplingParams, *, system: str | None, verbose: bool) -> None:
+        if not llm.tokenizer.has_chat_template:
             raise ValueError(
                 "this checkpoint has no chat template; use `generate --raw`, or an instruction-tuned checkpoint"
             )
-        cut = cut_by_context([(1, params)], runtime.max_context)
+        cut = cut_by_context([(1, params)], llm.max_context)
         if cut is not None:
             warn(f"answers may be cut: {cut}")
         # Later turns have less room; an answer that is cut is reported then.
         params = replace(params, max_new_tokens=DefaultLimit(params.max_new_tokens))
-        self._runtime, self._params, self._system, self._verbose = runtime, params, system, verbose
+        self._llm, self._params, self._system, self._verbose = llm, params, system, verbose
         self._messages: list[dict[str, str]] = []
         self._warm_modes: set[Mode] = set()
         self._totals: dict[Mode, Stats] = {}
@@ -127,28 +125,27 @@ class Chat:
         """Answer a message, unless stopped before text; ValueError beyond the context."""
         head = [] if self._system is None else [{"role": "system", "content": self._system}]
         asked = [*self._messages, {"role": "user", "content": message}]
-        ids = self._runtime.tokenizer.chat([*head, *asked])
-        engine = self._runtime.engine
-        if len(ids) >= engine.max_context:
+        ids = self._llm.tokenizer.chat([*head, *asked])
+        if len(ids) >= self._llm.max_context:
             raise ValueError(
-                f"the conversation has {len(ids)} tokens and the context holds {engine.max_context}; "
+                f"the conversation has {len(ids)} tokens and the context holds {self._llm.max_context}; "
                 "/reset forgets it, or start with a larger --max-context"
             )
-        writer = AnswerWriter(self._runtime.tokenizer, titles=[message], by_source=self._verbose)
+        writer = AnswerWriter(self._llm.tokenizer, titles=[message], by_source=self._verbose)
         try:
-            (done,) = answer(engine, [ids], self._params, writer.write, mode=self._mode, reuse=True)
+            (done,) = answer(self._llm, [ids], self._params, writer.write, mode=self._mode)
         finally:
             writer.end()
-        self._last = engine.stats
-        self._totals.setdefault(self._mode, Stats()).merge(engine.stats)
+        self._last = stats = self._llm.runtime.engine.stats
+        self._totals.setdefault(self._mode, Stats()).merge(stats)
         if done.text or done.finish_reason:
             self._messages = [*asked, {"role": "assistant", "content": done.text}]
         self._tell_end(done, len(ids) + len(done.token_ids))
         if self._verbose:
-            note(one_line(engine.stats))
+            note(one_line(stats))
 
     def _tell_end(self, done: Completion, num_tokens: int) -> None:
-        limit = self._runtime.max_context
+        limit = self._llm.max_context
         if done.finish_reason is None:
             note("stopped")
         elif done.finish_reason == "length" and num_tokens >= limit:
@@ -157,7 +154,7 @@ class Chat:
             note(f"cut at {self._params.max_new_tokens} tokens; --max-new-tokens allows more")
 
     def _set_mode(self, name: str) -> None:
-        loaded = self._runtime.modes
+        loaded = self._llm.modes
         if not name:
             note(f"mode {self._mode}; loaded: {', '.join(loaded)}")
         elif name not in registry.modes():
@@ -170,7 +167,7 @@ class Chat:
 
     def _switch(self, mode: Mode) -> None:
         if mode not in self._warm_modes:
-            start_engine(self._runtime, mode, self._params)
+            warm_up(self._llm, mode, self._params)
             self._warm_modes.add(mode)
         self._mode = mode
 
@@ -179,12 +176,12 @@ class Chat:
             note("no answer yet")
         else:
             columns = {"last answer": self._last} | {f"all {mode}": total for mode, total in self._totals.items()}
-            err_console.print(stats_table(columns, self._runtime.report(self._mode)))
+            err_console.print(stats_table(columns, self._llm.runtime.report(self._mode)))
 
     def _help(self) -> None:
         width = max(map(len, HELP))
         for command, meaning in HELP.items():
-            note(f"{command:{width}}  {meaning.format(loaded=', '.join(self._runtime.modes))}")
+            note(f"{command:{width}}  {meaning.format(loaded=', '.join(self._llm.modes))}")
         note(TIPS)
 
 

@@ -261,13 +261,13 @@ def _num_tokens(result: dict[str, Any]) -> int:
 
 
 def answer(work: GenerateWork, tasks: TaskQueue, progress: Progress | None = None) -> Iterator[Numbered]:
-    """Load the engine and return answers; `progress` is None in replicas."""
+    """Load the model and return answers; `progress` is None in replicas."""
     if progress is None:
         set_up_logging(os.environ.get("LOGLEVEL", "WARNING"))
-    from sharesd.runtime import Runtime  # late: importing torch takes seconds
+    from sharesd.llm import LLM  # late: importing torch takes seconds
 
-    runtime = Runtime(work.config, (work.mode,), progress=progress or silent)
-    engine = runtime.warm_up(work.mode, work.params)
+    llm = LLM.from_config(work.config, (work.mode,), progress=progress or silent)
+    llm.runtime.warm_up(work.mode, work.params)
 
     def take(wait: bool) -> tuple[int, _Question] | None:
         task = tasks.take(wait)
@@ -275,10 +275,10 @@ def answer(work: GenerateWork, tasks: TaskQueue, progress: Progress | None = Non
 
     def answers() -> Iterator[Numbered]:
         try:
-            for number, question, reason in run_conversations(engine, take):
+            for number, question, reason in run_conversations(llm.runtime.engine, take):
                 yield number, {"error": str(reason)} if reason else question.record()
         finally:
-            runtime.close_trace()
+            llm.runtime.close_trace()
 
     return answers()
 

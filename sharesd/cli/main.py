@@ -144,12 +144,12 @@ def _generate(args: argparse.Namespace) -> int:
         return generate_file.run(args, work)
     config = replace(config, max_batch=len(args.prompts))
 
-    from sharesd.cli.startup import answer, follows, load_runtime, start_engine
+    from sharesd.cli.startup import answer, follows, load_llm, warm_up
 
     prompts = [] if config.tensor_parallel > 1 and follows() else _read_prompts(args.prompts)  # only rank 0 reads stdin
-    runtime = load_runtime(config, (mode,))
-    ids = [encode(runtime.tokenizer, prompt, raw=args.raw, system=system) for prompt in prompts]
-    engine = start_engine(runtime, mode, params)
+    llm = load_llm(config, (mode,))
+    ids = [encode(llm.tokenizer, prompt, raw=args.raw, system=system) for prompt in prompts]
+    warm_up(llm, mode, params)
 
     from sharesd.cli.display import AnswerWriter, legend, shows_colors, start_table, stats_dict, stats_table
     from sharesd.engine.outputs import Completion
@@ -157,23 +157,23 @@ def _generate(args: argparse.Namespace) -> int:
     if args.verbose and not args.json and shows_colors():
         err_console.print(legend())
     titles = [shorten(prompt, 80, placeholder=" …") for prompt in prompts]
-    writer = AnswerWriter(runtime.tokenizer, titles=titles, by_source=args.verbose)
+    writer = AnswerWriter(llm.tokenizer, titles=titles, by_source=args.verbose)
     answers, failure = [Completion() for _ in ids], None
     try:
-        answer(engine, ids, params, (lambda chunk: None) if args.json else writer.write, answers=answers)
+        answer(llm, ids, params, (lambda chunk: None) if args.json else writer.write, answers=answers)
     except RequestError as error:
         failure = error
     writer.end()
-    runtime.close_trace()
-    report = runtime.report(mode)
+    llm.runtime.close_trace()
+    report, stats = llm.runtime.report(mode), llm.runtime.engine.stats
     if args.json:
-        common = {"mode": mode, "stats": stats_dict(engine.stats, report)}
+        common = {"mode": mode, "stats": stats_dict(stats, report)}
         for prompt, done in zip(prompts, answers, strict=True):
             if done.finish_reason != "error":
                 done.logprobs = done.logprobs and [finite(logprob) for logprob in done.logprobs]
                 print(json.dumps({"prompt": prompt, **asdict(done), **common}, ensure_ascii=False), flush=True)
     if args.verbose:
-        err_console.print(stats_table({mode: engine.stats}, report))
+        err_console.print(stats_table({mode: stats}, report))
         err_console.print(start_table(START))
     if failure is not None:
         raise failure
@@ -206,10 +206,10 @@ def _chat(args: argparse.Namespace) -> int:
     modes = tuple(each for each in registry.modes() if each in wanted)
     config = engine_config(args, modes=modes)
 
-    from sharesd.cli.startup import load_runtime
+    from sharesd.cli.startup import load_llm
 
-    runtime = load_runtime(config, modes)
+    llm = load_llm(config, modes)
 
     from sharesd.cli.chat import Chat
 
-    return Chat(runtime, mode, params, system=system, verbose=args.verbose).run()
+    return Chat(llm, mode, params, system=system, verbose=args.verbose).run()

@@ -1,4 +1,4 @@
-"""Start of an engine from options, with progress on stderr, and interactive decoding, which Ctrl-C stops."""
+"""Load of a model with progress on stderr, and interactive decoding, which Ctrl-C stops."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from sharesd.config import EngineConfig, Mode
 from sharesd.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from sharesd.engine.engine import Engine
+    from offload.plan import Plan
     from sharesd.engine.outputs import Completion, TokenChunk
+    from sharesd.llm import LLM
     from sharesd.runtime import Runtime
 
 
@@ -26,8 +27,8 @@ def follows() -> bool:
     return os.environ.get("RANK", "0") != "0"
 
 
-def load_runtime(config: EngineConfig, modes: Sequence[Mode]) -> Runtime:
-    """Load models that modes need; ranks above 0 work and then exit."""
+def load_llm(config: EngineConfig, modes: Sequence[Mode], **options: bool) -> LLM:
+    """Load models that modes need, with options of `LLM.from_config`; ranks above 0 work and then exit."""
     if config.tensor_parallel > 1 and follows():
         from sharesd.cli.tp_worker import follow
 
@@ -37,15 +38,17 @@ def load_runtime(config: EngineConfig, modes: Sequence[Mode]) -> Runtime:
         with START.phase("import torch"):
             import torch  # noqa: F401
         with START.phase("import sharesd"):
-            from sharesd.runtime import Runtime
+            from sharesd.llm import LLM
+
+    def planned(plan: Plan) -> None:
+        err_console.print(plan_table(plan.reasons))
+
     with loading_bars() as progress:
-        runtime = Runtime(
-            config, modes, progress=progress, planned=lambda plan: err_console.print(plan_table(plan.reasons))
-        )
-    chosen = _chosen(runtime)
+        llm = LLM.from_config(config, modes, progress=progress, planned=planned, **options)
+    chosen = _chosen(llm.runtime)
     if chosen:
         err_console.print(chosen, style="dim", highlight=False, markup=False, soft_wrap=True)
-    return runtime
+    return llm
 
 
 def _chosen(runtime: Runtime) -> str:
@@ -56,19 +59,18 @@ def _chosen(runtime: Runtime) -> str:
     return "; ".join(parts)
 
 
-def start_engine(runtime: Runtime, mode: Mode, params: SamplingParams, *, each_kind: bool = False) -> Engine:
+def warm_up(llm: LLM, mode: Mode, params: SamplingParams, *, each_kind: bool = False) -> None:
     with err_console.status(f"compiling mode {mode}"):
-        return runtime.warm_up(mode, params, each_kind=each_kind)
+        llm.runtime.warm_up(mode, params, each_kind=each_kind)
 
 
 def answer(
-    engine: Engine,
+    llm: LLM,
     prompts: Sequence[list[int]],
     params: SamplingParams,
     show: Callable[[TokenChunk], None],
     *,
     mode: Mode | None = None,
-    reuse: bool = False,
     answers: list[Completion] | None = None,
 ) -> list[Completion]:
     """Decode prompts together; Ctrl-C ends unfinished answers with `finish_reason` None.
@@ -77,15 +79,18 @@ def answer(
     """
     from sharesd.engine.outputs import Completion  # late: importing torch takes seconds
 
-    answers = [Completion() for _ in prompts] if answers is None else answers
-    chunks = engine.stream(prompts, params, mode=mode, reuse=reuse)
+    answers, error = [Completion() for _ in prompts] if answers is None else answers, None
+    chunks = llm.stream(prompts, params, mode=mode)
     with suppress(KeyboardInterrupt), ctrl_c_noted() as stopped, closing(chunks):
         for chunk in chunks:
             START.end("first token")
             answers[chunk.row].add(chunk)
             show(chunk)
+            error = error or chunk.error
             if stopped():
-                break
+                return answers
+        if error is not None:
+            raise error
     return answers
 
 

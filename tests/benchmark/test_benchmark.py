@@ -210,7 +210,7 @@ class TestCommand:
         assert all(figures["identical_to_naive"] == 1 for figures in found["modes"].values())
         assert sum(len(answers(mode)) for mode in ("naive", "classic", "share")) == 12
 
-        monkeypatch.setattr(session, "Runtime", None)  # nothing is loaded when nothing is left to measure
+        monkeypatch.setattr(session, "LLM", None)  # nothing is loaded when nothing is left to measure
         Path("out/report.md").unlink()
         status, _, err = run("--resume")
         assert status == 0 and "nothing is left to measure" in err and Path("out/report.md").exists()

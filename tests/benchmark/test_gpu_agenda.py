@@ -277,7 +277,8 @@ def test_a_later_call_goes_on(tmp_path: Path, capsys: Any) -> None:
 def test_drafts_hold_as_often_as_wished(tmp_path: Path) -> None:
     """A drafter that knows the text: rounds accept as many tokens as its right ones in a row, and texts stay."""
     job = Job("cpu", tmp_path / "found")
-    with made.made_model(job, "1b", made.MODES) as runtime:
+    with made.made_model(job, "1b", made.MODES) as llm:
+        runtime = llm.runtime
         prompt, params = list(range(40, 60)), SamplingParams(max_new_tokens=61, ignore_eos=True)
         text = in_mode(runtime, "naive").generate([prompt], params)[0].token_ids
         for mode in ("share", "eagle"):

@@ -209,6 +209,7 @@ class Launching:
         self.cache = SimpleNamespace(lengths=SimpleNamespace(device=torch.device(device)))
         self.stats = Stats()
         self.now = 0.0
+        self.runtime = SimpleNamespace(engine=self)  # it is the LLM, too
 
     def stream(self, prompts: list[list[int]], params: SamplingParams, **_: Any) -> Any:
         self.stats = Stats(num_draft=0, new_tokens=1)
@@ -227,7 +228,7 @@ class Launching:
         for _ in self.stream(prompts, params):
             pass
         self.stats.accept_lengths, self.stats.new_tokens = [[]], 0
-        return [Completion(finish_reason="length")]
+        return [Completion(finish_reason="length", stats=self.stats)]
 
 
 @pytest.fixture

@@ -25,10 +25,10 @@ from quant.config import QuantConfig
 from sharesd import sampling
 from sharesd.cli import options
 from sharesd.config import EngineConfig
+from sharesd.llm import LLM
 from sharesd.models.loader import load_decoder
 from sharesd.models.prefill import prefill
 from sharesd.models.tokenizer import load_tokenizer
-from sharesd.runtime import Runtime
 from sharesd.sampling import sampler
 from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.cost_model import Costs, fit_costs
@@ -102,23 +102,27 @@ def test_a_wrong_acceptance_rule_is_found(
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_position_tokens_and_gaps_of_a_mismatch(tiny: Path, temperature: float) -> None:
     config = EngineConfig(target=str(tiny), dtype="float32", compile="off", max_context=128, num_draft=2)
-    runtime = Runtime(config, ("naive", "share"))
+    llm = LLM.from_config(config, ("naive", "share"))
+    runtime = llm.runtime
     params = SamplingParams(temperature=temperature, seed=3, max_new_tokens=12, ignore_eos=True)
     for mode in runtime.modes:
         runtime.warm_up(mode)
     engine = runtime.engine
     wanted = engine.generate([PROMPTS["b"]], params, mode="naive")[0].token_ids
 
-    class Doctored:
-        """Says something else at position 5 of the second prompt, and stops after position 8 of the first."""
-
+    class OfOneWidth:
         modes, options = {"share": SimpleNamespace(num_draft=2)}, SimpleNamespace(widths=(8,))
 
         def __getattr__(self, name: str) -> Any:
             return getattr(engine, name)
 
+    class Doctored:
+        """Says something else at position 5 of the second prompt, and stops after position 8 of the first."""
+
+        runtime = SimpleNamespace(engine=OfOneWidth())
+
         def generate(self, prompts: list[list[int]], params: SamplingParams, mode: str) -> list[Any]:
-            ids = engine.generate(prompts, params, mode=mode)[0].token_ids
+            ids = llm.generate(prompts, params, mode=mode)[0].token_ids
             if mode == "share":
                 ids = ids[:8] if prompts[0] == PROMPTS["a"] else [*ids[:5], ids[5] ^ 1, *ids[6:]]
             return [SimpleNamespace(token_ids=ids)]
@@ -145,7 +149,7 @@ def test_position_tokens_and_gaps_of_a_mismatch(tiny: Path, temperature: float) 
     for gap, values in ((wrong.logit_gap, logits_V), (wrong.score_gap, scores_V)):
         first, second = values.topk(2).values
         assert gap == pytest.approx(float(first - second), abs=1e-4)
-    [case] = compare_answers(engine, runtime.modes, PROMPTS, params, num_draft=2)
+    [case] = compare_answers(llm, runtime.modes, PROMPTS, params, num_draft=2)
     assert not case.mismatches
 
 
@@ -277,7 +281,7 @@ def test_settings_are_measured_and_the_best_is_kept(tiny: Path, tmp_path: Path, 
 def test_agreement_is_that_of_one_quantized_step_after_each_text(tiny: Path) -> None:
     """Two rows together, one of which ends first, against texts that are read anew for each token."""
     config = EngineConfig(target=str(tiny), quant=QuantConfig.parse("hqq:3:64"), max_batch=2, max_context=128)
-    runtime = Runtime(config, ("naive", "share"))
+    runtime = LLM.from_config(config, ("naive", "share")).runtime
     texts = [[5, 6, 7], list(range(20, 30)), [9, 8]]
     with torch.inference_mode():
         equal, overlaps, cache, first = 0, list[float](), runtime.step.new_cache(1, 64), texts[0]

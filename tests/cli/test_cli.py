@@ -27,6 +27,7 @@ from sharesd import Engine, EngineConfig, SamplingParams
 from sharesd.cli import chat, display, startup
 from sharesd.cli.main import main
 from sharesd.engine.outputs import Completion, Source, TokenChunk
+from sharesd.llm import LLM
 from sharesd.runtime import Runtime
 from tests.helpers.in_mode import in_mode
 from tests.helpers.paths import ROOT
@@ -157,8 +158,8 @@ class Talk:
         self.answers: list[Completion] = []
         admit = Engine._admit
 
-        def spy(engine: Engine, prompts: list, params: SamplingParams, shown: Callable, **how: Any) -> list:
-            done = startup.answer(engine, prompts, params, shown, **how)
+        def spy(llm: LLM, prompts: list, params: SamplingParams, shown: Callable, **how: Any) -> list:
+            done = startup.answer(llm, prompts, params, shown, **how)
             self.asked += prompts
             self.answers += done
             return done
@@ -266,15 +267,16 @@ def test_ctrl_c_ends_the_answer_and_not_the_chat(talk: Talk, monkeypatch: pytest
 
 
 def test_ctrl_c_in_the_middle_of_a_round_leaves_engines_usable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime = Runtime(EngineConfig(target=str(folder), compile="off"), ("naive", "share", "classic"))
+    llm = LLM.from_config(EngineConfig(target=str(folder), compile="off"), ("naive", "share", "classic"))
     params = SamplingParams(max_new_tokens=30, temperature=0.8, seed=3)
-    for mode in runtime.modes:
-        engine = in_mode(runtime, mode)  # type: ignore[arg-type]
-        ids, other = (engine.tokenizer.encode(prompt) for prompt in PROMPTS)
-        (whole,), (whole_other,) = engine.generate([ids], params), engine.generate([other], params)
+    for mode in llm.modes:
+        llm.runtime.warm_up(mode)
+        ids, other = (llm.tokenizer.encode(prompt) for prompt in PROMPTS)
+        (whole,), (whole_other,) = llm.generate(ids, params, mode=mode), llm.generate(other, params, mode=mode)
         for fail_at in (1, 8, 15):
-            engine.generate([other], params)
-            real, calls = type(engine.target).forward, count(1)
+            llm.runtime.engine.forget()
+            llm.generate(other, params, mode=mode)
+            real, calls = type(llm.runtime.engine.target).forward, count(1)
 
             def forward(*args: Any, real: Any = real, fail: int = fail_at, calls: Any = calls, **named: Any) -> Any:
                 logits = real(*args, **named)
@@ -283,11 +285,11 @@ def test_ctrl_c_in_the_middle_of_a_round_leaves_engines_usable(folder: Path, mon
                 return logits
 
             with monkeypatch.context() as patch:
-                patch.setattr(type(engine.target), "forward", forward)
-                (part,) = startup.answer(engine, [ids], params, lambda chunk: None)
+                patch.setattr(type(llm.runtime.engine.target), "forward", forward)
+                (part,) = startup.answer(llm, [ids], params, lambda chunk: None, mode=mode)
             assert part.finish_reason is None and whole.text.startswith(part.text)
             for prompt, expected in ((other, whole_other), (ids, whole)):
-                (again,) = engine.generate([prompt], params, reuse=True)
+                (again,) = llm.generate(prompt, params, mode=mode)
                 assert again.token_ids == expected.token_ids
 
 

@@ -205,7 +205,7 @@ def test_all_modes_have_the_heads_that_come_with_the_model() -> None:
 
 def test_help_of_chat_names_the_modes_that_are_loaded(capsys: pytest.CaptureFixture[str]) -> None:
     talk = object.__new__(chat.Chat)
-    talk._runtime = SimpleNamespace(modes=("naive", "suffix"))  # type: ignore[assignment]
+    talk._llm = SimpleNamespace(modes=("naive", "suffix"))  # type: ignore[assignment]
     talk._help()
     err = capsys.readouterr().err
     assert "/mode NAME" in err and "naive, suffix" in err and "{" not in err

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -16,12 +17,22 @@ import numpy as np
 import pytest
 import torch
 
-from sharesd import LLM, EngineConfig, OffloadConfig, PipelineConfig, QuantConfig, SamplingParams
+from sharesd import (
+    LLM,
+    Completion,
+    EngineConfig,
+    OffloadConfig,
+    PipelineConfig,
+    QuantConfig,
+    SamplingParams,
+    TokenChunk,
+)
 from sharesd import llm as llm_module
 from sharesd.call_queue import Call
 from sharesd.config import Mode
 from sharesd.drafters import registry
 from sharesd.engine.engine import Engine
+from sharesd.engine.round_launcher import RoundLauncher
 from sharesd.models.loader import decoder_config
 from sharesd.runtime import Runtime
 from sharesd.startup.option_values import engine_config
@@ -121,6 +132,53 @@ def test_chat_applies_the_template(llm: LLM) -> None:
     assert "".join(piece.text for piece in llm.stream(USER, GREEDY)) == done.text
     asked, read = ([USER, [{"role": role, "content": "be red"}, *USER], USER] for role in ("developer", "system"))
     assert llm.chat(asked, SAMPLED) == llm.generate([llm.tokenizer.chat(each) for each in read], SAMPLED)
+
+
+def test_several_answers_are_streamed_by_the_index_of_their_prompt(llm: LLM, expected: dict[int, Any]) -> None:
+    found: list[list[int]] = [[] for _ in PROMPTS]
+    for chunk in llm.stream(PROMPTS, SAMPLED, mode="suffix"):
+        found[chunk.row] += chunk.token_ids
+    assert found == expected[SAMPLED.seed]
+
+
+def test_a_call_alone_reads_all_its_prompts_first_and_two_calls_take_turns(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who waits for a whole call gains from rounds of all rows; who shares with others must not wait for their prompts.
+
+    Stats of the call begin with it.
+    """
+    seen: list[tuple[int, bool]] = []  # rows that are decoded, and whether a single caller waits for them
+    launch = RoundLauncher.launch
+
+    def noted(self: RoundLauncher, *before: Any) -> Any:
+        seen.append((len(self._scheduler.live), self._scheduler.only_call is not None))
+        return launch(self, *before)
+
+    monkeypatch.setattr(RoundLauncher, "launch", noted)
+    done = llm.generate(PROMPTS[:2], GREEDY, mode="naive")
+    assert seen == [(2, True)] * 11
+    stats = llm.runtime.engine.stats
+    assert (stats.steps, stats.new_tokens) == (11, sum(len(each.token_ids) for each in done)) == (11, 24)
+    del seen[:]
+    stream = llm.stream(PROMPTS[0], LONG, mode="naive")
+    next(stream)
+    llm.generate(PROMPTS[1], GREEDY, mode="naive")
+    stream.close()
+    assert (2, False) in seen and (2, True) not in seen
+
+
+def test_prompts_that_are_timed_are_read_whole(options: dict[str, Any], expected: dict[int, Any]) -> None:
+    config = engine_config({**options, "prefill_chunk": 512}, modes=("naive",))
+    for reuse in (False, True):
+        with LLM.from_config(replace(config, mode="naive"), reuse=reuse) as made:
+            assert (made.mode, made.modes) == ("naive", ("naive",))
+            for _ in range(2):
+                *_, last = made.stream(PROMPTS[3], GREEDY)
+            assert last.request.cached_tokens == (26 if reuse else 0)
+            assert made.generate(PROMPTS[3], GREEDY)[0].token_ids == expected[GREEDY.seed][3]
+    with pytest.raises(ValueError, match="this LLM is closed"):
+        made.runtime.warm_up()
 
 
 def test_tools_and_variables_reach_the_template(options: dict[str, Any], tmp_path: Path) -> None:
@@ -310,7 +368,6 @@ def test_wrong_arguments_are_refused_by_name_and_stop_their_own_call_alone(llm: 
         (llm.generate, ("the",), {"mode": ""}, "mode '' is not loaded"),
         (llm.generate, ("the",), {"mode": "eagle"}, "mode 'eagle' is not loaded; loaded are naive, share, suffix"),
         (llm.stream, ("the",), {"mode": "fast"}, "mode 'fast' is not loaded"),
-        (llm.stream, (["the", "cat"],), {}, "stream needs one prompt, not 2"),
         (llm.stream, ([],), {}, r"prompt is \[\]; give a text, token ids or messages"),
         (llm.stream, ([1, "a"],), {}, r"prompt\[1\] is 'a'; give a whole number"),
         (llm.stream, (5,), {}, "prompt is 5"),
@@ -391,6 +448,33 @@ def test_public_fields() -> None:
     """Fields of EngineConfig are keywords of LLM: whoever renames one breaks programs of others."""
     assert [field.name for field in fields(EngineConfig)] == PUBLIC.split()
     assert [field.name for field in fields(SamplingParams)] == SAMPLING.split()
+
+
+SIGNATURES = {
+    "__init__": "target mode modes fields",
+    "from_config": "config modes reuse hooks",
+    "generate": "prompts params mode",
+    "chat": "messages params tools chat_template_kwargs mode",
+    "stream": "prompt params mode",
+    "close": "",
+    **dict.fromkeys(("__enter__", "max_context", "mode", "modes", "runtime", "tokenizer")),
+}
+RESULTS = {
+    Completion: """token_ids sources drafters text logprobs top_logprobs prompt_logprobs prompt_top_logprobs
+    finish_reason error stats""",
+    TokenChunk: "request token_ids sources drafters text logprobs top_logprobs finish_reason error round",
+}
+
+
+def test_public_names_and_signatures() -> None:
+    public = {name for name in vars(LLM) if not name.startswith("_")}
+    assert public == {name for name in SIGNATURES if not name.startswith("_")}
+    for name, wanted in SIGNATURES.items():
+        if wanted is not None:
+            parameters = [name for name in signature(getattr(LLM, name)).parameters if name != "self"]
+            assert parameters == wanted.split(), name
+    for kind, names in RESULTS.items():
+        assert [field.name for field in fields(kind)] == names.split()
 
 
 def config(mode: str = "share", **given: Any) -> EngineConfig:

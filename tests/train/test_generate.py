@@ -209,10 +209,10 @@ def test_written_skipped_and_failed_are_all(
 ) -> None:
     add = Engine.add
 
-    def refusing(self: Engine, prompt: list[int], *rest: Any) -> Any:
+    def refusing(self: Engine, prompt: list[int], *rest: Any, **options: Any) -> Any:
         if "was red" in self.tokenizer.decode(prompt):
             raise ValueError("the engine does not like this one")
-        return add(self, prompt, *rest)
+        return add(self, prompt, *rest, **options)
 
     monkeypatch.setattr(Engine, "add", refusing)
     assert generate(tmp_path) == 0

@@ -185,11 +185,12 @@ def answer(work: Work, tasks: TaskQueue, progress: Progress | None = None) -> It
     """
     if progress is None:
         set_up_logging(os.environ.get("LOGLEVEL", "WARNING"))
-    from sharesd.runtime import Runtime  # late: importing torch takes seconds
+    from sharesd.llm import LLM  # late: importing torch takes seconds
 
-    runtime = Runtime(work.config, (work.mode,), progress=progress or silent)
-    engine = runtime.warm_up(work.mode, work.warm, each_kind=True)
-    return ((number, reason or talk.record()) for number, talk, reason in run_conversations(engine, tasks.take))
+    llm = LLM.from_config(work.config, (work.mode,), progress=progress or silent)
+    llm.runtime.warm_up(work.mode, work.warm, each_kind=True)
+    talks = run_conversations(llm.runtime.engine, tasks.take)
+    return ((number, reason or talk.record()) for number, talk, reason in talks)
 
 
 def read(files: Sequence[str], limit: int | None, seed: int) -> list[Wanted]:

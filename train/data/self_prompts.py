@@ -100,17 +100,18 @@ def _sample_prompts(config: EngineConfig, params: SamplingParams, num: int, jour
     done = {record["index"] for record in _sampled(journal.path)}
     left = iter([index for index in range(num) if index not in done])
     with loading_bars() as progress:
-        from sharesd.runtime import Runtime  # late: importing torch takes seconds
+        from sharesd.llm import LLM  # late: importing torch takes seconds
 
-        engine = Runtime(config, ("naive",), progress=progress).warm_up("naive", params)
-        begin = before_user(engine.tokenizer)
+        llm = LLM.from_config(config, ("naive",), progress=progress)
+        llm.runtime.warm_up("naive", params)
+        begin = before_user(llm.tokenizer)
 
         def take(wait: bool) -> tuple[int, _Prompt] | None:
             index = next(left, None)
             return None if index is None else (index, _Prompt(begin, params, index))
 
         progress("prompts", len(done), num)
-        for number, (index, prompt, mistake) in enumerate(run_conversations(engine, take), 1 + len(done)):
+        for number, (index, prompt, mistake) in enumerate(run_conversations(llm.runtime.engine, take), 1 + len(done)):
             if mistake is not None:
                 raise mistake
             journal.add(

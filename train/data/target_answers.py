@@ -11,7 +11,7 @@ from sharesd.config import Mode
 from sharesd.models.checkpoint import Progress, silent
 
 if TYPE_CHECKING:
-    from sharesd.engine.engine import Engine
+    from sharesd.llm import LLM
     from sharesd.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def answered(
-    engine: Engine,
+    llm: LLM,
     prompts: Sequence[str],
     params: SamplingParams,
     *,
@@ -54,12 +54,10 @@ def answered(
     Prompts without room for an answer in the context are left out, with a warning. Raises ValueError if no prompt is
     left.
     """
-    asked = [
-        ids for ids in map(engine.tokenizer.ask, prompts) if len(ids) + params.max_new_tokens <= engine.max_context
-    ]
+    asked = [ids for ids in map(llm.tokenizer.ask, prompts) if len(ids) + params.max_new_tokens <= llm.max_context]
     if not asked:
         raise ValueError(
-            f"no prompt leaves room for {params.max_new_tokens} new tokens in a context of {engine.max_context}; "
+            f"no prompt leaves room for {params.max_new_tokens} new tokens in a context of {llm.max_context}; "
             "raise --max-context or lower --max-new-tokens"
         )
     if len(asked) < len(prompts):
@@ -67,10 +65,10 @@ def answered(
             "%d of %d prompts are too long for the context and left out", len(prompts) - len(asked), len(prompts)
         )
     found = []
-    for first in range(0, len(asked), engine.cache.batch):
+    for first in range(0, len(asked), BATCH):
         progress("answering prompts", first, len(asked))
-        group = asked[first : first + engine.cache.batch]
-        answers = engine.generate(group, params, mode=mode)
+        group = asked[first : first + BATCH]
+        answers = llm.generate(group, params, mode=mode)
         found += [(ids, done.token_ids) for ids, done in zip(group, answers, strict=True)]
     progress("answering prompts", len(asked), len(asked))
     return found
