@@ -15,28 +15,25 @@ import torch
 from compile.cuda_graphs import Graphs
 from compile.start_times import START
 from multigpu.tensor_parallel import UNSHARDED
-from offload.plan import DEPTHS, Plan
+from offload.plan import Plan
 from sharesd import __version__
 from sharesd.config import EngineConfig, Mode, PlanOnly
 from sharesd.drafters import registry
-from sharesd.drafters.base import BuildInputs, Drafter, num_bytes
-from sharesd.drafters.registry import Need
+from sharesd.drafters.base import BuildInputs, Drafter
 from sharesd.drafters.selection import active_drafters
 from sharesd.engine.engine import Engine
 from sharesd.engine.options import EngineOptions
 from sharesd.engine.stats import Stats
 from sharesd.kvcache.static import StaticKVCache
-from sharesd.models.base import CausalModel
 from sharesd.models.checkpoint import Progress, silent
-from sharesd.models.decoder import Decoder
 from sharesd.models.loader import Tensors
 from sharesd.models.prefill import PIECES, prefill
 from sharesd.models.tokenizer import load_tokenizer
 from sharesd.sampling_params import SamplingParams
 from sharesd.startup.cache_keys import costs_file, kv_identity
+from sharesd.startup.loaded_model import LoadedModel
 from sharesd.startup.report import LoadReport
 from sharesd.startup.resolve import ResolvedConfig, resolve_config
-from sharesd.startup.steps import TargetSteps
 from sharesd.startup.target import BlockSource, ModelLoader, find_draft_model, prepare_cpu
 from sharesd.startup.warmup import warm_up, warm_up_all_variants
 from sharesd.weights.draft_heads import DraftHeads
@@ -100,10 +97,10 @@ class Runtime:
         prepare_cpu(resolved)
         with START.phase("tokenizer"):
             self.tokenizer = load_tokenizer(resolved.folder, config.target)
-        self._draft_folder = find_draft_model(resolved, self.tokenizer, progress)
+        draft_folder = find_draft_model(resolved, self.tokenizer, progress)
         heads = DraftHeads(resolved.config, resolved.drafters, progress)
         heads.check(resolved.folder)
-        self._cost_folders = [*filter(None, [self._draft_folder]), *heads.folders.values()]
+        self._cost_folders = [*filter(None, [draft_folder]), *heads.folders.values()]
         self._group, part = None, UNSHARDED
         if resolved.is_sharded:
             options, chosen, folder = resolved.config, resolved.modes, resolved.folder
@@ -114,26 +111,25 @@ class Runtime:
             )
             resolved = replace(resolved, device=device)
         self._resolved = resolved
-        self._loader = ModelLoader(resolved, part=part, tensors=tensors, progress=progress)
+        loader = ModelLoader(resolved, part=part, tensors=tensors, progress=progress)
         with START.phase("weights"):
-            self._target = self._loader.load_target(heads, offload)
+            loader.load_target(heads, offload)
         with START.phase("steps and KV cache"):
-            self._steps = TargetSteps(resolved, self._target, self._loader.switch, self._group)
+            self.model = model = LoadedModel(resolved, loader, group=self._group, draft_folder=draft_folder)
         self._prompt_cache = self._open_prompt_cache()
-        inputs = self._build_inputs()
         with START.phase("drafters"):
-            self._drafters: dict[str, Drafter | None] = {mode: _build_drafter(mode, inputs) for mode in resolved.modes}
+            self._drafters: dict[str, Drafter | None] = {mode: _build_drafter(mode, model) for mode in resolved.modes}
         # The mode of calls without one is the config's, if it is loaded.
         modes_in_order = sorted(resolved.modes, key=lambda mode: mode != resolved.config.mode)
-        self.engine = self._new_engine({mode: self._drafters[mode] for mode in modes_in_order}, self._steps.cache)
+        self.engine = self._new_engine({mode: self._drafters[mode] for mode in modes_in_order}, model.cache)
         self.load_seconds = time.perf_counter() - started
         self.compile_seconds: dict[Mode, float] = {}
         self.config, self.modes, self.compile = resolved.config, resolved.modes, resolved.compile
         self.device, self.dtype, self.tree = resolved.device, resolved.dtype, resolved.tree
-        self.target, self.streamed = self._target.model, self._target.streamed
-        self.weight_bytes = self._target.weight_bytes
-        self.max_context, self.context_reason = self._target.context
-        self.cache, self.step = self._steps.cache, self._steps.step
+        self.target, self.streamed = model.target, model.streamed
+        self.weight_bytes = loader.weight_bytes
+        self.max_context, self.context_reason = loader.context
+        self.cache, self.step = model.cache, model.step
 
     def warm_up(
         self, mode: Mode | None = None, params: SamplingParams | None = None, *, each_kind: bool = False
@@ -148,14 +144,14 @@ class Runtime:
         mode, engine = mode or self.config.mode, self.engine
         engine.of_mode(mode)  # raises ValueError
         engine.trace = None  # warm-up is left out
-        started, graphs = time.perf_counter(), self._steps.graphs
+        started, graphs = time.perf_counter(), self.model.graphs
         num_before, bytes_before = Graphs.num_captures, 0 if graphs is None else graphs.nbytes
         params = params or SamplingParams()
         costs = costs_file(
             self._resolved,
             mode,
             params,
-            widths=self._steps.widths.widths,
+            widths=self.model.widths.widths,
             streamed=self.streamed,
             folders=self._cost_folders,
         )
@@ -178,7 +174,7 @@ class Runtime:
 
     def new_plain_engine(self) -> Engine:
         """Return an engine of mode naive with its own KV cache, which can alternate with another engine."""
-        return self._new_engine({registry.NAIVE: None}, self._steps.new_cache())
+        return self._new_engine({registry.NAIVE: None}, self.model.new_cache())
 
     def report(self, mode: Mode | None = None) -> LoadReport:
         """Return the times and bytes of loading and warming up a mode."""
@@ -188,7 +184,7 @@ class Runtime:
             compile_seconds=self.compile_seconds.get(mode, 0.0),
             weight_bytes=self.weight_bytes,
             max_context=self.max_context,
-            quant=self._loader.reports.get(mode),
+            quant=self.model.loader.reports.get(mode),
             resident_share=1.0 if self.streamed is None else self.streamed.resident_share,
             predicted=self.plan.tokens_per_second if self.plan is not None and self.plan.offloads else None,
         )
@@ -226,39 +222,10 @@ class Runtime:
                 prefill(model, cache, [tokens] + [[] for _ in range(cache.batch - 1)], [0] * cache.batch)
             cache.lengths.fill_(1)
 
-    def _build_inputs(self) -> BuildInputs:
-        resolved, target, steps, loader = self._resolved, self._target, self._steps, self._loader
-        sharing = resolved.drafters_with(Need.QUANTIZED_TARGET)
-        return BuildInputs(
-            config=resolved.config,
-            target=target.model,
-            cache=steps.cache,
-            slots=steps.num_slots,
-            max_context=target.context.tokens,
-            device=resolved.device,
-            dtype=resolved.dtype,
-            takes_trees=steps.widths.trees,
-            tree=resolved.tree,
-            chain_lengths=None if target.streamed is None else DEPTHS,
-            continues_trees=resolved.has_async_trees,
-            switch=loader.switch,
-            quantized_bytes=loader.reports[sharing[0]].quantized_bytes if sharing else 0,
-            quantized_step=lambda: steps.quantized_step,
-            second_model=self._second_model,
-            heads={} if target.heads is None else target.heads.by_mode,
-        )
-
-    def _second_model(self) -> tuple[CausalModel, int, Graphs | None]:
-        """Load the second model; return compiled steps, bytes, graphs if captured."""
-        with START.phase("second model"):
-            model = self._loader.load_draft_model(self._draft_folder, self._target)
-        native = isinstance(model, Decoder) and isinstance(self._target.model, Decoder)
-        return self._steps.compile_draft_model(model), num_bytes(model), self._steps.graphs if native else None
-
     def _keeper(self, mode: Mode) -> Callable[[Stats], None] | None:
         """Return a function that keeps acceptance counts for later offload plans."""
         resolved = self._resolved
-        is_kept = resolved.offload is not None and not resolved.in_memory and bool(self._loader.reports)
+        is_kept = resolved.offload is not None and not resolved.in_memory and bool(self.model.loader.reports)
         if not is_kept or mode not in registry.names("self", "model", "mix"):
             return None
         from sharesd.weights.offload_rates import acceptance_recorder
@@ -270,11 +237,11 @@ class Runtime:
     @property
     def _recompute_decoded_kv(self) -> bool:
         resolved = self._resolved
-        return resolved.config.exact and (resolved.device.type == "cuda" or self._steps.widths.depends_on_width)
+        return resolved.config.exact and (resolved.device.type == "cuda" or self.model.widths.depends_on_width)
 
     def _open_prompt_cache(self) -> PromptCache | None:
         """Return the prompt cache, if the options name a folder."""
-        config, cache, recompute = self._resolved.config, self._steps.cache, self._recompute_decoded_kv
+        config, cache, recompute = self._resolved.config, self.model.cache, self._recompute_decoded_kv
         if config.prompt_cache is None:
             return None
         from sharesd.engine.prompt_cache import PromptCache
@@ -288,29 +255,29 @@ class Runtime:
         )
 
     def _new_engine(self, drafters: Mapping[str, Drafter | None], cache: StaticKVCache) -> Engine:
-        resolved, target, steps = self._resolved, self._target, self._steps
-        config, streamed = resolved.config, target.streamed
+        model = self.model
+        config, streamed = model.config, model.streamed
         return Engine(
-            target=steps.step,
+            target=model.step,
             tokenizer=self.tokenizer,
             cache=cache,
             drafters=drafters,
             options=EngineOptions(
-                max_context=target.context.tokens,
+                max_context=model.max_context,
                 model_name=config.target or "the embedded model",
                 auto_length=config.num_draft is None,
-                widths=steps.widths.widths,
+                widths=model.widths.widths,
                 recompute_decoded_kv=self._recompute_decoded_kv,
-                graphs=steps.graphs if steps.can_capture else None,
-                buckets=steps.may_have_buckets and steps.widths.buckets,
-                gumbel=steps.gumbel,
+                graphs=model.graphs if model.can_capture else None,
+                buckets=model.may_have_buckets and model.widths.buckets,
+                gumbel=model.gumbel,
                 max_queue=config.max_queue,
                 prefill_chunk=config.prefill_chunk,
-                async_scheduling=steps.graphs is not None and streamed is None,  # a pass too many takes long
+                async_scheduling=model.graphs is not None and streamed is None,  # a pass too many takes long
                 transfer_stats=None if streamed is None else partial(getattr, streamed.stream, "traffic"),
                 overlap_hook=None if streamed is None else streamed.stream.overlap,
                 on_finish={mode: keeper for mode in drafters if (keeper := self._keeper(mode)) is not None},
-                prompt_cache=self._prompt_cache if cache is steps.cache else None,
+                prompt_cache=self._prompt_cache if cache is model.cache else None,
                 require_trees=config.explicit_tree is not None,
             ),
         )

@@ -11,7 +11,7 @@ from multigpu.failure_detector import EXIT_RANK_LOST, RankLost
 from multigpu.launch import join, local_device
 from sharesd.cli.console import describe
 from sharesd.devices.selection import device_of, use
-from sharesd.startup.steps import run_tp_worker
+from sharesd.startup.loaded_model import run_tp_worker
 
 
 def follow(device: str) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -135,9 +135,8 @@ class Drafter:
         return ()
 
 
-@dataclass(frozen=True, kw_only=True)
 class BuildInputs:
-    """Parts of a loaded model that drafters are built from."""
+    """What drafters may use of a loaded model, to be built from it."""
 
     config: EngineConfig
     target: CausalModel
@@ -158,14 +157,22 @@ class BuildInputs:
     """Trees are expanded while the target waits for its weights."""
     switch: Switch
     """Between the target's linears and their quantized copies."""
-    quantized_bytes: int
-    """Bytes of these copies."""
-    quantized_step: Callable[[], CausalModel]
-    """Return the target as its quantized copies draft."""
-    second_model: Callable[[], tuple[CausalModel, int, Graphs | None]]
-    """Load the second model: compiled step, bytes of weights, graphs if capturable."""
     heads: Mapping[str, nn.Module]
     """Trained heads, by mode."""
+
+    @cached_property
+    def quantized_step(self) -> CausalModel:
+        """The target as its quantized copies draft."""
+        raise NotImplementedError
+
+    @property
+    def quantized_bytes(self) -> int:
+        """Bytes of these copies."""
+        raise NotImplementedError
+
+    def second_model(self) -> tuple[CausalModel, int, Graphs | None]:
+        """Load the second model; return its compiled step, bytes of weights, graphs if it can be captured."""
+        raise NotImplementedError
 
     @property
     def branching(self) -> int:

@@ -6,6 +6,7 @@ import importlib.util
 import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import cache
@@ -275,7 +276,9 @@ def build_model_drafter(spec: DrafterSpec, inputs: BuildInputs) -> Drafter:
     build: Callable[[BuildInputs], Drafter] = imported(spec.build)
     if not spec.base:
         return build(inputs)
-    drafter = build(replace(inputs, heads={**inputs.heads, spec.base: inputs.heads[spec.name]}))
+    renamed = copy(inputs)
+    renamed.heads = {**inputs.heads, spec.base: inputs.heads[spec.name]}
+    drafter = build(renamed)
     drafter.name = spec.name
     return drafter
 

@@ -177,9 +177,18 @@ class RoundLauncher:
             proposed = proposed and batch.round.copy_proposed(proposed)
         marks.append(self._clock.mark())
         self._plain_rounds = 0 if shape.nodes else self._plain_rounds + 1
-        decision = policy.decision()
         return InFlightRound(
-            batch, counted, is_last_call, place, tree, decision, result, marks, started, reasons, proposed
+            batch=batch,
+            counted=counted,
+            is_last_call=is_last_call,
+            place=place,
+            tree=tree,
+            decision=policy.decision(),
+            result=result,
+            marks=marks,
+            started=started,
+            reasons=reasons,
+            proposed=proposed,
         )
 
     def _form_batch(self) -> Batch | None:
@@ -197,9 +206,17 @@ class RoundLauncher:
         upload(self._state.drafts_B, drafts)
         texts = {row: request.tokens for row, request in zip(rows, live, strict=True)}
         plain = [row for row in rows if not drafts[row]]
-        constrained = any(request.matcher is not None for request in live)
-        traced = self.traces_all or any(request.wants_rounds for request in live)
-        return Batch(live, texts, plain, constrained, first, end, variant, variant.round(first, end), traced)
+        return Batch(
+            live=live,
+            texts=texts,
+            plain=plain,
+            constrained=any(request.matcher is not None for request in live),
+            first=first,
+            end=end,
+            variant=variant,
+            round=variant.round(first, end),
+            traced=self.traces_all or any(request.wants_rounds for request in live),
+        )
 
     def _grammar_masks(self, batch: Batch, tree: DraftTree) -> GrammarMaskFn:
         """Return a function that computes grammar masks during the target's pass."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum, auto
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -138,6 +138,21 @@ class _Command(IntEnum):
     SWAP_KV = auto()
 
 
+class _Step(NamedTuple):
+    """Numbers of a step; its tensors follow."""
+
+    number: int
+    """Number of the cache."""
+    first: int
+    end: int
+    slots: int
+    recent: int
+    quantized: int
+    num_tokens: int
+    num_kept: int
+    num_path: int
+
+
 class RankZeroModel:
     """Causal model of rank 0; each step runs on all ranks."""
 
@@ -165,11 +180,21 @@ class RankZeroModel:
     ) -> Tensor:
         """See `sharesd.models.base.CausalModel.forward`."""
         assert isinstance(cache, BroadcastingKVCache)
-        num_kept = 0 if keep_BR is None else keep_BR.shape[1]
-        num_path = 0 if tree_mask is None else tree_mask.path_BTP.shape[2]
+        number, first, end = cache.place
+        step = _Step(
+            number=number,
+            first=first,
+            end=end,
+            slots=cache.slots,
+            recent=cache.recent,
+            quantized=int(self._switch.quantized),
+            num_tokens=tokens_BT.shape[1],
+            num_kept=0 if keep_BR is None else keep_BR.shape[1],
+            num_path=0 if tree_mask is None else tree_mask.path_BTP.shape[2],
+        )
         with self._together(
-            *(_Command.STEP, *cache.place, cache.slots, cache.recent, int(self._switch.quantized)),
-            *(tokens_BT.shape[1], num_kept, num_path),
+            _Command.STEP,
+            *step,
             tensors=[t for t in (cache.lengths, tokens_BT, keep_BR, *(tree_mask or ())) if t is not None],
         ):
             return self._model.forward(tokens_BT, cache, keep_BR, tree_mask)
@@ -231,7 +256,7 @@ def worker_loop(model: CausalModel, switch: Switch, group: Group) -> None:
             batch, slots, *_ = numbers
             caches.append(model.new_cache(batch, slots))
         elif command == _Command.STEP:
-            _step(model, switch, group, caches, numbers)
+            _step(model, switch, group, caches, _Step(*numbers[: len(_Step._fields)]))
         elif command == _Command.KEEP:
             number, first, end, T, *_ = numbers
             cache = caches[number].rows(first, end)
@@ -248,17 +273,14 @@ def worker_loop(model: CausalModel, switch: Switch, group: Group) -> None:
             caches[number].swap_kv(a, b, num_tokens)
 
 
-def _step(
-    model: CausalModel, switch: Switch, group: Group, caches: Sequence[StaticKVCache], numbers: Sequence[int]
-) -> None:
-    number, first, end, slots, recent, low, T, R, P, *_ = numbers
-    B = end - first
-    whole = caches[number]
-    cache = whole.rows(first, end) if slots == whole.slots else whole.row(first, slots)
+def _step(model: CausalModel, switch: Switch, group: Group, caches: Sequence[StaticKVCache], step: _Step) -> None:
+    B, T, R, P = step.end - step.first, step.num_tokens, step.num_kept, step.num_path
+    whole = caches[step.number]
+    cache = whole.rows(step.first, step.end) if step.slots == whole.slots else whole.row(step.first, step.slots)
     shapes = [(B,), (B, T), *([(B, R)] if R else []), *([(B, T), (B, T, P)] if P else [])]
     lengths_B, tokens_BT, *rest = _received(group, cache, *shapes)
     cache.lengths.copy_(lengths_B)
-    cache.recent, switch.quantized = recent, bool(low)
+    cache.recent, switch.quantized = step.recent, bool(step.quantized)
     keep_BR = rest.pop(0) if R else None
     model.forward(tokens_BT, cache, keep_BR, TreeAttentionMask(*rest) if P else None)
 

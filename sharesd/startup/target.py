@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -159,26 +159,6 @@ It returns their prefetcher, and the layout of each record.
 """
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoadedTarget:
-    """The target with its weights as steps need them."""
-
-    model: CausalModel
-    weight_bytes: int
-    """Weights at full precision."""
-    context: Context
-    heads: DraftHeads | None
-    streamed: OffloadedBlocks | None
-    """Offloaded blocks, if there are any."""
-    placed: OffloadLoader | None
-    """Loader of the offload plan, if there is one."""
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        """Depths of hidden states that trained heads read."""
-        return () if self.heads is None else self.heads.taps
-
-
 def prepare_cpu(resolved: ResolvedConfig) -> None:
     """Fix the number of threads, and build C++ kernels of native steps."""
     STEP_THREADS.fix(resolved.config.threads)
@@ -205,7 +185,17 @@ def find_draft_model(resolved: ResolvedConfig, tokenizer: Tokenizer, progress: P
 
 
 class ModelLoader:
-    """Loads the models of one start, in one dtype."""
+    """Loads the models of one start, in one dtype. The attributes of the target are there after `load_target`."""
+
+    target: CausalModel
+    weight_bytes: int
+    """Weights of the target at full precision."""
+    context: Context
+    heads: DraftHeads | None
+    streamed: OffloadedBlocks | None
+    """Offloaded blocks, if there are any."""
+    placed: OffloadLoader | None
+    """Loader of the offload plan, if there is one."""
 
     def __init__(
         self,
@@ -234,7 +224,7 @@ class ModelLoader:
             progress=progress,
         )
 
-    def load_target(self, heads: DraftHeads | None = None, block_source: BlockSource | None = None) -> LoadedTarget:
+    def load_target(self, heads: DraftHeads | None = None, block_source: BlockSource | None = None) -> None:
         """Load the target and its trained heads.
 
         Heads come before the target's linears are quantized, since they may share the LM head.
@@ -274,13 +264,11 @@ class ModelLoader:
                 assert isinstance(model, Decoder)
                 placed.load_head(model)
                 block_source = placed.stream
-        context = self._choose_context(model, () if heads is None else heads.taps)
-        streamed = self._pack_target(model, block_source, is_placed=placed is not None)
-        return LoadedTarget(
-            model=model, weight_bytes=weight_bytes, context=context, heads=heads, streamed=streamed, placed=placed
-        )
+        self.target, self.weight_bytes, self.heads, self.placed = model, weight_bytes, heads, placed
+        self.context = self._choose_context(model, () if heads is None else heads.taps)
+        self.streamed = self._pack_target(model, block_source, is_placed=placed is not None)
 
-    def load_draft_model(self, folder: Path | None, target: LoadedTarget) -> CausalModel:
+    def load_draft_model(self, folder: Path | None) -> CausalModel:
         """Load the second model, or without a folder a quantized target.
 
         Raises:
@@ -288,27 +276,27 @@ class ModelLoader:
         """
         if folder is not None:
             model = self._read(folder, split=self._draft_stage(folder))
-            if model.vocab_size != target.model.vocab_size and self._resolved.config.draft == SMALL:
+            if model.vocab_size != self.target.vocab_size and self._resolved.config.draft == SMALL:
                 raise ValueError(
-                    f"the draft model has {model.vocab_size} logits and the target {target.model.vocab_size}; "
+                    f"the draft model has {model.vocab_size} logits and the target {self.target.vocab_size}; "
                     "give a draft model of the target's family"
                 )
         else:
-            model = self._load_copy(target)
+            model = self._load_copy()
         if isinstance(model, Decoder):
             self._backend.pack_model(model)
             self._backend.finalize(model)
-        if model.max_context < target.context.tokens:
+        if model.max_context < self.context.tokens:
             raise ValueError(
-                f"the draft model's context is {model.max_context} tokens and {target.context.tokens} are requested; "
+                f"the draft model's context is {model.max_context} tokens and {self.context.tokens} are requested; "
                 f"use --max-context {model.max_context}, or another draft model"
             )
         return model
 
-    def _load_copy(self, target: LoadedTarget) -> CausalModel:
+    def _load_copy(self) -> CausalModel:
         """Load a quantized copy of the target, block by block."""
         folder, drafters = self._resolved.folder, self._resolved.drafters_with(Need.SECOND_MODEL)
-        if not isinstance(target.model, Decoder):
+        if not isinstance(self.target, Decoder):
             model = self._read(folder)
             self._record(*drafters, report=self._quantizing.whole(model))
             return model
@@ -319,9 +307,9 @@ class ModelLoader:
             folder,
             tensors=self._tensors,
             on_block_loaded=quantized,
-            mmap_embeddings=target.placed is not None and not self._is_stored,
-            packs=self._is_stored or target.placed is None,
-            stays=target.placed is None,
+            mmap_embeddings=self.placed is not None and not self._is_stored,
+            packs=self._is_stored or self.placed is None,
+            stays=self.placed is None,
             split=self._draft_stage(folder),
         )
         self._record(*drafters, report=quantized.finish())

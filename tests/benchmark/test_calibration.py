@@ -97,7 +97,7 @@ def test_drafts_have_the_calibrated_weights_also_from_the_cache(tiny: Path) -> N
             calibrated(tiny, seed=1)
         runtime = Runtime(EngineConfig(target=str(tiny), quant=quant, max_context=128), ("share",))
         assert runtime.report("share").quant.spec == str(quant)  # type: ignore[union-attr]
-        with torch.inference_mode(), runtime._loader.switch.quantized_weights():
+        with torch.inference_mode(), runtime.model.switch.quantized_weights():
             runtime.cache.lengths.zero_()
             logits.append(runtime.step.forward(torch.tensor([PROMPT]), runtime.cache).clone())
         from_cache.append(runtime.report("share").quant.from_cache)  # type: ignore[union-attr]

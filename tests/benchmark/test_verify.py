@@ -296,7 +296,7 @@ def test_agreement_is_that_of_one_quantized_step_after_each_text(tiny: Path) -> 
                 if text[-1] in runtime.target.eos_ids:
                     break
                 cache.lengths.fill_(len(text) - 1)
-                with runtime._loader.switch.quantized_weights():
+                with runtime.model.switch.quantized_weights():
                     draft = runtime.step.forward(torch.tensor([text[-1:]]), cache)[0].float()
                 after = prefill(runtime.step, cache, [text], [0]).float()
                 equal += int(draft.argmax() == after.argmax())

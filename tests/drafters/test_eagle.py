@@ -325,7 +325,7 @@ def test_a_folder_in_the_public_layout_drafts(kind: str, compile: Any, quant: st
     assert weights > 384 // 3 * 64
     assert (engine.cache.features is None) == (kind == "glide") and kv > getattr(engine.cache.features, "nbytes", 0)
     assert engine.stats.drafted_tokens > 0
-    assert (runtime._target.heads.by_mode[mode].native is not None) == (compile == "native")
+    assert (runtime.model.heads[mode].native is not None) == (compile == "native")
     report = runtime.report(mode).quant
     assert (report is None) == (quant is None)
     if report is not None:

@@ -244,7 +244,7 @@ def test_rows_that_have_ended_have_room_for_the_trees_of_others(checkpoint: Call
     branching, depth, budget = 8, 6, 15
     config = EngineConfig(target=str(checkpoint()), compile="native", max_context=64, tree=(branching, depth, budget))
     runtime = Runtime(config, ("naive", "share"))
-    assert runtime._steps.num_slots >= runtime.max_context + (1 + budget) + (2 + branching * depth)
+    assert runtime.model.slots >= runtime.max_context + (1 + budget) + (2 + branching * depth)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from sharesd.models.loader import Tensors
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
 from sharesd.startup import cost_profiler
-from sharesd.startup.steps import run_tp_worker
+from sharesd.startup.loaded_model import run_tp_worker
 from tests.helpers.in_mode import in_mode
 
 MODES: tuple[Mode, ...] = ("naive", "share", "suffix", "hybrid")

@@ -53,7 +53,7 @@ def decoded(config: EngineConfig, each_kind: bool) -> dict[str, Any]:
 
     install(), note_grids()
     runtime = load(config, (config.mode,))
-    graphs, before = runtime._steps.graphs, Graphs.num_captures
+    graphs, before = runtime.model.graphs, Graphs.num_captures
     assert graphs is not None
     bytes_before = graphs.nbytes
     engine = in_mode(runtime, config.mode, warm=PARAMS, each_kind=each_kind)

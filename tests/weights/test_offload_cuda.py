@@ -71,12 +71,12 @@ def limit_for(tiny: Path, num_resident: int, *modes: Mode, **options: Any) -> in
 
 def notes_reads(runtime: Runtime, gpu: LateDevice) -> None:
     """Have the device know which slots computation reads."""
-    streamed, records = runtime.streamed, runtime._target.placed._storage._records  # type: ignore[union-attr]
+    streamed, records = runtime.streamed, runtime.model.loader.placed._storage._records  # type: ignore[union-attr]
     blocks = list(runtime.target.blocks)  # type: ignore[union-attr]
 
     def run(block: torch.nn.Module, *tensors: torch.Tensor, recent: int) -> torch.Tensor:
         number = blocks.index(block)
-        if number in streamed.stream.blocks and not runtime._loader.switch.quantized:
+        if number in streamed.stream.blocks and not runtime.model.switch.quantized:
             slot = streamed.stream.slots[streamed._slot_of[number]]
             gpu.run(slot.data_ptr(), records[number].tensor.data_ptr())
         return call_block(block, *tensors, recent=recent)
@@ -140,7 +140,7 @@ def test_drafts_are_captured_and_passes_are_not(
     whole = Runtime(config_of(tiny, **options))
     offloaded: Any = Runtime(config_of(tiny, limit_for(tiny, 2, "share", **options), **options))
     close_after.append(offloaded)
-    offloaded._steps.graphs = graphs = RecordedGraphs()
+    offloaded.model.graphs = graphs = RecordedGraphs()
     offloaded.engine = offloaded._new_engine(offloaded._drafters, offloaded.cache)
     passes = Passes(offloaded)
     for way in WAYS:

@@ -250,7 +250,7 @@ def test_texts_of_stored_weights_are_those_of_a_model_that_fits(
     target = target_of(kind, tmp_path)
     whole, offloaded = Runtime(stored_config(target, **options)), Runtime(limited(target, modes, **options), modes)
     close_after.append(offloaded)
-    assert whole.streamed is None and offloaded._resolved.config.dequantize is False
+    assert whole.streamed is None and offloaded.model.config.dequantize is False
     assert 2 <= len(offloaded.streamed.stream.blocks) < LAYERS
     assert offloaded.weight_bytes == whole.weight_bytes
     prompts = [[5, 9, 14, 3, 77, 8], [40, 41, 42]]

@@ -107,7 +107,7 @@ class ShareDrafter(Drafter):
 
 def build(inputs: BuildInputs) -> ShareDrafter:
     return ShareDrafter(
-        inputs.quantized_step(),
+        inputs.quantized_step,
         inputs.cache,
         inputs.switch,
         shapes=with_windows(inputs.shapes, _windows(inputs)),

@@ -106,7 +106,7 @@ def test_the_low_kernel_comes_close_to_the_weights_it_stands_for(bits: int, chec
 
     with torch.inference_mode():
         full = logits(ours)
-        with ours._loader.switch.quantized_weights(), reference._loader.switch.quantized_weights():
+        with ours.model.switch.quantized_weights(), reference.model.switch.quantized_weights():
             low, wanted = logits(ours), logits(reference)
     error = (low - wanted).norm() / full.norm()
     assert error < (0.1 if bits == 8 else 0.5 * (low - full).norm() / full.norm())
