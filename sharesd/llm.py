@@ -11,10 +11,9 @@ from typing import Any, overload
 import torch
 
 from sharesd.call_queue import Call, CallQueue
-from sharesd.config import EngineConfig, Mode
+from sharesd.config import OFFLINE_CHUNK, EngineConfig, Mode
 from sharesd.data.chat_messages import EXAMPLE, for_template
 from sharesd.drafters import registry
-from sharesd.engine.batch_runner import CHUNK
 from sharesd.engine.outputs import Completion, TokenChunk
 from sharesd.field_types import as_list, converted, plain, shown, typed
 from sharesd.models.chat_prompt import encode_chat
@@ -81,7 +80,7 @@ class LLM:
             raise _not_loaded(mode, loaded)
         if fields.get("max_batch", 0) is None:
             del fields["max_batch"]
-        given = {"max_batch": MAX_BATCH, "prefill_chunk": CHUNK, "target": target, **fields}
+        given = {"max_batch": MAX_BATCH, "prefill_chunk": OFFLINE_CHUNK, "target": target, **fields}
         config = option_values.engine_config(given, modes=(mode, *loaded))
         self._load(config, loaded)
         for name in loaded:

@@ -34,11 +34,11 @@ from sharesd.cli.batch_requests import BatchLine
 from sharesd.cli.console import err_console, loading_bars, set_up_logging, warn
 from sharesd.cli.flags import warn_of_idle_noise
 from sharesd.cli.user_text import encode
-from sharesd.config import EngineConfig, Mode
+from sharesd.config import OFFLINE_CHUNK, EngineConfig, Mode
 from sharesd.data.chat_messages import text_of
 from sharesd.data.json_lines import checked, each_record, finite, text_lines
 from sharesd.data.prompt_files import conversation_in_parts, read_each
-from sharesd.engine.batch_runner import CHUNK, run_conversations
+from sharesd.engine.batch_runner import run_conversations
 from sharesd.models.checkpoint import Progress, silent
 from sharesd.sampling_params import SamplingParams, cut_by_context
 
@@ -145,7 +145,7 @@ def _check_options_of_format(args: argparse.Namespace, work: GenerateWork, in_ba
 def run(args: argparse.Namespace, work: GenerateWork) -> int:
     """Answer prompts without an answer; return 1 if any failed, else 0."""
     work = work._replace(
-        config=replace(work.config, max_batch=args.max_batch or MAX_BATCH, prefill_chunk=CHUNK),
+        config=replace(work.config, max_batch=args.max_batch or MAX_BATCH, prefill_chunk=OFFLINE_CHUNK),
     )
     out, settings, part = (Path(args.out + end) for end in ("", ".settings.json", ".part"))
     rank, world = launcher_replicas.rank_and_world()

@@ -1,7 +1,8 @@
-"""Free memory of the host, and memory of this process."""
+"""Processor and free memory of the host, and memory of this process."""
 
 from __future__ import annotations
 
+import platform
 from contextlib import suppress
 from pathlib import Path
 
@@ -34,3 +35,14 @@ def own_memory() -> int:
             if line.startswith("RssAnon:"):
                 return int(line.split()[1]) * 1024
     return psutil.Process().memory_info().rss
+
+
+def cpu_name() -> str:
+    """Return the name of the processor."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()

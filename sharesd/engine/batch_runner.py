@@ -11,9 +11,6 @@ if TYPE_CHECKING:
     from sharesd.engine.outputs import TokenChunk
     from sharesd.engine.request import Request
 
-CHUNK = 512
-"""Prompt tokens per prefill chunk without a server; small chunks took a sixth longer."""
-
 
 class Conversation(Protocol):
     """A conversation to run, and the sink of its answers."""

@@ -20,7 +20,7 @@ from compile.kv_layout import pack_kv, pack_q8
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
-from sharesd.weights.offloaded_decoder import HeadInPieces, full_head
+from sharesd.weights.head_in_pieces import HeadInPieces, full_head
 
 WIDTHS = (1, 2, 5, 8)
 """Step widths that are compared if any width is allowed."""

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 from quant.config import QuantConfig
 from sharesd import __version__
 from sharesd.config import EngineConfig
+from sharesd.devices.host_memory import cpu_name
 from sharesd.drafters import registry, selection
 from sharesd.drafters.registry import Need
 from sharesd.models.checkpoint import Progress, content_hash, silent
 from sharesd.models.hub import model_name, resolve, resolve_target
 from sharesd.reports.tables import write_json
-from sharesd.weights.quant_tuning_cache import cpu_name
 from sharesd_files import file_hash
 
 if TYPE_CHECKING:

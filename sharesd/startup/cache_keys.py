@@ -17,12 +17,12 @@ import torch
 from compile.adaptive_threads import STEP_THREADS
 from compile.cpp_extension import kernels_version
 from sharesd import __version__
+from sharesd.devices.host_memory import cpu_name
 from sharesd.drafters import registry, selection
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.checkpoint import content_hash, layout_hash
 from sharesd.sampling_params import SamplingParams
 from sharesd.startup.resolve import ResolvedConfig
-from sharesd.weights.quant_tuning_cache import cpu_name
 from sharesd_files import JsonCache
 
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ from compile.cuda_graphs import Graphs
 from compile.decoder_stack import NativeStack
 from compile.start_times import START
 from offload.plan import DEPTHS
+from sharesd.devices.host_memory import cpu_name
 from sharesd.drafters.base import BuildInputs, num_bytes
 from sharesd.drafters.registry import Need
 from sharesd.engine.scheduler import powers_of_two
@@ -29,7 +30,6 @@ from sharesd.models.decoder import Decoder
 from sharesd.models.loader import Tensors
 from sharesd.startup.resolve import ResolvedConfig, resolve_config
 from sharesd.startup.target import ModelLoader, prepare_cpu
-from sharesd.weights.quant_tuning_cache import cpu_name
 from sharesd_files import JsonCache
 
 if TYPE_CHECKING:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from compile.attention import supports_flash
 from compile.cpp_extension import kernels_version
-from offload.block_file import StoreContent
 from offload.block_layout import RecordLayout
 from offload.plan import DEPTHS, PlannedDrafter, Rates, Sizes, constant_acceptance
 from quant.config import QuantConfig
@@ -26,8 +26,8 @@ from sharesd.models.hub import resolve
 from sharesd.models.loader import embedding_dtype
 from sharesd.models.prefill import CHUNK, LONG_CHUNK
 from sharesd.weights.backend import CudaBackend, WeightBackend
+from sharesd.weights.head_in_pieces import rows_of_piece
 from sharesd.weights.offload_rates import StepTimer, load_acceptance
-from sharesd.weights.offloaded_decoder import rows_of_piece
 from sharesd.weights.sizes import (
     StoredLinears,
     expanded_bytes,
@@ -37,6 +37,9 @@ from sharesd.weights.sizes import (
     quantized_bytes,
     quantizer_for,
 )
+
+if TYPE_CHECKING:
+    from offload.block_file import StoreContent
 
 TREE_TOPS = (2, 4)
 """Branchings of draft trees: children of a node, and parents per level."""
@@ -133,6 +136,8 @@ class MemoryEstimate:
         return tuple(layout.record_bytes for layout in self.layouts(quant))
 
     def content(self, quant: QuantConfig | None) -> StoreContent:
+        from offload.block_file import StoreContent  # only plans have files
+
         what = {"dtype": str(self._dtype), "order": "as it is"}
         if not self._on_gpu:
             assert self._folder is not None

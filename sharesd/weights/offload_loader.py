@@ -21,8 +21,9 @@ from quant.switch_linear import SwitchLinear
 from sharesd.models.checkpoint import Progress, silent
 from sharesd.models.decoder import Decoder
 from sharesd.weights.backend import CudaBackend, WeightBackend
+from sharesd.weights.head_in_pieces import HeadInPieces, full_head, rows_of_piece
 from sharesd.weights.offload_planner import Offloading
-from sharesd.weights.offloaded_decoder import HeadInPieces, full_head, rows_of_piece, use_tensor
+from sharesd.weights.offloaded_decoder import use_tensor
 
 
 class BlockStorage(Protocol):

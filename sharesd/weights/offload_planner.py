@@ -8,13 +8,11 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from compile.attention import MAX_STEP
-from offload.block_file import StoreContent
-from offload.disk_reader import read_rate
 from offload.plan import DEPTHS, Limits, Plan
 from offload.planner import DoesNotFit, make_plan, show_bytes
 from offload.transfer import LinkError
@@ -32,6 +30,9 @@ from sharesd.models.loader import native_config
 from sharesd.weights.backend import CudaBackend, WeightBackend, backend_for
 from sharesd.weights.memory_estimate import TREE_TOPS, MemoryEstimate
 from sharesd_files import cache_root
+
+if TYPE_CHECKING:
+    from offload.block_file import StoreContent
 
 log = logging.getLogger(__name__)
 
@@ -218,6 +219,8 @@ def _plainly_fits(folder: Path, shape: DecoderConfig, config: EngineConfig, limi
 
 def _disk_rate(folder: Path, place: Path, contents: Sequence[StoreContent], limit: float | None) -> float:
     """Return bytes per second of the offload file, else of the checkpoint."""
+    from offload.disk_reader import read_rate  # only plans read weights again
+
     stores = [content.path(place) for content in contents if content.path(place).exists()]
     file = stores[0] if stores else max(weight_files(folder), key=lambda path: path.stat().st_size)
     found: list[float] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from quant.config import QuantConfig, can_be_calibrated
 from sharesd import __version__
 from sharesd.config import EngineConfig
+from sharesd.devices.host_memory import cpu_name
 from sharesd_files import JsonCache
 
 log = logging.getLogger(__name__)
@@ -105,13 +105,3 @@ def _calibrated(quant: QuantConfig, config: EngineConfig, weights: str) -> Quant
         return plain
     log.info("--draft-quant auto: drafts use the calibration in %s", kept.folder)
     return kept.quant
-
-
-def cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "model name":
-                return value.strip()
-    return platform.processor() or platform.machine()

@@ -20,11 +20,11 @@ from multigpu.launcher_replicas import rank_and_world
 from sharesd.cli import options
 from sharesd.cli.console import console, set_up_logging, warn
 from sharesd.cli.generate_file import answering
-from sharesd.config import EngineConfig, Mode
+from sharesd.config import OFFLINE_CHUNK, EngineConfig, Mode
 from sharesd.data.json_lines import records
 from sharesd.data.prompt_files import Message, conversation
 from sharesd.drafters import registry
-from sharesd.engine.batch_runner import CHUNK, run_conversations
+from sharesd.engine.batch_runner import run_conversations
 from sharesd.models.checkpoint import Progress, silent
 from sharesd.sampling_params import SamplingParams
 from train.data.multi_turn import AnswerTurns, Unusable, prompts_of, seed_of
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     temperatures, params = _sampling(args)
     rank, world = rank_and_world()
     mode = options.mode_of(args)
-    config = replace(options.engine_config(args, modes=(mode,)), max_batch=args.max_batch, prefill_chunk=CHUNK)
+    config = replace(options.engine_config(args, modes=(mode,)), max_batch=args.max_batch, prefill_chunk=OFFLINE_CHUNK)
     options.check_launched(args, world)
     places = _places(args, config)
     config = replace(config, device=_device(args, config))
