@@ -69,7 +69,7 @@ class RoundResult(NamedTuple):
     """Tensors that the host reads."""
 
     packed_result_BX: Tensor
-    """Packed result of each row, [B, X] int64.
+    """Packed result of each batch row, [B, X] int64.
 
     Its columns: the number of new tokens; how many of them come before the first logits that are not finite; the
     tokens [T]; of trees, the path [T]; the drafter's feedback.
@@ -77,19 +77,19 @@ class RoundResult(NamedTuple):
     logprobs_BT: Tensor | None  # of the tokens, if asked for
     top_BTk: tuple[Tensor, Tensor] | None  # the likeliest tokens and their log-probabilities, if asked for
     num_allowed_B: Tensor | None  # as in `VerifyResult`
-    num_rows: int
+    num_verify_rows: int
     """T of the packed result."""
     is_tree: bool
 
     def path(self, packed: Sequence[int]) -> Sequence[int]:
-        """Return the verify rows of accepted nodes from one row of the packed result."""
+        """Return the verify rows of accepted nodes from one line of the packed result."""
         if not self.is_tree:
             return range(1, packed[0])
-        return packed[self.num_rows + 3 : self.num_rows + 2 + packed[0]]
+        return packed[self.num_verify_rows + 3 : self.num_verify_rows + 2 + packed[0]]
 
     def drafter_feedback(self, packed: list[int]) -> list[int]:
-        """Return the drafter's part of one row of the packed result."""
-        return packed[2 + (2 if self.is_tree else 1) * self.num_rows :]
+        """Return the drafter's part of one line of the packed result."""
+        return packed[2 + (2 if self.is_tree else 1) * self.num_verify_rows :]
 
 
 class Round:
@@ -162,7 +162,8 @@ class Round:
         They are valid until two more rounds have been copied.
         """
         self._host.turn()
-        copy, times = self._host.copy, -(-(1 + self._buffers.max_nodes) // result.num_rows)  # for the largest draft
+        copy = self._host.copy
+        times = -(-(1 + self._buffers.max_nodes) // result.num_verify_rows)  # for the largest draft
         top, logprobs, allowed = result.top_BTk, result.logprobs_BT, result.num_allowed_B
         # The largest draft may be a tree, whose result has a path, too.
         return result._replace(
@@ -207,37 +208,37 @@ class Round:
 
     def _target_pass(self, tree: DraftTree) -> TargetPass:
         cache, (root_B, _, drafts_B) = self._cache, self._state
-        num_rows = 1 + tree.tokens.shape[1]
+        num_verify_rows = 1 + tree.tokens.shape[1]
         if tree.tokens.device != root_B.device:
             tree = _to_device(tree, root_B.device)
-        if num_rows > 1:
+        if num_verify_rows > 1:
             tree = tree._replace(tokens=tree.tokens.where(drafts_B[:, None], -1))  # -1 never equals the target's choice
         if tree.tree_mask is not None:  # a slice of the buffers, if rounds are not replayed
             tree = tree._replace(tree_mask=TreeAttentionMask(*(part.contiguous() for part in tree.tree_mask)))
-        width = self._width(num_rows)
+        width = self._width(num_verify_rows)
         tokens = root_B[:, None] if width == 1 else verify_tokens(root_B, tree.tokens, width)  # [B, width]
         # Kernels whose results differ in the last bits with the width always get one width; logits of the padding are
         # cut off below.
-        tree_mask, padding = tree.tree_mask, width - num_rows
+        tree_mask, padding = tree.tree_mask, width - num_verify_rows
         if tree_mask is not None and padding:
             tree_mask = _pad_tree_mask(tree_mask, padding)
         if tree_mask is not None and tree.kv_offset:
             tree_mask = tree_mask._replace(path_BTP=tree_mask.path_BTP + tree.kv_offset)
         with nullcontext() if self._overlap_hook is None else self._overlap_hook(tree.continue_fn):
-            logits_BTV = self._target.forward(tokens, cache, tree_mask=tree_mask)[:, :num_rows]
+            logits_BTV = self._target.forward(tokens, cache, tree_mask=tree_mask)[:, :num_verify_rows]
         return TargetPass(tree, tree_mask, logits_BTV)
 
     def _accept(self, target_pass: TargetPass) -> RoundResult:
         cache, (root_B, active_B, _) = self._cache, self._state
         tree, tree_mask, logits_BTV = target_pass
-        num_rows = logits_BTV.shape[1]
+        num_verify_rows = logits_BTV.shape[1]
         verified = self._sampler.accept(tree, logits_BTV, cache.lengths)
         verified = verified._replace(num_new=verified.num_new * active_B)  # 0 in idle rows, which stay as they are
         self._sampler.commit(verified.tokens, verified.num_new)
         if tree_mask is not None:  # a chain's accepted nodes are already in the slots of their positions
             cache.compact(verified.path, verified.num_new, tree.kv_offset)
         drafter, drafter_feedback_BX = self._drafter, None
-        if drafter is not None and (num_rows > 1 or drafter.commits_plain_rounds):
+        if drafter is not None and (num_verify_rows > 1 or drafter.commits_plain_rounds):
             drafter_feedback_BX = drafter.commit(self.context, tree, verified, logits_BTV)
         path_BT = verified.path if tree_mask is not None else None
         # One kernel adds num_new to the lengths and sets the roots to the last new tokens, both in place, and packs all
@@ -255,7 +256,7 @@ class Round:
             if self._sampler.kind.top_logprobs:
                 top_BTk = sampling.top_logprobs_of(kept_BTV, self._sampler.kind.top_logprobs)
         is_tree = tree_mask is not None
-        return RoundResult(packed_result_BX, logprobs_BT, top_BTk, verified.num_allowed, num_rows, is_tree)
+        return RoundResult(packed_result_BX, logprobs_BT, top_BTk, verified.num_allowed, num_verify_rows, is_tree)
 
 
 def _to_device(tree: DraftTree, device: torch.device) -> DraftTree:

@@ -174,7 +174,7 @@ class ExpertMLP(nn.Module):
         self.shared_expert = shared
 
     def choose(self, x_MD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the numbers [M, k] of each row's experts, and their factors in the dtype of x."""
+        """Return the numbers [M, k] of each token's experts, and their factors in the dtype of x."""
         scores_ME: Tensor = self.router(x_MD)
         wide = torch.promote_types(x_MD.dtype, torch.float32)
         if self.router_bias is None:
@@ -204,9 +204,9 @@ class ExpertMLP(nn.Module):
 
     @staticmethod
     def _run(expert: nn.Module, x_MD: Tensor, rows: Tensor) -> Tensor:
-        """Return the expert's MLP [N, D] of N rows.
+        """Return the expert's MLP [N, D] of N token rows.
 
-        With torch's linears, whose sums depend on the number of rows, it runs for all of them.
+        With torch's linears, whose sums depend on the number of token rows, it runs for all of them.
         """
         if isinstance(getattr(expert.gate_up, "full", expert.gate_up), nn.Linear):
             return expert(x_MD)[rows]

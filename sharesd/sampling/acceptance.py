@@ -46,14 +46,14 @@ def accept_tree_reference(tree: DraftTree, tree_mask: TreeAttentionMask, target_
     depth_BT, path_BTT = tree_mask
     B, T = depth_BT.shape
     row_T = torch.arange(T, device=depth_BT.device)
-    # The verify row of each row's parent, and whether the row's token is the target's choice after that parent.
+    # The verify row of each node's parent, and whether the node's token is the target's choice after that parent.
     parent_BT = path_BTT.gather(2, (depth_BT - 1).clamp(min=0)[..., None])[..., 0]
     right_BT = torch.cat([tree.tokens[:, :1], tree.tokens], 1) == target_tokens_BT.gather(1, parent_BT)
     right_BT[:, 0].fill_(True)
     on_path_BTT = right_BT[:, None].expand(B, T, T).gather(2, path_BTT) | (row_T > depth_BT[..., None])
     kept_BT = on_path_BTT.all(-1)
     num_new_B = kept_BT.sum(-1)
-    path_BT = torch.where(kept_BT, row_T, T).sort(-1).values.clamp(max=T - 1)  # kept rows first, ascending
+    path_BT = torch.where(kept_BT, row_T, T).sort(-1).values.clamp(max=T - 1)  # kept verify rows first, ascending
     return VerifyResult(tokens=target_tokens_BT.gather(1, path_BT), num_new=num_new_B, path=path_BT)
 
 

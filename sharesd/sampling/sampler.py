@@ -188,11 +188,12 @@ class Sampler:
     ) -> tuple[Tensor, Tensor | None]:
         """Return choices as indices [B, T], and whether each is allowed; None: all are.
 
-        Row t chooses the token at position `at + first + t`, a node of a tree that at `at + first + depth` (`deepest`:
-        the largest depth); nodes of equal depth share noise. If every token is excluded, any may be returned.
+        Verify row t chooses the token at position `at + first + t`, a node of a tree that at `at + first + depth`
+        (`deepest`: the largest depth); nodes of equal depth share noise. If every token is excluded, any may be
+        returned.
         """
         # The target's choice at a position is argmax(log p + noise), with noise that depends on the request's seed and
-        # the position alone. So it is the same in a plain step, in any row of a verify step, and with any other
+        # the position alone. So it is the same in a plain step, in any verify row, and with any other
         # requests.
         (B, T), kind, rows = logits_BTV.shape[:2], self.kind, self.rows
         if kind.sampled and self._by_kernel:

@@ -155,7 +155,7 @@ def parents_of(tree: DraftTree) -> list[list[int]]:
 def parents_tensor(tree: DraftTree) -> Tensor:
     """Return the parents [B, N] of a tree's nodes, on its device."""
     assert tree.tree_mask is not None
-    # A path lists the verify rows from the root (row 0) to the node, so its entry before the last is the parent's row.
+    # A path lists the verify rows from the root (0) to the node, so its entry before the last is the parent's.
     depth_BT, path_BTP = tree.tree_mask
     return path_BTP.gather(2, (depth_BT - 1).clamp(min=0)[..., None])[:, 1:, 0].sub(1)
 
@@ -165,7 +165,7 @@ class VerifyResult(NamedTuple):
 
     tokens: Tensor  # [B, T] int64, the first num_new are valid
     num_new: Tensor  # [B] int64, 1..T (accepted drafts + the bonus or recovered token)
-    path: Tensor  # [B, T] int64, ascending; the first num_new are the verify rows that were kept (row 0 is the root)
+    path: Tensor  # [B, T] int64, ascending; the first num_new are the verify rows that were kept (0 is the root)
     num_allowed: Tensor | None = (
         None  # [B]: new tokens before the first position at which all are excluded; None = nothing is excluded
     )
@@ -177,17 +177,17 @@ def pack(proposals: Sequence[Proposal], num_nodes: int, drafter: str) -> DraftTr
     parents = [proposal.parents[:num_nodes] for proposal in proposals]
     tokens = [(proposal.tokens + [-1] * num_nodes)[:num_nodes] for proposal in proposals]
     record = DraftRecord(drafter, path_probs=[proposal.scores for proposal in proposals])
-    if all(row == list(range(-1, len(row) - 1)) for row in parents):
+    if all(each == list(range(-1, len(each) - 1)) for each in parents):
         tokens_BN, depth = torch.tensor(tokens, dtype=torch.int64), max(map(len, parents))
         return DraftTree(tokens_BN, depth=depth, record=record)
-    # Paths (lists of verify rows) of all trees, concatenated; rows without a node are children of the root.
+    # Paths (lists of verify rows) of all trees, concatenated; missing nodes are children of the root.
     paths: list[list[int]] = []
-    for row in parents:
+    for each in parents:
         first = len(paths)
         paths.append([0])
-        for index, parent in enumerate(row, 1):
+        for index, parent in enumerate(each, 1):
             paths.append([*paths[first + parent + 1], index])
-        paths += ([0, index] for index in range(len(row) + 1, T))
+        paths += ([0, index] for index in range(len(each) + 1, T))
     depths = [len(path) - 1 for path in paths]
     numbers = [*joined.from_iterable(tokens), *depths, *joined.from_iterable((path + [0] * T)[:T] for path in paths)]
     # One array, made by numpy in half the time of torch.
