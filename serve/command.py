@@ -83,6 +83,7 @@ def model_of(llm: LLM) -> ServedModel:
         max_context=llm.max_context,
         vocab_size=llm.runtime.target.vocab_size,
         grammars=llm.runtime.engine.grammars,
+        kernels=llm.runtime.config.kernels if llm.runtime.device.type == "cuda" else "cpu",
     )
 
 

@@ -40,6 +40,8 @@ class ServedModel:
     """Format of the model's tool calls; None if unknown."""
     reasoning: Reasoning | None = None
     """Marks of reasoning that is kept apart from the content, or None."""
+    kernels: str = "cpu"
+    """`streams`, `triton` or `torch` on a GPU (see `EngineConfig.kernels`)."""
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,11 @@ class Metrics:
         """Return the text of `GET /metrics`."""
         return generate_latest(self._registry)
 
+    def loaded(self, kernels: str) -> None:
+        """Say which kernels run."""
+        info = Gauge("sharesd:kernels_info", "Kernels that run", (*LABELS, "kernels"), registry=self._registry)
+        info.labels(*self._own, kernels).set(1)
+
     def round(self, event: RoundEvent) -> None:
         """Record a step of the engine."""
         self._running.set(event.num_running)

@@ -19,7 +19,7 @@ CompileMode = Literal["auto", "native", "regional", "full", "off"]
 Offload = Literal["auto", "off", "plan-only"]
 TensorParallelStyle = Literal["gather", "reduce"]
 Activations = Literal["exact", "fast"]
-Kernels = Literal["auto", "triton", "torch"]
+Kernels = Literal["auto", "streams", "triton", "torch"]
 TargetQuant = Literal["q8_0", "q6_k", "q5_k", "q4_k", "q5_1", "q5_0", "q4_1", "q4_0", "mxfp4"]
 DType = Literal["auto", "bfloat16", "float16", "float32", "float64"]
 KVDType = Literal["auto", "q8"]
@@ -213,9 +213,10 @@ class EngineConfig:
     kernels: Kernels = "auto"
     """Kernels of this process.
 
-    `triton`: this project's kernels on a GPU. `torch`: cuBLAS, SDPA and gemlite, and torch's operations on a CPU; steps
-    have one fixed width, so that texts equal those of plain decoding. `auto`: the value of SHARESD_KERNELS on a GPU,
-    else this project's, or `torch` if they do not run.
+    `triton`: this project's kernels on a GPU. `streams`: the same, with weights of 4 bits in the order of a kernel for
+    drafts of one row. `torch`: cuBLAS, SDPA and gemlite, and torch's operations on a CPU; steps have one fixed width,
+    so that texts equal those of plain decoding. `auto`: the value of SHARESD_KERNELS on a GPU, else `streams` where
+    drafts have one row, `triton`, or `torch` if they do not run.
     """
     exact: bool = True
     """Give a row the same bits in every mode.

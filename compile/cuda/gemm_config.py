@@ -172,7 +172,7 @@ def device_file(name: str) -> str:
 def kernels_version() -> str:
     """Return the hash of kernels, tiles and rules, the key of measurements."""
     folder = Path(__file__).parent
-    files = (*folder.glob("*.py"), *SHIPPED.glob("*.json"), *own_file("").parent.glob("*.json"))
+    files = (*folder.glob("*.py"), *folder.glob("*.cu"), *SHIPPED.glob("*.json"), *own_file("").parent.glob("*.json"))
     parts = (part for file in sorted(files) for part in (file.name.encode(), file.read_bytes()))
     return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
 

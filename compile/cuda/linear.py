@@ -25,26 +25,21 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _BITS = {torch.int16: 4, torch.int8: 8, torch.float32: 32}
 
 
-class RowLinearBase(nn.Module):
-    """Base of linears by one kernel for up to `max_rows` rows.
+class StepLinear(nn.Module):
+    """Base of linears that have a kernel for up to `max_rows` rows of a sequence.
 
-    They map [..., T, K] to [..., T, N]. Subclasses have `weight` as `gemm.row_gemm` reads it, and `full_weight`.
+    They map [..., T, K] to [..., T, N].
     """
 
     weight: Tensor
     bias: Tensor | None
-    scale: Tensor | None
-    counters: Tensor  # int32: programs that have arrived if K is split; zero between calls
     fuses = True
     takes_norm = True
     """True if norms are part of the launch."""
 
-    def __init__(self, outputs: int, inputs: int, device: torch.device, max_rows: int, batch: int) -> None:
-        """`batch` sequences have up to `max_rows` rows each."""
+    def __init__(self, outputs: int, inputs: int, max_rows: int) -> None:
         super().__init__()
         self.out_features, self.in_features, self.max_rows, self.group_size = outputs, inputs, max_rows, 0
-        tiles = -(-max_rows * batch // ROWS) * -(-outputs // ROWS)  # at most: no tile has fewer outputs
-        self.register_buffer("counters", torch.zeros(tiles, dtype=torch.int32, device=device), persistent=False)
 
     def full_weight(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [N, K] in a dtype."""
@@ -65,6 +60,22 @@ class RowLinearBase(nn.Module):
 
     def product(self, x: Tensor, norm: Tensor | None, eps: float, residual: Tensor | None, gated: str) -> Tensor:
         """Return the outputs of few rows, in one launch."""
+        raise NotImplementedError
+
+
+class RowLinearBase(StepLinear):
+    """Base of linears by `gemm.row_gemm`, which reads their `weight`."""
+
+    scale: Tensor | None
+    counters: Tensor  # int32: programs that have arrived if K is split; zero between calls
+
+    def __init__(self, outputs: int, inputs: int, device: torch.device, max_rows: int, batch: int) -> None:
+        """`batch` sequences have up to `max_rows` rows each."""
+        super().__init__(outputs, inputs, max_rows)
+        tiles = -(-max_rows * batch // ROWS) * -(-outputs // ROWS)  # at most: no tile has fewer outputs
+        self.register_buffer("counters", torch.zeros(tiles, dtype=torch.int32, device=device), persistent=False)
+
+    def product(self, x: Tensor, norm: Tensor | None, eps: float, residual: Tensor | None, gated: str) -> Tensor:
         weights = self.scale, self.group_size, self.counters
         return torch.ops.sharesd.row_linear(x, self.weight, self.bias, norm, eps, residual, gated, *weights)
 

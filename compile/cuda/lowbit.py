@@ -1,6 +1,8 @@
 """Linears of 4 or 8 bits for drafts on CUDA.
 
 Drafts are reproducible and do not depend on the width, since no sum uses atomics. Codes are dequantized in registers.
+Weights are packed once, for drafts of several rows (`QuantizedRowLinear`) or of one (`StreamLinear`). Both take any
+number of rows.
 
 Legend: N outputs, K inputs, G groups of inputs.
 """
@@ -11,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compile.cuda.linear import RowLinearBase
+from compile.cuda import stream
+from compile.cuda.linear import RowLinearBase, StepLinear
 
 GROUP_SIZES = (32, 64, 128, 256)
 """Inputs that share a scale and an offset, with 4 bits."""
@@ -67,6 +70,39 @@ class QuantizedRowLinear(RowLinearBase):
         factors_NG = self.scale.view(self.factor_dtype).view(*self.scale.shape, 2).transpose(0, 1).float()
         codes_NGg = unpack4(self.weight, self.group_size)[:, : self.in_features].unflatten(1, (-1, self.group_size))
         return ((codes_NGg - 8) * factors_NG[..., :1] + factors_NG[..., 1:]).to(dtype).flatten(1)
+
+
+class StreamLinear(StepLinear):
+    """Linear with weights of 4 bits in groups, by `stream.cu`; w = (code - 8) * scale + offset.
+
+    Inputs are bfloat16. Each row is a product of its own, as fast as the memory.
+    """
+
+    def __init__(
+        self, codes_NK: Tensor, scale_NG: Tensor, offset_NG: Tensor, bias_N: Tensor | None, max_rows: int
+    ) -> None:
+        """`codes_NK` is uint8 below 16, of a shape for which `stream.obstacle` is None."""
+        N, K = codes_NK.shape
+        super().__init__(N, K, max_rows)
+        self.group_size = K // scale_NG.shape[1]
+        self.register_buffer("weight", stream.pack(codes_NK, scale_NG, offset_NG))
+        self.register_buffer("bias", bias_N)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes, scales and offsets."""
+        return self.weight.nbytes
+
+    def full_weight(self, dtype: torch.dtype) -> Tensor:
+        """Return the dequantized weights [N, K]."""
+        codes_NK, scale_NG, offset_NG = stream.unpack(self.weight, self.group_size)
+        codes_NGg = codes_NK.float().unflatten(1, (-1, self.group_size))
+        return ((codes_NGg - 8) * scale_NG.float()[..., None] + offset_NG.float()[..., None]).to(dtype).flatten(1)
+
+    def product(self, x: Tensor, norm: Tensor | None, eps: float, residual: Tensor | None, gated: str) -> Tensor:
+        if norm is not None and norm.dtype != x.dtype:  # Gemma's are float32
+            x, norm = torch.ops.sharesd.row_norm(x, norm, eps), None
+        return torch.ops.sharesd.stream_linear(x, self.weight, self.bias, norm, eps, residual, gated, self.group_size)
 
 
 def pack4(codes_NK: Tensor, group: int) -> Tensor:

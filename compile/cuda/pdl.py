@@ -3,11 +3,17 @@
 Kernels of compute capability 9.0 and above begin before their predecessor has ended. This is safe for all memory that
 kernels share or reuse, split products and replays included:
 
-- Each such kernel first waits (`gdc_wait`) for the end of its predecessor, and only then lets its successor begin
-  (`gdc_launch_dependents`): at most two are alive.
-- Before it waits it reads and writes nothing; it only prefetches weights, which no kernel writes.
-- Other launches (by torch, Inductor, cuBLAS, or without these options) begin when all before have ended, and so does
-  the first kernel of a graph.
+- Each such kernel waits (`gdc_wait`, in every thread of every program) for the end of its predecessor, and ends after
+  that. The predecessor had waited for its own before it ended, and so on: past its wait, a kernel is alone with its
+  successors, and sees all that was written before, however many have begun meanwhile.
+- Before it waits it writes nothing, and reads only weights, which no kernel writes. `gemm.py` prefetches them into the
+  second level of cache, `stream.cu` copies them into its shared memory.
+- So a kernel may let its successor begin (`gdc_launch_dependents`) at any time. Those of Triton do after their wait:
+  at most two are alive. `stream.cu` does when its last weights are asked for, often before its wait.
+- A successor begins when all programs have let it go or ended, so all of them have begun: none that waits takes the
+  place of one that it waits for.
+- A kernel that does not wait must not be launched with these options. Other launches (by torch, Inductor, cuBLAS)
+  begin when all before have ended, and so does the first kernel of a graph.
 
 Imports no Triton.
 """

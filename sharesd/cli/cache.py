@@ -36,6 +36,7 @@ PARTS = {
     "tiles": CachePart(holds="tiles measured on GPUs", names=("*.json", "low-bits-*.txt")),
     "inductor": CachePart(holds="code compiled by Inductor", names=("*",)),
     "triton": CachePart(holds="kernels compiled by Triton", names=("*",)),
+    "nvrtc": CachePart(holds="kernels compiled by NVRTC", names=(f"*-{_KEY}.cubin",)),
     "openvino": CachePart(holds="models for OpenVINO", names=(f"*-{_KEY}-*",)),
 }
 

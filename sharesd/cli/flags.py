@@ -44,7 +44,10 @@ MODEL = {
         parse=parse_types.whole_or_auto,
     ),
     "compile": Flag("how steps are compiled"),
-    "kernels": Flag("torch: torch's kernels (slower); triton: our GPU kernels; auto: ours where they run"),
+    "kernels": Flag(
+        "torch: torch's kernels (slower); triton: our GPU kernels; streams: also ours for drafts of one row in 4 bits; "
+        "auto: ours where they run"
+    ),
     "exact": Flag(
         "same bits for a row in all modes; --no-batch-invariant: faster steps, but texts may differ",
         name="--batch-invariant",

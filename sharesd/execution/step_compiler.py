@@ -44,6 +44,8 @@ class KernelChoice(NamedTuple):
     kernels: Kernels
     triton: bool
     """True if Triton compiles, which Inductor needs too."""
+    streams: bool | None = False
+    """True if `streams` were asked for; None: they are to run where they can."""
 
 
 def choose_kernels(
@@ -56,19 +58,19 @@ def choose_kernels(
     if device.type == "cpu":
         return _for_cpu(asked, dtype, compile)
     why_not = None if wanted == "torch" else problem(device, dtype)
-    if why_not is not None and wanted == "triton":
-        raise ValueError(f"kernels is 'triton', which does not run on {device}: {why_not}; use --kernels torch")
+    if why_not is not None and wanted in ("streams", "triton"):
+        raise ValueError(f"kernels is {wanted!r}, which does not run on {device}: {why_not}; use --kernels torch")
     if why_not is not None:
         log.warning("our kernels do not run on %s (%s); torch's own do, which is slower", device, why_not)
     use_own_kernels(wanted != "torch" and why_not is None)
     if wanted == "torch" or why_not is not None:
         return KernelChoice("torch", HAS_TRITON and why_not is None)
-    return KernelChoice("triton", True)
+    return KernelChoice("triton", True, {"streams": True, "auto": None}.get(wanted, False))
 
 
 def _for_cpu(asked: Kernels, dtype: torch.dtype, compile: CompileMode) -> KernelChoice:
-    if asked == "triton":
-        log.warning("--kernels triton: no effect on a CPU")
+    if asked in ("streams", "triton"):
+        log.warning("--kernels %s: no effect on a CPU", asked)
     why_not = None if asked == "torch" else cpu_problem(dtype, any_processor=compile == "native")
     runs = asked != "torch" and why_not is None
     if not runs and compile not in ("auto", "off"):

@@ -47,6 +47,7 @@ from sharesd.startup.conflicts import (
     offload_obstacles,
     target_conflicts,
 )
+from sharesd.startup.streams import choose_streams
 from sharesd.weights.backend import CudaBackend, backend_for
 from sharesd.weights.offload_planner import Offloading, plan_for
 from sharesd.weights.sizes import kv_slots
@@ -386,6 +387,9 @@ class _Resolver:
         )
         check(resolved_conflicts(resolved))
         _warn_of_small_trees(resolved)
+        if kernels.streams is not False:
+            chosen = choose_streams(resolved, by_name=kernels.streams is True)
+            resolved = replace(resolved, config=replace(config, kernels=chosen))
         return resolved
 
     def _open_device(self) -> torch.device:

@@ -400,14 +400,20 @@ class ModelLoader:
             self._backend.finalize(model, keep=streamed.linears if streamed else ())
         return streamed
 
-    def _pack_fn(self) -> PackFn | None:
-        """Return the packer of quantized linears; None = the choice of `quant`."""
+    def _pack_fn(self, shares: bool) -> PackFn | None:
+        """Return the packer of quantized linears; None = the choice of `quant`.
+
+        `shares`: they are the target's own, for the shared drafter.
+        """
         resolved = self._resolved
         if isinstance(self._backend, CpuBackend) and resolved.compile == "native":
             return CpuPacker(None if resolved.offload else self._backend.arena.zeros)
         if not runs_triton(resolved.device):
             return None
-        return packer_for_cuda(resolved.device, resolved.dtype, resolved.step_width, resolved.config.max_batch)
+        return packer_for_cuda(
+            *(resolved.device, resolved.dtype, resolved.step_width, resolved.config.max_batch),
+            streams=shares and resolved.config.kernels == "streams",
+        )
 
     def _runs_stored(self, folder: Path) -> bool:
         """Return True if a CPU runs a folder as stored."""

@@ -189,13 +189,20 @@ class CpuPacker:
 pack_for_cpu = CpuPacker()
 
 
-def packer_for_cuda(device: torch.device, dtype: torch.dtype, max_rows: int, batch: int = 1) -> PackFn | None:
-    """Return the faster measured packer; None if Triton's lacks the dtype."""
+def packer_for_cuda(
+    device: torch.device, dtype: torch.dtype, max_rows: int, batch: int = 1, *, streams: bool = False
+) -> PackFn | None:
+    """Return the faster measured packer; None if Triton's lacks the dtype.
+
+    `streams`: weights of 4 bits are packed for drafts of one row, if their shape allows it.
+    """
     from compile.cuda.linear import DTYPES  # on GPUs only
 
     if dtype not in DTYPES:
         return None
     own = partial(pack_for_cuda, dtype=dtype, max_rows=max_rows, batch=batch)
+    if streams:
+        return partial(pack_for_cuda, dtype=dtype, max_rows=max_rows, batch=batch, streams=True)
     if _kernel_choice(device).load(str) != "gemlite" or find_spec("gemlite") is None:
         return own
     from quant.formats.hqq.gemlite import GEMLITE_BITS, GemliteLinear
@@ -212,11 +219,24 @@ def has_quantized_kernels(device: torch.device) -> bool:
 
 
 def pack_for_cuda(
-    weight: QuantizedWeight, bias: Tensor | None, *, dtype: torch.dtype, max_rows: int, batch: int = 1
+    weight: QuantizedWeight,
+    bias: Tensor | None,
+    *,
+    dtype: torch.dtype,
+    max_rows: int,
+    batch: int = 1,
+    streams: bool = False,
 ) -> nn.Module:
-    from compile.cuda.lowbit import QuantizedRowLinear
+    from compile.cuda import stream
+    from compile.cuda.lowbit import QuantizedRowLinear, StreamLinear
 
     codes_NK, offset_NG, bits = centred(weight)
+    if streams and bits == 4:
+        (N, K), device = codes_NK.shape, codes_NK.device
+        group = K // weight.scale.shape[1]
+        if stream.obstacle(N, K, group, stream.card_for(device)) is None:
+            stream.prepare(device, group)
+            return StreamLinear(codes_NK, weight.scale, offset_NG, bias, max_rows)
     return QuantizedRowLinear(codes_NK, weight.scale, offset_NG, bias, bits, dtype, max_rows, batch)
 
 

@@ -43,23 +43,26 @@ class ModelQuantizer:
         *,
         device: torch.device,
         folder: Path | None,
-        build: Callable[[], PackFn | None],
+        build: Callable[[bool], PackFn | None],
         progress: Progress,
     ) -> None:
-        """`folder`: checkpoint; None: uncached tensors in memory. `build`: another packer."""
+        """`folder`: checkpoint; None: uncached tensors in memory. `build`: function that returns a packer.
+
+        It is given True for linears that a target keeps beside its full ones.
+        """
         self._config, self._device, self._folder = config, device, folder
         self._build, self._progress = build, progress
 
     def layer_quantizer(self, model: Decoder, switch: Switch | None = None) -> LinearQuantizer:
         """Return a quantizer for a model whose blocks are being read."""
-        return LinearQuantizer(model, self._config, switch, **self._of_model(model), device=self._device)
+        return LinearQuantizer(model, self._config, switch, **self._of_model(model, switch), device=self._device)
 
     def whole(self, model: CausalModel, switch: Switch | None = None) -> QuantReport:
         """Quantize in place; a switch keeps full-precision linears as well."""
         assert isinstance(model, nn.Module)
         if switch is None:
             return replace_with_quantized(model, self._config, **self._of_model(model))
-        return quantize_linears(model, self._config, switch, **self._of_model(model))
+        return quantize_linears(model, self._config, switch, **self._of_model(model, switch))
 
     def head(self, head: Head, config: QuantConfig, folder: Path) -> QuantReport:
         if config.calibrated:
@@ -72,13 +75,14 @@ class ModelQuantizer:
         options = self._options(config, solved)
         return replace_with_quantized(head, config, **options, head_name="lm_head", layer_of=lambda _: 0)
 
-    def _of_model(self, model: CausalModel) -> dict[str, Any]:
+    def _of_model(self, model: CausalModel, switch: Switch | None = None) -> dict[str, Any]:
         assert isinstance(model, nn.Module)
         part = getattr(model, "part", UNSHARDED)
-        options = self._options(self._config, solver_config(self._device, self._folder, part, self._config))
+        solved = solver_config(self._device, self._folder, part, self._config)
+        options = self._options(self._config, solved, shares=switch is not None)
         return {**options, "head_name": head_name(model), "layer_of": layer_of}
 
-    def _options(self, config: QuantConfig, solved: SolverConfig) -> dict[str, Any]:
+    def _options(self, config: QuantConfig, solved: SolverConfig, *, shares: bool = False) -> dict[str, Any]:
         packs = config.format.solver is not None
         if self._device.type == "cuda" and packs:
             from quant.formats.hqq.gemlite_configs import load_configs
@@ -87,7 +91,7 @@ class ModelQuantizer:
         return {
             "progress": lambda done, total, _: self._progress("quantizing", done, total),
             "solver_config": solved,
-            "pack": self._build() if packs else None,
+            "pack": self._build(shares) if packs else None,
         }
 
 

@@ -39,6 +39,7 @@ OURS = {
     "tiles": ("nvidia-h100.json", "low-bits-nvidia-h100.txt"),
     "inductor": ("ab/cabxyz.py", "fxgraph/ab/x"),
     "triton": ("ABCDEFG/row_gemm.cubin",),
+    "nvrtc": (f"stream-{KEY}.cubin",),
     "openvino": (f"tiny-{KEY}-F16-2026.1/model.bin",),
 }
 FOREIGN = ("notes.txt", "native/README", "checkpoints/my-training/model.safetensors", "quant/table.csv", "photos/a.png")
@@ -75,7 +76,7 @@ def test_info_counts_what_is_ours(cache: Path, capsys: pytest.CaptureFixture[str
     assert out.startswith(f"cache folder: {cache}\n")
     rows = {line.split()[0]: line.split()[-3:] for line in out.splitlines()[1:] if line.strip()}
     assert rows["native"] == ["2", "2.0", "MB"] and rows["openvino"] == ["1", "1.0", "MB"]
-    assert rows["total"] == ["19", "19.0", "MB"]
+    assert rows["total"] == ["20", "20.0", "MB"]
 
 
 def test_info_of_a_cache_that_does_not_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -111,7 +112,7 @@ def test_clear_asks_at_a_terminal_and_deletes_nothing_where_nobody_can_be_asked(
     assert main(["cache", "clear"]) == 2
     assert capsys.readouterr().err == "error: cannot ask for confirmation: stdin is not a terminal; pass --yes\n"
     for answer, status, left in (("n", 1, 24), ("", 1, 24), ("YES", 0, 5)):
-        assert len(files_in(cache)) == 24
+        assert len(files_in(cache)) == 25
         monkeypatch.setattr(sys, "stdin", _Terminal(f"{answer}\n"))
         assert main(["cache", "clear"]) == status and len(files_in(cache)) == left
     (cache / "tiles").mkdir()

@@ -175,13 +175,14 @@ def test_without_our_kernels_torch_has_its_own(why_not: str, monkeypatch: pytest
 
 
 def test_kernels_by_flag_and_variable(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    assert choose_with(monkeypatch, None) == KernelChoice("triton", True) and runs_triton(GPU)
+    assert choose_with(monkeypatch, None) == KernelChoice("triton", True, None) and runs_triton(GPU)
     assert choose_with(monkeypatch, None, "torch") == KernelChoice("torch", True) and not runs_triton(GPU)
     monkeypatch.setenv(VARIABLE, "torch")
     assert choose_with(monkeypatch, "never asked").kernels == "torch" and not runs_triton(GPU)
-    assert choose_with(monkeypatch, None, "triton").kernels == "triton", "the flag says more"
+    assert choose_with(monkeypatch, None, "triton") == ("triton", True, False), "the flag says more"
+    assert choose_with(monkeypatch, None, "streams") == ("triton", True, True), "drafters decide"
     monkeypatch.setenv(VARIABLE, "cuda")
-    with pytest.raises(ValueError, match="SHARESD_KERNELS is 'cuda'; choose one of auto, triton, torch"):
+    with pytest.raises(ValueError, match="SHARESD_KERNELS is 'cuda'; choose one of auto, streams, triton, torch"):
         choose_with(monkeypatch, None)
     assert not caplog.messages
 
