@@ -111,7 +111,7 @@ def test_clear_asks_at_a_terminal_and_deletes_nothing_where_nobody_can_be_asked(
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
     assert main(["cache", "clear"]) == 2
     assert capsys.readouterr().err == "error: cannot ask for confirmation: stdin is not a terminal; pass --yes\n"
-    for answer, status, left in (("n", 1, 24), ("", 1, 24), ("YES", 0, 5)):
+    for answer, status, left in (("n", 1, 25), ("", 1, 25), ("YES", 0, 5)):
         assert len(files_in(cache)) == 25
         monkeypatch.setattr(sys, "stdin", _Terminal(f"{answer}\n"))
         assert main(["cache", "clear"]) == status and len(files_in(cache)) == left
