@@ -2,8 +2,9 @@
 
 If blocks have to wait, for weights that are not loaded yet, each range of them is a call.
 
-A block has `attn` (`qkv`, `o`, perhaps `q_norm`, `k_norm`, `query_factors`; sizes and constants), `mlp` (`gate_up`,
-`down`, or `router` and `experts`, each of which has these) and norms (`weight`, `eps`, `gemma`).
+A block has `attn` (`qkv`, `o`, perhaps `q_norm`, `k_norm`, `query_factors`; sizes and constants) or `conv` (`in_proj`,
+`kernel`, `out_proj`), `mlp` (`gate_up`, `down`, or `router` and `experts`, each of which has these) and norms
+(`weight`, `eps`, `gemma`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from compile.block_ranges import BlockRange, BlockRanges, limit_ranges
 from compile.cpp_extension import kernel
 from compile.native_structs import (
     BlockStruct,
+    ConvStruct,
     ExpertsStruct,
     KernelUnsupported,
     NormStruct,
@@ -31,6 +33,7 @@ from compile.native_structs import (
     TreeMask,
     expert_linears,
     full_precision,
+    has_conv,
     has_experts,
     linears_of,
 )
@@ -71,10 +74,13 @@ class NativeStack:
         blocks = list(blocks)
         self._modules = blocks  # keeps alive what the structs point at
         self._experts = [ExpertsStruct.of(block.mlp) if has_experts(block) else None for block in blocks]
-        described = (BlockStruct.of(*each) for each in zip(blocks, ropes, self._experts, strict=True))
+        self._convs = [ConvStruct.of(block.conv) if has_conv(block) else None for block in blocks]
+        described = (BlockStruct.of(*each) for each in zip(blocks, ropes, self._experts, self._convs, strict=True))
         self._blocks = (BlockStruct * len(blocks))(*described)
         self._ranges = ranges or (lambda: (BlockRange(0, len(blocks)),))
-        attn = blocks[0].attn
+        attn = next((block.attn for block in blocks if not has_conv(block)), None)
+        if attn is None:
+            raise KernelUnsupported("the CPU kernel runs blocks of which one has attention")
         self._sizes = (attn.num_attention_heads, attn.num_key_value_heads, attn.head_dim)
         # Router, or gate and up, read the residual stream, which is whole on each rank.
         mlp, dense = blocks[0].mlp, [full_precision(each.mlp.gate_up) for each in blocks if not has_experts(each)]
@@ -93,6 +99,7 @@ class NativeStack:
 
         `cache` has `lengths`, its number of `slots`, `recent` (see `compile.attention.attend`), and `k` and `v` of
         every block in the layout of `compile.kv_layout.new_kv`, which stay in place; blocks without them do not run.
+        `tensors` returns both of a block, or twice the ring of its convolution (see `compile.short_conv`).
         With `features` [B, slots, taps * D] the rows after as many blocks as `taps` say are copied there (one more than
         there are blocks: after the norm).
         """
@@ -138,7 +145,7 @@ class NativeStack:
         H, K, d = self._sizes
         kv = self._kv.get(cache)
         if kv is None:
-            pairs = [(k.data_ptr(), v.data_ptr()) for k, v in zip(cache.k, cache.v, strict=True)]
+            pairs = [tuple(each.data_ptr() for each in cache.tensors(index)) for index in range(len(cache.k))]
             kv = self._kv[cache] = torch.tensor(pairs)
         positions, r = self._tables[0][0].shape
         return StepStruct(
@@ -167,6 +174,7 @@ class NativeStack:
             lost=STEP_THREADS.lost_ns_address,
             join=self._join_address,
             q8=int(cache.k[0].dtype == torch.int8),
+            ring=0 if cache.recurrent is None else cache.recurrent.size,
         )
 
     def _update_weight_addresses(self, blocks: BlockRange) -> None:

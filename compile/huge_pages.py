@@ -73,6 +73,8 @@ def zeros_like(tensors: Sequence[Tensor]) -> list[Tensor]:
         torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=first + start).as_strided(
             tensor.shape, tensor.stride()
         )
+        if tensor.numel()
+        else torch.empty(tensor.shape, dtype=tensor.dtype)
         for tensor, start in zip(tensors, starts, strict=False)
     ]
 

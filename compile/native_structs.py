@@ -126,6 +126,20 @@ def expert_linears(mlp: Any) -> list[Any]:
     return [linear for expert in experts for linear in (expert.gate_up, expert.down)]
 
 
+class ConvStruct(Structure):
+    """A short convolution of a block."""
+
+    _fields_ = [("width", c_int64), ("weight", c_void_p), ("bias", c_void_p)]
+
+    @classmethod
+    def of(cls, conv: Any) -> ConvStruct:
+        """Describe a module with a `kernel` of `weight` [D, L] and `bias`; keeps a copy [L, D] of the weights."""
+        weight_LD = conv.kernel.weight.t().contiguous()
+        found = cls(width=len(weight_LD), weight=weight_LD.data_ptr(), bias=address(conv.kernel.bias))
+        found._weight_LD = weight_LD
+        return found
+
+
 class BlockStruct(Structure):
     """A block of a decoder."""
 
@@ -141,20 +155,23 @@ class BlockStruct(Structure):
         ("rope", c_int64),
         ("query_factors", c_void_p),
         ("experts", c_void_p),
+        ("conv", c_void_p),
     ]
 
     @classmethod
-    def of(cls, block: Any, rope: int, experts: ExpertsStruct | None = None) -> BlockStruct:
+    def of(
+        cls, block: Any, rope: int, experts: ExpertsStruct | None = None, conv: ConvStruct | None = None
+    ) -> BlockStruct:
         """Describe a block; `rope` is the number of its table of angles, -1: none.
 
-        `experts`: those of its MLP, which the caller keeps alive.
+        `experts`: those of its MLP, `conv`: what it has instead of attention; the caller keeps both alive.
         """
-        attn, parts = block.attn, linears_of(block)
+        attn, parts = getattr(block, "attn", None), linears_of(block)
         unused = [LinearStruct()] * (4 - len(parts))
         return cls(
             attn_norm=NormStruct.of(block.attn_norm),
-            q_norm=NormStruct.of(attn.q_norm),
-            k_norm=NormStruct.of(attn.k_norm),
+            q_norm=NormStruct.of(None if attn is None else attn.q_norm),
+            k_norm=NormStruct.of(None if attn is None else attn.k_norm),
             attn_out_norm=NormStruct.of(block.attn_out_norm),
             mlp_norm=NormStruct.of(block.mlp_norm),
             mlp_out_norm=NormStruct.of(block.mlp_out_norm),
@@ -162,17 +179,23 @@ class BlockStruct(Structure):
                 (*(LinearStruct.of(full_precision(part)) for part in parts), *unused),
                 (*(LinearStruct.of(quantized(part)) for part in parts), *unused),
             ),
-            window=attn.window,
+            window=0 if attn is None else attn.window,
             rope=rope,
-            query_factors=address(attn.query_factors),
+            query_factors=None if attn is None else address(attn.query_factors),
             experts=None if experts is None else addressof(experts),
+            conv=None if conv is None else addressof(conv),
         )
 
 
 def linears_of(block: Any) -> tuple[Any, ...]:
     """Return the linears of a block, in the order of `Block.linears`; without those of experts."""
-    attention = block.attn.qkv, block.attn.o
-    return attention if has_experts(block) else (*attention, block.mlp.gate_up, block.mlp.down)
+    first = (block.conv.in_proj, block.conv.out_proj) if has_conv(block) else (block.attn.qkv, block.attn.o)
+    return first if has_experts(block) else (*first, block.mlp.gate_up, block.mlp.down)
+
+
+def has_conv(block: Any) -> bool:
+    """Return True if a block has a short convolution instead of attention."""
+    return hasattr(block, "conv")
 
 
 def has_experts(block: Any) -> bool:
@@ -223,6 +246,7 @@ class StepStruct(Structure):
         ("lost", c_void_p),
         ("join", c_void_p),
         ("q8", c_int64),
+        ("ring", c_int64),
     ]
 
 
@@ -307,6 +331,7 @@ STRUCTS: Sequence[tuple[str, type[Structure]]] = (
     ("Linear", LinearStruct),
     ("Norm", NormStruct),
     ("Experts", ExpertsStruct),
+    ("Conv", ConvStruct),
     ("Block", BlockStruct),
     ("TreeAttentionMask", TreeMask),
     ("Step", StepStruct),

@@ -32,17 +32,24 @@ struct Experts {
   Linear router;
   const Linear* linears[2];  // full precision, quantized: gate_up and down of each expert, [count][2]
 };
+// A depthwise convolution over the last inputs of each channel.
+struct Conv {
+  int64_t width;  // inputs
+  const void* weight;  // [width, D], that of a token's own input last
+  const void* bias;  // [D]; null: none
+};
 struct Block {
   Norm attn_norm, q_norm, k_norm, attn_out_norm, mlp_norm, mlp_out_norm;
-  Linear linears[2][4];  // full precision, quantized: qkv, o, gate_up, down
+  Linear linears[2][4];  // full precision, quantized: qkv, o, gate_up, down; with a convolution its first and last linear
   int64_t window, rope;  // rope: number of the table of angles, -1 = none
   const void* query_factors;  // [positions], of rotated queries; null: none
   const Experts* experts;  // instead of gate_up and down; null: none
+  const Conv* conv;  // instead of attention; null: none
 };
 struct Step {
   const Block* blocks;  // of this call: all of a decoder's, or some neighbours
   int64_t num_blocks;
-  const int64_t* kv;  // addresses: k and v of every block
+  const int64_t* kv;  // addresses: k and v of every block, or twice the inputs [B, ring, D] of a convolution
   const int64_t* angles;  // addresses [positions, r]: cosines of every rope, then sines
   int64_t num_ropes, positions;
   const int64_t* lengths;
@@ -59,6 +66,7 @@ struct Step {
   // MLP that have some of the inputs read this rank's part. Null: there is one rank.
   void (*join)(const void* part, void* whole, int64_t rows, int64_t part_bytes, int64_t whole_bytes);
   int64_t q8;  // keys and values are in 8 bits
+  int64_t ring;  // slots of inputs of convolutions
 };
 
 template <typename W> inline W gelu(W x, int64_t kind) {
@@ -177,7 +185,11 @@ template <typename T> struct Shared {
     const Linear* linears = s.blocks->linears[0];
     if (s.join) whole.resize(kept * std::max({linears[1].K, linears[3].K, s.D}));
     const auto grow = [](auto& v, int64_t n) { v.resize(std::max<int64_t>(v.size(), n)); };
-    for (const Block* block = s.blocks; block < s.blocks + s.num_blocks; ++block)
+    for (const Block* block = s.blocks; block < s.blocks + s.num_blocks; ++block) {
+      if (block->conv) {
+        grow(qkv, s.B * s.T * 3 * s.D);
+        grow(attended, kept * s.D);
+      }
       if (const Experts* e = block->experts) {
         const int64_t visits = visits_at_once(kept, *e);
         grow(gate_up, visits * 2 * e->mlp);
@@ -187,6 +199,7 @@ template <typename T> struct Shared {
         grow(chosen, kept * e->per_row);
         grow(sums, kept * s.D);
       }
+    }
   }
 };
 
@@ -352,6 +365,61 @@ template <typename T> struct Worker {
     add(joined(shared.out, o.N, s.D, M), block.attn_out_norm, M, x, h);
   }
 
+  // Convolution of all rows, onto the residual stream x [B * T, D]; h is memory of the same size, with the normed rows. With
+  // b, c and v the thirds of the first product, inputs u are b * v, and the last product's are c * (sums of u). In a tree a row's
+  // inputs are those on its path. Threads share channels in whole vectors: where a rest begins must not depend on their number.
+  void convolve(int64_t index, const Linear* next, T* x, T* h) {
+    using W = typename Wide<T>::type;
+    const Block& block = s.blocks[index];
+    const Conv& conv = *block.conv;
+    const Linear* linears = block.linears[s.quantized];
+    const AttentionShape z{s.B, s.T, s.H, s.K, s.S, s.d, s.q8 != 0, s.tree};
+    multiply(linears[0], &linears[1], h, shared.qkv.data(), s.B * s.T);
+    const auto channels = [&](int64_t thread) {
+      return std::min(s.D, share((s.D + lanes<T>() - 1) / lanes<T>(), thread, all) * lanes<T>());
+    };
+    const int64_t begin = channels(me), size = channels(me + 1) - begin;
+    const T* weight = static_cast<const T*>(conv.weight) + begin;
+    const T* bias = conv.bias ? static_cast<const T*>(conv.bias) + begin : nullptr;
+    T* ring = reinterpret_cast<T*>(s.kv[2 * index]) + begin;
+    const std::vector<T> nothing(size);
+    const auto inputs_of = [&](int64_t b, int64_t slot) { return ring + (b * s.ring + slot % s.ring) * s.D; };
+    const auto third = [&](int64_t m, int64_t part) { return shared.qkv.data() + (m * 3 + part) * s.D + begin; };
+    const auto store = [&](int64_t b, int64_t t) {
+      const int64_t m = b * s.T + t, slot = s.lengths[b] + z.place(b, t);
+      if (slot < 0) return;  // a row without a text
+      T* to = inputs_of(b, slot);
+      by_vectors<T>(size, [&](auto get, auto put) { put(get(third(m, 0)) * get(third(m, 2)), to); });
+    };
+    std::vector<const T*> taps(conv.width);
+    const auto sum = [&](int64_t b, int64_t t) {
+      const int64_t m = b * s.T + t, depth = z.depth(b, t);
+      for (int64_t i = 0; i < conv.width; ++i) {
+        const int64_t ahead = depth - (conv.width - 1 - i);  // depth of this input's token; below 0: in the text before
+        const int64_t slot = s.lengths[b] + (s.tree.path && ahead >= 0 ? z.path(b, t)[ahead] : ahead);
+        taps[i] = slot < 0 ? nothing.data() : inputs_of(b, slot);
+      }
+      T* to = shared.attended.data() + m * s.D + begin;
+      by_vectors<T>(size, [&](auto get, auto put) {
+        typename Vec<W>::type sums = {};
+        for (int64_t i = 0; i < conv.width; ++i) sums += get(taps[i]) * get(weight + i * s.D);
+        if (bias) sums += get(bias);
+        put(get(third(m, 1)) * put(sums, to), to);
+      });
+    };
+    for (int64_t b = 0; b < s.B; ++b) {
+      // The ring may be shorter than a prompt, whose inputs overwrite older ones in turn.
+      for (int64_t t = 0; t < s.T; ++t) {
+        store(b, t);
+        if (!s.tree.path) sum(b, t);
+      }
+      for (int64_t t = 0; s.tree.path && t < s.T; ++t) sum(b, t);
+    }
+    barrier.wait();
+    multiply(linears[1], next, shared.attended.data(), shared.out.data(), s.B * s.T);
+    add(shared.out.data(), block.attn_out_norm, s.B * s.T, x, h);
+  }
+
   // This thread's share of act(gate) * up of M rows.
   void activate(int64_t M, int64_t mlp) {
     using W = typename Wide<T>::type;
@@ -477,11 +545,16 @@ void run_stack(const Step& s, const Numbers& n) {
       const Block& block = s.blocks[index];
       const Linear* next = index + 1 < s.num_blocks ? s.blocks[index + 1].linears[s.quantized] : nullptr;
       for (int64_t m = 0; m < M; ++m) norm(block.attn_norm, x.data() + m * s.D, h.data() + m * s.D, s.D, n.eps);
-      worker.project(index, h.data());
-      const Attention<T> a{z, shared.qkv.data(), s.T * row, row, reinterpret_cast<void*>(s.kv[2 * index]),
-                           reinterpret_cast<void*>(s.kv[2 * index + 1]), s.lengths, shared.attended.data(),
-                           n.scale, block.window, s.recent, n.softcap};
-      worker.attend(index, a, plan, parts.data(), scratch, &block.linears[s.quantized][2], x.data(), h.data());
+      const Linear* mlp = &block.linears[s.quantized][2];
+      if (block.conv) {
+        worker.convolve(index, mlp, x.data(), h.data());
+      } else {
+        worker.project(index, h.data());
+        const Attention<T> a{z, shared.qkv.data(), s.T * row, row, reinterpret_cast<void*>(s.kv[2 * index]),
+                             reinterpret_cast<void*>(s.kv[2 * index + 1]), s.lengths, shared.attended.data(),
+                             n.scale, block.window, s.recent, n.softcap};
+        worker.attend(index, a, plan, parts.data(), scratch, mlp, x.data(), h.data());
+      }
       worker.feed_forward(index, M, next, x.data(), h.data());
       for (int64_t m = mine; m < mine_end; ++m) tap(index + 1, m, x.data() + m * s.D);
     }

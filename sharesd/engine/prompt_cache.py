@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from sharesd.kvcache.recurrent import PLACES
 from sharesd.kvcache.static import StaticKVCache, common_length
 from sharesd.models.checkpoint import write_tensors
 from sharesd.models.prefill import whole_chunks
@@ -40,6 +41,8 @@ class _File:
     nbytes: int
     tokens: list[int] = field(default_factory=list)
     """Tokens whose KV the file holds; [] if it is ignored."""
+    places: list[int] | None = None
+    """Numbers of tokens after which the file has the state of recurrent layers; None: the model has none."""
 
 
 def make_folder(folder: str) -> None:
@@ -81,7 +84,7 @@ class PromptCache:
         The prompt's last token is never cached. The row keeps `num_cached` tokens if no file has more.
         """
         while True:
-            lengths = {path: self._usable(file.tokens, prompt) for path, file in self._files.items() if file.tokens}
+            lengths = {path: self._usable(file, prompt) for path, file in self._files.items() if file.tokens}
             path = max(lengths, key=lambda path: lengths[path], default=None)
             if path is None or lengths[path] < num_cached + MIN_TOKENS:
                 return num_cached
@@ -125,9 +128,13 @@ class PromptCache:
     def _num_prefilled(self, num_tokens: int) -> int:
         return whole_chunks(num_tokens) if self._recompute_decoded_kv else 0
 
-    def _usable(self, tokens: Sequence[int], prompt: Sequence[int]) -> int:
-        num = min(common_length(tokens, prompt), len(prompt) - 1)
-        return whole_chunks(num) if self._recompute_decoded_kv else num
+    def _usable(self, file: _File, prompt: Sequence[int]) -> int:
+        num = min(common_length(file.tokens, prompt), len(prompt) - 1)
+        num = whole_chunks(num) if self._recompute_decoded_kv else num
+        if file.places is None:
+            return num
+        known = (place for place in file.places if place <= num)
+        return max((num for num in known if not self._recompute_decoded_kv or num == whole_chunks(num)), default=0)
 
     def _scan(self) -> None:
         """Read the tokens of all files, the oldest first.
@@ -153,6 +160,8 @@ class PromptCache:
                         others[names] = others.get(names, 0) + 1
                     else:
                         file.tokens = content.get_tensor(TOKENS).tolist()
+                        if self._cache.recurrent is not None:
+                            file.places = content.get_tensor(PLACES).tolist()
             except DAMAGED as error:
                 damaged.append(f"{path.name}: {' '.join(str(error).split())}")
         if others:
@@ -194,7 +203,7 @@ class PromptCache:
             write_tensors(tensors, fresh, {IDENTITY: identity, CHECKSUM: _checksum(tensors)})
             fresh.chmod(0o600)  # texts of users
             nbytes = fresh.stat().st_size
-        self._files[path] = _File(nbytes, tokens)
+        self._files[path] = _File(nbytes, tokens, tensors[PLACES].tolist() if PLACES in tensors else None)
 
     def _make_room(self, nbytes: int) -> None:
         """Remove the least recently used files until `nbytes` more fit."""

@@ -23,7 +23,7 @@ from sharesd.engine.stats import Stats
 from sharesd.engine.stop_checker import StopChecker
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.base import CausalModel
-from sharesd.models.prefill import whole_chunks
+from sharesd.models.prefill import CHUNK, whole_chunks
 from sharesd.sampling import RowSampling
 from sharesd.sampling.constraints import Constraint, Grammars, MinTokens
 from sharesd.sampling_params import SamplingParams
@@ -303,8 +303,8 @@ class RowAllocator:
         """
         if not request.reuse:
             return [0] * self._cache.batch
-        max_shared = len(request.prompt_ids) - 1
-        usable = [min(shared, max_shared) for shared in self._cache.shared_prefix_lengths(request.prompt_ids)]
+        before_last = request.prompt_ids[:-1]
         if self._recompute_decoded_kv:
+            usable = self._cache.shared_prefix_lengths(before_last, multiple_of=CHUNK)
             return [whole_chunks(min(pair)) for pair in zip(usable, self._cache.num_prefilled, strict=True)]
-        return usable
+        return self._cache.shared_prefix_lengths(before_last)

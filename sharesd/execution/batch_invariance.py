@@ -20,6 +20,7 @@ from compile.kv_layout import pack_kv, pack_q8
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
+from sharesd.models.decoder_config import DecoderConfig
 from sharesd.weights.head_in_pieces import HeadInPieces, full_head
 
 WIDTHS = (1, 2, 5, 8)
@@ -158,6 +159,9 @@ def _fill(cache: StaticKVCache) -> None:
         packed = pack_q8(*plain, plain=not cache.packed) if cache.q8 else packed
         for tensor, noise_of in zip((k, v), packed, strict=True):
             tensor.copy_(noise_of)
+    if cache.recurrent is not None:
+        inputs_NBRD = cache.recurrent.inputs_NBRD
+        inputs_NBRD.copy_(torch.randn(inputs_NBRD[:, :1].shape, generator=dice).expand_as(inputs_NBRD))
 
 
 log = logging.getLogger(__name__)
@@ -232,11 +236,17 @@ def choose_step_widths(
     return StepWidths(step, widths, depends, trees, buckets)
 
 
+def with_first_blocks(config: DecoderConfig) -> DecoderConfig:
+    """Return a config with the blocks up to the first with attention."""
+    num = next((i for i, width in enumerate(config.conv_widths) if not width), 0) + 1
+    return replace(config, layer_types=config.layer_types[:num])
+
+
 def first_block_view(model: Decoder) -> Decoder:
-    """Return the first block alone, whose offloaded weights stay in place."""
+    """Return the first block with attention, after those before it; their offloaded weights stay in place."""
     twin = copy.copy(model)
-    twin._modules = {**model._modules, "blocks": model.blocks[:1]}
-    twin.config = replace(model.config, layer_types=model.config.layer_types[:1])
+    twin.config = with_first_blocks(model.config)
+    twin._modules = {**model._modules, "blocks": model.blocks[: twin.config.num_hidden_layers]}
     head = full_head(model)
     if isinstance(head, HeadInPieces):
         twin._modules["head"] = head.tail

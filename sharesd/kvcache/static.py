@@ -19,6 +19,7 @@ from compile.huge_pages import zeros_like
 from compile.kv_compact import compact_slots, kv_compactor
 from compile.kv_layout import is_packed, kv_layout, new_kv, round_slots, unpack_kv, unpack_q8
 from sharesd.devices.transfer import copy_to_device
+from sharesd.kvcache.recurrent import RecurrentState
 
 if TYPE_CHECKING:
     from multigpu.pipeline_parallel import PipelinePlan
@@ -46,12 +47,14 @@ class StaticKVCache:
         hidden_size: int = 0,
         split: PipelinePlan | None = None,
         whole_rows: bool = False,
+        conv_widths: Sequence[int] = (),
     ) -> None:
         """`shapes`: (key/value heads, head size) of every layer.
 
         `taps`: depths whose hidden states are kept: numbers of blocks, and one more for the output of the last norm.
         `whole_rows`: attention reads only live slots, whatever the size of the cache. `q8`: keys and values are kept in
-        8 bits, `dtype` is that of the model.
+        8 bits, `dtype` is that of the model. `conv_widths`: inputs of each layer's short convolution, one number for
+        all that have one instead of attention, and 0 for others; those layers have no key/value heads.
         """
         self.slots, self.dtype, self.q8 = round_slots(slots), dtype, q8
         device = torch.device(device) if split is None else split.output_device
@@ -75,6 +78,19 @@ class StaticKVCache:
             self.features = torch.zeros(batch, self.slots, len(taps) * hidden_size, dtype=dtype, device=on)
             if device.type == "cpu":
                 [self.features] = zeros_like([self.features])
+        self.recurrent: RecurrentState | None = None
+        """State of layers with a short convolution."""
+        if any(conv_widths):
+            layers = [layer for layer, width in enumerate(conv_widths) if width]
+            self.recurrent = RecurrentState(
+                layers,
+                width=conv_widths[layers[0]],
+                hidden_size=hidden_size,
+                batch=batch,
+                slots=self.slots,
+                dtype=dtype,
+                device=device,
+            )
         self._split, self._whole_rows = split, whole_rows
         self._compact_kv: Callable[[Tensor, Tensor, Tensor], None] | None = None
         self.sizes = [size for _, size in shapes]
@@ -108,6 +124,8 @@ class StaticKVCache:
         self.cached_ids[row], self.num_prefilled[row] = [], 0
         for tensor in (*self.k, *self.v, *(() if self.features is None else (self.features,))):
             tensor[row].zero_()
+        if self.recurrent is not None:
+            self.recurrent.discard(row)
 
     def rows(self, first: int, end: int) -> StaticKVCache:
         """Return a view of some rows, made once: kernels keep state by view."""
@@ -118,6 +136,7 @@ class StaticKVCache:
             view.k, view.v = ([t[first:end] for t in tensors] for tensors in (self.k, self.v))
             view.lengths, view._compact_kv = self.lengths[first:end], None
             view.features = None if self.features is None else self.features[first:end]
+            view.recurrent = None if self.recurrent is None else self.recurrent.rows(first, end)
         return self._views[first, end]
 
     def row(self, b: int, slots: int) -> StaticKVCache:
@@ -148,14 +167,22 @@ class StaticKVCache:
     def entry(self) -> torch.device:
         return self.lengths.device if self._split is None else self._split.stages[0].device
 
-    def shared_prefix_lengths(self, tokens: Sequence[int]) -> list[int]:
-        """Return the number of a text's first tokens held by each row."""
-        return [common_length(tokens, cached_ids) for cached_ids in self.cached_ids]
+    def shared_prefix_lengths(self, tokens: Sequence[int], multiple_of: int = 1) -> list[int]:
+        """Return the number of a text's first tokens, a multiple of `multiple_of`, from which each row can continue."""
+        found = []
+        for row, cached_ids in enumerate(self.cached_ids):
+            num = common_length(tokens, cached_ids) // multiple_of * multiple_of
+            if self.recurrent is not None:
+                num = self.recurrent.longest_known(row, num, len(cached_ids), multiple_of)
+            found.append(num)
+        return found
 
     def begin_row(self, row: int, tokens: Sequence[int], source: int, num_prefilled: int = 0) -> None:
         """Set a row's tokens, whose KV is in row `source`."""
         if source != row:
             self.copy_row(source, row, len(tokens))
+        if self.recurrent is not None:
+            self.recurrent.begin(row, len(tokens), source, len(self.cached_ids[source]))
         self.cached_ids[row], self.num_prefilled[row] = list(tokens), num_prefilled
         self.lengths[row : row + 1].fill_(len(tokens))
 
@@ -191,6 +218,8 @@ class StaticKVCache:
         if self.features is not None:
             both = self.features[[b, a], :num_tokens]
             self.features[a, :num_tokens], self.features[b, :num_tokens] = both
+        if self.recurrent is not None:
+            self.recurrent.swap(a, b)
 
     def copy_row(self, source: int, row: int, num_tokens: int) -> None:
         for tensor in (*self.k, *self.v):
@@ -200,27 +229,36 @@ class StaticKVCache:
             self.features[row, :num_tokens].copy_(self.features[source, :num_tokens])
 
     def copy_kv_of(self, row: int, num_tokens: int) -> dict[str, Tensor]:
-        """Return copies of the first tokens' KV and features by name."""
-        return {
+        """Return copies of the first tokens' KV, features and states by name."""
+        copies = {
             name: part[:, :num].to("cpu", copy=True, memory_format=torch.contiguous_format)
             for name, part, num in self._parts(row, num_tokens)
         }
+        return copies | ({} if self.recurrent is None else self.recurrent.copies_of(row, num_tokens))
 
     def write_kv_of(self, row: int, num_tokens: int, tensors: Mapping[str, Tensor]) -> None:
-        """Write the first tokens' KV and features, from `copy_kv_of`, into a row.
+        """Write the first tokens' KV, features and state, from `copy_kv_of`, into a row.
 
         Raises KeyError and RuntimeError for tensors of another cache.
         """
         for name, part, num in self._parts(row, num_tokens):
             part[:, :num].copy_(tensors[name][:, :num])
+        if self.recurrent is not None:
+            self.recurrent.write_copies(row, num_tokens, tensors)
 
     def _parts(self, row: int, num_tokens: int) -> Iterator[tuple[str, Tensor, int]]:
         """Yield name, tensor [K, blocks, ...] and used blocks of each part."""
         for kind, layers in (("k", self.k), ("v", self.v)):
             for layer, tensor in enumerate(layers):
-                yield f"{kind}{layer}", tensor[row], self._num_blocks(tensor, num_tokens)
+                if tensor.shape[1]:
+                    yield f"{kind}{layer}", tensor[row], self._num_blocks(tensor, num_tokens)
         if self.features is not None:
             yield "features", self.features[row : row + 1], num_tokens
+
+    def tensors(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return what a block writes to: keys and values, or twice the inputs [B, R, D] of its convolution."""
+        inputs_BRD = None if self.recurrent is None else self.recurrent.of_layer(layer)
+        return (self.k[layer], self.v[layer]) if inputs_BRD is None else (inputs_BRD, inputs_BRD)
 
     def kv(self, layer: int, num_slots: int) -> tuple[Tensor, Tensor]:
         """Return a layer's first keys and values, [B, K, num_slots, d]."""
@@ -265,7 +303,10 @@ class StaticKVCache:
         """Move KV of an ascending path from slots lengths + kv_offset + verify row to those from `lengths` on."""
         if self._compact_kv is None:
             self._compact_kv = self._kv_compactor()
-        self._compact_kv(self.lengths, path_BT + kv_offset if kv_offset else path_BT, num_B)
+        kv_path_BT = path_BT + kv_offset if kv_offset else path_BT
+        self._compact_kv(self.lengths, kv_path_BT, num_B)
+        if self.recurrent is not None:
+            self.recurrent.compact(self.lengths, kv_path_BT, num_B)
         if self.features is not None:  # stored at lengths + verify row, without the offset
             compact_slots(self.features, self.lengths, path_BT, num_B)
 
@@ -299,8 +340,8 @@ class StaticKVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all keys and values, without features."""
-        return sum(t.nbytes for t in (*self.k, *self.v))
+        """Bytes of all keys, values and states, without features."""
+        return sum(t.nbytes for t in (*self.k, *self.v)) + (0 if self.recurrent is None else self.recurrent.nbytes)
 
     @property
     def expanded_bytes(self) -> int:

@@ -88,6 +88,8 @@ class GGUFLayout:
     """Class of transformers, for config.json."""
     block_names: Mapping[str, str] = field(default_factory=lambda: GGUF_BLOCK_NAMES)
     """Part of a block -> module of a checkpoint's layer."""
+    outer_names: Mapping[str, str] = field(default_factory=lambda: _GGUF_OUTER_NAMES)
+    """Part outside of blocks -> module of a checkpoint."""
     biases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Parts of a block that may have a bias, see GGUF_BIASES."""
     pairs_rows: bool = False
@@ -111,6 +113,8 @@ class GGUFLayout:
     """Heads may be rotated in part."""
     mixes_windows: bool = False
     """Some layers have a sliding window, and attention its own scale."""
+    mixes_convs: bool = False
+    """Layers without key/value heads have a short convolution instead of attention."""
     extra_config: Callable[[Mapping[str, Any]], dict[str, Any]] = default_gguf_config
     """Makes fields that files leave out from those read so far."""
     sentencepiece: Literal["prefix", "no_prefix"] = "prefix"
@@ -129,7 +133,7 @@ class GGUFLayout:
         }
         names = {
             f"{part}.{kind}": f"{name}.{kind}"
-            for part, name in (_GGUF_OUTER_NAMES | parts).items()
+            for part, name in ({**self.outer_names} | parts).items()
             for kind in ("weight", "bias")
         }
         for i in range(num_layers):
@@ -159,6 +163,8 @@ class Architecture:
 
     A name without `*` is another one of the same tensor.
     """
+    final_norm: str = "model.norm"
+    """Module of the norm after the last block."""
     ignored_prefixes: tuple[str, ...] = ()
     """Prefixes of further unused tensors, with or without `model.` before them."""
     gguf: GGUFLayout | None = None

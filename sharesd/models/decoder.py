@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from compile.attention import TreeAttentionMask, attend, supports_flash
 from compile.block_ranges import BlockRange, BlockRanges, limit_ranges
 from compile.fused_linear import project
+from compile.short_conv import short_conv
 from multigpu.pipeline_parallel import PipelinePlan
 from multigpu.tensor_parallel import UNSHARDED, Shard
 from sharesd.devices.transfer import copy_to_device
@@ -123,6 +124,47 @@ class Attention(nn.Module):
         return project(self.o, out_BTHd.flatten(2), residual=residual)
 
 
+class ConvKernel(nn.Module):
+    """Weights [D, L] of a depthwise convolution over L inputs, the newest last, and perhaps a bias [D]."""
+
+    bias: Tensor | None
+
+    def __init__(
+        self, channels: int, width: int, *, bias: bool, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, width, dtype=dtype, device=device))
+        added = nn.Parameter(torch.empty(channels, dtype=dtype, device=device)) if bias else None
+        self.register_parameter("bias", added)
+
+
+class ShortConv(nn.Module):
+    """out_proj(c * conv(b * x)) with b, c, x = in_proj(x), over the last inputs b * x (LFM2, Liquid AI 2025)."""
+
+    def __init__(self, config: DecoderConfig, width: int, **place: Any) -> None:
+        super().__init__()
+        D, bias = config.hidden_size, config.conv_bias
+        self.in_proj = empty_linear(D, 3 * D, bias=bias, **place)
+        self.kernel = ConvKernel(D, width, bias=bias, **place)
+        self.out_proj = empty_linear(D, D, bias=bias, **place)
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        ring_BRD: Tensor,
+        lengths_B: Tensor,
+        *tree_mask: Tensor,
+        norm: nn.Module | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """Return residual + convolution over norm(x); writes the inputs of these tokens to the ring."""
+        b_BTD, c_BTD, x_BTD = project(self.in_proj, x_BTD, norm=norm).chunk(3, -1)
+        mask = TreeAttentionMask(*tree_mask) if tree_mask else None
+        weight_DL, bias_D = self.kernel.weight, self.kernel.bias
+        y_BTD = short_conv(b_BTD * x_BTD, ring_BRD, lengths_B, weight_DL, bias_D, mask)
+        return project(self.out_proj, c_BTD * y_BTD, residual=residual)
+
+
 class MLP(nn.Module):
     """down(act(gate(x)) * up(x)) (Shazeer 2020)."""
 
@@ -214,7 +256,7 @@ class ExpertMLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP: a function of tensors, which writes only to the cache's.
+    """Attention, or a short convolution, and MLP: a function of tensors, which writes only to the cache's.
 
     All layers of one kind run the same code.
     """
@@ -225,7 +267,12 @@ class Block(nn.Module):
         def norm() -> RMSNorm:
             return RMSNorm(config.hidden_size, config.rms_norm_eps, config.gemma_norm, **place)
 
-        self.attn_norm, self.attn = norm(), Attention(config, kind, part, **place)
+        self.kind = kind
+        self.attn_norm = norm()
+        if kind.conv_width:
+            self.conv = ShortConv(config, kind.conv_width, **place)
+        else:
+            self.attn = Attention(config, kind, part, **place)
         self.mlp_norm = norm()
         self.mlp = ExpertMLP(config, **place) if kind.has_experts else MLP(config, part, **place)
         self.sandwiched = config.sandwich_norms
@@ -246,8 +293,11 @@ class Block(nn.Module):
         """Return the residual stream after this layer.
 
         Writes KV into slots lengths..lengths+T-1 of the caches. `cos_Pr` and `sin_Pr` hold all positions. `recent`:
-        number of recent tokens in view, see `attend`.
+        number of recent tokens in view, see `attend`. With a convolution both caches are the ring of its inputs.
         """
+        if self.kind.conv_width:
+            x_BTD = self.conv(x_BTD, k_cache_BKSd, lengths_B, *tree_mask, norm=self.attn_norm, residual=x_BTD)
+            return self.mlp(x_BTD, self.mlp_norm, x_BTD)
         tensors = (cos_Pr, sin_Pr, k_cache_BKSd, v_cache_BKSd, lengths_B, *tree_mask)
         if self.sandwiched:
             x_BTD = x_BTD + self.attn_out_norm(self.attn(x_BTD, *tensors, recent=recent, norm=self.attn_norm))
@@ -341,7 +391,8 @@ class Decoder(nn.Module):
     def new_cache(self, batch: int, slots: int, taps: Sequence[int] = ()) -> StaticKVCache:
         """See `sharesd.models.base.CausalModel.new_cache`."""
         c, table = self.config, self.get_buffer("cos_0")
-        shapes = [(self.part.of(c.num_key_value_heads), c.head_dim)] * c.num_hidden_layers
+        heads = self.part.of(c.num_key_value_heads)
+        shapes = [(0 if kind.conv_width else heads, c.head_dim) for kind in c.layer_types]
         return StaticKVCache(
             shapes=shapes,
             batch=batch,
@@ -353,6 +404,7 @@ class Decoder(nn.Module):
             hidden_size=c.hidden_size,
             split=self.split if self.split.crosses_devices else None,
             whole_rows=self.supports_flash,
+            conv_widths=c.conv_widths,
         )
 
     def forward(
@@ -424,7 +476,7 @@ class Decoder(nn.Module):
                 tables = self._tables_on(x_BTD.device)
             for index in range(each.first, each.first + each.num_blocks):
                 rotary = tables[max(self.config.layer_types[index].rope, 0)]
-                tensors = (*rotary, here.k[index], here.v[index], here.lengths, *(mask or ()))
+                tensors = (*rotary, *here.tensors(index), here.lengths, *(mask or ()))
                 x_BTD = self.run_block(self.blocks[index], x_BTD, *tensors, recent=here.recent)
                 cache.tap(index + 1, x_BTD)
             each.after()

@@ -23,6 +23,8 @@ class LayerType(NamedTuple):
     """Index into `DecoderConfig.rope_parameters`; -1 = no positions (NoPE)."""
     has_experts: bool = False
     """The MLP is a mixture, as `DecoderConfig.experts` says."""
+    conv_width: int = 0
+    """Inputs of the short convolution that stands in place of attention; 0: attention."""
 
 
 class ExpertConfig(NamedTuple):
@@ -107,8 +109,22 @@ class DecoderConfig:
     """Unused layers after the last block, for multi-token prediction."""
     experts: ExpertConfig | None = None
     """Experts of the layers that have some."""
+    conv_bias: bool = False
+    """Short convolutions and the linears around them have biases."""
 
     @property
     def num_hidden_layers(self) -> int:
         """Number of blocks."""
         return len(self.layer_types)
+
+    @property
+    def conv_widths(self) -> tuple[int, ...]:
+        """Inputs of each layer's short convolution, 0 with attention."""
+        return tuple(kind.conv_width for kind in self.layer_types)
+
+    @property
+    def cpu_only(self) -> str:
+        """What the native decoder runs on CPUs alone, and whole; "": it runs everywhere."""
+        if any(self.conv_widths):
+            return "a model with short convolutions"
+        return "" if self.experts is None else "a mixture of experts"

@@ -54,7 +54,7 @@ _KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim "
         "max_position_embeddings original_max_position_embeddings no_rope_layer_interval sliding_window_pattern "
         "draft_vocab_size target_hidden_size num_experts_per_tok moe_intermediate_size decoder_sparse_step "
-        "n_shared_experts",
+        "n_shared_experts block_ff_dim block_multiple_of conv_L_cache",
     ),
     (f"a whole number from 1 to {MAX_LAYERS}", _whole(1, MAX_LAYERS), "num_hidden_layers draft_length"),
     (
@@ -63,22 +63,24 @@ _KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "num_nextn_predict_layers num_mtp_layers max_window_layers first_k_dense_replace",
     ),
     ("a whole number", _whole(0), "sliding_window num_experts num_local_experts n_routed_experts"),
-    ("a list of whole numbers", _all_are(_whole(0)), "mlp_only_layers"),
+    ("a list of whole numbers", _all_are(_whole(0)), "mlp_only_layers full_attn_idxs"),
     (
         "a number above 0",
         _is_positive,
         "rope_theta rope_local_base_freq query_pre_attn_scalar partial_rotary_factor factor attention_factor "
-        "low_freq_factor high_freq_factor beta_fast beta_slow routed_scaling_factor",
+        "low_freq_factor high_freq_factor beta_fast beta_slow routed_scaling_factor block_ffn_dim_multiplier",
     ),
     (
         "a number, 0 or more",
         lambda value: _is_number(value) and value >= 0,
-        "rms_norm_eps attn_logit_softcapping final_logit_softcapping mscale mscale_all_dim llama_4_scaling_beta",
+        "rms_norm_eps norm_eps attn_logit_softcapping final_logit_softcapping mscale mscale_all_dim "
+        "llama_4_scaling_beta",
     ),
     (
         "true or false",
         _is_flag,
-        "attention_bias mlp_bias tie_word_embeddings use_sliding_window truncate norm_topk_prob use_qk_norm",
+        "attention_bias mlp_bias tie_word_embeddings use_sliding_window truncate norm_topk_prob use_qk_norm "
+        "conv_bias block_auto_adjust_ff_dim tie_embedding",
     ),
     ("a text", _is_text, "model_type hidden_act hidden_activation rope_type type"),
     ("a list of texts", _all_are(_is_text), "layer_types"),

@@ -23,7 +23,7 @@ from sharesd.models import checkpoint, lora
 from sharesd.models.architectures import config_from_hf
 from sharesd.models.base import CausalModel
 from sharesd.models.checkpoint import Progress, silent
-from sharesd.models.decoder import Block, Decoder, ExpertMLP
+from sharesd.models.decoder import Block, Decoder
 from sharesd.models.decoder_config import DecoderConfig, UnsupportedArchitecture
 from sharesd.models.hf_config import check_sizes
 from sharesd.models.hub import resolve
@@ -38,6 +38,7 @@ from sharesd.models.weight_mapping import (
     copy_tensors,
     cut_part,
     decoder_tensors,
+    is_conv_kernel,
     module_names,
     rename_tensors,
     report_unused,
@@ -70,7 +71,7 @@ def fill_block(
     `values`: names as in `block_tensors`. `make_linear`: linears instead of torch's.
     """
     if make_linear is not None:
-        for path, names in module_names(config, has_experts=isinstance(block.mlp, ExpertMLP)).items():
+        for path, names in module_names(config, block.kind).items():
             linear = attrgetter(path)(block)
             if type(linear) is nn.Linear:
                 bias = None
@@ -218,9 +219,9 @@ def decoder_config(folder: Path) -> DecoderConfig:
 def native_config(folder: Path, device: torch.device) -> DecoderConfig:
     """Return the DecoderConfig of a folder that the native decoder runs on this device; errors as `decoder_config`."""
     config = decoder_config(folder)
-    if config.experts is not None and device.type != "cpu":
+    if config.cpu_only and device.type != "cpu":
         raise UnsupportedArchitecture(
-            f"architecture {config.model_type!r} has experts, which the native decoder runs on CPUs alone"
+            f"architecture {config.model_type!r} is {config.cpu_only}, which the native decoder runs on CPUs alone"
         )
     return config
 
@@ -317,7 +318,8 @@ def load_decoder(
     def is_checked_elsewhere(name: str, tensor: Tensor) -> bool:
         if name == EMBEDDING:  # of which only rows of the text are read
             return not config.tie_word_embeddings
-        return make_linear is not None and name.startswith(LAYERS) and tensor.ndim == 2
+        is_linear = name.startswith(LAYERS) and tensor.ndim == 2 and not is_conv_kernel(name, config)
+        return make_linear is not None and is_linear
 
     what = f"architecture {config.model_type!r}"
     copy_tensors(dict(decoder_tensors(decoder)), named, folder, what, progress, put, is_checked_elsewhere)

@@ -5,7 +5,7 @@ Legend: B rows, T tokens of a chunk, R tokens whose logits are returned, V vocab
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from compile.attention import MAX_STEP
 from sharesd.devices.transfer import to_device
+from sharesd.kvcache.recurrent import BOUNDARY
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.base import CausalModel
 
@@ -43,9 +44,11 @@ def next_piece(model: CausalModel, cache: StaticKVCache, num_read: int, length: 
     """Return the next piece of a prompt, of at most `max_chunk` tokens.
 
     `num_read` of the prompt's `length` tokens have been read. The piece may start at any token; `next_padded_piece` has
-    fixed boundaries.
+    fixed boundaries. With recurrent layers it ends where their state is kept, unless chunks are to be long.
     """
     end = min(length, num_read + max_chunk)
+    if cache.recurrent is not None and max_chunk <= CHUNK:
+        end = min(end, num_read // BOUNDARY * BOUNDARY + BOUNDARY)
     size = end - num_read
     while size in model.step_widths:
         size += 1  # a form compiled for steps might be missing yet, and rounds otherwise than the rest of the prompt
@@ -85,6 +88,8 @@ def read_piece(
     finally:
         view.known_length = None  # the view may be remembered
     view.lengths.fill_(end)
+    if cache.recurrent is not None and (end == len(tokens) or end % BOUNDARY == 0):
+        cache.recurrent.keep(row, end)
     return logits_RV
 
 
@@ -105,6 +110,8 @@ def prefill(model: CausalModel, cache: StaticKVCache, prompts: list[list[int]], 
     """
     if reads_in_pieces(cache):
         return prefill_in_pieces(model, cache, prompts, num_kept)
+    if cache.recurrent is not None:  # whose state padding would overwrite
+        return prefill_in_pieces(model, cache, prompts, num_kept, next_piece)
     device = cache.lengths.device
     starts = [min(kept, max(0, len(row) - 1)) for row, kept in zip(prompts, num_kept, strict=True)]
     longest = max(len(row) - start for row, start in zip(prompts, starts, strict=True))
@@ -129,15 +136,19 @@ def prefill(model: CausalModel, cache: StaticKVCache, prompts: list[list[int]], 
 
 
 def prefill_in_pieces(
-    model: CausalModel, cache: StaticKVCache, prompts: list[list[int]], num_kept: list[int]
+    model: CausalModel,
+    cache: StaticKVCache,
+    prompts: list[list[int]],
+    num_kept: list[int],
+    piece_of: Callable[[CausalModel, StaticKVCache, int, int], Piece] = next_padded_piece,
 ) -> Tensor:
-    """Run `prefill` on each row by itself, in padded pieces."""
+    """Run `prefill` on each row by itself, in padded pieces, or those that `piece_of` returns."""
     logits = []
     for row, (prompt, kept) in enumerate(zip(prompts, num_kept, strict=True)):
         tokens = prompt or [0]
         num_read = min(kept, len(tokens) - 1)
         while num_read < len(tokens):
-            piece = next_padded_piece(model, cache, num_read, len(tokens))
+            piece = piece_of(model, cache, num_read, len(tokens))
             last_1V, num_read = read_piece(model, cache, row, tokens, piece), piece.end
         logits.append(last_1V.clone())
     cache.lengths.copy_(torch.tensor([len(prompt) for prompt in prompts], device=cache.lengths.device))

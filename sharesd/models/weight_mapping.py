@@ -24,8 +24,8 @@ from compile.input_order import same_order
 from multigpu.tensor_parallel import TILE, Shard, require_divisible
 from sharesd.models.architectures import architecture_of
 from sharesd.models.checkpoint import Progress, damage_named, not_causal, read_config, silent
-from sharesd.models.decoder import Decoder, ExpertMLP
-from sharesd.models.decoder_config import DecoderConfig
+from sharesd.models.decoder import Block, Decoder
+from sharesd.models.decoder_config import DecoderConfig, LayerType
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 LAYERS = "model.layers."
@@ -40,7 +40,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def decoder_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     """Yield checkpoint name and parameter, or rows of a merged parameter."""
     yield EMBEDDING, decoder.embed.weight.data
-    yield "model.norm.weight", decoder.norm.weight.data
+    yield f"{architecture_of(decoder.config.model_type).final_norm}.weight", decoder.norm.weight.data
     if not decoder.config.tie_word_embeddings:
         yield HEAD, decoder.head.weight.data
     for i, block in enumerate(decoder.blocks):
@@ -54,13 +54,15 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in decoder_tensors(decoder)}
 
 
-def module_names(config: DecoderConfig, *, has_experts: bool) -> dict[str, tuple[str, ...]]:
-    """Return module of a block -> modules of a checkpoint's layer, experts one by one.
-
-    `has_experts`: the layer is a mixture.
-    """
-    names = architecture_of(config.model_type).block_names
-    if not has_experts or config.experts is None:
+def module_names(config: DecoderConfig, kind: LayerType) -> dict[str, tuple[str, ...]]:
+    """Return module of a block -> modules of a checkpoint's layer of this kind, experts one by one."""
+    absent = "attn." if kind.conv_width else "conv."
+    names = {
+        path: modules
+        for path, modules in architecture_of(config.model_type).block_names.items()
+        if not path.startswith(absent)
+    }
+    if not kind.has_experts or config.experts is None:
         return {path: modules for path, modules in names.items() if not path.startswith(_OF_MIXTURES)}
     found: dict[str, tuple[str, ...]] = {}
     for path, modules in names.items():
@@ -77,12 +79,18 @@ def is_router(name: str, config: DecoderConfig) -> bool:
     return module_of(name) in architecture_of(config.model_type).block_names.get("mlp.router", ())
 
 
+def is_conv_kernel(name: str, config: DecoderConfig) -> bool:
+    """Return True for the weight [D, L] of a short convolution, which stays in numbers; it is no linear's."""
+    return module_of(name) in architecture_of(config.model_type).block_names.get("conv.kernel", ())
+
+
 def block_tensors(block: nn.Module, config: DecoderConfig) -> Iterator[tuple[str, Tensor]]:
     """Yield name and parameter of one block, as `decoder_tensors` does.
 
     Names are without the layer's number; modules without parameters are left out.
     """
-    for path, names in module_names(config, has_experts=isinstance(block.mlp, ExpertMLP)).items():
+    kind = block.kind if isinstance(block, Block) else LayerType(0, 0)  # a head's
+    for path, names in module_names(config, kind).items():
         module = attrgetter(path)(block)
         if module is None:
             continue
@@ -115,6 +123,8 @@ def rename_tensors(
             continue
         if config.tie_word_embeddings and name == HEAD:
             continue
+        if tensor.ndim == 3 and is_conv_kernel(name, config):
+            tensor = tensor.squeeze(1)  # stored [D, 1, L]
         if config.gemma_norm and name.endswith("norm.weight"):
             tensor = tensor.double() + 1.0  # stored minus one
         yield stored_name, name, tensor
@@ -179,7 +189,7 @@ class Cuts(NamedTuple):
         first: dict[str, tuple[int, ...]] = {HEAD.removesuffix(".weight"): (config.vocab_size,)}
         second: set[str] = set()
         of_expert = 0 if config.experts is None else config.experts.intermediate_size
-        layers = [module_names(config, has_experts=has) for has in {kind.has_experts for kind in config.layer_types}]
+        layers = [module_names(config, kind) for kind in dict.fromkeys(config.layer_types)]
         for path, names in (item for layer in layers for item in layer.items()):
             if path in ("attn.o", "mlp.down"):
                 second |= set(names)
@@ -450,6 +460,6 @@ def _warn_of_expansion(line: str) -> None:
 def _merged(config: DecoderConfig) -> Iterator[list[str]]:
     """Yield the names of matrices that run as one."""
     for layer, kind in enumerate(config.layer_types):
-        for names in module_names(config, has_experts=kind.has_experts).values():
+        for names in module_names(config, kind).values():
             if len(names) > 1:
                 yield [f"{LAYERS}{layer}.{name}.weight" for name in names]

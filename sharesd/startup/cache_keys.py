@@ -87,6 +87,7 @@ def kv_identity(resolved: ResolvedConfig, cache: StaticKVCache, *, recompute_dec
         *((_cuda_kernels_version(), config.steady_cublas) if on_gpu else ()),
     )
     weights = (content_hash(resolved.folder), config.dequantize or config.activations, config.ignore_keys)
+    state = cache.recurrent
     layout = [(tuple(tensor.shape[1:2]), tuple(tensor.shape[3:])) for tensor in (*cache.k, *cache.v)]
     return {
         "version": f"{__version__}, torch {torch.__version__}",
@@ -94,7 +95,7 @@ def kv_identity(resolved: ResolvedConfig, cache: StaticKVCache, *, recompute_dec
         "dtype": str(resolved.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name(device) if on_gpu else cpu_name(),
         "kernels": _digest(kernels),
-        "KV format": _digest((FORMAT, layout, cache.taps)),
+        "KV format": _digest((FORMAT, layout, cache.taps, *(() if state is None else (state.layout,)))),
     }
 
 

@@ -154,20 +154,33 @@ def _uses_draft_model(config: EngineConfig, modes: Collection[str]) -> bool:
 
 
 def target_conflicts(
-    config: EngineConfig, *, unsupported: str | None, has_experts: bool = False, on_gpu: bool, has_triton: bool
+    config: EngineConfig,
+    *,
+    unsupported: str | None,
+    cpu_only: str = "",
+    on_gpu: bool,
+    has_triton: bool,
+    span: int = 0,
+    max_span: int = 0,
 ) -> Iterator[str]:
     """Yield what the device and the target's architecture exclude.
 
     Args:
         unsupported: reason why the target is not a native decoder, if it is not.
-        has_experts: it is a native decoder with a mixture of experts.
+        cpu_only: what it is if the native decoder runs it on CPUs alone.
+        span, max_span: slots above a text that a round may write, and how many a target with short convolutions has.
     """
-    if has_experts and config.split.enabled:
-        yield f"a mixture of experts is not split among devices; leave {_stage_flag(config.split)} out"
-    if has_experts and config.tensor_parallel > 1:
-        yield f"tensor_parallel is {config.tensor_parallel}, and a mixture of experts is not shared out; leave it out"
-    if has_experts and config.compile in ("regional", "full"):
-        yield f"compile is {config.compile!r}, and a mixture of experts runs in the CPU kernel; use native, or off"
+    if cpu_only and config.split.enabled:
+        yield f"{cpu_only} is not split among devices; leave {_stage_flag(config.split)} out"
+    if cpu_only and config.tensor_parallel > 1:
+        yield f"tensor_parallel is {config.tensor_parallel}, and {cpu_only} is not shared out; leave it out"
+    if cpu_only and config.compile in ("regional", "full"):
+        yield f"compile is {config.compile!r}, and {cpu_only} runs in the CPU kernel; use native, or off"
+    if span > max_span:
+        yield (
+            f"drafts of this size take {span} slots, and short convolutions keep the inputs of {max_span}; give a "
+            "smaller --tree, or fewer draft tokens"
+        )
     if unsupported is not None and config.split.enabled:
         yield f"only native decoders are split among devices: {unsupported}; leave devices out"
     if unsupported is not None and config.tensor_parallel > 1:

@@ -22,7 +22,13 @@ from sharesd.devices.host_memory import cpu_name
 from sharesd.drafters.base import BuildInputs, num_bytes
 from sharesd.drafters.registry import Need
 from sharesd.engine.scheduler import powers_of_two
-from sharesd.execution.batch_invariance import RowBits, check_rows, choose_step_widths, first_block_view
+from sharesd.execution.batch_invariance import (
+    RowBits,
+    check_rows,
+    choose_step_widths,
+    first_block_view,
+    with_first_blocks,
+)
 from sharesd.execution.step_compiler import StepCompiler
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.base import CausalModel
@@ -143,7 +149,7 @@ class LoadedModel(BuildInputs):
             return self._compare_rows(step, widths)
         what = (
             *(kernels_version(), cpu_name(), torch.__version__, STEP_THREADS.max_size, self._resolved.dtype),
-            replace(step.config, layer_types=step.config.layer_types[:1]),
+            with_first_blocks(step.config),
             *(self.cache.batch, self.slots, widths, self._resolved.drafts_trees, self.streamed is None),
             self.cache.q8,
         )

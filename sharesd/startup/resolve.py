@@ -33,6 +33,7 @@ from sharesd.drafters.registry import Need
 from sharesd.execution.batch_invariance import fixed_width
 from sharesd.execution.step_compiler import choose_kernels
 from sharesd.field_types import DefaultLimit
+from sharesd.kvcache.recurrent import MAX_SPAN
 from sharesd.models.checkpoint import STORED, TARGET_QUANT, Progress, is_stored, silent, weight_files
 from sharesd.models.conversion_cache import is_converted
 from sharesd.models.decoder_config import UnsupportedArchitecture
@@ -408,18 +409,28 @@ class _Resolver:
         return device
 
     def _check_target(self, folder: Path, config: EngineConfig, *, has_triton: bool) -> None:
+        top, depth, _ = config.explicit_tree or (TREE_TOP, TREE_DEPTH, 0)
+        width = fixed_width(self.device.type, config.max_draft_tokens)
+        span = kv_slots(0, width, tree=(top, depth), prefetches=True)
         is_plain = not config.split.enabled and config.tensor_parallel == 1 and config.kv_dtype == "auto"
-        if is_plain and config.compile not in ("regional", "full"):
+        if is_plain and config.compile not in ("regional", "full") and span <= MAX_SPAN:
             return
-        unsupported, has_experts = None, False
+        unsupported, cpu_only = None, ""
         try:
-            has_experts = native_config(folder, self.device).experts is not None
+            target = native_config(folder, self.device)
+            cpu_only, span = target.cpu_only, span if any(target.conv_widths) else 0
         except UnsupportedArchitecture as reason:
             unsupported = str(reason)
         on_gpu = self.device.type == "cuda"
         check(
             target_conflicts(
-                config, unsupported=unsupported, has_experts=has_experts, on_gpu=on_gpu, has_triton=has_triton
+                config,
+                unsupported=unsupported,
+                cpu_only=cpu_only,
+                on_gpu=on_gpu,
+                has_triton=has_triton,
+                span=0 if unsupported is not None else span,
+                max_span=MAX_SPAN,
             )
         )
 

@@ -136,15 +136,18 @@ def _widened(module: nn.Module) -> nn.Module:
 def _run(decoder: Decoder, layer: int, block: nn.Module, x_BTD: Tensor) -> Tensor:
     """Return hidden states after a block; texts begin at position 0."""
     config, (batch, length, _) = decoder.config, x_BTD.shape
+    kind = config.layer_types[layer]
     cache = StaticKVCache(
-        shapes=[(config.num_key_value_heads, config.head_dim)],
+        shapes=[(0 if kind.conv_width else config.num_key_value_heads, config.head_dim)],
         batch=batch,
         slots=length,
         dtype=x_BTD.dtype,
         device=x_BTD.device,
+        hidden_size=config.hidden_size,
+        conv_widths=[kind.conv_width],
     )
-    rotary = (table.to(x_BTD.dtype) for table in decoder.rope_tables[max(config.layer_types[layer].rope, 0)])
-    return block(x_BTD, *rotary, cache.k[0], cache.v[0], cache.lengths)
+    rotary = (table.to(x_BTD.dtype) for table in decoder.rope_tables[max(kind.rope, 0)])
+    return block(x_BTD, *rotary, *cache.tensors(0), cache.lengths)
 
 
 def _rounded(task: QuantTask, linear: nn.Module, gram: _Gram, kept: KeptCalibration) -> QuantizedWeight:

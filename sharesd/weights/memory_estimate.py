@@ -181,6 +181,7 @@ class MemoryEstimate:
         inner = c.intermediate_size
         if c.experts is not None:  # whose results are kept for so many rows, next to a sum in float32
             inner = max(inner, c.experts.intermediate_size) + 2 * c.hidden_size
+        inner += c.hidden_size * any(c.conv_widths)  # thirds of the first product
         activations = read * (4 * c.hidden_size + 3 * inner) * self._dtype.itemsize
         numbers = expanded_bytes(self.decoder, self.config, self._slots, on_gpu=self._on_gpu)
         return self._kv() + numbers + logits + activations + self._masked(read)

@@ -17,6 +17,7 @@ from quant.config import QuantConfig
 from quant.quantize_model import LinearQuantizer
 from quant.solved_linears import QuantTask, SolverConfig
 from sharesd.config import EngineConfig
+from sharesd.kvcache.recurrent import RING
 from sharesd.models import checkpoint
 from sharesd.models.decoder import Decoder
 from sharesd.models.loader import decoder_config
@@ -96,8 +97,7 @@ class StoredLinears:
         if not path.startswith("blocks."):
             return (EMBEDDING,) if path == "embed" or self._config.tie_word_embeddings else (HEAD,)
         _, layer, rest = path.split(".", 2)
-        has_experts = self._config.layer_types[int(layer)].has_experts
-        names = module_names(self._config, has_experts=has_experts)[rest]
+        names = module_names(self._config, self._config.layer_types[int(layer)])[rest]
         return tuple(f"{LAYERS}{layer}.{name}.weight" for name in names)
 
 
@@ -155,11 +155,13 @@ def kv_slots(
 
 
 def kv_bytes(decoder: Decoder, config: EngineConfig, slots: int) -> list[int]:
-    """Return bytes of keys and values by layer, with `slots` per row."""
+    """Return bytes of keys and values, or of inputs of convolutions, by layer, with `slots` per row."""
     c, dtype = decoder.config, decoder.embed.weight.dtype
     few = new_kv(1, c.num_key_value_heads, 1, c.head_dim, dtype, torch.device("cpu"), q8=config.kv_dtype == "q8")
     per_slot = sum(tensor.nbytes for tensor in few) // round_slots(1)
-    return [config.max_batch * round_slots(slots) * per_slot] * c.num_hidden_layers
+    attention = config.max_batch * round_slots(slots) * per_slot
+    conv = config.max_batch * min(RING, round_slots(slots)) * c.hidden_size * dtype.itemsize
+    return [conv if width else attention for width in c.conv_widths]
 
 
 def expanded_bytes(decoder: Decoder, config: EngineConfig, slots: int, *, on_gpu: bool) -> int:

@@ -147,16 +147,19 @@ def near(model: Decoder, noise: float) -> Decoder:
 
 
 def kv_of(cache: StaticKVCache) -> list[Tensor]:
-    """Copies of the keys [B, K, S, d] of all layers, then of the values."""
-    pairs = [unpack_kv(k, v, size) for k, v, size in zip(cache.k, cache.v, cache.sizes, strict=True)]
-    return [k for k, _ in pairs] + [v for _, v in pairs]
+    """Copies of the keys [B, K, S, d] of all layers with attention, then of the values, then the inputs of others."""
+    pairs = [unpack_kv(k, v, size) for k, v, size in zip(cache.k, cache.v, cache.sizes, strict=True) if len(k[0])]
+    inputs = [] if cache.recurrent is None else [cache.recurrent.inputs_NBRD.clone()]
+    return [k for k, _ in pairs] + [v for _, v in pairs] + inputs
 
 
 def put_kv(cache: StaticKVCache, tensors: Sequence[Tensor]) -> None:
-    layers = len(cache.k)
-    for i in range(layers):
-        k, v = pack_kv(tensors[i], tensors[layers + i])
+    layers = [i for i, k in enumerate(cache.k) if len(k[0])]
+    for number, i in enumerate(layers):
+        k, v = pack_kv(tensors[number], tensors[len(layers) + number])
         cache.k[i].copy_(k), cache.v[i].copy_(v)
+    if cache.recurrent is not None:
+        cache.recurrent.inputs_NBRD.copy_(tensors[-1])
 
 
 @torch.inference_mode()

@@ -20,7 +20,7 @@ from sharesd.startup.resolve import ResolvedConfig, resolved_conflicts
 
 TWO_STAGES, NESTED = PipelineConfig(devices=("cpu", "cpu")), QuantConfig(method="nested")
 ALONE = {"target": "other", "mode": "naive"}  # a model that comes without heads, and a mode without drafters
-MIXTURE = {"has_experts": True}
+MIXTURE = {"cpu_only": "a mixture of experts"}
 Found = Callable[[], Iterator[str]]
 
 
@@ -79,6 +79,7 @@ TARGET: list[tuple[Found, str]] = [
     (target(split=TWO_STAGES, facts=MIXTURE), "a mixture of experts is not split among devices; leave --devices out"),
     (target(tensor_parallel=2, facts=MIXTURE), "tensor_parallel is 2, and a mixture of experts is not shared out"),
     (target(compile="full", facts=MIXTURE), "compile is 'full', and a mixture of experts runs in the CPU kernel"),
+    (target(facts={"span": 200, "max_span": 176}), "drafts of this size take 200 slots, and short convolutions keep"),
     (
         target(kv_dtype="q8", facts={"on_gpu": True, "has_triton": False}),
         "needs this project's kernels, and torch's run here",

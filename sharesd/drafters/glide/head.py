@@ -236,6 +236,9 @@ def _target_layers(raw: Mapping[str, Any], target: DecoderConfig) -> tuple[int, 
             f"{GLIDE_LAYERS} is {list(layers)} and the target has {target.num_hidden_layers} layers; name at "
             "least one, each once, from 0"
         )
+    for layer in layers:
+        if target.conv_widths[layer]:
+            raise ValueError(f"{GLIDE_LAYERS} names layer {layer}, a short convolution; name layers with attention")
     if target.attn_logit_softcapping:
         raise ValueError(
             "GLIDE heads do not support targets with attention soft-capping (here "

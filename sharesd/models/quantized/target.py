@@ -22,6 +22,7 @@ from sharesd.models.weight_mapping import (
     HEAD,
     LAYERS,
     StoredTypes,
+    is_conv_kernel,
     is_router,
     single_experts,
     tensor_shapes,
@@ -50,7 +51,7 @@ def folder_to_quantize(base: Path, kind: str) -> Path:
     except UnsupportedArchitecture as reason:
         raise ValueError(f"{base}: {reason}, and quantized weights run in native decoders; {_REMEDY}") from None
     for name, shape in tensor_shapes(config).items():
-        if len(shape) == 2 and shape[1] % _SMALLEST:
+        if len(shape) == 2 and shape[1] % _SMALLEST and not is_conv_kernel(name, config):
             raise ValueError(f"{base}: {name} has {shape[1]} inputs, which is not a multiple of {_SMALLEST}; {_REMEDY}")
     return linked_folder(base, f"{name_of(base)}-{kind}", texts={TARGET_QUANT: json.dumps({"type": kind})})
 
@@ -72,7 +73,11 @@ def quantized_types(folder: Path, config: DecoderConfig) -> dict[str, str]:
 
 def _types(folder: Path, config: DecoderConfig) -> StoredTypes:
     kind, shapes = read_json(folder / TARGET_QUANT)["type"].upper(), tensor_shapes(config)
-    matrices = {name: shape for name, shape in shapes.items() if len(shape) == 2 and not is_router(name, config)}
+    matrices = {
+        name: shape
+        for name, shape in shapes.items()
+        if len(shape) == 2 and not is_router(name, config) and not is_conv_kernel(name, config)
+    }
     return StoredTypes.of({name: block_type(name, shape[1], kind, config) for name, shape in matrices.items()}, config)
 
 
