@@ -57,6 +57,8 @@ def write_gguf(
         sizes |= {"key_length": head, "value_length": head}
     else:
         sizes["rope_dimension_count"] = 16
+    if architecture.startswith("lfm2"):  # of whose blocks every third has attention, from the second on
+        sizes |= {"head_count_kv": [2 * (i % 3 == 1) for i in range(layers)], "shortconv_l_cache": 4}
     if architecture in WITH_EXPERTS:
         sizes |= {"expert_count": EXPERTS, "expert_used_count": 2}
     if architecture == "glm4moe":  # whose last block predicts further tokens
@@ -135,7 +137,7 @@ def _dense_rows(arch: str, mlp: int) -> dict[str, tuple[int, ...]]:
         rows |= {"ffn_gate": (mlp, 64), "ffn_up": (mlp, 64)}
     if arch.startswith("gemma"):
         rows |= {"post_attention_norm": (64,), "post_ffw_norm": (64,)}
-    if arch in ("gemma3", "qwen3", "qwen3moe", "glm4moe"):
+    if arch in ("gemma3", "qwen3", "qwen3moe", "glm4moe") or arch.startswith("lfm2"):
         rows |= {"attn_q_norm": (head,), "attn_k_norm": (head,)}
     if arch == "glm4moe":
         rows["post_attention_norm"] = rows.pop("ffn_norm")
@@ -155,7 +157,7 @@ def _add_tensors(
         writer.add_tensor(name, gguf.quantize(data, wanted), raw_dtype=wanted)
 
     add("token_embd.weight", num_tokens, 64)
-    add("output_norm.weight", 64)
+    add("token_embd_norm.weight" if arch.startswith("lfm2") else "output_norm.weight", 64)
     if arch in ("qwen3", "phi3", *WITH_EXPERTS):
         add("output.weight", num_tokens, 64, kind="F16")
     rows = _dense_rows(arch, mlp)
@@ -165,8 +167,14 @@ def _add_tensors(
         is_mixture = arch in WITH_EXPERTS and (arch, i) != ("glm4moe", 0)
         if is_mixture:
             rows = {name: shape for name, shape in rows.items() if name not in ("ffn_gate", "ffn_up")}
+        is_conv = arch.startswith("lfm2") and i % 3 != 1
         for name, shape in rows.items():
-            add(f"blk.{i}.{name}.weight", *shape, kind="BF16" if name == "attn_output" else "")
+            if not is_conv or not name.startswith("attn_") or name == "attn_norm":
+                add(f"blk.{i}.{name}.weight", *shape, kind="BF16" if name == "attn_output" else "")
+        if is_conv:
+            add(f"blk.{i}.shortconv.in_proj.weight", 192, 64)
+            add(f"blk.{i}.shortconv.out_proj.weight", 64, 64)
+            add(f"blk.{i}.shortconv.conv.weight", 64, 4, kind="F32")
         down = "Q8_0" if i % 3 == 2 else "Q4_0"
         if arch in ("qwen2", "glm4moe"):
             for name, size in heads.items():

@@ -61,6 +61,10 @@ def make_mixture(folder: Path, *, dtype: torch.dtype = torch.bfloat16, **fields:
     if raw["model_type"] == "glm4_moe":
         raw |= {"n_routed_experts": raw.pop("num_experts"), "attention_bias": True, "routed_scaling_factor": 1.5}
     (folder / "config.json").write_text(json.dumps(raw))
+    return _save_random(folder, raw, dtype)
+
+
+def _save_random(folder: Path, raw: dict[str, Any], dtype: torch.dtype) -> Path:
     dice = torch.Generator().manual_seed(0)
     tensors = {
         name: torch.randn(shape, generator=dice) * (2.0 if len(shape) == 2 else 0.2) * shape[-1] ** -0.5
@@ -70,6 +74,18 @@ def make_mixture(folder: Path, *, dtype: torch.dtype = torch.bfloat16, **fields:
         tensors[name] = (tensor + 1 if tensor.ndim == 1 else tensor).to(dtype)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def make_conv_model(folder: Path, *, dtype: torch.dtype = torch.bfloat16, **fields: Any) -> Path:
+    """Write a random LFM2 with the tokenizer of `make_checkpoint`, one of whose four blocks has attention.
+
+    `fields`: of config.json, instead of those here.
+    """
+    raw = json.loads((make_checkpoint(folder) / "config.json").read_text())
+    raw |= {"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "num_hidden_layers": 4, "full_attn_idxs": [2]}
+    raw |= {"block_auto_adjust_ff_dim": False, **fields}
+    (folder / "config.json").write_text(json.dumps(raw))
+    return _save_random(folder, raw, dtype)
 
 
 def _spoken(backend: Tokenizer) -> list[int]:

@@ -44,6 +44,8 @@ GLM: dict[str, Any] = {"n_routed_experts": 7, "num_experts_per_tok": 3, "first_k
 GLM |= {"routed_scaling_factor": 2.5, "attention_bias": True, "use_qk_norm": True}
 EXPERTS: dict[str, Any] = {"head_dim": 32, "moe_intermediate_size": 40}
 SLIDING: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+LFM2: dict[str, Any] = {"full_attn_idxs": [1], "block_multiple_of": 32}
+BIASED: dict[str, Any] = {"conv_bias": True, "conv_L_cache": 4, "full_attn_idxs": [0]}
 
 NATIVE = {
     "llama": hf.LlamaConfig(**SMALL),
@@ -67,6 +69,8 @@ NATIVE = {
     "smollm3": hf.SmolLM3Config(**SMALL, no_rope_layer_interval=2),
     "phi3": hf.Phi3Config(**SMALL),
     "phi3_longrope": hf.Phi3Config(**SMALL, original_max_position_embeddings=32, rope_parameters=LONGROPE),
+    "lfm2": hf.Lfm2Config(**SMALL, **LFM2),
+    "lfm2_biased": hf.Lfm2Config(**SMALL, **BIASED, tie_word_embeddings=False),
     "gemma2": hf.Gemma2Config(**SMALL, **GEMMA, attn_logit_softcapping=3.0, final_logit_softcapping=2.0),
     "gemma3_text": hf.Gemma3TextConfig(**SMALL, **GEMMA, sliding_window_pattern=3, rope_parameters=GEMMA3_ROPE),
 }
@@ -114,6 +118,8 @@ def check_against(model: CausalModel, reference: hf.PreTrainedModel) -> None:
     torch.testing.assert_close(one_shot, wanted, atol=1e-4, rtol=0)
     cache, lengths = model.new_cache(2, 32), torch.tensor([12, 9])
     cache.k[0].fill_(1e3), cache.v[0].fill_(1e3)  # whatever lies in unused slots must not matter
+    if cache.recurrent is not None:
+        cache.recurrent.inputs_NBRD.fill_(1e3)
     chunk = tokens[:, :16].masked_fill(torch.arange(16) >= lengths[:, None], 5)
     logits = model.forward(chunk, cache)
     for row in range(2):

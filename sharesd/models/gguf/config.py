@@ -215,6 +215,8 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
     missing = [prefix + key for key, name in _SIZES.items() if name not in config and key not in _OPTIONAL]
     if missing or "token_embd.weight" not in file.tensors:
         raise ValueError(f"it has no {', '.join(missing) or 'token_embd.weight'}; download it again")
+    if layout.mixes_convs:
+        config |= _conv_layers(prefix, config)
     for key, name in sizes.items():  # lists: layers of several sizes
         if name in config and (not isinstance(config[name], int | float) or (key in _SIZES and config[name] <= 0)):
             raise unknown_key(prefix + key, config[name])
@@ -289,6 +291,17 @@ def _check_fields(
         if key == _WINDOW and isinstance(value, int) and value >= config["max_position_embeddings"]:
             continue
         raise unknown_key(prefix + key, value)
+
+
+def _conv_layers(prefix: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the types of layers, which have as many key/value heads as a list says, or with a convolution none."""
+    heads, num_layers = config.get("num_key_value_heads"), config["num_hidden_layers"]
+    listed = heads if isinstance(heads, list) else [heads] * (num_layers if isinstance(num_layers, int) else 0)
+    found = {each for each in listed if each}
+    if len(found) != 1 or len(listed) != num_layers:
+        raise unknown_key(prefix + "attention.head_count_kv", heads)
+    types = ["full_attention" if each else "conv" for each in listed]
+    return {"num_key_value_heads": found.pop(), "layer_types": types}
 
 
 def _layer_types(prefix: str, pattern: Any, num_layers: int) -> list[str]:

@@ -39,6 +39,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe": {"model_type": "glm4_moe", "n_routed_experts": 7, "num_experts_per_tok": 3, "head_dim": 16},
     "qwen3_moe": {"model_type": "qwen3_moe", "num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
 }
+FAMILIES["lfm2"] = {"model_type": "lfm2", "layer_types": ["conv", "full_attention"], "conv_bias": True}
 FAMILIES["glm4_moe"] |= {"moe_intermediate_size": 24, "routed_scaling_factor": 1.5, "attention_bias": True}
 
 
@@ -59,7 +60,7 @@ def test_the_stack_equals_the_blocks_and_a_rows_bits_depend_on_nothing_beside_it
         for cache in caches:
             cache.lengths += torch.tensor([0, 5])
         wanted, ours = (m.forward(tokens, cache) for m, cache in zip((plain, stack), caches, strict=True))
-    for theirs, mine in zip((wanted, *caches[0].k, *caches[0].v), (ours, *caches[1].k, *caches[1].v), strict=True):
+    for theirs, mine in zip((wanted, *kv_of(caches[0])), (ours, *kv_of(caches[1])), strict=True):
         assert (mine - theirs).double().norm() < TOLERANCE[dtype] * theirs.double().norm()
     tokens = torch.randint(0, 40, (3, 17), generator=torch.Generator().manual_seed(0))
     starts = torch.tensor([0, 9, 30])

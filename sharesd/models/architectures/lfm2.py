@@ -1,0 +1,114 @@
+"""LFM2: short convolutions, and attention in some layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sharesd.models.architecture import Architecture, GGUFLayout, llama_like
+from sharesd.models.decoder_config import DecoderConfig, LayerType
+from sharesd.models.hf_config import HFConfig, wrong_value
+
+_MAX_WIDTH = 16
+"""Most inputs of a convolution: `sharesd.kvcache.recurrent` keeps more than those for each round."""
+_NAMES: dict[str, tuple[str, ...]] = {
+    "attn.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attn.o": ("self_attn.out_proj",),
+    "attn.q_norm": ("self_attn.q_layernorm",),
+    "attn.k_norm": ("self_attn.k_layernorm",),
+    "conv.in_proj": ("conv.in_proj",),
+    "conv.kernel": ("conv.conv",),
+    "conv.out_proj": ("conv.out_proj",),
+    "attn_norm": ("operator_norm",),
+    "mlp_norm": ("ffn_norm",),
+    "mlp.gate_up": ("feed_forward.w1", "feed_forward.w3"),
+    "mlp.down": ("feed_forward.w2",),
+}
+_GGUF_NAMES = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.conv": "conv.conv",
+    "shortconv.out_proj": "conv.out_proj",
+    "attn_norm": "operator_norm",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+}
+_GGUF_OUTER_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "token_embd_norm": "model.embedding_norm",  # of the last block's output, whatever its name says
+    "output": "lm_head",
+}
+
+
+def _layer_types(config: HFConfig) -> tuple[LayerType, ...]:
+    num_layers, width = config.require("num_hidden_layers"), config.get("conv_L_cache", 3)
+    if width > _MAX_WIDTH:
+        raise wrong_value(config.model_type, "conv_L_cache", width, f"at most {_MAX_WIDTH}")
+    attends = config.get("full_attn_idxs", range(num_layers))
+    types = config.get("layer_types", ["full_attention" if i in attends else "conv" for i in range(num_layers)])
+    for kind in types:
+        if kind not in ("full_attention", "conv"):
+            raise config.unsupported(f"layer type {kind!r}")
+    if len(types) != num_layers:
+        raise wrong_value(config.model_type, "layer_types", types, f"a list of {num_layers} layers")
+    if "full_attention" not in types:
+        raise config.unsupported("convolutions in all layers")
+    return tuple(LayerType(0, 0) if kind == "full_attention" else LayerType(0, -1, conv_width=width) for kind in types)
+
+
+def _intermediate_size(config: HFConfig) -> int:
+    size: int = config.get("block_ff_dim", config.require("intermediate_size"))
+    if not config.get("block_auto_adjust_ff_dim", True):
+        return size
+    size, factor = int(2 * size / 3), config.get("block_ffn_dim_multiplier", 1.0)
+    multiple = config.get("block_multiple_of", 256)
+    return -(-int(factor * size) // multiple) * multiple
+
+
+def _read(config: HFConfig) -> DecoderConfig:
+    return llama_like(
+        config,
+        layer_types=_layer_types(config),
+        intermediate_size=_intermediate_size(config),
+        rms_norm_eps=config.get("norm_eps", 1e-5),
+        tie_word_embeddings=config.get("tie_embedding", config.get("tie_word_embeddings", True)),
+        use_qk_norm=True,
+        conv_bias=config.get("conv_bias", False),
+    )
+
+
+def _gguf_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {"hidden_act": "silu", "norm_eps": config["rms_norm_eps"], "block_auto_adjust_ff_dim": False}
+
+
+ARCHITECTURES = (
+    Architecture(
+        model_type="lfm2",
+        to_decoder_config=_read,
+        defaults={
+            "intermediate_size": 12288,
+            "max_position_embeddings": 128000,
+            "num_key_value_heads": 8,
+            "rope_theta": 1e6,
+        },
+        block_names=_NAMES,
+        final_norm="model.embedding_norm",
+        gguf=GGUFLayout(
+            name="lfm2",
+            class_name="Lfm2ForCausalLM",
+            block_names=_GGUF_NAMES,
+            outer_names=_GGUF_OUTER_NAMES,
+            biases={"conv_bias": ("shortconv.in_proj", "shortconv.conv", "shortconv.out_proj")},
+            fields={"shortconv.l_cache": "conv_L_cache"},
+            mixes_convs=True,
+            extra_config=_gguf_config,
+        ),
+    ),
+)

@@ -1,0 +1,407 @@
+"""Short convolutions: state that a length undoes, texts of all modes, and what is refused.
+
+Their logits are compared with those of transformers in `test_models.py`, rows with themselves in
+`test_decoder_stack.py`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from compile.attention import TreeAttentionMask
+from compile.block_linear import BlockLinear
+from sharesd import LLM, OffloadConfig, SamplingParams
+from sharesd.config import EngineConfig, PipelineConfig
+from sharesd.drafters.heads.checkpoint import load_head
+from sharesd.engine.prompt_cache import PromptCache
+from sharesd.kvcache import recurrent
+from sharesd.models import prefill
+from sharesd.models.architectures import config_from_hf
+from sharesd.models.decoder import ConvKernel, Decoder
+from sharesd.models.gguf.config import config_of
+from sharesd.models.gguf.convert import converted_folder
+from sharesd.models.gguf.reader import GGUFFile, read_gguf
+from sharesd.models.gguf.weights import names_of
+from sharesd.models.loader import load_decoder, native_config
+from sharesd.startup.resolve import resolve_config
+from sharesd.weights import memory_estimate, offload_planner
+from tests.helpers.compiled import compiled
+from tests.helpers.gguf_files import write_gguf
+from tests.helpers.oracle import VOCAB, logits_of, tiny_decoder
+from tests.helpers.same_texts import require_same_texts
+from tests.helpers.tiny_heads import make_head
+from tests.helpers.tiny_models import make_conv_model
+from tests.models.folders import edit_config, edit_tensors
+from train.heads.draft_decoder import initial_draft
+from train.heads.init_weights import initial_head
+
+pytestmark = pytest.mark.usefixtures("one_thread", "own_cache")
+KERNEL, LAST_NORM = "model.layers.1.conv.conv.weight", "model.embedding_norm.weight"
+STAGES = PipelineConfig(devices=("cpu", "cpu"))
+TYPES = ["conv", "conv", "full_attention", "conv"]
+
+
+def conv_decoder(dtype: torch.dtype = torch.float32, **sizes: Any) -> Decoder:
+    shape: dict[str, Any] = {"model_type": "lfm2", "num_hidden_layers": len(TYPES), "layer_types": TYPES}
+    return tiny_decoder(3, dtype=dtype, **shape | {"max_position_embeddings": 2048} | sizes)
+
+
+class Rows:
+    """Rows of a cache, in which texts known from the start are read, drafted, verified, cancelled and shared."""
+
+    def __init__(self, model: Decoder, batch: int, seed: int) -> None:
+        self.model, self.dice = model, random.Random(seed)
+        self.cache = model.new_cache(batch, 448)
+        self.texts: list[list[int]] = [[] for _ in range(batch)]  # of rows that are being decoded; [] otherwise
+        self.seen: list[dict[int, Tensor]] = [{} for _ in range(batch)]  # logits after so many tokens
+        self.num_shared = self.num_checked = 0
+
+    def tokens(self, num: int) -> list[int]:
+        return self.dice.choices(range(VOCAB), k=num)
+
+    def join(self, row: int) -> None:
+        """A text that begins as the text of any row, or a new one, is read in pieces."""
+        source = self.dice.randrange(len(self.texts))
+        cached = self.cache.cached_ids[source]
+        shared = cached[: self.dice.randint(0, len(cached))] if self.dice.random() < 0.7 else []
+        text = shared + self.tokens(self.dice.randint(2, self.dice.choice([8, 400])) if len(shared) < 370 else 20)
+        text = text[:400]
+        lengths = self.cache.shared_prefix_lengths(text[:-1])
+        best = max(range(len(lengths)), key=lambda each: lengths[each])
+        if best != row and not self.texts[best] and self.dice.random() < 0.3:
+            self.cache.swap_rows(row, best)
+            lengths[row], lengths[best], best = lengths[best], lengths[row], row
+        self.cache.begin_row(row, text[: lengths[best]], best)
+        self.num_shared += lengths[best] > 0
+        num_read, end = lengths[best], self.dice.randint(lengths[best] + 1, len(text))
+        self.seen[row] = {}
+        while num_read < end:
+            most = self.dice.choice([1, 8, 60, 512])
+            piece = prefill.next_piece(self.model, self.cache, num_read, end, most)
+            logits_RV = prefill.read_piece(self.model, self.cache, row, text[:end], piece)
+            num_read = piece.end
+            self.seen[row][num_read] = logits_RV[-1]
+        self.cache.cached_ids[row], self.texts[row] = text[:end], text
+
+    def end(self, row: int) -> None:
+        """Compare a row's logits with those of its text read at once."""
+        if self.texts[row]:
+            wanted = logits_of(self.model, self.texts[row])
+            for num, logits_V in self.seen[row].items():
+                assert torch.equal(logits_V, wanted[num - 1]), (row, num)
+            self.num_checked += len(self.seen[row])
+        self.texts[row] = []
+
+    def round(self) -> None:
+        """Draft steps of wrong weights and tokens, a verify step of a chain or tree, and its commit."""
+        B, N = len(self.texts), self.dice.choice([0, 0, 1, 4, 7])
+        view = self.cache.draft_view()
+        for step in range(self.dice.randint(0, 3)):
+            view.lengths.copy_(self.cache.lengths + step)
+            self.model.forward(torch.tensor([self.tokens(1) for _ in range(B)]), view)
+        is_tree = N > 1 and self.dice.random() < 0.5
+        parents = [-1, *(self.dice.randint(-1, i - 1) if is_tree else i - 1 for i in range(1, N))]
+        paths = [[0]]  # rows from the root to each
+        for node, parent in enumerate(parents[:N]):
+            paths.append([*paths[parent + 1], node + 1])
+        tokens, kept = [], []
+        for row, text in enumerate(self.texts):
+            done = len(self.cache.cached_ids[row])
+            chosen = self.dice.choice(paths)[: len(text) - done] if text else []
+            step = self.tokens(1 + N)
+            for depth, at in enumerate(chosen):
+                step[at] = text[done + depth]
+            tokens.append(step)
+            kept.append(chosen)
+        mask = offset = None
+        if is_tree:
+            offset = self.dice.choice([0, 0, 9])
+            path_TP = torch.tensor([path + [0] * (1 + N - len(path)) for path in paths]).repeat(B, 1, 1)
+            mask = TreeAttentionMask(torch.tensor([len(path) - 1 for path in paths]).repeat(B, 1), path_TP + offset)
+        logits_BTV = self.model.forward(torch.tensor(tokens), self.cache, tree_mask=mask)
+        num_B = torch.tensor([len(chosen) for chosen in kept])
+        if is_tree:
+            path_BT = torch.tensor([chosen + [0] * (1 + N - len(chosen)) for chosen in kept])
+            self.cache.compact(path_BT, num_B, offset or 0)
+        self.cache.lengths += num_B
+        for row, chosen in enumerate(kept):
+            for at in chosen:
+                self.cache.cached_ids[row].append(self.texts[row][len(self.cache.cached_ids[row])])
+                self.seen[row][len(self.cache.cached_ids[row])] = logits_BTV[row, at]
+            if self.texts[row] and len(self.cache.cached_ids[row]) >= len(self.texts[row]):
+                self.end(row)
+
+
+@torch.inference_mode()
+def run_rounds(num_rounds: int, seed: int, **sizes: Any) -> Rows:
+    rows = Rows(compiled(conv_decoder(**sizes), "native"), 3, seed)
+    for _ in range(num_rounds):
+        for row, text in enumerate(rows.texts):
+            chance = rows.dice.random()
+            if not text and chance < 0.5:
+                rows.join(row)
+            elif chance < 0.01:
+                rows.end(row)  # cancelled
+            elif chance < 0.015:
+                rows.cache.discard_row(row)
+                rows.cache.lengths[row], rows.texts[row] = 1, []
+        rows.round()
+    for row in range(3):
+        rows.end(row)
+    return rows
+
+
+@pytest.mark.parametrize(("seed", "sizes"), [(0, {}), (1, {"conv_L_cache": 4, "conv_bias": True})])
+def test_random_rounds_leave_the_state_of_a_fresh_run(
+    seed: int, sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows' logits have the bits of one pass over the text that was accepted, in a ring that wraps often."""
+    for name, value in {"RING": 64, "REACH": 16, "BOUNDARY": 32, "NEARBY": 8}.items():
+        monkeypatch.setattr(recurrent, name, value)
+    monkeypatch.setattr(prefill, "BOUNDARY", 32)
+    rows = run_rounds(500, seed, **sizes)
+    assert rows.num_shared > 20 and rows.num_checked > 1500
+    assert rows.cache.recurrent is not None and rows.cache.recurrent.size == 64
+
+
+@pytest.mark.long
+def test_many_random_rounds_leave_the_state_of_a_fresh_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_rounds(5000, 2).num_checked > 15_000
+    monkeypatch.setattr(recurrent, "RING", 80)
+    monkeypatch.setattr(recurrent, "REACH", 16)
+    assert run_rounds(5000, 3).num_checked > 15_000
+
+
+@torch.inference_mode()
+def test_texts_continue_where_the_state_is_known() -> None:
+    """Near the end of a row's text, and at copies; after NaN nowhere."""
+    model = compiled(conv_decoder(), "native")
+    cache = model.new_cache(2, 640)
+    text = Rows(model, 1, 0).tokens(600)
+
+    def read(row: int, tokens: list[int], source: int, num: int) -> Tensor:
+        cache.begin_row(row, tokens[:num], source)
+        while num < len(tokens):
+            piece = prefill.next_piece(model, cache, num, len(tokens))
+            logits_RV, num = prefill.read_piece(model, cache, row, tokens, piece), piece.end
+        cache.cached_ids[row] = tokens
+        return logits_RV[-1]
+
+    def known(row: int, *lengths: int) -> list[int]:
+        return [cache.shared_prefix_lengths(text[:num])[row] for num in lengths]
+
+    read(0, text[:500], 0, 0)
+    assert known(0, 500, 437, 436, 435, 257, 255) == [500, 437, 436, 256, 256, 0]
+    assert torch.equal(read(1, [*text[:260], 7], 0, 256), logits_of(model, [*text[:260], 7])[-1])
+    assert known(1, 260, 257, 256, 255) == [260, 257, 256, 0]  # what its ring had before is of another text
+    assert cache.shared_prefix_lengths(text[:450], multiple_of=128) == [256, 256]
+    cache.swap_rows(0, 1)
+    assert known(1, 437, 435) == [437, 256] and known(0, 255) == [0]
+    read(0, [*text[:437], 9, 8], 1, 437)
+    assert torch.equal(read(0, [*text[:437], 9, 8, 7], 0, 439), logits_of(model, [*text[:437], 9, 8, 7])[-1])
+    assert cache.recurrent is not None
+    cache.recurrent.inputs_NBRD[:, 0] = torch.nan
+    cache.discard_row(0)
+    assert torch.equal(read(0, text[:70], 0, 0), logits_of(model, text[:70])[-1])
+
+
+TREES: dict[str, Any] = {"num_draft": 6, "tree": (2, 3, 6), "dtype": "fp32"}
+
+
+@pytest.mark.parametrize("options", [{"num_draft": 4}, TREES, {"kv_dtype": "q8"}, {"compile": "off", "dtype": "fp32"}])
+def test_all_modes_have_one_text(options: dict[str, Any], tmp_path: Path) -> None:
+    """Also if a prompt is read in pieces between rounds of another row, and with the begin of an earlier one."""
+    modes = ("naive", "share", "suffix", "classic", "hybrid", "auto")
+    target = str(make_conv_model(tmp_path / "model"))
+    options = {"max_batch": 2, "max_context": 700, "draft": target, **options}
+    llm = require_same_texts(target, modes, device="cpu", **options)
+    prompts, params = [[7, 9], list(range(10, 360))], SamplingParams(max_new_tokens=8, temperature=1.0, seed=5)
+    texts: list[Any] = [[] for _ in modes]
+    for mode, found in zip(modes, texts, strict=True):
+        for _ in range(2):
+            found += [each.token_ids for each in llm.generate(prompts, params, mode=mode)]
+            prompts[1] = [*prompts[1][:300], *prompts[0], *found[-1]]
+        prompts[1] = list(range(10, 360))
+    assert all(text == texts[0] for text in texts)
+
+
+def test_a_restart_reads_texts_and_states_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, restored, restore = str(make_conv_model(tmp_path / "model")), [], PromptCache.restore
+
+    def restore_and_note(*arguments: Any) -> int:
+        restored.append(restore(*arguments))
+        return restored[-1]
+
+    monkeypatch.setattr(PromptCache, "restore", restore_and_note)
+    options: dict[str, Any] = {"max_context": 700, "device": "cpu", "prompt_cache": str(tmp_path / "kept")}
+    first, params = list(range(10, 330)), SamplingParams(max_new_tokens=8, temperature=1.0, seed=5, ignore_eos=True)
+    plain = LLM(target, modes=("naive",), device="cpu", max_context=700)
+    for prompt in (first, [*first[:300], 5, 6], [*first, 7]):
+        with LLM(target, modes=("share",), **options) as llm:
+            assert llm.generate([prompt], params)[0].token_ids == plain.generate([prompt], params)[0].token_ids
+    assert restored == [0, 256, 320]
+
+
+def test_whole_blocks_are_offloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_estimate, "own_memory", lambda: 0)  # which is much more than such a model
+    monkeypatch.setattr(memory_estimate, "RUNTIME_BYTES", 0)
+    monkeypatch.setattr(offload_planner, "_disk_rate", lambda *_: 1e9)
+    target, modes = str(make_conv_model(tmp_path / "model", num_hidden_layers=6)), ("naive", "share")
+    options: dict[str, Any] = {"device": "cpu", "max_context": 128, "mode": "share", "dtype": "bfloat16"}
+    plan = resolve_config(EngineConfig(target=target, offload=OffloadConfig(host_memory=10**9), **options), modes).plan
+    mlp = 3 * 64 * 128
+    assert plan is not None and set(plan.blocks) == {2 * (4 * 64 * 64 + mlp), 2 * (3 * 64 * 64 + mlp)}
+    texts = []
+    for limit in (None, plan.device_bytes - plan.slot):
+        llm = LLM(target, modes=modes, max_batch=1, offload=OffloadConfig(host_memory=limit), **options)
+        params = SamplingParams(max_new_tokens=6, temperature=1.0, seed=3, ignore_eos=True)
+        texts += [llm.generate([[5, 9, 14, 3]], params, mode=mode)[0].token_ids for mode in modes]
+    runtime = llm._runtime
+    assert runtime is not None and runtime.streamed is not None and len(runtime.streamed.stream.blocks) > 1
+    assert all(text == texts[0] for text in texts) and len(texts) == 4
+
+
+def test_a_head_reads_hidden_states(tmp_path: Path) -> None:
+    target = make_conv_model(tmp_path / "model")
+    config = native_config(target, torch.device("cpu"))
+    head = make_head(tmp_path / "head", config, "eagle3", dtype=torch.bfloat16, mlp=64)
+    require_same_texts(str(target), ("naive", "eagle"), device="cpu", heads=(str(head),), hybrid_with=("eagle",))
+
+
+@pytest.mark.parametrize("quant", ["q4_k", "q8_0"])
+def test_linears_are_quantized_and_kernels_are_not(quant: str, tmp_path: Path) -> None:
+    target = make_conv_model(tmp_path / "model", hidden_size=256, num_attention_heads=4, intermediate_size=256)
+    llm = require_same_texts(str(target), ("naive", "share"), device="cpu", target_quant=quant)
+    block = llm._runtime.target.blocks[0]
+    assert isinstance(block.conv.in_proj.full, BlockLinear) and isinstance(block.conv.out_proj.full, BlockLinear)
+    assert isinstance(block.conv.kernel, ConvKernel)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel": 2}, "tensor_parallel is 2, and a model with short convolutions is not shared out"),
+        (
+            {"split": STAGES, "device": "auto"},
+            "a model with short convolutions is not split among devices; leave --dev",
+        ),
+        ({"compile": "full"}, "compile is 'full', and a model with short convolutions runs in the CPU kernel"),
+        ({"tree": (9, 9, 60)}, "drafts of this size take 316 slots, and short convolutions keep the inputs of 176"),
+    ],
+)
+def test_what_they_do_not_do_is_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    target = str(make_conv_model(tmp_path / "model"))
+    with pytest.raises(ValueError, match=message):
+        resolve_config(EngineConfig(target=target, mode="share", **{"device": "cpu"} | options))
+
+
+def test_gpus_and_training_are_refused_by_name(tmp_path: Path) -> None:
+    folder = make_conv_model(tmp_path / "model")
+    with pytest.raises(ValueError, match="'lfm2' is a model with short convolutions, which the native decoder"):
+        native_config(folder, torch.device("cuda"))
+    with pytest.raises(ValueError, match="a head begins as a block with attention, and the target has convolutions"):
+        initial_head("eagle3", {}, conv_decoder())
+    with pytest.raises(ValueError, match="drafts for architecture 'lfm2' are not supported"):
+        initial_draft(Path(), conv_decoder(), layers=1, hidden_size=None)
+    head = make_head(tmp_path / "head", conv_decoder().config, "glide", target_layers=(1,))
+    with pytest.raises(ValueError, match="names layer 1, a short convolution; name layers with attention"):
+        load_head(head, conv_decoder())
+
+
+def _leave_out(name: str) -> Callable[[dict[str, Tensor]], object]:
+    return lambda tensors: tensors.pop(name)
+
+
+def _reshape(shape: tuple[int, ...]) -> Callable[[dict[str, Tensor]], object]:
+    return lambda tensors: tensors.update({KERNEL: torch.ones(shape)})
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (_leave_out(KERNEL), f"missing {KERNEL}"),
+        (_leave_out(LAST_NORM), f"missing {LAST_NORM}"),
+        (_reshape((64, 1, 4)), rf"{KERNEL} has shape \[64, 4\] where config.json asks for \[64, 3\]"),
+        (_reshape((64, 2, 3)), rf"{KERNEL} has shape \[64, 2, 3\] where config.json asks for \[64, 3\]"),
+        (lambda tensors: tensors.update({KERNEL.replace("weight", "bias"): torch.ones(64)}), "unexpected .*conv.bias"),
+        (lambda tensors: tensors.update({KERNEL: torch.full((64, 1, 3), torch.nan)}), f"{KERNEL} has NaN or infinite"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(
+    edit: Callable[[dict[str, Tensor]], Any], message: str, tmp_path: Path
+) -> None:
+    folder = edit_tensors(make_conv_model(tmp_path / "model"), edit)
+    with pytest.raises(ValueError, match=message):
+        load_decoder(folder, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"conv_L_cache": 17}, "'conv_L_cache' = 17, which is not at most 16"),
+        ({"conv_L_cache": 0}, "'conv_L_cache' = 0, which is not a whole number above 0"),
+        ({"layer_types": TYPES[:3]}, "'layer_types' = .* not a list of 4 layers"),
+        ({"layer_types": ["conv"] * 4}, "'lfm2' with convolutions in all layers is not supported"),
+        ({"layer_types": ["linear_attention"] * 4}, "'lfm2' with layer type 'linear_attention' is not supported"),
+        ({"full_attn_idxs": ["1"]}, "'full_attn_idxs' = .* not a list of whole numbers"),
+        ({"conv_bias": True}, "missing model.layers.0.conv.in_proj.bias"),
+    ],
+)
+def test_configs_that_make_no_sense_are_refused(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+    folder = edit_config(make_conv_model(tmp_path / "model"), **fields)
+    with pytest.raises(ValueError, match=message):
+        load_decoder(folder, dtype=torch.bfloat16)
+
+
+def test_sizes_are_those_that_old_and_new_configs_ask_for() -> None:
+    raw: dict[str, Any] = {"model_type": "lfm2", "hidden_size": 2048, "num_attention_heads": 32, "vocab_size": 65536}
+    raw |= {"num_hidden_layers": 16, "block_ff_dim": 12288, "full_attn_idxs": [2, 5, 8, 10, 12, 14]}
+    config = config_from_hf(raw | {"block_auto_adjust_ff_dim": True, "tie_embedding": True})
+    assert config.intermediate_size == 8192 and config.tie_word_embeddings and config.num_key_value_heads == 8
+    assert [i for i, width in enumerate(config.conv_widths) if not width] == raw["full_attn_idxs"]
+    assert config_from_hf(raw | {"block_ffn_dim_multiplier": 1.01}).intermediate_size == 8448
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "F16"])
+def test_gguf_files_run_as_stored_and_expanded(kind: str, tmp_path: Path) -> None:
+    """Expanded, they have the logits of transformers; as stored, nearly those, and all modes one text."""
+    file = write_gguf(tmp_path / "model.gguf", "lfm2", "lfm2", kind=kind, layers=3)
+    folder = converted_folder(file)
+    config = AutoConfig.from_pretrained(folder)
+    assert config.layer_types == ["conv", "full_attention", "conv"] and config.conv_L_cache == 4
+    ours, theirs = load_decoder(folder, dtype=torch.float32), AutoModelForCausalLM.from_config(config).float()
+    stored = load_file(folder / "model.safetensors")
+    stored = {name: part[:, None] if name.endswith("conv.conv.weight") else part for name, part in stored.items()}
+    theirs.load_state_dict(stored | {"lm_head.weight": stored["model.embed_tokens.weight"]})
+    tokens = torch.arange(40, 60)[None]
+    with torch.inference_mode():
+        wanted = theirs(tokens, use_cache=False).logits
+        torch.testing.assert_close(ours(tokens, ours.new_cache(1, 32)), wanted, atol=1e-4, rtol=0)
+        llm = require_same_texts(str(file), ("naive", "share"), device="cpu", max_batch=2, dtype="fp32")
+        target: Any = llm._runtime.target
+        near = target(tokens, target.new_cache(1, 32))  # of the file's numbers, before they were rounded to bfloat16
+    torch.testing.assert_close(near, wanted, atol=0.03 * wanted.abs().max().item(), rtol=0)
+
+
+def test_tensors_and_keys_of_a_gguf_file_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    file = read_gguf(write_gguf(tmp_path / "model.gguf", "lfm2", "lfm2", layers=3))
+    config = config_from_hf(config_of(file))
+    for name in ("blk.0.shortconv.conv.weight", "token_embd_norm.weight", "blk.1.attn_q.weight"):
+        tensors = {other: tensor for other, tensor in file.tensors.items() if other != name}
+        with pytest.raises(ValueError, match=f"it has no tensor '{name}'"):
+            names_of(GGUFFile(file.metadata, tensors), config)
+    wider = config_from_hf(config_of(GGUFFile(file.metadata | {"lfm2.shortconv.l_cache": 3}, file.tensors)))
+    with pytest.raises(ValueError, match=r"'blk.0.shortconv.conv.weight' has shape \[64, 4\] .* asks for \[64, 3\]"):
+        names_of(file, wider)
+    for heads in ([0, 2, 1], [0, 2], [0, 0, 0]):
+        with pytest.raises(ValueError, match=r"lfm2.attention.head_count_kv"):
+            config_of(GGUFFile(file.metadata | {"lfm2.attention.head_count_kv": heads}, file.tensors))
