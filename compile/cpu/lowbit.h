@@ -104,6 +104,34 @@ template <typename I, typename B> inline void dot4(I& acc, const B& w, const int
   }
 }
 
+// Products of 32 inputs with codes of 4 bits, added up. AVX2 alone has no product that adds four bytes to 32 bits: there sums
+// have 16 bits, which hold eight pairs, at most 8 * 2 * 15 * 127 = 30,480, and are widened once.
+template <typename I> struct GroupSums {
+  I sums;
+  void clear() { sums = I{}; }
+#if defined(__AVX2__) && !defined(__AVXVNNI__) && !defined(__AVX512F__)
+  template <typename B> void add(const B& w, const int8_t* x) {
+    int32_t quad;
+    std::memcpy(&quad, x, 4);
+    sums = (I)_mm256_add_epi16((__m256i)sums, _mm256_maddubs_epi16((__m256i)w, _mm256_set1_epi32(quad)));
+    asm("" : "+x"(sums));  // GCC would add in another order, keep all products until then, and run out of registers
+  }
+  I total() const { return (I)_mm256_madd_epi16((__m256i)sums, _mm256_set1_epi16(1)); }
+  static constexpr int kMostRows = 4;
+#else
+  template <typename B> void add(const B& w, const int8_t* x) { dot4(sums, w, x); }
+  I total() const { return sums; }
+  static constexpr int kMostRows = 8;
+#endif
+};
+template <typename H> struct GroupSums<Pair<H>> {
+  GroupSums<H> low, high;
+  void clear() { low.clear(), high.clear(); }
+  template <typename B> void add(const Pair<B>& w, const int8_t* x) { low.add(w.low, x), high.add(w.high, x); }
+  Pair<H> total() const { return pair_of(low.total(), high.total()); }
+  static constexpr int kMostRows = GroupSums<H>::kMostRows;
+};
+
 // acc[lane] += sum over 2 inputs of w[lane][i] * x[i], of 16 bits each, w not negative.
 template <typename I, typename U> inline void dot2(I& acc, const U& w, const int16_t* x) {
   if constexpr (IsPair<I>::value) {
@@ -128,12 +156,24 @@ template <typename I, typename U> inline void dot2(I& acc, const U& w, const int
   }
 }
 
+// Products of 32 inputs with codes of 8 bits.
+struct WideSums {
+  vint sums;
+  void clear() { sums = vint{}; }
+  void add(const vuint& w, const int16_t* x) { dot2(sums, w, x); }
+  vint total() const { return sums; }
+};
+
 // Rows m..m+R against the 16 outputs whose weights begin at w.
 template <int BITS, int R, typename T>
 void low_tile(const RoundedRows& x, int64_t m, const uint8_t* w, const T* bias, T* y, int64_t N, int64_t left, int64_t K,
               int64_t G) {
   constexpr int64_t kBytes = 16 * kXGroup * BITS / 8;  // of the codes for a group of inputs
   const int64_t per = G / kXGroup, groups = K / kXGroup, first = m * groups;
+  const int8_t* codes8 = x.codes8.data() + first * kXGroup;
+  const int16_t* codes16 = x.codes16.data() + first * kXGroup;
+  const float *scales = x.scale.data() + first, *x_sums = x.sum.data() + first;
+  const int32_t* totals = x.total.data() + first;
   vfloat acc[R] = {};
   for (int64_t g = 0; g < groups; w += 64) {
     vfloat s, o;
@@ -141,31 +181,36 @@ void low_tile(const RoundedRows& x, int64_t m, const uint8_t* w, const T* bias, 
     load(reinterpret_cast<const bf16*>(w + per * kBytes + 32), &o);
     float sum[R] = {};
     for (int64_t i = 0; i < per; ++i, ++g, w += kBytes) {
-      const int64_t at = (first + g) * kXGroup;
-      vint dot[R];
-      for (int r = 0; r < R; ++r) dot[r] = vint{} - (BITS == 4 ? 8 : 128) * x.total[first + r * groups + g];
+      std::conditional_t<BITS == 4, GroupSums<vint>, WideSums> dot[R];
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) dot[r].clear();
+#pragma GCC unroll 8
       for (int64_t j = 0; j < kBytes / 64; ++j) {
         const vuint v = get<vuint>(w + j * 64);
         __builtin_prefetch(w + j * 64 + 512, 0, 2);
-        if (BITS == 4) {
+        if constexpr (BITS == 4) {
           const vbyte low = as<vbyte>(v) & 15, high = as<vbyte>(v >> 4) & 15;
+#pragma GCC unroll 8
           for (int r = 0; r < R; ++r) {
-            const int8_t* xs = x.codes8.data() + at + r * K + j * 8;
-            dot4(dot[r], low, xs);
-            dot4(dot[r], high, xs + 4);
+            const int8_t* xs = codes8 + g * kXGroup + r * K + j * 8;
+            dot[r].add(low, xs);
+            dot[r].add(high, xs + 4);
           }
         } else {
           const vuint even = v & 0xff00ff, odd = v >> 8 & 0xff00ff;
+#pragma GCC unroll 8
           for (int r = 0; r < R; ++r) {
-            const int16_t* xs = x.codes16.data() + at + r * K + j * 4;
-            dot2(dot[r], even, xs);
-            dot2(dot[r], odd, xs + 2);
+            const int16_t* xs = codes16 + g * kXGroup + r * K + j * 4;
+            dot[r].add(even, xs);
+            dot[r].add(odd, xs + 2);
           }
         }
       }
+#pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
-        acc[r] += (s * x.scale[first + r * groups + g]) * convert<vfloat>(dot[r]);
-        sum[r] += x.sum[first + r * groups + g];
+        const vint codes = dot[r].total() - (BITS == 4 ? 8 : 128) * totals[r * groups + g];
+        acc[r] += (s * scales[r * groups + g]) * convert<vfloat>(codes);
+        sum[r] += x_sums[r * groups + g];
       }
     }
     for (int r = 0; r < R; ++r) acc[r] += o * sum[r];
@@ -194,7 +239,7 @@ void low_blocks(int bits, const RoundedRows& x, const uint8_t* w, const T* bias,
   for (int64_t n = begin; n < end; ++n) {
     const T* b = bias ? bias + n * 16 : nullptr;
     T* out = y + n * 16;
-    if (bits == 4) low_rows<4, 8>(x, 0, M, w + n * bytes, b, out, N, N - n * 16, K, G);
+    if (bits == 4) low_rows<4, GroupSums<vint>::kMostRows>(x, 0, M, w + n * bytes, b, out, N, N - n * 16, K, G);
     if (bits == 8) low_rows<8, 8>(x, 0, M, w + n * bytes, b, out, N, N - n * 16, K, G);
   }
 }
