@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from sharesd.runtime import Runtime
 
 
@@ -25,12 +27,20 @@ class Agreement:
 
     No rule of acceptance that keeps the distribution accepts a larger share.
     """
+    same_noise: float
+    """Mean probability, at temperature 1, that both choose one token with the same Gumbel noise.
+
+    That is what `--acceptance match` accepts. It lies between overlap / (2 - overlap), more than which no draft can be
+    sure of where the text must not depend on the drafter, and the overlap (Daliri et al. 2024, arXiv 2408.07978).
+    """
 
 
-def measure_agreement(runtime: Runtime, prompts: Sequence[list[int]], max_new_tokens: int) -> Agreement:
-    """Compare drafts with the target along its greedy answers, up to their end.
+def measure_agreement(
+    runtime: Runtime, prompts: Sequence[list[int]], max_new_tokens: int, seed: int | None = None
+) -> Agreement:
+    """Compare drafts with the target along its answers, up to their end.
 
-    `runtime`: with mode share, on the native decoder.
+    `runtime`: with mode share, on the native decoder. Answers are greedy, or sampled at temperature 1 with `seed`.
     """
     import torch
 
@@ -40,7 +50,8 @@ def measure_agreement(runtime: Runtime, prompts: Sequence[list[int]], max_new_to
 
     assert isinstance(runtime.target, Decoder)
     switch = next(module.switch for module in runtime.target.modules() if isinstance(module, SwitchLinear))
-    equal, overlap, count = 0, 0.0, 0
+    equal, overlap, same_noise, count = 0, 0.0, 0.0, 0
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
     with torch.inference_mode():
         batch = runtime.cache.batch
         for first in range(0, len(prompts), batch):
@@ -51,6 +62,9 @@ def measure_agreement(runtime: Runtime, prompts: Sequence[list[int]], max_new_to
             is_live_B = torch.tensor([bool(row) for row in rows])
             for _ in range(max_new_tokens):
                 tokens_B = logits_BV.argmax(-1)
+                if generator is not None:
+                    chosen_B1 = torch.multinomial(logits_BV.float().cpu().softmax(-1), 1, generator=generator)
+                    tokens_B = chosen_B1[:, 0].to(tokens_B.device)
                 is_live_B &= ~torch.isin(tokens_B.cpu(), torch.tensor(runtime.target.eos_ids))
                 if not is_live_B.any():
                     break
@@ -60,6 +74,24 @@ def measure_agreement(runtime: Runtime, prompts: Sequence[list[int]], max_new_to
                 cache.lengths.add_(1)
                 wanted_BV = logits_BV.float().cpu()[is_live_B]
                 equal += int((drafts_BV.argmax(-1) == wanted_BV.argmax(-1)).sum())
-                overlap += float(torch.minimum(drafts_BV.softmax(-1), wanted_BV.softmax(-1)).sum())
+                p_BV, q_BV = wanted_BV.softmax(-1), drafts_BV.softmax(-1)
+                overlap += float(torch.minimum(p_BV, q_BV).sum())
+                same_noise += float(equal_with_same_noise(p_BV, q_BV).sum())
                 count += len(wanted_BV)
-    return Agreement(num_tokens=count, greedy=equal / max(count, 1), overlap=overlap / max(count, 1))
+    means = [total / max(count, 1) for total in (equal, overlap, same_noise)]
+    return Agreement(num_tokens=count, greedy=means[0], overlap=means[1], same_noise=means[2])
+
+
+def equal_with_same_noise(p_BV: Tensor, q_BV: Tensor) -> Tensor:
+    """Return, for each row, the probability [B] that argmax(log p + g) equals argmax(log q + g), g Gumbel noise.
+
+    Both choose token i with probability 1 / sum_j max(p_j / p_i, q_j / q_i). Where tokens are sorted by q / p, the
+    larger ratio is that of p up to i and that of q after it.
+    """
+    import torch
+
+    p_BV, q_BV = p_BV.double(), q_BV.double()
+    order_BV = (q_BV / p_BV).nan_to_num(nan=0.0, posinf=torch.inf).argsort(-1)
+    p_BV, q_BV = p_BV.gather(-1, order_BV), q_BV.gather(-1, order_BV)
+    after_BV = q_BV.sum(-1, keepdim=True) - q_BV.cumsum(-1)
+    return (p_BV * q_BV / (p_BV.cumsum(-1) * q_BV + after_BV.clamp(min=0) * p_BV)).nan_to_num(nan=0.0).sum(-1)

@@ -235,12 +235,14 @@ def _keep(config: EngineConfig, quant: QuantConfig, best: Measured) -> None:
     console.print(f"--draft-quant auto now uses {quant}: {file}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _agreement_cells(agreement: Agreement | None) -> tuple[str, str]:
-    return ("-", "-") if agreement is None else (f"{agreement.greedy:.3f}", f"{agreement.overlap:.3f}")
+def _agreement_cells(agreement: Agreement | None) -> tuple[str, str, str]:
+    if agreement is None:
+        return "-", "-", "-"
+    return f"{agreement.greedy:.3f}", f"{agreement.overlap:.3f}", f"{agreement.same_noise:.3f}"
 
 
 def _show(measured: Sequence[Measured], best: Measured) -> None:
-    head = ("drafts", "c", "v", "alpha", "agree", "overlap", "K", "expected", "measured")
+    head = ("drafts", "c", "v", "alpha", "agree", "overlap", "same noise", "K", "expected", "measured")
     rows = [
         [
             f"{each.quant} *" if each is best else each.quant,

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from benchmark.studies import divergence, tune, verify
-from benchmark.studies.agreement import measure_agreement
+from benchmark.studies.agreement import equal_with_same_noise, measure_agreement
 from benchmark.studies.tune import Measured, best_length, expected_speedup, settings_of
 from benchmark.studies.verify import compare_answers
 from quant.config import QuantConfig
@@ -264,7 +264,8 @@ def test_settings_are_measured_and_the_best_is_kept(tiny: Path, tmp_path: Path, 
         assert each["c"] > 0 and each["v"] > 0 and 0 <= each["alpha"] <= 1 and 1 <= each["num_draft"] <= 4
         assert each["expected"] > 0 and 1 <= each["tau"] <= 1 + each["num_draft"] and each["identical"] == 1
         agreement = each["agreement"]
-        assert agreement["num_tokens"] > 0 and 0 <= agreement["greedy"] <= 1 and 0 < agreement["overlap"] <= 1
+        assert agreement["num_tokens"] > 0 and 0 <= agreement["greedy"] <= 1
+        assert 0 < agreement["same_noise"] <= agreement["overlap"] <= 1
         assert each["speedup"] == pytest.approx(each["share_tokens_per_second"] / each["naive_tokens_per_second"])
     best = max(measured, key=lambda each: each["speedup"])
     assert report["best"] == best["quant"] and report["settings"]["teacher_draft"] == 4
@@ -304,6 +305,25 @@ def test_agreement_is_that_of_one_quantized_step_after_each_text(tiny: Path) -> 
     assert found.num_tokens == len(overlaps) and 6 < len(overlaps) < 18
     assert found.greedy == equal / len(overlaps) and 0 < found.greedy < 1
     assert found.overlap == pytest.approx(sum(overlaps) / len(overlaps), abs=0.01)
+
+
+def test_chance_of_equal_choices_with_the_same_noise() -> None:
+    """Against 400,000 draws, and the bounds of Daliri et al.; tokens that one side never chooses count as well."""
+    generator = torch.Generator().manual_seed(0)
+    p_BV, q_BV = (3 * torch.randn(2, 5, 12, generator=generator, dtype=torch.float64)).softmax(-1)
+    q_BV[1], p_BV[2, 3], q_BV[2, 4] = p_BV[1], 0, 0
+    q_BV[3] = torch.eye(12)[p_BV[3].argmax()]
+    p_BV[2] /= p_BV[2].sum()
+    q_BV[2] /= q_BV[2].sum()
+    found_B = equal_with_same_noise(p_BV, q_BV)
+    uniform_NV = torch.rand(400_000, 12, generator=generator, dtype=torch.float64)
+    for p_V, q_V, found in zip(p_BV, q_BV, found_B.tolist(), strict=True):
+        gumbel_NV = -(-uniform_NV.log()).log()
+        equal_N = (p_V.log() + gumbel_NV).argmax(-1) == (q_V.log() + gumbel_NV).argmax(-1)
+        assert found == pytest.approx(float(equal_N.double().mean()), abs=0.004)  # five standard deviations
+        overlap = float(torch.minimum(p_V, q_V).sum())
+        assert overlap / (2 - overlap) - 1e-9 <= found <= overlap + 1e-9
+    assert found_B[1] == pytest.approx(1) and found_B[3] == pytest.approx(float(p_BV[3].max()))
 
 
 def test_settings_are_measured_once_and_keep_what_they_can() -> None:
