@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from compile.linear import QuantizedPackedLinear
 from quant.formats import FORMATS
 from quant.formats.bnb.linears import linear as bnb_linear
 from quant.formats.hqq.gemlite import GemliteLinear
@@ -81,6 +82,17 @@ def test_kernel_equals_dequantized_product(bits: int, dtype: torch.dtype) -> Non
         got = low(rows)
         assert got.shape == (*rows.shape[:-1], 48) and got.dtype == dtype
     assert relative_error(low(x), want) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_sums_of_the_largest_codes_do_not_overflow(bits: int, sign: int) -> None:
+    """With AVX2 alone, products with codes of 4 bits are added in 16 bits."""
+    codes = torch.full((48, 128), 2**bits - 1, dtype=torch.uint8)
+    low = QuantizedPackedLinear(codes, torch.ones(48, 2), torch.zeros(48, 2), None, bits=bits)
+    want = sign * 128 * (2 ** (bits - 1) - 1)
+    for rows in (1, 2, 5, 9):
+        assert (low(torch.full((rows, 128), float(sign))) - want).abs().max() <= 1e-4 * abs(want)
 
 
 def test_rounded_scales_cost_little_at_two_bits() -> None:
