@@ -48,7 +48,7 @@ from sharesd.startup.conflicts import (
     offload_obstacles,
     target_conflicts,
 )
-from sharesd.startup.streams import choose_streams
+from sharesd.startup.streams import SharedDrafts, choose_streams
 from sharesd.weights.backend import CudaBackend, backend_for
 from sharesd.weights.offload_planner import Offloading, plan_for
 from sharesd.weights.sizes import kv_slots
@@ -255,6 +255,18 @@ class ResolvedConfig:
         """True if any drafter may draft trees."""
         return self.tree is not None or bool({*registry.names("table", "mix")} & {*self.drafters, *self.modes})
 
+    @property
+    def shared_drafts(self) -> SharedDrafts:
+        """What decides the order of the shared drafter's weights on a GPU."""
+        return SharedDrafts(
+            config=self.config,
+            device=self.device,
+            dtype=self.dtype,
+            shares=bool(self.drafters_with(Need.QUANTIZED_TARGET)),
+            tree=self.tree,
+            is_split=self.pipeline is not None or self.is_sharded,
+        )
+
     def num_slots(self, max_context: int) -> int:
         """Return the KV slots of a row for a context."""
         top, depth, _ = self.tree or (0, 0, 0)
@@ -389,7 +401,7 @@ class _Resolver:
         check(resolved_conflicts(resolved))
         _warn_of_small_trees(resolved)
         if kernels.streams is not False:
-            chosen = choose_streams(resolved, by_name=kernels.streams is True)
+            chosen = choose_streams(resolved.shared_drafts, by_name=kernels.streams is True)
             resolved = replace(resolved, config=replace(config, kernels=chosen))
         return resolved
 

@@ -12,8 +12,7 @@ import torch
 
 from quant.config import QuantConfig
 from sharesd.startup import streams
-from sharesd.startup.resolve import ResolvedConfig
-from sharesd.startup.streams import choose_streams, obstacle
+from sharesd.startup.streams import SharedDrafts, choose_streams, obstacle
 from tests.startup.test_resolve import GPU, folder, resolved
 
 __all__ = ["folder"]
@@ -28,8 +27,9 @@ def card(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
     return why_not
 
 
-def on_gpu(folder: Path, mode: str = "share", dtype: torch.dtype = torch.bfloat16, **options: Any) -> ResolvedConfig:
-    return replace(resolved(folder, mode, tree="off", **options), device=GPU, dtype=dtype, compile="regional")
+def on_gpu(folder: Path, mode: str = "share", dtype: torch.dtype = torch.bfloat16, **options: Any) -> SharedDrafts:
+    chosen = replace(resolved(folder, mode, tree="off", **options), device=GPU, dtype=dtype, compile="regional")
+    return chosen.shared_drafts
 
 
 def test_chains_of_one_request_are_streams(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -61,8 +61,7 @@ def test_what_is_no_stream_is_tiled(
 
 
 def test_trees_and_old_cards(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wide = on_gpu(folder)
-    wide = replace(wide, config=replace(wide.config, tree=(3, 4, 8)))
+    wide = replace(on_gpu(folder), tree=(3, 4, 8))
     assert "drafts have up to 3 rows (max_batch 1, tree 3:4:8)" in str(obstacle(wide))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert obstacle(on_gpu(folder)) == "the GPU is older than compute capability 8.0"
