@@ -35,26 +35,31 @@ class AgendaStep:
 SEVEN, ONE, MODES = {"size": "7b"}, {"size": "1b"}, {"modes": "naive,share,eagle,hybrid"}
 STEPS = (
     AgendaStep("machine", 30, "machine:measure", "versions, clocks, bandwidth of copying and reading"),
+    AgendaStep("7b", 130, "widened:measure", "widened to 7B: plain, c, modes prompt by prompt", SEVEN | MODES),
+    AgendaStep("starts", 80, "machine:starts", "seconds of whole processes to the first tokens, caches warm and cold"),
+    AgendaStep("peer", 60, "others:measure_transformers", "transformers, compiled, on the model of step 7b", SEVEN),
+    AgendaStep("server", 90, "others:measure_server", "our server, 1B, under one user and under eight", ONE),
+    AgendaStep("offload", 145, "offloaded:measure", "7B in 8 and 12 GiB: the link, naive, share", SEVEN),
+    AgendaStep("7b-costs", 145, "made:measure", "at sizes of 7B: steps, and gains at known acceptance", SEVEN),
     AgendaStep("tests", 110, "gpu_tests:measure", "the tests that need a GPU, including those of our kernels"),
-    AgendaStep("7b-costs", 150, "made:measure", "at sizes of 7B: steps, and gains at known acceptance", SEVEN),
-    AgendaStep("1b-costs", 90, "made:measure", "the same at sizes of 1B", ONE),
     AgendaStep("135m", 130, "embedded:measure", "the embedded model: texts, speed, captures, memory; graphs and eager"),
     AgendaStep("1b", 90, "widened:measure", "widened to 1B: modes prompt by prompt", ONE | MODES),
+    AgendaStep("1b-costs", 90, "made:measure", "as 7b-costs, at sizes of 1B", ONE),
     AgendaStep("kernels", 90, "own_kernels:measure", "our Triton kernels: speed, and dependent launch"),
     AgendaStep("stored", 60, "own_kernels:measure_stored", "products of the blocks of .gguf files, next to bfloat16"),
     AgendaStep("tiles", 110, "tiles:measure", "the fastest tiles of our products, for later steps and for the package"),
-    AgendaStep("7b", 130, "widened:measure", "widened to 7B: modes prompt by prompt", SEVEN | MODES),
     AgendaStep("135m-more", 150, "embedded:measure_more", "other sampling, trees, requests that join and leave"),
     AgendaStep(
         "gemlite", 90, "low_bits:measure", "low-bit products by gemlite and by our kernels; the faster ones are used"
     ),
-    AgendaStep("offload", 180, "offloaded:measure", "7B in 8 and 12 GiB: the link, naive, share", SEVEN),
     AgendaStep("7b-more", 130, "widened:measure_more", "7B: prompts, steps of any width, a long cache", SEVEN),
-    AgendaStep("starts", 80, "machine:starts", "seconds of whole processes to the first tokens, caches warm and cold"),
     AgendaStep("classic", 50, "widened:measure", "classic against naive, at 1B", ONE | {"modes": "naive,classic"}),
     AgendaStep("stages", 70, "widened:in_stages", "1B in two stages on one GPU, next to the whole model", ONE),
 )
-"""Steps by priority: the first six within ten minutes, all within 29."""
+"""Steps by priority: the first six within 540 s, the seventh within 150 more, all within 31 minutes.
+
+So a card that is lent for 15 minutes is used by two calls, `--budget 540` and `--budget 150`.
+"""
 
 
 def named(names: Sequence[str]) -> tuple[AgendaStep, ...]:

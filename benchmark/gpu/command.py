@@ -19,7 +19,7 @@ from sharesd.reports.environment import command, out_folder
 from sharesd.reports.tables import Section, read_json, write_json
 from sharesd_files import atomic_write
 
-BUDGET_S = 1740.0
+BUDGET_S = 1860.0
 
 
 def add_parser(subparsers: Any) -> None:
@@ -115,10 +115,22 @@ def markdown(values: Mapping[str, Any]) -> str:
             note = "" if is_done else ": unfinished"
             sections += _findings(f"{name}: {about.get(name, '')}{note}", outcome["found"])
     first = Section("", ("step", "outcome", "seconds"), rows, left=2)
+    sections = [*_beside_peer(steps), *sections]
     absent = [Section("Missing", text="\n".join(missing))] if missing else []
     intro = f"{machine['date']}, torch {machine['torch']}, triton {machine['triton']}, gemlite {machine['gemlite']}"
     title, settings = f"ShareSD on {device or machine['cpu']}", {"command": values["command"]}
     return Report(title=title, intro=intro, sections=[first, *absent, *sections], settings=settings).markdown()
+
+
+def _beside_peer(steps: Mapping[str, Any]) -> list[Section]:
+    """Return our modes on real text next to transformers on the same model, if this run measured both."""
+    ours, peer = (steps.get(name, {}).get("found", {}) for name in ("7b", "peer"))
+    speed = peer.get("tokens_per_second")
+    if not speed or not ours.get("modes"):
+        return []
+    rows = [[row["mode"], f"{row['tok/s']:.4g}", f"{row['tok/s'] / speed:.3f}"] for row in ours["modes"]]
+    rows.append([f"{peer['package']}, compiled", f"{speed:.4g}", "1"])
+    return [Section(f"{ours['model']}, real text", ("mode", "tok/s", "x transformers compiled"), rows, left=1)]
 
 
 def _findings(title: str, found: Mapping[str, Any]) -> list[Section]:

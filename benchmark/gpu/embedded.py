@@ -67,7 +67,7 @@ def _compare_joining(job: Job, llm: LLM, modes: Sequence[Mode], *, tokens: int) 
     """Compare texts of joining requests with the first mode's requests alone."""
     runtime = llm.runtime
     count = 3 if job.tiny else 2 * runtime.cache.batch
-    prompts, samplings = prompts_of(llm, count), list(SAMPLINGS.values())
+    prompts, samplings = prompts_of(llm.tokenizer, count), list(SAMPLINGS.values())
     lengths = [(8 if job.tiny else tokens) * (2 + i % 3) // 4 for i in range(count)]
     asked: list[Asked] = [
         (prompt, replace(samplings[i % len(samplings)], max_new_tokens=length, ignore_eos=True))

@@ -18,6 +18,7 @@ from sharesd.config import EngineConfig, Mode
 from sharesd.engine.stats import Stats
 from sharesd.llm import LLM
 from sharesd.models.loader import Tensors
+from sharesd.models.tokenizer import Tokenizer
 from sharesd.reports.environment import num_compiled_graphs
 from sharesd.reports.questions import load, prompt_ids
 from sharesd.runtime import Runtime
@@ -73,9 +74,9 @@ def loaded(
         job.add("models", {**row, **peak})
 
 
-def prompts_of(llm: LLM, count: int) -> list[list[int]]:
+def prompts_of(tokenizer: Tokenizer, count: int) -> list[list[int]]:
     """Return prompts of the first built-in questions."""
-    return [prompt_ids(llm.tokenizer, question, []) for question in load("mtbench", None, count).questions]
+    return [prompt_ids(tokenizer, question, []) for question in load("mtbench", None, count).questions]
 
 
 def compare_modes(
@@ -92,7 +93,7 @@ def compare_modes(
 
     All modes of a sampling are warmed up before they are timed, so that later captures and compilations should be 0.
     """
-    runtime, asked = llm.runtime, prompts_of(llm, 1 if job.tiny else prompts)
+    runtime, asked = llm.runtime, prompts_of(llm.tokenizer, 1 if job.tiny else prompts)
     answers: dict[tuple[str, str], Answers] = {}
     for sampling in samplings:
         if answers and not job.has_time(45):

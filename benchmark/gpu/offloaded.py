@@ -20,7 +20,7 @@ from sharesd.sampling_params import SamplingParams
 
 GIB = 2**30
 MAX_DRAFT = 32  # equal in all cases, since texts may depend on the width of steps
-SECONDS = 40  # of a case at most
+SECONDS = 35  # of a case at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def run(job: Job, size: str, cases: Sequence[OffloadCase], *, prompts: int, toke
         with job.part(case.label), model as llm, closing(llm):
             memory = {"loading, GB": _peak_gb(job)}
             llm.runtime.warm_up(case.mode, params)
-            found = answer(llm, case.mode, prompts_of(llm, prompts), params)
+            found = answer(llm, case.mode, prompts_of(llm.tokenizer, prompts), params)
             texts, speed = texts or found.token_ids, found.together.tokens_per_second
             if case.mode == "naive":
                 naive[case.limit] = speed

@@ -36,14 +36,18 @@ def measure(job: Job, size: str, modes: str) -> None:
 
 
 def measure_more(job: Job, size: str) -> None:
-    """Time prefill of new prompt lengths, inexact steps and a long cache."""
+    """Time prefill of new prompt lengths, inexact steps, whole steps in one Inductor graph, and a long cache."""
     with job.part("prompts"), widened_model(job, size, ("naive",)) as llm:
         llm.runtime.warm_up("naive")
         for length in (33,) if job.tiny else (33, 70, 150, 310):
             found = answer(llm, "naive", [[1 + i % 50 for i in range(length)]], SamplingParams(max_new_tokens=1))
             job.add("prompts", {"tokens": length, "first token, ms": 1e3 * found.together.prefill_s})
     long = SHORT if job.tiny else LONG
-    cases: dict[str, dict[str, Any]] = {"not exact": {"exact": False}, f"{long} slots": {"max_context": long}}
+    cases: dict[str, dict[str, Any]] = {
+        "not exact": {"exact": False},
+        "compile full": {"compile": "full"},
+        f"{long} slots": {"max_context": long},
+    }
     for label, options in cases.items():
         if job.has_time(40):
             with job.part(label), widened_model(job, size, ("naive",), label=label, **options) as llm:
@@ -70,9 +74,7 @@ def widened_model(
 ) -> Iterator[LLM]:
     """Load the target widened to `size`; `options` are fields of EngineConfig."""
     source = job.source()
-    shape = _next_larger(decoder_config(source)) if job.tiny else SHAPES[size]
-    name = source.name if job.target else "SmolLM2-135M-Instruct"
-    name = f"{name} widened to {'a little more' if job.tiny else size.upper()}"
+    shape, name = shape_of(job, source, size), name_of(job, size)
     job.put(model=name)
     with tempfile.TemporaryDirectory() as folder:
         describe(source, Path(folder), shape, name=name)
@@ -84,6 +86,15 @@ def widened_model(
         label = label or f"{', '.join(modes)}{'' if exact else ', not exact'}, {options['max_context']} slots"
         with loaded(job, EngineConfig(target=folder, **options), modes, tensors, label) as llm:
             yield llm
+
+
+def shape_of(job: Job, source: Path, size: str) -> WideShape:
+    return _next_larger(decoder_config(source)) if job.tiny else SHAPES[size]
+
+
+def name_of(job: Job, size: str) -> str:
+    name = job.source().name if job.target else "SmolLM2-135M-Instruct"
+    return f"{name} widened to {'a little more' if job.tiny else size.upper()}"
 
 
 def _next_larger(config: DecoderConfig) -> WideShape:

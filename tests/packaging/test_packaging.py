@@ -144,15 +144,21 @@ def test_what_is_unpacked_is_what_is_imported(tmp_path: Path) -> None:
     pack = ["bash", str(ROOT / "scripts/pack_for_gpu.sh"), str(packed)]
     subprocess.run(pack, check=True, env={**os.environ, "PYTHON": sys.executable}, timeout=1200, stdout=subprocess.PIPE)
     pieces = sorted(packed.glob("model.tar.gz.*"))
-    assert len(pieces) == 2 and all(file.stat().st_size < MOST_BYTES for file in packed.iterdir())
-    unpack = "tar -xzf packed/sharesd-gpu.tar.gz && cat packed/model.tar.gz.* | tar -xzf - -C sharesd/packages"
+    assert (
+        len(pieces) == 2
+        and len(list(packed.iterdir())) == 3
+        and all(file.stat().st_size < MOST_BYTES for file in packed.iterdir())
+    )
+    unpack = (
+        "cat packed/sharesd-gpu.tar.gz.* | tar -xzf - && cat packed/model.tar.gz.* | tar -xzf - -C sharesd/packages"
+    )
     subprocess.run(["bash", "-c", unpack], cwd=tmp_path, check=True, timeout=600)
     folder = there / "packages"
     at: dict[str, Any] = {"cwd": there, "env": {**os.environ, "PYTHONPATH": f"{folder}:{there}"}, "timeout": 600}
     code = (
         "import importlib, json\n"
         "from sharesd.models.hub import _embedded_gguf\n"
-        "names = ['hqq.core.quantize', 'bitsandbytes', 'termcolor', 'gguf', 'platformdirs']\n"
+        "names = ['hqq.core.quantize', 'bitsandbytes', 'termcolor', 'gguf', 'platformdirs', 'fastapi', 'llguidance']\n"
         "files = [importlib.import_module(name).__file__ for name in names]\n"
         "print(json.dumps([*files, str(_embedded_gguf())]))"
     )
