@@ -255,8 +255,6 @@ class EngineConfig:
     """Device of a second model; None = that of the target's head."""
     max_batch: NoneIsDefault[int] = 1
     """Rows of the KV cache: maximum number of prompts decoded together."""
-    max_queue: int | None = None
-    """Maximum requests that wait for a row; None = no limit."""
     prefill_chunk: int | None = None
     """Maximum prompt tokens read between two rounds of other requests.
 
@@ -303,8 +301,6 @@ class EngineConfig:
                 check_min(name, getattr(self, name), 1)
         if not isinstance(self.tree, str):
             self._check_tree(*self.tree)
-        if self.max_queue is not None:
-            check_min("max_queue", self.max_queue, 0)
         if isinstance(self.max_context, int):
             check_min("max_context", self.max_context, MIN_CONTEXT)
 

@@ -271,7 +271,6 @@ class Runtime:
                 graphs=model.graphs if model.can_capture else None,
                 buckets=model.may_have_buckets and model.widths.buckets,
                 gumbel=model.gumbel,
-                max_queue=config.max_queue,
                 prefill_chunk=config.prefill_chunk,
                 async_scheduling=model.graphs is not None and streamed is None,  # a pass too many takes long
                 transfer_stats=None if streamed is None else partial(getattr, streamed.stream, "traffic"),

@@ -181,12 +181,9 @@ class Engine:
             call: any object that all requests of one caller have, who waits for all of them. While no others run, all
                 prompts are read first, and drafts serve those that are behind. None: others must not wait long.
 
-        Ends a call of `stream`. Raises ValueError for an unsupported prompt or parameters, and its subclass QueueFull
-        if too many requests of no call wait.
+        Ends a call of `stream`. Raises ValueError for an unsupported prompt or parameters.
         """
         params, scheduler, variants = params or SamplingParams(), self._scheduler, self.of_mode(mode)
-        if call is None:
-            scheduler.check_queue()
         ids = self.check(prompt, params, mode)
         if self._call is not None and call is not self._call:
             self.cancel_all()

@@ -47,8 +47,6 @@ class EngineOptions:
     """
     gumbel: Callable[..., Tensor] = sampling.gumbel
     """Gumbel noise; may be a compiled form."""
-    max_queue: int | None = None
-    """Waiting requests; None: no limit."""
     prefill_chunk: int | None = None
     """Prompt tokens that are read between two rounds; None: 512, fewer on a CPU."""
     async_scheduling: bool = False

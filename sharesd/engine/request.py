@@ -21,10 +21,6 @@ MAX_SHARED_ROUND = 1.5
 """Longest round with drafts, in plain rounds, if several callers share it."""
 
 
-class QueueFull(ValueError):
-    """Raised if too many requests wait."""
-
-
 class Request:
     """Prompt and its answer, with a row while it is decoded."""
 

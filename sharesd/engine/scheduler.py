@@ -18,7 +18,7 @@ from sharesd.drafters.base import Drafter
 from sharesd.engine.decode_variant import DecodeVariants
 from sharesd.engine.options import EngineOptions
 from sharesd.engine.prefill_scheduler import PrefillScheduler
-from sharesd.engine.request import QueueFull, Request
+from sharesd.engine.request import Request
 from sharesd.engine.stats import Stats
 from sharesd.engine.stop_checker import StopChecker
 from sharesd.kvcache.static import StaticKVCache
@@ -136,12 +136,6 @@ class Scheduler:
         # One is enough, as all here could be added to it.
         other = next(chain(filter(None, self.rows.requests), self.waiting), None)
         sampling.check_alike([params, *([] if other is None else [other.params])])
-
-    def check_queue(self) -> None:
-        """Raise QueueFull if no further request may wait."""
-        num_waiting, max_queue = len(self.waiting), self._options.max_queue
-        if max_queue is not None and num_waiting - len(self.rows.free) + 1 > max_queue:
-            raise QueueFull(f"{num_waiting} requests wait and the queue holds {max_queue}; try again later")
 
     def add(
         self,

@@ -51,7 +51,6 @@ def costs_file(
         lora=None,
         draft=None,
         revision=None,
-        max_queue=None,
         prefill_chunk=None,
         prompt_cache=None,
         prompt_cache_size=1,

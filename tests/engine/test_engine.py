@@ -25,7 +25,7 @@ from sharesd.drafters.share.drafter import ShareDrafter
 from sharesd.engine import prefill_scheduler
 from sharesd.engine.engine import Engine
 from sharesd.engine.outputs import Completion
-from sharesd.engine.request import QueueFull, Request
+from sharesd.engine.request import Request
 from sharesd.engine.stats import Stats
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
@@ -95,21 +95,6 @@ def test_an_interrupted_call_cannot_go_on_after_another(engine: Engine) -> None:
     finished = engine.stream([[1, 2, 3]], SamplingParams(max_new_tokens=1))
     next(finished)
     assert engine.generate([], FEW) == [] and list(finished) == [], "what has ended may be used up late"
-
-
-def test_the_queue_is_limited() -> None:
-    engine = new("naive", batch=2, max_queue=1)
-    requests = [engine.add([1], GREEDY) for _ in range(3)]
-    with pytest.raises(QueueFull, match="3 requests wait and the queue holds 1"):
-        engine.add([1], GREEDY)
-    engine.step(), engine.step()
-    assert (engine.num_running, engine.num_waiting) == (2, 1)
-    with pytest.raises(ValueError, match="1 requests wait and the queue holds 1"):
-        engine.add([1], GREEDY)
-    engine.cancel(requests[0])
-    engine.add([1], GREEDY)
-    drain(engine)
-    assert len(engine.generate([[1]] * 7, GREEDY)) == 7, "a call is no queue"
 
 
 def test_wrong_requests_hurt_nobody() -> None:

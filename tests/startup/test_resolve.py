@@ -124,7 +124,7 @@ def test_costs_are_kept_for_all_that_they_depend_on(folder: Path, own_cache: Non
         return costs_file(config, mode, params, widths=widths, streamed=None).file
 
     assert file() == file(params=SamplingParams(seed=4, max_new_tokens=9, stop=("a",)))
-    assert file() == file(replace(found, config=replace(found.config, max_queue=3)))
+    assert file() == file(replace(found, config=replace(found.config, prefill_chunk=64)))
     assert file().name.startswith("costs-")
     others = [file(mode="naive"), file(widths=(9,)), file(params=SamplingParams(temperature=1.0))]
     others += [file(replace(found, dtype=torch.float32))]
