@@ -51,7 +51,7 @@ class DecodeVariant:
             shapes = [shape for shape in shapes if not shape.is_tree]
         self._max_nodes = max(shape.nodes for shape in shapes)
         if options.graphs is not None and self._widths:
-            self._max_nodes = max(self._max_nodes, self._widths[-1] - 1)  # padding: rows without a node
+            self._max_nodes = max(self._max_nodes, self._widths[-1] - 1)  # padding: verify rows without a node
         device = cache.lengths.device
         self._on_cpu = device.type == "cpu"
         self.policy = Policy(
