@@ -155,7 +155,7 @@ class Service:
         self.metrics.round(event)
         outputs = [output for output in event.outputs if output.choice in self.owners]  # others were cancelled
         for output in outputs:
-            self.metrics.count_output(output, output.choice.add(output.chunk, output.num_drafted))
+            self.metrics.count_output(output, output.choice.add(output.chunk))
         by_call: dict[ServerCall, list[Output]] = {}
         for output in outputs:
             by_call.setdefault(self.owners[output.choice], []).append(output)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from sharesd.engine.stats import Stats, ratio
 from sharesd.sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # the engine's modules need torch, which the server's start does not wait for
@@ -47,7 +48,7 @@ class Choice:
     top_logprobs: list[list[tuple[int, float]]] | None = None
     finish_reason: str | None = None
     cached_tokens: int = 0
-    stats: Any = None
+    stats: Stats | None = None
     """Counts and times of the engine, from the first tokens."""
     prompt_logprobs: list[float] | None = None
     """Log-probabilities of all prompt tokens except the first.
@@ -58,31 +59,16 @@ class Choice:
 
     reasoning_tokens: int = 0
     """Number of tokens of the reasoning, without its marks."""
-    rounds: int = 0
-    """Number of rounds, without the prefill."""
-    drafted: int = 0
-    """Number of verified draft tokens."""
-    drafted_rounds: int = 0
-    """Number of rounds with a draft."""
-    drafted_round_tokens: int = 0
-    """Number of tokens of those rounds."""
     traces: list[Any] = field(default_factory=list)
     """Traces of rounds, if wanted."""
-    accepted_at: list[int] = field(default_factory=list)
-    """Number of rounds with an accepted draft token, by position."""
 
-    def add(self, chunk: TokenChunk, num_drafted: int) -> float | None:
-        """Append a round's tokens, of which `num_drafted` draft tokens were verified.
-
-        Returns the seconds since the previous round; None for the first tokens.
-        """
+    def add(self, chunk: TokenChunk) -> float | None:
+        """Append a round's tokens; return the seconds since the previous round, None for the first tokens."""
         before, self.last = self.last, time.monotonic()
         if self.first is None:
             self.first, request = self.last, chunk.request
             self.cached_tokens, self.stats = request.cached_tokens, request.stats
             self.prompt_logprobs, self.prompt_top_logprobs = request.prompt_logprobs, request.prompt_top_logprobs
-        else:
-            self._count_round(chunk, num_drafted)
         self.text += chunk.text
         self.token_ids += chunk.token_ids
         self.sources += chunk.sources
@@ -96,17 +82,6 @@ class Choice:
         self.finish_reason = chunk.finish_reason
         self.ended = chunk.finish_reason is not None
         return None if before is None else self.last - before
-
-    def _count_round(self, chunk: TokenChunk, num_drafted: int) -> None:
-        self.rounds += 1
-        self.drafted += num_drafted
-        if num_drafted:
-            self.drafted_rounds += 1
-            self.drafted_round_tokens += len(chunk.token_ids)
-        num_accepted = chunk.sources.count("accepted")
-        self.accepted_at += [0] * (num_accepted - len(self.accepted_at))
-        for position in range(num_accepted):
-            self.accepted_at[position] += 1
 
 
 def usage(choices: Sequence[Choice], completion_tokens: int | None = None) -> dict[str, Any]:
@@ -134,17 +109,18 @@ def speculative(choices: Sequence[Choice]) -> dict[str, Any]:
     """Return speculation figures over all rounds, without prefills' first tokens."""
     begun = [choice for choice in choices if choice.first is not None]
     num_decoded = sum(max(0, len(choice.token_ids) - 1) for choice in begun)
-    num_in_drafted = sum(choice.drafted_round_tokens for choice in begun)
-    rounds, drafted_rounds = (sum(getattr(choice, name) for choice in begun) for name in ("rounds", "drafted_rounds"))
+    stats = Stats()
+    for choice in begun:
+        stats.merge(choice.stats or Stats())
+    rounds, accepted_at = stats.rounds, list(takewhile(bool, stats.accepted_at))
     seconds = max((c.last or 0.0 for c in begun), default=0.0) - min((c.first or 0.0 for c in begun), default=0.0)
-    accepted_at = [sum(counts) for counts in zip_longest(*(choice.accepted_at for choice in begun), fillvalue=0)]
     return {
         "tau": num_decoded / rounds if rounds else 0.0,
-        "tau_drafted": num_in_drafted / drafted_rounds if drafted_rounds else None,
+        "tau_drafted": ratio(stats.drafted_round_tokens, stats.drafted_rounds),
         "acceptance_by_position": [count / rounds for count in accepted_at],
         "draft_share": sum(accepted_at) / num_decoded if num_decoded else None,
         "rounds": rounds,
-        "drafted": sum(choice.drafted for choice in begun),
+        "drafted": stats.drafted_tokens,
         "accepted": sum(accepted_at),
         "accepted_at": accepted_at,
         "tokens_per_second": num_decoded / seconds if seconds > 0 else 0.0,

@@ -176,9 +176,11 @@ class FakeEngine:
         if request.params.speculate and not first:
             accepted = self._dice(request, request.position, "accepted") % (DRAFT + 1)
             sources = ["accepted"] * accepted + ["bonus" if accepted == DRAFT else "recovered"]
-            request.stats.drafted_tokens += DRAFT
         ids = [self._token(request, request.position + n) for n in range(len(sources))]
         count, text, reason = request.checker.push(ids)
+        if not first:
+            num_drafted = DRAFT if request.params.speculate else 0
+            request.stats.record_round(num_drafted, num_drafted, sources.count("accepted"), count)
         start, request.position = request.position, request.position + count
         error: RequestError | None = None
         if SPOILT in self.tokenizer.decode(request.prompt_ids) and request.position > 2:
