@@ -73,7 +73,10 @@ class NativeStack:
         self._kv: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()  # addresses of each cache's tensors
         blocks = list(blocks)
         self._modules = blocks  # keeps alive what the structs point at
-        self._experts = [ExpertsStruct.of(block.mlp) if has_experts(block) else None for block in blocks]
+        self._experts = [
+            [ExpertsStruct.of(block.mlp, drafts=drafts) for drafts in (False, True) if has_experts(block)]
+            for block in blocks
+        ]
         self._convs = [ConvStruct.of(block.conv) if has_conv(block) else None for block in blocks]
         described = (BlockStruct.of(*each) for each in zip(blocks, ropes, self._experts, self._convs, strict=True))
         self._blocks = (BlockStruct * len(blocks))(*described)
@@ -182,8 +185,8 @@ class NativeStack:
         for index in range(blocks.first, blocks.first + blocks.num_blocks):
             block, experts = self._modules[index], self._experts[index]
             pairs = [*zip(self._blocks[index].linears[0], linears_of(block), strict=False)]
-            if experts is not None:
-                pairs += zip(experts.full, expert_linears(block.mlp), strict=True)
+            if experts:
+                pairs += zip(experts[0].described, expert_linears(block.mlp), strict=True)
             for described, linear in pairs:
                 described.weight = full_precision(linear).weight.data_ptr()
 

@@ -89,34 +89,33 @@ class ExpertsStruct(Structure):
         ("scale", c_double),
         ("bias", c_void_p),
         ("router", LinearStruct),
-        ("linears", c_void_p * 2),
+        ("linears", c_void_p),
     ]
-    full: Array[LinearStruct]
-    """Linears at full precision, in the order of `expert_linears`."""
+    described: Array[LinearStruct]
+    """Linears, in the order of `expert_linears`."""
 
     @classmethod
-    def of(cls, mlp: Any) -> ExpertsStruct:
-        """Describe a module with `router`, `experts`, `num_experts_per_tok`, `norm_topk_prob` and `scaling_factor`.
+    def of(cls, mlp: Any, *, drafts: bool) -> ExpertsStruct:
+        """Describe a mixture, as it is or as it drafts.
 
-        `router_bias` and `shared_expert` may be None. It keeps the memory of its linears alive.
+        It has `router`, `experts`, `num_experts_per_tok`, `draft_experts`, `norm_topk_prob` and `scaling_factor`.
+        `router_bias` and `shared_expert` may be None. The struct keeps the memory of its linears alive.
         """
         linears, shared = expert_linears(mlp), int(mlp.shared_expert is not None)
-        made = [
-            (LinearStruct * len(linears))(*(LinearStruct.of(part(linear)) for linear in linears))
-            for part in (full_precision, quantized)
-        ]
+        part = quantized if drafts else full_precision
+        made = (LinearStruct * len(linears))(*(LinearStruct.of(part(linear)) for linear in linears))
         found = cls(
             count=len(linears) // 2,
-            per_row=mlp.num_experts_per_tok + shared,
+            per_row=shared + (mlp.draft_experts if drafts else mlp.num_experts_per_tok),
             shared=shared,
             scale=mlp.scaling_factor,
             bias=None if mlp.router_bias is None else address(mlp.router_bias.e_score_correction_bias),
             mlp=full_precision(linears[1]).in_features,
             normalised=int(mlp.norm_topk_prob),
             router=LinearStruct.of(mlp.router),
-            linears=tuple(map(addressof, made)),
+            linears=addressof(made),
         )
-        found.full, found._quantized = made
+        found.described = made
         return found
 
 
@@ -154,17 +153,18 @@ class BlockStruct(Structure):
         ("window", c_int64),
         ("rope", c_int64),
         ("query_factors", c_void_p),
-        ("experts", c_void_p),
+        ("experts", c_void_p * 2),
         ("conv", c_void_p),
     ]
 
     @classmethod
     def of(
-        cls, block: Any, rope: int, experts: ExpertsStruct | None = None, conv: ConvStruct | None = None
+        cls, block: Any, rope: int, experts: Sequence[ExpertsStruct] = (), conv: ConvStruct | None = None
     ) -> BlockStruct:
         """Describe a block; `rope` is the number of its table of angles, -1: none.
 
-        `experts`: those of its MLP, `conv`: what it has instead of attention; the caller keeps both alive.
+        `experts`: its MLP as it is and as it drafts, if it is a mixture, `conv`: what it has instead of attention; the
+        caller keeps them alive.
         """
         attn, parts = getattr(block, "attn", None), linears_of(block)
         unused = [LinearStruct()] * (4 - len(parts))
@@ -182,7 +182,7 @@ class BlockStruct(Structure):
             window=0 if attn is None else attn.window,
             rope=rope,
             query_factors=None if attn is None else address(attn.query_factors),
-            experts=None if experts is None else addressof(experts),
+            experts=tuple(map(addressof, experts)),
             conv=None if conv is None else addressof(conv),
         )
 

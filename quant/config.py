@@ -11,6 +11,7 @@ from quant.formats import DEFAULT, FORMATS, QuantFormat
 
 HEAD = "head"
 CALIBRATED = "calibrated"
+EXPERTS = "experts"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +43,8 @@ class QuantConfig:
     """Projections left at full precision in every layer, e.g. `down`."""
     calibrated: bool = False
     """True if weights of fewer than 8 bits are rounded for the model's own answers, by an earlier calibration."""
+    experts: int | None = None
+    """Experts of a token in drafts of a mixture; None: as many as the target has."""
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -59,6 +62,10 @@ class QuantConfig:
             raise ValueError(
                 f"{self.spec} cannot be calibrated; use hqq with 4, 3 or 2 bits, for example hqq:4:64,head=4"
             )
+        if self.experts is not None and not (_is_whole(self.experts) and self.experts > 0):
+            raise ValueError(f"experts is {self.experts!r:.80}; give a whole number from 1, or leave it out")
+        if self.format.keeps_weights:
+            self._check_kept()
         if HEAD in proj_bits:
             raise ValueError(f"proj_bits names the LM head; use head_bits={proj_bits[HEAD]} instead")
         for layer in self.skip_layers:
@@ -77,6 +84,15 @@ class QuantConfig:
         object.__setattr__(self, "proj_bits", tuple(sorted(proj_bits.items())))
         object.__setattr__(self, "skip_layers", tuple(sorted(set(self.skip_layers))))
         object.__setattr__(self, "skip_projs", tuple(sorted(skip_projs)))
+
+    def _check_kept(self) -> None:
+        if self.experts is None:
+            raise ValueError(
+                f"{self.method} without a number of experts would draft with the target itself; use "
+                f"{self.method},experts=1, or hqq:4:64,head=4"
+            )
+        if self.head_bits or self.proj_bits or self.skips:
+            raise ValueError(f"{self.method} quantizes no linear; leave out bits of projections, and skips")
 
     def _check_types(self) -> None:
         """Raise ValueError for a collection of the wrong type; a single projection is a list of one."""
@@ -97,7 +113,7 @@ class QuantConfig:
 
     @classmethod
     def parse(cls, spec: str, skips: Sequence[str] = ()) -> QuantConfig:
-        """Parse `METHOD[:BITS[:GROUP]][,PROJECTION=BITS...][,calibrated]` and skips.
+        """Parse `METHOD[:BITS[:GROUP]][,PROJECTION=BITS...][,experts=N][,calibrated]` and skips.
 
         A skip is e.g. `layers=0,29`, `layers=10-14` or `proj=down,o`. `head=BITS` quantizes the LM head. Raises
         ValueError for anything else.
@@ -119,7 +135,7 @@ class QuantConfig:
             if name in proj_bits:
                 raise ValueError(f"quantization is {spec!r}, which gives {name} twice; keep one")
             proj_bits[name] = _int(bits, spec, "hqq:4:64,down=8")
-        head_bits = proj_bits.pop(HEAD, None)
+        head_bits, experts = proj_bits.pop(HEAD, None), proj_bits.pop(EXPERTS, None)
         layers, projs = _parse_skips(skips)
         return cls(
             method=method,
@@ -128,6 +144,7 @@ class QuantConfig:
             skip_layers=layers,
             skip_projs=projs,
             calibrated=calibrated,
+            experts=experts,
             **fields,
         )
 
@@ -139,8 +156,9 @@ class QuantConfig:
     @property
     def spec(self) -> str:
         """First argument of `parse` in canonical form, e.g. `hqq:4:64,down=8,head=4`."""
-        pairs = [*dict(self.proj_bits).items(), *([(HEAD, self.head_bits)] if self.head_bits else [])]
-        parts = [f"{self.method}:{self.bits}:{self.group_size}", *(f"{name}={bits}" for name, bits in pairs)]
+        pairs = [*dict(self.proj_bits).items(), (HEAD, self.head_bits), (EXPERTS, self.experts)]
+        method = self.method if self.format.keeps_weights else f"{self.method}:{self.bits}:{self.group_size}"
+        parts = [method, *(f"{name}={number}" for name, number in pairs if number)]
         return ",".join([*parts, *([CALIBRATED] if self.calibrated else [])])
 
     @property

@@ -84,6 +84,8 @@ class LinearQuantizer:
             config.format.check_linear(
                 task.path, shape, bits=task.bits, group_size=group, dtype=weight.dtype, device=place, packs=bool(pack)
             )
+        if config.experts is not None:
+            _draft_with_fewer(model, config.experts, switch)
         self._num_done = self._full_bytes = self._quantized_bytes = 0
         self._seconds = time.perf_counter() - started
         self._all_kept: bool | None = None  # None: nothing that is kept has been looked for
@@ -189,6 +191,8 @@ def _plan(model: nn.Module, config: QuantConfig, head_name: str, layer_of: Layer
 
     Raises ValueError if the config names a projection, layer or head that the model does not have.
     """
+    if config.format.keeps_weights:
+        return []
     layers: dict[str, int] = {}
     has_head = False
     for path, module in model.named_modules():
@@ -224,6 +228,21 @@ def _plan(model: nn.Module, config: QuantConfig, head_name: str, layer_of: Layer
     if not tasks:
         raise ValueError(f"quantization {str(config)!r} leaves no linear to quantize; skip less")
     return tasks
+
+
+def _draft_with_fewer(model: nn.Module, experts: int, switch: Switch | None) -> None:
+    """Choose so many experts of a token, in mixtures that say how many: with a switch, where it is set."""
+    mixtures: list[Any] = [module for module in model.modules() if hasattr(module, "draft_experts")]
+    if not mixtures:
+        raise ValueError(f"experts is {experts} and this model is no mixture of experts; use hqq:4:64,head=4")
+    most = min(module.num_experts_per_tok for module in mixtures)
+    if experts >= most:
+        raise ValueError(f"experts is {experts} and the target itself chooses {most} for a token; give fewer")
+    for module in mixtures:
+        if switch is None:
+            module.num_experts_per_tok = experts
+        else:
+            module.draft_experts, module.switch = experts, switch
 
 
 def _proj(path: str) -> str:

@@ -30,7 +30,7 @@ struct Experts {
   double scale;  // factor on probabilities
   const void* bias;  // of the wide type; probabilities are sigmoids, and choose with this added. Null: a softmax
   Linear router;
-  const Linear* linears[2];  // full precision, quantized: gate_up and down of each expert, [count][2]
+  const Linear* linears;  // gate_up and down of each expert, [count][2]
 };
 // A depthwise convolution over the last inputs of each channel.
 struct Conv {
@@ -43,7 +43,7 @@ struct Block {
   Linear linears[2][4];  // full precision, quantized: qkv, o, gate_up, down; with a convolution its first and last linear
   int64_t window, rope;  // rope: number of the table of angles, -1 = none
   const void* query_factors;  // [positions], of rotated queries; null: none
-  const Experts* experts;  // instead of gate_up and down; null: none
+  const Experts* experts[2];  // full precision, quantized: instead of gate_up and down; null: none
   const Conv* conv;  // instead of attention; null: none
 };
 struct Step {
@@ -190,7 +190,7 @@ template <typename T> struct Shared {
         grow(qkv, s.B * s.T * 3 * s.D);
         grow(attended, kept * s.D);
       }
-      if (const Experts* e = block->experts) {
+      if (const Experts* e = block->experts[s.quantized]) {
         const int64_t visits = visits_at_once(kept, *e);
         grow(gate_up, visits * 2 * e->mlp);
         grow(hidden, visits * e->mlp);
@@ -441,8 +441,8 @@ template <typename T> struct Worker {
     const Block& block = s.blocks[index];
     const Linear* linears = block.linears[s.quantized];
     for (int64_t m = 0; m < M; ++m) norm(block.mlp_norm, x + m * s.D, h + m * s.D, s.D, n.eps);
-    if (block.experts) {
-      add_experts(*block.experts, M, h);
+    if (const Experts* experts = block.experts[s.quantized]) {
+      add_experts(*experts, M, h);
       return add(h, block.mlp_out_norm, M, x, h);
     }
     multiply(linears[2], &linears[3], h, shared.gate_up.data(), M);
@@ -454,7 +454,6 @@ template <typename T> struct Worker {
   // Replace M rows of h by the results of their experts. A row's experts are added in the order of their numbers: it has the
   // same bits whatever the others chose.
   void add_experts(const Experts& e, int64_t M, T* h) {
-    const Linear* linears = e.linears[s.quantized];
     multiply(e.router, nullptr, h, shared.scores.data(), M);
     for (int64_t m = share(M, me, all); m < share(M, me + 1, all); ++m)
       choose_experts(e, shared.scores.data() + m * e.router.N, shared.chosen.data() + m * e.per_row);
@@ -471,7 +470,7 @@ template <typename T> struct Worker {
       for (to = from + 1; to < e.count && visits.first[to + 1] - first <= room;) ++to;
       const int64_t num = visits.first[to] - first;
       if (!num) continue;
-      multiply_each(linears, from, to, shared.gate_up.data(), [&](int64_t i) {
+      multiply_each(e.linears, from, to, shared.gate_up.data(), [&](int64_t i) {
         const int64_t rows = visits.first[i + 1] - visits.first[i];
         if (rows == M) return static_cast<const T*>(h);
         for (int64_t r = 0; r < rows; ++r) {
@@ -481,7 +480,7 @@ template <typename T> struct Worker {
         return static_cast<const T*>(gathered.data());
       });
       activate(num, e.mlp);
-      multiply_each(linears + 1, from, to, shared.out.data(),
+      multiply_each(e.linears + 1, from, to, shared.out.data(),
                     [&](int64_t i) { return shared.hidden.data() + (visits.first[i] - first) * e.mlp; });
       for (int64_t i = 0; i < num; ++i) {
         const auto& visit = visits.all[first + i];

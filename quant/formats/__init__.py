@@ -61,6 +61,8 @@ class QuantFormat:
     """
     is_nested: bool = False
     """True if `linears` take a linear with halves, and share its memory."""
+    keeps_weights: bool = False
+    """True if linears stay as they are, so that there are none to make."""
 
     def group(self, K: int, bits: int, group_size: int) -> int:
         """Return the number of weights per scale in rows of K weights."""

@@ -25,6 +25,7 @@ from compile.fused_linear import project
 from compile.short_conv import short_conv
 from multigpu.pipeline_parallel import PipelinePlan
 from multigpu.tensor_parallel import UNSHARDED, Shard
+from quant.switch_linear import Switch
 from sharesd.devices.transfer import copy_to_device
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models import rope
@@ -198,6 +199,8 @@ class ExpertMLP(nn.Module):
     With a bias of the router, that choice is by probability plus bias (DeepSeek-AI 2024). A row's result depends on
     nothing but the row: of equal probabilities the lowest expert's counts, and the chosen experts are added in the
     order of their numbers, a shared one last.
+
+    Drafts may choose fewer: `draft_experts`, where `switch` is set.
     """
 
     def __init__(self, config: DecoderConfig, **place: Any) -> None:
@@ -205,6 +208,7 @@ class ExpertMLP(nn.Module):
         assert config.experts is not None
         found = config.experts
         self.num_experts_per_tok, self.norm_topk_prob = found.num_experts_per_tok, found.norm_topk_prob
+        self.draft_experts, self.switch = found.num_experts_per_tok, Switch()
         self.scaling_factor = found.scaling_factor
         self.hidden_act = config.hidden_act
         self.router = empty_linear(config.hidden_size, found.num_experts, bias=False, **place)
@@ -224,7 +228,8 @@ class ExpertMLP(nn.Module):
         else:
             probs_ME = scores_ME.to(wide).sigmoid()
             by_ME = probs_ME + self.router_bias.e_score_correction_bias
-        experts_Mk = by_ME.sort(dim=-1, descending=True, stable=True).indices[:, : self.num_experts_per_tok]
+        k = self.draft_experts if self.switch.quantized else self.num_experts_per_tok
+        experts_Mk = by_ME.sort(dim=-1, descending=True, stable=True).indices[:, :k]
         factors_Mk = probs_ME.gather(1, experts_Mk)
         if self.norm_topk_prob:
             factors_Mk = factors_Mk / (factors_Mk.sum(-1, keepdim=True) + 1e-20)

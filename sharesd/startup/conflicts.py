@@ -214,6 +214,8 @@ def offload_obstacles(config: EngineConfig, *, has_device_memory: bool, in_memor
         yield f"tensor_parallel is {config.tensor_parallel}, and ranks keep all of their weights; drop one of the two"
     if config.prompt_cache is not None:
         yield f"prompt_cache is {config.prompt_cache}, and it needs all weights in memory; drop one of the two"
+    if config.quant.format.keeps_weights:
+        yield f"draft_quant is {config.quant.spec}, and drafts would wait for the same weights; use hqq:4:64,head=4"
 
 
 def blocks_obstacle(config: EngineConfig, *, on_gpu: bool = False) -> str | None:
@@ -224,15 +226,13 @@ def blocks_obstacle(config: EngineConfig, *, on_gpu: bool = False) -> str | None
     return "--compile" if config.compile not in ("auto", "native") and not on_gpu else None
 
 
-def nested_obstacle(config: EngineConfig, drafters: Collection[str], device: str) -> str | None:
-    """Return the reason against drafts by upper halves of Q8_0 blocks, if they were asked for."""
-    if config.head_quant is not None and config.head_quant.format.is_nested:
-        return "trained heads are not stored as Q8_0; leave out --head-quant"
-    if not config.quant.format.is_nested:
+def stored_drafts_obstacle(config: EngineConfig, drafters: Collection[str], device: str) -> str | None:
+    """Return the reason against drafts by weights of the target itself, if they were asked for."""
+    if not (config.quant.format.is_nested or config.quant.format.keeps_weights):
         return None
     if registry.those(drafters, Need.SECOND_MODEL) and selection.second_model(config) is None:
         return "drafts would be a second model of as many bytes; use mode share"
-    if not registry.those(drafters, Need.QUANTIZED_TARGET):
+    if config.quant.format.keeps_weights or not registry.those(drafters, Need.QUANTIZED_TARGET):
         return None
     if config.dequantize is not False:
         return "the weights do not run as they are stored; use hqq:4:64,head=4"

@@ -34,7 +34,7 @@ from sharesd.execution.batch_invariance import fixed_width
 from sharesd.execution.step_compiler import choose_kernels
 from sharesd.field_types import DefaultLimit
 from sharesd.kvcache.recurrent import MAX_SPAN
-from sharesd.models.checkpoint import STORED, TARGET_QUANT, Progress, is_stored, silent, weight_files
+from sharesd.models.checkpoint import Progress, is_stored, silent, weight_files
 from sharesd.models.conversion_cache import is_converted
 from sharesd.models.decoder_config import UnsupportedArchitecture
 from sharesd.models.hub import resolve_target
@@ -44,10 +44,11 @@ from sharesd.startup.conflicts import (
     blocks_obstacle,
     check,
     check_options,
-    nested_obstacle,
     offload_obstacles,
+    stored_drafts_obstacle,
     target_conflicts,
 )
+from sharesd.startup.stored_drafts import chooses_experts, with_stored_drafts
 from sharesd.startup.streams import SharedDrafts, choose_streams
 from sharesd.weights.backend import CudaBackend, backend_for
 from sharesd.weights.offload_planner import Offloading, plan_for
@@ -59,7 +60,6 @@ if TYPE_CHECKING:
     from offload.plan import Plan
 
 log = logging.getLogger(__name__)
-NESTED = QuantConfig(method="nested")
 
 HEADS_NEXT_TO_STORED = QuantConfig(bits=8, head_bits=8)
 """Default quantization of trained heads next to stored weights on a CPU.
@@ -119,27 +119,6 @@ def with_head_quant(config: EngineConfig) -> EngineConfig:
     """Return the config with the default quantization of trained heads."""
     has_head = any(selection.head_of(config, mode) for mode in registry.names("head"))
     return replace(config, head_quant=config.head_quant or HEADS_NEXT_TO_STORED) if has_head else config
-
-
-def with_nested_drafts(config: EngineConfig, modes: Sequence[str], folder: Path, device: torch.device) -> EngineConfig:
-    """Return a config with nested drafts, if most weights are Q8_0.
-
-    A quantization that was given is kept.
-    """
-    nested = replace(config, quant=NESTED)
-    drafters = selection.active_drafters(nested, *modes)
-    is_given = not config.offload.choose_bits or config.quant != EngineConfig().quant
-    obstacle = nested_obstacle(nested, drafters, str(device))
-    if is_given or obstacle is not None or not registry.those(drafters, Need.QUANTIZED_TARGET):
-        return config
-    if (folder / TARGET_QUANT).exists():
-        return nested if config.target_quant == "q8_0" else config
-    if not (folder / STORED).exists():
-        return config
-
-    from sharesd.models.gguf.weights import q8_share  # the package gguf takes time to import
-
-    return nested if q8_share(folder) >= 0.5 else config
 
 
 def _check_target_quant(config: EngineConfig, device: torch.device, needs_numbers: bool) -> None:
@@ -373,7 +352,7 @@ class _Resolver:
         elif auto is not None:
             config = replace(config, auto_drafters=auto.drafters)
         if offload is None:
-            config = with_nested_drafts(config, self._modes, folder, self.device)
+            config = with_stored_drafts(config, self._modes, folder, self.device)
         elif config.quant.format.is_nested:
             raise ValueError("draft_quant is nested, and the weights are offloaded; use hqq:4:64,head=4")
         pipeline = None
@@ -501,19 +480,42 @@ def resolved_conflicts(resolved: ResolvedConfig) -> Iterator[str]:
         yield f"stored weights run in the CPU kernel, and steps are compiled by {compile!r}; {numbers}"
     if config.dequantize is False and on_gpu and config.kernels == "torch":
         yield f"stored weights run in the Triton kernels, and torch's run here; {numbers}"
-    if (obstacle := nested_obstacle(config, resolved.drafters, device)) is not None:
-        yield f"draft_quant is nested, and {obstacle}"
+    yield from _draft_conflicts(resolved)
     if config.activations != "exact" and on_gpu:
         yield f"activations is {config.activations!r}, which rounds them on a CPU alone; leave it out"
 
 
+def _draft_conflicts(resolved: ResolvedConfig) -> Iterator[str]:
+    """Yield what excludes drafts by weights of the target itself."""
+    config = resolved.config
+    of_head = config.head_quant
+    if of_head is not None and (of_head.format.is_nested or of_head.experts is not None):
+        yield f"head_quant is {of_head.spec}, and trained heads have no upper halves and no experts; leave it out"
+    if (obstacle := stored_drafts_obstacle(config, resolved.drafters, str(resolved.device))) is not None:
+        yield f"draft_quant is {config.quant.method}, and {obstacle}"
+    elif config.quant.experts is not None and _quantizes_target(config, resolved.drafters):
+        chosen = chooses_experts(resolved.folder, resolved.device)
+        if chosen == 0:
+            yield (
+                f"draft_quant is {config.quant.spec}, and the target is no mixture of experts that runs natively on "
+                f"{resolved.device}; use hqq:4:64,head=4"
+            )
+        elif config.quant.experts >= chosen:
+            yield f"draft_quant is {config.quant.spec}, and the target chooses {chosen} experts for a token; give fewer"
+
+
 def _solves_linears(config: EngineConfig, drafters: Collection[str]) -> bool:
     """True if linears are quantized for this project's kernels."""
-    second = registry.those(drafters, Need.SECOND_MODEL) and selection.second_model(config) is None
-    copies = second or registry.those(drafters, Need.QUANTIZED_TARGET)
+    copies = _quantizes_target(config, drafters)
     head_quant = config.head_quant if {*registry.names("head")} & {*drafters} else None
     quants = (config.quant if copies else None, head_quant)
     return any(quant is not None and quant.format.solver is not None for quant in quants)
+
+
+def _quantizes_target(config: EngineConfig, drafters: Collection[str]) -> bool:
+    """True if the target, or a copy of it, drafts as `quant` says."""
+    second = registry.those(drafters, Need.SECOND_MODEL) and selection.second_model(config) is None
+    return bool(second or registry.those(drafters, Need.QUANTIZED_TARGET))
 
 
 def _warn_of_small_trees(resolved: ResolvedConfig) -> None:

@@ -333,6 +333,10 @@ class MemoryEstimate:
         return plain, max(plain, several), self._draft_seconds(quant, rows=1)
 
     def _draft_seconds(self, quant: QuantConfig, rows: int) -> float:
+        if quant.format.keeps_weights:
+            blocks = sum(layout.record_bytes for layout in self._block_layouts(None))
+            read = self._share_of_blocks(rows, quant.experts) * blocks + self._weight("head").nbytes
+            return self._timer.full([rows])[0] * read
         total = 0.0
         sizes = self._quantized_bytes(quant, rows)
         for bits, num_bytes in sizes.items():
@@ -345,22 +349,25 @@ class MemoryEstimate:
         """Return bytes by bits; with `rows` those that a step reads."""
         found: dict[int, int] = {}
         for task in self._quantizer(quant).tasks:
-            share = self._share_read(task.path, rows) if rows else 1.0
+            share = self._share_read(task.path, rows, quant.experts) if rows else 1.0
             found[task.bits] = found.get(task.bits, 0) + round(share * quantized_bytes(self.decoder, task, quant))
         return found
 
-    def _share_of_blocks(self, rows: int) -> float:
-        """Return the share of the blocks' bytes that a step of so many rows reads."""
+    def _share_of_blocks(self, rows: int, chosen: int | None = None) -> float:
+        """Return the share of the blocks' bytes that a step of so many rows reads, see `_share_read`."""
         places = [place for layout in self._block_layouts(None) for place in layout.places]
-        read = sum(self._share_read(place.name, rows) * place.nbytes for place in places)
+        read = sum(self._share_read(place.name, rows, chosen) * place.nbytes for place in places)
         return read / sum(place.nbytes for place in places)
 
-    def _share_read(self, path: str, rows: int) -> float:
-        """Return the share of a linear that rows read: of an expert's, the chance that one of them chose it."""
+    def _share_read(self, path: str, rows: int, chosen: int | None) -> float:
+        """Return the share of a linear that rows read: of an expert's, the chance that one of them chose it.
+
+        `chosen`: experts of a token; None: as many as the target has.
+        """
         experts = self.decoder.config.experts
         if experts is None or ".experts." not in path:
             return 1.0
-        return 1.0 - (1.0 - experts.num_experts_per_tok / experts.num_experts) ** rows
+        return 1.0 - (1.0 - (chosen or experts.num_experts_per_tok) / experts.num_experts) ** rows
 
     def _skipped(self, quant: QuantConfig) -> set[str]:
         paths = [task.path.split(".", 2) for task in self._quantizer(quant).tasks if task.layer is not None]

@@ -18,6 +18,8 @@ from quant.config import QuantConfig, parse_quant
         ("hqq:4", ("layers=29,0", "proj=o,down"), "hqq:4:64 skip layers=0,29 skip proj=down,o"),
         ("hqq:4", ("layers=1-3", "layers=3,7"), "hqq:4:64 skip layers=1,2,3,7"),
         ("hqq:4", ("proj=head",), "hqq:4:64"),
+        ("stored,experts=2", (), "stored,experts=2"),
+        ("hqq:4,experts=1,head=4", ("proj=gate_up,down",), "hqq:4:64,head=4,experts=1 skip proj=down,gate_up"),
     ],
 )
 def test_config_round_trip(spec: str, skips: tuple[str, ...], canonical: str) -> None:
@@ -36,8 +38,8 @@ def test_config_defaults_and_dataclass_form() -> None:
 @pytest.mark.parametrize(
     ("spec", "skips", "value", "remedy"),
     [
-        ("gptq:4", (), "gptq", "hqq, bnb, nested"),
-        ("", (), "''", "hqq, bnb, nested"),
+        ("gptq:4", (), "gptq", "hqq, bnb, nested, stored"),
+        ("", (), "''", "hqq, bnb, nested, stored"),
         ("hqq:4:64:1", (), "hqq:4:64:1", "METHOD:BITS:GROUP"),
         ("hqq:four", (), "'four'", "hqq:4:64"),
         ("hqq:5", (), "5", "8, 4, 3, 2"),
@@ -56,6 +58,10 @@ def test_config_defaults_and_dataclass_form() -> None:
         ("hqq:4", ("proj=o,",), "empty", "proj=down"),
         ("hqq:4,o=8", ("proj=o",), "'o'", "drop one"),
         ("hqq:4,head=8", ("proj=head",), "head", "drop one"),
+        ("stored", (), "stored", "stored,experts=1"),
+        ("stored,experts=1,head=4", (), "quantizes no linear", "leave out"),
+        ("stored,experts=1", ("layers=1",), "quantizes no linear", "leave out"),
+        ("hqq:4,experts=0", (), "experts is 0", "from 1"),
     ],
 )
 def test_config_errors_name_value_and_remedy(spec: str, skips: tuple[str, ...], value: str, remedy: str) -> None:

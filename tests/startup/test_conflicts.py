@@ -18,7 +18,7 @@ from sharesd.startup import conflicts
 from sharesd.startup.conflicts import check, check_options, offload_obstacles, option_conflicts, target_conflicts
 from sharesd.startup.resolve import ResolvedConfig, resolved_conflicts
 
-TWO_STAGES, NESTED = PipelineConfig(devices=("cpu", "cpu")), QuantConfig(method="nested")
+TWO_STAGES = PipelineConfig(devices=("cpu", "cpu"))
 ALONE = {"target": "other", "mode": "naive"}  # a model that comes without heads, and a mode without drafters
 MIXTURE = {"cpu_only": "a mixture of experts"}
 Found = Callable[[], Iterator[str]]
@@ -99,7 +99,6 @@ RESOLVED: list[tuple[Found, str]] = [
     (resolved(activations="fast", dequantize=True), "activations is 'fast', which is for weights that run as they are"),
     (resolved(dequantize=False, facts={"compile": "regional"}), "stored weights run in the CPU kernel, and steps are"),
     (resolved(dequantize=False, kernels="torch", on="cuda:0"), "stored weights run in the Triton kernels"),
-    (resolved(mode="share", quant=NESTED, dequantize=True), "is nested, and the weights do not run as they are stored"),
     (resolved(activations="fast", on="cuda:0"), "activations is 'fast', which rounds them on a CPU alone"),
 ]
 NO_OFFLOAD: list[tuple[Found, str]] = [
@@ -109,6 +108,7 @@ NO_OFFLOAD: list[tuple[Found, str]] = [
     (offload(compile="off"), "compile is 'off'; offloaded blocks run in the CPU kernel"),
     (offload(kernels="torch"), "torch's operations run here"),
     (offload(tensor_parallel=2), "tensor_parallel is 2, and ranks keep all of their weights"),
+    (offload(quant=QuantConfig.parse("stored,experts=1")), "is stored,experts=1, and drafts would wait for the same"),
     (offload(prompt_cache="kv"), "prompt_cache is kv, and it needs all weights in memory; drop one of the two"),
 ]
 CASES = [*OPTIONS, *TARGET, *RESOLVED, *NO_OFFLOAD]

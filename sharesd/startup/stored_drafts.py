@@ -1,0 +1,58 @@
+"""Drafts by the target's own weights, which add no bytes: upper halves of Q8_0, and fewer experts of a mixture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from quant.config import QuantConfig
+from sharesd.config import EngineConfig
+from sharesd.drafters import registry, selection
+from sharesd.drafters.registry import Need
+from sharesd.models.checkpoint import STORED, TARGET_QUANT
+from sharesd.models.decoder_config import UnsupportedArchitecture
+from sharesd.models.loader import native_config
+from sharesd.startup.conflicts import stored_drafts_obstacle
+
+NESTED, FEWER = QuantConfig(method="nested"), QuantConfig(method="stored", experts=1)
+
+
+def with_stored_drafts(config: EngineConfig, modes: Sequence[str], folder: Path, device: torch.device) -> EngineConfig:
+    """Return a config whose drafts add no bytes, if weights run as stored and have upper halves, or are a mixture's.
+
+    Of a mixture drafts read fewer experts. A quantization that was given is kept.
+    """
+    nested = replace(config, quant=NESTED)
+    drafters = selection.active_drafters(nested, *modes)
+    is_given = not config.offload.choose_bits or config.quant != EngineConfig().quant
+    obstacle = stored_drafts_obstacle(nested, drafters, str(device))
+    if is_given or obstacle is not None or not registry.those(drafters, Need.QUANTIZED_TARGET):
+        return config
+    quant = NESTED if _is_q8(config, folder) else None
+    if chooses_experts(folder, device) > 1:
+        quant = FEWER if quant is None else replace(quant, experts=FEWER.experts)
+    return config if quant is None else replace(config, quant=quant)
+
+
+def _is_q8(config: EngineConfig, folder: Path) -> bool:
+    """Return True if most weights are Q8_0."""
+    if (folder / TARGET_QUANT).exists():
+        return config.target_quant == "q8_0"
+    if not (folder / STORED).exists():
+        return False
+
+    from sharesd.models.gguf.weights import q8_share  # the package gguf takes time to import
+
+    return q8_share(folder) >= 0.5
+
+
+def chooses_experts(folder: Path, device: torch.device) -> int:
+    """Return the experts of a token; 0 for a model that is no mixture, or no native decoder."""
+    try:
+        found = native_config(folder, device).experts
+    except UnsupportedArchitecture:
+        return 0
+    return 0 if found is None else found.num_experts_per_tok
