@@ -44,12 +44,10 @@ def measure_agreement(
     """
     import torch
 
-    from quant.switch_linear import SwitchLinear
     from sharesd.models.decoder import Decoder
     from sharesd.models.prefill import prefill, slots_for
 
     assert isinstance(runtime.target, Decoder)
-    switch = next(module.switch for module in runtime.target.modules() if isinstance(module, SwitchLinear))
     equal, overlap, same_noise, count = 0, 0.0, 0.0, 0
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     with torch.inference_mode():
@@ -68,7 +66,7 @@ def measure_agreement(
                 is_live_B &= ~torch.isin(tokens_B.cpu(), torch.tensor(runtime.target.eos_ids))
                 if not is_live_B.any():
                     break
-                with switch.quantized_weights():
+                with runtime.model.switch.quantized_weights():
                     drafts_BV = runtime.step.forward(tokens_B[:, None], cache)[:, 0].float().cpu()[is_live_B]
                 logits_BV = runtime.step.forward(tokens_B[:, None], cache)[:, 0]
                 cache.lengths.add_(1)

@@ -99,10 +99,10 @@ DRAFTING = {
         parse=str,
     ),
     "quant": Flag(
-        "METHOD:BITS:GROUP[,PROJECTION=BITS...][,calibrated] of what drafts in "
+        "METHOD:BITS:GROUP[,PROJECTION=BITS...][,experts=N][,calibrated] of what drafts in "
         f"{_modes_needing(Need.QUANTIZED_TARGET)} and, without --draft-model, in {_modes_needing(Need.SECOND_MODEL)}; "
         f"auto: what `sharesd tune` found best, or calibrated (default: {DEFAULTS.quant.spec}; nested on "
-        "Q8_0 as stored; as the plan says if offloaded)",
+        "Q8_0 as stored, stored,experts=N on mixtures as stored; as the plan says if offloaded)",
         metavar="SPEC",
         name="--draft-quant",
         parse=str,

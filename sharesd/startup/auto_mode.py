@@ -20,7 +20,7 @@ from sharesd.models.checkpoint import weight_files
 from sharesd.models.decoder import Decoder
 from sharesd.models.decoder_config import UnsupportedArchitecture
 from sharesd.models.loader import native_config
-from sharesd.startup.stored_drafts import FEWER
+from sharesd.startup.stored_drafts import fewer_experts
 from sharesd.weights.backend import backend_for
 from sharesd.weights.memory_estimate import MemoryEstimate
 from sharesd.weights.packing import has_quantized_kernels
@@ -97,9 +97,9 @@ def _model_drafter(
     if config.dequantize is False and not config.quant.format.keeps_weights:
         if shape.experts is None or shape.experts.num_experts_per_tok == 1:
             return None, "drafting would be no faster: the target already runs on quantized weights"
-        decoder = Decoder(shape, dtype=dtype, device="meta")
-        speedup = _predicted_speedup(decoder, replace(config, quant=FEWER), folder, device, dtype, how)
-        reason = f"the predicted speedup of drafts with one expert is {speedup:.2f}x"
+        decoder, quant = Decoder(shape, dtype=dtype, device="meta"), fewer_experts(shape.experts.num_experts_per_tok)
+        speedup = _predicted_speedup(decoder, replace(config, quant=quant), folder, device, dtype, how)
+        reason = f"the predicted speedup of drafts with fewer experts is {speedup:.2f}x"
         return (shares, reason) if speedup >= PAYS else (None, f"{reason}, below the threshold of {PAYS}x")
     if config.quant.format.solver is None:
         return shares, f"drafts by {config.quant} were asked for"

@@ -17,7 +17,12 @@ from sharesd.models.decoder_config import UnsupportedArchitecture
 from sharesd.models.loader import native_config
 from sharesd.startup.conflicts import stored_drafts_obstacle
 
-NESTED, FEWER = QuantConfig(method="nested"), QuantConfig(method="stored", experts=1)
+NESTED = QuantConfig(method="nested")
+
+
+def fewer_experts(chosen: int) -> QuantConfig:
+    """Return drafts of a mixture that chooses so many experts for a token."""
+    return QuantConfig(method="stored", experts=min(2, chosen - 1))
 
 
 def with_stored_drafts(config: EngineConfig, modes: Sequence[str], folder: Path, device: torch.device) -> EngineConfig:
@@ -32,8 +37,9 @@ def with_stored_drafts(config: EngineConfig, modes: Sequence[str], folder: Path,
     if is_given or obstacle is not None or not registry.those(drafters, Need.QUANTIZED_TARGET):
         return config
     quant = NESTED if _is_q8(config, folder) else None
-    if chooses_experts(folder, device) > 1:
-        quant = FEWER if quant is None else replace(quant, experts=FEWER.experts)
+    if (chosen := chooses_experts(folder, device)) > 1:
+        fewer = fewer_experts(chosen)
+        quant = fewer if quant is None else replace(quant, experts=fewer.experts)
     return config if quant is None else replace(config, quant=quant)
 
 
