@@ -290,10 +290,14 @@ def model_drafter_of(engine: Engine, mode: str) -> Drafter | None:
 
 
 def _step(engine: Engine, mode: str, params: SamplingParams, num_nodes: int, rows: int) -> Callable[[], object]:
-    """Return a round of idle rows, which changes nothing."""
+    """Return a round of idle rows, which changes nothing.
+
+    Its draft tokens differ: equal ones would choose the same experts of a mixture, and a wide step would cost little.
+    """
     engine.deactivate_rows()
-    round_ = engine.variant(params, mode).round(0, rows)
-    tree = DraftTree(torch.zeros(rows, num_nodes, dtype=torch.int64))
+    round_, num_tokens = engine.variant(params, mode).round(0, rows), rows * num_nodes
+    spread = torch.arange(1, num_tokens + 1) * engine.target.vocab_size // (num_tokens + 1)
+    tree = DraftTree(spread.view(rows, num_nodes))
 
     @torch.inference_mode()
     def step() -> object:
