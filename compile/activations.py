@@ -3,5 +3,7 @@
 Imports no torch.
 """
 
-ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
+SWIGLU_OAI = "swiglu_oai"
+"""min(gate, 7) * sigmoid(1.702 gate), times 1 + up within -7 and 7; gpt-oss has it under the name of silu."""
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", SWIGLU_OAI)
 """Names, in the order of the numbers in cpu/decoder_stack.h."""

@@ -42,7 +42,7 @@ FLASH_NAMES = {"scale", "window_size_left", "window_size_right", "seqused_k"}
 _CUDA_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _SHAPE, _STRIDES = c_int64 * 9, c_int64 * 6
-_ARGTYPES = (*[c_void_p] * 9, _SHAPE, _STRIDES, c_double, c_int64, c_int64, c_double)
+_ARGTYPES = (*[c_void_p] * 9, _SHAPE, _STRIDES, c_double, c_int64, c_int64, c_double, c_void_p)
 
 
 class Norm(Protocol):
@@ -129,6 +129,7 @@ def attend(
     rotary: tuple[Tensor, Tensor] | None = None,
     norms: tuple[Norm, Norm] | None = None,
     query_factors: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Write k and v in place; return the attention output.
 
@@ -138,8 +139,10 @@ def attend(
     2309.17453). `softcap` > 0 squashes the scores to softcap * tanh(score / softcap) before masking (Gemma 2). With
     `tree_mask` a row is written to the last slot of its path, and attends to slots < lengths and its path. Before,
     queries and keys are normalised by `norms` and rotated by `rotary`: cosines and sines [P, r] of all positions, fewer
-    than padding may have; then queries are multiplied by `query_factors` [P]. If `reads_live_slots`, a query's result
-    has the same bits whatever T, S, B, the number of threads, and its place in a tree. Caches may be in 8 bits.
+    than padding may have; then queries are multiplied by `query_factors` [P]. `sinks` [H], on CPUs alone, are one more
+    score of each head, unscaled, which takes weight and has no value (OpenAI 2025, arXiv 2508.10925). If
+    `reads_live_slots`, a query's result has the same bits whatever T, S, B, the number of threads, and its place in a
+    tree. Caches may be in 8 bits.
     """
     (B, T, _, d), device = q_BTHd.shape, q_BTHd.device
     is_step = T <= MAX_STEP or tree_mask is not None
@@ -158,12 +161,15 @@ def attend(
         places = (*(rotary or (None, None)), *old, *(tree_mask or (None, None)))
         q_norm, k_norm = norms or (None, None)
         how = () if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight, q_norm.eps, q_norm.gemma)
-        return torch.ops.sharesd.attend_(*new, *places, *extent, *how, query_factors=query_factors)
+        more = {} if sinks is None else {"sinks": sinks}
+        return torch.ops.sharesd.attend_(*new, *places, *extent, *how, query_factors=query_factors, **more)
     if B == 1 and tree_mask is None and not recent and supports_flash(device, q_BTHd.dtype, d, softcap):
         kept = append_kv(*new[1:], *old, lengths_B[:, None] + torch.arange(T, device=device))
         ends_B = (lengths_B + T).to(torch.int32)
         return torch.ops.sharesd.flash(q_BTHd, *kept, ends_B, scale, window)
-    return attend_reference(*new, *old, scale=scale, window=window, recent=recent, softcap=softcap, tree_mask=tree_mask)
+    return attend_reference(
+        *new, *old, scale=scale, window=window, recent=recent, softcap=softcap, tree_mask=tree_mask, sinks=sinks
+    )
 
 
 def position_angles(
@@ -193,6 +199,7 @@ def attend_reference(
     recent: int = 0,
     softcap: float = 0.0,
     tree_mask: TreeAttentionMask | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Run `attend` in tensor operations: the oracle of the kernels.
 
@@ -225,7 +232,7 @@ def attend_reference(
         seen_BTS = seen_BTS & ((position_BTS >= first_BT1) | (position_BTS < SINKS))
     if window:
         seen_BTS = seen_BTS & (position_BTS > own_BT1 - window)
-    if not softcap:
+    if not softcap and sinks is None:
         if q_BTHd.is_cuda and H != K:
             return _attend_in_groups(q_BTHd, k_BKSd, v_BKSd, seen_BTS, scale)
         out_BHTd = F.scaled_dot_product_attention(
@@ -235,8 +242,13 @@ def attend_reference(
     q_BKGTd = q_BTHd.reshape(B, T, K, H // K, d).permute(0, 2, 3, 1, 4)
     wide = torch.promote_types(q_BTHd.dtype, torch.float32)
     scores_BKGTS = torch.einsum("bkgtd,bksd->bkgts", q_BKGTd.to(wide), k_BKSd.to(wide)) * scale
-    scores_BKGTS = softcap * torch.tanh(scores_BKGTS / softcap)
-    weights_BKGTS = scores_BKGTS.masked_fill(~seen_BTS[:, None, None], float("-inf")).softmax(-1)
+    if softcap:
+        scores_BKGTS = softcap * torch.tanh(scores_BKGTS / softcap)
+    scores_BKGTS = scores_BKGTS.masked_fill(~seen_BTS[:, None, None], float("-inf"))
+    if sinks is not None:
+        sinks_KG11 = sinks.to(wide).view(K, H // K, 1, 1)
+        scores_BKGTS = torch.cat([scores_BKGTS, sinks_KG11.expand(B, -1, -1, T, 1)], -1)
+    weights_BKGTS = scores_BKGTS.softmax(-1)[..., :S]
     out_BTKGd = torch.einsum("bkgts,bksd->btkgd", weights_BKGTS, v_BKSd.to(wide))
     return out_BTKGd.reshape(B, T, H, d).to(q_BTHd.dtype)
 
@@ -296,6 +308,7 @@ def _attend_cpu(
     softcap: float,
     *norms: Any,
     query_factors: None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     assert cos is None and sin is None and not any(norms) and query_factors is None, "normalise and rotate before"
     q, k, v = (x if x.stride(3) == 1 and x.stride(2) == x.shape[3] else x.contiguous() for x in (q, k, v))
@@ -323,6 +336,7 @@ def _attend_cpu(
         window,
         recent,
         softcap,
+        None if sinks is None else sinks.data_ptr(),
     )
     return out
 
@@ -336,8 +350,8 @@ def _attend_cuda(*arguments: Any, **more: Any) -> Tensor:
 LIBRARY.define(
     "attend_(Tensor q, Tensor k, Tensor v, Tensor? cos, Tensor? sin, Tensor(a!) k_cache, Tensor(b!) v_cache, "
     "Tensor lengths, Tensor? depth, Tensor? path, float scale, int window, int recent, float softcap, "
-    "Tensor? q_norm=None, Tensor? k_norm=None, float eps=0.0, bool gemma=False, *, Tensor? query_factors=None) "
-    "-> Tensor"
+    "Tensor? q_norm=None, Tensor? k_norm=None, float eps=0.0, bool gemma=False, *, Tensor? query_factors=None, "
+    "Tensor? sinks=None) -> Tensor"
 )
 LIBRARY.impl("attend_", _attend_cpu, "CPU")
 register_cuda("attend_", _attend_cuda)

@@ -2,9 +2,9 @@
 
 If blocks have to wait, for weights that are not loaded yet, each range of them is a call.
 
-A block has `attn` (`qkv`, `o`, perhaps `q_norm`, `k_norm`, `query_factors`; sizes and constants) or `conv` (`in_proj`,
-`kernel`, `out_proj`), `mlp` (`gate_up`, `down`, or `router` and `experts`, each of which has these) and norms
-(`weight`, `eps`, `gemma`).
+A block has `attn` (`qkv`, `o`, perhaps `q_norm`, `k_norm`, `query_factors`, `sink`; sizes and constants) or `conv`
+(`in_proj`, `kernel`, `out_proj`), `mlp` (`gate_up`, `down`, or `router` and `experts`, each of which has these) and
+norms (`weight`, `eps`, `gemma`).
 """
 
 from __future__ import annotations

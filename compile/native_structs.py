@@ -153,6 +153,7 @@ class BlockStruct(Structure):
         ("window", c_int64),
         ("rope", c_int64),
         ("query_factors", c_void_p),
+        ("sinks", c_void_p),
         ("experts", c_void_p * 2),
         ("conv", c_void_p),
     ]
@@ -182,6 +183,7 @@ class BlockStruct(Structure):
             window=0 if attn is None else attn.window,
             rope=rope,
             query_factors=None if attn is None else address(attn.query_factors),
+            sinks=None if attn is None or attn.sink is None else address(attn.sink.sinks),
             experts=tuple(map(addressof, experts)),
             conv=None if conv is None else addressof(conv),
         )

@@ -54,6 +54,7 @@ template <typename T> struct Attention {  // one call
   int64_t window;  // last slots that a query attends to; 0 = all
   int64_t recent;  // the same for drafts: in whole chunks, and with the first slots
   double softcap;
+  const T* sinks = nullptr;  // [H]: one more score of each head, which takes weight and has no value; null: none
 };
 
 // Slots that a row attends to: first..last, and low..sinks in chunk 0, if that is another chunk.
@@ -250,9 +251,15 @@ template <typename W> __attribute__((noinline)) void join(W* all, const W* part,
   for (int64_t i = L; i < pitch; i += L) put(get<V>(all + i) * a + get<V>(part + i) * b, all + i);
 }
 
-template <typename T, typename W> void finish(const W* joined, int64_t d, T* out) {
+// Divide by the sum of weights. A sink's is added here, after all chunks: it counts once, however they are shared out.
+template <typename T, typename W> void finish(const W* joined, const T* sink, int64_t d, T* out) {
   constexpr int64_t L = 64 / sizeof(W);
-  for (int64_t i = 0; i < d; ++i) narrow(joined[L + i] / joined[1], out + i);
+  W factor = 1, sum = joined[1];
+  if (sink) {
+    const W score = widen(*sink), top = std::max(joined[0], score);
+    factor = exp_neg(joined[0] - top), sum = sum * factor + exp_neg(score - top);
+  }
+  for (int64_t i = 0; i < d; ++i) narrow(joined[L + i] * factor / sum, out + i);
 }
 
 // Copy keys or values of a tree's row at positions begin..end, `begin` a block's first, to where a chain has them: copy(slot,
@@ -383,8 +390,11 @@ void attend_group(const Attention<T>& a, const Group<T>& g, Scratch<T>& scratch)
         [&](int64_t first, int64_t num) {
           for (int64_t n = 0; n < num; ++n) join(joined + (first + n) * pitch, parts + n * pitch, pitch);
         });
-  for (int64_t n = 0; n < g.rows * G; ++n)
-    finish(joined + n * pitch, d, a.out + (((g.b * a.z.T + g.t + n / G) * a.z.H) + g.h * G + n % G) * d);
+  for (int64_t n = 0; n < g.rows * G; ++n) {
+    const int64_t head = g.h * G + n % G;
+    finish(joined + n * pitch, a.sinks ? a.sinks + head : nullptr, d,
+           a.out + ((g.b * a.z.T + g.t + n / G) * a.z.H + head) * d);
+  }
 }
 
 // Elements of the parts that threads exchange, [B, K, T, H / K, chunks, pitch].
@@ -430,7 +440,7 @@ void attend_share(const Attention<T>& a, const Plan& plan, int64_t me, int64_t a
     if (row.sinks) join(joined, parts + item * stride, pitch);
     for (int64_t chunk = row.first / kChunk; chunk * kChunk < row.last; ++chunk)
       join(joined, parts + item * stride + chunk * pitch, pitch);
-    finish(joined, z.d, a.out + ((b * z.T + t) * z.H + h * G + g) * z.d);
+    finish(joined, a.sinks ? a.sinks + h * G + g : nullptr, z.d, a.out + ((b * z.T + t) * z.H + h * G + g) * z.d);
   }
 }
 
@@ -468,10 +478,10 @@ void compact_kv(const int64_t* kv, int64_t layers, const int64_t* heads, const i
 template <typename T>
 void attend(const T* q, const T* k_new, const T* v_new, void* k_cache, void* v_cache, const int64_t* lengths, T* out,
             const int64_t* depth, const int64_t* path, const int64_t* shape, const int64_t* strides, double scale,
-            int64_t window, int64_t recent, double softcap) {
+            int64_t window, int64_t recent, double softcap, const T* sinks) {
   using W = typename Wide<T>::type;
   const AttentionShape z{shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], shape[8] != 0, {depth, path, shape[7]}};
-  const Attention<T> a{z, q, strides[0], strides[1], k_cache, v_cache, lengths, out, scale, window, recent, softcap};
+  const Attention<T> a{z, q, strides[0], strides[1], k_cache, v_cache, lengths, out, scale, window, recent, softcap, sinks};
   const Plan plan(z, lengths, shape[6]);
   Aligned<W> parts(num_parts<T>(z, plan));
 #pragma omp parallel num_threads(static_cast<int>(shape[6]))

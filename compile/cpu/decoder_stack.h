@@ -43,6 +43,7 @@ struct Block {
   Linear linears[2][4];  // full precision, quantized: qkv, o, gate_up, down; with a convolution its first and last linear
   int64_t window, rope;  // rope: number of the table of angles, -1 = none
   const void* query_factors;  // [positions], of rotated queries; null: none
+  const void* sinks;  // [H], see Attention; null: none
   const Experts* experts[2];  // full precision, quantized: instead of gate_up and down; null: none
   const Conv* conv;  // instead of attention; null: none
 };
@@ -81,6 +82,20 @@ void gate_by_silu(const T* gate, const T* up, T* to, int64_t size) {
     const auto x = get(gate);
     const auto e = exp_or_0<T>(-absolute(x));
     put(x * select(x < 0, e, e - e + 1) / (e + 1) * get(up), to);
+  });
+}
+
+// The gate of gpt-oss, times up and one: both are clamped.
+template <typename T>
+void gate_by_swiglu_oai(const T* gate, const T* up, T* to, int64_t size) {
+  using W = typename Wide<T>::type;
+  constexpr W kAlpha = 1.702, kLimit = 7;
+  by_vectors<T>(size, [&](auto get, auto put) {
+    auto x = get(gate), y = get(up);
+    const auto limit = x - x + kLimit;
+    x = select(x > limit, limit, x), y = select(y > limit, limit, select(y < -limit, -limit, y));
+    const auto e = exp_or_0<T>(-absolute(x * kAlpha));
+    put(x * select(x < 0, e, e - e + 1) / (e + 1) * (y + 1), to);
   });
 }
 
@@ -430,6 +445,8 @@ template <typename T> struct Worker {
       T* to = shared.hidden.data() + m * mlp;
       if (s.activation == 0)
         gate_by_silu(gate + begin, up + begin, to + begin, end - begin);
+      else if (s.activation == 3)
+        gate_by_swiglu_oai(gate + begin, up + begin, to + begin, end - begin);
       else
         for (int64_t i = begin; i < end; ++i) narrow(gelu<W>(widen(gate[i]), s.activation) * widen(up[i]), to + i);
     }
@@ -551,7 +568,7 @@ void run_stack(const Step& s, const Numbers& n) {
         worker.project(index, h.data());
         const Attention<T> a{z, shared.qkv.data(), s.T * row, row, reinterpret_cast<void*>(s.kv[2 * index]),
                              reinterpret_cast<void*>(s.kv[2 * index + 1]), s.lengths, shared.attended.data(),
-                             n.scale, block.window, s.recent, n.softcap};
+                             n.scale, block.window, s.recent, n.softcap, static_cast<const T*>(block.sinks)};
         worker.attend(index, a, plan, parts.data(), scratch, mlp, x.data(), h.data());
       }
       worker.feed_forward(index, M, next, x.data(), h.data());

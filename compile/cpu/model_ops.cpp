@@ -12,8 +12,9 @@
 #define EXPORT(NAME, T)                                                                                                \
   extern "C" void attend_##NAME(const T* q, const T* k, const T* v, void* kc, void* vc, const int64_t* lengths, T* out, \
                                 const int64_t* depth, const int64_t* path, const int64_t* shape,                        \
-                                const int64_t* strides, double scale, int64_t window, int64_t recent, double softcap) { \
-    sharesd::attend(q, k, v, kc, vc, lengths, out, depth, path, shape, strides, scale, window, recent, softcap);       \
+                                const int64_t* strides, double scale, int64_t window, int64_t recent, double softcap,   \
+                                const T* sinks) {                                                                      \
+    sharesd::attend(q, k, v, kc, vc, lengths, out, depth, path, shape, strides, scale, window, recent, softcap, sinks); \
   }                                                                                                                    \
   extern "C" void compact_kv_##NAME(const int64_t* kv, int64_t layers, const int64_t* heads, const int64_t* sizes,       \
                                    int64_t B, int64_t S, int64_t q8, const int64_t* lengths, const int64_t* path,       \

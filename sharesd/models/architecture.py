@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from compile.activations import ACTIVATIONS
+from compile.activations import ACTIVATIONS, SWIGLU_OAI
 from sharesd.models.checkpoint import token_ids
 from sharesd.models.decoder_config import DecoderConfig, ExpertConfig, LayerType
 from sharesd.models.hf_config import ROPE_TYPES, HFConfig, context_limit, read_rope, wrong_value
@@ -107,6 +107,8 @@ class GGUFLayout:
     """Further keys, without the name -> fields of config.json."""
     yarn_fields: tuple[str, ...] = ()
     """Further keys that go with YaRN."""
+    yarn_config: Mapping[str, Any] = field(default_factory=dict)
+    """Parameters of YaRN that files leave out."""
     ropes: tuple[str, ...] = ("default", "linear", "yarn", "longrope", "divisors")
     """Rules that positions can follow; "divisors" are stored numbers."""
     partial_rotary: bool = False
@@ -165,6 +167,8 @@ class Architecture:
     """
     final_norm: str = "model.norm"
     """Module of the norm after the last block."""
+    experts_alternate: bool = False
+    """Merged tensors are [experts, inputs, outputs], and gate and up alternate among outputs."""
     ignored_prefixes: tuple[str, ...] = ()
     """Prefixes of further unused tensors, with or without `model.` before them."""
     gguf: GGUFLayout | None = None
@@ -190,7 +194,7 @@ def llama_like(
     if heads % kv_heads:
         raise wrong_value(config.model_type, "num_key_value_heads", kv_heads, f"a divisor of {heads} heads")
     hidden_act = config.get(act_field, "silu")
-    if hidden_act not in ACTIVATIONS:
+    if hidden_act not in ACTIVATIONS or hidden_act == SWIGLU_OAI:
         raise config.unsupported(f"activation {hidden_act!r}")
     if config.get("use_bidirectional_attention"):
         raise config.unsupported("bidirectional attention")

@@ -65,6 +65,14 @@ class RMSNorm(nn.Module):
         return (wide * self.weight).to(x.dtype) if self.gemma else self.weight * wide.to(x.dtype)
 
 
+class Sinks(nn.Module):
+    """One more score [heads] of each head, see `compile.attention.attend`."""
+
+    def __init__(self, num_heads: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        self.sinks = nn.Parameter(torch.empty(num_heads, dtype=dtype, device=device))
+
+
 class Attention(nn.Module):
     """Rotary attention with grouped key/value heads over a static cache."""
 
@@ -85,6 +93,7 @@ class Attention(nn.Module):
         )
         self.query_factors: Tensor | None
         self.register_buffer("query_factors", None, persistent=False)
+        self.sink = Sinks(self.num_attention_heads, **place) if c.attention_sinks else None
         self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps, c.gemma_norm, **place) if c.use_qk_norm else None
         self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps, c.gemma_norm, **place) if c.use_qk_norm else None
 
@@ -121,6 +130,7 @@ class Attention(nn.Module):
             rotary=(cos_Pr, sin_Pr) if self.use_rope else None,
             norms=None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm),
             query_factors=self.query_factors,
+            sinks=None if self.sink is None else self.sink.sinks,
         )
         return project(self.o, out_BTHd.flatten(2), residual=residual)
 
@@ -211,7 +221,7 @@ class ExpertMLP(nn.Module):
         self.draft_experts, self.switch = found.num_experts_per_tok, Switch()
         self.scaling_factor = found.scaling_factor
         self.hidden_act = config.hidden_act
-        self.router = empty_linear(config.hidden_size, found.num_experts, bias=False, **place)
+        self.router = empty_linear(config.hidden_size, found.num_experts, bias=found.router_bias, **place)
         self.experts = nn.ModuleList(
             MLP(config, intermediate_size=found.intermediate_size, **place) for _ in range(found.num_experts)
         )

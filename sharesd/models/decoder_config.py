@@ -44,6 +44,8 @@ class ExpertConfig(NamedTuple):
     """Factor on the chosen experts' probabilities."""
     has_shared_expert: bool = False
     """One more expert, which all tokens go through."""
+    router_bias: bool = False
+    """The router is a linear with a bias."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,6 +99,8 @@ class DecoderConfig:
     """Factor on attention scores."""
     llama_4_scaling_beta: float = 0.0
     """Queries at position p are multiplied by 1 + this * ln(1 + p // original context); 0 = not."""
+    attention_sinks: bool = False
+    """Each head has one more score, which takes weight from the others and has no value (gpt-oss)."""
     attn_logit_softcapping: float = 0.0
     """Attention scores are squashed to this; 0 = not."""
     final_logit_softcapping: float = 0.0

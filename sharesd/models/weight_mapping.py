@@ -137,26 +137,40 @@ def single_experts(
 
     Raises ValueError that names the folder, and a tensor of another shape than the config asks for.
     """
-    merged = architecture_of(config.model_type).merged_experts
+    alternate = architecture_of(config.model_type).experts_alternate
     for stored_name, tensor in stored:
-        before, dot, name = stored_name.rpartition(".mlp.")
-        parts = merged.get(f"mlp.{name}", ()) if dot and config.experts is not None else ()
+        parts = parts_of_experts(stored_name, config)
         if not parts:
             yield stored_name, tensor
             continue
         if "*" not in parts[0]:
-            yield f"{before}.{parts[0]}", tensor
+            yield parts[0], tensor
             continue
         assert config.experts is not None
         count, size = config.experts.num_experts, config.experts.intermediate_size
         inputs = size if len(parts) == 1 else config.hidden_size
         outputs = config.hidden_size if len(parts) == 1 else 2 * size
-        if tuple(tensor.shape) != (count, outputs, inputs):
-            found, wanted = list(tensor.shape), [count, outputs, inputs]
-            raise ValueError(f"{folder}: {stored_name} has shape {found} where config.json asks for {wanted}; {MISFIT}")
+        matrix = (inputs, outputs) if alternate else (outputs, inputs)
+        wanted = (count, outputs) if parts[0].endswith(".bias") else (count, *matrix)
+        if tuple(tensor.shape) != wanted:
+            found = list(tensor.shape)
+            raise ValueError(
+                f"{folder}: {stored_name} has shape {found} where config.json asks for {list(wanted)}; {MISFIT}"
+            )
         for number, expert in enumerate(tensor):
-            for part, rows in zip(parts, expert.chunk(len(parts)), strict=True):
-                yield f"{before}.{part.replace('*', str(number))}", rows
+            rows = expert.t() if alternate else expert
+            pieces = [rows[i :: len(parts)] for i in range(len(parts))] if alternate else rows.chunk(len(parts))
+            for part, piece in zip(parts, pieces, strict=True):
+                yield part.replace("*", str(number)), piece
+
+
+def parts_of_experts(stored_name: str, config: DecoderConfig) -> tuple[str, ...]:
+    """Return the names of what a tensor of all experts holds, `*` for their numbers; empty for another tensor."""
+    before, dot, name = stored_name.rpartition(".mlp.")
+    if not dot or config.experts is None:
+        return ()
+    parts = architecture_of(config.model_type).merged_experts.get(f"mlp.{name}", ())
+    return tuple(f"{before}.{part}" for part in parts)
 
 
 def left_out(stored_name: str, config: DecoderConfig) -> str | None:

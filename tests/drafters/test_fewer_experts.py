@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("one_thread", "own_cache")
 MODES = ("naive", "share", "hybrid", "auto")
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "glm4_moe"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "glm4_moe", "gpt_oss"])
 @pytest.mark.parametrize("tree", [{"num_draft": 3}, {"num_draft": 6, "tree": (2, 3, 6)}], ids=["chain", "tree"])
 def test_texts_are_those_of_plain_decoding_and_no_bytes_are_added(
     family: str, tree: dict[str, Any], tmp_path: Path
@@ -77,7 +77,7 @@ def test_drafts_are_what_a_model_with_fewer_experts_computes(how: str) -> None:
         ("Q8_0", "llama", "nested:4:64"),
     ],
 )
-def test_stored_mixtures_draft_with_one_expert_by_default(kind: str, name: str, spec: str, tmp_path: Path) -> None:
+def test_stored_mixtures_draft_with_fewer_experts_by_default(kind: str, name: str, spec: str, tmp_path: Path) -> None:
     target = write_gguf(tmp_path / "a.gguf", name, "qwen2", mlp=64, kind=kind)
     config = EngineConfig(target=str(target), mode="share", max_context=64, device="cpu")
     assert resolve_config(config).config.quant.spec == spec
@@ -88,7 +88,7 @@ def test_stored_mixtures_draft_with_one_expert_by_default(kind: str, name: str, 
         assert in_mode(llm._runtime, "share").drafter.extra_bytes() == (0, 0)
 
 
-def test_auto_drafts_with_one_expert_where_that_is_predicted_to_pay(
+def test_auto_drafts_with_fewer_experts_where_that_is_predicted_to_pay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = write_gguf(tmp_path / "a.gguf", "qwen3moe", "qwen2", mlp=64, kind="Q4_0")
@@ -97,7 +97,7 @@ def test_auto_drafts_with_one_expert_where_that_is_predicted_to_pay(
         monkeypatch.setattr(auto_mode, "_predicted_speedup", lambda *_, speedup=speedup: speedup)
         found = resolve_config(config)
         assert found.auto is not None and ("share" in found.auto.drafters) is pays
-        assert f"drafts with one expert is {speedup:.2f}x" in found.auto.reason
+        assert f"drafts with fewer experts is {speedup:.2f}x" in found.auto.reason
         assert not pays or found.config.quant.spec == "stored,experts=1"
 
 

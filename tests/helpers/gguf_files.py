@@ -16,7 +16,7 @@ WORDS = ("the", "thing", "is", "in", "it", "on", "of", "and", "to", "that")
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 EXPERTS = 5
 TEMPLATE = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
-WITH_EXPERTS = ("qwen3moe", "mixtral", "glm4moe")
+WITH_EXPERTS = ("qwen3moe", "mixtral", "glm4moe", "gpt-oss")
 HEAD_DIM = defaultdict(
     lambda: 16, qwen3=128, qwen3moe=32
 )  # transformers overlooks that a Qwen3 file names another size than 128
@@ -66,8 +66,11 @@ def write_gguf(
         sizes |= {"block_count": layers + 1, "nextn_predict_layers": 1, "leading_dense_block_count": 1}
         sizes |= {"expert_shared_count": 1, "expert_weights_norm": True, "expert_weights_scale": 1.5}
         sizes["expert_gating_func"] = gguf.ExpertGatingFuncType.SIGMOID
-    if architecture in ("qwen3moe", "glm4moe"):
+    if architecture in ("qwen3moe", "glm4moe", "gpt-oss"):
         sizes["expert_feed_forward_length"] = mlp
+    if architecture == "gpt-oss":
+        sizes |= {"key_length": head, "value_length": head, "sliding_window": 16, "rope_scaling_factor": 4.0}
+        sizes |= {"rope_scaling_type": gguf.RopeScalingType.YARN, "rope_scaling_orig_ctx_len": 16}
     for name, size in sizes.items():
         getattr(writer, f"add_{name}")(size)
     for key, value in (extra or {}).items():
@@ -139,9 +142,28 @@ def _dense_rows(arch: str, mlp: int) -> dict[str, tuple[int, ...]]:
         rows |= {"post_attention_norm": (64,), "post_ffw_norm": (64,)}
     if arch in ("gemma3", "qwen3", "qwen3moe", "glm4moe") or arch.startswith("lfm2"):
         rows |= {"attn_q_norm": (head,), "attn_k_norm": (head,)}
-    if arch == "glm4moe":
+    if arch in ("glm4moe", "gpt-oss"):
         rows["post_attention_norm"] = rows.pop("ffn_norm")
     return rows
+
+
+def _parts_of_mixtures(arch: str, mlp: int) -> dict[str, tuple[int, ...]]:
+    """Tensors of a block next to the experts' weights -> their shapes."""
+    if arch == "glm4moe":
+        return {
+            "exp_probs_b.bias": (EXPERTS,),
+            "ffn_gate_shexp.weight": (mlp, 64),
+            "ffn_up_shexp.weight": (mlp, 64),
+            "ffn_down_shexp.weight": (64, mlp),
+        }
+    biases = {
+        "gate_inp": (EXPERTS,),
+        "gate_exps": (EXPERTS, mlp),
+        "up_exps": (EXPERTS, mlp),
+        "down_exps": (EXPERTS, 64),
+    }
+    own = {"attn_output.bias": (64,), "attn_sinks.weight": (4,)}
+    return {} if arch != "gpt-oss" else own | {f"ffn_{name}.bias": shape for name, shape in biases.items()}
 
 
 def _add_tensors(
@@ -176,13 +198,11 @@ def _add_tensors(
             add(f"blk.{i}.shortconv.out_proj.weight", 64, 64)
             add(f"blk.{i}.shortconv.conv.weight", 64, 4, kind="F32")
         down = "Q8_0" if i % 3 == 2 else "Q4_0"
-        if arch in ("qwen2", "glm4moe"):
+        if arch in ("qwen2", "glm4moe", "gpt-oss"):
             for name, size in heads.items():
                 add(f"blk.{i}.{name}.bias", size)
-        if is_mixture and arch == "glm4moe":
-            add(f"blk.{i}.exp_probs_b.bias", EXPERTS)
-            for part, shape in {"gate": (mlp, 64), "up": (mlp, 64), "down": (64, mlp)}.items():
-                add(f"blk.{i}.ffn_{part}_shexp.weight", *shape)
+        for name, shape in _parts_of_mixtures(arch, mlp).items() if is_mixture else ():
+            add(f"blk.{i}.{name}", *shape, kind="F32" if name.endswith(".bias") else "")
         if is_mixture:
             add(f"blk.{i}.ffn_gate_inp.weight", EXPERTS, 64, kind="F32")
             for part in ("gate", "up"):

@@ -53,13 +53,15 @@ def make_mixture(folder: Path, *, dtype: torch.dtype = torch.bfloat16, **fields:
     """Write a random Qwen3-MoE with the tokenizer of `make_checkpoint`; every second layer is a mixture.
 
     `fields`: of config.json, instead of those here. With `model_type` "mixtral" all layers of a Mixtral are mixtures,
-    with "glm4_moe" those after the first.
+    with "glm4_moe" those after the first, and with "gpt_oss" all, every other one with a window.
     """
     raw = json.loads((make_checkpoint(folder) / "config.json").read_text())
     raw |= {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "decoder_sparse_step": 2}
     raw |= {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True, **fields}
     if raw["model_type"] == "glm4_moe":
         raw |= {"n_routed_experts": raw.pop("num_experts"), "attention_bias": True, "routed_scaling_factor": 1.5}
+    if raw["model_type"] == "gpt_oss":
+        raw |= {"num_local_experts": raw.pop("num_experts"), "sliding_window": 16, "head_dim": 32}
     (folder / "config.json").write_text(json.dumps(raw))
     return _save_random(folder, raw, dtype)
 

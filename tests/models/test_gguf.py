@@ -17,6 +17,7 @@ from packaging.version import Version
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, Starcoder2Config
 
 from serve.routes.tokens import token_text
+from sharesd import LLM
 from sharesd.models import rope
 from sharesd.models.architectures import config_from_hf
 from sharesd.models.decoder_config import DecoderConfig
@@ -121,6 +122,56 @@ def test_glm_files_keep_what_chooses_experts_in_float32(tmp_path: Path, own_cach
     softmax = config_of(GGUFFile(file.metadata | {"glm4moe.expert_gating_func": 1}, file.tensors))
     with pytest.raises(ValueError, match="expert_gating_func 1 is not supported"):
         config_from_hf(softmax)
+
+
+def test_gpt_oss_files_have_the_logits_of_transformers(tmp_path: Path, own_cache: Path) -> None:
+    """Their converted folder has experts together, gate and up in turns, as transformers reads them."""
+    path = write_gguf(tmp_path / "model.gguf", "gpt-oss", "gpt-4o", kind="MXFP4")
+    folder = converted_folder(path)
+    config, ours = json.loads((folder / "config.json").read_text()), load_decoder(folder, dtype=torch.float32)
+    assert config["rope_scaling"]["truncate"] is False and config["sliding_window"] == 16
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    stored: Any = LLM(str(path), mode="naive", device="cpu")._runtime
+    tokens = torch.arange(40, 80)[None]
+    with torch.inference_mode():
+        _require_close(ours, theirs(tokens).logits, tokens)
+        theirs.load_state_dict(_oss_tensors(path), strict=True)
+        _require_close(stored.target, theirs(tokens).logits, tokens)
+
+
+def _require_close(model: Any, wanted: torch.Tensor, tokens: torch.Tensor) -> None:
+    found = model(tokens, model.new_cache(1, 64))
+    torch.testing.assert_close(found, wanted, atol=1e-4 * wanted.abs().max().item(), rtol=0)
+
+
+def _oss_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Values of a file by the package gguf, named and put together as transformers has them."""
+    stored = {
+        each.name: torch.from_numpy(gguf.dequantize(each.data, each.tensor_type))
+        for each in gguf.GGUFReader(path).tensors
+    }
+    names = {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
+    names |= {f"attn_{x}": f"self_attn.{x}_proj" for x in "qkv"} | {
+        "attn_output": "self_attn.o_proj",
+        "ffn_gate_inp": "mlp.router",
+    }
+    outer = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+    found = {f"{outer[name]}.weight": stored.pop(f"{name}.weight") for name in outer}
+    for layer in range(2):
+        for kind in ("weight", "bias"):
+            pair = [stored.pop(f"blk.{layer}.ffn_{part}_exps.{kind}") for part in ("gate", "up")]
+            stored[f"blk.{layer}.gate_up.{kind}"] = torch.stack(pair, 2).flatten(1, 2)
+    for name, values in stored.items():
+        _, layer, part, kind = name.split(".")
+        if part in ("gate_up", "ffn_down_exps"):
+            part = "mlp.experts." + {"gate_up": "gate_up_proj", "ffn_down_exps": "down_proj"}[part]
+            part, values = (f"{part}_bias", values) if kind == "bias" else (part, values.mT)
+            found[f"model.layers.{layer}.{part}"] = values
+        elif part == "attn_sinks":
+            found[f"model.layers.{layer}.self_attn.sinks"] = values
+        else:
+            found[f"model.layers.{layer}.{names[part]}.{kind}"] = values
+    return found
 
 
 def starcoder(folder: Path, pre: str = "starcoder", extra: Mapping[str, Any] | None = None) -> tuple[Any, Path]:

@@ -43,7 +43,7 @@ from train.heads.init_weights import initial_head
 pytestmark = pytest.mark.usefixtures("one_thread", "own_cache")
 EXPERT, ROUTER = "model.layers.1.mlp.experts.2.up_proj.weight", "model.layers.1.mlp.gate.weight"
 LORA = {"A": (4, 64), "B": (64, 4)}
-FAMILIES = ("qwen3_moe", "mixtral", "glm4_moe")
+FAMILIES = ("qwen3_moe", "mixtral", "glm4_moe", "gpt_oss")
 STAGES = PipelineConfig(devices=("cpu", "cpu"))
 
 
@@ -69,7 +69,7 @@ def merge_experts(tensors: dict[str, Tensor]) -> None:
         tensors[f"{inner}.experts.down_proj"] = down
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES[:-1])
 def test_experts_are_stored_one_by_one_or_together(family: str, tmp_path: Path) -> None:
     one: dict[str, Any]
     other: dict[str, Any]
@@ -158,7 +158,7 @@ def gguf_file(tmp_path: Path) -> Path:
     return write_gguf(tmp_path / "model.gguf", "qwen3moe", "qwen2", mlp=64)
 
 
-@pytest.mark.parametrize("name", ["qwen3moe", "mixtral", "glm4moe"])
+@pytest.mark.parametrize("name", ["qwen3moe", "mixtral", "glm4moe", "gpt-oss"])
 def test_experts_of_a_gguf_file_run_as_stored(name: str, tmp_path: Path) -> None:
     """Their values are those of the package `gguf`, and drafts leave the text as it is."""
     gguf_file = write_gguf(tmp_path / "model.gguf", name, "qwen2", mlp=64)

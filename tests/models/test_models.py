@@ -43,6 +43,8 @@ DENSE_BETWEEN: dict[str, Any] = {"mlp_only_layers": [1], "norm_topk_prob": True}
 GLM: dict[str, Any] = {"n_routed_experts": 7, "num_experts_per_tok": 3, "first_k_dense_replace": 1}
 GLM |= {"routed_scaling_factor": 2.5, "attention_bias": True, "use_qk_norm": True}
 EXPERTS: dict[str, Any] = {"head_dim": 32, "moe_intermediate_size": 40}
+OSS: dict[str, Any] = {"head_dim": 32, "num_local_experts": 7, "num_experts_per_tok": 3, "sliding_window": 5}
+OSS_YARN = YARN | {"factor": 8.0, "original_max_position_embeddings": 8, "truncate": False}
 SLIDING: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 LFM2: dict[str, Any] = {"full_attn_idxs": [1], "block_multiple_of": 32}
 BIASED: dict[str, Any] = {"conv_bias": True, "conv_L_cache": 4, "full_attn_idxs": [0]}
@@ -66,6 +68,8 @@ NATIVE = {
     "qwen3_moe_top1": hf.Qwen3MoeConfig(**SMALL, **EXPERTS, num_experts=5, num_experts_per_tok=1, **SLIDING),
     "glm4_moe": hf.Glm4MoeConfig(**SMALL, **EXPERTS, **GLM, num_mtp_layers=0),
     "glm4_moe_top1": hf.Glm4MoeConfig(**SMALL, **EXPERTS, n_routed_experts=5, num_experts_per_tok=1, num_mtp_layers=0),
+    "gpt_oss": hf.GptOssConfig(**SMALL, **OSS, rope_parameters=OSS_YARN),
+    "gpt_oss_top1": hf.GptOssConfig(**SMALL, **OSS | {"num_experts_per_tok": 1}, rope_parameters=YARN),
     "smollm3": hf.SmolLM3Config(**SMALL, no_rope_layer_interval=2),
     "phi3": hf.Phi3Config(**SMALL),
     "phi3_longrope": hf.Phi3Config(**SMALL, original_max_position_embeddings=32, rope_parameters=LONGROPE),

@@ -200,7 +200,7 @@ def test_layouts_without_a_kernel_are_refused_by_name(kind: str, reason: str, tm
 def test_folders_are_refused_before_they_are_loaded(tmp_path: Path) -> None:
     folder = write_quantized(tmp_path / "model", "gptq", desc_act=True)
     with pytest.raises(ValueError, match="stored weights run in native decoders; use --dequantize"):
-        resolve(edit_config(folder, model_type="gpt_oss"), dequantize=False)
+        resolve(edit_config(folder, model_type="olmoe"), dequantize=False)
 
 
 @pytest.mark.parametrize("kind", ["awq", "gptq act order", "nvfp4"])

@@ -236,6 +236,8 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
     for name, part in layout.shown_by.items():
         config[name] = any(f".{part}." in stored for stored in file.tensors)
     config |= rope_of(file, fields, config, layout.ropes)
+    if config.get("rope_scaling", {}).get("rope_type") == "yarn":
+        config["rope_scaling"] |= layout.yarn_config
     ends = end_ids(file)
     return config | {
         "architectures": [layout.class_name],

@@ -9,6 +9,7 @@ import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 
 import gguf
@@ -17,13 +18,13 @@ import torch
 from torch import Tensor
 
 from compile.block_linear import BLOCK_TYPES, NUMBERS, BlockPart
-from sharesd.models.architectures import config_from_hf
+from sharesd.models.architectures import architecture_of, config_from_hf
 from sharesd.models.checkpoint import STORED, Progress, read_json, write_tensors
 from sharesd.models.decoder_config import DecoderConfig
 from sharesd.models.gguf.config import ROPE_TENSORS, config_of, layout_of
 from sharesd.models.gguf.parts import read_model
 from sharesd.models.gguf.reader import GGUFFile, StoredTensor, unknown_tensor
-from sharesd.models.weight_mapping import StoredTypes, tensor_shapes
+from sharesd.models.weight_mapping import LAYERS, StoredTypes, tensor_shapes
 
 _COMPUTED = re.compile(r"blk\.\d+\.attn_rot_embd\.weight")
 """Tensors that follow from config.json, in old files."""
@@ -114,9 +115,23 @@ def write_weights(file: GGUFFile, config: DecoderConfig, path: Path, progress: P
                 pairs = tensor.unflatten(0, (heads[part], -1, 2))
                 tensors[stored] = pairs.transpose(1, 2).reshape(tensor.shape)
     progress("writing weights", 0, 1)
-    written = {name: part for stored, tensor in tensors.items() for name, part in experts_of(names[stored], tensor)}
-    write_tensors(written | absent_biases(written, config), path)
+    named = {names[stored]: tensor for stored, tensor in tensors.items()}
+    single = {name: part for given, tensor in named.items() for name, part in experts_of(given, tensor)}
+    alternate = architecture_of(config.model_type).experts_alternate
+    write_tensors((_merged(named, config) if alternate else single) | absent_biases(single, config), path)
     progress("writing weights", 1, 1)
+
+
+def _merged(named: Mapping[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
+    """Return tensors with gate and up of all experts as one, see `Architecture.experts_alternate`."""
+    written = dict(named)
+    for layer, (merged, parts) in product(
+        range(config.num_hidden_layers), architecture_of(config.model_type).merged_experts.items()
+    ):
+        pieces = [written.pop(f"{LAYERS}{layer}.{part}") for part in parts]
+        together = torch.stack(pieces, 2).flatten(1, 2)
+        written[f"{LAYERS}{layer}.{merged}"] = together.mT.contiguous() if together.ndim == 3 else together
+    return written
 
 
 def experts_of(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -125,6 +125,11 @@ class Float4(StoredLinear):
         super().__init__(module, (len(packed), packed.shape[1] * 2))
         self._packed, self._scale_NG, self._kind, self._fields = packed, scale_NG, kind, fields
 
+    def every(self, first: int, step: int) -> Float4:
+        """Return the linear of every `step`-th output from `first` on."""
+        packed, scale_NG, *fields = (each[first::step] for each in (self._packed, self._scale_NG, *self._fields))
+        return Float4(self.module, packed, scale_NG, self._kind, *fields)
+
     def _codes(self, begin: int, end: int) -> Tensor:
         """Return codes [n, G, inputs of a group]."""
         packed = self._packed[begin:end]
@@ -158,14 +163,14 @@ class Experts(StoredLinear):
     def __init__(self, module: str, experts: list[Float4]) -> None:
         N, K = experts[0].shape
         super().__init__(module, (len(experts), K, N))
-        self._experts = experts
+        self.experts = experts
 
     def chunks(self) -> Iterator[tuple[int, int]]:
-        for number in range(len(self._experts)):
+        for number in range(len(self.experts)):
             yield number, number + 1
 
     def rows(self, begin: int, end: int) -> Tensor:
-        return torch.stack([expert.values().t() for expert in self._experts[begin:end]])
+        return torch.stack([expert.values().t() for expert in self.experts[begin:end]])
 
 
 def packed_mxfp4(planes: Planes, weights: QuantSection) -> Float4:

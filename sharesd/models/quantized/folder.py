@@ -40,7 +40,7 @@ from sharesd.models.quantized.affine import AWQ, GPTQ
 from sharesd.models.quantized.auto_round import AutoRound
 from sharesd.models.quantized.bitsandbytes import BitsAndBytes
 from sharesd.models.quantized.compressed_tensors import CompressedTensors
-from sharesd.models.quantized.floats import FBGEMM, FP8, MXFP4, ModelOpt
+from sharesd.models.quantized.floats import FBGEMM, FP8, MXFP4, Experts, ModelOpt
 from sharesd.models.quantized.layout import (
     MISFIT,
     FolderLayout,
@@ -58,6 +58,7 @@ from sharesd.models.weight_mapping import (
     check_finite,
     check_tensors,
     is_kv_scale,
+    parts_of_experts,
     report_unused,
     tensor_shapes,
     text_name,
@@ -155,16 +156,17 @@ def _types(folder: Path, identity: str) -> StoredTypes:
     assert config is not None
     stored, orders, errors = dict[str, str](), dict[str, Tensor | None](), dict[str, NotAsStored]()
 
-    def see(name: str, linear: Tensor | StoredLinear) -> None:
-        name = text_name(name)
-        if isinstance(linear, Tensor):
-            stored[name] = _NUMBERS.get(linear.dtype, "F32")
-            return
-        orders[name] = linear.order
-        try:
-            stored[name] = linear.block_type()
-        except NotAsStored as error:  # damage comes first
-            stored[name], errors[name] = "", error
+    def see(stored_name: str, of_all: Tensor | StoredLinear) -> None:
+        for single_name, linear in _singles(stored_name, of_all, config):
+            name = text_name(single_name)
+            if isinstance(linear, Tensor):
+                stored[name] = _NUMBERS.get(linear.dtype, "F32")
+                continue
+            orders[name] = linear.order
+            try:
+                stored[name] = linear.block_type()
+            except NotAsStored as error:  # damage comes first
+                stored[name], errors[name] = "", error
 
     _check(folder, _read_weights(folder, layout, config), config, see)
     types = StoredTypes.of(
@@ -195,22 +197,39 @@ def stored_parts(folder: Path, *, outlines: bool = False) -> Iterator[tuple[str,
     types = _types(folder, identity(folder))
     types.say(folder)
     with closing(Workers()) as workers:
-        for name, tensor in _read_weights(folder, layout, config).items():
+        for name, linear in _each(_read_weights(folder, layout, config), config):
             kind = types.types.get(text_name(name), "")
             if kind in NUMBERS and outlines:
-                linear = tensor if isinstance(tensor, Tensor) else tensor()
                 yield name, BlockPart.without_bytes(kind, *linear.shape)
             elif kind in NUMBERS:
                 dtype = NUMBERS[kind]
-                values = tensor.to(dtype) if isinstance(tensor, Tensor) else tensor().values(dtype, workers.run)
+                values = linear.to(dtype) if isinstance(linear, Tensor) else linear.values(dtype, workers.run)
                 yield name, BlockPart(kind, values)
-            elif not isinstance(tensor, Tensor):
-                linear = tensor()
+            elif not isinstance(linear, Tensor):
                 yield name, linear.outline() if outlines else linear.block_part(workers.run)
-            elif _is_widened(name, tensor):
-                yield name, BlockPart(WIDENED, tensor)
+            elif _is_widened(name, linear):
+                yield name, BlockPart(WIDENED, linear)
             else:
-                yield name, tensor
+                yield name, linear
+
+
+def _each(weights: Weights, config: DecoderConfig | None) -> Iterator[tuple[str, Tensor | StoredLinear]]:
+    """Yield weights one by one, those of all experts as one for each."""
+    for name, tensor in weights.items():
+        yield from _singles(name, tensor if isinstance(tensor, Tensor) else tensor(), config)
+
+
+def _singles(
+    name: str, linear: Tensor | StoredLinear, config: DecoderConfig | None
+) -> Iterator[tuple[str, Tensor | StoredLinear]]:
+    """Yield name and weights of a linear, or of each expert's if it holds those of all."""
+    if not isinstance(linear, Experts) or config is None:
+        yield name, linear
+        return
+    parts = parts_of_experts(name, config)
+    for number, expert in enumerate(linear.experts):
+        for first, part in enumerate(parts):
+            yield part.replace("*", str(number)), expert.every(first, len(parts))
 
 
 def _is_widened(name: str, tensor: Tensor) -> bool:

@@ -36,6 +36,7 @@ COMPILERS |= {"no-such-compiler": "no-such-compiler does not run"}
 Heads = tuple[int, int]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 WINDOWS = ({"window": 1}, {"window": 5}, {"window": 33}, {"softcap": 2.0}, {"softcap": 1.5, "window": 20})
+WINDOWS += ({"sinks": True}, {"sinks": True, "window": 5})
 LINEARS = [(16, 16), (40, 32), (1, 7), (17, 33), (100, 95), (64, 1), (200, 48), (24, 2048)]
 
 
@@ -94,12 +95,20 @@ def make_case(
 
 def check_attention(case: Case, **options: Any) -> None:
     """Against the reference in float64 on the same numbers."""
-    settings = {"scale": case.q.shape[-1] ** -0.5, **options}
+    settings = settings_of(case, options)
     ours, wide, tolerance = case.fresh(), case.plain().double(), TOLERANCE[case.q.dtype]
     out, wanted = attend(*ours, **settings), attend_reference(*wide, **settings)
     where = f"queries {tuple(case.q.shape)} behind {case.lengths.tolist()}: "
     torch.testing.assert_close(out.double(), wanted, rtol=tolerance, atol=tolerance, msg=lambda text: where + text)
     assert all(map(torch.equal, ours.plain().double()[3:5], wide[3:5])), "keys and values as the reference writes them"
+
+
+def settings_of(case: Case, options: dict[str, Any]) -> dict[str, Any]:
+    """Options of attention; sinks far below and above the scores for those of a model."""
+    settings = {"scale": case.q.shape[-1] ** -0.5, **options}
+    if options.get("sinks"):
+        settings["sinks"] = torch.linspace(-4, 9, case.q.shape[2]).to(case.q.dtype)
+    return settings
 
 
 def in_steps(case: Case, width: int, **settings: Any) -> Tensor:
@@ -128,12 +137,13 @@ def test_attention_is_that_of_float64(dtype: torch.dtype) -> None:
 
 
 @EACH_DTYPE
-@pytest.mark.parametrize("options", [{}, {"window": 9}, {"recent": 1}, {"softcap": 3.0}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"window": 9}, {"recent": 1}, {"softcap": 3.0}, {"sinks": True}], ids=str)
 @pytest.mark.parametrize(("heads", "d"), [((4, 2), 16), ((3, 1), 80), ((7, 1), 64), ((2, 2), 120)])
 def test_a_querys_bits_depend_on_nothing_beside_it(heads: Heads, d: int, options: dict, dtype: torch.dtype) -> None:
     """Step, batch, numbers of slots and threads, what lies in dead slots, and later tokens that are no numbers."""
-    settings, shape = {"scale": d**-0.5, **options}, {"T": 17, "heads": heads, "d": d, "lengths": (0, 30, CHUNK - 5)}
+    shape = {"T": 17, "heads": heads, "d": d, "lengths": (0, 30, CHUNK - 5)}
     case = make_case(dtype, **shape, slots=2 * CHUNK)
+    settings = settings_of(case, options)
     out = attend(*case.fresh(), **settings)
     for b, width in product(range(3), (1, 2, 5, 16)):
         assert torch.equal(in_steps(case.row(b), width, **settings), out[b : b + 1])
@@ -157,14 +167,17 @@ def test_a_querys_bits_depend_on_nothing_beside_it(heads: Heads, d: int, options
 
 
 @EACH_DTYPE
-@pytest.mark.parametrize("options", [{}, {"window": 170}, {"recent": 1}, {"recent": 150}, {"softcap": 3.0}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 170}, {"recent": 1}, {"recent": 150}, {"softcap": 3.0}, {"sinks": True}], ids=str
+)
 @pytest.mark.parametrize(("heads", "d"), [((6, 2), 16), ((2, 2), 40), ((14, 1), 24)])
 def test_a_querys_bits_in_long_contexts_depend_on_nothing_beside_it(
     heads: Heads, d: int, options: dict, dtype: torch.dtype
 ) -> None:
     """Of several chunks, which threads share: steps that begin before, at and behind their borders."""
-    settings, lengths = {"scale": d**-0.5, **options}, (3 * CHUNK - 9, 2 * CHUNK, CHUNK - 1)
+    lengths = (3 * CHUNK - 9, 2 * CHUNK, CHUNK - 1)
     case = make_case(dtype, T=16, heads=heads, d=d, lengths=lengths, slots=4 * CHUNK)
+    settings = settings_of(case, options)
     check_attention(case, **options)
     out = attend(*case.fresh(), **settings)
     for threads in (1, 2, 3):
