@@ -15,7 +15,7 @@ from serve.errors import invalid
 from serve.messages import Function
 from serve.parsing.json_schemas import adapted, warnings_of
 from serve.parsing.reasoning import place_after
-from serve.parsing.tool_format import Parameter, ToolFormat
+from serve.parsing.tool_format import HARMONY, Parameter, ToolFormat
 from serve.schemas import ChatBody, Generation
 from sharesd.data import grammar_spec
 from sharesd.data.grammar_spec import from_lark, json_in_lark
@@ -50,7 +50,11 @@ async def compiled(model: ServedModel, body: Generation, prompt: Sequence[int]) 
             return Compiled(None, [])
         if isinstance(body, ChatBody) and model.reasoning is not None and (body.must_call or param != "tools"):
             place = place_after(model.reasoning, model.tokenizer, prompt, body.begun)
-            text = text if place == "after" else model.reasoning.grammar(text, opened=place == "inside")
+            text = (
+                text
+                if place == "after"
+                else model.reasoning.grammar(text, opened=place == "inside", calls=param == "tools")
+            )
         if len(text) > MAX_CHARACTERS:
             message = f"the grammar of {param} has {len(text)} characters; give up to {MAX_CHARACTERS}"
             raise invalid(message, param, GrammarTooComplex.code)
@@ -115,7 +119,7 @@ def text_and_calls_grammar(form: ToolFormat, tokenizer: Tokenizer, functions: Se
 
     Raises ValueError as `calls_grammar` does, and for a format whose calls cannot be told from text.
     """
-    if not form.mark:
+    if not form.mark or form.name == HARMONY.name:
         raise ValueError(
             f"this model's tool format {form.name} supports strict functions only if a call is required; leave strict "
             "out, or set tool_choice to required or to a function"

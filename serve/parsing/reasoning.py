@@ -24,6 +24,11 @@ KNOWN = (
     ("<reasoning>", "</reasoning>"),
 )
 """Marks of templates that do not render reasoning, but contain its marks."""
+RECIPIENT = "to=functions."
+"""Text before the name of a function in the header of a message in channels."""
+CALL = (f"<|channel|>commentary {RECIPIENT}", " <|constrain|>json<|message|>")
+"""Texts before and after the name of a function, as models write them; templates write the channel last."""
+_CALLED = re.compile(rf"{re.escape(RECIPIENT)}([\w.-]+)")
 _MARK = re.compile(r"([<\[][^<>\[\]\s]+[>\]])\s*$")
 Place = Literal["before", "inside", "after"]
 """Where a text ends: before, inside or after the reasoning."""
@@ -45,13 +50,14 @@ class Reasoning:
         added = (token.content for token in tokenizer.backend.get_added_tokens_decoder().values())
         return [token for token in added if any(token in text for text in texts)]
 
-    def grammar(self, answer: str, *, opened: bool) -> str:
+    def grammar(self, answer: str, *, opened: bool, calls: bool) -> str:
         """Return a grammar of reasoning and then of the answer.
 
-        `opened`: the prompt has begun the reasoning.
+        `opened`: the prompt has begun the reasoning. `calls`: the answer is calls, which have no mark of answers.
         """
-        end, begin = json.dumps(self.end), json.dumps(self.begin)
-        lead = f"({begin} thought | {json.dumps(self.answer)})" if self.answer else f"({begin} thought)?"
+        end, begin = json.dumps(self.end.removesuffix(self.answer) if calls else self.end), json.dumps(self.begin)
+        marked = self.answer and not calls
+        lead = f"({begin} thought | {json.dumps(self.answer)})" if marked else f"({begin} thought)?"
         rules = [f"start: {'thought' if opened else lead} @answer"]
         rules += ["thought: lead (/[ \\n]{1,4}/)?", f"lead[lazy]: /(.|\\n)*/ {end}"]
         first, *others = json.loads(answer)["grammars"]
@@ -158,7 +164,10 @@ class ReasoningReader:
 
 
 class ChannelReader:
-    """Parser of messages in channels, independent of the pieces of their text."""
+    """Parser of messages in channels, independent of the pieces of their text.
+
+    A message to a function is content that begins as the texts of CALL say, however its header is written.
+    """
 
     def __init__(self, marks: Reasoning, place: Place) -> None:
         self._marks, self._buffer, self.place = marks, "", place
@@ -200,7 +209,8 @@ class ChannelReader:
     def _header(self, last: bool) -> bool:
         """Parse a message's header; return False if it is not complete."""
         begun = self._buffer.lstrip()
-        has_none = not self._num_messages and not (begun.startswith(self._lead) or self._lead.startswith(begun))
+        leads = [begun.startswith(lead) or lead.startswith(begun) for lead in (self._lead, RECIPIENT)]
+        has_none = not self._num_messages and not any(leads)
         if has_none or (last and not begun):
             self.place = "after"
             return True
@@ -210,6 +220,9 @@ class ChannelReader:
             return False
         self._num_messages += 1
         self.place = "inside" if (header + end).endswith(self._marks.begin) else "after"
+        called = _CALLED.search(header)
+        if called is not None:
+            self.place, rest = "after", called[1].join(CALL) + rest
         self._between, self._buffer = "\n\n" if self.place in self._with_text else "", rest
         return True
 

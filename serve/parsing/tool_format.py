@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
-from serve.parsing.reasoning import KNOWN
+from serve.parsing.reasoning import CALL, KNOWN, RECIPIENT
 from sharesd.models import chat_template, template_probes
 from sharesd.models.template_probes import ARGUMENTS, NAMES, TOOLS, USER
 from sharesd.models.tokenizer import END_OF_TURN
@@ -57,6 +57,7 @@ class ToolFormat:
 HERMES = ToolFormat("hermes", "<tool_call>", "\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>")
 LLAMA = ToolFormat("llama", "", "", "; ", "", "parameters")
 MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", "[", ", ", "]")
+HARMONY = ToolFormat("harmony", CALL[0], "", "", "", middle=CALL[1], several=False)
 FORMATS = {form.name: form for form in (HERMES, LLAMA, MISTRAL)}
 
 
@@ -147,6 +148,8 @@ def _format(one: str, two: str | None) -> ToolFormat | None:
     at = one.find(NAMES[0])
     arguments = next(_objects(one[at:]), None)
     mark = one[:at].strip()
+    if mark == RECIPIENT and arguments is not None and arguments[2] == ARGUMENTS and "<|channel|>commentary" in one:
+        return HARMONY
     if arguments is None and mark and not mark[0].isalnum():
         return _with_parameters(one, at, two)
     if arguments is None or arguments[2] != ARGUMENTS or not mark or mark[0].isalnum():  # plain words occur in any text

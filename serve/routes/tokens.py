@@ -10,7 +10,7 @@ from typing import Any
 from serve.engine_thread import ServedModel
 from serve.errors import ContextOverflow, invalid
 from serve.messages import Function
-from serve.parsing.tool_format import FORMATS
+from serve.parsing.tool_format import FORMATS, HARMONY
 from serve.schemas import ChatBody, TokenizeBody
 from sharesd.models import chat_prompt
 from sharesd.models.chat_prompt import Ending
@@ -52,6 +52,9 @@ def encode_chat(
     if functions and model.tokenizer.takes_tools and model.tool_format is None:
         message = "tools are given, but this model's chat template does not show the format of calls; leave them out"
         raise invalid(f"{message}, or start with --tool-format {'|'.join(FORMATS)}", "tools")
+    if model.tool_format is HARMONY and any(len(each.get("tool_calls") or ()) > 1 for each in messages):
+        message = "a message has several tool calls, of which this model's chat template shows the first; send one each"
+        raise invalid(message, "messages")
     tools = [function.for_template() for function in functions]
     given: Any = {"tools": tools, "ending": ending, "variables": variables, "preferences": preferences}
     try:

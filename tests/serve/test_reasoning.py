@@ -54,6 +54,13 @@ def test_marks_are_those_of_the_template(template: str, marks: Reasoning | None)
     assert reasoning_of(make_tokenizer(template)) == marks
 
 
+SING = {"type": "function", "function": {"name": "sing", "description": "", "parameters": {"type": "object"}}}
+
+
+def called(arguments: str) -> str:
+    return f"<|channel|>commentary to=functions.f <|constrain|>json<|message|>{arguments}"
+
+
 TEXTS: list[tuple[Reasoning, str, str, str, str]] = [
     (THINK, "before", "<think>\nwhy the sky\n</think>\n\nblue", "why the sky", "blue"),
     (THINK, "before", " \n<think>red", "red", ""),
@@ -71,6 +78,10 @@ TEXTS: list[tuple[Reasoning, str, str, str, str]] = [
     (CHANNELS, "before", f"{ANALYSIS}why{NEXT}<|channel|>fin", "why", ""),
     (CHANNELS, "before", f"{ANALYSIS}why<|end|><|start|>", "why", ""),
     (CHANNELS, "before", "<|channel|>ana", "", ""),
+    (CHANNELS, "before", " to=functions.f<|channel|>commentary json<|message|>{}", "", called("{}")),
+    (CHANNELS, "before", f"{ANALYSIS}why{NEXT}{COMMENT}{called('{1}')}", "why", f"I look.\n\n{called('{1}')}"),
+    (CHANNELS, "before", "to the sky", "", "to the sky"),
+    (CHANNELS, "before", " to=fun", "", ""),
     (CHANNELS, "before", "the sky", "", "the sky"),
     (CHANNELS, "after", " blue", "", " blue"),
     (CHANNELS, "before", "", "", ""),
@@ -211,6 +222,43 @@ def test_the_analysis_of_channels_stands_apart_and_is_counted(channels: Served) 
     assert last["usage"] == whole["usage"] | {"prompt_tokens_details": last["usage"]["prompt_tokens_details"]}
     plain = message_of(channels, messages=[{"role": "user", "content": "a dog"}])
     assert plain["content"] == "red" and "reasoning_content" not in plain
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "<|channel|>commentary to=functions.sing <|constrain|>json<|message|>",
+        " to=functions.sing<|channel|>commentary json<|message|>",
+        "<|channel|>commentary to=functions.sing <|message|>",
+    ],
+)
+def test_messages_to_functions_are_calls(channels: Served, header: str) -> None:
+    tools = [SING]
+    channels.engine.scripts["the sky"] = f"{ANALYSIS}why{NEXT}{COMMENT}{header}" + '{"red": 1}<|call|>'
+    asked = {"messages": [{"role": "user", "content": "the sky"}], "tools": tools}
+    message = message_of(channels, **asked)
+    assert message["reasoning_content"] == "why" and message["content"] == "I look."
+    [call] = message["tool_calls"]
+    assert call["function"] == {"name": "sing", "arguments": '{"red": 1}'}
+    deltas = [chunk["choices"][0]["delta"] for chunk in stream(channels, CHAT, **asked)]
+    assert "".join(delta.get("content") or "" for delta in deltas) == "I look."
+    pieces = [call["function"] for delta in deltas for call in delta.get("tool_calls") or ()]
+    assert "".join(piece.get("arguments", "") for piece in pieces) == '{"red": 1}'
+    message["content"] = None  # the template takes content or reasoning next to calls
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "done"}
+    sent = shown(channels, [*asked["messages"], message, result], tools=tools)
+    assert 'to=functions.sing<|channel|>commentary json<|message|>{"red": 1}<|call|>' in sent
+    assert sent.endswith(
+        '<|start|>functions.sing to=assistant<|channel|>commentary<|message|>"done"<|end|><|start|>assistant'
+    )
+
+
+def test_a_required_call_follows_the_analysis(channels: Served) -> None:
+    message_of(channels, tools=[SING], tool_choice="required")
+    call = called("{}").replace("functions.f", "functions.sing")
+    for text in (f"{ANALYSIS}why{NEXT}{call}", call):
+        assert is_taken(channels, text) and not is_taken(channels, text.replace("sing", "fly"))
+    assert not is_taken(channels, f"{FINAL}blue")
 
 
 def test_channels_are_sent_back_as_the_template_wants(channels: Served) -> None:
