@@ -99,12 +99,20 @@ def test_a_llama_file_with_experts_is_a_mixtral(tmp_path: Path, own_cache: Path)
     pairs = torch.from_numpy(gguf.dequantize(stored.data, stored.tensor_type)).view(2, 8, 2, 64)
     keys = theirs.model.layers[1].self_attn.k_proj.weight.view(2, 2, 8, 64)
     assert torch.equal(keys, pairs.transpose(1, 2).bfloat16().float())
-    config = config_of(GGUFFile({key: file.metadata[key] for key in file.metadata if "freq" not in key}, file.tensors))
-    assert config["rope_theta"] == 10_000.0  # as llama.cpp has it, not 1,000,000
     one = file.tensors["blk.0.ffn_gate_exps.weight"]
     old = GGUFFile(file.metadata, {"blk.0.ffn_gate.0.weight": one, **file.tensors})
     with pytest.raises(ValueError, match="'blk.0.ffn_gate.0.weight' holds one expert, as only old files have it"):
         names_of(old, ours.config)
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "qwen2", "qwen3moe", "glm4moe", "gpt-oss", "gemma3"])
+def test_files_without_a_base_of_rope_have_that_of_llama_cpp(name: str, tmp_path: Path) -> None:
+    """Which is 10,000 for all, whatever configs of the family leave out."""
+    file = read_gguf(write_gguf(tmp_path / "model.gguf", name, "spm" if name == "gemma3" else "qwen2"))
+    metadata = {key: value for key, value in file.metadata.items() if not key.endswith("rope.freq_base")}
+    assert len(metadata) == len(file.metadata) - 1
+    found = config_from_hf(config_of(GGUFFile(metadata, file.tensors)))
+    assert [rope["rope_theta"] for rope in found.rope_parameters] == [10_000.0] * len(found.rope_parameters)
 
 
 def test_glm_files_keep_what_chooses_experts_in_float32(tmp_path: Path, own_cache: Path) -> None:
