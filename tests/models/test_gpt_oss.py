@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 import transformers as hf
@@ -25,6 +26,7 @@ from tests.models.folders import edit_config, edit_tensors
 from tests.models.test_models import OSS, OSS_YARN, SMALL, save_random, text
 
 pytestmark = pytest.mark.usefixtures("one_thread", "own_cache")
+MXFP4 = gguf.GGMLQuantizationType.MXFP4
 CONFIG = hf.GptOssConfig(**SMALL | {"vocab_size": 284, "intermediate_size": 64}, **OSS, rope_parameters=OSS_YARN)
 DOWN, GATE_UP = (f"model.layers.1.mlp.experts.{name}" for name in ("down_proj", "gate_up_proj"))
 
@@ -108,3 +110,19 @@ def test_other_gates_are_refused(fields: dict[str, Any], tmp_path: Path) -> None
     [(name, value)] = fields.items()
     with pytest.raises(ValueError, match=f"architecture 'gpt_oss' with {name} {value!r} is not supported"):
         load_decoder(edit_config(tmp_path, **fields), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("options", [{"dtype": "float32"}, {"target_quant": "mxfp4"}], ids=str)
+def test_experts_in_numbers_are_packed_and_quantized_row_by_row(options: dict[str, Any], tmp_path: Path) -> None:
+    """In the file they are transposed, gate and up in turns."""
+    make_checkpoint(tmp_path)
+    reference = save_random(CONFIG, tmp_path)
+    llm: Any = LLM(str(tmp_path), mode="naive", device="cpu", max_context=64, **options)
+    experts = llm._runtime.target.blocks[1].mlp.experts
+    for number, expert in enumerate(experts):
+        gate_up, down = (reference.get_parameter(name)[number].t() for name in (GATE_UP, DOWN))
+        for linear, weight in ((expert.gate_up, torch.cat([gate_up[::2], gate_up[1::2]])), (expert.down, down)):
+            wanted = weight.contiguous()
+            if "target_quant" in options:
+                wanted = torch.from_numpy(gguf.dequantize(gguf.quantize(wanted.numpy(), MXFP4), MXFP4))
+            assert torch.equal(linear.unpacked(), wanted)
