@@ -25,7 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from compile.cuda.gemm_config import device
 from compile.cuda.kv_q8 import head_q8, load_q8, num_cache_slots, power_above
 from compile.cuda.kv_write import write_new_kv
-from compile.cuda.pdl import launch_options, with_room
+from compile.cuda.pdl import attention_options, with_room
 from compile.kv_layout import CHUNK, SINKS
 
 ROWS = 16
@@ -91,8 +91,11 @@ def attend_parts(
     alone; further programs have a part with new rows each, for one token. Scores are logarithms of base 2; `scale` and
     `softcap` make them so.
     """
+    if PDL == 2:  # see `attention_options`
+        gdc_launch_dependents()
     if PDL:
         gdc_wait()
+    if PDL == 1:
         gdc_launch_dependents()
     program = tl.program_id(0)
     b, kv = (tl.program_id(1) // K).to(tl.int64), tl.program_id(1) % K
@@ -193,8 +196,11 @@ def join_parts(
 
     Grid (B * T, H).
     """
+    if PDL == 2:  # see `attention_options`
+        gdc_launch_dependents()
     if PDL:
         gdc_wait()
+    if PDL == 1:
         gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     query = token * H + tl.program_id(1)
@@ -266,7 +272,7 @@ def attend_live(
     depth, path, P = lengths_B, lengths_B, 0  # chains: neither is read
     if depth_BT is not None and path_BTP is not None:
         depth, path, P = depth_BT.contiguous(), path_BTP.contiguous(), path_BTP.shape[2]
-    launch = launch_options(q.device)
+    launch = attention_options(q.device)
     norms, caches = (q_norm_d, k_norm_d, eps, gemma), (k_cache, v_cache)
     turned = write_new_kv(q, k, v, cos_Nr, sin_Nr, *caches, lengths_B, depth, path, P, norms, query_factors)
     G = H // K

@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compile.cuda.kv_q8 import head_q8, num_cache_slots, power_above, store_q8
-from compile.cuda.pdl import launch_options
+from compile.cuda.pdl import attention_options
 
 # One binary serves all steps: values that differ between them must not make another.
 _UNALIGNED = ["length_ptr", "depth_ptr", "path_ptr"]
@@ -59,8 +59,11 @@ def norm_rotate_write(
 
     Grid (B * T, H + 2K). No rotation if R = 0. Rounds as the composition of tensor operations.
     """
+    if PDL == 2:  # see `attention_options`
+        gdc_launch_dependents()
     if PDL:
         gdc_wait()
+    if PDL == 1:
         gdc_launch_dependents()
     token, head = tl.program_id(0), tl.program_id(1)
     b, t = (token // T).to(tl.int64), token % T
@@ -158,7 +161,7 @@ def write_new_kv(
         *(q, k, v, cos, sin, factors_N, q_norm_d, k_norm_d, k_cache, v_cache, lengths_B, depth, path, turned),
         *(T, S, P, N, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], eps),
         **{"H": H, "K": K, "d": d, "D": power_above(d, q8=q8), "R": R, "GEMMA": gemma, "Q8": q8},
-        **launch_options(q.device),
+        **attention_options(q.device),
         num_warps=1,
         enable_fp_fusion=False,
     )

@@ -8,8 +8,9 @@ kernels share or reuse, split products and replays included:
   successors, and sees all that was written before, however many have begun meanwhile.
 - Before it waits it writes nothing, and reads only weights, which no kernel writes. `gemm.py` prefetches them into the
   second level of cache, `stream.cu` copies them into its shared memory.
-- So a kernel may let its successor begin (`gdc_launch_dependents`) at any time. Those of Triton do after their wait:
-  at most two are alive. `stream.cu` does when its last weights are asked for, often before its wait.
+- So a kernel may let its successor begin (`gdc_launch_dependents`) at any time. Those of Triton do after their wait,
+  but for attention's if asked to (`attention_options`). `stream.cu` does when its last weights are asked for, often
+  before its wait.
 - A successor begins when all programs have let it go or ended, so all of them have begun: none that waits takes the
   place of one that it waits for.
 - A kernel that does not wait must not be launched with these options. Other launches (by torch, Inductor, cuBLAS)
@@ -29,7 +30,7 @@ import torch
 T = TypeVar("T")
 
 VARIABLE = "SHARESD_PDL"
-"""Environment variable; 0: each kernel starts after its predecessor's end."""
+"""Environment variable; 0: each kernel starts after its predecessor's end; early: see `attention_options`."""
 
 
 def launch_options(device: torch.device) -> dict[str, bool]:
@@ -38,6 +39,18 @@ def launch_options(device: torch.device) -> dict[str, bool]:
         return {"PDL": False}  # Triton's interpreter has no such option
     able = torch.cuda.get_device_capability(device) >= (9, 0) and os.environ.get(VARIABLE) != "0"
     return {"PDL": able, "launch_pdl": able}
+
+
+def attention_options(device: torch.device) -> dict[str, int]:
+    """Return `launch_options` of attention's kernels.
+
+    With "early" PDL is 2: they let their successor begin before they wait, so that the product after them copies its
+    weights meanwhile.
+    """
+    options: dict[str, int] = {**launch_options(device)}
+    if options["PDL"] and os.environ.get(VARIABLE) == "early":
+        options["PDL"] = 2
+    return options
 
 
 _fitting: dict[Hashable, int] = {}

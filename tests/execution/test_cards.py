@@ -231,7 +231,9 @@ def test_dependent_launches_can_be_switched_off(monkeypatch: pytest.MonkeyPatch)
     Cards([(9, 0)]).put(monkeypatch)
     assert pdl.launch_options(GPU)["PDL"]
     monkeypatch.setenv(pdl.VARIABLE, "0")
-    assert pdl.launch_options(GPU) == {"PDL": False, "launch_pdl": False}
+    assert pdl.launch_options(GPU) == pdl.attention_options(GPU) == {"PDL": False, "launch_pdl": False}
+    monkeypatch.setenv(pdl.VARIABLE, "early")
+    assert pdl.launch_options(GPU)["PDL"] == 1 and pdl.attention_options(GPU) == {"PDL": 2, "launch_pdl": True}
 
 
 class OutOfResources(Exception):

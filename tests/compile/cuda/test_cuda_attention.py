@@ -30,6 +30,7 @@ from tests.helpers.oracle import tiny_decoder
 
 pytest.importorskip("triton")
 from compile.cuda import attention as kernels
+from compile.cuda import pdl
 from compile.cuda.attention import SPLIT, attend_live
 from compile.cuda.gemm_config import Device
 from compile.cuda.kv_compact import compact_kv
@@ -307,6 +308,12 @@ def launches(
         attend_live(*new, *caches, lengths, None, None, d**-0.5, 0, 0, softcap, empty(d), empty(d), 1e-5)
     assert len(made) == 3
     return made
+
+
+def test_attention_lets_its_successor_begin_early_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(pdl.VARIABLE, "early")
+    for each in launches(90, 64, 3):
+        assert 0 < each.ptx.index("griddepcontrol.launch_dependents") < each.ptx.index("griddepcontrol.wait")
 
 
 @pytest.mark.parametrize(
