@@ -97,7 +97,8 @@ class StreamLinear(StepLinear):
         """Return the dequantized weights [N, K]."""
         codes_NK, scale_NG, offset_NG = stream.unpack(self.weight, self.group_size)
         codes_NGg = codes_NK.float().unflatten(1, (-1, self.group_size))
-        return ((codes_NGg - 8) * scale_NG.float()[..., None] + offset_NG.float()[..., None]).to(dtype).flatten(1)
+        filled_NGg = (codes_NGg - 8) * scale_NG.float()[..., None] + offset_NG.float()[..., None]
+        return filled_NGg.to(dtype).flatten(1)[:, : self.in_features]
 
     def product(self, x: Tensor, norm: Tensor | None, eps: float, residual: Tensor | None, gated: str) -> Tensor:
         if norm is not None and norm.dtype != x.dtype:  # Gemma's are float32

@@ -2,7 +2,7 @@
 // The host's half is stream.py; tests run this file on a CPU (tests/compile/cuda/emulator).
 //
 // Weights: w = (code - 8) * scale + offset, factors by groups of GROUP inputs. Packed in tiles of 16 rows, a tile in
-// chunks of 256 inputs. Tile t of W rows holds rows 8t .. 8t + 7 (its rows 0 to 7) and W/2 + 8t .. (8 to 15), so
+// chunks of 256 inputs, the last of which may be filled up with zeros. Tile t of W rows holds rows 8t .. 8t + 7 (its rows 0 to 7) and W/2 + 8t .. (8 to 15), so
 // that a gate and what it lets through meet in one lane. A chunk of CHUNK bytes:
 //   4 units of 64 inputs, 512 bytes each: lane 4r + q has 16 bytes, words {row r, 8 + r} x {inputs of half h}, i.e.
 //     words 0, 1 (rows r, 8 + r; bytes 0-3), 2, 3 (rows r, 8 + r; bytes 4-7). Byte b of eight: input 8q + b of the unit
@@ -22,7 +22,7 @@
 // block waits, and no block ends before. Successors may begin as soon as a block has asked for its last weights.
 //
 // Shared memory, in this order: rings [WARPS][stages][CHUNK], barriers [WARPS][stages] of 8 bytes, squares [WARPS]
-// floats in 128 bytes, x int8 [K / 64][a, b][64], then {scale / 16, scale * sum of 254 a + b} by XG inputs, sums
+// floats in 128 bytes, x int8 [chunks 4][a, b][64], then {scale / 16, scale * sum of 254 a + b} by XG inputs, sums
 // [tiles][WARPS][16].
 //
 // -D GROUP (32, 64, 128), -D BULK (1: bulk copies and mbarriers, 9.0 and up; 0: cp.async, 8.0 and up).
@@ -48,7 +48,7 @@ typedef unsigned short u16;
 
 struct Op {  // stream.py has the same fields
     u64 w, x, y, norm, residual, bias;  // addresses; norm [K], residual [rows, N] and bias [W] may be 0
-    int tiles, chunks, K, N;            // chunks of a tile; N: outputs, W or W/2 if gated
+    int tiles, chunks, K, N;            // chunks of a tile, K / 256 rounded up; N: outputs, W or W/2 if gated
     int gate, stages;                   // gate 0: none, 1 silu, 2 gelu, 3 gelu by tanh
     float eps;
     int unused;
@@ -160,7 +160,7 @@ struct Layout {  // of shared memory: offsets
     DEV_MEMBER float* f(int at) const { return (float*)(smem + at); }
 };
 
-DEV Layout layout_of(char* smem, int warp, int stages, int K) {
+DEV Layout layout_of(char* smem, int warp, int stages, int inputs) {
     Layout l;
     l.smem = smem;
     l.ring = warp * stages * CHUNK;
@@ -170,15 +170,15 @@ DEV Layout layout_of(char* smem, int warp, int stages, int K) {
     l.squares = at;
     at += 128;
     l.xs = at;
-    at += 2 * K;
+    at += 2 * inputs;
     l.scales = at;
-    l.sums = at + K / XG * 8;
+    l.sums = at + inputs / XG * 8;
     return l;
 }
 
-// A row of x into shared memory, normalised and rounded. A thread takes pieces of 16 inputs.
+// A row of x into shared memory, normalised and rounded. A thread takes pieces of 16 inputs; those beyond K are zero.
 DEV void load_row(const Op& op, const Layout& l, int tid) {
-    const int P = op.K / 16, lane = tid & 31, first = tid - lane;
+    const int given = op.K / 16, P = op.chunks * 16, lane = tid & 31, first = tid - lane;
     const char* x = (const char*)op.x + (u64)blockIdx.y * op.K * 2;
     const char* norm = (const char*)op.norm;
     uint4 v[PIECES][2], nv[PIECES][2];
@@ -192,7 +192,7 @@ DEV void load_row(const Op& op, const Layout& l, int tid) {
                 for (int i = 0; i < PIECES; i++) {
                     const int p = base + i * THREADS + lane;
                     v[i][0] = v[i][1] = nv[i][0] = nv[i][1] = uint4{0, 0, 0, 0};
-                    if (p < P) {
+                    if (p < given) {
                         v[i][0] = load_written(x + p * 32), v[i][1] = load_written(x + p * 32 + 16);
                         if (norm) nv[i][0] = load_weights(norm + p * 32), nv[i][1] = load_weights(norm + p * 32 + 16);
                     }
@@ -417,7 +417,7 @@ DEV int first_tile(int tiles, int block, int blocks) { return (int)((long long)t
 extern "C" __global__ void __launch_bounds__(THREADS, 1) stream_product(const __grid_constant__ Op op) {
     SHARED(smem);
     const int tid = threadIdx.x, warp = warp_of(tid), lane = tid & 31;
-    const Layout l = layout_of(smem, warp, op.stages, op.K);
+    const Layout l = layout_of(smem, warp, op.stages, op.chunks * 256);
     const int t0 = first_tile(op.tiles, blockIdx.x, gridDim.x), t1 = first_tile(op.tiles, blockIdx.x + 1, gridDim.x);
     const int all = (t1 - t0) * op.chunks, n = all > warp ? (all - warp + WARPS - 1) / WARPS : 0;
     const char* src = (const char*)op.w + ((u64)t0 * op.chunks + warp) * CHUNK;

@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from compile.activations import ACTIVATIONS
@@ -27,7 +28,7 @@ SOURCE = Path(__file__).with_name("stream.cu")
 GROUPS = (32, 64, 128)
 """Inputs that share a scale and an offset."""
 TILE, CHUNK_INPUTS = 16, 256
-"""Rows of a tile, and inputs of its chunks: what W and K have to be multiples of."""
+"""Rows of a tile, which W is a multiple of, and inputs of its chunks."""
 WARPS = 8
 MAX_TILES = 32
 """Tiles of a block, each of which takes 512 bytes of shared memory."""
@@ -93,8 +94,8 @@ def chunk_bytes(group: int) -> int:
 
 def shared_bytes(K: int, tiles: int, stages: int, group: int) -> int:
     """Return the shared memory of a block with up to `tiles` tiles, in the order of stream.cu."""
-    rings = WARPS * stages * (chunk_bytes(group) + 8)
-    return rings + 128 + 2 * K + K // min(group, 64) * 8 + tiles * WARPS * TILE * 4
+    rings, inputs = WARPS * stages * (chunk_bytes(group) + 8), num_chunks(K) * CHUNK_INPUTS
+    return rings + 128 + 2 * inputs + inputs // min(group, 64) * 8 + tiles * WARPS * TILE * 4
 
 
 @cache
@@ -116,12 +117,20 @@ def plan(tiles: int, K: int, group: int, card: Card) -> Plan | None:
     return None
 
 
+def num_chunks(inputs: int) -> int:
+    """Return the chunks of a tile; the last one may be filled up with zeros."""
+    return -(-inputs // CHUNK_INPUTS)
+
+
 def obstacle(rows: int, inputs: int, group: int, card: Card) -> str | None:
     """Return the reason why weights [rows, inputs] are no stream on a card."""
     if group not in GROUPS:
         return f"groups have {group} inputs, not {', '.join(map(str, GROUPS))}"
-    if rows % TILE or inputs % CHUNK_INPUTS:
-        return f"{rows} x {inputs} is no multiple of {TILE} x {CHUNK_INPUTS}"
+    if rows % TILE:
+        return f"{rows} rows are no multiple of {TILE}"
+    filled, block = num_chunks(inputs) * CHUNK_INPUTS, 4 * group  # tiles are filled up to whole blocks
+    if filled > -(-inputs // block) * block or 16 * (filled - inputs) > inputs:
+        return f"{inputs} inputs are no multiple of {CHUNK_INPUTS}, nor a little less"
     if plan(rows // TILE, inputs, group, card) is None:
         return f"{inputs} inputs do not fit into {card.shared} bytes of shared memory"
     return None
@@ -133,8 +142,11 @@ def pack(codes_WK: Tensor, scale_WG: Tensor, offset_WG: Tensor) -> Tensor:
     `codes_WK` is uint8 below 16; w = (code - 8) * scale + offset, with factors rounded to bfloat16.
     """
     W, K = codes_WK.shape
-    G, C = scale_WG.shape[1], K // CHUNK_INPUTS
-    tiles = W // TILE
+    C, tiles, missing = num_chunks(K), W // TILE, -K % CHUNK_INPUTS
+    group = K // scale_WG.shape[1]
+    codes_WK = F.pad(codes_WK, (0, missing))
+    scale_WG, offset_WG = (F.pad(each, (0, missing // group)) for each in (scale_WG, offset_WG))
+    G = C * CHUNK_INPUTS // group
     factors = torch.stack([scale_WG, offset_WG], 2).to(torch.bfloat16).contiguous().view(torch.uint8)  # [W, G, 4]
     # [half of W, tile, r, chunk, group, byte] -> [tile, chunk, r, group, half, byte]
     factors_TCB = factors.view(2, tiles, 8, C, G // C, 4).permute(1, 3, 2, 4, 0, 5).reshape(tiles, C, -1)
@@ -149,7 +161,7 @@ def pack(codes_WK: Tensor, scale_WG: Tensor, offset_WG: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes [W, K], scales and offsets [W, G] of `pack`."""
+    """Return codes [W, K], scales and offsets [W, G] of `pack`, filled up to whole chunks."""
     tiles, C, _ = packed.shape
     size = TILE * CHUNK_INPUTS // 2
     two = (
@@ -251,10 +263,10 @@ def _index(device: torch.device) -> int:
 
 def _stream_linear(x, weight, bias, norm, eps, residual, gated, group):
     tiles, chunks, num_bytes = weight.shape
-    K, W = chunks * CHUNK_INPUTS, tiles * TILE
+    K, W = x.shape[-1], tiles * TILE
     N = W // 2 if gated else W
-    if x.dtype != torch.bfloat16 or x.shape[-1] != K or num_bytes != chunk_bytes(group):
-        raise ValueError(f"a stream of {K} inputs and groups of {group} takes no {x.dtype} of {x.shape[-1]} inputs")
+    if x.dtype != torch.bfloat16 or num_chunks(K) != chunks or K % group or num_bytes != chunk_bytes(group):
+        raise ValueError(f"a stream of {chunks} chunks and groups of {group} takes no {x.dtype} of {K} inputs")
     x_MK = x.reshape(-1, K).contiguous()
     y_MN = x.new_empty(len(x_MK), N)
     added = None if residual is None else residual.contiguous()
