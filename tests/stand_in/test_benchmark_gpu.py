@@ -17,7 +17,20 @@ import pytest
 from tests.stand_in.worker import Outcome, run
 
 QUICK = ("machine", "1b-costs", "135m")
-LONG = ("1b", "135m-more", "offload", "7b-more", "classic", "stages", "kernels", "stored", "tiles", "gemlite", "starts")
+LONG = (
+    "peer",
+    "1b",
+    "135m-more",
+    "offload",
+    "7b-more",
+    "classic",
+    "stages",
+    "kernels",
+    "stored",
+    "tiles",
+    "gemlite",
+    "starts",
+)
 """All but the same code at 7B, and the tests, whose kernels would do nothing."""
 TABLES = {
     "kernels": {"linears": 1, "attention": 6, "low-bit linears": 2, "dependent launch": 1},
