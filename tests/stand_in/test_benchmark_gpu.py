@@ -31,7 +31,8 @@ LONG = (
     "gemlite",
     "starts",
 )
-"""All but the same code at 7B, and the tests, whose kernels would do nothing."""
+"""All but the same code at 7B, the tests, whose kernels would do nothing, and `peer` and `server`: cuDNN does not begin
+here, and a process of its own would wait for tokens for ever."""
 TABLES = {
     "kernels": {"linears": 1, "attention": 6, "low-bit linears": 2, "dependent launch": 1},
     "gemlite": {"products": 12},
