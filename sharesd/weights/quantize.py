@@ -27,7 +27,6 @@ from quant.switch_linear import Switch
 from sharesd.models.base import CausalModel
 from sharesd.models.checkpoint import Progress, identity
 from sharesd.models.decoder import Decoder
-from sharesd.weights.kept_calibration import KeptCalibration
 from sharesd_files import cache_root
 
 if TYPE_CHECKING:
@@ -103,7 +102,11 @@ def solver_config(
     Raises:
         ValueError: `quant` is calibrated, and there is no calibration for these weights.
     """
-    kept = KeptCalibration.required(folder, quant, part) if quant is not None and quant.calibrated else None
+    kept = None
+    if quant is not None and quant.calibrated:
+        from sharesd.weights.kept_calibration import KeptCalibration
+
+        kept = KeptCalibration.required(folder, quant, part)
     calibrated = None if kept is None else kept.read
     if device.type != "cpu":
         return SolverConfig(calibrated=calibrated)

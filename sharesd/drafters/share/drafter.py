@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from compile.attention import reads_live_slots
 from quant.switch_linear import Switch
-from sharesd.drafters.async_tree_draft import AsyncTreeDraft
 from sharesd.drafters.base import BuildInputs, DraftContext, Drafter
 from sharesd.drafters.chain_draft import ModelStepper
 from sharesd.drafters.selection import options_of
@@ -26,6 +26,9 @@ from sharesd.models.decoder import Decoder
 from sharesd.speculation.draft_estimates import PolicyConfig
 from sharesd.speculation.draft_scorer import quantization_logit_noise
 from sharesd.speculation.draft_tree import DraftShape, DraftTree, VerifyResult, with_windows
+
+if TYPE_CHECKING:
+    from sharesd.drafters.async_tree_draft import AsyncTreeDraft
 
 DRAFT_WINDOW = 256
 """Recent tokens that draft steps may read instead of all."""
@@ -60,7 +63,12 @@ class ShareDrafter(Drafter):
         """
         self.model, self.cache, self.switch = model, cache, switch
         self.shapes, self._branching, self._quantized_bytes = shapes, branching, quantized_bytes
-        self._logit_noise, self._continues_trees = logit_noise, continues_trees
+        self._logit_noise = logit_noise
+        self._tree_cls: type[AsyncTreeDraft] | None = None
+        if continues_trees:
+            from sharesd.drafters.async_tree_draft import AsyncTreeDraft
+
+            self._tree_cls = AsyncTreeDraft
         self.trees = shapes[-1].is_tree
 
     def draft(self, context: DraftContext, shape: DraftShape) -> DraftTree:
@@ -78,7 +86,7 @@ class ShareDrafter(Drafter):
                 context,
                 shapes=self.shapes,
                 branching=self._branching,
-                tree_cls=AsyncTreeDraft if self._continues_trees else None,
+                tree_cls=self._tree_cls,
             )
         with self.switch.quantized_weights():
             tree: DraftTree = context.generators[key].draft(shape)
@@ -93,8 +101,9 @@ class ShareDrafter(Drafter):
         # The verify step has written the target's own KV of all accepted tokens, which the next draft reads. Only trees
         # that keep growing during verification need an update here.
         if tree.continue_fn is not None:
+            assert self._tree_cls is not None
             trees = context.generators[self, tree.record.window].tree
-            assert isinstance(trees, AsyncTreeDraft)
+            assert isinstance(trees, self._tree_cls)
             trees.committed(verified)
 
     def step_model(self) -> CausalModel:
