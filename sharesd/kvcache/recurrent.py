@@ -95,7 +95,9 @@ class RecurrentState:
     def begin(self, row: int, num_tokens: int, source: int, num_cached: int) -> None:
         """Set a row's state to the one after the first tokens of row `source`, which has `num_cached` tokens."""
         copies = {place: state for place, state in self._copies[source].items() if place <= num_tokens}
-        if source != row or not self._is_in_ring(row, num_tokens, num_cached):
+        if source == row and self._is_in_ring(row, num_tokens, num_cached):
+            self._first[row] = max(self._first[row], num_cached - REACH)  # the ring stays that of the longer text
+        else:
             self._write(row, num_tokens, copies.get(num_tokens, self._state(source, num_tokens)))
         self._copies[row] = copies
 

@@ -212,6 +212,10 @@ def test_texts_continue_where_the_state_is_known() -> None:
     cache.recurrent.inputs_NBRD[:, 0] = torch.nan
     cache.discard_row(0)
     assert torch.equal(read(0, text[:70], 0, 0), logits_of(model, text[:70])[-1])
+    read(1, text[:560], 1, 0)
+    for end in (505, 450, 395, 340, 285):  # the ring stays that of 560 tokens
+        shorter, num = [*text[:end], 7], cache.shared_prefix_lengths(text[:end])[1]
+        assert torch.equal(read(1, shorter, 1, num), logits_of(model, shorter)[-1])
 
 
 TREES: dict[str, Any] = {"num_draft": 6, "tree": (2, 3, 6), "dtype": "fp32"}
