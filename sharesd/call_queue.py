@@ -92,6 +92,12 @@ class CallQueue:
         finally:
             call.closed = True  # nothing else: an iterator may be collected, and this run, in any thread
 
+    def drop_closed(self) -> None:
+        """Free the rows of closed calls, which otherwise the next step does; not while a step runs."""
+        with self._changed:  # without which no step begins
+            if self._leader is None and self._engine is not None:
+                self._drop_finished(self._engine)
+
     def close(self, reason: BaseException) -> None:
         """End all calls with this error, after a running step."""
         self._closed = self._closed or reason

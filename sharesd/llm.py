@@ -111,6 +111,7 @@ class LLM:
         """The loaded model, with its engine: for statistics, reports and warm-ups, while no call runs."""
         if self._runtime is None:
             raise _closed()
+        self._calls.drop_closed()
         return self._runtime
 
     @property
