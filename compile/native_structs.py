@@ -87,6 +87,7 @@ class ExpertsStruct(Structure):
         ("normalised", c_int64),
         ("shared", c_int64),
         ("scale", c_double),
+        ("eps", c_double),
         ("bias", c_void_p),
         ("router", LinearStruct),
         ("linears", c_void_p),
@@ -98,8 +99,8 @@ class ExpertsStruct(Structure):
     def of(cls, mlp: Any, *, drafts: bool) -> ExpertsStruct:
         """Describe a mixture, as it is or as it drafts.
 
-        It has `router`, `experts`, `num_experts_per_tok`, `draft_experts`, `norm_topk_prob` and `scaling_factor`.
-        `router_bias` and `shared_expert` may be None. The struct keeps the memory of its linears alive.
+        It has `router`, `experts`, `num_experts_per_tok`, `draft_experts`, `norm_topk_prob`, `scaling_factor`
+        and `sum_eps`. `router_bias` and `shared_expert` may be None. The struct keeps the memory of its linears alive.
         """
         linears, shared = expert_linears(mlp), int(mlp.shared_expert is not None)
         part = quantized if drafts else full_precision
@@ -109,6 +110,7 @@ class ExpertsStruct(Structure):
             per_row=shared + (mlp.draft_experts if drafts else mlp.num_experts_per_tok),
             shared=shared,
             scale=mlp.scaling_factor,
+            eps=mlp.sum_eps,
             bias=None if mlp.router_bias is None else address(mlp.router_bias.e_score_correction_bias),
             mlp=full_precision(linears[1]).in_features,
             normalised=int(mlp.norm_topk_prob),

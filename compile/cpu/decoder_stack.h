@@ -27,7 +27,7 @@ struct Experts {
   int64_t count, per_row;  // all, and those of a row
   int64_t mlp, normalised;  // size between gate/up and down; the chosen probabilities are divided by their sum
   int64_t shared;  // experts of all rows, which are the last and have no score
-  double scale;  // factor on probabilities
+  double scale, eps;  // factor on probabilities; added to the sum that they are divided by
   const void* bias;  // of the wide type; probabilities are sigmoids, and choose with this added. Null: a softmax
   Linear router;
   const Linear* linears;  // gate_up and down of each expert, [count][2]
@@ -260,7 +260,7 @@ template <typename T> void choose_experts(const Experts& e, const T* scores, Cho
   std::sort(chosen, chosen + per_row, [](const Choice<T>& a, const Choice<T>& b) { return a.expert < b.expert; });
   for (Choice<T>* each = chosen; each < chosen + per_row; ++each) {
     T factor;
-    const W part = e.normalised ? each->factor / (sum_of_chosen + static_cast<W>(1e-20)) : each->factor;
+    const W part = e.normalised ? each->factor / (sum_of_chosen + static_cast<W>(e.eps)) : each->factor;
     narrow(static_cast<W>(part * static_cast<W>(e.scale)), &factor);
     each->factor = widen(factor);
   }

@@ -219,7 +219,7 @@ class ExpertMLP(nn.Module):
         found = config.experts
         self.num_experts_per_tok, self.norm_topk_prob = found.num_experts_per_tok, found.norm_topk_prob
         self.draft_experts, self.switch = found.num_experts_per_tok, Switch()
-        self.scaling_factor = found.scaling_factor
+        self.scaling_factor, self.sum_eps = found.scaling_factor, found.sum_eps
         self.hidden_act = config.hidden_act
         self.router = empty_linear(config.hidden_size, found.num_experts, bias=found.router_bias, **place)
         self.experts = nn.ModuleList(
@@ -242,7 +242,7 @@ class ExpertMLP(nn.Module):
         experts_Mk = by_ME.sort(dim=-1, descending=True, stable=True).indices[:, :k]
         factors_Mk = probs_ME.gather(1, experts_Mk)
         if self.norm_topk_prob:
-            factors_Mk = factors_Mk / (factors_Mk.sum(-1, keepdim=True) + 1e-20)
+            factors_Mk = factors_Mk / (factors_Mk.sum(-1, keepdim=True) + self.sum_eps)
         return experts_Mk, (factors_Mk * self.scaling_factor).to(x_MD.dtype)
 
     def forward(self, x: Tensor, norm: nn.Module | None = None, residual: Tensor | None = None) -> Tensor:

@@ -46,6 +46,8 @@ class ExpertConfig(NamedTuple):
     """One more expert, which all tokens go through."""
     router_bias: bool = False
     """The router is a linear with a bias."""
+    sum_eps: float = 1e-20
+    """Added to the sum that the chosen experts' probabilities are divided by."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

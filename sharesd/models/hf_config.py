@@ -60,7 +60,7 @@ _KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         f"a whole number from 0 to {MAX_LAYERS}",
         _whole(0, MAX_LAYERS),
-        "num_nextn_predict_layers num_mtp_layers max_window_layers first_k_dense_replace",
+        "num_nextn_predict_layers num_mtp_layers max_window_layers first_k_dense_replace num_dense_layers",
     ),
     ("a whole number", _whole(0), "sliding_window num_experts num_local_experts n_routed_experts"),
     ("a list of whole numbers", _all_are(_whole(0)), "mlp_only_layers full_attn_idxs"),
@@ -80,7 +80,7 @@ _KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "true or false",
         _is_flag,
         "attention_bias mlp_bias tie_word_embeddings use_sliding_window truncate norm_topk_prob use_qk_norm "
-        "conv_bias block_auto_adjust_ff_dim tie_embedding",
+        "conv_bias block_auto_adjust_ff_dim tie_embedding use_expert_bias",
     ),
     ("a text", _is_text, "model_type hidden_act hidden_activation rope_type type"),
     ("a list of texts", _all_are(_is_text), "layer_types"),

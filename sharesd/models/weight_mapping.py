@@ -166,11 +166,11 @@ def single_experts(
 
 def parts_of_experts(stored_name: str, config: DecoderConfig) -> tuple[str, ...]:
     """Return the names of what a tensor of all experts holds, `*` for their numbers; empty for another tensor."""
-    before, dot, name = stored_name.rpartition(".mlp.")
-    if not dot or config.experts is None:
+    merged = architecture_of(config.model_type).merged_experts
+    name = next((name for name in merged if stored_name.endswith(f".{name}")), None)
+    if name is None or config.experts is None:
         return ()
-    parts = architecture_of(config.model_type).merged_experts.get(f"mlp.{name}", ())
-    return tuple(f"{before}.{part}" for part in parts)
+    return tuple(stored_name.removesuffix(name) + part for part in merged[name])
 
 
 def left_out(stored_name: str, config: DecoderConfig) -> str | None:

@@ -16,7 +16,8 @@ WORDS = ("the", "thing", "is", "in", "it", "on", "of", "and", "to", "that")
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 EXPERTS = 5
 TEMPLATE = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
-WITH_EXPERTS = ("qwen3moe", "mixtral", "glm4moe", "gpt-oss")
+WITH_EXPERTS = ("qwen3moe", "mixtral", "glm4moe", "gpt-oss", "lfm2moe")
+KINDS = {"attn_output": "BF16", "shortconv.conv": "F32"}
 HEAD_DIM = defaultdict(
     lambda: 16, qwen3=128, qwen3moe=32
 )  # transformers overlooks that a Qwen3 file names another size than 128
@@ -66,7 +67,9 @@ def write_gguf(
         sizes |= {"block_count": layers + 1, "nextn_predict_layers": 1, "leading_dense_block_count": 1}
         sizes |= {"expert_shared_count": 1, "expert_weights_norm": True, "expert_weights_scale": 1.5}
         sizes["expert_gating_func"] = gguf.ExpertGatingFuncType.SIGMOID
-    if architecture in ("qwen3moe", "glm4moe", "gpt-oss"):
+    if architecture == "lfm2moe":
+        sizes |= {"leading_dense_block_count": 1, "expert_gating_func": gguf.ExpertGatingFuncType.SIGMOID}
+    if architecture in ("qwen3moe", "glm4moe", "gpt-oss", "lfm2moe"):
         sizes["expert_feed_forward_length"] = mlp
     if architecture == "gpt-oss":
         sizes |= {"key_length": head, "value_length": head, "sliding_window": 16, "rope_scaling_factor": 4.0}
@@ -156,6 +159,8 @@ def _parts_of_mixtures(arch: str, mlp: int) -> dict[str, tuple[int, ...]]:
             "ffn_up_shexp.weight": (mlp, 64),
             "ffn_down_shexp.weight": (64, mlp),
         }
+    if arch == "lfm2moe":
+        return {"exp_probs_b.bias": (EXPERTS,)}
     biases = {
         "gate_inp": (EXPERTS,),
         "gate_exps": (EXPERTS, mlp),
@@ -164,6 +169,14 @@ def _parts_of_mixtures(arch: str, mlp: int) -> dict[str, tuple[int, ...]]:
     }
     own = {"attn_output.bias": (64,), "attn_sinks.weight": (4,)}
     return {} if arch != "gpt-oss" else own | {f"ffn_{name}.bias": shape for name, shape in biases.items()}
+
+
+def _of_block(arch: str, number: int, rows: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Of LFM2's blocks those without attention have a convolution."""
+    if not arch.startswith("lfm2") or number % 3 == 1:
+        return rows
+    kept = {name: shape for name, shape in rows.items() if not name.startswith("attn_") or name == "attn_norm"}
+    return kept | {"shortconv.in_proj": (192, 64), "shortconv.out_proj": (64, 64), "shortconv.conv": (64, 4)}
 
 
 def _add_tensors(
@@ -180,23 +193,17 @@ def _add_tensors(
 
     add("token_embd.weight", num_tokens, 64)
     add("token_embd_norm.weight" if arch.startswith("lfm2") else "output_norm.weight", 64)
-    if arch in ("qwen3", "phi3", *WITH_EXPERTS):
+    if arch in ("qwen3", "phi3", *WITH_EXPERTS) and arch != "lfm2moe":
         add("output.weight", num_tokens, 64, kind="F16")
     rows = _dense_rows(arch, mlp)
     if arch == "glm4moe":
         add(f"blk.{layers}.nextn.eh_proj.weight", 64, 128)
     for i in range(layers):
-        is_mixture = arch in WITH_EXPERTS and (arch, i) != ("glm4moe", 0)
+        is_mixture = arch in WITH_EXPERTS and (arch, i) not in (("glm4moe", 0), ("lfm2moe", 0))
         if is_mixture:
             rows = {name: shape for name, shape in rows.items() if name not in ("ffn_gate", "ffn_up")}
-        is_conv = arch.startswith("lfm2") and i % 3 != 1
-        for name, shape in rows.items():
-            if not is_conv or not name.startswith("attn_") or name == "attn_norm":
-                add(f"blk.{i}.{name}.weight", *shape, kind="BF16" if name == "attn_output" else "")
-        if is_conv:
-            add(f"blk.{i}.shortconv.in_proj.weight", 192, 64)
-            add(f"blk.{i}.shortconv.out_proj.weight", 64, 64)
-            add(f"blk.{i}.shortconv.conv.weight", 64, 4, kind="F32")
+        for name, shape in _of_block(arch, i, rows).items():
+            add(f"blk.{i}.{name}.weight", *shape, kind=KINDS.get(name, ""))
         down = "Q8_0" if i % 3 == 2 else "Q4_0"
         if arch in ("qwen2", "glm4moe", "gpt-oss"):
             for name, size in heads.items():

@@ -86,6 +86,9 @@ def make_conv_model(folder: Path, *, dtype: torch.dtype = torch.bfloat16, **fiel
     raw = json.loads((make_checkpoint(folder) / "config.json").read_text())
     raw |= {"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "num_hidden_layers": 4, "full_attn_idxs": [2]}
     raw |= {"block_auto_adjust_ff_dim": False, **fields}
+    if raw["model_type"] == "lfm2_moe":  # which has experts after the first block
+        raw |= {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "num_dense_layers": 1}
+        raw |= {"architectures": ["Lfm2MoeForCausalLM"], "layer_types": ["conv", "conv", "full_attention", "conv"]}
     (folder / "config.json").write_text(json.dumps(raw))
     return _save_random(folder, raw, dtype)
 

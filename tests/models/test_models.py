@@ -47,6 +47,7 @@ OSS: dict[str, Any] = {"head_dim": 32, "num_local_experts": 7, "num_experts_per_
 OSS_YARN = YARN | {"factor": 8.0, "original_max_position_embeddings": 8, "truncate": False}
 SLIDING: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 LFM2: dict[str, Any] = {"full_attn_idxs": [1], "block_multiple_of": 32}
+LFM2_MOE: dict[str, Any] = {"layer_types": ["conv", "full_attention", "conv"], "moe_intermediate_size": 40}
 BIASED: dict[str, Any] = {"conv_bias": True, "conv_L_cache": 4, "full_attn_idxs": [0]}
 
 NATIVE = {
@@ -75,6 +76,8 @@ NATIVE = {
     "phi3_longrope": hf.Phi3Config(**SMALL, original_max_position_embeddings=32, rope_parameters=LONGROPE),
     "lfm2": hf.Lfm2Config(**SMALL, **LFM2),
     "lfm2_biased": hf.Lfm2Config(**SMALL, **BIASED, tie_word_embeddings=False),
+    "lfm2_moe": hf.Lfm2MoeConfig(**SMALL, **LFM2_MOE, num_experts=7, num_experts_per_tok=3, num_dense_layers=1),
+    "lfm2_moe_top1": hf.Lfm2MoeConfig(**SMALL, **LFM2_MOE, num_experts=5, num_experts_per_tok=1, num_dense_layers=0),
     "gemma2": hf.Gemma2Config(**SMALL, **GEMMA, attn_logit_softcapping=3.0, final_logit_softcapping=2.0),
     "gemma3_text": hf.Gemma3TextConfig(**SMALL, **GEMMA, sliding_window_pattern=3, rope_parameters=GEMMA3_ROPE),
 }
@@ -101,7 +104,7 @@ def save_random(config: hf.PretrainedConfig, folder: Path, **kwargs: Any) -> hf.
     for tensor in model.parameters():
         tensor.normal_(std=0.15) if tensor.ndim > 1 else tensor.add_(torch.randn_like(tensor) * 0.2)
     for name, tensor in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
             tensor.normal_(std=0.3)
     model.save_pretrained(folder, **kwargs)
     return model
@@ -223,7 +226,7 @@ def test_one_compiled_block_serves_all_layers_of_its_kind(tmp_path: Path) -> Non
 
 def old_style(config: dict[str, Any]) -> dict[str, Any]:
     """The same config as transformers 4 wrote it."""
-    config = {k: v for k, v in config.items() if k != "layer_types"}
+    config = {k: v for k, v in config.items() if k != "layer_types" or config["model_type"] == "lfm2_moe"}
     rope = config.pop("rope_parameters")
     if "full_attention" in rope:
         config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]

@@ -218,14 +218,42 @@ def test_texts_continue_where_the_state_is_known() -> None:
         assert torch.equal(read(1, shorter, 1, num), logits_of(model, shorter)[-1])
 
 
+def put_experts_together(tensors: dict[str, Tensor]) -> None:
+    """Give experts, and what chooses them, the names that transformers has in memory."""
+    for layer in {name.partition(".experts.")[0] for name in tensors if ".experts." in name}:
+        own = {name: tensors.pop(name) for name in sorted(tensors) if name.startswith(f"{layer}.experts.")}
+        gate, down, up = (torch.stack([own[name] for name in own if f".w{part}." in name]) for part in (1, 2, 3))
+        tensors[f"{layer}.experts.gate_up_proj"] = torch.cat([gate, up], 1)
+        tensors[f"{layer}.experts.down_proj"] = down
+        tensors[f"{layer}.expert_bias"] = tensors.pop(f"{layer}.gate.e_score_correction_bias")
+
+
+def test_experts_are_stored_one_by_one_or_together(tmp_path: Path) -> None:
+    apart, together = (make_conv_model(tmp_path / name, model_type="lfm2_moe") for name in ("apart", "together"))
+    edit_tensors(together, put_experts_together)
+    one, other = (load_decoder(each, dtype=torch.bfloat16).state_dict() for each in (apart, together))
+    assert one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+    with pytest.raises(ValueError, match="'lfm2_moe' with use_expert_bias False is not supported"):
+        load_decoder(edit_config(apart, use_expert_bias=False), dtype=torch.bfloat16)
+
+
 TREES: dict[str, Any] = {"num_draft": 6, "tree": (2, 3, 6), "dtype": "fp32"}
 
 
-@pytest.mark.parametrize("options", [{"num_draft": 4}, TREES, {"kv_dtype": "q8"}, {"compile": "off", "dtype": "fp32"}])
-def test_all_modes_have_one_text(options: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("lfm2", {"num_draft": 4}),
+        ("lfm2", TREES),
+        ("lfm2", {"kv_dtype": "q8"}),
+        ("lfm2", {"compile": "off", "dtype": "fp32"}),
+        ("lfm2_moe", TREES),
+    ],
+)
+def test_all_modes_have_one_text(family: str, options: dict[str, Any], tmp_path: Path) -> None:
     """Also if a prompt is read in pieces between rounds of another row, and with the begin of an earlier one."""
     modes = ("naive", "share", "suffix", "classic", "hybrid", "auto")
-    target = str(make_conv_model(tmp_path / "model"))
+    target = str(make_conv_model(tmp_path / "model", model_type=family))
     options = {"max_batch": 2, "max_context": 700, "draft": target, **options}
     llm = require_same_texts(target, modes, device="cpu", **options)
     prompts, params = [[7, 9], list(range(10, 360))], SamplingParams(max_new_tokens=8, temperature=1.0, seed=5)
@@ -375,16 +403,17 @@ def test_sizes_are_those_that_old_and_new_configs_ask_for() -> None:
     assert config_from_hf(raw | {"block_ffn_dim_multiplier": 1.01}).intermediate_size == 8448
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "F16"])
-def test_gguf_files_run_as_stored_and_expanded(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "kind"), [("lfm2", "Q8_0"), ("lfm2", "Q4_0"), ("lfm2", "F16"), ("lfm2moe", "Q4_0")])
+def test_gguf_files_run_as_stored_and_expanded(name: str, kind: str, tmp_path: Path) -> None:
     """Expanded, they have the logits of transformers; as stored, nearly those, and all modes one text."""
-    file = write_gguf(tmp_path / "model.gguf", "lfm2", "lfm2", kind=kind, layers=3)
+    file = write_gguf(tmp_path / "model.gguf", name, "lfm2", kind=kind, layers=3)
     folder = converted_folder(file)
     config = AutoConfig.from_pretrained(folder)
     assert config.layer_types == ["conv", "full_attention", "conv"] and config.conv_L_cache == 4
     ours, theirs = load_decoder(folder, dtype=torch.float32), AutoModelForCausalLM.from_config(config).float()
     stored = load_file(folder / "model.safetensors")
     stored = {name: part[:, None] if name.endswith("conv.conv.weight") else part for name, part in stored.items()}
+    put_experts_together(stored)
     theirs.load_state_dict(stored | {"lm_head.weight": stored["model.embed_tokens.weight"]})
     tokens = torch.arange(40, 60)[None]
     with torch.inference_mode():

@@ -42,6 +42,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 FAMILIES["lfm2"] = {"model_type": "lfm2", "layer_types": ["conv", "full_attention"], "conv_bias": True}
 FAMILIES["gpt_oss"] = {"model_type": "gpt_oss", "num_local_experts": 7, "num_experts_per_tok": 3, "head_dim": 16}
 FAMILIES["gpt_oss"] |= {"sliding_window": 7}
+FAMILIES["lfm2_moe"] = FAMILIES["lfm2"] | {"model_type": "lfm2_moe", "num_experts": 7, "num_experts_per_tok": 3}
+FAMILIES["lfm2_moe"] |= {"moe_intermediate_size": 24, "num_dense_layers": 1}
 FAMILIES["glm4_moe"] |= {"moe_intermediate_size": 24, "routed_scaling_factor": 1.5, "attention_bias": True}
 
 
