@@ -17,7 +17,6 @@ from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.base import CausalModel
 from sharesd.sampling.sampler import Sampler
 from sharesd.speculation.draft_buffers import DraftBuffers
-from sharesd.speculation.draft_estimates import FIRST_ALPHAS
 from sharesd.speculation.draft_policy import Policy
 from sharesd.speculation.draft_tree import DraftShape, DraftTree, VerifyResult, chains, shapes_of
 
@@ -64,8 +63,8 @@ class Drafter:
     """True if drafting can start before the host reads the last round."""
     commits_plain_rounds = False
     """`commit` is called in plain rounds, too."""
-    first_alphas: tuple[float, float] = FIRST_ALPHAS
-    """Acceptance assumed before drafts were verified, see `draft_estimates.FIRST_ALPHAS`."""
+    prior = 0.0
+    """Acceptance of a draft token before any was verified; 0: that of the drafter's SPEC."""
     single_pass = False
     """True if a draft is made in one pass, whatever its depth."""
     runs_on_host = False
@@ -173,6 +172,11 @@ class BuildInputs:
     def second_model(self) -> tuple[CausalModel, int, Graphs | None]:
         """Load the second model; return its compiled step, bytes of weights, graphs if it can be captured."""
         raise NotImplementedError
+
+    @property
+    def quantized_prior(self) -> float:
+        """Acceptance of a draft token of the target's quantized copies, before any was verified."""
+        return self.config.quant.format.acceptance.get(self.config.quant.bits, 0.0)
 
     @property
     def branching(self) -> int:

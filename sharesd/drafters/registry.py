@@ -52,6 +52,10 @@ class Support(Enum):
     """The target may be shared by several ranks."""
 
 
+PRIOR = 0.5
+"""Acceptance of a draft token before any was verified, of drafters that give none."""
+
+
 @dataclass(frozen=True, slots=True)
 class NoOptions:
     """Options of a drafter that has none."""
@@ -128,6 +132,8 @@ class DrafterSpec:
     """`module:function` from an EngineConfig to the names of its drafters (kind `mix`)."""
     auto_with: frozenset[str] = frozenset()
     """Kinds of drafters that `auto` combines with this table; "": none, the table alone."""
+    prior: float = PRIOR
+    """Acceptance of a draft token before any was verified (kinds but `table` and `mix`)."""
     file: str = ""
     """Option that names a table's file; no value: the embedded model's."""
     embedded: Path | None = None
@@ -274,12 +280,12 @@ def imported(reference: str) -> Callable[..., Any]:
 def build_model_drafter(spec: DrafterSpec, inputs: BuildInputs) -> Drafter:
     """Build a drafter that takes time on the device."""
     build: Callable[[BuildInputs], Drafter] = imported(spec.build)
-    if not spec.base:
-        return build(inputs)
-    renamed = copy(inputs)
-    renamed.heads = {**inputs.heads, spec.base: inputs.heads[spec.name]}
-    drafter = build(renamed)
-    drafter.name = spec.name
+    if spec.base:
+        inputs = copy(inputs)
+        inputs.heads = {**inputs.heads, spec.base: inputs.heads[spec.name]}
+    drafter = build(inputs)
+    drafter.name = spec.name if spec.base else drafter.name
+    drafter.prior = drafter.prior or spec.prior
     return drafter
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from compile.op_registry import runs_cpp
 from sharesd.drafters.base import DraftContext, Drafter
+from sharesd.drafters.registry import PRIOR
 from sharesd.engine.decode_round import BatchState, Round
 from sharesd.engine.options import EngineOptions
 from sharesd.kvcache.static import StaticKVCache
@@ -15,7 +16,6 @@ from sharesd.models.base import CausalModel
 from sharesd.sampling import RowSampling, SamplingKind
 from sharesd.sampling.sampler import Sampler
 from sharesd.speculation.draft_buffers import DraftBuffers
-from sharesd.speculation.draft_estimates import FIRST_ALPHAS
 from sharesd.speculation.draft_policy import Policy
 from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape, chain
 
@@ -57,8 +57,7 @@ class DecodeVariant:
         self.policy = Policy(
             shapes,
             pinned=None if auto_length else shapes[-1],
-            probes_plain=not options.is_offloaded,
-            first_alphas=drafter.first_alphas if drafter else FIRST_ALPHAS,
+            prior=(drafter.prior if drafter else 0.0) or PRIOR,
             can_stop_early=options.graphs is None and runs_cpp(device) and not async_scheduling,
         )
         self._uses_tables = drafter is not None and drafter.runs_on_host
@@ -163,7 +162,7 @@ class DecodeVariants:
             policies = (other.policy for other in reversed(self._variants.values()))
             known = next((policy for policy in policies if policy.live.is_measured), None)
             if known is not None:  # sampling is a small part of a round's time
-                variant.policy.reset(*copy.deepcopy((known.costs, known.live.measured)))
+                variant.policy.reset(*copy.deepcopy((known.live.table, known.live.measured)))
         self._variants[kind] = variant
         if len(self._variants) > MAX_VARIANTS:
             del self._variants[next(iter(self._variants))]

@@ -128,16 +128,14 @@ class OutputProcessor:
             self.last_ended = ended
         # Two marks without a draft, three with one.
         draft_s, verify_s = ([0.0] + [self._clock.seconds(a, b) for a, b in pairwise(marks)])[-2:]
-        # The next round may have been launched: restore the policy to its state when it decided this one. The next
-        # launch sets all of it again.
+        # The next round may have been launched; the next launch sets the place again.
         policy.live.at(*in_flight.place)
-        policy.restore(in_flight.decision)
-        progress = mean_progress(live, before, in_flight.is_last_call)
         accepted_paths = [paths[request] for request in in_flight.counted if request in paths]
         took = ended - started
         STEP_THREADS.record_round(took, policy.expected(tree))
         if batch.variant.records_rounds:
-            policy.record(tree, accepted_paths, draft_s, max(verify_s, took - draft_s), progress)
+            step_s, progress = max(verify_s, took - draft_s), mean_progress(live, before, in_flight.is_last_call)
+            policy.record(in_flight.decision, tree, accepted_paths, draft_s, step_s, progress)
         if not num_nodes:
             self._scheduler.prefill.record_round_time(took)
         traces = trace_rows(in_flight, chunks, [paths[each] for each in live], lines, drafts) if batch.traced else []

@@ -241,9 +241,7 @@ def _log_decision(batch: Batch, shape: DraftShape, tree: DraftTree) -> None:
     elif not policy.live.is_measured:
         why = "costs are not measured yet"
     else:
-        best = policy.best_shape()
-        rate, plain = policy.shape_rate(best), policy.shape_rate(NO_DRAFT)
-        why = f"{rate:.1f} tok/s expected of a draft of {best.nodes} tokens, {plain:.1f} of plain steps"
+        why = f"value {policy.model_value:.2f} expected of a model's best choice, {policy.plain_value:.2f} of no draft"
     log.debug("%d rows from slot %d: %s; %s", len(batch.live), len(batch.live[0].tokens), what, why)
 
 

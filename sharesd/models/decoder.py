@@ -13,6 +13,7 @@ vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -326,6 +327,11 @@ def call_block(block: nn.Module, *tensors: Tensor, recent: int) -> Tensor:
     return block(*tensors, recent=recent)
 
 
+def _awake(num_experts: int, per_token: int, rows: float) -> float:
+    """Return how many experts some rows wake on average, and a little for each row."""
+    return num_experts * (1 - (1 - per_token / num_experts) ** rows) + 0.1 * rows
+
+
 class Decoder(nn.Module):
     """Causal language model over a static KV cache; see `sharesd.models.base.CausalModel`.
 
@@ -402,6 +408,12 @@ class Decoder(nn.Module):
 
         (x, cache, tree_mask) -> x.
         """
+
+    @property
+    def growth(self) -> Callable[[float], float]:
+        """Number in proportion to which a step takes longer with its rows: rows, or experts that they wake."""
+        experts = self.config.experts
+        return partial(_awake, experts.num_experts, experts.num_experts_per_tok) if experts else float
 
     def new_cache(self, batch: int, slots: int, taps: Sequence[int] = ()) -> StaticKVCache:
         """See `sharesd.models.base.CausalModel.new_cache`."""

@@ -5,7 +5,6 @@ Draft models are more confident than the target agrees with them, so their proba
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Sequence
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
@@ -13,14 +12,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from sharesd.speculation.acceptance_stats import DECAY
-from sharesd.speculation.draft_proposal import best_path
+from sharesd.speculation.acceptance_stats import SLOW_DECAY
 
 if TYPE_CHECKING:
     from quant.config import QuantConfig
 
-GROWTH = 4.0, 2.0
-"""Sums before the first draft: parents' acceptance probabilities, and accepted tokens."""
+GROWTH = 4.0
+"""Weight, in draft steps, of the prior in the acceptance of a step's token after an accepted one."""
 RANGES = 10
 """Number of ranges, all of the same width."""
 PRIOR = 4.0
@@ -70,11 +68,11 @@ def _range(draft_prob: float) -> int:
 class DraftScorer:
     """Scores the nodes of drafts of one kind in some rows together."""
 
-    def __init__(self) -> None:
+    def __init__(self, prior: float) -> None:
+        """`prior`: acceptance of a token after an accepted one, before any draft was verified."""
         self._calibration = ProbabilityCalibration()
-        # By the number of steps before a step: decayed sums of its parents' acceptance probabilities, and of the tokens
-        # accepted from it. Their quotient corrects the prediction of `gain`.
-        self._growth: dict[int, tuple[float, float]] = defaultdict(lambda: GROWTH)
+        # Decayed sums of the acceptance probabilities of steps' parents, and of the tokens accepted from these steps.
+        self._growth = (GROWTH, GROWTH * prior)
         self.begin(0)
 
     def begin(self, num_rows: int) -> None:
@@ -99,12 +97,12 @@ class DraftScorer:
         """Return the acceptance probability of each node, mean of the rows."""
         return [sum(accept_probs) / len(accept_probs) for accept_probs in self.accept_probs]
 
-    def gain(self, depth: int, accept_prob: float) -> float:
-        """Return the expected accepted tokens of a step after `depth` others.
+    def gain(self, accept_prob: float) -> float:
+        """Return the expected accepted tokens of one more step.
 
         `accept_prob`: probability that a parent of the step is accepted.
         """
-        expected, accepted = self._growth[depth]
+        expected, accepted = self._growth
         return accept_prob * accepted / expected
 
     def add_token(self, draft_probs: Sequence[float]) -> None:
@@ -126,17 +124,13 @@ class DraftScorer:
         """Set verified nodes, best first: by row, `accept_probs` by node and row."""
         self._draft_probs, self._parents, self.accept_probs = draft_probs, parents, list(accept_probs)
 
-    def record(self, accepted: Sequence[AbstractSet[int]]) -> list[tuple[int, int]]:
-        """Count accepted nodes; return each best chain's length and accepted tokens."""
+    def record(self, accepted: Sequence[AbstractSet[int]]) -> None:
+        """Count accepted nodes of each row."""
         if len(accepted) != len(self._draft_probs):
-            return []
-        found = []
+            return
         for draft_probs, parents, kept in zip(self._draft_probs, self._parents, accepted, strict=True):
             self._calibration.record(draft_probs, parents, kept)
-            chain = best_path(parents)
-            found.append((len(chain), next((num for num, node in enumerate(chain) if node not in kept), len(chain))))
         for depth, parent_prob in enumerate(self.parent_probs, 1):
-            expected_before, accepted_before = self._growth[depth]
             share = sum(len(kept) > depth for kept in accepted) / len(accepted)
-            self._growth[depth] = DECAY * expected_before + parent_prob, DECAY * accepted_before + share
-        return found
+            expected_before, accepted_before = self._growth
+            self._growth = SLOW_DECAY * expected_before + parent_prob, SLOW_DECAY * accepted_before + share

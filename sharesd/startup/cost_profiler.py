@@ -18,8 +18,9 @@ from sharesd.engine.engine import Engine
 from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
 from sharesd.sampling_params import SamplingParams
-from sharesd.speculation.cost_model import Costs, fit_costs, load_costs, of_more_rows, save_costs
+from sharesd.speculation.cost_model import Costs
 from sharesd.speculation.draft_tree import DraftShape, DraftTree, chain
+from sharesd.startup.cost_fit import fit_costs, load_costs, of_more_rows, save_costs
 from sharesd_files import JsonCache
 
 SWEEPS, SECONDS = (3, 12), 0.5
@@ -130,6 +131,8 @@ def profile_costs(engine: Engine, mode: str, params: SamplingParams, kept: JsonC
     fewest, *more = engine.batch_sizes
     sweeps = BRIEFLY if engine.offloaded else SWEEPS[0]
     costs = {fewest: _costs_of_rows(engine, mode, params, fewest, kept, sweeps)}
+    if isinstance(engine.target, Decoder):
+        costs[fewest].growth = engine.target.growth
     if not is_native(engine.target):
         return costs | {rows: _costs_of_rows(engine, mode, params, rows, kept, BRIEFLY) for rows in more}
     return costs | {rows: of_more_rows(costs[fewest], rows / fewest) for rows in more}

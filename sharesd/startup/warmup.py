@@ -82,7 +82,7 @@ def _run_all_samplers(engine: Engine, mode: str) -> None:
             max_new_tokens=3, temperature=temperature, top_k=4, top_p=0.9, min_p=0.01, logprobs=True, top_logprobs=1
         )
         policy = engine.variant(params, mode).policy
-        known = copy.deepcopy((policy.costs, policy.live.measured))
+        known = copy.deepcopy((policy.live.table, policy.live.measured))
         _run(engine, mode, [[0]], params)
         policy.reset(*known)  # a round of one block says nothing about whole rounds
     engine.forget()

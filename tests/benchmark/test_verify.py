@@ -31,8 +31,9 @@ from sharesd.models.prefill import prefill
 from sharesd.models.tokenizer import load_tokenizer
 from sharesd.sampling import sampler
 from sharesd.sampling_params import SamplingParams
-from sharesd.speculation.cost_model import Costs, fit_costs
+from sharesd.speculation.cost_model import Costs
 from sharesd.speculation.draft_tree import VerifyResult
+from sharesd.startup.cost_fit import fit_costs
 from sharesd.weights import quant_tuning_cache
 from sharesd.weights.quant_tuning_cache import TuningKey, load_tuned, save_tuned, tuning_key
 from sharesd_command import main

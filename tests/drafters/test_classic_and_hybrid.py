@@ -145,10 +145,10 @@ class Recorded:
         self.shapes, self.events = shapes, []
         costs = Costs({1: 1.0, 5: 1.1}, draft_s, draft_s, {1: 0.0, 5: 0.0})
         self.policy = Policy([FOUR], costs=costs)
-        self.policy.gate.seconds = 0.05
+        self.policy.gate.gain, self.policy.gate.seconds = 1.0, 0.05
         self.policy.next_shape = lambda *_, **__: self.shapes.pop(0)  # type: ignore[method-assign]
         table: Any = SimpleNamespace(name="table", num_successors=0, propose=self.propose, extend=lambda *_: None)
-        said = {"name": "model", "shapes": (FOUR,), "first_alphas": (0.5, 0.5), "runs_on_host": False}
+        said = {"name": "model", "shapes": (FOUR,), "prior": 0.5, "runs_on_host": False}
         model: Any = SimpleNamespace(**said, catch_up=lambda *_, **__: None, draft=self.draft)
         self.drafter = HybridDrafter("hybrid", [table], model, num_nodes=4, trees=False)
         self.drafter._known[0] = 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -154,7 +153,7 @@ def test_chains_that_end_early_do_not_change_the_text(
     params = SamplingParams(max_new_tokens=60, **SAMPLINGS[sampling])
     engine = engine_of(kind, model, num_draft=6, batch=batch, auto_length=True)
     want = [c.token_ids for c in new_engine(model, batch=batch).generate(PROMPTS, params)]
-    engine.variant(params).policy.reset(Costs({1: 1.0, 8: 1.2}, 0.1))
+    engine.variant(params).policy.reset(Costs({1: 1.0, 8: 1.05}, 0.02))
     drafts, draft = list[tuple[int, int]](), ChainDraft.draft
 
     def noted(chain: ChainDraft, length: int) -> DraftTree:
@@ -236,7 +235,6 @@ def test_trees_are_taken_where_they_pay() -> None:
     policy = Policy(shapes, costs=copy.deepcopy(dear))
     chosen = live(policy, dear, {False: 0.85, True: 0.9}, 600)
     assert sum(not shape.is_tree and shape != chain(0) for shape in chosen[200:]) > 350
-    assert math.isfinite(policy.shape_rate(shapes[-1]))
 
 
 def test_rows_that_have_ended_have_room_for_the_trees_of_others(checkpoint: Callable[..., Path]) -> None:

@@ -137,10 +137,20 @@ def test_who_needs_the_tokens_is_launched_as_soon_as_they_are_read(
 def test_rounds_go_ahead_while_tables_pause(
     mode: str, wanted: list[Completion], launches: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tables are asked every third round; a second model would have to read what the host does not know."""
+    """Tables are asked every other round; a second model would have to read what the host does not know."""
     dice = random.Random(9)
-    monkeypatch.setattr(Policy, "tables_pause", property(lambda self: self.gate.pauses(True)))
-    monkeypatch.setattr(Policy, "should_query_tables", lambda self: self.gate.opens(True))
+
+    def all_nodes(self: Policy, scores: Any, drafted: DraftShape = NO_DRAFT) -> tuple[int, float]:
+        return min(max(map(len, scores), default=0), self.max_nodes() - drafted.nodes), 0.0
+
+    def every_other(self: Policy) -> bool:
+        queries = not self.tables_pause
+        self.gate.count(queries)
+        return queries
+
+    monkeypatch.setattr(Policy, "tables_pause", property(lambda self: self.gate._since_query < 1))
+    monkeypatch.setattr(Policy, "should_query_tables", every_other)
+    monkeypatch.setattr(Policy, "num_table_nodes_worth", all_nodes)
     monkeypatch.setattr(Policy, "next_shape", lambda self, **_: dice.choice([NO_DRAFT, *self.shapes]))
     engine = launched_ahead(mode, prefill_chunk=16, **({"mixed": True} if mode in HEADS else {}))
     assert not engine.async_scheduling and engine.options.async_scheduling
@@ -178,10 +188,10 @@ def test_rounds_take_the_time_that_passes(
     prefill = engine._scheduler.prefill
     record, took = Policy.record, prefill.record_round_time
 
-    def recorded(self: Any, tree: Any, paths: Any, draft_s: float, step_s: float, moved: float) -> None:
+    def recorded(self: Any, decision: Any, tree: Any, paths: Any, draft_s: float, step_s: float, moved: float) -> None:
         told["policy"] += draft_s + step_s
         told["plain"] += 0.0 if tree.tokens.shape[1] else draft_s + step_s
-        record(self, tree, paths, draft_s, step_s, moved)
+        record(self, decision, tree, paths, draft_s, step_s, moved)
 
     def taken(round_s: float) -> None:
         told["prompts"] += round_s

@@ -27,6 +27,7 @@ from sharesd.engine.request import Request
 from sharesd.models.prefill import CHUNK, slots_for
 from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.cost_model import Costs
+from sharesd.speculation.draft_tree import chains
 from tests.helpers.compiled import compiled
 from tests.helpers.oracle import (
     MAX_CONTEXT,
@@ -228,7 +229,7 @@ def test_who_waited_for_a_prompt_waits_for_no_draft(monkeypatch: pytest.MonkeyPa
     """Rounds behind a piece of a prompt are plain; else several callers share drafts that are short enough."""
     engine = new("share", prefill_chunk=8)
     policy = engine.variant(GREEDY).policy
-    policy._can_stop_early = False  # chains are as long as they are asked to be
+    policy._can_stop_early, policy.shapes = False, chains(4)  # as long as they are asked to be
     policy.reset(Costs({1: 1.0, 2: 1.1, 5: 1.2}, 0.1))
     monkeypatch.setattr(policy.live, "record", lambda *times: None)
     request = engine.add([1, 2, 3], replace(GREEDY, max_new_tokens=80))

@@ -261,7 +261,7 @@ def test_tables_fill_up_a_models_draft(
 ) -> None:
     rounds, turns, learnt = count(), count(), list[DraftShape]()
     # Now and then the smallest draft of the model, which leaves room for tables, and rounds without any draft.
-    monkeypatch.setattr(Policy, "next_shape", lambda self, *_, **__: NO_DRAFT if next(rounds) % 3 else self.shapes[0])
+    monkeypatch.setattr(Policy, "next_shape", lambda self, *_, **__: NO_DRAFT if next(rounds) % 3 else shapes[0])
     monkeypatch.setattr(Policy, "should_query_tables", lambda _: next(turns) % 4 > 0)
     monkeypatch.setattr(LiveCosts, "record", lambda _, shape, *times: learnt.append(shape))
     plain = tiny_decoder(3)

@@ -21,7 +21,6 @@ from sharesd.drafters.tree_draft import DraftGenerator
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.base import CausalModel
 from sharesd.models.prefill import next_padded_piece, next_piece, read_piece, reads_in_pieces
-from sharesd.speculation.draft_estimates import FIRST_ALPHAS, HEAD_ALPHAS
 from sharesd.speculation.draft_scorer import quantization_logit_noise
 from sharesd.speculation.draft_tree import DraftShape, DraftTree, VerifyResult
 
@@ -79,6 +78,7 @@ class ClassicDrafter(Drafter):
         weight_bytes: int,
         branching: int = 1,
         logit_noise: float | None = None,
+        prior: float = 0.0,
         graphs: Graphs | None = None,
         target_vocab_size: int | None = None,
     ) -> None:
@@ -89,8 +89,7 @@ class ClassicDrafter(Drafter):
         if target_vocab_size not in (None, model.vocab_size):
             model = CommonVocabulary(model, target_vocab_size)
         self.model, self.shapes, self._branching, self._weight_bytes = model, shapes, branching, weight_bytes
-        self._logit_noise = logit_noise
-        self.first_alphas = HEAD_ALPHAS if logit_noise is None else FIRST_ALPHAS
+        self._logit_noise, self.prior = logit_noise, prior
         self.trees = shapes[-1].is_tree
         self.cache = model.new_cache(batch, slots)
         self.cache.lengths.fill_(1)  # rows without a text have a token before the root, too
@@ -201,6 +200,7 @@ class ClassicDrafter(Drafter):
 def build(inputs: BuildInputs) -> ClassicDrafter:
     model, weight_bytes, graphs = inputs.second_model()
     config = inputs.config
+    is_quantized = second_model(config) is None  # a copy of the target
     return ClassicDrafter(
         model,
         batch=config.max_batch,
@@ -208,7 +208,8 @@ def build(inputs: BuildInputs) -> ClassicDrafter:
         shapes=inputs.shapes,
         weight_bytes=weight_bytes,
         branching=inputs.branching,
-        logit_noise=None if second_model(config) is not None else quantization_logit_noise(config.quant),
+        logit_noise=quantization_logit_noise(config.quant) if is_quantized else None,
+        prior=inputs.quantized_prior if is_quantized else 0.0,
         graphs=graphs,
         target_vocab_size=inputs.target.vocab_size,
     )

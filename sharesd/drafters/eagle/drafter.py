@@ -25,7 +25,6 @@ from sharesd.drafters.heads.head import FeatureHead, Head
 from sharesd.drafters.tree_draft import DraftGenerator
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.prefill import CHUNK
-from sharesd.speculation.draft_estimates import HEAD_ALPHAS
 from sharesd.speculation.draft_tree import DraftShape, DraftTree, VerifyResult
 
 
@@ -35,7 +34,6 @@ class EagleDrafter(Drafter):
     name = "eagle"
     supports_async = True
     commits_plain_rounds = True  # it reads the tokens of all rounds
-    first_alphas = HEAD_ALPHAS
 
     def __init__(
         self, head: Any, target: StaticKVCache, *, shapes: Sequence[DraftShape], weight_bytes: int, branching: int = 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from math import inf
 
 import numpy as np
 import torch
@@ -15,11 +16,9 @@ from sharesd.drafters.draft_checks import check_proposal, checked_draft
 from sharesd.drafters.tables.base import Table
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.base import CausalModel
-from sharesd.speculation.draft_estimates import FIRST_ALPHAS
 from sharesd.speculation.draft_policy import Policy
 from sharesd.speculation.draft_proposal import Proposal, best_chain, best_path, empty_proposal, fill_up, merge
 from sharesd.speculation.draft_tree import (
-    NO_DRAFT,
     DraftShape,
     DraftTree,
     VerifyResult,
@@ -42,7 +41,7 @@ class HybridDrafter(Drafter):
         """`num_nodes`: most without a model. Without `trees`, the best chain is drafted."""
         self.name, self.trees = name, trees
         self.shapes = model.shapes if model else chains(num_nodes)
-        self.first_alphas = model.first_alphas if model else FIRST_ALPHAS
+        self.prior = model.prior if model else 0.0
         self.tables, self.model_drafter = tuple(tables), model
         self._idle = 0  # rounds since the model drafted
         self._mixed = False  # True if the last draft has nodes of the model and of tables
@@ -94,17 +93,17 @@ class HybridDrafter(Drafter):
         if should_query_tables and self.model_drafter is not None and context.graphs is not None:
             shape_ahead = policy.early_shape()
             early = self._model_draft(context, shape_ahead) if shape_ahead.nodes else None
-        num_nodes, rate = 0, policy.shape_rate(NO_DRAFT)
+        num_nodes, value = 0, policy.plain_value
         if should_query_tables:
             self._read()
             chains_only = other_rule or not self.trees
             for row in self._texts.keys() - set(self._plain):
                 proposal = self._ask(context, row, shape.nodes)
                 proposals[row] = best_chain(proposal) if chains_only else proposal
-            num_nodes, rate = policy.num_table_nodes_worth([_of(proposals, row).scores for row in policy.counted_rows])
+            num_nodes, value = policy.num_table_nodes_worth([_of(proposals, row).scores for row in policy.counted_rows])
         if self.model_drafter is not None:
             policy.tables_match = num_nodes > 0
-            model = policy.next_shape(rate_to_beat=rate if num_nodes else None)
+            model = policy.next_shape(to_beat=value if num_nodes else -inf)
             policy.record_model_draft(model, early is not None)
             if model.nodes:
                 draft = early or self._model_draft(context, model)
@@ -113,10 +112,8 @@ class HybridDrafter(Drafter):
                 return draft
             self._idle += 1
         if should_query_tables:
-            without = policy.shape_rate(NO_DRAFT)
-            if self.model_drafter is not None and num_nodes:
-                without = max(without, policy.shape_rate(policy.best_shape()))
-            policy.gate.record_gain(rate / without - 1)
+            without = policy.plain_value if self.model_drafter is None else policy.model_value
+            policy.gate.record_gain(value - without if num_nodes else 0.0)
         if other_rule:  # it requires the same number of nodes in every row
             num_nodes = min([num_nodes, *(len(proposal.tokens) for proposal in proposals.values())])
         if not num_nodes:
@@ -148,10 +145,10 @@ class HybridDrafter(Drafter):
                 after = self._ask(context, row, room, [tokens[node] for node in chain])
                 mixed[row] = fill_up(model, [(-1, proposals[row]), (chain[-1], after)])
         _, alone = policy.num_table_nodes_worth([()], drafted=shape)
-        num_added, rate = policy.num_table_nodes_worth(
+        num_added, value = policy.num_table_nodes_worth(
             [mixed[row].scores[shape.nodes :] for row in policy.counted_rows], drafted=shape
         )
-        policy.gate.record_gain(rate / alone - 1)
+        policy.gate.record_gain(value - alone)
         if num_added == 0:
             return draft
         self._mixed = True

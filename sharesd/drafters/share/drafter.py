@@ -23,7 +23,7 @@ from sharesd.drafters.tree_draft import DraftGenerator
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
-from sharesd.speculation.draft_estimates import PolicyConfig
+from sharesd.speculation.draft_policy import WINDOW_CONTEXTS
 from sharesd.speculation.draft_scorer import quantization_logit_noise
 from sharesd.speculation.draft_tree import DraftShape, DraftTree, VerifyResult, with_windows
 
@@ -56,6 +56,7 @@ class ShareDrafter(Drafter):
         branching: int = 1,
         logit_noise: float | None = None,
         continues_trees: bool = False,
+        prior: float = 0.0,
     ) -> None:
         """`model`: the target's module, with the steps compiled for its quantized linears.
 
@@ -63,7 +64,7 @@ class ShareDrafter(Drafter):
         """
         self.model, self.cache, self.switch = model, cache, switch
         self.shapes, self._branching, self._quantized_bytes = shapes, branching, quantized_bytes
-        self._logit_noise = logit_noise
+        self._logit_noise, self.prior = logit_noise, prior
         self._tree_cls: type[AsyncTreeDraft] | None = None
         if continues_trees:
             from sharesd.drafters.async_tree_draft import AsyncTreeDraft
@@ -124,6 +125,7 @@ def build(inputs: BuildInputs) -> ShareDrafter:
         branching=inputs.branching,
         logit_noise=quantization_logit_noise(inputs.config.quant),
         continues_trees=inputs.continues_trees,
+        prior=inputs.quantized_prior,
     )
 
 
@@ -136,5 +138,5 @@ def _windows(inputs: BuildInputs) -> tuple[int, ...]:
         return (given,)
     # If attention masks what it does not need, and reads it all the same, a window gains nothing.
     gains = isinstance(target, Decoder) and reads_live_slots(inputs.device, inputs.dtype, target.config.head_dim)
-    long_enough = inputs.max_context >= PolicyConfig().window_contexts * DRAFT_WINDOW
+    long_enough = inputs.max_context >= WINDOW_CONTEXTS * DRAFT_WINDOW
     return (0, DRAFT_WINDOW) if given == "auto" and gains and long_enough else (0,)

@@ -1,0 +1,240 @@
+"""What the draft policy and each part of it gain: replays of recorded drafts on made machines.
+
+    python -m benchmark.studies.policy_replay record FOLDER    # on a CPU, about half an hour
+    python -m benchmark.studies.policy_replay play FOLDER
+    python -m benchmark.studies.policy_replay parts FOLDER
+
+`record` decodes the tuning questions. `play` prints the speedup over plain decoding by group of cells, `parts` also
+that without each part of the policy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from math import exp, log
+from pathlib import Path
+from statistics import mean
+from unittest.mock import patch
+
+from benchmark.studies.draft_records import DraftRecords, record_drafts
+from benchmark.studies.replay import Machine, Played, RecordedModel, play
+from sharesd.config import EngineConfig
+from sharesd.drafters.base import Drafter
+from sharesd.drafters.hybrid.drafter import HybridDrafter
+from sharesd.drafters.suffix.table import SuffixTable
+from sharesd.sampling_params import SamplingParams
+from sharesd.speculation import acceptance_stats, cost_model, draft_policy, draft_scorer, query_gate
+from sharesd.speculation.cost_model import Costs
+from sharesd.speculation.draft_policy import Policy
+from sharesd.speculation.draft_tree import chains, shapes_of
+from sharesd.startup.cost_fit import of_more_rows
+
+PLAIN = 8e-3
+"""Seconds of a plain step; all costs below are multiples of it."""
+STEPS = {
+    "avx512": {1: 1.0, 2: 1.07, 3: 1.10, 5: 1.13, 9: 1.22},
+    "avx2": {1: 1.0, 2: 1.15, 3: 1.25, 5: 1.45, 9: 1.9},
+    "dear": {1: 1.0, 2: 1.35, 3: 1.7, 5: 2.4, 9: 3.8},
+    "gpu": {1: 1.0, 2: 1.02, 3: 1.03, 5: 1.05, 9: 1.08},
+}
+"""Machine -> a step by its tokens, with the demo model; on `dear`, drafts hardly pay."""
+DRAFTS = {
+    ("avx512", "share"): (0.35, 0.04, 0.40, 0.0),
+    ("avx2", "share"): (0.47, 0.03, 0.6, 0.0),
+    ("dear", "share"): (0.9, 0.0, 1.1, 0.0),
+    ("gpu", "share"): (0.45, 0.0, 0.6, 0.0),
+    ("avx512", "eagle"): (0.065, 0.045, 0.07, 0.047),
+    ("avx2", "eagle"): (0.09, 0.05, 0.11, 0.05),
+    ("dear", "eagle"): (0.3, 0.1, 0.4, 0.1),
+    ("gpu", "eagle"): (0.14, 0.02, 0.16, 0.02),
+}
+"""Machine and drafter -> a draft step, what the first takes longer, and the same of tree levels."""
+PRIORS = {"share": 0.8, "eagle": 0.5}
+RECORDED = [("eagle", 0, 100, 24), ("share", 0, 100, 24), ("eagle", 1, 100, 24), ("share", 1, 100, 12)]
+RECORDED += [("eagle", 0, 2000, 8), ("eagle", 1, 2000, 8)]
+"""Drafter, temperature, tokens of the prompts, number of questions."""
+SEEDS = 2
+
+
+@dataclass(frozen=True)
+class Cell:
+    machine: str
+    model: str | None
+    table: bool = False
+    temperature: int = 0
+    rows: int = 1
+    context: int = 100
+    start_error: float = 0.05
+    """Spread (of the logarithm) of the costs that the policy starts with."""
+    start_factor: float = 1.0
+    """Factor by which they make drafts and wide steps too dear."""
+    noise: float = 0.03
+    stalls: float = 0.02
+
+
+GROUPS = {
+    "one model": [
+        *(Cell("avx2", "eagle"), Cell("avx512", "share"), Cell("gpu", "eagle"), Cell("avx2", "eagle", temperature=1)),
+    ],
+    "mixture": [
+        *(Cell("avx2", "eagle", True), Cell("avx512", "eagle", True), Cell("gpu", "share", True)),
+        Cell("avx2", "eagle", True, 1),
+    ],
+    "tables": [*(Cell("avx2", None, True), Cell("avx2", None, True, 1), Cell("avx2", None, True, context=2000))],
+    "losing": [*(Cell("dear", "eagle"), Cell("dear", "share"), Cell("dear", "eagle", temperature=1))],
+    "eight rows": [
+        *(Cell("avx2", None, True, rows=8), Cell("avx2", "eagle", True, rows=8), Cell("avx512", "share", rows=8)),
+    ],
+    "noise": [
+        Cell("avx2", "eagle", start_error=0.3),
+        Cell("avx2", "eagle", noise=0.25, stalls=0.1),
+        Cell("avx2", "eagle", True, start_factor=2.0),
+    ],
+}
+_correct = cost_model._Corrections.correct
+
+
+def _at_once(self: cost_model._Corrections, key: str, shares: dict[str | int, float], error: float) -> object:
+    self._last[key] = error
+    return _correct(self, key, shares, error)
+
+
+PARTS: dict[str, list[tuple[object, str, object]]] = {
+    "the whole policy": [],
+    "without the rate of rounds: time is worth plain steps": [
+        (Policy, "rate", property(lambda self: 1 / self.live.step(1)))
+    ],
+    "without corrections: costs are those of the start": [(cost_model.LiveCosts, "record", lambda *_: None)],
+    "without repeats: every time counts at once": [(cost_model._Corrections, "correct", _at_once)],
+    "without trials": [(draft_policy, "EXPLORED", 0.0), (draft_policy, "PURSE", (0.0, 0.0))],
+    "without plain steps that are timed": [(draft_policy, "DOUBT", 9.0)],
+    "without calibrated confidence": [(draft_scorer.ProbabilityCalibration, "record", lambda *_: None)],
+    "without rests of tables": [(query_gate.QueryGate, "pays", lambda *_: True)],
+    "without corrected promises of tables": [(acceptance_stats.LookupCalibration, "ratio", property(lambda _: 1.0))],
+    "without acceptance apart beside a match": [(Policy, "tables_match", property(lambda _: False, lambda *_: None))],
+    "without the share of the slowest row": [(Policy, "_share", property(lambda _: 1.0))],
+}
+"""What is left out -> replaced attributes."""
+
+
+def record(folder: Path) -> None:
+    """Record the tuning questions into a folder for each drafter, temperature and context."""
+    from benchmark.documents import Documents, filler_texts
+    from sharesd.reports.questions import first_turns, prompt_ids
+    from sharesd.runtime import Runtime
+
+    for mode, temperature, context, num in RECORDED:
+        new = 96 if context < 1000 else 64
+        config = EngineConfig(max_context=max(context, 400) + new + 64, max_batch=1, mode=mode)
+        runtime = Runtime(config, (mode,))
+        questions = first_turns("benchmark/data/tuning_questions.jsonl").questions[:num]
+        documents = Documents(runtime.tokenizer, filler_texts(None))
+        prompts = [
+            (q.category, documents.prompt(q, context) if context > 1000 else prompt_ids(runtime.tokenizer, q, []))
+            for q in questions
+        ]
+        out = folder / f"{mode}-T{temperature}-{context}"
+        out.mkdir(parents=True, exist_ok=True)
+        params = SamplingParams(temperature=temperature, seed=1, max_new_tokens=new)
+        for number, found in enumerate(record_drafts(runtime, mode, prompts, params)):
+            found.save(out / f"{number:02}.npz")
+        runtime.close()
+
+
+@cache
+def _records(folder: Path) -> Sequence[DraftRecords]:
+    return [DraftRecords.load(path) for path in sorted(folder.glob("*.npz"))]
+
+
+def costs_of(cell: Cell) -> Costs:
+    """Return the costs of the cell's machine."""
+    draft, begin, level, level_begin = (
+        PLAIN * cost for cost in (DRAFTS[cell.machine, cell.model] if cell.model else (0.0,) * 4)
+    )
+    slot = PLAIN * (1.1e-4 if cell.model == "share" else 5e-6) * (cell.machine != "gpu")
+    costs = Costs(
+        step={width: PLAIN * step for width, step in STEPS[cell.machine].items()},
+        draft=draft,
+        level=level,
+        draft_begin=begin,
+        level_begin=level_begin,
+        step_slot={width: PLAIN * (1e-4 + 1.7e-4 * (width - 1) / 8) for width in STEPS[cell.machine]},
+        draft_slot=slot,
+        level_slot=slot,
+    )
+    return of_more_rows(costs, cell.rows) if cell.rows > 1 else costs
+
+
+def play_cell(folder: Path, cell: Cell, seed: int) -> float:
+    """Return the speedup over plain decoding, of a policy that begins with disturbed costs."""
+    dice, costs, stops = random.Random(seed), costs_of(cell), cell.machine != "gpu"
+
+    def disturbed(seconds: float) -> float:
+        return seconds * exp(dice.gauss(0, cell.start_error))
+
+    step: dict[int, float] = {}
+    for width, seconds in costs.step.items():
+        step[width] = max([disturbed(seconds), *step.values()])
+    wide = {width: s * (cell.start_factor if width > 1 else 1) for width, s in step.items()}
+    draft, level = (cell.start_factor * disturbed(each) for each in (costs.draft, costs.level))
+    start = replace(costs, step=wide, draft=draft, level=level)
+    model, prior = None, 0.8
+    if cell.model:
+        prior = PRIORS[cell.model]
+        model = RecordedModel(shapes_of(3, 6, 8) if stops else chains(8), prior)
+    drafter: Drafter | None = model
+    if cell.table:
+        drafter = HybridDrafter("hybrid", [SuffixTable()], model, num_nodes=8, trees=True)
+    assert drafter is not None
+    policy = Policy(drafter.shapes, costs=start, measured={cell.rows: start}, can_stop_early=stops, prior=prior)
+    machine = Machine(costs=costs, query=0.025 * PLAIN * cell.table, noise=cell.noise, stalls=cell.stalls)
+    records = _records(folder / f"{cell.model or 'eagle'}-T{cell.temperature}-{cell.context}")
+    played = Played()
+    for first in range(0, len(records) - cell.rows + 1, cell.rows):
+        play(policy, drafter, records[first : first + cell.rows], machine, dice=dice, played=played)
+    return played.speedup
+
+
+@contextmanager
+def without(replaced: Sequence[tuple[object, str, object]]) -> Iterator[None]:
+    """Replace attributes inside the context."""
+    if not replaced:
+        yield
+        return
+    (owner, name, value), *others = replaced
+    with patch.object(owner, name, value), without(others):
+        yield
+
+
+def table(folder: Path, parts: Sequence[str], show: Callable[[str], None] = print) -> None:
+    """Show a line for each part that is left out: geometric means of the groups, and of these."""
+    show(",".join(("policy", *GROUPS, "mean")))
+    for part in parts:
+        with without(PARTS[part]):
+            logs = [
+                mean(log(play_cell(folder, cell, seed)) for cell in cells for seed in range(SEEDS))
+                for cells in GROUPS.values()
+            ]
+        show(",".join((part.replace(",", ";"), *(f"{exp(each):.3f}" for each in (*logs, mean(logs))))))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("record", "play", "parts"))
+    parser.add_argument("folder", type=Path)
+    args = parser.parse_args()
+    if args.what == "record":
+        record(args.folder)
+    else:
+        table(args.folder, [*PARTS] if args.what == "parts" else [next(iter(PARTS))])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,255 @@
+"""Replay of recorded drafts on a made machine: what the draft policy chooses, and the time that it takes.
+
+The policy, mixtures and tables are the real ones. Drafts of models come from `benchmark.studies.draft_records`, and
+times from a table of costs with noise. So two policies can be compared exactly, in seconds, on any machine.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import exp
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmark.studies.draft_records import DraftRecords
+from sharesd.drafters.base import Drafter
+from sharesd.engine.request import MAX_LEAD
+from sharesd.speculation.cost_model import Costs
+from sharesd.speculation.draft_policy import Policy
+from sharesd.speculation.draft_proposal import Proposal
+from sharesd.speculation.draft_tree import DraftRecord, DraftShape, DraftTree, chain, model_shape, pack, parents_of
+
+THREADS = 2
+VOCAB_SIZE = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Times of rounds: a table of costs, and what disturbs them."""
+
+    costs: Costs
+    """Seconds of steps and drafts of one number of rows; of tables, `query` is per row."""
+    query: float = 0.0
+    noise: float = 0.03
+    """Spread (of the logarithm) of each time."""
+    stalls: float = 0.02
+    """Chance that a step or a draft takes 1.5 to 4 times as long."""
+    speed: Callable[[int], float] = lambda number: 1.0
+    """Factor of all times in a round of this number."""
+
+    def seconds(self, base: float, number: int, dice: random.Random) -> float:
+        stall = dice.uniform(1.5, 4.0) if dice.random() < self.stalls else 1.0
+        return base * self.speed(number) * exp(dice.gauss(0.0, self.noise)) * stall
+
+    def mean(self, base: float, number: int) -> float:
+        """Return the mean of `seconds`."""
+        return base * self.speed(number) * exp(self.noise**2 / 2) * (1 + 1.75 * self.stalls)
+
+
+@dataclass
+class Played:
+    """What a replay emitted and took, and plain decoding of the same tokens."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    plain_seconds: float = 0.0
+    rounds: int = 0
+    drafted: int = 0
+    lengths: list[int] | None = None
+
+    @property
+    def speedup(self) -> float:
+        return self.plain_seconds / self.seconds
+
+
+class RecordedModel(Drafter):
+    """Model drafter that returns recorded drafts at the rows' places."""
+
+    name = "recorded"
+    branching = 3
+
+    def __init__(self, shapes: Sequence[DraftShape], prior: Any) -> None:
+        self.shapes, self.trees, self.prior = shapes, shapes[-1].is_tree, prior
+        self.rows: dict[int, tuple[DraftRecords, int]] = {}
+        """Record and place (emitted tokens - 1) of each row that is alive."""
+
+    def draft(self, context: Any, shape: DraftShape) -> DraftTree:
+        policy = context.policy
+        return self._tree(policy, context, shape) if shape.is_tree else self._chain(policy, context, shape.depth)
+
+    def _chain(self, policy: Any, context: Any, length: int) -> DraftTree:
+        for num in range(length if policy.scorer else 0):
+            if num and not policy.should_continue(num):
+                length = num
+                break
+            policy.scorer.add_token([float(self._at(row, "chain_probs_PN")[num]) for row in policy.counted_rows])
+        tokens = torch.full((context.end - context.first, length), -1)
+        for row in self.rows:
+            tokens[row - context.first] = torch.from_numpy(self._at(row, "chain_tokens_PN")[:length].copy())
+        return DraftTree(tokens, depth=length, record=DraftRecord(self.name, num_steps=length))
+
+    def _at(self, row: int, part: str) -> Any:
+        record, place = self.rows[row]
+        return getattr(record, part)[place]
+
+    def _tree(self, policy: Any, context: Any, shape: DraftShape) -> DraftTree:
+        scorer, levels, branching = policy.scorer, 0, self.branching
+        grown = {
+            row: _GrownTree(self._at(row, "tree_tokens_PC"), self._at(row, "tree_parents_PC")) for row in self.rows
+        }
+        for row, tree in grown.items():
+            raw = self._at(row, "tree_probs_PC")
+            tree.raw = raw.tolist()
+            known = scorer.calibrated_probs if scorer else None
+            middles = [0.0, *((number + 0.5) / 10 for number in range(10))]
+            tree.probs = raw.tolist() if known is None else np.interp(raw, middles, known).tolist()
+        while levels < shape.depth:
+            if levels and scorer:
+                mean = sum(grown[row].reached() for row in policy.counted_rows) / len(policy.counted_rows)
+                if not policy.should_continue(levels, mean):
+                    break
+            for tree in grown.values():
+                tree.grow(branching)
+            levels += 1
+        num = min(shape.nodes, branching + (levels - 1) * branching**2)
+        if scorer:
+            best = {row: grown[row].best(num) for row in policy.counted_rows}
+            counted = list(best.values())
+            by_node = [[scores[node] for _, _, scores, _ in counted] for node in range(num)]
+            num = policy.num_tree_nodes_worth(levels, [sum(node) / len(node) for node in by_node])
+            raws = [raw[:num] for _, _, _, raw in counted]
+            scorer.set_tree(raws, [parents[:num] for _, parents, _, _ in counted], by_node[:num])
+        rows = []
+        for row in range(context.first, context.end):
+            tokens, parents, scores, _ = grown[row].best(num) if row in grown else ([], [], [], [])
+            rows.append(Proposal(tokens, parents, scores))
+        packed = pack(rows, num, self.name)
+        return packed._replace(record=DraftRecord(self.name, num_steps=levels), depth=levels)
+
+
+class _GrownTree:
+    """A recorded tree, expanded level by level with calibrated probabilities."""
+
+    def __init__(self, tokens: Any, parents: Any) -> None:
+        self.tokens, self.parents = tokens.tolist(), parents.tolist()
+        self.raw: list[float] = []
+        self.probs: list[float] = []
+        self.scores: dict[int, float] = {}
+        self.frontier = [-1]
+
+    def grow(self, branching: int) -> None:
+        children = [node for node, parent in enumerate(self.parents) if parent in self.frontier]
+        for node in children:
+            above = self.scores[self.parents[node]] if self.parents[node] >= 0 else 1.0
+            self.scores[node] = above * self.probs[node]
+        self.frontier = sorted(children, key=lambda node: -self.scores[node])[:branching]
+
+    def reached(self) -> float:
+        return sum(self.scores[node] for node in self.frontier)
+
+    def best(self, num: int) -> tuple[list[int], list[int], list[float], list[float]]:
+        """Return tokens, parents, path and raw probabilities of the best nodes, padded to `num`."""
+        nodes = sorted(self.scores, key=lambda node: (-self.scores[node], node))[:num]
+        index = {node: at for at, node in enumerate(nodes)} | {-1: -1}
+        pad = num - len(nodes)
+        return (
+            [self.tokens[node] for node in nodes] + [-1] * pad,
+            [index[self.parents[node]] for node in nodes] + [-1] * pad,
+            [self.scores[node] for node in nodes] + [0.0] * pad,
+            [self.raw[node] for node in nodes] + [0.0] * pad,
+        )
+
+
+def accepted_path(tokens: Sequence[int], parents: Sequence[int], answer: Sequence[int]) -> list[int]:
+    """Return the verify rows, from 1, of the draft's nodes that an answer goes through."""
+    path, at = list[int](), -1
+    for token in answer:
+        found = next((n for n, (t, p) in enumerate(zip(tokens, parents, strict=True)) if p == at and t == token), None)
+        if found is None:
+            break
+        path.append(found + 1)
+        at = found
+    return path
+
+
+def record(
+    policy: Any, decision: Any, tree: DraftTree, paths: Any, draft_s: float, step_s: float, advance: int
+) -> None:
+    if hasattr(policy, "restore"):
+        policy.restore(decision)
+        policy.record(tree, paths, draft_s, step_s, advance)
+    else:
+        policy.record(decision, tree, paths, draft_s, step_s, advance)
+
+
+def play(
+    policy: Policy,
+    drafter: Drafter,
+    records: Sequence[DraftRecords],
+    machine: Machine,
+    *,
+    dice: random.Random,
+    first_round: int = 0,
+    played: Played | None = None,
+) -> Played:
+    """Decode answers together, as rows of one call; the policy keeps what it has learned before."""
+    found, model = played or Played(), drafter if isinstance(drafter, RecordedModel) else drafter.model_drafter  # type: ignore[attr-defined]
+    texts = {row: record.prompt + record.answer[:1] for row, record in enumerate(records)}
+    places = dict.fromkeys(texts, 0)
+    for row, text in texts.items():
+        drafter.begin(row, list(text[:-1]), False)
+        policy.begin()
+    root_B = torch.zeros(len(records), dtype=torch.int64)
+    sampler = SimpleNamespace(needs_draft_probs=False, vocab_size=VOCAB_SIZE)
+    context = SimpleNamespace(first=0, end=len(records), policy=policy, sampler=sampler, graphs=None, root_B=root_B)
+    while places:
+        number = first_round + found.rounds
+        fewest = min(places.values())
+        counted = [row for row, place in places.items() if place <= fewest + MAX_LEAD]
+        slots = sum(len(text) for text in texts.values()) / len(records)
+        policy.counted_rows, policy.reasons = counted, {}
+        policy.live.at(slots, THREADS, len(records))
+        if model is not None:
+            model.rows = {row: (records[row], place) for row, place in places.items()}
+        alive = {row: texts[row] for row in places}
+        shape = chain(policy.max_nodes()) if drafter.runs_on_host else policy.next_shape()
+        tree = DraftTree(root_B[:, None][:, :0])
+        if shape.nodes:
+            drafter.catch_up(alive, False)
+            tree = drafter.draft(context, shape)  # type: ignore[arg-type]
+        base = machine.costs.of_draft(model_shape(tree), slots)
+        decision = policy.decision()
+        base += machine.query * len(places) * decision.has_queried
+        draft_s = machine.seconds(base, number, dice)
+        step_s = machine.seconds(machine.costs.of_step(1 + tree.tokens.shape[1], slots), number, dice)
+        paths, progress, emitted = [], {}, {}
+        tokens, parents = tree.tokens.tolist(), parents_of(tree)
+        for row, place in places.items():
+            answer = records[row].answer
+            path = accepted_path(tokens[row], parents[row], answer[place + 1 :])
+            progress[row] = len(path) + 1
+            emitted[row] = answer[place + 1 : place + 2 + len(path)]
+            if row in counted:
+                paths.append(path)
+        before = min(places.values())
+        for row, new in emitted.items():
+            places[row] += len(new)
+            texts[row] += new
+        still = [row for row in places if places[row] < len(records[row].answer) - 1] or list(places)
+        advance = min(places[row] for row in still) - before
+        found.rounds += 1
+        found.tokens += sum(map(len, emitted.values()))
+        found.seconds += draft_s + step_s
+        found.drafted += tree.tokens.shape[1]
+        if found.lengths is not None:
+            found.lengths.append(tree.tokens.shape[1])
+        record(policy, decision, tree, paths, draft_s, step_s, advance)
+        # Plain decoding takes a step for each token of the row that is furthest behind.
+        found.plain_seconds += machine.mean(machine.costs.of_step(1, slots), number) * advance
+        places = {row: place for row, place in places.items() if place < len(records[row].answer) - 1}
+    return found

@@ -1,0 +1,63 @@
+"""Pauses queries of tables while they take longer than they gain."""
+
+from __future__ import annotations
+
+from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape
+
+MEMORY = 64
+"""Queries that the mean gain reaches back."""
+PAUSE = 8
+"""Fewest rounds between queries that seem not to pay."""
+NEW_TEXT_GAIN = 0.05
+"""Tokens that a query is assumed to gain, at least, as a text begins."""
+
+
+class QueryGate:
+    """Running means of what a query of tables gains and takes."""
+
+    def __init__(self) -> None:
+        self.gain, self.seconds = NEW_TEXT_GAIN, 0.0
+        """Mean tokens that a query adds to a round, and its mean seconds without the machine's drift."""
+        self._since_query = 0
+        # A model's last draft in a round that queried tables, and the share of such drafts that lost to tables.
+        self._last, self._lost = NO_DRAFT, 0.0
+
+    def begin(self) -> None:
+        """Start a new text: queries are worth trying again."""
+        self.gain = max(self.gain, NEW_TEXT_GAIN)
+
+    def pays(self, rate: float) -> bool:
+        """Return True if a query gains more than it costs; `rate`: tokens per second that time is worth."""
+        return self.gain > rate * self.seconds
+
+    def pauses(self, rate: float, purse: float) -> bool:
+        """Return True if the coming round queries no tables; `purse`: tokens that a trial may cost."""
+        return not self.pays(rate) and (self._since_query < PAUSE or rate * self.seconds > purse)
+
+    def should_learn(self, rate: float) -> bool:
+        """Return True if a query is near: tables learn from the logits of the coming round."""
+        return self.pays(rate) or self._since_query >= PAUSE // 2
+
+    def count(self, queries: bool) -> None:
+        """Count a round, with a query or without."""
+        self._since_query = 0 if queries else self._since_query + 1
+
+    def record_gain(self, gain: float) -> None:
+        self.gain += (max(0.0, gain) - self.gain) / MEMORY
+
+    def record_seconds(self, seconds: float) -> None:
+        self.seconds += (seconds - self.seconds) / 16
+
+    def early_draft(self, draft_s: float) -> DraftShape:
+        """Return the model's draft to launch before the query; NO_DRAFT if such drafts lose too often."""
+        return self._last if self._lost * draft_s <= self.seconds else NO_DRAFT
+
+    @property
+    def last_model_draft(self) -> DraftShape:
+        return self._last
+
+    def record_model_draft(self, shape: DraftShape) -> None:
+        """Note a model's draft in a round that queried tables, or that it lost to them."""
+        if self._last.nodes:
+            self._lost += ((not shape.nodes) - self._lost) / 16
+        self._last = shape
