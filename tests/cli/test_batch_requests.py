@@ -17,7 +17,7 @@ from sharesd import EngineConfig, SamplingParams
 from sharesd.cli import batch_requests
 from sharesd.cli.generate_file import GenerateWork, read
 from sharesd.cli.main import main
-from sharesd.engine.batch_runner import CHUNK
+from sharesd.config import OFFLINE_CHUNK
 from tests.cases.inputs import llama
 from tests.helpers.served_model import served
 
@@ -166,7 +166,7 @@ def test_replicas_of_ray_answer_the_same(target: str, tmp_path: Path) -> None:
     """Ray calls a replica with one batch of tasks after another."""
     file = write(tmp_path / "b.jsonl", [*BODIES, *BODIES[:2]])
     expected = without_figures(run(target, file, tmp_path / "o.jsonl"))
-    config = EngineConfig(target=target, device="cpu", max_context=128, max_batch=8, prefill_chunk=CHUNK)
+    config = EngineConfig(target=target, device="cpu", max_context=128, max_batch=8, prefill_chunk=OFFLINE_CHUNK)
     work = GenerateWork(config, "naive", SamplingParams(max_new_tokens=512), False, None, {})
     replica, found = _Replica(batch_requests.WORK, work, str(tmp_path)), []
     tasks = [(index, line) for index, (_, line) in enumerate(read(Path(file), raw=False))]

@@ -124,7 +124,11 @@ def test_kept_codes_of_a_head_are_those_of_one_target(tmp_path: Path, monkeypatc
     """Since a head may quantize rows of its target's LM head."""
     head, one, two = (make_checkpoint(tmp_path / name) for name in ("head", "one", "two"))
     monkeypatch.setattr(quantize, "replace_with_quantized", quantized := Mock())
-    options: dict[str, Any] = {"device": torch.device("cpu"), "build": lambda: None, "progress": lambda *args: None}
+    options: dict[str, Any] = {
+        "device": torch.device("cpu"),
+        "build": lambda *args: None,
+        "progress": lambda *args: None,
+    }
     for folder in (one, two):
         quantize.ModelQuantizer(QuantConfig(), folder=folder, **options).head(torch.nn.Module(), QuantConfig(), head)
     found = [call.kwargs["solver_config"].identity for call in quantized.call_args_list]

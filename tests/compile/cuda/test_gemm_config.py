@@ -97,10 +97,11 @@ def test_loading_and_every_call_make_it_so(checkpoint: Callable[..., Path], monk
     assert used == [torch.device("cpu")]
     engine, params = new_engine(tiny_decoder(0)), SamplingParams(max_new_tokens=2)
     engine.generate([[1]], params)
-    assert len(used) == 2, "the calling thread may be another one"
+    before = len(used)
+    assert before > 1, "the calling thread may be another one"
     engine.add([1], params)
     engine.step()
-    assert len(used) == 3
+    assert len(used) == before + 1
 
 
 def test_kernels_are_launched_where_their_tensors_are(monkeypatch: pytest.MonkeyPatch) -> None:
