@@ -140,11 +140,12 @@ class LLM:
         """Continue texts or token ids, without a chat template.
 
         Texts do not depend on the mode, or on other texts decoded together with them. If a given `max_new_tokens` is
-        more than the context has room for, a warning says so, one for the call, and the answer ends with the context.
+        more than the context has room for, one warning per call is logged, and the answer ends with the context.
 
         Args:
             prompts: a text, token ids (a single list of ids is one prompt), or a list of such.
-            params: for all prompts, each with noise by its place in the call; or one for each, with noise by its seed.
+            params: one for all prompts, whose noise depends on the seed and the prompt's index; or one for each
+                prompt, whose noise depends on its seed alone.
             mode: one of the loaded modes; None = the default.
 
         Returns:
@@ -224,12 +225,12 @@ class LLM:
         """
         items = as_list(prompt)
         if items and isinstance(items[0], Mapping):
-            asked = [self._chat_ids(items)]
+            prompt_ids = [self._chat_ids(items)]
         else:
-            asked = [self._ids(each) for each in _prompts(prompt, "prompt")]
-        if not asked:
+            prompt_ids = [self._ids(each) for each in _prompts(prompt, "prompt")]
+        if not prompt_ids:
             raise ValueError(f"prompt is {shown(prompt)}; give a text, token ids or messages")
-        return self._calls.run(self._call(asked, params, mode, whole=False))
+        return self._calls.run(self._call(prompt_ids, params, mode, whole=False))
 
     def close(self) -> None:
         """Free the model, its KV cache, and its threads and processes.
@@ -269,9 +270,9 @@ class LLM:
     ) -> list[int]:
         return encode_chat(self._tokenizer, for_template(messages), tools=tools or (), variables=variables)
 
-    def _complete(self, asked: list[list[int]], params: Params | None, mode: Mode | None) -> list[Completion]:
-        call = self._call(asked, params, mode, whole=True)
-        if not asked:
+    def _complete(self, prompt_ids: list[list[int]], params: Params | None, mode: Mode | None) -> list[Completion]:
+        call = self._call(prompt_ids, params, mode, whole=True)
+        if not prompt_ids:
             return []
         chunks = list(self._calls.run(call))
         done = {request: Completion() for request in call.requests}
@@ -279,7 +280,7 @@ class LLM:
             done[chunk.request].add(chunk)
         return list(done.values())
 
-    def _call(self, asked: list[list[int]], params: Params | None, mode: Mode | None, *, whole: bool) -> Call:
+    def _call(self, prompt_ids: list[list[int]], params: Params | None, mode: Mode | None, *, whole: bool) -> Call:
         if self._runtime is None:
             raise _closed()
         mode = typed(str | None, "mode", mode)
@@ -287,11 +288,11 @@ class LLM:
         given = typed(SamplingParams | tuple[SamplingParams, ...] | None, "params", params)
         given = SamplingParams() if given is None else given
         if isinstance(given, SamplingParams):
-            prompts = [(ids, given, place) for place, ids in enumerate(asked)]
-        elif len(given) == len(asked):
-            prompts = [(ids, own, 0) for ids, own in zip(asked, given, strict=True)]
+            prompts = [(ids, given, place) for place, ids in enumerate(prompt_ids)]
+        elif len(given) == len(prompt_ids):
+            prompts = [(ids, own, 0) for ids, own in zip(prompt_ids, given, strict=True)]
         else:
-            raise ValueError(f"there are {len(given)} params for {len(asked)} prompts; give one, or one for each")
+            raise ValueError(f"there are {len(given)} params for {len(prompt_ids)} prompts; give one, or one for each")
         cut = cut_by_context(((len(ids), own) for ids, own, _ in prompts), self._max_context)
         if cut is not None:
             log.warning("answers may be cut: %s", cut)

@@ -1,8 +1,8 @@
 """Round on the device: verify, accept, commit.
 
-The target reads the root and the draft in one step, whose logits after each of them decide which draft tokens it would
-have chosen itself. These and one more token of the target become part of the text: the cache's lengths and the roots
-move. Nothing here waits for the device, and tensors that outlive the round keep their addresses, so that rounds can be
+The target reads the root and the draft in one step. The logits at each position decide which draft tokens it would have
+chosen itself. These and one more token of the target become part of the text: the cache's lengths and the roots move.
+Nothing here waits for the device, and tensors that outlive the round keep their addresses, so that rounds can be
 captured in CUDA graphs and replayed.
 
 Legend: B rows of the batch, N draft tokens, T = N + 1 verify rows (0: the root, n: node n - 1), P entries of a path,

@@ -51,8 +51,8 @@ class Engine:
     """Decodes requests with one target, in modes that differ by their drafter. Not thread-safe.
 
     `add`, `step` and `cancel` are all that `LLM` and the server need; `stream` and `generate` are loops over them for
-    the prompts of one call. Requests of one mode are decoded together; those of another wait for their end. `mode` of
-    methods: a name in `modes`; None = the attribute of that name.
+    the prompts of one call. Requests of one mode are decoded together; those of another mode wait until they have
+    finished. `mode` of methods: a name in `modes`; None = the attribute of that name.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Engine:
 
     @property
     def stats(self) -> Stats:
-        """Counts since a request was added to an engine without any."""
+        """Counts since a request was added to the idle engine."""
         return self._outputs.stats
 
     @property
@@ -178,8 +178,9 @@ class Engine:
         Args:
             index: number of this prompt in its call, or of this choice in its request; each number has its own noise.
             reuse: do not recompute KV of the longest prefix that the prompt shares with a row.
-            call: any object that all requests of one caller have, who waits for all of them. While no others run, all
-                prompts are read first, and drafts serve those that are behind. None: others must not wait long.
+            call: an object shared by all requests of a caller that waits for all of them. While no others run, all
+                prompts are read first, and drafts are made for those with the most tokens left. None: requests of
+                several callers, none of whom should wait long.
 
         Ends a call of `stream`. Raises ValueError for an unsupported prompt or parameters.
         """
@@ -200,9 +201,9 @@ class Engine:
     def step(self) -> list[TokenChunk]:
         """Read a piece of a prompt, if one waits; then run a round over the requests that are being decoded.
 
-        Returns the new tokens. There is no round if a first token is all that is decoded, or if the only caller waits
-        for further prompts to be read. Any error cancels all requests: the device may be ahead of the tokens that were
-        returned.
+        Returns the new tokens. There is no round if this step only finished a prompt and nothing else is being decoded,
+        or if the only caller waits for further prompts to be read. Any error cancels all requests: the device may be
+        ahead of the tokens that were returned.
         """
         scheduler = self._scheduler
         if not scheduler.is_busy:
@@ -259,15 +260,15 @@ class Engine:
         if isinstance(prompts, str):
             raise ValueError("prompts is one string; give a list of prompts")
         params, scheduler = sampling or SamplingParams(), self._scheduler
-        rows = [self.check(prompt, params, mode) for prompt in prompts]
+        prompt_ids = [self.check(prompt, params, mode) for prompt in prompts]
         if self._call is None and scheduler.is_busy:
             raise RuntimeError("added requests are still being decoded; finish or cancel them before this call")
-        cut = cut_by_context(((len(ids), params) for ids in rows), self.max_context)
+        cut = cut_by_context(((len(ids), params) for ids in prompt_ids), self.max_context)
         if cut is not None:
             log.warning("answers may be cut: %s", cut)
         self.cancel_all()
         self._call = call = object()
-        requests = [self.add(ids, params, i, mode=mode, reuse=reuse, call=call) for i, ids in enumerate(rows)]
+        requests = [self.add(ids, params, i, mode=mode, reuse=reuse, call=call) for i, ids in enumerate(prompt_ids)]
         self.stats.accept_lengths = [request.stats.accept_lengths[0] for request in requests]
         error: RequestError | None = None
         try:
@@ -294,7 +295,7 @@ class Engine:
 
     @torch.inference_mode()
     def _read_prompt(self, others_wait: bool) -> list[TokenChunk]:
-        """Read a piece of a prompt; return the first token if it is the last one."""
+        """Read a piece of a prompt; return the first token if it was the prompt's last piece."""
         started, scheduler, prefill = time.perf_counter(), self._scheduler, self._scheduler.prefill
         request = prefill.request or self._admit()
         logits_1V = prefill.read(scheduler.drafter, others_wait=others_wait)

@@ -105,7 +105,7 @@ class RoundLauncher:
         self._plain_rounds = 0  # since the last round with a draft
         self._deferred_shape: DraftShape | None = None  # of a draft that could not be launched before a result was read
         self.prefilled = False
-        """A prompt chunk was read since the last round."""
+        """The step reads a piece of a prompt before its round."""
         self.traces_all = False
         """True if rounds are traced even if no request asks for it."""
 

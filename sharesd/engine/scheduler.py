@@ -84,12 +84,12 @@ class Scheduler:
     @property
     def live(self) -> list[Request]:
         """Requests that are being decoded, in row order."""
-        prefilled = self.prefill.request
-        return [request for request in self.rows.requests if request is not None and request is not prefilled]
+        in_prefill = self.prefill.request
+        return [request for request in self.rows.requests if request is not None and request is not in_prefill]
 
     @property
     def only_call(self) -> object | None:
-        """Mark of the call that all requests with a row and the next one have; None if they have several, or none."""
+        """The call of all requests that have a row and of the next one; None if there are several, or of no call."""
         found = [request.call for request in (*filter(None, self.rows.requests), *islice(self.waiting, 1))]
         return found[0] if found and all(call is found[0] for call in found) else None
 

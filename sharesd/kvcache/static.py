@@ -1,9 +1,9 @@
 """Static KV cache. Rollback moves lengths; nothing is zeroed, cropped or copied.
 
-Slots below a row's length hold verified KV of every emitted token but the last one (the root). Slots above are scratch:
-drafts write there, and masks hide what a token must not see. A verify step of root and N draft tokens overwrites slots
-length to length + N with the target's own KV. To accept k draft tokens is to add k + 1 to the length: the KV of the
-root and of these tokens is there already, and that of rejected tokens is above the length again.
+Slots below a row's length hold verified KV of the prompt and of every emitted token but the last one (the root). Slots
+above are scratch: drafts write there, and masks hide what a token must not see. A verify step of root and N draft
+tokens overwrites slots length to length + N with the target's own KV. To accept k draft tokens is to add k + 1 to the
+length: the KV of the root and of these tokens is there already, and that of rejected tokens is above the length again.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ class StaticKVCache:
             yield "features", self.features[row : row + 1], num_tokens
 
     def tensors(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return what a block writes to: keys and values, or twice the inputs [B, R, D] of its convolution."""
+        """Return what a block writes to: keys and values, or the inputs [B, R, D] of its convolution, as both."""
         inputs_BRD = None if self.recurrent is None else self.recurrent.of_layer(layer)
         return (self.k[layer], self.v[layer]) if inputs_BRD is None else (inputs_BRD, inputs_BRD)
 

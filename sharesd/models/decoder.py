@@ -38,7 +38,7 @@ def empty_linear(inputs: int, outputs: int, *, bias: bool, dtype: torch.dtype, d
 
     torch's skip_init would import sympy and Dynamo for a second.
     """
-    linear = nn.Linear.__new__(nn.Linear)  # whose own values would take most of the time that a mixture's outline takes
+    linear = nn.Linear.__new__(nn.Linear)  # its __init__ draws values, which would take most of a mixture's start
     nn.Module.__init__(linear)
     linear.in_features, linear.out_features = inputs, outputs
     linear.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=dtype, device=device))
@@ -67,7 +67,7 @@ class RMSNorm(nn.Module):
 
 
 class Sinks(nn.Module):
-    """One more score [heads] of each head, see `compile.attention.attend`."""
+    """One attention sink per head: a score [heads] without a key, see `compile.attention.attend`."""
 
     def __init__(self, num_heads: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
@@ -208,8 +208,8 @@ class ExpertMLP(nn.Module):
     """Sum of the MLPs of the k experts whose router gives a token the highest probabilities (Shazeer et al. 2017).
 
     With a bias of the router, that choice is by probability plus bias (DeepSeek-AI 2024). A row's result depends on
-    nothing but the row: of equal probabilities the lowest expert's counts, and the chosen experts are added in the
-    order of their numbers, a shared one last.
+    nothing but the row: ties go to the lowest expert, and the chosen experts are added in the order of their numbers,
+    a shared one last.
 
     Drafts may choose fewer: `draft_experts`, where `switch` is set.
     """
@@ -327,7 +327,7 @@ def call_block(block: nn.Module, *tensors: Tensor, recent: int) -> Tensor:
     return block(*tensors, recent=recent)
 
 
-def _awake(num_experts: int, per_token: int, rows: float) -> float:
+def _num_active_experts(num_experts: int, per_token: int, rows: float) -> float:
     """Return how many experts some rows wake on average, and a little for each row."""
     return num_experts * (1 - (1 - per_token / num_experts) ** rows) + 0.1 * rows
 
@@ -411,9 +411,9 @@ class Decoder(nn.Module):
 
     @property
     def growth(self) -> Callable[[float], float]:
-        """Number in proportion to which a step takes longer with its rows: rows, or experts that they wake."""
+        """What the time of a step is proportional to, by the number of its rows: rows, or experts that they choose."""
         experts = self.config.experts
-        return partial(_awake, experts.num_experts, experts.num_experts_per_tok) if experts else float
+        return partial(_num_active_experts, experts.num_experts, experts.num_experts_per_tok) if experts else float
 
     def new_cache(self, batch: int, slots: int, taps: Sequence[int] = ()) -> StaticKVCache:
         """See `sharesd.models.base.CausalModel.new_cache`."""
