@@ -59,6 +59,8 @@ class Costs:
 
     def of_step(self, width: float, context: float = 0.0) -> float:
         """Return seconds of a step of `width` tokens per row."""
+        if (measured := self.step.get(width)) is not None:  # type: ignore[call-overload]
+            return measured + self.step_slot.get(width, 0.0) * context  # type: ignore[call-overload]
         shares = self.interpolation(width)
         known = sum(share * (self.step[entry] + self.step_slot.get(entry, 0.0) * context) for entry, share in shares)
         last = max(self.step)
@@ -83,10 +85,12 @@ class Costs:
 
     def interpolation(self, width: float) -> list[tuple[int, float]]:
         """Return the one or two entries around a width, with shares."""
+        if width in self.step:
+            return [(int(width), 1.0)]
         known = sorted(self.step)
         assert known, "no step has been measured"
         at = bisect_left(known, width)
-        if at == 0 or at == len(known) or known[at] == width:
+        if at == 0 or at == len(known):
             return [(known[min(at, len(known) - 1)], 1.0)]
         low, high = known[at - 1], known[at]
         share = (self.growth(width) - self.growth(low)) / (self.growth(high) - self.growth(low))
@@ -121,37 +125,36 @@ class _Corrections:
         self.noise = NOISE**2
         self._walk = np.full(len(self.place), ENTRY_WALK**2)
         self._walk[0] = MACHINE_WALK**2
+        self._variances = np.einsum("ii->i", self.covariance)  # a view of the diagonal
         self._last: dict[str, float] = {}  # last errors, by what was timed
 
-    def row(self, shares: Mapping[str | int, float]) -> Any:
-        row = np.zeros(len(self.place))
-        for key, share in shares.items():
-            if key in self.place:
-                row[self.place[key]] = share
-        return row
+    def _spread(self, shares: Mapping[str | int, float]) -> tuple[Any, float]:
+        """Return the covariances of a weighted sum with all entries, and its variance."""
+        known = [(self.place[key], share) for key, share in shares.items() if key in self.place]
+        spread: Any = sum(share * self.covariance[at] for at, share in known)
+        return spread, float(sum(share * spread[at] for at, share in known))
 
     def variance(self, shares: Mapping[str | int, float]) -> float:
-        row = self.row(shares)
-        return float(row @ self.covariance @ row)
+        return self._spread(shares)[1]
 
     def walk(self) -> None:
-        self.covariance[np.diag_indices(len(self._walk))] += self._walk
+        self._variances += self._walk
 
-    def correct(self, key: str, shares: Mapping[str | int, float], error: float) -> dict[str | int, float]:
+    def correct(self, key: str, shares: Mapping[str | int, float], error: float) -> list[tuple[str | int, float]]:
         """Return what to add to the logarithms of drift and entries, for the error of a predicted time.
 
         `key`: what was timed. An error counts as far as the next one of its key repeats it: a stall does not last.
         """
         last, self._last[key] = self._last.get(key, error), error
         self.noise += 0.03 * (max(MIN_NOISE**2, min((error - last) ** 2 / 2, 9 * self.noise)) - self.noise)
-        error = min(error, last, key=abs) if error * last > 0 else 0.0
-        row = self.row({"drift": 1.0, **shares})
-        spread = self.covariance @ row
-        doubt = float(row @ spread)
-        gain = spread / (doubt + self.noise)
-        self._last[key] -= float(row @ gain) * error  # what is left of it
-        self.covariance -= np.outer(gain, spread)
-        return {key: float(gain[at]) * error for key, at in self.place.items()}
+        spread, doubt = self._spread({"drift": 1.0, **shares})
+        self.covariance -= np.multiply.outer(spread / (doubt + self.noise), spread)
+        if error * last <= 0:
+            return []
+        error = min(error, last, key=abs)
+        self._last[key] -= doubt / (doubt + self.noise) * error  # what is left of it
+        changes = (error / (doubt + self.noise) * spread).tolist()
+        return list(zip(self.place, changes, strict=True))
 
 
 class LiveCosts:
@@ -228,7 +231,7 @@ class LiveCosts:
 
     def _correct(self, timed: str, shares: Mapping[str | int, float], seconds: float, predicted: float) -> None:
         error = log(max(seconds, 1e-9) / (predicted * self.drift))
-        for key, change in self._corrections.correct(timed, shares, error).items():
+        for key, change in self._corrections.correct(timed, shares, error):
             if key == "drift":
                 self.drift *= exp(change)
             elif isinstance(key, int):

@@ -182,7 +182,7 @@ class Policy:
         if may_explore and self._since_trial >= TRIAL_GAP:
             chosen_value = max(plain, to_beat, self.model_value)
             losses = {each: chosen_value - value for each, value in values.items() if each != chosen}
-            hopeful = [each for each, loss in losses.items() if loss < self._spread(each)]
+            hopeful = [each for each, loss in losses.items() if loss <= self._purse and loss < self._spread(each)]
             cheapest = min(hopeful, key=losses.__getitem__, default=NO_DRAFT)
             if cheapest.nodes and self._pay(losses[cheapest]):
                 return self._request(cheapest)
@@ -356,6 +356,8 @@ class Policy:
         `paths`: accepted verify rows, from 1, of each counted row. `step_s`: seconds of all but drafting. `progress`:
         tokens, see `request.mean_progress`.
         """
+        if not self._largest:
+            return  # nothing is ever drafted, and corrections of costs take as long as other work of the host
         live, shape, num_nodes = self.live, model_shape(tree), tree.tokens.shape[1]
         self._fade(DECAY)
         if shape.nodes and paths:
