@@ -131,11 +131,14 @@ def profile_costs(engine: Engine, mode: str, params: SamplingParams, kept: JsonC
     fewest, *more = engine.batch_sizes
     sweeps = BRIEFLY if engine.offloaded else SWEEPS[0]
     costs = {fewest: _costs_of_rows(engine, mode, params, fewest, kept, sweeps)}
-    if isinstance(engine.target, Decoder):
-        costs[fewest].growth = engine.target.growth
     if not is_native(engine.target):
-        return costs | {rows: _costs_of_rows(engine, mode, params, rows, kept, BRIEFLY) for rows in more}
-    return costs | {rows: of_more_rows(costs[fewest], rows / fewest) for rows in more}
+        costs |= {rows: _costs_of_rows(engine, mode, params, rows, kept, BRIEFLY) for rows in more}
+    if isinstance(engine.target, Decoder):
+        for each in costs.values():
+            each.growth = engine.target.growth
+    if is_native(engine.target):
+        costs |= {rows: of_more_rows(costs[fewest], rows / fewest) for rows in more}
+    return costs
 
 
 def _costs_of_rows(
