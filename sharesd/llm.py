@@ -288,7 +288,7 @@ class LLM:
         given = typed(SamplingParams | tuple[SamplingParams, ...] | None, "params", params)
         given = SamplingParams() if given is None else given
         if isinstance(given, SamplingParams):
-            prompts = [(ids, given, place) for place, ids in enumerate(prompt_ids)]
+            prompts = [(ids, given, index) for index, ids in enumerate(prompt_ids)]
         elif len(given) == len(prompt_ids):
             prompts = [(ids, own, 0) for ids, own in zip(prompt_ids, given, strict=True)]
         else:
@@ -316,7 +316,7 @@ def _prompts(prompts: Any, name: str = "prompts") -> list[str | list[int]]:
         raise ValueError(f"{name} is {shown(prompts)}; give a text, a list of token ids, or a list of such prompts")
     if items and _is_number(items[0]):
         return [list(typed(tuple[int, ...], name, items))]
-    return [_prompt(f"{name}[{place}]", each) for place, each in enumerate(items)]
+    return [_prompt(f"{name}[{index}]", each) for index, each in enumerate(items)]
 
 
 def _prompt(name: str, prompt: Any) -> str | list[int]:
@@ -342,7 +342,7 @@ def _conversations(messages: Any) -> tuple[bool, list[list[Any]]]:
     if isinstance(items[0], (Mapping, str)):
         return False, [items]
     found = [as_list(each) for each in items]
-    for place, conversation in enumerate(found):
+    for index, conversation in enumerate(found):
         if conversation is None:
-            raise ValueError(f"messages[{place}] is {shown(items[place])}; give a list of messages, as {EXAMPLE}")
+            raise ValueError(f"messages[{index}] is {shown(items[index])}; give a list of messages, as {EXAMPLE}")
     return True, found  # type: ignore[return-value]

@@ -161,18 +161,18 @@ class Oracle:
 @contextmanager
 def knowing(engine: Engine, mode: Mode, text: Sequence[int], alpha: float, context: DraftContext) -> Iterator[None]:
     """Replace a mode's drafter by an `Oracle`; needs one row, warm rounds."""
-    variants = engine.modes[mode]
-    drafter = variants.drafter
+    loaded = engine.modes[mode]
+    drafter = loaded.drafter
     assert drafter is not None and len(engine.cache.lengths) == 1
     oracle = Oracle(drafter, engine.cache.lengths, text, alpha, engine.target.vocab_size)
     with torch.inference_mode():
         for _ in range(1 + WARM_CALLS):
             oracle.put(context)
-    variants.drafter = oracle  # type: ignore[assignment]
+    loaded.drafter = oracle  # type: ignore[assignment]
     try:
         yield
     finally:
-        variants.drafter = drafter
+        loaded.drafter = drafter
 
 
 @contextmanager

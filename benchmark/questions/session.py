@@ -283,9 +283,9 @@ def _usage(runtime: Runtime, graphs_before: int) -> dict[str, Any]:
 def _session(runtime: Runtime) -> dict[str, Any]:
     """Return the session entry of this process for run.json."""
     modes = {}
-    for mode, variants in runtime.engine.modes.items():
+    for mode, loaded in runtime.engine.modes.items():
         report = runtime.report(mode)
-        weights, kv = variants.drafter.extra_bytes() if variants.drafter else (0, 0)
+        weights, kv = loaded.drafter.extra_bytes() if loaded.drafter else (0, 0)
         facts = {"extra_weight_bytes": weights, "extra_kv_bytes": kv, "compile_seconds": report.compile_seconds}
         modes[mode] = {**facts, "quantized": asdict(report.quant) if report.quant else None}
     return {

@@ -268,7 +268,7 @@ def _gaps(engine: Engine, tokens: list[int], params: SamplingParams) -> tuple[fl
     with torch.inference_mode():
         logits_1V = prefill(engine.target, engine.cache, [tokens], [0])
         rows = sampling.RowSampling(batch=1, vocab_size=logits_1V.shape[-1], device=device)
-        rows.place(0, params, 0, tokens)
+        rows.assign(0, params, 0, tokens)
         scores_11V = sampling.process(logits_1V[:, None], rows.kind([0]), rows)
         if not params.greedy:
             positions_11 = torch.tensor([[len(tokens)]]).to(device)

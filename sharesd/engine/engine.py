@@ -23,7 +23,7 @@ from sharesd.data.request_errors import RequestError
 from sharesd.devices.selection import use
 from sharesd.drafters.base import Drafter
 from sharesd.engine.decode_round import BatchState
-from sharesd.engine.decode_variant import DecodeVariant, DecodeVariants
+from sharesd.engine.loaded_mode import DecodeVariant, LoadedMode
 from sharesd.engine.options import EngineOptions
 from sharesd.engine.output_processor import OutputProcessor, sample_first
 from sharesd.engine.outputs import Completion, TokenChunk
@@ -78,24 +78,26 @@ class Engine:
         self.sampling = RowSampling(
             batch=cache.batch, vocab_size=target.vocab_size, device=self._device, replayed=options.graphs is not None
         )
-        self.compact_batch = not on_gpu and options.graphs is None and options.widths is None and not target.step_widths
-        """True if a round covers only the rows in use. Steps that are compiled for given widths also fix their rows."""
-        buckets = options.buckets or (self.compact_batch and not self.offloaded)
+        self.trims_idle_rows = (
+            not on_gpu and options.graphs is None and options.widths is None and not target.step_widths
+        )
+        """True if a round covers the rows from the first to the last in use. Steps of fixed widths have all rows."""
+        buckets = options.buckets or (self.trims_idle_rows and not self.offloaded)
         self.batch_sizes = powers_of_two(cache.batch) if buckets else [cache.batch]
         """Numbers of rows that have separate costs and captured graphs."""
         self.modes = {
-            mode: DecodeVariants(mode, target, cache, drafter, self.sampling, self.state, options=options)
+            mode: LoadedMode(mode, target, cache, drafter, self.sampling, self.state, options=options)
             for mode, drafter in drafters.items()
         }
         """Drafter, rounds and policies of each mode."""
         if options.buckets:
-            for each in {cache for variants in self.modes.values() for cache in variants.caches}:
+            for each in {cache for loaded in self.modes.values() for cache in loaded.caches}:
                 # Negative, so that kernels skip the row, even after a round in flight has added to it.
                 each.parked_length = options.max_context - each.slots
-        self.mode, first_variants = next(iter(self.modes.items()))
+        self.mode, first_mode = next(iter(self.modes.items()))
         """Mode of calls without one; the first, until it is set."""
         self._scheduler = Scheduler(
-            target, tokenizer, cache, first_variants, self.sampling, options=options, span=self._span
+            target, tokenizer, cache, first_mode, self.sampling, options=options, span=self._span
         )
         self._launcher = RoundLauncher(
             cache,
@@ -106,13 +108,13 @@ class Engine:
             async_scheduling=options.async_scheduling,
         )
         self._outputs = OutputProcessor(cache, self._scheduler, self._clock, options)
-        self._outputs.begin(_new_stats(first_variants.num_draft))
+        self._outputs.begin(_new_stats(first_mode.num_draft))
         self._in_flight: InFlightRound | None = None  # launched before its predecessor was read
         self._call: object = None  # the last call of `stream`, unless others have added requests after it
         self.label: Mapping[str, Any] = {}
         """Fields of JSON types that are added to the trace of each request from now on."""
 
-    def of_mode(self, mode: str | None) -> DecodeVariants:
+    def of_mode(self, mode: str | None) -> LoadedMode:
         """Return drafter, rounds and policies of a mode; ValueError if it is not loaded."""
         mode = self.mode if mode is None else mode
         if mode not in self.modes:
@@ -148,9 +150,9 @@ class Engine:
     def forget(self) -> None:
         """Drop KV that later prompts could reuse. Running requests keep theirs."""
         self.cache.forget()
-        for variants in self.modes.values():
-            if variants.drafter is not None:
-                variants.drafter.forget()
+        for loaded in self.modes.values():
+            if loaded.drafter is not None:
+                loaded.drafter.forget()
 
     @torch.inference_mode()
     def save_text(self) -> bool:
@@ -184,16 +186,16 @@ class Engine:
 
         Ends a call of `stream`. Raises ValueError for an unsupported prompt or parameters.
         """
-        params, scheduler, variants = params or SamplingParams(), self._scheduler, self.of_mode(mode)
+        params, scheduler, loaded = params or SamplingParams(), self._scheduler, self.of_mode(mode)
         ids = self.check(prompt, params, mode)
         if self._call is not None and call is not self._call:
             self.cancel_all()
             self._call = None
         scheduler.check_alike(params)
         if not scheduler.is_busy:
-            self._begin(variants)
-        stats = _new_stats(variants.num_draft)
-        request = scheduler.add(ids, params, index, stats, mode=variants.mode, reuse=reuse, call=call)
+            self._begin(loaded)
+        stats = _new_stats(loaded.num_draft)
+        request = scheduler.add(ids, params, index, stats, mode=loaded.name, reuse=reuse, call=call)
         request.label = self.label
         self.stats.prompt_tokens += len(ids)
         return request
@@ -286,12 +288,12 @@ class Engine:
             if self._call is call:
                 self._call = None
 
-    def _begin(self, variants: DecodeVariants) -> None:
+    def _begin(self, loaded: LoadedMode) -> None:
         """Count from now on what is decoded; nothing has a row."""
         self._in_flight = None
         self._launcher.reset()
-        self._scheduler.activate(self._scheduler.active)
-        self._outputs.begin(_new_stats(variants.num_draft))
+        self._scheduler.activate(self._scheduler.active_mode)
+        self._outputs.begin(_new_stats(loaded.num_draft))
 
     @torch.inference_mode()
     def _read_prompt(self, others_wait: bool) -> list[TokenChunk]:
@@ -314,15 +316,15 @@ class Engine:
     def _admit(self) -> Request:
         """Give the next request a row; tell the policy that a new text begins, if nothing is being decoded."""
         scheduler = self._scheduler
-        variants = self.modes[scheduler.waiting[0].mode]
-        if variants is not scheduler.active:
+        loaded = self.modes[scheduler.waiting[0].mode]
+        if loaded is not scheduler.active_mode:
             self._in_flight = None
             self._launcher.reset()
-            scheduler.activate(variants)
+            scheduler.activate(loaded)
         request = scheduler.admit()
         assert request.row is not None
         if not scheduler.live:
-            variants.of_rows([request.row]).policy.begin()
+            loaded.of_rows([request.row]).policy.begin()
         return request
 
     def _first_token(self, request: Request, logits_1V: Tensor) -> TokenChunk:
@@ -355,7 +357,7 @@ class Engine:
 
     def _span(self, rows: Sequence[int]) -> tuple[int, int]:
         """Return the first row, and the row after the last, of a round over these rows."""
-        if self.compact_batch:
+        if self.trims_idle_rows:
             return min(rows), max(rows) + 1
         return 0, next(size for size in self.batch_sizes if size > max(rows))
 
@@ -367,10 +369,10 @@ class Engine:
 
     def variant(self, params: SamplingParams, mode: str | None = None) -> DecodeVariant:
         """Return rounds and policy for requests with these parameters."""
-        variants = self.of_mode(mode)
-        self._scheduler.check_params(params, variants.drafter)
+        loaded = self.of_mode(mode)
+        self._scheduler.check_params(params, loaded.drafter)
         kind = SamplingKind.of(params)
-        return variants.of(kind.rounded() if self.sampling.replayed else kind)
+        return loaded.of(kind.rounded() if self.sampling.replayed else kind)
 
 
 def _new_stats(num_draft: int) -> Stats:

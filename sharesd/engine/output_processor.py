@@ -128,8 +128,8 @@ class OutputProcessor:
             self.last_ended = ended
         # Two marks without a draft, three with one.
         draft_s, verify_s = ([0.0] + [self._clock.seconds(a, b) for a, b in pairwise(marks)])[-2:]
-        # The next round may have been launched; the next launch sets the place again.
-        policy.live.at(*in_flight.place)
+        # The next round may have been launched; the next launch sets the operating point again.
+        policy.live.at(*in_flight.operating_point)
         accepted_paths = [paths[request] for request in in_flight.counted if request in paths]
         took = ended - started
         STEP_THREADS.record_round(took, policy.expected(tree))
@@ -154,7 +154,7 @@ class OutputProcessor:
         times: tuple[float, float, float],
     ) -> list[TokenChunk]:
         """Write a round's trace; return chunks with the traces wanted."""
-        found = round_trace(self._scheduler.active.mode, in_flight.tree, in_flight.reasons, times, rows)
+        found = round_trace(self._scheduler.active_mode.name, in_flight.tree, in_flight.reasons, times, rows)
         if self.trace is not None:
             self.trace.add(found)
         return [

@@ -18,7 +18,7 @@ from compile.device_timer import Clock, Mark
 from sharesd.devices.transfer import upload
 from sharesd.drafters.draft_checks import checked_draft
 from sharesd.engine.decode_round import BatchState, GrammarMaskFn, Round, RoundResult
-from sharesd.engine.decode_variant import DecodeVariant
+from sharesd.engine.loaded_mode import DecodeVariant
 from sharesd.engine.request import Request, counted_requests, max_round_cost
 from sharesd.engine.scheduler import Scheduler
 from sharesd.engine.trace import Proposed
@@ -67,7 +67,7 @@ class InFlightRound(NamedTuple):
     """Requests for which the policy chooses the draft; see `counted_requests`."""
     is_last_call: bool
     """True if all requests are prompts of one call, and none waits."""
-    place: tuple[float, int, int]
+    operating_point: tuple[float, int, int]
     """What costs of steps depend on: mean live slots, threads, rows (arguments of `LiveCosts.at`)."""
     tree: DraftTree
     decision: Decision
@@ -141,8 +141,8 @@ class RoundLauncher:
         policy.reasons = reasons = {}
         num = batch.end - first
         mean_slots = sum(map(len, self._cache.cached_ids[first : batch.end])) / num + 1  # and the root
-        place = mean_slots, STEP_THREADS.size, num
-        policy.live.at(*place)
+        operating_point = mean_slots, STEP_THREADS.size, num
+        policy.live.at(*operating_point)
         # With async scheduling, `before` is still running. A drafter goes ahead if it needs neither its tokens on the
         # host nor what the policy learns from them. Grammars need the tokens (see above).
         if before is not None and not (drafter is None or drafter.goes_ahead(policy)):
@@ -181,7 +181,7 @@ class RoundLauncher:
             batch=batch,
             counted=counted,
             is_last_call=is_last_call,
-            place=place,
+            operating_point=operating_point,
             tree=tree,
             decision=policy.decision(),
             result=result,
@@ -198,7 +198,7 @@ class RoundLauncher:
             return None
         rows: list[int] = [request.row for request in live]  # type: ignore[misc]
         first, end = self._scheduler.rows.span(rows)
-        variant = self._scheduler.active.of_rows(rows)
+        variant = self._scheduler.active_mode.of_rows(rows)
         active, drafts = [0] * self._cache.batch, [False] * self._cache.batch
         for row, request in zip(rows, live, strict=True):
             active[row], drafts[row] = 1, request.params.speculate

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from sharesd import sampling
 from sharesd.drafters.base import Drafter
-from sharesd.engine.decode_variant import DecodeVariants
+from sharesd.engine.loaded_mode import LoadedMode
 from sharesd.engine.options import EngineOptions
 from sharesd.engine.prefill_scheduler import PrefillScheduler
 from sharesd.engine.request import Request
@@ -43,7 +43,7 @@ class Scheduler:
         target: CausalModel,
         tokenizer: Tokenizer,
         cache: StaticKVCache,
-        variants: DecodeVariants,
+        mode: LoadedMode,
         row_sampling: RowSampling,
         *,
         options: EngineOptions,
@@ -52,8 +52,8 @@ class Scheduler:
         """Raise ValueError for a `prefill_chunk` that the target does not support."""
         self._target, self._tokenizer, self._options = target, tokenizer, options
         self._sampling = row_sampling
-        self.active = variants
-        """The active mode: drafter, rounds and policies of the requests that have rows."""
+        self.active_mode = mode
+        """The mode of the requests that have rows: drafter, rounds and policies."""
         self.waiting: deque[Request] = deque()
         self.rows = RowAllocator(
             cache,
@@ -75,7 +75,7 @@ class Scheduler:
     @property
     def drafter(self) -> Drafter | None:
         """Drafter of the active mode."""
-        return self.active.drafter
+        return self.active_mode.drafter
 
     @property
     def requests(self) -> list[Request]:
@@ -104,7 +104,7 @@ class Scheduler:
             return True
         if not self.waiting:
             return False
-        return not self.rows.used or (bool(self.rows.free) and self.waiting[0].mode == self.active.mode)
+        return not self.rows.used or (bool(self.rows.free) and self.waiting[0].mode == self.active_mode.name)
 
     def tokenize(self, prompt: Prompt) -> list[int]:
         """Return token ids; raise ValueError if empty, too long or unknown."""
@@ -172,7 +172,7 @@ class Scheduler:
         request = self.waiting.popleft()
         row = self.rows.allocate(request)
         self.prefill.request = request
-        self._sampling.place(row, request.params, request.index, request.prompt_ids)
+        self._sampling.assign(row, request.params, request.index, request.prompt_ids)
         self.num_changes += 1
         if self.drafter is not None:
             self.drafter.begin(row, request.prompt_ids, request.reuse)
@@ -193,7 +193,7 @@ class Scheduler:
         row = request.row
         self._sampling.release(row)
         self.rows.release(request)
-        for cache in self.active.caches:
+        for cache in self.active_mode.caches:
             cache.park(row, row + 1)
         if self.prefill.request is request:
             self.prefill.request = None
@@ -201,14 +201,14 @@ class Scheduler:
 
     def discard_kv(self, row: int) -> None:
         """Drop a row's tokens and KV, which later prompts must not reuse."""
-        for cache in self.active.caches:
+        for cache in self.active_mode.caches:
             cache.discard_row(row)
 
-    def activate(self, variants: DecodeVariants) -> None:
+    def activate(self, mode: LoadedMode) -> None:
         """Decode the requests to come in a mode; none may have a row."""
-        self.active = variants
+        self.active_mode = mode
         self.num_changes += 1
-        for cache in variants.caches:
+        for cache in mode.caches:
             cache.release_rows()
 
 

@@ -151,13 +151,13 @@ class RowSampling:
         self._rows_using: dict[CostlyParam, list[int]] = {}
         self._biased: set[int] = set()  # rows with a bias, of this or an earlier request
         for row in range(batch):
-            self._place_numbers(row, SamplingParams(), 0)
+            self._assign_numbers(row, SamplingParams(), 0)
 
-    def place(self, row: int, params: SamplingParams, index: int, prompt: Sequence[int]) -> None:
+    def assign(self, row: int, params: SamplingParams, index: int, prompt: Sequence[int]) -> None:
         """Assign a row to a request; raise ValueError as `check_tokens`."""
         check_tokens(params, self.vocab_size)
         self._params[row], self._kinds[row] = params, SamplingKind.of(params)
-        self._place_numbers(row, params, index)
+        self._assign_numbers(row, params, index)
         if params.uses_penalties:
             self.counts.begin(row, prompt)
         if row in self._biased:
@@ -238,7 +238,7 @@ class RowSampling:
         with torch.inference_mode(False):
             return torch.zeros(self.batch, self.vocab_size, device=self.device)
 
-    def _place_numbers(self, row: int, params: SamplingParams, index: int) -> None:
+    def _assign_numbers(self, row: int, params: SamplingParams, index: int) -> None:
         greedy = params.greedy
         off = self.vocab_size
         numbers = {

@@ -194,7 +194,7 @@ class ModelLoader:
     heads: DraftHeads | None
     streamed: OffloadedBlocks | None
     """Offloaded blocks, if there are any."""
-    placed: OffloadLoader | None
+    offload_loader: OffloadLoader | None
     """Loader of the offload plan, if there is one."""
 
     def __init__(
@@ -229,22 +229,22 @@ class ModelLoader:
 
         Heads come before the target's linears are quantized, since they may share the LM head.
         """
-        resolved, quantized, placed = self._resolved, None, None
+        resolved, quantized, offload_loader = self._resolved, None, None
         sharing = resolved.drafters_with(Need.QUANTIZED_TARGET)
         if resolved.offload is not None:
             from sharesd.weights.offload_loader import OffloadLoader, StreamingQuantizer
 
             if sharing:
                 quantized = StreamingQuantizer(partial(self._quantizing.layer_quantizer, switch=self.switch))
-            placed = OffloadLoader(resolved.offload, self._backend, quantized, self._progress)
-        with nullcontext() if placed is None else placed:
+            offload_loader = OffloadLoader(resolved.offload, self._backend, quantized, self._progress)
+        with nullcontext() if offload_loader is None else offload_loader:
             model = self._read(
                 resolved.folder,
                 tensors=self._tensors,
-                on_block_loaded=placed,
-                mmap_embeddings=placed is not None and not self._is_stored,
-                packs=self._is_stored or (placed is None and block_source is None),
-                stays=placed is None,
+                on_block_loaded=offload_loader,
+                mmap_embeddings=offload_loader is not None and not self._is_stored,
+                packs=self._is_stored or (offload_loader is None and block_source is None),
+                stays=offload_loader is None,
                 part=self._part,
                 split=resolved.pipeline,
             )
@@ -260,13 +260,13 @@ class ModelLoader:
                 with START.phase("quantize drafts"):
                     report = quantized.finish() if quantized else self._quantizing.whole(model, self.switch)
                 self._record(*sharing, report=report)
-            if placed is not None:
+            if offload_loader is not None:
                 assert isinstance(model, Decoder)
-                placed.load_head(model)
-                block_source = placed.stream
-        self.target, self.weight_bytes, self.heads, self.placed = model, weight_bytes, heads, placed
+                offload_loader.load_head(model)
+                block_source = offload_loader.stream
+        self.target, self.weight_bytes, self.heads, self.offload_loader = model, weight_bytes, heads, offload_loader
         self.context = self._choose_context(model, () if heads is None else heads.taps)
-        self.streamed = self._pack_target(model, block_source, is_placed=placed is not None)
+        self.streamed = self._pack_target(model, block_source, is_placed=offload_loader is not None)
 
     def load_draft_model(self, folder: Path | None) -> CausalModel:
         """Load the second model, or without a folder a quantized target.
@@ -307,9 +307,9 @@ class ModelLoader:
             folder,
             tensors=self._tensors,
             on_block_loaded=quantized,
-            mmap_embeddings=self.placed is not None and not self._is_stored,
-            packs=self._is_stored or self.placed is None,
-            stays=self.placed is None,
+            mmap_embeddings=self.offload_loader is not None and not self._is_stored,
+            packs=self._is_stored or self.offload_loader is None,
+            stays=self.offload_loader is None,
             split=self._draft_stage(folder),
         )
         self._record(*drafters, report=quantized.finish())

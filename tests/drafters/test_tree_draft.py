@@ -137,8 +137,8 @@ def test_drafted_trees_do_not_change_the_text(kind: str, sampling: str, batch: i
     assert [c.token_ids for c in engine.generate(PROMPTS, params)] == want
     assert engine.stats.sources["accepted"] > 30, "the trees shall hit"
     for widest in (1.2, 0.9):  # where more rows seem to take less time, no more are verified than were found
-        engine.variants.auto_length = True
-        engine.variants.clear()
+        engine.loaded.auto_length = True
+        engine.loaded.clear()
         engine.variant(params).policy.reset(Costs({1: 1.0, 12: widest}, 0.2, 0.25))
         assert [c.token_ids for c in engine.generate(PROMPTS, params)] == want
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from compile.adaptive_threads import STEP_THREADS
-from sharesd.engine.decode_variant import DecodeVariant
 from sharesd.engine.engine import Engine
+from sharesd.engine.loaded_mode import DecodeVariant
 from sharesd.engine.output_processor import OutputProcessor
 from sharesd.engine.outputs import Completion
 from sharesd.engine.round_launcher import RoundLauncher

@@ -126,8 +126,8 @@ def test_a_load_of_requests_captures_nothing_after_warm_up(mode: str, wanted_of_
     warm_up(engine, engine.mode, GREEDY)
     one = len(graphs.recorded)
     warm_up_all_variants(engine, engine.mode)
-    assert engine.async_scheduling == bool(ahead) and not engine.compact_batch
-    assert len(engine.variants) == 6, "greedy, sampled, adjusted; each with log-probabilities, or without"
+    assert engine.async_scheduling == bool(ahead) and not engine.trims_idle_rows
+    assert len(engine.loaded) == 6, "greedy, sampled, adjusted; each with log-probabilities, or without"
     assert len(graphs.recorded) == 3 * (one + 1), "drafts are shared where these are all that differs"
     before = graphs.num_replays
     with no_captures():
@@ -167,15 +167,15 @@ def test_idle_rows_are_parked_and_keep_what_they_hold() -> None:
     first, second = engine.add([1, 2, 3], GREEDY), engine.add([4, 5, 6], replace(GREEDY, max_new_tokens=40))
     while first.finish_reason is None:
         engine.step()
-    for cache in engine.variants.caches:
+    for cache in engine.loaded.caches:
         assert cache.parked_length is not None
         assert cache.lengths[0] == cache.parked_length < 0 < cache.lengths[1]
         assert cache.parked_length + cache.slots == engine.max_context, "counted from the end, behind all texts"
-    before = [kv_of_row_0(cache) for cache in engine.variants.caches]
+    before = [kv_of_row_0(cache) for cache in engine.loaded.caches]
     for _ in range(5):
         engine.step()
     assert second.finish_reason is None
-    for cache, kv in zip(engine.variants.caches, before, strict=True):
+    for cache, kv in zip(engine.loaded.caches, before, strict=True):
         assert torch.equal(kv_of_row_0(cache), kv)
     engine.cancel(second)
     assert (engine.cache.lengths < 0).all()

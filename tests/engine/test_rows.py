@@ -176,7 +176,7 @@ def test_kernels_keep_the_promise_too() -> None:
     wanted = alone(requests, new_engine(model))
     drafter = HybridDrafter("suffix", [SuffixTable()], num_nodes=4, trees=True)
     engine = new_engine(model, drafter, batch=4, auto_length=True, prefill_chunk=5)
-    assert engine.compact_batch
+    assert engine.trims_idle_rows
     done: dict[Request, Completion] = {}
     waiting, handles, dice = list(requests), [], random.Random(0)
     while waiting or engine.num_running or engine.num_waiting:

@@ -266,11 +266,11 @@ def test_ways_of_sampling_do_not_keep_graphs_without_end(monkeypatch: pytest.Mon
     for step in range(24):
         params = replace(SAMPLED, temperature=step % 3 / 2, top_p=1 - step % 2 / 2, **wishes[step % 4])
         engine.generate(PROMPTS[:1], replace(params, max_new_tokens=3))
-    assert 1 < len(engine.variants) <= 8, "kinds that are captured are few"
-    monkeypatch.setattr("sharesd.engine.decode_variant.MAX_VARIANTS", 2)
+    assert 1 < len(engine.loaded) <= 8, "kinds that are captured are few"
+    monkeypatch.setattr("sharesd.engine.loaded_mode.MAX_VARIANTS", 2)
     engine.generate(PROMPTS[:1], replace(GREEDY, logprobs=True)), engine.generate(PROMPTS[:1], SAMPLED)
     gc.collect()
-    assert first() is None and len(engine.variants) < 9
+    assert first() is None and len(engine.loaded) < 9
 
 
 def test_draft_steps_are_timed_as_they_run(monkeypatch: pytest.MonkeyPatch) -> None:

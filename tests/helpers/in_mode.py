@@ -7,8 +7,8 @@ from typing import Any
 
 from sharesd.config import Mode
 from sharesd.drafters.base import Drafter
-from sharesd.engine.decode_variant import DecodeVariant, DecodeVariants
 from sharesd.engine.engine import Engine
+from sharesd.engine.loaded_mode import DecodeVariant, LoadedMode
 from sharesd.engine.outputs import Completion, TokenChunk
 from sharesd.engine.request import Request
 from sharesd.engine.stats import Stats
@@ -29,20 +29,20 @@ class InMode:
         setattr(self.engine, name, value)
 
     @property
-    def variants(self) -> DecodeVariants:
+    def loaded(self) -> LoadedMode:
         return self.engine.modes[self.mode]
 
     @property
     def drafter(self) -> Drafter | None:
-        return self.variants.drafter
+        return self.loaded.drafter
 
     @property
     def num_draft(self) -> int:
-        return self.variants.num_draft
+        return self.loaded.num_draft
 
     @property
     def async_scheduling(self) -> bool:
-        return self.variants.async_scheduling
+        return self.loaded.async_scheduling
 
     @property
     def stats(self) -> Stats:

@@ -179,7 +179,7 @@ def placed(
     """A row for each of these requests, and what a round over them must be able to do."""
     rows = RowSampling(batch=len(params), vocab_size=vocab_size, device=torch.get_default_device(), replayed=replayed)
     for row, (one, prompt) in enumerate(zip(params, prompts or [()] * len(params), strict=True)):
-        rows.place(row, one, first_index + row, prompt)
+        rows.assign(row, one, first_index + row, prompt)
     return rows.kind(range(len(params))), rows
 
 

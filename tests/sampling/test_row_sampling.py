@@ -87,8 +87,8 @@ def test_each_row_decides_as_if_it_were_alone(shape: str, dtype: torch.dtype, re
         if step == 2:  # each row is taken over by its neighbour's request
             for row in range(B):
                 new = replace(REQUESTS[row - 1], seed=row), row, texts[row - 1]
-                rows.place(row, *new)
-                alone[row][1].place(0, *new)
+                rows.assign(row, *new)
+                alone[row][1].assign(0, *new)
             alone = [(SamplingKind.of(one._params[0]), one) for _, one in alone]
         sampler = Sampler(kind, rows)
         own = [Sampler(*one) for one in alone]
@@ -182,12 +182,12 @@ def test_the_kernel_chooses_as_tensor_operations_do(tree: TreeAttentionMask | No
 def test_memory_is_taken_when_it_is_needed_and_keeps_its_place() -> None:
     _, rows = placed([WAYS["sampled"], WAYS["greedy"]], V)
     assert "counts" not in vars(rows) and "bias_BV" not in vars(rows)
-    rows.place(0, WAYS["everything"], 0, [1])
+    rows.assign(0, WAYS["everything"], 0, [1])
     assert "counts" in vars(rows) and "bias_BV" in vars(rows)
     _, rows = placed(REQUESTS, V)
     parts = (rows.numbers_BF, rows.bias_BV, rows.counts.output_counts)
     for row, params in enumerate(reversed(REQUESTS)):
-        rows.place(row, params, 7, [1, 2])
+        rows.assign(row, params, 7, [1, 2])
     now = (rows.numbers_BF, rows.bias_BV, rows.counts.output_counts)
     assert [each.data_ptr() for each in now] == [each.data_ptr() for each in parts]
     biased = [row for row, params in enumerate(reversed(REQUESTS)) if params.logit_bias]
@@ -227,7 +227,7 @@ def test_other_acceptance_is_for_rows_that_are_sampled_alike() -> None:
     rows = RowSampling(batch=4, vocab_size=V, device="cpu")
     others = (replace(block, seed=4, max_new_tokens=3), replace(block, top_k=3), WAYS["top_p"])
     for row, params in enumerate((block, *others)):
-        rows.place(row, params, 0, [1])
+        rows.assign(row, params, 0, [1])
     assert rows.kind([0, 1]).acceptance == "block"
     for mixed in ([0, 2], [0, 3], [3, 1]):
         with pytest.raises(ValueError, match="acceptance block requires the same sampling parameters in all rows"):

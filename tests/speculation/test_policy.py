@@ -571,7 +571,7 @@ def test_warm_up_runs_a_model_whole_for_a_plain_step_alone(
     warm_up(engine, engine.mode, SamplingParams())  # without costs of earlier starts
     assert ran.count(len(runtime.target.blocks)) == 1
     warm_up_all_variants(engine, engine.mode)
-    assert all(variant.policy.live.drift == 1.0 for variant in engine.variants._variants.values())
+    assert all(variant.policy.live.drift == 1.0 for variant in engine.loaded._variants.values())
     costs = profile_costs(engine, engine.mode, SamplingParams(), None)
     assert set(costs) == set(engine.batch_sizes) and costs[2].step[1] >= costs[1].step[1] > 0
     params = SamplingParams(max_new_tokens=12)

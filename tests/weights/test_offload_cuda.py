@@ -71,7 +71,7 @@ def limit_for(tiny: Path, num_resident: int, *modes: Mode, **options: Any) -> in
 
 def notes_reads(runtime: Runtime, gpu: LateDevice) -> None:
     """Have the device know which slots computation reads."""
-    streamed, records = runtime.streamed, runtime.model.loader.placed._storage._records  # type: ignore[union-attr]
+    streamed, records = runtime.streamed, runtime.model.loader.offload_loader._storage._records  # type: ignore[union-attr]
     blocks = list(runtime.target.blocks)  # type: ignore[union-attr]
 
     def run(block: torch.nn.Module, *tensors: torch.Tensor, recent: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Decode variants: captured rounds and learned policy of one kind of sampling."""
+"""A loaded mode: its drafter, and rounds and a draft policy for each kind of sampling that has been used."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_VARIANTS = 24
 
 
 class DecodeVariant:
-    """Rounds over any rows and the draft policy of one sampling kind."""
+    """Rounds over any rows, captured on a GPU, and the draft policy of one sampling kind."""
 
     def __init__(
         self,
@@ -104,12 +104,12 @@ class DecodeVariant:
         return self.policy.next_shape(may_explore=num_idle == 0 or not drafter.needs_catch_up)
 
 
-class DecodeVariants:
-    """Decode variants of one mode, made when first used."""
+class LoadedMode:
+    """A mode's drafter and its decode variants, which are made when first used."""
 
     def __init__(
         self,
-        mode: str,
+        name: str,
         target: CausalModel,
         cache: StaticKVCache,
         drafter: Drafter | None,
@@ -119,7 +119,7 @@ class DecodeVariants:
         options: EngineOptions,
     ) -> None:
         self._parts = target, cache, drafter, row_sampling, state
-        self.mode, self.drafter = mode, drafter
+        self.name, self.drafter = name, drafter
         self.num_draft = max(shape.nodes for shape in drafter.shapes) if drafter else 0
         """Largest number of draft tokens in a round."""
         self.async_scheduling = options.async_scheduling and (drafter is None or drafter.supports_async)
