@@ -1,7 +1,7 @@
 """Calibration: weights of drafts rounded for the inputs that a model has while it answers.
 
-One layer after the other is read in float32: in the memory of the model, a layer, and the hidden states of the answers.
-Layers that are kept already are not rounded again.
+One layer after the other is read, in the memory of the model, one layer, and the hidden states of the answers. Layers
+that are kept already are not rounded again.
 
 Legend: B answers, T tokens, D hidden size, R tokens of answers, K inputs of a linear, N its outputs.
 """
@@ -9,11 +9,12 @@ Legend: B answers, T tokens, D hidden size, R tokens of answers, K inputs of a l
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
+from compile.linear import PackedLinear, pack_linears
 from compile.op_registry import runs_cpp
 from quant.config import QuantConfig
 from quant.formats.hqq.calibrated import round_calibrated
@@ -30,6 +31,8 @@ MIN_TOKENS = 1000
 """Fewest tokens of answers: with less, columns are rounded for the answers at hand alone."""
 _ROWS = 16
 """Answers that are read together."""
+_TILE = 384
+"""Rows of a sum of x x^T that are added at a time, from the diagonal on: what lies below it is the same."""
 
 
 def require_enough(answers: Sequence[Answer]) -> None:
@@ -65,24 +68,21 @@ def calibrate(
     total = len(decoder.blocks) + 1
     for layer, block in enumerate(decoder.blocks):
         todo = [] if kept.has(layer) else [task for task in tasks if task.layer == layer]
-        wide = _widened(block)
-        linears = {task.path: wide.get_submodule(task.path.removeprefix(f"blocks.{layer}.")) for task in todo}
-        grams = {path: _Gram(linear) for path, linear in linears.items()}
+        packed = _packed(block)
+        inputs_of = {task.path: packed.get_submodule(task.path.removeprefix(f"blocks.{layer}.")) for task in todo}
+        grams = {path: _Gram(linear) for path, linear in inputs_of.items()}
         for batch in batches:
             for gram in grams.values():
                 gram.counted_BT = batch.is_answer_BT
-            batch.x_BTD = _run(decoder, layer, wide, batch.x_BTD)
-        for gram in grams.values():
-            gram.close()
+            batch.x_BTD = _run(decoder, layer, packed, batch.x_BTD)
         if todo:
-            kept.write(layer, {task.path: _rounded(task, linears[task.path], grams[task.path], kept) for task in todo})
+            kept.write(layer, {task.path: _rounded(task, decoder, grams[task.path], kept) for task in todo})
         progress("calibrating layers", layer + 1, total)
     for task in [] if kept.has(None) else [task for task in tasks if task.layer is None]:
-        norm, gram = _widened(decoder.norm), _Gram(decoder.head)
+        gram = _Gram(decoder.head)
         for batch in batches:
-            gram.add(norm(batch.x_BTD)[batch.is_answer_BT])
-        gram.close()
-        kept.write(None, {task.path: _rounded(task, decoder.head, gram, kept)})
+            gram.add(decoder.norm(batch.x_BTD)[batch.is_answer_BT])
+        kept.write(None, {task.path: _rounded(task, decoder, gram, kept)})
     progress("calibrating layers", total, total)
 
 
@@ -99,25 +99,29 @@ class _Batch:
             tokens_BT[row, :end] = torch.tensor([*prompt, *answer])
             self.is_answer_BT[row, len(prompt) - 1 : end - 1] = True
         self.is_answer_BT = self.is_answer_BT.to(device)
-        x_BTD = decoder.embed(tokens_BT.to(device)) * decoder.embedding_multiplier
-        self.x_BTD = x_BTD.float() if device.type == "cpu" and x_BTD.dtype != torch.float64 else x_BTD
+        self.x_BTD = decoder.embed(tokens_BT.to(device)) * decoder.embedding_multiplier
 
 
 class _Gram:
     """Sum of x x^T over the inputs of a linear at tokens of answers, float32 [K, K]."""
 
     def __init__(self, linear: nn.Module) -> None:
-        assert isinstance(linear, nn.Linear)
+        assert isinstance(linear, nn.Linear | PackedLinear)
         K = linear.in_features
-        self.sum_KK = torch.zeros(K, K, device=linear.weight.device)
+        self._upper_KK = torch.zeros(K, K, device=linear.weight.device)
         self.counted_BT = torch.empty(0)
-        self.close: Callable[[], None] = linear.register_forward_pre_hook(
-            lambda _, inputs: self.add(inputs[0][self.counted_BT])
-        ).remove
+        self._hook = linear.register_forward_pre_hook(lambda _, inputs: self.add(inputs[0][self.counted_BT]))
 
     def add(self, x_RK: Tensor) -> None:
         wide_RK = x_RK.float()
-        self.sum_KK.addmm_(wide_RK.t(), wide_RK)
+        for first in range(0, len(self._upper_KK), _TILE):
+            here = slice(first, first + _TILE)
+            self._upper_KK[here, first:].addmm_(wide_RK[:, here].t(), wide_RK[:, first:])
+
+    def close(self) -> Tensor:
+        """Return the sum; the linear's inputs are no longer added."""
+        self._hook.remove()
+        return self._upper_KK.triu() + self._upper_KK.triu(1).t()
 
 
 def _batches(decoder: Decoder, answers: Sequence[Answer]) -> list[_Batch]:
@@ -126,11 +130,13 @@ def _batches(decoder: Decoder, answers: Sequence[Answer]) -> list[_Batch]:
     return [_Batch(decoder, by_length[first : first + _ROWS], device) for first in range(0, len(by_length), _ROWS)]
 
 
-def _widened(module: nn.Module) -> nn.Module:
-    """Return a copy in float32 on a CPU, where products of 16 bits are slow."""
-    wide = copy.deepcopy(module)
-    first = next(module.parameters())
-    return wide.float() if first.device.type == "cpu" and first.dtype != torch.float64 else wide
+def _packed(block: nn.Module) -> nn.Module:
+    """Return a copy with linears of the C++ kernels on a CPU, where torch's products of 16 bits are slow."""
+    if next(block.parameters()).device.type != "cpu":
+        return block
+    packed = copy.deepcopy(block)
+    pack_linears(packed)
+    return packed
 
 
 def _run(decoder: Decoder, layer: int, block: nn.Module, x_BTD: Tensor) -> Tensor:
@@ -150,11 +156,12 @@ def _run(decoder: Decoder, layer: int, block: nn.Module, x_BTD: Tensor) -> Tenso
     return block(x_BTD, *rotary, *cache.tensors(0), cache.lengths)
 
 
-def _rounded(task: QuantTask, linear: nn.Module, gram: _Gram, kept: KeptCalibration) -> QuantizedWeight:
+def _rounded(task: QuantTask, decoder: Decoder, gram: _Gram, kept: KeptCalibration) -> QuantizedWeight:
+    linear = decoder.get_submodule(task.path)
     assert isinstance(linear, nn.Linear)
     weight_NK = linear.weight.detach()
     solve = solve_on_cpu if runs_cpp(weight_NK.device) else kept.quant.format.solve
     try:
-        return round_calibrated(weight_NK, gram.sum_KK, task.bits, kept.quant.group_size, solve)
+        return round_calibrated(weight_NK, gram.close(), task.bits, kept.quant.group_size, solve)
     except ValueError as error:
         raise ValueError(f"{task.path}: {error}; --dtype fp32 has a larger range") from error

@@ -146,6 +146,14 @@ def test_linears_are_read_with_the_inputs_of_the_whole_model(kind: str, tmp_path
     assert torch.allclose(list(grams.values())[-1], wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
 
 
+def test_inputs_that_are_not_finite_are_refused_by_the_linear(tiny: Path) -> None:
+    decoder, kept = load_decoder(tiny, dtype=torch.bfloat16), KeptCalibration("weights", DEFAULT)
+    decoder.blocks[1].mlp_norm.weight.data[3] = torch.inf  # type: ignore[union-attr, operator]
+    with pytest.raises(ValueError, match=r"blocks.1.mlp.gate_up: inputs of .* NaN or infinite values; --dtype fp32"):
+        calibrate(decoder, random_answers(), kept)
+    assert kept.has(0) and not kept.has(1)
+
+
 def test_a_full_disk_keeps_whole_layers_and_the_next_run_goes_on(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
