@@ -24,7 +24,7 @@ from pathlib import Path
 from torch import Tensor
 
 from offload.block_layout import PAGE, RecordLayout
-from offload.planner import show_bytes
+from offload.plan import show_bytes
 from offload.transfer import LinkError
 from sharesd_files import sync_folder
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, repeat
 from typing import NamedTuple
@@ -16,6 +16,10 @@ There are few of them, since each depth is warmed up and passes are slow.
 """
 NAIVE = "none"
 """Drafter name of plain decoding."""
+
+
+class DoesNotFit(ValueError):
+    """No plan within the limits; the message names the smallest sufficient limits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,3 +194,20 @@ def _num_rounds(cumulative_acceptance: Sequence[float], tokens: int) -> float:
     for left in range(1, tokens + 1):
         rounds.append(1 + sum(end * rounds[max(0, left - kept)] for kept, end in enumerate(ends, 1)))
     return rounds[tokens]
+
+
+_UNITS: tuple[tuple[str, float], ...] = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+
+
+def show_bytes(number: float, *, round_up: bool = False) -> str:
+    """Format bytes with up to three digits and a decimal unit.
+
+    `round_up`: round up, for limits.
+    """
+    if number == math.inf:
+        return "no limit"
+    name, unit = next(((name, unit) for name, unit in _UNITS if number >= unit), ("bytes", 1.0))
+    value = number / unit
+    digits = 0 if value >= 100 or unit == 1.0 else 1 if value >= 10 else 2
+    shown: Callable[[float], float] = math.ceil if round_up else round
+    return f"{shown(value * 10**digits) / 10**digits:g} {name}"

@@ -13,19 +13,15 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from offload.plan import DEPTHS, NAIVE, Limits, Plan, PlannedDrafter, Rates, Reason, Sizes
+from offload.plan import DEPTHS, NAIVE, DoesNotFit, Limits, Plan, PlannedDrafter, Rates, Reason, Sizes, show_bytes
 
 IN_FLIGHT = 16 * 2**20
 """Bytes prefetched, so that the link is not idle between small blocks.
 
 The slots hold at most a quarter of the blocks, or two.
 """
-
-
-class DoesNotFit(ValueError):
-    """No plan within the limits; the message names the smallest sufficient limits."""
 
 
 def make_plan(
@@ -240,20 +236,3 @@ def _reasons(
         yield Reason("depth", shape, took)
     ratio = f"{best.fastest(max_depth)[0] / naive:.2g} times plain decoding under the same limits ({naive:.3g} tok/s)"
     yield Reason("predicted", f"{best.fastest(max_depth)[0]:.3g} tok/s", ratio if depth else "plain decoding")
-
-
-_UNITS: tuple[tuple[str, float], ...] = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
-
-
-def show_bytes(number: float, *, round_up: bool = False) -> str:
-    """Format bytes with up to three digits and a decimal unit.
-
-    `round_up`: round up, for limits.
-    """
-    if number == math.inf:
-        return "no limit"
-    name, unit = next(((name, unit) for name, unit in _UNITS if number >= unit), ("bytes", 1.0))
-    value = number / unit
-    digits = 0 if value >= 100 or unit == 1.0 else 1 if value >= 10 else 2
-    shown: Callable[[float], float] = math.ceil if round_up else round
-    return f"{shown(value * 10**digits) / 10**digits:g} {name}"

@@ -272,7 +272,7 @@ class ChatBody(Generation):
     @model_validator(mode="after")
     def _has_tools(self) -> Self:
         names = [tool.function.name for tool in self.tools or ()]
-        twice = next((name for place, name in enumerate(names) if name in names[:place]), None)
+        twice = next((name for index, name in enumerate(names) if name in names[:index]), None)
         if twice is not None:
             raise invalid(f"tools has two functions named {twice}; give each a different name", "tools")
         choice = tool_policy(self.tool_choice)

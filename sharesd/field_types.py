@@ -38,9 +38,9 @@ class DefaultLimit(int):
 class _Wrong(Exception):
     """A value of the wrong type: where in the field, the value, and the remedy."""
 
-    def __init__(self, place: str, value: object, remedy: str) -> None:
+    def __init__(self, path: str, value: object, remedy: str) -> None:
         super().__init__(remedy)
-        self.place, self.value, self.remedy = place, value, remedy
+        self.path, self.value, self.remedy = path, value, remedy
 
 
 class _Kind(NamedTuple):
@@ -135,7 +135,7 @@ def _converted(name: str, kind: _Kind, value: object) -> Any:
     try:
         return kind.convert(value)
     except _Wrong as wrong:
-        raise ValueError(f"{name}{wrong.place} is {shown(wrong.value)}; {wrong.remedy}") from None
+        raise ValueError(f"{name}{wrong.path} is {shown(wrong.value)}; {wrong.remedy}") from None
 
 
 @cache
@@ -242,7 +242,7 @@ def _union(kinds: Sequence[_Kind]) -> _Kind:
                 return kind.convert(value)
             except _Wrong as wrong:
                 errors.append(wrong)
-        inner = next((wrong for wrong in errors if wrong.place), None)  # the right kind with one wrong item
+        inner = next((wrong for wrong in errors if wrong.path), None)  # the right kind with one wrong item
         raise inner or _wrong(value, one)
 
     return _Kind(one, one, convert)
@@ -271,7 +271,7 @@ def _items(kind: _Kind) -> _Kind:
         given = as_list(value)
         if given is None:
             raise _wrong(value, one)
-        return tuple(_inner(kind, f"[{place}]", each) for place, each in enumerate(given))
+        return tuple(_inner(kind, f"[{index}]", each) for index, each in enumerate(given))
 
     return _Kind(one, one.replace("a list", "lists"), convert)
 
@@ -284,7 +284,7 @@ def _record(kinds: Sequence[_Kind]) -> _Kind:
         if given is None or len(given) != len(kinds):
             raise _wrong(value, one)
         return tuple(
-            _inner(kind, f"[{place}]", each) for place, (kind, each) in enumerate(zip(kinds, given, strict=True))
+            _inner(kind, f"[{index}]", each) for index, (kind, each) in enumerate(zip(kinds, given, strict=True))
         )
 
     return _Kind(one, f"groups of {one}", convert)
@@ -319,11 +319,11 @@ def _instance(kind: type) -> _Kind:
     return _Kind(one, f"objects of {kind.__name__}", convert)
 
 
-def _inner(kind: _Kind, place: str, value: Any) -> Any:
+def _inner(kind: _Kind, path: str, value: Any) -> Any:
     try:
         return kind.convert(value)
     except _Wrong as wrong:
-        raise _Wrong(place + wrong.place, wrong.value, wrong.remedy) from None
+        raise _Wrong(path + wrong.path, wrong.value, wrong.remedy) from None
 
 
 def check_min(name: str, value: float, low: float) -> None:

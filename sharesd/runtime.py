@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ from compile.cuda_graphs import Graphs
 from compile.start_times import START
 from multigpu.tensor_parallel import UNSHARDED
 from offload.plan import Plan
+from quant.quantize_model import QuantReport
 from sharesd import __version__
 from sharesd.config import EngineConfig, Mode, PlanOnly
 from sharesd.drafters import registry
@@ -32,7 +33,6 @@ from sharesd.models.tokenizer import load_tokenizer
 from sharesd.sampling_params import SamplingParams
 from sharesd.startup.cache_keys import costs_file, kv_identity
 from sharesd.startup.loaded_model import LoadedModel
-from sharesd.startup.report import LoadReport
 from sharesd.startup.resolve import ResolvedConfig, resolve_config
 from sharesd.startup.target import BlockSource, ModelLoader, find_draft_model, prepare_cpu
 from sharesd.startup.warmup import warm_up, warm_up_all_variants
@@ -45,6 +45,29 @@ if TYPE_CHECKING:
     from sharesd.engine.trace_file import TraceFile
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadReport:
+    """Time and memory that a start took."""
+
+    load_seconds: float
+    """Reading, converting, quantizing and packing weights."""
+    compile_seconds: float
+    """Compiling and warming up."""
+    weight_bytes: int
+    """Weights of the target at full precision."""
+    quant: QuantReport | None
+    """The target's quantized linears (share), or those of the classic copy."""
+    resident_share: float = 1.0
+    """Share of blocks whose full-precision weights are resident."""
+    max_context: int = 0
+    """Maximum tokens of prompt and answer per row of the KV cache."""
+    predicted: float | None = None
+    """Tokens per second predicted by the offload plan.
+
+    None if all weights are resident.
+    """
 
 
 class Runtime:

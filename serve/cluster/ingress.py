@@ -52,7 +52,7 @@ def conversation_of(body: bytes) -> str:
 def _leading(turns: Any) -> Any:
     if not isinstance(turns, list):
         return turns[:MAX_LEADING] if isinstance(turns, str) else None
-    users = (place for place, turn in enumerate(turns) if isinstance(turn, Mapping) and turn.get("role") == "user")
+    users = (index for index, turn in enumerate(turns) if isinstance(turn, Mapping) and turn.get("role") == "user")
     first = next(users, None)
     if first is None:
         return turns[:MAX_LEADING]

@@ -79,7 +79,7 @@ def whole(call: ServerCall, form: ResponseFormat) -> tuple[list[AnswerBlock], Ch
     found = form.whole(choice)
     blocks = Blocks()
     message = found["message"]
-    calls = [{**one, "index": place} for place, one in enumerate(message.get("tool_calls", ()))]
+    calls = [{**one, "index": index} for index, one in enumerate(message.get("tool_calls", ()))]
     for _ in blocks.feed({**message, "tool_calls": calls}):
         pass
     for _ in blocks.close():

@@ -190,7 +190,7 @@ async def chunk_events(
             num_sent += sum(len(output.chunk.token_ids) for output in outputs)
             so_far = {"usage": usage(call.choices, num_sent)} if body.wants_usage_always else nothing_yet
             found = [{**head, "choices": [part], **so_far} for part in parts if part is not None]
-            data = [event(more | one) if place == 0 else event(one) for place, one in enumerate(found)]
+            data = [event(more | one) if index == 0 else event(one) for index, one in enumerate(found)]
             more = {} if data else more
             if data or not outputs:
                 yield b"".join(data) or KEEP_ALIVE

@@ -131,7 +131,7 @@ def _byte_of() -> dict[str, int]:
     """
     printed = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     moved = [byte for byte in range(256) if byte not in set(printed)]
-    return {chr(byte): byte for byte in printed} | {chr(256 + place): byte for place, byte in enumerate(moved)}
+    return {chr(byte): byte for byte in printed} | {chr(256 + index): byte for index, byte in enumerate(moved)}
 
 
 def _checked(model: ServedModel, ids: list[int], param: str) -> list[int]:

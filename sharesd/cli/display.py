@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from rich import box
 from rich.color import ColorSystem
@@ -19,7 +19,9 @@ from sharesd.engine.outputs import Source, TokenChunk
 from sharesd.engine.stats import Stats
 from sharesd.models.text_stream import TextStream
 from sharesd.models.tokenizer import Tokenizer
-from sharesd.startup.report import LoadReport
+
+if TYPE_CHECKING:
+    from sharesd.runtime import LoadReport
 
 COLORS: dict[Source, str] = {"target": "none", "accepted": "green", "recovered": "yellow", "bonus": "cyan"}
 MEANINGS: dict[Source, str] = {

@@ -119,5 +119,5 @@ def mean_progress(live: Sequence[Request], before: Sequence[int], is_last_call: 
     after = [request.num_emitted for request in live]
     if not is_last_call:
         return (sum(after) - sum(before)) / len(live)
-    still = [place for place, request in enumerate(live) if request.finish_reason is None] or range(len(live))
-    return min(after[place] for place in still) - min(before[place] for place in still)
+    still = [index for index, request in enumerate(live) if request.finish_reason is None] or range(len(live))
+    return min(after[index] for index in still) - min(before[index] for index in still)

@@ -50,7 +50,7 @@ def encode_chat(
         message = f"{len(tools)} tools are given, and the model's chat template shows none (it has no place for them)"
         raise ChatError(f"{message}; leave them out, or use a model that was trained with tools", "tools")
     try:
-        tools = [tool_for_template(place, tool) for place, tool in enumerate(tools)]
+        tools = [tool_for_template(index, tool) for index, tool in enumerate(tools)]
     except ValueError as error:
         raise ChatError(str(error), "tools") from None
     if "tool_calls" not in template and any(message.get("tool_calls") for message in messages):

@@ -35,7 +35,7 @@ def written(render: Render, calls: Sequence[dict[str, Any]], content: str | None
     A call is `{"name", "arguments"}`. Without calls, the turn has the content SAID. The text begins after the user's
     turn.
     """
-    made = [{"id": f"probe{place:04d}", "type": "function", "function": dict(call)} for place, call in enumerate(calls)]
+    made = [{"id": f"probe{index:04d}", "type": "function", "function": dict(call)} for index, call in enumerate(calls)]
     turn = {"role": "assistant", "content": content, "tool_calls": made}
     try:
         before = render([USER], False, tools=TOOLS)

@@ -213,7 +213,7 @@ def _probe(compiled: LLMatcher, bits: bytes) -> None:
 
     This needs one step as a rule; of more than MAX_PROBED tokens, others may be possible.
     """
-    firsts = (8 * place + bit for place, byte in enumerate(bits) if byte for bit in range(8) if byte >> bit & 1)
+    firsts = (8 * index + bit for index, byte in enumerate(bits) if byte for bit in range(8) if byte >> bit & 1)
     state = compiled
     for token in islice(firsts, MAX_PROBED):
         state = compiled.deep_copy()

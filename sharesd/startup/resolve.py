@@ -17,7 +17,7 @@ from compile.attention import warn_unknown_flash
 from compile.cpp_extension import obstacle as cpu_kernels_obstacle
 from compile.cpp_extension import set_compiler_caches
 from compile.op_registry import runs_cpp, runs_triton
-from offload.planner import DoesNotFit
+from offload.plan import DoesNotFit
 from quant.config import QuantConfig
 from sharesd.config import CompileMode, EngineConfig, Mode
 from sharesd.devices.selection import (

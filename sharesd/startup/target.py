@@ -19,7 +19,7 @@ from compile.op_registry import runs_cpp, runs_triton
 from compile.start_times import START
 from multigpu.pipeline_parallel import PipelinePlan
 from multigpu.tensor_parallel import UNSHARDED, Shard
-from offload.planner import show_bytes
+from offload.plan import show_bytes
 from quant.quantize_model import QuantReport
 from quant.solved_linears import PackFn
 from quant.switch_linear import Switch

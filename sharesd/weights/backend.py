@@ -20,7 +20,7 @@ from compile.cpp_extension import release_freed_memory
 from compile.huge_pages import HugePageArena, huge_pages, weights_on_huge_pages
 from compile.linear import PackedLinear, pack_linears
 from compile.op_registry import runs_triton
-from offload.planner import show_bytes
+from offload.plan import show_bytes
 from offload.transfer import Link, host_slots
 from quant.formats import QuantFormat
 from quant.quantized_weight import QuantizedWeight

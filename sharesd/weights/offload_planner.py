@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compile.attention import MAX_STEP
-from offload.plan import DEPTHS, Limits, Plan
-from offload.planner import DoesNotFit, make_plan, show_bytes
+from offload.plan import DEPTHS, DoesNotFit, Limits, Plan, show_bytes
 from offload.transfer import LinkError
 from sharesd.config import EngineConfig, Mode, OffloadConfig
 from sharesd.devices.host_memory import free_memory
@@ -126,6 +125,8 @@ def _plan_for(
     longest = MAX_STEP - 1 if isinstance(backend, CudaBackend) else DEPTHS[-1]
     max_draft = longest if free_length else given_depth
     backend.release_freed()  # what was timed
+    from offload.planner import make_plan  # late: models that fit need no plan
+
     remedy = _would_stay(config, modes, all_stays) if isinstance(backend, CudaBackend) and not always else ""
     try:
         plan = make_plan(sizes, limits, rates, list(drafters.values()), max_draft)

@@ -31,8 +31,8 @@ from sharesd.models.decoder_config import UnsupportedArchitecture
 from sharesd.models.gguf import reader as keys
 from sharesd.models.gguf.tokenizer import PATTERNS
 from sharesd.models.quantized.folder import METHODS
+from sharesd.runtime import LoadReport
 from sharesd.sampling_params import SamplingParams
-from sharesd.startup.report import LoadReport
 from tests.helpers.paths import ROOT
 from train.__main__ import COMMANDS as TRAINING
 

@@ -18,7 +18,7 @@ import compile.op_registry
 from compile.cuda import pdl
 from compile.cuda.pdl import with_room
 from compile.op_registry import runs_cpp, runs_triton
-from offload.planner import DoesNotFit
+from offload.plan import DoesNotFit
 from sharesd.cli.console import describe, main_guard
 from sharesd.config import EngineConfig
 from sharesd.devices import selection

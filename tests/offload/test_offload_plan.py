@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from compile.adaptive_threads import STEP_THREADS
-from offload.plan import DEPTHS, Limits, PlannedDrafter, Rates, Sizes, constant_acceptance
-from offload.planner import DoesNotFit, make_plan, show_bytes
+from offload.plan import DEPTHS, DoesNotFit, Limits, PlannedDrafter, Rates, Sizes, constant_acceptance, show_bytes
+from offload.planner import make_plan
 from sharesd.weights.backend import CpuBackend
 
 GB = 10**9

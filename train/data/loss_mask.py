@@ -81,7 +81,7 @@ def masked(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[Example]:
 def _answers(tokenizer: Tokenizer, messages: Sequence[Message]) -> Iterator[tuple[str, str, int]]:
     """Yield text before, text with end of turn, and number of answers."""
     is_marked = bool(MARKER.search(tokenizer.chat_template or ""))
-    answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     for number, place in enumerate(answers, 1):
         text = tokenizer.render_chat(messages[: place + 1], add_generation_prompt=False)
         if is_marked:
@@ -134,7 +134,7 @@ def _encoded(tokenizer: Tokenizer, prompt: str, answer: str, number: int) -> Tur
             raise ValueError(f"answer {number} begins within a token of its prompt")
         token_ids = apart
     answer_ids = token_ids[len(prompt_ids) :]
-    ends = [place for place, token in enumerate(answer_ids, 1) if token in tokenizer.eos_ids]
+    ends = [index for index, token in enumerate(answer_ids, 1) if token in tokenizer.eos_ids]
     if ends != [len(answer_ids)]:
         raise ValueError(f"answer {number} has end-of-turn tokens before its end")
     return Turn(prompt_ids, answer_ids)
