@@ -4,7 +4,8 @@ The best draft length K has the highest expected speedup (Leviathan et al. 2022)
 
     (1 - alpha^(K + 1)) / ((1 - alpha) * (K c + v))
 
-The setting with the highest measured speedup at its K is saved for `--draft-quant auto`.
+alpha is how often a draft token is the target's choice along the target's own answers, at temperatures 0 and 1. The
+setting with the highest mean of both speedups is decoded in turns with `naive`, and saved for `--draft-quant auto`.
 """
 
 from __future__ import annotations
@@ -33,12 +34,29 @@ if TYPE_CHECKING:
     from sharesd.llm import LLM
     from sharesd.speculation.cost_model import Costs
 
-NUM_QUESTIONS, MAX_NEW_TOKENS = 4, 96
-QUANTS = "hqq:8:64,hqq:4:64,hqq:4:64+head=4,hqq:3:64+head=4"
-PROJECTIONS = "qkv,o,gate_up,down"
+NUM_QUESTIONS, MAX_NEW_TOKENS = 8, 96
+QUANTS = "hqq:8:64+head=8,hqq:4:64,hqq:4:64+head=8,hqq:4:64+head=4,hqq:4:32+head=8,hqq:4:32+head=4"
+KEPT = "down,layers=0"
 NONE = "none"
+TEMPERATURES = (0.0, 1.0)
 TEACHER_DRAFT = 4
-"""Default draft tokens per round for measuring alpha."""
+"""Draft tokens per round by which alpha is measured where answers cannot be followed token by token."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Predicted:
+    """What drafts of a setting gain at one temperature."""
+
+    temperature: float
+    alpha: float
+    """How often a draft token is accepted: `Agreement.greedy` at temperature 0, `same_noise` at 1."""
+    agreement: Agreement | None
+    """None with ranks and models of transformers, for which alpha is the acceptance of decoded chains."""
+    num_draft: int
+    """The best length of a chain, K."""
+    v: float
+    """Time of a verify step (1 + `num_draft` rows) per plain step."""
+    speedup: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,21 +64,27 @@ class Measured:
     quant: str
     quantized_bytes: int
     c: float
-    """Time of a draft step over that of a plain step."""
-    v: float
-    """Time of a verify step (1 + `num_draft` rows) per plain step."""
-    alpha: float
-    """Acceptance probability of a draft token after accepted ones, on real texts."""
-    agreement: Agreement | None
-    """How often the first draft token is the target's; None: not with ranks, or models of transformers."""
-    num_draft: int
-    expected: float
+    """Time of a draft step over that of a plain step, at temperature 0."""
+    predicted: tuple[Predicted, ...]
+    """By temperature."""
+
+    @property
+    def speedup(self) -> float:
+        """Mean of the predicted speedups."""
+        return sum(each.speedup for each in self.predicted) / len(self.predicted)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decoded:
+    """The best setting and `naive`, in turns at one temperature."""
+
+    temperature: float
     speedup: float
-    """Measured speedup at `num_draft`: tokens/s of `share` over `naive`."""
+    """Tokens/s of `share` over `naive`."""
     naive_tokens_per_second: float
     share_tokens_per_second: float
     tau: float
-    """Mean tokens per round, measured at `num_draft`."""
+    """Mean tokens per round."""
     identical: float
     """Share of questions with the same tokens as `naive`."""
 
@@ -85,13 +109,15 @@ def add_parser(subparsers: Any) -> None:
         "--quants",
         default=QUANTS,
         metavar="LIST",
-        help="settings, with + before each PROJECTION=BITS, since commas separate settings",
+        help="settings, with + before each PROJECTION=BITS, since commas separate settings; those that are calibrated "
+        "are measured without and with their calibration",
     )
     group.add_argument(
         "--keep",
-        default=PROJECTIONS,
+        default=KEPT,
         metavar="LIST",
-        help=f"projections which are kept at full precision in turn, with the others as --draft-quant says; or {NONE}",
+        help="projections, or layers=0+29, which are kept at full precision in turn, with the others as --draft-quant "
+        f"says; or {NONE}",
     )
     arguments.add_questions(group, NUM_QUESTIONS, MAX_NEW_TOKENS)
     arguments.add_out_dir(group, "tune")
@@ -106,27 +132,25 @@ def run(args: argparse.Namespace) -> int:
     if given.explicit_tree is not None:
         raise ValueError("tune measures chains, not trees; remove --tree")
     quants = settings_of(args.quants, args.keep, given.quant, args.quant_skip)
-    teacher_draft = given.num_draft or min(TEACHER_DRAFT, given.max_draft)
-    config = replace(given, num_draft=None, max_draft=max(given.max_draft, teacher_draft), tree="off")
+    quants = [each for quant in quants for each in (quant, *_calibrated(quant, given))]
+    config = replace(given, num_draft=None, max_draft=max(given.max_draft, TEACHER_DRAFT), tree="off")
     asked = first_turns(args.questions, args.num_questions).questions
-    params = SamplingParams(max_new_tokens=args.max_new_tokens)
+    params = SamplingParams(max_new_tokens=args.max_new_tokens, seed=0)
     out_dir = environment.out_folder(args.out_dir, "tune")
     measured: list[Measured] = []
     with loading_bars() as progress:
         for quant in quants:
             progress("measuring settings", len(measured), len(quants))
-            here = replace(config, quant=quant)
-            measured.append(measure(here, asked, params, teacher_draft=teacher_draft, progress=progress))
-    best = max(measured, key=lambda each: each.speedup)
-    _show(measured, best)
-    for each in measured:
-        if each.identical < 1:
-            err_console.print(f"[bold red]{each.quant} differs from naive in some tokens[/]")
-    _keep(config, quants[measured.index(best)], best)
+            measured.append(measure(replace(config, quant=quant), asked, params, progress=progress))
+        best = max(measured, key=lambda each: each.speedup)
+        quant = quants[measured.index(best)]
+        decoded = decode(replace(config, quant=quant), best, asked, params, progress=progress)
+    _show(measured, best, decoded)
+    _keep(config, quant, best)
     sizes = {name: getattr(args, name) for name in ("questions", "num_questions", "max_new_tokens")}
-    about = environment.conditions(config, ("share",), teacher_draft=teacher_draft, **sizes)
-    results = {**about, "best": best.quant, "measured": [asdict(each) for each in measured]}
-    environment.write_results(out_dir / "tune.json", results)
+    about = environment.conditions(config, ("share",), **sizes)
+    results = {"best": best.quant, "measured": [*map(asdict, measured)], "decoded": [*map(asdict, decoded)]}
+    environment.write_results(out_dir / "tune.json", {**about, **results})
     return 0
 
 
@@ -137,67 +161,116 @@ def settings_of(quants: str, keep: str, base: QuantConfig, skips: Sequence[str] 
     return list(dict.fromkeys((*listed, *kept)))
 
 
-def _without(base: QuantConfig, projection: str) -> QuantConfig:
-    if projection == HEAD:
+def _without(base: QuantConfig, kept: str) -> QuantConfig:
+    if kept == HEAD:
         return replace(base, head_bits=None)
-    bits = {name: bits for name, bits in dict(base.proj_bits).items() if name != projection}
-    return replace(base, proj_bits=bits, skip_projs=(*base.skip_projs, projection))
+    if "=" in kept:
+        layers = QuantConfig.parse(base.method, [kept.replace("+", ",")]).skip_layers
+        return replace(base, skip_layers=(*base.skip_layers, *layers))
+    bits = {name: bits for name, bits in dict(base.proj_bits).items() if name != kept}
+    return replace(base, proj_bits=bits, skip_projs=(*base.skip_projs, kept))
+
+
+def _calibrated(quant: QuantConfig, config: EngineConfig) -> list[QuantConfig]:
+    """Return a setting with its calibration, if there is one that mode share uses here."""
+    from sharesd.weights.quant_tuning_cache import with_calibration
+
+    found = with_calibration(quant, config)
+    return [found] if found.calibrated and not quant.calibrated else []
 
 
 def measure(
+    config: EngineConfig, asked: Sequence[Question], params: SamplingParams, *, progress: Progress = silent
+) -> Measured:
+    """Load, measure and free one setting."""
+    from sharesd.speculation.draft_tree import chain
+    from sharesd.startup.cost_profiler import measure_costs  # torch takes seconds, mistakes should not
+
+    llm, prompts = _loaded(config, asked, params, progress)
+    runtime, predicted = llm.runtime, []
+    runtime.engine.variant(params, "share").policy.pinned = chain(TEACHER_DRAFT)  # rounds are timed below
+    runtime.warm_up("share", params)
+    costs, _ = measure_costs(runtime.engine, "share", params)
+    for temperature in TEMPERATURES:
+        alpha, agreement = _acceptance(llm, prompts, replace(params, temperature=temperature))
+        num_draft = best_length(alpha, costs, config.max_draft)
+        predicted.append(
+            Predicted(
+                temperature=temperature,
+                alpha=alpha,
+                agreement=agreement,
+                num_draft=num_draft,
+                v=costs.of_step(1 + num_draft) / costs.of_step(1),
+                speedup=expected_speedup(alpha, num_draft, costs),
+            )
+        )
+    report = runtime.report("share").quant
+    assert report is not None
+    return Measured(
+        quant=str(config.quant),
+        quantized_bytes=report.quantized_bytes,
+        c=costs.draft / costs.of_step(1),
+        predicted=tuple(predicted),
+    )
+
+
+def _loaded(
+    config: EngineConfig, asked: Sequence[Question], params: SamplingParams, progress: Progress
+) -> tuple[LLM, list[list[int]]]:
+    """Return a model and the prompts of questions."""
+    from sharesd.llm import LLM
+
+    llm = LLM.from_config(config, ("naive", "share"), reuse=False, progress=progress)
+    sizes = {"max_new_tokens": params.max_new_tokens, "max_context": llm.max_context}
+    return llm, list(prompts_of(llm.tokenizer, asked, **sizes).values())
+
+
+def _acceptance(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams) -> tuple[float, Agreement | None]:
+    """Return how often a draft token is accepted, and the agreement behind it if answers can be followed."""
+    from sharesd.models.decoder import Decoder
+    from sharesd.speculation.draft_tree import chain
+
+    runtime = llm.runtime
+    if isinstance(runtime.target, Decoder) and runtime.config.tensor_parallel == 1:
+        seed = params.seed if params.temperature else None
+        agreement = measure_agreement(runtime, prompts, params.max_new_tokens, seed)
+        return agreement.greedy if seed is None else agreement.same_noise, agreement
+    runtime.engine.variant(params, "share").policy.pinned = chain(TEACHER_DRAFT)
+    llm.generate(prompts, params, mode="share")
+    return runtime.engine.stats.alpha, None
+
+
+def decode(
     config: EngineConfig,
+    best: Measured,
     asked: Sequence[Question],
     params: SamplingParams,
     *,
-    teacher_draft: int,
     progress: Progress = silent,
-) -> Measured:
-    """Load, measure and free one setting."""
-    from sharesd.engine.stats import Stats
-    from sharesd.llm import LLM  # torch takes seconds, mistakes should not
-    from sharesd.models.decoder import Decoder
+) -> list[Decoded]:
+    """Decode chains of the predicted lengths and `naive` in turns, at each temperature."""
     from sharesd.speculation.draft_tree import chain
-    from sharesd.startup.cost_profiler import measure_costs
 
-    llm = LLM.from_config(config, ("naive", "share"), reuse=False, progress=progress)
-    runtime = llm.runtime
-    sizes = {"max_new_tokens": params.max_new_tokens, "max_context": runtime.max_context}
-    prompts = list(prompts_of(runtime.tokenizer, asked, **sizes).values())
-    for mode in runtime.modes:
-        runtime.warm_up(mode, params)
-    engine = runtime.engine
-    policy = engine.variant(params, "share").policy
-    policy.pinned = chain(teacher_draft)
-    teacher = Stats()
-    for prompt in prompts:
-        llm.generate([prompt], params, mode="share")
-        teacher.merge(engine.stats)
-    agreement = None
-    if isinstance(runtime.target, Decoder) and config.tensor_parallel == 1:
-        agreement = measure_agreement(runtime, prompts, params.max_new_tokens)
-    costs, _ = measure_costs(engine, "share", params)
-    num_draft = best_length(teacher.alpha, costs, config.max_draft)
-    policy.pinned = chain(num_draft)
-    stats, num_identical = take_turns(llm, runtime.modes, prompts, params)
-    naive_speed, share_speed = (stats[mode].tokens_per_second for mode in ("naive", "share"))
-    report = runtime.report("share").quant
-    assert report is not None
-    plain = costs.of_step(1)
-    return Measured(
-        quant=report.spec,
-        quantized_bytes=report.quantized_bytes,
-        c=costs.of_draft(chain(num_draft)) / num_draft / plain,
-        v=costs.of_step(1 + num_draft) / plain,
-        alpha=teacher.alpha,
-        agreement=agreement,
-        num_draft=num_draft,
-        expected=expected_speedup(teacher.alpha, num_draft, costs),
-        speedup=share_speed / naive_speed if naive_speed else 0.0,
-        naive_tokens_per_second=naive_speed,
-        share_tokens_per_second=share_speed,
-        tau=stats["share"].tau,
-        identical=num_identical / len(prompts),
-    )
+    llm, prompts = _loaded(config, asked, params, progress)
+    runtime, decoded = llm.runtime, []
+    for predicted in best.predicted:
+        here = replace(params, temperature=predicted.temperature)
+        for mode in runtime.modes:
+            runtime.warm_up(mode, here)
+        runtime.engine.variant(here, "share").policy.pinned = chain(predicted.num_draft)
+        stats, num_identical = take_turns(llm, runtime.modes, prompts, here)
+        naive_speed, share_speed = (stats[mode].tokens_per_second for mode in ("naive", "share"))
+        decoded.append(
+            Decoded(
+                temperature=predicted.temperature,
+                speedup=share_speed / naive_speed if naive_speed else 0.0,
+                naive_tokens_per_second=naive_speed,
+                share_tokens_per_second=share_speed,
+                tau=stats["share"].tau,
+                identical=num_identical / len(prompts),
+            )
+        )
+    return decoded
 
 
 def expected_speedup(alpha: float, num_draft: int, costs: Costs) -> float:
@@ -235,24 +308,25 @@ def _keep(config: EngineConfig, quant: QuantConfig, best: Measured) -> None:
     console.print(f"--draft-quant auto now uses {quant}: {file}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _agreement_cells(agreement: Agreement | None) -> tuple[str, str, str]:
-    if agreement is None:
-        return "-", "-", "-"
-    return f"{agreement.greedy:.3f}", f"{agreement.overlap:.3f}", f"{agreement.same_noise:.3f}"
-
-
-def _show(measured: Sequence[Measured], best: Measured) -> None:
-    head = ("drafts", "c", "v", "alpha", "agree", "overlap", "same noise", "K", "expected", "measured")
+def _show(measured: Sequence[Measured], best: Measured, decoded: Sequence[Decoded]) -> None:
     rows = [
         [
-            f"{each.quant} *" if each is best else each.quant,
-            *(f"{value:.3f}" for value in (each.c, each.v, each.alpha)),
-            *_agreement_cells(each.agreement),
-            str(each.num_draft),
-            f"{each.expected:.2f}x",
-            f"{each.speedup:.2f}x",
+            each.quant,
+            f"{each.quantized_bytes / 1e6:.1f}",
+            f"{each.c:.2f}",
+            *(cell for part in each.predicted for cell in _cells(part)),
         ]
-        for each in measured
+        for each in sorted(measured, key=lambda each: -each.speedup)
     ]
-    title = "mode share by quantization of drafts (* best measured)"
+    head = ("drafts", "MB", "c", *(name for at in TEMPERATURES for name in ("alpha", "K", f"T = {at:.0f}")))
+    title = "predicted speedups of mode share by quantization of drafts, best first"
     console.print(Section(title, head, rows).table())
+    for each in decoded:
+        text = f"{best.quant} at T = {each.temperature:.0f}: {each.speedup:.2f}x, in turns with naive"
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        if each.identical < 1:
+            err_console.print(f"[bold red]{best.quant} differs from naive in some tokens[/]")
+
+
+def _cells(predicted: Predicted) -> tuple[str, ...]:
+    return f"{predicted.alpha:.3f}", str(predicted.num_draft), f"{predicted.speedup:.2f}x"

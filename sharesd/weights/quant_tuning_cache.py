@@ -79,6 +79,18 @@ def best_quant(config: EngineConfig) -> QuantConfig:
     return _calibrated(found or config.quant, config, key.model)
 
 
+def with_calibration(quant: QuantConfig, config: EngineConfig) -> QuantConfig:
+    """Return a quantization as calibrated if that can be used, else as it is; the target may be downloaded."""
+    from sharesd.models.checkpoint import content_hash
+    from sharesd.models.hub import resolve_target
+    from sharesd.weights.kept_calibration import KeptCalibration
+
+    if not can_be_calibrated(quant) or config.tensor_parallel > 1:
+        return quant
+    kept = KeptCalibration(content_hash(resolve_target(config)), quant)
+    return kept.quant if kept.folder.exists() and kept.problem() is None else quant
+
+
 def _calibrated(quant: QuantConfig, config: EngineConfig, weights: str) -> QuantConfig:
     """Return a quantization as calibrated, or as it is, with a line if there is a calibration that is not used."""
     from sharesd.drafters import selection

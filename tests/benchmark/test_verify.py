@@ -26,6 +26,8 @@ from sharesd import sampling
 from sharesd.cli import options
 from sharesd.config import EngineConfig
 from sharesd.llm import LLM
+from sharesd.models import decoder
+from sharesd.models.checkpoint import content_hash
 from sharesd.models.loader import load_decoder
 from sharesd.models.prefill import prefill
 from sharesd.models.tokenizer import load_tokenizer
@@ -35,6 +37,8 @@ from sharesd.speculation.cost_model import Costs
 from sharesd.speculation.draft_tree import VerifyResult
 from sharesd.startup.cost_fit import fit_costs
 from sharesd.weights import quant_tuning_cache
+from sharesd.weights.calibrate import calibrate
+from sharesd.weights.kept_calibration import Answer, KeptCalibration
 from sharesd.weights.quant_tuning_cache import TuningKey, load_tuned, save_tuned, tuning_key
 from sharesd_command import main
 from tests.helpers.block_parts import ggml_type
@@ -256,32 +260,52 @@ def config_of(*argv: str) -> EngineConfig:
 @pytest.mark.smoke
 def test_settings_are_measured_and_the_best_is_kept(tiny: Path, tmp_path: Path, capsys: Any) -> None:
     sizes = ["--num-questions", "2", "--max-new-tokens", "12", "--max-context", "512", "--max-speculative-tokens", "4"]
-    argv = ["tune", "--target", str(tiny), "--quants", "hqq:8:64,hqq:4:64+head=4"]
-    assert main([*argv, "--draft-quant", "hqq:4:64", "--keep", "down", *sizes, "--out-dir", str(tmp_path / "out")]) == 0
+    argv = ["tune", "--target", str(tiny), "--quants", "hqq:4:64+head=4"]
+    calibrated = KeptCalibration(content_hash(tiny), DEFAULT)
+    calibrated.begin(tiny, [0, 1, None], [Answer(list(range(3, 13)), list(range(20, 220)))] * 5)
+    calibrate(load_decoder(tiny, dtype=torch.bfloat16), calibrated.answers(), calibrated)
+    assert main([*argv, "--draft-quant", "hqq:8:64", "--keep", "layers=0", *sizes, "--out-dir", f"{tmp_path}/out"]) == 0
     report = json.loads((tmp_path / "out" / "tune.json").read_text())
     measured = report["measured"]
-    assert [each["quant"] for each in measured] == ["hqq:8:64", "hqq:4:64,head=4", "hqq:4:64 skip proj=down"]
+    names = ["hqq:4:64,head=4", "hqq:4:64,head=4,calibrated", "hqq:8:64 skip layers=0"]
+    assert [each["quant"] for each in measured] == names
     for each in measured:
-        assert each["c"] > 0 and each["v"] > 0 and 0 <= each["alpha"] <= 1 and 1 <= each["num_draft"] <= 4
-        assert each["expected"] > 0 and 1 <= each["tau"] <= 1 + each["num_draft"] and each["identical"] == 1
-        agreement = each["agreement"]
-        assert agreement["num_tokens"] > 0 and 0 <= agreement["greedy"] <= 1
-        assert 0 < agreement["same_noise"] <= agreement["overlap"] <= 1
+        assert each["c"] > 0 and each["quantized_bytes"] > 0
+        for predicted, temperature in zip(each["predicted"], (0, 1), strict=True):
+            assert predicted["v"] > 0 and predicted["speedup"] > 0 and 1 <= predicted["num_draft"] <= 4
+            agreement = predicted["agreement"]
+            assert agreement["num_tokens"] > 0 and 0 < agreement["same_noise"] <= agreement["overlap"] <= 1
+            assert predicted["temperature"] == temperature
+            assert predicted["alpha"] == agreement["same_noise" if temperature else "greedy"] <= 1
+    best = max(measured, key=lambda each: sum(part["speedup"] for part in each["predicted"]))
+    assert report["best"] == best["quant"]
+    for each in report["decoded"]:
         assert each["speedup"] == pytest.approx(each["share_tokens_per_second"] / each["naive_tokens_per_second"])
-    best = max(measured, key=lambda each: each["speedup"])
-    assert report["best"] == best["quant"] and report["settings"]["teacher_draft"] == 4
+        assert 1 <= each["tau"] <= 5 and each["identical"] == 1
     [file] = tmp_path.glob("cache/settings/quant-*")
     entry = json.loads(file.read_text())["value"]
     assert str(QuantConfig.parse(entry["quant"], entry["skips"])) == best["quant"]
-    assert entry["facts"]["alpha"] == best["alpha"]
-    assert str(config_of("--target", str(tiny), "--draft-quant", "auto").quant) == best["quant"]
+    assert entry["facts"]["predicted"] == best["predicted"]
+    used = best["quant"].removesuffix(",calibrated") + ",calibrated" * ("hqq:4" in best["quant"])
+    assert str(config_of("--target", str(tiny), "--draft-quant", "auto").quant) == used
     out = capsys.readouterr().out
-    assert " * " in out and f"--draft-quant auto now uses {best['quant']}" in out
+    assert f"{best['quant']} at T = 1: " in out and f"--draft-quant auto now uses {best['quant']}" in out
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["tune.json"]
 
 
+def test_where_answers_cannot_be_followed_alpha_is_that_of_decoded_chains(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EngineConfig(target=str(tiny), quant=QuantConfig.parse("hqq:8:64"), max_context=256)
+    params = SamplingParams(max_new_tokens=12, temperature=1.0, seed=0, ignore_eos=True)
+    with LLM.from_config(config, ("naive", "share")) as llm:
+        monkeypatch.setattr(decoder, "Decoder", int)  # as if transformers ran the model
+        alpha, agreement = tune._acceptance(llm, list(PROMPTS.values()), params)
+    assert agreement is None and 0.5 < alpha <= 1
+
+
 def test_agreement_is_that_of_one_quantized_step_after_each_text(tiny: Path) -> None:
-    """Two rows together, one of which ends first, against texts that are read anew for each token."""
+    """Rows together, one of which ends first, against texts that are read anew for each token."""
     config = EngineConfig(target=str(tiny), quant=QuantConfig.parse("hqq:3:64"), max_batch=2, max_context=128)
     runtime = LLM.from_config(config, ("naive", "share")).runtime
     texts = [[5, 6, 7], list(range(20, 30)), [9, 8]]
@@ -328,13 +352,14 @@ def test_chance_of_equal_choices_with_the_same_noise() -> None:
 
 
 def test_settings_are_measured_once_and_keep_what_they_can() -> None:
-    names = [str(quant) for quant in settings_of(tune.QUANTS, tune.PROJECTIONS, FOUR)]
-    kept = [f"hqq:4:64 skip proj={name}" for name in ("qkv", "o", "gate_up", "down")]
-    assert names == ["hqq:8:64", "hqq:4:64", "hqq:4:64,head=4", "hqq:3:64,head=4", *kept]
+    names = [str(quant) for quant in settings_of(tune.QUANTS, tune.KEPT, DEFAULT)]
+    heads = [f"hqq:4:{group},head={bits}" for group in (64, 32) for bits in (8, 4)]
+    kept = ["hqq:4:64,head=4 skip proj=down", "hqq:4:64,head=4 skip layers=0"]
+    assert names == ["hqq:8:64,head=8", "hqq:4:64", *heads, *kept]
     base = QuantConfig.parse("hqq:4:64,down=8,head=4")
     assert settings_of("hqq:4:64,hqq:4:64", "none", base) == [FOUR]
-    without = [str(quant) for quant in settings_of("hqq:4:64", "down,head,o", base, ["layers=0"])[1:]]
-    assert without == ["hqq:4:64,head=4 skip proj=down", "hqq:4:64,down=8", "hqq:4:64,down=8,head=4 skip proj=o"]
+    without = [str(quant) for quant in settings_of("hqq:4:64", "down,head,layers=1+7", base, ["layers=0"])[1:]]
+    assert without == ["hqq:4:64,head=4 skip proj=down", "hqq:4:64,down=8", f"{base} skip layers=1,7"]
 
 
 def test_the_formula() -> None:
