@@ -215,7 +215,7 @@ class JsonCache:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            log.warning("%s is ignored and made anew, it cannot be read (%r)", self.file, error)
+            log.warning("%s cannot be read and is replaced (%r)", self.file, error)
             return None
 
     def save(self, value: Any) -> Path:

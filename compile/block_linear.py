@@ -86,7 +86,7 @@ class BlockPart(NamedTuple):
     def in_features(self) -> int:
         """Number of inputs.
 
-        Raises ValueError if the type has no kernel, or the rows are no blocks.
+        Raises ValueError if the type has no kernel, or the rows are not whole blocks.
         """
         if self.type in NUMBERS:
             return self.raw.shape[1]

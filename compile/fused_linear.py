@@ -25,8 +25,8 @@ def project(
 ) -> Tensor:
     """Return residual + linear(norm(x)), gated by an activation's name if `gated`.
 
-    Gated outputs are act(first half) * second half, but for SWIGLU_OAI. A linear with a true attribute `fuses` is given
-    all of it.
+    Gated outputs are act(first half) * second half, except for SWIGLU_OAI. A linear with a true attribute `fuses` is
+    given all of it.
     """
     if getattr(linear, "fuses", False):
         return linear(x, norm=norm, gated=gated, residual=residual)

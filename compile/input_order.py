@@ -14,7 +14,7 @@ from torch import Tensor
 def common_order(orders: Sequence[Tensor | None], num_inputs: int) -> Tensor | None:
     """Return the order of all parts; None: as the inputs come.
 
-    Raises ValueError if parts differ, or the order is no permutation of the inputs.
+    Raises ValueError if parts differ, or the order is not a permutation of the inputs.
     """
     if not all(same_order(order, orders[0]) for order in orders):
         raise ValueError("parts of a linear have their inputs in different orders; use --dequantize")

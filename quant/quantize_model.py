@@ -234,7 +234,7 @@ def _draft_with_fewer(model: nn.Module, experts: int, switch: Switch | None) -> 
     """Choose so many experts of a token, in mixtures that say how many: with a switch, where it is set."""
     mixtures: list[Any] = [module for module in model.modules() if hasattr(module, "draft_experts")]
     if not mixtures:
-        raise ValueError(f"experts is {experts} and this model is no mixture of experts; use hqq:4:64,head=4")
+        raise ValueError(f"experts is {experts} and this model is not a mixture of experts; use hqq:4:64,head=4")
     most = min(module.num_experts_per_tok for module in mixtures)
     if experts >= most:
         raise ValueError(f"experts is {experts} and the target itself chooses {most} for a token; give fewer")

@@ -28,7 +28,7 @@ from sharesd.reports.tables import (
     write_json,
 )
 
-WIDENED = "SmolLM2-135M-Instruct widened to"  # begin of names that `sharesd bench widen` gives
+WIDENED = "SmolLM2-135M-Instruct widened to"  # prefix of names that `sharesd bench widen` gives
 MAX_DIVERGENCES = 10  # differences listed in the report; summary.json has all
 HEADLINE = ("mode", "tok/s", "speedup", "tau", "alpha", "identical", "first token", "extra mem")
 LEGEND = (

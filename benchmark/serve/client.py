@@ -26,7 +26,7 @@ class Answer:
     chunks_s: list[float] = field(default_factory=list)
     """Seconds from sending to each chunk with choices, role-only first chunks excluded."""
     text: str = ""
-    num_ids: int = 0  # token ids that came along, if the server sends them
+    num_ids: int = 0  # token ids in the chunks, if the server sends them
     prompt_tokens: int | None = None  # count of the server
     output_tokens: int | None = None  # count of the server, else of ids
     failure: str | None = None  # kind of failure; None: a whole answer

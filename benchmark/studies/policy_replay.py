@@ -43,7 +43,7 @@ STEPS = {
     "dear": {1: 1.0, 2: 1.35, 3: 1.7, 5: 2.4, 9: 3.8},
     "gpu": {1: 1.0, 2: 1.02, 3: 1.03, 5: 1.05, 9: 1.08},
 }
-"""Machine -> a step by its tokens, with the demo model; on `dear`, drafts hardly pay."""
+"""Machine -> a step by its tokens, with the demo model; on `dear`, drafts barely pay."""
 DRAFTS = {
     ("avx512", "share"): (0.35, 0.04, 0.40, 0.0),
     ("avx2", "share"): (0.47, 0.03, 0.6, 0.0),
@@ -117,7 +117,7 @@ PARTS: dict[str, list[tuple[object, str, object]]] = {
     "without calibrated confidence": [(draft_scorer.ProbabilityCalibration, "record", lambda *_: None)],
     "without rests of tables": [(query_gate.QueryGate, "pays", lambda *_: True)],
     "without corrected promises of tables": [(acceptance_stats.LookupCalibration, "ratio", property(lambda _: 1.0))],
-    "without acceptance apart beside a match": [(Policy, "tables_match", property(lambda _: False, lambda *_: None))],
+    "without separate acceptance near a match": [(Policy, "tables_match", property(lambda _: False, lambda *_: None))],
     "without the share of the slowest row": [(Policy, "_share", property(lambda _: 1.0))],
 }
 """What is left out -> replaced attributes."""

@@ -102,7 +102,7 @@ def add_parser(subparsers: Any) -> None:
         "--calibrate",
         action="store_true",
         help="calibrate --draft-quant (default: what auto would use) for --draft-quant auto, and measure nothing; what "
-        "was interrupted goes on where it stopped",
+        "was interrupted resumes",
     )
     group = parser.add_argument_group("measurement")
     group.add_argument(

@@ -322,7 +322,7 @@ def _tensor(part: _Part, real: Tensor, norm_scale: float, seed: int) -> Tensor:
 
 
 def _dithered(part: _Part, real: Tensor, seed: int) -> Tensor:
-    """Return a real matrix with as much error as rounding to blocks made, drawn anew by seed and name.
+    """Return a real matrix with as much error as rounding to blocks made, drawn by seed and name.
 
     Weights of a model that was expanded from such blocks lie on a grid. Blocks of embedding and LM head have 8 bits,
     others 4.

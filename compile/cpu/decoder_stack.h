@@ -58,7 +58,7 @@ struct Step {
   Norm norm;  // of the result; none unless these are the last blocks
   int64_t B, T, H, K, S, d, r, D, mlp, activation, quantized, threads, recent;
   TreeAttentionMask tree;
-  void* features;  // [B, S, num_taps * D]: rows after so many blocks are copied to their slots, null: none
+  void* features;  // [B, S, num_taps * D]: rows after the tapped blocks are copied to their slots, null: none
   int64_t num_taps;
   const int64_t* taps;  // counted from the first of these blocks; one more than there are: after the norm
   int64_t* lost;  // nanoseconds lost to descheduled threads are added here
@@ -122,7 +122,7 @@ void rotate(T* x, const T* cos, const T* sin, int64_t r) {
   }
 }
 
-// Begin of a thread's share of a product's weights; null if that does not matter.
+// Start of a thread's share of a product's weights; null if that does not matter.
 template <typename T>
 const void* begin_of(const Linear* l, int64_t me, int64_t all) {
   if (!l || l->bits) return nullptr;

@@ -35,7 +35,7 @@ struct HeadStep {
   int64_t P;
   Linear fuse, mix, lm_head;  // F -> D, 2 D -> D, D -> draft tokens; without a weight: none
   Norm features_norm;    // [F], of features
-  int64_t normed_parts;  // so many equal parts of them are each normalised by themselves
+  int64_t normed_parts;  // number of equal parts of them, each normalised by itself
   Norm embed_norm, state_norm;
   int64_t normed;        // the residual stream begins with the normalised state
   int64_t norms_states;  // states are the output of the norm before the LM head

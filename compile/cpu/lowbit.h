@@ -68,7 +68,7 @@ void round_rows(const T* x, int64_t M, int64_t K, std::vector<E>& to, RoundedRow
   }
 }
 
-// Codes in the order that products with weights of so many bits read.
+// Codes in the order that products with weights of this many bits read.
 template <typename T>
 void round_rows(int64_t bits, const T* x, int64_t M, int64_t K, RoundedRows& r) {
   if (bits == 4) round_rows(x, M, K, r.codes8, r);

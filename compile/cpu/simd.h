@@ -64,7 +64,7 @@ SHARESD_OPERATOR(==)
 #undef SHARESD_ARITHMETIC
 #undef SHARESD_OPERATOR
 
-// A vector of so many bytes.
+// A vector of this many bytes.
 template <typename E, size_t BYTES, bool FITS = (BYTES <= kRegister)> struct VectorOf {
   typedef E type __attribute__((vector_size(BYTES)));
 };

@@ -11,7 +11,7 @@ WHITE_SPACE = r" |\n {0,24}"
 
 
 def from_json_schema(schema: Mapping[str, Any]) -> str:
-    """Return a schema's grammar; ValueError if `x-guidance`, llguidance's options, is no object."""
+    """Return a schema's grammar; ValueError if `x-guidance`, llguidance's options, is not an object."""
     return json.dumps({"grammars": [{"json_schema": _with_options(schema)}]})
 
 

@@ -103,7 +103,7 @@ class Drafter:
         """
 
     def draft(self, context: DraftContext, shape: DraftShape) -> DraftTree:
-        """Return a draft after each row's root; on the host perhaps smaller."""
+        """Return a draft after each row's root; on the host it may be smaller."""
         raise NotImplementedError
 
     def commit(

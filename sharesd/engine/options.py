@@ -23,7 +23,7 @@ class EngineOptions:
     """Limits, forms of rounds and hooks of one engine."""
 
     max_context: int
-    """Most tokens of prompt and answer.
+    """Maximum tokens of prompt and answer.
 
     The cache needs two verify steps more, three with `async_scheduling`: finished rows rest after the context.
     """

@@ -53,7 +53,7 @@ class PrefillScheduler:
         prefill_chunk: int | None,
         offloaded: bool = False,
     ) -> None:
-        """Build a scheduler; arguments as of `Engine`.
+        """Build a scheduler; arguments as for `Engine`.
 
         If `offloaded`, a pass takes the same time for many tokens as for few, so chunks are large.
 

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 ENDING = ".kv.safetensors"
 MIN_TOKENS = 16
-"""Least tokens of a file; fewer are prefilled as fast."""
+"""Minimum tokens of a file: prefilling fewer takes no longer than reading them."""
 IDENTITY, CHECKSUM, TOKENS = "identity", "checksum", "tokens"
 DAMAGED = (SafetensorError, OSError, ValueError, LookupError, TypeError, RuntimeError)
 """Errors of reading a damaged file."""

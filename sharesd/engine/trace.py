@@ -91,7 +91,7 @@ class RoundTrace(NamedTuple):
     """Tables that added the last `filled` draft tokens."""
     filled: int
     depth: int
-    """Most draft tokens on a path."""
+    """Maximum draft tokens on a path."""
     nodes: int
     """Draft tokens of each row, at most."""
     window: int

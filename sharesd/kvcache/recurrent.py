@@ -24,13 +24,13 @@ RING = 256
 REACH = 64
 """Last tokens of a row's text after each of which another text may continue."""
 MAX_CONV_WIDTH = 16
-"""Most inputs of a short convolution."""
+"""Maximum inputs of a short convolution."""
 MAX_SPAN = RING - REACH - MAX_CONV_WIDTH
-"""Most slots above a row's text that a round may write: more would overwrite inputs that are still needed."""
+"""Maximum slots above a row's text that a round may write: more would overwrite inputs that are still needed."""
 BOUNDARY = 256
 """Distance of the places in a prompt where a copy of the state is made."""
 NEARBY = 32
-"""A copy replaces one that was made less than so many tokens before, unless that is at a boundary."""
+"""A copy replaces one that was made less than this many tokens before, unless that is at a boundary."""
 STATE, PLACES = "state", "state_places"
 
 
@@ -62,7 +62,7 @@ class RecurrentState:
         self._number = {layer: number for number, layer in enumerate(layers)}
         self._copies: list[dict[int, Tensor]] = [{} for _ in range(batch)]
         self._first = [0] * batch
-        """Least number of tokens after which the ring has each row's state."""
+        """Minimum number of tokens after which the ring has each row's state."""
 
     def of_layer(self, layer: int) -> Tensor | None:
         """Return the inputs [B, R, D] of a block's convolution; None if it has none."""
@@ -147,7 +147,7 @@ class RecurrentState:
         return num_tokens >= max(self._first[row], num_cached - REACH)
 
     def _places(self, num_tokens: int) -> Tensor:
-        """Return where the ring has the state after so many tokens; before a text there may be anything."""
+        """Return where the ring has the state after this many tokens; what is there before a text is undefined."""
         return torch.arange(num_tokens - self.width + 1, num_tokens, device=self.inputs_NBRD.device) % self.size
 
     def _state(self, row: int, num_tokens: int) -> Tensor:

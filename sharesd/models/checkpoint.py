@@ -74,7 +74,7 @@ _GGUF_KINDS: Mapping[str, tuple[str, str]] = {
     "controlvector": ("a control vector", _GGUF_MODEL),
     "vocab": ("a vocabulary alone, without weights", _GGUF_MODEL),
 }
-"""Values of general.type, or architectures, that are no language model."""
+"""Values of general.type, or architectures, that are not language models."""
 
 
 def refuse_file(path: Path, shown: object) -> ValueError:
@@ -119,7 +119,7 @@ def what_begins_so(beginning: bytes) -> tuple[str, str]:
 
 
 def refuse_other_gguf(metadata: Mapping[str, Any], has_tensors: bool) -> None:
-    """Raise ValueError for a .gguf file that is no language model."""
+    """Raise ValueError for a .gguf file that is not a language model."""
     for key in ("general.type", "general.architecture"):
         if (kind := str(metadata.get(key))) in _GGUF_KINDS:
             what, remedy = _GGUF_KINDS[kind]
@@ -237,7 +237,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Return config.json without sections of null.
 
     Raises:
-        ValueError: the folder is no checkpoint.
+        ValueError: the folder is not a checkpoint.
     """
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; give a checkpoint folder, a .gguf file or a hub id")

@@ -18,7 +18,7 @@ class LayerType(NamedTuple):
     """Properties in which the layers of one model differ."""
 
     window: int
-    """Only the last so many tokens are seen; 0 = all."""
+    """Number of last tokens that are seen; 0: all."""
     rope: int
     """Index into `DecoderConfig.rope_parameters`; -1 = no positions (NoPE)."""
     has_experts: bool = False

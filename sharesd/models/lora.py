@@ -109,7 +109,7 @@ def _pairs(adapter: Path) -> dict[str, dict[str, Tensor]]:
     """Return weight name -> factors A and B.
 
     Raises:
-        ValueError: a tensor is no factor of a linear, or one of two is missing.
+        ValueError: a tensor is not a factor of a linear, or one of two is missing.
     """
     from sharesd.models.weight_mapping import text_name  # imports the decoder
 

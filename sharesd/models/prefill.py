@@ -59,8 +59,8 @@ def next_padded_piece(model: CausalModel, cache: StaticKVCache, num_read: int, l
     """Return the next piece of a prompt, padded to a fixed size.
 
     For devices on which a row's bits depend on the number of rows. The piece ends at a multiple of CHUNK or at the end
-    of the prompt. Results then depend on the prompt alone, if the tokens before were read in this way, up to a multiple
-    of CHUNK.
+    of the prompt. Results then depend on the prompt alone, if the tokens before were read the same way, up to a
+    multiple of CHUNK.
     """
     end = min(length, whole_chunks(num_read) + CHUNK)
     sizes = [size for size in PIECES if size == CHUNK or size not in model.step_widths]

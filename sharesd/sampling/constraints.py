@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 MAX_COMPILED = 64
 """Number of kept compiled grammars; the least recently used is dropped first."""
 MAX_LEXER_STATES = 20_000
-"""Most lexer states of a grammar, of one or two kilobytes each."""
+"""Maximum lexer states of a grammar, of one or two kilobytes each."""
 MAX_PROBED = 8
-"""Most first tokens that are tried when a grammar is compiled."""
+"""Maximum first tokens that are tried when a grammar is compiled."""
 _LIMIT = re.compile(r"too (big|many|complex|large)|limit")
 """What the package writes where a grammar is beyond its limits, not wrong."""
 _SHOWN = 300

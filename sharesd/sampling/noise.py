@@ -69,7 +69,7 @@ def native_gumbel(
 ) -> Tensor:
     """Return `gumbel` in float32, for tokens `ids`, by the CPU kernel.
 
-    Takes a tenth of the time; equal but for units in the last place.
+    Takes a tenth of the time; equal except for units in the last place.
     """
     noise_RV = hashed_gumbel(*_rows(seeds_B, positions_BT, stream), vocab_size, _HASH, ids_K)
     return noise_RV.view(*positions_BT.shape, -1)

@@ -497,7 +497,7 @@ def _draft_conflicts(resolved: ResolvedConfig) -> Iterator[str]:
         chosen = chooses_experts(resolved.folder, resolved.device)
         if chosen == 0:
             yield (
-                f"draft_quant is {config.quant.spec}, and the target is no mixture of experts that runs natively on "
+                f"draft_quant is {config.quant.spec}, and the target is not a mixture of experts that runs natively on "
                 f"{resolved.device}; use hqq:4:64,head=4"
             )
         elif config.quant.experts >= chosen:

@@ -21,7 +21,7 @@ NESTED = QuantConfig(method="nested")
 
 
 def fewer_experts(chosen: int) -> QuantConfig:
-    """Return drafts of a mixture that chooses so many experts for a token."""
+    """Return drafts of a mixture that chooses this many experts for a token."""
     return QuantConfig(method="stored", experts=min(2, chosen - 1))
 
 
@@ -56,7 +56,7 @@ def _is_q8(config: EngineConfig, folder: Path) -> bool:
 
 
 def chooses_experts(folder: Path, device: torch.device) -> int:
-    """Return the experts of a token; 0 for a model that is no mixture, or no native decoder."""
+    """Return the experts of a token; 0 for a model that is not a mixture, or not a native decoder."""
     try:
         found = native_config(folder, device).experts
     except UnsupportedArchitecture:

@@ -52,7 +52,7 @@ def choose_streams(drafts: SharedDrafts, *, by_name: bool) -> Kernels:
 
 
 def obstacle(drafts: SharedDrafts) -> str | None:
-    """Return why drafts are no streams by options, model and card."""
+    """Return why options, model or card rule out drafts read as streams."""
     from compile.cuda.stream import GROUPS  # on GPUs only
 
     config, quant = drafts.config, drafts.config.quant

@@ -179,7 +179,7 @@ class MemoryEstimate:
         longest = CHUNK if self._on_gpu else LONG_CHUNK  # tokens of a prompt at a time, one row after the other
         read = min(longest, self.config.planned_context)
         inner = c.intermediate_size
-        if c.experts is not None:  # whose results are kept for so many rows, next to a sum in float32
+        if c.experts is not None:  # whose results are kept for this many rows, next to a sum in float32
             inner = max(inner, c.experts.intermediate_size) + 2 * c.hidden_size
         inner += c.hidden_size * any(c.conv_widths)  # thirds of the first product
         activations = read * (4 * c.hidden_size + 3 * inner) * self._dtype.itemsize
@@ -354,7 +354,7 @@ class MemoryEstimate:
         return found
 
     def _share_of_blocks(self, rows: int, chosen: int | None = None) -> float:
-        """Return the share of the blocks' bytes that a step of so many rows reads, see `_share_read`."""
+        """Return the share of the blocks' bytes that a step of this many rows reads, see `_share_read`."""
         places = [place for layout in self._block_layouts(None) for place in layout.places]
         read = sum(self._share_read(place.name, rows, chosen) * place.nbytes for place in places)
         return read / sum(place.nbytes for place in places)

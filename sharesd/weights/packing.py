@@ -56,7 +56,7 @@ class KeptRecords:
         return linear
 
     def keep(self, progress: Progress) -> None:
-        """Write records that were not mapped; a full disk is no error."""
+        """Write records that were not mapped; a full disk is not an error."""
         linears, self._linears = self._linears, []
         if self.is_mapped or not linears:
             return

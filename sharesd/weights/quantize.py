@@ -47,7 +47,7 @@ class ModelQuantizer:
     ) -> None:
         """`folder`: checkpoint; None: uncached tensors in memory. `build`: function that returns a packer.
 
-        It is given True for linears that a target keeps beside its full ones.
+        It is given True for linears that a target keeps next to its full ones.
         """
         self._config, self._device, self._folder = config, device, folder
         self._build, self._progress = build, progress

@@ -104,8 +104,12 @@ def test_auto_drafts_with_fewer_experts_where_that_is_predicted_to_pay(
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("dense", {}, "draft_quant is stored,experts=1, and the target is no mixture .* on cpu; use hqq:4:64,head=4"),
-        ("dense", {"quant": "hqq:4:64,experts=1"}, "hqq:4:64,experts=1, and the target is no mixture"),
+        (
+            "dense",
+            {},
+            "stored,experts=1, and the target is not a mixture .* on cpu; use hqq:4:64,head=4",
+        ),
+        ("dense", {"quant": "hqq:4:64,experts=1"}, "hqq:4:64,experts=1, and the target is not a mixture"),
         ("mixture", {"quant": "stored,experts=2"}, "stored,experts=2, and the target chooses 2 experts .*; give fewer"),
         ("mixture", {"mode": "classic"}, "drafts would be a second model of as many bytes; use mode share"),
         ("mixture", {"mode": "eagle", "head_quant": "hqq:4:64,experts=1"}, "head_quant is hqq.* and no experts"),

@@ -96,7 +96,7 @@ def test_an_old_or_damaged_form_is_made_anew(content: bytes, cache: JsonCache, c
     file.write_bytes(content)
     with caplog.at_level(logging.WARNING):
         assert cache.load(float) is None
-    assert caplog.text.count(f"{file} is ignored and made anew") == 1
+    assert caplog.text.count(f"{file} cannot be read and is replaced") == 1
     cache.save(5)
     assert cache.load(float) == 5.0
 

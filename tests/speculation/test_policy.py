@@ -350,7 +350,7 @@ def test_costs_are_kept_and_damaged_ones_measured_again(
         value = kept | {"step": {"1": first, "9": 8.0}}
         file.write_text(json.dumps(entry | {"value": value}))
         assert 0 < costs_of(Runtime(config, ("share",))).step[1] < 7
-    assert "made anew" in caplog.text
+    assert "is replaced" in caplog.text
     assert costs_of(runtime, "suffix").step and costs_of(runtime, "hybrid").step
 
 

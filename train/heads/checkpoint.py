@@ -16,7 +16,7 @@ from train.heads.draft_decoder import DraftDecoder, Learner, save_draft
 LAST, BEST, STATE = "last", "best", "training.pt"
 """Names in a training folder: latest head, best head, training state."""
 STEP = "step-"
-"""Begin of the names of checkpoint folders."""
+"""Prefix of the names of checkpoint folders."""
 
 
 def write_head(head: Learner, folder: Path) -> None:

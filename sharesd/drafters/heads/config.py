@@ -125,7 +125,7 @@ class HeadConfig:
     def new(
         cls, kind: Kind, target_raw: Mapping[str, Any], *, draft_vocab_size: int | None = None, **changes: Any
     ) -> HeadConfig:
-        """Return a new head's config, with the target's sizes but for `changes`."""
+        """Return a new head's config, with the target's sizes except for `changes`."""
         target = config_from_hf(target_raw)
         kept = {k: v for k, v in target_raw.items() if k not in ("layer_types", "max_window_layers", "auto_map")}
         raw = kept | {

@@ -38,7 +38,7 @@ def attend_chains(
     """Return attention [B, H, T, d] of the newest step's queries.
 
     Keys and values [B, K, T, d] are those of all steps from 0. The first s places of step s are undefined. `window`:
-    the last so many places are seen; 0: all.
+    number of last places that are seen; 0: all.
     """
     device = q_BHTd.device.type
     if torch.is_autocast_enabled(device):

@@ -44,7 +44,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def _read(config: HFConfig, pattern: int, **fields: Any) -> DecoderConfig:
-    """`pattern`: one of so many layers has full attention."""
+    """`pattern`: one layer in this many has full attention."""
     local = (1,) * config.require("num_hidden_layers") if "rope_parameters" in fields else None
     return llama_like(
         config,

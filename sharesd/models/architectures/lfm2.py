@@ -16,7 +16,7 @@ from sharesd.models.decoder_config import DecoderConfig, LayerType
 from sharesd.models.hf_config import HFConfig, wrong_value
 
 _MAX_WIDTH = 16
-"""Most inputs of a convolution: `sharesd.kvcache.recurrent` keeps more than those for each round."""
+"""Maximum inputs of a convolution: `sharesd.kvcache.recurrent` keeps more than those for each round."""
 _NAMES: dict[str, tuple[str, ...]] = {
     "attn.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "attn.o": ("self_attn.out_proj",),

@@ -1,6 +1,6 @@
 """Conversion of other architectures' .gguf files through transformers.
 
-transformers skips keys and tensors that it has no name for; a file with such a one is refused before its weights are
+transformers skips keys and tensors that it has no name for; a file that has one is refused before its weights are
 read.
 """
 

@@ -72,7 +72,7 @@ def _num_parts(file: Path) -> int:
 def models_in(folder: Path) -> list[Path]:
     """Return one file of each model in a folder, without image projectors.
 
-    Files without the ending count if no name has it, so that a partial download next to a model is no second one.
+    Files without the ending count if no name has it, so that a partial download next to a model does not count.
     """
     files = sorted(file for file in folder.iterdir() if "mmproj" not in file.name.lower())
     named = [file for file in files if is_gguf_name(file)]

@@ -97,7 +97,7 @@ class UnknownKey(ValueError):
 
 
 def unknown_key(key: str, value: Any) -> UnknownKey:
-    """Return the error that names a key and the way out."""
+    """Return the error that names a key and the remedy."""
     shown = f"[{len(value)} values]" if isinstance(value, list) else repr(value)
     return UnknownKey(
         f"key {key!r} = {shown[:60]} is not supported here and may change the answers; "
@@ -106,7 +106,7 @@ def unknown_key(key: str, value: Any) -> UnknownKey:
 
 
 def unknown_tensor(name: str, why: str = "has no place in this architecture") -> UnknownKey:
-    """Return the error that names a tensor and the way out."""
+    """Return the error that names a tensor and the remedy."""
     return UnknownKey(
         f"tensor {name!r} {why} and may change the answers; "
         f"give another file, or load it without this tensor: --ignore-key {name}"

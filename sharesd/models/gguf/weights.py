@@ -83,7 +83,7 @@ def write_weights(file: GGUFFile, config: DecoderConfig, path: Path, progress: P
 
     Biases that the file leaves out are zero.
 
-    Raises ValueError for a tensor with NaN or infinite values, unless it is an embedding that is no head.
+    Raises ValueError for a tensor with NaN or infinite values, unless it is an embedding that is not also the head.
     """
     (_, layout), names = layout_of(file), names_of(file, config)
     unchecked = () if config.tie_word_embeddings else ("token_embd.weight",)

@@ -40,7 +40,7 @@ class Affine(StoredLinear):
     ) -> None:
         """Take the planes of a linear.
 
-        `codes` returns those of some outputs, uint8 [n, K]. `group_K`: groups of the inputs, if they are no runs.
+        `codes` returns those of some outputs, uint8 [n, K]. `group_K`: groups of the inputs, if not contiguous.
         """
         super().__init__(module, (len(scale_NG), K))
         self._codes, self._bits, self._scale_NG, self._zero_NG = codes, bits, scale_NG, zero_NG.to(torch.int16)

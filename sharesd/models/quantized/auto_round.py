@@ -56,7 +56,7 @@ class AutoRound(FolderLayout):
         own.size("group_size", -1)
 
     def _own(self, module: str) -> QuantSection | None:
-        """Return what is said of a module: by its name, or by the first expression that finds it."""
+        """Return the settings of a module: by its name, or by the first expression that matches it."""
         if module in self._extra:
             return self._extra[module]
         return next((own for key, own in self._extra.items() if _finds(key, module)), None)
@@ -85,10 +85,10 @@ class AutoRound(FolderLayout):
 def _format_of(settings: QuantSection) -> str:
     """Return the format of the planes in its present name."""
     key = "packing_format" if settings.get("packing_format") is not None else "backend"
-    said = settings.get(key, "auto")
-    if said == "auto":
+    stored = settings.get(key, "auto")
+    if stored == "auto":
         return _FORMATS[0]
-    parts = [_OTHER_NAMES.get(part, part) for part in str(said).split(":")]
+    parts = [_OTHER_NAMES.get(part, part) for part in str(stored).split(":")]
     while parts and parts[-1] in _KERNELS:
         parts.pop()
     name = ":".join(parts if parts[:1] == ["auto_round"] else ["auto_round", *parts])
@@ -100,8 +100,8 @@ def _format_of(settings: QuantSection) -> str:
 def _blocks_of(settings: QuantSection) -> tuple[str, ...]:
     """Return the beginnings of the names of quantized modules; none if all blocks are."""
     key = "block_name_to_quantize"
-    said = settings.get(key, [])
-    names = said.split(",") if isinstance(said, str) else said
+    stored = settings.get(key, [])
+    names = stored.split(",") if isinstance(stored, str) else stored
     if not isinstance(names, list):
         raise settings.error(key, "a text, or a list of them")
     flat = [*chain.from_iterable([each] if isinstance(each, str) else each for each in names)]

@@ -62,9 +62,9 @@ class BitsAndBytes(FolderLayout):
         return any(plane.startswith(_STATE) for plane in planes)
 
     def linear(self, planes: Planes) -> BitsAndBytesLinear:
-        said = _state(planes, self._type)
-        N, K = said["shape"]
-        block = said["blocksize"]
+        state = _state(planes, self._type)
+        N, K = state["shape"]
+        block = state["blocksize"]
         if K % block or K % 2:
             raise planes.error("weight", f"has {K} inputs, which blocks of {block} do not divide")
         weight = planes["weight"]
@@ -73,11 +73,11 @@ class BitsAndBytes(FolderLayout):
         packed = weight.contiguous().view(-1).view(torch.uint8).view(N, K // 2)
         num = N * K // block
         if "weight.nested_absmax" in planes:
-            size = said["nested_blocksize"]
+            size = state["nested_blocksize"]
             table = planes.scales("weight.nested_quant_map", (256,))
             outer = planes.scales("weight.nested_absmax", (-(-num // size),))
             codes = planes.take("weight.absmax", [torch.uint8], (num,))
-            scale = table[codes.to(torch.int32)] * outer.repeat_interleave(size)[:num] + said["nested_offset"]
+            scale = table[codes.to(torch.int32)] * outer.repeat_interleave(size)[:num] + state["nested_offset"]
         else:
             scale = planes.scales("weight.absmax", (num,))
         table = planes.scales("weight.quant_map", (16,))
@@ -88,11 +88,11 @@ def _state(planes: Planes, kind: str) -> dict[str, Any]:
     """Return what a linear says of itself, in JSON."""
     plane = _STATE + kind
     try:
-        said = json.loads(bytes(planes.take(plane, [torch.uint8], (-1,)).tolist()))
-        whole = [*said["shape"], said["blocksize"], said.get("nested_blocksize", 1)]
+        state = json.loads(bytes(planes.take(plane, [torch.uint8], (-1,)).tolist()))
+        whole = [*state["shape"], state["blocksize"], state.get("nested_blocksize", 1)]
         is_whole = len(whole) == 4 and all(type(n) is int and n > 0 for n in whole)
-        if said["quant_type"] == kind and is_whole and abs(float(said.get("nested_offset", 0))) < 1e30:
-            return {"nested_blocksize": 1, "nested_offset": 0.0, **said}
+        if state["quant_type"] == kind and is_whole and abs(float(state.get("nested_offset", 0))) < 1e30:
+            return {"nested_blocksize": 1, "nested_offset": 0.0, **state}
     except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError):
         pass
     raise planes.error(plane, "has no sizes that can be used")

@@ -79,7 +79,7 @@ def _scales(planes: Planes, weights: QuantSection, N: int, K: int) -> Tensor:
 
 
 def _groups(planes: Planes, weights: QuantSection, K: int, G: int) -> Tensor | None:
-    """Return the groups of inputs that are no runs; else None."""
+    """Return the groups of inputs that are not contiguous; else None."""
     order = weights.get("actorder", False)
     if order not in (False, True, "group", "weight", "static", "dynamic"):
         raise weights.error("actorder", "group, weight, static or dynamic")

@@ -311,7 +311,7 @@ def _read_config(folder: Path) -> tuple[FolderLayout, DecoderConfig | None, Unsu
 
 
 def _read_weights(folder: Path, layout: FolderLayout, config: DecoderConfig | None) -> Weights:
-    """Return all weights, mapped, but for biases of zeros without a place.
+    """Return all weights, mapped, except for biases of zeros that the model has no place for.
 
     Raises ValueError for files that are damaged, and tensors that disagree with the config.
     """

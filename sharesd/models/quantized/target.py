@@ -33,7 +33,7 @@ _REMEDY = "drop --target-quant"
 _SMALLEST = 32  # inputs of a block
 _WITH_MORE_BITS = ("v_proj.weight", "down_proj.weight", "w2.weight")
 _FALLBACKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
-"""Types for rows that are no whole blocks, as llama.cpp takes them."""
+"""Types for rows that are not whole blocks, as llama.cpp chooses them."""
 
 
 def folder_to_quantize(base: Path, kind: str) -> Path:
