@@ -68,7 +68,8 @@ inline void add_group(vfloat& acc, const vfloat& scale, float xs, const vint& do
 template <typename Form, int R, int B, bool EXACT>
 void few_block_rows(const RowTile& x, const uint8_t* const (&w)[B], int64_t K, vfloat (&acc)[R][B]) {
   using Sizes = Record<Form>;
-  constexpr int64_t kAhead = (2048 + Sizes::kUnitBytes - 1) / Sizes::kUnitBytes;  // units
+  constexpr int64_t kAheadBytes = Form::kLowBytes ? 2048 : B == 1 ? 7000 : Form::kGroup == 32 ? 4000 : 2048;  // measured
+  constexpr int64_t kAhead = (kAheadBytes + Sizes::kUnitBytes - 1) / Sizes::kUnitBytes;  // units
   constexpr int64_t kLines = Form::kBytes / 64, kHalves = 32 / Form::kGroup, kPairs = 4 / kHalves;
   constexpr bool kWide = Form::kWide && kSaturates;
   const int64_t units = Sizes::units(K);
@@ -137,10 +138,17 @@ template <typename Form, int R, int B, bool EXACT>
 void few_tile(const BlockRows& x, const uint8_t* const (&w)[B], int64_t K, float* sums) {
   if constexpr (R > 1)
     if (x.M < R) return few_tile<Form, R - 1, B, EXACT>(x, w, K, sums);
-  vfloat acc[R][B] = {};
-  few_block_rows<Form, R, B, EXACT>({x, 0, 0}, w, K, acc);
-  for (int r = 0; r < R; ++r)
-    for (int b = 0; b < B; ++b) put(acc[r][b], sums + (r * B + b) * 16);
+  // A lone row waits for memory, which gives one stream faster than two. Measured: not where units have few codes for their
+  // scales, or codes are two streams already.
+  constexpr int kTogether = R == 1 && Form::kGroup == 32 && !Form::kLowBytes ? 1 : B;
+  for (int first = 0; first < B; first += kTogether) {
+    const uint8_t* some[kTogether];
+    std::copy_n(w + first, kTogether, some);
+    vfloat acc[R][kTogether] = {};
+    few_block_rows<Form, R, kTogether, EXACT>({x, 0, 0}, some, K, acc);
+    for (int r = 0; r < R; ++r)
+      for (int b = 0; b < kTogether; ++b) put(acc[r][b], sums + (r * B + first + b) * 16);
+  }
 }
 
 // Codes and scales that are unpacked next, fetched group by group while others are multiplied.
