@@ -171,6 +171,8 @@ class EngineConfig:
 
     NAME=FOLDER has a mode of that name. Modes without one use the head that comes with the embedded model.
     """
+    inner_heads: tuple[str, ...] = ()
+    """Modes whose head is in the target's checkpoint, found before weights are read."""
     head_quant: QuantConfig | None = None
     """Quantization of linears of trained heads.
 

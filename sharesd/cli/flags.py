@@ -85,7 +85,7 @@ DRAFTING = {
     ),
     "heads": Flag(
         "trained head, once for each mode, or as NAME=HEAD to add a mode NAME, so that several can be compared: "
-        + ", ".join(f"{spec.name} ({spec.source})" for spec in registry.specs("head"))
+        + ", ".join(f"{spec.name} ({spec.source})" for spec in registry.specs("head") if spec.source)
         + " (default: the one shipped with the embedded model, if there is one)",
         metavar="HEAD",
         name="--draft-head",
@@ -133,7 +133,8 @@ DRAFTING = {
     "hybrid_with": Flag(
         f"drafters of mode hybrid: one of {', '.join(registry.names('model', 'self', 'head'))}, and any of "
         f"{', '.join(registry.names('table'))} (default: eagle,suffix where there is a head of eagle, else "
-        "share,suffix; with weights that run as stored suffix,recycle)",
+        "mtp,suffix where the checkpoint has such a layer, else share,suffix; with weights that run as "
+        "stored suffix,recycle)",
         metavar="NAMES",
         name="--hybrid-drafters",
         parse=parse_types.distinct_names,

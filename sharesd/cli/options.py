@@ -184,7 +184,11 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode]) -> EngineC
     )
     known = replace(known, auto_drafters=known.hybrid_with)
     drafting = {*modes, *selection.active_drafters(known, *modes)}
-    mixes, with_second, head_modes = registry.names("mix"), selection.needing(Need.SECOND_MODEL), registry.names("head")
+    mixes, with_second, head_modes = (
+        registry.names("mix"),
+        selection.needing(Need.SECOND_MODEL),
+        registry.trained_heads(),
+    )
     if any(mode in mixes and not selection.active_drafters(known, mode) for mode in modes):  # chosen while loading
         drafting |= {*registry.names()} - {*mixes, *(with_second if draft is None else ())}
     if draft is not None and not drafting.intersection(with_second):
@@ -235,7 +239,7 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode]) -> EngineC
 def _warn_of_idle(args: argparse.Namespace, drafting: set[str], modes: set[str]) -> None:
     second = selection.needing(Need.SECOND_MODEL)
     quantized = (*selection.needing(Need.QUANTIZED_TARGET), *(() if hasattr(args, "draft") else second))
-    mixes, heads = registry.names("mix"), registry.names("head")
+    mixes, heads = registry.names("mix"), registry.trained_heads()
     drafters = tuple(spec.name for spec in registry.specs() if spec.kind != "mix")
     trees = tuple(spec.name for spec in registry.specs() if spec.is_model and Support.TREES in spec.supports)
     flags: dict[str, tuple[bool, Sequence[str]]] = {

@@ -128,6 +128,13 @@ class DrafterSpec:
     """Layouts of the heads that it can use (kind `head`)."""
     source: str = ""
     """Source of its weights, for help of `--draft-head` (kind `head`)."""
+    inside: str = ""
+    """Module that finds and loads its head in the target's own checkpoint (kind `head`); "": a folder is given.
+
+    It has functions `find`, `load` and `stored_bytes`, see `sharesd.drafters.mtp.checkpoint`.
+    """
+    needs_inside: str = ""
+    """What it is in words, for messages."""
     members: str = ""
     """`module:function` from an EngineConfig to the names of its drafters (kind `mix`)."""
     auto_with: frozenset[str] = frozenset()
@@ -264,6 +271,11 @@ def colour_of(name: str, number: int = 0) -> str:
     """Return a mode's colour in plots; other names' by number."""
     colours = {NAIVE: NAIVE_COLOUR, **{spec.name: spec.colour for spec in specs()}}
     return colours.get(name, SPARE_COLOURS[number % len(SPARE_COLOURS)])
+
+
+def trained_heads() -> tuple[str, ...]:
+    """Return the modes whose head is given, or ships with the embedded model."""
+    return tuple(spec.name for spec in specs("head") if not spec.inside)
 
 
 def hatch_of(mode: str) -> str | None:

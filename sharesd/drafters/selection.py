@@ -86,6 +86,11 @@ def head_of(config: EngineConfig, mode: str) -> str | None:
     return given or _shipped(config, mode)
 
 
+def has_head(config: EngineConfig, mode: str) -> bool:
+    """Return True if a mode has a head: given, shipped, or in the target's checkpoint."""
+    return mode in config.inner_heads or head_of(config, mode) is not None
+
+
 def require_head(config: EngineConfig, mode: str) -> str:
     """Return the head of a mode; raise ValueError if there is none."""
     head = head_of(config, mode)

@@ -167,6 +167,9 @@ class StepCompiler:
 
     def prepare(self, head: Head) -> None:
         """Compile the steps of a packed head, or raise KernelUnsupported."""
+        if head.layer is not None:
+            self.compile(head.layer, {1, 2}, partial(head.layer.new_cache, 1, 1), {1})
+            return
         if self.how in ("regional", "full") and head.place["device"].type == "cuda":
             head.compiled = CompiledMethods(head)
         if self.how != "native" or len(head.blocks) != 1:

@@ -144,6 +144,25 @@ class GGUFLayout:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MTPLayout:
+    """Names of a family's layer for multi-token prediction (MTP), see `sharesd.models.mtp`.
+
+    `{}` in a name stands for the number of blocks, which is the layer's own in files that count it among them.
+    """
+
+    block: str
+    """Its block, of the kind of the last one: beginning of the tensors' names."""
+    fc: str
+    """Linear over [embedding; hidden state]."""
+    embed_norm: str
+    state_norm: str
+    norm: str
+    """Norm before the LM head."""
+    copies: tuple[str, ...] = ()
+    """Modules that are copies of the target's embedding and LM head, which are used in their place."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Architecture:
     """A model family: its configs, its weight names and its .gguf files."""
 
@@ -173,6 +192,8 @@ class Architecture:
     """Prefixes of further unused tensors, with or without `model.` before them."""
     gguf: GGUFLayout | None = None
     """None if files of the family are converted by transformers."""
+    mtp: MTPLayout | None = None
+    """None if layers for multi-token prediction are left out."""
 
 
 def llama_like(

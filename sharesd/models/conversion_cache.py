@@ -31,7 +31,7 @@ from sharesd_files import atomic_write, cache_root, file_identity, scratch_folde
 
 log = logging.getLogger(__name__)
 
-FORMAT = 6
+FORMAT = 7
 """Version of converted folders; a new number makes old ones unused."""
 
 

@@ -118,7 +118,7 @@ def rename_tensors(
     for stored_name, tensor in single_experts(stored, config, folder):
         name, part = text_name(stored_name), left_out(stored_name, config)
         if part is not None:
-            if unused is not None:
+            if unused is not None and not is_mtp(part, config):
                 unused.append(part)
             continue
         if config.tie_word_embeddings and name == HEAD:
@@ -180,6 +180,12 @@ def left_out(stored_name: str, config: DecoderConfig) -> str | None:
     if part is None and name.startswith(architecture_of(config.model_type).ignored_prefixes):
         part = name.partition(".")[0]
     return part
+
+
+def is_mtp(part: str, config: DecoderConfig) -> bool:
+    """Return True if a part that the decoder does not need is the layer with which mode `mtp` drafts."""
+    layout = architecture_of(config.model_type).mtp
+    return layout is not None and f".{part}." in f".{layout.block}.".format(config.num_hidden_layers)
 
 
 def text_name(name: str) -> str:

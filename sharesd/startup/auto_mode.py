@@ -89,9 +89,11 @@ def _model_drafter(
     if offloads:
         return shares, "its quantized linears stay in memory while the others are offloaded"
     given = (*map(selection.head_mode, config.heads), *registry.names("head"))
-    heads = [mode for mode in given if selection.head_of(config, mode) is not None]
+    heads = [mode for mode in given if selection.has_head(config, mode)]
     if config.tensor_parallel > 1:
         heads = [mode for mode in heads if not registry.lacking((mode,), Support.TENSOR_PARALLEL)]
+    if heads and heads[0] in config.inner_heads:
+        return heads[0], "the checkpoint has its layer"
     if heads:
         return heads[0], "a trained head was given" if config.heads else "a trained head ships with this model"
     if config.dequantize is False and not config.quant.format.keeps_weights:

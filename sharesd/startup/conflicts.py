@@ -90,7 +90,8 @@ def _draft_conflicts(config: EngineConfig, modes: Collection[str], drafters: Col
         )
     if len({selection.head_mode(head) for head in config.heads}) < len(config.heads):
         yield f"heads are {', '.join(config.heads)}, some of which are for one mode; give one for each"
-    without_head = [mode for mode in registry.names("head") if mode in drafters and not selection.head_of(config, mode)]
+    trained = [mode for mode in registry.trained_heads() if mode in drafters]
+    without_head = [mode for mode in trained if not selection.head_of(config, mode)]
     if without_head:
         yield selection.missing_head(config, without_head[0])
     if config.head_quant is not None and not any(selection.head_of(config, mode) for mode in registry.names("head")):

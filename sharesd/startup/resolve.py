@@ -51,6 +51,7 @@ from sharesd.startup.conflicts import (
 from sharesd.startup.stored_drafts import chooses_experts, with_stored_drafts
 from sharesd.startup.streams import SharedDrafts, choose_streams
 from sharesd.weights.backend import CudaBackend, backend_for
+from sharesd.weights.draft_heads import find_inner_heads
 from sharesd.weights.offload_planner import Offloading, plan_for
 from sharesd.weights.sizes import kv_slots
 from sharesd_files import clean_cache
@@ -328,6 +329,8 @@ class _Resolver:
             config = with_head_quant(config)
         auto = None
         self._check_target(folder, config, has_triton=kernels.triton)
+        inside = find_inner_heads(folder, config, self._modes, self.device, in_memory=self._in_memory)
+        config = replace(config, inner_heads=inside)
 
         def choose(offloads: bool) -> AutoDrafters:
             mode = compile_mode(config, self.device, kernels.triton)

@@ -253,7 +253,8 @@ class ModelLoader:
                 weight_bytes -= quantized.report().quantized_bytes
             if heads is not None:
                 with START.phase("trained heads"):
-                    found = heads.load(model, self._quantizing, resolved.device)
+                    make_linear = self._make_linear(None, stays=True)
+                    found = heads.load(model, self._quantizing, resolved.device, resolved.folder, make_linear)
                 for mode, report in found.items():
                     self._record(mode, report=report)
             if sharing:

@@ -22,7 +22,7 @@ from sharesd.models.checkpoint import Progress
 from sharesd.models.decoder import Decoder
 from sharesd.models.decoder_config import UnsupportedArchitecture
 from sharesd.models.hub import resolve
-from sharesd.models.loader import decoder_config
+from sharesd.models.loader import MakeLinear, decoder_config, native_config
 from sharesd.weights.quantize import ModelQuantizer
 
 if TYPE_CHECKING:
@@ -31,12 +31,42 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+def find_inner_heads(
+    folder: Path, config: EngineConfig, modes: Collection[str], device: torch.device, *, in_memory: bool
+) -> tuple[str, ...]:
+    """Return the modes whose head is in a target's checkpoint, which are none if tensors replace its files.
+
+    Raises ValueError if a mode that is asked for by name has none that can be used there.
+    """
+    if not set(modes) - {registry.NAIVE}:
+        return ()
+    found, asked = [], selection.active_drafters(config, *modes)
+    for spec in (spec for spec in registry.specs("head") if spec.inside):
+        try:
+            find = registry.imported(f"{spec.inside}:find")
+            is_there = not in_memory and find(folder, native_config(folder, device))
+        except UnsupportedArchitecture as error:
+            reason = f"{error}, and mode {spec.name} needs a native decoder; use another mode"
+        except ValueError as error:
+            reason = str(error)
+            if spec.name not in asked:
+                log.warning("mode %s is not used: %s", spec.name, reason)
+        else:
+            has_none = "tensors replace the files of a checkpoint" if in_memory else f"{folder} has none"
+            reason = f"mode {spec.name} needs {spec.needs_inside}, and {has_none}; use another mode"
+            found += [spec.name] if is_there else []
+        if spec.name in asked and spec.name not in found:
+            raise ValueError(reason)
+    return tuple(found)
+
+
 class DraftHeads:
     """Heads by mode."""
 
     def __init__(self, config: EngineConfig, modes: Collection[str], progress: Progress) -> None:
         self._quant = config.head_quant
-        heads = {mode: selection.require_head(config, mode) for mode in registry.names("head") if mode in modes}
+        self._inside = {mode: registry.spec_of(mode).inside for mode in config.inner_heads if mode in modes}
+        heads = {mode: selection.require_head(config, mode) for mode in registry.trained_heads() if mode in modes}
         self.folders = {mode: resolve(head, progress=progress) for mode, head in heads.items()}
         self.by_mode: dict[str, Head] = {}
 
@@ -61,11 +91,25 @@ class DraftHeads:
             if head_mode != (registry.spec_of(mode).base or mode):
                 raise ValueError(f"{folder} is a head of mode {head_mode}: use mode {head_mode}, not {mode}")
 
-    def load(self, target: CausalModel, quantizing: ModelQuantizer, device: torch.device) -> dict[str, QuantReport]:
-        """Load heads while the target has plain linears; ValueError if unfit."""
+    def load(
+        self,
+        target: CausalModel,
+        quantizing: ModelQuantizer,
+        device: torch.device,
+        folder: Path,
+        make_linear: MakeLinear | None,
+    ) -> dict[str, QuantReport]:
+        """Load heads while the target has plain linears; ValueError if unfit.
+
+        `folder`: the target's, in which there may be heads, whose linears `make_linear` makes.
+        """
         reports = {}
-        for mode, folder in self.folders.items():
-            head = self.by_mode[mode] = _load(mode, folder, target)
+        for mode, module in self._inside.items():
+            assert isinstance(target, Decoder)
+            head = self.by_mode[mode] = registry.imported(f"{module}:load")(folder, target, make_linear)
+            self._settle(head, device)
+        for mode, head_folder in self.folders.items():
+            head = self.by_mode[mode] = _load(mode, head_folder, target)
             if self._quant is not None:
                 assert isinstance(target, Decoder)
                 quant = self._quant
@@ -74,16 +118,21 @@ class DraftHeads:
                         head.lm_head = target.head  # which stays as it is
                     else:  # stored in few bits
                         quant = replace(quant, head_bits=None)
-                reports[mode] = quantizing.head(head, quant, folder)
-            log.info("%s head: %.1f MB", head.config.kind, num_bytes(head) / 1e6)
-            if device.type == "cpu":
-                pack_linears(head)
-                weights_on_huge_pages(head)
+                reports[mode] = quantizing.head(head, quant, head_folder)
+            self._settle(head, device)
         read = sorted({head.config.taps for head in self.by_mode.values()} - {()})
         if len(read) > 1:
             after = " and after ".join(", ".join(map(str, taps)) for taps in read)
             raise ValueError(f"heads read hidden states after {after} blocks; decode with one of them at a time")
         return reports
+
+    @staticmethod
+    def _settle(head: Head, device: torch.device) -> None:
+        """Put a head's linears into the order of the kernels."""
+        log.info("%s head: %.1f MB", head.config.kind, num_bytes(head) / 1e6)
+        if device.type == "cpu":
+            pack_linears(head)
+            weights_on_huge_pages(head)
 
 
 def _load(mode: str, folder: Path, target: CausalModel) -> Head:

@@ -259,7 +259,9 @@ class MemoryEstimate:
                         resolve(path, ignored=self.config.ignore_keys, trust_remote_code=self.config.trust_remote_code)
                     )
                 )
-        return num
+        inside = [registry.spec_of(mode).inside for mode in self.config.inner_heads if mode in self._needs]
+        assert self._folder is not None or not inside
+        return num + sum(registry.imported(f"{module}:stored_bytes")(self._folder) for module in inside)
 
     @property
     def may_draft_trees(self) -> bool:

@@ -94,6 +94,12 @@ def test_the_support_table_has_every_architecture() -> None:
             config_from_hf({"model_type": other})
 
 
+def test_the_families_whose_layers_predict_more_tokens_are_listed() -> None:
+    found = re.search(r"\(modes.md#mtp\): those of (.*?)\. Those of other", text_of("reference/models.md"), re.DOTALL)
+    assert found is not None
+    assert re.findall(r"`(\w+)`", found[1]) == sorted(each.model_type for each in architectures() if each.mtp)
+
+
 def test_all_known_keys_and_pre_tokenizers_of_gguf_files_are_listed() -> None:
     text = text_of("reference/models.md")
     table = re.search(r"<!-- gguf keys.*?-->\n(.*?)<!-- /gguf keys -->", text, re.DOTALL)

@@ -81,7 +81,10 @@ def test_specs_are_complete(spec: DrafterSpec) -> None:
     assert bool(spec.build) != (spec.kind == "mix") and bool(spec.members) == (spec.kind == "mix")
     for reference in filter(None, (spec.build, spec.members, *(head.build for head in spec.heads))):
         assert reference.startswith(f"sharesd.drafters.{spec.name}") and callable(registry.imported(reference))
-    assert bool(spec.heads) == bool(spec.source) == (spec.kind == "head")
+    assert bool(spec.heads) == bool(spec.source) == (spec.kind == "head" and not spec.inside)
+    assert bool(spec.inside) == bool(spec.needs_inside)
+    for function in ("find", "load", "stored_bytes") if spec.inside else ():
+        assert callable(registry.imported(f"{spec.inside}:{function}"))
     assert all(field.metadata["flag"].help and field.name.isidentifier() for field in fields(spec.options))
     assert bool(spec.file) == (spec.embedded is not None) and (spec.embedded is None or spec.embedded.is_file())
     assert spec.needs <= {*Need} and spec.supports <= {*Support}

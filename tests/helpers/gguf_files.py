@@ -198,7 +198,10 @@ def _add_tensors(
     rows = _dense_rows(arch, mlp)
     if arch == "glm4moe":
         add(f"blk.{layers}.nextn.eh_proj.weight", 64, 128)
-    for i in range(layers):
+        for name in ("enorm", "hnorm", "shared_head_norm"):
+            add(f"blk.{layers}.nextn.{name}.weight", 64)
+        add(f"blk.{layers}.nextn.embed_tokens.weight", num_tokens, 64)
+    for i in range(layers + (arch == "glm4moe")):
         is_mixture = arch in WITH_EXPERTS and (arch, i) not in (("glm4moe", 0), ("lfm2moe", 0))
         if is_mixture:
             rows = {name: shape for name, shape in rows.items() if name not in ("ffn_gate", "ffn_up")}

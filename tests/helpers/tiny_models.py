@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
+from sharesd.models import mtp
 from sharesd.models.architectures import config_from_hf
 from sharesd.models.weight_mapping import tensor_shapes
 from tests.helpers.tiny_tokenizer import CHAT_TEMPLATE, SPECIAL, WORDS, make_backend
@@ -67,10 +68,14 @@ def make_mixture(folder: Path, *, dtype: torch.dtype = torch.bfloat16, **fields:
 
 
 def _save_random(folder: Path, raw: dict[str, Any], dtype: torch.dtype) -> Path:
-    dice = torch.Generator().manual_seed(0)
+    dice, config = torch.Generator().manual_seed(0), config_from_hf(raw)
+    shapes = tensor_shapes(config)
+    if mtp.layout_of(config) is not None:
+        names = mtp.MTPNames(config)
+        shapes |= {names.stored(name): shape for name, shape in mtp.mtp_shapes(config).items()}
     tensors = {
         name: torch.randn(shape, generator=dice) * (2.0 if len(shape) == 2 else 0.2) * shape[-1] ** -0.5
-        for name, shape in tensor_shapes(config_from_hf(raw)).items()
+        for name, shape in shapes.items()
     }
     for name, tensor in tensors.items():
         tensors[name] = (tensor + 1 if tensor.ndim == 1 else tensor).to(dtype)

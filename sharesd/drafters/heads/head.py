@@ -65,6 +65,8 @@ class Head(nn.Module):
     """Its features are hidden states at depths that config.json names."""
     TAKES_WINDOWS: ClassVar[bool] = False
     """Its blocks may attend to the last places only."""
+    OWN_ROPE: ClassVar[bool] = True
+    """It has tables of its own for rotation."""
     block: Any
     lm_head: nn.Linear | None
     """None: the target's."""
@@ -85,10 +87,11 @@ class Head(nn.Module):
         self.place: dict[str, Any] = {"dtype": table_Pr.dtype, "device": table_Pr.device}
         table_VD = torch.empty(c.vocab_size, c.hidden_size, **self.place) if own_embed else None
         self.embed: nn.Embedding | None = None if table_VD is None else nn.Embedding.from_pretrained(table_VD)
-        inv_freq_r, factor = rope.frequencies(c.rope_parameters[0], c.head_dim, c.max_position_embeddings)
-        cos_Pr, sin_Pr = rope.tables(inv_freq_r, factor, positions=len(table_Pr), **self.place)
-        self.register_buffer("cos", cos_Pr, persistent=False)
-        self.register_buffer("sin", sin_Pr, persistent=False)
+        if self.OWN_ROPE:
+            inv_freq_r, factor = rope.frequencies(c.rope_parameters[0], c.head_dim, c.max_position_embeddings)
+            cos_Pr, sin_Pr = rope.tables(inv_freq_r, factor, positions=len(table_Pr), **self.place)
+            self.register_buffer("cos", cos_Pr, persistent=False)
+            self.register_buffer("sin", sin_Pr, persistent=False)
         self.register_buffer("ids", ids_K, persistent=False)
 
     @classmethod
@@ -143,6 +146,11 @@ class Head(nn.Module):
     @property
     def blocks(self) -> list[Any]:
         return [self.block]
+
+    @property
+    def layer(self) -> Decoder | None:
+        """A decoder that runs its blocks; None: it runs them itself."""
+        return None
 
     def new_cache(self, batch: int, slots: int) -> StaticKVCache:
         """Return an empty KV cache for the blocks."""

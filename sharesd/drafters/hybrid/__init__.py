@@ -4,7 +4,7 @@ from sharesd.config import EngineConfig
 from sharesd.drafters.registry import DrafterSpec, Support
 
 PREFERRED = ("eagle", "share", "suffix")
-"""Default drafters: first if a head exists, else second; and third."""
+"""Default drafters: first, or a head in the checkpoint, if one exists; else second; and third."""
 WITH_STORED_WEIGHTS = ("suffix", "recycle")
 """Default drafters if the target runs on stored weights and there is no head.
 
@@ -19,9 +19,10 @@ def members(config: EngineConfig) -> tuple[str, ...]:
     if config.hybrid_with:
         return config.hybrid_with
     head, other, table = PREFERRED
-    lacking = config.tensor_parallel > 1 and registry.lacking((head,), Support.TENSOR_PARALLEL)
-    if not lacking and selection.head_of(config, head) is not None:
-        return head, table
+    for found in (head, *config.inner_heads):
+        lacking = config.tensor_parallel > 1 and registry.lacking((found,), Support.TENSOR_PARALLEL)
+        if not lacking and selection.has_head(config, found):
+            return found, table
     return WITH_STORED_WEIGHTS if config.dequantize is False else (other, table)
 
 

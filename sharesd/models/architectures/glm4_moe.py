@@ -1,7 +1,4 @@
-"""GLM-4.5 to 4.7: dense layers, then mixtures with a shared expert; heads are rotated in part.
-
-The layer for multi-token prediction is left out.
-"""
+"""GLM-4.5 to 4.7: dense layers, then mixtures with a shared expert; heads are rotated in part."""
 
 from __future__ import annotations
 
@@ -17,6 +14,7 @@ from sharesd.models.architecture import (
     MERGED_EXPERTS,
     Architecture,
     GGUFLayout,
+    MTPLayout,
     llama_like,
     read_experts,
 )
@@ -72,6 +70,14 @@ ARCHITECTURES = (
             "mlp.shared_expert.gate_up": (f"{_SHARED}.gate_proj", f"{_SHARED}.up_proj"),
         },
         merged_experts=MERGED_EXPERTS,
+        mtp=MTPLayout(
+            block="model.layers.{}",
+            fc="model.layers.{}.eh_proj",
+            embed_norm="model.layers.{}.enorm",
+            state_norm="model.layers.{}.hnorm",
+            norm="model.layers.{}.shared_head.norm",
+            copies=("model.layers.{}.embed_tokens", "model.layers.{}.shared_head.head"),
+        ),
         gguf=GGUFLayout(
             name="glm4moe",
             class_name="Glm4MoeForCausalLM",

@@ -24,6 +24,8 @@ from sharesd.models.decoder_config import DecoderConfig
 from sharesd.models.gguf.config import ROPE_TENSORS, config_of, layout_of
 from sharesd.models.gguf.parts import read_model
 from sharesd.models.gguf.reader import GGUFFile, StoredTensor, unknown_tensor
+from sharesd.models.mtp import BLOCK, MTPNames, gguf_names, mtp_config, mtp_shapes
+from sharesd.models.mtp import layout_of as layout_of_mtp
 from sharesd.models.weight_mapping import LAYERS, StoredTypes, tensor_shapes
 
 _COMPUTED = re.compile(r"blk\.\d+\.attn_rot_embd\.weight")
@@ -35,24 +37,29 @@ _KEPT_WIDE = ".e_score_correction_bias"
 _BLOCK_WEIGHTS = 1 << 16
 
 
-def names_of(file: GGUFFile, config: DecoderConfig) -> dict[str, str]:
+def names_of(file: GGUFFile, config: DecoderConfig, *, mtp: bool = False) -> dict[str, str]:
     """Return tensor names in the file -> names in a checkpoint; `*` in these stands for the numbers of all experts.
 
-    Names, types and shapes are checked.
+    Names, types and shapes are checked. `mtp`: of the layer for multi-token prediction alone, named as in
+    `sharesd.models.mtp`.
 
     Raises UnknownKey for a tensor that is not known, ValueError for a missing or damaged one.
     """
     _, layout = layout_of(file)
-    possible, shapes = layout.tensor_names(config.num_hidden_layers), tensor_shapes(config)
+    num_layers = config.num_hidden_layers
+    unused = tuple(f"blk.{layer}." for layer in range(num_layers, num_layers + config.num_mtp_layers))
+    tensors, possible, shapes = file.tensors, layout.tensor_names(num_layers), tensor_shapes(config)
+    if mtp:
+        (possible, copies), shapes = gguf_names(layout.tensor_names(1), num_layers), mtp_shapes(config)
+        own = {stored: tensor for stored, tensor in tensors.items() if stored.startswith(unused)}
+        tensors, unused = {stored: tensor for stored, tensor in own.items() if not stored.startswith(copies)}, ()
     if config.experts is not None:
         first, count = ".experts.0.", config.experts.num_experts
         together = {name.replace(first, ".experts.*."): shape for name, shape in shapes.items() if first in name}
         shapes |= {name: (count, *shape) for name, shape in together.items()}
-    layers = range(config.num_hidden_layers, config.num_hidden_layers + config.num_mtp_layers)
-    unused = tuple(f"blk.{layer}." for layer in layers)
     wanted = {stored: name for stored, name in possible.items() if name in shapes}
     names = {}
-    for stored, tensor in file.tensors.items():
+    for stored, tensor in tensors.items():
         if stored in ROPE_TENSORS or _COMPUTED.fullmatch(stored) or stored.startswith(unused):
             continue
         if _ONE_EXPERT.fullmatch(stored):
@@ -85,7 +92,7 @@ def write_weights(file: GGUFFile, config: DecoderConfig, path: Path, progress: P
 
     Raises ValueError for a tensor with NaN or infinite values, unless it is an embedding that is not also the head.
     """
-    (_, layout), names = layout_of(file), names_of(file, config)
+    (_, layout), names = layout_of(file), names_of(file, config) | _mtp_names(file, config)
     unchecked = () if config.tie_word_embeddings else ("token_embd.weight",)
     tensors = {
         stored: torch.empty(
@@ -120,6 +127,16 @@ def write_weights(file: GGUFFile, config: DecoderConfig, path: Path, progress: P
     alternate = architecture_of(config.model_type).experts_alternate
     write_tensors((_merged(named, config) if alternate else single) | absent_biases(single, config), path)
     progress("writing weights", 1, 1)
+
+
+def _mtp_names(file: GGUFFile, config: DecoderConfig) -> dict[str, str]:
+    """Return `names_of` the layer for multi-token prediction, as a checkpoint has it; none if the file lacks parts."""
+    if layout_of_mtp(config) is None:
+        return {}
+    try:
+        return {stored: MTPNames(config).stored(name) for stored, name in names_of(file, config, mtp=True).items()}
+    except ValueError:  # which a drafter that needs it will say
+        return {}
 
 
 def _merged(named: Mapping[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
@@ -179,22 +196,26 @@ def stored_types(folder: Path) -> dict[str, str]:
     return {**_types(file, names_of(file, config), config).types}
 
 
-def stored_blocks(folder: Path, *, outlines: bool = False) -> Iterator[tuple[str, Tensor | BlockPart]]:
+def stored_blocks(
+    folder: Path, *, outlines: bool = False, mtp: bool = False
+) -> Iterator[tuple[str, Tensor | BlockPart]]:
     """Yield names and tensors of the files that a folder names.
 
     Matrices are blocks or, in one linear with blocks, numbers, both mapped from the file; or outlines of them. Others
-    are float32.
+    are float32. `mtp`: of the layer for multi-token prediction, see `names_of`.
 
     Raises ValueError for a matrix of a type without a kernel.
     """
     file, config = _model(folder)
     _, layout = layout_of(file)
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    names, path = names_of(file, config), read_json(folder / STORED)["files"][0]
+    names, path = names_of(file, config, mtp=mtp), read_json(folder / STORED)["files"][0]
+    config = mtp_config(config) if mtp else config
     types = _types(file, names, config)
     single = {name: stored for stored, given in names.items() for name in _names_of_experts(given, config)}
     types.say(path, {name: f"tensor {stored!r}" for name, stored in single.items()})
-    yield from absent_biases(single, config).items()
+    biases = absent_biases(single, config)
+    yield from ((name, bias) for name, bias in biases.items() if not mtp or name.startswith(BLOCK))
     for name, stored in single.items():
         tensor, part, kind = file.tensors[stored], stored.split(".")[-2], types.types.get(name)
         shape, rows = tensor.shape, None if outlines and kind is not None else _rows(tensor)

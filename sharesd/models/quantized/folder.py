@@ -186,18 +186,21 @@ def reordered(folder: Path) -> Iterator[str]:
             yield text_name(name)
 
 
-def stored_parts(folder: Path, *, outlines: bool = False) -> Iterator[tuple[str, Tensor | BlockPart]]:
+def stored_parts(
+    folder: Path, *, outlines: bool = False, wanted: Callable[[str], bool] = lambda name: True
+) -> Iterator[tuple[str, Tensor | BlockPart]]:
     """Yield names and tensors of a folder; quantized linears as blocks.
 
-    `outlines`: those of layers have no bytes.
+    `outlines`: those of layers have no bytes. `wanted` returns True for the names that are to be yielded.
     Numbers in one linear with blocks are parts, too, and so are embedding and LM head, if they are in bfloat16.
     `check_as_stored` comes before it.
     """
     layout, config, _ = _read_config(folder)
     types = _types(folder, identity(folder))
     types.say(folder)
+    weights = {name: tensor for name, tensor in _read_weights(folder, layout, config).items() if wanted(name)}
     with closing(Workers()) as workers:
-        for name, linear in _each(_read_weights(folder, layout, config), config):
+        for name, linear in _each(weights, config):
             kind = types.types.get(text_name(name), "")
             if kind in NUMBERS and outlines:
                 yield name, BlockPart.without_bytes(kind, *linear.shape)
