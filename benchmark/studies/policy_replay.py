@@ -29,7 +29,7 @@ from sharesd.drafters.base import Drafter
 from sharesd.drafters.hybrid.drafter import HybridDrafter
 from sharesd.drafters.suffix.table import SuffixTable
 from sharesd.sampling_params import SamplingParams
-from sharesd.speculation import acceptance_stats, cost_model, draft_policy, draft_scorer, query_gate
+from sharesd.speculation import cost_model, draft_policy, draft_scorer, query_gate
 from sharesd.speculation.cost_model import Costs
 from sharesd.speculation.draft_policy import Policy
 from sharesd.speculation.draft_tree import chains, shapes_of
@@ -97,12 +97,12 @@ GROUPS = {
         Cell("avx2", "eagle", True, start_factor=2.0),
     ],
 }
-_correct = cost_model._Corrections.correct
+_correct = cost_model._Place.correct
 
 
-def _at_once(self: cost_model._Corrections, key: str, shares: dict[str | int, float], error: float) -> object:
-    self._last[key] = error
-    return _correct(self, key, shares, error)
+def _at_once(self: cost_model._Place, timed: int, parts: cost_model.Parts, seconds: float, predicted: float) -> None:
+    self.errors[timed] = log(seconds / (predicted * self.drift))
+    _correct(self, timed, parts, seconds, predicted)
 
 
 PARTS: dict[str, list[tuple[object, str, object]]] = {
@@ -111,12 +111,12 @@ PARTS: dict[str, list[tuple[object, str, object]]] = {
         (Policy, "rate", property(lambda self: 1 / self.live.step(1)))
     ],
     "without corrections: costs are those of the start": [(cost_model.LiveCosts, "record", lambda *_: None)],
-    "without repeats: every time counts at once": [(cost_model._Corrections, "correct", _at_once)],
+    "without repeats: every time counts at once": [(cost_model._Place, "correct", _at_once)],
     "without trials": [(draft_policy, "EXPLORED", 0.0), (draft_policy, "PURSE", (0.0, 0.0))],
-    "without plain steps that are timed": [(draft_policy, "DOUBT", 9.0)],
+    "without plain steps that are timed": [(draft_policy, "PLAIN_GAP", 10**9)],
     "without calibrated confidence": [(draft_scorer.ProbabilityCalibration, "record", lambda *_: None)],
     "without rests of tables": [(query_gate.QueryGate, "pays", lambda *_: True)],
-    "without corrected promises of tables": [(acceptance_stats.LookupCalibration, "ratio", property(lambda _: 1.0))],
+    "without corrected promises of tables": [(Policy, "_kept", lambda *_: 1.0)],
     "without separate acceptance near a match": [(Policy, "tables_match", property(lambda _: False, lambda *_: None))],
     "without the share of the slowest row": [(Policy, "_share", property(lambda _: 1.0))],
 }
@@ -208,7 +208,7 @@ def without(replaced: Sequence[tuple[object, str, object]]) -> Iterator[None]:
         yield
         return
     (owner, name, value), *others = replaced
-    with patch.object(owner, name, value), without(others):
+    with patch.object(owner, name, value, create=True), without(others):
         yield
 
 

@@ -1,4 +1,8 @@
-"""Running, decaying statistics of drafts: tokens accepted, by position and in all, and what tables promised."""
+"""Decaying statistics of drafts: tokens accepted, by position and in all, and what tables promised.
+
+Counts fade with `age`: the number of rounds, and more at a new text. They fade when they are read or added to, so a
+round costs nothing where they are not used.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,30 @@ from operator import mul
 DECAY = 0.985
 """Factor by which counts fade in a round: about the last 67 rounds count."""
 SLOW_DECAY = 0.9985
-"""Factor by which the long-run counts fade, which stand in for missing recent ones."""
+"""Factor, for each new count, by which the long-run counts fade, which stand in for missing recent ones."""
 PRIOR = 4.0
 """Weight, in drafts, of the long-run counts in an estimate."""
+
+
+class RunningMeans:
+    """Weighted means of some numbers over recent rounds."""
+
+    def __init__(self, *first: float, weight: float = PRIOR) -> None:
+        """`first`: means before anything was added. `weight`: weight of the long-run means."""
+        self._recent, self._long = [0.0] * (1 + len(first)), [weight * each for each in (1.0, *first)]
+        self._weight, self._age = weight, 0
+
+    def add(self, age: int, weight: float, *numbers: float) -> None:
+        """Add numbers of something of this weight, of which they are sums."""
+        kept, self._age, now = DECAY ** (age - self._age), age, (weight, *numbers)
+        self._recent = [kept * old + new for old, new in zip(self._recent, now, strict=True)]
+        self._long = [SLOW_DECAY * old + new for old, new in zip(self._long, now, strict=True)]
+
+    def at(self, age: int) -> list[float]:
+        """Return the means."""
+        kept, usual = DECAY ** (age - self._age), self._weight / self._long[0]
+        weight, *sums = (kept * recent + usual * long for recent, long in zip(self._recent, self._long, strict=True))
+        return [each / weight for each in sums]
 
 
 class AcceptanceEstimator:
@@ -20,63 +45,33 @@ class AcceptanceEstimator:
         """`alpha`: acceptance of a token after accepted ones, before any draft was verified."""
         self._tried, self._kept = [0.0] * num_positions, [0.0] * num_positions  # decayed, by position
         self._pool = (PRIOR, PRIOR * alpha)  # tries and hits at any position
-        self._recent, self._long = [0.0] * 4, [0.0] * 4  # decayed sums over drafts: 1, accepted, steps, nodes
-        self.first: tuple[float, float, float] | None = None
-        """Accepted tokens, steps and nodes to expect before any draft was verified."""
+        self._num, self._age = 0.0, 0
+        self.means: RunningMeans | None = None
+        """Means of accepted tokens, steps and nodes of drafts that end early; None: none was made."""
 
-    def fade(self, share: float) -> None:
-        self._tried = [share * count for count in self._tried]
-        self._kept = [share * count for count in self._kept]
-        self._recent = [share * count for count in self._recent]
-
-    def record(self, accepted: int, steps: int, nodes: int) -> None:
+    def record(self, age: int, accepted: int, steps: int, nodes: int) -> None:
         """Count a draft: accepted tokens, steps made, nodes verified."""
+        if age > self._age:
+            fade = DECAY ** (age - self._age)
+            self._tried, self._kept = [fade * each for each in self._tried], [fade * each for each in self._kept]
+            self._num, self._age = fade * self._num, age
+        self._num += 1
+        tries, hits = self._pool
         for at in range(min(accepted + 1, steps)):
             self._tried[at] += 1
             self._kept[at] += accepted > at
-            self._pool = (SLOW_DECAY * self._pool[0] + 1, SLOW_DECAY * self._pool[1] + (accepted > at))
-        now = (1.0, accepted, steps, nodes)
-        self._recent = [old + new for old, new in zip(self._recent, now, strict=True)]
-        self._long = [SLOW_DECAY * old + new for old, new in zip(self._long, now, strict=True)]
+            tries, hits = SLOW_DECAY * tries + 1, SLOW_DECAY * hits + (accepted > at)
+        self._pool = tries, hits
+        if self.means is not None:
+            self.means.add(age, 1.0, accepted, steps, nodes)
 
-    @property
-    def num_drafts(self) -> float:
-        """Recent drafts, decayed."""
-        return self._recent[0]
+    def num_drafts(self, age: int) -> float:
+        """Return the recent drafts, decayed."""
+        return self._num * DECAY ** (age - self._age)
 
-    def cumulative_acceptance(self) -> list[float]:
+    def cumulative_acceptance(self, age: int) -> list[float]:
         """Return the probability, at each position, of acceptance up to it."""
-        alpha, weight = self._pool[1] / self._pool[0], 2 * PRIOR
+        fade, weight = DECAY ** (age - self._age), 2 * PRIOR
+        prior = weight * self._pool[1] / self._pool[0]
         counts = zip(self._kept, self._tried, strict=True)
-        return list(accumulate(((hits + weight * alpha) / (tries + weight) for hits, tries in counts), mul))
-
-    def gain(self, depth: int) -> float:
-        """Return the accepted tokens of drafts that always have this depth."""
-        return sum(self.cumulative_acceptance()[:depth])
-
-    def mean(self) -> tuple[float, float, float]:
-        """Return the mean accepted tokens, steps and nodes of drafts that end early."""
-        assert self.first is not None
-        usual = [PRIOR * each + seen for each, seen in zip((1.0, *self.first), self._long, strict=True)]
-        pairs = zip(self._recent, usual, strict=True)
-        weight, accepted, steps, nodes = (recent + PRIOR * each / usual[0] for recent, each in pairs)
-        return accepted / weight, steps / weight, nodes / weight
-
-
-class LookupCalibration:
-    """Accepted over predicted tokens of tables: the best of many estimates is too high on average."""
-
-    def __init__(self) -> None:
-        self._recent, self._long = (0.0, 0.0), (2 * PRIOR, 2 * PRIOR)  # decayed: predicted, accepted tokens
-
-    def fade(self, share: float) -> None:
-        self._recent = (share * self._recent[0], share * self._recent[1])
-
-    def record(self, predicted: float, accepted: float) -> None:
-        self._recent = (self._recent[0] + predicted, self._recent[1] + accepted)
-        self._long = (SLOW_DECAY * self._long[0] + predicted, SLOW_DECAY * self._long[1] + accepted)
-
-    @property
-    def ratio(self) -> float:
-        usual = self._long[1] / self._long[0]
-        return (self._recent[1] + 2 * PRIOR * usual) / (self._recent[0] + 2 * PRIOR)
+        return list(accumulate(((fade * hits + prior) / (fade * tries + weight) for hits, tries in counts), mul))

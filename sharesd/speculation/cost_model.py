@@ -6,14 +6,11 @@ time: a common factor (drift) follows the machine, and entries of the table foll
 
 from __future__ import annotations
 
-import copy
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from math import exp, log, sqrt
-from typing import Any
-
-import numpy as np
 
 from compile.kv_layout import SINKS
 from sharesd.speculation.draft_tree import DraftShape
@@ -24,6 +21,14 @@ MACHINE_WALK, ENTRY_WALK = 0.02, 0.004
 """Relative change, in a round, of the machine's speed and of an entry in comparison with it."""
 NOISE, MIN_NOISE = 0.05, 0.02
 """Relative noise of a time: at first, and at least."""
+CONTEXT_GRID = 16
+"""Slots by which the context grows before costs are computed again."""
+
+
+DRAFT, LEVEL = 0, -1
+"""Entries of draft steps and of levels, next to those of steps, which are numbers of tokens."""
+Parts = Sequence[tuple[int, float]]
+"""Entries that a time is computed from, with shares."""
 
 
 def proportional(rows: float) -> float:
@@ -59,102 +64,111 @@ class Costs:
 
     def of_step(self, width: float, context: float = 0.0) -> float:
         """Return seconds of a step of `width` tokens per row."""
-        if (measured := self.step.get(width)) is not None:  # type: ignore[call-overload]
-            return measured + self.step_slot.get(width, 0.0) * context  # type: ignore[call-overload]
-        shares = self.interpolation(width)
-        known = sum(share * (self.step[entry] + self.step_slot.get(entry, 0.0) * context) for entry, share in shares)
-        last = max(self.step)
-        if width <= last or len(self.step) == 1:
-            return known
-        before = sorted(self.step)[-2]
-        rise = max(0.0, known - self.of_step(before, context)) / (self.growth(last) - self.growth(before))
-        return known + rise * (self.growth(width) - self.growth(last))
+        return sum(
+            share * (self.step[entry] + self.step_slot.get(entry, 0.0) * context)
+            for entry, share in self.interpolation(width)
+        )
+
+    def interpolation(self, width: float) -> list[tuple[int, float]]:
+        """Return the entries that the time of a step of this width is computed from, with shares."""
+        if width in self.step:
+            return [(int(width), 1.0)]
+        known, growth = sorted(self.step), self.growth
+        assert known, "no step has been measured"
+        at = bisect_left(known, width)
+        if at == 0 or len(known) == 1 or (at == len(known) and self.step[known[-1]] < self.step[known[-2]]):
+            return [(known[max(0, at - 1)], 1.0)]
+        low, high = known[at - 1 : at + 1] if at < len(known) else known[-2:]  # wider ones grow as the last two do
+        share = (growth(width) - growth(low)) / (growth(high) - growth(low))
+        return [(low, 1 - share), (high, share)]
+
+    def draft_line(self, is_tree: bool, window: int = 0, context: float = 0.0) -> tuple[float, float]:
+        """Return seconds of each draft step, or level, and those that the first takes longer."""
+        context = min(context, window + SINKS) if window else context
+        if is_tree:
+            return self.level + self.level_slot * context, self.level_begin
+        return self.draft + self.draft_slot * context, self.draft_begin
 
     def of_draft(self, shape: DraftShape, context: float = 0.0) -> float:
         """Return seconds of a model's draft of this shape."""
-        if shape.window:
-            context = min(context, shape.window + SINKS)
-        num = self.num_steps(shape)
-        if shape.is_tree:
-            return num * (self.level + self.level_slot * context) + self.level_begin * (num > 0)
-        return num * (self.draft + self.draft_slot * context) + self.draft_begin * (num > 0)
+        each, begin = self.draft_line(shape.is_tree, shape.window, context)
+        return self.num_steps(shape.depth) * each + begin * (shape.depth > 0)
 
-    def num_steps(self, shape: DraftShape) -> float:
-        """Return the steps or levels of a model's draft of this shape."""
-        return min(shape.depth, 1) if self.single_pass else shape.depth
+    def num_steps(self, depth: float) -> float:
+        """Return the steps or levels of a model's draft of this depth."""
+        return min(depth, 1) if self.single_pass else depth
 
-    def interpolation(self, width: float) -> list[tuple[int, float]]:
-        """Return the one or two entries around a width, with shares."""
-        if width in self.step:
-            return [(int(width), 1.0)]
-        known = sorted(self.step)
-        assert known, "no step has been measured"
-        at = bisect_left(known, width)
-        if at == 0 or at == len(known):
-            return [(known[min(at, len(known) - 1)], 1.0)]
-        low, high = known[at - 1], known[at]
-        share = (self.growth(width) - self.growth(low)) / (self.growth(high) - self.growth(low))
-        return [(low, 1 - share), (high, share)]
-
-    def scale_step(self, entry: int, factor: float) -> None:
-        self.step[entry] *= factor
-        if entry in self.step_slot:
-            self.step_slot[entry] *= factor
-
-    def scale_draft(self, tree: bool, factor: float) -> None:
-        """Multiply the seconds of draft steps, or of levels if `tree`."""
-        for name in ("level", "level_begin", "level_slot") if tree else ("draft", "draft_begin", "draft_slot"):
-            setattr(self, name, factor * getattr(self, name))
+    def scale(self, key: int, factor: float) -> None:
+        """Multiply the seconds of an entry. A step still takes no longer than a wider one."""
+        if key > DRAFT:
+            at_key = max(factor * self.step[key], self.step.get(1, 0.0))
+            self.step_slot[key] = factor * self.step_slot.get(key, 0.0)
+            for width, seconds in self.step.items():
+                if width == key or (1 < width < key and seconds > at_key) or (width > key and seconds < at_key):
+                    self.step[width] = at_key
+        elif key == DRAFT:
+            self.draft, self.draft_begin, self.draft_slot = (
+                factor * each for each in (self.draft, self.draft_begin, self.draft_slot)
+            )
+        else:
+            self.level, self.level_begin, self.level_slot = (
+                factor * each for each in (self.level, self.level_begin, self.level_slot)
+            )
 
 
-class _Corrections:
-    """Kalman filter of the logarithms of the machine's drift and of the table's entries.
+class _Place:
+    """Costs of one number of threads and rows, and what is known of their errors."""
 
-    The plain step is the measure of the machine: its entry has no error of its own. Covariances tell what a time can
-    be blamed on: without plain steps a slow machine and dear drafts look alike, and remain in doubt.
-    """
+    def __init__(self, table: Costs, at_start: Costs, drift: float = 1.0) -> None:
+        self.table, self.at_start, self.drift = table, at_start, drift
+        self.noise, self.errors = NOISE**2, dict[int, float]()  # last relative errors of predictions, by what was timed
+        self.reset()
 
-    def __init__(self, table: Costs) -> None:
-        keys: list[str | int] = ["drift", "draft", "level"]
-        widths = [width for width in sorted(table.step) if width > 1]
-        keys += widths
-        self.place: dict[str | int, int] = dict(zip(keys, range(len(keys)), strict=True))
-        self.covariance = START_DOUBT**2 * np.eye(len(self.place))
-        near = np.exp(-np.abs(np.subtract.outer(np.log(widths), np.log(widths))))  # neighbouring widths err alike
-        self.covariance[3:, 3:] = START_DOUBT**2 * near
-        self.noise = NOISE**2
-        self._walk = np.full(len(self.place), ENTRY_WALK**2)
-        self._walk[0] = MACHINE_WALK**2
-        self._variances = np.einsum("ii->i", self.covariance)  # a view of the diagonal
-        self._last: dict[str, float] = {}  # last errors, by what was timed
+    def reset(self) -> None:
+        """Doubt all entries as at a start; their set has changed."""
+        # Squared relative errors. The plain step has none: it is the measure.
+        self.drift_variance, keys = START_DOUBT**2, (DRAFT, LEVEL, *self.table.step)
+        self.variances = dict.fromkeys(keys, START_DOUBT**2) | {1: 0.0}
+        self.parts: dict[int, Parts] = {}  # interpolations by width
+        self._plain_rounds = 0
 
-    def _spread(self, shares: Mapping[str | int, float]) -> tuple[Any, float]:
-        """Return the covariances of a weighted sum with all entries, and its variance."""
-        known = [(self.place[key], share) for key, share in shares.items() if key in self.place]
-        spread: Any = sum(share * self.covariance[at] for at, share in known)
-        return spread, float(sum(share * spread[at] for at, share in known))
+    def parts_of(self, width: int) -> Parts:
+        """Return the entries that a step of this width is computed from, with shares."""
+        parts = self.parts.get(width)
+        if parts is None:
+            parts = self.parts[width] = self.table.interpolation(width)
+        return parts
 
-    def variance(self, shares: Mapping[str | int, float]) -> float:
-        return self._spread(shares)[1]
+    def walk(self, is_plain: bool) -> None:
+        """Doubt more: machine and entries change from round to round."""
+        self.drift_variance += MACHINE_WALK**2
+        self._plain_rounds += 1
+        if not is_plain:
+            more, self._plain_rounds = ENTRY_WALK**2 * self._plain_rounds, 0
+            self.variances = {key: variance + more for key, variance in self.variances.items()}
+            self.variances[1] = 0.0
 
-    def walk(self) -> None:
-        self._variances += self._walk
+    def correct(self, timed: int, parts: Parts, seconds: float, predicted: float) -> None:
+        """Correct drift and entries by the error of a prediction, each by its part of the variance.
 
-    def correct(self, key: str, shares: Mapping[str | int, float], error: float) -> list[tuple[str | int, float]]:
-        """Return what to add to the logarithms of drift and entries, for the error of a predicted time.
-
-        `key`: what was timed. An error counts as far as the next one of its key repeats it: a stall does not last.
+        An error counts as far as the next one of what was `timed` repeats it: a stall does not last.
         """
-        last, self._last[key] = self._last.get(key, error), error
+        error, variances = log(max(seconds, 1e-9) / (predicted * self.drift)), self.variances
+        last = self.errors.get(timed, error)
         self.noise += 0.03 * (max(MIN_NOISE**2, min((error - last) ** 2 / 2, 9 * self.noise)) - self.noise)
-        spread, doubt = self._spread({"drift": 1.0, **shares})
-        self.covariance -= np.multiply.outer(spread / (doubt + self.noise), spread)
-        if error * last <= 0:
-            return []
-        error = min(error, last, key=abs)
-        self._last[key] -= doubt / (doubt + self.noise) * error  # what is left of it
-        changes = (error / (doubt + self.noise) * spread).tolist()
-        return list(zip(self.place, changes, strict=True))
+        repeated = (error if abs(error) < abs(last) else last) if error * last > 0 else 0.0
+        variance = self.noise + self.drift_variance
+        for key, share in parts:
+            variance += share * share * variances[key]
+        self.errors[timed] = error - repeated * (1 - self.noise / variance)  # what is left of it
+        gain = self.drift_variance / variance
+        self.drift_variance *= 1 - gain
+        self.drift *= exp(gain * repeated)
+        for key, share in parts:
+            gain = share * variances[key] / variance
+            variances[key] *= 1 - share * gain
+            if repeated and gain:
+                self.table.scale(key, exp(gain * repeated))
 
 
 class LiveCosts:
@@ -162,79 +176,107 @@ class LiveCosts:
 
     def __init__(self, costs: Costs, measured: Mapping[int, Costs] | None = None) -> None:
         """`measured`: costs by number of rows."""
-        self.table = copy.deepcopy(costs)
-        """Costs for the present numbers of threads and rows."""
         self.measured = measured or {}
-        self.context = 0.0
-        self.drift = 1.0
-        """Factor by which the machine is slower than the table."""
-        self._corrections = _Corrections(self.table)
-        self._place: tuple[int, int] | None = None
-        self._at_start = costs  # for this number of rows
-        self._others: dict[tuple[int, int], tuple[Costs, float, _Corrections]] = {}
+        self.context, self.version = 0.0, 0
+        """Live slots; number that changes with the circumstances."""
+        self._asked: tuple[int, int] | None = None
+        self._now = _Place(deepcopy(costs), costs)
+        self._places: dict[tuple[int, int], _Place] = {}
+        self._forget()
+
+    def _forget(self) -> None:
+        self._steps: dict[float, float] = {}  # by width
+        self._drafts: dict[tuple[bool, int], tuple[float, float]] = {}
 
     def at(self, context: float, threads: int, rows: int = 1) -> None:
         """Set the circumstances of the coming round: slots, threads, rows."""
-        self.context = context
-        rows = next((num for num in sorted(self.measured) if num >= rows), 0)
-        place = threads, rows
-        if place == self._place:
+        context -= context % CONTEXT_GRID
+        if context == self.context and (threads, rows) == self._asked:
             return
-        self._at_start = self.measured.get(rows, self._at_start)
-        if self._place is not None:
-            self._others[self._place] = (self.table, self.drift, self._corrections)
-        if place in self._others:
-            self.table, self.drift, self._corrections = self._others[place]
-        elif rows or self._place is not None:
-            self.table = copy.deepcopy(self.measured[rows] if rows else self.table)
-            self._corrections = _Corrections(self.table)
-        self._place = place
+        self._forget()
+        self.version += 1
+        self.context, self._asked = context, (threads, rows)
+        rows = next((num for num in sorted(self.measured) if num >= rows), 0)
+        if (threads, rows) not in self._places:
+            start = self.measured.get(rows)
+            found = _Place(deepcopy(start or self.table), start or self._now.at_start, self.drift)
+            self._places[threads, rows] = found
+        self._now = self._places[threads, rows]
+
+    @property
+    def table(self) -> Costs:
+        """Costs for the present numbers of threads and rows."""
+        return self._now.table
+
+    @property
+    def drift(self) -> float:
+        """Factor by which the machine is slower than the table."""
+        return self._now.drift
 
     @property
     def is_measured(self) -> bool:
-        return bool(self.table.step)
+        return bool(self._now.table.step)
 
     def step(self, width: float) -> float:
         """Return seconds of a step, without the drift."""
-        return self.table.of_step(width, self.context)
+        found = self._steps.get(width)
+        if found is not None:
+            return found
+        low = int(width)
+        if width > low:
+            return self.step(low) + (width - low) * (self.step(low + 1) - self.step(low))
+        step, slot, context = self.table.step, self.table.step_slot, self.context
+        found = sum(share * (step[key] + slot.get(key, 0.0) * context) for key, share in self._now.parts_of(low))
+        self._steps[low] = found
+        return found
 
-    def draft(self, shape: DraftShape) -> float:
-        """Return seconds of a model's draft, without the drift."""
-        return self.table.of_draft(shape, self.context)
+    def draft_line(self, is_tree: bool, window: int) -> tuple[float, float]:
+        """See `Costs.draft_line`; without the drift."""
+        found = self._drafts.get((is_tree, window))
+        if found is None:
+            found = self._drafts[is_tree, window] = self.table.draft_line(is_tree, window, self.context)
+        return found
 
-    def doubt(self, shape: DraftShape, width: float) -> float:
+    def draft(self, shape: DraftShape, depth: float | None = None) -> float:
+        """Return seconds of a model's draft of this shape, or of its kind with this depth, without the drift."""
+        depth = shape.depth if depth is None else depth
+        if not depth:
+            return 0.0
+        each, begin = self.draft_line(shape.is_tree, shape.window)
+        return begin + self.table.num_steps(depth) * each
+
+    def doubt(self, shape: DraftShape, depth: float, width: float) -> float:
         """Return the standard error of a round's seconds, in comparison with plain steps."""
-        step, draft = self.step(width), self.draft(shape)
-        shares: dict[str | int, float] = {entry: step * share for entry, share in self.table.interpolation(width)}
-        shares["level" if shape.is_tree else "draft"] = draft
-        return sqrt(max(0.0, self._corrections.variance(shares)))
+        variances, step = self._now.variances, self.step(width)
+        draft_s = self.draft(shape, depth)
+        variance = variances[LEVEL if shape.is_tree else DRAFT] * draft_s**2
+        for key, share in self._now.parts_of(round(width)):
+            variance += variances[key] * (step * share) ** 2
+        return sqrt(variance)
 
     def plain_steps(self, shape: DraftShape, width: int) -> float:
         """Return a round's plain steps by start costs, which stalls cannot change."""
-        costs, context = self._at_start if self._at_start.step else self.table, self.context
+        costs, context = self._now.at_start if self._now.at_start.step else self.table, self.context
         return (costs.of_draft(shape, context) + costs.of_step(width, context)) / costs.of_step(1, context)
 
     def record(self, shape: DraftShape, width: int, draft_s: float, step_s: float) -> None:
         """Correct costs by a round: seconds of drafting, and of the rest."""
-        costs = self.table
-        if not costs.step or (width > 1 and max(costs.step) == 1):  # nothing was measured at start
-            costs.step[width] = step_s / self.drift
-            self._corrections = _Corrections(costs)
-        self._corrections.walk()
+        now = self._now
+        if not now.table.step or (width > 1 and max(now.table.step) == 1):  # nothing was measured at start
+            now.table.step[width] = step_s / now.drift
+            now.reset()
+            self._forget()
+            self.version += 1
+        now.walk(width == 1)
+        if width == 1:
+            now.correct(1, (), step_s, self.step(1))
+            return
         if shape.nodes and draft_s:
-            kind = "level" if shape.is_tree else "draft"
+            kind = LEVEL if shape.is_tree else DRAFT
             if not self.draft(shape):
-                setattr(costs, kind, draft_s / costs.num_steps(shape) / self.drift)
-            self._correct(kind, {kind: 1.0}, draft_s, self.draft(shape))
-        shares: dict[str | int, float] = {entry: share for entry, share in costs.interpolation(width) if entry > 1}
-        self._correct("step" if width > 1 else "plain", shares, step_s, self.step(width))
-
-    def _correct(self, timed: str, shares: Mapping[str | int, float], seconds: float, predicted: float) -> None:
-        error = log(max(seconds, 1e-9) / (predicted * self.drift))
-        for key, change in self._corrections.correct(timed, shares, error):
-            if key == "drift":
-                self.drift *= exp(change)
-            elif isinstance(key, int):
-                self.table.scale_step(key, exp(change))
-            else:
-                self.table.scale_draft(key == "level", exp(change))
+                each = draft_s / now.table.num_steps(shape.depth) / now.drift
+                now.table.draft, now.table.level = (now.table.draft, each) if shape.is_tree else (each, now.table.level)
+                self._forget()
+            now.correct(kind, ((kind, 1.0),), draft_s, self.draft(shape))
+        now.correct(2, now.parts_of(width), step_s, self.step(width))
+        self._forget()

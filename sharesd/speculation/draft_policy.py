@@ -16,20 +16,20 @@ from itertools import accumulate, zip_longest
 from math import inf, sqrt
 from typing import NamedTuple
 
-from sharesd.speculation.acceptance_stats import DECAY, AcceptanceEstimator, LookupCalibration
+from sharesd.speculation.acceptance_stats import PRIOR, AcceptanceEstimator, RunningMeans
 from sharesd.speculation.cost_model import Costs, LiveCosts
 from sharesd.speculation.draft_scorer import DraftScorer
 from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape, DraftTree, model_shape
 from sharesd.speculation.query_gate import QueryGate
 
-EXPLORED, PURSE = 0.005, (2.0, 4.0)
+EXPLORED, PURSE = 0.005, (1.0, 4.0)
 """Part of the tokens that trials may cost; tokens that they may cost at first, and at most at once."""
-TRIAL_GAP = 8
-"""Fewest rounds between two trials."""
-DOUBT = 0.15
-"""Relative error of a draft's seconds, in comparison with plain steps, from which a plain step is timed."""
-NEW_TEXT = 0.4
-"""Factor by which counts fade at the start of a new text."""
+TRIAL_GAP, PLAIN_GAP = 8, 64
+"""Fewest rounds between two trials; rounds with drafts after which a plain step is timed."""
+FRESH, REST = 4, (4, 16)
+"""Rounds after which expectations are computed again; fewest and most rounds of a rest."""
+NEW_TEXT = 60
+"""Rounds that a new text counts as: those of earlier texts count less."""
 RATE_DECAY, RATE_PRIOR = 0.97, 8
 """Fading of rounds in the mean rate (about the last 33 count), and rounds at the rate of plain steps before them."""
 CATCH_UP_ROUNDS = 16
@@ -47,6 +47,18 @@ class Decision(NamedTuple):
     promised: list[float]
     """Tokens that tables promised, by the number of nodes, before calibration."""
     scorer: DraftScorer | None
+
+
+class _Option(NamedTuple):
+    """A draft that may be made, and what to expect of it."""
+
+    shape: DraftShape
+    gain: float
+    """Accepted tokens."""
+    seconds: float
+    """Time of the round."""
+    steps: float
+    nodes: float
 
 
 class Policy:
@@ -84,12 +96,17 @@ class Policy:
         self.is_adaptive = self.pinned is None
         """False if the shape was pinned when costs were set."""
         self.live, self.gate = LiveCosts(costs, measured), QueryGate()
+        self._num_rounds = 0
+        self._age = 0  # rounds, and NEW_TEXT for each text: counts of acceptance fade with it
         self._kinds: dict[object, AcceptanceEstimator] = {}  # by `tables_match`, and kind of draft
         self._scorers = {False: DraftScorer(self._prior), True: DraftScorer(self._prior)}  # of chains, of trees
-        self._tables, self._added_tables = LookupCalibration(), LookupCalibration()  # alone, after a model's draft
+        # Accepted tokens for each token that tables promise, alone and after a model's draft.
+        self._kept_promises = {alone: RunningMeans(1.0, weight=2 * PRIOR) for alone in (True, False)}
         self._done = (0.0, 0.0)  # decayed tokens and predicted seconds of rounds
         self._gained = (0.0, 0.0)  # decayed draft tokens accepted in rows, and by which rounds advanced
-        self._purse, self._since_trial = PURSE[0], 0
+        self._purse, self._last_trial, self._last_plain = PURSE[0], 0, 0
+        self._rests: dict[bool, tuple[object, int]] = {}  # until when plain steps are faster, by `tables_match`
+        self._options: dict[bool, tuple[object, int, list[_Option]]] = {}  # by `tables_match`, until an estimate moves
         self.scorer: DraftScorer | None = None
         """Scorer of a model's coming draft, if it may end early."""
         self.reasons: dict[str, str] = {}
@@ -98,11 +115,11 @@ class Policy:
         """True if tables predict the coming tokens: models are right more often."""
         self.model_value = 0.0
         """Value of the best of a model's drafts and no draft in the coming round."""
-        self._has_queried, self._promised, self._window = False, [0.0], 0
+        self._has_queried, self._promised, self._step_s, self._worth = False, [0.0], 0.0, 0.0
 
     def begin(self) -> None:
-        """Start a new text: rounds of earlier texts count less."""
-        self._fade(NEW_TEXT)
+        """Start a new text."""
+        self._age += NEW_TEXT
         self.gate.begin()
 
     @property
@@ -126,35 +143,6 @@ class Policy:
     def plain_value(self) -> float:
         return 1 - self.rate * self.live.step(1) if self.live.is_measured else 0.0
 
-    def _seconds(self, shape: DraftShape, steps: float, nodes: float = 0.0) -> float:
-        """Return the seconds of a round that drafts some steps of a shape's kind, and verifies some nodes."""
-        made = DraftShape(steps, steps + shape.is_tree, shape.window)  # type: ignore[arg-type]
-        return self.live.draft(made) + self.live.step(1 + (nodes or made.nodes))
-
-    def _mean(self, shape: DraftShape) -> tuple[float, float, float]:
-        """Return the accepted tokens, steps and nodes to expect of a draft of at most this shape."""
-        kind = self._kind(shape)
-        if not self._can_stop_early:
-            return kind.gain(shape.depth), shape.depth, shape.nodes
-        if kind.first is None:  # before any draft: as far as the prior lets steps pay
-            depths = range(1, shape.depth + 1)
-            depth = max(depths, key=lambda depth: kind.gain(depth) - self.rate * self._seconds(shape, depth))
-            kind.first = kind.gain(depth), depth, depth + shape.is_tree
-        return kind.mean()
-
-    def _value(self, shape: DraftShape) -> float:
-        if not self.live.is_measured:  # all rounds count alike
-            return 1 + self._kind(shape).gain(shape.depth)
-        gain, steps, nodes = self._mean(shape)
-        catch_up_s = self.num_unread_tokens * self.live.table.read / CATCH_UP_ROUNDS
-        return 1 + self._share * gain - self.rate * (self._seconds(shape, steps, nodes) + catch_up_s)
-
-    def _spread(self, shape: DraftShape) -> float:
-        """Return the standard error of a draft's value: of its mean accepted tokens, and of its seconds."""
-        (gain, steps, nodes), num = self._mean(shape), self._kind(shape).num_drafts
-        doubt_s = self.live.doubt(shape._replace(depth=steps), 1 + nodes)  # type: ignore[arg-type]
-        return self._share * sqrt(gain * (1 + gain) / (1 + num)) + self.rate * doubt_s
-
     def _kind(self, shape: DraftShape) -> AcceptanceEstimator:
         key = self.tables_match, shape.is_tree, shape.window
         if key not in self._kinds:
@@ -162,6 +150,33 @@ class Policy:
             alpha = self._prior + 0.4 * (1 - self._prior) * shape.is_tree
             self._kinds[key] = AcceptanceEstimator(self._largest, alpha)
         return self._kinds[key]
+
+    def _option(self, shape: DraftShape) -> _Option:
+        kind, live = self._kind(shape), self.live
+        if kind.means is not None:
+            gain, steps, nodes = kind.means.at(self._age)
+            return _Option(shape, gain, live.draft(shape, steps) + live.step(1 + nodes), steps, nodes)
+        gains = list(accumulate(kind.cumulative_acceptance(self._age)[: shape.depth]))
+
+        def fixed(depth: int, nodes: int) -> _Option:
+            return _Option(shape, gains[depth - 1], live.draft(shape, depth) + live.step(1 + nodes), depth, nodes)
+
+        if not self._can_stop_early:
+            return fixed(*shape[:2])
+        # Before any draft: as far as the prior lets steps pay.
+        options = [fixed(depth, depth + shape.is_tree) for depth in range(1, shape.depth + 1)]
+        best = max(options, key=lambda option: option.gain - self.rate * option.seconds)
+        kind.means = RunningMeans(best.gain, best.steps, best.nodes)
+        return best
+
+    def options(self) -> list[_Option]:
+        """Return the drafts that suit the context and fit the round's limit."""
+        key = self.live.version, self.max_round_cost
+        known = self._options.get(self.tables_match)
+        if known is None or known[0] != key or self._age >= known[1]:
+            until = self._age + min(FRESH, 1 + self._num_rounds // 8)  # at first each round tells much
+            known = self._options[self.tables_match] = key, until, list(map(self._option, self._allowed_shapes()))
+        return known[2]
 
     def next_shape(self, may_explore: bool = True, to_beat: float = -inf) -> DraftShape:
         """Return the shape of a model's coming draft; NO_DRAFT: none.
@@ -171,41 +186,60 @@ class Policy:
         """
         if self.pinned is not None:
             pinned = self._with_window(self.pinned)
-            return pinned if to_beat == -inf or self._value(pinned) > to_beat else NO_DRAFT
+            return pinned if to_beat == -inf or self._pinned_value(pinned) > to_beat else NO_DRAFT
         if not self.live.is_measured:
             return self._no_draft("costs_not_measured")
-        plain, values = self.plain_value, {shape: self._value(shape) for shape in self._allowed_shapes()}
-        best = max(values, key=values.__getitem__, default=NO_DRAFT)
-        self.model_value = max(plain, values.get(best, plain))
-        chosen = best if values.get(best, -inf) > max(plain, to_beat) else NO_DRAFT
-        self._since_trial += 1
-        if may_explore and self._since_trial >= TRIAL_GAP:
-            chosen_value = max(plain, to_beat, self.model_value)
-            losses = {each: chosen_value - value for each, value in values.items() if each != chosen}
-            hopeful = [each for each, loss in losses.items() if loss <= self._purse and loss < self._spread(each)]
-            cheapest = min(hopeful, key=losses.__getitem__, default=NO_DRAFT)
-            if cheapest.nodes and self._pay(losses[cheapest]):
-                return self._request(cheapest)
-            if chosen.nodes and to_beat == -inf and self._is_doubtful(chosen) and self._pay(chosen_value - plain):
+        key, until = self._rests.get(self.tables_match, (None, 0))
+        if self._age < until and key == (self.live.version, self.max_round_cost):
+            return self._no_draft("plain_is_faster")
+        options, plain = self.options(), self.plain_value
+        values = self._values(options)
+        best = max(values, default=plain)
+        self.model_value = max(plain, best)
+        chosen = options[values.index(best)].shape if best > max(plain, to_beat) else NO_DRAFT
+        if may_explore and self._age - self._last_trial >= TRIAL_GAP:
+            most = max(self.model_value, to_beat)
+            losses = sorted((most - value, at) for at, value in enumerate(values) if options[at].shape != chosen)
+            for loss, at in losses:
+                if loss <= self._purse and loss < self._spread(options[at]):
+                    self._pay(loss)
+                    return self._request(options[at].shape)
+            is_due = chosen.nodes and to_beat == -inf and self._age - self._last_plain >= PLAIN_GAP
+            if is_due and best - plain <= self._purse:
+                self._pay(best - plain)
                 return self._no_draft("plain_step_is_timed")
-        return self._request(chosen) if chosen.nodes else self._no_draft("plain_is_faster")
+        if chosen.nodes:
+            return self._request(chosen)
+        if options and best <= plain:
+            self._rest(plain - best)
+        return self._no_draft("plain_is_faster")
 
-    def _is_doubtful(self, shape: DraftShape) -> bool:
-        """Return True if too little is known about a draft's seconds in comparison with plain steps."""
-        _, steps, nodes = self._mean(shape)
-        doubt_s = self.live.doubt(shape._replace(depth=steps), 1 + nodes)  # type: ignore[arg-type]
-        return doubt_s > DOUBT * self._seconds(shape, steps, nodes)
-
-    def _pay(self, loss: float) -> bool:
-        """Pay for a trial of this expected loss, in tokens; return False if the purse does not have them."""
-        if loss > self._purse:
-            return False
+    def _pay(self, loss: float) -> None:
         self._purse -= max(0.0, loss)
-        self._since_trial = 0
-        return True
+        self._last_trial = self._age
+
+    def _rest(self, loss: float) -> None:
+        """Choose no draft until the purse can pay for the loss of a trial, since little changes meanwhile."""
+        rounds = min(REST[1], max(REST[0], (loss - self._purse) / max(EXPLORED, 1e-9)))
+        self._rests[self.tables_match] = (self.live.version, self.max_round_cost), self._age + int(rounds)
+
+    def _pinned_value(self, pinned: DraftShape) -> float:
+        if self.live.is_measured:
+            return self._values([self._option(pinned)])[0]
+        return 1 + sum(self._kind(pinned).cumulative_acceptance(self._age)[: pinned.depth])  # all rounds count alike
+
+    def _values(self, options: Sequence[_Option]) -> list[float]:
+        share, rate = self._share, self.rate
+        catch_up_s = self.num_unread_tokens * self.live.table.read / CATCH_UP_ROUNDS
+        return [1 + share * option.gain - rate * (option.seconds + catch_up_s) for option in options]
+
+    def _spread(self, option: _Option) -> float:
+        """Return the standard error of a draft's value: of its mean accepted tokens, and of its seconds."""
+        num = self._kind(option.shape).num_drafts(self._age)
+        doubt_s = self.live.doubt(option.shape, option.steps, 1 + option.nodes)
+        return self._share * sqrt(option.gain * (1 + option.gain) / (1 + num)) + self.rate * doubt_s
 
     def _allowed_shapes(self) -> list[DraftShape]:
-        """Return the drafts that suit the context and fit the round's limit."""
         shapes = [shape for shape in self.shapes if shape.nodes]
         if any(not shape.window for shape in shapes):
             shapes = [shape for shape in shapes if not (shape.window and self._is_short(shape.window))]
@@ -230,7 +264,8 @@ class Policy:
     def _request(self, shape: DraftShape) -> DraftShape:
         """Prepare the scorer of a draft that may end early."""
         if self._can_stop_early:
-            self.scorer, self._window = self._scorers[shape.is_tree], shape.window
+            self.scorer, self._worth = self._scorers[shape.is_tree], self.rate / self._share
+            self._step_s = self.live.draft_line(shape.is_tree, shape.window)[0]
             self.scorer.begin(len(self.counted_rows))
         return shape
 
@@ -247,21 +282,34 @@ class Policy:
 
         `accept_prob`: probability that a parent is accepted, mean of the counted rows; None: of a chain's last token.
         """
-        scorer, is_tree = self.scorer, accept_prob is not None
+        scorer, nodes = self.scorer, depth
         assert scorer is not None
-        accept_prob = scorer.mean_accept_probs()[-1] if accept_prob is None else accept_prob
-        kind = DraftShape(depth, depth + is_tree, self._window)
-        seconds = self._seconds(kind, depth + 1) - self._seconds(kind, depth)
-        pays = self._share * scorer.gain(accept_prob) > self.rate * seconds
+        if accept_prob is None:
+            last = scorer.accept_probs[-1]
+            accept_prob = sum(last) / len(last)
+        else:
+            nodes += 1  # a tree has more nodes than levels
+        seconds = self._step_s + self.live.step(nodes + 2) - self.live.step(nodes + 1)
+        pays = scorer.gain(accept_prob) > self._worth * seconds
         if pays:
             scorer.parent_probs.append(accept_prob)
         return pays
 
     def num_tree_nodes_worth(self, depth: int, accept_probs: Sequence[float]) -> int:
         """Return the number of tree nodes worth verifying, by mean acceptance, best first."""
-        gains, rate = list(accumulate(accept_probs)), self.rate / self._share
-        nums = range(depth + 1, len(accept_probs) + 1)
-        return max(nums, key=lambda num: gains[num - 1] - rate * self.live.step(1 + num), default=len(accept_probs))
+        return self._num_worth(list(accumulate(accept_probs, initial=0.0)), self._worth, depth + 1, 0)[0]
+
+    def _num_worth(self, gains: Sequence[float], worth: float, least: int, first: int) -> tuple[int, float]:
+        """Return how many nodes to verify after `first` others, at least some, and their gain less their time's worth.
+
+        `gains`: tokens to expect of so many nodes.
+        """
+        step, best, most = self.live.step, len(gains) - 1, -inf
+        for num in range(least, len(gains)):
+            value = gains[num] - worth * step(1 + first + num)
+            if value > most:
+                best, most = num, value
+        return best, most
 
     @property
     def tables_pause(self) -> bool:
@@ -298,13 +346,14 @@ class Policy:
         self._promised = list(accumulate(means[:longest], initial=0.0))
         if not self.live.is_measured:
             return longest, 1 + self._promised[-1]
-        ratio, rate = self._share * (self._added_tables if drafted.nodes else self._tables).ratio, self.rate
-        widths = range(1 + drafted.nodes, 2 + drafted.nodes + longest)
-        values = [
-            1 + ratio * gain - rate * self.live.step(width) for gain, width in zip(self._promised, widths, strict=True)
-        ]
-        best = longest if self.pinned is not None else max(range(longest + 1), key=values.__getitem__)
-        return best, values[best]
+        ratio = self._share * self._kept(not drafted.nodes)
+        least = longest if self.pinned is not None else 0
+        best, value = self._num_worth([ratio * gain for gain in self._promised], self.rate, least, drafted.nodes)
+        return best, 1 + value
+
+    def _kept(self, alone: bool) -> float:
+        """Return the part of what tables promise that is accepted: the best of many estimates is too high."""
+        return self._kept_promises[alone].at(self._age)[0]
 
     def early_shape(self) -> DraftShape:
         """Return the draft to launch before tables are queried, for GPUs."""
@@ -323,7 +372,7 @@ class Policy:
         """Return the acceptance probability of each node of a model's draft, best first."""
         if self.scorer is not None and len(self.scorer.accept_probs) == shape.nodes:
             return self.scorer.mean_accept_probs()
-        reach = self._kind(shape).cumulative_acceptance()[: shape.depth]
+        reach = self._kind(shape).cumulative_acceptance(self._age)[: shape.depth]
         return reach + [0.0] * (shape.nodes - len(reach))
 
     def max_nodes(self) -> int:
@@ -331,10 +380,11 @@ class Policy:
 
     def expected(self, tree: DraftTree) -> float:
         """Return the predicted time of a round, in a shared unit."""
-        if not self.live.is_measured:
-            return 1.0
+        num_nodes = tree.tokens.shape[1]
+        if not self.live.is_measured or not num_nodes:
+            return self.live.step(1) if self.live.is_measured else 1.0
         catch_up = tree.record.num_unread_tokens * self.live.table.read
-        return catch_up + self.live.draft(model_shape(tree)) + self.live.step(1 + tree.tokens.shape[1])
+        return catch_up + self.live.draft(model_shape(tree)) + self.live.step(1 + num_nodes)
 
     def decision(self) -> Decision:
         """Return what the coming round was decided with, for its record; the next decision begins."""
@@ -358,35 +408,41 @@ class Policy:
         """
         if not self._largest:
             return  # nothing is ever drafted, and corrections of costs take as long as other work of the host
-        live, shape, num_nodes = self.live, model_shape(tree), tree.tokens.shape[1]
-        self._fade(DECAY)
-        if shape.nodes and paths:
-            self.tables_match, scorer = decision.tables_match, decision.scorer
-            for path in paths:
-                self._kind(shape).record(sum(node <= shape.nodes for node in path), shape.depth, shape.nodes)
-            if scorer is not None and len(scorer.accept_probs) == shape.nodes:
-                scorer.record([{node - 1 for node in path if node <= shape.nodes} for path in paths])
-        if num_nodes > shape.nodes and paths:
-            calibration, promised = self._added_tables if shape.nodes else self._tables, decision.promised
-            found = sum(node > shape.nodes for path in paths for node in path) / len(paths)
-            calibration.record(promised[min(num_nodes - shape.nodes, len(promised) - 1)], found)
-        if decision.has_queried and not shape.nodes:
+        live, num_nodes, gain = self.live, tree.tokens.shape[1], 0.0
+        self._age += 1
+        self._num_rounds += 1
+        if decision.has_queried and not tree.record.num_steps:
             self.gate.record_seconds(draft_s / live.drift)
-        if tree.record.drafted_ahead:  # made while the last draft was verified, so its time is not that of drafting
-            draft_s = live.draft(shape) * live.drift
-        # Where reading missed tokens took most of the time, it says little about the draft.
-        drafting_s = draft_s - tree.record.num_unread_tokens * live.table.read * live.drift
-        live.record(shape, 1 + num_nodes, drafting_s if drafting_s > draft_s / 2 else 0.0, step_s)
+        if not num_nodes:
+            self._last_plain = self._age
+            live.record(NO_DRAFT, 1, 0.0, step_s)
+        else:
+            shape, unread_s = model_shape(tree), tree.record.num_unread_tokens * live.table.read * live.drift
+            gain = self._count(decision, shape, num_nodes, paths) if paths else 0.0
+            if tree.record.drafted_ahead:  # made while the last draft was verified: its time is not that of drafting
+                draft_s = live.draft(shape) * live.drift
+            # Where reading missed tokens took most of the time, it says little about the draft.
+            live.record(shape, 1 + num_nodes, draft_s - unread_s if unread_s < draft_s / 2 else 0.0, step_s)
         if paths:
-            accepted, advanced = self._gained
-            gain = sum(map(len, paths)) / len(paths)
+            (accepted, advanced), (tokens, seconds) = self._gained, self._done
             self._gained = RATE_DECAY * accepted + gain, RATE_DECAY * advanced + min(gain, progress - 1)
-            seconds = self.expected(tree) + self.gate.seconds * decision.has_queried
-            self._done = RATE_DECAY * self._done[0] + progress, RATE_DECAY * self._done[1] + seconds
+            took = self.expected(tree) + self.gate.seconds * decision.has_queried
+            self._done = RATE_DECAY * tokens + progress, RATE_DECAY * seconds + took
             self._purse = min(PURSE[1], self._purse + EXPLORED * progress)
 
-    def _fade(self, share: float) -> None:
-        for kind in self._kinds.values():
-            kind.fade(share)
-        self._tables.fade(share)
-        self._added_tables.fade(share)
+    def _count(self, decision: Decision, shape: DraftShape, num_nodes: int, paths: Sequence[Sequence[int]]) -> float:
+        """Count what was accepted of a model's draft and of nodes of tables; return the mean of rows."""
+        num_rows, total, drafted = len(paths), sum(map(len, paths)), paths
+        if num_nodes > shape.nodes:
+            drafted = [[node for node in path if node <= shape.nodes] for path in paths]
+            promised = decision.promised[min(num_nodes - shape.nodes, len(decision.promised) - 1)]
+            found = (total - sum(map(len, drafted))) / num_rows
+            self._kept_promises[not shape.nodes].add(self._age, promised, found)
+        if shape.nodes:
+            self.tables_match, scorer = decision.tables_match, decision.scorer
+            kind = self._kind(shape)
+            for path in drafted:
+                kind.record(self._age, len(path), shape.depth, shape.nodes)
+            if scorer is not None and len(scorer.accept_probs) == shape.nodes:
+                scorer.record(drafted)
+        return total / num_rows

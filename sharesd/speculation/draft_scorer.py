@@ -6,7 +6,6 @@ Draft models are more confident than the target agrees with them, so their proba
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -42,9 +41,15 @@ class ProbabilityCalibration:
     def __init__(self) -> None:
         self._tries = [PRIOR] * RANGES
         self._hits = [PRIOR * (number + 0.5) / RANGES for number in range(RANGES)]
-        self.calibrated_probs = np.array([0.0, *self._hits], dtype=np.float32)
+        self._values: NDArray[np.float32] | None = None
+
+    @property
+    def calibrated_probs(self) -> NDArray[np.float32]:
         """Calibrated values of probability 0 and of each range's middle."""
-        self.calibrated_probs /= PRIOR
+        if self._values is None:
+            ratios = [hits / tries for hits, tries in zip(self._hits, self._tries, strict=True)]
+            self._values = np.array([0.0, *ratios], dtype=np.float32)
+        return self._values
 
     def calibrated(self, draft_prob: float) -> float:
         """Return the acceptance probability of a token with this draft probability."""
@@ -52,13 +57,13 @@ class ProbabilityCalibration:
         return self._hits[number] / self._tries[number]
 
     def record(self, draft_probs: Sequence[float], parents: Sequence[int], accepted: Collection[int]) -> None:
-        """Count a draft: probabilities, parents as in a `Proposal`, and accepted nodes."""
+        """Count a draft: probabilities, parents as in a `Proposal`, and verify rows, from 1, of accepted nodes."""
+        self._values = None
         for node, (each, parent) in enumerate(zip(draft_probs, parents, strict=True)):
-            if parent < 0 or parent in accepted:
+            if parent < 0 or parent + 1 in accepted:
                 number = _range(each)
                 self._tries[number] = KEPT * self._tries[number] + 1
-                self._hits[number] = KEPT * self._hits[number] + (node in accepted)
-                self.calibrated_probs[1 + number] = self.calibrated(each)
+                self._hits[number] = KEPT * self._hits[number] + (node + 1 in accepted)
 
 
 def _range(draft_prob: float) -> int:
@@ -124,8 +129,8 @@ class DraftScorer:
         """Set verified nodes, best first: by row, `accept_probs` by node and row."""
         self._draft_probs, self._parents, self.accept_probs = draft_probs, parents, list(accept_probs)
 
-    def record(self, accepted: Sequence[AbstractSet[int]]) -> None:
-        """Count accepted nodes of each row."""
+    def record(self, accepted: Sequence[Sequence[int]]) -> None:
+        """Count a verified draft: verify rows, from 1, of each row's accepted nodes."""
         if len(accepted) != len(self._draft_probs):
             return
         for draft_probs, parents, kept in zip(self._draft_probs, self._parents, accepted, strict=True):

@@ -6,7 +6,7 @@ from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape
 
 MEMORY = 64
 """Queries that the mean gain reaches back."""
-PAUSE = 8
+PAUSE = 16
 """Fewest rounds between queries that seem not to pay."""
 NEW_TEXT_GAIN = 0.05
 """Tokens that a query is assumed to gain, at least, as a text begins."""
@@ -18,9 +18,10 @@ class QueryGate:
     def __init__(self) -> None:
         self.gain, self.seconds = NEW_TEXT_GAIN, 0.0
         """Mean tokens that a query adds to a round, and its mean seconds without the machine's drift."""
-        self._since_query = 0
-        # A model's last draft in a round that queried tables, and the share of such drafts that lost to tables.
-        self._last, self._lost = NO_DRAFT, 0.0
+        self._since_query, self._num_timed = 0, 3
+        self.last_model_draft = NO_DRAFT
+        """A model's last draft in a round that queried tables."""
+        self._lost = 0.0  # share of such drafts that lost to tables
 
     def begin(self) -> None:
         """Start a new text: queries are worth trying again."""
@@ -46,18 +47,15 @@ class QueryGate:
         self.gain += (max(0.0, gain) - self.gain) / MEMORY
 
     def record_seconds(self, seconds: float) -> None:
-        self.seconds += (seconds - self.seconds) / 16
+        self._num_timed = min(16, self._num_timed + 1)
+        self.seconds += (seconds - self.seconds) / self._num_timed
 
     def early_draft(self, draft_s: float) -> DraftShape:
         """Return the model's draft to launch before the query; NO_DRAFT if such drafts lose too often."""
-        return self._last if self._lost * draft_s <= self.seconds else NO_DRAFT
-
-    @property
-    def last_model_draft(self) -> DraftShape:
-        return self._last
+        return self.last_model_draft if self._lost * draft_s <= self.seconds else NO_DRAFT
 
     def record_model_draft(self, shape: DraftShape) -> None:
         """Note a model's draft in a round that queried tables, or that it lost to them."""
-        if self._last.nodes:
+        if self.last_model_draft.nodes:
             self._lost += ((not shape.nodes) - self._lost) / 16
-        self._last = shape
+        self.last_model_draft = shape
