@@ -392,7 +392,7 @@ def test_an_entry_that_cannot_be_read_is_ignored(caplog: pytest.LogCaptureFixtur
     file.write_text(file.read_text().replace("hqq:4:64", "hqq:5:64"))
     with caplog.at_level(logging.WARNING, "sharesd.weights.quant_tuning_cache"):
         assert load_tuned(place()) is None
-    assert f"{file} is ignored" in caplog.text and len(caplog.records) == 1
+    assert f"{file} cannot be read and is replaced" in caplog.text and len(caplog.records) == 1
 
 
 def test_auto_falls_back_to_the_default_and_says_so(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
