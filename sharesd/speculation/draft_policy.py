@@ -319,7 +319,9 @@ class Policy:
     @property
     def tables_should_learn(self) -> bool:
         """True if tables learn from the logits of the coming round."""
-        return self._fits(NO_DRAFT, 1) and (not self.live.is_measured or self.gate.should_learn(self.rate))
+        if self.pinned is not None or not self.live.is_measured:
+            return True
+        return self._fits(NO_DRAFT, 1) and self.gate.should_learn(self.rate)
 
     def should_query_tables(self) -> bool:
         """Return True if a query of tables pays and one node fits."""

@@ -296,9 +296,9 @@ def test_tables_that_never_gain_are_asked_now_and_then() -> None:
     asked(600, 0.0)
     policy.begin()
     assert asked(6, 0.0) == 6, "another text may be another case"
-    free = Policy(chains(8), pinned=chain(3))
-    free.gate.record_gain(0.0)
-    assert all(free.should_query_tables() for _ in range(50))
+    free = Policy(chains(8), pinned=chain(3), costs=Costs({1: 1.0}))
+    free.gate.record_seconds(99.0)
+    assert all(free.should_query_tables() and free.tables_should_learn for _ in range(50)), "whatever they take"
 
 
 def test_rows_that_lead_by_far_are_not_awaited(tmp_path: Path) -> None:
