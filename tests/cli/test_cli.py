@@ -268,12 +268,12 @@ def test_ctrl_c_ends_the_answer_and_not_the_chat(talk: Talk, monkeypatch: pytest
 
 def test_ctrl_c_in_the_middle_of_a_round_leaves_engines_usable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM.from_config(EngineConfig(target=str(folder), compile="off"), ("naive", "share", "classic"))
-    params = SamplingParams(max_new_tokens=30, temperature=0.8, seed=3)
+    params = SamplingParams(max_new_tokens=20, temperature=0.8, seed=3)
     for mode in llm.modes:
         llm.runtime.warm_up(mode)
         ids, other = (llm.tokenizer.encode(prompt) for prompt in PROMPTS)
         (whole,), (whole_other,) = llm.generate(ids, params, mode=mode), llm.generate(other, params, mode=mode)
-        for fail_at in (1, 8, 15):
+        for fail_at in (1, 8):  # in the prompt, and in a round
             llm.runtime.engine.forget()
             llm.generate(other, params, mode=mode)
             real, calls = type(llm.runtime.engine.target).forward, count(1)

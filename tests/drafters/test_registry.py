@@ -324,7 +324,6 @@ def test_the_page_has_a_drafter_that_is_right(echo: Path, capsys: CaptureFixture
     "before, after, said",
     [
         (PROPOSAL, "return Proposal([999], [-1], [0.5])", "token 999 of node 0 is outside the vocabulary of 320"),
-        (PROPOSAL, "return Proposal(tokens, [-1] * len(tokens), scores)[:2]", "tuple is not a Proposal"),
         ("min(budget, self.length)", "self.length", "4 nodes, and at most 1 were requested"),
         ("0.5 ** (depth + 1)", "2.0", "each is a probability, from 0 to 1"),
         ("start is None", "1 / 0", "ZeroDivisionError in my_echo.py, line"),

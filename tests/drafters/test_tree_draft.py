@@ -126,7 +126,7 @@ def test_the_likeliest_paths_are_drafted(tree: tuple[int, int, int]) -> None:
         assert ours == likeliest(after, branching, depth, budget)
 
 
-@pytest.mark.parametrize("batch", [1, 3, 4])
+@pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("kind", ["share", "classic"])
 def test_drafted_trees_do_not_change_the_text(kind: str, sampling: str, batch: int) -> None:

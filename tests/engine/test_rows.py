@@ -118,7 +118,7 @@ def parts_of(one: Completion) -> tuple[Any, ...]:
     return one.token_ids, one.text, one.finish_reason, [round(x, 4) for x in one.logprobs or []]
 
 
-REQUESTS = load(1, 64)
+REQUESTS = load(1, 40)
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +145,7 @@ def check_load(mode: str, engine: Engine, wanted: list[Completion]) -> None:
             at = todo.pop()
             number[engine.add(*REQUESTS[at])] = at
         unfinished = [each for each in number if each.finish_reason is None and each not in cancelled]
-        if dice.random() < 0.1 and unfinished:
+        if dice.random() < 0.15 and unfinished:
             request = dice.choice(unfinished)
             engine.cancel(request)
             cancelled.add(request)
