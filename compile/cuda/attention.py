@@ -1,11 +1,12 @@
 """Attention over live slots in Triton, batch invariant in chains and trees.
 
 Three launches: `write_new_kv` (norms and rotary embedding of new queries and keys; new keys and values into the cache),
-`attend_parts` (SPLIT slots each), `join_parts` (parts in order). Parts begin at absolute multiples of SPLIT, blocks
-within them at multiples of BLOCK, and a tile of queries has a constant number of rows: T, S, B and the length change
-which programs have work, and never the sums of a query's row. If slots of a part hold new rows of a tree, each row has
-a program of its own, which gathers its path into the order of plain decoding. A row of the batch with a length below 0
-is idle: nothing of it is read or written, and its output is 0.
+`attend_parts` (SPLIT slots each), `join_parts` (parts in order). Steps of few queries do all of it in one launch
+(`attention_step`), with the same bits; trees, caches of 8 bits and wide steps take three. Parts begin at absolute
+multiples of SPLIT, blocks within them at multiples of BLOCK, and a tile of queries has a constant number of rows: T, S,
+B and the length change which programs have work, and never the sums of a query's row. If slots of a part hold new rows
+of a tree, each row has a program of its own, which gathers its path into the order of plain decoding. A row of the
+batch with a length below 0 is idle: nothing of it is read or written, and its output is 0.
 
 Legend: B rows of the batch, T new tokens, H query heads, K key/value heads, G = H / K, S slots, P slots that a path may
 name, d head size, D the power of two above it, R rotated half, N positions that have an angle, X parts.
@@ -22,36 +23,31 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from compile.cuda.attention_parts import (
+    GROUP,
+    INTS,
+    NO_WINDOW,
+    ROWS,
+    SPLIT,
+    UNALIGNED,
+    is_seen,
+    join_rows,
+    multiply_part,
+)
+from compile.cuda.attention_step import AT_ONCE, MAX_HEADS, REGISTERS, arrivals, attend_step, queries_at_once
 from compile.cuda.gemm_config import device
-from compile.cuda.kv_q8 import head_q8, load_q8, num_cache_slots, power_above
-from compile.cuda.kv_write import write_new_kv
+from compile.cuda.kv_q8 import head_q8, num_cache_slots, power_above
+from compile.cuda.kv_write import angles, write_new_kv
 from compile.cuda.pdl import attention_options, with_room
 from compile.kv_layout import CHUNK, SINKS
 
-ROWS = 16
-"""Queries of a tile. Bits depend on it, as on SPLIT."""
-SPLIT = 128
-"""Slots of a part."""
 STAGES = 5
 """Stages of the loop: slot numbers, keys, values, and two of prefetch."""
 PROGRAMS_PER_SM = 2
 """Programs resident on a multiprocessor: 32 KB each use its bandwidth."""
-GROUP = 32
-"""Parts that the join sums up together."""
-NO_WINDOW = 1 << 30
-"""Window without limit."""
-# One binary serves all steps: values that differ between them must not make another.
-_UNALIGNED = ["length_ptr", "depth_ptr", "path_ptr"]
-_INTS = ["T", "S", "P", "X", "num_programs", "window", "recent"]
 
 
-@triton.jit
-def _recent_from(own, recent, CHUNK: tl.constexpr):
-    """First recent position that a query at position `own` attends to."""
-    return tl.maximum(own + 1 - recent, 0) // CHUNK * CHUNK
-
-
-@triton.jit(do_not_specialize=_INTS, do_not_specialize_on_alignment=_UNALIGNED)
+@triton.jit(do_not_specialize=INTS, do_not_specialize_on_alignment=UNALIGNED)
 def attend_parts(
     q_ptr,
     k_cache_ptr,
@@ -120,7 +116,6 @@ def attend_parts(
         first += tl.load(depth_ptr + b * T + token).to(tl.int32)
         end = first + 1
     own = n + tl.where(P > 0, tl.load(depth_ptr + b * T + t, mask=live & (P > 0), other=0).to(tl.int32), t)
-    recent_from = _recent_from(own, recent, CHUNK)
     i = tl.arange(0, D)
     query = (b * T + t) * (K * G) + kv * G + g
     q = tl.load(q_ptr + query[:, None] * d + i[None, :], mask=live[:, None] & (i < d)[None, :], other=0.0)
@@ -131,38 +126,12 @@ def attend_parts(
         v_cache_ptr += (b * K + kv) * S * d
     for part in range(first_part, tl.minimum(end_part, X), num_programs):  # padding may exceed the cache
         begin = part * SPLIT
-        end_slot = begin + SPLIT
-        seen_by_some = (n >= 0) & (begin < end) & (end_slot > first + 1 - window)
-        seen_by_some = seen_by_some & ((begin < SINKS) | (end_slot > _recent_from(first, recent, CHUNK)))
-        top = tl.full((ROWS,), float("-inf"), tl.float32)
-        total = tl.zeros((ROWS,), tl.float32)
-        values = tl.zeros((ROWS, D), tl.float32)
-        for start in range(begin, tl.where(seen_by_some, tl.minimum(end_slot, end), begin), BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            gathered = (at >= n) & (at < end) & is_tree_part
-            step = tl.load(path_ptr + (b * T + token) * P + (at - n), mask=gathered, other=0).to(tl.int32)
-            slot = tl.where(gathered, n + step, at)
-            is_valid = (at < end) & (slot < S)
-            if Q8:
-                k = load_q8(k_cache_ptr, slot, is_valid, d, D).to(q.dtype)
-                v = load_q8(v_cache_ptr, slot, is_valid, d, D).to(q.dtype)
-            else:
-                where = slot[:, None] * d + i[None, :]
-                k = tl.load(k_cache_ptr + where, mask=is_valid[:, None] & (i < d)[None, :], other=0.0)
-                v = tl.load(v_cache_ptr + where, mask=is_valid[:, None] & (i < d)[None, :], other=0.0)
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-            if CAP:
-                scores = softcap - 2 * softcap / (tl.exp(scores) + 1)  # softcap * tanh(score / softcap)
-            seen = (at[None, :] <= own[:, None]) & (at[None, :] > own[:, None] - window)
-            seen = seen & ((at[None, :] >= recent_from[:, None]) | (at < SINKS)[None, :])
-            scores = tl.where(seen, scores, float("-inf"))
-            new_top = tl.maximum(top, tl.max(scores, 1))
-            base = tl.where(new_top == float("-inf"), 0.0, new_top)
-            weights = tl.exp2(scores - base[:, None])
-            shrink = tl.exp2(top - base)
-            total = total * shrink + tl.sum(weights, 1)
-            values = values * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-            top = new_top
+        seen_by_some = (n >= 0) & is_seen(part, first, end, window, recent, SPLIT, CHUNK, SINKS)
+        top, total, values = multiply_part(
+            q, own, k_cache_ptr, v_cache_ptr, path_ptr + (b * T + token) * P, begin,
+            tl.where(seen_by_some, tl.minimum(begin + SPLIT, end), begin), n, end, is_tree_part, S, scale, softcap,
+            window, recent, d, D, ROWS, BLOCK, CHUNK, SINKS, CAP, Q8,
+        )  # fmt: skip
         out = query * X + part
         stored = live & seen_by_some
         tl.store(top_ptr + out, top, mask=stored)
@@ -170,7 +139,7 @@ def attend_parts(
         tl.store(part_ptr + out[:, None] * d + i[None, :], values, mask=stored[:, None] & (i < d)[None, :])
 
 
-@triton.jit(do_not_specialize=_INTS, do_not_specialize_on_alignment=_UNALIGNED)
+@triton.jit(do_not_specialize=INTS, do_not_specialize_on_alignment=UNALIGNED)
 def join_parts(
     length_ptr,
     depth_ptr,
@@ -192,7 +161,7 @@ def join_parts(
     SINKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Join a query's parts in order, GROUP at once.
+    """Join a query's parts in order.
 
     Grid (B * T, H).
     """
@@ -209,32 +178,12 @@ def join_parts(
         own += tl.load(depth_ptr + token).to(tl.int32)
     else:
         own += (token % T).to(tl.int32)
-    recent_from = _recent_from(own, recent, CHUNK)
-    i = tl.arange(0, D)
-    top = float("-inf")
-    total = 0.0
-    values = tl.zeros((D,), tl.float32)
-    first = tl.maximum(own + 1 - window, 0) // (SPLIT * GROUP) * GROUP
-    for group in range(first, tl.minimum(own // SPLIT + 1, X), GROUP):
-        part = group + tl.arange(0, GROUP)
-        begin = part * SPLIT
-        end_slot = begin + SPLIT
-        seen = (
-            (part < X) & (begin <= own) & (end_slot > own + 1 - window) & ((end_slot > recent_from) | (begin < SINKS))
-        )
-        at = query * X + part
-        tops = tl.load(top_ptr + at, mask=seen, other=float("-inf"))
-        totals = tl.load(total_ptr + at, mask=seen, other=0.0)
-        some = tl.load(part_ptr + at[:, None] * d + i[None, :], mask=seen[:, None] & (i < d)[None, :], other=0.0)
-        new_top = tl.maximum(top, tl.max(tops, 0))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp2(tops - base)
-        shrink = tl.exp2(top - base)
-        total = total * shrink + tl.sum(totals * weights, 0)
-        values = values * shrink + tl.sum(some * weights[:, None], 0)
-        top = new_top
-    total = tl.where(total == 0, 1.0, total)  # of an idle row
-    tl.store(out_ptr + query * d + i, (values / total).to(out_ptr.dtype.element_ty), mask=i < d)
+    one, i = tl.arange(0, 1), tl.arange(0, D)
+    out_1D = join_rows(
+        query + one, own + one, own + one >= 0, own, own, top_ptr, total_ptr, part_ptr, X, window, recent,
+        1, d, D, GROUP, GROUP, SPLIT, CHUNK, SINKS,
+    )  # fmt: skip
+    tl.store(out_ptr + query * d + i, tl.reshape(out_1D, (D,)).to(out_ptr.dtype.element_ty), mask=i < d)
 
 
 def attend_live(
@@ -265,7 +214,7 @@ def attend_live(
     or in 8 bits.
     """
     B, T, H, d = q_BTHd.shape
-    q, k, v = (x if x.stride()[2:] == (d, 1) else x.contiguous() for x in (q_BTHd, k_BTKd, v_BTKd))
+    q, k, v = (x if _has_rows(x) else x.contiguous() for x in (q_BTHd, k_BTKd, v_BTKd))
     K, S, q8 = k_cache.shape[1], num_cache_slots(k_cache), k_cache.dtype == torch.int8
     assert k_cache.is_contiguous() and v_cache.is_contiguous(), "make caches with new_kv"
     D, X = power_above(d, q8=q8), triton.cdiv(S, SPLIT)
@@ -273,41 +222,69 @@ def attend_live(
     if depth_BT is not None and path_BTP is not None:
         depth, path, P = depth_BT.contiguous(), path_BTP.contiguous(), path_BTP.shape[2]
     launch = attention_options(q.device)
-    norms, caches = (q_norm_d, k_norm_d, eps, gemma), (k_cache, v_cache)
-    turned = write_new_kv(q, k, v, cos_Nr, sin_Nr, *caches, lengths_B, depth, path, P, norms, query_factors)
     G = H // K
     BLOCK = slots_per_block(D, q.dtype)
-    programs, num_programs = count_programs(
-        T, G, P > 0, X, B * K, device(q.device.index if q.is_cuda else None).processors
-    )
+    processors = device(q.device.index if q.is_cuda else None).processors
+    programs, num_programs = count_programs(T, G, P > 0, X, B * K, processors)
     top, total = (q.new_empty((B * T * H, X), dtype=torch.float32) for _ in range(2))
     part = q.new_empty((B * T * H, X, d), dtype=torch.float32)
     log2e = math.log2(math.e)
     units = (2 * scale / softcap, softcap * log2e) if softcap else (scale * log2e, 0.0)
     extent = {"SPLIT": SPLIT, "CHUNK": CHUNK, "SINKS": SINKS}
     back = (window or NO_WINDOW, recent or NO_WINDOW)
+    size = {"d": d, "D": D, **extent}
+    loop = {"K": K, "G": G, "ROWS": ROWS, "BLOCK": BLOCK, "CAP": softcap != 0}
+    how = {**launch, "num_warps": 4, "enable_fp_fusion": False}
+    if runs_at_once(q, k_cache, P):
+        cos, sin, N, R = angles(q, cos_Nr, sin_Nr, query_factors)
+        out = q.new_empty((B, T, H, d))
+        at_once = partial(
+            attend_step[(num_programs, B * K)],
+            *(q, k, v, cos, sin, query_factors, q_norm_d, k_norm_d, k_cache, v_cache, lengths_B, arrivals(q.device)),
+            *(top, total, part, out, T, S, X, N, num_programs),
+            *(stride // d for x in (q, k, v) for stride in x.stride()[:2]),
+            *(eps, *units, *back),
+            **{"R": R, "GEMMA": gemma, "GROUP": GROUP, "AT_ONCE": AT_ONCE, "JOIN": queries_at_once(G)},
+            **size,
+            **loop,
+            **how,
+            maxnreg=REGISTERS,
+        )
+        with_room(lambda stages: at_once(num_stages=stages), STAGES - 2, (q.device, "attend_step", d, q.dtype))
+        return out
+    norms, caches = (q_norm_d, k_norm_d, eps, gemma), (k_cache, v_cache)
+    turned = write_new_kv(q, k, v, cos_Nr, sin_Nr, *caches, lengths_B, depth, path, P, norms, query_factors)
     in_parts = partial(
         attend_parts[(programs, B * K)],
         *(turned, k_cache, v_cache, lengths_B, depth, path, top, total, part),
         *(T, S, P, X, num_programs, *units, *back),
-        **{"K": K, "G": G, "d": d, "D": D, "ROWS": ROWS, "BLOCK": BLOCK, "CAP": softcap != 0, "Q8": q8},
-        **extent,
-        **launch,
-        num_warps=4,
-        enable_fp_fusion=False,
+        **{"Q8": q8},
+        **size,
+        **loop,
+        **how,
     )
     with_room(lambda stages: in_parts(num_stages=stages), STAGES, (q.device, "attend_parts", d, q.dtype, q8))
     out = torch.empty_like(turned)
     join_parts[(B * T, H)](
         *(lengths_B, depth, top, total, part, out),
         *(T, P, X, *back),
-        **{"H": H, "d": d, "D": D, "GROUP": GROUP},
-        **extent,
-        **launch,
-        num_warps=4,
-        enable_fp_fusion=False,
+        **{"H": H, "GROUP": GROUP},
+        **size,
+        **how,
     )
     return out
+
+
+def runs_at_once(q_BTHd: Tensor, k_cache: Tensor, P: int) -> bool:
+    """Return True if a step's attention is one launch; its bits are the same."""
+    (B, T, H, _), K = q_BTHd.shape, k_cache.shape[1]
+    return P == 0 and k_cache.dtype != torch.int8 and T * (H // K) <= ROWS and B * K <= MAX_HEADS
+
+
+def _has_rows(x_BTHd: Tensor) -> bool:
+    """Return True if heads of a token follow each other, and tokens are whole heads apart."""
+    d = x_BTHd.shape[3]
+    return x_BTHd.stride()[2:] == (d, 1) and all(stride % d == 0 for stride in x_BTHd.stride()[:2])
 
 
 def count_programs(T: int, G: int, tree: bool, X: int, heads: int, processors: int) -> tuple[int, int]:

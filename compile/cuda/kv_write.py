@@ -84,30 +84,22 @@ def norm_rotate_write(
     else:
         source = v_ptr + b * v_b + t * v_t + (head - H - K) * d
         cache_ptr, kept = v_cache_ptr, kept - K
-    i = tl.arange(0, D)
-    x = tl.load(source + i, mask=i < d, other=0.0)
-    position = tl.maximum(tl.minimum(length + ahead, N - 1), 0)
+    position = length + ahead
     if head < H + K:
-        root = 0.0
+        norm_ptr = None
         if q_norm_ptr is not None:
-            wide = x.to(tl.float32)
-            root = tl.rsqrt(tl.sum(wide * wide, 0) / d + eps)
-            x = _normalised(x, root, q_norm_ptr, k_norm_ptr, head < H, i, i < d, GEMMA)
-        if R > 0:
-            turned = i < 2 * R
-            across = tl.where(i < R, i + R, i - R)
-            other = tl.load(source + across, mask=turned, other=0.0)
-            if q_norm_ptr is not None:
-                other = _normalised(other, root, q_norm_ptr, k_norm_ptr, head < H, across, turned, GEMMA)
-            angle = position * R + tl.where(i < R, i, i - R)
-            cos = tl.load(cos_ptr + angle, mask=turned, other=0.0).to(tl.float32)
-            sin = tl.load(sin_ptr + angle, mask=turned, other=0.0).to(tl.float32)
-            straight = (x.to(tl.float32) * cos).to(x.dtype).to(tl.float32)
-            crossed = (other.to(tl.float32) * sin).to(x.dtype).to(tl.float32)
-            y = tl.where(i < R, straight - crossed, straight + crossed)
-            x = tl.where(turned, y.to(x.dtype), x)
+            norm_ptr = tl.where(head < H, q_norm_ptr, k_norm_ptr)
+        one = tl.arange(0, 1)
+        x_1D = turned_heads(
+            source + one, one == 0, position + one, norm_ptr, cos_ptr, sin_ptr, N, eps, 1, d, D, R, GEMMA
+        )
+        x = tl.reshape(x_1D, (D,))
+    else:
+        x = tl.load(source + tl.arange(0, D), mask=tl.arange(0, D) < d, other=0.0)
     if factor_ptr is not None and head < H:
-        x = (x.to(tl.float32) * tl.load(factor_ptr + position).to(tl.float32)).to(x.dtype)
+        factor = tl.load(factor_ptr + known_position(position, N)).to(tl.float32)
+        x = (x.to(tl.float32) * factor).to(x.dtype)
+    i = tl.arange(0, D)
     out_ptr += (token.to(tl.int64) * H + head) * d
     if not Q8:
         target = tl.where(head < H, out_ptr, cache_ptr + (kept * S + slot) * d)
@@ -119,10 +111,57 @@ def norm_rotate_write(
 
 
 @triton.jit
-def _normalised(x, root, q_norm_ptr, k_norm_ptr, is_query, at, is_valid, GEMMA: tl.constexpr):
-    """Normalised entries `at` of a head, times their weights."""
-    weight = tl.load(tl.where(is_query, q_norm_ptr, k_norm_ptr) + at, mask=is_valid, other=0.0).to(tl.float32)
-    wide = x.to(tl.float32) * root
+def turned_heads(
+    source_ptr, is_valid, position, norm_ptr, cos_ptr, sin_ptr, N, eps,
+    NUM: tl.constexpr, d: tl.constexpr, D: tl.constexpr, R: tl.constexpr, GEMMA: tl.constexpr,
+):  # fmt: skip
+    """Heads [NUM, D] from their first numbers on, normalised if there is a norm, and rotated to their positions.
+
+    Bits do not depend on NUM, or on how numbers lie in registers: the sum of squares is a tree of its own.
+    """
+    i = tl.arange(0, D)
+    x = tl.load(source_ptr[:, None] + i[None, :], mask=is_valid[:, None] & (i < d)[None, :], other=0.0)
+    root = tl.zeros((NUM,), tl.float32)
+    if norm_ptr is not None:
+        wide = x.to(tl.float32)
+        root = tl.rsqrt(_sum_of_heads(wide * wide, NUM, D) / d + eps)
+        x = _normalised(x, root, norm_ptr, i, i < d, GEMMA)
+    if R > 0:
+        turned = i < 2 * R
+        across = tl.where(i < R, i + R, i - R)
+        is_turned = is_valid[:, None] & turned[None, :]
+        other = tl.load(source_ptr[:, None] + across[None, :], mask=is_turned, other=0.0)
+        if norm_ptr is not None:
+            other = _normalised(other, root, norm_ptr, across, turned, GEMMA)
+        angle = known_position(position, N)[:, None] * R + tl.where(i < R, i, i - R)[None, :]
+        cos = tl.load(cos_ptr + angle, mask=is_turned, other=0.0).to(tl.float32)
+        sin = tl.load(sin_ptr + angle, mask=is_turned, other=0.0).to(tl.float32)
+        straight = (x.to(tl.float32) * cos).to(x.dtype).to(tl.float32)
+        crossed = (other.to(tl.float32) * sin).to(x.dtype).to(tl.float32)
+        y = tl.where((i < R)[None, :], straight - crossed, straight + crossed)
+        x = tl.where(turned[None, :], y.to(x.dtype), x)
+    return x
+
+
+@triton.jit
+def known_position(position, N):
+    """The nearest position that has an angle or a factor; padding may be outside."""
+    return tl.maximum(tl.minimum(position, N - 1), 0)
+
+
+@triton.jit
+def _sum_of_heads(x, NUM: tl.constexpr, D: tl.constexpr):
+    """Sums [NUM] over D numbers, halves added to each other: one order for every layout."""
+    for level in tl.static_range(D.bit_length() - 1):
+        x = tl.sum(tl.reshape(x, (NUM, 2, D >> (level + 1))), 1)
+    return tl.reshape(x, (NUM,))
+
+
+@triton.jit
+def _normalised(x, root, norm_ptr, at, is_valid, GEMMA: tl.constexpr):
+    """Normalised entries `at` of heads, times their weights."""
+    weight = tl.load(norm_ptr + at, mask=is_valid, other=0.0).to(tl.float32)[None, :]
+    wide = x.to(tl.float32) * root[:, None]
     if GEMMA:
         return (wide * weight).to(x.dtype)
     return (wide.to(x.dtype).to(tl.float32) * weight).to(x.dtype)
@@ -150,12 +189,7 @@ def write_new_kv(
     (B, T, H, d), K, q8 = q.shape, k_cache.shape[1], k_cache.dtype == torch.int8
     q_norm_d, k_norm_d, eps, gemma = norms
     turned = q.new_empty((B, T, H, d))
-    cos, sin, N, R = turned, turned, 0, 0
-    if cos_Nr is not None and sin_Nr is not None:
-        cos, sin, (N, R) = cos_Nr.contiguous(), sin_Nr.contiguous(), cos_Nr.shape
-    if factors_N is not None:
-        assert N in (0, len(factors_N)), "factors and angles have other numbers of positions"
-        N = len(factors_N)
+    cos, sin, N, R = angles(q, cos_Nr, sin_Nr, factors_N)
     S = num_cache_slots(k_cache)
     norm_rotate_write[(B * T, H + 2 * K)](
         *(q, k, v, cos, sin, factors_N, q_norm_d, k_norm_d, k_cache, v_cache, lengths_B, depth, path, turned),
@@ -166,3 +200,16 @@ def write_new_kv(
         enable_fp_fusion=False,
     )
     return turned
+
+
+def angles(
+    q: Tensor, cos_Nr: Tensor | None, sin_Nr: Tensor | None, factors_N: Tensor | None
+) -> tuple[Tensor, Tensor, int, int]:
+    """Return cosines, sines (any tensor without them), the number of positions that have some or a factor, and R."""
+    cos, sin, N, R = q, q, 0, 0
+    if cos_Nr is not None and sin_Nr is not None:
+        cos, sin, (N, R) = cos_Nr.contiguous(), sin_Nr.contiguous(), cos_Nr.shape
+    if factors_N is not None:
+        assert N in (0, len(factors_N)), "factors and angles have other numbers of positions"
+        N = len(factors_N)
+    return cos, sin, N, R

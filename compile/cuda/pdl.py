@@ -11,6 +11,8 @@ kernels share or reuse, split products and replays included:
 - So a kernel may let its successor begin (`gdc_launch_dependents`) at any time. Those of Triton do after their wait,
   but for attention's if asked to (`attention_options`). `stream.cu` does when its last weights are asked for, often
   before its wait.
+- What programs of one launch hand to each other (`gemm.py`, `attention_step.py`) goes by counters, past that wait. It
+  ends with the launch, before any successor's wait does.
 - A successor begins when all programs have let it go or ended, so all of them have begun: none that waits takes the
   place of one that it waits for.
 - A kernel that does not wait must not be launched with these options. Other launches (by torch, Inductor, cuBLAS)

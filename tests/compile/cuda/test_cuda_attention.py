@@ -8,7 +8,9 @@ Legend: B rows of the batch, T new tokens, H query heads, K key/value heads, S s
 from __future__ import annotations
 
 import math
+import os
 import re
+from collections import Counter
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -30,13 +32,14 @@ from tests.helpers.oracle import tiny_decoder
 
 pytest.importorskip("triton")
 from compile.cuda import attention as kernels
-from compile.cuda import pdl
+from compile.cuda import attention_step, pdl
 from compile.cuda.attention import SPLIT, attend_live
 from compile.cuda.gemm_config import Device
 from compile.cuda.kv_compact import compact_kv
 from compile.cuda.kv_q8 import expand_kv
 from tests.helpers.absent_gpu import SHARED, Binary, count, gpu
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 slow, BF16 = partial(pytest.param, marks=pytest.mark.slow), torch.bfloat16
 long = partial(pytest.param, marks=pytest.mark.long)
 OPTIONS = [{}, {"window": 140, "softcap": 3.0}, {"recent": 20}, {"recent": 20, "window": 9}]
@@ -179,6 +182,55 @@ def test_a_row_that_takes_no_part_reads_and_writes_nothing(paths: tuple[tuple[in
     assert all((cache[1].view(torch.int8) == -1).all() for cache in step[3:5])
 
 
+@pytest.fixture
+def in_any_order(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The programs of a launch run in an order from a seed, so that each is the last to arrive some time."""
+    if not INTERPRETED:
+        pytest.skip("a GPU has its own order")
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    place = builder.set_grid_idx
+
+    def shuffle(seed: int) -> None:
+        def anywhere(x: int, y: int, z: int) -> None:
+            order = torch.randperm(builder.grid_dim[0], generator=torch.Generator().manual_seed(seed + 7 * y))
+            place(int(order[x]), y, z)
+
+        monkeypatch.setattr(builder, "set_grid_idx", anywhere)
+
+    return shuffle
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(
+    "T, K, dtype, options",
+    [(1, 2, BF16, {}), (3, 1, torch.float32, {"window": 140, "softcap": 3.0}), (2, 2, torch.float16, {"recent": 20})],
+    ids=str,
+)
+def test_one_launch_has_the_bits_of_three(
+    T: int, K: int, dtype: torch.dtype, options: dict[str, Any], in_any_order: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With norms, rotation and factors, an idle row and an almost full cache; whichever program is the last one."""
+    d, S = 24, 4 * SPLIT
+    step = heads_of(random_step(T, 4, K, d, S, [2 * SPLIT - 1, -40, S - 1, 3], dtype))
+    norms = [RMSNorm(d, 1e-6, False, dtype=dtype, device=step.q.device).requires_grad_(False) for _ in range(2)]
+    for seed, norm in enumerate(norms):
+        norm.weight.copy_(1 + 0.3 * torch.randn(d, generator=torch.Generator().manual_seed(seed)))
+    factors = torch.linspace(1, 2, S).to(dtype)
+    more = {"rotary": tables(S, d // 2, dtype), "norms": norms, "query_factors": factors, **options}
+    with mock.patch.object(kernels, "MAX_HEADS", 0), mock.patch.object(kernels, "attend_step", None):
+        three = step.fresh()
+        wanted = live(three, **more)
+    monkeypatch.setattr(kernels, "attend_parts", None)
+    counters = attention_step.arrivals(step.q.device)
+    for seed in range(3):
+        in_any_order(seed)
+        one = step.fresh()
+        assert torch.equal(live(one, **more), wanted)
+        assert all(map(torch.equal, one[3:5], three[3:5]))
+        assert not counters.any(), "as the next launch wants them"
+
+
 def heads_of(step: Step) -> Step:
     """With queries, keys and values side by side, as a merged linear gives them."""
     heads = torch.cat(step[:3], 2)
@@ -294,25 +346,38 @@ def test_kept_rows_are_moved_together_in_all_layers(q8: bool, d: int) -> None:
 
 
 def launches(
-    arch: int, d: int = 128, G: int = 4, *, T: int = 1, S: int = 4096, full: bool = False, q8: bool = False
+    arch: int,
+    d: int = 128,
+    G: int = 4,
+    *,
+    T: int = 1,
+    S: int = 4096,
+    full: bool = False,
+    q8: bool = False,
+    at_once: bool = False,
 ) -> list[Binary]:
     """The three kernels of a step of eight key/value heads, with rotary embedding and norms of heads.
 
-    `full`: in float32, with soft caps."""
+    `full`: in float32, with soft caps. `at_once`: the one kernel."""
     dtype, softcap = (torch.float32, 30.0) if full else (BF16, 0.0)
-    with gpu(arch) as made, mock.patch.object(kernels, "device", lambda index: Device("none", 132, 0)):
+    with (
+        gpu(arch) as made,
+        mock.patch.object(kernels, "device", lambda index: Device("none", 132, 0)),
+        mock.patch.object(kernels, "MAX_HEADS", 8 * at_once),
+        mock.patch.object(kernels, "arrivals", lambda device: torch.empty(8, dtype=torch.int32, device=device)),
+    ):
         empty = partial(torch.empty, dtype=dtype, device="cuda")
         new = (empty(1, T, 8 * G, d), empty(1, T, 8, d), empty(1, T, 8, d), *(empty(S, d // 2) for _ in range(2)))
         caches = new_kv(1, 8, S, d, dtype, torch.device("cuda"), q8=q8)
         lengths = torch.empty(1, dtype=torch.int64, device="cuda")
         attend_live(*new, *caches, lengths, None, None, d**-0.5, 0, 0, softcap, empty(d), empty(d), 1e-5)
-    assert len(made) == 3
+    assert len(made) == (1 if at_once else 3)
     return made
 
 
 def test_attention_lets_its_successor_begin_early_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(pdl.VARIABLE, "early")
-    for each in launches(90, 64, 3):
+    for each in (*launches(90, 64, 3), *launches(90, 64, 3, at_once=True)):
         assert 0 < each.ptx.index("griddepcontrol.launch_dependents") < each.ptx.index("griddepcontrol.wait")
 
 
@@ -332,6 +397,40 @@ def test_parts_have_loads_in_flight(arch: int, d: int, G: int, q8: bool) -> None
     assert count(parts.loop, "LDGSTS") and parts.resident() >= (kernels.PROGRAMS_PER_SM if D <= 128 else 1)
 
 
+def loop_of(kernel: Binary) -> list[str]:
+    """Floating-point operations of the loop over blocks with layouts, as far as sums of a row depend on them."""
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", kernel.ttgir, re.M))
+    found = []
+    for line in kernel.ttgir.splitlines():
+        line = line.partition(" loc(")[0]
+        if match := re.search(r"(tt\.dot|math\.\w+|arith\.\w+f|}\)).* : (\(?tensor<16x.*)", line):
+            found.append(match[1] + re.sub(r"#\w+", lambda name: layouts.get(name[0], ""), match[2]))
+    return found
+
+
+@pytest.mark.parametrize(
+    "arch, d, G", [(90, 128, 4), *(long(*one) for one in ((90, 64, 3), (80, 128, 1), (120, 80, 2)))]
+)
+def test_one_launch_multiplies_in_the_layouts_of_three(arch: int, d: int, G: int) -> None:
+    """A row's sums have one order only where products and sums lie alike in registers; what else is added is not by
+    layout. Loads of the join are in flight together; nothing is spilled; stores come before the arrival.
+    """
+    (step,), (_, parts, _) = launches(arch, d, G, at_once=True), launches(arch, d, G)
+    wanted = loop_of(parts)
+    assert [sum(kind in one for one in wanted) for kind in ("tt.dot", "})")] == [2, 2]
+    assert not Counter(wanted) - Counter(loop_of(step))
+    assert not step.spilled and step.resident() >= kernels.PROGRAMS_PER_SM and step.shared <= SHARED[arch] * 1024
+    (arrival,) = re.findall(r"atom\.\S+", step.ptx)
+    assert arrival == "atom.global.gpu.acq_rel.add.u32"
+    before, after = step.ptx.split(arrival)
+    assert before.rindex("bar.sync") > before.rindex("st.global"), "all have stored before one arrives"
+    assert "ld.global.cg" not in before and "ld.global.cg" in after
+    assert after.index("bar.sync") < after.index("ld.global.cg"), "and read past the arrival that came last"
+    loads = [code for _, code in step.sass if re.search(r"\bLDG\S*STRONG|MUFU\.EX2", code)]
+    runs = max(len(run.split()) for run in " ".join("L" if "LDG" in code else "x" for code in loads).split("x"))
+    assert runs >= 2 * attention_step.AT_ONCE, "in flight together"
+
+
 @pytest.mark.parametrize(
     "arch, d, G", [(90, 64, 3), *(slow(*one) for one in ((80, 128, 4), (86, 96, 1), (89, 256, 2), (120, 128, 1)))]
 )
@@ -345,6 +444,8 @@ def test_parts_of_float32(arch: int, d: int, G: int) -> None:
 def test_one_binary_serves_all_steps(q8: bool) -> None:
     ways: tuple[dict[str, Any], ...] = ({}, {"T": 9}, {"T": 16, "S": 2048}, {"S": 1000})
     assert len({launches(90, q8=q8, **way)[1].ptx for way in ways}) == 1
+    if not q8:
+        assert len({launches(90, **way, at_once=True)[0].ptx for way in ({}, {"T": 4}, {"S": 1000})}) == 1
 
 
 @pytest.mark.parametrize("arch", [90, slow(80), slow(120)])
