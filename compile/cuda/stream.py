@@ -246,7 +246,8 @@ def launch(op: Op, sizes: Plan, rows: int, group: int, device: torch.device) -> 
         *(stream, ctypes.pointer(early), int(card_of(index).early)),
     )
     arguments = (c_void_p * 1)(ctypes.addressof(op))
-    _check(_driver().cuLaunchKernelEx(byref(config), function, arguments, None), "cuLaunchKernelEx")
+    with torch.cuda.device(index):  # whose context the driver launches in
+        _check(_driver().cuLaunchKernelEx(byref(config), function, arguments, None), "cuLaunchKernelEx")
 
 
 def card_for(device: torch.device) -> Card:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
 from compile.cuda import stream
 from compile.cuda.nvrtc import NvrtcError
@@ -111,3 +112,18 @@ def test_without_nvrtc_drafts_are_tiled(shared: Shared) -> None:
     )
     assert quiet.value["kernels"] == "triton" and quiet.value["tiled"] == 9
     assert refused.error.strip().endswith("pip install nvidia-cuda-nvrtc; use --kernels triton")
+
+
+def product_on_the_second_card() -> int:
+    """The current card is the first, as in a process that has a model on each."""
+    torch.cuda.set_device(0)
+    weight = torch.zeros(1, 1, stream.chunk_bytes(64), dtype=torch.uint8, device="cuda:1")
+    x = torch.zeros(1, stream.CHUNK_INPUTS, dtype=torch.bfloat16, device="cuda:1")
+    stream._stream_linear(x, weight, None, None, 0.0, None, "", 64)
+    return torch.cuda.current_device()
+
+
+def test_a_stream_is_launched_on_the_card_of_its_tensors() -> None:
+    (outcome,) = run([product_on_the_second_card], FAKE_DEVICES="2", FAKE_STRICT="1")
+    assert not outcome.trouble, outcome.trouble
+    assert outcome.value == 0, "the current card is what it was"
