@@ -102,6 +102,18 @@ class Drafter:
         these rows.
         """
 
+    def draft_ahead(self, context: DraftContext, texts: Mapping[int, list[int]], coming: Mapping[int, int]) -> bool:
+        """Launch what `draft` will probably return, before the last round is read; return True if so.
+
+        For drafters that do not go ahead, but of whose draft the device makes a part alone. No token of the text may
+        depend on whether it is called. Arguments as for `catch_up`. The next `draft` takes it, unless `drop_ahead` is
+        called before.
+        """
+        return False
+
+    def drop_ahead(self) -> None:
+        """Drop the draft of `draft_ahead`: it is of other rows, or not wanted."""
+
     def draft(self, context: DraftContext, shape: DraftShape) -> DraftTree:
         """Return a draft after each row's root; on the host it may be smaller."""
         raise NotImplementedError

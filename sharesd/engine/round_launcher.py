@@ -16,6 +16,7 @@ from torch import Tensor
 from compile.adaptive_threads import STEP_THREADS
 from compile.device_timer import Clock, Mark
 from sharesd.devices.transfer import upload
+from sharesd.drafters.base import Drafter
 from sharesd.drafters.draft_checks import checked_draft
 from sharesd.engine.decode_round import BatchState, GrammarMaskFn, Round, RoundResult
 from sharesd.engine.loaded_mode import DecodeVariant
@@ -83,6 +84,15 @@ class InFlightRound(NamedTuple):
     """Draft for the trace; None without one."""
 
 
+class AheadDraft(NamedTuple):
+    """A draft that was launched before the last round was read, which the round still lacks."""
+
+    batch: Batch
+    drafter: Drafter
+    mark: Mark
+    """Point in time on the device before it."""
+
+
 class RoundLauncher:
     """Starts rounds of all requests that are being decoded."""
 
@@ -104,6 +114,7 @@ class RoundLauncher:
         self._num_changes = -1  # of the scheduler, when the batch was formed
         self._plain_rounds = 0  # since the last round with a draft
         self._deferred_shape: DraftShape | None = None  # of a draft that could not be launched before a result was read
+        self._ahead: AheadDraft | None = None
         self.prefilled = False
         """The step reads a piece of a prompt before its round."""
         self.traces_all = False
@@ -127,6 +138,10 @@ class RoundLauncher:
         if self._batch is None or self._num_changes != scheduler.num_changes:
             self._batch, self._num_changes = self._form_batch(), scheduler.num_changes
         batch, drafter = self._batch, scheduler.drafter
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead.batch is not batch:
+            ahead.drafter.drop_ahead()
+            ahead = None
         if batch is None or (before is not None and batch.constrained):
             return None
         # Tell the policy about the coming round. It chooses a shape from the costs of steps (`policy.live`) and the
@@ -146,6 +161,10 @@ class RoundLauncher:
         # With async scheduling, `before` is still running. A drafter goes ahead if it needs neither its tokens on the
         # host nor what the policy learns from them. Grammars need the tokens (see above).
         if before is not None and not (drafter is None or drafter.goes_ahead(policy)):
+            if len(batch.plain) < len(live):
+                mark = self._clock.mark()
+                if drafter.draft_ahead(batch.round.context, batch.texts, _max_unread_tokens(before)):
+                    self._ahead = AheadDraft(batch, drafter, mark)
             return None
         tree, shape = batch.round.no_draft, NO_DRAFT
         if drafter is None or len(batch.plain) == len(live):
@@ -159,7 +178,10 @@ class RoundLauncher:
             if shape.nodes and before is not None and self._plain_rounds and drafter.needs_catch_up:
                 self._deferred_shape = shape
                 return None
-        marks = [self._clock.mark()]
+        if ahead is not None and not shape.nodes:
+            ahead.drafter.drop_ahead()
+            ahead = None
+        marks = [self._clock.mark() if ahead is None else ahead.mark]
         if shape.nodes:
             assert drafter is not None
             drafter.catch_up(batch.texts, self._plain_rounds > 0, batch.plain, _max_unread_tokens(before))

@@ -149,6 +149,7 @@ class Recorded:
         self.policy.next_shape = lambda *_, **__: self.shapes.pop(0)  # type: ignore[method-assign]
         table: Any = SimpleNamespace(name="table", num_successors=0, propose=self.propose, extend=lambda *_: None)
         said = {"name": "model", "shapes": (FOUR,), "prior": 0.5, "runs_on_host": False}
+        said |= {"supports_async": True, "needs_catch_up": False, "num_unread_tokens": lambda texts: 0}
         model: Any = SimpleNamespace(**said, catch_up=lambda *_, **__: None, draft=self.draft)
         self.drafter = HybridDrafter("hybrid", [table], model, num_nodes=4, trees=False)
         self.drafter._known[0] = 1
@@ -164,9 +165,15 @@ class Recorded:
         self.events.append("launched")
         return DraftTree(torch.zeros(1, shape.nodes, dtype=torch.int64), record=DraftRecord(num_steps=shape.depth))
 
-    def round(self) -> list[str]:
-        """Events of a round."""
+    def goes_ahead(self) -> bool:
+        return self.drafter.draft_ahead(self.context, {0: [1]}, {0: 5})
+
+    def round(self, *, ahead: bool = False) -> list[str]:
+        """Events of a round; `ahead`: after those before the last one was read."""
         self.events.clear()
+        if ahead:
+            assert self.goes_ahead()
+            self.events.append("read")
         self.drafter.catch_up({0: [1]}, False)
         self.drafter.draft(self.context, FOUR)
         return list(self.events)
@@ -186,6 +193,23 @@ def test_a_draft_like_the_last_one_is_launched_before_tables_are_asked() -> None
     for pinned, early in ((chain(3), NO_DRAFT), (FOUR, FOUR)):
         recorded.policy.pinned = pinned
         assert recorded.policy.early_shape() == early
+
+
+def test_a_draft_like_the_last_one_is_launched_before_the_last_round_is_read() -> None:
+    """And once; where text would depend on it, tables come first."""
+    recorded = Recorded([FOUR, FOUR, NO_DRAFT, FOUR, FOUR, FOUR], draft_s=0.1)
+    assert not recorded.goes_ahead(), "there is none yet"
+    recorded.round()
+    assert recorded.round(ahead=True) == ["launched", "read", "asked"]
+    assert recorded.round(ahead=True) == ["launched", "read", "asked"], "which is dropped"
+    assert recorded.drafter._idle == 1 and not recorded.policy._has_queried
+    assert recorded.round() == ["asked", "launched"]
+    assert recorded.goes_ahead()
+    recorded.drafter.drop_ahead()
+    assert recorded.drafter._idle == 1
+    assert recorded.round() == ["launched", "asked"], "anew"
+    recorded.context.sampler.needs_draft_probs = True
+    assert not recorded.goes_ahead()
 
 
 @pytest.mark.parametrize(("draft_s", "graphs"), [(1.0, object()), (0.1, None)])

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 from compile.cuda_graphs import no_captures
+from sharesd.drafters.hybrid.drafter import HybridDrafter
 from sharesd.engine.engine import Engine
 from sharesd.engine.outputs import Completion
 from sharesd.engine.request import Request
@@ -18,6 +21,8 @@ from sharesd.engine.scheduler import powers_of_two
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.cost_model import Costs
+from sharesd.speculation.draft_policy import Policy
+from sharesd.speculation.draft_tree import NO_DRAFT
 from sharesd.startup import cost_profiler
 from sharesd.startup.warmup import warm_up, warm_up_all_variants
 from tests.engine import test_rows
@@ -110,6 +115,40 @@ def test_texts_are_as_without_and_nothing_is_captured_later(
     if engine.drafter is None or not engine.drafter.runs_on_host:  # what tables guess depends on time
         eager = new(kind, 4, widths=[1, 7], auto_length=False)
         assert decode(eager)[1] == advances, "drafts hold as often"
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "hybrid tree"])
+def test_a_models_draft_is_launched_before_the_round_in_front_of_it_is_read(
+    kind: str, wanted: list[Completion], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And taken, mixed with what tables guess, or dropped: for these, or since requests have joined or left."""
+    engine, _ = in_buckets(kind, 4, async_scheduling=True)
+    warm_up(engine, engine.mode, WARM)
+    dice, events = random.Random(4), list[str]()
+    monkeypatch.setattr(Policy, "tables_pause", False)
+    monkeypatch.setattr(Policy, "early_shape", lambda self: self.shapes[-1])
+    monkeypatch.setattr(Policy, "next_shape", lambda self, **_: dice.choice([NO_DRAFT, *3 * [self.shapes[-1]]]))
+
+    def note(name: str, happens: Callable[..., Any]) -> None:
+        function = getattr(HybridDrafter, name)
+
+        def noted(self: Any, *given: Any) -> Any:
+            had, found = self._ahead is not None, function(self, *given)
+            if happens(had, found):
+                events.append(name)
+            return found
+
+        monkeypatch.setattr(HybridDrafter, name, noted)
+
+    note("draft_ahead", lambda had, found: found)
+    note("draft", lambda had, found: had)
+    note("drop_ahead", lambda had, found: had)
+    with no_captures():
+        found, _ = decode(engine)
+    texts, texts_alone = ([one and (one.token_ids, one.finish_reason) for one in each] for each in (found, wanted))
+    assert texts == [*texts_alone[:3], None, *texts_alone[4:]]
+    assert events.count("draft") > 10 and events.count("drop_ahead") > 2
+    assert events[::2] == ["draft_ahead"] * len(events[::2]), "each is taken or dropped before the next"
 
 
 @pytest.fixture(scope="module")

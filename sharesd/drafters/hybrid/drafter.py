@@ -44,6 +44,7 @@ class HybridDrafter(Drafter):
         self.prior = model.prior if model else 0.0
         self.tables, self.model_drafter = tuple(tables), model
         self._idle = 0  # rounds since the model drafted
+        self._ahead: DraftTree | None = None  # the model's draft that was launched before the last round was read
         self._mixed = False  # True if the last draft has nodes of the model and of tables
         self._num_successors = max((table.num_successors for table in tables), default=0)
         self._known: dict[int, int] = {}  # of each row: how much of its text the tables have seen
@@ -56,7 +57,28 @@ class HybridDrafter(Drafter):
         model = self.model_drafter
         return policy.tables_pause and (model is None or (model.supports_async and not model.needs_catch_up))
 
+    def draft_ahead(self, context: DraftContext, texts: Mapping[int, list[int]], coming: Mapping[int, int]) -> bool:
+        """Launch the model's draft; tables look up while it runs, as soon as the host has the last round's tokens.
+
+        Drafts that are verified by their probabilities wait for the tables: which of the two there is changes the text.
+        """
+        model = self.model_drafter
+        if model is None or context.graphs is None or context.sampler.needs_draft_probs:
+            return False
+        shape = context.policy.early_shape()
+        if not shape.nodes or not model.supports_async or model.needs_catch_up or model.num_unread_tokens(texts):
+            return False
+        self._texts, self._coming = texts, coming
+        self._ahead = self._model_draft(context, shape)
+        return True
+
+    def drop_ahead(self) -> None:
+        if self._ahead is not None:
+            self._ahead = None
+            self._idle += 1
+
     def begin(self, row: int, tokens: list[int], reuse: bool) -> None:
+        self.drop_ahead()
         for table in self.tables:
             table.begin(row, tokens)
         self._known[row] = len(tokens)
@@ -89,8 +111,8 @@ class HybridDrafter(Drafter):
         should_query_tables = policy.should_query_tables()
         if not should_query_tables and self.model_drafter is None:
             return _no_nodes(context)
-        early = None
-        if should_query_tables and self.model_drafter is not None and context.graphs is not None:
+        early, self._ahead = self._ahead, None
+        if early is None and should_query_tables and self.model_drafter is not None and context.graphs is not None:
             shape_ahead = policy.early_shape()
             early = self._model_draft(context, shape_ahead) if shape_ahead.nodes else None
         num_nodes, value = 0, policy.plain_value
