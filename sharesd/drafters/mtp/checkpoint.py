@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from compile.block_linear import BlockPart
 from compile.linear import NotFinite
-from sharesd.drafters.mtp.head import MTP
 from sharesd.models import checkpoint
 from sharesd.models.decoder import Decoder
 from sharesd.models.decoder_config import DecoderConfig
 from sharesd.models.loader import MakeLinear, decoder_config, fill_block, plain_tensors
 from sharesd.models.mtp import BLOCK, MTPNames, layout_of, mtp_config, mtp_shapes
 from sharesd.models.weight_mapping import check_finite, copy_tensors, rename_tensors, single_experts
+
+if TYPE_CHECKING:
+    from sharesd.drafters.mtp.head import MTP
 
 _WHAT = "a layer for multi-token prediction of architecture {!r}"
 
@@ -61,6 +63,8 @@ def load(folder: Path, target: Decoder, make_linear: MakeLinear | None) -> MTP:
 
     Raises ValueError as `find`, or for values that are not finite.
     """
+    from sharesd.drafters.mtp.head import MTP  # late: `find` runs at each start, and most targets have no such layer
+
     head, names = MTP.of(target, key=checkpoint.identity(folder)), MTPNames(target.config)
     values: dict[str, Tensor] = {}
     copy_tensors(
