@@ -154,6 +154,30 @@ def test_inputs_that_are_not_finite_are_refused_by_the_linear(tiny: Path) -> Non
     assert kept.has(0) and not kept.has(1)
 
 
+def test_inputs_that_are_always_zero_are_rounded_as_hqq_does(tiny: Path) -> None:
+    model, kept = load_decoder(tiny, dtype=torch.float32), KeptCalibration("weights", DEFAULT)
+    model.blocks[0].mlp_norm.weight.data.zero_()  # type: ignore[union-attr, operator]
+    calibrate(model, random_answers(), kept)
+    for task in tasks_of(model, DEFAULT):
+        weight_NK = model.get_submodule(task.path).weight.detach()  # type: ignore[union-attr, operator]
+        plain = solve_on_cpu(weight_NK, 4, 64)
+        assert kept.read(task).dequantize().isfinite().all()
+        assert ("blocks.0.mlp" in task.path) == bool((kept.read(task).q == plain.q).float().mean() > 0.99)
+
+
+def test_a_full_disk_before_the_first_layer_leaves_nothing(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(path: Path, *args: Any) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(kept_calibration, "atomic_write", full)
+    assert main(["tune", "--calibrate", "--target", str(tiny)]) == 2
+    [line] = capsys.readouterr().err.strip().splitlines()
+    assert "No space left on device" in line
+    assert not list(cache_root().glob("quant/calibrated-*")) and auto(tiny, caplog) == (DEFAULT, "")
+
+
 def test_a_full_disk_keeps_whole_layers_and_the_next_run_goes_on(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
