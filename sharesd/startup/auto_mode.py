@@ -98,7 +98,7 @@ def _model_drafter(
         return heads[0], "a trained head was given" if config.heads else "a trained head ships with this model"
     if config.dequantize is False and not config.quant.format.keeps_weights:
         if shape.experts is None or shape.experts.num_experts_per_tok == 1:
-            return None, "drafting would be no faster: the target already runs on quantized weights"
+            return None, "share would be no faster: the target already runs on quantized weights"
         decoder, quant = Decoder(shape, dtype=dtype, device="meta"), fewer_experts(shape.experts.num_experts_per_tok)
         speedup = _predicted_speedup(decoder, replace(config, quant=quant), folder, device, dtype, how)
         reason = f"the predicted speedup of drafts with fewer experts is {speedup:.2f}x"
