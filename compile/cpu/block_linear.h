@@ -68,7 +68,8 @@ inline void add_group(vfloat& acc, const vfloat& scale, float xs, const vint& do
 template <typename Form, int R, int B, bool EXACT>
 void few_block_rows(const RowTile& x, const uint8_t* const (&w)[B], int64_t K, vfloat (&acc)[R][B]) {
   using Sizes = Record<Form>;
-  constexpr int64_t kAheadBytes = Form::kLowBytes ? 2048 : B == 1 ? 7000 : Form::kGroup == 32 ? 4000 : 2048;  // measured
+  // As measured; fetching too far ahead costs those that need little arithmetic.
+  constexpr int64_t kAheadBytes = Form::kLowBytes ? 2048 : B == 1 ? 7000 : Form::kGroup == 32 || EXACT ? 4000 : 2048;
   constexpr int64_t kAhead = (kAheadBytes + Sizes::kUnitBytes - 1) / Sizes::kUnitBytes;  // units
   constexpr int64_t kLines = Form::kBytes / 64, kHalves = 32 / Form::kGroup, kPairs = 4 / kHalves;
   constexpr bool kWide = Form::kWide && kSaturates;
