@@ -187,24 +187,25 @@ def measure(
     from sharesd.startup.cost_profiler import measure_costs  # torch takes seconds, mistakes should not
 
     llm, prompts = _loaded(config, asked, params, progress)
-    runtime, predicted = llm.runtime, []
-    runtime.engine.variant(params, "share").policy.pinned = chain(TEACHER_DRAFT)  # rounds are timed below
-    runtime.warm_up("share", params)
-    costs, _ = measure_costs(runtime.engine, "share", params)
-    for temperature in TEMPERATURES:
-        alpha, agreement = _acceptance(llm, prompts, replace(params, temperature=temperature))
-        num_draft = best_length(alpha, costs, config.max_draft)
-        predicted.append(
-            Predicted(
-                temperature=temperature,
-                alpha=alpha,
-                agreement=agreement,
-                num_draft=num_draft,
-                v=costs.of_step(1 + num_draft) / costs.of_step(1),
-                speedup=expected_speedup(alpha, num_draft, costs),
+    with llm:
+        runtime, predicted = llm.runtime, []
+        runtime.engine.variant(params, "share").policy.pinned = chain(TEACHER_DRAFT)  # rounds are timed below
+        runtime.warm_up("share", params)
+        costs, _ = measure_costs(runtime.engine, "share", params)
+        for temperature in TEMPERATURES:
+            alpha, agreement = _acceptance(llm, prompts, replace(params, temperature=temperature))
+            num_draft = best_length(alpha, costs, config.max_draft)
+            predicted.append(
+                Predicted(
+                    temperature=temperature,
+                    alpha=alpha,
+                    agreement=agreement,
+                    num_draft=num_draft,
+                    v=costs.of_step(1 + num_draft) / costs.of_step(1),
+                    speedup=expected_speedup(alpha, num_draft, costs),
+                )
             )
-        )
-    report = runtime.report("share").quant
+        report = runtime.report("share").quant
     assert report is not None
     return Measured(
         quant=str(config.quant),
@@ -252,24 +253,25 @@ def decode(
     from sharesd.speculation.draft_tree import chain
 
     llm, prompts = _loaded(config, asked, params, progress)
-    runtime, decoded = llm.runtime, []
-    for predicted in best.predicted:
-        here = replace(params, temperature=predicted.temperature)
-        for mode in runtime.modes:
-            runtime.warm_up(mode, here)
-        runtime.engine.variant(here, "share").policy.pinned = chain(predicted.num_draft)
-        stats, num_identical = take_turns(llm, runtime.modes, prompts, here)
-        naive_speed, share_speed = (stats[mode].tokens_per_second for mode in ("naive", "share"))
-        decoded.append(
-            Decoded(
-                temperature=predicted.temperature,
-                speedup=share_speed / naive_speed if naive_speed else 0.0,
-                naive_tokens_per_second=naive_speed,
-                share_tokens_per_second=share_speed,
-                tau=stats["share"].tau,
-                identical=num_identical / len(prompts),
+    with llm:
+        runtime, decoded = llm.runtime, []
+        for predicted in best.predicted:
+            here = replace(params, temperature=predicted.temperature)
+            for mode in runtime.modes:
+                runtime.warm_up(mode, here)
+            runtime.engine.variant(here, "share").policy.pinned = chain(predicted.num_draft)
+            stats, num_identical = take_turns(llm, runtime.modes, prompts, here)
+            naive_speed, share_speed = (stats[mode].tokens_per_second for mode in ("naive", "share"))
+            decoded.append(
+                Decoded(
+                    temperature=predicted.temperature,
+                    speedup=share_speed / naive_speed if naive_speed else 0.0,
+                    naive_tokens_per_second=naive_speed,
+                    share_tokens_per_second=share_speed,
+                    tau=stats["share"].tau,
+                    identical=num_identical / len(prompts),
+                )
             )
-        )
     return decoded
 
 

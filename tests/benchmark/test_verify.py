@@ -258,13 +258,18 @@ def config_of(*argv: str) -> EngineConfig:
 
 
 @pytest.mark.smoke
-def test_settings_are_measured_and_the_best_is_kept(tiny: Path, tmp_path: Path, capsys: Any) -> None:
+def test_settings_are_measured_and_the_best_is_kept(
+    tiny: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close, closed = LLM.close, list[LLM]()
+    monkeypatch.setattr(LLM, "close", lambda llm: (closed.append(llm), close(llm)))
     sizes = ["--num-questions", "2", "--max-new-tokens", "12", "--max-context", "512", "--max-speculative-tokens", "4"]
     argv = ["tune", "--target", str(tiny), "--quants", "hqq:4:64+head=4"]
     calibrated = KeptCalibration(content_hash(tiny), DEFAULT)
     calibrated.begin(tiny, [0, 1, None], [Answer(list(range(3, 13)), list(range(20, 220)))] * 5)
     calibrate(load_decoder(tiny, dtype=torch.bfloat16), calibrated.answers(), calibrated)
     assert main([*argv, "--draft-quant", "hqq:8:64", "--keep", "layers=0", *sizes, "--out-dir", f"{tmp_path}/out"]) == 0
+    assert len(closed) == 4  # before the next one: a process has ranks of one model
     report = json.loads((tmp_path / "out" / "tune.json").read_text())
     measured = report["measured"]
     names = ["hqq:4:64,head=4", "hqq:4:64,head=4,calibrated", "hqq:8:64 skip layers=0"]
