@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from compile.hqq_solver import solve_hqq
-from compile.op_registry import runs_cpp
+from compile.op_registry import runs_cpp, runs_triton
 from multigpu.tensor_parallel import UNSHARDED, Shard
 from quant.config import QuantConfig
 from quant.quantize_model import (
@@ -109,7 +109,7 @@ def solver_config(
         kept = KeptCalibration.required(folder, quant, part)
     calibrated = None if kept is None else kept.read
     if device.type != "cpu":
-        return SolverConfig(calibrated=calibrated)
+        return SolverConfig(calibrated=calibrated, solve=solve_on_gpu if runs_triton(device) else None)
     solve = solve_on_cpu if runs_cpp(device) else None
     if folder is None:
         return SolverConfig(solve=solve)
@@ -120,6 +120,15 @@ def solver_config(
 
 def solve_on_cpu(weight_NK: Tensor, bits: int, group_size: int) -> QuantizedWeight:
     q, scale, zero = solve_hqq(weight_NK, bits, group_size)
+    return QuantizedWeight(q=q, scale=scale, zero=zero, bits=bits, group_size=group_size)
+
+
+def solve_on_gpu(weight_NK: Tensor, bits: int, group_size: int) -> QuantizedWeight:
+    """Solve anew at each start: reading the weights once takes less than reading codes from a disk."""
+    from compile.cuda.hqq_solver import solve_hqq as solve_in_triton  # imports Triton
+
+    with torch.cuda.device_of(weight_NK):
+        q, scale, zero = solve_in_triton(weight_NK, bits, group_size)
     return QuantizedWeight(q=q, scale=scale, zero=zero, bits=bits, group_size=group_size)
 
 
