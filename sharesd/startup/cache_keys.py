@@ -38,7 +38,7 @@ def costs_file(
     streamed: OffloadedBlocks | None,
     folders: Sequence[Path] = (),
 ) -> JsonCache:
-    """Return the cache of costs of a mode's rounds.
+    """Return the cache of costs of a mode's rounds, which mixtures of the same drafters share.
 
     `folders`: checkpoints of second model and heads.
     """
@@ -55,6 +55,8 @@ def costs_file(
         prompt_cache=None,
         prompt_cache_size=1,
         mode=registry.NAIVE,
+        hybrid_with=(),
+        auto_drafters=(),
         heads=(),
         drafter_options={name: value for name, value in config.drafter_options.items() if name not in tables},
     )
@@ -62,7 +64,8 @@ def costs_file(
     transfer = plan and plan.offloads and round(2 * math.log2(plan.transfer_s))
     gpu = (torch.cuda.get_device_name(device), _cuda_kernels_version()) if device.type == "cuda" else None
     what = (
-        *(__version__, torch.__version__, resolved.dtype, resolved.compile, widths, mode, options),
+        *(__version__, torch.__version__, resolved.dtype, resolved.compile, widths, options),
+        selection.active_drafters(config, mode),
         *map(layout_hash, (resolved.folder, *folders)),
         *(file.stat().st_size for file in files if file.exists()),
         *(cpu_name(), STEP_THREADS.max_size, device, kernels_version()),

@@ -130,6 +130,7 @@ def test_costs_are_kept_for_all_that_they_depend_on(folder: Path, own_cache: Non
     others += [file(replace(found, dtype=torch.float32))]
     others += [file(replace(found, config=replace(found.config, max_batch=2)))]
     assert len({file(), *others}) == 6
+    assert file() == file(mode="hybrid", config=replace(found, config=replace(found.config, hybrid_with=("share",))))
 
 
 def test_costs_are_kept_by_content(folder: Path, tmp_path: Path, own_cache: None) -> None:

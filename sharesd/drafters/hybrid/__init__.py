@@ -1,29 +1,29 @@
 """The best of several drafters, chosen for each round."""
 
 from sharesd.config import EngineConfig
-from sharesd.drafters.registry import DrafterSpec, Support
-
-PREFERRED = ("eagle", "share", "suffix")
-"""Default drafters: first, or a head in the checkpoint, if one exists; else second; and third."""
-WITH_STORED_WEIGHTS = ("suffix", "recycle")
-"""Default drafters if the target runs on stored weights and there is no head.
-
-A quantized copy of the target would be no smaller than the stored weights, so it could not draft faster.
-"""
+from sharesd.drafters.registry import DrafterSpec, Need, Support
 
 
 def members(config: EngineConfig) -> tuple[str, ...]:
-    """Return the drafters that are mixed."""
+    """Return the drafters that are mixed: those given, or a head if one exists, else the target itself, and tables.
+
+    A quantized copy of a target that runs on stored weights would be no smaller than these, so it could not draft
+    faster. There more tables are mixed instead.
+    """
     from sharesd.drafters import registry, selection
+
+    def tables(kind: str) -> tuple[str, ...]:
+        return tuple(spec.name for spec in registry.specs("table") if kind in spec.auto_with)
 
     if config.hybrid_with:
         return config.hybrid_with
-    head, other, table = PREFERRED
-    for found in (head, *config.inner_heads):
-        lacking = config.tensor_parallel > 1 and registry.lacking((found,), Support.TENSOR_PARALLEL)
-        if not lacking and selection.has_head(config, found):
-            return found, table
-    return WITH_STORED_WEIGHTS if config.dequantize is False else (other, table)
+    for head in dict.fromkeys((registry.names("head")[0], *config.inner_heads)):
+        lacking = config.tensor_parallel > 1 and registry.lacking((head,), Support.TENSOR_PARALLEL)
+        if not lacking and selection.has_head(config, head):
+            return head, *tables("head")
+    return (
+        tables("self") if config.dequantize is False else (selection.needing(Need.QUANTIZED_TARGET)[0], *tables("head"))
+    )
 
 
 SPEC = DrafterSpec(
