@@ -104,7 +104,8 @@ class Policy:
         self._kept_promises = {alone: RunningMeans(1.0, weight=2 * PRIOR) for alone in (True, False)}
         self._done = (0.0, 0.0)  # decayed tokens and predicted seconds of rounds
         self._gained = (0.0, 0.0)  # decayed draft tokens accepted in rows, and by which rounds advanced
-        self._purse, self._last_trial, self._last_plain = PURSE[0], 0, 0
+        self._purse, self._last_trial, self._last_plain = PURSE[0], 0, -PLAIN_GAP
+        self._times_plain = False  # the coming round is a plain step, to time it
         self._rests: dict[bool, tuple[object, int]] = {}  # until when plain steps are faster, by `tables_match`
         self._options: dict[bool, tuple[object, int, list[_Option]]] = {}  # by `tables_match`, until an estimate moves
         self.scorer: DraftScorer | None = None
@@ -189,6 +190,8 @@ class Policy:
             return pinned if to_beat == -inf or self._pinned_value(pinned) > to_beat else NO_DRAFT
         if not self.live.is_measured:
             return self._no_draft("costs_not_measured")
+        if self._times_plain:
+            return self._no_draft("plain_step_is_timed")
         key, until = self._rests.get(self.tables_match, (None, 0))
         if self._age < until and key == (self.live.version, self.max_round_cost):
             return self._no_draft("plain_is_faster")
@@ -204,9 +207,7 @@ class Policy:
                 if loss <= self._purse and loss < self._spread(options[at]):
                     self._pay(loss)
                     return self._request(options[at].shape)
-            is_due = chosen.nodes and to_beat == -inf and self._age - self._last_plain >= PLAIN_GAP
-            if is_due and best - plain <= self._purse:
-                self._pay(best - plain)
+            if chosen.nodes and to_beat == -inf and self._time_plain(best - plain):
                 return self._no_draft("plain_step_is_timed")
         if chosen.nodes:
             return self._request(chosen)
@@ -217,6 +218,14 @@ class Policy:
     def _pay(self, loss: float) -> None:
         self._purse -= max(0.0, loss)
         self._last_trial = self._age
+
+    def _time_plain(self, loss: float) -> bool:
+        """Pay for a plain step, if none was timed for long: it tells a slow machine from dear drafts."""
+        if self._age - self._last_plain < PLAIN_GAP or loss > self._purse:
+            return False
+        self._pay(loss)
+        self._times_plain = True
+        return True
 
     def _rest(self, loss: float) -> None:
         """Choose no draft until the purse can pay for the loss of a trial, since little changes meanwhile."""
@@ -351,6 +360,8 @@ class Policy:
         ratio = self._share * self._kept(not drafted.nodes)
         least = longest if self.pinned is not None else 0
         best, value = self._num_worth([ratio * gain for gain in self._promised], self.rate, least, drafted.nodes)
+        if best and least == 0 and not drafted.nodes and self._time_plain(1 + value - self.plain_value):
+            return 0, self.plain_value
         return best, 1 + value
 
     def _kept(self, alone: bool) -> float:
@@ -391,7 +402,7 @@ class Policy:
     def decision(self) -> Decision:
         """Return what the coming round was decided with, for its record; the next decision begins."""
         made = Decision(self._has_queried, self.tables_match, self._promised, self.scorer)
-        self._has_queried, self.scorer = False, None
+        self._has_queried, self._times_plain, self.scorer = False, False, None
         return made
 
     def record(

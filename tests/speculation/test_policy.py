@@ -267,9 +267,23 @@ def test_guesses_are_cut_where_they_stop_paying() -> None:
     assert fixed.num_table_nodes_worth([[0.02] * 9])[0] == fixed.max_nodes() == 3
 
 
+def test_a_plain_step_is_timed_where_tables_always_draft() -> None:
+    """Else dear wide steps and a slow machine look alike."""
+    costs = Costs({1: 1.0, 2: 1.8, 9: 5.0})
+    policy, chosen = Policy(chains(8), costs=Costs({1: 1.0, 2: 1.1, 9: 1.9})), []
+    for number in range(200):
+        num, _ = policy.num_table_nodes_worth([[0.5]])
+        tree = DraftTree(torch.zeros(1, num, dtype=torch.int64), depth=num)
+        path = range(1, 1 + num * (number % 2))
+        policy.record(policy.decision(), tree, [path], 0.0, 3.0 * costs.of_step(1 + num), 1 + len(path))
+        chosen.append(num)
+    assert sum(chosen[64:]) < 10 and policy.live.drift == pytest.approx(3.0, rel=0.02)
+
+
 def test_the_draft_of_a_mixture_is_the_one_of_the_largest_value() -> None:
     """Where drafts make many tokens a second, a long draft must gain more to beat a short one."""
     policy = Policy(chains(8), costs=Costs({1: 1.0, 9: 1.6}, 0.4), prior=0.8)
+    policy.record(policy.decision(), tree_of(NO_DRAFT), [[]], 0.0, 1.0, 1)
     _, tables = policy.num_table_nodes_worth([[0.9, 0.8, 0.7]])
     assert policy.next_shape(to_beat=tables) == NO_DRAFT and policy.model_value < tables
     _, tables = policy.num_table_nodes_worth([[0.3, 0.2]])
