@@ -265,8 +265,11 @@ class MemoryEstimate:
 
     @property
     def may_draft_trees(self) -> bool:
-        """True if quantized weights or tables draft trees; False on a GPU."""
-        quantized = self._shares or self._copies
+        """True if quantized weights or tables draft trees; False on a GPU.
+
+        Trees that grow during verification would write more slots than recurrent layers keep.
+        """
+        quantized = (self._shares or self._copies) and not any(self.decoder.config.conv_widths)
         others = self._needs.intersection(self._heads) or (self._has_second and not self._copies)
         return quantized and not others and not self._on_gpu
 

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from compile.attention import TreeAttentionMask
 from compile.block_linear import BlockLinear
+from quant.config import QuantConfig
 from sharesd import LLM, OffloadConfig, SamplingParams
 from sharesd.config import EngineConfig, PipelineConfig
 from sharesd.drafters.heads.checkpoint import load_head
@@ -34,6 +35,8 @@ from sharesd.models.gguf.weights import names_of
 from sharesd.models.loader import load_decoder, native_config
 from sharesd.startup.resolve import resolve_config
 from sharesd.weights import memory_estimate, offload_planner
+from sharesd.weights.backend import CpuBackend
+from sharesd.weights.memory_estimate import MemoryEstimate
 from tests.helpers.compiled import compiled
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.oracle import VOCAB, logits_of, tiny_decoder
@@ -179,6 +182,13 @@ def test_many_random_rounds_leave_the_state_of_a_fresh_run(monkeypatch: pytest.M
     monkeypatch.setattr(recurrent, "RING", 80)
     monkeypatch.setattr(recurrent, "REACH", 16)
     assert run_rounds(5000, 3).num_checked > 15_000
+
+
+def test_plans_of_offloading_have_no_trees() -> None:
+    """Which would write past the inputs that are kept, and texts would differ."""
+    config = EngineConfig(target="", mode="share", quant=QuantConfig(group_size=32))
+    for decoder, may_draft in ((conv_decoder(), False), (tiny_decoder(), True)):
+        assert MemoryEstimate(decoder, config, ("share",), None, CpuBackend()).may_draft_trees == may_draft
 
 
 @torch.inference_mode()
