@@ -166,7 +166,8 @@ def check_load(mode: str, engine: Engine, wanted: list[Completion]) -> None:
             assert parts_of(done[request]) == parts_of(wanted[at]), (mode, at, REQUESTS[at])
             assert request.stats.new_tokens == len(done[request].token_ids)
     assert any(request.cached_tokens > 5 for request in number), "beginnings are shared"
-    assert mode == "naive" or accepted > 10 * (mode in ("share", "classic", "hybrid")), "drafts hit"
+    if mode in ("share", "classic", "hybrid"):  # other drafts are right by chance
+        assert accepted > 10, "drafts hit"
 
 
 def test_kernels_keep_the_promise_too() -> None:
