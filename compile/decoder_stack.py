@@ -2,9 +2,9 @@
 
 If blocks have to wait, for weights that are not loaded yet, each range of them is a call.
 
-A block has `attn` (`qkv`, `o`, perhaps `q_norm`, `k_norm`, `query_factors`, `sink`; sizes and constants) or `conv`
-(`in_proj`, `kernel`, `out_proj`), `mlp` (`gate_up`, `down`, or `router` and `experts`, each of which has these) and
-norms (`weight`, `eps`, `gemma`).
+A block has `attn` (`qkv`, `o`, perhaps `q_norm`, `k_norm`, `query_factors`, `sink`; sizes and constants), `conv`
+(`in_proj`, `kernel`, `out_proj`) or `delta` (these, and `sizes`, `rates`, `norm`), `mlp` (`gate_up`, `down`, or
+`router` and `experts`, each of which has these) and norms (`weight`, `eps`, `gemma`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from compile.adaptive_threads import STEP_THREADS
 from compile.attention import TreeAttentionMask
 from compile.block_ranges import BlockRange, BlockRanges, limit_ranges
 from compile.cpp_extension import kernel
+from compile.delta_rule import DeltaState
 from compile.native_structs import (
     BlockStruct,
-    ConvStruct,
     ExpertsStruct,
     KernelUnsupported,
     NormStruct,
@@ -33,9 +33,9 @@ from compile.native_structs import (
     TreeMask,
     expert_linears,
     full_precision,
-    has_conv,
     has_experts,
     linears_of,
+    mixer_of,
 )
 
 __all__ = ["KernelUnsupported", "NativeStack"]
@@ -70,21 +70,22 @@ class NativeStack:
         """
         self._use_quantized, self._norm, self._tables = use_quantized, norm, tables
         self._angles = torch.tensor([pair[i].data_ptr() for i in (0, 1) for pair in tables])
-        self._kv: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()  # addresses of each cache's tensors
+        self._kv: WeakKeyDictionary[Any, tuple[Tensor, Tensor]] = WeakKeyDictionary()  # addresses of caches' tensors
         blocks = list(blocks)
         self._modules = blocks  # keeps alive what the structs point at
         self._experts = [
             [ExpertsStruct.of(block.mlp, drafts=drafts) for drafts in (False, True) if has_experts(block)]
             for block in blocks
         ]
-        self._convs = [ConvStruct.of(block.conv) if has_conv(block) else None for block in blocks]
-        described = (BlockStruct.of(*each) for each in zip(blocks, ropes, self._experts, self._convs, strict=True))
+        self._mixers = [mixer_of(block) for block in blocks]
+        described = (BlockStruct.of(*each) for each in zip(blocks, ropes, self._experts, self._mixers, strict=True))
         self._blocks = (BlockStruct * len(blocks))(*described)
         self._ranges = ranges or (lambda: (BlockRange(0, len(blocks)),))
-        attn = next((block.attn for block in blocks if not has_conv(block)), None)
+        attn = next((block.attn for block in blocks if hasattr(block, "attn")), None)
         if attn is None:
             raise KernelUnsupported("the CPU kernel runs blocks of which one has attention")
         self._sizes = (attn.num_attention_heads, attn.num_key_value_heads, attn.head_dim)
+        self._gates = attn.num_attention_heads if getattr(attn, "is_gated", False) else 0
         # Router, or gate and up, read the residual stream, which is whole on each rank.
         mlp, dense = blocks[0].mlp, [full_precision(each.mlp.gate_up) for each in blocks if not has_experts(each)]
         self.hidden_size = (mlp.router if has_experts(blocks[0]) else dense[0]).in_features
@@ -102,7 +103,8 @@ class NativeStack:
 
         `cache` has `lengths`, its number of `slots`, `recent` (see `compile.attention.attend`), and `k` and `v` of
         every block in the layout of `compile.kv_layout.new_kv`, which stay in place; blocks without them do not run.
-        `tensors` returns both of a block, or twice the ring of its convolution (see `compile.short_conv`).
+        `tensors` returns both of a block, or twice the ring of its convolution (see `compile.short_conv`), or the ring
+        and the `DeltaState` of its delta rule.
         With `features` [B, slots, taps * D] the rows after as many blocks as `taps` say are copied there (one more than
         there are blocks: after the norm).
         """
@@ -148,13 +150,13 @@ class NativeStack:
         H, K, d = self._sizes
         kv = self._kv.get(cache)
         if kv is None:
-            pairs = [tuple(each.data_ptr() for each in cache.tensors(index)) for index in range(len(cache.k))]
-            kv = self._kv[cache] = torch.tensor(pairs)
+            kv = self._kv[cache] = _addresses(cache)
+        tensors, held = kv
         positions, r = self._tables[0][0].shape
         return StepStruct(
             blocks=ctypes.addressof(self._blocks) + first * ctypes.sizeof(BlockStruct),
             num_blocks=num_blocks,
-            kv=kv.data_ptr() + first * kv.stride(0) * kv.itemsize,
+            kv=tensors.data_ptr() + first * tensors.stride(0) * tensors.itemsize,
             angles=self._angles.data_ptr(),
             num_ropes=len(self._tables),
             positions=positions,
@@ -178,6 +180,10 @@ class NativeStack:
             join=self._join_address,
             q8=int(cache.k[0].dtype == torch.int8),
             ring=0 if cache.recurrent is None else cache.recurrent.size,
+            gates=self._gates,
+            held=held.data_ptr() + first * held.itemsize,
+            certain=cache.certain.data_ptr(),
+            ahead=cache.ahead,
         )
 
     def _update_weight_addresses(self, blocks: BlockRange) -> None:
@@ -199,6 +205,17 @@ class NativeStack:
             self._join(*(_rows_at(*at, rows, self._dtype) for at in ((part, part_bytes), (whole, whole_bytes))))
         except BaseException as failure:
             self._failure = failure
+
+
+def _addresses(cache: Any) -> tuple[Tensor, Tensor]:
+    """Return addresses of both tensors of each block, and of what its matrices hold (0: it has none)."""
+    found = [cache.tensors(index) for index in range(len(cache.k))]
+    states = [second if isinstance(second, DeltaState) else None for _, second in found]
+    seconds = [
+        second if state is None else state.matrices_BNvk for (_, second), state in zip(found, states, strict=True)
+    ]
+    pairs = [(first.data_ptr(), second.data_ptr()) for (first, _), second in zip(found, seconds, strict=True)]
+    return torch.tensor(pairs), torch.tensor([0 if state is None else state.held_B.data_ptr() for state in states])
 
 
 def _rows_at(address: int, row_bytes: int, rows: int, dtype: torch.dtype) -> Tensor:

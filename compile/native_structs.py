@@ -141,6 +141,38 @@ class ConvStruct(Structure):
         return found
 
 
+class DeltaStruct(Structure):
+    """A gated delta rule of a block."""
+
+    _fields_ = [
+        ("key_heads", c_int64),
+        ("value_heads", c_int64),
+        ("key_size", c_int64),
+        ("value_size", c_int64),
+        ("tiled", c_int64),
+        ("width", c_int64),
+        ("kernel", c_void_p),
+        ("decay", c_void_p),
+        ("dt_bias", c_void_p),
+        ("norm", c_void_p),
+    ]
+
+    @classmethod
+    def of(cls, delta: Any) -> DeltaStruct:
+        """Describe a module with `sizes`, a `kernel`, `rates` and a `norm`; keeps copies of some weights."""
+        weight_LC, decay_N = delta.kernel.weight.t().contiguous(), delta.rates.decay()
+        found = cls(
+            **{name: int(value) for name, value in delta.sizes._asdict().items()},
+            width=len(weight_LC),
+            kernel=weight_LC.data_ptr(),
+            decay=decay_N.data_ptr(),
+            dt_bias=address(delta.rates.dt_bias),
+            norm=address(delta.norm.weight),
+        )
+        found._tensors = weight_LC, decay_N
+        return found
+
+
 class BlockStruct(Structure):
     """A block of a decoder."""
 
@@ -158,15 +190,16 @@ class BlockStruct(Structure):
         ("sinks", c_void_p),
         ("experts", c_void_p * 2),
         ("conv", c_void_p),
+        ("delta", c_void_p),
     ]
 
     @classmethod
     def of(
-        cls, block: Any, rope: int, experts: Sequence[ExpertsStruct] = (), conv: ConvStruct | None = None
+        cls, block: Any, rope: int, experts: Sequence[ExpertsStruct] = (), mixer: ConvStruct | DeltaStruct | None = None
     ) -> BlockStruct:
         """Describe a block; `rope` is the number of its table of angles, -1: none.
 
-        `experts`: its MLP as it is and as it drafts, if it is a mixture, `conv`: what it has instead of attention; the
+        `experts`: its MLP as it is and as it drafts, if it is a mixture, `mixer`: what it has instead of attention; the
         caller keeps them alive.
         """
         attn, parts = getattr(block, "attn", None), linears_of(block)
@@ -187,19 +220,23 @@ class BlockStruct(Structure):
             query_factors=None if attn is None else address(attn.query_factors),
             sinks=None if attn is None or attn.sink is None else address(attn.sink.sinks),
             experts=tuple(map(addressof, experts)),
-            conv=None if conv is None else addressof(conv),
+            conv=addressof(mixer) if isinstance(mixer, ConvStruct) else None,
+            delta=addressof(mixer) if isinstance(mixer, DeltaStruct) else None,
         )
 
 
 def linears_of(block: Any) -> tuple[Any, ...]:
     """Return the linears of a block, in the order of `Block.linears`; without those of experts."""
-    first = (block.conv.in_proj, block.conv.out_proj) if has_conv(block) else (block.attn.qkv, block.attn.o)
+    mixer = getattr(block, "conv", None) or getattr(block, "delta", None)
+    first = (block.attn.qkv, block.attn.o) if mixer is None else (mixer.in_proj, mixer.out_proj)
     return first if has_experts(block) else (*first, block.mlp.gate_up, block.mlp.down)
 
 
-def has_conv(block: Any) -> bool:
-    """Return True if a block has a short convolution instead of attention."""
-    return hasattr(block, "conv")
+def mixer_of(block: Any) -> ConvStruct | DeltaStruct | None:
+    """Describe what a block has instead of attention; None: it has attention."""
+    if hasattr(block, "delta"):
+        return DeltaStruct.of(block.delta)
+    return ConvStruct.of(block.conv) if hasattr(block, "conv") else None
 
 
 def has_experts(block: Any) -> bool:
@@ -251,6 +288,10 @@ class StepStruct(Structure):
         ("join", c_void_p),
         ("q8", c_int64),
         ("ring", c_int64),
+        ("gates", c_int64),
+        ("held", c_void_p),
+        ("certain", c_void_p),
+        ("ahead", c_int64),
     ]
 
 
@@ -336,6 +377,7 @@ STRUCTS: Sequence[tuple[str, type[Structure]]] = (
     ("Norm", NormStruct),
     ("Experts", ExpertsStruct),
     ("Conv", ConvStruct),
+    ("Delta", DeltaStruct),
     ("Block", BlockStruct),
     ("TreeAttentionMask", TreeMask),
     ("Step", StepStruct),

@@ -7,6 +7,7 @@
 #include "attention.h"
 #include "barrier.h"
 #include "block_rows.h"
+#include "delta_rule.h"
 
 namespace sharesd {
 
@@ -40,17 +41,18 @@ struct Conv {
 };
 struct Block {
   Norm attn_norm, q_norm, k_norm, attn_out_norm, mlp_norm, mlp_out_norm;
-  Linear linears[2][4];  // full precision, quantized: qkv, o, gate_up, down; with a convolution its first and last linear
+  Linear linears[2][4];  // full precision, quantized: qkv, o, gate_up, down; without attention the first and last of what stands for it
   int64_t window, rope;  // rope: number of the table of angles, -1 = none
   const void* query_factors;  // [positions], of rotated queries; null: none
   const void* sinks;  // [H], see Attention; null: none
   const Experts* experts[2];  // full precision, quantized: instead of gate_up and down; null: none
   const Conv* conv;  // instead of attention; null: none
+  const Delta* delta;  // likewise, see delta_rule.h
 };
 struct Step {
   const Block* blocks;  // of this call: all of a decoder's, or some neighbours
   int64_t num_blocks;
-  const int64_t* kv;  // addresses: k and v of every block, or twice the inputs [B, ring, D] of a convolution
+  const int64_t* kv;  // addresses: k and v of every block, twice the inputs [B, ring, D] of a convolution, or inputs and matrices
   const int64_t* angles;  // addresses [positions, r]: cosines of every rope, then sines
   int64_t num_ropes, positions;
   const int64_t* lengths;
@@ -68,6 +70,10 @@ struct Step {
   void (*join)(const void* part, void* whole, int64_t rows, int64_t part_bytes, int64_t whole_bytes);
   int64_t q8;  // keys and values are in 8 bits
   int64_t ring;  // slots of inputs of convolutions
+  int64_t gates;  // as many heads after the queries have the gates of attention's outputs: H or 0
+  const int64_t* held;  // addresses: numbers of tokens [B] that the matrices of every block hold
+  const int64_t* certain;  // [B]: tokens that are known to be part of the text, when `ahead` is added
+  int64_t ahead;
 };
 
 template <typename W> inline W gelu(W x, int64_t kind) {
@@ -193,9 +199,10 @@ template <typename T> struct Shared {
   std::vector<T> scores;  // of experts, for each row; their choices, and sums of their results
   std::vector<Choice<T>> chosen;
   std::vector<typename Wide<T>::type> sums;
+  DeltaWork<typename Wide<T>::type> delta;
   BlockRows block_rows;
   Shared(const Step& s, int64_t kept)
-      : qkv(s.B * s.T * (s.H + 2 * s.K) * s.d), attended(kept * s.H * s.d), out(kept * s.D), gate_up(kept * 2 * s.mlp),
+      : qkv(s.B * s.T * (s.H + s.gates + 2 * s.K) * s.d), attended(kept * s.H * s.d), out(kept * s.D), gate_up(kept * 2 * s.mlp),
         hidden(kept * s.mlp) {
     const Linear* linears = s.blocks->linears[0];
     if (s.join) whole.resize(kept * std::max({linears[1].K, linears[3].K, s.D}));
@@ -204,6 +211,10 @@ template <typename T> struct Shared {
       if (block->conv) {
         grow(qkv, s.B * s.T * 3 * s.D);
         grow(attended, kept * s.D);
+      }
+      if (const Delta* d = block->delta) {
+        grow(qkv, s.B * s.T * d->projected());
+        grow(attended, kept * d->outputs());
       }
       if (const Experts* e = block->experts[s.quantized]) {
         const int64_t visits = visits_at_once(kept, *e);
@@ -336,12 +347,12 @@ template <typename T> struct Worker {
     const Block& block = s.blocks[index];
     const Linear* linears = block.linears[s.quantized];
     const AttentionShape z{s.B, s.T, s.H, s.K, s.S, s.d, s.q8 != 0, s.tree};
-    const int64_t M = s.B * s.T, row = (s.H + 2 * s.K) * s.d;
+    const int64_t M = s.B * s.T, row = (s.H + s.gates + 2 * s.K) * s.d;
     void* k_cache = reinterpret_cast<void*>(s.kv[2 * index]);
     void* v_cache = reinterpret_cast<void*>(s.kv[2 * index + 1]);
     multiply(linears[0], &linears[1], inputs, shared.qkv.data(), M);
     auto turn = [&](int64_t m, int64_t head) {
-      T* vector = shared.qkv.data() + m * row + head * s.d;
+      T* vector = shared.qkv.data() + m * row + (head < s.H ? head : s.gates + head) * s.d;
       const Norm& how = head < s.H ? block.q_norm : block.k_norm;
       if (how.weight) norm(how, vector, vector, s.d, n.eps);
       const int64_t ahead = s.tree.path ? s.tree.depth[m] : m % s.T;
@@ -376,6 +387,19 @@ template <typename T> struct Worker {
     const int64_t M = a.z.B * a.z.T;
     attend_share(a, plan, me, all, parts, scratch, [&] { barrier.wait(); });
     barrier.wait();
+    if (s.gates) {
+      const int64_t row = (s.H + s.gates + 2 * s.K) * s.d;
+      for (int64_t item = share(M * s.H, me, all); item < share(M * s.H, me + 1, all); ++item) {
+        const T* gate = shared.qkv.data() + item / s.H * row + (s.H + item % s.H) * s.d;
+        T* to = shared.attended.data() + item * s.d;
+        by_vectors<T>(s.d, [&](auto get, auto put) {
+          const auto x = get(gate);
+          const auto e = exp_or_0<typename Wide<T>::type>(-absolute(x));
+          put(get(to) * select(x < 0, e, e - e + 1) / (e + 1), to);
+        });
+      }
+      barrier.wait();
+    }
     multiply(o, next, inputs(shared.attended, s.H * s.d, o.K, M), shared.out.data(), M);
     add(joined(shared.out, o.N, s.D, M), block.attn_out_norm, M, x, h);
   }
@@ -433,6 +457,109 @@ template <typename T> struct Worker {
     barrier.wait();
     multiply(linears[1], next, shared.attended.data(), shared.out.data(), s.B * s.T);
     add(shared.out.data(), block.attn_out_norm, s.B * s.T, x, h);
+  }
+
+  // Gated delta rule of all rows, likewise. Threads share heads.
+  void recur(int64_t index, const Linear* next, T* x, T* h) {
+    using W = typename Wide<T>::type;
+    const Block& block = s.blocks[index];
+    const Delta& d = *block.delta;
+    const Linear* linears = block.linears[s.quantized];
+    const AttentionShape z{s.B, s.T, s.H, s.K, s.S, s.d, s.q8 != 0, s.tree};
+    DeltaWork<W>& work = shared.delta;
+    int64_t* held = reinterpret_cast<int64_t*>(s.held[index]);
+    if (me == 0) {  // while the others multiply
+      work.plans.resize(s.B);
+      int64_t rows = 0;
+      for (int64_t b = 0; b < s.B; ++b) {
+        work.plans[b].make(z, b, s.lengths[b], held[b], s.certain[b] + s.ahead, s.ring, d.width);
+        work.plans[b].first_row = rows;
+        rows += work.plans[b].tokens.size();
+      }
+      work.mixed.resize(std::max<size_t>(work.mixed.size(), rows * d.mixed()));  // with 0 where nothing is written
+      work.gates.resize(std::max<size_t>(work.gates.size(), rows * 2 * d.value_heads));
+    }
+    multiply(linears[0], &linears[1], h, shared.qkv.data(), s.B * s.T);
+    const int64_t groups = 2 * d.key_heads + d.value_heads;
+    for (int64_t item = share(s.B * groups, me, all); item < share(s.B * groups, me + 1, all); ++item)
+      mix(index, z, item / groups, item % groups);
+    barrier.wait();
+    std::vector<W> out(s.T * d.value_size), states;
+    for (int64_t item = share(s.B * d.value_heads, me, all); item < share(s.B * d.value_heads, me + 1, all); ++item) {
+      const int64_t b = item / d.value_heads, head = item % d.value_heads;
+      const DeltaPlan& plan = work.plans[b];
+      if (s.tree.path) states.resize(std::max<size_t>(states.size(), plan.tokens.size() * 2 * d.line()));
+      std::fill(out.begin(), out.end(), W(0));  // of rows without a text
+      W* matrix = reinterpret_cast<W*>(s.kv[2 * index + 1]) + item * d.value_size * d.line();
+      if (!plan.tokens.empty()) advance_head(d, plan, work, head, matrix, s.tree.path ? states.data() : nullptr, out.data());
+      for (int64_t t = 0; t < s.T; ++t) {
+        const int64_t m = b * s.T + t;
+        const T* gate = shared.qkv.data() + m * d.projected() + d.channels() + head * d.value_size;
+        const W* from = out.data() + t * d.value_size;
+        T* to = shared.attended.data() + m * d.outputs() + head * d.value_size;
+        by_vectors<T>(d.value_size, [&](auto get, auto put) { put(get(from), to); });
+        norm(Norm{d.norm, 0}, to, to, d.value_size, n.eps);
+        by_vectors<T>(d.value_size, [&](auto get, auto put) { put(get(to) * silu(get(gate)), to); });
+      }
+    }
+    barrier.wait();
+    for (int64_t b = 0; me == 0 && b < s.B; ++b) held[b] = work.plans[b].held;
+    multiply(linears[1], next, shared.attended.data(), shared.out.data(), s.B * s.T);
+    add(shared.out.data(), block.attn_out_norm, s.B * s.T, x, h);
+  }
+
+  // Queries, keys or values of one head and row, after the convolution; also writes the inputs of new tokens to the ring.
+  // `group`: queries of all heads, then keys, then values, with which go decay and rate.
+  void mix(int64_t index, const AttentionShape& z, int64_t b, int64_t group) {
+    using W = typename Wide<T>::type;
+    const Delta& d = *s.blocks[index].delta;
+    const DeltaPlan& plan = shared.delta.plans[b];
+    const int64_t head = group - 2 * d.key_heads, size = head < 0 ? d.key_size : d.value_size, num = plan.tokens.size();
+    const int64_t begin = head < 0 ? group * d.key_size : 2 * d.key_heads * d.key_size + head * d.value_size;
+    const int64_t to_begin = head < 0 ? group * d.line() : 2 * d.key_heads * d.line() + head * d.value_size;
+    const T* weight = static_cast<const T*>(d.kernel) + begin;
+    T* ring = reinterpret_cast<T*>(s.kv[2 * index]) + b * s.ring * d.inputs();
+    const auto inputs_of = [&](int64_t slot) { return ring + slot % s.ring * d.inputs(); };
+    const std::vector<T> nothing(size);
+    std::vector<const T*> taps(d.width);
+    const auto store = [&](const DeltaToken& token) {
+      const T* row = shared.qkv.data() + (b * s.T + token.out) * d.projected();
+      T* to = inputs_of(token.slot);
+      std::memcpy(to + begin, row + begin, size * sizeof(T));
+      for (int64_t i = 0; head >= 0 && i < 2; ++i)
+        to[d.channels() + i * d.value_heads + head] = row[d.channels() + d.outputs() + i * d.value_heads + head];
+    };
+    const auto sum = [&](int64_t number) {
+      const DeltaToken& token = plan.tokens[number];
+      for (int64_t i = 0; i < d.width; ++i) {
+        const int64_t back = d.width - 1 - i, ahead = token.depth - back;  // depth of this input's token in a tree
+        int64_t slot = token.slot - back;
+        if (token.t >= 0) slot = s.lengths[b] + (ahead >= 0 ? z.path(b, token.t)[ahead] : ahead);
+        taps[i] = slot < 0 ? nothing.data() : inputs_of(slot) + begin;
+      }
+      W* to = shared.delta.mixed.data() + (plan.first_row + number) * d.mixed() + to_begin;
+      by_vectors<W>(size, [&](auto get, auto put) {
+        typename Vec<W>::type sums = {};
+        for (int64_t i = 0; i < d.width; ++i) sums += get(taps[i]) * get(weight + i * d.channels());
+        put(silu(sums), to);
+      });
+      if (head < 0) return normalise<W>(to, size, group < d.key_heads ? 1 / std::sqrt(W(d.key_size)) : W(1));
+      const T* gates = inputs_of(token.slot) + d.channels() + head;
+      const W rate = widen(gates[0]), step = widen(gates[d.value_heads]) + static_cast<const W*>(d.dt_bias)[head];
+      W* both = shared.delta.gates.data() + ((plan.first_row + number) * d.value_heads + head) * 2;
+      both[0] = std::exp(static_cast<const W*>(d.decay)[head] * (step > 20 ? step : std::log1p(std::exp(step))));
+      both[1] = 1 / (1 + std::exp(-rate));
+    };
+    // Inputs of the text are read before those of new tokens overwrite older ones in the ring. It may be shorter than a prompt,
+    // whose inputs overwrite each other in turn.
+    int64_t i = 0;
+    for (; i < num && plan.tokens[i].out < 0 && plan.tokens[i].t < 0; ++i) sum(i);
+    for (int64_t j = i; s.tree.path && j < num; ++j)
+      if (plan.tokens[j].out >= 0) store(plan.tokens[j]);
+    for (; i < num; ++i) {
+      if (!s.tree.path) store(plan.tokens[i]);
+      sum(i);
+    }
   }
 
   // This thread's share of act(gate) * up of M rows.
@@ -540,7 +667,7 @@ template <typename T> struct Worker {
 template <typename T>
 void run_stack(const Step& s, const Numbers& n) {
   using W = typename Wide<T>::type;
-  const int64_t M = s.B * s.T, row = (s.H + 2 * s.K) * s.d;
+  const int64_t M = s.B * s.T, row = (s.H + s.gates + 2 * s.K) * s.d;
   const AttentionShape z{s.B, s.T, s.H, s.K, s.S, s.d, s.q8 != 0, s.tree};
   const Plan plan(z, s.lengths, s.threads);
   Aligned<W> parts(num_parts<T>(z, plan));
@@ -564,6 +691,8 @@ void run_stack(const Step& s, const Numbers& n) {
       const Linear* mlp = &block.linears[s.quantized][2];
       if (block.conv) {
         worker.convolve(index, mlp, x.data(), h.data());
+      } else if (block.delta) {
+        worker.recur(index, mlp, x.data(), h.data());
       } else {
         worker.project(index, h.data());
         const Attention<T> a{z, shared.qkv.data(), s.T * row, row, reinterpret_cast<void*>(s.kv[2 * index]),

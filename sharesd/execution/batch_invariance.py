@@ -59,7 +59,7 @@ def check_rows(
         for length in lengths
         for width, is_tree in [*((width, False) for width in widths), *([(max(widths), True)] if trees_agree else [])]
     )
-    cache.lengths.zero_()
+    cache.restart(0)
     return RowBits(chains_agree, trees_agree, batches_agree and bool(batches))
 
 
@@ -75,7 +75,7 @@ def check_compiled(compiled: CausalModel, model: CausalModel, cache: StaticKVCac
     parts = tokens_BT.split(width, 1)
 
     def logits_of(steps: CausalModel) -> Tensor:
-        cache.lengths.zero_()
+        cache.restart(0)
         logits = []
         for tokens_BW in parts:
             logits.append(steps.forward(tokens_BW.contiguous(), cache).clone())
@@ -100,7 +100,7 @@ class _Check:
         tokens_BT = self._tokens(widths[-1])
         plain_BTV = self._plainly(tokens_BT, length)
         for width in widths:
-            self._cache.lengths.fill_(length)
+            self._cache.restart(length)
             if not torch.equal(
                 self._model.forward(tokens_BT[:, :width].contiguous(), self._cache), plain_BTV[:, :width]
             ):
@@ -109,7 +109,7 @@ class _Check:
 
     def trees_agree(self, length: int, width: int) -> bool:
         tokens_BT, row_T = self._tokens(width), torch.arange(width)
-        self._cache.lengths.fill_(length)
+        self._cache.restart(length)
         rows_BTV = self._model.forward(tokens_BT, self._cache, tree_mask=self._branches(*tokens_BT.shape))
         for side in (row_T[row_T % 2 == 1], row_T[(row_T % 2 == 0) & (row_T > 0)]):
             rows = [0, *side.tolist()]
@@ -123,7 +123,7 @@ class _Check:
 
         def logits(num: int) -> Tensor:
             view = self._cache.rows(0, num)
-            view.lengths.fill_(length)
+            view.restart(length)
             tree_mask = self._branches(num, width) if is_tree else None
             return self._model.forward(tokens_BT[:num], view, tree_mask=tree_mask)
 
@@ -141,7 +141,7 @@ class _Check:
         return torch.randint(self._model.vocab_size, size, generator=self._dice).to(self._cache.lengths.device)
 
     def _plainly(self, tokens_BT: Tensor, length: int) -> Tensor:
-        self._cache.lengths.fill_(length)
+        self._cache.restart(length)
         rows = []
         for token_B1 in tokens_BT.split(1, 1):
             step_BW = F.pad(token_B1, (0, self._plain_width - 1)).contiguous()

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from compile.delta_rule import DeltaState
 from compile.huge_pages import zeros_like
 from compile.kv_compact import compact_slots, kv_compactor
 from compile.kv_layout import is_packed, kv_layout, new_kv, round_slots, unpack_kv, unpack_q8
 from sharesd.devices.transfer import copy_to_device
-from sharesd.kvcache.recurrent import RecurrentState
+from sharesd.kvcache.recurrent import RecurrentSizes, RecurrentState
 
 if TYPE_CHECKING:
     from multigpu.pipeline_parallel import PipelinePlan
@@ -47,14 +48,13 @@ class StaticKVCache:
         hidden_size: int = 0,
         split: PipelinePlan | None = None,
         whole_rows: bool = False,
-        conv_widths: Sequence[int] = (),
+        recurrent: RecurrentSizes | None = None,
     ) -> None:
         """`shapes`: (key/value heads, head size) of every layer.
 
         `taps`: depths whose hidden states are kept: numbers of blocks, and one more for the output of the last norm.
         `whole_rows`: attention reads only live slots, whatever the size of the cache. `q8`: keys and values are kept in
-        8 bits, `dtype` is that of the model. `conv_widths`: inputs of each layer's short convolution, one number for
-        all that have one instead of attention, and 0 for others; those layers have no key/value heads.
+        8 bits, `dtype` is that of the model. `recurrent`: what layers without key/value heads keep.
         """
         self.slots, self.dtype, self.q8 = round_slots(slots), dtype, q8
         device = torch.device(device) if split is None else split.output_device
@@ -79,13 +79,11 @@ class StaticKVCache:
             if device.type == "cpu":
                 [self.features] = zeros_like([self.features])
         self.recurrent: RecurrentState | None = None
-        """State of layers with a short convolution."""
-        if any(conv_widths):
-            layers = [layer for layer, width in enumerate(conv_widths) if width]
+        """State of recurrent layers."""
+        if recurrent is not None:
             self.recurrent = RecurrentState(
-                layers,
-                width=conv_widths[layers[0]],
-                hidden_size=hidden_size,
+                [layer for layer, (heads, _) in enumerate(shapes) if not heads],
+                recurrent,
                 batch=batch,
                 slots=self.slots,
                 dtype=dtype,
@@ -101,6 +99,9 @@ class StaticKVCache:
 
         They are also the position and slot of the next token that a step reads, the root.
         """
+        self.certain = self.lengths
+        """First tokens of each row that are part of its text, int64 [B]; `ahead` more are, of a piece of a prompt."""
+        self.ahead = 0
         self.known_length: int | None = None
         """Length of all rows if the host knows it, so that stages need not copy `lengths`."""
         self.cached_ids: list[list[int]] = [[] for _ in range(batch)]
@@ -134,7 +135,7 @@ class StaticKVCache:
         if (first, end) not in self._views:
             view = self._views[first, end] = self._view()
             view.k, view.v = ([t[first:end] for t in tensors] for tensors in (self.k, self.v))
-            view.lengths, view._compact_kv = self.lengths[first:end], None
+            view.lengths, view.certain, view._compact_kv = self.lengths[first:end], self.certain[first:end], None
             view.features = None if self.features is None else self.features[first:end]
             view.recurrent = None if self.recurrent is None else self.recurrent.rows(first, end)
         return self._views[first, end]
@@ -255,10 +256,21 @@ class StaticKVCache:
         if self.features is not None:
             yield "features", self.features[row : row + 1], num_tokens
 
-    def tensors(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return what a block writes to: keys and values, or the inputs [B, R, D] of its convolution, as both."""
+    def tensors(self, layer: int) -> tuple[Tensor, Tensor | DeltaState]:
+        """Return what a block writes to: keys and values, or the inputs [B, R, D] of its convolution, as both.
+
+        With a delta rule its matrices are the second.
+        """
         inputs_BRD = None if self.recurrent is None else self.recurrent.of_layer(layer)
-        return (self.k[layer], self.v[layer]) if inputs_BRD is None else (inputs_BRD, inputs_BRD)
+        if self.recurrent is None or inputs_BRD is None:
+            return self.k[layer], self.v[layer]
+        return inputs_BRD, self.recurrent.delta_of_layer(layer, self.certain, self.ahead) or inputs_BRD
+
+    def restart(self, length: int) -> None:
+        """Set all lengths for steps on what no text has written, as tests of bits do."""
+        self.lengths.fill_(length)
+        if self.recurrent is not None:
+            self.recurrent.restart(length)
 
     def kv(self, layer: int, num_slots: int) -> tuple[Tensor, Tensor]:
         """Return a layer's first keys and values, [B, K, num_slots, d]."""
@@ -275,7 +287,7 @@ class StaticKVCache:
     def draft_view(self, recent: int = 0) -> StaticKVCache:
         """Return a view for drafts, which shares the KV and has lengths of its own."""
         twin = self._view()
-        twin.lengths, twin.recent = torch.zeros_like(self.lengths), recent
+        twin.lengths, twin.recent = torch.zeros_like(self.lengths), recent  # `certain` stays that of the text
         twin.taps, twin.features = (), None
         return twin
 

@@ -22,15 +22,25 @@ from torch import Tensor, nn
 
 from compile.attention import TreeAttentionMask, attend, supports_flash
 from compile.block_ranges import BlockRange, BlockRanges, limit_ranges
+from compile.delta_rule import DeltaState, gated_delta
 from compile.fused_linear import project
 from compile.short_conv import short_conv
 from multigpu.pipeline_parallel import PipelinePlan
 from multigpu.tensor_parallel import UNSHARDED, Shard
 from quant.switch_linear import Switch
 from sharesd.devices.transfer import copy_to_device
+from sharesd.kvcache.recurrent import RecurrentSizes
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models import rope
 from sharesd.models.decoder_config import DecoderConfig, LayerType
+
+
+def recurrent_sizes(config: DecoderConfig) -> RecurrentSizes | None:
+    """Return what layers without attention keep of a text; None: all have attention."""
+    width = max(config.conv_widths)
+    if not width:
+        return None
+    return RecurrentSizes(width, config.hidden_size if config.delta is None else config.delta.inputs, config.delta)
 
 
 def empty_linear(inputs: int, outputs: int, *, bias: bool, dtype: torch.dtype, device: torch.device | str) -> nn.Linear:
@@ -87,7 +97,11 @@ class Attention(nn.Module):
         )
         self.scale, self.softcap = c.attention_multiplier, c.attn_logit_softcapping
         self.window, self.use_rope = kind.window, kind.rope >= 0
-        width = (self.num_attention_heads + 2 * self.num_key_value_heads) * c.head_dim
+        self.is_gated = c.attention_gates
+        num_gates = self.num_attention_heads * self.is_gated
+        self.num_heads = (self.num_attention_heads, num_gates, self.num_key_value_heads, self.num_key_value_heads)
+        """Query heads, as many gates or none, key heads and value heads: the outputs of `qkv`."""
+        width = sum(self.num_heads) * c.head_dim
         self.qkv = empty_linear(c.hidden_size, width, bias=c.qkv_bias, **place)
         self.o = empty_linear(
             *part.of_second(c.num_attention_heads * c.head_dim, c.hidden_size), bias=c.o_bias, **place
@@ -113,9 +127,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Return residual + attention over norm(x)."""
         heads = project(self.qkv, x_BTD, norm=norm).unflatten(-1, (-1, self.head_dim))
-        q_BTHd, k_BTKd, v_BTKd = heads.split(
-            (self.num_attention_heads, self.num_key_value_heads, self.num_key_value_heads), dim=2
-        )
+        q_BTHd, gates_BTHd, k_BTKd, v_BTKd = heads.split(self.num_heads, dim=2)
         out_BTHd = attend(
             q_BTHd,
             k_BTKd,
@@ -133,6 +145,8 @@ class Attention(nn.Module):
             query_factors=self.query_factors,
             sinks=None if self.sink is None else self.sink.sinks,
         )
+        if self.is_gated:
+            out_BTHd = out_BTHd * gates_BTHd.sigmoid()
         return project(self.o, out_BTHd.flatten(2), residual=residual)
 
 
@@ -175,6 +189,65 @@ class ShortConv(nn.Module):
         weight_DL, bias_D = self.kernel.weight, self.kernel.bias
         y_BTD = short_conv(b_BTD * x_BTD, ring_BRD, lengths_B, weight_DL, bias_D, mask)
         return project(self.out_proj, c_BTD * y_BTD, residual=residual)
+
+
+class DeltaRates(nn.Module):
+    """Weights [value heads] that decays of a gated delta rule are made of, in float32 at least."""
+
+    def __init__(self, num_heads: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        wide = torch.promote_types(dtype, torch.float32)
+        self.A_log = nn.Parameter(torch.empty(num_heads, dtype=wide, device=device))
+        self.dt_bias = nn.Parameter(torch.empty(num_heads, dtype=wide, device=device))
+
+    def decay(self) -> Tensor:
+        """Return what softplus(step + dt_bias) is multiplied by: the logarithm of the decay."""
+        return -self.A_log.exp()
+
+
+class GatedDeltaNet(nn.Module):
+    """out_proj(norm(delta rule over convolved q, k, v) * silu(z)) (Yang et al. 2024; Qwen3-Next, Qwen3.5).
+
+    `in_proj` gives q, k, v, then gates z, rates b and steps a.
+    """
+
+    def __init__(self, config: DecoderConfig, width: int, **place: Any) -> None:
+        super().__init__()
+        assert config.delta is not None
+        self.sizes = sizes = config.delta
+        self.in_proj = empty_linear(config.hidden_size, sizes.inputs + sizes.outputs, bias=False, **place)
+        self.kernel = ConvKernel(sizes.channels, width, bias=False, **place)
+        self.rates = DeltaRates(sizes.value_heads, **place)
+        self.norm = RMSNorm(sizes.value_size, config.rms_norm_eps, False, **place)
+        self.out_proj = empty_linear(sizes.outputs, config.hidden_size, bias=False, **place)
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        ring_BRI: Tensor,
+        state: DeltaState,
+        lengths_B: Tensor,
+        *tree_mask: Tensor,
+        norm: nn.Module | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """Return residual + delta rule over norm(x); writes the inputs of these tokens to the ring."""
+        s = self.sizes
+        parts = project(self.in_proj, x_BTD, norm=norm).split((s.channels, s.outputs, 2 * s.value_heads), -1)
+        out_BTNv = gated_delta(
+            torch.cat([parts[0], parts[2]], -1),
+            ring_BRI,
+            state,
+            lengths_B,
+            self.kernel.weight,
+            self.rates.decay(),
+            self.rates.dt_bias,
+            s,
+            TreeAttentionMask(*tree_mask) if tree_mask else None,
+        )
+        out_BTNv = self.norm(out_BTNv.to(x_BTD.dtype)).to(out_BTNv.dtype)
+        gated = (out_BTNv.flatten(2) * F.silu(parts[1].to(out_BTNv.dtype))).to(x_BTD.dtype)
+        return project(self.out_proj, gated, residual=residual)
 
 
 class MLP(nn.Module):
@@ -272,7 +345,7 @@ class ExpertMLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, or a short convolution, and MLP: a function of tensors, which writes only to the cache's.
+    """Attention, or what stands in its place, and MLP: a function of tensors, which writes only to the cache's.
 
     All layers of one kind run the same code.
     """
@@ -285,7 +358,9 @@ class Block(nn.Module):
 
         self.kind = kind
         self.attn_norm = norm()
-        if kind.conv_width:
+        if kind.conv_width and config.delta is not None:
+            self.delta = GatedDeltaNet(config, kind.conv_width, **place)
+        elif kind.conv_width:
             self.conv = ShortConv(config, kind.conv_width, **place)
         else:
             self.attn = Attention(config, kind, part, **place)
@@ -301,7 +376,7 @@ class Block(nn.Module):
         cos_Pr: Tensor,
         sin_Pr: Tensor,
         k_cache_BKSd: Tensor,
-        v_cache_BKSd: Tensor,
+        v_cache_BKSd: Tensor | DeltaState,
         lengths_B: Tensor,
         *tree_mask: Tensor,
         recent: int = 0,
@@ -309,8 +384,14 @@ class Block(nn.Module):
         """Return the residual stream after this layer.
 
         Writes KV into slots lengths..lengths+T-1 of the caches. `cos_Pr` and `sin_Pr` hold all positions. `recent`:
-        number of recent tokens in view, see `attend`. With a convolution both caches are the ring of its inputs.
+        number of recent tokens in view, see `attend`. With a convolution both caches are the ring of its inputs; with a
+        delta rule the second is the state of its matrices.
         """
+        if isinstance(v_cache_BKSd, DeltaState):
+            delta = (k_cache_BKSd, v_cache_BKSd, lengths_B, *tree_mask)
+            return self.mlp(
+                x_BTD := self.delta(x_BTD, *delta, norm=self.attn_norm, residual=x_BTD), self.mlp_norm, x_BTD
+            )
         if self.kind.conv_width:
             x_BTD = self.conv(x_BTD, k_cache_BKSd, lengths_B, *tree_mask, norm=self.attn_norm, residual=x_BTD)
             return self.mlp(x_BTD, self.mlp_norm, x_BTD)
@@ -322,7 +403,7 @@ class Block(nn.Module):
         return self.mlp(x_BTD, self.mlp_norm, x_BTD)
 
 
-def call_block(block: nn.Module, *tensors: Tensor, recent: int) -> Tensor:
+def call_block(block: nn.Module, *tensors: Tensor | DeltaState, recent: int) -> Tensor:
     """Run a block eagerly: the default of `Decoder.run_block`."""
     return block(*tensors, recent=recent)
 
@@ -431,7 +512,7 @@ class Decoder(nn.Module):
             hidden_size=c.hidden_size,
             split=self.split if self.split.crosses_devices else None,
             whole_rows=self.supports_flash,
-            conv_widths=c.conv_widths,
+            recurrent=recurrent_sizes(c),
         )
 
     def forward(

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from compile.delta_sizes import DeltaSizes
+
 
 class UnsupportedArchitecture(ValueError):
     """Error for a checkpoint that the native decoder cannot serve exactly.
@@ -24,7 +26,7 @@ class LayerType(NamedTuple):
     has_experts: bool = False
     """The MLP is a mixture, as `DecoderConfig.experts` says."""
     conv_width: int = 0
-    """Inputs of the short convolution that stands in place of attention; 0: attention."""
+    """Inputs of the short convolution that stands in place of attention, or of a delta rule's; 0: attention."""
 
 
 class ExpertConfig(NamedTuple):
@@ -117,6 +119,10 @@ class DecoderConfig:
     """Experts of the layers that have some."""
     conv_bias: bool = False
     """Short convolutions and the linears around them have biases."""
+    delta: DeltaSizes | None = None
+    """Heads of the gated delta rules that layers without attention have; None: they have a short convolution."""
+    attention_gates: bool = False
+    """Heads' outputs are multiplied by the sigmoids of gates, whose rows follow each head's queries in `q_proj`."""
 
     @property
     def num_hidden_layers(self) -> int:
@@ -129,8 +135,13 @@ class DecoderConfig:
         return tuple(kind.conv_width for kind in self.layer_types)
 
     @property
+    def recurrent_layers(self) -> str:
+        """Name of what some layers have instead of attention."""
+        return "short convolutions" if self.delta is None else "gated delta rules"
+
+    @property
     def cpu_only(self) -> str:
         """What the native decoder runs on CPUs alone, and whole; "": it runs everywhere."""
         if any(self.conv_widths):
-            return "a model with short convolutions"
+            return f"a model with {self.recurrent_layers}"
         return "" if self.experts is None else "a mixture of experts"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from compile.attention import MAX_STEP
 from sharesd.devices.transfer import to_device
-from sharesd.kvcache.recurrent import BOUNDARY
+from sharesd.kvcache.recurrent import BOUNDARY, TAIL
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.base import CausalModel
 
@@ -82,11 +82,12 @@ def read_piece(
     view.lengths.fill_(first)
     piece_1T = to_device([[*tokens[first:end], *[0] * (size - (end - first))]], cache.entry)
     last_1R = torch.arange(end - first - num_rows, end - first, device=cache.lengths.device)[None]
+    view.ahead = max(0, end - first - (TAIL if end == len(tokens) else 0))
     view.known_length = first  # so that the first of several stages may begin while the last one is at a piece before
     try:
         logits_RV = model.forward(piece_1T, view, last_1R)[0]
     finally:
-        view.known_length = None  # the view may be remembered
+        view.known_length, view.ahead = None, 0  # the view may be remembered
     view.lengths.fill_(end)
     if cache.recurrent is not None and (end == len(tokens) or end % BOUNDARY == 0):
         cache.recurrent.keep(row, end)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from compile.block_linear import BLOCK_TYPES, LANES, NUMBERS, BlockPart
+from compile.delta_sizes import DeltaSizes
 from compile.input_order import same_order
 from multigpu.tensor_parallel import TILE, Shard, require_divisible
 from sharesd.models.architectures import architecture_of
@@ -56,7 +57,8 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 
 def module_names(config: DecoderConfig, kind: LayerType) -> dict[str, tuple[str, ...]]:
     """Return module of a block -> modules of a checkpoint's layer of this kind, experts one by one."""
-    absent = "attn." if kind.conv_width else "conv."
+    present = "attn." if not kind.conv_width else "conv." if config.delta is None else "delta."
+    absent = tuple({"attn.", "conv.", "delta."} - {present})
     names = {
         path: modules
         for path, modules in architecture_of(config.model_type).block_names.items()
@@ -81,7 +83,8 @@ def is_router(name: str, config: DecoderConfig) -> bool:
 
 def is_conv_kernel(name: str, config: DecoderConfig) -> bool:
     """Return True for the weight [D, L] of a short convolution, which stays in numbers; it is no linear's."""
-    return module_of(name) in architecture_of(config.model_type).block_names.get("conv.kernel", ())
+    names = architecture_of(config.model_type).block_names
+    return any(module_of(name) in names.get(path, ()) for path in ("conv.kernel", "delta.kernel"))
 
 
 def block_tensors(block: nn.Module, config: DecoderConfig) -> Iterator[tuple[str, Tensor]]:
@@ -102,9 +105,17 @@ def block_tensors(block: nn.Module, config: DecoderConfig) -> Iterator[tuple[str
 def _rows(block: nn.Module, path: str, names: tuple[str, ...], parameter: Tensor) -> list[int]:
     """Return how many rows of a merged module belong to each name."""
     if path == "attn.qkv" and len(names) == 3:
-        q, k, d = attrgetter("attn.num_attention_heads", "attn.num_key_value_heads", "attn.head_dim")(block)
-        return [q * d, k * d, k * d]
+        (q, gates, *keys_and_values), d = attrgetter("attn.num_heads", "attn.head_dim")(block)
+        return [(q + gates) * d, *(heads * d for heads in keys_and_values)]
+    if path == "delta.in_proj":
+        return [*delta_rows(attrgetter("delta.sizes")(block))]
     return [len(parameter) // len(names)] * len(names)
+
+
+def delta_rows(sizes: DeltaSizes | None) -> tuple[int, ...]:
+    """Return the rows of q, k and v, of gates, of rates and of steps in the first linear of a delta rule."""
+    assert sizes is not None
+    return sizes.channels, sizes.outputs, sizes.value_heads, sizes.value_heads
 
 
 def rename_tensors(
@@ -125,9 +136,24 @@ def rename_tensors(
             continue
         if tensor.ndim == 3 and is_conv_kernel(name, config):
             tensor = tensor.squeeze(1)  # stored [D, 1, L]
-        if config.gemma_norm and name.endswith("norm.weight"):
+        if config.gemma_norm and name.endswith("norm.weight") and not is_of_delta(name, config):
             tensor = tensor.double() + 1.0  # stored minus one
+        if config.attention_gates and module_of(name) == "self_attn.q_proj":
+            tensor = cut_part(tensor, partial(_gates_last, config=config))
         yield stored_name, name, tensor
+
+
+def is_of_delta(name: str, config: DecoderConfig) -> bool:
+    """Return True for a norm of a delta rule's output, which is stored as it is."""
+    return module_of(name) in architecture_of(config.model_type).block_names.get("delta.norm", ())
+
+
+def _gates_last(tensor: Tensor, config: DecoderConfig) -> Tensor:
+    """Return rows of queries, then of gates, of which each head has one after the other."""
+    heads = config.num_attention_heads
+    if len(tensor) != 2 * heads * config.head_dim:  # which is an error elsewhere
+        return tensor
+    return tensor.unflatten(0, (heads, 2, config.head_dim)).transpose(0, 1).flatten(0, 2)
 
 
 def single_experts(
@@ -206,6 +232,7 @@ class Cuts(NamedTuple):
     @classmethod
     def of(cls, config: DecoderConfig) -> Cuts:
         q, k = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        q += q * config.attention_gates
         first: dict[str, tuple[int, ...]] = {HEAD.removesuffix(".weight"): (config.vocab_size,)}
         second: set[str] = set()
         of_expert = 0 if config.experts is None else config.experts.intermediate_size
@@ -213,6 +240,8 @@ class Cuts(NamedTuple):
         for path, names in (item for layer in layers for item in layer.items()):
             if path in ("attn.o", "mlp.down"):
                 second |= set(names)
+            if path == "delta.in_proj":
+                first |= {name: (size,) for name, size in zip(names, delta_rows(config.delta), strict=True)}
             if path == "attn.qkv" or path.endswith(".gate_up"):
                 mlp = config.intermediate_size if path == "mlp.gate_up" else of_expert
                 sizes = (q, k, k) if path == "attn.qkv" else (mlp,) * 2

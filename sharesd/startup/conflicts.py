@@ -163,13 +163,15 @@ def target_conflicts(
     has_triton: bool,
     span: int = 0,
     max_span: int = 0,
+    layers: str = "",
 ) -> Iterator[str]:
     """Yield what the device and the target's architecture exclude.
 
     Args:
         unsupported: reason why the target is not a native decoder, if it is not.
         cpu_only: what it is if the native decoder runs it on CPUs alone.
-        span, max_span: slots above a text that a round may write, and how many a target with short convolutions has.
+        span, max_span: slots above a text that a round may write, and how many a target with recurrent layers has.
+        layers: what these layers have.
     """
     if cpu_only and config.split.enabled:
         yield f"{cpu_only} is not split among devices; leave {_stage_flag(config.split)} out"
@@ -179,7 +181,7 @@ def target_conflicts(
         yield f"compile is {config.compile!r}, and {cpu_only} runs in the CPU kernel; use native, or off"
     if span > max_span:
         yield (
-            f"drafts of this size take {span} slots, and short convolutions keep the inputs of {max_span}; give a "
+            f"drafts of this size take {span} slots, and {layers} keep the inputs of {max_span}; give a "
             "smaller --tree, or fewer draft tokens"
         )
     if unsupported is not None and config.split.enabled:

@@ -409,10 +409,11 @@ class _Resolver:
         is_plain = not config.split.enabled and config.tensor_parallel == 1 and config.kv_dtype == "auto"
         if is_plain and config.compile not in ("regional", "full") and span <= MAX_SPAN:
             return
-        unsupported, cpu_only = None, ""
+        unsupported, cpu_only, layers = None, "", ""
         try:
             target = native_config(folder, self.device)
-            cpu_only, span = target.cpu_only, span if any(target.conv_widths) else 0
+            cpu_only, layers = target.cpu_only, target.recurrent_layers
+            span = span if any(target.conv_widths) else 0
         except UnsupportedArchitecture as reason:
             unsupported = str(reason)
         on_gpu = self.device.type == "cuda"
@@ -425,6 +426,7 @@ class _Resolver:
                 has_triton=has_triton,
                 span=0 if unsupported is not None else span,
                 max_span=MAX_SPAN,
+                layers=layers,
             )
         )
 

@@ -22,7 +22,7 @@ from quant.quantized_weight import QuantizedWeight
 from quant.solved_linears import QuantTask
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.checkpoint import Progress, silent
-from sharesd.models.decoder import Decoder
+from sharesd.models.decoder import Decoder, recurrent_sizes
 from sharesd.weights.kept_calibration import Answer, KeptCalibration
 from sharesd.weights.quantize import solve_on_cpu
 from sharesd.weights.sizes import quantizer_for
@@ -149,8 +149,7 @@ def _run(decoder: Decoder, layer: int, block: nn.Module, x_BTD: Tensor) -> Tenso
         slots=length,
         dtype=x_BTD.dtype,
         device=x_BTD.device,
-        hidden_size=config.hidden_size,
-        conv_widths=[kind.conv_width],
+        recurrent=recurrent_sizes(config) if kind.conv_width else None,
     )
     rotary = (table.to(x_BTD.dtype) for table in decoder.rope_tables[max(kind.rope, 0)])
     return block(x_BTD, *rotary, *cache.tensors(0), cache.lengths)

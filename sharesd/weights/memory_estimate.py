@@ -20,8 +20,9 @@ from sharesd.config import EngineConfig, Mode
 from sharesd.devices.host_memory import own_memory
 from sharesd.drafters import registry, selection
 from sharesd.drafters.registry import Need
+from sharesd.kvcache.recurrent import COPY_BYTES, most_copies
 from sharesd.models.checkpoint import identity, is_stored, weight_files
-from sharesd.models.decoder import Decoder
+from sharesd.models.decoder import Decoder, recurrent_sizes
 from sharesd.models.hub import resolve
 from sharesd.models.loader import embedding_dtype
 from sharesd.models.prefill import CHUNK, LONG_CHUNK
@@ -181,10 +182,22 @@ class MemoryEstimate:
         inner = c.intermediate_size
         if c.experts is not None:  # whose results are kept for this many rows, next to a sum in float32
             inner = max(inner, c.experts.intermediate_size) + 2 * c.hidden_size
-        inner += c.hidden_size * any(c.conv_widths)  # thirds of the first product
+        if c.delta is not None:
+            inner += c.delta.inputs + c.delta.outputs
+        elif any(c.conv_widths):  # thirds of the first product
+            inner += c.hidden_size
         activations = read * (4 * c.hidden_size + 3 * inner) * self._dtype.itemsize
         numbers = expanded_bytes(self.decoder, self.config, self._slots, on_gpu=self._on_gpu)
-        return self._kv() + numbers + logits + activations + self._masked(read)
+        return self._kv() + self._copies_of_states() + numbers + logits + activations + self._masked(read)
+
+    def _copies_of_states(self) -> int:
+        """Return bytes of earlier states with matrices."""
+        recurrent = recurrent_sizes(self.decoder.config)
+        if recurrent is None or recurrent.delta is None:
+            return 0
+        num_layers = sum(width > 0 for width in self.decoder.config.conv_widths)
+        of_row = most_copies(self.config.planned_context) * num_layers * recurrent.nbytes(recurrent.width, self._dtype)
+        return min(COPY_BYTES, self.config.max_batch * of_row)
 
     def _masked(self, read: int) -> int:
         """Return bytes of two scores or masks; 0 with flash attention."""

@@ -17,9 +17,8 @@ from quant.config import QuantConfig
 from quant.quantize_model import LinearQuantizer
 from quant.solved_linears import QuantTask, SolverConfig
 from sharesd.config import EngineConfig
-from sharesd.kvcache.recurrent import RING
 from sharesd.models import checkpoint
-from sharesd.models.decoder import Decoder
+from sharesd.models.decoder import Decoder, recurrent_sizes
 from sharesd.models.loader import decoder_config
 from sharesd.models.prefill import slots_for
 from sharesd.models.weight_mapping import EMBEDDING, HEAD, LAYERS, module_names, tensor_shapes
@@ -155,13 +154,14 @@ def kv_slots(
 
 
 def kv_bytes(decoder: Decoder, config: EngineConfig, slots: int) -> list[int]:
-    """Return bytes of keys and values, or of inputs of convolutions, by layer, with `slots` per row."""
+    """Return bytes of keys and values, or of states of recurrent layers, by layer, with `slots` per row."""
     c, dtype = decoder.config, decoder.embed.weight.dtype
     few = new_kv(1, c.num_key_value_heads, 1, c.head_dim, dtype, torch.device("cpu"), q8=config.kv_dtype == "q8")
     per_slot = sum(tensor.nbytes for tensor in few) // round_slots(1)
     attention = config.max_batch * round_slots(slots) * per_slot
-    conv = config.max_batch * min(RING, round_slots(slots)) * c.hidden_size * dtype.itemsize
-    return [conv if width else attention for width in c.conv_widths]
+    recurrent = recurrent_sizes(c)
+    state = 0 if recurrent is None else config.max_batch * recurrent.nbytes(round_slots(slots), dtype)
+    return [state if width else attention for width in c.conv_widths]
 
 
 def expanded_bytes(decoder: Decoder, config: EngineConfig, slots: int, *, on_gpu: bool) -> int:

@@ -49,9 +49,11 @@ def tiny_decoder(seed: int = 0, *, dtype: torch.dtype = torch.float64, vocab: in
     config = config_from_hf({**RAW, "vocab_size": vocab, "eos_token_id": None, **sizes})
     decoder = Decoder(config, dtype=dtype).eval().requires_grad_(False)
     dice = torch.Generator().manual_seed(seed)
-    for tensor in decoder.parameters():
+    for name, tensor in decoder.named_parameters():
         noise = torch.randn(tensor.shape, generator=dice, dtype=torch.float64)
         tensor.copy_(noise * 2.5 * tensor.shape[-1] ** -0.5 if tensor.ndim > 1 else 1 + noise * 0.2)
+        if name.endswith("A_log"):  # so that a delta rule forgets slowly
+            tensor.sub_(4)
     decoder.eos_ids = ()
     return decoder
 
@@ -149,8 +151,14 @@ def near(model: Decoder, noise: float) -> Decoder:
 def kv_of(cache: StaticKVCache) -> list[Tensor]:
     """Copies of the keys [B, K, S, d] of all layers with attention, then of the values, then the inputs of others."""
     pairs = [unpack_kv(k, v, size) for k, v, size in zip(cache.k, cache.v, cache.sizes, strict=True) if len(k[0])]
-    inputs = [] if cache.recurrent is None else [cache.recurrent.inputs_NBRD.clone()]
-    return [k for k, _ in pairs] + [v for _, v in pairs] + inputs
+    return [k for k, _ in pairs] + [v for _, v in pairs] + [state.clone() for state in _states(cache)]
+
+
+def _states(cache: StaticKVCache) -> list[Tensor]:
+    state = cache.recurrent
+    if state is None:
+        return []
+    return [state.inputs_NBRD, *(() if state.matrices is None else (state.matrices, state.held_NB))]
 
 
 def put_kv(cache: StaticKVCache, tensors: Sequence[Tensor]) -> None:
@@ -158,8 +166,8 @@ def put_kv(cache: StaticKVCache, tensors: Sequence[Tensor]) -> None:
     for number, i in enumerate(layers):
         k, v = pack_kv(tensors[number], tensors[len(layers) + number])
         cache.k[i].copy_(k), cache.v[i].copy_(v)
-    if cache.recurrent is not None:
-        cache.recurrent.inputs_NBRD.copy_(tensors[-1])
+    for state, tensor in zip(_states(cache), tensors[2 * len(layers) :], strict=True):
+        state.copy_(tensor)
 
 
 @torch.inference_mode()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from sharesd.models import mtp
@@ -96,6 +96,27 @@ def make_conv_model(folder: Path, *, dtype: torch.dtype = torch.bfloat16, **fiel
         raw |= {"architectures": ["Lfm2MoeForCausalLM"], "layer_types": ["conv", "conv", "full_attention", "conv"]}
     (folder / "config.json").write_text(json.dumps(raw))
     return _save_random(folder, raw, dtype)
+
+
+def make_delta_model(folder: Path, *, dtype: torch.dtype = torch.bfloat16, **fields: Any) -> Path:
+    """Write a random Qwen3.5 with the tokenizer of `make_checkpoint`, one of whose three blocks has attention.
+
+    `fields`: of config.json, instead of those here.
+    """
+    raw = json.loads((make_checkpoint(folder) / "config.json").read_text())
+    raw |= {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "num_hidden_layers": 3}
+    raw |= {"head_dim": 32, "full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 8}
+    raw |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16, **fields}
+    (folder / "config.json").write_text(json.dumps(raw))
+    return edit_rates(_save_random(folder, raw, dtype))
+
+
+def edit_rates(folder: Path) -> Path:
+    """Let the delta rules of a checkpoint forget slowly, as those of trained models do."""
+    tensors = load_file(folder / "model.safetensors")
+    slower = {name: tensor - 4 for name, tensor in tensors.items() if name.endswith(".A_log")}
+    save_file(tensors | slower, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 def _spoken(backend: Tokenizer) -> list[int]:

@@ -38,12 +38,13 @@ def initial_head(
 
     `changes` override config fields: depths of hidden states (not EAGLE-1), or layers (GLIDE). The next token's
     embedding starts with zero weight. Masks differ from the root by position alone. The target must have its plain
-    linears. Raises ValueError for a mixture of experts, or short convolutions.
+    linears. Raises ValueError for a mixture of experts, or recurrent layers.
     """
     if target.config.experts is not None:
         raise ValueError("a head begins as the target's last block, and a mixture's has experts; give another target")
     if any(target.config.conv_widths):
-        raise ValueError("a head begins as a block with attention, and the target has convolutions; give another one")
+        layers = target.config.recurrent_layers
+        raise ValueError(f"a head begins as a block with attention, and the target has {layers}; give another one")
     if taps:
         changes |= {GLIDE: {GLIDE_LAYERS: list(taps)}} if kind == "glide" else {LAYER_IDS: list(taps)}
     num_draft_tokens = None if ids_K is None else len(ids_K)

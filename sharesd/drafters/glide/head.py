@@ -238,7 +238,9 @@ def _target_layers(raw: Mapping[str, Any], target: DecoderConfig) -> tuple[int, 
         )
     for layer in layers:
         if target.conv_widths[layer]:
-            raise ValueError(f"{GLIDE_LAYERS} names layer {layer}, a short convolution; name layers with attention")
+            raise ValueError(
+                f"{GLIDE_LAYERS} names layer {layer}, one of {target.recurrent_layers}; name layers with attention"
+            )
     if target.attn_logit_softcapping:
         raise ValueError(
             "GLIDE heads do not support targets with attention soft-capping (here "

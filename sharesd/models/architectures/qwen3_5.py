@@ -1,0 +1,93 @@
+"""Qwen3.5 and 3.6: three layers with a gated delta rule, then one of gated attention, whose heads are rotated in part.
+
+The layer for multi-token prediction is left out.
+"""
+
+from __future__ import annotations
+
+from compile.delta_sizes import DeltaSizes
+from sharesd.models.architecture import BLOCK_NAMES, Architecture, llama_like
+from sharesd.models.decoder_config import DecoderConfig, LayerType
+from sharesd.models.hf_config import HFConfig, wrong_value
+
+_WIDTHS = range(2, 17)
+"""Inputs of a convolution: `sharesd.kvcache.recurrent` keeps more than those for each round."""
+_MAX_SIZE = 256
+"""Largest head of a delta rule: the kernel keeps lines of its matrix in registers."""
+_NAMES: dict[str, tuple[str, ...]] = {
+    **BLOCK_NAMES,
+    "delta.in_proj": tuple(f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a")),
+    "delta.kernel": ("linear_attn.conv1d",),
+    "delta.rates": ("linear_attn",),
+    "delta.norm": ("linear_attn.norm",),
+    "delta.out_proj": ("linear_attn.out_proj",),
+}
+
+
+def _delta(config: HFConfig) -> DeltaSizes:
+    names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+    key_heads, value_heads, key_size, value_size = (config.require(f"linear_{name}") for name in names)
+    if value_heads % key_heads:
+        multiple = f"a multiple of {key_heads} key heads"
+        raise wrong_value(config.model_type, "linear_num_value_heads", value_heads, multiple)
+    for name, size in (("key", key_size), ("value", value_size)):
+        if size > _MAX_SIZE:
+            raise wrong_value(config.model_type, f"linear_{name}_head_dim", size, f"at most {_MAX_SIZE}")
+    return DeltaSizes(key_heads, value_heads, key_size, value_size)
+
+
+def _layer_types(config: HFConfig) -> tuple[LayerType, ...]:
+    num_layers, width = config.require("num_hidden_layers"), config.require("linear_conv_kernel_dim")
+    if width not in _WIDTHS:
+        kind = f"a number from {_WIDTHS[0]} to {_WIDTHS[-1]}"
+        raise wrong_value(config.model_type, "linear_conv_kernel_dim", width, kind)
+    interval = config.get("full_attention_interval", 4)
+    default = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(num_layers)]
+    types = config.get("layer_types", default)
+    for kind in types:
+        if kind not in ("full_attention", "linear_attention"):
+            raise config.unsupported(f"layer type {kind!r}")
+    if len(types) != num_layers:
+        raise wrong_value(config.model_type, "layer_types", types, f"a list of {num_layers} layers")
+    if "full_attention" not in types:
+        raise config.unsupported("delta rules in all layers")
+    return tuple(LayerType(0, 0) if kind == "full_attention" else LayerType(0, -1, conv_width=width) for kind in types)
+
+
+def _read(config: HFConfig) -> DecoderConfig:
+    for name, only in (("attn_output_gate", True), ("hidden_act", "silu")):  # also that of the convolutions
+        if config.get(name, only) != only:
+            raise config.unsupported(f"{name} {config.get(name)!r}")
+    bias = config.get("attention_bias", False)
+    return llama_like(
+        config,
+        partial_rotary=True,
+        layer_types=_layer_types(config),
+        qkv_bias=bias,
+        o_bias=bias,
+        use_qk_norm=True,
+        gemma_norm=True,
+        attention_gates=True,
+        delta=_delta(config),
+    )
+
+
+ARCHITECTURES = (
+    Architecture(
+        model_type="qwen3_5_text",
+        to_decoder_config=_read,
+        multimodal_type="qwen3_5",
+        defaults={
+            "max_position_embeddings": 32768,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "partial_rotary_factor": 0.25,
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+        },
+        block_names=_NAMES,
+    ),
+)

@@ -1,0 +1,370 @@
+"""Gated delta rules: state that a length undoes, texts of all modes, and what is refused.
+
+Their logits are compared with those of transformers in `test_models.py`, rows with themselves in
+`test_decoder_stack.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compile.attention import TreeAttentionMask
+from sharesd import LLM, OffloadConfig, SamplingParams
+from sharesd.config import EngineConfig, PipelineConfig
+from sharesd.drafters.heads.checkpoint import load_head
+from sharesd.engine.prompt_cache import PromptCache
+from sharesd.kvcache import recurrent
+from sharesd.models import prefill
+from sharesd.models.decoder import Decoder, GatedDeltaNet
+from sharesd.models.loader import load_decoder, native_config
+from sharesd.startup.resolve import resolve_config
+from sharesd.weights import memory_estimate, offload_planner
+from sharesd.weights.sizes import kv_bytes
+from tests.helpers.compiled import compiled
+from tests.helpers.oracle import logits_of, tiny_decoder
+from tests.helpers.random_rounds import Rows, run_rounds
+from tests.helpers.same_texts import require_same_texts
+from tests.helpers.tiny_heads import make_head
+from tests.helpers.tiny_models import make_delta_model
+from tests.models.folders import edit_config, edit_tensors
+from train.heads.draft_decoder import initial_draft
+from train.heads.init_weights import initial_head
+
+pytestmark = pytest.mark.usefixtures("one_thread", "own_cache")
+LAYER = "model.layers.0.linear_attn"
+STAGES = PipelineConfig(devices=("cpu", "cpu"))
+SIZES: dict[str, Any] = {"model_type": "qwen3_5_text", "num_hidden_layers": 4, "full_attention_interval": 2}
+SIZES |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+SIZES |= {"head_dim": 8, "partial_rotary_factor": 0.5, "max_position_embeddings": 2048}
+ODD: dict[str, Any] = {"linear_num_key_heads": 1, "linear_num_value_heads": 3, "linear_conv_kernel_dim": 2}
+ODD |= {"linear_key_head_dim": 20, "linear_value_head_dim": 5}
+
+
+def delta_decoder(dtype: torch.dtype = torch.float32, **sizes: Any) -> Decoder:
+    return tiny_decoder(3, dtype=dtype, **SIZES | sizes)
+
+
+def shrink(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the ring wrap, and copies be made, every few tokens."""
+    for name, value in {"DELTA_RING": 48, "BOUNDARY": 32, "NEARBY": 8, "TAIL": 5}.items():
+        monkeypatch.setattr(recurrent, name, value)
+    monkeypatch.setattr(prefill, "BOUNDARY", 32)
+    monkeypatch.setattr(prefill, "TAIL", 5)
+
+
+@pytest.mark.parametrize(("seed", "sizes"), [(0, {}), (1, ODD)])
+def test_random_rounds_leave_the_state_of_a_fresh_run(
+    seed: int, sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows' logits have the bits of one pass over the text that was accepted."""
+    shrink(monkeypatch)
+    rows = run_rounds(compiled(delta_decoder(**sizes), "native"), 500, seed)
+    assert rows.num_shared > 20 and rows.num_checked > 1500
+    assert rows.cache.recurrent is not None and rows.cache.recurrent.size == 48
+
+
+@pytest.mark.long
+def test_many_random_rounds_leave_the_state_of_a_fresh_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = compiled(delta_decoder(), "native")
+    assert run_rounds(model, 5000, 2).num_checked > 15_000
+    shrink(monkeypatch)
+    assert run_rounds(model, 5000, 3).num_checked > 15_000
+
+
+@torch.inference_mode()
+def test_trees_read_nodes_of_earlier_steps() -> None:
+    """A node's parent may have been verified before it, in a step of its own; eagerly, too."""
+    plain = delta_decoder()
+    for model in (plain, compiled(delta_decoder(), "native")):
+        text = [*range(3, 20)]
+        cache = model.new_cache(1, 64)
+        model.forward(torch.tensor([text]), cache)
+        cache.lengths += len(text)
+        model.forward(torch.tensor([[5, 6, 7]]), cache, tree_mask=mask([[0], [0, 1], [0, 2]]))
+        both = model.forward(torch.tensor([[8, 9]]), cache, tree_mask=mask([[0, 2, 3], [0, 1, 4]]))[0]
+        for logits_V, path in zip(both, ([5, 7, 8], [5, 6, 9]), strict=True):
+            torch.testing.assert_close(logits_V, logits_of(plain, [*text, *path])[-1], atol=1e-4, rtol=0)
+
+
+def mask(paths: list[list[int]]) -> TreeAttentionMask:
+    longest = max(map(len, paths))
+    path_1TP = torch.tensor([[path + [0] * (longest - len(path)) for path in paths]])
+    return TreeAttentionMask(torch.tensor([[len(path) - 1 for path in paths]]), path_1TP)
+
+
+@torch.inference_mode()
+def test_drafts_move_nothing_and_what_is_certain_moves_once() -> None:
+    model = compiled(delta_decoder(), "native")
+    cache, text = model.new_cache(1, 64), Rows(model, 1, 0).tokens(30)
+    assert cache.recurrent is not None and cache.recurrent.matrices is not None
+    prefill.read_piece(model, cache, 0, text, prefill.Piece(0, 30, 30))
+    held, matrices = cache.recurrent.held_NB, cache.recurrent.matrices
+    assert held.tolist() == [[30 - recurrent.TAIL]] * 2
+    view, before = cache.draft_view(), matrices.clone()
+    for step in range(3):
+        view.lengths.copy_(cache.lengths + step)
+        model.forward(torch.tensor([[7]]), view)
+        assert held.tolist() == [[30]] * 2  # the text, and no draft
+        before = matrices.clone() if step == 0 else before
+    model.forward(torch.tensor([[7, 8, 9]]), cache)
+    assert torch.equal(matrices, before) and held.tolist() == [[30]] * 2
+    cache.lengths += 1
+    model.forward(torch.tensor([[8]]), cache)
+    assert not torch.equal(matrices, before) and held.tolist() == [[31]] * 2
+
+
+@torch.inference_mode()
+def test_texts_continue_where_the_state_is_known() -> None:
+    """At the end of a row's text, and at copies; after NaN nowhere."""
+    model = compiled(delta_decoder(), "native")
+    cache = model.new_cache(2, 1300)
+    text = Rows(model, 1, 0).tokens(1200)
+
+    def read(row: int, tokens: list[int], source: int, num: int) -> Tensor:
+        cache.begin_row(row, tokens[:num], source)
+        while num < len(tokens):
+            piece = prefill.next_piece(model, cache, num, len(tokens))
+            logits_RV, num = prefill.read_piece(model, cache, row, tokens, piece), piece.end
+        cache.cached_ids[row] = tokens
+        return logits_RV[-1]
+
+    def known(row: int, *lengths: int) -> list[int]:
+        return [cache.shared_prefix_lengths(text[:num])[row] for num in lengths]
+
+    read(0, text[:500], 0, 0)
+    assert known(0, 500, 484, 483, 257, 255) == [500, 484, 256, 256, 0]
+    assert torch.equal(read(1, [*text[:484], 7], 0, 484), logits_of(model, [*text[:484], 7])[-1])
+    assert torch.equal(read(1, [*text[:490], 7], 0, 490), logits_of(model, [*text[:490], 7])[-1])
+    assert known(1, 490, 489) == [490, 256]  # the copy after 490 tokens stands for the one after 484
+    assert torch.equal(read(0, [*text[:300], 9], 0, 256), logits_of(model, [*text[:300], 9])[-1])
+    assert known(0, 490) == [300] and known(1, 490) == [490]
+    cache.swap_rows(0, 1)
+    assert known(0, 490) == [490] and known(1, 490) == [300]
+    assert cache.recurrent is not None and cache.recurrent.matrices is not None
+    cache.recurrent.matrices[:, 0] = torch.nan
+    cache.discard_row(0)
+    assert torch.equal(read(0, text[:70], 0, 0), logits_of(model, text[:70])[-1])
+    read(0, text[:1200], 0, 0)
+    assert [known(0, num) for num in (1199, 1100, 800, 600, 500)] == [[1199], [1024], [768], [512], [0]]
+    assert len(cache.recurrent._copies[0]) <= recurrent.most_copies(1200)
+
+
+def test_copies_take_a_limited_number_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest are dropped first, and the newest stays."""
+    model = delta_decoder()
+    cache = model.new_cache(2, 64)
+    state = cache.recurrent
+    assert state is not None
+    state.held_NB.fill_(16)
+    state.keep(0, 16)
+    monkeypatch.setattr(recurrent, "COPY_BYTES", 2 * state._copies[0][16].nbytes)
+    for place in (100, 200):
+        state.held_NB.fill_(place)
+        state.keep(1, place)
+    assert [list(copies) for copies in state._copies] in ([[16], [200]], [[], [100, 200]])
+    monkeypatch.setattr(recurrent, "COPY_BYTES", 1)
+    state.held_NB.fill_(300)
+    state.keep(1, 300)
+    assert [list(copies) for copies in state._copies] == [[], [300]]
+
+
+TREES: dict[str, Any] = {"num_draft": 6, "tree": (2, 3, 6), "dtype": "fp32"}
+
+
+@pytest.mark.parametrize("options", [{"num_draft": 4}, TREES, {"kv_dtype": "q8"}])
+def test_all_modes_have_one_text(options: dict[str, Any], tmp_path: Path) -> None:
+    """Also if a prompt is read in pieces between rounds of another row, and with the begin of an earlier one."""
+    modes = ("naive", "share", "suffix", "classic", "hybrid", "auto")
+    target = str(make_delta_model(tmp_path / "model"))
+    options = {"max_batch": 2, "max_context": 500, "draft": target, **options}
+    llm = require_same_texts(target, modes, device="cpu", **options)
+    prompts, params = [[7, 9], list(range(10, 360))], SamplingParams(max_new_tokens=8, temperature=1.0, seed=5)
+    texts: list[Any] = [[] for _ in modes]
+    for mode, found in zip(modes, texts, strict=True):
+        for _ in range(2):
+            found += [each.token_ids for each in llm.generate(prompts, params, mode=mode)]
+            prompts[1] = [*prompts[1][:300], *prompts[0], *found[-1]]
+        prompts[1] = list(range(10, 360))
+    assert all(text == texts[0] for text in texts)
+
+
+def test_without_kernels_modes_have_one_text_too(tmp_path: Path) -> None:
+    target = str(make_delta_model(tmp_path / "model"))
+    options: dict[str, Any] = {"compile": "off", "dtype": "fp32", "max_context": 64}
+    require_same_texts(target, ("naive", "share"), device="cpu", **options)
+
+
+def test_rows_have_the_same_bits_at_any_width(tmp_path: Path) -> None:
+    """So says the check at start, which leaves no trace: otherwise all steps would get one width."""
+    llm = LLM(str(make_delta_model(tmp_path / "model")), modes=("share",), device="cpu")
+    [first, again] = (llm.generate([[5, 6, 7]], SamplingParams(max_new_tokens=6))[0].token_ids for _ in range(2))
+    widths: Any = llm.runtime.model.widths
+    assert first == again and widths.widths is None and widths.trees
+
+
+def test_a_restart_reads_texts_and_states_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, restored, restore = str(make_delta_model(tmp_path / "model")), [], PromptCache.restore
+
+    def restore_and_note(*arguments: Any) -> int:
+        restored.append(restore(*arguments))
+        return restored[-1]
+
+    monkeypatch.setattr(PromptCache, "restore", restore_and_note)
+    options: dict[str, Any] = {"max_context": 500, "device": "cpu", "prompt_cache": str(tmp_path / "kept")}
+    first, params = list(range(10, 330)), SamplingParams(max_new_tokens=8, temperature=1.0, seed=5, ignore_eos=True)
+    plain = LLM(target, modes=("naive",), device="cpu", max_context=500)
+    said = plain.generate([first], params)[0].token_ids
+    for prompt in (first, [*first[:300], 5, 6], [*first[:310], 7], [*first, *said[:7], 8]):
+        with LLM(target, modes=("share",), **options) as llm:
+            assert llm.generate([prompt], params)[0].token_ids == plain.generate([prompt], params)[0].token_ids
+    assert restored == [0, 256, 304, 327]
+
+
+def test_whole_blocks_are_offloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_estimate, "own_memory", lambda: 0)  # which is much more than such a model
+    monkeypatch.setattr(memory_estimate, "RUNTIME_BYTES", 0)
+    monkeypatch.setattr(offload_planner, "_disk_rate", lambda *_: 1e9)
+    target, modes = str(make_delta_model(tmp_path / "model", num_hidden_layers=6)), ("naive", "share")
+    options: dict[str, Any] = {"device": "cpu", "max_context": 128, "mode": "share", "dtype": "bfloat16"}
+    plan = resolve_config(EngineConfig(target=target, offload=OffloadConfig(host_memory=10**9), **options), modes).plan
+    assert plan is not None
+    texts = []
+    for limit in (None, plan.device_bytes - plan.slot):
+        llm = LLM(target, modes=modes, max_batch=1, offload=OffloadConfig(host_memory=limit), **options)
+        params = SamplingParams(max_new_tokens=6, temperature=1.0, seed=3, ignore_eos=True)
+        texts += [llm.generate([[5, 9, 14, 3] * 7], params, mode=mode)[0].token_ids for mode in modes]
+    runtime = llm._runtime
+    assert runtime is not None and runtime.streamed is not None and len(runtime.streamed.stream.blocks) > 1
+    assert len(texts) == 4 and texts == [texts[0]] * 4
+
+
+def test_the_bytes_of_a_cache_are_known_before(tmp_path: Path) -> None:
+    config = EngineConfig(target="", max_batch=3)
+    for model in (delta_decoder(), delta_decoder(torch.bfloat16, **ODD)):
+        assert sum(kv_bytes(model, config, 128)) == model.new_cache(3, 128).nbytes
+
+
+def test_a_head_reads_hidden_states(tmp_path: Path) -> None:
+    target = make_delta_model(tmp_path / "model")
+    config = native_config(target, torch.device("cpu"))
+    head = make_head(tmp_path / "head", config, "eagle3", dtype=torch.bfloat16, mlp=64)
+    require_same_texts(str(target), ("naive", "eagle"), device="cpu", heads=(str(head),), hybrid_with=("eagle",))
+
+
+def test_weights_are_quantized_while_they_are_loaded(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "linear_value_head_dim": 32}
+    target = make_delta_model(tmp_path / "model", **sizes)
+    for quant in ("q4_k", "q8_0"):
+        llm = require_same_texts(str(target), ("naive", "share"), device="cpu", target_quant=quant)
+        block = llm._runtime.target.blocks[0]
+        assert isinstance(block.delta, GatedDeltaNet) and type(block.delta.in_proj.full).__name__ == "BlockLinear"
+
+
+def test_multimodal_folders_run_without_their_towers(tmp_path: Path) -> None:
+    """With the names that such folders have, and a layer for multi-token prediction, which is left out."""
+    folder = make_delta_model(tmp_path / "model", dtype=torch.float32)
+    tokens = [3, 9, 27, 81]
+    wanted = logits_of(load_decoder(folder, dtype=torch.float32), tokens)
+    fields = json.loads((folder / "config.json").read_text())
+    text = {**fields, "attn_output_gate": True, "mtp_num_hidden_layers": 1}
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25}
+    text["rope_parameters"] |= {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    outer = {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": text}
+    (folder / "config.json").write_text(json.dumps(outer))
+
+    def rename(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.startswith("model.")]:
+            tensors[name.replace("model.", "model.language_model.", 1)] = tensors.pop(name)
+        tensors |= {"model.visual.blocks.0.attn.qkv.weight": torch.ones(8, 8), "mtp.fc.weight": torch.ones(64, 128)}
+
+    decoder = load_decoder(edit_tensors(folder, rename), dtype=torch.float32)
+    assert torch.equal(logits_of(decoder, tokens), wanted)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel": 2}, "tensor_parallel is 2, and a model with gated delta rules is not shared out"),
+        ({"split": STAGES, "device": "auto"}, "a model with gated delta rules is not split among devices; leave --dev"),
+        ({"compile": "full"}, "compile is 'full', and a model with gated delta rules runs in the CPU kernel"),
+        ({"tree": (9, 9, 60)}, "drafts of this size take 316 slots, and gated delta rules keep the inputs of 176"),
+    ],
+)
+def test_what_they_do_not_do_is_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    target = str(make_delta_model(tmp_path / "model"))
+    with pytest.raises(ValueError, match=message):
+        resolve_config(EngineConfig(target=target, mode="share", **{"device": "cpu"} | options))
+
+
+def test_gpus_and_training_are_refused_by_name(tmp_path: Path) -> None:
+    folder = make_delta_model(tmp_path / "model")
+    with pytest.raises(ValueError, match="'qwen3_5_text' is a model with gated delta rules, which the native decoder"):
+        native_config(folder, torch.device("cuda"))
+    with pytest.raises(ValueError, match="begins as a block with attention, and the target has gated delta rules"):
+        initial_head("eagle3", {}, delta_decoder())
+    with pytest.raises(ValueError, match="drafts for architecture 'qwen3_5_text' are not supported"):
+        initial_draft(Path(), delta_decoder(), layers=1, hidden_size=None)
+    head = make_head(tmp_path / "head", delta_decoder().config, "glide", target_layers=(0,))
+    with pytest.raises(ValueError, match="names layer 0, one of gated delta rules; name layers with attention"):
+        load_head(head, delta_decoder())
+
+
+def _leave_out(name: str) -> Callable[[dict[str, Tensor]], object]:
+    return lambda tensors: tensors.pop(name)
+
+
+def _put(name: str, *shape: int, value: float = 1.0) -> Callable[[dict[str, Tensor]], object]:
+    return lambda tensors: tensors.update({name: torch.full(shape, value)})
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (_leave_out(f"{LAYER}.A_log"), f"missing {LAYER}.A_log"),
+        (_leave_out(f"{LAYER}.dt_bias"), f"missing {LAYER}.dt_bias"),
+        (_leave_out(f"{LAYER}.in_proj_b.weight"), f"missing {LAYER}.in_proj_b.weight"),
+        (_put(f"{LAYER}.A_log", 6), rf"{LAYER}.A_log has shape \[6\] where config.json asks for \[8\]"),
+        (_put(f"{LAYER}.conv1d.weight", 192, 2, 4), r"conv1d.weight has shape \[192, 2, 4\] .* asks for \[192, 4\]"),
+        (_put(f"{LAYER}.conv1d.bias", 192), f"unexpected {LAYER}.conv1d.bias"),
+        (_put(f"{LAYER}.dt_bias", 8, value=torch.nan), f"{LAYER}.dt_bias has NaN or infinite"),
+        (
+            _put("model.layers.1.self_attn.q_proj.weight", 128, 64),
+            r"q_proj.weight has shape \[128, 64\] .* \[256, 64\]",
+        ),
+        (_put(f"{LAYER}.in_proj_qkvz.weight", 320, 64), f"unexpected {LAYER}.in_proj_qkvz.weight"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(
+    edit: Callable[[dict[str, Tensor]], Any], message: str, tmp_path: Path
+) -> None:
+    folder = edit_tensors(make_delta_model(tmp_path / "model"), edit)
+    with pytest.raises(ValueError, match=message):
+        load_decoder(folder, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"linear_num_value_heads": 7}, "'linear_num_value_heads' = 7, which is not a multiple of 2 key heads"),
+        ({"linear_num_key_heads": 0}, "'linear_num_key_heads' = 0, which is not a whole number above 0"),
+        ({"linear_key_head_dim": 300}, "'linear_key_head_dim' = 300, which is not at most 256"),
+        ({"linear_conv_kernel_dim": 1}, "'linear_conv_kernel_dim' = 1, which is not a number from 2 to 16"),
+        ({"linear_num_value_heads": 4}, rf"{LAYER}\.A_log has shape \[8\] where config.json asks for \[4\]"),
+        ({"layer_types": ["linear_attention"] * 2}, "'layer_types' = .* not a list of 3 layers"),
+        ({"layer_types": ["linear_attention"] * 3}, "'qwen3_5_text' with delta rules in all layers is not supported"),
+        ({"layer_types": ["conv"] * 3}, "'qwen3_5_text' with layer type 'conv' is not supported"),
+        ({"attn_output_gate": False}, "'qwen3_5_text' with attn_output_gate False is not supported"),
+        ({"hidden_act": "gelu"}, "'qwen3_5_text' with hidden_act 'gelu' is not supported"),
+    ],
+)
+def test_configs_that_make_no_sense_are_refused(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+    folder = edit_config(make_delta_model(tmp_path / "model"), **fields)
+    with pytest.raises(ValueError, match=message):
+        load_decoder(folder, dtype=torch.bfloat16)
