@@ -50,7 +50,7 @@ LFM2: dict[str, Any] = {"full_attn_idxs": [1], "block_multiple_of": 32}
 LFM2_MOE: dict[str, Any] = {"layer_types": ["conv", "full_attention", "conv"], "moe_intermediate_size": 40}
 BIASED: dict[str, Any] = {"conv_bias": True, "conv_L_cache": 4, "full_attn_idxs": [0]}
 
-DELTA: dict[str, Any] = {"head_dim": 16, "full_attention_interval": 2, "linear_num_key_heads": 2}
+DELTA: dict[str, Any] = {"head_dim": 16, "num_hidden_layers": 4, "linear_num_key_heads": 2}
 DELTA |= {"linear_num_value_heads": 6, "linear_key_head_dim": 16, "linear_value_head_dim": 8}
 DELTA |= {"rope_parameters": THETA | {"rope_type": "default", "partial_rotary_factor": 0.5}}
 DELTA["rope_parameters"] |= {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
@@ -85,8 +85,8 @@ NATIVE = {
     "lfm2_biased": hf.Lfm2Config(**SMALL, **BIASED, tie_word_embeddings=False),
     "lfm2_moe": hf.Lfm2MoeConfig(**SMALL, **LFM2_MOE, num_experts=7, num_experts_per_tok=3, num_dense_layers=1),
     "lfm2_moe_top1": hf.Lfm2MoeConfig(**SMALL, **LFM2_MOE, num_experts=5, num_experts_per_tok=1, num_dense_layers=0),
-    "qwen3_5": hf.Qwen3_5TextConfig(**SMALL, **DELTA),
-    "qwen3_5_one_key_head": hf.Qwen3_5TextConfig(**SMALL, **DELTA | ODD_DELTA),
+    "qwen3_5": hf.Qwen3_5TextConfig(**SMALL | DELTA),
+    "qwen3_5_one_key_head": hf.Qwen3_5TextConfig(**SMALL | DELTA | ODD_DELTA),
     "gemma2": hf.Gemma2Config(**SMALL, **GEMMA, attn_logit_softcapping=3.0, final_logit_softcapping=2.0),
     "gemma3_text": hf.Gemma3TextConfig(**SMALL, **GEMMA, sliding_window_pattern=3, rope_parameters=GEMMA3_ROPE),
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 from compile.delta_sizes import DeltaSizes
 from sharesd.models.architecture import BLOCK_NAMES, Architecture, llama_like
 from sharesd.models.decoder_config import DecoderConfig, LayerType
-from sharesd.models.hf_config import HFConfig, wrong_value
+from sharesd.models.hf_config import HFConfig, read_rope, wrong_value
 
 _WIDTHS = range(2, 17)
 """Inputs of a convolution: `sharesd.kvcache.recurrent` keeps more than those for each round."""
@@ -59,8 +59,10 @@ def _read(config: HFConfig) -> DecoderConfig:
         if config.get(name, only) != only:
             raise config.unsupported(f"{name} {config.get(name)!r}")
     bias = config.get("attention_bias", False)
+    rope = {name: value for name, value in read_rope(config).items() if not name.startswith("mrope_")}
     return llama_like(
         config,
+        rope_parameters=(rope,),  # sections of pictures' positions, which are equal in texts, are left out
         partial_rotary=True,
         layer_types=_layer_types(config),
         qkv_bias=bias,
