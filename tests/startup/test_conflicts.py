@@ -79,7 +79,10 @@ TARGET: list[tuple[Found, str]] = [
     (target(split=TWO_STAGES, facts=MIXTURE), "a mixture of experts is not split among devices; leave --devices out"),
     (target(tensor_parallel=2, facts=MIXTURE), "tensor_parallel is 2, and a mixture of experts is not shared out"),
     (target(compile="full", facts=MIXTURE), "compile is 'full', and a mixture of experts runs in the CPU kernel"),
-    (target(facts={"span": 200, "max_span": 176}), "drafts of this size take 200 slots, and short convolutions keep"),
+    (
+        target(facts={"span": 200, "max_span": 176, "layers": "delta rules"}),
+        "drafts of this size take 200 slots, and delta rules keep the inputs of 176",
+    ),
     (
         target(kv_dtype="q8", facts={"on_gpu": True, "has_triton": False}),
         "needs this project's kernels, and torch's run here",
