@@ -139,7 +139,7 @@ class TestCommand:
         assert status == 0, err
         assert "report: out/report.md" in out and "Warning" not in err
         names = {path.name for path in Path("out").iterdir()}
-        modes = [mode for mode in registry.modes() if mode not in ("parallel", "glide")]  # other heads
+        modes = [mode for mode in registry.modes() if mode not in ("parallel", "glide", "mtp")]  # other heads
         files = {f"answers-{mode}.jsonl" for mode in modes} | {f"report.{kind}" for kind in ("md", "html", "csv")}
         tables = {name for name in names if name.startswith("report-")}
         assert names == files | tables | {"run.json", "summary.json", "speed.png", "acceptance.png"}
@@ -240,7 +240,7 @@ class TestCommand:
             (["--num-questions", "3"], "--num-questions is 3, but questions.jsonl has only 2"),
             (["--num-questions"], "argument --num-questions: expected one argument"),
             (["--runs", "x"], "argument --runs: 'x' is not a whole number from 1 on"),
-            (["--mode", "fast"], "mode is 'fast'; choose one of naive, classic, share, eagle, parallel, glide, ngram"),
+            (["--mode", "fast"], "mode is 'fast'; choose one of naive, classic, share, eagle, parallel, glide, mtp"),
             (["--mode", "naive,"], "mode is ''"),
             (["--mode", "naive", "--draft-model", "x"], "--draft-model is 'x' but no mode is classic"),
             (["--do-sample", "--temperature", "0"], "--do-sample and --temperature 0 contradict each other"),

@@ -194,12 +194,16 @@ def test_whole_blocks_are_offloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(offload_planner, "_disk_rate", lambda *_: 1e9)
     target, modes = str(make_conv_model(tmp_path / "model", num_hidden_layers=6)), ("naive", "share")
     options: dict[str, Any] = {"device": "cpu", "max_context": 128, "mode": "share", "dtype": "bfloat16"}
-    plan = resolve_config(EngineConfig(target=target, offload=OffloadConfig(host_memory=10**9), **options), modes).plan
+    plan = resolve_config(
+        EngineConfig(target=target, offload=OffloadConfig(host_memory=10**9, choose_bits=False), **options), modes
+    ).plan
     mlp = 3 * 64 * 128
     assert plan is not None and set(plan.blocks) == {2 * (4 * 64 * 64 + mlp), 2 * (3 * 64 * 64 + mlp)}
     texts = []
     for limit in (None, plan.device_bytes - plan.slot):
-        llm = LLM(target, modes=modes, max_batch=1, offload=OffloadConfig(host_memory=limit), **options)
+        llm = LLM(
+            target, modes=modes, max_batch=1, offload=OffloadConfig(host_memory=limit, choose_bits=False), **options
+        )
         params = SamplingParams(max_new_tokens=6, temperature=1.0, seed=3, ignore_eos=True)
         texts += [llm.generate([[5, 9, 14, 3]], params, mode=mode)[0].token_ids for mode in modes]
     runtime = llm._runtime
