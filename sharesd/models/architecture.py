@@ -145,15 +145,14 @@ class GGUFLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MTPLayout:
-    """Names of a family's layer for multi-token prediction (MTP), see `sharesd.models.mtp`.
+    """Names of a family's layer for multi-token prediction (MTP), see `sharesd.models.mtp`."""
 
-    `{}` in a name stands for the number of blocks, which is the layer's own in files that count it among them.
-    """
-
+    root: str
+    """Beginning of all its tensors' names; `{}` is the number of blocks, and its own where it is counted among them."""
     block: str
-    """Its block, of the kind of the last one: beginning of the tensors' names."""
+    """What follows in those of its block, which is like the last one with attention; may be empty."""
     fc: str
-    """Linear over [embedding; hidden state]."""
+    """Module over [embedding; hidden state]."""
     embed_norm: str
     state_norm: str
     norm: str

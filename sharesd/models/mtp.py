@@ -17,6 +17,7 @@ from sharesd.models.weight_mapping import LAYERS, tensor_shapes, text_name
 
 BLOCK = f"{LAYERS}0."
 """Beginning of the names of its block's tensors."""
+_UNKNOWN = "unknown."
 _GGUF_PARTS = {"eh_proj": "fc", "enorm": "embed_norm", "hnorm": "state_norm", "shared_head_norm": "norm"}
 _GGUF_COPIES = ("embed_tokens", "shared_head_head")
 
@@ -27,22 +28,23 @@ class MTPNames:
     def __init__(self, config: DecoderConfig) -> None:
         layout = architecture_of(config.model_type).mtp
         assert layout is not None
-        number = config.num_hidden_layers
-        outer = ("fc", "embed_norm", "state_norm", "norm")
-        self._pairs = [(f"{getattr(layout, name)}.".format(number), f"{name}.") for name in outer]
-        self._pairs.append((f"{layout.block}.".format(number), BLOCK))  # others may begin so
-        self._copies = tuple(f"{name}.".format(number) for name in layout.copies)
+        self._root = layout.root.format(config.num_hidden_layers)
+        outer = [(f"{getattr(layout, name)}.", f"{name}.") for name in ("fc", "embed_norm", "state_norm", "norm")]
+        self._pairs = [*outer, (layout.block, BLOCK), ("", _UNKNOWN)]  # names of others may begin like the block's
+        self._copies = tuple(f"{name}." for name in layout.copies)
 
     def here(self, stored_name: str) -> str | None:
-        """Return the name here of a stored tensor; None if it is not the layer's."""
+        """Return the name here of a stored tensor; None if it is not the layer's, or a copy."""
         name = text_name(stored_name)
-        if name.startswith(self._copies):
+        rest = name.removeprefix(self._root)
+        if rest == name or rest.startswith(self._copies):
             return None
-        return next((own + name.removeprefix(stored) for stored, own in self._pairs if name.startswith(stored)), None)
+        return next(own + rest.removeprefix(stored) for stored, own in self._pairs if rest.startswith(stored))
 
     def stored(self, name: str) -> str:
         """Return the name in a checkpoint of a tensor that is named as here."""
-        return next(stored + name.removeprefix(own) for stored, own in self._pairs if name.startswith(own))
+        stored, own = next(pair for pair in self._pairs if name.startswith(pair[1]))
+        return self._root + stored + name.removeprefix(own)
 
 
 def gguf_names(block_names: Mapping[str, str], number: int) -> tuple[dict[str, str], tuple[str, ...]]:
@@ -63,7 +65,8 @@ def layout_of(config: DecoderConfig) -> MTPLayout | None:
 
 def mtp_config(config: DecoderConfig) -> DecoderConfig:
     """Return the config of the layer as a model of one block."""
-    return replace(config, layer_types=config.layer_types[-1:], num_mtp_layers=0)
+    kind = next(kind for kind in reversed(config.layer_types) if not kind.conv_width)
+    return replace(config, layer_types=(kind,), num_mtp_layers=0)
 
 
 def mtp_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:

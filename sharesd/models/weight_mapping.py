@@ -211,7 +211,7 @@ def left_out(stored_name: str, config: DecoderConfig) -> str | None:
 def is_mtp(part: str, config: DecoderConfig) -> bool:
     """Return True if a part that the decoder does not need is the layer with which mode `mtp` drafts."""
     layout = architecture_of(config.model_type).mtp
-    return layout is not None and f".{part}." in f".{layout.block}.".format(config.num_hidden_layers)
+    return layout is not None and f".{part}." in f".{layout.root}".format(config.num_hidden_layers)
 
 
 def text_name(name: str) -> str:
