@@ -61,7 +61,8 @@ _KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         f"a whole number from 0 to {MAX_LAYERS}",
         _whole(0, MAX_LAYERS),
-        "num_nextn_predict_layers num_mtp_layers max_window_layers first_k_dense_replace num_dense_layers",
+        "num_nextn_predict_layers num_mtp_layers mtp_num_hidden_layers max_window_layers first_k_dense_replace "
+        "num_dense_layers",
     ),
     ("a whole number", _whole(0), "sliding_window num_experts num_local_experts n_routed_experts"),
     ("a list of whole numbers", _all_are(_whole(0)), "mlp_only_layers full_attn_idxs"),

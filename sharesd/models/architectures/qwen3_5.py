@@ -1,12 +1,12 @@
-"""Qwen3.5 and 3.6: three layers with a gated delta rule, then one of gated attention, whose heads are rotated in part.
+"""Qwen3.5 and 3.6: three layers with a gated delta rule, then one of attention.
 
-The layer for multi-token prediction is left out.
+Each fourth layer has gated attention, whose heads are rotated in part.
 """
 
 from __future__ import annotations
 
 from compile.delta_sizes import DeltaSizes
-from sharesd.models.architecture import BLOCK_NAMES, Architecture, llama_like
+from sharesd.models.architecture import BLOCK_NAMES, Architecture, MTPLayout, llama_like
 from sharesd.models.decoder_config import DecoderConfig, LayerType
 from sharesd.models.hf_config import HFConfig, read_rope, wrong_value
 
@@ -71,6 +71,7 @@ def _read(config: HFConfig) -> DecoderConfig:
         gemma_norm=True,
         attention_gates=True,
         delta=_delta(config),
+        num_mtp_layers=config.get("mtp_num_hidden_layers", 0),
     )
 
 
@@ -91,5 +92,13 @@ ARCHITECTURES = (
             "linear_num_value_heads": 32,
         },
         block_names=_NAMES,
+        mtp=MTPLayout(
+            root="mtp.",
+            block="layers.0.",
+            fc="fc",
+            embed_norm="pre_fc_norm_embedding",
+            state_norm="pre_fc_norm_hidden",
+            norm="norm",
+        ),
     ),
 )
