@@ -437,8 +437,8 @@ def test_close_frees_and_ends_all_calls(options: dict[str, Any]) -> None:
 
 
 PUBLIC = """target lora mode hybrid_with auto_drafters drafter_options drafter_modules draft heads inner_heads
-head_quant num_draft max_draft tree dtype kv_dtype device quant compile kernels exact steady_cublas threads tensor_parallel
-tensor_parallel_style split draft_device max_batch prefill_chunk max_context trust_remote_code revision
+head_quant num_draft max_draft tree dtype kv_dtype device quant compile kernels exact steady_cublas threads
+tensor_parallel tensor_parallel_style split draft_device max_batch prefill_chunk max_context trust_remote_code revision
 dequantize target_quant activations ignore_keys offload prompt_cache prompt_cache_size trace"""
 SAMPLING = """max_new_tokens min_new_tokens temperature top_k top_p min_p repetition_penalty presence_penalty
 frequency_penalty logit_bias seed stop stop_token_ids ignore_eos logprobs top_logprobs prompt_logprobs speculate
