@@ -47,6 +47,8 @@ class Decision(NamedTuple):
     promised: list[float]
     """Tokens that tables promised, by the number of nodes, before calibration."""
     scorer: DraftScorer | None
+    given_up: float | None
+    """Value of what a trial was made instead of; None: no trial."""
 
 
 class _Option(NamedTuple):
@@ -106,6 +108,7 @@ class Policy:
         self._gained = (0.0, 0.0)  # decayed draft tokens accepted in rows, and by which rounds advanced
         self._purse, self._last_trial, self._last_plain = PURSE[0], 0, -PLAIN_GAP
         self._times_plain = False  # the coming round is a plain step, to time it
+        self._given_up: float | None = None  # value of what the coming round is tried instead of
         self._rests: dict[bool, tuple[object, int]] = {}  # until when plain steps are faster, by `tables_match`
         self._options: dict[bool, tuple[object, int, list[_Option]]] = {}  # by `tables_match`, until an estimate moves
         self.scorer: DraftScorer | None = None
@@ -205,7 +208,7 @@ class Policy:
             losses = sorted((most - value, at) for at, value in enumerate(values) if options[at].shape != chosen)
             for loss, at in losses:
                 if loss <= self._purse and loss < self._spread(options[at]):
-                    self._pay(loss)
+                    self._last_trial, self._given_up = self._age, most
                     return self._request(options[at].shape)
             if chosen.nodes and to_beat == -inf and self._time_plain(best - plain):
                 return self._no_draft("plain_step_is_timed")
@@ -215,15 +218,12 @@ class Policy:
             self._rest(plain - best)
         return self._no_draft("plain_is_faster")
 
-    def _pay(self, loss: float) -> None:
-        self._purse -= max(0.0, loss)
-        self._last_trial = self._age
-
     def _time_plain(self, loss: float) -> bool:
         """Pay for a plain step, if none was timed for long: it tells a slow machine from dear drafts."""
         if self._age - self._last_plain < PLAIN_GAP or loss > self._purse:
             return False
-        self._pay(loss)
+        self._purse -= max(0.0, loss)
+        self._last_trial = self._age
         self._times_plain = True
         return True
 
@@ -246,7 +246,8 @@ class Policy:
         """Return the standard error of a draft's value: of its mean accepted tokens, and of its seconds."""
         num = self._kind(option.shape).num_drafts(self._age)
         doubt_s = self.live.doubt(option.shape, option.steps, 1 + option.nodes)
-        return self._share * sqrt(option.gain * (1 + option.gain) / (1 + num)) + self.rate * doubt_s
+        doubt = min(sqrt(option.gain * (1 + option.gain) / (1 + num)), option.steps - option.gain)  # at most all
+        return self._share * doubt + self.rate * doubt_s
 
     def _allowed_shapes(self) -> list[DraftShape]:
         shapes = [shape for shape in self.shapes if shape.nodes]
@@ -401,8 +402,8 @@ class Policy:
 
     def decision(self) -> Decision:
         """Return what the coming round was decided with, for its record; the next decision begins."""
-        made = Decision(self._has_queried, self.tables_match, self._promised, self.scorer)
-        self._has_queried, self._times_plain, self.scorer = False, False, None
+        made = Decision(self._has_queried, self.tables_match, self._promised, self.scorer, self._given_up)
+        self._has_queried, self._times_plain, self.scorer, self._given_up = False, False, None, None
         return made
 
     def record(
@@ -442,6 +443,8 @@ class Policy:
             took = self.expected(tree) + self.gate.seconds * decision.has_queried
             self._done = RATE_DECAY * tokens + progress, RATE_DECAY * seconds + took
             self._purse = min(PURSE[1], self._purse + EXPLORED * progress)
+            if decision.given_up is not None:  # paid for with what it cost, since first steps may take twice as long
+                self._purse -= decision.given_up - progress + self.rate * (draft_s + step_s) / live.drift
 
     def _count(self, decision: Decision, shape: DraftShape, num_nodes: int, paths: Sequence[Sequence[int]]) -> float:
         """Count what was accepted of a model's draft and of nodes of tables; return the mean of rows."""

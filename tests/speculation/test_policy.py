@@ -208,6 +208,19 @@ def test_what_could_not_pay_is_hardly_tried() -> None:
     assert sum(num > 0 for num in chosen) <= 12
 
 
+def test_a_trial_is_paid_for_with_what_it_took() -> None:
+    """The first step of a width may take thrice as long as expected: then no other trial follows soon."""
+    costs = Costs({1: 1.0, 2: 1.02, 9: 1.2}, 0.1)
+    policy = Policy(chains(8), costs=costs, prior=0.05)
+    for _ in range(20):
+        shape = policy.next_shape()
+        late = 2.0 * bool(shape.nodes)
+        policy.record(policy.decision(), tree_of(shape), [[]], costs.of_draft(shape), 1.0 + late, 1)
+        if shape.nodes:
+            break
+    assert shape.nodes and policy._purse < -0.9
+
+
 def test_who_shares_a_round_waits_only_so_long_for_the_drafts_of_others() -> None:
     """Be they known to pay, tried or looked for; and not at all behind a piece of a prompt."""
     costs = Costs({1: 1.0, 2: 1.1, 3: 1.2, 4: 1.6, 9: 2.6}, 0.2)
