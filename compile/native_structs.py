@@ -100,7 +100,8 @@ class ExpertsStruct(Structure):
         """Describe a mixture, as it is or as it drafts.
 
         It has `router`, `experts`, `num_experts_per_tok`, `draft_experts`, `norm_topk_prob`, `scaling_factor`
-        and `sum_eps`. `router_bias` and `shared_expert` may be None. The struct keeps the memory of its linears alive.
+        and `sum_eps`. `router_bias` and `shared_expert` may be None; the router may have a score for the latter. The
+        struct keeps the memory of its linears alive.
         """
         linears, shared = expert_linears(mlp), int(mlp.shared_expert is not None)
         part = quantized if drafts else full_precision

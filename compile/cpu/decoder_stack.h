@@ -27,7 +27,7 @@ struct Norm {
 struct Experts {
   int64_t count, per_row;  // all, and those of a row
   int64_t mlp, normalised;  // size between gate/up and down; the chosen probabilities are divided by their sum
-  int64_t shared;  // experts of all rows, which are the last and have no score
+  int64_t shared;  // experts of all rows, which are the last; the router has a score for each, whose sigmoid is its factor, or none
   double scale, eps;  // factor on probabilities; added to the sum that they are divided by
   const void* bias;  // of the wide type; probabilities are sigmoids, and choose with this added. Null: a softmax
   Linear router;
@@ -248,7 +248,7 @@ template <typename T> void choose_experts(const Experts& e, const T* scores, Cho
   using W = typename Wide<T>::type;
   constexpr W kTaken = -std::numeric_limits<W>::infinity();
   thread_local std::vector<W> probs, by;
-  const int64_t count = e.router.N, per_row = e.per_row - e.shared;
+  const int64_t count = e.count - e.shared, per_row = e.per_row - e.shared;
   const W* bias = static_cast<const W*>(e.bias);
   probs.resize(count);
   W most = widen(scores[0]), sum = 0, sum_of_chosen = 0;
@@ -275,7 +275,12 @@ template <typename T> void choose_experts(const Experts& e, const T* scores, Cho
     narrow(static_cast<W>(part * static_cast<W>(e.scale)), &factor);
     each->factor = widen(factor);
   }
-  for (int64_t j = 0; j < e.shared; ++j) chosen[per_row + j] = {count + j, 1};
+  for (int64_t j = 0; j < e.shared; ++j) {
+    T factor;
+    const W score = e.router.N > count ? widen(scores[count + j]) : 0;
+    narrow(e.router.N > count ? static_cast<W>(1 / (1 + std::exp(-score))) : 1, &factor);
+    chosen[per_row + j] = {count + j, widen(factor)};
+  }
 }
 
 // Rows by the experts that they chose; those of an expert are in order.

@@ -295,7 +295,8 @@ class ExpertMLP(nn.Module):
         self.draft_experts, self.switch = found.num_experts_per_tok, Switch()
         self.scaling_factor, self.sum_eps = found.scaling_factor, found.sum_eps
         self.hidden_act = config.hidden_act
-        self.router = empty_linear(config.hidden_size, found.num_experts, bias=found.router_bias, **place)
+        self.num_experts, scores = found.num_experts, found.num_experts + found.gates_shared_expert
+        self.router = empty_linear(config.hidden_size, scores, bias=found.router_bias, **place)
         self.experts = nn.ModuleList(
             MLP(config, intermediate_size=found.intermediate_size, **place) for _ in range(found.num_experts)
         )
@@ -303,9 +304,12 @@ class ExpertMLP(nn.Module):
         shared = MLP(config, intermediate_size=found.intermediate_size, **place) if found.has_shared_expert else None
         self.shared_expert = shared
 
-    def choose(self, x_MD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the numbers [M, k] of each token's experts, and their factors in the dtype of x."""
-        scores_ME: Tensor = self.router(x_MD)
+    def choose(self, x_MD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the numbers [M, k] of each token's experts, and factors in the dtype of x.
+
+        Factors are theirs [M, k], then that of the shared expert [M, 1]; without gates [M, 0].
+        """
+        scores_ME, gates_Mg = self.router(x_MD).tensor_split([self.num_experts], 1)
         wide = torch.promote_types(x_MD.dtype, torch.float32)
         if self.router_bias is None:
             probs_ME = by_ME = F.softmax(scores_ME, dim=-1, dtype=wide)
@@ -317,19 +321,20 @@ class ExpertMLP(nn.Module):
         factors_Mk = probs_ME.gather(1, experts_Mk)
         if self.norm_topk_prob:
             factors_Mk = factors_Mk / (factors_Mk.sum(-1, keepdim=True) + self.sum_eps)
-        return experts_Mk, (factors_Mk * self.scaling_factor).to(x_MD.dtype)
+        return experts_Mk, (factors_Mk * self.scaling_factor).to(x_MD.dtype), gates_Mg.to(wide).sigmoid().to(x_MD.dtype)
 
     def forward(self, x: Tensor, norm: nn.Module | None = None, residual: Tensor | None = None) -> Tensor:
         """Return residual + the chosen experts' MLPs of norm(x), times their factors."""
         x_MD = (x if norm is None else norm(x)).flatten(0, -2)
-        experts_Mk, factors_Mk = self.choose(x_MD)
+        experts_Mk, factors_Mk, gates_Mg = self.choose(x_MD)
         sums_MD = torch.zeros_like(x_MD, dtype=torch.promote_types(x_MD.dtype, torch.float32))
         for number in experts_Mk.unique().tolist():  # in ascending order
             rows, places = (experts_Mk == number).nonzero(as_tuple=True)
             out_ND = self._run(self.experts[number], x_MD, rows)
             sums_MD[rows] += out_ND.to(sums_MD.dtype) * factors_Mk[rows, places, None].to(sums_MD.dtype)
         if self.shared_expert is not None:
-            sums_MD += self.shared_expert(x_MD).to(sums_MD.dtype)
+            out_MD = self.shared_expert(x_MD).to(sums_MD.dtype)
+            sums_MD += out_MD * gates_Mg.to(sums_MD.dtype) if gates_Mg.shape[1] else out_MD
         out = sums_MD.to(x.dtype).view(x.shape)
         return out if residual is None else residual + out
 

@@ -46,6 +46,8 @@ class ExpertConfig(NamedTuple):
     """Factor on the chosen experts' probabilities."""
     has_shared_expert: bool = False
     """One more expert, which all tokens go through."""
+    gates_shared_expert: bool = False
+    """Its result is multiplied by the sigmoid of a score, which the router gives after those of the others."""
     router_bias: bool = False
     """The router is a linear with a bias."""
     sum_eps: float = 1e-20

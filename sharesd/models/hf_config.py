@@ -54,6 +54,7 @@ _KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim "
         "max_position_embeddings original_max_position_embeddings no_rope_layer_interval sliding_window_pattern "
         "draft_vocab_size target_hidden_size num_experts_per_tok moe_intermediate_size decoder_sparse_step "
+        "shared_expert_intermediate_size "
         "n_shared_experts block_ff_dim block_multiple_of conv_L_cache linear_num_key_heads linear_num_value_heads "
         "linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim full_attention_interval",
     ),

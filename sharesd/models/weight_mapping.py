@@ -108,13 +108,20 @@ def _rows(block: nn.Module, path: str, names: tuple[str, ...], parameter: Tensor
         (q, gates, *keys_and_values), d = attrgetter("attn.num_heads", "attn.head_dim")(block)
         return [(q + gates) * d, *(heads * d for heads in keys_and_values)]
     if path == "delta.in_proj":
-        return [*delta_rows(attrgetter("delta.sizes")(block))]
+        return [*delta_rows(attrgetter("delta.sizes")(block), names)]
+    if path == "mlp.router" and len(names) == 2:
+        return [len(parameter) - 1, 1]
     return [len(parameter) // len(names)] * len(names)
 
 
-def delta_rows(sizes: DeltaSizes | None) -> tuple[int, ...]:
-    """Return the rows of q, k and v, of gates, of rates and of steps in the first linear of a delta rule."""
+def delta_rows(sizes: DeltaSizes | None, names: tuple[str, ...]) -> tuple[int, ...]:
+    """Return the rows of each linear that the first one of a delta rule is made of.
+
+    They have q, k and v, then gates, rates and steps; or the first two together, and the others.
+    """
     assert sizes is not None
+    if len(names) == 2:
+        return sizes.channels + sizes.outputs, 2 * sizes.value_heads
     return sizes.channels, sizes.outputs, sizes.value_heads, sizes.value_heads
 
 
@@ -140,6 +147,8 @@ def rename_tensors(
             tensor = tensor.double() + 1.0  # stored minus one
         if config.attention_gates and module_of(name) == "self_attn.q_proj":
             tensor = cut_part(tensor, partial(_gates_last, config=config))
+        if config.delta is not None and (parts := _rows_of_key_head(module_of(name), config.delta)):
+            tensor = cut_part(tensor, partial(_parts_together, parts=parts, heads=config.delta.key_heads))
         yield stored_name, name, tensor
 
 
@@ -154,6 +163,21 @@ def _gates_last(tensor: Tensor, config: DecoderConfig) -> Tensor:
     if len(tensor) != 2 * heads * config.head_dim:  # which is an error elsewhere
         return tensor
     return tensor.unflatten(0, (heads, 2, config.head_dim)).transpose(0, 1).flatten(0, 2)
+
+
+def _rows_of_key_head(module: str, sizes: DeltaSizes) -> tuple[int, ...]:
+    """Return the rows of each part of a linear that has the parts of a delta rule by key heads; empty for others."""
+    shared = sizes.value_heads // sizes.key_heads
+    if module == "linear_attn.in_proj_qkvz":
+        return sizes.key_size, sizes.key_size, shared * sizes.value_size, shared * sizes.value_size
+    return (shared, shared) if module == "linear_attn.in_proj_ba" else ()
+
+
+def _parts_together(tensor: Tensor, parts: tuple[int, ...], heads: int) -> Tensor:
+    """Return rows of the first part of all heads, then of the next, of which each head has one after the other."""
+    if len(tensor) != heads * sum(parts):  # which is an error elsewhere
+        return tensor
+    return torch.cat([part.flatten(0, 1) for part in tensor.unflatten(0, (heads, -1)).split(parts, 1)])
 
 
 def single_experts(
@@ -241,7 +265,7 @@ class Cuts(NamedTuple):
             if path in ("attn.o", "mlp.down"):
                 second |= set(names)
             if path == "delta.in_proj":
-                first |= {name: (size,) for name, size in zip(names, delta_rows(config.delta), strict=True)}
+                first |= {name: (size,) for name, size in zip(names, delta_rows(config.delta, names), strict=True)}
             if path == "attn.qkv" or path.endswith(".gate_up"):
                 mlp = config.intermediate_size if path == "mlp.gate_up" else of_expert
                 sizes = (q, k, k) if path == "attn.qkv" else (mlp,) * 2

@@ -101,12 +101,16 @@ def make_conv_model(folder: Path, *, dtype: torch.dtype = torch.bfloat16, **fiel
 def make_delta_model(folder: Path, *, dtype: torch.dtype = torch.bfloat16, **fields: Any) -> Path:
     """Write a random Qwen3.5 with the tokenizer of `make_checkpoint`, one of whose three blocks has attention.
 
-    `fields`: of config.json, instead of those here.
+    `fields`: of config.json, instead of those here. With `model_type` "qwen3_5_moe_text" or "qwen3_next" all blocks are
+    mixtures.
     """
     raw = json.loads((make_checkpoint(folder) / "config.json").read_text())
     raw |= {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "num_hidden_layers": 3}
     raw |= {"head_dim": 32, "full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 8}
     raw |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16, **fields}
+    if raw["model_type"] != "qwen3_5_text":  # all of whose blocks are mixtures
+        raw |= {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+        raw |= {"shared_expert_intermediate_size": 64, **fields}
     (folder / "config.json").write_text(json.dumps(raw))
     return edit_rates(_save_random(folder, raw, dtype))
 

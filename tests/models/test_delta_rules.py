@@ -34,15 +34,18 @@ from tests.helpers.same_texts import require_same_texts
 from tests.helpers.tiny_heads import make_head
 from tests.helpers.tiny_models import make_delta_model
 from tests.models.folders import edit_config, edit_tensors
+from tests.models.test_mixtures import merge_experts
 from train.heads.draft_decoder import initial_draft
 from train.heads.init_weights import initial_head
 
 pytestmark = pytest.mark.usefixtures("one_thread", "own_cache")
 LAYER = "model.layers.0.linear_attn"
+MIXTURE = "model.layers.0.mlp"
 STAGES = PipelineConfig(devices=("cpu", "cpu"))
 SIZES: dict[str, Any] = {"model_type": "qwen3_5_text", "num_hidden_layers": 4, "full_attention_interval": 2}
 SIZES |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 SIZES |= {"head_dim": 8, "partial_rotary_factor": 0.5, "max_position_embeddings": 2048}
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 ODD: dict[str, Any] = {"linear_num_key_heads": 1, "linear_num_value_heads": 3, "linear_conv_kernel_dim": 2}
 ODD |= {"linear_key_head_dim": 20, "linear_value_head_dim": 5}
 
@@ -175,14 +178,21 @@ def test_copies_take_a_limited_number_of_bytes(monkeypatch: pytest.MonkeyPatch) 
     assert [list(copies) for copies in state._copies] == [[], [300]]
 
 
+MIXTURES = ("qwen3_next", "qwen3_5_moe_text")
 TREES: dict[str, Any] = {"num_draft": 6, "tree": (2, 3, 6), "dtype": "fp32"}
 
 
-@pytest.mark.parametrize("options", [{"num_draft": 4}, TREES, {"kv_dtype": "q8"}])
-def test_all_modes_have_one_text(options: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        *(("qwen3_5_text", options) for options in ({"num_draft": 4}, TREES, {"kv_dtype": "q8"})),
+        *((family, TREES) for family in MIXTURES),
+    ],
+)
+def test_all_modes_have_one_text(family: str, options: dict[str, Any], tmp_path: Path) -> None:
     """Also if a prompt is read in pieces between rounds of another row, and with the begin of an earlier one."""
     modes = ("naive", "share", "suffix", "classic", "hybrid", "auto")
-    target = str(make_delta_model(tmp_path / "model"))
+    target = str(make_delta_model(tmp_path / "model", model_type=family))
     options = {"max_batch": 2, "max_context": 500, "draft": target, **options}
     llm = require_same_texts(target, modes, device="cpu", **options)
     prompts, params = [[7, 9], list(range(10, 360))], SamplingParams(max_new_tokens=8, temperature=1.0, seed=5)
@@ -262,13 +272,22 @@ def test_a_head_reads_hidden_states(tmp_path: Path) -> None:
     require_same_texts(str(target), ("naive", "eagle"), device="cpu", heads=(str(head),), hybrid_with=("eagle",))
 
 
-def test_weights_are_quantized_while_they_are_loaded(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 256, "intermediate_size": 256, "linear_value_head_dim": 32}
-    target = make_delta_model(tmp_path / "model", **sizes)
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_next"])
+def test_weights_are_quantized_while_they_are_loaded(family: str, tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "linear_value_head_dim": 32}
+    target = make_delta_model(tmp_path / "model", model_type=family, **sizes)
     for quant in ("q4_k", "q8_0"):
         llm = require_same_texts(str(target), ("naive", "share"), device="cpu", target_quant=quant)
         block = llm._runtime.target.blocks[0]
         assert isinstance(block.delta, GatedDeltaNet) and type(block.delta.in_proj.full).__name__ == "BlockLinear"
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_experts_are_stored_one_by_one_or_together(family: str, tmp_path: Path) -> None:
+    apart, together = (make_delta_model(tmp_path / name, model_type=family) for name in ("apart", "together"))
+    edit_tensors(together, merge_experts)
+    one, other = (dict(load_decoder(each, dtype=torch.bfloat16).state_dict()) for each in (apart, together))
+    assert one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
 def test_multimodal_folders_run_without_their_towers(tmp_path: Path) -> None:
@@ -354,6 +373,27 @@ def test_tensors_that_do_not_fit_are_named(
 
 
 @pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (_put(f"{LAYER}.in_proj_qkvz.weight", 318, 64), r"in_proj_qkvz.weight has shape \[318, 64\] .* \[320, 64\]"),
+        (_put(f"{LAYER}.in_proj_ba.weight", 12, 64), r"in_proj_ba.weight has shape \[12, 64\] .* asks for \[16, 64\]"),
+        (_leave_out(f"{LAYER}.in_proj_ba.weight"), f"missing {LAYER}.in_proj_ba.weight"),
+        (_leave_out(f"{MIXTURE}.shared_expert_gate.weight"), f"missing {MIXTURE}.shared_expert_gate.weight"),
+        (
+            _put(f"{MIXTURE}.shared_expert_gate.weight", 2, 64),
+            r"_gate.weight has shape \[2, 64\] .* \[1, 64\]",
+        ),
+    ],
+)
+def test_tensors_of_mixtures_that_do_not_fit_are_named(
+    edit: Callable[[dict[str, Tensor]], Any], message: str, tmp_path: Path
+) -> None:
+    folder = edit_tensors(make_delta_model(tmp_path / "model", model_type="qwen3_next"), edit)
+    with pytest.raises(ValueError, match=message):
+        load_decoder(folder, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"linear_num_value_heads": 7}, "'linear_num_value_heads' = 7, which is not a multiple of 2 key heads"),
@@ -366,6 +406,11 @@ def test_tensors_that_do_not_fit_are_named(
         ({"layer_types": ["conv"] * 3}, "'qwen3_5_text' with layer type 'conv' is not supported"),
         ({"attn_output_gate": False}, "'qwen3_5_text' with attn_output_gate False is not supported"),
         ({"hidden_act": "gelu"}, "'qwen3_5_text' with hidden_act 'gelu' is not supported"),
+        ({"model_type": "qwen3_next", "num_experts": 0}, "'num_experts' = 0, which is not a number above 0"),
+        (
+            {"model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": 96, **EXPERTS},
+            "'qwen3_5_moe_text' with a shared expert of size 96 next to experts of size 64 is not supported",
+        ),
     ],
 )
 def test_configs_that_make_no_sense_are_refused(fields: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -56,6 +56,9 @@ DELTA |= {"rope_parameters": THETA | {"rope_type": "default", "partial_rotary_fa
 DELTA["rope_parameters"] |= {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
 ODD_DELTA: dict[str, Any] = {"linear_conv_kernel_dim": 3, "attention_bias": True, "tie_word_embeddings": True}
 ODD_DELTA |= {"linear_num_key_heads": 1, "linear_key_head_dim": 24, "linear_value_head_dim": 11}
+SHARED: dict[str, Any] = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+SHARED |= {"shared_expert_intermediate_size": 40}
+DENSE = "intermediate_size"
 
 NATIVE = {
     "llama": hf.LlamaConfig(**SMALL),
@@ -87,6 +90,9 @@ NATIVE = {
     "lfm2_moe_top1": hf.Lfm2MoeConfig(**SMALL, **LFM2_MOE, num_experts=5, num_experts_per_tok=1, num_dense_layers=0),
     "qwen3_5": hf.Qwen3_5TextConfig(**SMALL | DELTA),
     "qwen3_5_one_key_head": hf.Qwen3_5TextConfig(**SMALL | DELTA | ODD_DELTA),
+    "qwen3_next": hf.Qwen3NextConfig(**SMALL | DELTA | SHARED, mlp_only_layers=[1], norm_topk_prob=True),
+    "qwen3_next_one_key_head": hf.Qwen3NextConfig(**SMALL | DELTA | ODD_DELTA | SHARED, norm_topk_prob=False),
+    "qwen3_5_moe": hf.Qwen3_5MoeTextConfig(**{k: v for k, v in (SMALL | DELTA | SHARED).items() if k != DENSE}),
     "gemma2": hf.Gemma2Config(**SMALL, **GEMMA, attn_logit_softcapping=3.0, final_logit_softcapping=2.0),
     "gemma3_text": hf.Gemma3TextConfig(**SMALL, **GEMMA, sliding_window_pattern=3, rope_parameters=GEMMA3_ROPE),
 }

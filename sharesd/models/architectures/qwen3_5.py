@@ -1,12 +1,22 @@
-"""Qwen3.5 and 3.6: three layers with a gated delta rule, then one of attention.
+"""Qwen3-Next, 3.5 and 3.6: three layers with a gated delta rule, then one of attention.
 
-Each fourth layer has gated attention, whose heads are rotated in part.
+Each fourth layer has gated attention, whose heads are rotated in part. Mixtures have a shared expert with a gate.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 from compile.delta_sizes import DeltaSizes
-from sharesd.models.architecture import BLOCK_NAMES, Architecture, MTPLayout, llama_like
+from sharesd.models.architecture import (
+    BLOCK_NAMES,
+    EXPERT_NAMES,
+    MERGED_EXPERTS,
+    Architecture,
+    MTPLayout,
+    llama_like,
+    read_experts,
+)
 from sharesd.models.decoder_config import DecoderConfig, LayerType
 from sharesd.models.hf_config import HFConfig, read_rope, wrong_value
 
@@ -22,6 +32,33 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "delta.norm": ("linear_attn.norm",),
     "delta.out_proj": ("linear_attn.out_proj",),
 }
+_MIXTURE_NAMES: dict[str, tuple[str, ...]] = {
+    **_NAMES,
+    **EXPERT_NAMES,
+    "mlp.router": ("mlp.gate", "mlp.shared_expert_gate"),
+    "mlp.shared_expert.down": ("mlp.shared_expert.down_proj",),
+    "mlp.shared_expert.gate_up": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+}
+_DEFAULTS = {
+    "max_position_embeddings": 32768,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+_EXPERT_DEFAULTS = {"intermediate_size": 5632, "moe_intermediate_size": 512}
+_MTP = MTPLayout(
+    root="mtp.",
+    block="layers.0.",
+    fc="fc",
+    embed_norm="pre_fc_norm_embedding",
+    state_norm="pre_fc_norm_hidden",
+    norm="norm",
+)
 
 
 def _delta(config: HFConfig) -> DeltaSizes:
@@ -54,7 +91,7 @@ def _layer_types(config: HFConfig) -> tuple[LayerType, ...]:
     return tuple(LayerType(0, 0) if kind == "full_attention" else LayerType(0, -1, conv_width=width) for kind in types)
 
 
-def _read(config: HFConfig) -> DecoderConfig:
+def _read(config: HFConfig, **fields: Any) -> DecoderConfig:
     for name, only in (("attn_output_gate", True), ("hidden_act", "silu")):  # also that of the convolutions
         if config.get(name, only) != only:
             raise config.unsupported(f"{name} {config.get(name)!r}")
@@ -64,7 +101,6 @@ def _read(config: HFConfig) -> DecoderConfig:
         config,
         rope_parameters=(rope,),  # sections of pictures' positions, which are equal in texts, are left out
         partial_rotary=True,
-        layer_types=_layer_types(config),
         qkv_bias=bias,
         o_bias=bias,
         use_qk_norm=True,
@@ -72,6 +108,27 @@ def _read(config: HFConfig) -> DecoderConfig:
         attention_gates=True,
         delta=_delta(config),
         num_mtp_layers=config.get("mtp_num_hidden_layers", 0),
+        **{"layer_types": _layer_types(config), **fields},
+    )
+
+
+def _read_mixture(config: HFConfig) -> DecoderConfig:
+    size = config.require("moe_intermediate_size")
+    norm = config.get("norm_topk_prob", True) if config.model_type == "qwen3_next" else True  # others lack the field
+    experts = read_experts(config, size, norm_topk_prob=norm)
+    if experts is None:
+        raise wrong_value(config.model_type, "num_experts", 0, "a number above 0")
+    shared = config.get("shared_expert_intermediate_size", size)
+    if shared != size:
+        raise config.unsupported(f"a shared expert of size {shared} next to experts of size {size}")
+    dense, step = config.get("mlp_only_layers", ()), config.get("decoder_sparse_step", 1)
+    return _read(
+        config,
+        layer_types=tuple(
+            kind._replace(has_experts=i not in dense and (i + 1) % step == 0)
+            for i, kind in enumerate(_layer_types(config))
+        ),
+        experts=experts._replace(has_shared_expert=True, gates_shared_expert=True),
     )
 
 
@@ -80,25 +137,24 @@ ARCHITECTURES = (
         model_type="qwen3_5_text",
         to_decoder_config=_read,
         multimodal_type="qwen3_5",
-        defaults={
-            "max_position_embeddings": 32768,
-            "num_key_value_heads": 4,
-            "head_dim": 256,
-            "partial_rotary_factor": 0.25,
-            "linear_conv_kernel_dim": 4,
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
-            "linear_num_key_heads": 16,
-            "linear_num_value_heads": 32,
-        },
+        defaults={**_DEFAULTS, "num_key_value_heads": 4},
         block_names=_NAMES,
-        mtp=MTPLayout(
-            root="mtp.",
-            block="layers.0.",
-            fc="fc",
-            embed_norm="pre_fc_norm_embedding",
-            state_norm="pre_fc_norm_hidden",
-            norm="norm",
-        ),
+        mtp=_MTP,
+    ),
+    Architecture(
+        model_type="qwen3_5_moe_text",
+        to_decoder_config=_read_mixture,
+        multimodal_type="qwen3_5_moe",
+        defaults={**_DEFAULTS, **_EXPERT_DEFAULTS},
+        block_names=_MIXTURE_NAMES,
+        merged_experts=MERGED_EXPERTS,
+        mtp=_MTP,
+    ),
+    Architecture(
+        model_type="qwen3_next",
+        to_decoder_config=_read_mixture,
+        defaults={**_DEFAULTS, **_EXPERT_DEFAULTS},
+        block_names={**_MIXTURE_NAMES, "delta.in_proj": ("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")},
+        merged_experts=MERGED_EXPERTS,
     ),
 )
