@@ -99,6 +99,8 @@ class GGUFLayout:
     """
     norms_plus_one: bool = False
     """Norm weights include the one that checkpoints leave out."""
+    own_norms: tuple[str, ...] = ()
+    """Parts of a block with norm weights that never include it."""
     tensors: Mapping[str, str] = field(default_factory=dict)
     """Further tensors of a block -> those of a checkpoint's layer, with the kind."""
     shown_by: Mapping[str, str] = field(default_factory=dict)

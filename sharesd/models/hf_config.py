@@ -83,7 +83,7 @@ _KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "true or false",
         _is_flag,
         "attention_bias mlp_bias tie_word_embeddings use_sliding_window truncate norm_topk_prob use_qk_norm "
-        "conv_bias block_auto_adjust_ff_dim tie_embedding use_expert_bias",
+        "conv_bias block_auto_adjust_ff_dim tie_embedding use_expert_bias linear_value_heads_tiled",
     ),
     ("a text", _is_text, "model_type hidden_act hidden_activation rope_type type"),
     ("a list of texts", _all_are(_is_text), "layer_types"),

@@ -33,7 +33,7 @@ from sharesd.models.loader import decoder_config, load_decoder
 from sharesd.sampling_params import SamplingParams as Params
 from sharesd.startup.resolve import resolve_config
 from sharesd.weights import memory_estimate, offload_planner
-from tests.helpers.gguf_files import write_gguf
+from tests.helpers.gguf_files import write_delta_gguf, write_gguf
 from tests.helpers.quantized_folders import FOLDERS, quantize_folder
 from tests.helpers.same_texts import require_same_texts
 from tests.helpers.tiny_models import make_delta_model, make_mixture
@@ -340,6 +340,18 @@ def test_files_of_gguf_run_as_stored_or_expanded(tmp_path: Path) -> None:
         head = llm._runtime.model.heads["mtp"]
         assert isinstance(head, MTP) and isinstance(head.block.attn.qkv, BlockLinear) == (not options)
         llm.close()
+
+
+def test_a_file_of_qwen_has_the_layer_of_its_folder(tmp_path: Path) -> None:
+    """One is added to all of its norms, too, as programs that read such files expect."""
+    folder = make_qwen(tmp_path / "model")
+    file = write_delta_gguf(tmp_path / "model.gguf", folder)
+    target = load_decoder(folder, dtype=torch.float32)
+    wanted = logits_of(load(folder, target, None))
+    for dequantize in (False, True):
+        found = converted_folder(file, dequantize=dequantize)
+        assert find(found, decoder_config(found))
+        torch.testing.assert_close(logits_of(load(found, target, None)), wanted, atol=1e-5, rtol=0)
 
 
 def test_the_layer_is_quantized_with_its_target(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Mapping
 from itertools import chain
@@ -10,6 +11,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+from safetensors.torch import load_file
 from tokenizers import pre_tokenizers
 
 WORDS = ("the", "thing", "is", "in", "it", "on", "of", "and", "to", "that")
@@ -220,3 +222,60 @@ def _add_tensors(
             add(f"blk.{i}.ffn_down_exps.weight", EXPERTS, 64, mlp, kind="" if matrices == "F16" else down)
             continue
         add(f"blk.{i}.ffn_down.weight", 64, mlp, kind="" if matrices == "F16" else down)
+
+
+def write_delta_gguf(file: Path, folder: Path, kind: str = "F32") -> Path:
+    """The .gguf file of a Qwen3.5 of `make_delta_model`, as converters write it; with another tokenizer.
+
+    `kind`: type of matrices. Names are those of the package gguf, which lacks those of the layer for multi-token
+    prediction.
+    """
+    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
+    key_heads, value_heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    size, mtp = config["linear_value_head_dim"], config.get("mtp_num_hidden_layers", 0)
+    writer = gguf.GGUFWriter(file, "qwen35")
+    sizes = {"block_count": layers + mtp, "context_length": config["max_position_embeddings"], "head_count": heads}
+    sizes |= {"embedding_length": config["hidden_size"], "feed_forward_length": config["intermediate_size"]}
+    sizes |= {"head_count_kv": config["num_key_value_heads"], "layer_norm_rms_eps": config["rms_norm_eps"]}
+    sizes |= {"key_length": config["head_dim"], "value_length": config["head_dim"], "rope_freq_base": 10_000.0}
+    sizes |= {"rope_dimension_count": config["head_dim"] // 4, "rope_dimension_sections": [2, 1, 1, 0]}
+    sizes |= {"ssm_conv_kernel": 4, "ssm_state_size": config["linear_key_head_dim"], "ssm_group_count": key_heads}
+    sizes |= {"ssm_time_step_rank": value_heads, "ssm_inner_size": value_heads * size}
+    for name, value in sizes.items():
+        getattr(writer, f"add_{name}")(value)
+    writer.add_full_attention_interval(config["full_attention_interval"])
+    writer.add_nextn_predict_layers(mtp)
+    writer.add_vocab_size(_add_byte_level(writer, "qwen35", config["vocab_size"]))
+    writer.add_eos_token_id(2)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN35, layers + mtp)
+    own = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head_norm"}
+    tiled = np.arange(value_heads).reshape(key_heads, -1).T.reshape(-1)  # place r * key heads + j has head (j, r)
+    rows = (tiled[:, None] * size + np.arange(size)).reshape(-1)
+    before = 2 * key_heads * config["linear_key_head_dim"]
+    for name, tensor in tensors.items():
+        data, (module, _, last) = tensor.float().numpy(), name.rpartition(".")
+        part = module.rpartition(".")[2]
+        if "norm" in part and not module.endswith("linear_attn.norm"):
+            data = data + 1
+        data = data.reshape(len(data), -1) if part == "conv1d" else data
+        if part in ("in_proj_qkv", "conv1d"):
+            data = np.concatenate([data[:before], data[before:][rows]])
+        data = data[rows] if part == "in_proj_z" else data[:, rows] if part == "out_proj" else data
+        data = data[tiled] if part in ("in_proj_a", "in_proj_b") or last in ("A_log", "dt_bias") else data
+        data = -np.exp(data) if last == "A_log" else data
+        inner = module.replace("mtp.layers.0", f"model.layers.{layers}")
+        if inner.startswith("mtp."):
+            stored = f"blk.{layers}.nextn.{own[part]}.{last}"
+        elif last in ("A_log", "dt_bias"):
+            stored = names.get_name(f"{inner}.{last}") or f"{names.get_name(f'{inner}.dt_proj')}.bias"
+        else:
+            stored = f"{names.get_name(inner)}.{last}"
+        is_matrix = data.ndim > 1 and part not in ("conv1d", "in_proj_a", "in_proj_b")
+        wanted = gguf.GGMLQuantizationType[kind if is_matrix else "F32"]
+        writer.add_tensor(stored, gguf.quantize(np.ascontiguousarray(data), wanted), raw_dtype=wanted)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file

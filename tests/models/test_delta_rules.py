@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from torch import Tensor
@@ -22,12 +23,17 @@ from sharesd.drafters.heads.checkpoint import load_head
 from sharesd.engine.prompt_cache import PromptCache
 from sharesd.kvcache import recurrent
 from sharesd.models import prefill
+from sharesd.models.architectures import config_from_hf
 from sharesd.models.decoder import Decoder, GatedDeltaNet
+from sharesd.models.gguf.config import config_of
+from sharesd.models.gguf.reader import GGUFFile, read_gguf
+from sharesd.models.gguf.weights import names_of
 from sharesd.models.loader import load_decoder, native_config
 from sharesd.startup.resolve import resolve_config
 from sharesd.weights import memory_estimate, offload_planner
 from sharesd.weights.sizes import kv_bytes
 from tests.helpers.compiled import compiled
+from tests.helpers.gguf_files import write_delta_gguf
 from tests.helpers.oracle import logits_of, tiny_decoder
 from tests.helpers.random_rounds import Rows, run_rounds
 from tests.helpers.same_texts import require_same_texts
@@ -280,6 +286,64 @@ def test_weights_are_quantized_while_they_are_loaded(family: str, tmp_path: Path
         llm = require_same_texts(str(target), ("naive", "share"), device="cpu", target_quant=quant)
         block = llm._runtime.target.blocks[0]
         assert isinstance(block.delta, GatedDeltaNet) and type(block.delta.in_proj.full).__name__ == "BlockLinear"
+
+
+def as_blocks(tensors: dict[str, Tensor]) -> None:
+    """Round matrices to what blocks of Q8_0 hold, which are whole heads, so that their order changes none."""
+    for name, tensor in tensors.items():
+        if tensor.ndim > 1 and not name.endswith(("conv1d.weight", "in_proj_a.weight", "in_proj_b.weight")):
+            blocks = gguf.quantize(tensor.float().numpy(), gguf.GGMLQuantizationType.Q8_0)
+            tensors[name] = torch.from_numpy(gguf.dequantize(blocks, gguf.GGMLQuantizationType.Q8_0))
+
+
+@pytest.mark.parametrize(("kind", "dequantize"), [("F32", True), ("F32", False), ("Q8_0", True), ("Q8_0", False)])
+def test_gguf_files_have_the_values_and_texts_of_their_folder(kind: str, dequantize: bool, tmp_path: Path) -> None:
+    """Their value heads are in another order, and norms, decays and convolutions are stored in other ways."""
+    sizes = {"num_hidden_layers": 4, "partial_rotary_factor": 0.25, "linear_value_head_dim": 32}
+    folder = make_delta_model(tmp_path / "model", **sizes, mtp_num_hidden_layers=1)
+    if kind != "F32":
+        edit_tensors(folder, as_blocks)
+    file = write_delta_gguf(tmp_path / "model.gguf", folder, kind)
+    tokens = torch.arange(40, 60)[None]
+    wanted = logits_of(load_decoder(folder, dtype=torch.float32), tokens[0].tolist())
+    options: dict[str, Any] = {"device": "cpu", "max_batch": 2, "dtype": "fp32", "dequantize": dequantize}
+    llm = require_same_texts(str(file), ("naive", "share", "mtp"), **options)
+    target: Any = llm._runtime.target
+    with torch.inference_mode():
+        found = target(tokens, target.new_cache(1, 32))[0]
+    within = 1e-5 if kind == "F32" else 1e-3 if not dequantize else 0.05  # of bfloat16
+    torch.testing.assert_close(found, wanted, atol=within * wanted.abs().max().item(), rtol=0)
+    if kind == "F32":
+        params, prompts = SamplingParams(max_new_tokens=24, temperature=1.0, seed=5, ignore_eos=True), [[5, 9, 300, 7]]
+        texts = LLM(str(folder), modes=("naive",), device="cpu", dtype="fp32").generate(prompts, params)
+        assert [each.token_ids for each in llm.generate(prompts, params)] == [each.token_ids for each in texts]
+    linear = target.blocks[0].delta.out_proj.full
+    assert target.config.delta.tiled and (type(linear).__name__ == "BlockLinear") == (kind == "Q8_0" and not dequantize)
+
+
+def test_tensors_and_keys_of_a_gguf_file_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    file = read_gguf(write_delta_gguf(tmp_path / "model.gguf", make_delta_model(tmp_path / "model")))
+    config = config_from_hf(config_of(file))
+    for part in ("ssm_a", "ssm_dt.bias", "ssm_conv1d.weight", "ssm_norm.weight", "ssm_beta.weight", "attn_gate.weight"):
+        name = f"blk.0.{part}"
+        tensors = {other: tensor for other, tensor in file.tensors.items() if other != name}
+        with pytest.raises(ValueError, match=f"it has no tensor '{name}'"):
+            names_of(GGUFFile(file.metadata, tensors), config)
+    fields = {"ssm.time_step_rank": 4, "ssm.group_count": 1, "ssm.state_size": 8, "ssm.conv_kernel": 3}
+    for key, value in fields.items():
+        other = GGUFFile(file.metadata | {f"qwen35.{key}": value}, file.tensors)
+        with pytest.raises(ValueError, match=r"tensor 'blk.0.*' has shape \[.*\] where the header asks for"):
+            names_of(other, config_from_hf(config_of(other)))
+    for key, value, message in (
+        ("inner_size", 100, r"qwen35.ssm.inner_size is 100, not a multiple of 8 heads \(qwen35.ssm.time_step_rank\)"),
+        ("time_step_rank", 7, "qwen35.ssm.inner_size is 128, not a multiple of 7 heads"),
+        ("group_count", 3, "'linear_num_value_heads' = 8, which is not a multiple of 3 key heads"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            config_from_hf(config_of(GGUFFile(file.metadata | {f"qwen35.ssm.{key}": value}, file.tensors)))
+    without = {key: value for key, value in file.metadata.items() if "qwen35.ssm." not in key}
+    with pytest.raises(ValueError, match="it has no qwen35.ssm.conv_kernel, qwen35.ssm.state_size"):
+        config_of(GGUFFile(without, file.tensors))
 
 
 @pytest.mark.parametrize("family", MIXTURES)

@@ -5,14 +5,18 @@ Each fourth layer has gated attention, whose heads are rotated in part. Mixtures
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from compile.delta_sizes import DeltaSizes
 from sharesd.models.architecture import (
     BLOCK_NAMES,
     EXPERT_NAMES,
+    GGUF_BLOCK_NAMES,
+    GGUF_HEAD_NORMS,
     MERGED_EXPERTS,
     Architecture,
+    GGUFLayout,
     MTPLayout,
     llama_like,
     read_experts,
@@ -50,6 +54,13 @@ _DEFAULTS = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
 }
+_GGUF_SIZES = {
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
+    "ssm.inner_size": "linear_inner_size",
+}
 _EXPERT_DEFAULTS = {"intermediate_size": 5632, "moe_intermediate_size": 512}
 _MTP = MTPLayout(
     root="mtp.",
@@ -70,7 +81,9 @@ def _delta(config: HFConfig) -> DeltaSizes:
     for name, size in (("key", key_size), ("value", value_size)):
         if size > _MAX_SIZE:
             raise wrong_value(config.model_type, f"linear_{name}_head_dim", size, f"at most {_MAX_SIZE}")
-    return DeltaSizes(key_heads, value_heads, key_size, value_size)
+    return DeltaSizes(
+        key_heads, value_heads, key_size, value_size, tiled=bool(config.get("linear_value_heads_tiled", False))
+    )
 
 
 def _layer_types(config: HFConfig) -> tuple[LayerType, ...]:
@@ -132,6 +145,22 @@ def _read_mixture(config: HFConfig) -> DecoderConfig:
     )
 
 
+def _gguf_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a file, in which value head h reads key head h modulo their number: blocks cannot be reordered."""
+    missing = [f"qwen35.{key}" for key, name in _GGUF_SIZES.items() if name not in config]
+    if missing:
+        raise ValueError(f"it has no {', '.join(missing)}; download it again")
+    inner, heads = config["linear_inner_size"], config["linear_num_value_heads"]
+    if not heads or not inner or inner % heads:
+        raise ValueError(
+            f"its qwen35.ssm.inner_size is {inner}, not a multiple of {heads} heads (qwen35.ssm.time_step_rank); "
+            "download it again"
+        )
+    layers = config["num_hidden_layers"] - config.get("mtp_num_hidden_layers", 0)  # files count all
+    sizes = {"linear_value_head_dim": inner // heads, "num_hidden_layers": layers}
+    return {"hidden_act": "silu", "linear_value_heads_tiled": True, **sizes}
+
+
 ARCHITECTURES = (
     Architecture(
         model_type="qwen3_5_text",
@@ -140,6 +169,32 @@ ARCHITECTURES = (
         defaults={**_DEFAULTS, "num_key_value_heads": 4},
         block_names=_NAMES,
         mtp=_MTP,
+        gguf=GGUFLayout(
+            name="qwen35",
+            class_name="Qwen3_5ForCausalLM",
+            block_names={
+                **{part: name for part, name in GGUF_BLOCK_NAMES.items() if part != "ffn_norm"},
+                **GGUF_HEAD_NORMS,
+                "post_attention_norm": "post_attention_layernorm",
+                "attn_qkv": "linear_attn.in_proj_qkv",
+                "attn_gate": "linear_attn.in_proj_z",
+                "ssm_beta": "linear_attn.in_proj_b",
+                "ssm_alpha": "linear_attn.in_proj_a",
+                "ssm_conv1d": "linear_attn.conv1d",
+                "ssm_norm": "linear_attn.norm",
+                "ssm_out": "linear_attn.out_proj",
+            },
+            tensors={"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"},
+            norms_plus_one=True,
+            own_norms=("ssm_norm",),
+            partial_rotary=True,
+            fields={
+                **_GGUF_SIZES,
+                "full_attention_interval": "full_attention_interval",
+                "nextn_predict_layers": "mtp_num_hidden_layers",
+            },
+            extra_config=_gguf_config,
+        ),
     ),
     Architecture(
         model_type="qwen3_5_moe_text",

@@ -19,7 +19,9 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from sharesd.models.checkpoint import what_begins_so
 
-WITHOUT_EFFECT = frozenset({"vocab_size", "tensor_data_layout", "pooling_type", "rope.scaling.finetuned"})
+WITHOUT_EFFECT = frozenset(
+    {"vocab_size", "tensor_data_layout", "pooling_type", "rope.scaling.finetuned", "rope.dimension_sections"}
+)
 """Keys below the architecture that change no result."""
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from compile.block_linear import BLOCK_TYPES, NUMBERS, BlockPart
+from sharesd.models.architecture import GGUFLayout
 from sharesd.models.architectures import architecture_of, config_from_hf
 from sharesd.models.checkpoint import STORED, Progress, read_json, write_tensors
 from sharesd.models.decoder_config import DecoderConfig
@@ -32,8 +33,10 @@ _COMPUTED = re.compile(r"blk\.\d+\.attn_rot_embd\.weight")
 """Tensors that follow from config.json, in old files."""
 _ONE_EXPERT = re.compile(r"blk\.\d+\.ffn_(?:gate|up|down)\.\d+\.weight")
 """Tensors of mixtures in files from before April 2024."""
-_KEPT_WIDE = ".e_score_correction_bias"
-"""Names of tensors that stay in float32: bfloat16 is too coarse for a choice among experts."""
+_LOGARITHM = ".A_log"
+"""Names of tensors of which files have -exp."""
+_KEPT_WIDE = (".e_score_correction_bias", _LOGARITHM, ".dt_bias")
+"""Names of tensors that stay in float32: bfloat16 is too coarse for a choice among experts, and for a decay."""
 _BLOCK_WEIGHTS = 1 << 16
 
 
@@ -78,11 +81,16 @@ def names_of(file: GGUFFile, config: DecoderConfig, *, mtp: bool = False) -> dic
             raise ValueError(
                 f"tensor {stored!r} is stored as {tensor.kind.name}, which is not supported; give another quantization"
             ) from None
-    missing = [stored for stored in wanted if stored not in names and not stored.endswith(".bias")]
+    missing = [stored for stored, name in wanted.items() if stored not in names and not _is_optional(stored, name)]
     if missing:
         others = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
         raise ValueError(f"it has no tensor {missing[0]!r}{others}; download it again")
     return names
+
+
+def _is_optional(stored: str, name: str) -> bool:
+    """Return True for a bias, which is 0 where a file leaves it out."""
+    return stored.endswith(".bias") and not name.endswith(".dt_bias")
 
 
 def write_weights(file: GGUFFile, config: DecoderConfig, path: Path, progress: Progress) -> None:
@@ -104,12 +112,11 @@ def write_weights(file: GGUFFile, config: DecoderConfig, path: Path, progress: P
 
     def convert(block: tuple[str, int, int]) -> None:
         name, begin, end = block
-        minus = float(layout.norms_plus_one and name.endswith("norm.weight"))
-        values = _dequantize(file.tensors[name], begin, end)
+        values = _as_in_checkpoints(_dequantize(file.tensors[name], begin, end), name, names[name], layout)
         if name not in unchecked and not _is_finite(values.numpy()):
             raise ValueError(f"tensor {name!r} has NaN or infinite values; download it again, or give another")
         first = begin * gguf.GGML_QUANT_SIZES[file.tensors[name].kind][0]
-        tensors[name].view(-1)[first : first + len(values)] = values - minus if minus else values
+        tensors[name].view(-1)[first : first + len(values)] = values
 
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         for done, _ in enumerate(pool.map(convert, blocks), 1):
@@ -243,8 +250,17 @@ def stored_blocks(
         if kind is not None:
             yield name, BlockPart(kind, values.to(NUMBERS[kind]))
         else:
-            minus = float(layout.norms_plus_one and name.endswith("norm.weight"))
-            yield name, values.float() - minus if minus else values.float()
+            yield name, _as_in_checkpoints(values.float(), stored, name, layout)
+
+
+def _as_in_checkpoints(values: Tensor, stored: str, name: str, layout: GGUFLayout) -> Tensor:
+    """Return values of a tensor, `stored` in the file, as a checkpoint has them."""
+    if name.endswith(_LOGARITHM):
+        return (-values).log()
+    part = stored.split(".")[-2]
+    if layout.norms_plus_one and part.endswith("norm") and part not in layout.own_norms:
+        return values - 1.0
+    return values
 
 
 def _types(file: GGUFFile, names: Mapping[str, str], config: DecoderConfig) -> StoredTypes:
