@@ -143,6 +143,8 @@ def rename_tensors(
             continue
         if tensor.ndim == 3 and is_conv_kernel(name, config):
             tensor = tensor.squeeze(1)  # stored [D, 1, L]
+        if tensor.ndim == 1 and name.endswith(".weight") and is_router(name, config):
+            tensor = tensor[None]  # the gate of a shared expert, in .gguf files
         if config.gemma_norm and name.endswith("norm.weight") and not is_of_delta(name, config):
             tensor = tensor.double() + 1.0  # stored minus one
         if config.attention_gates and module_of(name) == "self_attn.q_proj":

@@ -342,9 +342,10 @@ def test_files_of_gguf_run_as_stored_or_expanded(tmp_path: Path) -> None:
         llm.close()
 
 
-def test_a_file_of_qwen_has_the_layer_of_its_folder(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_a_file_of_qwen_has_the_layer_of_its_folder(family: str, tmp_path: Path) -> None:
     """One is added to all of its norms, too, as programs that read such files expect."""
-    folder = make_qwen(tmp_path / "model")
+    folder = FAMILIES[family](tmp_path / "model")
     file = write_delta_gguf(tmp_path / "model.gguf", folder)
     target = load_decoder(folder, dtype=torch.float32)
     wanted = logits_of(load(folder, target, None))

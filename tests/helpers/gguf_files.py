@@ -11,6 +11,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+import torch
 from safetensors.torch import load_file
 from tokenizers import pre_tokenizers
 
@@ -225,7 +226,7 @@ def _add_tensors(
 
 
 def write_delta_gguf(file: Path, folder: Path, kind: str = "F32") -> Path:
-    """The .gguf file of a Qwen3.5 of `make_delta_model`, as converters write it; with another tokenizer.
+    """The .gguf file of a Qwen3.5 or its mixture of `make_delta_model`, as converters write it; with another tokenizer.
 
     `kind`: type of matrices. Names are those of the package gguf, which lacks those of the layer for multi-token
     prediction.
@@ -234,7 +235,8 @@ def write_delta_gguf(file: Path, folder: Path, kind: str = "F32") -> Path:
     layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
     key_heads, value_heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
     size, mtp = config["linear_value_head_dim"], config.get("mtp_num_hidden_layers", 0)
-    writer = gguf.GGUFWriter(file, "qwen35")
+    experts, architecture = config.get("num_experts", 0), "qwen35moe" if "num_experts" in config else "qwen35"
+    writer = gguf.GGUFWriter(file, architecture)
     sizes = {"block_count": layers + mtp, "context_length": config["max_position_embeddings"], "head_count": heads}
     sizes |= {"embedding_length": config["hidden_size"], "feed_forward_length": config["intermediate_size"]}
     sizes |= {"head_count_kv": config["num_key_value_heads"], "layer_norm_rms_eps": config["rms_norm_eps"]}
@@ -242,23 +244,30 @@ def write_delta_gguf(file: Path, folder: Path, kind: str = "F32") -> Path:
     sizes |= {"rope_dimension_count": config["head_dim"] // 4, "rope_dimension_sections": [2, 1, 1, 0]}
     sizes |= {"ssm_conv_kernel": 4, "ssm_state_size": config["linear_key_head_dim"], "ssm_group_count": key_heads}
     sizes |= {"ssm_time_step_rank": value_heads, "ssm_inner_size": value_heads * size}
+    if experts:
+        del sizes["feed_forward_length"]  # of dense layers, which there are none
+        sizes |= {"expert_count": experts, "expert_used_count": config["num_experts_per_tok"]}
+        sizes |= dict.fromkeys(("expert_feed_forward_length", "expert_shared_feed_forward_length"), 64)
     for name, value in sizes.items():
         getattr(writer, f"add_{name}")(value)
     writer.add_full_attention_interval(config["full_attention_interval"])
     writer.add_nextn_predict_layers(mtp)
     writer.add_vocab_size(_add_byte_level(writer, "qwen35", config["vocab_size"]))
     writer.add_eos_token_id(2)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN35, layers + mtp)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], layers + mtp)
     own = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head_norm"}
     tiled = np.arange(value_heads).reshape(key_heads, -1).T.reshape(-1)  # place r * key heads + j has head (j, r)
     rows = (tiled[:, None] * size + np.arange(size)).reshape(-1)
+    for name in [name for name in tensors if ".experts.0." in name]:
+        each = [tensors.pop(name.replace(".experts.0.", f".experts.{i}.")) for i in range(experts)]
+        tensors[name.replace(".experts.0.", ".experts.")] = torch.stack(each)
     before = 2 * key_heads * config["linear_key_head_dim"]
     for name, tensor in tensors.items():
         data, (module, _, last) = tensor.float().numpy(), name.rpartition(".")
         part = module.rpartition(".")[2]
         if "norm" in part and not module.endswith("linear_attn.norm"):
             data = data + 1
-        data = data.reshape(len(data), -1) if part == "conv1d" else data
+        data = data.reshape(len(data), -1) if part == "conv1d" else data[0] if part == "shared_expert_gate" else data
         if part in ("in_proj_qkv", "conv1d"):
             data = np.concatenate([data[:before], data[before:][rows]])
         data = data[rows] if part == "in_proj_z" else data[:, rows] if part == "out_proj" else data
@@ -271,7 +280,7 @@ def write_delta_gguf(file: Path, folder: Path, kind: str = "F32") -> Path:
             stored = names.get_name(f"{inner}.{last}") or f"{names.get_name(f'{inner}.dt_proj')}.bias"
         else:
             stored = f"{names.get_name(inner)}.{last}"
-        is_matrix = data.ndim > 1 and part not in ("conv1d", "in_proj_a", "in_proj_b")
+        is_matrix = data.ndim > 1 and part not in ("conv1d", "in_proj_a", "in_proj_b", "gate")
         wanted = gguf.GGMLQuantizationType[kind if is_matrix else "F32"]
         writer.add_tensor(stored, gguf.quantize(np.ascontiguousarray(data), wanted), raw_dtype=wanted)
     writer.write_header_to_file()

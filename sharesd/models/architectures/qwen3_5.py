@@ -13,6 +13,8 @@ from sharesd.models.architecture import (
     BLOCK_NAMES,
     EXPERT_NAMES,
     GGUF_BLOCK_NAMES,
+    GGUF_EXPERT_FIELDS,
+    GGUF_EXPERT_NAMES,
     GGUF_HEAD_NORMS,
     MERGED_EXPERTS,
     Architecture,
@@ -60,6 +62,18 @@ _GGUF_SIZES = {
     "ssm.group_count": "linear_num_key_heads",
     "ssm.time_step_rank": "linear_num_value_heads",
     "ssm.inner_size": "linear_inner_size",
+}
+_GGUF_MIXTURE_NAMES = {
+    **GGUF_EXPERT_NAMES,
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_GGUF_MIXTURE_FIELDS = {
+    **GGUF_EXPERT_FIELDS,
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
 _EXPERT_DEFAULTS = {"intermediate_size": 5632, "moe_intermediate_size": 512}
 _MTP = MTPLayout(
@@ -147,18 +161,49 @@ def _read_mixture(config: HFConfig) -> DecoderConfig:
 
 def _gguf_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of a file, in which value head h reads key head h modulo their number: blocks cannot be reordered."""
-    missing = [f"qwen35.{key}" for key, name in _GGUF_SIZES.items() if name not in config]
+    missing = [key for key, name in _GGUF_SIZES.items() if name not in config]
     if missing:
         raise ValueError(f"it has no {', '.join(missing)}; download it again")
     inner, heads = config["linear_inner_size"], config["linear_num_value_heads"]
     if not heads or not inner or inner % heads:
         raise ValueError(
-            f"its qwen35.ssm.inner_size is {inner}, not a multiple of {heads} heads (qwen35.ssm.time_step_rank); "
-            "download it again"
+            f"its ssm.inner_size is {inner}, not a multiple of {heads} heads (ssm.time_step_rank); download it again"
         )
     layers = config["num_hidden_layers"] - config.get("mtp_num_hidden_layers", 0)  # files count all
     sizes = {"linear_value_head_dim": inner // heads, "num_hidden_layers": layers}
     return {"hidden_act": "silu", "linear_value_heads_tiled": True, **sizes}
+
+
+def _gguf_layout(name: str, class_name: str, parts: Mapping[str, str], fields: Mapping[str, str]) -> GGUFLayout:
+    """Return the layout of files; `parts` and `fields` are those of mixtures."""
+    return GGUFLayout(
+        name=name,
+        class_name=class_name,
+        block_names={
+            **{part: module for part, module in GGUF_BLOCK_NAMES.items() if part != "ffn_norm"},
+            **GGUF_HEAD_NORMS,
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_qkv": "linear_attn.in_proj_qkv",
+            "attn_gate": "linear_attn.in_proj_z",
+            "ssm_beta": "linear_attn.in_proj_b",
+            "ssm_alpha": "linear_attn.in_proj_a",
+            "ssm_conv1d": "linear_attn.conv1d",
+            "ssm_norm": "linear_attn.norm",
+            "ssm_out": "linear_attn.out_proj",
+            **parts,
+        },
+        tensors={"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"},
+        norms_plus_one=True,
+        own_norms=("ssm_norm",),
+        partial_rotary=True,
+        fields={
+            **_GGUF_SIZES,
+            "full_attention_interval": "full_attention_interval",
+            "nextn_predict_layers": "mtp_num_hidden_layers",
+            **fields,
+        },
+        extra_config=_gguf_config,
+    )
 
 
 ARCHITECTURES = (
@@ -169,32 +214,7 @@ ARCHITECTURES = (
         defaults={**_DEFAULTS, "num_key_value_heads": 4},
         block_names=_NAMES,
         mtp=_MTP,
-        gguf=GGUFLayout(
-            name="qwen35",
-            class_name="Qwen3_5ForCausalLM",
-            block_names={
-                **{part: name for part, name in GGUF_BLOCK_NAMES.items() if part != "ffn_norm"},
-                **GGUF_HEAD_NORMS,
-                "post_attention_norm": "post_attention_layernorm",
-                "attn_qkv": "linear_attn.in_proj_qkv",
-                "attn_gate": "linear_attn.in_proj_z",
-                "ssm_beta": "linear_attn.in_proj_b",
-                "ssm_alpha": "linear_attn.in_proj_a",
-                "ssm_conv1d": "linear_attn.conv1d",
-                "ssm_norm": "linear_attn.norm",
-                "ssm_out": "linear_attn.out_proj",
-            },
-            tensors={"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"},
-            norms_plus_one=True,
-            own_norms=("ssm_norm",),
-            partial_rotary=True,
-            fields={
-                **_GGUF_SIZES,
-                "full_attention_interval": "full_attention_interval",
-                "nextn_predict_layers": "mtp_num_hidden_layers",
-            },
-            extra_config=_gguf_config,
-        ),
+        gguf=_gguf_layout("qwen35", "Qwen3_5ForCausalLM", {}, {}),
     ),
     Architecture(
         model_type="qwen3_5_moe_text",
@@ -204,6 +224,7 @@ ARCHITECTURES = (
         block_names=_MIXTURE_NAMES,
         merged_experts=MERGED_EXPERTS,
         mtp=_MTP,
+        gguf=_gguf_layout("qwen35moe", "Qwen3_5MoeForCausalLM", _GGUF_MIXTURE_NAMES, _GGUF_MIXTURE_FIELDS),
     ),
     Architecture(
         model_type="qwen3_next",

@@ -212,7 +212,8 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
     check_blocks(file)
     prefix, fields, sizes = f"{file.architecture}.", fields_of(file), _SIZES | dict(layout.fields)
     config = {name: fields[key] for key, name in sizes.items() if key in fields}
-    missing = [prefix + key for key, name in _SIZES.items() if name not in config and key not in _OPTIONAL]
+    optional = (*_OPTIONAL, "feed_forward_length") if config.get("moe_intermediate_size") else _OPTIONAL
+    missing = [prefix + key for key, name in _SIZES.items() if name not in config and key not in optional]
     if missing or "token_embd.weight" not in file.tensors:
         raise ValueError(f"it has no {', '.join(missing) or 'token_embd.weight'}; download it again")
     if layout.mixes_convs:

@@ -70,7 +70,7 @@ def names_of(file: GGUFFile, config: DecoderConfig, *, mtp: bool = False) -> dic
         if stored not in wanted:
             raise unknown_tensor(stored)
         names[stored] = name = wanted[stored]
-        if tensor.shape != shapes[name]:
+        if shapes[name] not in (tensor.shape, (1, *tensor.shape)):  # one row may be stored as a vector
             found, right = list(tensor.shape), list(shapes[name])
             raise ValueError(
                 f"tensor {stored!r} has shape {found} where the header asks for {right}; download it again"
