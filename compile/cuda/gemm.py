@@ -37,6 +37,8 @@ def row_gemm(
     scale_ptr,  # 8 bits: float32 [W]; 4 bits: int32 [G, W], scale and offset as two bfloat16 or float16
     parts_ptr,  # float32 [tiles, SPLIT, BN + 1, ROWS], if K is split
     counters_ptr,  # int32 [tiles], zero before and after, if K is split
+    tiles_ptr,  # of experts: int32 [tiles of rows, 3], expert (-1: nothing to do), first visit, visits; else None
+    order_ptr,  # of experts: int32 [visits], those of an expert after each other
     M,
     N,
     eps,
@@ -51,11 +53,32 @@ def row_gemm(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
     PACKED_MATH: tl.constexpr,
+    CHOSEN: tl.constexpr,
 ):
-    """Multiply. Grid (tiles of rows, tiles of outputs, SPLIT): neighbours share weights."""
+    """Multiply. Grid (tiles of rows, tiles of outputs, SPLIT): neighbours share weights.
+
+    CHOSEN, experts of a row: 0 if there is one weight for all; else `w_ptr` and `bias_ptr` hold those of all experts.
+    Visit v is that of row v // CHOSEN. Inputs are those of rows, and outputs those of visits in order; if CHOSEN is -1,
+    inputs are those of visits in order, and outputs those of visits by number.
+    """
     tile_n, part = tl.program_id(1), tl.program_id(2)
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    live = rows < M
+    if CHOSEN == 0:
+        rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        live = rows < M
+        to_rows = rows
+    else:
+        if PDL:
+            gdc_wait()
+            gdc_launch_dependents()
+        tile_ptr = tiles_ptr + 3 * tl.program_id(0)
+        expert = tl.load(tile_ptr)
+        if expert < 0:
+            return
+        at = tl.load(tile_ptr + 1) + tl.arange(0, ROWS)
+        live = tl.arange(0, ROWS) < tl.load(tile_ptr + 2)
+        visits = tl.load(order_ptr + at, mask=live, other=0)
+        rows = visits // CHOSEN if CHOSEN > 0 else at
+        to_rows = at if CHOSEN > 0 else visits
     lanes = tl.arange(0, BN)
     if GATED != "":  # half of the tile are gates, half what they let through
         outs = tile_n * (BN // 2) + lanes % (BN // 2)
@@ -66,9 +89,13 @@ def row_gemm(
         w_rows = outs
         W = N
     is_valid = outs < N
+    if CHOSEN != 0:
+        w_ptr += expert.to(tl.int64) * W * COLUMNS
+        if bias_ptr is not None:
+            bias_ptr += expert * W
     w_base = w_ptr + w_rows[:, None].to(tl.int64) * COLUMNS
     STEPS: tl.constexpr = (COLUMNS + BK * SPLIT - 1) // (BK * SPLIT)
-    if PDL:
+    if PDL and CHOSEN == 0:
         _prefetch(w_base, is_valid, part * STEPS * BK, COLUMNS, STEPS * BK, BN, BK, STAGES)
         gdc_wait()
         gdc_launch_dependents()
@@ -101,7 +128,7 @@ def row_gemm(
 
     finish(
         acc, tl.sum(squares, 0), y_ptr, bias_ptr, norm_ptr, residual_ptr, scale_ptr if GROUP == 0 else None, parts_ptr,
-        counters_ptr, rows, live, w_rows, outs, is_valid, N, eps, K, GATED, ROWS, BN, SPLIT,
+        counters_ptr, to_rows, live, w_rows, outs, is_valid, N, eps, K, GATED, ROWS, BN, SPLIT,
     )  # fmt: skip
 
 
@@ -295,9 +322,9 @@ def multiply(
         assert counters is not None and grid[0] * grid[1] <= len(counters), (grid, counters)
         parts = x_MK.new_empty(grid[0] * grid[1] * tile.split * (tile.outputs + 1) * ROWS, dtype=torch.float32)
     row_gemm[grid](
-        x_MK, weight, y_MN, bias, norm, residual, scale, parts, counters if tile.split > 1 else None, M, N, eps,
-        K=K, COLUMNS=columns, GROUP=group, GATED=gated, ROWS=ROWS, BN=tile.outputs, BK=tile.inputs, SPLIT=tile.split,
-        STAGES=tile.stages, PACKED_MATH=x_MK.is_cuda and x_MK.dtype != torch.float32,
+        x_MK, weight, y_MN, bias, norm, residual, scale, parts, counters if tile.split > 1 else None, None, None, M, N,
+        eps, K=K, COLUMNS=columns, GROUP=group, GATED=gated, ROWS=ROWS, BN=tile.outputs, BK=tile.inputs,
+        SPLIT=tile.split, STAGES=tile.stages, PACKED_MATH=x_MK.is_cuda and x_MK.dtype != torch.float32, CHOSEN=0,
         num_warps=tile.warps, num_stages=tile.stages, **launch_options(x_MK.device),
     )  # fmt: skip
     return y_MN
