@@ -140,8 +140,8 @@ class StepCompiler:
             except KernelUnsupported as reason:
                 if self._by_name:
                     raise
-                if model.config.cpu_only:
-                    log.warning("%s; steps of %s run uncompiled instead", reason, model.config.cpu_only)
+                if model.config.undivided:
+                    log.warning("%s; steps of %s run uncompiled instead", reason, model.config.undivided)
                     return model
                 log.warning("%s; blocks are compiled by Inductor instead", reason)
         model.step_widths = frozenset(widths)

@@ -304,6 +304,15 @@ class ExpertMLP(nn.Module):
         shared = MLP(config, intermediate_size=found.intermediate_size, **place) if found.has_shared_expert else None
         self.shared_expert = shared
 
+    def allocate_together(self, device: torch.device) -> None:
+        """Put all experts' weights, uninitialised, one after the other: kernels of GPUs read them as one tensor."""
+        for name in ("gate_up", "down"):
+            linears = [expert.get_submodule(name) for expert in self.experts]
+            first = linears[0].get_parameter("weight")
+            together_EWK = torch.empty(len(linears), *first.shape, dtype=first.dtype, device=device)
+            for linear, weight_WK in zip(linears, together_EWK, strict=True):
+                linear.weight = nn.Parameter(weight_WK, requires_grad=False)
+
     def choose(self, x_MD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the numbers [M, k] of each token's experts, and factors in the dtype of x.
 

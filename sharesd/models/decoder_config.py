@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 
 from compile.delta_sizes import DeltaSizes
 
+_GPU_MULTIPLE = 16
+"""Of inputs of linears on GPUs: `compile.cuda.linear.INPUT_MULTIPLE`, which imports torch."""
+
 
 class UnsupportedArchitecture(ValueError):
     """Error for a checkpoint that the native decoder cannot serve exactly.
@@ -142,8 +145,24 @@ class DecoderConfig:
         return "short convolutions" if self.delta is None else "gated delta rules"
 
     @property
-    def cpu_only(self) -> str:
-        """What the native decoder runs on CPUs alone, and whole; "": it runs everywhere."""
+    def undivided(self) -> str:
+        """What the native decoder runs whole on one device; "": it may be split."""
         if any(self.conv_widths):
             return f"a model with {self.recurrent_layers}"
         return "" if self.experts is None else "a mixture of experts"
+
+    @property
+    def cpu_only(self) -> str:
+        """What the native decoder runs on CPUs alone; "": it runs everywhere."""
+        if any(self.conv_widths):
+            return self.undivided
+        found = self.experts
+        if found is None:
+            return ""
+        if self.attention_sinks or self.mlp_bias or found.router_bias:
+            return "a mixture of experts with biases or attention sinks"
+        if found.has_bias or found.has_shared_expert:
+            return "a mixture of experts with a shared expert or a bias of choices"
+        if self.hidden_size % _GPU_MULTIPLE or found.intermediate_size % _GPU_MULTIPLE:
+            return f"a mixture of experts with sizes that are not multiples of {_GPU_MULTIPLE}"
+        return ""

@@ -17,13 +17,14 @@ from torch import Tensor, nn
 
 from compile.block_linear import WIDENED, BlockEmbedding, BlockPart
 from compile.linear import NotFinite
+from compile.op_registry import runs_triton
 from compile.start_times import START
 from multigpu.tensor_parallel import UNSHARDED, Shard
 from sharesd.models import checkpoint, lora
 from sharesd.models.architectures import config_from_hf
 from sharesd.models.base import CausalModel
 from sharesd.models.checkpoint import Progress, silent
-from sharesd.models.decoder import Block, Decoder
+from sharesd.models.decoder import Block, Decoder, ExpertMLP
 from sharesd.models.decoder_config import DecoderConfig, UnsupportedArchitecture
 from sharesd.models.hf_config import check_sizes
 from sharesd.models.hub import resolve
@@ -78,6 +79,8 @@ def fill_block(
                 if linear.bias is not None:
                     bias = torch.cat([values[f"{name}.bias"].to(linear.bias.dtype) for name in names])
                 block.set_submodule(path, make_linear([values[f"{name}.weight"] for name in names], bias, device))
+    if isinstance(block.mlp, ExpertMLP) and device.type == "cuda":
+        block.mlp.allocate_together(device)
     for module in block.modules():
         for key, unset in list(module.named_parameters(recurse=False)):
             if unset.is_meta:  # to_empty would import sympy for half a second
@@ -222,6 +225,11 @@ def native_config(folder: Path, device: torch.device) -> DecoderConfig:
     if config.cpu_only and device.type != "cpu":
         raise UnsupportedArchitecture(
             f"architecture {config.model_type!r} is {config.cpu_only}, which the native decoder runs on CPUs alone"
+        )
+    if config.experts is not None and device.type != "cpu" and not runs_triton(device):
+        raise UnsupportedArchitecture(
+            f"architecture {config.model_type!r} is {config.undivided}, which the native decoder runs on GPUs by the "
+            "Triton kernels alone"
         )
     return config
 

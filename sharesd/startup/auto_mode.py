@@ -74,6 +74,19 @@ def choose_drafters(
     return AutoDrafters((*([model] if model else []), *tables), reason)
 
 
+def _head(config: EngineConfig) -> tuple[str, str] | None:
+    """Return the mode of the head to draft with, and the reason; None without one."""
+    given = (*map(selection.head_mode, config.heads), *registry.names("head"))
+    heads = [mode for mode in given if selection.has_head(config, mode)]
+    if config.tensor_parallel > 1:
+        heads = [mode for mode in heads if not registry.lacking((mode,), Support.TENSOR_PARALLEL)]
+    if heads and heads[0] in config.inner_heads:
+        return heads[0], "the checkpoint has its layer"
+    if heads:
+        return heads[0], "a trained head was given" if config.heads else "a trained head ships with this model"
+    return None
+
+
 def _model_drafter(
     config: EngineConfig, folder: Path, device: torch.device, dtype: torch.dtype, how: CompileMode, offloads: bool
 ) -> tuple[str | None, str]:
@@ -88,14 +101,8 @@ def _model_drafter(
     shares = selection.needing(Need.QUANTIZED_TARGET)[0]
     if offloads:
         return shares, "its quantized linears stay in memory while the others are offloaded"
-    given = (*map(selection.head_mode, config.heads), *registry.names("head"))
-    heads = [mode for mode in given if selection.has_head(config, mode)]
-    if config.tensor_parallel > 1:
-        heads = [mode for mode in heads if not registry.lacking((mode,), Support.TENSOR_PARALLEL)]
-    if heads and heads[0] in config.inner_heads:
-        return heads[0], "the checkpoint has its layer"
-    if heads:
-        return heads[0], "a trained head was given" if config.heads else "a trained head ships with this model"
+    if (head := _head(config)) is not None:
+        return head
     if config.dequantize is False and not config.quant.format.keeps_weights:
         if shape.experts is None or shape.experts.num_experts_per_tok == 1:
             return None, "share would be no faster: the target already runs on quantized weights"
@@ -103,6 +110,8 @@ def _model_drafter(
         speedup = _predicted_speedup(decoder, replace(config, quant=quant), folder, device, dtype, how)
         reason = f"the predicted speedup of drafts with fewer experts is {speedup:.2f}x"
         return (shares, reason) if speedup >= PAYS else (None, f"{reason}, below the threshold of {PAYS}x")
+    if device.type == "cuda" and shape.experts is not None and not config.quant.format.keeps_weights:
+        return None, "quantized copies of a mixture run on CPUs alone"
     if config.quant.format.solver is None:
         return shares, f"drafts by {config.quant} were asked for"
     if device.type == "cpu" and not runs_cpp(device):

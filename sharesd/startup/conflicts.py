@@ -158,7 +158,7 @@ def target_conflicts(
     config: EngineConfig,
     *,
     unsupported: str | None,
-    cpu_only: str = "",
+    undivided: str = "",
     on_gpu: bool,
     has_triton: bool,
     span: int = 0,
@@ -169,16 +169,16 @@ def target_conflicts(
 
     Args:
         unsupported: reason why the target is not a native decoder, if it is not.
-        cpu_only: what it is if the native decoder runs it on CPUs alone.
+        undivided: what it is if the native decoder runs it whole on one device.
         span, max_span: slots above a text that a round may write, and how many a target with recurrent layers has.
         layers: what these layers have.
     """
-    if cpu_only and config.split.enabled:
-        yield f"{cpu_only} is not split among devices; leave {_stage_flag(config.split)} out"
-    if cpu_only and config.tensor_parallel > 1:
-        yield f"tensor_parallel is {config.tensor_parallel}, and {cpu_only} is not shared out; leave it out"
-    if cpu_only and config.compile in ("regional", "full"):
-        yield f"compile is {config.compile!r}, and {cpu_only} runs in the CPU kernel; use native, or off"
+    if undivided and config.split.enabled:
+        yield f"{undivided} is not split among devices; leave {_stage_flag(config.split)} out"
+    if undivided and config.tensor_parallel > 1:
+        yield f"tensor_parallel is {config.tensor_parallel}, and {undivided} is not shared out; leave it out"
+    if undivided and not on_gpu and config.compile in ("regional", "full"):
+        yield f"compile is {config.compile!r}, and {undivided} runs in the CPU kernel; use native, or off"
     if span > max_span:
         yield (
             f"drafts of this size take {span} slots, and {layers} keep the inputs of {max_span}; give a "

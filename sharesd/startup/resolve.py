@@ -89,10 +89,10 @@ def folder_and_config(
         obstacle = None if wants_numbers else _obstacle(config, device)
         config = replace(config, dequantize=True if wants_numbers or obstacle is not None else None)
     folder = resolve_target(config, progress=progress)
-    if device.type != "cpu" and is_stored(folder) and (reason := _not_native(folder, device)) is not None:
+    if device.type != "cpu" and is_stored(folder) and (reason := _not_as_stored(folder, device)) is not None:
         if config.dequantize is False:
             flag = "--dequantize" if config.target_quant is None else "--device cpu"
-            raise ValueError(f"{folder}: {reason}, and stored weights run there; use {flag}")
+            raise ValueError(f"{folder}: {reason}; use {flag}")
         config = replace(config, dequantize=True)
         folder = resolve_target(config, progress=progress)
     if config.dequantize is False and not is_stored(folder):
@@ -107,13 +107,15 @@ def folder_and_config(
     return folder, replace(config, dequantize=not is_stored(folder))
 
 
-def _not_native(folder: Path, device: torch.device) -> UnsupportedArchitecture | None:
-    """Return the reason why a folder does not run natively on a device, if there is one."""
+def _not_as_stored(folder: Path, device: torch.device) -> str | None:
+    """Return the reason why a folder's stored weights do not run on a GPU, if there is one."""
     try:
-        native_config(folder, device)
+        config = native_config(folder, device)
     except UnsupportedArchitecture as reason:
-        return reason
-    return None
+        return f"{reason}, and stored weights run natively alone"
+    if config.experts is None:
+        return None
+    return f"architecture {config.model_type!r} is {config.undivided}, whose stored weights run on CPUs alone"
 
 
 def with_head_quant(config: EngineConfig) -> EngineConfig:
@@ -178,6 +180,8 @@ class ResolvedConfig:
     """True if the caller offloads blocks itself."""
     in_memory: bool = False
     """True if tensors replace the checkpoint's files."""
+    experts: int = 0
+    """Experts that each token goes through; 0: the target is not a mixture that runs natively."""
 
     @property
     def drafters(self) -> frozenset[str]:
@@ -379,6 +383,7 @@ class _Resolver:
             pipeline=pipeline,
             has_block_source=self._has_block_source,
             in_memory=self._in_memory,
+            experts=chooses_experts(folder, device),
         )
         check(resolved_conflicts(resolved))
         _warn_of_small_trees(resolved)
@@ -409,10 +414,10 @@ class _Resolver:
         is_plain = not config.split.enabled and config.tensor_parallel == 1 and config.kv_dtype == "auto"
         if is_plain and config.compile not in ("regional", "full") and span <= MAX_SPAN:
             return
-        unsupported, cpu_only, layers = None, "", ""
+        unsupported, undivided, layers = None, "", ""
         try:
             target = native_config(folder, self.device)
-            cpu_only, layers = target.cpu_only, target.recurrent_layers
+            undivided, layers = target.undivided, target.recurrent_layers
             span = span if any(target.conv_widths) else 0
         except UnsupportedArchitecture as reason:
             unsupported = str(reason)
@@ -421,7 +426,7 @@ class _Resolver:
             target_conflicts(
                 config,
                 unsupported=unsupported,
-                cpu_only=cpu_only,
+                undivided=undivided,
                 on_gpu=on_gpu,
                 has_triton=has_triton,
                 span=0 if unsupported is not None else span,
@@ -466,6 +471,8 @@ def resolved_conflicts(resolved: ResolvedConfig) -> Iterator[str]:
             f"compile is 'full' and draft_device is {config.draft_device!r}, to which steps move and back; use "
             "regional, or auto"
         )
+    if on_gpu and resolved.experts and resolved.has_block_source:
+        yield f"a mixture of experts is not offloaded from {device}; keep its blocks there, or use --device cpu"
     if config.split.enabled and resolved.has_block_source:
         yield "blocks in stages stay where they are; drop offload, or devices"
     if resolved.pipeline is not None and len(resolved.pipeline.stages) > 1 and compile == "full":
@@ -498,9 +505,16 @@ def _draft_conflicts(resolved: ResolvedConfig) -> Iterator[str]:
         yield f"head_quant is {of_head.spec}, and trained heads have no upper halves and no experts; leave it out"
     if (obstacle := stored_drafts_obstacle(config, resolved.drafters, str(resolved.device))) is not None:
         yield f"draft_quant is {config.quant.method}, and {obstacle}"
-    elif config.quant.experts is not None and _quantizes_target(config, resolved.drafters):
-        chosen = chooses_experts(resolved.folder, resolved.device)
-        if chosen == 0:
+    elif _quantizes_target(config, resolved.drafters):
+        chosen = resolved.experts
+        if chosen and resolved.device.type == "cuda" and not config.quant.format.keeps_weights:
+            yield (
+                f"draft_quant is {config.quant.spec}, and quantized copies of a mixture run on CPUs alone; use "
+                "stored,experts=N, or a mode without them (naive, eagle, suffix)"
+            )
+        elif config.quant.experts is None:
+            return
+        elif chosen == 0:
             yield (
                 f"draft_quant is {config.quant.spec}, and the target is not a mixture of experts that runs natively on "
                 f"{resolved.device}; use hqq:4:64,head=4"

@@ -157,7 +157,9 @@ class CudaBackend:
     def pack_model(self, model: nn.Module) -> None:
         if runs_triton(self.device):
             from compile.cuda.linear import replace_with_row_linears  # on GPUs only
+            from compile.cuda.mixture import replace_with_row_mixtures
 
+            replace_with_row_mixtures(model)
             replace_with_row_linears(model, self._max_rows, self._batch)
 
     def finalize(self, model: nn.Module, keep: Collection[nn.Module] = ()) -> None:

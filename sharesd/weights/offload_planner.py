@@ -7,6 +7,7 @@ import math
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,6 +110,8 @@ def _plan_for(
     chosen = not always and isinstance(backend, CudaBackend) and config.max_context == "auto"
     if chosen and any(all_stays(replace(config, max_context=tokens), modes) for tokens in SHORTER):
         return None  # the context becomes what there is room for
+    stays = partial(_check_experts_stay, shape, device, backend, _bytes_of_all(model), limits.device)
+    stays(_bytes_of_all(model) <= limits.device)
     place = Path(wanted.folder) if wanted.folder is not None else cache_root() / "offload"
     contents = {quant: model.content(quant) for quant in model.quants}
     if isinstance(backend, CudaBackend):
@@ -135,6 +138,7 @@ def _plan_for(
         raise DoesNotFit(f"{error}{others}{remedy and f'; all would fit with {remedy}'}") from None
     if plan.offloads and remedy:
         log.warning("weights are offloaded to host memory, which is slow; all fit on %s with %s", device, remedy)
+    stays(not plan.offloads)
     _warn_of_idle_limit(plan, limits, wanted, device)
     quant, top = next(choice for choice, drafter in drafters.items() if drafter.name == plan.drafter)
     if plan.offloads:
@@ -142,6 +146,22 @@ def _plan_for(
         if free_length:
             config = replace(config, **_draft_options(plan, top, max_draft, model.tables_alone))
     return Offloading(plan=plan, config=config, content=contents[quant], folder=place)
+
+
+def _check_experts_stay(
+    shape: DecoderConfig, device: torch.device, backend: WeightBackend, needed: float, limit: float, stays: bool
+) -> None:
+    """Raise DoesNotFit for a mixture that does not stay on its GPU: experts lie in one tensor, which does not travel.
+
+    `needed`, `limit`: bytes, for the message.
+    """
+    if stays or shape.experts is None or not isinstance(backend, CudaBackend):
+        return
+    room = f"the model needs {show_bytes(needed)} of {show_bytes(limit)}{backend.used_by_others()}"
+    raise DoesNotFit(
+        f"blocks with experts are not offloaded from {device}, and {room}; drop limits of memory that were given, or "
+        "use --device cpu"
+    )
 
 
 def _warn_of_idle_limit(plan: Plan, limits: Limits, wanted: OffloadConfig, device: torch.device) -> None:

@@ -6,6 +6,7 @@ Their logits are compared with those of transformers in `test_models.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,12 @@ import torch
 from torch import Tensor
 
 from compile.block_linear import BlockLinear, BlockPart
+from offload.plan import DoesNotFit
+from quant.config import QuantConfig
 from quant.switch_linear import SwitchLinear
 from sharesd import LLM, OffloadConfig, SamplingParams
 from sharesd.config import EngineConfig, PipelineConfig
+from sharesd.models import loader
 from sharesd.models.architectures import config_from_hf
 from sharesd.models.checkpoint import is_stored, read_config, silent
 from sharesd.models.decoder import Decoder, ExpertMLP
@@ -28,8 +32,10 @@ from sharesd.models.loader import decoder_config, load_decoder, native_config, s
 from sharesd.models.lora import folder_with_adapter
 from sharesd.models.quantized.target import folder_to_quantize
 from sharesd.startup import resolve as resolve_module
-from sharesd.startup.resolve import folder_and_config, resolve_config
+from sharesd.startup.auto_mode import choose_drafters
+from sharesd.startup.resolve import ResolvedConfig, folder_and_config, resolve_config, resolved_conflicts
 from sharesd.weights import memory_estimate, offload_planner
+from sharesd.weights.backend import CudaBackend
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.oracle import tiny_mixture
 from tests.helpers.same_texts import require_same_texts
@@ -198,15 +204,73 @@ def test_tensors_and_keys_of_a_gguf_file_that_do_not_fit_are_named(gguf_file: Pa
         config_from_hf(config_of(GGUFFile(metadata, file.tensors)))
 
 
-def test_on_a_gpu_transformers_runs_them(gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their files are expanded for it."""
+@pytest.fixture
+def with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where Triton runs."""
+    monkeypatch.setattr(loader, "runs_triton", lambda device: device.type == "cuda")
+    monkeypatch.setattr(resolve_module, "_obstacle", lambda *_: None)
+
+
+def test_which_mixtures_gpus_run(tmp_path: Path, with_triton: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda")
+    for family in FAMILIES[:2]:
+        assert native_config(make_mixture(tmp_path / family, model_type=family), gpu).cpu_only == ""
+    for family, why in (("glm4_moe", "a shared expert or a bias of choices"), ("gpt_oss", "biases or attention sinks")):
+        with pytest.raises(ValueError, match=f"'{family}' is a mixture of experts with {why}, which .* on CPUs alone"):
+            native_config(make_mixture(tmp_path / family, model_type=family), gpu)
+    with pytest.raises(ValueError, match="'qwen3_moe' is .* with sizes that are not multiples of 16, which"):
+        native_config(make_mixture(tmp_path / "odd", moe_intermediate_size=40), gpu)
+    monkeypatch.setattr(loader, "runs_triton", lambda device: False)
+    with pytest.raises(ValueError, match="'qwen3_moe' is a mixture of experts, which .* by the Triton kernels alone"):
+        native_config(tmp_path / FAMILIES[0], gpu)
+
+
+def test_experts_of_a_gpu_are_not_quantized_and_not_offloaded(tmp_path: Path, with_triton: None) -> None:
+    target, gpu = make_mixture(tmp_path / "model"), torch.device("cuda", 0)
+    given: dict[str, Any] = {"modes": ("share",), "folder": target, "device": gpu, "dtype": torch.bfloat16}
+    given |= {"compile": "regional", "has_triton": True, "experts": 2}
+
+    def found(quant: str, **facts: Any) -> list[str]:
+        config = EngineConfig(target=str(target), mode="share", dequantize=True, quant=QuantConfig.parse(quant))
+        return [*resolved_conflicts(ResolvedConfig(config=config, **given | facts))]
+
+    assert found("stored,experts=1") == []
+    [copies] = found("hqq:4:64,head=4")
+    assert copies.startswith(
+        "draft_quant is hqq:4:64,head=4, and quantized copies of a mixture run on CPUs alone; use stored,"
+    )
+    [travels] = found("stored,experts=1", has_block_source=True)
+    assert travels == "a mixture of experts is not offloaded from cuda:0; keep its blocks there, or use --device cpu"
+    backend, shape = CudaBackend(gpu, torch.bfloat16, 16, 1, cuda=NoOthers()), native_config(target, gpu)
+    with pytest.raises(DoesNotFit, match="not offloaded from cuda:0, and the model needs 61 GB of 24 GB; drop"):
+        offload_planner._check_experts_stay(shape, gpu, backend, 61e9, 24e9, False)
+    offload_planner._check_experts_stay(shape, gpu, backend, 1e9, 24e9, True)
+    config = EngineConfig(target=str(target), quant=QuantConfig.parse("hqq:4:64"))
+    assert choose_drafters(config, target, gpu, torch.bfloat16, "regional", offloads=False).drafters[0] != "share"
+
+
+class NoOthers:
+    """A GPU that no other process uses."""
+
+    @staticmethod
+    def mem_get_info(_: torch.device) -> tuple[int, int]:
+        return 24 * 10**9, 24 * 10**9
+
+
+def test_experts_of_a_gpu_lie_one_after_the_other() -> None:
+    mixture = ExpertMLP(tiny_mixture().config, dtype=torch.bfloat16, device="meta")
+    mixture.allocate_together(torch.device("cpu"))
+    for name in ("gate_up", "down"):
+        weights = [getattr(expert, name).weight for expert in mixture.experts]
+        steps = {second.data_ptr() - first.data_ptr() for first, second in pairwise(weights)}
+        assert steps == {weights[0].nbytes} and weights[0].dtype == torch.bfloat16
+
+
+def test_stored_mixtures_are_expanded_on_gpus(gguf_file: Path, with_triton: None) -> None:
     gpu, how = torch.device("cuda"), {"needs_numbers": False, "warns": False, "progress": silent}
-    with pytest.raises(ValueError, match="'qwen3_moe' is a mixture of experts, which the native decoder"):
-        native_config(make_mixture(tmp_path / "model"), gpu)
-    monkeypatch.setattr(resolve_module, "_obstacle", lambda *_: None)  # as where Triton runs
     folder, config = folder_and_config(EngineConfig(target=str(gguf_file)), gpu, **how)
     assert config.dequantize is True and not is_stored(folder)
-    with pytest.raises(ValueError, match="on CPUs alone, and stored weights run there; use --dequantize"):
+    with pytest.raises(ValueError, match="whose stored weights run on CPUs alone; use --dequantize"):
         folder_and_config(EngineConfig(target=str(gguf_file), dequantize=False), gpu, **how)
 
 

@@ -20,7 +20,7 @@ from sharesd.startup.resolve import ResolvedConfig, resolved_conflicts
 
 TWO_STAGES = PipelineConfig(devices=("cpu", "cpu"))
 ALONE = {"target": "other", "mode": "naive"}  # a model that comes without heads, and a mode without drafters
-MIXTURE = {"cpu_only": "a mixture of experts"}
+MIXTURE = {"undivided": "a mixture of experts"}
 Found = Callable[[], Iterator[str]]
 
 
@@ -96,6 +96,7 @@ RESOLVED: list[tuple[Found, str]] = [
     (resolved(facts={"compile": "full", "has_block_source": True}), "offloaded blocks run one by one; use native"),
     (resolved(**CLASSIC, on="cuda:0"), "draft_device is 'cpu' and the target is on cuda:0, which would wait for it"),
     (resolved(**CLASSIC, facts={"compile": "full"}), "compile is 'full' and draft_device is 'cpu'"),
+    (resolved(on="cuda:0", facts={"experts": 8, "has_block_source": True}), "experts is not offloaded from cuda:0"),
     (resolved(split=TWO_STAGES, facts={"has_block_source": True}), "blocks in stages stay where they are"),
     (resolved(split=TWO_STAGES, num_stages=2, facts={"compile": "full"}), "a step runs on several devices"),
     (resolved(mode="share", on="cuda:0", facts={"has_triton": False}), "quantized linears on cuda:0 need Triton"),

@@ -1,0 +1,39 @@
+"""Mixtures of experts: steps and prompts launch their kernels, and the host asks for nothing that they chose."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quant.config import QuantConfig
+from sharesd.config import EngineConfig, Mode
+from sharesd.models.loader import decoder_config
+from sharesd.sampling_params import SamplingParams
+from tests.helpers.tiny_heads import make_head
+from tests.helpers.tiny_models import make_mixture
+from tests.stand_in.decoding import decode
+from tests.stand_in.worker import run
+
+MODES: tuple[Mode, ...] = ("naive", "suffix", "eagle", "share")
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("mixtral", marks=pytest.mark.long)])
+def test_mixtures_are_loaded_and_decoded(family: str, tmp_path: Path) -> None:
+    """Rounds are captured, and replayed without a wait for the router; drafts of `share` choose fewer experts."""
+    import torch
+
+    target = make_mixture(tmp_path / "model", model_type=family)
+    head = make_head(tmp_path / "head", decoder_config(target), "eagle3", dtype=torch.bfloat16, mlp=64)
+    options: dict[str, Any] = {"heads": (str(head),), "quant": QuantConfig.parse("stored,experts=1")}
+    config = EngineConfig(target=str(target), device="cuda", max_context=64, **options)
+    params = SamplingParams(max_new_tokens=16, ignore_eos=True)
+    calls = [partial(decode, config, MODES, mode, params, ids=range(3, 200)) for mode in MODES]
+    for mode, outcome in zip(MODES, run(calls), strict=True):
+        assert not outcome.trouble, outcome.trouble
+        assert "without CUDA graphs" not in outcome.log and "fallback" not in outcome.log, outcome.log
+        assert outcome.value["captures"] and outcome.value["replayed"] >= 1, (mode, outcome.value)
+        assert not outcome.value["after"] and not outcome.value["mallocs"], (mode, outcome.value)
+        assert outcome.value["syncs"] <= 1, (mode, outcome.value)
