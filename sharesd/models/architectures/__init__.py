@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -19,25 +19,44 @@ _WITH_TOWERS = {"llava": "llama", "llava_next": "llama", "mistral3": "mistral"}
 """`model_type` whose `text_config` may be of any family -> its default."""
 
 
+_registry: dict[str, Architecture] = {}
+"""Architectures of the modules that have been imported, and those that were registered, by `model_type`."""
+
+
 @cache
-def _registry() -> dict[str, Architecture]:
-    modules = (importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__))
-    return {found.model_type: found for module in modules for found in module.ARCHITECTURES}
+def _import(name: str) -> None:
+    for found in importlib.import_module(f"{__name__}.{name}").ARCHITECTURES:
+        _registry.setdefault(found.model_type, found)
 
 
-def architectures() -> Iterator[Architecture]:
-    """Yield all architectures."""
-    yield from _registry().values()
+def _import_all() -> None:
+    for module in pkgutil.iter_modules(__path__):
+        _import(module.name)
+
+
+def _find(model_type: str) -> Architecture | None:
+    """Return the architecture of this `model_type`. If a file has its name, no other is imported."""
+    if model_type not in _registry and model_type in (module.name for module in pkgutil.iter_modules(__path__)):
+        _import(model_type)
+    if model_type not in _registry:
+        _import_all()
+    return _registry.get(model_type)
+
+
+def architectures() -> list[Architecture]:
+    """Return all architectures, by `model_type`."""
+    _import_all()
+    return sorted(_registry.values(), key=lambda each: each.model_type)
 
 
 def register(architecture: Architecture) -> None:
     """Add an architecture, or replace the one of its `model_type`."""
-    _registry()[architecture.model_type] = architecture
+    _registry[architecture.model_type] = architecture
 
 
 def unregister(model_type: str) -> None:
     """Remove an architecture."""
-    del _registry()[model_type]
+    del _registry[model_type]
 
 
 def model_types() -> list[str]:
@@ -47,10 +66,11 @@ def model_types() -> list[str]:
 
 def architecture_of(model_type: str) -> Architecture:
     """Return the architecture of this `model_type`; raises UnsupportedArchitecture."""
-    if model_type not in _registry():
+    found = _find(model_type)
+    if found is None:
         served = ", ".join(model_types())
         raise UnsupportedArchitecture(f"architecture {model_type!r} has no native decoder; it serves {served}")
-    return _registry()[model_type]
+    return found
 
 
 def config_from_hf(fields: Mapping[str, Any], *, refuses_unread: bool = False) -> DecoderConfig:
@@ -64,8 +84,9 @@ def config_from_hf(fields: Mapping[str, Any], *, refuses_unread: bool = False) -
     """
     model_type = fields.get("model_type") or ""
     check_fields("damaged", {"model_type": model_type})
-    inner = next((each.model_type for each in architectures() if model_type == each.multimodal_type != ""), None)
-    inner = inner or _WITH_TOWERS.get(model_type)
+    inner = _WITH_TOWERS.get(model_type)
+    if inner is None and _find(model_type) is None:
+        inner = next((each.model_type for each in architectures() if model_type == each.multimodal_type != ""), None)
     if inner is not None:
         if not isinstance(fields.get("text_config"), Mapping):
             raise ValueError(f"config.json of this {model_type} checkpoint has no section 'text_config'")
