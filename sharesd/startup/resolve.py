@@ -493,6 +493,8 @@ def resolved_conflicts(resolved: ResolvedConfig) -> Iterator[str]:
     if config.dequantize is False and on_gpu and config.kernels == "torch":
         yield f"stored weights run in the Triton kernels, and torch's run here; {numbers}"
     yield from _draft_conflicts(resolved)
+    if on_gpu and resolved.experts and resolved.dtype == torch.float64:
+        yield f"dtype is float64, for which experts have no kernel on {device}; use float32, or --device cpu"
     if config.activations != "exact" and on_gpu:
         yield f"activations is {config.activations!r}, which rounds them on a CPU alone; leave it out"
 
