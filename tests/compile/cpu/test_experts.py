@@ -25,7 +25,7 @@ def test_of_equal_probabilities_the_lowest_expert_counts_and_others_are_not_read
     for block in spoilt.blocks:
         for expert in block.mlp.experts[3:]:
             expert.down.weight.fill_(float("nan"))
-    numbers, factors = model.blocks[0].mlp.choose(torch.ones(2, 32))
+    numbers, factors, _ = model.blocks[0].mlp.choose(torch.ones(2, 32))
     assert numbers.tolist() == [[0, 1, 2]] * 2 and factors[0].tolist() == pytest.approx([1 / 3] * 3)
     logits = []
     for each in (model, spoilt):
