@@ -55,6 +55,10 @@ DRAFTS = {
     ("gpu", "eagle"): (0.14, 0.02, 0.16, 0.02),
 }
 """Machine and drafter -> a draft step, what the first takes longer, and the same of tree levels."""
+EIGHT_ROWS = {"avx512": {1: 1.17, 2: 2.15, 4: 4.13}, "avx2": {1: 1.75, 2: 3.4, 4: 6.7}}
+"""Machine -> a step of eight rows by its tokens per row: beyond about ten tokens, arithmetic takes the time."""
+EIGHT_ROWS_DRAFTS = {"share": 3.0, "eagle": 2.0}
+"""Drafter -> a draft step of eight rows over one of a row."""
 PRIORS = {"share": 0.8, "eagle": 0.5}
 RECORDED = [("eagle", 0, 100, 24), ("share", 0, 100, 24), ("eagle", 1, 100, 24), ("share", 1, 100, 12)]
 RECORDED += [("eagle", 0, 2000, 8), ("eagle", 1, 2000, 8)]
@@ -168,7 +172,15 @@ def costs_of(cell: Cell) -> Costs:
         draft_slot=slot,
         level_slot=slot,
     )
-    return of_more_rows(costs, cell.rows) if cell.rows > 1 else costs
+    if cell.rows == 1:
+        return costs
+    more = EIGHT_ROWS_DRAFTS.get(cell.model or "", 1.0)
+    at_most = replace(
+        costs,
+        step={width: PLAIN * step for width, step in EIGHT_ROWS[cell.machine].items()},
+        **{name: more * getattr(costs, name) for name in ("draft", "level", "draft_begin", "level_begin")},
+    )
+    return of_more_rows(costs, cell.rows, 8, at_most)
 
 
 def play_cell(folder: Path, cell: Cell, seed: int) -> float:

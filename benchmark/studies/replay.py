@@ -33,7 +33,7 @@ class Machine:
     """Times of rounds: a table of costs, and what disturbs them."""
 
     costs: Costs
-    """Seconds of steps and drafts of one number of rows; of tables, `query` is per row."""
+    """Seconds of steps and drafts of one number of rows; of tables, `query` is for one row, eight take twice that."""
     query: float = 0.0
     noise: float = 0.03
     """Spread (of the logarithm) of each time."""
@@ -224,7 +224,7 @@ def play(
             tree = drafter.draft(context, shape)  # type: ignore[arg-type]
         base = machine.costs.of_draft(model_shape(tree), slots)
         decision = policy.decision()
-        base += machine.query * len(places) * decision.has_queried
+        base += machine.query * (7 + len(places)) / 8 * decision.has_queried
         draft_s = machine.seconds(base, number, dice)
         step_s = machine.seconds(machine.costs.of_step(1 + tree.tokens.shape[1], slots), number, dice)
         paths, progress, emitted = [], {}, {}

@@ -322,22 +322,34 @@ class Policy:
         return best, most
 
     @property
+    def _most_table_gain(self) -> float:
+        """Tokens that a query gains if all nodes are accepted, less those that the time of verifying them is worth."""
+        step, share, rate = self.live.step, self._share, self.rate
+        return max(
+            (share * num - rate * (step(1 + num) - step(1)) for num in range(1, 1 + self.max_nodes())), default=0.0
+        )
+
+    @property
     def tables_pause(self) -> bool:
         """True if the coming round queries no tables."""
-        return self.pinned is None and self.live.is_measured and self.gate.pauses(self.rate, self._purse)
+        return (
+            self.pinned is None
+            and self.live.is_measured
+            and self.gate.pauses(self.rate, self._most_table_gain, self._purse)
+        )
 
     @property
     def tables_should_learn(self) -> bool:
         """True if tables learn from the logits of the coming round."""
         if self.pinned is not None or not self.live.is_measured:
             return True
-        return self._fits(NO_DRAFT, 1) and self.gate.should_learn(self.rate)
+        return self._fits(NO_DRAFT, 1) and self.gate.should_learn(self.rate, self._most_table_gain)
 
     def should_query_tables(self) -> bool:
         """Return True if a query of tables pays and one node fits."""
         queries = not self.tables_pause and (self.pinned is not None or self._fits(NO_DRAFT, 1))
         self.gate.count(queries)
-        if queries and self.live.is_measured and not self.gate.pays(self.rate):
+        if queries and self.live.is_measured and not self.gate.pays(self.rate, self._most_table_gain):
             self._purse -= self.rate * self.gate.seconds
         self._has_queried |= queries
         if not queries:

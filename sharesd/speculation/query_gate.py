@@ -8,15 +8,15 @@ MEMORY = 64
 """Queries that the mean gain reaches back."""
 PAUSE = 16
 """Fewest rounds between queries that seem not to pay."""
-NEW_TEXT_GAIN = 0.05
-"""Tokens that a query is assumed to gain, at least, as a text begins."""
+NEW_TEXT_HOPE = 0.007
+"""Part of what a query would gain if all its tokens were accepted, that it is assumed to gain as a text begins."""
 
 
 class QueryGate:
     """Running means of what a query of tables gains and takes."""
 
     def __init__(self) -> None:
-        self.gain, self.seconds = NEW_TEXT_GAIN, 0.0
+        self.gain, self.seconds, self._hope = 0.0, 0.0, NEW_TEXT_HOPE
         """Mean tokens that a query adds to a round, and its mean seconds without the machine's drift."""
         self._since_query, self._num_timed = 0, 3
         self.last_model_draft = NO_DRAFT
@@ -25,19 +25,22 @@ class QueryGate:
 
     def begin(self) -> None:
         """Start a new text: queries are worth trying again."""
-        self.gain = max(self.gain, NEW_TEXT_GAIN)
+        self._hope = NEW_TEXT_HOPE
 
-    def pays(self, rate: float) -> bool:
-        """Return True if a query gains more than it costs; `rate`: tokens per second that time is worth."""
-        return self.gain > rate * self.seconds
+    def pays(self, rate: float, most: float) -> bool:
+        """Return True if a query gains more than it costs.
 
-    def pauses(self, rate: float, purse: float) -> bool:
+        `rate`: tokens per second that time is worth. `most`: tokens that a query gains if all nodes are accepted.
+        """
+        return max(self.gain, self._hope * most) > rate * self.seconds
+
+    def pauses(self, rate: float, most: float, purse: float) -> bool:
         """Return True if the coming round queries no tables; `purse`: tokens that a trial may cost."""
-        return not self.pays(rate) and (self._since_query < PAUSE or rate * self.seconds > purse)
+        return not self.pays(rate, most) and (self._since_query < PAUSE or rate * self.seconds > purse)
 
-    def should_learn(self, rate: float) -> bool:
+    def should_learn(self, rate: float, most: float) -> bool:
         """Return True if a query is near: tables learn from the logits of the coming round."""
-        return self.pays(rate) or self._since_query >= PAUSE // 2
+        return self.pays(rate, most) or self._since_query >= PAUSE // 2
 
     def count(self, queries: bool) -> None:
         """Count a round, with a query or without."""
@@ -45,6 +48,7 @@ class QueryGate:
 
     def record_gain(self, gain: float) -> None:
         self.gain += (max(0.0, gain) - self.gain) / MEMORY
+        self._hope -= self._hope / MEMORY
 
     def record_seconds(self, seconds: float) -> None:
         self._num_timed = min(16, self._num_timed + 1)

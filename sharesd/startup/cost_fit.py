@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from itertools import accumulate
 from statistics import median
 from typing import Any
 
@@ -58,20 +59,25 @@ def fit_costs(
     return costs
 
 
-def of_more_rows(costs: Costs, factor: float) -> Costs:
-    """Predict costs for `factor` times the number of rows.
+def of_more_rows(costs: Costs, rows: int, most: int, at_most: Costs) -> Costs:
+    """Predict costs of `rows` rows from those of one row and of the largest number of rows, `most`.
 
-    A step reads its weights once, so R rows of T tokens cost what one row of R T tokens costs.
+    A step reads its weights once, so R rows of T tokens cost what one row of R T tokens costs. Some of `at_most` are
+    timed: wide steps are bound by arithmetic, which narrow ones do not show.
     """
-    more = costs.of_step(factor) / costs.of_step(1)
+    by_tokens = costs.step | {most * width: seconds for width, seconds in at_most.step.items()}
+    tokens = sorted(by_tokens)
+    longest = accumulate((by_tokens[num] for num in tokens), max)
+    known, part = replace(costs, step=dict(zip(tokens, longest, strict=True))), (rows - 1) / (most - 1)
+    drafts = {name: getattr(costs, name) for name in ("draft", "level", "draft_begin", "level_begin")}
     return replace(
         costs,
-        step={width: costs.of_step(factor * width) for width in costs.step},
-        step_slot={width: factor * slot for width, slot in costs.step_slot.items()},
-        draft_slot=factor * costs.draft_slot,
-        level_slot=factor * costs.level_slot,
-        growth=lambda width: costs.growth(factor * width),
-        **{name: more * getattr(costs, name) for name in ("draft", "level", "draft_begin", "level_begin")},
+        step={width: known.of_step(rows * width) for width in costs.step},
+        step_slot={width: rows * slot for width, slot in costs.step_slot.items()},
+        draft_slot=rows * costs.draft_slot,
+        level_slot=rows * costs.level_slot,
+        growth=lambda width: costs.growth(rows * width),
+        **{name: at_one + part * (getattr(at_most, name) - at_one) for name, at_one in drafts.items()},
     )
 
 

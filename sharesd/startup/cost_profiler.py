@@ -42,6 +42,8 @@ FAR = 2048
 """Largest number of live slots at which rounds are timed."""
 SAMPLE_BYTES = 2**29
 """Bytes of weights of the blocks that are timed, more than CPU caches hold."""
+MANY_ROWS_PART = 0.25
+"""Part of the blocks that are timed with many rows: the KV cache of rows that are never used stays without memory."""
 
 
 class BlockSample:
@@ -50,8 +52,8 @@ class BlockSample:
     Only the C++ kernel can run part of a decoder without a new compilation. Other models are timed whole.
     """
 
-    def __init__(self, model: CausalModel | None, *, is_timed: bool = True) -> None:
-        """`is_timed`: use enough blocks for a timing, or all of them."""
+    def __init__(self, model: CausalModel | None, *, is_timed: bool = True, part: float = 1.0) -> None:
+        """`is_timed`: use enough blocks for a timing, or all of them. `part`: largest part of the blocks to use."""
         self._model = model if isinstance(model, Decoder) and is_native(model) else None
         self._num_blocks, self._scale = 0, 1.0
         if self._model is None or self._model.split.crosses_devices:
@@ -61,7 +63,7 @@ class BlockSample:
         self.num_all = len(blocks)
         self.model_bytes = len(blocks) * num_bytes(blocks[0])
         """Weights of all blocks."""
-        self._num_blocks = max(1, -(-SAMPLE_BYTES // num_bytes(blocks[0])))
+        self._num_blocks = max(1, min(-(-SAMPLE_BYTES // num_bytes(blocks[0])), int(part * len(blocks))))
         self._scale = len(blocks) / self._num_blocks
         if is_timed and self._scale < 2:
             self._model = None
@@ -126,18 +128,20 @@ def _timed(function: Callable[[], object]) -> float:
 def profile_costs(engine: Engine, mode: str, params: SamplingParams, kept: JsonCache | None) -> dict[int, Costs]:
     """Return a mode's costs by number of rows, kept ones if there are any.
 
-    Those of several rows are predicted for the C++ kernel.
+    With the C++ kernel those of several rows are predicted from few timings at the largest number.
     """
     fewest, *more = engine.batch_sizes
     sweeps = BRIEFLY if engine.offloaded else SWEEPS[0]
     costs = {fewest: _costs_of_rows(engine, mode, params, fewest, kept, sweeps)}
-    if not is_native(engine.target):
-        costs |= {rows: _costs_of_rows(engine, mode, params, rows, kept, BRIEFLY) for rows in more}
+    timed = more[-1:] if is_native(engine.target) else more
+    sweeps = SWEEPS[0] if is_native(engine.target) else BRIEFLY
+    costs |= {rows: _costs_of_rows(engine, mode, params, rows, kept, sweeps) for rows in timed}
     if isinstance(engine.target, Decoder):
         for each in costs.values():
             each.growth = engine.target.growth
-    if is_native(engine.target):
-        costs |= {rows: of_more_rows(costs[fewest], rows / fewest) for rows in more}
+    if is_native(engine.target) and more:
+        most = more[-1]
+        costs |= {rows: of_more_rows(costs[fewest], rows, most, costs[most]) for rows in more}
     return costs
 
 
@@ -155,7 +159,8 @@ def _costs_of_rows(
         now = min(_timed(_step(engine, mode, params, 0, rows)) for _ in range(PLAIN_STEPS))
         if earlier.step[1] < SLOWER * now:
             return earlier
-    fresh, agree = measure_costs(engine, mode, params, rows, sweeps, SECONDS)
+    completes = is_native(engine.target) and rows > engine.batch_sizes[0]
+    fresh, agree = measure_costs(engine, mode, params, rows, sweeps, SECONDS, completes)
     if kept and agree:
         save_costs(kept, fresh)
     return fresh
@@ -169,11 +174,12 @@ def measure_costs(
     rows: int | None = None,
     sweeps: int = SWEEPS[0],
     seconds: float | None = None,
+    completes: bool = False,
 ) -> tuple[Costs, bool]:
     """Time a mode's rounds, each between plain steps, at two contexts; return costs, and True if repeats agree.
 
     Of large models only some blocks are timed, see `BlockSample`. Repeats start until `seconds` have passed, or
-    SECONDS.
+    SECONDS. `completes`: time only what timings of one row do not show, see `of_more_rows`.
     """
     rows = rows or engine.cache.batch
     model, caches, num_draft = model_drafter_of(engine, mode), engine.modes[mode].caches, engine.modes[mode].num_draft
@@ -183,10 +189,10 @@ def measure_costs(
     before = [lengths_B.clone() for lengths_B in lengths]
     near = float(engine.cache.lengths.double().mean())
     room = min(engine.max_context, engine.cache.slots) - 2 * (1 + num_draft) - 1
-    sample = BlockSample(engine.target)
-    far = min(FAR, room) if min(FAR, room) > 2 * near + 64 and not engine.offloaded else None
+    sample = BlockSample(engine.target, part=MANY_ROWS_PART if completes else 1.0)
+    far = min(FAR, room) if min(FAR, room) > 2 * near + 64 and not (engine.offloaded or completes) else None
     contexts = (False, True) if far is not None and sample.is_whole else (False,)
-    timers = _timers(engine, mode, params, rows, sample)
+    timers = _timers(engine, mode, params, rows, sample, completes)
     step = _step(engine, mode, params, 0, rows)
     plain = partial(sample.seconds, step)
     ratios: dict[tuple[str, int, bool], list[float]] = {}
@@ -215,7 +221,8 @@ def measure_costs(
             for lengths_B, before_B in zip(lengths, before, strict=True):
                 lengths_B.copy_(before_B)
     slot = 0.0
-    if not sample.is_whole:
+    is_whole = sample.is_whole or completes
+    if not is_whole:
         bases[False] = [_timed(step)]
         if far is not None:
             slot = _slot_seconds(sample, _step(engine, mode, params, num_draft, rows), lengths, near, far)
@@ -223,8 +230,8 @@ def measure_costs(
         lengths_B.copy_(before_B)
     for cache in caches:
         cache.park(0, cache.batch)
-    costs = fit_costs(ratios, bases, near, far if sample.is_whole else None, model is not None and model.single_pass)
-    return costs if sample.is_whole else _with_slots(costs, engine, model, sample, slot), agree
+    costs = fit_costs(ratios, bases, near, far if is_whole else None, model is not None and model.single_pass)
+    return costs if is_whole else _with_slots(costs, engine, model, sample, slot), agree
 
 
 def _slot_seconds(
@@ -263,28 +270,31 @@ def _with_slots(costs: Costs, engine: Engine, model: Drafter | None, sample: Blo
 
 
 def _timers(
-    engine: Engine, mode: str, params: SamplingParams, rows: int, sample: BlockSample
+    engine: Engine, mode: str, params: SamplingParams, rows: int, sample: BlockSample, completes: bool
 ) -> dict[tuple[str, int], Callable[[], float]]:
-    """Return timers, in seconds, by kind and width or depth."""
+    """Return timers, in seconds, by kind and width or depth.
+
+    `completes`: only those of steps wider than one row's, and of short drafts.
+    """
     model, variant, longest = model_drafter_of(engine, mode), engine.variant(params, mode), engine.modes[mode].num_draft
     context = variant.round(0, rows).context
     timers: dict[tuple[str, int], Callable[[], float]] = {}
     briefly = engine.offloaded or not sample.is_whole
     short = max(1, longest // SHARE_OF_LONGEST)
-    few = {short, longest} if engine.offloaded else {1, short, longest}
-    for num_nodes in sorted(few) if briefly and longest else _lengths(longest)[1:]:
+    few = {short, longest} if engine.offloaded else {1, min(3, longest)} if completes else {1, short, longest}
+    for num_nodes in sorted(few) if (briefly or completes) and longest else _lengths(longest)[1:]:
         timers["step", 1 + num_nodes] = partial(sample.seconds, _step(engine, mode, params, num_nodes, rows))
     if model is not None:
-        sample = BlockSample(model.step_model())
+        sample = BlockSample(model.step_model(), part=MANY_ROWS_PART if completes else 1.0)
         deepest, largest = chain(max(1, longest // 2)), variant.policy.shapes[-1]
         kinds = {"draft": deepest, **({"level": largest} if largest.is_tree else {})}
         for kind, shape in kinds.items():
-            last = shape.depth if sample.is_whole else min(2, shape.depth)
-            once = engine.offloaded or (kind == "level" and not sample.is_whole)
+            last = shape.depth if sample.is_whole and not completes else min(2, shape.depth)
+            once = engine.offloaded or completes or (kind == "level" and not sample.is_whole)
             depths = (1,) if model.single_pass else (last,) if once else (1, last)
             for depth in dict.fromkeys(depths):
                 timers[kind, depth] = partial(sample.seconds, partial(_draft, model, context, shape, depth))
-        if model.time_catch_up(context, MISSED):
+        if not completes and model.time_catch_up(context, MISSED):
             timers["read", 0] = lambda: sample.seconds(partial(model.time_catch_up, context, MISSED)) / MISSED
     return timers
 

@@ -98,7 +98,7 @@ def test_a_model_says_how_its_steps_grow_with_their_rows() -> None:
     costs = Costs({1: 1.0, 9: 2.0}, growth=lambda rows: 1 - 0.75**rows)
     share = (0.75 - 0.75**4) / (0.75 - 0.75**9)
     assert costs.of_step(4) == pytest.approx(1 + share) and costs.of_step(9) == 2.0
-    assert of_more_rows(costs, 4).step[1] == pytest.approx(1 + share)
+    assert of_more_rows(costs, 4, 4, Costs()).step[1] == pytest.approx(1 + share)
     assert 2.0 < costs.of_step(40) < 2.2, "they are nearly all awake"
 
 
@@ -306,7 +306,7 @@ def test_the_draft_of_a_mixture_is_the_one_of_the_largest_value() -> None:
 def test_tables_that_never_gain_are_asked_now_and_then() -> None:
     policy = Policy(chains(8), costs=Costs({1: 1.0, 9: 1.6}))
 
-    def asked(rounds: int, gain: float) -> int:
+    def asked(rounds: int, gain: float, policy: Policy = policy) -> int:
         """How many of the rounds ask them."""
         times = 0
         for _ in range(rounds):
@@ -323,6 +323,10 @@ def test_tables_that_never_gain_are_asked_now_and_then() -> None:
     asked(600, 0.0)
     policy.begin()
     assert asked(6, 0.0) == 6, "another text may be another case"
+    wide = Policy(chains(8), costs=Costs({1: 1.0, 9: 8.9}))  # as with many rows
+    asked(600, 0.0, wide)
+    wide.begin()
+    assert asked(6, 0.0, wide) <= 1, "but not where even a draft that is all accepted gains nearly nothing"
     free = Policy(chains(8), pinned=chain(3), costs=Costs({1: 1.0}))
     free.gate.record_seconds(99.0)
     assert all(free.should_query_tables() and free.tables_should_learn for _ in range(50)), "whatever they take"
@@ -609,11 +613,27 @@ def test_warm_up_runs_a_model_whole_for_a_plain_step_alone(
 
 
 def test_costs_of_more_rows_are_those_of_more_tokens() -> None:
+    """And those of wide steps, and of drafts, come from timings at the largest number of rows."""
     costs = Costs({1: 1.0, 4: 1.6}, 0.5, 0.0, {1: 0.1, 4: 0.1}, 0.2)
-    more = of_more_rows(costs, 2)
-    assert more.step == {1: pytest.approx(1.2), 4: pytest.approx(2.4)}
-    assert more.draft == pytest.approx(0.6) and more.step_slot == {1: 0.2, 4: 0.2} and more.draft_slot == 0.4
-    assert of_more_rows(costs, 1) == costs
+    more = of_more_rows(costs, 2, 4, Costs({1: 1.6, 2: 3.0}, 1.1))
+    assert more.step == {1: pytest.approx(1.2), 4: pytest.approx(3.0)}
+    assert more.draft == pytest.approx(0.7) and more.step_slot == {1: 0.2, 4: 0.2} and more.draft_slot == 0.4
+    most = of_more_rows(costs, 4, 4, Costs({1: 1.8, 2: 3.0}, 1.1))
+    assert most.step == {1: 1.8, 4: pytest.approx(5.4)} and most.draft == 1.1
+    assert of_more_rows(costs, 1, 4, Costs({2: 3.0}, 1.1)) == costs
+
+
+def test_many_rows_are_timed_with_few_blocks(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that are never used would otherwise take memory for the KV cache of all blocks."""
+    engine, stack, ran = in_mode(runtime), runtime.target.run_stack, list[tuple[int, int]]()
+    run = stack._run
+    monkeypatch.setattr(
+        stack, "_run", lambda blocks, x, *rest: (ran.append((blocks.num_blocks, x.shape[0])), run(blocks, x, *rest))[1]
+    )
+    costs = profile_costs(engine, engine.mode, SamplingParams(), None)
+    assert {rows for _, rows in ran} == {1, engine.cache.batch}
+    assert max(num for num, rows in ran if rows > 1) == max(1, len(runtime.target.blocks) // 4)
+    assert list(costs[2].step) == list(costs[1].step), "all widths are predicted"
 
 
 def test_costs_of_a_sample_are_measured(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
