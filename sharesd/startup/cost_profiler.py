@@ -154,12 +154,13 @@ def _costs_of_rows(
     """
     if kept and rows < engine.cache.batch:
         kept = kept.with_key(rows)
+    completes = is_native(engine.target) and rows > engine.batch_sizes[0]
     earlier = load_costs(kept) if kept else None
     if earlier is not None:
-        now = min(_timed(_step(engine, mode, params, 0, rows)) for _ in range(PLAIN_STEPS))
+        step, sample = _step(engine, mode, params, 0, rows), BlockSample(engine.target, part=MANY_ROWS_PART)
+        now = min(sample.seconds(step) if completes else _timed(step) for _ in range(PLAIN_STEPS))
         if earlier.step[1] < SLOWER * now:
             return earlier
-    completes = is_native(engine.target) and rows > engine.batch_sizes[0]
     fresh, agree = measure_costs(engine, mode, params, rows, sweeps, SECONDS, completes)
     if kept and agree:
         save_costs(kept, fresh)
