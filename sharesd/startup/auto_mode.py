@@ -20,7 +20,7 @@ from sharesd.models.checkpoint import weight_files
 from sharesd.models.decoder import Decoder
 from sharesd.models.decoder_config import UnsupportedArchitecture
 from sharesd.models.loader import native_config
-from sharesd.startup.stored_drafts import fewer_experts
+from sharesd.startup.stored_drafts import fewer_experts, lacks_copies
 from sharesd.weights.backend import backend_for
 from sharesd.weights.memory_estimate import MemoryEstimate
 from sharesd.weights.packing import has_quantized_kernels
@@ -103,14 +103,15 @@ def _model_drafter(
         return shares, "its quantized linears stay in memory while the others are offloaded"
     if (head := _head(config)) is not None:
         return head
-    if config.dequantize is False and not config.quant.format.keeps_weights:
-        if shape.experts is None or shape.experts.num_experts_per_tok == 1:
-            return None, "share would be no faster: the target already runs on quantized weights"
-        decoder, quant = Decoder(shape, dtype=dtype, device="meta"), fewer_experts(shape.experts.num_experts_per_tok)
+    chosen = 0 if shape.experts is None else shape.experts.num_experts_per_tok
+    if chosen > 1 and lacks_copies(config, device) and not config.quant.format.keeps_weights:
+        decoder, quant = Decoder(shape, dtype=dtype, device="meta"), fewer_experts(chosen)
         speedup = _predicted_speedup(decoder, replace(config, quant=quant), folder, device, dtype, how)
         reason = f"the predicted speedup of drafts with fewer experts is {speedup:.2f}x"
         return (shares, reason) if speedup >= PAYS else (None, f"{reason}, below the threshold of {PAYS}x")
-    if device.type == "cuda" and shape.experts is not None and not config.quant.format.keeps_weights:
+    if config.dequantize is False and not config.quant.format.keeps_weights:
+        return None, "share would be no faster: the target already runs on quantized weights"
+    if chosen and device.type == "cuda" and not config.quant.format.keeps_weights:
         return None, "quantized copies of a mixture run on CPUs alone"
     if config.quant.format.solver is None:
         return shares, f"drafts by {config.quant} were asked for"

@@ -62,6 +62,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_OF_EXPERTS = ("gate_up", "down")
+"""Projections that experts have."""
 HEADS_NEXT_TO_STORED = QuantConfig(bits=8, head_bits=8)
 """Default quantization of trained heads next to stored weights on a CPU.
 
@@ -509,10 +511,12 @@ def _draft_conflicts(resolved: ResolvedConfig) -> Iterator[str]:
         yield f"draft_quant is {config.quant.method}, and {obstacle}"
     elif _quantizes_target(config, resolved.drafters):
         chosen = resolved.experts
-        if chosen and resolved.device.type == "cuda" and not config.quant.format.keeps_weights:
+        copies_experts = not (config.quant.format.keeps_weights or {*_OF_EXPERTS} <= {*config.quant.skip_projs})
+        if chosen and resolved.device.type == "cuda" and copies_experts:
             yield (
-                f"draft_quant is {config.quant.spec}, and quantized copies of a mixture run on CPUs alone; use "
-                "stored,experts=N, or a mode without them (naive, eagle, suffix)"
+                f"draft_quant is {config.quant.spec}, and quantized copies of experts run on CPUs alone; use "
+                f"stored,experts=N, --quant-skip proj={','.join(_OF_EXPERTS)}, or a mode without them (naive, "
+                "eagle, suffix)"
             )
         elif config.quant.experts is None:
             return

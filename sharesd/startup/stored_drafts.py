@@ -28,19 +28,29 @@ def fewer_experts(chosen: int) -> QuantConfig:
 def with_stored_drafts(config: EngineConfig, modes: Sequence[str], folder: Path, device: torch.device) -> EngineConfig:
     """Return a config whose drafts add no bytes, if weights run as stored and have upper halves, or are a mixture's.
 
-    Of a mixture drafts read fewer experts. A quantization that was given is kept.
+    Of a mixture drafts read fewer experts, on a GPU whatever its weights. A quantization that was given is kept.
     """
     nested = replace(config, quant=NESTED)
     drafters = selection.active_drafters(nested, *modes)
     is_given = not config.offload.choose_bits or config.quant != EngineConfig().quant
-    obstacle = stored_drafts_obstacle(nested, drafters, str(device))
-    if is_given or obstacle is not None or not registry.those(drafters, Need.QUANTIZED_TARGET):
+    if is_given or not registry.those(drafters, Need.QUANTIZED_TARGET):
         return config
-    quant = NESTED if _is_q8(config, folder) else None
-    if (chosen := chooses_experts(folder, device)) > 1:
+    obstacle = stored_drafts_obstacle(nested, drafters, str(device))
+    quant = NESTED if obstacle is None and _is_q8(config, folder) else None
+    if (obstacle is None or lacks_copies(config, device)) and (chosen := chooses_experts(folder, device)) > 1:
         fewer = fewer_experts(chosen)
         quant = fewer if quant is None else replace(quant, experts=fewer.experts)
-    return config if quant is None else replace(config, quant=quant)
+    if quant is None or stored_drafts_obstacle(replace(config, quant=quant), drafters, str(device)) is not None:
+        return config
+    return replace(config, quant=quant)
+
+
+def lacks_copies(config: EngineConfig, device: torch.device) -> bool:
+    """Return True if no quantized copies of a mixture's experts draft.
+
+    Its weights run as they are stored, or on a GPU, where copies of experts have no kernel.
+    """
+    return config.dequantize is False or device.type == "cuda"
 
 
 def _is_q8(config: EngineConfig, folder: Path) -> bool:

@@ -6,6 +6,7 @@ Their logits are compared with those of transformers in `test_models.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,11 @@ from sharesd.models.gguf.weights import names_of
 from sharesd.models.loader import decoder_config, load_decoder, native_config, stored_tensors
 from sharesd.models.lora import folder_with_adapter
 from sharesd.models.quantized.target import folder_to_quantize
+from sharesd.startup import auto_mode
 from sharesd.startup import resolve as resolve_module
 from sharesd.startup.auto_mode import choose_drafters
 from sharesd.startup.resolve import ResolvedConfig, folder_and_config, resolve_config, resolved_conflicts
+from sharesd.startup.stored_drafts import with_stored_drafts
 from sharesd.weights import memory_estimate, offload_planner
 from sharesd.weights.backend import CudaBackend
 from tests.helpers.gguf_files import write_gguf
@@ -230,23 +233,43 @@ def test_experts_of_a_gpu_are_not_quantized_and_not_offloaded(tmp_path: Path, wi
     given: dict[str, Any] = {"modes": ("share",), "folder": target, "device": gpu, "dtype": torch.bfloat16}
     given |= {"compile": "regional", "has_triton": True, "experts": 2}
 
-    def found(quant: str, **facts: Any) -> list[str]:
-        config = EngineConfig(target=str(target), mode="share", dequantize=True, quant=QuantConfig.parse(quant))
+    def found(spec: str, *skips: str, **facts: Any) -> list[str]:
+        quant = QuantConfig.parse(spec, skips)
+        config = EngineConfig(target=str(target), mode="share", dequantize=True, quant=quant)
         return [*resolved_conflicts(ResolvedConfig(config=config, **given | facts))]
 
     assert found("stored,experts=1") == []
     [copies] = found("hqq:4:64,head=4")
     assert copies.startswith(
-        "draft_quant is hqq:4:64,head=4, and quantized copies of a mixture run on CPUs alone; use stored,"
+        "draft_quant is hqq:4:64,head=4, and quantized copies of experts run on CPUs alone; use stored,"
     )
+    assert found("hqq:4:64,head=4", "proj=gate_up,down") == []
     [travels] = found("stored,experts=1", has_block_source=True)
     assert travels == "a mixture of experts is not offloaded from cuda:0; keep its blocks there, or use --device cpu"
     backend, shape = CudaBackend(gpu, torch.bfloat16, 16, 1, cuda=NoOthers()), native_config(target, gpu)
     with pytest.raises(DoesNotFit, match="not offloaded from cuda:0, and the model needs 61 GB of 24 GB; drop"):
         offload_planner._check_experts_stay(shape, gpu, backend, 61e9, 24e9, False)
     offload_planner._check_experts_stay(shape, gpu, backend, 1e9, 24e9, True)
-    config = EngineConfig(target=str(target), quant=QuantConfig.parse("hqq:4:64"))
-    assert choose_drafters(config, target, gpu, torch.bfloat16, "regional", offloads=False).drafters[0] != "share"
+
+
+def test_drafts_with_fewer_experts_are_chosen_where_copies_have_no_kernel(
+    tmp_path: Path, with_triton: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, gpu, cpu = make_mixture(tmp_path / "model"), torch.device("cuda", 0), torch.device("cpu")
+    plain = EngineConfig(target=str(target), dequantize=True)
+    for mode, device, experts in (
+        ("share", gpu, 1),
+        ("share", cpu, None),
+        ("naive", gpu, None),
+        ("classic", gpu, None),
+    ):
+        assert with_stored_drafts(plain, (mode,), target, device).quant.experts == experts, (mode, device)
+    given = replace(plain, quant=QuantConfig.parse("hqq:2:64"))
+    assert with_stored_drafts(given, ("share",), target, gpu) == given
+    for speedup in (1.2, 1.0):
+        monkeypatch.setattr(auto_mode, "_predicted_speedup", lambda *_, speedup=speedup: speedup)
+        found = choose_drafters(plain, target, gpu, torch.bfloat16, "regional", offloads=False)
+        assert ("share" in found.drafters) == (speedup > 1.1) and "fewer experts" in found.reason
 
 
 class NoOthers:
