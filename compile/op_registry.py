@@ -48,9 +48,9 @@ def register_cuda(name: str, kernel: Callable[..., Any]) -> None:
     """
 
     @wraps(kernel)
-    def launch(first: Tensor | list[Tensor], *rest: Any) -> Any:
+    def launch(first: Tensor | list[Tensor], *rest: Any, **more: Any) -> Any:
         with torch.cuda.device_of(first if isinstance(first, Tensor) else first[0]):
-            return kernel(first, *rest)
+            return kernel(first, *rest, **more)
 
     LIBRARY.impl(name, launch, "CUDA")
 

@@ -120,8 +120,8 @@ def test_kernels_are_launched_where_their_tensors_are(monkeypatch: pytest.Monkey
     monkeypatch.setattr(op_registry, "LIBRARY", SimpleNamespace(impl=impl))
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
     for name in ("one", "many"):
-        op_registry.register_cuda(name, lambda first, *rest: (current[-1], rest))
+        op_registry.register_cuda(name, lambda first, *rest, sinks=None: (current[-1], rest, sinks))
     one, many = registered["one on CUDA"], registered["many on CUDA"]
     tensors = [torch.zeros(1), torch.zeros(2)]
-    assert one(tensors[0], 3, "x") == (tensors[0], (3, "x"))
-    assert many(tensors[::-1]) == (tensors[1], ()) and current == [None]
+    assert one(tensors[0], 3, "x", sinks="s") == (tensors[0], (3, "x"), "s")
+    assert many(tensors[::-1]) == (tensors[1], (), None) and current == [None]
