@@ -139,8 +139,8 @@ def attend(
     2309.17453). `softcap` > 0 squashes the scores to softcap * tanh(score / softcap) before masking (Gemma 2). With
     `tree_mask` a row is written to the last slot of its path, and attends to slots < lengths and its path. Before,
     queries and keys are normalised by `norms` and rotated by `rotary`: cosines and sines [P, r] of all positions, fewer
-    than padding may have; then queries are multiplied by `query_factors` [P]. `sinks` [H], on CPUs alone, are one more
-    score of each head, unscaled, which takes weight and has no value (OpenAI 2025, arXiv 2508.10925). If
+    than padding may have; then queries are multiplied by `query_factors` [P]. `sinks` [H] are one more score of each
+    head, unscaled, which takes weight and has no value (OpenAI 2025, arXiv 2508.10925). If
     `reads_live_slots`, a query's result has the same bits whatever T, S, B, the number of threads, and its place in a
     tree. Caches may be in 8 bits.
     """
@@ -166,7 +166,7 @@ def attend(
     if B == 1 and tree_mask is None and not recent and supports_flash(device, q_BTHd.dtype, d, softcap):
         kept = append_kv(*new[1:], *old, lengths_B[:, None] + torch.arange(T, device=device))
         ends_B = (lengths_B + T).to(torch.int32)
-        return torch.ops.sharesd.flash(q_BTHd, *kept, ends_B, scale, window)
+        return torch.ops.sharesd.flash(q_BTHd, *kept, ends_B, scale, window, sinks)
     return attend_reference(
         *new, *old, scale=scale, window=window, recent=recent, softcap=softcap, tree_mask=tree_mask, sinks=sinks
     )
@@ -272,7 +272,13 @@ def _bounds(num: int, device: torch.device) -> Tensor:
 
 
 def _flash(
-    q_1THd: Tensor, k_cache_1KSd: Tensor, v_cache_1KSd: Tensor, ends_1: Tensor, scale: float, window: int
+    q_1THd: Tensor,
+    k_cache_1KSd: Tensor,
+    v_cache_1KSd: Tensor,
+    ends_1: Tensor,
+    scale: float,
+    window: int,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return causal attention of a text's last rows within a window.
 
@@ -280,7 +286,7 @@ def _flash(
     """
     T, S = q_1THd.shape[1], k_cache_1KSd.shape[2]
     q_THd, k_SKd, v_SKd = q_1THd[0], k_cache_1KSd[0].transpose(0, 1), v_cache_1KSd[0].transpose(0, 1)
-    found_THd, *_ = torch.ops.aten._flash_attention_forward(
+    found_THd, sums_HT, *_ = torch.ops.aten._flash_attention_forward(
         *(q_THd, k_SKd, v_SKd, _bounds(T, q_THd.device), _bounds(S, q_THd.device), T, S),
         *(0.0, True, False),  # no dropout, causal, no mask for debugging
         scale=scale,
@@ -288,6 +294,8 @@ def _flash(
         window_size_right=0,
         seqused_k=ends_1,
     )
+    if sinks is not None:  # of all weight e^sum + e^sink, this share is that of keys
+        found_THd = (found_THd * (sums_HT - sinks.float()[:, None]).sigmoid().t()[..., None]).to(q_THd.dtype)
     return found_THd[None]
 
 
@@ -356,6 +364,9 @@ LIBRARY.define(
 LIBRARY.impl("attend_", _attend_cpu, "CPU")
 register_cuda("attend_", _attend_cuda)
 LIBRARY.impl("attend_", lambda q, *rest, **more: q.new_empty(q.shape), "Meta")
-LIBRARY.define("flash(Tensor q, Tensor k_cache, Tensor v_cache, Tensor ends, float scale, int window) -> Tensor")
+LIBRARY.define(
+    "flash(Tensor q, Tensor k_cache, Tensor v_cache, Tensor ends, float scale, int window, Tensor? sinks=None) "
+    "-> Tensor"
+)
 register_cuda("flash", _flash)
 LIBRARY.impl("flash", lambda q, *rest: q.new_empty(q.shape), "Meta")

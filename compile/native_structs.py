@@ -86,6 +86,7 @@ class ExpertsStruct(Structure):
         ("mlp", c_int64),
         ("normalised", c_int64),
         ("shared", c_int64),
+        ("wide", c_int64),
         ("scale", c_double),
         ("eps", c_double),
         ("bias", c_void_p),
@@ -99,9 +100,9 @@ class ExpertsStruct(Structure):
     def of(cls, mlp: Any, *, drafts: bool) -> ExpertsStruct:
         """Describe a mixture, as it is or as it drafts.
 
-        It has `router`, `experts`, `num_experts_per_tok`, `draft_experts`, `norm_topk_prob`, `scaling_factor`
-        and `sum_eps`. `router_bias` and `shared_expert` may be None; the router may have a score for the latter. The
-        struct keeps the memory of its linears alive.
+        It has `router`, `wide_router`, `experts`, `num_experts_per_tok`, `draft_experts`, `norm_topk_prob`,
+        `scaling_factor` and `sum_eps`. `router_bias` and `shared_expert` may be None; the router may have a score for
+        the latter. The struct keeps the memory of its linears alive.
         """
         linears, shared = expert_linears(mlp), int(mlp.shared_expert is not None)
         part = quantized if drafts else full_precision
@@ -110,6 +111,7 @@ class ExpertsStruct(Structure):
             count=len(linears) // 2,
             per_row=shared + (mlp.draft_experts if drafts else mlp.num_experts_per_tok),
             shared=shared,
+            wide=int(mlp.wide_router),
             scale=mlp.scaling_factor,
             eps=mlp.sum_eps,
             bias=None if mlp.router_bias is None else address(mlp.router_bias.e_score_correction_bias),

@@ -28,6 +28,7 @@ struct Experts {
   int64_t count, per_row;  // all, and those of a row
   int64_t mlp, normalised;  // size between gate/up and down; the chosen probabilities are divided by their sum
   int64_t shared;  // experts of all rows, which are the last; the router has a score for each, whose sigmoid is its factor, or none
+  int64_t wide;  // the router has weights of the wide type, and so have scores
   double scale, eps;  // factor on probabilities; added to the sum that they are divided by
   const void* bias;  // of the wide type; probabilities are sigmoids, and choose with this added. Null: a softmax
   Linear router;
@@ -196,7 +197,8 @@ inline int64_t visits_at_once(int64_t rows, const Experts& e) {
 template <typename T> struct Shared {
   std::vector<T> qkv, attended, out, gate_up, hidden;
   std::vector<T> whole;  // one of these from all ranks
-  std::vector<T> scores;  // of experts, for each row; their choices, and sums of their results
+  std::vector<T> scores;  // of experts, for each row, perhaps of the wide type; their choices, and sums of their results
+  std::vector<typename Wide<T>::type> wide_scores;
   std::vector<Choice<T>> chosen;
   std::vector<typename Wide<T>::type> sums;
   DeltaWork<typename Wide<T>::type> delta;
@@ -221,7 +223,10 @@ template <typename T> struct Shared {
         grow(gate_up, visits * 2 * e->mlp);
         grow(hidden, visits * e->mlp);
         grow(out, visits * s.D);
-        grow(scores, kept * e->count);
+        if (e->wide)
+          grow(wide_scores, kept * e->count);
+        else
+          grow(scores, kept * e->count);
         grow(chosen, kept * e->per_row);
         grow(sums, kept * s.D);
       }
@@ -244,7 +249,7 @@ template <typename Work> int64_t together(int64_t threads, Work&& work) {
 
 // Choose experts by scores [router.N] of a row: those of the highest probability, of equal ones the lowest. In the order of
 // their numbers, the shared ones last.
-template <typename T> void choose_experts(const Experts& e, const T* scores, Choice<T>* chosen) {
+template <typename T, typename S> void choose_experts(const Experts& e, const S* scores, Choice<T>* chosen) {
   using W = typename Wide<T>::type;
   constexpr W kTaken = -std::numeric_limits<W>::infinity();
   thread_local std::vector<W> probs, by;
@@ -270,13 +275,13 @@ template <typename T> void choose_experts(const Experts& e, const T* scores, Cho
   }
   std::sort(chosen, chosen + per_row, [](const Choice<T>& a, const Choice<T>& b) { return a.expert < b.expert; });
   for (Choice<T>* each = chosen; each < chosen + per_row; ++each) {
-    T factor;
+    S factor;
     const W part = e.normalised ? each->factor / (sum_of_chosen + static_cast<W>(e.eps)) : each->factor;
     narrow(static_cast<W>(part * static_cast<W>(e.scale)), &factor);
     each->factor = widen(factor);
   }
   for (int64_t j = 0; j < e.shared; ++j) {
-    T factor;
+    S factor;
     const W score = e.router.N > count ? widen(scores[count + j]) : 0;
     narrow(e.router.N > count ? static_cast<W>(1 / (1 + std::exp(-score))) : 1, &factor);
     chosen[per_row + j] = {count + j, widen(factor)};
@@ -603,9 +608,24 @@ template <typename T> struct Worker {
   // Replace M rows of h by the results of their experts. A row's experts are added in the order of their numbers: it has the
   // same bits whatever the others chose.
   void add_experts(const Experts& e, int64_t M, T* h) {
-    multiply(e.router, nullptr, h, shared.scores.data(), M);
-    for (int64_t m = share(M, me, all); m < share(M, me + 1, all); ++m)
-      choose_experts(e, shared.scores.data() + m * e.router.N, shared.chosen.data() + m * e.per_row);
+    using W = typename Wide<T>::type;
+    if (e.wide) {
+      std::vector<W> wide(M * s.D);
+      for (int64_t i = 0; i < M * s.D; ++i) wide[i] = widen(h[i]);
+      const int64_t blocks = blocks_of<W>(e.router);
+      product_blocks(e.router, nullptr, wide.data(), shared.wide_scores.data(), M, share(blocks, me, all), share(blocks, me + 1, all),
+                     rounded);
+      barrier.wait();
+    } else {
+      multiply(e.router, nullptr, h, shared.scores.data(), M);
+    }
+    for (int64_t m = share(M, me, all); m < share(M, me + 1, all); ++m) {
+      Choice<T>* chosen = shared.chosen.data() + m * e.per_row;
+      if (e.wide)
+        choose_experts(e, shared.wide_scores.data() + m * e.router.N, chosen);
+      else
+        choose_experts(e, shared.scores.data() + m * e.router.N, chosen);
+    }
     barrier.wait();
     visits.group(e, shared.chosen.data(), M);
     // Columns of sums that this thread adds, in whole vectors: where a rest begins must not depend on the number of threads.

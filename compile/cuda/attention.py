@@ -146,6 +146,7 @@ def join_parts(
     top_ptr,
     total_ptr,
     part_ptr,
+    sink_ptr,  # [H] or None
     out_ptr,
     T,
     P,
@@ -179,8 +180,11 @@ def join_parts(
     else:
         own += (token % T).to(tl.int32)
     one, i = tl.arange(0, 1), tl.arange(0, D)
+    sink = None
+    if sink_ptr is not None:
+        sink = tl.load(sink_ptr + tl.program_id(1) + one).to(tl.float32)
     out_1D = join_rows(
-        query + one, own + one, own + one >= 0, own, own, top_ptr, total_ptr, part_ptr, X, window, recent,
+        query + one, own + one, own + one >= 0, own, own, top_ptr, total_ptr, part_ptr, sink, X, window, recent,
         1, d, D, GROUP, GROUP, SPLIT, CHUNK, SINKS,
     )  # fmt: skip
     tl.store(out_ptr + query * d + i, tl.reshape(out_1D, (D,)).to(out_ptr.dtype.element_ty), mask=i < d)
@@ -207,8 +211,9 @@ def attend_live(
     gemma: bool = False,
     *,
     query_factors: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Run `compile.attention.attend` with its norms, rotary embedding and factors of queries: [B, T, H, d].
+    """Run `compile.attention.attend` with its norms, rotary embedding, factors of queries and sinks: [B, T, H, d].
 
     Tensors of bfloat16, float16 or float32 on a GPU, or on a CPU under Triton's interpreter. Caches are [B, K, S, d],
     or in 8 bits.
@@ -241,7 +246,7 @@ def attend_live(
         at_once = partial(
             attend_step[(num_programs, B * K)],
             *(q, k, v, cos, sin, query_factors, q_norm_d, k_norm_d, k_cache, v_cache, lengths_B, arrivals(q.device)),
-            *(top, total, part, out, T, S, X, N, num_programs),
+            *(top, total, part, sinks, out, T, S, X, N, num_programs),
             *(stride // d for x in (q, k, v) for stride in x.stride()[:2]),
             *(eps, *units, *back),
             **{"R": R, "GEMMA": gemma, "GROUP": GROUP, "AT_ONCE": AT_ONCE, "JOIN": queries_at_once(G)},
@@ -266,7 +271,7 @@ def attend_live(
     with_room(lambda stages: in_parts(num_stages=stages), STAGES, (q.device, "attend_parts", d, q.dtype, q8))
     out = torch.empty_like(turned)
     join_parts[(B * T, H)](
-        *(lengths_B, depth, top, total, part, out),
+        *(lengths_B, depth, top, total, part, sinks, out),
         *(T, P, X, *back),
         **{"H": H, "GROUP": GROUP},
         **size,

@@ -84,14 +84,15 @@ def multiply_part(
 
 @triton.jit
 def join_rows(
-    query, own, is_live, low, high, top_ptr, total_ptr, part_ptr, X, window, recent,
+    query, own, is_live, low, high, top_ptr, total_ptr, part_ptr, sink, X, window, recent,
     NUM: tl.constexpr, d: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, AT_ONCE: tl.constexpr,
     SPLIT: tl.constexpr, CHUNK: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Attention [NUM, D] of queries at positions `own`, from `low` to `high`, by their parts; 0 without any.
 
     Parts are added one by one, in order, and each number by itself. So bits depend on neither NUM, AT_ONCE, the other
-    queries, nor on how numbers lie in registers. Parts that a query does not see are not read for it.
+    queries, nor on how numbers lie in registers. Parts that a query does not see are not read for it. `sink`: one more
+    score of each query [NUM], of base e, which has no value and is added last; None: there is none.
     """
     i = tl.arange(0, D)
     top = tl.full((NUM,), float("-inf"), tl.float32)
@@ -130,4 +131,6 @@ def join_rows(
                 total = tl.where(sees, total + added * weight, total)
                 values = tl.where(sees[:, None], values + some * weight[:, None], values)
         top = new_top
+    if sink is not None:
+        total = tl.where(top == float("-inf"), total, total + tl.exp2(sink * 1.4426950408889634 - top))
     return values / tl.where(total == 0, 1.0, total)[:, None]

@@ -61,6 +61,7 @@ def attend_step(
     top_ptr,
     total_ptr,
     part_ptr,
+    sink_ptr,  # [H] or None
     out_ptr,
     T,
     S,
@@ -156,14 +157,14 @@ def attend_step(
             tl.store(counters_ptr + head, 0)
             for first in range(0, T * G, JOIN):
                 _join_queries(
-                    first, top_ptr, total_ptr, part_ptr, out_ptr, b, kv, n, T, X, window, recent,
+                    first, top_ptr, total_ptr, part_ptr, sink_ptr, out_ptr, b, kv, n, T, X, window, recent,
                     K, G, JOIN, d, D, GROUP, AT_ONCE, SPLIT, CHUNK, SINKS,
                 )  # fmt: skip
 
 
 @triton.jit
 def _join_queries(
-    first, top_ptr, total_ptr, part_ptr, out_ptr, b, kv, n, T, X, window, recent,
+    first, top_ptr, total_ptr, part_ptr, sink_ptr, out_ptr, b, kv, n, T, X, window, recent,
     K: tl.constexpr, G: tl.constexpr, JOIN: tl.constexpr, d: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr,
     AT_ONCE: tl.constexpr, SPLIT: tl.constexpr, CHUNK: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
@@ -173,8 +174,11 @@ def _join_queries(
     live = t < T
     query = (b * T + t) * (K * G) + kv * G + g
     high = n + tl.minimum((first + JOIN - 1) // G, T - 1)
+    sink = None
+    if sink_ptr is not None:
+        sink = tl.load(sink_ptr + kv * G + g).to(tl.float32)
     joined = join_rows(
-        query, n + t, live & (n >= 0), n + first // G, high, top_ptr, total_ptr, part_ptr, X, window, recent,
+        query, n + t, live & (n >= 0), n + first // G, high, top_ptr, total_ptr, part_ptr, sink, X, window, recent,
         JOIN, d, D, GROUP, AT_ONCE, SPLIT, CHUNK, SINKS,
     )  # fmt: skip
     out = out_ptr + query[:, None] * d + i[None, :]

@@ -223,6 +223,8 @@ def expert_mlp(
     down_EDI: Tensor,
     tiles: tuple[Tile, Tile],
     *,
+    gate_up_bias_EW: Tensor | None = None,
+    down_bias_ED: Tensor | None = None,
     norm: Tensor | None = None,
     eps: float = 0.0,
     gated: str,
@@ -235,9 +237,14 @@ def expert_mlp(
     (M, k), (E, _, D) = experts_Mk.shape, gate_up_EWD.shape
     tiles_T3, order_V = group_visits(experts_Mk, E)
     hidden_VI = multiply_experts(
-        x_MD, gate_up_EWD, tiles_T3, order_V, tiles[0], chosen=k, norm=norm, eps=eps, gated=gated
+        *(x_MD, gate_up_EWD, tiles_T3, order_V, tiles[0]),
+        chosen=k,
+        bias_EW=gate_up_bias_EW,
+        norm=norm,
+        eps=eps,
+        gated=gated,
     )
-    out_VD = multiply_experts(hidden_VI, down_EDI, tiles_T3, order_V, tiles[1], chosen=-1)
+    out_VD = multiply_experts(hidden_VI, down_EDI, tiles_T3, order_V, tiles[1], chosen=-1, bias_EW=down_bias_ED)
     y_MD = torch.empty_like(x_MD)
     join[(M, triton.cdiv(D, _BLOCK))](
         out_VD, factors_Mk, residual_MD, y_MD, D=D, CHOSEN=k, BLOCK=_BLOCK, num_warps=4, **launch_options(x_MD.device)

@@ -275,7 +275,11 @@ def _store(
         acc += tl.load(bias_ptr + w_rows, mask=is_valid, other=0.0).to(tl.float32)[:, None]
     if GATED != "":
         gate, up = tl.split(tl.permute(tl.reshape(acc, (2, BN // 2, ROWS)), (1, 2, 0)))
-        acc = _activated(gate, GATED) * up
+        if GATED == "swiglu_oai":
+            gate, up = tl.where(gate > 7.0, 7.0, gate), tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
+            acc = gate * tl.sigmoid(1.702 * gate) * (up + 1)
+        else:
+            acc = _activated(gate, GATED) * up
         outs = tl.program_id(1) * (BN // 2) + tl.arange(0, BN // 2)
         is_valid = outs < N
     at = rows[None, :].to(tl.int64) * N + outs[:, None]

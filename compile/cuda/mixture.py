@@ -1,7 +1,8 @@
 """Mixtures of experts on CUDA, for steps and prompts alike.
 
 The router is a linear like others; what follows it are the five launches of `compile.cuda.experts`. Prompts go through
-them, too: their rows fill tiles of 16 for each expert, and the host never asks which experts were chosen.
+them, too: their rows fill tiles of 16 for each expert, and the host never asks which experts were chosen. A shared
+expert is an MLP like others, whose residual is what the mixture returns.
 """
 
 from __future__ import annotations
@@ -22,26 +23,34 @@ class RowMixture(nn.Module):
     """A mixture whose experts' weights lie one after the other; a row's bits depend on the row alone."""
 
     def __init__(self, mixture: Any) -> None:
-        """`mixture`: as `sharesd.models.decoder.ExpertMLP`, without a shared expert; its router is kept."""
+        """`mixture`: as `sharesd.models.decoder.ExpertMLP`, without a gate of a shared expert; its router is kept."""
         super().__init__()
-        assert mixture.shared_expert is None and mixture.router_bias is None
-        self.router, self.switch = mixture.router, mixture.switch
+        assert mixture.router.out_features == len(mixture.experts)
+        self.router, self.wide_router, self.switch = mixture.router, mixture.wide_router, mixture.switch
+        self.router_bias, self.shared_expert = mixture.router_bias, mixture.shared_expert
         self.num_experts_per_tok, self.draft_experts = mixture.num_experts_per_tok, mixture.draft_experts
         self.norm_topk_prob, self.hidden_act = mixture.norm_topk_prob, mixture.hidden_act
         self.scaling_factor, self.sum_eps = mixture.scaling_factor, mixture.sum_eps
-        gate_up_EWD = stack_weights([expert.gate_up.weight for expert in mixture.experts])
-        down_EDI = stack_weights([expert.down.weight for expert in mixture.experts])
-        self.gate_up, self.down = (nn.Parameter(each, requires_grad=False) for each in (gate_up_EWD, down_EDI))
+        for name in ("gate_up", "down"):
+            linears = [expert.get_submodule(name) for expert in mixture.experts]
+            biases = [linear.bias for linear in linears if linear.bias is not None]
+            weight = nn.Parameter(stack_weights([linear.weight for linear in linears]), requires_grad=False)
+            self.register_parameter(name, weight)
+            self.register_buffer(f"{name}_bias", torch.stack(biases).detach() if biases else None, persistent=False)
 
     def forward(self, x: Tensor, norm: Any = None, residual: Tensor | None = None) -> Tensor:
         """Return residual + the chosen experts' MLPs of norm(x), times their factors; `norm` has `weight` and `eps`."""
-        scores = project(self.router, x, norm=norm)
-        if norm is not None and x.dtype == torch.float16:  # whose range x * weight may exceed
+        # A router in float32 reads the norm's result, and in float16 x * weight may exceed the range.
+        if norm is not None and (self.wide_router or x.dtype == torch.float16):
             x, norm = torch.ops.sharesd.row_norm(x, norm.weight, norm.eps), None
+        wide = torch.promote_types(x.dtype, torch.float32)
+        scores = project(self.router, x.to(wide) if self.wide_router else x, norm=norm)
         around = None if norm is None else norm.weight, 0.0 if norm is None else norm.eps, residual, self.hidden_act
         chosen = self.draft_experts if self.switch.quantized else self.num_experts_per_tok
         how = chosen, self.norm_topk_prob, self.scaling_factor, self.sum_eps
-        return torch.ops.sharesd.row_mixture(x, scores, self.gate_up, self.down, *around, *how)
+        biases = self.gate_up_bias, self.down_bias, getattr(self.router_bias, "e_score_correction_bias", None)
+        y = torch.ops.sharesd.row_mixture(x, scores, self.gate_up, self.down, *biases, *around, *how)
+        return y if self.shared_expert is None else self.shared_expert(x, norm, y)
 
 
 def stack_weights(weights: Sequence[Tensor]) -> Tensor:
@@ -67,7 +76,10 @@ def replace_with_row_mixtures(model: nn.Module) -> int:
     return len(found)
 
 
-def _row_mixture(x, scores, gate_up, down, norm, eps, residual, gated, chosen, normalised, scale, sum_eps):
+def _row_mixture(
+    x, scores, gate_up, down, gate_up_bias, down_bias, choice_bias, norm, eps, residual, gated, chosen, normalised,
+    scale, sum_eps,
+):  # fmt: skip
     from compile.cuda.experts import choose_experts, expert_mlp, expert_tile  # import Triton
 
     D = x.shape[-1]
@@ -75,7 +87,7 @@ def _row_mixture(x, scores, gate_up, down, norm, eps, residual, gated, chosen, n
     find = partial(tile_of, x.device.index if x.is_cuda else None, bits=8 * gate_up.dtype.itemsize)
     gate_up_tile, down_tile = (expert_tile(find, each.shape[1], each.shape[2], chosen) for each in (gate_up, down))
     experts_Mk, factors_Mk = choose_experts(
-        scores_ME, None, chosen, normalised=normalised, scale=scale, sum_eps=sum_eps
+        scores_ME, choice_bias, chosen, normalised=normalised, scale=scale, sum_eps=sum_eps
     )
     y_MD = expert_mlp(
         x_MD,
@@ -84,6 +96,8 @@ def _row_mixture(x, scores, gate_up, down, norm, eps, residual, gated, chosen, n
         gate_up,
         down,
         (gate_up_tile, down_tile),
+        gate_up_bias_EW=gate_up_bias,
+        down_bias_ED=down_bias,
         norm=norm,
         eps=eps,
         gated=gated,
@@ -97,8 +111,9 @@ def _row_mixture_meta(x, *rest):
 
 
 define_for_triton(
-    "row_mixture(Tensor x, Tensor scores, Tensor gate_up, Tensor down, Tensor? norm, float eps, Tensor? residual, "
-    "str gated, int chosen, bool normalised, float scale, float sum_eps) -> Tensor",
+    "row_mixture(Tensor x, Tensor scores, Tensor gate_up, Tensor down, Tensor? gate_up_bias, Tensor? down_bias, "
+    "Tensor? choice_bias, Tensor? norm, float eps, Tensor? residual, str gated, int chosen, bool normalised, "
+    "float scale, float sum_eps) -> Tensor",
     _row_mixture,
     _row_mixture_meta,
 )

@@ -296,7 +296,11 @@ class ExpertMLP(nn.Module):
         self.scaling_factor, self.sum_eps = found.scaling_factor, found.sum_eps
         self.hidden_act = config.hidden_act
         self.num_experts, scores = found.num_experts, found.num_experts + found.gates_shared_expert
-        self.router = empty_linear(config.hidden_size, scores, bias=found.router_bias, **place)
+        self.wide_router = found.wide_router
+        of_router = (
+            place | {"dtype": torch.promote_types(place["dtype"], torch.float32)} if found.wide_router else place
+        )
+        self.router = empty_linear(config.hidden_size, scores, bias=found.router_bias, **of_router)
         self.experts = nn.ModuleList(
             MLP(config, intermediate_size=found.intermediate_size, **place) for _ in range(found.num_experts)
         )
@@ -314,12 +318,13 @@ class ExpertMLP(nn.Module):
                 linear.weight = nn.Parameter(weight_WK, requires_grad=False)
 
     def choose(self, x_MD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the numbers [M, k] of each token's experts, and factors in the dtype of x.
+        """Return the numbers [M, k] of each token's experts, and factors in the dtype of the router.
 
         Factors are theirs [M, k], then that of the shared expert [M, 1]; without gates [M, 0].
         """
-        scores_ME, gates_Mg = self.router(x_MD).tensor_split([self.num_experts], 1)
         wide = torch.promote_types(x_MD.dtype, torch.float32)
+        scores = self.router(x_MD.to(wide) if self.wide_router else x_MD)
+        scores_ME, gates_Mg = scores.tensor_split([self.num_experts], 1)
         if self.router_bias is None:
             probs_ME = by_ME = F.softmax(scores_ME, dim=-1, dtype=wide)
         else:
@@ -330,7 +335,8 @@ class ExpertMLP(nn.Module):
         factors_Mk = probs_ME.gather(1, experts_Mk)
         if self.norm_topk_prob:
             factors_Mk = factors_Mk / (factors_Mk.sum(-1, keepdim=True) + self.sum_eps)
-        return experts_Mk, (factors_Mk * self.scaling_factor).to(x_MD.dtype), gates_Mg.to(wide).sigmoid().to(x_MD.dtype)
+        factors_Mk, gates_Mg = factors_Mk * self.scaling_factor, gates_Mg.to(wide).sigmoid()
+        return experts_Mk, factors_Mk.to(scores.dtype), gates_Mg.to(scores.dtype)
 
     def forward(self, x: Tensor, norm: nn.Module | None = None, residual: Tensor | None = None) -> Tensor:
         """Return residual + the chosen experts' MLPs of norm(x), times their factors."""

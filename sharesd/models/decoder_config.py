@@ -53,6 +53,8 @@ class ExpertConfig(NamedTuple):
     """Its result is multiplied by the sigmoid of a score, which the router gives after those of the others."""
     router_bias: bool = False
     """The router is a linear with a bias."""
+    wide_router: bool = False
+    """Scores are computed and kept in float32 at least, whatever the model's dtype."""
     sum_eps: float = 1e-20
     """Added to the sum that the chosen experts' probabilities are divided by."""
 
@@ -159,10 +161,6 @@ class DecoderConfig:
         found = self.experts
         if found is None:
             return ""
-        if self.attention_sinks or self.mlp_bias or found.router_bias:
-            return "a mixture of experts with biases or attention sinks"
-        if found.has_bias or found.has_shared_expert:
-            return "a mixture of experts with a shared expert or a bias of choices"
         if self.hidden_size % _GPU_MULTIPLE or found.intermediate_size % _GPU_MULTIPLE:
             return f"a mixture of experts with sizes that are not multiples of {_GPU_MULTIPLE}"
         return ""

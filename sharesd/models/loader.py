@@ -71,10 +71,11 @@ def fill_block(
 
     `values`: names as in `block_tensors`. `make_linear`: linears instead of torch's.
     """
+    own_dtype = ("mlp.router",) if config.experts is not None and config.experts.wide_router else ()
     if make_linear is not None:
         for path, names in module_names(config, block.kind).items():
             linear = attrgetter(path)(block)
-            if type(linear) is nn.Linear:
+            if type(linear) is nn.Linear and path not in own_dtype:
                 bias = None
                 if linear.bias is not None:
                     bias = torch.cat([values[f"{name}.bias"].to(linear.bias.dtype) for name in names])

@@ -13,6 +13,7 @@ from torch import nn
 
 from compile.huge_pages import weights_on_huge_pages
 from compile.linear import pack_linears
+from compile.op_registry import runs_triton
 from quant.quantize_model import QuantReport
 from sharesd.config import EngineConfig
 from sharesd.drafters import registry, selection
@@ -128,11 +129,15 @@ class DraftHeads:
 
     @staticmethod
     def _settle(head: Head, device: torch.device) -> None:
-        """Put a head's linears into the order of the kernels."""
+        """Put a head's linears, or experts, into the order of the kernels."""
         log.info("%s head: %.1f MB", head.config.kind, num_bytes(head) / 1e6)
         if device.type == "cpu":
             pack_linears(head)
             weights_on_huge_pages(head)
+        elif runs_triton(device):
+            from compile.cuda.mixture import replace_with_row_mixtures  # on GPUs only
+
+            replace_with_row_mixtures(head)
 
 
 def _load(mode: str, folder: Path, target: CausalModel) -> Head:

@@ -32,7 +32,9 @@ def flash(q_THd: Tensor, k_SKd: Tensor, v_SKd: Tensor, *rest: Any, scale: float,
     ahead_TS = torch.arange(used) - (torch.arange(most_q)[:, None] + used - most_q)
     seen_TS = (ahead_TS <= 0) & (ahead_TS >= -(used if left is None else left))
     q, k, v = (x.transpose(0, 1) for x in (q_THd, k_SKd, v_SKd))
-    return (F.scaled_dot_product_attention(q, k, v, seen_TS, scale=scale, enable_gqa=True).transpose(0, 1), q)
+    scores_HTS = (q @ k.repeat_interleave(G, 0).transpose(1, 2) * scale).masked_fill(~seen_TS, -torch.inf)
+    out_HTd = F.scaled_dot_product_attention(q, k, v, seen_TS, scale=scale, enable_gqa=True)
+    return (out_HTd.transpose(0, 1), scores_HTS.logsumexp(-1), q)
 
 
 def step(T: int) -> list[Tensor]:
@@ -44,11 +46,12 @@ def step(T: int) -> list[Tensor]:
 
 def test_flash_attention_sees_what_the_reference_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash)
-    for length, window in product((0, 37), (0, 40)):
+    for length, window, sinks in product((0, 37), (0, 40), (None, torch.linspace(-4, 9, G * K))):
         ours, theirs, lengths_B = step(100), step(100), torch.tensor([length])
         append_kv(*ours[1:], lengths_B, lengths_B[:, None] + torch.arange(100))
-        out = attention._flash(ours[0], *ours[3:], (lengths_B + 100).to(torch.int32), 0.25, window)
-        torch.testing.assert_close(out, attend_reference(*theirs, lengths_B, scale=0.25, window=window))
+        out = attention._flash(ours[0], *ours[3:], (lengths_B + 100).to(torch.int32), 0.25, window, sinks)
+        wanted = attend_reference(*theirs, lengths_B, scale=0.25, window=window, sinks=sinks)
+        torch.testing.assert_close(out, wanted)
         assert all(map(torch.equal, ours[3:], theirs[3:])), "both have written the same"
 
 

@@ -17,23 +17,33 @@ from tests.helpers.tiny_models import make_mixture
 from tests.stand_in.decoding import decode
 from tests.stand_in.worker import run
 
-MODES: tuple[Mode, ...] = ("naive", "suffix", "eagle", "share")
 
-
-@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("mixtral", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", pytest.param("mixtral", marks=pytest.mark.long), "glm4_moe", "gpt_oss"]
+)
 def test_mixtures_are_loaded_and_decoded(family: str, tmp_path: Path) -> None:
-    """Rounds are captured, and replayed without a wait for the router; drafts of `share` choose fewer experts."""
+    """Rounds are captured, and replayed without a wait for the router.
+
+    Drafts of `share` choose fewer experts, unless others are asked for: those of gpt-oss quantize attention.
+    """
     import torch
 
-    target = make_mixture(tmp_path / "model", model_type=family)
-    head = make_head(tmp_path / "head", decoder_config(target), "eagle3", dtype=torch.bfloat16, mlp=64)
-    options: dict[str, Any] = {"heads": (str(head),), "quant": QuantConfig.parse("stored,experts=1")}
+    is_glm = family == "glm4_moe"
+    target = make_mixture(tmp_path / "model", model_type=family, num_nextn_predict_layers=int(is_glm))
+    modes: tuple[Mode, ...] = ("naive", "suffix", "share", "mtp" if is_glm else "eagle")
+    options: dict[str, Any] = {}
+    if not is_glm:
+        head = make_head(tmp_path / "head", decoder_config(target), "eagle3", dtype=torch.bfloat16, mlp=64)
+        options["heads"] = (str(head),)
+    if family == "gpt_oss":
+        options["quant"] = QuantConfig.parse("hqq:4:64", ["proj=gate_up,down"])
     config = EngineConfig(target=str(target), device="cuda", max_context=64, **options)
     params = SamplingParams(max_new_tokens=16, ignore_eos=True)
-    calls = [partial(decode, config, MODES, mode, params, ids=range(3, 200)) for mode in MODES]
-    for mode, outcome in zip(MODES, run(calls), strict=True):
+    outcomes = run([partial(decode, config, modes, mode, params, ids=range(3, 200)) for mode in modes])
+    for mode, outcome in zip(modes, outcomes, strict=True):
         assert not outcome.trouble, outcome.trouble
         assert "without CUDA graphs" not in outcome.log and "fallback" not in outcome.log, outcome.log
         assert outcome.value["captures"] and outcome.value["replayed"] >= 1, (mode, outcome.value)
         assert not outcome.value["after"] and not outcome.value["mallocs"], (mode, outcome.value)
         assert outcome.value["syncs"] <= 1, (mode, outcome.value)
+    assert ("to stored,experts=1" in outcomes[0].log) == (family != "gpt_oss"), outcomes[0].log

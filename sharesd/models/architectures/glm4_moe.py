@@ -41,7 +41,7 @@ def _read(config: HFConfig) -> DecoderConfig:
         layer_types=tuple(LayerType(0, 0, i >= dense) for i in range(config.require("num_hidden_layers"))),
         qkv_bias=config.get("attention_bias", False),
         use_qk_norm=config.get("use_qk_norm", False),
-        experts=experts._replace(has_bias=True, scaling_factor=factor, has_shared_expert=True),
+        experts=experts._replace(has_bias=True, wide_router=True, scaling_factor=factor, has_shared_expert=True),
     )
 
 

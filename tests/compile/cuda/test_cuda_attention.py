@@ -43,6 +43,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 slow, BF16 = partial(pytest.param, marks=pytest.mark.slow), torch.bfloat16
 long = partial(pytest.param, marks=pytest.mark.long)
 OPTIONS = [{}, {"window": 140, "softcap": 3.0}, {"recent": 20}, {"recent": 20, "window": 9}]
+OPTIONS += [{"sinks": torch.linspace(-4, 9, 6)}, {"sinks": torch.linspace(-4, 9, 6), "window": 140}]
 TREE = ((0,), (0, 1), (0, 2), (0, 1, 3), (0, 2, 4), (0, 1, 3, 5), (0, 2, 6))
 CHAIN = tuple(tuple(range(row + 1)) for row in range(7))
 PATHS = pytest.mark.parametrize("paths", [CHAIN, TREE], ids=["chain", "tree"])
@@ -97,13 +98,14 @@ def live(
     *,
     norms: Any = None,
     query_factors: Tensor | None = None,
+    sinks: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
     """Attention with tables of cosines and sines, RMSNorms of queries and keys, windows and the like."""
     places, turn = tree_mask or (None, None), rotary or (None, None)
     sight = {"window": 0, "recent": 0, "softcap": 0.0, **options}
     how = () if norms is None else (norms[0].weight, norms[1].weight, norms[0].eps, norms[0].gemma)
-    extent, more = (step.q.shape[3] ** -0.5, *sight.values()), {"query_factors": query_factors}
+    extent, more = (step.q.shape[3] ** -0.5, *sight.values()), {"query_factors": query_factors, "sinks": sinks}
     return attend_live(*step[:3], *turn, *step[3:], *places, *extent, *how, **more)
 
 
@@ -355,6 +357,7 @@ def launches(
     full: bool = False,
     q8: bool = False,
     at_once: bool = False,
+    sinks: bool = False,
 ) -> list[Binary]:
     """The three kernels of a step of eight key/value heads, with rotary embedding and norms of heads.
 
@@ -370,7 +373,21 @@ def launches(
         new = (empty(1, T, 8 * G, d), empty(1, T, 8, d), empty(1, T, 8, d), *(empty(S, d // 2) for _ in range(2)))
         caches = new_kv(1, 8, S, d, dtype, torch.device("cuda"), q8=q8)
         lengths = torch.empty(1, dtype=torch.int64, device="cuda")
-        attend_live(*new, *caches, lengths, None, None, d**-0.5, 0, 0, softcap, empty(d), empty(d), 1e-5)
+        attend_live(
+            *new,
+            *caches,
+            lengths,
+            None,
+            None,
+            d**-0.5,
+            0,
+            0,
+            softcap,
+            empty(d),
+            empty(d),
+            1e-5,
+            sinks=empty(8 * G) if sinks else None,
+        )
     assert len(made) == (1 if at_once else 3)
     return made
 
@@ -429,6 +446,12 @@ def test_one_launch_multiplies_in_the_layouts_of_three(arch: int, d: int, G: int
     loads = [code for _, code in step.sass if re.search(r"\bLDG\S*STRONG|MUFU\.EX2", code)]
     runs = max(len(run.split()) for run in " ".join("L" if "LDG" in code else "x" for code in loads).split("x"))
     assert runs >= 2 * attention_step.AT_ONCE, "in flight together"
+
+
+@pytest.mark.parametrize("arch", [90, *map(slow, (80, 86, 89, 120))])
+def test_sinks_need_no_stack(arch: int) -> None:
+    made = [each for at_once in (False, True) for each in launches(arch, 64, 8, at_once=at_once, sinks=True)]
+    assert len(made) == 4 and not any(each.spilled for each in made)
 
 
 @pytest.mark.parametrize(

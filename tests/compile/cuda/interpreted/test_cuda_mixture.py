@@ -22,7 +22,7 @@ from tests.helpers.tiny_heads import make_head
 from tests.helpers.tiny_models import make_mixture
 
 EPSILON = {torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float16: 4e-3}
-FAMILIES = pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+FAMILIES = pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "glm4_moe", "gpt_oss"])
 DTYPES = pytest.mark.parametrize(
     "dtype", [torch.float32, *(pytest.param(each, marks=pytest.mark.slow) for each in (torch.bfloat16, torch.float16))]
 )
@@ -91,8 +91,9 @@ def test_weights_that_lie_together_are_not_copied() -> None:
 
 @pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="its engine runs on the CPU")
-def test_all_modes_have_one_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts of tables, of a trained head, and by fewer experts, two rows at once."""
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "gpt_oss"])
+def test_all_modes_have_one_text(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts of tables, of a trained head, by fewer experts, or by GLM's own layer, two rows at once."""
     packed: list[nn.Module] = []
 
     def pack_model(_: Any, model: nn.Module) -> None:
@@ -101,11 +102,14 @@ def test_all_modes_have_one_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(CpuBackend, "pack_model", pack_model)
     monkeypatch.setattr("sharesd.startup.target.ModelLoader._make_linear", lambda *_, **__: None)
-    target = make_mixture(tmp_path / "model")
-    head = make_head(tmp_path / "head", decoder_config(target), "eagle3", dtype=torch.bfloat16, mlp=64)
-    modes: tuple[Any, ...] = ("naive", "suffix", "eagle", "share")
+    is_glm = family == "glm4_moe"
+    target = make_mixture(tmp_path / "model", model_type=family, num_nextn_predict_layers=int(is_glm))
+    modes: tuple[Any, ...] = ("naive", "suffix", "share", "mtp" if is_glm else "eagle")
     options: dict[str, Any] = {"device": "cpu", "compile": "off", "max_batch": 2, "num_draft": 3, "dtype": "fp32"}
-    llm = LLM(str(target), modes=modes, heads=(str(head),), quant="stored,experts=1", max_context=64, **options)
+    if not is_glm:
+        head = make_head(tmp_path / "head", decoder_config(target), "eagle3", dtype=torch.bfloat16, mlp=64)
+        options["heads"] = (str(head),)
+    llm = LLM(str(target), modes=modes, quant="stored,experts=1", max_context=64, **options)
     params, prompts = SamplingParams(max_new_tokens=6, temperature=1.0, seed=4, ignore_eos=True), [[5, 9, 14], [40, 41]]
     texts = [[each.token_ids for each in llm.generate(prompts, params, mode=mode)] for mode in modes]
     assert all(text == texts[0] for text in texts), texts
