@@ -21,7 +21,7 @@ from compile.op_registry import runs_triton
 from compile.start_times import START
 from multigpu.tensor_parallel import UNSHARDED, Shard
 from sharesd.models import checkpoint, lora
-from sharesd.models.architectures import config_from_hf
+from sharesd.models.architectures import config_from_hf, model_types
 from sharesd.models.base import CausalModel
 from sharesd.models.checkpoint import Progress, silent
 from sharesd.models.decoder import Block, Decoder, ExpertMLP
@@ -136,9 +136,15 @@ def load_model(
         with START.phase("import transformers"):
             from sharesd.models.hf import load_hf
 
-        lora.refuse_adapter(checkpoint.read_config(folder), folder)
+        raw = checkpoint.read_config(folder)
+        lora.refuse_adapter(raw, folder)
         log.info("%s; using the transformers fallback", reason)
-        return load_hf(folder, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+        try:
+            return load_hf(folder, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+        except UnsupportedArchitecture as error:
+            if raw.get("model_type") not in model_types():
+                raise
+            raise UnsupportedArchitecture(f"{reason}; through transformers: {error}") from error
     log.info("%s: native decoder", config.model_type)
     return load_decoder(
         folder,
@@ -215,9 +221,15 @@ def decoder_config(folder: Path) -> DecoderConfig:
         and checkpoint.has_weights(folder)
         and _has_other_head(folder, checkpoint.identity(folder))
     ):
-        log.warning("%s: tie_word_embeddings is true, and another lm_head is stored, which is used", folder)
+        _warn_of_head(folder)
         return replace(config, tie_word_embeddings=False)
     return config
+
+
+@cache
+def _warn_of_head(folder: Path) -> None:
+    """Warn once: a start reads the config several times."""
+    log.warning("%s: tie_word_embeddings is true, and another lm_head is stored, which is used", folder)
 
 
 def native_config(folder: Path, device: torch.device) -> DecoderConfig:

@@ -37,25 +37,28 @@ def find_inner_heads(
 ) -> tuple[str, ...]:
     """Return the modes whose head is in a target's checkpoint, which are none if tensors replace its files.
 
-    Raises ValueError if a mode that is asked for by name has none that can be used there.
+    Raises ValueError if a mode that is asked for by name has none that can be used there, or config.json is damaged.
     """
     if not set(modes) - {registry.NAIVE}:
         return ()
     found, asked = [], selection.active_drafters(config, *modes)
+    target, obstacle = None, None
+    try:
+        target = None if in_memory else native_config(folder, device)
+    except UnsupportedArchitecture as error:
+        obstacle = error
     for spec in (spec for spec in registry.specs("head") if spec.inside):
-        try:
-            find = registry.imported(f"{spec.inside}:find")
-            is_there = not in_memory and find(folder, native_config(folder, device))
-        except UnsupportedArchitecture as error:
-            reason = f"{error}, and mode {spec.name} needs a native decoder; use another mode"
-        except ValueError as error:
-            reason = str(error)
-            if spec.name not in asked:
-                log.warning("mode %s is not used: %s", spec.name, reason)
-        else:
-            has_none = "tensors replace the files of a checkpoint" if in_memory else f"{folder} has none"
-            reason = f"mode {spec.name} needs {spec.needs_inside}, and {has_none}; use another mode"
-            found += [spec.name] if is_there else []
+        has_none = "tensors replace the files of a checkpoint" if in_memory else f"{folder} has none"
+        reason = f"mode {spec.name} needs {spec.needs_inside}, and {has_none}; use another mode"
+        if obstacle is not None:
+            reason = f"{obstacle}, and mode {spec.name} needs a native decoder; use another mode"
+        elif target is not None:
+            try:
+                found += [spec.name] if registry.imported(f"{spec.inside}:find")(folder, target) else []
+            except ValueError as error:
+                reason = str(error)
+                if spec.name not in asked:
+                    log.warning("mode %s is not used: %s", spec.name, reason)
         if spec.name in asked and spec.name not in found:
             raise ValueError(reason)
     return tuple(found)

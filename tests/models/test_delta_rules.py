@@ -28,7 +28,7 @@ from sharesd.models.decoder import Decoder, GatedDeltaNet
 from sharesd.models.gguf.config import config_of
 from sharesd.models.gguf.reader import GGUFFile, read_gguf
 from sharesd.models.gguf.weights import names_of
-from sharesd.models.loader import load_decoder, native_config
+from sharesd.models.loader import decoder_config, load_decoder, native_config
 from sharesd.startup.resolve import resolve_config
 from sharesd.weights import memory_estimate, offload_planner
 from sharesd.weights.sizes import kv_bytes
@@ -501,3 +501,26 @@ def test_configs_that_make_no_sense_are_refused(fields: dict[str, Any], message:
     folder = edit_config(make_delta_model(tmp_path / "model"), **fields)
     with pytest.raises(ValueError, match=message):
         load_decoder(folder, dtype=torch.bfloat16)
+
+
+def test_a_config_that_the_decoder_does_not_compute_is_said_at_a_start(tmp_path: Path) -> None:
+    """And not only why the fallback does not run it."""
+    folder = edit_config(make_delta_model(tmp_path / "model"), hidden_act="gelu")
+    with pytest.raises(
+        ValueError, match="hidden_act 'gelu' is not supported .*; through transformers: .* has state besides"
+    ):
+        LLM(str(folder), modes=("naive", "share"), device="cpu")
+
+
+def test_a_damaged_config_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """And not by mode mtp as well."""
+    folder = edit_config(make_delta_model(tmp_path / "model"), layer_types=["linear_attention"])
+    with pytest.raises(ValueError, match="not a list of 3 layers"):
+        LLM(str(folder), modes=("naive", "share"), device="cpu")
+    assert not caplog.records
+
+
+def test_a_head_next_to_a_tied_embedding_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = edit_config(make_delta_model(tmp_path / "model"), tie_word_embeddings=True)
+    assert not any(decoder_config(folder).tie_word_embeddings for _ in range(2))
+    assert caplog.text.count("another lm_head is stored, which is used") == 1

@@ -366,6 +366,7 @@ def test_tensors_that_do_not_fit_are_named(
         ({"num_local_experts": 6}, "'num_local_experts' = 6, which is not num_experts, 5"),
         ({"num_experts_per_tok": 6}, "'num_experts_per_tok' = 6, which is not at most the 5 experts"),
         ({"num_experts_per_tok": 0}, "'num_experts_per_tok' = 0, which is not a whole number above 0"),
+        ({"model_type": "mixtral", "num_experts": None}, "mixtral checkpoint has no 'num_local_experts'"),
         ({"model_type": "mixtral", "num_experts": 0}, "'num_local_experts' = 0, which is not a number above 0"),
         ({"model_type": "glm4_moe", "num_experts": 5, "n_group": 2}, "'glm4_moe' with n_group 2 is not supported"),
         ({"num_experts": 10**7}, "config.json asks for .* weights"),

@@ -22,6 +22,8 @@ _GATE, _DOWN, _UP = (_EXPERT + part for part in ("w1", "w2", "w3"))
 
 
 def _read(config: HFConfig) -> DecoderConfig:
+    if "num_experts" not in config:  # the name that transformers 5 knows, too
+        config.require("num_local_experts")
     experts = read_experts(config, config.require("intermediate_size"), norm_topk_prob=True)
     if experts is None:
         raise wrong_value(config.model_type, "num_local_experts", 0, "a number above 0")
