@@ -28,7 +28,9 @@ from sharesd.drafters import selection
 from sharesd.drafters.mtp.checkpoint import find, load, stored_bytes
 from sharesd.drafters.mtp.drafter import MTPDrafter
 from sharesd.drafters.mtp.head import MTP
+from sharesd.models.gguf import weights
 from sharesd.models.gguf.convert import converted_folder
+from sharesd.models.gguf.reader import GGUFFile
 from sharesd.models.loader import decoder_config, load_decoder
 from sharesd.sampling_params import SamplingParams as Params
 from sharesd.startup.resolve import resolve_config
@@ -340,6 +342,20 @@ def test_files_of_gguf_run_as_stored_or_expanded(tmp_path: Path) -> None:
         head = llm._runtime.model.heads["mtp"]
         assert isinstance(head, MTP) and isinstance(head.block.attn.qkv, BlockLinear) == (not options)
         llm.close()
+
+
+def test_a_file_without_a_part_of_the_layer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write_gguf(tmp_path / "tiny.gguf", "glm4moe", "glm4", layers=2)
+    stored, read = converted_folder(file, dequantize=False), weights.read_model
+
+    def without(*given: Any) -> GGUFFile:
+        found = read(*given)
+        kept = {name: tensor for name, tensor in found.tensors.items() if not name.endswith("eh_proj.weight")}
+        return GGUFFile(found.metadata, kept)
+
+    monkeypatch.setattr(weights, "read_model", without)
+    with pytest.raises(ValueError, match=r"tiny\.gguf: it has no tensor 'blk\.2\.nextn\.eh_proj\.weight'"):
+        find(stored, decoder_config(stored))
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])

@@ -336,6 +336,10 @@ def test_parts_of_mixtures_that_a_gguf_file_lacks_are_named(tmp_path: Path) -> N
         tensors = {other: tensor for other, tensor in file.tensors.items() if other != name}
         with pytest.raises(ValueError, match=f"it has no tensor '{name}'"):
             names_of(GGUFFile(file.metadata, tensors), config)
+    key = "qwen35moe.expert_feed_forward_length"
+    metadata = {name: value for name, value in file.metadata.items() if name != key}
+    with pytest.raises(ValueError, match=f"it has no {key}; download it again"):
+        config_of(GGUFFile(metadata, file.tensors))
     fused = {**file.tensors, "blk.0.ffn_gate_up_exps.weight": file.tensors["blk.0.ffn_gate_exps.weight"]}
     with pytest.raises(ValueError, match="'blk.0.ffn_gate_up_exps.weight' has no place in this architecture"):
         names_of(GGUFFile(file.metadata, fused), config)

@@ -346,6 +346,13 @@ def test_tensors_and_keys_of_a_gguf_file_that_do_not_fit_are_named(tmp_path: Pat
     wider = config_from_hf(config_of(GGUFFile(file.metadata | {"lfm2.shortconv.l_cache": 3}, file.tensors)))
     with pytest.raises(ValueError, match=r"'blk.0.shortconv.conv.weight' has shape \[64, 4\] .* asks for \[64, 3\]"):
         names_of(file, wider)
-    for heads in ([0, 2, 1], [0, 2], [0, 0, 0]):
-        with pytest.raises(ValueError, match=r"lfm2.attention.head_count_kv"):
-            config_of(GGUFFile(file.metadata | {"lfm2.attention.head_count_kv": heads}, file.tensors))
+    key = "lfm2.attention.head_count_kv"
+    for heads, message in (
+        ([0, 2, 1], "is not supported"),
+        ([0, 2], "lists 2 layers, and there are 3"),
+        ([0, 0, 0], "is not supported"),
+    ):
+        with pytest.raises(ValueError, match=f"{key}.* {message}"):
+            config_of(GGUFFile(file.metadata | {key: heads}, file.tensors))
+    with pytest.raises(ValueError, match=f"it has no {key}; download it again"):
+        config_of(GGUFFile({name: each for name, each in file.metadata.items() if name != key}, file.tensors))

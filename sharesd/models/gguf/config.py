@@ -212,8 +212,9 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
     check_blocks(file)
     prefix, fields, sizes = f"{file.architecture}.", fields_of(file), _SIZES | dict(layout.fields)
     config = {name: fields[key] for key, name in sizes.items() if key in fields}
-    optional = (*_OPTIONAL, "feed_forward_length") if config.get("moe_intermediate_size") else _OPTIONAL
-    missing = [prefix + key for key, name in _SIZES.items() if name not in config and key not in optional]
+    needed = dict(_SIZES) | {key: name for key, name in layout.fields.items() if name == "moe_intermediate_size"}
+    optional = (*_OPTIONAL, "feed_forward_length") if len(needed) > len(_SIZES) else _OPTIONAL
+    missing = [prefix + key for key, name in needed.items() if name not in config and key not in optional]
     if missing or "token_embd.weight" not in file.tensors:
         raise ValueError(f"it has no {', '.join(missing) or 'token_embd.weight'}; download it again")
     if layout.mixes_convs:
@@ -299,10 +300,15 @@ def _check_fields(
 def _conv_layers(prefix: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the types of layers, which have as many key/value heads as a list says, or with a convolution none."""
     heads, num_layers = config.get("num_key_value_heads"), config["num_hidden_layers"]
+    key = prefix + "attention.head_count_kv"
+    if heads is None:
+        raise ValueError(f"it has no {key}; download it again")
     listed = heads if isinstance(heads, list) else [heads] * (num_layers if isinstance(num_layers, int) else 0)
+    if isinstance(heads, list) and len(heads) != num_layers:
+        raise ValueError(f"its {key} lists {len(heads)} layers, and there are {num_layers}; download it again")
     found = {each for each in listed if each}
-    if len(found) != 1 or len(listed) != num_layers:
-        raise unknown_key(prefix + "attention.head_count_kv", heads)
+    if len(found) != 1:
+        raise unknown_key(key, heads)
     types = ["full_attention" if each else "conv" for each in listed]
     return {"num_key_value_heads": found.pop(), "layer_types": types}
 

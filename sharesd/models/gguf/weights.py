@@ -20,7 +20,7 @@ from torch import Tensor
 from compile.block_linear import BLOCK_TYPES, NUMBERS, BlockPart
 from sharesd.models.architecture import GGUFLayout
 from sharesd.models.architectures import architecture_of, config_from_hf
-from sharesd.models.checkpoint import STORED, Progress, read_json, write_tensors
+from sharesd.models.checkpoint import STORED, Progress, damage_named, read_json, write_tensors
 from sharesd.models.decoder_config import DecoderConfig
 from sharesd.models.gguf.config import ROPE_TENSORS, config_of, layout_of
 from sharesd.models.gguf.parts import read_model
@@ -216,7 +216,9 @@ def stored_blocks(
     file, config = _model(folder)
     _, layout = layout_of(file)
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    names, path = names_of(file, config, mtp=mtp), read_json(folder / STORED)["files"][0]
+    path = read_json(folder / STORED)["files"][0]
+    with damage_named(Path(path)):
+        names = names_of(file, config, mtp=mtp)
     config = mtp_config(config) if mtp else config
     types = _types(file, names, config)
     single = {name: stored for stored, given in names.items() for name in _names_of_experts(given, config)}
