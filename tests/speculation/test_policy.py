@@ -283,15 +283,14 @@ def test_guesses_are_cut_where_they_stop_paying() -> None:
 
 def test_a_plain_step_is_timed_where_tables_always_draft() -> None:
     """Else dear wide steps and a slow machine look alike."""
-    costs = Costs({1: 1.0, 2: 1.8, 9: 5.0})
-    policy, chosen = Policy(chains(8), costs=Costs({1: 1.0, 2: 1.1, 9: 1.9})), []
-    for number in range(200):
-        num, _ = policy.num_table_nodes_worth([[0.5]])
+    costs = Costs({1: 1.0, 2: 1.2, 9: 5.0})
+    policy = Policy(chains(8), costs=Costs({1: 1.0, 2: 1.05, 9: 1.9}))
+    for _ in range(200):
+        num, _ = policy.num_table_nodes_worth([[0.9]])
         tree = DraftTree(torch.zeros(1, num, dtype=torch.int64), depth=num)
-        path = range(1, 1 + num * (number % 2))
-        policy.record(policy.decision(), tree, [path], 0.0, 3.0 * costs.of_step(1 + num), 1 + len(path))
-        chosen.append(num)
-    assert sum(chosen[64:]) < 10 and policy.live.drift == pytest.approx(3.0, rel=0.02)
+        path = range(1, 1 + num)
+        policy.record(policy.decision(), tree, [path], 0.0, 2.0 * costs.of_step(1 + num), 1 + num)
+    assert policy.live.drift == pytest.approx(2.0, rel=0.03)
 
 
 def test_the_draft_of_a_mixture_is_the_one_of_the_largest_value() -> None:
