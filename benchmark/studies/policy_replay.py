@@ -121,7 +121,6 @@ PARTS: dict[str, list[tuple[object, str, object]]] = {
     "without calibrated confidence": [(draft_scorer.ProbabilityCalibration, "record", lambda *_: None)],
     "without rests of tables": [(query_gate.QueryGate, "pays", lambda *_: True)],
     "without corrected promises of tables": [(Policy, "_kept", lambda *_: 1.0)],
-    "without separate acceptance near a match": [(Policy, "tables_match", property(lambda _: False, lambda *_: None))],
     "without the share of the slowest row": [(Policy, "_share", property(lambda _: 1.0))],
 }
 """What is left out -> replaced attributes."""

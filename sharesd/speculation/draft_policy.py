@@ -43,7 +43,6 @@ class Decision(NamedTuple):
 
     has_queried: bool
     """Tables were queried."""
-    tables_match: bool
     promised: list[float]
     """Tokens that tables promised, by the number of nodes, before calibration."""
     scorer: DraftScorer | None
@@ -100,7 +99,7 @@ class Policy:
         self.live, self.gate = LiveCosts(costs, measured), QueryGate()
         self._num_rounds = 0
         self._age = 0  # rounds, and NEW_TEXT for each text: counts of acceptance fade with it
-        self._kinds: dict[object, AcceptanceEstimator] = {}  # by `tables_match`, and kind of draft
+        self._kinds: dict[tuple[bool, int], AcceptanceEstimator] = {}  # by tree or chain, and window
         self._scorers = {False: DraftScorer(self._prior), True: DraftScorer(self._prior)}  # of chains, of trees
         # Accepted tokens for each token that tables promise, alone and after a model's draft.
         self._kept_promises = {alone: RunningMeans(1.0, weight=2 * PRIOR) for alone in (True, False)}
@@ -109,14 +108,12 @@ class Policy:
         self._purse, self._last_trial, self._last_plain = PURSE[0], 0, -PLAIN_GAP
         self._times_plain = False  # the coming round is a plain step, to time it
         self._given_up: float | None = None  # value of what the coming round is tried instead of
-        self._rests: dict[bool, tuple[object, int]] = {}  # until when plain steps are faster, by `tables_match`
-        self._options: dict[bool, tuple[object, int, list[_Option]]] = {}  # by `tables_match`, until an estimate moves
+        self._rest: tuple[object, int] = None, 0  # until when plain steps are faster
+        self._options: tuple[object, int, list[_Option]] = None, 0, []  # until an estimate moves
         self.scorer: DraftScorer | None = None
         """Scorer of a model's coming draft, if it may end early."""
         self.reasons: dict[str, str] = {}
         """Reasons against a draft in the coming round, by drafter."""
-        self.tables_match = False
-        """True if tables predict the coming tokens: models are right more often."""
         self.model_value = 0.0
         """Value of the best of a model's drafts and no draft in the coming round."""
         self._has_queried, self._promised, self._step_s, self._worth = False, [0.0], 0.0, 0.0
@@ -148,7 +145,7 @@ class Policy:
         return 1 - self.rate * self.live.step(1) if self.live.is_measured else 0.0
 
     def _kind(self, shape: DraftShape) -> AcceptanceEstimator:
-        key = self.tables_match, shape.is_tree, shape.window
+        key = shape.is_tree, shape.window
         if key not in self._kinds:
             # Of several branches one is accepted more often than a chain's token.
             alpha = self._prior + 0.4 * (1 - self._prior) * shape.is_tree
@@ -176,11 +173,10 @@ class Policy:
     def options(self) -> list[_Option]:
         """Return the drafts that suit the context and fit the round's limit."""
         key = self.live.version, self.max_round_cost
-        known = self._options.get(self.tables_match)
-        if known is None or known[0] != key or self._age >= known[1]:
+        if self._options[0] != key or self._age >= self._options[1]:
             until = self._age + min(FRESH, 1 + self._num_rounds // 8)  # at first each round tells much
-            known = self._options[self.tables_match] = key, until, list(map(self._option, self._allowed_shapes()))
-        return known[2]
+            self._options = key, until, list(map(self._option, self._allowed_shapes()))
+        return self._options[2]
 
     def next_shape(self, may_explore: bool = True, to_beat: float = -inf) -> DraftShape:
         """Return the shape of a model's coming draft; NO_DRAFT: none.
@@ -195,7 +191,7 @@ class Policy:
             return self._no_draft("costs_not_measured")
         if self._times_plain:
             return self._no_draft("plain_step_is_timed")
-        key, until = self._rests.get(self.tables_match, (None, 0))
+        key, until = self._rest
         if self._age < until and key == (self.live.version, self.max_round_cost):
             return self._no_draft("plain_is_faster")
         options, plain = self.options(), self.plain_value
@@ -215,7 +211,7 @@ class Policy:
         if chosen.nodes:
             return self._request(chosen)
         if options and best <= plain:
-            self._rest(plain - best)
+            self._begin_rest(plain - best)
         return self._no_draft("plain_is_faster")
 
     def _time_plain(self, loss: float) -> bool:
@@ -227,10 +223,10 @@ class Policy:
         self._times_plain = True
         return True
 
-    def _rest(self, loss: float) -> None:
+    def _begin_rest(self, loss: float) -> None:
         """Choose no draft until the purse can pay for the loss of a trial, since little changes meanwhile."""
         rounds = min(REST[1], max(REST[0], (loss - self._purse) / max(EXPLORED, 1e-9)))
-        self._rests[self.tables_match] = (self.live.version, self.max_round_cost), self._age + int(rounds)
+        self._rest = (self.live.version, self.max_round_cost), self._age + int(rounds)
 
     def _pinned_value(self, pinned: DraftShape) -> float:
         if self.live.is_measured:
@@ -414,7 +410,7 @@ class Policy:
 
     def decision(self) -> Decision:
         """Return what the coming round was decided with, for its record; the next decision begins."""
-        made = Decision(self._has_queried, self.tables_match, self._promised, self.scorer, self._given_up)
+        made = Decision(self._has_queried, self._promised, self.scorer, self._given_up)
         self._has_queried, self._times_plain, self.scorer, self._given_up = False, False, None, None
         return made
 
@@ -467,8 +463,7 @@ class Policy:
             found = (total - sum(map(len, drafted))) / num_rows
             self._kept_promises[not shape.nodes].add(self._age, promised, found)
         if shape.nodes:
-            self.tables_match, scorer = decision.tables_match, decision.scorer
-            kind = self._kind(shape)
+            kind, scorer = self._kind(shape), decision.scorer
             for path in drafted:
                 kind.record(self._age, len(path), shape.depth, shape.nodes)
             if scorer is not None and len(scorer.accept_probs) == shape.nodes:

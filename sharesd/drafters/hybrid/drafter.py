@@ -124,7 +124,6 @@ class HybridDrafter(Drafter):
                 proposals[row] = best_chain(proposal) if chains_only else proposal
             num_nodes, value = policy.num_table_nodes_worth([_of(proposals, row).scores for row in policy.counted_rows])
         if self.model_drafter is not None:
-            policy.tables_match = num_nodes > 0
             model = policy.next_shape(to_beat=value if num_nodes else -inf)
             policy.record_model_draft(model, early is not None)
             if model.nodes:
