@@ -20,7 +20,7 @@ from torch import Tensor
 from compile.cpp_extension import kernel
 from compile.kv_append import append_kv
 from compile.kv_layout import CHUNK, SINKS, SLOT_MULTIPLE
-from compile.op_registry import LIBRARY, register_cuda, runs_cpp, runs_triton
+from compile.op_registry import define, runs_cpp, runs_triton
 from compile.rotary import rotate
 
 log = logging.getLogger(__name__)
@@ -349,24 +349,18 @@ def _attend_cpu(
     return out
 
 
-def _attend_cuda(*arguments: Any, **more: Any) -> Tensor:
-    from compile.cuda.attention import attend_live  # imports Triton, which not every machine has
-
-    return attend_live(*arguments, **more)
-
-
-LIBRARY.define(
+define(
     "attend_(Tensor q, Tensor k, Tensor v, Tensor? cos, Tensor? sin, Tensor(a!) k_cache, Tensor(b!) v_cache, "
     "Tensor lengths, Tensor? depth, Tensor? path, float scale, int window, int recent, float softcap, "
     "Tensor? q_norm=None, Tensor? k_norm=None, float eps=0.0, bool gemma=False, *, Tensor? query_factors=None, "
-    "Tensor? sinks=None) -> Tensor"
+    "Tensor? sinks=None) -> Tensor",
+    cpu=_attend_cpu,
+    cuda="attention:attend_live",
+    meta=lambda q, *rest, **more: q.new_empty(q.shape),
 )
-LIBRARY.impl("attend_", _attend_cpu, "CPU")
-register_cuda("attend_", _attend_cuda)
-LIBRARY.impl("attend_", lambda q, *rest, **more: q.new_empty(q.shape), "Meta")
-LIBRARY.define(
+define(
     "flash(Tensor q, Tensor k_cache, Tensor v_cache, Tensor ends, float scale, int window, Tensor? sinks=None) "
-    "-> Tensor"
+    "-> Tensor",
+    cuda=_flash,
+    meta=lambda q, *rest: q.new_empty(q.shape),
 )
-register_cuda("flash", _flash)
-LIBRARY.impl("flash", lambda q, *rest: q.new_empty(q.shape), "Meta")

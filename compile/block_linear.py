@@ -21,7 +21,7 @@ from compile.block_types import TYPES
 from compile.cpp_extension import kernel, library
 from compile.input_order import common_order, order_words
 from compile.linear import NotFinite, Zeros
-from compile.op_registry import LIBRARY
+from compile.op_registry import define
 
 Activations = Literal["exact", "fast"]
 """Rounding of activations: to 16 or 8 bits, per 32."""
@@ -355,12 +355,14 @@ def _decode_rows_cpu(
     return y
 
 
-LIBRARY.define("block_linear(Tensor x, Tensor weight, Tensor table, Tensor? bias, int out_features) -> Tensor")
-LIBRARY.impl("block_linear", _block_linear_cpu, "CPU")
-LIBRARY.impl("block_linear", lambda x, w, t, b, out_features: x.new_empty((*x.shape[:-1], out_features)), "Meta")
-LIBRARY.define(
-    "decode_rows(Tensor rows, Tensor weight, Tensor table, int out_features, int in_features, ScalarType dtype)"
-    " -> Tensor"
+define(
+    "block_linear(Tensor x, Tensor weight, Tensor table, Tensor? bias, int out_features) -> Tensor",
+    cpu=_block_linear_cpu,
+    meta=lambda x, weight, table, bias, out_features: x.new_empty((*x.shape[:-1], out_features)),
 )
-LIBRARY.impl("decode_rows", _decode_rows_cpu, "CPU")
-LIBRARY.impl("decode_rows", lambda rows, w, t, out, K, dtype: rows.new_empty((*rows.shape, K), dtype=dtype), "Meta")
+define(
+    "decode_rows(Tensor rows, Tensor weight, Tensor table, int out_features, int in_features, ScalarType dtype)"
+    " -> Tensor",
+    cpu=_decode_rows_cpu,
+    meta=lambda rows, weight, table, out, inputs, dtype: rows.new_empty((*rows.shape, inputs), dtype=dtype),
+)

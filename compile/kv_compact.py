@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from ctypes import c_int64, c_void_p
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from compile.cpp_extension import kernel
 from compile.kv_layout import SLOT_MULTIPLE, q8_views
-from compile.op_registry import LIBRARY, register_cuda, runs_cpp, runs_triton
+from compile.op_registry import define, runs_cpp, runs_triton
 
 _COMPACT_ARGTYPES = (c_void_p, c_int64, *[c_void_p] * 2, *[c_int64] * 3, *[c_void_p] * 3, c_int64)
 
@@ -114,17 +113,13 @@ def _addresses(caches: Sequence[Tensor]) -> Tensor:
     return torch.tensor([cache.data_ptr() for cache in caches], device=caches[0].device)
 
 
-def _compact_cuda(*arguments: Any) -> None:
-    from compile.cuda.kv_compact import compact_kv  # imports Triton, which not every machine has
-
-    compact_kv(*arguments)
-
-
-LIBRARY.define(
-    "compact_kv_(Tensor(a!)[] caches, Tensor addresses, int size, Tensor lengths, Tensor path, Tensor num) -> ()"
+define(
+    "compact_kv_(Tensor(a!)[] caches, Tensor addresses, int size, Tensor lengths, Tensor path, Tensor num) -> ()",
+    cuda="kv_compact:compact_kv",
+    meta=lambda *_: None,
 )
-register_cuda("compact_kv_", _compact_cuda)
-LIBRARY.impl("compact_kv_", lambda *_: None, "Meta")
-LIBRARY.define("addresses(Tensor[] caches) -> Tensor")
-register_cuda("addresses", _addresses)
-LIBRARY.impl("addresses", lambda caches: caches[0].new_empty(len(caches), dtype=torch.int64), "Meta")
+define(
+    "addresses(Tensor[] caches) -> Tensor",
+    cuda=_addresses,
+    meta=lambda caches: caches[0].new_empty(len(caches), dtype=torch.int64),
+)

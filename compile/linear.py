@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compile.cpp_extension import kernel
-from compile.op_registry import LIBRARY, runs_cpp
+from compile.op_registry import define, runs_cpp
 
 _ARGTYPES = (*[c_void_p] * 4, *[c_int64] * 4)
 _PACK_ARGTYPES = (c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_int64)
@@ -151,9 +151,11 @@ def _linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None, out_features: in
     return y
 
 
-LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? bias, int out_features) -> Tensor")
-LIBRARY.impl("linear", _linear_cpu, "CPU")
-LIBRARY.impl("linear", lambda x, weight, bias, out_features: x.new_empty((*x.shape[:-1], out_features)), "Meta")
+define(
+    "linear(Tensor x, Tensor weight, Tensor? bias, int out_features) -> Tensor",
+    cpu=_linear_cpu,
+    meta=lambda x, weight, bias, out_features: x.new_empty((*x.shape[:-1], out_features)),
+)
 
 
 class QuantizedPackedLinear(nn.Module):
@@ -262,10 +264,8 @@ def _quantized_linear_cpu(
     return y
 
 
-LIBRARY.define(
-    "quantized_linear(Tensor x, Tensor weight, Tensor? bias, int out_features, int group_size, int bits) -> Tensor"
-)
-LIBRARY.impl("quantized_linear", _quantized_linear_cpu, "CPU")
-LIBRARY.impl(
-    "quantized_linear", lambda x, w, b, out_features, *rest: x.new_empty((*x.shape[:-1], out_features)), "Meta"
+define(
+    "quantized_linear(Tensor x, Tensor weight, Tensor? bias, int out_features, int group_size, int bits) -> Tensor",
+    cpu=_quantized_linear_cpu,
+    meta=lambda x, weight, bias, out_features, *rest: x.new_empty((*x.shape[:-1], out_features)),
 )

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from compile.op_registry import LIBRARY, register_cuda
+from compile.op_registry import define
 
 NUMBERS = (
     "temperature",
@@ -55,15 +53,9 @@ def process_logits(
     )
 
 
-def _process_cuda(*arguments: Any) -> Tensor:
-    from compile.cuda import sampling  # imports Triton, which not every machine has
-
-    return sampling.process_logits(*arguments)
-
-
-LIBRARY.define(
+define(
     "process_logits(Tensor logits, Tensor numbers, Tensor? bias, Tensor? prompt_mask, Tensor? counts, Tensor? draft, "
-    "Tensor? seen, bool sampled, bool truncated, float cold) -> Tensor"
+    "Tensor? seen, bool sampled, bool truncated, float cold) -> Tensor",
+    cuda="sampling:process_logits",
+    meta=lambda x, *rest: torch.empty_like(x, dtype=torch.float32).contiguous(),
 )
-register_cuda("process_logits", _process_cuda)
-LIBRARY.impl("process_logits", lambda x, *rest: torch.empty_like(x, dtype=torch.float32).contiguous(), "Meta")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import wraps
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -55,13 +56,39 @@ def register_cuda(name: str, kernel: Callable[..., Any]) -> None:
     LIBRARY.impl(name, launch, "CUDA")
 
 
+def define(
+    schema: str,
+    *,
+    meta: Callable[..., Any],
+    cuda: Callable[..., Any] | str | None = None,
+    cpu: Callable[..., Any] | None = None,
+) -> None:
+    """Define an operator with its kernels.
+
+    `meta` returns outputs of the right shapes. `cuda` may be `module:function` below `compile.cuda`, which is imported
+    at the first call: it imports Triton, which not every machine has.
+    """
+    name = schema.partition("(")[0]
+    LIBRARY.define(schema)
+    LIBRARY.impl(name, meta, "Meta")
+    if cuda is not None:
+        register_cuda(name, _late(cuda) if isinstance(cuda, str) else cuda)
+    if cpu is not None:
+        LIBRARY.impl(name, cpu, "CPU")
+
+
+def _late(place: str) -> Callable[..., Any]:
+    module, _, function = place.partition(":")
+
+    def call(*arguments: Any, **more: Any) -> Any:
+        return getattr(import_module(f"compile.cuda.{module}"), function)(*arguments, **more)
+
+    return call
+
+
 def define_for_triton(schema: str, kernel: Callable[..., Any], meta: Callable[..., Any]) -> None:
     """Define an operator that launches Triton kernels, with its shapes.
 
     On a CPU, Triton's interpreter runs it, for tests.
     """
-    name = schema.partition("(")[0]
-    LIBRARY.define(schema)
-    register_cuda(name, kernel)
-    LIBRARY.impl(name, kernel, "CPU")
-    LIBRARY.impl(name, meta, "Meta")
+    define(schema, meta=meta, cuda=kernel, cpu=kernel)

@@ -8,14 +8,13 @@ Legend: B rows, N draft tokens, T verify rows of a result, V vocabulary, W rows 
 from __future__ import annotations
 
 from ctypes import c_int64, c_void_p
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from compile.cpp_extension import kernel
-from compile.op_registry import LIBRARY, register_cuda, runs_cpp, runs_triton
+from compile.op_registry import define, runs_cpp, runs_triton
 
 
 def verify_tokens(root_B: Tensor, draft_BN: Tensor, width: int) -> Tensor:
@@ -114,59 +113,26 @@ def append_tokens(text_BS: Tensor, root_B: Tensor, at_B: Tensor, num_new_B: Tens
     text_BS.scatter_(1, kv_slots_BT.where(is_new_BT, at_B1), both_BT.where(is_new_BT, at_root_B1))
 
 
-def _verify_tokens_cuda(*arguments: Any) -> Tensor:
-    from compile.cuda import state_update  # imports Triton, which not every machine has
-
-    return state_update.verify_tokens(*arguments)
-
-
-def _write_draft_token_cuda(*arguments: Any) -> None:
-    from compile.cuda import state_update
-
-    state_update.write_draft_token(*arguments)
-
-
-def _append_tokens_cuda(*arguments: Any) -> None:
-    from compile.cuda import state_update
-
-    state_update.append_tokens(*arguments)
-
-
-def _commit_round_cuda(*arguments: Any) -> Tensor:
-    from compile.cuda import state_update
-
-    return state_update.commit_round(*arguments)
-
-
-def _commit_round_meta(
-    root: Tensor,
-    lengths: Tensor,
-    active: Tensor,
-    num_new: Tensor,
-    tokens: Tensor,
-    path: Tensor | None,
-    feedback: Tensor,
-    logits: Tensor,
-) -> Tensor:
-    return tokens.new_empty(
-        len(tokens), 2 + sum(part.shape[1] for part in (tokens, path, feedback) if part is not None)
-    )
-
-
-LIBRARY.define("verify_tokens(Tensor root, Tensor draft, int width) -> Tensor")
-register_cuda("verify_tokens", _verify_tokens_cuda)
-LIBRARY.impl("verify_tokens", lambda root, draft, width: root.new_empty(len(root), width), "Meta")
-LIBRARY.define(
-    "write_draft_token_(Tensor token, Tensor lengths, Tensor root_at, Tensor(a!) last, Tensor(b!) draft) -> ()"
+define(
+    "verify_tokens(Tensor root, Tensor draft, int width) -> Tensor",
+    cuda="state_update:verify_tokens",
+    meta=lambda root, draft, width: root.new_empty(len(root), width),
 )
-register_cuda("write_draft_token_", _write_draft_token_cuda)
-LIBRARY.impl("write_draft_token_", lambda *_: None, "Meta")
-LIBRARY.define("append_tokens_(Tensor(a!) text, Tensor root, Tensor at, Tensor num_new, Tensor tokens) -> ()")
-register_cuda("append_tokens_", _append_tokens_cuda)
-LIBRARY.impl("append_tokens_", lambda *_: None, "Meta")
-LIBRARY.define(
+define(
+    "write_draft_token_(Tensor token, Tensor lengths, Tensor root_at, Tensor(a!) last, Tensor(b!) draft) -> ()",
+    cuda="state_update:write_draft_token",
+    meta=lambda *_: None,
+)
+define(
+    "append_tokens_(Tensor(a!) text, Tensor root, Tensor at, Tensor num_new, Tensor tokens) -> ()",
+    cuda="state_update:append_tokens",
+    meta=lambda *_: None,
+)
+define(
     "commit_round_(Tensor(a!) root, Tensor(b!) lengths, Tensor active, Tensor num_new, Tensor tokens, Tensor? path, "
-    "Tensor? feedback, Tensor logits) -> Tensor"
+    "Tensor? feedback, Tensor logits) -> Tensor",
+    cuda="state_update:commit_round",
+    meta=lambda root, lengths, active, num_new, tokens, path, feedback, logits: tokens.new_empty(
+        len(tokens), 2 + sum(part.shape[1] for part in (tokens, path, feedback) if part is not None)
+    ),
 )
-register_cuda("commit_round_", _commit_round_cuda)
-LIBRARY.impl("commit_round_", _commit_round_meta, "Meta")

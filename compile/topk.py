@@ -81,8 +81,4 @@ def _arg_max(x: Tensor) -> Tensor:
     return arg_max_rows(x.reshape(-1, x.shape[-1])).view(x.shape[:-1])
 
 
-def _arg_max_meta(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape[:-1], dtype=torch.int64)
-
-
-define_for_triton("arg_max(Tensor x) -> Tensor", _arg_max, _arg_max_meta)
+define_for_triton("arg_max(Tensor x) -> Tensor", _arg_max, lambda x: x.new_empty(x.shape[:-1], dtype=torch.int64))

@@ -9,14 +9,14 @@ first (whose F is 1), C nodes that can be found, D levels, N nodes of a draft at
 from __future__ import annotations
 
 from ctypes import Array, c_int64, c_void_p
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from compile.cpp_extension import kernel
-from compile.op_registry import LIBRARY, register_cuda, runs_cpp, runs_triton
+from compile.op_registry import define, runs_cpp, runs_triton
 
 
 class Nodes(NamedTuple):
@@ -140,28 +140,16 @@ def _pick(x_BXD: Tensor, index_BY: Tensor) -> Tensor:
     return x_BXD.gather(1, index_BY[..., None].expand(-1, -1, x_BXD.shape[2]))
 
 
-def _expand_tree_cuda(*arguments: Any) -> None:
-    from compile.cuda import tree_expand as expand_tree  # imports Triton, which not every machine has
-
-    expand_tree.expand_tree(*arguments)
-
-
-def _select_nodes_cuda(*arguments: Any) -> None:
-    from compile.cuda import tree_expand as expand_tree
-
-    expand_tree.select_nodes(*arguments)
-
-
-LIBRARY.define(
+define(
     "expand_tree_(Tensor(a!) level, Tensor(b!) tokens, Tensor(c!) scores, Tensor(d!) ancestors, Tensor(e!) places, "
     "Tensor(f!) frontier_tokens, Tensor(g!) frontier_scores, Tensor(h!) frontier_paths, Tensor(i!) frontier_slots, "
-    "Tensor(j!) frontier_depth, Tensor new, Tensor logp) -> ()"
+    "Tensor(j!) frontier_depth, Tensor new, Tensor logp) -> ()",
+    cuda="tree_expand:expand_tree",
+    meta=lambda *_: None,
 )
-register_cuda("expand_tree_", _expand_tree_cuda)
-LIBRARY.impl("expand_tree_", lambda *_: None, "Meta")
-LIBRARY.define(
+define(
     "select_nodes_(Tensor max_nodes, int top, Tensor tokens, Tensor scores, Tensor ancestors, Tensor places, "
-    "Tensor(a!) draft, Tensor(b!) depth, Tensor(c!) path, Tensor(d!) draft_places) -> ()"
+    "Tensor(a!) draft, Tensor(b!) depth, Tensor(c!) path, Tensor(d!) draft_places) -> ()",
+    cuda="tree_expand:select_nodes",
+    meta=lambda *_: None,
 )
-register_cuda("select_nodes_", _select_nodes_cuda)
-LIBRARY.impl("select_nodes_", lambda *_: None, "Meta")

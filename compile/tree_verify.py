@@ -6,14 +6,13 @@ Small tensor operations take 3 % of a round on a CPU.
 from __future__ import annotations
 
 from ctypes import c_int64, c_void_p
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from compile.attention import TreeAttentionMask
 from compile.cpp_extension import kernel
-from compile.op_registry import LIBRARY, register_cuda, runs_cpp, runs_triton
+from compile.op_registry import define, runs_cpp, runs_triton
 
 
 def has_accept_kernel(device: torch.device, *, chains: bool = False) -> bool:
@@ -49,14 +48,8 @@ def _accept_path_cpu(tokens_BN: Tensor, tree_mask: TreeAttentionMask, target_BT:
     return out
 
 
-def _accept_path_cuda(*arguments: Any) -> Tensor:
-    from compile.cuda.tree_verify import accept_path  # imports Triton, which not every machine has
-
-    return accept_path(*arguments)
-
-
-LIBRARY.define("accept_path(Tensor tokens, Tensor? depth, Tensor? path, Tensor target) -> Tensor")
-register_cuda("accept_path", _accept_path_cuda)
-LIBRARY.impl(
-    "accept_path", lambda tokens, depth, path, target: target.new_empty(len(target), 1 + 2 * target.shape[1]), "Meta"
+define(
+    "accept_path(Tensor tokens, Tensor? depth, Tensor? path, Tensor target) -> Tensor",
+    cuda="tree_verify:accept_path",
+    meta=lambda tokens, depth, path, target: target.new_empty(len(target), 1 + 2 * target.shape[1]),
 )
