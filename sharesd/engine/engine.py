@@ -331,8 +331,7 @@ class Engine:
         """Sample the token after a prompt, which becomes the row's root."""
         row = request.row
         assert row is not None
-        one = self.sampling.only_row(row)
-        sampler = Sampler(one.kind([0]), one, gumbel=self.options.gumbel)
+        sampler = Sampler(self.sampling.kind([row]), self.sampling.span(row, row + 1), gumbel=self.options.gumbel)
         length_1, root_1 = (part[row : row + 1] for part in (self.cache.lengths, self.state.root_B))
         return self._outputs.emit(request, sample_first(request, sampler, logits_1V, length_1, root_1))
 

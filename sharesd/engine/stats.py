@@ -12,6 +12,13 @@ if TYPE_CHECKING:
     from offload.prefetcher import TransferStats
 
 
+SUMS = (
+    *("prompt_tokens", "new_tokens", "decoded_tokens", "rounds", "drafted_rounds", "drafted_round_tokens"),
+    *("drafted_tokens", "draft_steps", "steps", "prefill_s", "draft_s", "verify_s", "overhead_s"),
+)
+"""Fields that add up over calls and requests."""
+
+
 @dataclass(slots=True)
 class Stats:
     """Counters over rounds of calls or of one request.
@@ -127,12 +134,11 @@ class Stats:
 
         docs/reference/figures.md has the formulas.
         """
-        counts = ("prompt_tokens", "new_tokens", "decoded_tokens", "rounds", "drafted_rounds", "drafted_tokens")
-        times = ("prefill_s", "draft_s", "verify_s", "overhead_s", "decode_s")
         accepted, recovered = self.sources["accepted"], self.sources["recovered"]
         reached = zip(self.accepted_at, self.reached_at, strict=False)
         return {
-            **{name: getattr(self, name) for name in (*counts, "steps", "draft_steps", *times)},
+            **{name: getattr(self, name) for name in SUMS if name != "drafted_round_tokens"},
+            "decode_s": self.decode_s,
             "sources": {name: self.sources[name] for name in ("target", "accepted", "recovered", "bonus")},
             "tokens_per_second": ratio(self.decoded_tokens, self.decode_s),
             "tau": ratio(self.decoded_tokens, self.rounds),
@@ -151,16 +157,7 @@ class Stats:
 
     def merge(self, other: Stats) -> None:
         self.num_draft = max(self.num_draft, other.num_draft)
-        counts = ("prompt_tokens", "new_tokens", "decoded_tokens", "rounds", "drafted_tokens", "draft_steps", "steps")
-        for name in (
-            *counts,
-            "drafted_rounds",
-            "drafted_round_tokens",
-            "prefill_s",
-            "draft_s",
-            "verify_s",
-            "overhead_s",
-        ):
+        for name in SUMS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.accepted_at = _added(self.accepted_at, other.accepted_at)
         self.reached_at = _added(self.reached_at, other.reached_at)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from copy import copy
 from functools import cached_property, reduce
 from typing import Literal, NamedTuple
 
@@ -66,16 +65,7 @@ class SamplingKind(NamedTuple):
 
     def joined(self, other: SamplingKind) -> SamplingKind:
         """Return the features of both kinds, which have the same acceptance."""
-        return SamplingKind(
-            self.sampled or other.sampled,
-            self.truncated or other.truncated,
-            self.penalized or other.penalized,
-            self.biased or other.biased,
-            self.constrained or other.constrained,
-            self.logprobs or other.logprobs,
-            max(self.top_logprobs, other.top_logprobs),
-            self.acceptance,
-        )
+        return SamplingKind._make(map(max, self, other))
 
     def rounded(self) -> SamplingKind:
         """Return one of few kinds with these features, captured in advance."""
@@ -198,18 +188,6 @@ class RowSampling:
         if self.replayed:
             return self.vocab_size
         return max((self._params[row].top_k for row in self.rows_using("top_k")), default=0)
-
-    def only_row(self, row: int) -> RowSampling:
-        """Return a view of one row, for a prompt's first token."""
-        one, here = copy(self), slice(row, row + 1)
-        one.batch, one.numbers_BF, one._host_BF = 1, self.numbers_BF[here], self._host_BF[here]
-        one._params, one._kinds, one._costly_params = self._params[here], self._kinds[here], self._costly_params[here]
-        one._rows_using, one._biased = {}, set()
-        if "counts" in self.__dict__:
-            one.counts = TokenCounts(self.counts.prompt_mask[here], self.counts.output_counts[here])
-        if "bias_BV" in self.__dict__:
-            one.bias_BV = self.bias_BV[here]
-        return one
 
     def span(self, first: int, end: int) -> RowSampling:
         """Return a view of rows `first` to before `end`."""

@@ -10,7 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -239,19 +239,6 @@ def _reason(state: LLMatcher) -> str:
     return " ".join(state.get_error().replace("<non-verbose/>", "").split())[:_SHOWN]
 
 
-class Constraint(Protocol):
-    """Tokens allowed after a text; `Matcher` describes the members."""
-
-    @property
-    def limit(self) -> str | None: ...
-
-    def fill_mask(
-        self, grammar_mask_TW: Tensor, tokens: Sequence[int] = (), parents: Sequence[int] = ()
-    ) -> list[int]: ...
-
-    def advance(self, tokens: Sequence[int]) -> int: ...
-
-
 class MinTokens:
     """Constraint without end tokens before `num_tokens` tokens, within that of `inner`."""
 
@@ -279,6 +266,10 @@ class MinTokens:
     def advance(self, tokens: Sequence[int]) -> int:
         self._num_left -= len(tokens)
         return len(tokens) if self._inner is None else self._inner.advance(tokens)
+
+
+Constraint = Matcher | MinTokens
+"""Tokens allowed after a text; `Matcher` describes the members."""
 
 
 def _bits_without(ids: Collection[int], num_words: int) -> Tensor:

@@ -25,12 +25,11 @@ def check_options(
     modes: Sequence[str] = (),
     *,
     replicas: int | None = None,
-    launched: int = 1,
     quant_skip: Sequence[str] = (),
 ) -> None:
     """Raise ValueError for unknown drafters, and options that exclude each other."""
     selection.check_drafters(config, *modes)
-    check(option_conflicts(config, modes, replicas=replicas, launched=launched, quant_skip=quant_skip))
+    check(option_conflicts(config, modes, replicas=replicas, quant_skip=quant_skip))
 
 
 def option_conflicts(

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import product
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -34,73 +34,39 @@ OWN_CONTEXT = 2 * 10**9
 SWEEPS = 4
 
 
-class WeightBackend(Protocol):
-    """Layout and memory of weights on a device."""
-
-    device: torch.device
-
-    def pack(self, linear: nn.Linear) -> nn.Module:
-        """Return a linear in the device's layout; meta tensors stay meta."""
-        ...
-
-    def quantized_linear(self, weight: QuantizedWeight, form: QuantFormat) -> nn.Module:
-        """Return a linear without a bias; `form` has a solver."""
-        ...
-
-    def stored_linear(self, part: BlockPart) -> nn.Module:
-        """Return a linear of blocks."""
-        ...
-
-    def pack_model(self, model: nn.Module) -> None:
-        """Replace all plain linears of a model by those of the device."""
-        ...
-
-    def finalize(self, model: nn.Module, keep: Collection[nn.Module] = ()) -> None:
-        """Move the linears' weights to their final memory, except those of `keep`."""
-        ...
-
-    def release_freed(self) -> None:
-        """Return freed memory to the system."""
-        ...
-
-    def allocate(self, num_bytes: int) -> Tensor:
-        """Return memory of a resident record, uint8 [num_bytes]."""
-        ...
-
-    def slots(self, num_bytes: int, count: int) -> list[Tensor]:
-        """Return `count` slots for records, uint8 [num_bytes]."""
-        ...
-
-    def time_calls(self, calls: Sequence[Callable[[], object]]) -> float:
-        """Return the mean seconds of calls, which together exceed caches."""
-        ...
-
-
 class CpuBackend:
+    """Layout and memory of weights on a CPU; `CudaBackend` has the same methods."""
+
     device = torch.device("cpu")
 
     def __init__(self) -> None:
         self.arena = HugePageArena()
 
     def pack(self, linear: nn.Linear) -> nn.Module:
+        """Return a linear in the device's layout; meta tensors stay meta."""
         return PackedLinear(linear.weight.detach(), None)
 
     def quantized_linear(self, weight: QuantizedWeight, form: QuantFormat) -> nn.Module:
+        """Return a linear without a bias; `form` has a solver."""
         return pack_for_cpu(weight, None)
 
     def stored_linear(self, part: BlockPart) -> nn.Module:
+        """Return a linear of blocks."""
         return BlockLinear([part], None, part.in_features)
 
     def pack_model(self, model: nn.Module) -> None:
+        """Replace all plain linears of a model by those of the device."""
         pack_linears(model)
 
     def finalize(self, model: nn.Module, keep: Collection[nn.Module] = ()) -> None:
+        """Move the linears' weights to their final memory, except those of `keep`."""
         weights_on_huge_pages(model, keep=keep)
 
     def release_freed(self) -> None:
         release_freed_memory()
 
     def allocate(self, num_bytes: int) -> Tensor:
+        """Return memory of a resident record, uint8 [num_bytes]."""
         return huge_pages(num_bytes)
 
     def zeros(self, size: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -108,10 +74,11 @@ class CpuBackend:
         return huge_pages(math.prod(size) * dtype.itemsize).view(dtype).view(*size)
 
     def slots(self, num_bytes: int, count: int) -> list[Tensor]:
+        """Return `count` slots for records, uint8 [num_bytes]."""
         return host_slots(num_bytes, count)
 
     def time_calls(self, calls: Sequence[Callable[[], object]]) -> float:
-        """Return mean seconds at the fastest, by all threads or by one."""
+        """Return the mean seconds of calls, which together exceed caches: at the fastest, by all threads or by one."""
         sizes = {STEP_THREADS.size} if STEP_THREADS.fixed else {STEP_THREADS.size, 1}
         best = [math.inf] * len(calls)  # of each: with other programs running, few sweeps over all are undisturbed
         try:
@@ -203,6 +170,9 @@ class CudaBackend:
         from offload.pinned_transfer import link_rate
 
         return link_rate(self.device, cuda=self._cuda)
+
+
+WeightBackend = CpuBackend | CudaBackend
 
 
 def backend_for(device: torch.device, dtype: torch.dtype, max_rows: int, batch: int) -> WeightBackend:

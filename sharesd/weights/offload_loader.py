@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -26,28 +26,8 @@ from sharesd.weights.offload_planner import Offloading
 from sharesd.weights.offloaded_decoder import use_tensor
 
 
-class BlockStorage(Protocol):
-    """Storage of records, and context manager around reading a checkpoint."""
-
-    def __enter__(self) -> BlockStorage: ...
-
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None: ...
-
-    def staging_buffer(self, block: int) -> Tensor:
-        """Return host memory, uint8 [record bytes], which the next call may reuse."""
-        ...
-
-    def commit(self, block: int, record: Tensor) -> None:
-        """Store the complete record of a block, offloaded or resident."""
-        ...
-
-    def stream(self, plan: Plan, rate: float | None) -> Prefetcher:
-        """Return the prefetcher of committed blocks; `rate`: simulated bytes per second."""
-        ...
-
-
 class DiskBlockStorage:
-    """File with all blocks, written once."""
+    """File with all blocks, written once; a context manager around reading a checkpoint, as `PinnedBlockStorage` is."""
 
     def __init__(self, offloading: Offloading, backend: WeightBackend, progress: Progress) -> None:
         self._content, self._backend, self._progress = offloading.content, backend, progress
@@ -68,17 +48,20 @@ class DiskBlockStorage:
                 self._store = self._writer.finish()
 
     def staging_buffer(self, block: int) -> Tensor:
+        """Return host memory, uint8 [record bytes], which the next call may reuse."""
         if self._passing is None:
             self._passing = host_memory(max(layout.record_bytes for layout in self._content.layouts))
         return self._passing[: self._content.layouts[block].record_bytes]
 
     def commit(self, block: int, record: Tensor) -> None:
+        """Store the complete record of a block, offloaded or resident."""
         if self._writer is not None and block in self._writer.missing:
             self._writer.write(block, record)
             num_blocks = self._content.num_blocks
             self._progress("writing blocks", num_blocks - len(self._writer.missing), num_blocks)
 
     def stream(self, plan: Plan, rate: float | None) -> Prefetcher:
+        """Return the prefetcher of committed blocks; `rate`: simulated bytes per second."""
         assert self._store is not None, "the checkpoint has not been read"
         link = DiskLink(self._store.path, {record.block: record.offset for record in self._store.records})
         return _prefetcher(plan, self._backend, _slowed(link, rate), self._store.check)
@@ -108,12 +91,6 @@ class PinnedBlockStorage:
 
     def stream(self, plan: Plan, rate: float | None) -> Prefetcher:
         return _prefetcher(plan, self._backend, _slowed(self._backend.link(self._records), rate))
-
-
-def block_storage_for(offloading: Offloading, backend: WeightBackend, progress: Progress) -> BlockStorage:
-    if isinstance(backend, CudaBackend):
-        return PinnedBlockStorage(offloading, backend)
-    return DiskBlockStorage(offloading, backend, progress)
 
 
 def _prefetcher(
@@ -162,7 +139,11 @@ class OffloadLoader:
         self._offloading, self._backend, self._quantize = offloading, backend, quantize
         self._layouts = offloading.content.layouts
         self._resident = set(offloading.plan.resident)
-        self._storage: BlockStorage = block_storage_for(offloading, backend, progress)
+        self._storage = (
+            PinnedBlockStorage(offloading, backend)
+            if isinstance(backend, CudaBackend)
+            else DiskBlockStorage(offloading, backend, progress)
+        )
 
     def __enter__(self) -> OffloadLoader:
         self._storage.__enter__()
