@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from sharesd.config import EngineConfig
 
 NOTHING: Mapping[int, int] = MappingProxyType({})
+PRIOR = 0.5
+"""Acceptance of a draft token before any was verified, of drafters that give none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ class Drafter:
     commits_plain_rounds = False
     """`commit` is called in plain rounds, too."""
     prior = 0.0
-    """Acceptance of a draft token before any was verified; 0: that of the drafter's SPEC."""
+    """Acceptance of a draft token before any was verified; 0: that of the drafter's SPEC, else `PRIOR`."""
     single_pass = False
     """True if a draft is made in one pass, whatever its depth."""
     runs_on_host = False

@@ -52,10 +52,6 @@ class Support(Enum):
     """The target may be shared by several ranks."""
 
 
-PRIOR = 0.5
-"""Acceptance of a draft token before any was verified, of drafters that give none."""
-
-
 @dataclass(frozen=True, slots=True)
 class NoOptions:
     """Options of a drafter that has none."""
@@ -139,8 +135,8 @@ class DrafterSpec:
     """`module:function` from an EngineConfig to the names of its drafters (kind `mix`)."""
     auto_with: frozenset[str] = frozenset()
     """Kinds of drafters that `auto` combines with this table; "": none, the table alone."""
-    prior: float = PRIOR
-    """Acceptance of a draft token before any was verified (kinds but `table` and `mix`)."""
+    prior: float = 0.0
+    """Acceptance of a draft token before any was verified (kinds but `table` and `mix`); 0: `PRIOR` of the base."""
     file: str = ""
     """Option that names a table's file; no value: the embedded model's."""
     embedded: Path | None = None

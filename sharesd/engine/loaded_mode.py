@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from compile.op_registry import runs_cpp
-from sharesd.drafters.base import DraftContext, Drafter
-from sharesd.drafters.registry import PRIOR
+from sharesd.drafters.base import PRIOR, DraftContext, Drafter
 from sharesd.engine.decode_round import BatchState, Round
 from sharesd.engine.options import EngineOptions
 from sharesd.kvcache.static import StaticKVCache
