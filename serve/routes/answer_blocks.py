@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal, Protocol
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
 
 from serve.async_engine import ServerCall
 from serve.choice_state import Choice
 from serve.errors import ApiError
-from serve.routes.generation import KEEP_ALIVE, ResponseFormat, part_of
+from serve.routes.generation import KEEP_ALIVE, ResponseFormat, event_stream, part_of, warnings_of
+from serve.schemas import ChatBody
 
 Kind = Literal["reasoning", "text", "call"]
 
@@ -67,27 +72,30 @@ class Blocks:
 class Dialect(Protocol):
     """Events and answers of an API."""
 
+    def whole(self, blocks: list[AnswerBlock], choice: Choice, reason: str | None) -> dict[str, Any]: ...
     def begin(self) -> Iterator[dict[str, Any]]: ...
     def change(self, what: str, block: AnswerBlock, text: str) -> Iterator[dict[str, Any]]: ...
     def end(self, blocks: list[AnswerBlock], choice: Choice, reason: str | None) -> Iterator[dict[str, Any]]: ...
     def error(self, error: ApiError) -> dict[str, Any]: ...
 
 
-def whole(call: ServerCall, form: ResponseFormat) -> tuple[list[AnswerBlock], Choice, str | None]:
-    """Return blocks, choice and finish reason of a finished answer."""
+async def respond(
+    request: Request, call: ServerCall, body: ChatBody, form: ResponseFormat, dialect: Dialect
+) -> Response:
+    """Return the response to a started call, streamed or whole."""
+    if body.stream:
+        return event_stream(_block_events(call, form, dialect, patience=request.app.state.service.settings.keep_alive))
+    await call.finish()
     [choice] = call.choices
-    found = form.whole(choice)
-    blocks = Blocks()
+    found, blocks = form.whole(choice), Blocks()
     message = found["message"]
     calls = [{**one, "index": index} for index, one in enumerate(message.get("tool_calls", ()))]
-    for _ in blocks.feed({**message, "tool_calls": calls}):
+    for _ in chain(blocks.feed({**message, "tool_calls": calls}), blocks.close()):
         pass
-    for _ in blocks.close():
-        pass
-    return blocks.done, choice, found["finish_reason"]
+    return JSONResponse(dialect.whole(blocks.done, choice, found["finish_reason"]) | warnings_of(call))
 
 
-async def block_events(
+async def _block_events(
     call: ServerCall, form: ResponseFormat, dialect: Dialect, *, patience: float
 ) -> AsyncIterator[bytes]:
     """Yield a stream's bytes; a failure ends it with the dialect's error."""

@@ -8,14 +8,14 @@ from typing import Annotated, Any, Literal
 
 from fastapi import Request, Response
 from fastapi.concurrency import run_in_threadpool
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse
 from pydantic import Field
 
 from serve.choice_state import Choice, usage
 from serve.errors import MAX_SHOWN, ApiError, invalid
 from serve.fields import Loose, Strict
 from serve.messages import for_template
-from serve.routes.answer_blocks import AnswerBlock, block_events, whole
+from serve.routes.answer_blocks import AnswerBlock, respond
 from serve.routes.chat import ChatFormat, chat_call, encode_body
 from serve.routes.generation import served_name
 from serve.schemas import MAX_STOPS, ChatBody, chat_body, read
@@ -185,14 +185,7 @@ async def messages(request: Request) -> Response:
     service = request.app.state.service
     name = served_name(service, body.model)
     dialect = Messages(request.state.visit.id, name, call.model.tokenizer, body, call.choices[0])
-    form = ChatFormat(call.model, body)
-    if body.stream:
-        stream = block_events(call, form, dialect, patience=service.settings.keep_alive)
-        return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-cache"})
-    await call.finish()
-    blocks, choice, reason = whole(call, form)
-    warnings = {"warnings": call.warnings} if call.warnings else {}
-    return JSONResponse(dialect.message(blocks, choice, reason) | warnings)
+    return await respond(request, call, body, ChatFormat(call.model, body), dialect)
 
 
 async def count_tokens(request: Request) -> JSONResponse:
@@ -211,14 +204,14 @@ class Messages:
         self._id, self._model, self._tokenizer = f"msg_{request_id}", model, tokenizer
         self._stops, self._choice = body.stop or [], choice
 
-    def message(self, blocks: list[AnswerBlock], choice: Choice, reason: str | None) -> dict[str, Any]:
+    def whole(self, blocks: list[AnswerBlock], choice: Choice, reason: str | None) -> dict[str, Any]:
         """Return the whole answer."""
         head = {"id": self._id, "type": "message", "role": "assistant", "model": self._model}
         content = [_content(block) for block in blocks]
         return {**head, "content": content, **self._ending(choice, reason), "usage": _usage(choice)}
 
     def begin(self) -> Iterator[dict[str, Any]]:
-        message = self.message([], self._choice, None)
+        message = self.whole([], self._choice, None)
         yield {"type": "message_start", "message": message | {"stop_reason": None}}
 
     def change(self, what: str, block: AnswerBlock, text: str) -> Iterator[dict[str, Any]]:

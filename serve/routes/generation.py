@@ -89,13 +89,21 @@ async def respond(request: Request, call: ServerCall, body: Generation, form: Re
         "model": served_name(service, body.model),
         "system_fingerprint": f"sharesd-{__version__}",
     }
-    warnings = {"warnings": call.warnings} if call.warnings else {}
     if body.stream:
-        stream = chunk_events(call, form, head, body, first=warnings, patience=service.settings.keep_alive)
-        return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        patience = service.settings.keep_alive
+        return event_stream(chunk_events(call, form, head, body, first=warnings_of(call), patience=patience))
     await call.finish()
     choices = [form.whole(choice) for choice in call.choices]
-    return JSONResponse({**head, "choices": choices, **ending(call.choices, body), **warnings})
+    return JSONResponse({**head, "choices": choices, **ending(call.choices, body), **warnings_of(call)})
+
+
+def warnings_of(call: ServerCall) -> dict[str, Any]:
+    """Return the field of an answer's warnings, if it has some."""
+    return {"warnings": call.warnings} if call.warnings else {}
+
+
+def event_stream(events: AsyncIterator[bytes]) -> StreamingResponse:
+    return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
 
 
 class ResponseFormat:

@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from fastapi import Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import Field
 
 from serve.choice_state import Choice, usage
 from serve.errors import MAX_SHOWN, ApiError, invalid
 from serve.fields import Loose, Strict
 from serve.middleware import RequestState
-from serve.routes.answer_blocks import AnswerBlock, block_events, whole
+from serve.routes.answer_blocks import AnswerBlock, respond
 from serve.routes.chat import ChatFormat, chat_call
 from serve.routes.generation import served_name
 from serve.schemas import ChatBody, Name, chat_body, read
@@ -196,13 +195,7 @@ async def responses(request: Request) -> Response:
     call = await chat_call(request, body)
     service = request.app.state.service
     dialect = Responses(request.state.visit, served_name(service, body.model), given, call.choices[0])
-    form = ChatFormat(call.model, body)
-    if body.stream:
-        stream = block_events(call, form, dialect, patience=service.settings.keep_alive)
-        return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-cache"})
-    await call.finish()
-    warnings = {"warnings": call.warnings} if call.warnings else {}
-    return JSONResponse(dialect.response(*whole(call, form)) | warnings)
+    return await respond(request, call, body, ChatFormat(call.model, body), dialect)
 
 
 class Responses:
@@ -212,7 +205,7 @@ class Responses:
         self._id, self._model, self._body, self._choice = visit.id, model, body, choice
         self._created, self._number = visit.created, -1
 
-    def response(self, blocks: list[AnswerBlock], choice: Choice | None, reason: str | None) -> dict[str, Any]:
+    def whole(self, blocks: list[AnswerBlock], choice: Choice | None, reason: str | None) -> dict[str, Any]:
         """Return the whole answer; without a reason it is in progress."""
         body, cut = self._body, reason == "length"
         status = "in_progress" if reason is None else "incomplete" if cut else "completed"
@@ -248,7 +241,7 @@ class Responses:
 
     def begin(self) -> Iterator[dict[str, Any]]:
         for kind in ("response.created", "response.in_progress"):
-            yield self._event(kind, response=self.response([], None, None))
+            yield self._event(kind, response=self.whole([], None, None))
 
     def change(self, what: str, block: AnswerBlock, text: str) -> Iterator[dict[str, Any]]:
         place = {"output_index": block.index, "item_id": self._item_id(block)}
@@ -273,7 +266,7 @@ class Responses:
                 yield self._event("response.output_item.done", output_index=block.index, item=item)
 
     def end(self, blocks: list[AnswerBlock], choice: Choice, reason: str | None) -> Iterator[dict[str, Any]]:
-        response = self.response(blocks, choice, reason)
+        response = self.whole(blocks, choice, reason)
         yield self._event(f"response.{response['status']}", response=response)
 
     def error(self, error: ApiError) -> dict[str, Any]:
