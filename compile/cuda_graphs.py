@@ -163,13 +163,3 @@ class Replayed(Generic[T]):
         replay, result = self._captured
         replay()
         return result
-
-
-@contextmanager
-def no_captures() -> Iterator[None]:
-    """Raise RuntimeError on captures inside the context, for use after warmup."""
-    before = Graphs.num_captures
-    yield
-    new = Graphs.num_captures - before
-    if new:
-        raise RuntimeError(f"{new} CUDA graphs were captured after warm-up")

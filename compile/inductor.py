@@ -9,8 +9,7 @@ costs no checks.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -161,15 +160,3 @@ def _frozen(value: object) -> object:
     if isinstance(value, (list, tuple)):
         return (type(value), *map(_frozen, value))
     return type(value), value
-
-
-@contextmanager
-def no_recompiles() -> Iterator[None]:
-    """Raise RuntimeError on compilation inside the context, for use after warmup."""
-    from torch._dynamo.utils import counters  # a second to import, which kernels do without
-
-    before = counters["stats"]["unique_graphs"]
-    yield
-    new = counters["stats"]["unique_graphs"] - before
-    if new:
-        raise RuntimeError(f"{new} graphs were compiled after warm-up")

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from compile.attention import MAX_STEP
-from compile.cuda_graphs import no_captures
 from sharesd import SamplingParams
 from sharesd.config import EngineConfig
 from sharesd.drafters.classic.drafter import ClassicDrafter
@@ -26,6 +25,7 @@ from sharesd.speculation.draft_policy import Policy
 from sharesd.speculation.draft_proposal import Proposal
 from sharesd.speculation.draft_tree import NO_DRAFT, DraftRecord, DraftShape, DraftTree, chain, chains
 from tests.cases.inputs import llama
+from tests.helpers.after_warmup import no_captures
 from tests.helpers.in_mode import in_mode
 from tests.helpers.oracle import tiny_decoder
 from tests.helpers.recorded_graphs import RecordedGraphs, take_the_way_of_cuda

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from compile.cuda_graphs import no_captures
 from sharesd.drafters.hybrid.drafter import HybridDrafter
 from sharesd.engine.engine import Engine
 from sharesd.engine.outputs import Completion
@@ -27,6 +26,7 @@ from sharesd.startup import cost_profiler
 from sharesd.startup.warmup import warm_up, warm_up_all_variants
 from tests.engine import test_rows
 from tests.execution.test_graphs import new
+from tests.helpers.after_warmup import no_captures
 from tests.helpers.recorded_graphs import RecordedGraphs, take_the_way_of_cuda
 
 pytestmark = pytest.mark.usefixtures("one_thread")

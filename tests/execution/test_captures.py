@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from compile.cuda_graphs import Graphs, Replayed, call_between_graphs, no_captures
+from compile.cuda_graphs import Graphs, Replayed, call_between_graphs
 from sharesd.devices.transfer import PinnedBuffers
+from tests.helpers.after_warmup import no_captures
 from tests.helpers.recorded_graphs import RecordedGraphs
 
 pytestmark = pytest.mark.usefixtures("one_thread")

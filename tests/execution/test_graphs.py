@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from compile.cuda_graphs import Graphs, no_captures
+from compile.cuda_graphs import Graphs
 from sharesd import Engine, SamplingParams
 from sharesd.drafters.classic.drafter import ClassicDrafter
 from sharesd.drafters.eagle.drafter import EagleDrafter
@@ -26,6 +26,7 @@ from sharesd.speculation.cost_model import Costs
 from sharesd.speculation.draft_tree import NO_DRAFT, chains, shapes_of
 from sharesd.startup import cost_profiler
 from sharesd.startup.warmup import warm_up
+from tests.helpers.after_warmup import no_captures
 from tests.helpers.oracle import classic_engine, new_engine, share_engine, switched, tiny_decoder
 from tests.helpers.recorded_graphs import RecordedGraphs, host_reads, take_the_way_of_cuda
 from tests.helpers.staged_devices import in_stages, watched

@@ -29,6 +29,7 @@ from sharesd.runtime import Runtime
 from sharesd.startup import resolve, target
 from sharesd.weights import memory_estimate, offload_planner
 from sharesd.weights.offload_planner import plan_for
+from tests.helpers.after_warmup import no_recompiles
 from tests.helpers.in_mode import in_mode
 from tests.helpers.lagging_device import LateDevice
 from tests.helpers.offloaded import LAYERS, PROMPTS, WAYS, limit_leaving, planned, texts
@@ -164,7 +165,7 @@ def test_compiled_blocks_read_the_slots_that_hold_their_weights(
     offloaded = Runtime(config_of(tiny, limit_for(tiny, 2, "share", **options), **options))
     close_after.append(offloaded)
     wanted, found = ([in_mode(e).generate(PROMPTS, WAYS[0])[0].token_ids] for e in (whole, offloaded))
-    with inductor.no_recompiles():
+    with no_recompiles():
         again = [in_mode(offloaded).generate(PROMPTS, WAYS[0])[0].token_ids]
     assert found == wanted == again
 

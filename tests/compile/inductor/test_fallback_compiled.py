@@ -15,7 +15,7 @@ import torch
 import transformers
 from torch._inductor.utils import run_and_get_code
 
-from compile.inductor import CompiledModel, no_recompiles
+from compile.inductor import CompiledModel
 from quant.config import QuantConfig
 from quant.quantize_model import quantize_linears
 from quant.switch_linear import Switch
@@ -26,6 +26,7 @@ from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
 from sharesd.weights.quantize import head_name, layer_of
 from tests.compile.inductor.test_inductor import BUFFER
+from tests.helpers.after_warmup import no_recompiles
 from tests.helpers.in_mode import in_mode
 from tests.helpers.oracle import new_engine, share_engine
 from tests.helpers.recorded_graphs import RecordedGraphs, take_the_way_of_cuda

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
 from compile.attention import TreeAttentionMask
-from compile.inductor import CompiledMethods, CompiledModel, compile_step, no_recompiles, structure
+from compile.inductor import CompiledMethods, CompiledModel, compile_step, structure
 from compile.linear import pack_linears
 from quant.config import QuantConfig
 from quant.quantize_model import quantize_linears
@@ -32,6 +32,7 @@ from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
+from tests.helpers.after_warmup import no_recompiles
 from tests.helpers.compiled import NUM_DRAFT, check_looking_back, compiled, wide_decoder
 from tests.helpers.in_mode import in_mode
 from tests.helpers.oracle import classic_engine, layer_of, new_engine, share_engine, switched, tiny_decoder
