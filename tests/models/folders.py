@@ -40,6 +40,14 @@ def edit_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) ->
     return folder
 
 
+def leave_out(name: str) -> Callable[[dict[str, Tensor]], object]:
+    return lambda tensors: tensors.pop(name)
+
+
+def put(name: str, *shape: int, value: float = 1.0) -> Callable[[dict[str, Tensor]], object]:
+    return lambda tensors: tensors.update({name: torch.full(shape, value)})
+
+
 def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.1
 

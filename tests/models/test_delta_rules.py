@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,9 @@ import torch
 from torch import Tensor
 
 from compile.attention import TreeAttentionMask
-from sharesd import LLM, OffloadConfig, SamplingParams
+from sharesd import LLM, SamplingParams
 from sharesd.config import EngineConfig, PipelineConfig
 from sharesd.drafters.heads.checkpoint import load_head
-from sharesd.engine.prompt_cache import PromptCache
 from sharesd.kvcache import recurrent
 from sharesd.models import prefill
 from sharesd.models.architectures import config_from_hf
@@ -30,7 +30,6 @@ from sharesd.models.gguf.reader import GGUFFile, read_gguf
 from sharesd.models.gguf.weights import names_of
 from sharesd.models.loader import decoder_config, load_decoder, native_config
 from sharesd.startup.resolve import resolve_config
-from sharesd.weights import memory_estimate, offload_planner
 from sharesd.weights.sizes import kv_bytes
 from tests.helpers.compiled import compiled
 from tests.helpers.gguf_files import write_delta_gguf
@@ -39,7 +38,15 @@ from tests.helpers.random_rounds import Rows, run_rounds
 from tests.helpers.same_texts import require_same_texts
 from tests.helpers.tiny_heads import make_head
 from tests.helpers.tiny_models import make_delta_model
-from tests.models.folders import edit_config, edit_tensors
+from tests.models.folders import edit_config, edit_tensors, leave_out, put
+from tests.models.recurrent_checks import (
+    TREES,
+    read_text,
+    require_head_reads_hidden_states,
+    require_offloaded_blocks,
+    require_one_text_in_pieces,
+    restored_after_restarts,
+)
 from tests.models.test_mixtures import merge_experts
 from train.heads.draft_decoder import initial_draft
 from train.heads.init_weights import initial_head
@@ -136,13 +143,7 @@ def test_texts_continue_where_the_state_is_known() -> None:
     cache = model.new_cache(2, 1300)
     text = Rows(model, 1, 0).tokens(1200)
 
-    def read(row: int, tokens: list[int], source: int, num: int) -> Tensor:
-        cache.begin_row(row, tokens[:num], source)
-        while num < len(tokens):
-            piece = prefill.next_piece(model, cache, num, len(tokens))
-            logits_RV, num = prefill.read_piece(model, cache, row, tokens, piece), piece.end
-        cache.cached_ids[row] = tokens
-        return logits_RV[-1]
+    read = partial(read_text, model, cache)
 
     def known(row: int, *lengths: int) -> list[int]:
         return [cache.shared_prefix_lengths(text[:num])[row] for num in lengths]
@@ -185,7 +186,6 @@ def test_copies_take_a_limited_number_of_bytes(monkeypatch: pytest.MonkeyPatch) 
 
 
 MIXTURES = ("qwen3_next", "qwen3_5_moe_text")
-TREES: dict[str, Any] = {"num_draft": 6, "tree": (2, 3, 6), "dtype": "fp32"}
 
 
 @pytest.mark.parametrize(
@@ -196,19 +196,8 @@ TREES: dict[str, Any] = {"num_draft": 6, "tree": (2, 3, 6), "dtype": "fp32"}
     ],
 )
 def test_all_modes_have_one_text(family: str, options: dict[str, Any], tmp_path: Path) -> None:
-    """Also if a prompt is read in pieces between rounds of another row, and with the begin of an earlier one."""
-    modes = ("naive", "share", "suffix", "classic", "hybrid", "auto")
-    target = str(make_delta_model(tmp_path / "model", model_type=family))
-    options = {"max_batch": 2, "max_context": 500, "draft": target, **options}
-    llm = require_same_texts(target, modes, device="cpu", **options)
-    prompts, params = [[7, 9], list(range(10, 360))], SamplingParams(max_new_tokens=8, temperature=1.0, seed=5)
-    texts: list[Any] = [[] for _ in modes]
-    for mode, found in zip(modes, texts, strict=True):
-        for _ in range(2):
-            found += [each.token_ids for each in llm.generate(prompts, params, mode=mode)]
-            prompts[1] = [*prompts[1][:300], *prompts[0], *found[-1]]
-        prompts[1] = list(range(10, 360))
-    assert all(text == texts[0] for text in texts)
+    options = {"max_context": 500, **options}
+    require_one_text_in_pieces(str(make_delta_model(tmp_path / "model", model_type=family)), options)
 
 
 def test_without_kernels_modes_have_one_text_too(tmp_path: Path) -> None:
@@ -226,43 +215,17 @@ def test_rows_have_the_same_bits_at_any_width(tmp_path: Path) -> None:
 
 
 def test_a_restart_reads_texts_and_states_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, restored, restore = str(make_delta_model(tmp_path / "model")), [], PromptCache.restore
+    def prompts(first: list[int], said: list[int]) -> list[list[int]]:
+        return [first, [*first[:300], 5, 6], [*first[:310], 7], [*first, *said[:7], 8]]
 
-    def restore_and_note(*arguments: Any) -> int:
-        restored.append(restore(*arguments))
-        return restored[-1]
-
-    monkeypatch.setattr(PromptCache, "restore", restore_and_note)
-    options: dict[str, Any] = {"max_context": 500, "device": "cpu", "prompt_cache": str(tmp_path / "kept")}
-    first, params = list(range(10, 330)), SamplingParams(max_new_tokens=8, temperature=1.0, seed=5, ignore_eos=True)
-    plain = LLM(target, modes=("naive",), device="cpu", max_context=500)
-    said = plain.generate([first], params)[0].token_ids
-    for prompt in (first, [*first[:300], 5, 6], [*first[:310], 7], [*first, *said[:7], 8]):
-        with LLM(target, modes=("share",), **options) as llm:
-            assert llm.generate([prompt], params)[0].token_ids == plain.generate([prompt], params)[0].token_ids
+    target = str(make_delta_model(tmp_path / "model"))
+    restored = restored_after_restarts(target, tmp_path / "kept", prompts, monkeypatch, max_context=500)
     assert restored == [0, 256, 304, 327]
 
 
 def test_whole_blocks_are_offloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_estimate, "own_memory", lambda: 0)  # which is much more than such a model
-    monkeypatch.setattr(memory_estimate, "RUNTIME_BYTES", 0)
-    monkeypatch.setattr(offload_planner, "_disk_rate", lambda *_: 1e9)
-    target, modes = str(make_delta_model(tmp_path / "model", num_hidden_layers=6)), ("naive", "share")
-    options: dict[str, Any] = {"device": "cpu", "max_context": 128, "mode": "share", "dtype": "bfloat16"}
-    plan = resolve_config(
-        EngineConfig(target=target, offload=OffloadConfig(host_memory=10**9, choose_bits=False), **options), modes
-    ).plan
-    assert plan is not None
-    texts = []
-    for limit in (None, plan.device_bytes - plan.slot):
-        llm = LLM(
-            target, modes=modes, max_batch=1, offload=OffloadConfig(host_memory=limit, choose_bits=False), **options
-        )
-        params = SamplingParams(max_new_tokens=6, temperature=1.0, seed=3, ignore_eos=True)
-        texts += [llm.generate([[5, 9, 14, 3] * 7], params, mode=mode)[0].token_ids for mode in modes]
-    runtime = llm._runtime
-    assert runtime is not None and runtime.streamed is not None and len(runtime.streamed.stream.blocks) > 1
-    assert len(texts) == 4 and texts == [texts[0]] * 4
+    target = str(make_delta_model(tmp_path / "model", num_hidden_layers=6))
+    require_offloaded_blocks(target, [5, 9, 14, 3] * 7, monkeypatch)
 
 
 def test_the_bytes_of_a_cache_are_known_before(tmp_path: Path) -> None:
@@ -272,10 +235,7 @@ def test_the_bytes_of_a_cache_are_known_before(tmp_path: Path) -> None:
 
 
 def test_a_head_reads_hidden_states(tmp_path: Path) -> None:
-    target = make_delta_model(tmp_path / "model")
-    config = native_config(target, torch.device("cpu"))
-    head = make_head(tmp_path / "head", config, "eagle3", dtype=torch.bfloat16, mlp=64)
-    require_same_texts(str(target), ("naive", "eagle"), device="cpu", heads=(str(head),), hybrid_with=("eagle",))
+    require_head_reads_hidden_states(make_delta_model(tmp_path / "model"), tmp_path)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_next"])
@@ -427,29 +387,21 @@ def test_gpus_and_training_are_refused_by_name(tmp_path: Path) -> None:
         load_head(head, delta_decoder())
 
 
-def _leave_out(name: str) -> Callable[[dict[str, Tensor]], object]:
-    return lambda tensors: tensors.pop(name)
-
-
-def _put(name: str, *shape: int, value: float = 1.0) -> Callable[[dict[str, Tensor]], object]:
-    return lambda tensors: tensors.update({name: torch.full(shape, value)})
-
-
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (_leave_out(f"{LAYER}.A_log"), f"missing {LAYER}.A_log"),
-        (_leave_out(f"{LAYER}.dt_bias"), f"missing {LAYER}.dt_bias"),
-        (_leave_out(f"{LAYER}.in_proj_b.weight"), f"missing {LAYER}.in_proj_b.weight"),
-        (_put(f"{LAYER}.A_log", 6), rf"{LAYER}.A_log has shape \[6\] where config.json asks for \[8\]"),
-        (_put(f"{LAYER}.conv1d.weight", 192, 2, 4), r"conv1d.weight has shape \[192, 2, 4\] .* asks for \[192, 4\]"),
-        (_put(f"{LAYER}.conv1d.bias", 192), f"unexpected {LAYER}.conv1d.bias"),
-        (_put(f"{LAYER}.dt_bias", 8, value=torch.nan), f"{LAYER}.dt_bias has NaN or infinite"),
+        (leave_out(f"{LAYER}.A_log"), f"missing {LAYER}.A_log"),
+        (leave_out(f"{LAYER}.dt_bias"), f"missing {LAYER}.dt_bias"),
+        (leave_out(f"{LAYER}.in_proj_b.weight"), f"missing {LAYER}.in_proj_b.weight"),
+        (put(f"{LAYER}.A_log", 6), rf"{LAYER}.A_log has shape \[6\] where config.json asks for \[8\]"),
+        (put(f"{LAYER}.conv1d.weight", 192, 2, 4), r"conv1d.weight has shape \[192, 2, 4\] .* asks for \[192, 4\]"),
+        (put(f"{LAYER}.conv1d.bias", 192), f"unexpected {LAYER}.conv1d.bias"),
+        (put(f"{LAYER}.dt_bias", 8, value=torch.nan), f"{LAYER}.dt_bias has NaN or infinite"),
         (
-            _put("model.layers.1.self_attn.q_proj.weight", 128, 64),
+            put("model.layers.1.self_attn.q_proj.weight", 128, 64),
             r"q_proj.weight has shape \[128, 64\] .* \[256, 64\]",
         ),
-        (_put(f"{LAYER}.in_proj_qkvz.weight", 320, 64), f"unexpected {LAYER}.in_proj_qkvz.weight"),
+        (put(f"{LAYER}.in_proj_qkvz.weight", 320, 64), f"unexpected {LAYER}.in_proj_qkvz.weight"),
     ],
 )
 def test_tensors_that_do_not_fit_are_named(
@@ -463,12 +415,12 @@ def test_tensors_that_do_not_fit_are_named(
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (_put(f"{LAYER}.in_proj_qkvz.weight", 318, 64), r"in_proj_qkvz.weight has shape \[318, 64\] .* \[320, 64\]"),
-        (_put(f"{LAYER}.in_proj_ba.weight", 12, 64), r"in_proj_ba.weight has shape \[12, 64\] .* asks for \[16, 64\]"),
-        (_leave_out(f"{LAYER}.in_proj_ba.weight"), f"missing {LAYER}.in_proj_ba.weight"),
-        (_leave_out(f"{MIXTURE}.shared_expert_gate.weight"), f"missing {MIXTURE}.shared_expert_gate.weight"),
+        (put(f"{LAYER}.in_proj_qkvz.weight", 318, 64), r"in_proj_qkvz.weight has shape \[318, 64\] .* \[320, 64\]"),
+        (put(f"{LAYER}.in_proj_ba.weight", 12, 64), r"in_proj_ba.weight has shape \[12, 64\] .* asks for \[16, 64\]"),
+        (leave_out(f"{LAYER}.in_proj_ba.weight"), f"missing {LAYER}.in_proj_ba.weight"),
+        (leave_out(f"{MIXTURE}.shared_expert_gate.weight"), f"missing {MIXTURE}.shared_expert_gate.weight"),
         (
-            _put(f"{MIXTURE}.shared_expert_gate.weight", 2, 64),
+            put(f"{MIXTURE}.shared_expert_gate.weight", 2, 64),
             r"_gate.weight has shape \[2, 64\] .* \[1, 64\]",
         ),
     ],

@@ -48,7 +48,7 @@ from tests.helpers.oracle import tiny_mixture
 from tests.helpers.same_texts import require_same_texts
 from tests.helpers.tiny_heads import make_head
 from tests.helpers.tiny_models import make_mixture
-from tests.models.folders import edit_config, edit_tensors
+from tests.models.folders import edit_config, edit_tensors, leave_out
 from tests.models.test_lora import adapter_of
 from train.heads.draft_decoder import initial_draft
 from train.heads.init_weights import initial_head
@@ -323,10 +323,6 @@ def test_stored_mixtures_are_expanded_on_gpus(gguf_file: Path, with_triton: None
         folder_and_config(EngineConfig(target=str(gguf_file), dequantize=False), gpu, **how)
 
 
-def _leave_out(name: str) -> Callable[[dict[str, Tensor]], object]:
-    return lambda tensors: tensors.pop(name)
-
-
 def _add_expert(tensors: dict[str, Tensor]) -> None:
     tensors[EXPERT.replace(".2.", ".5.")] = tensors[EXPERT].clone()
 
@@ -340,8 +336,8 @@ def _merge_fewer(tensors: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (_leave_out(ROUTER), f"missing {ROUTER}"),
-        (_leave_out(EXPERT), f"missing {EXPERT}"),
+        (leave_out(ROUTER), f"missing {ROUTER}"),
+        (leave_out(EXPERT), f"missing {EXPERT}"),
         (_add_expert, "unexpected model.layers.1.mlp.experts.5.up_proj.weight"),
         (
             _merge_fewer,

@@ -7,6 +7,7 @@ Their logits are compared with those of transformers in `test_models.py`, rows w
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from compile.block_linear import BlockLinear
 from quant.config import QuantConfig
-from sharesd import LLM, OffloadConfig, SamplingParams
 from sharesd.config import EngineConfig, PipelineConfig
 from sharesd.drafters.heads.checkpoint import load_head
-from sharesd.engine.prompt_cache import PromptCache
 from sharesd.kvcache import recurrent
 from sharesd.models import prefill
 from sharesd.models.architectures import config_from_hf
@@ -32,7 +31,6 @@ from sharesd.models.gguf.reader import GGUFFile, read_gguf
 from sharesd.models.gguf.weights import names_of
 from sharesd.models.loader import load_decoder, native_config
 from sharesd.startup.resolve import resolve_config
-from sharesd.weights import memory_estimate, offload_planner
 from sharesd.weights.backend import CpuBackend
 from sharesd.weights.memory_estimate import MemoryEstimate
 from tests.helpers.compiled import compiled
@@ -42,7 +40,15 @@ from tests.helpers.random_rounds import Rows, run_rounds
 from tests.helpers.same_texts import require_same_texts
 from tests.helpers.tiny_heads import make_head
 from tests.helpers.tiny_models import make_conv_model
-from tests.models.folders import edit_config, edit_tensors
+from tests.models.folders import edit_config, edit_tensors, leave_out, put
+from tests.models.recurrent_checks import (
+    TREES,
+    read_text,
+    require_head_reads_hidden_states,
+    require_offloaded_blocks,
+    require_one_text_in_pieces,
+    restored_after_restarts,
+)
 from train.heads.draft_decoder import initial_draft
 from train.heads.init_weights import initial_head
 
@@ -93,13 +99,7 @@ def test_texts_continue_where_the_state_is_known() -> None:
     cache = model.new_cache(2, 640)
     text = Rows(model, 1, 0).tokens(600)
 
-    def read(row: int, tokens: list[int], source: int, num: int) -> Tensor:
-        cache.begin_row(row, tokens[:num], source)
-        while num < len(tokens):
-            piece = prefill.next_piece(model, cache, num, len(tokens))
-            logits_RV, num = prefill.read_piece(model, cache, row, tokens, piece), piece.end
-        cache.cached_ids[row] = tokens
-        return logits_RV[-1]
+    read = partial(read_text, model, cache)
 
     def known(row: int, *lengths: int) -> list[int]:
         return [cache.shared_prefix_lengths(text[:num])[row] for num in lengths]
@@ -142,9 +142,6 @@ def test_experts_are_stored_one_by_one_or_together(tmp_path: Path) -> None:
         load_decoder(edit_config(apart, use_expert_bias=False), dtype=torch.bfloat16)
 
 
-TREES: dict[str, Any] = {"num_draft": 6, "tree": (2, 3, 6), "dtype": "fp32"}
-
-
 @pytest.mark.parametrize(
     ("family", "options"),
     [
@@ -156,66 +153,27 @@ TREES: dict[str, Any] = {"num_draft": 6, "tree": (2, 3, 6), "dtype": "fp32"}
     ],
 )
 def test_all_modes_have_one_text(family: str, options: dict[str, Any], tmp_path: Path) -> None:
-    """Also if a prompt is read in pieces between rounds of another row, and with the begin of an earlier one."""
-    modes = ("naive", "share", "suffix", "classic", "hybrid", "auto")
-    target = str(make_conv_model(tmp_path / "model", model_type=family))
-    options = {"max_batch": 2, "max_context": 700, "draft": target, **options}
-    llm = require_same_texts(target, modes, device="cpu", **options)
-    prompts, params = [[7, 9], list(range(10, 360))], SamplingParams(max_new_tokens=8, temperature=1.0, seed=5)
-    texts: list[Any] = [[] for _ in modes]
-    for mode, found in zip(modes, texts, strict=True):
-        for _ in range(2):
-            found += [each.token_ids for each in llm.generate(prompts, params, mode=mode)]
-            prompts[1] = [*prompts[1][:300], *prompts[0], *found[-1]]
-        prompts[1] = list(range(10, 360))
-    assert all(text == texts[0] for text in texts)
+    options = {"max_context": 700, **options}
+    require_one_text_in_pieces(str(make_conv_model(tmp_path / "model", model_type=family)), options)
 
 
 def test_a_restart_reads_texts_and_states_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, restored, restore = str(make_conv_model(tmp_path / "model")), [], PromptCache.restore
+    def prompts(first: list[int], _: list[int]) -> list[list[int]]:
+        return [first, [*first[:300], 5, 6], [*first, 7]]
 
-    def restore_and_note(*arguments: Any) -> int:
-        restored.append(restore(*arguments))
-        return restored[-1]
-
-    monkeypatch.setattr(PromptCache, "restore", restore_and_note)
-    options: dict[str, Any] = {"max_context": 700, "device": "cpu", "prompt_cache": str(tmp_path / "kept")}
-    first, params = list(range(10, 330)), SamplingParams(max_new_tokens=8, temperature=1.0, seed=5, ignore_eos=True)
-    plain = LLM(target, modes=("naive",), device="cpu", max_context=700)
-    for prompt in (first, [*first[:300], 5, 6], [*first, 7]):
-        with LLM(target, modes=("share",), **options) as llm:
-            assert llm.generate([prompt], params)[0].token_ids == plain.generate([prompt], params)[0].token_ids
+    target = str(make_conv_model(tmp_path / "model"))
+    restored = restored_after_restarts(target, tmp_path / "kept", prompts, monkeypatch, max_context=700)
     assert restored == [0, 256, 320]
 
 
 def test_whole_blocks_are_offloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_estimate, "own_memory", lambda: 0)  # which is much more than such a model
-    monkeypatch.setattr(memory_estimate, "RUNTIME_BYTES", 0)
-    monkeypatch.setattr(offload_planner, "_disk_rate", lambda *_: 1e9)
-    target, modes = str(make_conv_model(tmp_path / "model", num_hidden_layers=6)), ("naive", "share")
-    options: dict[str, Any] = {"device": "cpu", "max_context": 128, "mode": "share", "dtype": "bfloat16"}
-    plan = resolve_config(
-        EngineConfig(target=target, offload=OffloadConfig(host_memory=10**9, choose_bits=False), **options), modes
-    ).plan
-    mlp = 3 * 64 * 128
-    assert plan is not None and set(plan.blocks) == {2 * (4 * 64 * 64 + mlp), 2 * (3 * 64 * 64 + mlp)}
-    texts = []
-    for limit in (None, plan.device_bytes - plan.slot):
-        llm = LLM(
-            target, modes=modes, max_batch=1, offload=OffloadConfig(host_memory=limit, choose_bits=False), **options
-        )
-        params = SamplingParams(max_new_tokens=6, temperature=1.0, seed=3, ignore_eos=True)
-        texts += [llm.generate([[5, 9, 14, 3]], params, mode=mode)[0].token_ids for mode in modes]
-    runtime = llm._runtime
-    assert runtime is not None and runtime.streamed is not None and len(runtime.streamed.stream.blocks) > 1
-    assert all(text == texts[0] for text in texts) and len(texts) == 4
+    target, mlp = str(make_conv_model(tmp_path / "model", num_hidden_layers=6)), 3 * 64 * 128
+    blocks = require_offloaded_blocks(target, [5, 9, 14, 3], monkeypatch)
+    assert {*blocks} == {2 * (4 * 64 * 64 + mlp), 2 * (3 * 64 * 64 + mlp)}
 
 
 def test_a_head_reads_hidden_states(tmp_path: Path) -> None:
-    target = make_conv_model(tmp_path / "model")
-    config = native_config(target, torch.device("cpu"))
-    head = make_head(tmp_path / "head", config, "eagle3", dtype=torch.bfloat16, mlp=64)
-    require_same_texts(str(target), ("naive", "eagle"), device="cpu", heads=(str(head),), hybrid_with=("eagle",))
+    require_head_reads_hidden_states(make_conv_model(tmp_path / "model"), tmp_path)
 
 
 @pytest.mark.parametrize("quant", ["q4_k", "q8_0"])
@@ -260,23 +218,15 @@ def test_gpus_and_training_are_refused_by_name(tmp_path: Path) -> None:
         load_head(head, conv_decoder())
 
 
-def _leave_out(name: str) -> Callable[[dict[str, Tensor]], object]:
-    return lambda tensors: tensors.pop(name)
-
-
-def _reshape(shape: tuple[int, ...]) -> Callable[[dict[str, Tensor]], object]:
-    return lambda tensors: tensors.update({KERNEL: torch.ones(shape)})
-
-
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (_leave_out(KERNEL), f"missing {KERNEL}"),
-        (_leave_out(LAST_NORM), f"missing {LAST_NORM}"),
-        (_reshape((64, 1, 4)), rf"{KERNEL} has shape \[64, 4\] where config.json asks for \[64, 3\]"),
-        (_reshape((64, 2, 3)), rf"{KERNEL} has shape \[64, 2, 3\] where config.json asks for \[64, 3\]"),
-        (lambda tensors: tensors.update({KERNEL.replace("weight", "bias"): torch.ones(64)}), "unexpected .*conv.bias"),
-        (lambda tensors: tensors.update({KERNEL: torch.full((64, 1, 3), torch.nan)}), f"{KERNEL} has NaN or infinite"),
+        (leave_out(KERNEL), f"missing {KERNEL}"),
+        (leave_out(LAST_NORM), f"missing {LAST_NORM}"),
+        (put(KERNEL, 64, 1, 4), rf"{KERNEL} has shape \[64, 4\] where config.json asks for \[64, 3\]"),
+        (put(KERNEL, 64, 2, 3), rf"{KERNEL} has shape \[64, 2, 3\] where config.json asks for \[64, 3\]"),
+        (put(KERNEL.replace("weight", "bias"), 64), "unexpected .*conv.bias"),
+        (put(KERNEL, 64, 1, 3, value=torch.nan), f"{KERNEL} has NaN or infinite"),
     ],
 )
 def test_tensors_that_do_not_fit_are_named(
