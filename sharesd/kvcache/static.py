@@ -187,6 +187,12 @@ class StaticKVCache:
         self.cached_ids[row], self.num_prefilled[row] = list(tokens), num_prefilled
         self.lengths[row : row + 1].fill_(len(tokens))
 
+    def begin_text(self, row: int, tokens: Sequence[int], *, reuse: bool) -> None:
+        """Set a row's text, from the beginning that is in any row's KV if `reuse`."""
+        shared = self.shared_prefix_lengths(tokens) if reuse else [0] * self.batch
+        source = max(range(self.batch), key=lambda other: (shared[other], other == row))
+        self.begin_row(row, tokens[: shared[source]], source)
+
     def release_rows(self) -> None:
         """Prepare all rows for new texts; their KV stays."""
         self.lengths.clamp_(min=1)  # some drafters read slot length - 1, which must exist

@@ -317,3 +317,18 @@ def mixed_layers(
         LayerType(window, local) if kind == "sliding_attention" else LayerType(0, rope)
         for kind, rope, local in zip(types[:num_layers], ropes, sliding_ropes or ropes, strict=False)
     )
+
+
+def recurrent_layers(
+    config: HFConfig, default: Sequence[str], *, kind: str, kinds: str, conv_width: int
+) -> tuple[LayerType, ...]:
+    """Return layers with attention, and those of a `kind` that has a state; `kinds`: these in words."""
+    types = config.get("layer_types", default)
+    for each in types:
+        if each not in ("full_attention", kind):
+            raise config.unsupported(f"layer type {each!r}")
+    if len(types) != len(default):
+        raise wrong_value(config.model_type, "layer_types", types, f"a list of {len(default)} layers")
+    if "full_attention" not in types:
+        raise config.unsupported(f"{kinds} in all layers")
+    return tuple(LayerType(0, 0) if each != kind else LayerType(0, -1, conv_width=conv_width) for each in types)

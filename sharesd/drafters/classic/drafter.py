@@ -102,9 +102,7 @@ class ClassicDrafter(Drafter):
         self._chunks: dict[int, Replayed[None]] = {}  # by row
 
     def begin(self, row: int, tokens: list[int], reuse: bool) -> None:
-        shared = self.cache.shared_prefix_lengths(tokens) if reuse else [0] * self.cache.batch
-        source = max(range(len(shared)), key=lambda other: (shared[other], other == row))
-        self.cache.begin_row(row, tokens[: shared[source]], source)
+        self.cache.begin_text(row, tokens, reuse=reuse)
         self.cache.lengths[row : row + 1].clamp_(min=1)  # a draft for other rows may read the token before
 
     @torch.inference_mode()

@@ -50,9 +50,7 @@ class EagleDrafter(Drafter):
         self._lead = min(2, self._max_lead)
 
     def begin(self, row: int, tokens: list[int], reuse: bool) -> None:
-        shared = self.cache.shared_prefix_lengths(tokens) if reuse else [0] * self.cache.batch
-        source = max(range(len(shared)), key=lambda other: (shared[other], other == row))
-        self.cache.begin_row(row, tokens[: shared[source]], source)
+        self.cache.begin_text(row, tokens, reuse=reuse)
         self._note(row, 0, tokens)
         self._new.add(row)
         self._in_flight.discard(row)

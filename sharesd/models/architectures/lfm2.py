@@ -11,6 +11,7 @@ from sharesd.models.architecture import (
     GGUFLayout,
     llama_like,
     read_experts,
+    recurrent_layers,
 )
 from sharesd.models.decoder_config import DecoderConfig, LayerType
 from sharesd.models.hf_config import HFConfig, wrong_value
@@ -78,15 +79,8 @@ def _layer_types(config: HFConfig) -> tuple[LayerType, ...]:
     if width > _MAX_WIDTH:
         raise wrong_value(config.model_type, "conv_L_cache", width, f"at most {_MAX_WIDTH}")
     attends = config.get("full_attn_idxs", range(num_layers))
-    types = config.get("layer_types", ["full_attention" if i in attends else "conv" for i in range(num_layers)])
-    for kind in types:
-        if kind not in ("full_attention", "conv"):
-            raise config.unsupported(f"layer type {kind!r}")
-    if len(types) != num_layers:
-        raise wrong_value(config.model_type, "layer_types", types, f"a list of {num_layers} layers")
-    if "full_attention" not in types:
-        raise config.unsupported("convolutions in all layers")
-    return tuple(LayerType(0, 0) if kind == "full_attention" else LayerType(0, -1, conv_width=width) for kind in types)
+    default = ["full_attention" if i in attends else "conv" for i in range(num_layers)]
+    return recurrent_layers(config, default, kind="conv", kinds="convolutions", conv_width=width)
 
 
 def _intermediate_size(config: HFConfig) -> int:

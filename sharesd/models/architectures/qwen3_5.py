@@ -22,6 +22,7 @@ from sharesd.models.architecture import (
     MTPLayout,
     llama_like,
     read_experts,
+    recurrent_layers,
 )
 from sharesd.models.decoder_config import DecoderConfig, LayerType
 from sharesd.models.hf_config import HFConfig, read_rope, wrong_value
@@ -107,15 +108,7 @@ def _layer_types(config: HFConfig) -> tuple[LayerType, ...]:
         raise wrong_value(config.model_type, "linear_conv_kernel_dim", width, kind)
     interval = config.get("full_attention_interval", 4)
     default = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(num_layers)]
-    types = config.get("layer_types", default)
-    for kind in types:
-        if kind not in ("full_attention", "linear_attention"):
-            raise config.unsupported(f"layer type {kind!r}")
-    if len(types) != num_layers:
-        raise wrong_value(config.model_type, "layer_types", types, f"a list of {num_layers} layers")
-    if "full_attention" not in types:
-        raise config.unsupported("delta rules in all layers")
-    return tuple(LayerType(0, 0) if kind == "full_attention" else LayerType(0, -1, conv_width=width) for kind in types)
+    return recurrent_layers(config, default, kind="linear_attention", kinds="delta rules", conv_width=width)
 
 
 def _read(config: HFConfig, **fields: Any) -> DecoderConfig:
