@@ -1,7 +1,7 @@
 """Link from pinned host memory to a CUDA device.
 
 Copies run on their own stream. Computation waits for the event that ends a copy. A copy waits for the event that ends
-the use of its slot. The host does not wait. Tested on a simulated device.
+the use of its slot. The host does not wait.
 """
 
 from __future__ import annotations

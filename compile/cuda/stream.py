@@ -188,7 +188,7 @@ def try_product(device: torch.device, group: int) -> None:
 
 
 def options_of(group: int, card: Card) -> tuple[str, ...]:
-    """Return the options of NVRTC beside the architecture."""
+    """Return the options of NVRTC besides the architecture."""
     return "-std=c++17", f"-DGROUP={group}", f"-DBULK={int(card.bulk)}"
 
 

@@ -77,7 +77,7 @@ def test_conversion_equals_that_of_transformers(kind: str, tmp_path: Path, own_c
         pytest.skip("transformers made other tokenizers of such files before 5.23")
     for text in TEXTS:
         if (name, pre) == ("llama", "spm") and ("<" in text or text.startswith(" ")):
-            continue  # they put no space before texts that begin with one, nor behind special tokens
+            continue  # they put no space before texts that begin with one, nor after special tokens
         assert mine.encode(text) == other.encode(text)
         assert mine.decode(mine.encode(text), False) == other.decode(other.encode(text), False)
     message = [{"role": "user", "content": "on it"}]
@@ -85,16 +85,22 @@ def test_conversion_equals_that_of_transformers(kind: str, tmp_path: Path, own_c
     assert load_model(ours, dtype=torch.float32, device="cpu").name.endswith("(native)")
 
 
-def test_a_llama_file_with_experts_is_a_mixtral(tmp_path: Path, own_cache: Path) -> None:
-    """Its converted folder has the logits of transformers, and rows of queries and keys are in the order of these."""
-    path = write_gguf(tmp_path / "model.gguf", "mixtral", "llama-bpe")
-    folder, file = converted_folder(path), read_gguf(path)
+def with_equal_logits(folder: Path) -> tuple[Any, Any]:
+    """Our model and transformers', of one folder."""
     ours = load_decoder(folder, dtype=torch.float32, device="cpu")
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokens = torch.arange(40, 60)[None]
     with torch.inference_mode():
         wanted = theirs(tokens).logits
         torch.testing.assert_close(ours(tokens, ours.new_cache(1, 32)), wanted, atol=1e-4, rtol=0)
+    return ours, theirs
+
+
+def test_a_llama_file_with_experts_is_a_mixtral(tmp_path: Path, own_cache: Path) -> None:
+    """Its converted folder has the logits of transformers, and rows of queries and keys are in the order of these."""
+    path = write_gguf(tmp_path / "model.gguf", "mixtral", "llama-bpe")
+    folder, file = converted_folder(path), read_gguf(path)
+    ours, theirs = with_equal_logits(folder)
     stored = next(tensor for tensor in gguf.GGUFReader(path).tensors if tensor.name == "blk.1.attn_k.weight")
     pairs = torch.from_numpy(gguf.dequantize(stored.data, stored.tensor_type)).view(2, 8, 2, 64)
     keys = theirs.model.layers[1].self_attn.k_proj.weight.view(2, 2, 8, 64)
@@ -119,12 +125,7 @@ def test_glm_files_keep_what_chooses_experts_in_float32(tmp_path: Path, own_cach
     """Their converted folder has the logits of transformers, without the block for further tokens."""
     path = write_gguf(tmp_path / "model.gguf", "glm4moe", "glm4")
     folder, file = converted_folder(path), read_gguf(path)
-    ours = load_decoder(folder, dtype=torch.float32, device="cpu")
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    tokens = torch.arange(40, 60)[None]
-    with torch.inference_mode():
-        wanted = theirs(tokens).logits
-        torch.testing.assert_close(ours(tokens, ours.new_cache(1, 32)), wanted, atol=1e-4, rtol=0)
+    ours, _ = with_equal_logits(folder)
     bias, stored = ours.blocks[1].mlp.router_bias, file.tensors["blk.1.exp_probs_b.bias"].data.view(np.float32)
     assert np.array_equal(stored, bias.e_score_correction_bias)
     softmax = config_of(GGUFFile(file.metadata | {"glm4moe.expert_gating_func": 1}, file.tensors))
