@@ -22,6 +22,7 @@ from sharesd.models.checkpoint import Progress, content_hash, read_config
 from sharesd.models.decoder import Decoder
 from sharesd.models.hub import resolve
 from sharesd.models.loader import load_decoder
+from sharesd.reports import environment
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.cost_model import Costs
@@ -33,11 +34,9 @@ from train.heads.distributed import ALONE, Processes
 from train.heads.draft_decoder import DraftDecoder, Learner, initial_draft
 from train.heads.evaluate import Acceptance, acceptance, best_chain
 from train.heads.hidden_state_cache import StateStore
-from train.heads.init_weights import initial_head, most_frequent, with_masks
-from train.heads.least_squares_init import begin_linear
+from train.heads.init_weights import begin_linear, initial_head, most_frequent, with_masks
 from train.heads.losses import Teacher
 from train.heads.metrics_log import MetricsLog
-from train.heads.provenance import Provenance
 from train.heads.teacher import FrozenTarget, Lesson
 from train.heads.trainer import Recipe, Trainer
 
@@ -347,3 +346,19 @@ def _twin(head: Learner, target: Any) -> Learner:
         raise ValueError(f"cannot resume from a head with {', '.join(found)}; pass one trained by this command")
     twin.load_state_dict(found)
     return twin
+
+
+class Provenance:
+    """Command, software, machine and load of each start of a training, the latest last."""
+
+    def __init__(self, folder: Path, device: str) -> None:
+        """Add a start to the file in a folder."""
+        self._path = folder / "provenance.json"
+        self._starts: list[dict[str, Any]] = json.loads(self._path.read_text("utf-8")) if self._path.exists() else []
+        self._starts.append({"command": environment.command("train"), "environment": environment.environment(device)})
+        self.update()
+
+    def update(self) -> None:
+        """Write the file, with the load since the start."""
+        self._starts[-1]["environment"] |= environment.load_meter().read()
+        atomic_write(self._path, json.dumps(self._starts, indent=2, ensure_ascii=False) + "\n")
