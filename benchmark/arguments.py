@@ -18,7 +18,7 @@ def number(text: str, minimum: int = 1) -> int:
 
 def add_questions(group: Any, num_questions: int, max_new_tokens: int) -> None:
     """Add the options of benchmarks on the first turns of questions."""
-    group.add_argument("--questions", metavar="FILE", help="JSON Lines, perhaps gzipped (default: ShareSD's own)")
+    group.add_argument("--questions", metavar="FILE", help="JSON Lines, gzipped or not (default: ShareSD's own)")
     count: dict[str, Any] = {"type": number, "metavar": "N"}
     group.add_argument("--num-questions", default=num_questions, help="first turns of N questions", **count)
     group.add_argument("--max-new-tokens", default=max_new_tokens, help="N tokens per answer at most", **count)

@@ -58,7 +58,7 @@ class RunConfig:
 
 def add_question_options(group: Any, source: str) -> None:
     """Add the options of benchmarks on all turns of questions."""
-    group.add_argument("--questions", metavar="FILE", help=f"JSON Lines, perhaps gzipped (default: {source})")
+    group.add_argument("--questions", metavar="FILE", help=f"JSON Lines, gzipped or not (default: {source})")
     text = f"the first N questions, or {ALL} (default: {NUM_QUESTIONS})"
     group.add_argument("--num-questions", type=_number, default=argparse.SUPPRESS, metavar="N", help=text)
 

@@ -64,7 +64,7 @@ def why_no_gpu() -> str | None:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
         return first_line(error)
-    return "it has gone"
+    return "it is no longer there"
 
 
 def open_device(device: torch.device, *, auto: bool) -> torch.device:

@@ -429,7 +429,7 @@ def call_block(block: nn.Module, *tensors: Tensor | DeltaState, recent: int) -> 
 
 
 def _num_active_experts(num_experts: int, per_token: int, rows: float) -> float:
-    """Return how many experts some rows wake on average, and a little for each row."""
+    """Return how many experts some rows activate on average, and a little for each row."""
     return num_experts * (1 - (1 - per_token / num_experts) ** rows) + 0.1 * rows
 
 

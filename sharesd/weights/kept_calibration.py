@@ -96,8 +96,8 @@ class KeptCalibration:
         missing = [layer for layer in self._found["layers"] if not self.has(layer)]
         if not missing:
             return None
-        done = len(self._found["layers"]) - len(missing)
-        return f"the calibration was cut short after {done} of {len(self._found['layers'])} layers; {_REMEDY} to go on"
+        num = len(self._found["layers"])
+        return f"the calibration was cut short after {num - len(missing)} of {num} layers; {_REMEDY} to resume it"
 
     @property
     def identity(self) -> str:

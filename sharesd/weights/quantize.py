@@ -124,7 +124,7 @@ def solve_on_cpu(weight_NK: Tensor, bits: int, group_size: int) -> QuantizedWeig
 
 
 def solve_on_gpu(weight_NK: Tensor, bits: int, group_size: int) -> QuantizedWeight:
-    """Solve anew at each start: reading the weights once takes less than reading codes from a disk."""
+    """Solve again at each start: reading the weights once takes less than reading codes from a disk."""
     from compile.cuda.hqq_solver import solve_hqq as solve_in_triton  # imports Triton
 
     with torch.cuda.device_of(weight_NK):

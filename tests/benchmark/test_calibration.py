@@ -198,7 +198,7 @@ def test_a_full_disk_keeps_whole_layers_and_the_next_run_goes_on(
     assert auto(tiny, caplog)[0] == DEFAULT
     assert capsys.readouterr().err == (
         "warning: --draft-quant auto: the calibration was cut short after 1 of 3 layers; run `sharesd tune "
-        "--calibrate` to go on; drafts use hqq:4:64,head=4 without it\n"
+        "--calibrate` to resume it; drafts use hqq:4:64,head=4 without it\n"
     )
     with pytest.raises(ValueError, match="quant is hqq:4:64,head=4,calibrated, and the calibration was cut short"):
         Runtime(EngineConfig(target=str(tiny), quant=kept.quant, max_context=128), ("share",))

@@ -346,7 +346,7 @@ def test_stored_states_are_those_that_are_read(
     num_bytes = sum(range(20, 44)) * 4 * 64 * 2  # tokens, depths, hidden size, bfloat16
     said = capsys.readouterr().out
     assert "7 steps of 2 rows of 96 tokens" in said and "s a step" in said
-    assert f"hidden states: {num_bytes / 1e9:.2f} GB in {store}, 0.00 GB of it stored" in said
+    assert f"hidden states: {num_bytes / 1e9:.2f} GB in {store}, 0.00 GB of them stored already" in said
     assert not store.exists() and not (tmp_path / "dry").exists()
     assert train("eagle3", data, tmp_path / "read") == 0
     assert train("eagle3", data, tmp_path / "storing", *more) == 0

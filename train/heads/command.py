@@ -141,7 +141,8 @@ def _check_states(session: TrainingRun, folder: Path) -> None:
     from train.heads.hidden_state_cache import check_room
 
     stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    _say(f"hidden states: {session.states_bytes / 1e9:.2f} GB in {folder}, {stored / 1e9:.2f} GB of it stored")
+    sizes = f"{session.states_bytes / 1e9:.2f} GB in {folder}, {stored / 1e9:.2f} GB of them stored already"
+    _say(f"hidden states: {sizes}")
     check_room(folder, session.states_bytes - stored)
 
 
