@@ -211,9 +211,7 @@ def _addresses(cache: Any) -> tuple[Tensor, Tensor]:
     """Return addresses of both tensors of each block, and of what its matrices hold (0: it has none)."""
     found = [cache.tensors(index) for index in range(len(cache.k))]
     states = [second if isinstance(second, DeltaState) else None for _, second in found]
-    seconds = [
-        second if state is None else state.matrices_BNvk for (_, second), state in zip(found, states, strict=True)
-    ]
+    seconds = [second if state is None else state.matrices for (_, second), state in zip(found, states, strict=True)]
     pairs = [(first.data_ptr(), second.data_ptr()) for (first, _), second in zip(found, seconds, strict=True)]
     return torch.tensor(pairs), torch.tensor([0 if state is None else state.held_B.data_ptr() for state in states])
 

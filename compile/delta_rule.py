@@ -25,7 +25,8 @@ from compile.delta_sizes import DeltaSizes
 class DeltaState:
     """What a layer keeps of its rows besides inputs."""
 
-    matrices_BNvk: Tensor
+    matrices: Tensor
+    """[B, ...]: see `DeltaSizes.matrices`."""
     held_B: Tensor
     """int64: first tokens of each row that its matrices hold."""
     certain_B: Tensor
@@ -57,7 +58,7 @@ def gated_delta(
     for row, (length, held) in enumerate(zip(lengths_B.tolist(), state.held_B.tolist(), strict=True)):
         if length < 0:  # a row without a text
             continue
-        ring_RI, memory_Nvk = ring_BRI[row], state.matrices_BNvk[row, :, :, : sizes.key_size]
+        ring_RI, memory_Nvk = ring_BRI[row], _lines(state.matrices[row])[:, : sizes.value_size]
         is_known = held <= length and length - held <= R - L + 1
         certain = int(state.certain_B[row]) + state.ahead if is_known else -1
         if tree_mask is None and is_known:
@@ -70,7 +71,7 @@ def gated_delta(
         def advance_text(matrices_Nvk: Tensor, tokens_LI: Tensor, num: int) -> tuple[Tensor, Tensor]:
             matrices_Nvk, out_Nv = _advance(matrices_Nvk, tokens_LI, *parameters)
             if num == certain:  # noqa: B023
-                memory_Nvk.copy_(matrices_Nvk)  # noqa: B023
+                _write_lines(matrices_Nvk, state.matrices[row])  # noqa: B023
                 state.held_B[row] = num  # noqa: B023
             return matrices_Nvk, out_Nv
 
@@ -96,6 +97,17 @@ def gated_delta(
                     found[path[:end]] = _advance(found[path[: end - 1]][0], tokens_LI, *parameters)
             out_BTNv[row, t] = found[path][1]
     return out_BTNv
+
+
+def _lines(matrices: Tensor) -> Tensor:
+    """Return a row's matrices, in memory [N, v / 16, k, 16], as [N, v, k]."""
+    return matrices.transpose(2, 3).flatten(1, 2)
+
+
+def _write_lines(matrices_Nvk: Tensor, to: Tensor) -> None:
+    """Write matrices to memory."""
+    missing = to.shape[1] * to.shape[3] - matrices_Nvk.shape[1]
+    to.copy_(F.pad(matrices_Nvk, (0, 0, 0, missing)).unflatten(1, (to.shape[1], to.shape[3])).transpose(2, 3))
 
 
 def _advance(

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+VALUES = 16
+"""Values of a matrix that lie together, as cpu/delta_rule.h wants it."""
+
 
 class DeltaSizes(NamedTuple):
     """Heads of gated delta rules, which all such layers of a model share."""
@@ -31,9 +34,6 @@ class DeltaSizes(NamedTuple):
         return self.channels + 2 * self.value_heads
 
     @property
-    def matrices(self) -> tuple[int, int, int]:
-        """Shape of a row's matrices in memory; of a line, numbers after `key_size` are 0."""
-        line = 16
-        while line < self.key_size:
-            line *= 2
-        return self.value_heads, self.value_size, line
+    def matrices(self) -> tuple[int, int, int, int]:
+        """Shape of a row's matrices in memory [N, v / 16, k, 16]: numbers after the values of a head are 0."""
+        return self.value_heads, -(-self.value_size // VALUES), self.key_size, VALUES

@@ -494,18 +494,20 @@ template <typename T> struct Worker {
     for (int64_t item = share(s.B * groups, me, all); item < share(s.B * groups, me + 1, all); ++item)
       mix(index, z, item / groups, item % groups);
     barrier.wait();
-    std::vector<W> out(s.T * d.value_size), states;
+    size_t kept = 1;  // states of tokens
+    for (int64_t b = 0; s.tree.path && b < s.B; ++b) kept = std::max(kept, work.plans[b].tokens.size());
+    std::vector<W> out(s.T * d.padded());
+    Aligned<W> states(kept * d.key_size * kValues);
     for (int64_t item = share(s.B * d.value_heads, me, all); item < share(s.B * d.value_heads, me + 1, all); ++item) {
       const int64_t b = item / d.value_heads, head = item % d.value_heads;
       const DeltaPlan& plan = work.plans[b];
-      if (s.tree.path) states.resize(std::max<size_t>(states.size(), plan.tokens.size() * 2 * d.line()));
       std::fill(out.begin(), out.end(), W(0));  // of rows without a text
-      W* matrix = reinterpret_cast<W*>(s.kv[2 * index + 1]) + item * d.value_size * d.line();
-      if (!plan.tokens.empty()) advance_head(d, plan, work, head, matrix, s.tree.path ? states.data() : nullptr, out.data());
+      W* matrix = reinterpret_cast<W*>(s.kv[2 * index + 1]) + item * d.matrix();
+      advance_head(d, plan, work, head, matrix, states.data(), s.tree.path != nullptr, out.data());
       for (int64_t t = 0; t < s.T; ++t) {
         const int64_t m = b * s.T + t;
         const T* gate = shared.qkv.data() + m * d.projected() + d.channels() + head * d.value_size;
-        const W* from = out.data() + t * d.value_size;
+        const W* from = out.data() + t * d.padded();
         T* to = shared.attended.data() + m * d.outputs() + head * d.value_size;
         by_vectors<T>(d.value_size, [&](auto get, auto put) { put(get(from), to); });
         norm(Norm{d.norm, 0}, to, to, d.value_size, n.eps);
@@ -526,7 +528,7 @@ template <typename T> struct Worker {
     const DeltaPlan& plan = shared.delta.plans[b];
     const int64_t head = group - 2 * d.key_heads, size = head < 0 ? d.key_size : d.value_size, num = plan.tokens.size();
     const int64_t begin = head < 0 ? group * d.key_size : 2 * d.key_heads * d.key_size + head * d.value_size;
-    const int64_t to_begin = head < 0 ? group * d.line() : 2 * d.key_heads * d.line() + head * d.value_size;
+    const int64_t to_begin = head < 0 ? group * d.key_size : 2 * d.key_heads * d.key_size + head * d.padded();
     const T* weight = static_cast<const T*>(d.kernel) + begin;
     T* ring = reinterpret_cast<T*>(s.kv[2 * index]) + b * s.ring * d.inputs();
     const auto inputs_of = [&](int64_t slot) { return ring + slot % s.ring * d.inputs(); };

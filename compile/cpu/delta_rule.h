@@ -3,13 +3,17 @@
 //
 // A row has one matrix per head, which holds its first `held` tokens, and the inputs of its last tokens in a ring (see
 // sharesd/kvcache/recurrent.py). A step first goes through the tokens that the matrix lacks, and then through its own. So to undo
-// a draft is to move a length. The matrix is stored where a text is certain. Each line of a matrix is computed by itself: it is
-// read once, stays in registers over all tokens, and has one order of additions whatever the number of tokens. Nodes of a tree
-// start from the line of their parent.
+// a draft is to move a length. The matrix is stored where a text is certain.
+//
+// 16 values of a matrix lie together, [key, 16], and go through all tokens on their own, or a part of them that fills a
+// register: they are read once, stay in the nearest cache, and have one order of additions whatever the number of tokens. Nodes of a tree start from the state of their
+// parent.
 #pragma once
 #include "attention.h"
 
 namespace sharesd {
+
+constexpr int64_t kValues = 16;  // of a matrix that lie together, also in compile/delta_sizes.py
 
 // native_structs.py has this struct, field by field.
 struct Delta {
@@ -24,13 +28,9 @@ struct Delta {
   int64_t inputs() const { return channels() + 2 * value_heads; }  // of a token in the ring: channels, rates, decays
   int64_t outputs() const { return value_heads * value_size; }
   int64_t projected() const { return inputs() + outputs(); }  // of the first linear: channels, gates, rates, decays
-  // Numbers of a line in memory, of which those after `key_size` are 0: 16 times a power of two.
-  int64_t line() const {
-    int64_t size = 16;
-    while (size < key_size) size *= 2;
-    return size;
-  }
-  int64_t mixed() const { return 2 * key_heads * line() + outputs(); }  // queries, keys and values of a token
+  int64_t padded() const { return (value_size + kValues - 1) / kValues * kValues; }  // values of a head in memory
+  int64_t matrix() const { return padded() * key_size; }  // numbers of one, [padded / 16, key_size, 16]
+  int64_t mixed() const { return 2 * key_heads * key_size + value_heads * padded(); }  // queries, keys and values of a token
   int64_t key_head(int64_t h) const { return tiled ? h % key_heads : h / (value_heads / key_heads); }
 };
 
@@ -39,6 +39,7 @@ struct DeltaToken {
   int64_t slot, parent;  // number of the token before, -1: the row's matrix
   int64_t t, depth;  // its path is that of the step's token t, up to this depth; t < 0: it is in the text
   int64_t out;  // the step's token that it is, -1: an earlier one
+  bool has_child = false;
 };
 
 // Tokens of a row's step: those that its matrix lacks, then its own.
@@ -56,6 +57,7 @@ struct DeltaPlan {
     const bool known = before <= length && length - before <= ring - width + 1;
     const int64_t first = known ? before : length;
     const auto add = [&](int64_t slot, int64_t parent, int64_t t, int64_t depth, int64_t out) {
+      if (parent >= 0) tokens[parent].has_child = true;
       tokens.push_back({slot, parent, t, depth, out});
       return static_cast<int64_t>(tokens.size()) - 1;
     };
@@ -88,80 +90,69 @@ template <typename W> struct DeltaWork {
   std::vector<W> mixed, gates;
 };
 
-// Advance two lines of a matrix by all tokens of a row. Queries, keys and values are `pitch` apart, decays and rates
-// `gate_pitch`. `states`: room for the lines after each token of a tree; null: a chain.
-template <typename W, int N>
-void advance_lines(const DeltaPlan& plan, W* first, W* second, const W* queries, const W* keys, const W* first_values,
-                   const W* second_values, int64_t pitch, const W* gates, int64_t gate_pitch, W* states, W* first_out,
-                   W* second_out, int64_t out_pitch) {
-  using V = typename Vec<W>::type;
-  constexpr int64_t L = sizeof(V) / sizeof(W);
-  V a[N], b[N];
-  const auto read = [&](const W* one, const W* other) {
-    for (int64_t n = 0; n < N; ++n) load(one + n * L, &a[n]), load(other + n * L, &b[n]);
+// Add up a vector's numbers, times keys and, if wanted, queries, over all keys.
+template <bool QUERIES, typename W, typename V>
+inline void read_state(const W* state, const W* key, const W* query, int64_t size, V* by_key, V* by_query) {
+  constexpr int64_t kSums = 4;  // of every fourth number: each addition waits for the one before it
+  V keys[kSums] = {}, queries[kSums] = {};
+  const auto add = [&](int64_t i, int64_t j) {
+    const V x = get<V>(state + (i + j) * kValues);
+    keys[j] += x * key[i + j];
+    if (QUERIES) queries[j] += x * query[i + j];
   };
-  const auto write = [&](W* one, W* other) {
-    for (int64_t n = 0; n < N; ++n) put(a[n], one + n * L), put(b[n], other + n * L);
-  };
-  const auto times = [&](const V* line, const W* vector) {
-    V even = {}, odd = {};
-    for (int64_t n = 0; n < N; ++n) {
-      V x;
-      load(vector + n * L, &x);
-      (n % 2 ? odd : even) += line[n] * x;
-    }
-    return sum_of(even + odd);
-  };
-  read(first, second);
-  for (int64_t i = 0; i < static_cast<int64_t>(plan.tokens.size()); ++i) {
-    const DeltaToken& token = plan.tokens[i];
-    if (token.parent != i - 1) {
-      const W* from = states + token.parent * 2 * N * L;
-      token.parent < 0 ? read(first, second) : read(from, from + N * L);
-    }
-    const W *key = keys + i * pitch, decay = gates[i * gate_pitch], rate = gates[i * gate_pitch + 1];
-    for (int64_t n = 0; n < N; ++n) a[n] = a[n] * decay, b[n] = b[n] * decay;
-    const W to_a = rate * (first_values[i * pitch] - times(a, key)), to_b = rate * (second_values[i * pitch] - times(b, key));
-    for (int64_t n = 0; n < N; ++n) {
-      V x;
-      load(key + n * L, &x);
-      a[n] += x * to_a, b[n] += x * to_b;
-    }
-    if (states) write(states + i * 2 * N * L, states + i * 2 * N * L + N * L);
-    if (i == plan.stored) write(first, second);
-    if (token.out < 0) continue;
-    first_out[token.out * out_pitch] = times(a, queries + i * pitch);
-    second_out[token.out * out_pitch] = times(b, queries + i * pitch);
-  }
+  int64_t i = 0;
+  for (; i + kSums <= size; i += kSums)
+    for (int64_t j = 0; j < kSums; ++j) add(i, j);
+  for (int64_t j = 0; i + j < size; ++j) add(i, j);
+  *by_key = (keys[0] + keys[1]) + (keys[2] + keys[3]);
+  if (QUERIES) *by_query = (queries[0] + queries[1]) + (queries[2] + queries[3]);
 }
 
-// Advance the matrix [value_size, line] of one value head by all tokens of a row; outputs are [T, value_size].
+// The state after a token, to the same place or another.
+template <typename W, typename V>
+inline void move_state(const W* state, const W* key, int64_t size, W decay, const V& change, W* to) {
+  for (int64_t i = 0; i < size; ++i) put(get<V>(state + i * kValues) * decay + change * key[i], to + i * kValues);
+}
+
+// Advance the matrix of one value head by all tokens of a row; outputs are [T, padded]. `states`: room for 16 values after
+// each token, or in a chain after one.
 template <typename W>
-void advance_head(const Delta& d, const DeltaPlan& plan, const DeltaWork<W>& work, int64_t head, W* matrix, W* states, W* out) {
-  constexpr int64_t L = sizeof(typename Vec<W>::type) / sizeof(W);
-  const int64_t line = d.line(), pitch = d.mixed(), gate_pitch = 2 * d.value_heads;
+void advance_head(const Delta& d, const DeltaPlan& plan, const DeltaWork<W>& work, int64_t head, W* matrix, W* states, bool is_tree,
+                  W* out) {
+  using V = typename VectorOf<W, kRegister>::type;
+  constexpr int64_t L = sizeof(V) / sizeof(W);
+  const int64_t size = d.key_size, pitch = d.mixed(), gate_pitch = 2 * d.value_heads, num = plan.tokens.size();
   const W* row = work.mixed.data() + plan.first_row * pitch;
-  const W* queries = row + d.key_head(head) * line;
-  const W* keys = queries + d.key_heads * line;
-  const W* values = row + 2 * d.key_heads * line + head * d.value_size;
+  const W* queries = row + d.key_head(head) * size;
+  const W* keys = queries + d.key_heads * size;
+  const W* values = row + 2 * d.key_heads * size + head * d.padded();
   const W* gates = work.gates.data() + plan.first_row * gate_pitch + 2 * head;
-  const auto advance = [&](auto count) {
-    for (int64_t i = 0; i < d.value_size; i += 2) {
-      const int64_t j = std::min(i + 1, d.value_size - 1);
-      W spare[decltype(count)::value * L];  // of an odd number of lines the last is advanced twice, and kept once
-      W* other = matrix + j * line;
-      if (j == i) std::copy(other, other + line, spare), other = spare;
-      advance_lines<W, decltype(count)::value>(plan, matrix + i * line, other, queries, keys, values + i, values + j, pitch,
-                                               gates, gate_pitch, states, out + i, out + j, d.value_size);
+  thread_local std::vector<W> products;  // of each token's key and query
+  products.resize(num);
+  for (int64_t i = 0; i < num; ++i) {
+    typename Vec<W>::type sums = {};
+    by_vectors<W>(size, [&](auto get, auto) { sums += get(keys + i * pitch) * get(queries + i * pitch); });
+    products[i] = sum_of(sums);
+  }
+  for (int64_t first = 0; first < d.padded(); first += L) {
+    W* const stored = matrix + first / kValues * size * kValues + first % kValues;
+    const auto state_after = [&](int64_t i) {
+      if (i < 0 || i == plan.stored) return stored;
+      return states + (is_tree ? i * size * kValues : 0);
+    };
+    for (int64_t i = 0; i < num; ++i) {
+      const DeltaToken& token = plan.tokens[i];
+      const W *state = state_after(token.parent), *key = keys + i * pitch;
+      const W decay = gates[i * gate_pitch], rate = gates[i * gate_pitch + 1];
+      V by_key, by_query;
+      if (token.out < 0)
+        read_state<false>(state, key, key, size, &by_key, &by_query);
+      else
+        read_state<true>(state, key, queries + i * pitch, size, &by_key, &by_query);
+      const V change = (get<V>(values + i * pitch + first) - by_key * decay) * rate;
+      if (token.out >= 0) put(by_query * decay + change * products[i], out + token.out * d.padded() + first);
+      if (token.has_child || i == plan.stored) move_state(state, key, size, decay, change, state_after(i));
     }
-  };
-  switch (line / L) {
-    case 1: return advance(std::integral_constant<int, 1>{});
-    case 2: return advance(std::integral_constant<int, 2>{});
-    case 4: return advance(std::integral_constant<int, 4>{});
-    case 8: return advance(std::integral_constant<int, 8>{});
-    case 16: return advance(std::integral_constant<int, 16>{});
-    default: return advance(std::integral_constant<int, 32>{});  // the largest that sharesd/models allows
   }
 }
 

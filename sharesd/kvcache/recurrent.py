@@ -17,6 +17,7 @@ often has another end there.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -73,8 +74,7 @@ class RecurrentSizes(NamedTuple):
         inputs = min(self.ring, slots) * self.channels * dtype.itemsize
         if self.delta is None:
             return inputs
-        heads, values, line = self.delta.matrices
-        return inputs + heads * values * line * torch.promote_types(dtype, torch.float32).itemsize
+        return inputs + math.prod(self.delta.matrices) * torch.promote_types(dtype, torch.float32).itemsize
 
 
 class _Copy(NamedTuple):
@@ -257,6 +257,11 @@ class RecurrentState:
     @property
     def nbytes(self) -> int:
         return self.inputs_NBRD.nbytes + (0 if self.matrices is None else self.matrices.nbytes)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that a row takes once its text is longer than the ring."""
+        return len(self._number) * self.sizes.nbytes(self.sizes.ring, self.inputs_NBRD.dtype)
 
     def _held(self, row: int) -> int | None:
         """Return how many tokens a row's matrices hold; None: there are none."""
