@@ -136,7 +136,7 @@ class Service:
         match event:
             case Ready(model):
                 self.model = _with_formats(model, self.settings)
-                self.metrics.loaded(model.kernels)
+                self.metrics.loaded(model)
             case Added(choices, error):
                 call = self.owners.get(choices[0])
                 if call is not None:

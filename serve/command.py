@@ -77,6 +77,8 @@ def model_of(llm: LLM) -> ServedModel:
     """Return a loaded model in the form that the server's handlers use."""
     from serve.engine_thread import ServedModel
 
+    cache = llm.runtime.cache
+    state_bytes = 0 if cache.recurrent is None else cache.recurrent.nbytes
     return ServedModel(
         engine=llm.runtime.engine,
         tokenizer=llm.tokenizer,
@@ -84,6 +86,8 @@ def model_of(llm: LLM) -> ServedModel:
         vocab_size=llm.runtime.target.vocab_size,
         grammars=llm.runtime.engine.grammars,
         kernels=llm.runtime.config.kernels if llm.runtime.device.type == "cuda" else "cpu",
+        kv_bytes=cache.nbytes - state_bytes,
+        state_bytes=state_bytes,
     )
 
 

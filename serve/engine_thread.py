@@ -42,6 +42,10 @@ class ServedModel:
     """Marks of reasoning that is kept apart from the content, or None."""
     kernels: str = "cpu"
     """`streams`, `triton` or `torch` on a GPU (see `EngineConfig.kernels`)."""
+    kv_bytes: int = 0
+    """Bytes of the cache's keys and values, of all rows."""
+    state_bytes: int = 0
+    """Bytes that recurrent layers keep of all rows; without copies of earlier states."""
 
 
 @dataclass(frozen=True)

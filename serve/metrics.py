@@ -9,7 +9,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
 from serve.choice_state import Choice
-from serve.engine_thread import Output, RoundEvent
+from serve.engine_thread import Output, RoundEvent, ServedModel
 
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 LONG_SECONDS = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0)
@@ -58,10 +58,12 @@ class Metrics:
         """Return the text of `GET /metrics`."""
         return generate_latest(self._registry)
 
-    def loaded(self, kernels: str) -> None:
-        """Say which kernels run."""
+    def loaded(self, model: ServedModel) -> None:
+        """Say which kernels run, and what rows take."""
         info = Gauge("sharesd:kernels_info", "Kernels that run", (*LABELS, "kernels"), registry=self._registry)
-        info.labels(*self._own, kernels).set(1)
+        info.labels(*self._own, model.kernels).set(1)
+        self._gauge("kv_cache_bytes", "Bytes of keys and values, of all rows").set(model.kv_bytes)
+        self._gauge("recurrent_state_bytes", "Bytes that recurrent layers keep of all rows").set(model.state_bytes)
 
     def round(self, event: RoundEvent) -> None:
         """Record a step of the engine."""

@@ -97,7 +97,7 @@ def choose_context(
                 own,
             )
         if device.type == "cuda" and not planned:
-            per_row, fixed = per_token()
+            per_row, fixed, _ = per_token()
             _require_room(tokens, rows, per_row, device, fixed)
         return Context(tokens, "the model's own limit" if cut else "as given")
     max_context, reason = own, "the model's own limit"
@@ -110,8 +110,8 @@ def choose_context(
         reason = f"chosen since {reason}; --max-context N sets another"
     if planned:
         return Context(max_context, reason)
-    free, (per_row, fixed) = max(0, _free(device) - mapped_bytes), per_token()
-    holds = int(SHARE_OF_FREE * free / (rows * per_row + fixed))
+    free, (per_row, fixed, state) = max(0, _free(device) - mapped_bytes), per_token()
+    holds = max(0, int((SHARE_OF_FREE * free - rows * state) / (rows * per_row + fixed)))
     for_rows = f"for {rows} rows" if rows > 1 else "for a row"
     if holds < MIN_CONTEXT:
         raise ValueError(
@@ -145,11 +145,14 @@ def _free(device: torch.device) -> int:
     return max(0, free_memory() - own_memory())
 
 
-def _bytes_per_token(target: CausalModel, taps: Sequence[int], copies: int) -> tuple[float, float]:
-    """Return bytes of a row's token in all caches, and what they need besides."""
+def _bytes_per_token(target: CausalModel, taps: Sequence[int], copies: int) -> tuple[float, float, int]:
+    """Return bytes of a row's token in all caches, what they need besides, and what a row takes whatever its length."""
     cache = target.new_cache(1, PROBE_SLOTS, taps)
     features = 0 if cache.features is None else cache.features.nbytes
-    return copies * (cache.nbytes + features) / cache.slots, cache.expanded_bytes / cache.slots
+    grows, state = cache.nbytes + features, 0
+    if cache.recurrent is not None:
+        grows, state = grows - cache.recurrent.nbytes, cache.recurrent.row_bytes
+    return copies * grows / cache.slots, cache.expanded_bytes / cache.slots, copies * state
 
 
 BlockSource: TypeAlias = "Callable[[Decoder], tuple[Prefetcher, Mapping[int, RecordLayout]]]"

@@ -48,6 +48,19 @@ def test_half_of_the_free_memory_is_shared_by_rows_and_caches(monkeypatch: pytes
         choose(monkeypatch, free - 1, batch=4)
 
 
+def test_states_of_recurrent_layers_are_those_of_rows_whatever_their_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "head_dim": 16}
+    sizes |= {"linear_value_head_dim": 16, "full_attention_interval": 2, "max_position_embeddings": 8192}
+    model = tiny_decoder(4, model_type="qwen3_5_text", **sizes)
+    cache = model.new_cache(1, 1024)
+    assert cache.recurrent is not None
+    state = cache.recurrent.nbytes
+    per_token = (cache.nbytes - state) // 1024
+    assert choose(monkeypatch, 2 * 3 * (state + 1000 * per_token), batch=3, model=model).tokens == 992
+    with pytest.raises(ValueError, match="holds 0 tokens of context for 3 rows.*lower --max-batch"):
+        choose(monkeypatch, 2 * 2 * state, batch=3, model=model)
+
+
 def test_what_is_given_is_taken_up_to_the_models_own_limit_and_memory_is_not_asked(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -215,7 +215,8 @@ def test_metrics_have_the_names_that_vllms_client_reads(server: Served) -> None:
     assert {name: gained[f"sharesd:{name}{own}"] for name in counts} == counts
     assert gained['sharesd:request_success_total{engine="0",finished_reason="length",model_name="fake"}'] == 1
     assert after['sharesd:kernels_info{engine="0",kernels="cpu",model_name="fake"}'] == 1
-    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "recurrent_state_bytes")
+    for name in names:
         assert after[f"sharesd:{name}{own}"] == 0
 
 
