@@ -117,9 +117,11 @@ def _rows(block: nn.Module, path: str, names: tuple[str, ...], parameter: Tensor
 def delta_rows(sizes: DeltaSizes | None, names: tuple[str, ...]) -> tuple[int, ...]:
     """Return the rows of each linear that the first one of a delta rule is made of.
 
-    They have q, k and v, then gates, rates and steps; or the first two together, and the others.
+    They have q, k and v, then gates, rates and steps; or the last two together; or the first two, too.
     """
     assert sizes is not None
+    if len(names) == 3:
+        return sizes.channels, sizes.outputs, 2 * sizes.value_heads
     if len(names) == 2:
         return sizes.channels + sizes.outputs, 2 * sizes.value_heads
     return sizes.channels, sizes.outputs, sizes.value_heads, sizes.value_heads

@@ -226,7 +226,7 @@ def _add_tensors(
 
 
 def write_delta_gguf(file: Path, folder: Path, kind: str = "F32") -> Path:
-    """The .gguf file of a Qwen3.5 or its mixture of `make_delta_model`, as converters write it; with another tokenizer.
+    """The .gguf file of a model of `make_delta_model`, as converters write it; with another tokenizer.
 
     `kind`: type of matrices. Names are those of the package gguf, which lacks those of the layer for multi-token
     prediction.
@@ -235,7 +235,8 @@ def write_delta_gguf(file: Path, folder: Path, kind: str = "F32") -> Path:
     layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
     key_heads, value_heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
     size, mtp = config["linear_value_head_dim"], config.get("mtp_num_hidden_layers", 0)
-    experts, architecture = config.get("num_experts", 0), "qwen35moe" if "num_experts" in config else "qwen35"
+    experts, is_next = config.get("num_experts", 0), config["model_type"] == "qwen3_next"
+    architecture = "qwen3next" if is_next else "qwen35moe" if experts else "qwen35"
     writer = gguf.GGUFWriter(file, architecture)
     sizes = {"block_count": layers + mtp, "context_length": config["max_position_embeddings"], "head_count": heads}
     sizes |= {"embedding_length": config["hidden_size"], "feed_forward_length": config["intermediate_size"]}
@@ -256,12 +257,21 @@ def write_delta_gguf(file: Path, folder: Path, kind: str = "F32") -> Path:
     writer.add_eos_token_id(2)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], layers + mtp)
     own = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head_norm"}
-    tiled = np.arange(value_heads).reshape(key_heads, -1).T.reshape(-1)  # place r * key heads + j has head (j, r)
+    tiled = np.arange(value_heads)
+    if not is_next:
+        tiled = tiled.reshape(key_heads, -1).T.reshape(-1)  # place r * key heads + j has head (j, r)
     rows = (tiled[:, None] * size + np.arange(size)).reshape(-1)
     for name in [name for name in tensors if ".experts.0." in name]:
         each = [tensors.pop(name.replace(".experts.0.", f".experts.{i}.")) for i in range(experts)]
         tensors[name.replace(".experts.0.", ".experts.")] = torch.stack(each)
     before = 2 * key_heads * config["linear_key_head_dim"]
+    for name in [name for name in tensors if "in_proj_qkvz" in name]:  # has the parts of each key head together
+        of_values = value_heads // key_heads * size
+        parts = (
+            tensors.pop(name).unflatten(0, (key_heads, -1)).split([before // key_heads // 2] * 2 + [of_values] * 2, 1)
+        )
+        *qkv, z = (part.flatten(0, 1) for part in parts)
+        tensors |= {name.replace("qkvz", "qkv"): torch.cat(qkv), name.replace("qkvz", "z"): z}
     for name, tensor in tensors.items():
         data, (module, _, last) = tensor.float().numpy(), name.rpartition(".")
         part = module.rpartition(".")[2]
@@ -280,7 +290,7 @@ def write_delta_gguf(file: Path, folder: Path, kind: str = "F32") -> Path:
             stored = names.get_name(f"{inner}.{last}") or f"{names.get_name(f'{inner}.dt_proj')}.bias"
         else:
             stored = f"{names.get_name(inner)}.{last}"
-        is_matrix = data.ndim > 1 and part not in ("conv1d", "in_proj_a", "in_proj_b", "gate")
+        is_matrix = data.ndim > 1 and part not in ("conv1d", "in_proj_a", "in_proj_b", "in_proj_ba", "gate")
         wanted = gguf.GGMLQuantizationType[kind if is_matrix else "F32"]
         writer.add_tensor(stored, gguf.quantize(np.ascontiguousarray(data), wanted), raw_dtype=wanted)
     writer.write_header_to_file()

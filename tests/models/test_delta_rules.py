@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from compile.attention import TreeAttentionMask
+from serve.command import model_of
 from sharesd import LLM, SamplingParams
 from sharesd.config import EngineConfig, PipelineConfig
 from sharesd.drafters.heads.checkpoint import load_head
@@ -234,6 +235,13 @@ def test_the_bytes_of_a_cache_are_known_before(tmp_path: Path) -> None:
         assert sum(kv_bytes(model, config, 128)) == model.new_cache(3, 128).nbytes
 
 
+def test_the_server_says_what_states_take(tmp_path: Path) -> None:
+    with LLM(str(make_delta_model(tmp_path / "model")), modes=("naive",), device="cpu", max_context=64) as llm:
+        served, cache = model_of(llm), llm.runtime.cache
+    assert cache.recurrent is not None and served.state_bytes == cache.recurrent.nbytes > 0
+    assert served.kv_bytes == sum(tensor.nbytes for tensor in (*cache.k, *cache.v)) > 0
+
+
 def test_a_head_reads_hidden_states(tmp_path: Path) -> None:
     require_head_reads_hidden_states(make_delta_model(tmp_path / "model"), tmp_path)
 
@@ -257,14 +265,15 @@ def as_blocks(tensors: dict[str, Tensor]) -> None:
             tensors[name] = torch.from_numpy(gguf.dequantize(blocks, gguf.GGMLQuantizationType.Q8_0))
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_5_moe_text"])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"])
 @pytest.mark.parametrize(("kind", "dequantize"), [("F32", True), ("F32", False), ("Q8_0", True), ("Q8_0", False)])
 def test_gguf_files_have_the_values_and_texts_of_their_folder(
     kind: str, dequantize: bool, family: str, tmp_path: Path
 ) -> None:
     """Their value heads are in another order, and norms, decays and convolutions are stored in other ways."""
     sizes = {"num_hidden_layers": 4, "partial_rotary_factor": 0.25, "linear_value_head_dim": 32}
-    folder = make_delta_model(tmp_path / "model", **sizes, model_type=family, mtp_num_hidden_layers=1)
+    is_next = family == "qwen3_next"  # of whose files the converter drops the layer for multi-token prediction
+    folder = make_delta_model(tmp_path / "model", **sizes, model_type=family, mtp_num_hidden_layers=int(not is_next))
     if kind != "F32":
         edit_tensors(folder, as_blocks)
     file = write_delta_gguf(tmp_path / "model.gguf", folder, kind)
@@ -273,7 +282,7 @@ def test_gguf_files_have_the_values_and_texts_of_their_folder(
     tokens = torch.arange(40, 60)[None]
     wanted = logits_of(load_decoder(folder, dtype=torch.float32), tokens[0].tolist())
     options: dict[str, Any] = {"device": "cpu", "max_batch": 2, "dtype": "fp32", "dequantize": dequantize}
-    llm = require_same_texts(str(file), ("naive", "share", "mtp"), **options)
+    llm = require_same_texts(str(file), ("naive", "share", *(() if is_next else ("mtp",))), **options)
     target: Any = llm._runtime.target
     with torch.inference_mode():
         found = target(tokens, target.new_cache(1, 32))[0]
@@ -284,7 +293,8 @@ def test_gguf_files_have_the_values_and_texts_of_their_folder(
         texts = LLM(str(folder), modes=("naive",), device="cpu", dtype="fp32").generate(prompts, params)
         assert [each.token_ids for each in llm.generate(prompts, params)] == [each.token_ids for each in texts]
     linear = target.blocks[0].delta.out_proj.full
-    assert target.config.delta.tiled and (type(linear).__name__ == "BlockLinear") == (kind == "Q8_0" and not dequantize)
+    assert target.config.delta.tiled == (not is_next)
+    assert (type(linear).__name__ == "BlockLinear") == (kind == "Q8_0" and not dequantize)
 
 
 def test_parts_of_mixtures_that_a_gguf_file_lacks_are_named(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Each fourth layer has gated attention, whose heads are rotated in part. Mixtures
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from compile.delta_sizes import DeltaSizes
@@ -64,6 +65,7 @@ _GGUF_SIZES = {
     "ssm.time_step_rank": "linear_num_value_heads",
     "ssm.inner_size": "linear_inner_size",
 }
+_GGUF_RATES = {"ssm_beta": "linear_attn.in_proj_b", "ssm_alpha": "linear_attn.in_proj_a"}
 _GGUF_MIXTURE_NAMES = {
     **GGUF_EXPERT_NAMES,
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
@@ -152,8 +154,8 @@ def _read_mixture(config: HFConfig) -> DecoderConfig:
     )
 
 
-def _gguf_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a file, in which value head h reads key head h modulo their number: blocks cannot be reordered."""
+def _gguf_config(config: Mapping[str, Any], *, tiled: bool) -> dict[str, Any]:
+    """Fields of a file; `tiled`: value head h reads key head h modulo their number, as blocks cannot be reordered."""
     missing = [key for key, name in _GGUF_SIZES.items() if name not in config]
     if missing:
         raise ValueError(f"it has no {', '.join(missing)}; download it again")
@@ -164,11 +166,19 @@ def _gguf_config(config: Mapping[str, Any]) -> dict[str, Any]:
         )
     layers = config["num_hidden_layers"] - config.get("mtp_num_hidden_layers", 0)  # files count all
     sizes = {"linear_value_head_dim": inner // heads, "num_hidden_layers": layers}
-    return {"hidden_act": "silu", "linear_value_heads_tiled": True, **sizes}
+    return {"hidden_act": "silu", "linear_value_heads_tiled": tiled, **sizes}
 
 
-def _gguf_layout(name: str, class_name: str, parts: Mapping[str, str], fields: Mapping[str, str]) -> GGUFLayout:
-    """Return the layout of files; `parts` and `fields` are those of mixtures."""
+def _gguf_layout(
+    name: str,
+    class_name: str,
+    parts: Mapping[str, str],
+    fields: Mapping[str, str],
+    *,
+    rates: Mapping[str, str] = _GGUF_RATES,
+    tiled: bool = True,
+) -> GGUFLayout:
+    """Return the layout of files; `parts` and `fields` are those of mixtures, `rates` and `tiled` of delta rules."""
     return GGUFLayout(
         name=name,
         class_name=class_name,
@@ -178,8 +188,7 @@ def _gguf_layout(name: str, class_name: str, parts: Mapping[str, str], fields: M
             "post_attention_norm": "post_attention_layernorm",
             "attn_qkv": "linear_attn.in_proj_qkv",
             "attn_gate": "linear_attn.in_proj_z",
-            "ssm_beta": "linear_attn.in_proj_b",
-            "ssm_alpha": "linear_attn.in_proj_a",
+            **rates,
             "ssm_conv1d": "linear_attn.conv1d",
             "ssm_norm": "linear_attn.norm",
             "ssm_out": "linear_attn.out_proj",
@@ -195,7 +204,7 @@ def _gguf_layout(name: str, class_name: str, parts: Mapping[str, str], fields: M
             "nextn_predict_layers": "mtp_num_hidden_layers",
             **fields,
         },
-        extra_config=_gguf_config,
+        extra_config=partial(_gguf_config, tiled=tiled),
     )
 
 
@@ -225,5 +234,23 @@ ARCHITECTURES = (
         defaults={**_DEFAULTS, **_EXPERT_DEFAULTS},
         block_names={**_MIXTURE_NAMES, "delta.in_proj": ("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")},
         merged_experts=MERGED_EXPERTS,
+    ),
+    Architecture(
+        model_type="qwen3_next_gguf",  # whose gates are apart from q, k and v
+        to_decoder_config=_read_mixture,
+        defaults={**_DEFAULTS, **_EXPERT_DEFAULTS},
+        block_names={
+            **_MIXTURE_NAMES,
+            "delta.in_proj": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z", "linear_attn.in_proj_ba"),
+        },
+        merged_experts=MERGED_EXPERTS,
+        gguf=_gguf_layout(
+            "qwen3next",
+            "Qwen3NextForCausalLM",
+            _GGUF_MIXTURE_NAMES,
+            _GGUF_MIXTURE_FIELDS,
+            rates={"ssm_ba": "linear_attn.in_proj_ba"},
+            tiled=False,
+        ),
     ),
 )
