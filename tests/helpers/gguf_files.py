@@ -82,7 +82,7 @@ def write_gguf(
     for key, value in (extra or {}).items():
         add = writer.add_string if isinstance(value, str) else writer.add_float32
         (writer.add_uint32 if isinstance(value, int) else add)(f"{named}.{key}", value)
-    num_tokens = _add_sentencepiece(writer) if pre == "spm" else _add_byte_level(writer, pre, pads_to)
+    num_tokens = _add_sentencepiece(writer) if pre == "spm" else add_byte_level(writer, pre, pads_to)
     for key in ("tokens", "token_type"):
         values = writer.kv_data[0][f"tokenizer.ggml.{key}"].value
         for token, other in (repeats or {}).items():
@@ -101,7 +101,7 @@ def write_gguf(
     return file
 
 
-def _add_byte_level(writer: gguf.GGUFWriter, pre: str, pads_to: int) -> int:
+def add_byte_level(writer: gguf.GGUFWriter, pre: str, pads_to: int) -> int:
     pairs = [[*(f"{word[:i]} {word[i]}" for i in range(1, len(word))), f"Ġ {word}"] for word in WORDS]
     merges = list(dict.fromkeys(chain(*pairs)))
     made = [merge.replace(" ", "") for merge in merges]
@@ -253,7 +253,7 @@ def write_delta_gguf(file: Path, folder: Path, kind: str = "F32") -> Path:
         getattr(writer, f"add_{name}")(value)
     writer.add_full_attention_interval(config["full_attention_interval"])
     writer.add_nextn_predict_layers(mtp)
-    writer.add_vocab_size(_add_byte_level(writer, "qwen35", config["vocab_size"]))
+    writer.add_vocab_size(add_byte_level(writer, "qwen35", config["vocab_size"]))
     writer.add_eos_token_id(2)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], layers + mtp)
     own = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head_norm"}
