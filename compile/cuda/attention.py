@@ -174,7 +174,8 @@ def join_parts(
         gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     query = token * H + tl.program_id(1)
-    own = tl.load(length_ptr + token // T).to(tl.int32)
+    n = tl.load(length_ptr + token // T).to(tl.int32)
+    own = n
     if P > 0:
         own += tl.load(depth_ptr + token).to(tl.int32)
     else:
@@ -184,7 +185,7 @@ def join_parts(
     if sink_ptr is not None:
         sink = tl.load(sink_ptr + tl.program_id(1) + one).to(tl.float32)
     out_1D = join_rows(
-        query + one, own + one, own + one >= 0, own, own, top_ptr, total_ptr, part_ptr, sink, X, window, recent,
+        query + one, own + one, n + one >= 0, own, own, top_ptr, total_ptr, part_ptr, sink, X, window, recent,
         1, d, D, GROUP, GROUP, SPLIT, CHUNK, SINKS,
     )  # fmt: skip
     tl.store(out_ptr + query * d + i, tl.reshape(out_1D, (D,)).to(out_ptr.dtype.element_ty), mask=i < d)

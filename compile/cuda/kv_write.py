@@ -74,11 +74,11 @@ def norm_rotate_write(
         ahead = depth.to(tl.int32)
     length = tl.load(length_ptr + b)
     slot = length + place
-    writes = (slot >= 0) & (slot < S)  # padding may exceed the cache
+    writes = (length >= 0) & (slot < S)  # padding may exceed the cache
     cache_ptr, kept = k_cache_ptr, b * K + head - H
     if head < H:
         source = q_ptr + b * q_b + t * q_t + head * d
-        writes = slot >= 0
+        writes = length >= 0
     elif head < H + K:
         source = k_ptr + b * k_b + t * k_t + (head - H) * d
     else:
