@@ -4,6 +4,9 @@ A step has few shapes: one row per sequence (plain and draft steps), two (catchi
 chunks of prompts have few sizes, too. Each is compiled once, ahead of time; everything else runs eagerly. Each compiled
 form is a function of its own, whose key fixes shapes, structure and constants: Dynamo's guards are left out, and a call
 costs no checks.
+
+Blocks of steps on a GPU are often our own operators alone, of which Inductor would make a list of calls. They are not
+traced, since each trace takes a second or more of every start.
 """
 
 from __future__ import annotations
@@ -15,6 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from compile.op_registry import NAMESPACE
 
 Step = Callable[..., Tensor]
 
@@ -54,8 +60,17 @@ class CompiledBlocks:
         key = (kind, x_BTD.device, *shapes, self._variant(), *constants.items())
         form = self._forms.get(key)
         if form is None:
-            form = self._forms[key] = compile_step(type(block).forward)
+            form = self._forms[key] = self._new_form(block, x_BTD, *tensors, **constants)
         return form(block, x_BTD, *tensors, **constants)
+
+    def _new_form(self, block: nn.Module, x_BTD: Tensor, *tensors: Tensor, **constants: int) -> Step:
+        """Return the compiled form for these arguments; on a GPU the block's own `forward` if that is as fast."""
+        if x_BTD.device.type == "cuda":
+            with _Operators() as operators:  # type: ignore[no-untyped-call]
+                block(x_BTD, *tensors, **constants)  # writes what the form will write again
+            if operators.are_own:
+                return type(block).forward
+        return compile_step(type(block).forward)
 
 
 class CompiledModel:
@@ -109,6 +124,28 @@ class CompiledMethods:
         method = partial(CompiledForms(getattr(type(self._module), name)), self._module)
         setattr(self, name, method)
         return method
+
+
+class _Operators(TorchDispatchMode):
+    """Finds whether all kernels that are launched inside the context are those of our own operators."""
+
+    are_own = True
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = operator(*args, **(kwargs or {}))
+        self.are_own &= operator.namespace == NAMESPACE or _launches_nothing(operator, args, out)
+        return out
+
+
+def _launches_nothing(operator: Any, args: tuple[Any, ...], out: Any) -> bool:
+    """Return True if an operator of torch gave views of its arguments, memory that is not filled, or no tensors."""
+    if operator._schema.is_mutable or not args:
+        return False
+    if operator._schema.name.startswith(("aten::empty", "aten::new_empty")):
+        return True
+    storages = {arg.untyped_storage()._cdata for arg in args if isinstance(arg, Tensor)}
+    tensors = [each for each in (out if isinstance(out, (list, tuple)) else [out]) if isinstance(each, Tensor)]
+    return all(tensor.untyped_storage()._cdata in storages for tensor in tensors)
 
 
 def _kind(value: object) -> object:

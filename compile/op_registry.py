@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-LIBRARY = Library("sharesd", "DEF")
+NAMESPACE = "sharesd"
+LIBRARY = Library(NAMESPACE, "DEF")
 
 HAS_TRITON = find_spec("triton") is not None
 """True if kernels for GPUs can be compiled."""
