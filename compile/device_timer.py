@@ -9,7 +9,7 @@ import torch
 
 Mark = float | torch.cuda.Event
 
-MARKS = 16
+MARKS = 32
 """Number of valid marks of a GPU; older marks are invalid."""
 
 

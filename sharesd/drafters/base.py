@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from compile.cuda_graphs import Graphs
+from compile.device_timer import Clock
 from quant.switch_linear import Switch
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.base import CausalModel
@@ -41,6 +42,8 @@ class DraftContext:
     policy: Policy
     graphs: Graphs | None
     """None = nothing is replayed."""
+    clock: Clock = field(default_factory=lambda: Clock(torch.device("cpu")))
+    """Of the engine."""
     generators: dict[object, Any] = field(default_factory=dict)
     """State of drafters for this context, by drafter or own key."""
 

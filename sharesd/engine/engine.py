@@ -86,7 +86,7 @@ class Engine:
         self.batch_sizes = powers_of_two(cache.batch) if buckets else [cache.batch]
         """Numbers of rows that have separate costs and captured graphs."""
         self.modes = {
-            mode: LoadedMode(mode, target, cache, drafter, self.sampling, self.state, options=options)
+            mode: LoadedMode(mode, target, cache, drafter, self.sampling, self.state, self._clock, options=options)
             for mode, drafter in drafters.items()
         }
         """Drafter, rounds and policies of each mode."""

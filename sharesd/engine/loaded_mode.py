@@ -6,6 +6,7 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
+from compile.device_timer import Clock
 from compile.op_registry import runs_cpp
 from sharesd.drafters.base import PRIOR, DraftContext, Drafter
 from sharesd.engine.decode_round import BatchState, Round
@@ -35,6 +36,7 @@ class DecodeVariant:
         drafter: Drafter | None,
         row_sampling: RowSampling,
         state: BatchState,
+        clock: Clock,
         *,
         options: EngineOptions,
         auto_length: bool,
@@ -43,7 +45,7 @@ class DecodeVariant:
     ) -> None:
         self._drafts = drafts if options.graphs is not None else {}
         self._kind, self._target, self._cache, self._drafter = kind, target, cache, drafter
-        self._sampling, self._state, self._options = row_sampling, state, options
+        self._sampling, self._state, self._clock, self._options = row_sampling, state, clock, options
         self._widths = sorted(options.widths) if options.widths else None
         shapes: Sequence[DraftShape] = drafter.shapes if drafter else (NO_DRAFT,)
         if kind.acceptance != "match":
@@ -86,7 +88,9 @@ class DecodeVariant:
             self._target,
             cache,
             self._drafter,
-            DraftContext(first, end, sampler, state.root_B, buffers, self.policy, options.graphs, generators),
+            DraftContext(
+                first, end, sampler, state.root_B, buffers, self.policy, options.graphs, self._clock, generators
+            ),
             state,
             widths=self._widths,
             eager=options.is_offloaded,  # copies of offloaded weights differ each time: no capture
@@ -114,10 +118,11 @@ class LoadedMode:
         drafter: Drafter | None,
         row_sampling: RowSampling,
         state: BatchState,
+        clock: Clock,
         *,
         options: EngineOptions,
     ) -> None:
-        self._parts = target, cache, drafter, row_sampling, state
+        self._parts = target, cache, drafter, row_sampling, state, clock
         self.name, self.drafter = name, drafter
         self.num_draft = max(shape.nodes for shape in drafter.shapes) if drafter else 0
         """Largest number of draft tokens in a round."""

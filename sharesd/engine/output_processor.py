@@ -29,6 +29,7 @@ from sharesd.engine.trace import NO_TOKENS, Drafts, RowTrace, node_probs, round_
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.sampling.sampler import Sampler
 from sharesd.speculation.draft_tree import DraftTree
+from sharesd.speculation.query_gate import TableWaits
 
 if TYPE_CHECKING:
     from sharesd.engine.trace_file import TraceFile
@@ -56,6 +57,7 @@ class OutputProcessor:
     def __init__(self, cache: StaticKVCache, scheduler: Scheduler, clock: Clock, options: EngineOptions) -> None:
         """The arguments are the engine's own."""
         self._cache, self._scheduler, self._clock = cache, scheduler, clock
+        self._on_gpu = cache.lengths.device.type == "cuda"
         self._on_finish, self._transfer_stats = options.on_finish, options.transfer_stats
         self._model_name = options.model_name
         self.stats = Stats()
@@ -128,14 +130,18 @@ class OutputProcessor:
             self.last_ended = ended
         # Two marks without a draft, three with one.
         draft_s, verify_s = ([0.0] + [self._clock.seconds(a, b) for a, b in pairwise(marks)])[-2:]
+        waits = self._waits(in_flight, draft_s)
+        if tree.record.model_marks is not None:
+            draft_s = self._clock.seconds(*tree.record.model_marks)
         # The next round may have been launched; the next launch sets the operating point again.
         policy.live.at(*in_flight.operating_point)
         accepted_paths = [paths[request] for request in in_flight.counted if request in paths]
         took = ended - started
         STEP_THREADS.record_round(took, policy.expected(tree))
         if batch.variant.records_rounds:
-            step_s, progress = max(verify_s, took - draft_s), mean_progress(live, before, in_flight.is_last_call)
-            policy.record(in_flight.decision, tree, accepted_paths, draft_s, step_s, progress)
+            apart_s = draft_s if waits is None else waits.query + draft_s * (tree.record.model_marks is not None)
+            step_s, progress = max(verify_s, took - apart_s), mean_progress(live, before, in_flight.is_last_call)
+            policy.record(in_flight.decision, tree, accepted_paths, draft_s, step_s, progress, waits)
         if not num_nodes:
             self._scheduler.prefill.record_round_time(took)
         traces = trace_rows(in_flight, chunks, [paths[each] for each in live], lines, drafts) if batch.traced else []
@@ -145,6 +151,19 @@ class OutputProcessor:
             each.record_step(tree.record.num_steps, draft_s, verify_s, overhead_s)
         self.record_transfers()
         return self._with_traces(in_flight, chunks, traces, (draft_s, verify_s, overhead_s)) if traces else chunks
+
+    def _waits(self, in_flight: InFlightRound, draft_s: float) -> TableWaits | None:
+        """Return how long a GPU waited for tables; None on a CPU, and if they were not queried.
+
+        `draft_s`: seconds of all that came before the verification, a model's draft included.
+        """
+        record, marks, seconds = in_flight.tree.record, in_flight.marks, self._clock.seconds
+        if not (self._on_gpu and in_flight.decision.has_queried):
+            return None
+        idle_s = 0.0 if in_flight.before is None else seconds(in_flight.before, marks[0])
+        model_s = 0.0 if record.model_marks is None else seconds(*record.model_marks)
+        fill_s = None if record.fill_mark is None else seconds(record.fill_mark, marks[-2])
+        return TableWaits(max(0.0, idle_s + draft_s - model_s), fill_s)
 
     def _with_traces(
         self,

@@ -74,6 +74,8 @@ class InFlightRound(NamedTuple):
     decision: Decision
     """State of the policy, which the round's result is recorded with."""
     result: RoundResult
+    before: Mark | None
+    """Point in time on the device at which the last round ended; None: other work came between them."""
     marks: list[Mark]
     """Points in time on the device: start, end of the draft if there is one, end of the round."""
     started: float
@@ -115,6 +117,7 @@ class RoundLauncher:
         self._plain_rounds = 0  # since the last round with a draft
         self._deferred_shape: DraftShape | None = None  # of a draft that could not be launched before a result was read
         self._ahead: AheadDraft | None = None
+        self._last_end: Mark | None = None  # of the last round, if nothing has come after it
         self.prefilled = False
         """The step reads a piece of a prompt before its round."""
         self.traces_all = False
@@ -122,7 +125,7 @@ class RoundLauncher:
 
     def reset(self) -> None:
         """Drop the batch and a deferred draft."""
-        self._batch = self._deferred_shape = None
+        self._batch = self._deferred_shape = self._last_end = None
         self._plain_rounds = 0
 
     def invalidate(self) -> None:
@@ -136,7 +139,7 @@ class RoundLauncher:
         """
         started, scheduler = time.perf_counter(), self._scheduler
         if self._batch is None or self._num_changes != scheduler.num_changes:
-            self._batch, self._num_changes = self._form_batch(), scheduler.num_changes
+            self._batch, self._num_changes, self._last_end = self._form_batch(), scheduler.num_changes, None
         batch, drafter = self._batch, scheduler.drafter
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead.batch is not batch:
@@ -198,6 +201,7 @@ class RoundLauncher:
             result = batch.round.copy_to_host(result)
             proposed = proposed and batch.round.copy_proposed(proposed)
         marks.append(self._clock.mark())
+        end_before, self._last_end = None if self.prefilled else self._last_end, marks[-1]
         self._plain_rounds = 0 if shape.nodes else self._plain_rounds + 1
         return InFlightRound(
             batch=batch,
@@ -207,6 +211,7 @@ class RoundLauncher:
             tree=tree,
             decision=policy.decision(),
             result=result,
+            before=end_before,
             marks=marks,
             started=started,
             reasons=reasons,

@@ -20,7 +20,7 @@ from sharesd.speculation.acceptance_stats import PRIOR, AcceptanceEstimator, Run
 from sharesd.speculation.cost_model import Costs, LiveCosts
 from sharesd.speculation.draft_scorer import DraftScorer
 from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape, DraftTree, model_shape
-from sharesd.speculation.query_gate import QueryGate
+from sharesd.speculation.query_gate import QueryGate, TableWaits
 
 EXPLORED, PURSE = 0.005, (1.0, 4.0)
 """Part of the tokens that trials may cost; tokens that they may cost at first, and at most at once."""
@@ -48,6 +48,8 @@ class Decision(NamedTuple):
     scorer: DraftScorer | None
     given_up: float | None
     """Value of what a trial was made instead of; None: no trial."""
+    launched_early: bool
+    """A model's draft was launched before tables were queried."""
 
 
 class _Option(NamedTuple):
@@ -96,7 +98,7 @@ class Policy:
         """Use these costs, and those `measured` by rows; forget everything learned from rounds."""
         self.is_adaptive = self.pinned is None
         """False if the shape was pinned when costs were set."""
-        self.live, self.gate = LiveCosts(costs, measured), QueryGate()
+        self.live, self.gate, self.fill_gate = LiveCosts(costs, measured), QueryGate(), QueryGate()
         self._num_rounds = 0
         self._age = 0  # rounds, and NEW_TEXT for each text: counts of acceptance fade with it
         self._kinds: dict[tuple[bool, int], AcceptanceEstimator] = {}  # by tree or chain, and window
@@ -117,11 +119,13 @@ class Policy:
         self.model_value = 0.0
         """Value of the best of a model's drafts and no draft in the coming round."""
         self._has_queried, self._promised, self._step_s, self._worth = False, [0.0], 0.0, 0.0
+        self._launched_early = False
 
     def begin(self) -> None:
         """Start a new text."""
         self._age += NEW_TEXT
         self.gate.begin()
+        self.fill_gate.begin()
 
     @property
     def costs(self) -> Costs:
@@ -328,11 +332,7 @@ class Policy:
     @property
     def tables_pause(self) -> bool:
         """True if the coming round queries no tables."""
-        return (
-            self.pinned is None
-            and self.live.is_measured
-            and self.gate.pauses(self.rate, self._most_table_gain, self._purse)
-        )
+        return self._pauses(self.gate)
 
     @property
     def tables_should_learn(self) -> bool:
@@ -344,13 +344,28 @@ class Policy:
     def should_query_tables(self) -> bool:
         """Return True if a query of tables pays and one node fits."""
         queries = not self.tables_pause and (self.pinned is not None or self._fits(NO_DRAFT, 1))
-        self.gate.count(queries)
-        if queries and self.live.is_measured and not self.gate.pays(self.rate, self._most_table_gain):
-            self._purse -= self.rate * self.gate.seconds
+        self._count(self.gate, queries)
         self._has_queried |= queries
         if not queries:
             self.reasons["tables"] = "tables_pause"
         return queries
+
+    def should_fill(self) -> bool:
+        """Return True if it pays to read a model's draft, so that tables add nodes to it: a GPU waits for that."""
+        fills = not self.fill_gate.seconds or not self._pauses(self.fill_gate)
+        self._count(self.fill_gate, fills)
+        return fills
+
+    def _pauses(self, gate: QueryGate) -> bool:
+        return (
+            self.pinned is None and self.live.is_measured and gate.pauses(self.rate, self._most_table_gain, self._purse)
+        )
+
+    def _count(self, gate: QueryGate, queries: bool) -> None:
+        """Count a round with a query or without; one that seems not to pay is a trial."""
+        gate.count(queries)
+        if queries and self.live.is_measured and not gate.pays(self.rate, self._most_table_gain):
+            self._purse -= self.rate * gate.seconds
 
     def num_table_nodes_worth(
         self, scores: Sequence[Sequence[float]], drafted: DraftShape = NO_DRAFT
@@ -383,12 +398,11 @@ class Policy:
         if not self.live.is_measured or not last.nodes:
             return NO_DRAFT
         fits = self._fits(last) if self.pinned is None else self.pinned[:2] == last[:2]
-        return self.gate.early_draft(self.live.draft(last)) if fits else NO_DRAFT
+        return self.gate.early_draft() if fits else NO_DRAFT
 
     def record_model_draft(self, shape: DraftShape, launched_early: bool) -> None:
         """Record the coming round's model draft, which drops early launches if empty."""
-        self.gate.record_model_draft(shape)
-        self._has_queried &= bool(shape.nodes) or not launched_early  # the time of a dropped draft is not a query's
+        self.gate.last_model_draft, self._launched_early = shape, launched_early
 
     def node_accept_probs(self, shape: DraftShape) -> list[float]:
         """Return the acceptance probability of each node of a model's draft, best first."""
@@ -410,8 +424,9 @@ class Policy:
 
     def decision(self) -> Decision:
         """Return what the coming round was decided with, for its record; the next decision begins."""
-        made = Decision(self._has_queried, self._promised, self.scorer, self._given_up)
+        made = Decision(self._has_queried, self._promised, self.scorer, self._given_up, self._launched_early)
         self._has_queried, self._times_plain, self.scorer, self._given_up = False, False, None, None
+        self._launched_early = False
         return made
 
     def record(
@@ -422,25 +437,31 @@ class Policy:
         draft_s: float,
         step_s: float,
         progress: float,
+        waits: TableWaits | None = None,
     ) -> None:
         """Learn from a finished round.
 
         `paths`: accepted verify rows, from 1, of each counted row. `step_s`: seconds of all but drafting. `progress`:
-        tokens, see `request.mean_progress`.
+        tokens, see `request.mean_progress`. `waits`: for tables, on a GPU, which neither seconds have; None: what is
+        not of a model's draft is the query.
         """
         if not self._largest:
             return  # nothing is ever drafted, and corrections of costs take as long as other work of the host
         live, num_nodes, gain = self.live, tree.tokens.shape[1], 0.0
         self._age += 1
         self._num_rounds += 1
-        if decision.has_queried and not tree.record.num_steps:
+        if decision.has_queried and waits is not None:
+            self.gate.record_wait(waits.query / live.drift, decision.launched_early)
+            if waits.fill is not None:
+                self.fill_gate.record_wait(waits.fill / live.drift)
+        elif decision.has_queried and not tree.record.num_steps:
             self.gate.record_seconds(draft_s / live.drift)
         if not num_nodes:
             self._last_plain = self._age
             live.record(NO_DRAFT, 1, 0.0, step_s)
         else:
             shape, unread_s = model_shape(tree), tree.record.num_unread_tokens * live.table.read * live.drift
-            gain = self._count(decision, shape, num_nodes, paths) if paths else 0.0
+            gain = self._learn(decision, shape, num_nodes, paths) if paths else 0.0
             if tree.record.drafted_ahead:  # made while the last draft was verified: its time is not that of drafting
                 draft_s = live.draft(shape) * live.drift
             # Where reading missed tokens took most of the time, it says little about the draft.
@@ -454,7 +475,7 @@ class Policy:
             if decision.given_up is not None:  # paid for with what it cost, since first steps may take twice as long
                 self._purse -= decision.given_up - progress + self.rate * (draft_s + step_s) / live.drift
 
-    def _count(self, decision: Decision, shape: DraftShape, num_nodes: int, paths: Sequence[Sequence[int]]) -> float:
+    def _learn(self, decision: Decision, shape: DraftShape, num_nodes: int, paths: Sequence[Sequence[int]]) -> float:
         """Count what was accepted of a model's draft and of nodes of tables; return the mean of rows."""
         num_rows, total, drafted = len(paths), sum(map(len, paths)), paths
         if num_nodes > shape.nodes:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from compile.attention import TreeAttentionMask
+from compile.device_timer import Mark
 from sharesd.devices.transfer import copy_to_host
 from sharesd.speculation.draft_proposal import Proposal
 
@@ -92,6 +93,10 @@ class DraftRecord(NamedTuple):
     """True if it was drafted while the last draft was verified."""
     path_probs: Sequence[Sequence[float]] = ()
     """From tables: for each row, the probability of the path to each node."""
+    model_marks: tuple[Mark, Mark] | None = None
+    """Points in time before and after a model's draft, of a mixture on a GPU."""
+    fill_mark: Mark | None = None
+    """Point in time before that draft was read, so that tables could add nodes; None: it was not."""
 
 
 class DraftTree(NamedTuple):

@@ -16,7 +16,6 @@ from compile.op_registry import runs_cpp
 from sharesd.config import CompileMode, EngineConfig
 from sharesd.drafters import registry, selection
 from sharesd.drafters.registry import Need, Support
-from sharesd.models.checkpoint import weight_files
 from sharesd.models.decoder import Decoder
 from sharesd.models.decoder_config import UnsupportedArchitecture
 from sharesd.models.loader import native_config
@@ -33,11 +32,6 @@ SOLVE_SECONDS = 20.0
 """Maximum seconds of quantization at start.
 
 Its result is cached on disk, so later starts do not repeat it.
-"""
-SHORT_STEP_BYTES = 6 * 10**9
-"""Bytes of weights below which tables do not draft on a GPU.
-
-Rounds with tables wait for the last round's tokens. On an H100 that took more than tables gave at 135M and 1B.
 """
 VERIFIED = 8
 """Maximum draft tokens of the estimated round."""
@@ -68,9 +62,9 @@ def choose_drafters(
     """
     model, reason = _model_drafter(config, folder, device, dtype, how, offloads)
     kind = registry.spec_of(model).kind if model else ""
+    if model and device.type == "cuda":
+        kind = "head"  # tables that learn from logits take 16 launches in each round, also while they pause
     tables = [spec.name for spec in registry.specs("table") if kind in spec.auto_with]
-    if model and device.type == "cuda" and sum(file.stat().st_size for file in weight_files(folder)) < SHORT_STEP_BYTES:
-        tables, reason = [], f"{reason}, and steps this short do not wait for tables"
     return AutoDrafters((*([model] if model else []), *tables), reason)
 
 

@@ -24,6 +24,7 @@ from sharesd.speculation.cost_model import Costs
 from sharesd.speculation.draft_policy import Policy
 from sharesd.speculation.draft_proposal import Proposal
 from sharesd.speculation.draft_tree import NO_DRAFT, DraftRecord, DraftShape, DraftTree, chain, chains
+from sharesd.speculation.query_gate import TableWaits
 from tests.cases.inputs import llama
 from tests.helpers.after_warmup import no_captures
 from tests.helpers.in_mode import in_mode
@@ -155,7 +156,8 @@ class Recorded:
         self.drafter._known[0] = 1
         given = {"first": 0, "end": 1, "graphs": graphs, "root_B": torch.zeros(1, dtype=torch.int64)}
         sampler = SimpleNamespace(needs_draft_probs=False, vocab_size=99)
-        self.context: Any = SimpleNamespace(**given, policy=self.policy, sampler=sampler)
+        clock = SimpleNamespace(mark=lambda: float(len(self.events)))
+        self.context: Any = SimpleNamespace(**given, policy=self.policy, sampler=sampler, clock=clock)
 
     def propose(self, row: int, num: int, ahead: Any = ()) -> Proposal:
         self.events.append("asked")
@@ -168,14 +170,21 @@ class Recorded:
     def goes_ahead(self) -> bool:
         return self.drafter.draft_ahead(self.context, {0: [1]}, {0: 5})
 
-    def round(self, *, ahead: bool = False) -> list[str]:
-        """Events of a round; `ahead`: after those before the last one was read."""
+    def round(self, *, ahead: bool = False, waited: float | None = None) -> list[str]:
+        """Events of a round; `ahead`: after those before the last one was read; `waited`: seconds of the device."""
         self.events.clear()
         if ahead:
             assert self.goes_ahead()
             self.events.append("read")
         self.drafter.catch_up({0: [1]}, False)
-        self.drafter.draft(self.context, FOUR)
+        tree = self.drafter.draft(self.context, FOUR)
+        if tree.record.num_steps and self.context.graphs is not None:
+            at = self.events.index("launched")
+            assert tree.record.model_marks == (float(at), at + 1.0), "what is between them is the model's draft alone"
+        decision = self.policy.decision()
+        assert decision.has_queried
+        if waited is not None:
+            self.policy.record(decision, tree, [[]], 0.1, 1.0, 1, TableWaits(waited, None))
         return list(self.events)
 
 
@@ -184,10 +193,9 @@ def test_a_draft_like_the_last_one_is_launched_before_tables_are_asked() -> None
     assert recorded.round() == ["asked", "launched"]
     assert recorded.round() == ["launched", "asked"]
     assert recorded.round() == ["launched", "asked"], "which is dropped"
-    assert not recorded.policy._has_queried
     assert recorded.round() == ["asked"], "the last round had none"
     assert recorded.round() == ["asked", "launched"]
-    assert recorded.round() == ["launched", "asked"], "what is dropped takes less time than asking"
+    assert recorded.round() == ["launched", "asked"], "as far as is known, what is dropped costs nothing"
     recorded = Recorded([FOUR] * 3, draft_s=0.0)
     recorded.round()
     for pinned, early in ((chain(3), NO_DRAFT), (FOUR, FOUR)):
@@ -202,7 +210,7 @@ def test_a_draft_like_the_last_one_is_launched_before_the_last_round_is_read() -
     recorded.round()
     assert recorded.round(ahead=True) == ["launched", "read", "asked"]
     assert recorded.round(ahead=True) == ["launched", "read", "asked"], "which is dropped"
-    assert recorded.drafter._idle == 1 and not recorded.policy._has_queried
+    assert recorded.drafter._idle == 1
     assert recorded.round() == ["asked", "launched"]
     assert recorded.goes_ahead()
     recorded.drafter.drop_ahead()
@@ -212,9 +220,17 @@ def test_a_draft_like_the_last_one_is_launched_before_the_last_round_is_read() -
     assert not recorded.goes_ahead()
 
 
-@pytest.mark.parametrize(("draft_s", "graphs"), [(1.0, object()), (0.1, None)])
-def test_tables_come_first_where_drafts_are_dropped_or_not_replayed(draft_s: float, graphs: object) -> None:
-    recorded = Recorded([FOUR, NO_DRAFT, FOUR, FOUR], draft_s=draft_s, graphs=graphs)
-    for _ in range(3):
-        recorded.round()
+def test_tables_come_first_where_drafts_are_not_replayed() -> None:
+    recorded = Recorded([FOUR] * 2, draft_s=0.1, graphs=None)
+    recorded.round()
     assert recorded.round() == ["asked", "launched"]
+
+
+def test_tables_come_first_while_the_device_then_waits_for_less() -> None:
+    """As where drafts that are launched early are often dropped; that is forgotten with time."""
+    recorded = Recorded([FOUR] * 99, draft_s=0.1)
+    recorded.round(waited=0.1)
+    assert recorded.round(waited=0.11) == ["launched", "asked"]
+    times = [recorded.round(waited=0.1) for _ in range(20)]
+    first = times.index(["launched", "asked"])
+    assert 4 < first < 16 and times[:first] == [["asked", "launched"]] * first

@@ -6,11 +6,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from compile.adaptive_threads import STEP_THREADS
+from compile.device_timer import Clock
 from sharesd.engine.engine import Engine
 from sharesd.engine.loaded_mode import DecodeVariant
 from sharesd.engine.output_processor import OutputProcessor
@@ -18,7 +21,7 @@ from sharesd.engine.outputs import Completion
 from sharesd.engine.round_launcher import RoundLauncher
 from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.draft_policy import Policy
-from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape, DraftTree
+from sharesd.speculation.draft_tree import NO_DRAFT, DraftRecord, DraftShape, DraftTree
 from tests.drafters.test_eagle import TREE, built
 from tests.engine import test_grammar
 from tests.engine.test_rows import MODEL, REQUESTS, alone, check_load, new, parts_of
@@ -158,6 +161,35 @@ def test_rounds_go_ahead_while_tables_pause(
     assert (sum(launches) > len(launches) / 4) == (mode != "hybrid classic")
 
 
+FROM = -1.0
+"""End of the round in front of it."""
+
+
+@pytest.mark.parametrize(
+    ("marks", "record", "query", "fill"),
+    [
+        ((0.0, 3.0, 9.0), DraftRecord(num_steps=2, model_marks=(0.5, 2.5)), 1.0 + 1.0, None),
+        ((0.0, 3.0, 9.0), DraftRecord(num_steps=2, model_marks=(0.0, 2.0), fill_mark=2.25), 1.0 + 1.0, 0.75),
+        ((0.0, 3.0, 9.0), DraftRecord("suffix"), 1.0 + 3.0, None),
+    ],
+    ids=["the model drafts", "its draft is read", "it is dropped, or there is none"],
+)
+def test_a_gpu_waits_while_it_makes_nothing_that_is_verified(
+    marks: tuple[float, ...], record: DraftRecord, query: float, fill: float | None
+) -> None:
+    tree = DraftTree(torch.zeros(1, 2, dtype=torch.int64), record=record)
+
+    def waits(on_gpu: bool = True, has_queried: bool = True, before: float | None = FROM) -> Any:
+        decision = SimpleNamespace(has_queried=has_queried)
+        flight = SimpleNamespace(tree=tree, marks=[*marks], before=before, decision=decision)
+        processor = SimpleNamespace(_clock=Clock(torch.device("cpu")), _on_gpu=on_gpu)
+        return OutputProcessor._waits(processor, flight, marks[1] - marks[0])  # type: ignore[arg-type]
+
+    assert waits() == (query, fill)
+    assert waits(before=None) == (query - 1.0, fill), "a piece of a prompt was read in between"
+    assert waits(on_gpu=False) is None and waits(has_queried=False) is None
+
+
 WITH_GRAMMARS = [*test_grammar.REQUESTS[:12], ([1, 2], SamplingParams(max_new_tokens=80))]
 
 
@@ -188,10 +220,10 @@ def test_rounds_take_the_time_that_passes(
     prefill = engine._scheduler.prefill
     record, took = Policy.record, prefill.record_round_time
 
-    def recorded(self: Any, decision: Any, tree: Any, paths: Any, draft_s: float, step_s: float, moved: float) -> None:
+    def recorded(self: Any, decision: Any, tree: Any, paths: Any, draft_s: float, step_s: float, *rest: Any) -> None:
         told["policy"] += draft_s + step_s
         told["plain"] += 0.0 if tree.tokens.shape[1] else draft_s + step_s
-        record(self, decision, tree, paths, draft_s, step_s, moved)
+        record(self, decision, tree, paths, draft_s, step_s, *rest)
 
     def taken(round_s: float) -> None:
         told["prompts"] += round_s

@@ -204,15 +204,17 @@ def test_whatever_the_compiler_raises_is_a_reason(monkeypatch: pytest.MonkeyPatc
     assert step_compiler.problem(GPU, HALF) == step_compiler.NO_TRITON
 
 
-def test_short_steps_do_not_wait_for_tables(monkeypatch: Any, tmp_path: Path, checkpoint: Callable[..., Path]) -> None:
+def test_tables_draft_with_the_heads_of_small_models(
+    monkeypatch: Any, tmp_path: Path, checkpoint: Callable[..., Path]
+) -> None:
     folder = checkpoint()
     head = make_head(tmp_path / "head", decoder_config(folder), "eagle")
     config = EngineConfig(target=str(folder), heads=(str(head),))
     monkeypatch.setattr("sharesd.startup.auto_mode.has_quantized_kernels", lambda gpu: True)
-    choice = choose_drafters(config, folder, GPU, HALF, "off", offloads=False)
-    assert choice.drafters == ("eagle",) and "do not wait for tables" in choice.reason
-    monkeypatch.setattr("sharesd.startup.auto_mode.SHORT_STEP_BYTES", 0)
     assert choose_drafters(config, folder, GPU, HALF, "off", offloads=False).drafters == ("eagle", "suffix")
+    monkeypatch.setattr("sharesd.startup.auto_mode._predicted_speedup", lambda *_: 1.25)
+    alone = EngineConfig(target=str(folder))
+    assert choose_drafters(alone, folder, GPU, HALF, "off", offloads=False).drafters == ("share", "suffix")
 
 
 def test_auto_leaves_out_what_has_no_kernels(monkeypatch: pytest.MonkeyPatch, checkpoint: Callable[..., Path]) -> None:

@@ -27,6 +27,7 @@ from sharesd.speculation.cost_model import Costs, LiveCosts
 from sharesd.speculation.draft_policy import NEW_TEXT, Policy
 from sharesd.speculation.draft_scorer import ProbabilityCalibration
 from sharesd.speculation.draft_tree import NO_DRAFT, DraftRecord, DraftShape, DraftTree, chain, chains, with_windows
+from sharesd.speculation.query_gate import QueryGate, TableWaits
 from sharesd.startup import cost_profiler
 from sharesd.startup.cost_fit import of_more_rows
 from sharesd.startup.cost_profiler import BlockSample, measure_costs, profile_costs
@@ -330,6 +331,62 @@ def test_tables_that_never_gain_are_asked_now_and_then() -> None:
     free = Policy(chains(8), pinned=chain(3), costs=Costs({1: 1.0}))
     free.gate.record_seconds(99.0)
     assert all(free.should_query_tables() and free.tables_should_learn for _ in range(50)), "whatever they take"
+
+
+@pytest.mark.parametrize("wait", [0.05, 0.3, 2.0])
+def test_a_gpu_waits_no_longer_for_tables_than_they_gain(wait: float) -> None:
+    """A mixture is as fast as its model alone but for a part of the tokens, and for what one wait takes at first."""
+    costs = Costs({1: 1.0, 5: 1.06}, 0.04)
+    policy = Policy([chain(4)], costs=costs, prior=0.6)
+
+    def passed(rounds: int, gain: float) -> tuple[float, int]:
+        """Seconds that the device waits, and tokens; rounds without a wait are the model's own."""
+        waited, tokens = 0.0, 0
+        for _ in range(rounds):
+            asks = policy.should_query_tables()
+            if asks:
+                waited += wait
+                policy.gate.record_gain(gain)
+            shape = policy.next_shape()
+            policy.record_model_draft(shape, launched_early=True)
+            times = costs.of_draft(shape), costs.of_step(1 + shape.nodes)
+            waits = TableWaits(wait, None) if asks else None
+            policy.record(policy.decision(), tree_of(shape), [range(1, 1 + shape.nodes // 2)], *times, 2, waits)
+            tokens += 2
+        return waited, tokens
+
+    waited, tokens = passed(400, 0.0)
+    assert policy.rate * waited <= policy.rate * wait + 1.0 + 0.005 * tokens, "the first, the purse, what fills it"
+    waited, tokens = passed(400, 0.0)
+    assert policy.rate * waited <= 4.0 + 0.005 * tokens
+    policy.gate.gain = 2 * policy.rate * wait
+    assert passed(100, 2 * policy.rate * wait)[0] > 99 * wait, "they gain more"
+
+
+def test_a_stall_of_the_host_is_no_wait() -> None:
+    gate = QueryGate()
+    for seconds in (0.1, 0.1, 0.1, 99.0, 0.1, 0.1):
+        gate.record_wait(seconds, True)
+    assert gate.seconds == pytest.approx(0.1)
+
+
+def test_reading_a_draft_is_decided_by_what_it_gains_itself() -> None:
+    """To add nodes to a model's draft the device waits even where the query was done in time."""
+    policy, tree = Policy(chains(4), costs=Costs({1: 1.0, 5: 1.06}, 0.04)), tree_of(chain(4))
+    queries = fills = 0
+    for _ in range(200):
+        query = policy.should_query_tables()
+        fill = query and policy.should_fill()
+        if fill:
+            policy.fill_gate.record_gain(0.01)
+        if query:
+            policy.gate.record_gain(0.1)
+        waits = TableWaits(0.2 * fill, 0.2 if fill else None) if query else None
+        policy.record(policy.decision(), tree, [range(1, 3)], 0.16, 1.06, 3, waits)
+        queries, fills = queries + query, fills + fill
+    assert queries > 150 and 1 < fills < 12
+    policy.pinned = chain(4)
+    assert policy.should_fill(), "what is asked for is done"
 
 
 def test_rows_that_lead_by_far_are_not_awaited(tmp_path: Path) -> None:

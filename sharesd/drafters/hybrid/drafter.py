@@ -128,8 +128,10 @@ class HybridDrafter(Drafter):
             policy.record_model_draft(model, early is not None)
             if model.nodes:
                 draft = early or self._model_draft(context, model)
-                if should_query_tables and not other_rule:
+                if should_query_tables and self._can_fill_up(context, model):
                     return self._fill_up(context, draft, proposals)
+                if should_query_tables and context.graphs is not None:  # a CPU records no times of such queries, either
+                    policy.gate.record_gain(0.0)
                 return draft
             self._idle += 1
         if should_query_tables:
@@ -148,14 +150,23 @@ class HybridDrafter(Drafter):
         assert self.model_drafter is not None
         self.model_drafter.catch_up(self._texts, self._idle > 0 or self._mixed, coming=self._coming)
         self._idle, self._mixed = 0, False
-        return checked_draft(self.model_drafter, context, shape)
+        if context.graphs is None:
+            return checked_draft(self.model_drafter, context, shape)
+        before = context.clock.mark()
+        draft = checked_draft(self.model_drafter, context, shape)
+        return draft.with_record(model_marks=(before, context.clock.mark()))
+
+    def _can_fill_up(self, context: DraftContext, shape: DraftShape) -> bool:
+        """Return True if tables are to add nodes to a model's draft."""
+        can = self.trees and self.tables and not context.sampler.needs_draft_probs
+        return bool(can and shape.nodes < context.policy.max_nodes() and context.policy.should_fill())
 
     def _fill_up(self, context: DraftContext, draft: DraftTree, proposals: Mapping[int, Proposal]) -> DraftTree:
         """Return a model's draft with table nodes added if they pay."""
         policy, shape = context.policy, model_shape(draft)
+        if context.graphs is not None:
+            draft = draft.with_record(fill_mark=context.clock.mark())
         room = policy.max_nodes() - shape.nodes
-        if room <= 0 or not self.tables or not self.trees:
-            return draft
         accept_probs, mixed = policy.node_accept_probs(shape), {}
         for row, tokens, parents in zip(
             range(context.first, context.end), draft.tokens.tolist(), parents_of(draft), strict=True
@@ -169,15 +180,15 @@ class HybridDrafter(Drafter):
         num_added, value = policy.num_table_nodes_worth(
             [mixed[row].scores[shape.nodes :] for row in policy.counted_rows], drafted=shape
         )
-        policy.gate.record_gain(value - alone)
+        for gate in (policy.gate, policy.fill_gate):
+            gate.record_gain(value - alone)
         if num_added == 0:
             return draft
         self._mixed = True
         tree = pack(list(mixed.values()), shape.nodes + num_added, draft.record.drafter)
         path_probs = tree.record.path_probs
-        return tree._replace(
-            record=draft.record._replace(num_filled=num_added, filler=self._names, path_probs=path_probs)
-        )
+        record = draft.record._replace(num_filled=num_added, filler=self._names, path_probs=path_probs)
+        return tree._replace(record=record)
 
     def _read(self) -> None:
         for seen in self._seen:
