@@ -47,7 +47,8 @@ def find_inner_heads(
         target = None if in_memory else native_config(folder, device)
     except UnsupportedArchitecture as error:
         obstacle = error
-    for spec in (spec for spec in registry.specs("head") if spec.inside):
+    mixes = bool({*registry.names("mix")}.intersection(modes))  # which may choose such a head
+    for spec in (spec for spec in registry.specs("head") if spec.inside and (mixes or spec.name in asked)):
         has_none = "tensors replace the files of a checkpoint" if in_memory else f"{folder} has none"
         reason = f"mode {spec.name} needs {spec.needs_inside}, and {has_none}; use another mode"
         if obstacle is not None:
