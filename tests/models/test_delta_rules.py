@@ -335,6 +335,9 @@ def test_tensors_and_keys_of_a_gguf_file_that_do_not_fit_are_named(tmp_path: Pat
     ):
         with pytest.raises(ValueError, match=message):
             config_from_hf(config_of(GGUFFile(file.metadata | {f"qwen35.ssm.{key}": value}, file.tensors)))
+    more = GGUFFile(file.metadata | {"qwen35.nextn_predict_layers": 1}, file.tensors)
+    with pytest.raises(ValueError, match=r"'blk\.2\..*multi-token prediction.* has no 'blk\.2\.nextn' tensors"):
+        names_of(more, config_from_hf(config_of(more)))  # which would leave out a block of the text
     without = {key: value for key, value in file.metadata.items() if "qwen35.ssm." not in key}
     with pytest.raises(ValueError, match="it has no ssm.conv_kernel, ssm.state_size"):
         config_of(GGUFFile(without, file.tensors))

@@ -52,6 +52,13 @@ def names_of(file: GGUFFile, config: DecoderConfig, *, mtp: bool = False) -> dic
     num_layers = config.num_hidden_layers
     unused = tuple(f"blk.{layer}." for layer in range(num_layers, num_layers + config.num_mtp_layers))
     tensors, possible, shapes = file.tensors, layout.tensor_names(num_layers), tensor_shapes(config)
+    for block in unused:
+        stored = next((name for name in tensors if name.startswith(block)), None)
+        if stored is not None and not any(name.startswith(f"{block}nextn.") for name in tensors):
+            raise ValueError(
+                f"tensor {stored!r} is of a layer for multi-token prediction, as the header counts them "
+                f"({config.num_mtp_layers}), and that has no '{block}nextn' tensors; download it again"
+            )
     if mtp:
         (possible, copies), shapes = gguf_names(layout.tensor_names(1), num_layers), mtp_shapes(config)
         own = {stored: tensor for stored, tensor in tensors.items() if stored.startswith(unused)}
