@@ -465,7 +465,8 @@ class Policy:
             if tree.record.drafted_ahead:  # made while the last draft was verified: its time is not that of drafting
                 draft_s = live.draft(shape) * live.drift
             # Where reading missed tokens took most of the time, it says little about the draft.
-            live.record(shape, 1 + num_nodes, draft_s - unread_s if unread_s < draft_s / 2 else 0.0, step_s)
+            other_s = unread_s + self.gate.seconds * live.drift * (decision.has_queried and waits is None)
+            live.record(shape, 1 + num_nodes, draft_s - other_s if other_s < draft_s / 2 else 0.0, step_s)
         if paths:
             (accepted, advanced), (tokens, seconds) = self._gained, self._done
             self._gained = RATE_DECAY * accepted + gain, RATE_DECAY * advanced + min(gain, progress - 1)

@@ -304,6 +304,16 @@ def test_the_draft_of_a_mixture_is_the_one_of_the_largest_value() -> None:
     assert policy.next_shape(to_beat=tables).nodes and policy.model_value > tables
 
 
+def test_what_a_query_takes_is_no_cost_of_the_draft_after_it() -> None:
+    policy = Policy(chains(8), costs=Costs({1: 1.0, 9: 1.2}, 0.1))
+    policy.gate.record_seconds(0.08)
+    draft = DraftTree(torch.zeros(1, 2, dtype=torch.int64), depth=2, record=DraftRecord("model", num_steps=2))
+    for _ in range(40):
+        assert policy.should_query_tables()
+        policy.record(policy.decision(), draft, [[1]], 0.2 + policy.gate.seconds, policy.costs.of_step(3), 2)
+    assert policy.costs.draft == pytest.approx(0.1, rel=0.02)
+
+
 def test_tables_that_never_gain_are_asked_now_and_then() -> None:
     policy = Policy(chains(8), costs=Costs({1: 1.0, 9: 1.6}))
 
