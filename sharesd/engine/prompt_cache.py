@@ -168,9 +168,7 @@ class PromptCache:
             named = "; ".join(f"{num} with another {names}" for names, num in others.items())
             log.warning("texts of the prompt cache %s are ignored: %s", self._folder, named)
         if damaged:
-            log.warning(
-                "%d texts of the prompt cache %s are damaged and ignored (%s)", len(damaged), self._folder, damaged[0]
-            )
+            log.warning("prompt cache %s: %d damaged and ignored (%s)", self._folder, len(damaged), damaged[0])
         self._make_room(0)
 
     def _copy(self, path: Path, row: int, num_tokens: int) -> bool:

@@ -124,7 +124,7 @@ def test_damaged_files_are_one_warning(tmp_path: Path, caplog: pytest.LogCapture
     (tmp_path / f"empty{ENDING}").touch()
     assert opened(tmp_path, make_cache()).restore(0, FIRST, 0) == 0
     [_, message] = caplog.messages
-    assert message.startswith(f"3 texts of the prompt cache {tmp_path} are damaged and ignored")
+    assert message.startswith(f"prompt cache {tmp_path}: 3 damaged and ignored")
 
 
 def test_the_least_recently_used_goes_first(tmp_path: Path) -> None:
