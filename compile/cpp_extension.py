@@ -42,6 +42,7 @@ SAMPLING_OPS = (
     "sample",
     "accept_path",
     "count_finite",
+    "append_tokens",
     "expand_tree",
     "select_nodes",
     "rescore_children",

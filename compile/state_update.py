@@ -104,6 +104,18 @@ def append_tokens(text_BS: Tensor, root_B: Tensor, at_B: Tensor, num_new_B: Tens
     if runs_triton(text_BS.device):
         torch.ops.sharesd.append_tokens_(text_BS, root_B, at_B, num_new_B, tokens_BT)
         return
+    if not runs_cpp(text_BS.device):
+        append_tokens_reference(text_BS, root_B, at_B, num_new_B, tokens_BT)
+        return
+    parts = [text_BS, *(part.contiguous() for part in (root_B, at_B, num_new_B, tokens_BT))]
+    function = kernel("append_tokens", torch.int64, *[c_void_p] * 5, *[c_int64] * 4)
+    function(*(part.data_ptr() for part in parts), *text_BS.shape, text_BS.stride(0), parts[-1].stride(0))
+
+
+def append_tokens_reference(
+    text_BS: Tensor, root_B: Tensor, at_B: Tensor, num_new_B: Tensor, tokens_BT: Tensor
+) -> None:
+    """`append_tokens` in tensor operations."""
     both_BT = torch.cat([root_B[:, None], tokens_BT], 1)
     ahead_T, any_B1 = torch.arange(both_BT.shape[1], device=text_BS.device), num_new_B[:, None] > 0
     at_B1 = at_B.clamp(min=0)[:, None]  # idle rows may be before all slots

@@ -58,6 +58,16 @@ extern "C" void accept_path_int64(const int64_t* tokens, const int64_t* depth, c
   sharesd::accept_path(tokens, depth, path, target, out, B, T, P);
 }
 
+// Writes root and the first num_new tokens of each row with new ones from place at on, as far as its text [S] goes.
+extern "C" void append_tokens_int64(int64_t* text, const int64_t* root, const int64_t* at, const int64_t* num_new,
+                                    const int64_t* tokens, int64_t B, int64_t S, int64_t text_b, int64_t tokens_b) {
+  for (int64_t b = 0; b < B; ++b) {
+    int64_t* const to = text + b * text_b;
+    if (num_new[b] > 0) to[at[b]] = root[b];
+    for (int64_t t = 0; t < num_new[b] && at[b] + 1 + t < S; ++t) to[at[b] + 1 + t] = tokens[b * tokens_b + t];
+  }
+}
+
 extern "C" void expand_tree_int64(int64_t* levels, const sharesd::Nodes* nodes, const sharesd::Frontier* frontier,
                                   const int64_t* tokens, const float* logp, int64_t B, int64_t F, int64_t k, int64_t C,
                                   int64_t D) {

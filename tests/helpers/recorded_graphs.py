@@ -29,6 +29,7 @@ from compile.cuda_graphs import Graphs
 from compile.kv_layout import SLOT_MULTIPLE
 from compile.rotary import rotate
 from sharesd.drafters import tree_draft
+from sharesd.drafters.eagle import drafter as eagle_drafter
 from sharesd.drafters.glide import head as glide_head
 from sharesd.drafters.hybrid import drafter as hybrid_drafter
 from sharesd.models import decoder
@@ -213,6 +214,7 @@ def take_the_way_of_cuda(patch: pytest.MonkeyPatch) -> None:
             "compact_slots": compile.kv_compact.compact_slots_reference,
         },
         compile.state_update: {"count_finite": compile.state_update.count_finite_reference},
+        eagle_drafter: {"append_tokens": compile.state_update.append_tokens_reference},
         logits_processors: {"arg_max": lambda x: x.argmax(-1)},
         sampler: {
             "top_logp": compile.topk.top_logp_reference,

@@ -84,12 +84,12 @@ def test_logits_that_are_not_numbers_are_found(dtype: torch.dtype, V: int) -> No
 def test_a_rounds_tokens_in_each_text(T: int) -> None:
     """Idle rows keep theirs, and what would lie behind the last slot is left out."""
     found = []
-    for note in (state_update.append_tokens, update_kernels.append_tokens):
+    for note in (state_update.append_tokens, state_update.append_tokens_reference, update_kernels.append_tokens):
         text, root, at = torch.arange(40).view(4, 10) - 100, torch.tensor([70, 71, 72, 73]), torch.tensor([3, 5, 8, 0])
         num, wide = torch.tensor([T, 0, T, 1]), numbers(4, 1 + 2 * T, most=50)
         note(text[:, :9], root, at, num, wide[:, 1 : 1 + T])
         found.append(text)
-    assert torch.equal(*found)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
     assert found[0][0].tolist() == [-100, -99, -98, 70, *wide[0, 1 : 1 + T].tolist(), *range(-96 + T, -90)]
     assert found[0][1].tolist() == list(range(-90, -80)) and found[0][2, 8:].tolist() == [72, -71]
 
