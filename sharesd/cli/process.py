@@ -25,7 +25,10 @@ INTERRUPTED, BROKEN_PIPE = 130, 141
 IMPORT_BYTES = 512 << 20
 """Address space that the import of torch takes in addition to its libraries."""
 _STREAMS = ("stdin", "stdout", "stderr")
-_NO_MEMORY = ("allocate memory", "out of memory", "failed to map segment", "can't start new thread")
+_NO_MEMORY = (
+    *("allocate memory", "out of memory", "failed to map segment", "can't start new thread"),
+    "error return without exception set",  # of CPython's parser, where an allocation fails
+)
 _REMEDIES = {
     errno.ENOSPC: "free some space there",
     errno.EDQUOT: "free some space there",

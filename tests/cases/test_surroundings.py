@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from sharesd.cli.process import of_surroundings
 from sharesd.shadowing import ROOT
 from tests.helpers.surroundings_worker import CANNOT
 from tests.helpers.tiny_models import make_checkpoint
@@ -200,3 +201,8 @@ def test_surroundings(name: str, outcomes: Callable[[str], Outcome]) -> None:
     assert len(lines) <= (3 if UNKEPT in said else 1) or said == "(?s).*", err
     is_shown = name in FORKED | STARTED and status == 0 and "full" not in name
     assert not is_shown or out.strip(), "no answer"
+
+
+def test_a_parser_of_python_without_memory_is_reported_as_such() -> None:
+    said = of_surroundings(SystemError("error return without exception set"))
+    assert said is not None and said.startswith("out of memory")
