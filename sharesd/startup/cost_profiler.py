@@ -43,7 +43,7 @@ FAR = 2048
 SAMPLE_BYTES = 2**29
 """Bytes of weights of the blocks that are timed, more than CPU caches hold."""
 MANY_ROWS_PART = 0.25
-"""Part of the blocks that are timed with many rows: the KV cache of rows that are never used stays without memory."""
+"""Part of the blocks that are timed with many rows: others' KV of rows that are never used takes no memory."""
 
 
 class BlockSample:
