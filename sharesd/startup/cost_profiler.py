@@ -134,7 +134,7 @@ def profile_costs(engine: Engine, mode: str, params: SamplingParams, kept: JsonC
     sweeps = BRIEFLY if engine.offloaded else SWEEPS[0]
     costs = {fewest: _costs_of_rows(engine, mode, params, fewest, kept, sweeps)}
     timed = more[-1:] if is_native(engine.target) else more
-    sweeps = SWEEPS[0] if is_native(engine.target) else BRIEFLY
+    sweeps = sweeps if is_native(engine.target) else BRIEFLY
     costs |= {rows: _costs_of_rows(engine, mode, params, rows, kept, sweeps) for rows in timed}
     if isinstance(engine.target, Decoder):
         for each in costs.values():
