@@ -147,8 +147,8 @@ def outcomes(
     model: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Callable[[str], Outcome]:
     """All outcomes that are wanted, of two processes at a time."""
-    tests = [item for item in request.session.items if item.path == request.path]
-    wanted = {item.callspec.params["name"] for item in tests if isinstance(item, pytest.Function)}
+    tests = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    wanted = {item.callspec.params["name"] for item in tests}
     environment = {**os.environ, "PYTHONPATH": ROOT, "MODEL": str(model), "HF_HUB_OFFLINE": "1"}
     environment.pop("OMP_NUM_THREADS", None)
     command = ["generate", "--raw", "--target", str(model), "--max-new-tokens", "4", "--mode", "naive", "the cat"]
