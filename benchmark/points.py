@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import exp, log, sqrt
 from pathlib import Path
-from statistics import geometric_mean, median
+from statistics import fmean, geometric_mean, median
 from typing import TYPE_CHECKING, Any
 
 from benchmark.report import Report
@@ -29,7 +30,7 @@ class Point:
     values: dict[str, str]  # axis -> value
     mode: str
     speedup: float | None  # median of the runs' geometric means over turns; None if nothing was decoded
-    range: list[float] | None  # least and greatest of them; None for a single run
+    interval: list[float] | None  # see `interval_of`
     slowest: float | None  # least of the turns' speedups
     first: float | None  # geometric mean of the first runs; in later ones the draft policy had measured this text
     tau: float  # tokens per round of a row
@@ -56,7 +57,7 @@ def point_of(values: dict[str, str], mode: str, turns: Sequence[Turn]) -> Point:
         values=values,
         mode=mode,
         speedup=median(runs) if runs else None,
-        range=[min(runs), max(runs)] if len(runs) > 1 else None,
+        interval=interval_of([each.ratios for each in comparisons]),
         slowest=min(known, default=None),
         first=runs[0] if runs else None,
         tau=total.tau,
@@ -71,6 +72,23 @@ def point_of(values: dict[str, str], mode: str, turns: Sequence[Turn]) -> Point:
             for about, each in turns
         ],
     )
+
+
+def interval_of(ratios: Sequence[Sequence[float]]) -> list[float] | None:
+    """Return the 95 % interval of the mean ratio of these turns, by how much repeats of a turn differ.
+
+    So it tells what another measurement of the same questions would find, not of others. None without repeats.
+    """
+    logs = [[log(each) for each in turn] for turn in ratios if turn]
+    num = sum(map(len, logs))
+    df = num - len(logs)  # degrees of freedom
+    if df < 1:
+        return None
+    errors = [(each - fmean(turn)) ** 2 for turn in logs for each in turn]
+    # Student's t at 97.5 %, within 1 % from two degrees of freedom (expansion by Cornish and Fisher, last term fitted).
+    t = 1.96 + 2.37 / df + 2.82 / df**2 + 3.6 / df**3
+    mean, error = fmean(map(fmean, logs)), t * sqrt(sum(errors) / df / num)
+    return [exp(mean - error), exp(mean + error)]
 
 
 def remarks_of(points: Sequence[Point]) -> list[str]:
@@ -102,7 +120,7 @@ def remarks_of(points: Sequence[Point]) -> list[str]:
 
 
 def sections_of(points: Sequence[Point]) -> list[Section]:
-    """Return two tables: speedups with a column per mode, and all figures."""
+    """Return tables: speedups with a column per mode, their intervals, and figures of rounds."""
     modes, axes = list(dict.fromkeys(point.mode for point in points)), list(points[0].values)
     by_values: dict[tuple[str, ...], dict[str, Point]] = {}
     for point in points:
@@ -114,31 +132,29 @@ def sections_of(points: Sequence[Point]) -> list[Section]:
         return times(point.speedup) + mark
 
     speedups = [[*values, *(shown(by_mode[mode]) for mode in modes)] for values, by_mode in by_values.items()]
-    head = ("mode", "speedup", "range", "slowest", "first run", "tau", "alpha", "draft ms", "verify ms", "naive ms")
-    rows = [
-        [
-            *point.values.values(),
-            point.mode,
-            times(point.speedup),
-            " to ".join(map(times, point.range)) if point.range else "one run",
-            *(times(value) for value in (point.slowest, point.first)),
-            number(point.tau, 2),
-            number(point.alpha, 3),
-            *(number(value, 2) for value in (point.draft_ms, point.verify_ms, point.naive_ms)),
-            "yes" if point.identical else "NO",
-        ]
-        for point in points
+    exact, rounds = [], []
+    for point in points:
+        place = [*point.values.values(), point.mode]
+        interval = " to ".join(map(times, point.interval)) if point.interval else "one run"
+        others = map(times, (point.slowest, point.first))
+        exact.append([*place, times(point.speedup), interval, *others, "yes" if point.identical else "NO"])
+        ms = (number(value, 2) for value in (point.draft_ms, point.verify_ms, point.naive_ms))
+        rounds.append([*place, number(point.tau, 2), number(point.alpha, 3), *ms])
+    title = f"Speedup over naive (* best, with an interval above all others; < below {MIN_SPEEDUP}x)"
+    head = (*axes, "mode", "speedup", "95 % interval", "slowest", "first run", "identical")
+    return [
+        Section(title, (*axes, *modes), speedups, 0),
+        Section("Intervals", head, exact, 0),
+        Section("Rounds", (*axes, "mode", "tau", "alpha", "draft ms", "verify ms", "naive ms"), rounds, 0),
     ]
-    title = f"Speedup over naive (* best, with a range above all others; < below {MIN_SPEEDUP}x)"
-    return [Section(title, (*axes, *modes), speedups, 0), Section("All figures", (*axes, *head, "identical"), rows, 0)]
 
 
 def best_of(points: Sequence[Point]) -> Point | None:
-    """Return the fastest point if its range lies above all others."""
-    ranges = {id(point): point.range for point in points if point.range}
-    best = max((point for point in points if point.range), key=lambda point: point.speedup or 0.0, default=None)
-    others = [high for key, (_, high) in ranges.items() if key != id(best)]
-    return best if best is not None and best.range and others and best.range[0] > max(others) else None
+    """Return the fastest point if its interval lies above all others."""
+    known = [point for point in points if point.interval]
+    best = max(known, key=lambda point: point.speedup or 0.0, default=None)
+    others = [point.interval[1] for point in known if point is not best and point.interval]
+    return best if best and best.interval and others and best.interval[0] > max(others) else None
 
 
 def finish(out_dir: Path, name: str, about: dict[str, Any], axes: Sequence[Axis], points: Sequence[Point]) -> None:
@@ -155,8 +171,8 @@ def finish(out_dir: Path, name: str, about: dict[str, Any], axes: Sequence[Axis]
         for point in points:
             others = {axis: value for axis, value in point.values.items() if axis != x_axis}
             line = lines.setdefault(f"{point.mode} {_words(others)}".strip(), [])
-            line.append((point.values[x_axis], point.speedup, point.range))
-        runs = f"median and range of {settings['runs']} runs" if settings["runs"] > 1 else "one run"
+            line.append((point.values[x_axis], point.speedup, point.interval))
+        runs = f"median of {settings['runs']} runs and 95 % interval" if settings["runs"] > 1 else "one run"
         draw_lines(out_dir / f"{name}.png", settings["model"], {f"speedup over naive, {runs}": lines}, x_axis)
         plots = [f"{name}.png"]
     remarks = [tables_at_start(settings), *remarks_of(points)]
@@ -168,7 +184,7 @@ def finish(out_dir: Path, name: str, about: dict[str, Any], axes: Sequence[Axis]
         settings=about["settings"],
         environment=about["environment"],
     )
-    report.publish(out_dir, name, shown=2, remarks=remarks)
+    report.publish(out_dir, name, shown=3, remarks=remarks)
 
 
 def _words(values: Mapping[str, str]) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from statistics import fmean, variance
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +18,7 @@ from benchmark import interleave, timed
 from benchmark.__main__ import main
 from benchmark.documents import Documents, filler_texts
 from benchmark.interleave import compare_modes
-from benchmark.points import Point, remarks_of, sections_of
+from benchmark.points import Point, interval_of, remarks_of, sections_of
 from benchmark.questions.records import TurnRecord
 from benchmark.questions.session import measure_turn
 from benchmark.timed import TimesDiffer, check_times
@@ -43,7 +45,7 @@ def tiny(checkpoint: Callable[..., Path]) -> Path:
 def measured(name: str, tiny: Path, out: Path, *argv: str) -> dict[str, Any]:
     sizes = ["--num-questions", "3", "--max-new-tokens", "10", "--runs", "2"]
     assert main([name, "--target", str(tiny), "--out-dir", str(out), *sizes, *argv]) == 0
-    assert sorted(path.suffix for path in out.iterdir()) == [".csv", ".csv", ".html", ".json", ".md", ".png"]
+    assert sorted(path.suffix for path in out.iterdir()) == [".csv", ".csv", ".csv", ".html", ".json", ".md", ".png"]
     assert (out / f"{name}.png").read_bytes().startswith(PNG)
     return json.loads((out / f"{name}.json").read_text())
 
@@ -134,7 +136,7 @@ def test_tables_have_not_seen_the_answer_of_an_earlier_run(tiny: Path, monkeypat
 
 def point(mode: str, speedup: float | None, *, context: str = "200", **given: Any) -> Point:
     figures: dict[str, Any] = dict.fromkeys(("draft_ms", "verify_ms", "naive_ms", "slowest", "first"), speedup)
-    figures |= {"tau": 1.0, "alpha": 0.0, "turns": [], "range": None, "drift": None, "identical": True, **given}
+    figures |= {"tau": 1.0, "alpha": 0.0, "turns": [], "interval": None, "drift": None, "identical": True, **given}
     return Point(values={"context": context}, mode=mode, speedup=speedup, **figures)
 
 
@@ -156,7 +158,7 @@ def test_verdicts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranges", "starred"),
+    ("intervals", "starred"),
     [
         ({"a": [1.4, 1.6], "b": [1.1, 1.3]}, "a"),
         ({"a": [1.25, 1.6], "b": [1.1, 1.3]}, None),
@@ -164,13 +166,27 @@ def test_verdicts() -> None:
         ({"a": None, "b": None}, None),
     ],
 )
-def test_best_is_starred_where_its_range_lies_apart(ranges: dict[str, Any], starred: str | None) -> None:
+def test_best_is_starred_where_its_interval_lies_apart(intervals: dict[str, Any], starred: str | None) -> None:
     speedups = {"a": 1.5, "b": 1.2, "c": 1.1}
-    points = [point(mode, speedups[mode], range=around) for mode, around in ranges.items()]
-    [row] = sections_of(points)[0].rows
-    assert [mode for mode, cell in zip(ranges, row[1:], strict=True) if cell.endswith("*")] == [starred] * bool(starred)
-    shown = [dict(zip(sections_of(points)[1].head, each, strict=True))["range"] for each in sections_of(points)[1].rows]
-    assert shown[0] == ("one run" if ranges["a"] is None else f"{ranges['a'][0]:.2f}x to 1.60x")
+    points = [point(mode, speedups[mode], interval=around) for mode, around in intervals.items()]
+    pivot, exact, _ = sections_of(points)
+    shown = {mode for mode, cell in zip(intervals, pivot.rows[0][1:], strict=True) if cell.endswith("*")}
+    assert shown == ({starred} if starred else set())
+    low = intervals["a"] and intervals["a"][0]
+    assert exact.rows[0][exact.head.index("95 % interval")] == (f"{low:.2f}x to 1.60x" if low else "one run")
+
+
+STUDENT = {2: 4.3027, 4: 2.7764, 6: 2.4469}  # quantiles of t at 97.5 %, from tables, by degrees of freedom
+
+
+@pytest.mark.parametrize("num", [1, 2, 3])
+def test_an_interval_is_of_the_differences_between_repeats(num: int) -> None:
+    turns = [[1.1, 1.2, 1.15], [0.9, 0.95, 1.0], [2.0, 2.1, 2.2]][:num]  # questions differ by more
+    logs = [[math.log(each) for each in turn] for turn in turns]
+    error = STUDENT[2 * num] * math.sqrt(fmean(map(variance, logs)) / (3 * num))
+    mean = fmean(map(fmean, logs))
+    assert interval_of(turns) == pytest.approx([math.exp(mean - error), math.exp(mean + error)], rel=2e-3)
+    assert interval_of([[1.1], [0.9]]) is interval_of([]) is None
 
 
 @pytest.mark.parametrize(
