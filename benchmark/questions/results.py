@@ -116,7 +116,7 @@ def report_of(summary: Mapping[str, Any], plots: Sequence[str]) -> Report:
         headline(modes),
         noise(modes),
         Section("Same text?", text=_exactness(summary)),
-        _categories(modes),
+        categories(modes),
         _rounds(modes),
         _drafts(modes),
         _acceptance(modes, "acceptance_by_position", "all rounds"),
@@ -269,16 +269,15 @@ def _exactness(summary: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _categories(modes: Modes) -> Section:
-    """Return a row per category: the speed of plain decoding, and the speedup of each mode over it."""
+def categories(modes: Modes) -> Section:
+    """Return a column per category: the speed of plain decoding, and the speedup of each mode over it."""
     names = list(dict.fromkeys(name for figures in modes.values() for name in figures["by_category"]))
-    head, rows = ["category"], [[name] for name in names]
+    rows = []
     for mode, figures in modes.items():
         column = "tokens_per_second" if mode == BASE or BASE not in modes else "speedup"
-        head.append(mode if column == "speedup" else f"{mode}, tok/s")
-        for row in rows:
-            row.append(ranged(figures["by_category"].get(row[0], {}), column))
-    return Section("Speed by category", head, rows)
+        cells = (ranged(figures["by_category"].get(name, {}), column) for name in names)
+        rows.append([mode if column == "speedup" else f"{mode}, tok/s", *cells])
+    return Section("Speed by category", ["mode", *names], rows)
 
 
 def _rounds(modes: Modes) -> Section:

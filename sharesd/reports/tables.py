@@ -7,7 +7,7 @@ import io
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ ABSENT = "-"
 FIGURE = re.compile(r"(-?[\d.]+)x?(?: \((-?[\d.]+)x? to (-?[\d.]+)x?\))?")
 """Number, perhaps a ratio (1.23x), with the range of its runs."""
 DIGITS = {"tokens_per_second": 1, "c": 3, "v": 3, "alpha": 3, "draft_share": 3, "overhead_share": 3}
+MAX_COLUMNS = 12
 MAX_DRIFT = 0.15  # share by which the speed of naive may differ between first and last run
 
 
@@ -43,6 +44,13 @@ class Section:
         for row in self.rows:
             table.add_row(*row)
         return table
+
+    def parts(self) -> list[Section]:
+        """Return tables of at most MAX_COLUMNS columns; each has those that hold names."""
+        step = MAX_COLUMNS - self.left
+        places = [slice(first, first + step) for first in range(self.left, max(len(self.head), self.left + 1), step)]
+        tables = [[[*row[: self.left], *row[place]] for row in (self.head, *self.rows)] for place in places]
+        return [replace(self, head=head, rows=rows) for head, *rows in tables]
 
     def csv(self) -> str:
         """Return CSV with plain numbers, and ranges in their own columns."""

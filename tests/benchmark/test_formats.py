@@ -16,7 +16,7 @@ from rich.console import Console
 
 from benchmark.questions import records, summary
 from benchmark.questions.records import Key, TurnRecord
-from benchmark.questions.results import headline, noise, noise_remarks, tables_at_start, twins
+from benchmark.questions.results import categories, headline, noise, noise_remarks, tables_at_start, twins
 from benchmark.report import Report
 from sharesd.drafters.recycle import EMBEDDED_TABLE
 from sharesd.drafters.suffix import EMBEDDED_CORPUS
@@ -267,6 +267,25 @@ def test_table_fits_80_columns() -> None:
     screen = io.StringIO()
     Console(file=screen, width=80).print(headline(modes).table())
     assert "…" not in screen.getvalue() and "123.46 GB" in screen.getvalue()
+
+
+def test_tables_have_at_most_12_columns_and_csv_files_all(tmp_path: Path) -> None:
+    of = summary.summarize({"naive": NAIVE, "share": SHARE}, list(NAIVE))
+    found = categories(of)
+    assert (found.head, found.rows) == (
+        ["mode", "a", "b"],
+        [["naive, tok/s", "10.0", "5.0"], ["share", "2.00x", "4.00x"]],
+    )
+    assert categories({"share": of["share"]}).rows == [["share, tok/s", "20.0", "20.0"]]
+    wide = Section("Wide", ["mode", *map(str, range(13))], [["share", *map(str, range(100, 113))]])
+    report = Report(title="t", sections=[wide])
+    rows = [row[2:-2].split(" | ") for row in report.markdown().splitlines() if row.startswith("| ")]
+    sizes = [len(row) for row in rows]
+    assert sizes == [12, 12, 12, 3, 3, 3] and rows[3::2] == [["mode", "11", "12"], ["share", "111", "112"]]
+    assert rows[2] == wide.rows[0][:12]
+    assert re.findall("<th>|</thead>", report.html(tmp_path)) == [*12 * ["<th>"], "</thead>", *3 * ["<th>"], "</thead>"]
+    assert len(wide.csv().splitlines()[0].split(",")) == 14
+    assert [part.head for part in Section("Empty", ["mode"], [["naive"]]).parts()] == [["mode"]]
 
 
 def test_ranges_of_runs_are_shown_and_single_runs_said() -> None:
