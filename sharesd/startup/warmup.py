@@ -43,6 +43,7 @@ def warm_up(engine: Engine, mode: str, params: SamplingParams, costs: JsonCache 
     if engine.graphs is not None:
         reserve_pinned(engine.max_context, engine.cache.lengths.device)
         _capture(engine, mode, params)
+        _verify_widest_offloaded(engine, mode, params)
     if drafter is not None and drafter.runs_on_host:
         _verify_tree(engine, mode, params)
     if policy.is_adaptive or (drafter is not None and drafter.runs_on_host):
@@ -121,6 +122,15 @@ def _capture_catch_up(model: Drafter) -> None:
             model.catch_up({row: [*cached_ids[row], 0, 0]}, idle=True)
         cache.cached_ids[:] = cached_ids
         cache.lengths.copy_(lengths_B)
+
+
+@torch.inference_mode()
+def _verify_widest_offloaded(engine: Engine, mode: str, params: SamplingParams) -> None:
+    """Verify the longest draft once: no graph does, and kept costs are compared by plain rounds alone."""
+    if engine.offloaded and (num_draft := engine.modes[mode].num_draft):
+        engine.deactivate_rows()
+        draft = torch.zeros(engine.cache.batch, num_draft, dtype=torch.int64)
+        engine.variant(params, mode).round().run(DraftTree(draft))
 
 
 @torch.inference_mode()

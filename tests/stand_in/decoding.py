@@ -52,13 +52,15 @@ def decode(
     else:
         (done,) = engine.generate([PROMPT], params)
         assert len(done.token_ids) == params.max_new_tokens, done
-    rounds, now = max(1, engine.stats.steps), counts()
-    of = {name: (number - seen_in_rounds[name]) / rounds for name, number in in_rounds.items()}
+    now, sums = counts(), {name: number - seen_in_rounds[name] for name, number in in_rounds.items()}
+    # Not those of `engine.stats`, which begin anew when a request joins an idle engine.
+    rounds = sums["rounds"]
+    of = {name: number / rounds for name, number in sums.items()}
     found = {
         "captures": before - before_warm,
         "after": Graphs.num_captures - before,
-        "rounds": engine.stats.steps,
-        "drafted": engine.stats.drafted_tokens,
+        "rounds": rounds,
+        "drafted": sums["drafted"],
         "launched": of["launches"] + of["blas"],
         "graphs": of["graph_launches"],
         "syncs": of["stream_syncs"] + of["device_syncs"] + of["event_syncs"],
