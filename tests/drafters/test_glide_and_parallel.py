@@ -22,8 +22,8 @@ from sharesd.cli.options import Parser, add_mode_option, add_model_options, mode
 from sharesd.config import EngineConfig
 from sharesd.drafters import registry
 from sharesd.drafters.glide.head import Glide
-from sharesd.drafters.heads.checkpoint import load_head, new_head, save_head
-from sharesd.drafters.heads.config import HeadConfig, mode_of
+from sharesd.drafters.heads.checkpoint import load_head
+from sharesd.drafters.heads.config import mode_of
 from sharesd.drafters.heads.head import native_head
 from sharesd.drafters.parallel import drafter
 from sharesd.drafters.parallel.head import Parallel
@@ -35,7 +35,6 @@ from sharesd.startup.conflicts import check_options
 from sharesd.startup.cost_profiler import measure_costs
 from tests.drafters.test_eagle import GREEDY, IDS, PROMPTS, SAMPLED, TREE, built, config_of, features_of, texts
 from tests.helpers.each_mode import SIZES
-from tests.helpers.head_lessons import RAW
 from tests.helpers.in_mode import in_mode
 from tests.helpers.oracle import VOCAB, new_engine, tiny_decoder
 from tests.helpers.shared_runtimes import Shared
@@ -247,48 +246,6 @@ def test_cached_passes_agree_with_training(layers: int, how: str) -> None:
     fewer = head.propose(*by_slot, 4, cache, torch.tensor(anchors) + 1, 2)
     exact = 0 if how == "native" else None
     torch.testing.assert_close(fewer, found[:, :2], rtol=exact, atol=exact)
-
-
-@pytest.mark.parametrize(
-    ("kind", "sizes", "options"),
-    [
-        *(("parallel", {}, given) for given in ({}, {"ids": IDS, "layers": 2}, {"own_embed": True, "draft_length": 2})),
-        *(("glide", {}, options) for options in ({}, {"ids": IDS}, {"own_embed": True, "target_layers": (1, 0)})),
-        ("glide", {"model_type": "qwen3", "head_dim": 8}, {}),
-    ],
-    ids=str,
-)
-def test_what_was_read_is_written_again(kind: str, sizes: Any, options: dict[str, Any], tmp_path: Path) -> None:
-    target = tiny_decoder(3, **sizes)
-    head = load_head(make_head(tmp_path / "a", target.config, kind, **options), target)
-    assert head.config.target_layers == (options.get("target_layers", (1,)) if kind == "glide" else ())
-    save_head(head, tmp_path / "b")
-    before, after = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
-    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
-    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in "ab"]
-    assert configs[0] == configs[1]
-
-
-@pytest.mark.parametrize(
-    ("kind", "layers", "changes", "want"),
-    [
-        ("parallel", 8, {"draft_length": 6, "num_hidden_layers": 2}, {"taps": (2, 4, 5), "draft_length": 6}),
-        ("glide", 2, {}, {"taps": (), "target_layers": (1,)}),
-    ],
-)
-def test_new_heads_have_the_sizes_of_the_target(
-    kind: Any, layers: int, changes: dict[str, int], want: dict[str, Any], tmp_path: Path
-) -> None:
-    target = tiny_decoder(3, num_hidden_layers=layers)
-    config = HeadConfig.new(kind, RAW | {"num_hidden_layers": layers}, draft_vocab_size=len(IDS), **changes)
-    with torch.no_grad():
-        head = new_head(config, target, ids_K=torch.tensor(IDS), own_lm_head=True)
-        for parameter in head.parameters():
-            parameter.normal_()
-    save_head(head, tmp_path)
-    again = load_head(tmp_path, target)
-    assert {name: getattr(again.config, name) for name in want} == want
-    assert all(torch.equal(a, b) for a, b in zip(head.parameters(), again.parameters(), strict=True))
 
 
 CROSS = "layers.0.cross_attn"

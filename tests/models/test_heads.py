@@ -17,7 +17,7 @@ from compile.linear import pack_linears
 from sharesd.drafters.heads.checkpoint import load_head, new_head, save_head
 from sharesd.drafters.heads.config import HeadConfig, Kind
 from sharesd.drafters.heads.head import Head, native_head
-from tests.helpers.oracle import VOCAB, tiny_decoder
+from tests.helpers.oracle import RAW, VOCAB, tiny_decoder
 from tests.helpers.tiny_heads import logits_of, make_head, random_head
 from tests.models.folders import edit_config as edit
 from tests.models.folders import take_field
@@ -223,11 +223,22 @@ def test_rows_have_the_same_bits_however_they_are_read(kind: str, dtype: torch.d
     torch.set_num_threads(1)  # as `one_thread`
 
 
-@pytest.mark.parametrize("options", [{}, {"ids": IDS}, {"own_embed": True, "bias": False}], ids=str)
-@pytest.mark.parametrize("form", ["eagle", "EAGLE-3.1", "two layers"])
-def test_what_was_read_is_written_again(form: str, options: dict, tmp_path: Path) -> None:
-    kind, switches = FORMS[form]
-    head = loaded(tmp_path / "a", kind, **switches, **options)
+@pytest.mark.parametrize(
+    ("kind", "sizes", "options"),
+    [
+        *(("eagle", {}, options) for options in ({"ids": IDS}, {"own_embed": True, "bias": False})),
+        ("eagle3", {}, FORMS["EAGLE-3.1"][1]),
+        ("eagle3", {}, {**FORMS["two layers"][1], "own_embed": True}),
+        *(("parallel", {}, given) for given in ({}, {"ids": IDS, "layers": 2}, {"own_embed": True, "draft_length": 2})),
+        *(("glide", {}, options) for options in ({}, {"ids": IDS}, {"own_embed": True, "target_layers": (1, 0)})),
+        ("glide", {"model_type": "qwen3", "head_dim": 8}, {}),
+    ],
+    ids=str,
+)
+def test_what_was_read_is_written_again(kind: Kind, sizes: dict, options: dict, tmp_path: Path) -> None:
+    target = tiny_decoder(3, **sizes)
+    head = load_head(make_head(tmp_path / "a", target.config, kind, **options), target)
+    assert head.config.target_layers == (options.get("target_layers", (1,)) if kind == "glide" else ())
     save_head(head, tmp_path / "b")
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
@@ -235,7 +246,7 @@ def test_what_was_read_is_written_again(form: str, options: dict, tmp_path: Path
     assert configs[0] == configs[1]
     torch.save(after, tmp_path / "b" / "pytorch_model.bin")
     (tmp_path / "b" / "model.safetensors").unlink()
-    again = load_head(tmp_path / "b", tiny_decoder(3))
+    again = load_head(tmp_path / "b", target)
     assert all(torch.equal(a, b) for a, b in zip(head.parameters(), again.parameters(), strict=True))
 
 
@@ -272,20 +283,29 @@ def test_names_of_other_engines_are_known(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(head.parameters(), again.parameters(), strict=True))
 
 
-def test_new_heads_have_the_sizes_of_the_target(tmp_path: Path) -> None:
-    target = tiny_decoder(3, num_hidden_layers=8)
-    raw = {"model_type": "llama", "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64}
-    raw |= {"num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
-    config = HeadConfig.new("eagle3", raw, draft_vocab_size=len(IDS))
-    assert config.taps == (2, 4, 5)
+@pytest.mark.parametrize(
+    ("kind", "layers", "changes", "want"),
+    [
+        ("eagle3", 8, {}, {"taps": (2, 4, 5), "target_layers": ()}),
+        ("parallel", 8, {"draft_length": 6, "num_hidden_layers": 2}, {"taps": (2, 4, 5), "draft_length": 6}),
+        ("glide", 2, {}, {"taps": (), "target_layers": (1,)}),
+    ],
+)
+def test_new_heads_have_the_sizes_of_the_target(
+    kind: Kind, layers: int, changes: dict[str, int], want: dict, tmp_path: Path
+) -> None:
+    target = tiny_decoder(3, num_hidden_layers=layers)
+    config = HeadConfig.new(kind, RAW | {"num_hidden_layers": layers}, draft_vocab_size=len(IDS), **changes)
     with torch.no_grad():
-        head = new_head(config, target, ids_K=torch.tensor(IDS))
+        head = new_head(config, target, ids_K=torch.tensor(IDS), own_lm_head=True)
         for parameter in head.parameters():
             parameter.normal_()
     save_head(head, tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
-    assert written["architectures"] == ["LlamaForCausalLMEagle3"] and written["draft_vocab_size"] == len(IDS)
+    assert written["architectures"] == [f"LlamaForCausalLM{kind.capitalize()}"]
+    assert written["draft_vocab_size"] == len(IDS)
     again = load_head(tmp_path, target)
+    assert {name: getattr(again.config, name) for name in want} == want
     assert all(torch.equal(a, b) for a, b in zip(head.parameters(), again.parameters(), strict=True))
 
 
