@@ -1,6 +1,7 @@
 """Guard pages catch one element: of every region that a kernel is handed, the first or the last one is taken away.
 
-In a child process each, which has to crash. Kernels run here by the functions that others call.
+In a child process each, which has to crash. Kernels run here by the functions that others call; those that are missing
+here have tests of their values that run between guard pages, whatever the sizes.
 """
 
 from __future__ import annotations
@@ -20,23 +21,16 @@ import torch
 from torch import Tensor
 
 from compile.attention import TreeAttentionMask, attend
-from compile.block_linear import BLOCK_TYPES, BlockLinear, BlockPart, block_sizes
 from compile.decoder_stack import NativeStack
-from compile.hqq_solver import solve_hqq
-from compile.kv_compact import kv_compactor
 from compile.kv_layout import new_kv
-from compile.linear import PackedLinear, QuantizedPackedLinear, pack_linears
-from compile.noise import Hash, hashed_gumbel, hashed_sample
+from compile.linear import pack_linears
 from compile.suffix_search import suffix_finder
-from compile.topk import arg_max, top_k, top_logp, top_p
 from compile.tree_expand import ExpandedDraft, Frontier, Nodes, expand_tree, select_nodes
 from compile.tree_rescore import BestNodes, record_best_nodes, rescore_children
-from compile.tree_verify import accept_path
 from sharesd.drafters.heads.head import Head, native_head
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.decoder import Decoder
 from tests.helpers import guard
-from tests.helpers.block_parts import random_part, reordered
 from tests.helpers.oracle import tiny_decoder
 from tests.helpers.tiny_heads import random_head
 
@@ -121,57 +115,6 @@ def test_attention(hand: Hand, dtype: torch.dtype, in_tree: bool, q8: bool) -> N
     k_cache, v_cache = new_kv(1, 2, 64, 16, dtype, CPU, q8=q8)
     old = (hand("k cache", k_cache), hand("v cache", v_cache), hand("lengths", torch.tensor([64 - T])))
     attend(*new, *old, scale=0.25, tree_mask=tree)
-
-
-@EACH_DTYPE
-@pytest.mark.parametrize("q8", [False, True])
-@every_region_is_guarded
-def test_keeping_rows(hand: Hand, dtype: torch.dtype, q8: bool) -> None:
-    k, v = new_kv(1, 1, 32, 16, dtype, CPU, q8=q8)
-    keep = kv_compactor([hand("k", k)], [hand("v", v)], [16], dtype)
-    for length in (0, 32 - 4):
-        lengths, path = hand("lengths", torch.tensor([length])), hand("path", torch.tensor([[1, 2, 3]]))
-        keep(lengths, path, hand("num", torch.tensor([3])))
-
-
-@EACH_DTYPE
-@every_region_is_guarded
-def test_linears(hand: Hand, dtype: torch.dtype) -> None:
-    K = 34 if dtype == torch.bfloat16 else 33  # of bfloat16 an odd number is padded: x is copied
-    linear = PackedLinear(random(dtype, 40, K), None)
-    linear.weight, linear.bias = hand("weight", linear.weight), hand("bias", random(dtype, 40))
-    linear(hand("x", random(dtype, 7, K)))
-    for bits in (4, 8):
-        codes = torch.full((40, 64), 3, dtype=torch.uint8)
-        low = QuantizedPackedLinear(codes, random(dtype, 40, 2), random(dtype, 40, 2), None, bits)
-        low.weight, low.bias = hand(f"weight {bits}", low.weight), hand(f"bias {bits}", random(dtype, 40))
-        low(hand(f"x {bits}", random(dtype, 7, 64)))
-
-
-@pytest.mark.parametrize("dtype", [long(torch.float32), torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", BLOCK_TYPES)
-@every_region_is_guarded
-def test_linears_of_blocks(hand: Hand, name: str, dtype: torch.dtype) -> None:
-    inputs, _ = block_sizes(name)
-    K = 256 if inputs > 32 else 256 + inputs  # the last unit is not full
-    linear = BlockLinear([BlockPart(name, hand("raw", random_part(name, 40, K).raw))], random(dtype, 40), K)
-    hand_all([("linear", linear)], hand)
-    upper = linear.upper_halves()
-    upper.table = hand("upper table", upper.table)
-    for M in (1, 7, 19):
-        x = hand(f"x {M}", random(dtype, M, K))
-        linear(x)
-        upper(x)
-    linear.dequantize(hand("rows", torch.tensor([0, 39])))
-
-
-@every_region_is_guarded
-def test_linears_of_reordered_blocks(hand: Hand) -> None:
-    linear = BlockLinear([reordered(random_part("INT4_128", 40, 256))], None, 256)
-    linear.weight, linear.table = hand("weight", linear.weight), hand("table", linear.table)
-    for M in (1, 19):
-        linear(hand(f"x {M}", random(torch.float32, M, 256)))
-    linear.dequantize(hand("rows", torch.tensor([0, 39])))
 
 
 @EACH_DTYPE
@@ -279,48 +222,6 @@ def test_tree_expansion(hand: Hand) -> None:
         level += 1
     best = (hand(name, torch.zeros(1, 6)) for name in ("said best", "odds"))
     record_best_nodes(nodes, said, 2, BestNodes(*best, zeros("parents", 6)))
-
-
-@EACH_DTYPE
-@every_region_is_guarded
-def test_solving(hand: Hand, dtype: torch.dtype) -> None:
-    solve_hqq(hand("weights", random(dtype, 3, 64)), 4, 32)
-
-
-@EACH_DTYPE
-@every_region_is_guarded
-def test_the_largest(hand: Hand, dtype: torch.dtype) -> None:
-    x = random(dtype, 3, 1003)
-    for k in (1, 5):
-        best = top_k(hand("x of top_k", x.clone()), k)
-        assert torch.equal(x.gather(1, best), x.topk(k).values)
-    assert torch.equal(arg_max(hand("x of arg_max", x.clone())), x.argmax(-1))
-    top_logp(hand("x of top_logp", x.clone()), 5)
-
-
-@EACH_DTYPE
-@every_region_is_guarded
-def test_noise_and_choosing_with_it(hand: Hand, dtype: torch.dtype) -> None:
-    seeds, places, hashing = torch.arange(3), torch.arange(3), Hash((3, 5), ((1, 2), (3, 4)), 2)
-    hashed_gumbel(hand("seeds", seeds), hand("places", places), 100, hashing)
-    hashed_gumbel(seeds, places, 100, hashing, hand("ids", torch.arange(35)))
-    numbers = (hand(name, torch.ones(3, dtype=torch.float64)) for name in ("heat", "noisy"))
-    rows = hand("seeds of choices", torch.arange(3)), hand("places of choices", torch.arange(3))
-    hashed_sample(hand("x", random(dtype, 3, 1003)), *numbers, *rows, hashing, hand("all ids", torch.arange(1003)))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@every_region_is_guarded
-def test_most_of_the_mass(hand: Hand, dtype: torch.dtype) -> None:
-    top_p(hand("x", random(dtype, 3, 1003)), hand("p", torch.full((3,), 0.9, dtype=torch.float64)))
-
-
-@every_region_is_guarded
-def test_accept_path(hand: Hand) -> None:
-    path = CHAIN.path_BTP[:, :, : T - 1].clone()  # it reads no further, and nothing of the root's own
-    path = hand("path", path) if guard.place() == "behind" else path
-    tree = TreeAttentionMask(hand("depth", CHAIN.depth_BT.clone()), path)
-    accept_path(hand("tokens", torch.tensor([[7, 8]])), tree, hand("target", torch.tensor([[7, 8, 9]])))
 
 
 @every_region_is_guarded
