@@ -6,7 +6,6 @@ Legend: B rows of the batch, T logit rows, N draft tokens, V vocabulary.
 from __future__ import annotations
 
 import math
-import random
 from dataclasses import replace
 from typing import Any
 
@@ -15,13 +14,11 @@ import torch
 from torch import Tensor
 
 from compile.attention import TreeAttentionMask
-from sharesd import sampling
 from sharesd.sampling import RowSampling, SamplingKind, native_gumbel, process, seeds_of_prompts
 from sharesd.sampling.sampler import Sampler
 from sharesd.sampling_params import SamplingParams
-from sharesd.speculation.draft_tree import DraftTree, pack
+from sharesd.speculation.draft_tree import DraftTree
 from tests.helpers.oracle import placed
-from tests.speculation.test_trees import random_tree
 
 V, N = 203, 5
 TRUNCATED: Any = {"temperature": 0.8, "top_k": 30, "top_p": 0.9, "min_p": 0.02, "seed": 11}
@@ -70,75 +67,6 @@ def test_each_row_is_processed_as_if_it_were_alone(dtype: torch.dtype, replayed:
         here = slice(row, row + 1)
         own = process(logits[here], *placed([params], V, [texts[row]]), draft_BN=draft[here])
         assert torch.equal(own[0].to(mixed.dtype), mixed[row]), params
-
-
-@pytest.mark.parametrize("shape", ["chain", "tree"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("replayed", [False, True])
-def test_each_row_decides_as_if_it_were_alone(shape: str, dtype: torch.dtype, replayed: bool) -> None:
-    """First tokens, drafts, verdicts and counts of three rounds, the last of which begins with other requests."""
-    dice, coin = torch.Generator().manual_seed(1), random.Random(2)
-    texts = prompts(dice)
-    kind, rows = placed(REQUESTS, V, texts, first_index=4, replayed=replayed)
-    alone = [placed([params], V, [texts[i]], first_index=4 + i) for i, params in enumerate(REQUESTS)]
-    lengths = torch.tensor([len(text) for text in texts])
-    hits = 0
-    for step in range(3):
-        if step == 2:  # each row is taken over by its neighbour's request
-            for row in range(B):
-                new = replace(REQUESTS[row - 1], seed=row), row, texts[row - 1]
-                rows.assign(row, *new)
-                alone[row][1].assign(0, *new)
-            alone = [(SamplingKind.of(one._params[0]), one) for _, one in alone]
-        sampler = Sampler(kind, rows)
-        own = [Sampler(*one) for one in alone]
-        logits = logits_of(dice, 1, dtype)[:, 0]
-        first = sampler.first(logits, lengths).tokens
-        alone_first = [s.first(logits[b : b + 1], lengths[b : b + 1]).tokens for b, s in enumerate(own)]
-        assert first.equal(torch.cat(alone_first))
-
-        drafted, logits = torch.full((B, N), -1), logits_of(dice, 1, dtype)[:, 0]
-        token = sampler.draft(logits, drafted, lengths + 1, lengths).tokens
-        for b, one in enumerate(own):
-            here = slice(b, b + 1)
-            assert token[b] == one.draft(logits[here], drafted[here], lengths[here] + 1, lengths[here])[0]
-
-        logits = logits_of(dice, N + 1, dtype)
-        if shape == "chain":
-            tree = DraftTree(torch.randint(0, V, (B, N), generator=dice), depth=N)
-        else:
-            tree = pack([random_tree(coin, N, vocab=V) for _ in range(B)], N, "")
-            assert tree.tree_mask is not None
-        for _ in range(N):  # the target's choices become the drafts, so that some are accepted
-            chosen = remarks_of(kind, rows, tree, logits, lengths)
-            tree.tokens[:, :3] = chosen[:, :3]
-        verified = sampler.accept(tree, logits, lengths)
-        sampler.commit(verified.tokens, verified.num_new)
-        for b, one in enumerate(own):
-            here = slice(b, b + 1)
-            tree_mask = tree.tree_mask and TreeAttentionMask(*(part[here] for part in tree.tree_mask))
-            own_tree = tree._replace(tokens=tree.tokens[here], tree_mask=tree_mask)
-            expected = one.accept(own_tree, logits[here], lengths[here])
-            one.commit(expected.tokens, expected.num_new)
-            num = int(expected.num_new)
-            assert int(verified.num_new[b]) == num, REQUESTS[b]
-            for ours, theirs in ((verified.tokens, expected.tokens), (verified.path, expected.path)):
-                assert torch.equal(ours[b, :num], theirs[0, :num]), REQUESTS[b]
-            if one.kind.penalized:
-                assert torch.equal(rows.counts.output_counts[b], one.rows.counts.output_counts[0])
-        hits += int((verified.num_new > 1).sum())
-        lengths = lengths + verified.num_new
-    assert hits > B
-
-
-def remarks_of(kind: SamplingKind, rows: RowSampling, tree: DraftTree, logits: Tensor, lengths: Tensor) -> Tensor:
-    """The target's choices [B, T] for the rows of a draft."""
-    choices: list[Tensor] = []
-    with pytest.MonkeyPatch.context() as patch:
-        right = sampling.choose
-        patch.setattr(sampling, "choose", lambda *given: choices.append(right(*given)) or choices[-1])
-        Sampler(kind, rows).accept(tree, logits, lengths)
-    return choices[-1]
 
 
 def test_noise_of_neighbouring_positions_is_drawn_in_one_call() -> None:
