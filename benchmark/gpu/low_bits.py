@@ -15,7 +15,7 @@ from quant.formats import import_optional
 from quant.formats.hqq.gemlite import GemliteLinear
 from quant.formats.hqq.gemlite_configs import load_configs, save_configs
 from quant.formats.hqq.solver import solve
-from sharesd.weights.packing import choose_cuda_kernel
+from sharesd.weights.cuda_backend import choose_cuda_kernel
 from sharesd_files import cache_root
 
 CASES = ((4, "bfloat16"), (4, "float32"), (8, "float32"), (2, "float32"))  # bits, and dtype of atomic sums

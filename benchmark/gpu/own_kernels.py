@@ -18,11 +18,12 @@ from benchmark.gpu.shapes import copy_bandwidth, linears
 from benchmark.gpu.worker import Job, NotHere
 from compile.block_linear import BLOCK_TYPES, BlockPart, block_sizes
 from compile.cuda.bench import num_weight_copies, seconds_per_call
+from compile.cuda.block_linear import BlockRowLinear
 from compile.cuda.linear import RowLinear
 from compile.op_registry import HAS_TRITON
 from quant.formats.hqq.solver import solve
 from sharesd.drafters.base import num_bytes
-from sharesd.weights.packing import pack_for_cuda
+from sharesd.weights.cuda_backend import pack_for_cuda
 
 MAX_ROWS = 16  # rows of a step at most
 
@@ -98,7 +99,6 @@ def _measure_low(job: Job, kernels: SimpleNamespace, bits: int, name: str, N: in
 def measure_stored(job: Job) -> None:
     """Time products of blocks as files store them, next to bfloat16."""
     _kernels(job)
-    from compile.cuda.block_linear import BlockRowLinear
 
     for N, K in ((256, 256),) if job.tiny else ((4096, 4096), (11008, 4096)):
         for kind in ("BF16", *BLOCK_TYPES):

@@ -50,7 +50,7 @@ from sharesd.startup.conflicts import (
 )
 from sharesd.startup.stored_drafts import chooses_experts, with_stored_drafts
 from sharesd.startup.streams import SharedDrafts, choose_streams
-from sharesd.weights.backend import CudaBackend, backend_for
+from sharesd.weights.backend import backend_for
 from sharesd.weights.draft_heads import find_inner_heads
 from sharesd.weights.offload_planner import Offloading, plan_for
 from sharesd.weights.sizes import kv_slots
@@ -439,7 +439,7 @@ class _Resolver:
 
     def _plan(self, config: EngineConfig, dtype: torch.dtype) -> Offloading | None:
         width = fixed_width(self.device.type, config.max_draft_tokens)
-        has_device_memory = isinstance(backend_for(self.device, dtype, width, config.max_batch), CudaBackend)
+        has_device_memory = backend_for(self.device, dtype, width, config.max_batch).kind == "cuda"
         obstacles = offload_obstacles(config, has_device_memory=has_device_memory, in_memory=self._in_memory)
         return plan_for(
             config,

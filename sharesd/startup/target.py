@@ -15,7 +15,7 @@ import torch
 from compile.adaptive_threads import STEP_THREADS
 from compile.attention import reads_live_slots
 from compile.cpp_extension import kernels_version, prepare
-from compile.op_registry import runs_cpp, runs_triton
+from compile.op_registry import runs_cpp
 from compile.start_times import START
 from multigpu.pipeline_parallel import PipelinePlan
 from multigpu.tensor_parallel import UNSHARDED, Shard
@@ -37,9 +37,9 @@ from sharesd.models.hub import resolve
 from sharesd.models.loader import BlockCallback, MakeLinear, Tensors, decoder_config, load_model, stored_tensors
 from sharesd.models.tokenizer import Tokenizer, load_tokenizer, require_same_vocabulary
 from sharesd.startup.resolve import ResolvedConfig
-from sharesd.weights.backend import CpuBackend, backend_for
+from sharesd.weights.backend import backend_for
 from sharesd.weights.draft_heads import DraftHeads
-from sharesd.weights.packing import CpuPacker, KeptRecords, make_cpu_linear, make_cuda_linear, packer_for_cuda
+from sharesd.weights.packing import CpuPacker, KeptRecords, make_cpu_linear
 from sharesd.weights.quantize import ModelQuantizer
 
 if TYPE_CHECKING:
@@ -410,18 +410,15 @@ class ModelLoader:
         `shares`: they are the target's own, for the shared drafter.
         """
         resolved = self._resolved
-        if isinstance(self._backend, CpuBackend) and resolved.compile == "native":
-            return CpuPacker(None if resolved.offload else self._backend.arena.zeros)
-        if not runs_triton(resolved.device):
+        if self._backend.kind == "cuda":
+            return self._backend.packer(streams=shares and resolved.config.kernels == "streams")
+        if resolved.compile != "native":
             return None
-        return packer_for_cuda(
-            *(resolved.device, resolved.dtype, resolved.step_width, resolved.config.max_batch),
-            streams=shares and resolved.config.kernels == "streams",
-        )
+        return CpuPacker(None if resolved.offload else self._backend.arena.zeros)
 
     def _runs_stored(self, folder: Path) -> bool:
         """Return True if a CPU runs a folder as stored."""
-        return isinstance(self._backend, CpuBackend) and runs_cpp(self._backend.device) and is_stored(folder)
+        return self._backend.kind == "cpu" and runs_cpp(self._backend.device) and is_stored(folder)
 
     def _make_linear(self, kept: KeptRecords | None, *, stays: bool) -> MakeLinear | None:
         """Return the maker of packed linears; None: torch's.
@@ -429,11 +426,8 @@ class ModelLoader:
         `stays`: they are made in their final memory, and not freed one by one.
         """
         resolved = self._resolved
-        if not isinstance(self._backend, CpuBackend):
-            if resolved.config.dequantize is not False:
-                return None
-            rows, batch = resolved.step_width, resolved.config.max_batch
-            return partial(make_cuda_linear, dtype=resolved.dtype, max_rows=rows, batch=batch)
+        if self._backend.kind == "cuda":
+            return self._backend.make_linear if resolved.config.dequantize is False else None
         if not runs_cpp(self._backend.device):
             return None
         zeros = self._backend.arena.zeros if stays else self._backend.zeros

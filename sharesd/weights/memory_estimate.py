@@ -26,7 +26,7 @@ from sharesd.models.decoder import Decoder, recurrent_sizes
 from sharesd.models.hub import resolve
 from sharesd.models.loader import embedding_dtype
 from sharesd.models.prefill import CHUNK, LONG_CHUNK
-from sharesd.weights.backend import CudaBackend, WeightBackend
+from sharesd.weights.backend import WeightBackend
 from sharesd.weights.head_in_pieces import rows_of_piece
 from sharesd.weights.offload_rates import StepTimer, load_acceptance
 from sharesd.weights.sizes import (
@@ -67,7 +67,7 @@ class MemoryEstimate:
         self, decoder: Decoder, config: EngineConfig, modes: Sequence[Mode], folder: Path | None, backend: WeightBackend
     ) -> None:
         self.decoder, self.config, self._folder, self._backend = decoder, config, folder, backend
-        self._on_gpu = isinstance(backend, CudaBackend)
+        self._on_gpu = backend.kind == "cuda"
         self._needs = {*selection.active_drafters(config, *modes)}
         self._heads = registry.names("head")
         self._shares = bool(registry.those(self._needs, Need.QUANTIZED_TARGET))

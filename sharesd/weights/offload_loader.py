@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -20,10 +20,13 @@ from quant.quantize_model import LinearQuantizer, QuantReport
 from quant.switch_linear import SwitchLinear
 from sharesd.models.checkpoint import Progress, silent
 from sharesd.models.decoder import Decoder
-from sharesd.weights.backend import CudaBackend, WeightBackend
+from sharesd.weights.backend import WeightBackend
 from sharesd.weights.head_in_pieces import HeadInPieces, full_head, rows_of_piece
 from sharesd.weights.offload_planner import Offloading
 from sharesd.weights.offloaded_decoder import use_tensor
+
+if TYPE_CHECKING:
+    from sharesd.weights.cuda_backend import CudaBackend
 
 
 class DiskBlockStorage:
@@ -141,7 +144,7 @@ class OffloadLoader:
         self._resident = set(offloading.plan.resident)
         self._storage = (
             PinnedBlockStorage(offloading, backend)
-            if isinstance(backend, CudaBackend)
+            if backend.kind == "cuda"
             else DiskBlockStorage(offloading, backend, progress)
         )
 

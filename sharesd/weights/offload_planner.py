@@ -27,7 +27,7 @@ from sharesd.models.decoder import Decoder
 from sharesd.models.decoder_config import DecoderConfig, UnsupportedArchitecture
 from sharesd.models.hub import resolve_target
 from sharesd.models.loader import native_config
-from sharesd.weights.backend import CudaBackend, WeightBackend, backend_for
+from sharesd.weights.backend import WeightBackend, backend_for
 from sharesd.weights.memory_estimate import TREE_TOPS, MemoryEstimate
 from sharesd_files import cache_root
 
@@ -107,14 +107,14 @@ def _plan_for(
     sizes = model.sizes()
     if not always and _bytes_of_all(model) <= limits.device:
         return None
-    chosen = not always and isinstance(backend, CudaBackend) and config.max_context == "auto"
+    chosen = not always and backend.kind == "cuda" and config.max_context == "auto"
     if chosen and any(all_stays(replace(config, max_context=tokens), modes) for tokens in SHORTER):
         return None  # the context becomes what there is room for
     stays = partial(_check_experts_stay, shape, device, backend, _bytes_of_all(model), limits.device)
     stays(_bytes_of_all(model) <= limits.device)
     place = Path(wanted.folder) if wanted.folder is not None else cache_root() / "offload"
     contents = {quant: model.content(quant) for quant in model.quants}
-    if isinstance(backend, CudaBackend):
+    if backend.kind == "cuda":
         rates = model.rates(math.inf, min(backend.link_rate(), wanted.rate or math.inf))
     else:
         rates = model.rates(_disk_rate(folder, place, list(contents.values()), wanted.rate), math.inf)
@@ -125,16 +125,16 @@ def _plan_for(
     may_choose = free_length and config.tree == "auto" and wanted.choose_trees
     tops = (0, *TREE_TOPS) if may_choose and model.may_draft_trees else (given_top,)
     drafters = {(quant, top): model.drafter(quant, top) for quant in model.quants for top in tops}
-    longest = MAX_STEP - 1 if isinstance(backend, CudaBackend) else DEPTHS[-1]
+    longest = MAX_STEP - 1 if backend.kind == "cuda" else DEPTHS[-1]
     max_draft = longest if free_length else given_depth
     backend.release_freed()  # what was timed
     from offload.planner import make_plan  # late: models that fit need no plan
 
-    remedy = _would_stay(config, modes, all_stays) if isinstance(backend, CudaBackend) and not always else ""
+    remedy = _would_stay(config, modes, all_stays) if backend.kind == "cuda" and not always else ""
     try:
         plan = make_plan(sizes, limits, rates, list(drafters.values()), max_draft)
     except DoesNotFit as error:
-        others = backend.used_by_others() if isinstance(backend, CudaBackend) else ""
+        others = backend.used_by_others() if backend.kind == "cuda" else ""
         raise DoesNotFit(f"{error}{others}{remedy and f'; all would fit with {remedy}'}") from None
     if plan.offloads and remedy:
         log.warning("weights are offloaded to host memory, which is slow; all fit on %s with %s", device, remedy)
@@ -155,7 +155,7 @@ def _check_experts_stay(
 
     `needed`, `limit`: bytes, for the message.
     """
-    if stays or shape.experts is None or not isinstance(backend, CudaBackend):
+    if stays or shape.experts is None or backend.kind == "cpu":
         return
     room = f"the model needs {show_bytes(needed)} of {show_bytes(limit)}{backend.used_by_others()}"
     raise DoesNotFit(
@@ -207,7 +207,7 @@ def _limits(config: EngineConfig, backend: WeightBackend) -> Limits:
     """Return limits as given or from free memory; ValueError above free memory."""
     wanted = config.offload
     host = float(wanted.host_memory if wanted.host_memory is not None else (1 - LEFT_FREE) * free_memory())
-    if not isinstance(backend, CudaBackend):
+    if backend.kind == "cpu":
         if wanted.device_memory is not None:
             log.warning("--gpu-memory-limit: no effect on a CPU; --cpu-memory-limit is for its memory")
         return Limits(device=host)

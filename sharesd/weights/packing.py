@@ -1,11 +1,11 @@
-"""Packing of solved weights for the kernels of a device."""
+"""Packing of weights for the kernels of a CPU, and records of packed weights that later starts map."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
 from itertools import accumulate
@@ -15,14 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from compile.block_linear import WIDENED, Activations, BlockLinear, BlockPart, Records
-from compile.linear import QUANTIZED_INPUT_MULTIPLE, NotFinite, PackedLinear, QuantizedPackedLinear, Zeros
+from compile.linear import QUANTIZED_INPUT_MULTIPLE, PackedLinear, QuantizedPackedLinear, Zeros
 from compile.op_registry import HAS_TRITON, runs_triton
 from compile.widened_linear import WidenedLinear
 from quant.quantized_weight import QuantizedWeight
-from quant.solved_linears import PackFn
 from sharesd.models.checkpoint import Progress
-from sharesd.models.decoder import empty_linear
-from sharesd_files import JsonCache, atomic_path, cache_root, warn_unwritable
+from sharesd_files import atomic_path, cache_root, warn_unwritable
 
 _PAGE = mmap.ALLOCATIONGRANULARITY
 
@@ -113,7 +111,7 @@ def make_cpu_linear(
 ) -> nn.Module:
     """Return a linear for the CPU kernel, of numbers or blocks."""
     assert device.type == "cpu"
-    numbers, blocks = _by_kind(parts)
+    numbers, blocks = by_kind(parts)
     if [part.type for part in blocks] == [WIDENED]:
         return WidenedLinear(blocks[0].raw, zeros)
     if numbers:
@@ -122,33 +120,7 @@ def make_cpu_linear(
     return make(blocks, bias, activations=activations, zeros=zeros)
 
 
-def make_cuda_linear(
-    parts: Sequence[Tensor | BlockPart],
-    bias: Tensor | None,
-    device: torch.device,
-    *,
-    dtype: torch.dtype,
-    max_rows: int,
-    batch: int,
-) -> nn.Module:
-    """Return a linear of blocks for the Triton kernel.
-
-    One of numbers is to be filled.
-
-    Raises NotFinite.
-    """
-    from compile.cuda.block_linear import BlockRowLinear  # on GPUs only
-
-    numbers, blocks = _by_kind(parts)
-    if blocks:
-        return BlockRowLinear(blocks, None if bias is None else bias.to(device), device, max_rows, batch, dtype)
-    if not all(part.isfinite().all() for part in numbers):
-        raise NotFinite("weights have NaN or infinite values")
-    size = numbers[0].shape[1], sum(map(len, numbers))
-    return empty_linear(*size, bias=bias is not None, dtype=dtype, device=device)
-
-
-def _by_kind(parts: Sequence[Tensor | BlockPart]) -> tuple[list[Tensor], list[BlockPart]]:
+def by_kind(parts: Sequence[Tensor | BlockPart]) -> tuple[list[Tensor], list[BlockPart]]:
     """Return parts of numbers, or of blocks; next to blocks numbers are a `BlockPart`, too."""
     numbers = [part for part in parts if isinstance(part, Tensor)]
     blocks = [part for part in parts if isinstance(part, BlockPart)]
@@ -189,78 +161,9 @@ class CpuPacker:
 pack_for_cpu = CpuPacker()
 
 
-def packer_for_cuda(
-    device: torch.device, dtype: torch.dtype, max_rows: int, batch: int = 1, *, streams: bool = False
-) -> PackFn | None:
-    """Return the faster measured packer; None if Triton's lacks the dtype.
-
-    `streams`: weights of 4 bits are packed for drafts of one row, if their shape allows it.
-    """
-    from compile.cuda.linear import DTYPES  # on GPUs only
-
-    if dtype not in DTYPES:
-        return None
-    own = partial(pack_for_cuda, dtype=dtype, max_rows=max_rows, batch=batch)
-    if streams:
-        return partial(pack_for_cuda, dtype=dtype, max_rows=max_rows, batch=batch, streams=True)
-    if _kernel_choice(device).load(str) != "gemlite" or find_spec("gemlite") is None:
-        return own
-    from quant.formats.hqq.gemlite import GEMLITE_BITS, GemliteLinear
-
-    def build(weight: QuantizedWeight, bias: Tensor | None) -> nn.Module:
-        return GemliteLinear(weight, bias, dtype) if weight.bits in GEMLITE_BITS else own(weight, bias)
-
-    return build
-
-
 def has_quantized_kernels(device: torch.device) -> bool:
     """True if this project's or gemlite's quantized linears can run."""
     return runs_triton(device) or (HAS_TRITON and find_spec("gemlite") is not None)
-
-
-def pack_for_cuda(
-    weight: QuantizedWeight,
-    bias: Tensor | None,
-    *,
-    dtype: torch.dtype,
-    max_rows: int,
-    batch: int = 1,
-    streams: bool = False,
-) -> nn.Module:
-    from compile.cuda import stream
-    from compile.cuda.lowbit import QuantizedRowLinear, StreamLinear
-
-    codes_NK, offset_NG, bits = centred(weight)
-    if streams and bits == 4:
-        (N, K), device = codes_NK.shape, codes_NK.device
-        group = K // weight.scale.shape[1]
-        if stream.obstacle(N, K, group, stream.card_for(device)) is None:
-            stream.prepare(device, group)
-            return StreamLinear(codes_NK, weight.scale, offset_NG, bias, max_rows)
-    return QuantizedRowLinear(codes_NK, weight.scale, offset_NG, bias, bits, dtype, max_rows, batch)
-
-
-def choose_cuda_kernel(weight: QuantizedWeight, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """Time both kernels on one row, cache the faster one, return seconds."""
-    from compile.cuda.bench import num_weight_copies, seconds_per_call
-    from quant.formats.hqq.gemlite import GemliteLinear
-
-    builders: dict[str, Callable[..., nn.Module]] = {
-        "own": partial(pack_for_cuda, max_rows=1),
-        "gemlite": GemliteLinear,
-    }
-    x_MK = torch.randn(1, weight.q.shape[1], dtype=dtype, device=device)
-    seconds, copies = {}, num_weight_copies(weight.q.numel() * weight.bits // 8, device)
-    for name, build in builders.items():
-        linears = [build(weight, None, dtype=dtype) for _ in range(copies)]
-        seconds[name] = seconds_per_call([partial(linear, x_MK) for linear in linears])
-    _kernel_choice(device).save(min(seconds, key=seconds.__getitem__))
-    return seconds
-
-
-def _kernel_choice(device: torch.device) -> JsonCache:
-    """Return the choice, cached in `tiles`: bits of sums depend on it."""
-    return JsonCache("tiles", "low-bits", torch.cuda.get_device_name(device))
 
 
 def centred(weight: QuantizedWeight) -> tuple[Tensor, Tensor, int]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sharesd.weights.backend import CudaBackend
+from sharesd.weights.cuda_backend import CudaBackend
 from tests.helpers.timed_device import TimedDevice, TimedEvent, TimedStream
 
 

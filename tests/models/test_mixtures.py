@@ -41,7 +41,7 @@ from sharesd.startup.auto_mode import choose_drafters
 from sharesd.startup.resolve import ResolvedConfig, folder_and_config, resolve_config, resolved_conflicts
 from sharesd.startup.stored_drafts import with_stored_drafts
 from sharesd.weights import memory_estimate, offload_planner
-from sharesd.weights.backend import CudaBackend
+from sharesd.weights.cuda_backend import CudaBackend
 from tests.helpers.compiled import compiled
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.oracle import tiny_mixture

@@ -28,6 +28,7 @@ from sharesd.models.loader import decoder_config
 from sharesd.runtime import Runtime
 from sharesd.startup import resolve, target
 from sharesd.weights import memory_estimate, offload_planner
+from sharesd.weights.cuda_backend import CudaBackend
 from sharesd.weights.offload_planner import plan_for
 from tests.helpers.after_warmup import no_recompiles
 from tests.helpers.in_mode import in_mode
@@ -56,8 +57,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch, own_cache: None) -> LateDevice:
     for name in ("RUNTIME_BYTES", "DEVICE_BYTES", "SOLVING_BYTES"):
         monkeypatch.setattr(memory_estimate, name, 0)
     monkeypatch.setattr(memory_estimate, "own_memory", lambda: 0)
-    monkeypatch.setattr(memory_estimate.CudaBackend, "link_rate", lambda home: 1e6)
-    monkeypatch.setattr(memory_estimate.CudaBackend, "time_calls", lambda home, calls: 1e-6)
+    monkeypatch.setattr(CudaBackend, "link_rate", lambda home: 1e6)
+    monkeypatch.setattr(CudaBackend, "time_calls", lambda home, calls: 1e-6)
     return device
 
 
@@ -173,13 +174,13 @@ def test_compiled_blocks_read_the_slots_that_hold_their_weights(
 def test_memory_that_cannot_be_pinned_ends_the_start_and_nothing_stays_pinned(
     tiny: Path, gpu: LateDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limit, new = limit_for(tiny, 2, "naive"), memory_estimate.CudaBackend.pinned
+    limit, new = limit_for(tiny, 2, "naive"), CudaBackend.pinned
 
     def refuses_the_third(home: Any, num_bytes: int) -> PinnedMemory:
         gpu._refuses = 2 if len(gpu.pinned) == 2 else 0
         return new(home, num_bytes)
 
-    monkeypatch.setattr(memory_estimate.CudaBackend, "pinned", refuses_the_third)
+    monkeypatch.setattr(CudaBackend, "pinned", refuses_the_third)
     with pytest.raises(ValueError, match=r"cannot be pinned \(CUDA error 2\); raise the limit"):
         Runtime(config_of(tiny, limit, mode="naive"))
     assert not gpu.pinned

@@ -15,10 +15,9 @@ from compile.cuda import gemm_config
 from compile.cuda.gemm_config import Device, Tile, by_rule
 from compile.cuda.linear import RowLinear, replace_with_row_linears
 from compile.cuda.lowbit import QuantizedRowLinear, pack4, unpack4
-from quant.formats.hqq import gemlite
 from quant.formats.hqq.solver import solve
-from sharesd.weights import packing
-from sharesd.weights.packing import pack_for_cuda
+from sharesd.weights import cuda_backend
+from sharesd.weights.cuda_backend import pack_for_cuda
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 from compile.cuda.gemm import row_gemm
@@ -56,25 +55,25 @@ def test_the_faster_low_bit_kernel_is_chosen(tmp_path: Path, monkeypatch: pytest
     device, seconds = torch.device("cpu"), iter([2.0, 1.0, 1.0, 2.0])
     monkeypatch.setenv("SHARESD_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB")
-    monkeypatch.setattr(timing, "seconds_per_call", lambda calls: next(seconds))
-    monkeypatch.setattr(gemlite, "GemliteLinear", lambda weight, bias, dtype: nn.Identity())
+    monkeypatch.setattr(cuda_backend, "seconds_per_call", lambda calls: next(seconds))
+    monkeypatch.setattr(cuda_backend, "GemliteLinear", lambda weight, bias, dtype: nn.Identity())
     solved = solve(torch.randn(48, 256), 8, 64)
     of_three_bits = solve(torch.randn(48, 256), 3, 64)
 
     def kernels(installed: bool = True) -> list[type[nn.Module]]:
-        monkeypatch.setattr(packing, "find_spec", lambda name: name if installed else None)
-        build = packing.packer_for_cuda(device, torch.bfloat16, 64)
+        monkeypatch.setattr(cuda_backend, "find_spec", lambda name: name if installed else None)
+        build = cuda_backend.packer_for_cuda(device, torch.bfloat16, 64)
         assert build is not None
         return [type(build(weight, None)) for weight in (solved, of_three_bits)]
 
     own = [QuantizedRowLinear, QuantizedRowLinear]
     assert kernels() == own
-    assert packing.choose_cuda_kernel(solved, device, torch.bfloat16) == {"own": 2.0, "gemlite": 1.0}
+    assert cuda_backend.choose_cuda_kernel(solved, device, torch.bfloat16) == {"own": 2.0, "gemlite": 1.0}
     assert kernels() == [nn.Identity, QuantizedRowLinear], "it has no kernel for 3 bits"
     assert kernels(installed=False) == own, "it was uninstalled since"
-    packing.choose_cuda_kernel(solved, device, torch.bfloat16)
+    cuda_backend.choose_cuda_kernel(solved, device, torch.bfloat16)
     assert kernels() == own
-    assert packing.packer_for_cuda(device, torch.float64, 64) is None
+    assert cuda_backend.packer_for_cuda(device, torch.float64, 64) is None
 
 
 def test_groups_that_the_kernel_lacks_are_refused() -> None:

@@ -21,7 +21,7 @@ from compile.cuda.lowbit import QuantizedRowLinear, StreamLinear
 from compile.cuda.stream import CHUNK_INPUTS, GROUPS, Card, Op, Plan, chunk_bytes, obstacle, plan, shared_bytes
 from compile.fused_linear import compose
 from quant.formats.hqq.solver import solve
-from sharesd.weights.packing import pack_for_cuda
+from sharesd.weights.cuda_backend import pack_for_cuda
 from tests.compile.cuda.emulator import emulator
 
 KB = 1024
