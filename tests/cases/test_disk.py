@@ -214,7 +214,7 @@ def test_a_download(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", lambda *_: ["config.json", "model.safetensors"])
-    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    monkeypatch.setattr("sharesd.models.hub_download.snapshot_download", snapshot_download)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     message = f"owner/model cannot be kept in {tmp_path / 'hub'} .{os.strerror(number)}.; free some .*set HF_HOME"
     with pytest.raises(ValueError, match=message):

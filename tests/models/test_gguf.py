@@ -23,8 +23,7 @@ from sharesd.models.architectures import config_from_hf
 from sharesd.models.decoder_config import DecoderConfig
 from sharesd.models.gguf.config import config_of
 from sharesd.models.gguf.convert import converted_folder
-from sharesd.models.gguf.parts import read_model
-from sharesd.models.gguf.reader import GGUFFile, StoredTensor, UnknownKey, read_gguf
+from sharesd.models.gguf.reader import GGUFFile, StoredTensor, UnknownKey, read_gguf, read_model
 from sharesd.models.gguf.tokenizer import check_tokenizer
 from sharesd.models.gguf.weights import names_of, write_weights
 from sharesd.models.loader import load_decoder, load_model

@@ -120,7 +120,7 @@ def test_an_unreachable_hub_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) 
     def offline(repo: str, **kwargs: object) -> str:
         raise LocalEntryNotFoundError("Cannot reach it.\nA long explanation.")
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    monkeypatch.setattr("sharesd.models.hub_download.snapshot_download", offline)
     monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda self, repo: offline(repo))
     with pytest.raises(ValueError) as caught:
         hub.resolve("owner/model")

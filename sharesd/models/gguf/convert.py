@@ -61,7 +61,7 @@ def _names(parts: list[Path]) -> list[str]:
 
 
 def _convert(parts: list[Path], ignored: list[str], folder: Path, progress: Progress, dequantize: bool) -> None:
-    from sharesd.models.gguf.parts import read_model
+    from sharesd.models.gguf.reader import read_model  # its packages take time, and converted files do without
 
     name = parts[0].name
     progress(f"reading {name}", 0, 1)

@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:  # its packages take time, and converted files do without
-    from sharesd.models.gguf.reader import GGUFFile
 
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})", re.DOTALL)
-
-
 _MAGIC = b"GGUF"
 
 
@@ -64,7 +57,7 @@ def parts_of(file: Path) -> list[Path]:
 
 
 def _num_parts(file: Path) -> int:
-    from sharesd.models.gguf.reader import read_gguf
+    from sharesd.models.gguf.reader import read_gguf  # its packages take time, and converted files do without
 
     return read_gguf(file).metadata.get("split.count", 1)
 
@@ -79,31 +72,3 @@ def models_in(folder: Path) -> list[Path]:
     if not named:
         return [file for file in files if _begins_as_gguf(file)]
     return list({model_stem(file): file for file in reversed(named)}.values())[::-1]
-
-
-def read_model(parts: list[Path], ignored: Collection[str] = ()) -> GGUFFile:
-    """Return the header of a model, without `ignored` keys and tensors.
-
-    Raises:
-        ValueError: a part is damaged, or of another model.
-    """
-    from sharesd.models.gguf.reader import GGUFFile, read_gguf
-
-    files = [read_gguf(part) for part in parts]
-    first, tensors = files[0], {}
-    for number, (part, file) in enumerate(zip(parts, files, strict=True)):
-        count, found = file.metadata.get("split.count", 1), file.metadata.get("split.no", 0)
-        if (count or 1) != len(parts) or found != number:
-            raise ValueError(
-                f"{part} says that it is part {found + 1} of {count}, and not {number + 1} of {len(parts)}; "
-                "give the parts the names that they were published under"
-            )
-        for name, tensor in file.tensors.items():
-            if name in tensors:
-                raise ValueError(f"{part} repeats tensor {name!r} of another part; download all parts again")
-            tensors[name] = tensor
-    num_tensors = first.metadata.get("split.tensors.count", len(tensors))
-    if len(parts) > 1 and num_tensors != len(tensors):
-        raise ValueError(f"{parts[0]} and its other parts have {len(tensors)} of {num_tensors} tensors; download again")
-    metadata = {key: value for key, value in first.metadata.items() if key not in ignored}
-    return GGUFFile(metadata, {name: tensor for name, tensor in tensors.items() if name not in ignored})

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -280,3 +280,29 @@ class _Reader:
         if begin + offset + size > len(self.data):
             raise ValueError(f"it ends before the end of tensor {name}")
         return StoredTensor(name, shape, stored, np.frombuffer(self.data, np.uint8, size, begin + offset))
+
+
+def read_model(parts: list[Path], ignored: Collection[str] = ()) -> GGUFFile:
+    """Return the header of a model, without `ignored` keys and tensors.
+
+    Raises:
+        ValueError: a part is damaged, or of another model.
+    """
+    files = [read_gguf(part) for part in parts]
+    first, tensors = files[0], {}
+    for number, (part, file) in enumerate(zip(parts, files, strict=True)):
+        count, found = file.metadata.get("split.count", 1), file.metadata.get("split.no", 0)
+        if (count or 1) != len(parts) or found != number:
+            raise ValueError(
+                f"{part} says that it is part {found + 1} of {count}, and not {number + 1} of {len(parts)}; "
+                "give the parts the names that they were published under"
+            )
+        for name, tensor in file.tensors.items():
+            if name in tensors:
+                raise ValueError(f"{part} repeats tensor {name!r} of another part; download all parts again")
+            tensors[name] = tensor
+    num_tensors = first.metadata.get("split.tensors.count", len(tensors))
+    if len(parts) > 1 and num_tensors != len(tensors):
+        raise ValueError(f"{parts[0]} and its other parts have {len(tensors)} of {num_tensors} tensors; download again")
+    metadata = {key: value for key, value in first.metadata.items() if key not in ignored}
+    return GGUFFile(metadata, {name: tensor for name, tensor in tensors.items() if name not in ignored})

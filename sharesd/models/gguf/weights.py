@@ -23,8 +23,7 @@ from sharesd.models.architectures import architecture_of, config_from_hf
 from sharesd.models.checkpoint import STORED, Progress, damage_named, read_json, write_tensors
 from sharesd.models.decoder_config import DecoderConfig
 from sharesd.models.gguf.config import ROPE_TENSORS, config_of, layout_of
-from sharesd.models.gguf.parts import read_model
-from sharesd.models.gguf.reader import GGUFFile, StoredTensor, unknown_tensor
+from sharesd.models.gguf.reader import GGUFFile, StoredTensor, read_model, unknown_tensor
 from sharesd.models.mtp import BLOCK, MTPNames, gguf_names, mtp_config, mtp_shapes
 from sharesd.models.mtp import layout_of as layout_of_mtp
 from sharesd.models.weight_mapping import LAYERS, StoredTypes, tensor_shapes

@@ -58,7 +58,7 @@ def folder_to_quantize(base: Path, kind: str) -> Path:
 
 def _check_plain(folder: Path) -> None:
     """Raise ValueError if a .gguf file has quantized tensors."""
-    from sharesd.models.gguf.parts import read_model
+    from sharesd.models.gguf.reader import read_model
 
     source = read_json(folder / STORED)
     for name, tensor in read_model([Path(file) for file in source["files"]], source["ignored"]).tensors.items():
