@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from pydoc_data.topics import topics
 from random import Random
 
 from sharesd.data.json_lines import read_text
@@ -44,8 +45,6 @@ class Documents:
 def filler_texts(path: str | Path | None) -> list[str]:
     """Return paragraphs of a file, by default Python's manual; ValueError without text."""
     if path is None:
-        from pydoc_data.topics import topics
-
         return [paragraph for topic in topics.values() for paragraph in topic.split(BLANK_LINE)]
     texts = [part.strip() for part in read_text(Path(path)).split(BLANK_LINE) if part.strip()]
     if not texts:

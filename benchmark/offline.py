@@ -15,12 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmark.arguments import rotated
+from benchmark.questions import summary
 from benchmark.questions.records import Key, TurnRecord
 from benchmark.questions.run_config import add_question_options, chosen_questions
 from sharesd.cli import options
 from sharesd.cli.console import console, err_console
+from sharesd.cli.startup import load_llm, warm_up
 from sharesd.config import Mode
 from sharesd.data.json_lines import read_text
+from sharesd.models.hub import resolve_target
 from sharesd.reports.environment import conditions, load_meter, load_warning, resolved_settings
 from sharesd.reports.questions import Question, QuestionSet, load, prompt_ids
 from sharesd.reports.tables import Section, number, ranged, times, write_json
@@ -70,8 +73,6 @@ def run(args: argparse.Namespace) -> int:
     output, demo = _output_file(args.save_output), _demo(args)
     template = _template(args.template, demo)
     asked, about_them = chosen_questions(args, _demo_questions(demo) if demo else load("mtbench", args.questions))
-    from sharesd.cli.startup import load_llm, warm_up
-    from sharesd.models.hub import resolve_target  # torch takes seconds, mistakes should not
     from sharesd.models.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(resolve_target(config))
@@ -112,7 +113,6 @@ def answer_all(
 
     Each question is answered by all decodings, of which another one begins each time.
     """
-    from benchmark.questions import summary
     from benchmark.questions.session import measure_turn
 
     records: dict[str, dict[Key, TurnRecord]] = {name: {} for name in modes}

@@ -9,8 +9,10 @@ from pathlib import Path
 from statistics import fmean, geometric_mean, median
 from typing import TYPE_CHECKING, Any
 
+from benchmark.questions.results import tables_at_start
 from benchmark.report import Report
 from sharesd.drafters import registry
+from sharesd.engine.stats import Stats
 from sharesd.reports.pictures import can_draw
 from sharesd.reports.tables import Section, bullets, has_drifted, number, times
 
@@ -44,8 +46,6 @@ class Point:
 
 
 def point_of(values: dict[str, str], mode: str, turns: Sequence[Turn]) -> Point:
-    from sharesd.engine.stats import Stats
-
     comparisons, total = [comparison for _, comparison in turns], Stats()
     for each in comparisons:
         total.merge(each.stats)
@@ -159,8 +159,6 @@ def best_of(points: Sequence[Point]) -> Point | None:
 
 def finish(out_dir: Path, name: str, about: dict[str, Any], axes: Sequence[Axis], points: Sequence[Point]) -> None:
     """Write the report and print its tables."""
-    from benchmark.questions.results import tables_at_start
-
     settings, sections = about["settings"], sections_of(points)
     plots: list[str] = []
     if can_draw(f"{name}.png"):

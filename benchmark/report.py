@@ -10,6 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sharesd.cli.console import console
+from sharesd.reports.environment import load_warning
 from sharesd.reports.tables import Section, flat
 from sharesd_files import atomic_write
 
@@ -31,8 +33,6 @@ class Report:
 
     @property
     def warning(self) -> str:
-        from sharesd.reports.environment import load_warning
-
         return load_warning(self.environment)
 
     def markdown(self) -> str:
@@ -49,8 +49,6 @@ class Report:
         self, folder: Path | None, stem: str, *, shown: int = 1, remarks: Sequence[str] = (), **more: Any
     ) -> None:
         """Print first tables and remarks; write `stem`.md, .html and .csv into `folder`."""
-        from sharesd.cli.console import console
-
         if self.warning:
             console.print(f"[bold]{self.warning}[/]", highlight=False, soft_wrap=True)
         for section in self.sections[:shown]:

@@ -20,10 +20,11 @@ from sharesd.cli.parse_types import parts_of
 from sharesd.config import MIN_CONTEXT, EngineConfig, Mode
 from sharesd.drafters import registry
 from sharesd.field_types import DefaultLimit
+from sharesd.models.hub import resolve_target
 from sharesd.reports import environment
 from sharesd.reports import questions as question_files
 from sharesd.reports.environment import conditions, load_meter
-from sharesd.reports.questions import Question
+from sharesd.reports.questions import Question, prompt_ids
 from sharesd.reports.tables import write_json
 from sharesd.sampling_params import SamplingParams
 
@@ -202,9 +203,7 @@ def _prompts(
 ) -> dict[int | None, list[list[int]]]:
     """Return context -> prompts; None has all questions, without documents, for warmup."""
     from benchmark.documents import Documents, filler_texts
-    from sharesd.models.hub import resolve_target
     from sharesd.models.tokenizer import load_tokenizer
-    from sharesd.reports.questions import prompt_ids
 
     tokenizer = load_tokenizer(resolve_target(config))
     found: dict[int | None, list[list[int]]] = {None: [prompt_ids(tokenizer, each, []) for each in questions]}

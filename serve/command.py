@@ -28,7 +28,9 @@ from sharesd.cli.options import (
     request_settings,
 )
 from sharesd.cli.parse_types import SIZES, size
+from sharesd.cli.startup import load_llm, warm_up
 from sharesd.config import EngineConfig, Mode
+from sharesd.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from serve.engine_thread import ServedModel
@@ -56,9 +58,6 @@ def load_model(config: EngineConfig, mode: Mode, memory_limit: int | None) -> Se
     With `memory_limit` (bytes of the KV cache), a context of `auto` is the default length, not the model's own. Raises
     ValueError for a larger cache.
     """
-    from sharesd.cli.startup import load_llm, warm_up
-    from sharesd.sampling_params import SamplingParams
-
     if memory_limit is not None:
         config = replace(config, max_context=config.planned_context)
     llm = load_llm(config, (mode,))

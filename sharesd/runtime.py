@@ -37,6 +37,7 @@ from sharesd.startup.resolve import ResolvedConfig, resolve_config
 from sharesd.startup.target import BlockSource, ModelLoader, find_draft_model, prepare_cpu
 from sharesd.startup.warmup import warm_up, warm_up_all_variants
 from sharesd.weights.draft_heads import DraftHeads
+from sharesd.weights.offload_rates import acceptance_recorder
 from sharesd_files import cache_root
 
 if TYPE_CHECKING:
@@ -251,7 +252,6 @@ class Runtime:
         is_kept = resolved.offload is not None and not resolved.in_memory and bool(self.model.loader.reports)
         if not is_kept or mode not in registry.names("self", "model", "mix"):
             return None
-        from sharesd.weights.offload_rates import acceptance_recorder
 
         return acceptance_recorder(
             resolved.folder, mode, resolved.config.quant, (resolved.config.explicit_tree or (0,))[0]

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from sharesd.cli.parser import program, run_command
 from sharesd.cli.process import guarded
 
 if TYPE_CHECKING:
@@ -24,15 +25,11 @@ COMMANDS = (
 
 def make_parser(prog: str = PROG) -> Parser:
     """Return the parser; `prog` is the name of the program."""
-    from sharesd.cli.parser import program
-
     return program(prog, "Prepare drafters for a model, and their data.", "COMMAND", COMMANDS)
 
 
 def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
     """Run one command; returns the exit status."""
-    from sharesd.cli.parser import run_command
-
     return run_command(make_parser(prog), argv)
 
 

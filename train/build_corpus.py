@@ -13,6 +13,8 @@ from sharesd.cli import options
 from sharesd.cli.console import console, loading_bars
 from sharesd.data.json_lines import read_text, records
 from sharesd.data.prompt_files import read_prompts
+from sharesd.models.hub import resolve_target
+from sharesd.models.tokenizer import load_tokenizer
 from sharesd.sampling_params import SamplingParams
 from train.data.target_answers import BATCH, add_prompt_options, answered, check
 
@@ -51,8 +53,6 @@ def run(args: argparse.Namespace) -> int:
     given = [text for name in args.texts for text in _texts(Path(name))]
     with loading_bars() as progress:
         from sharesd.drafters.suffix.datastore import build_datastore
-        from sharesd.models.hub import resolve_target  # late: importing torch takes seconds
-        from sharesd.models.tokenizer import load_tokenizer
 
         tokenizer = load_tokenizer(resolve_target(config, progress=progress))
         texts = [tokenizer.encode(text, add_special_tokens=False) for text in given]

@@ -15,7 +15,7 @@ from benchmark.gpu.agenda import STEPS, AgendaStep
 from benchmark.report import Report
 from sharesd.cli.console import console, err_console
 from sharesd.cli.parse_types import parts_of
-from sharesd.reports.environment import command, out_folder
+from sharesd.reports.environment import command, environment, out_folder
 from sharesd.reports.tables import Section, read_json, write_json
 from sharesd_files import atomic_write
 
@@ -51,7 +51,6 @@ def run(args: argparse.Namespace) -> int:
             console.print(f"| {step.name} | {step.limit_s:g} s | {step.about} |", markup=False, soft_wrap=True)
         return 0
     from sharesd.devices.selection import device_of
-    from sharesd.reports.environment import environment
 
     device_of(args.device)  # ValueError without a GPU; only the steps' processes use it
     folder = out_folder(args.out_dir, "gpu")

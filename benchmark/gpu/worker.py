@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmark.gpu import agenda
+from sharesd.models.hub import resolve
 from sharesd.reports.environment import seconds_since_start
 from sharesd.reports.tables import write_json
 
@@ -77,8 +78,6 @@ class Job:
 
     def source(self) -> Path:
         """Return the checkpoint; NotHere if the embedded model is not installed."""
-        from sharesd.models.hub import resolve
-
         try:
             return resolve(self.target)
         except ValueError as error:

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, replace
 from typing import Any
 
+import psutil
+
 from benchmark import arguments
 from benchmark.peers.measure import PeerResult, figures, measure
 from benchmark.peers.peer import PEERS, PeerSettings, peer_class
@@ -16,9 +18,11 @@ from benchmark.report import Report
 from multigpu.data_parallel import num_cores
 from sharesd.cli import options
 from sharesd.cli.console import err_console, loading_bars
+from sharesd.models.hub import gguf_of, resolve_target
 from sharesd.reports import environment
 from sharesd.reports import questions as question_files
 from sharesd.reports.environment import conditions, version_of
+from sharesd.reports.questions import prompt_ids, require_room
 from sharesd.reports.tables import Section, bullets, number, percent, times, write_json
 
 HEAD = ("runtime", "decoding", "tok/s", "range", "x naive", "own text", "first", "read")
@@ -65,12 +69,8 @@ def run(args: argparse.Namespace) -> int:
     asked = question_files.first_turns(args.questions, args.num_questions)
     out_dir = environment.out_folder(args.out_dir, "peers")
 
-    import psutil
-
     from sharesd.devices.selection import device_of
-    from sharesd.models.hub import gguf_of, resolve_target
     from sharesd.models.tokenizer import load_tokenizer
-    from sharesd.reports.questions import prompt_ids, require_room
 
     config = replace(config, device=str(device_of(config.device)), max_context=config.planned_context)  # for all
     with loading_bars() as progress:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmark.peers.peer import Deliver, Peer, PeerSettings
+from sharesd_files import cache_root, file_identity, scratch_folder
 
 LOOKUP_TOKENS, LOOKUP_NGRAM = 5, 3  # from the library's sample for prompt lookup
 PRECISIONS = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
@@ -59,8 +60,6 @@ class OpenVino(Peer):
 
 def _converted(library: Any, source: Path) -> Path:
     """Return a GGUF file's folder in OpenVINO's format, converted once per version."""
-    from sharesd_files import cache_root, file_identity, scratch_folder
-
     folder = cache_root() / "openvino"
     key = hashlib.sha256(repr((file_identity(source), library.get_version())).encode()).hexdigest()[:16]
     converted = folder / f"{source.stem}-{key}-{library.get_version()}"

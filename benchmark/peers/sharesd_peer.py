@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from benchmark.peers.peer import Deliver, Peer, PeerSettings
+from sharesd.sampling_params import SamplingParams
 
 
 class ShareSD(Peer):
@@ -30,8 +31,6 @@ class ShareSD(Peer):
         self._llm.runtime.warm_up(variant)
 
     def answer(self, variant: str, prompt: list[int], deliver: Deliver) -> None:
-        from sharesd.sampling_params import SamplingParams
-
         params = SamplingParams(max_new_tokens=self.settings.num_tokens, ignore_eos=True)
         for chunk in self._llm.stream(prompt, params, mode=variant):
             deliver(chunk.token_ids)

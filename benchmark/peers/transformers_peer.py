@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from benchmark.peers.peer import Deliver, Peer, PeerSettings
+from sharesd_files import cache_root
 
 LOOKUP_TOKENS = 10  # from the library's documentation
 
@@ -56,7 +57,6 @@ class Transformers(Peer):
         """Return a copy of the model with mode share's quantized linears."""
         from quant.quantize_model import quantized_copy
         from quant.solved_linears import SolverConfig
-        from sharesd_files import cache_root
 
         head = self._model.get_output_embeddings()
         copy, _ = quantized_copy(

@@ -12,6 +12,7 @@ from typing import Any
 from benchmark import arguments
 from benchmark.questions import records
 from benchmark.questions.records import Key, TurnRecord
+from benchmark.questions.results import write_results
 from benchmark.questions.run_config import add_question_options, previous_state, run_config
 from sharesd.cli import options
 from sharesd.cli.console import err_console
@@ -49,7 +50,6 @@ def run(args: argparse.Namespace) -> int:
         mode: records.read(config.out_dir, mode) if config.resume else {} for mode in config.modes
     }
     with _stoppable():
-        from benchmark.questions.results import write_results  # torch takes seconds, mistakes should not
         from benchmark.questions.session import measure_here, measure_on_replicas
 
         interrupted = False

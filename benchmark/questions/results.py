@@ -13,6 +13,7 @@ from benchmark.report import Report
 from sharesd.cli.console import err_console
 from sharesd.config import EngineConfig
 from sharesd.drafters import selection
+from sharesd.models.hub import resolve_target
 from sharesd.reports.environment import FORMAT
 from sharesd.reports.pictures import can_draw
 from sharesd.reports.tables import (
@@ -57,7 +58,6 @@ Modes = Mapping[str, Any]
 def write_results(run: RunConfig, state: Mapping[str, Any], done: Mapping[str, Mapping[Key, TurnRecord]]) -> None:
     """Write all files from the finished turns, and print the table."""
     from benchmark.questions.page import answers_of, rounds_by_turn
-    from sharesd.models.hub import resolve_target
     from sharesd.models.tokenizer import load_tokenizer
 
     summary = summary_of(run, state, done)

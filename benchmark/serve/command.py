@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmark.arguments import rotated
 from benchmark.report import Report
+from benchmark.serve import workload
 from benchmark.serve.flags import BASE_URL, QUESTIONS, RANDOM, add_flags
 from sharesd.cli import options
 from sharesd.cli.console import console, err_console, loading_bars
@@ -69,7 +70,6 @@ def run(args: argparse.Namespace) -> int:
 
 def settings_of(args: argparse.Namespace) -> LoadSettings:
     """Return the settings of a command line; ValueError for bad options."""
-    from benchmark.serve import workload
     from benchmark.serve.load import LoadSettings
 
     if args.sweep and args.request_rate:

@@ -11,6 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
+from sharesd.models.decoder import Decoder
+from sharesd.models.prefill import prefill, slots_for
+from sharesd.startup.cost_profiler import is_native
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -48,12 +54,6 @@ def measure_agreement(
 
     `runtime`: with mode share, on the native decoder. Answers are greedy, or sampled at temperature 1 with `seed`.
     """
-    import torch
-
-    from sharesd.models.decoder import Decoder
-    from sharesd.models.prefill import prefill, slots_for
-    from sharesd.startup.cost_profiler import is_native
-
     assert isinstance(runtime.target, Decoder)
     equal, overlap, same_noise, count = 0, 0.0, 0.0, 0
     generator = None if seed is None else torch.Generator().manual_seed(seed)
@@ -94,14 +94,10 @@ def equal_with_same_noise(p_BV: Tensor, q_BV: Tensor) -> Tensor:
     larger ratio is that of p up to i and that of q after it. Tokens that are rare on both sides count as one: together
     they seldom have more than 1e-3, of which little changes.
     """
-    import torch
-
     return torch.stack([_equal_in_row(p_V, q_V) for p_V, q_V in zip(p_BV, q_BV, strict=True)])
 
 
 def _equal_in_row(p_V: Tensor, q_V: Tensor) -> Tensor:
-    import torch
-
     counts_V = (p_V > RARE) | (q_V > RARE)
     p_V, q_V = (torch.cat([x_V[counts_V], x_V[~counts_V].sum()[None]]).double() for x_V in (p_V, q_V))
     order_V = (q_V / p_V).argsort()

@@ -15,14 +15,20 @@ from quant.config import QuantConfig
 from sharesd.cli.console import console, loading_bars
 from sharesd.config import EngineConfig
 from sharesd.field_types import DefaultLimit
-from sharesd.models.checkpoint import Progress
+from sharesd.llm import LLM
+from sharesd.models.checkpoint import Progress, content_hash
+from sharesd.models.decoder import Decoder
+from sharesd.models.loader import decoder_config, load_decoder
 from sharesd.reports import environment
 from sharesd.reports.questions import Question, prompt_ids
 from sharesd.sampling_params import SamplingParams
+from sharesd.startup.resolve import resolve_config
+from sharesd.weights.calibrate import calibrate, require_enough, tasks_of
+from sharesd.weights.kept_calibration import Answer, KeptCalibration
+from sharesd.weights.quant_tuning_cache import load_tuned, save_tuned, tuning_key
 
 if TYPE_CHECKING:
     from sharesd.startup.resolve import ResolvedConfig
-    from sharesd.weights.kept_calibration import Answer
 
 PROMPTS = Path(__file__).parent.parent / "data" / "calibration_prompts.txt"
 """Prompts, a line each: stories, letters, explanations, advice, sums, code, edits; none of a benchmark."""
@@ -42,14 +48,6 @@ def run(config: EngineConfig, *, is_chosen: bool) -> None:
         ValueError: the target or the quantization cannot be calibrated, or answers are too few.
         OSError: the disk is full; layers that were finished are kept.
     """
-    from sharesd.models.checkpoint import content_hash
-    from sharesd.models.decoder import Decoder
-    from sharesd.models.loader import decoder_config, load_decoder
-    from sharesd.startup.resolve import resolve_config  # torch takes seconds, mistakes should not
-    from sharesd.weights.calibrate import calibrate, require_enough, tasks_of
-    from sharesd.weights.kept_calibration import KeptCalibration
-    from sharesd.weights.quant_tuning_cache import load_tuned, save_tuned, tuning_key
-
     started, key = time.perf_counter(), tuning_key(config)
     quant = replace(config.quant if is_chosen else load_tuned(key) or config.quant, calibrated=False)
     config = replace(config, quant=quant)
@@ -88,8 +86,6 @@ def require_whole(config: EngineConfig) -> None:
 
 def require_resident(resolved: ResolvedConfig) -> None:
     """Raise ValueError for a target that is not in memory at full precision, or not of the native decoder."""
-    from sharesd.models.loader import decoder_config
-
     name = resolved.config.target or "the embedded model"
     if resolved.config.dequantize is False:
         raise ValueError(
@@ -107,9 +103,6 @@ def require_resident(resolved: ResolvedConfig) -> None:
 
 def own_answers(config: EngineConfig, progress: Progress) -> list[Answer]:
     """Return the model's own answers to the built-in prompts, at temperature 0.7; some may be empty."""
-    from sharesd.llm import LLM
-    from sharesd.weights.kept_calibration import Answer
-
     plain = replace(config, mode="naive", max_batch=BATCH, max_context=DefaultLimit(MAX_CONTEXT), quant=QuantConfig())
     lines = PROMPTS.read_text("utf-8").splitlines()
     questions = [Question(id=number, category="", turns=(text,)) for number, text in enumerate(lines)]

@@ -7,10 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
+from compile.block_linear import BlockPart
 from sharesd.config import EngineConfig
 from sharesd.models.checkpoint import Progress, is_stored
+from sharesd.models.loader import load_model, resolve, stored_tensors
+from sharesd.models.prefill import next_piece, read_piece, slots_for
+from sharesd.models.tokenizer import load_tokenizer, require_same_vocabulary
 from sharesd.reports.questions import Question
 from sharesd.reports.tables import Section
+from sharesd.runtime import Runtime
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,13 +78,6 @@ def measure(
     Raises:
         ValueError: the reference has another vocabulary, or is not a model.
     """
-    import torch
-
-    from sharesd.models.loader import resolve
-    from sharesd.models.prefill import slots_for
-    from sharesd.models.tokenizer import load_tokenizer, require_same_vocabulary
-    from sharesd.runtime import Runtime
-
     folder = resolve(
         reference,
         progress=progress,
@@ -115,10 +115,6 @@ def measure(
 
 def _load_reference(folder: Path, progress: Progress) -> CausalModel:
     """Load a model in float32, its blocks expanded."""
-    import torch
-
-    from compile.block_linear import BlockPart
-    from sharesd.models.loader import load_model, stored_tensors
 
     def expanded() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in stored_tensors(folder):
@@ -130,8 +126,6 @@ def _load_reference(folder: Path, progress: Progress) -> CausalModel:
 
 def _log_probs(model: CausalModel, cache: StaticKVCache, text: list[int]) -> Iterator[Tensor]:
     """Yield log-probabilities after each token, float64 [P, V] on the host."""
-    from sharesd.models.prefill import next_piece, read_piece
-
     for first in range(0, len(text), _PIECE):
         piece = next_piece(model, cache, first, len(text), _PIECE)
         yield read_piece(model, cache, 0, text, piece, piece.end - first).double().cpu().log_softmax(-1)

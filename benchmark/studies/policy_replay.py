@@ -22,12 +22,15 @@ from pathlib import Path
 from statistics import mean
 from unittest.mock import patch
 
+from benchmark.documents import Documents, filler_texts
 from benchmark.studies.draft_records import DraftRecords, record_drafts
 from benchmark.studies.replay import Machine, Played, RecordedModel, play
 from sharesd.config import EngineConfig
 from sharesd.drafters.base import Drafter
 from sharesd.drafters.hybrid.drafter import HybridDrafter
 from sharesd.drafters.suffix.table import SuffixTable
+from sharesd.reports.questions import first_turns, prompt_ids
+from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
 from sharesd.speculation import cost_model, draft_policy, draft_scorer, query_gate
 from sharesd.speculation.cost_model import Costs
@@ -128,10 +131,6 @@ PARTS: dict[str, list[tuple[object, str, object]]] = {
 
 def record(folder: Path) -> None:
     """Record the tuning questions into a folder for each drafter, temperature and context."""
-    from benchmark.documents import Documents, filler_texts
-    from sharesd.reports.questions import first_turns, prompt_ids
-    from sharesd.runtime import Runtime
-
     for mode, temperature, context, num in RECORDED:
         new = 96 if context < 1000 else 64
         config = EngineConfig(max_context=max(context, 400) + new + 64, max_batch=1, mode=mode)

@@ -16,13 +16,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from benchmark import arguments
-from benchmark.studies import calibration
-from benchmark.studies.agreement import Agreement, measure_agreement
 from quant.config import HEAD, QuantConfig
 from sharesd.cli import options
 from sharesd.cli.console import console, err_console, loading_bars
 from sharesd.cli.parse_types import parts_of
 from sharesd.config import EngineConfig, Mode
+from sharesd.engine.stats import Stats
 from sharesd.models.checkpoint import Progress, silent
 from sharesd.reports import environment
 from sharesd.reports.questions import Question, first_turns, prompts_of
@@ -30,7 +29,7 @@ from sharesd.reports.tables import Section
 from sharesd.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from sharesd.engine.stats import Stats
+    from benchmark.studies.agreement import Agreement
     from sharesd.llm import LLM
     from sharesd.speculation.cost_model import Costs
 
@@ -127,6 +126,8 @@ def run(args: argparse.Namespace) -> int:
     """Measure all settings and save the best, or calibrate one; return the exit status."""
     given = options.engine_config(args, modes=("share",))
     if args.calibrate:
+        from benchmark.studies import calibration
+
         calibration.run(given, is_chosen=getattr(args, "quant", "auto") != "auto")
         return 0
     if given.explicit_tree is not None:
@@ -228,6 +229,7 @@ def _loaded(
 
 def _acceptance(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams) -> tuple[float, Agreement | None]:
     """Return how often a draft token is accepted, and the agreement behind it if answers can be followed."""
+    from benchmark.studies.agreement import measure_agreement
     from sharesd.models.decoder import Decoder
     from sharesd.speculation.draft_tree import chain
 
@@ -290,8 +292,6 @@ def take_turns(
     llm: LLM, modes: Sequence[Mode], prompts: Sequence[list[int]], params: SamplingParams
 ) -> tuple[dict[str, Stats], int]:
     """Return stats by mode, alternating the order, and the equal answers' number."""
-    from sharesd.engine.stats import Stats
-
     stats = {mode: Stats() for mode in modes}
     num_identical = 0
     for index, prompt in enumerate(prompts):

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rich.markup import escape
 
 from benchmark import arguments
-from benchmark.studies import divergence
 from sharesd.cli import options
 from sharesd.cli.console import console, err_console, loading_bars
 from sharesd.config import EngineConfig, Mode
@@ -152,6 +151,8 @@ def _run_against(args: argparse.Namespace) -> int:
     config = options.engine_config(argparse.Namespace(**{**vars(args), "num_draft": AUTO}), modes=("naive",))
     asked = first_turns(args.questions, args.num_questions).questions
     out_dir = environment.out_folder(args.out_dir, "verify")
+    from benchmark.studies import divergence
+
     with loading_bars() as progress:
         found = divergence.measure(config, args.against, args.texts, asked, progress)
     console.print(found.section("divergence from the reference").table())

@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmark.studies.wide_shapes import SHAPES
 from sharesd.cli.console import console, loading_bars
+from sharesd.models.hub import model_name, resolve
 
 
 def add_parser(subparsers: Any) -> None:
@@ -39,7 +40,6 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from benchmark.studies.widening import widen
-    from sharesd.models.hub import model_name, resolve  # torch takes seconds, mistakes should not
 
     out = Path(args.out)
     with loading_bars() as progress:

@@ -12,6 +12,7 @@ from textwrap import shorten
 from typing import Any
 
 from compile.start_times import START
+from sharesd import __version__
 from sharesd.cli import cache as cache_command
 from sharesd.cli import generate_file
 from sharesd.cli.console import err_console
@@ -30,6 +31,7 @@ from sharesd.cli.options import (
     sampling_params,
 )
 from sharesd.cli.process import INTERRUPTED
+from sharesd.cli.startup import answer, follows, load_llm, warm_up
 from sharesd.cli.user_text import encode, read_text, require_utf8
 from sharesd.data.json_lines import finite
 from sharesd.data.request_errors import RequestError
@@ -115,8 +117,6 @@ class _Version(argparse.Action):
 
 
 def versions() -> str:
-    from sharesd import __version__
-
     return f"sharesd {__version__}, torch {_installed('torch')}, transformers {_installed('transformers')}"
 
 
@@ -143,8 +143,6 @@ def _generate(args: argparse.Namespace) -> int:
         work = generate_file.GenerateWork(config, mode, params, args.raw, system, request_settings(args))
         return generate_file.run(args, work)
     config = replace(config, max_batch=len(args.prompts))
-
-    from sharesd.cli.startup import answer, follows, load_llm, warm_up
 
     prompts = [] if config.tensor_parallel > 1 and follows() else _read_prompts(args.prompts)  # only rank 0 reads stdin
     llm = load_llm(config, (mode,))
@@ -205,8 +203,6 @@ def _chat(args: argparse.Namespace) -> int:
     wanted |= {registry.NAIVE, *registry.names("table")}
     modes = tuple(each for each in registry.modes() if each in wanted)
     config = engine_config(args, modes=modes)
-
-    from sharesd.cli.startup import load_llm
 
     llm = load_llm(config, modes)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import resource
 import signal
 import sys
 import threading
@@ -114,8 +115,6 @@ def of_surroundings(error: BaseException, advice: str = "") -> str | None:
 
 def _address_limit() -> int | None:
     """Return the limit on the address space (`ulimit -v`) in bytes, or None."""
-    import resource  # not on Windows
-
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     return None if limit == resource.RLIM_INFINITY else limit
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import resource
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,8 +20,6 @@ def free_memory() -> int:
     if limit.exists() and used.exists() and (text := limit.read_text().strip()).isdecimal():
         free = min(free, int(text) - int(used.read_text()))
     with suppress(ImportError):  # Windows has no such limit
-        import resource
-
         addresses, _ = resource.getrlimit(resource.RLIMIT_AS)
         if addresses != resource.RLIM_INFINITY:
             free = min(free, max(0, addresses - psutil.Process().memory_info().vms))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from sharesd.config import MIN_CONTEXT
+from sharesd.devices.host_memory import free_memory
 from sharesd.models.decoder_config import DecoderConfig, UnsupportedArchitecture
 
 MAX_LAYERS, MAX_SIZE = 10_000, 1 << 40
@@ -141,14 +142,11 @@ def check_sizes(config: DecoderConfig, num_stored: int) -> None:
             "max_position_embeddings and the factors of its rope"
         )
     table = 4 * 4 * c.max_context * (c.head_dim // 2) * len(c.rope_parameters)  # angles, cosines, sines, and one cast
-    if table > LARGE_TABLE:
-        from sharesd.devices.host_memory import free_memory
-
-        if table > free_memory():
-            raise ValueError(
-                f"config.json allows {c.max_context:,} positions, whose rope tables need {table / 1e9:,.0f} GB of "
-                "memory; correct max_position_embeddings"
-            )
+    if table > LARGE_TABLE and table > free_memory():
+        raise ValueError(
+            f"config.json allows {c.max_context:,} positions, whose rope tables need {table / 1e9:,.0f} GB of "
+            "memory; correct max_position_embeddings"
+        )
 
 
 def check_transformers_sizes(config: Any, num_stored: int) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from sharesd.models.checkpoint import ADAPTER, ADAPTER_CONFIG, adapter_files, read_json, read_tensors, tensor_outlines
 from sharesd.models.conversion_cache import linked_folder, name_of
+from sharesd.models.weight_mapping import text_name
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,8 +71,6 @@ def merged(folder: Path, stored: Iterator[tuple[str, Tensor]]) -> Iterator[tuple
 
     Merged tensors are in float32, so that they are rounded once.
     """
-    from sharesd.models.weight_mapping import text_name  # imports the decoder
-
     adapter = folder / ADAPTER
     if not adapter.is_dir():
         yield from stored
@@ -84,8 +83,6 @@ def merged(folder: Path, stored: Iterator[tuple[str, Tensor]]) -> Iterator[tuple
 
 def _check_shapes(adapter: Path, base: Mapping[str, Tensor]) -> None:
     """Raise ValueError if a pair of an adapter fits no tensor of its base."""
-    from sharesd.models.weight_mapping import text_name  # imports the decoder
-
     pairs = _pairs(adapter)
     for name, tensor in base.items():
         pair = pairs.pop(text_name(name), None)
@@ -111,8 +108,6 @@ def _pairs(adapter: Path) -> dict[str, dict[str, Tensor]]:
     Raises:
         ValueError: a tensor is not a factor of a linear, or one of two is missing.
     """
-    from sharesd.models.weight_mapping import text_name  # imports the decoder
-
     found: dict[str, dict[str, Tensor]] = {}
     for file in adapter_files(adapter)[1:]:
         for name, tensor in read_tensors(file):

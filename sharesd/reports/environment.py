@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import resource
 import shlex
 import subprocess
 import sys
@@ -17,8 +18,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from quant.config import QuantConfig
 from sharesd import __version__
+from sharesd.cli.console import console
 from sharesd.config import EngineConfig
 from sharesd.devices.host_memory import cpu_name
 from sharesd.drafters import registry, selection
@@ -58,8 +62,6 @@ class LoadMeter:
 
 def _cpu_seconds() -> tuple[float, float]:
     """Return seconds of all cores' work, and of this process's."""
-    import psutil
-
     times, own = psutil.cpu_times(), 0.0
     for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
         try:
@@ -86,7 +88,6 @@ def load_warning(environment: Mapping[str, Any]) -> str:
 
 def environment(device: str) -> dict[str, Any]:
     """Return machine and software, for the comparison of measurements."""
-    import psutil
     import torch
 
     from compile.adaptive_threads import STEP_THREADS
@@ -201,15 +202,12 @@ def peak_memory(device: str) -> int:
 
     if device.startswith("cuda"):
         return torch.cuda.max_memory_allocated(torch.device(device))
-    import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts kilobytes
 
 
 def seconds_since_start() -> float:
-    import psutil
-
     return time.time() - psutil.Process().create_time()
 
 
@@ -274,7 +272,5 @@ def out_folder(text: str | None, name: str) -> Path:
 
 
 def write_results(path: Path, results: Mapping[str, Any]) -> None:
-    from sharesd.cli.console import console
-
     write_json(path, results)
     console.print(f"details: {path}", markup=False, highlight=False, soft_wrap=True)

@@ -10,12 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.table import Table
 
 from sharesd_files import atomic_write
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 ABSENT = "-"
 FIGURE = re.compile(r"(-?[\d.]+)x?(?: \((-?[\d.]+)x? to (-?[\d.]+)x?\))?")
@@ -36,8 +35,6 @@ class Section:
     text: str = ""
 
     def table(self) -> Table:
-        from rich.table import Table
-
         table = Table(title=self.title or None, box=None, title_justify="left", header_style="")
         for i, name in enumerate(self.head):
             table.add_column(name, justify="left" if i < self.left else "right", no_wrap=i >= self.left)

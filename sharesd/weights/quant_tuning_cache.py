@@ -8,10 +8,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from quant.config import QuantConfig, can_be_calibrated
 from sharesd import __version__
 from sharesd.config import EngineConfig
 from sharesd.devices.host_memory import cpu_name
+from sharesd.devices.selection import device_of, dtype_of
+from sharesd.drafters import selection
+from sharesd.drafters.registry import Need
+from sharesd.models.checkpoint import content_hash
+from sharesd.models.hub import resolve_target
+from sharesd.weights.kept_calibration import KeptCalibration, other_calibration
 from sharesd_files import JsonCache
 
 log = logging.getLogger(__name__)
@@ -33,12 +41,6 @@ class TuningKey:
 
 def tuning_key(config: EngineConfig) -> TuningKey:
     """Return a config's key; the target may be downloaded or converted."""
-    import torch
-
-    from sharesd.devices.selection import device_of, dtype_of
-    from sharesd.models.checkpoint import content_hash
-    from sharesd.models.hub import resolve_target
-
     device = device_of(config.device)
     on_gpu = device.type == "cuda"
     names = [cpu_name(), *([torch.cuda.get_device_name(device)] if on_gpu else [])]
@@ -81,10 +83,6 @@ def best_quant(config: EngineConfig) -> QuantConfig:
 
 def with_calibration(quant: QuantConfig, config: EngineConfig) -> QuantConfig:
     """Return a quantization as calibrated if that can be used, else as it is; the target may be downloaded."""
-    from sharesd.models.checkpoint import content_hash
-    from sharesd.models.hub import resolve_target
-    from sharesd.weights.kept_calibration import KeptCalibration
-
     if not can_be_calibrated(quant) or config.tensor_parallel > 1:
         return quant
     kept = KeptCalibration(content_hash(resolve_target(config)), quant)
@@ -93,11 +91,6 @@ def with_calibration(quant: QuantConfig, config: EngineConfig) -> QuantConfig:
 
 def _calibrated(quant: QuantConfig, config: EngineConfig, weights: str) -> QuantConfig:
     """Return a quantization as calibrated, or as it is, with a line if there is a calibration that is not used."""
-    from sharesd.drafters import selection
-    from sharesd.drafters.registry import Need
-    from sharesd.models.hub import resolve_target
-    from sharesd.weights.kept_calibration import KeptCalibration, other_calibration
-
     plain = replace(quant, calibrated=False)
     if not can_be_calibrated(plain):
         return plain

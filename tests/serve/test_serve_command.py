@@ -113,7 +113,7 @@ def test_names_and_limits_come_from_the_flags(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_cache_above_the_memory_limit_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = SimpleNamespace(runtime=SimpleNamespace(cache=SimpleNamespace(nbytes=3 * 2**20)), max_context=512)
-    monkeypatch.setattr("sharesd.cli.startup.load_llm", lambda *_: llm)
+    monkeypatch.setattr("serve.command.load_llm", lambda *_: llm)
     with pytest.raises(ValueError, match="8 rows of 512 tokens needs 3 MiB and --memory-limit is 2 MiB; lower"):
         load_model(EngineConfig(max_batch=8), "naive", 2 * 2**20)
 

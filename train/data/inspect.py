@@ -11,7 +11,8 @@ from rich.text import Text
 from sharesd.cli.console import console
 from sharesd.data.json_lines import records
 from sharesd.data.prompt_files import conversation
-from sharesd.models.tokenizer import Tokenizer
+from sharesd.models.hub import resolve
+from sharesd.models.tokenizer import Tokenizer, load_tokenizer
 from train.data.loss_mask import Example, masked
 from train.data.shards import SETTINGS, SHARDS, read_lines, settings_of
 
@@ -50,9 +51,6 @@ def run(args: argparse.Namespace) -> int:
     target = args.target
     if target is None and is_shard and (path.parent / SETTINGS).exists():
         target = settings_of(path.parent)["target"]
-
-    from sharesd.models.hub import resolve  # slow to import, as is the next
-    from sharesd.models.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(resolve(target))
     if is_shard:

@@ -8,6 +8,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from multigpu.launcher_replicas import rank_and_world
@@ -216,8 +217,6 @@ def _plan(session: TrainingRun) -> str:
 
 def _sample(session: TrainingRun) -> str:
     """Return the estimate of a dry run for the whole training."""
-    import psutil
-
     session.trainer.advance()
     started = time.perf_counter()
     for _ in range(SAMPLE - 1):

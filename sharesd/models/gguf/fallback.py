@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig, modeling_gguf_pytorch_utils
+from transformers.modeling_gguf_pytorch_utils import (
+    GGUF_SUPPORTED_ARCHITECTURES,
+    TENSOR_PROCESSORS,
+    TensorProcessor,
+    get_gguf_hf_weights_map,
+)
 
 from sharesd.models.checkpoint import Progress
 from sharesd.models.gguf.config import check_blocks, fields_of
@@ -28,6 +36,7 @@ from sharesd.models.gguf.reader import (
     unknown_tensor,
 )
 from sharesd.models.gguf.tokenizer import check_tokenizer, end_ids, token_id, write_tokenizer
+from sharesd.models.hf import quiet_transformers
 from sharesd.models.hf_config import check_transformers_sizes
 
 _MORE_FIELDS = {
@@ -49,11 +58,6 @@ def convert_by_transformers(
 
     Raises UnknownKey for what it would leave out, ValueError for what it cannot convert.
     """
-    import transformers
-    from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
-
-    from sharesd.models.hf import quiet_transformers
-
     advice = "give a safetensors checkpoint"
     if len(parts) > 1:
         raise ValueError(
@@ -109,16 +113,12 @@ def convert_by_transformers(
 
 
 def _is_convertible(architecture: str) -> bool:
-    from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
-
     names = {name.replace("_", "").replace("-", "") for name in GGUF_SUPPORTED_ARCHITECTURES} - {"t5", "t5encoder"}
     return architecture.replace("-", "").replace("_", "") in names
 
 
 def _check_fields(file: GGUFFile, config: Any, ignored: Collection[str]) -> None:
     """Raise UnknownKey for a key that has not reached the config."""
-    from transformers import modeling_gguf_pytorch_utils
-
     mappings: Any = modeling_gguf_pytorch_utils.GGUF_CONFIG_MAPPING  # type: ignore[attr-defined]
     names: Mapping[str, str | None] = {}
     for family, mapping in mappings.items():
@@ -147,8 +147,6 @@ def _check_fields(file: GGUFFile, config: Any, ignored: Collection[str]) -> None
 
 def _check_tensors(file: GGUFFile, model: Any, config: Any) -> None:
     """Raise UnknownKey for a tensor that has no place in a model."""
-    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
-
     kind: Any = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)
     processor = kind(config=config.to_dict())
     placed = get_gguf_hf_weights_map(model, processor)
