@@ -24,7 +24,7 @@ from sharesd.reports.questions import Question, prompt_ids
 from sharesd.sampling_params import SamplingParams
 from sharesd.startup.resolve import resolve_config
 from sharesd.weights.calibrate import calibrate, require_enough, tasks_of
-from sharesd.weights.kept_calibration import Answer, KeptCalibration
+from sharesd.weights.kept_calibration import CalibrationText, KeptCalibration
 from sharesd.weights.quant_tuning_cache import load_tuned, save_tuned, tuning_key
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def require_resident(resolved: ResolvedConfig) -> None:
         raise ValueError(f"{name} cannot be calibrated: {reason}, and its weights run through transformers") from reason
 
 
-def own_answers(config: EngineConfig, progress: Progress) -> list[Answer]:
+def own_answers(config: EngineConfig, progress: Progress) -> list[CalibrationText]:
     """Return the model's own answers to the built-in prompts, at temperature 0.7; some may be empty."""
     plain = replace(config, mode="naive", max_batch=BATCH, max_context=DefaultLimit(MAX_CONTEXT), quant=QuantConfig())
     lines = PROMPTS.read_text("utf-8").splitlines()
@@ -116,4 +116,4 @@ def own_answers(config: EngineConfig, progress: Progress) -> list[Answer]:
             answers[chunk.row] += chunk.token_ids
             num_ended += chunk.finish_reason is not None
             progress("answering prompts", num_ended, len(prompts))
-    return list(map(Answer, prompts, answers))
+    return list(map(CalibrationText, prompts, answers))

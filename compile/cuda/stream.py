@@ -70,7 +70,7 @@ class Card:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LaunchSizes:
     """Sizes of a launch."""
 
     blocks: int
@@ -99,7 +99,7 @@ def shared_bytes(K: int, tiles: int, stages: int, group: int) -> int:
 
 
 @cache
-def plan(tiles: int, K: int, group: int, card: Card) -> Plan | None:
+def plan(tiles: int, K: int, group: int, card: Card) -> LaunchSizes | None:
     """Return the sizes for weights [16 tiles, K]; None if a processor has too little shared memory.
 
     Where a successor's block may begin early, two have to fit on a processor: its ring fills in the meantime.
@@ -113,7 +113,7 @@ def plan(tiles: int, K: int, group: int, card: Card) -> Plan | None:
         stages = left // (WARPS * (chunk_bytes(group) + 8))
         if stages >= fewest:
             stages = stages if card.bulk else min(stages, CP_STAGES)
-            return Plan(blocks, stages, shared_bytes(K, most, stages, group))
+            return LaunchSizes(blocks, stages, shared_bytes(K, most, stages, group))
     return None
 
 
@@ -235,7 +235,7 @@ class _Config(Structure):
     ]
 
 
-def launch(op: Op, sizes: Plan, rows: int, group: int, device: torch.device) -> None:
+def launch(op: Op, sizes: LaunchSizes, rows: int, group: int, device: torch.device) -> None:
     """Launch a product on the current stream of a device."""
     index = _index(device)
     function, stream = _kernel(index, group), torch.cuda.current_stream(device).cuda_stream

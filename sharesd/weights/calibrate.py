@@ -23,7 +23,7 @@ from quant.solved_linears import QuantTask
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.checkpoint import Progress, silent
 from sharesd.models.decoder import Decoder, recurrent_sizes
-from sharesd.weights.kept_calibration import Answer, KeptCalibration
+from sharesd.weights.kept_calibration import CalibrationText, KeptCalibration
 from sharesd.weights.quantize import solve_on_cpu
 from sharesd.weights.sizes import quantizer_for
 
@@ -35,7 +35,7 @@ _TILE = 384
 """Rows of a sum of x x^T that are added at a time, from the diagonal on: what lies below it is the same."""
 
 
-def require_enough(answers: Sequence[Answer]) -> None:
+def require_enough(answers: Sequence[CalibrationText]) -> None:
     """Raise ValueError if answers have too few tokens."""
     num_tokens = sum(len(each.answer) for each in answers)
     if num_tokens < MIN_TOKENS:
@@ -52,7 +52,7 @@ def tasks_of(decoder: Decoder, quant: QuantConfig) -> list[QuantTask]:
 
 @torch.inference_mode()
 def calibrate(
-    decoder: Decoder, answers: Sequence[Answer], kept: KeptCalibration, *, progress: Progress = silent
+    decoder: Decoder, answers: Sequence[CalibrationText], kept: KeptCalibration, *, progress: Progress = silent
 ) -> None:
     """Round the linears of a decoder, and keep those of each layer.
 
@@ -89,7 +89,7 @@ def calibrate(
 class _Batch:
     """Answers of similar length, padded on the right, and their hidden states."""
 
-    def __init__(self, decoder: Decoder, answers: Sequence[Answer], device: torch.device) -> None:
+    def __init__(self, decoder: Decoder, answers: Sequence[CalibrationText], device: torch.device) -> None:
         length = max(len(each.prompt) + len(each.answer) for each in answers)
         tokens_BT = torch.zeros(len(answers), length, dtype=torch.int64)
         self.is_answer_BT = torch.zeros_like(tokens_BT, dtype=torch.bool)
@@ -124,7 +124,7 @@ class _Gram:
         return self._upper_KK.triu() + self._upper_KK.triu(1).t()
 
 
-def _batches(decoder: Decoder, answers: Sequence[Answer]) -> list[_Batch]:
+def _batches(decoder: Decoder, answers: Sequence[CalibrationText]) -> list[_Batch]:
     by_length = sorted((each for each in answers if each.answer), key=lambda each: len(each.prompt) + len(each.answer))
     device = decoder.embed.weight.device
     return [_Batch(decoder, by_length[first : first + _ROWS], device) for first in range(0, len(by_length), _ROWS)]

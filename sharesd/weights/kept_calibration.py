@@ -26,7 +26,7 @@ _ABOUT = "calibration.json"
 _REMEDY = "run `sharesd tune --calibrate`"
 
 
-class Answer(NamedTuple):
+class CalibrationText(NamedTuple):
     """Text that a calibration reads: token ids of a prompt, and of the model's own answer."""
 
     prompt: list[int]
@@ -62,7 +62,7 @@ class KeptCalibration:
             raise ValueError(f"{what}, and {problem}; {remedy}, or leave out `calibrated`")
         return kept
 
-    def begin(self, source: Path, layers: Sequence[int | None], answers: Sequence[Answer]) -> None:
+    def begin(self, source: Path, layers: Sequence[int | None], answers: Sequence[CalibrationText]) -> None:
         """Write what is calibrated, and the answers; OSError if the disk does not take it.
 
         `source`: the checkpoint folder. `layers`: those with weights to calibrate; None: the head.
@@ -71,9 +71,9 @@ class KeptCalibration:
         atomic_write(self.folder / _ABOUT, json.dumps(about))
         self.__dict__.pop("_found", None)
 
-    def answers(self) -> list[Answer]:
+    def answers(self) -> list[CalibrationText]:
         """Return the answers of a calibration that was begun; else none."""
-        return [] if self._found is None else [Answer(*pair) for pair in self._found["answers"]]
+        return [] if self._found is None else [CalibrationText(*pair) for pair in self._found["answers"]]
 
     def has(self, layer: int | None) -> bool:
         """Return True if a layer's weights are kept."""

@@ -28,7 +28,7 @@ from sharesd.runtime import Runtime
 from sharesd.weights import calibrate as calibrating
 from sharesd.weights import kept_calibration
 from sharesd.weights.calibrate import calibrate, tasks_of
-from sharesd.weights.kept_calibration import Answer, KeptCalibration
+from sharesd.weights.kept_calibration import CalibrationText, KeptCalibration
 from sharesd.weights.quant_tuning_cache import best_quant, save_tuned, tuning_key
 from sharesd.weights.quantize import solve_on_cpu
 from sharesd_command import main
@@ -47,11 +47,11 @@ def nothing_is_kept_and_answers_are_short(own_cache: Any, monkeypatch: pytest.Mo
     monkeypatch.setattr(calibration, "MAX_NEW_TOKENS", 20)
 
 
-def random_answers(num: int = 40, length: int = 30, seed: int = 0) -> list[Answer]:
+def random_answers(num: int = 40, length: int = 30, seed: int = 0) -> list[CalibrationText]:
     """Answers of several lengths, not a model's own."""
     dice = torch.Generator().manual_seed(seed)
     tokens = torch.randint(3, 300, (num, 10 + length + num), generator=dice).tolist()
-    return [Answer(row[:10], row[10 : 10 + length + place % 5]) for place, row in enumerate(tokens)]
+    return [CalibrationText(row[:10], row[10 : 10 + length + place % 5]) for place, row in enumerate(tokens)]
 
 
 def calibrated(folder: Path, quant: QuantConfig = DEFAULT, seed: int = 0) -> KeptCalibration:
@@ -124,7 +124,7 @@ def test_linears_are_read_with_the_inputs_of_the_whole_model(kind: str, tmp_path
     """Of families with biases, norms of queries, by those of the last linear."""
     folder = converted_folder(write_gguf(tmp_path / "tiny.gguf", *kind.split(), mlp=128))
     decoder, grams = load_decoder(folder, dtype=torch.float32), dict[str, Tensor]()
-    answers = [Answer([3, 4], [5, 6, 7]), Answer([8], [9]), Answer([10], [])]
+    answers = [CalibrationText([3, 4], [5, 6, 7]), CalibrationText([8], [9]), CalibrationText([10], [])]
 
     def remember(weight_NK: Tensor, gram_KK: Tensor, *args: Any, **options: Any) -> QuantizedWeight:
         grams[str(len(grams))] = gram_KK.clone()

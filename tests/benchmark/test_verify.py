@@ -38,7 +38,7 @@ from sharesd.speculation.draft_tree import VerifyResult
 from sharesd.startup.cost_fit import fit_costs
 from sharesd.weights import quant_tuning_cache
 from sharesd.weights.calibrate import calibrate
-from sharesd.weights.kept_calibration import Answer, KeptCalibration
+from sharesd.weights.kept_calibration import CalibrationText, KeptCalibration
 from sharesd.weights.quant_tuning_cache import TuningKey, load_tuned, save_tuned, tuning_key
 from sharesd_command import main
 from tests.helpers.block_parts import ggml_type
@@ -266,7 +266,7 @@ def test_settings_are_measured_and_the_best_is_kept(
     sizes = ["--num-questions", "2", "--max-new-tokens", "12", "--max-context", "512", "--max-speculative-tokens", "4"]
     argv = ["tune", "--target", str(tiny), "--quants", "hqq:4:64+head=4"]
     calibrated = KeptCalibration(content_hash(tiny), DEFAULT)
-    calibrated.begin(tiny, [0, 1, None], [Answer(list(range(3, 13)), list(range(20, 220)))] * 5)
+    calibrated.begin(tiny, [0, 1, None], [CalibrationText(list(range(3, 13)), list(range(20, 220)))] * 5)
     calibrate(load_decoder(tiny, dtype=torch.bfloat16), calibrated.answers(), calibrated)
     assert main([*argv, "--draft-quant", "hqq:8:64", "--keep", "layers=0", *sizes, "--out-dir", f"{tmp_path}/out"]) == 0
     assert len(closed) == 4  # before the next one: a process has ranks of one model

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from compile.cuda import nvrtc, stream
 from compile.cuda.lowbit import QuantizedRowLinear, StreamLinear
-from compile.cuda.stream import CHUNK_INPUTS, GROUPS, Card, Op, Plan, chunk_bytes, obstacle, plan, shared_bytes
+from compile.cuda.stream import CHUNK_INPUTS, GROUPS, Card, LaunchSizes, Op, chunk_bytes, obstacle, plan, shared_bytes
 from compile.fused_linear import compose
 from quant.formats.hqq.solver import solve
 from sharesd.weights.cuda_backend import pack_for_cuda
@@ -214,7 +214,7 @@ def chain(bulk: bool, seed: int, replaced: tuple[str, str] = ("", "")) -> bool:
     a, b = first.clone(), torch.zeros(1, size).bfloat16()
     whole = plan(size // 16, size, 64, card)
     assert whole is not None
-    sizes = Plan(whole.blocks, 2, shared_bytes(size, 16, 2, 64))  # 8 chunks for each warp
+    sizes = LaunchSizes(whole.blocks, 2, shared_bytes(size, 16, 2, 64))  # 8 chunks for each warp
     launches = [
         (Op(w.data_ptr(), x.data_ptr(), y.data_ptr(), 0, x.data_ptr(), 0, 32, 2, size, size, 0, 2, 0.0, 0), sizes, 1)
         for w, (x, y) in zip(weights, ((a, b), (b, a), (a, b)), strict=True)

@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 
 from compile.cpp_extension import compiler
-from compile.cuda.stream import SOURCE, Op, Plan
+from compile.cuda.stream import SOURCE, LaunchSizes, Op
 
 HERE = Path(__file__).parent
-Launch = tuple[Op, Plan, int]
+Launch = tuple[Op, LaunchSizes, int]
 """A product, its sizes, and rows of x."""
 
 
@@ -73,7 +73,7 @@ class Recorder:
         self.launches: list[Launch] = []
         self._bulk, self._collects = bulk, collects
 
-    def __call__(self, op: Op, sizes: Plan, rows: int, group: int, device: torch.device) -> None:
+    def __call__(self, op: Op, sizes: LaunchSizes, rows: int, group: int, device: torch.device) -> None:
         assert device.type == "cpu"
         self.launches.append((op, sizes, rows))
         if not self._collects:
