@@ -1,4 +1,4 @@
-"""Sizes of the project: lines and files, and what of it a run imports.
+"""Sizes of the project: lines and files, what of it a run imports, and imports that stand in functions.
 
     python scripts/measures.py [--json]
 
@@ -7,6 +7,7 @@ A run is `LLM(mode="share")` on a tiny random model, on a CPU. The engine alone 
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
@@ -16,12 +17,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("sharesd", "compile", "quant", "offload", "multigpu")
+PROGRAMS = ("benchmark", "train", "serve")
 SHARE = """
 from sharesd import LLM, SamplingParams
 
 with LLM({folder!r}, mode="share", device="cpu", max_context=64) as llm:
     llm.generate("abcabc", SamplingParams(max_new_tokens=4))
 """
+FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 ENGINE = "import sharesd.engine.engine"
 LIST = "\nimport sys\nprint('\\n'.join(str(getattr(module, '__file__', '')) for module in [*sys.modules.values()]))"
 
@@ -34,6 +37,7 @@ def main(argv: list[str]) -> int:
             "tests/": size(sources("tests")),
             "imported by a share run through LLM": size(imported(SHARE.format(folder=tiny_model(folder)))),
             "imported by the engine alone": size(imported(ENGINE)),
+            "files with imports in functions, and these imports": late_imports(),
         }
     if "--json" in argv:
         print(json.dumps(measures))
@@ -65,6 +69,16 @@ def imported(code: str) -> list[Path]:
         raise SystemExit(done.stderr)
     paths = {Path(line) for line in done.stdout.splitlines() if line.endswith(".py")}
     return sorted(path for path in paths if any(path.is_relative_to(ROOT / package) for package in PACKAGES))
+
+
+def late_imports() -> tuple[int, int]:
+    """Return the number of files with imports in functions, and that of these imports, over all packages."""
+    counts = []
+    for path in (path for package in (*PACKAGES, *PROGRAMS) for path in sources(package)):
+        functions = (node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, FUNCTION))
+        late = {node for each in functions for node in ast.walk(each) if isinstance(node, ast.Import | ast.ImportFrom)}
+        counts.append(len(late))
+    return sum(map(bool, counts)), sum(counts)
 
 
 def size(files: Iterable[Path]) -> tuple[int, int]:
