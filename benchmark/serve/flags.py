@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmark.arguments import add_out_dir, number
 
@@ -15,6 +15,15 @@ BASE_URL = "http://127.0.0.1:8000"
 RANDOM, QUESTIONS = "random", "questions"
 LIMITED = ("ttft", "tpot", "e2el")  # latencies that --goodput can limit
 Convert = Callable[[str], float]
+
+
+class _Flag(NamedTuple):
+    name: str
+    convert: Any
+    """Function of a text; None: the text itself."""
+    default: Any
+    metavar: str
+    text: str
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -30,51 +39,52 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     exact += "clients that hang up: texts must be those of mode naive for each request alone (needs --spawn)"
     sweep, limits = "several rates in turn, such as 1,2,4,inf, and a plot", ", ".join(LIMITED)
     bursts = "shape of the gaps between requests: 1 is Poisson, less comes in bursts, inf is even"
-    groups: dict[str, list[tuple[str, Any, Any, str, str]]] = {
+    groups: dict[str, list[_Flag]] = {
         "server": [
-            ("--base-url", None, None, "URL", f"a running server (default: {BASE_URL})"),
-            ("--spawn", None, None, "MODES", spawn),
-            ("--turns", number, 1, "N", f"{turns}medians and ranges are shown"),
-            ("--exact", number, None, "N", exact),
-            ("--model", None, None, "ID", "model to ask (default: the first that the server lists)"),
-            ("--timeout", positive, 600.0, "S", "seconds for a whole answer"),
-            ("--num-warmups", from_zero, 1, "N", "requests before each load, one by one and not measured"),
+            _Flag("--base-url", None, None, "URL", f"a running server (default: {BASE_URL})"),
+            _Flag("--spawn", None, None, "MODES", spawn),
+            _Flag("--turns", number, 1, "N", f"{turns}medians and ranges are shown"),
+            _Flag("--exact", number, None, "N", exact),
+            _Flag("--model", None, None, "ID", "model to ask (default: the first that the server lists)"),
+            _Flag("--timeout", positive, 600.0, "S", "seconds for a whole answer"),
+            _Flag("--num-warmups", from_zero, 1, "N", "requests before each load, one by one and not measured"),
         ],
         "load": [
-            ("--request-rate", _rate, None, "R", "requests per second; inf: all at once (default: inf)"),
-            ("--sweep", _rates, None, "RATES", sweep),
-            ("--burstiness", _rate, 1.0, "B", bursts),
-            ("--max-concurrency", number, None, "N", "at most N requests at a time"),
-            (
+            _Flag("--request-rate", _rate, None, "R", "requests per second; inf: all at once (default: inf)"),
+            _Flag("--sweep", _rates, None, "RATES", sweep),
+            _Flag("--burstiness", _rate, 1.0, "B", bursts),
+            _Flag("--max-concurrency", number, None, "N", "at most N requests at a time"),
+            _Flag(
                 "--dataset",
                 None,
                 RANDOM,
                 f"{RANDOM}|{QUESTIONS}|FILE",
                 "random words; questions; or JSON Lines with `prompt`, or ShareGPT",
             ),
-            ("--questions", None, None, "FILE", "in MT-Bench's layout (default: ShareSD's own)"),
-            ("--num-prompts", number, 100, "N", "requests of a load"),
-            ("--random-input-len", number, 1024, "N", "words of a random prompt"),
-            ("--random-output-len", number, 128, "N", "tokens of its answer"),
-            ("--random-range-ratio", share, 0.0, "R", "lengths are uniform in [N (1 - R), N (1 + R)]"),
-            ("--output-len", number, 128, "N", "tokens of other answers at most"),
-            ("--seed", int, 0, "N", "seed of random prompts, departures and sampling"),
+            _Flag("--questions", None, None, "FILE", "in MT-Bench's layout (default: ShareSD's own)"),
+            _Flag("--num-prompts", number, 100, "N", "requests of a load"),
+            _Flag("--random-input-len", number, 1024, "N", "words of a random prompt"),
+            _Flag("--random-output-len", number, 128, "N", "tokens of its answer"),
+            _Flag("--random-range-ratio", share, 0.0, "R", "lengths are uniform in [N (1 - R), N (1 + R)]"),
+            _Flag("--output-len", number, 128, "N", "tokens of other answers at most"),
+            _Flag("--seed", int, 0, "N", "seed of random prompts, departures and sampling"),
         ],
         "sampling": [
-            ("--temperature", not_negative, 0.0, "T", "0 is greedy"),
-            ("--top-p", finite, None, "X", "not sent by default"),
-            ("--top-k", int, None, "X", "not sent by default"),
-            ("--min-p", finite, None, "X", "not sent by default"),
-            ("--extra-body", _json_object, {}, "JSON", "more fields for every request"),
+            _Flag("--temperature", not_negative, 0.0, "T", "0 is greedy"),
+            _Flag("--top-p", finite, None, "X", "not sent by default"),
+            _Flag("--top-k", int, None, "X", "not sent by default"),
+            _Flag("--min-p", finite, None, "X", "not sent by default"),
+            _Flag("--extra-body", _json_object, {}, "JSON", "more fields for every request"),
         ],
         "results": [
-            ("--metric-percentiles", _percentiles, "90,99", "LIST", "percentiles of latencies"),
+            _Flag("--metric-percentiles", _percentiles, "90,99", "LIST", "percentiles of latencies"),
         ],
     }
     for title, options in groups.items():
         group = parser.add_argument_group(title)
-        for flag, convert, default, metavar, text in options:
-            group.add_argument(flag, type=convert or str, default=default, metavar=metavar, help=text)
+        for flag in options:
+            kind, default = flag.convert or str, flag.default
+            group.add_argument(flag.name, type=kind, default=default, metavar=flag.metavar, help=flag.text)
     group.add_argument("--save-result", action="store_true", help="write files; implied by --out-dir and --sweep")
     group.add_argument("--save-detailed", action="store_true", help="write files with every answer")
     text = f"count answers within all of these limits, of {limits}; such as ttft:500 tpot:50"

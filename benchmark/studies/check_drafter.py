@@ -79,7 +79,8 @@ class DrafterChecks:
     """Checks of one drafter, with chains or with trees."""
 
     def __init__(self, spec: DrafterSpec, module: str, wanted: type | None, folder: Path, *, tree: bool) -> None:
-        self._spec, self._module, self._wanted, self._folder, self._tree = spec, module, wanted, folder, tree
+        self._spec, self._module, self._wanted = spec, module, wanted
+        self._folder, self._tree = folder, tree
         self.num_drafted = self.num_accepted = 0
         self._engine: Engine | None = None
 

@@ -13,12 +13,12 @@ BINS = tl.constexpr(1024)
 """32 to each power of 2, for depths of 2^-8 to 2^24."""
 COUNTS, MASSES = tl.constexpr(0), tl.constexpr(1024)
 """Offsets of the bins' sums in a row's state."""
-NUM, BIN, ABOVE, MASS_ABOVE, FIRST, LAST, MASS_BEFORE = (tl.constexpr(2048 + i) for i in range(7))
-"""Offsets in a row's state of copied tokens and of borders.
-
-NUM is the number of copied tokens; BIN, ABOVE and MASS_ABOVE are the bin of top-k's border, tokens and mass above it;
-FIRST and LAST bound the bins of top-p's border, MASS_BEFORE is the mass above them.
-"""
+NUM = tl.constexpr(2048)
+"""Offset in a row's state of the number of copied tokens; those of borders follow."""
+BIN, ABOVE, MASS_ABOVE = tl.constexpr(2049), tl.constexpr(2050), tl.constexpr(2051)
+"""The bin of top-k's border, tokens and mass above it."""
+FIRST, LAST, MASS_BEFORE = tl.constexpr(2052), tl.constexpr(2053), tl.constexpr(2054)
+"""The first and the last bin of top-p's border, and the mass above them."""
 STATE = tl.constexpr(2056)
 EVERYTHING = tl.constexpr(0xFFFFFFFF)
 """Rank of the last token: no border."""

@@ -107,7 +107,8 @@ class AsyncTreeDraft(TreeDraft):
 def replant(nodes: Nodes, frontier: Frontier, draft_probs_BC: Tensor, branching: int, level: int, root: int) -> None:
     """Make node `root` of this level (from 0) the root, in place."""
     C, D = nodes.ancestors_BCD.shape[1:]
-    tokens_C, scores_C, paths_CD, places_C, said_C = (part[0] for part in (*nodes, draft_probs_BC))
+    tokens_C, scores_C, said_C = nodes.tokens_BC[0], nodes.scores_BC[0], draft_probs_BC[0]
+    paths_CD, places_C = nodes.ancestors_BCD[0], nodes.places_BC[0]
     node_C, up, nowhere = torch.arange(C), level + 1, (D - 1) * branching
     old_X = node_C[(paths_CD[:, level] == root) & (scores_C > -torch.inf) & (node_C > root)]
     # The first level of a tree has fewer nodes than the others, so the indices of its children move by less than those

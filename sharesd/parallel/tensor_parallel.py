@@ -258,18 +258,18 @@ def worker_loop(model: CausalModel, switch: Switch, group: Group) -> None:
         elif command == _Command.STEP:
             _step(model, switch, group, caches, _Step(*numbers[: len(_Step._fields)]))
         elif command == _Command.KEEP:
-            number, first, end, T, *_ = numbers
+            number, first, end, T = numbers[:4]
             cache = caches[number].rows(first, end)
             B = end - first
             lengths_B, path_BT, num_B = _received(group, cache, (B,), (B, T), (B,))
             cache.lengths.copy_(lengths_B)
             cache.compact(path_BT, num_B)
         elif command == _Command.COPY_ROW:
-            number, source, row, num_tokens, *_ = numbers
+            number, source, row, num_tokens = numbers[:4]
             caches[number].copy_row(source, row, num_tokens)
         else:
             assert command == _Command.SWAP_KV
-            number, a, b, num_tokens, *_ = numbers
+            number, a, b, num_tokens = numbers[:4]
             caches[number].swap_kv(a, b, num_tokens)
 
 

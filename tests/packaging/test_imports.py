@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -172,6 +173,31 @@ def test_no_modules_import_each_other() -> None:
     assert len(list(TopologicalSorter(uses).static_order())) == len(modules)
     with pytest.raises(CycleError):
         TopologicalSorter({**uses, "sharesd.models.decoder_config": {"sharesd.models.architectures"}}).prepare()
+
+
+def test_no_two_public_classes_share_a_name() -> None:
+    """Else a search for one finds the other, too."""
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in FILES]
+    names = [node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    assert [name for name, times in Counter(names).items() if times > 1 and not name.startswith("_")] == []
+
+
+def unpacked(source: str) -> list[int]:
+    """Lines that take five or more parts of one value by position."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        value = getattr(node, "value", None) or getattr(node, "iter", None)
+        large = (target for target in targets if isinstance(target, ast.Tuple) and len(target.elts) > 4)
+        found += [target.lineno for target in large if not isinstance(value, ast.Tuple)]
+    return found
+
+
+def test_parts_of_large_values_have_names() -> None:
+    wrong = {str(path): unpacked(path.read_text(encoding="utf-8")) for path in FILES}
+    assert {path: lines for path, lines in wrong.items() if lines} == {}
+    assert unpacked("a, b, c, d, e = f()\nfor a, b, c, d, *e in f: pass\n[a for a, b, c, d, e in f]") == [1, 2, 3]
+    assert unpacked("a, b, c, d = f()\na, b, c, d, e = 1, 2, 3, 4, 5") == []
 
 
 def run_python(code: str) -> str:

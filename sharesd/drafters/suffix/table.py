@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
+from typing import NamedTuple
 
 from sharesd.drafters.base import BuildInputs
 from sharesd.drafters.selection import file_of
@@ -108,8 +109,19 @@ class SuffixAutomaton:
         return state, length
 
 
-_Node = tuple[int, int, float, list[int], int]
-"""State (0: none), match length, raw probability, corpus places, match length there."""
+class _Node(NamedTuple):
+    state: int
+    """State of the row's automaton; 0: none."""
+    matched: int
+    """Length of the match in the row's text."""
+    raw: float
+    """Probability before calibration."""
+    places: list[int]
+    """Where the corpus has the path."""
+    corpus_matched: int
+    """Length of the match there."""
+
+
 UNKNOWN = (0, 0)
 
 
@@ -147,8 +159,8 @@ class SuffixTable(Table):
     def extend(self, row: int, tokens: Sequence[int]) -> None:
         state = self._rows[row]
         for node, hit in outcomes(state.last, tokens):
-            _, matched, raw, _, corpus_matched = state.nodes[node]
-            self.rates.learn(_bucket(max(matched, corpus_matched) - 1), hit, raw)
+            tried = state.nodes[node]
+            self.rates.learn(_bucket(max(tried.matched, tried.corpus_matched) - 1), hit, tried.raw)
         state.last = empty_proposal()
         self._append(state, tokens)
 
@@ -161,7 +173,7 @@ class SuffixTable(Table):
             places, corpus_matched = self.corpus.places([*state.text[-CONTEXT:], *ahead])
         factors = self.rates.of(slice(None))
         max_factor = max(factors)
-        root = (*automaton.match(ahead), 1.0, places, corpus_matched)
+        root = _Node(*automaton.match(ahead), 1.0, places, corpus_matched)
         found = grow(
             budget, root, lambda node, min_prob: self._children(automaton, node, min_prob / max_factor, factors)
         )
@@ -181,8 +193,8 @@ class SuffixTable(Table):
         if min_prob >= 1:
             return []
         next_, link, length, count = automaton.next, automaton.link, automaton.length, automaton.count
-        at, matched, _, places, corpus_matched = node
-        corpus = self.corpus.after(places) if self.corpus is not None and places else {}
+        at, matched, corpus_matched = node.state, node.matched, node.corpus_matched
+        corpus = self.corpus.after(node.places) if self.corpus is not None and node.places else {}
         probs: dict[int, float] = {}
         below: dict[int, tuple[int, int]] = {}  # token -> child's state and match length
         left, waiting = 1.0, bool(corpus)
@@ -214,7 +226,8 @@ class SuffixTable(Table):
             to, matched = below.get(token, UNKNOWN)
             places = corpus.get(token, [])
             known = corpus_matched + 1 if places else 0
-            children.append((raw * factors[_bucket(max(matched, known) - 1)], token, (to, matched, raw, places, known)))
+            prob = raw * factors[_bucket(max(matched, known) - 1)]
+            children.append((prob, token, _Node(to, matched, raw, places, known)))
         return children
 
 

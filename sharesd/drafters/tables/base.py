@@ -86,7 +86,7 @@ def grow(
     parents: list[int] = []
     scores: list[float] = []
     states: list[State] = []
-    heap: list[tuple[float, int, int, int, State]] = []
+    heap: list[tuple[float, int, tuple[int, int, State]]] = []  # -score, number as found, node
     best = [0.0] * budget  # scores of the best nodes found so far, in the tree or not: a heap, smallest first
     found, at, score, state = 0, -1, 1.0, root
     while len(tokens) < budget:
@@ -94,12 +94,12 @@ def grow(
             below_score = score * min(p, 1.0)
             if below_score > best[0]:
                 heapreplace(best, below_score)
-                heappush(heap, (-below_score, found, token, at, below))
+                heappush(heap, (-below_score, found, (token, at, below)))
                 found += 1
         if not heap:
             break
         at = len(tokens)
-        negative, _, token, parent, state = heappop(heap)
+        negative, _, (token, parent, state) = heappop(heap)
         score = -negative
         tokens.append(token)
         parents.append(parent)
