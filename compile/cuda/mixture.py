@@ -23,7 +23,7 @@ class RowMixture(nn.Module):
     """A mixture whose experts' weights lie one after the other; a row's bits depend on the row alone."""
 
     def __init__(self, mixture: Any) -> None:
-        """`mixture`: as `sharesd.models.decoder.ExpertMLP`, without a gate of a shared expert; its router is kept."""
+        """`mixture`: as `sharesd.models.mixture.ExpertMLP`, without a gate of a shared expert; its router is kept."""
         super().__init__()
         assert mixture.router.out_features == len(mixture.experts)
         self.router, self.wide_router, self.switch = mixture.router, mixture.wide_router, mixture.switch

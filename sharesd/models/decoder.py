@@ -5,9 +5,8 @@ Q, K, V and gate, up are merged into one linear each: fewer and larger matrix pr
 has one. So `quant.switch_linear` can put linears in their place that hold both weights, of which a `Switch` selects
 one.
 
-Legend: B rows of the batch, T new tokens, M = B * T, E experts, k of a token, R tokens whose logits are kept (all T by
-default), D hidden size, H query heads, K key/value heads, S slots, d head size, P positions, r rotated half, V
-vocabulary.
+Legend: B rows of the batch, T new tokens, R tokens whose logits are kept (all T by default), D hidden size, H query
+heads, K key/value heads, S slots, d head size, P positions, r rotated half, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,63 +16,21 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compile.attention import TreeAttentionMask, attend, supports_flash
 from compile.block_ranges import BlockRange, BlockRanges, limit_ranges
-from compile.delta_rule import DeltaState, gated_delta
+from compile.delta_rule import DeltaState
 from compile.fused_linear import project
-from compile.short_conv import short_conv
 from multigpu.pipeline_parallel import PipelinePlan
 from multigpu.tensor_parallel import UNSHARDED, Shard
-from quant.switch_linear import Switch
 from sharesd.devices.transfer import copy_to_device
-from sharesd.kvcache.recurrent import RecurrentSizes
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models import rope
 from sharesd.models.decoder_config import DecoderConfig, LayerType
-
-
-def recurrent_sizes(config: DecoderConfig) -> RecurrentSizes | None:
-    """Return what layers without attention keep of a text; None: all have attention."""
-    width = max(config.conv_widths)
-    if not width:
-        return None
-    return RecurrentSizes(width, config.hidden_size if config.delta is None else config.delta.inputs, config.delta)
-
-
-def empty_linear(inputs: int, outputs: int, *, bias: bool, dtype: torch.dtype, device: torch.device | str) -> nn.Linear:
-    """Return a linear with uninitialised weights.
-
-    torch's skip_init would import sympy and Dynamo for a second.
-    """
-    linear = nn.Linear.__new__(nn.Linear)  # its __init__ draws values, which would take most of a mixture's start
-    nn.Module.__init__(linear)
-    linear.in_features, linear.out_features = inputs, outputs
-    linear.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=dtype, device=device))
-    added = nn.Parameter(torch.empty(outputs, dtype=dtype, device=device)) if bias else None
-    linear.register_parameter("bias", added)
-    return linear
-
-
-class RMSNorm(nn.Module):
-    """RMSNorm: x / rms(x) * weight (Zhang & Sennrich 2019).
-
-    Computed in float32 at least. With `gemma`, the weight is kept in float32 (one added at load) and multiplies before
-    the cast.
-    """
-
-    def __init__(self, size: int, eps: float, gemma: bool, *, dtype: torch.dtype, device: torch.device | str) -> None:
-        super().__init__()
-        wide = torch.promote_types(dtype, torch.float32)
-        self.weight = nn.Parameter(torch.empty(size, dtype=wide if gemma else dtype, device=device))
-        self.eps, self.gemma = eps, gemma
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x if x.dtype == torch.float64 else x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return (wide * self.weight).to(x.dtype) if self.gemma else self.weight * wide.to(x.dtype)
+from sharesd.models.layers import MLP, RMSNorm, empty_linear
+from sharesd.models.mixture import ExpertMLP, num_active_experts
+from sharesd.models.recurrent_layers import GatedDeltaNet, ShortConv, recurrent_sizes
 
 
 class Sinks(nn.Module):
@@ -150,220 +107,6 @@ class Attention(nn.Module):
         return project(self.o, out_BTHd.flatten(2), residual=residual)
 
 
-class ConvKernel(nn.Module):
-    """Weights [D, L] of a depthwise convolution over L inputs, the newest last, and perhaps a bias [D]."""
-
-    bias: Tensor | None
-
-    def __init__(
-        self, channels: int, width: int, *, bias: bool, dtype: torch.dtype, device: torch.device | str
-    ) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, width, dtype=dtype, device=device))
-        added = nn.Parameter(torch.empty(channels, dtype=dtype, device=device)) if bias else None
-        self.register_parameter("bias", added)
-
-
-class ShortConv(nn.Module):
-    """out_proj(c * conv(b * x)) with b, c, x = in_proj(x), over the last inputs b * x (LFM2, Liquid AI 2025)."""
-
-    def __init__(self, config: DecoderConfig, width: int, **place: Any) -> None:
-        super().__init__()
-        D, bias = config.hidden_size, config.conv_bias
-        self.in_proj = empty_linear(D, 3 * D, bias=bias, **place)
-        self.kernel = ConvKernel(D, width, bias=bias, **place)
-        self.out_proj = empty_linear(D, D, bias=bias, **place)
-
-    def forward(
-        self,
-        x_BTD: Tensor,
-        ring_BRD: Tensor,
-        lengths_B: Tensor,
-        *tree_mask: Tensor,
-        norm: nn.Module | None = None,
-        residual: Tensor | None = None,
-    ) -> Tensor:
-        """Return residual + convolution over norm(x); writes the inputs of these tokens to the ring."""
-        b_BTD, c_BTD, x_BTD = project(self.in_proj, x_BTD, norm=norm).chunk(3, -1)
-        mask = TreeAttentionMask(*tree_mask) if tree_mask else None
-        weight_DL, bias_D = self.kernel.weight, self.kernel.bias
-        y_BTD = short_conv(b_BTD * x_BTD, ring_BRD, lengths_B, weight_DL, bias_D, mask)
-        return project(self.out_proj, c_BTD * y_BTD, residual=residual)
-
-
-class DeltaRates(nn.Module):
-    """Weights [value heads] that decays of a gated delta rule are made of, in float32 at least."""
-
-    def __init__(self, num_heads: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
-        super().__init__()
-        wide = torch.promote_types(dtype, torch.float32)
-        self.A_log = nn.Parameter(torch.empty(num_heads, dtype=wide, device=device))
-        self.dt_bias = nn.Parameter(torch.empty(num_heads, dtype=wide, device=device))
-
-    def decay(self) -> Tensor:
-        """Return what softplus(step + dt_bias) is multiplied by: the logarithm of the decay."""
-        return -self.A_log.exp()
-
-
-class GatedDeltaNet(nn.Module):
-    """out_proj(norm(delta rule over convolved q, k, v) * silu(z)) (Yang et al. 2024; Qwen3-Next, Qwen3.5).
-
-    `in_proj` gives q, k, v, then gates z, rates b and steps a.
-    """
-
-    def __init__(self, config: DecoderConfig, width: int, **place: Any) -> None:
-        super().__init__()
-        assert config.delta is not None
-        self.sizes = sizes = config.delta
-        self.in_proj = empty_linear(config.hidden_size, sizes.inputs + sizes.outputs, bias=False, **place)
-        self.kernel = ConvKernel(sizes.channels, width, bias=False, **place)
-        self.rates = DeltaRates(sizes.value_heads, **place)
-        self.norm = RMSNorm(sizes.value_size, config.rms_norm_eps, False, **place)
-        self.out_proj = empty_linear(sizes.outputs, config.hidden_size, bias=False, **place)
-
-    def forward(
-        self,
-        x_BTD: Tensor,
-        ring_BRI: Tensor,
-        state: DeltaState,
-        lengths_B: Tensor,
-        *tree_mask: Tensor,
-        norm: nn.Module | None = None,
-        residual: Tensor | None = None,
-    ) -> Tensor:
-        """Return residual + delta rule over norm(x); writes the inputs of these tokens to the ring."""
-        s = self.sizes
-        parts = project(self.in_proj, x_BTD, norm=norm).split((s.channels, s.outputs, 2 * s.value_heads), -1)
-        out_BTNv = gated_delta(
-            torch.cat([parts[0], parts[2]], -1),
-            ring_BRI,
-            state,
-            lengths_B,
-            self.kernel.weight,
-            self.rates.decay(),
-            self.rates.dt_bias,
-            s,
-            TreeAttentionMask(*tree_mask) if tree_mask else None,
-        )
-        out_BTNv = self.norm(out_BTNv.to(x_BTD.dtype)).to(out_BTNv.dtype)
-        gated = (out_BTNv.flatten(2) * F.silu(parts[1].to(out_BTNv.dtype))).to(x_BTD.dtype)
-        return project(self.out_proj, gated, residual=residual)
-
-
-class MLP(nn.Module):
-    """down(act(gate(x)) * up(x)) (Shazeer 2020)."""
-
-    def __init__(
-        self, config: DecoderConfig, part: Shard = UNSHARDED, *, intermediate_size: int = 0, **place: Any
-    ) -> None:
-        """`intermediate_size`: instead of the config's."""
-        super().__init__()
-        size = intermediate_size or config.intermediate_size
-        self.gate_up = empty_linear(config.hidden_size, 2 * part.of(size), bias=config.mlp_bias, **place)
-        self.down = empty_linear(*part.of_second(size, config.hidden_size), bias=config.mlp_bias, **place)
-        self.hidden_act = config.hidden_act
-
-    def forward(self, x: Tensor, norm: nn.Module | None = None, residual: Tensor | None = None) -> Tensor:
-        """Return residual + MLP of norm(x)."""
-        return project(self.down, project(self.gate_up, x, norm=norm, gated=self.hidden_act), residual=residual)
-
-
-class RouterBias(nn.Module):
-    """Numbers [experts] that are added to a router's probabilities before it chooses, in float32 at least."""
-
-    def __init__(self, num_experts: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
-        super().__init__()
-        wide = torch.promote_types(dtype, torch.float32)
-        self.e_score_correction_bias = nn.Parameter(torch.empty(num_experts, dtype=wide, device=device))
-
-
-class ExpertMLP(nn.Module):
-    """Sum of the MLPs of the k experts whose router gives a token the highest probabilities (Shazeer et al. 2017).
-
-    With a bias of the router, that choice is by probability plus bias (DeepSeek-AI 2024). A row's result depends on
-    nothing but the row: ties go to the lowest expert, and the chosen experts are added in the order of their numbers,
-    a shared one last.
-
-    Drafts may choose fewer: `draft_experts`, where `switch` is set.
-    """
-
-    def __init__(self, config: DecoderConfig, **place: Any) -> None:
-        super().__init__()
-        assert config.experts is not None
-        found = config.experts
-        self.num_experts_per_tok, self.norm_topk_prob = found.num_experts_per_tok, found.norm_topk_prob
-        self.draft_experts, self.switch = found.num_experts_per_tok, Switch()
-        self.scaling_factor, self.sum_eps = found.scaling_factor, found.sum_eps
-        self.hidden_act = config.hidden_act
-        self.num_experts, scores = found.num_experts, found.num_experts + found.gates_shared_expert
-        self.wide_router = found.wide_router
-        of_router = (
-            place | {"dtype": torch.promote_types(place["dtype"], torch.float32)} if found.wide_router else place
-        )
-        self.router = empty_linear(config.hidden_size, scores, bias=found.router_bias, **of_router)
-        self.experts = nn.ModuleList(
-            MLP(config, intermediate_size=found.intermediate_size, **place) for _ in range(found.num_experts)
-        )
-        self.router_bias = RouterBias(found.num_experts, **place) if found.has_bias else None
-        shared = MLP(config, intermediate_size=found.intermediate_size, **place) if found.has_shared_expert else None
-        self.shared_expert = shared
-
-    def allocate_together(self, device: torch.device) -> None:
-        """Put all experts' weights, uninitialised, one after the other: kernels of GPUs read them as one tensor."""
-        for name in ("gate_up", "down"):
-            linears = [expert.get_submodule(name) for expert in self.experts]
-            first = linears[0].get_parameter("weight")
-            together_EWK = torch.empty(len(linears), *first.shape, dtype=first.dtype, device=device)
-            for linear, weight_WK in zip(linears, together_EWK, strict=True):
-                linear.weight = nn.Parameter(weight_WK, requires_grad=False)
-
-    def choose(self, x_MD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the numbers [M, k] of each token's experts, and factors in the dtype of the router.
-
-        Factors are theirs [M, k], then that of the shared expert [M, 1]; without gates [M, 0].
-        """
-        wide = torch.promote_types(x_MD.dtype, torch.float32)
-        scores = self.router(x_MD.to(wide) if self.wide_router else x_MD)
-        scores_ME, gates_Mg = scores.tensor_split([self.num_experts], 1)
-        if self.router_bias is None:
-            probs_ME = by_ME = F.softmax(scores_ME, dim=-1, dtype=wide)
-        else:
-            probs_ME = scores_ME.to(wide).sigmoid()
-            by_ME = probs_ME + self.router_bias.e_score_correction_bias
-        k = self.draft_experts if self.switch.quantized else self.num_experts_per_tok
-        experts_Mk = by_ME.sort(dim=-1, descending=True, stable=True).indices[:, :k]
-        factors_Mk = probs_ME.gather(1, experts_Mk)
-        if self.norm_topk_prob:
-            factors_Mk = factors_Mk / (factors_Mk.sum(-1, keepdim=True) + self.sum_eps)
-        factors_Mk, gates_Mg = factors_Mk * self.scaling_factor, gates_Mg.to(wide).sigmoid()
-        return experts_Mk, factors_Mk.to(scores.dtype), gates_Mg.to(scores.dtype)
-
-    def forward(self, x: Tensor, norm: nn.Module | None = None, residual: Tensor | None = None) -> Tensor:
-        """Return residual + the chosen experts' MLPs of norm(x), times their factors."""
-        x_MD = (x if norm is None else norm(x)).flatten(0, -2)
-        experts_Mk, factors_Mk, gates_Mg = self.choose(x_MD)
-        sums_MD = torch.zeros_like(x_MD, dtype=torch.promote_types(x_MD.dtype, torch.float32))
-        for number in experts_Mk.unique().tolist():  # in ascending order
-            rows, places = (experts_Mk == number).nonzero(as_tuple=True)
-            out_ND = self._run(self.experts[number], x_MD, rows)
-            sums_MD[rows] += out_ND.to(sums_MD.dtype) * factors_Mk[rows, places, None].to(sums_MD.dtype)
-        if self.shared_expert is not None:
-            out_MD = self.shared_expert(x_MD).to(sums_MD.dtype)
-            sums_MD += out_MD * gates_Mg.to(sums_MD.dtype) if gates_Mg.shape[1] else out_MD
-        out = sums_MD.to(x.dtype).view(x.shape)
-        return out if residual is None else residual + out
-
-    @staticmethod
-    def _run(expert: nn.Module, x_MD: Tensor, rows: Tensor) -> Tensor:
-        """Return the expert's MLP [N, D] of N token rows.
-
-        With torch's linears, whose sums depend on the number of token rows, it runs for all of them.
-        """
-        if isinstance(getattr(expert.gate_up, "full", expert.gate_up), nn.Linear):
-            return expert(x_MD)[rows]
-        return expert(x_MD[rows])
-
-
 class Block(nn.Module):
     """Attention, or what stands in its place, and MLP: a function of tensors, which writes only to the cache's.
 
@@ -426,11 +169,6 @@ class Block(nn.Module):
 def call_block(block: nn.Module, *tensors: Tensor | DeltaState, recent: int) -> Tensor:
     """Run a block eagerly: the default of `Decoder.run_block`."""
     return block(*tensors, recent=recent)
-
-
-def _num_active_experts(num_experts: int, per_token: int, rows: float) -> float:
-    """Return how many experts some rows activate on average, and a little for each row."""
-    return num_experts * (1 - (1 - per_token / num_experts) ** rows) + 0.1 * rows
 
 
 class Decoder(nn.Module):
@@ -514,7 +252,7 @@ class Decoder(nn.Module):
     def growth(self) -> Callable[[float], float]:
         """What the time of a step is proportional to, by the number of its rows: rows, or experts that they choose."""
         experts = self.config.experts
-        return partial(_num_active_experts, experts.num_experts, experts.num_experts_per_tok) if experts else float
+        return partial(num_active_experts, experts.num_experts, experts.num_experts_per_tok) if experts else float
 
     def new_cache(self, batch: int, slots: int, taps: Sequence[int] = ()) -> StaticKVCache:
         """See `sharesd.models.base.CausalModel.new_cache`."""

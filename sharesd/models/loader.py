@@ -24,10 +24,11 @@ from sharesd.models import checkpoint, lora
 from sharesd.models.architectures import config_from_hf, model_types
 from sharesd.models.base import CausalModel
 from sharesd.models.checkpoint import Progress, silent
-from sharesd.models.decoder import Block, Decoder, ExpertMLP
+from sharesd.models.decoder import Block, Decoder
 from sharesd.models.decoder_config import DecoderConfig, UnsupportedArchitecture
 from sharesd.models.hf_config import check_sizes
 from sharesd.models.hub import resolve
+from sharesd.models.mixture import ExpertMLP
 from sharesd.models.weight_mapping import (
     EMBEDDING,
     HEAD,

@@ -22,7 +22,8 @@ from quant.quantized_weight import QuantizedWeight
 from quant.solved_linears import QuantTask
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.checkpoint import Progress, silent
-from sharesd.models.decoder import Decoder, recurrent_sizes
+from sharesd.models.decoder import Decoder
+from sharesd.models.recurrent_layers import recurrent_sizes
 from sharesd.weights.kept_calibration import CalibrationText, KeptCalibration
 from sharesd.weights.quantize import solve_on_cpu
 from sharesd.weights.sizes import quantizer_for

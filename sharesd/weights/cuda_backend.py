@@ -26,7 +26,7 @@ from quant.formats import QuantFormat
 from quant.formats.hqq.gemlite import GEMLITE_BITS, GemliteLinear
 from quant.quantized_weight import QuantizedWeight
 from quant.solved_linears import PackFn
-from sharesd.models.decoder import empty_linear
+from sharesd.models.layers import empty_linear
 from sharesd.weights.packing import by_kind, centred
 from sharesd_files import JsonCache
 

@@ -22,10 +22,11 @@ from sharesd.drafters import registry, selection
 from sharesd.drafters.registry import Need
 from sharesd.kvcache.recurrent import COPY_BYTES, most_copies
 from sharesd.models.checkpoint import identity, is_stored, weight_files
-from sharesd.models.decoder import Decoder, recurrent_sizes
+from sharesd.models.decoder import Decoder
 from sharesd.models.hub import resolve
 from sharesd.models.loader import embedding_dtype
 from sharesd.models.prefill import CHUNK, LONG_CHUNK
+from sharesd.models.recurrent_layers import recurrent_sizes
 from sharesd.weights.backend import WeightBackend
 from sharesd.weights.head_in_pieces import rows_of_piece
 from sharesd.weights.offload_rates import StepTimer, load_acceptance

@@ -18,9 +18,10 @@ from quant.quantize_model import LinearQuantizer
 from quant.solved_linears import QuantTask, SolverConfig
 from sharesd.config import EngineConfig
 from sharesd.models import checkpoint
-from sharesd.models.decoder import Decoder, recurrent_sizes
+from sharesd.models.decoder import Decoder
 from sharesd.models.loader import decoder_config
 from sharesd.models.prefill import slots_for
+from sharesd.models.recurrent_layers import recurrent_sizes
 from sharesd.models.weight_mapping import EMBEDDING, HEAD, LAYERS, module_names, tensor_shapes
 from sharesd.speculation.draft_tree import async_tree_slots
 from sharesd.weights.packing import pack_for_cpu

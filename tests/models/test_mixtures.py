@@ -28,12 +28,13 @@ from sharesd.config import EngineConfig, PipelineConfig
 from sharesd.models import loader
 from sharesd.models.architectures import config_from_hf
 from sharesd.models.checkpoint import is_stored, read_config, silent
-from sharesd.models.decoder import Decoder, ExpertMLP
+from sharesd.models.decoder import Decoder
 from sharesd.models.gguf.config import config_of
 from sharesd.models.gguf.reader import GGUFFile, read_gguf
 from sharesd.models.gguf.weights import names_of
 from sharesd.models.loader import decoder_config, load_decoder, native_config, stored_tensors
 from sharesd.models.lora import folder_with_adapter
+from sharesd.models.mixture import ExpertMLP
 from sharesd.models.quantized.target import folder_to_quantize
 from sharesd.startup import auto_mode
 from sharesd.startup import resolve as resolve_module

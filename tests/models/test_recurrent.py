@@ -33,12 +33,13 @@ from sharesd.kvcache.static import StaticKVCache
 from sharesd.models import prefill
 from sharesd.models.architectures import config_from_hf
 from sharesd.models.base import CausalModel
-from sharesd.models.decoder import ConvKernel, Decoder, GatedDeltaNet
+from sharesd.models.decoder import Decoder
 from sharesd.models.gguf.config import config_of
 from sharesd.models.gguf.convert import converted_folder
 from sharesd.models.gguf.reader import GGUFFile, read_gguf
 from sharesd.models.gguf.weights import names_of
 from sharesd.models.loader import decoder_config, load_decoder, native_config
+from sharesd.models.recurrent_layers import ConvKernel, GatedDeltaNet
 from sharesd.startup.resolve import resolve_config
 from sharesd.weights import memory_estimate, offload_planner
 from sharesd.weights.backend import CpuBackend

@@ -22,7 +22,8 @@ from sharesd.drafters.heads.checkpoint import new_head
 from sharesd.drafters.heads.config import ARCHITECTURES, LAYER_IDS, HeadConfig, Kind
 from sharesd.drafters.heads.head import FeatureHead, Head
 from sharesd.drafters.parallel.head import Parallel
-from sharesd.models.decoder import MLP, Block, Decoder
+from sharesd.models.decoder import Block, Decoder
+from sharesd.models.layers import MLP
 from train.heads.teacher import Lesson
 
 

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from sharesd.drafters.heads.config import LAYER_IDS, SWITCHES, HeadConfig, taps_of
 from sharesd.drafters.heads.head import FeatureHead
-from sharesd.models.decoder import Block, Decoder, RMSNorm, empty_linear
+from sharesd.models.decoder import Block, Decoder
 from sharesd.models.decoder_config import DecoderConfig
+from sharesd.models.layers import RMSNorm, empty_linear
 
 
 class Eagle(FeatureHead):

@@ -22,8 +22,9 @@ from compile.rotary import rotate
 from sharesd.drafters.heads.config import HeadConfig
 from sharesd.drafters.heads.head import Head, each
 from sharesd.kvcache.static import StaticKVCache
-from sharesd.models.decoder import MLP, Attention, Decoder, RMSNorm, empty_linear
+from sharesd.models.decoder import Attention, Decoder
 from sharesd.models.decoder_config import DecoderConfig
+from sharesd.models.layers import MLP, RMSNorm, empty_linear
 
 GLIDE, GLIDE_LAYERS = "glide_config", "target_layer_ids"
 """Entry of config.json about the target, and its list of layers."""

@@ -24,8 +24,9 @@ from sharesd.drafters.heads.config import HeadConfig
 from sharesd.drafters.heads.unrolled_attention import attend_chains_of_texts
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models import rope
-from sharesd.models.decoder import MLP, Attention, Decoder, RMSNorm, empty_linear
+from sharesd.models.decoder import Attention, Decoder
 from sharesd.models.decoder_config import DecoderConfig
+from sharesd.models.layers import MLP, RMSNorm, empty_linear
 
 if TYPE_CHECKING:
     from compile.inductor import CompiledMethods

@@ -24,7 +24,8 @@ from multigpu.pipeline_parallel import PipelinePlan
 from sharesd.drafters.heads.config import HeadConfig
 from sharesd.drafters.heads.head import FeatureHead, Head
 from sharesd.kvcache.static import StaticKVCache
-from sharesd.models.decoder import Block, Decoder, RMSNorm, call_block, empty_linear
+from sharesd.models.decoder import Block, Decoder, call_block
+from sharesd.models.layers import RMSNorm, empty_linear
 from sharesd.models.loader import MakeLinear
 from sharesd.models.mtp import mtp_config
 from sharesd_files import JsonCache

@@ -26,7 +26,8 @@ from compile.attention import TreeAttentionMask, attend, attend_reference, posit
 from compile.kv_compact import kv_compactor
 from compile.kv_layout import new_kv, pack_q8, unpack_q8
 from compile.rotary import rotate
-from sharesd.models.decoder import Attention, RMSNorm
+from sharesd.models.decoder import Attention
+from sharesd.models.layers import RMSNorm
 from tests.compile.cpu.test_kernels import Case
 from tests.helpers.oracle import tiny_decoder
 

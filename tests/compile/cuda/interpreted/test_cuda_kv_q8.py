@@ -15,7 +15,7 @@ from torch import Tensor
 from compile.attention import TreeAttentionMask, attend_reference
 from compile.kv_append import append_kv
 from compile.kv_layout import GROUP, MIN_SIZE, SLOT_MULTIPLE, q8_views, unpack_q8
-from sharesd.models.decoder import RMSNorm
+from sharesd.models.layers import RMSNorm
 from tests.compile.cpu.test_kv_q8 import in_numbers, rounded, spread
 from tests.compile.cuda.test_cuda_attention import OPTIONS, PATHS, TREE, Step, branches_of, live, random_step, tables
 

@@ -25,7 +25,8 @@ from compile.cuda.lowbit import QuantizedRowLinear
 from compile.fused_linear import compose
 from compile.linear import NotFinite, pack_linears
 from sharesd.models.architectures import config_from_hf
-from sharesd.models.decoder import Decoder, RMSNorm
+from sharesd.models.decoder import Decoder
+from sharesd.models.layers import RMSNorm
 from tests.helpers.block_parts import random_part, reordered, values
 
 EPSILON = {torch.float32: 4e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}

@@ -15,8 +15,9 @@ pytest.importorskip("triton", reason="Triton is not installed here")
 from compile.cuda.linear import replace_with_row_linears
 from compile.cuda.mixture import RowMixture, replace_with_row_mixtures, stack_weights
 from sharesd import LLM, SamplingParams
-from sharesd.models.decoder import Decoder, ExpertMLP
+from sharesd.models.decoder import Decoder
 from sharesd.models.loader import decoder_config, load_decoder
+from sharesd.models.mixture import ExpertMLP
 from sharesd.weights.backend import CpuBackend
 from tests.helpers.tiny_heads import make_head
 from tests.helpers.tiny_models import make_mixture
