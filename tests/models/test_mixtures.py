@@ -1,6 +1,7 @@
 """Mixtures of experts: layouts of a folder, rows by themselves, texts of all modes, and what is refused.
 
-Their logits are compared with those of transformers in `test_models.py`.
+Their logits are compared with those of transformers in `test_models.py`; here those of gpt-oss in the layout of its
+release alone, experts in MXFP4 with gate and up in turns.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ from typing import Any
 import gguf
 import pytest
 import torch
+import transformers as hf
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Glm4MoeConfig
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 
 from compile.block_linear import BlockLinear, BlockPart
@@ -48,9 +52,10 @@ from tests.helpers.gguf_files import write_gguf
 from tests.helpers.oracle import tiny_mixture
 from tests.helpers.same_texts import require_same_texts
 from tests.helpers.tiny_heads import make_head
-from tests.helpers.tiny_models import make_mixture
+from tests.helpers.tiny_models import make_checkpoint, make_mixture
 from tests.models.folders import edit_config, edit_tensors, leave_out
 from tests.models.test_lora import adapter_of
+from tests.models.test_models import OSS, OSS_YARN, SMALL, save_random, text
 from train.heads.draft_decoder import initial_draft
 from train.heads.init_weights import initial_head
 
@@ -328,32 +333,14 @@ def _add_expert(tensors: dict[str, Tensor]) -> None:
     tensors[EXPERT.replace(".2.", ".5.")] = tensors[EXPERT].clone()
 
 
+def _cut(num: int, *names: str) -> Callable[[dict[str, Tensor]], object]:
+    """Leave the first experts."""
+    return lambda tensors: tensors.update({name: tensors[name][:num].clone() for name in names})
+
+
 def _merge_fewer(tensors: dict[str, Tensor]) -> None:
     merge_experts(tensors)
-    name = "model.layers.1.mlp.experts.down_proj"
-    tensors[name] = tensors[name][:4].clone()
-
-
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
-        (leave_out(ROUTER), f"missing {ROUTER}"),
-        (leave_out(EXPERT), f"missing {EXPERT}"),
-        (_add_expert, "unexpected model.layers.1.mlp.experts.5.up_proj.weight"),
-        (
-            _merge_fewer,
-            r"model: model.layers.1.mlp.experts.down_proj has shape \[4, 64, 64\] where .* asks for \[5, 64, 64\]",
-        ),
-        (lambda tensors: tensors.update({ROUTER: tensors[ROUTER][:4].clone()}), r"gate.weight has shape \[4, 64\]"),
-        (lambda tensors: tensors[EXPERT].fill_(float("nan")), f"{EXPERT} has NaN or infinite values"),
-    ],
-)
-def test_tensors_that_do_not_fit_are_named(
-    edit: Callable[[dict[str, Tensor]], Any], message: str, tmp_path: Path
-) -> None:
-    folder = edit_tensors(make_mixture(tmp_path / "model"), edit)
-    with pytest.raises(ValueError, match=message):
-        load_decoder(folder, dtype=torch.bfloat16)
+    _cut(4, "model.layers.1.mlp.experts.down_proj")(tensors)
 
 
 @pytest.mark.parametrize(
@@ -382,3 +369,99 @@ def test_no_head_or_draft_model_begins_as_blocks_with_experts() -> None:
         initial_head("eagle3", {}, tiny_mixture())
     with pytest.raises(ValueError, match="drafts for architecture 'qwen3_moe' are not supported"):
         initial_draft(Path(), tiny_mixture(), layers=1, hidden_size=None)
+
+
+MXFP4 = gguf.GGMLQuantizationType.MXFP4
+CONFIG = hf.GptOssConfig(**SMALL | {"vocab_size": 284, "intermediate_size": 64}, **OSS, rope_parameters=OSS_YARN)
+DOWN, GATE_UP = (f"model.layers.1.mlp.experts.{name}" for name in ("down_proj", "gate_up_proj"))
+BOTH = f"{GATE_UP}_blocks", f"{GATE_UP}_scales"
+
+
+def released(folder: Path) -> tuple[Path, hf.PreTrainedModel]:
+    """A folder with blocks and scales of experts, and transformers' model with the same values."""
+    make_checkpoint(folder)  # for its tokenizer
+    reference = save_random(CONFIG, folder)
+    tensors, dice = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(4)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        shape = experts, outputs, inputs // 32
+        blocks = torch.randint(0, 256, (*shape, 16), generator=dice, dtype=torch.uint8)
+        scales = torch.randint(121, 125, shape, generator=dice, dtype=torch.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        reference.get_parameter(name).data.copy_(convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    section = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    return edit_config(folder, quantization_config=section), reference
+
+
+def test_a_released_folder_runs_as_stored_with_the_logits_of_transformers(tmp_path: Path) -> None:
+    folder, reference = released(tmp_path / "model")
+    tree: dict[str, Any] = {"num_draft": 6, "tree": (2, 3, 6), "max_batch": 2, "device": "cpu", "max_context": 64}
+    llm = require_same_texts(str(folder), ("naive", "share", "suffix"), quant="stored,experts=2", **tree)
+    runtime: Any = llm._runtime
+    experts = runtime.target.blocks[1].mlp.experts
+    for number, expert in enumerate(experts):
+        assert isinstance(expert.gate_up, BlockLinear) and isinstance(expert.down, BlockLinear)
+        gate_up, down = (reference.get_parameter(name)[number].t() for name in (GATE_UP, DOWN))
+        assert torch.equal(expert.gate_up.unpacked(), torch.cat([gate_up[::2], gate_up[1::2]]))
+        assert torch.equal(expert.down.unpacked(), down)
+    with torch.inference_mode():
+        wanted = reference(text()).logits
+        llm = LLM(str(folder), mode="naive", device="cpu", dequantize=True, dtype="float32", max_context=64)
+        for target in (runtime.target, llm._runtime.target):  # type: ignore[union-attr]
+            found = target(text(), target.new_cache(2, 32))
+            assert (found - wanted).norm() < 1e-4 * wanted.norm()
+
+
+@pytest.mark.parametrize(
+    ("make", "edit", "message"),
+    [
+        (make_mixture, leave_out(ROUTER), f"missing {ROUTER}"),
+        (make_mixture, leave_out(EXPERT), f"missing {EXPERT}"),
+        (make_mixture, _add_expert, "unexpected model.layers.1.mlp.experts.5.up_proj.weight"),
+        (
+            make_mixture,
+            _merge_fewer,
+            r"model: .*.experts.down_proj has shape \[4, 64, 64\] where .* \[5, 64, 64\]",
+        ),
+        (make_mixture, _cut(4, ROUTER), r"gate.weight has shape \[4, 64\]"),
+        (make_mixture, lambda tensors: tensors[EXPERT].fill_(torch.nan), f"{EXPERT} has NaN or infinite values"),
+        (released, leave_out("model.layers.0.self_attn.sinks"), "missing model.layers.0.self_attn.sinks"),
+        (released, leave_out("model.layers.2.mlp.router.bias"), "missing model.layers.2.mlp.router.bias"),
+        (released, leave_out(f"{DOWN}_bias"), "missing model.layers.1.mlp.experts.0.down_proj.bias"),
+        (released, leave_out(f"{DOWN}_scales"), "down_proj.scales is missing"),
+        (released, _cut(5, f"{DOWN}_bias"), r"down_proj_bias has shape \[5, 64\] where config.json asks for \[7, 64\]"),
+        (released, _cut(6, *BOTH), r"gate_up_proj has shape \[6, 64, 128\] where .* asks for \[7, 64, 128\]"),
+        (released, lambda tensors: tensors[f"{GATE_UP}_scales"].fill_(255), "gate_up_proj.scales has NaN values"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(
+    make: Any, edit: Callable[[dict[str, Tensor]], Any], message: str, tmp_path: Path
+) -> None:
+    make(tmp_path / "model")
+    with pytest.raises(ValueError, match=message):
+        LLM(str(edit_tensors(tmp_path / "model", edit)), mode="naive", device="cpu", max_context=64)
+
+
+@pytest.mark.parametrize("fields", [{"swiglu_limit": 5.0}, {"swiglu_alpha": 1.0}, {"hidden_act": "gelu"}])
+def test_other_gates_are_refused(fields: dict[str, Any], tmp_path: Path) -> None:
+    save_random(CONFIG, tmp_path)
+    [(name, value)] = fields.items()
+    with pytest.raises(ValueError, match=f"architecture 'gpt_oss' with {name} {value!r} is not supported"):
+        load_decoder(edit_config(tmp_path, **fields), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("options", [{"dtype": "float32"}, {"target_quant": "mxfp4"}], ids=str)
+def test_experts_in_numbers_are_packed_and_quantized_row_by_row(options: dict[str, Any], tmp_path: Path) -> None:
+    """In the file they are transposed, gate and up in turns."""
+    make_checkpoint(tmp_path)
+    reference = save_random(CONFIG, tmp_path)
+    llm: Any = LLM(str(tmp_path), mode="naive", device="cpu", max_context=64, **options)
+    experts = llm._runtime.target.blocks[1].mlp.experts
+    for number, expert in enumerate(experts):
+        gate_up, down = (reference.get_parameter(name)[number].t() for name in (GATE_UP, DOWN))
+        for linear, weight in ((expert.gate_up, torch.cat([gate_up[::2], gate_up[1::2]])), (expert.down, down)):
+            wanted = weight.contiguous()
+            if "target_quant" in options:
+                wanted = torch.from_numpy(gguf.dequantize(gguf.quantize(wanted.numpy(), MXFP4), MXFP4))
+            assert torch.equal(linear.unpacked(), wanted)
