@@ -20,7 +20,7 @@ from quant.quantized_weight import QuantizedWeight
 from quant.switch_linear import QuantizedLinear, Switch
 from quant.weight_cache import content_key
 from sharesd.weights.quantize import solver_config
-from tests.helpers.quant_models import DTYPES, Conv1D, attach, layer_of, new_model, quantized_paths, relative_error
+from tests.helpers.quant_models import DTYPES, attach, layer_of, new_model, quantized_paths, relative_error
 
 
 @pytest.mark.parametrize(
@@ -81,19 +81,6 @@ def test_errors_leave_the_model_alone(spec: str, skips: tuple[str, ...], value: 
 def test_missing_head_is_an_error() -> None:
     with pytest.raises(ValueError, match="lm_head.*drop head=4"):
         quantize_linears(new_model(), parse_quant("hqq:4,head=4"), Switch(), head_name="lm_head", layer_of=layer_of)
-
-
-@pytest.mark.parametrize(("spec", "error"), [("hqq:8", 0.01), ("hqq:4", 0.1), ("bnb:8", 0.02), ("bnb:4", 0.11)])
-def test_conv1d_of_gpt2(spec: str, error: float) -> None:
-    torch.manual_seed(0)
-    model = nn.ModuleDict({"c_attn": Conv1D(64, 96)}).eval().requires_grad_(False)
-    switch, x = Switch(), torch.randn(2, 64)
-    want = model["c_attn"](x)
-    report = quantize_linears(model, parse_quant(spec), switch, head_name="head", layer_of=lambda path: 0)
-    assert report.num_linears == 1 and report.full_bytes == 4 * 64 * 96
-    assert torch.equal(model["c_attn"](x), want)
-    with switch.quantized_weights():
-        assert 0 < relative_error(model["c_attn"](x), want) < error
 
 
 def test_four_bits_take_at_most_35_percent_and_every_linear_is_counted() -> None:
