@@ -20,7 +20,7 @@ from compile.linear import NotFinite
 from compile.op_registry import runs_triton
 from compile.start_times import START
 from multigpu.tensor_parallel import UNSHARDED, Shard
-from sharesd.models import checkpoint, lora
+from sharesd.models import checkpoint
 from sharesd.models.architectures import config_from_hf, model_types
 from sharesd.models.base import CausalModel
 from sharesd.models.checkpoint import Progress, silent
@@ -136,9 +136,10 @@ def load_model(
             raise
         with START.phase("import transformers"):
             from sharesd.models.hf import load_hf
+            from sharesd.models.lora import refuse_adapter
 
         raw = checkpoint.read_config(folder)
-        lora.refuse_adapter(raw, folder)
+        refuse_adapter(raw, folder)
         log.info("%s; using the transformers fallback", reason)
         try:
             return load_hf(folder, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
@@ -184,7 +185,11 @@ def _source_tensors(folder: Path, *, outlines: bool = False) -> Iterator[tuple[s
         from sharesd.models.gguf.weights import stored_blocks  # whose package takes time to import
 
         return cast("Iterator[tuple[str, Tensor]]", stored_blocks(folder, outlines=outlines))
-    return lora.merged(folder, plain_tensors(folder))
+    if (folder / checkpoint.ADAPTER).is_dir():
+        from sharesd.models.lora import merged
+
+        return merged(folder, plain_tensors(folder))
+    return plain_tensors(folder)
 
 
 def plain_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:

@@ -67,14 +67,11 @@ def _is_number(value: Any) -> bool:
 
 
 def merged(folder: Path, stored: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a folder, its adapter merged.
+    """Yield the tensors of a folder with an adapter, merged.
 
     Merged tensors are in float32, so that they are rounded once.
     """
     adapter = folder / ADAPTER
-    if not adapter.is_dir():
-        yield from stored
-        return
     scale, pairs = read_scale(adapter), _pairs(adapter)
     for name, tensor in stored:
         pair = pairs.get(text_name(name))
