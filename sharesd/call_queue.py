@@ -1,6 +1,8 @@
 """Calls of several threads that share an engine.
 
-A waiting thread steps the engine for all; calls of other modes or acceptance rules wait in order of arrival.
+`LLM.generate` makes token ids of its prompts, a `Call` of these, and collects what `CallQueue.run` yields. There is no
+thread of the engine's own: a waiting thread steps it for all. Calls of other modes or acceptance rules wait in order of
+arrival.
 """
 
 from __future__ import annotations

@@ -89,7 +89,10 @@ class Engine:
             mode: LoadedMode(mode, target, cache, drafter, self.sampling, self.state, self._clock, options=options)
             for mode, drafter in drafters.items()
         }
-        """Drafter, rounds and policies of each mode."""
+        """Drafter of each mode, and for each kind of sampling its rounds and draft policy: a `DecodeVariant`.
+
+        Kinds differ in the steps after the logits, such as greedy, sampled or penalized: a captured round has one's.
+        """
         if options.buckets:
             for each in {cache for loaded in self.modes.values() for cache in loaded.caches}:
                 # Negative, so that kernels skip the row, even after a round in flight has added to it.
@@ -300,6 +303,7 @@ class Engine:
         """Read a piece of a prompt; return the first token if it was the prompt's last piece."""
         started, scheduler, prefill = time.perf_counter(), self._scheduler, self._scheduler.prefill
         request = prefill.request or self._admit()
+        # The target reads a piece as it reads a draft: KV goes to the slots from the row's length on. Then that moves.
         logits_1V = prefill.read(scheduler.drafter, others_wait=others_wait)
         chunks: list[TokenChunk] = []
         if logits_1V is not None:

@@ -82,7 +82,11 @@ class Attention(nn.Module):
         norm: nn.Module | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """Return residual + attention over norm(x)."""
+        """Return residual + attention over norm(x).
+
+        `attend` writes the new keys and values to slots lengths..lengths+T-1, and token t sees the slots up to its own,
+        or those of its path in a tree: what earlier drafts left above is never read.
+        """
         heads = project(self.qkv, x_BTD, norm=norm).unflatten(-1, (-1, self.head_dim))
         q_BTHd, gates_BTHd, k_BTKd, v_BTKd = heads.split(self.num_heads, dim=2)
         out_BTHd = attend(

@@ -404,6 +404,16 @@ def has_symbol(name: str) -> bool:
     return False
 
 
+def test_the_core_to_read_is_short() -> None:
+    page = (ROOT / "docs/explanation/architecture.md").read_text(encoding="utf-8")
+    number, listed = re.search(r"## Read these (\d+) files in this order\n(.*?)\n\n\[", page, re.S).groups()  # type: ignore[union-attr]
+    files = re.findall(r"^\| `(.+?\.py)` \|", listed, re.M)
+    num_lines = sum(len((ROOT / file).read_text(encoding="utf-8").splitlines()) for file in files)
+    said = int(re.search(r"about ([\d,]+) lines", listed)[1].replace(",", ""))  # type: ignore[index]
+    assert len(files) == int(number) <= 12
+    assert 0.95 < num_lines / said < 1.05, f"{num_lines} lines"
+
+
 def test_the_readme_is_short_and_the_index_lists_every_page() -> None:
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     assert len(lines) <= README_LINES and not [line for line in lines if len(line) > WIDTH]
