@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from compile import cpp_extension
-from quant.weight_cache import read_store, store_path, write_store
 from sharesd.cli import cache as cache_command
 from sharesd.cli.cache import PARTS, contents
 from sharesd.cli.main import main
@@ -177,26 +175,6 @@ def test_converted_files_are_read_only_where_size_or_time_changed(
     os.utime(folder / "tokenizer.json", ns=(0, 12345))
     assert converted_folder(source) == folder and read == ["tokenizer.json"]
     assert converted_folder(source) == folder and read == ["tokenizer.json"]  # its new time is known now
-
-
-def test_a_checkpoint_made_of_another_file_is_converted_again(converted: tuple[Path, Path], caplog: Any) -> None:
-    source, folder = converted
-    before = (folder / "model.safetensors").read_bytes()
-    flip(source, source.stat().st_size // 3)
-    assert converted_folder(source) == folder
-    assert "is damaged or outdated" in caplog.text and (folder / "model.safetensors").read_bytes() != before
-
-
-@damages
-def test_damaged_quantized_weights_are_not_read(damage: Callable[[Path], object], tmp_path: Path, caplog: Any) -> None:
-    tensors = {"a.q": torch.arange(64, dtype=torch.uint8), "a.scale": torch.rand(8)}
-    path = store_path(tmp_path, "key")
-    write_store(path, "key", tensors)
-    kept = read_store(path, "key")
-    assert kept is not None and all(torch.equal(kept[name], tensors[name]) for name in tensors) and not caplog.text
-    damage(path)
-    assert read_store(path, "key") is None
-    assert f"{path}" in caplog.text and "quantizing again" in caplog.text
 
 
 @pytest.fixture

