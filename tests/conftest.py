@@ -205,6 +205,16 @@ def close_after() -> Iterator[list[Any]]:
         runtime.close()
 
 
+@pytest.fixture
+def only_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans count the model alone: what Python takes is much more than a tiny one. A disk reads 1 MB a second."""
+    from sharesd.weights import memory_estimate, offload_planner
+
+    monkeypatch.setattr(memory_estimate, "own_memory", lambda: 0)
+    monkeypatch.setattr(memory_estimate, "RUNTIME_BYTES", 0)
+    monkeypatch.setattr(offload_planner, "_disk_rate", lambda *_: 1e6)
+
+
 @pytest.fixture(scope="module")
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A cache folder of this file's tests, which has the kernels: processes would build them again."""

@@ -34,7 +34,6 @@ from sharesd.models.gguf.reader import GGUFFile
 from sharesd.models.loader import decoder_config, load_decoder
 from sharesd.sampling_params import SamplingParams as Params
 from sharesd.startup.resolve import resolve_config
-from sharesd.weights import memory_estimate, offload_planner
 from tests.helpers.gguf_files import write_delta_gguf, write_gguf
 from tests.helpers.quantized_folders import FOLDERS, quantize_folder
 from tests.helpers.same_texts import require_same_texts
@@ -391,10 +390,7 @@ def test_quantized_folders_have_it_too(dequantize: bool, tmp_path: Path) -> None
     assert isinstance(head, MTP) and isinstance(head.fc, BlockLinear) != dequantize
 
 
-def test_the_layer_stays_in_memory_next_to_offloaded_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_estimate, "own_memory", lambda: 0)  # which is much more than such a model
-    monkeypatch.setattr(memory_estimate, "RUNTIME_BYTES", 0)
-    monkeypatch.setattr(offload_planner, "_disk_rate", lambda *_: 1e9)
+def test_the_layer_stays_in_memory_next_to_offloaded_blocks(tmp_path: Path, only_the_model: None) -> None:
     folder = make_model(tmp_path / "model", num_hidden_layers=4)
     options: dict[str, Any] = {"device": "cpu", "max_context": 64, "num_draft": 3, "dtype": "bfloat16", "max_batch": 1}
     config = EngineConfig(target=str(folder), mode="mtp", offload=OffloadConfig(host_memory=10**9), **options)

@@ -19,7 +19,6 @@ from sharesd.models.loader import load_decoder, load_model
 from sharesd.models.lora import folder_with_adapter
 from sharesd.runtime import Runtime
 from sharesd.startup.resolve import resolve_config
-from sharesd.weights import memory_estimate, offload_planner
 from tests.cases.inputs import config_of, llama, save, weights
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.in_mode import in_mode
@@ -102,11 +101,8 @@ def test_ranks_merge_their_rows(tmp_path: Path, one_thread: None) -> None:
 
 
 @pytest.mark.slow
-def test_offloaded_blocks_are_the_tuned_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offloaded_blocks_are_the_tuned_ones(tmp_path: Path, only_the_model: None) -> None:
     """A block file of the base alone is another."""
-    monkeypatch.setattr(memory_estimate, "own_memory", lambda: 0)
-    monkeypatch.setattr(memory_estimate, "RUNTIME_BYTES", 0)
-    monkeypatch.setattr(offload_planner, "_disk_rate", lambda *args: 1e6)
     base = make_checkpoint(tmp_path / "base", layers=LAYERS)
     config = EngineConfig(target=str(base), device="cpu", mode="share", max_context=64)
     tuned = replace(config, lora=str(adapter_of(base, tmp_path / "tuned")))

@@ -45,7 +45,7 @@ from sharesd.startup import resolve as resolve_module
 from sharesd.startup.auto_mode import choose_drafters
 from sharesd.startup.resolve import ResolvedConfig, folder_and_config, resolve_config, resolved_conflicts
 from sharesd.startup.stored_drafts import with_stored_drafts
-from sharesd.weights import memory_estimate, offload_planner
+from sharesd.weights import offload_planner
 from sharesd.weights.cuda_backend import CudaBackend
 from tests.helpers.compiled import compiled
 from tests.helpers.gguf_files import write_gguf
@@ -124,10 +124,7 @@ def test_all_modes_have_one_text(family: str, options: dict[str, Any], tmp_path:
     assert all(isinstance(linear, SwitchLinear) for each in mlp.experts for linear in (each.gate_up, each.down))
 
 
-def test_whole_blocks_are_offloaded_and_experts_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_estimate, "own_memory", lambda: 0)  # which is much more than such a model
-    monkeypatch.setattr(memory_estimate, "RUNTIME_BYTES", 0)
-    monkeypatch.setattr(offload_planner, "_disk_rate", lambda *_: 1e9)
+def test_whole_blocks_are_offloaded_and_experts_counted(tmp_path: Path, only_the_model: None) -> None:
     target, modes, options = str(make_mixture(tmp_path / "model", num_hidden_layers=4)), ("naive", "share"), {}
     options |= {"device": "cpu", "max_context": 128, "mode": "share", "dtype": "bfloat16"}
     config = EngineConfig(target=target, offload=OffloadConfig(host_memory=10**9), **options)

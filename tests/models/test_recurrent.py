@@ -41,7 +41,6 @@ from sharesd.models.gguf.weights import names_of
 from sharesd.models.loader import decoder_config, load_decoder, native_config
 from sharesd.models.recurrent_layers import ConvKernel, GatedDeltaNet
 from sharesd.startup.resolve import resolve_config
-from sharesd.weights import memory_estimate, offload_planner
 from sharesd.weights.backend import CpuBackend
 from sharesd.weights.memory_estimate import MemoryEstimate
 from sharesd.weights.sizes import kv_bytes
@@ -322,12 +321,9 @@ def test_a_restart_reads_texts_and_states_back(
 
 
 @pytest.mark.parametrize("kind", WORDS)
-def test_whole_blocks_are_offloaded(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_blocks_are_offloaded(kind: str, tmp_path: Path, only_the_model: None) -> None:
     """The same texts come from resident and offloaded blocks."""
     target, prompt = str(make_model(tmp_path / "model", kind, num_hidden_layers=6)), [5, 9, 14, 3] * 7
-    monkeypatch.setattr(memory_estimate, "own_memory", lambda: 0)  # which is much more than such a model
-    monkeypatch.setattr(memory_estimate, "RUNTIME_BYTES", 0)
-    monkeypatch.setattr(offload_planner, "_disk_rate", lambda *_: 1e9)
     modes, texts = ("naive", "share"), []
     options: dict[str, Any] = {"device": "cpu", "max_context": 128, "mode": "share", "dtype": "bfloat16"}
     wanted = OffloadConfig(host_memory=10**9, choose_bits=False)

@@ -21,7 +21,7 @@ from sharesd.engine.engine import Engine
 from sharesd.engine.trace_file import read_trace
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
-from sharesd.weights import memory_estimate, offload_planner
+from sharesd.weights import offload_planner
 from tests.helpers.in_mode import in_mode
 from tests.helpers.served_model import Served, served
 from tests.helpers.tiny_models import make_checkpoint
@@ -182,11 +182,8 @@ def test_rounds_details_and_metrics_are_those_of_the_answer(server: Served) -> N
     assert metrics[f"sharesd:num_requests_running{name}"] == 0
 
 
-def test_weights_may_travel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_cache: None) -> None:
+def test_weights_may_travel(tmp_path: Path, only_the_model: None, own_cache: None) -> None:
     """Answers that are decoded together, under a limit that leaves most blocks on the disk."""
-    monkeypatch.setattr(memory_estimate, "own_memory", lambda: 0)
-    monkeypatch.setattr(memory_estimate, "RUNTIME_BYTES", 0)
-    monkeypatch.setattr(offload_planner, "_disk_rate", lambda *args: 1e6)
     target = str(make_checkpoint(tmp_path / "model", layers=8))
     config = EngineConfig(target=target, mode="share", max_batch=4, max_context=256)
     roomy = OffloadConfig(host_memory=10**10, choose_bits=False)

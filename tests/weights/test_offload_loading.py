@@ -30,18 +30,12 @@ from tests.helpers.paths import ROOT
 from tests.helpers.quantized_folders import write_quantized
 from tests.helpers.tiny_models import make_checkpoint
 
+pytestmark = pytest.mark.usefixtures("only_the_model", "own_cache")
+
 
 @pytest.fixture(scope="module")
 def tiny(checkpoint: Callable[..., Path]) -> Path:
     return checkpoint(layers=LAYERS)
-
-
-@pytest.fixture(autouse=True)
-def only_the_model(monkeypatch: pytest.MonkeyPatch, own_cache: None) -> None:
-    """What Python takes is much more than such a model, and what a disk gives is no matter here."""
-    monkeypatch.setattr(memory_estimate, "own_memory", lambda: 0)
-    monkeypatch.setattr(memory_estimate, "RUNTIME_BYTES", 0)
-    monkeypatch.setattr(offload_planner, "_disk_rate", lambda *args: 1e6)
 
 
 def config_of(tiny: Path, limit: int | None = None, **options: Any) -> EngineConfig:
