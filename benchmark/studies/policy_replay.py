@@ -43,18 +43,18 @@ PLAIN = 8e-3
 STEPS = {
     "avx512": {1: 1.0, 2: 1.07, 3: 1.10, 5: 1.13, 9: 1.22},
     "avx2": {1: 1.0, 2: 1.15, 3: 1.25, 5: 1.45, 9: 1.9},
-    "dear": {1: 1.0, 2: 1.35, 3: 1.7, 5: 2.4, 9: 3.8},
+    "expensive": {1: 1.0, 2: 1.35, 3: 1.7, 5: 2.4, 9: 3.8},
     "gpu": {1: 1.0, 2: 1.02, 3: 1.03, 5: 1.05, 9: 1.08},
 }
-"""Machine -> a step by its tokens, with the demo model; on `dear`, drafts barely pay."""
+"""Machine -> a step by its tokens, with the demo model; on `expensive`, drafts barely pay."""
 DRAFTS = {
     ("avx512", "share"): (0.35, 0.04, 0.40, 0.0),
     ("avx2", "share"): (0.47, 0.03, 0.6, 0.0),
-    ("dear", "share"): (0.9, 0.0, 1.1, 0.0),
+    ("expensive", "share"): (0.9, 0.0, 1.1, 0.0),
     ("gpu", "share"): (0.45, 0.0, 0.6, 0.0),
     ("avx512", "eagle"): (0.065, 0.045, 0.07, 0.047),
     ("avx2", "eagle"): (0.09, 0.05, 0.11, 0.05),
-    ("dear", "eagle"): (0.3, 0.1, 0.4, 0.1),
+    ("expensive", "eagle"): (0.3, 0.1, 0.4, 0.1),
     ("gpu", "eagle"): (0.14, 0.02, 0.16, 0.02),
 }
 """Machine and drafter -> a draft step, what the first takes longer, and the same of tree levels."""
@@ -80,7 +80,9 @@ class Cell:
     start_error: float = 0.05
     """Spread (of the logarithm) of the costs that the policy starts with."""
     start_factor: float = 1.0
-    """Factor by which they make drafts and wide steps too dear."""
+    """Factor by which they make drafts and wide steps too expensive."""
+    confidence: float = 1.0
+    """Power of the probabilities that the drafter gives; below 1, it is overconfident."""
     noise: float = 0.03
     stalls: float = 0.02
 
@@ -94,7 +96,7 @@ GROUPS = {
         Cell("avx2", "eagle", True, 1),
     ],
     "tables": [*(Cell("avx2", None, True), Cell("avx2", None, True, 1), Cell("avx2", None, True, context=2000))],
-    "losing": [*(Cell("dear", "eagle"), Cell("dear", "share"), Cell("dear", "eagle", temperature=1))],
+    "losing": [*(Cell("expensive", "eagle"), Cell("expensive", "share"), Cell("expensive", "eagle", temperature=1))],
     "eight rows": [
         *(Cell("avx2", None, True, rows=8), Cell("avx2", "eagle", True, rows=8), Cell("avx512", "share", rows=8)),
     ],
@@ -103,6 +105,11 @@ GROUPS = {
         Cell("avx2", "eagle", noise=0.25, stalls=0.1),
         Cell("avx2", "eagle", True, start_factor=2.0),
     ],
+    "wrong starts": [
+        *(Cell("expensive", "eagle", start_factor=0.3), Cell("expensive", "share", start_factor=0.4)),
+        Cell("avx512", "share", start_factor=3.0),
+    ],
+    "overconfident": [Cell("avx2", "eagle", confidence=0.3), Cell("avx2", "eagle", True, confidence=0.3)],
 }
 _correct = cost_model._Place.correct
 
@@ -120,11 +127,10 @@ PARTS: dict[str, list[tuple[object, str, object]]] = {
     "without corrections: costs are those of the start": [(cost_model.LiveCosts, "record", lambda *_: None)],
     "without repeats: every time counts at once": [(cost_model._Place, "correct", _at_once)],
     "without trials": [(draft_policy, "EXPLORED", 0.0), (draft_policy, "PURSE", (0.0, 0.0))],
-    "without plain steps that are timed": [(draft_policy, "PLAIN_GAP", 10**9)],
+    "without plain steps that are timed": [(Policy, "_plain_is_due", lambda _: False)],
     "without calibrated confidence": [(draft_scorer.ProbabilityCalibration, "record", lambda *_: None)],
     "without rests of tables": [(query_gate.QueryGate, "pays", lambda *_: True)],
     "without corrected promises of tables": [(Policy, "_kept", lambda *_: 1.0)],
-    "without the share of the slowest row": [(Policy, "_share", property(lambda _: 1.0))],
 }
 """What is left out -> replaced attributes."""
 
@@ -150,8 +156,12 @@ def record(folder: Path) -> None:
 
 
 @cache
-def _records(folder: Path) -> Sequence[DraftRecords]:
-    return [DraftRecords.load(path) for path in sorted(folder.glob("*.npz"))]
+def _records(folder: Path, confidence: float) -> Sequence[DraftRecords]:
+    found = map(DraftRecords.load, sorted(folder.glob("*.npz")))
+    return [
+        replace(each, chain_probs_PN=each.chain_probs_PN**confidence, tree_probs_PC=each.tree_probs_PC**confidence)
+        for each in found
+    ]
 
 
 def costs_of(cell: Cell) -> Costs:
@@ -191,7 +201,7 @@ def play_cell(folder: Path, cell: Cell, seed: int) -> float:
     step: dict[int, float] = {}
     for width, seconds in costs.step.items():
         step[width] = max([disturbed(seconds), *step.values()])
-    wide = {width: s * (cell.start_factor if width > 1 else 1) for width, s in step.items()}
+    wide = {width: max(step[1], s * cell.start_factor) for width, s in step.items()} | {1: step[1]}
     draft, level = (cell.start_factor * disturbed(each) for each in (costs.draft, costs.level))
     start = replace(costs, step=wide, draft=draft, level=level)
     model, prior = None, 0.8
@@ -204,7 +214,7 @@ def play_cell(folder: Path, cell: Cell, seed: int) -> float:
     assert drafter is not None
     policy = Policy(drafter.shapes, costs=start, measured={cell.rows: start}, can_stop_early=stops, prior=prior)
     machine = Machine(costs=costs, query=0.025 * PLAIN * cell.table, noise=cell.noise, stalls=cell.stalls)
-    records = _records(folder / f"{cell.model or 'eagle'}-T{cell.temperature}-{cell.context}")
+    records = _records(folder / f"{cell.model or 'eagle'}-T{cell.temperature}-{cell.context}", cell.confidence)
     played = Played()
     for first in range(0, len(records) - cell.rows + 1, cell.rows):
         play(policy, drafter, records[first : first + cell.rows], machine, dice=dice, played=played)

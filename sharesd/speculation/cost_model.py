@@ -21,6 +21,8 @@ MACHINE_WALK, ENTRY_WALK = 0.02, 0.004
 """Relative change, in a round, of the machine's speed and of an entry in comparison with it."""
 NOISE, MIN_NOISE = 0.05, 0.02
 """Relative noise of a time: at first, and at least."""
+MOST = log(2)
+"""Most that an entry changes in a round, as a logarithm: the first steps of a width may take twice as long."""
 CONTEXT_GRID = 16
 """Slots by which the context grows before costs are computed again."""
 
@@ -151,16 +153,24 @@ class _Place:
     def correct(self, timed: int, parts: Parts, seconds: float, predicted: float) -> None:
         """Correct drift and entries by the error of a prediction, each by its part of the variance.
 
-        An error counts as far as the next one of what was `timed` repeats it: a stall does not last.
+        An error counts as far as the next one of what was `timed` repeats it: a stall does not last. Without
+        covariances, drift may take errors of entries. A plain step shows that: its error is then beyond doubt, and
+        entries are doubted as at the start.
         """
         error, variances = log(max(seconds, 1e-9) / (predicted * self.drift)), self.variances
-        last = self.errors.get(timed, error)
+        last, self.errors[timed] = self.errors.get(timed), error
+        if last is None:
+            return
         self.noise += 0.03 * (max(MIN_NOISE**2, min((error - last) ** 2 / 2, 9 * self.noise)) - self.noise)
         repeated = (error if abs(error) < abs(last) else last) if error * last > 0 else 0.0
         variance = self.noise + self.drift_variance
         for key, share in parts:
             variance += share * share * variances[key]
+        if not repeated and error**2 > 9 * variance:
+            return  # a stall, or the first time of another speed
         self.errors[timed] = error - repeated * (1 - self.noise / variance)  # what is left of it
+        if not parts and repeated**2 > 9 * variance:
+            self.variances = dict.fromkeys(variances, START_DOUBT**2) | {1: 0.0}
         gain = self.drift_variance / variance
         self.drift_variance *= 1 - gain
         self.drift *= exp(gain * repeated)
@@ -168,7 +178,7 @@ class _Place:
             gain = share * variances[key] / variance
             variances[key] *= 1 - share * gain
             if repeated and gain:
-                self.table.scale(key, exp(gain * repeated))
+                self.table.scale(key, exp(gain * max(-MOST, min(MOST, repeated))))
 
 
 class LiveCosts:

@@ -24,8 +24,8 @@ from sharesd.speculation.query_gate import QueryGate, TableWaits
 
 EXPLORED, PURSE = 0.005, (1.0, 4.0)
 """Part of the tokens that trials may cost; tokens that they may cost at first, and at most at once."""
-TRIAL_GAP, PLAIN_GAP = 8, 64
-"""Fewest rounds between two trials; rounds with drafts after which a plain step is timed."""
+TRIAL_GAP, PLAIN_GAP = 8, 256
+"""Fewest rounds between two trials; rounds after which two plain steps are timed, if not two came in a row."""
 FRESH, REST = 4, (4, 16)
 """Rounds after which expectations are computed again; fewest and most rounds of a rest."""
 NEW_TEXT = 60
@@ -106,8 +106,8 @@ class Policy:
         # Accepted tokens for each token that tables promise, alone and after a model's draft.
         self._kept_promises = {alone: RunningMeans(1.0, weight=2 * PRIOR) for alone in (True, False)}
         self._done = (0.0, 0.0)  # decayed tokens and predicted seconds of rounds
-        self._gained = (0.0, 0.0)  # decayed draft tokens accepted in rows, and by which rounds advanced
-        self._purse, self._last_trial, self._last_plain = PURSE[0], 0, -PLAIN_GAP
+        self._purse, self._last_trial = PURSE[0], 0
+        self._plain_run, self._last_plain = 0, 1 - PLAIN_GAP  # plain rounds in a row; round of the last two
         self._times_plain = False  # the coming round is a plain step, to time it
         self._given_up: float | None = None  # value of what the coming round is tried instead of
         self._rest: tuple[object, int] = None, 0  # until when plain steps are faster
@@ -137,12 +137,6 @@ class Policy:
         """Tokens per second that time is worth: those of the last rounds, and at least those of plain steps."""
         plain, (tokens, seconds) = self.live.step(1), self._done
         return max(1.0, (tokens + RATE_PRIOR) / (seconds / plain + RATE_PRIOR)) / plain
-
-    @property
-    def _share(self) -> float:
-        """Part of the rows' mean gain by which the row that is waited for advances; 1 for one row."""
-        accepted, advanced = self._gained
-        return (advanced + RATE_PRIOR) / (accepted + RATE_PRIOR)
 
     @property
     def plain_value(self) -> float:
@@ -203,29 +197,26 @@ class Policy:
         best = max(values, default=plain)
         self.model_value = max(plain, best)
         chosen = options[values.index(best)].shape if best > max(plain, to_beat) else NO_DRAFT
+        if chosen.nodes and to_beat == -inf and self._plain_is_due():
+            return self._no_draft("plain_step_is_timed")
         if may_explore and self._age - self._last_trial >= TRIAL_GAP:
             most = max(self.model_value, to_beat)
             losses = sorted((most - value, at) for at, value in enumerate(values) if options[at].shape != chosen)
             for loss, at in losses:
-                if loss <= self._purse and loss < self._spread(options[at]):
+                # With a full purse, whatever it can pay for: costs may be wrong beyond their doubt.
+                if loss <= self._purse and (self._purse == PURSE[1] or loss < self._spread(options[at])):
                     self._last_trial, self._given_up = self._age, most
                     return self._request(options[at].shape)
-            if chosen.nodes and to_beat == -inf and self._time_plain(best - plain):
-                return self._no_draft("plain_step_is_timed")
         if chosen.nodes:
             return self._request(chosen)
         if options and best <= plain:
             self._begin_rest(plain - best)
         return self._no_draft("plain_is_faster")
 
-    def _time_plain(self, loss: float) -> bool:
-        """Pay for a plain step, if none was timed for long: it tells a slow machine from dear drafts."""
-        if self._age - self._last_plain < PLAIN_GAP or loss > self._purse:
-            return False
-        self._purse -= max(0.0, loss)
-        self._last_trial = self._age
-        self._times_plain = True
-        return True
+    def _plain_is_due(self) -> bool:
+        """Return True if plain steps were not timed for long: only they tell a slow machine from expensive drafts."""
+        self._times_plain = self._num_rounds - self._last_plain >= PLAIN_GAP
+        return self._times_plain
 
     def _begin_rest(self, loss: float) -> None:
         """Choose no draft until the purse can pay for the loss of a trial, since little changes meanwhile."""
@@ -238,16 +229,16 @@ class Policy:
         return 1 + sum(self._kind(pinned).cumulative_acceptance(self._age)[: pinned.depth])  # all rounds count alike
 
     def _values(self, options: Sequence[_Option]) -> list[float]:
-        share, rate = self._share, self.rate
+        rate = self.rate
         catch_up_s = self.num_unread_tokens * self.live.table.read / CATCH_UP_ROUNDS
-        return [1 + share * option.gain - rate * (option.seconds + catch_up_s) for option in options]
+        return [1 + option.gain - rate * (option.seconds + catch_up_s) for option in options]
 
     def _spread(self, option: _Option) -> float:
         """Return the standard error of a draft's value: of its mean accepted tokens, and of its seconds."""
         num = self._kind(option.shape).num_drafts(self._age)
         doubt_s = self.live.doubt(option.shape, option.steps, 1 + option.nodes)
         doubt = min(sqrt(option.gain * (1 + option.gain) / (1 + num)), option.steps - option.gain)  # at most all
-        return self._share * doubt + self.rate * doubt_s
+        return doubt + self.rate * doubt_s
 
     def _allowed_shapes(self) -> list[DraftShape]:
         shapes = [shape for shape in self.shapes if shape.nodes]
@@ -274,7 +265,7 @@ class Policy:
     def _request(self, shape: DraftShape) -> DraftShape:
         """Prepare the scorer of a draft that may end early."""
         if self._can_stop_early:
-            self.scorer, self._worth = self._scorers[shape.is_tree], self.rate / self._share
+            self.scorer, self._worth = self._scorers[shape.is_tree], self.rate
             self._step_s = self.live.draft_line(shape.is_tree, shape.window)[0]
             self.scorer.begin(len(self.counted_rows))
         return shape
@@ -324,10 +315,8 @@ class Policy:
     @property
     def _most_table_gain(self) -> float:
         """Tokens that a query gains if all nodes are accepted, less those that the time of verifying them is worth."""
-        step, share, rate = self.live.step, self._share, self.rate
-        return max(
-            (share * num - rate * (step(1 + num) - step(1)) for num in range(1, 1 + self.max_nodes())), default=0.0
-        )
+        step, rate = self.live.step, self.rate
+        return max((num - rate * (step(1 + num) - step(1)) for num in range(1, 1 + self.max_nodes())), default=0.0)
 
     @property
     def tables_pause(self) -> bool:
@@ -381,10 +370,10 @@ class Policy:
         self._promised = list(accumulate(means[:longest], initial=0.0))
         if not self.live.is_measured:
             return longest, 1 + self._promised[-1]
-        ratio = self._share * self._kept(not drafted.nodes)
+        ratio = self._kept(not drafted.nodes)
         least = longest if self.pinned is not None else 0
         best, value = self._num_worth([ratio * gain for gain in self._promised], self.rate, least, drafted.nodes)
-        if best and least == 0 and not drafted.nodes and self._time_plain(1 + value - self.plain_value):
+        if best and least == 0 and not drafted.nodes and self._plain_is_due():
             return 0, self.plain_value
         return best, 1 + value
 
@@ -447,7 +436,7 @@ class Policy:
         """
         if not self._largest:
             return  # nothing is ever drafted, and corrections of costs take as long as other work of the host
-        live, num_nodes, gain = self.live, tree.tokens.shape[1], 0.0
+        live, num_nodes = self.live, tree.tokens.shape[1]
         self._age += 1
         self._num_rounds += 1
         if decision.has_queried and waits is not None:
@@ -457,32 +446,35 @@ class Policy:
         elif decision.has_queried and not tree.record.num_steps:
             self.gate.record_seconds(draft_s / live.drift)
         if not num_nodes:
-            self._last_plain = self._age
+            self._plain_run += 1
+            if self._plain_run > 1:  # one alone may be a stall
+                self._last_plain = self._num_rounds
             live.record(NO_DRAFT, 1, 0.0, step_s)
         else:
+            self._plain_run = 0
             shape, unread_s = model_shape(tree), tree.record.num_unread_tokens * live.table.read * live.drift
-            gain = self._learn(decision, shape, num_nodes, paths) if paths else 0.0
+            if paths:
+                self._learn(decision, shape, num_nodes, paths)
             if tree.record.drafted_ahead:  # made while the last draft was verified: its time is not that of drafting
                 draft_s = live.draft(shape) * live.drift
             # Where reading missed tokens took most of the time, it says little about the draft.
             other_s = unread_s + self.gate.seconds * live.drift * (decision.has_queried and waits is None)
             live.record(shape, 1 + num_nodes, draft_s - other_s if other_s < draft_s / 2 else 0.0, step_s)
         if paths:
-            (accepted, advanced), (tokens, seconds) = self._gained, self._done
-            self._gained = RATE_DECAY * accepted + gain, RATE_DECAY * advanced + min(gain, progress - 1)
+            tokens, seconds = self._done
             took = self.expected(tree) + self.gate.seconds * decision.has_queried
             self._done = RATE_DECAY * tokens + progress, RATE_DECAY * seconds + took
-            self._purse = min(PURSE[1], self._purse + EXPLORED * progress)
+            self._purse = min(PURSE[1], max(0.0, self._purse) + EXPLORED * progress)  # debts of stalls are forgiven
             if decision.given_up is not None:  # paid for with what it cost, since first steps may take twice as long
                 self._purse -= decision.given_up - progress + self.rate * (draft_s + step_s) / live.drift
 
-    def _learn(self, decision: Decision, shape: DraftShape, num_nodes: int, paths: Sequence[Sequence[int]]) -> float:
-        """Count what was accepted of a model's draft and of nodes of tables; return the mean of rows."""
-        num_rows, total, drafted = len(paths), sum(map(len, paths)), paths
+    def _learn(self, decision: Decision, shape: DraftShape, num_nodes: int, paths: Sequence[Sequence[int]]) -> None:
+        """Count what was accepted of a model's draft and of nodes of tables."""
+        drafted = paths
         if num_nodes > shape.nodes:
             drafted = [[node for node in path if node <= shape.nodes] for path in paths]
             promised = decision.promised[min(num_nodes - shape.nodes, len(decision.promised) - 1)]
-            found = (total - sum(map(len, drafted))) / num_rows
+            found = (sum(map(len, paths)) - sum(map(len, drafted))) / len(paths)
             self._kept_promises[not shape.nodes].add(self._age, promised, found)
         if shape.nodes:
             kind, scorer = self._kind(shape), decision.scorer
@@ -490,4 +482,3 @@ class Policy:
                 kind.record(self._age, len(path), shape.depth, shape.nodes)
             if scorer is not None and len(scorer.accept_probs) == shape.nodes:
                 scorer.record(drafted)
-        return total / num_rows

@@ -184,7 +184,7 @@ class Recorded:
         decision = self.policy.decision()
         assert decision.has_queried
         if waited is not None:
-            self.policy.record(decision, tree, [[]], 0.1, 1.0, 1, TableWaits(waited, None))
+            self.policy.record(decision, tree, [[]], 0.4, 1.1, 1, TableWaits(waited, None))  # as predicted
         return list(self.events)
 
 

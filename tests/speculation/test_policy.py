@@ -140,17 +140,45 @@ def test_a_change_of_the_machine_changes_nothing() -> None:
     assert policy.live.drift == pytest.approx(3, rel=0.15)
 
 
-@pytest.mark.parametrize("factor", [0.5, 2.0])
+@pytest.mark.parametrize("factor", [0.3, 0.5, 2.0])
 @pytest.mark.parametrize("noise", [0.0, 0.2])
 def test_kept_costs_that_rounds_do_not_repeat_are_replaced(factor: float, noise: float) -> None:
     costs = Costs({1: 1.0, 2: 1.1, 3: 1.15, 5: 1.3, 9: 1.6}, 0.3)
-    step = {width: s * (factor if width > 1 else 1.0) for width, s in costs.step.items()}
+    step = {width: max(1.0, s * factor) if width > 1 else 1.0 for width, s in costs.step.items()}
     wrong = replace(costs, step=step, draft=factor * costs.draft)
     policy = Policy(chains(8), costs=wrong, prior=0.8)
     live(policy, costs, {False: 0.85}, 64, noise, 0.02)
     chosen = live(policy, costs, {False: 0.85}, 200, noise, 0.02)
     best = max(rate_of(costs, 0.85, num) for num in range(9))
     assert mean_rate(costs, 0.85, [shape.nodes for shape in chosen]) > 0.9 * best
+
+
+def test_drafts_that_seem_free_at_a_start_and_are_not_are_left_out() -> None:
+    """Such rounds say nothing of which is wrong, draft or machine: plain steps do."""
+    costs = Costs({1: 1.0, 2: 1.35, 3: 1.7, 5: 2.4, 9: 3.8}, 0.9)
+    policy = Policy(chains(8), costs=Costs(dict.fromkeys(costs.step, 1.0), 0.3), prior=0.8)
+    live(policy, costs, {False: 0.85}, 64, 0.03)
+    chosen = live(policy, costs, {False: 0.85}, 200, 0.03)
+    assert mean_rate(costs, 0.85, [shape.nodes for shape in chosen]) > 0.97
+    assert policy.live.drift == pytest.approx(1.0, rel=0.1)
+
+
+@pytest.mark.parametrize("stalled", [{0}, {0, 1}, {1, 2}, {3, 4}], ids=str)
+def test_stalls_of_first_rounds_end_no_drafting(stalled: set[int]) -> None:
+    costs = Costs({1: 1.0, 2: 1.1, 3: 1.15, 5: 1.3, 9: 1.6}, 0.3)
+    policy = Policy(chains(8), costs=costs, prior=0.8)
+    live(policy, costs, {False: 0.85}, 200, 0.03, 0.0, lambda number: 3.0 if number in stalled else 1.0)
+    chosen = live(policy, costs, {False: 0.85}, 200, 0.03)
+    best = max(rate_of(costs, 0.85, num) for num in range(9))
+    assert mean_rate(costs, 0.85, [shape.nodes for shape in chosen]) > 0.93 * best
+
+
+def test_costs_that_seem_too_high_for_any_draft_are_found_out() -> None:
+    costs = Costs({1: 1.0, 2: 1.1, 3: 1.15, 5: 1.3, 9: 1.6}, 0.3)
+    wrong = Costs({width: s * (3.0 if width > 1 else 1.0) for width, s in costs.step.items()}, 0.9)
+    policy = Policy(chains(8), costs=wrong, prior=0.8)
+    chosen = live_chains(policy, costs, 0.85, 1500, 0.03)
+    assert sum(num > 0 for num in chosen[-300:]) > 250
 
 
 def test_the_second_start_decides_as_the_first() -> None:
@@ -297,7 +325,8 @@ def test_a_plain_step_is_timed_where_tables_always_draft() -> None:
 def test_the_draft_of_a_mixture_is_the_one_of_the_largest_value() -> None:
     """Where drafts make many tokens a second, a long draft must gain more to beat a short one."""
     policy = Policy(chains(8), costs=Costs({1: 1.0, 9: 1.6}, 0.4), prior=0.8)
-    policy.record(policy.decision(), tree_of(NO_DRAFT), [[]], 0.0, 1.0, 1)
+    for _ in range(2):
+        policy.record(policy.decision(), tree_of(NO_DRAFT), [[]], 0.0, 1.0, 1)
     _, tables = policy.num_table_nodes_worth([[0.9, 0.8, 0.7]])
     assert policy.next_shape(to_beat=tables) == NO_DRAFT and policy.model_value < tables
     _, tables = policy.num_table_nodes_worth([[0.3, 0.2]])
@@ -413,8 +442,9 @@ def test_rows_that_lead_by_far_are_not_awaited(tmp_path: Path) -> None:
 
 def test_without_costs_plain_steps_come_first() -> None:
     policy = Policy(chains(4))
-    assert policy.next_shape() == NO_DRAFT
-    policy.record(policy.decision(), tree_of(NO_DRAFT), [[]], 0.0, 1.0, 1)
+    for _ in range(2):
+        assert policy.next_shape() == NO_DRAFT
+        policy.record(policy.decision(), tree_of(NO_DRAFT), [[]], 0.0, 1.0, 1)
     assert policy.next_shape().nodes > 0
 
 
@@ -478,11 +508,11 @@ def test_reading_what_was_missed_is_shared_by_drafts_and_is_no_fault_of_theirs()
     assert policy.live.draft(chain(4)) == pytest.approx(draft_s, rel=0.1)
 
 
-def test_steps_through_a_link_are_not_probed() -> None:
-    """A plain step would take as long as one that verifies a draft; its loss is more than trials may cost."""
+def test_steps_through_a_link_are_hardly_ever_plain() -> None:
+    """A plain step takes as long there as one that verifies a draft."""
     costs = Costs({1: 3.5, 9: 3.5}, draft=0.05)
-    chosen = live_chains(Policy(chains(8), costs=costs), costs, 0.8, 300)
-    assert chosen.count(0) <= 3
+    chosen = live_chains(Policy(chains(8), costs=costs), costs, 0.8, 500)
+    assert chosen.count(0) <= 4
 
 
 def told(policy: Policy, costs: Costs, rounds: int, overconfidence: float = 1.0) -> float:
