@@ -293,7 +293,7 @@ inline void block_sums(const BlockRows& x, const uint8_t* w, int64_t type, int64
     const uint8_t* at[B];
     for (int b = 0; b < B; ++b) at[b] = w + std::min<int64_t>(b, num - 1) * bytes;
     if (x.tiles == 1)
-      (x.exact ? few_tile<Form, kTileRows, B, true> : few_tile<Form, kTileRows, B, false>)(x, at, K, sums);
+      (x.exact ? few_tile<Form, few_rows(true), B, true> : few_tile<Form, few_rows(false), B, false>)(x, at, K, sums);
     else
       (x.exact ? many_block_rows<Form, B, true> : many_block_rows<Form, B, false>)(x, at, K, sums);
   });

@@ -8,7 +8,10 @@
 
 namespace sharesd {
 
-constexpr int kTileRows = kWideRegisters ? 4 : 2;  // rows that are multiplied at once
+// Rows that weights are unpacked for in registers, and rows of a tile of more. As measured: sums that do not fit in registers cost
+// less than unpacking again, but not those of many exact rows of 16 lanes. More rows take long to compile.
+constexpr int few_rows(bool exact) { return kWideRegisters ? (exact ? 5 : 8) : 6; }
+constexpr int kTileRows = 4;
 constexpr int kBlocks = kWideRegisters ? 2 : 1;    // records that are read at once
 
 // Rounded rows in tiles, the rows of a tile interleaved: [K / 4][rows][4] codes, and so on. K is a multiple of 128 here.
@@ -21,7 +24,7 @@ struct BlockRows {
   int64_t first(int64_t tile) const { return M * tile / tiles; }
   void resize(int64_t rows, int64_t inputs, bool is_exact) {
     M = rows, K = (inputs + 127) / 128 * 128, exact = is_exact;
-    tiles = (M + kTileRows - 1) / kTileRows;
+    tiles = M <= few_rows(exact) ? 1 : (M + kTileRows - 1) / kTileRows;
     const auto grow = [](auto& v, int64_t n) {
       if (static_cast<int64_t>(v.size()) < n) v.resize(n);
     };
