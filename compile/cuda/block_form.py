@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -76,6 +77,20 @@ class BlockForm:
         """Return the size of records: [records, units, words of 32 bits]."""
         words = LANES * (self.headers + self.unit * (self.low + self.high) // 32)
         return -(-outputs // LANES), -(-inputs // self.unit), words
+
+
+class ExpertBlocks(NamedTuple):
+    """Weights of a mixture's experts in records, those of an expert after those of the one before it."""
+
+    words_EX: Tensor
+    """int32: for each expert the records of its parts."""
+    types: list[str]
+    outputs: list[int]
+    """Of each part, whose outputs follow each other."""
+
+    @property
+    def out_features(self) -> int:
+        return sum(self.outputs)
 
 
 FORMS = {name: BlockForm(**kind.gpu) for name, kind in TYPES.items()}

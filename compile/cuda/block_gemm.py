@@ -9,6 +9,8 @@ Legend: M rows, N outputs, K inputs.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -17,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compile.cuda.block_codes import codes, factors, packed_codes, planes
 from compile.cuda.block_form import BlockForm
-from compile.cuda.gemm import LINE, finish
+from compile.cuda.gemm import LINE, finish, outputs_of, visits_of
 from compile.cuda.gemm_config import ROWS, Tile
 from compile.cuda.pdl import launch_options
 
@@ -34,6 +36,8 @@ def block_row_gemm(
     residual_ptr,  # [M, STRIDE] or None: added
     parts_ptr,  # float32 [tiles, SPLIT, BN + 1, ROWS], if K is split
     counters_ptr,  # int32 [tiles], zero before and after, if K is split
+    tiles_ptr,  # of experts: see `gemm.row_gemm`; else None
+    order_ptr,
     M,
     N,
     STRIDE,
@@ -56,25 +60,39 @@ def block_row_gemm(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
     PACKED_MATH: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    EXPERT_WORDS: tl.constexpr,
+    EXPERT_OUTPUTS: tl.constexpr,
 ):
-    """Multiply. Grid (tiles of rows, tiles of outputs, SPLIT): neighbours share weights."""
+    """Multiply. Grid (tiles of rows, tiles of outputs, SPLIT): neighbours share weights.
+
+    CHOSEN: see `gemm.row_gemm`. Weights of experts begin EXPERT_WORDS after each other, biases EXPERT_OUTPUTS.
+    """
     tile_n, part = tl.program_id(1), tl.program_id(2)
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    live = rows < M
-    lanes = tl.arange(0, BN)
-    if GATED != "":  # half of the tile are gates, half what they let through
-        outs = tile_n * (BN // 2) + lanes % (BN // 2)
-        w_rows = outs + lanes // (BN // 2) * N
+    if CHOSEN == 0:
+        rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        live = rows < M
+        to_rows = rows
     else:
-        outs = tile_n * BN + lanes
-        w_rows = outs
+        if PDL:
+            gdc_wait()
+            gdc_launch_dependents()
+        tile_ptr = tiles_ptr + 3 * tl.program_id(0)
+        expert = tl.load(tile_ptr)
+        if expert < 0:
+            return
+        rows, to_rows, live = visits_of(tile_ptr, order_ptr, CHOSEN, ROWS)
+        words_ptr += expert.to(tl.int64) * EXPERT_WORDS
+        if bias_ptr is not None:
+            bias_ptr += expert * EXPERT_OUTPUTS
+    outs, w_rows = outputs_of(tile_n, N, GATED, BN)
     is_valid = outs < N
     WORDS: tl.constexpr = 16 * (HEADERS + UNIT * (LOW + HIGH) // 32)
     UNITS: tl.constexpr = (K + UNIT - 1) // UNIT
     HALVES: tl.constexpr = UNIT // 128
     STEPS: tl.constexpr = (UNITS * HALVES + SPLIT - 1) // SPLIT
     record = (w_rows // 16).to(tl.int64) * (UNITS * WORDS)
-    if PDL:
+    if PDL and CHOSEN == 0:
         first = part * STEPS // HALVES * WORDS
         _prefetch(words_ptr + record, w_rows % 16, is_valid, first, UNITS * WORDS, STEPS // HALVES + 1, WORDS, STAGES)
         gdc_wait()
@@ -99,10 +117,7 @@ def block_row_gemm(
                     words, mask, t * COLUMNS // GROUP, half, HALVES, HEADERS, SCALES, MINIMUM, BIAS, GROUP
                 )
             low, high = planes(at_planes, mask[:, None], t, half, HALVES, HEADERS, LOW, HIGH, UNIT, COLUMNS)
-            if PACKED_MATH:
-                q = packed_codes(low, high, t, half, x_ptr.dtype.element_ty, LOW, HIGH, ZERO, TABLE)
-            else:
-                q = codes(low, high, t, half, LOW, HIGH, ZERO, TABLE).to(x_ptr.dtype.element_ty)
+            q = _operand(low, high, t, half, x_ptr.dtype.element_ty, LOW, HIGH, ZERO, TABLE, PACKED_MATH)
             first = tl.multiple_of((part * STEPS + step) * (UNIT // HALVES) + t * COLUMNS, COLUMNS)
             inside = live[None, :]
             if MASKED:
@@ -121,8 +136,18 @@ def block_row_gemm(
                     acc += sums * offset[:, None]
     finish(
         acc, tl.zeros((ROWS,), dtype=tl.float32), y_ptr, bias_ptr, None, residual_ptr, None, parts_ptr, counters_ptr,
-        rows, live, w_rows, outs, is_valid, STRIDE, 0.0, K, GATED, ROWS, BN, SPLIT,
+        to_rows, live, w_rows, outs, is_valid, STRIDE, 0.0, K, GATED, ROWS, BN, SPLIT,
     )  # fmt: skip
+
+
+@triton.jit
+def _operand(low, high, t: tl.constexpr, half, dtype: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
+             ZERO: tl.constexpr, TABLE: tl.constexpr, PACKED_MATH: tl.constexpr):  # fmt: skip
+    """Codes of a tile around 0 in a dtype."""
+    if PACKED_MATH:
+        return packed_codes(low, high, t, half, dtype, LOW, HIGH, ZERO, TABLE)
+    else:
+        return codes(low, high, t, half, LOW, HIGH, ZERO, TABLE).to(dtype)
 
 
 @triton.jit
@@ -192,6 +217,19 @@ def _prefetch(record, lane, is_valid, first, END: tl.constexpr, STEPS: tl.conste
     )
 
 
+class Visits(NamedTuple):
+    """Rows of experts, whose weights lie one after the other."""
+
+    tiles_T3: Tensor
+    order_V: Tensor
+    """See `gemm.row_gemm`."""
+    chosen: int
+    words: int
+    """Words of 32 bits from the weights of one expert to those of the next."""
+    outputs: int
+    """Biases of an expert."""
+
+
 def multiply_blocks(
     x_MK: Tensor,
     words: Tensor,
@@ -205,23 +243,27 @@ def multiply_blocks(
     residual: Tensor | None = None,
     gated: str = "",
     counters: Tensor | None = None,
+    visits: Visits | None = None,
 ) -> None:
     """Write columns of [M, N] from `first` on by `block_row_gemm`.
 
     There are `num` of them. Tensors are contiguous on one device. Bias and residual are of all columns; gated columns
-    are half of the weights.
+    are half of the weights. With `visits`, `words` begin with those of the first expert, and lines of y are visits.
     """
     M, K = x_MK.shape
-    grid = (triton.cdiv(M, ROWS), triton.cdiv(num, tile.outputs // 2 if gated else tile.outputs), tile.split)
+    tiles = triton.cdiv(M, ROWS) if visits is None else len(visits.tiles_T3)
+    grid = (tiles, triton.cdiv(num, tile.outputs // 2 if gated else tile.outputs), tile.split)
     parts = None
     if tile.split > 1:
         assert counters is not None and grid[0] * grid[1] <= len(counters), (grid, counters)
         parts = x_MK.new_empty(grid[0] * grid[1] * tile.split * (tile.outputs + 1) * ROWS, dtype=torch.float32)
     block_row_gemm[grid](
         x_MK, words, _from(y_MN, first), _from(bias, first), _from(residual, first), parts,
-        counters if tile.split > 1 else None, M, num, y_MN.shape[1], K=K, **_layout(form), GATED=gated,
-        ROWS=ROWS, BN=tile.outputs, SPLIT=tile.split, STAGES=tile.stages,
-        PACKED_MATH=x_MK.is_cuda and x_MK.dtype != torch.float32, num_warps=tile.warps, num_stages=tile.stages,
+        counters if tile.split > 1 else None, *((None, None) if visits is None else visits[:2]), M, num,
+        y_MN.shape[1], K=K, **_layout(form), GATED=gated, ROWS=ROWS, BN=tile.outputs, SPLIT=tile.split,
+        STAGES=tile.stages, PACKED_MATH=x_MK.is_cuda and x_MK.dtype != torch.float32,
+        CHOSEN=0 if visits is None else visits.chosen, EXPERT_WORDS=0 if visits is None else visits.words,
+        EXPERT_OUTPUTS=0 if visits is None else visits.outputs, num_warps=tile.warps, num_stages=tile.stages,
         **launch_options(x_MK.device),
     )  # fmt: skip
 

@@ -1,16 +1,19 @@
 """Mixtures of experts in Triton: a row reads the weights of its experts alone, and rows with the same one share them.
 
-Five launches after the router: `choose`, `group`, gate and up, down, `join`. The products are `gemm.row_gemm` over
-tiles of up to 16 visits of one expert; a visit is a row and one of its experts. A row's bits depend on the row alone:
-on a tile no row sees another, and a row's visits are added in the order of their experts. The host reads nothing.
+Five launches after the router: `choose`, `group`, gate and up, down, `join`. The products are `gemm.row_gemm`, or
+`block_gemm.block_row_gemm` for weights as a file stores them, over tiles of up to 16 visits of one expert; a visit is a
+row and one of its experts. A row's bits depend on the row alone: on a tile no row sees another, and a row's visits are
+added in the order of their experts. The host reads nothing.
 
 Legend: M rows, D inputs, E experts, k of a row, V = M k visits, I size between gate, up and down, T tiles.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from math import prod
 
 import torch
 import triton
@@ -18,9 +21,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from compile.cuda.block_form import FORMS, ExpertBlocks
+from compile.cuda.block_gemm import Visits, multiply_blocks
 from compile.cuda.gemm import row_gemm
-from compile.cuda.gemm_config import ROWS, Tile
+from compile.cuda.gemm_config import ROWS, Tile, block_tile
 from compile.cuda.pdl import launch_options, with_room
+from compile.fused_linear import compose
 
 _CHUNK, _BLOCK = 32, 1024
 
@@ -151,6 +157,15 @@ def expert_tile(find: Callable[[int, int], Tile], outputs: int, inputs: int, cho
     return replace(find(outputs * chosen, inputs), split=1)
 
 
+def block_tiles(index: int | None, blocks: ExpertBlocks, inputs: int, chosen: int) -> list[Tile]:
+    """Return the same for the parts of weights in blocks."""
+    tiles = []
+    for kind, outputs in zip(blocks.types, blocks.outputs, strict=True):
+        _, units, words = FORMS[kind].records(outputs, inputs)
+        tiles.append(replace(block_tile(index, outputs * chosen, units, FORMS[kind].unit, 4 * words), split=1))
+    return tiles
+
+
 def choose_experts(
     scores_ME: Tensor,
     bias_E: Tensor | None,
@@ -186,11 +201,11 @@ def group_visits(experts_Mk: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 
 def multiply_experts(
     x: Tensor,
-    weight_EWK: Tensor,
     tiles_T3: Tensor,
     order_V: Tensor,
-    tile: Tile,
     *,
+    weight_EWK: Tensor,
+    tile: Tile,
     chosen: int,
     bias_EW: Tensor | None = None,
     norm: Tensor | None = None,
@@ -215,36 +230,55 @@ def multiply_experts(
     return y_VN
 
 
+def multiply_expert_blocks(
+    x: Tensor,
+    tiles_T3: Tensor,
+    order_V: Tensor,
+    *,
+    blocks: ExpertBlocks,
+    tiles: Sequence[Tile],
+    chosen: int,
+    bias_EW: Tensor | None = None,
+    gated: str = "",
+) -> Tensor:
+    """Return what `multiply_experts` does, of weights in blocks; `tiles`: one for each part."""
+    outputs, K = blocks.out_features, x.shape[-1]
+    in_one = gated if len(blocks.types) == 1 else ""  # gate and up of two types have two launches, and no gate in them
+    y_VN = x.new_empty(len(order_V), outputs // 2 if in_one else outputs)
+    visits = Visits(tiles_T3, order_V, chosen, blocks.words_EX.shape[1], outputs)
+    begin = first = 0
+    for kind, rows, tile in zip(blocks.types, blocks.outputs, tiles, strict=True):
+        form, num = FORMS[kind], rows // 2 if in_one else rows
+        words = blocks.words_EX[:, begin:] if begin else blocks.words_EX
+        given = partial(multiply_blocks, x, words, form, y_VN, first, num, bias=bias_EW, gated=in_one, visits=visits)
+
+        def run(stages: int, given=given, tile=tile) -> None:
+            given(tile=replace(tile, stages=stages))
+
+        with_room(run, tile.stages, (x.device, "experts", kind, tile, in_one))
+        begin, first = begin + prod(form.records(rows, K)), first + num
+    return y_VN if in_one == gated else compose(lambda y: y, y_VN, gated=gated)
+
+
 def expert_mlp(
     x_MD: Tensor,
     experts_Mk: Tensor,
     factors_Mk: Tensor,
-    gate_up_EWD: Tensor,
-    down_EDI: Tensor,
-    tiles: tuple[Tile, Tile],
+    num_experts: int,
+    gate_up: Callable[..., Tensor],
+    down: Callable[..., Tensor],
     *,
-    gate_up_bias_EW: Tensor | None = None,
-    down_bias_ED: Tensor | None = None,
-    norm: Tensor | None = None,
-    eps: float = 0.0,
     gated: str,
     residual_MD: Tensor | None = None,
 ) -> Tensor:
-    """Return residual + the sum of the rows' experts [M, D]: down(act(gate(x)) * up(x)) of norm(x), times factors.
+    """Return residual + the sum of the rows' experts [M, D]: down(act(gate(x)) * up(x)), times factors.
 
-    `tiles`: those of `expert_tile` for both products.
+    `gate_up`, `down`: `multiply_experts` or `multiply_expert_blocks`, with their weights.
     """
-    (M, k), (E, _, D) = experts_Mk.shape, gate_up_EWD.shape
-    tiles_T3, order_V = group_visits(experts_Mk, E)
-    hidden_VI = multiply_experts(
-        *(x_MD, gate_up_EWD, tiles_T3, order_V, tiles[0]),
-        chosen=k,
-        bias_EW=gate_up_bias_EW,
-        norm=norm,
-        eps=eps,
-        gated=gated,
-    )
-    out_VD = multiply_experts(hidden_VI, down_EDI, tiles_T3, order_V, tiles[1], chosen=-1, bias_EW=down_bias_ED)
+    (M, k), D = experts_Mk.shape, x_MD.shape[1]
+    tiles_T3, order_V = group_visits(experts_Mk, num_experts)
+    hidden_VI = gate_up(x_MD, tiles_T3, order_V, chosen=k, gated=gated)
+    out_VD = down(hidden_VI, tiles_T3, order_V, chosen=-1)
     y_MD = torch.empty_like(x_MD)
     join[(M, triton.cdiv(D, _BLOCK))](
         out_VD, factors_Mk, residual_MD, y_MD, D=D, CHOSEN=k, BLOCK=_BLOCK, num_warps=4, **launch_options(x_MD.device)

@@ -74,20 +74,9 @@ def row_gemm(
         expert = tl.load(tile_ptr)
         if expert < 0:
             return
-        at = tl.load(tile_ptr + 1) + tl.arange(0, ROWS)
-        live = tl.arange(0, ROWS) < tl.load(tile_ptr + 2)
-        visits = tl.load(order_ptr + at, mask=live, other=0)
-        rows = visits // CHOSEN if CHOSEN > 0 else at
-        to_rows = at if CHOSEN > 0 else visits
-    lanes = tl.arange(0, BN)
-    if GATED != "":  # half of the tile are gates, half what they let through
-        outs = tile_n * (BN // 2) + lanes % (BN // 2)
-        w_rows = outs + lanes // (BN // 2) * N
-        W = 2 * N
-    else:
-        outs = tile_n * BN + lanes
-        w_rows = outs
-        W = N
+        rows, to_rows, live = visits_of(tile_ptr, order_ptr, CHOSEN, ROWS)
+    outs, w_rows = outputs_of(tile_n, N, GATED, BN)
+    W = 2 * N if GATED != "" else N
     is_valid = outs < N
     if CHOSEN != 0:
         w_ptr += expert.to(tl.int64) * W * COLUMNS
@@ -130,6 +119,29 @@ def row_gemm(
         acc, tl.sum(squares, 0), y_ptr, bias_ptr, norm_ptr, residual_ptr, scale_ptr if GROUP == 0 else None, parts_ptr,
         counters_ptr, to_rows, live, w_rows, outs, is_valid, N, eps, K, GATED, ROWS, BN, SPLIT,
     )  # fmt: skip
+
+
+@triton.jit
+def visits_of(tile_ptr, order_ptr, CHOSEN: tl.constexpr, ROWS: tl.constexpr):
+    """Rows of inputs and of outputs of a tile of visits, and which of them there are."""
+    lanes = tl.arange(0, ROWS)
+    at, live = tl.load(tile_ptr + 1) + lanes, lanes < tl.load(tile_ptr + 2)
+    visits = tl.load(order_ptr + at, mask=live, other=0)
+    rows = visits // CHOSEN if CHOSEN > 0 else at
+    to_rows = at if CHOSEN > 0 else visits
+    return rows, to_rows, live
+
+
+@triton.jit
+def outputs_of(tile_n, N, GATED: tl.constexpr, BN: tl.constexpr):
+    """Outputs of a tile, and their rows of weights: with GATED half are gates, half what they let through."""
+    lanes = tl.arange(0, BN)
+    if GATED != "":
+        outs = tile_n * (BN // 2) + lanes % (BN // 2)
+        return outs, outs + lanes // (BN // 2) * N
+    else:
+        outs = tile_n * BN + lanes
+        return outs, outs
 
 
 @triton.jit

@@ -14,9 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compile.block_linear import NUMBERS
+from compile.cuda.block_form import ExpertBlocks
 from compile.cuda.gemm_config import tile_of
 from compile.fused_linear import project
 from compile.op_registry import define_for_triton
+
+_REMEDY = "use --dequantize, or --device cpu"
 
 
 class RowMixture(nn.Module):
@@ -31,17 +35,20 @@ class RowMixture(nn.Module):
         self.num_experts_per_tok, self.draft_experts = mixture.num_experts_per_tok, mixture.draft_experts
         self.norm_topk_prob, self.hidden_act = mixture.norm_topk_prob, mixture.hidden_act
         self.scaling_factor, self.sum_eps = mixture.scaling_factor, mixture.sum_eps
+        self.stored: dict[str, tuple[list[str], list[int]]] = {}
+        """Types and outputs of the parts of each linear of experts; of numbers none."""
         for name in ("gate_up", "down"):
             linears = [expert.get_submodule(name) for expert in mixture.experts]
             biases = [linear.bias for linear in linears if linear.bias is not None]
+            self.stored[name] = _types_of(name, linears)
             weight = nn.Parameter(stack_weights([linear.weight for linear in linears]), requires_grad=False)
             self.register_parameter(name, weight)
             self.register_buffer(f"{name}_bias", torch.stack(biases).detach() if biases else None, persistent=False)
 
     def forward(self, x: Tensor, norm: Any = None, residual: Tensor | None = None) -> Tensor:
         """Return residual + the chosen experts' MLPs of norm(x), times their factors; `norm` has `weight` and `eps`."""
-        # A router in float32 reads the norm's result, and in float16 x * weight may exceed the range.
-        if norm is not None and (self.wide_router or x.dtype == torch.float16):
+        # A router in float32 and blocks read the norm's result, and in float16 x * weight may exceed the range.
+        if norm is not None and (self.wide_router or self.stored["gate_up"][0] or x.dtype == torch.float16):
             x, norm = torch.ops.sharesd.row_norm(x, norm.weight, norm.eps), None
         wide = torch.promote_types(x.dtype, torch.float32)
         scores = project(self.router, x.to(wide) if self.wide_router else x, norm=norm)
@@ -49,18 +56,35 @@ class RowMixture(nn.Module):
         chosen = self.draft_experts if self.switch.quantized else self.num_experts_per_tok
         how = chosen, self.norm_topk_prob, self.scaling_factor, self.sum_eps
         biases = self.gate_up_bias, self.down_bias, getattr(self.router_bias, "e_score_correction_bias", None)
-        y = torch.ops.sharesd.row_mixture(x, scores, self.gate_up, self.down, *biases, *around, *how)
+        stored = *self.stored["gate_up"], *self.stored["down"]
+        y = torch.ops.sharesd.row_mixture(x, scores, self.gate_up, self.down, *stored, *biases, *around, *how)
         return y if self.shared_expert is None else self.shared_expert(x, norm, y)
 
 
 def stack_weights(weights: Sequence[Tensor]) -> Tensor:
-    """Return [E, N, K] of weights [N, K]: without a copy, if they lie one after the other."""
+    """Return weights as one tensor, the first dimension experts: without a copy, if they lie one after the other."""
     first = weights[0].detach()
     places = {weight.data_ptr() - i * first.nbytes for i, weight in enumerate(weights)}
     of_one = {weight.untyped_storage().data_ptr() for weight in weights}
     if len(places) == len(of_one) == 1 and all(weight.is_contiguous() for weight in weights):
         return first.as_strided((len(weights), *first.shape), (first.numel(), *first.stride()))
     return torch.stack([weight.detach() for weight in weights])
+
+
+def _types_of(name: str, linears: Sequence[Any]) -> tuple[list[str], list[int]]:
+    """Return types and outputs of the parts of a linear, which all experts have; of numbers none.
+
+    Raises ValueError if they do not, for parts of numbers next to blocks, and for an order of inputs.
+    """
+    found = {(tuple(getattr(each, "types", ())), tuple(getattr(each, "outputs", ()))) for each in linears}
+    if len(found) > 1:
+        raise ValueError(f"experts' {name} is of several types: {sorted(types for types, _ in found)}; {_REMEDY}")
+    [(types, outputs)] = found
+    if NUMBERS.keys() & set(types):
+        raise ValueError(f"experts' {name} is of types {', '.join(types)}, which do not run together; {_REMEDY}")
+    if any(getattr(each, "order", None) is not None for each in linears):
+        raise ValueError(f"experts' {name} is stored in an order of its inputs (act-order); {_REMEDY}")
+    return list(types), list(outputs)
 
 
 def replace_with_row_mixtures(model: nn.Module) -> int:
@@ -77,33 +101,43 @@ def replace_with_row_mixtures(model: nn.Module) -> int:
 
 
 def _row_mixture(
-    x, scores, gate_up, down, gate_up_bias, down_bias, choice_bias, norm, eps, residual, gated, chosen, normalised,
-    scale, sum_eps,
+    x, scores, gate_up, down, gate_up_types, gate_up_outputs, down_types, down_outputs, gate_up_bias, down_bias,
+    choice_bias, norm, eps, residual, gated, chosen, normalised, scale, sum_eps,
 ):  # fmt: skip
-    from compile.cuda.experts import choose_experts, expert_mlp, expert_tile  # import Triton
+    from compile.cuda.experts import choose_experts, expert_mlp  # import Triton
 
     D = x.shape[-1]
     x_MD, scores_ME = x.reshape(-1, D).contiguous(), scores.reshape(-1, scores.shape[-1]).contiguous()
-    find = partial(tile_of, x.device.index if x.is_cuda else None, bits=8 * gate_up.dtype.itemsize)
-    gate_up_tile, down_tile = (expert_tile(find, each.shape[1], each.shape[2], chosen) for each in (gate_up, down))
     experts_Mk, factors_Mk = choose_experts(
         scores_ME, choice_bias, chosen, normalised=normalised, scale=scale, sum_eps=sum_eps
     )
+    size = (sum(gate_up_outputs) if gate_up_types else gate_up.shape[1]) // 2
+    around = {} if norm is None else {"norm": norm, "eps": eps}
     y_MD = expert_mlp(
         x_MD,
         experts_Mk,
         factors_Mk,
-        gate_up,
-        down,
-        (gate_up_tile, down_tile),
-        gate_up_bias_EW=gate_up_bias,
-        down_bias_ED=down_bias,
-        norm=norm,
-        eps=eps,
+        len(gate_up),
+        _product(x, gate_up, gate_up_types, gate_up_outputs, gate_up_bias, D, chosen, **around),
+        _product(x, down, down_types, down_outputs, down_bias, size, chosen),
         gated=gated,
         residual_MD=None if residual is None else residual.reshape(-1, D).contiguous(),
     )
     return y_MD.view(x.shape)
+
+
+def _product(x, weight, types, outputs, bias, inputs, chosen, **around):
+    """Return a product of `expert_mlp` with its weights."""
+    from compile.cuda.experts import block_tiles, expert_tile, multiply_expert_blocks, multiply_experts
+
+    index = x.device.index if x.is_cuda else None
+    if types:
+        blocks = ExpertBlocks(weight, types, outputs)
+        tiles = block_tiles(index, blocks, inputs, chosen)
+        return partial(multiply_expert_blocks, blocks=blocks, tiles=tiles, bias_EW=bias, **around)
+    find = partial(tile_of, index, bits=8 * weight.dtype.itemsize)
+    tile = expert_tile(find, weight.shape[1], inputs, chosen)
+    return partial(multiply_experts, weight_EWK=weight, tile=tile, bias_EW=bias, **around)
 
 
 def _row_mixture_meta(x, *rest):
@@ -111,9 +145,9 @@ def _row_mixture_meta(x, *rest):
 
 
 define_for_triton(
-    "row_mixture(Tensor x, Tensor scores, Tensor gate_up, Tensor down, Tensor? gate_up_bias, Tensor? down_bias, "
-    "Tensor? choice_bias, Tensor? norm, float eps, Tensor? residual, str gated, int chosen, bool normalised, "
-    "float scale, float sum_eps) -> Tensor",
+    "row_mixture(Tensor x, Tensor scores, Tensor gate_up, Tensor down, str[] gate_up_types, int[] gate_up_outputs, "
+    "str[] down_types, int[] down_outputs, Tensor? gate_up_bias, Tensor? down_bias, Tensor? choice_bias, Tensor? norm, "
+    "float eps, Tensor? residual, str gated, int chosen, bool normalised, float scale, float sum_eps) -> Tensor",
     _row_mixture,
     _row_mixture_meta,
 )

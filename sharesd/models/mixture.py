@@ -58,13 +58,21 @@ class ExpertMLP(nn.Module):
         self.shared_expert = shared
 
     def allocate_together(self, device: torch.device) -> None:
-        """Put all experts' weights, uninitialised, one after the other: kernels of GPUs read them as one tensor."""
+        """Put all experts' weights one after the other: kernels of GPUs read them as one tensor.
+
+        Those of blocks are there already; plain ones are uninitialised.
+        """
         for name in ("gate_up", "down"):
-            linears = [expert.get_submodule(name) for expert in self.experts]
-            first = linears[0].get_parameter("weight")
-            together_EWK = torch.empty(len(linears), *first.shape, dtype=first.dtype, device=device)
-            for linear, weight_WK in zip(linears, together_EWK, strict=True):
-                linear.weight = nn.Parameter(weight_WK, requires_grad=False)
+            linears: list[Any] = [expert.get_submodule(name) for expert in self.experts]
+            first = linears[0].weight
+            if any(linear.weight.shape != first.shape for linear in linears):
+                continue
+            together = torch.empty(len(linears), *first.shape, dtype=first.dtype, device=device)
+            for linear, weight in zip(linears, together, strict=True):
+                if isinstance(linear, nn.Linear):
+                    linear.weight = nn.Parameter(weight, requires_grad=False)
+                else:
+                    linear.weight = weight.copy_(linear.weight)
 
     def choose(self, x_MD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the numbers [M, k] of each token's experts, and factors in the dtype of the router.

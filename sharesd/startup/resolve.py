@@ -112,12 +112,10 @@ def folder_and_config(
 def _not_as_stored(folder: Path, device: torch.device) -> str | None:
     """Return the reason why a folder's stored weights do not run on a GPU, if there is one."""
     try:
-        config = native_config(folder, device)
+        native_config(folder, device)
     except UnsupportedArchitecture as reason:
         return f"{reason}, and stored weights run natively alone"
-    if config.experts is None:
-        return None
-    return f"architecture {config.model_type!r} is {config.undivided}, whose stored weights run on CPUs alone"
+    return None
 
 
 def with_head_quant(config: EngineConfig) -> EngineConfig:

@@ -318,12 +318,10 @@ def test_experts_of_a_gpu_lie_one_after_the_other() -> None:
         assert steps == {weights[0].nbytes} and weights[0].dtype == torch.bfloat16
 
 
-def test_stored_mixtures_are_expanded_on_gpus(gguf_file: Path, with_triton: None) -> None:
+def test_stored_mixtures_run_as_they_are_on_gpus(gguf_file: Path, with_triton: None) -> None:
     gpu, how = torch.device("cuda"), {"needs_numbers": False, "warns": False, "progress": silent}
     folder, config = folder_and_config(EngineConfig(target=str(gguf_file)), gpu, **how)
-    assert config.dequantize is True and not is_stored(folder)
-    with pytest.raises(ValueError, match="whose stored weights run on CPUs alone; use --dequantize"):
-        folder_and_config(EngineConfig(target=str(gguf_file), dequantize=False), gpu, **how)
+    assert config.dequantize is False and is_stored(folder)
 
 
 def _add_expert(tensors: dict[str, Tensor]) -> None:

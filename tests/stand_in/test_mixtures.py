@@ -12,6 +12,7 @@ from quant.config import QuantConfig
 from sharesd.config import EngineConfig, Mode
 from sharesd.models.loader import decoder_config
 from sharesd.sampling_params import SamplingParams
+from tests.helpers.gguf_files import write_gguf
 from tests.helpers.tiny_heads import make_head
 from tests.helpers.tiny_models import make_mixture
 from tests.stand_in.decoding import decode
@@ -47,3 +48,20 @@ def test_mixtures_are_loaded_and_decoded(family: str, tmp_path: Path) -> None:
         assert not outcome.value["after"] and not outcome.value["mallocs"], (mode, outcome.value)
         assert outcome.value["syncs"] <= 1, (mode, outcome.value)
     assert ("to stored,experts=1" in outcomes[0].log) == (family != "gpt_oss"), outcomes[0].log
+
+
+@pytest.mark.parametrize("family, kind", [("qwen3moe", "Q4_0"), ("gpt-oss", "MXFP4")])
+def test_stored_mixtures_are_loaded_and_decoded(family: str, kind: str, tmp_path: Path) -> None:
+    """Of a .gguf file, as it is: rounds are captured, and replayed without a wait."""
+    target = write_gguf(tmp_path / "model.gguf", family, kind=kind)
+    modes: tuple[Mode, ...] = ("naive", "suffix", "share")
+    config = EngineConfig(target=str(target), device="cuda", max_context=64)
+    params = SamplingParams(max_new_tokens=16, ignore_eos=True)
+    outcomes = run([partial(decode, config, modes, mode, params, ids=range(3, 200)) for mode in modes])
+    for mode, outcome in zip(modes, outcomes, strict=True):
+        assert not outcome.trouble, outcome.trouble
+        assert "without CUDA graphs" not in outcome.log and "fallback" not in outcome.log, outcome.log
+        assert outcome.value["captures"] and outcome.value["replayed"] >= 1, (mode, outcome.value)
+        assert not outcome.value["after"] and not outcome.value["mallocs"], (mode, outcome.value)
+        assert outcome.value["syncs"] <= 1, (mode, outcome.value)
+    assert "expanded" not in outcomes[0].log and "to stored,experts=1" in outcomes[0].log, outcomes[0].log

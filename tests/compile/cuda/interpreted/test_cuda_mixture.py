@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,20 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 
+from compile.block_linear import BlockPart
+from compile.cuda.block_linear import BlockRowLinear
 from compile.cuda.linear import replace_with_row_linears
 from compile.cuda.mixture import RowMixture, replace_with_row_mixtures, stack_weights
 from sharesd import LLM, SamplingParams
 from sharesd.models.decoder import Decoder
-from sharesd.models.loader import decoder_config, load_decoder
+from sharesd.models.gguf.convert import converted_folder
+from sharesd.models.loader import decoder_config, load_decoder, stored_tensors
 from sharesd.models.mixture import ExpertMLP
 from sharesd.weights.backend import CpuBackend
+from sharesd.weights.packing import make_cuda_linear
+from tests.helpers.block_parts import random_part, values
+from tests.helpers.gguf_files import write_gguf
+from tests.helpers.oracle import tiny_mixture
 from tests.helpers.tiny_heads import make_head
 from tests.helpers.tiny_models import make_mixture
 
@@ -67,6 +76,58 @@ def test_logits_are_those_of_plain_modules(family: str, dtype: torch.dtype, tmp_
             one = packed(tokens_BT[:, at : at + 1], cache)
             cache.lengths += 1
             assert torch.equal(one[:, 0], steps_BTV[:, at])
+
+
+def numbers(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """A file's tensors in float32, by the gguf package."""
+    for name, tensor in stored_tensors(folder):
+        raw = tensor.raw if isinstance(tensor, BlockPart) else tensor
+        yield name, values(tensor) if isinstance(tensor, BlockPart) and raw.dtype == torch.uint8 else raw.float()
+
+
+STORED = [("qwen3moe", "Q4_0"), ("gpt-oss", "MXFP4")]
+STORED += [pytest.param(*each, marks=pytest.mark.slow) for each in (("mixtral", "Q8_0"), ("glm4moe", "Q5_1"))]
+
+
+@pytest.mark.parametrize("family, kind", STORED)
+def test_stored_experts_give_the_logits_of_their_numbers(family: str, kind: str, tmp_path: Path) -> None:
+    """Numbers are those of the gguf package; a row's bits are the same alone and among others."""
+    folder = converted_folder(write_gguf(tmp_path / "model.gguf", family, kind=kind), dequantize=False)
+    load = partial(load_decoder, folder, dtype=torch.float32, device=torch.get_default_device())
+    plain = load(tensors=partial(numbers, folder))
+    packed = load(make_linear=partial(make_cuda_linear, dtype=torch.float32, max_rows=MAX_ROWS, batch=2))
+    experts = [module for module in packed.modules() if isinstance(module, ExpertMLP)]
+    for each in experts:  # as `load_decoder` does on a GPU
+        each.allocate_together(torch.get_default_device())
+    pack(packed)
+    mixtures = [module for module in packed.modules() if isinstance(module, RowMixture)]
+    for own, each in zip(mixtures, experts, strict=True):
+        first: Any = each.experts[0]
+        assert own.gate_up.data_ptr() == first.gate_up.weight.data_ptr(), "experts were copied"
+    assert mixtures and {types[0] for mixture in mixtures for types, _ in mixture.stored.values()} >= {kind}
+    tokens_BT = torch.randint(3, plain.vocab_size, (2, 20), generator=torch.Generator().manual_seed(0))
+    want_BTV, steps_BTV = logits_of(plain, tokens_BT), logits_of(packed, tokens_BT[:, :MAX_ROWS])
+    for got in (steps_BTV, logits_of(packed, tokens_BT)):
+        errors_BT = (got - want_BTV[:, : got.shape[1]]).norm(dim=-1) / want_BTV[:, : got.shape[1]].norm(dim=-1)
+        assert errors_BT.max() < 1e-5
+    for row in range(2):
+        assert torch.equal(logits_of(packed, tokens_BT[row : row + 1, :MAX_ROWS])[0], steps_BTV[row])
+
+
+def test_experts_that_differ_do_not_run_as_stored(tmp_path: Path) -> None:
+    mixture = ExpertMLP(tiny_mixture().config, dtype=torch.float32, device="cpu")
+
+    def with_down(*kinds: str, order: Tensor | None = None) -> ExpertMLP:
+        for expert, kind in zip(mixture.experts, kinds, strict=True):
+            parts = [random_part(kind, 64, 64)._replace(order=order)]
+            expert.set_submodule("down", BlockRowLinear(parts, None, torch.get_default_device(), 16))
+        return mixture
+
+    num = len(mixture.experts)
+    with pytest.raises(ValueError, match="experts' down is of several types: .*Q8_0.*; use --dequantize, or --device"):
+        RowMixture(with_down(*["Q4_0"] * (num - 1), "Q8_0"))
+    with pytest.raises(ValueError, match="experts' down is stored in an order of its inputs"):
+        RowMixture(with_down(*["Q4_0"] * num, order=torch.arange(64).flip(0).int()))
 
 
 def test_drafts_choose_fewer_experts(tmp_path: Path) -> None:
