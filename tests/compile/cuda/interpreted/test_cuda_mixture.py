@@ -24,7 +24,7 @@ from sharesd.models.gguf.convert import converted_folder
 from sharesd.models.loader import decoder_config, load_decoder, stored_tensors
 from sharesd.models.mixture import ExpertMLP
 from sharesd.weights.backend import CpuBackend
-from sharesd.weights.packing import make_cuda_linear
+from sharesd.weights.cuda_backend import CudaBackend
 from tests.helpers.block_parts import random_part, values
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.oracle import tiny_mixture
@@ -95,7 +95,7 @@ def test_stored_experts_give_the_logits_of_their_numbers(family: str, kind: str,
     folder = converted_folder(write_gguf(tmp_path / "model.gguf", family, kind=kind), dequantize=False)
     load = partial(load_decoder, folder, dtype=torch.float32, device=torch.get_default_device())
     plain = load(tensors=partial(numbers, folder))
-    packed = load(make_linear=partial(make_cuda_linear, dtype=torch.float32, max_rows=MAX_ROWS, batch=2))
+    packed = load(make_linear=CudaBackend(torch.get_default_device(), torch.float32, MAX_ROWS, 2).make_linear)
     experts = [module for module in packed.modules() if isinstance(module, ExpertMLP)]
     for each in experts:  # as `load_decoder` does on a GPU
         each.allocate_together(torch.get_default_device())
