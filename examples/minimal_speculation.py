@@ -6,7 +6,7 @@ is that of plain decoding.
 
     python examples/minimal_speculation.py "Name three colours of the rainbow." --max-new-tokens 48 --draft-length 3
 
-Where the engine has the same steps: `draft` is sharesd/drafters/chain_draft.py, `verify` and `accept` are
+The same steps in the engine: `draft` is sharesd/drafters/chain_draft.py, `verify` and `accept` are
 sharesd/engine/decode_round.py and sharesd/sampling/acceptance.py, `prefill` is sharesd/engine/prefill_scheduler.py.
 What it adds: batches, sampling (the noise of a position is fixed by the seed, so that sampled texts are identical,
 too), draft lengths by measured costs, trees, fused CPU kernels, CUDA graphs.

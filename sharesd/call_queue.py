@@ -1,8 +1,8 @@
 """Calls of several threads that share an engine.
 
-`LLM.generate` makes token ids of its prompts, a `Call` of these, and collects what `CallQueue.run` yields. There is no
-thread of the engine's own: a waiting thread steps it for all. Calls of other modes or acceptance rules wait in order of
-arrival.
+`LLM.generate` and `LLM.stream` tokenize their prompts, wrap them in a `Call`, and collect what `CallQueue.run` yields.
+The engine has no thread of its own: one waiting caller steps it for all. Calls of other modes or acceptance rules wait
+in order of arrival.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ POLL_SECONDS = 1.0
 """Seconds between a waiting thread's checks: Ctrl-C may swallow a notification."""
 
 _STEP_LOCK = Lock()
-"""Lock of steps, which use all cores and adapt their number."""
+"""Serialises the steps of all engines in the process: each uses all cores, and tunes the number of threads."""
 
 
 class Call:
@@ -32,10 +32,13 @@ class Call:
     def __init__(
         self, mode: str, prompts: Sequence[tuple[list[int], SamplingParams, int]], *, collected_at_end: bool
     ) -> None:
-        """Prompts are token ids, parameters and index, as for `Engine.add`."""
+        """Prompts are token ids, parameters and index, as for `Engine.add`.
+
+        `collected_at_end`: chunks are delivered once all prompts are done, as for `LLM.generate`.
+        """
         self.mode, self.prompts, self.collected_at_end = mode, prompts, collected_at_end
         self.uses_match = all(params.acceptance == "match" for _, params, _ in prompts)
-        """Acceptance by rule `match`, with which rows may be sampled differently."""
+        """True if all prompts use the rule `match`; only then may rows differ in how they are sampled."""
         self.requests: list[Request] = []
         """Requests that have been added to the engine, in order."""
         self.chunks: deque[TokenChunk] = deque()
@@ -92,11 +95,11 @@ class CallQueue:
             if call.failure is not None:
                 raise call.failure
         finally:
-            call.closed = True  # nothing else: an iterator may be collected, and this run, in any thread
+            call.closed = True  # only a flag: garbage collection may run this block in any thread
 
     def drop_closed(self) -> None:
         """Free the rows of closed calls, which otherwise the next step does; not while a step runs."""
-        with self._changed:  # without which no step begins
+        with self._changed:  # a leader is chosen under this lock, so no step begins
             if self._leader is None and self._engine is not None:
                 self._drop_finished(self._engine)
 

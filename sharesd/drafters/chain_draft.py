@@ -152,8 +152,8 @@ class ChainDraft:
 
     def _draft_tokens(self, logits_B1V: Tensor) -> None:
         buffers, next_pos_B, root_pos_B = self._context.buffers, self._stepper.next_pos_B, self._stepper.root_pos_B
-        # With the noise that the target will have at this position, so that both choose alike; and with what the policy
-        # ends chains by: how likely the target agrees.
+        # With the noise that the target will have at this position, so that both choose alike. `chance_B`: how likely
+        # the target agrees, by which the policy may end the chain.
         token_B, probs_BV, chance_B = self._context.sampler.draft(
             logits_B1V[:, 0],
             buffers.tokens_BN,

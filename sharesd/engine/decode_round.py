@@ -2,8 +2,8 @@
 
 The target reads the root and the draft in one step. The logits at each position decide which draft tokens it would have
 chosen itself. These and one more token of the target become part of the text: the cache's lengths and the roots move.
-Nothing here waits for the device, and tensors that outlive the round keep their addresses, so that rounds can be
-captured in CUDA graphs and replayed.
+Nothing here waits for the device but grammars, which need the draft. Tensors that outlive the round keep their
+addresses, so that rounds can be captured in CUDA graphs and replayed.
 
 Legend: B rows of the batch, N draft tokens, T = N + 1 verify rows (0: the root, n: node n - 1), P entries of a path,
 V vocabulary, W words of 32 bits, one for each token, X columns of the packed result.
@@ -159,7 +159,7 @@ class Round:
     def copy_to_host(self, result: RoundResult) -> RoundResult:
         """Start copies to host memory, since the next round overwrites the result.
 
-        They are valid until two more rounds have been copied.
+        The buffers there are used again two rounds later.
         """
         self._host.turn()
         copy = self._host.copy

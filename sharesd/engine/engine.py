@@ -1,9 +1,9 @@
 """The engine: requests join, are prefilled and decoded together, and leave.
 
-A round is draft, verify, accept, commit, with one host synchronisation. Each request has a row of the KV cache. A round
-serves all rows that are being decoded; between two rounds a chunk of one prompt may be read. The prompt's last logits
-give the first token, which is the root of the row's first round. Each round emits one token or more per row, the last
-of which is the next root.
+A round is draft, verify, accept, commit. The host waits for the device once, to read its result; a prompt's first token
+and grammars wait, too. Each request has a row of the KV cache. A round serves all rows that are being decoded; between
+two rounds a piece of one prompt may be read. The prompt's last logits give the first token, which is the root of the
+row's first round. Each round emits one token or more per row, the last of which is the next root.
 
 Legend: B rows, V vocabulary.
 """
@@ -91,7 +91,7 @@ class Engine:
         }
         """Drafter of each mode, and for each kind of sampling its rounds and draft policy: a `DecodeVariant`.
 
-        Kinds differ in the steps after the logits, such as greedy, sampled or penalized: a captured round has one's.
+        Kinds differ in what follows the logits, such as greedy, sampled or penalized: a captured graph has one kind's.
         """
         if options.buckets:
             for each in {cache for loaded in self.modes.values() for cache in loaded.caches}:
@@ -184,7 +184,7 @@ class Engine:
             index: number of this prompt in its call, or of this choice in its request; each number has its own noise.
             reuse: do not recompute KV of the longest prefix that the prompt shares with a row.
             call: an object shared by all requests of a caller that waits for all of them. While no others run, all
-                prompts are read first, and drafts are made for those with the most tokens left. None: requests of
+                prompts are read first, and the sizes of drafts suit those with the most tokens left. None: requests of
                 several callers, none of whom should wait long.
 
         Ends a call of `stream`. Raises ValueError for an unsupported prompt or parameters.
@@ -206,9 +206,9 @@ class Engine:
     def step(self) -> list[TokenChunk]:
         """Read a piece of a prompt, if one waits; then run a round over the requests that are being decoded.
 
-        Returns the new tokens. There is no round if this step only finished a prompt and nothing else is being decoded,
-        or if the only caller waits for further prompts to be read. Any error cancels all requests: the device may be
-        ahead of the tokens that were returned.
+        Returns the new tokens. There is no round if this step read a piece of a prompt and nothing else is being
+        decoded, or if the only caller waits for further prompts to be read. Any error cancels all requests: the device
+        may be ahead of the tokens that were returned.
         """
         scheduler = self._scheduler
         if not scheduler.is_busy:
@@ -303,7 +303,7 @@ class Engine:
         """Read a piece of a prompt; return the first token if it was the prompt's last piece."""
         started, scheduler, prefill = time.perf_counter(), self._scheduler, self._scheduler.prefill
         request = prefill.request or self._admit()
-        # The target reads a piece as it reads a draft: KV goes to the slots from the row's length on. Then that moves.
+        # The target reads a piece as it reads a draft: KV goes to the slots from the row's length on, which then moves.
         logits_1V = prefill.read(scheduler.drafter, others_wait=others_wait)
         chunks: list[TokenChunk] = []
         if logits_1V is not None:

@@ -83,8 +83,8 @@ class OutputProcessor:
         num_nodes, policy = tree.tokens.shape[1], batch.variant.policy
         # A round that was launched early first waits for the one before it; that time is counted there.
         started = max(in_flight.started, self.last_ended)
-        self._clock.wait(marks[-1])
-        packed = result.packed_result_BX.tolist()  # the one host synchronisation of a round
+        self._clock.wait(marks[-1])  # the one host synchronisation of a round
+        packed = result.packed_result_BX.tolist()
         logprobs = None if result.logprobs_BT is None else result.logprobs_BT.tolist()
         top = None if result.top_BTk is None else [part.tolist() for part in result.top_BTk]
         allowed = None if result.num_allowed_B is None else result.num_allowed_B.tolist()
@@ -139,6 +139,7 @@ class OutputProcessor:
         took = ended - started
         STEP_THREADS.record_round(took, policy.expected(tree))
         if batch.variant.records_rounds:
+            # Draft time that is not part of the step's: of a mixture on a GPU, tables' waits and the model's draft.
             apart_s = draft_s if waits is None else waits.query + draft_s * (tree.record.model_marks is not None)
             step_s, progress = max(verify_s, took - apart_s), mean_progress(live, before, in_flight.is_last_call)
             policy.record(in_flight.decision, tree, accepted_paths, draft_s, step_s, progress, waits)

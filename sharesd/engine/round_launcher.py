@@ -87,7 +87,7 @@ class InFlightRound(NamedTuple):
 
 
 class AheadDraft(NamedTuple):
-    """A draft that was launched before the last round was read, which the round still lacks."""
+    """A draft that was launched before the last round was read; no round has used it yet."""
 
     batch: Batch
     drafter: Drafter
@@ -147,9 +147,9 @@ class RoundLauncher:
             ahead = None
         if batch is None or (before is not None and batch.constrained):
             return None
-        # Tell the policy about the coming round. It chooses a shape from the costs of steps (`policy.live`) and the
-        # acceptance so far in `variant.shape`, may end a chain early in `drafter.draft` (on a CPU), and learns from the
-        # round's result in `OutputProcessor.collect`, perhaps after it has decided about the next round.
+        # Tell the policy about the coming round. In `variant.shape` it chooses a shape from the costs of steps
+        # (`policy.live`) and past acceptance; in `drafter.draft` it may end a chain early (on a CPU); it learns from
+        # the result in `OutputProcessor.collect`, perhaps after it has decided about the next round.
         policy, live, first = batch.variant.policy, batch.live, batch.first
         one_caller = scheduler.only_call is not None
         is_last_call = one_caller and not scheduler.waiting and scheduler.prefill.request is None

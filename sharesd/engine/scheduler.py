@@ -69,7 +69,7 @@ class Scheduler:
         )
         self.grammars = Grammars(tokenizer, vocab_size=target.vocab_size, eos_ids=self._eos_ids())
         self.num_changes = 0
-        """Changes of what a batch consists of: rows, their parameters, and which requests are being decoded."""
+        """Raised when the batch changes: its rows, their parameters, or which requests are being decoded."""
 
     @property
     def drafter(self) -> Drafter | None:
@@ -88,7 +88,7 @@ class Scheduler:
 
     @property
     def only_call(self) -> object | None:
-        """The call of all requests that have a row and of the next one; None if there are several, or of no call."""
+        """The call of all requests that have a row and of the next one; None if they are of several, or of none."""
         found = [request.call for request in (*filter(None, self.rows.requests), *islice(self.waiting, 1))]
         return found[0] if found and all(call is found[0] for call in found) else None
 
@@ -132,7 +132,7 @@ class Scheduler:
 
     def check_alike(self, params: SamplingParams) -> None:
         """Raise ValueError for parameters with which requests here cannot be decoded together."""
-        # One is enough, as all here could be added to it.
+        # Checking one is enough: all requests here suit it.
         other = next(chain(filter(None, self.rows.requests), self.waiting), None)
         sampling.check_alike([params, *([] if other is None else [other.params])])
 
@@ -204,7 +204,7 @@ class Scheduler:
             cache.discard_row(row)
 
     def activate(self, mode: LoadedMode) -> None:
-        """Decode the requests to come in a mode; none may have a row."""
+        """Switch to a mode; no request may have a row."""
         self.active_mode = mode
         self.num_changes += 1
         for cache in mode.caches:

@@ -97,10 +97,13 @@ class StaticKVCache:
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
         """Slots with verified KV, int64 [B].
 
-        They are also the position and slot of the next token that a step reads, the root.
+        Also the position and slot of the root, which the next step reads first.
         """
         self.certain = self.lengths
-        """First tokens of each row that are part of its text, int64 [B]; `ahead` more are, of a piece of a prompt."""
+        """Number of leading tokens of each row that are part of its text, int64 [B].
+
+        While a piece of a prompt is read, `ahead` more are.
+        """
         self.ahead = 0
         self.known_length: int | None = None
         """Length of all rows if the host knows it, so that stages need not copy `lengths`."""
@@ -129,7 +132,7 @@ class StaticKVCache:
             self.recurrent.discard(row)
 
     def rows(self, first: int, end: int) -> StaticKVCache:
-        """Return a view of some rows, made once: kernels keep state by view."""
+        """Return a view of some rows, always the same one, since kernels keep state by view."""
         if (first, end) == (0, self.batch):
             return self
         if (first, end) not in self._views:
@@ -273,7 +276,7 @@ class StaticKVCache:
         return inputs_BRD, self.recurrent.delta_of_layer(layer, self.certain, self.ahead) or inputs_BRD
 
     def restart(self, length: int) -> None:
-        """Set all lengths for steps on what no text has written, as tests of bits do."""
+        """Set all lengths, over slots that no text has written; for tests of bits."""
         self.lengths.fill_(length)
         if self.recurrent is not None:
             self.recurrent.restart(length)

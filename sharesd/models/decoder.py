@@ -254,7 +254,7 @@ class Decoder(nn.Module):
 
     @property
     def growth(self) -> Callable[[float], float]:
-        """What the time of a step is proportional to, by the number of its rows: rows, or experts that they choose."""
+        """What the time of a step grows with, by its number of rows: rows, or the experts that they choose."""
         experts = self.config.experts
         return partial(num_active_experts, experts.num_experts, experts.num_experts_per_tok) if experts else float
 

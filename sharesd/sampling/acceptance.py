@@ -1,13 +1,13 @@
 """Acceptance of draft tokens. Branch-free tensor functions; noise is an input.
 
-`accept_match` emits the text of plain decoding. What it compares the draft with are the target's choices, argmax(log p
+`accept_match` emits the text of plain decoding. It compares the draft with the target's choices, argmax(log p
 + noise), with noise that depends on the request's seed and the token's position alone (`sampler.py`; none if greedy).
 So a choice is the same whether a draft preceded it or not. Drafts are chosen with the same noise, else a sampled draft
 would seldom be right.
 
-`accept_rejection` and `accept_block` emit another text of that distribution. They need three independent noises: the
-draft's samples, `u_BN` (uniform in (0, 1)) and `noise_BV` (Gumbel), new in every round (`sampling.fork`). Rows whose
-draft ends early are padded with -1.
+`accept_rejection` and `accept_block` emit a different sample of the same distribution. They need three independent
+noises: the draft's samples, `u_BN` (uniform in (0, 1)) and `noise_BV` (Gumbel), new in every round (`sampling.fork`).
+Rows whose draft ends early are padded with -1.
 
 Legend: B rows of the batch, N >= 1 draft tokens, T = N + 1 verify rows (row t predicts the token after t drafts), V
 vocabulary; p is the target's distribution, q the draft's.

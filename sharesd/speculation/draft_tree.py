@@ -96,7 +96,7 @@ class DraftRecord(NamedTuple):
     model_marks: tuple[Mark, Mark] | None = None
     """Points in time before and after a model's draft, of a mixture on a GPU."""
     fill_mark: Mark | None = None
-    """Point in time before that draft was read, so that tables could add nodes; None: it was not."""
+    """Point in time before the host read that draft to add nodes of tables; None if it did not."""
 
 
 class DraftTree(NamedTuple):

@@ -73,7 +73,7 @@ class ShareDrafter(Drafter):
         self.trees = shapes[-1].is_tree
 
     def draft(self, context: DraftContext, shape: DraftShape) -> DraftTree:
-        # One generator per window drafts chains by `ChainDraft`, and shapes with branches by `TreeDraft`.
+        # There is one generator per window. It drafts chains by `ChainDraft`, and trees by `TreeDraft`.
         key = (self, shape.window)
         if key not in context.generators:
             context.generators[key] = DraftGenerator(
