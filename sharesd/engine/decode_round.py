@@ -128,15 +128,15 @@ class Round:
         self._constrained = context.sampler.kind.constrained
         self.no_draft = DraftTree(state.root_B[:, None][:, :0])
         """Draft of a plain round."""
-        self._verify_root = self._step(self.no_draft, graphs)
+        self._verify_root = self._make_verify(self.no_draft, graphs)
         self._verify_draft: Callable[..., RoundResult] | None = None
-        self._plain_step_apart = True
+        self._has_plain_step = True
         if context.graphs is not None and drafter is not None:
             tree = context.buffers.tree(tree_mask=drafter.trees and match, probs=not match)
-            self._verify_draft = self._step(tree, graphs)
+            self._verify_draft = self._make_verify(tree, graphs)
             # If both have the same width, verifying an empty draft costs no more than a plain step, and one graph is
             # enough, unless acceptance needs the probabilities of a draft.
-            self._plain_step_apart = not match or self._width(1) < self._width(1 + context.buffers.max_nodes)
+            self._has_plain_step = not match or self._width(1) < self._width(1 + context.buffers.max_nodes)
 
     def run(self, tree: DraftTree, masks: GrammarMaskFn | None = None) -> RoundResult:
         """Run the round: verify the draft, accept, commit.
@@ -147,8 +147,8 @@ class Round:
         num_nodes = tree.tokens.shape[1]
         given = (masks,) if self._constrained else ()
         if self._verify_draft is None and num_nodes:
-            return self._step(tree, None)(*given)
-        if self._verify_draft is None or (self._plain_step_apart and not num_nodes):
+            return self._make_verify(tree, None)(*given)
+        if self._verify_draft is None or (self._has_plain_step and not num_nodes):
             return self._verify_root(*given)
         if not num_nodes:
             self._buffers.clear()
@@ -163,22 +163,24 @@ class Round:
         """
         self._host.turn()
         copy = self._host.copy
-        times = -(-(1 + self._buffers.max_nodes) // result.num_verify_rows)  # for the largest draft
+        ratio = -(
+            -(1 + self._buffers.max_nodes) // result.num_verify_rows
+        )  # of the largest draft's size, which buffers have
         top, logprobs, allowed = result.top_BTk, result.logprobs_BT, result.num_allowed_B
         # The largest draft may be a tree, whose result has a path, too.
         return result._replace(
-            packed_result_BX=copy("packed", result.packed_result_BX, times if result.is_tree else 2 * times),
-            logprobs_BT=None if logprobs is None else copy("logprobs", logprobs, times),
-            top_BTk=None if top is None else (copy("ids", top[0], times), copy("top", top[1], times)),
+            packed_result_BX=copy("packed", result.packed_result_BX, ratio if result.is_tree else 2 * ratio),
+            logprobs_BT=None if logprobs is None else copy("logprobs", logprobs, ratio),
+            top_BTk=None if top is None else (copy("ids", top[0], ratio), copy("top", top[1], ratio)),
             num_allowed_B=None if allowed is None else copy("allowed", allowed, 1),
         )
 
     def copy_proposed(self, proposed: Proposed) -> Proposed:
         """Start copies of a draft, after those of the round's result."""
-        times = -(-self._buffers.max_nodes // max(1, proposed.tokens_BN.shape[1]))  # of the largest draft
-        return proposed.copy_to_host(self._host, times)
+        ratio = -(-self._buffers.max_nodes // max(1, proposed.tokens_BN.shape[1]))  # of the largest draft
+        return proposed.copy_to_host(self._host, ratio)
 
-    def _step(self, tree: DraftTree, graphs: Graphs | None) -> Callable[..., RoundResult]:
+    def _make_verify(self, tree: DraftTree, graphs: Graphs | None) -> Callable[..., RoundResult]:
         """Return a function that verifies this draft.
 
         With grammars it has two parts, with masks in between.

@@ -99,7 +99,7 @@ class OutputProcessor:
         if drafter is not None and drafter.runs_on_host:
             drafter.on_host_result([result.drafter_feedback(packed[line]) for line in lines])
         names = _drafters_by_node(tree)
-        before, chunks, paths = [request.num_emitted for request in live], [], {}
+        emitted_before, chunks, paths = [request.num_emitted for request in live], [], {}
         for request, line in zip(live, lines, strict=True):
             # num_new: accepted draft tokens and the target's own. num_valid: those before the first that could not be
             # chosen, since its logits were not finite or all tokens were excluded, which ends the request with an
@@ -141,7 +141,10 @@ class OutputProcessor:
         if batch.variant.records_rounds:
             # Draft time that is not part of the step's: of a mixture on a GPU, tables' waits and the model's draft.
             apart_s = draft_s if waits is None else waits.query + draft_s * (tree.record.model_marks is not None)
-            step_s, progress = max(verify_s, took - apart_s), mean_progress(live, before, in_flight.is_last_call)
+            step_s, progress = (
+                max(verify_s, took - apart_s),
+                mean_progress(live, emitted_before, in_flight.is_last_call),
+            )
             policy.record(in_flight.decision, tree, accepted_paths, draft_s, step_s, progress, waits)
         if not num_nodes:
             self._scheduler.prefill.record_round_time(took)
@@ -161,7 +164,7 @@ class OutputProcessor:
         record, marks, seconds = in_flight.tree.record, in_flight.marks, self._clock.seconds
         if not (self._on_gpu and in_flight.decision.has_queried):
             return None
-        idle_s = 0.0 if in_flight.before is None else seconds(in_flight.before, marks[0])
+        idle_s = 0.0 if in_flight.previous_end is None else seconds(in_flight.previous_end, marks[0])
         model_s = 0.0 if record.model_marks is None else seconds(*record.model_marks)
         fill_s = None if record.fill_mark is None else seconds(record.fill_mark, marks[-2])
         return TableWaits(max(0.0, idle_s + draft_s - model_s), fill_s)

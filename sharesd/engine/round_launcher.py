@@ -74,7 +74,7 @@ class InFlightRound(NamedTuple):
     decision: Decision
     """State of the policy, which the round's result is recorded with."""
     result: RoundResult
-    before: Mark | None
+    previous_end: Mark | None
     """Point in time on the device at which the last round ended; None: other work came between them."""
     marks: list[Mark]
     """Points in time on the device: start, end of the draft if there is one, end of the round."""
@@ -132,10 +132,10 @@ class RoundLauncher:
         """Form a new batch before the next round."""
         self._batch = None
 
-    def launch(self, before: InFlightRound | None = None) -> InFlightRound | None:
+    def launch(self, previous: InFlightRound | None = None) -> InFlightRound | None:
         """Launch a round of all live requests.
 
-        Returns None if there are none, or if the host must first read the round `before` it.
+        Returns None if there are none, or if the host must first read the `previous` round.
         """
         started, scheduler = time.perf_counter(), self._scheduler
         if self._batch is None or self._num_changes != scheduler.num_changes:
@@ -145,7 +145,7 @@ class RoundLauncher:
         if ahead is not None and ahead.batch is not batch:
             ahead.drafter.drop_ahead()
             ahead = None
-        if batch is None or (before is not None and batch.constrained):
+        if batch is None or (previous is not None and batch.constrained):
             return None
         # Tell the policy about the coming round. In `variant.shape` it chooses a shape from the costs of steps
         # (`policy.live`) and past acceptance; in `drafter.draft` it may end a chain early (on a CPU); it learns from
@@ -161,12 +161,12 @@ class RoundLauncher:
         mean_slots = sum(map(len, self._cache.cached_ids[first : batch.end])) / num + 1  # and the root
         operating_point = mean_slots, STEP_THREADS.size, num
         policy.live.at(*operating_point)
-        # With async scheduling, `before` is still running. A drafter goes ahead if it needs neither its tokens on the
+        # With async scheduling, `previous` is still running. A drafter goes ahead if it needs neither its tokens on the
         # host nor what the policy learns from them. Grammars need the tokens (see above).
-        if before is not None and not (drafter is None or drafter.goes_ahead(policy)):
+        if previous is not None and not (drafter is None or drafter.goes_ahead(policy)):
             if len(batch.plain) < len(live):
                 mark = self._clock.mark()
-                if drafter.draft_ahead(batch.round.context, batch.texts, _max_unread_tokens(before)):
+                if drafter.draft_ahead(batch.round.context, batch.texts, _max_pending_tokens(previous)):
                     self._ahead = AheadDraft(batch, drafter, mark)
             return None
         tree, shape = batch.round.no_draft, NO_DRAFT
@@ -176,9 +176,9 @@ class RoundLauncher:
             policy.num_unread_tokens = drafter.num_unread_tokens(batch.texts)
             shape, self._deferred_shape = self._deferred_shape or batch.variant.shape(self._plain_rounds), None
             # After plain rounds, a drafter with KV of its own must read tokens that the host does not have yet. The
-            # shape is kept for the launch after the result of `before` was read, so that the policy does not decide
+            # shape is kept for the launch after the result of `previous` was read, so that the policy does not decide
             # twice.
-            if shape.nodes and before is not None and self._plain_rounds and drafter.needs_catch_up:
+            if shape.nodes and previous is not None and self._plain_rounds and drafter.needs_catch_up:
                 self._deferred_shape = shape
                 return None
         if ahead is not None and not shape.nodes:
@@ -187,7 +187,7 @@ class RoundLauncher:
         marks = [self._clock.mark() if ahead is None else ahead.mark]
         if shape.nodes:
             assert drafter is not None
-            drafter.catch_up(batch.texts, self._plain_rounds > 0, batch.plain, _max_unread_tokens(before))
+            drafter.catch_up(batch.texts, self._plain_rounds > 0, batch.plain, _max_pending_tokens(previous))
             tree = checked_draft(drafter, batch.round.context, shape)  # `drafter.draft`, checked against the shape
             if tree.record.num_steps:
                 tree = tree.with_record(num_unread_tokens=policy.num_unread_tokens)
@@ -201,7 +201,7 @@ class RoundLauncher:
             result = batch.round.copy_to_host(result)
             proposed = proposed and batch.round.copy_proposed(proposed)
         marks.append(self._clock.mark())
-        end_before, self._last_end = None if self.prefilled else self._last_end, marks[-1]
+        previous_end, self._last_end = None if self.prefilled else self._last_end, marks[-1]
         self._plain_rounds = 0 if shape.nodes else self._plain_rounds + 1
         return InFlightRound(
             batch=batch,
@@ -211,7 +211,7 @@ class RoundLauncher:
             tree=tree,
             decision=policy.decision(),
             result=result,
-            before=end_before,
+            previous_end=previous_end,
             marks=marks,
             started=started,
             reasons=reasons,
@@ -272,12 +272,12 @@ def _log_decision(batch: Batch, shape: DraftShape, tree: DraftTree) -> None:
     log.debug("%d rows from slot %d: %s; %s", len(batch.live), len(batch.live[0].tokens), what, why)
 
 
-def _max_unread_tokens(before: InFlightRound | None) -> dict[int, int]:
+def _max_pending_tokens(previous: InFlightRound | None) -> dict[int, int]:
     """Return upper bounds on the tokens that an unread round adds to each row."""
-    if before is None:
+    if previous is None:
         return {}
-    max_tokens = 1 + before.tree.tokens.shape[1]
-    return {request.row: max_tokens for request in before.batch.live if request.row is not None}
+    max_tokens = 1 + previous.tree.tokens.shape[1]
+    return {request.row: max_tokens for request in previous.batch.live if request.row is not None}
 
 
 def compute_grammar_mask(

@@ -181,7 +181,7 @@ def test_a_gpu_waits_while_it_makes_nothing_that_is_verified(
 
     def waits(on_gpu: bool = True, has_queried: bool = True, before: float | None = FROM) -> Any:
         decision = SimpleNamespace(has_queried=has_queried)
-        flight = SimpleNamespace(tree=tree, marks=[*marks], before=before, decision=decision)
+        flight = SimpleNamespace(tree=tree, marks=[*marks], previous_end=before, decision=decision)
         processor = SimpleNamespace(_clock=Clock(torch.device("cpu")), _on_gpu=on_gpu)
         return OutputProcessor._waits(processor, flight, marks[1] - marks[0])  # type: ignore[arg-type]
 
