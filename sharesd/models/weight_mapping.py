@@ -9,7 +9,7 @@ import itertools
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from operator import attrgetter
@@ -479,6 +479,8 @@ class StoredTypes(NamedTuple):
     """Types of matrices in blocks, and of numbers in one linear with blocks."""
     expanded: Mapping[str, str]
     """Matrices among these that are expanded -> reason."""
+    reordered: Sequence[str] = ()
+    """Those whose inputs are stored in another order."""
 
     @classmethod
     def of(
@@ -518,7 +520,7 @@ class StoredTypes(NamedTuple):
                     expanded |= dict.fromkeys(names, reason)
                     types |= dict.fromkeys(names, _EXPANDED)
                     break
-        return cls(types, expanded)
+        return cls(types, expanded, [name for name, order in orders.items() if order is not None])
 
     def say(self, source: object, names: Mapping[str, str] | None = None) -> None:
         """Log a line if something of a file is expanded; `names` has those in the file."""

@@ -53,7 +53,7 @@ from sharesd.startup.streams import SharedDrafts, choose_streams
 from sharesd.weights.backend import backend_for
 from sharesd.weights.draft_heads import find_inner_heads
 from sharesd.weights.offload_planner import Offloading, plan_for
-from sharesd.weights.sizes import kv_slots
+from sharesd.weights.sizes import experts_obstacle, kv_slots
 from sharesd_files import clean_cache
 
 if TYPE_CHECKING:
@@ -95,6 +95,8 @@ def folder_and_config(
         if config.dequantize is False:
             flag = "--dequantize" if config.target_quant is None else "--device cpu"
             raise ValueError(f"{folder}: {reason}; use {flag}")
+        if warns:
+            log.warning("weights are expanded to 16 bits: %s: %s", folder, reason)
         config = replace(config, dequantize=True)
         folder = resolve_target(config, progress=progress)
     if config.dequantize is False and not is_stored(folder):
@@ -112,10 +114,11 @@ def folder_and_config(
 def _not_as_stored(folder: Path, device: torch.device) -> str | None:
     """Return the reason why a folder's stored weights do not run on a GPU, if there is one."""
     try:
-        native_config(folder, device)
+        config = native_config(folder, device)
     except UnsupportedArchitecture as reason:
         return f"{reason}, and stored weights run natively alone"
-    return None
+    obstacle = None if config.experts is None else experts_obstacle(folder, config)
+    return None if obstacle is None else f"{obstacle}, and kernels of GPUs do not run such experts"
 
 
 def with_head_quant(config: EngineConfig) -> EngineConfig:

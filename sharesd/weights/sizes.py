@@ -19,6 +19,7 @@ from quant.solved_linears import QuantTask, SolverConfig
 from sharesd.config import EngineConfig
 from sharesd.models import checkpoint
 from sharesd.models.decoder import Decoder
+from sharesd.models.decoder_config import DecoderConfig
 from sharesd.models.loader import decoder_config
 from sharesd.models.prefill import slots_for
 from sharesd.models.recurrent_layers import recurrent_sizes
@@ -70,6 +71,34 @@ def _types(folder: Path, identity: str) -> Mapping[str, str]:
     from sharesd.models.gguf.weights import stored_types as types_of_file  # whose package takes time to import
 
     return types_of_file(folder)
+
+
+def experts_obstacle(folder: Path, config: DecoderConfig) -> str | None:
+    """Return why kernels of GPUs do not run a mixture's experts as stored, and the tensor; None if they do.
+
+    They read all experts of a layer as one tensor, and their inputs as they come.
+    """
+    outline, orders = outline_of(folder), set[str]()
+    if checkpoint.is_quantized(folder):
+        from sharesd.models.quantized.folder import reordered
+
+        orders = {*reordered(folder)}
+    for layer, kind in enumerate(config.layer_types):
+        first: dict[tuple[str, int], str | None] = {}
+        for path, modules in module_names(config, kind).items():
+            if not path.startswith("mlp.experts."):
+                continue
+            for part, module in enumerate(modules):
+                name = f"{LAYERS}{layer}.{module}.weight"
+                found = outline[name].type
+                wanted = first.setdefault((path.rpartition(".")[2], part), found)
+                if found in NUMBERS:
+                    return f"{name} runs as {found} in one linear with blocks"
+                if found != wanted:
+                    return f"{name} is stored as {found or 'numbers'}, and other experts as {wanted or 'numbers'}"
+                if name in orders:
+                    return f"the inputs of {name} are stored in another order (act-order)"
+    return None
 
 
 class StoredLinears:

@@ -7,6 +7,7 @@ release alone, experts in MXFP4 with gate and up in turns.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -50,6 +51,7 @@ from sharesd.weights.cuda_backend import CudaBackend
 from tests.helpers.compiled import compiled
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.oracle import tiny_mixture
+from tests.helpers.quantized_folders import FOLDERS, Quantize, quantize_folder
 from tests.helpers.same_texts import require_same_texts
 from tests.helpers.tiny_heads import make_head
 from tests.helpers.tiny_models import make_checkpoint, make_mixture
@@ -322,6 +324,46 @@ def test_stored_mixtures_run_as_they_are_on_gpus(gguf_file: Path, with_triton: N
     gpu, how = torch.device("cuda"), {"needs_numbers": False, "warns": False, "progress": silent}
     folder, config = folder_and_config(EngineConfig(target=str(gguf_file)), gpu, **how)
     assert config.dequantize is False and is_stored(folder)
+
+
+MIXED = {"dynamic": {r"-:.*experts\.2\.down_proj": {}}}
+LAYER_1 = "model.layers.1.mlp.experts"
+
+
+@pytest.mark.parametrize(
+    ("kind", "section", "reason"),
+    [
+        ("gptq act order", {}, f"the inputs of {LAYER_1}.0.down_proj.weight are stored in another order .act-order."),
+        ("gptq", MIXED, f"{LAYER_1}.2.down_proj.weight is stored as numbers, and other experts as INT4_32"),
+        ("gguf", {}, f"{LAYER_1}.0.up_proj.weight runs as F16 in one linear with blocks"),
+    ],
+)
+def test_experts_that_gpus_do_not_run_as_stored_are_named_before_they_are_read(
+    kind: str, section: dict[str, Any], reason: str, tmp_path: Path, with_triton: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are expanded, unless they were asked for as stored; CPUs run them."""
+    if kind == "gguf":
+        target = write_gguf(tmp_path / "model.gguf", "qwen3moe", kind="Q4_0", types={"blk.1.ffn_up_exps": "F16"})
+    else:
+        own, quantize = FOLDERS[kind]
+        target = make_mixture(tmp_path / "model", hidden_size=128, head_dim=32)
+        quantize_folder(target, own | section, _left_out(quantize) if section else quantize)
+    config = EngineConfig(target=str(target), device="cuda")
+    how: dict[str, Any] = {"needs_numbers": False, "warns": True, "progress": silent}
+    folder, _ = folder_and_config(config, torch.device("cpu"), **how)
+    assert is_stored(folder) and not caplog.records
+    with pytest.raises(ValueError, match=f"{reason}, and kernels of GPUs do not run such experts; use --dequantize"):
+        folder_and_config(replace(config, dequantize=False), torch.device("cuda"), **how)
+    folder, found = folder_and_config(config, torch.device("cuda"), **how)
+    assert found.dequantize is True and not is_stored(folder)
+    assert re.search(f"weights are expanded to 16 bits: .*: {reason}", caplog.text)
+
+
+def _left_out(quantize: Quantize) -> Quantize:
+    """Leave what MIXED leaves out as it is."""
+    return lambda name, weight: (
+        {"weight": weight.bfloat16()} if name.endswith("experts.2.down_proj") else quantize(name, weight)
+    )
 
 
 def _add_expert(tensors: dict[str, Tensor]) -> None:

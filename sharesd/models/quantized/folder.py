@@ -6,7 +6,7 @@ import json
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import cache, partial
 from itertools import chain
@@ -178,12 +178,9 @@ def _types(folder: Path, identity: str) -> StoredTypes:
     return types
 
 
-def reordered(folder: Path) -> Iterator[str]:
-    """Yield names of matrices whose inputs are stored in another order."""
-    layout, config, _ = _read_config(folder)
-    for name, tensor in _read_weights(folder, layout, config).items():
-        if not isinstance(tensor, Tensor) and tensor().order is not None:
-            yield text_name(name)
+def reordered(folder: Path) -> Sequence[str]:
+    """Return the decoder's names of matrices whose inputs are stored in another order."""
+    return _types(folder, identity(folder)).reordered
 
 
 def stored_parts(
