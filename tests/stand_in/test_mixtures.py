@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from sharesd.config import EngineConfig, Mode
 from sharesd.models.loader import decoder_config
 from sharesd.sampling_params import SamplingParams
 from tests.helpers.gguf_files import write_gguf
+from tests.helpers.quantized_folders import FOLDERS, quantize_folder
 from tests.helpers.tiny_heads import make_head
 from tests.helpers.tiny_models import make_mixture
 from tests.stand_in.decoding import decode
@@ -50,12 +52,36 @@ def test_mixtures_are_loaded_and_decoded(family: str, tmp_path: Path) -> None:
     assert ("to stored,experts=1" in outcomes[0].log) == (family != "gpt_oss"), outcomes[0].log
 
 
-@pytest.mark.parametrize("family, kind", [("qwen3moe", "Q4_0"), ("gpt-oss", "MXFP4")])
-def test_stored_mixtures_are_loaded_and_decoded(family: str, kind: str, tmp_path: Path) -> None:
-    """Of a .gguf file, as it is: rounds are captured, and replayed without a wait."""
-    target = write_gguf(tmp_path / "model.gguf", family, kind=kind)
-    modes: tuple[Mode, ...] = ("naive", "suffix", "share")
-    config = EngineConfig(target=str(target), device="cuda", max_context=64)
+def of_file(folder: Path, family: str, kind: str) -> Path:
+    return write_gguf(folder / "model.gguf", family, kind=kind)
+
+
+def of_folder(folder: Path, kind: str) -> Path:
+    return quantize_folder(make_mixture(folder / "model", hidden_size=128, head_dim=32), *FOLDERS[kind])
+
+
+def of_numbers(folder: Path) -> Path:
+    return make_mixture(folder / "model")
+
+
+@pytest.mark.parametrize(
+    ("make", "modes", "options"),
+    [
+        (partial(of_file, family="qwen3moe", kind="Q4_0"), ("suffix", "share"), {}),
+        (partial(of_file, family="gpt-oss", kind="MXFP4"), ("share",), {}),
+        (partial(of_file, family="glm4moe", kind="Q5_1"), ("share", "mtp"), {}),
+        (partial(of_folder, kind="awq"), ("share",), {}),
+        (of_numbers, ("share",), {"target_quant": "q4_k"}),
+    ],
+    ids=["gguf", "gguf of gpt-oss", "gguf of glm", "folder", "quantized"],
+)
+def test_stored_mixtures_are_loaded_and_decoded(
+    make: Callable[[Path], Path], modes: tuple[Mode, ...], options: dict[str, Any], tmp_path: Path
+) -> None:
+    """As they are: rounds are captured, and replayed without a wait."""
+    target = make(tmp_path)
+    modes = ("naive", *modes)
+    config = EngineConfig(target=str(target), device="cuda", max_context=64, **options)
     params = SamplingParams(max_new_tokens=16, ignore_eos=True)
     outcomes = run([partial(decode, config, modes, mode, params, ids=range(3, 200)) for mode in modes])
     for mode, outcome in zip(modes, outcomes, strict=True):

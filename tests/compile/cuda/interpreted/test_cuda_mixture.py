@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 
-from compile.block_linear import BlockPart
+from compile.block_linear import WIDENED, BlockPart
 from compile.cuda.block_linear import BlockRowLinear
 from compile.cuda.linear import replace_with_row_linears
 from compile.cuda.mixture import RowMixture, replace_with_row_mixtures, stack_weights
@@ -23,11 +23,13 @@ from sharesd.models.decoder import Decoder
 from sharesd.models.gguf.convert import converted_folder
 from sharesd.models.loader import decoder_config, load_decoder, stored_tensors
 from sharesd.models.mixture import ExpertMLP
+from sharesd.models.quantized.target import folder_to_quantize
 from sharesd.weights.backend import CpuBackend
 from sharesd.weights.cuda_backend import CudaBackend
 from tests.helpers.block_parts import random_part, values
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.oracle import tiny_mixture
+from tests.helpers.quantized_folders import FOLDERS, quantize_folder
 from tests.helpers.tiny_heads import make_head
 from tests.helpers.tiny_models import make_mixture
 
@@ -78,33 +80,88 @@ def test_logits_are_those_of_plain_modules(family: str, dtype: torch.dtype, tmp_
             assert torch.equal(one[:, 0], steps_BTV[:, at])
 
 
-def numbers(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """A file's tensors in float32, by the gguf package."""
+def stored(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Tensors as a GPU gets them: tables of bfloat16 are no blocks there."""
     for name, tensor in stored_tensors(folder):
+        is_table = isinstance(tensor, BlockPart) and tensor.type == WIDENED
+        yield name, tensor.raw if is_table else tensor
+
+
+def numbers(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """The same in float32, see `values`."""
+    for name, tensor in stored(folder):
         raw = tensor.raw if isinstance(tensor, BlockPart) else tensor
         yield name, values(tensor) if isinstance(tensor, BlockPart) and raw.dtype == torch.uint8 else raw.float()
 
 
-STORED = [("qwen3moe", "Q4_0"), ("gpt-oss", "MXFP4")]
-STORED += [pytest.param(*each, marks=pytest.mark.slow) for each in (("mixtral", "Q8_0"), ("glm4moe", "Q5_1"))]
+def of_file(folder: Path, family: str, kind: str, **types: str) -> Path:
+    """A .gguf file as it is stored; `types`: of tensors of its second layer."""
+    given = {f"blk.1.{name}": each for name, each in types.items()}
+    return converted_folder(write_gguf(folder / "model.gguf", family, kind=kind, types=given), dequantize=False)
 
 
-@pytest.mark.parametrize("family, kind", STORED)
-def test_stored_experts_give_the_logits_of_their_numbers(family: str, kind: str, tmp_path: Path) -> None:
-    """Numbers are those of the gguf package; a row's bits are the same alone and among others."""
-    folder = converted_folder(write_gguf(tmp_path / "model.gguf", family, kind=kind), dequantize=False)
+def of_folder(folder: Path, kind: str) -> Path:
+    """A folder of FOLDERS."""
+    return quantize_folder(make_mixture(folder / "model", hidden_size=128, head_dim=32), *FOLDERS[kind])
+
+
+def of_release(folder: Path) -> Path:
+    """Experts of gpt-oss as they were released."""
+    from tests.models.test_mixtures import released  # which imports transformers
+
+    return released(folder / "model")[0]
+
+
+def at_load(folder: Path, family: str, kind: str, **sizes: int) -> Path:
+    """What `--target-quant` runs."""
+    return folder_to_quantize(make_mixture(folder / "model", model_type=family, **sizes), kind)
+
+
+STORED = {
+    "gguf": (partial(of_file, family="qwen3moe", kind="Q4_0"), [["Q4_0"], ["Q4_0"]]),
+    "gguf of gpt-oss": (
+        partial(of_file, family="gpt-oss", kind="MXFP4", ffn_down_exps="MXFP4"),
+        [["MXFP4"], ["MXFP4"]],
+    ),
+    "gguf of mixtral": (partial(of_file, family="mixtral", kind="Q8_0"), [["Q8_0"], ["Q4_0"]]),
+    "gguf of glm": (partial(of_file, family="glm4moe", kind="Q5_1"), [["Q5_1"], ["Q4_0"]]),
+    "gguf of types": (
+        partial(of_file, family="gpt-oss", kind="Q8_0", ffn_up_exps="Q4_0", ffn_down_exps="BF16"),
+        [["Q8_0", "Q4_0"], []],
+    ),
+    "release": (of_release, [["MXFP4"], ["MXFP4"]]),
+    "awq": (partial(of_folder, kind="awq"), [["INT4_64"], ["INT4_64"]]),
+    "packed": (partial(of_folder, kind="packed"), [["Q4_0"], ["Q4_0"]]),
+    "bytes with zeros": (partial(of_folder, kind="bytes with zeros"), [["INT8_32"], ["INT8_32"]]),
+    "nvfp4": (partial(of_folder, kind="nvfp4"), [["NVFP4_16"], ["NVFP4_16"]]),
+    "quantized": (partial(at_load, family="qwen3_moe", kind="q4_k", hidden_size=256), [["Q4_K"], ["Q8_0"]]),
+    "quantized gpt-oss": (partial(at_load, family="gpt_oss", kind="mxfp4"), [["MXFP4"], ["MXFP4"]]),
+}
+"""Maker of a folder, and the types of the last layer's gate and up, and down."""
+QUICK = ("gguf", "gguf of gpt-oss", "gguf of types", "awq")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in STORED]
+)
+@pytest.mark.usefixtures("own_cache")
+def test_stored_experts_give_the_logits_of_their_numbers(name: str, tmp_path: Path) -> None:
+    """Numbers are those of the gguf package or of numpy; a row's bits are the same alone and among others."""
+    make, types = STORED[name]
+    folder = make(tmp_path)
     load = partial(load_decoder, folder, dtype=torch.float32, device=torch.get_default_device())
     plain = load(tensors=partial(numbers, folder))
-    packed = load(make_linear=CudaBackend(torch.get_default_device(), torch.float32, MAX_ROWS, 2).make_linear)
+    make_linear = CudaBackend(torch.get_default_device(), torch.float32, MAX_ROWS, 2).make_linear
+    packed = load(tensors=partial(stored, folder), make_linear=make_linear)
     experts = [module for module in packed.modules() if isinstance(module, ExpertMLP)]
-    for each in experts:  # as `load_decoder` does on a GPU
+    for each in experts if all(types) else ():  # as `load_decoder` does on a GPU, before it fills those of numbers
         each.allocate_together(torch.get_default_device())
     pack(packed)
     mixtures = [module for module in packed.modules() if isinstance(module, RowMixture)]
-    for own, each in zip(mixtures, experts, strict=True):
+    for own, each in zip(mixtures, experts, strict=True) if all(types) else ():
         first: Any = each.experts[0]
         assert own.gate_up.data_ptr() == first.gate_up.weight.data_ptr(), "experts were copied"
-    assert mixtures and {types[0] for mixture in mixtures for types, _ in mixture.stored.values()} >= {kind}
+    assert [kinds for kinds, _ in mixtures[-1].stored.values()] == types
     tokens_BT = torch.randint(3, plain.vocab_size, (2, 20), generator=torch.Generator().manual_seed(0))
     want_BTV, steps_BTV = logits_of(plain, tokens_BT), logits_of(packed, tokens_BT[:, :MAX_ROWS])
     for got in (steps_BTV, logits_of(packed, tokens_BT)):
