@@ -24,7 +24,7 @@ from sharesd.speculation.query_gate import QueryGate, TableWaits
 
 EXPLORED, PURSE = 0.005, (1.0, 4.0)
 """Part of the tokens that trials may cost; tokens that they may cost at first, and at most at once."""
-TRIAL_GAP, PLAIN_GAP = 8, 256
+TRIAL_GAP, PLAIN_GAP = 8, 128
 """Fewest rounds between two trials; rounds after which two plain steps are timed, if not two came in a row."""
 FRESH, REST = 4, (4, 16)
 """Rounds after which expectations are computed again; fewest and most rounds of a rest."""

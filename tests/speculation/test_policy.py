@@ -163,6 +163,16 @@ def test_drafts_that_seem_free_at_a_start_and_are_not_are_left_out() -> None:
     assert policy.live.drift == pytest.approx(1.0, rel=0.1)
 
 
+def test_plain_steps_that_become_faster_are_noticed() -> None:
+    """As where a neighbour leaves memory alone: rounds with drafts then take as long as before."""
+    slow = Costs({1: 1.0, 2: 1.05, 3: 1.1, 5: 1.2, 9: 1.5}, 0.4)
+    policy = Policy(chains(8), costs=slow, prior=0.8)
+    assert sum(num > 0 for num in live_chains(policy, slow, 0.7, 300, 0.03)) > 250
+    fast = replace(slow, step={**slow.step, 1: 0.5})
+    chosen = live_chains(policy, fast, 0.7, 300, 0.03)
+    assert sum(num > 0 for num in chosen[150:]) < 15
+
+
 @pytest.mark.parametrize("stalled", [{0}, {0, 1}, {1, 2}, {3, 4}], ids=str)
 def test_stalls_of_first_rounds_end_no_drafting(stalled: set[int]) -> None:
     costs = Costs({1: 1.0, 2: 1.1, 3: 1.15, 5: 1.3, 9: 1.6}, 0.3)
@@ -512,7 +522,7 @@ def test_steps_through_a_link_are_hardly_ever_plain() -> None:
     """A plain step takes as long there as one that verifies a draft."""
     costs = Costs({1: 3.5, 9: 3.5}, draft=0.05)
     chosen = live_chains(Policy(chains(8), costs=costs), costs, 0.8, 500)
-    assert chosen.count(0) <= 4
+    assert chosen.count(0) <= 8
 
 
 def told(policy: Policy, costs: Costs, rounds: int, overconfidence: float = 1.0) -> float:
