@@ -127,7 +127,7 @@ PARTS: dict[str, list[tuple[object, str, object]]] = {
     "without corrections: costs are those of the start": [(cost_model.LiveCosts, "record", lambda *_: None)],
     "without repeats: every time counts at once": [(cost_model._Place, "correct", _at_once)],
     "without trials": [(draft_policy, "EXPLORED", 0.0), (draft_policy, "PURSE", (0.0, 0.0))],
-    "without plain steps that are timed": [(Policy, "_plain_is_due", lambda _: False)],
+    "without plain steps that are timed": [(Policy, "_plain_is_due", False)],
     "without calibrated confidence": [(draft_scorer.ProbabilityCalibration, "record", lambda *_: None)],
     "without rests of tables": [(query_gate.QueryGate, "pays", lambda *_: True)],
     "without corrected promises of tables": [(Policy, "_kept", lambda *_: 1.0)],

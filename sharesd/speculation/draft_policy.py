@@ -108,7 +108,6 @@ class Policy:
         self._done = (0.0, 0.0)  # decayed tokens and predicted seconds of rounds
         self._purse, self._last_trial = PURSE[0], 0
         self._plain_run, self._last_plain = 0, 1 - PLAIN_GAP  # plain rounds in a row; round of the last two
-        self._times_plain = False  # the coming round is a plain step, to time it
         self._given_up: float | None = None  # value of what the coming round is tried instead of
         self._rest: tuple[object, int] = None, 0  # until when plain steps are faster
         self._options: tuple[object, int, list[_Option]] = None, 0, []  # until an estimate moves
@@ -187,8 +186,6 @@ class Policy:
             return pinned if to_beat == -inf or self._pinned_value(pinned) > to_beat else NO_DRAFT
         if not self.live.is_measured:
             return self._no_draft("costs_not_measured")
-        if self._times_plain:
-            return self._no_draft("plain_step_is_timed")
         key, until = self._rest
         if self._age < until and key == (self.live.version, self.max_round_cost):
             return self._no_draft("plain_is_faster")
@@ -197,7 +194,7 @@ class Policy:
         best = max(values, default=plain)
         self.model_value = max(plain, best)
         chosen = options[values.index(best)].shape if best > max(plain, to_beat) else NO_DRAFT
-        if chosen.nodes and to_beat == -inf and self._plain_is_due():
+        if chosen.nodes and to_beat == -inf and self._plain_is_due:
             return self._no_draft("plain_step_is_timed")
         if may_explore and self._age - self._last_trial >= TRIAL_GAP:
             most = max(self.model_value, to_beat)
@@ -213,10 +210,10 @@ class Policy:
             self._begin_rest(plain - best)
         return self._no_draft("plain_is_faster")
 
+    @property
     def _plain_is_due(self) -> bool:
-        """Return True if plain steps were not timed for long: only they tell a slow machine from expensive drafts."""
-        self._times_plain = self._num_rounds - self._last_plain >= PLAIN_GAP
-        return self._times_plain
+        """True if plain steps were not timed for long: only they tell a slow machine from expensive drafts."""
+        return self._num_rounds - self._last_plain >= PLAIN_GAP
 
     def _begin_rest(self, loss: float) -> None:
         """Choose no draft until the purse can pay for the loss of a trial, since little changes meanwhile."""
@@ -373,7 +370,7 @@ class Policy:
         ratio = self._kept(not drafted.nodes)
         least = longest if self.pinned is not None else 0
         best, value = self._num_worth([ratio * gain for gain in self._promised], self.rate, least, drafted.nodes)
-        if best and least == 0 and not drafted.nodes and self._plain_is_due():
+        if best and least == 0 and not drafted.nodes and self._plain_is_due:
             return 0, self.plain_value
         return best, 1 + value
 
@@ -414,7 +411,7 @@ class Policy:
     def decision(self) -> Decision:
         """Return what the coming round was decided with, for its record; the next decision begins."""
         made = Decision(self._has_queried, self._promised, self.scorer, self._given_up, self._launched_early)
-        self._has_queried, self._times_plain, self.scorer, self._given_up = False, False, None, None
+        self._has_queried, self.scorer, self._given_up = False, None, None
         self._launched_early = False
         return made
 
