@@ -21,6 +21,20 @@ from tests.stand_in.decoding import decode
 from tests.stand_in.worker import run
 
 
+def log_of_replays(target: Path, modes: tuple[Mode, ...], options: dict[str, Any]) -> str:
+    """Decode in each mode; check that rounds are captured, and replayed without a wait. Returns the first log."""
+    config = EngineConfig(target=str(target), device="cuda", max_context=64, **options)
+    params = SamplingParams(max_new_tokens=16, ignore_eos=True)
+    outcomes = run([partial(decode, config, modes, mode, params, ids=range(3, 200)) for mode in modes])
+    for mode, outcome in zip(modes, outcomes, strict=True):
+        assert not outcome.trouble, outcome.trouble
+        assert "without CUDA graphs" not in outcome.log and "fallback" not in outcome.log, outcome.log
+        assert outcome.value["captures"] and outcome.value["replayed"] >= 1, (mode, outcome.value)
+        assert not outcome.value["after"] and not outcome.value["mallocs"], (mode, outcome.value)
+        assert outcome.value["syncs"] <= 1, (mode, outcome.value)
+    return outcomes[0].log
+
+
 @pytest.mark.parametrize(
     "family", ["qwen3_moe", pytest.param("mixtral", marks=pytest.mark.long), "glm4_moe", "gpt_oss"]
 )
@@ -40,16 +54,8 @@ def test_mixtures_are_loaded_and_decoded(family: str, tmp_path: Path) -> None:
         options["heads"] = (str(head),)
     if family == "gpt_oss":
         options["quant"] = QuantConfig.parse("hqq:4:64", ["proj=gate_up,down"])
-    config = EngineConfig(target=str(target), device="cuda", max_context=64, **options)
-    params = SamplingParams(max_new_tokens=16, ignore_eos=True)
-    outcomes = run([partial(decode, config, modes, mode, params, ids=range(3, 200)) for mode in modes])
-    for mode, outcome in zip(modes, outcomes, strict=True):
-        assert not outcome.trouble, outcome.trouble
-        assert "without CUDA graphs" not in outcome.log and "fallback" not in outcome.log, outcome.log
-        assert outcome.value["captures"] and outcome.value["replayed"] >= 1, (mode, outcome.value)
-        assert not outcome.value["after"] and not outcome.value["mallocs"], (mode, outcome.value)
-        assert outcome.value["syncs"] <= 1, (mode, outcome.value)
-    assert ("to stored,experts=1" in outcomes[0].log) == (family != "gpt_oss"), outcomes[0].log
+    log = log_of_replays(target, modes, options)
+    assert ("to stored,experts=1" in log) == (family != "gpt_oss"), log
 
 
 def of_file(folder: Path, family: str, kind: str) -> Path:
@@ -81,13 +87,5 @@ def test_stored_mixtures_are_loaded_and_decoded(
     """As they are: rounds are captured, and replayed without a wait."""
     target = make(tmp_path)
     modes = ("naive", *modes)
-    config = EngineConfig(target=str(target), device="cuda", max_context=64, **options)
-    params = SamplingParams(max_new_tokens=16, ignore_eos=True)
-    outcomes = run([partial(decode, config, modes, mode, params, ids=range(3, 200)) for mode in modes])
-    for mode, outcome in zip(modes, outcomes, strict=True):
-        assert not outcome.trouble, outcome.trouble
-        assert "without CUDA graphs" not in outcome.log and "fallback" not in outcome.log, outcome.log
-        assert outcome.value["captures"] and outcome.value["replayed"] >= 1, (mode, outcome.value)
-        assert not outcome.value["after"] and not outcome.value["mallocs"], (mode, outcome.value)
-        assert outcome.value["syncs"] <= 1, (mode, outcome.value)
-    assert "expanded" not in outcomes[0].log and "to stored,experts=1" in outcomes[0].log, outcomes[0].log
+    log = log_of_replays(target, modes, options)
+    assert "expanded" not in log and "to stored,experts=1" in log, log
