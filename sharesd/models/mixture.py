@@ -85,14 +85,14 @@ class ExpertMLP(nn.Module):
         if self.router_bias is None:
             probs_ME = by_ME = F.softmax(scores_ME, dim=-1, dtype=wide)
         else:
-            probs_ME = scores_ME.to(wide).sigmoid()
+            probs_ME = _sigmoid(scores_ME.to(wide))
             by_ME = probs_ME + self.router_bias.e_score_correction_bias
         k = self.draft_experts if self.switch.quantized else self.num_experts_per_tok
         experts_Mk = by_ME.sort(dim=-1, descending=True, stable=True).indices[:, :k]
         factors_Mk = probs_ME.gather(1, experts_Mk)
         if self.norm_topk_prob:
             factors_Mk = factors_Mk / (factors_Mk.sum(-1, keepdim=True) + self.sum_eps)
-        factors_Mk, gates_Mg = factors_Mk * self.scaling_factor, gates_Mg.to(wide).sigmoid()
+        factors_Mk, gates_Mg = factors_Mk * self.scaling_factor, _sigmoid(gates_Mg.to(wide))
         return experts_Mk, factors_Mk.to(scores.dtype), gates_Mg.to(scores.dtype)
 
     def forward(self, x: Tensor, norm: nn.Module | None = None, residual: Tensor | None = None) -> Tensor:
@@ -119,6 +119,14 @@ class ExpertMLP(nn.Module):
         if isinstance(getattr(expert.gate_up, "full", expert.gate_up), nn.Linear):
             return expert(x_MD)[rows]
         return expert(x_MD[rows])
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    """Return a sigmoid whose bits depend on the number alone.
+
+    Those of torch.sigmoid also depend on its place on CPUs: numbers beyond the last whole vector take another path.
+    """
+    return F.softmax(F.pad(x[..., None], (0, 1)), dim=-1)[..., 0]
 
 
 def num_active_experts(num_experts: int, per_token: int, rows: float) -> float:
