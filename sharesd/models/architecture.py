@@ -82,8 +82,10 @@ class GGUFLayout:
     name: str
     """`general.architecture` of the file.
 
-    Of two families with one name, a file with experts is of the one that reads their number.
+    Of two families with one name, a file with experts is of the one that reads their number. See `own_part`, too.
     """
+    own_part: str = ""
+    """Part of a block that files of this family have, and those of others with its name have not."""
     class_name: str
     """Class of transformers, for config.json."""
     block_names: Mapping[str, str] = field(default_factory=lambda: GGUF_BLOCK_NAMES)

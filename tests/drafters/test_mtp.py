@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers.models.glm4_moe import modeling_glm4_moe
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
+from transformers.models.qwen3_next import modeling_qwen3_next
 
 from compile.attention import TreeAttentionMask
 from compile.block_linear import BlockLinear
@@ -29,8 +30,9 @@ from sharesd.drafters.mtp.checkpoint import find, load, stored_bytes
 from sharesd.drafters.mtp.drafter import MTPDrafter
 from sharesd.drafters.mtp.head import MTP
 from sharesd.models.gguf import weights
+from sharesd.models.gguf.config import config_of
 from sharesd.models.gguf.convert import converted_folder
-from sharesd.models.gguf.reader import GGUFFile
+from sharesd.models.gguf.reader import GGUFFile, read_gguf
 from sharesd.models.loader import decoder_config, load_decoder
 from sharesd.sampling_params import SamplingParams as Params
 from sharesd.startup.resolve import resolve_config
@@ -66,6 +68,7 @@ FAMILIES: dict[str, Callable[[Path], Path]] = {
     "glm4_moe": make_model,
     "qwen3_5": make_qwen,
     "qwen3_5_moe": partial(make_qwen, model_type="qwen3_5_moe_text"),
+    "qwen3_next": partial(make_qwen, model_type="qwen3_next"),
 }
 
 
@@ -86,22 +89,25 @@ class Reference:
         "glm4_moe": {"fc": "eh_proj", "embed": "enorm", "state": "hnorm", "out": "shared_head.norm"},
         "qwen3_5_text": {"fc": "fc", "embed": "pre_fc_norm_embedding", "state": "pre_fc_norm_hidden", "out": "norm"},
     }
-    PARTS["qwen3_5_moe_text"] = PARTS["qwen3_5_text"]
+    PARTS["qwen3_5_moe_text"] = PARTS["qwen3_next"] = PARTS["qwen3_5_text"]
+    QWEN: ClassVar[dict[str, Any]] = {
+        "qwen3_5_text": modeling_qwen3_5.Qwen3_5DecoderLayer,
+        "qwen3_5_moe_text": modeling_qwen3_5_moe.Qwen3_5MoeDecoderLayer,
+        "qwen3_next": modeling_qwen3_next.Qwen3NextDecoderLayer,
+    }
 
     def __init__(self, folder: Path, is_before: bool) -> None:
         self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.is_before, config = is_before, self.model.config
         self.parts, self.eps = self.PARTS[config.model_type], config.rms_norm_eps
-        is_qwen = config.model_type.startswith("qwen3_5")
+        is_qwen = config.model_type in self.QWEN
         self.one, root = (1.0, "mtp.") if is_qwen else (0.0, LAYER)  # added to weights of norms
         stored = load_file(folder / "model.safetensors")
         self.tensors = {n.removeprefix(root): tensor.float() for n, tensor in stored.items() if n.startswith(root)}
         own = {n.removeprefix("layers.0."): t for n, t in self.tensors.items() if "layers.0." in n or not is_qwen}
         if is_qwen:
-            is_mixture, number = config.model_type == "qwen3_5_moe_text", config.layer_types.index("full_attention")
-            kind = (modeling_qwen3_5.Qwen3_5DecoderLayer, modeling_qwen3_5_moe.Qwen3_5MoeDecoderLayer)[is_mixture]
-            self.block: Any = kind(config, number)
-            own = dict(merged(own, config.num_experts)) if is_mixture else own
+            self.block: Any = self.QWEN[config.model_type](config, config.layer_types.index("full_attention"))
+            own = dict(merged(own, config.num_experts)) if config.model_type != "qwen3_5_text" else own
         else:
             self.block = modeling_glm4_moe.Glm4MoeDecoderLayer(config, 1)
             own = {n: t for n, t in own.items() if not n.startswith((*self.parts.values(), "shared_head", "embed"))}
@@ -169,7 +175,9 @@ def drafted(folder: Path, is_before: bool) -> tuple[Any, Callable[..., list[Tens
 def test_logits_are_those_of_the_formula(family: str, is_before: bool, tmp_path: Path) -> None:
     """Of a prompt, of chains, and after a round that accepted a part of one, and none."""
     folder = FAMILIES[family](tmp_path / "model")
-    within = 1e-4 if family == "qwen3_5_moe" else 1e-5  # whose target differs from itself in float64 by 3e-5
+    within = (
+        1e-4 if family in ("qwen3_5_moe", "qwen3_next") else 1e-5
+    )  # whose target differs from itself in float64 by 3e-5
     reference, (_, logits) = Reference(folder, is_before), drafted(folder, is_before)
     for text, chain, first in ((TEXT[:7], TEXT[7:10], 0), (TEXT[:9], [5, 6], 6), (TEXT[:10], [4], 8)):
         for ours, theirs in zip(logits(text, chain, first), reference.logits(text, chain), strict=True):
@@ -357,7 +365,15 @@ def test_a_file_without_a_part_of_the_layer_is_named(tmp_path: Path, monkeypatch
         find(stored, decoder_config(stored))
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_a_file_of_the_layer_alone_is_refused(tmp_path: Path) -> None:
+    """Which converters write with --mtp, for programs that load it next to its model."""
+    file = read_gguf(write_gguf(tmp_path / "tiny.gguf", "glm4moe", "glm4", layers=40))
+    own = {name: tensor for name, tensor in file.tensors.items() if not name.startswith("blk.") or ".40." in name}
+    with pytest.raises(ValueError, match="it holds a layer for multi-token prediction alone; give a file with all lay"):
+        config_of(GGUFFile(file.metadata, own))
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
 def test_a_file_of_qwen_has_the_layer_of_its_folder(family: str, tmp_path: Path) -> None:
     """One is added to all of its norms, too, as programs that read such files expect."""
     folder = FAMILIES[family](tmp_path / "model")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Mapping
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,35 @@ HEAD_DIM = defaultdict(
 )  # transformers overlooks that a Qwen3 file names another size than 128
 
 
+FUSED = {
+    "ffn_gate_up_exps": (1, ("ffn_gate_exps", "ffn_up_exps")),
+    "attn_qkv": (0, ("attn_q", "attn_k", "attn_v")),
+}
+"""Part of a block as --fuse-gate-up-exps and --fuse-qkv of converters write it: axis, and the parts it is made of."""
+
+
+class FusingWriter(gguf.GGUFWriter):
+    """Writer of tensors as these options of converters make them."""
+
+    def __init__(self, path: Path, arch: str) -> None:
+        super().__init__(path, arch)
+        self.held: dict[str, tuple[np.ndarray, Any]] = {}
+
+    def add_tensor(self, name: str, tensor: Any, raw_shape: Any = None, raw_dtype: Any = None, *_: Any) -> None:
+        self.held[name] = tensor, raw_dtype
+
+    def write_header_to_file(self, path: Path | None = None) -> None:
+        for name, (fused, (axis, (first, *others))) in product([*self.held], FUSED.items()):
+            if f".{first}." in name:
+                names = [name, *(name.replace(f".{first}.", f".{other}.") for other in others)]
+                pieces = [self.held.pop(each) for each in names]
+                data = np.concatenate([piece for piece, _ in pieces], axis)
+                self.held[name.replace(f".{first}.", f".{fused}.")] = data, pieces[0][1]
+        for name, (tensor, kind) in self.held.items():
+            super().add_tensor(name, tensor, raw_dtype=kind)
+        super().write_header_to_file(path)
+
+
 def write_gguf(
     file: Path,
     architecture: str = "llama",
@@ -38,16 +67,17 @@ def write_gguf(
     layers: int = 2,
     types: Mapping[str, str] | None = None,
     repeats: Mapping[int, int] | None = None,
+    fuses: bool = False,
 ) -> Path:
     """A tiny model, in which every third block is larger than the others.
 
     `architecture` as the file names it, or "mixtral" for a llama with experts. `pre` names the byte-level
     pre-tokenizer; "spm" asks for sentencepiece. `extra` holds more fields of the architecture, numbers or texts.
     `kind`: type of most matrices; `types`: of single ones, as `blk.0.attn_v`. The table has a multiple of `pads_to`
-    rows. `repeats`: token -> another one, whose string and type it gets.
+    rows. `repeats`: token -> another one, whose string and type it gets. `fuses`: see FUSED.
     """
     named = "llama" if architecture == "mixtral" else architecture
-    writer, head = gguf.GGUFWriter(file, named), HEAD_DIM[architecture]
+    writer, head = (FusingWriter if fuses else gguf.GGUFWriter)(file, named), HEAD_DIM[architecture]
     sizes: dict[str, Any] = {
         "block_count": layers,
         "context_length": 64,
@@ -225,10 +255,11 @@ def _add_tensors(
         add(f"blk.{i}.ffn_down.weight", 64, mlp, kind="" if matrices == "F16" else down)
 
 
-def write_delta_gguf(file: Path, folder: Path, kind: str = "F32") -> Path:
+def write_delta_gguf(file: Path, folder: Path, kind: str = "F32", *, fuses: bool = False, is_old: bool = False) -> Path:
     """The .gguf file of a model of `make_delta_model`, as converters write it; with another tokenizer.
 
-    `kind`: type of matrices. Names are those of the package gguf, which lacks those of the layer for multi-token
+    `kind`: type of matrices. `fuses`: see FUSED. `is_old`: as the first files of Qwen3-Next, which have queries, keys,
+    values and gates in one tensor. Names are those of the package gguf, which lacks those of the layer for multi-token
     prediction.
     """
     config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
@@ -237,7 +268,7 @@ def write_delta_gguf(file: Path, folder: Path, kind: str = "F32") -> Path:
     size, mtp = config["linear_value_head_dim"], config.get("mtp_num_hidden_layers", 0)
     experts, is_next = config.get("num_experts", 0), config["model_type"] == "qwen3_next"
     architecture = "qwen3next" if is_next else "qwen35moe" if experts else "qwen35"
-    writer = gguf.GGUFWriter(file, architecture)
+    writer = (FusingWriter if fuses else gguf.GGUFWriter)(file, architecture)
     sizes = {"block_count": layers + mtp, "context_length": config["max_position_embeddings"], "head_count": heads}
     sizes |= {"embedding_length": config["hidden_size"], "feed_forward_length": config["intermediate_size"]}
     sizes |= {"head_count_kv": config["num_key_value_heads"], "layer_norm_rms_eps": config["rms_norm_eps"]}
@@ -265,7 +296,9 @@ def write_delta_gguf(file: Path, folder: Path, kind: str = "F32") -> Path:
         each = [tensors.pop(name.replace(".experts.0.", f".experts.{i}.")) for i in range(experts)]
         tensors[name.replace(".experts.0.", ".experts.")] = torch.stack(each)
     before = 2 * key_heads * config["linear_key_head_dim"]
-    for name in [name for name in tensors if "in_proj_qkvz" in name]:  # has the parts of each key head together
+    for name in [
+        name for name in tensors if "in_proj_qkvz" in name and not is_old
+    ]:  # has the parts of each key head together
         of_values = value_heads // key_heads * size
         parts = (
             tensors.pop(name).unflatten(0, (key_heads, -1)).split([before // key_heads // 2] * 2 + [of_values] * 2, 1)

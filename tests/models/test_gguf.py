@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, Starcoder2Config
 
 from serve.routes.tokens import token_text
@@ -23,13 +24,15 @@ from sharesd.models.architectures import config_from_hf
 from sharesd.models.decoder_config import DecoderConfig
 from sharesd.models.gguf.config import config_of
 from sharesd.models.gguf.convert import converted_folder
+from sharesd.models.gguf.merged import parts_apart
 from sharesd.models.gguf.reader import GGUFFile, StoredTensor, UnknownKey, read_gguf, read_model
 from sharesd.models.gguf.tokenizer import check_tokenizer
-from sharesd.models.gguf.weights import names_of, write_weights
+from sharesd.models.gguf.weights import names_of, stored_blocks, write_weights
 from sharesd.models.loader import load_decoder, load_model
 from sharesd.models.text_stream import TextStream
 from sharesd.models.tokenizer import load_tokenizer
-from tests.helpers.gguf_files import write_gguf
+from tests.helpers.gguf_files import FUSED, write_delta_gguf, write_gguf
+from tests.helpers.tiny_models import make_delta_model
 from tests.models.test_weights import weights_of
 
 TEXTS = (
@@ -118,6 +121,46 @@ def test_files_without_a_base_of_rope_have_that_of_llama_cpp(name: str, tmp_path
     assert len(metadata) == len(file.metadata) - 1
     found = config_from_hf(config_of(GGUFFile(metadata, file.tensors)))
     assert [rope["rope_theta"] for rope in found.rope_parameters] == [10_000.0] * len(found.rope_parameters)
+
+
+def parts_of(file: Path, *, mtp: bool) -> dict[str, torch.Tensor]:
+    """Tensors of a file as they run stored, those of the layer for multi-token prediction, and those expanded."""
+    folder = converted_folder(file, dequantize=False)
+    found = load_file(converted_folder(file) / "model.safetensors")
+    for of_mtp in {False, mtp}:
+        stored = stored_blocks(folder, mtp=of_mtp)
+        found |= {f"stored, {of_mtp}: {name}": getattr(part, "raw", part) for name, part in stored}
+    return found
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen2", "qwen3moe", "gpt-oss", "glm4moe", "lfm2moe", "qwen35moe", "qwen3next"]
+)
+def test_fused_tensors_are_read_in_parts(name: str, tmp_path: Path, own_cache: Path) -> None:
+    """As llama.cpp's converter writes them with --fuse-gate-up-exps and --fuse-qkv."""
+    files = [tmp_path / f"{fuses}.gguf" for fuses in (False, True)]
+    if is_delta := name in ("qwen35moe", "qwen3next"):
+        family = "qwen3_next" if name == "qwen3next" else "qwen3_5_moe_text"
+        folder = make_delta_model(tmp_path / "model", model_type=family, mtp_num_hidden_layers=1)
+    for file, fuses in zip(files, (False, True), strict=True):
+        if is_delta:
+            write_delta_gguf(file, folder, "Q8_0", fuses=fuses)
+        else:
+            write_gguf(file, name, mlp=64, layers=3, fuses=fuses)
+    assert {name.split(".")[-2] for name in read_gguf(files[1]).tensors} & FUSED.keys()
+    found, wanted = (parts_of(file, mtp=is_delta or name == "glm4moe") for file in files)
+    assert found.keys() == wanted.keys() and all(torch.equal(each, wanted[name]) for name, each in found.items())
+
+
+@pytest.mark.parametrize("fields", [{"attention.head_count": 0}, {"attention.head_count_kv": 9}])
+def test_fused_tensors_whose_parts_are_not_known_are_named(fields: dict[str, Any], tmp_path: Path) -> None:
+    file = read_gguf(write_gguf(tmp_path / "tiny.gguf", fuses=True))
+    config = config_from_hf(config_of(file))
+    found = parts_apart(
+        GGUFFile({**file.metadata, **{f"llama.{key}": num for key, num in fields.items()}}, file.tensors)
+    )
+    with pytest.raises(UnknownKey, match=r"tensor 'blk\.0\.attn_qkv\.weight' has no place"):
+        names_of(found, config)
 
 
 def test_glm_files_keep_what_chooses_experts_in_float32(tmp_path: Path, own_cache: Path) -> None:

@@ -393,8 +393,7 @@ def test_gguf_files_have_the_values_and_texts_of_their_folder(
 ) -> None:
     """Their value heads are in another order, and norms, decays and convolutions are stored in other ways."""
     sizes = {"num_hidden_layers": 4, "partial_rotary_factor": 0.25, "linear_value_head_dim": 32}
-    is_next = family == NEXT  # of whose files the converter drops the layer for multi-token prediction
-    folder = make_delta_model(tmp_path / "model", **sizes, model_type=family, mtp_num_hidden_layers=int(not is_next))
+    folder = make_delta_model(tmp_path / "model", **sizes, model_type=family, mtp_num_hidden_layers=1)
     if kind != "F32":
         edit_tensors(folder, as_blocks)
     file = write_delta_gguf(tmp_path / "model.gguf", folder, kind)
@@ -403,7 +402,7 @@ def test_gguf_files_have_the_values_and_texts_of_their_folder(
     tokens = torch.arange(40, 60)[None]
     wanted = logits_of(load_decoder(folder, dtype=torch.float32), tokens[0].tolist())
     options: dict[str, Any] = {"device": "cpu", "max_batch": 2, "dtype": "fp32", "dequantize": dequantize}
-    llm = require_same_texts(str(file), ("naive", "share", *(() if is_next else ("mtp",))), **options)
+    llm = require_same_texts(str(file), ("naive", "share", "mtp"), **options)
     target: Any = llm._runtime.target
     with torch.inference_mode():
         found = target(tokens, target.new_cache(1, 32))[0]
@@ -414,8 +413,22 @@ def test_gguf_files_have_the_values_and_texts_of_their_folder(
         texts = LLM(str(folder), modes=("naive",), device="cpu", dtype="fp32").generate(prompts, params)
         assert [each.token_ids for each in llm.generate(prompts, params)] == [each.token_ids for each in texts]
     linear = target.blocks[0].delta.out_proj.full
-    assert target.config.delta.tiled == (not is_next)
+    assert target.config.delta.tiled == (family != NEXT)
     assert (type(linear).__name__ == "BlockLinear") == (kind == "Q8_0" and not dequantize)
+
+
+def test_the_first_files_of_qwen3_next_run_too(tmp_path: Path) -> None:
+    """Which have queries, keys, values and gates of each key head together, as folders do."""
+    options: dict[str, Any] = {"linear_value_head_dim": 32, "model_type": NEXT, "mtp_num_hidden_layers": 0}
+    folder = edit_tensors(make_delta_model(tmp_path / "model", **options), as_blocks)
+    new, old = (write_delta_gguf(tmp_path / f"{old}.gguf", folder, "Q8_0", is_old=old) for old in (False, True))
+    assert read_gguf(old).tensors.keys() - read_gguf(new).tensors.keys() == {f"blk.{i}.ssm_in.weight" for i in (0, 2)}
+    whole = [load_decoder(converted_folder(file), dtype=torch.float32) for file in (new, old)]
+    options = {"device": "cpu", "dtype": "fp32", "dequantize": False}
+    stored: list[Any] = [require_same_texts(str(file), ("naive", "share"), **options) for file in (new, old)]
+    for models in (whole, [llm._runtime.target for llm in stored]):
+        ours, wanted = (logits_of(model, list(range(40, 60))) for model in models)
+        assert torch.equal(ours, wanted)
 
 
 def test_parts_of_mixtures_that_a_gguf_file_lacks_are_named(tmp_path: Path) -> None:

@@ -65,7 +65,9 @@ _GGUF_SIZES = {
     "ssm.time_step_rank": "linear_num_value_heads",
     "ssm.inner_size": "linear_inner_size",
 }
-_GGUF_RATES = {"ssm_beta": "linear_attn.in_proj_b", "ssm_alpha": "linear_attn.in_proj_a"}
+_GGUF_PROJECTIONS = {"attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z"}
+_GGUF_RATES = {"ssm_ba": "linear_attn.in_proj_ba"}
+_GGUF_LINEARS = {**_GGUF_PROJECTIONS, "ssm_beta": "linear_attn.in_proj_b", "ssm_alpha": "linear_attn.in_proj_a"}
 _GGUF_MIXTURE_NAMES = {
     **GGUF_EXPERT_NAMES,
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
@@ -129,14 +131,18 @@ def _read(config: HFConfig, **fields: Any) -> DecoderConfig:
         gemma_norm=True,
         attention_gates=True,
         delta=_delta(config),
-        num_mtp_layers=config.get("mtp_num_hidden_layers", 0),
-        **{"layer_types": _layer_types(config), **fields},
+        **{
+            "layer_types": _layer_types(config),
+            "num_mtp_layers": config.get("mtp_num_hidden_layers", 0),
+            **fields,
+        },
     )
 
 
 def _read_mixture(config: HFConfig) -> DecoderConfig:
     size = config.require("moe_intermediate_size")
-    norm = config.get("norm_topk_prob", True) if config.model_type == "qwen3_next" else True  # others lack the field
+    is_next = config.model_type.startswith("qwen3_next")
+    norm = config.get("norm_topk_prob", True) if is_next else True  # others lack the field
     experts = read_experts(config, size, norm_topk_prob=norm)
     if experts is None:
         raise wrong_value(config.model_type, "num_experts", 0, "a number above 0")
@@ -146,6 +152,7 @@ def _read_mixture(config: HFConfig) -> DecoderConfig:
     dense, step = config.get("mlp_only_layers", ()), config.get("decoder_sparse_step", 1)
     return _read(
         config,
+        num_mtp_layers=config.get("mtp_num_hidden_layers", int(is_next)),  # its configs do not say; tensors do
         layer_types=tuple(
             kind._replace(has_experts=i not in dense and (i + 1) % step == 0)
             for i, kind in enumerate(_layer_types(config))
@@ -164,8 +171,9 @@ def _gguf_config(config: Mapping[str, Any], *, tiled: bool) -> dict[str, Any]:
         raise ValueError(
             f"its ssm.inner_size is {inner}, not a multiple of {heads} heads (ssm.time_step_rank); download it again"
         )
-    layers = config["num_hidden_layers"] - config.get("mtp_num_hidden_layers", 0)  # files count all
-    sizes = {"linear_value_head_dim": inner // heads, "num_hidden_layers": layers}
+    num_mtp = config.get("mtp_num_hidden_layers", 0)
+    sizes = {"linear_value_head_dim": inner // heads, "mtp_num_hidden_layers": num_mtp}
+    sizes["num_hidden_layers"] = config["num_hidden_layers"] - num_mtp  # files count all
     return {"hidden_act": "silu", "linear_value_heads_tiled": tiled, **sizes}
 
 
@@ -175,20 +183,20 @@ def _gguf_layout(
     parts: Mapping[str, str],
     fields: Mapping[str, str],
     *,
-    rates: Mapping[str, str] = _GGUF_RATES,
+    linears: Mapping[str, str] = _GGUF_LINEARS,
     tiled: bool = True,
+    own_part: str = "",
 ) -> GGUFLayout:
-    """Return the layout of files; `parts` and `fields` are those of mixtures, `rates` and `tiled` of delta rules."""
+    """Return the layout of files; `parts` and `fields` are those of mixtures, `linears` and `tiled` of delta rules."""
     return GGUFLayout(
         name=name,
+        own_part=own_part,
         class_name=class_name,
         block_names={
             **{part: module for part, module in GGUF_BLOCK_NAMES.items() if part != "ffn_norm"},
             **GGUF_HEAD_NORMS,
             "post_attention_norm": "post_attention_layernorm",
-            "attn_qkv": "linear_attn.in_proj_qkv",
-            "attn_gate": "linear_attn.in_proj_z",
-            **rates,
+            **linears,
             "ssm_conv1d": "linear_attn.conv1d",
             "ssm_norm": "linear_attn.norm",
             "ssm_out": "linear_attn.out_proj",
@@ -205,6 +213,18 @@ def _gguf_layout(
             **fields,
         },
         extra_config=partial(_gguf_config, tiled=tiled),
+    )
+
+
+def _next_layout(projections: Mapping[str, str], own_part: str = "") -> GGUFLayout:
+    return _gguf_layout(
+        "qwen3next",
+        "Qwen3NextForCausalLM",
+        _GGUF_MIXTURE_NAMES,
+        _GGUF_MIXTURE_FIELDS,
+        linears={**projections, **_GGUF_RATES},
+        tiled=False,
+        own_part=own_part,
     )
 
 
@@ -234,6 +254,8 @@ ARCHITECTURES = (
         defaults={**_DEFAULTS, **_EXPERT_DEFAULTS},
         block_names={**_MIXTURE_NAMES, "delta.in_proj": ("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")},
         merged_experts=MERGED_EXPERTS,
+        mtp=_MTP,
+        gguf=_next_layout({"ssm_in": "linear_attn.in_proj_qkvz"}, own_part="ssm_in"),  # files of its first months
     ),
     Architecture(
         model_type="qwen3_next_gguf",  # whose gates are apart from q, k and v
@@ -244,13 +266,7 @@ ARCHITECTURES = (
             "delta.in_proj": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z", "linear_attn.in_proj_ba"),
         },
         merged_experts=MERGED_EXPERTS,
-        gguf=_gguf_layout(
-            "qwen3next",
-            "Qwen3NextForCausalLM",
-            _GGUF_MIXTURE_NAMES,
-            _GGUF_MIXTURE_FIELDS,
-            rates={"ssm_ba": "linear_attn.in_proj_ba"},
-            tiled=False,
-        ),
+        mtp=_MTP,
+        gguf=_next_layout(_GGUF_PROJECTIONS),
     ),
 )

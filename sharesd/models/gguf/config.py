@@ -180,7 +180,13 @@ def layout_of(file: GGUFFile) -> tuple[str, GGUFLayout]:
     if not found:
         raise UnsupportedArchitecture(f"architecture {file.architecture!r} is not known")
     has_experts = bool(fields_of(file).get("expert_count"))
-    return min(found, key=lambda each: ("expert_count" in each[1].fields) != has_experts)
+
+    def misfit(named: tuple[str, GGUFLayout]) -> tuple[bool, bool, bool]:
+        _, layout = named
+        is_own = bool(layout.own_part) and any(f".{layout.own_part}." in name for name in file.tensors)
+        return ("expert_count" in layout.fields) != has_experts, bool(layout.own_part) and not is_own, not is_own
+
+    return min(found, key=misfit)
 
 
 def fields_of(file: GGUFFile) -> dict[str, Any]:
@@ -197,8 +203,11 @@ def fields_of(file: GGUFFile) -> dict[str, Any]:
 
 
 def check_blocks(file: GGUFFile) -> None:
-    """Raise ValueError if a file has fewer tensors than blocks."""
-    blocks = fields_of(file).get("block_count", 0)
+    """Raise ValueError if a file has fewer tensors than blocks, or no block of the text."""
+    fields = fields_of(file)
+    if fields.get("nextn_predict_layers") and not any(name.startswith("blk.0.") for name in file.tensors):
+        raise ValueError("it holds a layer for multi-token prediction alone; give a file with all layers")
+    blocks = fields.get("block_count", 0)
     if isinstance(blocks, int | float) and blocks > len(file.tensors):
         raise ValueError(f"it has {len(file.tensors)} tensors for {blocks} blocks; download it again")
 

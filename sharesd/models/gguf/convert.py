@@ -86,10 +86,12 @@ def _convert(parts: list[Path], ignored: list[str], folder: Path, progress: Prog
 def _convert_here(file: GGUFFile, folder: Path, progress: Progress, dequantize: bool) -> None:
     """Convert natively; refuse what is not known before any write."""
     from sharesd.models.gguf.config import config_of, layout_of
+    from sharesd.models.gguf.merged import parts_apart
     from sharesd.models.gguf.tokenizer import check_tokenizer, write_tokenizer
     from sharesd.models.gguf.weights import names_of, write_weights
 
     _, layout = layout_of(file)
+    file = parts_apart(file)
     check_tokenizer(file)
     config = config_of(file)
     decoder_config = config_from_hf(config)

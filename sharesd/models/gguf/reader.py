@@ -153,7 +153,17 @@ class StoredTensor:
     """Outputs first, as torch has it."""
     kind: GGMLQuantizationType
     data: np.ndarray
-    """uint8 [bytes], mapped from the file."""
+    """uint8 [bytes], mapped from the file; or [pieces, bytes] with something else between the pieces."""
+
+    def codes(self, begin: int, end: int) -> np.ndarray:
+        """Return some of the bytes, uint8 [end - begin]; mapped, if they are of one piece."""
+        pieces = self.data[None] if self.data.ndim == 1 else self.data
+        size = pieces.shape[1]
+        found = [
+            pieces[number, max(begin - number * size, 0) : end - number * size]
+            for number in range(begin // size, -(-end // size))
+        ]
+        return found[0] if len(found) == 1 else np.concatenate(found)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

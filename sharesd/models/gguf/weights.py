@@ -23,6 +23,7 @@ from sharesd.models.architectures import architecture_of, config_from_hf
 from sharesd.models.checkpoint import STORED, Progress, damage_named, read_json, write_tensors
 from sharesd.models.decoder_config import DecoderConfig
 from sharesd.models.gguf.config import ROPE_TENSORS, config_of, layout_of
+from sharesd.models.gguf.merged import parts_apart
 from sharesd.models.gguf.reader import GGUFFile, StoredTensor, read_model, unknown_tensor
 from sharesd.models.mtp import BLOCK, MTPNames, gguf_names, mtp_config, mtp_shapes
 from sharesd.models.mtp import layout_of as layout_of_mtp
@@ -82,7 +83,7 @@ def names_of(file: GGUFFile, config: DecoderConfig, *, mtp: bool = False) -> dic
                 f"tensor {stored!r} has shape {found} where the header asks for {right}; download it again"
             )
         try:
-            gguf.dequantize(tensor.data[: gguf.GGML_QUANT_SIZES[tensor.kind][1]], tensor.kind)
+            gguf.dequantize(tensor.codes(0, gguf.GGML_QUANT_SIZES[tensor.kind][1]), tensor.kind)
         except NotImplementedError:
             raise ValueError(
                 f"tensor {stored!r} is stored as {tensor.kind.name}, which is not supported; give another quantization"
@@ -182,7 +183,7 @@ def absent_biases(written: Collection[str], config: DecoderConfig) -> dict[str, 
 def _blocks(tensor: StoredTensor) -> Iterator[tuple[int, int]]:
     """Yield ranges of quantized blocks."""
     size, num_bytes = gguf.GGML_QUANT_SIZES[tensor.kind]
-    total, step = len(tensor.data) // num_bytes, _BLOCK_WEIGHTS // size
+    total, step = tensor.data.size // num_bytes, _BLOCK_WEIGHTS // size
     for begin in range(0, total, step):
         yield begin, min(begin + step, total)
 
@@ -199,7 +200,7 @@ def _is_finite(values: np.ndarray) -> bool:
 def _dequantize(tensor: StoredTensor, begin: int, end: int) -> Tensor:
     """Return the float32 values of quantized blocks."""
     num_bytes = gguf.GGML_QUANT_SIZES[tensor.kind][1]
-    codes = tensor.data[begin * num_bytes : end * num_bytes]
+    codes = tensor.codes(begin * num_bytes, end * num_bytes)
     return torch.from_numpy(gguf.dequantize(codes.reshape(1, -1), tensor.kind).reshape(-1).copy())
 
 
@@ -233,14 +234,14 @@ def stored_blocks(
     yield from ((name, bias) for name, bias in biases.items() if not mtp or name.startswith(BLOCK))
     for name, stored in single.items():
         tensor, part, kind = file.tensors[stored], stored.split(".")[-2], types.types.get(name)
-        shape, rows = tensor.shape, None if outlines and kind is not None else _rows(tensor)
+        shape, number, count = tensor.shape, 0, 1
         if "*" in names[stored]:
-            shape, number = shape[1:], int(name.partition(".experts.")[2].partition(".")[0])
-            rows = None if rows is None else rows.view(tensor.shape[0], shape[0], -1)[number]
-        if rows is None:
-            assert kind is not None
+            (count, *inner), number = shape, int(name.partition(".experts.")[2].partition(".")[0])
+            shape = tuple(inner)
+        if outlines and kind is not None:
             yield name, BlockPart.without_bytes(kind, *shape)
             continue
+        rows = _rows(tensor, number, count)
         if layout.pairs_rows and part in heads:
             rows = rows.unflatten(0, (heads[part], -1, 2)).transpose(1, 2).flatten(0, 2)
         if kind in BLOCK_TYPES:
@@ -291,7 +292,7 @@ def _names_of_experts(name: str, config: DecoderConfig) -> list[str]:
 def _model(folder: Path) -> tuple[GGUFFile, DecoderConfig]:
     """Return headers of the files that a folder names, and their config."""
     source = read_json(folder / STORED)
-    file = read_model([Path(name) for name in source["files"]], source["ignored"])
+    file = parts_apart(read_model([Path(name) for name in source["files"]], source["ignored"]))
     return file, config_from_hf(config_of(file))
 
 
@@ -302,8 +303,9 @@ def q8_share(folder: Path) -> float:
     return sum(size for is_q8, size in sizes if is_q8) / sum(size for _, size in sizes)
 
 
-def _rows(tensor: StoredTensor) -> Tensor:
-    """Return the bytes of each row, [rows, bytes]."""
-    size, num_bytes = gguf.GGML_QUANT_SIZES[tensor.kind]
+def _rows(tensor: StoredTensor, number: int, count: int) -> Tensor:
+    """Return the bytes of each row, [rows, bytes], of one of `count` experts."""
+    (size, num_bytes), part = gguf.GGML_QUANT_SIZES[tensor.kind], tensor.data.size // count
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # the file is not to be written
-        return torch.from_numpy(tensor.data).view(-1, tensor.shape[-1] // size * num_bytes)
+        codes = torch.from_numpy(tensor.codes(number * part, (number + 1) * part))
+    return codes.view(-1, tensor.shape[-1] // size * num_bytes)
