@@ -86,7 +86,7 @@ class _Recorder:
         self._draft(context, self._tree)
         self._policy.scorer = None
         self.drafts.append((tokens, chain_probs, *self._nodes(context)))
-        return DraftTree(context.root_B[:, None][:, :0])
+        return context.buffers.no_draft
 
     def _nodes(self, context: DraftContext) -> tuple[list[int], list[float], list[int]]:
         """Return tokens, probabilities and parents of all nodes of the last tree."""

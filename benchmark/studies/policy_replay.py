@@ -206,7 +206,7 @@ def play_cell(folder: Path, cell: Cell, seed: int) -> float:
     start = replace(costs, step=wide, draft=draft, level=level)
     model, prior = None, 0.8
     if cell.model:
-        prior = PRIORS[cell.model]
+        prior = PRIORS[cell.model] ** (draft_policy.SAMPLED if cell.temperature else 1.0)
         model = RecordedModel(shapes_of(3, 6, 8) if stops else chains(8), prior)
     drafter: Drafter | None = model
     if cell.table:

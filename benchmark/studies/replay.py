@@ -204,9 +204,9 @@ def play(
     for row, text in texts.items():
         drafter.begin(row, list(text[:-1]), False)
         policy.begin()
-    root_B = torch.zeros(len(records), dtype=torch.int64)
+    buffers = SimpleNamespace(no_draft=DraftTree(torch.empty(len(records), 0, dtype=torch.int64)))
     sampler = SimpleNamespace(needs_draft_probs=False, vocab_size=VOCAB_SIZE)
-    context = SimpleNamespace(first=0, end=len(records), policy=policy, sampler=sampler, graphs=None, root_B=root_B)
+    context = SimpleNamespace(first=0, end=len(records), policy=policy, sampler=sampler, graphs=None, buffers=buffers)
     while places:
         number = first_round + found.rounds
         fewest = min(places.values())
@@ -218,7 +218,7 @@ def play(
             model.rows = {row: (records[row], place) for row, place in places.items()}
         alive = {row: texts[row] for row in places}
         shape = chain(policy.max_nodes()) if drafter.runs_on_host else policy.next_shape()
-        tree = DraftTree(root_B[:, None][:, :0])
+        tree = buffers.no_draft
         if shape.nodes:
             drafter.catch_up(alive, False)
             tree = drafter.draft(context, shape)  # type: ignore[arg-type]

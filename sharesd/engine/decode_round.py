@@ -126,7 +126,7 @@ class Round:
         # other the root and the draft buffers, to which every draft is written, padded to the largest with nodes of -1.
         graphs, match = None if eager else context.graphs, not context.sampler.needs_draft_probs
         self._constrained = context.sampler.kind.constrained
-        self.no_draft = DraftTree(state.root_B[:, None][:, :0])
+        self.no_draft = context.buffers.no_draft
         """Draft of a plain round."""
         self._verify_root = self._make_verify(self.no_draft, graphs)
         self._verify_draft: Callable[..., RoundResult] | None = None

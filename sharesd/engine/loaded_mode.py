@@ -16,7 +16,7 @@ from sharesd.models.base import CausalModel
 from sharesd.sampling import RowSampling, SamplingKind
 from sharesd.sampling.sampler import Sampler
 from sharesd.speculation.draft_buffers import DraftBuffers
-from sharesd.speculation.draft_policy import Policy
+from sharesd.speculation.draft_policy import SAMPLED, Policy
 from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape, chain
 
 Drafts = dict[tuple[SamplingKind, int, int], tuple[DraftBuffers, dict[object, Any]]]
@@ -58,7 +58,7 @@ class DecodeVariant:
         self.policy = Policy(
             shapes,
             pinned=None if auto_length else shapes[-1],
-            prior=(drafter.prior if drafter else 0.0) or PRIOR,
+            prior=((drafter.prior if drafter else 0.0) or PRIOR) ** (SAMPLED if kind.sampled else 1.0),
             can_stop_early=options.graphs is None and runs_cpp(device) and not async_scheduling,
         )
         self._uses_tables = drafter is not None and drafter.runs_on_host

@@ -46,6 +46,7 @@ class DraftBuffers:
         # In numpy, whose small writes take a fifth of torch's time.
         self._host_parts = [part.numpy() for part in parts(self._on_host)]
         self.tokens_BN, self.depth_BT, self.path_BTT = parts(self._on_device)
+        self.no_draft = DraftTree(self.tokens_BN[:, :0])
         self._row_T = torch.arange(T, device=device)
         self._chain_TT = np.tile(np.arange(T), (T, 1))  # paths of a chain's rows: the rows before, and their own
         self._star_TT = np.zeros((T, T), dtype=np.int64)  # of children of the root: such are rows without a node

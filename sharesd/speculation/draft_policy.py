@@ -22,8 +22,8 @@ from sharesd.speculation.draft_scorer import DraftScorer
 from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape, DraftTree, model_shape
 from sharesd.speculation.query_gate import QueryGate, TableWaits
 
-EXPLORED, PURSE = 0.005, (1.0, 4.0)
-"""Part of the tokens that trials may cost; tokens that they may cost at first, and at most at once."""
+EXPLORED, PURSE, DEBT = 0.005, (1.0, 4.0), 2.0
+"""Part of the tokens that trials may cost; tokens that they may cost at first and at most at once; largest debt."""
 TRIAL_GAP, PLAIN_GAP = 8, 128
 """Fewest rounds between two trials; rounds after which two plain steps are timed, if not two came in a row."""
 FRESH, REST = 4, (4, 16)
@@ -32,6 +32,8 @@ NEW_TEXT = 60
 """Rounds that a new text counts as: those of earlier texts count less."""
 RATE_DECAY, RATE_PRIOR = 0.97, 8
 """Fading of rounds in the mean rate (about the last 33 count), and rounds at the rate of plain steps before them."""
+SAMPLED = 4 / 3
+"""Power of the prior where tokens are sampled: 0.8 of quantized copies is 0.74 then, 0.5 of heads 0.4."""
 CATCH_UP_ROUNDS = 16
 """Rounds that share a model's time of reading missed tokens."""
 WINDOW_CONTEXTS = 4
@@ -309,7 +311,6 @@ class Policy:
                 best, most = num, value
         return best, most
 
-    @property
     def _most_table_gain(self) -> float:
         """Tokens that a query gains if all nodes are accepted, less those that the time of verifying them is worth."""
         step, rate = self.live.step, self.rate
@@ -350,7 +351,7 @@ class Policy:
     def _count(self, gate: QueryGate, queries: bool) -> None:
         """Count a round with a query or without; one that seems not to pay is a trial."""
         gate.count(queries)
-        if queries and self.live.is_measured and not gate.pays(self.rate, self._most_table_gain):
+        if queries and self.live.is_measured and not gate.pays(self.rate):
             self._purse -= self.rate * gate.seconds
 
     def num_table_nodes_worth(
@@ -367,6 +368,8 @@ class Policy:
         self._promised = list(accumulate(means[:longest], initial=0.0))
         if not self.live.is_measured:
             return longest, 1 + self._promised[-1]
+        if not longest:
+            return 0, 1 - self.rate * self.live.step(1 + drafted.nodes)
         ratio = self._kept(not drafted.nodes)
         least = longest if self.pinned is not None else 0
         best, value = self._num_worth([ratio * gain for gain in self._promised], self.rate, least, drafted.nodes)
@@ -461,7 +464,7 @@ class Policy:
             tokens, seconds = self._done
             took = self.expected(tree) + self.gate.seconds * decision.has_queried
             self._done = RATE_DECAY * tokens + progress, RATE_DECAY * seconds + took
-            self._purse = min(PURSE[1], max(0.0, self._purse) + EXPLORED * progress)  # debts of stalls are forgiven
+            self._purse = min(PURSE[1], max(-DEBT, self._purse) + EXPLORED * progress)  # a stall ends no trials
             if decision.given_up is not None:  # paid for with what it cost, since first steps may take twice as long
                 self._purse -= decision.given_up - progress + self.rate * (draft_s + step_s) / live.drift
 

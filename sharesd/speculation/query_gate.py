@@ -7,6 +7,7 @@ the model drafted alone, and as long as it makes a draft that is dropped.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import inf
 from typing import NamedTuple
 
@@ -44,20 +45,26 @@ class QueryGate:
         """Start a new text: queries are worth trying again."""
         self._hope = NEW_TEXT_HOPE
 
-    def pays(self, rate: float, most: float) -> bool:
-        """Return True if a query gains more than it costs.
+    def pays(self, rate: float) -> bool:
+        """Return True if a query gains more than it costs; `rate`: tokens per second that time is worth."""
+        return self.gain > rate * self.seconds
 
-        `rate`: tokens per second that time is worth. `most`: tokens that a query gains if all nodes are accepted.
+    def pauses(self, rate: float, most: Callable[[], float], purse: float) -> bool:
+        """Return True if the coming round queries no tables.
+
+        A query that seems not to pay is a trial, more often as a text begins. `most` gives the tokens that a query
+        gains if all nodes are accepted; `purse`: tokens that trials may cost.
         """
-        return max(self.gain, self._hope * most) > rate * self.seconds
+        if self.pays(rate):
+            return False
+        return rate * self.seconds > purse or (self._since_query < PAUSE and not self._hopes(rate, most))
 
-    def pauses(self, rate: float, most: float, purse: float) -> bool:
-        """Return True if the coming round queries no tables; `purse`: tokens that a trial may cost."""
-        return not self.pays(rate, most) and (self._since_query < PAUSE or rate * self.seconds > purse)
-
-    def should_learn(self, rate: float, most: float) -> bool:
+    def should_learn(self, rate: float, most: Callable[[], float]) -> bool:
         """Return True if a query is near: tables learn from the logits of the coming round."""
-        return self.pays(rate, most) or self._since_query >= PAUSE // 2
+        return self.pays(rate) or self._since_query >= PAUSE // 2 or self._hopes(rate, most)
+
+    def _hopes(self, rate: float, most: Callable[[], float]) -> bool:
+        return self._hope * most() > rate * self.seconds
 
     def count(self, queries: bool) -> None:
         """Count a round, with a query or without."""

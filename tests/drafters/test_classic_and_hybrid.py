@@ -154,7 +154,8 @@ class Recorded:
         model: Any = SimpleNamespace(**said, catch_up=lambda *_, **__: None, draft=self.draft)
         self.drafter = HybridDrafter("hybrid", [table], model, num_nodes=4, trees=False)
         self.drafter._known[0] = 1
-        given = {"first": 0, "end": 1, "graphs": graphs, "root_B": torch.zeros(1, dtype=torch.int64)}
+        given = {"first": 0, "end": 1, "graphs": graphs}
+        given |= {"buffers": SimpleNamespace(no_draft=DraftTree(torch.empty(1, 0, dtype=torch.int64)))}
         sampler = SimpleNamespace(needs_draft_probs=False, vocab_size=99)
         clock = SimpleNamespace(mark=lambda: float(len(self.events)))
         self.context: Any = SimpleNamespace(**given, policy=self.policy, sampler=sampler, clock=clock)

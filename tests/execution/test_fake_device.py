@@ -30,7 +30,7 @@ from sharesd.models.prefill import prefill
 from sharesd.parallel.tensor_parallel import RankZeroModel
 from sharesd.speculation.draft_buffers import DraftBuffers
 from sharesd.speculation.draft_proposal import Proposal
-from sharesd.speculation.draft_tree import NO_DRAFT, DraftTree, chain, chains, pack, shapes_of
+from sharesd.speculation.draft_tree import NO_DRAFT, chain, chains, pack, shapes_of
 from tests.helpers.in_mode import InMode
 from tests.helpers.oracle import VOCAB, tiny_tokenizer
 
@@ -109,8 +109,7 @@ def rounds(engine: Engine, params: SamplingParams, shapes: Any) -> list[str]:
     assert all("of two devices" in found for found in prompt.found), "prompts come from the host"
     with Watch() as watch:
         for shape in shapes:
-            no_draft = DraftTree(engine.state.root_B[:, None][:, :0])
-            tree = drafter.draft(round_.context, shape) if drafter and shape.nodes else no_draft
+            tree = drafter.draft(round_.context, shape) if drafter and shape.nodes else round_.no_draft
             result = round_.run(tree)
             tensors = [t for t in tree_leaves(tuple(result)) if isinstance(t, torch.Tensor)]
             assert {t.device.type for t in tensors} == {DEVICE.type}

@@ -259,6 +259,9 @@ def test_a_trial_is_paid_for_with_what_it_took() -> None:
         if shape.nodes:
             break
     assert shape.nodes and policy._purse < -0.9
+    for _ in range(150):
+        assert not policy.next_shape().nodes, "tokens pay the debt first"
+        policy.record(policy.decision(), tree_of(NO_DRAFT), [[]], 0.0, 1.0, 1)
 
 
 def test_who_shares_a_round_waits_only_so_long_for_the_drafts_of_others() -> None:
@@ -373,6 +376,9 @@ def test_tables_that_never_gain_are_asked_now_and_then() -> None:
     asked(600, 0.0)
     policy.begin()
     assert asked(6, 0.0) == 6, "another text may be another case"
+    policy._purse = 0.0
+    policy.begin()
+    assert asked(6, 0.0) <= 1, "as far as the purse pays for it"
     wide = Policy(chains(8), costs=Costs({1: 1.0, 9: 8.9}))  # as with many rows
     asked(600, 0.0, wide)
     wide.begin()

@@ -110,7 +110,7 @@ class HybridDrafter(Drafter):
         other_rule = context.sampler.needs_draft_probs
         should_query_tables = policy.should_query_tables()
         if not should_query_tables and self.model_drafter is None:
-            return _no_nodes(context)
+            return context.buffers.no_draft
         early, self._ahead = self._ahead, None
         if early is None and should_query_tables and self.model_drafter is not None and context.graphs is not None:
             shape_ahead = policy.early_shape()
@@ -143,7 +143,7 @@ class HybridDrafter(Drafter):
             if should_query_tables:
                 has_match = any(proposal.tokens for proposal in proposals.values())
                 policy.reasons["tables"] = "plain_is_faster" if has_match else "no_match"
-            return _no_nodes(context)
+            return context.buffers.no_draft
         return pack([_of(proposals, row) for row in rows], num_nodes, self._names)
 
     def _model_draft(self, context: DraftContext, shape: DraftShape) -> DraftTree:
@@ -249,10 +249,6 @@ def build(inputs: BuildInputs, name: str, drafters: Sequence[str]) -> HybridDraf
     return HybridDrafter(
         name, tables, models[0] if models else None, num_nodes=inputs.config.max_draft_tokens, trees=inputs.takes_trees
     )
-
-
-def _no_nodes(context: DraftContext) -> DraftTree:
-    return DraftTree(context.root_B[:, None][:, :0])
 
 
 def _of(proposals: Mapping[int, Proposal], row: int) -> Proposal:
