@@ -12,7 +12,7 @@ Trials of what seems worse are paid from a purse that half a percent of the toke
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, zip_longest
+from itertools import accumulate, pairwise, zip_longest
 from math import inf, sqrt
 from typing import NamedTuple
 
@@ -113,6 +113,7 @@ class Policy:
         self._given_up: float | None = None  # value of what the coming round is tried instead of
         self._rest: tuple[object, int] = None, 0  # until when plain steps are faster
         self._options: tuple[object, int, list[_Option]] = None, 0, []  # until an estimate moves
+        self._min_score: tuple[object, int, float] = None, 0, 0.0  # so, too
         self.scorer: DraftScorer | None = None
         """Scorer of a model's coming draft, if it may end early."""
         self.reasons: dict[str, str] = {}
@@ -353,6 +354,17 @@ class Policy:
         gate.count(queries)
         if queries and self.live.is_measured and not gate.pays(self.rate):
             self._purse -= self.rate * gate.seconds
+
+    def min_table_score(self) -> float:
+        """Return the score that a node of tables needs if it has the cheapest row of a step."""
+        if self.pinned is not None or not self.live.is_measured:
+            return 0.0
+        if self._min_score[0] != self.live.version or self._age >= self._min_score[1]:
+            steps = [self.live.step(1 + num) for num in range(1 + self.max_nodes())]
+            cheapest = min((after - before for before, after in pairwise(steps)), default=0.0)
+            score = self.rate * cheapest / max(self._kept(True), self._kept(False))
+            self._min_score = self.live.version, self._age + FRESH, score
+        return self._min_score[2]
 
     def num_table_nodes_worth(
         self, scores: Sequence[Sequence[float]], drafted: DraftShape = NO_DRAFT

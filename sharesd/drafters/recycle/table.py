@@ -87,7 +87,7 @@ class RecycleTable(Table):
         if root is None:
             assert row in self._last, f"row {row} has not begun"
             return empty_proposal()
-        found = grow(budget, (root, -1, 0), self._children)
+        found = grow(budget, (root, -1, 0), self._children, self.min_score)
         if not ahead:
             self._last[row] = found
         return found[0]

@@ -175,7 +175,10 @@ class SuffixTable(Table):
         max_factor = max(factors)
         root = _Node(*automaton.match(ahead), 1.0, places, corpus_matched)
         found = grow(
-            budget, root, lambda node, min_prob: self._children(automaton, node, min_prob / max_factor, factors)
+            budget,
+            root,
+            lambda node, min_prob: self._children(automaton, node, min_prob / max_factor, factors),
+            self.min_score,
         )
         if not ahead:
             state.last, state.nodes = found
