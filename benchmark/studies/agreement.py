@@ -1,15 +1,16 @@
 """How often quantized weights agree with the target: part of `sharesd tune`.
 
-Drafts are measured as mode share makes the first of a round: over the target's KV, one token at a time.
+Drafts are measured as mode share makes the first of a round: over the target's KV, one token at a time. The target
+answers once; all settings are compared with these answers, over their KV.
 
-Legend: B rows of a batch, V vocabulary.
+Legend: B rows of a batch, R rows whose answers have not ended, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -32,10 +33,11 @@ RARE = 1e-6
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Agreement:
     num_tokens: int
+    """Of greedy and sampled answers together."""
     greedy: float
-    """Share of tokens that quantized weights choose as the target does, at temperature 0."""
+    """Share of tokens of greedy answers that quantized weights choose as the target does."""
     overlap: float
-    """Mean over tokens of the sum of the smaller probabilities at temperature 1.
+    """Mean over tokens of sampled answers of the sum of the smaller probabilities at temperature 1.
 
     No rule of acceptance that keeps the distribution accepts a larger share.
     """
@@ -47,44 +49,103 @@ class Agreement:
     """
 
 
-def measure_agreement(
-    runtime: Runtime, prompts: Sequence[list[int]], max_new_tokens: int, seed: int | None = None
-) -> Agreement:
-    """Compare drafts with the target along its answers, up to their end.
+class AnswerStep(NamedTuple):
+    """A token of each answer, and what the target says after it."""
 
-    `runtime`: with mode share, on the native decoder. Answers are greedy, or sampled at temperature 1 with `seed`.
+    tokens_B: Tensor
+    is_live_B: Tensor
+    """False where the answer has ended."""
+    wanted: Tensor
+    """Logits [R, V] of sampled answers, or the likeliest tokens [R] of greedy ones; on the CPU."""
+
+
+class FollowedAnswers(NamedTuple):
+    """Answers of the target that are followed together."""
+
+    prompts: list[list[int]]
+    """Token ids by row; those of rows without a prompt are empty."""
+    steps: list[AnswerStep]
+    kv: list[dict[str, Tensor]]
+    """The target's KV of prompt and answer by row; none with recurrent layers, whose state has one place alone."""
+
+
+@torch.inference_mode()
+def answer(
+    runtime: Runtime, prompts: Sequence[list[int]], max_new_tokens: int, seed: int | None = None
+) -> list[FollowedAnswers]:
+    """Return the target's answers up to their end: greedy, or sampled at temperature 1 with `seed`.
+
+    `runtime`: of the native decoder.
     """
     assert isinstance(runtime.target, Decoder)
-    equal, overlap, same_noise, count = 0, 0.0, 0.0, 0
     generator = None if seed is None else torch.Generator().manual_seed(seed)
-    with torch.inference_mode():
-        batch = max(ROWS, runtime.cache.batch) if is_native(runtime.target) else runtime.cache.batch
-        for first in range(0, len(prompts), batch):
-            here = prompts[first : first + batch]
-            cache = runtime.step.new_cache(batch, slots_for(max(map(len, here)) + max_new_tokens))
-            rows = [list(here[row]) if row < len(here) else [] for row in range(batch)]
-            logits_BV = prefill(runtime.step, cache, rows, [0] * batch)
-            is_live_B = torch.tensor([bool(row) for row in rows])
-            for _ in range(max_new_tokens):
-                tokens_B = logits_BV.argmax(-1)
-                if generator is not None:
-                    chosen_B1 = torch.multinomial(logits_BV.float().cpu().softmax(-1), 1, generator=generator)
-                    tokens_B = chosen_B1[:, 0].to(tokens_B.device)
-                is_live_B &= ~torch.isin(tokens_B.cpu(), torch.tensor(runtime.target.eos_ids))
-                if not is_live_B.any():
-                    break
-                with runtime.model.switch.quantized_weights():
-                    drafts_BV = runtime.step.forward(tokens_B[:, None], cache)[:, 0].float().cpu()[is_live_B]
-                logits_BV = runtime.step.forward(tokens_B[:, None], cache)[:, 0]
-                cache.lengths.add_(1)
-                wanted_BV = logits_BV.float().cpu()[is_live_B]
-                equal += int((drafts_BV.argmax(-1) == wanted_BV.argmax(-1)).sum())
-                p_BV, q_BV = wanted_BV.softmax(-1), drafts_BV.softmax(-1)
-                overlap += float(torch.minimum(p_BV, q_BV).sum())
-                same_noise += float(equal_with_same_noise(p_BV, q_BV).sum())
-                count += len(wanted_BV)
-    means = [total / max(count, 1) for total in (equal, overlap, same_noise)]
-    return Agreement(num_tokens=count, greedy=means[0], overlap=means[1], same_noise=means[2])
+    eos_ids, found = torch.tensor(runtime.target.eos_ids), list[FollowedAnswers]()
+    batch = max(ROWS, runtime.cache.batch) if is_native(runtime.target) else runtime.cache.batch
+    for first in range(0, len(prompts), batch):
+        here = list(prompts[first : first + batch])
+        cache = runtime.step.new_cache(batch, slots_for(max(map(len, here)) + max_new_tokens))
+        rows, steps = here + [[]] * (batch - len(here)), list[AnswerStep]()
+        logits_BV = prefill(runtime.step, cache, rows, [0] * batch)
+        is_live_B = torch.tensor([bool(row) for row in rows])
+        for _ in range(max_new_tokens):
+            tokens_B = logits_BV.argmax(-1)
+            if generator is not None:
+                chosen_B1 = torch.multinomial(logits_BV.float().cpu().softmax(-1), 1, generator=generator)
+                tokens_B = chosen_B1[:, 0].to(tokens_B.device)
+            is_live_B = is_live_B & ~torch.isin(tokens_B.cpu(), eos_ids)
+            if not is_live_B.any():
+                break
+            logits_BV = runtime.step.forward(tokens_B[:, None], cache)[:, 0]
+            cache.lengths.add_(1)
+            wanted_BV = logits_BV if generator is not None else logits_BV.argmax(-1)
+            steps.append(AnswerStep(tokens_B, is_live_B, wanted_BV.cpu()[is_live_B]))
+        lengths = [len(row) + len(steps) for row in rows]
+        kv = [cache.copy_kv_of(row, length) for row, length in enumerate(lengths)] if cache.recurrent is None else []
+        found.append(FollowedAnswers(rows, steps, kv))
+    return found
+
+
+def measure_agreement(
+    runtime: Runtime, greedy: Sequence[FollowedAnswers], sampled: Sequence[FollowedAnswers]
+) -> Agreement:
+    """Compare drafts with the target's answers; `runtime`: with mode share, of the target that gave them."""
+    equal, num_greedy, overlap, same_noise, num_sampled = 0, 0, 0.0, 0.0, 0
+    for drafts_RV, wanted_R in _drafts(runtime, greedy):
+        equal += int((drafts_RV.argmax(-1) == wanted_R).sum())
+        num_greedy += len(wanted_R)
+    for drafts_RV, wanted_RV in _drafts(runtime, sampled):
+        p_RV, q_RV = wanted_RV.float().softmax(-1), drafts_RV.softmax(-1)
+        overlap += float(torch.minimum(p_RV, q_RV).sum())
+        same_noise += float(equal_with_same_noise(p_RV, q_RV).sum())
+        num_sampled += len(wanted_RV)
+    return Agreement(
+        num_tokens=num_greedy + num_sampled,
+        greedy=equal / max(num_greedy, 1),
+        overlap=overlap / max(num_sampled, 1),
+        same_noise=same_noise / max(num_sampled, 1),
+    )
+
+
+@torch.inference_mode()
+def _drafts(runtime: Runtime, answers: Sequence[FollowedAnswers]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the logits [R, V] of drafts after each token, and what the target says there."""
+    for prompts, steps, kv in answers:
+        lengths_B = torch.tensor([len(row) for row in prompts])
+        cache = runtime.step.new_cache(len(prompts), slots_for(int(lengths_B.max()) + len(steps)))
+        if not kv:
+            prefill(runtime.step, cache, prompts, [0] * len(prompts))
+        for row, tensors in enumerate(kv):
+            cache.write_kv_of(row, int(lengths_B[row]) + len(steps), tensors)
+        # A draft writes its own KV over the target's. From the last token on, no other draft reads it.
+        order = reversed(range(len(steps))) if kv else range(len(steps))
+        for place in order:
+            tokens_B, is_live_B, wanted = steps[place]
+            cache.lengths.copy_(lengths_B + place)
+            with runtime.model.switch.quantized_weights():
+                drafts_BV = runtime.step.forward(tokens_B[:, None], cache)[:, 0]
+            if not kv:
+                runtime.step.forward(tokens_B[:, None], cache)
+            yield drafts_BV.float().cpu()[is_live_B], wanted
 
 
 def equal_with_same_noise(p_BV: Tensor, q_BV: Tensor) -> Tensor:
@@ -98,8 +159,9 @@ def equal_with_same_noise(p_BV: Tensor, q_BV: Tensor) -> Tensor:
 
 
 def _equal_in_row(p_V: Tensor, q_V: Tensor) -> Tensor:
-    counts_V = (p_V > RARE) | (q_V > RARE)
-    p_V, q_V = (torch.cat([x_V[counts_V], x_V[~counts_V].sum()[None]]).double() for x_V in (p_V, q_V))
+    counts = ((p_V > RARE) | (q_V > RARE)).nonzero()[:, 0]
+    kept = [x_V[counts].double() for x_V in (p_V, q_V)]
+    p_V, q_V = (torch.cat([x_V, (1 - x_V.sum(0, keepdim=True)).clamp(min=0)]) for x_V in kept)
     order_V = (q_V / p_V).argsort()
     p_V, q_V = p_V[order_V], q_V[order_V]
     after_V = q_V.sum() - q_V.cumsum(0)

@@ -22,7 +22,7 @@ from sharesd.models.loader import decoder_config, load_decoder
 from sharesd.reports import environment
 from sharesd.reports.questions import Question, prompt_ids
 from sharesd.sampling_params import SamplingParams
-from sharesd.startup.resolve import resolve_config
+from sharesd.startup.resolve import resolve_config, with_dequantize
 from sharesd.weights.calibrate import calibrate, require_enough, tasks_of
 from sharesd.weights.kept_calibration import CalibrationText, KeptCalibration
 from sharesd.weights.quant_tuning_cache import load_tuned, save_tuned, tuning_key
@@ -39,6 +39,7 @@ MAX_CONTEXT = 512
 """Longest prompts and answers together, in tokens; longer prompts are left out."""
 BATCH = 32
 """Prompts that are answered together."""
+_PLAIN_TUNE = "`sharesd tune` without --calibrate"
 
 
 def run(config: EngineConfig, *, is_chosen: bool) -> None:
@@ -48,7 +49,7 @@ def run(config: EngineConfig, *, is_chosen: bool) -> None:
         ValueError: the target or the quantization cannot be calibrated, or answers are too few.
         OSError: the disk is full; layers that were finished are kept.
     """
-    started, key = time.perf_counter(), tuning_key(config)
+    started, key = time.perf_counter(), tuning_key(with_dequantize(config))
     quant = replace(config.quant if is_chosen else load_tuned(key) or config.quant, calibrated=False)
     config = replace(config, quant=quant)
     require_whole(config)
@@ -85,20 +86,23 @@ def require_whole(config: EngineConfig) -> None:
 
 
 def require_resident(resolved: ResolvedConfig) -> None:
-    """Raise ValueError for a target that is not in memory at full precision, or not of the native decoder."""
-    name = resolved.config.target or "the embedded model"
-    if resolved.config.dequantize is False:
+    """Raise ValueError for a mixture, and for what is not in memory at full precision, or not a native decoder."""
+    name, config = resolved.config.target or "the embedded model", resolved.config
+    try:
+        decoder = decoder_config(resolved.folder)
+    except ValueError as reason:
+        raise ValueError(f"{name} cannot be calibrated: {reason}, and its weights run through transformers") from reason
+    if decoder.experts is not None:
         raise ValueError(
-            f"{name} runs as it is stored, and drafts of such weights are not calibrated; use --dequantize"
+            f"{name} is a mixture of experts, and drafts of mixtures are not calibrated; use {_PLAIN_TUNE}"
         )
+    if config.dequantize is False:
+        remedy = "use --dequantize" if config.target_quant is None else "leave out --target-quant"
+        raise ValueError(f"{name} runs as it is stored, and drafts of such weights are not calibrated; {remedy}")
     if resolved.offloads:
         raise ValueError(
             f"{name} does not fit in memory, and a calibration needs all weights there; use a larger machine"
         )
-    try:
-        decoder_config(resolved.folder)
-    except ValueError as reason:
-        raise ValueError(f"{name} cannot be calibrated: {reason}, and its weights run through transformers") from reason
 
 
 def own_answers(config: EngineConfig, progress: Progress) -> list[CalibrationText]:

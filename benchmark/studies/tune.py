@@ -5,7 +5,8 @@ The best draft length K has the highest expected speedup (Leviathan et al. 2022)
     (1 - alpha^(K + 1)) / ((1 - alpha) * (K c + v))
 
 alpha is how often a draft token is the target's choice along the target's own answers, at temperatures 0 and 1. The
-setting with the highest mean of both speedups is decoded in turns with `naive`, and saved for `--draft-quant auto`.
+target answers once, and v is one for all settings, so that they differ by their drafts alone. The setting with the
+highest mean of both speedups is decoded in turns with `naive`, and saved for `--draft-quant auto`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from benchmark import arguments
@@ -29,14 +31,18 @@ from sharesd.reports.tables import Section
 from sharesd.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from benchmark.studies.agreement import Agreement
+    from benchmark.studies.agreement import Agreement, FollowedAnswers
     from sharesd.llm import LLM
     from sharesd.speculation.cost_model import Costs
 
 NUM_QUESTIONS, MAX_NEW_TOKENS = 8, 96
+NUM_DECODED = 4
+"""Questions that are decoded with the best setting."""
 QUANTS = "hqq:8:64+head=8,hqq:4:64,hqq:4:64+head=8,hqq:4:64+head=4,hqq:4:32+head=8,hqq:4:32+head=4"
 KEPT = "down,layers=0"
 NONE = "none"
+MOST_EXPERTS = 3
+"""Experts of a token in drafts of mixtures that are measured."""
 TEMPERATURES = (0.0, 1.0)
 TEACHER_DRAFT = 4
 """Draft tokens per round by which alpha is measured where answers cannot be followed token by token."""
@@ -47,10 +53,9 @@ class Predicted:
     """What drafts of a setting gain at one temperature."""
 
     temperature: float
+    c: float
+    """Time of a draft step per plain step."""
     alpha: float
-    """How often a draft token is accepted: `Agreement.greedy` at temperature 0, `same_noise` at 1."""
-    agreement: Agreement | None
-    """None with ranks and models of transformers, for which alpha is the acceptance of decoded chains."""
     num_draft: int
     """The best length of a chain, K."""
     v: float
@@ -59,11 +64,24 @@ class Predicted:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Drafts:
+    """What was measured of the drafts of a setting."""
+
+    quant: str
+    quantized_bytes: int
+    alphas: tuple[float, ...]
+    """How often a draft token is accepted, by temperature: `Agreement.greedy` and `same_noise`."""
+    agreement: Agreement | None
+    """None with ranks and models of transformers, for which alpha is the acceptance of decoded chains."""
+    costs: tuple[Costs, ...]
+    """Of rounds, by temperature: drawing tokens takes time, too."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
     quant: str
     quantized_bytes: int
-    c: float
-    """Time of a draft step over that of a plain step, at temperature 0."""
+    agreement: Agreement | None
     predicted: tuple[Predicted, ...]
     """By temperature."""
 
@@ -106,17 +124,16 @@ def add_parser(subparsers: Any) -> None:
     group = parser.add_argument_group("measurement")
     group.add_argument(
         "--quants",
-        default=QUANTS,
         metavar="LIST",
         help="settings, with + before each PROJECTION=BITS, since commas separate settings; those that are calibrated "
-        "are measured without and with their calibration",
+        f"are measured without and with their calibration (default: {QUANTS}, and what a start uses; of mixtures whose "
+        f"experts are not copied, 1 to {MOST_EXPERTS} experts)",
     )
     group.add_argument(
         "--keep",
-        default=KEPT,
         metavar="LIST",
         help="projections, or layers=0+29, which are kept at full precision in turn, with the others as --draft-quant "
-        f"says; or {NONE}",
+        f"says; or {NONE} (default: {KEPT}; {NONE} of mixtures whose experts are not copied)",
     )
     arguments.add_questions(group, NUM_QUESTIONS, MAX_NEW_TOKENS)
     arguments.add_out_dir(group, "tune")
@@ -132,20 +149,26 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if given.explicit_tree is not None:
         raise ValueError("tune measures chains, not trees; remove --tree")
-    quants = settings_of(args.quants, args.keep, given.quant, args.quant_skip)
-    quants = [each for quant in quants for each in (quant, *_calibrated(quant, given))]
+    listed = settings_of(args.quants or QUANTS, args.keep or KEPT, given.quant, args.quant_skip)
+    as_listed = replace(given.offload, choose_bits=False)
     config = replace(given, num_draft=None, max_draft=max(given.max_draft, TEACHER_DRAFT), tree="off")
     asked = first_turns(args.questions, args.num_questions).questions
     params = SamplingParams(max_new_tokens=args.max_new_tokens, seed=0)
     out_dir = environment.out_folder(args.out_dir, "tune")
-    measured: list[Measured] = []
+    drafts: list[Drafts] = []
+    answers: dict[float, list[FollowedAnswers]] = {}
     with loading_bars() as progress:
+        if args.quants is None:
+            listed = settings_here(given, listed, args.keep, progress)
+        config = replace(config, offload=as_listed)
+        quants = [each for quant in listed for each in (quant, *_calibrated(quant, given))]
         for quant in quants:
-            progress("measuring settings", len(measured), len(quants))
-            measured.append(measure(replace(config, quant=quant), asked, params, progress=progress))
+            progress("measuring settings", len(drafts), len(quants))
+            drafts.append(measure(replace(config, quant=quant), asked, params, answers, progress=progress))
+        measured = predict(drafts, config.max_draft)
         best = max(measured, key=lambda each: each.speedup)
         quant = quants[measured.index(best)]
-        decoded = decode(replace(config, quant=quant), best, asked, params, progress=progress)
+        decoded = decode(replace(config, quant=quant), best, asked[:NUM_DECODED], params, progress=progress)
     _show(measured, best, decoded)
     _keep(config, quant, best)
     sizes = {name: getattr(args, name) for name in ("questions", "num_questions", "max_new_tokens")}
@@ -162,6 +185,26 @@ def settings_of(quants: str, keep: str, base: QuantConfig, skips: Sequence[str] 
     return list(dict.fromkeys((*listed, *kept)))
 
 
+def settings_here(
+    config: EngineConfig, listed: Sequence[QuantConfig], keep: str | None, progress: Progress
+) -> list[QuantConfig]:
+    """Return what a start uses and the listed settings, or numbers of experts of a mixture that is not copied.
+
+    Raises ValueError if `keep` names projections of such a mixture.
+    """
+    from sharesd.startup.resolve import resolve_config
+    from sharesd.startup.stored_drafts import chooses_experts
+
+    resolved = resolve_config(config, ("share",), progress=progress)
+    start = resolved.config.quant
+    if start.experts is None:
+        return list(dict.fromkeys((start, *listed)))
+    if keep not in (None, NONE):
+        raise ValueError(f"--keep is {keep!r}, and drafts of this mixture quantize no linear; leave it out")
+    chosen = chooses_experts(resolved.folder, resolved.device)
+    return [replace(start, experts=experts) for experts in range(1, min(MOST_EXPERTS + 1, chosen))]
+
+
 def _without(base: QuantConfig, kept: str) -> QuantConfig:
     if kept == HEAD:
         return replace(base, head_bits=None)
@@ -174,46 +217,75 @@ def _without(base: QuantConfig, kept: str) -> QuantConfig:
 
 def _calibrated(quant: QuantConfig, config: EngineConfig) -> list[QuantConfig]:
     """Return a setting with its calibration, if there is one that mode share uses here."""
+    from sharesd.startup.resolve import with_dequantize
     from sharesd.weights.quant_tuning_cache import with_calibration
 
-    found = with_calibration(quant, config)
+    found = with_calibration(quant, with_dequantize(config))
     return [found] if found.calibrated and not quant.calibrated else []
 
 
 def measure(
-    config: EngineConfig, asked: Sequence[Question], params: SamplingParams, *, progress: Progress = silent
-) -> Measured:
-    """Load, measure and free one setting."""
+    config: EngineConfig,
+    asked: Sequence[Question],
+    params: SamplingParams,
+    answers: dict[float, list[FollowedAnswers]],
+    *,
+    progress: Progress = silent,
+) -> Drafts:
+    """Load, measure and free one setting.
+
+    `answers`: the target's own by temperature; the first setting that is measured fills them in.
+    """
     from sharesd.speculation.draft_tree import chain
     from sharesd.startup.cost_profiler import measure_costs  # torch takes seconds, mistakes should not
 
     llm, prompts = _loaded(config, asked, params, progress)
     with llm:
-        runtime, predicted = llm.runtime, []
-        runtime.engine.variant(params, "share").policy.pinned = chain(TEACHER_DRAFT)  # rounds are timed below
-        runtime.warm_up("share", params)
-        costs, _ = measure_costs(runtime.engine, "share", params)
+        runtime = llm.runtime
+        costs = []
         for temperature in TEMPERATURES:
-            alpha, agreement = _acceptance(llm, prompts, replace(params, temperature=temperature))
-            num_draft = best_length(alpha, costs, config.max_draft)
-            predicted.append(
-                Predicted(
-                    temperature=temperature,
-                    alpha=alpha,
-                    agreement=agreement,
-                    num_draft=num_draft,
-                    v=costs.of_step(1 + num_draft) / costs.of_step(1),
-                    speedup=expected_speedup(alpha, num_draft, costs),
-                )
-            )
+            here = replace(params, temperature=temperature)
+            policy = runtime.engine.variant(here, "share").policy
+            policy.pinned = chain(TEACHER_DRAFT)
+            policy.reset(policy.costs)  # rounds are timed below, not by the warm-up
+            runtime.warm_up("share", here)
+            costs.append(measure_costs(runtime.engine, "share", here)[0])
+        alphas, agreement = _acceptance(llm, prompts, params, answers)
         report = runtime.report("share").quant
     assert report is not None
-    return Measured(
+    return Drafts(
         quant=str(config.quant),
         quantized_bytes=report.quantized_bytes,
-        c=costs.draft / costs.of_step(1),
-        predicted=tuple(predicted),
+        alphas=alphas,
+        agreement=agreement,
+        costs=tuple(costs),
     )
+
+
+def predict(drafts: Sequence[Drafts], max_draft: int) -> list[Measured]:
+    """Return what settings gain, in plain steps; a verify step takes the median of all settings."""
+    predicted: list[list[Predicted]] = [[] for _ in drafts]
+    for place, temperature in enumerate(TEMPERATURES):
+        of_all = [each.costs[place] for each in drafts]
+        widths = set.intersection(*(set(costs.step) for costs in of_all))
+        step = {width: median(costs.of_step(width) / costs.of_step(1) for costs in of_all) for width in widths}
+        for each, timed, found in zip(drafts, of_all, predicted, strict=True):
+            c, begin = timed.draft / timed.of_step(1), timed.draft_begin / timed.of_step(1)
+            alpha, costs = each.alphas[place], replace(timed, step=step, draft=c, draft_begin=begin)
+            num_draft = best_length(alpha, costs, max_draft)
+            speedup, v = expected_speedup(alpha, num_draft, costs), costs.of_step(1 + num_draft)
+            found.append(
+                Predicted(temperature=temperature, c=c, alpha=alpha, num_draft=num_draft, v=v, speedup=speedup)
+            )
+    return [
+        Measured(
+            quant=each.quant,
+            quantized_bytes=each.quantized_bytes,
+            agreement=each.agreement,
+            predicted=tuple(found),
+        )
+        for each, found in zip(drafts, predicted, strict=True)
+    ]
 
 
 def _loaded(
@@ -227,20 +299,28 @@ def _loaded(
     return llm, list(prompts_of(llm.tokenizer, asked, **sizes).values())
 
 
-def _acceptance(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams) -> tuple[float, Agreement | None]:
-    """Return how often a draft token is accepted, and the agreement behind it if answers can be followed."""
-    from benchmark.studies.agreement import measure_agreement
+def _acceptance(
+    llm: LLM, prompts: Sequence[list[int]], params: SamplingParams, answers: dict[float, list[FollowedAnswers]]
+) -> tuple[tuple[float, ...], Agreement | None]:
+    """Return how often a draft token is accepted by temperature, and the agreement if answers can be followed."""
+    from benchmark.studies.agreement import answer, measure_agreement
     from sharesd.models.decoder import Decoder
     from sharesd.speculation.draft_tree import chain
 
     runtime = llm.runtime
     if isinstance(runtime.target, Decoder) and runtime.config.tensor_parallel == 1:
-        seed = params.seed if params.temperature else None
-        agreement = measure_agreement(runtime, prompts, params.max_new_tokens, seed)
-        return agreement.greedy if seed is None else agreement.same_noise, agreement
-    runtime.engine.variant(params, "share").policy.pinned = chain(TEACHER_DRAFT)
-    llm.generate(prompts, params, mode="share")
-    return runtime.engine.stats.alpha, None
+        for temperature in TEMPERATURES if not answers else ():
+            seed = params.seed if temperature else None
+            answers[temperature] = answer(runtime, prompts, params.max_new_tokens, seed)
+        agreement = measure_agreement(runtime, *answers.values())
+        return (agreement.greedy, agreement.same_noise), agreement
+    alphas = []
+    for temperature in TEMPERATURES:
+        here = replace(params, temperature=temperature)
+        runtime.engine.variant(here, "share").policy.pinned = chain(TEACHER_DRAFT)
+        llm.generate(prompts, here, mode="share")
+        alphas.append(runtime.engine.stats.alpha)
+    return tuple(alphas), None
 
 
 def decode(
@@ -304,9 +384,10 @@ def take_turns(
 
 
 def _keep(config: EngineConfig, quant: QuantConfig, best: Measured) -> None:
+    from sharesd.startup.resolve import with_dequantize
     from sharesd.weights.quant_tuning_cache import save_tuned, tuning_key
 
-    file = save_tuned(tuning_key(config), quant, {"command": environment.command(), **asdict(best)})
+    file = save_tuned(tuning_key(with_dequantize(config)), quant, {"command": environment.command(), **asdict(best)})
     console.print(f"--draft-quant auto now uses {quant}: {file}", markup=False, highlight=False, soft_wrap=True)
 
 
@@ -315,12 +396,11 @@ def _show(measured: Sequence[Measured], best: Measured, decoded: Sequence[Decode
         [
             each.quant,
             f"{each.quantized_bytes / 1e6:.1f}",
-            f"{each.c:.2f}",
             *(cell for part in each.predicted for cell in _cells(part)),
         ]
         for each in sorted(measured, key=lambda each: -each.speedup)
     ]
-    head = ("drafts", "MB", "c", *(name for at in TEMPERATURES for name in ("alpha", "K", f"T = {at:.0f}")))
+    head = ("drafts", "MB", *(name for at in TEMPERATURES for name in ("c", "alpha", "K", f"T = {at:.0f}")))
     title = "predicted speedups of mode share by quantization of drafts, best first"
     console.print(Section(title, head, rows).table())
     for each in decoded:
@@ -331,4 +411,4 @@ def _show(measured: Sequence[Measured], best: Measured, decoded: Sequence[Decode
 
 
 def _cells(predicted: Predicted) -> tuple[str, ...]:
-    return f"{predicted.alpha:.3f}", str(predicted.num_draft), f"{predicted.speedup:.2f}x"
+    return f"{predicted.c:.2f}", f"{predicted.alpha:.3f}", str(predicted.num_draft), f"{predicted.speedup:.2f}x"

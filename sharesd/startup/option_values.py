@@ -102,9 +102,10 @@ def engine_config(
     config = EngineConfig(mode=mode, **values)
     check_options(config, modes, replicas=replicas, quant_skip=quant_skip)
     if auto:
-        from sharesd.weights.quant_tuning_cache import best_quant  # importing torch takes seconds
+        from sharesd.startup.resolve import with_dequantize  # importing torch takes seconds
+        from sharesd.weights.quant_tuning_cache import best_quant
 
-        config = replace(config, quant=best_quant(config))
+        config = replace(config, quant=best_quant(with_dequantize(config)))
     return config
 
 

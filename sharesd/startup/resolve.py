@@ -111,6 +111,15 @@ def folder_and_config(
     return folder, replace(config, dequantize=not is_stored(folder))
 
 
+def with_dequantize(config: EngineConfig) -> EngineConfig:
+    """Return the config with `dequantize` chosen as a start chooses it; the target may be downloaded or converted."""
+    device = device_of(config.device)
+    kernels = choose_kernels(config.kernels, device, dtype_of(config.dtype, device), config.compile).kernels
+    asked = replace(config, kernels=kernels)
+    _, chosen = folder_and_config(asked, device, needs_numbers=False, warns=False, progress=silent)
+    return replace(config, dequantize=chosen.dequantize)
+
+
 def _not_as_stored(folder: Path, device: torch.device) -> str | None:
     """Return the reason why a folder's stored weights do not run on a GPU, if there is one."""
     try:

@@ -40,7 +40,7 @@ class TuningKey:
 
 
 def tuning_key(config: EngineConfig) -> TuningKey:
-    """Return a config's key; the target may be downloaded or converted."""
+    """Return the key of a config whose `dequantize` is chosen; the target may be downloaded or converted."""
     device = device_of(config.device)
     on_gpu = device.type == "cuda"
     names = [cpu_name(), *([torch.cuda.get_device_name(device)] if on_gpu else [])]

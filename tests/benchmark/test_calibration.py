@@ -25,6 +25,7 @@ from sharesd.models.checkpoint import content_hash, read_config
 from sharesd.models.gguf.convert import converted_folder
 from sharesd.models.loader import load_decoder
 from sharesd.runtime import Runtime
+from sharesd.startup.option_values import engine_config
 from sharesd.weights import calibrate as calibrating
 from sharesd.weights import kept_calibration
 from sharesd.weights.calibrate import calibrate, tasks_of
@@ -34,7 +35,7 @@ from sharesd.weights.quantize import solve_on_cpu
 from sharesd_command import main
 from sharesd_files import cache_root
 from tests.helpers.gguf_files import write_gguf
-from tests.helpers.tiny_models import make_checkpoint
+from tests.helpers.tiny_models import make_checkpoint, make_mixture
 
 DEFAULT = EngineConfig().quant
 PROMPT = [5, 6, 7, 8, 9, 10]
@@ -300,6 +301,15 @@ def test_an_adapter_is_calibrated_as_it_is_merged(tiny: Path, tmp_path: Path, ca
     assert 0 < float((low - full).norm() / full.norm()) < 0.3
 
 
+def test_a_file_that_is_expanded_for_its_dtype_uses_its_calibration(tmp_path: Path, capsys: Any) -> None:
+    """The file runs as it is stored without the option, and is then another target."""
+    file = write_gguf(tmp_path / "a.gguf", kind="Q4_0", extra={"context_length": 512}, mlp=128, pads_to=16)
+    assert main(["tune", "--calibrate", "--target", str(file), "--dtype", "bf16"]) == 0
+    given = {"target": str(file), "quant": "auto", "device": "cpu"}
+    quants = [engine_config({**given, **more}, modes=("share",)).quant for more in ({"dtype": "bf16"}, {})]
+    assert [quant.calibrated for quant in quants] == [True, False]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -308,7 +318,7 @@ def test_an_adapter_is_calibrated_as_it_is_merged(tiny: Path, tmp_path: Path, ca
         (["--draft-quant", "hqq:8:64"], "hqq:8:64,calibrated cannot be calibrated; use hqq with 4, 3 or 2 bits"),
         (["--draft-quant", "bnb:4:64"], "bnb:4:64,calibrated cannot be calibrated; use hqq"),
         (["--draft-quant", "hqq:4:64,nose=4"], "projection 'nose' does not exist in this model"),
-        (["--target-quant", "q8_0"], "runs as it is stored, and drafts of such weights are not calibrated; use --deq"),
+        (["--target-quant", "q8_0"], "stored, and drafts of such weights are not calibrated; leave out --target-quant"),
     ],
 )
 def test_what_cannot_be_calibrated_is_refused_by_name(
@@ -324,6 +334,10 @@ def test_stored_and_offloaded_targets_other_families_and_short_answers_are_refus
 ) -> None:
     assert main(["tune", "--calibrate", "--target", str(write_gguf(tmp_path / "a.gguf"))]) == 2
     assert "a.gguf runs as it is stored" in capsys.readouterr().err
+    for mixture in (make_mixture(tmp_path / "mixture"), write_gguf(tmp_path / "b.gguf", "qwen3moe")):
+        assert main(["tune", "--calibrate", "--target", str(mixture)]) == 2
+        [line] = capsys.readouterr().err.strip().splitlines()
+        assert f"{mixture} is a mixture of experts, and drafts of mixtures are not calibrated; use `sharesd t" in line
     other = shutil.copytree(tiny, tmp_path / "other")
     (other / "config.json").write_text(json.dumps(read_config(other) | {"model_type": "gpt_bigcode"}))
     resident: Any = SimpleNamespace(config=EngineConfig(target=str(other)), offloads=False, folder=other)
@@ -332,7 +346,7 @@ def test_stored_and_offloaded_targets_other_families_and_short_answers_are_refus
     ):
         calibration.require_resident(resident)
     with pytest.raises(ValueError, match="does not fit in memory, and a calibration needs all weights there"):
-        calibration.require_resident(SimpleNamespace(**{**vars(resident), "offloads": True}))  # type: ignore[arg-type]
+        calibration.require_resident(SimpleNamespace(**{**vars(resident), "folder": tiny, "offloads": True}))  # type: ignore[arg-type]
     monkeypatch.setattr(calibration, "MAX_NEW_TOKENS", 3)
     assert main(["tune", "--calibrate", "--target", str(tiny)]) == 2
     assert "answers have 192 tokens, and a calibration needs 1000" in capsys.readouterr().err

@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from benchmark.studies import divergence, tune, verify
-from benchmark.studies.agreement import equal_with_same_noise, measure_agreement
-from benchmark.studies.tune import Measured, best_length, expected_speedup, settings_of
+from benchmark.studies.agreement import answer, equal_with_same_noise, measure_agreement
+from benchmark.studies.tune import Drafts, best_length, expected_speedup, predict, settings_of
 from benchmark.studies.verify import compare_answers
 from quant.config import QuantConfig
 from sharesd import sampling
@@ -28,6 +28,7 @@ from sharesd.config import EngineConfig
 from sharesd.llm import LLM
 from sharesd.models import decoder
 from sharesd.models.checkpoint import content_hash
+from sharesd.models.gguf.convert import converted_folder
 from sharesd.models.loader import load_decoder
 from sharesd.models.prefill import prefill
 from sharesd.models.tokenizer import load_tokenizer
@@ -181,11 +182,11 @@ def test_position_tokens_and_gaps_of_a_mismatch(tiny: Path, temperature: float) 
 def test_mistakes_cost_a_line_and_keep_nothing(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, argv: str, says: str
 ) -> None:
-    figures: dict[str, Any] = dict.fromkeys(Measured.__dataclass_fields__, 1)
-    known = {"hqq:8:64": Measured(**{**figures, "quant": "hqq:8:64"})} if "nose" in argv else {}
+    figures: dict[str, Any] = dict.fromkeys(Drafts.__dataclass_fields__, 1)
+    known = {"hqq:8:64": Drafts(**{**figures, "quant": "hqq:8:64"})} if "nose" in argv else {}
     measure = tune.measure
 
-    def measured(config: EngineConfig, *rest: Any, **how: Any) -> Measured:
+    def measured(config: EngineConfig, *rest: Any, **how: Any) -> Drafts:
         return known.get(str(config.quant)) or measure(config, *rest, **how)
 
     monkeypatch.setattr(tune, "measure", measured)
@@ -275,11 +276,16 @@ def test_settings_are_measured_and_the_best_is_kept(
     names = ["hqq:4:64,head=4", "hqq:4:64,head=4,calibrated", "hqq:8:64 skip layers=0"]
     assert [each["quant"] for each in measured] == names
     for each in measured:
-        assert each["c"] > 0 and each["quantized_bytes"] > 0
+        assert each["quantized_bytes"] > 0
+        agreement = each["agreement"]
+        assert agreement["num_tokens"] > 0 and 0 < agreement["same_noise"] <= agreement["overlap"] <= 1
         for predicted, temperature in zip(each["predicted"], (0, 1), strict=True):
-            assert predicted["v"] > 0 and predicted["speedup"] > 0 and 1 <= predicted["num_draft"] <= 4
-            agreement = predicted["agreement"]
-            assert agreement["num_tokens"] > 0 and 0 < agreement["same_noise"] <= agreement["overlap"] <= 1
+            assert (
+                predicted["c"] > 0
+                and predicted["v"] > 0
+                and predicted["speedup"] > 0
+                and 1 <= predicted["num_draft"] <= 4
+            )
             assert predicted["temperature"] == temperature
             assert predicted["alpha"] == agreement["same_noise" if temperature else "greedy"] <= 1
     best = max(measured, key=lambda each: sum(part["speedup"] for part in each["predicted"]))
@@ -302,39 +308,84 @@ def test_where_answers_cannot_be_followed_alpha_is_that_of_decoded_chains(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = EngineConfig(target=str(tiny), quant=QuantConfig.parse("hqq:8:64"), max_context=256)
-    params = SamplingParams(max_new_tokens=12, temperature=1.0, seed=0, ignore_eos=True)
+    params = SamplingParams(max_new_tokens=12, seed=0, ignore_eos=True)
     with LLM.from_config(config, ("naive", "share")) as llm:
         monkeypatch.setattr(decoder, "Decoder", int)  # as if transformers ran the model
-        alpha, agreement = tune._acceptance(llm, list(PROMPTS.values()), params)
-    assert agreement is None and 0.5 < alpha <= 1
+        alphas, agreement = tune._acceptance(llm, list(PROMPTS.values()), params, {})
+    assert agreement is None and len(alphas) == 2 and all(0.5 < alpha <= 1 for alpha in alphas)
 
 
-def test_agreement_is_that_of_one_quantized_step_after_each_text(tiny: Path) -> None:
-    """Rows together, one of which ends first, against texts that are read anew for each token."""
-    config = EngineConfig(target=str(tiny), quant=QuantConfig.parse("hqq:3:64"), max_batch=2, max_context=128)
+@pytest.mark.parametrize("kind", ["llama", "lfm2"])
+def test_agreement_is_that_of_one_quantized_step_after_each_text(kind: str, tiny: Path, tmp_path: Path) -> None:
+    """Rows together, one of which ends first, against texts that are read anew for each token.
+
+    The answers, and their KV, are those of a model with other drafts.
+    """
+    folder = tiny if kind == "llama" else converted_folder(write_gguf(tmp_path / "a.gguf", kind, mlp=128))
+    config = EngineConfig(target=str(folder), quant=QuantConfig.parse("hqq:3:64"), max_batch=2, max_context=128)
+    other = LLM.from_config(replace(config, quant=QuantConfig.parse("hqq:2:64")), ("naive", "share")).runtime
     runtime = LLM.from_config(config, ("naive", "share")).runtime
     texts = [[5, 6, 7], list(range(20, 30)), [9, 8]]
     with torch.inference_mode():
         equal, overlaps, cache, first = 0, list[float](), runtime.step.new_cache(1, 64), texts[0]
         for _ in range(4):
             first = [*first, int(prefill(runtime.step, cache, [first], [0]).argmax())]
-        runtime.target.eos_ids = (first[-1],)
-        found = measure_agreement(runtime, texts, 6)
-        for text in texts:
-            for _ in range(6):
-                wanted = prefill(runtime.step, cache, [text], [0])
-                text = [*text, int(wanted.argmax())]
-                if text[-1] in runtime.target.eos_ids:
-                    break
-                cache.lengths.fill_(len(text) - 1)
-                with runtime.model.switch.quantized_weights():
-                    draft = runtime.step.forward(torch.tensor([text[-1:]]), cache)[0].float()
-                after = prefill(runtime.step, cache, [text], [0]).float()
-                equal += int(draft.argmax() == after.argmax())
-                overlaps.append(float(torch.minimum(draft.softmax(-1), after.softmax(-1)).sum()))
-    assert found.num_tokens == len(overlaps) and 6 < len(overlaps) < 18
-    assert found.greedy == equal / len(overlaps) and 0 < found.greedy < 1
+        runtime.target.eos_ids = other.target.eos_ids = (first[-1],)
+        greedy, sampled = answer(other, texts, 6), answer(other, texts, 6, seed=1)
+        found = measure_agreement(runtime, greedy, sampled)
+        again = measure_agreement(runtime, greedy, sampled)
+        for answers in (greedy, sampled):
+            for row, text in enumerate(texts):
+                for step in answers[0].steps:
+                    if not step.is_live_B[row]:
+                        break
+                    wanted = prefill(runtime.step, cache, [text], [0])
+                    text = [*text, int(step.tokens_B[row])]
+                    cache.lengths.fill_(len(text) - 1)
+                    with runtime.model.switch.quantized_weights():
+                        draft = runtime.step.forward(torch.tensor([text[-1:]]), cache)[0].float()
+                    after = prefill(runtime.step, cache, [text], [0]).float()
+                    if answers is greedy:
+                        assert text[-1] == int(wanted.argmax())
+                        equal += int(draft.argmax() == after.argmax())
+                    else:
+                        overlaps.append(float(torch.minimum(draft.softmax(-1), after.softmax(-1)).sum()))
+    num_greedy = sum(int(step.is_live_B.sum()) for step in greedy[0].steps)
+    assert 6 < num_greedy < 18 and found.num_tokens == num_greedy + len(overlaps)
+    assert found.greedy == equal / num_greedy and 0 < found.greedy < 1
     assert found.overlap == pytest.approx(sum(overlaps) / len(overlaps), abs=0.01)
+    assert found == again
+
+
+def test_settings_next_to_stored_weights_are_what_they_say(tmp_path: Path) -> None:
+    """A start drafts with the upper halves of Q8_0, and a mixture with fewer experts: both are measured, too."""
+    sizes = ["--num-questions", "1", "--max-new-tokens", "4", "--out-dir", f"{tmp_path}/out"]
+    extra = {"context_length": 512}
+    for architecture, keep, wanted in (
+        ("llama", ["--keep", "none"], {"nested:4:64", "hqq:4:64,head=4"}),
+        ("qwen3moe", [], {"nested:4:64,experts=1"}),
+    ):
+        file = write_gguf(tmp_path / "a.gguf", architecture, extra=extra, mlp=128, pads_to=16)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tune, "QUANTS", "hqq:4:64+head=4")
+            assert main(["tune", "--target", str(file), *sizes, *keep]) == 0
+        measured = json.loads((tmp_path / "out" / "tune.json").read_text())["measured"]
+        assert {each["quant"] for each in measured} == wanted
+        assert all((each["quantized_bytes"] > 0) == each["quant"].startswith("hqq") for each in measured)
+    assert main(["tune", "--target", str(file), *sizes, "--keep", "down"]) == 2
+
+
+def drafts_of(quant: str, alpha: float, draft: float, verify: float) -> Drafts:
+    costs = Costs(step={1: 2.0, 2: 2.0 * verify, 5: 8.0 * verify}, draft=2.0 * draft)
+    return Drafts(quant=quant, quantized_bytes=1, alphas=(alpha, alpha), agreement=None, costs=(costs, costs))
+
+
+def test_settings_differ_by_their_drafts_alone() -> None:
+    """One of them was timed while verify steps took long; what it gains is that of its acceptance and draft steps."""
+    drafts = [drafts_of("a", 0.8, 0.4, 1.1), drafts_of("b", 0.85, 0.4, 2.0), drafts_of("c", 0.7, 0.4, 1.1)]
+    found = predict(drafts, 1)
+    assert [each.speedup for each in found] == pytest.approx([(1 + alpha) / 1.5 for alpha in (0.8, 0.85, 0.7)])
+    assert all(part.c == 0.4 and part.v == pytest.approx(1.1) for each in found for part in each.predicted)
 
 
 def test_chance_of_equal_choices_with_the_same_noise() -> None:
