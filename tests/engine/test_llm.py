@@ -48,6 +48,8 @@ SAMPLED = SamplingParams(max_new_tokens=12, temperature=1.0, top_p=0.9, seed=3)
 LONG = SamplingParams(max_new_tokens=150, temperature=1.0, seed=5, ignore_eos=True)
 USER = [{"role": "user", "content": "the cat"}]
 SEVERAL: tuple[Mode, ...] = ("naive", "share", "suffix")
+HANG_S = 300.0
+"""Longer than anything takes that does not hang."""
 
 
 @pytest.fixture(scope="module")
@@ -409,21 +411,24 @@ def test_a_given_length_beyond_the_context_is_one_warning(llm: LLM, caplog: pyte
     assert len(llm.generate([7] * 250)) == 1 and not caplog.messages
 
 
-def test_close_frees_and_ends_all_calls(options: dict[str, Any]) -> None:
+def test_close_frees_and_ends_all_calls(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for the running step of another thread, whose call then ends with an error."""
     made = LLM(modes=["share", "naive"], mode="naive", **options)
     assert made.mode == "naive" and made._runtime is not None
-    weights = weakref.ref(made._runtime.target)
-    stream, begun = made.stream("the cat", LONG), threading.Event()
+    weights, stream = weakref.ref(made._runtime.target), made.stream("the cat", LONG)
     next(stream)
+    stepping, closing, step, wait = threading.Event(), threading.Event(), Engine.step, made._calls._changed.wait
 
-    def ask() -> None:
-        for _ in made.stream("the", LONG):
-            begun.set()
-        made.generate(["the"] * 1000, LONG)
+    def held_step(engine: Engine) -> list[TokenChunk]:
+        stepping.set()
+        assert closing.wait(HANG_S)
+        return step(engine)
 
+    monkeypatch.setattr(Engine, "step", held_step)
+    monkeypatch.setattr(made._calls._changed, "wait", lambda seconds: closing.set() or wait(seconds))
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(ask)
-        begun.wait()
+        running = pool.submit(made.generate, "the", LONG)
+        assert stepping.wait(HANG_S)
         made.close()
         with pytest.raises(ValueError, match="this LLM is closed; make a new one"):
             running.result()

@@ -263,10 +263,12 @@ def test_a_failing_disk_is_one_clear_error(record_file: Path, monkeypatch: pytes
 
 
 def test_closing_leaves_nothing_behind(record_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda *given: time.sleep(0.02) or read(*given))
+    read, closing = os.preadv, threading.Event()
+    monkeypatch.setattr(os, "preadv", lambda *given: closing.wait() and read(*given))
     before = threading.active_count()
     link = DiskLink(record_file, OFFSETS, direct=False, threads=2)
+    join = link._threads[0].join
+    monkeypatch.setattr(link._threads[0], "join", lambda: closing.set() or join())
     slots = host_slots(RECORD, 6)
     copies = [link.start(number, slots[number], None) for number in range(6)]
     link.close()
