@@ -171,6 +171,12 @@ def checkpoint(shared: Shared) -> Callable[..., Path]:
     return shared.checkpoint
 
 
+@pytest.fixture(scope="session")
+def tiny(checkpoint: Callable[..., Path]) -> Path:
+    """The folder of a tiny random model. Tests must not write there."""
+    return checkpoint()
+
+
 @pytest.fixture(autouse=True)
 def on_the_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tests of Triton's kernels make their tensors, and dice, where the kernels run; tensor operations, with which they

@@ -1,4 +1,4 @@
-"""What tests of benchmarks share: a tiny model, commands, and a world of their own for these."""
+"""What tests of benchmarks share: commands, and a world of their own for these."""
 
 from __future__ import annotations
 
@@ -8,12 +8,6 @@ from pathlib import Path
 import pytest
 
 from benchmark.__main__ import main
-
-
-@pytest.fixture(scope="session")
-def tiny(checkpoint: Callable[..., Path]) -> Path:
-    """A tiny model, which no test changes."""
-    return checkpoint()
 
 
 @pytest.fixture

@@ -20,17 +20,11 @@ from sharesd.data.json_lines import read_text, records, text_lines
 from sharesd.runtime import Runtime
 from tests.helpers.in_mode import in_mode
 from tests.helpers.paths import ROOT
-from tests.helpers.tiny_models import make_checkpoint
 from tests.helpers.tiny_tokenizer import WORDS
 from tests.multigpu.test_replicas import ENVIRONMENT, killed
 
 NUM, TOO_LONG = 40, 7  # and the number of a prompt that does not fit
 SAMPLED = ["--temperature", "1", "--seed", "5", "--max-new-tokens", "12", "--max-context", "96", "--max-batch", "3"]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_checkpoint(tmp_path_factory.mktemp("tiny") / "model"))
 
 
 @pytest.fixture(scope="module")
@@ -47,19 +41,19 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(model: str, prompts: Path, tmp_path_factory: pytest.TempPathFactory, own_cache: None) -> Path:
+def whole(tiny: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory, own_cache: None) -> Path:
     out = tmp_path_factory.mktemp("whole") / "answers.jsonl"
-    assert generate(model, prompts, out) == 1
+    assert generate(tiny, prompts, out) == 1
     return out
 
 
-def command(model: str, prompts: Path, out: Path, *more: str) -> list[str]:
-    given = ["--target", model, "--prompts", str(prompts), "--out", str(out), "--mode", "naive"]
+def command(tiny: Path, prompts: Path, out: Path, *more: str) -> list[str]:
+    given = ["--target", str(tiny), "--prompts", str(prompts), "--out", str(out), "--mode", "naive"]
     return ["generate", *given, *SAMPLED, *more]
 
 
-def generate(model: str, prompts: Path, out: Path, *more: str) -> int:
-    return main(command(model, prompts, out, *more))
+def generate(tiny: Path, prompts: Path, out: Path, *more: str) -> int:
+    return main(command(tiny, prompts, out, *more))
 
 
 def answers(out: Path) -> list[dict[str, Any]]:
@@ -71,11 +65,11 @@ def texts(out: Path) -> list[dict[str, Any]]:
     return [{name: value for name, value in record.items() if name != "stats"} for record in answers(out)]
 
 
-def test_each_answer_is_that_of_plain_decoding(whole: Path, model: str, prompts: Path) -> None:
+def test_each_answer_is_that_of_plain_decoding(whole: Path, tiny: Path, prompts: Path) -> None:
     found = answers(whole)
     assert [record["index"] for record in found] == list(range(NUM))
     assert sorted(os.listdir(whole.parent)) == ["answers.jsonl", "answers.jsonl.settings.json"]
-    engine = in_mode(Runtime(EngineConfig(target=model, mode="naive", max_context=96)))
+    engine = in_mode(Runtime(EngineConfig(target=str(tiny), mode="naive", max_context=96)))
     params = SamplingParams(temperature=1.0, seed=5, max_new_tokens=12)
     for record, (_, prompt) in zip(found, read(prompts, raw=False), strict=True):
         assert record["prompt"] == prompt
@@ -95,10 +89,10 @@ def test_each_answer_is_that_of_plain_decoding(whole: Path, model: str, prompts:
 
 @pytest.mark.subprocess
 def test_any_number_of_replicas_writes_the_same_file(
-    whole: Path, model: str, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    whole: Path, tiny: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "answers.jsonl"
-    assert generate(model, prompts, out, "--replicas", "2", "--mode", "ngram") == 1
+    assert generate(tiny, prompts, out, "--replicas", "2", "--mode", "ngram") == 1
     assert texts(out) == texts(whole)
     said = " ".join(capsys.readouterr().err.split())
     assert f"{NUM} prompts = {NUM - 1} answered + 1 failed (0 of them before)" in said
@@ -106,12 +100,12 @@ def test_any_number_of_replicas_writes_the_same_file(
 
 
 def test_a_whole_file_is_left_as_it_is_and_other_settings_are_refused(
-    whole: Path, model: str, prompts: Path, capsys: pytest.CaptureFixture[str]
+    whole: Path, tiny: Path, prompts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = whole.stat().st_mtime_ns
-    assert generate(model, prompts, whole, "--replicas", "2") == 1
+    assert generate(tiny, prompts, whole, "--replicas", "2") == 1
     assert f"({NUM} of them before)" in capsys.readouterr().err
-    assert generate(model, prompts, whole, "--seed", "6") == 2
+    assert generate(tiny, prompts, whole, "--seed", "6") == 2
     assert "settings.json says sampling" in (said := capsys.readouterr().err) and "give another --out" in said
     assert said.count("\n") == 1
     assert whole.stat().st_mtime_ns == before and not whole.with_name("answers.jsonl.part").exists()
@@ -120,14 +114,14 @@ def test_a_whole_file_is_left_as_it_is_and_other_settings_are_refused(
 @pytest.mark.subprocess
 @pytest.mark.parametrize(("seed", "num_trials"), [(0, 2), pytest.param(1, 8, marks=pytest.mark.long)])
 def test_kills_at_random_moments_lose_and_double_nothing(
-    seed: int, num_trials: int, whole: Path, model: str, prompts: Path, tmp_path: Path
+    seed: int, num_trials: int, whole: Path, tiny: Path, prompts: Path, tmp_path: Path
 ) -> None:
     """Of a replica and of the parent in turns."""
     dice = random.Random(seed)
     for trial in range(num_trials):
         out = tmp_path / f"answers-{trial}.jsonl"
         part = Path(f"{out}.part")
-        given = [sys.executable, "-m", "sharesd", *command(model, prompts, out), "--replicas", "2", "--threads", "1"]
+        given = [sys.executable, "-m", "sharesd", *command(tiny, prompts, out), "--replicas", "2", "--threads", "1"]
         whom = ("replica", "parent")[trial % 2]
         for _ in range(10):  # a busy machine may kill too late
             if killed(given, part, dice.randint(0, NUM - 8), whom, dice):
@@ -137,7 +131,7 @@ def test_kills_at_random_moments_lose_and_double_nothing(
             pytest.fail("it was never killed in time")
         kept = [json.loads(line) for line in part.read_bytes().split(b"\n")[:-1]] if part.exists() else []
         assert whom == "parent" or texts(out) == texts(whole), "the other replica has answered all"
-        assert generate(model, prompts, out) == 1
+        assert generate(tiny, prompts, out) == 1
         assert texts(out) == texts(whole) and not part.exists()
         found = answers(out)
         assert all(record == found[record["index"]] for record in kept)
@@ -185,11 +179,11 @@ def test_mistakes_are_one_line(args: list[str], message: str, tmp_path: Path, mo
     "launcher", ["torch.distributed.run", pytest.param("accelerate.commands.launch", marks=pytest.mark.long)]
 )
 def test_ranks_of_a_launcher_take_from_one_queue(
-    launcher: str, whole: Path, model: str, prompts: Path, tmp_path: Path
+    launcher: str, whole: Path, tiny: Path, prompts: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "answers.jsonl"
     flags = ["--nproc-per-node", "2"] if launcher == "torch.distributed.run" else ["--num_processes", "2", "--cpu"]
-    given = [sys.executable, "-m", launcher, *flags, "-m", "sharesd", *command(model, prompts, out)]
+    given = [sys.executable, "-m", launcher, *flags, "-m", "sharesd", *command(tiny, prompts, out)]
     done = subprocess.run(given, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
     assert out.exists() and texts(out) == texts(whole), done.stderr[-3000:]
     if launcher == "torch.distributed.run":  # the other one starts a single process where there are no GPUs

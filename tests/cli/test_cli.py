@@ -40,11 +40,6 @@ NAIVE, SHARE = ("--mode", "naive"), ("--mode", "share")
 LONG = (*NAIVE, "--compile", "off", "--max-context", "8000", "--max-new-tokens", "7000")
 
 
-@pytest.fixture(scope="module")
-def folder(checkpoint: Callable[..., Path]) -> Path:
-    return checkpoint()
-
-
 @pytest.fixture(autouse=True)
 def own_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Quantized weights go to a cache of the test's own, and logging stays as pytest set it up."""
@@ -54,9 +49,9 @@ def own_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def run(folder: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[str, str]]:
+def run(tiny: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[str, str]]:
     def run(command: str, *args: str, status: int = 0) -> tuple[str, str]:
-        assert main([command, "--target", str(folder), *FAST, *args]) == status
+        assert main([command, "--target", str(tiny), *FAST, *args]) == status
         return capsys.readouterr()
 
     return run
@@ -84,7 +79,7 @@ def test_all_modes_say_the_same(run: Callable) -> None:
         assert len(texts) == 1
 
 
-def test_prompts_go_through_the_chat_template_unless_raw(run: Callable, folder: Path, tmp_path: Path) -> None:
+def test_prompts_go_through_the_chat_template_unless_raw(run: Callable, tiny: Path, tmp_path: Path) -> None:
     wrapped = run("generate", PROMPTS[0], *NAIVE)[0]
     written = f"<|im_start|>user\n{PROMPTS[0]}<|im_end|>\n<|im_start|>assistant\n"
     assert run("generate", written, "--raw", *NAIVE)[0] == wrapped
@@ -186,13 +181,13 @@ def talk(run: Callable, monkeypatch: pytest.MonkeyPatch) -> Talk:
     return Talk(run, monkeypatch)
 
 
-def test_chat_remembers_and_reads_only_what_is_new(talk: Talk, run: Callable, folder: Path) -> None:
+def test_chat_remembers_and_reads_only_what_is_new(talk: Talk, run: Callable, tiny: Path) -> None:
     """A line that ends with a backslash continues on the next one."""
     out, _ = talk("the cat \\", "sat", PROMPTS[1])
     (first, second), kept = talk.answers, talk.kept[-1]
     assert out == f"{first.text}\n{second.text}\n"
     assert run("generate", "the cat \nsat", *NAIVE)[0] == first.text + "\n"
-    runtime = Runtime(EngineConfig(target=str(folder), mode="naive", compile="off"))
+    runtime = Runtime(EngineConfig(target=str(tiny), mode="naive", compile="off"))
     said = [("user", "the cat \nsat"), ("assistant", first.text), ("user", PROMPTS[1])]
     asked = runtime.tokenizer.chat([{"role": role, "content": text} for role, text in said])
     assert talk.asked[1] == asked
@@ -210,10 +205,10 @@ def test_chat_modes_give_the_same_answer(talk: Talk) -> None:
     assert all(f"all {mode}" in err for mode in ("naive", "suffix", "classic"))
 
 
-def test_chat_goes_on_after_a_change_of_mode(talk: Talk, folder: Path) -> None:
+def test_chat_goes_on_after_a_change_of_mode(talk: Talk, tiny: Path) -> None:
     elsewhere = ("/mode naive", "/reset", PROMPTS[1], "/mode share", "/reset")  # another text in the same cache
     talk(PROMPTS[0], "/mode naive", PROMPTS[1], "/mode share", PROMPTS[1], *elsewhere, *PROMPTS, args=SHARE)
-    engine = in_mode(Runtime(EngineConfig(target=str(folder), mode="naive", compile="off")))
+    engine = in_mode(Runtime(EngineConfig(target=str(tiny), mode="naive", compile="off")))
     fresh = [engine.generate([asked], SamplingParams(max_new_tokens=40))[0] for asked in talk.asked]
     assert [done.token_ids for done in fresh] == [done.token_ids for done in talk.answers]
 
@@ -266,8 +261,8 @@ def test_ctrl_c_ends_the_answer_and_not_the_chat(talk: Talk, monkeypatch: pytest
     assert after_part.finish_reason == after_full.finish_reason == "length"
 
 
-def test_ctrl_c_in_the_middle_of_a_round_leaves_engines_usable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = LLM.from_config(EngineConfig(target=str(folder), compile="off"), ("naive", "share", "classic"))
+def test_ctrl_c_in_the_middle_of_a_round_leaves_engines_usable(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM.from_config(EngineConfig(target=str(tiny), compile="off"), ("naive", "share", "classic"))
     params = SamplingParams(max_new_tokens=20, temperature=0.8, seed=3)
     for mode in llm.modes:
         llm.runtime.warm_up(mode)

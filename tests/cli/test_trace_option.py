@@ -14,14 +14,8 @@ from benchmark.questions.page import round_text
 from sharesd.cli.main import main
 from sharesd.engine.trace_file import read_trace
 from sharesd.models.tokenizer import load_tokenizer
-from tests.helpers.tiny_models import make_checkpoint
 
 SIZES = ["--max-context", "128", "--max-new-tokens", "16", "--compile", "off", "--device", "cpu"]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_checkpoint(tmp_path_factory.mktemp("tiny") / "model"))
 
 
 @pytest.fixture(autouse=True)
@@ -43,8 +37,8 @@ def texts_of(path: str) -> list[tuple[dict[str, Any], list[int]]]:
     return list(texts.values())
 
 
-def test_generate_writes_a_trace(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["generate", "--target", model, "--mode", "ngram", *SIZES, "--trace", "t.jsonl"]
+def test_generate_writes_a_trace(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["generate", "--target", str(tiny), "--mode", "ngram", *SIZES, "--trace", "t.jsonl"]
     assert main([*given, "--json", "the cat sat", "a mat"]) == 0
     shown = [json.loads(line)["token_ids"] for line in capsys.readouterr().out.splitlines()]
     assert texts_of("t.jsonl") == [({"index": index}, ids) for index, ids in enumerate(shown)]
@@ -56,8 +50,8 @@ def test_generate_writes_a_trace(model: str, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.slow
-def test_a_benchmark_names_its_questions(model: str) -> None:
-    given = ["--target", model, "--questions", "q.jsonl", "--mode", "naive,ngram", "--out-dir", "out", *SIZES]
+def test_a_benchmark_names_its_questions(tiny: Path) -> None:
+    given = ["--target", str(tiny), "--questions", "q.jsonl", "--mode", "naive,ngram", "--out-dir", "out", *SIZES]
     given += ["--num-speculative-tokens", "3", "--ngram-min", "1"]
     assert bench(["mtbench", *given, "--trace", "t.jsonl"]) == 0
     found = [(label, ids) for label, ids in texts_of("t.jsonl") if "question_id" in label]
@@ -75,8 +69,8 @@ def test_a_benchmark_names_its_questions(model: str) -> None:
     assert Path("out/report.html").read_text() == page
 
 
-def test_a_round_as_text(model: str) -> None:
-    tokenizer = load_tokenizer(Path(model))
+def test_a_round_as_text(tiny: Path) -> None:
+    tokenizer = load_tokenizer(tiny)
     tokens = tokenizer.encode("the cat on")
     row = {"drafter": "share", "filler": "suffix", "filled": 1, "reasons": [], "parents": None, "probs": None}
     row |= {"tokens": tokens[:3], "accepted": [0], "emitted": tokens[:2]}
@@ -89,8 +83,8 @@ def test_a_round_as_text(model: str) -> None:
 
 
 @pytest.mark.parametrize("command", ["generate", "mtbench"])
-def test_replicas_are_refused(command: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["--target", model, "--replicas", "2", "--trace", "t.jsonl", *SIZES]
+def test_replicas_are_refused(command: str, tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--target", str(tiny), "--replicas", "2", "--trace", "t.jsonl", *SIZES]
     if command == "generate":
         assert main(["generate", *given, "--prompts", "p.txt", "--out", "o.jsonl"]) == 2
     else:
@@ -100,9 +94,9 @@ def test_replicas_are_refused(command: str, model: str, capsys: pytest.CaptureFi
     assert not Path("t.jsonl").exists()
 
 
-def test_a_full_disk_is_one_line_before_loading(model: str, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_one_line_before_loading(tiny: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sharesd.runtime.ModelLoader", None)
-    assert main(["generate", "--target", model, *SIZES, "--trace", "/dev/full", "the cat"]) == 2
+    assert main(["generate", "--target", str(tiny), *SIZES, "--trace", "/dev/full", "the cat"]) == 2
     [line] = capsys.readouterr().err.splitlines()
     told = "trace /dev/full cannot be written (No space left on device); free some space there, or name another file"
     assert line.endswith(told)

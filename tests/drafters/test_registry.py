@@ -12,7 +12,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -57,11 +56,6 @@ except SystemExit as stop:
     assert stop.code == 0
 assert "torch" not in sys.modules and "numpy" not in sys.modules
 """
-
-
-@pytest.fixture
-def folder(checkpoint: Callable[..., Path]) -> Path:
-    return checkpoint()
 
 
 @pytest.fixture(autouse=True)
@@ -124,28 +118,28 @@ def test_help_and_specs_import_no_torch() -> None:
     assert all(name in done.stdout for name in registry.modes())
 
 
-def answers(capsys: CaptureFixture[str], folder: Path, *flags: str) -> list[list[int]]:
+def answers(capsys: CaptureFixture[str], tiny: Path, *flags: str) -> list[list[int]]:
     """Token ids that `generate --json` prints."""
-    given = ["--target", str(folder), "--max-new-tokens", "24", "--max-context", "128", "--raw", "--json"]
+    given = ["--target", str(tiny), "--max-new-tokens", "24", "--max-context", "128", "--raw", "--json"]
     assert main(["generate", *PROMPTS, *given, *flags]) == 0
     return [json.loads(line)["token_ids"] for line in capsys.readouterr().out.splitlines()]
 
 
-def test_generate(echo: Path, folder: Path, capsys: CaptureFixture[str]) -> None:
+def test_generate(echo: Path, tiny: Path, capsys: CaptureFixture[str]) -> None:
     module = ("--drafter-module", str(echo))
-    naive = answers(capsys, folder, "--mode", "naive")
-    assert answers(capsys, folder, "--mode", "echo", *module, "--echo-length", "3") == naive
-    assert answers(capsys, folder, "--mode", "hybrid", "--hybrid-drafters", "share,echo", *module) == naive
-    args = parse(serve_parser(), ["--target", str(folder), "--mode", "echo", *module])
+    naive = answers(capsys, tiny, "--mode", "naive")
+    assert answers(capsys, tiny, "--mode", "echo", *module, "--echo-length", "3") == naive
+    assert answers(capsys, tiny, "--mode", "hybrid", "--hybrid-drafters", "share,echo", *module) == naive
+    args = parse(serve_parser(), ["--target", str(tiny), "--mode", "echo", *module])
     assert mode_of(args) == "echo" and engine_config(args, modes=("echo",)).drafter_modules == (str(echo),)
     with pytest.raises(SystemExit):
         main(["generate", "hi", *module, "--echo-length", "x"])
     assert "argument --echo-length: 'x' is not a whole number" in capsys.readouterr().err
 
 
-def test_llm(echo: Path, folder: Path) -> None:
+def test_llm(echo: Path, tiny: Path) -> None:
     found = []
-    with LLM(folder, modes=["naive", "echo"], drafter_module=echo, echo_length=5, num_draft=3, max_context=128) as llm:
+    with LLM(tiny, modes=["naive", "echo"], drafter_module=echo, echo_length=5, num_draft=3, max_context=128) as llm:
         for temperature in (0.0, 0.8):
             params = SamplingParams(max_new_tokens=96, temperature=temperature, seed=3)
             naive, drafted = (llm.generate(PROMPTS, params, mode=mode) for mode in ("naive", "echo"))
@@ -187,20 +181,20 @@ def test_configs_are_checked(given: dict[str, Any], said: str) -> None:
 
 
 @pytest.fixture
-def heads(folder: Path, tmp_path: Path) -> tuple[str, str]:
+def heads(tiny: Path, tmp_path: Path) -> tuple[str, str]:
     """Folders of two EAGLE heads with other weights."""
     first, second = tmp_path / "first", tmp_path / "second"
     for head in (first, second):
-        make_head(head, decoder_config(folder), "eagle3", dtype=torch.bfloat16)
+        make_head(head, decoder_config(tiny), "eagle3", dtype=torch.bfloat16)
     tensors = load_file(second / "model.safetensors")
     changed = {name: 0.5 * each if each.is_floating_point() else each for name, each in tensors.items()}
     save_file(changed, second / "model.safetensors")
     return str(first), str(second)
 
 
-def test_two_heads_of_a_kind_decode_in_modes_of_their_own(heads: tuple[str, str], folder: Path) -> None:
+def test_two_heads_of_a_kind_decode_in_modes_of_their_own(heads: tuple[str, str], tiny: Path) -> None:
     named = (f"a={heads[0]}", f"b={heads[1]}")
-    config = EngineConfig(target=str(folder), mode="a", heads=named, compile="off", max_context=64)
+    config = EngineConfig(target=str(tiny), mode="a", heads=named, compile="off", max_context=64)
     runtime = Runtime(config, ("naive", "a", "b"))
     params = SamplingParams(max_new_tokens=8)
     texts = {mode: in_mode(runtime, mode).generate([[1, 2, 3]], params)[0].token_ids for mode in runtime.modes}
@@ -274,9 +268,9 @@ def test_right_proposals_are_taken() -> None:
         assert check_proposal("mine", proposal, 4, 99) is proposal
 
 
-def test_generate_ends_with_one_line(echo: Path, folder: Path, capsys: CaptureFixture[str]) -> None:
+def test_generate_ends_with_one_line(echo: Path, tiny: Path, capsys: CaptureFixture[str]) -> None:
     echo.write_text(echo.read_text().replace("(tokens, list", "([9999 for _ in tokens], list"))
-    given = ["--target", str(folder), "--max-context", "128", "--raw", "--compile", "off"]
+    given = ["--target", str(tiny), "--max-context", "128", "--raw", "--compile", "off"]
     flags = ["--drafter-module", str(echo), "--mode", "echo", "--num-speculative-tokens", "3"]
     assert main(["generate", "the cat sat on the mat and the cat sat", *given, *flags]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
@@ -336,6 +330,8 @@ def test_the_checker_names_faults(
     assert before in text
     echo.write_text(text.replace(before, after))
     monkeypatch.setattr("benchmark.studies.check_drafter.PROMPTS", ("abcdefgabcdefgabc", "x"))
+    monkeypatch.setattr("benchmark.studies.check_drafter.GREEDY", SamplingParams(max_new_tokens=8))
+    monkeypatch.setattr("benchmark.studies.check_drafter.SAMPLED", SamplingParams(max_new_tokens=8, temperature=0.8))
     assert bench(["check-drafter", str(echo)]) == 1
     out = capsys.readouterr().out
     assert re.search(rf"^wrong  .*{re.escape(said)}", out, re.MULTILINE), out

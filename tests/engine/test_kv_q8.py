@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,29 +34,24 @@ pytestmark = pytest.mark.usefixtures("one_thread", "own_cache")
 KINDS = ("share tree", "classic", "eagle3 tree", "glide", "parallel", "suffix", "hybrid classic tree")
 
 
-@pytest.fixture
-def folder(checkpoint: Callable[..., Path]) -> Path:
-    return checkpoint()
-
-
-def config_of(folder: Path, **options: Any) -> EngineConfig:
+def config_of(tiny: Path, **options: Any) -> EngineConfig:
     shared: dict[str, Any] = {"device": "cpu", "max_context": 256, "max_batch": 2, "num_draft": 4, "kv_dtype": "q8"}
-    return EngineConfig(**{**shared, "target": str(folder), **options})
+    return EngineConfig(**{**shared, "target": str(tiny), **options})
 
 
 @pytest.mark.parametrize("shape", TREES)
-def test_every_mode_gives_the_text_of_plain_decoding(folder: Path, shape: str) -> None:
-    compare(shape, config_of(folder, **TREES[shape]), MODES)
+def test_every_mode_gives_the_text_of_plain_decoding(tiny: Path, shape: str) -> None:
+    compare(shape, config_of(tiny, **TREES[shape]), MODES)
 
 
 @pytest.mark.thin
 @pytest.mark.parametrize("shape", TREES)
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "parallel", "glide"])
-def test_trained_heads_give_the_text_of_plain_decoding(folder: Path, tmp_path: Path, kind: str, shape: str) -> None:
+def test_trained_heads_give_the_text_of_plain_decoding(tiny: Path, tmp_path: Path, kind: str, shape: str) -> None:
     mode = "eagle" if kind == "eagle3" else kind
-    head = make_head(tmp_path / kind, decoder_config(folder), kind, **SIZES)
+    head = make_head(tmp_path / kind, decoder_config(tiny), kind, **SIZES)
     more: dict[str, Any] = {"heads": (str(head),), "head_quant": HEADS.get(kind), "hybrid_with": (mode, "suffix")}
-    compare(kind, config_of(folder, **TREES[shape], **more), ("naive", mode, "hybrid"))
+    compare(kind, config_of(tiny, **TREES[shape], **more), ("naive", mode, "hybrid"))
 
 
 def test_stored_weights_take_it(tmp_path: Path) -> None:
@@ -65,44 +59,44 @@ def test_stored_weights_take_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("compile", ["off", pytest.param("regional", marks=pytest.mark.long)])
-def test_steps_without_the_whole_kernel_take_it(folder: Path, compile: Any) -> None:
-    runtime = Runtime(config_of(folder, compile=compile), ("naive", "share"))
+def test_steps_without_the_whole_kernel_take_it(tiny: Path, compile: Any) -> None:
+    runtime = Runtime(config_of(tiny, compile=compile), ("naive", "share"))
     for params in (GREEDY, SAMPLED):
         assert texts_of(runtime, "share", params) == texts_of(runtime, "naive", params)
 
 
-def test_stages_and_ranks_give_the_texts_of_one_device(folder: Path) -> None:
-    wanted = [texts_of(Runtime(config_of(folder), ("naive",)), "naive", params) for params in (GREEDY, SAMPLED)]
+def test_stages_and_ranks_give_the_texts_of_one_device(tiny: Path) -> None:
+    wanted = [texts_of(Runtime(config_of(tiny), ("naive",)), "naive", params) for params in (GREEDY, SAMPLED)]
     modes = ("naive", "share", "hybrid")
     split = PipelineConfig(devices=("cpu", "cpu"))
-    staged = Runtime(config_of(folder, device="auto", split=split, tree=(2, 3, 6), num_draft=None), modes)
-    with threads(config_of(folder, tensor_parallel=2, mode="naive"), modes) as ranks:
+    staged = Runtime(config_of(tiny, device="auto", split=split, tree=(2, 3, 6), num_draft=None), modes)
+    with threads(config_of(tiny, tensor_parallel=2, mode="naive"), modes) as ranks:
         for runtime in (staged, ranks):
             for mode in modes:
                 assert [texts_of(runtime, mode, params) for params in (GREEDY, SAMPLED)] == wanted, mode
 
 
-def test_rows_join_and_leave_and_chats_go_on(folder: Path) -> None:
-    native, off = (Runtime(config_of(folder, compile=how), ("hybrid",)) for how in ("native", "off"))
+def test_rows_join_and_leave_and_chats_go_on(tiny: Path) -> None:
+    native, off = (Runtime(config_of(tiny, compile=how), ("hybrid",)) for how in ("native", "off"))
     assert texts_of_moved_rows(native) == texts_of_moved_rows(off)
 
 
-def test_a_text_on_disk_is_read_by_its_own_form_alone(folder: Path, tmp_path: Path) -> None:
+def test_a_text_on_disk_is_read_by_its_own_form_alone(tiny: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"mode": "naive", "max_context": 256, "prompt_cache": str(tmp_path / "kv")}
     prompt, params = list(range(5, 85)), SamplingParams(max_new_tokens=16, temperature=0, ignore_eos=True)
     texts, cached = [], []
     for kv_dtype in ("q8", "q8", "auto"):
-        with LLM(str(folder), device="cpu", kv_dtype=kv_dtype, **options) as llm:
+        with LLM(str(tiny), device="cpu", kv_dtype=kv_dtype, **options) as llm:
             chunks = list(llm.stream(prompt, params))
             texts.append([token for chunk in chunks for token in chunk.token_ids])
             cached.append(chunks[0].request.cached_tokens)
     assert texts[0] == texts[1] and cached == [0, len(prompt) - 1, 0]
 
 
-def test_identities_of_kv_differ_in_its_form_alone(folder: Path) -> None:
+def test_identities_of_kv_differ_in_its_form_alone(tiny: Path) -> None:
     found = {}
     for kv_dtype in ("auto", "q8"):
-        resolved = resolve_config(config_of(folder, kv_dtype=kv_dtype))
+        resolved = resolve_config(config_of(tiny, kv_dtype=kv_dtype))
         model = tiny_decoder(0, dtype=torch.bfloat16)
         model.q8_kv = kv_dtype == "q8"
         found[kv_dtype] = kv_identity(resolved, model.new_cache(1, 64), recompute_decoded_kv=False)
@@ -131,18 +125,18 @@ def test_rows_are_copied_swapped_and_kept_whole(q8: bool) -> None:
     assert not any(part[1].any() for part in cache.kv(0, 40))
 
 
-def test_memory_is_counted_in_its_form(folder: Path) -> None:
-    plain, ours = (Runtime(config_of(folder, kv_dtype=kind, mode="naive")).cache for kind in ("auto", "q8"))
+def test_memory_is_counted_in_its_form(tiny: Path) -> None:
+    plain, ours = (Runtime(config_of(tiny, kv_dtype=kind, mode="naive")).cache for kind in ("auto", "q8"))
     assert (plain.q8, ours.q8) == (False, True) and ours.dtype == plain.dtype == torch.bfloat16
     assert ours.nbytes < plain.nbytes
     for dtype, share in ((torch.bfloat16, 36 / 64), (torch.float32, 36 / 128)):
         decoder = tiny_decoder(0, dtype=dtype, head_dim=32)
-        sizes = [sum(kv_bytes(decoder, config_of(folder, kv_dtype=kind), 512)) for kind in ("q8", "auto")]
+        sizes = [sum(kv_bytes(decoder, config_of(tiny, kv_dtype=kind), 512)) for kind in ("q8", "auto")]
         assert sizes[0] == share * sizes[1]
         decoder.q8_kv = True
         assert decoder.new_cache(2, 512).nbytes == sizes[0]
     for kv_dtype in ("q8", "auto"):  # and numbers of a prompt's row, on GPUs
-        decoder, config = tiny_decoder(0, dtype=torch.bfloat16, head_dim=32), config_of(folder, kv_dtype=kv_dtype)
+        decoder, config = tiny_decoder(0, dtype=torch.bfloat16, head_dim=32), config_of(tiny, kv_dtype=kv_dtype)
         decoder.q8_kv = kv_dtype == "q8"
         with pytest.MonkeyPatch.context() as patch:
             take_the_way_of_cuda(patch)
@@ -154,14 +148,14 @@ def test_memory_is_counted_in_its_form(folder: Path) -> None:
         assert cache.nbytes == sum(kv_bytes(decoder, config, 512))
 
 
-def test_what_takes_no_such_cache_is_refused_by_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_takes_no_such_cache_is_refused_by_name(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for kernels in ("cpp", "triton"):
         monkeypatch.setattr(f"compile.op_registry._use_{kernels}", True)  # and as before after the test
     with pytest.raises(ValueError, match="kv_dtype is 'q4'; choose one of auto, q8"):
-        config_of(folder, kv_dtype="q4")
+        config_of(tiny, kv_dtype="q4")
     with pytest.raises(ValueError, match="'q8', and KV in 8 bits needs this project's kernels, and torch's"):
-        resolve_config(config_of(folder, kernels="torch"))
-    conflicts = partial(target_conflicts, config_of(folder), unsupported=None, on_gpu=True)
+        resolve_config(config_of(tiny, kernels="torch"))
+    conflicts = partial(target_conflicts, config_of(tiny), unsupported=None, on_gpu=True)
     assert not [*conflicts(has_triton=True)]
     [message] = conflicts(has_triton=False)
     assert "and torch's run here; leave it out" in message

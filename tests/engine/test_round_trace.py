@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,16 +43,11 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture
-def model(checkpoint: Callable[..., Path]) -> Path:
-    return checkpoint()
-
-
-def runtime_of(model: Path, mode: str, path: Path | None, **options: Any) -> Runtime:
+def runtime_of(tiny: Path, mode: str, path: Path | None, **options: Any) -> Runtime:
     if mode == "hybrid" and path is not None:
-        head = make_head(path.parent / "head", decoder_config(model), "eagle", ids=range(0, 384, 3), mlp=64)
+        head = make_head(path.parent / "head", decoder_config(tiny), "eagle", ids=range(0, 384, 3), mlp=64)
         options["heads"] = (str(head),)
-    given = {"target": str(model), "device": "cpu", "max_context": 128, "max_batch": 2, "dtype": "float32", **options}
+    given = {"target": str(tiny), "device": "cpu", "max_context": 128, "max_batch": 2, "dtype": "float32", **options}
     return Runtime(EngineConfig(**given, mode=mode, trace=None if path is None else str(path)), (mode,))
 
 
@@ -96,9 +91,9 @@ def check(path: Path, done: list[Completion], stats: Stats) -> Iterator[dict[str
 @pytest.mark.thin
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_lines_have_what_happened(case: str, params: SamplingParams, model: Path, tmp_path: Path) -> None:
+def test_lines_have_what_happened(case: str, params: SamplingParams, tiny: Path, tmp_path: Path) -> None:
     mode, path = case.partition(" ")[0], tmp_path / "trace.jsonl"
-    runtime = runtime_of(model, mode, path, **CASES[case])
+    runtime = runtime_of(tiny, mode, path, **CASES[case])
     engine = in_mode(runtime)
     drafts = list[Any]()
     if engine.drafter is not None:
@@ -129,9 +124,9 @@ def test_probabilities_are_given_the_parent() -> None:
 
 
 @pytest.mark.parametrize("acceptance", ["rejection", "block"])
-def test_probabilities_of_the_acceptance_rule_are_shown(acceptance: Any, model: Path, tmp_path: Path) -> None:
+def test_probabilities_of_the_acceptance_rule_are_shown(acceptance: Any, tiny: Path, tmp_path: Path) -> None:
     path, params = tmp_path / "trace.jsonl", replace(SAMPLED, max_new_tokens=20, acceptance=acceptance)
-    runtime = runtime_of(model, "share", path, num_draft=3)
+    runtime = runtime_of(tiny, "share", path, num_draft=3)
     engine = in_mode(runtime, warm=params)
     done = engine.generate(PROMPTS, params)
     runtime.close()
@@ -154,8 +149,8 @@ def test_drafts_are_copied_where_the_next_round_is_launched_before(mode: str, tm
     assert len(rows) > 5 and [row["tokens"] for row in rows] == shown[: len(rows)]
 
 
-def test_a_chunk_has_its_round_if_wanted(model: Path) -> None:
-    engine: Engine = in_mode(runtime_of(model, "suffix", None))
+def test_a_chunk_has_its_round_if_wanted(tiny: Path) -> None:
+    engine: Engine = in_mode(runtime_of(tiny, "suffix", None))
     asked, other = engine.add(PROMPTS[0], GREEDY), engine.add(PROMPTS[1], GREEDY)
     asked.wants_rounds = True
     while asked.finish_reason is None or other.finish_reason is None:
@@ -179,7 +174,7 @@ def test_a_start_appends_and_cuts_what_a_killed_one_left(tmp_path: Path) -> None
 
 
 def test_a_file_that_cannot_be_written_is_an_error_before_loading(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other files are left as they are."""
     monkeypatch.setattr("sharesd.runtime.ModelLoader", None)
@@ -191,7 +186,7 @@ def test_a_file_that_cannot_be_written_is_an_error_before_loading(
     ):
         path.write_text(content)
         with pytest.raises(ValueError, match=message):
-            runtime_of(model, "naive", path)
+            runtime_of(tiny, "naive", path)
         assert path.read_text() == content
     other = TraceFile(tmp_path / "t.jsonl", modes=["naive"])
     for path, message in (
@@ -200,14 +195,14 @@ def test_a_file_that_cannot_be_written_is_an_error_before_loading(
         (other.path, r"another process writes .*t.jsonl; wait for its end"),
     ):
         with pytest.raises(ValueError, match=message):
-            runtime_of(model, "naive", path)
+            runtime_of(tiny, "naive", path)
     other.close()
 
 
 def test_a_disk_that_fills_ends_the_trace_and_not_the_text(
-    tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runtime = runtime_of(model, "suffix", tmp_path / "t.jsonl")
+    runtime = runtime_of(tiny, "suffix", tmp_path / "t.jsonl")
     engine = in_mode(runtime)
     monkeypatch.setattr(runtime.trace, "_write", Mock(side_effect=OSError(28, "No space left on device")))
     with caplog.at_level(logging.WARNING, "sharesd.engine.trace"):
@@ -220,12 +215,12 @@ def test_a_disk_that_fills_ends_the_trace_and_not_the_text(
     assert record.getMessage().endswith("t.jsonl ends here (No space left on device); decoding continues")
 
 
-def test_every_field_and_reason_is_documented(model: Path, tmp_path: Path) -> None:
+def test_every_field_and_reason_is_documented(tiny: Path, tmp_path: Path) -> None:
     assert named("trace-round") == {"event", "round", *RoundTrace._fields}
     assert named("trace-row") == {*RowTrace._fields}
     assert named("trace-reasons") == {*REASONS}
     path = tmp_path / "trace.jsonl"
-    with LLM(model, mode="suffix", max_context=128, device="cpu", trace=str(path)) as llm:
+    with LLM(tiny, mode="suffix", max_context=128, device="cpu", trace=str(path)) as llm:
         llm.generate(["the cat sat"], SamplingParams(max_new_tokens=6, speculate=False))
     assert lines_of(path, "start")[0].keys() == named("trace-start")
     assert lines_of(path, "request")[0].keys() == named("trace-request")

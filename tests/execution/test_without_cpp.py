@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,11 +32,6 @@ SAMPLED = SamplingParams(max_new_tokens=24, temperature=0.8, top_p=0.9, presence
 SMALL: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_batch": 3, "max_context": 128, "threads": 1}
 
 
-@pytest.fixture(scope="module")
-def folder(checkpoint: Callable[..., Path]) -> Path:
-    return checkpoint()
-
-
 @pytest.fixture(autouse=True)
 def kernels_afterwards() -> Iterator[None]:
     yield
@@ -59,9 +54,9 @@ def texts(runtime: Runtime, mode: str, params: SamplingParams) -> list[list[int]
 
 
 @pytest.mark.usefixtures("no_compiler")
-def test_texts_of_all_modes_without_a_compiler(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_texts_of_all_modes_without_a_compiler(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
     modes = ("naive", "share", "suffix")
-    runtime = Runtime(EngineConfig(**SMALL, target=str(folder), quant=QuantConfig.parse("hqq:8")), modes)
+    runtime = Runtime(EngineConfig(**SMALL, target=str(tiny), quant=QuantConfig.parse("hqq:8")), modes)
     [message] = [message for message in caplog.messages if "CPU kernels" in message]
     assert "no C++ compiler found" in message and "install one" in message and "torch's operations do" in message
     assert runtime.compile == "off" and runtime.config.kernels == "torch" and not runs_cpp(CPU)
@@ -72,9 +67,9 @@ def test_texts_of_all_modes_without_a_compiler(folder: Path, caplog: pytest.LogC
             assert texts(runtime, mode, params) == wanted, mode
 
 
-def test_tokens_are_those_of_the_kernels(folder: Path) -> None:
+def test_tokens_are_those_of_the_kernels(tiny: Path) -> None:
     """In double precision, where sums of another order choose the same tokens."""
-    config = EngineConfig(**SMALL | {"dtype": "float64"}, target=str(folder), mode="naive")
+    config = EngineConfig(**SMALL | {"dtype": "float64"}, target=str(tiny), mode="naive")
     found = []
     for each in (config, replace(config, kernels="torch")):
         runtime = Runtime(each)
@@ -84,11 +79,11 @@ def test_tokens_are_those_of_the_kernels(folder: Path) -> None:
 
 @pytest.mark.usefixtures("no_compiler")
 @pytest.mark.parametrize("tree", ["auto", (2, 3, 6)])
-def test_a_trained_head_without_a_compiler(folder: Path, tmp_path: Path, tree: Any) -> None:
+def test_a_trained_head_without_a_compiler(tiny: Path, tmp_path: Path, tree: Any) -> None:
     """Rows of trees have other bits than those of chains: they are asked for by name."""
-    head = make_head(tmp_path / "head", decoder_config(folder), "eagle", dtype=torch.float32)
+    head = make_head(tmp_path / "head", decoder_config(tiny), "eagle", dtype=torch.float32)
     options: dict[str, Any] = {"heads": (str(head),), "tree": tree, "exact": tree == "auto"}
-    runtime = Runtime(EngineConfig(**SMALL, target=str(folder), **options), ("naive", "eagle"))
+    runtime = Runtime(EngineConfig(**SMALL, target=str(tiny), **options), ("naive", "eagle"))
     answers = texts(runtime, "eagle", SAMPLED)
     assert answers == texts(runtime, "naive", SAMPLED) if tree == "auto" else all(len(each) == 24 for each in answers)
 
@@ -103,9 +98,9 @@ def test_a_trained_head_without_a_compiler(folder: Path, tmp_path: Path, tree: A
     ],
     ids=["native", "full", "offload"],
 )
-def test_what_needs_the_kernels_is_refused(folder: Path, options: dict[str, Any], message: str) -> None:
+def test_what_needs_the_kernels_is_refused(tiny: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Runtime(EngineConfig(target=str(folder), device="cpu", mode="naive", **options))
+        Runtime(EngineConfig(target=str(tiny), device="cpu", mode="naive", **options))
 
 
 def test_another_processor(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +51,6 @@ print(len(texts), "modes")
 
 
 @pytest.fixture(scope="module")
-def model(checkpoint: Callable[..., Path]) -> Path:
-    return checkpoint()
-
-
-@pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Variables under which Python starts with the blocker."""
     folder = tmp_path_factory.mktemp("blocker")
@@ -78,27 +72,27 @@ def test_the_blocker_blocks(environment: dict[str, str]) -> None:
         assert done.returncode == 1 and f"{name} is blocked" in done.stderr
 
 
-def test_generate_runs_without_them(model: Path, environment: dict[str, str]) -> None:
-    flags = ["--target", model, "--max-new-tokens", "8", "--mode", "hybrid"]
+def test_generate_runs_without_them(tiny: Path, environment: dict[str, str]) -> None:
+    flags = ["--target", tiny, "--max-new-tokens", "8", "--mode", "hybrid"]
     assert run(environment, "-m", "sharesd", "generate", "the cat", *flags).strip()
 
 
-def test_a_runtime_of_all_modes_runs_without_them(model: Path, environment: dict[str, str], tmp_path: Path) -> None:
+def test_a_runtime_of_all_modes_runs_without_them(tiny: Path, environment: dict[str, str], tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"dtype": torch.bfloat16, "mlp": 64, "ids": range(0, 384, 3)}
     kinds = ("eagle3", "parallel", "glide")
-    heads = [make_head(tmp_path / kind, decoder_config(model), kind, **sizes) for kind in kinds]
-    assert run(environment, "-c", RUNTIME, model, *heads) == "10 modes\n"
+    heads = [make_head(tmp_path / kind, decoder_config(tiny), kind, **sizes) for kind in kinds]
+    assert run(environment, "-c", RUNTIME, tiny, *heads) == "10 modes\n"
 
 
 @pytest.mark.slow
-def test_chat_runs_without_them(model: Path, environment: dict[str, str]) -> None:
-    flags = ["--target", model, "--max-new-tokens", "8", "--mode", "share"]
+def test_chat_runs_without_them(tiny: Path, environment: dict[str, str]) -> None:
+    flags = ["--target", tiny, "--max-new-tokens", "8", "--mode", "share"]
     assert run(environment, "-m", "sharesd", "chat", *flags, stdin="the cat\n/mode suffix\nthe dog\n/stats\n").strip()
 
 
 @pytest.mark.slow
-def test_the_server_runs_without_them(model: Path, environment: dict[str, str], tmp_path: Path) -> None:
-    flags = ["--target", str(model), "--mode", "share", "--port", "0", "--max-context", "128"]
+def test_the_server_runs_without_them(tiny: Path, environment: dict[str, str], tmp_path: Path) -> None:
+    flags = ["--target", str(tiny), "--mode", "share", "--port", "0", "--max-context", "128"]
     with running([sys.executable, "-m", "serve", *flags], tmp_path, **environment) as url:
         status, answer = ask(f"{url}/v1/completions", {"prompt": "the cat", "max_tokens": 8})
     assert status == 200 and json.loads(answer)["usage"]["completion_tokens"] == 8

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,11 +38,6 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture
-def model(checkpoint: Callable[..., Path]) -> str:
-    return str(checkpoint())
-
-
-@pytest.fixture
 def prompts(tmp_path: Path) -> tuple[Path, Path]:
     """The records as a list, and again as lines."""
     whole, lines = tmp_path / "prompts.json", tmp_path / "prompts.jsonl"
@@ -63,16 +57,18 @@ def test_prompts_are_read_once_each(prompts: tuple[Path, Path]) -> None:
 
 @pytest.mark.smoke
 def test_a_filled_table_knows_what_the_model_says(
-    model: str, tmp_path: Path, prompts: tuple[Path, Path], capsys: CaptureFixture[str]
+    tiny: Path, tmp_path: Path, prompts: tuple[Path, Path], capsys: CaptureFixture[str]
 ) -> None:
     out = tmp_path / "table.npz"
-    options = ["--target", model, "--max-context", "128", "--max-new-tokens", "24"]
+    options = ["--target", str(tiny), "--max-context", "128", "--max-new-tokens", "24"]
     assert main(["table", "--prompts", str(prompts[0]), "--num-prompts", "14", "--out", str(out), *options]) == 0
     assert "from 13 answers" in capsys.readouterr().out
     table = RecycleTable.filled(out)
     known = table.successors[table.successors[:, 0] >= 0]
     assert len(known) > 10 and (np.sort(known, 1)[:, 1:] != np.sort(known, 1)[:, :-1]).all()
-    config = EngineConfig(target=model, mode="recycle", max_context=128, drafter_options={"recycle_table": str(out)})
+    config = EngineConfig(
+        target=str(tiny), mode="recycle", max_context=128, drafter_options={"recycle_table": str(out)}
+    )
     engine = in_mode(Runtime(config, ("recycle",)), "recycle")
     [done] = engine.generate(["the cat and the mat 3"])
     hits = sum(b in table.successors[a] for a, b in zip(done.token_ids, done.token_ids[1:], strict=False))
@@ -103,9 +99,9 @@ def test_mistakes_are_one_line(
 
 
 def test_the_target_says_what_users_ask_and_nothing_of_it_again_after_an_end(
-    model: str, tmp_path: Path, monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]
+    tiny: Path, tmp_path: Path, monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]
 ) -> None:
-    options = ["--target", model, "--max-context", "256", "--num-prompts", "20", "--max-new-tokens", "120"]
+    options = ["--target", str(tiny), "--max-context", "256", "--num-prompts", "20", "--max-new-tokens", "120"]
     whole, out = tmp_path / "whole.jsonl", tmp_path / "prompts.jsonl"
     assert main(["prompts", "--out", str(whole), *options, "--max-batch", "2"]) == 0
     said = [json.loads(line)["prompt"] for line in whole.read_text().splitlines()]
@@ -130,22 +126,22 @@ def test_the_target_says_what_users_ask_and_nothing_of_it_again_after_an_end(
     assert "use the same settings to resume, or give another --out" in capsys.readouterr().err
 
 
-def test_a_corpus_is_looked_into(model: str, tmp_path: Path, capsys: CaptureFixture[str]) -> None:
+def test_a_corpus_is_looked_into(tiny: Path, tmp_path: Path, capsys: CaptureFixture[str]) -> None:
     out, text, answers = (tmp_path / name for name in ("corpus.npy", "a.txt", "answers-naive.jsonl"))
     text.write_text("the cat sat on the mat", encoding="utf-8")
-    config = EngineConfig(target=model, mode="suffix", max_context=128, compile="off", num_draft=4)
+    config = EngineConfig(target=str(tiny), mode="suffix", max_context=128, compile="off", num_draft=4)
     engine = in_mode(Runtime(config, ("suffix",)), "suffix")
     [said] = engine.generate(["why is the sky"])
     answers.write_text(json.dumps({"text": said.text}) + "\n", encoding="utf-8")
-    assert main(["corpus", "--texts", str(text), str(answers), "--target", model, "--out", str(out)]) == 0
+    assert main(["corpus", "--texts", str(text), str(answers), "--target", str(tiny), "--out", str(out)]) == 0
     assert "of 2 texts" in capsys.readouterr().out
     before = engine.stats.steps
     engine = in_mode(Runtime(replace(config, drafter_options={"corpus": str(out)}), ("suffix",)), "suffix")
     [again] = engine.generate(["why is the sky"])
     assert again.token_ids == said.token_ids and engine.stats.steps < before
-    assert main(["corpus", "--texts", str(answers), "--target", model, "--out", "x.txt"]) == 2
+    assert main(["corpus", "--texts", str(answers), "--target", str(tiny), "--out", "x.txt"]) == 2
     answers.write_text('{"text": "a"}\n{}\n', encoding="utf-8")
-    assert main(["corpus", "--texts", str(answers), "--target", model, "--out", str(out)]) == 2
+    assert main(["corpus", "--texts", str(answers), "--target", str(tiny), "--out", str(out)]) == 2
     assert "answers-naive.jsonl:2 is not a JSON record" in capsys.readouterr().err
     build_datastore([1, 2, 10_000], out)
     with pytest.raises(ValueError, match="holds token id 10000 and the target has 384"):
@@ -153,14 +149,14 @@ def test_a_corpus_is_looked_into(model: str, tmp_path: Path, capsys: CaptureFixt
 
 
 def test_a_corpus_of_answers(
-    model: str, tmp_path: Path, prompts: tuple[Path, Path], capsys: CaptureFixture[str]
+    tiny: Path, tmp_path: Path, prompts: tuple[Path, Path], capsys: CaptureFixture[str]
 ) -> None:
     out = tmp_path / "corpus.npy"
-    options = ["--target", model, "--max-context", "128", "--max-new-tokens", "24", "--out", str(out)]
+    options = ["--target", str(tiny), "--max-context", "128", "--max-new-tokens", "24", "--out", str(out)]
     assert main(["corpus", "--prompts", str(prompts[0]), "--num-prompts", "5", *options]) == 0
     assert "of 5 texts" in capsys.readouterr().out
     asked = read_prompts([str(prompts[0])], 5)
-    config = EngineConfig(target=model, mode="suffix", max_context=128, num_draft=4)
+    config = EngineConfig(target=str(tiny), mode="suffix", max_context=128, num_draft=4)
     rounds = []
     for corpus in (None, str(out)):
         engine = in_mode(Runtime(replace(config, drafter_options={"corpus": corpus}), ("suffix",)), "suffix")
