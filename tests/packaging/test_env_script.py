@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 import threading
-import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -80,15 +79,9 @@ def test_a_failure_names_its_reason_and_the_remedy(status: int, tmp_path: Path) 
 
 @contextmanager
 def index_of(folder: Path, version: str) -> Iterator[str]:
-    """The address of a package index that has a wheel of torch in this version."""
-    name = f"torch-{version}-py3-none-any.whl"
+    """The address of a package index that names a wheel of torch in this version."""
     (folder / "torch").mkdir(parents=True)
-    (folder / "torch/index.html").write_text(f'<a href="{name.replace("+", "%2B")}">{name}</a>')
-    info = f"torch-{version}.dist-info"
-    with zipfile.ZipFile(folder / "torch" / name, "w") as wheel:
-        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
-        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        wheel.writestr(f"{info}/RECORD", "")
+    (folder / "torch/index.html").write_text(f"torch-{version.replace('+', '%2B')}-py3-none-any.whl")
     quiet = type("Quiet", (SimpleHTTPRequestHandler,), {"log_message": lambda *_: None})
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(quiet, directory=str(folder)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -109,23 +102,13 @@ def choose(index: str, nvidia: bool = False, wait: float = 30, system: str = "Li
     return done.stdout.strip(), done.stderr
 
 
-def downloaded(index: str, plain: str, folder: Path) -> list[str]:
-    """The wheels that pip takes where its own index is `plain`, as env.sh calls it."""
-    (folder / "pip.conf").write_text(f"[global]\nindex-url = {plain}\n")
-    flags = ["--no-deps", *(["--index-url", index] if index else []), "-c", str(ROOT / "constraints.txt"), "torch"]
-    command = [sys.executable, "-m", "pip", "download", "--no-cache-dir", "-d", str(folder / "out"), *flags]
-    subprocess.run(command, env={**bare(), "PIP_CONFIG_FILE": str(folder / "pip.conf")}, check=True, timeout=120)
-    return [file.name for file in (folder / "out").iterdir()]
-
-
 @pytest.mark.parametrize("nvidia", [False, True])
 def test_the_build_that_fits_the_machine_is_installed(nvidia: bool, tmp_path: Path) -> None:
-    with index_of(tmp_path / "cpu", f"{VERSION}+cpu") as cpu, index_of(tmp_path / "plain", VERSION) as plain:
+    with index_of(tmp_path, f"{VERSION}+cpu") as cpu:
         index, said = choose(cpu, nvidia=nvidia)
-        wanted, build, suffix = ("", "the CUDA build", "") if nvidia else (cpu, "the CPU build", "+cpu")
+        wanted, build = ("", "the CUDA build") if nvidia else (cpu, "the CPU build")
         assert index == wanted
         assert said.startswith(f"torch {VERSION}: {build}") and said.count("\n") == 1 and "GB on disk" in said
-        assert downloaded(index, plain, tmp_path) == [f"torch-{VERSION}{suffix}-py3-none-any.whl"]
 
 
 def test_an_index_that_refuses_hangs_or_lacks_the_version_is_left(tmp_path: Path) -> None:
