@@ -176,7 +176,7 @@ def compare(kind: str, params: SamplingParams, batch: int, graphs: Graphs, place
 )
 def test_rounds_launched_ahead_change_nothing(kind: str, params: Any, graphs: bool) -> None:
     """Rows end in the middle and are refilled; what the next round made of them is dropped."""
-    prompts = [[*prompt, i] for i in range(3) for prompt in PROMPTS]
+    prompts = [[*prompt, i] for i in range(2) for prompt in PROMPTS]
     params = replace(params, stop_token_ids=(5, 9, 21), max_new_tokens=17, logprobs=True)
     options: dict[str, Any] = {"widths": [7], "auto_length": False}
     found = []

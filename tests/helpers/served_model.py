@@ -8,15 +8,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import openai
 
 from serve.engine_thread import ServedModel
 from serve.server import OpenBackend, Server, listen, local
 from serve.server_config import ServerSettings
 from tests.helpers.fake_engine import FakeEngine, fake_model
+
+if TYPE_CHECKING:
+    import openai
 
 
 class Served:
@@ -24,7 +26,8 @@ class Served:
 
     def __init__(self, url: str, model: ServedModel | None, trusted: ssl.SSLContext | None = None) -> None:
         self.url, self.model = url, model
-        self.http = httpx.Client(base_url=url, timeout=300, verify=trusted or True)
+        kept = httpx.Limits(keepalive_expiry=1)  # the server closes connections that rest for 5 seconds
+        self.http = httpx.Client(base_url=url, timeout=300, verify=trusted or True, limits=kept)
         self.status: int | None = None
 
     @property
@@ -33,6 +36,8 @@ class Served:
         return self.model.engine
 
     def openai(self, key: str = "none") -> openai.OpenAI:
+        import openai  # takes a second
+
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
 
     def post(self, path: str, **body: Any) -> httpx.Response:

@@ -33,8 +33,8 @@ from tests.helpers.in_mode import in_mode
 
 MODES: tuple[Mode, ...] = ("naive", "share", "suffix", "hybrid")
 PROMPTS = ([5, 6, 7] * 5, [9], [30, 31, 8, 2])
-GREEDY = SamplingParams(max_new_tokens=24)
-SAMPLED = SamplingParams(max_new_tokens=24, temperature=1.0, seed=3)
+GREEDY = SamplingParams(max_new_tokens=16)
+SAMPLED = SamplingParams(max_new_tokens=16, temperature=1.0, seed=3)
 SMALL: dict[str, Any] = {"device": "cpu", "mode": "naive", "max_context": 128, "threads": 1, "num_draft": 4}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,10 @@ from tests.helpers.fake_engine import make_tokenizer
 FOLDER = Path(__file__).parent / "chat_templates"
 TEMPLATES = {file.stem: file.read_text("utf-8") for file in sorted(FOLDER.glob("*.jinja"))}
 PAGE = (Path(__file__).parents[2] / "docs/reference/chat-templates.md").read_text("utf-8")
-FORMATS = {name: format_of(template) for name, template in TEMPLATES.items()}
-CALLING = {name: form for name, form in FORMATS.items() if form is not None}
+ROWS = re.findall(r"^\| (\w+) \| .+ \| (one|several|–) \| (.+) \|$", PAGE, re.M)
+"""Of each template whether it writes one call in a turn or several, and the mark of its reasoning, or "–"."""
+CALLING = ["deepseekv3", *(name for name, in_turn, _ in ROWS if in_turn != "–")]  # the first shows no tools
+REASONING = [name for name, _, mark in ROWS if mark != "–"]
 USER = {"role": "user", "content": "why is the sky blue"}
 ARGUMENTS = {"tree": 'old {"oak"}', "days": [1, {"a": 2}]}
 SCHEMA = {"type": "object", "properties": {"tree": {"type": "string"}, "days": {}}}
@@ -35,13 +38,18 @@ TOOLS = [function.for_template() for function in FUNCTIONS]
 Call = tuple[str, Any]
 
 
+@cache
+def form_of(name: str) -> Any:
+    return format_of(TEMPLATES[name])
+
+
 def cell(text: str) -> str:
     return "`" + text.replace("|", "\\|").replace("\n", "\\n") + "`"
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_page_lists_each_with_its_result(name: str) -> None:
-    form, tokenizer = FORMATS[name], make_tokenizer(TEMPLATES[name])
+    form, tokenizer = form_of(name), make_tokenizer(TEMPLATES[name])
     calls = "refused" if tokenizer.takes_tools else "no tools"
     if form is not None and tokenizer.takes_tools:
         calls = f"as {cell(form.mark + form.opening.strip())}" if form.name == "template" else cell(form.name)
@@ -95,7 +103,7 @@ def taker(tokenizer: Tokenizer) -> Callable[[str, str], bool]:
 
 @pytest.mark.parametrize("name", CALLING)
 def test_calls_are_read_as_the_template_writes_them(name: str) -> None:
-    form, tokenizer = CALLING[name], make_tokenizer(TEMPLATES[name])
+    form, tokenizer = form_of(name), make_tokenizer(TEMPLATES[name])
     one = written(tokenizer, "climb")
     two = written(tokenizer, "sing", "climb") if form.several else ""
     if form is HARMONY:  # which is read after channels
@@ -113,7 +121,7 @@ def test_calls_are_read_as_the_template_writes_them(name: str) -> None:
 
 @pytest.mark.parametrize("name", CALLING)
 def test_what_the_grammar_allows_is_read(name: str) -> None:
-    form, tokenizer = CALLING[name], make_tokenizer(TEMPLATES[name])
+    form, tokenizer = form_of(name), make_tokenizer(TEMPLATES[name])
     takes = taker(tokenizer)
     call = f'{{"{form.name_key}": "climb", "{form.key}": {json.dumps(ARGUMENTS)}}}'
     if form.middle is not None:
@@ -138,7 +146,7 @@ def test_what_the_grammar_allows_is_read(name: str) -> None:
         assert not takes(free, f"the sky {one.replace('climb', 'fly')}")
 
 
-@pytest.mark.parametrize("name", [name for name in TEMPLATES if reasoning_of(make_tokenizer(TEMPLATES[name]))])
+@pytest.mark.parametrize("name", REASONING)
 def test_reasoning_is_read_as_the_template_writes_it(name: str) -> None:
     tokenizer = make_tokenizer(TEMPLATES[name])
     marks = reasoning_of(tokenizer)
@@ -227,17 +235,18 @@ def test_templates_that_want_arguments_as_text_get_text() -> None:
     assert format_of(template) == format_of(NAMED)
 
 
-QWEN = CALLING["qwen3_6"]
-
-
 @pytest.mark.parametrize("size", [1, 3, 10_000])
 def test_values_between_tags_are_of_their_schemas_types(size: int) -> None:
     values = {"tree": "5", "days": "5", "is_old": "True", "more": '{"a": null}', "none": "None", "odd": "old oak"}
     given = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
     text = f"I look.\n\n<tool_call>\n<function=climb>\n{given}</function>\n</tool_call>"
     schemas = {"climb": {"properties": {"tree": {"type": "string"}, "days": {"type": "integer"}}}}
+    form = form_of("qwen3_6")
     for wanted in (text, f"{text}\n<tool_call>\n<function=sing>\n</function>\n</tool_call>"):
-        found, arguments = pushed(CallReader(QWEN, {"climb", "sing"}, schemas=schemas), wanted, size), ["", ""]
+        found, arguments = (
+            pushed(CallReader(form, {"climb", "sing"}, schemas=schemas), wanted, size),
+            ["", ""],
+        )
         for part in chain.from_iterable(each.calls for each in found):
             arguments[part.index] += part.arguments
         assert "".join(each.content for each in found) == "I look."
@@ -251,7 +260,7 @@ OTHER = "<tool_call>\n<function=fly>\n</function>\n</tool_call>"
 @pytest.mark.parametrize("text", [OTHER, "<tool_call>\n<funct", "<tool"])
 @pytest.mark.parametrize("size", [1, 10_000])
 def test_tags_of_other_functions_are_content(text: str, size: int) -> None:
-    found = pushed(CallReader(QWEN, {"climb"}), text, size)
+    found = pushed(CallReader(form_of("qwen3_6"), {"climb"}), text, size)
     assert "".join(one.content for one in found) == text and not any(one.calls for one in found)
 
 
@@ -259,7 +268,7 @@ def test_a_value_is_one_of_its_enum_and_needed_ones_are_there() -> None:
     tokenizer = make_tokenizer(TEMPLATES["qwen3_6"])
     properties = {"tree": {"type": "string", "enum": ["oak", "ash"]}, "days": {"type": "integer"}}
     schema = {"type": "object", "properties": properties, "required": ["tree"]}
-    grammar = calls_grammar(QWEN, tokenizer, [Function(name="climb", parameters=schema)], several=False)
+    grammar = calls_grammar(form_of("qwen3_6"), tokenizer, [Function(name="climb", parameters=schema)], several=False)
     allows = taker(tokenizer)
 
     def takes(**values: Any) -> bool:

@@ -105,10 +105,17 @@ def test_texts_of_all_modes_are_those_of_one_rank(folder: Path, options: dict[st
                 assert texts_of(runtime, mode, params) == wanted, mode
 
 
-@pytest.mark.parametrize("options", [TREES, TREES | {"compile": "off"}, pytest.param(CHAINS, marks=pytest.mark.long)])
-def test_texts_of_all_modes_where_sums_are_split(folder: Path, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("options", "modes"),
+    [
+        (TREES, (*MODES, "classic")),
+        (TREES | {"compile": "off"}, ("naive", "share")),
+        pytest.param(CHAINS, (*MODES, "classic"), marks=pytest.mark.long),
+    ],
+)
+def test_texts_of_all_modes_where_sums_are_split(folder: Path, options: dict[str, Any], modes: Any) -> None:
     config = config_of(folder, **REDUCED, max_batch=3, **options)
-    with threads(config, (*MODES, "classic")) as runtime:
+    with threads(config, modes) as runtime:
         for params in (GREEDY, SAMPLED):
             wanted = texts_of(runtime, "naive", params)
             for mode in runtime.modes:
@@ -183,15 +190,15 @@ def test_ranks_share_no_tensor_but_through_the_group(folder: Path, style: str, e
     take_the_way_of_cuda(monkeypatch)
     found: list[str] = []
     makers: dict[int, tuple[int, Any]] = {}
-    trees = TREES if style == "gather" else {}
+    trees, mode = (TREES, "share") if (style, exempt) == ("gather", True) else ({}, "share" if exempt else "naive")
     options: dict[str, Any] = {**REDUCED, "tensor_parallel_style": style, "compile": "off", **trees}
     with threads(
         config_of(folder, **options),
-        ("share",),
+        (mode,),
         wrap=(lambda group: tensor_ranks.Unwatched(group, 0)) if exempt else (lambda group: group),
         around=lambda group: tensor_ranks.OwnTensors(group, makers, found),
     ) as runtime:
-        in_mode(runtime, "share", warm=SAMPLED).generate(tensor_ranks.PROMPTS[:2], replace(SAMPLED, max_new_tokens=12))
+        in_mode(runtime, mode, warm=SAMPLED).generate(tensor_ranks.PROMPTS[:2], replace(SAMPLED, max_new_tokens=6))
     assert {rank for rank, _ in makers.values()} == {0, 1}
     assert (found == []) == exempt, found[:3]
 

@@ -12,14 +12,14 @@ from tests.helpers.served_model import Served, served
 from tests.serve.common import prompt_of
 from tests.serve.test_responses_api import CALL, CITY, SCRIPTS, SERVED, TEMPLATE  # noqa: F401
 
-anthropic = pytest.importorskip("anthropic")
-
 PATH = "/v1/messages"
 TOOL = {"name": "get_weather", "description": "d", "input_schema": CITY, "cache_control": {"type": "ephemeral"}}
 HELLO = [{"role": "user", "content": "the mat is"}]
 
 
 def client_of(server: Served, key: str = "none") -> Any:
+    import anthropic  # takes a second
+
     return anthropic.Anthropic(base_url=server.url, api_key=key, max_retries=0)
 
 
@@ -124,6 +124,8 @@ def test_what_cannot_be_done_is_refused_by_name(server: Served, more: dict[str, 
 
 
 def test_errors_are_the_clients(server: Served) -> None:
+    import anthropic
+
     with pytest.raises(anthropic.NotFoundError):
         said(server, model="other")
     spoilt = [{"role": "user", "content": SPOILT}]
@@ -150,6 +152,8 @@ def test_an_overflow_has_the_words_that_clients_read(server: Served, words: int,
 
 
 def test_a_key_may_come_in_anthropics_header() -> None:
+    import anthropic
+
     with served(template=TEMPLATE, settings={"api_keys": ("secret",)}) as running:
         message = {"model": "fake", "max_tokens": 2, "messages": HELLO}
         assert client_of(running, "secret").messages.create(**message).content

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import openai
 import pytest
 
 from tests.helpers.serve_requests import error_of
@@ -119,6 +118,8 @@ def test_what_cannot_be_done_is_refused_by_name(server: Served, more: dict[str, 
 
 
 def test_errors_are_the_clients(server: Served) -> None:
+    import openai
+
     with pytest.raises(openai.NotFoundError):
         server.openai().responses.create(model="other", input="the")
     with pytest.raises(openai.BadRequestError, match="maximum context length"):

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
-import openai
 import pytest
 from fastapi.responses import JSONResponse
 
@@ -217,6 +216,8 @@ def test_a_request_has_an_id(server: Served) -> None:
 
 
 def test_keys() -> None:
+    import openai
+
     with served(settings={"api_keys": ("secret", "other")}) as server:
         for given in (None, b"Bearer wrong", b"secret", b"Bearer \xff", b"Basic secret"):
             refused = server.http.get("/v1/models", headers={"authorization": given} if given else {})

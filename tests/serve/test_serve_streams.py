@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from typing import Any
 
-import openai
 import pytest
 
 from tests.helpers.fake_engine import FAILING, fake_model
@@ -121,6 +120,8 @@ def test_a_client_that_hangs_up_frees_its_rows() -> None:
 
 
 def test_a_full_queue_refuses_before_anything_is_encoded() -> None:
+    import openai
+
     with served(settings={"max_batch": 1, "max_queue": 2}) as server:
         server.engine.held = lambda: True
         with sent(server, b'{"prompt": "the cat", "max_tokens": 200, "n": 2}'):
