@@ -19,7 +19,6 @@ import pytest
 from sharesd.cli.process import of_surroundings
 from sharesd.shadowing import ROOT
 from tests.helpers.surroundings_worker import CANNOT
-from tests.helpers.tiny_models import make_checkpoint
 
 pytestmark = [pytest.mark.subprocess, pytest.mark.skipif(sys.platform != "linux", reason="of Linux")]
 
@@ -137,21 +136,20 @@ def cases_of_others() -> dict[str, tuple[str, int, str]]:
     return found
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("model"))
+HANG_S = 1800
+"""Longer than these take on a busy machine."""
 
 
 @pytest.fixture(scope="module")
 def outcomes(
-    model: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+    tiny: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Callable[[str], Outcome]:
     """All outcomes that are wanted, of two processes at a time."""
     tests = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     wanted = {item.callspec.params["name"] for item in tests}
-    environment = {**os.environ, "PYTHONPATH": ROOT, "MODEL": str(model), "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, "PYTHONPATH": ROOT, "MODEL": str(tiny), "HF_HUB_OFFLINE": "1"}
     environment.pop("OMP_NUM_THREADS", None)
-    command = ["generate", "--raw", "--target", str(model), "--max-new-tokens", "4", "--mode", "naive", "the cat"]
+    command = ["generate", "--raw", "--target", str(tiny), "--max-new-tokens", "4", "--mode", "naive", "the cat"]
     call = f"{sys.executable} -m sharesd_command " + " ".join(f"'{part}'" for part in command)
 
     def start(script: str) -> Outcome:
@@ -160,7 +158,7 @@ def outcomes(
             capture_output=True,
             cwd=tmp_path_factory.mktemp("started"),
             env=environment,
-            timeout=120,
+            timeout=HANG_S,
         )
         return done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
 
@@ -176,7 +174,7 @@ def outcomes(
         text=True,
         cwd=tmp_path_factory.mktemp("forked"),
         env=environment,
-        timeout=600,
+        timeout=HANG_S,
     )
     assert forked.returncode == 0, forked.stderr
     found |= {name: tuple(each) for name, each in json.loads(forked.stdout).items()}
