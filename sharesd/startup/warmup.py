@@ -44,8 +44,11 @@ def warm_up(engine: Engine, mode: str, params: SamplingParams, costs: JsonCache 
         reserve_pinned(engine.max_context, engine.cache.lengths.device)
         _capture(engine, mode, params)
         _verify_widest_offloaded(engine, mode, params)
-    if drafter is not None and drafter.runs_on_host:
-        _verify_tree(engine, mode, params)
+    if drafter is not None and params.acceptance == "match":
+        if engine.graphs is None and engine.cache.lengths.device.type == "cuda" and not engine.offloaded:
+            verify_all_sizes(engine, mode, params)
+        elif drafter.runs_on_host:
+            _verify_tree(engine, mode, params, engine.modes[mode].num_draft)
     if policy.is_adaptive or (drafter is not None and drafter.runs_on_host):
         with START.phase("costs of rounds"):
             measured = profile_costs(engine, mode, params, costs)
@@ -134,14 +137,23 @@ def _verify_widest_offloaded(engine: Engine, mode: str, params: SamplingParams) 
 
 
 @torch.inference_mode()
-def _verify_tree(engine: Engine, mode: str, params: SamplingParams) -> None:
-    """Verify a tree, as tables may not have drafted one so far."""
-    num_draft = engine.modes[mode].num_draft
-    if not engine.target.takes_trees or params.acceptance != "match" or num_draft < 2:
+def _verify_tree(engine: Engine, mode: str, params: SamplingParams, num_nodes: int, *, chain: bool = False) -> None:
+    """Verify a tree, as tables may not have drafted one so far, or a chain."""
+    if num_nodes < (1 if chain else 2) or not (chain or engine.target.takes_trees):
         return
     engine.deactivate_rows()
-    siblings = Proposal(list(range(num_draft)), [-1] * num_draft, [0.0] * num_draft)
-    engine.variant(params, mode).round().run(pack([siblings] * engine.cache.batch, num_draft, ""))
+    parents = range(-1, num_nodes - 1) if chain else [-1] * num_nodes
+    draft = Proposal(list(range(num_nodes)), list(parents), [0.0] * num_nodes)
+    round_ = engine.variant(params, mode).round()
+    result = round_.run(pack([draft] * engine.cache.batch, num_nodes, ""))
+    if engine.cache.lengths.device.type == "cuda":
+        round_.copy_to_host(result)
+
+
+def verify_all_sizes(engine: Engine, mode: str, params: SamplingParams) -> None:
+    """Verify chains and trees of all sizes: without graphs, kernels and pinned memory depend on them."""
+    for num_nodes, chain in product(range(1, engine.modes[mode].num_draft + 1), (True, False)):
+        _verify_tree(engine, mode, params, num_nodes, chain=chain)
 
 
 def _shapes(engine: Engine, mode: str, params: SamplingParams) -> list[DraftShape]:

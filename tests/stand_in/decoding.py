@@ -34,6 +34,7 @@ def decode(
     that were taken since the runtime began.
     """
     from compile.cuda_graphs import Graphs
+    from sharesd.startup.warmup import verify_all_sizes
 
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     install(**results)
@@ -52,6 +53,8 @@ def decode(
     else:
         (done,) = engine.generate([PROMPT], params)
         assert len(done.token_ids) == params.max_new_tokens, done
+    if engine.graphs is None and not engine.offloaded and params.acceptance == "match":
+        verify_all_sizes(engine, mode, params)  # which of them the rounds had depends on time
     now, sums = counts(), {name: number - seen_in_rounds[name] for name, number in in_rounds.items()}
     # Not those of `engine.stats`, which begin anew when a request joins an idle engine.
     rounds = sums["rounds"]
