@@ -246,7 +246,7 @@ def attend_live(
         out = q.new_empty((B, T, H, d))
         at_once = partial(
             attend_step[(num_programs, B * K)],
-            *(q, k, v, cos, sin, query_factors, q_norm_d, k_norm_d, k_cache, v_cache, lengths_B, arrivals(q.device)),
+            *(q, k, v, cos, sin, query_factors, q_norm_d, k_norm_d, k_cache, v_cache, lengths_B, arrivals(lengths_B)),
             *(top, total, part, sinks, out, T, S, X, N, num_programs),
             *(stride // d for x in (q, k, v) for stride in x.stride()[:2]),
             *(eps, *units, *back),

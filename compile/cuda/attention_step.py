@@ -17,14 +17,13 @@ of cache (.cg). No program waits for another one, so none has to be resident for
 
 Counters are 0 between launches. The last program writes the 0: all others have arrived, and none looks at it again.
 Past their waits (`pdl`) the kernels behind come after the end of this launch, and so after that write, in replays of a
-graph, too. Launches of one device that use a counter never run at the same time: all steps are in one order.
+graph, too. Each cache has counters of its own, since its steps alone are in one order: those of another model may run
+at the same time, on another stream.
 
 Legend as in `compile.cuda.attention`.
 """
 
 from __future__ import annotations
-
-from functools import cache
 
 import torch
 import triton
@@ -36,11 +35,12 @@ from compile.cuda.attention_parts import INTS, UNALIGNED, is_seen, join_rows, mu
 from compile.cuda.kv_write import known_position, turned_heads
 
 MAX_HEADS = 4096
-"""Most key/value heads of all rows of a batch together: counters of a device."""
+"""Most key/value heads of all rows of a batch together: counters of a cache."""
 AT_ONCE = 8
 """Parts whose loads are in flight in the join."""
 REGISTERS = 168
 """Registers of a thread, so that three programs fit a processor; left to itself, the compiler spills some."""
+_arrivals: dict[tuple[torch.device, int], Tensor] = {}
 _STRIDES = ["q_b", "q_t", "k_b", "k_t", "v_b", "v_t"]
 
 
@@ -185,10 +185,17 @@ def _join_queries(
     tl.store(out, joined.to(out_ptr.dtype.element_ty), mask=live[:, None] & (i < d)[None, :])
 
 
-@cache
-def arrivals(device: torch.device) -> Tensor:
-    """Return a device's counters, made outside of captures: by the trial of kernels at the start."""
-    return torch.zeros(MAX_HEADS, dtype=torch.int32, device=device)
+def arrivals(lengths_B: Tensor) -> Tensor:
+    """Return the counters of the cache that has these lengths, or rows of them.
+
+    They are made in its first step, before any capture. A cache that takes the memory of another's lengths takes its
+    counters, too.
+    """
+    place = lengths_B.device, lengths_B.untyped_storage().data_ptr()
+    if place not in _arrivals:
+        assert not (lengths_B.is_cuda and torch.cuda.is_current_stream_capturing()), "lengths made in a capture"
+        _arrivals[place] = torch.zeros(MAX_HEADS, dtype=torch.int32, device=lengths_B.device)
+    return _arrivals[place]
 
 
 def queries_at_once(G: int) -> int:

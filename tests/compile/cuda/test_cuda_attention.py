@@ -236,13 +236,16 @@ def test_one_launch_has_the_bits_of_three(
         three = step.fresh()
         wanted = live(three, **more)
     monkeypatch.setattr(kernels, "attend_parts", None)
-    counters = attention_step.arrivals(step.q.device)
+    elsewhere = torch.zeros_like(step.lengths)
+    other = attention_step.arrivals(elsewhere).fill_(1)
     for seed in range(3):
         in_any_order(seed)
         one = step.fresh()
         assert torch.equal(live(one, **more), wanted)
         assert all(map(torch.equal, one[3:5], three[3:5]))
-        assert not counters.any(), "as the next launch wants them"
+        assert not attention_step.arrivals(one.lengths).any(), "as the next launch wants them"
+    assert (other == 1).all(), "programs of another model's launch have arrived, which runs at the same time"
+    other.zero_()
 
 
 def heads_of(step: Step) -> Step:
@@ -379,7 +382,7 @@ def launches(
         gpu(arch) as made,
         mock.patch.object(kernels, "device", lambda index: Device("none", 132, 0)),
         mock.patch.object(kernels, "MAX_HEADS", 8 * at_once),
-        mock.patch.object(kernels, "arrivals", lambda device: torch.empty(8, dtype=torch.int32, device=device)),
+        mock.patch.object(kernels, "arrivals", lambda lengths: lengths.new_empty(8, dtype=torch.int32)),
     ):
         empty = partial(torch.empty, dtype=dtype, device="cuda")
         new = (empty(1, T, 8 * G, d), empty(1, T, 8, d), empty(1, T, 8, d), *(empty(S, d // 2) for _ in range(2)))
