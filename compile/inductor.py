@@ -1,9 +1,9 @@
 """Inductor's compiled forms of a block or of a whole step.
 
-A step has few shapes: one row per sequence (plain and draft steps), two (catching up), and the verify width. On a GPU
-chunks of prompts have few sizes, too. Each is compiled once, ahead of time; everything else runs eagerly. Each compiled
-form is a function of its own, whose key fixes shapes, structure and constants: Dynamo's guards are left out, and a call
-costs no checks.
+A step has few shapes: one row per sequence (plain and draft steps), two (catching up), and the verify width. Each is
+compiled once, ahead of time; everything else runs eagerly. Each compiled form is a function of its own, whose key fixes
+shapes, structure and constants: Dynamo's guards are left out, and a call costs no checks. On a GPU pieces of prompts
+have few sizes, too. Those that are no steps share a form, in which the number of tokens is a variable.
 
 Blocks of steps on a GPU are often our own operators alone, of which Inductor would make a list of calls. They are not
 traced, since each trace takes a second or more of every start.
@@ -12,7 +12,7 @@ traced, since each trace takes a second or more of every start.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from compile.attention import MAX_STEP
 from compile.op_registry import NAMESPACE
 
 Step = Callable[..., Tensor]
@@ -38,25 +39,29 @@ OPTIONS: dict[str, str | int | bool | Callable[..., object]] = {
 
 
 class CompiledBlocks:
-    """Blocks that run a compiled form for `widths` of a step.
+    """Blocks that run a compiled form for `widths` of a step, and for `pieces` of a prompt.
 
-    Blocks with equal structure (module types, sizes and constants) share a form. `variant` distinguishes forms beyond
-    the structure, such as the position of a precision switch.
+    Blocks with equal structure (module types, sizes and constants) share a form, and so do pieces that attend otherwise
+    than steps. `variant` distinguishes forms beyond the structure, such as the position of a precision switch.
     """
 
-    def __init__(self, widths: set[int], variant: Callable[[], object] = lambda: None) -> None:
-        self._widths, self._variant = widths, variant
+    def __init__(
+        self, widths: set[int], variant: Callable[[], object] = lambda: None, *, pieces: Collection[int] = ()
+    ) -> None:
+        self._widths, self._variant = {*widths, *pieces}, variant
+        self._long = {size for size in pieces if size > MAX_STEP and size not in widths}
         self._kinds: dict[int, int] = {}  # id of a block -> its kind
         self._signatures: dict[object, int] = {}
         self._forms: dict[tuple[object, ...], Step] = {}
 
     def __call__(self, block: nn.Module, x_BTD: Tensor, *tensors: Tensor, **constants: int) -> Tensor:
-        if x_BTD.shape[1] not in self._widths:
+        T = x_BTD.shape[1]
+        if T not in self._widths:
             return block(x_BTD, *tensors, **constants)
         kind = self._kinds.get(id(block))
         if kind is None:
             kind = self._kinds[id(block)] = self._signatures.setdefault(structure(block), len(self._signatures))
-        shapes = (x_BTD.shape, *(tensor.shape for tensor in tensors))
+        shapes = (x_BTD.shape[::2] if T in self._long else x_BTD.shape, *(tensor.shape for tensor in tensors))
         key = (kind, x_BTD.device, *shapes, self._variant(), *constants.items())
         form = self._forms.get(key)
         if form is None:
@@ -70,6 +75,8 @@ class CompiledBlocks:
                 block(x_BTD, *tensors, **constants)  # writes what the form will write again
             if operators.are_own:
                 return type(block).forward
+        if x_BTD.shape[1] in self._long:
+            torch._dynamo.mark_dynamic(x_BTD, 1)  # raises an error if a size would be taken for a constant
         return compile_step(type(block).forward)
 
 

@@ -128,10 +128,10 @@ class StepCompiler:
         if not isinstance(model, Decoder):
             return self._compile_hf(model, widths, new_cache, draft_widths)
         # Kernels that read all slots they are given would need a form for each number of slots.
-        pieces = set(PIECES) if model.supports_flash else set()
+        pieces = PIECES if model.supports_flash else ()
         if self.how == "full":
             model.step_widths = frozenset(widths)
-            model.run_block = CompiledBlocks(pieces, self._low)
+            model.run_block = CompiledBlocks(set(), self._low, pieces=pieces)
             return CompiledModel(model, widths, self._low)
         if self.how == "native":
             try:
@@ -145,7 +145,7 @@ class StepCompiler:
                     return model
                 log.warning("%s; blocks are compiled by Inductor instead", reason)
         model.step_widths = frozenset(widths)
-        model.run_block = CompiledBlocks(widths | pieces, self._low)
+        model.run_block = CompiledBlocks(widths, self._low, pieces=pieces)
         return model
 
     def stack(self, model: Decoder) -> NativeStack:

@@ -13,6 +13,7 @@ import math
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -41,7 +42,7 @@ from sharesd.models.decoder import Decoder
 from tests.helpers.absent_gpu import use_driver
 
 DEVICE = torch.device("cuda", 0)
-WIDTH, PIECE, SLOTS, LAYERS, GROUP = 16, 128, 4096, 3, 64
+WIDTH, PIECES, SLOTS, LAYERS, GROUP = 16, (128, 256), 4096, 3, 64
 SIZES: dict[str, Any] = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": LAYERS}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
 SIZES |= {"max_position_embeddings": SLOTS, "eos_token_id": None}
@@ -127,7 +128,8 @@ def digest(code: str) -> dict[str, Any]:
     caches = [ast.unparse(given) for both in attends.values() for given in both]
     others = [(name, call) for name, call in named if call not in attends and not name.startswith("assert_")]
     given = [(name, ast.unparse(call.args[0])) for name, call in others if call.args]
-    shapes = [ast.literal_eval(shape) for name, shape in given if name.startswith("empty_strided")]
+    lengths = defaultdict[str, int](lambda: PIECES[0])  # the only names that shapes have
+    shapes = [eval(shape, {}, lengths) for name, shape in given if name.startswith("empty_strided")]
     return {
         "launches": launches,
         "caches": caches,
@@ -160,7 +162,7 @@ def numbers(*shape: int) -> Tensor:
 def steps(
     model: Decoder, step: Any, codes: list[str], low_bits: Callable[[], Any] | None = None, *, chains: bool = False
 ) -> dict[str, Any]:
-    """The forms of each kind of step, and of a piece of a prompt: run twice each, and of layers that are alike.
+    """The forms of each kind of step, and of two sizes of pieces: run twice each, and of layers that are alike.
 
     Chains differ from plain steps in their width alone.
     """
@@ -170,15 +172,15 @@ def steps(
         *([] if chains else ["chain"]),
     ]
     cache, tree = model.new_cache(1, SLOTS), TreeAttentionMask(numbers(1, WIDTH), numbers(1, WIDTH, WIDTH))
-    widths, found = {"plain": 1, "chain": WIDTH, "tree": WIDTH, "prompt": PIECE, "draft": 1}, {}
+    widths, found = {"plain": 1, "chain": WIDTH, "tree": WIDTH, "prompt": PIECES[0], "draft": 1}, {}
     for name, width in widths.items():
         if name in left_out:
             continue
         before = len(codes)
-        for _ in range(2):
+        for size in PIECES if name == "prompt" else (width, width):
             with low_bits() if name == "draft" and low_bits is not None else nullcontext():
-                out_BTV = step.forward(numbers(1, width), cache, tree_mask=tree if name == "tree" else None)
-        assert out_BTV.shape == (1, width, model.vocab_size) and out_BTV.device.type == "cuda"
+                out_BTV = step.forward(numbers(1, size), cache, tree_mask=tree if name == "tree" else None)
+        assert out_BTV.shape == (1, size, model.vocab_size) and out_BTV.device.type == "cuda"
         found[name] = [digest(code) for code in codes[before:]]
     return found
 
@@ -205,7 +207,7 @@ def main(folder: Path) -> dict[str, Any]:
         for family in BY_BLOCKS:
             switch = Switch()
             model = decoder(family, switch)
-            model.run_block = CompiledBlocks({1, WIDTH, PIECE}, lambda switch=switch: switch.quantized)
+            model.run_block = CompiledBlocks({1, WIDTH}, lambda switch=switch: switch.quantized, pieces=PIECES)
             found[family] = steps(model, model, codes, switch.quantized_weights, chains=family == "qwen3")
         model = decoder("llama")
         found["whole"] = steps(model, CompiledModel(model, {1, WIDTH}), codes)
