@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from compile.cuda.dependent_launch import wait_for_predecessor
 from compile.cuda.pdl import launch_options
 
 CHUNK = 4096
@@ -20,9 +20,7 @@ CHUNK = 4096
 @triton.jit(do_not_specialize=["V"])
 def largest_of_chunks(x_ptr, keys_ptr, V, CHUNK: tl.constexpr, PDL: tl.constexpr):
     """Write the key of each chunk's largest. Grid (chunks, rows)."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_predecessor(PDL)
     at = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(x_ptr + tl.program_id(1).to(tl.int64) * V + at, mask=at < V, other=float("-inf")).to(tl.float32)
     x = tl.where(x == x, x, float("-inf")) + 0.0  # no NaN is the largest, and both zeros are alike
@@ -35,9 +33,7 @@ def largest_of_chunks(x_ptr, keys_ptr, V, CHUNK: tl.constexpr, PDL: tl.constexpr
 @triton.jit(do_not_specialize=["C"])
 def largest_of_keys(keys_ptr, out_ptr, C, SIZE: tl.constexpr, PDL: tl.constexpr):
     """Write the index in each row's largest key."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_predecessor(PDL)
     at = tl.arange(0, SIZE)
     lowest: tl.constexpr = -(2**63)
     key = tl.max(tl.load(keys_ptr + tl.program_id(0) * C + at, mask=at < C, other=lowest), 0)

@@ -21,7 +21,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compile.cuda.attention_parts import (
     GROUP,
@@ -35,6 +34,7 @@ from compile.cuda.attention_parts import (
     multiply_part,
 )
 from compile.cuda.attention_step import AT_ONCE, MAX_HEADS, REGISTERS, arrivals, attend_step, queries_at_once
+from compile.cuda.dependent_launch import wait_for_predecessor
 from compile.cuda.gemm_config import device
 from compile.cuda.kv_q8 import head_q8, num_cache_slots, power_above
 from compile.cuda.kv_write import angles, write_new_kv
@@ -87,12 +87,7 @@ def attend_parts(
     alone; further programs have a part with new rows each, for one token. Scores are logarithms of base 2; `scale` and
     `softcap` make them so.
     """
-    if PDL == 2:  # see `attention_options`
-        gdc_launch_dependents()
-    if PDL:
-        gdc_wait()
-    if PDL == 1:
-        gdc_launch_dependents()
+    wait_for_predecessor(PDL)
     program = tl.program_id(0)
     b, kv = (tl.program_id(1) // K).to(tl.int64), tl.program_id(1) % K
     n = tl.load(length_ptr + b).to(tl.int32)
@@ -166,12 +161,7 @@ def join_parts(
 
     Grid (B * T, H).
     """
-    if PDL == 2:  # see `attention_options`
-        gdc_launch_dependents()
-    if PDL:
-        gdc_wait()
-    if PDL == 1:
-        gdc_launch_dependents()
+    wait_for_predecessor(PDL)
     token = tl.program_id(0).to(tl.int64)
     query = token * H + tl.program_id(1)
     n = tl.load(length_ptr + token // T).to(tl.int32)

@@ -29,9 +29,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compile.cuda.attention_parts import INTS, UNALIGNED, is_seen, join_rows, multiply_part
+from compile.cuda.dependent_launch import wait_for_predecessor
 from compile.cuda.kv_write import known_position, turned_heads
 
 MAX_HEADS = 4096
@@ -100,12 +100,7 @@ def attend_step(
 
     T * G is at most ROWS, and T at most SPLIT. JOIN: queries joined at once.
     """
-    if PDL == 2:  # see `attention_options`
-        gdc_launch_dependents()
-    if PDL:
-        gdc_wait()
-    if PDL == 1:
-        gdc_launch_dependents()
+    wait_for_predecessor(PDL)
     program, head = tl.program_id(0), tl.program_id(1)
     b, kv = (head // K).to(tl.int64), head % K
     n = tl.load(length_ptr + b).to(tl.int32)

@@ -15,10 +15,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compile.cuda.block_codes import codes, factors, packed_codes, planes
 from compile.cuda.block_form import BlockForm
+from compile.cuda.dependent_launch import wait_for_predecessor
 from compile.cuda.gemm import LINE, finish, outputs_of, visits_of
 from compile.cuda.gemm_config import ROWS, Tile
 from compile.cuda.pdl import launch_options
@@ -74,9 +74,7 @@ def block_row_gemm(
         live = rows < M
         to_rows = rows
     else:
-        if PDL:
-            gdc_wait()
-            gdc_launch_dependents()
+        wait_for_predecessor(PDL)
         tile_ptr = tiles_ptr + 3 * tl.program_id(0)
         expert = tl.load(tile_ptr)
         if expert < 0:
@@ -95,8 +93,7 @@ def block_row_gemm(
     if PDL and CHOSEN == 0:
         first = part * STEPS // HALVES * WORDS
         _prefetch(words_ptr + record, w_rows % 16, is_valid, first, UNITS * WORDS, STEPS // HALVES + 1, WORDS, STAGES)
-        gdc_wait()
-        gdc_launch_dependents()
+        wait_for_predecessor(PDL)
 
     headers_ptr = words_ptr + record + w_rows % 16
     columns = tl.arange(0, COLUMNS)

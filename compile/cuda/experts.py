@@ -19,10 +19,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compile.cuda.block_form import FORMS, ExpertBlocks
 from compile.cuda.block_gemm import Visits, multiply_blocks
+from compile.cuda.dependent_launch import wait_for_predecessor
 from compile.cuda.gemm import row_gemm
 from compile.cuda.gemm_config import ROWS, Tile, block_tile
 from compile.cuda.pdl import launch_options, with_room
@@ -46,9 +46,7 @@ def choose(
     PDL: tl.constexpr,
 ):
     """Choose a row's experts: those of the highest probability, of equal ones the lowest."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_predecessor(PDL)
     row, lanes = tl.program_id(0), tl.arange(0, SIZE)
     scores = tl.load(scores_ptr + row * E + lanes, mask=lanes < E, other=-float("inf")).to(tl.float32)
     if bias_ptr is None:
@@ -88,9 +86,7 @@ def group(
     PDL: tl.constexpr,
 ):
     """Order visits by expert, those of an expert by number, and divide them into tiles. One program."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_predecessor(PDL)
     expert, lanes = tl.arange(0, SIZE), tl.arange(0, CHUNK)
     counts = tl.zeros((SIZE,), dtype=tl.int32)
     for begin in range(0, V, CHUNK):
@@ -129,9 +125,7 @@ def join(
     PDL: tl.constexpr,
 ):
     """Add a row's visits, times their factors, in order, and the residual."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_predecessor(PDL)
     row, at = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros((BLOCK,), dtype=tl.float32)
     for i in tl.static_range(CHOSEN):

@@ -17,8 +17,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from compile.cuda.dependent_launch import wait_for_predecessor
 from compile.cuda.gemm_config import ROWS, Tile
 from compile.cuda.pdl import launch_options
 
@@ -67,9 +67,7 @@ def row_gemm(
         live = rows < M
         to_rows = rows
     else:
-        if PDL:
-            gdc_wait()
-            gdc_launch_dependents()
+        wait_for_predecessor(PDL)
         tile_ptr = tiles_ptr + 3 * tl.program_id(0)
         expert = tl.load(tile_ptr)
         if expert < 0:
@@ -86,8 +84,7 @@ def row_gemm(
     STEPS: tl.constexpr = (COLUMNS + BK * SPLIT - 1) // (BK * SPLIT)
     if PDL and CHOSEN == 0:
         _prefetch(w_base, is_valid, part * STEPS * BK, COLUMNS, STEPS * BK, BN, BK, STAGES)
-        gdc_wait()
-        gdc_launch_dependents()
+        wait_for_predecessor(PDL)
 
     acc = tl.zeros((BN, ROWS), dtype=tl.float32)
     squares = tl.zeros((BK, ROWS), dtype=tl.float32)

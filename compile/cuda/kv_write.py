@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from compile.cuda.dependent_launch import wait_for_predecessor
 from compile.cuda.kv_q8 import head_q8, num_cache_slots, power_above, store_q8
 from compile.cuda.pdl import attention_options
 
@@ -59,12 +59,7 @@ def norm_rotate_write(
 
     Grid (B * T, H + 2K). No rotation if R = 0. Rounds as the composition of tensor operations.
     """
-    if PDL == 2:  # see `attention_options`
-        gdc_launch_dependents()
-    if PDL:
-        gdc_wait()
-    if PDL == 1:
-        gdc_launch_dependents()
+    wait_for_predecessor(PDL)
     token, head = tl.program_id(0), tl.program_id(1)
     b, t = (token // T).to(tl.int64), token % T
     place, ahead = t, t

@@ -3,12 +3,12 @@
 Kernels of compute capability 9.0 and above begin before their predecessor has ended. This is safe for all memory that
 kernels share or reuse, split products and replays included:
 
-- Each such kernel waits (`gdc_wait`, in every thread of every program) for the end of its predecessor, and ends after
-  that. The predecessor had waited for its own before it ended, and so on: past its wait, a kernel is alone with its
-  successors, and sees all that was written before, however many have begun meanwhile.
+- Each such kernel waits (`dependent_launch.wait_for_predecessor`, in every thread of every program) for the end of its
+  predecessor, and ends after that. The predecessor had waited for its own before it ended, and so on: past its wait, a
+  kernel is alone with its successors, and sees all that was written before, however many have begun meanwhile.
 - Before it waits it writes nothing, and reads only weights, which no kernel writes. `gemm.py` prefetches them into the
   second level of cache, `stream.cu` copies them into its shared memory.
-- So a kernel may let its successor begin (`gdc_launch_dependents`) at any time. Those of Triton do after their wait,
+- So a kernel may let its successor begin at any time. Those of Triton do after their wait,
   but for attention's if asked to (`attention_options`). `stream.cu` does when its last weights are asked for, often
   before its wait.
 - What programs of one launch hand to each other (`gemm.py`, `attention_step.py`) goes by counters, past that wait. It

@@ -6,17 +6,15 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from compile.cuda.dependent_launch import wait_for_predecessor
 from compile.cuda.pdl import launch_options
 
 
 @triton.jit
 def row_norm(x_ptr, weight_ptr, y_ptr, eps, K: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr):
     """Normalise a row of [M, K]."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_predecessor(PDL)
     at = tl.arange(0, SIZE)
     x = tl.load(x_ptr + tl.program_id(0) * K + at, mask=at < K, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + at, mask=at < K, other=0.0).to(tl.float32)

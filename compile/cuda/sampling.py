@@ -15,8 +15,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from compile.cuda.dependent_launch import wait_for_predecessor
 from compile.cuda.logit_bins import (
     ABOVE,
     BIN,
@@ -114,9 +114,7 @@ def adjust_logits(
     PDL: tl.constexpr,
 ):
     """Apply bias, penalties, temperature; find maxima. Grid (B * T, chunks)."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_predecessor(PDL)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = chunk * BLOCK + tl.arange(0, BLOCK)
     numbers_ptr += row // T * F  # in the order of `compile.logits.NUMBERS`
@@ -170,9 +168,7 @@ def sum_bins(
 
     Applies the temperature of cold rows first.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_predecessor(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     numbers_ptr += row // T * F
@@ -215,9 +211,7 @@ def copy_border_bins(
 
     What top-k leaves of its border's bin is not computed yet: top-p's border may be in one of several bins.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_predecessor(PDL)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = chunk * BLOCK + tl.arange(0, BLOCK)
     numbers_ptr += row // T * F
@@ -269,9 +263,7 @@ def truncate(
 
     Each program finds the borders, and keeps the tokens above them.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_predecessor(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     numbers_ptr += row // T * F
