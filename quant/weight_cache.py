@@ -50,15 +50,22 @@ def read_store(path: Path, key: str) -> dict[str, Tensor] | None:
     if not path.exists():
         return None
     try:
+        return checked_store(path, key)
+    except ValueError as error:
+        logger.warning("%s: quantizing again", error)
+        return None
+
+
+def checked_store(path: Path, key: str) -> dict[str, Tensor]:
+    """Return the packed tensors of a key, on the CPU; ValueError if they are not those that were written."""
+    try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        logger.warning("%s is damaged (%s): quantizing again", path, error)
-        return None
+        raise ValueError(f"{path} is damaged ({error})") from error
     if metadata.get("key") != key or metadata.get("payload") != _payload(tensors):
-        logger.warning("%s does not hold what was written: quantizing again", path)
-        return None
+        raise ValueError(f"{path} does not hold what was written")
     return tensors
 
 
@@ -66,15 +73,6 @@ def save_store(path: Path, key: str, tensors: dict[str, Tensor]) -> None:
     """Write a file atomically; SafetensorError or OSError if the disk does not take it."""
     with atomic_path(path) as fresh:
         save_file(tensors, fresh, metadata={"key": key, "payload": _payload(tensors)})
-
-
-def holds_key(path: Path, key: str) -> bool:
-    """Return True if a file has its whole length and this key; its content is not read."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            return (file.metadata() or {}).get("key") == key
-    except (SafetensorError, OSError):
-        return False
 
 
 def write_store(path: Path, key: str, tensors: dict[str, Tensor]) -> None:

@@ -26,6 +26,7 @@ from sharesd.startup.resolve import resolve_config, with_dequantize
 from sharesd.weights.calibrate import calibrate, require_enough, tasks_of
 from sharesd.weights.kept_calibration import CalibrationText, KeptCalibration
 from sharesd.weights.quant_tuning_cache import load_tuned, save_tuned, tuning_key
+from sharesd_files import made_once
 
 if TYPE_CHECKING:
     from sharesd.startup.resolve import ResolvedConfig
@@ -59,15 +60,16 @@ def run(config: EngineConfig, *, is_chosen: bool) -> None:
         kept = KeptCalibration(content_hash(resolved.folder), quant)
         outline = Decoder(decoder_config(resolved.folder), dtype=resolved.dtype, device="meta")
         layers = list(dict.fromkeys(task.layer for task in tasks_of(outline, quant)))
-        answers = kept.answers()
-        if not answers:
-            answers = own_answers(config, progress)
-            gc.collect()  # the weights that answered, before they are read as plain linears
-            require_enough(answers)
-            kept.begin(resolved.folder, layers, answers)
-        if kept.problem() is not None:
-            decoder = load_decoder(resolved.folder, dtype=resolved.dtype, device=resolved.device, progress=progress)
-            calibrate(decoder, answers, kept, progress=progress)
+        with made_once(kept.folder):  # another process may be calibrating the same
+            answers = kept.answers()
+            if not answers:
+                answers = own_answers(config, progress)
+                gc.collect()  # the weights that answered, before they are read as plain linears
+                require_enough(answers)
+                kept.begin(resolved.folder, layers, answers)
+            if kept.problem() is not None:
+                decoder = load_decoder(resolved.folder, dtype=resolved.dtype, device=resolved.device, progress=progress)
+                calibrate(decoder, answers, kept, progress=progress)
     seconds = time.perf_counter() - started
     save_tuned(key, quant, {"command": environment.command(), "calibration": str(kept.folder)})
     num_tokens = sum(len(each.answer) for each in answers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -17,11 +18,11 @@ from multigpu.tensor_parallel import UNSHARDED, Shard
 from quant.config import QuantConfig
 from quant.quantized_weight import QuantizedWeight
 from quant.solved_linears import QuantTask
-from quant.weight_cache import holds_key, pack_weight, read_store, save_store, unpack_weight
+from quant.weight_cache import checked_store, pack_weight, save_store, unpack_weight
 from sharesd.models.checkpoint import content_hash, system_error
-from sharesd_files import atomic_write, cache_root
+from sharesd_files import JsonCache, atomic_write, cache_root, file_identity
 
-_FORMAT = 1  # raise it when the rounding, the prompts or the files change
+_FORMAT = 2  # raise it when the rounding, the prompts or the files change
 _ABOUT = "calibration.json"
 _REMEDY = "run `sharesd tune --calibrate`"
 
@@ -68,7 +69,12 @@ class KeptCalibration:
         `source`: the checkpoint folder. `layers`: those with weights to calibrate; None: the head.
         """
         about = {**self._about, "source": str(source), "layers": list(layers), "answers": list(answers)}
-        atomic_write(self.folder / _ABOUT, json.dumps(about))
+        try:
+            atomic_write(self.folder / _ABOUT, json.dumps(about | {"checksum": _checksum(about)}))
+        except OSError:
+            with suppress(OSError):
+                self.folder.rmdir()
+            raise
         self.__dict__.pop("_found", None)
 
     def answers(self) -> list[CalibrationText]:
@@ -76,8 +82,11 @@ class KeptCalibration:
         return [] if self._found is None else [CalibrationText(*pair) for pair in self._found["answers"]]
 
     def has(self, layer: int | None) -> bool:
-        """Return True if a layer's weights are kept."""
-        return holds_key(self._file(layer), self.key)
+        """Return True if a layer's weights are kept as they were written."""
+        try:
+            return bool(checked_store(self._file(layer), self.key))
+        except ValueError:
+            return False
 
     def write(self, layer: int | None, weights: Mapping[str, QuantizedWeight]) -> None:
         """Keep the weights of a layer by path; OSError if the disk does not take them."""
@@ -93,11 +102,19 @@ class KeptCalibration:
         """Return why a calibration that was begun cannot be used; None if it can."""
         if self._found is None:
             return f"{self.folder / _ABOUT} is damaged, or of other weights or another quantization"
+        files = [self._file(layer) for layer in self._found["layers"]]
+        is_there = all(file.exists() for file in files)
+        # Their content is read once, and again when a file has changed.
+        read = JsonCache("settings", "calibrated", [*map(file_identity, files)]) if is_there else None
+        if read is not None and read.load(bool):
+            return None
         missing = [layer for layer in self._found["layers"] if not self.has(layer)]
         if not missing:
+            if read is not None:
+                read.keep(True)
             return None
         num = len(self._found["layers"])
-        return f"the calibration was cut short after {num - len(missing)} of {num} layers; {_REMEDY} to resume it"
+        return f"the calibration was cut short or damaged: {num - len(missing)} of {num} layers are there; {_REMEDY}"
 
     @property
     def identity(self) -> str:
@@ -111,10 +128,11 @@ class KeptCalibration:
             ValueError: its file is damaged.
         """
         if self._read is None or self._read[0] != task.layer:
-            self._read = task.layer, read_store(self._file(task.layer), self.key) or {}
+            try:
+                self._read = task.layer, checked_store(self._file(task.layer), self.key)
+            except ValueError as error:
+                raise ValueError(f"{error}; {_REMEDY}") from error
         tensors = self._read[1]
-        if f"{task.path}.q" not in tensors:
-            raise ValueError(f"{self._file(task.layer)} is damaged; delete {self.folder}, and {_REMEDY}")
         size = {"bits": task.bits, "group_size": self.quant.group_size}
         return unpack_weight(task.path, tensors, **size, device=device("cpu"))
 
@@ -141,6 +159,10 @@ def other_calibration(source: Path, weights: str) -> str | None:
 def _about(folder: Path) -> dict[str, Any] | None:
     try:
         found = json.loads((folder / _ABOUT).read_bytes())
-        return found if isinstance(found, dict) and {"layers", "answers"} <= found.keys() else None
-    except (OSError, ValueError, RecursionError):
+        return found if found.pop("checksum") == _checksum(found) else None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
+
+
+def _checksum(about: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(about).encode()).hexdigest()

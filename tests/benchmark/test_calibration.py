@@ -6,6 +6,8 @@ import json
 import logging
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -170,6 +172,7 @@ def test_a_full_disk_before_the_first_layer_leaves_nothing(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(path: Path, *args: Any) -> None:
+        path.parent.mkdir(parents=True)
         raise OSError(28, "No space left on device", str(path))
 
     monkeypatch.setattr(kept_calibration, "atomic_write", full)
@@ -198,16 +201,16 @@ def test_a_full_disk_keeps_whole_layers_and_the_next_run_goes_on(
     assert sorted(path.name for path in kept.folder.iterdir()) == ["calibration.json", "layer-0.safetensors"]
     assert auto(tiny, caplog)[0] == DEFAULT
     assert capsys.readouterr().err == (
-        "warning: --draft-quant auto: the calibration was cut short after 1 of 3 layers; run `sharesd tune "
-        "--calibrate` to resume it; drafts use hqq:4:64,head=4 without it\n"
+        "warning: --draft-quant auto: the calibration was cut short or damaged: 1 of 3 layers are there; run `sharesd "
+        "tune --calibrate`; drafts use hqq:4:64,head=4 without it\n"
     )
     with pytest.raises(ValueError, match="quant is hqq:4:64,head=4,calibrated, and the calibration was cut short"):
         Runtime(EngineConfig(target=str(tiny), quant=kept.quant, max_context=128), ("share",))
-    first = (kept.folder / "layer-0.safetensors").stat()
+    first = (kept.folder / "layer-0.safetensors").stat().st_mtime_ns
     with monkeypatch.context() as patch:
         patch.setattr(calibration, "own_answers", None)  # they are kept
         assert main(argv) == 0
-    assert (kept.folder / "layer-0.safetensors").stat() == first
+    assert (kept.folder / "layer-0.safetensors").stat().st_mtime_ns == first
     assert auto(tiny, caplog) == (kept.quant, "")
     files = sorted(kept.folder.glob("*.safetensors"))
     resumed = [load_file(path) for path in files]
@@ -217,6 +220,17 @@ def test_a_full_disk_keeps_whole_layers_and_the_next_run_goes_on(
     calibrate(load_decoder(tiny, dtype=torch.bfloat16), answers, kept)
     for one, other in zip(resumed, map(load_file, files), strict=True):
         assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_what_another_process_calibrated_meanwhile_is_used(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def waits(path: Path) -> Iterator[None]:
+        assert path == calibrated(tiny).folder
+        yield
+
+    monkeypatch.setattr(calibration, "made_once", waits)
+    monkeypatch.setattr(calibration, "own_answers", None)
+    assert main(["tune", "--calibrate", "--target", str(tiny)]) == 0
 
 
 def test_what_is_not_of_these_weights_in_this_quantization_is_not_used(
@@ -249,20 +263,42 @@ def test_damaged_files_and_ranks_do_without(tiny: Path, caplog: pytest.LogCaptur
     whole = bytearray(file.read_bytes())
     file.write_bytes(whole[:-7])
     found, warning = auto(tiny, caplog)
-    assert found == DEFAULT and "cut short after 2 of 3 layers" in warning
+    assert found == DEFAULT and "cut short or damaged: 2 of 3 layers are there; run" in warning
+    file.write_bytes(whole)
+    assert auto(tiny, caplog) == (kept.quant, "")
     whole[-1] ^= 1
     file.write_bytes(whole)
+    found, warning = auto(tiny, caplog)
+    assert found == DEFAULT and "cut short or damaged: 2 of 3 layers are there; run" in warning
     config = EngineConfig(target=str(tiny), quant=kept.quant, max_context=128)
-    with pytest.raises(
-        ValueError, match=r"layer-1.safetensors is damaged; delete .*, and run `sharesd tune --calibrat"
-    ):
+    with pytest.raises(ValueError, match=r"damaged: 2 of 3 layers are there; run `sharesd tune --calibrate`"):
         Runtime(config, ("share",))
-    (kept.folder / "calibration.json").write_text("{")
-    assert "calibration.json is damaged" in auto(tiny, caplog)[1]
+    task = next(each for each in tasks_of(load_decoder(tiny, dtype=torch.bfloat16), DEFAULT) if each.layer == 1)
+    with pytest.raises(ValueError, match=r"layer-1.safetensors does not hold what was written; run `sharesd tune --c"):
+        kept.read(task)  # it was whole when the start began
+    about = kept.folder / "calibration.json"
+    for damaged in ("{", "[]", about.read_text().replace("[0, 1, null]", "[0, 0, null]")):
+        about.write_text(damaged)
+        assert "calibration.json is damaged" in auto(tiny, caplog)[1]
     save_tuned(tuning_key(config), kept.quant, {})  # as `tune` measured it
     shutil.rmtree(kept.folder)
     found, warning = auto(tiny, caplog)
     assert found == DEFAULT and "the calibration of hqq:4:64,head=4 is gone; drafts use" in warning
+
+
+def test_damaged_layers_are_rounded_again(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kept = calibrated(tiny)
+    files = [kept.folder / f"layer-{layer}.safetensors" for layer in (0, 1)]
+    before = {name: tensor.clone() for name, tensor in load_file(files[1]).items()}  # they are mapped
+    first = files[0].stat().st_mtime_ns
+    content = bytearray(files[1].read_bytes())
+    content[-1] ^= 1
+    files[1].write_bytes(content)
+    assert not auto(tiny, caplog)[0].calibrated
+    assert main(["tune", "--calibrate", "--target", str(tiny)]) == 0
+    assert auto(tiny, caplog)[0] == kept.quant and files[0].stat().st_mtime_ns == first
+    after = load_file(files[1])
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_a_tied_head_is_rounded_apart_from_the_embedding(tmp_path: Path) -> None:
