@@ -9,7 +9,7 @@ import itertools
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from operator import attrgetter
@@ -74,6 +74,35 @@ def module_names(config: DecoderConfig, kind: LayerType) -> dict[str, tuple[str,
         elif path not in ("mlp.gate_up", "mlp.down"):
             found[path] = modules
     return found
+
+
+def layer_experts_obstacle(
+    config: DecoderConfig, kind: LayerType, root: str, types: Mapping[str, str | None], reordered: Container[str]
+) -> str | None:
+    """Return why kernels of GPUs do not run a layer's experts as stored, and the tensor; None if they do.
+
+    They read all experts of a layer as one tensor, and their inputs as they come.
+
+    Args:
+        root: beginning of the names of the layer's tensors in `types` and `reordered`.
+        types: of blocks, and of numbers in one linear with blocks; None: numbers.
+        reordered: tensors whose inputs are stored in another order.
+    """
+    first: dict[tuple[str, int], str | None] = {}
+    for path, modules in module_names(config, kind).items():
+        if not path.startswith("mlp.experts."):
+            continue
+        for part, module in enumerate(modules):
+            name = f"{root}{module}.weight"
+            found = types[name]
+            wanted = first.setdefault((path.rpartition(".")[2], part), found)
+            if found in NUMBERS:
+                return f"{name} runs as {found} in one linear with blocks"
+            if found != wanted:
+                return f"{name} is stored as {found or 'numbers'}, and other experts as {wanted or 'numbers'}"
+            if name in reordered:
+                return f"the inputs of {name} are stored in another order (act-order)"
+    return None
 
 
 def is_router(name: str, config: DecoderConfig) -> bool:

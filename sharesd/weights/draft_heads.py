@@ -55,7 +55,8 @@ def find_inner_heads(
             reason = f"{obstacle}, and mode {spec.name} needs a native decoder; use another mode"
         elif target is not None:
             try:
-                found += [spec.name] if registry.imported(f"{spec.inside}:find")(folder, target) else []
+                find = registry.imported(f"{spec.inside}:find")
+                found += [spec.name] if find(folder, target, on_gpu=device.type == "cuda") else []
             except ValueError as error:
                 reason = str(error)
                 if spec.name not in asked:

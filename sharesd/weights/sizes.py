@@ -23,7 +23,7 @@ from sharesd.models.decoder_config import DecoderConfig
 from sharesd.models.loader import decoder_config
 from sharesd.models.prefill import slots_for
 from sharesd.models.recurrent_layers import recurrent_sizes
-from sharesd.models.weight_mapping import EMBEDDING, HEAD, LAYERS, module_names, tensor_shapes
+from sharesd.models.weight_mapping import EMBEDDING, HEAD, LAYERS, layer_experts_obstacle, module_names, tensor_shapes
 from sharesd.speculation.draft_tree import async_tree_slots
 from sharesd.weights.packing import pack_for_cpu
 
@@ -74,31 +74,15 @@ def _types(folder: Path, identity: str) -> Mapping[str, str]:
 
 
 def experts_obstacle(folder: Path, config: DecoderConfig) -> str | None:
-    """Return why kernels of GPUs do not run a mixture's experts as stored, and the tensor; None if they do.
-
-    They read all experts of a layer as one tensor, and their inputs as they come.
-    """
-    outline, orders = outline_of(folder), set[str]()
+    """Return why kernels of GPUs do not run a mixture's experts as stored, and the tensor; None if they do."""
+    types, orders = {name: outline.type for name, outline in outline_of(folder).items()}, set[str]()
     if checkpoint.is_quantized(folder):
         from sharesd.models.quantized.folder import reordered
 
         orders = {*reordered(folder)}
-    for layer, kind in enumerate(config.layer_types):
-        first: dict[tuple[str, int], str | None] = {}
-        for path, modules in module_names(config, kind).items():
-            if not path.startswith("mlp.experts."):
-                continue
-            for part, module in enumerate(modules):
-                name = f"{LAYERS}{layer}.{module}.weight"
-                found = outline[name].type
-                wanted = first.setdefault((path.rpartition(".")[2], part), found)
-                if found in NUMBERS:
-                    return f"{name} runs as {found} in one linear with blocks"
-                if found != wanted:
-                    return f"{name} is stored as {found or 'numbers'}, and other experts as {wanted or 'numbers'}"
-                if name in orders:
-                    return f"the inputs of {name} are stored in another order (act-order)"
-    return None
+    layers = enumerate(config.layer_types)
+    found = (layer_experts_obstacle(config, kind, f"{LAYERS}{layer}.", types, orders) for layer, kind in layers)
+    return next(filter(None, found), None)
 
 
 class StoredLinears:

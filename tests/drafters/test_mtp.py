@@ -29,6 +29,7 @@ from sharesd.drafters import selection
 from sharesd.drafters.mtp.checkpoint import find, load, stored_bytes
 from sharesd.drafters.mtp.drafter import MTPDrafter
 from sharesd.drafters.mtp.head import MTP
+from sharesd.models import loader
 from sharesd.models.gguf import weights
 from sharesd.models.gguf.config import config_of
 from sharesd.models.gguf.convert import converted_folder
@@ -36,6 +37,7 @@ from sharesd.models.gguf.reader import GGUFFile, read_gguf
 from sharesd.models.loader import decoder_config, load_decoder
 from sharesd.sampling_params import SamplingParams as Params
 from sharesd.startup.resolve import resolve_config
+from sharesd.weights.draft_heads import find_inner_heads
 from tests.helpers.gguf_files import write_delta_gguf, write_gguf
 from tests.helpers.quantized_folders import FOLDERS, quantize_folder
 from tests.helpers.same_texts import require_same_texts
@@ -349,6 +351,21 @@ def test_files_of_gguf_run_as_stored_or_expanded(tmp_path: Path) -> None:
         head = llm._runtime.model.heads["mtp"]
         assert isinstance(head, MTP) and isinstance(head.block.attn.qkv, BlockLinear) == (not options)
         llm.close()
+
+
+def test_experts_that_gpus_do_not_run_as_stored_are_named_before_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(loader, "runs_triton", lambda device: device.type == "cuda")
+    file = write_gguf(tmp_path / "tiny.gguf", "glm4moe", "glm4", layers=2, types={"blk.2.ffn_up_exps": "F16"})
+    folder = converted_folder(file, dequantize=False)
+    find_heads = partial(find_inner_heads, folder, EngineConfig(target=str(folder), dequantize=False), in_memory=False)
+    gpu, reason = torch.device("cuda", 0), "model.layers.2.mlp.experts.0.up_proj.weight runs as F16 in one linear"
+    assert find_heads(["mtp"], torch.device("cpu")) == ("mtp",) and not caplog.records
+    with pytest.raises(ValueError, match=f"{reason} with blocks, and kernels of GPUs .*; use another mode, --deq"):
+        find_heads(["mtp"], gpu)
+    assert find_heads(["auto"], gpu) == ()
+    assert f"mode mtp is not used: {reason}" in caplog.text
 
 
 def test_a_file_without_a_part_of_the_layer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

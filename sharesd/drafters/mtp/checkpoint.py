@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,13 @@ from sharesd.models.decoder import Decoder
 from sharesd.models.decoder_config import DecoderConfig
 from sharesd.models.loader import MakeLinear, decoder_config, fill_block, plain_tensors
 from sharesd.models.mtp import BLOCK, MTPNames, layout_of, mtp_config, mtp_shapes
-from sharesd.models.weight_mapping import check_finite, copy_tensors, rename_tensors, single_experts
+from sharesd.models.weight_mapping import (
+    check_finite,
+    copy_tensors,
+    layer_experts_obstacle,
+    rename_tensors,
+    single_experts,
+)
 
 if TYPE_CHECKING:
     from sharesd.drafters.mtp.head import MTP
@@ -24,10 +30,11 @@ if TYPE_CHECKING:
 _WHAT = "a layer for multi-token prediction of architecture {!r}"
 
 
-def find(folder: Path, config: DecoderConfig) -> bool:
+def find(folder: Path, config: DecoderConfig, *, on_gpu: bool = False) -> bool:
     """Return True if a checkpoint has one layer that drafts; False if there is none.
 
-    Raises ValueError for several layers, or if tensors are missing, unknown, wrongly shaped or damaged.
+    Raises ValueError for several layers, if tensors are missing, unknown, wrongly shaped or damaged, or for experts
+    that GPUs do not run as they are stored.
     """
     if layout_of(config) is None:
         return False
@@ -48,7 +55,21 @@ def find(folder: Path, config: DecoderConfig) -> bool:
         put=lambda name, parameter, tensor: None,
         is_checked_elsewhere=lambda name, tensor: True,
     )
+    if on_gpu and checkpoint.is_stored(folder):
+        _check_experts(config, {names.stored(name): tensor for name, (_, tensor) in found.items()})
     return True
+
+
+def _check_experts(config: DecoderConfig, tensors: Mapping[str, Any]) -> None:
+    """Raise ValueError if kernels of GPUs do not run the layer's experts as stored; names are those of a checkpoint."""
+    block, root = mtp_config(config), MTPNames(config).stored(BLOCK)
+    parts = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, BlockPart)}
+    types = dict.fromkeys(tensors) | {name: part.type for name, part in parts.items()}
+    reordered = {name for name, part in parts.items() if part.order is not None}
+    if (obstacle := layer_experts_obstacle(block, block.layer_types[0], root, types, reordered)) is not None:
+        raise ValueError(
+            f"{obstacle}, and kernels of GPUs do not run such experts; use another mode, --dequantize, or --device cpu"
+        )
 
 
 def stored_bytes(folder: Path) -> int:
