@@ -7,7 +7,9 @@ expert is an MLP like others, whose residual is what the mixture returns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,6 +23,14 @@ from compile.fused_linear import project
 from compile.op_registry import define_for_triton
 
 _REMEDY = "use --dequantize, or --device cpu"
+_OF_EXPERT = re.compile(r"(.*\.experts)\.\d+\.(\w+)")
+
+
+class StackedExperts(nn.Module):
+    """Weights of a mixture's experts, the first dimension of each: `gate_up` and `down`."""
+
+    gate_up: nn.Parameter
+    down: nn.Parameter
 
 
 class RowMixture(nn.Module):
@@ -35,6 +45,7 @@ class RowMixture(nn.Module):
         self.num_experts_per_tok, self.draft_experts = mixture.num_experts_per_tok, mixture.draft_experts
         self.norm_topk_prob, self.hidden_act = mixture.norm_topk_prob, mixture.hidden_act
         self.scaling_factor, self.sum_eps = mixture.scaling_factor, mixture.sum_eps
+        self.experts = StackedExperts()
         self.stored: dict[str, tuple[list[str], list[int]]] = {}
         """Types and outputs of the parts of each linear of experts; of numbers none."""
         for name in ("gate_up", "down"):
@@ -42,7 +53,7 @@ class RowMixture(nn.Module):
             biases = [linear.bias for linear in linears if linear.bias is not None]
             self.stored[name] = _types_of(name, linears)
             weight = nn.Parameter(stack_weights([linear.weight for linear in linears]), requires_grad=False)
-            self.register_parameter(name, weight)
+            self.experts.register_parameter(name, weight)
             self.register_buffer(f"{name}_bias", torch.stack(biases).detach() if biases else None, persistent=False)
 
     def forward(self, x: Tensor, norm: Any = None, residual: Tensor | None = None) -> Tensor:
@@ -57,7 +68,8 @@ class RowMixture(nn.Module):
         how = chosen, self.norm_topk_prob, self.scaling_factor, self.sum_eps
         biases = self.gate_up_bias, self.down_bias, getattr(self.router_bias, "e_score_correction_bias", None)
         stored = *self.stored["gate_up"], *self.stored["down"]
-        y = torch.ops.sharesd.row_mixture(x, scores, self.gate_up, self.down, *stored, *biases, *around, *how)
+        weights = self.experts.gate_up, self.experts.down
+        y = torch.ops.sharesd.row_mixture(x, scores, *weights, *stored, *biases, *around, *how)
         return y if self.shared_expert is None else self.shared_expert(x, norm, y)
 
 
@@ -69,6 +81,18 @@ def stack_weights(weights: Sequence[Tensor]) -> Tensor:
     if len(places) == len(of_one) == 1 and all(weight.is_contiguous() for weight in weights):
         return first.as_strided((len(weights), *first.shape), (first.numel(), *first.stride()))
     return torch.stack([weight.detach() for weight in weights])
+
+
+def stack_outlines(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors that a block's linears become, by name: those of `StackedExperts` for linears of experts.
+
+    `weights`: of linears by path, on the meta device.
+    """
+    found: defaultdict[str, list[Tensor]] = defaultdict(list)
+    for path, weight in weights.items():
+        of_expert = _OF_EXPERT.fullmatch(path)
+        found[f"{path}.weight" if of_expert is None else ".".join(of_expert.groups())].append(weight)
+    return {name: each[0] if name.endswith(".weight") else torch.stack(each) for name, each in found.items()}
 
 
 def _types_of(name: str, linears: Sequence[Any]) -> tuple[list[str], list[int]]:

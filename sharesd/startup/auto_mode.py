@@ -93,12 +93,12 @@ def _model_drafter(
     if device.type == "cuda" and config.quant.format.solver is not None and not has_quantized_kernels(device):
         return None, "there are no kernels for quantized linears here; pip install gemlite"
     shares = selection.needing(Need.QUANTIZED_TARGET)[0]
-    if offloads:
+    if offloads and not (shape.experts is not None and device.type == "cuda"):
         return shares, "its quantized linears stay in memory while the others are offloaded"
     if (head := _head(config)) is not None:
         return head
     chosen = 0 if shape.experts is None else shape.experts.num_experts_per_tok
-    if chosen > 1 and lacks_copies(config, device) and not config.quant.format.keeps_weights:
+    if chosen > 1 and not offloads and lacks_copies(config, device) and not config.quant.format.keeps_weights:
         decoder, quant = Decoder(shape, dtype=dtype, device="meta"), fewer_experts(chosen)
         speedup = _predicted_speedup(decoder, replace(config, quant=quant), folder, device, dtype, how)
         reason = f"the predicted speedup of drafts with fewer experts is {speedup:.2f}x"

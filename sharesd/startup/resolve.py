@@ -483,8 +483,6 @@ def resolved_conflicts(resolved: ResolvedConfig) -> Iterator[str]:
             f"compile is 'full' and draft_device is {config.draft_device!r}, to which steps move and back; use "
             "regional, or auto"
         )
-    if on_gpu and resolved.experts and resolved.has_block_source:
-        yield f"a mixture of experts is not offloaded from {device}; keep its blocks there, or use --device cpu"
     if config.split.enabled and resolved.has_block_source:
         yield "blocks in stages stay where they are; drop offload, or devices"
     if resolved.pipeline is not None and len(resolved.pipeline.stages) > 1 and compile == "full":
@@ -523,10 +521,10 @@ def _draft_conflicts(resolved: ResolvedConfig) -> Iterator[str]:
         chosen = resolved.experts
         copies_experts = not (config.quant.format.keeps_weights or {*_OF_EXPERTS} <= {*config.quant.skip_projs})
         if chosen and resolved.device.type == "cuda" and copies_experts:
+            fewer = "" if resolved.offload is not None else "stored,experts=N, "
             yield (
                 f"draft_quant is {config.quant.spec}, and quantized copies of experts run on CPUs alone; use "
-                f"stored,experts=N, --quant-skip proj={','.join(_OF_EXPERTS)}, or a mode without them (naive, "
-                "eagle, suffix)"
+                f"{fewer}--quant-skip proj={','.join(_OF_EXPERTS)}, or a mode without them (naive, eagle, suffix)"
             )
         elif config.quant.experts is None:
             return

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -54,6 +54,13 @@ class CpuBackend:
     def pack_model(self, model: nn.Module) -> None:
         """Replace all plain linears of a model by those of the device."""
         pack_linears(model)
+
+    def record_tensors(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors of a packed block, by name.
+
+        `weights`: those of its linears by path, on the meta device.
+        """
+        return {f"{path}.weight": weight for path, weight in weights.items()}
 
     def finalize(self, model: nn.Module, keep: Collection[nn.Module] = ()) -> None:
         """Move the linears' weights to their final memory, except those of `keep`."""

@@ -16,7 +16,7 @@ from compile.cuda.bench import num_weight_copies, seconds_per_call
 from compile.cuda.block_linear import BlockRowLinear
 from compile.cuda.linear import DTYPES, replace_with_row_linears
 from compile.cuda.lowbit import QuantizedRowLinear, StreamLinear
-from compile.cuda.mixture import replace_with_row_mixtures
+from compile.cuda.mixture import replace_with_row_mixtures, stack_outlines
 from compile.linear import NotFinite
 from compile.op_registry import runs_triton
 from offload.pinned_transfer import CudaLink, PinnedMemory, link_rate
@@ -82,6 +82,9 @@ class CudaBackend:
         if runs_triton(self.device):
             replace_with_row_mixtures(model)
             replace_with_row_linears(model, self._max_rows, self._batch)
+
+    def record_tensors(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return stack_outlines(weights)
 
     def finalize(self, model: nn.Module, keep: Collection[nn.Module] = ()) -> None:
         """Keep all weights; they are in their final memory."""

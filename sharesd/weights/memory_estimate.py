@@ -123,7 +123,9 @@ class MemoryEstimate:
         if paths not in self._layouts:
             self._layouts[paths] = tuple(
                 RecordLayout.of(
-                    {f"{path}.weight": self._weight(f"blocks.{i}.{path}") for path in self._paths[i] if path in paths}
+                    self._backend.record_tensors(
+                        {path: self._weight(f"blocks.{i}.{path}") for path in self._paths[i] if path in paths}
+                    )
                 )
                 for i in range(self.num_blocks)
             )

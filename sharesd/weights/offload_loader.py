@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from compile.linear import PackedLinear
 from offload.block_file import Store, Writer, open_store
@@ -23,7 +23,7 @@ from sharesd.models.decoder import Decoder
 from sharesd.weights.backend import WeightBackend
 from sharesd.weights.head_in_pieces import HeadInPieces, full_head, rows_of_piece
 from sharesd.weights.offload_planner import Offloading
-from sharesd.weights.offloaded_decoder import use_tensor
+from sharesd.weights.offloaded_decoder import Owner, owners_of, use_tensor
 
 if TYPE_CHECKING:
     from sharesd.weights.cuda_backend import CudaBackend
@@ -161,9 +161,9 @@ class OffloadLoader:
             self._quantize(decoder, number)
         block = decoder.blocks[number]
         self._backend.pack_model(block)
-        owners = {place.name: _owner(block, place.name) for place in self._layouts[number].places}
+        owners = owners_of(block, self._layouts[number])
         self._place(number, owners)
-        self._backend.finalize(block, keep=set(owners.values()))
+        self._backend.finalize(block, keep={owner.module for owner in owners.values()})
         self._backend.release_freed()
 
     def load_head(self, decoder: Decoder) -> None:
@@ -174,7 +174,7 @@ class OffloadLoader:
 
         def packed(i: int, weight: Tensor) -> PackedLinear:
             pieces.append(PackedLinear(weight, None))
-            self._place(num_blocks + i, {"weight": pieces[i]})
+            self._place(num_blocks + i, {"weight": Owner(True, pieces[i], "weight")})
             self._backend.release_freed()
             return pieces[i]
 
@@ -188,21 +188,16 @@ class OffloadLoader:
         self._backend.finalize(decoder.get_submodule("head"), keep=pieces)
         self._backend.release_freed()
 
-    def _place(self, number: int, owners: Mapping[str, Any]) -> None:
-        """Store a record; linears of an offloaded one keep meta tensors."""
+    def _place(self, number: int, owners: Mapping[str, Owner]) -> None:
+        """Store a record; the owners of an offloaded one keep meta tensors."""
         stays, layout = number in self._resident, self._layouts[number]
         record = self._backend.allocate(layout.record_bytes) if stays else self._storage.staging_buffer(number)
-        fill(record, layout, {name: linear.weight for name, linear in owners.items()})
+        fill(record, layout, {name: getattr(owner.module, owner.part) for name, owner in owners.items()})
         self._storage.commit(number, record)
         for name, view in views(record, layout).items():
-            use_tensor(owners[name], "weight", view if stays else view.to("meta"))
+            use_tensor(owners[name].module, owners[name].part, view if stays else view.to("meta"))
 
     def stream(self, decoder: Decoder) -> tuple[Prefetcher, Mapping[int, RecordLayout]]:
         """Return prefetcher and layouts once the whole checkpoint is read."""
         stream = self._storage.stream(self._offloading.plan, self._offloading.config.offload.rate)
         return stream, dict(enumerate(self._layouts))
-
-
-def _owner(block: nn.Module, name: str) -> nn.Module:
-    linear = block.get_submodule(name.removesuffix(".weight"))
-    return linear.full if isinstance(linear, SwitchLinear) else linear

@@ -7,7 +7,6 @@ import math
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,8 +109,6 @@ def _plan_for(
     chosen = not always and backend.kind == "cuda" and config.max_context == "auto"
     if chosen and any(all_stays(replace(config, max_context=tokens), modes) for tokens in SHORTER):
         return None  # the context becomes what there is room for
-    stays = partial(_check_experts_stay, shape, device, backend, _bytes_of_all(model), limits.device)
-    stays(_bytes_of_all(model) <= limits.device)
     place = Path(wanted.folder) if wanted.folder is not None else cache_root() / "offload"
     contents = {quant: model.content(quant) for quant in model.quants}
     if backend.kind == "cuda":
@@ -136,9 +133,9 @@ def _plan_for(
     except DoesNotFit as error:
         others = backend.used_by_others() if backend.kind == "cuda" else ""
         raise DoesNotFit(f"{error}{others}{remedy and f'; all would fit with {remedy}'}") from None
+    _prefer_the_cpu(shape, plan, config, backend)
     if plan.offloads and remedy:
         log.warning("weights are offloaded to host memory, which is slow; all fit on %s with %s", device, remedy)
-    stays(not plan.offloads)
     _warn_of_idle_limit(plan, limits, wanted, device)
     quant, top = next(choice for choice, drafter in drafters.items() if drafter.name == plan.drafter)
     if plan.offloads:
@@ -148,20 +145,14 @@ def _plan_for(
     return Offloading(plan=plan, config=config, content=contents[quant], folder=place)
 
 
-def _check_experts_stay(
-    shape: DecoderConfig, device: torch.device, backend: WeightBackend, needed: float, limit: float, stays: bool
-) -> None:
-    """Raise DoesNotFit for a mixture that does not stay on its GPU: experts lie in one tensor, which does not travel.
-
-    `needed`, `limit`: bytes, for the message.
-    """
-    if stays or shape.experts is None or backend.kind == "cpu":
+def _prefer_the_cpu(shape: DecoderConfig, plan: Plan, config: EngineConfig, backend: WeightBackend) -> None:
+    """Warn that a GPU reads more of an offloaded mixture than a CPU; DoesNotFit if neither it nor a limit was given."""
+    if shape.experts is None or not plan.offloads or backend.kind == "cpu":
         return
-    room = f"the model needs {show_bytes(needed)} of {show_bytes(limit)}{backend.used_by_others()}"
-    raise DoesNotFit(
-        f"blocks with experts are not offloaded from {device}, and {room}; drop limits of memory that were given, or "
-        "use --device cpu"
-    )
+    read = f"a pass reads all experts of {len(plan.offloaded)} blocks from host memory"
+    if config.device == "auto" and config.offload.device_memory is None:
+        raise DoesNotFit(f"{read}, and a CPU those that tokens choose; give --device {backend.device} to use it anyway")
+    log.warning("%s; --device cpu reads those that tokens choose", read)
 
 
 def _warn_of_idle_limit(plan: Plan, limits: Limits, wanted: OffloadConfig, device: torch.device) -> None:

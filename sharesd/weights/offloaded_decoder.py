@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -16,6 +16,16 @@ from offload.prefetcher import Prefetcher
 from quant.switch_linear import SwitchLinear
 from sharesd.models.decoder import Decoder
 from sharesd.weights.head_in_pieces import HeadInPieces, full_head
+
+
+class Owner(NamedTuple):
+    """Module that has a tensor of a record."""
+
+    switched: bool
+    """Its weights are also there quantized."""
+    module: Any
+    part: str
+    """Attribute of the tensor."""
 
 
 class OffloadedBlocks:
@@ -38,19 +48,21 @@ class OffloadedBlocks:
         pieces: list[PackedLinear] = head.pieces if isinstance(head, HeadInPieces) else []
         self._layouts = layouts
         owners = {
-            block: _owners(decoder.blocks[block], layouts[block])
+            block: owners_of(decoder.blocks[block], layouts[block])
             if block < num_blocks
-            else {"weight": (True, pieces[block - num_blocks], "weight")}
+            else {"weight": Owner(True, pieces[block - num_blocks], "weight")}
             for block in stream.blocks
         }
         for block, each in owners.items():
-            for name, (switched, _, _) in each.items():
-                if low is not None and not switched:
+            for name, owner in each.items():
+                if low is not None and not owner.switched:
                     stream.close()
                     raise ValueError(
                         f"{name} of block {block} has no quantized weights, and drafts need it: keep the block resident"
                     )
-        self._owners = {block: [(name, *owner[1:]) for name, owner in each.items()] for block, each in owners.items()}
+        self._owners = {
+            block: [(name, owner.module, owner.part) for name, owner in each.items()] for block, each in owners.items()
+        }
         self._views: dict[tuple[RecordLayout, int], dict[str, Tensor]] = {}
         self._slot_of: dict[int, int] = {}
         for block in stream.blocks:
@@ -116,12 +128,12 @@ def use_tensor(linear: nn.Module, part: str, tensor: Tensor) -> None:
     setattr(linear, part, nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor)
 
 
-def _owners(block: Any, layout: RecordLayout) -> dict[str, tuple[bool, Any, str]]:
-    """Return owners by name: True if quantized too, linear, attribute."""
+def owners_of(block: Any, layout: RecordLayout) -> dict[str, Owner]:
+    """Return the owners of a block's tensors by name."""
     found = {}
     for place in layout.places:
         path, _, part = place.name.rpartition(".")
         linear = block.get_submodule(path)
         switched = isinstance(linear, SwitchLinear)
-        found[place.name] = (switched, linear.full if switched else linear, part)
+        found[place.name] = Owner(switched, linear.full if switched else linear, part)
     return found

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -47,6 +48,7 @@ from sharesd.startup.auto_mode import choose_drafters
 from sharesd.startup.resolve import ResolvedConfig, folder_and_config, resolve_config, resolved_conflicts
 from sharesd.startup.stored_drafts import with_stored_drafts
 from sharesd.weights import offload_planner
+from sharesd.weights.backend import CpuBackend
 from sharesd.weights.cuda_backend import CudaBackend
 from tests.helpers.compiled import compiled
 from tests.helpers.gguf_files import write_gguf
@@ -291,12 +293,28 @@ def test_experts_of_a_gpu_are_not_quantized_and_not_offloaded(tmp_path: Path, wi
         "draft_quant is hqq:4:64,head=4, and quantized copies of experts run on CPUs alone; use stored,"
     )
     assert found("hqq:4:64,head=4", "proj=gate_up,down") == []
-    [travels] = found("stored,experts=1", has_block_source=True)
-    assert travels == "a mixture of experts is not offloaded from cuda:0; keep its blocks there, or use --device cpu"
-    backend, shape = CudaBackend(gpu, torch.bfloat16, 16, 1, cuda=NoOthers()), native_config(target, gpu)
-    with pytest.raises(DoesNotFit, match="not offloaded from cuda:0, and the model needs 61 GB of 24 GB; drop"):
-        offload_planner._check_experts_stay(shape, gpu, backend, 61e9, 24e9, False)
-    offload_planner._check_experts_stay(shape, gpu, backend, 1e9, 24e9, True)
+    [copies] = found("hqq:4:64,head=4", offload=True)
+    assert "; use --quant-skip proj=gate_up,down, or a mode without them" in copies
+
+
+def test_mixtures_that_do_not_fit_go_to_the_cpu_unless_a_gpu_is_named(
+    tmp_path: Path, with_triton: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    target, gpu = make_mixture(tmp_path / "model"), torch.device("cuda", 0)
+    shape, plan = native_config(target, gpu), SimpleNamespace(offloads=True, offloaded=(1, 2, 3))
+    home: Any = CudaBackend(gpu, torch.bfloat16, 16, 1)
+
+    def prefer(device: str, limit: int | None = None, home: Any = home, shape: Any = shape) -> str:
+        caplog.clear()
+        config = EngineConfig(target=str(target), device=device, offload=OffloadConfig(device_memory=limit))
+        offload_planner._prefer_the_cpu(shape, plan, config, home)  # type: ignore[arg-type]
+        return caplog.text
+
+    with pytest.raises(DoesNotFit, match="all experts of 3 blocks from host .*, and a CPU .*; give --device cuda:0"):
+        prefer("auto")
+    assert "all experts of 3 blocks from host memory; --device cpu reads" in prefer("cuda")
+    assert "--device cpu reads" in prefer("auto", 10**9)
+    assert not prefer("auto", home=CpuBackend()) and not prefer("auto", shape=replace(shape, experts=None))
 
 
 def test_drafts_with_fewer_experts_are_chosen_where_copies_have_no_kernel(

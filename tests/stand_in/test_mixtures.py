@@ -14,6 +14,7 @@ from sharesd.config import EngineConfig, Mode
 from sharesd.models.loader import decoder_config
 from sharesd.sampling_params import SamplingParams
 from tests.helpers.gguf_files import write_gguf
+from tests.helpers.offloaded import LAYERS
 from tests.helpers.quantized_folders import FOLDERS, quantize_folder
 from tests.helpers.tiny_heads import make_head
 from tests.helpers.tiny_models import make_mixture
@@ -58,16 +59,16 @@ def test_mixtures_are_loaded_and_decoded(family: str, tmp_path: Path) -> None:
     assert ("to stored,experts=1" in log) == (family != "gpt_oss"), log
 
 
-def of_file(folder: Path, family: str, kind: str) -> Path:
-    return write_gguf(folder / "model.gguf", family, kind=kind)
+def make_in(folder: Path, **fields: Any) -> Path:
+    return make_mixture(folder / "model", **fields)
+
+
+def of_file(folder: Path, family: str, kind: str, layers: int = 2) -> Path:
+    return write_gguf(folder / "model.gguf", family, kind=kind, layers=layers)
 
 
 def of_folder(folder: Path, kind: str) -> Path:
     return quantize_folder(make_mixture(folder / "model", hidden_size=128, head_dim=32), *FOLDERS[kind])
-
-
-def of_numbers(folder: Path) -> Path:
-    return make_mixture(folder / "model")
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,7 @@ def of_numbers(folder: Path) -> Path:
         (partial(of_file, family="gpt-oss", kind="MXFP4"), ("share",), {}),
         (partial(of_file, family="glm4moe", kind="Q5_1"), ("share", "mtp"), {}),
         (partial(of_folder, kind="awq"), ("share",), {}),
-        (of_numbers, ("share",), {"target_quant": "q4_k"}),
+        (make_in, ("share",), {"target_quant": "q4_k"}),
     ],
     ids=["gguf", "gguf of gpt-oss", "gguf of glm", "folder", "quantized"],
 )
@@ -89,3 +90,28 @@ def test_stored_mixtures_are_loaded_and_decoded(
     modes = ("naive", *modes)
     log = log_of_replays(target, modes, options)
     assert "expanded" not in log and "to stored,experts=1" in log, log
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(make_in, num_hidden_layers=LAYERS),
+        pytest.param(partial(make_in, num_hidden_layers=LAYERS, model_type="gpt_oss"), marks=pytest.mark.long),
+        partial(of_file, family="gpt-oss", kind="MXFP4", layers=LAYERS),
+    ],
+    ids=["numbers", "gpt-oss", "gguf"],
+)
+def test_blocks_with_experts_travel(make: Callable[[Path], Path], tmp_path: Path) -> None:
+    """From pinned memory of their size, within the memory that was planned."""
+    target = make(tmp_path)
+    config = EngineConfig(target=str(target), device="cuda", max_context=64, dequantize=not target.is_file())
+    params = SamplingParams(max_new_tokens=16, ignore_eos=True)
+    modes: tuple[Mode, ...] = ("naive", "suffix")
+    calls = [partial(decode, config, modes, mode, params, ids=range(3, 200), resident=3) for mode in modes]
+    outcomes = run(calls)
+    for mode, outcome in zip(modes, outcomes, strict=True):
+        found = outcome.value
+        assert not outcome.trouble, outcome.trouble
+        assert found["registered"] == found["to pin"] > 0 and found["taken"] <= found["planned"], (mode, found)
+        assert not found["after"] and not found["mallocs"] and found["syncs"] <= 1, (mode, found)
+    assert " blocks from host memory; --device cpu" in outcomes[0].log, outcomes[0].log

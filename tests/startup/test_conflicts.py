@@ -96,7 +96,6 @@ RESOLVED: list[tuple[Found, str]] = [
     (resolved(facts={"compile": "full", "has_block_source": True}), "offloaded blocks run one by one; use native"),
     (resolved(**CLASSIC, on="cuda:0"), "draft_device is 'cpu' and the target is on cuda:0, which would wait for it"),
     (resolved(**CLASSIC, facts={"compile": "full"}), "compile is 'full' and draft_device is 'cpu'"),
-    (resolved(on="cuda:0", facts={"experts": 8, "has_block_source": True}), "experts is not offloaded from cuda:0"),
     (resolved(on="cuda:0", facts={"experts": 8, "dtype": torch.float64}), "dtype is float64, for which experts have"),
     (resolved(split=TWO_STAGES, facts={"has_block_source": True}), "blocks in stages stay where they are"),
     (resolved(split=TWO_STAGES, num_stages=2, facts={"compile": "full"}), "a step runs on several devices"),

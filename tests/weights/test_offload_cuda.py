@@ -26,6 +26,7 @@ from sharesd.execution.step_compiler import StepCompiler
 from sharesd.models.decoder import call_block
 from sharesd.models.loader import decoder_config
 from sharesd.runtime import Runtime
+from sharesd.sampling_params import SamplingParams
 from sharesd.startup import resolve, target
 from sharesd.weights import memory_estimate, offload_planner
 from sharesd.weights.cuda_backend import CudaBackend
@@ -36,7 +37,7 @@ from tests.helpers.lagging_device import LateDevice
 from tests.helpers.offloaded import LAYERS, PROMPTS, WAYS, limit_leaving, planned, texts
 from tests.helpers.recorded_graphs import RecordedGraphs, take_the_way_of_cuda
 from tests.helpers.timed_device import wrong_uses
-from tests.helpers.tiny_models import make_checkpoint
+from tests.helpers.tiny_models import make_checkpoint, make_mixture
 from tests.weights.test_offload_engine import Passes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -117,6 +118,41 @@ def test_texts_are_those_of_a_model_that_fits(
     assert offloaded.weight_bytes == whole.weight_bytes
     offloaded.close()
     assert not gpu.pinned
+
+
+@pytest.mark.interpreted
+@pytest.mark.skipif(torch.cuda.is_available(), reason="its engine runs on the CPU")
+@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+def test_texts_of_mixtures_are_those_of_models_that_fit(
+    family: str, gpu: LateDevice, tmp_path: Path, close_after: list[Runtime], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All experts of a block are one tensor of its record."""
+
+    def pack_model(_: Any, model: torch.nn.Module) -> None:
+        from compile.cuda.linear import replace_with_row_linears
+        from compile.cuda.mixture import replace_with_row_mixtures
+
+        replace_with_row_mixtures(model)
+        replace_with_row_linears(model, 16, 1)
+
+    monkeypatch.setattr(CudaBackend, "pack_model", pack_model)
+    layers, fields = 3, {"model_type": family, "num_experts": 3, "decoder_sparse_step": 1}
+    target = make_mixture(tmp_path / "model", num_hidden_layers=layers, **fields)
+    options: dict[str, Any] = {"max_context": 32, "num_draft": 2, "dtype": "float32"}
+    limit = limit_for(target, LAYERS - layers, "naive", "suffix", **options)
+    whole = Runtime(config_of(target, **options), ("naive",))
+    offloaded = Runtime(config_of(target, limit, **options), ("naive", "suffix"))
+    close_after.append(offloaded)
+    notes_reads(offloaded, gpu)
+    names = {place.name for layout in offloaded.streamed._layouts.values() for place in layout.places}
+    assert {"mlp.experts.gate_up", "mlp.experts.down"} <= names and len(gpu.pinned) == layers
+    params = SamplingParams(max_new_tokens=4, temperature=1.0, seed=3, ignore_eos=True)
+    found = [
+        in_mode(runtime, mode, warm=params).generate([[7, 9, 7, 9]], params)[0].token_ids
+        for runtime, mode in ((whole, "naive"), (offloaded, "naive"), (offloaded, "suffix"))
+    ]
+    assert found[0] == found[1] == found[2]
+    assert gpu.reads and wrong_uses(gpu.writes, gpu.reads) == []
 
 
 def test_a_missing_event_towards_computation_changes_the_text(

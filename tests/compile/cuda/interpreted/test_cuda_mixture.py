@@ -160,7 +160,7 @@ def test_stored_experts_give_the_logits_of_their_numbers(name: str, tmp_path: Pa
     mixtures = [module for module in packed.modules() if isinstance(module, RowMixture)]
     for own, each in zip(mixtures, experts, strict=True) if all(types) else ():
         first: Any = each.experts[0]
-        assert own.gate_up.data_ptr() == first.gate_up.weight.data_ptr(), "experts were copied"
+        assert own.experts.gate_up.data_ptr() == first.gate_up.weight.data_ptr(), "experts were copied"
     assert [kinds for kinds, _ in mixtures[-1].stored.values()] == types
     tokens_BT = torch.randint(3, plain.vocab_size, (2, 20), generator=torch.Generator().manual_seed(0))
     want_BTV, steps_BTV = logits_of(plain, tokens_BT), logits_of(packed, tokens_BT[:, :MAX_ROWS])
