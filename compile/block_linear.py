@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compile.block_types import TYPES
-from compile.cpp_extension import kernel, library
-from compile.input_order import common_order, order_words
+from compile.cpp_extension import call, library
 from compile.linear import NotFinite, Zeros
 from compile.op_registry import define
 
@@ -40,9 +39,6 @@ _PACKED_ROWS = 4096
 """Rows of numbers packed at a time, to limit the memory of intermediate values."""
 _SPLIT, _UPPER = 100, 101
 """Numbers of Q8_0 in memory, and of its upper halves."""
-_REPACK_ARGTYPES = (c_void_p, *[c_int64] * 3, c_void_p, c_void_p, c_int64)
-_LINEAR_ARGTYPES = (*[c_void_p] * 4, *[c_int64] * 3, c_void_p, c_void_p, c_int64)
-_DECODE_ARGTYPES = (c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_int64)
 
 
 def block_sizes(kind: str) -> tuple[int, int]:
@@ -65,8 +61,8 @@ def _record_bytes(kind: str, inputs: int) -> int:
 class BlockPart(NamedTuple):
     """Type of a tensor, and its rows.
 
-    uint8 [N, row bytes] of blocks, or [N, K] of one of the NUMBERS. `order`: see `compile.input_order`; numbers have
-    none, and are put into that of the blocks next to them.
+    uint8 [N, row bytes] of blocks, or [N, K] of one of the NUMBERS. `order`: the input of each place, int32 [K];
+    numbers have none, and are put into that of the blocks next to them.
     """
 
     type: str
@@ -210,15 +206,8 @@ class BlockLinear(nn.Module):
             if part.type in NUMBERS:
                 _pack_numbers(raw, self.weight[offset:])
                 continue
-            kernel("repack_blocks", torch.uint8, *_REPACK_ARGTYPES)(
-                raw.data_ptr(),
-                raw.stride(0),
-                len(raw),
-                in_features,
-                words.data_ptr(),
-                self.weight.data_ptr() + offset,
-                torch.get_num_threads(),
-            )
+            sizes, to = (raw.stride(0), len(raw), in_features), self.weight.data_ptr() + offset
+            call("repack_blocks", torch.uint8, raw, *sizes, words, to, torch.get_num_threads())
 
     def table_address(self) -> int:
         """Return the table's address, for kernels of this process."""
@@ -321,18 +310,8 @@ def _block_linear_cpu(x: Tensor, weight: Tensor, table: Tensor, bias: Tensor | N
     x = x.contiguous()
     K = x.shape[-1]
     y = x.new_empty((*x.shape[:-1], out_features))
-    kernel("block_linear", x.dtype, *_LINEAR_ARGTYPES)(
-        x.data_ptr(),
-        weight.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        y.data_ptr(),
-        x.numel() // K,
-        out_features,
-        K,
-        table.data_ptr(),
-        _block_kernel(),
-        torch.get_num_threads(),
-    )
+    sizes = x.numel() // K, out_features, K
+    call("block_linear", x.dtype, x, weight, bias, y, *sizes, table, _block_kernel(), torch.get_num_threads())
     return y
 
 
@@ -343,15 +322,7 @@ def _decode_rows_cpu(
     if rows.numel() and (int(rows.min()) < 0 or int(rows.max()) >= out_features):
         raise IndexError(f"rows {int(rows.min())} to {int(rows.max())} of {out_features}")
     y = torch.empty((*rows.shape, in_features), dtype=dtype)
-    kernel("decode_rows", dtype, *_DECODE_ARGTYPES)(
-        rows.data_ptr(),
-        rows.numel(),
-        weight.data_ptr(),
-        table.data_ptr(),
-        in_features,
-        y.data_ptr(),
-        torch.get_num_threads(),
-    )
+    call("decode_rows", dtype, rows, rows.numel(), weight, table, in_features, y, torch.get_num_threads())
     return y
 
 
@@ -366,3 +337,29 @@ define(
     cpu=_decode_rows_cpu,
     meta=lambda rows, weight, table, out, inputs, dtype: rows.new_empty((*rows.shape, inputs), dtype=dtype),
 )
+
+
+def common_order(orders: Sequence[Tensor | None], num_inputs: int) -> Tensor | None:
+    """Return the order of all parts; None: as the inputs come.
+
+    Raises ValueError if parts differ, or the order is not a permutation of the inputs.
+    """
+    if not all(same_order(order, orders[0]) for order in orders):
+        raise ValueError("parts of a linear have their inputs in different orders; use --dequantize")
+    order = orders[0] if orders else None
+    if order is None:
+        return None
+    inputs = torch.arange(num_inputs, dtype=torch.int32, device=order.device)
+    if order.dtype != torch.int32 or not torch.equal(order.sort().values, inputs):
+        raise ValueError(f"an order of {order.dtype} {list(order.shape)} is not int32 [{num_inputs}]")
+    return order
+
+
+def same_order(a: Tensor | None, b: Tensor | None) -> bool:
+    """Return True if two orders are equal."""
+    return a is b or (a is not None and b is not None and torch.equal(a, b))
+
+
+def order_words(order: Tensor | None) -> Tensor:
+    """Return an order as rows of words, int64 [K / 8, 4]."""
+    return torch.empty(0, 4, dtype=torch.int64) if order is None else order.view(torch.int64).view(-1, 4)

@@ -22,6 +22,7 @@ from contextlib import nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from threading import Lock, Thread
+from typing import Any
 
 import torch
 
@@ -259,6 +260,22 @@ def kernel(name: str, dtype: torch.dtype, *argtypes: type) -> Callable[..., None
     named = str(dtype).removeprefix("torch.")
     shared = {"quantize_blocks": "quantize_ops"} | dict.fromkeys(SAMPLING_OPS, "sampling_ops")
     part = (shared | dict.fromkeys(BLOCK_OPS, "block_ops")).get(name, named)
-    function = getattr(library(part), f"{name}_{named}")
+    function = library(part)[f"{name}_{named}"]  # an object of its own, since argument types may differ between calls
     function.argtypes, function.restype = argtypes, None
     return function
+
+
+def call(name: str, dtype: torch.dtype, *arguments: Any) -> None:
+    """Call the library function `name`_`dtype`: integers are int64, all else is passed by address.
+
+    That is tensors, None, and arrays and references of ctypes; the first call tells which is which. For doubles use
+    `kernel`.
+    """
+    function = _called.get((name, dtype))
+    if function is None:
+        types = [ctypes.c_int64 if isinstance(each, int) else ctypes.c_void_p for each in arguments]
+        function = _called[name, dtype] = kernel(name, dtype, *types)
+    function(*[each.data_ptr() if isinstance(each, torch.Tensor) else each for each in arguments])
+
+
+_called: dict[tuple[str, torch.dtype], Callable[..., None]] = {}

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from compile.cpp_extension import kernel
+from compile.cpp_extension import call, kernel
 from compile.kv_layout import SLOT_MULTIPLE, q8_views
 from compile.op_registry import define, runs_cpp, runs_triton
 
@@ -25,11 +25,9 @@ def compact_slots(x_BSX: Tensor, lengths_B: Tensor, path_BT: Tensor, num_B: Tens
     `num` [B] rows of `path` [B, T] move, in place.
     """
     if runs_cpp(x_BSX.device) and x_BSX.is_contiguous():
-        path_BT, num_B = path_BT.contiguous(), num_B.contiguous()
         (B, S, X), T = x_BSX.shape, path_BT.shape[1]
-        tensors = (part.data_ptr() for part in (x_BSX, lengths_B, path_BT, num_B))
-        function = kernel("compact_slots", torch.int64, *[c_void_p] * 4, *[c_int64] * 4)
-        function(*tensors, B, S, T, X * x_BSX.element_size())
+        tensors, row_bytes = (x_BSX, lengths_B, path_BT.contiguous(), num_B.contiguous()), X * x_BSX.element_size()
+        call("compact_slots", torch.int64, *tensors, B, S, T, row_bytes)
     else:
         compact_slots_reference(x_BSX, lengths_B, path_BT, num_B)
 

@@ -7,18 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from ctypes import byref, c_int64, c_void_p
+from ctypes import byref, c_int64
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from compile.cpp_extension import kernel
+from compile.cpp_extension import call
 from compile.op_registry import define, runs_cpp
 
-_ARGTYPES = (*[c_void_p] * 4, *[c_int64] * 4)
-_PACK_ARGTYPES = (c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_int64)
-_QUANTIZED_ARGTYPES = (*[c_void_p] * 4, *[c_int64] * 6)
 QUANTIZED_INPUT_MULTIPLE = 32
 """Divisor of the number of inputs of a low-bit linear."""
 _PACKED_ROWS = 4096
@@ -47,16 +44,14 @@ def pack_rows(weight_NK: Tensor, to: Tensor) -> None:
     Raises NotFinite, after all are packed.
     """
     assert weight_NK.dtype == to.dtype
+    _pack("pack_rows", to.dtype, weight_NK, to)
+
+
+def _pack(name: str, dtype: torch.dtype, weight_NK: Tensor, to: Tensor) -> None:
     weight_NK = weight_NK if weight_NK.stride(1) == 1 else weight_NK.contiguous()
     finite = c_int64()
-    kernel("pack_rows", to.dtype, *_PACK_ARGTYPES)(
-        weight_NK.data_ptr(),
-        weight_NK.stride(0),
-        to.data_ptr(),
-        *weight_NK.shape,
-        byref(finite),
-        torch.get_num_threads(),
-    )
+    sizes = *weight_NK.shape, byref(finite), torch.get_num_threads()
+    call(name, dtype, weight_NK, weight_NK.stride(0), to, *sizes)
     if not finite.value:
         raise NotFinite("weights have NaN or infinite values")
 
@@ -138,16 +133,8 @@ def _linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None, out_features: in
     assert x.dtype == weight.dtype, f"packed for {weight.dtype}, called with {x.dtype}"
     x_MK = F.pad(x, (0, K % pair)) if K % pair else x.contiguous()
     y = x.new_empty((*x.shape[:-1], out_features))
-    kernel("linear", x.dtype, *_ARGTYPES)(
-        x_MK.data_ptr(),
-        weight.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        y.data_ptr(),
-        x.numel() // K,
-        out_features,
-        weight.shape[1] * pair,
-        torch.get_num_threads(),
-    )
+    sizes = x.numel() // K, out_features, weight.shape[1] * pair, torch.get_num_threads()
+    call("linear", x.dtype, x_MK, weight, bias, y, *sizes)
     return y
 
 
@@ -249,18 +236,8 @@ def _quantized_linear_cpu(
     x = x.contiguous()
     K = x.shape[-1]
     y = x.new_empty((*x.shape[:-1], out_features))
-    kernel("quantized_linear", x.dtype, *_QUANTIZED_ARGTYPES)(
-        x.data_ptr(),
-        weight.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        y.data_ptr(),
-        x.numel() // K,
-        out_features,
-        K,
-        group_size,
-        bits,
-        torch.get_num_threads(),
-    )
+    sizes = x.numel() // K, out_features, K, group_size, bits, torch.get_num_threads()
+    call("quantized_linear", x.dtype, x, weight, bias, y, *sizes)
     return y
 
 
@@ -269,3 +246,40 @@ define(
     cpu=_quantized_linear_cpu,
     meta=lambda x, weight, bias, out_features, *rest: x.new_empty((*x.shape[:-1], out_features)),
 )
+
+
+class WidenedLinear(PackedLinear):
+    """Packed linear without a bias of float32 rows with bfloat16 weights [N / 16, K, 16, 1], widened in registers.
+
+    Sums are those of float32 weights with the same values, at half the bytes.
+    """
+
+    def __init__(self, weight_NK: Tensor, zeros: Zeros) -> None:
+        """Pack bfloat16 weights into memory from `zeros`; raises NotFinite."""
+        super().__init__(torch.empty(weight_NK.shape, dtype=torch.float32, device="meta"), None)
+        size = packed_size(self.out_features, self.in_features, torch.float32)
+        self.weight, self.is_settled = zeros(size, torch.bfloat16), True
+        _pack("pack_to_widen", torch.float32, weight_NK, self.weight)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32
+
+    def unpacked(self) -> Tensor:
+        return super().unpacked().float()
+
+    def dequantize(self, rows: Tensor) -> Tensor:
+        """Return the weights of some outputs, float32 [..., K]."""
+        return self._decode(rows, torch.float32)
+
+    def _decode(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        lanes = self.weight.shape[2]
+        return self.weight[rows // lanes, :, rows % lanes, 0].to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.dtype == torch.float32, f"rows are float32, called with {x.dtype}"
+        x = x.contiguous()
+        y = x.new_empty((*x.shape[:-1], self.out_features))
+        sizes = x.numel() // self.in_features, self.out_features, self.in_features, torch.get_num_threads()
+        call("widened_linear", torch.float32, x, self.weight, y, *sizes)
+        return y

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from compile.attention import TreeAttentionMask
 from compile.block_linear import BlockLinear
-from compile.linear import PackedLinear, QuantizedPackedLinear
-from compile.widened_linear import WidenedLinear
+from compile.linear import PackedLinear, QuantizedPackedLinear, WidenedLinear
 
 
 class KernelUnsupported(ValueError):

@@ -10,13 +10,13 @@ Legend: R rows, V vocabulary, K of its tokens.
 
 from __future__ import annotations
 
-from ctypes import c_int64, c_void_p
+from ctypes import c_int64
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from compile.cpp_extension import kernel
+from compile.cpp_extension import call
 
 
 class Hash(NamedTuple):
@@ -38,13 +38,8 @@ def hashed_gumbel(
     """
     num = vocab_size if ids_K is None else len(ids_K)
     out_RV = torch.empty(len(seeds_R), num)
-    kernel("gumbel", torch.float32, *[c_void_p] * 4, *[c_int64] * 2, *[c_void_p] * 2, *[c_int64] * 3)(
-        *_noise_arguments(seeds_R, places_R, hashing, ids_K),
-        out_RV.data_ptr(),
-        len(seeds_R),
-        num,
-        torch.get_num_threads(),
-    )
+    given = _noise_arguments(seeds_R, places_R, hashing, ids_K)
+    call("gumbel", torch.float32, *given, out_RV, len(seeds_R), num, torch.get_num_threads())
     return out_RV
 
 
@@ -68,16 +63,9 @@ def hashed_sample(
     assert all(x.dtype == torch.float64 and x.is_contiguous() and len(x) == R for x in (temperature_R, has_noise_R))
     assert ids_K is None or len(ids_K) == K
     out_R = torch.empty(R, dtype=torch.int64)
-    kernel("sample", logits_RK.dtype, *[c_void_p] * 7, *[c_int64] * 2, *[c_void_p] * 2, *[c_int64] * 3)(
-        logits_RK.data_ptr(),
-        temperature_R.data_ptr(),
-        has_noise_R.data_ptr(),
-        *_noise_arguments(seeds_R, places_R, hashing, ids_K),
-        out_R.data_ptr(),
-        R,
-        K,
-        torch.get_num_threads(),
-    )
+    given = _noise_arguments(seeds_R, places_R, hashing, ids_K)
+    tensors = logits_RK, temperature_R, has_noise_R
+    call("sample", logits_RK.dtype, *tensors, *given, out_R, R, K, torch.get_num_threads())
     return out_R
 
 
@@ -86,12 +74,5 @@ def _noise_arguments(seeds_R: Tensor, places_R: Tensor, hashing: Hash, ids_K: Te
     num_salts = len(salts[0])
     assert len(multipliers) >= max(rounds, num_salts) and seeds_R.is_contiguous() and places_R.is_contiguous()
     assert ids_K is None or ids_K.is_contiguous()
-    return (
-        seeds_R.data_ptr(),
-        places_R.data_ptr(),
-        (c_int64 * len(multipliers))(*multipliers),
-        (c_int64 * (2 * num_salts))(*salts[0], *salts[1]),
-        num_salts,
-        rounds,
-        None if ids_K is None else ids_K.data_ptr(),
-    )
+    words = (c_int64 * len(multipliers))(*multipliers), (c_int64 * (2 * num_salts))(*salts[0], *salts[1])
+    return seeds_R, places_R, *words, num_salts, rounds, ids_K

@@ -7,13 +7,11 @@ Legend: B rows, N draft tokens, T verify rows of a result, V vocabulary, W rows 
 
 from __future__ import annotations
 
-from ctypes import c_int64, c_void_p
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from compile.cpp_extension import kernel
+from compile.cpp_extension import call
 from compile.op_registry import define, runs_cpp, runs_triton
 
 
@@ -77,14 +75,10 @@ def count_finite(logits_BTV: Tensor, path_BT: Tensor | None, num_new_B: Tensor) 
     if logits_BTV.stride(2) != 1:
         logits_BTV = logits_BTV.contiguous()
     path_BT = path_BT if path_BT is None or path_BT.stride(1) == 1 else path_BT.contiguous()
-    path_at, path_stride = (None, 0) if path_BT is None else (path_BT.data_ptr(), path_BT.stride(0))
     out_B = torch.empty(len(num_new_B), dtype=torch.int64)
-    function = kernel("count_finite", logits_BTV.dtype, *[c_void_p] * 4, *[c_int64] * 7)
-    sizes = len(out_B), path_stride, num_new_B.stride(0), logits_BTV.stride(0), logits_BTV.stride(1)
-    function(
-        *(logits_BTV.data_ptr(), path_at, num_new_B.data_ptr(), out_B.data_ptr()),
-        *(*sizes, logits_BTV.shape[2], torch.get_num_threads()),
-    )
+    strides = 0 if path_BT is None else path_BT.stride(0), num_new_B.stride(0), *logits_BTV.stride()[:2]
+    sizes = len(out_B), *strides, logits_BTV.shape[2], torch.get_num_threads()
+    call("count_finite", logits_BTV.dtype, logits_BTV, path_BT, num_new_B, out_B, *sizes)
     return out_B
 
 
@@ -108,8 +102,7 @@ def append_tokens(text_BS: Tensor, root_B: Tensor, at_B: Tensor, num_new_B: Tens
         append_tokens_reference(text_BS, root_B, at_B, num_new_B, tokens_BT)
         return
     parts = [text_BS, *(part.contiguous() for part in (root_B, at_B, num_new_B, tokens_BT))]
-    function = kernel("append_tokens", torch.int64, *[c_void_p] * 5, *[c_int64] * 4)
-    function(*(part.data_ptr() for part in parts), *text_BS.shape, text_BS.stride(0), parts[-1].stride(0))
+    call("append_tokens", torch.int64, *parts, *text_BS.shape, text_BS.stride(0), parts[-1].stride(0))
 
 
 def append_tokens_reference(

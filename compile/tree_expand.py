@@ -3,19 +3,20 @@
 On a CPU each is one call of a kernel and on a GPU one launch, instead of some 25 tensor operations.
 
 Legend: B rows, F nodes of a level that were expanded, k children of each and nodes expanded on every level but the
-first (whose F is 1), C nodes that can be found, D levels, N nodes of a draft at most, T = N + 1.
+first (whose F is 1), C nodes that can be found, D levels, N nodes of a draft at most, T = N + 1, R ranges of the
+model's probabilities.
 """
 
 from __future__ import annotations
 
-from ctypes import Array, c_int64, c_void_p
+from ctypes import Array, c_double, c_int64, c_void_p
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from compile.cpp_extension import kernel
+from compile.cpp_extension import call, kernel
 from compile.op_registry import define, runs_cpp, runs_triton
 
 
@@ -61,8 +62,7 @@ def expand_tree(level_B: Tensor, nodes: Nodes, frontier: Frontier, new_BFk: Tens
     elif runs_cpp(level_B.device):
         new_BFk, logp_BFk = new_BFk.contiguous(), logp_BFk.float().contiguous()
         sizes = (*new_BFk.shape, *nodes.ancestors_BCD.shape[1:])
-        tensors = (level_B.data_ptr(), addresses(nodes), addresses(frontier), new_BFk.data_ptr(), logp_BFk.data_ptr())
-        kernel("expand_tree", torch.int64, *[c_void_p] * 5, *[c_int64] * 5)(*tensors, *sizes)
+        call("expand_tree", torch.int64, level_B, addresses(nodes), addresses(frontier), new_BFk, logp_BFk, *sizes)
     else:
         expand_tree_reference(level_B, nodes, frontier, new_BFk, logp_BFk)
 
@@ -102,8 +102,7 @@ def select_nodes(max_nodes_1: Tensor, top: int, nodes: Nodes, draft: ExpandedDra
         torch.ops.sharesd.select_nodes_(max_nodes_1, top, *nodes, *draft)
     elif runs_cpp(max_nodes_1.device):
         sizes = (*nodes.ancestors_BCD.shape, draft.tokens_BN.shape[1])
-        tensors = (max_nodes_1.data_ptr(), top, addresses(nodes), addresses(draft))
-        kernel("select_nodes", torch.int64, c_void_p, c_int64, *[c_void_p] * 2, *[c_int64] * 4)(*tensors, *sizes)
+        call("select_nodes", torch.int64, max_nodes_1, top, addresses(nodes), addresses(draft), *sizes)
     else:
         select_nodes_reference(max_nodes_1, top, nodes, draft)
 
@@ -153,3 +152,38 @@ define(
     cuda="tree_expand:select_nodes",
     meta=lambda *_: None,
 )
+
+
+class BestNodes(NamedTuple):
+    """N best nodes, best first, from which a policy decides after each level."""
+
+    draft_probs_BN: Tensor  # float32: the model's probability after the parent
+    accept_probs_BN: Tensor  # float32: the estimated probability that the path is accepted
+    parents_BN: Tensor  # int64: -1 = the root
+
+
+def rescore_children(
+    level_B: Tensor,
+    calibrated_probs: Tensor,
+    draft_probs_BC: Tensor,
+    logp_BFk: Tensor,
+    logit_noise: float | None = None,
+) -> None:
+    """Replace log probabilities of the next level's children by calibrated ones.
+
+    The model's probabilities are kept in `draft_probs`; or, with `logit_noise`, the probability that errors of this
+    spread leave a child before the best other one, or put it there. `calibrated_probs` [R + 1] float32 are those of 0
+    and of the middles of R equal ranges; all between is interpolated. `logp` (best first) is contiguous float32 and
+    changed in place.
+    """
+    (B, F, k), C = logp_BFk.shape, draft_probs_BC.shape[1]
+    tensors = (level_B.data_ptr(), calibrated_probs.data_ptr(), draft_probs_BC.data_ptr(), logp_BFk.data_ptr())
+    kernel("rescore_children", torch.float32, *[c_void_p] * 4, *[c_int64] * 5, c_double)(
+        *tensors, len(calibrated_probs) - 1, B, F, k, C, logit_noise or 0.0
+    )
+
+
+def record_best_nodes(nodes: Nodes, draft_probs_BC: Tensor, top: int, best: BestNodes) -> None:
+    """Record the best nodes, in the order of `select_nodes`; `top` is k."""
+    sizes = (*nodes.ancestors_BCD.shape, best.parents_BN.shape[1])
+    call("best_nodes", torch.float32, addresses(nodes), draft_probs_BC, *best, top, *sizes)

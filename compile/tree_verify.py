@@ -5,13 +5,11 @@ Small tensor operations take 3 % of a round on a CPU.
 
 from __future__ import annotations
 
-from ctypes import c_int64, c_void_p
-
 import torch
 from torch import Tensor
 
 from compile.attention import TreeAttentionMask
-from compile.cpp_extension import kernel
+from compile.cpp_extension import call
 from compile.op_registry import define, runs_cpp, runs_triton
 
 
@@ -42,9 +40,8 @@ def accept_path(
 def _accept_path_cpu(tokens_BN: Tensor, tree_mask: TreeAttentionMask, target_BT: Tensor) -> Tensor:
     B, T = target_BT.shape
     out = torch.empty(B, 1 + 2 * T, dtype=torch.int64)
-    function = kernel("accept_path", torch.int64, *[c_void_p] * 5, *[c_int64] * 3)
     depth_at, path_at, P = tree_mask.words()
-    function(tokens_BN.data_ptr(), depth_at, path_at, target_BT.data_ptr(), out.data_ptr(), B, T, P)
+    call("accept_path", torch.int64, tokens_BN, depth_at, path_at, target_BT, out, B, T, P)
     return out
 
 

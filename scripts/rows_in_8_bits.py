@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from compile.hqq_solver import solve_hqq  # noqa: E402
+from compile.quantizers import solve_hqq  # noqa: E402
 from sharesd import LLM, SamplingParams  # noqa: E402
 from sharesd.models.hub import resolve  # noqa: E402
 from sharesd.reports.questions import first_turns, prompts_of  # noqa: E402

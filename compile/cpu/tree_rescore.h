@@ -1,4 +1,4 @@
-// Calibrated scores of draft trees while they are expanded: see compile/tree_rescore.py.
+// Calibrated scores of draft trees while they are expanded: see compile/tree_expand.py.
 //
 // Legend as in tree_expand.h; R ranges of the model's probabilities.
 #pragma once

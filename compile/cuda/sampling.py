@@ -117,7 +117,7 @@ def adjust_logits(
     wait_for_predecessor(PDL)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = chunk * BLOCK + tl.arange(0, BLOCK)
-    numbers_ptr += row // T * F  # in the order of `compile.logits.NUMBERS`
+    numbers_ptr += row // T * F  # in the order of `compile.topk.NUMBERS`
     repetition = tl.load(numbers_ptr + 4).to(tl.float32)
     frequency = tl.load(numbers_ptr + 5).to(tl.float32)
     presence = tl.load(numbers_ptr + 6).to(tl.float32)
@@ -304,7 +304,7 @@ def process_logits(
     truncated: bool,
     cold: float,
 ) -> Tensor:
-    """See `compile.logits.process_logits`."""
+    """See `compile.topk.process_logits`."""
     logits_BTV = logits_BTV.contiguous()
     B, T, V = logits_BTV.shape
     grid = (B * T, triton.cdiv(V, BLOCK))

@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from compile.block_linear import BLOCK_TYPES, LANES, NUMBERS, BlockPart
+from compile.block_linear import BLOCK_TYPES, LANES, NUMBERS, BlockPart, same_order
 from compile.delta_sizes import DeltaSizes
-from compile.input_order import same_order
 from multigpu.tensor_parallel import TILE, Shard, require_divisible
 from sharesd.models.architectures import architecture_of
 from sharesd.models.checkpoint import Progress, damage_named, not_causal, read_config, silent

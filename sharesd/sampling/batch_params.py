@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from compile.logits import NUMBERS
+from compile.topk import NUMBERS
 from sharesd.data.request_errors import NoTokenAllowed
 from sharesd.devices.transfer import to_device
 from sharesd.sampling.noise import seeds_of_prompts
@@ -133,7 +133,7 @@ class RowSampling:
         if self.device.type == "cuda":
             self._host_BF = self._host_BF.pin_memory()
         self.numbers_BF = torch.zeros(batch, len(NUMBERS), dtype=torch.float64, device=self.device)
-        """Columns as in `compile.logits.NUMBERS`; greedy rows have neutral temperature and truncation."""
+        """Columns as in `compile.topk.NUMBERS`; greedy rows have neutral temperature and truncation."""
         self._seed_column = NUMBERS.index("seed")
         self._params = [SamplingParams()] * batch
         self._kinds = [SamplingKind()] * batch
@@ -194,7 +194,7 @@ class RowSampling:
         return self if (first, end) == (0, self.batch) else _RowSpan(self, first, end)
 
     def column(self, name: str) -> Tensor:
-        """Return the numbers [B] float64 of this name (`compile.logits.NUMBERS`): a view."""
+        """Return the numbers [B] float64 of this name (`compile.topk.NUMBERS`): a view."""
         return self.numbers_BF[:, NUMBERS.index(name)]
 
     @property

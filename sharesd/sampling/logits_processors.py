@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from compile.logits import process_logits
 from compile.op_registry import runs_cpp, runs_triton
-from compile.topk import arg_max, top_k, top_p
+from compile.topk import arg_max, process_logits, top_k, top_p
 from sharesd.sampling.batch_params import MIN_HEAT, CostlyParam, RowSampling, SamplingKind, TokenCounts
 from sharesd.sampling.constraints import apply_grammar_mask
 

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from compile.block_linear import WIDENED, Activations, BlockLinear, BlockPart, Records
-from compile.linear import QUANTIZED_INPUT_MULTIPLE, PackedLinear, QuantizedPackedLinear, Zeros
+from compile.linear import QUANTIZED_INPUT_MULTIPLE, PackedLinear, QuantizedPackedLinear, WidenedLinear, Zeros
 from compile.op_registry import HAS_TRITON, runs_triton
-from compile.widened_linear import WidenedLinear
 from quant.quantized_weight import QuantizedWeight
 from sharesd.models.checkpoint import Progress
 from sharesd_files import atomic_path, cache_root, warn_unwritable

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from compile.hqq_solver import solve_hqq
 from compile.op_registry import runs_cpp, runs_triton
+from compile.quantizers import solve_hqq
 from multigpu.tensor_parallel import UNSHARDED, Shard
 from quant.config import QuantConfig
 from quant.quantize_model import (

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from compile import attention
-from compile.attention import attend, attend_reference, supports_flash
-from compile.kv_append import append_kv
+from compile.attention import append_kv, attend, attend_reference, supports_flash
 from sharesd.kvcache.static import StaticKVCache
 
 S, K, G, D = 192, 2, 3, 16

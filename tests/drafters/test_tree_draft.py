@@ -15,8 +15,16 @@ from torch import Tensor
 
 from compile import tree_expand
 from compile.attention import TreeAttentionMask
-from compile.tree_expand import ExpandedDraft, Frontier, Nodes, expand_tree, select_nodes
-from compile.tree_rescore import BestNodes, record_best_nodes, rescore_children
+from compile.tree_expand import (
+    BestNodes,
+    ExpandedDraft,
+    Frontier,
+    Nodes,
+    expand_tree,
+    record_best_nodes,
+    rescore_children,
+    select_nodes,
+)
 from sharesd.config import EngineConfig
 from sharesd.drafters.base import DraftContext
 from sharesd.drafters.chain_draft import ChainDraft, ModelStepper

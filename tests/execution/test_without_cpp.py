@@ -46,6 +46,7 @@ def no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(cpp_extension, "library", cpp_extension.library.__wrapped__)
     cpp_extension.kernel.cache_clear()
+    monkeypatch.setattr(cpp_extension, "_called", {})
 
 
 def texts(runtime: Runtime, mode: str, params: SamplingParams) -> list[list[int]]:

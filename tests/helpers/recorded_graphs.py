@@ -25,9 +25,9 @@ import compile.state_update
 import compile.topk
 import compile.tree_expand
 import sharesd.kvcache.static
+from compile.attention import rotate
 from compile.cuda_graphs import Graphs
 from compile.kv_layout import SLOT_MULTIPLE
-from compile.rotary import rotate
 from sharesd.drafters import tree_draft
 from sharesd.drafters.eagle import drafter as eagle_drafter
 from sharesd.drafters.glide import head as glide_head

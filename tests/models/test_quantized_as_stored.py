@@ -11,8 +11,7 @@ from torch import Tensor
 
 from compile.block_linear import NUMBERS, BlockLinear, BlockPart
 from compile.huge_pages import HugePageArena
-from compile.linear import PackedLinear
-from compile.widened_linear import WidenedLinear
+from compile.linear import PackedLinear, WidenedLinear
 from sharesd import LLM
 from sharesd.models.loader import decoder_config, load_decoder, resolve, stored_tensors
 from sharesd.models.quantized.affine import Affine

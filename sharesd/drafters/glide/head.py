@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from compile.attention import TreeAttentionMask, attend, position_angles
+from compile.attention import TreeAttentionMask, attend, position_angles, rotate
 from compile.fused_linear import project
-from compile.rotary import rotate
 from sharesd.drafters.heads.config import HeadConfig
 from sharesd.drafters.heads.head import Head, each
 from sharesd.kvcache.static import StaticKVCache

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from compile.attention import TreeAttentionMask
+from compile.attention import TreeAttentionMask, rotate
 from compile.fused_linear import project
 from compile.head_step import NativeHead
-from compile.rotary import rotate
 from sharesd.drafters.heads.config import HeadConfig
 from sharesd.drafters.heads.unrolled_attention import attend_chains_of_texts
 from sharesd.kvcache.static import StaticKVCache

@@ -180,7 +180,7 @@ class StoredLinear(ABC):
     """Weights of one linear, as they are stored."""
 
     order: Tensor | None = None
-    """Inputs as blocks have them, see `compile.input_order`."""
+    """Inputs as blocks have them, see `compile.block_linear`."""
 
     def __init__(self, module: str, shape: tuple[int, ...]) -> None:
         self.module, self.shape = module, shape

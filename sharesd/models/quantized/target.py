@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import Tensor
 
 from compile.block_linear import NUMBERS, BlockPart, block_sizes
-from compile.block_quantizer import quantize_blocks
+from compile.quantizers import quantize_blocks
 from sharesd.models.architectures import config_from_hf
 from sharesd.models.checkpoint import STORED, TARGET_QUANT, is_quantized, read_config, read_json
 from sharesd.models.conversion_cache import linked_folder, name_of

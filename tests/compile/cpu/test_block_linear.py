@@ -20,9 +20,8 @@ from compile.block_linear import BLOCK_TYPES, NUMBERS, Activations, BlockEmbeddi
 from compile.block_types import TABLE, TYPES, BlockType, read_table
 from compile.cuda.block_form import CODECS, FORMS, BlockForm
 from compile.huge_pages import HugePageArena
-from compile.linear import NotFinite, PackedLinear
+from compile.linear import NotFinite, PackedLinear, WidenedLinear
 from compile.native_structs import LinearStruct
-from compile.widened_linear import WidenedLinear
 from sharesd.models.decoder import Decoder
 from tests.helpers.block_parts import ggml_type, is_of_folders, random_part, reordered, values
 from tests.helpers.compiled import compiled
@@ -395,14 +394,17 @@ def test_a_row_and_its_codec_make_a_type(tmp_path: Path, monkeypatch: pytest.Mon
     for name, value in {**changes, "_block_kernel": block_linear._block_kernel.__wrapped__}.items():
         monkeypatch.setattr(block_linear, name, value)
 
+    of_models = cpp_extension.kernel
+
     def kernel(name: str, dtype: torch.dtype, *argtypes: type) -> object:
         if name == "block_linear":  # a kernel of the model's dtype, which does not depend on types
-            return cpp_extension.kernel(name, dtype, *argtypes)
+            return of_models(name, dtype, *argtypes)
         function = getattr(built, f"{name}_{str(dtype).removeprefix('torch.')}")
         function.argtypes, function.restype = argtypes, None
         return function
 
-    monkeypatch.setattr(block_linear, "kernel", kernel)
+    monkeypatch.setattr(cpp_extension, "kernel", kernel)
+    monkeypatch.setattr(cpp_extension, "_called", {})
     N, K, dice = 40, 96, np.random.default_rng(1)
     codes = dice.integers(0, 16, (N, K // 32, 32), dtype=np.uint8)
     scales = dice.normal(0, 0.01, (N, K // 32, 1)).astype(np.float16)

@@ -25,8 +25,16 @@ from compile.decoder_stack import NativeStack
 from compile.kv_layout import new_kv
 from compile.linear import pack_linears
 from compile.suffix_search import suffix_finder
-from compile.tree_expand import ExpandedDraft, Frontier, Nodes, expand_tree, select_nodes
-from compile.tree_rescore import BestNodes, record_best_nodes, rescore_children
+from compile.tree_expand import (
+    BestNodes,
+    ExpandedDraft,
+    Frontier,
+    Nodes,
+    expand_tree,
+    record_best_nodes,
+    rescore_children,
+    select_nodes,
+)
 from sharesd.drafters.heads.head import Head, native_head
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.decoder import Decoder

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from compile.block_linear import BLOCK_TYPES
-from compile.block_quantizer import QUANTIZED_TYPES, quantize_blocks
-from compile.hqq_solver import solve_hqq
+from compile.quantizers import QUANTIZED_TYPES, quantize_blocks, solve_hqq
 from quant.formats.hqq.solver import solve
 from quant.quantized_weight import QuantizedWeight
 from tests.helpers.block_parts import ggml_type

@@ -21,11 +21,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from compile import attention, kv_append
-from compile.attention import TreeAttentionMask, attend, attend_reference, position_angles
+from compile import attention
+from compile.attention import TreeAttentionMask, attend, attend_reference, position_angles, rotate
 from compile.kv_compact import kv_compactor
 from compile.kv_layout import new_kv, pack_q8, unpack_q8
-from compile.rotary import rotate
 from sharesd.models.decoder import Attention
 from sharesd.models.layers import RMSNorm
 from tests.compile.cpu.test_kernels import Case
@@ -559,8 +558,7 @@ def test_kept_rows_move_by_one_operator(q8: bool) -> None:
 @pytest.mark.parametrize("flash", [False, True])
 def test_a_prompt_is_written_and_expanded_by_one_operator(flash: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "supports_flash", lambda *_: flash)
-    for module in (attention, kv_append):
-        monkeypatch.setattr(module, "runs_triton", lambda device: True)
+    monkeypatch.setattr(attention, "runs_triton", lambda device: True)
     calls = {}
     for T in (1, 100):
         with torch.no_grad(), torch.device("meta"):

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from compile.attention import TreeAttentionMask
 from compile.inductor import CompiledForms
-from compile.logits import NUMBERS
+from compile.topk import NUMBERS
 from sharesd.sampling import RowSampling, SamplingKind, Stream, gumbel, process
 from sharesd.sampling import logits_processors as logits_module
 from sharesd.sampling.acceptance import accept_tree_reference

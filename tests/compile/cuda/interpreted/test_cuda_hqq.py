@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed here")
 
 from compile.cuda.hqq_solver import solve_hqq
-from compile.hqq_solver import solve_hqq as solve_on_cpu
+from compile.quantizers import solve_hqq as solve_on_cpu
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compile.attention import TreeAttentionMask, attend_reference
-from compile.kv_append import append_kv
+from compile.attention import TreeAttentionMask, append_kv, attend_reference
 from compile.kv_layout import GROUP, MIN_SIZE, SLOT_MULTIPLE, q8_views, unpack_q8
 from sharesd.models.layers import RMSNorm
 from tests.compile.cpu.test_kv_q8 import in_numbers, rounded, spread
