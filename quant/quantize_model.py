@@ -17,8 +17,18 @@ import torch
 from torch import nn
 
 from quant.config import QuantConfig
-from quant.plain_linears import device_of, has_halves, is_linear, weight_shape
-from quant.solved_linears import LayerLinears, PackCache, PackFn, QuantTask, SolverConfig, cached_file
+from quant.solved_linears import (
+    LayerLinears,
+    PackCache,
+    PackFn,
+    QuantTask,
+    SolverConfig,
+    cached_file,
+    device_of,
+    has_halves,
+    is_linear,
+    weight_shape,
+)
 from quant.switch_linear import QuantizedLinear, Switch, SwitchLinear
 
 LayerOf = Callable[[str], int | None]

@@ -1,6 +1,6 @@
-"""Quantization formats: one folder per format, with `FORMAT` in its `__init__.py`.
+"""Quantization formats: a module or a folder for each, with a `FORMAT`.
 
-The `__init__.py` files have no heavy imports. Solvers and linears are named as "module:name" and imported on first use.
+These have no heavy imports. Solvers and linears are named as "module:name" and imported on first use.
 """
 
 from __future__ import annotations
