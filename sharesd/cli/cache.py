@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
-from sharesd.cli.console import console
+from sharesd.cli.console import console, print_line
 from sharesd_files import SCRATCH, cache_root
 
 _KEY = "[0-9a-f]" * 16
@@ -76,7 +76,7 @@ def contents(root: Path, part: str) -> Contents:
 def show_info() -> int:
     """Print the cache folder and a table of its parts."""
     root = _root()
-    console.print(f"cache folder: {root}", highlight=False, soft_wrap=True)
+    print_line(f"cache folder: {root}")
     console.print(_table([contents(root, part) for part in PARTS]))
     return 0
 
@@ -87,9 +87,9 @@ def clear_cache(part: str | None = None, *, yes: bool = False) -> int:
     found = [contents(root, name) for name in ([part] if part else PARTS)]
     found = [each for each in found if each.entries]
     if not found:
-        console.print(f"nothing to delete in {root / part if part else root}", highlight=False, soft_wrap=True)
+        print_line(f"nothing to delete in {root / part if part else root}")
         return 0
-    console.print(f"to delete from {root}:", highlight=False, soft_wrap=True)
+    print_line(f"to delete from {root}:")
     console.print(_table(found))
     if not yes:
         if not sys.stdin.isatty():

@@ -44,6 +44,11 @@ err_console = Console(stderr=True)
 log = logging.getLogger(__name__)
 
 
+def print_line(text: str, on: Console = console) -> None:
+    """Print a text as it is, in one line."""
+    on.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 def main_guard(main: Callable[[], int | None]) -> int:
     """Run a command; errors become one line on stderr and exit status."""
     try:
@@ -114,7 +119,7 @@ class _Lines(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         name = "" if record.levelno == logging.WARNING else f"{record.name}: "
         text = f"{record.levelname.lower()}: {name}{self.format(record)}"
-        err_console.print(text, markup=False, highlight=False, soft_wrap=True)
+        print_line(text, err_console)
 
 
 class _LogFile(logging.FileHandler):
@@ -128,7 +133,7 @@ class _LogFile(logging.FileHandler):
             text = (
                 f"warning: {self.baseFilename} cannot be written ({getattr(error, 'strerror', error)}); the log stops"
             )
-            err_console.print(text, markup=False, highlight=False, soft_wrap=True)
+            print_line(text, err_console)
 
 
 @contextmanager

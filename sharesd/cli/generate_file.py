@@ -31,7 +31,7 @@ from multigpu.journal import Journal, keep_settings, read_records, with_fields, 
 from multigpu.ray_cluster import RayReplicas
 from sharesd.cli import batch_requests, options
 from sharesd.cli.batch_requests import BatchLine
-from sharesd.cli.console import err_console, loading_bars, set_up_logging, warn
+from sharesd.cli.console import err_console, loading_bars, print_line, set_up_logging, warn
 from sharesd.cli.flags import warn_of_idle_noise
 from sharesd.cli.user_text import encode
 from sharesd.config import OFFLINE_CHUNK, EngineConfig, Mode
@@ -193,12 +193,10 @@ def run(args: argparse.Namespace, work: GenerateWork) -> int:
     failed = {record["index"]: _reason(record["error"]) for record in _records(out) if record.get("error")}
     named = [f"\n  {prompts[index][0]}: {reason}" for index, reason in failed.items()][:MAX_NAMED]
     more = [f"\n  and {len(failed) - MAX_NAMED} more"] if len(failed) > MAX_NAMED else []
-    err_console.print(
+    print_line(
         f"{out}: {len(prompts)} prompts = {len(prompts) - len(failed)} answered + {len(failed)} failed "
         f"({len(done)} of them before){''.join(named + more)}{speed}",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
+        err_console,
     )
     return 1 if failed else 0
 

@@ -19,8 +19,9 @@ from sharesd.cli.flags import (
     add_sampling_options,
     add_trace_option,
     sampling_params,
+    shown_flags,
+    values_of,
 )
-from sharesd.cli.options_from_dataclass import shown_flags, values_of
 from sharesd.cli.parse_types import whole
 from sharesd.cli.parser import Parser, parse
 from sharesd.config import EngineConfig, Mode, OffloadConfig, PipelineConfig

@@ -22,7 +22,7 @@ import psutil
 
 from quant.config import QuantConfig
 from sharesd import __version__
-from sharesd.cli.console import console
+from sharesd.cli.console import print_line
 from sharesd.config import EngineConfig
 from sharesd.devices.host_memory import cpu_name
 from sharesd.drafters import registry, selection
@@ -273,4 +273,4 @@ def out_folder(text: str | None, name: str) -> Path:
 
 def write_results(path: Path, results: Mapping[str, Any]) -> None:
     write_json(path, results)
-    console.print(f"details: {path}", markup=False, highlight=False, soft_wrap=True)
+    print_line(f"details: {path}")

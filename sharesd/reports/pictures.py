@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sharesd.cli.console import err_console
+from sharesd.cli.console import err_console, print_line
 from sharesd_files import atomic_path
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ def can_draw(*names: str) -> bool:
         import matplotlib.figure  # noqa: F401
     except ImportError:
         hint = f"{' and '.join(names)}: not drawn, matplotlib is not installed; run: pip install matplotlib"
-        err_console.print(hint, markup=False, highlight=False, soft_wrap=True)
+        print_line(hint, err_console)
         return False
     return True
 
