@@ -19,7 +19,7 @@ from benchmark.questions import summary
 from benchmark.questions.records import Key, TurnRecord
 from benchmark.questions.run_config import add_question_options, chosen_questions
 from sharesd.cli import options
-from sharesd.cli.console import console, err_console
+from sharesd.cli.console import console, err_console, print_line
 from sharesd.cli.startup import load_llm, warm_up
 from sharesd.config import Mode
 from sharesd.data.json_lines import read_text
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
         err_console.print(f"[bold red]the texts of prompts {numbers} differ[/], see {output}", highlight=False)
     else:
         console.print(f"all {about_them['num_turns']} texts are the same in all three decodings", highlight=False)
-    console.print(f"results: {output}", markup=False, highlight=False, soft_wrap=True)
+    print_line(f"results: {output}")
     return 1 if unequal else 0
 
 
@@ -166,7 +166,7 @@ def _show(found: Mapping[str, Mapping[str, Any]], title: str, warning: str) -> N
     if len(categories) > 1:
         console.print(Section("By category", ("category", "mode", *keys), rows, left=2).table())
     for line in filter(None, (warning, "Measured once, so the noise is unknown; bench mtbench --runs 3 gives ranges.")):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        print_line(line)
 
 
 def _demo(args: argparse.Namespace) -> str | None:

@@ -17,7 +17,7 @@ from sharesd.reports.pictures import can_draw
 from sharesd.reports.tables import Section, bullets, has_drifted, number, times
 
 if TYPE_CHECKING:
-    from benchmark.interleave import Comparison
+    from benchmark.timed import Comparison
 
 MIN_SPEEDUP = 0.98  # speedup below which a point counts as lost
 MIN_OF_BEST = 0.99  # share of the best single drafter's speed that modes which mix drafters should have

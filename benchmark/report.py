@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sharesd.cli.console import console
+from sharesd.cli.console import console, print_line
 from sharesd.reports.environment import load_warning
 from sharesd.reports.tables import Section, flat
 from sharesd_files import atomic_write
@@ -54,14 +54,14 @@ class Report:
         for section in self.sections[:shown]:
             console.print(section.table())
         for line in filter(None, remarks):
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            print_line(line)
         if folder is not None:
             atomic_write(folder / f"{stem}.md", self.markdown())
             atomic_write(folder / f"{stem}.html", self.html(folder, **more))
             for i, section in enumerate(each for each in self.sections if each.rows):
                 name = re.sub(r"\W+", "-", section.title.partition("(")[0].lower()).strip("-")
                 atomic_write(folder / (f"{stem}-{name}.csv" if i else f"{stem}.csv"), section.csv())
-            console.print(f"report: {folder / stem}.md", markup=False, highlight=False, soft_wrap=True)
+            print_line(f"report: {folder / stem}.md")
 
 
 @cache

@@ -15,7 +15,7 @@ from typing import Any
 from benchmark import arguments
 from benchmark.points import Axis, Point, finish, line_of, point_of, remarks_of
 from sharesd.cli import options
-from sharesd.cli.console import err_console, loading_bars
+from sharesd.cli.console import err_console, loading_bars, print_line
 from sharesd.cli.parse_types import parts_of
 from sharesd.config import MIN_CONTEXT, EngineConfig, Mode
 from sharesd.drafters import registry
@@ -121,7 +121,7 @@ def measure_axes(args: argparse.Namespace, axes: Sequence[Axis], name: str) -> i
         ids = [question.id for question in questions[:num_asked]]
         for new in measure(config, modes, values, cells, ids, prompts, runs=args.runs):
             points += new
-            err_console.print(line_of(new), highlight=False, soft_wrap=True)
+            print_line(line_of(new), err_console)
             about = about or conditions(
                 config,
                 modes,
@@ -171,7 +171,7 @@ def measure(
     runs: int,
 ) -> Iterator[list[Point]]:
     """Load one runtime, and yield each cell's points, one per mode."""
-    from benchmark.interleave import compare_modes
+    from benchmark.timed import compare_modes
     from sharesd.runtime import Runtime  # torch takes seconds, mistakes should not
     from sharesd.startup.warmup import warm_up
 

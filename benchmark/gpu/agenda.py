@@ -41,7 +41,7 @@ STEPS = (
     AgendaStep("server", 90, "others:measure_server", "our server, 1B, under one user and under eight", ONE),
     AgendaStep("offload", 145, "offloaded:measure", "7B in 8 and 12 GiB: the link, naive, share", SEVEN),
     AgendaStep("7b-costs", 145, "made:measure", "at sizes of 7B: steps, and gains at known acceptance", SEVEN),
-    AgendaStep("tests", 110, "gpu_tests:measure", "the tests that need a GPU, including those of our kernels"),
+    AgendaStep("tests", 110, "machine:measure_tests", "the tests that need a GPU, including those of our kernels"),
     AgendaStep("135m", 130, "embedded:measure", "the embedded model: texts, speed, captures, memory; graphs and eager"),
     AgendaStep("1b", 90, "widened:measure", "widened to 1B: modes prompt by prompt", ONE | MODES),
     AgendaStep("1b-costs", 90, "made:measure", "as 7b-costs, at sizes of 1B", ONE),
@@ -50,7 +50,10 @@ STEPS = (
     AgendaStep("tiles", 110, "tiles:measure", "the fastest tiles of our products, for later steps and for the package"),
     AgendaStep("135m-more", 150, "embedded:measure_more", "other sampling, trees, requests that join and leave"),
     AgendaStep(
-        "gemlite", 90, "low_bits:measure", "low-bit products by gemlite and by our kernels; the faster ones are used"
+        "gemlite",
+        90,
+        "own_kernels:measure_gemlite",
+        "low-bit products by gemlite and our kernels; the faster ones are used",
     ),
     AgendaStep("7b-more", 130, "widened:measure_more", "7B: prompts, steps of any width, a long cache", SEVEN),
     AgendaStep("classic", 50, "widened:measure", "classic against naive, at 1B", ONE | {"modes": "naive,classic"}),

@@ -13,7 +13,7 @@ from benchmark import arguments
 from benchmark.gpu import agenda
 from benchmark.gpu.agenda import STEPS, AgendaStep
 from benchmark.report import Report
-from sharesd.cli.console import console, err_console
+from sharesd.cli.console import err_console, print_line
 from sharesd.cli.parse_types import parts_of
 from sharesd.reports.environment import command, environment, out_folder
 from sharesd.reports.tables import Section, read_json, write_json
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     steps = agenda.named(parts_of("--step", args.step)) if args.step else STEPS
     if args.list:
         for step in steps:
-            console.print(f"| {step.name} | {step.limit_s:g} s | {step.about} |", markup=False, soft_wrap=True)
+            print_line(f"| {step.name} | {step.limit_s:g} s | {step.about} |")
         return 0
     from sharesd.devices.selection import device_of
 
@@ -69,21 +69,17 @@ def run(args: argparse.Namespace) -> int:
         before = outcomes.get(step.name, {})
         left = args.budget - (time.perf_counter() - started)
         if before.get("state") == "done" and not args.step:
-            _print(f"{step.name} is done; --step {step.name} measures it again")
+            print_line(f"{step.name} is done; --step {step.name} measures it again", err_console)
         elif step.limit_s <= left:
-            _print(f"measuring {step.name}, {step.limit_s:g} s at most: {step.about}")
+            print_line(f"measuring {step.name}, {step.limit_s:g} s at most: {step.about}", err_console)
             record(step.name, {"state": "cut off", "reason": f"it was interrupted; see {step.name}.json"})
             record(step.name, outcome := _outcome(step, folder, args))
             failed |= outcome["state"] == "failed"
         elif not before:
             reason = f"it may take {step.limit_s:g} s, and only {max(left, 0):.0f} of {args.budget:g} s were left"
             record(step.name, {"state": "skipped", "reason": reason})
-    console.print(f"report: {folder / 'gpu.md'}", highlight=False, soft_wrap=True)
+    print_line(f"report: {folder / 'gpu.md'}")
     return int(failed)
-
-
-def _print(text: str) -> None:
-    err_console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _outcome(step: AgendaStep, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -93,7 +89,7 @@ def _outcome(step: AgendaStep, folder: Path, args: argparse.Namespace) -> dict[s
     options += ["--tiny"] if args.tiny else []
     outcome = agenda.run_step(step, agenda.worker(step, findings, *options), findings)
     if outcome["state"] == "failed":
-        _print(f"{step.name} failed: {outcome['reason']}")
+        print_line(f"{step.name} failed: {outcome['reason']}", err_console)
     return outcome
 
 

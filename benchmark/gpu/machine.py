@@ -1,18 +1,22 @@
-"""Device properties, memory bandwidth, and process start times."""
+"""Device properties, memory bandwidth, process start times, and the tests marked cuda."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Sequence
 
 import torch
 
+from benchmark.gpu.agenda import ROOT
 from benchmark.gpu.shapes import copy_bandwidth
-from benchmark.gpu.worker import Job
+from benchmark.gpu.worker import Job, NotHere
 from compile.cuda.bench import seconds_per_call
 from sharesd.reports.environment import environment
 
@@ -61,3 +65,38 @@ def starts(job: Job) -> None:
                 job.put(**{name: time.perf_counter() - started})
             except subprocess.TimeoutExpired:
                 job.put(**{name: f"more than {limit_s:.0f} s"})
+
+
+def measure_tests(job: Job) -> None:
+    """Run tests marked cuda; RuntimeError for failures, NotHere without GPU or `tests`."""
+    job.require_gpu("tests marked cuda")
+    if not (ROOT / "tests").is_dir():
+        raise NotHere("the tests are not installed: run this in a checkout")
+    run_tests(job, ["-m", "cuda"])
+
+
+def run_tests(job: Job, flags: Sequence[str]) -> None:
+    """Run pytest and record outcomes as printed; RuntimeError if it fails."""
+    # Not our settings, which are for CPUs. Missing packages must not keep other modules from being tested.
+    options = ["-o", "addopts=--strict-markers", "-v", "--tb=short", "-rs", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *options, "--continue-on-collection-errors", *flags]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONUNBUFFERED": "1", "TEST_GPU": "1"}
+    counts, last = Counter[str](), ""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with (
+        (job.folder / "tests.txt").open("w") as log,
+        subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **pipes) as process,  # type: ignore[call-overload]
+    ):
+        for line in process.stdout:
+            print(line, end="", file=log, flush=True)
+            if found := re.match(r"(\S*::.*) (PASSED|FAILED|ERROR|SKIPPED)\b", line):
+                counts[found[2].lower()] += 1
+                if found[2] in ("FAILED", "ERROR"):
+                    job.add("tests that failed", {"test": found[1]})
+                job.put(**counts)
+            last = line
+    job.put(summary=last.strip(" =\n"), exit_status=process.returncode)
+    if process.returncode:
+        print((job.folder / "tests.txt").read_text()[-4000:])
+        raise RuntimeError(f"pytest ended with status {process.returncode}")

@@ -1,4 +1,4 @@
-"""Speed of our CUDA kernels; tests marked cuda check their errors."""
+"""Speed of our CUDA kernels, and of gemlite's; tests marked cuda check the errors of ours."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
+from importlib.util import find_spec
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -21,11 +22,19 @@ from compile.cuda.bench import num_weight_copies, seconds_per_call
 from compile.cuda.block_linear import BlockRowLinear
 from compile.cuda.linear import RowLinear
 from compile.op_registry import HAS_TRITON
+from quant.formats import import_optional
+from quant.formats.hqq.gemlite import GemliteLinear
+from quant.formats.hqq.gemlite_configs import load_configs, save_configs
 from quant.formats.hqq.solver import solve
 from sharesd.drafters.base import num_bytes
-from sharesd.weights.cuda_backend import pack_for_cuda
+from sharesd.weights.cuda_backend import choose_cuda_kernel, pack_for_cuda
+from sharesd_files import cache_root
 
 MAX_ROWS = 16  # rows of a step at most
+GROUP = 64  # inputs that share a scale in low-bit weights
+GEMLITE_CASES = ((4, "bfloat16"), (4, "float32"), (8, "float32"), (2, "float32"))  # bits, and dtype of atomic sums
+GEMLITE_ROWS = (1, 5)
+GEMLITE_LINEARS = ("gate_up", "down", "o")  # of 7B
 
 
 def _kernels(job: Job) -> SimpleNamespace:
@@ -91,7 +100,7 @@ def _measure_linear(job: Job, kernels: SimpleNamespace, size: str, name: str, N:
 
 
 def _measure_low(job: Job, kernels: SimpleNamespace, bits: int, name: str, N: int, K: int) -> None:
-    solved = solve(_random(job, N, K) * K**-0.5, bits, 64)
+    solved = solve(_random(job, N, K) * K**-0.5, bits, GROUP)
     low = kernels.low(solved, None, dtype=torch.bfloat16, max_rows=MAX_ROWS)
     job.add("low-bit linears", {"bits": bits, "linear": name, **in_rows(job, low, K, (1, 2))})
 
@@ -138,3 +147,49 @@ def _measure_dependent_launch(job: Job, kernels: SimpleNamespace, width: int) ->
     with kernels.one_by_one():
         row["us, without"] = 1e6 * seconds_per_call([call]) / len(modules)
     job.add("dependent launch", row)
+
+
+def measure_gemlite(job: Job) -> None:
+    """Choose this device's low-bit kernel for later programs, then time 7B's linears."""
+    job.require_gpu("gemlite's kernels")
+    if find_spec("gemlite") is None:
+        raise NotHere("gemlite is not installed; drafts run on our own kernels")
+    configs = cache_root() / "settings"
+    load_configs(configs)
+    random = torch.Generator(job.device).manual_seed(0)
+    with job.part("choice"):
+        seconds = choose_cuda_kernel(
+            solve(_linear(job, GEMLITE_LINEARS[0]).weight, 4, GROUP), torch.device(job.device), torch.bfloat16
+        )
+        save_configs(configs)
+        us = {f"us, {name}": 1e6 * value for name, value in seconds.items()}
+        job.put(chosen=min(seconds, key=seconds.__getitem__), **us)
+    for name in GEMLITE_LINEARS:
+        if not job.has_time(40):
+            return
+        with job.part(name):
+            linear = _linear(job, name)
+            full_us = in_rows(job, linear, linear.in_features, (1,))["us, 1 rows"]
+            for bits, atomics in GEMLITE_CASES:
+                row = {"linear": name, "bits": bits, "atomics": atomics}
+                job.add("products", row | _product(job, linear.weight, bits, atomics, random, full_us))
+                save_configs(configs)
+
+
+def _linear(job: Job, name: str) -> nn.Linear:
+    return plain_linear(job, *((256, 192) if job.tiny else linears("7b")[name]))
+
+
+def _product(
+    job: Job, weight_NK: Tensor, bits: int, atomics: str, random: torch.Generator, full_us: float
+) -> dict[str, Any]:
+    K, device = weight_NK.shape[1], weight_NK.device
+    solved, row = solve(weight_NK, bits, GROUP), dict[str, Any]()
+    low, exact_NK = GemliteLinear(solved, None, torch.bfloat16), solved.dequantize().double()
+    import_optional("gemlite").set_native_atomic_bfp16(atomics == "bfloat16")
+    for rows in GEMLITE_ROWS:
+        x_MK = torch.randn(rows, K, device=device, generator=random).bfloat16()
+        wanted = x_MK.double() @ exact_NK.T
+        row[f"error, {rows} rows"] = ((low(x_MK).double() - wanted).norm() / wanted.norm()).item()
+    row |= in_rows(job, low, K, (1,))
+    return row | {"of full": row["us, 1 rows"] / full_us}

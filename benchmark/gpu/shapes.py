@@ -1,4 +1,4 @@
-"""Linear sizes of common models, and copy bandwidth."""
+"""Sizes of common models and their linears, sizes of widened models, and copy bandwidth."""
 
 from __future__ import annotations
 
@@ -7,7 +7,35 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from benchmark.studies.wide_shapes import SHAPES
+
+@dataclass(frozen=True, slots=True)
+class WideShape:
+    """Sizes of a decoder that widening may choose; head size and vocabulary stay as they are."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    num_layers: int
+
+    def num_parameters(self, *, vocab_size: int, head_dim: int, tie_word_embeddings: bool) -> int:
+        """Weights of the whole model."""
+        D = self.hidden_size
+        attention = 2 * D * head_dim * (self.num_attention_heads + self.num_key_value_heads)
+        return (
+            self.num_layers * (attention + 3 * D * self.intermediate_size + 2 * D)
+            + D
+            + vocab_size * D * (1 if tie_word_embeddings else 2)
+        )
+
+
+SHAPES = {
+    "135m": WideShape(576, 1536, 9, 3, 30),
+    "1b": WideShape(2304, 2688, 24, 8, 32),
+    "7b": WideShape(4096, 11008, 66, 22, 36),
+    "13b": WideShape(5120, 13824, 78, 26, 45),
+}
+"""Values of --to of `sharesd bench widen`. All sizes but those of `135m` are multiples of 128."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from benchmark.gpu.modes import answer, compare_modes, loaded
+from benchmark.gpu.shapes import SHAPES, WideShape
 from benchmark.gpu.worker import Job
-from benchmark.studies.wide_shapes import SHAPES, WideShape
 from benchmark.studies.widening import GROUP, describe, wide_tensors, widen_head
 from sharesd.config import EngineConfig, Mode, PipelineConfig
 from sharesd.drafters.selection import EMBEDDED

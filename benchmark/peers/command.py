@@ -12,12 +12,12 @@ import psutil
 
 from benchmark import arguments
 from benchmark.peers.measure import PeerResult, figures, measure
-from benchmark.peers.peer import PEERS, PeerSettings, peer_class
+from benchmark.peers.peer import PEERS, PeerSettings
 from benchmark.peers.process import Worker
 from benchmark.report import Report
 from multigpu.data_parallel import num_cores
 from sharesd.cli import options
-from sharesd.cli.console import err_console, loading_bars
+from sharesd.cli.console import err_console, loading_bars, print_line
 from sharesd.models.hub import gguf_of, resolve_target
 from sharesd.reports import environment
 from sharesd.reports import questions as question_files
@@ -59,12 +59,12 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure all rows and write the report; return 1 if all failed."""
-    rows = [PeerResult(name, variant, peer_class(name).missing()) for name, variant in variants_of(args.peers)]
+    rows = [PeerResult(name, variant, PEERS[name].missing()) for name, variant in variants_of(args.peers)]
     if args.max_new_tokens < 2:
         raise ValueError(f"--max-new-tokens is {args.max_new_tokens}; decoding can be timed from 2 on")
     if args.gguf is not None and not os.path.isfile(args.gguf):
         raise ValueError(f"--gguf {args.gguf} does not exist; use an existing file")
-    modes = (*peer_class("sharesd").variants, "auto")
+    modes = (*PEERS["sharesd"].variants, "auto")
     config = options.engine_config(args, modes=modes)
     asked = question_files.first_turns(args.questions, args.num_questions)
     out_dir = environment.out_folder(args.out_dir, "peers")
@@ -89,13 +89,13 @@ def run(args: argparse.Namespace) -> int:
         def report(what: str, done: int, total: int) -> None:
             progress(what, done, total)
             if not err_console.is_terminal:
-                err_console.print(f"{done}/{total} {what}", highlight=False, soft_wrap=True)
+                print_line(f"{done}/{total} {what}", err_console)
 
         measure(rows, prompts, repeats=args.repeats, open_worker=lambda name: Worker(name, settings), report=report)
     same = {"num_threads": num_threads, "repeats": args.repeats, "gguf": gguf, "num_tokens": args.max_new_tokens}
     about = conditions(config, modes, questions=asked.label, prompt_tokens=list(map(len, prompts)), **same)
-    about["environment"] |= {peer_class(name).pip: version_of(peer_class(name).pip) for name in PEERS}
-    found = figures(rows, lambda name: next(iter(peer_class(name).variants)))
+    about["environment"] |= {PEERS[name].pip: version_of(PEERS[name].pip) for name in PEERS}
+    found = figures(rows, lambda name: next(iter(PEERS[name].variants)))
     results = [_result(row, each) for row, each in zip(rows, found, strict=True)]
     write_json(out_dir / "peers.json", {**about, "rows": results})
     report_of(about, results).publish(out_dir, "peers", remarks=remarks(results))
@@ -109,7 +109,7 @@ def variants_of(text: str) -> list[tuple[str, str]]:
         name, _, variant = part.strip().partition(":")
         if name not in PEERS:
             raise ValueError(f"--peers names {name!r}; choose from {', '.join(PEERS)}")
-        known = peer_class(name).variants
+        known = PEERS[name].variants
         if variant and variant not in known:
             raise ValueError(f"--peers names {part.strip()!r}; {name} has {', '.join(known)}")
         found += [(name, each) for each in ([variant] if variant else known)]
@@ -154,7 +154,7 @@ def _result(row: PeerResult, found: dict[str, Any] | None) -> dict[str, Any]:
     return {
         "runtime": row.runtime,
         "variant": row.variant,
-        "how": peer_class(row.runtime).variants[row.variant],
+        "how": PEERS[row.runtime].variants[row.variant],
         "failure": row.failure,
         "figures": found,
         "samples": [{name: value for name, value in s.items() if name != "token_ids"} for s in samples],

@@ -12,7 +12,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
-from benchmark.peers.peer import Peer, PeerSettings, peer_class
+from benchmark.peers.peer import PEERS, Peer, PeerSettings
 
 LIMIT_S = 900.0  # longest wait for an answer, loading and converting a model included
 
@@ -106,7 +106,7 @@ def serve(pipe: Connection, name: str, settings: PeerSettings, output: str) -> N
         os.dup2(file, descriptor)
     warm: set[str] = set()
     try:
-        peer = peer_class(name)(settings)
+        peer = PEERS[name](settings)
         pipe.send(None)
     except Exception as error:  # whatever a foreign runtime raises becomes its row of the table
         pipe.send(describe(error))

@@ -15,7 +15,7 @@ from benchmark.questions.records import Key, TurnRecord
 from benchmark.questions.results import write_results
 from benchmark.questions.run_config import add_question_options, previous_state, run_config
 from sharesd.cli import options
-from sharesd.cli.console import err_console
+from sharesd.cli.console import err_console, print_line
 
 HELP = {
     "mtbench": "two-turn questions: ShareSD's own, or MT-Bench's with --questions question.jsonl",
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
             write_results(config, state, done)
     if interrupted:
         hint = f"interrupted; to continue, add --resume --out-dir {config.out_dir}"
-        err_console.print(hint, highlight=False, soft_wrap=True)
+        print_line(hint, err_console)
     return 130 if interrupted else 0
 
 

@@ -21,7 +21,7 @@ from benchmark.questions.run_config import RUN_FILE, RunConfig, require_same_mac
 from benchmark.timed import generate
 from multigpu.data_parallel import Numbered, TaskQueue, run_tasks, start
 from multigpu.journal import Journal
-from sharesd.cli.console import err_console, loading_bars, log_file, set_up_logging
+from sharesd.cli.console import err_console, loading_bars, log_file, print_line, set_up_logging
 from sharesd.config import Mode
 from sharesd.llm import LLM
 from sharesd.reports import environment
@@ -82,7 +82,7 @@ class Recorder:
             name = f"question {index + 1}/{len(questions)} {questions[index].category}"
             name = f"run {run}/{self._run.runs}, {name}" if self._run.runs > 1 else name
             speeds = "  ".join(f"{mode} {self._speed(mode)}" for mode in self._tasks)
-            err_console.print(f"{name}; all so far: {speeds}", highlight=False, soft_wrap=True)
+            print_line(f"{name}; all so far: {speeds}", err_console)
 
     def _speed(self, mode: str) -> str:
         if not (turns := self._done[mode].values()):
@@ -98,7 +98,7 @@ def measure_here(run: RunConfig, state: State | None, done: Done) -> tuple[State
         llm = LLM.from_config(run.config, run.modes, reuse=False, progress=progress)
     runtime = llm.runtime
     if runtime.auto is not None:
-        err_console.print(str(runtime.auto), highlight=False, markup=False, soft_wrap=True)
+        print_line(str(runtime.auto), err_console)
     _require_room(run, runtime)
     machine = environment.environment(str(runtime.device))
     if state is not None:
@@ -247,7 +247,7 @@ def announce(run: RunConfig) -> None:
     asked, runs = run.settings["questions"], f", {run.runs} runs" if run.runs > 1 else ""
     which = f"the first {asked['num_questions']} of {asked['num_available']} ({asked['num_turns']} turns{runs})"
     line = f"{run.settings['model']} in {', '.join(run.modes)}: {asked['label']}, {which}; --num-questions changes that"
-    err_console.print(line, highlight=False, soft_wrap=True)
+    print_line(line, err_console)
 
 
 def _order(run: RunConfig) -> Iterator[tuple[int, int]]:
@@ -269,7 +269,7 @@ def _warm_up(run: RunConfig, llm: LLM, *, quiet: bool = False) -> None:
             llm.generate([prompt], short, mode=mode)
     if not quiet:
         warm = "  ".join(f"{mode} {runtime.report(mode).compile_seconds:.1f} s" for mode in run.modes)
-        err_console.print(f"loaded in {runtime.load_seconds:.1f} s; warmed up: {warm}", highlight=False, soft_wrap=True)
+        print_line(f"loaded in {runtime.load_seconds:.1f} s; warmed up: {warm}", err_console)
 
 
 def _usage(runtime: Runtime, graphs_before: int) -> dict[str, Any]:

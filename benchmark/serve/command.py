@@ -19,7 +19,7 @@ from benchmark.report import Report
 from benchmark.serve import workload
 from benchmark.serve.flags import BASE_URL, QUESTIONS, RANDOM, add_flags
 from sharesd.cli import options
-from sharesd.cli.console import console, err_console, loading_bars
+from sharesd.cli.console import console, err_console, loading_bars, print_line
 from sharesd.drafters import registry
 from sharesd.reports import environment
 from sharesd.reports.pictures import can_draw
@@ -184,7 +184,7 @@ def _exact(args: argparse.Namespace, modes: Sequence[str]) -> int:
     console.print(Section(f"{len(requests)} requests, as answered by mode naive alone", head, rows).table())
     for outcome in outcomes:
         for line in (*outcome.differing, *outcome.failures, *(f"{name} is {x:g}" for name, x in outcome.left.items())):
-            console.print(f"{outcome.mode} {outcome.order}: {line}", markup=False, highlight=False, soft_wrap=True)
+            print_line(f"{outcome.mode} {outcome.order}: {line}")
     return 0 if all(outcome.good for outcome in outcomes) else 1
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from sharesd.cli.console import console
+from sharesd.cli.console import print_line
 from sharesd.config import EngineConfig
 from sharesd.data.grammar_spec import from_regex
 from sharesd.drafters import registry
@@ -57,13 +57,13 @@ def run(args: argparse.Namespace) -> int:
             for check, fault in checks.run():
                 num_wrong += bool(fault)
                 line = f"wrong  {check}: {fault}" if fault else f"ok     {check}"
-                console.print(line, markup=False, highlight=False, soft_wrap=True)
+                print_line(line)
             num_drafted, num_accepted = num_drafted + checks.num_drafted, num_accepted + checks.num_accepted
     outcome = f"{num_wrong} checks failed" if num_wrong else "all checks passed"
     counts = f"{num_drafted} tokens drafted, {num_accepted} accepted"
     if not num_wrong and not num_drafted:
         counts = "but nothing was drafted, although these texts repeat themselves"
-    console.print(f"{spec.name}: {outcome}; {counts}", markup=False, highlight=False, soft_wrap=True)
+    print_line(f"{spec.name}: {outcome}; {counts}")
     return 1 if num_wrong else 0
 
 

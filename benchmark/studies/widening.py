@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmark.studies.wide_shapes import WideShape
+from benchmark.gpu.shapes import WideShape
 from sharesd.models import checkpoint as files
 from sharesd.models.architectures import config_from_hf
 from sharesd.models.checkpoint import Progress, silent, write_tensors

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmark.__main__ import main
-from benchmark.gpu import agenda, command, gpu_tests, made, own_kernels, tiles
+from benchmark.gpu import agenda, command, machine, made, own_kernels, tiles
 from benchmark.gpu.agenda import STEPS, AgendaStep, run_step
 from benchmark.gpu.worker import FAILED, Job, NotHere, the_only_gpu
 from compile.attention import attend_reference
@@ -216,7 +216,7 @@ def test_outcomes_of_tests_are_noted_one_by_one(tmp_path: Path) -> None:
     file.write_text("def test_right(): pass\ndef test_wrong(): assert 1 == 2\n")
     job = Job("cpu", tmp_path / "found.json")
     with pytest.raises(RuntimeError, match="ended with status 1"):
-        gpu_tests.run(job, ["-c", str(agenda.ROOT / "pyproject.toml"), str(file)])
+        machine.run_tests(job, ["-c", str(agenda.ROOT / "pyproject.toml"), str(file)])
     found = json.loads((tmp_path / "found.json").read_text())
     assert (found["passed"], found["failed"]) == (1, 1) and "1 failed, 1 passed" in found["summary"]
     assert [row["test"].rpartition("::")[2] for row in found["tests that failed"]] == ["test_wrong"]

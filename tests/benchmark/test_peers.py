@@ -17,7 +17,7 @@ import pytest
 
 from benchmark.__main__ import main
 from benchmark.peers.measure import PeerResult, figures, measure
-from benchmark.peers.peer import PEERS, Peer, PeerSettings, peer_class
+from benchmark.peers.peer import PEERS, Peer, PeerSettings
 from benchmark.peers.process import PeerError, Sample, Worker, timed
 from sharesd.config import EngineConfig
 
@@ -69,15 +69,15 @@ class Absent(Fake):
 @pytest.fixture(autouse=True)
 def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two runtimes more, in processes too: what they import is this file."""
-    monkeypatch.setitem(PEERS, "fake", f"{__name__}:Fake")
-    monkeypatch.setitem(PEERS, "absent", f"{__name__}:Absent")
+    monkeypatch.setitem(PEERS, "fake", Fake)
+    monkeypatch.setitem(PEERS, "absent", Absent)
     monkeypatch.setattr("benchmark.peers.process.serve", serve_fake)
 
 
 def serve_fake(*arguments: Any) -> None:
     from benchmark.peers import process
 
-    PEERS["fake"] = f"{__name__}:Fake"
+    PEERS["fake"] = Fake
     process.serve(*arguments)
 
 
@@ -172,7 +172,7 @@ def test_figures_of_handmade_samples() -> None:
         PeerResult("openvino", "lookup", samples=dict(zip(keys, looked_up, strict=True))),
         PeerResult("llamacpp", "plain", failure="not installed"),
     ]
-    found = figures(rows, lambda name: next(iter(peer_class(name).variants)))
+    found = figures(rows, lambda name: next(iter(PEERS[name].variants)))
     naive, plain, lookup = (each for each in found if each)
     assert found[3] is None and naive["tokens_per_second"] == 3.0, "the fastest repeat of each prompt"
     assert naive["tokens_per_second_range"] == [1.5, 3.0] and naive["ratio_to_naive"] == 1.0
@@ -233,7 +233,7 @@ def deliveries(peer: Peer, variant: str, prompt: list[int]) -> list[list[int]]:
 def test_transformers_gives_our_text_in_all_variants(tiny: Path) -> None:
     texts = set()
     for name in ("transformers", "sharesd"):
-        peer = peer_class(name)(small(tiny, dtype="float32"))
+        peer = PEERS[name](small(tiny, dtype="float32"))
         for variant in peer.variants:
             found = deliveries(peer, variant, LOOPING)
             assert len(found) > 1
@@ -244,7 +244,7 @@ def test_transformers_gives_our_text_in_all_variants(tiny: Path) -> None:
 def test_transformers_goes_on_after_end_tokens(tmp_path: Path) -> None:
     from tests.helpers.tiny_models import make_checkpoint  # not above: processes import this file, and no torch with it
 
-    folder, peer = make_checkpoint(tmp_path / "model"), peer_class("transformers")
+    folder, peer = make_checkpoint(tmp_path / "model"), PEERS["transformers"]
     text = deliveries(peer(small(folder, dtype="float32")), "plain", PROMPT)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": text[2][0]}))
     assert deliveries(peer(small(folder, dtype="float32")), "plain", PROMPT) == text
@@ -294,7 +294,7 @@ def stand_in_openvino(monkeypatch: pytest.MonkeyPatch, own_cache: None) -> Modul
 
 
 def test_openvino_is_asked_for_comparable_work(stand_in_openvino: Any, tiny: Path, gguf: str) -> None:
-    peer = peer_class("openvino")(small(tiny, gguf))
+    peer = PEERS["openvino"](small(tiny, gguf))
     for variant in peer.variants:
         assert [*chain.from_iterable(deliveries(peer, variant, PROMPT))] == list(range(12))
         (folder, scheduler, options), (ids, config) = stand_in_openvino.used[-2:]
@@ -304,7 +304,7 @@ def test_openvino_is_asked_for_comparable_work(stand_in_openvino: Any, tiny: Pat
         assert config["ignore_eos"] and not config["do_sample"] and config["max_new_tokens"] == 12
         assert ("prompt_lookup" in options) == ("max_ngram_size" in config) == (variant == "lookup")
     with pytest.raises(ValueError, match="float64"):
-        peer_class("openvino")(small(tiny, gguf, dtype="float64"))
+        PEERS["openvino"](small(tiny, gguf, dtype="float64"))
 
 
 def test_llamacpp_is_asked_for_comparable_work(monkeypatch: pytest.MonkeyPatch, tiny: Path, gguf: str) -> None:
@@ -329,7 +329,7 @@ def test_llamacpp_is_asked_for_comparable_work(monkeypatch: pytest.MonkeyPatch, 
     speculative.LlamaPromptLookupDecoding = lambda num_pred_tokens: ("lookup", num_pred_tokens)
     monkeypatch.setitem(sys.modules, "llama_cpp", library)
     monkeypatch.setitem(sys.modules, "llama_cpp.llama_speculative", speculative)
-    peer = peer_class("llamacpp")(small(tiny, gguf))
+    peer = PEERS["llamacpp"](small(tiny, gguf))
     for variant in peer.variants:
         for _ in range(2):
             assert [*chain.from_iterable(deliveries(peer, variant, PROMPT))] == list(range(12))
@@ -342,6 +342,6 @@ def test_runtimes_say_what_they_need(stand_in_openvino: Any, monkeypatch: Any, t
     monkeypatch.setitem(sys.modules, "llama_cpp", ModuleType("llama_cpp"))
     for name in ("openvino", "llamacpp"):
         with pytest.raises(ValueError, match="--gguf FILE"):
-            peer_class(name)(small(tiny))
+            PEERS[name](small(tiny))
         with pytest.raises(ValueError, match="--device cpu"):
-            peer_class(name)(small(tiny, gguf, device="cuda"))
+            PEERS[name](small(tiny, gguf, device="cuda"))

@@ -14,14 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from benchmark import interleave, timed
+from benchmark import timed
 from benchmark.__main__ import main
 from benchmark.documents import Documents, filler_texts
-from benchmark.interleave import compare_modes
 from benchmark.points import Point, interval_of, remarks_of, sections_of
 from benchmark.questions.records import TurnRecord
 from benchmark.questions.session import measure_turn
-from benchmark.timed import TimesDiffer, check_times
+from benchmark.timed import TimesDiffer, check_times, compare_modes
 from sharesd.config import EngineConfig, Mode
 from sharesd.engine.outputs import Completion, TokenChunk
 from sharesd.engine.stats import Stats
@@ -250,8 +249,7 @@ class Launching:
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Any:
     def use(engine: Launching) -> Launching:
-        for module in (timed, interleave):
-            monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: engine.now))
+        monkeypatch.setattr(timed, "time", SimpleNamespace(perf_counter=lambda: engine.now))
         return engine
 
     return use
@@ -283,7 +281,7 @@ def test_rounds_that_are_counted_twice_are_refused(turn: Callable[..., TurnRecor
 def test_modes_in_turns_are_refused(run: Any) -> None:
     engine = run(Launching(twice=True))
     with pytest.raises(TimesDiffer, match="naive and naive: "):
-        interleave._answers(engine, engine, "naive", [[1]], PARAMS)
+        timed._answers(engine, engine, "naive", [[1]], PARAMS)
 
 
 def test_time_that_nobody_counts_is_refused_on_a_gpu_alone(turn: Callable[..., TurnRecord]) -> None:

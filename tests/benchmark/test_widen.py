@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmark.gpu.shapes import SHAPES, WideShape
 from benchmark.studies import widening
-from benchmark.studies.wide_shapes import SHAPES, WideShape
 from benchmark.studies.widening import GROUP, describe, wide_tensors, widen, widen_head
 from quant.formats.hqq.solver import solve
 from sharesd.config import EngineConfig
