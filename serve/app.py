@@ -13,7 +13,7 @@ from starlette.staticfiles import StaticFiles
 
 from serve.errors import ApiError, of_status
 from serve.middleware import Middleware
-from serve.routes import admin, tokenize
+from serve.routes import admin
 from serve.routes.anthropic import count_tokens, messages
 from serve.routes.chat import chat
 from serve.routes.completions import completions, predict
@@ -28,8 +28,8 @@ POSTS: Handlers = {
     "/v1/responses": responses,
     "/v1/messages": messages,
     "/v1/messages/count_tokens": count_tokens,
-    "/tokenize": tokenize.tokenize,
-    "/detokenize": tokenize.detokenize,
+    "/tokenize": admin.tokenize,
+    "/detokenize": admin.detokenize,
     "/predict": predict,
 }
 GETS: Handlers = {
@@ -39,7 +39,7 @@ GETS: Handlers = {
     "/health": admin.health,
     "/metrics": admin.metrics,
     "/version": admin.version,
-    "/tokenizer_info": tokenize.tokenizer_info,
+    "/tokenizer_info": admin.tokenizer_info,
 }
 HEADS = {"/", "/health"}
 """Paths that support HEAD requests, for monitors."""

@@ -1,4 +1,4 @@
-"""Deployment of replicas with Ray Serve."""
+"""Deployment of replicas with Ray Serve, and the choice of a request's replica."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from ray import serve
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 from starlette.types import Message
 
 from multigpu.ray_cluster import connect, resources_of_replica
-from serve.cluster.ingress import Cluster, ReplicaDied, make_ingress
+from serve.cluster.ingress import Cluster, ReplicaDied, make_ingress, preference
 from serve.cluster.options import NumReplicas, deployment_options
 from serve.cluster.replica import Forwarded, ServeReplica
 from serve.engine_thread import ServedModel
@@ -115,3 +116,27 @@ def _reason(name: str, error: RuntimeError) -> str:
     found = [deployment.message for deployment in application.deployments.values()] if application else []
     lines = [line.strip() for line in "\n".join(filter(None, found)).splitlines() if line.strip()]
     return lines[-1].removeprefix("ValueError: ") if lines else str(error)
+
+
+class ConversationRouter(RequestRouter):
+    """Router to the replica that has the prefix of a conversation.
+
+    If its batch is full, the next by the same order; if all are full, the one with the fewest requests.
+    """
+
+    def initialize_state(self, **kwargs: Any) -> None:
+        self._max_batch: int = kwargs["max_batch"]
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Return replicas in the order in which Ray tries them."""
+        assert pending_request is not None
+        request = pending_request.args[0]
+        conversation = request.conversation or pending_request.metadata.internal_request_id
+        lengths = self.replica_queue_len_cache
+        ordered = sorted(
+            candidate_replicas, key=lambda replica: preference(conversation, replica.replica_id.unique_id), reverse=True
+        )
+        free = [[replica] for replica in ordered if (lengths.get(replica.replica_id) or 0) < self._max_batch]
+        return [*free, ordered]

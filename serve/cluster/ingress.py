@@ -16,9 +16,9 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import Message, Receive, Scope, Send
 
 from serve.app import GETS, POSTS, make_app
-from serve.cluster.metrics_sum import MetricsSum
 from serve.cluster.replica import FACTS, Forwarded
 from serve.errors import ApiError, unavailable
+from serve.metrics import MetricsSum
 from serve.routes import admin
 from serve.routes.answer_blocks import named_event
 from serve.routes.generation import DONE, KEEP_ALIVE, event

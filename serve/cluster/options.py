@@ -44,7 +44,7 @@ def check_options(config: EngineConfig, *, ray: bool, num_replicas: NumReplicas 
 
 def deployment_options(settings: ServerSettings, num_replicas: NumReplicas) -> dict[str, Any]:
     """Return Ray Serve's options; the queue's length scales a range of replicas."""
-    router = "serve.cluster.router.ConversationRouter"
+    router = "serve.cluster.deployment.ConversationRouter"
     options: dict[str, Any] = {
         "max_ongoing_requests": MAX_ONGOING,
         "graceful_shutdown_timeout_s": settings.shutdown_timeout,

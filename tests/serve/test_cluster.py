@@ -17,11 +17,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from multigpu import ray_cluster
 from serve.cluster.ingress import DIED, Cluster, ReplicaDied, conversation_of, make_ingress, preference
-from serve.cluster.metrics_sum import MetricsSum
 from serve.cluster.options import NumReplicas, deployment_options, replicas_type
 from serve.cluster.replica import Forwarded, ServeReplica
 from serve.command import main
-from serve.metrics import Metrics
+from serve.metrics import Metrics, MetricsSum
 from serve.routes.generation import KEEP_ALIVE
 from serve.server_config import ServerSettings
 from tests.helpers.fake_engine import fake_model

@@ -154,7 +154,7 @@ def test_long_texts_hold_up_nobody(server: Served, monkeypatch: pytest.MonkeyPat
         made.append(threading.current_thread().name)
         return JSONResponse(content)
 
-    monkeypatch.setattr("serve.routes.tokenize.JSONResponse", recorded)
+    monkeypatch.setattr("serve.routes.admin.JSONResponse", recorded)
     ids = server.post("/tokenize", prompt="the cat").json()["tokens"]
     server.post("/detokenize", tokens=ids)
     assert len(made) == 2 and all("worker" in name for name in made), "not on the event loop's thread"
