@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sharesd.cli import options
-from sharesd.cli.console import console, loading_bars
+from sharesd.cli.console import loading_bars, print_line
 from sharesd.data.json_lines import read_text, records
 from sharesd.data.prompt_files import read_prompts
 from sharesd.models.hub import resolve_target
@@ -65,11 +65,7 @@ def run(args: argparse.Namespace) -> int:
             texts += _with_beginnings(found)
         tokens = [token for text in texts for token in text]
         build_datastore(tokens, out)
-    console.print(
-        f"{out}: {len(tokens):,} tokens of {len(texts)} texts, {out.stat().st_size / 1e6:.1f} MB",
-        highlight=False,
-        soft_wrap=True,
-    )
+    print_line(f"{out}: {len(tokens):,} tokens of {len(texts)} texts, {out.stat().st_size / 1e6:.1f} MB")
     return 0
 
 

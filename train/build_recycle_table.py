@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sharesd.cli import options
-from sharesd.cli.console import console, loading_bars
+from sharesd.cli.console import loading_bars, print_line
 from sharesd.data.prompt_files import read_prompts
 from sharesd.sampling_params import SamplingParams
 from train.data.target_answers import BATCH, add_prompt_options, answered, check
@@ -71,11 +71,9 @@ def run(args: argparse.Namespace) -> int:
     table.successors = successors
     table.save(out)
     known = int((successors[:, 0] >= 0).sum())
-    console.print(
+    print_line(
         f"{out}: successors of {known:,} tokens of {table.vocab_size:,}, from {len(texts)} answers, "
-        f"{out.stat().st_size / 1e6:.2f} MB",
-        highlight=False,
-        soft_wrap=True,
+        f"{out.stat().st_size / 1e6:.2f} MB"
     )
     return 0
 

@@ -35,13 +35,13 @@ from tests.helpers.tiny_heads import random_head
 from train.__main__ import main
 from train.heads import hidden_state_cache as states
 from train.heads import losses as losses_file
-from train.heads.checkpoint import read_state
 from train.heads.evaluate import Acceptance, acceptance, best_chain
 from train.heads.init_weights import initial_head
 from train.heads.losses import losses
 from train.heads.metrics_log import _picture
 from train.heads.teacher import FrozenTarget
 from train.heads.trainer import Recipe, Trainer
+from train.heads.training_run import read_state
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -24,8 +24,7 @@ from tests.train.test_train_heads import curve, losses_of, train, train_in_two_g
 from train.heads.draft_decoder import initial_draft, save_draft
 from train.heads.evaluate import acceptance
 from train.heads.init_weights import begin_linear, initial_head, most_frequent, with_masks
-from train.heads.losses import losses
-from train.heads.mask_anchors import with_anchors
+from train.heads.losses import losses, with_anchors
 from train.heads.teacher import FrozenTarget
 
 pytestmark = pytest.mark.usefixtures("one_thread")

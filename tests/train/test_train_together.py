@@ -20,7 +20,7 @@ from tests.helpers.paths import ROOT
 from tests.helpers.trained_together import HELD_OUT, RUNS
 from tests.train.test_train_heads import curve, train
 from train.data.packed_dataset import PackedRows, read_split
-from train.heads.checkpoint import read_state
+from train.heads.training_run import read_state
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 pytestmark = [pytest.mark.subprocess, pytest.mark.usefixtures("one_thread")]

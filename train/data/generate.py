@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from multigpu.data_parallel import Numbered, TaskQueue, environments, start
 from multigpu.launcher_replicas import rank_and_world
 from sharesd.cli import options
-from sharesd.cli.console import console, set_up_logging, warn
+from sharesd.cli.console import print_line, set_up_logging, warn
 from sharesd.cli.generate_file import answering
 from sharesd.config import OFFLINE_CHUNK, EngineConfig, Mode
 from sharesd.data.json_lines import records
@@ -144,12 +144,9 @@ def run(args: argparse.Namespace) -> int:
         for what, counts in (("skipped", skipped), ("failed", failed))
         for reason, number in counts.most_common()
     ]
-    console.print(
+    print_line(
         f"{folder}{process}: {len(every)} wanted = {len(after)} written ({len(before)} of them before) "
-        f"+ {skipped.total()} skipped + {failed.total()} failed{''.join(reasons)}{speed}",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
+        f"+ {skipped.total()} skipped + {failed.total()} failed{''.join(reasons)}{speed}"
     )
     return 0
 

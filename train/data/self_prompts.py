@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from multigpu.journal import Journal, keep_settings, read_lines, read_records, with_fields
 from sharesd.cli import options
-from sharesd.cli.console import console, loading_bars
+from sharesd.cli.console import loading_bars, print_line
 from sharesd.config import EngineConfig
 from sharesd.engine.batch_runner import run_conversations
 from sharesd.models.tokenizer import Tokenizer
@@ -86,12 +86,7 @@ def run(args: argparse.Namespace) -> int:
             _sample_prompts(config, params, args.num_prompts, journal)
             _write_kept(out, part)
         part.unlink()
-    console.print(
-        f"{out}: {sum(1 for _ in read_lines(out)):,} distinct prompts of {args.num_prompts:,} sampled",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
-    )
+    print_line(f"{out}: {sum(1 for _ in read_lines(out)):,} distinct prompts of {args.num_prompts:,} sampled")
     return 0
 
 

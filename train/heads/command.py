@@ -12,7 +12,7 @@ import psutil
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from multigpu.launcher_replicas import rank_and_world
-from sharesd.cli.console import console, err_console, loading_bars
+from sharesd.cli.console import err_console, loading_bars, print_line
 from sharesd.cli.parse_types import DTYPES
 from sharesd.drafters import registry
 from sharesd.drafters.selection import best_of
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
         if accelerate_started_one():
             note = "accelerate launch has started one process; without GPUs it starts several with --multi_gpu"
-            err_console.print(note, highlight=False, soft_wrap=True)
+            print_line(note, err_console)
         processes = join(rank, world, args.device) if world > 1 else ALONE
         processes.wait()  # all have found --out-dir empty before one writes there
         STEP_THREADS.fix(args.threads or STEP_THREADS.available)
@@ -124,13 +124,13 @@ def run(args: argparse.Namespace) -> int:
 
         session = TrainingRun(task, recipe, progress, processes)
     if rank == 0:
-        _say(_plan(session))
+        print_line(_plan(session))
         if states is not None:
             _check_states(session, states)
     if args.dry_run:
         sample = _sample(session)
         if rank == 0:
-            _say(sample)
+            print_line(sample)
     else:
         session.begin(out, costs, states)
         _train(session, args.check_every)
@@ -143,7 +143,7 @@ def _check_states(session: TrainingRun, folder: Path) -> None:
 
     stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     sizes = f"{session.states_bytes / 1e9:.2f} GB in {folder}, {stored / 1e9:.2f} GB of them stored already"
-    _say(f"hidden states: {sizes}")
+    print_line(f"hidden states: {sizes}")
     check_room(folder, session.states_bytes - stored)
 
 
@@ -156,13 +156,15 @@ def _train(session: TrainingRun, check_every: int) -> None:
             seconds / costs.of_step(1)
             for seconds in (costs.draft + costs.draft_begin / chain, costs.of_step(1 + chain))
         )
-        _say(f"in plain steps, a draft step costs {draft:.2f} and verifying a chain of {chain} costs {verify:.2f}")
+        print_line(
+            f"in plain steps, a draft step costs {draft:.2f} and verifying a chain of {chain} costs {verify:.2f}"
+        )
     for record in session.journal.records if first else ():
         if "conditional_acceptance" in record:
-            _say(_found(record, total))
+            print_line(_found(record, total))
     if first and session.is_resumed:
         more = "" if trainer.step < total else ", and is finished; more --epochs or --steps continue it"
-        _say(f"the training in {session.out} has {trainer.step} of {total} steps{more}")
+        print_line(f"the training in {session.out} has {trainer.step} of {total} steps{more}")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     bars = Progress(
         *columns, TimeRemainingColumn(), console=err_console, disable=not (first and err_console.is_terminal)
@@ -184,7 +186,7 @@ def _train(session: TrainingRun, check_every: int) -> None:
             if trainer.step % check_every == 0 or trainer.step == total:
                 session.check()
                 if first:
-                    _say(_found(session.journal.records[-1], total))
+                    print_line(_found(session.journal.records[-1], total))
 
 
 def _accepted(session: TrainingRun) -> str:
@@ -227,7 +229,3 @@ def _sample(session: TrainingRun) -> str:
         f"{psutil.Process().memory_info().rss / 1e6:,.0f} MB in all; time: {seconds:.2f} s a step, "
         f"{seconds * session.recipe.steps / 60:.1f} min for {session.recipe.steps} steps, without checkpoints"
     )
-
-
-def _say(text: str) -> None:
-    console.print(text, highlight=False, markup=False, soft_wrap=True)

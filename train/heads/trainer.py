@@ -19,8 +19,7 @@ from sharesd.drafters.parallel.head import Parallel
 from train.data.packed_dataset import PackedRows
 from train.heads.distributed import ALONE, Processes
 from train.heads.draft_decoder import Learner
-from train.heads.losses import Losses, Teacher, losses
-from train.heads.mask_anchors import with_anchors
+from train.heads.losses import Losses, Teacher, losses, with_anchors
 from train.heads.teacher import FrozenTarget, Lesson, num_counted
 
 

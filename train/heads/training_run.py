@@ -1,11 +1,12 @@
-"""Training run: from a folder of answers to a trained head."""
+"""Training run: from a folder of answers to a trained head, with a checkpoint in a new folder at each evaluation."""
 
 from __future__ import annotations
 
 import copy
 import json
+import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from multigpu.journal import settings_of
 from sharesd.config import DType, EngineConfig, Mode
 from sharesd.devices.selection import device_of
 from sharesd.drafters.eagle.head import Eagle, Eagle3
-from sharesd.drafters.heads.checkpoint import load_head, new_head
+from sharesd.drafters.heads.checkpoint import load_head, new_head, save_head
 from sharesd.drafters.heads.config import Kind, mode_of
 from sharesd.models.checkpoint import Progress, content_hash, read_config
 from sharesd.models.decoder import Decoder
@@ -26,12 +27,11 @@ from sharesd.reports import environment
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.cost_model import Costs
-from sharesd_files import atomic_write, files_hash
+from sharesd_files import atomic_files, atomic_path, atomic_write, files_hash
 from train.data.packed_dataset import PackedRows, read_split
 from train.data.shards import SETTINGS, keep_settings, shards_in
-from train.heads.checkpoint import BEST, LAST, STEP, drop_others, link, read_state, write_head, write_state
 from train.heads.distributed import ALONE, Processes
-from train.heads.draft_decoder import DraftDecoder, Learner, initial_draft
+from train.heads.draft_decoder import DraftDecoder, Learner, initial_draft, save_draft
 from train.heads.evaluate import Acceptance, acceptance, best_chain
 from train.heads.hidden_state_cache import StateStore
 from train.heads.init_weights import begin_linear, initial_head, most_frequent, with_masks
@@ -40,6 +40,10 @@ from train.heads.metrics_log import MetricsLog
 from train.heads.teacher import FrozenTarget, Lesson
 from train.heads.trainer import Recipe, Trainer
 
+LAST, BEST, STATE = "last", "best", "training.pt"
+"""Names in a training folder: latest head, best head, training state."""
+STEP = "step-"
+"""Prefix of the names of checkpoint folders."""
 FITTED = 64
 """Maximum rows for the least-squares initialisation."""
 
@@ -362,3 +366,46 @@ class Provenance:
         """Write the file, with the load since the start."""
         self._starts[-1]["environment"] |= environment.load_meter().read()
         atomic_write(self._path, json.dumps(self._starts, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_head(head: Learner, folder: Path) -> None:
+    """Write a head in the public layout, replacing an existing one."""
+    with atomic_files(folder) as fresh:
+        if isinstance(head, DraftDecoder):
+            save_draft(head, fresh)
+        else:
+            save_head(head, fresh)
+
+
+def write_state(state: dict[str, Any], folder: Path) -> None:
+    """Write the result of `Trainer.state`."""
+    with atomic_path(folder / STATE) as fresh:
+        try:
+            torch.save(state, fresh)
+        except RuntimeError as error:  # of a full disk, too
+            raise OSError(f"{folder / STATE} cannot be written ({error}); free some space there") from error
+
+
+def read_state(folder: Path) -> dict[str, Any] | None:
+    """Return the last written state, or None."""
+    path = folder / STATE
+    return torch.load(path, map_location="cpu", weights_only=True) if path.exists() else None
+
+
+def link(out: Path, name: str, step: int) -> Path:
+    """Let a name lead to a checkpoint, atomically; return the name's path."""
+    path, fresh = out / name, out / f".{name}"
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(f"{STEP}{step}")
+    if path.is_dir() and not path.is_symlink():  # a copied run: copies follow links
+        shutil.rmtree(path)
+    return fresh.replace(path)
+
+
+def drop_others(out: Path, steps: Collection[int]) -> None:
+    """Remove other steps' checkpoints, and all states but the last."""
+    for folder in out.glob(f"{STEP}*"):
+        if int(folder.name.removeprefix(STEP)) not in steps:
+            shutil.rmtree(folder)
+        elif folder.name != f"{STEP}{max(steps)}":
+            (folder / STATE).unlink(missing_ok=True)
