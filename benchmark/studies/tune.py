@@ -192,8 +192,8 @@ def settings_here(
 
     Raises ValueError if `keep` names projections of such a mixture.
     """
+    from sharesd.startup.auto_mode import chooses_experts
     from sharesd.startup.resolve import resolve_config
-    from sharesd.startup.stored_drafts import chooses_experts
 
     resolved = resolve_config(config, ("share",), progress=progress)
     start = resolved.config.quant

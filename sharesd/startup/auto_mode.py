@@ -1,10 +1,14 @@
-"""Drafters of mode `auto`: one model drafter if it pays, and tables.
+"""What drafts where nothing was chosen: drafters of mode `auto`, and drafts by the target's own weights.
+
+Mode `auto` has one model drafter if it pays, and tables. Weights of the target add no bytes: upper halves of Q8_0, and
+fewer experts of a mixture.
 
 Chosen before any weights are read; `speculation/draft_policy.py` measures which one drafts in a round.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,18 +17,77 @@ import torch
 from compile.adaptive_threads import STEP_THREADS
 from compile.cpp_extension import prepare
 from compile.op_registry import runs_cpp
+from quant.config import QuantConfig
 from sharesd.config import CompileMode, EngineConfig
 from sharesd.drafters import registry, selection
 from sharesd.drafters.registry import Need, Support
+from sharesd.models.checkpoint import STORED, TARGET_QUANT
 from sharesd.models.decoder import Decoder
 from sharesd.models.decoder_config import UnsupportedArchitecture
 from sharesd.models.loader import native_config
-from sharesd.startup.stored_drafts import fewer_experts, lacks_copies
+from sharesd.startup.conflicts import stored_drafts_obstacle
 from sharesd.weights.backend import backend_for
 from sharesd.weights.memory_estimate import MemoryEstimate
 from sharesd.weights.packing import has_quantized_kernels
 from sharesd.weights.quantize import solver_config
 from sharesd.weights.sizes import quantizer_for
+
+NESTED = QuantConfig(method="nested")
+
+
+def fewer_experts(chosen: int) -> QuantConfig:
+    """Return drafts of a mixture that chooses this many experts for a token."""
+    return QuantConfig(method="stored", experts=min(2, chosen - 1))
+
+
+def with_stored_drafts(config: EngineConfig, modes: Sequence[str], folder: Path, device: torch.device) -> EngineConfig:
+    """Return a config whose drafts add no bytes, if weights run as stored and have upper halves, or are a mixture's.
+
+    Of a mixture drafts read fewer experts, on a GPU whatever its weights. A quantization that was given is kept.
+    """
+    nested = replace(config, quant=NESTED)
+    drafters = selection.active_drafters(nested, *modes)
+    is_given = not config.offload.choose_bits or config.quant != EngineConfig().quant
+    if is_given or not registry.those(drafters, Need.QUANTIZED_TARGET):
+        return config
+    obstacle = stored_drafts_obstacle(nested, drafters, str(device))
+    quant = NESTED if obstacle is None and _is_q8(config, folder) else None
+    if (obstacle is None or lacks_copies(config, device)) and (chosen := chooses_experts(folder, device)) > 1:
+        fewer = fewer_experts(chosen)
+        quant = fewer if quant is None else replace(quant, experts=fewer.experts)
+    if quant is None or stored_drafts_obstacle(replace(config, quant=quant), drafters, str(device)) is not None:
+        return config
+    return replace(config, quant=quant)
+
+
+def lacks_copies(config: EngineConfig, device: torch.device) -> bool:
+    """Return True if no quantized copies of a mixture's experts draft.
+
+    Its weights run as they are stored, or on a GPU, where copies of experts have no kernel.
+    """
+    return config.dequantize is False or device.type == "cuda"
+
+
+def _is_q8(config: EngineConfig, folder: Path) -> bool:
+    """Return True if most weights are Q8_0."""
+    if (folder / TARGET_QUANT).exists():
+        return config.target_quant == "q8_0"
+    if not (folder / STORED).exists():
+        return False
+
+    from sharesd.models.gguf.weights import q8_share  # the package gguf takes time to import
+
+    return q8_share(folder) >= 0.5
+
+
+def chooses_experts(folder: Path, device: torch.device) -> int:
+    """Return the experts of a token; 0 for a model that is not a mixture, or not a native decoder."""
+    try:
+        found = native_config(folder, device).experts
+    except UnsupportedArchitecture:
+        return 0
+    return 0 if found is None else found.num_experts_per_tok
+
 
 PAYS = 1.1
 """Minimum predicted speedup to draft with quantized linears."""

@@ -39,7 +39,7 @@ from sharesd.models.conversion_cache import is_converted
 from sharesd.models.decoder_config import UnsupportedArchitecture
 from sharesd.models.hub import resolve_target
 from sharesd.models.loader import native_config
-from sharesd.startup.auto_mode import AutoDrafters, choose_drafters
+from sharesd.startup.auto_mode import AutoDrafters, choose_drafters, chooses_experts, with_stored_drafts
 from sharesd.startup.conflicts import (
     blocks_obstacle,
     check,
@@ -48,7 +48,6 @@ from sharesd.startup.conflicts import (
     stored_drafts_obstacle,
     target_conflicts,
 )
-from sharesd.startup.stored_drafts import chooses_experts, with_stored_drafts
 from sharesd.startup.streams import SharedDrafts, choose_streams
 from sharesd.weights.backend import backend_for
 from sharesd.weights.draft_heads import find_inner_heads

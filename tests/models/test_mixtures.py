@@ -44,9 +44,8 @@ from sharesd.models.mixture import ExpertMLP
 from sharesd.models.quantized.target import folder_to_quantize
 from sharesd.startup import auto_mode
 from sharesd.startup import resolve as resolve_module
-from sharesd.startup.auto_mode import choose_drafters
+from sharesd.startup.auto_mode import choose_drafters, with_stored_drafts
 from sharesd.startup.resolve import ResolvedConfig, folder_and_config, resolve_config, resolved_conflicts
-from sharesd.startup.stored_drafts import with_stored_drafts
 from sharesd.weights import offload_planner
 from sharesd.weights.backend import CpuBackend
 from sharesd.weights.cuda_backend import CudaBackend
