@@ -36,17 +36,15 @@ def address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
+def declare(kind: Any, names: str) -> list[tuple[str, Any]]:
+    """Return the fields of one type, as C++ declares them in one line: `int64_t B, T, H;`."""
+    return [(name, kind) for name in names.split()]
+
+
 class LinearStruct(Structure):
     """A linear; without a weight: none."""
 
-    _fields_ = [
-        ("bits", c_int64),
-        ("weight", c_void_p),
-        ("bias", c_void_p),
-        ("N", c_int64),
-        ("K", c_int64),
-        ("G", c_int64),
-    ]
+    _fields_ = [("bits", c_int64), *declare(c_void_p, "weight bias"), *declare(c_int64, "N K G")]
 
     @classmethod
     def of(cls, linear: Any) -> LinearStruct:
@@ -80,14 +78,8 @@ class ExpertsStruct(Structure):
     """Experts of a block, and their router."""
 
     _fields_ = [
-        ("count", c_int64),
-        ("per_row", c_int64),
-        ("mlp", c_int64),
-        ("normalised", c_int64),
-        ("shared", c_int64),
-        ("wide", c_int64),
-        ("scale", c_double),
-        ("eps", c_double),
+        *declare(c_int64, "count per_row mlp normalised shared wide"),
+        *declare(c_double, "scale eps"),
         ("bias", c_void_p),
         ("router", LinearStruct),
         ("linears", c_void_p),
@@ -132,7 +124,7 @@ def expert_linears(mlp: Any) -> list[Any]:
 class ConvStruct(Structure):
     """A short convolution of a block."""
 
-    _fields_ = [("width", c_int64), ("weight", c_void_p), ("bias", c_void_p)]
+    _fields_ = [("width", c_int64), *declare(c_void_p, "weight bias")]
 
     @classmethod
     def of(cls, conv: Any) -> ConvStruct:
@@ -147,16 +139,8 @@ class DeltaStruct(Structure):
     """A gated delta rule of a block."""
 
     _fields_ = [
-        ("key_heads", c_int64),
-        ("value_heads", c_int64),
-        ("key_size", c_int64),
-        ("value_size", c_int64),
-        ("tiled", c_int64),
-        ("width", c_int64),
-        ("kernel", c_void_p),
-        ("decay", c_void_p),
-        ("dt_bias", c_void_p),
-        ("norm", c_void_p),
+        *declare(c_int64, "key_heads value_heads key_size value_size tiled width"),
+        *declare(c_void_p, "kernel decay dt_bias norm"),
     ]
 
     @classmethod
@@ -179,20 +163,12 @@ class BlockStruct(Structure):
     """A block of a decoder."""
 
     _fields_ = [
-        ("attn_norm", NormStruct),
-        ("q_norm", NormStruct),
-        ("k_norm", NormStruct),
-        ("attn_out_norm", NormStruct),
-        ("mlp_norm", NormStruct),
-        ("mlp_out_norm", NormStruct),
+        *declare(NormStruct, "attn_norm q_norm k_norm attn_out_norm mlp_norm mlp_out_norm"),
         ("linears", LinearStruct * 4 * 2),
-        ("window", c_int64),
-        ("rope", c_int64),
-        ("query_factors", c_void_p),
-        ("sinks", c_void_p),
+        *declare(c_int64, "window rope"),
+        *declare(c_void_p, "query_factors sinks"),
         ("experts", c_void_p * 2),
-        ("conv", c_void_p),
-        ("delta", c_void_p),
+        *declare(c_void_p, "conv delta"),
     ]
 
     @classmethod
@@ -249,7 +225,7 @@ def has_experts(block: Any) -> bool:
 class TreeMask(Structure):
     """Mask of a draft tree; empty: a chain."""
 
-    _fields_ = [("depth", c_void_p), ("path", c_void_p), ("P", c_int64)]
+    _fields_ = [*declare(c_void_p, "depth path"), ("P", c_int64)]
 
     @classmethod
     def of(cls, mask: TreeAttentionMask | None) -> TreeMask:
@@ -262,37 +238,17 @@ class StepStruct(Structure):
     _fields_ = [
         ("blocks", c_void_p),
         ("num_blocks", c_int64),
-        ("kv", c_void_p),
-        ("angles", c_void_p),
-        ("num_ropes", c_int64),
-        ("positions", c_int64),
-        ("lengths", c_void_p),
-        ("x", c_void_p),
+        *declare(c_void_p, "kv angles"),
+        *declare(c_int64, "num_ropes positions"),
+        *declare(c_void_p, "lengths x"),
         ("norm", NormStruct),
-        ("B", c_int64),
-        ("T", c_int64),
-        ("H", c_int64),
-        ("K", c_int64),
-        ("S", c_int64),
-        ("d", c_int64),
-        ("r", c_int64),
-        ("D", c_int64),
-        ("mlp", c_int64),
-        ("activation", c_int64),
-        ("quantized", c_int64),
-        ("threads", c_int64),
-        ("recent", c_int64),
+        *declare(c_int64, "B T H K S d r D mlp activation quantized threads recent"),
         ("tree", TreeMask),
         ("features", c_void_p),
         ("num_taps", c_int64),
-        ("taps", c_void_p),
-        ("lost", c_void_p),
-        ("join", c_void_p),
-        ("q8", c_int64),
-        ("ring", c_int64),
-        ("gates", c_int64),
-        ("held", c_void_p),
-        ("certain", c_void_p),
+        *declare(c_void_p, "taps lost join"),
+        *declare(c_int64, "q8 ring gates"),
+        *declare(c_void_p, "held certain"),
         ("ahead", c_int64),
     ]
 
@@ -301,18 +257,11 @@ class CrossAttentionStruct(Structure):
     """Cross attention of a head to a layer of the target."""
 
     _fields_ = [
-        ("q", LinearStruct),
-        ("o", LinearStruct),
+        *declare(LinearStruct, "q o"),
         ("q_norm", NormStruct),
-        ("k", c_void_p),
-        ("v", c_void_p),
-        ("cos", c_void_p),
-        ("sin", c_void_p),
-        ("positions", c_int64),
-        ("r", c_int64),
-        ("window", c_int64),
-        ("scale", c_double),
-        ("eps", c_double),
+        *declare(c_void_p, "k v cos sin"),
+        *declare(c_int64, "positions r window"),
+        *declare(c_double, "scale eps"),
     ]
 
     @classmethod
@@ -343,33 +292,21 @@ class HeadStep(Structure):
         ("tokens", c_void_p),
         ("token_pitch", c_int64),
         ("embed", c_void_p),
-        ("vocab", c_int64),
-        ("reads", c_int64),
-        ("ends", c_void_p),
-        ("features", c_void_p),
+        *declare(c_int64, "vocab reads"),
+        *declare(c_void_p, "ends features"),
         ("num_kept", c_int64),
-        ("mask_embeds", c_void_p),
-        ("mask_states", c_void_p),
-        ("states", c_void_p),
+        *declare(c_void_p, "mask_embeds mask_states states"),
         ("P", c_int64),
-        ("fuse", LinearStruct),
-        ("mix", LinearStruct),
-        ("lm_head", LinearStruct),
+        *declare(LinearStruct, "fuse mix lm_head"),
         ("features_norm", NormStruct),
         ("normed_parts", c_int64),
-        ("embed_norm", NormStruct),
-        ("state_norm", NormStruct),
-        ("normed", c_int64),
-        ("norms_states", c_int64),
+        *declare(NormStruct, "embed_norm state_norm"),
+        *declare(c_int64, "normed norms_states"),
         ("cross_attentions", c_void_p),
         ("num_cross_attentions", c_int64),
         ("cross_norm", NormStruct),
         ("seen", c_void_p),
-        ("H", c_int64),
-        ("K", c_int64),
-        ("S", c_int64),
-        ("d", c_int64),
-        ("q8", c_int64),
+        *declare(c_int64, "H K S d q8"),
         ("logits", c_void_p),
     ]
 
