@@ -139,7 +139,7 @@ class OutputProcessor:
         took = ended - started
         STEP_THREADS.record_round(took, policy.expected(tree))
         if batch.variant.records_rounds:
-            # Draft time that is not part of the step's: of a mixture on a GPU, tables' waits and the model's draft.
+            # Draft time that is not part of the step's: of a hybrid on a GPU, tables' waits and the model's draft.
             apart_s = draft_s if waits is None else waits.query + draft_s * (tree.record.model_marks is not None)
             step_s, progress = (
                 max(verify_s, took - apart_s),

@@ -1,6 +1,6 @@
 """Prefill of prompts into a KV cache, in pieces.
 
-Legend: B rows, T tokens of a chunk, R tokens whose logits are returned, V vocabulary.
+Legend: B rows, T tokens of a piece, R tokens whose logits are returned, V vocabulary.
 """
 
 from __future__ import annotations

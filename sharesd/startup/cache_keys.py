@@ -38,7 +38,7 @@ def costs_file(
     streamed: OffloadedBlocks | None,
     folders: Sequence[Path] = (),
 ) -> JsonCache:
-    """Return the cache of costs of a mode's rounds, which mixtures of the same drafters share.
+    """Return the cache of costs of a mode's rounds, which hybrids of the same drafters share.
 
     `folders`: checkpoints of second model and heads.
     """
