@@ -166,34 +166,25 @@ class LinearQuantizer:
         )
 
 
-def quantize_linears(model: nn.Module, config: QuantConfig, switch: Switch, **options: Any) -> QuantReport:
-    """Replace each linear to quantize by a `SwitchLinear`.
+def quantize_linears(
+    model: nn.Module, config: QuantConfig, switch: Switch | None = None, **options: Any
+) -> QuantReport:
+    """Replace each linear to quantize by a `SwitchLinear`, or without a switch by its quantized linear.
 
     Target and drafter run skipped linears at full precision. Options and errors are those of `LinearQuantizer`. If
     planning fails, the model is unchanged.
     """
-    return _quantize_all(LinearQuantizer(model, config, switch, **options))
-
-
-def replace_with_quantized(model: nn.Module, config: QuantConfig, **options: Any) -> QuantReport:
-    """Replace each linear to quantize by its quantized linear.
-
-    Options and errors: see `quantize_linears`.
-    """
-    return _quantize_all(LinearQuantizer(model, config, **options))
+    quantizer = LinearQuantizer(model, config, switch, **options)
+    for layer in quantizer.layers():
+        quantizer.quantize(layer)
+    return quantizer.report()
 
 
 def quantized_copy(model: nn.Module, config: QuantConfig, **options: Any) -> tuple[nn.Module, QuantReport]:
     """Return a copy with quantized linears; all other weights are shared."""
     shared = {id(tensor): tensor for tensor in itertools.chain(model.parameters(), model.buffers())}
     twin = copy.deepcopy(model, memo=dict(shared))
-    return twin, replace_with_quantized(twin, config, **options)
-
-
-def _quantize_all(quantizer: LinearQuantizer) -> QuantReport:
-    for layer in quantizer.layers():
-        quantizer.quantize(layer)
-    return quantizer.report()
+    return twin, quantize_linears(twin, config, **options)
 
 
 def _plan(model: nn.Module, config: QuantConfig, head_name: str, layer_of: LayerOf) -> list[QuantTask]:

@@ -19,7 +19,6 @@ from quant.quantize_model import (
     LinearQuantizer,
     QuantReport,
     quantize_linears,
-    replace_with_quantized,
 )
 from quant.quantized_weight import QuantizedWeight
 from quant.solved_linears import PackFn, SolverConfig
@@ -59,8 +58,6 @@ class ModelQuantizer:
     def whole(self, model: CausalModel, switch: Switch | None = None) -> QuantReport:
         """Quantize in place; a switch keeps full-precision linears as well."""
         assert isinstance(model, nn.Module)
-        if switch is None:
-            return replace_with_quantized(model, self._config, **self._of_model(model))
         return quantize_linears(model, self._config, switch, **self._of_model(model, switch))
 
     def head(self, head: Head, config: QuantConfig, folder: Path) -> QuantReport:
@@ -72,7 +69,7 @@ class ModelQuantizer:
         if solved.identity is not None and self._folder is not None:  # a head may read the target's LM head
             solved = replace(solved, identity=f"{solved.identity} {identity(self._folder)}")
         options = self._options(config, solved)
-        return replace_with_quantized(head, config, **options, head_name="lm_head", layer_of=lambda _: 0)
+        return quantize_linears(head, config, **options, head_name="lm_head", layer_of=lambda _: 0)
 
     def _of_model(self, model: CausalModel, switch: Switch | None = None) -> dict[str, Any]:
         assert isinstance(model, nn.Module)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from quant.config import QuantConfig
 from quant.formats import DEFAULT, FORMATS, QuantFormat, load
 from quant.formats.hqq.solver import solve
-from quant.quantize_model import replace_with_quantized
+from quant.quantize_model import quantize_linears
 from quant.switch_linear import QuantizedLinear
 from sharesd.speculation.draft_scorer import quantization_logit_noise
 from sharesd.weights.packing import pack_for_cpu
@@ -85,7 +85,7 @@ def test_a_new_format_needs_nothing_else(monkeypatch: pytest.MonkeyPatch) -> Non
     model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(64, 32)]), "head": nn.Linear(32, 64)})
     want = SignLinear(model["layers"][0].weight, model["layers"][0].bias)
     layer_of = {"layers.0": 0}.get
-    report = replace_with_quantized(model, config, head_name="head", layer_of=layer_of)
+    report = quantize_linears(model, config, head_name="head", layer_of=layer_of)
     x = torch.randn(3, 64)
     assert torch.equal(model["layers"][0](x), want(x)) and isinstance(model["head"], SignLinear)
     assert report.quantized_bytes == sign.nbytes(32, 64, 1, 64) + sign.nbytes(64, 32, 1, 64)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quant.config import QuantConfig, parse_quant
 from quant.formats.hqq.linears import ReferenceLinear
-from quant.quantize_model import LinearQuantizer, SolverConfig, quantize_linears, quantized_copy, replace_with_quantized
+from quant.quantize_model import LinearQuantizer, SolverConfig, quantize_linears, quantized_copy
 from quant.quantized_weight import QuantizedWeight
 from quant.switch_linear import QuantizedLinear, Switch
 from quant.weight_cache import content_key
@@ -103,7 +103,7 @@ def test_make_low_and_quantized_copy_equal_the_switched_model() -> None:
     with switch.quantized_weights():
         low = switched(tokens)
     assert torch.equal(twin(tokens), low) and not torch.equal(low, full)
-    replace_with_quantized(model, QuantConfig(), head_name="head", layer_of=layer_of)
+    quantize_linears(model, QuantConfig(), head_name="head", layer_of=layer_of)
     assert torch.equal(model(tokens), low)
     assert sum(isinstance(module, QuantizedLinear) for module in model.modules()) == 9
 

@@ -123,7 +123,7 @@ def test_a_head_that_does_not_fit_is_refused_before_the_target_is_read(
 def test_kept_codes_of_a_head_are_those_of_one_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Since a head may quantize rows of its target's LM head."""
     head, one, two = (make_checkpoint(tmp_path / name) for name in ("head", "one", "two"))
-    monkeypatch.setattr(quantize, "replace_with_quantized", quantized := Mock())
+    monkeypatch.setattr(quantize, "quantize_linears", quantized := Mock())
     options: dict[str, Any] = {
         "device": torch.device("cpu"),
         "build": lambda *args: None,
