@@ -27,18 +27,11 @@ class Eagle(FeatureHead):
     HAS_TARGET_WIDTH = True
 
     def __init__(
-        self,
-        config: HeadConfig,
-        target: Decoder,
-        *,
-        ids_K: Tensor | None = None,
-        own_embed: bool = False,
-        own_lm_head: bool = False,
-        fc_bias: bool = True,
+        self, config: HeadConfig, target: Decoder, *, own_lm_head: bool = False, fc_bias: bool = True, **options: Any
     ) -> None:
-        """`ids_K`: see `Head`; `own_lm_head`: see `add_lm_head`."""
+        """`own_lm_head`: see `add_lm_head`; `options` are those of `Head`."""
         D = config.block.hidden_size
-        super().__init__(config, target, inputs=D, ids_K=ids_K, own_embed=own_embed)
+        super().__init__(config, target, inputs=D, **options)
         self.fc = empty_linear(2 * D, D, bias=fc_bias, **self.place)
         self.add_lm_head(own_lm_head)
 
@@ -72,19 +65,11 @@ class Eagle3(FeatureHead):
     READS_DEPTHS = True
     BLOCK_NAME = "midlayer"
 
-    def __init__(
-        self,
-        config: HeadConfig,
-        target: Decoder,
-        *,
-        ids_K: Tensor | None = None,
-        own_embed: bool = False,
-        fc_bias: bool = False,
-    ) -> None:
-        """`ids_K`: see `Head`."""
+    def __init__(self, config: HeadConfig, target: Decoder, *, fc_bias: bool = False, **options: Any) -> None:
+        """`options` are those of `Head`."""
         c = config.block
         D, F = c.hidden_size, len(config.taps) * config.target_hidden_size
-        super().__init__(config, target, inputs=2 * D, ids_K=ids_K, own_embed=own_embed)
+        super().__init__(config, target, inputs=2 * D, **options)
         self.upper = nn.ModuleList(Block(c, layer, **self.place) for layer in c.layer_types[1:])
         has_fc = config.taps != (target.normed_depth,)
         self.fc = empty_linear(F, D, bias=fc_bias, **self.place) if has_fc else nn.Identity()

@@ -131,17 +131,9 @@ class Glide(Head):
         yield "layers.0.cross_attention_layernorm.weight", self.block.cross_norm.weight.data
         yield "norm.weight", self.norm.weight.data
 
-    def __init__(
-        self,
-        config: HeadConfig,
-        target: Decoder,
-        *,
-        ids_K: Tensor | None = None,
-        own_embed: bool = False,
-        own_lm_head: bool = False,
-    ) -> None:
-        """`ids_K`: see `Head`; `own_lm_head`: see `add_lm_head`."""
-        super().__init__(config, target, ids_K=ids_K, own_embed=own_embed)
+    def __init__(self, config: HeadConfig, target: Decoder, *, own_lm_head: bool = False, **options: Any) -> None:
+        """`own_lm_head`: see `add_lm_head`; `options` are those of `Head`."""
+        super().__init__(config, target, **options)
         c = config.block
         self.block = GlideBlock(config, target, **self.place)
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps, False, **self.place)

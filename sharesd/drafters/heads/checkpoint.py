@@ -88,22 +88,13 @@ def _empty_head(folder: Path, target: Decoder) -> tuple[Head, list[tuple[str, st
     return head, [(stored_name, name, tensor) for name, (stored_name, tensor) in tensors.items()]
 
 
-def new_head(
-    config: HeadConfig,
-    target: Decoder,
-    *,
-    ids_K: Tensor | None = None,
-    own_embed: bool = False,
-    own_lm_head: bool = False,
-    fc_bias: bool | None = None,
-) -> Head:
-    """Return a head without values; ignore options its kind lacks."""
+def new_head(config: HeadConfig, target: Decoder, *, ids_K: Tensor | None = None, **options: bool) -> Head:
+    """Return a head without values; of `own_embed` and `Head.OPTIONS`, ignore what its kind lacks."""
     if ids_K is not None:
         ids_K = ids_K.to(target.get_buffer("cos_0").device)
     cls = head_class(config.kind)
-    given = {"own_lm_head": own_lm_head, **({} if fc_bias is None else {"fc_bias": fc_bias})}
-    options = {name: value for name, value in given.items() if name in cls.OPTIONS}
-    head: Head = cls(config, target, ids_K=ids_K, own_embed=own_embed, **options)
+    known = {name: value for name, value in options.items() if name in cls.OPTIONS | {"own_embed"}}
+    head: Head = cls(config, target, ids_K=ids_K, **known)
     return head
 
 

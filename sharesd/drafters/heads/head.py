@@ -78,7 +78,9 @@ class Head(nn.Module):
     compiled: CompiledMethods | None = None
     """Methods compiled by Inductor, set by compilation."""
 
-    def __init__(self, config: HeadConfig, target: Decoder, *, ids_K: Tensor | None, own_embed: bool) -> None:
+    def __init__(
+        self, config: HeadConfig, target: Decoder, *, ids_K: Tensor | None = None, own_embed: bool = False
+    ) -> None:
         """`ids_K`: the target's ids of the draft tokens; None: all."""
         super().__init__()
         self.config = config
