@@ -113,7 +113,7 @@ class Policy:
         self._given_up: float | None = None  # value of what the coming round is tried instead of
         self._rest: tuple[object, int] = None, 0  # until when plain steps are faster
         self._options: tuple[object, int, list[_Option]] = None, 0, []  # until an estimate moves
-        self._min_score: tuple[object, int, float] = None, 0, 0.0  # so, too
+        self._min_score: tuple[object, int, float] = None, 0, 0.0  # likewise
         self.scorer: DraftScorer | None = None
         """Scorer of a model's coming draft, if it may end early."""
         self.reasons: dict[str, str] = {}
@@ -476,7 +476,7 @@ class Policy:
             tokens, seconds = self._done
             took = self.expected(tree) + self.gate.seconds * decision.has_queried
             self._done = RATE_DECAY * tokens + progress, RATE_DECAY * seconds + took
-            self._purse = min(PURSE[1], max(-DEBT, self._purse) + EXPLORED * progress)  # a stall ends no trials
+            self._purse = min(PURSE[1], max(-DEBT, self._purse) + EXPLORED * progress)  # one stall must not end trials
             if decision.given_up is not None:  # paid for with what it cost, since first steps may take twice as long
                 self._purse -= decision.given_up - progress + self.rate * (draft_s + step_s) / live.drift
 
