@@ -136,6 +136,8 @@ class Service:
         match event:
             case Ready(model):
                 self.model = _with_formats(model, self.settings)
+                if model.num_rows is not None:
+                    self.settings = replace(self.settings, max_batch=model.num_rows)
                 self.metrics.loaded(model)
             case Added(choices, error):
                 call = self.owners.get(choices[0])

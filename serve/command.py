@@ -30,6 +30,7 @@ from sharesd.cli.options import (
 from sharesd.cli.parse_types import SIZES, size
 from sharesd.cli.startup import load_llm, warm_up
 from sharesd.config import EngineConfig, Mode
+from sharesd.field_types import DefaultLimit
 from sharesd.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ def model_of(llm: LLM) -> ServedModel:
         kernels=llm.runtime.config.kernels if llm.runtime.device.type == "cuda" else "cpu",
         kv_bytes=cache.nbytes - state_bytes,
         state_bytes=state_bytes,
+        num_rows=cache.batch,
     )
 
 
@@ -102,7 +104,9 @@ def make_parser(prog: str = PROG) -> Parser:
     group = parser.add_argument_group("server")
     group.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all")
     group.add_argument("--port", type=_port, default=8000, help="0: any free port")
-    group.add_argument("--max-batch", type=_count, default=8, metavar="N", help="maximum answers decoded in one batch")
+    group.add_argument(
+        "--max-batch", type=_count, default=DefaultLimit(8), metavar="N", help="maximum answers decoded in one batch"
+    )
     group.add_argument("--max-queue", type=_count, default=64, metavar="N", help="maximum answers that wait")
     group.add_argument(
         "--prefill-chunk",

@@ -46,6 +46,8 @@ class ServedModel:
     """Bytes of the cache's keys and values, of all rows."""
     state_bytes: int = 0
     """Bytes that recurrent layers keep of all rows; without copies of earlier states."""
+    num_rows: int | None = None
+    """Answers decoded in one batch; None: as many as the settings say."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from sharesd.config import OFFLINE_CHUNK, EngineConfig, Mode
 from sharesd.data.chat_messages import EXAMPLE, for_template
 from sharesd.drafters import registry
 from sharesd.engine.outputs import Completion, TokenChunk
-from sharesd.field_types import as_list, converted, plain, shown, typed
+from sharesd.field_types import DefaultLimit, as_list, converted, plain, shown, typed
 from sharesd.models.chat_prompt import encode_chat
 from sharesd.models.tokenizer import Tokenizer
 from sharesd.runtime import Runtime
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 DEFAULT_MODE: Mode = "auto"
 """Mode of an LLM without `mode` and `modes`."""
-MAX_BATCH = 8
+MAX_BATCH = DefaultLimit(8)
 """Prompts that an LLM decodes together, as the server does."""
 
 Prompt = str | Sequence[int]
@@ -59,7 +59,8 @@ class LLM:
 
         `max_batch` is 8 here: a list of prompts is decoded eight at a time, a single prompt is not slower on a CPU,
         and eight rows cost only the memory of the KV cache (1.4 GB for the embedded model with all of its 8,192
-        tokens, 0.4 GB with max_context=2048).
+        tokens, 0.4 GB with max_context=2048). Without `max_batch` there are fewer rows if recurrent layers would keep
+        too much of eight.
 
         Raises:
             ValueError: options that cannot be honoured, with the remedy.

@@ -153,6 +153,7 @@ class Runtime:
         self.target, self.streamed = model.target, model.streamed
         self.weight_bytes = loader.weight_bytes
         self.max_context, self.context_reason = loader.context
+        self.rows_reason = resolved.rows_reason
         self.cache, self.step = model.cache, model.step
 
     def warm_up(

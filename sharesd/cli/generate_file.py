@@ -39,6 +39,7 @@ from sharesd.data.chat_messages import text_of
 from sharesd.data.json_lines import checked, each_record, finite, text_lines
 from sharesd.data.prompt_files import conversation_in_parts, read_each
 from sharesd.engine.batch_runner import run_conversations
+from sharesd.field_types import DefaultLimit
 from sharesd.models.checkpoint import Progress, silent
 from sharesd.sampling_params import SamplingParams, cut_by_context
 
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from sharesd.engine.request import Request
 
 FLAG = "--out"
-MAX_BATCH = 8
+MAX_BATCH = DefaultLimit(8)
 MAX_NAMED = 10
 """Max failed prompts named on the terminal; the file has all."""
 WARNING = "warning"

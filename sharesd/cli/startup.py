@@ -56,6 +56,9 @@ def _chosen(runtime: Runtime) -> str:
     parts = [] if runtime.auto is None else [str(runtime.auto)]
     if runtime.config.max_context == "auto" and (parts or runtime.max_context < runtime.target.max_context):
         parts.append(f"context of {runtime.max_context:,} tokens: {runtime.context_reason}")
+    if runtime.rows_reason:
+        rows = runtime.cache.batch
+        parts.append(f"{rows} row{'s' * (rows > 1)} decoded together: {runtime.rows_reason}")
     return "; ".join(parts)
 
 

@@ -17,9 +17,10 @@ from compile.attention import warn_unknown_flash
 from compile.cpp_extension import obstacle as cpu_kernels_obstacle
 from compile.cpp_extension import set_compiler_caches
 from compile.op_registry import runs_cpp, runs_triton
-from offload.plan import DoesNotFit
+from offload.plan import DoesNotFit, show_bytes
 from quant.config import QuantConfig
 from sharesd.config import CompileMode, EngineConfig, Mode
+from sharesd.devices.host_memory import free_memory
 from sharesd.devices.selection import (
     device_of,
     dtype_of,
@@ -52,7 +53,7 @@ from sharesd.startup.streams import SharedDrafts, choose_streams
 from sharesd.weights.backend import backend_for
 from sharesd.weights.draft_heads import find_inner_heads
 from sharesd.weights.offload_planner import Offloading, plan_for
-from sharesd.weights.sizes import experts_obstacle, kv_slots
+from sharesd.weights.sizes import experts_obstacle, kv_slots, state_bytes
 from sharesd_files import clean_cache
 
 if TYPE_CHECKING:
@@ -154,6 +155,8 @@ def _obstacle(config: EngineConfig, device: torch.device) -> str | None:
     return None if option is None else f"{option} yet"
 
 
+STATE_SHARE = 0.25
+"""Maximum share of the memory next to the weights that states of recurrent layers take by default."""
 TREE_TOP, TREE_DEPTH = 3, 6
 """Default branching and maximum levels of draft trees.
 
@@ -191,6 +194,8 @@ class ResolvedConfig:
     """True if the caller offloads blocks itself."""
     in_memory: bool = False
     """True if tensors replace the checkpoint's files."""
+    rows_reason: str = ""
+    """Why fewer rows are decoded together than by default; "" if they are not."""
     experts: int = 0
     """Experts that each token goes through; 0: the target is not a mixture that runs natively."""
 
@@ -343,6 +348,7 @@ class _Resolver:
             kernels = choose_kernels(config.kernels, self.device, dtype, config.compile)
             config = with_head_quant(config)
         auto = None
+        config, rows_reason = self._with_rows(config, folder, dtype)
         self._check_target(folder, config, has_triton=kernels.triton)
         inside = find_inner_heads(folder, config, self._modes, self.device, in_memory=self._in_memory)
         config = replace(config, inner_heads=inside)
@@ -394,6 +400,7 @@ class _Resolver:
             pipeline=pipeline,
             has_block_source=self._has_block_source,
             in_memory=self._in_memory,
+            rows_reason=rows_reason,
             experts=chooses_experts(folder, device),
         )
         check(resolved_conflicts(resolved))
@@ -417,6 +424,28 @@ class _Resolver:
                 warn_unknown_flash()
             use(device)
         return device
+
+    def _with_rows(self, config: EngineConfig, folder: Path, dtype: torch.dtype) -> tuple[EngineConfig, str]:
+        """Lower a default `max_batch`, where states of recurrent layers are large; also return the reason, or "".
+
+        Weights that do not fit are offloaded, and caches then get a quarter of the memory.
+        """
+        if not isinstance(config.max_batch, DefaultLimit) or self.device.type != "cpu":
+            return config, ""
+        try:
+            state = state_bytes(native_config(folder, self.device), dtype)
+        except UnsupportedArchitecture:
+            return config, ""
+        if not state:
+            return config, ""
+        free = min(free_memory(), config.offload.host_memory or free_memory())
+        weights = 0 if self._in_memory else sum(file.stat().st_size for file in weight_files(folder))
+        weights = weights * dtype.itemsize // 2 if config.dequantize else weights
+        rows = int(STATE_SHARE * max(free - weights, free // 4) / state)
+        if rows >= config.max_batch:
+            return config, ""
+        reason = f"recurrent layers keep {show_bytes(state)} of each; --max-batch N sets another number"
+        return replace(config, max_batch=DefaultLimit(max(rows, 1))), reason
 
     def _check_target(self, folder: Path, config: EngineConfig, *, has_triton: bool) -> None:
         top, depth, _ = config.explicit_tree or (TREE_TOP, TREE_DEPTH, 0)

@@ -96,9 +96,11 @@ def choose_context(
                 config.max_context,
                 own,
             )
-        if device.type == "cuda" and not planned:
-            per_row, fixed, _ = per_token()
-            _require_room(tokens, rows, per_row, device, fixed)
+        if not planned:
+            per_row, fixed, state = per_token()
+            if device.type == "cuda":
+                _require_room(tokens, rows, per_row, device, fixed)
+            _require_room_for_states(rows, state, max(0, _free(device) - mapped_bytes))
         return Context(tokens, "the model's own limit" if cut else "as given")
     max_context, reason = own, "the model's own limit"
     reads_all = not isinstance(target, Decoder) or not reads_live_slots(
@@ -111,6 +113,7 @@ def choose_context(
     if planned:
         return Context(max_context, reason)
     free, (per_row, fixed, state) = max(0, _free(device) - mapped_bytes), per_token()
+    _require_room_for_states(rows, state, free)
     holds = max(0, int((SHARE_OF_FREE * free - rows * state) / (rows * per_row + fixed)))
     for_rows = f"for {rows} rows" if rows > 1 else "for a row"
     if holds < MIN_CONTEXT:
@@ -135,6 +138,17 @@ def _require_room(tokens: int, rows: int, per_row: float, device: torch.device, 
     raise ValueError(
         f"KV caches of {rows} rows of {tokens} tokens need {show_bytes(tokens * per_token)} and {device} has "
         f"{show_bytes(free)} free; use {' or '.join(fits) or 'a smaller model'}, or end what else runs there"
+    )
+
+
+def _require_room_for_states(rows: int, state: int, free: int) -> None:
+    """Raise ValueError if states of recurrent layers, of `state` bytes a row, need more than the free memory."""
+    if rows * state <= free:
+        return
+    fits = f"use --max-batch {free // state}" if free >= state else "use a smaller model"
+    raise ValueError(
+        f"recurrent layers keep {show_bytes(state)} of each of {rows} rows and {show_bytes(free)} is free; {fits}, or "
+        "end what else uses memory"
     )
 
 

@@ -178,6 +178,14 @@ def kv_bytes(decoder: Decoder, config: EngineConfig, slots: int) -> list[int]:
     return [state if width else attention for width in c.conv_widths]
 
 
+def state_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
+    """Return the bytes that recurrent layers keep of a row whose text is longer than their rings; 0: there are none."""
+    recurrent = recurrent_sizes(config)
+    if recurrent is None:
+        return 0
+    return sum(width > 0 for width in config.conv_widths) * recurrent.nbytes(recurrent.ring, dtype)
+
+
 def expanded_bytes(decoder: Decoder, config: EngineConfig, slots: int, *, on_gpu: bool) -> int:
     """Return bytes of a layer's row that prompts expand on a GPU."""
     c, dtype = decoder.config, decoder.embed.weight.dtype

@@ -61,6 +61,17 @@ def test_states_of_recurrent_layers_are_those_of_rows_whatever_their_length(monk
         choose(monkeypatch, 2 * 2 * state, batch=3, model=model)
 
 
+def test_states_that_free_memory_does_not_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "head_dim": 16}
+    model = tiny_decoder(2, model_type="qwen3_5_text", linear_value_head_dim=16, full_attention_interval=2, **sizes)
+    recurrent = model.new_cache(1, 1024).recurrent
+    assert recurrent is not None
+    for given in ("auto", 64):
+        told = r"recurrent layers keep .* of each of 5 rows and .* is free; use --max-batch 3, or end"
+        with pytest.raises(ValueError, match=told):
+            choose(monkeypatch, 4 * recurrent.row_bytes - 1, batch=5, given=given, model=model)
+
+
 def test_what_is_given_is_taken_up_to_the_models_own_limit_and_memory_is_not_asked(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

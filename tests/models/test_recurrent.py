@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,13 @@ from compile.block_linear import BlockLinear
 from quant.config import QuantConfig
 from serve.command import model_of
 from sharesd import LLM, OffloadConfig, SamplingParams
+from sharesd.cli.startup import load_llm
 from sharesd.config import EngineConfig, PipelineConfig
 from sharesd.drafters.heads.checkpoint import load_head
 from sharesd.engine.prompt_cache import PromptCache
 from sharesd.kvcache import recurrent
 from sharesd.kvcache.static import StaticKVCache
+from sharesd.llm import MAX_BATCH
 from sharesd.models import prefill
 from sharesd.models.architectures import config_from_hf
 from sharesd.models.base import CausalModel
@@ -40,17 +43,18 @@ from sharesd.models.gguf.reader import GGUFFile, read_gguf
 from sharesd.models.gguf.weights import names_of
 from sharesd.models.loader import decoder_config, load_decoder, native_config
 from sharesd.models.recurrent_layers import ConvKernel, GatedDeltaNet
+from sharesd.startup import resolve
 from sharesd.startup.resolve import resolve_config
 from sharesd.weights.backend import CpuBackend
 from sharesd.weights.memory_estimate import MemoryEstimate
-from sharesd.weights.sizes import kv_bytes
+from sharesd.weights.sizes import kv_bytes, state_bytes
 from tests.helpers.compiled import compiled
 from tests.helpers.gguf_files import write_delta_gguf, write_gguf
 from tests.helpers.oracle import logits_of, tiny_decoder
 from tests.helpers.random_rounds import Rows, run_rounds
 from tests.helpers.same_texts import require_same_texts
 from tests.helpers.tiny_heads import make_head
-from tests.helpers.tiny_models import make_conv_model, make_delta_model
+from tests.helpers.tiny_models import make_checkpoint, make_conv_model, make_delta_model
 from tests.models.folders import edit_config, edit_tensors, leave_out, put
 from tests.models.test_mixtures import merge_experts
 from train.heads.draft_decoder import initial_draft
@@ -353,6 +357,30 @@ def test_the_server_says_what_states_take(tmp_path: Path) -> None:
         served, cache = model_of(llm), llm.runtime.cache
     assert cache.recurrent is not None and served.state_bytes == cache.recurrent.nbytes > 0
     assert served.kv_bytes == sum(tensor.nbytes for tensor in (*cache.k, *cache.v)) > 0
+
+
+def test_the_default_number_of_rows_depends_on_their_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, plain = make_delta_model(tmp_path / "model"), make_checkpoint(tmp_path / "plain")
+    weights = (folder / "model.safetensors").stat().st_size
+    state = state_bytes(native_config(folder, torch.device("cpu")), torch.bfloat16)
+    config = EngineConfig(target=str(folder), device="cpu", dtype="bfloat16", max_context=64, max_batch=MAX_BATCH)
+
+    def limit(room: int) -> None:
+        monkeypatch.setattr(resolve, "free_memory", lambda: weights + room)
+
+    for rows in (8, 3):
+        limit(4 * rows * state)
+        found = resolve_config(config, ("naive",))
+        assert found.config.max_batch == rows and bool(found.rows_reason) == (rows < 8)
+    for given in (replace(config, max_batch=5), replace(config, target=str(plain))):
+        assert resolve_config(given, ("naive",)).config.max_batch == given.max_batch
+    limit(0)
+    llm = load_llm(config, ("naive",))
+    assert model_of(llm).num_rows == llm.runtime.cache.batch == 1
+    assert "1 row decoded together: recurrent layers keep 176 kB of each" in capsys.readouterr().err
+    llm.close()
 
 
 @pytest.mark.parametrize("kind", WORDS)

@@ -25,6 +25,7 @@ from sharesd.data.json_lines import records
 from sharesd.data.prompt_files import Message, conversation
 from sharesd.drafters import registry
 from sharesd.engine.batch_runner import run_conversations
+from sharesd.field_types import DefaultLimit
 from sharesd.models.checkpoint import Progress, silent
 from sharesd.sampling_params import SamplingParams
 from train.data.multi_turn import AnswerTurns, Unusable, prompts_of, seed_of
@@ -94,7 +95,9 @@ def add_parser(subparsers: Any) -> None:
     )
     group = parser.add_argument_group("decoding (without effect on the answers)")
     group.add_argument("--mode", default="hybrid", help=", ".join(registry.modes()))
-    group.add_argument("--max-batch", type=int, default=8, metavar="N", help="conversations decoded at once")
+    group.add_argument(
+        "--max-batch", type=int, default=DefaultLimit(8), metavar="N", help="conversations decoded at once"
+    )
     options.add_replicas_option(group)
     group.add_argument(
         "--gpu-index", type=int, metavar="N", help="GPU to use (default: LOCAL_RANK, if a launcher sets it)"

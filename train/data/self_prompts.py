@@ -18,6 +18,7 @@ from sharesd.cli import options
 from sharesd.cli.console import loading_bars, print_line
 from sharesd.config import EngineConfig
 from sharesd.engine.batch_runner import run_conversations
+from sharesd.field_types import DefaultLimit
 from sharesd.models.tokenizer import Tokenizer
 from sharesd.sampling_params import SamplingParams
 from sharesd_files import atomic_write
@@ -61,7 +62,7 @@ def add_parser(subparsers: Any) -> None:
     group.add_argument("--temperature", type=float, default=1.0)
     group.add_argument("--top-p", type=float, default=0.9, metavar="P")
     group.add_argument("--seed", type=int, default=0)
-    group.add_argument("--max-batch", type=int, default=32, metavar="N", help="prompts decoded at once")
+    group.add_argument("--max-batch", type=int, default=DefaultLimit(32), metavar="N", help="prompts decoded at once")
 
 
 def run(args: argparse.Namespace) -> int:
