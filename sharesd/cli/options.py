@@ -225,7 +225,7 @@ def engine_config(args: argparse.Namespace, *, modes: Sequence[Mode]) -> EngineC
     given["auto_drafters"], given["split"] = known.auto_drafters, _pipeline_config(args)
     given["offload"] = OffloadConfig(
         **values_of(args, OffloadConfig, OFFLOAD),
-        choose_bits=quant is None,
+        choose_bits=quant in (None, "auto"),
         choose_depth=not hasattr(args, "max_draft"),
         choose_trees=getattr(args, "acceptance", "match") == "match",
     )

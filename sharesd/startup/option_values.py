@@ -105,7 +105,9 @@ def engine_config(
         from sharesd.startup.resolve import with_dequantize  # importing torch takes seconds
         from sharesd.weights.quant_tuning_cache import best_quant
 
-        config = replace(config, quant=best_quant(with_dequantize(config)))
+        best = best_quant(with_dequantize(config))
+        if best is not None:
+            config = replace(config, quant=best, offload=replace(config.offload, choose_bits=False))
     return config
 
 

@@ -63,22 +63,25 @@ def load_tuned(key: TuningKey) -> QuantConfig | None:
     return key.cache.load(lambda entry: QuantConfig.parse(entry["quant"], entry["skips"]))
 
 
-def best_quant(config: EngineConfig) -> QuantConfig:
-    """Return the quantization of `--draft-quant auto`: the best measured, else the config's.
+def best_quant(config: EngineConfig) -> QuantConfig | None:
+    """Return the quantization of `--draft-quant auto`: the best measured, else the config's if it is calibrated.
 
-    It is calibrated if there is a calibration of these weights in this quantization.
+    It is calibrated if there is a calibration of these weights in this quantization. Returns None if a start should
+    choose as it does without the option.
     """
     key = tuning_key(config)
     found = load_tuned(key)
-    if found is None:
-        log.info(
-            "--draft-quant auto: nothing was measured for this model on this machine, so drafts use %s; "
-            "`sharesd tune` measures",
-            config.quant,
-        )
-    else:
+    if found is not None:
         log.info("--draft-quant auto: %s measured best for this model on this machine", found)
-    return _calibrated(found or config.quant, config, key.model)
+        return _calibrated(found, config, key.model)
+    plain = _calibrated(config.quant, config, key.model)
+    if plain.calibrated:
+        return plain
+    log.info(
+        "--draft-quant auto: nothing was measured for this model on this machine, so drafts are the default; "
+        "`sharesd tune` measures"
+    )
+    return None
 
 
 def with_calibration(quant: QuantConfig, config: EngineConfig) -> QuantConfig:

@@ -37,6 +37,8 @@ from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.cost_model import Costs
 from sharesd.speculation.draft_tree import VerifyResult
 from sharesd.startup.cost_fit import fit_costs
+from sharesd.startup.option_values import engine_config
+from sharesd.startup.resolve import resolve_config, with_dequantize
 from sharesd.weights import quant_tuning_cache
 from sharesd.weights.calibrate import calibrate
 from sharesd.weights.kept_calibration import CalibrationText, KeptCalibration
@@ -454,11 +456,26 @@ def test_an_entry_that_cannot_be_read_is_ignored(caplog: pytest.LogCaptureFixtur
 def test_auto_falls_back_to_the_default_and_says_so(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "sharesd.weights.quant_tuning_cache"):
         config = config_of("--target", str(tiny), "--draft-quant", "auto")
-    default = config_of("--target", str(tiny))
-    assert config == replace(default, offload=replace(default.offload, choose_bits=False))  # bits were asked for
+    assert config == config_of("--target", str(tiny))
     [record] = caplog.records
     assert record.levelno == logging.INFO and "nothing was measured for this model" in record.message
-    assert str(DEFAULT) in record.message and "sharesd tune" in record.message
+    assert "sharesd tune" in record.message
+
+
+@pytest.mark.parametrize("by_flags", [True, False])
+def test_auto_on_stored_weights_is_what_a_start_uses_until_another_is_measured(by_flags: bool, tmp_path: Path) -> None:
+    """Upper halves of Q8_0; also where what was measured best is the default of other targets."""
+    file = str(write_gguf(tmp_path / "a.gguf", mlp=128, pads_to=16))
+
+    def drafts() -> str:
+        given = {"target": file, "device": "cpu", "quant": "auto", "max_context": 64}
+        flags = ("--target", file, "--device", "cpu", "--draft-quant", "auto", "--max-context", "64")
+        config = config_of(*flags) if by_flags else engine_config(given, modes=("share",))
+        return str(resolve_config(config, ("share",)).config.quant)
+
+    assert drafts() == "nested:4:64"
+    save_tuned(tuning_key(with_dequantize(EngineConfig(target=file, device="cpu"))), DEFAULT, {})
+    assert drafts() == str(DEFAULT)
 
 
 def test_auto_takes_what_was_measured_for_dtype_and_device(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
