@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from offload.plan import DoesNotFit
 from quant.config import QuantConfig
 from sharesd.cli.console import console, loading_bars
 from sharesd.config import EngineConfig
@@ -23,10 +27,10 @@ from sharesd.reports import environment
 from sharesd.reports.questions import Question, prompt_ids
 from sharesd.sampling_params import SamplingParams
 from sharesd.startup.resolve import resolve_config, with_dequantize
-from sharesd.weights.calibrate import calibrate, require_enough, tasks_of
+from sharesd.weights.calibrate import calibrate, move_to_file, require_enough, tasks_of
 from sharesd.weights.kept_calibration import CalibrationText, KeptCalibration
 from sharesd.weights.quant_tuning_cache import load_tuned, save_tuned, tuning_key
-from sharesd_files import made_once
+from sharesd_files import made_once, scratch_folder
 
 if TYPE_CHECKING:
     from sharesd.startup.resolve import ResolvedConfig
@@ -38,8 +42,8 @@ MAX_NEW_TOKENS = 64
 """Longest answers, in tokens."""
 MAX_CONTEXT = 512
 """Longest prompts and answers together, in tokens; longer prompts are left out."""
-BATCH = 32
-"""Prompts that are answered together."""
+BATCHES = (32, 8, 1)
+"""Prompts that are answered together: the first number for whose KV there is memory."""
 _PLAIN_TUNE = "`sharesd tune` without --calibrate"
 
 
@@ -56,7 +60,7 @@ def run(config: EngineConfig, *, is_chosen: bool) -> None:
     require_whole(config)
     with loading_bars() as progress:
         resolved = resolve_config(config, ("share",), progress=progress)
-        require_resident(resolved)
+        require_calibrated(resolved)
         kept = KeptCalibration(content_hash(resolved.folder), quant)
         outline = Decoder(decoder_config(resolved.folder), dtype=resolved.dtype, device="meta")
         layers = list(dict.fromkeys(task.layer for task in tasks_of(outline, quant)))
@@ -68,8 +72,8 @@ def run(config: EngineConfig, *, is_chosen: bool) -> None:
                 require_enough(answers)
                 kept.begin(resolved.folder, layers, answers)
             if kept.problem() is not None:
-                decoder = load_decoder(resolved.folder, dtype=resolved.dtype, device=resolved.device, progress=progress)
-                calibrate(decoder, answers, kept, progress=progress)
+                with _loaded(resolved, progress) as decoder:
+                    calibrate(decoder, answers, kept, progress=progress)
     seconds = time.perf_counter() - started
     save_tuned(key, quant, {"command": environment.command(), "calibration": str(kept.folder)})
     num_tokens = sum(len(each.answer) for each in answers)
@@ -87,8 +91,8 @@ def require_whole(config: EngineConfig) -> None:
         raise ValueError("stages have devices of their own; calibrate on one device, which stages then use")
 
 
-def require_resident(resolved: ResolvedConfig) -> None:
-    """Raise ValueError for a mixture, and for what is not in memory at full precision, or not a native decoder."""
+def require_calibrated(resolved: ResolvedConfig) -> None:
+    """Raise ValueError for a mixture, and for what does not run at full precision, or not as a native decoder."""
     name, config = resolved.config.target or "the embedded model", resolved.config
     try:
         decoder = decoder_config(resolved.folder)
@@ -101,19 +105,25 @@ def require_resident(resolved: ResolvedConfig) -> None:
     if config.dequantize is False:
         remedy = "use --dequantize" if config.target_quant is None else "leave out --target-quant"
         raise ValueError(f"{name} runs as it is stored, and drafts of such weights are not calibrated; {remedy}")
-    if resolved.offloads:
-        raise ValueError(
-            f"{name} does not fit in memory, and a calibration needs all weights there; use a larger machine"
-        )
+
+
+@contextmanager
+def _loaded(resolved: ResolvedConfig, progress: Progress) -> Iterator[Decoder]:
+    """Yield the decoder with torch's linears; blocks of an offloaded target are in a scratch file each."""
+    load = partial(load_decoder, resolved.folder, dtype=resolved.dtype, device=resolved.device, progress=progress)
+    if resolved.offload is None:
+        yield load()
+        return
+    with scratch_folder(resolved.offload.folder) as scratch:
+        yield load(on_block_loaded=partial(move_to_file, scratch), mmap_embeddings=resolved.device.type == "cpu")
 
 
 def own_answers(config: EngineConfig, progress: Progress) -> list[CalibrationText]:
     """Return the model's own answers to the built-in prompts, at temperature 0.7; some may be empty."""
-    plain = replace(config, mode="naive", max_batch=BATCH, max_context=DefaultLimit(MAX_CONTEXT), quant=QuantConfig())
     lines = PROMPTS.read_text("utf-8").splitlines()
     questions = [Question(id=number, category="", turns=(text,)) for number, text in enumerate(lines)]
     params = SamplingParams(max_new_tokens=MAX_NEW_TOKENS, temperature=TEMPERATURE, seed=0)
-    with LLM.from_config(plain, ("naive",), progress=progress) as llm:
+    with _answering(config, progress) as llm:
         room = llm.max_context - MAX_NEW_TOKENS
         prompts = [ids for ids in (prompt_ids(llm.tokenizer, each, []) for each in questions) if len(ids) <= room]
         answers: list[list[int]] = [[] for _ in prompts]
@@ -123,3 +133,12 @@ def own_answers(config: EngineConfig, progress: Progress) -> list[CalibrationTex
             num_ended += chunk.finish_reason is not None
             progress("answering prompts", num_ended, len(prompts))
     return list(map(CalibrationText, prompts, answers))
+
+
+def _answering(config: EngineConfig, progress: Progress) -> LLM:
+    """Return the target for the most rows that fit."""
+    plain = replace(config, mode="naive", max_context=DefaultLimit(MAX_CONTEXT), quant=QuantConfig())
+    for batch in BATCHES[:-1]:
+        with suppress(DoesNotFit):
+            return LLM.from_config(replace(plain, max_batch=batch), ("naive",), progress=progress)
+    return LLM.from_config(replace(plain, max_batch=BATCHES[-1]), ("naive",), progress=progress)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from quant.formats.hqq.calibrated import round_calibrated
 from quant.quantized_weight import QuantizedWeight
 from quant.solved_linears import QuantTask
 from sharesd.kvcache.static import StaticKVCache
-from sharesd.models.checkpoint import Progress, silent
+from sharesd.models.checkpoint import Progress, read_tensors, silent, write_tensors
 from sharesd.models.decoder import Decoder
 from sharesd.models.recurrent_layers import recurrent_sizes
 from sharesd.weights.kept_calibration import CalibrationText, KeptCalibration
@@ -69,7 +70,7 @@ def calibrate(
     total = len(decoder.blocks) + 1
     for layer, block in enumerate(decoder.blocks):
         todo = [] if kept.has(layer) else [task for task in tasks if task.layer == layer]
-        packed = _packed(block)
+        packed = _packed(block, decoder.embed.weight.device)
         inputs_of = {task.path: packed.get_submodule(task.path.removeprefix(f"blocks.{layer}.")) for task in todo}
         grams = {path: _Gram(linear) for path, linear in inputs_of.items()}
         for batch in batches:
@@ -85,6 +86,18 @@ def calibrate(
             gram.add(decoder.norm(batch.x_BTD)[batch.is_answer_BT])
         kept.write(None, {task.path: _rounded(task, decoder, gram, kept)})
     progress("calibrating layers", total, total)
+
+
+def move_to_file(folder: Path, decoder: Decoder, number: int) -> None:
+    """Write a block to a file in `folder` and map it there, so that it takes memory only while it is read.
+
+    OSError if the disk does not take it.
+    """
+    file, block = folder / f"block-{number}.safetensors", decoder.blocks[number]
+    write_tensors({name: parameter.data.contiguous() for name, parameter in block.named_parameters()}, file)
+    for name, tensor in read_tensors(file):
+        path, _, last = name.rpartition(".")
+        setattr(block.get_submodule(path), last, nn.Parameter(tensor, requires_grad=False))
 
 
 class _Batch:
@@ -131,10 +144,10 @@ def _batches(decoder: Decoder, answers: Sequence[CalibrationText]) -> list[_Batc
     return [_Batch(decoder, by_length[first : first + _ROWS], device) for first in range(0, len(by_length), _ROWS)]
 
 
-def _packed(block: nn.Module) -> nn.Module:
-    """Return a copy with linears of the C++ kernels on a CPU, where torch's products of 16 bits are slow."""
-    if next(block.parameters()).device.type != "cpu":
-        return block
+def _packed(block: nn.Module, device: torch.device) -> nn.Module:
+    """Return the block on a GPU, or a copy with linears of the C++ kernels: torch's products of 16 bits are slow."""
+    if device.type != "cpu":
+        return block if next(block.parameters()).device == device else copy.deepcopy(block).to(device)
     packed = copy.deepcopy(block)
     pack_linears(packed)
     return packed
@@ -159,7 +172,7 @@ def _run(decoder: Decoder, layer: int, block: nn.Module, x_BTD: Tensor) -> Tenso
 def _rounded(task: QuantTask, decoder: Decoder, gram: _Gram, kept: KeptCalibration) -> QuantizedWeight:
     linear = decoder.get_submodule(task.path)
     assert isinstance(linear, nn.Linear)
-    weight_NK = linear.weight.detach()
+    weight_NK = linear.weight.detach().to(decoder.embed.weight.device)
     solve = solve_on_cpu if runs_cpp(weight_NK.device) else kept.quant.format.solve
     try:
         return round_calibrated(weight_NK, gram.close(), task.bits, kept.quant.group_size, solve)

@@ -22,6 +22,7 @@ from benchmark.studies import calibration
 from quant.config import QuantConfig
 from quant.quantized_weight import QuantizedWeight
 from sharesd import LLM, SamplingParams
+from sharesd.cli import options
 from sharesd.config import EngineConfig
 from sharesd.models.checkpoint import content_hash, read_config
 from sharesd.models.gguf.convert import converted_folder
@@ -37,6 +38,7 @@ from sharesd.weights.quantize import solve_on_cpu
 from sharesd_command import main
 from sharesd_files import cache_root
 from tests.helpers.gguf_files import write_gguf
+from tests.helpers.offloaded import LAYERS, limit_leaving
 from tests.helpers.tiny_models import make_checkpoint, make_mixture
 
 DEFAULT = EngineConfig().quant
@@ -338,6 +340,43 @@ def test_an_adapter_is_calibrated_as_it_is_merged(tiny: Path, tmp_path: Path, ca
     assert 0 < float((low - full).norm() / full.norm()) < 0.3
 
 
+@pytest.mark.usefixtures("only_the_model")
+def test_an_offloaded_target_has_the_calibration_of_a_resident_one(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its blocks are mapped one after the other, and drafts of the offloaded target use it."""
+    folder = make_checkpoint(tmp_path / "model", layers=LAYERS)
+    monkeypatch.setattr(calibration, "MAX_CONTEXT", 128)
+    mapped = []
+    move = calibration.move_to_file
+    monkeypatch.setattr(calibration, "move_to_file", lambda *args: mapped.append(args[-1]) or move(*args))
+    argv = ["--target", str(folder), "--device", "cpu", "--max-context", "256", "--draft-quant", str(DEFAULT)]
+    assert main(["tune", "--calibrate", *argv]) == 0 and not mapped
+    kept = KeptCalibration(content_hash(folder), DEFAULT)
+    files = sorted(kept.folder.glob("*.safetensors"))
+    wanted = list(map(load_file, files))
+    assert len(files) == LAYERS + 1
+    for path in files:  # whose tensors are mapped
+        path.unlink()
+    (kept.folder / "calibration.json").unlink()
+    parser = options.Parser()
+    options.add_model_options(parser)
+    config = options.engine_config(options.parse(parser, argv), modes=("share",))
+    roomy = replace(config.offload, host_memory=10**9)
+    limit = limit_leaving(3, replace(config, offload=roomy))
+    assert main(["tune", "--calibrate", *argv, "--cpu-memory-limit", f"{limit / 1e6}MB"]) == 0
+    assert sorted(mapped) == list(range(LAYERS))
+    for one, other in zip(map(load_file, files), wanted, strict=True):
+        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    offloaded = replace(config, quant=kept.quant, offload=replace(roomy, host_memory=limit))
+    with LLM.from_config(offloaded, ("naive", "share"), reuse=False) as llm:
+        assert llm.runtime.plan is not None and llm.runtime.plan.offloads
+        params = SamplingParams(max_new_tokens=24, ignore_eos=True)
+        texts = [llm.generate(PROMPT, params, mode=mode)[0] for mode in ("naive", "share")]
+    assert texts[0].token_ids == texts[1].token_ids
+    assert not list((cache_root() / "offload").glob("*/block-*"))
+
+
 def test_a_file_that_is_expanded_for_its_dtype_uses_its_calibration(tmp_path: Path, capsys: Any) -> None:
     """The file runs as it is stored without the option, and is then another target."""
     file = write_gguf(tmp_path / "a.gguf", kind="Q4_0", extra={"context_length": 512}, mlp=128, pads_to=16)
@@ -366,7 +405,7 @@ def test_what_cannot_be_calibrated_is_refused_by_name(
     assert message in error
 
 
-def test_stored_and_offloaded_targets_other_families_and_short_answers_are_refused(
+def test_stored_targets_other_families_and_short_answers_are_refused(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["tune", "--calibrate", "--target", str(write_gguf(tmp_path / "a.gguf"))]) == 2
@@ -377,13 +416,11 @@ def test_stored_and_offloaded_targets_other_families_and_short_answers_are_refus
         assert f"{mixture} is a mixture of experts, and drafts of mixtures are not calibrated; use `sharesd t" in line
     other = shutil.copytree(tiny, tmp_path / "other")
     (other / "config.json").write_text(json.dumps(read_config(other) | {"model_type": "gpt_bigcode"}))
-    resident: Any = SimpleNamespace(config=EngineConfig(target=str(other)), offloads=False, folder=other)
+    resident: Any = SimpleNamespace(config=EngineConfig(target=str(other)), folder=other)
     with pytest.raises(
         ValueError, match=r"other cannot be calibrated: .*gpt_bigcode.*, and its weights run through tr"
     ):
-        calibration.require_resident(resident)
-    with pytest.raises(ValueError, match="does not fit in memory, and a calibration needs all weights there"):
-        calibration.require_resident(SimpleNamespace(**{**vars(resident), "folder": tiny, "offloads": True}))  # type: ignore[arg-type]
+        calibration.require_calibrated(resident)
     monkeypatch.setattr(calibration, "MAX_NEW_TOKENS", 3)
     assert main(["tune", "--calibrate", "--target", str(tiny)]) == 2
     assert "answers have 192 tokens, and a calibration needs 1000" in capsys.readouterr().err
