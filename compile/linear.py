@@ -110,7 +110,7 @@ class PackedLinear(nn.Module):
         return function(x, self.weight, self.bias, self.out_features)
 
 
-def pack_linears(model: nn.Module, *, keep: tuple[nn.Module, ...] = ()) -> int:
+def pack_linears(model: nn.Module) -> int:
     """Replace every nn.Linear by a packed one; return the number.
 
     Each linear's weight is freed before the next is packed. Without CPU kernels all stay.
@@ -120,7 +120,7 @@ def pack_linears(model: nn.Module, *, keep: tuple[nn.Module, ...] = ()) -> int:
         return count
     for parent in model.modules():
         for name, child in parent.named_children():
-            if type(child) is nn.Linear and child not in keep:
+            if type(child) is nn.Linear:
                 bias = None if child.bias is None else child.bias.detach()
                 setattr(parent, name, PackedLinear(child.weight.detach(), bias))
                 count += 1

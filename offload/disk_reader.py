@@ -142,17 +142,17 @@ class _FileCopy:
             raise LinkError(self.problem)
 
 
-def read_rate(path: Path, *, direct: bool, num_bytes: int = PROBE_BYTES, threads: int = THREADS) -> float:
+def read_rate(path: Path, *, direct: bool) -> float:
     """Return the bytes per second of reading a file from its beginning.
 
     The bytes are first dropped from the page cache, so that the disk is measured. Raises LinkError if the file cannot
     be read.
     """
-    num_bytes = min(num_bytes, path.stat().st_size) // PAGE * PAGE
+    num_bytes = min(PROBE_BYTES, path.stat().st_size) // PAGE * PAGE
     if not num_bytes:
         raise LinkError(f"{path} is too short to tell how fast it is read")
     memory = host_memory(num_bytes)
-    link = DiskLink(path, {0: 0}, direct=direct, threads=threads)
+    link = DiskLink(path, {0: 0}, direct=direct)
     try:
         os.posix_fadvise(link._descriptor, 0, num_bytes, os.POSIX_FADV_DONTNEED)
         started = time.perf_counter()

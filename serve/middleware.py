@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, TextIO
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -26,10 +26,10 @@ from serve.server_config import ServerSettings
 
 
 class RequestLog:
-    """Writer of log lines to a stream."""
+    """Writer of log lines to stderr."""
 
-    def __init__(self, *, as_json: bool, stream: TextIO | None = None) -> None:
-        self._as_json, self._stream = as_json, stream or sys.stderr
+    def __init__(self, *, as_json: bool) -> None:
+        self._as_json, self._stream = as_json, sys.stderr
 
     def write(self, facts: Mapping[str, Any]) -> None:
         """Write a line with all fields that are not None."""

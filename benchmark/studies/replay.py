@@ -194,7 +194,6 @@ def play(
     machine: Machine,
     *,
     dice: random.Random,
-    first_round: int = 0,
     played: Played | None = None,
 ) -> Played:
     """Decode answers together, as rows of one call; the policy keeps what it has learned before."""
@@ -208,7 +207,7 @@ def play(
     sampler = SimpleNamespace(needs_draft_probs=False, vocab_size=VOCAB_SIZE)
     context = SimpleNamespace(first=0, end=len(records), policy=policy, sampler=sampler, graphs=None, buffers=buffers)
     while places:
-        number = first_round + found.rounds
+        number = found.rounds
         fewest = min(places.values())
         counted = [row for row, place in places.items() if place <= fewest + MAX_LEAD]
         slots = sum(len(text) for text in texts.values()) / len(records)

@@ -141,9 +141,7 @@ def describe(folder: Path, out: Path, shape: WideShape, *, name: str) -> None:
     _write_json(out / "config.json", files.read_config(folder) | _changed_config(config, shape, name))
 
 
-def wide_tensors(
-    folder: Path, shape: WideShape, *, device: torch.device | str, seed: int = 0
-) -> Iterator[tuple[str, Tensor]]:
+def wide_tensors(folder: Path, shape: WideShape, *, device: torch.device | str) -> Iterator[tuple[str, Tensor]]:
     """Yield names and tensors of the widened checkpoint, made on `device`.
 
     On the CPU they equal those that `widen` writes; elsewhere the noise differs. Raises ValueError as `widen`.
@@ -152,7 +150,7 @@ def wide_tensors(
     _require_fit(config, shape)
     source = _Source(folder)
     for part in _parts(config, shape):
-        yield part.name, _tensor(part, source.read(part).to(device), _norm_scale(config, shape), seed)
+        yield part.name, _tensor(part, source.read(part).to(device), _norm_scale(config, shape), seed=0)
 
 
 def widen_head(head: Path, folder: Path, out: Path, shape: WideShape) -> None:

@@ -34,9 +34,9 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-def read_prompts(files: Sequence[str], max_per_file: int | None = None, seed: int = 0) -> list[str]:
+def read_prompts(files: Sequence[str], max_per_file: int | None = None) -> list[str]:
     """Return prompts of files, each once, in random order; ValueError if unreadable."""
-    dice = random.Random(seed)
+    dice = random.Random(0)
     drawn: dict[str, None] = {}
     for name in files:
         found = list(dict.fromkeys(prompt for _, prompt in read_each(records(Path(name)), first_question)))

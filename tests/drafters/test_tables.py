@@ -120,14 +120,14 @@ def test_grow_takes_the_most_probable_nodes() -> None:
 
 
 def test_hit_rates_follow_what_happens() -> None:
-    rates = HitRates([0.5, 0.2], weight=2.0, memory=50)
+    rates = HitRates([0.5, 0.2], weight=2.0)
     assert (rates[0], rates[1]) == (0.5, 0.2)
     rates.learn(0, True)
     assert rates[0] == pytest.approx(2 / 3, abs=0.01)
-    for i in range(1000):
+    for i in range(4000):
         rates.learn(0, i % 4 == 0)
     assert rates[0] == pytest.approx(0.25, abs=0.05)
-    for _ in range(300):
+    for _ in range(1500):
         rates.learn(0, True)
     assert rates[0] > 0.95 and rates[1] == 0.2
     never = HitRates([0.5])

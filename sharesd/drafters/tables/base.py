@@ -52,16 +52,17 @@ class Table:
 
 SMALLEST = 1e-3
 """Minimum hit rate, since a cell at 0 could not recover."""
+KEEP = 1 - 1 / 256
+"""What a further try leaves of the tries before it."""
 
 
 class HitRates:
     """Running ratios of hits to tries, or expected hits, per cell."""
 
-    def __init__(self, priors: Iterable[float], *, weight: float = 2.0, memory: float = 256.0) -> None:
-        """Start from priors of `weight` tries; tries fade over `memory` further ones."""
+    def __init__(self, priors: Iterable[float], *, weight: float = 2.0) -> None:
+        """Start from priors of `weight` tries."""
         self.hits = [weight * prior for prior in priors]
         self.tries = [weight] * len(self.hits)
-        self._keep = 1 - 1 / memory
 
     def __getitem__(self, cell: int) -> float:
         return max(SMALLEST, self.hits[cell] / self.tries[cell])
@@ -71,7 +72,7 @@ class HitRates:
         return [max(SMALLEST, hits / tries) for hits, tries in hits_and_tries]
 
     def learn(self, cell: int, hit: bool, expected: float = 1.0) -> None:
-        keep = 1 - (1 - self._keep) * expected
+        keep = 1 - (1 - KEEP) * expected
         self.tries[cell] = self.tries[cell] * keep + expected
         self.hits[cell] = self.hits[cell] * keep + hit
 

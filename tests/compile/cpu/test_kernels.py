@@ -312,7 +312,7 @@ def test_packed_linear_refuses_another_dtype() -> None:
         PackedLinear(linear.weight, None)(inputs(torch.float32, 1, 16))
 
 
-def test_pack_linears_replaces_all_but_the_kept() -> None:
+def test_pack_linears_replaces_linears_alone() -> None:
     class Special(nn.Linear):
         pass
 
@@ -320,8 +320,8 @@ def test_pack_linears_replaces_all_but_the_kept() -> None:
     model = nn.Sequential(nn.Linear(4, 8), inner, Special(8, 8), nn.Linear(8, 4)).requires_grad_(False)
     x = inputs(torch.float32, 3, 4)
     wanted = model(x)
-    assert pack_linears(model, keep=(model[3],)) == 2
-    assert [type(m) for m in (model[0], inner[0], *model[2:])] == [PackedLinear, PackedLinear, Special, nn.Linear]
+    assert pack_linears(model) == 3
+    assert [type(m) for m in (model[0], inner[0], *model[2:])] == [PackedLinear, PackedLinear, Special, PackedLinear]
     torch.testing.assert_close(model(x), wanted)
 
 
