@@ -12,6 +12,7 @@ from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -48,15 +49,32 @@ MODULES = [
 ]
 
 
+class Parsed(NamedTuple):
+    imports: list[ast.Import | ast.ImportFrom]
+    classes: list[str]
+    unpacked: list[int]
+    """Lines that take five or more parts of one value by position."""
+
+
 @cache
-def parsed(source: str) -> list[ast.Import | ast.ImportFrom]:
-    """Its imports, wherever they stand."""
-    return [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
+def parsed(source: str) -> Parsed:
+    """What tests ask about a file, wherever it stands."""
+    found = Parsed([], [], [])
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found.imports.append(node)
+        elif isinstance(node, ast.ClassDef):
+            found.classes.append(node.name)
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        value = getattr(node, "value", None) or getattr(node, "iter", None)
+        large = (target for target in targets if isinstance(target, ast.Tuple) and len(target.elts) > 4)
+        found.unpacked.extend(target.lineno for target in large if not isinstance(value, ast.Tuple))
+    return found
 
 
 def imports_of(source: str, path: str) -> Iterator[tuple[int, str, bool]]:
     """Line, module and whether names are taken from it, of every import, wherever it stands."""
-    for node in parsed(source):
+    for node in parsed(source).imports:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name, False
@@ -107,7 +125,7 @@ def test_wrong_imports_are_found(source: str, package: str, num: int) -> None:
 def upward_imports(source: str, room: str) -> list[str]:
     """Return the modules of `sharesd` that a file of this room imports from rooms that are not lower."""
     modules = []
-    for node in parsed(source):
+    for node in parsed(source).imports:
         if isinstance(node, ast.Import):
             modules += [alias.name for alias in node.names]
         else:
@@ -154,7 +172,7 @@ def uses_of(modules: dict[str, Path]) -> dict[str, set[str]]:
     """Module -> those that it imports, late imports and those for types included."""
     uses: dict[str, set[str]] = {name: set() for name in modules}
     for name, path in modules.items():
-        for node in parsed(path.read_text(encoding="utf-8")):
+        for node in parsed(path.read_text(encoding="utf-8")).imports:
             if isinstance(node, ast.Import):
                 uses[name] |= {alias.name for alias in node.names}
             else:
@@ -175,29 +193,18 @@ def test_no_modules_import_each_other() -> None:
         TopologicalSorter({**uses, "sharesd.models.decoder_config": {"sharesd.models.architectures"}}).prepare()
 
 
-def test_no_two_public_classes_share_a_name() -> None:
+def test_no_two_classes_share_a_name() -> None:
     """Else a search for one finds the other, too."""
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in FILES]
-    names = [node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-    assert [name for name, times in Counter(names).items() if times > 1 and not name.startswith("_")] == []
-
-
-def unpacked(source: str) -> list[int]:
-    """Lines that take five or more parts of one value by position."""
-    found = []
-    for node in ast.walk(ast.parse(source)):
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        value = getattr(node, "value", None) or getattr(node, "iter", None)
-        large = (target for target in targets if isinstance(target, ast.Tuple) and len(target.elts) > 4)
-        found += [target.lineno for target in large if not isinstance(value, ast.Tuple)]
-    return found
+    names = [name for path in FILES for name in parsed(path.read_text(encoding="utf-8")).classes]
+    assert [name for name, times in Counter(names).items() if times > 1] == []
 
 
 def test_parts_of_large_values_have_names() -> None:
-    wrong = {str(path): unpacked(path.read_text(encoding="utf-8")) for path in FILES}
+    wrong = {str(path): parsed(path.read_text(encoding="utf-8")).unpacked for path in FILES}
     assert {path: lines for path, lines in wrong.items() if lines} == {}
-    assert unpacked("a, b, c, d, e = f()\nfor a, b, c, d, *e in f: pass\n[a for a, b, c, d, e in f]") == [1, 2, 3]
-    assert unpacked("a, b, c, d = f()\na, b, c, d, e = 1, 2, 3, 4, 5") == []
+    five = "a, b, c, d, e = f()\nfor a, b, c, d, *e in f: pass\n[a for a, b, c, d, e in f]"
+    assert parsed(five).unpacked == [1, 2, 3]
+    assert parsed("a, b, c, d = f()\na, b, c, d, e = 1, 2, 3, 4, 5").unpacked == []
 
 
 def run_python(code: str) -> str:

@@ -12,7 +12,7 @@ from sharesd.speculation.draft_proposal import Proposal, empty_proposal
 
 
 @dataclass(slots=True)
-class _Row:
+class _NgramText:
     text: list[int] = field(default_factory=list)
     after: dict[tuple[int, ...], int] = field(default_factory=dict)
     """n-gram -> index of the token after it."""
@@ -36,12 +36,12 @@ class NgramTable(Table):
         self.most_recent = most_recent
         self.rates = HitRates([0.5] * (ngram_max + 1))
         """Probability that a copied token is right, by match length."""
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[int, _NgramText] = {}
 
     def begin(self, row: int, tokens: Sequence[int]) -> None:
         known = self._rows.get(row)
         if known is None or list(tokens[: len(known.text)]) != known.text:
-            known = self._rows[row] = _Row()
+            known = self._rows[row] = _NgramText()
         known.last = empty_proposal()
         self._append(known, tokens[len(known.text) :])
 
@@ -70,7 +70,7 @@ class NgramTable(Table):
                 return found
         return empty_proposal()
 
-    def _append(self, state: _Row, tokens: Sequence[int]) -> None:
+    def _append(self, state: _NgramText, tokens: Sequence[int]) -> None:
         text, after = state.text, state.after
         for token in tokens:
             end = len(text)

@@ -125,7 +125,7 @@ class _Node(NamedTuple):
 UNKNOWN = (0, 0)
 
 
-class _Row:
+class _SuffixText:
     def __init__(self) -> None:
         self.text: list[int] = []
         self.automaton = SuffixAutomaton()
@@ -143,7 +143,7 @@ class SuffixTable(Table):
         self.corpus = corpus
         self.rates = HitRates([1.0] * BUCKETS, weight=2.0)
         """Hits per expected hit, by match length."""
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[int, _SuffixText] = {}
 
     @property
     def nbytes(self) -> int:
@@ -152,7 +152,7 @@ class SuffixTable(Table):
     def begin(self, row: int, tokens: Sequence[int]) -> None:
         known = self._rows.get(row)
         if known is None or list(tokens[: len(known.text)]) != known.text:
-            known = self._rows[row] = _Row()
+            known = self._rows[row] = _SuffixText()
         known.last = empty_proposal()
         self._append(known, tokens[len(known.text) :])
 
@@ -184,7 +184,7 @@ class SuffixTable(Table):
             state.last, state.nodes = found
         return found[0]
 
-    def _append(self, state: _Row, tokens: Sequence[int]) -> None:
+    def _append(self, state: _SuffixText, tokens: Sequence[int]) -> None:
         state.text += tokens
         for token in tokens:
             state.automaton.append(token)
