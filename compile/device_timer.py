@@ -37,6 +37,10 @@ class Clock:
         if not isinstance(mark, float):
             mark.synchronize()
 
+    def has_passed(self, mark: Mark) -> bool:
+        """Return True if the device is known to have reached a mark; a host alone has no such marks."""
+        return not isinstance(mark, float) and mark.query()
+
     def seconds(self, start: Mark, end: Mark) -> float:
         """Return the time between two marks that the device has passed."""
         if isinstance(start, float):

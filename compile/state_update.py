@@ -35,6 +35,51 @@ def write_draft_token(token_B: Tensor, lengths_B: Tensor, root_at_B: Tensor, las
     draft_BN.scatter_(1, (lengths_B - root_at_B - 1)[:, None], last_B1)
 
 
+LATE_SHIFT, LATE_MASK, LATE_OFFSET = 32, 2**32 - 1, 2
+"""Of a word of late nodes: bits below the round's number; those bits; what is added to a token, so that -2 is 0."""
+
+
+def join_late_nodes(
+    words_BX: Tensor, number_B: Tensor, joined_B: Tensor, tokens_BN: Tensor, depth_BT: Tensor, path_BTT: Tensor
+) -> None:
+    """Add nodes that the host has written to a row's draft, if all of them have come by now.
+
+    A row's words [X = N + T + T * T] are tokens, depths and paths, each with the number of its round in the upper half.
+    So a row takes nothing of another round, and all or nothing, in whatever order words arrive. Token -2 keeps the
+    draft's node. A late node with a path that the draft has is dropped (-1), and nodes below it follow the draft's.
+
+    Adds 1 to `number`; `joined` is 1 in rows that have late nodes now, else 0.
+    """
+    if runs_triton(tokens_BN.device):
+        torch.ops.sharesd.join_late_nodes_(words_BX, number_B, joined_B, tokens_BN, depth_BT, path_BTT)
+        return
+    (B, N), T = tokens_BN.shape, depth_BT.shape[1]
+    number_B += 1
+    joined_B.copy_((words_BX >> LATE_SHIFT == number_B[:, None]).all(1))
+    late_BN, late_depth_BT, late_path_BX = (words_BX & LATE_MASK).split([N, T, T * T], 1)
+    late_path_BTT = late_path_BX.reshape(B, T, T)
+    late_BT, token_BT = F.pad(late_BN - LATE_OFFSET, (1, 0), value=-1), F.pad(tokens_BN, (1, 0), value=-1)
+    is_drafted_BT = late_BT == -2
+    is_late_BT = ~is_drafted_BT & (joined_B[:, None] > 0) & (torch.arange(T, device=token_BT.device) > 0)
+    late_path_BTT = late_path_BTT.where(is_late_BT[..., None], 0)
+    parent_BT = path_BTT.gather(2, (depth_BT - 1).clamp(min=0)[..., None])[..., 0]
+    # The draft's row that a late path has reached, as long as the draft has that path; nodes that end there.
+    row_BT, follows_BT, is_known_BT = torch.zeros_like(depth_BT), is_late_BT, torch.zeros_like(is_late_BT)
+    path = [late_path_BTT[..., 0]]
+    for d in range(1, T):
+        at_BT = late_path_BTT[..., d]
+        wanted_BT = late_BT.gather(1, at_BT)
+        is_child_BTT = is_drafted_BT[:, None] & (parent_BT[:, None] == row_BT[..., None])
+        is_child_BTT = is_child_BTT & (token_BT[:, None] == wanted_BT[..., None])
+        follows_BT = follows_BT & (d <= late_depth_BT) & is_child_BTT.any(2)
+        row_BT = is_child_BTT.to(torch.int64).argmax(2).where(follows_BT, row_BT)
+        path.append(row_BT.where(follows_BT & (d < late_depth_BT), at_BT))  # a path ends in its node
+        is_known_BT = is_known_BT | (follows_BT & (d == late_depth_BT))
+    tokens_BN.copy_(late_BT.where(~is_known_BT, -1).where(is_late_BT, token_BT)[:, 1:])
+    depth_BT.copy_(late_depth_BT.where(is_late_BT, depth_BT))
+    path_BTT.copy_(torch.stack(path, 2).where(is_late_BT[..., None], path_BTT))
+
+
 def commit_round(
     root_B: Tensor,
     lengths_B: Tensor,
@@ -131,6 +176,12 @@ define(
 define(
     "append_tokens_(Tensor(a!) text, Tensor root, Tensor at, Tensor num_new, Tensor tokens) -> ()",
     cuda="state_update:append_tokens",
+    meta=lambda *_: None,
+)
+define(
+    "join_late_nodes_(Tensor words, Tensor(a!) number, Tensor(b!) joined, Tensor(c!) tokens, Tensor(d!) depth, "
+    "Tensor(e!) path) -> ()",
+    cuda="state_update:join_late_nodes",
     meta=lambda *_: None,
 )
 define(

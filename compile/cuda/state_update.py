@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from compile.state_update import LATE_MASK, LATE_OFFSET, LATE_SHIFT
+
 BLOCK = 4096
 """Logits of a program."""
 _INTS = ["N", "T", "V", "W", "X", "S", "draft_b", "tokens_b", "path_b", "feedback_b", "text_b", "logits_b", "logits_t"]
@@ -109,6 +111,57 @@ def commit_round_kernel(
     tl.store(lengths_ptr + b, tl.load(lengths_ptr + b) + num)
 
 
+@triton.jit(do_not_specialize=_INTS)
+def join_late_nodes_kernel(
+    words_ptr,
+    number_ptr,
+    joined_ptr,
+    tokens_ptr,
+    depth_ptr,
+    path_ptr,
+    T,
+    X,
+    SHIFT: tl.constexpr,
+    MASK: tl.constexpr,
+    OFFSET: tl.constexpr,
+    ROWS: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """Add late nodes to a row's draft. Grid (B)."""
+    b, r, w = tl.program_id(0), tl.arange(0, ROWS), tl.arange(0, WORDS)
+    number = tl.load(number_ptr + b) + 1
+    tl.store(number_ptr + b, number)
+    words_ptr += b * X
+    word = tl.load(words_ptr + w, mask=w < X, other=0)
+    joins = tl.min(tl.where(w < X, ((word >> SHIFT) == number).to(tl.int32), 1), 0)
+    tl.store(joined_ptr + b, joins.to(tl.int64))
+    if joins > 0:
+        token_ptrs = tokens_ptr + b * (T - 1) - 1 + r  # a node's row is its number plus 1
+        depth_ptrs = depth_ptr + b * T + r
+        path_ptrs = path_ptr + (b * T + r) * T
+        is_node = (r > 0) & (r < T)
+        late = (tl.load(words_ptr + r - 1, mask=is_node, other=0) & MASK) - OFFSET
+        is_drafted = is_node & (late == -2)
+        is_late = is_node & (late != -2)
+        token = tl.load(token_ptrs, mask=is_drafted, other=-1)
+        depth = tl.load(depth_ptrs, mask=is_drafted, other=1)
+        parent = tl.load(path_ptrs + depth - 1, mask=is_drafted, other=-1)
+        late_depth = tl.load(words_ptr + T - 1 + r, mask=is_late, other=0) & MASK
+        row, follows = 0 * late, is_late
+        tl.store(path_ptrs, 0 * late, mask=is_late)
+        for d in range(1, T):
+            at = tl.load(words_ptr + 2 * T - 1 + r * T + d, mask=is_late, other=0) & MASK
+            wanted = (tl.load(words_ptr + at - 1, mask=is_late & (at > 0), other=0) & MASK) - OFFSET
+            is_child = is_drafted[None, :] & (parent[None, :] == row[:, None]) & (token[None, :] == wanted[:, None])
+            child = tl.min(tl.where(is_child, r[None, :], ROWS), 1)
+            follows = follows & (d <= late_depth) & (child < ROWS)
+            row = tl.where(follows, child, row)
+            tl.store(path_ptrs + d, tl.where(follows & (d < late_depth), row, at), mask=is_late)  # it ends in its node
+            late = tl.where(follows & (d == late_depth), -1, late)
+        tl.store(token_ptrs, late, mask=is_late)
+        tl.store(depth_ptrs, late_depth, mask=is_late)
+
+
 def verify_tokens(root_B: Tensor, draft_BN: Tensor, width: int) -> Tensor:
     """See `compile.state_update.verify_tokens`."""
     (B, N), root_B, draft_BN = draft_BN.shape, root_B.contiguous(), _with_dense_rows(draft_BN)
@@ -134,6 +187,20 @@ def append_tokens(text_BS: Tensor, root_B: Tensor, at_B: Tensor, num_new_B: Tens
     strides, size = (text_BS.stride(0), tokens_BT.stride(0)), triton.next_power_of_2(1 + T)
     append_tokens_kernel[(B,)](
         *(text_BS, root_B, at_B, num_new_B.contiguous(), tokens_BT, T, S, *strides), SIZE=size, num_warps=1
+    )
+
+
+def join_late_nodes(
+    words_BX: Tensor, number_B: Tensor, joined_B: Tensor, tokens_BN: Tensor, depth_BT: Tensor, path_BTT: Tensor
+) -> None:
+    """See `compile.state_update.join_late_nodes`."""
+    (B, X), T = words_BX.shape, depth_BT.shape[1]
+    assert all(part.is_contiguous() for part in (words_BX, tokens_BN, depth_BT, path_BTT))
+    sizes = {"ROWS": triton.next_power_of_2(T), "WORDS": triton.next_power_of_2(X)}
+    join_late_nodes_kernel[(B,)](
+        *(words_BX, number_B, joined_B, tokens_BN, depth_BT, path_BTT, T, X, LATE_SHIFT, LATE_MASK, LATE_OFFSET),
+        **sizes,
+        num_warps=1 if sizes["ROWS"] <= 16 else 4,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -48,6 +48,16 @@ class DraftContext:
     """State of drafters for this context, by drafter or own key."""
 
 
+def takes_late_nodes(drafter: Drafter, context: DraftContext) -> bool:
+    """Return True if verifications of a drafter's rounds take nodes that come after their launch.
+
+    Not where text depends on the draft, by its probabilities, or masks of grammars do.
+    """
+    sampler = context.sampler
+    kinds = sampler.needs_draft_probs or sampler.kind.constrained
+    return drafter.adds_late_nodes and context.graphs is not None and not kinds
+
+
 class Drafter:
     """Base of drafters, which propose tokens to the target.
 
@@ -75,9 +85,23 @@ class Drafter:
     runs_on_host = False
     """True if it drafts from tokens on the host, and chooses the number of nodes."""
 
-    def goes_ahead(self, policy: Policy) -> bool:
+    adds_late_nodes = False
+    """True if it may have `late_nodes`."""
+
+    def goes_ahead(self, context: DraftContext) -> bool:
         """Return True if the coming round needs nothing of the last."""
         return self.supports_async
+
+    def late_nodes(
+        self, context: DraftContext, texts: Mapping[int, list[int]], draft: DraftTree, has_begun: Callable[[], bool]
+    ) -> DraftTree | None:
+        """Return the draft with nodes of the host, [B, N] with tokens of `KEPT` where the draft's own stay.
+
+        Called if the draft's record takes them, after the verification was launched and the round before it was read.
+        `texts`: of rows that are being decoded. `has_begun` tells whether the verification has: then nothing comes in
+        time. None: there are no such nodes.
+        """
+        return None
 
     def begin(self, row: int, tokens: list[int], reuse: bool) -> None:
         """Start a row's new text; `reuse`: tokens that are cached are not read again."""
@@ -106,18 +130,6 @@ class Drafter:
         must not be drafted for. `coming`: maximum tokens that a launched round, which the host has not read, adds to
         these rows.
         """
-
-    def draft_ahead(self, context: DraftContext, texts: Mapping[int, list[int]], coming: Mapping[int, int]) -> bool:
-        """Launch what `draft` will probably return, before the last round is read; return True if so.
-
-        For drafters that do not go ahead, but of whose draft the device makes a part alone. No token of the text may
-        depend on whether it is called. Arguments as for `catch_up`. The next `draft` takes it, unless `drop_ahead` is
-        called before.
-        """
-        return False
-
-    def drop_ahead(self) -> None:
-        """Drop the draft of `draft_ahead`: it is of other rows, or not wanted."""
 
     def draft(self, context: DraftContext, shape: DraftShape) -> DraftTree:
         """Return a draft after each row's root; on the host it may be smaller."""

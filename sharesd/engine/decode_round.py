@@ -25,10 +25,11 @@ from compile.cuda_graphs import Graphs, Replayed
 from compile.state_update import commit_round, verify_tokens
 from sharesd import sampling
 from sharesd.devices.transfer import PinnedBuffers
-from sharesd.drafters.base import DraftContext, Drafter
+from sharesd.drafters.base import DraftContext, Drafter, takes_late_nodes
 from sharesd.engine.trace import Proposed
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.base import CausalModel
+from sharesd.speculation.draft_buffers import LateNodes
 from sharesd.speculation.draft_tree import DraftTree
 
 OverlapHook = Callable[[Callable[[], bool] | None], AbstractContextManager[None]]
@@ -131,8 +132,10 @@ class Round:
         self._verify_root = self._make_verify(self.no_draft, graphs)
         self._verify_draft: Callable[..., RoundResult] | None = None
         self._has_plain_step = True
+        self._late: LateNodes | None = None
         if context.graphs is not None and drafter is not None:
             tree = context.buffers.tree(tree_mask=drafter.trees and match, probs=not match)
+            self._late = context.buffers.late if takes_late_nodes(drafter, context) else None
             self._verify_draft = self._make_verify(tree, graphs)
             # If both have the same width, verifying an empty draft costs no more than a plain step, and one graph is
             # enough, unless acceptance needs the probabilities of a draft.
@@ -154,6 +157,8 @@ class Round:
             self._buffers.clear()
         elif not tree.in_buffers:
             self._buffers.put(tree)
+        if self._late is not None:
+            self._late.number += 1
         return self._verify_draft(*given)
 
     def copy_to_host(self, result: RoundResult) -> RoundResult:
@@ -211,6 +216,8 @@ class Round:
     def _target_pass(self, tree: DraftTree) -> TargetPass:
         cache, (root_B, _, drafts_B) = self._cache, self._state
         num_verify_rows = 1 + tree.tokens.shape[1]
+        if self._late is not None and num_verify_rows > 1:
+            self._late.join()
         if tree.tokens.device != root_B.device:
             tree = _to_device(tree, root_B.device)
         if num_verify_rows > 1:

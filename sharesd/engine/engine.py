@@ -353,10 +353,12 @@ class Engine:
         return self._outputs.collect(in_flight, self._launch_early)
 
     def _launch_early(self) -> bool:
-        if not self.options.async_scheduling or self._in_flight is not None:
-            return False
-        self._in_flight = self._launcher.launch()
-        return True
+        if self._in_flight is not None:
+            self._in_flight = self._launcher.add_late_nodes(self._in_flight)
+        elif self.options.async_scheduling:
+            self._in_flight = self._launcher.launch()
+            return True
+        return False
 
     def _span(self, rows: Sequence[int]) -> tuple[int, int]:
         """Return the first row, and the row after the last, of a round over these rows."""

@@ -25,11 +25,10 @@ from sharesd.engine.request import Request, mean_progress
 from sharesd.engine.round_launcher import InFlightRound, compute_grammar_mask
 from sharesd.engine.scheduler import Scheduler
 from sharesd.engine.stats import Stats
-from sharesd.engine.trace import NO_TOKENS, Drafts, RowTrace, node_probs, round_trace
+from sharesd.engine.trace import NO_TOKENS, Drafts, RowTrace, node_probs, round_trace, without_missing
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.sampling.sampler import Sampler
 from sharesd.speculation.draft_tree import DraftTree
-from sharesd.speculation.query_gate import TableWaits
 
 if TYPE_CHECKING:
     from sharesd.engine.trace_file import TraceFile
@@ -76,8 +75,8 @@ class OutputProcessor:
     def collect(self, in_flight: InFlightRound, launch_early: Callable[[], bool]) -> list[TokenChunk]:
         """Return the tokens of a round; record its acceptance and times.
 
-        `launch_early` launches the next round as soon as the tokens are known, if scheduling is asynchronous; it
-        returns True if it did.
+        `launch_early` launches the next round as soon as the tokens are known, if scheduling is asynchronous, and
+        returns True if it did; a round that was launched ahead gets late nodes.
         """
         batch, tree, result, marks = in_flight.batch, in_flight.tree, in_flight.result, in_flight.marks
         num_nodes, policy = tree.tokens.shape[1], batch.variant.policy
@@ -97,7 +96,11 @@ class OutputProcessor:
         lines = [request.row - batch.first for request in live]  # type: ignore[operator]
         drafter = self._scheduler.drafter
         if drafter is not None and drafter.runs_on_host:
-            drafter.on_host_result([result.drafter_feedback(packed[line]) for line in lines])
+            feedback = [result.drafter_feedback(packed[line]) for line in lines]
+            drafter.on_host_result(feedback)
+            late = in_flight.late_tree
+            if late is not None and any(numbers[-1] > 0 for numbers in feedback):  # `joined_B`
+                in_flight, tree, num_nodes = in_flight._replace(tree=late), late, late.tokens.shape[1]
         names = _drafters_by_node(tree)
         emitted_before, chunks, paths = [request.num_emitted for request in live], [], {}
         for request, line in zip(live, lines, strict=True):
@@ -130,7 +133,7 @@ class OutputProcessor:
             self.last_ended = ended
         # Two marks without a draft, three with one.
         draft_s, verify_s = ([0.0] + [self._clock.seconds(a, b) for a, b in pairwise(marks)])[-2:]
-        waits = self._waits(in_flight, draft_s)
+        wait_s = self._wait(in_flight, draft_s)
         if tree.record.model_marks is not None:
             draft_s = self._clock.seconds(*tree.record.model_marks)
         # The next round may have been launched; the next launch sets the operating point again.
@@ -140,12 +143,12 @@ class OutputProcessor:
         STEP_THREADS.record_round(took, policy.expected(tree))
         if batch.variant.records_rounds:
             # Draft time that is not part of the step's: of a hybrid on a GPU, tables' waits and the model's draft.
-            apart_s = draft_s if waits is None else waits.query + draft_s * (tree.record.model_marks is not None)
+            apart_s = draft_s if wait_s is None else wait_s + draft_s * (tree.record.model_marks is not None)
             step_s, progress = (
                 max(verify_s, took - apart_s),
                 mean_progress(live, emitted_before, in_flight.is_last_call),
             )
-            policy.record(in_flight.decision, tree, accepted_paths, draft_s, step_s, progress, waits)
+            policy.record(in_flight.decision, tree, accepted_paths, draft_s, step_s, progress, wait_s)
         if not num_nodes:
             self._scheduler.prefill.record_round_time(took)
         traces = trace_rows(in_flight, chunks, [paths[each] for each in live], lines, drafts) if batch.traced else []
@@ -156,18 +159,17 @@ class OutputProcessor:
         self.record_transfers()
         return self._with_traces(in_flight, chunks, traces, (draft_s, verify_s, overhead_s)) if traces else chunks
 
-    def _waits(self, in_flight: InFlightRound, draft_s: float) -> TableWaits | None:
+    def _wait(self, in_flight: InFlightRound, draft_s: float) -> float | None:
         """Return how long a GPU waited for tables; None on a CPU, and if they were not queried.
 
         `draft_s`: seconds of all that came before the verification, a model's draft included.
         """
-        record, marks, seconds = in_flight.tree.record, in_flight.marks, self._clock.seconds
+        record, seconds = in_flight.tree.record, self._clock.seconds
         if not (self._on_gpu and in_flight.decision.has_queried):
             return None
-        idle_s = 0.0 if in_flight.previous_end is None else seconds(in_flight.previous_end, marks[0])
+        idle_s = 0.0 if in_flight.previous_end is None else seconds(in_flight.previous_end, in_flight.marks[0])
         model_s = 0.0 if record.model_marks is None else seconds(*record.model_marks)
-        fill_s = None if record.fill_mark is None else seconds(record.fill_mark, marks[-2])
-        return TableWaits(max(0.0, idle_s + draft_s - model_s), fill_s)
+        return max(0.0, idle_s + draft_s - model_s)
 
     def _with_traces(
         self,
@@ -293,6 +295,8 @@ def trace_rows(
         tokens, parents, probs = drafts[line] if drafts and request.params.speculate else NO_TOKENS
         shown = probs or node_probs(tree, line, len(tokens), parents, scored.get(request, ()))
         accepted = [node - 1 for node in path[:num]]
+        if -1 in tokens:  # late nodes that the draft had already
+            tokens, parents, shown, accepted = without_missing(tokens, parents, shown, accepted)
         position = len(request.tokens) - num
         found.append(RowTrace(request.number, position, tokens, parents, shown, accepted, chunk.token_ids))
     return found

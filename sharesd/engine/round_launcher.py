@@ -16,7 +16,6 @@ from torch import Tensor
 from compile.adaptive_threads import STEP_THREADS
 from compile.device_timer import Clock, Mark
 from sharesd.devices.transfer import upload
-from sharesd.drafters.base import Drafter
 from sharesd.drafters.draft_checks import checked_draft
 from sharesd.engine.decode_round import BatchState, GrammarMaskFn, Round, RoundResult
 from sharesd.engine.loaded_mode import DecodeVariant
@@ -84,15 +83,10 @@ class InFlightRound(NamedTuple):
     """Reasons why nothing was drafted, by who decided it: the engine, the policy or a drafter."""
     proposed: Proposed | None
     """Draft for the trace; None without one."""
-
-
-class AheadDraft(NamedTuple):
-    """A draft that was launched before the last round was read; no round has used it yet."""
-
-    batch: Batch
-    drafter: Drafter
-    mark: Mark
-    """Point in time on the device before it."""
+    late_number: int = 0
+    """Number of its verification, if that takes late nodes; else 0."""
+    late_tree: DraftTree | None = None
+    """The draft with late nodes, if it gets some that come in time."""
 
 
 class RoundLauncher:
@@ -116,7 +110,6 @@ class RoundLauncher:
         self._num_changes = -1  # of the scheduler, when the batch was formed
         self._plain_rounds = 0  # since the last round with a draft
         self._deferred_shape: DraftShape | None = None  # of a draft that could not be launched before a result was read
-        self._ahead: AheadDraft | None = None
         self._last_end: Mark | None = None  # of the last round, if nothing has come after it
         self.prefilled = False
         """The step reads a piece of a prompt before its round."""
@@ -141,10 +134,6 @@ class RoundLauncher:
         if self._batch is None or self._num_changes != scheduler.num_changes:
             self._batch, self._num_changes, self._last_end = self._form_batch(), scheduler.num_changes, None
         batch, drafter = self._batch, scheduler.drafter
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead.batch is not batch:
-            ahead.drafter.drop_ahead()
-            ahead = None
         if batch is None or (previous is not None and batch.constrained):
             return None
         # Tell the policy about the coming round. In `variant.shape` it chooses a shape from the costs of steps
@@ -163,11 +152,7 @@ class RoundLauncher:
         policy.live.at(*operating_point)
         # With async scheduling, `previous` is still running. A drafter goes ahead if it needs neither its tokens on the
         # host nor what the policy learns from them. Grammars need the tokens (see above).
-        if previous is not None and not (drafter is None or drafter.goes_ahead(policy)):
-            if len(batch.plain) < len(live):
-                mark = self._clock.mark()
-                if drafter.draft_ahead(batch.round.context, batch.texts, _max_pending_tokens(previous)):
-                    self._ahead = AheadDraft(batch, drafter, mark)
+        if previous is not None and not (drafter is None or drafter.goes_ahead(batch.round.context)):
             return None
         tree, shape = batch.round.no_draft, NO_DRAFT
         if drafter is None or len(batch.plain) == len(live):
@@ -181,10 +166,7 @@ class RoundLauncher:
             if shape.nodes and previous is not None and self._plain_rounds and drafter.needs_catch_up:
                 self._deferred_shape = shape
                 return None
-        if ahead is not None and not shape.nodes:
-            ahead.drafter.drop_ahead()
-            ahead = None
-        marks = [self._clock.mark() if ahead is None else ahead.mark]
+        marks = [self._clock.mark()]
         if shape.nodes:
             assert drafter is not None
             drafter.catch_up(batch.texts, self._plain_rounds > 0, batch.plain, _max_pending_tokens(previous))
@@ -195,7 +177,9 @@ class RoundLauncher:
         if log.isEnabledFor(logging.DEBUG):
             _log_decision(batch, shape, tree)
         result = batch.round.run(tree, self._grammar_masks(batch, tree) if batch.constrained else None)
-        proposed = Proposed.of(tree) if batch.traced and tree.tokens.shape[1] else None
+        takes_late, buffers = tree.record.takes_late_nodes, batch.round.context.buffers
+        verified = buffers.tree(tree_mask=True, probs=False) if takes_late else tree
+        proposed = Proposed.of(verified) if batch.traced and tree.tokens.shape[1] else None
         # The device overwrites its result in the next round, which may be launched before the host reads this one.
         if self._copies_result:
             result = batch.round.copy_to_host(result)
@@ -203,7 +187,7 @@ class RoundLauncher:
         marks.append(self._clock.mark())
         previous_end, self._last_end = None if self.prefilled else self._last_end, marks[-1]
         self._plain_rounds = 0 if shape.nodes else self._plain_rounds + 1
-        return InFlightRound(
+        launched = InFlightRound(
             batch=batch,
             counted=counted,
             is_last_call=is_last_call,
@@ -216,7 +200,23 @@ class RoundLauncher:
             started=started,
             reasons=reasons,
             proposed=proposed,
+            late_number=buffers.late.number if takes_late else 0,
         )
+        return self.add_late_nodes(launched) if previous is None else launched
+
+    def add_late_nodes(self, launched: InFlightRound) -> InFlightRound:
+        """Add nodes that the drafter has only now, when the round in front of this one was read."""
+        number, batch, drafter = launched.late_number, launched.batch, self._scheduler.drafter
+        if not number or drafter is None:
+            return launched
+        texts = {request.row: request.tokens for request in batch.live if request.row is not None}
+        texts = {row: text for row, text in texts.items() if row not in batch.plain}
+        context, begins = batch.round.context, launched.marks[1]
+        late = drafter.late_nodes(context, texts, launched.tree, lambda: self._clock.has_passed(begins))
+        if late is None:
+            return launched
+        context.buffers.late.put(number, late)
+        return launched._replace(late_tree=late)
 
     def _form_batch(self) -> Batch | None:
         """Collect all live requests and upload their rows; None without any."""
@@ -276,7 +276,8 @@ def _max_pending_tokens(previous: InFlightRound | None) -> dict[int, int]:
     """Return upper bounds on the tokens that an unread round adds to each row."""
     if previous is None:
         return {}
-    max_tokens = 1 + previous.tree.tokens.shape[1]
+    most = previous.batch.round.context.buffers.max_nodes
+    max_tokens = 1 + (most if previous.late_number else previous.tree.tokens.shape[1])
     return {request.row: max_tokens for request in previous.batch.live if request.row is not None}
 
 

@@ -52,7 +52,7 @@ class Proposed(NamedTuple):
         """Return tokens, parents and probabilities of each row."""
         tokens = self.tokens_BN.tolist()
         parents, probs = (None if part is None else part.tolist() for part in (self.parents_BN, self.probs_BN))
-        sizes = [row.index(-1) if -1 in row else len(row) for row in tokens]
+        sizes = [max((at for at, token in enumerate(row, 1) if token >= 0), default=0) for row in tokens]
         return [
             (tokens[line][:num], parents and parents[line][:num], probs and probs[line][:num])
             for line, num in enumerate(sizes)
@@ -146,3 +146,20 @@ def node_probs(
         above = path_probs[parent] if parent >= 0 and path_probs else 1.0
         found.append(min(1.0, path_probs[node] / above) if path_probs and above > 0 else None)
     return found if any(each is not None for each in found) else None
+
+
+def without_missing(
+    tokens: list[int],
+    parents: list[int] | None,
+    probs: list[float | None] | None,
+    accepted: list[int],
+) -> tuple[list[int], list[int] | None, list[float | None] | None, list[int]]:
+    """Return a row's draft without tokens of -1, which no node follows; numbers of nodes change accordingly."""
+    kept = [node for node, token in enumerate(tokens) if token >= 0]
+    at = {-1: -1} | {node: number for number, node in enumerate(kept)}
+    return (
+        [tokens[node] for node in kept],
+        parents and [at[parents[node]] for node in kept],
+        probs and [probs[node] for node in kept],
+        [at[node] for node in accepted],
+    )

@@ -5,6 +5,7 @@ Legend: B rows, N draft tokens at most, T = N + 1 verify rows, V vocabulary, W w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from compile.attention import TreeAttentionMask
+from compile.state_update import LATE_OFFSET, LATE_SHIFT, join_late_nodes
 from sharesd.speculation.draft_tree import DraftRecord, DraftTree
 
 ALIGNED = 16
@@ -21,6 +23,43 @@ ALIGNED = 16
 def num_words(vocab_size: int) -> int:
     """Return W, the 32-bit words of a mask over the vocabulary."""
     return -(-vocab_size // 32)
+
+
+KEPT = -2
+"""Token of a late draft where the node of the draft in the buffers stays."""
+
+
+class LateNodes:
+    """Nodes that the host adds to a draft after it has launched the verification, if they come before that begins.
+
+    The host writes them to pinned memory with the round's number, and the verification copies and joins them first
+    (`compile.state_update.join_late_nodes`). Neither waits for the other.
+    """
+
+    def __init__(self, buffers: DraftBuffers) -> None:
+        (B, T), device = buffers.depth_BT.shape, buffers.depth_BT.device
+        self._buffers, size = buffers, (B, T - 1 + T + T * T)
+        on_host_BX = torch.zeros(size, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+        self._on_host_BX, self._words_BX = on_host_BX, on_host_BX.numpy()
+        self._on_device_BX = torch.zeros(size, dtype=torch.int64, device=device)
+        self.number = 0
+        """Number of the last verification that was launched."""
+        self._number_B, self.joined_B = (torch.zeros(B, dtype=torch.int64, device=device) for _ in range(2))
+        """1 in rows whose last verification had late nodes."""
+
+    def put(self, number: int, tree: DraftTree) -> None:
+        """Write nodes for the verification of this number; tokens of -2 (`KEPT`) are nodes that the draft has."""
+        parts = self._buffers.new_parts(tree)
+        parts[0] += LATE_OFFSET
+        numbers_BX = np.concatenate([part.reshape(len(part), -1) for part in parts], axis=1)
+        np.add(numbers_BX, number << LATE_SHIFT, out=self._words_BX)  # each word is written at once
+
+    def join(self) -> None:
+        """Add what has come to the draft in the buffers; counts verifications, as `number` does."""
+        buffers = self._buffers
+        self._on_device_BX.copy_(self._on_host_BX, non_blocking=True)
+        tree = buffers.tokens_BN, buffers.depth_BT, buffers.path_BTT
+        join_late_nodes(self._on_device_BX, self._number_B, self.joined_B, *tree)
 
 
 class DraftBuffers:
@@ -63,6 +102,11 @@ class DraftBuffers:
         return torch.zeros(*self.tokens_BN.shape, self._vocab_size, device=self.tokens_BN.device)
 
     @cached_property
+    def late(self) -> LateNodes:
+        """Nodes that are added to a draft whose verification has been launched."""
+        return LateNodes(self)
+
+    @cached_property
     def grammar_mask_BTW(self) -> Tensor:
         """Bits, int32, of tokens that grammars allow after root and nodes."""
         B, T = self.depth_BT.shape
@@ -98,15 +142,25 @@ class DraftBuffers:
 
     def put(self, tree: DraftTree) -> None:
         """Copy a draft from the host without waiting."""
-        tokens_BN, depth_BT, path_BTT = self._host_parts
-        T = 1 + tree.tokens.shape[1]
         if tree.tree_mask is None:
             self._set_chain_on_host()
+            self._host_parts[0][:, : tree.tokens.shape[1]] = tree.tokens.numpy()
         else:
-            tokens_BN[:], depth_BT[:], path_BTT[:] = -1, 1, self._star_TT
-            depth_BT[:, :T], path_BTT[:, :T, :T] = (part.numpy() for part in tree.tree_mask)
-        tokens_BN[:, : T - 1] = tree.tokens.numpy()
+            self._write(tree, self._host_parts)
         self._on_device.copy_(self._on_host, non_blocking=True)
         if "probs_BNV" in self.__dict__:  # drafts of tables are not samples: each token has draft probability 1
             assert tree.probs is None
             self.probs_BNV.zero_().scatter_(2, self.tokens_BN.clamp(min=0)[..., None], 1.0)
+
+    def new_parts(self, tree: DraftTree) -> list[np.ndarray]:
+        """Return tokens, depth and path of a tree on the host, in the buffers' sizes."""
+        parts = [np.empty_like(part) for part in self._host_parts]
+        self._write(tree, parts)
+        return parts
+
+    def _write(self, tree: DraftTree, parts: Sequence[np.ndarray]) -> None:
+        assert tree.tree_mask is not None
+        (tokens_BN, depth_BT, path_BTT), T = parts, 1 + tree.tokens.shape[1]
+        tokens_BN[:], depth_BT[:], path_BTT[:] = -1, 1, self._star_TT
+        tokens_BN[:, : T - 1] = tree.tokens.numpy()
+        depth_BT[:, :T], path_BTT[:, :T, :T] = (part.numpy() for part in tree.tree_mask)

@@ -20,7 +20,7 @@ from sharesd.speculation.acceptance_stats import PRIOR, AcceptanceEstimator, Run
 from sharesd.speculation.cost_model import Costs, LiveCosts
 from sharesd.speculation.draft_scorer import DraftScorer
 from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape, DraftTree, model_shape
-from sharesd.speculation.query_gate import QueryGate, TableWaits
+from sharesd.speculation.query_gate import QueryGate
 
 EXPLORED, PURSE, DEBT = 0.005, (1.0, 4.0), 2.0
 """Part of the tokens that trials may cost; tokens that they may cost at first and at most at once; largest debt."""
@@ -50,8 +50,6 @@ class Decision(NamedTuple):
     scorer: DraftScorer | None
     given_up: float | None
     """Value of what a trial was made instead of; None: no trial."""
-    launched_early: bool
-    """A model's draft was launched before tables were queried."""
 
 
 class _Option(NamedTuple):
@@ -100,7 +98,7 @@ class Policy:
         """Use these costs, and those `measured` by rows; forget everything learned from rounds."""
         self.is_adaptive = self.pinned is None
         """False if the shape was pinned when costs were set."""
-        self.live, self.gate, self.fill_gate = LiveCosts(costs, measured), QueryGate(), QueryGate()
+        self.live, self.gate = LiveCosts(costs, measured), QueryGate()
         self._num_rounds = 0
         self._age = 0  # rounds, and NEW_TEXT for each text: counts of acceptance fade with it
         self._kinds: dict[tuple[bool, int], AcceptanceEstimator] = {}  # by tree or chain, and window
@@ -121,13 +119,11 @@ class Policy:
         self.model_value = 0.0
         """Value of the best of a model's drafts and no draft in the coming round."""
         self._has_queried, self._promised, self._step_s, self._worth = False, [0.0], 0.0, 0.0
-        self._launched_early = False
 
     def begin(self) -> None:
         """Start a new text."""
         self._age += NEW_TEXT
         self.gate.begin()
-        self.fill_gate.begin()
 
     @property
     def costs(self) -> Costs:
@@ -320,7 +316,11 @@ class Policy:
     @property
     def tables_pause(self) -> bool:
         """True if the coming round queries no tables."""
-        return self._pauses(self.gate)
+        return (
+            self.pinned is None
+            and self.live.is_measured
+            and self.gate.pauses(self.rate, self._most_table_gain, self._purse)
+        )
 
     @property
     def tables_should_learn(self) -> bool:
@@ -330,30 +330,15 @@ class Policy:
         return self._fits(NO_DRAFT, 1) and self.gate.should_learn(self.rate, self._most_table_gain)
 
     def should_query_tables(self) -> bool:
-        """Return True if a query of tables pays and one node fits."""
+        """Return True if a query of tables pays and one node fits; one that seems not to pay is a trial."""
         queries = not self.tables_pause and (self.pinned is not None or self._fits(NO_DRAFT, 1))
-        self._count(self.gate, queries)
+        self.gate.count(queries)
         self._has_queried |= queries
         if not queries:
             self.reasons["tables"] = "tables_pause"
+        elif self.live.is_measured and not self.gate.pays(self.rate):
+            self._purse -= self.rate * self.gate.seconds
         return queries
-
-    def should_fill(self) -> bool:
-        """Return True if it pays to read a model's draft, so that tables add nodes to it: a GPU waits for that."""
-        fills = not self.fill_gate.seconds or not self._pauses(self.fill_gate)
-        self._count(self.fill_gate, fills)
-        return fills
-
-    def _pauses(self, gate: QueryGate) -> bool:
-        return (
-            self.pinned is None and self.live.is_measured and gate.pauses(self.rate, self._most_table_gain, self._purse)
-        )
-
-    def _count(self, gate: QueryGate, queries: bool) -> None:
-        """Count a round with a query or without; one that seems not to pay is a trial."""
-        gate.count(queries)
-        if queries and self.live.is_measured and not gate.pays(self.rate):
-            self._purse -= self.rate * gate.seconds
 
     def min_table_score(self) -> float:
         """Return the score that a node of tables needs if it has the cheapest row of a step."""
@@ -393,17 +378,25 @@ class Policy:
         """Return the part of what tables promise that is accepted: the best of many estimates is too high."""
         return self._kept_promises[alone].at(self._age)[0]
 
-    def early_shape(self) -> DraftShape:
-        """Return the draft to launch before tables are queried, for GPUs."""
+    @property
+    def model_leads(self) -> bool:
+        """True if a round is launched, on a GPU, before tables are queried: the last one's draft was a model's."""
         last = self.gate.last_model_draft
         if not self.live.is_measured or not last.nodes:
-            return NO_DRAFT
-        fits = self._fits(last) if self.pinned is None else self.pinned[:2] == last[:2]
-        return self.gate.early_draft() if fits else NO_DRAFT
+            return False
+        return self._fits(last) if self.pinned is None else self.pinned[:2] == last[:2]
 
-    def record_model_draft(self, shape: DraftShape, launched_early: bool) -> None:
-        """Record the coming round's model draft, which drops early launches if empty."""
-        self.gate.last_model_draft, self._launched_early = shape, launched_early
+    def tables_lead(self, scores: Sequence[Sequence[float]], drafted: DraftShape) -> bool:
+        """Return True if tables alone are worth more than a model's draft with their nodes next to it.
+
+        A GPU makes no draft then, but waits for the tables. Arguments as for `num_table_nodes_worth`.
+        """
+        num, value = self.num_table_nodes_worth(scores)
+        if not num or not self.live.is_measured:
+            return False
+        option, room = self._option(drafted), self.max_nodes() - drafted.nodes
+        gain = max(option.gain, self._kept(True) * self._promised[min(num, room)])
+        return value - self.rate * self.gate.wait_if_first > 1 + gain - self.rate * option.seconds
 
     def node_accept_probs(self, shape: DraftShape) -> list[float]:
         """Return the acceptance probability of each node of a model's draft, best first."""
@@ -425,9 +418,8 @@ class Policy:
 
     def decision(self) -> Decision:
         """Return what the coming round was decided with, for its record; the next decision begins."""
-        made = Decision(self._has_queried, self._promised, self.scorer, self._given_up, self._launched_early)
+        made = Decision(self._has_queried, self._promised, self.scorer, self._given_up)
         self._has_queried, self.scorer, self._given_up = False, None, None
-        self._launched_early = False
         return made
 
     def record(
@@ -438,12 +430,12 @@ class Policy:
         draft_s: float,
         step_s: float,
         progress: float,
-        waits: TableWaits | None = None,
+        wait_s: float | None = None,
     ) -> None:
         """Learn from a finished round.
 
         `paths`: accepted verify rows, from 1, of each counted row. `step_s`: seconds of all but drafting. `progress`:
-        tokens, see `request.mean_progress`. `waits`: for tables, on a GPU, which neither seconds have; None: what is
+        tokens, see `request.mean_progress`. `wait_s`: for tables, on a GPU, which neither seconds have; None: what is
         not of a model's draft is the query.
         """
         if not self._largest:
@@ -451,10 +443,8 @@ class Policy:
         live, num_nodes = self.live, tree.tokens.shape[1]
         self._age += 1
         self._num_rounds += 1
-        if decision.has_queried and waits is not None:
-            self.gate.record_wait(waits.query / live.drift, decision.launched_early)
-            if waits.fill is not None:
-                self.fill_gate.record_wait(waits.fill / live.drift)
+        if decision.has_queried and wait_s is not None:
+            self.gate.record_wait(wait_s / live.drift, tree.record.takes_late_nodes)
         elif decision.has_queried and not tree.record.num_steps:
             self.gate.record_seconds(draft_s / live.drift)
         if not num_nodes:
@@ -466,11 +456,11 @@ class Policy:
             self._plain_run = 0
             shape, unread_s = model_shape(tree), tree.record.num_unread_tokens * live.table.read * live.drift
             if paths:
-                self._learn(decision, shape, num_nodes, paths)
+                self._learn(decision, shape, num_nodes, paths, tree.record.takes_late_nodes)
             if tree.record.drafted_ahead:  # made while the last draft was verified: its time is not that of drafting
                 draft_s = live.draft(shape) * live.drift
             # Where reading missed tokens took most of the time, it says little about the draft.
-            other_s = unread_s + self.gate.seconds * live.drift * (decision.has_queried and waits is None)
+            other_s = unread_s + self.gate.seconds * live.drift * (decision.has_queried and wait_s is None)
             live.record(shape, 1 + num_nodes, draft_s - other_s if other_s < draft_s / 2 else 0.0, step_s)
         if paths:
             tokens, seconds = self._done
@@ -480,13 +470,16 @@ class Policy:
             if decision.given_up is not None:  # paid for with what it cost, since first steps may take twice as long
                 self._purse -= decision.given_up - progress + self.rate * (draft_s + step_s) / live.drift
 
-    def _learn(self, decision: Decision, shape: DraftShape, num_nodes: int, paths: Sequence[Sequence[int]]) -> None:
-        """Count what was accepted of a model's draft and of nodes of tables."""
-        drafted = paths
-        if num_nodes > shape.nodes:
-            drafted = [[node for node in path if node <= shape.nodes] for path in paths]
+    def _learn(
+        self, decision: Decision, shape: DraftShape, num_nodes: int, paths: Sequence[Sequence[int]], late: bool
+    ) -> None:
+        """Count what was accepted of a model's draft and of nodes of tables; `late`: these could come late."""
+        drafted = [[node for node in path if node <= shape.nodes] for path in paths]
+        found = (sum(map(len, paths)) - sum(map(len, drafted))) / len(paths)
+        if late:
+            self.gate.record_gain(found)
+        elif num_nodes > shape.nodes:
             promised = decision.promised[min(num_nodes - shape.nodes, len(decision.promised) - 1)]
-            found = (sum(map(len, paths)) - sum(map(len, drafted))) / len(paths)
             self._kept_promises[not shape.nodes].add(self._age, promised, found)
         if shape.nodes:
             kind, scorer = self._kind(shape), decision.scorer

@@ -95,8 +95,8 @@ class DraftRecord(NamedTuple):
     """From tables: for each row, the probability of the path to each node."""
     model_marks: tuple[Mark, Mark] | None = None
     """Points in time before and after a model's draft, of a mixture on a GPU."""
-    fill_mark: Mark | None = None
-    """Point in time before the host read that draft to add nodes of tables; None if it did not."""
+    takes_late_nodes: bool = False
+    """True if tables may add nodes after the verification was launched."""
 
 
 class DraftTree(NamedTuple):

@@ -1,17 +1,15 @@
 """Pauses queries of tables while they take longer than they gain.
 
-On a CPU a query takes its own time. On a GPU the model's draft may run meanwhile, so what counts is how long the device
-waits: as long as it does nothing between two rounds or between draft and verification, where it would do something if
-the model drafted alone, and as long as it makes a draft that is dropped.
+On a CPU a query takes its own time. On a GPU what counts is how long the device waits: as long as it does nothing
+between two rounds or between draft and verification, where it would do something if the model drafted alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from math import inf
-from typing import NamedTuple
 
-from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape
+from sharesd.speculation.draft_tree import NO_DRAFT
 
 MEMORY = 64
 """Queries that the mean gain reaches back."""
@@ -19,15 +17,6 @@ PAUSE = 16
 """Fewest rounds between queries that seem not to pay."""
 NEW_TEXT_HOPE = 0.007
 """Part of what a query would gain if all its tokens were accepted, that it is assumed to gain as a text begins."""
-
-
-class TableWaits(NamedTuple):
-    """Seconds that a GPU waits for tables in a round."""
-
-    query: float
-    """All together."""
-    fill: float | None
-    """Of these, while tables add nodes to a model's draft; None: they were not asked to."""
 
 
 class QueryGate:
@@ -39,7 +28,7 @@ class QueryGate:
         self._since_query, self._num_timed = 0, 3
         self.last_model_draft = NO_DRAFT
         """A model's last draft in a round that queried tables."""
-        self._waits = {True: _Wait(0.0), False: _Wait(inf)}  # by whether a draft is launched before the query
+        self._waits = {True: _Wait(), False: _Wait()}  # by whether the round was launched before the query
 
     def begin(self) -> None:
         """Start a new text: queries are worth trying again."""
@@ -78,26 +67,26 @@ class QueryGate:
         self._num_timed = min(16, self._num_timed + 1)
         self.seconds += (seconds - self.seconds) / self._num_timed
 
-    def record_wait(self, seconds: float, launched_early: bool = False) -> None:
-        """Record how long a GPU waited; `launched_early`: a draft was launched before the query, and perhaps lost."""
-        self._waits[launched_early].record(seconds)
-        self.seconds = self._waits[launched_early].mean
-        if not launched_early and self.last_model_draft.nodes:
-            self._waits[True].mean *= 1 - 1 / MEMORY  # what was learned of early drafts is forgotten
+    def record_wait(self, seconds: float, launched_before: bool = False) -> None:
+        """Record how long a GPU waited; `launched_before`: the round was launched before the query."""
+        self._waits[launched_before].record(seconds)
+        coming = self._waits[bool(self.last_model_draft.nodes)]  # a round after a model's draft is launched before it
+        self.seconds = (coming if coming.num else self._waits[launched_before]).mean
 
-    def early_draft(self) -> DraftShape:
-        """Return the model's draft to launch before the query; NO_DRAFT if such drafts lose too often."""
-        return self.last_model_draft if self._waits[True].mean <= self._waits[False].mean else NO_DRAFT
+    @property
+    def wait_if_first(self) -> float:
+        """Mean seconds that a GPU waited where tables were queried before a draft; 0: it never did."""
+        return self._waits[False].mean
 
 
 class _Wait:
     """Running mean of times, each as far as the next one repeats it: a stall of the host does not last."""
 
-    def __init__(self, mean: float) -> None:
-        self.mean = mean
-        self._last, self._num = inf, 0
+    def __init__(self) -> None:
+        self.mean = 0.0
+        self._last, self.num = inf, 0
 
     def record(self, seconds: float) -> None:
         repeated, self._last = min(seconds, self._last), seconds
-        self._num = min(16, self._num + 1)
-        self.mean = repeated if self._num <= 2 else self.mean + (repeated - self.mean) / self._num
+        self.num = min(16, self.num + 1)
+        self.mean = repeated if self.num <= 2 else self.mean + (repeated - self.mean) / self.num

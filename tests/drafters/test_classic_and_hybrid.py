@@ -21,10 +21,10 @@ from sharesd.drafters.hybrid.drafter import HybridDrafter
 from sharesd.models.tokenizer import load_tokenizer
 from sharesd.runtime import Runtime
 from sharesd.speculation.cost_model import Costs
+from sharesd.speculation.draft_buffers import KEPT
 from sharesd.speculation.draft_policy import Policy
 from sharesd.speculation.draft_proposal import Proposal
-from sharesd.speculation.draft_tree import NO_DRAFT, DraftRecord, DraftShape, DraftTree, chain, chains
-from sharesd.speculation.query_gate import TableWaits
+from sharesd.speculation.draft_tree import NO_DRAFT, DraftRecord, DraftShape, DraftTree, chain, chains, parents_of
 from tests.cases.inputs import llama
 from tests.helpers.after_warmup import no_captures
 from tests.helpers.in_mode import in_mode
@@ -142,96 +142,125 @@ FOUR = chain(4)
 class Recorded:
     """A table and a model that note when they are asked, and a policy that takes the shapes which it is given."""
 
-    def __init__(self, shapes: list[DraftShape], *, draft_s: float, graphs: object = object()) -> None:
-        self.shapes, self.events = shapes, []
-        costs = Costs({1: 1.0, 5: 1.1}, draft_s, draft_s, {1: 0.0, 5: 0.0})
-        self.policy = Policy([FOUR], costs=costs)
-        self.policy.gate.gain, self.policy.gate.seconds = 1.0, 0.05
+    def __init__(self, shapes: list[DraftShape], *, score: float = 0.0, graphs: object = object()) -> None:
+        """`score`: probability that each node of the table holds after the one before it; 0: it finds nothing."""
+        self.shapes, self.events, self.score = shapes, [], score
+        costs = Costs({1: 1.0, 9: 1.1}, 0.3, 0.3, {1: 0.0, 9: 0.0})
+        self.policy = Policy(chains(8), costs=costs)
+        self.policy.gate.gain, self.policy.gate.seconds, self.policy._last_plain = 1.0, 0.05, 0
         self.policy.next_shape = lambda *_, **__: self.shapes.pop(0)  # type: ignore[method-assign]
         table: Any = SimpleNamespace(name="table", num_successors=0, propose=self.propose, extend=lambda *_: None)
-        said = {"name": "model", "shapes": (FOUR,), "prior": 0.5, "runs_on_host": False}
+        said = {"name": "model", "shapes": chains(8), "prior": 0.5, "runs_on_host": False}
         said |= {"supports_async": True, "needs_catch_up": False, "num_unread_tokens": lambda texts: 0}
         model: Any = SimpleNamespace(**said, catch_up=lambda *_, **__: None, draft=self.draft)
-        self.drafter = HybridDrafter("hybrid", [table], model, num_nodes=4, trees=False)
+        self.drafter = HybridDrafter("hybrid", [table], model, num_nodes=8, trees=True)
         self.drafter._known[0] = 1
         given = {"first": 0, "end": 1, "graphs": graphs}
         given |= {"buffers": SimpleNamespace(no_draft=DraftTree(torch.empty(1, 0, dtype=torch.int64)))}
-        sampler = SimpleNamespace(needs_draft_probs=False, vocab_size=99)
+        sampler = SimpleNamespace(needs_draft_probs=False, vocab_size=99, kind=SimpleNamespace(constrained=False))
         clock = SimpleNamespace(mark=lambda: float(len(self.events)))
         self.context: Any = SimpleNamespace(**given, policy=self.policy, sampler=sampler, clock=clock)
 
     def propose(self, row: int, num: int, ahead: Any = ()) -> Proposal:
         self.events.append("asked")
-        return Proposal([], [], [])
+        num = num if self.score else 0
+        return Proposal([5] * num, list(range(-1, num - 1)), [self.score ** (1 + node) for node in range(num)])
 
     def draft(self, context: Any, shape: DraftShape) -> DraftTree:
         self.events.append("launched")
-        return DraftTree(torch.zeros(1, shape.nodes, dtype=torch.int64), record=DraftRecord(num_steps=shape.depth))
+        tokens_BN = torch.zeros(1, shape.nodes, dtype=torch.int64)
+        return DraftTree(tokens_BN, depth=shape.depth, record=DraftRecord(num_steps=shape.depth))
 
-    def goes_ahead(self) -> bool:
-        return self.drafter.draft_ahead(self.context, {0: [1]}, {0: 5})
+    def round(self, *, begun: bool = False, waited: float = 0.0) -> list[str]:
+        """Events of a round.
 
-    def round(self, *, ahead: bool = False, waited: float | None = None) -> list[str]:
-        """Events of a round; `ahead`: after those before the last one was read; `waited`: seconds of the device."""
+        `begun`: the device verifies by the time that the last round is read. `waited`: seconds of the device.
+        """
         self.events.clear()
-        if ahead:
-            assert self.goes_ahead()
-            self.events.append("read")
+        goes_ahead = self.drafter.goes_ahead(self.context)
+        self.events.append("read" if not goes_ahead else "not read")
         self.drafter.catch_up({0: [1]}, False)
-        tree = self.drafter.draft(self.context, FOUR)
+        self.tree = tree = self.drafter.draft(self.context, chain(8))
         if tree.record.num_steps and self.context.graphs is not None:
-            at = self.events.index("launched")
-            assert tree.record.model_marks == (float(at), at + 1.0), "what is between them is the model's draft alone"
+            at = float(self.events.index("launched"))
+            assert tree.record.model_marks == (at, at + 1.0), "what is between them is the model's draft alone"
+        self.late = None
+        assert tree.record.takes_late_nodes == goes_ahead
+        if goes_ahead:
+            self.events.append("read")
+            self.late = self.drafter.late_nodes(self.context, {0: [1]}, tree, lambda: begun)
         decision = self.policy.decision()
         assert decision.has_queried
-        if waited is not None:
-            self.policy.record(decision, tree, [[]], 0.4, 1.1, 1, TableWaits(waited, None))  # as predicted
+        draft_s = 1.5 if tree.record.num_steps else 0.0
+        self.policy.record(decision, self.late or tree, [[]], draft_s, 1.1, 1, waited)
+        self.policy.gate.gain = 1.0
         return list(self.events)
 
 
-def test_a_draft_like_the_last_one_is_launched_before_tables_are_asked() -> None:
-    recorded = Recorded([FOUR, FOUR, NO_DRAFT, NO_DRAFT, FOUR, FOUR], draft_s=0.1)
-    assert recorded.round() == ["asked", "launched"]
-    assert recorded.round() == ["launched", "asked"]
-    assert recorded.round() == ["launched", "asked"], "which is dropped"
-    assert recorded.round() == ["asked"], "the last round had none"
-    assert recorded.round() == ["asked", "launched"]
-    assert recorded.round() == ["launched", "asked"], "as far as is known, what is dropped costs nothing"
-    recorded = Recorded([FOUR] * 3, draft_s=0.0)
+FIRST, AHEAD = ["read", "asked", "launched"], ["not read", "launched", "read", "asked"]
+
+
+def test_a_round_is_launched_as_if_there_were_no_tables_while_the_model_drafts() -> None:
+    """Where text would depend on their nodes, or masks of grammars do, tables come first."""
+    recorded = Recorded([FOUR, FOUR, FOUR, NO_DRAFT, FOUR, FOUR, FOUR, FOUR])
+    assert recorded.round() == FIRST, "there was no draft yet"
+    assert recorded.round() == AHEAD and recorded.late is None, "they have found nothing"
+    assert recorded.round(begun=True) == AHEAD[:-1], "they are not asked for what would come too late"
+    recorded.policy.gate.last_model_draft = NO_DRAFT
+    assert recorded.round() == FIRST[:-1] and recorded.drafter._idle == 1
+    assert recorded.round() == FIRST, "the last round had none"
+    for place, name in (
+        (recorded.context.sampler, "needs_draft_probs"),
+        (recorded.context.sampler.kind, "constrained"),
+    ):
+        setattr(place, name, True)
+        assert recorded.round() == FIRST
+        setattr(place, name, False)
+    assert recorded.round() == AHEAD
+    recorded = Recorded([FOUR] * 3)
     recorded.round()
-    for pinned, early in ((chain(3), NO_DRAFT), (FOUR, FOUR)):
+    for pinned in (chain(3), FOUR):
         recorded.policy.pinned = pinned
-        assert recorded.policy.early_shape() == early
+        assert recorded.policy.model_leads == (pinned == FOUR)
 
 
-def test_a_draft_like_the_last_one_is_launched_before_the_last_round_is_read() -> None:
-    """And once; where text would depend on it, tables come first."""
-    recorded = Recorded([FOUR, FOUR, NO_DRAFT, FOUR, FOUR, FOUR], draft_s=0.1)
-    assert not recorded.goes_ahead(), "there is none yet"
+def test_nodes_of_tables_come_next_to_the_draft_whatever_it_is() -> None:
+    recorded = Recorded([FOUR] * 2, score=0.5)
     recorded.round()
-    assert recorded.round(ahead=True) == ["launched", "read", "asked"]
-    assert recorded.round(ahead=True) == ["launched", "read", "asked"], "which is dropped"
-    assert recorded.drafter._idle == 1
-    assert recorded.round() == ["asked", "launched"]
-    assert recorded.goes_ahead()
-    recorded.drafter.drop_ahead()
-    assert recorded.drafter._idle == 1
-    assert recorded.round() == ["launched", "asked"], "anew"
-    recorded.context.sampler.needs_draft_probs = True
-    assert not recorded.goes_ahead()
+    recorded.round()
+    late = recorded.late
+    assert late is not None and late.tokens.tolist() == [[KEPT] * 4 + [5] * 4]
+    assert parents_of(late) == [[-1, 0, 1, 2, -1, 4, 5, 6]] and late.depth == 4
+    assert (late.record.num_steps, late.record.num_filled, late.record.filler) == (4, 4, "table")
+    recorded.policy.gate.gain = 0.0
+    kept = recorded.policy._kept(False)
+    decision = recorded.policy.decision()._replace(has_queried=True)
+    for _ in range(400):
+        recorded.policy.record(decision, late, [[1, 5, 6]], 1.2, 1.1, 4, 0.0)
+    assert recorded.policy.gate.gain == pytest.approx(2.0, rel=0.01), "what came of them"
+    assert recorded.policy._kept(False) == kept, "nothing was promised"
+
+
+def test_tables_come_first_where_they_make_a_dear_draft_needless() -> None:
+    """And the model again once they find nothing; not if the device then waits for longer than the draft takes."""
+    recorded = Recorded([FOUR, FOUR, NO_DRAFT, FOUR, FOUR, FOUR], score=0.98)
+    recorded.round(waited=0.2)
+    assert recorded.round() == AHEAD
+    assert recorded.round(waited=0.2) == FIRST[:-1] and recorded.tree.tokens.shape[1] > 4
+    recorded.score = 0.0
+    assert [recorded.round(waited=0.2) for _ in range(2)] == [FIRST, AHEAD]
+    recorded = Recorded([FOUR] * 40, score=0.98)
+    gate = recorded.policy.gate
+    for seconds, launched_before in ((9.0, False), (9.0, False), (0.0, True)):
+        gate.record_wait(seconds, launched_before)
+    assert gate.seconds == gate.wait_if_first == 9.0
+    gate.last_model_draft = FOUR
+    gate.record_wait(9.0)
+    assert gate.seconds == 0.0, "what the coming round waits"
+    assert all(recorded.round() == AHEAD for _ in range(20))
 
 
 def test_tables_come_first_where_drafts_are_not_replayed() -> None:
-    recorded = Recorded([FOUR] * 2, draft_s=0.1, graphs=None)
+    recorded = Recorded([FOUR] * 2, graphs=None)
     recorded.round()
-    assert recorded.round() == ["asked", "launched"]
-
-
-def test_tables_come_first_while_the_device_then_waits_for_less() -> None:
-    """As where drafts that are launched early are often dropped; that is forgotten with time."""
-    recorded = Recorded([FOUR] * 99, draft_s=0.1)
-    recorded.round(waited=0.1)
-    assert recorded.round(waited=0.11) == ["launched", "asked"]
-    times = [recorded.round(waited=0.1) for _ in range(20)]
-    first = times.index(["launched", "asked"])
-    assert 4 < first < 16 and times[:first] == [["asked", "launched"]] * first
+    assert recorded.round() == [*FIRST, "asked"], "and again, to add nodes"

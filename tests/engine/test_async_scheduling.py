@@ -166,27 +166,24 @@ FROM = -1.0
 
 
 @pytest.mark.parametrize(
-    ("marks", "record", "query", "fill"),
+    ("record", "wait"),
     [
-        ((0.0, 3.0, 9.0), DraftRecord(num_steps=2, model_marks=(0.5, 2.5)), 1.0 + 1.0, None),
-        ((0.0, 3.0, 9.0), DraftRecord(num_steps=2, model_marks=(0.0, 2.0), fill_mark=2.25), 1.0 + 1.0, 0.75),
-        ((0.0, 3.0, 9.0), DraftRecord("suffix"), 1.0 + 3.0, None),
+        (DraftRecord(num_steps=2, model_marks=(0.5, 2.5)), 1.0 + 1.0),
+        (DraftRecord("suffix"), 1.0 + 3.0),
     ],
-    ids=["the model drafts", "its draft is read", "it is dropped, or there is none"],
+    ids=["the model drafts", "it does not"],
 )
-def test_a_gpu_waits_while_it_makes_nothing_that_is_verified(
-    marks: tuple[float, ...], record: DraftRecord, query: float, fill: float | None
-) -> None:
-    tree = DraftTree(torch.zeros(1, 2, dtype=torch.int64), record=record)
+def test_a_gpu_waits_while_it_makes_nothing_that_is_verified(record: DraftRecord, wait: float) -> None:
+    tree, marks = DraftTree(torch.zeros(1, 2, dtype=torch.int64), record=record), (0.0, 3.0, 9.0)
 
     def waits(on_gpu: bool = True, has_queried: bool = True, before: float | None = FROM) -> Any:
         decision = SimpleNamespace(has_queried=has_queried)
         flight = SimpleNamespace(tree=tree, marks=[*marks], previous_end=before, decision=decision)
         processor = SimpleNamespace(_clock=Clock(torch.device("cpu")), _on_gpu=on_gpu)
-        return OutputProcessor._waits(processor, flight, marks[1] - marks[0])  # type: ignore[arg-type]
+        return OutputProcessor._wait(processor, flight, marks[1] - marks[0])  # type: ignore[arg-type]
 
-    assert waits() == (query, fill)
-    assert waits(before=None) == (query - 1.0, fill), "a piece of a prompt was read in between"
+    assert waits() == wait
+    assert waits(before=None) == wait - 1.0, "a piece of a prompt was read in between"
     assert waits(on_gpu=False) is None and waits(has_queried=False) is None
 
 

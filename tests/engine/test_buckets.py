@@ -13,15 +13,19 @@ import pytest
 import torch
 
 from sharesd.drafters.hybrid.drafter import HybridDrafter
+from sharesd.engine.decode_round import Round
 from sharesd.engine.engine import Engine
+from sharesd.engine.output_processor import OutputProcessor
 from sharesd.engine.outputs import Completion
 from sharesd.engine.request import Request
+from sharesd.engine.round_launcher import InFlightRound, RoundLauncher
 from sharesd.engine.scheduler import powers_of_two
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.cost_model import Costs
 from sharesd.speculation.draft_policy import Policy
-from sharesd.speculation.draft_tree import NO_DRAFT
+from sharesd.speculation.draft_proposal import Proposal
+from sharesd.speculation.draft_tree import NO_DRAFT, DraftTree
 from sharesd.startup import cost_profiler
 from sharesd.startup.warmup import warm_up, warm_up_all_variants
 from tests.engine import test_rows
@@ -117,38 +121,72 @@ def test_texts_are_as_without_and_nothing_is_captured_later(
         assert decode(eager)[1] == advances, "drafts hold as often"
 
 
+def guesses(dice: random.Random, texts: list[list[int]]) -> Callable[..., Proposal]:
+    """What tables find: how a row's text goes on, or nearly so, in a chain or with another branch."""
+
+    def ask(self: HybridDrafter, context: Any, row: int, num_nodes: int, ahead: Any = ()) -> Proposal:
+        text = self._texts[row]
+        known = next((known for known in texts if known[: len(text)] == text), text)  # not of one that was cancelled
+        tokens = known[len(text) :][: dice.randint(0, num_nodes)]
+        parents = list(range(-1, len(tokens) - 1))
+        if len(tokens) > 1 and dice.random() < 0.5:
+            place = dice.randrange(len(tokens))
+            tokens[place] = (tokens[place] + 1) % 40
+            tokens[-1:], parents[-1:] = [39], [-1]
+            if tokens[0] == 39:
+                return Proposal([], [], [])
+        return Proposal(tokens, parents, [0.9] * len(tokens))
+
+    return ask
+
+
+@pytest.mark.parametrize("comes", ["in time", "too late"])
 @pytest.mark.parametrize("kind", ["hybrid", "hybrid tree"])
-def test_a_models_draft_is_launched_before_the_round_in_front_of_it_is_read(
-    kind: str, wanted: list[Completion], monkeypatch: pytest.MonkeyPatch
+def test_nodes_of_tables_join_drafts_whose_verification_was_launched(
+    kind: str, comes: str, wanted: list[Completion], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And taken, mixed with what tables guess, or dropped: for these, or since requests have joined or left."""
-    engine, _ = in_buckets(kind, 4, async_scheduling=True)
+    """Or do not, if that has begun, as on a CPU at once; texts are the same, and records say what was drafted."""
+    engine, _ = in_buckets(kind, 4, async_scheduling=comes == "too late")
     warm_up(engine, engine.mode, WARM)
-    dice, events = random.Random(4), list[str]()
+    dice, flights = random.Random(4), list[InFlightRound]()
+    texts = [[*prompt, *done.token_ids] for (_, prompt, _), done in zip(REQUESTS, wanted, strict=True)]
     monkeypatch.setattr(Policy, "tables_pause", False)
-    monkeypatch.setattr(Policy, "early_shape", lambda self: self.shapes[-1])
-    monkeypatch.setattr(Policy, "next_shape", lambda self, **_: dice.choice([NO_DRAFT, *3 * [self.shapes[-1]]]))
+    monkeypatch.setattr(Policy, "model_leads", property(lambda self: dice.random() < 0.9))
+    monkeypatch.setattr(
+        Policy, "next_shape", lambda self, **_: dice.choice([NO_DRAFT, *self.shapes[:3], self.shapes[-1]])
+    )
+    monkeypatch.setattr(HybridDrafter, "_ask", guesses(dice, texts))
+    run, collect, late = Round.run, OutputProcessor.collect, list[Any]()
 
-    def note(name: str, happens: Callable[..., Any]) -> None:
-        function = getattr(HybridDrafter, name)
+    def run_later(self: Round, tree: DraftTree, *given: Any) -> Any:
+        if tree.record.takes_late_nodes:
+            live = {request.row: request.tokens for request in engine._scheduler.live if request.params.speculate}
+            late.append(engine.drafter.late_nodes(self.context, live, tree, lambda: False))  # type: ignore[union-attr, arg-type]
+            if late[-1] is not None:
+                self.context.buffers.late.put(self.context.buffers.late.number + 1, late[-1])
+        return run(self, tree, *given)
 
-        def noted(self: Any, *given: Any) -> Any:
-            had, found = self._ahead is not None, function(self, *given)
-            if happens(had, found):
-                events.append(name)
-            return found
+    def noted(self: OutputProcessor, flight: InFlightRound, early: Any) -> Any:
+        flights.append(flight)
+        return collect(self, flight, early)
 
-        monkeypatch.setattr(HybridDrafter, name, noted)
-
-    note("draft_ahead", lambda had, found: found)
-    note("draft", lambda had, found: had)
-    note("drop_ahead", lambda had, found: had)
+    if comes == "in time":
+        monkeypatch.setattr(Round, "run", run_later)
+        monkeypatch.setattr(
+            RoundLauncher,
+            "add_late_nodes",
+            lambda self, flight: flight._replace(late_tree=late.pop()) if flight.late_number else flight,
+        )
+    monkeypatch.setattr(OutputProcessor, "collect", noted)
     with no_captures():
         found, _ = decode(engine)
-    texts, texts_alone = ([one and (one.token_ids, one.finish_reason) for one in each] for each in (found, wanted))
-    assert texts == [*texts_alone[:3], None, *texts_alone[4:]]
-    assert events.count("draft") > 10 and events.count("drop_ahead") > 2
-    assert events[::2] == ["draft_ahead"] * len(events[::2]), "each is taken or dropped before the next"
+    outcomes = ([one and (one.token_ids, one.finish_reason) for one in each] for each in (found, wanted))
+    texts_found, texts_alone = outcomes
+    assert texts_found == [*texts_alone[:3], None, *texts_alone[4:]]
+    took = [flight for flight in flights if flight.late_tree is not None]
+    assert len(took) > 10
+    filled = [name for one in found if one for name in one.drafters].count("suffix")
+    assert (filled > 10) == (comes == "in time")
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,13 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 
 from sharesd import LLM, EngineConfig, SamplingParams
 from sharesd.engine.engine import Engine
 from sharesd.engine.outputs import Completion
 from sharesd.engine.stats import Stats
-from sharesd.engine.trace import REASONS, RoundTrace, RowTrace, node_probs
+from sharesd.engine.trace import REASONS, Proposed, RoundTrace, RowTrace, node_probs, without_missing
 from sharesd.engine.trace_file import TraceFile, read_trace
 from sharesd.models.loader import decoder_config
 from sharesd.runtime import Runtime
@@ -227,3 +228,13 @@ def test_every_field_and_reason_is_documented(tiny: Path, tmp_path: Path) -> Non
     line, *others = lines_of(path, "round")
     assert {reason for each in (line, *others) for reason in each["reasons"]} == {"not_requested"}
     assert line.keys() == named("trace-round") and line["rows"][0].keys() == named("trace-row")
+
+
+def test_late_nodes_that_the_draft_had_are_not_shown() -> None:
+    """They are tokens of -1 between others; nodes that follow have other numbers then."""
+    proposed = Proposed(torch.tensor([[5, -1, 7, 8, -1, -1]]), torch.tensor([[-1, -1, 0, 2, -1, -1]]), None)
+    [(tokens, parents, _)] = proposed.to_lists()
+    assert tokens == [5, -1, 7, 8] and parents == [-1, -1, 0, 2]
+    shown = without_missing(tokens, parents, [0.9, None, 0.5, 0.4], [0, 2, 3])
+    assert shown == ([5, 7, 8], [-1, 0, 1], [0.9, 0.5, 0.4], [0, 1, 2])
+    assert without_missing([5, -1, 6], None, None, [0]) == ([5, 6], None, None, [0])

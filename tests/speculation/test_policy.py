@@ -27,7 +27,7 @@ from sharesd.speculation.cost_model import Costs, LiveCosts
 from sharesd.speculation.draft_policy import NEW_TEXT, Policy
 from sharesd.speculation.draft_scorer import ProbabilityCalibration
 from sharesd.speculation.draft_tree import NO_DRAFT, DraftRecord, DraftShape, DraftTree, chain, chains, with_windows
-from sharesd.speculation.query_gate import QueryGate, TableWaits
+from sharesd.speculation.query_gate import QueryGate
 from sharesd.startup import cost_profiler
 from sharesd.startup.cost_fit import of_more_rows
 from sharesd.startup.cost_profiler import BlockSample, measure_costs, profile_costs
@@ -412,10 +412,9 @@ def test_a_gpu_waits_no_longer_for_tables_than_they_gain(wait: float) -> None:
                 waited += wait
                 policy.gate.record_gain(gain)
             shape = policy.next_shape()
-            policy.record_model_draft(shape, launched_early=True)
             times = costs.of_draft(shape), costs.of_step(1 + shape.nodes)
-            waits = TableWaits(wait, None) if asks else None
-            policy.record(policy.decision(), tree_of(shape), [range(1, 1 + shape.nodes // 2)], *times, 2, waits)
+            wait_s = wait if asks else None
+            policy.record(policy.decision(), tree_of(shape), [range(1, 1 + shape.nodes // 2)], *times, 2, wait_s)
             tokens += 2
         return waited, tokens
 
@@ -434,23 +433,10 @@ def test_a_stall_of_the_host_is_no_wait() -> None:
     assert gate.seconds == pytest.approx(0.1)
 
 
-def test_reading_a_draft_is_decided_by_what_it_gains_itself() -> None:
-    """To add nodes to a model's draft the device waits even where the query was done in time."""
-    policy, tree = Policy(chains(4), costs=Costs({1: 1.0, 5: 1.06}, 0.04)), tree_of(chain(4))
-    queries = fills = 0
-    for _ in range(200):
-        query = policy.should_query_tables()
-        fill = query and policy.should_fill()
-        if fill:
-            policy.fill_gate.record_gain(0.01)
-        if query:
-            policy.gate.record_gain(0.1)
-        waits = TableWaits(0.2 * fill, 0.2 if fill else None) if query else None
-        policy.record(policy.decision(), tree, [range(1, 3)], 0.16, 1.06, 3, waits)
-        queries, fills = queries + query, fills + fill
-    assert queries > 150 and 1 < fills < 12
-    policy.pinned = chain(4)
-    assert policy.should_fill(), "what is asked for is done"
+def test_tables_that_are_pinned_are_always_asked() -> None:
+    free = Policy(chains(8), pinned=chain(3), costs=Costs({1: 1.0}))
+    free.gate.record_seconds(99.0)
+    assert all(free.should_query_tables() and free.tables_should_learn for _ in range(50)), "whatever they take"
 
 
 def test_rows_that_lead_by_far_are_not_awaited(tmp_path: Path) -> None:

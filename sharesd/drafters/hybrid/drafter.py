@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from math import inf
 
 import numpy as np
@@ -11,14 +11,15 @@ from torch import Tensor
 
 from compile.topk import top_k
 from sharesd.drafters import registry
-from sharesd.drafters.base import NOTHING, BuildInputs, DraftContext, Drafter
+from sharesd.drafters.base import NOTHING, BuildInputs, DraftContext, Drafter, takes_late_nodes
 from sharesd.drafters.draft_checks import check_proposal, checked_draft
 from sharesd.drafters.tables.base import Table
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.base import CausalModel
-from sharesd.speculation.draft_policy import Policy
+from sharesd.speculation.draft_buffers import KEPT
 from sharesd.speculation.draft_proposal import Proposal, best_chain, best_path, empty_proposal, fill_up, merge
 from sharesd.speculation.draft_tree import (
+    NO_DRAFT,
     DraftShape,
     DraftTree,
     VerifyResult,
@@ -44,7 +45,6 @@ class HybridDrafter(Drafter):
         self.prior = model.prior if model else 0.0
         self.tables, self.model_drafter = tuple(tables), model
         self._idle = 0  # rounds since the model drafted
-        self._ahead: DraftTree | None = None  # the model's draft that was launched before the last round was read
         self._mixed = False  # True if the last draft has nodes of the model and of tables
         self._num_successors = max((table.num_successors for table in tables), default=0)
         self._known: dict[int, int] = {}  # of each row: how much of its text the tables have seen
@@ -53,32 +53,23 @@ class HybridDrafter(Drafter):
         self._coming: Mapping[int, int] = NOTHING
         self._seen: list[list[int]] = []  # of each row of a round: tokens read, the likeliest ones after each
 
-    def goes_ahead(self, policy: Policy) -> bool:
+    @property
+    def adds_late_nodes(self) -> bool:  # type: ignore[override]
+        return bool(self.tables and self.trees and self.model_drafter and self._model_needs_no_tokens)
+
+    @property
+    def _model_needs_no_tokens(self) -> bool:
         model = self.model_drafter
-        return policy.tables_pause and (model is None or (model.supports_async and not model.needs_catch_up))
+        return model is None or (model.supports_async and not model.needs_catch_up)
 
-    def draft_ahead(self, context: DraftContext, texts: Mapping[int, list[int]], coming: Mapping[int, int]) -> bool:
-        """Launch the model's draft; tables look up while it runs, as soon as the host has the last round's tokens.
+    def goes_ahead(self, context: DraftContext) -> bool:
+        return self._model_needs_no_tokens and (context.policy.tables_pause or self._model_goes_first(context))
 
-        Drafts that are verified by their probabilities wait for the tables: which of the two there is changes the text.
-        """
-        model = self.model_drafter
-        if model is None or context.graphs is None or context.sampler.needs_draft_probs:
-            return False
-        shape = context.policy.early_shape()
-        if not shape.nodes or not model.supports_async or model.needs_catch_up or model.num_unread_tokens(texts):
-            return False
-        self._texts, self._coming = texts, coming
-        self._ahead = self._model_draft(context, shape)
-        return True
-
-    def drop_ahead(self) -> None:
-        if self._ahead is not None:
-            self._ahead = None
-            self._idle += 1
+    def _model_goes_first(self, context: DraftContext) -> bool:
+        """Return True if the round is launched as if there were no tables, which may add nodes to it later."""
+        return takes_late_nodes(self, context) and context.policy.model_leads
 
     def begin(self, row: int, tokens: list[int], reuse: bool) -> None:
-        self.drop_ahead()
         for table in self.tables:
             table.begin(row, tokens)
         self._known[row] = len(tokens)
@@ -107,14 +98,13 @@ class HybridDrafter(Drafter):
 
     def draft(self, context: DraftContext, shape: DraftShape) -> DraftTree:
         policy, rows, proposals = context.policy, range(context.first, context.end), dict[int, Proposal]()
+        if self._model_goes_first(context):
+            draft = self._model_draft(context, policy.next_shape())
+            return draft.with_record(takes_late_nodes=draft.depth > 0 and policy.should_query_tables())
         other_rule = context.sampler.needs_draft_probs
         should_query_tables = policy.should_query_tables()
         if not should_query_tables and self.model_drafter is None:
             return context.buffers.no_draft
-        early, self._ahead = self._ahead, None
-        if early is None and should_query_tables and self.model_drafter is not None and context.graphs is not None:
-            shape_ahead = policy.early_shape()
-            early = self._model_draft(context, shape_ahead) if shape_ahead.nodes else None
         num_nodes, value = 0, policy.plain_value
         if should_query_tables:
             self._read()
@@ -124,16 +114,13 @@ class HybridDrafter(Drafter):
                 proposals[row] = best_chain(proposal) if chains_only else proposal
             num_nodes, value = policy.num_table_nodes_worth([_of(proposals, row).scores for row in policy.counted_rows])
         if self.model_drafter is not None:
-            model = policy.next_shape(to_beat=value if num_nodes else -inf)
-            policy.record_model_draft(model, early is not None)
-            if model.nodes:
-                draft = early or self._model_draft(context, model)
-                if should_query_tables and self._can_fill_up(context, model):
+            draft = self._model_draft(context, policy.next_shape(to_beat=value if num_nodes else -inf))
+            if draft.depth:
+                if should_query_tables and self._can_fill_up(context, draft):
                     return self._fill_up(context, draft, proposals)
                 if should_query_tables and context.graphs is not None:  # a CPU records no times of such queries, either
                     policy.gate.record_gain(0.0)
                 return draft
-            self._idle += 1
         if should_query_tables:
             without = policy.plain_value if self.model_drafter is None else policy.model_value
             policy.gate.record_gain(value - without if num_nodes else 0.0)
@@ -147,6 +134,11 @@ class HybridDrafter(Drafter):
         return pack([_of(proposals, row) for row in rows], num_nodes, self._names)
 
     def _model_draft(self, context: DraftContext, shape: DraftShape) -> DraftTree:
+        """Return the model's draft; none if the shape is empty."""
+        context.policy.gate.last_model_draft = shape
+        if not shape.nodes:
+            self._idle += 1
+            return context.buffers.no_draft
         assert self.model_drafter is not None
         self.model_drafter.catch_up(self._texts, self._idle > 0 or self._mixed, coming=self._coming)
         self._idle, self._mixed = 0, False
@@ -156,16 +148,44 @@ class HybridDrafter(Drafter):
         draft = checked_draft(self.model_drafter, context, shape)
         return draft.with_record(model_marks=(before, context.clock.mark()))
 
-    def _can_fill_up(self, context: DraftContext, shape: DraftShape) -> bool:
-        """Return True if tables are to add nodes to a model's draft."""
-        can = self.trees and self.tables and not context.sampler.needs_draft_probs
-        return bool(can and shape.nodes < context.policy.max_nodes() and context.policy.should_fill())
+    def late_nodes(
+        self, context: DraftContext, texts: Mapping[int, list[int]], draft: DraftTree, has_begun: Callable[[], bool]
+    ) -> DraftTree | None:
+        policy, shape, proposals = context.policy, model_shape(draft), dict[int, Proposal]()
+        self._read()
+        for row in texts:
+            if has_begun():
+                return None
+            proposals[row] = self._ask(context, row, policy.max_nodes())
+        if policy.tables_lead([_of(proposals, row).scores for row in policy.counted_rows], shape):
+            policy.gate.last_model_draft = NO_DRAFT  # so the coming round begins with tables
+        longest = max((len(proposal.tokens) for proposal in proposals.values()), default=0)
+        num_added = min(policy.max_nodes() - shape.nodes, longest)
+        if num_added <= 0:
+            return None
+        drafted = Proposal([KEPT] * shape.nodes, list(range(-1, shape.nodes - 1)), policy.node_accept_probs(shape))
+        both = [
+            Proposal(
+                drafted.tokens + added.tokens,
+                [*drafted.parents, *(parent + shape.nodes if parent >= 0 else -1 for parent in added.parents)],
+                [*drafted.scores, *added.scores],
+            )
+            for added in (_of(proposals, row) for row in range(context.first, context.end))
+        ]
+        late = pack(both, shape.nodes + num_added, draft.record.drafter)
+        assert late.tree_mask is not None  # tables' first node follows the root, too
+        depth = max(draft.depth, int(late.tree_mask.depth_BT[:, 1 + shape.nodes :].max()))
+        record = draft.record._replace(num_filled=num_added, filler=self._names, path_probs=late.record.path_probs)
+        return late._replace(depth=depth, record=record)
+
+    def _can_fill_up(self, context: DraftContext, draft: DraftTree) -> bool:
+        """Return True if tables may add nodes to a model's draft that the host reads, for which a GPU would wait."""
+        can = context.graphs is None and self.trees and self.tables and not context.sampler.needs_draft_probs
+        return bool(can and model_shape(draft).nodes < context.policy.max_nodes())
 
     def _fill_up(self, context: DraftContext, draft: DraftTree, proposals: Mapping[int, Proposal]) -> DraftTree:
         """Return a model's draft with table nodes added if they pay."""
         policy, shape = context.policy, model_shape(draft)
-        if context.graphs is not None:
-            draft = draft.with_record(fill_mark=context.clock.mark())
         room = policy.max_nodes() - shape.nodes
         accept_probs, mixed = policy.node_accept_probs(shape), {}
         for row, tokens, parents in zip(
@@ -180,8 +200,7 @@ class HybridDrafter(Drafter):
         num_added, value = policy.num_table_nodes_worth(
             [mixed[row].scores[shape.nodes :] for row in policy.counted_rows], drafted=shape
         )
-        for gate in (policy.gate, policy.fill_gate):
-            gate.record_gain(value - alone)
+        policy.gate.record_gain(value - alone)
         if num_added == 0:
             return draft
         self._mixed = True
@@ -221,15 +240,18 @@ class HybridDrafter(Drafter):
         model = self.model_drafter
         if model is not None and (model.commits_plain_rounds or (tree.record.num_steps and not tree.record.num_filled)):
             model.commit(context, tree, verified, logits_BTV)
+        joined_B = context.buffers.late.joined_B if takes_late_nodes(self, context) else None
         if not self._num_successors or not (context.graphs or context.policy.tables_should_learn):
-            return None
+            return None if joined_B is None else joined_B[:, None]
         read_BT = torch.cat([context.root_B[:, None], tree.tokens], 1)
         successors_Rk = top_k(logits_BTV.flatten(0, 1), self._num_successors)
-        return torch.cat([read_BT[..., None], successors_Rk.view(*read_BT.shape, -1)], 2).flatten(1)
+        read = torch.cat([read_BT[..., None], successors_Rk.view(*read_BT.shape, -1)], 2).flatten(1)
+        return read if joined_B is None else torch.cat([read, joined_B[:, None]], 1)
 
     def on_host_result(self, rows: list[list[int]]) -> None:
-        if rows[0]:
-            self._seen += rows
+        size = 1 + self._num_successors
+        if self._num_successors and rows[0]:
+            self._seen += (row[: len(row) - len(row) % size] for row in rows)  # without `joined_B`
 
     def forget(self) -> None:
         if self.model_drafter is not None:

@@ -207,7 +207,7 @@ def test_products_wait_before_they_touch_memory(linear: LinearShape, bits: int) 
 
 def test_other_kernels_have_no_part_in_it() -> None:
     """They begin when all before them has ended."""
-    names = ("verify_tokens", "write_draft_token", "append_tokens", "rate_logits", "commit_round")
+    names = ("verify_tokens", "write_draft_token", "append_tokens", "rate_logits", "commit_round", "join_late_nodes")
     small = (getattr(state_update, f"{name}_kernel") for name in names)
     for kernel in (tree_verify.accept_path_kernel, kv_compact.compact_kv_kernel, *small):
         assert "PDL" not in kernel.arg_names

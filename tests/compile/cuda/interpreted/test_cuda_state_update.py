@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from itertools import product
 
 import pytest
@@ -11,6 +12,10 @@ from torch import Tensor
 from compile import state_update, tree_expand
 from compile.tree_expand import ExpandedDraft, Frontier, Nodes
 from sharesd.sampling.acceptance import accept_match
+from sharesd.speculation import draft_buffers
+from sharesd.speculation.draft_buffers import KEPT, DraftBuffers
+from sharesd.speculation.draft_proposal import Proposal
+from sharesd.speculation.draft_tree import pack
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 from compile.cuda import state_update as update_kernels
@@ -33,6 +38,81 @@ def test_tokens_of_a_step_and_a_chains_next_token() -> None:
         note(torch.tensor([7, 8, 9]), torch.tensor([5, 6, 9]), torch.tensor([4, 4, 4]), last, draft[:, :5])
         found.append((last, draft))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def paths_of(tokens: list[int], depth: list[int], path: list[list[int]]) -> set[tuple[int, ...]]:
+    """Tokens from the root to each node of a row's draft; numbers of rows grow along a path, and siblings differ."""
+    found: set[tuple[int, ...]] = set()
+    for row, token in enumerate(tokens, 1):
+        rows = path[row][: depth[row] + 1]
+        assert rows[0] == 0 and rows[-1] == row and rows == sorted(set(rows))
+        if token >= 0:
+            words = tuple(tokens[each - 1] for each in rows[1:])
+            assert words not in found and min(words) >= 0
+            found.add(words)
+    return found
+
+
+def random_tree(dice: random.Random, num: int) -> Proposal:
+    tokens, parents = list[int](), list[int]()
+    while len(tokens) < num:
+        node = dice.randint(-1, len(tokens) - 1), dice.randint(0, 2)
+        if node not in zip(parents, tokens, strict=True):
+            parents.append(node[0]), tokens.append(node[1])
+    return Proposal(tokens, parents, [0.0] * num)
+
+
+@pytest.mark.parametrize("join", ["join_late_nodes", "the kernel"])
+def test_late_nodes_join_a_draft_whole_and_once(join: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They bring all their paths and take none of the draft's, whatever both have in common."""
+    if join == "the kernel":
+        monkeypatch.setattr(draft_buffers, "join_late_nodes", update_kernels.join_late_nodes)
+    dice, (B, N) = random.Random(3), (3, 8)
+    buffers = DraftBuffers(B, N, 99, torch.device("cpu"))
+    late = buffers.late
+    for case in range(30):
+        num = dice.randint(1, N - 1)
+        chain = case % 2 == 0
+        drafts = [random_tree(dice, num) for _ in range(B)]
+        if chain:
+            drafts = [draft._replace(parents=list(range(-1, num - 1))) for draft in drafts]
+        buffers.put(pack(drafts, num, ""))
+        before = [part.clone() for part in (buffers.tokens_BN, buffers.depth_BT, buffers.path_BTT)]
+        added = [random_tree(dice, dice.randint(0, N - num)) for _ in range(B)]
+        added[case % B] = random_tree(dice, N - num)
+        kept, below = [KEPT] * num, list(range(-1, num - 1))
+        both = [
+            Proposal(kept + one.tokens, [*below, *(at + num if at >= 0 else -1 for at in one.parents)], [])
+            for one in added
+        ]
+        late.number += 1
+        fate = case % 5
+        if fate != 3:
+            late.put(late.number + (fate == 4), pack(both, N, ""))  # 4: for a round to come
+        if fate == 2:  # a word has not come yet
+            late._words_BX[1, dice.randrange(late._words_BX.shape[1])] -= 1 << 32
+        late.join()
+        now = buffers.tokens_BN, buffers.depth_BT, buffers.path_BTT
+        joins = [fate < 3 and not (fate == 2 and row == 1) for row in range(B)]
+        assert late.joined_B.tolist() == joins
+        for row in range(B):
+            had, has = (paths_of(*(part[row].tolist() for part in parts)) for parts in (before, now))
+            want = paths_of(added[row].tokens, *_depths_and_paths(added[row])) if joins[row] else set()
+            assert has == had | want
+            assert torch.equal(now[0][row, :num], before[0][row, :num])
+            if not joins[row]:
+                assert all(torch.equal(a[row], b[row]) for a, b in zip(now, before, strict=True))
+        if fate == 4:
+            late.number += 1
+            late._on_host_BX.zero_()  # nothing more comes for it
+            late.join()
+
+
+def _depths_and_paths(proposal: Proposal) -> tuple[list[int], list[list[int]]]:
+    paths = [[0]]
+    for row, parent in enumerate(proposal.parents, 1):
+        paths.append([*paths[parent + 1], row])
+    return [len(path) - 1 for path in paths], paths
 
 
 @pytest.mark.parametrize("parts", [(), ("path",), ("told",), ("path", "told")], ids="+".join)
