@@ -24,7 +24,7 @@ from sharesd_files import JsonCache, atomic_write, cache_root, file_identity
 
 _FORMAT = 2  # raise it when the rounding, the prompts or the files change
 _ABOUT = "calibration.json"
-_REMEDY = "run `sharesd tune --calibrate`"
+REMEDY = "run `sharesd tune --calibrate`"
 
 
 class CalibrationText(NamedTuple):
@@ -114,7 +114,7 @@ class KeptCalibration:
                 read.keep(True)
             return None
         num = len(self._found["layers"])
-        return f"the calibration was cut short or damaged: {num - len(missing)} of {num} layers are there; {_REMEDY}"
+        return f"the calibration was cut short or damaged: {num - len(missing)} of {num} layers are there"
 
     @property
     def identity(self) -> str:
@@ -131,7 +131,7 @@ class KeptCalibration:
             try:
                 self._read = task.layer, checked_store(self._file(task.layer), self.key)
             except ValueError as error:
-                raise ValueError(f"{error}; {_REMEDY}") from error
+                raise ValueError(f"{error}; {REMEDY}") from error
         tensors = self._read[1]
         size = {"bits": task.bits, "group_size": self.quant.group_size}
         return unpack_weight(task.path, tensors, **size, device=device("cpu"))

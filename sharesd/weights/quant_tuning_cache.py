@@ -19,7 +19,7 @@ from sharesd.drafters import selection
 from sharesd.drafters.registry import Need
 from sharesd.models.checkpoint import content_hash
 from sharesd.models.hub import resolve_target
-from sharesd.weights.kept_calibration import KeptCalibration, other_calibration
+from sharesd.weights.kept_calibration import REMEDY, KeptCalibration, other_calibration
 from sharesd_files import JsonCache
 
 log = logging.getLogger(__name__)
@@ -100,6 +100,7 @@ def _calibrated(quant: QuantConfig, config: EngineConfig, weights: str) -> Quant
     kept = KeptCalibration(weights, plain)
     if kept.folder.exists():
         problem = kept.problem()
+        problem = None if problem is None else f"{problem}; {REMEDY}"
     else:
         gone = f"the calibration of {plain} is gone" if quant.calibrated else None
         problem = gone or other_calibration(resolve_target(config), weights)

@@ -274,7 +274,7 @@ def test_damaged_files_and_ranks_do_without(tiny: Path, caplog: pytest.LogCaptur
     found, warning = auto(tiny, caplog)
     assert found == DEFAULT and "cut short or damaged: 2 of 3 layers are there; run" in warning
     config = EngineConfig(target=str(tiny), quant=kept.quant, max_context=128)
-    with pytest.raises(ValueError, match=r"damaged: 2 of 3 layers are there; run `sharesd tune --calibrate`"):
+    with pytest.raises(ValueError, match=r"damaged: 2 of 3 layers are there; run `sharesd tune --calibrate --dr"):
         Runtime(config, ("share",))
     task = next(each for each in tasks_of(load_decoder(tiny, dtype=torch.bfloat16), DEFAULT) if each.layer == 1)
     with pytest.raises(ValueError, match=r"layer-1.safetensors does not hold what was written; run `sharesd tune --c"):
