@@ -23,7 +23,7 @@ def main(url="http://127.0.0.1:8000"):
     client = OpenAI(base_url=f"{url}/v1", api_key="none")
     model = client.models.list().data[0].id
     messages = [{"role": "user", "content": "Name three colours of the rainbow."}]
-    stream = client.chat.completions.create(model=model, messages=messages, max_tokens=48, stream=True)
+    stream = client.chat.completions.create(model=model, messages=messages, max_tokens=48, seed=1, stream=True)
     for chunk in stream:
         print(chunk.choices[0].delta.content or "", end="", flush=True)
     print()
