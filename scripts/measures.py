@@ -34,6 +34,7 @@ def main(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         measures = {
             "sharesd/": size(sources("sharesd")),
+            "product, all packages": size(path for each in (*PACKAGES, *PROGRAMS) for path in sources(each)),
             "tests/": size(sources("tests")),
             "imported by a share run through LLM": size(imported(SHARE.format(folder=tiny_model(folder)))),
             "imported by the engine alone": size(imported(ENGINE)),
