@@ -105,6 +105,10 @@ class GGUFLayout:
     """Parts of a block with norm weights that never include it."""
     tensors: Mapping[str, str] = field(default_factory=dict)
     """Further tensors of a block -> those of a checkpoint's layer, with the kind."""
+    other_names: Mapping[str, str] = field(default_factory=dict)
+    """Tensors, or those of a block, as Ollama's converter names them -> as llama.cpp's does."""
+    left_out: tuple[str, ...] = ()
+    """Beginnings of names of tensors and keys that Ollama keeps in the same file, and texts do without."""
     shown_by: Mapping[str, str] = field(default_factory=dict)
     """Field of config.json that is true -> part of a block that files then have."""
     fields: Mapping[str, str] = field(default_factory=dict)
@@ -119,8 +123,10 @@ class GGUFLayout:
     """Heads may be rotated in part."""
     mixes_windows: bool = False
     """Some layers have a sliding window, and attention its own scale."""
-    mixes_convs: bool = False
-    """Layers without key/value heads have a short convolution instead of attention."""
+    layer_kind: str = ""
+    """Type of layers without key/value heads, where files list those of each layer; see `always_lists`."""
+    always_lists: bool = False
+    """Files list them always; otherwise in Ollama's form alone."""
     extra_config: Callable[[Mapping[str, Any]], dict[str, Any]] = default_gguf_config
     """Makes fields that files leave out from those read so far."""
     sentencepiece: Literal["prefix", "no_prefix"] = "prefix"

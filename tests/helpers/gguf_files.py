@@ -55,6 +55,34 @@ class FusingWriter(gguf.GGUFWriter):
         super().write_header_to_file(path)
 
 
+class OllamaWriter(gguf.GGUFWriter):
+    """Writer of files in the form of Ollama's converter (convert_qwen3next.go, convert_lfm2.go)."""
+
+    def add_tensor(self, name: str, tensor: Any, raw_shape: Any = None, raw_dtype: Any = None, *_: Any) -> None:
+        named = "output_norm.weight" if name == "token_embd_norm.weight" else name.replace("ssm_dt.bias", "ssm_dt")
+        super().add_tensor(named, tensor, raw_dtype=raw_dtype)
+
+    def write_header_to_file(self, path: Path | None = None) -> None:
+        own, fields = f"{self.arch}.", self.kv_data[0]
+        self.add_array("tokenizer.ggml.eos_token_ids", [2, 5])
+        for role in ("padding", "unknown"):
+            self.add_bool(f"tokenizer.ggml.add_{role}_token", False)
+        if not self.arch.startswith("lfm2"):
+            interval = fields.pop(own + "full_attention_interval").value
+            layers, kv_heads = fields[own + "block_count"].value, fields.pop(own + "attention.head_count_kv").value
+            self.add_head_count_kv([0 if (i + 1) % interval else kv_heads for i in range(layers)])
+            self.add_bool(own + "ssm.v_head_reordered", self.arch != "qwen3next")
+            self.add_bool(own + "rope.mrope_interleaved", True)
+            self.add_array(own + "mrope_sections", [2, 1, 1])
+            self.add_uint32(own + "vision.block_count", 1)
+            self.add_uint32(own + "vision_start_token_id", 3)
+            super().add_tensor("v.blk.0.attn_q.weight", np.zeros((4, 4), dtype=np.float32))
+        if f"{own}expert_count" in fields and not self.arch.startswith("lfm2"):
+            self.add_bool(own + "norm_top_k_prob", True)
+            self.add_feed_forward_length(0)
+        super().write_header_to_file(path)
+
+
 def write_gguf(
     file: Path,
     architecture: str = "llama",
@@ -67,17 +95,17 @@ def write_gguf(
     layers: int = 2,
     types: Mapping[str, str] | None = None,
     repeats: Mapping[int, int] | None = None,
-    fuses: bool = False,
+    writes: type[gguf.GGUFWriter] = gguf.GGUFWriter,
 ) -> Path:
     """A tiny model, in which every third block is larger than the others.
 
     `architecture` as the file names it, or "mixtral" for a llama with experts. `pre` names the byte-level
     pre-tokenizer; "spm" asks for sentencepiece. `extra` holds more fields of the architecture, numbers or texts.
     `kind`: type of most matrices; `types`: of single ones, as `blk.0.attn_v`. The table has a multiple of `pads_to`
-    rows. `repeats`: token -> another one, whose string and type it gets. `fuses`: see FUSED.
+    rows. `repeats`: token -> another one, whose string and type it gets. `writes`: the form of the file.
     """
     named = "llama" if architecture == "mixtral" else architecture
-    writer, head = (FusingWriter if fuses else gguf.GGUFWriter)(file, named), HEAD_DIM[architecture]
+    writer, head = writes(file, named), HEAD_DIM[architecture]
     sizes: dict[str, Any] = {
         "block_count": layers,
         "context_length": 64,
@@ -255,12 +283,19 @@ def _add_tensors(
         add(f"blk.{i}.ffn_down.weight", 64, mlp, kind="" if matrices == "F16" else down)
 
 
-def write_delta_gguf(file: Path, folder: Path, kind: str = "F32", *, fuses: bool = False, is_old: bool = False) -> Path:
+def write_delta_gguf(
+    file: Path,
+    folder: Path,
+    kind: str = "F32",
+    *,
+    writes: type[gguf.GGUFWriter] = gguf.GGUFWriter,
+    is_old: bool = False,
+) -> Path:
     """The .gguf file of a model of `make_delta_model`, as converters write it; with another tokenizer.
 
-    `kind`: type of matrices. `fuses`: see FUSED. `is_old`: as the first files of Qwen3-Next, which have queries, keys,
-    values and gates in one tensor. Names are those of the package gguf, which lacks those of the layer for multi-token
-    prediction.
+    `kind`: type of matrices. `writes`: the form of the file. `is_old`: as the first files of Qwen3-Next, which have
+    queries, keys, values and gates in one tensor. Names are those of the package gguf, which lacks those of the layer
+    for multi-token prediction.
     """
     config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
     layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
@@ -268,7 +303,7 @@ def write_delta_gguf(file: Path, folder: Path, kind: str = "F32", *, fuses: bool
     size, mtp = config["linear_value_head_dim"], config.get("mtp_num_hidden_layers", 0)
     experts, is_next = config.get("num_experts", 0), config["model_type"] == "qwen3_next"
     architecture = "qwen3next" if is_next else "qwen35moe" if experts else "qwen35"
-    writer = (FusingWriter if fuses else gguf.GGUFWriter)(file, architecture)
+    writer = writes(file, architecture)
     sizes = {"block_count": layers + mtp, "context_length": config["max_position_embeddings"], "head_count": heads}
     sizes |= {"embedding_length": config["hidden_size"], "feed_forward_length": config["intermediate_size"]}
     sizes |= {"head_count_kv": config["num_key_value_heads"], "layer_norm_rms_eps": config["rms_norm_eps"]}

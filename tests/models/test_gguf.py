@@ -31,7 +31,7 @@ from sharesd.models.gguf.weights import names_of, stored_blocks, write_weights
 from sharesd.models.loader import load_decoder, load_model
 from sharesd.models.text_stream import TextStream
 from sharesd.models.tokenizer import load_tokenizer
-from tests.helpers.gguf_files import FUSED, write_delta_gguf, write_gguf
+from tests.helpers.gguf_files import FUSED, FusingWriter, OllamaWriter, write_delta_gguf, write_gguf
 from tests.helpers.tiny_models import make_delta_model
 from tests.models.test_weights import weights_of
 
@@ -133,20 +133,50 @@ def parts_of(file: Path, *, mtp: bool) -> dict[str, torch.Tensor]:
     return found
 
 
+FAMILIES = {"qwen35": "qwen3_5_text", "qwen35moe": "qwen3_5_moe_text", "qwen3next": "qwen3_next"}
+
+
+def write_both(folder: Path, name: str, writes: type[gguf.GGUFWriter], *, mtp: bool) -> list[Path]:
+    """The usual file of a tiny model, and one in another form."""
+    files, forms = [folder / "usual.gguf", folder / "other.gguf"], (gguf.GGUFWriter, writes)
+    if name in FAMILIES:
+        model = make_delta_model(folder / "model", model_type=FAMILIES[name], mtp_num_hidden_layers=int(mtp))
+        return [write_delta_gguf(file, model, "Q8_0", writes=form) for file, form in zip(files, forms, strict=True)]
+    return [
+        write_gguf(file, name, "lfm2" if "lfm2" in name else "smollm", mlp=64, layers=3, writes=form)
+        for file, form in zip(files, forms, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("name", ["lfm2", "lfm2moe", *FAMILIES])
+def test_files_of_ollamas_converter_are_read(name: str, tmp_path: Path, own_cache: Path) -> None:
+    """Which has other names, lists heads of each layer, and keeps a tower of pictures in the same file."""
+    files = write_both(tmp_path, name, OllamaWriter, mtp=False)
+    usual, other = (read_gguf(file) for file in files)
+    assert other.tensors.keys() - usual.tensors.keys()
+    found, wanted = (parts_of(file, mtp=False) for file in files)
+    assert found.keys() == wanted.keys() and all(torch.equal(each, wanted[name]) for name, each in found.items())
+    configs = [json.loads((converted_folder(file) / "config.json").read_text()) for file in files]
+    decoders = [config_from_hf({**config, "eos_token_id": 2}) for config in configs]
+    assert decoders[0] == decoders[1] and [config["eos_token_id"] for config in configs] == [2, [2, 5]]
+    for key, value in {"norm_top_k_prob": False, "ssm.v_head_reordered": name == "qwen3next"}.items():
+        if f"{name}.{key}" in other.metadata:
+            changed = GGUFFile(other.metadata | {f"{name}.{key}": value}, other.tensors)
+            if key == "norm_top_k_prob":
+                with pytest.raises(UnknownKey, match="norm_top_k_prob' = False is not supported"):
+                    config_of(changed)
+            else:
+                delta = config_from_hf(config_of(changed)).delta
+                assert delta is not None and delta.tiled == value
+
+
 @pytest.mark.parametrize(
     "name", ["llama", "qwen2", "qwen3moe", "gpt-oss", "glm4moe", "lfm2moe", "qwen35moe", "qwen3next"]
 )
 def test_fused_tensors_are_read_in_parts(name: str, tmp_path: Path, own_cache: Path) -> None:
     """As llama.cpp's converter writes them with --fuse-gate-up-exps and --fuse-qkv."""
-    files = [tmp_path / f"{fuses}.gguf" for fuses in (False, True)]
-    if is_delta := name in ("qwen35moe", "qwen3next"):
-        family = "qwen3_next" if name == "qwen3next" else "qwen3_5_moe_text"
-        folder = make_delta_model(tmp_path / "model", model_type=family, mtp_num_hidden_layers=1)
-    for file, fuses in zip(files, (False, True), strict=True):
-        if is_delta:
-            write_delta_gguf(file, folder, "Q8_0", fuses=fuses)
-        else:
-            write_gguf(file, name, mlp=64, layers=3, fuses=fuses)
+    files = write_both(tmp_path, name, FusingWriter, mtp=True)
+    is_delta = name in FAMILIES
     assert {name.split(".")[-2] for name in read_gguf(files[1]).tensors} & FUSED.keys()
     found, wanted = (parts_of(file, mtp=is_delta or name == "glm4moe") for file in files)
     assert found.keys() == wanted.keys() and all(torch.equal(each, wanted[name]) for name, each in found.items())
@@ -154,7 +184,7 @@ def test_fused_tensors_are_read_in_parts(name: str, tmp_path: Path, own_cache: P
 
 @pytest.mark.parametrize("fields", [{"attention.head_count": 0}, {"attention.head_count_kv": 9}])
 def test_fused_tensors_whose_parts_are_not_known_are_named(fields: dict[str, Any], tmp_path: Path) -> None:
-    file = read_gguf(write_gguf(tmp_path / "tiny.gguf", fuses=True))
+    file = read_gguf(write_gguf(tmp_path / "tiny.gguf", writes=FusingWriter))
     config = config_from_hf(config_of(file))
     found = parts_apart(
         GGUFFile({**file.metadata, **{f"llama.{key}": num for key, num in fields.items()}}, file.tensors)

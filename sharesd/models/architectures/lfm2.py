@@ -73,6 +73,8 @@ _GGUF_OUTER_NAMES = {
     "output": "lm_head",
 }
 
+_GGUF_OTHER_NAMES = {"output_norm.weight": "token_embd_norm.weight"}
+
 
 def _layer_types(config: HFConfig) -> tuple[LayerType, ...]:
     num_layers, width = config.require("num_hidden_layers"), config.get("conv_L_cache", 3)
@@ -157,7 +159,9 @@ ARCHITECTURES = (
             outer_names=_GGUF_OUTER_NAMES,
             biases={"conv_bias": ("shortconv.in_proj", "shortconv.conv", "shortconv.out_proj")},
             fields={"shortconv.l_cache": "conv_L_cache"},
-            mixes_convs=True,
+            other_names=_GGUF_OTHER_NAMES,
+            layer_kind="conv",
+            always_lists=True,
             extra_config=_gguf_config,
         ),
     ),
@@ -189,7 +193,9 @@ ARCHITECTURES = (
                 "expert_weights_norm": "norm_topk_prob",
                 "expert_weights_scale": "routed_scaling_factor",
             },
-            mixes_convs=True,
+            other_names=_GGUF_OTHER_NAMES,
+            layer_kind="conv",
+            always_lists=True,
             extra_config=_gguf_moe_config,
         ),
     ),

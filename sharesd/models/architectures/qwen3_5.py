@@ -65,6 +65,8 @@ _GGUF_SIZES = {
     "ssm.time_step_rank": "linear_num_value_heads",
     "ssm.inner_size": "linear_inner_size",
 }
+_LEFT_OUT = ("v.", "mtp.", "vision.", "vision_", "image_token_id")
+"""Of pictures; and a layer for multi-token prediction in a form that is not read."""
 _GGUF_PROJECTIONS = {"attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z"}
 _GGUF_RATES = {"ssm_ba": "linear_attn.in_proj_ba"}
 _GGUF_LINEARS = {**_GGUF_PROJECTIONS, "ssm_beta": "linear_attn.in_proj_b", "ssm_alpha": "linear_attn.in_proj_a"}
@@ -174,7 +176,7 @@ def _gguf_config(config: Mapping[str, Any], *, tiled: bool) -> dict[str, Any]:
     num_mtp = config.get("mtp_num_hidden_layers", 0)
     sizes = {"linear_value_head_dim": inner // heads, "mtp_num_hidden_layers": num_mtp}
     sizes["num_hidden_layers"] = config["num_hidden_layers"] - num_mtp  # files count all
-    return {"hidden_act": "silu", "linear_value_heads_tiled": tiled, **sizes}
+    return {"hidden_act": "silu", "linear_value_heads_tiled": config.get("linear_value_heads_tiled", tiled), **sizes}
 
 
 def _gguf_layout(
@@ -203,12 +205,16 @@ def _gguf_layout(
             **parts,
         },
         tensors={"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"},
+        other_names={"ssm_dt": "ssm_dt.bias"},
+        left_out=_LEFT_OUT,
         norms_plus_one=True,
         own_norms=("ssm_norm",),
         partial_rotary=True,
+        layer_kind="linear_attention",
         fields={
             **_GGUF_SIZES,
             "full_attention_interval": "full_attention_interval",
+            "ssm.v_head_reordered": "linear_value_heads_tiled",
             "nextn_predict_layers": "mtp_num_hidden_layers",
             **fields,
         },

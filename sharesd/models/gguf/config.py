@@ -226,8 +226,10 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
     missing = [prefix + key for key, name in needed.items() if name not in config and key not in optional]
     if missing or "token_embd.weight" not in file.tensors:
         raise ValueError(f"it has no {', '.join(missing) or 'token_embd.weight'}; download it again")
-    if layout.mixes_convs:
-        config |= _conv_layers(prefix, config)
+    if layout.always_lists or (layout.layer_kind and isinstance(config.get("num_key_value_heads"), list)):
+        config |= _layers_without_heads(prefix, config, layout.layer_kind)
+    if config.get("intermediate_size") == 0 and "moe_intermediate_size" in config:
+        del config["intermediate_size"]  # Ollama's form of no dense layers
     for key, name in sizes.items():  # lists: layers of several sizes
         if name in config and (not isinstance(config[name], int | float) or (key in _SIZES and config[name] <= 0)):
             raise unknown_key(prefix + key, config[name])
@@ -299,15 +301,20 @@ def _check_fields(
     same |= {"attention.scale": head_dim**-0.5}
     same["attention.temperature_length"] = fields.get("rope.scaling.original_context_length", 0)
     for key, value in fields.items():
-        if key in known or is_neutral(key, value, NEUTRAL) or (key in same and is_close(value, same[key])):
+        if (
+            key in known
+            or key.startswith(layout.left_out)
+            or is_neutral(key, value, NEUTRAL)
+            or (key in same and is_close(value, same[key]))
+        ):
             continue
         if key == _WINDOW and isinstance(value, int) and value >= config["max_position_embeddings"]:
             continue
         raise unknown_key(prefix + key, value)
 
 
-def _conv_layers(prefix: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the types of layers, which have as many key/value heads as a list says, or with a convolution none."""
+def _layers_without_heads(prefix: str, config: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """Return the types of layers, which have as many key/value heads as a list says, or none: those of a `kind`."""
     heads, num_layers = config.get("num_key_value_heads"), config["num_hidden_layers"]
     key = prefix + "attention.head_count_kv"
     if heads is None:
@@ -318,7 +325,7 @@ def _conv_layers(prefix: str, config: Mapping[str, Any]) -> dict[str, Any]:
     found = {each for each in listed if each}
     if len(found) != 1:
         raise unknown_key(key, heads)
-    types = ["full_attention" if each else "conv" for each in listed]
+    types = ["full_attention" if each else kind for each in listed]
     return {"num_key_value_heads": found.pop(), "layer_types": types}
 
 

@@ -1,6 +1,7 @@
-"""Tensors of a .gguf file that hold several of those that files usually have: views of the parts.
+"""Tensors of a .gguf file under the names, and in the parts, that files usually have.
 
-llama.cpp's converter writes them with --fuse-gate-up-exps and --fuse-qkv.
+llama.cpp's converter writes merged ones with --fuse-gate-up-exps and --fuse-qkv: their parts are views. Ollama's has
+names of its own for a few, and keeps towers of pictures in the same file.
 """
 
 from __future__ import annotations
@@ -15,15 +16,22 @@ from sharesd.models.gguf.reader import GGUFFile, StoredTensor
 
 _MERGED = re.compile(r"(?P<block>blk\.\d+\.)(?P<part>ffn_gate_up_exps|attn_qkv)\.(?P<kind>weight|bias)")
 
+_BLOCK = re.compile(r"blk\.\d+\.")
+
 
 def parts_apart(file: GGUFFile) -> GGUFFile:
-    """Return a file with the parts of merged tensors, under their own names, where its family has such parts.
+    """Return a file with the usual tensors: parts of merged ones, where its family has such parts, and usual names.
 
     Raises UnsupportedArchitecture as `layout_of`.
     """
     _, layout = layout_of(file)
     tensors: dict[str, StoredTensor] = {}
-    for name, tensor in file.tensors.items():
+    for given, tensor in file.tensors.items():
+        if given.startswith(layout.left_out):
+            continue
+        block = _BLOCK.match(given)
+        begin = block[0] if block is not None else ""
+        name = begin + layout.other_names.get(given.removeprefix(begin), given.removeprefix(begin))
         match, parts = _MERGED.fullmatch(name), dict[str, StoredTensor]()
         if match is not None:
             is_qkv = match["part"] == "attn_qkv"

@@ -20,7 +20,8 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from sharesd.models.checkpoint import what_begins_so
 
 WITHOUT_EFFECT = frozenset(
-    {"vocab_size", "tensor_data_layout", "pooling_type", "rope.scaling.finetuned", "rope.dimension_sections"}
+    {"vocab_size", "tensor_data_layout", "pooling_type", "rope.scaling.finetuned"}
+    | {"rope.dimension_sections", "rope.mrope_interleaved", "mrope_sections"}  # of positions in pictures
 )
 """Keys below the architecture that change no result."""
 
@@ -47,6 +48,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "leading_dense_block_count": (0,),
     "logit_scale": (0, 1),
     "nextn_predict_layers": (0,),
+    "norm_top_k_prob": (True,),
     "residual_scale": (0, 1),
     "rope.scaling.alpha": (0,),
     "rope.scaling.yarn_log_multiplier": (0,),
@@ -60,7 +62,7 @@ TOKENIZER_USED = frozenset(
     f"tokenizer.ggml.{key}"
     for key in (
         *("model", "pre", "tokens", "token_type", "scores", "merges"),
-        *("add_bos_token", "add_eos_token", "add_space_prefix"),
+        *("add_bos_token", "add_eos_token", "add_space_prefix", "eos_token_ids"),
         *(f"{role}_token_id" for role in ("bos", "eos", "eot", "eom", "unknown", "padding")),
         *(f"fim_{role}_token_id" for role in ("pad", "rep", "sep")),
     )
@@ -81,7 +83,7 @@ They name tokens and templates, or hold copies for other programs.
 """
 
 TOKENIZER_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "tokenizer.ggml.add_sep_token": (False,),
+    **{f"tokenizer.ggml.add_{role}_token": (False,) for role in ("sep", "unknown", "padding", "cls", "mask")},
     "tokenizer.ggml.remove_extra_whitespaces": (False,),
     "tokenizer.ggml.precompiled_charsmap": ([],),
     "tokenizer.ggml.suppress_tokens": ([],),

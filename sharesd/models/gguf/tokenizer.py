@@ -124,6 +124,7 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
     **{f"tokenizer.ggml.{key}": _are_texts for key in ("tokens", "merges")},
     **{f"tokenizer.ggml.{key}": _are_numbers for key in ("scores", "token_type")},
     **{f"tokenizer.ggml.add_{key}": _is_flag for key in ("bos_token", "eos_token", "space_prefix")},
+    "tokenizer.ggml.eos_token_ids": lambda values: isinstance(values, list) and set(map(type, values)) <= {int},
     "tokenizer.ggml.pre": lambda value: isinstance(value, str),
     "tokenizer.chat_template": lambda value: isinstance(value, str),
 }
@@ -259,7 +260,8 @@ def token_id(file: GGUFFile, role: str) -> int | None:
 
 def end_ids(file: GGUFFile) -> list[int]:
     """Return the tokens that end an answer, `eos` first."""
-    ids = (token_id(file, role) for role in _ENDS)
+    ids, num_tokens = [token_id(file, role) for role in _ENDS], len(file.tokenizer("tokens", []))
+    ids += [i if 0 <= i < num_tokens else None for i in file.tokenizer("eos_token_ids", [])]  # of Ollama's converter
     return list(dict.fromkeys(i for i in ids if i is not None))
 
 
