@@ -136,9 +136,9 @@ void few_block_rows(const RowTile& x, const uint8_t* const (&w)[B], int64_t K, v
 }
 
 template <typename Form, int R, int B, bool EXACT>
-void few_tile(const BlockRows& x, const uint8_t* const (&w)[B], int64_t K, float* sums) {
+void few_tile(const BlockRows& x, int64_t tile, const uint8_t* const (&w)[B], int64_t K, float* sums) {
   if constexpr (R > 1)
-    if (x.M < R) return few_tile<Form, R - 1, B, EXACT>(x, w, K, sums);
+    if (x.first(tile + 1) - x.first(tile) < R) return few_tile<Form, R - 1, B, EXACT>(x, tile, w, K, sums);
   // A lone row waits for memory, which gives one stream faster than two. Measured: not where units have few codes for their
   // scales, or codes are two streams already.
   constexpr int kTogether = R == 1 && Form::kGroup == 32 && !Form::kLowBytes ? 1 : B;
@@ -146,7 +146,7 @@ void few_tile(const BlockRows& x, const uint8_t* const (&w)[B], int64_t K, float
     const uint8_t* some[kTogether];
     std::copy_n(w + first, kTogether, some);
     vfloat acc[R][kTogether] = {};
-    few_block_rows<Form, R, kTogether, EXACT>({x, 0, 0}, some, K, acc);
+    few_block_rows<Form, R, kTogether, EXACT>({x, tile, 0}, some, K, acc);
     for (int r = 0; r < R; ++r)
       for (int b = 0; b < kTogether; ++b) put(acc[r][b], sums + (r * B + first + b) * 16);
   }
@@ -292,8 +292,10 @@ inline void block_sums(const BlockRows& x, const uint8_t* w, int64_t type, int64
     const int64_t bytes = Record<Form>::bytes(K);
     const uint8_t* at[B];
     for (int b = 0; b < B; ++b) at[b] = w + std::min<int64_t>(b, num - 1) * bytes;
-    if (x.tiles == 1)
-      (x.exact ? few_tile<Form, few_rows(true), B, true> : few_tile<Form, few_rows(false), B, false>)(x, at, K, sums);
+    if (x.is_few())
+      for (int64_t t = 0; t < x.tiles; ++t)
+        (x.exact ? few_tile<Form, few_tile_rows(true), B, true> : few_tile<Form, few_tile_rows(false), B, false>)(
+            x, t, at, K, sums + x.first(t) * B * 16);
     else
       (x.exact ? many_block_rows<Form, B, true> : many_block_rows<Form, B, false>)(x, at, K, sums);
   });
