@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import tempfile
 import time
@@ -20,6 +21,21 @@ from sharesd.models.tokenizer import load_tokenizer
 USERS = (1, 8)
 
 
+def transformers_config(folder: Path) -> Any:
+    """Return transformers' config of a widened model.
+
+    It refuses a hidden size that is no multiple of the number of heads, though `head_dim` is given and its models have
+    such sizes; that is checked when a config is made, so the number is set after that.
+    """
+    import transformers
+
+    values = json.loads((folder / "config.json").read_text())
+    heads, values["num_attention_heads"] = values["num_attention_heads"], 1
+    config: Any = transformers.AutoConfig.for_model(**values)
+    config.num_attention_heads = heads
+    return config
+
+
 def measure_transformers(job: Job, size: str) -> None:
     """Time transformers' `generate` with a static cache, whose steps it compiles on a GPU.
 
@@ -32,7 +48,7 @@ def measure_transformers(job: Job, size: str) -> None:
     shape = shape_of(job, source, size)
     with tempfile.TemporaryDirectory() as folder:
         describe(source, Path(folder), shape, name=name_of(job, size))
-        config = transformers.AutoConfig.from_pretrained(folder)
+        config = transformers_config(Path(folder))
         with torch.device(job.device):
             model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
         asked = prompts_of(load_tokenizer(Path(folder)), prompts)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext, suppress
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,8 @@ from torch import Tensor, nn
 from benchmark.__main__ import main
 from benchmark.gpu import agenda, command, machine, made, own_kernels, tiles
 from benchmark.gpu.agenda import STEPS, AgendaStep, run_step
+from benchmark.gpu.others import transformers_config
+from benchmark.gpu.shapes import SHAPES
 from benchmark.gpu.worker import FAILED, Job, NotHere, the_only_gpu
 from compile.attention import attend_reference
 from compile.cuda import gemm_config
@@ -242,6 +245,22 @@ def test_all_steps_go_through_on_a_cpu(tmp_path: Path, tiny: Path) -> None:
     assert steps["135m"]["found"]["all_texts_identical"]
     values = json.loads((tmp_path / "gpu.json").read_text())
     assert command.markdown(values) == (tmp_path / "gpu.md").read_text()
+
+
+@pytest.mark.parametrize("size", ["1b", "7b"])
+def test_transformers_takes_the_sizes_of_widened_models(size: str, tmp_path: Path) -> None:
+    """Their heads have 64 dimensions each, whatever the hidden size is."""
+    import transformers
+
+    sizes = SHAPES[size]
+    given = asdict(sizes) | {"model_type": "llama", "head_dim": 64, "num_hidden_layers": 1, "vocab_size": 99}
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers_config(tmp_path))
+    attention = model.model.layers[0].self_attn
+    assert attention.q_proj.weight.shape == (64 * sizes.num_attention_heads, sizes.hidden_size)
+    assert attention.k_proj.weight.shape == (64 * sizes.num_key_value_heads, sizes.hidden_size)
+    assert model.config.num_attention_heads == sizes.num_attention_heads
 
 
 def ran(folder: Path, state: dict[str, str], *options: str) -> tuple[list[str], dict[str, str]]:
