@@ -115,6 +115,8 @@ def made_decoder(name: str, kind: str, layers: int, has_mlp: bool = True) -> Dec
             else:
                 inputs, num_bytes = block_sizes(kind)
                 raw_bytes = torch.zeros(N, K // inputs * num_bytes, dtype=torch.uint8)
+                if kind == "MXFP4":
+                    raw_bytes[:, ::num_bytes] = 127  # a scale of 1: that of 0 is subnormal, which no file has
                 made = BlockLinear([BlockPart(kind, raw_bytes)], bias, K, activations="exact", zeros=arena.zeros)
             block.set_submodule(path, made)
         for module in block.modules():
