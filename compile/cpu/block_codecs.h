@@ -84,6 +84,9 @@ template <typename V> inline V look_up(const uint8_t* table, const V& places) {
 // Planes of 32 inputs: `pack` from the codes of 16 outputs, `pitch` apart; `pair` gives those of inputs 8 j to 8 j + 4 and of
 // the next four, a byte each.
 template <int BITS> struct Planes;
+template <int BITS> struct Codes {
+  static constexpr int kMost = (1 << BITS) - 1;
+};
 
 inline void pack_halves(const uint8_t* codes, int64_t pitch, int shift, uint8_t* to) {
   for (int64_t j = 0; j < 4; ++j)
@@ -111,7 +114,7 @@ inline void pack_eighths(const uint8_t* codes, int64_t pitch, int shift, uint8_t
   }
 }
 
-template <> struct Planes<4> {
+template <> struct Planes<4> : Codes<4> {
   static constexpr int64_t kBytes = 256, kLowBytes = 0;
   static void pack(const uint8_t* codes, int64_t pitch, uint8_t* to, uint8_t*) { pack_halves(codes, pitch, 0, to); }
   static inline void pair(const uint8_t* w, const uint8_t*, int64_t j, vuint& a, vuint& b) {
@@ -121,7 +124,7 @@ template <> struct Planes<4> {
   }
 };
 
-template <> struct Planes<5> {
+template <> struct Planes<5> : Codes<5> {
   static constexpr int64_t kBytes = 320, kLowBytes = 0;
   static void pack(const uint8_t* codes, int64_t pitch, uint8_t* to, uint8_t*) {
     pack_halves(codes, pitch, 0, to);
@@ -137,7 +140,7 @@ template <> struct Planes<5> {
   }
 };
 
-template <> struct Planes<6> {
+template <> struct Planes<6> : Codes<6> {
   static constexpr int64_t kBytes = 384, kLowBytes = 0;
   static void pack(const uint8_t* codes, int64_t pitch, uint8_t* to, uint8_t*) {
     pack_halves(codes, pitch, 0, to);
@@ -151,7 +154,7 @@ template <> struct Planes<6> {
   }
 };
 
-template <> struct Planes<8> {
+template <> struct Planes<8> : Codes<8> {
   static constexpr int64_t kBytes = 256, kLowBytes = 256;
   static void pack(const uint8_t* codes, int64_t pitch, uint8_t* to, uint8_t* low) {
     pack_halves(codes, pitch, 4, to);
@@ -164,7 +167,7 @@ template <> struct Planes<8> {
   }
 };
 
-template <> struct Planes<2> {
+template <> struct Planes<2> : Codes<2> {
   static constexpr int64_t kBytes = 128, kLowBytes = 0;
   static void pack(const uint8_t* codes, int64_t pitch, uint8_t* to, uint8_t*) { pack_quarters(codes, pitch, 0, to); }
   static inline void pair(const uint8_t* w, const uint8_t*, int64_t j, vuint& a, vuint& b) {
@@ -174,7 +177,7 @@ template <> struct Planes<2> {
   }
 };
 
-template <> struct Planes<3> {
+template <> struct Planes<3> : Codes<3> {
   static constexpr int64_t kBytes = 192, kLowBytes = 0;
   static void pack(const uint8_t* codes, int64_t pitch, uint8_t* to, uint8_t*) {
     pack_quarters(codes, pitch, 0, to);
@@ -193,12 +196,15 @@ template <> struct Planes<3> {
 
 // Codes of four bits are places in a table of bytes.
 struct NonLinear {  // of IQ4_NL and IQ4_XS, plus 128
+  static constexpr int kMost = 241;
   alignas(16) static constexpr uint8_t kTable[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
 };
 struct SmallFloats {  // twice the numbers of four bits of MXFP4 and NVFP4, plus 16
+  static constexpr int kMost = 28;
   alignas(16) static constexpr uint8_t kTable[16] = {16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4};
 };
 template <typename TABLE> struct TablePlanes : Planes<4> {
+  static constexpr int kMost = TABLE::kMost;
   static inline void pair(const uint8_t* w, const uint8_t* low, int64_t j, vuint& a, vuint& b) {
     Planes<4>::pair(w, low, j, a, b);
     a = look_up(TABLE::kTable, a);
@@ -210,7 +216,7 @@ template <typename TABLE> struct TablePlanes : Planes<4> {
 template <int BITS, int ZERO, bool MIN> struct PlainForm : Planes<BITS> {
   static constexpr int64_t kUnit = 64, kInputs = 32, kGroup = 32, kHeader = MIN ? 128 : 64;
   static constexpr int kZero = ZERO;  // the logarithm of the code of 0
-  static constexpr bool kMin = MIN, kWide = BITS == 8;  // wide: codes of more than 7 bits
+  static constexpr bool kMin = MIN;
   static constexpr int64_t kBlock = (MIN ? 4 : 2) + BITS * 4;  // bytes in a file
   static void header(const uint8_t* block, int64_t index, int64_t o, uint8_t* to) {
     std::memcpy(to + index * 32 + o * 2, block, 2);
@@ -234,7 +240,6 @@ template <int BITS, int ZERO, bool MIN> struct PlainForm : Planes<BITS> {
 // Blocks of 256 inputs, whose groups have small integers as scales.
 struct SuperForm {
   static constexpr int64_t kUnit = 256, kInputs = 256;
-  static constexpr bool kWide = false;
 };
 
 template <int BITS> struct MinimaForm : SuperForm, Planes<BITS> {  // Q4_K and Q5_K
@@ -298,7 +303,7 @@ struct Q6KForm : SuperForm, Planes<6> {
 };
 
 struct NonLinearForm : PlainForm<4, 7, false>, TablePlanes<NonLinear> {  // IQ4_NL
-  static constexpr bool kWide = true;
+  using TablePlanes<NonLinear>::kMost;
   using TablePlanes<NonLinear>::kBytes;
   using TablePlanes<NonLinear>::kLowBytes;
   using TablePlanes<NonLinear>::pack;
@@ -307,6 +312,7 @@ struct NonLinearForm : PlainForm<4, 7, false>, TablePlanes<NonLinear> {  // IQ4_
 
 struct MXFP4Form : PlainForm<4, 4, false>, TablePlanes<SmallFloats> {
   static constexpr int64_t kBlock = 17;
+  using TablePlanes<SmallFloats>::kMost;
   using TablePlanes<SmallFloats>::kBytes;
   using TablePlanes<SmallFloats>::kLowBytes;
   using TablePlanes<SmallFloats>::pack;
@@ -322,7 +328,7 @@ struct MXFP4Form : PlainForm<4, 4, false>, TablePlanes<SmallFloats> {
 struct IQ4XSForm : SuperForm, TablePlanes<NonLinear> {
   static constexpr int64_t kGroup = 32, kHeader = 192, kBlock = 136;
   static constexpr int kZero = 7;
-  static constexpr bool kMin = false, kWide = true;
+  static constexpr bool kMin = false;
   static void header(const uint8_t* block, int64_t, int64_t o, uint8_t* to) {
     std::memcpy(to + o * 2, block, 2);
     const int upper = block[2] | block[3] << 8;
@@ -392,7 +398,7 @@ struct Q2KForm : SuperForm, Planes<2> {
 struct NVFP4Form : TablePlanes<SmallFloats> {
   static constexpr int64_t kUnit = 128, kInputs = 16, kGroup = 16, kHeader = 192, kBlock = 13;
   static constexpr int kZero = 4;
-  static constexpr bool kMin = false, kWide = false;
+  static constexpr bool kMin = false;
   static void header(const uint8_t* block, int64_t index, int64_t o, uint8_t* to) {
     float common;
     std::memcpy(&common, block, 4);
@@ -417,7 +423,7 @@ template <int BITS, int64_t GROUP> struct ZerosForm : Planes<BITS> {
   static constexpr int64_t kUnit = std::max<int64_t>(GROUP, 64), kInputs = GROUP, kGroup = 32;
   static constexpr int64_t kHeader = kUnit / GROUP * 64, kBlock = 3 + GROUP / 8 * BITS;
   static constexpr int kZero = kOwnZeros;
-  static constexpr bool kMin = false, kWide = BITS == 8;
+  static constexpr bool kMin = false;
   static constexpr int64_t line(int64_t g) { return g * kGroup / GROUP * 64; }
   static void header(const uint8_t* block, int64_t index, int64_t o, uint8_t* to) {
     std::memcpy(to + index * 64 + o * 2, block, 2);
@@ -493,9 +499,10 @@ template <typename V> inline V less_bytes(const V& a, const V& b) {
 
 // The upper halves: codes of 4 bits, with the middle of a block that is not centred at half a step.
 struct UpperQ8 : SplitQ8 {
+  static constexpr int kMost = 15;
   static constexpr int64_t kLowBytes = 0;
   static constexpr int kZero = 0;
-  static constexpr bool kMin = true, kWide = false;
+  static constexpr bool kMin = true;
   static inline void pair(const uint8_t* w, const uint8_t* low, int64_t j, vuint& a, vuint& b) {
     Planes<4>::pair(w, low, j, a, b);
   }

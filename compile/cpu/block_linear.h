@@ -7,26 +7,28 @@
 namespace sharesd {
 
 #if defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__)
-constexpr bool kSaturates = true;  // products of codes of 8 bits do not fit what adds pairs of them
-#else
-constexpr bool kSaturates = false;
+#define SHARESD_ADDS_PAIRS  // in 16 bits: there is no product that adds four bytes to 32
 #endif
-// Rounded rows of a tile, from a unit of weights on.
+
+// Rounded rows of a tile from number `row` on, from a unit of weights on.
 struct RowTile {
+  int64_t rows;  // of the tile
   const int8_t *codes, *fine;
   const float *scale, *sum;
   const int32_t *less, *less16;
   template <int64_t HALVES> float sum_of(int64_t g, int64_t half) const {
     return HALVES == 2 ? scale[g] * static_cast<float>(-less16[half]) : sum[g];
   }
-  RowTile(const BlockRows& x, int64_t tile, int64_t k) {
-    const int64_t first = x.first(tile), R = x.first(tile + 1) - first, at = first * x.K + k * R;
-    codes = x.codes.data() + at;
-    fine = x.exact ? x.fine.data() + at : nullptr;
-    scale = x.scale.data() + at / 32;
-    sum = x.sum.data() + at / 32;
-    less = x.less.data() + at / 32;
-    less16 = x.less16.data() + at / 16;
+  RowTile(const BlockRows& x, int64_t tile, int64_t k, int64_t row) {
+    const int64_t first = x.first(tile);
+    rows = x.first(tile + 1) - first;
+    const int64_t at = first * x.K + k * rows;
+    codes = x.codes.data() + at + row * 4;
+    fine = x.exact ? x.fine.data() + at + row * 4 : nullptr;
+    scale = x.scale.data() + at / 32 + row;
+    sum = x.sum.data() + at / 32 + row;
+    less = x.less.data() + at / 32 + row;
+    less16 = x.less16.data() + at / 16 + row;
   }
 };
 
@@ -37,23 +39,59 @@ template <typename W> inline auto as_bytes(const W& w) {
     return (typename VectorOf<uint8_t, sizeof(W)>::type)w;
 }
 
-// acc[lane] += sum over 4 inputs of w[lane][i] * x[i], for codes of up to 7 bits, or of 8 (`WIDE`).
-template <bool WIDE, typename I, typename W> inline void dot_codes(I& acc, const W& w, const int8_t* x) {
-#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__)
-  if constexpr (IsPair<I>::value) {
-    dot_codes<WIDE>(acc.low, w.low, x);
-    dot_codes<WIDE>(acc.high, w.high, x);
-    return;
-  } else if constexpr (WIDE) {
-    const __m256i xs = _mm256_set1_epi32(static_cast<int>(word(x))), low = (__m256i)(w & 0x0f0f0f0fu);
-    const __m256i high = (__m256i)(w >> 4 & 0x0f0f0f0fu);
-    acc += (I)_mm256_madd_epi16(_mm256_maddubs_epi16(high, xs), _mm256_set1_epi16(16));
-    acc += (I)_mm256_madd_epi16(_mm256_maddubs_epi16(low, xs), _mm256_set1_epi16(1));
-    return;
+// Sums of products of codes up to MOST with rounded inputs, four at a time.
+#if defined(SHARESD_ADDS_PAIRS)
+template <typename Form>
+constexpr int kMostCode = Form::kMost <= 15 ? 15 : Form::kMost <= 31 ? 31 : Form::kMost <= 127 ? 127 : 255;
+template <typename I, int MOST> struct CodeSums {
+  // So many times 2 * 128 * MOST are below 2^15. Adding two in 16 bits takes longer than widening each.
+  static constexpr int kFit = MOST <= 15 ? 8 : MOST <= 31 ? 4 : 1;
+  __m256i sums, pairs;
+  void start(const I& from) { sums = (__m256i)from, pairs = __m256i{}; }
+  template <typename W> void add(const W& w, const int8_t* x) {
+    const __m256i xs = _mm256_set1_epi32(static_cast<int>(word(x)));
+    if constexpr (MOST > 127) {  // products do not fit: the codes' halves are multiplied
+      widen(_mm256_maddubs_epi16((__m256i)(w >> 4 & 0x0f0f0f0fu), xs), 16);
+      widen(_mm256_maddubs_epi16((__m256i)(w & 0x0f0f0f0fu), xs), 1);
+    } else if constexpr (kFit == 1) {
+      widen(_mm256_maddubs_epi16((__m256i)w, xs), 1);
+    } else {
+      pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16((__m256i)w, xs));
+      asm("" : "+x"(pairs));  // see GroupSums
+    }
   }
+  void widen() {
+    if constexpr (kFit > 1) widen(pairs, 1), pairs = __m256i{};
+  }
+  I total() const { return (I)sums; }
+
+ private:
+  void widen(const __m256i& products, int16_t factor) {
+    sums = _mm256_add_epi32(sums, _mm256_madd_epi16(products, _mm256_set1_epi16(factor)));
+  }
+};
+#else
+template <typename Form> constexpr int kMostCode = 255;
+template <typename I, int MOST> struct CodeSums {
+  static constexpr int kFit = 1;
+  I sums;
+  void start(const I& from) { sums = from; }
+  template <typename W> void add(const W& w, const int8_t* x) { dot4(sums, as_bytes(w), x); }
+  void widen() {}
+  I total() const { return sums; }
+};
 #endif
-  dot4(acc, as_bytes(w), x);
-}
+template <typename H, int MOST> struct CodeSums<Pair<H>, MOST> {
+  CodeSums<H, MOST> low, high;
+  static constexpr int kFit = CodeSums<H, MOST>::kFit;
+  void start(const Pair<H>& from) { low.start(from.low), high.start(from.high); }
+  template <typename W> void add(const Pair<W>& w, const int8_t* x) { low.add(w.low, x), high.add(w.high, x); }
+  void widen() { low.widen(), high.widen(); }
+  Pair<H> total() const { return pair_of(low.total(), high.total()); }
+};
+
+// Rows of a tile that are multiplied at once where sums have 16 bits, which then stay in registers; else 0: all of the tile.
+template <int MOST, bool EXACT> constexpr int kAtOnce = CodeSums<vint, MOST>::kFit > 1 ? (EXACT ? 2 : 4) : 0;
 
 // Sums of a group as floats, of rows whose codes have been multiplied: acc += scale * xs * (256 * dot + fine).
 template <bool EXACT>
@@ -72,19 +110,21 @@ void few_block_rows(const RowTile& x, const uint8_t* const (&w)[B], int64_t K, v
   constexpr int64_t kAheadBytes = Form::kLowBytes ? 2048 : B == 1 ? 7000 : Form::kGroup == 32 || EXACT ? 4000 : 2048;
   constexpr int64_t kAhead = (kAheadBytes + Sizes::kUnitBytes - 1) / Sizes::kUnitBytes;  // units
   constexpr int64_t kLines = Form::kBytes / 64, kHalves = 32 / Form::kGroup, kPairs = 4 / kHalves;
-  constexpr bool kWide = Form::kWide && kSaturates;
+  using Sums = CodeSums<vint, kMostCode<Form>>;
+  constexpr int64_t kFit = std::min<int64_t>(Sums::kFit, 2 * kPairs);  // products that are widened together
   const int64_t units = Sizes::units(K);
   const int64_t skip = B * Sizes::bytes(K) - Sizes::low(K), skip_low = B * Sizes::bytes(K) - units * Sizes::kLowUnitBytes;
   const uint8_t *unit[B], *low[B];
   for (int b = 0; b < B; ++b) unit[b] = w[b], low[b] = w[b] + Sizes::low(K);
   const int8_t *codes = x.codes, *fines = x.fine;
+  const int64_t pitch = kAtOnce<kMostCode<Form>, EXACT> ? x.rows : R;
   for (int64_t u = 0; u < units; ++u) {
     const int64_t ahead = kAhead * Sizes::kUnitBytes + (u + kAhead < units ? 0 : skip);
     const int64_t ahead_low = kAhead * Sizes::kLowUnitBytes + (u + kAhead < units ? 0 : skip_low);
     for (int b = 0; b < B; ++b)
       for (int64_t i = 0; i < Form::kHeader; i += 64) __builtin_prefetch(unit[b] + i + ahead, 0, 2);
     for (int64_t g = 0; g < Form::kUnit / 32; ++g) {
-      const int64_t at = (u * (Form::kUnit / 32) + g) * R;
+      const int64_t at = (u * (Form::kUnit / 32) + g) * pitch;
       const uint8_t *from[B], *from_low[B];
       [[maybe_unused]] vuint excess[B];
       for (int b = 0; b < B; ++b) {
@@ -94,39 +134,49 @@ void few_block_rows(const RowTile& x, const uint8_t* const (&w)[B], int64_t K, v
         if constexpr (kHasExcess<Form>) excess[b] = Form::excess(unit[b], g);
       }
       for (int64_t h = 0; h < kHalves; ++h) {
-        vint dot[R][B] = {}, fine[R][B] = {};
-        if constexpr (Form::kZero == kOwnZeros) {
-          for (int b = 0; b < B; ++b) {
-            const vint zero = Form::zero(unit[b], g);
-            for (int r = 0; r < R; ++r) (EXACT ? fine : dot)[r][b] += zero * x.less[at + r];
+        Sums dot[R][B], fine[R][B];
+        for (int b = 0; b < B; ++b) {
+          [[maybe_unused]] vint zero;
+          if constexpr (Form::kZero == kOwnZeros) zero = Form::zero(unit[b], g);
+          for (int r = 0; r < R; ++r) {
+            vint start{};
+            if constexpr (Form::kZero == kOwnZeros)
+              start += zero * x.less[at + r];
+            else if constexpr (!Form::kMin)
+              start += (kHalves == 2 ? x.less16[(at * 2) + h * pitch + r] : x.less[at + r]) * (1 << Form::kZero);
+            dot[r][b].start(EXACT ? vint{} : start);
+            fine[r][b].start(start);
           }
-        } else if constexpr (!Form::kMin) {
-          for (int r = 0; r < R; ++r)
-            for (int b = 0; b < B; ++b)
-              (EXACT ? fine : dot)[r][b] +=
-                  (kHalves == 2 ? x.less16[(at * 2) + h * R + r] : x.less[at + r]) * (1 << Form::kZero);
         }
-        for (int64_t j = h * kPairs; j < (h + 1) * kPairs; ++j, codes += 8 * R, fines += 8 * R)
+        const auto add_pair = [&](int64_t j) __attribute__((always_inline)) {
           for (int b = 0; b < B; ++b) {
             vuint first, second;
             Form::pair(from[b], from_low[b], j, first, second);
             if constexpr (kHasExcess<Form>)
               first = less_bytes(first, excess[b]), second = less_bytes(second, excess[b]);
             for (int r = 0; r < R; ++r) {
-              dot_codes<kWide>(dot[r][b], first, codes + r * 4);
-              dot_codes<kWide>(dot[r][b], second, codes + (R + r) * 4);
-              if constexpr (EXACT) {
-                dot_codes<kWide>(fine[r][b], first, fines + r * 4);
-                dot_codes<kWide>(fine[r][b], second, fines + (R + r) * 4);
-              }
+              dot[r][b].add(first, codes + r * 4);
+              if constexpr (EXACT) fine[r][b].add(first, fines + r * 4);
+              dot[r][b].add(second, codes + (pitch + r) * 4);
+              if constexpr (EXACT) fine[r][b].add(second, fines + (pitch + r) * 4);
+              if ((j + 1) * 2 % kFit == 0) dot[r][b].widen(), fine[r][b].widen();
             }
           }
+          codes += 8 * pitch, fines += 8 * pitch;
+        };
+        if constexpr (kAtOnce<kMostCode<Form>, EXACT>) {  // when to widen is then known
+#pragma GCC unroll 4
+          for (int64_t j = h * kPairs; j < (h + 1) * kPairs; ++j) add_pair(j);
+        } else {
+          for (int64_t j = h * kPairs; j < (h + 1) * kPairs; ++j) add_pair(j);
+        }
         for (int b = 0; b < B; ++b) {
           const vfloat scale = Form::scale(unit[b], g * kHalves + h);
-          for (int r = 0; r < R; ++r) add_group<EXACT>(acc[r][b], scale, x.scale[at + r], dot[r][b], fine[r][b]);
+          for (int r = 0; r < R; ++r)
+            add_group<EXACT>(acc[r][b], scale, x.scale[at + r], dot[r][b].total(), fine[r][b].total());
           if constexpr (Form::kMin) {
             const vfloat minimum = Form::minimum(unit[b], g * kHalves + h);
-            for (int r = 0; r < R; ++r) acc[r][b] -= minimum * x.sum_of<kHalves>(at + r, at * 2 + h * R + r);
+            for (int r = 0; r < R; ++r) acc[r][b] -= minimum * x.sum_of<kHalves>(at + r, at * 2 + h * pitch + r);
           }
         }
       }
@@ -135,10 +185,11 @@ void few_block_rows(const RowTile& x, const uint8_t* const (&w)[B], int64_t K, v
   }
 }
 
+// The tile's rows from `row` on; most at once: R.
 template <typename Form, int R, int B, bool EXACT>
-void few_tile(const BlockRows& x, int64_t tile, const uint8_t* const (&w)[B], int64_t K, float* sums) {
+void few_tile(const BlockRows& x, int64_t tile, int64_t row, const uint8_t* const (&w)[B], int64_t K, float* sums) {
   if constexpr (R > 1)
-    if (x.first(tile + 1) - x.first(tile) < R) return few_tile<Form, R - 1, B, EXACT>(x, tile, w, K, sums);
+    if (x.first(tile + 1) - x.first(tile) - row < R) return few_tile<Form, R - 1, B, EXACT>(x, tile, row, w, K, sums);
   // A lone row waits for memory, which gives one stream faster than two. Measured: not where units have few codes for their
   // scales, or codes are two streams already.
   constexpr int kTogether = R == 1 && Form::kGroup == 32 && !Form::kLowBytes ? 1 : B;
@@ -146,10 +197,18 @@ void few_tile(const BlockRows& x, int64_t tile, const uint8_t* const (&w)[B], in
     const uint8_t* some[kTogether];
     std::copy_n(w + first, kTogether, some);
     vfloat acc[R][kTogether] = {};
-    few_block_rows<Form, R, kTogether, EXACT>({x, tile, 0}, some, K, acc);
+    few_block_rows<Form, R, kTogether, EXACT>({x, tile, 0, row}, some, K, acc);
     for (int r = 0; r < R; ++r)
-      for (int b = 0; b < kTogether; ++b) put(acc[r][b], sums + (r * B + first + b) * 16);
+      for (int b = 0; b < kTogether; ++b) put(acc[r][b], sums + ((row + r) * B + first + b) * 16);
   }
+}
+
+template <typename Form, int B, bool EXACT>
+void few_rows_sums(const BlockRows& x, const uint8_t* const (&w)[B], int64_t K, float* sums) {
+  constexpr int kSome = kAtOnce<kMostCode<Form>, EXACT>, kRows = kSome ? kSome : few_tile_rows(EXACT);
+  for (int64_t t = 0; t < x.tiles; ++t)
+    for (int64_t row = 0; row < x.first(t + 1) - x.first(t); row += kRows)
+      few_tile<Form, kRows, B, EXACT>(x, t, row, w, K, sums + x.first(t) * B * 16);
 }
 
 // Codes and scales that are unpacked next, fetched group by group while others are multiplied.
@@ -163,44 +222,50 @@ struct Fetched {
 };
 
 // R rows against B records, whose codes were unpacked, of `groups` of 32 inputs: adds to acc [R][B][16].
-template <int R, int B, int GROUP, bool MIN, bool WIDE, bool EXACT>
+template <int R, int B, int GROUP, bool MIN, int MOST, bool EXACT>
 void unpacked_block_rows(const RowTile& x, const UnpackedBlocks* w, const Fetched* next, int64_t groups, int zero,
                          float* acc_memory) {
   constexpr int64_t kHalves = 32 / GROUP, kQuads = 8 / kHalves;
+  using Sums = CodeSums<vint, MOST>;
+  constexpr int64_t kFit = std::min<int64_t>(Sums::kFit, kQuads);
   vfloat acc[R][B];
   for (int r = 0; r < R; ++r)
     for (int b = 0; b < B; ++b) acc[r][b] = get<vfloat>(acc_memory + (r * B + b) * 16);
   const int8_t *codes = x.codes, *fines = x.fine;
+  const int64_t pitch = kAtOnce<MOST, EXACT> ? x.rows : R;
   for (int64_t g = 0; g < groups; ++g) {
     for (int b = 0; b < B; ++b) next[b].fetch(g);
     for (int64_t h = 0; h < kHalves; ++h) {
-      vint dot[R][B] = {}, fine[R][B] = {};
-      if (!MIN && GROUP == 32 && zero == kOwnZeros)
-        for (int b = 0; b < B; ++b) {
-          const vint own = get<vint>(w[b].zero[g]);
-          for (int r = 0; r < R; ++r) (EXACT ? fine : dot)[r][b] += own * x.less[g * R + r];
+      Sums dot[R][B], fine[R][B];
+      for (int b = 0; b < B; ++b)
+        for (int r = 0; r < R; ++r) {
+          vint start{};
+          if (!MIN && GROUP == 32 && zero == kOwnZeros)
+            start += get<vint>(w[b].zero[g]) * x.less[g * pitch + r];
+          else if (!MIN)
+            start += (kHalves == 2 ? x.less16[(g * 2 + h) * pitch + r] : x.less[g * pitch + r]) * (1 << zero);
+          dot[r][b].start(EXACT ? vint{} : start);
+          fine[r][b].start(start);
         }
-      else if (!MIN)
-        for (int r = 0; r < R; ++r)
-          for (int b = 0; b < B; ++b)
-            (EXACT ? fine : dot)[r][b] += (kHalves == 2 ? x.less16[(g * 2 + h) * R + r] : x.less[g * R + r]) * (1 << zero);
 #pragma GCC unroll 8
-      for (int64_t j = 0; j < kQuads; ++j, codes += 4 * R, fines += 4 * R) {
+      for (int64_t j = 0; j < kQuads; ++j, codes += 4 * pitch, fines += 4 * pitch) {
         vuint code[B];
         for (int b = 0; b < B; ++b) code[b] = get<vuint>(w[b].codes + ((g * kHalves + h) * kQuads + j) * 64);
         for (int r = 0; r < R; ++r)
           for (int b = 0; b < B; ++b) {
-            dot_codes<WIDE>(dot[r][b], code[b], codes + r * 4);
-            if constexpr (EXACT) dot_codes<WIDE>(fine[r][b], code[b], fines + r * 4);
+            dot[r][b].add(code[b], codes + r * 4);
+            if constexpr (EXACT) fine[r][b].add(code[b], fines + r * 4);
+            if ((j + 1) % kFit == 0) dot[r][b].widen(), fine[r][b].widen();
           }
       }
       for (int b = 0; b < B; ++b) {
         const vfloat scale = get<vfloat>(w[b].scale[g * kHalves + h]);
-        for (int r = 0; r < R; ++r) add_group<EXACT>(acc[r][b], scale, x.scale[g * R + r], dot[r][b], fine[r][b]);
+        for (int r = 0; r < R; ++r)
+          add_group<EXACT>(acc[r][b], scale, x.scale[g * pitch + r], dot[r][b].total(), fine[r][b].total());
         if constexpr (MIN) {
           const vfloat minimum = get<vfloat>(w[b].minimum[g * kHalves + h]);
           for (int r = 0; r < R; ++r)
-            acc[r][b] -= minimum * x.sum_of<kHalves>(g * R + r, (g * 2 + h) * R + r);
+            acc[r][b] -= minimum * x.sum_of<kHalves>(g * pitch + r, (g * 2 + h) * pitch + r);
         }
       }
     }
@@ -209,18 +274,19 @@ void unpacked_block_rows(const RowTile& x, const UnpackedBlocks* w, const Fetche
     for (int b = 0; b < B; ++b) put(acc[r][b], acc_memory + (r * B + b) * 16);
 }
 
-template <int R, int B, int GROUP, bool MIN, bool WIDE, bool EXACT>
+template <int R, int B, int GROUP, bool MIN, int MOST, bool EXACT>
 void unpacked_tile(int64_t rows, const RowTile& x, const UnpackedBlocks* w, const Fetched* next, int64_t groups, int zero,
                    float* acc) {
   if constexpr (R > 1)
-    if (rows < R) return unpacked_tile<R - 1, B, GROUP, MIN, WIDE, EXACT>(rows, x, w, next, groups, zero, acc);
-  unpacked_block_rows<R, B, GROUP, MIN, WIDE, EXACT>(x, w, next, groups, zero, acc);
+    if (rows < R) return unpacked_tile<R - 1, B, GROUP, MIN, MOST, EXACT>(rows, x, w, next, groups, zero, acc);
+  unpacked_block_rows<R, B, GROUP, MIN, MOST, EXACT>(x, w, next, groups, zero, acc);
 }
 
 // All rows against B records: each 256 inputs are unpacked once.
 template <typename Form, int B, bool EXACT>
 void many_block_rows(const BlockRows& x, const uint8_t* const (&w)[B], int64_t K, float* acc) {
   constexpr int64_t per = UnpackedBlocks::kInputs / Form::kUnit;
+  constexpr int kSome = kAtOnce<kMostCode<Form>, EXACT>, kRows = kSome ? kSome : kTileRows;
   std::fill_n(acc, x.M * B * 16, 0.0f);
   UnpackedBlocks some[B];
   const int64_t units = Record<Form>::units(K);
@@ -238,9 +304,11 @@ void many_block_rows(const BlockRows& x, const uint8_t* const (&w)[B], int64_t K
     const Fetched none[B];
     for (int64_t t = 0; t < x.tiles; ++t) {
       const int64_t first = x.first(t);
-      unpacked_tile<kTileRows, B, Form::kGroup, Form::kMin, Form::kWide && kSaturates, EXACT>(
-          x.first(t + 1) - first, {x, t, u * Form::kUnit}, some, t ? none : next, groups, Form::kZero,
-          acc + first * B * 16);
+      const int64_t rows = x.first(t + 1) - first;
+      for (int64_t row = 0; row < rows; row += kRows)
+        unpacked_tile<kRows, B, Form::kGroup, Form::kMin, kMostCode<Form>, EXACT>(
+            rows - row, {x, t, u * Form::kUnit, row}, some, t || row ? none : next, groups, Form::kZero,
+            acc + (first + row) * B * 16);
     }
   }
 }
@@ -250,7 +318,7 @@ inline const float* decoded_rows(const BlockRows& x, int64_t K) {
   thread_local std::vector<float> memory;
   if (static_cast<int64_t>(memory.size()) < x.M * K + 32) memory.resize(x.M * K + 32);  // the last group may be short
   for (int64_t t = 0; t < x.tiles; ++t) {
-    const RowTile tile(x, t, 0);
+    const RowTile tile(x, t, 0, 0);
     const int64_t first = x.first(t), R = x.first(t + 1) - first;
     for (int64_t r = 0; r < R; ++r)
       for (int64_t g = 0; g * 32 < K; ++g) {
@@ -293,9 +361,7 @@ inline void block_sums(const BlockRows& x, const uint8_t* w, int64_t type, int64
     const uint8_t* at[B];
     for (int b = 0; b < B; ++b) at[b] = w + std::min<int64_t>(b, num - 1) * bytes;
     if (x.is_few())
-      for (int64_t t = 0; t < x.tiles; ++t)
-        (x.exact ? few_tile<Form, few_tile_rows(true), B, true> : few_tile<Form, few_tile_rows(false), B, false>)(
-            x, t, at, K, sums + x.first(t) * B * 16);
+      (x.exact ? few_rows_sums<Form, B, true> : few_rows_sums<Form, B, false>)(x, at, K, sums);
     else
       (x.exact ? many_block_rows<Form, B, true> : many_block_rows<Form, B, false>)(x, at, K, sums);
   });

@@ -37,9 +37,13 @@ template <typename T, typename V> inline void load(const T* p, V* out) {
     load(p, &out->low);
     load(p + V::kHalf, &out->high);
   } else if constexpr (std::is_same_v<T, bf16>) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    *out = (V)_mm256_slli_epi32(_mm256_cvtepu16_epi32(get<__m128i>(p)), 16);  // GCC widens the halves one after the other
+#else
     using words = typename VectorOf<uint32_t, sizeof(V)>::type;
     using halves = typename VectorOf<uint16_t, sizeof(V) / 2>::type;
     *out = (V)(__builtin_convertvector(get<halves>(p), words) << 16);
+#endif
   } else if constexpr (std::is_same_v<T, f16>) {
 #if defined(__AVX512F__)
     *out = (V)_mm512_cvtph_ps(get<__m256i>(p));

@@ -72,6 +72,18 @@ def test_small_floats_are_exact_where_tiny_numbers_are_flushed() -> None:
         torch.set_flush_denormal(False)
 
 
+@pytest.mark.parametrize("num_rows", [1, 3, 9])
+@pytest.mark.parametrize(("name", "first", "byte"), [("Q4_1", 4, 0xFF), ("Q5_1", 4, 0xFF), ("MXFP4", 1, 0x77)])
+def test_sums_of_the_largest_codes_fit(name: str, first: int, byte: int, num_rows: int) -> None:
+    """AVX2 adds products in 16 bits: the lower halves of these inputs are -128, in a row 127."""
+    part = random_part(name, 16, 256)
+    part.raw.view(16, -1, block_sizes(name)[1])[..., first:] = byte
+    x_MK = torch.full((num_rows, 256), 256.0 * -126 - 128)
+    x_MK[:, ::32] = x_MK[-1] = 32639.0  # the largest input of a group has the largest code
+    found, wanted = BlockLinear([part], None, 256)(x_MK), x_MK.double() @ values(part).double().T
+    assert (found - wanted).abs().max() < 1e-6 * wanted.abs().max()
+
+
 def rounded(x: Tensor, activations: Activations) -> Tensor:
     """Activations as integers times a scale for every 32 of them."""
     most = ROUNDING[activations][0]
