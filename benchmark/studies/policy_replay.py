@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
-from math import exp, log
+from math import exp, inf, log
 from pathlib import Path
 from statistics import mean
 from unittest.mock import patch
@@ -81,6 +81,8 @@ class Cell:
     """Spread (of the logarithm) of the costs that the policy starts with."""
     start_factor: float = 1.0
     """Factor by which they make drafts and wide steps too expensive."""
+    later_factor: float = 1.0
+    """Factor by which drafts and wide steps take longer after a third of the texts."""
     confidence: float = 1.0
     """Power of the probabilities that the drafter gives; below 1, it is overconfident."""
     noise: float = 0.03
@@ -109,6 +111,10 @@ GROUPS = {
         *(Cell("expensive", "eagle", start_factor=0.3), Cell("expensive", "share", start_factor=0.4)),
         Cell("avx512", "share", start_factor=3.0),
     ],
+    "changes": [
+        *(Cell("avx2", "eagle", later_factor=1.6), Cell("avx512", "share", later_factor=2.0)),
+        Cell("avx2", "eagle", True, later_factor=2.0),
+    ],
     "overconfident": [Cell("avx2", "eagle", confidence=0.3), Cell("avx2", "eagle", True, confidence=0.3)],
 }
 _correct = cost_model._Place.correct
@@ -127,7 +133,8 @@ PARTS: dict[str, list[tuple[object, str, object]]] = {
     "without corrections: costs are those of the start": [(cost_model.LiveCosts, "record", lambda *_: None)],
     "without repeats: every time counts at once": [(cost_model._Place, "correct", _at_once)],
     "without trials": [(draft_policy, "EXPLORED", 0.0), (draft_policy, "PURSE", (0.0, 0.0))],
-    "without plain steps that are timed": [(Policy, "_plain_is_due", False)],
+    "without doubts of what changed": [(cost_model, "BEYOND_DOUBT", inf)],
+    "without plain steps that are timed": [(cost_model.LiveCosts, "plain_is_due", False)],
     "without calibrated confidence": [(draft_scorer.ProbabilityCalibration, "record", lambda *_: None)],
     "without rests of tables": [(query_gate.QueryGate, "pays", lambda *_: True)],
     "without corrected promises of tables": [(Policy, "_kept", lambda *_: 1.0)],
@@ -191,6 +198,12 @@ def costs_of(cell: Cell) -> Costs:
     return of_more_rows(costs, cell.rows, 8, at_most)
 
 
+def _dearer(costs: Costs, factor: float) -> Costs:
+    """Return costs of which drafts and wide steps take so many times as long."""
+    step = {width: max(costs.step[1], factor * s) if width > 1 else s for width, s in costs.step.items()}
+    return replace(costs, step=step, draft=factor * costs.draft, level=factor * costs.level)
+
+
 def play_cell(folder: Path, cell: Cell, seed: int) -> float:
     """Return the speedup over plain decoding, of a policy that begins with disturbed costs."""
     dice, costs, stops = random.Random(seed), costs_of(cell), cell.machine != "gpu"
@@ -201,9 +214,8 @@ def play_cell(folder: Path, cell: Cell, seed: int) -> float:
     step: dict[int, float] = {}
     for width, seconds in costs.step.items():
         step[width] = max([disturbed(seconds), *step.values()])
-    wide = {width: max(step[1], s * cell.start_factor) for width, s in step.items()} | {1: step[1]}
-    draft, level = (cell.start_factor * disturbed(each) for each in (costs.draft, costs.level))
-    start = replace(costs, step=wide, draft=draft, level=level)
+    believed = replace(costs, step=step, draft=disturbed(costs.draft), level=disturbed(costs.level))
+    start = _dearer(believed, cell.start_factor)
     model, prior = None, 0.8
     if cell.model:
         prior = PRIORS[cell.model] ** (draft_policy.SAMPLED if cell.temperature else 1.0)
@@ -217,6 +229,8 @@ def play_cell(folder: Path, cell: Cell, seed: int) -> float:
     records = _records(folder / f"{cell.model or 'eagle'}-T{cell.temperature}-{cell.context}", cell.confidence)
     played = Played()
     for first in range(0, len(records) - cell.rows + 1, cell.rows):
+        if first >= len(records) / 3:
+            machine = replace(machine, costs=_dearer(costs, cell.later_factor))
         play(policy, drafter, records[first : first + cell.rows], machine, dice=dice, played=played)
     return played.speedup
 

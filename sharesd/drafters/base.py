@@ -53,9 +53,9 @@ def takes_late_nodes(drafter: Drafter, context: DraftContext) -> bool:
 
     Not where text depends on the draft, by its probabilities, or masks of grammars do.
     """
-    sampler = context.sampler
-    kinds = sampler.needs_draft_probs or sampler.kind.constrained
-    return drafter.adds_late_nodes and context.graphs is not None and not kinds
+    if not drafter.adds_late_nodes or context.graphs is None:
+        return False
+    return not (context.sampler.needs_draft_probs or context.sampler.kind.constrained)
 
 
 class Drafter:

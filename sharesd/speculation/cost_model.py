@@ -21,6 +21,11 @@ MACHINE_WALK, ENTRY_WALK = 0.02, 0.004
 """Relative change, in a round, of the machine's speed and of an entry in comparison with it."""
 NOISE, MIN_NOISE = 0.05, 0.02
 """Relative noise of a time: at first, and at least."""
+BEYOND_DOUBT = 2
+"""Standard errors of a repeated error at which what was believed is doubted again."""
+PLAIN_GAP, FRESH_DRIFT, SUSPICIOUS = 128, 8, 0.5
+"""Drafts after which two plain steps are timed; drafts for which the drift that they show is sure; change of the drift
+since then, as a logarithm, at which they are timed at once."""
 MOST = log(2)
 """Most that an entry changes in a round, as a logarithm: the first steps of a width may take twice as long."""
 CONTEXT_GRID = 16
@@ -133,6 +138,8 @@ class _Place:
         self.variances = dict.fromkeys(keys, START_DOUBT**2) | {1: 0.0}
         self.parts: dict[int, Parts] = {}  # interpolations by width
         self._plain_rounds = 0
+        self._plain_run, self._num_drafts = 0, FRESH_DRIFT + 1  # plain steps in a row; drafts since two of them
+        self._plain_drift, self.suspicion = self.drift, 1 - 1 / PLAIN_GAP
 
     def parts_of(self, width: int) -> Parts:
         """Return the entries that a step of this width is computed from, with shares."""
@@ -150,12 +157,21 @@ class _Place:
             self.variances = {key: variance + more for key, variance in self.variances.items()}
             self.variances[1] = 0.0
 
+    def suspect(self, is_plain: bool) -> None:
+        """Suspect the drift more after each draft, and not at all after two plain steps in a row."""
+        self._plain_run = (self._plain_run + 1) * is_plain
+        if self._plain_run > 1:  # one alone may be a stall
+            self._plain_drift, self.suspicion, self._num_drafts = self.drift, 0.0, 0
+        else:
+            self.suspicion += 1 / PLAIN_GAP + (log(self.drift / self._plain_drift) / SUSPICIOUS) ** 2
+            self._num_drafts += not is_plain
+
     def correct(self, timed: int, parts: Parts, seconds: float, predicted: float) -> None:
         """Correct drift and entries by the error of a prediction, each by its part of the variance.
 
         An error counts as far as the next one of what was `timed` repeats it: a stall does not last. Without
-        covariances, drift may take errors of entries. A plain step shows that: its error is then beyond doubt, and
-        entries are doubted as at the start.
+        covariances, drift takes errors of entries where all rounds draft. So a repeated error beyond doubt makes plain
+        steps due, these find the drift, and if drafts after them still contradict it, their entries are wrong.
         """
         error, variances = log(max(seconds, 1e-9) / (predicted * self.drift)), self.variances
         last, self.errors[timed] = self.errors.get(timed), error
@@ -169,8 +185,6 @@ class _Place:
         if not repeated and error**2 > 9 * variance:
             return  # a stall, or the first time of another speed
         self.errors[timed] = error - repeated * (1 - self.noise / variance)  # what is left of it
-        if not parts and repeated**2 > 9 * variance:
-            self.variances = dict.fromkeys(variances, START_DOUBT**2) | {1: 0.0}
         gain = self.drift_variance / variance
         self.drift_variance *= 1 - gain
         self.drift *= exp(gain * repeated)
@@ -179,6 +193,14 @@ class _Place:
             variances[key] *= 1 - share * gain
             if repeated and gain:
                 self.table.scale(key, exp(gain * max(-MOST, min(MOST, repeated))))
+        if repeated**2 <= BEYOND_DOUBT**2 * variance:
+            return
+        if not parts:
+            self.drift_variance, self._plain_run = START_DOUBT**2, 0
+        elif self._num_drafts <= FRESH_DRIFT:
+            variances.update((key, START_DOUBT**2) for key, _ in parts if key != 1)
+        else:
+            self.suspicion = 1.0
 
 
 class LiveCosts:
@@ -222,6 +244,11 @@ class LiveCosts:
     def drift(self) -> float:
         """Factor by which the machine is slower than the table."""
         return self._now.drift
+
+    @property
+    def plain_is_due(self) -> bool:
+        """True if two plain steps should be timed: only they tell a slow machine from expensive drafts."""
+        return self._now.suspicion >= 1
 
     @property
     def is_measured(self) -> bool:
@@ -280,6 +307,7 @@ class LiveCosts:
         now.walk(width == 1)
         if width == 1:
             now.correct(1, (), step_s, self.step(1))
+            now.suspect(is_plain=True)
             return
         if shape.nodes and draft_s:
             kind = LEVEL if shape.is_tree else DRAFT
@@ -289,4 +317,5 @@ class LiveCosts:
                 self._forget()
             now.correct(kind, ((kind, 1.0),), draft_s, self.draft(shape))
         now.correct(2, now.parts_of(width), step_s, self.step(width))
+        now.suspect(is_plain=False)
         self._forget()

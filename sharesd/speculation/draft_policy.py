@@ -24,8 +24,8 @@ from sharesd.speculation.query_gate import QueryGate
 
 EXPLORED, PURSE, DEBT = 0.005, (1.0, 4.0), 2.0
 """Part of the tokens that trials may cost; tokens that they may cost at first and at most at once; largest debt."""
-TRIAL_GAP, PLAIN_GAP = 8, 128
-"""Fewest rounds between two trials; rounds after which two plain steps are timed, if not two came in a row."""
+TRIAL_GAP = 8
+"""Fewest rounds between two trials."""
 FRESH, REST = 4, (4, 16)
 """Rounds after which expectations are computed again; fewest and most rounds of a rest."""
 NEW_TEXT = 60
@@ -107,7 +107,6 @@ class Policy:
         self._kept_promises = {alone: RunningMeans(1.0, weight=2 * PRIOR) for alone in (True, False)}
         self._done = (0.0, 0.0)  # decayed tokens and predicted seconds of rounds
         self._purse, self._last_trial = PURSE[0], 0
-        self._plain_run, self._last_plain = 0, 1 - PLAIN_GAP  # plain rounds in a row; round of the last two
         self._given_up: float | None = None  # value of what the coming round is tried instead of
         self._rest: tuple[object, int] = None, 0  # until when plain steps are faster
         self._options: tuple[object, int, list[_Option]] = None, 0, []  # until an estimate moves
@@ -193,7 +192,7 @@ class Policy:
         best = max(values, default=plain)
         self.model_value = max(plain, best)
         chosen = options[values.index(best)].shape if best > max(plain, to_beat) else NO_DRAFT
-        if chosen.nodes and to_beat == -inf and self._plain_is_due:
+        if chosen.nodes and to_beat == -inf and self.live.plain_is_due:
             return self._no_draft("plain_step_is_timed")
         if may_explore and self._age - self._last_trial >= TRIAL_GAP:
             most = max(self.model_value, to_beat)
@@ -208,11 +207,6 @@ class Policy:
         if options and best <= plain:
             self._begin_rest(plain - best)
         return self._no_draft("plain_is_faster")
-
-    @property
-    def _plain_is_due(self) -> bool:
-        """True if plain steps were not timed for long: only they tell a slow machine from expensive drafts."""
-        return self._num_rounds - self._last_plain >= PLAIN_GAP
 
     def _begin_rest(self, loss: float) -> None:
         """Choose no draft until the purse can pay for the loss of a trial, since little changes meanwhile."""
@@ -370,7 +364,7 @@ class Policy:
         ratio = self._kept(not drafted.nodes)
         least = longest if self.pinned is not None else 0
         best, value = self._num_worth([ratio * gain for gain in self._promised], self.rate, least, drafted.nodes)
-        if best and least == 0 and not drafted.nodes and self._plain_is_due:
+        if best and least == 0 and not drafted.nodes and self.live.plain_is_due:
             return 0, self.plain_value
         return best, 1 + value
 
@@ -448,12 +442,8 @@ class Policy:
         elif decision.has_queried and not tree.record.num_steps:
             self.gate.record_seconds(draft_s / live.drift)
         if not num_nodes:
-            self._plain_run += 1
-            if self._plain_run > 1:  # one alone may be a stall
-                self._last_plain = self._num_rounds
             live.record(NO_DRAFT, 1, 0.0, step_s)
         else:
-            self._plain_run = 0
             shape, unread_s = model_shape(tree), tree.record.num_unread_tokens * live.table.read * live.drift
             if paths:
                 self._learn(decision, shape, num_nodes, paths, tree.record.takes_late_nodes)

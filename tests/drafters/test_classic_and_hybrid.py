@@ -147,7 +147,7 @@ class Recorded:
         self.shapes, self.events, self.score = shapes, [], score
         costs = Costs({1: 1.0, 9: 1.1}, 0.3, 0.3, {1: 0.0, 9: 0.0})
         self.policy = Policy(chains(8), costs=costs)
-        self.policy.gate.gain, self.policy.gate.seconds, self.policy._last_plain = 1.0, 0.05, 0
+        self.policy.gate.gain, self.policy.gate.seconds, self.policy.live._now.suspicion = 1.0, 0.05, 0.0
         self.policy.next_shape = lambda *_, **__: self.shapes.pop(0)  # type: ignore[method-assign]
         table: Any = SimpleNamespace(name="table", num_successors=0, propose=self.propose, extend=lambda *_: None)
         said = {"name": "model", "shapes": chains(8), "prior": 0.5, "runs_on_host": False}

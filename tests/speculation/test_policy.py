@@ -173,6 +173,17 @@ def test_plain_steps_that_become_faster_are_noticed() -> None:
     assert sum(num > 0 for num in chosen[150:]) < 15
 
 
+@pytest.mark.parametrize("draft", [0.1, 0.4])
+def test_drafts_that_become_expensive_are_left_out(draft: float) -> None:
+    """After many rounds, too: then all entries are sure, and the drift takes errors first."""
+    cheap = Costs({1: 1.0, 2: 1.1, 3: 1.15, 5: 1.3, 9: 1.6}, draft)
+    dear = Costs({1: 1.0, 2: 1.9, 3: 2.7, 5: 4.4, 9: 8.0}, 2 * draft)
+    policy = Policy(chains(8), costs=cheap, prior=0.8)
+    assert sum(num > 0 for num in live_chains(policy, cheap, 0.8, 400, 0.05)) > 250
+    live_chains(policy, dear, 0.8, 100, 0.05)
+    assert mean_rate(dear, 0.8, live_chains(policy, dear, 0.8, 100, 0.05)) > 0.95
+
+
 @pytest.mark.parametrize("stalled", [{0}, {0, 1}, {1, 2}, {3, 4}], ids=str)
 def test_stalls_of_first_rounds_end_no_drafting(stalled: set[int]) -> None:
     costs = Costs({1: 1.0, 2: 1.1, 3: 1.15, 5: 1.3, 9: 1.6}, 0.3)
