@@ -188,7 +188,7 @@ def test_rounds_launched_ahead_change_nothing(kind: str, params: Any, graphs: bo
         found.append(([(c.token_ids, c.logprobs, c.sources) for c in done], engine.stats.accept_lengths))
         assert engine.num_running == 0 and engine.stats.rounds == sum(map(len, engine.stats.accept_lengths))
     assert found[0] == found[1]
-    assert len({len(tokens) for tokens, _, _ in found[0][0]}) > 2, "rows shall end at different times"
+    assert len({len(tokens) for tokens, _, _ in found[0][0]}) > 1, "rows shall end at different times"
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["one by one", "ahead"])
