@@ -212,7 +212,7 @@ def in_any_order(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_one_launch_has_the_bits_of_three(
     T: int, K: int, dtype: torch.dtype, options: dict[str, Any], in_any_order: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With norms, rotation and factors, an idle row, an empty and an almost full cache; whichever program is the last.
+    """With norms, rotation, factors and sinks, an idle row, an empty and an almost full cache; any program may be last.
 
     Memory between programs holds NaN before: what is not written is not read, or of no use.
     """
@@ -222,7 +222,8 @@ def test_one_launch_has_the_bits_of_three(
     for seed, norm in enumerate(norms):
         norm.weight.copy_(1 + 0.3 * torch.randn(d, generator=torch.Generator().manual_seed(seed)))
     factors = torch.linspace(1, 2, S).to(dtype)
-    more = {"rotary": tables(S, d // 2, dtype), "norms": norms, "query_factors": factors, **options}
+    sinks = torch.linspace(-4, 9, 4) if K == 1 else None
+    more = {"rotary": tables(S, d // 2, dtype), "norms": norms, "query_factors": factors, "sinks": sinks, **options}
 
     new_empty = Tensor.new_empty
 
