@@ -6,7 +6,7 @@ A checkpoint's config and the sizes of its tensors suffice.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -360,14 +360,18 @@ class _Resolver:
         if "auto" in self._modes and not config.auto_drafters:
             auto = choose(self._has_block_source)
             config = replace(config, auto_drafters=auto.drafters)
-        offload = None if self._has_block_source else self._plan(config, dtype)
+        warnings: list[str] = []
+        offload = None if self._has_block_source else self._plan(config, dtype, warnings.append)
         if auto is not None and offload is not None and offload.plan.offloads:
             other = choose(offloads=True)
+            others: list[str] = []
             try:
-                offload = self._plan(replace(config, auto_drafters=other.drafters), dtype)
-                auto = other
+                offload = self._plan(replace(config, auto_drafters=other.drafters), dtype, others.append)
+                auto, warnings = other, others
             except DoesNotFit:  # the drafters of a resident target need less memory
                 pass
+        for warning in warnings:
+            log.warning("%s", warning)
         plan = None if offload is None else offload.plan
         if offload is not None and not offload.plan.offloads:
             offload = None
@@ -475,7 +479,7 @@ class _Resolver:
             )
         )
 
-    def _plan(self, config: EngineConfig, dtype: torch.dtype) -> Offloading | None:
+    def _plan(self, config: EngineConfig, dtype: torch.dtype, warn: Callable[[str], object]) -> Offloading | None:
         width = fixed_width(self.device.type, config.max_draft_tokens)
         has_device_memory = backend_for(self.device, dtype, width, config.max_batch).kind == "cuda"
         obstacles = offload_obstacles(config, has_device_memory=has_device_memory, in_memory=self._in_memory)
@@ -486,6 +490,7 @@ class _Resolver:
             progress=self._progress,
             in_memory=self._in_memory,
             obstacle=next(obstacles, None),
+            warn=warn,
         )
 
 

@@ -58,15 +58,17 @@ def plan_for(
     progress: Progress = silent,
     in_memory: bool = False,
     obstacle: str | None = None,
+    warn: Callable[[str], object] = log.warning,
 ) -> Offloading | None:
     """Plan offloading of a model that does not fit; None without need.
 
     `dtype`: as resolved; None: the config's. `in_memory`: the caller makes the weights. `obstacle`: reason against
-    offloading. ValueError for an obstacle despite limits, or limits that no plan stays within.
+    offloading. `warn` is called with each warning. ValueError for an obstacle despite limits, or limits that no plan
+    stays within.
     """
-    found = _plan_for(config, modes, dtype, progress, in_memory, obstacle)
+    found = _plan_for(config, modes, dtype, progress, in_memory, obstacle, warn)
     if config.offload.folder is not None and (found is None or not found.plan.offloads):
-        log.warning("--offload-dir: no effect, the whole model is resident")
+        warn("--offload-dir: no effect, the whole model is resident")
     return found
 
 
@@ -77,6 +79,7 @@ def _plan_for(
     progress: Progress,
     in_memory: bool,
     obstacle: str | None,
+    warn: Callable[[str], object],
 ) -> Offloading | None:
     wanted = config.offload
     always = wanted.limited or wanted.when == "plan-only"
@@ -94,7 +97,7 @@ def _plan_for(
         if always:
             raise ValueError(f"no plan for offloading: {reason}; drop the limit of memory") from None
         return None
-    limits = _limits(config, backend)
+    limits = _limits(config, backend, warn)
     if not always and not in_memory and _plainly_fits(folder, shape, config, limits.device):
         return None
     decoder, weights = Decoder(shape, dtype=dtype, device="meta"), None if in_memory else folder
@@ -133,10 +136,10 @@ def _plan_for(
     except DoesNotFit as error:
         others = backend.used_by_others() if backend.kind == "cuda" else ""
         raise DoesNotFit(f"{error}{others}{remedy and f'; all would fit with {remedy}'}") from None
-    _prefer_the_cpu(shape, plan, config, backend)
+    _prefer_the_cpu(shape, plan, config, backend, warn)
     if plan.offloads and remedy:
-        log.warning("weights are offloaded to host memory, which is slow; all fit on %s with %s", device, remedy)
-    _warn_of_idle_limit(plan, limits, wanted, device)
+        warn(f"weights are offloaded to host memory, which is slow; all fit on {device} with {remedy}")
+    _warn_of_idle_limit(plan, limits, wanted, warn)
     quant, top = next(choice for choice, drafter in drafters.items() if drafter.name == plan.drafter)
     if plan.offloads:
         config = replace(config, quant=quant or config.quant, max_context=config.planned_context)
@@ -145,19 +148,21 @@ def _plan_for(
     return Offloading(plan=plan, config=config, content=contents[quant], folder=place)
 
 
-def _prefer_the_cpu(shape: DecoderConfig, plan: Plan, config: EngineConfig, backend: WeightBackend) -> None:
+def _prefer_the_cpu(
+    shape: DecoderConfig, plan: Plan, config: EngineConfig, backend: WeightBackend, warn: Callable[[str], object]
+) -> None:
     """Warn that a GPU reads more of an offloaded mixture than a CPU; DoesNotFit if neither it nor a limit was given."""
     if shape.experts is None or not plan.offloads or backend.kind == "cpu":
         return
     read = f"a pass reads all experts of {len(plan.offloaded)} blocks from host memory"
     if config.device == "auto" and config.offload.device_memory is None:
         raise DoesNotFit(f"{read}, and a CPU those that tokens choose; give --device {backend.device} to use it anyway")
-    log.warning("%s; --device cpu reads those that tokens choose", read)
+    warn(f"{read}; --device cpu reads those that tokens choose")
 
 
-def _warn_of_idle_limit(plan: Plan, limits: Limits, wanted: OffloadConfig, device: torch.device) -> None:
+def _warn_of_idle_limit(plan: Plan, limits: Limits, wanted: OffloadConfig, warn: Callable[[str], object]) -> None:
     if limits.host is not None and wanted.host_memory is not None and not plan.offloads:
-        log.warning("--cpu-memory-limit: no effect, the whole model is resident on %s", device)
+        warn("--cpu-memory-limit: no effect, the whole model is resident on the GPU")
 
 
 def _draft_options(plan: Plan, top: int, max_draft: int, tables_alone: bool) -> dict[str, Any]:
@@ -194,16 +199,16 @@ def _would_stay(
     return " or ".join(found)
 
 
-def _limits(config: EngineConfig, backend: WeightBackend) -> Limits:
+def _limits(config: EngineConfig, backend: WeightBackend, warn: Callable[[str], object]) -> Limits:
     """Return limits as given or from free memory; ValueError above free memory."""
     wanted = config.offload
     host = float(wanted.host_memory if wanted.host_memory is not None else (1 - LEFT_FREE) * free_memory())
     if backend.kind == "cpu":
         if wanted.device_memory is not None:
-            log.warning("--gpu-memory-limit: no effect on a CPU; --cpu-memory-limit is for its memory")
+            warn("--gpu-memory-limit: no effect on a CPU; --cpu-memory-limit is for its memory")
         return Limits(device=host)
     if wanted.folder is not None:
-        log.warning("--offload-dir: no effect, blocks of a GPU are offloaded to host memory")
+        warn("--offload-dir: no effect, blocks of a GPU are offloaded to host memory")
     free = backend.free_memory()
     given = wanted.device_memory
     if given is not None and given > free:

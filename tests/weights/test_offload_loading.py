@@ -142,6 +142,14 @@ def test_plans_are_made_where_the_model_does_not_fit(tiny: Path, monkeypatch: py
     assert plan_for(config_of(tiny, offload=OffloadConfig(when="off")), ("naive",)) is None
 
 
+def test_auto_gives_each_warning_once(tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    monkeypatch.setattr(offload_planner, "_disk_rate", lambda *args: 1e9)
+    limits = OffloadConfig(host_memory=limit_for(tiny, 3, "naive"), device_memory=10**9)
+    resolved = resolve_config(config_of(tiny, mode="auto", offload=limits))
+    assert resolved.offload is not None  # so that drafters were chosen, and the plan was made, again
+    assert caplog.text.count("no effect on a CPU") == 1
+
+
 def test_the_plan_chooses_bits_and_shape_unless_they_are_given(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a slow disk 8 bits pay; drafts are longer than usual."""
     limit = limit_for(tiny, 2, "share", quant=QuantConfig(bits=8, head_bits=8))
