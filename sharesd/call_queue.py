@@ -20,7 +20,7 @@ from sharesd.engine.request import Request
 from sharesd.sampling_params import SamplingParams
 
 POLL_SECONDS = 1.0
-"""Seconds between a waiting thread's checks: Ctrl-C may swallow a notification."""
+"""Seconds between a waiting thread's checks: Ctrl-C can make it miss a notification."""
 
 _STEP_LOCK = Lock()
 """Serialises the steps of all engines in the process: each uses all cores, and tunes the number of threads."""
@@ -81,8 +81,8 @@ class CallQueue:
     def run(self, call: Call) -> Generator[TokenChunk, None, None]:
         """Yield chunks of a call; closing the iterator cancels the rest.
 
-        Raises the errors of `Engine.add` before any work; RuntimeError if another call failed in the middle of a
-        step; NonFiniteLogits after the last chunk if a prompt's logits are not numbers.
+        Raises the errors of `Engine.add` before any of its prompts is read; RuntimeError if another call failed in the
+        middle of a step; NonFiniteLogits after the last chunk if a prompt's logits are not numbers.
         """
         with self._changed:
             self._new.append(call)

@@ -41,7 +41,7 @@ class BatchState(NamedTuple):
 
     root_B: Tensor  # int64: last emitted token of each row
     active_B: Tensor  # int64: 1, or 0 for rows that are idle or finished
-    drafts_B: Tensor  # bool: True if the row may be drafted for
+    drafts_B: Tensor  # bool: True if the request wants drafts
 
     def rows(self, first: int, end: int) -> BatchState:
         """Return a view of some rows."""
@@ -52,7 +52,7 @@ class TargetPass(NamedTuple):
     """Result of the target's pass over a draft."""
 
     tree: DraftTree
-    """The draft, without its tokens in rows that do not want drafts."""
+    """The draft; its tokens are -1 in rows that do not want drafts."""
     tree_mask: TreeAttentionMask | None
     """The tree's mask, padded to the width of the step."""
     logits_BTV: Tensor

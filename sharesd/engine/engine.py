@@ -50,8 +50,8 @@ log = logging.getLogger(__name__)
 class Engine:
     """Decodes requests with one target, in modes that differ by their drafter. Not thread-safe.
 
-    `add`, `step` and `cancel` are all that `LLM` and the server need; `stream` and `generate` are loops over them for
-    the prompts of one call. Requests of one mode are decoded together; those of another mode wait until they have
+    `LLM` and the server decode with `add`, `step` and `cancel`; `stream` and `generate` are loops over them for the
+    prompts of one call. Requests of one mode are decoded together; those of another mode wait until they have
     finished. `mode` of methods: a name in `modes`; None = the attribute of that name.
     """
 
@@ -73,8 +73,8 @@ class Engine:
         self._device = cache.lengths.device
         on_gpu = self._device.type == "cuda"
         self._clock = Clock(self._device)
-        none_B = torch.zeros_like(cache.lengths)
-        self.state = BatchState(none_B, none_B.clone(), none_B.bool())
+        zeros_B = torch.zeros_like(cache.lengths)
+        self.state = BatchState(zeros_B, zeros_B.clone(), zeros_B.bool())
         self.sampling = RowSampling(
             batch=cache.batch, vocab_size=target.vocab_size, device=self._device, replayed=options.graphs is not None
         )
@@ -91,7 +91,8 @@ class Engine:
         }
         """Drafter of each mode, and for each kind of sampling its rounds and draft policy: a `DecodeVariant`.
 
-        Kinds differ in what follows the logits, such as greedy, sampled or penalized: a captured graph has one kind's.
+        Kinds differ in what follows the logits, such as greedy, sampled or penalized; a CUDA graph is captured for one
+        of them.
         """
         if options.buckets:
             for each in {cache for loaded in self.modes.values() for cache in loaded.caches}:
@@ -112,7 +113,7 @@ class Engine:
         )
         self._outputs = OutputProcessor(cache, self._scheduler, self._clock, options)
         self._outputs.begin(_new_stats(first_mode.num_draft))
-        self._in_flight: InFlightRound | None = None  # launched before its predecessor was read
+        self._in_flight: InFlightRound | None = None  # launched by the step before
         self._call: object = None  # the last call of `stream`, unless others have added requests after it
         self.label: Mapping[str, Any] = {}
         """Fields of JSON types that are added to the trace of each request from now on."""
@@ -183,9 +184,9 @@ class Engine:
         Args:
             index: number of this prompt in its call, or of this choice in its request; each number has its own noise.
             reuse: do not recompute KV of the longest prefix that the prompt shares with a row.
-            call: an object shared by all requests of a caller that waits for all of them. While no others run, all
-                prompts are read first, and the sizes of drafts suit those with the most tokens left. None: requests of
-                several callers, none of whom should wait long.
+            call: an object shared by all requests of a caller that waits for all of them. While no others run, rounds
+                start after all prompts have been read, and draft lengths suit the requests with the most tokens left.
+                None: requests of several callers, none of whom should wait long.
 
         Ends a call of `stream`. Raises ValueError for an unsupported prompt or parameters.
         """
@@ -207,8 +208,9 @@ class Engine:
         """Read a piece of a prompt, if one waits; then run a round over the requests that are being decoded.
 
         Returns the new tokens. There is no round if this step read a piece of a prompt and nothing else is being
-        decoded, or if the only caller waits for further prompts to be read. Any error cancels all requests: the device
-        may be ahead of the tokens that were returned.
+        decoded, or if the only caller waits for further prompts to be read. With async scheduling the next round has
+        been launched, too, when this returns. Any error cancels all requests: the device may be ahead of the tokens
+        that were returned.
         """
         scheduler = self._scheduler
         if not scheduler.is_busy:
@@ -227,7 +229,7 @@ class Engine:
         """Cancel all requests and drop launched rounds."""
         for request in self._scheduler.requests:
             self.cancel(request)
-        self._scheduler.prefill.request = self._in_flight = None
+        self._in_flight = None
 
     def cancel(self, request: Request) -> None:
         """End the request without a finish reason; free its row at once."""
@@ -292,7 +294,7 @@ class Engine:
                 self._call = None
 
     def _begin(self, loaded: LoadedMode) -> None:
-        """Count from now on what is decoded; nothing has a row."""
+        """Start new counts; no request has a row."""
         self._in_flight = None
         self._launcher.reset()
         self._scheduler.activate(self._scheduler.active_mode)
@@ -345,14 +347,15 @@ class Engine:
         # On a GPU the device must not idle while the host works, so the next round is launched before this one is read.
         # Its root and lengths are on the device already; only drafters that need the tokens on the host must wait.
         in_flight, self._in_flight = self._in_flight or self._launcher.launch(), None
-        if self.options.async_scheduling:  # None if this round must be read first; `_launch_early` then launches
+        if self.options.async_scheduling:  # None if this round must be read first; `_launch_after_read` then launches
             self._in_flight = self._launcher.launch(in_flight)
-        return [] if in_flight is None else self._collect(in_flight)
+        return [] if in_flight is None else self._outputs.collect(in_flight, self._launch_after_read)
 
-    def _collect(self, in_flight: InFlightRound) -> list[TokenChunk]:
-        return self._outputs.collect(in_flight, self._launch_early)
+    def _launch_after_read(self) -> bool:
+        """Launch the next round, if it is not launched yet and scheduling is asynchronous; return True if it did.
 
-    def _launch_early(self) -> bool:
+        A round that was launched before gets late nodes.
+        """
         if self._in_flight is not None:
             self._in_flight = self._launcher.add_late_nodes(self._in_flight)
         elif self.options.async_scheduling:

@@ -33,7 +33,7 @@ from sharesd.speculation.draft_tree import DraftTree
 if TYPE_CHECKING:
     from sharesd.engine.trace_file import TraceFile
 
-Cut = Literal["not_numbers", "none_allowed"]
+Cut = Literal["not_finite", "none_allowed"]
 """Reason why no token can be chosen: the logits are not finite, or every token is excluded."""
 
 
@@ -72,17 +72,17 @@ class OutputProcessor:
         self.stats = stats
         self._traffic_before = self._transfer_stats() if self._transfer_stats else None
 
-    def collect(self, in_flight: InFlightRound, launch_early: Callable[[], bool]) -> list[TokenChunk]:
+    def collect(self, in_flight: InFlightRound, launch_next: Callable[[], bool]) -> list[TokenChunk]:
         """Return the tokens of a round; record its acceptance and times.
 
-        `launch_early` launches the next round as soon as the tokens are known, if scheduling is asynchronous, and
-        returns True if it did; a round that was launched ahead gets late nodes.
+        `launch_next` is called as soon as the tokens are known, and returns True if it launched the next round
+        (`Engine._launch_after_read`).
         """
         batch, tree, result, marks = in_flight.batch, in_flight.tree, in_flight.result, in_flight.marks
         num_nodes, policy = tree.tokens.shape[1], batch.variant.policy
-        # A round that was launched early first waits for the one before it; that time is counted there.
+        # A round that was launched before the last one was read has waited for it; that time is counted there.
         started = max(in_flight.started, self.last_ended)
-        self._clock.wait(marks[-1])  # the one host synchronisation of a round
+        self._clock.wait(marks[-1])  # the one host synchronisation of a round without grammars
         packed = result.packed_result_BX.tolist()
         logprobs = None if result.logprobs_BT is None else result.logprobs_BT.tolist()
         top = None if result.top_BTk is None else [part.tolist() for part in result.top_BTk]
@@ -109,7 +109,7 @@ class OutputProcessor:
             # error.
             (num_new, num_finite), num_drafted = packed[line][:2], num_nodes if request.params.speculate else 0
             num_valid = num_finite if allowed is None else min(num_finite, allowed[line])
-            cut: Cut = "not_numbers" if num_valid == num_finite else "none_allowed"
+            cut: Cut = "not_finite" if num_valid == num_finite else "none_allowed"
             path = paths[request] = result.path(packed[line])
             last: Source = "target" if not num_drafted else "bonus" if num_new > tree.depth else "recovered"
             accepted: list[Source] = ["accepted"] * (num_new - 1)
@@ -129,11 +129,11 @@ class OutputProcessor:
             request.stats.accept_lengths[0].append(len(chunk.token_ids))
             chunks.append(chunk)
         ended = time.perf_counter()
-        if early := launch_early():  # the rest of the host's work overlaps with the next round
+        if overlaps := launch_next():  # the rest of the host's work overlaps with the next round
             self.last_ended = ended
         # Two marks without a draft, three with one.
         draft_s, verify_s = ([0.0] + [self._clock.seconds(a, b) for a, b in pairwise(marks)])[-2:]
-        wait_s = self._wait(in_flight, draft_s)
+        wait_s = self._table_wait_s(in_flight, draft_s)
         if tree.record.model_marks is not None:
             draft_s = self._clock.seconds(*tree.record.model_marks)
         # The next round may have been launched; the next launch sets the operating point again.
@@ -150,16 +150,16 @@ class OutputProcessor:
             )
             policy.record(in_flight.decision, tree, accepted_paths, draft_s, step_s, progress, wait_s)
         if not num_nodes:
-            self._scheduler.prefill.record_round_time(took)
+            self._scheduler.prefill.record_round_time(max(took, draft_s + verify_s))
         traces = trace_rows(in_flight, chunks, [paths[each] for each in live], lines, drafts) if batch.traced else []
-        self.last_ended = ended if early else time.perf_counter()
+        self.last_ended = ended if overlaps else time.perf_counter()
         overhead_s = self.last_ended - started - draft_s - verify_s
         for each in (self.stats, *(request.stats for request in live)):
             each.record_step(tree.record.num_steps, draft_s, verify_s, overhead_s)
         self.record_transfers()
         return self._with_traces(in_flight, chunks, traces, (draft_s, verify_s, overhead_s)) if traces else chunks
 
-    def _wait(self, in_flight: InFlightRound, draft_s: float) -> float | None:
+    def _table_wait_s(self, in_flight: InFlightRound, draft_s: float) -> float | None:
         """Return how long a GPU waited for tables; None on a CPU, and if they were not queried.
 
         `draft_s`: seconds of all that came before the verification, a model's draft included.
@@ -195,10 +195,10 @@ class OutputProcessor:
         """
         count, text = request.take(tokens.ids)  # appends tokens up to the first stop rule that holds
         error: RequestError | None = None
-        if tokens.cut == "not_numbers" and request.finish_reason is None:
+        if tokens.cut == "not_finite" and request.finish_reason is None:
             request.bad_position = request.bad_position or len(request.tokens)
         if request.bad_position is not None:
-            error = self._not_numbers(request.bad_position)
+            error = self._not_finite(request.bad_position)
         elif tokens.cut == "none_allowed" and request.finish_reason is None:
             error = _none_allowed(request)
         if error is not None:
@@ -227,7 +227,7 @@ class OutputProcessor:
                 self._on_finish[request.mode](request.stats)
         return chunk
 
-    def _not_numbers(self, position: int) -> NonFiniteLogits:
+    def _not_finite(self, position: int) -> NonFiniteLogits:
         """Return the error of logits that are not finite."""
         dtype = str(self._cache.dtype).removeprefix("torch.")
         remedy = "check its weights" if dtype in ("float32", "float64") else "try dtype float32, or check its weights"
@@ -309,7 +309,7 @@ def sample_first(request: Request, sampler: Sampler, logits_1V: Tensor, length_1
     """
     params = request.params
     if params.max_new_tokens == 0:
-        return Tokens([], [], [], [], [] if params.top_logprobs else None)
+        return Tokens([], [], [], [] if params.logprobs else None, [] if params.top_logprobs else None)
     mask_11W = None
     if request.matcher is not None:
         assert request.row is not None
@@ -321,7 +321,7 @@ def sample_first(request: Request, sampler: Sampler, logits_1V: Tensor, length_1
     root_1.copy_(token_1)
     token, num_finite, num_allowed = pack_first(token_1, logits_1V, chosen.num_allowed).tolist()
     if not num_finite or not num_allowed:
-        return Tokens([], [], [], cut="none_allowed" if num_finite else "not_numbers")
+        return Tokens([], [], [], cut="none_allowed" if num_finite else "not_finite")
     logprobs = top = None
     if params.logprobs:
         logprobs = sampling.logprobs_of(logits_1V[:, None], token_1[:, None])[0].tolist()

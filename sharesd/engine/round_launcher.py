@@ -40,7 +40,7 @@ class Batch(NamedTuple):
     live: list[Request]
     texts: dict[int, list[int]]
     """Token ids by row; the lists grow with the requests."""
-    plain: list[int]
+    opted_out_rows: list[int]
     """Rows whose requests do not want drafts.
 
     Draft steps run over them all the same; verification ignores their tokens.
@@ -132,7 +132,8 @@ class RoundLauncher:
         """
         started, scheduler = time.perf_counter(), self._scheduler
         if self._batch is None or self._num_changes != scheduler.num_changes:
-            self._batch, self._num_changes, self._last_end = self._form_batch(), scheduler.num_changes, None
+            self._batch, self._num_changes = self._form_batch(), scheduler.num_changes
+            self._last_end = self._deferred_shape = None  # a shape is the choice of the old batch's policy
         batch, drafter = self._batch, scheduler.drafter
         if batch is None or (previous is not None and batch.constrained):
             return None
@@ -155,7 +156,7 @@ class RoundLauncher:
         if previous is not None and not (drafter is None or drafter.goes_ahead(batch.round.context)):
             return None
         tree, shape = batch.round.no_draft, NO_DRAFT
-        if drafter is None or len(batch.plain) == len(live):
+        if drafter is None or len(batch.opted_out_rows) == len(live):
             reasons["engine"] = "no_drafter" if drafter is None else "not_requested"
         else:
             policy.num_unread_tokens = drafter.num_unread_tokens(batch.texts)
@@ -169,7 +170,7 @@ class RoundLauncher:
         marks = [self._clock.mark()]
         if shape.nodes:
             assert drafter is not None
-            drafter.catch_up(batch.texts, self._plain_rounds > 0, batch.plain, _max_pending_tokens(previous))
+            drafter.catch_up(batch.texts, self._plain_rounds > 0, batch.opted_out_rows, _max_pending_tokens(previous))
             tree = checked_draft(drafter, batch.round.context, shape)  # `drafter.draft`, checked against the shape
             if tree.record.num_steps:
                 tree = tree.with_record(num_unread_tokens=policy.num_unread_tokens)
@@ -210,7 +211,7 @@ class RoundLauncher:
         if not number or drafter is None:
             return launched
         texts = {request.row: request.tokens for request in batch.live if request.row is not None}
-        texts = {row: text for row, text in texts.items() if row not in batch.plain}
+        texts = {row: text for row, text in texts.items() if row not in batch.opted_out_rows}
         context, begins = batch.round.context, launched.marks[1]
         late = drafter.late_nodes(context, texts, launched.tree, lambda: self._clock.has_passed(begins))
         if late is None:
@@ -232,11 +233,11 @@ class RoundLauncher:
         upload(self._state.active_B, active)
         upload(self._state.drafts_B, drafts)
         texts = {row: request.tokens for row, request in zip(rows, live, strict=True)}
-        plain = [row for row in rows if not drafts[row]]
+        opted_out_rows = [row for row in rows if not drafts[row]]
         return Batch(
             live=live,
             texts=texts,
-            plain=plain,
+            opted_out_rows=opted_out_rows,
             constrained=any(request.matcher is not None for request in live),
             first=first,
             end=end,

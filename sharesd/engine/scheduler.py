@@ -69,7 +69,7 @@ class Scheduler:
         )
         self.grammars = Grammars(tokenizer, vocab_size=target.vocab_size, eos_ids=self._eos_ids())
         self.num_changes = 0
-        """Raised when the batch changes: its rows, their parameters, or which requests are being decoded."""
+        """Incremented when the batch changes: its rows, their parameters, or which requests are being decoded."""
 
     @property
     def drafter(self) -> Drafter | None:
@@ -83,8 +83,8 @@ class Scheduler:
     @property
     def live(self) -> list[Request]:
         """Requests that are being decoded, in row order."""
-        in_prefill = self.prefill.request
-        return [request for request in self.rows.requests if request is not None and request is not in_prefill]
+        reading = self.prefill.request
+        return [request for request in self.rows.requests if request is not None and request is not reading]
 
     @property
     def only_call(self) -> object | None:

@@ -10,7 +10,7 @@ vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,8 +80,9 @@ class Sampler:
 
         It comes after the root, whose position is `root_at`, and the draft tokens so far (`drafted`; -1: none yet).
         Logits are for the tokens `ids` (None: all). With `match` it uses the target's noise of that position, so that
-        both choose alike. `with_confidence` (for `match`): also return the token's probability, or, if the logits are
-        the target's with errors of scale `logit_noise`, the probability that quantization does not change the choice.
+        both choose alike. `with_confidence` (for `match`): also return the token's probability (where tokens are
+        sampled, that by logits with the noise), or, if the logits are the target's with errors of scale `logit_noise`,
+        the probability that quantization does not change the choice.
         """
         kind, logits_B1V = self.kind, logits_BV[:, None]
         if kind.acceptance == "match" and with_confidence:
@@ -89,10 +90,10 @@ class Sampler:
             first_B, second_B = logp_B12[:, 0].double().unbind(1)
             chance_B = first_B.exp() if logit_noise is None else ((first_B - second_B) / logit_noise).sigmoid()
             return DraftSample(best_B12[:, 0, 0], None, chance_B)
-        logits_B1V, ids_V = self._narrow(logits_B1V, ids_V)
+        logits_B1V, ids_V = self._widened(logits_B1V, ids_V)
         if kind.acceptance == "match":
-            index_B = self._choose(logits_B1V, positions_B, drafted_BN, ids_V=ids_V)[:, 0]
-            return DraftSample(_named(index_B, ids_V), None, None)
+            index_B = self._decide(logits_B1V, positions_B, drafted_BN, ids_V=ids_V)[0][:, 0]
+            return DraftSample(_token_ids(index_B, ids_V), None, None)
         logits_B1V = self._process(logits_B1V, drafted_BN)
         probs_BV = sampling.probs_of(logits_B1V, kind)[:, 0]
         noise_B1V = self._draw(positions_B[:, None], Stream.DRAFT, root_at_B) if kind.sampled else None
@@ -112,14 +113,14 @@ class Sampler:
         Scores include the target's noise of the position. `nodes_BC`: all nodes so far (-1: none yet), `seen_BFC`:
         those on the path of each (for penalties).
         """
-        logits_BFV, ids_V = self._narrow(logits_BFV, ids_V)
+        logits_BFV, ids_V = self._widened(logits_BFV, ids_V)
         logits_BFV = self._process(logits_BFV, nodes_BC, seen_BFC)
         scores_BFV = logits_BFV
         if self.kind.sampled:
             scores_BFV = logits_BFV + self._target_noise(positions_B[:, None], ids_V)
         best_Rk, logp_Rk = top_logp(scores_BFV.flatten(0, 1), num)
         shape = (*scores_BFV.shape[:2], num)
-        return _named(best_Rk, ids_V).view(shape), logp_Rk.view(shape)
+        return _token_ids(best_Rk, ids_V).view(shape), logp_Rk.view(shape)
 
     def accept(self, tree: DraftTree, logits_BTV: Tensor, lengths_B: Tensor) -> VerifyResult:
         """Return the target's result for the draft."""
@@ -127,14 +128,12 @@ class Sampler:
         num_draft = tree.tokens.shape[1]
         if tree.tree_mask is not None:
             return self._accept_tree(tree, tree.tree_mask, logits_BTV, lengths_B)
-        if num_draft == 0:
-            return self._of_root(
-                *self._decide(logits_BTV, lengths_B, tree.tokens, first=1, grammar_mask_BTW=tree.grammar_mask)
-            )
-        if self.kind.acceptance == "match":
+        if num_draft == 0 or self.kind.acceptance == "match":
             tokens_BT, is_allowed_BT = self._decide(
                 logits_BTV, lengths_B, tree.tokens, first=1, grammar_mask_BTW=tree.grammar_mask
             )
+            if num_draft == 0:
+                return self._of_root(tokens_BT, is_allowed_BT)
             return _with_num_allowed(accept_match(tree.tokens, tokens_BT), is_allowed_BT)
         rule = accept_rejection if self.kind.acceptance == "rejection" else accept_block
         logits_BTV = self._process(logits_BTV, tree.tokens, grammar_mask_BTW=tree.grammar_mask)
@@ -169,10 +168,6 @@ class Sampler:
         """Count the round's emitted tokens, for penalties."""
         if self.kind.penalized:
             self.rows.counts.update(tokens_BT, num_new_B)
-
-    def _choose(self, *args: Any, **context: Any) -> Tensor:
-        """Return choices as indices [B, T]; takes the arguments of `_decide`."""
-        return self._decide(*args, **context)[0]
 
     def _decide(
         self,
@@ -244,8 +239,8 @@ class Sampler:
             logits_BTV, kind, rows, draft_BN=draft_BN, seen_BTN=seen_BTN, grammar_mask_BTW=grammar_mask_BTW
         )
 
-    def _narrow(self, logits_BTK: Tensor, ids_K: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return logits for tokens `ids`, or all if needed, others at -inf."""
+    def _widened(self, logits_BTK: Tensor, ids_K: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return logits and ids; where the kind needs all tokens, those of all (others at -inf) and None."""
         kind = self.kind
         if ids_K is None or not (kind.biased or kind.penalized or kind.truncated or self.needs_draft_probs):
             return logits_BTK, ids_K
@@ -278,7 +273,7 @@ def _with_num_allowed(verified: VerifyResult, is_allowed_BT: Tensor | None) -> V
     return verified._replace(num_allowed=torch.minimum(num_B, verified.num_new))
 
 
-def _named(index: Tensor, ids_V: Tensor | None) -> Tensor:
+def _token_ids(index: Tensor, ids_V: Tensor | None) -> Tensor:
     return index if ids_V is None else ids_V.index_select(0, index.flatten()).view(index.shape)
 
 

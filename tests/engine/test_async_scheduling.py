@@ -111,6 +111,21 @@ def test_drafts_are_those_that_come_one_by_one(mode: str, monkeypatch: pytest.Mo
     assert drafts == drafts_ahead[: len(drafts)] and len(drafts) > 15
 
 
+def test_a_draft_that_was_put_off_is_dropped_with_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, drafts = launched_ahead("classic", batch=2), list[Any]()
+    assert engine.drafter is not None
+    monkeypatch.setattr(DecodeVariant, "shape", lambda *_: NO_DRAFT)
+    monkeypatch.setattr(engine.drafter, "draft", noted(engine.drafter.draft, drafts))
+    engine.add([3, 17, 9], SamplingParams(max_new_tokens=40))
+    for _ in range(3):
+        engine.step()
+    engine._launcher._deferred_shape = engine.drafter.shapes[-1]  # chosen by the policy of greedy rounds
+    engine.add([5], SamplingParams(max_new_tokens=40, temperature=1.0))
+    for _ in range(5):
+        engine.step()
+    assert not drafts
+
+
 @pytest.mark.parametrize("mode", ["naive", "share", "classic", "eagle"])
 def test_texts_end_at_stop_strings(mode: str, any_draft: None) -> None:
     prompts = [[3, 17, 9], [21, 4, 4, 30], [5], [8, 9, 10, 11], [1, 2]]
@@ -180,7 +195,7 @@ def test_a_gpu_waits_while_it_makes_nothing_that_is_verified(record: DraftRecord
         decision = SimpleNamespace(has_queried=has_queried)
         flight = SimpleNamespace(tree=tree, marks=[*marks], previous_end=before, decision=decision)
         processor = SimpleNamespace(_clock=Clock(torch.device("cpu")), _on_gpu=on_gpu)
-        return OutputProcessor._wait(processor, flight, marks[1] - marks[0])  # type: ignore[arg-type]
+        return OutputProcessor._table_wait_s(processor, flight, marks[1] - marks[0])  # type: ignore[arg-type]
 
     assert waits() == wait
     assert waits(before=None) == wait - 1.0, "a piece of a prompt was read in between"

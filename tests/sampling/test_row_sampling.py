@@ -101,9 +101,9 @@ def test_the_kernel_chooses_as_tensor_operations_do(tree: TreeAttentionMask | No
         logits, lengths = logits_of(dice, 4, dtype), torch.randint(3, 90, (B,), generator=dice)
         drafts = torch.randint(-1, V, (B, 3), generator=dice)
         kernel, tensors = (Sampler(kind, rows, gumbel=gumbel) for gumbel in (native_gumbel, drawn))
-        chosen = [sampler._choose(logits, lengths, drafts, tree, 2) for sampler in (kernel, tensors)]
+        chosen = [sampler._decide(logits, lengths, drafts, tree, 2)[0] for sampler in (kernel, tensors)]
         assert chosen[0].equal(chosen[1])
-    few = [sampler._choose(logits[:, :1, ids], lengths, ids_V=ids) for sampler in (kernel, tensors)]
+    few = [sampler._decide(logits[:, :1, ids], lengths, ids_V=ids)[0] for sampler in (kernel, tensors)]
     assert few[0].equal(few[1])
 
 
