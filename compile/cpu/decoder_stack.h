@@ -132,8 +132,10 @@ void rotate(T* x, const T* cos, const T* sin, int64_t r) {
 // Start of a thread's share of a product's weights; null if that does not matter.
 template <typename T>
 const void* begin_of(const Linear* l, int64_t me, int64_t all) {
-  if (!l || l->bits) return nullptr;
-  return static_cast<const T*>(l->weight) + share((l->N + lanes<T>() - 1) / lanes<T>(), me, all) * lanes<T>() * l->K;
+  if (!l || (l->bits && l->bits != 4 && l->bits != 8)) return nullptr;
+  const int64_t width = l->bits ? 16 : lanes<T>(), first = share((l->N + width - 1) / width, me, all);
+  const int64_t bytes = l->bits ? low_bytes(l->bits, l->K, l->G) : width * l->K * sizeof(T);
+  return static_cast<const char*>(l->weight) + first * bytes;
 }
 
 constexpr int64_t kSharedRows = 16;  // rows that threads round together: waiting for each other takes longer for fewer
@@ -159,9 +161,9 @@ void product_blocks(const Linear& l, const void* next, const T* x, T* y, int64_t
   if constexpr (std::is_same_v<T, float>)
     if (l.bits == 16) return linear_blocks(x, static_cast<const bf16*>(l.weight), bias, y, M, l.N, l.K, begin, end);
   if (l.bits) {
-    round_rows(l.bits, x, M, l.K, rounded.rows);
+    round_rows(l.bits, x, M, l.K, l.G, rounded.rows);
     low_blocks(static_cast<int>(l.bits), rounded.rows, static_cast<const uint8_t*>(l.weight), bias, y, M, l.N, l.K, l.G, begin,
-               end);
+               end, next);
   } else {
     linear_blocks(x, static_cast<const T*>(l.weight), bias, y, M, l.N, l.K, begin, end, next);
   }

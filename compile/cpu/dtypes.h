@@ -37,8 +37,10 @@ template <typename T, typename V> inline void load(const T* p, V* out) {
     load(p, &out->low);
     load(p + V::kHalf, &out->high);
   } else if constexpr (std::is_same_v<T, bf16>) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
-    *out = (V)_mm256_slli_epi32(_mm256_cvtepu16_epi32(get<__m128i>(p)), 16);  // GCC widens the halves one after the other
+#if defined(__AVX512F__)  // GCC widens the halves of a vector one after the other
+    *out = (V)_mm512_slli_epi32(_mm512_cvtepu16_epi32(get<__m256i>(p)), 16);
+#elif defined(__AVX2__)
+    *out = (V)_mm256_slli_epi32(_mm256_cvtepu16_epi32(get<__m128i>(p)), 16);
 #else
     using words = typename VectorOf<uint32_t, sizeof(V)>::type;
     using halves = typename VectorOf<uint16_t, sizeof(V) / 2>::type;

@@ -15,11 +15,15 @@ namespace sharesd {
 
 constexpr int64_t kXGroup = 32;  // activations that share a scale; divides every group size of the weights
 
-struct RoundedRows {  // M rows of x
-  std::vector<int8_t> codes8;     // with weights of 4 bits
-  std::vector<int16_t> codes16;   // with weights of 8
-  std::vector<float> scale, sum;  // of every group; the sum is of the decoded values
-  std::vector<int32_t> total;     // sum of the codes
+// M rows of x, in tiles of up to `most_rows` that are multiplied at once. In a tile what one product reads of all rows, 4 bytes
+// of codes or numbers of one group, are neighbours: [groups][rows].
+struct RoundedRows {
+  std::vector<int8_t> codes8;    // with weights of 4 bits
+  std::vector<int16_t> codes16;  // with weights of 8
+  std::vector<float> scale;      // of every group
+  std::vector<int32_t> less;     // the sum of its codes times -middle
+  std::vector<float> sum;        // of its decoded values
+  std::vector<float> wide_sum;   // of those of every G inputs
 };
 
 template <typename T> inline void load_floats(const T* p, vfloat* out) { load(p, out); }
@@ -41,38 +45,55 @@ template <typename E, typename V> inline void store_narrow(const V& x, E* to) {
   }
 }
 
-template <typename T, typename E>
-void round_rows(const T* x, int64_t M, int64_t K, std::vector<E>& to, RoundedRows& r) {
+// Codes of one group of a tile's row, whose words are `pitch` bytes apart.
+template <typename T, typename E> void round_group(const T* x, E* to, int64_t pitch, float* scale, float* sum, int32_t* total) {
   constexpr float most = std::numeric_limits<E>::max();
-  const int64_t groups = K / kXGroup;
-  to.resize(M * K);
-  r.scale.resize(M * groups);
-  r.sum.resize(M * groups);
-  r.total.resize(M * groups);
-  for (int64_t g = 0; g < M * groups; ++g) {
-    vfloat v[2];
-    for (int h = 0; h < 2; ++h) load_floats(x + g * kXGroup + h * 16, &v[h]);
-    const float top = largest(greater(absolute(v[0]), absolute(v[1])));
-    const float scale = top / most, inverse = top > 0 ? most / top : 0;
-    vint sums = {};
-    for (int h = 0; h < 2; ++h) {
-      const vfloat whole = (v[h] * inverse + 12582912.0f) - 12582912.0f;  // to the nearest integer, ties to even
-      const vint codes = convert<vint>(whole);
-      store_narrow(codes, to.data() + g * kXGroup + h * 16);
-      sums += codes;
-    }
-    const int32_t total = sum_of(sums);
-    r.scale[g] = scale;
-    r.total[g] = total;
-    r.sum[g] = scale * static_cast<float>(total);
+  vfloat v[2];
+  for (int h = 0; h < 2; ++h) load_floats(x + h * 16, &v[h]);
+  const float top = largest(greater(absolute(v[0]), absolute(v[1])));
+  const float inverse = top > 0 ? most / top : 0;
+  vint sums = {};
+  alignas(64) E codes[kXGroup];
+  for (int h = 0; h < 2; ++h) {
+    const vfloat whole = (v[h] * inverse + 12582912.0f) - 12582912.0f;  // to the nearest integer, ties to even
+    const vint some = convert<vint>(whole);
+    store_narrow(some, codes + h * 16);
+    sums += some;
   }
+  if (pitch == 4)
+    std::memcpy(to, codes, sizeof codes);
+  else
+    for (size_t i = 0; i < sizeof codes / 4; ++i)
+      std::memcpy(reinterpret_cast<char*>(to) + i * pitch, reinterpret_cast<const char*>(codes) + i * 4, 4);
+  *total = sum_of(sums);
+  *scale = top / most;
+  *sum = *scale * static_cast<float>(*total);
 }
 
-// Codes in the order that products with weights of this many bits read.
-template <typename T>
-void round_rows(int64_t bits, const T* x, int64_t M, int64_t K, RoundedRows& r) {
-  if (bits == 4) round_rows(x, M, K, r.codes8, r);
-  if (bits == 8) round_rows(x, M, K, r.codes16, r);
+template <typename T, typename E>
+void round_rows(const T* x, int64_t M, int64_t K, int64_t G, int64_t most_rows, int middle, std::vector<E>& to,
+                RoundedRows& r) {
+  const int64_t groups = K / kXGroup, per = G / kXGroup;
+  to.resize(M * K);
+  r.scale.resize(M * groups);
+  r.less.resize(M * groups);
+  r.sum.resize(M * groups);
+  r.wide_sum.resize(M * groups / per);
+  for (int64_t m = 0; m < M; ++m) {
+    const int64_t first = m / most_rows * most_rows, rows = std::min(most_rows, M - first);
+    for (int64_t g = 0; g < groups; ++g) {
+      const int64_t at = first * groups + g * rows + m - first;
+      E* codes = to.data() + first * K + g * rows * kXGroup + (m - first) * 4 / sizeof(E);
+      int32_t total;
+      round_group(x + m * K + g * kXGroup, codes, rows * 4, &r.scale[at], &r.sum[at], &total);
+      r.less[at] = total * -middle;
+    }
+    for (int64_t g = 0; g < groups / per; ++g) {
+      float sum = 0;
+      for (int64_t i = 0; i < per; ++i) sum += r.sum[first * groups + (g * per + i) * rows + m - first];
+      r.wide_sum[first * groups / per + g * rows + m - first] = sum;
+    }
+  }
 }
 
 // acc[lane] += sum over 4 inputs of w[lane][i] * x[i], for codes of 4 bits.
@@ -104,32 +125,43 @@ template <typename I, typename B> inline void dot4(I& acc, const B& w, const int
   }
 }
 
-// Products of 32 inputs with codes of 4 bits, added up. AVX2 alone has no product that adds four bytes to 32 bits: there sums
-// have 16 bits, which hold eight pairs, at most 8 * 2 * 15 * 127 = 30,480, and are widened once.
+// AVX2 and AVX-512 without VNNI have no product that adds four bytes to 32 bits.
+#if (defined(__AVX512BW__) && !defined(__AVX512VNNI__)) || (defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__))
+#define SHARESD_SUMS_OF_16_BITS
+#endif
+
+// Products of 32 inputs with codes of 4 bits, added to a number, which start and total are both given. Sums of 16 bits hold
+// eight pairs, at most 8 * 2 * 15 * 127 = 30,480, and are widened once.
 template <typename I> struct GroupSums {
   I sums;
-  void clear() { sums = I{}; }
-#if defined(__AVX2__) && !defined(__AVXVNNI__) && !defined(__AVX512F__)
+#if defined(SHARESD_SUMS_OF_16_BITS)
+  using shorts = typename VectorOf<int16_t, sizeof(I)>::type;
+  void start(int32_t) { sums = I{}; }
   template <typename B> void add(const B& w, const int8_t* x) {
     int32_t quad;
     std::memcpy(&quad, x, 4);
-    sums = (I)_mm256_add_epi16((__m256i)sums, _mm256_maddubs_epi16((__m256i)w, _mm256_set1_epi32(quad)));
-    asm("" : "+x"(sums));  // GCC would add in another order, keep all products until then, and run out of registers
+#if defined(__AVX512BW__)
+    sums = (I)((shorts)sums + (shorts)_mm512_maddubs_epi16((__m512i)w, _mm512_set1_epi32(quad)));
+    asm("" : "+v"(sums));  // GCC would add in another order, keep all products until then, and run out of registers
   }
-  I total() const { return (I)_mm256_madd_epi16((__m256i)sums, _mm256_set1_epi16(1)); }
-  static constexpr int kMostRows = 4;
+  I total(int32_t number) const { return (I)_mm512_madd_epi16((__m512i)sums, _mm512_set1_epi16(1)) + number; }
 #else
+    sums = (I)((shorts)sums + (shorts)_mm256_maddubs_epi16((__m256i)w, _mm256_set1_epi32(quad)));
+    asm("" : "+x"(sums));
+  }
+  I total(int32_t number) const { return (I)_mm256_madd_epi16((__m256i)sums, _mm256_set1_epi16(1)) + number; }
+#endif
+#else
+  void start(int32_t number) { sums = I{} + number; }
   template <typename B> void add(const B& w, const int8_t* x) { dot4(sums, w, x); }
-  I total() const { return sums; }
-  static constexpr int kMostRows = 8;
+  I total(int32_t) const { return sums; }
 #endif
 };
 template <typename H> struct GroupSums<Pair<H>> {
   GroupSums<H> low, high;
-  void clear() { low.clear(), high.clear(); }
+  void start(int32_t number) { low.start(number), high.start(number); }
   template <typename B> void add(const Pair<B>& w, const int8_t* x) { low.add(w.low, x), high.add(w.high, x); }
-  Pair<H> total() const { return pair_of(low.total(), high.total()); }
-  static constexpr int kMostRows = GroupSums<H>::kMostRows;
+  Pair<H> total(int32_t number) const { return pair_of(low.total(number), high.total(number)); }
 };
 
 // acc[lane] += sum over 2 inputs of w[lane][i] * x[i], of 16 bits each, w not negative.
@@ -159,88 +191,120 @@ template <typename I, typename U> inline void dot2(I& acc, const U& w, const int
 // Products of 32 inputs with codes of 8 bits.
 struct WideSums {
   vint sums;
-  void clear() { sums = vint{}; }
+  void start(int32_t number) { sums = vint{} + number; }
   void add(const vuint& w, const int16_t* x) { dot2(sums, w, x); }
-  vint total() const { return sums; }
+  vint total(int32_t) const { return sums; }
 };
 
-// Rows m..m+R against the 16 outputs whose weights begin at w.
+template <int BITS> using SumsOf = std::conditional_t<BITS == 4, GroupSums<vint>, WideSums>;
+#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__)
+template <int BITS> constexpr int kRowsAtOnce = BITS == 4 ? 4 : 8;
+#else
+template <int BITS> constexpr int kRowsAtOnce = 8;
+#endif
+
+// Rows in tiles for products with weights of 4 or 8 bits that have scales for every G inputs.
+template <typename T> void round_rows(int64_t bits, const T* x, int64_t M, int64_t K, int64_t G, RoundedRows& r) {
+  if (bits == 4) round_rows(x, M, K, G, kRowsAtOnce<4>, 8, r.codes8, r);
+  if (bits == 8) round_rows(x, M, K, G, kRowsAtOnce<8>, 128, r.codes16, r);
+}
+
+constexpr int64_t kLowAhead = 8192;  // bytes of weights that are fetched before they are used, to the first level of cache
+
+// Sums of some rows and 16 outputs, of which `left` are in a row of y.
+template <typename T>
+void store_low_sums(const float* sums, int64_t rows, const T* bias, T* y, int64_t N, int64_t left) {
+  for (int64_t r = 0; r < rows; ++r, sums += 16)
+    for (int64_t l = 0; l < std::min<int64_t>(16, left); ++l)
+      narrow(bias ? sums[l] + static_cast<float>(widen(bias[l])) : sums[l], y + r * N + l);
+}
+
+// Weights of a thread: what follows those that it reads now. They end at `end`, then it reads from `next` on.
+struct LowStream {
+  const uint8_t *end, *next;
+  const uint8_t* ahead(const uint8_t* w) const {
+    const uint8_t* at = w + kLowAhead;
+    return at < end ? at : next + (at - end);
+  }
+};
+
+// Bytes of the weights of 16 outputs.
+inline int64_t low_bytes(int64_t bits, int64_t K, int64_t G) { return K / G * (16 * G * bits / 8 + 64); }
+
+// Rows m..m+R, a tile, against the 16 outputs whose weights begin at w.
 template <int BITS, int R, typename T>
-void low_tile(const RoundedRows& x, int64_t m, const uint8_t* w, const T* bias, T* y, int64_t N, int64_t left, int64_t K,
-              int64_t G) {
+void low_tile(const RoundedRows& x, int64_t m, const LowStream& stream, const uint8_t* w, const T* bias, T* y, int64_t N,
+              int64_t left, int64_t K, int64_t G) {
   constexpr int64_t kBytes = 16 * kXGroup * BITS / 8;  // of the codes for a group of inputs
   const int64_t per = G / kXGroup, groups = K / kXGroup, first = m * groups;
-  const int8_t* codes8 = x.codes8.data() + first * kXGroup;
-  const int16_t* codes16 = x.codes16.data() + first * kXGroup;
-  const float *scales = x.scale.data() + first, *x_sums = x.sum.data() + first;
-  const int32_t* totals = x.total.data() + first;
+  const int8_t* codes8 = x.codes8.data() + m * K;
+  const int16_t* codes16 = x.codes16.data() + m * K;
+  const float *scales = x.scale.data() + first, *x_sums = x.wide_sum.data() + first / per;
+  const int32_t* less = x.less.data() + first;
   vfloat acc[R] = {};
-  for (int64_t g = 0; g < groups; w += 64) {
+  for (int64_t g = 0; g < groups; g += per, w += 64, x_sums += R) {
     vfloat s, o;
     load(reinterpret_cast<const bf16*>(w + per * kBytes), &s);
     load(reinterpret_cast<const bf16*>(w + per * kBytes + 32), &o);
-    float sum[R] = {};
-    for (int64_t i = 0; i < per; ++i, ++g, w += kBytes) {
-      std::conditional_t<BITS == 4, GroupSums<vint>, WideSums> dot[R];
+    for (int64_t i = 0; i < per; ++i, w += kBytes, scales += R, less += R) {
+      SumsOf<BITS> dot[R];
+      const uint8_t* ahead = stream.ahead(w);
 #pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) dot[r].clear();
+      for (int r = 0; r < R; ++r) dot[r].start(less[r]);
 #pragma GCC unroll 8
       for (int64_t j = 0; j < kBytes / 64; ++j) {
         const vuint v = get<vuint>(w + j * 64);
-        __builtin_prefetch(w + j * 64 + 512);  // found by timing, to the first level of cache
+        __builtin_prefetch(ahead + j * 64);
         if constexpr (BITS == 4) {
           const vbyte low = as<vbyte>(v) & 15, high = as<vbyte>(v >> 4) & 15;
 #pragma GCC unroll 8
           for (int r = 0; r < R; ++r) {
-            const int8_t* xs = codes8 + g * kXGroup + r * K + j * 8;
-            dot[r].add(low, xs);
-            dot[r].add(high, xs + 4);
+            dot[r].add(low, codes8 + r * 4);
+            dot[r].add(high, codes8 + (R + r) * 4);
           }
+          codes8 += R * 8;
         } else {
           const vuint even = v & 0xff00ff, odd = v >> 8 & 0xff00ff;
 #pragma GCC unroll 8
           for (int r = 0; r < R; ++r) {
-            const int16_t* xs = codes16 + g * kXGroup + r * K + j * 4;
-            dot[r].add(even, xs);
-            dot[r].add(odd, xs + 2);
+            dot[r].add(even, codes16 + r * 2);
+            dot[r].add(odd, codes16 + (R + r) * 2);
           }
+          codes16 += R * 4;
         }
       }
 #pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
-        const vint codes = dot[r].total() - (BITS == 4 ? 8 : 128) * totals[r * groups + g];
-        acc[r] += (s * scales[r * groups + g]) * convert<vfloat>(codes);
-        sum[r] += x_sums[r * groups + g];
-      }
+      for (int r = 0; r < R; ++r) acc[r] += (s * scales[r]) * convert<vfloat>(dot[r].total(less[r]));
     }
-    for (int r = 0; r < R; ++r) acc[r] += o * sum[r];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) acc[r] += o * x_sums[r];
   }
-  for (int r = 0; r < R; ++r) {
-    float sums[16];
-    put(acc[r], sums);
-    for (int64_t l = 0; l < std::min<int64_t>(16, left); ++l)
-      narrow(bias ? sums[l] + static_cast<float>(widen(bias[l])) : sums[l], y + (m + r) * N + l);
-  }
+  float sums[R][16];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) put(acc[r], sums[r]);
+  store_low_sums(sums[0], R, bias, y + m * N, N, left);
 }
 
 // Multiply all rows from m on by 16 outputs: unpacking codes takes longer than multiplying them, so rows share it.
 template <int BITS, int R, typename T>
-void low_rows(const RoundedRows& x, int64_t m, int64_t M, const uint8_t* w, const T* bias, T* y, int64_t N, int64_t left,
-              int64_t K, int64_t G) {
-  for (; m + R <= M; m += R) low_tile<BITS, R>(x, m, w, bias, y, N, left, K, G);
+void low_rows(const RoundedRows& x, int64_t m, int64_t M, const LowStream& stream, const uint8_t* w, const T* bias, T* y,
+              int64_t N, int64_t left, int64_t K, int64_t G) {
+  for (; m + R <= M; m += R) low_tile<BITS, R>(x, m, stream, w, bias, y, N, left, K, G);
   if constexpr (R > 1)
-    if (m < M) low_rows<BITS, R - 1>(x, m, M, w, bias, y, N, left, K, G);
+    if (m < M) low_rows<BITS, R - 1>(x, m, M, stream, w, bias, y, N, left, K, G);
 }
 
+// Vector blocks begin..end of the outputs; then the thread reads from `next` on, if that is given.
 template <typename T>
 void low_blocks(int bits, const RoundedRows& x, const uint8_t* w, const T* bias, T* y, int64_t M, int64_t N, int64_t K,
-                int64_t G, int64_t begin, int64_t end) {
-  const int64_t bytes = K / G * (16 * G * bits / 8 + 64);
+                int64_t G, int64_t begin, int64_t end, const void* next = nullptr) {
+  const int64_t bytes = low_bytes(bits, K, G);
+  const LowStream stream{w + end * bytes, next ? static_cast<const uint8_t*>(next) : w + end * bytes};
   for (int64_t n = begin; n < end; ++n) {
     const T* b = bias ? bias + n * 16 : nullptr;
     T* out = y + n * 16;
-    if (bits == 4) low_rows<4, GroupSums<vint>::kMostRows>(x, 0, M, w + n * bytes, b, out, N, N - n * 16, K, G);
-    if (bits == 8) low_rows<8, 8>(x, 0, M, w + n * bytes, b, out, N, N - n * 16, K, G);
+    if (bits == 4) low_rows<4, kRowsAtOnce<4>>(x, 0, M, stream, w + n * bytes, b, out, N, N - n * 16, K, G);
+    if (bits == 8) low_rows<8, kRowsAtOnce<8>>(x, 0, M, stream, w + n * bytes, b, out, N, N - n * 16, K, G);
   }
 }
 
@@ -248,7 +312,7 @@ template <typename T>
 void quantized_linear(const T* x, const uint8_t* w, const T* bias, T* y, int64_t M, int64_t N, int64_t K, int64_t G,
                       int64_t bits, int threads) {
   RoundedRows rounded;
-  round_rows(bits, x, M, K, rounded);
+  round_rows(bits, x, M, K, G, rounded);
   const int64_t blocks = (N + 15) / 16;
 #pragma omp parallel num_threads(threads)
   {

@@ -1,4 +1,4 @@
-"""AVX-VNNI: the source for AVX2 with one function replaced; sums are the same, bit for bit."""
+"""AVX-VNNI, and AVX-512 without VNNI: the source for AVX2 with a few functions replaced; sums have the same bits."""
 
 from __future__ import annotations
 
@@ -45,12 +45,15 @@ def run(script: str, flags: str, *arguments: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_sums_are_those_of_avx2(tmp_path: Path) -> None:
-    """Built on every machine with AVX2, and run where the processor has AVX-VNNI."""
-    run(BUILD, f"{AVX2} -mavxvnni")
-    if " avx_vnni " in CPU:
-        for name, flags in (("ours", f"{AVX2} -mavxvnni"), ("wanted", AVX2)):
-            run(SUMS, flags, str(tmp_path / name))
+@pytest.mark.parametrize(
+    ("flags", "feature"), [(f"{AVX2} -mavxvnni", " avx_vnni "), ("-march=x86-64-v4 -O1", " avx512bw ")]
+)
+def test_sums_are_those_of_avx2(flags: str, feature: str, tmp_path: Path) -> None:
+    """Built on every machine with AVX2, and run where the processor has the feature."""
+    run(BUILD, flags)
+    if feature in CPU:
+        for name, each in (("ours", flags), ("wanted", AVX2)):
+            run(SUMS, each, str(tmp_path / name))
         ours, wanted = torch.load(tmp_path / "ours"), torch.load(tmp_path / "wanted")
         assert len(ours) > 40
         for name, values in ours.items():
