@@ -254,7 +254,13 @@ class Round:
         # that the host needs into one tensor: one copy, one wait. Drafters commit before, since they count from the old
         # root.
         packed_result_BX = commit_round(
-            *(root_B, cache.lengths, active_B, verified.num_new, verified.tokens, path_BT, drafter_feedback_BX),
+            root_B,
+            cache.lengths,
+            active_B,
+            verified.num_new,
+            verified.tokens,
+            path_BT,
+            drafter_feedback_BX,
             logits_BTV,
         )
         logprobs_BT = top_BTk = None

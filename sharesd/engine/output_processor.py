@@ -129,8 +129,7 @@ class OutputProcessor:
             request.stats.accept_lengths[0].append(len(chunk.token_ids))
             chunks.append(chunk)
         ended = time.perf_counter()
-        if overlaps := launch_next():  # the rest of the host's work overlaps with the next round
-            self.last_ended = ended
+        overlaps = launch_next()  # the rest of the host's work overlaps with the next round
         # Two marks without a draft, three with one.
         draft_s, verify_s = ([0.0] + [self._clock.seconds(a, b) for a, b in pairwise(marks)])[-2:]
         wait_s = self._table_wait_s(in_flight, draft_s)
@@ -144,10 +143,8 @@ class OutputProcessor:
         if batch.variant.records_rounds:
             # Draft time that is not part of the step's: of a hybrid on a GPU, tables' waits and the model's draft.
             apart_s = draft_s if wait_s is None else wait_s + draft_s * (tree.record.model_marks is not None)
-            step_s, progress = (
-                max(verify_s, took - apart_s),
-                mean_progress(live, emitted_before, in_flight.is_last_call),
-            )
+            step_s = max(verify_s, took - apart_s)
+            progress = mean_progress(live, emitted_before, in_flight.is_last_call)
             policy.record(in_flight.decision, tree, accepted_paths, draft_s, step_s, progress, wait_s)
         if not num_nodes:
             self._scheduler.prefill.record_round_time(max(took, draft_s + verify_s))
