@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from ctypes import c_int64, c_void_p, cast
+from ctypes import byref, c_int64, c_void_p, cast
 from functools import cache, cached_property
 from typing import Any, Literal, NamedTuple
 
@@ -104,6 +104,18 @@ class BlockPart(NamedTuple):
         form = TYPES[kind]
         return cls(kind, torch.empty(outputs, inputs // form.inputs * form.bytes, dtype=torch.uint8, device="meta"))
 
+    def is_finite(self) -> bool:
+        """Return False if weights are NaN or infinite, wherever they are to run."""
+        from compile.cuda.block_form import FORMS, pack  # which imports this file
+
+        if self.type in NUMBERS:
+            return bool(self.raw.isfinite().all())
+        try:
+            pack(self, torch.empty(FORMS[self.type].records(*self.shape), dtype=torch.int32))
+        except NotFinite:
+            return False
+        return True
+
     def numbers(self) -> Tensor:
         """Return the weights, float32 [N, K]."""
         return self.raw.float() if self.type in NUMBERS else BlockLinear([self], None, self.in_features).unpacked()
@@ -177,7 +189,7 @@ class BlockLinear(nn.Module):
         `records`: the result of an earlier linear with such parts, which are not read then.
 
         Raises ValueError if a part's type has no kernel, its rows do not have `in_features`, it does not begin at a
-        multiple of 16 outputs, or blocks have different orders; NotFinite for numbers that are not.
+        multiple of 16 outputs, or blocks have different orders; NotFinite for NaN or infinite weights.
         """
         super().__init__()
         table, rows, size = [], 0, 0
@@ -206,8 +218,10 @@ class BlockLinear(nn.Module):
             if part.type in NUMBERS:
                 _pack_numbers(raw, self.weight[offset:])
                 continue
-            sizes, to = (raw.stride(0), len(raw), in_features), self.weight.data_ptr() + offset
-            call("repack_blocks", torch.uint8, raw, *sizes, words, to, torch.get_num_threads())
+            sizes, to, finite = (raw.stride(0), len(raw), in_features), self.weight.data_ptr() + offset, c_int64()
+            call("repack_blocks", torch.uint8, raw, *sizes, words, to, byref(finite), torch.get_num_threads())
+            if not finite.value:
+                raise NotFinite("weights have NaN or infinite values")
 
     def table_address(self) -> int:
         """Return the table's address, for kernels of this process."""

@@ -51,11 +51,12 @@ template <typename Form> constexpr bool has_sizes(int64_t inputs, int64_t bytes,
                 "block_types.def: the sizes of " #NAME " are not those of its codec");
 #include "block_types.def"
 
-// 16 rows of a file, `pitch` bytes apart, as a record; rows beyond `rows` are zeros.
+// 16 rows of a file, `pitch` bytes apart, as a record; rows beyond `rows` are zeros. True if all weights are finite.
 template <typename Form>
-void repack_record(const uint8_t* raw, int64_t pitch, int64_t rows, int64_t K, uint8_t* to) {
+bool repack_record(const uint8_t* raw, int64_t pitch, int64_t rows, int64_t K, uint8_t* to) {
   constexpr int64_t per = Form::kUnit / Form::kInputs;  // blocks in a unit
   uint8_t* low = to + Record<Form>::low(K);
+  vfloat wrong{};  // 0, or NaN
   for (int64_t u = 0; u < Record<Form>::units(K); ++u, to += Record<Form>::kUnitBytes, low += Record<Form>::kLowUnitBytes) {
     uint8_t codes[16 * Form::kUnit] = {};
     std::memset(to, 0, Form::kHeader);
@@ -65,9 +66,17 @@ void repack_record(const uint8_t* raw, int64_t pitch, int64_t rows, int64_t K, u
         Form::header(block, b, o, to);
         Form::decode(block, codes + o * Form::kUnit + b * Form::kInputs);
       }
+    for (int64_t g = 0; g < Form::kUnit / Form::kGroup; ++g) {
+      vfloat most = Form::scale(to, g) * 256.0f;  // codes are below 256
+      if constexpr (Form::kMin) most = most + Form::minimum(to, g);
+      wrong = wrong + (most - most);
+    }
     for (int64_t g = 0; g < Form::kUnit / 32; ++g)
       Form::pack(codes + g * 32, Form::kUnit, to + Form::kHeader + g * Form::kBytes, low + g * Form::kLowBytes);
   }
+  alignas(64) float sums[16];
+  put(wrong, sums);
+  return std::all_of(sums, sums + 16, [](float sum) { return sum == 0; });
 }
 
 // Large memory needs fewer lookups if its pages are huge: asks for those that lie wholly in it.
@@ -89,17 +98,19 @@ inline bool split_q8(const uint8_t* raw, int64_t pitch, int64_t rows, int64_t K,
   return all;
 }
 
-// Rows of a file, a part of a linear, as records. Q8_0 becomes kSplitQ8_0 where it can.
-inline void repack_blocks(const uint8_t* raw, int64_t pitch, int64_t rows, int64_t K, int64_t& type, uint8_t* to, int threads) {
+// Rows of a file, a part of a linear, as records. Q8_0 becomes kSplitQ8_0 where it can. True if all weights are finite.
+inline bool repack_blocks(const uint8_t* raw, int64_t pitch, int64_t rows, int64_t K, int64_t& type, uint8_t* to, int threads) {
+  bool finite = true;
   if (type == kQ8_0 && split_q8(raw, pitch, rows, K, threads)) type = kSplitQ8_0;
   with_form(type, [&](auto form) {
     using Form = decltype(form);
     const int64_t bytes = Record<Form>::bytes(K);
     advise_huge_pages(to, (rows + 15) / 16 * bytes);
-#pragma omp parallel for num_threads(threads)
+#pragma omp parallel for num_threads(threads) reduction(&& : finite)
     for (int64_t n = 0; n < rows; n += 16)
-      repack_record<Form>(raw + n * pitch, pitch, std::min<int64_t>(16, rows - n), K, to + n / 16 * bytes);
+      finite = repack_record<Form>(raw + n * pitch, pitch, std::min<int64_t>(16, rows - n), K, to + n / 16 * bytes) && finite;
   });
+  return finite;
 }
 
 // Weights of up to 256 inputs of a record, from unit `u` on: a byte for each code [inputs / 4][16][4], and floats for groups.

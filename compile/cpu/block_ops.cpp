@@ -7,8 +7,8 @@ extern "C" void block_sums_uint8(const sharesd::BlockRows& x, const uint8_t* w, 
 }
 
 extern "C" void repack_blocks_uint8(const uint8_t* raw, int64_t pitch, int64_t rows, int64_t K, int64_t* type, uint8_t* to,
-                                    int64_t threads) {
-  sharesd::repack_blocks(raw, pitch, rows, K, *type, to, static_cast<int>(threads));
+                                    int64_t* finite, int64_t threads) {
+  *finite = sharesd::repack_blocks(raw, pitch, rows, K, *type, to, static_cast<int>(threads));
 }
 
 #define EXPORT(NAME)                                                                                              \

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from compile.block_linear import BlockPart, block_sizes
 from compile.block_types import TYPES
+from compile.linear import NotFinite
 
 LANES = 16
 """Outputs of a record."""
@@ -98,7 +99,7 @@ FORMS = {name: BlockForm(**kind.gpu) for name, kind in TYPES.items()}
 
 
 def pack(part: BlockPart, packed: Tensor) -> None:
-    """Write the records of a tensor, int32 [records, units, words]."""
+    """Write the records of a tensor, int32 [records, units, words]; NotFinite for NaN or infinite weights."""
     form, units = FORMS[part.type], packed.shape[1]
     per_block, _ = block_sizes(part.type)
     size = part.raw.shape[1] * per_block // part.in_features  # bytes of a block
@@ -108,6 +109,8 @@ def pack(part: BlockPart, packed: Tensor) -> None:
         raw = F.pad(raw, (0, blocks * size - raw.shape[1], 0, -len(raw) % LANES)).view(-1, blocks, size)
         codes, header = CODECS[form.codec](form, raw)
         header_RUH = header.reshape(len(raw), units, -1).view(torch.int32)
+        if not _is_finite(form, header_RUH):
+            raise NotFinite("weights have NaN or infinite values")
         codes_RUTc = codes.reshape(len(raw), units, -1, form.columns)
         first, planes = LANES * header_RUH.shape[2], to.view(torch.int16)
         to[..., :first] = header_RUH.unflatten(0, (-1, LANES)).permute(0, 2, 3, 1).flatten(2)
@@ -117,6 +120,14 @@ def pack(part: BlockPart, packed: Tensor) -> None:
                 plane = _plane(codes_RUTc >> shift, bits).unflatten(0, (-1, LANES)).permute(0, 2, 3, 1, 4).flatten(2)
                 planes[..., first : first + plane.shape[2]] = plane
                 first += plane.shape[2]
+
+
+def _is_finite(form: BlockForm, header_RUH: Tensor) -> bool:
+    """Return True if no scale is NaN or so large that weights are infinite."""
+    dtype = {"wide": torch.bfloat16, "float8": torch.float32}.get(form.scales, torch.float16)
+    of_unit = form.scales in ("bytes", "float8")  # one number, after small ones
+    numbers = (header_RUH[..., -1:].contiguous() if of_unit else header_RUH).view(dtype)
+    return bool((numbers.float() * 256).isfinite().all())  # codes are below 256
 
 
 def _plane(codes_RUTc: Tensor, bits: int) -> Tensor:

@@ -41,7 +41,9 @@ from sharesd.models.weight_mapping import (
     cut_part,
     decoder_tensors,
     is_conv_kernel,
+    is_router,
     module_names,
+    not_finite,
     rename_tensors,
     report_unused,
     split_tensors,
@@ -319,7 +321,10 @@ def load_decoder(
             return
         if isinstance(tensor, BlockPart) and is_table:
             assert make_linear is not None
-            _put_table(decoder, name, tensor, dtype, make_linear)
+            try:
+                _put_table(decoder, name, tensor, dtype, make_linear)
+            except NotFinite as error:
+                raise not_finite(folder, name) from error
             return
         if not parameter.is_meta:
             parameter.copy_(tensor)
@@ -333,8 +338,7 @@ def load_decoder(
             try:
                 fill_block(block, config, values, device=device, make_linear=make_linear)
             except NotFinite as error:
-                for rest, value in values.items():
-                    check_finite(folder, f"{LAYERS}{index}.{rest}", value)
+                _require_finite(folder, {f"{LAYERS}{index}.{rest}": value for rest, value in values.items()})
                 raise ValueError(f"{folder}: weights of layer {index} exceed {dtype}; use --dtype bf16") from error
             if on_block_loaded is not None:
                 on_block_loaded(decoder, index)
@@ -345,8 +349,9 @@ def load_decoder(
     def is_checked_elsewhere(name: str, tensor: Tensor) -> bool:
         if name == EMBEDDING:  # of which only rows of the text are read
             return not config.tie_word_embeddings
-        is_linear = name.startswith(LAYERS) and tensor.ndim == 2 and not is_conv_kernel(name, config)
-        return make_linear is not None and is_linear
+        is_linear = name.startswith(LAYERS) and tensor.ndim == 2
+        own = is_conv_kernel(name, config) or is_router(name, config)  # which may have its own dtype
+        return make_linear is not None and is_linear and not own
 
     what = f"architecture {config.model_type!r}"
     copy_tensors(dict(decoder_tensors(decoder)), named, folder, what, progress, put, is_checked_elsewhere)
@@ -355,6 +360,14 @@ def load_decoder(
     if tied and decoder.head.weight.device != decoder.embed.weight.device:
         decoder.head.weight.data.copy_(decoder.embed.weight)
     return decoder
+
+
+def _require_finite(folder: Path, found: Mapping[str, Tensor | BlockPart]) -> None:
+    """Raise ValueError that names the first tensor with NaN or infinite values, blocks included."""
+    for name, value in found.items():
+        check_finite(folder, name, value)
+        if isinstance(value, BlockPart) and not value.is_finite():
+            raise not_finite(folder, name)
 
 
 def _put_table(decoder: Decoder, name: str, table: Tensor, dtype: torch.dtype, make_linear: MakeLinear) -> None:

@@ -23,7 +23,7 @@ from compile.block_linear import BLOCK_TYPES, LANES, NUMBERS, BlockPart, same_or
 from compile.delta_sizes import DeltaSizes
 from multigpu.tensor_parallel import TILE, Shard, require_divisible
 from sharesd.models.architectures import architecture_of
-from sharesd.models.checkpoint import Progress, damage_named, not_causal, read_config, silent
+from sharesd.models.checkpoint import STORED, Progress, damage_named, not_causal, read_config, silent, weight_files
 from sharesd.models.decoder import Block, Decoder
 from sharesd.models.decoder_config import DecoderConfig, LayerType
 
@@ -356,7 +356,7 @@ def _copy(name: str, parameter: Tensor, tensor: Tensor) -> None:
     parameter.copy_(tensor)
 
 
-def check_finite(folder: Path, name: str, tensor: Tensor) -> None:
+def check_finite(folder: Path, name: str, tensor: Tensor | BlockPart) -> None:
     """Raise ValueError if a tensor has NaN or infinite values.
 
     A finite sum excludes them at the speed of memory; finite values may also have an infinite one. Tensors of a GPU
@@ -368,7 +368,13 @@ def check_finite(folder: Path, name: str, tensor: Tensor) -> None:
         return
     if tensor.sum().isfinite() or tensor.isfinite().all():
         return
-    raise ValueError(f"{folder}: {name} has NaN or infinite values; download the checkpoint again, or give another")
+    raise not_finite(folder, name)
+
+
+def not_finite(folder: Path, name: str) -> ValueError:
+    """Return the error for a tensor with NaN or infinite values."""
+    source = weight_files(folder)[0] if (folder / STORED).exists() else folder
+    return ValueError(f"{source}: {name} has NaN or infinite values; download the checkpoint again, or give another")
 
 
 def copy_tensors(

@@ -217,7 +217,10 @@ def offload_obstacles(config: EngineConfig, *, has_device_memory: bool, in_memor
     if config.prompt_cache is not None:
         yield f"prompt_cache is {config.prompt_cache}, and it needs all weights in memory; drop one of the two"
     if config.quant.format.keeps_weights:
-        yield f"draft_quant is {config.quant.spec}, and drafts would wait for the same weights; use hqq:4:64,head=4"
+        yield (
+            f"draft_quant is {config.quant.spec}, and drafts would wait for the same weights; use hqq:4:64,head=4, or "
+            "a mode without them (naive, eagle, suffix)"
+        )
 
 
 def blocks_obstacle(config: EngineConfig, *, on_gpu: bool = False) -> str | None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from sharesd import LLM
 from sharesd.drafters.heads.checkpoint import load_head
 from sharesd.drafters.selection import head_mode
 from sharesd.models.checkpoint import read_tensors
@@ -91,6 +92,8 @@ def test_weights_that_are_not_numbers(plain: bytes, own_cache: Path) -> None:
     offset = next(offset for name, *_, offset in header.tensors if name == "blk.0.attn_q.weight")
     header.rest = header.rest[:offset] + struct.pack("<e", math.nan) + header.rest[offset + 2 :]
     refused(header, own_cache, "tensor 'blk.0.attn_q.weight' has NaN or infinite values")
+    with pytest.raises(ValueError, match=r"x\.gguf: model\.layers\.0\.self_attn\.q_proj\.weight has NaN or infinite"):
+        LLM(str(own_cache.parent / "x.gguf"), mode="naive", device="cpu", max_context=64)  # as it is stored
 
 
 @pytest.fixture

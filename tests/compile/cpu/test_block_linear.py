@@ -6,6 +6,8 @@ Legend: M rows, N outputs, K inputs.
 from __future__ import annotations
 
 import shutil
+from itertools import product
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from compile.huge_pages import HugePageArena
 from compile.linear import NotFinite, PackedLinear, WidenedLinear
 from compile.native_structs import LinearStruct
 from sharesd.models.decoder import Decoder
-from tests.helpers.block_parts import ggml_type, is_of_folders, random_part, reordered, values
+from tests.helpers.block_parts import HALVES, ggml_type, is_of_folders, random_part, reordered, values
 from tests.helpers.compiled import compiled
 from tests.helpers.oracle import tiny_decoder
 
@@ -219,6 +221,20 @@ def test_scales_that_leave_no_bit_free_are_not_split() -> None:
     assert torch.equal(upper.dequantize(slice(32)), values(part))
     assert not torch.equal(upper.dequantize(slice(32, 48)), linear.dequantize(slice(32, 48)))
     assert not BlockLinear([part, random_part("Q4_0", 16, 512)], None, 512).has_halves
+
+
+@EACH_TYPE
+def test_blocks_that_are_not_finite_are_refused(type_name: str) -> None:
+    """Scales, common factors and minima of the last row."""
+    dtype = {"MXFP4": torch.uint8, "NVFP4_16": torch.float32}.get(type_name, torch.float16)
+    for place, wrong in product(HALVES.get(type_name) or (0,), [255] if dtype == torch.uint8 else [inf, nan]):
+        part = random_part(type_name, 33, 512)
+        assert part.is_finite() and BlockLinear([part], None, 512).unpacked().isfinite().all()
+        blocks = part.raw[-1].view(-1, block_sizes(type_name)[1])
+        blocks[:, place : place + dtype.itemsize] = torch.tensor([wrong], dtype=dtype).view(torch.uint8)
+        assert not part.is_finite()
+        with pytest.raises(NotFinite):
+            BlockLinear([part], None, 512)
 
 
 @EACH_KIND
