@@ -103,8 +103,8 @@ class NativeStack:
 
         `cache` has `lengths`, its number of `slots`, `recent` (see `compile.attention.attend`), and `k` and `v` of
         every block in the layout of `compile.kv_layout.new_kv`, which stay in place; blocks without them do not run.
-        `tensors` returns both of a block, or twice the ring of its convolution (see `compile.short_conv`), or the ring
-        and the `DeltaState` of its delta rule.
+        `tensors` returns both of a block, or the ring of its convolution (see `compile.short_conv`) and a tensor that
+        is not read, or the ring and the `DeltaState` of its delta rule.
         With `features` [B, slots, taps * D] the rows after as many blocks as `taps` say are copied there (one more than
         there are blocks: after the norm).
         """
@@ -183,7 +183,6 @@ class NativeStack:
             gates=self._gates,
             held=held.data_ptr() + first * held.itemsize,
             certain=cache.certain.data_ptr(),
-            ahead=cache.ahead,
         )
 
     def _update_weight_addresses(self, blocks: BlockRange) -> None:

@@ -11,7 +11,7 @@ size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,8 +21,7 @@ from compile.attention import TreeAttentionMask
 from compile.delta_sizes import DeltaSizes
 
 
-@dataclass(frozen=True, slots=True)
-class DeltaState:
+class DeltaState(NamedTuple):
     """What a layer keeps of its rows besides inputs."""
 
     matrices: Tensor
@@ -30,8 +29,9 @@ class DeltaState:
     held_B: Tensor
     """int64: first tokens of each row that its matrices hold."""
     certain_B: Tensor
-    """int64: tokens that are known to be part of each row's text, when `ahead` is added."""
-    ahead: int = 0
+    """int64: tokens that are known to be part of each row's text."""
+    ends_B: Tensor
+    """int64: slots from which on a step's tokens are padding."""
 
 
 def gated_delta(
@@ -60,9 +60,9 @@ def gated_delta(
             continue
         ring_RI, memory_Nvk = ring_BRI[row], _lines(state.matrices[row])[:, : sizes.value_size]
         is_known = held <= length and length - held <= R - L + 1
-        certain = int(state.certain_B[row]) + state.ahead if is_known else -1
+        certain, num_new = int(state.certain_B[row]) if is_known else -1, min(T, int(state.ends_B[row]) - length)
         if tree_mask is None and is_known:
-            certain = min(max(certain, length + T - (R - L + 1)), length + T)
+            certain = min(max(certain, length + num_new - (R - L + 1)), length + num_new)
         num_missed = length - held if is_known else 0
         slots_X = torch.arange(length - num_missed - L + 1, length, device=ring_RI.device)
         text_XI = ring_RI[slots_X % R].where(slots_X[:, None] >= 0, 0)
@@ -79,10 +79,10 @@ def gated_delta(
             matrices_Nvk, _ = advance_text(matrices_Nvk, text_XI[i : i + L], held + i + 1)
         text_XI = text_XI[num_missed:]
         if tree_mask is None:
-            new_T = torch.arange(max(0, T - R), T, device=ring_RI.device)
+            new_T = torch.arange(max(0, num_new - R), num_new, device=ring_RI.device)
             ring_RI[(length + new_T) % R] = inputs_BTI[row, new_T]
             text_XI = torch.cat([text_XI, inputs_BTI[row]])
-            for t in range(T):
+            for t in range(num_new):
                 matrices_Nvk, out_BTNv[row, t] = advance_text(matrices_Nvk, text_XI[t : t + L], length + t + 1)
             continue
         depth_T, path_TP = (part[row].tolist() for part in tree_mask)

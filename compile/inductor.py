@@ -61,7 +61,7 @@ class CompiledBlocks:
         kind = self._kinds.get(id(block))
         if kind is None:
             kind = self._kinds[id(block)] = self._signatures.setdefault(structure(block), len(self._signatures))
-        shapes = (x_BTD.shape[::2] if T in self._long else x_BTD.shape, *(tensor.shape for tensor in tensors))
+        shapes = (x_BTD.shape[::2] if T in self._long else x_BTD.shape, *map(_kind, tensors))
         key = (kind, x_BTD.device, *shapes, self._variant(), *constants.items())
         form = self._forms.get(key)
         if form is None:

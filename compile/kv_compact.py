@@ -95,7 +95,8 @@ def _group_by_shape(caches: Sequence[Tensor], sizes: Sequence[int]) -> list[tupl
     """Return groups of caches of equal shapes, their addresses and head sizes."""
     groups: dict[tuple[torch.Size, int], list[Tensor]] = {}
     for cache, size in zip(caches, sizes, strict=True):
-        groups.setdefault((cache.shape, size), []).append(cache)
+        if cache.numel():  # recurrent layers have none
+            groups.setdefault((cache.shape, size), []).append(cache)
     return [(group, torch.ops.sharesd.addresses(group), size) for (_, size), group in groups.items()]
 
 

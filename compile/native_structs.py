@@ -249,7 +249,6 @@ class StepStruct(Structure):
         *declare(c_void_p, "taps lost join"),
         *declare(c_int64, "q8 ring gates"),
         *declare(c_void_p, "held certain"),
-        ("ahead", c_int64),
     ]
 
 

@@ -73,8 +73,7 @@ struct Step {
   int64_t ring;  // slots of inputs of convolutions
   int64_t gates;  // as many heads after the queries have the gates of attention's outputs: H or 0
   const int64_t* held;  // addresses: numbers of tokens [B] that the matrices of every block hold
-  const int64_t* certain;  // [B]: tokens that are known to be part of the text, when `ahead` is added
-  int64_t ahead;
+  const int64_t* certain;  // [B]: tokens that are known to be part of the text
 };
 
 template <typename W> inline W gelu(W x, int64_t kind) {
@@ -484,7 +483,7 @@ template <typename T> struct Worker {
       work.plans.resize(s.B);
       int64_t rows = 0;
       for (int64_t b = 0; b < s.B; ++b) {
-        work.plans[b].make(z, b, s.lengths[b], held[b], s.certain[b] + s.ahead, s.ring, d.width);
+        work.plans[b].make(z, b, s.lengths[b], held[b], s.certain[b], s.ring, d.width);
         work.plans[b].first_row = rows;
         rows += work.plans[b].tokens.size();
       }

@@ -27,6 +27,7 @@ from torch import Tensor
 from compile.delta_rule import DeltaState
 from compile.delta_sizes import DeltaSizes
 from compile.huge_pages import zeros_like
+from compile.short_conv import compact_ring
 
 RING = 256
 """Slots whose inputs are kept."""
@@ -46,6 +47,8 @@ TAIL = 16
 """Last tokens of a prompt that the matrices of a delta rule do not hold when it has been read."""
 COPY_BYTES = 1 << 30
 """Maximum bytes of copies with matrices, of all rows."""
+NO_END = 1 << 62
+"""A slot after all others."""
 STATE, PLACES, MATRICES, RECENT = "state", "state_places", "state_matrices", "state_recent"
 
 
@@ -115,6 +118,8 @@ class RecurrentState:
         """[N, B, ...]: see `DeltaSizes.matrices`."""
         self.held_NB = torch.zeros(len(layers), batch, dtype=torch.int64, device=device)
         """First tokens of each row that its matrices hold."""
+        self.ends_B = torch.full((batch,), NO_END, dtype=torch.int64, device=device)
+        """Slots from which on tokens are padding, whose inputs are not kept: the end of a piece while it is read."""
         if sizes.delta is not None:
             shape, wide = (len(layers), batch, *sizes.delta.matrices), torch.promote_types(dtype, torch.float32)
             self.matrices = torch.zeros(shape, dtype=wide, device=on)
@@ -126,22 +131,24 @@ class RecurrentState:
         self._first = [0] * batch
         """Minimum number of tokens after which the ring has each row's state."""
 
-    def of_layer(self, layer: int) -> Tensor | None:
-        """Return the inputs [B, R, D] of a block; None if it is not recurrent."""
-        number = self._number.get(layer)
-        return None if number is None else self.inputs_NBRD[number]
+    def of_layer(self, layer: int, certain_B: Tensor) -> tuple[Tensor, Tensor | DeltaState] | None:
+        """Return the inputs [B, R, D] of a block, and where padding begins; None if it is not recurrent.
 
-    def delta_of_layer(self, layer: int, certain_B: Tensor, ahead: int) -> DeltaState | None:
-        """Return the matrices of a block, and how far they may move on; None without a delta rule."""
-        if self.matrices is None:
+        The second of a delta rule also has its matrices, and `certain`: how far they may move on.
+        """
+        number = self._number.get(layer)
+        if number is None:
             return None
-        number = self._number[layer]
-        return DeltaState(self.matrices[number], self.held_NB[number], certain_B, ahead)
+        inputs_BRD = self.inputs_NBRD[number]
+        if self.matrices is None:
+            return inputs_BRD, self.ends_B
+        return inputs_BRD, DeltaState(self.matrices[number], self.held_NB[number], certain_B, self.ends_B)
 
     def rows(self, first: int, end: int) -> RecurrentState:
         """Return a view of the state of some rows."""
         view = copy.copy(self)
         view.inputs_NBRD, view.held_NB = self.inputs_NBRD[:, first:end], self.held_NB[:, first:end]
+        view.ends_B = self.ends_B[first:end]
         view.matrices = None if self.matrices is None else self.matrices[:, first:end]
         return view
 
@@ -192,8 +199,9 @@ class RecurrentState:
         """Swap two rows."""
         for tensor in (self.inputs_NBRD, self.held_NB, self.matrices):
             if tensor is not None:
-                both = tensor[:, [b, a]]
-                tensor[:, a], tensor[:, b] = both[:, 0], both[:, 1]
+                before = tensor[:, a].clone()
+                tensor[:, a].copy_(tensor[:, b])
+                tensor[:, b].copy_(before)
         self._copies[a], self._copies[b] = self._copies[b], self._copies[a]
         self._first[a], self._first[b] = self._first[b], self._first[a]
 
@@ -207,10 +215,7 @@ class RecurrentState:
 
     def compact(self, lengths_B: Tensor, path_BT: Tensor, num_B: Tensor) -> None:
         """Move inputs as `StaticKVCache.compact` moves keys and values; `path` counts from the lengths."""
-        row_T = torch.arange(path_BT.shape[1], device=path_BT.device)
-        rows_B1 = torch.arange(len(path_BT), device=path_BT.device)[:, None]
-        from_BT = (lengths_B[:, None] + path_BT.where(row_T < num_B[:, None], row_T)) % self.size
-        self.inputs_NBRD[:, rows_B1, (lengths_B[:, None] + row_T) % self.size] = self.inputs_NBRD[:, rows_B1, from_BT]
+        compact_ring(self.inputs_NBRD, lengths_B, path_BT, num_B)
 
     def copies_of(self, row: int, num_tokens: int) -> dict[str, Tensor]:
         """Return the states after the row's first tokens, and after fewer, by name.

@@ -100,11 +100,8 @@ class StaticKVCache:
         Also the position and slot of the root, which the next step reads first.
         """
         self.certain = self.lengths
-        """Number of leading tokens of each row that are part of its text, int64 [B].
-
-        While a piece of a prompt is read, `ahead` more are.
-        """
-        self.ahead = 0
+        """Number of leading tokens of each row that are part of its text, int64 [B]; another tensor while a piece of a
+        prompt is read, of which more are."""
         self.known_length: int | None = None
         """Length of all rows if the host knows it, so that stages need not copy `lengths`."""
         self.cached_ids: list[list[int]] = [[] for _ in range(batch)]
@@ -266,14 +263,9 @@ class StaticKVCache:
             yield "features", self.features[row : row + 1], num_tokens
 
     def tensors(self, layer: int) -> tuple[Tensor, Tensor | DeltaState]:
-        """Return what a block writes to: keys and values, or the inputs [B, R, D] of its convolution, as both.
-
-        With a delta rule its matrices are the second.
-        """
-        inputs_BRD = None if self.recurrent is None else self.recurrent.of_layer(layer)
-        if self.recurrent is None or inputs_BRD is None:
-            return self.k[layer], self.v[layer]
-        return inputs_BRD, self.recurrent.delta_of_layer(layer, self.certain, self.ahead) or inputs_BRD
+        """Return what a block writes to: keys and values, or what `RecurrentState.of_layer` returns."""
+        state = None if self.recurrent is None else self.recurrent.of_layer(layer, self.certain)
+        return (self.k[layer], self.v[layer]) if state is None else state
 
     def restart(self, length: int) -> None:
         """Set all lengths, over slots that no text has written; for tests of bits."""

@@ -151,8 +151,8 @@ class Block(nn.Module):
         """Return the residual stream after this layer.
 
         Writes KV into slots lengths..lengths+T-1 of the caches. `cos_Pr` and `sin_Pr` hold all positions. `recent`:
-        number of recent tokens in view, see `attend`. With a convolution both caches are the ring of its inputs; with a
-        delta rule the second is the state of its matrices.
+        number of recent tokens in view, see `attend`. Instead of caches, recurrent layers have what
+        `RecurrentState.of_layer` returns.
         """
         if isinstance(v_cache_BKSd, DeltaState):
             delta = (k_cache_BKSd, v_cache_BKSd, lengths_B, *tree_mask)
@@ -160,7 +160,8 @@ class Block(nn.Module):
                 x_BTD := self.delta(x_BTD, *delta, norm=self.attn_norm, residual=x_BTD), self.mlp_norm, x_BTD
             )
         if self.kind.conv_width:
-            x_BTD = self.conv(x_BTD, k_cache_BKSd, lengths_B, *tree_mask, norm=self.attn_norm, residual=x_BTD)
+            conv = (k_cache_BKSd, v_cache_BKSd, lengths_B, *tree_mask)
+            x_BTD = self.conv(x_BTD, *conv, norm=self.attn_norm, residual=x_BTD)
             return self.mlp(x_BTD, self.mlp_norm, x_BTD)
         tensors = (cos_Pr, sin_Pr, k_cache_BKSd, v_cache_BKSd, lengths_B, *tree_mask)
         if self.sandwiched:

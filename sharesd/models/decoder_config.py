@@ -156,7 +156,7 @@ class DecoderConfig:
     @property
     def cpu_only(self) -> str:
         """What the native decoder runs on CPUs alone; "": it runs everywhere."""
-        if any(self.conv_widths):
+        if self.delta is not None:
             return self.undivided
         found = self.experts
         if found is None:

@@ -247,7 +247,7 @@ def native_config(folder: Path, device: torch.device) -> DecoderConfig:
         raise UnsupportedArchitecture(
             f"architecture {config.model_type!r} is {config.cpu_only}, which the native decoder runs on CPUs alone"
         )
-    if config.experts is not None and device.type != "cpu" and not runs_triton(device):
+    if config.undivided and device.type != "cpu" and not runs_triton(device):
         raise UnsupportedArchitecture(
             f"architecture {config.model_type!r} is {config.undivided}, which the native decoder runs on GPUs by the "
             "Triton kernels alone"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from compile.attention import MAX_STEP
 from sharesd.devices.transfer import to_device
-from sharesd.kvcache.recurrent import BOUNDARY, TAIL
+from sharesd.kvcache.recurrent import BOUNDARY, NO_END, TAIL
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.base import CausalModel
 
@@ -60,11 +60,15 @@ def next_padded_piece(model: CausalModel, cache: StaticKVCache, num_read: int, l
 
     For devices on which a row's bits depend on the number of rows. The piece ends at a multiple of CHUNK or at the end
     of the prompt. Results then depend on the prompt alone, if the tokens before were read the same way, up to a
-    multiple of CHUNK.
+    multiple of CHUNK. Where its padding has no room, it begins with tokens that have been read; recurrent layers, whose
+    state has moved on, get a smaller one.
     """
     end = min(length, whole_chunks(num_read) + CHUNK)
     sizes = [size for size in PIECES if size == CHUNK or size not in model.step_widths]
     size = min(cache.slots, next(size for size in sizes if size >= end - num_read))
+    if cache.recurrent is not None and size > (room := cache.slots - num_read):
+        size = max((size for size in sizes if size <= room), default=room)
+        return Piece(num_read, min(end, num_read + size), size)
     return Piece(min(num_read, cache.slots - size), end, size)
 
 
@@ -82,12 +86,16 @@ def read_piece(
     view.lengths.fill_(first)
     piece_1T = to_device([[*tokens[first:end], *[0] * (size - (end - first))]], cache.entry)
     last_1R = torch.arange(end - first - num_rows, end - first, device=cache.lengths.device)[None]
-    view.ahead = max(0, end - first - (TAIL if end == len(tokens) else 0))
+    certain, view.certain = view.certain, view.lengths + max(0, end - first - (TAIL if end == len(tokens) else 0))
     view.known_length = first  # so that the first of several stages may begin while the last one is at a piece before
+    if view.recurrent is not None:
+        view.recurrent.ends_B.fill_(end)
     try:
         logits_RV = model.forward(piece_1T, view, last_1R)[0]
     finally:
-        view.known_length, view.ahead = None, 0  # the view may be remembered
+        view.known_length, view.certain = None, certain  # the view may be remembered
+        if view.recurrent is not None:
+            view.recurrent.ends_B.fill_(NO_END)
     view.lengths.fill_(end)
     if cache.recurrent is not None and (end == len(tokens) or end % BOUNDARY == 0):
         cache.recurrent.keep(row, end)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from compile.attention import TreeAttentionMask
 from compile.delta_rule import DeltaState, gated_delta
 from compile.fused_linear import project
-from compile.short_conv import short_conv
+from compile.short_conv import gated_short_conv
 from sharesd.kvcache.recurrent import RecurrentSizes
 from sharesd.models.decoder_config import DecoderConfig
 from sharesd.models.layers import RMSNorm, empty_linear
@@ -57,17 +57,20 @@ class ShortConv(nn.Module):
         self,
         x_BTD: Tensor,
         ring_BRD: Tensor,
+        ends_B: Tensor,
         lengths_B: Tensor,
         *tree_mask: Tensor,
         norm: nn.Module | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """Return residual + convolution over norm(x); writes the inputs of these tokens to the ring."""
-        b_BTD, c_BTD, x_BTD = project(self.in_proj, x_BTD, norm=norm).chunk(3, -1)
+        """Return residual + convolution over norm(x); writes the inputs of these tokens to the ring.
+
+        Those at `ends` and after are padding, and are not written.
+        """
         mask = TreeAttentionMask(*tree_mask) if tree_mask else None
-        weight_DL, bias_D = self.kernel.weight, self.kernel.bias
-        y_BTD = short_conv(b_BTD * x_BTD, ring_BRD, lengths_B, weight_DL, bias_D, mask)
-        return project(self.out_proj, c_BTD * y_BTD, residual=residual)
+        kernel = self.kernel.weight, self.kernel.bias
+        y_BTD = gated_short_conv(project(self.in_proj, x_BTD, norm=norm), ring_BRD, lengths_B, ends_B, *kernel, mask)
+        return project(self.out_proj, y_BTD, residual=residual)
 
 
 class DeltaRates(nn.Module):

@@ -494,6 +494,14 @@ class _Resolver:
         )
 
 
+def _undivided(resolved: ResolvedConfig) -> str:
+    """Return what the target is if the native decoder runs it whole on one device."""
+    try:
+        return native_config(resolved.folder, resolved.device).undivided
+    except UnsupportedArchitecture:
+        return ""
+
+
 def resolved_conflicts(resolved: ResolvedConfig) -> Iterator[str]:
     """Yield what the chosen device, compile mode and drafters exclude."""
     config, device, compile = resolved.config, str(resolved.device), resolved.compile
@@ -536,8 +544,8 @@ def resolved_conflicts(resolved: ResolvedConfig) -> Iterator[str]:
     if config.dequantize is False and on_gpu and config.kernels == "torch":
         yield f"stored weights run in the Triton kernels, and torch's run here; {numbers}"
     yield from _draft_conflicts(resolved)
-    if on_gpu and resolved.experts and resolved.dtype == torch.float64:
-        yield f"dtype is float64, for which experts have no kernel on {device}; use float32, or --device cpu"
+    if on_gpu and resolved.dtype == torch.float64 and (what := _undivided(resolved)):
+        yield f"dtype is float64, for which {what} has no kernel on {device}; use float32, or --device cpu"
     if config.activations != "exact" and on_gpu:
         yield f"activations is {config.activations!r}, which rounds them on a CPU alone; leave it out"
 

@@ -33,7 +33,7 @@ from sharesd.engine.prompt_cache import PromptCache
 from sharesd.kvcache import recurrent
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.llm import MAX_BATCH
-from sharesd.models import prefill
+from sharesd.models import loader, prefill
 from sharesd.models.architectures import config_from_hf
 from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
@@ -281,10 +281,17 @@ def test_all_modes_have_one_text(family: str, options: dict[str, Any], tmp_path:
     assert all(text == texts[0] for text in texts)
 
 
-def test_without_kernels_modes_have_one_text_too(tmp_path: Path) -> None:
-    target = str(make_delta_model(tmp_path / "model"))
-    options: dict[str, Any] = {"compile": "off", "dtype": "fp32", "max_context": 64}
-    require_same_texts(target, ("naive", "share"), device="cpu", **options)
+@pytest.mark.parametrize("kind", WORDS)
+def test_without_kernels_modes_have_one_text_too(kind: str, tmp_path: Path) -> None:
+    """Those of the kernels, though prompts are read in padded pieces: of 257 and 300 tokens, in 512."""
+    target, prompts = str(make_model(tmp_path / "model", kind)), [[*range(10, 200), *range(77, 144)], [7] * 300]
+    options: dict[str, Any] = {"device": "cpu", "dtype": "fp32", "max_context": 320}
+    llm = require_same_texts(target, ("naive", "share"), kernels="torch", **options)
+    params = SamplingParams(max_new_tokens=6)
+    texts = [[each.token_ids for each in llm.generate(prompts, params)]]
+    with LLM(target, modes=("naive",), **options) as plain:
+        texts += [[each.token_ids for each in plain.generate(prompts, params)]]
+    assert texts[0] == texts[1]
 
 
 def test_rows_have_the_same_bits_at_any_width(tmp_path: Path) -> None:
@@ -605,8 +612,12 @@ def test_what_they_do_not_do_is_refused(kind: str, options: dict[str, Any], mess
 
 
 @pytest.mark.parametrize(("kind", "layer"), [(CONV, 1), (DELTA, 0)])
-def test_gpus_and_training_are_refused_by_name(kind: str, layer: int, tmp_path: Path) -> None:
+def test_gpus_and_training_are_refused_by_name(
+    kind: str, layer: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPUs without Triton, or those that lack a kernel."""
     folder, decoder, words = make_model(tmp_path / "model", kind), decoder_of(kind), WORDS[kind]
+    monkeypatch.setattr(loader, "runs_triton", lambda _: kind == DELTA)
     with pytest.raises(ValueError, match=f"'{kind}' is a model with {words}, which the native decoder"):
         native_config(folder, torch.device("cuda"))
     with pytest.raises(ValueError, match=f"begins as a block with attention, and the target has {words}"):
