@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sharesd.config import Mode
+from sharesd.config import EngineConfig, Mode
 from sharesd.models.loader import decoder_config
+from sharesd.sampling_params import SamplingParams
 from tests.helpers.gguf_files import write_gguf
+from tests.helpers.offloaded import LAYERS
 from tests.helpers.tiny_heads import make_head
 from tests.helpers.tiny_models import make_conv_model
+from tests.stand_in.decoding import decode
 from tests.stand_in.test_mixtures import log_of_replays
+from tests.stand_in.worker import run
 
 TREE = {"tree": (2, 3, 6)}
 
