@@ -35,6 +35,13 @@ inline void load_floats(const double* p, vfloat* out) {
 
 // 16 numbers with fewer significant bits than their type.
 template <typename E, typename V> inline void store_narrow(const V& x, E* to) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  if constexpr (std::is_same_v<E, int8_t> && std::is_same_v<V, vint>) {  // which GCC narrows one after the other
+    const __m256i pairs = _mm256_permute4x64_epi64(_mm256_packs_epi32((__m256i)x.low, (__m256i)x.high), 0xd8);
+    const __m128i some = _mm_packs_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
+    return (void)std::memcpy(to, &some, sizeof some);
+  }
+#endif
   if constexpr (IsPair<V>::value) {
     store_narrow(x.low, to);
     store_narrow(x.high, to + V::kHalf);
@@ -53,18 +60,15 @@ template <typename T, typename E> void round_group(const T* x, E* to, int64_t pi
   const float top = largest(greater(absolute(v[0]), absolute(v[1])));
   const float inverse = top > 0 ? most / top : 0;
   vint sums = {};
-  alignas(64) E codes[kXGroup];
+  E memory[kXGroup], *codes = pitch == 4 ? to : memory;
   for (int h = 0; h < 2; ++h) {
     const vfloat whole = (v[h] * inverse + 12582912.0f) - 12582912.0f;  // to the nearest integer, ties to even
     const vint some = convert<vint>(whole);
     store_narrow(some, codes + h * 16);
     sums += some;
   }
-  if (pitch == 4)
-    std::memcpy(to, codes, sizeof codes);
-  else
-    for (size_t i = 0; i < sizeof codes / 4; ++i)
-      std::memcpy(reinterpret_cast<char*>(to) + i * pitch, reinterpret_cast<const char*>(codes) + i * 4, 4);
+  for (size_t i = 0; pitch > 4 && i < sizeof memory / 4; ++i)
+    std::memcpy(reinterpret_cast<char*>(to) + i * pitch, reinterpret_cast<const char*>(memory) + i * 4, 4);
   *total = sum_of(sums);
   *scale = top / most;
   *sum = *scale * static_cast<float>(*total);

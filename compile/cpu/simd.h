@@ -145,6 +145,12 @@ template <typename V> inline void put(const V& v, void* p) {
 template <typename V> inline auto largest(const V& x) {
 #if defined(__AVX512F__)
   if constexpr (std::is_same_v<V, vfloat>) return _mm512_reduce_max_ps((__m512)x);
+#elif defined(__AVX2__)
+  if constexpr (std::is_same_v<Pair<V>, vfloat>) {
+    __m128 most = _mm_max_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
+    most = _mm_max_ps(most, _mm_movehl_ps(most, most));
+    return _mm_cvtss_f32(_mm_max_ss(most, _mm_movehdup_ps(most)));
+  }
 #endif
   if constexpr (IsPair<V>::value) {
     return largest(greater(x.low, x.high));
