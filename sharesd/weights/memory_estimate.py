@@ -106,7 +106,7 @@ class MemoryEstimate:
         if not self._shares and not self._copies:
             return [None]
         planned = quant.format.planned_bits
-        if not self.config.offload.choose_bits or quant.proj_bits or not planned:
+        if not self.config.offload.choose_bits or quant.proj_bits or quant.calibrated or not planned:
             return [quant]
         return [replace(quant, bits=bits, head_bits=quant.head_bits and bits) for bits in planned]
 

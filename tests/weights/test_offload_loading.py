@@ -71,6 +71,14 @@ def test_texts_are_those_of_a_model_that_fits(tiny: Path, modes: Any, options: A
     assert offloaded.weight_bytes == pytest.approx(whole.weight_bytes, rel=0.01)
 
 
+def test_a_calibration_keeps_its_bits(tiny: Path) -> None:
+    """It was made for them; others were tried where the planner may choose, and ended with an error."""
+    quant = QuantConfig.parse("hqq:4:64,head=4,calibrated")
+    limit = limit_for(tiny, 3, "share")
+    found = planned(config_of(tiny, quant=quant, offload=OffloadConfig(host_memory=limit)), "share")
+    assert found.config.quant == quant
+
+
 @pytest.mark.parametrize("num_resident", [pytest.param(0, marks=pytest.mark.slow), 6])
 def test_rows_of_a_large_head_travel_too(tmp_path: Path, num_resident: int, close_after: list[Runtime]) -> None:
     """All but what does not fill a record, unless drafts read them."""
