@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Rate of products with quantized weights over that of a loop that reads the same bytes, on a CPU.
 
-Usage: draft_products.py THREADS [BITS:GROUP...]; linears of 2048 inputs and 8192 outputs, too large together for the
-cache, with 1, 2 and 4 rows. Products and loops run in turns; medians of ratios.
+Usage: draft_products.py THREADS [BITS:GROUP...]; linears of 2048 inputs and 8192 outputs on huge pages, too large
+together for the cache, with 1, 2 and 4 rows. Products and loops run in turns; medians of ratios.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from compile.huge_pages import weights_on_huge_pages
 from compile.linear import QuantizedPackedLinear
 from scripts.stored_rows import read_loop
 
@@ -32,6 +33,7 @@ def main(threads: str, *kinds: str) -> None:
     for kind in kinds or ("4:64", "4:32"):
         bits, group = map(int, kind.split(":"))
         linears = [_linear(bits, group) for _ in range(NUM_LINEARS)]
+        weights_on_huge_pages(torch.nn.ModuleList(linears))
         read = read_loop([each.weight for each in linears])
         num_bytes = sum(each.nbytes for each in linears)
         rates: dict[int, list[float]] = {rows: [] for rows in ROWS}
