@@ -36,9 +36,9 @@ class EchoTable(Table):
             places.update({text[-1]: len(text)} if text else {})
             text.append(token)
 
-    def propose(self, row, budget, ahead=()):  # at most `budget` tokens after the text, and after `ahead`
+    def propose(self, row, budget):  # at most `budget` tokens after the text
         text = self.texts[row]
-        start = self.places[row].get((*text, *ahead)[-1])
+        start = self.places[row].get(text[-1])
         if start is None:
             return empty_proposal()
         tokens = text[start : start + min(budget, self.length)]

@@ -58,13 +58,15 @@ DRAFTS = {
     ("gpu", "eagle"): (0.14, 0.02, 0.16, 0.02),
 }
 """Machine and drafter -> a draft step, what the first takes longer, and the same of tree levels."""
+READ = 0.005
+"""What a head takes to read a token that it missed."""
 EIGHT_ROWS = {"avx512": {1: 1.17, 2: 2.15, 4: 4.13}, "avx2": {1: 1.75, 2: 3.4, 4: 6.7}}
 """Machine -> a step of eight rows by its tokens per row: beyond about ten tokens, arithmetic takes the time."""
 EIGHT_ROWS_DRAFTS = {"share": 3.0, "eagle": 2.0}
 """Drafter -> a draft step of eight rows over one of a row."""
 PRIORS = {"share": 0.8, "eagle": 0.5}
 RECORDED = [("eagle", 0, 100, 24), ("share", 0, 100, 24), ("eagle", 1, 100, 24), ("share", 1, 100, 12)]
-RECORDED += [("eagle", 0, 2000, 8), ("eagle", 1, 2000, 8)]
+RECORDED += [("eagle", 0, 2000, 8), ("eagle", 1, 2000, 8), ("eagle", 0, 6000, 6), ("eagle", 1, 6000, 6)]
 """Drafter, temperature, tokens of the prompts, number of questions."""
 SEEDS = 2
 
@@ -98,6 +100,10 @@ GROUPS = {
         Cell("avx2", "eagle", True, 1),
     ],
     "tables": [*(Cell("avx2", None, True), Cell("avx2", None, True, 1), Cell("avx2", None, True, context=2000))],
+    "long": [
+        *(Cell("avx512", "eagle", True, temperature, context=2000) for temperature in (0, 1)),
+        *(Cell("avx512", "eagle", True, temperature, context=6000) for temperature in (0, 1)),
+    ],
     "losing": [*(Cell("expensive", "eagle"), Cell("expensive", "share"), Cell("expensive", "eagle", temperature=1))],
     "eight rows": [
         *(Cell("avx2", None, True, rows=8), Cell("avx2", "eagle", True, rows=8), Cell("avx512", "share", rows=8)),
@@ -186,6 +192,7 @@ def costs_of(cell: Cell) -> Costs:
         step_slot={width: PLAIN * (1e-4 + 1.7e-4 * (width - 1) / 8) for width in STEPS[cell.machine]},
         draft_slot=slot,
         level_slot=slot,
+        read=READ * PLAIN * (cell.model == "eagle"),
     )
     if cell.rows == 1:
         return costs

@@ -7,7 +7,7 @@ times from a table of costs with noise. So two policies can be compared exactly,
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import exp
 from types import SimpleNamespace
@@ -77,6 +77,18 @@ class RecordedModel(Drafter):
         self.shapes, self.trees, self.prior = shapes, shapes[-1].is_tree, prior
         self.rows: dict[int, tuple[DraftRecords, int]] = {}
         """Record and place (emitted tokens - 1) of each row that is alive."""
+        self._read: dict[int, int] = {}  # places of the rows' last drafts
+
+    def num_unread_tokens(self, texts: Mapping[int, list[int]]) -> int:
+        """As a head counts them: the first step of a draft reads a few."""
+        missed = (self.rows[row][1] - self._read.get(row, 0) for row in texts)
+        return sum(num for num in missed if num > self.shapes[-1].nodes)
+
+    def begin(self, row: int, tokens: list[int], reuse: bool) -> None:
+        self._read[row] = 0
+
+    def catch_up(self, texts: Mapping[int, list[int]], *_: Any, **__: Any) -> None:
+        self._read |= {row: place for row, (_, place) in self.rows.items()}
 
     def draft(self, context: Any, shape: DraftShape) -> DraftTree:
         policy = context.policy
@@ -219,9 +231,12 @@ def play(
         shape = chain(policy.max_nodes()) if drafter.runs_on_host else policy.next_shape()
         tree = buffers.no_draft
         if shape.nodes:
+            num_unread_tokens = drafter.num_unread_tokens(alive)
             drafter.catch_up(alive, False)
             tree = drafter.draft(context, shape)  # type: ignore[arg-type]
-        base = machine.costs.of_draft(model_shape(tree), slots)
+            if tree.record.num_steps:
+                tree = tree.with_record(num_unread_tokens=num_unread_tokens)
+        base = machine.costs.of_draft(model_shape(tree), slots) + tree.record.num_unread_tokens * machine.costs.read
         decision = policy.decision()
         base += machine.query * (7 + len(places)) / 8 * decision.has_queried
         draft_s = machine.seconds(base, number, dice)

@@ -159,7 +159,6 @@ class RoundLauncher:
         if drafter is None or len(batch.opted_out_rows) == len(live):
             reasons["engine"] = "no_drafter" if drafter is None else "not_requested"
         else:
-            policy.num_unread_tokens = drafter.num_unread_tokens(batch.texts)
             shape, self._deferred_shape = self._deferred_shape or batch.variant.shape(self._plain_rounds), None
             # After plain rounds, a drafter with KV of its own must read tokens that the host does not have yet. The
             # shape is kept for the launch after the result of `previous` was read, so that the policy does not decide
@@ -170,10 +169,11 @@ class RoundLauncher:
         marks = [self._clock.mark()]
         if shape.nodes:
             assert drafter is not None
+            num_unread_tokens = drafter.num_unread_tokens(batch.texts)
             drafter.catch_up(batch.texts, self._plain_rounds > 0, batch.opted_out_rows, _max_pending_tokens(previous))
             tree = checked_draft(drafter, batch.round.context, shape)  # `drafter.draft`, checked against the shape
             if tree.record.num_steps:
-                tree = tree.with_record(num_unread_tokens=policy.num_unread_tokens)
+                tree = tree.with_record(num_unread_tokens=num_unread_tokens)
             marks.append(self._clock.mark())
         if log.isEnabledFor(logging.DEBUG):
             _log_decision(batch, shape, tree)

@@ -137,7 +137,6 @@ class _Place:
         self.drift_variance, keys = START_DOUBT**2, (DRAFT, LEVEL, *self.table.step)
         self.variances = dict.fromkeys(keys, START_DOUBT**2) | {1: 0.0}
         self.parts: dict[int, Parts] = {}  # interpolations by width
-        self._plain_rounds = 0
         self._plain_run, self._num_drafts = 0, FRESH_DRIFT + 1  # plain steps in a row; drafts since two of them
         self._plain_drift, self.suspicion = self.drift, 1 - 1 / PLAIN_GAP
 
@@ -148,14 +147,10 @@ class _Place:
             parts = self.parts[width] = self.table.interpolation(width)
         return parts
 
-    def walk(self, is_plain: bool) -> None:
+    def walk(self) -> None:
         """Doubt more: machine and entries change from round to round."""
         self.drift_variance += MACHINE_WALK**2
-        self._plain_rounds += 1
-        if not is_plain:
-            more, self._plain_rounds = ENTRY_WALK**2 * self._plain_rounds, 0
-            self.variances = {key: variance + more for key, variance in self.variances.items()}
-            self.variances[1] = 0.0
+        self.variances = {key: variance + ENTRY_WALK**2 for key, variance in self.variances.items()} | {1: 0.0}
 
     def suspect(self, is_plain: bool) -> None:
         """Suspect the drift more after each draft, and not at all after two plain steps in a row."""
@@ -304,7 +299,7 @@ class LiveCosts:
             now.reset()
             self._forget()
             self.version += 1
-        now.walk(width == 1)
+        now.walk()
         if width == 1:
             now.correct(1, (), step_s, self.step(1))
             now.suspect(is_plain=True)

@@ -26,16 +26,14 @@ EXPLORED, PURSE, DEBT = 0.005, (1.0, 4.0), 2.0
 """Part of the tokens that trials may cost; tokens that they may cost at first and at most at once; largest debt."""
 TRIAL_GAP = 8
 """Fewest rounds between two trials."""
-FRESH, REST = 4, (4, 16)
-"""Rounds after which expectations are computed again; fewest and most rounds of a rest."""
+FRESH = 4
+"""Rounds after which expectations are computed again."""
 NEW_TEXT = 60
 """Rounds that a new text counts as: those of earlier texts count less."""
 RATE_DECAY, RATE_PRIOR = 0.97, 8
 """Fading of rounds in the mean rate (about the last 33 count), and rounds at the rate of plain steps before them."""
 SAMPLED = 4 / 3
 """Power of the prior where tokens are sampled: 0.8 of quantized copies is 0.74 then, 0.5 of heads 0.4."""
-CATCH_UP_ROUNDS = 16
-"""Rounds that share a model's time of reading missed tokens."""
 WINDOW_CONTEXTS = 4
 """Contexts, in windows, from which drafts with a window are considered."""
 
@@ -90,8 +88,6 @@ class Policy:
         """Rows of the coming round whose tokens count, see `request.counted_requests`."""
         self.max_round_cost = inf
         """Plain steps that the coming round may take, see `request.max_round_cost`."""
-        self.num_unread_tokens = 0
-        """Tokens that a model must read before the coming draft."""
         self.reset(costs or Costs(), measured)
 
     def reset(self, costs: Costs, measured: Mapping[int, Costs] | None = None) -> None:
@@ -103,14 +99,11 @@ class Policy:
         self._age = 0  # rounds, and NEW_TEXT for each text: counts of acceptance fade with it
         self._kinds: dict[tuple[bool, int], AcceptanceEstimator] = {}  # by tree or chain, and window
         self._scorers = {False: DraftScorer(self._prior), True: DraftScorer(self._prior)}  # of chains, of trees
-        # Accepted tokens for each token that tables promise, alone and after a model's draft.
-        self._kept_promises = {alone: RunningMeans(1.0, weight=2 * PRIOR) for alone in (True, False)}
+        self._kept_promises = RunningMeans(1.0, weight=2 * PRIOR)  # accepted tokens for each that tables promise
         self._done = (0.0, 0.0)  # decayed tokens and predicted seconds of rounds
-        self._purse, self._last_trial = PURSE[0], 0
+        self._purse, self._query_purse, self._last_trial = PURSE[0], PURSE[0], 0  # for drafts; for queries
         self._given_up: float | None = None  # value of what the coming round is tried instead of
-        self._rest: tuple[object, int] = None, 0  # until when plain steps are faster
         self._options: tuple[object, int, list[_Option]] = None, 0, []  # until an estimate moves
-        self._min_score: tuple[object, int, float] = None, 0, 0.0  # likewise
         self.scorer: DraftScorer | None = None
         """Scorer of a model's coming draft, if it may end early."""
         self.reasons: dict[str, str] = {}
@@ -184,9 +177,6 @@ class Policy:
             return pinned if to_beat == -inf or self._pinned_value(pinned) > to_beat else NO_DRAFT
         if not self.live.is_measured:
             return self._no_draft("costs_not_measured")
-        key, until = self._rest
-        if self._age < until and key == (self.live.version, self.max_round_cost):
-            return self._no_draft("plain_is_faster")
         options, plain = self.options(), self.plain_value
         values = self._values(options)
         best = max(values, default=plain)
@@ -204,14 +194,7 @@ class Policy:
                     return self._request(options[at].shape)
         if chosen.nodes:
             return self._request(chosen)
-        if options and best <= plain:
-            self._begin_rest(plain - best)
         return self._no_draft("plain_is_faster")
-
-    def _begin_rest(self, loss: float) -> None:
-        """Choose no draft until the purse can pay for the loss of a trial, since little changes meanwhile."""
-        rounds = min(REST[1], max(REST[0], (loss - self._purse) / max(EXPLORED, 1e-9)))
-        self._rest = (self.live.version, self.max_round_cost), self._age + int(rounds)
 
     def _pinned_value(self, pinned: DraftShape) -> float:
         if self.live.is_measured:
@@ -220,8 +203,7 @@ class Policy:
 
     def _values(self, options: Sequence[_Option]) -> list[float]:
         rate = self.rate
-        catch_up_s = self.num_unread_tokens * self.live.table.read / CATCH_UP_ROUNDS
-        return [1 + option.gain - rate * (option.seconds + catch_up_s) for option in options]
+        return [1 + option.gain - rate * option.seconds for option in options]
 
     def _spread(self, option: _Option) -> float:
         """Return the standard error of a draft's value: of its mean accepted tokens, and of its seconds."""
@@ -288,16 +270,16 @@ class Policy:
 
     def num_tree_nodes_worth(self, depth: int, accept_probs: Sequence[float]) -> int:
         """Return the number of tree nodes worth verifying, by mean acceptance, best first."""
-        return self._num_worth(list(accumulate(accept_probs, initial=0.0)), self._worth, depth + 1, 0)[0]
+        return self._num_worth(list(accumulate(accept_probs, initial=0.0)), self._worth, depth + 1)[0]
 
-    def _num_worth(self, gains: Sequence[float], worth: float, least: int, first: int) -> tuple[int, float]:
-        """Return how many nodes to verify after `first` others, at least some, and their gain less their time's worth.
+    def _num_worth(self, gains: Sequence[float], worth: float, least: int) -> tuple[int, float]:
+        """Return how many nodes to verify, at least some, and their gain less what their time is worth.
 
         `gains`: tokens to expect of so many nodes.
         """
         step, best, most = self.live.step, len(gains) - 1, -inf
         for num in range(least, len(gains)):
-            value = gains[num] - worth * step(1 + first + num)
+            value = gains[num] - worth * step(1 + num)
             if value > most:
                 best, most = num, value
         return best, most
@@ -313,7 +295,7 @@ class Policy:
         return (
             self.pinned is None
             and self.live.is_measured
-            and self.gate.pauses(self.rate, self._most_table_gain, self._purse)
+            and self.gate.pauses(self.rate, self._most_table_gain, self._query_purse)
         )
 
     @property
@@ -331,46 +313,38 @@ class Policy:
         if not queries:
             self.reasons["tables"] = "tables_pause"
         elif self.live.is_measured and not self.gate.pays(self.rate):
-            self._purse -= self.rate * self.gate.seconds
+            self._query_purse -= self.rate * self.gate.seconds
         return queries
 
     def min_table_score(self) -> float:
         """Return the score that a node of tables needs if it has the cheapest row of a step."""
         if self.pinned is not None or not self.live.is_measured:
             return 0.0
-        if self._min_score[0] != self.live.version or self._age >= self._min_score[1]:
-            steps = [self.live.step(1 + num) for num in range(1 + self.max_nodes())]
-            cheapest = min((after - before for before, after in pairwise(steps)), default=0.0)
-            score = self.rate * cheapest / max(self._kept(True), self._kept(False))
-            self._min_score = self.live.version, self._age + FRESH, score
-        return self._min_score[2]
+        steps = [self.live.step(1 + num) for num in range(1 + self.max_nodes())]
+        cheapest = min((after - before for before, after in pairwise(steps)), default=0.0)
+        return self.rate * cheapest / self._kept()
 
-    def num_table_nodes_worth(
-        self, scores: Sequence[Sequence[float]], drafted: DraftShape = NO_DRAFT
-    ) -> tuple[int, float]:
+    def num_table_nodes_worth(self, scores: Sequence[Sequence[float]]) -> tuple[int, float]:
         """Return how many table nodes are worth verifying, and the value of doing so.
 
-        `scores`: of each counted row, in descending order. `drafted`: the model's draft that they are added to.
+        `scores`: of each counted row, in descending order.
         """
-        longest = min(max(map(len, scores), default=0), self.max_nodes() - drafted.nodes)
-        while self.pinned is None and longest and not self._fits(drafted, longest):
+        longest = min(max(map(len, scores), default=0), self.max_nodes())
+        while self.pinned is None and longest and not self._fits(NO_DRAFT, longest):
             longest -= 1
         means = [sum(column) / len(scores) for column in zip_longest(*scores, fillvalue=0.0)]
         self._promised = list(accumulate(means[:longest], initial=0.0))
         if not self.live.is_measured:
             return longest, 1 + self._promised[-1]
-        if not longest:
-            return 0, 1 - self.rate * self.live.step(1 + drafted.nodes)
-        ratio = self._kept(not drafted.nodes)
-        least = longest if self.pinned is not None else 0
-        best, value = self._num_worth([ratio * gain for gain in self._promised], self.rate, least, drafted.nodes)
-        if best and least == 0 and not drafted.nodes and self.live.plain_is_due:
+        if not longest or (self.pinned is None and self.live.plain_is_due):
             return 0, self.plain_value
+        ratio, least = self._kept(), longest if self.pinned is not None else 0
+        best, value = self._num_worth([ratio * gain for gain in self._promised], self.rate, least)
         return best, 1 + value
 
-    def _kept(self, alone: bool) -> float:
+    def _kept(self) -> float:
         """Return the part of what tables promise that is accepted: the best of many estimates is too high."""
-        return self._kept_promises[alone].at(self._age)[0]
+        return self._kept_promises.at(self._age)[0]
 
     @property
     def model_leads(self) -> bool:
@@ -389,7 +363,7 @@ class Policy:
         if not num or not self.live.is_measured:
             return False
         option, room = self._option(drafted), self.max_nodes() - drafted.nodes
-        gain = max(option.gain, self._kept(True) * self._promised[min(num, room)])
+        gain = max(option.gain, self._kept() * self._promised[min(num, room)])
         return value - self.rate * self.gate.wait_if_first > 1 + gain - self.rate * option.seconds
 
     def node_accept_probs(self, shape: DraftShape) -> list[float]:
@@ -438,7 +412,7 @@ class Policy:
         self._age += 1
         self._num_rounds += 1
         if decision.has_queried and wait_s is not None:
-            self.gate.record_wait(wait_s / live.drift, tree.record.takes_late_nodes)
+            self.gate.record_seconds(wait_s / live.drift, tree.record.takes_late_nodes)
         elif decision.has_queried and not tree.record.num_steps:
             self.gate.record_seconds(draft_s / live.drift)
         if not num_nodes:
@@ -456,7 +430,9 @@ class Policy:
             tokens, seconds = self._done
             took = self.expected(tree) + self.gate.seconds * decision.has_queried
             self._done = RATE_DECAY * tokens + progress, RATE_DECAY * seconds + took
-            self._purse = min(PURSE[1], max(-DEBT, self._purse) + EXPLORED * progress)  # one stall must not end trials
+            more = EXPLORED * progress
+            self._purse = min(PURSE[1], max(-DEBT, self._purse) + more)  # one stall must not end trials
+            self._query_purse = min(PURSE[1], self._query_purse + more)
             if decision.given_up is not None:  # paid for with what it cost, since first steps may take twice as long
                 self._purse -= decision.given_up - progress + self.rate * (draft_s + step_s) / live.drift
 
@@ -469,8 +445,7 @@ class Policy:
         if late:
             self.gate.record_gain(found)
         elif num_nodes > shape.nodes:
-            promised = decision.promised[min(num_nodes - shape.nodes, len(decision.promised) - 1)]
-            self._kept_promises[not shape.nodes].add(self._age, promised, found)
+            self._kept_promises.add(self._age, decision.promised[min(num_nodes, len(decision.promised) - 1)], found)
         if shape.nodes:
             kind, scorer = self._kind(shape), decision.scorer
             for path in drafted:

@@ -25,7 +25,7 @@ class QueryGate:
     def __init__(self) -> None:
         self.gain, self.seconds, self._hope = 0.0, 0.0, NEW_TEXT_HOPE
         """Mean tokens that a query adds to a round, and its mean seconds without the machine's drift."""
-        self._since_query, self._num_timed = 0, 3
+        self._since_query = 0
         self.last_model_draft = NO_DRAFT
         """A model's last draft in a round that queried tables."""
         self._waits = {True: _Wait(), False: _Wait()}  # by whether the round was launched before the query
@@ -63,12 +63,8 @@ class QueryGate:
         self.gain += (max(0.0, gain) - self.gain) / MEMORY
         self._hope -= self._hope / MEMORY
 
-    def record_seconds(self, seconds: float) -> None:
-        self._num_timed = min(16, self._num_timed + 1)
-        self.seconds += (seconds - self.seconds) / self._num_timed
-
-    def record_wait(self, seconds: float, launched_before: bool = False) -> None:
-        """Record how long a GPU waited; `launched_before`: the round was launched before the query."""
+    def record_seconds(self, seconds: float, launched_before: bool = False) -> None:
+        """Record how long a query took, or a GPU waited for it; `launched_before`: the round was launched before it."""
         self._waits[launched_before].record(seconds)
         coming = self._waits[bool(self.last_model_draft.nodes)]  # a round after a model's draft is launched before it
         self.seconds = (coming if coming.num else self._waits[launched_before]).mean

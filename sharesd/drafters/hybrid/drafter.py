@@ -17,17 +17,8 @@ from sharesd.drafters.tables.base import Table
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.base import CausalModel
 from sharesd.speculation.draft_buffers import KEPT
-from sharesd.speculation.draft_proposal import Proposal, best_chain, best_path, empty_proposal, fill_up, merge
-from sharesd.speculation.draft_tree import (
-    NO_DRAFT,
-    DraftShape,
-    DraftTree,
-    VerifyResult,
-    chains,
-    model_shape,
-    pack,
-    parents_of,
-)
+from sharesd.speculation.draft_proposal import Proposal, best_chain, empty_proposal, merge
+from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape, DraftTree, VerifyResult, chains, model_shape, pack
 
 
 class HybridDrafter(Drafter):
@@ -45,7 +36,6 @@ class HybridDrafter(Drafter):
         self.prior = model.prior if model else 0.0
         self.tables, self.model_drafter = tuple(tables), model
         self._idle = 0  # rounds since the model drafted
-        self._mixed = False  # True if the last draft has nodes of the model and of tables
         self._num_successors = max((table.num_successors for table in tables), default=0)
         self._known: dict[int, int] = {}  # of each row: how much of its text the tables have seen
         self._texts: Mapping[int, list[int]] = {}
@@ -116,9 +106,7 @@ class HybridDrafter(Drafter):
         if self.model_drafter is not None:
             draft = self._model_draft(context, policy.next_shape(to_beat=value if num_nodes else -inf))
             if draft.depth:
-                if should_query_tables and self._can_fill_up(context, draft):
-                    return self._fill_up(context, draft, proposals)
-                if should_query_tables and context.graphs is not None:  # a CPU records no times of such queries, either
+                if should_query_tables:
                     policy.gate.record_gain(0.0)
                 return draft
         if should_query_tables:
@@ -140,8 +128,8 @@ class HybridDrafter(Drafter):
             self._idle += 1
             return context.buffers.no_draft
         assert self.model_drafter is not None
-        self.model_drafter.catch_up(self._texts, self._idle > 0 or self._mixed, coming=self._coming)
-        self._idle, self._mixed = 0, False
+        self.model_drafter.catch_up(self._texts, self._idle > 0, coming=self._coming)
+        self._idle = 0
         if context.graphs is None:
             return checked_draft(self.model_drafter, context, shape)
         before = context.clock.mark()
@@ -178,37 +166,6 @@ class HybridDrafter(Drafter):
         record = draft.record._replace(num_filled=num_added, filler=self._names, path_probs=late.record.path_probs)
         return late._replace(depth=depth, record=record)
 
-    def _can_fill_up(self, context: DraftContext, draft: DraftTree) -> bool:
-        """Return True if tables may add nodes to a model's draft that the host reads, for which a GPU would wait."""
-        can = context.graphs is None and self.trees and self.tables and not context.sampler.needs_draft_probs
-        return bool(can and model_shape(draft).nodes < context.policy.max_nodes())
-
-    def _fill_up(self, context: DraftContext, draft: DraftTree, proposals: Mapping[int, Proposal]) -> DraftTree:
-        """Return a model's draft with table nodes added if they pay."""
-        policy, shape = context.policy, model_shape(draft)
-        room = policy.max_nodes() - shape.nodes
-        accept_probs, mixed = policy.node_accept_probs(shape), {}
-        for row, tokens, parents in zip(
-            range(context.first, context.end), draft.tokens.tolist(), parents_of(draft), strict=True
-        ):
-            mixed[row] = model = Proposal(tokens, parents, accept_probs)
-            if row in proposals:
-                chain = best_path(model.parents)
-                after = self._ask(context, row, room, [tokens[node] for node in chain])
-                mixed[row] = fill_up(model, [(-1, proposals[row]), (chain[-1], after)])
-        _, alone = policy.num_table_nodes_worth([()], drafted=shape)
-        num_added, value = policy.num_table_nodes_worth(
-            [mixed[row].scores[shape.nodes :] for row in policy.counted_rows], drafted=shape
-        )
-        policy.gate.record_gain(value - alone)
-        if num_added == 0:
-            return draft
-        self._mixed = True
-        tree = pack(list(mixed.values()), shape.nodes + num_added, draft.record.drafter)
-        path_probs = tree.record.path_probs
-        record = draft.record._replace(num_filled=num_added, filler=self._names, path_probs=path_probs)
-        return tree._replace(record=record)
-
     def _read(self) -> None:
         for seen in self._seen:
             numbers_RX = np.array(seen).reshape(-1, 1 + self._num_successors)
@@ -228,11 +185,11 @@ class HybridDrafter(Drafter):
     def _names(self) -> str:
         return "+".join(table.name for table in self.tables)
 
-    def _ask(self, context: DraftContext, row: int, num_nodes: int, ahead: Sequence[int] = ()) -> Proposal:
+    def _ask(self, context: DraftContext, row: int, num_nodes: int) -> Proposal:
         V = context.sampler.vocab_size
         for table in self.tables:
             table.min_score = context.policy.min_table_score()
-        return merge([check_proposal(t.name, t.propose(row, num_nodes, ahead), num_nodes, V) for t in self.tables])
+        return merge([check_proposal(t.name, t.propose(row, num_nodes), num_nodes, V) for t in self.tables])
 
     def commit(
         self, context: DraftContext, tree: DraftTree, verified: VerifyResult, logits_BTV: Tensor

@@ -52,10 +52,10 @@ class NgramTable(Table):
         state.last = empty_proposal()
         self._append(state, tokens)
 
-    def propose(self, row: int, budget: int, ahead: Sequence[int] = ()) -> Proposal:
+    def propose(self, row: int, budget: int) -> Proposal:
         state = self._rows[row]
         text, after = state.text, state.after
-        end = [*text[-self.ngram_max :], *ahead]
+        end = text[-self.ngram_max :]
         for n in range(min(self.ngram_max, len(end)), self.ngram_min - 1, -1):
             start = after.get(tuple(end[-n:]))
             if start is not None:
@@ -64,10 +64,8 @@ class NgramTable(Table):
                 for depth in range(len(tokens)):
                     score *= self.rates[min(n + depth, self.ngram_max)]
                     scores.append(score)
-                found = Proposal(tokens, list(range(-1, len(tokens) - 1)), scores)
-                if not ahead:
-                    state.last, state.matched = found, n
-                return found
+                state.last, state.matched = Proposal(tokens, list(range(-1, len(tokens) - 1)), scores), n
+                return state.last
         return empty_proposal()
 
     def _append(self, state: _NgramText, tokens: Sequence[int]) -> None:

@@ -82,15 +82,13 @@ class RecycleTable(Table):
         if last is not None:
             self._last_token[row] = last
 
-    def propose(self, row: int, budget: int, ahead: Sequence[int] = ()) -> Proposal:
-        root = ahead[-1] if ahead else self._last_token.get(row)
+    def propose(self, row: int, budget: int) -> Proposal:
+        root = self._last_token.get(row)
         if root is None:
             assert row in self._last, f"row {row} has not begun"
             return empty_proposal()
-        found = grow(budget, (root, -1, 0), self._children, self.min_score)
-        if not ahead:
-            self._last[row] = found
-        return found[0]
+        self._last[row] = grow(budget, (root, -1, 0), self._children, self.min_score)
+        return self._last[row][0]
 
     def learn(self, row_tokens: np.ndarray, successors: np.ndarray) -> None:
         """Replace rows by the target's likeliest tokens.

@@ -96,17 +96,10 @@ class SuffixAutomaton:
             count[at] += 1
             at = link[at]
 
-    def match(self, ahead: Sequence[int] = ()) -> tuple[int, int]:
-        """Return the longest earlier suffix's state and length, with tokens `ahead`."""
+    def match(self) -> tuple[int, int]:
+        """Return the longest earlier suffix's state and length."""
         state = max(0, self.link[self.last])
-        length = self.length[state]
-        for token in ahead:
-            while state and token not in self.next[state]:
-                state = self.link[state]
-                length = self.length[state]
-            state = self.next[state].get(token, 0)
-            length = length + 1 if state else 0
-        return state, length
+        return state, self.length[state]
 
 
 class _Node(NamedTuple):
@@ -164,25 +157,23 @@ class SuffixTable(Table):
         state.last = empty_proposal()
         self._append(state, tokens)
 
-    def propose(self, row: int, budget: int, ahead: Sequence[int] = ()) -> Proposal:
+    def propose(self, row: int, budget: int) -> Proposal:
         state = self._rows[row]
         automaton = state.automaton
         places: list[int] = []
         corpus_matched = 0
         if self.corpus is not None:
-            places, corpus_matched = self.corpus.places([*state.text[-CONTEXT:], *ahead])
+            places, corpus_matched = self.corpus.places(state.text[-CONTEXT:])
         factors = self.rates.of(slice(None))
         max_factor = max(factors)
-        root = _Node(*automaton.match(ahead), 1.0, places, corpus_matched)
-        found = grow(
+        root = _Node(*automaton.match(), 1.0, places, corpus_matched)
+        state.last, state.nodes = grow(
             budget,
             root,
             lambda node, min_prob: self._children(automaton, node, min_prob / max_factor, factors),
             self.min_score,
         )
-        if not ahead:
-            state.last, state.nodes = found
-        return found[0]
+        return state.last
 
     def _append(self, state: _SuffixText, tokens: Sequence[int]) -> None:
         state.text += tokens

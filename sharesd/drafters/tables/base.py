@@ -45,8 +45,8 @@ class Table:
         """Append newly emitted tokens, and learn from the last draft."""
         raise NotImplementedError
 
-    def propose(self, row: int, budget: int, ahead: Sequence[int] = ()) -> Proposal:
-        """Return at most `budget` nodes; with `ahead`, outcomes are not learnt."""
+    def propose(self, row: int, budget: int) -> Proposal:
+        """Return at most `budget` nodes."""
         raise NotImplementedError
 
 
