@@ -33,12 +33,13 @@ _CHUNK, _BLOCK = 32, 1024
 
 @triton.jit
 def choose(
-    scores_ptr,  # [M, E]
+    scores_ptr,  # [M, W], of which the first E are experts'
     bias_ptr,  # float32 [E]: probabilities are sigmoids, and choose with this added; None: a softmax
     experts_ptr,  # int32 [M, k], in ascending order
     factors_ptr,  # float32 [M, k], rounded to the scores' dtype
     scale,
     sum_eps,
+    W: tl.constexpr,
     E: tl.constexpr,
     CHOSEN: tl.constexpr,
     NORMALISED: tl.constexpr,
@@ -48,7 +49,7 @@ def choose(
     """Choose a row's experts: those of the highest probability, of equal ones the lowest."""
     wait_for_predecessor(PDL)
     row, lanes = tl.program_id(0), tl.arange(0, SIZE)
-    scores = tl.load(scores_ptr + row * E + lanes, mask=lanes < E, other=-float("inf")).to(tl.float32)
+    scores = tl.load(scores_ptr + row * W + lanes, mask=lanes < E, other=-float("inf")).to(tl.float32)
     if bias_ptr is None:
         powers = tl.exp(scores - tl.max(scores, 0))
         probs = powers / tl.sum(powers, 0)
@@ -161,21 +162,23 @@ def block_tiles(index: int | None, blocks: ExpertBlocks, inputs: int, chosen: in
 
 
 def choose_experts(
-    scores_ME: Tensor,
+    scores_MW: Tensor,
     bias_E: Tensor | None,
     chosen: int,
+    num_experts: int,
     *,
     normalised: bool,
     scale: float,
     sum_eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return the numbers, int32 [M, k], and factors, float32 [M, k], of rows' experts."""
-    M, E = scores_ME.shape
-    experts_Mk = torch.empty(M, chosen, dtype=torch.int32, device=scores_ME.device)
-    factors_Mk = torch.empty(M, chosen, dtype=torch.float32, device=scores_ME.device)
+    """Return the numbers, int32 [M, k], and factors, float32 [M, k], of rows' experts, whose scores come first."""
+    M, W = scores_MW.shape
+    experts_Mk = torch.empty(M, chosen, dtype=torch.int32, device=scores_MW.device)
+    factors_Mk = torch.empty(M, chosen, dtype=torch.float32, device=scores_MW.device)
     choose[(M,)](
-        scores_ME, bias_E, experts_Mk, factors_Mk, scale, sum_eps, E=E, CHOSEN=chosen, NORMALISED=normalised,
-        SIZE=triton.next_power_of_2(E), num_warps=1, **launch_options(scores_ME.device),
+        scores_MW, bias_E, experts_Mk, factors_Mk, scale, sum_eps,
+        W=W, E=num_experts, CHOSEN=chosen, NORMALISED=normalised, SIZE=triton.next_power_of_2(num_experts),
+        num_warps=1, **launch_options(scores_MW.device),
     )  # fmt: skip
     return experts_Mk, factors_Mk
 

@@ -20,6 +20,7 @@ from compile.block_linear import NUMBERS
 from compile.cuda.block_form import ExpertBlocks
 from compile.cuda.gemm_config import tile_of
 from compile.fused_linear import project
+from compile.gates import multiply_by_gates
 from compile.op_registry import define_for_triton
 
 _REMEDY = "use --dequantize, or --device cpu"
@@ -37,9 +38,8 @@ class RowMixture(nn.Module):
     """A mixture whose experts' weights lie one after the other; a row's bits depend on the row alone."""
 
     def __init__(self, mixture: Any) -> None:
-        """`mixture`: as `sharesd.models.mixture.ExpertMLP`, without a gate of a shared expert; its router is kept."""
+        """`mixture`: as `sharesd.models.mixture.ExpertMLP`; its router is kept."""
         super().__init__()
-        assert mixture.router.out_features == len(mixture.experts)
         self.router, self.wide_router, self.switch = mixture.router, mixture.wide_router, mixture.switch
         self.router_bias, self.shared_expert = mixture.router_bias, mixture.shared_expert
         self.num_experts_per_tok, self.draft_experts = mixture.num_experts_per_tok, mixture.draft_experts
@@ -70,7 +70,12 @@ class RowMixture(nn.Module):
         stored = *self.stored["gate_up"], *self.stored["down"]
         weights = self.experts.gate_up, self.experts.down
         y = torch.ops.sharesd.row_mixture(x, scores, *weights, *stored, *biases, *around, *how)
-        return y if self.shared_expert is None else self.shared_expert(x, norm, y)
+        if self.shared_expert is None:
+            return y
+        gates = scores[..., len(self.experts.gate_up) :]
+        if not gates.shape[-1]:
+            return self.shared_expert(x, norm, y)
+        return multiply_by_gates(self.shared_expert(x, norm), gates, y)
 
 
 def stack_weights(weights: Sequence[Tensor]) -> Tensor:
@@ -133,7 +138,7 @@ def _row_mixture(
     D = x.shape[-1]
     x_MD, scores_ME = x.reshape(-1, D).contiguous(), scores.reshape(-1, scores.shape[-1]).contiguous()
     experts_Mk, factors_Mk = choose_experts(
-        scores_ME, choice_bias, chosen, normalised=normalised, scale=scale, sum_eps=sum_eps
+        scores_ME, choice_bias, chosen, len(gate_up), normalised=normalised, scale=scale, sum_eps=sum_eps
     )
     size = (sum(gate_up_outputs) if gate_up_types else gate_up.shape[1]) // 2
     around = {} if norm is None else {"norm": norm, "eps": eps}

@@ -22,6 +22,7 @@ from compile.attention import TreeAttentionMask, attend, supports_flash
 from compile.block_ranges import BlockRange, BlockRanges, limit_ranges
 from compile.delta_rule import DeltaState
 from compile.fused_linear import project
+from compile.gates import multiply_by_gates
 from multigpu.pipeline_parallel import PipelinePlan
 from multigpu.tensor_parallel import UNSHARDED, Shard
 from sharesd.devices.transfer import copy_to_device
@@ -106,9 +107,10 @@ class Attention(nn.Module):
             query_factors=self.query_factors,
             sinks=None if self.sink is None else self.sink.sinks,
         )
+        out_BTW = out_BTHd.flatten(2)
         if self.is_gated:
-            out_BTHd = out_BTHd * gates_BTHd.sigmoid()
-        return project(self.o, out_BTHd.flatten(2), residual=residual)
+            out_BTW = multiply_by_gates(out_BTW, gates_BTHd.flatten(2))
+        return project(self.o, out_BTW, residual=residual)
 
 
 class Block(nn.Module):

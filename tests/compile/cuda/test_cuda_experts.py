@@ -46,7 +46,7 @@ class Mixture(NamedTuple):
         with gpu(arch) as made:
             half = partial(torch.empty, device="cuda", dtype=torch.bfloat16)
             scores, bias = (half(rows, E).float(), half(E).float()) if self.choice_bias else (half(rows, E), None)
-            chosen = choose_experts(scores, bias, self.CHOSEN, normalised=True, scale=1.0, sum_eps=0.0)
+            chosen = choose_experts(scores, bias, self.CHOSEN, E, normalised=True, scale=1.0, sum_eps=0.0)
             biases = (half(E, 2 * SIZE), half(E, D)) if self.biases else (None, None)
             products = [
                 partial(multiply_experts, weight_EWK=half(E, *size), tile=tile, bias_EW=bias)

@@ -190,7 +190,7 @@ def test_choices(has_bias: bool) -> None:
         bias[:5] = 0.1
     probs = scores.double().sigmoid() if has_bias else scores.double().softmax(-1)
     by = probs if bias is None else probs + bias
-    experts, factors = choose_experts(scores, bias, CHOSEN, normalised=True, scale=1.5, sum_eps=0.0)
+    experts, factors = choose_experts(scores, bias, CHOSEN, scores.shape[1], normalised=True, scale=1.5, sum_eps=0.0)
     for row in (0, 1, *range(3, 8)):
         want = by[row].sort(descending=True, stable=True).indices[:CHOSEN].sort().values
         assert experts[row].tolist() == want.tolist()
