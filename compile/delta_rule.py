@@ -1,8 +1,8 @@
 """The gated delta rule (Yang et al. 2024) over a row's state, for steps, prompts and trees.
 
 A row has a matrix per value head, which holds its first tokens, and the inputs of its last ones in a ring: see
-`sharesd.kvcache.recurrent`. The CPU kernel is in cpu/delta_rule.h and cpu/decoder_stack.h; these tensor operations say
-what it computes.
+`sharesd.kvcache.recurrent`. The CPU kernel is in cpu/delta_rule.h and cpu/decoder_stack.h, those of GPUs in
+cuda/delta_rule.py; these tensor operations say what they compute.
 
 Legend: B rows, T new tokens, R slots of the ring, C channels of the convolution, I inputs kept of a token (C, then a
 rate and a decay of each value head), L inputs of the convolution, K key heads, k their size, N value heads, v their
@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compile.attention import TreeAttentionMask
+from compile.attention import Norm, TreeAttentionMask
 from compile.delta_sizes import DeltaSizes
+from compile.op_registry import define_for_triton, runs_triton
 
 
 class DeltaState(NamedTuple):
@@ -32,6 +33,32 @@ class DeltaState(NamedTuple):
     """int64: tokens that are known to be part of each row's text."""
     ends_B: Tensor
     """int64: slots from which on a step's tokens are padding."""
+
+
+def normed_delta(
+    x_BTW: Tensor,
+    ring_BRI: Tensor,
+    state: DeltaState,
+    lengths_B: Tensor,
+    weight_CL: Tensor,
+    A_log_N: Tensor,
+    dt_bias_N: Tensor,
+    norm: Norm,
+    sizes: DeltaSizes,
+    tree_mask: TreeAttentionMask | None = None,
+) -> Tensor:
+    """Return results of `gated_delta`, normalised and gated [B, T, N * v]; `x` are channels, gates, rates and steps."""
+    if runs_triton(x_BTW.device):
+        weights = weight_CL, A_log_N, dt_bias_N, norm.weight, norm.eps, [*map(int, sizes)]
+        return torch.ops.sharesd.gated_delta_(
+            x_BTW, ring_BRI, *state, lengths_B, *(tree_mask or (None, None)), *weights
+        )
+    s = sizes
+    channels, gates, rates = x_BTW.split((s.channels, s.outputs, 2 * s.value_heads), -1)
+    inputs_BTI, decay_N = torch.cat([channels, rates], -1), -A_log_N.exp()
+    out_BTNv = gated_delta(inputs_BTI, ring_BRI, state, lengths_B, weight_CL, decay_N, dt_bias_N, s, tree_mask)
+    normed_BTNv = norm(out_BTNv.to(x_BTW.dtype)).to(out_BTNv.dtype)
+    return (normed_BTNv.flatten(2) * F.silu(gates.to(out_BTNv.dtype))).to(x_BTW.dtype)
 
 
 def gated_delta(
@@ -126,3 +153,21 @@ def _advance(
     change_Nv = (v_v.view(N, v) - (matrices_Nvk * key_Nk[:, None]).sum(2)) * rate_N.sigmoid()[:, None]
     matrices_Nvk = matrices_Nvk + change_Nv[..., None] * key_Nk[:, None]
     return matrices_Nvk, (matrices_Nvk * query_Nk[:, None]).sum(2)
+
+
+def _gated_delta(  # type: ignore[no-untyped-def]
+    x, ring, matrices, held, certain, ends, lengths, depth, path, weight, A_log, dt_bias, norm, eps, sizes
+):
+    from compile.cuda.delta_rule import gated_delta as launch  # imports Triton, which not every machine has
+
+    state = matrices, held, certain, ends, lengths
+    return launch(x, ring, *state, depth, path, weight, A_log, dt_bias, norm, eps, DeltaSizes(*sizes))
+
+
+define_for_triton(
+    "gated_delta_(Tensor x, Tensor(a!) ring, Tensor(b!) matrices, Tensor(c!) held, Tensor certain, Tensor ends, "
+    "Tensor lengths, Tensor? depth, Tensor? path, Tensor weight, Tensor A_log, Tensor dt_bias, Tensor norm, float eps, "
+    "int[] sizes) -> Tensor",
+    _gated_delta,
+    lambda x, *rest: x.new_empty((*x.shape[:-1], rest[-1][1] * rest[-1][3])),
+)

@@ -162,15 +162,15 @@ class RecurrentState:
         known = (place for place in self._copies[row] if place <= num_tokens and place % multiple_of == 0)
         return max(known, default=0)
 
-    def keep(self, row: int, num_tokens: int) -> None:
+    def keep(self, row: int, num_tokens: int, held: int) -> None:
         """Copy the state after the row's tokens, as many as its length says, or as its matrices hold."""
-        held, copies = self._held(row), self._copies[row]
-        num_tokens = num_tokens if held is None else held
+        copies = self._copies[row]
+        num_tokens = num_tokens if self.matrices is None else held
         if num_tokens == 0:
             return
         for place in [place for place in copies if num_tokens - NEARBY < place < num_tokens and place % BOUNDARY]:
             del copies[place]
-        copies[num_tokens] = self._state(row, num_tokens)
+        copies[num_tokens] = self._state(row, num_tokens, num_tokens)
         if self.matrices is not None:
             self._limit_copies(row)
 
@@ -186,7 +186,7 @@ class RecurrentState:
             self._write(row, num_tokens, copies[num_tokens])
         else:
             assert self.matrices is None or self._is_in_ring(source, num_tokens, num_cached)
-            self._write(row, num_tokens, self._state(source, num_tokens))
+            self._write(row, num_tokens, self._state(source, num_tokens, self._held(source)))
         self._copies[row] = copies
 
     def restart(self, num_tokens: int) -> None:
@@ -226,7 +226,7 @@ class RecurrentState:
         copies = {place: state for place, state in self._copies[row].items() if place <= num_tokens}
         held = num_tokens if (found := self._held(row)) is None else found
         if held <= num_tokens:
-            last = self._state(row, num_tokens)
+            last = self._state(row, num_tokens, held)
         else:  # its matrices hold tokens of a round that the text does not have
             num_tokens = held = max(copies, default=0)
             last = copies.get(held, self._nothing())
@@ -280,8 +280,8 @@ class RecurrentState:
         """Return where the ring has these slots; what is there before a text is undefined."""
         return torch.arange(first, end, device=self.inputs_NBRD.device) % self.size
 
-    def _state(self, row: int, num_tokens: int) -> _Copy:
-        held = num_tokens if (found := self._held(row)) is None else found
+    def _state(self, row: int, num_tokens: int, held: int | None) -> _Copy:
+        held = num_tokens if held is None else held
         inputs = self.inputs_NBRD[:, row, self._slots(held - self.width + 1, num_tokens)]
         return _Copy(inputs, None if self.matrices is None else self.matrices[:, row].clone())
 

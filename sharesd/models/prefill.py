@@ -86,7 +86,8 @@ def read_piece(
     view.lengths.fill_(first)
     piece_1T = to_device([[*tokens[first:end], *[0] * (size - (end - first))]], cache.entry)
     last_1R = torch.arange(end - first - num_rows, end - first, device=cache.lengths.device)[None]
-    certain, view.certain = view.certain, view.lengths + max(0, end - first - (TAIL if end == len(tokens) else 0))
+    ahead = max(0, end - first - (TAIL if end == len(tokens) else 0))
+    certain, view.certain = view.certain, view.lengths + ahead
     view.known_length = first  # so that the first of several stages may begin while the last one is at a piece before
     if view.recurrent is not None:
         view.recurrent.ends_B.fill_(end)
@@ -98,7 +99,7 @@ def read_piece(
             view.recurrent.ends_B.fill_(NO_END)
     view.lengths.fill_(end)
     if cache.recurrent is not None and (end == len(tokens) or end % BOUNDARY == 0):
-        cache.recurrent.keep(row, end)
+        cache.recurrent.keep(row, end, first + ahead)
     return logits_RV
 
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compile.attention import TreeAttentionMask
-from compile.delta_rule import DeltaState, gated_delta
+from compile.delta_rule import DeltaState, normed_delta
 from compile.fused_linear import project
 from compile.short_conv import gated_short_conv
 from sharesd.kvcache.recurrent import RecurrentSizes
@@ -114,19 +113,16 @@ class GatedDeltaNet(nn.Module):
         residual: Tensor | None = None,
     ) -> Tensor:
         """Return residual + delta rule over norm(x); writes the inputs of these tokens to the ring."""
-        s = self.sizes
-        parts = project(self.in_proj, x_BTD, norm=norm).split((s.channels, s.outputs, 2 * s.value_heads), -1)
-        out_BTNv = gated_delta(
-            torch.cat([parts[0], parts[2]], -1),
+        y_BTW = normed_delta(
+            project(self.in_proj, x_BTD, norm=norm),
             ring_BRI,
             state,
             lengths_B,
             self.kernel.weight,
-            self.rates.decay(),
+            self.rates.A_log,
             self.rates.dt_bias,
-            s,
+            self.norm,
+            self.sizes,
             TreeAttentionMask(*tree_mask) if tree_mask else None,
         )
-        out_BTNv = self.norm(out_BTNv.to(x_BTD.dtype)).to(out_BTNv.dtype)
-        gated = (out_BTNv.flatten(2) * F.silu(parts[1].to(out_BTNv.dtype))).to(x_BTD.dtype)
-        return project(self.out_proj, gated, residual=residual)
+        return project(self.out_proj, y_BTW, residual=residual)

@@ -20,7 +20,7 @@ from sharesd.config import EngineConfig, Mode
 from sharesd.devices.host_memory import own_memory
 from sharesd.drafters import registry, selection
 from sharesd.drafters.registry import Need
-from sharesd.kvcache.recurrent import COPY_BYTES, most_copies
+from sharesd.kvcache.recurrent import COPY_BYTES, DELTA_RING, most_copies
 from sharesd.models.checkpoint import identity, is_stored, weight_files
 from sharesd.models.decoder import Decoder
 from sharesd.models.hub import resolve
@@ -190,6 +190,8 @@ class MemoryEstimate:
         elif any(c.conv_widths):  # thirds of the first product
             inner += c.hidden_size
         activations = read * (4 * c.hidden_size + 3 * inner) * self._dtype.itemsize
+        if c.delta is not None and self._on_gpu:  # what `compile.cuda.delta_rule` makes of tokens
+            activations += max(DELTA_RING + read, 2 * DELTA_RING * self.config.max_batch) * 4 * c.delta.inputs
         numbers = expanded_bytes(self.decoder, self.config, self._slots, on_gpu=self._on_gpu)
         return self._kv() + self._copies_of_states() + numbers + logits + activations + self._masked(read)
 

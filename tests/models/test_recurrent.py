@@ -245,15 +245,15 @@ def test_copies_take_a_limited_number_of_bytes(monkeypatch: pytest.MonkeyPatch) 
     state = cache.recurrent
     assert state is not None
     state.held_NB.fill_(16)
-    state.keep(0, 16)
+    state.keep(0, 16, 16)
     monkeypatch.setattr(recurrent, "COPY_BYTES", 2 * state._copies[0][16].nbytes)
     for place in (100, 200):
         state.held_NB.fill_(place)
-        state.keep(1, place)
+        state.keep(1, place, place)
     assert [list(copies) for copies in state._copies] in ([[16], [200]], [[], [100, 200]])
     monkeypatch.setattr(recurrent, "COPY_BYTES", 1)
     state.held_NB.fill_(300)
-    state.keep(1, 300)
+    state.keep(1, 300, 300)
     assert [list(copies) for copies in state._copies] == [[], [300]]
 
 
