@@ -37,6 +37,7 @@ from tests.helpers.lagging_device import LateDevice
 from tests.helpers.offloaded import LAYERS, PROMPTS, WAYS, limit_leaving, planned, texts
 from tests.helpers.recorded_graphs import RecordedGraphs, take_the_way_of_cuda
 from tests.helpers.timed_device import wrong_uses
+from tests.helpers.tiny_heads import make_head
 from tests.helpers.tiny_models import make_checkpoint, make_mixture
 from tests.weights.test_offload_engine import Passes
 
@@ -122,34 +123,52 @@ def test_texts_are_those_of_a_model_that_fits(
 
 @pytest.mark.interpreted
 @pytest.mark.skipif(torch.cuda.is_available(), reason="its engine runs on the CPU")
-@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("family", "mode", "tree"),
+    [
+        ("qwen3_moe", "suffix", {"num_draft": 2}),
+        pytest.param("gpt_oss", "suffix", {"num_draft": 2}, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", "eagle", {"num_draft": 4, "tree": (2, 2, 4)}, marks=pytest.mark.slow),
+    ],
+)
 def test_texts_of_mixtures_are_those_of_models_that_fit(
-    family: str, gpu: LateDevice, tmp_path: Path, close_after: list[Runtime], monkeypatch: pytest.MonkeyPatch
+    family: str,
+    mode: str,
+    tree: dict[str, Any],
+    gpu: LateDevice,
+    tmp_path: Path,
+    close_after: list[Runtime],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """All experts of a block are one tensor of its record."""
+    """All experts of a block are one tensor of its record. Heads draft for two rows, and without noise."""
+    batch, temperature = (2, 0.0) if mode == "eagle" else (1, 1.0)
 
     def pack_model(_: Any, model: torch.nn.Module) -> None:
         from compile.cuda.linear import replace_with_row_linears
         from compile.cuda.mixture import replace_with_row_mixtures
 
         replace_with_row_mixtures(model)
-        replace_with_row_linears(model, 16, 1)
+        replace_with_row_linears(model, 16, batch)
 
     monkeypatch.setattr(CudaBackend, "pack_model", pack_model)
     layers, fields = 3, {"model_type": family, "num_experts": 3, "decoder_sparse_step": 1}
     target = make_mixture(tmp_path / "model", num_hidden_layers=layers, **fields)
-    options: dict[str, Any] = {"max_context": 32, "num_draft": 2, "dtype": "float32"}
-    limit = limit_for(target, LAYERS - layers, "naive", "suffix", **options)
+    options: dict[str, Any] = {"max_context": 32, "dtype": "float32", "max_batch": batch, **tree}
+    if mode == "eagle":
+        head = make_head(tmp_path / "head", decoder_config(target), "eagle3", dtype=torch.bfloat16, mlp=64)
+        options["heads"] = (str(head),)
+    limit = limit_for(target, LAYERS - layers, "naive", mode, **options)
     whole = Runtime(config_of(target, **options), ("naive",))
-    offloaded = Runtime(config_of(target, limit, **options), ("naive", "suffix"))
+    offloaded = Runtime(config_of(target, limit, **options), ("naive", mode))
     close_after.append(offloaded)
     notes_reads(offloaded, gpu)
     names = {place.name for layout in offloaded.streamed._layouts.values() for place in layout.places}
     assert {"mlp.experts.gate_up", "mlp.experts.down"} <= names and len(gpu.pinned) == layers
-    params = SamplingParams(max_new_tokens=4, temperature=1.0, seed=3, ignore_eos=True)
+    params = SamplingParams(max_new_tokens=4, temperature=temperature, seed=3, ignore_eos=True)
+    prompts = [[7, 9, 7, 9], [40, 41]][:batch]
     found = [
-        in_mode(runtime, mode, warm=params).generate([[7, 9, 7, 9]], params)[0].token_ids
-        for runtime, mode in ((whole, "naive"), (offloaded, "naive"), (offloaded, "suffix"))
+        [done.token_ids for done in in_mode(runtime, each, warm=params).generate(prompts, params)]
+        for runtime, each in ((whole, "naive"), (offloaded, "naive"), (offloaded, mode))
     ]
     assert found[0] == found[1] == found[2]
     assert gpu.reads and wrong_uses(gpu.writes, gpu.reads) == []
