@@ -1,4 +1,4 @@
-"""Short convolutions as GPUs run them, under Triton's interpreter or on a GPU: bits, rings, and texts of all modes.
+"""Short convolutions as GPUs run them, under Triton's interpreter or on a GPU: bits, rings, logits.
 
 Legend: B rows, T new tokens, D channels, L inputs of a convolution, R slots of a ring, P the length of a tree's paths.
 """
@@ -20,16 +20,11 @@ from compile.attention import TreeAttentionMask
 from compile.cuda.linear import replace_with_row_linears
 from compile.cuda.mixture import replace_with_row_mixtures
 from compile.short_conv import compact_ring, gated_short_conv
-from sharesd import LLM, SamplingParams
 from sharesd.kvcache.recurrent import NO_END
-from sharesd.models.loader import decoder_config, load_decoder
-from sharesd.weights.backend import CpuBackend
+from sharesd.models.loader import load_decoder
 from tests.helpers import random_rounds
 from tests.helpers.compiled import compiled
-from tests.helpers.gguf_files import write_gguf
 from tests.helpers.oracle import logits_of, tiny_decoder
-from tests.helpers.tiny_heads import make_head
-from tests.helpers.tiny_models import make_conv_model
 from tests.models.test_models import NATIVE, check_against, save_random
 from tests.models.test_recurrent import CONV, shrink
 
@@ -175,35 +170,3 @@ def test_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     model = load_decoder(tmp_path, dtype=torch.float32)
     pack(model)
     check_against(model, reference)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="its engine runs on the CPU")
-@pytest.mark.parametrize("family", ["lfm2", "lfm2_moe", "a file"])
-def test_all_modes_have_one_text(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of the CPU's kernels: chains, trees, tables and a head, two rows at once, prompts in padded pieces."""
-    target = tmp_path / "model"
-    if family == "a file":
-        target = write_gguf(tmp_path / "model.gguf", "lfm2", kind="Q8_0")
-    else:
-        make_conv_model(target, model_type=family)
-    prompts = [[5, 9, 14], [*range(10, 90)]]
-    params = SamplingParams(max_new_tokens=6, temperature=1.0, seed=4, ignore_eos=True)
-    options: dict[str, Any] = {"device": "cpu", "max_batch": 2, "num_draft": 3, "dtype": "fp32", "max_context": 128}
-    options |= {"quant": "stored,experts=1"} if family == "lfm2_moe" else {}
-    modes: tuple[Any, ...] = ("naive", "suffix", "share", "hybrid")
-    if family == "lfm2":
-        head = make_head(tmp_path / "head", decoder_config(target), "eagle3", dtype=torch.bfloat16, mlp=64)
-        options["heads"], modes = (str(head),), (*modes, "eagle")
-    plain = LLM(str(target), modes=("naive",), **options | {"dequantize": True} if family == "a file" else options)
-    want = [each.token_ids for each in plain.generate(prompts, params)]
-    monkeypatch.setattr(CpuBackend, "pack_model", lambda _, model: pack(model))
-    monkeypatch.setattr("sharesd.startup.target.ModelLoader._make_linear", lambda *_, **__: None)
-    monkeypatch.setattr(compile.short_conv, "runs_triton", lambda _: True)
-    for module in ("sharesd.models.prefill", "sharesd.engine.prefill_scheduler"):
-        monkeypatch.setattr(f"{module}.reads_in_pieces", lambda _: True)
-    for more in ({}, {"tree": (2, 2, 4)}):
-        llm = LLM(str(target), modes=modes, compile="off", **options, **more)
-        for mode in modes if not more else ("share",):
-            for _ in range(2):  # the second time, the beginnings are in the cache
-                assert [each.token_ids for each in llm.generate(prompts, params, mode=mode)] == want, (mode, more)
