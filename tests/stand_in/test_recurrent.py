@@ -11,7 +11,6 @@ import pytest
 from sharesd.config import EngineConfig, Mode
 from sharesd.models.loader import decoder_config
 from sharesd.sampling_params import SamplingParams
-from tests.helpers.gguf_files import write_gguf
 from tests.helpers.offloaded import LAYERS
 from tests.helpers.tiny_heads import make_head
 from tests.helpers.tiny_models import make_conv_model
@@ -30,18 +29,13 @@ TREE = {"tree": (2, 3, 6)}
         ("lfm2", ("share",), {"kv_dtype": "q8", "max_batch": 2}),
         ("lfm2", ("share",), {"target_quant": "q4_k"}),
         ("lfm2_moe", ("naive", "suffix", "share"), {}),
-        ("file", ("naive", "share"), {}),
-        ("file", ("share",), {"dequantize": True}),
     ],
     ids=str,
 )
 def test_models_with_convolutions_are_loaded_and_decoded(
     family: str, modes: tuple[Mode, ...], options: dict[str, Any], tmp_path: Path
 ) -> None:
-    if family == "file":
-        target = write_gguf(tmp_path / "model.gguf", "lfm2", kind="Q4_0")
-    else:
-        target = make_conv_model(tmp_path / "model", model_type=family)
+    target = make_conv_model(tmp_path / "model", model_type=family)
     if "eagle" in modes:
         head = make_head(tmp_path / "head", decoder_config(target), "eagle3", mlp=64)
         options = options | {"heads": (str(head),)}
