@@ -307,7 +307,7 @@ def test_mixtures_that_do_not_fit_go_to_the_cpu_unless_a_gpu_is_named(
     def prefer(device: str, limit: int | None = None, home: Any = home, shape: Any = shape) -> str:
         caplog.clear()
         config = EngineConfig(target=str(target), device=device, offload=OffloadConfig(device_memory=limit))
-        offload_planner._prefer_the_cpu(shape, plan, config, home)  # type: ignore[arg-type]
+        offload_planner._prefer_the_cpu(shape, plan, config, home, offload_planner.log.warning)  # type: ignore[arg-type]
         return caplog.text
 
     with pytest.raises(DoesNotFit, match="all experts of 3 blocks from host .*, and a CPU .*; give --device cuda:0"):
