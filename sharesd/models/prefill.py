@@ -87,9 +87,10 @@ def read_piece(
     piece_1T = to_device([[*tokens[first:end], *[0] * (size - (end - first))]], cache.entry)
     last_1R = torch.arange(end - first - num_rows, end - first, device=cache.lengths.device)[None]
     ahead = max(0, end - first - (TAIL if end == len(tokens) else 0))
-    certain, view.certain = view.certain, view.lengths + ahead
+    certain = view.certain
     view.known_length = first  # so that the first of several stages may begin while the last one is at a piece before
     if view.recurrent is not None:
+        view.certain = view.lengths + ahead
         view.recurrent.ends_B.fill_(end)
     try:
         logits_RV = model.forward(piece_1T, view, last_1R)[0]
