@@ -104,18 +104,6 @@ class BlockPart(NamedTuple):
         form = TYPES[kind]
         return cls(kind, torch.empty(outputs, inputs // form.inputs * form.bytes, dtype=torch.uint8, device="meta"))
 
-    def is_finite(self) -> bool:
-        """Return False if weights are NaN or infinite, wherever they are to run."""
-        from compile.cuda.block_form import FORMS, pack  # which imports this file
-
-        if self.type in NUMBERS:
-            return bool(self.raw.isfinite().all())
-        try:
-            pack(self, torch.empty(FORMS[self.type].records(*self.shape), dtype=torch.int32))
-        except NotFinite:
-            return False
-        return True
-
     def numbers(self) -> Tensor:
         """Return the weights, float32 [N, K]."""
         return self.raw.float() if self.type in NUMBERS else BlockLinear([self], None, self.in_features).unpacked()

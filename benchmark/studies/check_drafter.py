@@ -138,14 +138,11 @@ class DrafterChecks:
         for table in getattr(engine.modes[name].drafter, "tables", ()):
             table.begin(0, tokens)
             for budget in (1, 2, 4, 16):
-                for ahead in ((), tokens[:2]):
-                    found = check_proposal(
-                        table.name, table.propose(0, budget, ahead), budget, engine.target.vocab_size
-                    )
-                    if any(not 0 <= score <= 1 for score in found.scores):
-                        return f"scores {found.scores}; each is a probability, from 0 to 1"
-                    if any(after > before for before, after in pairwise(found.scores)):
-                        return f"scores {found.scores} rise; the best node comes first"
+                found = check_proposal(table.name, table.propose(0, budget), budget, engine.target.vocab_size)
+                if any(not 0 <= score <= 1 for score in found.scores):
+                    return f"scores {found.scores}; each is a probability, from 0 to 1"
+                if any(after > before for before, after in pairwise(found.scores)):
+                    return f"scores {found.scores} rise; the best node comes first"
         return ""
 
     @property

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compile.block_linear import BlockPart, block_sizes
+from compile.block_linear import NUMBERS, BlockPart, block_sizes
 from compile.block_types import TYPES
 from compile.linear import NotFinite
 
@@ -120,6 +120,17 @@ def pack(part: BlockPart, packed: Tensor) -> None:
                 plane = _plane(codes_RUTc >> shift, bits).unflatten(0, (-1, LANES)).permute(0, 2, 3, 1, 4).flatten(2)
                 planes[..., first : first + plane.shape[2]] = plane
                 first += plane.shape[2]
+
+
+def is_finite(part: BlockPart) -> bool:
+    """Return False if weights are NaN or infinite, wherever they are to run."""
+    if part.type in NUMBERS:
+        return bool(part.raw.isfinite().all())
+    try:
+        pack(part, torch.empty(FORMS[part.type].records(*part.shape), dtype=torch.int32))
+    except NotFinite:
+        return False
+    return True
 
 
 def _is_finite(form: BlockForm, header_RUH: Tensor) -> bool:

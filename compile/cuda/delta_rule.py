@@ -257,7 +257,8 @@ def advance_matrices(
             leaf = _next_leaf(0, parent_n, depth_ptr, path_ptr, T, P)
             depth = tl.load(depth_ptr + leaf).to(tl.int32)
         place = _place(leaf, j, path_ptr, P)
-        q, w, x, rate, decay = _token(mixed_ptr, place, True, head, key_head, first, K, N, k, v, KEYS, SLICE)
+        q, w, x = _token(mixed_ptr, place, True, head, key_head, first, K, N, k, v, KEYS, SLICE)
+        rate, decay = _rates(mixed_ptr, place, True, head, K, N, k, v)
         while leaf < T:
             next_leaf, next_j, next_depth = leaf, j + 1, depth
             if j == depth:
@@ -267,9 +268,10 @@ def advance_matrices(
                     next_depth = tl.load(depth_ptr + next_leaf, mask=next_leaf < T, other=0).to(tl.int32)
             has_next = next_leaf < T
             next_place = tl.where(has_next, _place(tl.minimum(next_leaf, T - 1), next_j, path_ptr, P), 0)
-            next_q, next_w, next_x, next_rate, next_decay = _token(
+            next_q, next_w, next_x = _token(
                 mixed_ptr, next_place, has_next, head, key_head, first, K, N, k, v, KEYS, SLICE
             )
+            next_rate, next_decay = _rates(mixed_ptr, next_place, has_next, head, K, N, k, v)
             if j == 0:
                 state = at_length
             state = state * decay
@@ -284,7 +286,8 @@ def advance_matrices(
                 tl.store(to_ptr, out.to(out_ptr.dtype.element_ty), mask=first + value < v)
             if length + j + 1 == stored:
                 tl.store(lines_ptr, state, mask=in_matrix)
-            q, w, x, rate, decay = next_q, next_w, next_x, next_rate, next_decay
+            q, w, x = next_q, next_w, next_x
+            rate, decay = next_rate, next_decay
             leaf, j, depth, place = next_leaf, next_j, next_depth, next_place
 
 
@@ -300,16 +303,22 @@ def _token(
     mixed_ptr, place, is_there, head, key_head, first,
     K: tl.constexpr, N: tl.constexpr, k: tl.constexpr, v: tl.constexpr, KEYS: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
-    """Query, key, slice of the value, rate and decay of a head's token."""
+    """Query, key and slice of the value of a head's token."""
     C: tl.constexpr = 2 * K * k + N * v
     mixed_ptr += place.to(tl.int64) * (C + 2 * N)
     i, value = tl.arange(0, KEYS), first + tl.arange(0, SLICE)
     query = tl.load(mixed_ptr + key_head * k + i, mask=is_there & (i < k), other=0.0)
     key = tl.load(mixed_ptr + (K + key_head) * k + i, mask=is_there & (i < k), other=0.0)
     values = tl.load(mixed_ptr + 2 * K * k + head * v + value, mask=is_there & (value < v), other=0.0)
-    rate = tl.load(mixed_ptr + C + head, mask=is_there, other=0.0)
-    decay = tl.load(mixed_ptr + C + N + head, mask=is_there, other=0.0)
-    return query, key, values, rate, decay
+    return query, key, values
+
+
+@triton.jit
+def _rates(mixed_ptr, place, is_there, head, K: tl.constexpr, N: tl.constexpr, k: tl.constexpr, v: tl.constexpr):
+    """Rate and decay of a head's token."""
+    C: tl.constexpr = 2 * K * k + N * v
+    mixed_ptr += place.to(tl.int64) * (C + 2 * N) + C + head
+    return tl.load(mixed_ptr, mask=is_there, other=0.0), tl.load(mixed_ptr + N, mask=is_there, other=0.0)
 
 
 @triton.jit

@@ -364,9 +364,11 @@ def load_decoder(
 
 def _require_finite(folder: Path, found: Mapping[str, Tensor | BlockPart]) -> None:
     """Raise ValueError that names the first tensor with NaN or infinite values, blocks included."""
+    from compile.cuda.block_form import is_finite  # late: a start without damage needs none of it
+
     for name, value in found.items():
         check_finite(folder, name, value)
-        if isinstance(value, BlockPart) and not value.is_finite():
+        if isinstance(value, BlockPart) and not is_finite(value):
             raise not_finite(folder, name)
 
 

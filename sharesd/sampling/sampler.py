@@ -147,13 +147,15 @@ class Sampler:
         self, tree: DraftTree, tree_mask: TreeAttentionMask, logits_BTV: Tensor, lengths_B: Tensor
     ) -> VerifyResult:
         assert self.kind.acceptance == "match", "only match accepts trees"
-        depth_BT, path_BTT = tree_mask
+        depth_BT, path_BTP = tree_mask
         B, T = depth_BT.shape
         seen_BTN = None
         if self.kind.penalized:
-            on_path_BTT = torch.arange(T, device=depth_BT.device) <= depth_BT[..., None]
+            on_path_BTP = torch.arange(path_BTP.shape[2], device=depth_BT.device) <= depth_BT[..., None]
             seen_BTT = torch.zeros(B, T, T, dtype=torch.int32, device=depth_BT.device)
-            seen_BTN = seen_BTT.scatter_add_(2, path_BTT, on_path_BTT.to(torch.int32))[..., 1:] > 0
+            # The padding of a path may name nodes of a larger tree, from which this one was cut.
+            nodes_BTP = path_BTP.where(on_path_BTP, 0)
+            seen_BTN = seen_BTT.scatter_add_(2, nodes_BTP, on_path_BTP.to(torch.int32))[..., 1:] > 0
         context = {"seen_BTN": seen_BTN, "grammar_mask_BTW": tree.grammar_mask}
         choice_BT, is_allowed_BT = self._decide(
             logits_BTV, lengths_B, tree.tokens, tree_mask, tree.depth, first=1, **context

@@ -198,6 +198,8 @@ class ResolvedConfig:
     """Why fewer rows are decoded together than by default; "" if they are not."""
     experts: int = 0
     """Experts that each token goes through; 0: the target is not a mixture that runs natively."""
+    undivided: str = ""
+    """What the target is, if the native decoder runs it whole on one device."""
 
     @property
     def drafters(self) -> frozenset[str]:
@@ -406,6 +408,7 @@ class _Resolver:
             in_memory=self._in_memory,
             rows_reason=rows_reason,
             experts=chooses_experts(folder, device),
+            undivided=_undivided(folder, device),
         )
         check(resolved_conflicts(resolved))
         _warn_of_small_trees(resolved)
@@ -494,10 +497,10 @@ class _Resolver:
         )
 
 
-def _undivided(resolved: ResolvedConfig) -> str:
+def _undivided(folder: Path, device: torch.device) -> str:
     """Return what the target is if the native decoder runs it whole on one device."""
     try:
-        return native_config(resolved.folder, resolved.device).undivided
+        return native_config(folder, device).undivided
     except UnsupportedArchitecture:
         return ""
 
@@ -544,7 +547,8 @@ def resolved_conflicts(resolved: ResolvedConfig) -> Iterator[str]:
     if config.dequantize is False and on_gpu and config.kernels == "torch":
         yield f"stored weights run in the Triton kernels, and torch's run here; {numbers}"
     yield from _draft_conflicts(resolved)
-    if on_gpu and resolved.dtype == torch.float64 and (what := _undivided(resolved)):
+    if on_gpu and resolved.dtype == torch.float64 and resolved.undivided:
+        what = resolved.undivided
         yield f"dtype is float64, for which {what} has no kernel on {device}; use float32, or --device cpu"
     if config.activations != "exact" and on_gpu:
         yield f"activations is {config.activations!r}, which rounds them on a CPU alone; leave it out"

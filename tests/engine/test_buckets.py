@@ -66,13 +66,13 @@ def in_buckets(kind: str, batch: int, **options: Any) -> tuple[Engine, RecordedG
 def sizes_of(engine: Engine, patch: pytest.MonkeyPatch) -> list[int]:
     """Numbers of rows of all rounds from now on."""
     sizes: list[int] = []
-    collect = Engine._collect
+    collect = OutputProcessor.collect
 
-    def noted(self: Engine, flight: Any) -> Any:
+    def noted(self: OutputProcessor, flight: Any, launch_next: Any) -> Any:
         sizes.append(len(flight.result.packed_result_BX))
-        return collect(self, flight)
+        return collect(self, flight, launch_next)
 
-    patch.setattr(Engine, "_collect", noted)
+    patch.setattr(OutputProcessor, "collect", noted)
     return sizes
 
 

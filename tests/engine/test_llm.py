@@ -32,6 +32,7 @@ from sharesd.call_queue import Call
 from sharesd.config import Mode
 from sharesd.drafters import registry
 from sharesd.engine.engine import Engine
+from sharesd.engine.output_processor import OutputProcessor
 from sharesd.engine.round_launcher import RoundLauncher
 from sharesd.models.loader import decoder_config
 from sharesd.runtime import Runtime
@@ -282,15 +283,15 @@ def test_ctrl_c_leaves_it_usable(
 ) -> None:
     half_read = llm.stream(PROMPTS[0], LONG, mode=mode)
     next(half_read)
-    collect, calls = Engine._collect, []
+    collect, calls = OutputProcessor.collect, []
 
-    def pressed(self: Engine, flight: Any) -> Any:
+    def pressed(self: OutputProcessor, flight: Any, launch_next: Any) -> Any:
         calls.append(flight)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return collect(self, flight)
+        return collect(self, flight, launch_next)
 
-    monkeypatch.setattr(Engine, "_collect", pressed)
+    monkeypatch.setattr(OutputProcessor, "collect", pressed)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(PROMPTS, GREEDY, mode=mode)
     with pytest.raises(RuntimeError, match=r"another call failed in the middle .*KeyboardInterrupt.*repeat this one"):

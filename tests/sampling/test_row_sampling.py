@@ -107,6 +107,19 @@ def test_the_kernel_chooses_as_tensor_operations_do(tree: TreeAttentionMask | No
     assert few[0].equal(few[1])
 
 
+def test_paths_end_at_a_nodes_depth() -> None:
+    """What follows is padding, which in a tree that was cut names nodes that are gone."""
+    kind, rows = placed([WAYS["penalties"]], V, [[5, 6]])
+    logits, lengths = logits_of(torch.Generator().manual_seed(1), 3, torch.float32)[:1], torch.tensor([2])
+
+    def accepted(padding: int) -> Tensor:
+        path = torch.tensor([[[0, padding, padding], [0, 1, padding], [0, 2, padding]]])
+        mask = TreeAttentionMask(torch.tensor([[0, 1, 1]]), path)
+        return Sampler(kind, rows).accept(DraftTree(torch.tensor([[3, 36]]), mask, depth=1), logits, lengths).tokens
+
+    assert all(accepted(padding).equal(accepted(0)) for padding in (1, 2, 3))
+
+
 def test_memory_is_taken_when_it_is_needed_and_keeps_its_place() -> None:
     _, rows = placed([WAYS["sampled"], WAYS["greedy"]], V)
     assert "counts" not in vars(rows) and "bias_BV" not in vars(rows)

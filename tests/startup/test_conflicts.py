@@ -96,7 +96,10 @@ RESOLVED: list[tuple[Found, str]] = [
     (resolved(facts={"compile": "full", "has_block_source": True}), "offloaded blocks run one by one; use native"),
     (resolved(**CLASSIC, on="cuda:0"), "draft_device is 'cpu' and the target is on cuda:0, which would wait for it"),
     (resolved(**CLASSIC, facts={"compile": "full"}), "compile is 'full' and draft_device is 'cpu'"),
-    (resolved(on="cuda:0", facts={"experts": 8, "dtype": torch.float64}), "dtype is float64, for which experts have"),
+    (
+        resolved(on="cuda:0", facts={"undivided": "a model", "dtype": torch.float64}),
+        "dtype is float64, for which a model",
+    ),
     (resolved(split=TWO_STAGES, facts={"has_block_source": True}), "blocks in stages stay where they are"),
     (resolved(split=TWO_STAGES, num_stages=2, facts={"compile": "full"}), "a step runs on several devices"),
     (resolved(mode="share", on="cuda:0", facts={"has_triton": False}), "quantized linears on cuda:0 need Triton"),

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from compile import block_linear, cpp_extension
 from compile.block_linear import BLOCK_TYPES, NUMBERS, Activations, BlockEmbedding, BlockLinear, BlockPart, block_sizes
 from compile.block_types import TABLE, TYPES, BlockType, read_table
-from compile.cuda.block_form import CODECS, FORMS, BlockForm
+from compile.cuda.block_form import CODECS, FORMS, BlockForm, is_finite
 from compile.huge_pages import HugePageArena
 from compile.linear import NotFinite, PackedLinear, WidenedLinear
 from compile.native_structs import LinearStruct
@@ -229,10 +229,10 @@ def test_blocks_that_are_not_finite_are_refused(type_name: str) -> None:
     dtype = {"MXFP4": torch.uint8, "NVFP4_16": torch.float32}.get(type_name, torch.float16)
     for place, wrong in product(HALVES.get(type_name) or (0,), [255] if dtype == torch.uint8 else [inf, nan]):
         part = random_part(type_name, 33, 512)
-        assert part.is_finite() and BlockLinear([part], None, 512).unpacked().isfinite().all()
+        assert is_finite(part) and BlockLinear([part], None, 512).unpacked().isfinite().all()
         blocks = part.raw[-1].view(-1, block_sizes(type_name)[1])
         blocks[:, place : place + dtype.itemsize] = torch.tensor([wrong], dtype=dtype).view(torch.uint8)
-        assert not part.is_finite()
+        assert not is_finite(part)
         with pytest.raises(NotFinite):
             BlockLinear([part], None, 512)
 
