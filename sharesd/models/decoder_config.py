@@ -156,8 +156,6 @@ class DecoderConfig:
     @property
     def cpu_only(self) -> str:
         """What the native decoder runs on CPUs alone; "": it runs everywhere."""
-        if self.delta is not None:
-            return self.undivided
         found = self.experts
         if found is None:
             return ""

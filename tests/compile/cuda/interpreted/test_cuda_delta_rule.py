@@ -18,10 +18,12 @@ from torch import Tensor
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated, torch_recurrent_gated_delta_rule
 
 from compile.delta_sizes import DeltaSizes
+from sharesd import LLM, SamplingParams
 from sharesd.kvcache.recurrent import NO_END, RecurrentSizes, RecurrentState
 from sharesd.models import prefill
 from sharesd.models.gguf.convert import converted_folder
 from sharesd.models.loader import load_decoder
+from sharesd.weights.backend import CpuBackend
 from sharesd.weights.cuda_backend import CudaBackend
 from tests.helpers.gguf_files import write_delta_gguf
 from tests.helpers.oracle import logits_of
@@ -292,3 +294,37 @@ def test_weights_of_a_file_give_the_logits_of_their_numbers(
     with torch.inference_mode():
         got_TV = model(tokens, model.new_cache(1, 64))[0]
     assert ((got_TV - want_TV).norm(dim=-1) / want_TV.norm(dim=-1)).max() < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="its engine runs on the CPU")
+@pytest.mark.parametrize(
+    ("family", "mode", "tree"),
+    [
+        ("qwen3_5_text", "share", (2, 2, 4)),
+        pytest.param("qwen3_5_text", "share", None, marks=pytest.mark.long),
+        pytest.param("qwen3_5_text", "mtp", None, marks=pytest.mark.long),
+        pytest.param("qwen3_next", "mtp", None, marks=pytest.mark.long),
+        pytest.param("a file", "share", None, marks=pytest.mark.long),
+    ],
+)
+def test_modes_have_one_text(
+    family: str, mode: str, tree: tuple[int, int, int] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of the CPU's kernels, of two rows at once, with prompts in padded pieces."""
+    fields: dict[str, Any] = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "mtp_num_hidden_layers": 1}
+    fields["model_type"] = "qwen3_5_text" if family == "a file" else family
+    target = make_delta_model(tmp_path / "model", **fields)
+    if family == "a file":
+        target = write_delta_gguf(tmp_path / "model.gguf", target, "F32")
+    prompts, params = [[5, 9, 14], [*range(10, 22)]], SamplingParams(max_new_tokens=3, temperature=1.0, seed=4)
+    options: dict[str, Any] = {"device": "cpu", "max_batch": 2, "num_draft": 4, "dtype": "fp32", "max_context": 64}
+    plain = LLM(str(target), modes=("naive",), **options)
+    want = [each.token_ids for each in plain.generate(prompts, params)]
+    monkeypatch.setattr(CpuBackend, "pack_model", lambda _, model: pack(model))
+    monkeypatch.setattr("sharesd.startup.target.ModelLoader._make_linear", lambda *_, **__: None)
+    use_triton(monkeypatch)
+    for module in ("sharesd.models.prefill", "sharesd.engine.prefill_scheduler"):
+        monkeypatch.setattr(f"{module}.reads_in_pieces", lambda _: True)
+    llm = LLM(str(target), mode=mode, compile="off", **options, **({"tree": tree} if tree else {}))
+    assert [each.token_ids for each in llm.generate(prompts, params)] == want
