@@ -27,7 +27,7 @@ from sharesd.weights.backend import CpuBackend
 from sharesd.weights.cuda_backend import CudaBackend
 from tests.helpers.gguf_files import write_delta_gguf
 from tests.helpers.oracle import logits_of
-from tests.helpers.tiny_models import make_delta_model
+from tests.helpers.tiny_models import make_conv_model, make_delta_model
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 from compile.cuda.delta_rule import gated_delta
@@ -306,6 +306,9 @@ def test_weights_of_a_file_give_the_logits_of_their_numbers(
         pytest.param("qwen3_5_text", "mtp", None, marks=pytest.mark.long),
         pytest.param("qwen3_next", "mtp", None, marks=pytest.mark.long),
         pytest.param("a file", "share", None, marks=pytest.mark.long),
+        ("lfm2", "share", (2, 2, 4)),
+        pytest.param("lfm2", "suffix", None, marks=pytest.mark.long),
+        pytest.param("lfm2_moe", "suffix", None, marks=pytest.mark.long),
     ],
 )
 def test_modes_have_one_text(
@@ -314,7 +317,10 @@ def test_modes_have_one_text(
     """That of the CPU's kernels, of two rows at once, with prompts in padded pieces."""
     fields: dict[str, Any] = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "mtp_num_hidden_layers": 1}
     fields["model_type"] = "qwen3_5_text" if family == "a file" else family
-    target = make_delta_model(tmp_path / "model", **fields)
+    if family.startswith("lfm2"):
+        target = make_conv_model(tmp_path / "model", model_type=family)
+    else:
+        target = make_delta_model(tmp_path / "model", **fields)
     if family == "a file":
         target = write_delta_gguf(tmp_path / "model.gguf", target, "F32")
     prompts, params = [[5, 9, 14], [*range(10, 22)]], SamplingParams(max_new_tokens=3, temperature=1.0, seed=4)
