@@ -357,7 +357,8 @@ class Policy:
     def tables_lead(self, scores: Sequence[Sequence[float]], drafted: DraftShape) -> bool:
         """Return True if tables alone are worth more than a model's draft with their nodes next to it.
 
-        A GPU makes no draft then, but waits for the tables. Arguments as for `num_table_nodes_worth`.
+        A GPU makes no draft then, but waits for the tables. `scores`: as for `num_table_nodes_worth`; `drafted`: the
+        shape of the model's draft.
         """
         num, value = self.num_table_nodes_worth(scores)
         if not num or not self.live.is_measured:

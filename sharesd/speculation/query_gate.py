@@ -42,7 +42,7 @@ class QueryGate:
         """Return True if the coming round queries no tables.
 
         A query that seems not to pay is a trial, more often as a text begins. `most` gives the tokens that a query
-        gains if all nodes are accepted; `purse`: tokens that trials may cost.
+        gains if all nodes are accepted; `purse`: tokens that such queries may cost.
         """
         if self.pays(rate):
             return False
