@@ -182,6 +182,7 @@ def _build(target: Path, compiler: tuple[str, ...], source: tuple[str, ...]) -> 
         return ctypes.CDLL(str(Path(scratch) / target.name))
 
 
+@cache  # a compiler that has worked works for the next model, too; errors are not kept
 def _try(compiler: tuple[str, ...]) -> None:
     """Compile and load a line; RuntimeError or OSError if that fails."""
     with tempfile.TemporaryDirectory(prefix="sharesd-") as scratch:
