@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, TypeVar
 
 import pytest
@@ -97,19 +98,25 @@ class Recording(TorchDispatchMode):
 
     def poison(self, *, returned: bool) -> None:
         """Overwrite what was made here since the last time; what was returned, too, if so wanted."""
-        for place, tensor in self._made.items():
-            if returned if place in self.returned else not self._is_poisoned:
-                tensor.fill_(math.nan if tensor.is_floating_point() else 2**40 if tensor.dtype == torch.int64 else 1)
+        kept, scratch = self._kept_and_scratch
+        for tensor in (*(kept if returned else ()), *(() if self._is_poisoned else scratch)):
+            tensor.fill_(math.nan if tensor.is_floating_point() else 2**40 if tensor.dtype == torch.int64 else 1)
         self._is_poisoned = True
+
+    @cached_property
+    def _kept_and_scratch(self) -> tuple[list[Tensor], list[Tensor]]:
+        """What was made here, by whether it was returned."""
+        made = self._made.items()
+        return tuple([tensor for at, tensor in made if (at in self.returned) == kept] for kept in (True, False))
 
     def replay(self) -> None:
         self.num_replays += 1
         self._is_poisoned = False
         for func, args, kwargs, fresh in self._steps:
             again = func(*args, **kwargs)
-            if fresh:
-                for tensor, new in zip(fresh, (t for t in tree_leaves(again) if isinstance(t, Tensor)), strict=True):
-                    tensor.copy_(new)
+            made = (again,) if isinstance(again, Tensor) else tree_leaves(again) if fresh else ()
+            for tensor, new in zip(fresh, (t for t in made if isinstance(t, Tensor)), strict=bool(fresh)):
+                tensor.copy_(new)
 
 
 class RecordedGraphs(Graphs):
