@@ -7,6 +7,7 @@ width and options has its own runtime.
 from __future__ import annotations
 
 import argparse
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import product
@@ -172,6 +173,7 @@ def measure(
 ) -> Iterator[list[Point]]:
     """Load one runtime, and yield each cell's points, one per mode."""
     from benchmark.timed import compare_modes
+    from sharesd.engine.call_queue import decode
     from sharesd.runtime import Runtime  # torch takes seconds, mistakes should not
     from sharesd.startup.warmup import warm_up
 
@@ -189,7 +191,7 @@ def measure(
         for mode in modes:
             with err_console.status(f"warming up {mode}, {batch} rows"):
                 engine = runtime.warm_up(mode, params)
-                engine.generate([others[row % len(others)] for row in range(batch)], params, mode=mode)
+                deque(decode(engine, [others[row % len(others)] for row in range(batch)], params, mode=mode), maxlen=0)
         turns = []
         for first in range(0, len(asked), batch):
             group = slice(first, first + batch)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from benchmark.arguments import rotated
 from sharesd.config import Mode
 from sharesd.drafters.recycle.table import RecycleTable
+from sharesd.engine.call_queue import decode
 from sharesd.engine.engine import Engine
 from sharesd.engine.outputs import Completion
 from sharesd.engine.stats import Stats
@@ -112,7 +113,7 @@ def _answers(
 ) -> list[list[list[int]]]:
     """Return token ids of each engine's rows, decoded alternately; raises TimesDiffer."""
     started = time.perf_counter()
-    streams = [each.stream(prompts, params, mode=name, reuse=True) for each, name in ((naive, None), (engine, mode))]
+    streams = [decode(each, prompts, params, mode=name, reuse=True) for each, name in ((naive, None), (engine, mode))]
     answers: list[list[list[int]]] = [[[] for _ in prompts] for _ in streams]
     counts = [0] * len(streams)
     running = list(range(len(streams)))

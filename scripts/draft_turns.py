@@ -11,6 +11,7 @@ Speedups are geometric means over questions; c and v are a draft and a verify st
 from __future__ import annotations
 
 import sys
+from collections import deque
 from dataclasses import dataclass, field
 
 from benchmark.arguments import rotated
@@ -18,6 +19,7 @@ from benchmark.points import point_of
 from benchmark.timed import Comparison, compare_modes
 from quant.config import QuantConfig
 from sharesd.config import EngineConfig
+from sharesd.engine.call_queue import decode
 from sharesd.reports.questions import first_turns, prompts_of
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
@@ -58,7 +60,7 @@ def main(target: str, threads: str, num_questions: str, num_tokens: str, *specs:
         for here in params:
             each.found[here.temperature] = [Comparison() for _ in prompts]
             warm_up(each.naive, each.naive.mode, here)
-            each.runtime.warm_up("share", here).generate([other], here, mode="share")
+            deque(decode(each.runtime.warm_up("share", here), [other], here, mode="share"), maxlen=0)
     for turn in range(RUNS * len(prompts)):
         question = turn % len(prompts)
         for here in params:

@@ -10,10 +10,10 @@ from typing import Any, overload
 
 import torch
 
-from sharesd.call_queue import Call, CallQueue
 from sharesd.config import OFFLINE_CHUNK, EngineConfig, Mode
 from sharesd.data.chat_messages import EXAMPLE, for_template
 from sharesd.drafters import registry
+from sharesd.engine.call_queue import Call, CallPrompt, CallQueue
 from sharesd.engine.outputs import Completion, TokenChunk
 from sharesd.field_types import DefaultLimit, as_list, converted, plain, shown, typed
 from sharesd.models.chat_prompt import encode_chat
@@ -105,14 +105,14 @@ class LLM:
         self._runtime: Runtime | None = Runtime(config, modes, **hooks)
         self._mode, self._modes = self._runtime.engine.mode, self._runtime.modes
         self._tokenizer, self._max_context = self._runtime.tokenizer, self._runtime.max_context
-        self._calls = CallQueue(self._runtime.engine, reuse=reuse)
+        self._reuse, self.calls = reuse, CallQueue(self._runtime.engine)
 
     @property
     def runtime(self) -> Runtime:
         """The loaded model, with its engine: for statistics, reports and warm-ups, while no call runs."""
         if self._runtime is None:
             raise _closed()
-        self._calls.drop_closed()
+        self.calls.drop_closed()
         return self._runtime
 
     @property
@@ -231,7 +231,7 @@ class LLM:
             prompt_ids = [self._ids(each) for each in _prompts(prompt, "prompt")]
         if not prompt_ids:
             raise ValueError(f"prompt is {shown(prompt)}; give a text, token ids or messages")
-        return self._calls.run(self._call(prompt_ids, params, mode, whole=False))
+        return self.calls.run(self._call(prompt_ids, params, mode, whole=False))
 
     def close(self) -> None:
         """Free the model, its KV cache, and its threads and processes.
@@ -241,7 +241,7 @@ class LLM:
         runtime, self._runtime = self._runtime, None
         if runtime is None:
             return
-        self._calls.close(_closed())
+        self.calls.close(_closed())
         runtime.close()
         on_gpu = runtime.device.type == "cuda"
         del runtime
@@ -275,11 +275,11 @@ class LLM:
         call = self._call(prompt_ids, params, mode, whole=True)
         if not prompt_ids:
             return []
-        chunks = list(self._calls.run(call))
-        done = {request: Completion() for request in call.requests}
+        chunks = list(self.calls.run(call))
+        done: dict[int, Completion] = {}
         for chunk in chunks:
-            done[chunk.request].add(chunk)
-        return list(done.values())
+            done.setdefault(chunk.request.number, Completion()).add(chunk)
+        return [done[number] for number in sorted(done)]  # the engine gets prompts in order
 
     def _call(self, prompt_ids: list[list[int]], params: Params | None, mode: Mode | None, *, whole: bool) -> Call:
         if self._runtime is None:
@@ -289,15 +289,15 @@ class LLM:
         given = typed(SamplingParams | tuple[SamplingParams, ...] | None, "params", params)
         given = SamplingParams() if given is None else given
         if isinstance(given, SamplingParams):
-            prompts = [(ids, given, index) for index, ids in enumerate(prompt_ids)]
+            prompts = [CallPrompt(ids, given, index) for index, ids in enumerate(prompt_ids)]
         elif len(given) == len(prompt_ids):
-            prompts = [(ids, own, 0) for ids, own in zip(prompt_ids, given, strict=True)]
+            prompts = [CallPrompt(ids, own) for ids, own in zip(prompt_ids, given, strict=True)]
         else:
             raise ValueError(f"there are {len(given)} params for {len(prompt_ids)} prompts; give one, or one for each")
-        cut = cut_by_context(((len(ids), own) for ids, own, _ in prompts), self._max_context)
+        cut = cut_by_context(((len(each.ids), each.params) for each in prompts), self._max_context)
         if cut is not None:
             log.warning("answers may be cut: %s", cut)
-        return Call(name, prompts, collected_at_end=whole)
+        return Call(name, prompts, collected_at_end=whole, reuse=self._reuse)
 
 
 def _not_loaded(mode: Mode, modes: Sequence[Mode]) -> ValueError:

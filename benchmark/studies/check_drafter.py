@@ -153,11 +153,14 @@ class DrafterChecks:
     def _answers(
         self, mode: str, prompts: Sequence[Any], params: SamplingParams, reuse: bool = False
     ) -> list[list[int]]:
-        engine = self._loaded
-        answers = engine.generate(prompts, params, mode=mode, reuse=reuse)
+        from sharesd.engine.call_queue import decode
+
+        engine, answers = self._loaded, [list[int]() for _ in prompts]
+        for chunk in decode(engine, prompts, params, mode=mode, reuse=reuse):
+            answers[chunk.row] += chunk.token_ids
         self.num_drafted += engine.stats.drafted_tokens
         self.num_accepted += engine.stats.sources["accepted"]
-        return [answer.token_ids for answer in answers]
+        return answers
 
     def _compare(self, prompts: Sequence[Any], params: SamplingParams) -> str:
         naive, own = (self._answers(mode, prompts, params) for mode in ("naive", self._spec.name))

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sharesd.drafters.base import DraftContext
+from sharesd.engine.call_queue import decode
 from sharesd.engine.engine import Engine
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
@@ -57,9 +58,9 @@ def record_drafts(
     recorder = _Recorder(engine, mode, params)
     for kind, prompt in prompts:
         recorder.drafts = []
-        answer = engine.generate([prompt], params, mode=mode)[0].token_ids
+        answer = [token for chunk in decode(engine, [prompt], params, mode=mode) for token in chunk.token_ids]
         parts = map(np.array, zip(*recorder.drafts, strict=True))
-        yield DraftRecords(kind, prompt, list(answer), *parts)
+        yield DraftRecords(kind, prompt, answer, *parts)
 
 
 class _Recorder:

@@ -35,18 +35,17 @@ from sharesd.cli.console import err_console, loading_bars, print_line, set_up_lo
 from sharesd.cli.flags import warn_of_idle_noise
 from sharesd.cli.user_text import encode
 from sharesd.config import OFFLINE_CHUNK, EngineConfig, Mode
+from sharesd.conversations import run_conversations
 from sharesd.data.chat_messages import text_of
 from sharesd.data.json_lines import checked, each_record, finite, text_lines
 from sharesd.data.prompt_files import conversation_in_parts, read_each
-from sharesd.engine.batch_runner import run_conversations
 from sharesd.field_types import DefaultLimit
 from sharesd.models.checkpoint import Progress, silent
 from sharesd.sampling_params import SamplingParams, cut_by_context
 
 if TYPE_CHECKING:
-    from sharesd.engine.engine import Engine
     from sharesd.engine.outputs import TokenChunk
-    from sharesd.engine.request import Request
+    from sharesd.llm import LLM
 
 FLAG = "--out"
 MAX_BATCH = DefaultLimit(8)
@@ -274,7 +273,7 @@ def answer(work: GenerateWork, tasks: TaskQueue, progress: Progress | None = Non
 
     def answers() -> Iterator[Numbered]:
         try:
-            for number, question, reason in run_conversations(llm.runtime.engine, take):
+            for number, question, reason in run_conversations(llm, take):
                 yield number, {"error": str(reason)} if reason else question.record()
         finally:
             llm.runtime.close_trace()
@@ -292,13 +291,11 @@ class _Question:
         self._answer = Completion()
         self._warning: str | None = None
 
-    def ask(self, engine: Engine) -> Request:
+    def next_prompt(self, llm: LLM) -> tuple[list[int], SamplingParams, int]:
         work = self._work
-        ids = encode(engine.tokenizer, self._prompt, raw=work.raw, system=work.system)
-        self._warning = cut_by_context([(len(ids), work.params)], engine.max_context)
-        request = engine.add(ids, work.params, self._index)
-        request.label = {"index": self._index}
-        return request
+        ids = encode(llm.tokenizer, self._prompt, raw=work.raw, system=work.system)
+        self._warning = cut_by_context([(len(ids), work.params)], llm.max_context)
+        return ids, work.params, self._index
 
     def take(self, chunk: TokenChunk) -> None:
         self._answer.add(chunk)

@@ -10,24 +10,22 @@ Legend: B rows, V vocabulary.
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from compile.device_timer import Clock
-from sharesd.data.request_errors import RequestError
 from sharesd.devices.selection import use
 from sharesd.drafters.base import Drafter
 from sharesd.engine.decode_round import BatchState
 from sharesd.engine.loaded_mode import DecodeVariant, LoadedMode
 from sharesd.engine.options import EngineOptions
 from sharesd.engine.output_processor import OutputProcessor, sample_first
-from sharesd.engine.outputs import Completion, TokenChunk
-from sharesd.engine.request import Request
+from sharesd.engine.outputs import TokenChunk
+from sharesd.engine.request import Caller, Request
 from sharesd.engine.round_launcher import InFlightRound, RoundLauncher
 from sharesd.engine.scheduler import Prompt, Scheduler, powers_of_two
 from sharesd.engine.stats import Stats
@@ -36,7 +34,7 @@ from sharesd.models.base import CausalModel
 from sharesd.sampling import RowSampling, SamplingKind
 from sharesd.sampling.constraints import Grammars
 from sharesd.sampling.sampler import Sampler
-from sharesd.sampling_params import SamplingParams, cut_by_context
+from sharesd.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from sharesd.engine.trace_file import TraceFile
@@ -44,15 +42,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Engine", "Prompt"]
 
-log = logging.getLogger(__name__)
-
 
 class Engine:
     """Decodes requests with one target, in modes that differ by their drafter. Not thread-safe.
 
-    `LLM` and the server decode with `add`, `step` and `cancel`; `stream` and `generate` are loops over them for the
-    prompts of one call. Requests of one mode are decoded together; those of another mode wait until they have
-    finished. `mode` of methods: a name in `modes`; None = the attribute of that name.
+    Requests of one mode are decoded together; those of another mode wait until they have finished. `mode` of methods: a
+    name in `modes`; None = the attribute of that name.
     """
 
     def __init__(
@@ -114,7 +109,6 @@ class Engine:
         self._outputs = OutputProcessor(cache, self._scheduler, self._clock, options)
         self._outputs.begin(_new_stats(first_mode.num_draft))
         self._in_flight: InFlightRound | None = None  # launched by the step before
-        self._call: object = None  # the last call of `stream`, unless others have added requests after it
         self.label: Mapping[str, Any] = {}
         """Fields of JSON types that are added to the trace of each request from now on."""
 
@@ -177,24 +171,21 @@ class Engine:
         *,
         mode: str | None = None,
         reuse: bool = True,
-        call: object | None = None,
+        call: Caller | None = None,
     ) -> Request:
         """Append a request to the queue; `step` decodes it.
 
         Args:
             index: number of this prompt in its call, or of this choice in its request; each number has its own noise.
             reuse: do not recompute KV of the longest prefix that the prompt shares with a row.
-            call: an object shared by all requests of a caller that waits for all of them. While no others run, rounds
-                start after all prompts have been read, and draft lengths suit the requests with the most tokens left.
+            call: who waits for all of its requests. While no others run, rounds start after all
+                prompts have been read, and the drafts of the last requests suit those with the most tokens left.
                 None: requests of several callers, none of whom should wait long.
 
-        Ends a call of `stream`. Raises ValueError for an unsupported prompt or parameters.
+        Raises ValueError for an unsupported prompt or parameters.
         """
         params, scheduler, loaded = params or SamplingParams(), self._scheduler, self.of_mode(mode)
         ids = self.check(prompt, params, mode)
-        if self._call is not None and call is not self._call:
-            self.cancel_all()
-            self._call = None
         scheduler.check_alike(params)
         if not scheduler.is_busy:
             self._begin(loaded)
@@ -234,64 +225,6 @@ class Engine:
     def cancel(self, request: Request) -> None:
         """End the request without a finish reason; free its row at once."""
         self._scheduler.cancel(request)
-
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: SamplingParams | None = None,
-        *,
-        mode: str | None = None,
-        reuse: bool = False,
-    ) -> list[Completion]:
-        """Return one completion per prompt. Takes the arguments of `stream`, and raises its errors."""
-        done = [Completion() for _ in prompts]
-        for chunk in self.stream(prompts, sampling, mode=mode, reuse=reuse):
-            done[chunk.row].add(chunk)
-        return done
-
-    def stream(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: SamplingParams | None = None,
-        *,
-        mode: str | None = None,
-        reuse: bool = False,
-    ) -> Generator[TokenChunk, None, None]:
-        """Decode prompts, up to one per cache row at a time; yield chunks.
-
-        Ends any earlier call. Each prompt has its own noise, by its index in the call. `reuse`: as in `add`. Warns if
-        `max_new_tokens` is given and exceeds the context. Raises ValueError as `add`, and RuntimeError if requests of
-        `add` run, or another call has begun since the last chunk. If prompts failed, raises the first RequestError
-        after the last chunk.
-        """
-        if isinstance(prompts, str):
-            raise ValueError("prompts is one string; give a list of prompts")
-        params, scheduler = sampling or SamplingParams(), self._scheduler
-        prompt_ids = [self.check(prompt, params, mode) for prompt in prompts]
-        if self._call is None and scheduler.is_busy:
-            raise RuntimeError("added requests are still being decoded; finish or cancel them before this call")
-        cut = cut_by_context(((len(ids), params) for ids in prompt_ids), self.max_context)
-        if cut is not None:
-            log.warning("answers may be cut: %s", cut)
-        self.cancel_all()
-        self._call = call = object()
-        requests = [self.add(ids, params, i, mode=mode, reuse=reuse, call=call) for i, ids in enumerate(prompt_ids)]
-        self.stats.accept_lengths = [request.stats.accept_lengths[0] for request in requests]
-        error: RequestError | None = None
-        try:
-            while self._call is call and any(request.is_unfinished for request in requests):
-                for chunk in self.step():
-                    error = error or chunk.error
-                    yield chunk
-            if self._call is not call and any(request.finish_reason is None for request in requests):
-                raise RuntimeError("another call has begun since the last chunk; finish or close a call first")
-            if error is not None:
-                raise error
-        finally:
-            for request in requests:
-                self.cancel(request)
-            if self._call is call:
-                self._call = None
 
     def _begin(self, loaded: LoadedMode) -> None:
         """Start new counts; no request has a row."""
@@ -370,7 +303,7 @@ class Engine:
         return 0, next(size for size in self.batch_sizes if size > max(rows))
 
     def deactivate_rows(self) -> None:
-        """Take all rows out of rounds until the next `step` or `stream`."""
+        """Take all rows out of rounds until the next `step`."""
         self.state.active_B.zero_()
         self.state.drafts_B.fill_(True)
         self._launcher.invalidate()

@@ -21,6 +21,13 @@ MAX_SHARED_ROUND = 1.5
 """Longest round with drafts, in plain rounds, if several callers share it."""
 
 
+class Caller:
+    """Who waits for all requests of a call."""
+
+    has_more = False
+    """True if more will follow, so that rounds need not suit the last ones."""
+
+
 class Request:
     """Prompt and its answer, with a row while it is decoded."""
 
@@ -35,7 +42,7 @@ class Request:
         mode: str,
         matcher: Constraint | None = None,
         reuse: bool = True,
-        call: object | None = None,
+        call: Caller | None = None,
     ) -> None:
         """Request number `index` of its `call`, whose caller waits for all; None: of none. `mode` names its drafter."""
         self.prompt_ids, self.params, self.index, self.matcher = prompt_ids, params, index, matcher

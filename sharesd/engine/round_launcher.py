@@ -66,7 +66,7 @@ class InFlightRound(NamedTuple):
     counted: list[Request]
     """Requests for which the policy chooses the draft; see `counted_requests`."""
     is_last_call: bool
-    """True if all requests are prompts of one call, and none waits."""
+    """True if all requests are prompts of one call, and none follows."""
     operating_point: tuple[float, int, int]
     """What costs of steps depend on: mean live slots, threads, rows (arguments of `LiveCosts.at`)."""
     tree: DraftTree
@@ -141,8 +141,9 @@ class RoundLauncher:
         # (`policy.live`) and past acceptance; in `drafter.draft` it may end a chain early (on a CPU); it learns from
         # the result in `OutputProcessor.collect`, perhaps after it has decided about the next round.
         policy, live, first = batch.variant.policy, batch.live, batch.first
-        one_caller = scheduler.only_call is not None
-        is_last_call = one_caller and not scheduler.waiting and scheduler.prefill.request is None
+        call = scheduler.only_call
+        one_caller = call is not None
+        is_last_call = call is not None and not (call.has_more or scheduler.waiting or scheduler.prefill.request)
         counted = counted_requests(live, is_last_call)
         policy.counted_rows = [request.row for request in counted]  # type: ignore[misc]
         policy.max_round_cost = max_round_cost(live, self.prefilled, one_caller)

@@ -18,7 +18,7 @@ from sharesd.drafters.base import Drafter
 from sharesd.engine.loaded_mode import LoadedMode
 from sharesd.engine.options import EngineOptions
 from sharesd.engine.prefill_scheduler import PrefillScheduler
-from sharesd.engine.request import Request
+from sharesd.engine.request import Caller, Request
 from sharesd.engine.row_allocator import RowAllocator
 from sharesd.engine.stats import Stats
 from sharesd.engine.stop_checker import StopChecker
@@ -87,7 +87,7 @@ class Scheduler:
         return [request for request in self.rows.requests if request is not None and request is not reading]
 
     @property
-    def only_call(self) -> object | None:
+    def only_call(self) -> Caller | None:
         """The call of all requests that have a row and of the next one; None if they are of several, or of none."""
         found = [request.call for request in (*filter(None, self.rows.requests), *islice(self.waiting, 1))]
         return found[0] if found and all(call is found[0] for call in found) else None
@@ -145,7 +145,7 @@ class Scheduler:
         *,
         mode: str,
         reuse: bool = True,
-        call: object | None = None,
+        call: Caller | None = None,
     ) -> Request:
         """Append a new request to the queue.
 

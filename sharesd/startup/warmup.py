@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
@@ -15,6 +16,7 @@ from sharesd.data.request_errors import NonFiniteLogits
 from sharesd.devices.transfer import reserve_pinned
 from sharesd.drafters.base import Drafter
 from sharesd.drafters.draft_checks import checked_draft
+from sharesd.engine.call_queue import decode
 from sharesd.engine.decode_round import Round
 from sharesd.engine.engine import Engine
 from sharesd.field_types import DefaultLimit
@@ -74,7 +76,7 @@ def _run(engine: Engine, mode: str, prompts: list[list[int]], params: SamplingPa
     Logits that are not numbers are ignored here: those of real requests may be.
     """
     with suppress(NonFiniteLogits), first_blocks(engine, mode):
-        engine.generate(prompts, params, mode=mode)
+        deque(decode(engine, prompts, params, mode=mode), maxlen=0)
 
 
 def _run_all_samplers(engine: Engine, mode: str) -> None:

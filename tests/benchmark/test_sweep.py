@@ -250,6 +250,7 @@ class Launching:
 def run(monkeypatch: pytest.MonkeyPatch) -> Any:
     def use(engine: Launching) -> Launching:
         monkeypatch.setattr(timed, "time", SimpleNamespace(perf_counter=lambda: engine.now))
+        monkeypatch.setattr(timed, "decode", lambda engine, *asked, **options: engine.stream(*asked, **options))
         return engine
 
     return use

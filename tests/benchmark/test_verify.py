@@ -116,7 +116,7 @@ def test_position_tokens_and_gaps_of_a_mismatch(tiny: Path, temperature: float) 
     for mode in runtime.modes:
         runtime.warm_up(mode)
     engine = runtime.engine
-    wanted = engine.generate([PROMPTS["b"]], params, mode="naive")[0].token_ids
+    wanted = llm.generate(PROMPTS["b"], params, mode="naive")[0].token_ids
 
     class OfOneWidth:
         modes, options = {"share": SimpleNamespace(num_draft=2)}, SimpleNamespace(widths=(8,))

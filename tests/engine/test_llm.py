@@ -28,9 +28,9 @@ from sharesd import (
     TokenChunk,
 )
 from sharesd import llm as llm_module
-from sharesd.call_queue import Call
 from sharesd.config import Mode
 from sharesd.drafters import registry
+from sharesd.engine.call_queue import Call, CallPrompt
 from sharesd.engine.engine import Engine
 from sharesd.engine.output_processor import OutputProcessor
 from sharesd.engine.round_launcher import RoundLauncher
@@ -269,8 +269,8 @@ def test_another_thread_takes_over_the_number_of_threads(llm: LLM, expected: dic
 
 def test_a_long_list_holds_up_nobody_elses_prompt(llm: LLM, expected: dict[int, Any]) -> None:
     """Rows go to calls in turn, not to all of the first one's prompts."""
-    call = Call("naive", [([9], LONG, place) for place in range(40)], collected_at_end=False)
-    long = llm._calls.run(call)
+    call = Call("naive", [CallPrompt([9], LONG, place) for place in range(40)])
+    long = llm.calls.run(call)
     next(long)
     assert ids_of(llm.generate(PROMPTS, GREEDY, mode="naive")) == expected[GREEDY.seed]
     assert call.num_unfinished > 30
@@ -418,7 +418,7 @@ def test_close_frees_and_ends_all_calls(options: dict[str, Any], monkeypatch: py
     assert made.mode == "naive" and made._runtime is not None
     weights, stream = weakref.ref(made._runtime.target), made.stream("the cat", LONG)
     next(stream)
-    stepping, closing, step, wait = threading.Event(), threading.Event(), Engine.step, made._calls._changed.wait
+    stepping, closing, step, wait = threading.Event(), threading.Event(), Engine.step, made.calls._changed.wait
 
     def held_step(engine: Engine) -> list[TokenChunk]:
         stepping.set()
@@ -426,7 +426,7 @@ def test_close_frees_and_ends_all_calls(options: dict[str, Any], monkeypatch: py
         return step(engine)
 
     monkeypatch.setattr(Engine, "step", held_step)
-    monkeypatch.setattr(made._calls._changed, "wait", lambda seconds: closing.set() or wait(seconds))
+    monkeypatch.setattr(made.calls._changed, "wait", lambda seconds: closing.set() or wait(seconds))
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(made.generate, "the", LONG)
         assert stepping.wait(HANG_S)

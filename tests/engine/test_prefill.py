@@ -21,6 +21,7 @@ from sharesd.models.architectures import config_from_hf
 from sharesd.models.decoder import Decoder
 from sharesd.models.prefill import CHUNK, PIECES, prefill, prefill_in_pieces, slots_for
 from sharesd.sampling_params import SamplingParams
+from tests.helpers.in_mode import InMode
 from tests.helpers.oracle import tiny_tokenizer
 
 VOCAB, CONTEXT = 97, 1300
@@ -57,12 +58,13 @@ def tokens(count: int, seed: int = 0) -> list[int]:
     return torch.randint(VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def toy_engine(*, recompute_decoded_kv: bool = True) -> Engine:
+def toy_engine(*, recompute_decoded_kv: bool = True) -> Any:
     """An engine that reads prompts as on a GPU."""
     toy: Any = Toy()
     options = EngineOptions(max_context=CONTEXT, recompute_decoded_kv=recompute_decoded_kv)
     cache = toy.new_cache(1, slots_for(CONTEXT))
-    return Engine(target=toy, tokenizer=tiny_tokenizer(), cache=cache, drafters={"naive": None}, options=options)
+    engine = Engine(target=toy, tokenizer=tiny_tokenizer(), cache=cache, drafters={"naive": None}, options=options)
+    return InMode(engine, "naive")
 
 
 def test_pieces_have_few_sizes_and_begin_at_multiples_of_a_chunk() -> None:
@@ -108,7 +110,7 @@ def test_prompts_on_a_gpu_are_read_in_pieces() -> None:
     assert rows == [(1, 512), (1, 128), (1, 128)]
 
 
-def conversation(engine: Engine, first: Sequence[int], *, reuse: bool) -> list[list[int]]:
+def conversation(engine: Any, first: Sequence[int], *, reuse: bool) -> list[list[int]]:
     """Three turns, each with all that was said before in its prompt, the last of which takes back half of it."""
     params, said, answers = SamplingParams(max_new_tokens=40, ignore_eos=True), list(first), []
     for turn in range(3):

@@ -294,15 +294,6 @@ def test_a_step_that_fails_cancels_all(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(engine.step()) == 1
 
 
-def test_what_is_added_ends_a_call_that_is_not_used_up() -> None:
-    engine = new("naive")
-    chunks = engine.stream([[1, 2, 3]], GREEDY)
-    next(chunks)
-    engine.add([7, 8], GREEDY)
-    with pytest.raises(RuntimeError, match="another call has begun"):
-        list(chunks)
-
-
 def test_neighbours_are_what_requests_become(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of eight rows costs one row, whichever it is. A row that rests far away comes along with its KV, and what it
     gives way to is not lost.

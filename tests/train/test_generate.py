@@ -207,21 +207,21 @@ def test_replicas_share_the_work(whole: Path, generate: Generate, tmp_path: Path
 def test_written_skipped_and_failed_are_all(
     generate: Generate, tmp_path: Path, capsys: CaptureFixture[str], monkeypatch: MonkeyPatch
 ) -> None:
-    add = Engine.add
+    check = Engine.check
 
-    def refusing(self: Engine, prompt: list[int], *rest: Any, **options: Any) -> Any:
+    def refusing(self: Engine, prompt: list[int], *rest: Any) -> list[int]:
         if "was red" in self.tokenizer.decode(prompt):
             raise ValueError("the engine does not like this one")
-        return add(self, prompt, *rest, **options)
+        return check(self, prompt, *rest)
 
-    monkeypatch.setattr(Engine, "add", refusing)
+    monkeypatch.setattr(Engine, "check", refusing)
     assert generate(tmp_path) == 0
     said = capsys.readouterr().out
     assert f"{2 * (len(RECORDS) + len(BAD))} wanted = {2 * len(RECORDS) - 2} written (0 of them before) " in said
     assert f"+ {2 * len(BAD)} skipped + 2 failed" in said and "failed 2: the engine does not like this one" in said
     for _, reason in BAD:
         assert reason in said
-    monkeypatch.setattr(Engine, "add", add)
+    monkeypatch.setattr(Engine, "check", check)
     assert generate(tmp_path) == 0
     assert f"{2 * len(RECORDS)} written ({2 * len(RECORDS) - 2} of them before)" in capsys.readouterr().out
 

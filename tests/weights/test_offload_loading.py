@@ -194,6 +194,7 @@ from sharesd import EngineConfig, OffloadConfig, SamplingParams
 from sharesd.runtime import Runtime
 from sharesd.devices.host_memory import own_memory
 from sharesd.weights.offload_planner import plan_for
+from tests.helpers.in_mode import in_mode
 def config_of(limit):
     offload = OffloadConfig(host_memory=limit, choose_bits=False)
     return EngineConfig(target={str(folder)!r}, device="cpu", max_context=256, offload=offload)
@@ -208,7 +209,7 @@ def look():
 watch = threading.Thread(target=look)
 watch.start()
 runtime = Runtime(config_of(limit), ("share",))
-runtime.warm_up("share").generate(["the cat sat on"], SamplingParams(max_new_tokens=16, ignore_eos=True))
+in_mode(runtime, "share").generate(["the cat sat on"], SamplingParams(max_new_tokens=16, ignore_eos=True))
 ends = True
 watch.join()
 print(len(runtime.streamed.stream.blocks), limit, peak, need.slot)

@@ -21,10 +21,10 @@ from sharesd.cli import options
 from sharesd.cli.console import print_line, set_up_logging, warn
 from sharesd.cli.generate_file import answering
 from sharesd.config import OFFLINE_CHUNK, EngineConfig, Mode
+from sharesd.conversations import run_conversations
 from sharesd.data.json_lines import records
 from sharesd.data.prompt_files import Message, conversation
 from sharesd.drafters import registry
-from sharesd.engine.batch_runner import run_conversations
 from sharesd.field_types import DefaultLimit
 from sharesd.models.checkpoint import Progress, silent
 from sharesd.sampling_params import SamplingParams
@@ -189,7 +189,7 @@ def answer(work: Work, tasks: TaskQueue, progress: Progress | None = None) -> It
 
     llm = LLM.from_config(work.config, (work.mode,), progress=progress or silent)
     llm.runtime.warm_up(work.mode, work.warm, each_kind=True)
-    talks = run_conversations(llm.runtime.engine, tasks.take)
+    talks = run_conversations(llm, tasks.take)
     return ((number, reason or talk.record()) for number, talk, reason in talks)
 
 

@@ -11,9 +11,8 @@ from sharesd.sampling_params import SamplingParams
 from train.data.loss_mask import Turn, join
 
 if TYPE_CHECKING:
-    from sharesd.engine.engine import Engine
     from sharesd.engine.outputs import TokenChunk
-    from sharesd.engine.request import Request
+    from sharesd.llm import LLM
 
 
 class Unusable(ValueError):
@@ -50,26 +49,24 @@ class AnswerTurns:
     _text: str = ""
     _ids: list[int] = field(default_factory=list)
 
-    def ask(self, engine: Engine) -> Request:
-        """Add the next question to the engine and return its request.
+    def next_prompt(self, llm: LLM) -> tuple[list[int], SamplingParams, int]:
+        """Return the conversation up to the next question, parameters and index.
 
         Raises Unusable if the chat template fails, or if the context has no room for an answer.
         """
-        if engine.tokenizer.has_chat_template:
+        if llm.tokenizer.has_chat_template:
             messages = [*self.messages, self.questions_left[0]]
             try:
-                ids = engine.tokenizer.chat(messages)
+                ids = llm.tokenizer.chat(messages)
             except ValueError as error:
                 raise Unusable(str(error)) from error
         elif self.messages:
             raise Unusable("a checkpoint without chat template takes one question and no system message")
         else:
-            ids = engine.tokenizer.encode(self.questions_left[0]["content"])
-        if len(ids) + self.params.max_new_tokens > engine.max_context:
+            ids = llm.tokenizer.encode(self.questions_left[0]["content"])
+        if len(ids) + self.params.max_new_tokens > llm.max_context:
             raise Unusable("too long for the context")
-        request = engine.add(ids, self.params)
-        self.messages, self.questions_left = [*self.messages, self.questions_left[0]], self.questions_left[1:]
-        return request
+        return ids, self.params, 0
 
     def take(self, chunk: TokenChunk) -> None:
         """Append tokens to the answer."""
@@ -78,7 +75,8 @@ class AnswerTurns:
         if chunk.finish_reason is not None:
             self.turns.append(Turn(chunk.request.prompt_ids, self._ids))
             self.finish_reasons.append(chunk.finish_reason)
-            self.messages = [*self.messages, {"role": "assistant", "content": self._text}]
+            question, *self.questions_left = self.questions_left
+            self.messages = [*self.messages, question, {"role": "assistant", "content": self._text}]
             self._ids, self._text = [], ""
 
     @property

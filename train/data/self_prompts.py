@@ -17,16 +17,15 @@ from multigpu.journal import Journal, keep_settings, read_lines, read_records, w
 from sharesd.cli import options
 from sharesd.cli.console import loading_bars, print_line
 from sharesd.config import EngineConfig
-from sharesd.engine.batch_runner import run_conversations
+from sharesd.conversations import run_conversations
 from sharesd.field_types import DefaultLimit
 from sharesd.models.tokenizer import Tokenizer
 from sharesd.sampling_params import SamplingParams
 from sharesd_files import atomic_write
 
 if TYPE_CHECKING:
-    from sharesd.engine.engine import Engine
     from sharesd.engine.outputs import TokenChunk
-    from sharesd.engine.request import Request
+    from sharesd.llm import LLM
 
 FLAG = "--out"
 SHORTEST = 8
@@ -107,7 +106,7 @@ def _sample_prompts(config: EngineConfig, params: SamplingParams, num: int, jour
             return None if index is None else (index, _Prompt(begin, params, index))
 
         progress("prompts", len(done), num)
-        for number, (index, prompt, mistake) in enumerate(run_conversations(llm.runtime.engine, take), 1 + len(done)):
+        for number, (index, prompt, mistake) in enumerate(run_conversations(llm, take), 1 + len(done)):
             if mistake is not None:
                 raise mistake
             journal.add(
@@ -138,8 +137,8 @@ class _Prompt:
         self._begin, self._params, self._index = begin, params, index
         self.completion = Completion()
 
-    def ask(self, engine: Engine) -> Request:
-        return engine.add(self._begin, self._params, self._index)
+    def next_prompt(self, llm: LLM) -> tuple[list[int], SamplingParams, int]:
+        return self._begin, self._params, self._index
 
     def take(self, chunk: TokenChunk) -> None:
         self.completion.add(chunk)

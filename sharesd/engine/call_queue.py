@@ -1,22 +1,25 @@
-"""Calls of several threads that share an engine.
+"""The loop over an engine's steps, which calls of several threads share.
 
 `LLM.generate` and `LLM.stream` tokenize their prompts, wrap them in a `Call`, and collect what `CallQueue.run` yields.
 The engine has no thread of its own: one waiting caller steps it for all. Calls of other modes or acceptance rules wait
-in order of arrival.
+in order of arrival. Files of prompts and conversations add to a call while it runs; warm-ups and benchmarks of engines
+without an `LLM` use `decode`.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from threading import Condition, Lock
+from typing import Any
 
 from compile.adaptive_threads import STEP_THREADS
 from sharesd import sampling
 from sharesd.data.request_errors import NonFiniteLogits
-from sharesd.engine.engine import Engine
+from sharesd.engine.engine import Engine, Prompt
 from sharesd.engine.outputs import TokenChunk
-from sharesd.engine.request import Request
+from sharesd.engine.request import Caller, Request
 from sharesd.sampling_params import SamplingParams
 
 POLL_SECONDS = 1.0
@@ -26,25 +29,38 @@ _STEP_LOCK = Lock()
 """Serialises the steps of all engines in the process: each uses all cores, and tunes the number of threads."""
 
 
-class Call:
+@dataclass(frozen=True, slots=True)
+class CallPrompt:
+    """A prompt of a call; `index` and `label` as in `Request`."""
+
+    ids: list[int]
+    params: SamplingParams
+    index: int = 0
+    label: Mapping[str, Any] | None = None
+    """None: the engine's."""
+
+
+class Call(Caller):
     """Prompts of one call and the chunks of their answers."""
 
     def __init__(
-        self, mode: str, prompts: Sequence[tuple[list[int], SamplingParams, int]], *, collected_at_end: bool
+        self, mode: str, prompts: Iterable[CallPrompt] = (), *, collected_at_end: bool = False, reuse: bool = True
     ) -> None:
-        """Prompts are token ids, parameters and index, as for `Engine.add`.
+        """`CallQueue.add` appends further prompts.
 
-        `collected_at_end`: chunks are delivered once all prompts are done, as for `LLM.generate`.
+        Args:
+            mode: mode of all prompts.
+            prompts: the first prompts.
+            collected_at_end: chunks are delivered once all prompts are done, as for `LLM.generate`.
+            reuse: as in `Engine.add`.
         """
-        self.mode, self.prompts, self.collected_at_end = mode, prompts, collected_at_end
-        self.uses_match = all(params.acceptance == "match" for _, params, _ in prompts)
-        """True if all prompts use the rule `match`; only then may rows differ in how they are sampled."""
-        self.requests: list[Request] = []
-        """Requests that have been added to the engine, in order."""
+        self.mode, self.collected_at_end, self.reuse = mode, collected_at_end, reuse
+        self.queued = deque(prompts)
+        """Prompts that the engine does not have yet."""
+        self.rule = self.queued[0].params if self.queued else SamplingParams()
+        """Parameters that those of all prompts can be decoded together with."""
         self.chunks: deque[TokenChunk] = deque()
         """Chunks that have not been delivered."""
-        self.num_unfinished = len(prompts)
-        """Prompts whose answers have not finished."""
         self.failure: NonFiniteLogits | None = None
         """Error of the first prompt whose logits are not numbers.
 
@@ -52,6 +68,13 @@ class Call:
         """
         self.error: BaseException | None = None
         self.closed = False
+        # The caller changes the first, and whoever steps changes the second.
+        self.num_added, self.num_finished = len(self.queued), 0
+
+    @property
+    def num_unfinished(self) -> int:
+        """Prompts whose answers have not finished."""
+        return self.num_added - self.num_finished
 
     @property
     def ready(self) -> bool:
@@ -59,18 +82,17 @@ class Call:
         return self.error is not None or not self.num_unfinished or (bool(self.chunks) and not self.collected_at_end)
 
     @property
-    def num_unqueued(self) -> int:
-        """Prompts that have not been added to the engine."""
-        return len(self.prompts) - len(self.requests)
+    def uses_match(self) -> bool:
+        """True if prompts use the rule `match`; only then may rows differ in how they are sampled."""
+        return self.rule.acceptance == "match"
 
 
 class CallQueue:
     """Queue of calls on an engine. Thread-safe."""
 
-    def __init__(self, engine: Engine, *, reuse: bool = True) -> None:
-        """Take over an engine, which others must not step while calls run; `reuse`: as in `Engine.add`."""
+    def __init__(self, engine: Engine) -> None:
+        """Take over an engine, which others must not step while calls run."""
         self._engine: Engine | None = engine
-        self._reuse = reuse
         self._new: deque[Call] = deque()  # in the order in which they came
         self._running: deque[Call] = deque()  # all of one mode; the next one whose prompt gets a row comes first
         self._owners: dict[Request, Call] = {}
@@ -84,8 +106,7 @@ class CallQueue:
         Raises the errors of `Engine.add` before any of its prompts is read; RuntimeError if another call failed in the
         middle of a step; NonFiniteLogits after the last chunk if a prompt's logits are not numbers.
         """
-        with self._changed:
-            self._new.append(call)
+        self._enter(call)
         try:
             while call.num_unfinished or call.chunks:
                 if not call.chunks or call.collected_at_end:
@@ -96,6 +117,21 @@ class CallQueue:
                 raise call.failure
         finally:
             call.closed = True  # only a flag: garbage collection may run this block in any thread
+
+    def add(self, call: Call, prompt: CallPrompt) -> None:
+        """Append a prompt to a call, before it runs or between two of its chunks; ValueError if it is rejected."""
+        if self._closed is not None:
+            raise self._closed
+        with _STEP_LOCK:
+            assert self._engine is not None
+            self._engine.check(prompt.ids, prompt.params, call.mode)
+        if not call.num_added:
+            call.rule = prompt.params
+        sampling.check_alike([call.rule, prompt.params])
+        with self._changed:  # so that the call is not dropped in between
+            call.queued.append(prompt)
+            call.num_added += 1
+            self._enter(call)
 
     def drop_closed(self) -> None:
         """Free the rows of closed calls, which otherwise the next step does; not while a step runs."""
@@ -115,6 +151,12 @@ class CallQueue:
                 calls.clear()
             self._engine = None
             self._changed.notify_all()
+
+    def _enter(self, call: Call) -> None:
+        """Append the call to those that wait, unless it waits or runs."""
+        with self._changed:
+            if call not in self._running and call not in self._new:
+                self._new.append(call)
 
     def _wait(self, call: Call) -> None:
         """Step the engine, unless another thread does, until output arrives."""
@@ -157,11 +199,13 @@ class CallQueue:
                 self._changed.notify_all()
 
     def _drop_finished(self, engine: Engine) -> None:
-        for call in [call for call in self._running if call.closed or not call.num_unfinished]:
-            for request in call.requests:
-                if self._owners.pop(request, None) is not None:
-                    engine.cancel(request)
-            self._running.remove(call)
+        with self._changed:
+            dropped = [call for call in self._running if call.closed or not call.num_unfinished]
+            for call in dropped:
+                self._running.remove(call)
+        for request in [request for request, call in self._owners.items() if call in dropped]:
+            del self._owners[request]
+            engine.cancel(request)
 
     def _admit(self, engine: Engine) -> None:
         """Start waiting calls up to the first incompatible with the running ones."""
@@ -170,9 +214,9 @@ class CallQueue:
             if call.closed:
                 continue
             try:
-                sampling.check_alike([params for _, params, _ in call.prompts])
-                for ids, params, _ in call.prompts:
-                    engine.check(ids, params, call.mode)
+                sampling.check_alike([call.rule, *(prompt.params for prompt in call.queued)])
+                for prompt in call.queued:
+                    engine.check(prompt.ids, prompt.params, call.mode)
             except ValueError as error:
                 call.error = error
             else:
@@ -185,7 +229,7 @@ class CallQueue:
         if call.mode != first.mode or call.uses_match != first.uses_match:
             return False
         try:
-            sampling.check_alike([each.prompts[0][1] for each in (first, call) if not each.uses_match])
+            sampling.check_alike([each.rule for each in (first, call) if not each.uses_match])
         except ValueError:
             return False
         return True
@@ -193,14 +237,15 @@ class CallQueue:
     def _fill_rows(self, engine: Engine) -> None:
         """Give free rows to prompts of the calls in turn; one prompt more waits, so that the engine knows of them."""
         num_free = engine.cache.batch + 1 - engine.num_running - engine.num_waiting
-        for _ in range(min(num_free, sum(call.num_unqueued for call in self._running))):
-            while not self._running[0].num_unqueued:
+        for _ in range(min(num_free, sum(len(call.queued) for call in self._running))):
+            while not self._running[0].queued:
                 self._running.rotate(-1)
             call = self._running[0]
-            prompt = call.prompts[len(call.requests)]
-            request = engine.add(*prompt, mode=call.mode, reuse=self._reuse, call=call)
+            prompt = call.queued.popleft()
+            request = engine.add(prompt.ids, prompt.params, prompt.index, mode=call.mode, reuse=call.reuse, call=call)
+            if prompt.label is not None:
+                request.label = prompt.label
             self._owners[request] = call
-            call.requests.append(request)
             self._running.rotate(-1)
 
     def _deliver(self, chunk: TokenChunk) -> None:
@@ -210,7 +255,7 @@ class CallQueue:
             call.failure = call.failure or chunk.error
         if chunk.finish_reason is not None:
             del self._owners[chunk.request]
-            call.num_unfinished -= 1
+            call.num_finished += 1
 
     def _fail_all(self, leader: Call, error: BaseException) -> None:
         """End all running calls: the device may be ahead of delivered tokens."""
@@ -221,3 +266,20 @@ class CallQueue:
         self._owners.clear()
         if self._engine is not None:
             self._engine.cancel_all()
+
+
+def decode(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    *,
+    mode: str | None = None,
+    reuse: bool = False,
+) -> Generator[TokenChunk, None, None]:
+    """Yield chunks of prompts on an engine that nobody else steps; `reuse`: as in `Engine.add`."""
+    calls, name = CallQueue(engine), engine.of_mode(mode).name
+    asked = [CallPrompt(engine.check(prompt, params, name), params, index) for index, prompt in enumerate(prompts)]
+    try:
+        yield from calls.run(Call(name, asked, reuse=reuse))
+    finally:
+        calls.drop_closed()
