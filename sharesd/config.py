@@ -294,7 +294,7 @@ class EngineConfig:
     prompt_cache_size: int = 4 * 2**30
     """Maximum bytes of files in `prompt_cache`."""
     trace: PathText | None = None
-    """File to which a line per round is appended, see `sharesd.engine.trace`."""
+    """File to which a line per round is appended, see `sharesd.records.trace`."""
 
     def __post_init__(self) -> None:
         convert_fields(self)

@@ -42,8 +42,8 @@ from sharesd_files import cache_root
 
 if TYPE_CHECKING:
     from multigpu.process_group import Group
-    from sharesd.engine.prompt_cache import PromptCache
-    from sharesd.engine.trace_file import TraceFile
+    from sharesd.records.prompt_cache import PromptCache
+    from sharesd.records.trace_file import TraceFile
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ class Runtime:
         if resolved.config.offload.when == "plan-only":
             raise PlanOnly(() if self.plan is None else self.plan.reasons)
         if config.prompt_cache is not None:
-            from sharesd.engine.prompt_cache import make_folder
+            from sharesd.records.prompt_cache import make_folder
 
             make_folder(config.prompt_cache)
         self.trace = None if config.trace is None else _open_trace(config.trace, resolved)
@@ -268,7 +268,7 @@ class Runtime:
         config, cache, recompute = self._resolved.config, self.model.cache, self._recompute_decoded_kv
         if config.prompt_cache is None:
             return None
-        from sharesd.engine.prompt_cache import PromptCache
+        from sharesd.records.prompt_cache import PromptCache
 
         return PromptCache(
             Path(config.prompt_cache),
@@ -320,7 +320,7 @@ def _build_drafter(mode: str, inputs: BuildInputs) -> Drafter | None:
 
 def _open_trace(path: str, resolved: ResolvedConfig) -> TraceFile:
     """Open the trace; ValueError if it cannot be written."""
-    from sharesd.engine.trace_file import TraceFile
+    from sharesd.records.trace_file import TraceFile
 
     versions = {"sharesd": __version__, "torch": torch.__version__}
     return TraceFile(Path(path), modes=resolved.modes, target=resolved.config.target or "embedded", **versions)

@@ -12,9 +12,9 @@ from markupsafe import Markup
 from benchmark.questions.records import TurnRecord
 from benchmark.questions.summary import BASE, total
 from sharesd.cli.display import MEANINGS
-from sharesd.engine.trace_file import requests_of
 from sharesd.models.text_stream import TextStream
 from sharesd.models.tokenizer import Tokenizer
+from sharesd.records.trace_file import requests_of
 from sharesd.reports.questions import Question
 from sharesd.reports.tables import number
 

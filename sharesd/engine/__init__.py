@@ -1,1 +1,1 @@
-"""Decoding loop: requests, prefill, rounds, outputs and statistics."""
+"""Decoding loop: calls, requests, prefill, rounds, outputs and counts."""

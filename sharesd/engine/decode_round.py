@@ -26,9 +26,9 @@ from compile.state_update import commit_round, verify_tokens
 from sharesd import sampling
 from sharesd.devices.transfer import PinnedBuffers
 from sharesd.drafters.base import DraftContext, Drafter, takes_late_nodes
-from sharesd.engine.trace import Proposed
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.base import CausalModel
+from sharesd.records.trace import Proposed
 from sharesd.speculation.draft_buffers import LateNodes
 from sharesd.speculation.draft_tree import DraftTree
 

@@ -37,8 +37,8 @@ from sharesd.sampling.sampler import Sampler
 from sharesd.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from sharesd.engine.trace_file import TraceFile
     from sharesd.models.tokenizer import Tokenizer
+    from sharesd.records.trace_file import TraceFile
 
 __all__ = ["Engine", "Prompt"]
 
@@ -248,7 +248,7 @@ class Engine:
         for stats in (self.stats, request.stats):
             stats.prefill_s += self._outputs.last_ended - started
         if chunks and self.trace is not None:
-            self.trace.add_request(request, request.mode, chunks[0].token_ids)
+            self.trace.add(request.trace_line(chunks[0].token_ids))
         self._outputs.record_transfers()
         return chunks
 

@@ -15,7 +15,7 @@ from sharesd.engine.stats import Stats
 
 if TYPE_CHECKING:
     from offload.prefetcher import TransferStats
-    from sharesd.engine.prompt_cache import PromptCache
+    from sharesd.records.prompt_cache import PromptCache
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,13 +25,13 @@ from sharesd.engine.request import Request, mean_progress
 from sharesd.engine.round_launcher import InFlightRound, compute_grammar_mask
 from sharesd.engine.scheduler import Scheduler
 from sharesd.engine.stats import Stats
-from sharesd.engine.trace import NO_TOKENS, Drafts, RowTrace, node_probs, round_trace, without_missing
 from sharesd.kvcache.static import StaticKVCache
+from sharesd.records.trace import NO_TOKENS, Drafts, RowTrace, node_probs, round_trace, without_missing
 from sharesd.sampling.sampler import Sampler
 from sharesd.speculation.draft_tree import DraftTree
 
 if TYPE_CHECKING:
-    from sharesd.engine.trace_file import TraceFile
+    from sharesd.records.trace_file import TraceFile
 
 Cut = Literal["not_finite", "none_allowed"]
 """Reason why no token can be chosen: the logits are not finite, or every token is excluded."""

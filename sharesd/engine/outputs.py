@@ -9,7 +9,7 @@ from sharesd.data.request_errors import RequestError
 from sharesd.engine.request import Request
 from sharesd.engine.stats import Stats
 from sharesd.engine.stop_checker import FinishReason
-from sharesd.engine.trace import RoundTrace
+from sharesd.records.trace import RoundTrace
 
 Source = Literal["target", "accepted", "recovered", "bonus"]
 """Source of a token.

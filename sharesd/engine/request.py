@@ -87,6 +87,19 @@ class Request:
         """Neither at its end nor cancelled."""
         return self.finish_reason is None and not self.cancelled
 
+    def trace_line(self, emitted: Sequence[int]) -> dict[str, Any]:
+        """Return the line of a trace after the prompt was read."""
+        return {
+            "event": "request",
+            "request": self.number,
+            "mode": self.mode,
+            "label": {"index": self.index, **self.label},
+            "prompt_tokens": len(self.prompt_ids),
+            "cached_tokens": self.cached_tokens,
+            "prefill_s": round(self.stats.prefill_s, 7),
+            "emitted": list(emitted),
+        }
+
     def take(self, ids: list[int]) -> tuple[int, str]:
         """Append new tokens; return the number within the answer, and completed text."""
         count, text, self.finish_reason = self._checker.push(ids)

@@ -21,8 +21,8 @@ from sharesd.engine.decode_round import BatchState, GrammarMaskFn, Round, RoundR
 from sharesd.engine.loaded_mode import DecodeVariant
 from sharesd.engine.request import Request, counted_requests, max_round_cost
 from sharesd.engine.scheduler import Scheduler
-from sharesd.engine.trace import Proposed
 from sharesd.kvcache.static import StaticKVCache
+from sharesd.records.trace import Proposed
 from sharesd.speculation.draft_buffers import num_words
 from sharesd.speculation.draft_policy import Decision
 from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape, DraftTree, parents_of, tree_on_host

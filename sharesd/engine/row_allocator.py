@@ -10,7 +10,7 @@ from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.prefill import CHUNK, whole_chunks
 
 if TYPE_CHECKING:
-    from sharesd.engine.prompt_cache import PromptCache
+    from sharesd.records.prompt_cache import PromptCache
 
 
 class RowAllocator:

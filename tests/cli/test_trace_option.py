@@ -12,8 +12,8 @@ import pytest
 from benchmark.__main__ import main as bench
 from benchmark.questions.page import round_text
 from sharesd.cli.main import main
-from sharesd.engine.trace_file import read_trace
 from sharesd.models.tokenizer import load_tokenizer
+from sharesd.records.trace_file import read_trace
 
 SIZES = ["--max-context", "128", "--max-new-tokens", "16", "--compile", "off", "--device", "cpu"]
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from sharesd.config import EngineConfig, OffloadConfig, PipelineConfig
-from sharesd.engine.prompt_cache import ENDING, PromptCache
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.llm import LLM
+from sharesd.records.prompt_cache import ENDING, PromptCache
 from sharesd.sampling_params import SamplingParams
 from sharesd.startup.conflicts import check_options, offload_obstacles
 from tests.helpers.tiny_models import make_checkpoint
@@ -151,7 +151,7 @@ def test_a_full_disk_is_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full = Mock(side_effect=OSError(28, "No space left on device"))
-    monkeypatch.setattr("sharesd.engine.prompt_cache.write_tensors", full)
+    monkeypatch.setattr("sharesd.records.prompt_cache.write_tensors", full)
     prompts = opened(tmp_path, filled())
     assert not prompts.save(0) and not prompts.save(1)
     [message] = caplog.messages

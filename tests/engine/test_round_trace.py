@@ -18,9 +18,9 @@ from sharesd import LLM, EngineConfig, SamplingParams
 from sharesd.engine.engine import Engine
 from sharesd.engine.outputs import Completion
 from sharesd.engine.stats import Stats
-from sharesd.engine.trace import REASONS, Proposed, RoundTrace, RowTrace, node_probs, without_missing
-from sharesd.engine.trace_file import TraceFile, read_trace
 from sharesd.models.loader import decoder_config
+from sharesd.records.trace import REASONS, Proposed, RoundTrace, RowTrace, node_probs, without_missing
+from sharesd.records.trace_file import TraceFile, read_trace
 from sharesd.runtime import Runtime
 from sharesd.speculation.draft_proposal import Proposal
 from sharesd.speculation.draft_tree import pack
@@ -206,7 +206,7 @@ def test_a_disk_that_fills_ends_the_trace_and_not_the_text(
     runtime = runtime_of(tiny, "suffix", tmp_path / "t.jsonl")
     engine = in_mode(runtime)
     monkeypatch.setattr(runtime.trace, "_write", Mock(side_effect=OSError(28, "No space left on device")))
-    with caplog.at_level(logging.WARNING, "sharesd.engine.trace"):
+    with caplog.at_level(logging.WARNING, "sharesd.records.trace"):
         for _ in range(2):
             [done] = engine.generate(PROMPTS[:1], GREEDY)
             runtime.trace.flush()  # type: ignore[union-attr]

@@ -29,7 +29,6 @@ from sharesd import LLM, OffloadConfig, SamplingParams
 from sharesd.cli.startup import load_llm
 from sharesd.config import EngineConfig, PipelineConfig
 from sharesd.drafters.heads.checkpoint import load_head
-from sharesd.engine.prompt_cache import PromptCache
 from sharesd.kvcache import recurrent
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.llm import MAX_BATCH
@@ -43,6 +42,7 @@ from sharesd.models.gguf.reader import GGUFFile, read_gguf
 from sharesd.models.gguf.weights import names_of
 from sharesd.models.loader import decoder_config, load_decoder, native_config
 from sharesd.models.recurrent_layers import ConvKernel, GatedDeltaNet
+from sharesd.records.prompt_cache import PromptCache
 from sharesd.startup import resolve
 from sharesd.startup.resolve import resolve_config
 from sharesd.weights.backend import CpuBackend

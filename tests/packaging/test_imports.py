@@ -32,7 +32,7 @@ LEAVES = {"sharesd_files"}
 """Modules beside the packages that all may import; they import nothing of the project."""
 ORDER = """
     field_types | config shadowing devices data | sampling_params | kvcache | speculation | models | sampling
-    | drafters | engine | weights | execution parallel | startup | runtime | llm | conversations | cli
+    | drafters records | engine | weights | execution parallel | startup | runtime | llm | conversations | cli
     | reports __main__
 """
 ROOMS = [rooms.split() for rooms in ORDER.split("|")]

@@ -18,7 +18,7 @@ from serve.command import load_model
 from sharesd.config import EngineConfig, Mode, OffloadConfig
 from sharesd.data.grammar_spec import from_choices, from_json_schema, from_lark, from_regex
 from sharesd.engine.engine import Engine
-from sharesd.engine.trace_file import read_trace
+from sharesd.records.trace_file import read_trace
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
 from sharesd.weights import offload_planner

@@ -20,8 +20,7 @@ from threading import Event, Lock, Thread
 from typing import Any, NamedTuple
 
 from multigpu.journal import lock, read_records, with_fields
-from sharesd.engine.request import Request
-from sharesd.engine.trace import RoundTrace
+from sharesd.records.trace import RoundTrace
 
 log = logging.getLogger(__name__)
 
@@ -55,24 +54,9 @@ class TraceFile:
         self._thread.start()
         atexit.register(self.close)
 
-    def add(self, found: RoundTrace) -> None:
-        """Queue a round to be written."""
+    def add(self, found: RoundTrace | dict[str, Any]) -> None:
+        """Queue a round, or another line, to be written."""
         self._waiting.append(found)
-
-    def add_request(self, request: Request, mode: str, emitted: Sequence[int]) -> None:
-        """Queue a request's line, after its prefill."""
-        self._waiting.append(
-            {
-                "event": "request",
-                "request": request.number,
-                "mode": mode,
-                "label": {"index": request.index, **request.label},
-                "prompt_tokens": len(request.prompt_ids),
-                "cached_tokens": request.cached_tokens,
-                "prefill_s": round(request.stats.prefill_s, 7),
-                "emitted": list(emitted),
-            }
-        )
 
     def flush(self) -> None:
         """Write queued lines; an error is logged and ends the trace."""

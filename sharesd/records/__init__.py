@@ -1,0 +1,1 @@
+"""What a run writes about itself: traces of rounds, and KV of prompts for later starts."""
