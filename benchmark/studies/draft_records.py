@@ -63,6 +63,16 @@ def record_drafts(
         yield DraftRecords(kind, prompt, answer, *parts)
 
 
+class _WholeDrafts(DraftScorer):
+    """Lets every draft become as large as asked for."""
+
+    def should_continue(self, depth: int, accept_prob: float | None = None) -> bool:
+        return True
+
+    def num_tree_nodes_worth(self, depth: int, accept_probs: Sequence[float]) -> int:
+        return len(accept_probs)
+
+
 class _Recorder:
     """Makes full drafts in place of a drafter's, and lets every round be a plain step."""
 
@@ -73,17 +83,15 @@ class _Recorder:
         self._tree = policy.shapes[-1]
         self._length = max(shape.depth for shape in policy.shapes if not shape.is_tree)
         policy.pinned = chain(self._length)
-        policy.should_continue = lambda *_: True  # type: ignore[method-assign]
-        policy.num_tree_nodes_worth = lambda depth, accept_probs: len(accept_probs)  # type: ignore[method-assign]
         self.drafts: list[tuple[Any, ...]] = []
         drafter.draft = self.record  # type: ignore[method-assign]
 
     def record(self, context: DraftContext, shape: DraftShape) -> DraftTree:
-        self._policy.scorer = scorer = DraftScorer(0.5)
-        scorer.begin(1)
+        self._policy.scorer = scorer = _WholeDrafts(0.5)
+        scorer.begin((0,))
         tokens = self._draft(context, chain(self._length)).tokens[0].tolist()
         chain_probs = list(scorer.draft_probs[0])
-        scorer.begin(1)
+        scorer.begin((0,))
         self._draft(context, self._tree)
         self._policy.scorer = None
         self.drafts.append((tokens, chain_probs, *self._nodes(context)))

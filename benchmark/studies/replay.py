@@ -91,15 +91,16 @@ class RecordedModel(Drafter):
         self._read |= {row: place for row, (_, place) in self.rows.items()}
 
     def draft(self, context: Any, shape: DraftShape) -> DraftTree:
-        policy = context.policy
-        return self._tree(policy, context, shape) if shape.is_tree else self._chain(policy, context, shape.depth)
+        make = self._tree if shape.is_tree else self._chain
+        return make(context.policy.scorer, context, shape)
 
-    def _chain(self, policy: Any, context: Any, length: int) -> DraftTree:
-        for num in range(length if policy.scorer else 0):
-            if num and not policy.should_continue(num):
+    def _chain(self, scorer: Any, context: Any, shape: DraftShape) -> DraftTree:
+        length = shape.depth
+        for num in range(length if scorer else 0):
+            if num and not scorer.should_continue(num):
                 length = num
                 break
-            policy.scorer.add_token([float(self._at(row, "chain_probs_PN")[num]) for row in policy.counted_rows])
+            scorer.add_token([float(self._at(row, "chain_probs_PN")[num]) for row in scorer.rows])
         tokens = torch.full((context.end - context.first, length), -1)
         for row in self.rows:
             tokens[row - context.first] = torch.from_numpy(self._at(row, "chain_tokens_PN")[:length].copy())
@@ -109,8 +110,8 @@ class RecordedModel(Drafter):
         record, place = self.rows[row]
         return getattr(record, part)[place]
 
-    def _tree(self, policy: Any, context: Any, shape: DraftShape) -> DraftTree:
-        scorer, levels, branching = policy.scorer, 0, self.branching
+    def _tree(self, scorer: Any, context: Any, shape: DraftShape) -> DraftTree:
+        levels, branching = 0, self.branching
         grown = {
             row: _GrownTree(self._at(row, "tree_tokens_PC"), self._at(row, "tree_parents_PC")) for row in self.rows
         }
@@ -122,18 +123,18 @@ class RecordedModel(Drafter):
             tree.probs = raw.tolist() if known is None else np.interp(raw, middles, known).tolist()
         while levels < shape.depth:
             if levels and scorer:
-                mean = sum(grown[row].reached() for row in policy.counted_rows) / len(policy.counted_rows)
-                if not policy.should_continue(levels, mean):
+                mean = sum(grown[row].reached() for row in scorer.rows) / len(scorer.rows)
+                if not scorer.should_continue(levels, mean):
                     break
             for tree in grown.values():
                 tree.grow(branching)
             levels += 1
         num = min(shape.nodes, branching + (levels - 1) * branching**2)
         if scorer:
-            best = {row: grown[row].best(num) for row in policy.counted_rows}
+            best = {row: grown[row].best(num) for row in scorer.rows}
             counted = list(best.values())
             by_node = [[scores[node] for _, _, scores, _ in counted] for node in range(num)]
-            num = policy.num_tree_nodes_worth(levels, [sum(node) / len(node) for node in by_node])
+            num = scorer.num_tree_nodes_worth(levels, [sum(node) / len(node) for node in by_node])
             raws = [raw[:num] for _, _, _, raw in counted]
             scorer.set_tree(raws, [parents[:num] for _, parents, _, _ in counted], by_node[:num])
         rows = []

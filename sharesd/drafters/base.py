@@ -19,6 +19,7 @@ from sharesd.models.base import CausalModel
 from sharesd.sampling.sampler import Sampler
 from sharesd.speculation.draft_buffers import DraftBuffers
 from sharesd.speculation.draft_policy import Policy
+from sharesd.speculation.draft_scorer import DraftScorer
 from sharesd.speculation.draft_tree import DraftShape, DraftTree, VerifyResult, chains, shapes_of
 
 if TYPE_CHECKING:
@@ -40,12 +41,18 @@ class DraftContext:
     """The last token of each row."""
     buffers: DraftBuffers
     policy: Policy
+    """What a mixture chooses by."""
     graphs: Graphs | None
     """None = nothing is replayed."""
     clock: Clock = field(default_factory=lambda: Clock(torch.device("cpu")))
     """Of the engine."""
     generators: dict[object, Any] = field(default_factory=dict)
     """State of drafters for this context, by drafter or own key."""
+
+    @property
+    def scorer(self) -> DraftScorer | None:
+        """Tells when a model's coming draft should end, if it may end early."""
+        return self.policy.scorer
 
 
 def takes_late_nodes(drafter: Drafter, context: DraftContext) -> bool:

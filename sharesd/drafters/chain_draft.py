@@ -121,12 +121,12 @@ class ChainDraft:
 
     def draft(self, length: int) -> DraftTree:
         """Return a chain of at most `length` tokens, in the buffers."""
-        buffers, sampler, policy = self._context.buffers, self._context.sampler, self._context.policy
-        self._scorer = None if sampler.needs_draft_probs else policy.scorer
+        buffers, sampler = self._context.buffers, self._context.sampler
+        self._scorer = None if sampler.needs_draft_probs else self._context.scorer
         self._first()
         for num in range(1, length):
             # There is a scorer only on a CPU, where reading a probability on the host does not wait.
-            if self._scorer and not policy.should_continue(num):
+            if self._scorer and not self._scorer.should_continue(num):
                 length = num
                 break
             self._next()
@@ -153,7 +153,7 @@ class ChainDraft:
     def _draft_tokens(self, logits_B1V: Tensor) -> None:
         buffers, next_pos_B, root_pos_B = self._context.buffers, self._stepper.next_pos_B, self._stepper.root_pos_B
         # With the noise that the target will have at this position, so that both choose alike. `chance_B`: how likely
-        # the target agrees, by which the policy may end the chain.
+        # the target agrees, by which the chain may end.
         token_B, probs_BV, chance_B = self._context.sampler.draft(
             logits_B1V[:, 0],
             buffers.tokens_BN,
@@ -165,7 +165,7 @@ class ChainDraft:
         )
         if self._scorer is not None and chance_B is not None:
             chances = chance_B.tolist()
-            self._scorer.add_token([chances[row - self._context.first] for row in self._context.policy.counted_rows])
+            self._scorer.add_token([chances[row - self._context.first] for row in self._scorer.rows])
         # Writes the token to `_last_B1`, and to column next_pos - root_pos - 1 of `tokens_BN`.
         write_draft_token(token_B, next_pos_B, root_pos_B, self._last_B1, buffers.tokens_BN)
         if probs_BV is not None:

@@ -82,7 +82,7 @@ class TreeDraft:
         self._frontier = Frontier(
             zeros(branching), scores_Bk, zeros(branching, max_depth), zeros(branching, max_depth), zeros(branching)
         )
-        self._scorer: DraftScorer | None = None  # set if the policy decides how deep it grows and how much is verified
+        self._scorer: DraftScorer | None = None  # tells how deep the tree grows and how much of it is verified
         self._draft_probs_BC = torch.zeros(B, C, device=device)  # the model's probability of each node after its parent
         N = context.buffers.tokens_BN.shape[1]
         self._best = BestNodes(torch.zeros(B, N), torch.zeros(B, N), torch.zeros(B, N, dtype=torch.int64))
@@ -92,7 +92,7 @@ class TreeDraft:
 
     def draft(self, shape: DraftShape) -> DraftTree:
         """Return the best nodes of this many levels, in the buffers."""
-        self._scorer = self._context.policy.scorer
+        self._scorer = self._context.scorer
         depth, found = self._grow(shape.depth)
         num = min(shape.nodes, found)
         self._num_1.fill_(num)
@@ -112,36 +112,32 @@ class TreeDraft:
 
     def _grow(self, max_levels: int) -> tuple[int, int]:
         """Expand at most `max_levels` levels; return levels and nodes found."""
-        policy, levels = self._context.policy, 1
+        levels, scorer = 1, self._scorer
         self._first()
-        while levels < max_levels and not (
-            self._scorer and not policy.should_continue(levels, self._frontier_acceptance())
-        ):
+        while levels < max_levels and (scorer is None or self._grows(scorer, levels)):
             self._next()
             levels += 1
         return levels, self._branching + (levels - 1) * self._branching**2
 
-    def _frontier_acceptance(self) -> float:
-        """Return a frontier node's acceptance probability, mean of counted rows."""
-        scores = self._frontier.scores_Bk.tolist()
-        accept_probs = [sum(map(exp, scores[row])) for row in self._counted_rows]
-        return sum(accept_probs) / len(accept_probs)
+    def _grows(self, scorer: DraftScorer, levels: int) -> bool:
+        """Return True if another level pays, by a frontier node's acceptance probability, mean of the scorer's rows."""
+        scores, rows = self._frontier.scores_Bk.tolist(), self._lines(scorer)
+        return scorer.should_continue(levels, sum(sum(map(exp, scores[row])) for row in rows) / len(rows))
 
     def _num_worth(self, scorer: DraftScorer, depth: int, max_nodes: int) -> int:
         """Return the number of the best nodes that are worth verifying."""
         record_best_nodes(self._nodes, self._draft_probs_BC, self._branching, self._best)
         draft_probs, accept_probs, parents = (part[:, :max_nodes].tolist() for part in self._best)
-        rows = self._counted_rows
+        rows = self._lines(scorer)
         accept_probs_by_node = list(zip(*(accept_probs[row] for row in rows), strict=True))
-        num = self._context.policy.num_tree_nodes_worth(depth, [sum(node) / len(rows) for node in accept_probs_by_node])
+        num = scorer.num_tree_nodes_worth(depth, [sum(node) / len(rows) for node in accept_probs_by_node])
         scorer.set_tree(
             [draft_probs[row][:num] for row in rows], [parents[row][:num] for row in rows], accept_probs_by_node[:num]
         )
         return num
 
-    @property
-    def _counted_rows(self) -> list[int]:
-        return [row - self._context.first for row in self._context.policy.counted_rows]
+    def _lines(self, scorer: DraftScorer) -> list[int]:
+        return [row - self._context.first for row in scorer.rows]
 
     def _start(self) -> None:
         nodes, level_B = self._nodes, self._level_B

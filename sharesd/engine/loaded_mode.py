@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from compile.device_timer import Clock
@@ -122,7 +123,6 @@ class LoadedMode:
         *,
         options: EngineOptions,
     ) -> None:
-        self._parts = target, cache, drafter, row_sampling, state, clock
         self.name, self.drafter = name, drafter
         self.num_draft = max(shape.nodes for shape in drafter.shapes) if drafter else 0
         """Largest number of draft tokens in a round."""
@@ -134,11 +134,23 @@ class LoadedMode:
         model = getattr(drafter, "model_drafter", drafter)  # of a mixture: the model drafter in it
         self.caches: list[StaticKVCache] = list(dict.fromkeys([cache, getattr(model, "cache", cache)]))
         """The target's cache, and that of a model drafter."""
-        self._sampling, self._options = row_sampling, options
         self.auto_length = options.auto_length and drafter is not None
         """True if policies choose the shapes of drafts."""
         self._variants: dict[SamplingKind, DecodeVariant] = {}
         self._drafts: Drafts = {}
+        self._sampling = row_sampling
+        self._new_variant = partial(
+            DecodeVariant,
+            target=target,
+            cache=cache,
+            drafter=drafter,
+            row_sampling=row_sampling,
+            state=state,
+            clock=clock,
+            options=options,
+            async_scheduling=self.async_scheduling,
+            drafts=self._drafts,
+        )
 
     def __len__(self) -> int:
         return len(self._variants)
@@ -155,14 +167,7 @@ class LoadedMode:
         """Return the variant of a kind, which starts with another's measured costs."""
         variant = self._variants.pop(kind, None)
         if variant is None:
-            variant = DecodeVariant(
-                kind,
-                *self._parts,
-                options=self._options,
-                auto_length=self.auto_length,
-                async_scheduling=self.async_scheduling,
-                drafts=self._drafts,
-            )
+            variant = self._new_variant(kind, auto_length=self.auto_length)
             policies = (other.policy for other in reversed(self._variants.values()))
             known = next((policy for policy in policies if policy.live.is_measured), None)
             if known is not None:  # sampling is a small part of a round's time

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from sharesd.speculation.acceptance_stats import PRIOR, AcceptanceEstimator, RunningMeans
 from sharesd.speculation.cost_model import Costs, LiveCosts
-from sharesd.speculation.draft_scorer import DraftScorer
+from sharesd.speculation.draft_scorer import DraftScorer, num_worth
 from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape, DraftTree, model_shape
 from sharesd.speculation.query_gate import QueryGate
 
@@ -78,7 +78,8 @@ class Policy:
         """Choose among `shapes` and no draft, or always use `pinned`.
 
         `costs` of None: nothing is drafted yet. `measured`: costs by number of rows. `prior`: acceptance of a token
-        before any draft was verified. `can_stop_early`: drafts call `should_continue`, so only the largest are chosen.
+        before any draft was verified. `can_stop_early`: `scorer` tells drafts when to end, so only the largest are
+        chosen.
         """
         self._prior, self._can_stop_early, self.pinned = prior, can_stop_early, pinned
         self._largest = max((shape.nodes for shape in shapes), default=0)
@@ -110,7 +111,7 @@ class Policy:
         """Reasons against a draft in the coming round, by drafter."""
         self.model_value = 0.0
         """Value of the best of a model's drafts and no draft in the coming round."""
-        self._has_queried, self._promised, self._step_s, self._worth = False, [0.0], 0.0, 0.0
+        self._has_queried, self._promised = False, [0.0]
 
     def begin(self) -> None:
         """Start a new text."""
@@ -237,9 +238,8 @@ class Policy:
     def _request(self, shape: DraftShape) -> DraftShape:
         """Prepare the scorer of a draft that may end early."""
         if self._can_stop_early:
-            self.scorer, self._worth = self._scorers[shape.is_tree], self.rate
-            self._step_s = self.live.draft_line(shape.is_tree, shape.window)[0]
-            self.scorer.begin(len(self.counted_rows))
+            self.scorer, step_s = self._scorers[shape.is_tree], self.live.draft_line(shape.is_tree, shape.window)[0]
+            self.scorer.begin(self.counted_rows, self.rate, step_s, self.live.step)
         return shape
 
     def _with_window(self, pinned: DraftShape) -> DraftShape:
@@ -249,40 +249,6 @@ class Policy:
 
     def _is_short(self, window: int) -> bool:
         return self.live.context < WINDOW_CONTEXTS * window
-
-    def should_continue(self, depth: int, accept_prob: float | None = None) -> bool:
-        """Return True if a draft step after `depth` others pays.
-
-        `accept_prob`: probability that a parent is accepted, mean of the counted rows; None: of a chain's last token.
-        """
-        scorer, nodes = self.scorer, depth
-        assert scorer is not None
-        if accept_prob is None:
-            last = scorer.accept_probs[-1]
-            accept_prob = sum(last) / len(last)
-        else:
-            nodes += 1  # a tree has more nodes than levels
-        seconds = self._step_s + self.live.step(nodes + 2) - self.live.step(nodes + 1)
-        pays = scorer.gain(accept_prob) > self._worth * seconds
-        if pays:
-            scorer.parent_probs.append(accept_prob)
-        return pays
-
-    def num_tree_nodes_worth(self, depth: int, accept_probs: Sequence[float]) -> int:
-        """Return the number of tree nodes worth verifying, by mean acceptance, best first."""
-        return self._num_worth(list(accumulate(accept_probs, initial=0.0)), self._worth, depth + 1)[0]
-
-    def _num_worth(self, gains: Sequence[float], worth: float, least: int) -> tuple[int, float]:
-        """Return how many nodes to verify, at least some, and their gain less what their time is worth.
-
-        `gains`: tokens to expect of so many nodes.
-        """
-        step, best, most = self.live.step, len(gains) - 1, -inf
-        for num in range(least, len(gains)):
-            value = gains[num] - worth * step(1 + num)
-            if value > most:
-                best, most = num, value
-        return best, most
 
     def _most_table_gain(self) -> float:
         """Tokens that a query gains if all nodes are accepted, less those that the time of verifying them is worth."""
@@ -339,7 +305,7 @@ class Policy:
         if not longest or (self.pinned is None and self.live.plain_is_due):
             return 0, self.plain_value
         ratio, least = self._kept(), longest if self.pinned is not None else 0
-        best, value = self._num_worth([ratio * gain for gain in self._promised], self.rate, least)
+        best, value = num_worth([ratio * gain for gain in self._promised], self.rate, self.live.step, least)
         return best, 1 + value
 
     def _kept(self) -> float:

@@ -1,11 +1,13 @@
-"""Acceptance probabilities of the draft that is being made.
+"""Acceptance probabilities of the draft that is being made, and how far it pays.
 
 Draft models are more confident than the target agrees with them, so their probabilities are calibrated by outcomes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from itertools import accumulate
+from math import inf
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -70,19 +72,45 @@ def _range(draft_prob: float) -> int:
     return int(min(RANGES - 1, max(0.0, RANGES * draft_prob)))  # 0 for NaN, which heads may draft with
 
 
+def num_worth(
+    gains: Sequence[float], worth: float, step_seconds: Callable[[int], float], least: int
+) -> tuple[int, float]:
+    """Return how many nodes to verify, at least some, and their gain less what their time is worth.
+
+    `gains`: tokens to expect of so many nodes. `worth`: tokens per second. `step_seconds`: of a step of so many tokens.
+    """
+    best, most = len(gains) - 1, -inf
+    for num in range(least, len(gains)):
+        value = gains[num] - worth * step_seconds(1 + num)
+        if value > most:
+            best, most = num, value
+    return best, most
+
+
 class DraftScorer:
-    """Scores the nodes of drafts of one kind in some rows together."""
+    """Scores the nodes of drafts of one kind in some rows together, and tells drafters when to end.
+
+    The policy begins it for each draft, with what time is worth.
+    """
 
     def __init__(self, prior: float) -> None:
         """`prior`: acceptance of a token after an accepted one, before any draft was verified."""
         self._calibration = ProbabilityCalibration()
         # Decayed sums of the acceptance probabilities of steps' parents, and of the tokens accepted from these steps.
         self._growth = (GROWTH, GROWTH * prior)
-        self.begin(0)
+        self.begin(())
 
-    def begin(self, num_rows: int) -> None:
-        self._draft_probs: list[list[float]] = [[] for _ in range(num_rows)]
-        self._parents: list[list[int]] = [[] for _ in range(num_rows)]
+    def begin(
+        self,
+        rows: Sequence[int],
+        worth: float = 0.0,
+        draft_step_s: float = 0.0,
+        step_seconds: Callable[[int], float] = float,
+    ) -> None:
+        """Start a draft of these rows: `worth`, `step_seconds` as in `num_worth`; seconds of a draft step."""
+        self.rows, self._worth, self._draft_step_s, self._step_seconds = rows, worth, draft_step_s, step_seconds
+        self._draft_probs: list[list[float]] = [[] for _ in rows]
+        self._parents: list[list[int]] = [[] for _ in rows]
         self.accept_probs: list[Sequence[float]] = []
         """Acceptance probabilities of each node, best first, by row."""
         self.parent_probs: list[float] = []
@@ -102,13 +130,28 @@ class DraftScorer:
         """Return the acceptance probability of each node, mean of the rows."""
         return [sum(accept_probs) / len(accept_probs) for accept_probs in self.accept_probs]
 
-    def gain(self, accept_prob: float) -> float:
-        """Return the expected accepted tokens of one more step.
+    def should_continue(self, depth: int, accept_prob: float | None = None) -> bool:
+        """Return True if a draft step after `depth` others pays.
 
-        `accept_prob`: probability that a parent of the step is accepted.
+        `accept_prob`: probability that a parent is accepted, mean of the rows; None: of a chain's last token.
         """
+        nodes = depth
+        if accept_prob is None:
+            last = self.accept_probs[-1]
+            accept_prob = sum(last) / len(last)
+        else:
+            nodes += 1  # a tree has more nodes than levels
+        seconds = self._draft_step_s + self._step_seconds(nodes + 2) - self._step_seconds(nodes + 1)
         expected, accepted = self._growth
-        return accept_prob * accepted / expected
+        pays = accept_prob * accepted / expected > self._worth * seconds
+        if pays:
+            self.parent_probs.append(accept_prob)
+        return pays
+
+    def num_tree_nodes_worth(self, depth: int, accept_probs: Sequence[float]) -> int:
+        """Return the number of tree nodes worth verifying, by mean acceptance, best first."""
+        gains = list(accumulate(accept_probs, initial=0.0))
+        return num_worth(gains, self._worth, self._step_seconds, depth + 1)[0]
 
     def add_token(self, draft_probs: Sequence[float]) -> None:
         """Append a token to each row's chain, with the model's probabilities."""

@@ -556,7 +556,7 @@ def told(policy: Policy, costs: Costs, rounds: int, overconfidence: float = 1.0)
                 policy.scorer.add_token([chance**overconfidence])
             accepted += accepted == num and dice.random() < chance
             num += 1
-            if policy.scorer and num < shape.depth and not policy.should_continue(num):
+            if policy.scorer and num < shape.depth and not policy.scorer.should_continue(num):
                 break
         draft_s, step_s = num * costs.draft, costs.of_step(1 + num)
         policy.record(policy.decision(), tree_of(chain(num)), [range(1, 1 + accepted)], draft_s, step_s, 1 + accepted)
@@ -579,9 +579,9 @@ def test_a_chain_goes_on_behind_what_is_sure() -> None:
     policy.counted_rows = (0, 1)
     assert policy.next_shape().depth > 1 and policy.scorer
     policy.scorer.add_token([0.97, 0.99])
-    assert policy.should_continue(1)
+    assert policy.scorer.should_continue(1)
     policy.scorer.add_token([0.02, 0.01])
-    assert not policy.should_continue(2)
+    assert not policy.scorer.should_continue(2)
     policy.record(policy.decision(), tree_of(chain(2)), [range(1, 2), range(1, 3)], 0.2, 1.1, 2)
     assert not policy.scorer, "until the next draft is asked for"
     pinned = Policy(chains(8), pinned=chain(3), costs=Costs({1: 1.0, 9: 1.3}, 0.1), can_stop_early=True)
@@ -599,7 +599,7 @@ def test_longer_chains_are_drafted_by_a_better_drafter() -> None:
             policy.scorer.add_token([0.9])
             accepted += accepted == num and dice.random() < 0.9
             num += 1
-            if num < shape.depth and not policy.should_continue(num):
+            if num < shape.depth and not policy.scorer.should_continue(num):
                 break
         times = costs.of_draft(chain(num)), costs.of_step(1 + num)
         policy.record(policy.decision(), tree_of(chain(num)), [range(1, 1 + accepted)], *times, 1 + accepted)
@@ -651,11 +651,11 @@ def grown(policy: Policy, costs: Costs, rounds: int) -> tuple[float, list[DraftS
             parent_prob = sure * sum(pair) if is_tree else None
             sure *= chance
             depth += 1
-            if policy.scorer and not policy.should_continue(depth, parent_prob):
+            if policy.scorer and not policy.scorer.should_continue(depth, parent_prob):
                 break
         nodes = siblings * depth
         if policy.scorer and is_tree:
-            assert depth < policy.num_tree_nodes_worth(depth, accept_probs) <= nodes
+            assert depth < policy.scorer.num_tree_nodes_worth(depth, accept_probs) <= nodes
             policy.scorer.set_tree([said], [parents], [[each] for each in accept_probs])
         done = DraftShape(depth, nodes)
         draft_s, step_s = depth * (costs.level if is_tree else costs.draft), costs.of_step(1 + nodes)
@@ -690,9 +690,9 @@ def test_nodes_are_verified_as_far_as_they_pay() -> None:
     policy = Policy([DraftShape(3, 8)], costs=costs, can_stop_early=True, prior=0.9)
     assert policy.next_shape() == DraftShape(3, 8) and policy.scorer
     accept_probs = [0.9, 0.8, 0.05, 0.02, 0.02, 0.01, 0.01, 0.01]
-    worth = [policy.num_tree_nodes_worth(depth, accept_probs) for depth in (1, 3)]
+    worth = [policy.scorer.num_tree_nodes_worth(depth, accept_probs) for depth in (1, 3)]
     assert worth == [2, 4], "a tree has more nodes than levels"
-    assert policy.should_continue(2, 3.0) and not policy.should_continue(2, 0.01)
+    assert policy.scorer.should_continue(2, 3.0) and not policy.scorer.should_continue(2, 0.01)
 
 
 @pytest.fixture
