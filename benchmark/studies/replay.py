@@ -21,8 +21,16 @@ from sharesd.drafters.base import Drafter
 from sharesd.engine.request import MAX_LEAD
 from sharesd.speculation.cost_model import Costs
 from sharesd.speculation.draft_policy import Policy
-from sharesd.speculation.draft_proposal import Proposal
-from sharesd.speculation.draft_tree import DraftRecord, DraftShape, DraftTree, chain, model_shape, pack, parents_of
+from sharesd.speculation.draft_tree import (
+    DraftRecord,
+    DraftShape,
+    DraftTree,
+    Proposal,
+    chain,
+    model_shape,
+    pack,
+    parents_of,
+)
 
 THREADS = 2
 VOCAB_SIZE = 1 << 20

@@ -1,4 +1,4 @@
-"""`compile.gates` in Triton."""
+"""`compile.fused_linear` in Triton."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def multiply_kernel(
 
 
 def multiply(x_BTW: Tensor, gates_BTG: Tensor, residual_BTW: Tensor | None) -> Tensor:
-    """Run `compile.gates.multiply_by_gates`."""
+    """Run `compile.fused_linear.multiply_by_gates`."""
     (B, T, W), G, x_BTW = x_BTW.shape, gates_BTG.shape[2], x_BTW.contiguous()
     if gates_BTG.stride(2) != 1:
         gates_BTG = gates_BTG.contiguous()

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from compile.block_linear import NUMBERS
 from compile.cuda.block_form import ExpertBlocks
 from compile.cuda.gemm_config import tile_of
-from compile.fused_linear import project
-from compile.gates import multiply_by_gates
+from compile.fused_linear import multiply_by_gates, project
 from compile.op_registry import define_for_triton
 
 _REMEDY = "use --dequantize, or --device cpu"

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from compile.attention import TreeAttentionMask, attend, supports_flash
 from compile.block_ranges import BlockRange, BlockRanges, limit_ranges
 from compile.delta_rule import DeltaState
-from compile.fused_linear import project
-from compile.gates import multiply_by_gates
+from compile.fused_linear import multiply_by_gates, project
 from multigpu.pipeline_parallel import PipelinePlan
 from multigpu.tensor_parallel import UNSHARDED, Shard
 from sharesd.devices.transfer import copy_to_device

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from compile.attention import TreeAttentionMask
-from compile.tree_verify import accept_path, has_accept_kernel
+from compile.state_update import accept_path, has_accept_kernel
 from sharesd.speculation.draft_tree import DraftTree, VerifyResult
 
 

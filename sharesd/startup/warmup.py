@@ -21,8 +21,7 @@ from sharesd.engine.decode_round import Round
 from sharesd.engine.engine import Engine
 from sharesd.field_types import DefaultLimit
 from sharesd.sampling_params import SamplingParams
-from sharesd.speculation.draft_proposal import Proposal
-from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape, DraftTree, pack
+from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape, DraftTree, Proposal, pack
 from sharesd.startup.cost_profiler import first_blocks, is_native, model_drafter_of, profile_costs
 from sharesd_files import JsonCache
 

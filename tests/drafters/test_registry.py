@@ -36,8 +36,7 @@ from sharesd.llm import LLM
 from sharesd.models.loader import decoder_config
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
-from sharesd.speculation.draft_proposal import Proposal
-from sharesd.speculation.draft_tree import DraftTree
+from sharesd.speculation.draft_tree import DraftTree, Proposal
 from tests.helpers.in_mode import in_mode
 from tests.helpers.oracle import VOCAB, OracleDrafter, new_engine, tiny_decoder
 from tests.helpers.paths import ROOT

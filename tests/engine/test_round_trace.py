@@ -22,8 +22,7 @@ from sharesd.models.loader import decoder_config
 from sharesd.records.trace import REASONS, Proposed, RoundTrace, RowTrace, node_probs, without_missing
 from sharesd.records.trace_file import TraceFile, read_trace
 from sharesd.runtime import Runtime
-from sharesd.speculation.draft_proposal import Proposal
-from sharesd.speculation.draft_tree import pack
+from sharesd.speculation.draft_tree import Proposal, pack
 from tests.benchmark.test_formats import named
 from tests.engine.test_async_scheduling import launched_ahead, noted
 from tests.helpers.in_mode import in_mode

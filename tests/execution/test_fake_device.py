@@ -29,8 +29,7 @@ from sharesd.models.decoder import Decoder
 from sharesd.models.prefill import prefill
 from sharesd.parallel.tensor_parallel import RankZeroModel
 from sharesd.speculation.draft_buffers import DraftBuffers
-from sharesd.speculation.draft_proposal import Proposal
-from sharesd.speculation.draft_tree import NO_DRAFT, chain, chains, pack, shapes_of
+from sharesd.speculation.draft_tree import NO_DRAFT, Proposal, chain, chains, pack, shapes_of
 from tests.helpers.in_mode import InMode
 from tests.helpers.oracle import VOCAB, tiny_tokenizer
 

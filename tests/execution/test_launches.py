@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from compile import attention, kv_compact, state_update, tree_expand, tree_verify
+from compile import attention, kv_compact, state_update, tree_expand
 from compile.cuda.gemm_config import ROWS
 from compile.cuda.linear import replace_with_row_linears
 from compile.cuda_graphs import Graphs
@@ -87,7 +87,7 @@ def switched(model: Decoder) -> Switch:
 
 @pytest.fixture(autouse=True)
 def takes_meta_for_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for module in (attention, kv_compact, tree_expand, logits_processors, state_update, tree_verify):
+    for module in (attention, kv_compact, tree_expand, logits_processors, state_update):
         monkeypatch.setattr(module, "runs_triton", lambda device: device == DEVICE)
     with torch.inference_mode():
         yield

@@ -37,7 +37,7 @@ def happenings(config: EngineConfig, *, has_begun: bool) -> list[str]:
     from sharesd.engine.decode_round import Round
     from sharesd.speculation.draft_buffers import LateNodes
     from sharesd.speculation.draft_policy import Policy
-    from sharesd.speculation.draft_proposal import Proposal
+    from sharesd.speculation.draft_tree import Proposal
 
     install()
     events: list[str] = []

@@ -17,8 +17,19 @@ from sharesd.drafters.tables.base import Table
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.base import CausalModel
 from sharesd.speculation.draft_buffers import KEPT
-from sharesd.speculation.draft_proposal import Proposal, best_chain, empty_proposal, merge
-from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape, DraftTree, VerifyResult, chains, model_shape, pack
+from sharesd.speculation.draft_tree import (
+    NO_DRAFT,
+    DraftShape,
+    DraftTree,
+    Proposal,
+    VerifyResult,
+    best_chain,
+    chains,
+    empty_proposal,
+    merge,
+    model_shape,
+    pack,
+)
 
 
 class HybridDrafter(Drafter):

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from sharesd.speculation.draft_proposal import Proposal
+from sharesd.speculation.draft_tree import Proposal
 
 State = TypeVar("State")
 

@@ -14,8 +14,7 @@ from compile.tree_expand import ExpandedDraft, Frontier, Nodes
 from sharesd.sampling.acceptance import accept_match
 from sharesd.speculation import draft_buffers
 from sharesd.speculation.draft_buffers import KEPT, DraftBuffers
-from sharesd.speculation.draft_proposal import Proposal
-from sharesd.speculation.draft_tree import pack
+from sharesd.speculation.draft_tree import Proposal, pack
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 from compile.cuda import state_update as update_kernels
