@@ -1,8 +1,9 @@
-"""Sizes of the project: lines and files, what of it a run imports, and imports that stand in functions.
+"""Sizes of the project: lines and files, what of it a run imports and calls, and imports that stand in functions.
 
     python scripts/measures.py [--json]
 
 A run is `LLM(mode="share")` on a tiny random model, on a CPU. The engine alone is `import sharesd.engine.engine`.
+Called are files of which a function runs: from `LLM(...)` to the first token, and in a round with a draft.
 """
 
 from __future__ import annotations
@@ -24,6 +25,29 @@ from sharesd import LLM, SamplingParams
 with LLM({folder!r}, mode="share", device="cpu", max_context=64) as llm:
     llm.generate("abcabc", SamplingParams(max_new_tokens=4))
 """
+CALLED = """
+import sys, threading
+
+def note(frame, event, arg):
+    if event == "call" and frame.f_code.co_name != "<module>":
+        called.add(frame.f_code.co_filename)
+
+def profile(function):
+    threading.setprofile(function)
+    sys.setprofile(function)
+
+called = set()
+profile(note)
+from sharesd import LLM, SamplingParams
+
+llm = LLM({folder!r}, mode="share", device="cpu", max_context=64, num_draft=3)
+chunks = llm.stream("abcabc", SamplingParams(max_new_tokens=40, ignore_eos=True))
+next(chunks)
+if {in_round}:
+    next(chunks), called.clear(), next(chunks)
+profile(None)
+print(*called, sep=chr(10))
+"""
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 ENGINE = "import sharesd.engine.engine"
 LIST = "\nimport sys\nprint('\\n'.join(str(getattr(module, '__file__', '')) for module in [*sys.modules.values()]))"
@@ -36,8 +60,10 @@ def main(argv: list[str]) -> int:
             "sharesd/": size(sources("sharesd")),
             "product, all packages": size(path for each in (*PACKAGES, *PROGRAMS) for path in sources(each)),
             "tests/": size(sources("tests")),
-            "imported by a share run through LLM": size(imported(SHARE.format(folder=tiny_model(folder)))),
-            "imported by the engine alone": size(imported(ENGINE)),
+            "imported by a share run through LLM": size(ours(SHARE.format(folder=tiny_model(folder)) + LIST)),
+            "imported by the engine alone": size(ours(ENGINE + LIST)),
+            "called before the first token": size(ours(CALLED.format(folder=folder, in_round=False))),
+            "called in a round": size(ours(CALLED.format(folder=folder, in_round=True))),
             "files with imports in functions, and these imports": late_imports(),
         }
     if "--json" in argv:
@@ -63,9 +89,9 @@ def sources(package: str) -> list[Path]:
     return [ROOT / name for name in names if (ROOT / name).exists()]
 
 
-def imported(code: str) -> list[Path]:
-    """Return our files that a fresh interpreter has imported after it ran `code`."""
-    done = subprocess.run([sys.executable, "-c", code + LIST], cwd=ROOT, capture_output=True, text=True)
+def ours(code: str) -> list[Path]:
+    """Return our files among the lines that `code` prints."""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(done.stderr)
     paths = {Path(line) for line in done.stdout.splitlines() if line.endswith(".py")}
