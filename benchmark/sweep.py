@@ -7,7 +7,6 @@ width and options has its own runtime.
 from __future__ import annotations
 
 import argparse
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import product
@@ -171,14 +170,14 @@ def measure(
     *,
     runs: int,
 ) -> Iterator[list[Point]]:
-    """Load one runtime, and yield each cell's points, one per mode."""
+    """Load one model, and yield each cell's points, one per mode."""
     from benchmark.timed import compare_modes
-    from sharesd.engine.call_queue import decode
-    from sharesd.runtime import Runtime  # torch takes seconds, mistakes should not
+    from sharesd.llm import LLM  # torch takes seconds, mistakes should not
     from sharesd.startup.warmup import warm_up
 
     with loading_bars() as progress:
-        runtime = Runtime(config, modes, progress=progress)
+        llm = LLM.from_config(config, modes, progress=progress)
+    runtime = llm.runtime
     if runtime.max_context < config.planned_context:
         raise ValueError(
             f"prompts and answers need up to {config.max_context} tokens and the model's context is "
@@ -190,13 +189,13 @@ def measure(
         warm_up(naive, naive.mode, params)
         for mode in modes:
             with err_console.status(f"warming up {mode}, {batch} rows"):
-                engine = runtime.warm_up(mode, params)
-                deque(decode(engine, [others[row % len(others)] for row in range(batch)], params, mode=mode), maxlen=0)
+                runtime.warm_up(mode, params)
+                llm.generate([others[row % len(others)] for row in range(batch)], params, mode=mode)
         turns = []
         for first in range(0, len(asked), batch):
             group = slice(first, first + batch)
             about = {"question_ids": list(question_ids[group]), "prompt_tokens": list(map(len, asked[group]))}
-            turns.append((about, compare_modes(naive, engine, modes, asked[group], params, runs=runs)))
+            turns.append((about, compare_modes(naive, llm, modes, asked[group], params, runs=runs)))
         yield [point_of(values | cell, mode, [(about, by_mode[mode]) for about, by_mode in turns]) for mode in modes]
 
 

@@ -78,14 +78,15 @@ class Comparison:
 
 def compare_modes(
     naive: Engine,
-    engine: Engine,
+    llm: LLM,
     modes: Sequence[Mode],
     prompts: Sequence[list[int]],
     params: SamplingParams,
     *,
     runs: int,
 ) -> dict[Mode, Comparison]:
-    """Compare modes of `engine` with `naive`, another engine; recycle tables are reset before each run."""
+    """Compare modes of an LLM with `naive`, another engine; recycle tables are reset before each run."""
+    engine = llm.runtime.engine
     found: dict[Mode, Comparison] = {mode: Comparison() for mode in modes}
     tables: list[tuple[RecycleTable, ndarray]] = [
         (table, table.successors.copy())
@@ -98,7 +99,7 @@ def compare_modes(
             table.successors = successors.copy()
         for mode in rotated(list(modes), run):
             comparison = found[mode]
-            wanted, given = _answers(naive, engine, mode, prompts, params)
+            wanted, given = _answers(naive, llm, mode, prompts, params)
             comparison.identical &= given == wanted
             comparison.stats.merge(engine.stats)
             if engine.stats.decoded_tokens:
@@ -109,11 +110,11 @@ def compare_modes(
 
 
 def _answers(
-    naive: Engine, engine: Engine, mode: Mode, prompts: Sequence[list[int]], params: SamplingParams
+    naive: Engine, llm: LLM, mode: Mode, prompts: Sequence[list[int]], params: SamplingParams
 ) -> list[list[list[int]]]:
-    """Return token ids of each engine's rows, decoded alternately; raises TimesDiffer."""
-    started = time.perf_counter()
-    streams = [decode(each, prompts, params, mode=name, reuse=True) for each, name in ((naive, None), (engine, mode))]
+    """Return token ids of each one's rows, decoded alternately; raises TimesDiffer."""
+    engine, started = llm.runtime.engine, time.perf_counter()
+    streams = [decode(naive, prompts, params, reuse=True), llm.stream(prompts, params, mode=mode)]
     answers: list[list[list[int]]] = [[[] for _ in prompts] for _ in streams]
     counts = [0] * len(streams)
     running = list(range(len(streams)))

@@ -11,7 +11,6 @@ Speedups are geometric means over questions; c and v are a draft and a verify st
 from __future__ import annotations
 
 import sys
-from collections import deque
 from dataclasses import dataclass, field
 
 from benchmark.arguments import rotated
@@ -19,9 +18,8 @@ from benchmark.points import point_of
 from benchmark.timed import Comparison, compare_modes
 from quant.config import QuantConfig
 from sharesd.config import EngineConfig
-from sharesd.engine.call_queue import decode
+from sharesd.llm import LLM
 from sharesd.reports.questions import first_turns, prompts_of
-from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
 from sharesd.startup.warmup import warm_up
 
@@ -35,14 +33,14 @@ class Setting:
     """A setting, loaded, and its comparisons with naive by temperature and question."""
 
     spec: str
-    runtime: Runtime
+    llm: LLM
     found: dict[float, list[Comparison]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.naive = self.runtime.new_plain_engine()
+        self.naive = self.llm.runtime.new_plain_engine()
 
     def turn(self, params: SamplingParams, question: int, prompt: list[int]) -> None:
-        new = compare_modes(self.naive, self.runtime.engine, ("share",), [prompt], params, runs=1)["share"]
+        new = compare_modes(self.naive, self.llm, ("share",), [prompt], params, runs=1)["share"]
         found = self.found[params.temperature][question]
         found.ratios += new.ratios
         found.naive_s += new.naive_s
@@ -51,16 +49,19 @@ class Setting:
 
 
 def main(target: str, threads: str, num_questions: str, num_tokens: str, *specs: str) -> None:
-    settings = [Setting(spec, Runtime(_config(target, spec, int(threads)), ("naive", "share"))) for spec in specs]
+    settings = [
+        Setting(spec, LLM.from_config(_config(target, spec, int(threads)), ("naive", "share"))) for spec in specs
+    ]
     asked = first_turns(QUESTIONS, int(num_questions) + 1).questions
     sizes = {"max_new_tokens": int(num_tokens), "max_context": CONTEXT}
-    *prompts, other = prompts_of(settings[0].runtime.tokenizer, asked, **sizes).values()
+    *prompts, other = prompts_of(settings[0].llm.tokenizer, asked, **sizes).values()
     params = [SamplingParams(temperature=each, seed=1, max_new_tokens=int(num_tokens)) for each in TEMPERATURES]
     for each in settings:
         for here in params:
             each.found[here.temperature] = [Comparison() for _ in prompts]
             warm_up(each.naive, each.naive.mode, here)
-            deque(decode(each.runtime.warm_up("share", here), [other], here, mode="share"), maxlen=0)
+            each.llm.runtime.warm_up("share", here)
+            each.llm.generate(other, here, mode="share")
     for turn in range(RUNS * len(prompts)):
         question = turn % len(prompts)
         for here in params:

@@ -19,8 +19,7 @@ from sharesd.drafters.registry import DrafterSpec, Support
 from sharesd.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from sharesd.engine.engine import Engine
-    from sharesd.runtime import Runtime
+    from sharesd.llm import LLM
 
 NUM_DRAFT, TREE = 4, (2, 3, 6)
 PROMPTS = ("abcdefgabcdefgabc", "one two three", "x", "a longer text, a longer text, and a longer text")
@@ -82,7 +81,7 @@ class DrafterChecks:
         self._spec, self._module, self._wanted = spec, module, wanted
         self._folder, self._tree = folder, tree
         self.num_drafted = self.num_accepted = 0
-        self._engine: Engine | None = None
+        self._llm: LLM | None = None
 
     def run(self) -> Iterator[tuple[str, str]]:
         """Yield each check's name and fault; "": none."""
@@ -99,12 +98,12 @@ class DrafterChecks:
         }
         for name, check in checks.items():
             yield f"{kind}, {name}", _fault_of(check)
-            if self._engine is None:
+            if self._llm is None:
                 return
 
     def _build(self) -> str:
         from benchmark.studies.oracle_checkpoint import write_oracle
-        from sharesd.runtime import Runtime  # torch takes seconds, mistakes should not
+        from sharesd.llm import LLM  # torch takes seconds, mistakes should not
 
         name = self._spec.name
         config = EngineConfig(
@@ -120,10 +119,10 @@ class DrafterChecks:
             compile="off",
             threads=1,
         )
-        runtime: Runtime = Runtime(config, ("naive", name))
-        for mode in runtime.modes:
-            self._engine = runtime.warm_up(mode)
-        drafter: Any = runtime.engine.modes[name].drafter
+        self._llm = llm = LLM.from_config(config, ("naive", name))
+        for mode in llm.modes:
+            llm.runtime.warm_up(mode)
+        drafter: Any = llm.runtime.engine.modes[name].drafter
         built = [*getattr(drafter, "tables", ()), drafter]
         if self._wanted is not None and not any(isinstance(each, self._wanted) for each in built):
             return f"SPEC builds a {type(built[0]).__name__}, not a {self._wanted.__name__}"
@@ -133,7 +132,7 @@ class DrafterChecks:
         """Ask tables directly, with more conditions than rounds check."""
         from sharesd.drafters.draft_checks import check_proposal
 
-        engine, name = self._loaded, self._spec.name
+        engine, name = self._loaded.runtime.engine, self._spec.name
         tokens = engine.check(PROMPTS[0], GREEDY)
         for table in getattr(engine.modes[name].drafter, "tables", ()):
             table.begin(0, tokens)
@@ -146,16 +145,16 @@ class DrafterChecks:
         return ""
 
     @property
-    def _loaded(self) -> Engine:
-        assert self._engine is not None
-        return self._engine
+    def _loaded(self) -> LLM:
+        assert self._llm is not None
+        return self._llm
 
     def _answers(
         self, mode: str, prompts: Sequence[Any], params: SamplingParams, reuse: bool = False
     ) -> list[list[int]]:
         from sharesd.engine.call_queue import decode
 
-        engine, answers = self._loaded, [list[int]() for _ in prompts]
+        engine, answers = self._loaded.runtime.engine, [list[int]() for _ in prompts]
         for chunk in decode(engine, prompts, params, mode=mode, reuse=reuse):
             answers[chunk.row] += chunk.token_ids
         self.num_drafted += engine.stats.drafted_tokens
@@ -169,19 +168,18 @@ class DrafterChecks:
     def _cancel(self) -> str:
         """Cancel a request between rounds; another one gets its row."""
         naive = self._answers("naive", PROMPTS, GREEDY)
-        engine, mode = self._loaded, self._spec.name
-        requests = [engine.add(prompt, GREEDY, mode=mode) for prompt in PROMPTS]
-        for _ in range(len(PROMPTS) + 3):
-            engine.step()
-        engine.cancel(requests[1])
-        requests[1] = engine.add(PROMPTS[1], GREEDY, mode=mode)
-        while engine.num_running or engine.num_waiting:
-            engine.step()
-        return _difference(naive, [request.tokens[len(request.prompt_ids) :] for request in requests])
+        llm, mode = self._loaded, self._spec.name
+        streams = [llm.stream(prompt, GREEDY, mode=mode) for prompt in PROMPTS]
+        answers = [[*next(stream).token_ids, *next(stream).token_ids] for stream in streams]
+        streams[1].close()
+        streams[1], answers[1] = llm.stream(PROMPTS[1], GREEDY, mode=mode), []
+        for answer, stream in zip(answers, streams, strict=True):
+            answer += [token for chunk in stream for token in chunk.token_ids]
+        return _difference(naive, answers)
 
     def _resume(self) -> str:
         """Continue texts, once after more tokens and once from the middle."""
-        first = self._loaded.check(PROMPTS[0], GREEDY)
+        first = self._loaded.tokenizer.encode(PROMPTS[0])
         (answer,) = self._answers(self._spec.name, [first], GREEDY)
         longer = [first + answer + first[:3], first + answer[:5]]
         naive = [self._answers("naive", [text], GREEDY)[0] for text in longer]

@@ -82,11 +82,6 @@ class Request:
     def num_emitted(self) -> int:
         return len(self.tokens) - len(self.prompt_ids)
 
-    @property
-    def is_unfinished(self) -> bool:
-        """Neither at its end nor cancelled."""
-        return self.finish_reason is None and not self.cancelled
-
     def trace_line(self, emitted: Sequence[int]) -> dict[str, Any]:
         """Return the line of a trace after the prompt was read."""
         return {

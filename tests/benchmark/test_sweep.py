@@ -24,10 +24,10 @@ from benchmark.timed import TimesDiffer, check_times, compare_modes
 from sharesd.config import EngineConfig, Mode
 from sharesd.engine.outputs import Completion, TokenChunk
 from sharesd.engine.stats import Stats
+from sharesd.llm import LLM
 from sharesd.models.prefill import Piece, read_piece
 from sharesd.models.tokenizer import load_tokenizer
 from sharesd.reports.questions import Question
-from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
 from tests.helpers.tiny_tokenizer import WORDS
 
@@ -107,9 +107,10 @@ def test_prompts_hold_other_texts_each_and_fillers_are_texts(tiny: Path, tmp_pat
 def test_tables_have_not_seen_the_answer_of_an_earlier_run(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And prompts are read once: what `reuse` finds grows with the first answer to them only."""
     modes: tuple[Mode, ...] = ("recycle", "classic")
-    runtime = Runtime(EngineConfig(target=str(tiny), mode="recycle", num_draft=4, max_batch=2, max_context=512), modes)
+    config = EngineConfig(target=str(tiny), mode="recycle", num_draft=4, max_batch=2, max_context=512)
+    llm = LLM.from_config(config, modes)
     for mode in modes:
-        engine = runtime.warm_up(mode)
+        engine = llm.runtime.warm_up(mode)
     table = engine.modes["recycle"].drafter.tables[0]  # type: ignore[union-attr]
     before, at_start = table.successors.copy(), []
     begin, read = table.begin, []
@@ -126,7 +127,7 @@ def test_tables_have_not_seen_the_answer_of_an_earlier_run(tiny: Path, monkeypat
     monkeypatch.setattr(table, "begin", noted)
     prompts = [list(range(20, 90)), list(range(30, 80))]
     params = SamplingParams(max_new_tokens=12)
-    found = compare_modes(runtime.new_plain_engine(), engine, modes, prompts, params, runs=3)
+    found = compare_modes(llm.runtime.new_plain_engine(), llm, modes, prompts, params, runs=3)
     assert at_start[::2] == [True] * 3  # the second row's prompt comes after the first one's
     assert [length for length in read if length >= 50] == [70, 50]  # classic has read them once
     assert all(each.identical and len(each.ratios) == 3 for each in found.values())
