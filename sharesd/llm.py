@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections import defaultdict
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
@@ -275,10 +276,9 @@ class LLM:
         call = self._call(prompt_ids, params, mode, whole=True)
         if not prompt_ids:
             return []
-        chunks = list(self.calls.run(call))
-        done: dict[int, Completion] = {}
-        for chunk in chunks:
-            done.setdefault(chunk.request.number, Completion()).add(chunk)
+        done = defaultdict[int, Completion](Completion)
+        for chunk in self.calls.run(call):
+            done[chunk.request.number].add(chunk)
         return [done[number] for number in sorted(done)]  # the engine gets prompts in order
 
     def _call(self, prompt_ids: list[list[int]], params: Params | None, mode: Mode | None, *, whole: bool) -> Call:
