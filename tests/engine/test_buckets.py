@@ -35,7 +35,8 @@ from tests.helpers.recorded_graphs import RecordedGraphs, take_the_way_of_cuda
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 GREEDY = SamplingParams(max_new_tokens=8)
-KINDS = ["naive", "classic", "glide", "parallel tree", "recycle", "hybrid classic tree"]
+KINDS = ["naive", "recycle", "hybrid classic tree"]
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("classic", "glide", "parallel tree")]
 RARE = [pytest.param(kind, marks=pytest.mark.long) for kind in ("share tree", "eagle", "eagle3 tree", "suffix")]
 WARM = SamplingParams(temperature=1.0, top_p=0.9, seed=5)
 REQUESTS = [
@@ -99,7 +100,7 @@ def wanted() -> list[Completion]:
     return test_rows.alone(requests, new("naive", 1, widths=[7]))
 
 
-@pytest.mark.parametrize("kind", [*KINDS, pytest.param("share", marks=pytest.mark.smoke), *RARE])
+@pytest.mark.parametrize("kind", [*KINDS, pytest.param("share", marks=pytest.mark.smoke), *SLOW, *RARE])
 def test_texts_are_as_without_and_nothing_is_captured_later(
     kind: str, wanted: list[Completion], monkeypatch: pytest.MonkeyPatch
 ) -> None:

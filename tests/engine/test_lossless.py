@@ -472,7 +472,9 @@ CUT = pytest.param(1, {"temperature": 1.5, "top_k": 4, "top_p": 0.9}, marks=pyte
 
 
 @pytest.mark.parametrize(("num_draft", "sampling"), [(3, {"temperature": 1.0}), CUT], ids=str)
-@pytest.mark.parametrize("rule", ["match", "rejection", "block"])
+@pytest.mark.parametrize(
+    "rule", ["match", *(pytest.param(each, marks=pytest.mark.slow) for each in ("rejection", "block"))]
+)
 def test_texts_are_distributed_as_the_target_says(rule: str, sampling: Mapping[str, Any], num_draft: int) -> None:
     """Every row has a seed of its own, so that one call is many experiments."""
     B, calls, prompt = 256, 8, [1, 4, 2]

@@ -281,7 +281,7 @@ def test_all_modes_have_one_text(family: str, options: dict[str, Any], tmp_path:
     assert all(text == texts[0] for text in texts)
 
 
-@pytest.mark.parametrize("kind", WORDS)
+@pytest.mark.parametrize("kind", [CONV, pytest.param(DELTA, marks=pytest.mark.slow)])
 def test_without_kernels_modes_have_one_text_too(kind: str, tmp_path: Path) -> None:
     """Those of the kernels, though prompts are read in padded pieces: of 257 and 300 tokens, in 512."""
     target, prompts = str(make_model(tmp_path / "model", kind)), [[*range(10, 200), *range(77, 144)], [7] * 300]
