@@ -148,14 +148,12 @@ def kernels(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture(autouse=True)
-def costs_are_not_timed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines time their rounds once, not for half a second, and plans time small products, unless a test is marked
-    `times_costs`."""
-    if request.node.get_closest_marker("times_costs") is None:
-        monkeypatch.setattr("sharesd.startup.cost_profiler.SECONDS", 0.0)
-        monkeypatch.setattr("sharesd.startup.cost_profiler.SWEEPS", (1, 1))
-        for name in ("PROBE_BYTES", "PROBED_BYTES"):
-            monkeypatch.setattr(f"sharesd.weights.offload_rates.{name}", 2**18)
+def costs_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines time their rounds once, and with short texts, not for half a second; plans time small products."""
+    for name, value in (("SECONDS", 0.0), ("SWEEPS", (1, 1)), ("FAR", 0)):
+        monkeypatch.setattr(f"sharesd.startup.cost_profiler.{name}", value)
+    for name in ("PROBE_BYTES", "PROBED_BYTES"):
+        monkeypatch.setattr(f"sharesd.weights.offload_rates.{name}", 2**18)
 
 
 @pytest.fixture(scope="session")

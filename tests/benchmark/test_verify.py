@@ -359,6 +359,7 @@ def test_agreement_is_that_of_one_quantized_step_after_each_text(kind: str, tiny
     assert found == again
 
 
+@pytest.mark.slow
 def test_settings_next_to_stored_weights_are_what_they_say(tmp_path: Path) -> None:
     """A start drafts with the upper halves of Q8_0, and a mixture with fewer experts: both are measured, too."""
     sizes = ["--num-questions", "1", "--max-new-tokens", "4", "--out-dir", f"{tmp_path}/out"]

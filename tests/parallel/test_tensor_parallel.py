@@ -184,7 +184,9 @@ def test_rank_0_reads_once_a_round(folder: Path, style: str, monkeypatch: pytest
         chunks.close()
 
 
-@pytest.mark.parametrize(("style", "exempt"), [("gather", True), ("reduce", True), ("gather", False)])
+@pytest.mark.parametrize(
+    ("style", "exempt"), [("gather", True), ("reduce", True), pytest.param("gather", False, marks=pytest.mark.slow)]
+)
 def test_ranks_share_no_tensor_but_through_the_group(folder: Path, style: str, exempt: bool, monkeypatch: Any) -> None:
     """As on devices of their own, in the way of CUDA; what the group itself does is noticed where it is watched."""
     take_the_way_of_cuda(monkeypatch)

@@ -101,6 +101,7 @@ def ours() -> Counter[str]:
     return Counter(type(thing).__name__ for thing in gc.get_objects() if type(thing).__name__ in OURS)
 
 
+@pytest.mark.slow
 def test_no_object_of_a_request_stays(tmp_path: Path) -> None:
     config = EngineConfig(target=str(make_model(tmp_path, TEMPLATE)), mode="hybrid", max_batch=4)
     with real(config, model_name="t") as server:

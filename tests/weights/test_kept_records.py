@@ -71,6 +71,7 @@ def test_a_second_start_maps_the_records(kind: str, tmp_path: Path, repacked: li
     assert texts(target, **options) == first and not repacked
 
 
+@pytest.mark.slow
 def test_a_file_that_does_not_fit_is_written_again_and_weights_that_changed_are_read(
     tmp_path: Path, repacked: list[str]
 ) -> None:

@@ -100,7 +100,10 @@ def down_of(runtime: Runtime) -> Any:
     return full_precision(runtime.target.blocks[0].mlp.down)  # type: ignore[union-attr, index]
 
 
-@pytest.mark.parametrize("kind", ["file", "gptq act order", "k-quants", pytest.param("awq", marks=pytest.mark.long)])
+SLOW = pytest.param("k-quants", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("kind", ["file", "gptq act order", SLOW, pytest.param("awq", marks=pytest.mark.long)])
 def test_stages_and_ranks_give_logits_and_texts_of_one_device(kind: str, tmp_path: Path) -> None:
     """Mode hybrid of ranks mixes tables, as it does on one device. Each mode is greedy once and sampled once."""
     config, modes = config_of(kind, tmp_path), (*MODES, "recycle", "classic")

@@ -268,6 +268,7 @@ class TestNvrtc:
         except nvrtc.NvrtcError as error:
             pytest.skip(str(error))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
     def test_compiles_for_each_card(self, card: Card) -> None:
         """No registers are spilled, and the loop has few instructions: 4096 weights a chunk and warp."""
