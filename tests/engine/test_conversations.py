@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 import pytest
 
 from sharesd.conversations import run_conversations
+from sharesd.data.request_errors import NonFiniteLogits
 from sharesd.engine.outputs import TokenChunk
 from sharesd.engine.round_launcher import RoundLauncher
 from sharesd.llm import LLM
 from sharesd.sampling_params import SamplingParams
+from tests.engine.test_engine import spoil
 from tests.helpers.tiny_models import make_checkpoint
 
 ROWS, LENGTHS = 3, (5, 9, 7)
@@ -119,3 +122,16 @@ def test_calls_of_other_threads_and_ends_before_the_end(llm: LLM) -> None:
     with ThreadPoolExecutor(4) as pool:
         for number, found in enumerate(pool.map(ask, range(12))):
             assert found == (wanted if number % 2 else alone.token_ids)
+
+
+def test_an_error_ends_its_conversation_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = texts_alone(llm)
+    first, *others = wanted.values()
+    token = next(token for token in first[3:-2] if all(token not in text for text in others))
+    spoil(llm.runtime.engine, monkeypatch, token, math.nan)
+    left = iter(enumerate(map(Talk, range(len(FIRST)), FIRST)))
+    found = {
+        number: (talk.text, error) for number, talk, error in run_conversations(llm, lambda wait: next(left, None))
+    }
+    assert isinstance(found.pop(0)[1], NonFiniteLogits)
+    assert found == {number: (text, None) for number, text in wanted.items() if number}
