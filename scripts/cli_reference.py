@@ -42,7 +42,7 @@ class Row(NamedTuple):
     meaning: str
 
 
-class Group(NamedTuple):
+class OptionGroup(NamedTuple):
     """Flags under one title."""
 
     title: str
@@ -59,7 +59,7 @@ class Command(NamedTuple):
 
     name: str
     description: str
-    groups: tuple[Group, ...]
+    groups: tuple[OptionGroup, ...]
 
 
 def commands() -> list[Command]:
@@ -147,7 +147,7 @@ def _commands_of(parser: argparse.ArgumentParser) -> Iterator[Command]:
     for each in below.values():
         yield from _commands_of(each)
     if not below:
-        groups = [Group(group.title or "", tuple(_rows(group))) for group in parser._action_groups]
+        groups = [OptionGroup(group.title or "", tuple(_rows(group))) for group in parser._action_groups]
         named = tuple(group for group in groups if group.rows)
         yield Command(parser.prog, _cell(parser.description or ""), named)
 

@@ -24,7 +24,7 @@ TURNS = 25
 ONE, FIVE = torch.tensor([[7]]), torch.tensor([[7, 8, 9, 10, 11]])
 
 
-class Steps:
+class TimedSteps:
     """Steps of one setting, and their times over a plain step."""
 
     def __init__(self, target: str, spec: str) -> None:
@@ -61,7 +61,7 @@ def seconds(step: Callable[[], None]) -> float:
 
 @torch.inference_mode()
 def main(target: str, *specs: str) -> None:
-    settings = [Steps(target, spec) for spec in specs]
+    settings = [TimedSteps(target, spec) for spec in specs]
     for _ in range(TURNS):
         for each in settings:
             each.turn()

@@ -72,7 +72,8 @@ def main() -> None:
     file, layers = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 4
     name = sys.argv[3] if len(sys.argv) > 3 else "qwen3moe"
     shape, is_oss = SHAPES[name], name == "gpt-oss"
-    D, heads, kv_heads, head, experts = shape[:5]
+    D, heads, kv_heads = shape.hidden, shape.heads, shape.kv_heads
+    head, experts = shape.head, shape.experts
     writer, dice = gguf.GGUFWriter(file, name), np.random.default_rng(0)
     sizes = {"block_count": layers, "context_length": 4096, "embedding_length": D, "feed_forward_length": 6144}
     sizes |= {"head_count": heads, "head_count_kv": kv_heads, "key_length": head, "value_length": head}

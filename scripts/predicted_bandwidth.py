@@ -47,7 +47,7 @@ FILE = ROOT / "docs" / "results" / "predicted_bandwidth.csv"
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
+class PredictedCard:
     """Figures from a card's data sheet."""
 
     name: str
@@ -68,16 +68,18 @@ class Card:
         return ACHIEVED * self.bandwidth / self.processors * LATENCY_S
 
 
-H100 = Card("H100 SXM", 90, 132, 3.35e12, 1.755e9)
-A100 = Card("A100 40 GB", 80, 108, 1.555e12, 1.41e9)
-RTX4090 = Card("RTX 4090", 89, 128, 1.008e12, 2.52e9)
-CARDS = (H100, A100, RTX4090, Card("RTX 3090", 86, 82, 0.936e12, 1.695e9), Card("RTX 5090", 120, 170, 1.792e12, 2.41e9))
-UNMEASURED = tuple(card for card in CARDS if card is not H100)
+H100 = PredictedCard("H100 SXM", 90, 132, 3.35e12, 1.755e9)
+A100 = PredictedCard("A100 40 GB", 80, 108, 1.555e12, 1.41e9)
+RTX4090 = PredictedCard("RTX 4090", 89, 128, 1.008e12, 2.52e9)
+RTX3090 = PredictedCard("RTX 3090", 86, 82, 0.936e12, 1.695e9)
+RTX5090 = PredictedCard("RTX 5090", 120, 170, 1.792e12, 2.41e9)
+UNMEASURED = (A100, RTX4090, RTX3090, RTX5090)
 """Cards of the table. An H100 was measured: docs/results/gpu.md."""
+CARDS = (H100, *UNMEASURED)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LaunchPlan:
     """Division of a product of one row on a card."""
 
     tile: Tile
@@ -88,19 +90,19 @@ class Plan:
     nbytes: int
     """Bytes of weights, scales and offsets."""
 
-    def in_flight(self, card: Card, resident: int) -> float:
+    def in_flight(self, card: PredictedCard, resident: int) -> float:
         """Bytes of weights that a processor has asked for, on average, where so many programs fit."""
         return min(resident, self.programs / card.processors) * (self.tile.stages - 1) * self.step_bytes
 
 
-def plan_of(linear: LinearShape, bits: int, card: Card) -> Plan:
+def plan_of(linear: LinearShape, bits: int, card: PredictedCard) -> LaunchPlan:
     """By the rule."""
     group = GROUP if bits == 4 else 0
     tile = by_rule(linear.outputs, linear.inputs, bits, group, card.device)
     columns = -(-linear.inputs // (4 * group)) * group if bits == 4 else linear.inputs
     column_bytes = 2 if bits == 4 else bits // 8
     factors = linear.outputs * linear.inputs // group * 4 if bits == 4 else 0
-    return Plan(
+    return LaunchPlan(
         tile,
         programs=-(-linear.outputs // tile.outputs) * tile.split,
         steps=-(-columns // (tile.inputs * tile.split)),
@@ -145,7 +147,7 @@ def loop_of(linear: LinearShape, bits: int, tile: Tile, arch: int) -> tuple[int,
     return _loop(long, bits, Tile(tile.outputs, tile.inputs, 1, tile.stages, tile.warps), arch)
 
 
-def predicted_s(plan: Plan, card: Card, instructions: int, resident: int) -> float:
+def predicted_s(plan: LaunchPlan, card: PredictedCard, instructions: int, resident: int) -> float:
     """Seconds of a product whose loop has so many instructions, where a processor holds so many programs."""
     tile = plan.tile
 
@@ -160,7 +162,7 @@ def predicted_s(plan: Plan, card: Card, instructions: int, resident: int) -> flo
     return LAUNCH_S + joined_s + max(fullest_s, plan.nbytes / (ACHIEVED * card.bandwidth))
 
 
-def layer(model: ModelShape, bits: int, card: Card) -> tuple[float, float]:
+def layer(model: ModelShape, bits: int, card: PredictedCard) -> tuple[float, float]:
     """Predicted seconds of a layer's linears, and the share of the bandwidth that their weights come at."""
     seconds, nbytes = 0.0, 0
     for linear in model.linears.values():

@@ -39,6 +39,7 @@ ROOMS = [rooms.split() for rooms in ORDER.split("|")]
 """Rooms of `sharesd`, lowest first: each imports from lower ones alone. `__init__` passes names on."""
 LEVELS = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 FILES = sorted(path for package in ALLOWED for path in (ROOT / package).rglob("*.py"))
+SCRIPTS = sorted(path for folder in ("scripts", "examples") for path in (ROOT / folder).glob("*.py"))
 MODULES = [
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
     for path in FILES
@@ -196,12 +197,12 @@ def test_no_modules_import_each_other() -> None:
 
 def test_no_two_classes_share_a_name() -> None:
     """Else a search for one finds the other, too."""
-    names = [name for path in FILES for name in parsed(path.read_text(encoding="utf-8")).classes]
+    names = [name for path in (*FILES, *SCRIPTS) for name in parsed(path.read_text(encoding="utf-8")).classes]
     assert [name for name, times in Counter(names).items() if times > 1] == []
 
 
 def test_parts_of_large_values_have_names() -> None:
-    wrong = {str(path): parsed(path.read_text(encoding="utf-8")).unpacked for path in FILES}
+    wrong = {str(path): parsed(path.read_text(encoding="utf-8")).unpacked for path in (*FILES, *SCRIPTS)}
     assert {path: lines for path, lines in wrong.items() if lines} == {}
     five = "a, b, c, d, e = f()\nfor a, b, c, d, *e in f: pass\n[a for a, b, c, d, e in f]"
     assert parsed(five).unpacked == [1, 2, 3]

@@ -20,7 +20,7 @@ from benchmark.gpu.shapes import MODELS, LinearShape
 from compile.cuda import kv_compact, pdl, state_update, tree_verify
 from compile.cuda.gemm_config import ROWS, Device, Tile, by_rule
 from scripts import predicted_bandwidth as predicted
-from scripts.predicted_bandwidth import A100, H100, RTX4090, Card, Plan, compiled, plan_of
+from scripts.predicted_bandwidth import A100, H100, RTX4090, LaunchPlan, PredictedCard, compiled, plan_of
 from tests.compile.cuda import test_cuda_attention, test_cuda_sampling
 from tests.helpers.absent_gpu import SHARED, Binary, count
 
@@ -50,7 +50,7 @@ EARLY = [(LinearShape(4096, 4096, norm=True), 16), (LinearShape(151936, 1024, no
 EARLY += [(LinearShape(22016, 4096, norm=True, gated="silu"), 16), (SMALL, 16), (SMALL, 8)]
 
 
-def fitting(plan: Plan, card: Card, bits: int) -> int:
+def fitting(plan: LaunchPlan, card: PredictedCard, bits: int) -> int:
     """Programs whose buffers fit the shared memory of a processor."""
     tile, factors = plan.tile, 4 * plan.tile.outputs * 4 if bits == 4 else 0
     inputs = ROWS * 2 * tile.inputs * (4 if bits == 4 else 1)
@@ -59,7 +59,7 @@ def fitting(plan: Plan, card: Card, bits: int) -> int:
 
 @pytest.mark.parametrize("card", [H100, A100, RTX4090], ids=lambda card: card.name)
 @pytest.mark.parametrize("model", LARGE, ids=lambda model: model.name)
-def test_enough_is_in_flight(model: Any, card: Card) -> None:
+def test_enough_is_in_flight(model: Any, card: PredictedCard) -> None:
     for bits, (name, linear) in product((16, 8, 4), model.linears.items()):
         plan = plan_of(linear, bits, card)
         fit = fitting(plan, card, bits)
@@ -85,7 +85,7 @@ def test_tiles_depend_on_weights_and_device_only() -> None:
 
 
 def test_the_slower_of_bytes_and_instructions_decides() -> None:
-    plan = Plan(Tile(64, 64, 1, 4, 4), programs=264, steps=10, step_bytes=8192, nbytes=264 * 10 * 8192)
+    plan = LaunchPlan(Tile(64, 64, 1, 4, 4), programs=264, steps=10, step_bytes=8192, nbytes=264 * 10 * 8192)
     bytes_s = plan.nbytes / (0.9 * H100.bandwidth)
     assert predicted.predicted_s(plan, H100, 100, 3) == pytest.approx(1.6e-6 + bytes_s)
     busy = predicted.predicted_s(plan, H100, 1000, 3)
