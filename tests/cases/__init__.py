@@ -1,1 +1,1 @@
-"""Inputs that go wrong today, or once did: strict expected failures turn into tests when they are mended."""
+"""Inputs that go wrong today, or once did: strict expected failures turn into tests when they are fixed."""

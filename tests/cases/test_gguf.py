@@ -1,6 +1,6 @@
 """Files of llama.cpp that say something unusual: read as it means, or refused by name.
 
-Token ids without a reference beside them are those of llama.cpp 0.3.36 (llama-cpp-python).
+Token ids without a reference next to them are those of llama.cpp 0.3.36 (llama-cpp-python).
 """
 
 from __future__ import annotations
@@ -253,7 +253,7 @@ def some_biases(folder: Path) -> tuple[Path, Path]:
 
 
 def divisors(folder: Path) -> tuple[Path, Path]:
-    """Stored divisors of a rule without a name, beside a factor; as longrope's short factors they are the same."""
+    """Stored divisors of a rule without a name, with a factor; as longrope's short factors they are the same."""
     tensors = weights(seed=17)
     config = config_of("llama", tensors)
     said = {"rope.scaling.type": "linear", "rope.scaling.factor": 2.0}

@@ -59,10 +59,10 @@ FIELDS: dict[str, tuple[str, dict[str, Any]]] = {
     "max_completion_tokens of -1": (CHAT, {"messages": [USER], "max_completion_tokens": -1}),
     "seed of -1": (COMPLETIONS, {"prompt": "the", "seed": -1, "max_tokens": 4}),
     "an empty stop": (COMPLETIONS, {"prompt": "the", "stop": "", "max_tokens": 4}),
-    "an empty stop beside another": (COMPLETIONS, {"prompt": "the", "stop": ["", "x"], "max_tokens": 4}),
+    "an empty stop next to another": (COMPLETIONS, {"prompt": "the", "stop": ["", "x"], "max_tokens": 4}),
     "min_tokens": (COMPLETIONS, {"prompt": "the", "min_tokens": 3, "max_tokens": 4}),
     "top_logprobs of 0": (CHAT, {"messages": [USER], "top_logprobs": 0, "max_tokens": 4}),
-    "top_logprobs of 0 beside false": (
+    "top_logprobs of 0 with false": (
         CHAT,
         {"messages": [USER], "top_logprobs": 0, "logprobs": False, "max_tokens": 4},
     ),

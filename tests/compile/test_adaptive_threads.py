@@ -21,7 +21,7 @@ def step_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[StepThreads]:
 
 
 def live(step_threads: StepThreads, rounds: int, neighbours: int, cores: int = 4) -> tuple[float, list[int]]:
-    """Rounds beside busy neighbours: time they took, and the numbers of threads."""
+    """Rounds with busy neighbours: time they took, and the numbers of threads."""
     took, sizes = 0.0, []
     for _ in range(rounds):
         assert torch.get_num_threads() == step_threads.size

@@ -1,5 +1,5 @@
 """What the engine refuses, owners of its cache, what it counts, what drafters cost, and log-probabilities of prompts.
-Logits that are not numbers end their request with an error; requests beside it go on.
+Logits that are not numbers end their request with an error; other requests continue.
 
 Legend: R rows, T tokens, V vocabulary.
 """

@@ -87,7 +87,7 @@ def test_no_captures_notices_one() -> None:
 
 
 def test_calls_between_graphs_are_made_by_every_replay() -> None:
-    """With what the graph before has made, and what the one behind it goes on with."""
+    """With what the graph before has made, and what the next one reads."""
     graphs, (number, seen, step) = RecordedGraphs(), counter()
     there, calls = torch.zeros(3), []
 

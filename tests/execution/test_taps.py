@@ -1,4 +1,4 @@
-"""Hidden states kept beside the KV: those of a plain forward pass, whoever wrote them, and they go where KV goes."""
+"""Hidden states kept next to the KV: those of a plain forward pass, whoever wrote them, and they go where KV goes."""
 
 from __future__ import annotations
 

@@ -238,7 +238,7 @@ def outcome(status: int, text: str, case: Path) -> str:
         return "a long line"
     if lines[0].startswith(("error: a prompt ", "error: the logits of ")):
         return "refused"
-    # A folder's files, or the parts beside a file. A converted file's folder in the cache begins with its name.
+    # A folder's files, or the parts next to a file. A converted file's folder in the cache begins with its name.
     files = [file.name for file in (case if case.is_dir() else case.parent).iterdir()]
     if not any(name in lines[0] for name in (str(case), f"{case.stem}-", *files)):
         return "no file is named"

@@ -1,4 +1,4 @@
-"""Triton's interpreter (TRITON_INTERPRET=1) mended: its products of bfloat16 are wrong, it cuts off where GPUs round,
+"""Triton's interpreter (TRITON_INTERPRET=1) fixed: its products of bfloat16 are wrong, it cuts off where GPUs round,
 and it leaves sums to a BLAS, where those of a row may depend on its place (with OpenBLAS's kernels for AVX2 they do).
 """
 

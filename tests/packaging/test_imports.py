@@ -29,7 +29,7 @@ ALLOWED = {package: {package} for package in LOW} | {
 }
 """Package -> packages of this project that it may import: arrows go down only (docs/explanation/architecture.md)."""
 LEAVES = {"sharesd_files"}
-"""Modules beside the packages that all may import; they import nothing of the project."""
+"""Modules next to the packages that all may import; they import nothing of the project."""
 ORDER = """
     field_types | config shadowing devices data | sampling_params | kvcache | speculation | models | sampling
     | drafters records | engine | weights | execution parallel | startup | runtime | llm | conversations | cli

@@ -173,7 +173,7 @@ def test_pieces_of_a_prompt_go_through_stages_one_behind_the_other(way_of_cuda: 
         for at in range(0, len(tokens), 4):
             logits_1V = read_piece(decoder, cache, 0, tokens, Piece(at, at + 4, 4))
     assert isinstance(places, TimedPlaces) and places.found == []
-    products = len(places.busy[0]) // num_pieces  # of a piece in a stage; the last stage has the head besides
+    products = len(places.busy[0]) // num_pieces  # of a piece in a stage; the last stage has the head next tos
     first, second = ([places.busy[stage][i * products] for i in range(num_pieces)] for stage in (0, 1))
     assert all(first[i + 1] < second[i] + products for i in range(num_pieces - 1))
     assert max(places.clocks.values()) <= (num_pieces + 2) * (products + 1)

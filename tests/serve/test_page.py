@@ -296,7 +296,7 @@ def test_a_key_is_asked_for_where_the_server_wants_one(browser: Browser, server:
     assert chat.text("#key-reason") == "the API key is missing or wrong"
     chat.press("Escape")
     chat.wait_for("document.querySelector('#model').textContent === 'the API key is missing or wrong'")
-    chat.ask("Hello")  # and it can be mended
+    chat.ask("Hello")  # and it can be corrected
     for key in ("wrong", KEY):
         chat.wait_for("document.activeElement.id === 'key' && document.activeElement.value === ''")
         chat.type(key)

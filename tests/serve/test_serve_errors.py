@@ -206,7 +206,7 @@ def test_what_the_engine_refuses_is_a_wrong_request(server: Served) -> None:
 
 
 def test_a_request_without_numbers_fails_alone() -> None:
-    """Whole or in a stream, beside another one, and it is counted."""
+    """Whole or in a stream, with another one, and it is counted."""
     failed = 'sharesd:request_failure_total{engine="0",model_name="fake"}'
     said = [{"role": "user", "content": SPOILT}]
     asked: dict[str, dict[str, Any]] = {TEXT: {"prompt": SPOILT, "seed": 1}, CHAT: {"messages": said, "seed": 1}}

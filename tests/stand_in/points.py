@@ -30,7 +30,7 @@ MODES: dict[str, tuple[Mode, str, dict[str, Any]]] = {
     "parallel": ("parallel", "parallel", {"num_draft": 4}),
     "glide": ("glide", "glide", {"num_draft": 4}),
 }
-"""Name -> mode, what drafts beside the target's own weights, and options."""
+"""Name -> mode, what drafts next to the target's own weights, and options."""
 ALONE = ("naive", "share", "classic", "ngram", "suffix", "recycle", "hybrid")
 """Modes that one runtime has together."""
 CHOICES: dict[str, dict[str, Any]] = {

@@ -119,7 +119,7 @@ def test_the_target_says_what_users_ask_and_nothing_of_it_again_after_an_end(
     assert main(command) == 130 and not out.exists()
     monkeypatch.setattr(Journal, "add", lambda journal, record: (added.append(record["index"]), add(journal, record)))
     assert main(command) == 0 and sorted(added) == [*range(20)]
-    assert out.read_text() == whole.read_text(), "whatever is said beside them"
+    assert out.read_text() == whole.read_text(), "whatever is said next to them"
     assert main(command) == 0 and len(added) == 20, "all is there"
     capsys.readouterr()
     assert main([*command, "--seed", "7"]) == 2

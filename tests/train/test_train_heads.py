@@ -80,7 +80,7 @@ def test_lessons_are_the_targets_states_of_each_text_alone() -> None:
 
 @pytest.mark.parametrize(("step", "T"), [(0, 9), (1, 9), (3, 9), (3, 3)])
 def test_chains_attend_as_masks_say(step: int, T: int) -> None:
-    """Values and gradients in float64, beside one product over all steps with a mask."""
+    """Values and gradients in float64, against one product over all steps with a mask."""
     dice = torch.Generator().manual_seed(step)
 
     def random(heads: int) -> Tensor:

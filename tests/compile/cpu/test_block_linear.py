@@ -344,7 +344,7 @@ def block_model(dtype: torch.dtype, activations: Activations) -> Decoder:
 @EACH_KIND
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_stack_step_equals_the_composed_one(dtype: torch.dtype, activations: Activations) -> None:
-    """Close to it; its rows have the same bits whatever is beside them."""
+    """Close to it; its rows have the same bits whatever is computed with them."""
     model = block_model(dtype, activations)
     tokens = torch.randint(0, 40, (1, 17), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():

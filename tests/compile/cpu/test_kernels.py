@@ -1,4 +1,4 @@
-"""The CPU kernels: the right values, and for every row the same bits whatever is computed beside it.
+"""The CPU kernels: the right values, and for every row the same bits whatever is computed with it.
 
 Legend: B rows of the batch, T new tokens, H query heads, K key/value heads, S slots, d head size; of linears M rows,
 N outputs, K inputs.

@@ -140,7 +140,7 @@ def logits_with_nan(T: int) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("V", [7, 384, 5000])
 def test_logits_that_are_not_numbers_are_found(dtype: torch.dtype, V: int) -> None:
-    """In any place of the vocabulary; -inf is allowed beside numbers."""
+    """In any place of the vocabulary; -inf is allowed among numbers."""
     T = 3
     for at in (0, V // 2, V - 1):
         for bad in (torch.nan, torch.inf, -torch.inf, None):
