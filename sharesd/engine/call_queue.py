@@ -120,15 +120,12 @@ class CallQueue:
 
     def add(self, call: Call, prompt: CallPrompt) -> None:
         """Append a prompt to a call, before it runs or between two of its chunks; ValueError if it is rejected."""
-        if self._closed is not None:
-            raise self._closed
-        with _STEP_LOCK:
-            assert self._engine is not None
-            self._engine.check(prompt.ids, prompt.params, call.mode)
-        if not call.num_added:
-            call.rule = prompt.params
-        sampling.check_alike([call.rule, prompt.params])
-        with self._changed:  # so that the call is not dropped in between
+        with _STEP_LOCK, self._changed:  # no step admits or drops the call meanwhile
+            if self._engine is not None:  # else `run` raises why
+                self._engine.check(prompt.ids, prompt.params, call.mode)
+            if not call.num_added:
+                call.rule = prompt.params
+            sampling.check_alike([call.rule, prompt.params])
             call.queued.append(prompt)
             call.num_added += 1
             self._enter(call)

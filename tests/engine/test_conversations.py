@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -135,3 +136,11 @@ def test_an_error_ends_its_conversation_alone(llm: LLM, monkeypatch: pytest.Monk
     }
     assert isinstance(found.pop(0)[1], NonFiniteLogits)
     assert found == {number: (text, None) for number, text in wanted.items() if number}
+
+
+def test_a_closed_llm_is_not_an_error_of_prompts(tmp_path: Path) -> None:
+    with LLM(make_checkpoint(tmp_path / "model"), mode="naive", device="cpu", max_context=64, max_batch=2) as made:
+        ended = answers(made, [Talk(number, prompt) for number, prompt in enumerate(FIRST)])
+        next(ended)
+    with pytest.raises(ValueError, match="this LLM is closed"):
+        list(ended)
