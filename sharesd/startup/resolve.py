@@ -437,7 +437,7 @@ class _Resolver:
 
         Weights that do not fit are offloaded, and caches then get a quarter of the memory.
         """
-        if not isinstance(config.max_batch, DefaultLimit) or self.device.type != "cpu":
+        if not isinstance(config.max_batch, DefaultLimit):
             return config, ""
         try:
             state = state_bytes(native_config(folder, self.device), dtype)
@@ -445,7 +445,11 @@ class _Resolver:
             return config, ""
         if not state:
             return config, ""
-        free = min(free_memory(), config.offload.host_memory or free_memory())
+        if self.device.type == "cuda":
+            free, limit = int(torch.cuda.mem_get_info(self.device)[0]), config.offload.device_memory
+        else:
+            free, limit = free_memory(), config.offload.host_memory
+        free = min(free, limit or free)
         weights = 0 if self._in_memory else sum(file.stat().st_size for file in weight_files(folder))
         weights = weights * dtype.itemsize // 2 if config.dequantize else weights
         rows = int(STATE_SHARE * max(free - weights, free // 4) / state)

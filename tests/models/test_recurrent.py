@@ -35,6 +35,7 @@ from sharesd.llm import MAX_BATCH
 from sharesd.models import loader, prefill
 from sharesd.models.architectures import config_from_hf
 from sharesd.models.base import CausalModel
+from sharesd.models.checkpoint import silent
 from sharesd.models.decoder import Decoder
 from sharesd.models.gguf.config import config_of
 from sharesd.models.gguf.convert import converted_folder
@@ -388,6 +389,13 @@ def test_the_default_number_of_rows_depends_on_their_states(
     assert model_of(llm).num_rows == llm.runtime.cache.batch == 1
     assert "1 row decoded together: recurrent layers keep 176 kB of each" in capsys.readouterr().err
     llm.close()
+    monkeypatch.setattr(loader, "runs_triton", lambda _: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (weights + 12 * state, 10**12))
+    on_gpu = resolve._Resolver(config, ("naive",), silent, False, False, True)
+    on_gpu.device = torch.device("cuda")
+    for limit_bytes, rows in ((None, 3), (weights + 4 * state, 1)):
+        limited = replace(config, offload=OffloadConfig(device_memory=limit_bytes))
+        assert on_gpu._with_rows(limited, folder, torch.bfloat16)[0].max_batch == rows
 
 
 @pytest.mark.parametrize("kind", WORDS)
