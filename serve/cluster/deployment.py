@@ -20,7 +20,7 @@ from starlette.types import Message
 
 from multigpu.ray_cluster import connect, resources_of_replica
 from serve.cluster.ingress import Cluster, ReplicaDied, make_ingress, preference
-from serve.cluster.options import NumReplicas, deployment_options
+from serve.cluster.options import ROWS, NumReplicas, deployment_options
 from serve.cluster.replica import Forwarded, ServeReplica
 from serve.engine_thread import ServedModel
 from serve.server import OpenBackend
@@ -124,9 +124,6 @@ class ConversationRouter(RequestRouter):
     If its batch is full, the next by the same order; if all are full, the one with the fewest requests.
     """
 
-    def initialize_state(self, **kwargs: Any) -> None:
-        self._max_batch: int = kwargs["max_batch"]
-
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
@@ -138,5 +135,5 @@ class ConversationRouter(RequestRouter):
         ordered = sorted(
             candidate_replicas, key=lambda replica: preference(conversation, replica.replica_id.unique_id), reverse=True
         )
-        free = [[replica] for replica in ordered if (lengths.get(replica.replica_id) or 0) < self._max_batch]
+        free = [[each] for each in ordered if (lengths.get(each.replica_id) or 0) < each.routing_stats.get(ROWS, 1)]
         return [*free, ordered]

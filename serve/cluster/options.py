@@ -11,7 +11,9 @@ from sharesd.cli.options import check_ray
 from sharesd.config import EngineConfig
 
 HEALTH_PERIOD_S = 2.0
-"""Seconds between health checks; a dead replica is replaced after one."""
+"""Seconds between health checks, and between questions for what routers know; a dead replica is replaced after one."""
+ROWS = "rows"
+"""Name of the number of rows that a replica's engine has, among what its router knows."""
 MAX_ONGOING = 100_000
 """Concurrent requests per replica, for Ray; the application refuses requests long before."""
 
@@ -52,7 +54,7 @@ def deployment_options(settings: ServerSettings, num_replicas: NumReplicas) -> d
         "max_constructor_retry_count": 1,
         "request_router_config": {
             "request_router_class": router,
-            "request_router_kwargs": {"max_batch": settings.max_batch},
+            "request_routing_stats_period_s": HEALTH_PERIOD_S,
         },
     }
     low, high = num_replicas

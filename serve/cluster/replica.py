@@ -13,6 +13,7 @@ from starlette.types import Message
 
 from serve.app import make_app
 from serve.async_engine import Service
+from serve.cluster.options import ROWS
 from serve.engine_thread import ServedModel
 from serve.middleware import facts_of
 from serve.server_config import ServerSettings
@@ -83,6 +84,10 @@ class ServeReplica:
     async def metrics(self) -> tuple[str, bytes]:
         """Return the replica's id and its metrics."""
         return self._id, self._service.metrics.exposition()
+
+    async def record_routing_stats(self) -> dict[str, int]:
+        """Return what Ray tells the router about this replica: the rows of its engine."""
+        return {ROWS: self._service.settings.max_batch}
 
     async def is_healthy(self) -> bool:
         """Return True while requests are served."""

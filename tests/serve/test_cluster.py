@@ -242,7 +242,6 @@ def test_replicas_are_added_by_the_length_of_the_queue() -> None:
     assert fixed["num_replicas"] == 2 and "autoscaling_config" not in fixed and "num_replicas" not in scaled
     wanted = {"min_replicas": 2, "max_replicas": 5, "target_ongoing_requests": 6}
     assert scaled["autoscaling_config"] == wanted and scaled["graceful_shutdown_timeout_s"] == 11
-    assert scaled["request_router_config"]["request_router_kwargs"] == {"max_batch": 6}
     config = pytest.importorskip("ray.serve.config")
     assert config.AutoscalingConfig(**wanted).get_target_ongoing_requests() == 6
 

@@ -1,15 +1,21 @@
-"""Two replicas under Ray Serve: the tests of one server, replicas that die, hang-ups, failures of loading."""
+"""Two replicas under Ray Serve: the tests of one server, replicas that die, hang-ups, failures of loading.
+
+mark.smoke
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cache, partial
 from importlib import import_module
 from inspect import getsource, signature
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import psutil
 import pytest
@@ -19,9 +25,9 @@ pytest.importorskip("anthropic")
 
 import ray
 
-from serve.cluster.deployment import RayServeReplicas, open_cluster
+from serve.cluster.deployment import ConversationRouter, RayServeReplicas, open_cluster
 from serve.cluster.ingress import DIED
-from serve.cluster.options import NumReplicas
+from serve.cluster.options import ROWS, NumReplicas
 from serve.server import OpenBackend
 from serve.server_config import ServerSettings
 from tests.helpers.fake_engine import fake_model
@@ -51,6 +57,10 @@ for _module in [module for modules in MODULES.values() for module in modules]:
     for _name, _test in list(vars(_module).items()):
         if _name.startswith("test_") and "server" in signature(_test).parameters and not looks_inside(getsource(_test)):
             globals()[f"{_name}_{_module.__name__.rpartition('.')[2].removeprefix('test_')}"] = _test
+
+
+class NamedReplica(NamedTuple):
+    unique_id: str
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +105,41 @@ def test_turns_of_a_conversation_find_their_prefix(server: Served) -> None:
         talk += [first["choices"][0]["message"], {"role": "user", "content": "why"}]
         usage = server.post(CHAT, messages=talk, max_tokens=5).json()["usage"]
         assert usage["prompt_tokens_details"]["cached_tokens"] >= first["usage"]["prompt_tokens"]
+
+
+def test_requests_go_to_replicas_with_free_rows() -> None:
+    """Of which an engine may have fewer than were asked for."""
+    names = [NamedReplica("one"), NamedReplica("three")]
+    replicas = [SimpleNamespace(replica_id=names[i], routing_stats={ROWS: rows}) for i, rows in enumerate((1, 3))]
+    asked = SimpleNamespace(args=[SimpleNamespace(conversation="the cat")])
+
+    def chosen(*running: int) -> set[str]:
+        router: Any = SimpleNamespace(replica_queue_len_cache=dict(zip(names, running, strict=True)))
+        *free, _ = asyncio.run(ConversationRouter.choose_replicas(router, replicas, asked))  # type: ignore[arg-type]
+        return {each.replica_id.unique_id for (each,) in free}
+
+    assert chosen(0, 2) == {"one", "three"} and chosen(1, 2) == {"three"} and not chosen(1, 3)
+
+
+def test_replicas_say_how_many_rows_their_engines_have(cluster: OpenBackend) -> None:
+    replicas: list[RayServeReplicas] = []
+
+    def open_backend(settings: ServerSettings, load: Any) -> Any:
+        backend, app = cluster(settings, load)
+        replicas.append(backend._replicas)  # type: ignore[attr-defined]
+        return backend, app
+
+    def load() -> Any:
+        return replace(fake_model(max_batch=1), num_rows=1)
+
+    def known() -> list[dict[str, int]]:
+        router = replicas[0]._handle._router._asyncio_router.request_router  # type: ignore[union-attr]
+        return [] if router is None else [each.routing_stats for each in router.curr_replicas.values()]
+
+    with served(load, {"max_batch": 4}, open_backend) as server:
+        server.wait(lambda: server.http.get("/health").status_code == 200)
+        assert server.complete(max_tokens=2)
+        server.wait(lambda: known() == [{ROWS: 1}] * 2)
 
 
 def test_a_client_that_hangs_up_frees_its_row(cluster: OpenBackend) -> None:
