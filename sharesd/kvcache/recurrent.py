@@ -218,7 +218,7 @@ class RecurrentState:
         compact_ring(self.inputs_NBRD, lengths_B, path_BT, num_B)
 
     def copies_of(self, row: int, num_tokens: int) -> dict[str, Tensor]:
-        """Return the states after the row's first tokens, and after fewer, by name.
+        """Return the states after the row's first tokens, and after fewer, by name, in the host's memory.
 
         States [C, N, width - 1, D], matrices [C, N, ...], and the places of these. Where matrices hold fewer tokens,
         the last state is theirs; the inputs of the tokens after it, and their places, follow.
@@ -235,8 +235,9 @@ class RecurrentState:
         tensors = {STATE: torch.stack([each.inputs for each in copies.values()]).cpu()}
         places = [*copies]
         if self.matrices is not None:
-            tensors[MATRICES] = torch.stack([each.matrices for each in copies.values() if each.matrices is not None])
-            tensors[RECENT] = last.inputs[:, self.width - 1 :].contiguous()
+            kept = [each.matrices for each in copies.values() if each.matrices is not None]
+            tensors[MATRICES] = torch.stack(kept).cpu()
+            tensors[RECENT] = last.inputs[:, self.width - 1 :].contiguous().cpu()
             places += range(held + 1, num_tokens + 1)
         return tensors | {PLACES: torch.tensor(places)}
 

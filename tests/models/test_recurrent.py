@@ -258,6 +258,15 @@ def test_copies_take_a_limited_number_of_bytes(monkeypatch: pytest.MonkeyPatch) 
     assert [list(copies) for copies in state._copies] == [[], [300]]
 
 
+def test_files_get_states_that_a_gpu_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that a file gets has been copied to the host: checksums are made there."""
+    state, moved, to_host = decoder_of(DELTA).new_cache(1, 64).recurrent, list[Tensor](), Tensor.cpu
+    assert state is not None
+    monkeypatch.setattr(Tensor, "cpu", lambda tensor: moved.append(to_host(tensor)) or moved[-1])
+    found = state.copies_of(0, 16)
+    assert all(any(tensor is each for each in moved) for name, tensor in found.items() if name != recurrent.PLACES)
+
+
 @pytest.mark.parametrize(
     ("family", "options"),
     [
