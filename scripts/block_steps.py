@@ -234,6 +234,32 @@ def measure(title: str, steps: Steps, read: Callable[[torch.Tensor], None]) -> N
         print(f"draft with {experts}: {mid[f'draft {experts}'] / plain:.2f} of a step")
 
 
+def measure_prompt(steps: Steps, tokens: int = 512) -> None:
+    """Compare a piece of a prompt with the products of its layers, and with a delta rule by chunks."""
+    from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
+
+    x_BTD, cache, s = steps.inputs(tokens), steps.decoder.new_cache(1, 2 * tokens), steps.decoder.config.delta
+    linears = [module for block in steps.blocks for module in block.modules() if isinstance(module, PackedLinear)]
+    inputs = [torch.randn(1, tokens, linear.weight.shape[1], dtype=x_BTD.dtype) for linear in linears]
+    q, k = torch.randn(2, 1, tokens, s.key_heads, s.key_size)
+    v = torch.randn(1, tokens, s.value_heads, s.value_size)
+    rates, decays = torch.rand(2, 1, tokens, s.value_heads)
+    work: dict[str, Callable[[], object]] = {
+        "layer": lambda: steps._stacks[None](x_BTD, cache),
+        "products": lambda: [linear(x) for linear, x in zip(linears, inputs, strict=True)],
+        "chunks": lambda: torch_chunk_gated_delta_rule(q, k, v, -decays, rates, use_qk_l2norm_in_kernel=True),
+    }
+    times: defaultdict[str, list[float]] = defaultdict(list)
+    for _ in range(6):
+        for label, each in work.items():
+            cache.restart(0)
+            started = time.thread_time()
+            each()
+            times[label].append((time.thread_time() - started) / (1 if label == "chunks" else len(steps.blocks)))
+    mid = {label: 1e6 * statistics.median(each[1:]) / tokens for label, each in times.items()}
+    print(f"a prompt of {tokens} tokens, a layer: {', '.join(f'{label} {us:.0f} us' for label, us in mid.items())} a token")
+
+
 @torch.inference_mode()
 def main() -> None:
     name, kind, layers = sys.argv[1], sys.argv[2], int(sys.argv[3]) if len(sys.argv) > 3 else 4
@@ -243,6 +269,7 @@ def main() -> None:
     read, steps = reader(), Steps(made_decoder(name, kind, layers))
     measure(f"{name} {kind}", steps, read)
     if steps.has_state:
+        measure_prompt(steps)
         measure(f"{name} {kind} without MLPs", Steps(made_decoder(name, kind, layers, has_mlp=False)), read)
 
 

@@ -42,7 +42,7 @@ from tests.helpers.gguf_files import write_delta_gguf, write_gguf
 from tests.helpers.quantized_folders import FOLDERS, quantize_folder
 from tests.helpers.same_texts import require_same_texts
 from tests.helpers.tiny_models import make_delta_model, make_mixture
-from tests.models.folders import edit_tensors
+from tests.models.folders import edit_tensors, publish_convolutions
 
 TEXT = [7, 301, 45, 12, 45, 99, 310, 8, 200, 45, 12, 3]
 LAYER = "model.layers.2."
@@ -58,12 +58,8 @@ def make_model(folder: Path, **fields: Any) -> Path:
 
 def make_qwen(folder: Path, **fields: Any) -> Path:
     """A tiny Qwen3.5 with such a layer, its convolutions stored as they are published."""
-
-    def change(tensors: dict[str, Tensor]) -> None:
-        convs = {name: tensor for name, tensor in tensors.items() if name.endswith("conv1d.weight")}
-        tensors |= {name: tensor.view(len(tensor), 1, -1) for name, tensor in convs.items()}
-
-    return edit_tensors(make_delta_model(folder, mtp_num_hidden_layers=1, num_hidden_layers=4, **fields), change)
+    folder = make_delta_model(folder, mtp_num_hidden_layers=1, num_hidden_layers=4, **fields)
+    return edit_tensors(folder, publish_convolutions)
 
 
 FAMILIES: dict[str, Callable[[Path], Path]] = {

@@ -55,3 +55,10 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 def read(section: dict[str, Any], planes: dict[str, Tensor], module: str = UP) -> Tensor:
     """The values of one linear."""
     return layout_of(section).linear(Planes(module, planes)).values()
+
+
+def publish_convolutions(tensors: dict[str, Tensor]) -> None:
+    """Give weights of depthwise convolutions the shape in which checkpoints and transformers have them."""
+    for name, tensor in tensors.items():
+        if name.endswith(("conv1d.weight", "conv.conv.weight")):
+            tensors[name] = tensor.view(len(tensor), 1, -1)

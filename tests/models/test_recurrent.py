@@ -56,7 +56,7 @@ from tests.helpers.random_rounds import Rows, run_rounds
 from tests.helpers.same_texts import require_same_texts
 from tests.helpers.tiny_heads import make_head
 from tests.helpers.tiny_models import make_checkpoint, make_conv_model, make_delta_model
-from tests.models.folders import edit_config, edit_tensors, leave_out, put
+from tests.models.folders import edit_config, edit_tensors, leave_out, publish_convolutions, put
 from tests.models.test_mixtures import merge_experts
 from train.heads.draft_decoder import initial_draft
 from train.heads.init_weights import initial_head
@@ -467,6 +467,25 @@ def test_gguf_files_have_the_values_and_texts_of_their_folder(
     linear = target.blocks[0].delta.out_proj.full
     assert target.config.delta.tiled == (family != NEXT)
     assert (type(linear).__name__ == "BlockLinear") == (kind == "Q8_0" and not dequantize)
+
+
+@pytest.mark.parametrize("family", [CONV, "lfm2_moe", DELTA, *MIXTURES])
+def test_texts_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    """Greedy ones in float32, of a folder and of its .gguf file."""
+    sizes = {"partial_rotary_factor": 0.25, "linear_value_head_dim": 32, "mtp_num_hidden_layers": 1}
+    folder = make_model(tmp_path / "model", family, **({} if family.startswith(CONV) else sizes))
+    targets, tokens = [folder], torch.arange(40, 60)[None]
+    if not family.startswith(CONV):
+        targets.append(write_delta_gguf(tmp_path / "model.gguf", folder))
+    edit_tensors(folder, publish_convolutions)
+    if family == "lfm2_moe":
+        edit_tensors(folder, put_experts_together)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    wanted = theirs.generate(tokens, max_new_tokens=32, do_sample=False, eos_token_id=None, pad_token_id=0)
+    params = SamplingParams(max_new_tokens=32, ignore_eos=True)
+    for target in targets:
+        with LLM(str(target), modes=("naive",), device="cpu", dtype="fp32") as llm:
+            assert llm.generate([tokens[0].tolist()], params)[0].token_ids == wanted[0, 20:].tolist()
 
 
 def test_the_first_files_of_qwen3_next_run_too(tmp_path: Path) -> None:
