@@ -38,7 +38,7 @@ from tests.helpers.offloaded import LAYERS, PROMPTS, WAYS, limit_leaving, planne
 from tests.helpers.recorded_graphs import RecordedGraphs, take_the_way_of_cuda
 from tests.helpers.timed_device import wrong_uses
 from tests.helpers.tiny_heads import make_head
-from tests.helpers.tiny_models import make_checkpoint, make_mixture
+from tests.helpers.tiny_models import make_checkpoint, make_delta_model, make_mixture
 from tests.weights.test_offload_engine import Passes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -157,21 +157,54 @@ def test_texts_of_mixtures_are_those_of_models_that_fit(
     if mode == "eagle":
         head = make_head(tmp_path / "head", decoder_config(target), "eagle3", dtype=torch.bfloat16, mlp=64)
         options["heads"] = (str(head),)
-    limit = limit_for(target, LAYERS - layers, "naive", mode, **options)
+    offloaded = require_texts_of_a_whole_model(target, mode, layers, options, temperature, gpu, close_after)
+    names = {place.name for layout in offloaded.streamed._layouts.values() for place in layout.places}
+    assert {"mlp.experts.gate_up", "mlp.experts.down"} <= names
+
+
+@pytest.mark.interpreted
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="its engine runs on the CPU")
+def test_texts_of_recurrent_layers_are_those_of_models_that_fit(
+    gpu: LateDevice, tmp_path: Path, close_after: list[Runtime], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole blocks with gated delta rules are offloaded; their states stay."""
+    from tests.compile.cuda.interpreted.test_cuda_delta_rule import SMALL, run_recurrent_layers_as_on_gpus
+
+    run_recurrent_layers_as_on_gpus(monkeypatch)
+    target = make_delta_model(tmp_path / "model", **{**SMALL, "num_hidden_layers": 3})
+    options = {"max_context": 32, "dtype": "float32", "num_draft": 2, "max_batch": 1}
+    offloaded = require_texts_of_a_whole_model(target, "suffix", 3, options, 1.0, gpu, close_after)
+    names = {place.name for layout in offloaded.streamed._layouts.values() for place in layout.places}
+    assert {"delta.in_proj.weight", "delta.out_proj.weight", "attn.qkv.weight"} <= names
+
+
+def require_texts_of_a_whole_model(
+    target: Path,
+    mode: Mode,
+    layers: int,
+    options: dict[str, Any],
+    temperature: float,
+    gpu: LateDevice,
+    close_after: list[Runtime],
+) -> Any:
+    """Return a runtime, all of whose `layers` blocks are offloaded, with the texts of one that has them in memory."""
+    plan = planned(config_of(target, 10**9, **options), "naive", mode).plan
+    limit = plan.device_bytes - sum(plan.blocks) + 2 * plan.slot
     whole = Runtime(config_of(target, **options), ("naive",))
-    offloaded = Runtime(config_of(target, limit, **options), ("naive", mode))
+    offloaded: Any = Runtime(config_of(target, limit, **options), ("naive", mode))
     close_after.append(offloaded)
     notes_reads(offloaded, gpu)
-    names = {place.name for layout in offloaded.streamed._layouts.values() for place in layout.places}
-    assert {"mlp.experts.gate_up", "mlp.experts.down"} <= names and len(gpu.pinned) == layers
+    assert len(gpu.pinned) == layers
     params = SamplingParams(max_new_tokens=4, temperature=temperature, seed=3, ignore_eos=True)
-    prompts = [[7, 9, 7, 9], [40, 41]][:batch]
+    prompts = [[7, 9, 7, 9], [40, 41]][: options["max_batch"]]
     found = [
         [done.token_ids for done in in_mode(runtime, each, warm=params).generate(prompts, params)]
         for runtime, each in ((whole, "naive"), (offloaded, "naive"), (offloaded, mode))
     ]
     assert found[0] == found[1] == found[2]
     assert gpu.reads and wrong_uses(gpu.writes, gpu.reads) == []
+    return offloaded
 
 
 def test_a_missing_event_towards_computation_changes_the_text(

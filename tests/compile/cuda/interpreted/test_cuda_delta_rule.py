@@ -19,10 +19,15 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated, to
 
 from compile.delta_sizes import DeltaSizes
 from sharesd import LLM, SamplingParams
+from sharesd.engine import prefill_scheduler, row_allocator
+from sharesd.engine.request import Request
+from sharesd.execution.batch_invariance import RowBits
+from sharesd.kvcache import recurrent
 from sharesd.kvcache.recurrent import NO_END, RecurrentSizes, RecurrentState
 from sharesd.models import prefill
 from sharesd.models.gguf.convert import converted_folder
 from sharesd.models.loader import load_decoder
+from sharesd.runtime import Runtime
 from sharesd.weights.backend import CpuBackend
 from sharesd.weights.cuda_backend import CudaBackend
 from tests.helpers.gguf_files import write_delta_gguf
@@ -247,6 +252,12 @@ def use_triton(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"compile.{name}.runs_triton", lambda _: True)
 
 
+def run_as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_triton(monkeypatch)
+    for module in ("sharesd.models.prefill", "sharesd.engine.prefill_scheduler"):
+        monkeypatch.setattr(f"{module}.reads_in_pieces", lambda _: True)
+
+
 def pack(model: torch.nn.Module) -> None:
     """As `CudaBackend` does."""
     replace_with_row_mixtures(model)
@@ -329,8 +340,74 @@ def test_modes_have_one_text(
     want = [each.token_ids for each in plain.generate(prompts, params)]
     monkeypatch.setattr(CpuBackend, "pack_model", lambda _, model: pack(model))
     monkeypatch.setattr("sharesd.startup.target.ModelLoader._make_linear", lambda *_, **__: None)
-    use_triton(monkeypatch)
-    for module in ("sharesd.models.prefill", "sharesd.engine.prefill_scheduler"):
-        monkeypatch.setattr(f"{module}.reads_in_pieces", lambda _: True)
+    run_as_on_gpus(monkeypatch)
     llm = LLM(str(target), mode=mode, compile="off", **options, **({"tree": tree} if tree else {}))
     assert [each.token_ids for each in llm.generate(prompts, params)] == want
+
+
+SMALL = {"num_hidden_layers": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 1}
+WAYS = [SamplingParams(max_new_tokens=4, temperature=temperature, seed=4) for temperature in (0.0, 1.0)]
+
+
+def run_recurrent_layers_as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other parts run on the CPU, and a start does not compare the bits of rows."""
+    run_as_on_gpus(monkeypatch)
+    monkeypatch.setattr("sharesd.startup.loaded_model.check_rows", lambda *_, **__: RowBits(True, True, True))
+
+
+def answers(llm: LLM, prompts: list[list[int]], **options: Any) -> list[list[int]]:
+    return [each.token_ids for way in WAYS for each in llm.generate(prompts, way, **options)]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="its engine runs on the CPU")
+@pytest.mark.parametrize("kv_dtype", ["auto", pytest.param("q8", marks=pytest.mark.long)])
+@pytest.mark.parametrize("family", ["qwen3_5_text", pytest.param("lfm2", marks=pytest.mark.long)])
+def test_tables_second_models_and_mixtures_of_drafters_have_one_text(
+    family: str, kv_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of the CPU's kernels, of two rows at once, with and without noise."""
+    make: Any = partial(make_delta_model, mtp_num_hidden_layers=1, **SMALL) if family != "lfm2" else make_conv_model
+    target, prompts = str(make(tmp_path / "model")), [[5, 9, 14, 5, 9], [*range(10, 22)]]
+    options: dict[str, Any] = {"device": "cpu", "max_batch": 2, "dtype": "fp32", "max_context": 64}
+    options |= {"kv_dtype": kv_dtype, "num_draft": 3}
+    want = answers(LLM(target, modes=("naive",), **options), prompts)
+    run_recurrent_layers_as_on_gpus(monkeypatch)
+    modes: Any = ("suffix", "recycle", "classic", "hybrid", "auto")
+    llm = LLM(target, modes=modes, draft=target, compile="off", **options)
+    for mode in modes:
+        assert answers(llm, prompts, mode=mode) == want, mode
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="its engine runs on the CPU")
+@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2"])
+def test_texts_continue_from_kept_states(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a row, and of a file after a restart; at the end of whole pieces alone."""
+    smaller = {"CHUNK": 32, "PIECES": (16, 32), "BOUNDARY": 16, "TAIL": 4, "NEARBY": 4}
+    for module in (prefill, recurrent, row_allocator, prefill_scheduler):
+        for name in smaller.keys() & vars(module).keys():
+            monkeypatch.setattr(module, name, smaller[name])
+    monkeypatch.setattr(Runtime, "_recompute_decoded_kv", True)
+    target = str(
+        make_conv_model(tmp_path / "model") if family == "lfm2" else make_delta_model(tmp_path / "model", **SMALL)
+    )
+    options: dict[str, Any] = {"device": "cpu", "max_batch": 2, "dtype": "fp32", "max_context": 160, "num_draft": 3}
+    options["prefill_chunk"] = None
+    first = list(range(10, 80))
+    prompts, params = [first, [*first[:66], 5, 6], [*first[:40], 7]], WAYS[1]
+    with LLM(target, modes=("naive",), **options) as plain:
+        want = [plain.generate([prompt], params)[0].token_ids for prompt in prompts]
+    run_recurrent_layers_as_on_gpus(monkeypatch)
+    begun, allocate = list[Request](), row_allocator.RowAllocator.allocate
+    monkeypatch.setattr(
+        row_allocator.RowAllocator, "allocate", lambda rows, new: begun.append(new) or allocate(rows, new)
+    )
+    cached, found = list[int](), list[list[int]]()
+    for part in (prompts, prompts[1:2]):
+        with LLM(target, mode="suffix", compile="off", prompt_cache=str(tmp_path / "kept"), **options) as llm:
+            for prompt in part:
+                begun.clear()
+                found.append(llm.generate([prompt], params)[0].token_ids)
+                cached.append(begun[0].cached_tokens)
+    assert found == [*want, want[1]] and cached == [0, 64, 32, 32]
