@@ -257,7 +257,8 @@ def measure_prompt(steps: Steps, tokens: int = 512) -> None:
             each()
             times[label].append((time.thread_time() - started) / (1 if label == "chunks" else len(steps.blocks)))
     mid = {label: 1e6 * statistics.median(each[1:]) / tokens for label, each in times.items()}
-    print(f"a prompt of {tokens} tokens, a layer: {', '.join(f'{label} {us:.0f} us' for label, us in mid.items())} a token")
+    shown = ", ".join(f"{label} {us:.0f} us" for label, us in mid.items())
+    print(f"a layer and token of a prompt of {tokens}: {shown}")
 
 
 @torch.inference_mode()
