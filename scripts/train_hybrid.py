@@ -67,7 +67,7 @@ def learn_tokenizer(texts: list[str]) -> Tokenizer:
     return tokenizer
 
 
-class MTP(nn.Module):
+class TrainedMTP(nn.Module):
     """The layer, with the names of its tensors in checkpoints."""
 
     def __init__(self, config: Qwen3_5TextConfig) -> None:
@@ -83,7 +83,7 @@ class MTP(nn.Module):
         return self.norm(self.layers[0](self.fc(both), position_embeddings=angles))
 
 
-def losses(model: qwen.Qwen3_5ForCausalLM, mtp: MTP, tokens_BT: Tensor) -> list[Tensor]:
+def losses(model: qwen.Qwen3_5ForCausalLM, mtp: TrainedMTP, tokens_BT: Tensor) -> list[Tensor]:
     """Return the loss of the next token, and of those after it by the layer, which repeats itself."""
     states_BTD = model.model(tokens_BT[:, :-1]).last_hidden_state
     found = [cross_entropy(model.lm_head(states_BTD).flatten(0, 1), tokens_BT[:, 1:].flatten())]
@@ -96,7 +96,7 @@ def losses(model: qwen.Qwen3_5ForCausalLM, mtp: MTP, tokens_BT: Tensor) -> list[
     return found
 
 
-def save(folder: Path, model: qwen.Qwen3_5ForCausalLM, mtp: MTP) -> None:
+def save(folder: Path, model: qwen.Qwen3_5ForCausalLM, mtp: TrainedMTP) -> None:
     """Write weights in bfloat16, and the config."""
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
     tensors |= {f"mtp.{name}": tensor for name, tensor in mtp.state_dict().items()}
@@ -124,7 +124,7 @@ def train(folder: Path, minutes: float, paths: list[str]) -> None:
     starts = [start for start in starts if start + LENGTH + MTP_STEPS <= len(stream)]
     stream_N = torch.tensor(stream)
     model = qwen.Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SIZES))
-    mtp = MTP(model.config)
+    mtp = TrainedMTP(model.config)
     mtp.apply(model._init_weights)
     weights = [*model.parameters(), *mtp.parameters()]
     print(f"{len(texts)} texts, {len(stream)} tokens, {sum(w.numel() for w in weights) / 1e6:.2f}M weights", flush=True)
