@@ -69,7 +69,7 @@ class _WholeDrafts(DraftScorer):
     def should_continue(self, depth: int, accept_prob: float | None = None) -> bool:
         return True
 
-    def num_tree_nodes_worth(self, depth: int, accept_probs: Sequence[float]) -> int:
+    def num_tree_nodes_worth(self, accept_probs: Sequence[float]) -> int:
         return len(accept_probs)
 
 
@@ -81,7 +81,7 @@ class _Recorder:
         assert drafter is not None and not drafter.runs_on_host
         self._drafter, self._draft, self._policy = drafter, drafter.draft, policy
         self._tree = policy.shapes[-1]
-        self._length = max(shape.depth for shape in policy.shapes if not shape.is_tree)
+        self._length = max(shape.depth for shape in drafter.shapes if not shape.is_tree)
         policy.pinned = chain(self._length)
         self.drafts: list[tuple[Any, ...]] = []
         drafter.draft = self.record  # type: ignore[method-assign]

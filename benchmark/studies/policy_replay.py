@@ -28,6 +28,8 @@ from benchmark.studies.replay import Machine, Played, RecordedModel, play
 from sharesd.config import EngineConfig
 from sharesd.drafters.base import Drafter
 from sharesd.drafters.hybrid.drafter import HybridDrafter
+from sharesd.drafters.suffix import EMBEDDED_CORPUS
+from sharesd.drafters.suffix.datastore import open_datastore
 from sharesd.drafters.suffix.table import SuffixTable
 from sharesd.reports.questions import first_turns, prompt_ids
 from sharesd.runtime import Runtime
@@ -45,8 +47,10 @@ STEPS = {
     "avx2": {1: 1.0, 2: 1.15, 3: 1.25, 5: 1.45, 9: 1.9},
     "expensive": {1: 1.0, 2: 1.35, 3: 1.7, 5: 2.4, 9: 3.8},
     "gpu": {1: 1.0, 2: 1.02, 3: 1.03, 5: 1.05, 9: 1.08},
+    "flat": {1: 1.0, 2: 1.0, 3: 1.005, 5: 1.01, 9: 1.02},
 }
-"""Machine -> a step by its tokens, with the demo model; on `expensive`, drafts barely pay."""
+"""Machine -> a step by its tokens, with the demo model; on `expensive`, drafts barely pay, and on
+`flat` one thread is bound by memory."""
 DRAFTS = {
     ("avx512", "share"): (0.35, 0.04, 0.40, 0.0),
     ("avx2", "share"): (0.47, 0.03, 0.6, 0.0),
@@ -56,6 +60,7 @@ DRAFTS = {
     ("avx2", "eagle"): (0.09, 0.05, 0.11, 0.05),
     ("expensive", "eagle"): (0.3, 0.1, 0.4, 0.1),
     ("gpu", "eagle"): (0.14, 0.02, 0.16, 0.02),
+    ("flat", "eagle"): (0.08, 0.05, 0.07, 0.055),
 }
 """Machine and drafter -> a draft step, what the first takes longer, and the same of tree levels."""
 READ = 0.005
@@ -65,10 +70,12 @@ EIGHT_ROWS = {"avx512": {1: 1.17, 2: 2.15, 4: 4.13}, "avx2": {1: 1.75, 2: 3.4, 4
 EIGHT_ROWS_DRAFTS = {"share": 3.0, "eagle": 2.0}
 """Drafter -> a draft step of eight rows over one of a row."""
 PRIORS = {"share": 0.8, "eagle": 0.5}
-RECORDED = [("eagle", 0, 100, 24), ("share", 0, 100, 24), ("eagle", 1, 100, 24), ("share", 1, 100, 12)]
+RECORDED = [("eagle", 0, 100, 24), ("share", 0, 100, 24), ("eagle", 1, 100, 24)]
 RECORDED += [("eagle", 0, 2000, 8), ("eagle", 1, 2000, 8), ("eagle", 0, 6000, 6), ("eagle", 1, 6000, 6)]
 """Drafter, temperature, tokens of the prompts, number of questions."""
 SEEDS = 2
+SHORT = 64
+"""Tokens of answers with a corpus, or where the policy starts again."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +92,10 @@ class Cell:
     """Factor by which they make drafts and wide steps too expensive."""
     later_factor: float = 1.0
     """Factor by which drafts and wide steps take longer after a third of the texts."""
+    corpus: bool = False
+    """Tables have the embedded model's corpus, and answers are short."""
+    texts: int = 0
+    """Texts after which the policy starts again; 0: never."""
     confidence: float = 1.0
     """Power of the probabilities that the drafter gives; below 1, it is overconfident."""
     noise: float = 0.03
@@ -103,6 +114,17 @@ GROUPS = {
     "long": [
         *(Cell("avx512", "eagle", True, temperature, context=2000) for temperature in (0, 1)),
         *(Cell("avx512", "eagle", True, temperature, context=6000) for temperature in (0, 1)),
+    ],
+    "corpus": [
+        *(Cell(machine, "eagle", True, corpus=True) for machine in ("avx512", "avx2", "gpu")),
+        *(Cell("avx512", None, True, corpus=True), Cell("avx512", "eagle", True, 1, corpus=True)),
+        Cell("avx512", "eagle", True, context=2000, corpus=True),
+    ],
+    "starts": [
+        Cell(machine, "eagle", True, temperature, corpus=corpus, texts=6, start_error=0.15)
+        for machine in ("flat", "avx512")
+        for temperature in (0, 1)
+        for corpus in (False, True)
     ],
     "losing": [*(Cell("expensive", "eagle"), Cell("expensive", "share"), Cell("expensive", "eagle", temperature=1))],
     "eight rows": [
@@ -212,8 +234,19 @@ def _dearer(costs: Costs, factor: float) -> Costs:
 
 
 def play_cell(folder: Path, cell: Cell, seed: int) -> float:
-    """Return the speedup over plain decoding, of a policy that begins with disturbed costs."""
-    dice, costs, stops = random.Random(seed), costs_of(cell), cell.machine != "gpu"
+    """Return the speedup over plain decoding, of policies that begin with disturbed costs."""
+    records = _records(folder / f"{cell.model or 'eagle'}-T{cell.temperature}-{cell.context}", cell.confidence)
+    if cell.corpus or cell.texts:
+        records = [replace(each, answer=each.answer[:SHORT]) for each in records]
+    dice, played, texts = random.Random(seed), Played(), cell.texts or len(records)
+    for first in range(0, len(records), texts):
+        _play_start(cell, records[first : first + texts], dice, played)
+    return played.speedup
+
+
+def _play_start(cell: Cell, records: Sequence[DraftRecords], dice: random.Random, played: Played) -> None:
+    """Play texts with a new policy."""
+    costs, stops = costs_of(cell), cell.machine != "gpu"
 
     def disturbed(seconds: float) -> float:
         return seconds * exp(dice.gauss(0, cell.start_error))
@@ -229,17 +262,15 @@ def play_cell(folder: Path, cell: Cell, seed: int) -> float:
         model = RecordedModel(shapes_of(3, 6, 8) if stops else chains(8), prior)
     drafter: Drafter | None = model
     if cell.table:
-        drafter = HybridDrafter("hybrid", [SuffixTable()], model, num_nodes=8, trees=True)
+        corpus = open_datastore(EMBEDDED_CORPUS) if cell.corpus else None
+        drafter = HybridDrafter("hybrid", [SuffixTable(corpus)], model, num_nodes=8, trees=True)
     assert drafter is not None
     policy = Policy(drafter.shapes, costs=start, measured={cell.rows: start}, can_stop_early=stops, prior=prior)
     machine = Machine(costs=costs, query=0.025 * PLAIN * cell.table, noise=cell.noise, stalls=cell.stalls)
-    records = _records(folder / f"{cell.model or 'eagle'}-T{cell.temperature}-{cell.context}", cell.confidence)
-    played = Played()
     for first in range(0, len(records) - cell.rows + 1, cell.rows):
         if first >= len(records) / 3:
             machine = replace(machine, costs=_dearer(costs, cell.later_factor))
         play(policy, drafter, records[first : first + cell.rows], machine, dice=dice, played=played)
-    return played.speedup
 
 
 @contextmanager

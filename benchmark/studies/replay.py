@@ -21,16 +21,7 @@ from sharesd.drafters.base import Drafter
 from sharesd.engine.request import MAX_LEAD
 from sharesd.speculation.cost_model import Costs
 from sharesd.speculation.draft_policy import Policy
-from sharesd.speculation.draft_tree import (
-    DraftRecord,
-    DraftShape,
-    DraftTree,
-    Proposal,
-    chain,
-    model_shape,
-    pack,
-    parents_of,
-)
+from sharesd.speculation.draft_tree import DraftRecord, DraftShape, DraftTree, Proposal, chain, pack, parents_of
 
 THREADS = 2
 VOCAB_SIZE = 1 << 20
@@ -142,7 +133,7 @@ class RecordedModel(Drafter):
             best = {row: grown[row].best(num) for row in scorer.rows}
             counted = list(best.values())
             by_node = [[scores[node] for _, _, scores, _ in counted] for node in range(num)]
-            num = scorer.num_tree_nodes_worth(levels, [sum(node) / len(node) for node in by_node])
+            num = scorer.num_tree_nodes_worth([sum(node) / len(node) for node in by_node])
             raws = [raw[:num] for _, _, _, raw in counted]
             scorer.set_tree(raws, [parents[:num] for _, parents, _, _ in counted], by_node[:num])
         rows = []
@@ -245,7 +236,7 @@ def play(
             tree = drafter.draft(context, shape)  # type: ignore[arg-type]
             if tree.record.num_steps:
                 tree = tree.with_record(num_unread_tokens=num_unread_tokens)
-        base = machine.costs.of_draft(model_shape(tree), slots) + tree.record.num_unread_tokens * machine.costs.read
+        base = machine.costs.of_draft(policy.shape_of(tree), slots) + tree.record.num_unread_tokens * machine.costs.read
         decision = policy.decision()
         base += machine.query * (7 + len(places)) / 8 * decision.has_queried
         draft_s = machine.seconds(base, number, dice)

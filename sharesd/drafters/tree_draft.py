@@ -98,7 +98,7 @@ class TreeDraft:
         self._num_1.fill_(num)
         self._last()
         if self._scorer:
-            num = self._num_worth(self._scorer, depth, num)
+            num = self._num_worth(self._scorer, num)
         buffers, T = self._context.buffers, 1 + num
         tree_mask = TreeAttentionMask(buffers.depth_BT[:, :T], buffers.path_BTT[:, :T, :T])
         return DraftTree(
@@ -124,13 +124,13 @@ class TreeDraft:
         scores, rows = self._frontier.scores_Bk.tolist(), self._lines(scorer)
         return scorer.should_continue(levels, sum(sum(map(exp, scores[row])) for row in rows) / len(rows))
 
-    def _num_worth(self, scorer: DraftScorer, depth: int, max_nodes: int) -> int:
+    def _num_worth(self, scorer: DraftScorer, max_nodes: int) -> int:
         """Return the number of the best nodes that are worth verifying."""
         record_best_nodes(self._nodes, self._draft_probs_BC, self._branching, self._best)
         draft_probs, accept_probs, parents = (part[:, :max_nodes].tolist() for part in self._best)
         rows = self._lines(scorer)
         accept_probs_by_node = list(zip(*(accept_probs[row] for row in rows), strict=True))
-        num = scorer.num_tree_nodes_worth(depth, [sum(node) / len(rows) for node in accept_probs_by_node])
+        num = scorer.num_tree_nodes_worth([sum(node) / len(rows) for node in accept_probs_by_node])
         scorer.set_tree(
             [draft_probs[row][:num] for row in rows], [parents[row][:num] for row in rows], accept_probs_by_node[:num]
         )

@@ -78,13 +78,14 @@ class Policy:
         """Choose among `shapes` and no draft, or always use `pinned`.
 
         `costs` of None: nothing is drafted yet. `measured`: costs by number of rows. `prior`: acceptance of a token
-        before any draft was verified. `can_stop_early`: `scorer` tells drafts when to end, so only the largest are
-        chosen.
+        before any draft was verified. `can_stop_early`: `scorer` tells drafts when to end, so only the largest tree is
+        a choice, or the longest chain where there are no trees.
         """
         self._prior, self._can_stop_early, self.pinned = prior, can_stop_early, pinned
         self._largest = max((shape.nodes for shape in shapes), default=0)
-        most = {(each.is_tree, each.window): each for each in sorted(shapes, key=lambda each: each[:2])}
-        self.shapes = tuple(each for each in shapes if not can_stop_early or each == most[each.is_tree, each.window])
+        most = {each.window: each for each in sorted(shapes, key=lambda each: (each.is_tree, *each[:2]))}
+        self.shapes = tuple(each for each in shapes if not can_stop_early or each == most[each.window])
+        self._grows_trees = can_stop_early and any(shape.is_tree for shape in shapes)
         self.counted_rows: Sequence[int] = (0,)
         """Rows of the coming round whose tokens count, see `request.counted_requests`."""
         self.max_round_cost = inf
@@ -116,7 +117,6 @@ class Policy:
     def begin(self) -> None:
         """Start a new text."""
         self._age += NEW_TEXT
-        self.gate.begin()
 
     @property
     def costs(self) -> Costs:
@@ -136,8 +136,9 @@ class Policy:
     def _kind(self, shape: DraftShape) -> AcceptanceEstimator:
         key = shape.is_tree, shape.window
         if key not in self._kinds:
-            # Of several branches one is accepted more often than a chain's token.
-            alpha = self._prior + 0.4 * (1 - self._prior) * shape.is_tree
+            # Of several branches one is accepted more often than a chain's token. It begins too high rather than too
+            # low: a few drafts show that.
+            alpha = self._prior + 0.7 * (1 - self._prior) * shape.is_tree
             self._kinds[key] = AcceptanceEstimator(self._largest, alpha)
         return self._kinds[key]
 
@@ -250,31 +251,21 @@ class Policy:
     def _is_short(self, window: int) -> bool:
         return self.live.context < WINDOW_CONTEXTS * window
 
-    def _most_table_gain(self) -> float:
-        """Tokens that a query gains if all nodes are accepted, less those that the time of verifying them is worth."""
-        step, rate = self.live.step, self.rate
-        return max((num - rate * (step(1 + num) - step(1)) for num in range(1, 1 + self.max_nodes())), default=0.0)
-
     @property
     def tables_pause(self) -> bool:
         """True if the coming round queries no tables."""
-        return (
-            self.pinned is None
-            and self.live.is_measured
-            and self.gate.pauses(self.rate, self._most_table_gain, self._query_purse)
-        )
+        return self.pinned is None and self.live.is_measured and self.gate.pauses(self.rate, self._query_purse)
 
     @property
     def tables_should_learn(self) -> bool:
         """True if tables learn from the logits of the coming round."""
         if self.pinned is not None or not self.live.is_measured:
             return True
-        return self._fits(NO_DRAFT, 1) and self.gate.should_learn(self.rate, self._most_table_gain)
+        return self._fits(NO_DRAFT, 1) and self.gate.should_learn(self.rate, self._query_purse)
 
     def should_query_tables(self) -> bool:
         """Return True if a query of tables pays and one node fits; one that seems not to pay is a trial."""
         queries = not self.tables_pause and (self.pinned is not None or self._fits(NO_DRAFT, 1))
-        self.gate.count(queries)
         self._has_queried |= queries
         if not queries:
             self.reasons["tables"] = "tables_pause"
@@ -349,7 +340,12 @@ class Policy:
         if not self.live.is_measured or not num_nodes:
             return self.live.step(1) if self.live.is_measured else 1.0
         catch_up = tree.record.num_unread_tokens * self.live.table.read
-        return catch_up + self.live.draft(model_shape(tree)) + self.live.step(1 + num_nodes)
+        return catch_up + self.live.draft(self.shape_of(tree)) + self.live.step(1 + num_nodes)
+
+    def shape_of(self, tree: DraftTree) -> DraftShape:
+        """Return the shape of a model's draft; few nodes of a tree have cost its levels all the same."""
+        shape = model_shape(tree)
+        return shape._replace(nodes=max(shape.nodes, shape.depth + (shape.depth > 0))) if self._grows_trees else shape
 
     def decision(self) -> Decision:
         """Return what the coming round was decided with, for its record; the next decision begins."""
@@ -385,7 +381,7 @@ class Policy:
         if not num_nodes:
             live.record(NO_DRAFT, 1, 0.0, step_s)
         else:
-            shape, unread_s = model_shape(tree), tree.record.num_unread_tokens * live.table.read * live.drift
+            shape, unread_s = self.shape_of(tree), tree.record.num_unread_tokens * live.table.read * live.drift
             if paths:
                 self._learn(decision, shape, num_nodes, paths, tree.record.takes_late_nodes)
             if tree.record.drafted_ahead:  # made while the last draft was verified: its time is not that of drafting
@@ -416,6 +412,6 @@ class Policy:
         if shape.nodes:
             kind, scorer = self._kind(shape), decision.scorer
             for path in drafted:
-                kind.record(self._age, len(path), shape.depth, shape.nodes)
-            if scorer is not None and len(scorer.accept_probs) == shape.nodes:
+                kind.record(self._age, len(path), shape.depth, min(num_nodes, shape.nodes))
+            if scorer is not None and len(scorer.accept_probs) == num_nodes:
                 scorer.record(drafted)

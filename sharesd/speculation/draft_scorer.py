@@ -148,10 +148,9 @@ class DraftScorer:
             self.parent_probs.append(accept_prob)
         return pays
 
-    def num_tree_nodes_worth(self, depth: int, accept_probs: Sequence[float]) -> int:
+    def num_tree_nodes_worth(self, accept_probs: Sequence[float]) -> int:
         """Return the number of tree nodes worth verifying, by mean acceptance, best first."""
-        gains = list(accumulate(accept_probs, initial=0.0))
-        return num_worth(gains, self._worth, self._step_seconds, depth + 1)[0]
+        return num_worth(list(accumulate(accept_probs, initial=0.0)), self._worth, self._step_seconds, 1)[0]
 
     def add_token(self, draft_probs: Sequence[float]) -> None:
         """Append a token to each row's chain, with the model's probabilities."""

@@ -6,62 +6,41 @@ between two rounds or between draft and verification, where it would do somethin
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import inf
 
 from sharesd.speculation.draft_tree import NO_DRAFT
 
 MEMORY = 64
 """Queries that the mean gain reaches back."""
-PAUSE = 16
-"""Fewest rounds between queries that seem not to pay."""
-NEW_TEXT_HOPE = 0.007
-"""Part of what a query would gain if all its tokens were accepted, that it is assumed to gain as a text begins."""
 
 
 class QueryGate:
     """Running means of what a query of tables gains and takes."""
 
     def __init__(self) -> None:
-        self.gain, self.seconds, self._hope = 0.0, 0.0, NEW_TEXT_HOPE
+        self.gain, self.seconds = 0.0, 0.0
         """Mean tokens that a query adds to a round, and its mean seconds without the machine's drift."""
-        self._since_query = 0
         self.last_model_draft = NO_DRAFT
         """A model's last draft in a round that queried tables."""
         self._waits = {True: _Wait(), False: _Wait()}  # by whether the round was launched before the query
-
-    def begin(self) -> None:
-        """Start a new text: queries are worth trying again."""
-        self._hope = NEW_TEXT_HOPE
 
     def pays(self, rate: float) -> bool:
         """Return True if a query gains more than it costs; `rate`: tokens per second that time is worth."""
         return self.gain > rate * self.seconds
 
-    def pauses(self, rate: float, most: Callable[[], float], purse: float) -> bool:
+    def pauses(self, rate: float, purse: float) -> bool:
         """Return True if the coming round queries no tables.
 
-        A query that seems not to pay is a trial, more often as a text begins. `most` gives the tokens that a query
-        gains if all nodes are accepted; `purse`: tokens that such queries may cost.
+        A query that seems not to pay is a trial; `purse`: tokens that such queries may cost.
         """
-        if self.pays(rate):
-            return False
-        return rate * self.seconds > purse or (self._since_query < PAUSE and not self._hopes(rate, most))
+        return not self.pays(rate) and rate * self.seconds > purse
 
-    def should_learn(self, rate: float, most: Callable[[], float]) -> bool:
+    def should_learn(self, rate: float, purse: float) -> bool:
         """Return True if a query is near: tables learn from the logits of the coming round."""
-        return self.pays(rate) or self._since_query >= PAUSE // 2 or self._hopes(rate, most)
-
-    def _hopes(self, rate: float, most: Callable[[], float]) -> bool:
-        return self._hope * most() > rate * self.seconds
-
-    def count(self, queries: bool) -> None:
-        """Count a round, with a query or without."""
-        self._since_query = 0 if queries else self._since_query + 1
+        return not self.pauses(rate, 2 * purse)
 
     def record_gain(self, gain: float) -> None:
         self.gain += (max(0.0, gain) - self.gain) / MEMORY
-        self._hope -= self._hope / MEMORY
 
     def record_seconds(self, seconds: float, launched_before: bool = False) -> None:
         """Record how long a query took, or a GPU waited for it; `launched_before`: the round was launched before it."""

@@ -54,6 +54,7 @@ def costs_file(
         prefill_chunk=None,
         prompt_cache=None,
         prompt_cache_size=1,
+        trace=None,
         mode=registry.NAIVE,
         hybrid_with=(),
         auto_drafters=(),

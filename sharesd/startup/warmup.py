@@ -164,7 +164,8 @@ def _shapes(engine: Engine, mode: str, params: SamplingParams) -> list[DraftShap
     policy = engine.variant(params, mode).policy
     if not policy.is_adaptive:
         return [shape for shape in policy.shapes if shape[:2] == policy.shapes[-1][:2]]
-    chains = [shape for shape in policy.shapes if not shape.is_tree]  # a tree may have more nodes than any has tokens
+    # A tree may have more nodes than any has tokens; where drafts end early, trees replace chains.
+    chains = [shape for shape in policy.shapes if not shape.is_tree] or policy.shapes
     longest = (max(chains, key=lambda shape: shape.depth), policy.shapes[-1])
     windows = {shape.window for shape in policy.shapes}
     return [NO_DRAFT, *dict.fromkeys(shape._replace(window=window) for window in windows for shape in longest)]

@@ -161,12 +161,13 @@ def test_rounds_go_ahead_while_tables_pause(
     def all_nodes(self: Policy, scores: Any, drafted: DraftShape = NO_DRAFT) -> tuple[int, float]:
         return min(max(map(len, scores), default=0), self.max_nodes() - drafted.nodes), 0.0
 
-    def every_other(self: Policy) -> bool:
-        queries = not self.tables_pause
-        self.gate.count(queries)
-        return queries
+    asked = [False]
 
-    monkeypatch.setattr(Policy, "tables_pause", property(lambda self: self.gate._since_query < 1))
+    def every_other(self: Policy) -> bool:
+        asked[0] = not asked[0]
+        return asked[0]
+
+    monkeypatch.setattr(Policy, "tables_pause", property(lambda self: asked[0]))
     monkeypatch.setattr(Policy, "should_query_tables", every_other)
     monkeypatch.setattr(Policy, "num_table_nodes_worth", all_nodes)
     monkeypatch.setattr(Policy, "next_shape", lambda self, **_: dice.choice([NO_DRAFT, *self.shapes]))

@@ -391,19 +391,13 @@ def test_tables_that_never_gain_are_asked_now_and_then() -> None:
             times += asks
         return times
 
+    assert asked(60, 0.0) > 20, "the purse pays for many at first, since a text may repeat itself soon"
     asked(300, 0.0)
-    assert 15 <= asked(320, 0.0) <= 30, "and what they take is paid from the purse"
+    assert 0.03 * asked(320, 0.0) <= 0.005 * 320 + 0.06, "and what they take is paid from the purse"
     assert asked(160, 2.0) > 80, "a few good guesses, and they are asked again"
     asked(600, 0.0)
-    policy.begin()
-    assert asked(6, 0.0) == 6, "another text may be another case"
     policy._query_purse = 0.0
-    policy.begin()
-    assert asked(6, 0.0) <= 1, "as far as the purse pays for it"
-    wide = Policy(chains(8), costs=Costs({1: 1.0, 9: 8.9}))  # as with many rows
-    asked(600, 0.0, wide)
-    wide.begin()
-    assert asked(6, 0.0, wide) <= 1, "but not where even a draft that is all accepted gains nearly nothing"
+    assert asked(4, 0.0) == 0, "as far as the purse pays for it"
     free = Policy(chains(8), pinned=chain(3), costs=Costs({1: 1.0}))
     free.gate.record_seconds(99.0)
     assert all(free.should_query_tables() and free.tables_should_learn for _ in range(50)), "whatever they take"
@@ -440,7 +434,8 @@ def test_a_gpu_waits_no_longer_for_tables_than_they_gain(wait: float) -> None:
         return waited, tokens
 
     waited, tokens = passed(400, 0.0)
-    assert policy.rate * waited <= policy.rate * wait + 1.0 + 0.005 * tokens, "the first, the purse, what fills it"
+    bought = 1.0 * policy.rate + 0.005 * tokens  # a token of the purse was one second at first
+    assert policy.rate * waited <= policy.rate * wait + bought, "the first, the purse, what fills it"
     waited, tokens = passed(400, 0.0)
     assert policy.rate * waited <= 4.0 + 0.005 * tokens
     policy.gate.gain = 2 * policy.rate * wait
@@ -655,7 +650,7 @@ def grown(policy: Policy, costs: Costs, rounds: int) -> tuple[float, list[DraftS
                 break
         nodes = siblings * depth
         if policy.scorer and is_tree:
-            assert depth < policy.scorer.num_tree_nodes_worth(depth, accept_probs) <= nodes
+            assert 0 < policy.scorer.num_tree_nodes_worth(accept_probs) <= nodes
             policy.scorer.set_tree([said], [parents], [[each] for each in accept_probs])
         done = DraftShape(depth, nodes)
         draft_s, step_s = depth * (costs.level if is_tree else costs.draft), costs.of_step(1 + nodes)
@@ -672,12 +667,11 @@ def test_trees_end_where_the_model_is_unsure() -> None:
     speed, chosen = grown(policy, costs, 1500)
     chains_only, _ = grown(Policy(chains(8), costs=costs, can_stop_early=True), costs, 1500)
     assert speed > 1.04 * chains_only
-    assert set(chosen) <= {NO_DRAFT, DraftShape(3, 8), chain(8)}, "smaller ones are the largest one, ended early"
+    assert set(chosen) <= {NO_DRAFT, DraftShape(3, 8)}, "smaller ones and chains are the largest one, ended early"
     assert sum(shape.is_tree for shape in chosen) > 1300
 
 
-def test_trees_are_tried_again_where_chains_seem_to_pay_more() -> None:
-    """A streak of bad luck is no verdict."""
+def test_trees_are_tried_again_after_bad_luck() -> None:
     cheap = Costs({1: 1.0, 9: 1.1}, 0.07, 0.09)
     policy = Policy((*chains(8), DraftShape(2, 8)), costs=cheap, can_stop_early=True)
     live(policy, cheap, {False: 0.5, True: 0.05}, 40)
@@ -685,13 +679,22 @@ def test_trees_are_tried_again_where_chains_seem_to_pay_more() -> None:
     assert sum(shape.is_tree for shape in chosen[-200:]) > 150
 
 
+def test_a_tree_that_was_cut_to_a_chain_counts_as_a_tree() -> None:
+    """Its levels took as long."""
+    costs = Costs({1: 1.0, 9: 1.1}, 0.07, 0.14)
+    policy = Policy((*chains(8), DraftShape(3, 8)), costs=costs, can_stop_early=True)
+    cut, took = tree_of(DraftShape(2, 2)), 2 * costs.level + costs.of_step(3)
+    for _ in range(40):
+        policy.record(policy.decision(), cut, [[1, 2]], 2 * costs.level, costs.of_step(3), 3)
+    assert policy.expected(cut) == pytest.approx(took) and policy.costs.draft == 0.07
+
+
 def test_nodes_are_verified_as_far_as_they_pay() -> None:
     costs = Costs({1: 1.0, 3: 1.0, 9: 4.0}, 0.07, 0.07)
     policy = Policy([DraftShape(3, 8)], costs=costs, can_stop_early=True, prior=0.9)
     assert policy.next_shape() == DraftShape(3, 8) and policy.scorer
     accept_probs = [0.9, 0.8, 0.05, 0.02, 0.02, 0.01, 0.01, 0.01]
-    worth = [policy.scorer.num_tree_nodes_worth(depth, accept_probs) for depth in (1, 3)]
-    assert worth == [2, 4], "a tree has more nodes than levels"
+    assert policy.scorer.num_tree_nodes_worth(accept_probs) == 2
     assert policy.scorer.should_continue(2, 3.0) and not policy.scorer.should_continue(2, 0.01)
 
 
