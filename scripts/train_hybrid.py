@@ -63,7 +63,7 @@ def learn_tokenizer(texts: list[str], folder: Path) -> Tokenizer:
     return tokenizer
 
 
-class MTP(nn.Module):
+class TrainedMTP(nn.Module):
     """The layer, with the names of its tensors in checkpoints."""
 
     def __init__(self, config: Qwen3_5TextConfig) -> None:
@@ -78,7 +78,7 @@ class MTP(nn.Module):
         return self.norm(self.layers[0](self.fc(both), position_embeddings=angles))
 
 
-def losses(model: qwen.Qwen3_5ForCausalLM, mtp: MTP, tokens_BT: Tensor) -> list[Tensor]:
+def losses(model: qwen.Qwen3_5ForCausalLM, mtp: TrainedMTP, tokens_BT: Tensor) -> list[Tensor]:
     """Return the loss of the next token, and of those after it by the layer, which repeats itself."""
     states_BTD = model.model(tokens_BT[:, :-1]).last_hidden_state
     found = [cross_entropy(model.lm_head(states_BTD).flatten(0, 1), tokens_BT[:, 1:].flatten())]
@@ -91,7 +91,7 @@ def losses(model: qwen.Qwen3_5ForCausalLM, mtp: MTP, tokens_BT: Tensor) -> list[
     return found
 
 
-def save(folder: Path, model: qwen.Qwen3_5ForCausalLM, mtp: MTP) -> None:
+def save(folder: Path, model: qwen.Qwen3_5ForCausalLM, mtp: TrainedMTP) -> None:
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
     tensors |= {f"mtp.{name}": tensor for name, tensor in mtp.state_dict().items()}
     rounded = {name: tensor.bfloat16().contiguous() for name, tensor in tensors.items()}
@@ -109,7 +109,7 @@ def train(folder: Path, minutes: float, paths: list[str]) -> None:
     stream_N = torch.tensor([*chain.from_iterable(docs)])
     starts = [end for end in accumulate(map(len, docs), initial=0) if end + LENGTH < len(stream_N)]
     model = qwen.Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SIZES))
-    mtp = MTP(model.config)
+    mtp = TrainedMTP(model.config)
     mtp.apply(model._init_weights)
     weights, table = [*model.parameters(), *mtp.parameters()], model.model.embed_tokens.weight
     print(
