@@ -44,7 +44,7 @@ SIZES = DeltaSizes(1, 2, 8, 8)
 ODD = DeltaSizes(2, 4, 20, 5, tiled=True)
 WIDTH = 4
 RING = 48
-MODULES = ("delta_rule", "short_conv", "gates")
+MODULES = ("delta_rule", "short_conv", "fused_linear")
 
 
 @dataclass
