@@ -6,25 +6,28 @@
 
 namespace sharesd {
 
-#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__)
-#define SHARESD_ADDS_PAIRS  // in 16 bits: there is no product that adds four bytes to 32
-#endif
-
 // Rounded rows of a tile from number `row` on, from a unit of weights on.
 struct RowTile {
   int64_t rows;  // of the tile
   const int8_t *codes, *fine;
+  const int16_t* whole;
   const float *scale, *sum;
   const int32_t *less, *less16;
   template <int64_t HALVES> float sum_of(int64_t g, int64_t half) const {
     return HALVES == 2 ? scale[g] * static_cast<float>(-less16[half]) : sum[g];
   }
+  template <bool WHOLE> auto inputs() const {
+    if constexpr (WHOLE)
+      return whole;
+    else
+      return codes;
+  }
   RowTile(const BlockRows& x, int64_t tile, int64_t k, int64_t row) {
     const int64_t first = x.first(tile);
     rows = x.first(tile + 1) - first;
     const int64_t at = first * x.K + k * rows;
-    codes = x.codes.data() + at + row * 4;
-    fine = x.exact ? x.fine.data() + at + row * 4 : nullptr;
+    const auto from = [&](const auto& all) { return all.empty() ? nullptr : all.data() + at + row * 4; };
+    codes = from(x.codes), fine = from(x.fine), whole = from(x.whole);
     scale = x.scale.data() + at / 32 + row;
     sum = x.sum.data() + at / 32 + row;
     less = x.less.data() + at / 32 + row;
@@ -90,13 +93,48 @@ template <typename H, int MOST> struct CodeSums<Pair<H>, MOST> {
   Pair<H> total() const { return pair_of(low.total(), high.total()); }
 };
 
-// Rows of a tile that are multiplied at once where sums have 16 bits, which then stay in registers; else 0: all of the tile.
-template <int MOST, bool EXACT> constexpr int kAtOnce = CodeSums<vint, MOST>::kFit > 1 ? (EXACT ? 2 : 4) : 0;
+// Have GCC add in the order of the source: it would keep all products until then, and run out of registers.
+template <typename I> inline void in_order(I& sums) {
+#if defined(__SSE2__)
+  asm("" : "+x"(sums));
+#endif
+}
+
+// Likewise with whole inputs.
+template <typename I> struct WholeSums {
+  static constexpr int kFit = 1;
+  I sums;
+  void start(const I& from) { sums = from; }
+  template <typename W> void add(const W& w, const int16_t* x) {
+    dot2(sums, w & 0x00ff00ffu, x);
+    in_order(sums);
+    dot2(sums, (W)((typename VectorOf<uint16_t, sizeof(W)>::type)w >> 8), x + 2);
+    in_order(sums);
+  }
+  void widen() {}
+  I total() const { return sums; }
+};
+template <typename H> struct WholeSums<Pair<H>> {
+  WholeSums<H> low, high;
+  static constexpr int kFit = 1;
+  void start(const Pair<H>& from) { low.start(from.low), high.start(from.high); }
+  template <typename W> void add(const Pair<W>& w, const int16_t* x) { low.add(w.low, x), high.add(w.high, x); }
+  void widen() {}
+  Pair<H> total() const { return pair_of(low.total(), high.total()); }
+};
+template <bool WHOLE, int MOST> using RowSums = std::conditional_t<WHOLE, WholeSums<vint>, CodeSums<vint, MOST>>;
+
+// A lone row takes products of bytes where these are added in 16 bits.
+template <int MOST, int R, bool EXACT>
+constexpr bool kWhole = EXACT && !kHasVnni && (R > 1 || CodeSums<vint, MOST>::kFit == 1);
+
+// Rows of a tile that are multiplied at once so that sums stay in 16 registers; 0: all of the tile.
+template <int MOST, bool EXACT> constexpr int kAtOnce = kAddsPairs && (EXACT || CodeSums<vint, MOST>::kFit > 1) ? 4 : 0;
 
 // Sums of a group as floats, of rows whose codes have been multiplied: acc += scale * xs * (256 * dot + fine).
-template <bool EXACT>
+template <bool FINE>
 inline void add_group(vfloat& acc, const vfloat& scale, float xs, const vint& dot, const vint& fine) {
-  if constexpr (EXACT)
+  if constexpr (FINE)
     acc += (scale * xs) * convert<vfloat>((dot << 8) + fine);
   else
     acc += (scale * xs) * convert<vfloat>(dot);
@@ -104,33 +142,38 @@ inline void add_group(vfloat& acc, const vfloat& scale, float xs, const vint& do
 
 // R rows against B records, whose codes are unpacked in registers.
 template <typename Form, int R, int B, bool EXACT>
-void few_block_rows(const RowTile& x, const uint8_t* const (&w)[B], int64_t K, vfloat (&acc)[R][B]) {
+void few_block_rows(const RowTile& x, const uint8_t* const (&w)[B], int64_t K, vfloat (&total)[R][B]) {
   using Sizes = Record<Form>;
-  // As measured; fetching too far ahead costs those that need little arithmetic.
-  constexpr int64_t kAheadBytes = Form::kLowBytes ? 2048 : B == 1 ? 7000 : Form::kGroup == 32 || EXACT ? 4000 : 2048;
+  constexpr int64_t kAheadBytes = kLowAhead / B / (Form::kLowBytes ? 2 : 1);  // of each stream, to the first level, as measured
   constexpr int64_t kAhead = (kAheadBytes + Sizes::kUnitBytes - 1) / Sizes::kUnitBytes;  // units
   constexpr int64_t kLines = Form::kBytes / 64, kHalves = 32 / Form::kGroup, kPairs = 4 / kHalves;
-  using Sums = CodeSums<vint, kMostCode<Form>>;
+  constexpr bool kWholeRows = kWhole<kMostCode<Form>, R, EXACT>, kFine = EXACT && !kWholeRows;
+  using Sums = RowSums<kWholeRows, kMostCode<Form>>;
   constexpr int64_t kFit = std::min<int64_t>(Sums::kFit, 2 * kPairs);  // products that are widened together
   const int64_t units = Sizes::units(K);
   const int64_t skip = B * Sizes::bytes(K) - Sizes::low(K), skip_low = B * Sizes::bytes(K) - units * Sizes::kLowUnitBytes;
   const uint8_t *unit[B], *low[B];
   for (int b = 0; b < B; ++b) unit[b] = w[b], low[b] = w[b] + Sizes::low(K);
-  const int8_t *codes = x.codes, *fines = x.fine;
+  const auto* codes = x.inputs<kWholeRows>();
+  const int8_t* fines = x.fine;
   const int64_t pitch = kAtOnce<kMostCode<Form>, EXACT> ? x.rows : R;
+  vfloat mine[R][B] = {};
+  // More do not fit in registers. Units of 64 inputs in one stream are faster without, as measured.
+  constexpr bool kInRegisters = kWideRegisters ? R * B <= 4 && (R * B > 1 || Form::kUnit == 256) : R == 1;
+  auto& acc = kInRegisters ? mine : total;
   for (int64_t u = 0; u < units; ++u) {
     const int64_t ahead = kAhead * Sizes::kUnitBytes + (u + kAhead < units ? 0 : skip);
     const int64_t ahead_low = kAhead * Sizes::kLowUnitBytes + (u + kAhead < units ? 0 : skip_low);
     for (int b = 0; b < B; ++b)
-      for (int64_t i = 0; i < Form::kHeader; i += 64) __builtin_prefetch(unit[b] + i + ahead, 0, 2);
+      for (int64_t i = 0; i < Form::kHeader; i += 64) __builtin_prefetch(unit[b] + i + ahead);
     for (int64_t g = 0; g < Form::kUnit / 32; ++g) {
       const int64_t at = (u * (Form::kUnit / 32) + g) * pitch;
       const uint8_t *from[B], *from_low[B];
       [[maybe_unused]] vuint excess[B];
       for (int b = 0; b < B; ++b) {
         from[b] = unit[b] + Form::kHeader + g * Form::kBytes, from_low[b] = low[b] + g * Form::kLowBytes;
-        for (int64_t i = 0; i < kLines; ++i) __builtin_prefetch(from[b] + i * 64 + ahead, 0, 2);
-        for (int64_t i = 0; i < Form::kLowBytes; i += 64) __builtin_prefetch(from_low[b] + i + ahead_low, 0, 2);
+        for (int64_t i = 0; i < kLines; ++i) __builtin_prefetch(from[b] + i * 64 + ahead);
+        for (int64_t i = 0; i < Form::kLowBytes; i += 64) __builtin_prefetch(from_low[b] + i + ahead_low);
         if constexpr (kHasExcess<Form>) excess[b] = Form::excess(unit[b], g);
       }
       for (int64_t h = 0; h < kHalves; ++h) {
@@ -144,7 +187,7 @@ void few_block_rows(const RowTile& x, const uint8_t* const (&w)[B], int64_t K, v
               start += zero * x.less[at + r];
             else if constexpr (!Form::kMin)
               start += (kHalves == 2 ? x.less16[(at * 2) + h * pitch + r] : x.less[at + r]) * (1 << Form::kZero);
-            dot[r][b].start(EXACT ? vint{} : start);
+            dot[r][b].start(kFine ? vint{} : start);
             fine[r][b].start(start);
           }
         }
@@ -156,9 +199,9 @@ void few_block_rows(const RowTile& x, const uint8_t* const (&w)[B], int64_t K, v
               first = less_bytes(first, excess[b]), second = less_bytes(second, excess[b]);
             for (int r = 0; r < R; ++r) {
               dot[r][b].add(first, codes + r * 4);
-              if constexpr (EXACT) fine[r][b].add(first, fines + r * 4);
+              if constexpr (kFine) fine[r][b].add(first, fines + r * 4);
               dot[r][b].add(second, codes + (pitch + r) * 4);
-              if constexpr (EXACT) fine[r][b].add(second, fines + (pitch + r) * 4);
+              if constexpr (kFine) fine[r][b].add(second, fines + (pitch + r) * 4);
               if ((j + 1) * 2 % kFit == 0) dot[r][b].widen(), fine[r][b].widen();
             }
           }
@@ -173,7 +216,7 @@ void few_block_rows(const RowTile& x, const uint8_t* const (&w)[B], int64_t K, v
         for (int b = 0; b < B; ++b) {
           const vfloat scale = Form::scale(unit[b], g * kHalves + h);
           for (int r = 0; r < R; ++r)
-            add_group<EXACT>(acc[r][b], scale, x.scale[at + r], dot[r][b].total(), fine[r][b].total());
+            add_group<kFine>(acc[r][b], scale, x.scale[at + r], dot[r][b].total(), fine[r][b].total());
           if constexpr (Form::kMin) {
             const vfloat minimum = Form::minimum(unit[b], g * kHalves + h);
             for (int r = 0; r < R; ++r) acc[r][b] -= minimum * x.sum_of<kHalves>(at + r, at * 2 + h * pitch + r);
@@ -183,6 +226,7 @@ void few_block_rows(const RowTile& x, const uint8_t* const (&w)[B], int64_t K, v
     }
     for (int b = 0; b < B; ++b) unit[b] += Sizes::kUnitBytes, low[b] += Sizes::kLowUnitBytes;
   }
+  if constexpr (kInRegisters) std::memcpy(total, mine, sizeof mine);
 }
 
 // The tile's rows from `row` on; most at once: R.
@@ -190,9 +234,9 @@ template <typename Form, int R, int B, bool EXACT>
 void few_tile(const BlockRows& x, int64_t tile, int64_t row, const uint8_t* const (&w)[B], int64_t K, float* sums) {
   if constexpr (R > 1)
     if (x.first(tile + 1) - x.first(tile) - row < R) return few_tile<Form, R - 1, B, EXACT>(x, tile, row, w, K, sums);
-  // A lone row waits for memory, which gives one stream faster than two. Measured: not where units have few codes for their
-  // scales, or codes are two streams already.
-  constexpr int kTogether = R == 1 && Form::kGroup == 32 && !Form::kLowBytes ? 1 : B;
+  // A lone row reads one stream of memory or two, as measured.
+  constexpr bool kOneStream = Form::kGroup == 32 && (Form::kMin || Form::kUnit == 256) && !Form::kLowBytes;
+  constexpr int kTogether = R == 1 && kOneStream ? 1 : B;
   for (int first = 0; first < B; first += kTogether) {
     const uint8_t* some[kTogether];
     std::copy_n(w + first, kTogether, some);
@@ -226,12 +270,14 @@ template <int R, int B, int GROUP, bool MIN, int MOST, bool EXACT>
 void unpacked_block_rows(const RowTile& x, const UnpackedBlocks* w, const Fetched* next, int64_t groups, int zero,
                          float* acc_memory) {
   constexpr int64_t kHalves = 32 / GROUP, kQuads = 8 / kHalves;
-  using Sums = CodeSums<vint, MOST>;
+  constexpr bool kWholeRows = EXACT && !kHasVnni, kFine = EXACT && kHasVnni;
+  using Sums = RowSums<kWholeRows, MOST>;
   constexpr int64_t kFit = std::min<int64_t>(Sums::kFit, kQuads);
   vfloat acc[R][B];
   for (int r = 0; r < R; ++r)
     for (int b = 0; b < B; ++b) acc[r][b] = get<vfloat>(acc_memory + (r * B + b) * 16);
-  const int8_t *codes = x.codes, *fines = x.fine;
+  const auto* codes = x.inputs<kWholeRows>();
+  const int8_t* fines = x.fine;
   const int64_t pitch = kAtOnce<MOST, EXACT> ? x.rows : R;
   for (int64_t g = 0; g < groups; ++g) {
     for (int b = 0; b < B; ++b) next[b].fetch(g);
@@ -244,7 +290,7 @@ void unpacked_block_rows(const RowTile& x, const UnpackedBlocks* w, const Fetche
             start += get<vint>(w[b].zero[g]) * x.less[g * pitch + r];
           else if (!MIN)
             start += (kHalves == 2 ? x.less16[(g * 2 + h) * pitch + r] : x.less[g * pitch + r]) * (1 << zero);
-          dot[r][b].start(EXACT ? vint{} : start);
+          dot[r][b].start(kFine ? vint{} : start);
           fine[r][b].start(start);
         }
 #pragma GCC unroll 8
@@ -254,14 +300,14 @@ void unpacked_block_rows(const RowTile& x, const UnpackedBlocks* w, const Fetche
         for (int r = 0; r < R; ++r)
           for (int b = 0; b < B; ++b) {
             dot[r][b].add(code[b], codes + r * 4);
-            if constexpr (EXACT) fine[r][b].add(code[b], fines + r * 4);
+            if constexpr (kFine) fine[r][b].add(code[b], fines + r * 4);
             if ((j + 1) % kFit == 0) dot[r][b].widen(), fine[r][b].widen();
           }
       }
       for (int b = 0; b < B; ++b) {
         const vfloat scale = get<vfloat>(w[b].scale[g * kHalves + h]);
         for (int r = 0; r < R; ++r)
-          add_group<EXACT>(acc[r][b], scale, x.scale[g * pitch + r], dot[r][b].total(), fine[r][b].total());
+          add_group<kFine>(acc[r][b], scale, x.scale[g * pitch + r], dot[r][b].total(), fine[r][b].total());
         if constexpr (MIN) {
           const vfloat minimum = get<vfloat>(w[b].minimum[g * kHalves + h]);
           for (int r = 0; r < R; ++r)
@@ -322,16 +368,16 @@ inline const float* decoded_rows(const BlockRows& x, int64_t K) {
     const int64_t first = x.first(t), R = x.first(t + 1) - first;
     for (int64_t r = 0; r < R; ++r)
       for (int64_t g = 0; g * 32 < K; ++g) {
-        uint8_t codes[32], fines[32] = {};
-        for (int64_t j = 0; j < 8; ++j) {
-          std::memcpy(codes + j * 4, tile.codes + ((g * 8 + j) * R + r) * 4, 4);
-          if (x.exact) std::memcpy(fines + j * 4, tile.fine + ((g * 8 + j) * R + r) * 4, 4);
+        float codes[32];
+        for (int64_t k = 0; k < 32; ++k) {
+          const int64_t quad = ((g * 8 + k / 4) * R + r) * 4, at = quad + k % 4;
+          if (x.has_whole())
+            codes[k] = tile.whole[quad + k % 2 * 2 + k % 4 / 2];
+          else
+            codes[k] = x.exact ? tile.codes[at] * 256 + tile.fine[at] : tile.codes[at];
         }
-        for (int64_t h = 0; h < 32; h += 16) {
-          vint code = small<int8_t>(codes + h);
-          if (x.exact) code = (code << 8) + small<int8_t>(fines + h);
-          put(convert<vfloat>(code) * tile.scale[g * R + r], memory.data() + (first + r) * K + g * 32 + h);
-        }
+        for (int64_t h = 0; h < 32; h += 16)
+          put(get<vfloat>(codes + h) * tile.scale[g * R + r], memory.data() + (first + r) * K + g * 32 + h);
       }
   }
   return memory.data();

@@ -2,11 +2,24 @@
 // every 32 of them, so that sums of products within a group are integers; groups are added in float32, in order of the inputs. A
 // row's sums do not depend on the other rows, nor on the thread that computed them.
 //
-// Rounded activations have 8 bits, or 16: q = 256 a + b, two rows of 8 bits that take the same products.
+// Rounded activations have 8 bits, or 16: q = 256 a + b, two rows of 8 bits that take the same products. Without VNNI, which adds
+// four products of bytes, most products need fewer instructions with whole q: these are kept too, or instead.
 #pragma once
 #include "lowbit.h"
 
 namespace sharesd {
+
+#if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__))
+constexpr bool kHasVnni = true;
+#else
+constexpr bool kHasVnni = false;
+#endif
+#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__)
+#define SHARESD_ADDS_PAIRS  // products of bytes, in 16 bits
+constexpr bool kAddsPairs = true;
+#else
+constexpr bool kAddsPairs = false;
+#endif
 
 // Rows that weights are unpacked for in registers, rows of a tile of those, and of a tile of more. As measured: sums that do not fit
 // in registers cost less than unpacking again, but not those of many exact rows of 16 lanes. More rows take long to compile.
@@ -15,15 +28,19 @@ constexpr int few_tile_rows(bool exact) { return kWideRegisters && exact ? 4 : f
 constexpr int kTileRows = 4;
 constexpr int kBlocks = kWideRegisters ? 2 : 1;    // records that are read at once
 
-// Rounded rows in tiles, the rows of a tile interleaved: [K / 4][rows][4] codes, and so on. K is a multiple of 128 here.
+// Rounded rows in tiles, the rows of a tile interleaved: [K / 4][rows][4] codes, and so on. K is a multiple of 128 here. The four of
+// a whole row are in the order 0, 2, 1, 3: even and odd bytes of weights are multiplied apart.
 struct BlockRows {
   int64_t M = 0, K = 0, tiles = 0;
   bool exact = false;
   std::vector<int8_t> codes, fine;  // of a and b
+  std::vector<int16_t> whole;       // q
   std::vector<float> scale, sum;    // of every 32 inputs; the sum is of the decoded values
   std::vector<int32_t> less, less16;  // negative sums of 32 codes, and of 16
   int64_t first(int64_t tile) const { return M * tile / tiles; }
   bool is_few() const { return M <= few_rows(exact); }
+  bool has_whole() const { return exact && !kHasVnni; }
+  bool has_bytes() const { return !has_whole() || (kAddsPairs && is_few()); }
   void resize(int64_t rows, int64_t inputs, bool is_exact) {
     M = rows, K = (inputs + 127) / 128 * 128, exact = is_exact;
     const int64_t most = is_few() ? few_tile_rows(exact) : kTileRows;
@@ -31,8 +48,9 @@ struct BlockRows {
     const auto grow = [](auto& v, int64_t n) {
       if (static_cast<int64_t>(v.size()) < n) v.resize(n);
     };
-    grow(codes, M * K);
-    if (exact) grow(fine, M * K);
+    if (has_whole()) grow(whole, M * K);
+    if (has_bytes()) grow(codes, M * K);
+    if (has_bytes() && exact) grow(fine, M * K);
     grow(scale, M * K / 32);
     grow(sum, M * K / 32);
     grow(less, M * K / 32);
@@ -54,21 +72,27 @@ void round_group(const T* x, int64_t left, BlockRows& to, int64_t tile_begin, in
   const float scale = top / most + bad;
   int32_t sums[2];
   const int64_t place = tile_begin * K + (g * 8 * R + r) * 4;
-  int8_t* quads = to.codes.data() + place;
-  int8_t* fines = EXACT ? to.fine.data() + place : nullptr;
   for (int h = 0; h < 2; ++h) {
-    int8_t some[16];
-    const auto put_quads = [&](const vint& codes, int8_t* to) {
+    const auto put_quads = [&](const vint& codes, std::vector<int8_t>& to) {
+      int8_t some[16];
       store_narrow(codes, some);
-      for (int j = 0; j < 4; ++j) std::memcpy(to + (h * 4 + j) * R * 4, some + j * 4, 4);
+      for (int j = 0; j < 4; ++j) std::memcpy(to.data() + place + (h * 4 + j) * R * 4, some + j * 4, 4);
     };
     const vint q = convert<vint>((v[h] * inverse + 12582912.0f) - 12582912.0f);
-    if constexpr (EXACT) {
-      const vint a = (q + 128) >> 8;
-      put_quads(a, quads);
-      put_quads(q - (a << 8), fines);
-    } else {
-      put_quads(q, quads);
+    if (to.has_whole()) {
+      int16_t some[16];
+      store_narrow(q, some);
+      for (int j = 0; j < 4; ++j) {
+        uint64_t quad;
+        std::memcpy(&quad, some + j * 4, 8);
+        quad = (quad & 0xffff00000000ffff) | (quad << 16 & 0xffff00000000) | (quad >> 16 & 0xffff0000);
+        std::memcpy(to.whole.data() + place + (h * 4 + j) * R * 4, &quad, 8);
+      }
+    }
+    if (to.has_bytes()) {
+      const vint a = EXACT ? (q + 128) >> 8 : q;
+      put_quads(a, to.codes);
+      if (EXACT) put_quads(q - (a << 8), to.fine);
     }
     sums[h] = sum_of(q);
     to.less16[tile_begin * K / 16 + (g * 2 + h) * R + r] = -sums[h];
