@@ -127,7 +127,8 @@ def test_texts_are_those_of_a_model_that_fits(
     ("family", "mode", "tree"),
     [
         ("qwen3_moe", "suffix", {"num_draft": 2}),
-        pytest.param("gpt_oss", "suffix", {"num_draft": 2}, marks=pytest.mark.slow),
+        pytest.param("glm4_moe", "suffix", {"num_draft": 2}, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", "hybrid", {"num_draft": 4, "tree": (2, 2, 4)}, marks=pytest.mark.slow),
         pytest.param("qwen3_moe", "eagle", {"num_draft": 4, "tree": (2, 2, 4)}, marks=pytest.mark.slow),
     ],
 )
@@ -140,7 +141,10 @@ def test_texts_of_mixtures_are_those_of_models_that_fit(
     close_after: list[Runtime],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """All experts of a block are one tensor of its record. Heads draft for two rows, and without noise."""
+    """All experts of a block are one tensor of its record; GLM's first block has none, and another size.
+
+    Heads alone draft for two rows, and without noise.
+    """
     batch, temperature = (2, 0.0) if mode == "eagle" else (1, 1.0)
 
     def pack_model(_: Any, model: torch.nn.Module) -> None:
@@ -154,12 +158,14 @@ def test_texts_of_mixtures_are_those_of_models_that_fit(
     layers, fields = 3, {"model_type": family, "num_experts": 3, "decoder_sparse_step": 1}
     target = make_mixture(tmp_path / "model", num_hidden_layers=layers, **fields)
     options: dict[str, Any] = {"max_context": 32, "dtype": "float32", "max_batch": batch, **tree}
-    if mode == "eagle":
+    if mode in ("eagle", "hybrid"):
+        options["hybrid_with"] = ("eagle", "suffix")
         head = make_head(tmp_path / "head", decoder_config(target), "eagle3", dtype=torch.bfloat16, mlp=64)
         options["heads"] = (str(head),)
     offloaded = require_texts_of_a_whole_model(target, mode, layers, options, temperature, gpu, close_after)
     names = {place.name for layout in offloaded.streamed._layouts.values() for place in layout.places}
     assert {"mlp.experts.gate_up", "mlp.experts.down"} <= names
+    assert len({*offloaded.plan.blocks}) == (2 if family == "glm4_moe" else 1)
 
 
 @pytest.mark.interpreted
