@@ -275,7 +275,8 @@ def main() -> None:
     read, steps = reader(), Steps(made_decoder(name, kind, layers))
     measure(f"{name} {kind}", steps, read)
     if steps.has_state:
-        measure_prompt(steps)
+        if kind == "bf16" and not steps.has_experts:
+            measure_prompt(steps)
         measure(f"{name} {kind} without MLPs", Steps(made_decoder(name, kind, layers, has_mlp=False)), read)
 
 
