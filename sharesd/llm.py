@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections import defaultdict
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
@@ -106,7 +105,9 @@ class LLM:
         self._runtime: Runtime | None = Runtime(config, modes, **hooks)
         self._mode, self._modes = self._runtime.engine.mode, self._runtime.modes
         self._tokenizer, self._max_context = self._runtime.tokenizer, self._runtime.max_context
-        self._reuse, self.calls = reuse, CallQueue(self._runtime.engine)
+        self._reuse = reuse
+        self.calls = CallQueue(self._runtime.engine)
+        """Calls that share the engine; conversations add prompts to one of theirs."""
 
     @property
     def runtime(self) -> Runtime:
@@ -276,9 +277,10 @@ class LLM:
         call = self._call(prompt_ids, params, mode, whole=True)
         if not prompt_ids:
             return []
-        done = defaultdict[int, Completion](Completion)
-        for chunk in self.calls.run(call):
-            done[chunk.request.number].add(chunk)
+        chunks = list(self.calls.run(call))
+        done: dict[int, Completion] = {}
+        for chunk in chunks:
+            done.setdefault(chunk.request.number, Completion()).add(chunk)
         return [done[number] for number in sorted(done)]  # the engine gets prompts in order
 
     def _call(self, prompt_ids: list[list[int]], params: Params | None, mode: Mode | None, *, whole: bool) -> Call:

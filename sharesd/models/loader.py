@@ -10,7 +10,7 @@ from functools import cache, partial
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -115,11 +115,18 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device | str,
     trust_remote_code: bool = False,
-    **native: Any,
+    progress: Progress = silent,
+    tensors: Tensors | None = None,
+    on_block_loaded: BlockCallback | None = None,
+    make_linear: MakeLinear | None = None,
+    mmap_embeddings: bool = False,
+    part: Shard = UNSHARDED,
+    split: PipelinePlan | None = None,
 ) -> CausalModel:
     """Return the native decoder if it is exact, else transformers' model.
 
-    `native`: further arguments of `load_decoder`, some of which only that can honour.
+    `tensors` replace the folder's weight files. Only the native decoder takes these and the options that follow, see
+    `load_decoder`.
 
     Raises:
         ValueError: neither serves the architecture, or the checkpoint is damaged or incomplete.
@@ -127,8 +134,7 @@ def load_model(
     try:
         config = native_config(folder, torch.device(device))
     except UnsupportedArchitecture as reason:
-        needed = [native.get(name) for name in ("tensors", "on_block_loaded", "split")]
-        if needed != [None] * 3 or native.get("part", UNSHARDED) != UNSHARDED:
+        if tensors is not None or on_block_loaded is not None or part != UNSHARDED or split is not None:
             raise
         with START.phase("import transformers"):
             from sharesd.models.hf import load_hf
@@ -144,7 +150,18 @@ def load_model(
                 raise
             raise UnsupportedArchitecture(f"{reason}; through transformers: {error}") from error
     log.info("%s: native decoder", config.model_type)
-    return load_decoder(folder, dtype=dtype, device=device, **native)
+    return load_decoder(
+        folder,
+        dtype=dtype,
+        device=device,
+        progress=progress,
+        tensors=tensors,
+        on_block_loaded=on_block_loaded,
+        make_linear=make_linear,
+        mmap_embeddings=mmap_embeddings,
+        part=part,
+        split=split,
+    )
 
 
 def stored_tensors(folder: Path, *, outlines: bool = False) -> Iterator[tuple[str, Tensor]]:

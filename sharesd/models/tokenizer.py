@@ -180,10 +180,17 @@ class Tokenizer:
         messages = template_probes.with_contents_in_form(messages, partial(self._content_form, with_tools=bool(tools)))
         return self._render_calls(messages, add_generation_prompt, tools=tools, variables=variables)
 
-    def _render_calls(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, **given: Any) -> str:
+    def _render_calls(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         if any(message.get("tool_calls") for message in messages):
             messages = template_probes.with_calls_in_form(messages, self._call_form)
-        return self._render(messages, add_generation_prompt, **given)
+        return self._render(messages, add_generation_prompt, tools=tools, variables=variables)
 
     def _render(
         self,
