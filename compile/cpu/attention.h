@@ -141,7 +141,7 @@ void add_rows(const Operand<T>* x, int64_t x_pitch, const T* w, int64_t block, i
     typename Kernel<T>::V acc[R][B];
     for (int i = 0; i < R; ++i)
       for (int b = 0; b < B; ++b) load(y + i * y_pitch + b * L, &acc[i][b]);
-    multiply<T, R, B>(x, x_pitch, w, block, step, steps, ahead, acc);
+    multiply<T, R, B, 2>(x, x_pitch, w, block, step, steps, ahead, acc);
     for (int i = 0; i < R; ++i)
       for (int b = 0; b < B; ++b) put(acc[i][b], y + i * y_pitch + b * L);
   }

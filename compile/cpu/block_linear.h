@@ -391,9 +391,9 @@ void number_sums(const BlockRows& x, const uint8_t* w, int64_t K, int64_t num, f
   constexpr int64_t N = kBlocks * 16;
   constexpr int R = kWideRegisters ? 8 : 4;
   if (num == kBlocks)
-    rows<float, R, kBlocks>(values, K, weights, static_cast<const float*>(nullptr), sums, 0, x.M, N, K, 2048);
+    rows<float, R, kBlocks>(values, K, weights, static_cast<const float*>(nullptr), sums, 0, x.M, N, K, {2048, 0});
   else
-    rows<float, R, 1>(values, K, weights, static_cast<const float*>(nullptr), sums, 0, x.M, N, K, 2048);
+    rows<float, R, 1>(values, K, weights, static_cast<const float*>(nullptr), sums, 0, x.M, N, K, {2048, 0});
 }
 
 // See BlockKernel.

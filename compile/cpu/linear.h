@@ -97,8 +97,8 @@ template <typename T> Operands<Operand<T>> as_operands(const T* x, int64_t M, in
 }
 
 // acc += M rows of x, `x_pitch` apart, times B vector blocks of packed weights: `steps` steps of k, `step` elements apart in a
-// block, blocks `block` apart. Prefetches the bytes `ahead` further.
-template <typename T, int M, int B, typename S>
+// block, blocks `block` apart. Prefetches the bytes `ahead` further, into the first CACHE or the second.
+template <typename T, int M, int B, int CACHE, typename S>
 inline void multiply(const Operand<T>* x, int64_t x_pitch, const S* w, int64_t block, int64_t step, int64_t steps,
                      int64_t ahead, typename Kernel<T>::V (&acc)[M][B]) {
   using Kn = Kernel<T>;
@@ -107,21 +107,29 @@ inline void multiply(const Operand<T>* x, int64_t x_pitch, const S* w, int64_t b
     for (int b = 0; b < B; ++b) {
       const S* at = w + b * block + k * step;
       wv[b] = Kn::weights(at);
-      __builtin_prefetch(reinterpret_cast<const char*>(at) + ahead, 0, 2);
+      __builtin_prefetch(reinterpret_cast<const char*>(at) + ahead, 0, 4 - CACHE);
     }
     for (int i = 0; i < M; ++i)
       for (int b = 0; b < B; ++b) Kn::step(acc[i][b], x + i * x_pitch + k * Kn::P, wv[b]);
   }
 }
 
-// Multiply rows m..m+M of x by vector blocks n..n+B of the weights; prefetch the bytes `ahead` further.
+// By how many bytes prefetches lead, and by how many more where that is beyond the end of their block.
+struct Ahead { int64_t bytes, beyond; };
+
+// Multiply rows m..m+M of x by vector blocks n..n+B of the weights.
 template <typename T, int M, int B, typename S>
 void tile(const Operand<T>* x, int64_t x_pitch, const S* w, const T* bias, T* y, int64_t m, int64_t n, int64_t N, int64_t K,
-          int64_t ahead) {
+          Ahead ahead) {
   using W = typename Kernel<T>::W;
-  constexpr int64_t P = Kernel<T>::P, L = 64 / sizeof(W);
+  constexpr int64_t P = Kernel<T>::P, L = 64 / sizeof(W), step = L * P;
+  const int64_t steps = K / P, last = ahead.beyond ? std::min<int64_t>(steps, ahead.bytes / (step * sizeof(S))) : 0;
+  const int64_t first = steps - last;
   typename Kernel<T>::V acc[M][B] = {};
-  multiply<T, M, B>(x + m * x_pitch, x_pitch, w + n * K * L, K * L, L * P, K / P, ahead, acc);
+  x += m * x_pitch;
+  w += n * K * L;
+  multiply<T, M, B, 1>(x, x_pitch, w, K * L, step, first, ahead.bytes, acc);
+  multiply<T, M, B, 1>(x + first * P, x_pitch, w + first * step, K * L, step, last, ahead.bytes + ahead.beyond, acc);
   for (int i = 0; i < M; ++i)
     for (int b = 0; b < B; ++b) {
       W sums[L];
@@ -137,7 +145,7 @@ void tile(const Operand<T>* x, int64_t x_pitch, const S* w, const T* bias, T* y,
 // again, from cache.
 template <typename T, int R, int B, typename S>
 void rows(const Operand<T>* x, int64_t x_pitch, const S* w, const T* bias, T* y, int64_t n, int64_t M, int64_t N, int64_t K,
-          int64_t ahead) {
+          Ahead ahead) {
   if constexpr (R > 1)
     if (M <= (M + R - 1) / R * (R - 1))  // fewer at once take as many passes, and a short last one wastes the most
       return rows<T, R - 1, B>(x, x_pitch, w, bias, y, n, M, N, K, ahead);
@@ -369,14 +377,14 @@ constexpr int kMostRows = 9;
 #else
 constexpr int kMostRows = kWideRegisters ? 16 : 8;
 #endif
-constexpr int kStreams = kWideRegisters ? 6 : 3;
+constexpr int kStreams = kWideRegisters ? 2 : 3;
 
 // Compute vector blocks begin..end of the outputs; several threads may share a product. Processors predict a stream of memory
-// to the end of a page only, so what follows is prefetched by instruction. A row or two wait for memory, which gives most if
-// several blocks are read at once. Up to `kMostRows` rows arithmetic hides reading, best with one block after the other, each
-// prefetched while the one before is multiplied; with the last, `next`, where this thread will read then, if that is given.
-// With more rows, which read weights again, two blocks at once spare loads of x and are in cache still. The numbers were found
-// by timing, those for fewer registers with AVX2.
+// to the end of a page only, so what follows is prefetched by instruction, into the first cache. The additions of one row or
+// two take longer than reading, since each waits for the one before, so `kStreams` blocks are multiplied at once. With more
+// rows it is one block after the other, which is read fastest. The last one prefetches from `next` on, where this thread will
+// read then, if that is given. Beyond `kMostRows` rows, which read weights again, two blocks at once spare loads of x and are
+// in cache still. The numbers were found by timing.
 template <typename T, typename S>
 void linear_blocks(const T* x, const S* w, const T* bias, T* y, int64_t M, int64_t N, int64_t K, int64_t begin, int64_t end,
                    const void* next = nullptr) {
@@ -391,14 +399,12 @@ void linear_blocks(const T* x, const S* w, const T* bias, T* y, int64_t M, int64
   const int64_t block = K * lanes<T>() * sizeof(S);
   int64_t n = begin;
   if (M <= 2)
-    for (; n + kStreams <= end; n += kStreams) rows<T, 2, kStreams>(from, x_pitch, w, bias, y, n, M, N, K, 1024);
+    for (; n + kStreams < end; n += kStreams)
+      rows<T, 2, kStreams>(from, x_pitch, w, bias, y, n, M, N, K, {4096, (kStreams - 1) * block});
   if (M > kMostRows)
-    for (; n + 2 <= end; n += 2) rows<T, kMostRows, 2>(from, x_pitch, w, bias, y, n, M, N, K, 2 * block);
-  for (; n < end; ++n) {
-    const int64_t here = reinterpret_cast<intptr_t>(w) + n * block;
-    rows<T, kMostRows, 1>(from, x_pitch, w, bias, y, n, M, N, K,
-                          n + 1 < end || !next ? block : reinterpret_cast<intptr_t>(next) - here);
-  }
+    for (; n + 2 <= end; n += 2) rows<T, kMostRows, 2>(from, x_pitch, w, bias, y, n, M, N, K, {12288, block});
+  const int64_t beyond = next ? reinterpret_cast<intptr_t>(next) - reinterpret_cast<intptr_t>(w) - end * block : 0;
+  for (; n < end; ++n) rows<T, kMostRows, 1>(from, x_pitch, w, bias, y, n, M, N, K, {12288, n + 1 < end ? 0 : beyond});
 }
 
 // The part of `total` blocks which a thread of `threads` takes.
