@@ -160,7 +160,7 @@ PARTS: dict[str, list[tuple[object, str, object]]] = {
     ],
     "without corrections: costs are those of the start": [(cost_model.LiveCosts, "record", lambda *_: None)],
     "without repeats: every time counts at once": [(cost_model._Place, "correct", _at_once)],
-    "without trials": [(draft_policy, "EXPLORED", 0.0), (draft_policy, "PURSE", (0.0, 0.0))],
+    "without trials": [(draft_policy, "EXPLORED", 1e-9), (draft_policy, "PURSE", (0.0, 0.0))],
     "without doubts of what changed": [(cost_model, "BEYOND_DOUBT", inf)],
     "without plain steps that are timed": [(cost_model.LiveCosts, "plain_is_due", False)],
     "without calibrated confidence": [(draft_scorer.ProbabilityCalibration, "record", lambda *_: None)],

@@ -20,8 +20,17 @@ from benchmark.studies.draft_records import DraftRecords
 from sharesd.drafters.base import Drafter
 from sharesd.engine.request import MAX_LEAD
 from sharesd.speculation.cost_model import Costs
-from sharesd.speculation.draft_policy import Policy
-from sharesd.speculation.draft_tree import DraftRecord, DraftShape, DraftTree, Proposal, chain, pack, parents_of
+from sharesd.speculation.draft_policy import RESTING, Policy
+from sharesd.speculation.draft_tree import (
+    NO_DRAFT,
+    DraftRecord,
+    DraftShape,
+    DraftTree,
+    Proposal,
+    chain,
+    pack,
+    parents_of,
+)
 
 THREADS = 2
 VOCAB_SIZE = 1 << 20
@@ -189,16 +198,6 @@ def accepted_path(tokens: Sequence[int], parents: Sequence[int], answer: Sequenc
     return path
 
 
-def record(
-    policy: Any, decision: Any, tree: DraftTree, paths: Any, draft_s: float, step_s: float, advance: int
-) -> None:
-    if hasattr(policy, "restore"):
-        policy.restore(decision)
-        policy.record(tree, paths, draft_s, step_s, advance)
-    else:
-        policy.record(decision, tree, paths, draft_s, step_s, advance)
-
-
 def play(
     policy: Policy,
     drafter: Drafter,
@@ -212,6 +211,7 @@ def play(
     found, model = played or Played(), drafter if isinstance(drafter, RecordedModel) else drafter.model_drafter  # type: ignore[attr-defined]
     texts = {row: record.prompt + record.answer[:1] for row, record in enumerate(records)}
     places = dict.fromkeys(texts, 0)
+    policy.end_rest()
     for row, text in texts.items():
         drafter.begin(row, list(text[:-1]), False)
         policy.begin()
@@ -228,8 +228,9 @@ def play(
         if model is not None:
             model.rows = {row: (records[row], place) for row, place in places.items()}
         alive = {row: texts[row] for row in places}
-        shape = chain(policy.max_nodes()) if drafter.runs_on_host else policy.next_shape()
-        tree = buffers.no_draft
+        tree, rests, shape = buffers.no_draft, policy.rests(), NO_DRAFT
+        if not rests:
+            shape = chain(policy.max_nodes()) if drafter.runs_on_host else policy.next_shape()
         if shape.nodes:
             num_unread_tokens = drafter.num_unread_tokens(alive)
             drafter.catch_up(alive, False)
@@ -237,7 +238,7 @@ def play(
             if tree.record.num_steps:
                 tree = tree.with_record(num_unread_tokens=num_unread_tokens)
         base = machine.costs.of_draft(policy.shape_of(tree), slots) + tree.record.num_unread_tokens * machine.costs.read
-        decision = policy.decision()
+        decision = RESTING if rests else policy.decision(is_plain=not tree.tokens.shape[1])
         base += machine.query * (7 + len(places)) / 8 * decision.has_queried
         draft_s = machine.seconds(base, number, dice)
         step_s = machine.seconds(machine.costs.of_step(1 + tree.tokens.shape[1], slots), number, dice)
@@ -262,7 +263,7 @@ def play(
         found.drafted += tree.tokens.shape[1]
         if found.lengths is not None:
             found.lengths.append(tree.tokens.shape[1])
-        record(policy, decision, tree, paths, draft_s, step_s, advance)
+        policy.record(decision, tree, paths, draft_s, step_s, advance)
         # Plain decoding takes a step for each token of the row that is furthest behind.
         found.plain_seconds += machine.mean(machine.costs.of_step(1, slots), number) * advance
         places = {row: place for row, place in places.items() if place < len(records[row].answer) - 1}

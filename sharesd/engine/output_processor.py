@@ -95,7 +95,7 @@ class OutputProcessor:
             return []
         lines = [request.row - batch.first for request in live]  # type: ignore[operator]
         drafter = self._scheduler.drafter
-        if drafter is not None and drafter.runs_on_host:
+        if drafter is not None and drafter.runs_on_host and (num_nodes or drafter.commits_plain_rounds):
             feedback = [result.drafter_feedback(packed[line]) for line in lines]
             drafter.on_host_result(feedback)
             late = in_flight.late_tree

@@ -24,7 +24,7 @@ from sharesd.engine.scheduler import Scheduler
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.records.trace import Proposed
 from sharesd.speculation.draft_buffers import num_words
-from sharesd.speculation.draft_policy import Decision
+from sharesd.speculation.draft_policy import RESTING, Decision
 from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape, DraftTree, parents_of, tree_on_host
 
 log = logging.getLogger(__name__)
@@ -110,6 +110,7 @@ class RoundLauncher:
         self._num_changes = -1  # of the scheduler, when the batch was formed
         self._plain_rounds = 0  # since the last round with a draft
         self._deferred_shape: DraftShape | None = None  # of a draft that could not be launched before a result was read
+        self._operating_point = 0.0, 0, 0
         self._last_end: Mark | None = None  # of the last round, if nothing has come after it
         self.prefilled = False
         """The step reads a piece of a prompt before its round."""
@@ -134,6 +135,8 @@ class RoundLauncher:
         if self._batch is None or self._num_changes != scheduler.num_changes:
             self._batch, self._num_changes = self._form_batch(), scheduler.num_changes
             self._last_end = self._deferred_shape = None  # a shape is the choice of the old batch's policy
+            if self._batch is not None:
+                self._batch.variant.policy.end_rest()
         batch, drafter = self._batch, scheduler.drafter
         if batch is None or (previous is not None and batch.constrained):
             return None
@@ -145,21 +148,23 @@ class RoundLauncher:
         one_caller = call is not None
         is_last_call = call is not None and not (call.has_more or scheduler.waiting or scheduler.prefill.request)
         counted = counted_requests(live, is_last_call)
-        policy.counted_rows = [request.row for request in counted]  # type: ignore[misc]
-        policy.max_round_cost = max_round_cost(live, self.prefilled, one_caller)
-        policy.reasons = reasons = {}
-        num = batch.end - first
-        mean_slots = sum(map(len, self._cache.cached_ids[first : batch.end])) / num + 1  # and the root
-        operating_point = mean_slots, STEP_THREADS.size, num
-        policy.live.at(*operating_point)
+        rests = policy.rests()  # then the last decision holds, with its reasons and operating point
+        if not rests:
+            policy.counted_rows = [request.row for request in counted]  # type: ignore[misc]
+            policy.max_round_cost = max_round_cost(live, self.prefilled, one_caller)
+            policy.reasons, num = {}, batch.end - first
+            mean_slots = sum(map(len, self._cache.cached_ids[first : batch.end])) / num + 1  # and the root
+            self._operating_point = mean_slots, STEP_THREADS.size, num
+            policy.live.at(*self._operating_point)
+        reasons = policy.reasons
         # With async scheduling, `previous` is still running. A drafter goes ahead if it needs neither its tokens on the
         # host nor what the policy learns from them. Grammars need the tokens (see above).
-        if previous is not None and not (drafter is None or drafter.goes_ahead(batch.round.context)):
+        if previous is not None and not (rests or drafter is None or drafter.goes_ahead(batch.round.context)):
             return None
         tree, shape = batch.round.no_draft, NO_DRAFT
         if drafter is None or len(batch.opted_out_rows) == len(live):
             reasons["engine"] = "no_drafter" if drafter is None else "not_requested"
-        else:
+        elif not rests:
             shape, self._deferred_shape = self._deferred_shape or batch.variant.shape(self._plain_rounds), None
             # After plain rounds, a drafter with KV of its own must read tokens that the host does not have yet. The
             # shape is kept for the launch after the result of `previous` was read, so that the policy does not decide
@@ -193,9 +198,9 @@ class RoundLauncher:
             batch=batch,
             counted=counted,
             is_last_call=is_last_call,
-            operating_point=operating_point,
+            operating_point=self._operating_point,
             tree=tree,
-            decision=policy.decision(),
+            decision=RESTING if rests else policy.decision(is_plain=not tree.tokens.shape[1]),
             result=result,
             previous_end=previous_end,
             marks=marks,

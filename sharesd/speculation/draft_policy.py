@@ -26,6 +26,8 @@ EXPLORED, PURSE, DEBT = 0.005, (1.0, 4.0), 2.0
 """Part of the tokens that trials may cost; tokens that they may cost at first and at most at once; largest debt."""
 TRIAL_GAP = 8
 """Fewest rounds between two trials."""
+REST = 64
+"""Most plain steps in a row that are neither decided nor recorded."""
 FRESH = 4
 """Rounds after which expectations are computed again."""
 NEW_TEXT = 60
@@ -48,6 +50,10 @@ class Decision(NamedTuple):
     scorer: DraftScorer | None
     given_up: float | None
     """Value of what a trial was made instead of; None: no trial."""
+
+
+RESTING = Decision(False, [0.0], None, None)
+"""Of a plain step that nobody decides or records."""
 
 
 class _Option(NamedTuple):
@@ -113,6 +119,8 @@ class Policy:
         self.model_value = 0.0
         """Value of the best of a model's drafts and no draft in the coming round."""
         self._has_queried, self._promised = False, [0.0]
+        self._rest, self._rested = 0, 0  # coming rounds that need no decision; those that needed none
+        self._until_trial: list[float] = []  # rounds before each kind of draft may be tried, if the coming one is plain
 
     def begin(self) -> None:
         """Start a new text."""
@@ -178,46 +186,53 @@ class Policy:
             pinned = self._with_window(self.pinned)
             return pinned if to_beat == -inf or self._pinned_value(pinned) > to_beat else NO_DRAFT
         if not self.live.is_measured:
-            return self._no_draft("costs_not_measured")
-        options, plain = self.options(), self.plain_value
-        values = self._values(options)
+            return self._no_draft("costs_not_measured", 0)
+        options, rate = self.options(), self.rate
+        plain, values = 1 - rate * self.live.step(1), [1 + each.gain - rate * each.seconds for each in options]
         best = max(values, default=plain)
         self.model_value = max(plain, best)
         chosen = options[values.index(best)].shape if best > max(plain, to_beat) else NO_DRAFT
         if chosen.nodes and to_beat == -inf and self.live.plain_is_due:
-            return self._no_draft("plain_step_is_timed")
+            return self._no_draft("plain_step_is_timed", 0)
         if may_explore and self._age - self._last_trial >= TRIAL_GAP:
             most = max(self.model_value, to_beat)
             losses = sorted((most - value, at) for at, value in enumerate(values) if options[at].shape != chosen)
             for loss, at in losses:
-                # With a full purse, whatever it can pay for: costs may be wrong beyond their doubt.
-                if loss <= self._purse and (self._purse == PURSE[1] or loss < self._spread(options[at])):
+                if self._purse_for(loss, options[at], rate) <= self._purse:
                     self._last_trial, self._given_up = self._age, most
                     return self._request(options[at].shape)
         if chosen.nodes:
             return self._request(chosen)
-        return self._no_draft("plain_is_faster")
+        return self._no_draft("plain_is_faster", self._rounds_to_trial() if may_explore else inf)
+
+    def _rounds_to_trial(self) -> float:
+        """Return the plain rounds before a draft may be tried; time comes to be worth plain steps in these."""
+        rate = 1 / self.live.step(1)
+        losses = [(rate * option.seconds - 1 - option.gain, option) for option in self.options()]
+        needed = min((self._purse_for(loss, option, rate) for loss, option in losses), default=inf)
+        return max(TRIAL_GAP - (self._age - self._last_trial), (needed - self._purse) / EXPLORED)
+
+    def _purse_for(self, loss: float, option: _Option, rate: float) -> float:
+        """Return what the purse must hold for a trial that is expected to lose so many tokens."""
+        # With a full purse, whatever it can pay for: costs may be wrong beyond their doubt.
+        return loss if loss < self._spread(option, rate) else max(loss, PURSE[1])
 
     def _pinned_value(self, pinned: DraftShape) -> float:
         if self.live.is_measured:
-            return self._values([self._option(pinned)])[0]
+            option = self._option(pinned)
+            return 1 + option.gain - self.rate * option.seconds
         return 1 + sum(self._kind(pinned).cumulative_acceptance(self._age)[: pinned.depth])  # all rounds count alike
 
-    def _values(self, options: Sequence[_Option]) -> list[float]:
-        rate = self.rate
-        return [1 + option.gain - rate * option.seconds for option in options]
-
-    def _spread(self, option: _Option) -> float:
+    def _spread(self, option: _Option, rate: float) -> float:
         """Return the standard error of a draft's value: of its mean accepted tokens, and of its seconds."""
         num = self._kind(option.shape).num_drafts(self._age)
         doubt_s = self.live.doubt(option.shape, option.steps, 1 + option.nodes)
         doubt = min(sqrt(option.gain * (1 + option.gain) / (1 + num)), option.steps - option.gain)  # at most all
-        return doubt + self.rate * doubt_s
+        return doubt + rate * doubt_s
 
     def _allowed_shapes(self) -> list[DraftShape]:
-        shapes = [shape for shape in self.shapes if shape.nodes]
-        if any(not shape.window for shape in shapes):
-            shapes = [shape for shape in shapes if not (shape.window and self._is_short(shape.window))]
+        shapes = [each for each in self.shapes if each.nodes and not (each.window and self._is_short(each.window))]
+        shapes = shapes or list(self.shapes)  # all have a window
         if self._can_stop_early and self.max_round_cost != inf:
             shapes = [self._shortened(shape) for shape in shapes]
         return [shape for shape in shapes if shape.depth and self._fits(shape)]
@@ -232,8 +247,10 @@ class Policy:
             return True
         return self.live.plain_steps(shape, 1 + shape.nodes + num_table_nodes) <= self.max_round_cost
 
-    def _no_draft(self, reason: str) -> DraftShape:
+    def _no_draft(self, reason: str, wait: float) -> DraftShape:
+        """Return no draft; `wait`: rounds for which it stays so."""
         self.reasons["model"] = reason
+        self._until_trial.append(wait)
         return NO_DRAFT
 
     def _request(self, shape: DraftShape) -> DraftShape:
@@ -271,6 +288,9 @@ class Policy:
             self.reasons["tables"] = "tables_pause"
         elif self.live.is_measured and not self.gate.pays(self.rate):
             self._query_purse -= self.rate * self.gate.seconds
+        plain = self.live.step(1) if self.live.is_measured else inf
+        missing = 0.0 if self.gate.pays(1 / plain) else self.gate.seconds / plain - self._query_purse
+        self._until_trial.append(missing / EXPLORED)
         return queries
 
     def min_table_score(self) -> float:
@@ -347,11 +367,39 @@ class Policy:
         shape = model_shape(tree)
         return shape._replace(nodes=max(shape.nodes, shape.depth + (shape.depth > 0))) if self._grows_trees else shape
 
-    def decision(self) -> Decision:
-        """Return what the coming round was decided with, for its record; the next decision begins."""
+    def rests(self) -> bool:
+        """Return True if the coming round is a plain step that nobody has to decide or record."""
+        if self._rest:
+            self._rest, self._rested = self._rest - 1, self._rested + 1
+            return True
+        if self._rested:
+            self._age += self._rested
+            self._fill_purses(self._rested)
+            fade = RATE_DECAY**self._rested
+            self._done = fade * self._done[0], fade * self._done[1]
+            self.live.walk(self._rested)
+            self._rested = 0
+        return False
+
+    def end_rest(self) -> None:
+        """Decide the coming round, since something else than the text has changed."""
+        self._rest = 0
+
+    def decision(self, is_plain: bool = False) -> Decision:
+        """Return what the coming round was decided with, for its record; the next decision begins.
+
+        `is_plain`: after it come as many plain steps as nothing can be tried.
+        """
         made = Decision(self._has_queried, self._promised, self.scorer, self._given_up)
         self._has_queried, self.scorer, self._given_up = False, None, None
+        self._rest = max(0, int(min(REST, *self._until_trial))) if is_plain and self._until_trial else 0
+        self._until_trial = []
         return made
+
+    def _fill_purses(self, tokens: float) -> None:
+        self._purse, self._query_purse = (
+            min(PURSE[1], each + EXPLORED * tokens) for each in (self._purse, self._query_purse)
+        )
 
     def record(
         self,
@@ -369,7 +417,7 @@ class Policy:
         tokens, see `request.mean_progress`. `wait_s`: for tables, on a GPU, which neither seconds have; None: what is
         not of a model's draft is the query.
         """
-        if not self._largest:
+        if not self._largest or decision is RESTING:
             return  # nothing is ever drafted, and corrections of costs take as long as other work of the host
         live, num_nodes = self.live, tree.tokens.shape[1]
         self._age += 1
@@ -393,9 +441,8 @@ class Policy:
             tokens, seconds = self._done
             took = self.expected(tree) + self.gate.seconds * decision.has_queried
             self._done = RATE_DECAY * tokens + progress, RATE_DECAY * seconds + took
-            more = EXPLORED * progress
-            self._purse = min(PURSE[1], max(-DEBT, self._purse) + more)  # one stall must not end trials
-            self._query_purse = min(PURSE[1], self._query_purse + more)
+            self._purse = max(-DEBT, self._purse)  # one stall must not end trials
+            self._fill_purses(progress)
             if decision.given_up is not None:  # paid for with what it cost, since first steps may take twice as long
                 self._purse -= decision.given_up - progress + self.rate * (draft_s + step_s) / live.drift
 

@@ -159,7 +159,12 @@ class Recorded:
         self.policy.next_shape = lambda *_, **__: self.shapes.pop(0)  # type: ignore[method-assign]
         table: Any = SimpleNamespace(name="table", num_successors=0, propose=self.propose, extend=lambda *_: None)
         said = {"name": "model", "shapes": chains(8), "prior": 0.5, "runs_on_host": False}
-        said |= {"supports_async": True, "needs_catch_up": False, "num_unread_tokens": lambda texts: 0}
+        said |= {
+            "supports_async": True,
+            "needs_catch_up": False,
+            "commits_plain_rounds": False,
+            "num_unread_tokens": lambda texts: 0,
+        }
         model: Any = SimpleNamespace(**said, catch_up=lambda *_, **__: None, draft=self.draft)
         self.drafter = HybridDrafter("hybrid", [table], model, num_nodes=8, trees=True)
         self.drafter._known[0] = 1

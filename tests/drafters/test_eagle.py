@@ -60,6 +60,7 @@ def built(
     cache = target.new_cache(batch, 160, head.config.taps)
     top, shapes = shapes_for(tree[2] if tree else num_draft, tree)
     drafter: Any = DRAFTERS[head.config.kind](head, cache, shapes=shapes, weight_bytes=0, branching=top)
+    drafter.commits_plain_rounds = options.get("async_scheduling", False)  # as on a GPU
     if mixed:
         table = NgramTable(num_draft, 1, 4)
         drafter = HybridDrafter("hybrid", [table], drafter, num_nodes=num_draft, trees=True)

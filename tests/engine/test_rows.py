@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -187,6 +188,46 @@ def test_kernels_keep_the_promise_too() -> None:
             done.setdefault(chunk.request, Completion()).add(chunk)
     assert [done[request].token_ids for request in handles] == [each.token_ids for each in wanted]
     assert sum(request.cached_tokens for request in handles) > 20
+
+
+@pytest.mark.parametrize("mode", ["share", "suffix", "hybrid", "hybrid classic"])
+def test_where_nothing_can_pay_rounds_touch_neither_policy_nor_drafter(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But as the batch changes, and every 64 rounds."""
+    engine, calls = new(mode, batch=2), Counter[str]()
+    policy = engine.variant(GREEDY).policy
+    policy.reset(Costs({1: 1.0, 9: 900.0}, draft=500.0))
+    policy.gate.seconds = 90.0
+
+    def counted(owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+
+        def called(*args: Any, **options: Any) -> Any:
+            calls[name] += 1
+            return function(*args, **options)
+
+        monkeypatch.setattr(owner, name, called)
+
+    for owner, names in {
+        engine.drafter: ("catch_up", "draft", "commit", "on_host_result", "num_unread_tokens"),
+        policy: ("next_shape", "should_query_tables", "decision", "end_rest"),
+        policy.live: ("record",),
+    }.items():
+        for name in names:
+            counted(owner, name)
+    params = replace(GREEDY, max_new_tokens=100)
+    done = engine.generate([[5, 9]], params)
+    assert done[0].token_ids == new("naive").generate([[5, 9]], params)[0].token_ids
+    assert calls.pop("end_rest") == 1 and max(calls.values()) == 2 and calls["record"] == 2
+    engine.add([5, 9], params)
+    for _ in range(20):
+        engine.step()
+    calls.clear()
+    engine.add([7], params)
+    for _ in range(20):
+        engine.step()
+    assert calls["end_rest"] == 1 and calls["record"] == 1
 
 
 def test_no_row_waits_for_another() -> None:

@@ -24,7 +24,7 @@ from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.acceptance_stats import RunningMeans
 from sharesd.speculation.cost_model import Costs, LiveCosts
-from sharesd.speculation.draft_policy import NEW_TEXT, Policy
+from sharesd.speculation.draft_policy import NEW_TEXT, RESTING, Policy
 from sharesd.speculation.draft_scorer import ProbabilityCalibration
 from sharesd.speculation.draft_tree import NO_DRAFT, DraftRecord, DraftShape, DraftTree, chain, chains, with_windows
 from sharesd.speculation.query_gate import QueryGate
@@ -64,12 +64,14 @@ def live(
         return seconds * speed(number) * exp(dice.gauss(0.0, noise)) * stall
 
     for number in range(rounds):
-        shape = policy.next_shape()
+        rests = policy.rests()
+        shape = NO_DRAFT if rests else policy.next_shape()
         accepted = 0
         while accepted < shape.depth and dice.random() < alpha[shape.is_tree]:
             accepted += 1
         times = took(costs.of_draft(shape), number), took(costs.of_step(1 + shape.nodes), number)
-        policy.record(policy.decision(), tree_of(shape), [range(1, 1 + accepted)], *times, 1 + accepted)
+        decision = RESTING if rests else policy.decision(is_plain=not shape.nodes)
+        policy.record(decision, tree_of(shape), [range(1, 1 + accepted)], *times, 1 + accepted)
         chosen.append(shape)
     return chosen
 

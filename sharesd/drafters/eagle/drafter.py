@@ -33,7 +33,6 @@ class EagleDrafter(Drafter):
 
     name = "eagle"
     supports_async = True
-    commits_plain_rounds = True  # it reads the tokens of all rounds
 
     def __init__(
         self, head: Any, target: StaticKVCache, *, shapes: Sequence[DraftShape], weight_bytes: int, branching: int = 1
@@ -41,9 +40,10 @@ class EagleDrafter(Drafter):
         """`target`: the target's cache, with the features that the head reads."""
         self.head, self.shapes, self._branching, self._weight_bytes = head, shapes, branching, weight_bytes
         self.trees = shapes[-1].is_tree
+        self.commits_plain_rounds = target.lengths.device.type == "cuda"  # a host has their tokens when it drafts
         self.cache, self._target = head.new_cache(target.batch, target.slots), target
         self._tokens_BS = torch.zeros(target.batch, target.slots, dtype=torch.int64, device=target.lengths.device)
-        """Text by slot: prompts from the host, emitted tokens from the device."""
+        """Text by slot: prompts from the host, and on a CPU what plain rounds emit; other tokens from the device."""
         self._new: set[int] = set()  # rows of whose text the host has written only the prompt
         self._in_flight: set[int] = set()  # rows that the last draft has read further than the host knew
         self._max_lead = 1 + max(shape.nodes for shape in shapes)
@@ -92,7 +92,7 @@ class EagleDrafter(Drafter):
         self._lead = 1
         for row, text in texts.items():
             cached_ids, more = self.cache.cached_ids[row], coming.get(row, 0)
-            if row in self._new:
+            if row in self._new or (idle and not self.commits_plain_rounds):
                 self._note(row, len(cached_ids), text)
                 self._new.discard(row)
             if row in self._in_flight and not idle:

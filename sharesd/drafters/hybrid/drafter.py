@@ -36,7 +36,6 @@ class HybridDrafter(Drafter):
     """One table or several, and at most one model drafter."""
 
     runs_on_host = True
-    commits_plain_rounds = True  # tables learn from the logits of plain rounds
 
     def __init__(
         self, name: str, tables: Sequence[Table], model: Drafter | None = None, *, num_nodes: int, trees: bool
@@ -48,6 +47,8 @@ class HybridDrafter(Drafter):
         self.tables, self.model_drafter = tuple(tables), model
         self._idle = 0  # rounds since the model drafted
         self._num_successors = max((table.num_successors for table in tables), default=0)
+        # Such tables learn from the logits of plain rounds.
+        self.commits_plain_rounds = self._num_successors > 0 or (model is not None and model.commits_plain_rounds)
         self._known: dict[int, int] = {}  # of each row: how much of its text the tables have seen
         self._texts: Mapping[int, list[int]] = {}
         self._plain: Collection[int] = ()
