@@ -133,7 +133,7 @@ template <typename T> struct Scratch {  // of one thread
 // ---- parts
 
 // y [M, y_pitch] += x times B vector blocks, R rows of x at once; see `multiply`.
-template <typename T, int R, int B, typename W>
+template <typename T, int R, int B, int CACHE, typename W>
 void add_rows(const Operand<T>* x, int64_t x_pitch, const T* w, int64_t block, int64_t step, int64_t steps, int64_t ahead, W* y,
               int64_t y_pitch, int64_t M) {
   constexpr int64_t L = lanes<T>();
@@ -141,24 +141,30 @@ void add_rows(const Operand<T>* x, int64_t x_pitch, const T* w, int64_t block, i
     typename Kernel<T>::V acc[R][B];
     for (int i = 0; i < R; ++i)
       for (int b = 0; b < B; ++b) load(y + i * y_pitch + b * L, &acc[i][b]);
-    multiply<T, R, B, 2>(x, x_pitch, w, block, step, steps, ahead, acc);
+    multiply<T, R, B, CACHE>(x, x_pitch, w, block, step, steps, ahead, acc);
     for (int i = 0; i < R; ++i)
       for (int b = 0; b < B; ++b) put(acc[i][b], y + i * y_pitch + b * L);
   }
   if constexpr (R > 1)
-    if (M > 0) add_rows<T, R - 1, B>(x, x_pitch, w, block, step, steps, ahead, y, y_pitch, M);
+    if (M > 0) add_rows<T, R - 1, B, CACHE>(x, x_pitch, w, block, step, steps, ahead, y, y_pitch, M);
 }
 
-// As above, for any number of blocks.
+// As above, for any number of blocks, `at_once` at a time: 4 where multiplying takes longest. Where reading does, 1 if a block
+// lies together, and 8 if its steps lie next to those of others.
 template <typename T, typename W>
 void add_products(const Operand<T>* x, int64_t x_pitch, const T* w, int64_t block, int64_t step, int64_t blocks, int64_t steps,
-                  int64_t ahead, W* y, int64_t y_pitch, int64_t M) {
+                  int64_t ahead, W* y, int64_t y_pitch, int64_t M, int64_t at_once) {
   constexpr int64_t L = lanes<T>();
-  for (; blocks >= 4; blocks -= 4, w += 4 * block, y += 4 * L)
-    add_rows<T, 6, 4>(x, x_pitch, w, block, step, steps, ahead, y, y_pitch, M);
-  for (; blocks >= 2; blocks -= 2, w += 2 * block, y += 2 * L)
-    add_rows<T, 6, 2>(x, x_pitch, w, block, step, steps, ahead, y, y_pitch, M);
-  if (blocks) add_rows<T, 6, 1>(x, x_pitch, w, block, step, steps, ahead, y, y_pitch, M);
+  if constexpr (kWideRegisters) {  // which hold as many sums
+    for (; at_once == 8 && blocks >= 8; blocks -= 8, w += 8 * block, y += 8 * L)
+      add_rows<T, 2, 8, 1>(x, x_pitch, w, block, step, steps, ahead, y, y_pitch, M);
+    for (; at_once == 8 && blocks >= 4; blocks -= 4, w += 4 * block, y += 4 * L)
+      add_rows<T, 4, 4, 1>(x, x_pitch, w, block, step, steps, ahead, y, y_pitch, M);
+    for (; at_once == 4 && blocks >= 4; blocks -= 4, w += 4 * block, y += 4 * L)
+      add_rows<T, 6, 4, 2>(x, x_pitch, w, block, step, steps, ahead, y, y_pitch, M);
+  }
+  for (; blocks; --blocks, w += block, y += L)
+    add_rows<T, kWideRegisters ? 6 : 4, 1, 1>(x, x_pitch, w, block, step, steps, ahead, y, y_pitch, M);
 }
 
 // True if sums over heads of this size run in tiles (see linear.h), and then in whole steps of slots.
@@ -170,29 +176,33 @@ template <typename T> bool by_tiles(const Layout<T>& at) {
 template <typename T> int64_t slot_step(const Layout<T>& at) { return by_tiles(at) ? STEP : Layout<T>::P; }
 
 // Scores += queries [M, key_size] times the keys of `slots` slots, whole vectors of them. Prefetches keys `ahead` slots later.
+// `few`: queries, so that reading takes longest.
 template <typename T, typename W>
-void score(const Layout<T>& at, const Operand<T>* q, const T* keys, int64_t slots, W* scores, int64_t M, int64_t ahead = 0) {
+void score(const Layout<T>& at, const Operand<T>* q, const T* keys, int64_t slots, W* scores, int64_t M, int64_t ahead = 0,
+           bool few = false) {
   constexpr int64_t P = Layout<T>::P, L = Layout<T>::L;
   const int64_t size = at.key_size();
   if constexpr (SHARESD_TILES && std::is_same_v<T, bf16>)
     if (by_tiles(at))
       return add_tile_products(q, size, keys, L * size, L * P, L * STEP, slots / L, size / STEP, ahead * size * sizeof(T),
                                scores, kChunk, M);
-  add_products<T>(q, size, keys, L * size, L * P, slots / L, size / P, ahead * size * sizeof(T), scores, kChunk, M);
+  add_products<T>(q, size, keys, L * size, L * P, slots / L, size / P, ahead * size * sizeof(T), scores, kChunk, M,
+                  few ? 1 : 4);
 }
 
 // Sums += weights [M, kChunk] times the values of `slots` slots, a multiple of `slot_step`. Prefetches values `ahead` slots
-// later.
+// later. `few`: as above.
 template <typename T, typename W>
 void blend(const Layout<T>& at, const Operand<T>* weights, const T* values, int64_t slots, W* sums, int64_t pitch, int64_t M,
-           int64_t ahead = 0) {
+           int64_t ahead = 0, bool few = false) {
   constexpr int64_t P = Layout<T>::P, L = Layout<T>::L;
   const int64_t size = at.value_size();
   if constexpr (SHARESD_TILES && std::is_same_v<T, bf16>)
     if (by_tiles(at))
       return add_tile_products(weights, kChunk, values, L * P, size * P, size * STEP, size / L, slots / STEP,
                                ahead * size * sizeof(T), sums, pitch, M);
-  add_products<T>(weights, kChunk, values, L * P, size * P, size / L, slots / P, ahead * size * sizeof(T), sums, pitch, M);
+  add_products<T>(weights, kChunk, values, L * P, size * P, size / L, slots / P, ahead * size * sizeof(T), sums, pitch, M,
+                  few ? 8 : 4);
 }
 
 // True if none of n numbers is NaN or infinite. n: whole vectors.
@@ -311,6 +321,7 @@ void attend_chunk(const Attention<T>& a, const Group<T>& g, int64_t chunk, Scrat
   const T* chunk_keys = keys_of.slots(base, held, ahead, scratch.expanded_keys.data());
   const T* chunk_values = values_of.slots(base, held, ahead, scratch.expanded_values.data());
   const int64_t later = z.q8 ? 0 : ahead;  // which products prefetch
+  const bool few = later && num <= 4;
   // Values of slots that only some rows attend to. 0 times one that is not finite would spoil the other rows.
   const int64_t some = *std::min_element(end, end + g.rows) / P * P, until = std::min(shared, round_up(stop, P));
   const bool is_finite = all_finite(chunk_values + some * at.value_size(), (until - some) * at.value_size());
@@ -327,7 +338,7 @@ void attend_chunk(const Attention<T>& a, const Group<T>& g, int64_t chunk, Scrat
       }
     };
     std::memset(scores, 0, queries * kChunk * sizeof(W));
-    score<T>(at, q, chunk_keys, shared, scores, queries, later);
+    score<T>(at, q, chunk_keys, shared, scores, queries, later, few);
     each_row([&](int64_t n, int64_t count, int64_t r, int64_t slots) {
       T* keys = scratch.keys.data();
       const T* from = chunk_keys + shared * at.key_size();
@@ -356,7 +367,7 @@ void attend_chunk(const Attention<T>& a, const Group<T>& g, int64_t chunk, Scrat
       const int64_t known = std::min(shared, is_finite ? stop : end[(first + n) / G]), whole = known / unit * unit;
       const Operand<T>* from = weights + n * kChunk;
       W* sums = parts + n * stride + L;
-      blend<T>(at, from, chunk_values, whole, sums, stride, count, later);
+      blend<T>(at, from, chunk_values, whole, sums, stride, count, later, few);
       if (whole == known) continue;
       T* values = scratch.values.data();
       std::memcpy(values, chunk_values + whole * size, (known - whole) / P * P * size * sizeof(T));
