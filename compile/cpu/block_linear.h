@@ -140,70 +140,60 @@ inline void add_group(vfloat& acc, const vfloat& scale, float xs, const vint& do
     acc += (scale * xs) * convert<vfloat>(dot);
 }
 
-// R rows against B records, whose codes are unpacked in registers.
-template <typename Form, int R, int B, bool EXACT>
-void few_block_rows(const RowTile& x, const uint8_t* const (&w)[B], int64_t K, vfloat (&total)[R][B]) {
+// R rows against a record, whose codes are unpacked in registers. One stream of memory is read, however many rows there are.
+template <typename Form, int R, bool EXACT>
+void few_block_rows(const RowTile& x, const uint8_t* unit, int64_t K, vfloat (&total)[R]) {
   using Sizes = Record<Form>;
-  constexpr int64_t kAheadBytes = kLowAhead / B / (Form::kLowBytes ? 2 : 1);  // of each stream, to the first level, as measured
+  constexpr int64_t kAheadBytes = kLowAhead / (Form::kLowBytes ? 2 : 1);  // of each stream, to the first level, as measured
   constexpr int64_t kAhead = (kAheadBytes + Sizes::kUnitBytes - 1) / Sizes::kUnitBytes;  // units
   constexpr int64_t kLines = Form::kBytes / 64, kHalves = 32 / Form::kGroup, kPairs = 4 / kHalves;
   constexpr bool kWholeRows = kWhole<kMostCode<Form>, R, EXACT>, kFine = EXACT && !kWholeRows;
   using Sums = RowSums<kWholeRows, kMostCode<Form>>;
   constexpr int64_t kFit = std::min<int64_t>(Sums::kFit, 2 * kPairs);  // products that are widened together
   const int64_t units = Sizes::units(K);
-  const int64_t skip = B * Sizes::bytes(K) - Sizes::low(K), skip_low = B * Sizes::bytes(K) - units * Sizes::kLowUnitBytes;
-  const uint8_t *unit[B], *low[B];
-  for (int b = 0; b < B; ++b) unit[b] = w[b], low[b] = w[b] + Sizes::low(K);
+  const int64_t skip = Sizes::bytes(K) - Sizes::low(K), skip_low = Sizes::bytes(K) - units * Sizes::kLowUnitBytes;
+  const uint8_t* low = unit + Sizes::low(K);
   const auto* codes = x.inputs<kWholeRows>();
   const int8_t* fines = x.fine;
   const int64_t pitch = kAtOnce<kMostCode<Form>, EXACT> ? x.rows : R;
-  vfloat mine[R][B] = {};
-  // More do not fit in registers. Units of 64 inputs in one stream are faster without, as measured.
-  constexpr bool kInRegisters = kWideRegisters ? R * B <= 4 && (R * B > 1 || Form::kUnit == 256) : R == 1;
+  vfloat mine[R] = {};
+  // A lone row's with units of 64 inputs is faster without, as measured.
+  constexpr bool kInRegisters = kWideRegisters ? R > 1 || Form::kUnit == 256 : R == 1;
   auto& acc = kInRegisters ? mine : total;
   for (int64_t u = 0; u < units; ++u) {
     const int64_t ahead = kAhead * Sizes::kUnitBytes + (u + kAhead < units ? 0 : skip);
     const int64_t ahead_low = kAhead * Sizes::kLowUnitBytes + (u + kAhead < units ? 0 : skip_low);
-    for (int b = 0; b < B; ++b)
-      for (int64_t i = 0; i < Form::kHeader; i += 64) __builtin_prefetch(unit[b] + i + ahead);
+    for (int64_t i = 0; i < Form::kHeader; i += 64) __builtin_prefetch(unit + i + ahead);
     for (int64_t g = 0; g < Form::kUnit / 32; ++g) {
       const int64_t at = (u * (Form::kUnit / 32) + g) * pitch;
-      const uint8_t *from[B], *from_low[B];
-      [[maybe_unused]] vuint excess[B];
-      for (int b = 0; b < B; ++b) {
-        from[b] = unit[b] + Form::kHeader + g * Form::kBytes, from_low[b] = low[b] + g * Form::kLowBytes;
-        for (int64_t i = 0; i < kLines; ++i) __builtin_prefetch(from[b] + i * 64 + ahead);
-        for (int64_t i = 0; i < Form::kLowBytes; i += 64) __builtin_prefetch(from_low[b] + i + ahead_low);
-        if constexpr (kHasExcess<Form>) excess[b] = Form::excess(unit[b], g);
-      }
+      const uint8_t *from = unit + Form::kHeader + g * Form::kBytes, *from_low = low + g * Form::kLowBytes;
+      for (int64_t i = 0; i < kLines; ++i) __builtin_prefetch(from + i * 64 + ahead);
+      for (int64_t i = 0; i < Form::kLowBytes; i += 64) __builtin_prefetch(from_low + i + ahead_low);
+      [[maybe_unused]] vuint excess;
+      if constexpr (kHasExcess<Form>) excess = Form::excess(unit, g);
       for (int64_t h = 0; h < kHalves; ++h) {
-        Sums dot[R][B], fine[R][B];
-        for (int b = 0; b < B; ++b) {
-          [[maybe_unused]] vint zero;
-          if constexpr (Form::kZero == kOwnZeros) zero = Form::zero(unit[b], g);
-          for (int r = 0; r < R; ++r) {
-            vint start{};
-            if constexpr (Form::kZero == kOwnZeros)
-              start += zero * x.less[at + r];
-            else if constexpr (!Form::kMin)
-              start += (kHalves == 2 ? x.less16[(at * 2) + h * pitch + r] : x.less[at + r]) * (1 << Form::kZero);
-            dot[r][b].start(kFine ? vint{} : start);
-            fine[r][b].start(start);
-          }
+        Sums dot[R], fine[R];
+        [[maybe_unused]] vint zero;
+        if constexpr (Form::kZero == kOwnZeros) zero = Form::zero(unit, g);
+        for (int r = 0; r < R; ++r) {
+          vint start{};
+          if constexpr (Form::kZero == kOwnZeros)
+            start += zero * x.less[at + r];
+          else if constexpr (!Form::kMin)
+            start += (kHalves == 2 ? x.less16[(at * 2) + h * pitch + r] : x.less[at + r]) * (1 << Form::kZero);
+          dot[r].start(kFine ? vint{} : start);
+          fine[r].start(start);
         }
         const auto add_pair = [&](int64_t j) __attribute__((always_inline)) {
-          for (int b = 0; b < B; ++b) {
-            vuint first, second;
-            Form::pair(from[b], from_low[b], j, first, second);
-            if constexpr (kHasExcess<Form>)
-              first = less_bytes(first, excess[b]), second = less_bytes(second, excess[b]);
-            for (int r = 0; r < R; ++r) {
-              dot[r][b].add(first, codes + r * 4);
-              if constexpr (kFine) fine[r][b].add(first, fines + r * 4);
-              dot[r][b].add(second, codes + (pitch + r) * 4);
-              if constexpr (kFine) fine[r][b].add(second, fines + (pitch + r) * 4);
-              if ((j + 1) * 2 % kFit == 0) dot[r][b].widen(), fine[r][b].widen();
-            }
+          vuint first, second;
+          Form::pair(from, from_low, j, first, second);
+          if constexpr (kHasExcess<Form>) first = less_bytes(first, excess), second = less_bytes(second, excess);
+          for (int r = 0; r < R; ++r) {
+            dot[r].add(first, codes + r * 4);
+            if constexpr (kFine) fine[r].add(first, fines + r * 4);
+            dot[r].add(second, codes + (pitch + r) * 4);
+            if constexpr (kFine) fine[r].add(second, fines + (pitch + r) * 4);
+            if ((j + 1) * 2 % kFit == 0) dot[r].widen(), fine[r].widen();
           }
           codes += 8 * pitch, fines += 8 * pitch;
         };
@@ -213,46 +203,34 @@ void few_block_rows(const RowTile& x, const uint8_t* const (&w)[B], int64_t K, v
         } else {
           for (int64_t j = h * kPairs; j < (h + 1) * kPairs; ++j) add_pair(j);
         }
-        for (int b = 0; b < B; ++b) {
-          const vfloat scale = Form::scale(unit[b], g * kHalves + h);
-          for (int r = 0; r < R; ++r)
-            add_group<kFine>(acc[r][b], scale, x.scale[at + r], dot[r][b].total(), fine[r][b].total());
-          if constexpr (Form::kMin) {
-            const vfloat minimum = Form::minimum(unit[b], g * kHalves + h);
-            for (int r = 0; r < R; ++r) acc[r][b] -= minimum * x.sum_of<kHalves>(at + r, at * 2 + h * pitch + r);
-          }
+        const vfloat scale = Form::scale(unit, g * kHalves + h);
+        for (int r = 0; r < R; ++r) add_group<kFine>(acc[r], scale, x.scale[at + r], dot[r].total(), fine[r].total());
+        if constexpr (Form::kMin) {
+          const vfloat minimum = Form::minimum(unit, g * kHalves + h);
+          for (int r = 0; r < R; ++r) acc[r] -= minimum * x.sum_of<kHalves>(at + r, at * 2 + h * pitch + r);
         }
       }
     }
-    for (int b = 0; b < B; ++b) unit[b] += Sizes::kUnitBytes, low[b] += Sizes::kLowUnitBytes;
+    unit += Sizes::kUnitBytes, low += Sizes::kLowUnitBytes;
   }
   if constexpr (kInRegisters) std::memcpy(total, mine, sizeof mine);
 }
 
-// The tile's rows from `row` on; most at once: R.
-template <typename Form, int R, int B, bool EXACT>
-void few_tile(const BlockRows& x, int64_t tile, int64_t row, const uint8_t* const (&w)[B], int64_t K, float* sums) {
+// Rows from `row` on; most at once: R.
+template <typename Form, int R, bool EXACT>
+void few_rows(const BlockRows& x, int64_t row, const uint8_t* w, int64_t K, float* sums, int64_t pitch) {
   if constexpr (R > 1)
-    if (x.first(tile + 1) - x.first(tile) - row < R) return few_tile<Form, R - 1, B, EXACT>(x, tile, row, w, K, sums);
-  // A lone row reads one stream of memory or two, as measured.
-  constexpr bool kOneStream = Form::kGroup == 32 && (Form::kMin || Form::kUnit == 256) && !Form::kLowBytes;
-  constexpr int kTogether = R == 1 && kOneStream ? 1 : B;
-  for (int first = 0; first < B; first += kTogether) {
-    const uint8_t* some[kTogether];
-    std::copy_n(w + first, kTogether, some);
-    vfloat acc[R][kTogether] = {};
-    few_block_rows<Form, R, kTogether, EXACT>({x, tile, 0, row}, some, K, acc);
-    for (int r = 0; r < R; ++r)
-      for (int b = 0; b < kTogether; ++b) put(acc[r][b], sums + ((row + r) * B + first + b) * 16);
-  }
+    if (x.M - row < R) return few_rows<Form, R - 1, EXACT>(x, row, w, K, sums, pitch);
+  vfloat acc[R] = {};
+  few_block_rows<Form, R, EXACT>({x, 0, 0, row}, w, K, acc);
+  for (int r = 0; r < R; ++r) put(acc[r], sums + (row + r) * pitch);
 }
 
 template <typename Form, int B, bool EXACT>
 void few_rows_sums(const BlockRows& x, const uint8_t* const (&w)[B], int64_t K, float* sums) {
-  constexpr int kSome = kAtOnce<kMostCode<Form>, EXACT>, kRows = kSome ? kSome : few_tile_rows(EXACT);
-  for (int64_t t = 0; t < x.tiles; ++t)
-    for (int64_t row = 0; row < x.first(t + 1) - x.first(t); row += kRows)
-      few_tile<Form, kRows, B, EXACT>(x, t, row, w, K, sums + x.first(t) * B * 16);
+  constexpr int kSome = kAtOnce<kMostCode<Form>, EXACT>, kRows = kSome ? kSome : kFewRows;
+  for (int b = 0; b < B; ++b)
+    for (int64_t row = 0; row < x.M; row += kRows) few_rows<Form, kRows, EXACT>(x, row, w[b], K, sums + b * 16, B * 16);
 }
 
 // Codes and scales that are unpacked next, fetched group by group while others are multiplied.

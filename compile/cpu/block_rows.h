@@ -21,10 +21,8 @@ constexpr bool kAddsPairs = true;
 constexpr bool kAddsPairs = false;
 #endif
 
-// Rows that weights are unpacked for in registers, rows of a tile of those, and of a tile of more. As measured: sums that do not fit
-// in registers cost less than unpacking again, but not those of many exact rows of 16 lanes. More rows take long to compile.
-constexpr int few_rows(bool exact) { return kWideRegisters && !exact ? 8 : 6; }
-constexpr int few_tile_rows(bool exact) { return kWideRegisters && exact ? 4 : few_rows(exact); }
+// Rows that weights are unpacked for in registers, one tile, and rows of a tile of more. More take long to compile.
+constexpr int kFewRows = kWideRegisters ? 8 : 6;
 constexpr int kTileRows = 4;
 constexpr int kBlocks = kWideRegisters ? 2 : 1;    // records that are read at once
 
@@ -38,13 +36,12 @@ struct BlockRows {
   std::vector<float> scale, sum;    // of every 32 inputs; the sum is of the decoded values
   std::vector<int32_t> less, less16;  // negative sums of 32 codes, and of 16
   int64_t first(int64_t tile) const { return M * tile / tiles; }
-  bool is_few() const { return M <= few_rows(exact); }
+  bool is_few() const { return M <= kFewRows; }
   bool has_whole() const { return exact && !kHasVnni; }
   bool has_bytes() const { return !has_whole() || (kAddsPairs && is_few()); }
   void resize(int64_t rows, int64_t inputs, bool is_exact) {
     M = rows, K = (inputs + 127) / 128 * 128, exact = is_exact;
-    const int64_t most = is_few() ? few_tile_rows(exact) : kTileRows;
-    tiles = (M + most - 1) / most;
+    tiles = is_few() ? 1 : (M + kTileRows - 1) / kTileRows;
     const auto grow = [](auto& v, int64_t n) {
       if (static_cast<int64_t>(v.size()) < n) v.resize(n);
     };
