@@ -313,6 +313,8 @@ template <typename T> struct Worker {
   Rounded rounded{};
   Visits<T> visits{};
   std::vector<T> gathered = std::vector<T>(shared.sums.size());  // rows of an expert
+  std::vector<T> nothing{};  // zeros: inputs of a convolution before a text
+  std::vector<const T*> taps{};
 
   void multiply(const Linear& l, const Linear* next, const T* x, T* y, int64_t M) {
     if (l.bits < 0 && M >= kSharedRows) {
@@ -533,8 +535,12 @@ template <typename T> struct Worker {
     const T* weight = static_cast<const T*>(d.kernel) + begin;
     T* ring = reinterpret_cast<T*>(s.kv[2 * index]) + b * s.ring * d.inputs();
     const auto inputs_of = [&](int64_t slot) { return ring + slot % s.ring * d.inputs(); };
-    const std::vector<T> nothing(size);
-    std::vector<const T*> taps(d.width);
+    nothing.resize(std::max<size_t>(nothing.size(), size));
+    taps.resize(d.width);
+    const auto fetch = [&](const T* row) {  // of the next group
+      for (int64_t i = 0; i < size; i += 64 / sizeof(T)) __builtin_prefetch(row + size + i);
+    };
+    for (int64_t i = 0; i < d.width; ++i) fetch(weight + i * d.channels());
     const auto store = [&](const DeltaToken& token) {
       const T* row = shared.qkv.data() + (b * s.T + token.out) * d.projected();
       T* to = inputs_of(token.slot);
@@ -565,8 +571,14 @@ template <typename T> struct Worker {
     };
     // Inputs of the text are read before those of new tokens overwrite older ones in the ring. It may be shorter than a prompt,
     // whose inputs overwrite each other in turn.
+    const auto is_known = [&](int64_t i) { return i < num && plan.tokens[i].out < 0 && plan.tokens[i].t < 0; };
+    const int64_t before = num ? plan.tokens[0].slot : 0;
+    for (int64_t slot = std::max<int64_t>(before - d.width + 1, 0); slot < before; ++slot) fetch(inputs_of(slot) + begin);
     int64_t i = 0;
-    for (; i < num && plan.tokens[i].out < 0 && plan.tokens[i].t < 0; ++i) sum(i);
+    for (; is_known(i); ++i) {
+      fetch(inputs_of(plan.tokens[i].slot) + begin);
+      sum(i);
+    }
     for (int64_t j = i; s.tree.path && j < num; ++j)
       if (plan.tokens[j].out >= 0) store(plan.tokens[j]);
     for (; i < num; ++i) {

@@ -90,28 +90,38 @@ template <typename W> struct DeltaWork {
   std::vector<W> mixed, gates;
 };
 
-// Add up a vector's numbers, times keys and, if wanted, queries, over all keys.
-template <bool QUERIES, typename W, typename V>
-inline void read_state(const W* state, const W* key, const W* query, int64_t size, V* by_key, V* by_query) {
+// What a token adds to a vector of numbers for each key.
+template <typename W, typename V> struct DeltaChange {
+  const W* key;
+  W decay;
+  V change;
+};
+// Sums over all keys of a vector's numbers, times a token's keys and queries.
+template <typename W, typename V> struct DeltaSums {
+  const W *key, *query;
+  V by_key, by_query;
+};
+
+// Go through a vector's numbers for all keys once: their state after a token (MOVES), to the same place or another, and what the
+// next token reads of it (READS; its QUERIES only if wanted). Whatever is done together, bits are the same.
+template <bool MOVES, bool READS, bool QUERIES, typename W, typename V>
+inline void pass_state(const W* state, int64_t size, const DeltaChange<W, V>& by, W* to, DeltaSums<W, V>& next) {
   constexpr int64_t kSums = 4;  // of every fourth number: each addition waits for the one before it
   V keys[kSums] = {}, queries[kSums] = {};
   const auto add = [&](int64_t i, int64_t j) {
-    const V x = get<V>(state + (i + j) * kValues);
-    keys[j] += x * key[i + j];
-    if (QUERIES) queries[j] += x * query[i + j];
+    const int64_t at = (i + j) * kValues;
+    if (READS && !MOVES) __builtin_prefetch(state + size * kValues + at);  // of the next vector
+    V x = get<V>(state + at);
+    if (MOVES) x = x * by.decay + by.change * by.key[i + j], put(x, to + at);
+    if (READS) keys[j] += x * next.key[i + j];
+    if (QUERIES) queries[j] += x * next.query[i + j];
   };
   int64_t i = 0;
   for (; i + kSums <= size; i += kSums)
     for (int64_t j = 0; j < kSums; ++j) add(i, j);
   for (int64_t j = 0; i + j < size; ++j) add(i, j);
-  *by_key = (keys[0] + keys[1]) + (keys[2] + keys[3]);
-  if (QUERIES) *by_query = (queries[0] + queries[1]) + (queries[2] + queries[3]);
-}
-
-// The state after a token, to the same place or another.
-template <typename W, typename V>
-inline void move_state(const W* state, const W* key, int64_t size, W decay, const V& change, W* to) {
-  for (int64_t i = 0; i < size; ++i) put(get<V>(state + i * kValues) * decay + change * key[i], to + i * kValues);
+  if (READS) next.by_key = (keys[0] + keys[1]) + (keys[2] + keys[3]);
+  if (QUERIES) next.by_query = (queries[0] + queries[1]) + (queries[2] + queries[3]);
 }
 
 // Advance the matrix of one value head by all tokens of a row; outputs are [T, padded]. `states`: room for 16 values after
@@ -140,18 +150,28 @@ void advance_head(const Delta& d, const DeltaPlan& plan, const DeltaWork<W>& wor
       if (i < 0 || i == plan.stored) return stored;
       return states + (is_tree ? i * size * kValues : 0);
     };
+    DeltaSums<W, V> sums;
+    DeltaChange<W, V> by;
+    const auto read = [&](auto moves, int64_t i, const W* state, W* to) {
+      sums.key = keys + i * pitch, sums.query = queries + i * pitch;
+      if (plan.tokens[i].out < 0)
+        pass_state<moves.value, true, false>(state, size, by, to, sums);
+      else
+        pass_state<moves.value, true, true>(state, size, by, to, sums);
+    };
+    bool is_read = false;  // together with the move of the token before
     for (int64_t i = 0; i < num; ++i) {
       const DeltaToken& token = plan.tokens[i];
-      const W *state = state_after(token.parent), *key = keys + i * pitch;
+      const W* state = state_after(token.parent);
+      if (!is_read) read(std::false_type{}, i, state, nullptr);
       const W decay = gates[i * gate_pitch], rate = gates[i * gate_pitch + 1];
-      V by_key, by_query;
-      if (token.out < 0)
-        read_state<false>(state, key, key, size, &by_key, &by_query);
-      else
-        read_state<true>(state, key, queries + i * pitch, size, &by_key, &by_query);
-      const V change = (get<V>(values + i * pitch + first) - by_key * decay) * rate;
-      if (token.out >= 0) put(by_query * decay + change * products[i], out + token.out * d.padded() + first);
-      if (token.has_child || i == plan.stored) move_state(state, key, size, decay, change, state_after(i));
+      by = {keys + i * pitch, decay, (get<V>(values + i * pitch + first) - sums.by_key * decay) * rate};
+      if (token.out >= 0) put(sums.by_query * decay + by.change * products[i], out + token.out * d.padded() + first);
+      is_read = i + 1 < num && plan.tokens[i + 1].parent == i;
+      if (is_read)
+        read(std::true_type{}, i + 1, state, state_after(i));
+      else if (token.has_child || i == plan.stored)
+        pass_state<true, false, false>(state, size, by, state_after(i), sums);
     }
   }
 }
