@@ -3,7 +3,8 @@
 
 Usage: block_steps.py MODEL TYPE [LAYERS]; MODEL: one of SHAPES, TYPE: bf16 or a type of blocks (Q4_K, MXFP4). The last
 layer has attention, over a short context, and the head is left out. Weights are zeros but for a router's, so that rows
-choose experts as random ones would. All times of a line are medians of turns in one run.
+choose experts as random ones would. All times of a line are medians of turns in one run. What steps and reading
+take without any layer, mostly Python, is not part of a layer's.
 
 Of models with delta rules the layers before the last are timed, as they are and without their MLPs. A step replays what
 the step before it left to do: of a draft all tokens, accepted.
@@ -79,7 +80,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 READER = """#include <stdint.h>
 #include <stddef.h>
 typedef int64_t v __attribute__((vector_size(64), aligned(1)));
-int64_t read_all(const char* p, size_t n) {
+static int64_t read_all(const char* p, size_t n) {
   v a = {0}, b = {0}, c = {0}, d = {0};
   for (size_t i = 0; i + 256 <= n; i += 256) {
     __builtin_prefetch(p + i + 4096); __builtin_prefetch(p + i + 4160);
@@ -89,6 +90,11 @@ int64_t read_all(const char* p, size_t n) {
   }
   a ^= b ^ c ^ d;
   return a[0] ^ a[1] ^ a[2] ^ a[3] ^ a[4] ^ a[5] ^ a[6] ^ a[7];
+}
+int64_t read_each(const char* const* p, const size_t* n, size_t count) {
+  int64_t all = 0;
+  for (size_t i = 0; i < count; ++i) all ^= read_all(p[i], n[i]);
+  return all;
 }
 """
 TURNS, WIDTHS, VOCABULARY = 15, (1, 2, 4, 5, 8), 1024
@@ -128,16 +134,25 @@ def made_decoder(name: str, kind: str, layers: int, has_mlp: bool = True) -> Dec
     return decoder.requires_grad_(False)
 
 
-def reader() -> Callable[[torch.Tensor], None]:
+Read = Callable[[torch.Tensor], None]
+
+
+def places_of(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Addresses and sizes, for `Read`."""
+    return torch.tensor([(each.data_ptr(), each.nbytes) for each in tensors]).T.contiguous()
+
+
+def reader() -> Read:
     folder = Path(tempfile.mkdtemp())
     (folder / "read.c").write_text(READER)
     library = folder / "read.so"
     subprocess.run(
         ["g++", "-O3", "-march=native", "-shared", "-fPIC", "-xc", folder / "read.c", "-o", library], check=True
     )
-    function = ctypes.CDLL(str(library)).read_all
-    function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_size_t), ctypes.c_int64
-    return lambda weight: function(weight.data_ptr(), weight.nbytes)
+    function = ctypes.CDLL(str(library)).read_each
+    function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), ctypes.c_int64
+
+    return lambda places: function(places[0].data_ptr(), places[1].data_ptr(), places.shape[1])
 
 
 class Steps:
@@ -148,6 +163,7 @@ class Steps:
         self.has_experts, self.has_state = decoder.config.experts is not None, decoder.config.delta is not None
         blocks = len(decoder.blocks)
         self.blocks = decoder.blocks[: blocks - 1 if self.has_state else blocks]
+        self.num_run = len(self.blocks)
         for experts in (None, 1, 2) if self.has_experts else (None,):
             switch = Switch()
             if experts is not None:
@@ -160,7 +176,7 @@ class Steps:
                 hidden_act=decoder.config.hidden_act,
                 norm=decoder.norm,
                 use_quantized=partial(bool, experts),
-                ranges=lambda: (BlockRange(0, len(self.blocks)),),
+                ranges=lambda: (BlockRange(0, self.num_run),),
             )
         for block in decoder.blocks if self.has_experts else ():
             block.mlp.switch = Switch()  # what `chosen` asks for is the target's choice
@@ -177,7 +193,8 @@ class Steps:
         if self._cache.recurrent is not None:
             self._cache.recurrent.held_NB.fill_(64 - rows)
 
-    def run(self, x_BTD: torch.Tensor, experts: int | None = None) -> None:
+    def run(self, x_BTD: torch.Tensor, experts: int | None = None, blocks: int | None = None) -> None:
+        self.num_run = len(self.blocks) if blocks is None else blocks
         self._stacks[experts](x_BTD, self._cache)
 
     def read(self, x_BTD: torch.Tensor) -> tuple[list[torch.Tensor], float]:
@@ -199,11 +216,12 @@ class Steps:
         return found, count / len(self.blocks)
 
 
-def measure(title: str, steps: Steps, read: Callable[[torch.Tensor], None]) -> None:
+def measure(title: str, steps: Steps, read: Read) -> None:
     times: defaultdict[str, list[float]] = defaultdict(list)
     distinct: defaultdict[int, list[float]] = defaultdict(list)
 
-    others = torch.ones(OTHERS, dtype=torch.uint8)
+    other = torch.ones(OTHERS, dtype=torch.uint8)
+    others, none = places_of([other]), places_of([other[:0]])
 
     def note(label: str, work: Callable[[], object], rows: int = 1) -> None:
         steps.prepare(rows)
@@ -219,7 +237,9 @@ def measure(title: str, steps: Steps, read: Callable[[torch.Tensor], None]) -> N
             weights, count = steps.read(x_BTD)
             distinct[rows].append(count)
             note(f"step {rows}", partial(steps.run, x_BTD), rows)
-            note(f"read {rows}", partial(list, map(read, weights)))
+            note(f"read {rows}", partial(read, places_of(weights)))
+            note("no step", partial(steps.run, x_BTD, blocks=0))
+            note("no read", partial(read, none))
             num_bytes = num_bytes or sum(weight.nbytes for weight in weights)
         for experts in (1, 2) if steps.has_experts else ():
             note(f"draft {experts}", partial(steps.run, steps.inputs(1), experts))
@@ -227,8 +247,11 @@ def measure(title: str, steps: Steps, read: Callable[[torch.Tensor], None]) -> N
         if turn == 0:
             times.clear()
     mid, layers = {label: statistics.median(each) for label, each in times.items()}, len(steps.blocks)
+    no_step, no_read = mid.pop("no step"), mid.pop("no read")
+    mid = {label: took - (no_read if label.startswith("read") else no_step) for label, took in mid.items()}
     plain = mid["step 1"]
     print(f"{title}, {layers} layers: {num_bytes / layers / 1e6:.1f} MB and {1e3 * plain / layers:.2f} ms a layer")
+    print(f"without layers: a step {1e6 * no_step:.0f} us, reading {1e6 * no_read:.0f} us")
     print(f"reading: {num_bytes / mid['read 1'] / 1e9:.1f} GB/s")
     for rows in WIDTHS:
         took, reading = mid[f"step {rows}"], mid[f"read {rows}"]
