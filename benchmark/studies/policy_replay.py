@@ -165,7 +165,6 @@ PARTS: dict[str, list[tuple[object, str, object]]] = {
     "without plain steps that are timed": [(cost_model.LiveCosts, "plain_is_due", False)],
     "without calibrated confidence": [(draft_scorer.ProbabilityCalibration, "record", lambda *_: None)],
     "without rests of tables": [(query_gate.QueryGate, "pays", lambda *_: True)],
-    "without corrected promises of tables": [(Policy, "_kept", lambda *_: 1.0)],
 }
 """What is left out -> replaced attributes."""
 

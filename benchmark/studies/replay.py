@@ -126,7 +126,7 @@ class RecordedModel(Drafter):
         for row, tree in grown.items():
             raw = self._at(row, "tree_probs_PC")
             tree.raw = raw.tolist()
-            known = scorer.calibrated_probs if scorer else None
+            known = scorer.calibration.calibrated_probs if scorer else None
             middles = [0.0, *((number + 0.5) / 10 for number in range(10))]
             tree.probs = raw.tolist() if known is None else np.interp(raw, middles, known).tolist()
         while levels < shape.depth:

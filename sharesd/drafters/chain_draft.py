@@ -35,9 +35,8 @@ class DraftStepper(Protocol):
     ids: Tensor | None
     """int64 [V]: the target's ids of a reduced vocabulary; None = all."""
     logit_noise: float | None
-    """Scale of the errors in the quantized target's logits, see `draft_scorer.quantization_logit_noise`.
-
-    None if the drafter is another model.
+    """Scale of the errors in the quantized target's logits: with a gap between the two likeliest tokens, the target
+    agrees with probability 1 / (1 + exp(-gap / noise)). None if the drafter is another model.
     """
 
     def start(self) -> Tensor:

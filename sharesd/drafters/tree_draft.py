@@ -167,7 +167,7 @@ class TreeDraft:
         tokens_BFk, logp_BFk = (part_BFk.expand(-1, num, -1) for part_BFk in children)
         if self._scorer:
             logp_BFk = logp_BFk.float().contiguous()
-            chances = torch.from_numpy(self._scorer.calibrated_probs)
+            chances = torch.from_numpy(self._scorer.calibration.calibrated_probs)
             rescore_children(self._level_B, chances, self._draft_probs_BC, logp_BFk, self._stepper.logit_noise)
         expand_tree(self._level_B, nodes, self._frontier, tokens_BFk, logp_BFk)
 

@@ -1,4 +1,4 @@
-"""Decaying statistics of drafts: tokens accepted, by position and in all, and what tables promised.
+"""Decaying statistics of drafts: tokens accepted, by position and in all.
 
 Counts fade with `age`: the number of rounds, and more at a new text. They fade when they are read or added to, so a
 round costs nothing where they are not used.
@@ -20,20 +20,18 @@ PRIOR = 4.0
 class RunningMeans:
     """Weighted means of some numbers over recent rounds."""
 
-    def __init__(self, *first: float, weight: float = PRIOR) -> None:
-        """`first`: means before anything was added. `weight`: weight of the long-run means."""
-        self._recent, self._long = [0.0] * (1 + len(first)), [weight * each for each in (1.0, *first)]
-        self._weight, self._age = weight, 0
+    def __init__(self, *first: float) -> None:
+        """`first`: means before anything was added."""
+        self._recent, self._long, self._age = [0.0] * (1 + len(first)), [PRIOR * each for each in (1.0, *first)], 0
 
-    def add(self, age: int, weight: float, *numbers: float) -> None:
-        """Add numbers of something of this weight, of which they are sums."""
-        kept, self._age, now = DECAY ** (age - self._age), age, (weight, *numbers)
+    def add(self, age: int, *numbers: float) -> None:
+        kept, self._age, now = DECAY ** (age - self._age), age, (1.0, *numbers)
         self._recent = [kept * old + new for old, new in zip(self._recent, now, strict=True)]
         self._long = [SLOW_DECAY * old + new for old, new in zip(self._long, now, strict=True)]
 
     def at(self, age: int) -> list[float]:
         """Return the means."""
-        kept, usual = DECAY ** (age - self._age), self._weight / self._long[0]
+        kept, usual = DECAY ** (age - self._age), PRIOR / self._long[0]
         weight, *sums = (kept * recent + usual * long for recent, long in zip(self._recent, self._long, strict=True))
         return [each / weight for each in sums]
 
@@ -45,7 +43,7 @@ class AcceptanceEstimator:
         """`alpha`: acceptance of a token after accepted ones, before any draft was verified."""
         self._tried, self._kept = [0.0] * num_positions, [0.0] * num_positions  # decayed, by position
         self._pool = (PRIOR, PRIOR * alpha)  # tries and hits at any position
-        self._num, self._age = 0.0, 0
+        self._age = 0
         self.means: RunningMeans | None = None
         """Means of accepted tokens, steps and nodes of drafts that end early; None: none was made."""
 
@@ -54,8 +52,7 @@ class AcceptanceEstimator:
         if age > self._age:
             fade = DECAY ** (age - self._age)
             self._tried, self._kept = [fade * each for each in self._tried], [fade * each for each in self._kept]
-            self._num, self._age = fade * self._num, age
-        self._num += 1
+            self._age = age
         tries, hits = self._pool
         for at in range(min(accepted + 1, steps)):
             self._tried[at] += 1
@@ -63,11 +60,11 @@ class AcceptanceEstimator:
             tries, hits = SLOW_DECAY * tries + 1, SLOW_DECAY * hits + (accepted > at)
         self._pool = tries, hits
         if self.means is not None:
-            self.means.add(age, 1.0, accepted, steps, nodes)
+            self.means.add(age, accepted, steps, nodes)
 
     def num_drafts(self, age: int) -> float:
         """Return the recent drafts, decayed."""
-        return self._num * DECAY ** (age - self._age)
+        return self._tried[0] * DECAY ** (age - self._age)
 
     def cumulative_acceptance(self, age: int) -> list[float]:
         """Return the probability, at each position, of acceptance up to it."""

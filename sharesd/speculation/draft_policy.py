@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise, zip_longest
 from math import inf, sqrt
 from typing import NamedTuple
 
-from sharesd.speculation.acceptance_stats import PRIOR, AcceptanceEstimator, RunningMeans
+from sharesd.speculation.acceptance_stats import AcceptanceEstimator, RunningMeans
 from sharesd.speculation.cost_model import Costs, LiveCosts
 from sharesd.speculation.draft_scorer import DraftScorer, num_worth
 from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape, DraftTree, model_shape
@@ -45,14 +45,12 @@ class Decision(NamedTuple):
 
     has_queried: bool
     """Tables were queried."""
-    promised: list[float]
-    """Tokens that tables promised, by the number of nodes, before calibration."""
     scorer: DraftScorer | None
     given_up: float | None
     """Value of what a trial was made instead of; None: no trial."""
 
 
-RESTING = Decision(False, [0.0], None, None)
+RESTING = Decision(False, None, None)
 """Of a plain step that nobody decides or records."""
 
 
@@ -107,7 +105,6 @@ class Policy:
         self._age = 0  # rounds, and NEW_TEXT for each text: counts of acceptance fade with it
         self._kinds: dict[tuple[bool, int], AcceptanceEstimator] = {}  # by tree or chain, and window
         self._scorers = {False: DraftScorer(self._prior), True: DraftScorer(self._prior)}  # of chains, of trees
-        self._kept_promises = RunningMeans(1.0, weight=2 * PRIOR)  # accepted tokens for each that tables promise
         self._done = (0.0, 0.0)  # decayed tokens and predicted seconds of rounds
         self._purse, self._query_purse, self._last_trial = PURSE[0], PURSE[0], 0  # for drafts; for queries
         self._given_up: float | None = None  # value of what the coming round is tried instead of
@@ -118,7 +115,7 @@ class Policy:
         """Reasons against a draft in the coming round, by drafter."""
         self.model_value = 0.0
         """Value of the best of a model's drafts and no draft in the coming round."""
-        self._has_queried, self._promised = False, [0.0]
+        self._has_queried = False
         self._rest, self._rested = 0, 0  # coming rounds that need no decision; those that needed none
         self._until_trial: list[float] = []  # rounds before each kind of draft may be tried, if the coming one is plain
 
@@ -278,7 +275,7 @@ class Policy:
         """True if tables learn from the logits of the coming round."""
         if self.pinned is not None or not self.live.is_measured:
             return True
-        return self._fits(NO_DRAFT, 1) and self.gate.should_learn(self.rate, self._query_purse)
+        return self._fits(NO_DRAFT, 1) and not self.gate.pauses(self.rate, 2 * self._query_purse)  # a query is near
 
     def should_query_tables(self) -> bool:
         """Return True if a query of tables pays and one node fits; one that seems not to pay is a trial."""
@@ -299,7 +296,7 @@ class Policy:
             return 0.0
         steps = [self.live.step(1 + num) for num in range(1 + self.max_nodes())]
         cheapest = min((after - before for before, after in pairwise(steps)), default=0.0)
-        return self.rate * cheapest / self._kept()
+        return self.rate * cheapest
 
     def num_table_nodes_worth(self, scores: Sequence[Sequence[float]]) -> tuple[int, float]:
         """Return how many table nodes are worth verifying, and the value of doing so.
@@ -309,19 +306,18 @@ class Policy:
         longest = min(max(map(len, scores), default=0), self.max_nodes())
         while self.pinned is None and longest and not self._fits(NO_DRAFT, longest):
             longest -= 1
-        means = [sum(column) / len(scores) for column in zip_longest(*scores, fillvalue=0.0)]
-        self._promised = list(accumulate(means[:longest], initial=0.0))
+        gains = self._gains_of_tables(scores, longest)
         if not self.live.is_measured:
-            return longest, 1 + self._promised[-1]
+            return longest, 1 + gains[-1]
         if not longest or (self.pinned is None and self.live.plain_is_due):
             return 0, self.plain_value
-        ratio, least = self._kept(), longest if self.pinned is not None else 0
-        best, value = num_worth([ratio * gain for gain in self._promised], self.rate, self.live.step, least)
+        best, value = num_worth(gains, self.rate, self.live.step, longest if self.pinned is not None else 0)
         return best, 1 + value
 
-    def _kept(self) -> float:
-        """Return the part of what tables promise that is accepted: the best of many estimates is too high."""
-        return self._kept_promises.at(self._age)[0]
+    def _gains_of_tables(self, scores: Sequence[Sequence[float]], num: int) -> list[float]:
+        """Return the tokens to expect of 0 to `num` nodes, mean of the rows."""
+        means = [sum(column) / len(scores) for column in zip_longest(*scores, fillvalue=0.0)]
+        return list(accumulate(means[:num], initial=0.0))
 
     @property
     def model_leads(self) -> bool:
@@ -341,7 +337,7 @@ class Policy:
         if not num or not self.live.is_measured:
             return False
         option, room = self._option(drafted), self.max_nodes() - drafted.nodes
-        gain = max(option.gain, self._kept() * self._promised[min(num, room)])
+        gain = max(option.gain, self._gains_of_tables(scores, min(num, room))[-1])
         return value - self.rate * self.gate.wait_if_first > 1 + gain - self.rate * option.seconds
 
     def node_accept_probs(self, shape: DraftShape) -> list[float]:
@@ -390,7 +386,7 @@ class Policy:
 
         `is_plain`: after it come as many plain steps as nothing can be tried.
         """
-        made = Decision(self._has_queried, self._promised, self.scorer, self._given_up)
+        made = Decision(self._has_queried, self.scorer, self._given_up)
         self._has_queried, self.scorer, self._given_up = False, None, None
         self._rest = max(0, int(min(REST, *self._until_trial))) if is_plain and self._until_trial else 0
         self._until_trial = []
@@ -451,11 +447,8 @@ class Policy:
     ) -> None:
         """Count what was accepted of a model's draft and of nodes of tables; `late`: these could come late."""
         drafted = [[node for node in path if node <= shape.nodes] for path in paths]
-        found = (sum(map(len, paths)) - sum(map(len, drafted))) / len(paths)
         if late:
-            self.gate.record_gain(found)
-        elif num_nodes > shape.nodes:
-            self._kept_promises.add(self._age, decision.promised[min(num_nodes, len(decision.promised) - 1)], found)
+            self.gate.record_gain((sum(map(len, paths)) - sum(map(len, drafted))) / len(paths))
         if shape.nodes:
             kind, scorer = self._kind(shape), decision.scorer
             for path in drafted:

@@ -8,15 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from itertools import accumulate
 from math import inf
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sharesd.speculation.acceptance_stats import SLOW_DECAY
-
-if TYPE_CHECKING:
-    from quant.config import QuantConfig
 
 GROWTH = 4.0
 """Weight, in draft steps, of the prior in the acceptance of a step's token after an accepted one."""
@@ -26,15 +22,6 @@ PRIOR = 4.0
 """Weight, in draft tokens, of the model's own probability in each range."""
 KEPT = 0.995
 """Decay of a range's counts per token: about the last 200 tokens count."""
-
-
-def quantization_logit_noise(quant: QuantConfig) -> float:
-    """Return the scale of the logit error that quantized weights cause.
-
-    With a gap between the two likeliest tokens, the target agrees with probability 1 / (1 + exp(-gap / noise)).
-    Measured for SmolLM2-135M: 0.7 to 1 with 4 bits, 0.1 with 8, the floor of bfloat16 logits.
-    """
-    return quant.format.logit_noise(quant.bits)
 
 
 class ProbabilityCalibration:
@@ -95,7 +82,7 @@ class DraftScorer:
 
     def __init__(self, prior: float) -> None:
         """`prior`: acceptance of a token after an accepted one, before any draft was verified."""
-        self._calibration = ProbabilityCalibration()
+        self.calibration = ProbabilityCalibration()
         # Decayed sums of the acceptance probabilities of steps' parents, and of the tokens accepted from these steps.
         self._growth = (GROWTH, GROWTH * prior)
         self.begin(())
@@ -109,22 +96,13 @@ class DraftScorer:
     ) -> None:
         """Start a draft of these rows: `worth`, `step_seconds` as in `num_worth`; seconds of a draft step."""
         self.rows, self._worth, self._draft_step_s, self._step_seconds = rows, worth, draft_step_s, step_seconds
-        self._draft_probs: list[list[float]] = [[] for _ in rows]
+        self.draft_probs: list[list[float]] = [[] for _ in rows]
+        """The model's probabilities of tokens after their parents, by row."""
         self._parents: list[list[int]] = [[] for _ in rows]
         self.accept_probs: list[Sequence[float]] = []
         """Acceptance probabilities of each node, best first, by row."""
         self.parent_probs: list[float] = []
         """Acceptance probabilities of the parents of each step after the first."""
-
-    @property
-    def draft_probs(self) -> Sequence[Sequence[float]]:
-        """The model's probabilities of tokens after their parents, by row."""
-        return self._draft_probs
-
-    @property
-    def calibrated_probs(self) -> NDArray[np.float32]:
-        """Values of the model's probabilities, see `ProbabilityCalibration.calibrated_probs`."""
-        return self._calibration.calibrated_probs
 
     def mean_accept_probs(self) -> list[float]:
         """Return the acceptance probability of each node, mean of the rows."""
@@ -157,26 +135,26 @@ class DraftScorer:
         before = self.accept_probs[-1] if self.accept_probs else [1.0] * len(draft_probs)
         self.accept_probs.append(
             [
-                parent_prob * self._calibration.calibrated(prob)
+                parent_prob * self.calibration.calibrated(prob)
                 for parent_prob, prob in zip(before, draft_probs, strict=True)
             ]
         )
         for row, each in enumerate(draft_probs):
-            self._draft_probs[row].append(each)
+            self.draft_probs[row].append(each)
             self._parents[row].append(len(self.accept_probs) - 2)
 
     def set_tree(
         self, draft_probs: list[list[float]], parents: list[list[int]], accept_probs: Sequence[Sequence[float]]
     ) -> None:
         """Set verified nodes, best first: by row, `accept_probs` by node and row."""
-        self._draft_probs, self._parents, self.accept_probs = draft_probs, parents, list(accept_probs)
+        self.draft_probs, self._parents, self.accept_probs = draft_probs, parents, list(accept_probs)
 
     def record(self, accepted: Sequence[Sequence[int]]) -> None:
         """Count a verified draft: verify rows, from 1, of each row's accepted nodes."""
-        if len(accepted) != len(self._draft_probs):
+        if len(accepted) != len(self.draft_probs):
             return
-        for draft_probs, parents, kept in zip(self._draft_probs, self._parents, accepted, strict=True):
-            self._calibration.record(draft_probs, parents, kept)
+        for draft_probs, parents, kept in zip(self.draft_probs, self._parents, accepted, strict=True):
+            self.calibration.record(draft_probs, parents, kept)
         for depth, parent_prob in enumerate(self.parent_probs, 1):
             share = sum(len(kept) > depth for kept in accepted) / len(accepted)
             expected_before, accepted_before = self._growth

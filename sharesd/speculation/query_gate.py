@@ -35,10 +35,6 @@ class QueryGate:
         """
         return not self.pays(rate) and rate * self.seconds > purse
 
-    def should_learn(self, rate: float, purse: float) -> bool:
-        """Return True if a query is near: tables learn from the logits of the coming round."""
-        return not self.pauses(rate, 2 * purse)
-
     def record_gain(self, gain: float) -> None:
         self.gain += (max(0.0, gain) - self.gain) / MEMORY
 

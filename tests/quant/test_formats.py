@@ -16,7 +16,6 @@ from quant.formats import DEFAULT, FORMATS, QuantFormat, load
 from quant.formats.hqq.solver import solve
 from quant.quantize_model import quantize_linears
 from quant.switch_linear import QuantizedLinear
-from sharesd.speculation.draft_scorer import quantization_logit_noise
 from sharesd.weights.packing import pack_for_cpu
 from tests.helpers.paths import ROOT
 
@@ -31,7 +30,7 @@ def test_formats_name_what_there_is(form: QuantFormat) -> None:
     assert all(0 < chance < 1 for chance in form.acceptance.values())
     for bits in form.bits:
         assert form.group(512, bits, 64) == (512 if bits in form.row_bits else 64)
-        assert quantization_logit_noise(QuantConfig(method=form.name, bits=bits)) > 0
+        assert form.logit_noise(bits) > 0
     assert next(iter(FORMATS)) == DEFAULT == QuantConfig().method
 
 

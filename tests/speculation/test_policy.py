@@ -22,9 +22,8 @@ from sharesd.engine.stop_checker import StopChecker
 from sharesd.models.tokenizer import load_tokenizer
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
-from sharesd.speculation.acceptance_stats import RunningMeans
 from sharesd.speculation.cost_model import Costs, LiveCosts
-from sharesd.speculation.draft_policy import NEW_TEXT, RESTING, Policy
+from sharesd.speculation.draft_policy import RESTING, Policy
 from sharesd.speculation.draft_scorer import ProbabilityCalibration
 from sharesd.speculation.draft_tree import NO_DRAFT, DraftRecord, DraftShape, DraftTree, chain, chains, with_windows
 from sharesd.speculation.query_gate import QueryGate
@@ -509,19 +508,6 @@ def test_costs_are_kept_and_damaged_ones_measured_again(
         assert 0 < costs_of(Runtime(config, ("share",))).step[1] < 7
     assert "is replaced" in caplog.text
     assert costs_of(runtime, "suffix").step and costs_of(runtime, "hybrid").step
-
-
-def test_what_tables_promise_in_vain_is_remembered_from_text_to_text() -> None:
-    promises, age = RunningMeans(1.0, weight=8), 0
-    for _ in range(20):
-        age += NEW_TEXT
-        for _ in range(5):
-            promises.add(age, 1.0, 0.2)
-    assert promises.at(age)[0] < 0.5
-    for _ in range(200):
-        age += 1
-        promises.add(age, 1.0, 1.0)
-    assert promises.at(age)[0] > 0.8
 
 
 def test_reading_what_was_missed_is_no_fault_of_a_draft() -> None:

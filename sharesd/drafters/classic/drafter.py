@@ -21,7 +21,6 @@ from sharesd.drafters.tree_draft import DraftGenerator
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.base import CausalModel
 from sharesd.models.prefill import next_padded_piece, next_piece, read_piece, reads_in_pieces
-from sharesd.speculation.draft_scorer import quantization_logit_noise
 from sharesd.speculation.draft_tree import DraftShape, DraftTree, VerifyResult
 
 
@@ -197,7 +196,7 @@ class ClassicDrafter(Drafter):
 
 def build(inputs: BuildInputs) -> ClassicDrafter:
     model, weight_bytes, graphs = inputs.second_model()
-    config = inputs.config
+    config, quant = inputs.config, inputs.config.quant
     is_quantized = second_model(config) is None  # a copy of the target
     return ClassicDrafter(
         model,
@@ -206,7 +205,7 @@ def build(inputs: BuildInputs) -> ClassicDrafter:
         shapes=inputs.shapes,
         weight_bytes=weight_bytes,
         branching=inputs.branching,
-        logit_noise=quantization_logit_noise(config.quant) if is_quantized else None,
+        logit_noise=quant.format.logit_noise(quant.bits) if is_quantized else None,
         prior=inputs.quantized_prior if is_quantized else 0.0,
         graphs=graphs,
         target_vocab_size=inputs.target.vocab_size,

@@ -24,7 +24,6 @@ from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.base import CausalModel
 from sharesd.models.decoder import Decoder
 from sharesd.speculation.draft_policy import WINDOW_CONTEXTS
-from sharesd.speculation.draft_scorer import quantization_logit_noise
 from sharesd.speculation.draft_tree import DraftShape, DraftTree, VerifyResult, with_windows
 
 if TYPE_CHECKING:
@@ -116,6 +115,7 @@ class ShareDrafter(Drafter):
 
 
 def build(inputs: BuildInputs) -> ShareDrafter:
+    quant = inputs.config.quant
     return ShareDrafter(
         inputs.quantized_step,
         inputs.cache,
@@ -123,7 +123,7 @@ def build(inputs: BuildInputs) -> ShareDrafter:
         shapes=with_windows(inputs.shapes, _windows(inputs)),
         quantized_bytes=inputs.quantized_bytes,
         branching=inputs.branching,
-        logit_noise=quantization_logit_noise(inputs.config.quant),
+        logit_noise=quant.format.logit_noise(quant.bits),
         continues_trees=inputs.continues_trees,
         prior=inputs.quantized_prior,
     )
