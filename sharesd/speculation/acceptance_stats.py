@@ -62,10 +62,6 @@ class AcceptanceEstimator:
         if self.means is not None:
             self.means.add(age, accepted, steps, nodes)
 
-    def num_drafts(self, age: int) -> float:
-        """Return the recent drafts, decayed."""
-        return self._tried[0] * DECAY ** (age - self._age)
-
     def cumulative_acceptance(self, age: int) -> list[float]:
         """Return the probability, at each position, of acceptance up to it."""
         fade, weight = DECAY ** (age - self._age), 2 * PRIOR

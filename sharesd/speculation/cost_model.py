@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from math import exp, log, sqrt
+from math import exp, log
 
 from compile.kv_layout import SINKS
 from sharesd.speculation.draft_tree import DraftShape
@@ -281,15 +281,6 @@ class LiveCosts:
             return 0.0
         each, begin = self.draft_line(shape.is_tree, shape.window)
         return begin + self.table.num_steps(depth) * each
-
-    def doubt(self, shape: DraftShape, depth: float, width: float) -> float:
-        """Return the standard error of a round's seconds, in comparison with plain steps."""
-        variances, step = self._now.variances, self.step(width)
-        draft_s = self.draft(shape, depth)
-        variance = variances[LEVEL if shape.is_tree else DRAFT] * draft_s**2
-        for key, share in self._now.parts_of(round(width)):
-            variance += variances[key] * (step * share) ** 2
-        return sqrt(variance)
 
     def plain_steps(self, shape: DraftShape, width: int) -> float:
         """Return a round's plain steps by start costs, which stalls cannot change."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise, zip_longest
-from math import inf, sqrt
+from math import inf
 from typing import NamedTuple
 
 from sharesd.speculation.acceptance_stats import AcceptanceEstimator, RunningMeans
@@ -195,7 +195,7 @@ class Policy:
             most = max(self.model_value, to_beat)
             losses = sorted((most - value, at) for at, value in enumerate(values) if options[at].shape != chosen)
             for loss, at in losses:
-                if self._purse_for(loss, options[at], rate) <= self._purse:
+                if loss <= self._purse:
                     self._last_trial, self._given_up = self._age, most
                     return self._request(options[at].shape)
         if chosen.nodes:
@@ -204,28 +204,15 @@ class Policy:
 
     def _rounds_to_trial(self) -> float:
         """Return the plain rounds before a draft may be tried; time comes to be worth plain steps in these."""
-        rate = 1 / self.live.step(1)
-        losses = [(rate * option.seconds - 1 - option.gain, option) for option in self.options()]
-        needed = min((self._purse_for(loss, option, rate) for loss, option in losses), default=inf)
-        return max(TRIAL_GAP - (self._age - self._last_trial), (needed - self._purse) / EXPLORED)
-
-    def _purse_for(self, loss: float, option: _Option, rate: float) -> float:
-        """Return what the purse must hold for a trial that is expected to lose so many tokens."""
-        # With a full purse, whatever it can pay for: costs may be wrong beyond their doubt.
-        return loss if loss < self._spread(option, rate) else max(loss, PURSE[1])
+        plain = self.live.step(1)
+        loss = min((option.seconds / plain - 1 - option.gain for option in self.options()), default=inf)
+        return max(TRIAL_GAP - (self._age - self._last_trial), (loss - self._purse) / EXPLORED)
 
     def _pinned_value(self, pinned: DraftShape) -> float:
         if self.live.is_measured:
             option = self._option(pinned)
             return 1 + option.gain - self.rate * option.seconds
         return 1 + sum(self._kind(pinned).cumulative_acceptance(self._age)[: pinned.depth])  # all rounds count alike
-
-    def _spread(self, option: _Option, rate: float) -> float:
-        """Return the standard error of a draft's value: of its mean accepted tokens, and of its seconds."""
-        num = self._kind(option.shape).num_drafts(self._age)
-        doubt_s = self.live.doubt(option.shape, option.steps, 1 + option.nodes)
-        doubt = min(sqrt(option.gain * (1 + option.gain) / (1 + num)), option.steps - option.gain)  # at most all
-        return doubt + rate * doubt_s
 
     def _allowed_shapes(self) -> list[DraftShape]:
         shapes = [each for each in self.shapes if each.nodes and not (each.window and self._is_short(each.window))]

@@ -253,11 +253,11 @@ def test_how_far_drafts_look_back_is_chosen_by_what_it_brings() -> None:
     assert pinned.next_shape() == DraftShape(3, 3, 256)
 
 
-def test_what_could_not_pay_is_hardly_tried() -> None:
+def test_trials_of_what_could_not_pay_cost_less_than_a_percent() -> None:
     """As with eight rows, where a step of two tokens for each takes half as long again."""
     costs = Costs({1: 1.0, 2: 1.5, 9: 5.2}, 0.8)
     chosen = live_chains(Policy(chains(8), costs=costs), costs, 0.9, 1000)
-    assert sum(num > 0 for num in chosen) <= 12
+    assert mean_rate(costs, 0.9, chosen) > 0.99
 
 
 def test_a_trial_is_paid_for_with_what_it_took() -> None:
