@@ -490,6 +490,11 @@ def test_costs_are_kept_and_damaged_ones_measured_again(
         patch.setattr("sharesd.startup.cost_profiler._spread", lambda times: 9.0)
         in_mode(Runtime(config, ("share",)), "share")
         assert not settings.exists(), "times that disagree are not kept"
+    with monkeypatch.context() as patch:
+        patch.setattr("sharesd.startup.cost_profiler.MAX_SECONDS", 0.0)
+        patch.setattr("sharesd.startup.cost_profiler.SWEEPS", (3, 12))
+        in_mode(Runtime(config, ("share",)), "share")
+        assert not settings.exists(), "times of one repeat agree with nothing"
     monkeypatch.setattr("sharesd.startup.cost_profiler._spread", lambda times: 1.0)
     runtime = Runtime(config, ("naive", "share", "suffix", "hybrid"))
     costs = costs_of(runtime)
