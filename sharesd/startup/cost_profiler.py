@@ -204,7 +204,7 @@ def measure_costs(
         passed = time.perf_counter() - started
         agree = all(_spread(times) < AGREE for times in ratios.values())
         if sweep and passed > MAX_SECONDS:
-            agree &= sweep >= min(sweeps, 2)  # one agrees with nothing; where one was asked for, it has to do
+            agree &= sweep >= min(sweeps, 2)  # one agrees with nothing, unless only one was asked for
             break
         if sweep >= sweeps and agree and (passed > enough or sweep >= SWEEPS[1]):
             break

@@ -211,7 +211,12 @@ def test_weights_may_travel(tmp_path: Path, only_the_model: None, own_cache: Non
 
 
 @pytest.mark.parametrize(
-    ("family", "mode", "read_again"), [("llama", "suffix", 0), ("lfm2", "suffix", 0), ("qwen3_5", "mtp", 16)]
+    ("family", "mode", "read_again"),
+    [
+        ("llama", "suffix", 0),
+        ("lfm2", "suffix", 0),
+        pytest.param("qwen3_5", "mtp", 16, marks=pytest.mark.slow),
+    ],
 )
 def test_a_restart_answers_the_next_turn_without_reading_the_prompt_again(
     family: str, mode: Mode, read_again: int, config: EngineConfig, tmp_path: Path
