@@ -327,13 +327,6 @@ class Policy:
         gain = max(option.gain, self._gains_of_tables(scores, min(num, room))[-1])
         return value - self.rate * self.gate.wait_if_first > 1 + gain - self.rate * option.seconds
 
-    def node_accept_probs(self, shape: DraftShape) -> list[float]:
-        """Return the acceptance probability of each node of a model's draft, best first."""
-        if self.scorer is not None and len(self.scorer.accept_probs) == shape.nodes:
-            return self.scorer.mean_accept_probs()
-        reach = self._kind(shape).cumulative_acceptance(self._age)[: shape.depth]
-        return reach + [0.0] * (shape.nodes - len(reach))
-
     def max_nodes(self) -> int:
         return self._largest if self.pinned is None else self.pinned.nodes
 

@@ -104,10 +104,6 @@ class DraftScorer:
         self.parent_probs: list[float] = []
         """Acceptance probabilities of the parents of each step after the first."""
 
-    def mean_accept_probs(self) -> list[float]:
-        """Return the acceptance probability of each node, mean of the rows."""
-        return [sum(accept_probs) / len(accept_probs) for accept_probs in self.accept_probs]
-
     def should_continue(self, depth: int, accept_prob: float | None = None) -> bool:
         """Return True if a draft step after `depth` others pays.
 

@@ -163,7 +163,8 @@ class HybridDrafter(Drafter):
         num_added = min(policy.max_nodes() - shape.nodes, longest)
         if num_added <= 0:
             return None
-        drafted = Proposal([KEPT] * shape.nodes, list(range(-1, shape.nodes - 1)), policy.node_accept_probs(shape))
+        # Nothing reads scores of the model's nodes: all are kept, and traces have the model's own probabilities.
+        drafted = Proposal([KEPT] * shape.nodes, list(range(-1, shape.nodes - 1)), [0.0] * shape.nodes)
         both = [
             Proposal(
                 drafted.tokens + added.tokens,
