@@ -243,7 +243,7 @@ def play(
         draft_s = machine.seconds(base, number, dice)
         step_s = machine.seconds(machine.costs.of_step(1 + tree.tokens.shape[1], slots), number, dice)
         paths, progress, emitted = [], {}, {}
-        tokens, parents = tree.tokens.tolist(), parents_of(tree)
+        tokens, parents = tree.tokens.tolist(), parents_of(tree).tolist()
         for row, place in places.items():
             answer = records[row].answer
             path = accepted_path(tokens[row], parents[row], answer[place + 1 :])

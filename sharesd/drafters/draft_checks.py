@@ -105,6 +105,6 @@ def _check_nodes(drafter: str, tree: DraftTree, vocab_size: int) -> None:
         places_BN = np.sort(np.where(tokens_BN < 0, -2 - nodes_N, (parents_BN + 1) * vocab_size + tokens_BN), axis=1)
         is_right = bool((parents_BN < nodes_N).all() and (places_BN[:, 1:] != places_BN[:, :-1]).all())
     if not is_right:
-        for tokens, parents in zip(tree.tokens.tolist(), parents_of(tree), strict=True):
+        for tokens, parents in zip(tree.tokens.tolist(), parents_of(tree).tolist(), strict=True):
             for fault in _faults_of_nodes(tokens, parents, vocab_size, min_token=-1):
                 raise WrongDraft(drafter, fault)

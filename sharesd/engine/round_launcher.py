@@ -298,7 +298,7 @@ def compute_grammar_mask(
     B, N = tree.tokens.shape
     shape = B, 1 + N, num_words(vocab_size)
     grammar_mask_BTW = torch.full(shape, -1, dtype=torch.int32, device="cpu", pin_memory=pinned)
-    tokens, parents, lost = tree.tokens.tolist(), parents_of(tree), []
+    tokens, parents, lost = tree.tokens.tolist(), parents_of(tree).tolist(), []
     for request in requests:
         if request.matcher is None:
             continue

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from sharesd.devices.transfer import PinnedBuffers
-from sharesd.speculation.draft_tree import DraftTree, model_shape, parents_tensor
+from sharesd.speculation.draft_tree import DraftTree, model_shape, parents_of
 
 Drafts = list[tuple[list[int], list[int] | None, list[float | None] | None]]
 """Tokens, parents and probabilities of each row's draft."""
@@ -38,7 +38,7 @@ class Proposed(NamedTuple):
         """Return a draft's parts, on its device."""
         index_BN1 = tree.tokens.clamp(min=0)[..., None]
         probs_BN = None if tree.probs is None else tree.probs.gather(-1, index_BN1)[..., 0]
-        return cls(tree.tokens, None if tree.tree_mask is None else parents_tensor(tree), probs_BN)
+        return cls(tree.tokens, None if tree.tree_mask is None else parents_of(tree), probs_BN)
 
     def copy_to_host(self, buffers: PinnedBuffers, times: int) -> Proposed:
         """Start copies to host memory, as for the round's result."""

@@ -150,15 +150,11 @@ def model_shape(tree: DraftTree) -> DraftShape:
     return DraftShape(made.num_steps, tree.tokens.shape[1] - made.num_filled, made.window)
 
 
-def parents_of(tree: DraftTree) -> list[list[int]]:
-    """Return each row's parents of the nodes, as in a `Proposal`."""
-    B, N = tree.tokens.shape
-    return [list(range(-1, N - 1)) for _ in range(B)] if tree.tree_mask is None else parents_tensor(tree).tolist()
-
-
-def parents_tensor(tree: DraftTree) -> Tensor:
-    """Return the parents [B, N] of a tree's nodes, on its device."""
-    assert tree.tree_mask is not None
+def parents_of(tree: DraftTree) -> Tensor:
+    """Return the parents [B, N] of the nodes, on their device; -1: the root."""
+    if tree.tree_mask is None:
+        B, N = tree.tokens.shape
+        return torch.arange(-1, N - 1, device=tree.tokens.device).expand(B, N)
     # A path lists the verify rows from the root (0) to the node, so its entry before the last is the parent's.
     depth_BT, path_BTP = tree.tree_mask
     return path_BTP.gather(2, (depth_BT - 1).clamp(min=0)[..., None])[:, 1:, 0].sub(1)

@@ -243,7 +243,7 @@ def test_nodes_of_tables_come_next_to_the_draft_whatever_it_is() -> None:
     recorded.round()
     late = recorded.late
     assert late is not None and late.tokens.tolist() == [[KEPT] * 4 + [5] * 4]
-    assert parents_of(late) == [[-1, 0, 1, 2, -1, 4, 5, 6]] and late.depth == 4
+    assert parents_of(late).tolist() == [[-1, 0, 1, 2, -1, 4, 5, 6]] and late.depth == 4
     assert (late.record.num_steps, late.record.num_filled, late.record.filler) == (4, 4, "table")
     recorded.policy.gate.gain = 0.0
     decision = recorded.policy.decision()._replace(has_queried=True)

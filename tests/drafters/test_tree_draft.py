@@ -332,7 +332,7 @@ def test_nodes_are_weighed_by_what_experience_makes_of_them(logit_noise: float |
         assert torch.equal(best.draft_probs_BN[row], said[row, order])
         assert torch.allclose(best.accept_probs_BN[row], nodes.scores_BC[row, order].exp())
     tree_mask = TreeAttentionMask(draft.depth_BT, draft.path_BTT)
-    assert best.parents_BN.tolist() == parents_of(DraftTree(draft.tokens_BN, tree_mask))
+    assert best.parents_BN.tolist() == parents_of(DraftTree(draft.tokens_BN, tree_mask)).tolist()
 
 
 @pytest.mark.parametrize(
