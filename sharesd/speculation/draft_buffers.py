@@ -39,6 +39,9 @@ class LateNodes:
     def __init__(self, buffers: DraftBuffers) -> None:
         (B, T), device = buffers.depth_BT.shape, buffers.depth_BT.device
         self._buffers, size = buffers, (B, T - 1 + T + T * T)
+        self._numbers_BX = np.empty(size, dtype=np.int64)
+        tokens_BN, depth_BT, path_BX = np.split(self._numbers_BX, [T - 1, 2 * T - 1], axis=1)
+        self._parts = tokens_BN, depth_BT, path_BX.reshape(B, T, T)
         on_host_BX = torch.zeros(size, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
         self._on_host_BX, self._words_BX = on_host_BX, on_host_BX.numpy()
         self._on_device_BX = torch.zeros(size, dtype=torch.int64, device=device)
@@ -49,10 +52,9 @@ class LateNodes:
 
     def put(self, number: int, tree: DraftTree) -> None:
         """Write nodes for the verification of this number; tokens of -2 (`KEPT`) are nodes that the draft has."""
-        parts = self._buffers.new_parts(tree)
-        parts[0] += LATE_OFFSET
-        numbers_BX = np.concatenate([part.reshape(len(part), -1) for part in parts], axis=1)
-        np.add(numbers_BX, number << LATE_SHIFT, out=self._words_BX)  # each word is written at once
+        self._buffers.write(tree, self._parts)
+        np.add(self._parts[0], LATE_OFFSET, out=self._parts[0])
+        np.add(self._numbers_BX, number << LATE_SHIFT, out=self._words_BX)  # each word is written at once
 
     def join(self) -> None:
         """Add what has come to the draft in the buffers; counts verifications, as `number` does."""
@@ -92,7 +94,7 @@ class DraftBuffers:
         self._star_TT[:, 1:2] = np.arange(T)[:, None]
         self.kv_slots_BT = self._row_T.repeat(B, 1)
         """KV slots, from the root's, in which a drafter wrote each node."""
-        self._set_chain_on_host()
+        self.write(DraftTree(torch.empty(B, 0, dtype=torch.int64)), self._host_parts)
         self._no_nodes = self._on_host.to(device, copy=True)
         self.set_chain()
 
@@ -136,31 +138,21 @@ class DraftBuffers:
         self._on_device.copy_(self._no_nodes)
         self.kv_slots_BT.copy_(self._row_T)
 
-    def _set_chain_on_host(self) -> None:
-        tokens_BN, depth_BT, path_BTT = self._host_parts
-        tokens_BN[:], depth_BT[:], path_BTT[:] = -1, self._chain_TT[0], self._chain_TT
-
     def put(self, tree: DraftTree) -> None:
         """Copy a draft from the host without waiting."""
-        if tree.tree_mask is None:
-            self._set_chain_on_host()
-            self._host_parts[0][:, : tree.tokens.shape[1]] = tree.tokens.numpy()
-        else:
-            self._write(tree, self._host_parts)
+        self.write(tree, self._host_parts)
         self._on_device.copy_(self._on_host, non_blocking=True)
         if "probs_BNV" in self.__dict__:  # drafts of tables are not samples: each token has draft probability 1
             assert tree.probs is None
             self.probs_BNV.zero_().scatter_(2, self.tokens_BN.clamp(min=0)[..., None], 1.0)
 
-    def new_parts(self, tree: DraftTree) -> list[np.ndarray]:
-        """Return tokens, depth and path of a tree on the host, in the buffers' sizes."""
-        parts = [np.empty_like(part) for part in self._host_parts]
-        self._write(tree, parts)
-        return parts
-
-    def _write(self, tree: DraftTree, parts: Sequence[np.ndarray]) -> None:
-        assert tree.tree_mask is not None
+    def write(self, tree: DraftTree, parts: Sequence[np.ndarray]) -> None:
+        """Write a draft on the host to tokens, depth and path of the buffers' sizes."""
         (tokens_BN, depth_BT, path_BTT), T = parts, 1 + tree.tokens.shape[1]
-        tokens_BN[:], depth_BT[:], path_BTT[:] = -1, 1, self._star_TT
+        tokens_BN[:] = -1
         tokens_BN[:, : T - 1] = tree.tokens.numpy()
-        depth_BT[:, :T], path_BTT[:, :T, :T] = (part.numpy() for part in tree.tree_mask)
+        if tree.tree_mask is None:
+            depth_BT[:], path_BTT[:] = self._chain_TT[0], self._chain_TT
+        else:
+            depth_BT[:], path_BTT[:] = 1, self._star_TT
+            depth_BT[:, :T], path_BTT[:, :T, :T] = (part.numpy() for part in tree.tree_mask)
