@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from sharesd.drafters.registry import DrafterSpec, option
 from sharesd.drafters.selection import options_of
 from sharesd.drafters.tables.base import Table
-from sharesd.speculation.draft_tree import Proposal, empty_proposal
+from sharesd.drafters.tables.proposal import Proposal, empty_proposal
 
 
 @dataclass(frozen=True)

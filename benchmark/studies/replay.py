@@ -18,19 +18,11 @@ import torch
 
 from benchmark.studies.draft_records import DraftRecords
 from sharesd.drafters.base import Drafter
+from sharesd.drafters.tables.proposal import Proposal, pack
 from sharesd.engine.request import MAX_LEAD
 from sharesd.speculation.cost_model import Costs
 from sharesd.speculation.draft_policy import RESTING, Policy
-from sharesd.speculation.draft_tree import (
-    NO_DRAFT,
-    DraftRecord,
-    DraftShape,
-    DraftTree,
-    Proposal,
-    chain,
-    pack,
-    parents_of,
-)
+from sharesd.speculation.draft_tree import NO_DRAFT, DraftRecord, DraftShape, DraftTree, chain, parents_of
 
 THREADS = 2
 VOCAB_SIZE = 1 << 20

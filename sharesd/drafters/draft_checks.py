@@ -10,7 +10,8 @@ import numpy as np
 from torch import Tensor
 
 from sharesd.drafters.base import DraftContext, Drafter
-from sharesd.speculation.draft_tree import DraftShape, DraftTree, Proposal, parents_of
+from sharesd.drafters.tables.proposal import Proposal
+from sharesd.speculation.draft_tree import DraftShape, DraftTree, parents_of
 
 
 class WrongDraft(ValueError):

@@ -16,12 +16,13 @@ from sharesd.data.request_errors import NonFiniteLogits
 from sharesd.devices.transfer import reserve_pinned
 from sharesd.drafters.base import Drafter
 from sharesd.drafters.draft_checks import checked_draft
+from sharesd.drafters.tables.proposal import Proposal, pack
 from sharesd.engine.call_queue import decode
 from sharesd.engine.decode_round import Round
 from sharesd.engine.engine import Engine
 from sharesd.field_types import DefaultLimit
 from sharesd.sampling_params import SamplingParams
-from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape, DraftTree, Proposal, pack
+from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape, DraftTree
 from sharesd.startup.cost_profiler import first_blocks, is_native, model_drafter_of, profile_costs
 from sharesd_files import JsonCache
 

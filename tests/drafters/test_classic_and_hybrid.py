@@ -18,21 +18,13 @@ from sharesd import SamplingParams
 from sharesd.config import EngineConfig
 from sharesd.drafters.classic.drafter import ClassicDrafter
 from sharesd.drafters.hybrid.drafter import HybridDrafter
+from sharesd.drafters.tables.proposal import Proposal
 from sharesd.models.tokenizer import load_tokenizer
 from sharesd.runtime import Runtime
 from sharesd.speculation.cost_model import Costs
 from sharesd.speculation.draft_buffers import KEPT
 from sharesd.speculation.draft_policy import Policy
-from sharesd.speculation.draft_tree import (
-    NO_DRAFT,
-    DraftRecord,
-    DraftShape,
-    DraftTree,
-    Proposal,
-    chain,
-    chains,
-    parents_of,
-)
+from sharesd.speculation.draft_tree import NO_DRAFT, DraftRecord, DraftShape, DraftTree, chain, chains, parents_of
 from tests.cases.inputs import llama
 from tests.helpers.after_warmup import no_captures
 from tests.helpers.in_mode import in_mode

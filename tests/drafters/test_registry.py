@@ -32,11 +32,12 @@ from sharesd.config import EngineConfig
 from sharesd.drafters import registry, selection
 from sharesd.drafters.draft_checks import WrongDraft, check_proposal
 from sharesd.drafters.registry import DrafterSpec, HeadSpec, Need, Support
+from sharesd.drafters.tables.proposal import Proposal
 from sharesd.llm import LLM
 from sharesd.models.loader import decoder_config
 from sharesd.runtime import Runtime
 from sharesd.sampling_params import SamplingParams
-from sharesd.speculation.draft_tree import DraftTree, Proposal
+from sharesd.speculation.draft_tree import DraftTree
 from tests.helpers.in_mode import in_mode
 from tests.helpers.oracle import VOCAB, OracleDrafter, new_engine, tiny_decoder
 from tests.helpers.paths import ROOT

@@ -14,7 +14,7 @@ from sharesd.drafters.recycle.table import DEPTHS, RecycleTable
 from sharesd.drafters.suffix.datastore import SAMPLES, Datastore, build_datastore, open_datastore
 from sharesd.drafters.suffix.table import SuffixAutomaton, SuffixTable
 from sharesd.drafters.tables.base import HitRates, Table, grow, outcomes
-from sharesd.speculation.draft_tree import Proposal
+from sharesd.drafters.tables.proposal import Proposal
 
 VOCAB = 512
 MAKERS: dict[str, Callable[[], Table]] = {

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from sharesd.drafters.hybrid.drafter import HybridDrafter
+from sharesd.drafters.tables.proposal import Proposal
 from sharesd.engine.decode_round import Round
 from sharesd.engine.engine import Engine
 from sharesd.engine.output_processor import OutputProcessor
@@ -24,7 +25,7 @@ from sharesd.kvcache.static import StaticKVCache
 from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.cost_model import Costs
 from sharesd.speculation.draft_policy import Policy
-from sharesd.speculation.draft_tree import NO_DRAFT, DraftTree, Proposal
+from sharesd.speculation.draft_tree import NO_DRAFT, DraftTree
 from sharesd.startup import cost_profiler
 from sharesd.startup.warmup import warm_up, warm_up_all_variants
 from tests.engine import test_rows

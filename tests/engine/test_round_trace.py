@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from sharesd import LLM, EngineConfig, SamplingParams
+from sharesd.drafters.tables.proposal import Proposal, pack
 from sharesd.engine.engine import Engine
 from sharesd.engine.outputs import Completion
 from sharesd.engine.stats import Stats
@@ -22,7 +23,6 @@ from sharesd.models.loader import decoder_config
 from sharesd.records.trace import REASONS, Proposed, RoundTrace, RowTrace, node_probs, without_missing
 from sharesd.records.trace_file import TraceFile, read_trace
 from sharesd.runtime import Runtime
-from sharesd.speculation.draft_tree import Proposal, pack
 from tests.benchmark.test_formats import named
 from tests.engine.test_async_scheduling import launched_ahead, noted
 from tests.helpers.in_mode import in_mode

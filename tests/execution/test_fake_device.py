@@ -21,6 +21,7 @@ from quant.switch_linear import Switch, SwitchLinear
 from sharesd import Engine, SamplingParams
 from sharesd.drafters.classic.drafter import ClassicDrafter
 from sharesd.drafters.share.drafter import ShareDrafter
+from sharesd.drafters.tables.proposal import Proposal, pack
 from sharesd.engine.options import EngineOptions
 from sharesd.execution.step_compiler import StepCompiler
 from sharesd.models import hf
@@ -29,7 +30,7 @@ from sharesd.models.decoder import Decoder
 from sharesd.models.prefill import prefill
 from sharesd.parallel.tensor_parallel import RankZeroModel
 from sharesd.speculation.draft_buffers import DraftBuffers
-from sharesd.speculation.draft_tree import NO_DRAFT, Proposal, chain, chains, pack, shapes_of
+from sharesd.speculation.draft_tree import NO_DRAFT, chain, chains, shapes_of
 from tests.helpers.in_mode import InMode
 from tests.helpers.oracle import VOCAB, tiny_tokenizer
 

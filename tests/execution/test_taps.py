@@ -11,10 +11,10 @@ from torch import Tensor
 
 from compile.decoder_stack import NativeStack
 from compile.inductor import CompiledModel
+from sharesd.drafters.tables.proposal import pack
 from sharesd.models.decoder import Decoder
 from sharesd.models.prefill import prefill
 from sharesd.sampling_params import SamplingParams
-from sharesd.speculation.draft_tree import pack
 from tests.helpers.compiled import compiled
 from tests.helpers.oracle import VOCAB, new_engine, switched, tiny_decoder
 from tests.speculation.test_trees import random_tree

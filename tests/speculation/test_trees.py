@@ -22,23 +22,13 @@ from sharesd.drafters.ngram.table import NgramTable
 from sharesd.drafters.recycle.table import RecycleTable
 from sharesd.drafters.share.drafter import ShareDrafter
 from sharesd.drafters.suffix.table import SuffixTable
+from sharesd.drafters.tables.proposal import Proposal, best_chain, merge, pack
 from sharesd.engine.outputs import Completion
 from sharesd.sampling.acceptance import accept_tree, accept_tree_reference
 from sharesd.sampling_params import SamplingParams
 from sharesd.speculation.cost_model import Costs, LiveCosts
 from sharesd.speculation.draft_policy import Policy
-from sharesd.speculation.draft_tree import (
-    NO_DRAFT,
-    DraftShape,
-    Proposal,
-    best_chain,
-    chain,
-    chains,
-    merge,
-    pack,
-    shapes_of,
-    with_windows,
-)
+from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape, chain, chains, shapes_of, with_windows
 from tests.engine.test_lossless import PROMPTS, ids
 from tests.helpers.compiled import compiled
 from tests.helpers.oracle import VOCAB, continue_plainly, logits_of, new_engine, switched, tiny_decoder

@@ -34,10 +34,10 @@ def happenings(config: EngineConfig, *, has_begun: bool) -> list[str]:
     from sharesd.drafters.eagle.drafter import EagleDrafter
     from sharesd.drafters.hybrid.drafter import HybridDrafter
     from sharesd.drafters.suffix.table import SuffixTable
+    from sharesd.drafters.tables.proposal import Proposal
     from sharesd.engine.decode_round import Round
     from sharesd.speculation.draft_buffers import LateNodes
     from sharesd.speculation.draft_policy import Policy
-    from sharesd.speculation.draft_tree import Proposal
 
     install()
     events: list[str] = []

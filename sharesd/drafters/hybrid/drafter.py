@@ -14,22 +14,11 @@ from sharesd.drafters import registry
 from sharesd.drafters.base import NOTHING, BuildInputs, DraftContext, Drafter, takes_late_nodes
 from sharesd.drafters.draft_checks import check_proposal, checked_draft
 from sharesd.drafters.tables.base import Table
+from sharesd.drafters.tables.proposal import Proposal, best_chain, empty_proposal, merge, pack
 from sharesd.kvcache.static import StaticKVCache
 from sharesd.models.base import CausalModel
 from sharesd.speculation.draft_buffers import KEPT
-from sharesd.speculation.draft_tree import (
-    NO_DRAFT,
-    DraftShape,
-    DraftTree,
-    Proposal,
-    VerifyResult,
-    best_chain,
-    chains,
-    empty_proposal,
-    merge,
-    model_shape,
-    pack,
-)
+from sharesd.speculation.draft_tree import NO_DRAFT, DraftShape, DraftTree, VerifyResult, chains, model_shape
 
 
 class HybridDrafter(Drafter):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from sharesd.drafters.base import BuildInputs
 from sharesd.drafters.selection import options_of
 from sharesd.drafters.tables.base import HitRates, Table, outcomes
-from sharesd.speculation.draft_tree import Proposal, empty_proposal
+from sharesd.drafters.tables.proposal import Proposal, empty_proposal
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ import numpy as np
 from sharesd.drafters.base import BuildInputs
 from sharesd.drafters.selection import file_of
 from sharesd.drafters.tables.base import HitRates, Table, grow, outcomes
-from sharesd.speculation.draft_tree import Proposal, empty_proposal
+from sharesd.drafters.tables.proposal import Proposal, empty_proposal
 from sharesd_files import atomic_path
 
 DEPTHS = 6

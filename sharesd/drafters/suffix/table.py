@@ -15,7 +15,7 @@ from sharesd.drafters.base import BuildInputs
 from sharesd.drafters.selection import file_of
 from sharesd.drafters.suffix.datastore import CONTEXT, Datastore, open_datastore
 from sharesd.drafters.tables.base import HitRates, Table, grow, outcomes
-from sharesd.speculation.draft_tree import Proposal, empty_proposal
+from sharesd.drafters.tables.proposal import Proposal, empty_proposal
 
 ORDERS = 3
 """Suffixes of different lengths (states) that are blended for one node."""

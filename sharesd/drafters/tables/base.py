@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from sharesd.speculation.draft_tree import Proposal
+from sharesd.drafters.tables.proposal import Proposal
 
 State = TypeVar("State")
 

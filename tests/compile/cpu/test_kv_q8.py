@@ -13,7 +13,7 @@ from torch import Tensor
 from compile.attention import attend, attend_reference
 from compile.kv_compact import kv_compactor
 from compile.kv_layout import CHUNK, dequantize_kv, kv_layout, new_kv, pack_q8, quantize_kv, unpack_kv, unpack_q8
-from sharesd.speculation.draft_tree import pack
+from sharesd.drafters.tables.proposal import pack
 from tests.compile.cpu.test_kernels import EACH_DTYPE, TOLERANCE, Case, Heads, in_steps, make_case
 from tests.speculation.test_trees import paths_of, random_tree
 

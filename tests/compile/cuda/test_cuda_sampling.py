@@ -20,11 +20,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from compile.attention import TreeAttentionMask
 from compile.inductor import CompiledForms
 from compile.topk import NUMBERS
+from sharesd.drafters.tables.proposal import pack
 from sharesd.sampling import RowSampling, SamplingKind, Stream, gumbel, process
 from sharesd.sampling import logits_processors as logits_module
 from sharesd.sampling.acceptance import accept_tree_reference
 from sharesd.sampling_params import SamplingParams
-from sharesd.speculation.draft_tree import pack
 from tests.helpers.oracle import placed
 from tests.sampling.test_row_sampling import REQUESTS
 from tests.speculation.test_trees import random_tree

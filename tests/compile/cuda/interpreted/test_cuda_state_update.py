@@ -11,10 +11,10 @@ from torch import Tensor
 
 from compile import state_update, tree_expand
 from compile.tree_expand import ExpandedDraft, Frontier, Nodes
+from sharesd.drafters.tables.proposal import Proposal, pack
 from sharesd.sampling.acceptance import accept_match
 from sharesd.speculation import draft_buffers
 from sharesd.speculation.draft_buffers import KEPT, DraftBuffers
-from sharesd.speculation.draft_tree import Proposal, pack
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 from compile.cuda import state_update as update_kernels
